@@ -5,11 +5,11 @@ Cost: one request per shard and call, all shards at once; the inputs travel to e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 
-from geartrain.ams.client.shard_calls import ShardCalls
-from geartrain.ams.client.writes import Deliver, Numbers, Write
+from geartrain.ams.client.row_calls import Call, Delivered, RowParts, joint
+from geartrain.ams.client.shard_calls import Outcome, ShardCalls
+from geartrain.ams.client.writes import Numbers, Pending, Write
 from geartrain.ams.values.errors import InternalError
 from geartrain.ams.values.optimizers.spec import NO_SCALARS
 from geartrain.ams.values.scheduler_messages import ClusterView
@@ -70,9 +70,8 @@ class HostedCalls:
             )
             for shard in range(self.view.num_shards)
         ]
-        outcomes = self._deliver()(calls, CallContext())
         answers = []
-        for outcome in outcomes:
+        for outcome in self._outcomes(calls, CallContext(table_incarnation=self._calls.incarnation_of(self.spec))):
             if isinstance(outcome, BaseException):
                 raise outcome
             if not isinstance(outcome, Computed):
@@ -111,11 +110,11 @@ class HostedCalls:
             )
             for shard in range(self.view.num_shards)
         ]
-        return Write(self._numbers(), requests, self._deliver())
+        return Write(self._numbers(), requests, self._deliver, self._calls.incarnation_of(self.spec))
 
-    def _deliver(self) -> Deliver:
-        return partial(
-            self._calls.deliver,
-            timeout_seconds=self._calls.config.hosted_timeout_seconds,
-            table_incarnation=self._calls.incarnation_of(self.spec),
-        )
+    def _deliver(self, calls: Pending, context: CallContext) -> Delivered:
+        assert not isinstance(calls, RowParts)
+        return joint(calls, self._outcomes(calls, context))
+
+    def _outcomes(self, calls: Sequence[Call], context: CallContext) -> list[Outcome]:
+        return self._calls.deliver(calls, context, self._calls.config.hosted_timeout_seconds)

@@ -12,15 +12,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeGuard
+from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
-from geartrain.ams.kernels import ops
+from geartrain.ams.client.row_calls import RowCalls
 from geartrain.ams.rpc.carrier import AttemptFailed, ShardCarrier
 from geartrain.ams.rpc.client.silence import Peer, SilenceWatch
-from geartrain.ams.rpc.local import LocalCarrier
 from geartrain.ams.values.config import ClientConfig
 from geartrain.ams.values.errors import (
     Busy,
@@ -33,8 +29,8 @@ from geartrain.ams.values.errors import (
 )
 from geartrain.ams.values.interrupts import BackgroundFuture, BrokenOff, BufferLease, is_on_main_thread, shielded
 from geartrain.ams.values.scheduler_messages import ClusterView
-from geartrain.ams.values.shard_messages import Assign, CallContext, Done, Pull, Push, Reply, Request, SyncGroup, Thaw
-from geartrain.ams.values.specs import Ids, TableSpec
+from geartrain.ams.values.shard_messages import Assign, CallContext, Pull, Push, Reply, Request, Thaw
+from geartrain.ams.values.specs import TableSpec
 
 Outcome = Reply | BaseException
 logger = logging.getLogger(__name__)
@@ -43,12 +39,9 @@ _FIRST_BACKOFF_SECONDS = 0.05
 _LONGEST_BACKOFF_SECONDS = 1.0
 _FAREWELL_SECONDS = 1.0
 _ASYNC_THREADS = 4
-_BESIDE_BYTES = 1 << 20
-_CLOSED = "this cluster is closed; use it inside the 'with' block, or before close()"
 _num_forks = 0
-"""That led to this process from the one that imported this: to ask the system for its number takes longer than a call
-to a shard of the process.
-"""
+"""Between the process that imported this and this one: to ask the system who we are takes longer than a small pull."""
+_CLOSED = "this cluster is closed; use it inside the 'with' block, or before close()"
 
 
 def _count_fork() -> None:
@@ -78,18 +71,18 @@ class ShardCalls:
         self._view = view
         self._refresh = refresh
         self._carriers = [open_carrier(entry.address) for entry in view.shards]
-        self._engines = [carrier.engine for carrier in self._carriers if isinstance(carrier, LocalCarrier)]
-        """Of the shards, if they are of this process; else none."""
         self._executor: ThreadPoolExecutor | None = None
         self._is_closing = self._closed = False
-        self._process, self._num_forks = os.getpid(), _num_forks
+        self._process, self._forks = os.getpid(), _num_forks
         self._given_up = threading.Event()
         self.held_snapshots: set[str] = set()
         """Ids of those whose moment the shards hold for this process."""
-        self._silence = SilenceWatch()
+        self.silence = SilenceWatch()
         self._restored: dict[str, TableSpec] = {}
         """By name."""
         self._lock = threading.Lock()
+        self.rows = RowCalls(self, self._carriers)
+        """Pulls and writes of rows."""
 
     @property
     def is_forked(self) -> bool:
@@ -98,7 +91,7 @@ class ShardCalls:
         It would number its writes as its parent does, so that the shards took one of two for a repetition; and neither
         connections nor threads came with it.
         """
-        return _num_forks != self._num_forks
+        return _num_forks != self._forks
 
     def require_own_process(self) -> None:
         """Raise Unavailable in a forked child."""
@@ -124,38 +117,6 @@ class ShardCalls:
         """The cluster as last seen."""
         return self._view
 
-    def pull_here(
-        self,
-        table: str,
-        table_incarnation: int,
-        routes: Sequence[tuple[int, Ids | None]],
-        ids: Ids,
-        out: npt.NDArray[Any],
-        present: npt.NDArray[np.bool_] | None,
-        required_sync: SyncGroup | None,
-    ) -> bool:
-        """Pull rows of shards of this process on this thread, without copies and requests; False: :meth:`read` them.
-
-        ``routes`` says for each shard which of ``ids`` it has; None: all. Work for several shards that is large is not
-        done here: side by side they are faster. Nothing breaks a pull off in the middle, and Ctrl-C ends the wait for
-        a shard's turn.
-        """
-        self.require_usable()
-        if not self._engines or (len(routes) > 1 and out.nbytes > _BESIDE_BYTES):
-            return False
-        bits, code = ops.as_bits(out)
-        present_bits = None if present is None else present.view(np.uint8)
-        for shard, positions in routes:
-            part = ids if positions is None else ids[positions]
-            fence = self._view.shards[shard].incarnation, self._view.cluster_version, table_incarnation
-            try:
-                self._engines[shard].pull(
-                    *fence, table, part, bits, code, positions, present_bits, required_sync, None, False
-                )
-            except (Unavailable, StaleCluster):
-                return False  # it may help to ask again
-        return True
-
     def deliver(
         self,
         calls: Sequence[tuple[int, Request]],
@@ -163,54 +124,23 @@ class ShardCalls:
         timeout_seconds: float | None = None,
         *,
         recovery_seconds: float | None = None,
-        table_incarnation: int = 0,
+        begun: Sequence[BaseException | None] = (),
     ) -> list[Outcome]:
         """Make all calls side by side, each retried while that can help; return replies and errors in order.
 
         An attempt may take ``timeout_seconds``, or the client's ``attempt_timeout_seconds``; a shard that does not
         answer is waited for ``recovery_seconds`` (0: it is asked once), or the client's ``recovery_timeout_seconds``.
-        With ``table_incarnation`` a shard refuses them (TableNotFound) if it has another table of the name they mean.
+        ``begun`` says what first attempts elsewhere have ended with, of each call; None: it had none.
 
         Returns only when no carrier uses the requests' arrays any more. So it is, too, if Ctrl-C breaks it off (but a
         second one does not wait for that): what is under way is not sent again then, and whether it was done is
         unknown.
         """
         self.require_usable()
-        if table_incarnation:
-            context = replace(context, table_incarnation=table_incarnation)
-        if not self._engines or not _can_be_written_here(calls):
-            return self._deliver_elsewhere(calls, context, timeout_seconds, recovery_seconds)
-        outcomes = [self._write_here(shard, request, context) for shard, request in calls]
-        again = [n for n, outcome in enumerate(outcomes) if outcome is None]
-        if again:
-            late = self._deliver_elsewhere([calls[n] for n in again], context, timeout_seconds, recovery_seconds)
-            for n, outcome in zip(again, late, strict=True):
-                outcomes[n] = outcome
-        return [outcome for outcome in outcomes if outcome is not None]
-
-    def _write_here(self, shard: int, request: Push | Assign, context: CallContext) -> Outcome | None:
-        """The outcome of a write to a shard of this process; None: it is waited for, or it may help to ask again."""
-        carrier = self._carriers[shard]
-        assert isinstance(carrier, LocalCarrier)
-        try:
-            done = carrier.write(self._fenced(shard, context), request)
-        except (Unavailable, StaleCluster):
-            return None
-        except Exception as exc:
-            return exc
-        return done if isinstance(done, Done) else None
-
-    def _deliver_elsewhere(
-        self,
-        calls: Sequence[tuple[int, Request]],
-        context: CallContext,
-        timeout_seconds: float | None,
-        recovery_seconds: float | None,
-    ) -> list[Outcome]:
         recovery_seconds = self.config.recovery_timeout_seconds if recovery_seconds is None else recovery_seconds
         patience = _Patience(recovery_seconds, self._given_up)  # one for all, or dead shards would add up
         if not is_on_main_thread():
-            return self._deliver(calls, context, timeout_seconds, patience)
+            return self._deliver(calls, context, timeout_seconds, patience, begun)
         buffer_leases = []
         for number, (shard, request) in enumerate(calls := list(calls)):
             if isinstance(request, Pull | Push | Assign):
@@ -225,7 +155,7 @@ class ShardCalls:
                 buffer_lease.wait()
 
         return shielded(
-            partial(self._deliver, calls, context, timeout_seconds, patience),
+            partial(self._deliver, calls, context, timeout_seconds, patience, begun),
             if_broken_off=break_off,
         )
 
@@ -235,6 +165,7 @@ class ShardCalls:
         context: CallContext,
         timeout_seconds: float | None,
         patience: _Patience,
+        begun: Sequence[BaseException | None],
     ) -> list[Outcome]:
         def attempt(shard: int, request: Request, *, alone: bool) -> Future[Reply]:
             patience.require_a_caller()
@@ -246,12 +177,14 @@ class ShardCalls:
         def silent() -> list[Peer]:
             """Of a retried call the one that is settled: its first attempt has ended."""
             waiting = [n for n in range(len(calls)) if n == settled or n >= len(futures) or not futures[n].done()]
-            return [self._peer(calls[n][0]) for n in waiting if n >= settled]
+            return [self.peer(calls[n][0]) for n in waiting if n >= settled]
 
         outcomes: list[Outcome] = []
-        with self._naming(silent, self._attempt_seconds(timeout_seconds) + patience.seconds):
-            for shard, request in calls:
-                futures.append(attempt(shard, request, alone=len(calls) == 1))
+        with self.naming(silent, self._attempt_seconds(timeout_seconds) + patience.seconds):
+            for number, (shard, request) in enumerate(calls):
+                error = begun[number] if begun else None
+                alone = len(calls) == 1
+                futures.append(attempt(shard, request, alone=alone) if error is None else _ended_with(error))
             for settled, ((shard, request), future) in enumerate(zip(calls, futures, strict=True)):  # noqa: B007
                 try:
                     outcomes.append(self._settle(shard, future, patience, partial(attempt, shard, request, alone=True)))
@@ -263,19 +196,30 @@ class ShardCalls:
         """While the block lasts, in which another role works with all shards for this process, name those that do not
         answer.
         """
-        peers = [self._peer(shard) for shard in range(self._view.num_shards)]
-        return self._naming(lambda: peers, self.config.attempt_timeout_seconds)
+        peers = [self.peer(shard) for shard in range(self._view.num_shards)]
+        return self.naming(lambda: peers, self.config.attempt_timeout_seconds)
 
-    def _naming(self, silent: Callable[[], Sequence[Peer]], seconds: float) -> AbstractContextManager[None]:
-        return self._silence.over(silent, f"up to {seconds:g} s") if self.remote else nullcontext()
+    def naming(self, silent: Callable[[], Sequence[Peer]], seconds: float) -> AbstractContextManager[None]:
+        """While the block lasts, which may be ``seconds``, name those of ``silent`` that do not answer."""
+        return self.silence.over(silent, f"up to {seconds:g} s") if self.remote else nullcontext()
 
-    def _peer(self, shard: int) -> Peer:
+    def peer(self, shard: int) -> Peer:
+        """A shard as those are told of it who wait."""
         return Peer(f"shard {shard}", self._view.shards[shard].address)
 
-    def read(self, calls: Sequence[tuple[int, Request]], *, table_incarnation: int = 0) -> list[Reply]:
-        """Make calls that change nothing; raises the first error. ``table_incarnation`` is that of :meth:`deliver`."""
+    def read(
+        self,
+        calls: Sequence[tuple[int, Request]],
+        *,
+        table_incarnation: int = 0,
+        begun: Sequence[BaseException | None] = (),
+    ) -> list[Reply]:
+        """Make calls that change nothing; raises the first error. ``begun`` is that of :meth:`deliver`.
+
+        With ``table_incarnation`` a shard refuses them (TableNotFound) if it has another table of the name they mean.
+        """
         replies: list[Reply] = []
-        for outcome in self.deliver(calls, CallContext(), table_incarnation=table_incarnation):
+        for outcome in self.deliver(calls, CallContext(table_incarnation=table_incarnation), begun=begun):
             if isinstance(outcome, BaseException):
                 raise outcome
             replies.append(outcome)
@@ -359,12 +303,7 @@ class ShardCalls:
     def _attempt(
         self, shard: int, request: Request, *, context: CallContext, timeout_seconds: float | None, alone: bool
     ) -> Future[Reply]:
-        fenced = self._fenced(shard, context)
-        return self._carriers[shard].submit(fenced, request, self._attempt_seconds(timeout_seconds), alone=alone)
-
-    def _fenced(self, shard: int, context: CallContext) -> CallContext:
-        """``context`` for a call that means a shard as it was last seen."""
-        return CallContext(
+        fenced = CallContext(
             stream=context.stream,
             incarnation=context.incarnation,
             sequence=context.sequence,
@@ -373,6 +312,7 @@ class ShardCalls:
             cluster_version=self._view.cluster_version,
             table_incarnation=context.table_incarnation,
         )
+        return self._carriers[shard].submit(fenced, request, self._attempt_seconds(timeout_seconds), alone=alone)
 
     def _attempt_seconds(self, timeout_seconds: float | None) -> float:
         return self.config.attempt_timeout_seconds if timeout_seconds is None else timeout_seconds
@@ -384,8 +324,8 @@ class ShardCalls:
         while True:
             try:
                 reply = future.result()
-                if self._silence.has_named:
-                    self._silence.heard(self._peer(shard))
+                if self.silence.has_named:
+                    self.silence.heard(self.peer(shard))
                 return reply
             except StepPending:
                 self._require_not_given_up(shard)
@@ -419,7 +359,7 @@ class ShardCalls:
                         patience.seconds,
                         exc,
                     )
-                    self._silence.told(self._peer(shard))
+                    self.silence.told(self.peer(shard))
                 if not patience.pause():
                     address = self._view.shards[shard].address
                     raise ShardUnavailable(
@@ -447,19 +387,13 @@ class ShardCalls:
             ) from None
         # Not the incarnations: they are those of the shards that hold our rows.
         self._view = replace(self._view, cluster_version=view.cluster_version)
+        self.rows.set_cluster_version(view.cluster_version)
 
 
-def _can_be_written_here(calls: Sequence[tuple[int, Request]]) -> TypeGuard[Sequence[tuple[int, Push | Assign]]]:
-    """Whether these are writes for a shard of this process, or a few rows for several, that wait for nobody else."""
-    num_bytes = 0
-    for _, request in calls:
-        if isinstance(request, Push) and request.group is None:
-            num_bytes += request.gradients.nbytes
-        elif isinstance(request, Assign):
-            num_bytes += request.rows.nbytes
-        else:
-            return False
-    return len(calls) == 1 or num_bytes <= _BESIDE_BYTES
+def _ended_with(error: BaseException) -> Future[Reply]:
+    future: Future[Reply] = Future()
+    future.set_exception(error)
+    return future
 
 
 class _Patience:

@@ -1,15 +1,16 @@
 """The client: tables as a program sees them.
 
-Cost: one request per shard and operation, all shards at once. N ids of a table of dim D travel as 8·N bytes, their
-rows as itemsize·N·D bytes; ids that occur twice travel once. To and from a shard on this machine nothing of that
-travels: it lies in memory that both share.
+Cost: one request per shard and operation, all shards at once, in one call of compiled code
+(:mod:`~geartrain.ams.client.row_calls`). N ids of a table of dim D travel as 8·N bytes, their rows as itemsize·N·D
+bytes; ids that occur twice travel once. To and from a shard on this machine nothing of that travels: it lies in memory
+that both share.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from concurrent.futures import Future
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,8 +18,9 @@ import numpy as np
 import numpy.typing as npt
 
 from geartrain.ams.client.hosted_calls import HostedCalls
+from geartrain.ams.client.row_calls import CHECK_FINITE, CHECK_PRODUCT, NO_CHECK, RowParts, facts_of
 from geartrain.ams.client.shard_calls import ShardCalls
-from geartrain.ams.client.writes import ClientStream, Deliver, Write
+from geartrain.ams.client.writes import ClientStream, Write
 from geartrain.ams.kernels import ops
 from geartrain.ams.values.arguments import real_number
 from geartrain.ams.values.arrays import ids_array, like, rows_array
@@ -29,10 +31,8 @@ from geartrain.ams.values.shard_messages import (
     Assign,
     Describe,
     Done,
-    Pull,
     Push,
     Reply,
-    Request,
     ShardState,
     SyncGroup,
 )
@@ -52,6 +52,8 @@ class Table:
         self.spec = spec
         self._calls = calls
         self._stream = stream
+        self._facts = facts_of(spec)
+        self._dtype = spec.numpy_dtype
 
     def __repr__(self) -> str:
         rows = "hashed" if self.spec.num_rows is None else counted(self.spec.num_rows, "row")
@@ -68,12 +70,8 @@ class Table:
         Raises InvalidIds, ShardUnavailable, ShardRestarted.
         """
         checked = ids_array(ids, self.spec.num_rows)
-        out = np.empty((len(checked), self.spec.dim), self.spec.numpy_dtype)
-        if self._calls.remote:
-            distinct, inverse, _ = ops.merge_duplicates(checked)
-            if len(distinct) < len(checked):
-                return like(self._pulled(distinct)[inverse], ids)
-        self._read(checked, out)
+        out = np.empty((len(checked), self.spec.dim), self._dtype)
+        self._calls.rows.pull(self._facts, self.incarnation, checked, out)
         return like(out, ids)
 
     def pull_async(self, ids: Any) -> Future[Any]:
@@ -83,9 +81,9 @@ class Table:
     def present(self, ids: Any) -> npt.NDArray[np.bool_]:
         """Say which rows exist, [N] bool: were pushed or assigned."""
         checked = ids_array(ids, self.spec.num_rows)
-        out = np.empty((len(checked), self.spec.dim), self.spec.numpy_dtype)
+        out = np.empty((len(checked), self.spec.dim), self._dtype)
         present = np.zeros(len(checked), np.bool_)
-        self._read(checked, out, present=present)
+        self._calls.rows.pull(self._facts, self.incarnation, checked, out, present=present)
         return present
 
     def version(self) -> int:
@@ -127,14 +125,14 @@ class Table:
         """
         checked = ids_array(ids, self.spec.num_rows)
         is_array = isinstance(out, np.ndarray)
-        if not is_array or out.shape != (len(checked), self.spec.dim) or out.dtype != self.spec.numpy_dtype:
+        if not is_array or out.shape != (len(checked), self.spec.dim) or out.dtype != self._dtype:
             found = f"{out.dtype} {out.shape}" if is_array else f"a {type(out).__name__}"
             raise InvalidArgument(
-                f"out is {found}; it must be a numpy array of {self.spec.numpy_dtype} ({len(checked)}, {self.spec.dim})"
+                f"out is {found}; it must be a numpy array of {self._dtype} ({len(checked)}, {self.spec.dim})"
             )
         if not out.flags.carray:
             raise InvalidArgument("out must be writable, aligned and C-contiguous; pass a fresh array")
-        self._read(checked, out, required_sync=required_sync)
+        self._calls.rows.pull(self._facts, self.incarnation, checked, out, required_sync=required_sync)
 
     def pull_into_async(
         self, ids: Ids, out: npt.NDArray[Any], *, required_sync: SyncGroup | None = None
@@ -164,17 +162,19 @@ class Table:
         ShardUnavailable (whether that shard applied it is unknown; see :meth:`prepare_push`).
         """
         # All or nothing: a shard looks for itself, so what goes to one shard at once need not be looked at twice.
-        check_finite = self._calls.view.num_shards > 1 or group is not None
-        push = Push(
-            table=self.spec.name,
-            ids=ids,
-            gradients=gradients,
-            lr=lr,
-            scale=scale,
-            optimizer_scalars=dict(optimizer_scalars),
-            group=group,
+        is_whole = self._calls.view.num_shards == 1 and group is None
+        return _send_once(
+            self._prepared(
+                ids,
+                gradients,
+                sequence,
+                NO_CHECK if is_whole else CHECK_FINITE,
+                lr=lr,
+                scale=scale,
+                scalars=optimizer_scalars,
+                group=group,
+            )
         )
-        return _send_once(self._prepared(push, sequence, check_finite=check_finite))
 
     def push_async(
         self, ids: Any, gradients: Any, *, lr: float | None = None, scale: float = 1.0, sequence: int | None = None
@@ -210,40 +210,64 @@ class Table:
 
         Raises what :meth:`push` does before it sends.
         """
-        push = Push(
-            table=self.spec.name,
-            ids=ids,
-            gradients=gradients,
+        return self._prepared(
+            ids,
+            gradients,
+            sequence,
+            CHECK_PRODUCT if known_finite else CHECK_FINITE,
             lr=lr,
             scale=scale,
-            optimizer_scalars=dict(optimizer_scalars),
+            scalars=optimizer_scalars,
             group=group,
             step_goes_on=step_goes_on,
         )
-        return self._prepared(push, sequence, check_finite=not known_finite, known_finite=known_finite)
 
-    def _prepared(self, push: Push, sequence: int | None, *, check_finite: bool, known_finite: bool = False) -> Write:
-        """Check ``push``, of all shards, and cut it; without ``check_finite`` a shard finds what is not finite."""
-        checked = ids_array(push.ids, self.spec.num_rows)
-        rows = rows_array(push.gradients, len(checked), self.spec.dim)
-        lr = None if push.lr is None else real_number("lr", push.lr)
-        scale = real_number("scale", push.scale)
-        self.spec.optimizer.for_push(push.optimizer_scalars)
-        if not np.isfinite(scale):
+    def _prepared(
+        self,
+        ids: Any,
+        gradients: Any,
+        sequence: int | None,
+        check: int,
+        *,
+        lr: float | None,
+        scale: float,
+        scalars: Mapping[str, float],
+        group: SyncGroup | None,
+        step_goes_on: bool = False,
+    ) -> Write:
+        """Check a push, of all shards, and cut it; ``check`` is that of :meth:`RowCalls.prepared`."""
+        checked = ids_array(ids, self.spec.num_rows)
+        rows = rows_array(gradients, len(checked), self.spec.dim)
+        lr = None if lr is None else real_number("lr", lr)
+        scale = real_number("scale", scale)
+        self.spec.optimizer.for_push(scalars)
+        if not math.isfinite(scale):
             raise NonFinite(f"scale is {scale!r}; it must be finite (a skipped step pushes nothing)")
-        if check_finite:
-            _require_finite(rows, checked)
-        merged, rows = ops.merged(checked, rows)
-        if check_finite and merged is not checked:
-            _require_finite(rows, merged)  # a sum may be infinite where its terms are not
-        if check_finite or known_finite:
-            _require_finite_product(rows, scale)
-        every_shard = push.group is not None or self.spec.counts_steps
-        requests = [
-            (shard, replace(push, ids=part, gradients=part_rows, lr=lr, scale=scale))
-            for shard, part, part_rows in self._split(merged, rows, every_shard=every_shard)
-        ]
-        return Write(self._stream.numbers(self.spec.name, sequence), requests, self._deliver())
+        scalars = dict(scalars)
+        request = partial(
+            _push,
+            table=self.spec.name,
+            lr=lr,
+            scale=scale,
+            optimizer_scalars=scalars,
+            group=group,
+            step_goes_on=step_goes_on,
+        )
+        parts = self._calls.rows.prepared(
+            self._facts,
+            checked,
+            rows,
+            check=check,
+            request=request,
+            every_shard=group is not None or self.spec.counts_steps,  # they count ranks, or steps
+            is_assign=False,
+            lr=lr,
+            scale=scale,
+            scalars=scalars,
+            group=group,
+            step_goes_on=step_goes_on,
+        )
+        return self._write(parts, sequence)
 
     def assign(self, ids: Any, rows: Any, *, sequence: int | None = None) -> Done:
         """Overwrite rows [N, dim] of the table's dtype; their slots become zero. ids must be distinct.
@@ -253,72 +277,43 @@ class Table:
         """
         checked = ids_array(ids, self.spec.num_rows)
         values = rows_array(rows, len(checked), self.spec.dim, dtype=self.spec.numpy_dtype)
-        _require_finite(values, checked)
         num_distinct = ops.num_distinct(checked)
         if num_distinct < len(checked):
             raise _duplicates(checked, len(checked) - num_distinct)
-        requests = [
-            (shard, Assign(table=self.spec.name, ids=part, rows=part_rows))
-            for shard, part, part_rows in self._split(checked, values, every_shard=False)
-        ]
+        parts = self._calls.rows.prepared(
+            self._facts,
+            checked,
+            values,
+            check=CHECK_FINITE,
+            request=partial(_assign, table=self.spec.name),
+            is_assign=True,
+            lr=None,
+            scale=1.0,
+            scalars=NO_SCALARS,
+            group=None,
+            step_goes_on=False,
+        )
+        return _send_once(self._write(parts, sequence))
+
+    def _write(self, parts: RowParts, sequence: int | None) -> Write:
         numbers = self._stream.numbers(self.spec.name, sequence)
-        return _send_once(Write(numbers, requests, self._deliver()))
+        return Write(numbers, parts, self._calls.rows.deliver, self.incarnation)
 
     def hosted(self, model: str) -> HostedCalls:
         """Return the way to a hosted model beside this table's rows; see :mod:`geartrain.ams.programs.hosted`."""
         return HostedCalls(self.spec, model, self._calls, partial(self._stream.numbers, self.spec.name, None))
 
-    def _deliver(self) -> Deliver:
-        # A write means the table there is when it is prepared: half of it may be lost with a table restored since.
-        return partial(self._calls.deliver, table_incarnation=self.incarnation)
-
-    def _pulled(self, ids: Ids) -> npt.NDArray[Any]:
-        out = np.empty((len(ids), self.spec.dim), self.spec.numpy_dtype)
-        self._read(ids, out)
-        return out
-
-    def _read(
-        self,
-        ids: Ids,
-        out: npt.NDArray[Any],
-        *,
-        present: npt.NDArray[np.bool_] | None = None,
-        required_sync: SyncGroup | None = None,
-    ) -> None:
-        name, incarnation, routes = self.spec.name, self.incarnation, self._routes(ids)
-        if self._calls.pull_here(name, incarnation, routes, ids, out, present, required_sync):
-            return
-        calls: list[tuple[int, Request]] = []
-        for shard, positions in routes:
-            part = ids if positions is None else ids[positions]
-            pull = Pull(
-                table=name,
-                ids=part,
-                out=out,
-                positions=positions,
-                present=present,
-                required_sync=required_sync,
-            )
-            calls.append((shard, pull))
-        self._calls.read(calls, table_incarnation=incarnation)
-
     def _routes(self, ids: Ids) -> list[tuple[int, Ids | None]]:
         view = self._calls.view
         return split_by_shard(ids, view.bucket_shards, view.num_shards, dense=self.spec.num_rows is not None)
 
-    def _split(self, ids: Ids, rows: npt.NDArray[Any], *, every_shard: bool) -> list[tuple[int, Ids, npt.NDArray[Any]]]:
-        """Cut a write by shard. With ``every_shard`` it goes to each, if need be empty: they count ranks, or steps."""
-        routes = dict(self._routes(ids))
-        if len(routes) == 1 and next(iter(routes.values())) is None:
-            return [(0, ids, rows)]
-        nothing = np.empty(0, np.int64)
-        shards = range(self._calls.view.num_shards) if every_shard else sorted(routes)
-        parts = []
-        for shard in shards:
-            positions = routes.get(shard)
-            chosen = nothing if positions is None else positions
-            parts.append((shard, ids[chosen], rows[chosen]))
-        return parts
+
+def _push(ids: Ids, gradients: npt.NDArray[Any], **settings: Any) -> Push:
+    return Push(ids=ids, gradients=gradients, **settings)
+
+
+def _assign(ids: Ids, rows: npt.NDArray[Any], *, table: str) -> Assign:
+    return Assign(table=table, ids=ids, rows=rows)
 
 
 def _send_once(write: Write) -> Done:
@@ -336,24 +331,4 @@ def _duplicates(ids: Ids, count: int) -> InvalidArgument:
     return InvalidArgument(
         f"{len(ids)} ids to assign hold {counted(count, 'duplicate')}: id {int(ids[first])} is at positions "
         f"{both[0]} and {both[1]}; give each id once (a push would sum the gradients of equal ids). Nothing was sent"
-    )
-
-
-def _require_finite_product(rows: npt.NDArray[Any], scale: float) -> None:
-    if abs(scale) <= 1 or not rows.size:
-        return
-    largest = float(np.abs(rows).max())
-    with np.errstate(over="ignore"):
-        if not np.isfinite(np.float32(largest) * np.float32(scale)):
-            raise NonFinite(f"scale {scale!r} times the largest gradient {largest!r} is infinite; nothing was sent")
-
-
-def _require_finite(rows: npt.NDArray[Any], ids: Ids) -> None:
-    if ops.all_finite(rows):
-        return
-    bad = ~np.isfinite(rows.astype(np.float32)).all(axis=1)
-    index = int(np.flatnonzero(bad)[0])
-    raise NonFinite(
-        f"{int(bad.sum())} of {len(ids)} rows hold NaN or infinity, first row {index} (id {int(ids[index])}); "
-        "nothing was sent"
     )

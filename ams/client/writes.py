@@ -15,10 +15,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from geartrain.ams.client.row_calls import Call, Delivered, RowParts
 from geartrain.ams.observe import failpoints
 from geartrain.ams.values.arguments import checked_name, integer
 from geartrain.ams.values.errors import Fenced, GeartrainError, InvalidArgument, StepPartlyApplied, Unavailable
-from geartrain.ams.values.shard_messages import WRITE_WINDOW, CallContext, Done, Push, Reply, Request, UpdateHosted
+from geartrain.ams.values.shard_messages import WRITE_WINDOW, CallContext, Done, Push, UpdateHosted
 
 logger = logging.getLogger(__name__)
 
@@ -36,8 +37,8 @@ class Numbers(Protocol):
     def end(self, sequence: int) -> None:
         """The write is acknowledged, or given up: it will not be sent again."""
 
-    def context(self, sequence: int) -> CallContext:
-        """Return what travels with the write."""
+    def context(self, sequence: int, table_incarnation: int = 0) -> CallContext:
+        """Return what travels with the write, which means this table of its name (0: any)."""
 
 
 class WriteStream:
@@ -91,14 +92,18 @@ class WriteStream:
         self._ended.append(sequence)
         self._drain()
 
-    def context(self, sequence: int) -> CallContext:
+    def context(self, sequence: int, table_incarnation: int = 0) -> CallContext:
         """See :class:`Numbers`."""
         self._drain()
         with self._lock:
             oldest = self._oldest()
         self._drain()
         return CallContext(
-            stream=self.name, incarnation=self.incarnation, sequence=sequence, oldest_unacknowledged=oldest
+            stream=self.name,
+            incarnation=self.incarnation,
+            sequence=sequence,
+            oldest_unacknowledged=oldest,
+            table_incarnation=table_incarnation,
         )
 
     def _drain(self) -> None:
@@ -131,12 +136,13 @@ class _Given:
     def end(self, sequence: int) -> None:
         """It may be sent again, by this process or the next: :meth:`ClientStream.acknowledge` ends it."""
 
-    def context(self, sequence: int) -> CallContext:
+    def context(self, sequence: int, table_incarnation: int = 0) -> CallContext:
         return CallContext(
             stream=f"{self.client.name}/table/{self.table}",
             incarnation=self.client.incarnation,
             sequence=sequence,
             oldest_unacknowledged=self.client.acknowledged,
+            table_incarnation=table_incarnation,
         )
 
 
@@ -209,21 +215,27 @@ def _end_all(numbers: Numbers, begun: list[int]) -> None:
         numbers.end(sequence)
 
 
-Deliver = Callable[[Sequence[tuple[int, Request]], CallContext], list[Reply | BaseException]]
+Pending = RowParts | Sequence[Call]
+"""The calls of a write, one for each shard."""
+Deliver = Callable[[Pending, CallContext], Delivered]
 
 
 class Write:
-    """One write, prepared: it has its number and its requests. :meth:`send` may be called again after an error.
+    """One write, prepared: it has its number and its calls. :meth:`send` may be called again after an error.
 
     A repeated send reaches only the shards that have not answered, under the same number, so that no shard applies
     the write twice. Not thread-safe.
     """
 
-    def __init__(self, numbers: Numbers, requests: Sequence[tuple[int, Request]], deliver: Deliver) -> None:
+    def __init__(self, numbers: Numbers, calls: Pending, deliver: Deliver, table_incarnation: int) -> None:
+        """``table_incarnation``: the table that is there now is meant, for half of the write may be lost with one that
+        is restored later.
+        """
         self._numbers = numbers
-        self._num_requests = len(requests)
-        self._pending = list(requests)
+        self._num_calls = len(calls)
+        self._pending = calls
         self._deliver = deliver
+        self._table_incarnation = table_incarnation
         self._created = 0
         self._duplicate = False
         begun: list[int] = []
@@ -235,7 +247,7 @@ class Write:
     @property
     def is_on_a_shard(self) -> bool:
         """Whether a shard has answered that it has applied its part."""
-        return len(self._pending) < self._num_requests
+        return len(self._pending) < self._num_calls
 
     def send(self) -> Done:
         """Send to every shard that has not answered yet; return the joint reply.
@@ -244,32 +256,39 @@ class Write:
         again with the same write. Raises StepPartlyApplied if it is one rank's part of a joint step that some shards
         have applied and one refuses.
         """
+        context = self._begin()
+        return self._end(self._deliver(self._pending, context) if len(self._pending) else None)
+
+    def _begin(self) -> CallContext:
         failpoints.reach("client.send.before")
-        outcomes = self._deliver(self._pending, self._numbers.context(self._sequence)) if self._pending else []
-        failed, first_error = [], None
-        refusal: tuple[tuple[int, Request], GeartrainError] | None = None
-        for call, outcome in zip(self._pending, outcomes, strict=True):
-            if isinstance(outcome, Done):
-                self._created += outcome.created
-                self._duplicate |= outcome.duplicate
-            elif isinstance(outcome, BaseException):
-                failed.append(call)
-                first_error = first_error or outcome
-                if isinstance(outcome, GeartrainError) and not isinstance(outcome, Unavailable | Fenced):
-                    refusal = refusal or (call, outcome)
-        self._pending = failed
-        if first_error is not None:
-            try:
-                if refusal is not None and self.is_on_a_shard:
-                    raise self._partly_applied(*refusal)
-                raise first_error
-            finally:
-                del first_error, refusal, outcomes, outcome  # or the error would hold the arrays, by way of this frame
+        return self._numbers.context(self._sequence, self._table_incarnation)
+
+    def _end(self, delivered: Delivered | None) -> Done:
+        """What an attempt has come to; None: nothing was left to send."""
+        if delivered is not None:
+            self._created += delivered.done.created
+            self._duplicate |= delivered.done.duplicate
+            self._pending = [call for call, _ in delivered.failed]
+            if delivered.failed:
+                first_error = self._error_of(delivered.failed)
+                try:
+                    raise first_error
+                finally:
+                    del first_error, delivered  # or the error would hold the arrays, by way of this frame
         failpoints.reach("client.reply.after")
         self._numbers.end(self._sequence)
         return Done(created=self._created, duplicate=self._duplicate)
 
-    def _partly_applied(self, call: tuple[int, Request], error: GeartrainError) -> GeartrainError:
+    def _error_of(self, failed: Sequence[tuple[Call, BaseException]]) -> BaseException:
+        """What to raise for the errors of some calls: the first, unless a step is half applied for good."""
+        for call, error in failed:
+            if isinstance(error, GeartrainError) and not isinstance(error, Unavailable | Fenced):
+                if self.is_on_a_shard:
+                    return self._partly_applied(call, error)
+                break
+        return failed[0][1]
+
+    def _partly_applied(self, call: Call, error: GeartrainError) -> GeartrainError:
         """What it means that a shard refused a call and another applied its own: if all ranks wait for all of it, half
         of a step."""
         shard, request = call
@@ -277,7 +296,7 @@ class Write:
             return error
         partly = StepPartlyApplied(
             f"step {request.group.sequence} of job {request.group.job!r} was applied to table {request.table!r} by "
-            f"{self._num_requests - len(self._pending)} of {self._num_requests} shards and refused by shard {shard}: "
+            f"{self._num_calls - len(self._pending)} of {self._num_calls} shards and refused by shard {shard}: "
             f"{error}. The table holds half of the step: stop all ranks and go back to their last snapshot"
         )
         partly.__cause__ = error

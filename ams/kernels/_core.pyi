@@ -657,3 +657,64 @@ def begin_assign(
     dtype_code: int,
     seconds: float,
 ) -> RowCall: ...
+
+class TableFacts:
+    def __init__(self, name: str, dim: int, dtype_code: int, is_dense: bool) -> None: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def is_dense(self) -> bool: ...
+
+class PreparedWrite:
+    def __init__(
+        self,
+        client: RowsClient,
+        table: TableFacts,
+        ids: npt.NDArray[np.int64],
+        rows: npt.NDArray[Any],
+        dtype_code: int,
+        *,
+        is_assign: bool,
+        check: int,
+        lr: float | None,
+        scale: float,
+        scalars: Mapping[str, float],
+        group: SyncGroup | None,
+        step_goes_on: bool,
+        every_shard: bool,
+    ) -> None: ...
+    @property
+    def num_parts(self) -> int: ...
+    def part(self, index: int) -> tuple[int, npt.NDArray[np.int64], npt.NDArray[Any], int]:
+        """Its shard, ids, rows (half types as uint16) and the dtype code of these."""
+
+Undone = BaseException | bool | None
+"""What the shard answered; False: no reply came in time; None: there is no way to it, or it was lost meanwhile."""
+
+class RowsClient:
+    def __init__(self, bucket_shards: npt.NDArray[np.uint16], num_shards: int) -> None: ...
+    def set_way(
+        self, shard: int, incarnation: int, engine: Engine | None, connection: DataConnection | None
+    ) -> None: ...
+    def set_cluster_version(self, version: int) -> None: ...
+    def pull(
+        self,
+        table: TableFacts,
+        table_incarnation: int,
+        ids: npt.NDArray[np.int64],
+        out: npt.NDArray[Any],
+        dtype_code: int,
+        present: npt.NDArray[np.uint8] | None,
+        required_sync: SyncGroup | None,
+        seconds: float,
+        watch: Callable[[list[int]], object] | None,
+    ) -> list[tuple[int, Undone]] | None:
+        """None: all rows are in ``out``; else the shards whose are not."""
+
+    def write(
+        self,
+        writes: list[tuple[PreparedWrite, CallContext]],
+        seconds: float,
+        watch: Callable[[list[int]], object] | None,
+    ) -> list[tuple[int, bool] | list[tuple[int, bool] | Undone]]:
+        """For each write (created, duplicate), or for each of its parts."""

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar
 
+from geartrain.ams.kernels._core import DataConnection
 from geartrain.ams.values.rpc import Rpc
 from geartrain.ams.values.shard_messages import CallContext, Reply, Request
 
@@ -40,6 +41,13 @@ class ShardCarrier(Protocol):
         before it returns: that saves the changes of thread. The future holds the reply (a pull's rows are then in
         ``request.out``), the shard's GeartrainError, or AttemptFailed if no reply came within ``timeout_seconds``.
         """
+
+    @property
+    def row_connection(self) -> DataConnection | None:
+        """A connection for nothing but rows, if there is one now."""
+
+    def had_no_answer(self) -> None:
+        """A call over :attr:`row_connection` got none in time."""
 
     def close(self) -> None:
         """Release the connection. Idempotent."""

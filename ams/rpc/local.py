@@ -6,7 +6,7 @@ from concurrent.futures import Future
 from typing import Protocol
 
 from geartrain.ams.kernels.engine import Engine
-from geartrain.ams.values.shard_messages import Assign, CallContext, Done, Push, Reply, Request
+from geartrain.ams.values.shard_messages import CallContext, Reply, Request
 
 
 class RequestSink(Protocol):
@@ -17,11 +17,6 @@ class RequestSink(Protocol):
 
     def run(self, context: CallContext, request: Request) -> Future[Reply]:
         """The same, but done on this thread before it returns if the shard is idle."""
-
-    def write(
-        self, context: CallContext, request: Push | Assign, *, ids_are_distinct: bool = False
-    ) -> Done | Future[Done]:
-        """Make a write on this thread."""
 
     @property
     def engine(self) -> Engine:
@@ -39,12 +34,12 @@ class LocalCarrier:
         """What answers requests for rows on the caller's own thread."""
         return self._shard.engine
 
-    def write(self, context: CallContext, request: Push | Assign) -> Done | Future[Done]:
-        """Make a write on this thread, in its turn: see :meth:`geartrain.ams.server.shard.Shard.write`.
+    @property
+    def row_connection(self) -> None:
+        """See :class:`ShardCarrier`. Nothing travels."""
 
-        Its ids are distinct.
-        """
-        return self._shard.write(context, request, ids_are_distinct=True)
+    def had_no_answer(self) -> None:
+        """See :class:`ShardCarrier`."""
 
     def submit(
         self,

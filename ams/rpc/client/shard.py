@@ -12,6 +12,7 @@ from typing import Any
 
 import grpc
 
+from geartrain.ams.kernels._core import DataConnection
 from geartrain.ams.pb.v1 import shard_pb2
 from geartrain.ams.rpc.carrier import (
     AttemptFailed,
@@ -95,6 +96,17 @@ class GrpcCarrier:
             )
         self._told: str | None = None
         """What was last logged."""
+
+    @property
+    def row_connection(self) -> DataConnection | None:
+        """See :class:`ShardCarrier`."""
+        return None if self.data_plane is None else self.data_plane.connection
+
+    def had_no_answer(self) -> None:
+        """See :class:`ShardCarrier`."""
+        connection = self.row_connection
+        if self.data_plane is not None and connection is not None:
+            self.data_plane.had_no_answer(connection)
 
     def submit(
         self, context: CallContext, request: Request, timeout_seconds: float | None, *, alone: bool = False

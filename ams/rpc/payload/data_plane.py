@@ -80,6 +80,12 @@ class DataPlane:
         self._is_closed = False
 
     @property
+    def connection(self) -> _core.DataConnection | None:
+        """What there is now; None: it is not there yet, or lost."""
+        connection = self._connection
+        return None if connection is None or connection.is_lost else connection
+
+    @property
     def num_mailboxes(self) -> int:
         """Pieces of memory that are shared with the shard."""
         connection = self._connection

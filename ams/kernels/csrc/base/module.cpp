@@ -133,6 +133,7 @@ NB_MODULE(_core, m) {
   bind_turn(m);
   bind_engine(m);
   bind_exercise(m);
+  bind_rows_client(m);
   bind_engine_state(m);
   bind_sync_groups(m);
   m.def(

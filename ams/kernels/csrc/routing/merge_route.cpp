@@ -4,6 +4,7 @@
 #include <bit>
 #include <cstring>
 #include <functional>
+#include <memory>
 #include <numeric>
 #include <vector>
 
@@ -70,9 +71,9 @@ void sum_rows(const void* rows, DType dtype, const int64_t* inverse, int64_t cou
 }
 
 void route(const int64_t* ids, int64_t count, const uint16_t* bucket_to_shard, bool dense, int64_t num_shards, int64_t* order,
-           int64_t* counts) {
+           int64_t* counts, int64_t* ordered_ids) {
   std::fill_n(counts, num_shards, 0);
-  std::vector<uint16_t> shards(static_cast<size_t>(count));
+  const std::unique_ptr<uint16_t[]> shards(new uint16_t[static_cast<size_t>(count)]);
   for (int64_t i = 0; i < count; ++i) {
     shards[static_cast<size_t>(i)] = bucket_to_shard[dense ? dense_bucket(ids[i]) : hashed_bucket(ids[i])];
     ++counts[shards[static_cast<size_t>(i)]];
@@ -80,7 +81,11 @@ void route(const int64_t* ids, int64_t count, const uint16_t* bucket_to_shard, b
   std::vector<int64_t> next(static_cast<size_t>(num_shards), 0);
   for (int64_t shard = 1; shard < num_shards; ++shard)
     next[static_cast<size_t>(shard)] = next[static_cast<size_t>(shard - 1)] + counts[shard - 1];
-  for (int64_t i = 0; i < count; ++i) order[next[shards[static_cast<size_t>(i)]]++] = i;
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t at = next[shards[static_cast<size_t>(i)]]++;
+    order[at] = i;
+    if (ordered_ids != nullptr) ordered_ids[at] = ids[i];
+  }
 }
 
 int64_t first_non_finite(const void* values, DType dtype, int64_t count) {

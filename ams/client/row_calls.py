@@ -1,0 +1,296 @@
+"""Pulls, pushes and assigns of rows: each is one call of compiled code, which sends to all shards at once.
+
+That is the first attempt. What it does not bring to its end, shard by shard, is left to
+:class:`~geartrain.ams.client.shard_calls.ShardCalls`: whether to ask again, for how long, and by which way.
+
+Cost: the interpreter lock is given up once a call. A thread that waits holds nothing; on the main thread Ctrl-C ends
+the wait within 0.1 s, and the caller's arrays are its own then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from geartrain.ams.kernels import ops
+from geartrain.ams.kernels._core import PreparedWrite, RowsClient, TableFacts
+from geartrain.ams.rpc.carrier import AttemptFailed, ShardCarrier
+from geartrain.ams.rpc.client.silence import Peer
+from geartrain.ams.rpc.local import LocalCarrier
+from geartrain.ams.values.interrupts import shielded
+from geartrain.ams.values.placement import split_by_shard
+from geartrain.ams.values.shard_messages import Assign, CallContext, Done, Pull, Push, Request, SyncGroup
+from geartrain.ams.values.specs import DTYPES, Ids, TableSpec
+
+if TYPE_CHECKING:
+    from geartrain.ams.client.shard_calls import ShardCalls
+
+Call = tuple[int, Request]
+Bits = npt.NDArray[Any]
+_DTYPES = tuple(DTYPES.values())
+
+NO_CHECK, CHECK_PRODUCT, CHECK_FINITE = 0, 1, 2
+"""What is looked for in the rows of a write: nothing; that the largest times ``scale`` is finite; that all are, too."""
+
+
+def facts_of(spec: TableSpec) -> TableFacts:
+    """Return what compiled code knows of a table."""
+    return TableFacts(spec.name, spec.dim, ops.DTYPE_CODES[spec.numpy_dtype], spec.num_rows is not None)
+
+
+class Delivered(NamedTuple):
+    """What became of the calls of one write."""
+
+    done: Done
+    """The joint reply of the shards that have answered."""
+    failed: list[tuple[Call, BaseException]]
+    """The calls of the others, each with its error."""
+
+
+def joint(calls: Sequence[Call], outcomes: Sequence[object]) -> Delivered:
+    """Sum up the outcomes of calls: a :class:`Done` or an error each."""
+    created, duplicate, failed = 0, False, []
+    for call, outcome in zip(calls, outcomes, strict=True):
+        if isinstance(outcome, Done):
+            created += outcome.created
+            duplicate |= outcome.duplicate
+        elif isinstance(outcome, BaseException):
+            failed.append((call, outcome))
+    return Delivered(Done(created=created, duplicate=duplicate), failed)
+
+
+class RowParts:
+    """The calls of one write of rows: its parts, cut once, and what they ask of the shards."""
+
+    def __init__(self, prepared: PreparedWrite, request: Callable[[Ids, npt.NDArray[Any]], Push | Assign]) -> None:
+        self.prepared = prepared
+        self._request = request
+
+    def __len__(self) -> int:
+        return self.prepared.num_parts
+
+    def calls(self) -> list[Call]:
+        """The same as requests of Python, with arrays of their own."""
+        calls: list[Call] = []
+        for index in range(len(self)):
+            shard, ids, bits, code = self.prepared.part(index)
+            calls.append((shard, self._request(ids, bits.view(_DTYPES[code]))))
+        return calls
+
+
+class RowCalls:
+    """See the module. Thread-safe."""
+
+    def __init__(self, calls: ShardCalls, carriers: Sequence[ShardCarrier]) -> None:
+        self._calls = calls
+        self._carriers = carriers
+        view = calls.view
+        self._client = RowsClient(np.ascontiguousarray(view.bucket_shards), view.num_shards)
+        self._client.set_cluster_version(view.cluster_version)
+        self._unconnected = {n for n, carrier in enumerate(carriers) if not isinstance(carrier, LocalCarrier)}
+        """Shards that no connection leads to, for now or ever."""
+        for shard, carrier in enumerate(carriers):
+            if isinstance(carrier, LocalCarrier):
+                self._client.set_way(shard, view.shards[shard].incarnation, carrier.engine, None)
+
+    def set_cluster_version(self, version: int) -> None:
+        """Later calls mean the cluster of this version."""
+        self._client.set_cluster_version(version)
+
+    def pull(
+        self,
+        table: TableFacts,
+        table_incarnation: int,
+        ids: Ids,
+        out: npt.NDArray[Any],
+        *,
+        present: npt.NDArray[np.bool_] | None = None,
+        required_sync: SyncGroup | None = None,
+    ) -> None:
+        """Read the rows of ``ids`` [N] into ``out`` [N, dim], and which exist into ``present`` [N].
+
+        Raises the first error of a shard.
+        """
+        self._calls.require_usable()
+        undone: list[tuple[int, Any]] | None = None
+        if self._has_a_way():
+            bits, code = ops.as_bits(out, "out")
+            bits_present = None if present is None else present.view(np.uint8)
+            watch = _Watch(self._calls) if self._calls.remote else None
+            try:
+                undone = self._client.pull(
+                    table, table_incarnation, ids, bits, code, bits_present, required_sync, self._seconds, watch
+                )
+            finally:
+                if watch is not None:
+                    watch.end()
+            if self._calls.silence.has_named:
+                self._heard([shard for shard, _ in self._routes(table, ids)], [shard for shard, _ in undone or ()])
+            if undone is None:
+                return
+        pull = partial(Pull, table=table.name, required_sync=required_sync)
+        self._pull_again(pull, table, table_incarnation, ids, out, present, undone)
+
+    def prepared(
+        self,
+        table: TableFacts,
+        ids: Ids,
+        rows: npt.NDArray[Any],
+        *,
+        check: int,
+        request: Callable[[Ids, npt.NDArray[Any]], Push | Assign],
+        every_shard: bool = False,
+        **settings: Any,
+    ) -> RowParts:
+        """Merge equal ids of a push, look at the numbers, and cut the rows by shard. They stay the caller's.
+
+        ``request`` makes the request of a part, ``settings`` are those of all. Raises NonFinite.
+        """
+        bits, code = ops.as_bits(rows)
+        prepared = PreparedWrite(self._client, table, ids, bits, code, check=check, every_shard=every_shard, **settings)
+        return RowParts(prepared, request)
+
+    def deliver(self, parts: RowParts | Sequence[Call], context: CallContext) -> Delivered:
+        """Make the calls of one write, side by side. See :meth:`ShardCalls.deliver`."""
+        return self.deliver_together([(parts, context)])[0]
+
+    def deliver_together(self, writes: Sequence[tuple[RowParts | Sequence[Call], CallContext]]) -> list[Delivered]:
+        """Make the calls of several writes: one request to each shard for all that go there for the first time."""
+        self._calls.require_usable()
+        fresh = [(parts.prepared, context) for parts, context in writes if isinstance(parts, RowParts)]
+        if not fresh or not self._has_a_way():
+            return [self._deliver_again(parts, context, None) for parts, context in writes]
+        watch = _Watch(self._calls) if self._calls.remote else None
+        try:
+            replies = iter(self._client.write(fresh, self._seconds, watch))
+        finally:
+            if watch is not None:
+                watch.end()
+        delivered = []
+        for parts, context in writes:
+            reply = next(replies) if isinstance(parts, RowParts) else None
+            if isinstance(reply, tuple) and not self._calls.silence.has_named:
+                delivered.append(Delivered(Done(created=reply[0], duplicate=reply[1]), []))
+            else:
+                delivered.append(self._deliver_again(parts, context, reply))
+        return delivered
+
+    @property
+    def _seconds(self) -> float:
+        return self._calls.config.attempt_timeout_seconds
+
+    def _has_a_way(self) -> bool:
+        """Whether a shard can be reached by compiled code. Looks for connections that there are by now."""
+        if self._unconnected:
+            for shard in tuple(self._unconnected):
+                connection = self._carriers[shard].row_connection
+                if connection is not None:
+                    self._client.set_way(shard, self._calls.view.shards[shard].incarnation, None, connection)
+                    self._unconnected.discard(shard)
+        return len(self._unconnected) < len(self._carriers)
+
+    def _deliver_again(
+        self, parts: RowParts | Sequence[Call], context: CallContext, reply: list[Any] | tuple[int, bool] | None
+    ) -> Delivered:
+        """Make the calls that the first attempt left undone; None: there was none."""
+        calls = parts.calls() if isinstance(parts, RowParts) else list(parts)
+        if isinstance(reply, tuple):
+            self._heard([shard for shard, _ in calls], [])
+            return Delivered(Done(created=reply[0], duplicate=reply[1]), [])
+        if reply is None:
+            return joint(calls, self._calls.deliver(calls, context))
+        outcomes: list[object] = [
+            Done(created=one[0], duplicate=one[1]) if isinstance(one, tuple) else None for one in reply
+        ]
+        again = [n for n, outcome in enumerate(outcomes) if outcome is None]
+        self._heard([shard for shard, _ in calls], [calls[n][0] for n in again])
+        begun = [self._error(calls[n][0], reply[n]) for n in again]
+        for n, outcome in zip(again, self._calls.deliver([calls[n] for n in again], context, begun=begun), strict=True):
+            outcomes[n] = outcome
+        return joint(calls, outcomes)
+
+    def _pull_again(
+        self,
+        pull: Callable[..., Pull],
+        table: TableFacts,
+        table_incarnation: int,
+        ids: Ids,
+        out: npt.NDArray[Any],
+        present: npt.NDArray[np.bool_] | None,
+        undone: list[tuple[int, Any]] | None,
+    ) -> None:
+        """Read the rows of shards that the first attempt left undone; None: there was none."""
+        distinct, inverse, _ = ops.merge_duplicates(ids) if undone is None else (ids, ids, None)
+        if len(distinct) < len(ids):
+            some = np.empty((len(distinct), out.shape[1]), out.dtype)
+            some_present = None if present is None else np.zeros(len(distinct), np.bool_)
+            self._pull_again(pull, table, table_incarnation, distinct, some, some_present, None)
+            np.take(some, inverse, axis=0, out=out)
+            if present is not None and some_present is not None:
+                np.take(some_present, inverse, out=present)
+            return
+        errors = {} if undone is None else {shard: self._error(shard, outcome) for shard, outcome in undone}
+        calls: list[Call] = []
+        for shard, positions in self._routes(table, ids):
+            if undone is None or shard in errors:
+                part = ids if positions is None else ids[positions]
+                calls.append((shard, pull(ids=part, out=out, positions=positions, present=present)))
+        begun = [errors.get(shard) for shard, _ in calls]
+        self._calls.read(calls, table_incarnation=table_incarnation, begun=begun)
+
+    def _routes(self, table: TableFacts, ids: Ids) -> list[tuple[int, Ids | None]]:
+        view = self._calls.view
+        return split_by_shard(ids, view.bucket_shards, view.num_shards, dense=table.is_dense)
+
+    def _error(self, shard: int, outcome: BaseException | bool | None) -> BaseException | None:
+        """What the first attempt at a shard ended with; None: the same can be sent another way at once."""
+        if isinstance(outcome, BaseException):
+            return outcome
+        if outcome is False:
+            self._carriers[shard].had_no_answer()
+        if self._carriers[shard].row_connection is None:
+            self._unconnected.add(shard)
+        if outcome is None:
+            return None
+        address = self._calls.view.shards[shard].address
+        return AttemptFailed(f"shard at {address} does not answer: no reply in time")
+
+    def _heard(self, asked: Sequence[int], undone: Sequence[int]) -> None:
+        """Note that all of ``asked`` but those ``undone`` have answered."""
+        if self._calls.silence.has_named:
+            for shard in set(asked).difference(undone):
+                self._calls.silence.heard(self._calls.peer(shard))
+
+
+class _Watch:
+    """Told every 0.1 s of the shards that a call waits for; has those that are silent named."""
+
+    def __init__(self, calls: ShardCalls) -> None:
+        self._calls = calls
+        self._waiting: Sequence[int] = ()
+        self._naming: ExitStack | None = None
+
+    def __call__(self, waiting: Sequence[int]) -> None:
+        self._waiting = waiting
+        if self._naming is None:
+            self._naming = ExitStack()
+            shielded(self._begin)  # threads are begun there
+
+    def end(self) -> None:
+        """The call is over."""
+        self._waiting = ()
+        if self._naming is not None:
+            shielded(self._naming.close)
+
+    def _begin(self) -> None:
+        assert self._naming is not None
+        seconds = self._calls.config.attempt_timeout_seconds + self._calls.config.recovery_timeout_seconds
+        self._naming.enter_context(self._calls.naming(self._silent, seconds))
+
+    def _silent(self) -> list[Peer]:
+        return [self._calls.peer(shard) for shard in self._waiting]

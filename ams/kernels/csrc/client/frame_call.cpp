@@ -1,0 +1,48 @@
+#include "client/frame_call.hpp"
+
+#include <atomic>
+#include <cstring>
+
+namespace geartrain {
+namespace {
+
+std::atomic<uint64_t> next_number{1};
+
+const int64_t* ids_of(const Operation& operation) {
+  return std::visit([](const auto& request) { return request.ids; }, operation.request);
+}
+
+size_t count_of(const Operation& operation) {
+  return std::visit([](const auto& request) { return static_cast<size_t>(request.count); }, operation.request);
+}
+
+}  // namespace
+
+FrameCall::FrameCall(Connection& connection, std::span<const Operation> operations, double seconds)
+    : layout_(lay_out_request(operations)), number_(next_number.fetch_add(1, std::memory_order_relaxed)) {
+  expected_.reserve(operations.size());
+  for (const Operation& operation : operations) {
+    const auto* pull = std::get_if<PullRequest>(&operation.request);
+    expected_.push_back(pull == nullptr ? ReplyRows{} : reply_rows(*pull, pull->present != nullptr));
+  }
+  call_ = connection.begin(layout_.frame_bytes, most_reply_bytes(lay_out_reply(expected_)));
+  char* frame = call_->request();
+  write_request_headers(frame, layout_, number_, seconds, operations);
+  for (size_t i = 0; i < operations.size(); ++i) {
+    const OperationPlace& place = layout_.places[i];
+    const size_t bytes = count_of(operations[i]) * sizeof(int64_t);
+    if (bytes != 0) std::memcpy(frame + place.ids, ids_of(operations[i]), bytes);
+    std::memset(frame + place.ids + bytes, 0, place.rows - place.ids - bytes);
+    const size_t end = place.rows + place.rows_bytes, padded = (end + kFrameAlignment - 1) / kFrameAlignment * kFrameAlignment;
+    std::memset(frame + end, 0, padded - end);
+  }
+}
+
+void FrameCall::send() { call_->send(); }
+
+std::vector<ParsedReply> FrameCall::replies() {
+  const auto frame = call_->reply();
+  return parse_reply(frame.data(), frame.size(), number_, expected_);
+}
+
+}  // namespace geartrain

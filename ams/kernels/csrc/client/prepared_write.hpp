@@ -1,0 +1,120 @@
+// A push or assign as a client sends it: checked, equal ids merged, and cut by shard, once; every attempt is sent from here.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "frames/frame.hpp"
+
+namespace geartrain {
+
+// What a client knows of a table.
+struct TableFacts {
+  std::string name;
+  int64_t dim = 0;
+  DType dtype = DType::float32;
+  bool is_dense = true;  // its buckets are those of dense ids
+};
+
+// Which shard has which bucket: [kNumBuckets], each below num_shards.
+struct Placement {
+  std::vector<uint16_t> bucket_shards;
+  int64_t num_shards = 1;
+};
+
+// Some of the ids of a call, which go to one shard.
+struct ShardPart {
+  int64_t shard = 0;
+  const int64_t* ids = nullptr;     // [count]
+  const int64_t* places = nullptr;  // [count] of them among all; null: 0 ... count - 1
+  int64_t count = 0;
+};
+
+// Ids by shard.
+class CutIds {
+ public:
+  // `ids` stay the caller's, and as they are. With `every_shard` there is a part for each shard, if need be an empty one.
+  CutIds(const int64_t* ids, int64_t count, const Placement& placement, bool is_dense, bool every_shard);
+  CutIds(CutIds&&) = default;
+  CutIds& operator=(CutIds&&) = default;
+  std::span<const ShardPart> parts() const { return parts_; }
+
+ private:
+  std::unique_ptr<int64_t[]> ids_, places_;
+  std::vector<ShardPart> parts_;
+};
+
+// One row. Most are short: a call of memcpy would take longer than to copy them.
+inline void copy_row(char* to, const char* from, size_t bytes) {
+  constexpr size_t kBlock = 16, kShort = 256;
+  if (bytes > kShort) {
+    std::memcpy(to, from, bytes);
+    return;
+  }
+  size_t at = 0;
+  for (; at + kBlock <= bytes; at += kBlock) std::memcpy(to + at, from + at, kBlock);
+  for (; at < bytes; ++at) to[at] = from[at];
+}
+
+// Rows that are looked for ahead of the one that is copied: they lie anywhere.
+inline constexpr int64_t kRowsAhead = 16;
+
+// Rows that a write carries: those of `rows` that `places` names (null: as they lie).
+void copy_rows(char* to, const char* rows, const int64_t* places, int64_t count, size_t row_bytes);
+
+struct WriteSettings {
+  bool is_assign = false;
+  std::optional<double> lr;
+  double scale = 1.0;
+  Scalars scalars;
+  std::optional<SyncGroup> group;
+  bool step_goes_on = false;
+  bool every_shard = false;
+};
+
+// What is looked for in the rows of a write before anything is sent.
+enum class RowCheck { none, product, finite };  // product: of the largest with `scale`; finite: that, and each of them
+
+class PreparedWrite {
+ public:
+  // `ids` [count] and `rows` [count, dim] stay the caller's, and as they are, while this lives. Those of an assign are distinct.
+  // Throws the Fault NonFinite.
+  PreparedWrite(const TableFacts& table, const Placement& placement, const int64_t* ids, const char* rows, int64_t count, DType dtype,
+                WriteSettings settings, RowCheck check);
+  PreparedWrite(const PreparedWrite&) = delete;
+  PreparedWrite& operator=(const PreparedWrite&) = delete;
+
+  std::span<const ShardPart> parts() const { return cut_->parts(); }
+  // For a part, without its rows.
+  Operation operation(const ShardPart& part, const CallContext& context) const;
+  // Those of a part, one after the other, to `to`.
+  void copy_rows_of(const ShardPart& part, char* to) const { copy_rows(to, rows_, part.places, part.count, row_bytes()); }
+  // They lie one after the other already; else null.
+  const char* rows_of(const ShardPart& part) const { return part.places == nullptr ? rows_ : nullptr; }
+  const std::optional<SyncGroup>& group() const { return settings_.group; }
+  bool is_merged() const { return !sums_.empty(); }
+  int64_t dim() const { return dim_; }
+  DType dtype() const { return dtype_; }
+  size_t row_bytes() const { return static_cast<size_t>(dim_) * item_bytes(dtype_); }
+
+ private:
+  void merge(const int64_t*& ids, int64_t& count);
+  void require_finite(const int64_t* ids, int64_t count) const;
+  void require_finite_product(int64_t count) const;
+
+  const std::string table_;
+  const int64_t dim_;
+  DType dtype_;
+  const char* rows_;
+  const WriteSettings settings_;
+  std::vector<int64_t> merged_ids_;
+  std::vector<float> sums_;
+  std::optional<CutIds> cut_;
+};
+
+}  // namespace geartrain

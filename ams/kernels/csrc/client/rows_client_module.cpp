@@ -1,0 +1,195 @@
+// The client in Python: what it is given and hands back; who decides on another attempt is ams/client/row_calls.py.
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <cmath>
+#include <memory>
+
+#include "base/module.hpp"
+#include "client/rows_client.hpp"
+#include "engine/python.hpp"
+
+namespace geartrain {
+namespace {
+
+using ShardMap = nb::ndarray<const uint16_t, nb::shape<kNumBuckets>, nb::c_contig, nb::device::cpu>;
+using Flags = nb::ndarray<uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+constexpr double kLongestSeconds = 1e8;
+
+void create_client(RowsClient* self, const ShardMap& bucket_shards, int64_t num_shards) {
+  const uint16_t* map = bucket_shards.data();
+  require(*std::max_element(map, map + kNumBuckets) < num_shards, "bucket_shards names a shard beyond num_shards");
+  new (self) RowsClient({.bucket_shards = {map, map + kNumBuckets}, .num_shards = num_shards});
+}
+
+void create_facts(TableFacts* self, std::string name, int64_t dim, int dtype_code, bool is_dense) {
+  require(dtype_code >= 0 && dtype_code < kNumDTypes, "dtype code must be 0 (float32), 1 (float16) or 2 (bfloat16)");
+  new (self) TableFacts{std::move(name), dim, static_cast<DType>(dtype_code), is_dense};
+}
+
+// An attempt whose `watch` is told every 100 ms of the shards that have not replied. Signals of the main thread end it, too.
+Attempt attempt_of(double seconds, nb::handle watch) {
+  using Clock = std::chrono::steady_clock;
+  const double bounded = std::min(seconds, kLongestSeconds);
+  return {.seconds = std::isfinite(seconds) ? seconds : 0,
+          .deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(bounded)),
+          .look = [watch](std::span<const int64_t> waiting) {
+            if (look_for_signals()) return true;
+            if (watch.is_none() || waiting.empty()) return false;
+            const nb::gil_scoped_acquire interpreter;
+            nb::list shards;
+            for (const int64_t shard : waiting) shards.append(shard);
+            watch(shards);
+            return false;
+          }};
+}
+
+// None: there is no way to the shard; False: no reply came in time; an error: what it answered; (created, duplicate): it is done.
+nb::object python_of(const PartOutcome& outcome) {
+  if (std::holds_alternative<Late>(outcome)) return nb::bool_(false);
+  if (const auto* fault = std::get_if<Fault>(&outcome)) return error_of(*fault);
+  if (const auto* done = std::get_if<Done>(&outcome)) return nb::make_tuple(done->created, done->duplicate);
+  return nb::none();
+}
+
+nb::object pull(RowsClient& client, const TableFacts& table, int64_t table_incarnation, const IdArray& ids, const MatrixOutput& out,
+                int dtype_code, const std::optional<Flags>& present, nb::handle required_sync, double seconds, nb::handle watch) {
+  PullRequest request;
+  request.ids = ids.data();
+  request.count = static_cast<int64_t>(ids.size());
+  request.dim = static_cast<int64_t>(out.shape(1));
+  request.dtype = checked_dtype(out, dtype_code);
+  request.rows = static_cast<char*>(out.data());
+  request.present = present ? present->data() : nullptr;
+  request.size = request.count;
+  require(out.shape(0) == ids.size() && request.dim == table.dim && request.dtype == table.dtype, "out must be [N, dim] of the table's dtype");
+  require(!present || present->size() == ids.size(), "present must be [N]");
+  if (!required_sync.is_none()) request.required_sync = group_of(required_sync);
+  const Attempt attempt = attempt_of(seconds, watch);
+  std::vector<RowsClient::Part> undone;
+  {
+    const nb::gil_scoped_release release;
+    undone = client.pull(table, table_incarnation, request, attempt);
+  }
+  if (undone.empty()) return nb::none();
+  nb::list parts;
+  for (const auto& [shard, outcome] : undone) parts.append(nb::make_tuple(shard, python_of(outcome)));
+  return parts;
+}
+
+Scalars scalars_of(nb::handle numbers) {
+  Scalars scalars;
+  if (nb::len(numbers) > 0)
+    for (const nb::handle item : numbers.attr("items")()) scalars.emplace_back(nb::cast<std::string>(item[0]), nb::cast<double>(item[1]));
+  return scalars;
+}
+
+void prepare(PreparedWrite* self, const RowsClient& client, const TableFacts& table, const IdArray& ids, const Matrix& rows,
+             int dtype_code, bool is_assign, int check, std::optional<double> lr, double scale, nb::handle scalars, nb::handle group,
+             bool step_goes_on, bool every_shard) {
+  require(rows.shape(0) == ids.size() && static_cast<int64_t>(rows.shape(1)) == table.dim, "rows must be [N, dim]");
+  require(check >= 0 && check <= static_cast<int>(RowCheck::finite), "check must be 0, 1 or 2");
+  const DType dtype = checked_dtype(rows, dtype_code);
+  WriteSettings settings;
+  settings.is_assign = is_assign;
+  settings.lr = lr;
+  settings.scale = scale;
+  settings.scalars = scalars_of(scalars);
+  if (!group.is_none()) settings.group = group_of(group);
+  settings.step_goes_on = step_goes_on;
+  settings.every_shard = every_shard;
+  const auto* values = static_cast<const char*>(rows.data());
+  const nb::gil_scoped_release release;
+  new (self) PreparedWrite(table, client.placement(), ids.data(), values, static_cast<int64_t>(ids.size()), dtype, std::move(settings),
+                           static_cast<RowCheck>(check));
+}
+
+nb::list write(RowsClient& client, const std::vector<std::pair<const PreparedWrite*, nb::object>>& calls, double seconds,
+               nb::handle watch) {
+  std::vector<RowsClient::Write> writes;
+  writes.reserve(calls.size());
+  for (const auto& [prepared, context] : calls) writes.push_back({prepared, context_of(context)});
+  const Attempt attempt = attempt_of(seconds, watch);
+  std::vector<std::vector<PartOutcome>> outcomes;
+  {
+    const nb::gil_scoped_release release;
+    outcomes = client.write(writes, attempt);
+  }
+  nb::list replies;
+  for (const auto& parts : outcomes) {
+    Done joint;
+    const bool is_done = std::ranges::all_of(parts, [&](const PartOutcome& part) {
+      const Done* done = std::get_if<Done>(&part);
+      if (done == nullptr) return false;
+      joint.created += done->created;
+      joint.duplicate |= done->duplicate;
+      return true;
+    });
+    if (is_done) {
+      replies.append(nb::make_tuple(joint.created, joint.duplicate));
+      continue;
+    }
+    nb::list each;
+    for (const PartOutcome& part : parts) each.append(python_of(part));
+    replies.append(each);
+  }
+  return replies;
+}
+
+template <class T>
+nb::object array(T* data, std::vector<size_t> shape, nb::handle owner) {
+  return nb::cast(nb::ndarray<nb::numpy, T>(data, shape.size(), shape.data(), owner), nb::rv_policy::reference);
+}
+
+// A part's ids [N] and rows [N, dim], half types as uint16: its own, or, where all rows are of one shard, those of the write.
+nb::tuple part_of(nb::handle_t<PreparedWrite> self, size_t index) {
+  const auto& write = nb::cast<const PreparedWrite&>(self);
+  const auto parts = write.parts();
+  if (index >= parts.size()) throw nb::index_error();
+  const ShardPart& part = parts[index];
+  const size_t count = static_cast<size_t>(part.count), dim = static_cast<size_t>(write.dim());
+  nb::object owner = nb::borrow(self);
+  const char* rows = write.rows_of(part);
+  if (rows == nullptr) {
+    std::unique_ptr<char[]> copy(new char[std::max<size_t>(1, count * write.row_bytes())]);
+    write.copy_rows_of(part, copy.get());
+    rows = copy.get();
+    owner = nb::capsule(copy.release(), [](void* bytes) noexcept { delete[] static_cast<char*>(bytes); });
+  }
+  const nb::object bits = write.dtype() == DType::float32
+                              ? array(const_cast<float*>(reinterpret_cast<const float*>(rows)), {count, dim}, owner)
+                              : array(const_cast<uint16_t*>(reinterpret_cast<const uint16_t*>(rows)), {count, dim}, owner);
+  return nb::make_tuple(part.shard, array(const_cast<int64_t*>(part.ids), {count}, self), bits, static_cast<int>(write.dtype()));
+}
+
+}  // namespace
+
+void bind_rows_client(nb::module_& m) {
+  nb::class_<TableFacts>(m, "TableFacts")
+      .def("__init__", &create_facts, nb::arg("name"), nb::arg("dim"), nb::arg("dtype_code"), nb::arg("is_dense"))
+      .def_ro("name", &TableFacts::name)
+      .def_ro("is_dense", &TableFacts::is_dense);
+  nb::class_<RowsClient>(m, "RowsClient")
+      .def("__init__", &create_client, nb::arg("bucket_shards").noconvert(), nb::arg("num_shards"))
+      .def("set_way", &RowsClient::set_way, nb::arg("shard"), nb::arg("incarnation"), nb::arg("engine").none(),
+           nb::arg("connection").none(), nb::call_guard<nb::gil_scoped_release>())
+      .def("set_cluster_version", &RowsClient::set_cluster_version, nb::arg("version"), nb::call_guard<nb::gil_scoped_release>())
+      .def("pull", &pull, nb::arg("table"), nb::arg("table_incarnation"), nb::arg("ids").noconvert(), nb::arg("out").noconvert(),
+           nb::arg("dtype_code"), nb::arg("present").noconvert().none(), nb::arg("required_sync").none(), nb::arg("seconds"),
+           nb::arg("watch").none())
+      .def("write", &write, nb::arg("writes"), nb::arg("seconds"), nb::arg("watch").none());
+  nb::class_<PreparedWrite>(m, "PreparedWrite")
+      .def("__init__", &prepare, nb::arg("client"), nb::arg("table"), nb::arg("ids").noconvert(), nb::arg("rows").noconvert(),
+           nb::arg("dtype_code"), nb::kw_only(), nb::arg("is_assign"), nb::arg("check"), nb::arg("lr").none(), nb::arg("scale"),
+           nb::arg("scalars"), nb::arg("group").none(), nb::arg("step_goes_on"), nb::arg("every_shard"), nb::keep_alive<1, 4>(),
+           nb::keep_alive<1, 5>())
+      .def("part", &part_of, nb::arg("index"))
+      .def_prop_ro("num_parts", [](const PreparedWrite& write) { return write.parts().size(); });
+}
+
+}  // namespace geartrain
