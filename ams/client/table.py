@@ -20,7 +20,7 @@ import numpy.typing as npt
 from geartrain.ams.client.hosted_calls import HostedCalls
 from geartrain.ams.client.row_calls import CHECK_FINITE, CHECK_PRODUCT, NO_CHECK, RowParts, facts_of
 from geartrain.ams.client.shard_calls import ShardCalls
-from geartrain.ams.client.writes import ClientStream, Write
+from geartrain.ams.client.writes import ClientStream, RowWrite
 from geartrain.ams.kernels import ops
 from geartrain.ams.values.arguments import real_number
 from geartrain.ams.values.arrays import ids_array, like, rows_array
@@ -194,7 +194,7 @@ class Table:
         sequence: int | None = None,
         step_goes_on: bool = False,
         known_finite: bool = False,
-    ) -> Write:
+    ) -> RowWrite:
         """Check a push and number it, but send nothing: the write can be sent again after an error, applied once.
 
         Args:
@@ -234,7 +234,7 @@ class Table:
         scalars: Mapping[str, float],
         group: SyncGroup | None,
         step_goes_on: bool = False,
-    ) -> Write:
+    ) -> RowWrite:
         """Check a push, of all shards, and cut it; ``check`` is that of :meth:`RowCalls.prepared`."""
         checked = ids_array(ids, self.spec.num_rows)
         rows = rows_array(gradients, len(checked), self.spec.dim)
@@ -295,9 +295,9 @@ class Table:
         )
         return _send_once(self._write(parts, sequence))
 
-    def _write(self, parts: RowParts, sequence: int | None) -> Write:
-        numbers = self._stream.numbers(self.spec.name, sequence)
-        return Write(numbers, parts, self._calls.rows.deliver, self.incarnation)
+    def _write(self, parts: RowParts, sequence: int | None) -> RowWrite:
+        # A write means the table there is when it is prepared: half of it may be lost with a table restored since.
+        return RowWrite(self._stream.numbers(self.spec.name, sequence), parts, self._calls.rows, self.incarnation)
 
     def hosted(self, model: str) -> HostedCalls:
         """Return the way to a hosted model beside this table's rows; see :mod:`geartrain.ams.programs.hosted`."""
@@ -316,7 +316,7 @@ def _assign(ids: Ids, rows: npt.NDArray[Any], *, table: str) -> Assign:
     return Assign(table=table, ids=ids, rows=rows)
 
 
-def _send_once(write: Write) -> Done:
+def _send_once(write: RowWrite) -> Done:
     try:
         return write.send()
     except BaseException:

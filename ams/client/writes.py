@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from geartrain.ams.client.row_calls import Call, Delivered, RowParts
+from geartrain.ams.client.row_calls import Call, Delivered, RowCalls, RowParts
 from geartrain.ams.observe import failpoints
 from geartrain.ams.values.arguments import checked_name, integer
 from geartrain.ams.values.errors import Fenced, GeartrainError, InvalidArgument, StepPartlyApplied, Unavailable
@@ -306,3 +306,38 @@ class Write:
         """Give the write up. On shards that have not answered it is unknown whether it was applied."""
         self._pending = []
         self._numbers.end(self._sequence)
+
+
+class RowWrite(Write):
+    """A write of rows. Several of them can be sent together."""
+
+    def __init__(self, numbers: Numbers, parts: RowParts, rows: RowCalls, table_incarnation: int) -> None:
+        super().__init__(numbers, parts, rows.deliver, table_incarnation)
+        self._rows = rows
+
+    @property
+    def is_sent(self) -> bool:
+        """Whether every shard has answered that it has applied its part."""
+        return not len(self._pending)
+
+    def send_with(self, others: Sequence[RowWrite]) -> None:
+        """:meth:`send` this one and others: what goes to a shard for the first time, in one request for all of them.
+
+        Raises the first error once all were sent. Who sends them again reaches only the shards that have not answered.
+        """
+        writes = [write for write in (self, *others) if not write.is_sent]
+        errors = []
+        for rows in dict.fromkeys(write._rows for write in writes):
+            together = [write for write in writes if write._rows is rows]
+            delivered = rows.deliver_together([(write._pending, write._begin()) for write in together])
+            for write, one in zip(together, delivered, strict=True):
+                try:
+                    write._end(one)
+                except GeartrainError as exc:
+                    errors.append(exc)
+            del delivered  # see _end
+        if errors:
+            try:
+                raise errors[0]
+            finally:
+                del errors

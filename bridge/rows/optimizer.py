@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from geartrain.ams.values.arguments import real_number
-from geartrain.ams.values.errors import InvalidArgument, NonFinite
+from geartrain.ams.values.errors import GeartrainError, InvalidArgument, NonFinite
 from geartrain.ams.values.text import quoted
 from geartrain.bridge.rows.pending import PendingUpdate, RowModule, require_row_module
+from geartrain.bridge.rows.tables import TableWrite
 
 
 class RowOptimizer(torch.optim.Optimizer):
@@ -74,7 +75,8 @@ class RowOptimizer(torch.optim.Optimizer):
                 group.setdefault(name, value)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Push the pending row gradients: one push per table and shard (per block for rows that are streamed).
+        """Push the pending row gradients: one request to each shard, with a push per table, each applied once by itself
+        (rows that are streamed: one for each block; a hosted head: one of its own).
 
         Raises before any push: NonFinite if a gradient is not finite, InvalidArgument for a number of a param_group
         that is out of range or cannot change, TableNotFound if a table was restored since the forward pass (call
@@ -98,8 +100,13 @@ class RowOptimizer(torch.optim.Optimizer):
         if grad_scale is not None:
             self.multiply_gradients(1.0 / float(grad_scale))
             self.grad_scale = None  # after an error they are pending as they are now
-        for optimizer, update in steps:
-            update.apply(optimizer)
+        prepared = [(optimizer, update, update.prepare(optimizer)) for optimizer, update in steps]
+        error = _send_together([write for _, _, write in prepared if write is not None])
+        for optimizer, update, write in prepared:
+            if error is None or (write is not None and write.is_sent):
+                update.apply(optimizer)
+        if error is not None:
+            raise error
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002
@@ -224,3 +231,14 @@ def _squared_norms(grads: list[Tensor]) -> list[float]:
             norm = norm.full_tensor()
         norms.setdefault((norm.device, norm.dtype), []).append(norm)
     return [norm * norm for alike in norms.values() for norm in torch.stack(alike).tolist()]
+
+
+def _send_together(writes: Sequence[TableWrite]) -> GeartrainError | None:
+    """Send several pushes in one request to each shard; return the first error. One is left to who applies it."""
+    if len(writes) < 2:
+        return None
+    try:
+        writes[0].send_with(writes[1:])
+    except GeartrainError as exc:
+        return exc
+    return None

@@ -22,7 +22,7 @@ from geartrain.ams.values.text import quoted
 from geartrain.bridge.rows.gradient_carrier import FactorAlone, not_for_clippers
 from geartrain.bridge.rows.ranks import Ranks
 from geartrain.bridge.rows.same_rows import incarnation_of
-from geartrain.bridge.rows.tables import ReadableTable
+from geartrain.bridge.rows.tables import ReadableTable, TableWrite
 
 
 class CollectedGradient(Protocol):
@@ -197,6 +197,10 @@ class PendingUpdate(ABC, Generic[G]):
                 f"the row gradients of table {self.table.spec.name!r} hold NaN or infinity; nothing was pushed. "
                 "Call zero_grad() to skip this step, lower the learning rate, or use torch.amp.GradScaler with float16"
             )
+
+    def prepare(self, optimizer: RowOptimizerSpec) -> TableWrite | None:  # noqa: ARG002
+        """Make ready what :meth:`apply` sends; return it if it is one push that can be sent together with others."""
+        return None
 
     @abstractmethod
     def apply(self, optimizer: RowOptimizerSpec) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Any, Protocol, TypedDict
+from contextlib import contextmanager
+from typing import Any, Protocol, TypedDict, runtime_checkable
 
 import numpy.typing as npt
 import torch
@@ -14,7 +15,7 @@ from geartrain.ams.values.shard_messages import Done, SyncGroup
 from geartrain.ams.values.specs import Ids
 from geartrain.bridge.rows.pending import CollectedGradient, PendingUpdate
 from geartrain.bridge.rows.ranks import Ranks
-from geartrain.bridge.rows.tables import HeadTable, HeadWrite
+from geartrain.bridge.rows.tables import HeadTable, HeadWrite, TableWrite
 
 
 class PushSettings(TypedDict):
@@ -63,6 +64,15 @@ class RowGradient(CollectedGradient, Protocol):
         ...
 
 
+@runtime_checkable
+class SinglePush(Protocol):
+    """A row gradient that is one push of rows, which can be sent together with those of other tables."""
+
+    def prepare(self, writer: PushWriter) -> None:
+        """Prepare the push, once."""
+        ...
+
+
 class RowUpdate(PendingUpdate[RowGradient]):
     """See the module. ``ranks`` train the rows together; None: this process alone."""
 
@@ -81,19 +91,31 @@ class RowUpdate(PendingUpdate[RowGradient]):
         """
         if self._pending is None or self.carrier.grad is None:
             return
+        with self._writing(optimizer) as writer:
+            writer.settle()
+            self._pending.push(writer)
+        self.step += 1
+        self.discard()
+
+    def prepare(self, optimizer: RowOptimizerSpec) -> TableWrite | None:
+        """See the base class."""
+        if self.carrier.grad is None or not isinstance(self._pending, SinglePush):
+            return None
+        with self._writing(optimizer) as writer:
+            self._pending.prepare(writer)
+            return writer.table_write
+
+    @contextmanager
+    def _writing(self, optimizer: RowOptimizerSpec) -> Iterator[_PushWriter]:
+        """What makes the pushes of this step."""
         if self._writer is None:
             self._writer = _PushWriter(self.table, self.ranks, optimizer, float(self._factor()), self._samples)
         try:
-            self._writer.settle()
-            self._pending.push(self._writer)
+            yield self._writer
         except BaseException:
-            if (
-                not self._writer.begun
-            ):  # nothing was numbered yet: the next step may bring another optimizer, scale and samples
+            if not self._writer.begun:  # nothing is numbered: the next step may bring another optimizer and samples
                 self._writer = None
             raise
-        self.step += 1
-        self.discard()
 
     def _squared_norm(self, pending: RowGradient, factor: float) -> float:
         if self.ranks is None:
@@ -122,6 +144,8 @@ class _PushWriter:
         self._scale = scale
         self._samples = samples
         self._write: HeadWrite | None = None
+        self.table_write: TableWrite | None = None
+        """The prepared push, if it is one of rows."""
         self._sending: Future[Done] | None = None
         self.begun = False
         """Whether a push was prepared: from then on its settings hold for the whole step."""
@@ -130,11 +154,13 @@ class _PushWriter:
     def prepare(
         self, ids: Ids, gradients: npt.NDArray[Any], *, goes_on: bool = False, known_finite: bool = False
     ) -> None:
-        self.prepare_write(
-            lambda settings: self._table.prepare_push(
+        def make(settings: PushSettings) -> HeadWrite:
+            self.table_write = self._table.prepare_push(
                 ids, gradients, **settings, step_goes_on=goes_on, known_finite=known_finite
             )
-        )
+            return self.table_write
+
+        self.prepare_write(make)
 
     def prepare_write(self, make: Callable[[PushSettings], HeadWrite]) -> None:
         self.settle()
@@ -157,11 +183,11 @@ class _PushWriter:
         if self._write is None:
             return
         sending, self._sending = self._sending, None
-        if sending is None:
-            self._write.send()
-        else:
+        if sending is not None:
             sending.result()
-        self._write = None
+        elif self.table_write is None or not self.table_write.is_sent:
+            self._write.send()
+        self._write = self.table_write = None
         if self._ranks is not None:
             self._ranks.sequence += 1
 

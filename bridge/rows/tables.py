@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
@@ -29,6 +29,19 @@ class HeadWrite(Protocol):
 
     def abandon(self) -> None:
         """Give it up."""
+        ...
+
+
+class TableWrite(HeadWrite, Protocol):
+    """A prepared push of rows. Several can be sent together."""
+
+    @property
+    def is_sent(self) -> bool:
+        """Whether all shards have answered."""
+        ...
+
+    def send_with(self, others: Sequence[Any]) -> None:
+        """Send it, and other pushes of rows, in one request to each shard. Raises the first error of all."""
         ...
 
 
@@ -99,7 +112,7 @@ class HeadTable(ReadableTable, Protocol):
         group: SyncGroup | None = None,
         step_goes_on: bool = False,
         known_finite: bool = False,
-    ) -> HeadWrite:
+    ) -> TableWrite:
         """Check and number a push of ``scale`` · ``gradients`` [N, D]; nothing travels yet.
 
         ``lr`` and ``optimizer_scalars`` replace numbers of the table's optimizer.

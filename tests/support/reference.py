@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -79,12 +79,18 @@ class FakeWrite:
     scale: float
     group: SyncGroup | None
     abandoned: bool = False
+    is_sent: bool = False
 
     def send(self) -> Done:
         if self.table.failures:
             raise self.table.failures.pop(0)
         self.table.apply(self)
+        self.is_sent = True
         return Done()
+
+    def send_with(self, others: Sequence[FakeWrite]) -> None:
+        for write in (self, *others):
+            write.send()
 
     def abandon(self) -> None:
         self.abandoned = True

@@ -6,7 +6,7 @@ With hosted rows the first is the time in which the shards compute, the second t
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from geartrain.ams.client.hosted_calls import InputsOfShard
 from geartrain.ams.values.scheduler_messages import ClusterView
 from geartrain.ams.values.shard_messages import Arrays, Done, SyncGroup
 from geartrain.ams.values.specs import Ids, TableSpec
-from geartrain.bridge.rows.tables import HeadCalls, HeadCluster, HeadTable, HeadWrite
+from geartrain.bridge.rows.tables import HeadCalls, HeadCluster, HeadTable, HeadWrite, TableWrite
 
 
 @dataclass
@@ -87,10 +87,10 @@ class TimedTable:
         """See ``Table.pull_into_async``. Not counted: these pulls run while the head computes."""
         return self._table.pull_into_async(ids, out, required_sync=required_sync)
 
-    def prepare_push(self, ids: Ids, gradients: npt.NDArray[Any], **settings: Any) -> _TimedWrite:
+    def prepare_push(self, ids: Ids, gradients: npt.NDArray[Any], **settings: Any) -> _TimedTableWrite:
         """See ``Table.prepare_push``."""
         with self._times.pushing():
-            return _TimedWrite(self._table.prepare_push(ids, gradients, **settings), self._times)
+            return _TimedTableWrite(self._table.prepare_push(ids, gradients, **settings), self._times)
 
     def assign(self, ids: Ids, rows: npt.NDArray[Any]) -> Done:
         """See ``Table.assign``."""
@@ -133,3 +133,18 @@ class _TimedWrite:
 
     def abandon(self) -> None:
         self._write.abandon()
+
+
+class _TimedTableWrite(_TimedWrite):
+    def __init__(self, write: TableWrite, times: RowTimes) -> None:
+        super().__init__(write, times)
+        self._table_write = write
+
+    @property
+    def is_sent(self) -> bool:
+        return self._table_write.is_sent
+
+    def send_with(self, others: Sequence[Any]) -> None:
+        plain = [one._table_write if isinstance(one, _TimedTableWrite) else one for one in others]
+        with self._times.pushing():
+            self._table_write.send_with(plain)

@@ -106,14 +106,17 @@ class HeldGradient:
         self._pool.give_back(self._buffer)
         self._active, self._gradients_AD, self._buffer = active, wider_AD, buffer
 
+    def prepare(self, writer: PushWriter) -> None:
+        """Prepare everything as one push, once."""
+        if not self._prepared:
+            wait_for_copies(self._device)
+            known_finite = self._checksum is not None and bool(torch.isfinite(self._checksum))
+            writer.prepare(self._active.ids, as_numpy(self._gradients_AD), known_finite=known_finite)
+            self._prepared = True
+
     def push(self, writer: PushWriter) -> None:
         """Send everything as one push; nothing more once it is prepared."""
-        if self._prepared:
-            return
-        wait_for_copies(self._device)
-        known_finite = self._checksum is not None and bool(torch.isfinite(self._checksum))
-        writer.prepare(self._active.ids, as_numpy(self._gradients_AD), known_finite=known_finite)
-        self._prepared = True
+        self.prepare(writer)
         writer.settle()
 
     @property

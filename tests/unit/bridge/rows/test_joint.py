@@ -15,9 +15,10 @@ from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, StepLR
 
 import geartrain as gt
 from geartrain.ams.client.cluster import Cluster
-from geartrain.ams.client.writes import Write
+from geartrain.ams.client.row_calls import Delivered, RowCalls
 from geartrain.ams.values.errors import InvalidArgument, NonFinite, ShardUnavailable
 from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
+from geartrain.ams.values.shard_messages import Done
 
 CLASSES, INPUTS, DIM, STEPS = 30, 6, 5, 14
 PLACES = ["held", "streamed", "hosted", "ranks"]
@@ -282,21 +283,24 @@ def test_a_step_that_failed_on_its_way_goes_on_and_applies_nothing_twice(
     twin, weights = copy.deepcopy(backbone), [head.weights().double().requires_grad_() for head in heads]
     inputs, labels = batch(0)
     sum(head(backbone(inputs), labels) for head in heads).backward()  # type: ignore[union-attr]
-    sends, send = [], Write.send
+    sends: list[int] = []
+    whole = RowCalls.deliver_together
 
-    def failing(write: Write) -> Any:
-        sends.append(write)
-        if len(sends) == 2:
-            raise ShardUnavailable("planted")
-        return send(write)
+    def failing(rows: RowCalls, writes: Any) -> list[Delivered]:
+        sends.append(len(writes))
+        if len(sends) > 1:
+            return whole(rows, writes)
+        (_, (second, _)) = writes
+        refused = [(call, ShardUnavailable("planted")) for call in second.calls()]
+        return [*whole(rows, writes[:1]), Delivered(Done(), refused)]
 
-    monkeypatch.setattr(Write, "send", failing)
+    monkeypatch.setattr(RowCalls, "deliver_together", failing)
     before = backbone.weight.detach().clone()
     with pytest.raises(ShardUnavailable, match="planted"):
         optimizer.step()
     assert torch.equal(backbone.weight, before)
     optimizer.step()
-    assert len(sends) == 3 and sends[1] is sends[2]
+    assert sends == [2, 1]
     sum(F.cross_entropy(twin(inputs) @ one.T, labels) for one in weights).backward()  # type: ignore[union-attr]
     torch.optim.SGD([*twin.parameters(), *weights], LR).step()
     for head, one in zip(heads, weights, strict=True):

@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from geartrain.ams.client.cluster import local
+from geartrain.ams.client.cluster import Cluster, local
+from geartrain.ams.client.row_calls import RowCalls
 from geartrain.ams.programs.selection import FullSoftmax, PartialFC
-from geartrain.ams.values.errors import InvalidArgument, NonFinite, ShardUnavailable
+from geartrain.ams.values.errors import InvalidArgument, NonFinite, ShardUnavailable, TableNotFound
 from geartrain.ams.values.optimizers.registry import SGD
 from geartrain.ams.values.specs import Normal
 from geartrain.bridge.head.backends.ranks.rank_table import RankTable
@@ -104,6 +105,45 @@ def test_two_heads_in_one_model_are_pushed_each_to_its_table() -> None:
     assert [len(table.pushes) for table in (first_table, second_table)] == [1, 1]
     assert [table.pushes[0].lr for table in (first_table, second_table)] == [1.0, 0.5]
     assert (first.step, second.step) == (1, 1)
+
+
+def two_heads(cluster: Cluster) -> list[ClassHead]:
+    settings: dict[str, Any] = {"num_classes": 60, "dim": 5, "optimizer": UNIT_SGD, "margin": CosFace(8, 0.1)}
+    return [ClassHead(cluster, name, select=FullSoftmax(), **settings) for name in ("first", "second")]
+
+
+def test_two_heads_send_one_request_to_each_shard(monkeypatch: pytest.MonkeyPatch) -> None:
+    together: list[int] = []
+    whole = RowCalls.deliver_together
+    monkeypatch.setattr(
+        RowCalls, "deliver_together", lambda self, writes: (together.append(len(writes)), whole(self, writes))[1]
+    )
+    with local(2) as cluster:
+        heads = two_heads(cluster)
+        before = [head.table.pull(np.arange(60)) for head in heads]
+        features, labels = batch(9)
+        for head in heads:
+            head(features, labels).backward()
+        RowOptimizer(heads).step()
+        assert together == [2]
+        for head, rows in zip(heads, before, strict=True):
+            assert (head.table.pull(np.arange(60)) != rows).any(axis=1).all()
+            assert head.table.version() == 1 and not head.row_update.is_pending
+
+
+def test_of_two_heads_the_one_that_was_refused_is_still_pending() -> None:
+    with local(2) as cluster:
+        heads = two_heads(cluster)
+        features, labels = batch(9)
+        for head in heads:
+            head(features, labels).backward()
+        cluster.drop_table("second")
+        rows = RowOptimizer(heads)
+        for _ in range(2):
+            with pytest.raises(TableNotFound):
+                rows.step()
+            assert [head.row_update.is_pending for head in heads] == [False, True]
+            assert heads[0].table.version() == 1 and heads[0].row_update.step == 1
 
 
 def test_a_scheduler_sets_the_rate_of_the_next_push() -> None:
