@@ -16,8 +16,8 @@ from geartrain.launch.bench import Result
 
 WAYS = {"same host": gt.ClientConfig(), "TCP": gt.ClientConfig(shared_memory=False)}
 """How rows come from a shard of another process, and the client for it. TCP goes over loopback here."""
-SPIN_MICROSECONDS = 50
-"""How long each side of the bare ping-pong looks before it sleeps: as a client and a shard of ours do."""
+SPINS = {"caller_spin_microseconds": 50, "server_spin_microseconds": 50}
+"""How long a side of the bare ping-pong looks before it sleeps: as a client and a shard of ours do."""
 
 
 @contextmanager

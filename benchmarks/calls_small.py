@@ -16,7 +16,7 @@ from contextlib import ExitStack, contextmanager
 
 import numpy as np
 from _bare_ping_pong import HEADER_BYTES, Carrier, calls_per_second, compile_and_run
-from _calls import SPIN_MICROSECONDS, WAYS, draws, result, tables
+from _calls import SPINS, WAYS, draws, result, tables
 from _up import running_cluster
 
 import geartrain as gt
@@ -74,8 +74,7 @@ def _bare_times(carrier: Carrier) -> Quantiles:
         REQUEST_BYTES,
         REPLY_BYTES,
         UNCOUNTED + CALLS,
-        caller_spin_microseconds=SPIN_MICROSECONDS,
-        server_spin_microseconds=SPIN_MICROSECONDS,
+        **SPINS,
     )
     return _quantiles(seconds)
 
@@ -102,8 +101,7 @@ def _throughput(rounds: int) -> Iterator[Result]:
                         REPLY_BYTES,
                         BARE_CALLS,
                         CLIENTS,
-                        caller_spin_microseconds=SPIN_MICROSECONDS,
-                        server_spin_microseconds=SPIN_MICROSECONDS,
+                        **SPINS,
                     )
                 )
                 if number:
