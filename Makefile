@@ -19,7 +19,7 @@ PIP := PIP_CONSTRAINT=$(CURDIR)/constraints.txt PIP_BUILD_CONSTRAINT=$(CURDIR)/c
 	PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip
 PIP_INSTALL := $(PIP) install $(PIP_ARGS)
 
-.PHONY: help quickstart install wheel wheel-check dev test docs campaign lint format proto bench examples-check gpu-check compose-check links clean
+.PHONY: help quickstart install wheel wheel-check dev test sanitize docs campaign lint format proto bench examples-check gpu-check compose-check links clean
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
@@ -71,6 +71,9 @@ docs: dev links  ## the documentation site in site/, strictly: a broken link or 
 	@echo "Building the site takes half a minute."
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build -q
 	@echo "site/index.html; with its search: $(BIN)/python -m http.server -d site"
+
+sanitize: dev  ## the C++ core under AddressSanitizer, UBSan and ThreadSanitizer (PYTEST_ARGS: other tests than its own)
+	$(BIN)/python scripts/sanitize.py $(PYTEST_ARGS)
 
 campaign: dev  ## faults for BUDGET_MINUTES=40, added to docs/campaign.json; one seed again: ONLY=kills SEED=123
 	$(BIN)/python -m tests.faults.campaign --budget-minutes $(or $(BUDGET_MINUTES),40) \

@@ -29,7 +29,7 @@ GEARTRAIN_INLINE uint16_t narrow(float value) {
 template <DType dtype>
 GEARTRAIN_INLINE void load_body(float* __restrict out, const void* in, size_t count) {
   if constexpr (dtype == DType::float32) {
-    std::memcpy(out, in, count * sizeof(float));
+    if (count != 0) std::memcpy(out, in, count * sizeof(float));  // of none, a pointer may be null
   } else {
     const uint16_t* __restrict bits = static_cast<const uint16_t*>(in);
     for (size_t i = 0; i < count; ++i) out[i] = widen<dtype>(bits[i]);
@@ -39,7 +39,7 @@ GEARTRAIN_INLINE void load_body(float* __restrict out, const void* in, size_t co
 template <DType dtype>
 GEARTRAIN_INLINE void store_body(void* out, const float* __restrict in, size_t count) {
   if constexpr (dtype == DType::float32) {
-    std::memcpy(out, in, count * sizeof(float));
+    if (count != 0) std::memcpy(out, in, count * sizeof(float));  // of none, a pointer may be null
   } else {
     uint16_t* __restrict bits = static_cast<uint16_t*>(out);
     for (size_t i = 0; i < count; ++i) bits[i] = narrow<dtype>(in[i]);

@@ -235,6 +235,7 @@ print(np.unique(out))
 """
 
 
+@pytest.mark.exact_memory
 @pytest.mark.skipif(sys.platform != "linux", reason="limits the address space")
 def test_a_freeze_that_has_no_room_for_an_update_stops_it_before_it_begins() -> None:
     root = str(Path(__file__).resolve().parents[4])
@@ -293,6 +294,7 @@ for attempt in range(2):
 """
 
 
+@pytest.mark.exact_memory
 @pytest.mark.skipif(sys.platform != "linux", reason="limits the address space")
 def test_a_freeze_that_has_no_room_for_the_end_of_a_step_stops_it_before_it_begins() -> None:
     root = str(Path(__file__).resolve().parents[4])

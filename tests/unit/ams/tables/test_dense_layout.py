@@ -226,6 +226,7 @@ def filled(num_rows: int, *percents: int) -> list[tuple[int, int, int, int]]:
     return [tuple(map(int, line.split())) for line in result.stdout.splitlines()]  # type: ignore[misc]
 
 
+@pytest.mark.exact_memory
 def test_rows_written_at_random_take_twice_their_bytes_and_eight_a_class_at_most() -> None:
     num_rows, row_bytes, slack = 400_000, 2 * 64 * 4, 12 << 20
     for rows, told, counted, resident in filled(num_rows, 2, 10, 48, 52, 100):

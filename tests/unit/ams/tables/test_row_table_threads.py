@@ -78,6 +78,7 @@ assert rows.min() == rows.max() == -1
 """
 
 
+@pytest.mark.exact_memory
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="the size of the process is read from /proc")
 def test_where_no_thread_can_be_started_the_request_is_done_all_the_same() -> None:
     done = subprocess.run([sys.executable, "-c", STARVED], capture_output=True, text=True, timeout=60)

@@ -136,6 +136,7 @@ print(table.memory_bytes, sizes()[1] - resident)
 """
 
 
+@pytest.mark.exact_memory
 @pytest.mark.parametrize("num_rows", [2**32, 2**38, 2**61])
 @pytest.mark.parametrize("optimizer", ["Momentum(0.1)", 'SparseMomentum(0.1, untouched="elapsed")'])
 def test_rows_at_the_end_of_a_vast_table_cost_what_rows_cost(num_rows: int, optimizer: str) -> None:
@@ -147,6 +148,7 @@ def test_rows_at_the_end_of_a_vast_table_cost_what_rows_cost(num_rows: int, opti
     assert told < 2**20 and resident < 16 * 2**20
 
 
+@pytest.mark.exact_memory
 def test_a_table_that_cannot_grow_says_so_and_changes_nothing() -> None:
     """The system refuses memory: with what a write would have taken, it leaves no trace."""
     script = """
