@@ -255,7 +255,9 @@ class _RowReply(Future[Reply]):
     def send(self, connection: _core.DataConnection, context: CallContext, seconds: float) -> None:
         """Send the request. Raises ConnectionFull or ConnectionLost: it was not sent."""
         self._connection = connection
-        with held(self._request.buffer_lease):
+        # By TCP it takes as long as the shard does; memory is never waited for.
+        break_off = None if isinstance(connection, _core.RingConnection) else connection.close
+        with held(self._request.buffer_lease, break_off):
             self._call = _sent(connection, context, self._request, seconds)
 
     def result(self, timeout: float | None = None) -> Reply:  # noqa: ARG002 - a call has a time-out of its own

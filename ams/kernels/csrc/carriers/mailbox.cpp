@@ -109,10 +109,13 @@ Packet receive_packet(int socket, void* data, size_t most_bytes) {
     return packet;
   }
   for (cmsghdr* header = CMSG_FIRSTHDR(&message); header != nullptr; header = CMSG_NXTHDR(&message, header)) {
-    if (header->cmsg_level != SOL_SOCKET || header->cmsg_type != SCM_RIGHTS || header->cmsg_len != CMSG_LEN(sizeof(int))) continue;
-    int fd;
-    std::memcpy(&fd, CMSG_DATA(header), sizeof(int));
-    packet.fd = OwnedFd(fd);
+    if (header->cmsg_level != SOL_SOCKET || header->cmsg_type != SCM_RIGHTS) continue;
+    // There may be more than one: padding has room for them.
+    for (size_t at = 0; at + sizeof(int) <= header->cmsg_len - CMSG_LEN(0); at += sizeof(int)) {
+      int fd;
+      std::memcpy(&fd, CMSG_DATA(header) + at, sizeof(int));
+      packet.fd = OwnedFd(fd);
+    }
   }
   return packet;
 }

@@ -108,7 +108,7 @@ class RingCall : public Connection::Call {
       ring_->retire(*mailbox_);
   }
   char* request() override { return mailbox_->request(); }
-  void send() override;
+  void send(SteadyTime) override;
   bool wait(SteadyTime deadline, const std::function<bool()>& look) override;
   std::span<const char> reply() override { return {mailbox_->reply(), reply_bytes_}; }
 
@@ -122,7 +122,7 @@ class RingCall : public Connection::Call {
   bool is_sent_ = false, has_reply_ = false;
 };
 
-void RingCall::send() {
+void RingCall::send(SteadyTime) {
   ring_->require_there();
   MailboxControl& control = *mailbox_->control();
   control.request_bytes.store(request_bytes_, std::memory_order_relaxed);
@@ -142,7 +142,7 @@ bool RingCall::wait(SteadyTime deadline, const std::function<bool()>& look) {
   ring_->require_there();
   if (has_reply_ || ring_->spinning().look([this] { return take_reply(); })) return true;
   MailboxControl& control = *mailbox_->control();
-  auto next_look = Clock::now() + kLookInterval;
+  auto looked_at = Clock::now(), next_look = looked_at + kLookInterval;
   for (;;) {
     ring_->require_there();
     const auto now = Clock::now();
@@ -153,7 +153,9 @@ bool RingCall::wait(SteadyTime deadline, const std::function<bool()>& look) {
     control.is_awaited.store(0, std::memory_order_relaxed);
     if (take_reply()) return true;
     if (now >= deadline) return false;
-    if (Clock::now() < now + kLongestSleep / 2) continue;  // it was begun
+    const auto woken = Clock::now();
+    if (woken < looked_at + kLongestSleep / 2) continue;  // it was begun, or a signal came
+    looked_at = woken;
     ring_->look_for_peer();
     if (look && Clock::now() >= next_look) {
       if (look()) return false;
@@ -180,9 +182,8 @@ void Ring::close() {
 
 // Throws Lost if the shard has ended.
 void Ring::look_for_peer() {
-  char byte;
-  const auto received = recv(socket_.get(), &byte, 1, MSG_PEEK | MSG_DONTWAIT);
-  if (received > 0 || (received < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR))) return;
+  pollfd one{socket_.get(), POLLRDHUP, 0};  // of the end alone: answers that came too late may lie before it
+  if (poll(&one, 1, 0) <= 0) return;
   close();
   require_there();
 }

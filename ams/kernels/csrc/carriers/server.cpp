@@ -90,7 +90,12 @@ DataServer::DataServer(std::shared_ptr<Handler> handler, ServerLimits limits, co
   sigset_t all, before;
   sigfillset(&all);
   pthread_sigmask(SIG_SETMASK, &all, &before);
-  thread_ = new std::thread([this] { run(); });
+  try {
+    thread_ = new std::thread([this] { run(); });
+  } catch (...) {
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    throw;
+  }
   pthread_sigmask(SIG_SETMASK, &before, nullptr);
 }
 
@@ -216,12 +221,13 @@ void DataServer::greet(int fd) {
   OwnedFd page;
   if (guest.is_near) {
     Packet packet = receive_packet(fd, guest.hello.data(), guest.hello.size());
-    guest.got = packet.bytes < 0 ? 0 : static_cast<size_t>(packet.bytes);
+    if (packet.bytes < 0) return;  // what was seen to come was for another that had this descriptor before
+    guest.got = static_cast<size_t>(packet.bytes);
     page = std::move(packet.fd);
   } else {
     const auto received = recv(fd, guest.hello.data() + guest.got, guest.hello.size() - guest.got, 0);
     if (received > 0) guest.got += static_cast<size_t>(received);
-    if (received > 0 && guest.got < guest.hello.size()) return;  // the rest may come
+    if (received > 0 ? guest.got < guest.hello.size() : received < 0 && errno == EAGAIN) return;  // the rest may come
   }
   Guest here = std::move(guest);
   guests_.erase(fd);

@@ -43,7 +43,7 @@ class Tcp : public Connection, public std::enable_shared_from_this<Tcp> {
   bool is_lost() const override { return is_lost_ || generation_ != fork_generation(); }
   void close() override;
 
-  void send(const std::shared_ptr<Pending>& pending, const char* frame, size_t bytes);
+  void send(const std::shared_ptr<Pending>& pending, const char* frame, size_t bytes, SteadyTime deadline);
   bool wait(const std::shared_ptr<Pending>& pending, SteadyTime deadline, const std::function<bool()>& look);
   void forget(const std::shared_ptr<Pending>& pending, size_t bytes);
   BufferPool& buffers() { return buffers_; }
@@ -55,14 +55,14 @@ class Tcp : public Connection, public std::enable_shared_from_this<Tcp> {
   void read_for_all(int millis);
   void read(int millis);
   void read_header();
-  void write(const char* frame, size_t bytes);
+  void write(const char* frame, size_t bytes, SteadyTime deadline);
 
   const TcpLimits limits_;
   const uint64_t generation_ = fork_generation();
   ByteStream stream_;
   std::atomic<bool> is_lost_ = false;
   BufferPool buffers_;
-  std::mutex sending_;
+  std::timed_mutex sending_;
   std::mutex mutex_;  // guards what follows
   std::condition_variable changed_;
   std::unordered_map<uint64_t, std::shared_ptr<Pending>> pending_;
@@ -87,7 +87,7 @@ class TcpCall : public Connection::Call {
     if (pending_->is_done) tcp_->buffers().give_back(std::move(pending_->reply));
   }
   char* request() override { return request_.data(); }
-  void send() override { tcp_->send(pending_, request_.data(), request_bytes_); }
+  void send(SteadyTime deadline) override { tcp_->send(pending_, request_.data(), request_bytes_, deadline); }
   bool wait(SteadyTime deadline, const std::function<bool()>& look) override { return tcp_->wait(pending_, deadline, look); }
   std::span<const char> reply() override { return {pending_->reply.data(), pending_->reply_bytes}; }
 
@@ -106,7 +106,13 @@ std::unique_ptr<Connection::Call> Tcp::begin(size_t request_bytes, size_t most_r
     if (in_flight_bytes_ + request_bytes + most_reply_bytes > limits_.most_in_flight_bytes) throw Full("too much is in flight to the shard");
     in_flight_bytes_ += request_bytes + most_reply_bytes;
   }
-  return std::make_unique<TcpCall>(shared_from_this(), request_bytes, most_reply_bytes);
+  try {
+    return std::make_unique<TcpCall>(shared_from_this(), request_bytes, most_reply_bytes);
+  } catch (...) {  // no memory
+    const std::lock_guard lock(mutex_);
+    in_flight_bytes_ -= request_bytes + most_reply_bytes;
+    throw;
+  }
 }
 
 void Tcp::forget(const std::shared_ptr<Pending>& pending, size_t bytes) {
@@ -123,25 +129,26 @@ void Tcp::close() {
   changed_.notify_all();
 }
 
-void Tcp::send(const std::shared_ptr<Pending>& pending, const char* frame, size_t bytes) {
+void Tcp::send(const std::shared_ptr<Pending>& pending, const char* frame, size_t bytes, SteadyTime deadline) {
   require_there();
   std::memcpy(&pending->number, frame + offsetof(FrameHeader, number), sizeof(pending->number));
   {
     const std::lock_guard lock(mutex_);
     if (!pending_.emplace(pending->number, pending).second) throw std::logic_error("a call of this number is under way");
   }
-  const std::lock_guard lock(sending_);
+  const std::unique_lock lock(sending_, deadline);
   require_there();
+  if (!lock) throw Full("the shard takes no more requests in time");
   try {
-    write(frame, bytes);
-  } catch (const std::runtime_error&) {
+    write(frame, bytes, deadline);
+  } catch (const std::runtime_error&) {  // what the shard has of the frame cannot be taken back
     close();
     require_there();
   }
 }
 
 // While the shard takes nothing, replies are read: it may be that it sends, and waits for that.
-void Tcp::write(const char* frame, size_t bytes) {
+void Tcp::write(const char* frame, size_t bytes, SteadyTime deadline) {
   auto silent_since = Clock::now();
   for (size_t done = 0; done < bytes;) {
     const size_t written = stream_.write(frame + done, bytes - done);
@@ -151,8 +158,9 @@ void Tcp::write(const char* frame, size_t bytes) {
       continue;
     }
     require_there();
-    if (Clock::now() - silent_since > kLongestSilence) throw std::runtime_error("the shard takes nothing");
-    if (!stream_.wait(true, 100)) continue;
+    if (const auto now = Clock::now(); now >= deadline || now - silent_since > kLongestSilence)
+      throw std::runtime_error("the shard takes nothing");
+    if (!stream_.wait(true, static_cast<int>(std::min<int64_t>(100, millis_until(deadline) + 1)))) continue;
     {
       const std::lock_guard lock(mutex_);
       if (std::exchange(is_read_, true)) continue;
@@ -181,9 +189,10 @@ bool Tcp::wait(const std::shared_ptr<Pending>& pending, SteadyTime deadline, con
       std::unique_lock lock(mutex_);
       if (pending->is_done) return true;
       require_there();
-      if (Clock::now() >= deadline) return false;
+      const bool is_late = Clock::now() >= deadline;
+      if (is_late && !stream_.wait(false, 0)) return false;  // what has come is read, though it is asked for late
       is_reader = !std::exchange(is_read_, true);
-      if (!is_reader) changed_.wait_until(lock, std::min(deadline, next_look));
+      if (!is_reader) changed_.wait_until(lock, is_late ? next_look : std::min(deadline, next_look));
     }
     if (is_reader) read_for_all(static_cast<int>(millis_until(std::min(deadline, next_look))) + 1);
     if (Clock::now() >= next_look) {

@@ -1,10 +1,13 @@
 #include "client/row_call.hpp"
 
+#include <algorithm>
 #include <atomic>
 #include <cstring>
 
 namespace geartrain {
 namespace {
+
+using Clock = std::chrono::steady_clock;
 
 std::atomic<uint64_t> next_number{1};
 
@@ -16,7 +19,8 @@ RowCall::RowCall(Connection& connection, const Operation& operation, double seco
   if (const auto* pull = std::get_if<PullRequest>(&operation.request)) rows_ = reply_rows(*pull, pull->present != nullptr);
   call_ = connection.begin(layout.frame_bytes, most_reply_bytes(lay_out_reply({&rows_, 1})));
   write_request(call_->request(), layout, number_, seconds, operations);
-  call_->send();
+  call_->send(seconds > 0 ? Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(std::min(seconds, 1e8)))
+                          : SteadyTime::max());
 }
 
 ParsedReply RowCall::parsed() {

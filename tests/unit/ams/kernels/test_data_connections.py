@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 
 from geartrain.ams.kernels import _core
+from geartrain.ams.values.shard_messages import CallContext
 from tests.support import frame_codec
 from tests.support.frame_calls import ask, begin, dial, expected, flipped, mailboxes, pull, push
 
@@ -631,3 +632,57 @@ def test_where_no_shard_listens_by_tcp_nothing_is_connected_to() -> None:
         _core.connect_tcp("no.such.host.invalid", 1, bytes(32), SOON)
     with pytest.raises(OSError, match="cannot listen"):
         _core.DataServer(_core.ToyHandler(), host="192.0.2.1")
+
+
+def test_a_reply_that_came_in_time_is_read_by_tcp_though_it_is_asked_for_late(make: Callable[..., Shard]) -> None:
+    shard = make("tcp")
+    ours, other = shard.connect(), shard.connect()
+    first, _ = begin(ours, [push("rows", range(1000))])
+    second, _ = begin(ours, [push("rows", [3])])
+    until(lambda: shard.handler.num_writes == 2, other)
+    ask(other, pull("rows", [1]))  # both are answered
+    assert second.wait(0) and first.wait(0)
+    third, _ = begin(ours, [pull("held", [1])])
+    assert not third.wait(0)
+
+
+@contextmanager
+def takes_nothing() -> Iterator[_core.DataConnection]:
+    """A connection by TCP to a shard that greets and is silent from then on."""
+    over = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as threads:
+
+        def serve() -> None:
+            there, _ = listener.accept()
+            with there:
+                there.sendall(frame_codec.header(3, 0, 0, 0))
+                over.wait(60)
+
+        threads.submit(serve)
+        try:
+            yield _core.connect_tcp("127.0.0.1", listener.getsockname()[1], bytes(32), SOON)
+        finally:
+            over.set()
+
+
+def test_a_shard_that_takes_no_bytes_is_waited_for_as_long_as_the_caller_wants() -> None:
+    ids, rows = np.arange(1 << 14), np.zeros((1 << 14, 512), np.float32)
+    with takes_nothing() as ours:
+        began = time.monotonic()
+        with pytest.raises(_core.ConnectionLost):
+            _core.begin_assign(ours, CallContext(), "rows", ids, rows, 0, 0.2)
+        assert time.monotonic() - began < SOON
+    with takes_nothing() as ours, ThreadPoolExecutor(1) as threads:
+        writing = threads.submit(_core.begin_assign, ours, CallContext(), "rows", ids, rows, 0, 0)
+        while not writing.running():
+            pass
+        ours.close()
+        with pytest.raises(_core.ConnectionLost):
+            writing.result(SOON)
+
+
+def test_a_request_that_there_is_no_memory_for_takes_none_of_what_may_be_in_flight(make: Callable[..., Shard]) -> None:
+    ours = make("tcp").connect(most_frame_bytes=1 << 60, most_in_flight_bytes=1 << 60)
+    for _ in range(2):
+        with pytest.raises(MemoryError):
+            ours.begin(3 << 58, 64)

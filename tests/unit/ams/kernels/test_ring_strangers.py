@@ -12,6 +12,7 @@ import struct
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -40,6 +41,11 @@ def file_of(size: int, *, seals: int = SIZES, holes: bool = False) -> int:
         os.posix_fallocate(descriptor, 0, size)
     fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
     return descriptor
+
+
+def num_descriptors() -> int:
+    """Of this process."""
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
 
 
 class Stranger:
@@ -208,6 +214,16 @@ def test_who_greets_otherwise_is_sent_away(server: _core.DataServer, hello: byte
             assert ours.recv(64) == b""
 
 
+def test_descriptors_that_nobody_asked_for_are_closed(server: _core.DataServer, other: _core.RingConnection) -> None:
+    ours = Stranger(server)
+    ask(other, pull("rows", [1]))
+    before = num_descriptors()
+    for _ in range(5):
+        socket.send_fds(ours.socket, [NOTICE.pack(CLOSED, 1, 0, 0, 0)], [ours.sleep, ours.sleep])
+    assert ours.add(1, 0, PAGE, None) == REFUSED  # all of it was looked at
+    assert num_descriptors() == before
+
+
 def test_requests_that_are_not_there_are_passed_over(server: _core.DataServer, other: _core.RingConnection) -> None:
     ours = Stranger(server)
     memory = ours.mailbox()
@@ -362,4 +378,31 @@ def test_a_mailbox_that_is_not_taken_in_time_is_not_waited_for() -> None:
         assert ours.begin(64, 64) is not None
         ours.close()
     finally:
+        there.close()
+
+
+def test_a_shard_that_ends_is_seen_to_end_behind_an_answer_that_came_too_late() -> None:
+    begun = threading.Event()
+
+    def answer_late(connected: socket.socket, _: Impostor) -> None:
+        socket.send_fds(connected, [HELLO], [file_of(PAGE)])
+        first = connected.recv(64)
+        connected.send(first)
+        late = connected.recv(64)
+        assert NOTICE.unpack(connected.recv(64))[0] == CLOSED
+        connected.send(late)
+        assert begun.wait(SOON)
+
+    there = Impostor(answer_late)
+    try:
+        ours = _core.connect_ring(there.name, bytes(32), SOON, answer_seconds=0.5)
+        call = ours.begin(len(FRAME), 1000)
+        with pytest.raises(_core.ConnectionFull):
+            ours.begin(1 << 20, 64)
+        call.send()
+        begun.set()
+        with pytest.raises(_core.ConnectionLost):
+            call.wait(2.0)
+    finally:
+        begun.set()
         there.close()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import socket
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import ml_dtypes
 import numpy as np
@@ -15,6 +18,7 @@ from geartrain.ams.rpc.payload.data_plane import DataPlane
 from geartrain.ams.values.errors import Busy, InvalidIds, ProtocolError, StepPending
 from geartrain.ams.values.interrupts import BrokenOff, BufferLease
 from geartrain.ams.values.shard_messages import Assign, CallContext, DataPlaneOffer, Done, Pull, Push, SyncGroup
+from tests.support import frame_codec
 
 NOBODY = CallContext()
 IDS = np.arange(10)
@@ -239,3 +243,31 @@ def test_nothing_touches_the_arrays_of_a_caller_that_has_gone(shard: Shard) -> N
     assert (pull.out == 77).all()
     with pytest.raises(BrokenOff):
         plane.submit(NOBODY, pull, 10, alone=False)
+
+
+def test_a_caller_that_goes_does_not_wait_for_a_shard_that_takes_nothing() -> None:
+    lease, over = BufferLease(), threading.Event()
+    ids = np.arange(1 << 14)
+    write = Assign(table="rows", ids=ids, rows=np.zeros((len(ids), 512), np.float32), buffer_lease=lease)
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(2) as threads:
+        port = listener.getsockname()[1]
+
+        def serve() -> None:
+            there, _ = listener.accept()
+            with there:
+                there.recv(96, socket.MSG_WAITALL)
+                there.sendall(frame_codec.header(3, 0, 0, 0))
+                there.recv(1000)  # of the frame
+                lease.end()
+                over.wait(60)
+
+        threads.submit(serve)
+        offer = DataPlaneOffer(secret=bytes(32), port=port)
+        plane = DataPlane("127.0.0.1:1", lambda: offer, near=False, far=True, begin=lambda connect: connect())
+        try:
+            assert plane.submit(NOBODY, write, None, alone=True) is None  # it has connected meanwhile
+            sending = threads.submit(plane.submit, NOBODY, write, None, alone=True)
+            assert sending.result(10) is None
+        finally:
+            over.set()
+            plane.close()
