@@ -133,8 +133,8 @@ class _HeldShard:
 
     def close(self, grace_seconds: float) -> None:
         """Finish the calls under way, let go of the port. Idempotent."""
+        self.service.close()  # first: it would begin new calls all the while
         self.server.stop(grace_seconds)
-        self.service.close()
         if self.shard is not None:
             self.shard.close()
 

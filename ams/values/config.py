@@ -219,6 +219,11 @@ class ServerConfig(Section):
             )
         if self.ports is not None and len(self.ports) != self.shards:
             raise ConfigError(f"ports names {len(self.ports)} ports, but the process holds {self.shards} shards")
+        if self.bulk_port and self.bulk_port + self.shards - 1 > 65_535:
+            raise ConfigError(
+                f"bulk_port is {self.bulk_port}; with {self.shards} shards, a port each, it is at most "
+                f"{65_536 - self.shards}"
+            )
         return self
 
 

@@ -330,3 +330,21 @@ def test_a_forked_child_does_not_disturb_the_memory_of_its_parent(served: Served
     with connected(cluster, shared_memory=False):
         done = subprocess.run([sys.executable, "-c", FORK, cluster.address], capture_output=True, text=True, timeout=60)
     assert done.stdout == "whole\n", done.stderr
+
+
+def test_a_shard_that_ends_begins_no_call_while_others_finish(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has left its cluster by then: another process may hold the shard."""
+    cluster = served(1)
+    with connected(cluster) as ours:
+        connect_data_plane(carriers_of(ours)[0])
+        port, server = port_of(cluster), cluster.servers[0]._held[0].server
+        assert port.num_connections == 1
+        finish, connections = server.stop, []
+
+        def stop(grace_seconds: float) -> None:
+            connections.append(port.num_connections)
+            finish(grace_seconds)
+
+        monkeypatch.setattr(server, "stop", stop)
+        cluster.servers[0].stop(0)
+    assert connections == [0]
