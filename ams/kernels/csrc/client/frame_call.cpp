@@ -38,7 +38,7 @@ FrameCall::FrameCall(Connection& connection, std::span<const Operation> operatio
   }
 }
 
-void FrameCall::send() { call_->send(); }
+void FrameCall::send(SteadyTime deadline) { call_->send(deadline); }
 
 std::vector<ParsedReply> FrameCall::replies() {
   const auto frame = call_->reply();

@@ -18,8 +18,8 @@ class FrameCall {
   FrameCall(Connection& connection, std::span<const Operation> operations, double seconds);
   // Where those of operation i are to be written before send(), one after the other.
   char* rows(size_t i) { return call_->request() + layout_.places[i].rows; }
-  // Throws Lost.
-  void send();
+  // See Connection::Call::send.
+  void send(SteadyTime deadline);
   // See Connection::Call::wait.
   bool wait(SteadyTime deadline, const std::function<bool()>& look) { return call_->wait(deadline, look); }
   // To each operation; rows lie in the frame. Once the reply is there. Throws the Fault that its frame is.
