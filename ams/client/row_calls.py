@@ -253,7 +253,7 @@ class RowCalls:
             return outcome
         if outcome is False:
             self._carriers[shard].had_no_answer()
-        if self._carriers[shard].row_connection is None:
+        if outcome is None or self._carriers[shard].row_connection is None:  # or another than was used
             self._unconnected.add(shard)
         if outcome is None:
             return None

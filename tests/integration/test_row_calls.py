@@ -75,3 +75,19 @@ def test_only_the_shard_whose_connection_is_lost_is_asked_again(served: Served, 
         connection.close()
         use(ours)
     assert again and set(again) == {1}
+
+
+def test_a_connection_that_others_made_anew_is_used(served: Served, again: list[int]) -> None:
+    with connected(served(1)) as ours:
+        (carrier,) = carriers_of(ours)
+        connect_data_plane(carrier)
+        use(ours)
+        connection = carrier.row_connection
+        assert connection is not None
+        connection.close()
+        connect_data_plane(carrier)
+        use(ours)
+        assert again
+        again.clear()
+        use(ours)
+    assert again == []

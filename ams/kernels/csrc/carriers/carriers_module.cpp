@@ -62,7 +62,7 @@ std::vector<int64_t> time_pulls(Connection& connection, const std::string& table
     const auto begin = Clock::now();
     const auto call = connection.begin(layout.frame_bytes, most_reply);
     write_request(call->request(), layout, static_cast<uint64_t>(i), 10.0, operations);
-    call->send(after(10));
+    call->send(after(10), nullptr);
     if (!call->wait(after(10), nullptr)) throw std::runtime_error("no reply came");
     const auto frame = call->reply();
     const std::vector<ParsedReply> replies = parse_reply(frame.data(), frame.size(), static_cast<uint64_t>(i), rows);
@@ -132,7 +132,7 @@ void bind_carriers(nb::module_& m) {
   nb::class_<RingConnection, Connection>(m, "RingConnection").def_prop_ro("num_mailboxes", &RingConnection::num_mailboxes);
   nb::class_<Connection::Call>(m, "DataCall")
       .def("room", &room_of, nb::arg("bytes"))
-      .def("send", [](Connection::Call& call, double seconds) { call.send(after(seconds)); }, nb::arg("seconds") = 1e8,
+      .def("send", [](Connection::Call& call, double seconds) { call.send(after(seconds), look_at_signals); }, nb::arg("seconds") = 1e8,
            nb::call_guard<nb::gil_scoped_release>())
       .def("wait", &wait_for, nb::arg("seconds"))
       .def("reply", &reply_of);

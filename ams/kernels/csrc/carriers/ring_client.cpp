@@ -108,7 +108,7 @@ class RingCall : public Connection::Call {
       ring_->retire(*mailbox_);
   }
   char* request() override { return mailbox_->request(); }
-  void send(SteadyTime) override;
+  void send(SteadyTime, const std::function<bool()>&) override;
   bool wait(SteadyTime deadline, const std::function<bool()>& look) override;
   std::span<const char> reply() override { return {mailbox_->reply(), reply_bytes_}; }
 
@@ -122,7 +122,7 @@ class RingCall : public Connection::Call {
   bool is_sent_ = false, has_reply_ = false;
 };
 
-void RingCall::send(SteadyTime) {
+void RingCall::send(SteadyTime, const std::function<bool()>&) {
   ring_->require_there();
   MailboxControl& control = *mailbox_->control();
   control.request_bytes.store(request_bytes_, std::memory_order_relaxed);

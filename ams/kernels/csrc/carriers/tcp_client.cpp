@@ -43,7 +43,8 @@ class Tcp : public Connection, public std::enable_shared_from_this<Tcp> {
   bool is_lost() const override { return is_lost_ || generation_ != fork_generation(); }
   void close() override;
 
-  void send(const std::shared_ptr<Pending>& pending, const char* frame, size_t bytes, SteadyTime deadline);
+  void send(const std::shared_ptr<Pending>& pending, const char* frame, size_t bytes, SteadyTime deadline,
+            const std::function<bool()>& look);
   bool wait(const std::shared_ptr<Pending>& pending, SteadyTime deadline, const std::function<bool()>& look);
   void forget(const std::shared_ptr<Pending>& pending, size_t bytes);
   BufferPool& buffers() { return buffers_; }
@@ -55,7 +56,7 @@ class Tcp : public Connection, public std::enable_shared_from_this<Tcp> {
   void read_for_all(int millis);
   void read(int millis);
   void read_header();
-  void write(const char* frame, size_t bytes, SteadyTime deadline);
+  void write(const char* frame, size_t bytes, SteadyTime deadline, const std::function<bool()>& look);
 
   const TcpLimits limits_;
   const uint64_t generation_ = fork_generation();
@@ -87,7 +88,9 @@ class TcpCall : public Connection::Call {
     if (pending_->is_done) tcp_->buffers().give_back(std::move(pending_->reply));
   }
   char* request() override { return request_.data(); }
-  void send(SteadyTime deadline) override { tcp_->send(pending_, request_.data(), request_bytes_, deadline); }
+  void send(SteadyTime deadline, const std::function<bool()>& look) override {
+    tcp_->send(pending_, request_.data(), request_bytes_, deadline, look);
+  }
   bool wait(SteadyTime deadline, const std::function<bool()>& look) override { return tcp_->wait(pending_, deadline, look); }
   std::span<const char> reply() override { return {pending_->reply.data(), pending_->reply_bytes}; }
 
@@ -129,27 +132,32 @@ void Tcp::close() {
   changed_.notify_all();
 }
 
-void Tcp::send(const std::shared_ptr<Pending>& pending, const char* frame, size_t bytes, SteadyTime deadline) {
+void Tcp::send(const std::shared_ptr<Pending>& pending, const char* frame, size_t bytes, SteadyTime deadline,
+               const std::function<bool()>& look) {
   require_there();
   std::memcpy(&pending->number, frame + offsetof(FrameHeader, number), sizeof(pending->number));
   {
     const std::lock_guard lock(mutex_);
     if (!pending_.emplace(pending->number, pending).second) throw std::logic_error("a call of this number is under way");
   }
-  const std::unique_lock lock(sending_, deadline);
+  std::unique_lock lock(sending_, std::defer_lock);
+  while (!lock.try_lock_until(std::min(deadline, Clock::now() + kLookInterval)))
+    if (Clock::now() >= deadline || (look && look())) throw Full("the shard takes no more requests in time");
   require_there();
-  if (!lock) throw Full("the shard takes no more requests in time");
   try {
-    write(frame, bytes, deadline);
+    write(frame, bytes, deadline, look);
   } catch (const std::runtime_error&) {  // what the shard has of the frame cannot be taken back
     close();
     require_there();
+  } catch (...) {  // of the look
+    close();
+    throw;
   }
 }
 
 // While the shard takes nothing, replies are read: it may be that it sends, and waits for that.
-void Tcp::write(const char* frame, size_t bytes, SteadyTime deadline) {
-  auto silent_since = Clock::now();
+void Tcp::write(const char* frame, size_t bytes, SteadyTime deadline, const std::function<bool()>& look) {
+  auto silent_since = Clock::now(), next_look = silent_since + kLookInterval;
   for (size_t done = 0; done < bytes;) {
     const size_t written = stream_.write(frame + done, bytes - done);
     done += written;
@@ -160,6 +168,10 @@ void Tcp::write(const char* frame, size_t bytes, SteadyTime deadline) {
     require_there();
     if (const auto now = Clock::now(); now >= deadline || now - silent_since > kLongestSilence)
       throw std::runtime_error("the shard takes nothing");
+    if (look && Clock::now() >= next_look) {
+      if (look()) throw std::runtime_error("the caller has gone");
+      next_look = Clock::now() + kLookInterval;
+    }
     if (!stream_.wait(true, static_cast<int>(std::min<int64_t>(100, millis_until(deadline) + 1)))) continue;
     {
       const std::lock_guard lock(mutex_);

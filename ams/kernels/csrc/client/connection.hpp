@@ -33,8 +33,9 @@ class Connection {
     virtual ~Call() = default;
     // Where the frame is to be written, of the size that was asked for. At a multiple of 64.
     virtual char* request() = 0;
-    // Once. Throws Lost, or Full; so, too, if the shard has not taken the frame at `deadline`: what it has of it is never done.
-    virtual void send(SteadyTime deadline) = 0;
+    // Once. Throws Lost, or Full; so, too, if the shard has not taken the frame at `deadline`, or `look` says true (see wait): what it
+    // has of it is never done.
+    virtual void send(SteadyTime deadline, const std::function<bool()>& look) = 0;
     // Waits until the reply is there (true), `deadline` is over, or `look` says true; `look` may throw. It is asked about every
     // 100 ms and never in the first. Throws Lost.
     virtual bool wait(SteadyTime deadline, const std::function<bool()>& look) = 0;

@@ -38,7 +38,7 @@ FrameCall::FrameCall(Connection& connection, std::span<const Operation> operatio
   }
 }
 
-void FrameCall::send(SteadyTime deadline) { call_->send(deadline); }
+void FrameCall::send(SteadyTime deadline, const std::function<bool()>& look) { call_->send(deadline, look); }
 
 std::vector<ParsedReply> FrameCall::replies() {
   const auto frame = call_->reply();

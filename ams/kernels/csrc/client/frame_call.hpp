@@ -19,7 +19,7 @@ class FrameCall {
   // Where those of operation i are to be written before send(), one after the other.
   char* rows(size_t i) { return call_->request() + layout_.places[i].rows; }
   // See Connection::Call::send.
-  void send(SteadyTime deadline);
+  void send(SteadyTime deadline, const std::function<bool()>& look);
   // See Connection::Call::wait.
   bool wait(SteadyTime deadline, const std::function<bool()>& look) { return call_->wait(deadline, look); }
   // To each operation; rows lie in the frame. Once the reply is there. Throws the Fault that its frame is.

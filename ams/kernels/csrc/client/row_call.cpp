@@ -20,7 +20,8 @@ RowCall::RowCall(Connection& connection, const Operation& operation, double seco
   call_ = connection.begin(layout.frame_bytes, most_reply_bytes(lay_out_reply({&rows_, 1})));
   write_request(call_->request(), layout, number_, seconds, operations);
   call_->send(seconds > 0 ? Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(std::min(seconds, 1e8)))
-                          : SteadyTime::max());
+                          : SteadyTime::max(),
+              nullptr);
 }
 
 ParsedReply RowCall::parsed() {

@@ -125,7 +125,7 @@ class RowsClient::Exchange {
     try {
       job.call.emplace(*job.way->connection, job.operations, attempt_.seconds);
       for (size_t i = 0; i < job.rows.size(); ++i) job.rows[i].first->copy_rows_of(*job.rows[i].second, job.call->rows(i));
-      job.call->send(attempt_.deadline);
+      job.call->send(attempt_.deadline, [this] { return look(); });
     } catch (const Full&) {
       job.call.reset();
     } catch (const Lost&) {

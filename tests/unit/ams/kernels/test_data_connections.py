@@ -681,6 +681,21 @@ def test_a_shard_that_takes_no_bytes_is_waited_for_as_long_as_the_caller_wants()
             writing.result(SOON)
 
 
+def test_ctrl_c_ends_what_is_sent_to_a_shard_that_takes_no_bytes() -> None:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    began = time.monotonic()
+    try:
+        with takes_nothing() as ours:
+            call = ours.begin(64 << 20, 64)
+            threading.Timer(0.05, _thread.interrupt_main).start()
+            with pytest.raises(KeyboardInterrupt):
+                call.send()
+            assert ours.is_lost  # it has half of a frame
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert time.monotonic() - began < SOON
+
+
 def test_a_request_that_there_is_no_memory_for_takes_none_of_what_may_be_in_flight(make: Callable[..., Shard]) -> None:
     ours = make("tcp").connect(most_frame_bytes=1 << 60, most_in_flight_bytes=1 << 60)
     for _ in range(2):
