@@ -197,6 +197,8 @@ class Table:
     ) -> RowWrite:
         """Check a push and number it, but send nothing: the write can be sent again after an error, applied once.
 
+        The arrays must be left alone until the write is sent or abandoned.
+
         Args:
             ids: [N] of the rows.
             gradients: [N, dim]; those of equal ids are summed.
