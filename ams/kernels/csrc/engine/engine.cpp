@@ -67,16 +67,17 @@ class Engine::Holding {
   Holding(Engine& engine, const Caller& caller) {
     if (!caller.has_turn) wait(engine, caller);
     if (engine.has_ended_) throw shut_down(engine);
+    if (caller.has_left != nullptr && *caller.has_left) throw gone();
   }
 
  private:
   static Fault shut_down(const Engine& engine) { return {"ShardUnavailable", engine.name_ + " is shut down"}; }
+  static Fault gone() { return {"ShardUnavailable", "the caller has gone"}; }
 
   void wait(Engine& engine, const Caller& caller) {
     if (engine.is_closed_) throw shut_down(engine);
     place_.emplace(engine.turn_);
-    if (!place_->wait(caller.look) || (caller.has_left != nullptr && *caller.has_left))
-      throw Fault("ShardUnavailable", "the caller has gone");
+    if (!place_->wait(caller.look)) throw gone();
   }
 
   std::optional<Turn::Place> place_;

@@ -124,6 +124,19 @@ def test_equal_ids_of_a_push_are_merged_and_those_of_an_assign_refused(shard: Sh
     assert (rows(shard, "m") == 1).all()
 
 
+def test_nothing_is_begun_for_a_caller_who_left_before_an_idle_shard_was_asked(shard: Shard) -> None:
+    gone = Waiter()
+    gone.leave()
+    push = Push(table="t", ids=IDS, gradients=ONES)
+    with pytest.raises(ShardUnavailable, match="the caller has gone"):
+        shard.write(CallContext(stream="s", incarnation=1, sequence=1), push, gone)
+    out = np.full((len(IDS), DIM), 7, np.float32)
+    with pytest.raises(ShardUnavailable, match="the caller has gone"):
+        shard.pull(CallContext(), Pull(table="t", ids=IDS, out=out), gone)
+    assert (out == 7).all()
+    assert (rows(shard) == 0).all()
+
+
 def until_waiting(shard: Shard, count: int) -> None:
     deadline = time.monotonic() + 30
     while shard.engine.turn.num_waiting < count:
