@@ -92,7 +92,7 @@ class Ring : public RingConnection, public std::enable_shared_from_this<Ring> {
   std::array<std::shared_ptr<Mailbox>, kMostMailboxes> mailboxes_;
   uint64_t reserved_ = 0;  // a bit for each that is being made
   size_t reserved_bytes_ = 0;
-  std::mutex adding_;  // held by who waits for the answers of the shard
+  std::timed_mutex adding_;  // held by who waits for the answers of the shard
   uint64_t num_added_ = 0;
 };
 
@@ -267,10 +267,12 @@ std::shared_ptr<Mailbox> Ring::add(size_t request_bytes, size_t reply_bytes) {
   std::shared_ptr<Mailbox> made;
   const char* reason = "the shard takes no more shared memory";
   try {
-    const std::lock_guard adding(adding_);
-    made = std::make_shared<Mailbox>(index, request_bytes, reply_bytes);
-    const Notice notice{NoticeKind::added, index, request_bytes, reply_bytes, ++num_added_};
-    if (!send_packet(socket_.get(), &notice, sizeof(notice), made->file.get()) || !is_taken(notice)) made.reset();
+    const std::unique_lock adding(adding_, duration_of(limits_.answer_seconds));
+    if (adding) {
+      made = std::make_shared<Mailbox>(index, request_bytes, reply_bytes);
+      const Notice notice{NoticeKind::added, index, request_bytes, reply_bytes, ++num_added_};
+      if (!send_packet(socket_.get(), &notice, sizeof(notice), made->file.get()) || !is_taken(notice)) made.reset();
+    }
   } catch (const std::system_error&) {
     made.reset();
     reason = "no memory can be had that may be shared with the shard";

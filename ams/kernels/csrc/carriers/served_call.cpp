@@ -50,6 +50,7 @@ void ServedCall::perform(const char* frame, size_t bytes) {
       settle(i, fault_of(std::current_exception()));
     }
   }
+  has_left_ = nullptr;  // the carrier's memory, which may be let go of while outcomes are due
   {
     const std::lock_guard lock(mutex_);
     if (--num_due_ != 0 || std::exchange(is_answered_, true)) return;

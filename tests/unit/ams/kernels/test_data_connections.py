@@ -701,3 +701,11 @@ def test_a_request_that_there_is_no_memory_for_takes_none_of_what_may_be_in_flig
     for _ in range(2):
         with pytest.raises(MemoryError):
             ours.begin(3 << 58, 64)
+
+
+def test_a_write_that_waits_on_keeps_no_memory_of_a_caller_that_was_answered(make: Callable[..., Shard]) -> None:
+    shard = make()
+    ours, other = shard.connect_ring(), shard.connect_ring()
+    assert ask(ours, push("later", [1]), seconds=0.1)[0]["error"] == "StepPending"
+    ours.close()
+    until(lambda: shard.server.num_mailboxes == mailboxes(other), other)

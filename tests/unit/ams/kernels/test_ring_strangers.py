@@ -10,7 +10,9 @@ import secrets
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -405,4 +407,29 @@ def test_a_shard_that_ends_is_seen_to_end_behind_an_answer_that_came_too_late() 
             call.wait(2.0)
     finally:
         begun.set()
+        there.close()
+
+
+def test_callers_do_not_wait_for_new_memory_one_after_the_other() -> None:
+    over = threading.Event()
+
+    def ignore(connected: socket.socket, _: Impostor) -> None:
+        socket.send_fds(connected, [HELLO], [file_of(PAGE)])
+        over.wait(60)
+
+    there = Impostor(ignore)
+    try:
+        ours = _core.connect_ring(there.name, bytes(32), SOON, answer_seconds=0.5)
+
+        def begin(_: int) -> None:
+            with pytest.raises(_core.ConnectionFull):
+                ours.begin(64, 64)
+
+        began = time.monotonic()
+        with ThreadPoolExecutor(10) as threads:
+            list(threads.map(begin, range(10)))
+        assert time.monotonic() - began < 4
+        ours.close()
+    finally:
+        over.set()
         there.close()
