@@ -204,7 +204,7 @@ class Place:
     """A place in the line for a turn; it ends with the object."""
 
     def wait(self) -> None:
-        """Until the turn has come. On the main thread a signal's handler may run, and end the wait by raising."""
+        """Until the turn has come. No signal ends it; that of :meth:`Turn.acquire` ends by what a handler raises."""
 
     def leave(self) -> None:
         """Give the place up, and the turn if it has come. Idempotent."""

@@ -5,14 +5,18 @@
 namespace geartrain {
 namespace {
 
+// Never away: one thread may have several places, and waits for them in their order.
 void wait(Turn::Place& place) {
   const nb::gil_scoped_release release;
-  place.wait(look_for_signals);
+  place.wait();
 }
 
 void acquire(Turn& turn) {
   Turn::Place place(turn);
-  wait(place);
+  {
+    const nb::gil_scoped_release release;
+    place.wait(look_for_signals);
+  }
   place.keep();
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -185,3 +186,20 @@ def test_threads_that_run_and_submit_at_once_lose_nothing(shard: Shard) -> None:
     for thread in threads:
         thread.join(60)
     assert (rows(shard) == 400).all()
+
+
+def test_queued_requests_keep_their_order_while_the_interpreter_is_held_elsewhere(shard: Shard) -> None:
+    """The one thread that does them waits for the first of their places: the turn must not go to the second."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(60)  # nobody else has the interpreter but while this thread sleeps
+    try:
+        with shard.engine.turn:
+            queued = [shard.submit(CallContext(), Describe()) for _ in range(2)]
+            time.sleep(0.05)  # in which the thread begins to wait
+            ends = time.monotonic() + 0.3
+            while time.monotonic() < ends:
+                pass
+    finally:
+        sys.setswitchinterval(before)
+    for one in queued:
+        assert isinstance(one.result(timeout=10), ShardState)
