@@ -27,6 +27,16 @@ bool look_at_signals() {
   return false;
 }
 
+// One that nobody has closed ends with its object: its call may need the interpreter lock, or the turn of who waits for that.
+class ServerOfPython : public DataServer {
+ public:
+  using DataServer::DataServer;
+  ~ServerOfPython() {
+    const nb::gil_scoped_release release;
+    close();
+  }
+};
+
 bool wait_for(Connection::Call& call, double seconds) {
   nb::gil_scoped_release release;
   return call.wait(after(seconds), look_at_signals);
@@ -100,13 +110,13 @@ void bind_carriers(nb::module_& m) {
       .def("lose_lease", &ToyHandler::lose_lease)
       .def_prop_ro("num_writes", &ToyHandler::num_writes)
       .def_prop_ro("sum_written", &ToyHandler::sum_written);
-  nb::class_<DataServer>(m, "DataServer")
+  nb::class_<ServerOfPython>(m, "DataServer")
       .def(
           "__init__",
-          [](DataServer* self, std::shared_ptr<Handler> handler, size_t most_mailboxes, size_t most_connections, double greeting_seconds,
+          [](ServerOfPython* self, std::shared_ptr<Handler> handler, size_t most_mailboxes, size_t most_connections, double greeting_seconds,
              double silence_seconds, double spin_seconds, size_t most_frame_bytes, size_t most_bytes, const std::string& host,
              uint16_t port) {
-            new (self) DataServer(
+            new (self) ServerOfPython(
                 std::move(handler),
                 {most_mailboxes, most_connections, greeting_seconds, silence_seconds, spin_seconds, most_frame_bytes, most_bytes}, host, port);
           },
@@ -116,7 +126,7 @@ void bind_carriers(nb::module_& m) {
           nb::arg("most_frame_bytes") = ServerLimits().most_frame_bytes, nb::arg("most_bytes") = ServerLimits().most_bytes,
           nb::arg("host") = "", nb::arg("port") = 0)
       .def("offer",
-           [](DataServer& server) {
+           [](ServerOfPython& server) {
              const DataPlaneOffer offer = server.offer();
              return nb::make_tuple(offer.socket, nb::bytes(offer.secret.data(), offer.secret.size()), offer.port);
            })

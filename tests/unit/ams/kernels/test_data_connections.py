@@ -709,3 +709,23 @@ def test_a_write_that_waits_on_keeps_no_memory_of_a_caller_that_was_answered(mak
     assert ask(ours, push("later", [1]), seconds=0.1)[0]["error"] == "StepPending"
     ours.close()
     until(lambda: shard.server.num_mailboxes == mailboxes(other), other)
+
+
+FORGOTTEN = """
+import threading
+from geartrain.ams.kernels import _core
+from tests.support.frame_calls import begin, dial, pull
+
+handler = _core.ToyHandler()
+server = _core.DataServer(handler)
+call, _ = begin(dial("ring", *server.offer()), [pull("held", [1])])
+assert handler.await_held(10.0)
+threading.Timer(0.1, handler.release).start()
+del server
+print("ended", flush=True)
+"""
+
+
+def test_a_server_that_nobody_closed_ends_though_its_call_waits_for_the_interpreter() -> None:
+    done = subprocess.run([sys.executable, "-c", FORGOTTEN], capture_output=True, text=True, timeout=30)
+    assert done.stdout == "ended\n", done.stderr
