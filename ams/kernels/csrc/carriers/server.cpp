@@ -28,7 +28,7 @@
 namespace geartrain {
 namespace {
 
-constexpr size_t kMostGuests = 64;                       // at the same time: strangers may connect and say nothing
+constexpr size_t kMostGuests = 64;                       // of each way at the same time: strangers may connect and say nothing
 constexpr std::chrono::microseconds kLookInterval{200};  // at sockets, while there are requests
 constexpr double kPatienceShare = 0.8;                   // of the time that a caller waits; then it is told to ask again
 
@@ -208,7 +208,8 @@ void DataServer::accept_guests(const OwnedFd& listener) {
     OwnedFd socket(accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
     if (!socket) return;
     const bool is_near = &listener == &listener_;
-    if (guests_.size() >= kMostGuests || (is_near && !is_same_user(socket.get()))) continue;
+    const auto others = std::ranges::count_if(guests_, [&](const auto& one) { return one.second.is_near == is_near; });
+    if (static_cast<size_t>(others) >= kMostGuests || (is_near && !is_same_user(socket.get()))) continue;
     const int fd = socket.get();
     watch(fd);
     guests_.emplace(fd, Guest{std::move(socket), is_near, Clock::now() + duration_of(limits_.greeting_seconds), {}});

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
@@ -729,3 +729,12 @@ print("ended", flush=True)
 def test_a_server_that_nobody_closed_ends_though_its_call_waits_for_the_interpreter() -> None:
     done = subprocess.run([sys.executable, "-c", FORGOTTEN], capture_output=True, text=True, timeout=30)
     assert done.stdout == "ended\n", done.stderr
+
+
+def test_strangers_by_tcp_keep_nobody_from_shared_memory(make: Callable[..., Shard]) -> None:
+    shard = make("tcp", greeting_seconds=60.0)
+    _, _, port = shard.server.offer()
+    with ExitStack() as strangers:
+        for _ in range(70):
+            strangers.enter_context(socket.create_connection(("127.0.0.1", port)))
+        assert ask(shard.connect_ring(), pull("rows", [1]))[0]["rows"] == expected([1])
