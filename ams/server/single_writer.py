@@ -125,36 +125,42 @@ class SingleWriter:
         return self._alarm.note(self._next_deadline())
 
     def _serve(self) -> None:
-        while (entry := self._next_call()) is not None:
+        while (entry := self._next_entry()) is not None:
             call, place = entry
             place.wait()
             try:
-                self._answer(call)
-                self._note_deadline()
+                # Before the call, or a busy shard would never tell those who wait for a deadline.
+                if self._alarm.at <= self._clock():
+                    self._expire()
+                    deadline = self._next_deadline()
+                    self._alarm.at = math.inf if deadline is None else deadline
+                if call is not None:
+                    self._answer(call)
+                    self._note_deadline()
             finally:
                 place.leave()
             del entry, call, place  # the rows of a request are not kept until the next one arrives
 
-    def _next_call(self) -> tuple[QueuedRequest, Place] | None:
-        """The next in the queue; None: it was closed, and nothing is left."""
+    def _next_entry(self) -> tuple[QueuedRequest | None, Place] | None:
+        """The next call in the queue; no call but a place, if a deadline is over first; None: it was closed, and
+        nothing is left.
+
+        This thread waits for no other place while calls are queued: the turn may be that of one of them already.
+        """
         while True:
-            left = self._alarm.at - self._clock()
-            if left > 0:
-                try:
-                    entry = self._calls.get(timeout=None if left == math.inf else left)
-                except queue.Empty:
-                    continue
-                if entry is not None:
-                    return entry
+            left = max(0.0, self._alarm.at - self._clock())
+            try:
+                entry = self._calls.get(timeout=None if left == math.inf else left)
+            except queue.Empty:
                 with self._gate:
-                    if self._closed and self._calls.empty():
-                        return None
+                    if self._calls.empty():
+                        return None, self.turn.enter()
                 continue
-            # Before the next call, or a busy shard would never tell those who wait for a deadline.
-            with self.turn:
-                self._expire()
-                deadline = self._next_deadline()
-                self._alarm.at = math.inf if deadline is None else deadline
+            if entry is not None:
+                return entry
+            with self._gate:
+                if self._closed and self._calls.empty():
+                    return None
 
 
 def as_ours(error: BaseException, name: str) -> GeartrainError:

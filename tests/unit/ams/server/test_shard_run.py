@@ -203,3 +203,19 @@ def test_queued_requests_keep_their_order_while_the_interpreter_is_held_elsewher
         sys.setswitchinterval(before)
     for one in queued:
         assert isinstance(one.result(timeout=10), ShardState)
+
+
+def test_a_deadline_that_is_over_while_requests_are_queued_holds_up_none_of_them() -> None:
+    now = 0.0
+    shard = Shard(0, np.arange(4096), incarnation=1, clock=lambda: now)
+    shard.submit(CallContext(), CreateTable(spec=SPEC)).result(timeout=10)
+    alone = shard.submit(*push(1, SyncGroup(job="j", world_size=2, rank=0, sequence=1, sample_count=1)))
+    shard.submit(CallContext(), Describe()).result(timeout=10)
+    with shard.engine.turn:
+        queued = [shard.submit(CallContext(), Describe()) for _ in range(2)]
+        now = 1e6
+    for one in queued:
+        assert isinstance(one.result(timeout=10), ShardState)
+    with pytest.raises(RankMissing):
+        alone.result(timeout=10)
+    shard.close()
