@@ -26,6 +26,7 @@ NUM_IDS, DIM, NUM_ROWS = 100, 16, 1_000_000
 REQUEST_BYTES = NUM_IDS * 8 + HEADER_BYTES
 REPLY_BYTES = NUM_IDS * DIM * 4 + HEADER_BYTES
 CARRIERS: dict[str, Carrier] = {"same host": "shared_memory", "TCP": "tcp"}
+ASLEEP = {"caller_spin_microseconds": 0, "server_spin_microseconds": 0}
 ROUNDS, CALLS, UNCOUNTED = 7, 1_000, 100
 EMBEDDED_MICROSECONDS = 20.0
 CLIENTS, SECONDS, BARE_CALLS = 4, 2.0, 10_000
@@ -47,6 +48,7 @@ def _latency(rounds: int) -> Iterator[Result]:
         for _ in range(rounds + 1):
             turn = {way: _pull_times(table) for way, table in ours.items()}
             turn |= {f"bare {way}": _bare_times(carrier) for way, carrier in CARRIERS.items()}
+            turn["asleep"] = _bare_times("shared_memory", **ASLEEP)
             turns.append(turn)
     p50, p99 = ({side: statistics.median(turn[side][i] for turn in turns[1:]) for side in turns[0]} for i in (0, 1))
     embedded = "in the process"
@@ -54,6 +56,10 @@ def _latency(rounds: int) -> Iterator[Result]:
     for way, target in (("same host", 1 / 1.5), ("TCP", 1 / 2)):
         bare = f"bare {way}"
         yield result(f"{PULL}, {way}, p50", p50[way], "bare C, p50", p50[bare], "µs", target=round(target, 2))
+        if way == "same host":
+            yield result(
+                f"{PULL}, {way}, p50", p50[way], "bare C without spinning, p50", p50["asleep"], "µs", target=None
+            )
         yield result(f"{PULL}, {way}, p99", p99[way], "its p50", p50[way], "µs", target=1 / 4)
         yield result(f"{PULL}, {way}, p99", p99[way], "bare C, p99", p99[bare], "µs", target=None)
 
@@ -68,14 +74,8 @@ def _pull_times(table: gt.Table) -> Quantiles:
     return _quantiles(seconds)
 
 
-def _bare_times(carrier: Carrier) -> Quantiles:
-    (seconds,) = compile_and_run(
-        carrier,
-        REQUEST_BYTES,
-        REPLY_BYTES,
-        UNCOUNTED + CALLS,
-        **SPINS,
-    )
+def _bare_times(carrier: Carrier, **spins: int) -> Quantiles:
+    (seconds,) = compile_and_run(carrier, REQUEST_BYTES, REPLY_BYTES, UNCOUNTED + CALLS, **(spins or SPINS))
     return _quantiles(seconds)
 
 
