@@ -46,8 +46,8 @@ WAYS: dict[str, tuple[tuple[Stop, ...], str]] = {
     ),
     "with the data plane": (
         (
-            Stop("python", "client", ("Table.pull", "unique, route"), 150),
-            Stop("native", "the call", ("writes the frame",), 110),
+            Stop("python", "client", ("Table.pull", "checks arguments"), 150),
+            Stop("native", "the call", ("unique, route", "writes frames"), 120),
             Stop("system", "shared memory", ("one mailbox", "a futex, if one sleeps"), 160),
             Stop("native", "shard: its thread", ("reads the frame", "takes the turn"), 150),
             Stop("native", "engine", ("fence, lease, table", "gathers the rows"), 150),
