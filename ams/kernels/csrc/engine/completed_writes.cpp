@@ -62,15 +62,17 @@ bool CompletedWrites::admit(const CallContext& context, Completion completion) {
     return false;
   }
   if (const auto found = stream.waiting.find(sequence); found != stream.waiting.end()) {
-    found->second.push_back(std::move(completion));
+    found->second.completions.push_back(std::move(completion));
     return false;
   }
   if (sequence - kWriteWindow >= std::max<int64_t>(stream.oldest_unacknowledged, 1))
     throw Fault("InvalidArgument", named(context) + " is more than " + std::to_string(kWriteWindow) +
                                        " ahead of the oldest unacknowledged write (" + std::to_string(stream.oldest_unacknowledged) +
                                        "); acknowledge writes as replies arrive");
-  std::vector<Completion> first;
-  first.push_back(std::move(completion));
+  std::map<int64_t, Applied> mark;
+  mark.try_emplace(sequence);
+  Waiting first{.completions = {}, .mark = mark.extract(mark.begin())};
+  first.completions.push_back(std::move(completion));
   stream.waiting.emplace(sequence, std::move(first));
   streams_.hold(entry);
   return true;
@@ -79,15 +81,18 @@ bool CompletedWrites::admit(const CallContext& context, Completion completion) {
 void CompletedWrites::applied(const CallContext& context, const Done& done, std::string_view table) {
   failpoint("shard.mark.before");
   Streams::Entry& entry = waiting_stream(context);
-  entry.value.done.insert_or_assign(context.sequence, Applied{context.incarnation, done.created, table_of(table)});
+  Waiting waiting = taken(entry, context.sequence);
+  if (waiting.mark.empty()) throw Fault("InternalError", named(context) + " ends and was not admitted");
+  waiting.mark.mapped() = Applied{context.incarnation, done.created, table_of(table)};
+  entry.value.done.insert(std::move(waiting.mark));
   failpoint("shard.mark.after");
   const Outcome outcome = done;
-  for (const Completion& completion : taken(entry, context.sequence)) completion(outcome);
+  for (const Completion& completion : waiting.completions) completion(outcome);
 }
 
 void CompletedWrites::failed(const CallContext& context, const Fault& fault) {
   const Outcome outcome = fault;
-  for (const Completion& completion : taken(waiting_stream(context), context.sequence)) completion(outcome);
+  for (const Completion& completion : taken(waiting_stream(context), context.sequence).completions) completion(outcome);
 }
 
 void CompletedWrites::dropped(std::string_view table) {
@@ -187,10 +192,10 @@ CompletedWrites::Streams::Entry& CompletedWrites::waiting_stream(const CallConte
 }
 
 // Those who wait for a write, who are told outside of what is kept here.
-std::vector<Completion> CompletedWrites::taken(Streams::Entry& entry, int64_t sequence) {
+CompletedWrites::Waiting CompletedWrites::taken(Streams::Entry& entry, int64_t sequence) {
   auto node = entry.value.waiting.extract(sequence);
   if (entry.value.waiting.empty()) streams_.release(entry);
-  return node.empty() ? std::vector<Completion>{} : std::move(node.mapped());
+  return node.empty() ? Waiting{} : std::move(node.mapped());
 }
 
 std::shared_ptr<const CompletedWrites::Table> CompletedWrites::table_of(std::string_view name) {

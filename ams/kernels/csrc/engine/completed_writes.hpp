@@ -63,6 +63,8 @@ class CompletedWrites {
   void fence(const std::string& job, int64_t incarnation, bool forget);
   // Throws the Fault StaleClient if the caller has a name and was superseded.
   void require_current(const CallContext& context) const;
+  // Writes to `table` will come: their marks take no more memory than `admit` does.
+  void expect(std::string_view table) { table_of(table); }
 
   // What is known of each stream, of the writes applied those to `tables`.
   std::vector<std::pair<std::string, StreamWrites>> streams(const std::vector<std::string>& tables) const;
@@ -86,19 +88,24 @@ class CompletedWrites {
     int64_t created = 0;
     std::shared_ptr<const Table> table;
   };
+  struct Waiting {
+    std::vector<Completion> completions;
+    // Memory of its mark, taken before a row changes: rows without a mark would be changed again.
+    std::map<int64_t, Applied>::node_type mark;
+  };
   struct Stream {
     int64_t incarnation = 0;
     int64_t oldest_unacknowledged = 0;
     int64_t acknowledged_by = 0;  // incarnation that said so
     std::map<int64_t, Applied> done;
-    std::map<int64_t, std::vector<Completion>> waiting;
+    std::map<int64_t, Waiting> waiting;
   };
   using Streams = RecencyMap<Stream>;
 
   Streams::Entry& current(const CallContext& context);
   Streams::Entry& begin(const std::string& name);
   Streams::Entry& waiting_stream(const CallContext& context);
-  std::vector<Completion> taken(Streams::Entry& entry, int64_t sequence);
+  Waiting taken(Streams::Entry& entry, int64_t sequence);
   std::shared_ptr<const Table> table_of(std::string_view name);
   void require_current(const std::string& name, int64_t incarnation) const;
   void forget_before(Streams::Entry& entry, int64_t incarnation);

@@ -184,15 +184,17 @@ std::optional<Done> Engine::push_jointly(const CallContext& context, ServedTable
   // Or its caller, if it still lives, would ask for its reply for ever.
   if (joined.replaced) completed_writes_->failed(joined.replaced->context, joined.replaced->fault);
   if (!joined.is_complete) return std::nullopt;
-  const std::vector<CallContext> callers = groups_->callers(name, *push.group);
+  std::vector<CallContext> callers;
   Done done;
   try {
+    callers = groups_->callers(name, *push.group);
     const std::vector<const RankWrite*> parts = groups_->parts(name, *push.group);
     are_hosted(name, parts);  // none is, for this one is not; throws if another is
     const JointPush joint = joint_push(name, parts);
     done = applied(table, [&] { return table.push(joint.push); });
   } catch (const std::exception&) {
     const Fault fault = fault_in_flight(name_);
+    if (callers.empty()) callers = groups_->callers(name, *push.group);  // of their names there was no memory for a copy
     groups_->abandon(name, *push.group);
     for (const CallContext& one : callers) completed_writes_->failed(one, fault);
     return std::nullopt;
@@ -220,6 +222,7 @@ void Engine::assign(const CallContext& context, const std::string& table, const 
 }
 
 void Engine::add_table(std::shared_ptr<ServedTable> table) {
+  completed_writes_->expect(table->name());
   tables_by_name_[table->name()] = table.get();
   tables_.push_back(std::move(table));
 }
