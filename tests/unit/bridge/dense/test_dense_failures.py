@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import geartrain as gt
+from geartrain.ams.client.row_calls import Delivered, RowCalls
 from geartrain.ams.client.shard_calls import ShardCalls
 from geartrain.ams.values.errors import NonFinite, ShardUnavailable
 from geartrain.bridge.dense.layout import Layout
@@ -60,23 +61,27 @@ def backward(module: Counting, times: int = 1) -> None:
 
 @pytest.fixture
 def fail_step(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    deliver = ShardCalls.deliver
+    whole = RowCalls.deliver_together
 
     def fail(dense: gt.DenseTable, push: int, *, applied: bool) -> None:
         """One shard's answer to the first (buffers) or second (parameters) push of a step is lost, or its request."""
-        calls = 0
+        pushes = 0
 
-        def lossy(self: ShardCalls, requests: Any, context: Any, *rest: Any, **more: Any) -> Any:
-            nonlocal calls
-            calls += 1
-            if calls != push:
-                return deliver(self, requests, context, *rest, **more)
-            sent = requests if applied else requests[:-1]
-            return [*deliver(self, sent, context, *rest, **more)[: len(requests) - 1], ShardUnavailable("lost")]
+        def lossy(rows: RowCalls, writes: Any) -> list[Delivered]:
+            nonlocal pushes
+            pushes += 1
+            if pushes != push:
+                return whole(rows, writes)
+            [(parts, context)] = writes
+            *others, lost = parts.calls()
+            assert others
+            [delivered] = whole(rows, [(parts if applied else others, context)])
+            assert not delivered.failed
+            return [Delivered(delivered.done, [(lost, ShardUnavailable("lost"))])]
 
         with monkeypatch.context() as patch:
-            patch.setattr(ShardCalls, "deliver", lossy)
-            with pytest.raises(ShardUnavailable):
+            patch.setattr(RowCalls, "deliver_together", lossy)
+            with pytest.raises(ShardUnavailable, match="lost"):
                 dense.step()
 
     return fail

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import geartrain as gt
+from geartrain.ams.client.row_calls import Delivered, RowCalls
 from geartrain.ams.client.shard_calls import ShardCalls
 from geartrain.ams.values.errors import (
     ClusterNotReady,
@@ -358,23 +359,32 @@ def test_a_push_that_failed_half_way_is_completed_once(cluster: gt.Cluster, monk
     module, reference = Odd(), Odd()
     dense = gt.attach(module, cluster, name="odd", optimizer=gt.Momentum(0.1), dim=DIM)
     train(reference, torch.optim.SGD(reference.parameters(), 0.1, 0.9), range(1))
-    deliver, calls = ShardCalls.deliver, 0
+    deliver, read, pushed = RowCalls.deliver_together, ShardCalls.read, 0
 
-    def lossy(self: ShardCalls, requests: Any, context: Any, *rest: Any, **more: Any) -> Any:
-        nonlocal calls
-        outcomes = deliver(self, requests, context, *rest, **more)
-        calls += 1
-        if calls in (2, 4):  # the answer of one shard to the push of the parameters, then one before the pull is lost
-            outcomes[-1] = ShardUnavailable("lost")
-        return outcomes
+    def lossy(rows: RowCalls, writes: Any) -> list[Delivered]:
+        nonlocal pushed
+        delivered = deliver(rows, writes)
+        pushed += 1
+        if pushed == 2:  # the parameters: they follow the buffers
+            [(parts, _)] = writes
+            return [Delivered(delivered[0].done, [(parts.calls()[-1], ShardUnavailable("the answer was lost"))])]
+        return delivered
+
+    def silent(self: ShardCalls, calls: Any, **keywords: Any) -> Any:
+        read(self, calls, **keywords)
+        raise ShardUnavailable("lost before the pull")
 
     backward(module, 0)
-    monkeypatch.setattr(ShardCalls, "deliver", lossy)
-    for _ in range(2):
-        with pytest.raises(ShardUnavailable):
-            dense.step()
+    monkeypatch.setattr(RowCalls, "deliver_together", lossy)
+    with pytest.raises(ShardUnavailable, match="the answer was lost"):
+        dense.step()
+    with monkeypatch.context() as patch, pytest.raises(ShardUnavailable, match="lost before the pull"):
+        patch.setattr(ShardCalls, "read", silent)
+        dense.step()
+    assert pushed == 3  # the parameters again, not the buffers
     assert (cluster.table("odd").version(), dense.version) == (2, 1)
     dense.step()
+    assert pushed == 3
     assert_close(module, reference)
     assert (dense.version, int(module.count)) == (2, 1)
 
