@@ -10,9 +10,9 @@ the wait within 0.1 s, and the caller's arrays are its own then.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -20,15 +20,14 @@ import numpy.typing as npt
 from geartrain.ams.kernels import ops
 from geartrain.ams.kernels._core import PreparedWrite, RowsClient, TableFacts
 from geartrain.ams.rpc.carrier import AttemptFailed, ShardCarrier
-from geartrain.ams.rpc.client.silence import Peer
+from geartrain.ams.rpc.client.silence import Peer, SilenceWatch
 from geartrain.ams.rpc.local import LocalCarrier
+from geartrain.ams.values.config import ClientConfig
 from geartrain.ams.values.interrupts import shielded
 from geartrain.ams.values.placement import split_by_shard
-from geartrain.ams.values.shard_messages import Assign, CallContext, Done, Pull, Push, Request, SyncGroup
+from geartrain.ams.values.scheduler_messages import ClusterView
+from geartrain.ams.values.shard_messages import Assign, CallContext, Done, Pull, Push, Reply, Request, SyncGroup
 from geartrain.ams.values.specs import DTYPES, Ids, TableSpec
-
-if TYPE_CHECKING:
-    from geartrain.ams.client.shard_calls import ShardCalls
 
 Call = tuple[int, Request]
 Bits = npt.NDArray[Any]
@@ -83,10 +82,43 @@ class RowParts:
         return calls
 
 
+class RetriedCalls(Protocol):
+    """What first attempts here need of who makes the later ones:
+    :class:`~geartrain.ams.client.shard_calls.ShardCalls`, which holds the :class:`RowCalls` and so is above them.
+    """
+
+    remote: bool
+    config: ClientConfig
+    silence: SilenceWatch
+
+    @property
+    def view(self) -> ClusterView:
+        """The cluster as last seen."""
+
+    def require_usable(self) -> None:
+        """Raise Unavailable if no call can be made from here."""
+
+    def deliver(
+        self, calls: Sequence[Call], context: CallContext, *, begun: Sequence[BaseException | None] = ()
+    ) -> list[Reply | BaseException]:
+        """Make all calls, each retried while that can help, after first attempts that ended as ``begun`` says."""
+
+    def read(
+        self, calls: Sequence[Call], *, table_incarnation: int = 0, begun: Sequence[BaseException | None] = ()
+    ) -> list[Reply]:
+        """Make calls that change nothing; raises the first error."""
+
+    def naming(self, silent: Callable[[], Sequence[Peer]], seconds: float) -> AbstractContextManager[None]:
+        """While the block lasts, name those of ``silent`` that do not answer."""
+
+    def peer(self, shard: int) -> Peer:
+        """A shard as those are told of it who wait."""
+
+
 class RowCalls:
     """See the module. Thread-safe."""
 
-    def __init__(self, calls: ShardCalls, carriers: Sequence[ShardCarrier]) -> None:
+    def __init__(self, calls: RetriedCalls, carriers: Sequence[ShardCarrier]) -> None:
         self._calls = calls
         self._carriers = carriers
         view = calls.view
@@ -156,7 +188,7 @@ class RowCalls:
         return RowParts(prepared, request)
 
     def deliver(self, parts: RowParts | Sequence[Call], context: CallContext) -> Delivered:
-        """Make the calls of one write, side by side. See :meth:`ShardCalls.deliver`."""
+        """Make the calls of one write, side by side. See :meth:`RetriedCalls.deliver`."""
         return self.deliver_together([(parts, context)])[0]
 
     def deliver_together(self, writes: Sequence[tuple[RowParts | Sequence[Call], CallContext]]) -> list[Delivered]:
@@ -270,7 +302,7 @@ class RowCalls:
 class _Watch:
     """Told every 0.1 s of the shards that a call waits for; has those that are silent named."""
 
-    def __init__(self, calls: ShardCalls) -> None:
+    def __init__(self, calls: RetriedCalls) -> None:
         self._calls = calls
         self._waiting: Sequence[int] = ()
         self._naming: ExitStack | None = None

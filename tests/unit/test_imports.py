@@ -212,3 +212,11 @@ def test_the_rules_catch(path: str, source: str) -> None:
 )
 def test_the_rules_allow(path: str, source: str) -> None:
     assert violations(Path(path), source) == []
+
+
+def test_no_two_test_files_are_imported_under_one_name() -> None:
+    """Outside packages a test file's basename is its module: of two the second is not collected, nor found by ranks."""
+    files = [path for path in (REPOSITORY / "tests").rglob("test_*.py") if not (path.parent / "__init__.py").exists()]
+    assert len(files) > 200
+    names = [path.name for path in files]
+    assert sorted({name for name in names if names.count(name) > 1}) == []

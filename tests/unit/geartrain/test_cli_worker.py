@@ -38,7 +38,7 @@ def test_the_defaults_shown_are_those_of_the_recipe(command: str) -> None:
     sized_by_data = {"imprint", "lr"} if command == "classify" else set()  # what they are depends on the images
     stated = {name: text for name, text in shown.items() if name not in sized_by_data}
     assert stated == {name: str(recipe[name]) for name in stated}
-    assert set(shown) - {"margin", "backbone", "dim", "optimizer", "imprint"} == {
+    assert set(shown) - {"margin", "sub_centers", "backbone", "dim", "optimizer", "imprint"} == {
         "steps",
         "batch_size",
         "seed",
