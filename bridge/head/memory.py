@@ -114,11 +114,14 @@ class MemoryReport:
             "shard: each server process with rows; rank: each process that trains. Bytes are those of the fullest.",
             "always: as long as the table is there. in a step: while one runs, and no longer.",
             "rows: the class centers. slots: what the optimizer keeps of each (momentum, moments). index: which rows",
-            "are there. active: the classes that a step looks at, those of its labels among them.",
+            "are there, and where. rest of chunks: rows take memory by the chunk, and not all fill theirs; where",
+            "several shards share a range of rows, one that has half of it or more keeps memory for all of it.",
+            "active: the classes that a step looks at, those of its labels among them.",
             f"C = {self.num_classes:,} classes, D = {self.dim} their width, A = {self.num_active:,} active classes, "
             f"B = {self.batch_size} samples of a rank,",
             "n = rows of the fullest shard or rank, k = neighbours kept of a class; other numbers are bytes or counts.",
-            "Assumed: every class was written once (a row takes nothing before its first update). 1 GiB = 2^30 bytes.",
+            "Assumed: every class was written once. While fewer are, a shard takes at most twice their rows and slots,",
+            "up to 5 bytes for each id around them, and a few pages of 2 MiB. 1 GiB = 2^30 bytes.",
             "Not counted: the backbone, its activations and optimizer; Python and its libraries (about 0.3 GiB a",
             "rank); what gRPC holds of messages under way; snapshots, which lie on a disk.",
             "PLSC's formulas: a softmax with all rows on the cards, for comparison (PLSC, sections 3 and 4).",
@@ -147,7 +150,7 @@ def memory_report(
 ) -> MemoryReport:
     """Bytes that a head of these settings takes, by part; the arguments are those of :class:`ClassHead`, and some more.
 
-    A row is counted from its first write on; memory of rows never written is not taken. Not counted: the backbone,
+    Every row is taken to be written; while few are, a shard takes little more than those. Not counted: the backbone,
     libraries, and what gRPC holds of messages under way, or the memory shared with shards instead. Tests find it within
     5 % of what is measured on a CPU for each place and precision, one process holding all. Raises InvalidArgument.
 

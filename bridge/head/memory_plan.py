@@ -7,17 +7,18 @@ shard or rank, k neighbours, O < C what C lacks to a power of two.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import torch
 
-from geartrain.ams.values.placement import NUM_BUCKETS
+from geartrain.ams.kernels.full_table import FullDenseTable
+from geartrain.ams.values.placement import buckets_of_shard, even_placement
 from geartrain.ams.values.specs import TableSpec
 
 Holder = Literal["shard", "rank"]
 
 COMPUTE_BYTES = 4
-_INDEX_PAGE_BYTES = 4096
 _ID_ARRAYS = 6
 """int64 arrays as long as the active classes at the moment of a push: the sample, the ids, their order and parts."""
 
@@ -69,19 +70,16 @@ class MemoryPlan:
 
     def table_bytes(self) -> int:
         """Rows, slots and index over all shards or ranks."""
-        spec = self.spec
-        index = self.shards * self._index_bytes() if self.shards else 0
-        return self.num_classes * (spec.row_bytes + spec.slot_bytes + spec.step_bytes) + index
+        if self.shards:
+            return sum(table.memory_bytes for table in self._tables_of_shards)
+        return self.num_classes * self._item_bytes
 
     def table(self) -> list[MemoryPart]:
         """Rows, slots and index of the fullest shard or rank."""
         spec = self.spec
         holder: Holder = "shard" if self.shards else "rank"
-        if holder == "rank":
-            most = -(-self.num_classes // self.ranks)
-        else:  # to a few rows: shards have as many buckets each, to one
-            rounds, rest = divmod(self.num_classes, NUM_BUCKETS)
-            most = rounds * -(-NUM_BUCKETS // self.shards) + -(-rest // self.shards)
+        fullest = max(self._tables_of_shards, key=lambda table: table.memory_bytes, default=None)
+        most = -(-self.num_classes // self.ranks) if fullest is None else fullest.rows
         width = "D" if self.sub_centers == 1 else f"{self.sub_centers}·D"
         parts = [("rows", most * spec.row_bytes, f"n·{width}·{spec.numpy_dtype.itemsize}, n = {most:,}")]
         if spec.slot_bytes:
@@ -91,8 +89,9 @@ class MemoryPlan:
         if spec.step_bytes:
             steps = "updates" if spec.counts_updates else "last steps (elapsed)"
             parts.append((steps, most * spec.step_bytes, f"n·{spec.step_bytes}"))
-        if holder == "shard":
-            parts.append(("index", self._index_bytes(), "n/8, in pages of 4 KiB"))
+        if fullest is not None:
+            parts.append(("rest of chunks", fullest.spare_bytes, "chunks of up to 64 KiB, or of one row"))
+            parts.append(("index", fullest.index_bytes, "n/8, in pages of 4 KiB; 4 of each chunk"))
         return [
             MemoryPart(name=name, holder=holder, bytes=size, standing=True, formula=formula)
             for name, size, formula in parts
@@ -118,11 +117,18 @@ class MemoryPlan:
         held = 0 if self.active == self.num_classes else self.active
         return id_arrays(held, f"{_ID_ARRAYS}·8·A; none if all are active")
 
-    def _index_bytes(self) -> int:
-        """Presence bits of the positions of a shard, in pages: one for each round of 4096 ids and owned bucket."""
-        rounds = (self.num_classes - 1) // NUM_BUCKETS + 1
-        positions = rounds * -(-NUM_BUCKETS // self.shards)
-        return -(-positions // (8 * _INDEX_PAGE_BYTES)) * _INDEX_PAGE_BYTES
+    @property
+    def _item_bytes(self) -> int:
+        """Of a row and all that belongs to it."""
+        return self.spec.row_bytes + self.spec.slot_bytes + self.spec.step_bytes
+
+    @cached_property
+    def _tables_of_shards(self) -> list[FullDenseTable]:
+        """Once every row was written, by the buckets that each shard of a new cluster has."""
+        if not self.shards:
+            return []
+        owners = even_placement(self.shards)
+        return [FullDenseTable.of(self.spec, buckets_of_shard(owners, shard)) for shard in range(self.shards)]
 
 
 def id_arrays(num: int, formula: str = f"{_ID_ARRAYS}·8·A") -> tuple[str, int, str]:

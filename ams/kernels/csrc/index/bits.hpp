@@ -15,7 +15,12 @@
 namespace geartrain {
 
 class Bits {
+  static constexpr int kPageShift = 15;
+
  public:
+  static constexpr int64_t kPageBits = int64_t{1} << kPageShift;
+  static constexpr int64_t kPageBytes = kPageBits / 8;
+
   Bits() = default;
   Bits(Bits&& other) noexcept : pages_(std::move(other.pages_)), num_pages_(std::exchange(other.num_pages_, 0)) {}
   Bits& operator=(Bits&& other) noexcept {
@@ -100,9 +105,6 @@ class Bits {
   int64_t memory_bytes() const { return num_pages_ * static_cast<int64_t>(sizeof(Page)); }
 
  private:
-  static constexpr int kPageShift = 15;
-  static constexpr int64_t kPageBits = int64_t{1} << kPageShift;
-
   struct Page {
     std::array<uint64_t, kPageBits / 64> words{};
   };

@@ -25,6 +25,8 @@ namespace geartrain {
 
 class DenseItems {
  public:
+  static constexpr int64_t kMostRegionRows = 1 << 15;
+
   // The arguments are those of DenseLayout, and the bytes of a row with all that belongs to it.
   DenseItems(const std::vector<int64_t>& owned, int64_t num_rows, int64_t item_bytes)
       : layout_(owned, num_rows, bits_of(std::clamp<int64_t>(kRegionBytes / item_bytes, kRunRows, kMostRegionRows))),
@@ -66,11 +68,17 @@ class DenseItems {
   int64_t most_items() const { return layout_.most_rows(int64_t{1} << chunk_bits_); }
   int64_t memory_bytes() const { return num_chunks_ * static_cast<int64_t>(sizeof(uint32_t)) + numbers_bytes_; }
 
+  // What a table takes whose rows of the buckets owned are all there, and no others.
+  struct Full {
+    int64_t rows = 0, items = 0;
+    int64_t index_bytes = 0;  // those of a DenseDirectory
+  };
+  Full when_full(const std::vector<int64_t>& owned) const;
+
   class Growth;
 
  private:
   static constexpr int64_t kRegionBytes = 16 << 20;  // moving half of it takes a few milliseconds, once
-  static constexpr int64_t kMostRegionRows = 1 << 15;
   static constexpr int64_t kSpareBytesOfId = 2;  // a region's last chunk may be nearly empty
   static constexpr int64_t kRunRows = 64;
 

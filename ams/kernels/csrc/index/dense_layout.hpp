@@ -29,12 +29,14 @@ class DenseLayout {
     const int64_t begin = region << region_bits_;
     return std::clamp<int64_t>(rows_of_range(begin >> range_shift_) - (begin & place_mask()), 0, region_rows());
   }
+  int64_t num_ranges() const { return int64_t{1} << range_bits_; }
+  // How many ids of the table are in a range of buckets; the first of them is the range's number.
+  int64_t rows_of_range(int64_t range) const { return range < num_rows_ ? ((num_rows_ - 1 - range) >> range_bits_) + 1 : 0; }
   // Of the ranges of the buckets at creation, the ids of each counted in multiples of `unit`.
   int64_t most_rows(int64_t unit) const { return num_ranges_ * ((rows_of_range(0) + unit - 1) / unit * unit); }
 
  private:
   int64_t place_mask() const { return (int64_t{1} << range_shift_) - 1; }
-  int64_t rows_of_range(int64_t range) const { return range < num_rows_ ? ((num_rows_ - 1 - range) >> range_bits_) + 1 : 0; }
 
   int64_t num_rows_;
   int region_bits_;

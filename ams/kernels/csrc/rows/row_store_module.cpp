@@ -161,9 +161,19 @@ void adopt_steps(RowStore& store, int64_t now, const std::vector<float>& lrs, do
   store.adopt_steps(state);
 }
 
+nb::tuple full_dense_table(const IdArray& owned_buckets, int64_t num_rows, int64_t item_bytes) {
+  require(num_rows >= 1 && num_rows < int64_t{1} << 62, "num_rows must lie in [1, 2**62)");
+  require(item_bytes >= 1, "item_bytes must be >= 1");
+  const std::vector<int64_t> owned(owned_buckets.data(), owned_buckets.data() + owned_buckets.size());
+  for (int64_t bucket : owned) require(bucket >= 0 && bucket < kNumBuckets, "owned_buckets must lie in [0, 4096)");
+  const DenseItems::Full full = DenseItems(owned, num_rows, item_bytes).when_full(owned);
+  return nb::make_tuple(full.rows, full.items, full.index_bytes);
+}
+
 }  // namespace
 
 void bind_row_store(nb::module_& m) {
+  m.def("full_dense_table", &full_dense_table, nb::arg("owned_buckets").noconvert(), nb::arg("num_rows"), nb::arg("item_bytes"));
   m.def("optimizer_names", &optimizer_names);
   nb::class_<Optimizer>(m, "Optimizer")
       .def(nb::new_([](const std::string& name, const std::map<std::string, double>& scalars) {
