@@ -49,7 +49,7 @@ REMOVALS: Mapping[str, Removal] = {
     # A shard forgets what it applied.
     "dedup": Removal(
         "engine/completed_writes.cpp",
-        (("entry.value.done.insert_or_assign(context.sequence,", "std::pair(context.sequence,"),),
+        (("  entry.value.done.insert(std::move(waiting.mark));\n", ""),),
     ),
     # A shard takes writes of a process that was replaced.
     "client fence": Removal(
