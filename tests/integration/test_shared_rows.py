@@ -49,7 +49,7 @@ def test_rows_of_a_shard_on_this_machine_are_in_no_message(served: Served, messa
 
 def test_rows_travel_in_messages_where_the_client_says_so(served: Served, messages: list[int]) -> None:
     cluster = served(1)
-    with connected(cluster, shared_memory=False) as ours:
+    with connected(cluster, shared_memory=False, bulk_connections=False) as ours:
         for _ in range(3):
             ours.table("t").push(IDS, ONES)
         assert (ours.table("t").pull(IDS) == -3).all()
