@@ -55,7 +55,7 @@ def even_placement(num_shards: int) -> BucketShards:
     """Make the map of a new cluster: a range of :data:`BUCKET_ORDER` for each shard, of equal size to one bucket.
 
     Ranges, so that on another number of shards most buckets have the neighbours that they had, and a block of a
-    snapshot is read by one shard. For the scheduler: everyone else receives a map.
+    snapshot is read by one shard. For the scheduler, and for plans of clusters to come: everyone else receives a map.
     """
     return (BUCKET_ORDER * num_shards // NUM_BUCKETS).astype(np.uint16)
 

@@ -1,4 +1,4 @@
-"""Only the scheduler makes a bucket map; everyone else receives it."""
+"""Only the scheduler makes a bucket map; everyone else receives it, but for plans of clusters to come."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from tests.unit.test_imports import REPOSITORY, product_files
 
 MAKER = "even_placement"
 HOME, DEFINED_IN = "ams/scheduler/state.py", "ams/values/placement.py"
+PLANS = "bridge/head/memory_plan.py"  # what a new cluster would take: it asks for the map that a scheduler would make
 
 
 def uses(source: str) -> list[ast.AST]:
@@ -26,7 +27,7 @@ def uses(source: str) -> list[ast.AST]:
 
 def test_the_scheduler_alone_makes_a_bucket_map_and_in_one_place() -> None:
     found = {str(path): uses((REPOSITORY / path).read_text()) for path in product_files()}
-    assert [path for path, nodes in found.items() if nodes] == [HOME]
+    assert [path for path, nodes in found.items() if nodes and path != PLANS] == [HOME]
     assert [type(node) for node in found[HOME]] == [ast.alias, ast.Name], "imported, and called once"
     assert any(
         isinstance(node, ast.FunctionDef) and node.name == MAKER

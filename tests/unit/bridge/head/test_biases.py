@@ -131,4 +131,5 @@ def test_new_and_imprinted_classes_have_no_bias_yet() -> None:
 
 def test_the_plan_counts_the_column() -> None:
     plain, biased = (gt.memory_report(num_classes=1000, dim=8, bias=bias) for bias in (False, True))
-    assert biased.table_bytes == plain.table_bytes + 1000 * 3 * 4
+    column, pages = 1000 * 3 * 4, 3 * 4096  # of the rows and of each of two moments
+    assert 0 <= biased.table_bytes - plain.table_bytes - column < pages
