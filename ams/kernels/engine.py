@@ -1,6 +1,7 @@
 """What a shard knows of its callers, compiled: whether it is its own, which writes it has applied, which ranks wait.
 
-``ams/kernels/csrc/engine`` has a header for each part, which says what it promises and words its errors.
+``ams/kernels/csrc/engine`` and ``writes`` beside it have a header for each part, which says what it promises and words
+its errors.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The kernels that build a table of neighbours, typed; formulas and guarantees stand in csrc/neighbour_recall.hpp.
+"""The kernels that build a table of neighbours, typed; formulas stand in ``csrc/neighbours/neighbour_recall.hpp``.
 
 Shapes: M, N rows of two blocks, D width, W candidates a row may have at most, k neighbours. Unit rows are float32
 [., D]. Every function releases the GIL and works on up to ``threads`` threads.

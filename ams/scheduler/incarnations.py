@@ -1,6 +1,6 @@
 """Numbers that only rise: incarnations of jobs, of named streams and of tables, as the scheduler gives them out.
 
-A higher one shuts lower ones out: of writes in ``ams/kernels/csrc/engine``, of data streams in
+A higher one shuts lower ones out: of writes in ``ams/kernels/csrc/writes``, of data streams in
 ``data_streams.py``. So no clock of the callers may decide it: a machine whose clock is ahead would shut out its
 successors. Of the scheduler's own clock it is only asked that one without a store begins above its predecessor in most
 cases; in all others the shards tell what they have seen.

@@ -7,6 +7,7 @@ makes an error of it.
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,7 @@ def _decisions(folder: Path) -> str:
 
 
 def _rooms() -> str:
-    """The folders of the code, each with the sentence of its ``__init__.py``."""
+    """The folders of the code, each with its sentence; those of the compiled core from the bottom up."""
     lines = [
         "# Where things are",
         "",
@@ -90,6 +91,9 @@ def _rooms() -> str:
             if docstring is not None and not path.parent.is_symlink():
                 sentence = " ".join(docstring.partition("\n\n")[0].split())
                 lines.append(f"| `{folder}/` | {sentence.replace('``', '`').replace('|', '&#124;')} |")
+    compiled = (REPOSITORY / "ams/kernels/csrc/README.md").read_text(encoding="utf-8")
+    for room, sentence in re.findall(r"^\| `(\w+)` \| (.+) \|$", compiled, flags=re.MULTILINE):
+        lines.append(f"| `ams/kernels/csrc/{room}/` | {sentence} |")
     return "\n".join([*lines, "", ROOMS_ENDING])
 
 

@@ -48,12 +48,12 @@ REMOVALS: Mapping[str, Removal] = {
     ),
     # A shard forgets what it applied.
     "dedup": Removal(
-        "engine/completed_writes.cpp",
+        "writes/completed_writes.cpp",
         (("  entry.value.done.insert(std::move(waiting.mark));\n", ""),),
     ),
     # A shard takes writes of a process that was replaced.
     "client fence": Removal(
-        "engine/completed_writes.cpp",
+        "writes/completed_writes.cpp",
         (
             ("  require_current(context.stream, context.incarnation);\n  if (forgotten", "  if (forgotten"),
             ("if (context.incarnation < entry.value.incarnation)", "if (false)"),
@@ -61,7 +61,7 @@ REMOVALS: Mapping[str, Removal] = {
     ),
     # A client uses memory again in which the shard may still be at work.
     "one use": Removal(
-        "carriers/ring_client.cpp",
+        "ring/ring_client.cpp",
         (("      ring_->retire(*mailbox_);", "      ring_->give_back(*mailbox_);"),),
     ),
 }

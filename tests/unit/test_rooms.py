@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
@@ -103,6 +104,34 @@ def mechanisms_without_a_reason(sources: Sources, benches: Sources) -> list[str]
     return found
 
 
+def compiled_sources() -> dict[str, str]:
+    """Source text by path below ``ams/kernels/csrc``, the list of its rooms with them."""
+    folder = REPOSITORY / "ams/kernels/csrc"
+    return {
+        path.relative_to(folder).as_posix(): path.read_text(encoding="utf-8")
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+def compiled_rooms_in_disorder(sources: Sources) -> list[str]:
+    """What is wrong with the rooms of the compiled core by the list in its ``README.md``."""
+    rooms = re.findall(r"^\| `(\w+)` \| .+\. \|$", sources["README.md"], flags=re.MULTILINE)
+    found = []
+    for path, source in sources.items():
+        room = path.rpartition("/")[0]
+        if room and room not in rooms:
+            found.append(f"README.md does not say what {room} is")
+        elif room and path != "python/module.cpp":
+            used = re.findall(r'^#include "(\w+)/', source, flags=re.MULTILINE)
+            found += [
+                f"{path} includes {one}, which lies above it"
+                for one in used
+                if one not in rooms[: rooms.index(room) + 1]
+            ]
+    return found
+
+
 def bench_sources() -> dict[str, str]:
     return {path.name: path.read_text(encoding="utf-8") for path in (REPOSITORY / "benchmarks").glob("*.py")}
 
@@ -113,6 +142,11 @@ def test_a_folder_says_in_one_sentence_what_it_is() -> None:
 
 def test_no_folder_is_crowded() -> None:
     assert crowded_rooms(product_sources()) == []
+    assert crowded_rooms(compiled_sources()) == []
+
+
+def test_includes_of_the_compiled_core_point_one_way() -> None:
+    assert compiled_rooms_in_disorder(compiled_sources()) == []
 
 
 def test_a_public_class_name_occurs_once() -> None:
@@ -130,6 +164,11 @@ def test_an_optional_mechanism_has_one_seam_and_a_bench() -> None:
         (rooms_without_a_sentence, {"ams/new/__init__.py": '"""Rooms. And more."""'}),
         (rooms_without_a_sentence, {"ams/new/thing.py": ""}),
         (crowded_rooms, {f"ams/new/part{number}.py": "" for number in range(LARGEST_ROOM + 1)}),
+        (compiled_rooms_in_disorder, {"README.md": "| `base` | Words. |", "new/thing.cpp": ""}),
+        (
+            compiled_rooms_in_disorder,
+            {"README.md": "| `base` | Words. |\n| `rows` | Rows. |", "base/thing.hpp": '#include "rows/row.hpp"\n'},
+        ),
         (classes_of_one_name, {"ams/one.py": "class Peer: ...", "bridge/two.py": "class Peer: ..."}),
     ],
 )

@@ -1,4 +1,4 @@
-"""Stochastic rounding to 16 bits in plain numpy: the specification of ``csrc/rounding.hpp``, bit by bit.
+"""Stochastic rounding to 16 bits in plain numpy: the specification of ``csrc/values/rounding.hpp``, bit by bit.
 
 A value between two neighbours of the storage type becomes the one farther from zero with a chance that is the part cut
 off, so that its mean stays. The random bits are Philox4x32-7 of (seed, table, id, column, number of the row's update):

@@ -4,8 +4,8 @@
 #include <optional>
 
 #include "cache/freshness.hpp"
-#include "base/module.hpp"
 #include "cache/position_lru.hpp"
+#include "python/module.hpp"
 
 namespace geartrain {
 namespace {

@@ -7,7 +7,7 @@
 #include <span>
 #include <vector>
 
-#include "carriers/handler.hpp"
+#include "calls/handler.hpp"
 #include "frames/frame.hpp"
 
 namespace geartrain {

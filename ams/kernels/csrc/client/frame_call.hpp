@@ -5,7 +5,7 @@
 #include <span>
 #include <vector>
 
-#include "client/connection.hpp"
+#include "carriers/connection.hpp"
 #include "frames/frame.hpp"
 
 namespace geartrain {

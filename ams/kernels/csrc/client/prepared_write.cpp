@@ -7,7 +7,7 @@
 
 #include "base/text.hpp"
 #include "routing/merge_route.hpp"
-#include "rows/kernels.hpp"
+#include "values/kernels.hpp"
 
 namespace geartrain {
 CutIds::CutIds(const int64_t* ids, int64_t count, const Placement& placement, bool is_dense, bool every_shard) {

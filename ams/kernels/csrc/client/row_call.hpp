@@ -4,7 +4,7 @@
 #include <memory>
 #include <string>
 
-#include "client/connection.hpp"
+#include "carriers/connection.hpp"
 #include "frames/frame.hpp"
 
 namespace geartrain {

@@ -5,9 +5,9 @@
 
 #include <map>
 
-#include "base/module.hpp"
 #include "client/row_call.hpp"
-#include "engine/python.hpp"
+#include "python/conversions.hpp"
+#include "python/module.hpp"
 
 namespace geartrain {
 namespace {

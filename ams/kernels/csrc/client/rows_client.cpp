@@ -9,8 +9,8 @@
 #include <thread>
 #include <utility>
 
-#include "base/fan_out.hpp"
 #include "client/frame_call.hpp"
+#include "machine/fan_out.hpp"
 #include "routing/merge_route.hpp"
 
 namespace geartrain {

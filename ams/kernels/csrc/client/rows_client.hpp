@@ -12,7 +12,7 @@
 #include <variant>
 #include <vector>
 
-#include "client/connection.hpp"
+#include "carriers/connection.hpp"
 #include "client/prepared_write.hpp"
 #include "engine/engine.hpp"
 

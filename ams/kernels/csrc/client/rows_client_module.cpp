@@ -9,9 +9,9 @@
 #include <cmath>
 #include <memory>
 
-#include "base/module.hpp"
 #include "client/rows_client.hpp"
-#include "engine/python.hpp"
+#include "python/conversions.hpp"
+#include "python/module.hpp"
 
 namespace geartrain {
 namespace {

@@ -4,9 +4,9 @@
 #include <new>
 #include <utility>
 
-#include "base/memory_budget.hpp"
 #include "base/text.hpp"
-#include "engine/failpoint.hpp"
+#include "machine/memory_budget.hpp"
+#include "python/failpoint.hpp"
 #include "routing/merge_route.hpp"
 
 namespace geartrain {

@@ -10,13 +10,13 @@
 #include <unordered_map>
 #include <vector>
 
+#include "calls/call.hpp"
 #include "engine/alarm.hpp"
-#include "engine/call.hpp"
-#include "engine/completed_writes.hpp"
-#include "engine/lease.hpp"
 #include "engine/served_table.hpp"
-#include "engine/sync_groups.hpp"
 #include "engine/turn.hpp"
+#include "writes/completed_writes.hpp"
+#include "writes/lease.hpp"
+#include "writes/sync_groups.hpp"
 
 namespace geartrain {
 

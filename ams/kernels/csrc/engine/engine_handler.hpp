@@ -5,9 +5,9 @@
 #include <string>
 #include <utility>
 
-#include "carriers/handler.hpp"
+#include "calls/handler.hpp"
 #include "engine/engine.hpp"
-#include "engine/failpoint.hpp"
+#include "python/failpoint.hpp"
 
 namespace geartrain {
 

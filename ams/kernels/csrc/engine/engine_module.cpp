@@ -5,11 +5,11 @@
 
 #include <mutex>
 
-#include "base/module.hpp"
 #include "base/text.hpp"
 #include "engine/engine.hpp"
 #include "engine/engine_handler.hpp"
-#include "engine/python.hpp"
+#include "python/conversions.hpp"
+#include "python/module.hpp"
 
 namespace geartrain {
 namespace {

@@ -9,8 +9,8 @@
 #include <thread>
 #include <vector>
 
-#include "base/module.hpp"
 #include "engine/engine.hpp"
+#include "python/module.hpp"
 
 namespace geartrain {
 namespace {

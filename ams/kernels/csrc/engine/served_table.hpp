@@ -6,7 +6,7 @@
 #include <memory>
 #include <string>
 
-#include "engine/call.hpp"
+#include "calls/call.hpp"
 #include "optimizers/optimizer.hpp"
 #include "rows/row_store.hpp"
 

@@ -1,6 +1,6 @@
-#include "base/module.hpp"
-#include "engine/python.hpp"
 #include "engine/turn.hpp"
+#include "python/conversions.hpp"
+#include "python/module.hpp"
 
 namespace geartrain {
 namespace {

@@ -13,7 +13,7 @@
 #include <variant>
 #include <vector>
 
-#include "engine/call.hpp"
+#include "calls/call.hpp"
 
 namespace geartrain {
 

@@ -5,9 +5,9 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
-#include "base/module.hpp"
 #include "frames/damage.hpp"
 #include "frames/frame.hpp"
+#include "python/module.hpp"
 
 namespace geartrain {
 namespace {

@@ -17,9 +17,9 @@
 #include <vector>
 
 #include "base/common.hpp"
-#include "base/memory_budget.hpp"
 #include "index/dense_layout.hpp"
 #include "index/index_tree.hpp"
+#include "machine/memory_budget.hpp"
 
 namespace geartrain {
 

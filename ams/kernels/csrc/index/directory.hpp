@@ -9,8 +9,8 @@
 #include <variant>
 #include <vector>
 
-#include "index/bits.hpp"
 #include "base/common.hpp"
+#include "index/bits.hpp"
 #include "index/dense_items.hpp"
 #include "index/id_index.hpp"
 #include "index/slabs.hpp"

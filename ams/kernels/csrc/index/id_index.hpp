@@ -15,8 +15,8 @@
 
 #include "base/common.hpp"
 #include "base/keyed_hash.hpp"
-#include "base/pages.hpp"
 #include "index/slabs.hpp"
+#include "machine/pages.hpp"
 
 namespace geartrain {
 

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "index/index_tree.hpp"
-#include "base/pages.hpp"
+#include "machine/pages.hpp"
 
 namespace geartrain {
 

@@ -4,8 +4,8 @@
 #include <limits>
 #include <vector>
 
-#include "base/fan_out.hpp"
-#include "base/isa.hpp"
+#include "machine/fan_out.hpp"
+#include "machine/isa.hpp"
 #include "neighbours/neighbour_recall.hpp"
 
 namespace geartrain {

@@ -5,8 +5,8 @@
 #include <limits>
 #include <vector>
 
-#include "base/fan_out.hpp"
-#include "base/isa.hpp"
+#include "machine/fan_out.hpp"
+#include "machine/isa.hpp"
 #include "neighbours/neighbour_kernels.hpp"
 
 namespace geartrain {

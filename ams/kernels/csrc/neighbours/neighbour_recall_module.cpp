@@ -1,5 +1,5 @@
-#include "base/module.hpp"
 #include "neighbours/neighbour_recall.hpp"
+#include "python/module.hpp"
 
 namespace geartrain {
 namespace {

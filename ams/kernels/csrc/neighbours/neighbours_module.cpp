@@ -1,7 +1,7 @@
 #include <algorithm>
 
-#include "base/module.hpp"
 #include "neighbours/neighbours.hpp"
+#include "python/module.hpp"
 
 namespace geartrain {
 namespace {

@@ -1,9 +1,9 @@
 #include <algorithm>
 #include <cmath>
 
-#include "base/isa.hpp"
-#include "optimizers/largest.hpp"
+#include "machine/isa.hpp"
 #include "optimizers/optimizer.hpp"
+#include "values/largest.hpp"
 
 namespace geartrain {
 namespace {

@@ -2,8 +2,8 @@
 
 #include <cmath>
 
-#include "base/isa.hpp"
-#include "optimizers/largest.hpp"
+#include "machine/isa.hpp"
+#include "values/largest.hpp"
 
 namespace geartrain {
 namespace {

@@ -1,7 +1,7 @@
 #include "optimizers/momentum.hpp"
 
-#include "base/isa.hpp"
-#include "optimizers/largest.hpp"
+#include "machine/isa.hpp"
+#include "values/largest.hpp"
 
 namespace geartrain {
 namespace {

@@ -11,7 +11,7 @@
 #include <string>
 #include <vector>
 
-#include "rows/kernels.hpp"
+#include "values/kernels.hpp"
 
 namespace geartrain {
 

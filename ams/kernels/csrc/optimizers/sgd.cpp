@@ -1,6 +1,6 @@
-#include "base/isa.hpp"
-#include "optimizers/largest.hpp"
+#include "machine/isa.hpp"
 #include "optimizers/optimizer.hpp"
+#include "values/largest.hpp"
 
 namespace geartrain {
 namespace {

@@ -8,8 +8,8 @@
 #include <numeric>
 #include <vector>
 
-#include "rows/kernels.hpp"
 #include "base/keyed_hash.hpp"
+#include "values/kernels.hpp"
 
 namespace geartrain {
 

@@ -4,9 +4,9 @@
 #include <bit>
 #include <vector>
 
-#include "base/lookahead.hpp"
-#include "values/rounding.hpp"
+#include "machine/lookahead.hpp"
 #include "rows/row_update.hpp"
+#include "values/rounding.hpp"
 
 namespace geartrain {
 

@@ -4,9 +4,9 @@
 #include <cstdint>
 
 #include "base/common.hpp"
-#include "rows/kernels.hpp"
 #include "optimizers/optimizer.hpp"
 #include "rows/step_history.hpp"
+#include "values/kernels.hpp"
 
 namespace geartrain {
 

@@ -5,8 +5,8 @@
 #include <cstring>
 #include <optional>
 
+#include "python/module.hpp"
 #include "rows/array_update.hpp"
-#include "base/module.hpp"
 #include "values/rounding.hpp"
 
 namespace geartrain {

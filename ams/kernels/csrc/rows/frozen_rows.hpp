@@ -12,8 +12,8 @@
 #include <span>
 #include <utility>
 
-#include "index/bits.hpp"
 #include "base/common.hpp"
+#include "index/bits.hpp"
 #include "index/id_index.hpp"
 #include "index/slabs.hpp"
 

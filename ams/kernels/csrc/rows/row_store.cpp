@@ -5,8 +5,8 @@
 #include <cmath>
 #include <cstring>
 
-#include "base/fan_out.hpp"
-#include "base/lookahead.hpp"
+#include "machine/fan_out.hpp"
+#include "machine/lookahead.hpp"
 #include "rows/row_update.hpp"
 
 namespace geartrain {

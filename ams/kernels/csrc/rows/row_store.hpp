@@ -8,17 +8,17 @@
 #include <shared_mutex>
 #include <vector>
 
-#include "index/bits.hpp"
 #include "base/common.hpp"
+#include "index/bits.hpp"
 #include "index/directory.hpp"
-#include "rows/frozen_rows.hpp"
-#include "values/initial_values.hpp"
-#include "rows/kernels.hpp"
-#include "base/lookahead.hpp"
-#include "optimizers/optimizer.hpp"
-#include "values/rounding.hpp"
 #include "index/slabs.hpp"
+#include "machine/lookahead.hpp"
+#include "optimizers/optimizer.hpp"
+#include "rows/frozen_rows.hpp"
 #include "rows/step_history.hpp"
+#include "values/initial_values.hpp"
+#include "values/kernels.hpp"
+#include "values/rounding.hpp"
 
 namespace geartrain {
 

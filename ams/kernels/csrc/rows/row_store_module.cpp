@@ -6,7 +6,7 @@
 
 #include <cmath>
 
-#include "base/module.hpp"
+#include "python/module.hpp"
 #include "rows/row_store.hpp"
 
 namespace geartrain {

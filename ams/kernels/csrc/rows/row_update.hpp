@@ -1,9 +1,9 @@
 // One update of a row by its table's optimizer, wherever the row lies: with untouched rows that move, it is caught up first.
 #pragma once
 
-#include "rows/kernels.hpp"
 #include "optimizers/optimizer.hpp"
 #include "rows/step_history.hpp"
+#include "values/kernels.hpp"
 
 namespace geartrain {
 

@@ -11,8 +11,8 @@
 #include <cstdint>
 #include <vector>
 
-#include "rows/kernels.hpp"
 #include "optimizers/optimizer.hpp"
+#include "values/kernels.hpp"
 
 namespace geartrain {
 

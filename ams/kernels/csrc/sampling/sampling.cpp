@@ -4,7 +4,7 @@
 #include <bit>
 
 #include "base/common.hpp"
-#include "base/isa.hpp"
+#include "machine/isa.hpp"
 
 namespace geartrain {
 namespace {

@@ -1,7 +1,7 @@
 // Which compiled form of the class pass this CPU runs. The arithmetic is in class_pass_kernels.cpp.
 #include "softmax/class_pass.hpp"
 
-#include "base/isa.hpp"
+#include "machine/isa.hpp"
 
 #if defined(GEARTRAIN_COMPILES_AMX) && defined(__linux__)
 #define GEARTRAIN_USES_AMX

@@ -6,9 +6,9 @@
 
 #include <nanobind/stl/optional.h>
 
+#include "machine/fan_out.hpp"
+#include "python/module.hpp"
 #include "softmax/class_pass.hpp"
-#include "base/fan_out.hpp"
-#include "base/module.hpp"
 
 namespace geartrain {
 namespace {

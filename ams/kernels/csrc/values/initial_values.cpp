@@ -5,7 +5,7 @@
 #include <cmath>
 #include <type_traits>
 
-#include "base/isa.hpp"
+#include "machine/isa.hpp"
 
 namespace geartrain {
 namespace {

@@ -2,8 +2,8 @@
 
 #include <cstring>
 
-#include "base/half.hpp"
-#include "base/isa.hpp"
+#include "machine/isa.hpp"
+#include "values/half.hpp"
 
 namespace geartrain {
 

@@ -8,7 +8,7 @@
 #include <immintrin.h>
 #endif
 
-#include "base/half.hpp"
+#include "values/half.hpp"
 #include "values/rounding.hpp"
 
 namespace geartrain {

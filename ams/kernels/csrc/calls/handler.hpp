@@ -1,0 +1,29 @@
+// What a shard's data plane hands its requests to: the engine, or a stand-in of tests.
+#pragma once
+
+#include <functional>
+#include <string>
+
+#include "calls/call.hpp"
+
+namespace geartrain {
+
+// Whether nobody waits for the call any more. Asked by the thread that was given it, while it waits for the shard's turn: what has
+// not begun then need not. Costs some system calls.
+using HasLeft = std::function<bool()>;
+
+// Called by any thread, several at once. Every method may throw a Fault instead of what it does.
+class Handler {
+ public:
+  virtual ~Handler() = default;
+  virtual void pull(const CallContext& context, const std::string& table, const PullRequest& request, const HasLeft& has_left) = 0;
+  // `completion` is called unless the method throws.
+  virtual void push(const CallContext& context, const std::string& table, const PushRequest& request, const HasLeft& has_left,
+                    Completion completion) = 0;
+  virtual void assign(const CallContext& context, const std::string& table, const AssignRequest& request, const HasLeft& has_left,
+                      Completion completion) = 0;
+  // Before anything that was done is acknowledged; after a Fault nothing of the frame is.
+  virtual void before_reply(bool has_writes) = 0;
+};
+
+}  // namespace geartrain

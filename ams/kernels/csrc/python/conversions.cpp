@@ -1,0 +1,139 @@
+#include "python/conversions.hpp"
+
+#include <nanobind/stl/string.h>
+
+#include <string>
+
+namespace geartrain {
+namespace {
+
+nb::object errors() { return nb::module_::import_("geartrain.ams.values.errors"); }
+
+// Names and classes that every call asks for are looked up once, and never given back: the interpreter is gone before they are.
+#define GEARTRAIN_NAME(text)                                          \
+  ([]() -> nb::handle {                                               \
+    static const nb::handle name = PyUnicode_InternFromString(text);  \
+    return name;                                                      \
+  }())
+
+nb::object of_messages(const char* name) { return nb::module_::import_("geartrain.ams.values.shard_messages").attr(name); }
+
+// Not initialised as static variables are, under a lock of C++: an import may give up the interpreter lock in the middle.
+nb::handle done_class() {
+  static nb::handle found;
+  if (!found.is_valid()) found = of_messages("Done").release();
+  return found;
+}
+
+// Words may be those of another process, or cut.
+nb::object text_of(const std::string& text) {
+  return nb::steal(PyUnicode_DecodeUTF8(text.data(), static_cast<Py_ssize_t>(text.size()), "backslashreplace"));
+}
+
+int64_t number_of(nb::handle value, nb::handle name) {
+  const nb::object number = nb::getattr(value, name);
+  int64_t result = 0;
+  if (!nb::try_cast(number, result))
+    throw Fault("InvalidArgument",
+                nb::cast<std::string>(name) + " is " + nb::cast<std::string>(nb::str(number)) + "; it must be a whole number below 2**63");
+  return result;
+}
+
+// The name of an error's class, or of the nearest one above it that callers know.
+std::string public_name(nb::handle kind) {
+  for (const nb::handle one : kind.attr("__mro__")) {
+    const std::string name = nb::cast<std::string>(one.attr("__name__"));
+    if (errors().attr("error_named")(name).is(one)) return name;
+  }
+  return "InternalError";
+}
+
+// A fault that Python cannot be told of, as the interpreter shows those of destructors.
+void show(nb::python_error& error, nb::handle where) {
+  error.restore();
+  PyErr_WriteUnraisable(where.ptr());
+}
+
+}  // namespace
+
+nb::object error_of(const Fault& fault) {
+  const nb::object kind = errors().attr("error_named")(fault.name), message = text_of(fault.message);
+  return fault.name == "Busy" ? kind(message, fault.retry_after_seconds) : kind(message);
+}
+
+Fault fault_of(nb::handle error) {
+  if (!nb::isinstance(error, errors().attr("GeartrainError")))
+    return {"InternalError", nb::cast<std::string>(nb::repr(error))};
+  const nb::object retry_after = nb::getattr(error, "retry_after_seconds", nb::float_(0.0));
+  return {public_name(error.type()), nb::cast<std::string>(nb::str(error)), nb::cast<double>(retry_after)};
+}
+
+CallContext context_of(nb::handle context) {
+  return {.stream = nb::cast<std::string>(nb::getattr(context, GEARTRAIN_NAME("stream"))),
+          .incarnation = number_of(context, GEARTRAIN_NAME("incarnation")),
+          .sequence = number_of(context, GEARTRAIN_NAME("sequence")),
+          .oldest_unacknowledged = number_of(context, GEARTRAIN_NAME("oldest_unacknowledged")),
+          .shard_incarnation = number_of(context, GEARTRAIN_NAME("shard_incarnation")),
+          .cluster_version = number_of(context, GEARTRAIN_NAME("cluster_version")),
+          .table_incarnation = number_of(context, GEARTRAIN_NAME("table_incarnation"))};
+}
+
+SyncGroup group_of(nb::handle group) {
+  return {.job = nb::cast<std::string>(group.attr("job")),
+          .world_size = number_of(group, GEARTRAIN_NAME("world_size")),
+          .rank = number_of(group, GEARTRAIN_NAME("rank")),
+          .sequence = number_of(group, GEARTRAIN_NAME("sequence")),
+          .sample_count = number_of(group, GEARTRAIN_NAME("sample_count"))};
+}
+
+Done done_of(nb::handle done) { return {number_of(done, GEARTRAIN_NAME("created")), nb::cast<bool>(nb::getattr(done, GEARTRAIN_NAME("duplicate")))}; }
+
+nb::object python_of(const CallContext& context) {
+  return of_messages("CallContext")(
+      nb::arg("stream") = text_of(context.stream), nb::arg("incarnation") = context.incarnation,
+      nb::arg("sequence") = context.sequence, nb::arg("oldest_unacknowledged") = context.oldest_unacknowledged,
+      nb::arg("shard_incarnation") = context.shard_incarnation, nb::arg("cluster_version") = context.cluster_version,
+      nb::arg("table_incarnation") = context.table_incarnation);
+}
+
+nb::object python_of(const Done& done) {
+  return done_class()(nb::arg("created") = done.created, nb::arg("duplicate") = done.duplicate);
+}
+
+std::shared_ptr<nb::object> kept(nb::object object) {
+  return {new nb::object(std::move(object)), [](nb::object* held) {
+            if (!Py_IsInitialized()) return;  // its memory goes with the process
+            const nb::gil_scoped_acquire interpreter;
+            delete held;
+          }};
+}
+
+Completion completion_of(nb::object future) {
+  return [held = kept(std::move(future))](const Outcome& outcome) {
+    const nb::gil_scoped_acquire interpreter;
+    try {
+      if (const Done* done = std::get_if<Done>(&outcome))
+        held->attr(GEARTRAIN_NAME("set_result"))(python_of(*done));
+      else
+        held->attr("set_exception")(error_of(std::get<Fault>(outcome)));
+    } catch (nb::python_error& error) {
+      show(error, *held);
+    }
+  };
+}
+
+bool look_for_signals() {
+  const nb::gil_scoped_acquire interpreter;
+  if (PyErr_CheckSignals() != 0) throw nb::python_error();
+  return false;
+}
+
+Clock clock_of(nb::object clock, double (*native)()) {
+  if (clock.is_none() || clock.is(nb::module_::import_("time").attr("monotonic"))) return native;
+  return [held = kept(std::move(clock))] {
+    const nb::gil_scoped_acquire interpreter;
+    return nb::cast<double>((*held)());
+  };
+}
+
+}  // namespace geartrain

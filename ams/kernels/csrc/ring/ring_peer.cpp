@@ -1,0 +1,111 @@
+#include "ring/ring_peer.hpp"
+
+#include <bit>
+#include <cstring>
+#include <exception>
+#include <system_error>
+#include <utility>
+
+namespace geartrain {
+
+RingPeer::Mailbox::Mailbox(SharedMapping shared, const Notice& notice, std::shared_ptr<MailboxCount> counted)
+    : memory(std::move(shared)),
+      request(memory.data() + kPageBytes),
+      reply(request + notice.request_bytes),
+      request_bytes(notice.request_bytes),
+      reply_bytes(notice.reply_bytes),
+      count(std::move(counted)) {
+  ++count->now;
+}
+
+void RingPeer::Mailbox::answer(size_t bytes) const {
+  control()->reply_bytes.store(bytes, std::memory_order_relaxed);
+  control()->state.store(MailboxState::reply, std::memory_order_seq_cst);
+  if (control()->is_awaited.load(std::memory_order_seq_cst) != 0) futex_wake(control()->state);
+}
+
+// The reply's place in a mailbox.
+class RingPeer::MailboxReply : public ReplyPlace {
+ public:
+  explicit MailboxReply(std::shared_ptr<Mailbox> mailbox) : mailbox_(std::move(mailbox)) {}
+  std::span<char> room(size_t least_bytes, size_t) override {
+    if (least_bytes > mailbox_->reply_bytes)
+      throw Fault("ProtocolError", "the reply takes " + std::to_string(least_bytes) + " bytes; there is room for " +
+                                       std::to_string(mailbox_->reply_bytes));
+    return {mailbox_->reply, mailbox_->reply_bytes};
+  }
+  void answer(size_t bytes) override { mailbox_->answer(bytes); }
+
+ private:
+  const std::shared_ptr<Mailbox> mailbox_;
+};
+
+RingPeer::RingPeer(OwnedFd socket, const OwnedFd& page, std::shared_ptr<MailboxCount> count)
+    : socket_(std::move(socket)), page_(map_their_file(page.get(), kPageBytes)), count_(std::move(count)) {}
+
+bool RingPeer::receive() {
+  for (;;) {
+    Notice notice;
+    const Packet packet = receive_packet(socket_.get(), &notice, sizeof(notice));
+    if (packet.bytes < 0) return true;
+    if (packet.bytes != sizeof(notice)) return false;
+    switch (notice.kind) {
+      case NoticeKind::wake: break;
+      case NoticeKind::added: add(notice, packet.fd); break;
+      case NoticeKind::closed:
+        if (notice.mailbox >= kMostMailboxes) return false;
+        mailboxes_[notice.mailbox].reset();
+        break;
+      default: return false;
+    }
+  }
+}
+
+void RingPeer::add(Notice notice, const OwnedFd& fd) {
+  try {
+    size_t bytes = kPageBytes;
+    for (const size_t part : {notice.request_bytes, notice.reply_bytes}) {
+      if (part == 0 || part % kPageBytes != 0 || part > kMostPoolBytes) throw std::runtime_error("its parts have no such sizes");
+      bytes += part;
+    }
+    if (notice.mailbox >= kMostMailboxes || mailboxes_[notice.mailbox] || bytes > kMostPoolBytes || count_->now >= count_->most)
+      throw std::runtime_error("there are too many, or too large");
+    mailboxes_[notice.mailbox] = std::make_shared<Mailbox>(map_their_file(fd.get(), bytes), notice, count_);
+  } catch (const std::exception&) {
+    notice.kind = NoticeKind::refused;
+  }
+  try {
+    send_packet(socket_.get(), &notice, sizeof(notice));
+  } catch (const std::system_error&) {  // it has gone: the next look at the socket tells
+  }
+}
+
+bool RingPeer::serve(const std::shared_ptr<Handler>& handler, const Waits& waits) {
+  if (page()->requested.load(std::memory_order_relaxed) != 0) pending_ |= page()->requested.exchange(0, std::memory_order_acq_rel);
+  if (pending_ == 0) return true;
+  const size_t first = static_cast<size_t>(std::countr_zero(std::rotr(pending_, static_cast<int>(next_))));
+  const size_t index = (next_ + first) % kMostMailboxes;
+  next_ = (index + 1) % kMostMailboxes;
+  pending_ &= ~(uint64_t{1} << index);
+  const std::shared_ptr<Mailbox> mailbox = mailboxes_[index];
+  if (!mailbox) return true;  // closed: its caller has gone
+  MailboxState expected = MailboxState::request;
+  if (!mailbox->control()->state.compare_exchange_strong(expected, MailboxState::busy, std::memory_order_acq_rel)) return true;
+  const size_t bytes = mailbox->control()->request_bytes.load(std::memory_order_relaxed);
+  if (bytes < sizeof(FrameHeader) || bytes > mailbox->request_bytes) return false;
+  std::shared_ptr<ServedCall> call;
+  try {
+    call = std::make_shared<ServedCall>(handler, parse_header(mailbox->request, FrameKind::request),
+                                        std::make_unique<MailboxReply>(mailbox), [this, index, mailbox] {
+                                          has_gone_ = has_gone_ || !receive();
+                                          return has_gone_ || mailboxes_[index] != mailbox;
+                                        });
+  } catch (const std::exception&) {  // a damaged header, or no memory
+    return false;
+  }
+  call->perform(mailbox->request, bytes);
+  if (call->is_waiting()) waits(std::move(call));
+  return !has_gone_;
+}
+
+}  // namespace geartrain

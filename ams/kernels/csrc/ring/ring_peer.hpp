@@ -1,0 +1,62 @@
+// A client of this machine, as the shard has it: its socket and its mailboxes.
+#pragma once
+
+#include <array>
+#include <functional>
+#include <memory>
+
+#include "carriers/served_call.hpp"
+#include "ring/mailbox.hpp"
+
+namespace geartrain {
+
+// How many mailboxes the clients of a server have, and may have. Of the server's thread and of whoever ends a call last.
+struct MailboxCount {
+  std::atomic<size_t> now = 0;
+  size_t most = 1024;
+};
+
+// Of the server's thread alone.
+class RingPeer {
+ public:
+  using Waits = std::function<void(std::shared_ptr<ServedCall>)>;
+
+  // Throws std::runtime_error if `page` is not what a client sends.
+  RingPeer(OwnedFd socket, const OwnedFd& page, std::shared_ptr<MailboxCount> count);
+  int fd() const { return socket_.get(); }
+  // Takes what came over the socket. False: the client has gone, or is not to be believed.
+  bool receive();
+  bool has_requests() const {
+    return pending_ != 0 || page()->requested.load(std::memory_order_seq_cst) != 0;
+  }
+  // Performs one request; `waits` gets a call that has no answer yet. False: the client is not to be believed.
+  bool serve(const std::shared_ptr<Handler>& handler, const Waits& waits);
+
+ private:
+  // Lives as long as a call uses it.
+  struct Mailbox {
+    Mailbox(SharedMapping memory, const Notice& notice, std::shared_ptr<MailboxCount> count);
+    ~Mailbox() { --count->now; }
+    MailboxControl* control() const { return reinterpret_cast<MailboxControl*>(memory.data()); }
+    void answer(size_t bytes) const;
+    SharedMapping memory;
+    char *request, *reply;
+    size_t request_bytes, reply_bytes;
+    std::shared_ptr<MailboxCount> count;
+  };
+
+  class MailboxReply;
+
+  RequestedPage* page() const { return reinterpret_cast<RequestedPage*>(page_.data()); }
+  void add(Notice notice, const OwnedFd& fd);
+
+  OwnedFd socket_;
+  SharedMapping page_;
+  std::shared_ptr<MailboxCount> count_;
+  std::array<std::shared_ptr<Mailbox>, kMostMailboxes> mailboxes_;
+  bool has_gone_ = false;  // as was seen while a call of its waited
+  uint64_t pending_ = 0;  // of those, a bit for each whose request was seen
+  size_t next_ = 0;       // where to look first: no mailbox goes before another for ever
+};
+
+}  // namespace geartrain

@@ -1,0 +1,172 @@
+// The two ends of the data plane in Python: a server over a handler, and connections whose calls can be made step by step.
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/unique_ptr.h>
+#include <nanobind/stl/vector.h>
+
+#include "frames/frame.hpp"
+#include "python/module.hpp"
+#include "ring/ring_client.hpp"
+#include "server/server.hpp"
+#include "server/toy_handler.hpp"
+#include "tcp/tcp_client.hpp"
+
+namespace geartrain {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+Clock::time_point after(double seconds) {
+  return Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(std::min(seconds, 1e8)));
+}
+
+// Asked while a caller waits: signals are Python's, and raise there what their handlers raise.
+bool look_at_signals() {
+  const nb::gil_scoped_acquire acquire;
+  if (PyErr_CheckSignals() != 0) throw nb::python_error();
+  return false;
+}
+
+// One that nobody has closed ends with its object: its call may need the interpreter lock, or the turn of who waits for that.
+class ServerOfPython : public DataServer {
+ public:
+  using DataServer::DataServer;
+  ~ServerOfPython() {
+    const nb::gil_scoped_release release;
+    close();
+  }
+};
+
+bool wait_for(Connection::Call& call, double seconds) {
+  nb::gil_scoped_release release;
+  return call.wait(after(seconds), look_at_signals);
+}
+
+nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>> room_of(Connection::Call& call, size_t bytes) {
+  const size_t shape[1] = {bytes};
+  return nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>(call.request(), 1, shape, nb::find(&call));
+}
+
+nb::bytes reply_of(Connection::Call& call) {
+  const auto reply = call.reply();
+  return nb::bytes(reply.data(), reply.size());
+}
+
+// Nanoseconds of each of `count` pulls, one after the other, from before the frame is written until its rows are copied.
+std::vector<int64_t> time_pulls(Connection& connection, const std::string& table, const IdArray& ids, int64_t dim, int64_t count) {
+  nb::gil_scoped_release release;
+  Operation operation;
+  operation.table = table;
+  PullRequest pull;
+  pull.ids = ids.data();
+  pull.count = static_cast<int64_t>(ids.size());
+  pull.dim = dim;
+  operation.request = pull;
+  const std::span<const Operation> operations(&operation, 1);
+  const RequestLayout layout = lay_out_request(operations);
+  const ReplyRows rows[1] = {reply_rows(pull, false)};
+  const size_t most_reply = most_reply_bytes(lay_out_reply(rows));
+  std::vector<char> out(rows[0].rows_bytes);
+  std::vector<int64_t> nanoseconds;
+  for (int64_t i = 0; i < count; ++i) {
+    const auto begin = Clock::now();
+    const auto call = connection.begin(layout.frame_bytes, most_reply);
+    write_request(call->request(), layout, static_cast<uint64_t>(i), 10.0, operations);
+    call->send(after(10), nullptr);
+    if (!call->wait(after(10), nullptr)) throw std::runtime_error("no reply came");
+    const auto frame = call->reply();
+    const std::vector<ParsedReply> replies = parse_reply(frame.data(), frame.size(), static_cast<uint64_t>(i), rows);
+    if (const auto* fault = std::get_if<Fault>(&replies[0].outcome)) throw *fault;
+    std::memcpy(out.data(), replies[0].rows, rows[0].rows_bytes);
+    nanoseconds.push_back(std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - begin).count());
+  }
+  return nanoseconds;
+}
+
+}  // namespace
+
+void bind_carriers(nb::module_& m) {
+  static PyObject* lost = PyErr_NewException("geartrain.ams.kernels._core.ConnectionLost", PyExc_ConnectionError, nullptr);
+  static PyObject* full = PyErr_NewException("geartrain.ams.kernels._core.ConnectionFull", PyExc_RuntimeError, nullptr);
+  m.attr("ConnectionLost") = nb::borrow(lost);
+  m.attr("ConnectionFull") = nb::borrow(full);
+  nb::register_exception_translator([](const std::exception_ptr& error, void*) {
+    try {
+      std::rethrow_exception(error);
+    } catch (const Lost& exception) {
+      PyErr_SetString(lost, exception.what());
+    } catch (const Full& exception) {
+      PyErr_SetString(full, exception.what());
+    } catch (const std::system_error& exception) {
+      PyErr_SetString(PyExc_OSError, exception.what());
+    }
+  });
+  nb::class_<Handler>(m, "Handler");
+  nb::class_<ToyHandler, Handler>(m, "ToyHandler")
+      .def(nb::init<>())
+      .def("await_held", &ToyHandler::await_held, nb::arg("seconds"), nb::call_guard<nb::gil_scoped_release>())
+      .def("release", &ToyHandler::release)
+      .def("answer_later", &ToyHandler::answer_later, nb::call_guard<nb::gil_scoped_release>())
+      .def("lose_lease", &ToyHandler::lose_lease)
+      .def_prop_ro("num_writes", &ToyHandler::num_writes)
+      .def_prop_ro("sum_written", &ToyHandler::sum_written);
+  nb::class_<ServerOfPython>(m, "DataServer")
+      .def(
+          "__init__",
+          [](ServerOfPython* self, std::shared_ptr<Handler> handler, size_t most_mailboxes, size_t most_connections, double greeting_seconds,
+             double silence_seconds, double spin_seconds, size_t most_frame_bytes, size_t most_bytes, const std::string& host,
+             uint16_t port) {
+            new (self) ServerOfPython(
+                std::move(handler),
+                {most_mailboxes, most_connections, greeting_seconds, silence_seconds, spin_seconds, most_frame_bytes, most_bytes}, host, port);
+          },
+          nb::arg("handler"), nb::kw_only(), nb::arg("most_mailboxes") = ServerLimits().most_mailboxes,
+          nb::arg("most_connections") = ServerLimits().most_connections, nb::arg("greeting_seconds") = ServerLimits().greeting_seconds,
+          nb::arg("silence_seconds") = ServerLimits().silence_seconds, nb::arg("spin_seconds") = ServerLimits().spin_seconds,
+          nb::arg("most_frame_bytes") = ServerLimits().most_frame_bytes, nb::arg("most_bytes") = ServerLimits().most_bytes,
+          nb::arg("host") = "", nb::arg("port") = 0)
+      .def("offer",
+           [](ServerOfPython& server) {
+             const DataPlaneOffer offer = server.offer();
+             return nb::make_tuple(offer.socket, nb::bytes(offer.secret.data(), offer.secret.size()), offer.port);
+           })
+      .def("close", &DataServer::close, nb::call_guard<nb::gil_scoped_release>())
+      .def_prop_ro("num_connections", &DataServer::num_connections)
+      .def_prop_ro("num_mailboxes", &DataServer::num_mailboxes);
+  nb::class_<Connection>(m, "DataConnection")
+      .def("begin", &Connection::begin, nb::arg("request_bytes"), nb::arg("most_reply_bytes"), nb::call_guard<nb::gil_scoped_release>(),
+           nb::keep_alive<0, 1>())
+      .def("close", &Connection::close, nb::call_guard<nb::gil_scoped_release>())
+      .def_prop_ro("is_lost", &Connection::is_lost)
+      .def("time_pulls", &time_pulls, nb::arg("table"), nb::arg("ids").noconvert(), nb::arg("dim"), nb::arg("count"));
+  nb::class_<RingConnection, Connection>(m, "RingConnection").def_prop_ro("num_mailboxes", &RingConnection::num_mailboxes);
+  nb::class_<Connection::Call>(m, "DataCall")
+      .def("room", &room_of, nb::arg("bytes"))
+      .def("send", [](Connection::Call& call, double seconds) { call.send(after(seconds), look_at_signals); }, nb::arg("seconds") = 1e8,
+           nb::call_guard<nb::gil_scoped_release>())
+      .def("wait", &wait_for, nb::arg("seconds"))
+      .def("reply", &reply_of);
+  m.def(
+      "connect_tcp",
+      [](const std::string& host, uint16_t port, const nb::bytes& secret, double timeout_seconds, size_t most_frame_bytes,
+         size_t most_in_flight_bytes) {
+        const std::string shown(secret.c_str(), secret.size());
+        nb::gil_scoped_release release;
+        return connect_tcp(host, port, shown, timeout_seconds, {most_frame_bytes, most_in_flight_bytes});
+      },
+      nb::arg("host"), nb::arg("port"), nb::arg("secret"), nb::arg("timeout_seconds"), nb::kw_only(),
+      nb::arg("most_frame_bytes") = TcpLimits().most_frame_bytes, nb::arg("most_in_flight_bytes") = TcpLimits().most_in_flight_bytes);
+  m.def(
+      "connect_ring",
+      [](const std::string& socket, const nb::bytes& secret, double timeout_seconds, double spin_seconds, double idle_seconds,
+         double answer_seconds, size_t most_pool_bytes, size_t most_mailboxes) {
+        const std::string shown(secret.c_str(), secret.size());
+        nb::gil_scoped_release release;
+        return connect_ring(socket, shown, timeout_seconds, {spin_seconds, idle_seconds, answer_seconds, most_pool_bytes, most_mailboxes});
+      },
+      nb::arg("socket"), nb::arg("secret"), nb::arg("timeout_seconds"), nb::kw_only(), nb::arg("spin_seconds") = RingLimits().spin_seconds,
+      nb::arg("idle_seconds") = RingLimits().idle_seconds, nb::arg("answer_seconds") = RingLimits().answer_seconds,
+      nb::arg("most_pool_bytes") = RingLimits().most_pool_bytes, nb::arg("most_mailboxes") = RingLimits().most_mailboxes);
+}
+
+}  // namespace geartrain

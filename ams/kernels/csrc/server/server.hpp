@@ -1,0 +1,105 @@
+// The data plane of one shard: a thread that takes requests of its clients and performs them.
+//
+// A client shows a secret that the shard gave it beforehand (gRPC: OpenDataPlane); each is good for one connection and a few
+// seconds. Whoever says what the frame or the mailboxes do not allow is disconnected; its mailboxes are let go of once no call uses
+// them, and what it had asked for and was not begun never is.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <chrono>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <unordered_map>
+#include <vector>
+
+#include "ring/ring_peer.hpp"
+#include "ring/spinning.hpp"
+#include "tcp/tcp_peer.hpp"
+
+namespace geartrain {
+
+struct ServerLimits {
+  size_t most_mailboxes = 1024, most_connections = 1024;
+  double greeting_seconds = 5;  // to connect and show the secret
+  double silence_seconds = 30;  // of a client that neither sends the rest of a frame nor takes its replies
+  double spin_seconds = 50e-6;  // that the thread looks for the next request of this machine before it sleeps, where that pays
+  size_t most_frame_bytes = size_t{256} << 20, most_bytes = size_t{2} << 30;  // by TCP: of one frame, and of all under way
+};
+
+struct DataPlaneOffer {
+  std::string socket;  // name in the abstract namespace
+  std::string secret;
+  uint16_t port = 0;  // of TCP; 0: none
+};
+
+// Thread-safe.
+class DataServer {
+ public:
+  // Listens for clients of this machine, and by TCP at `host` and `port` (0: a free one) unless `host` is empty. Throws
+  // std::system_error.
+  DataServer(std::shared_ptr<Handler> handler, ServerLimits limits, const std::string& host = "", uint16_t port = 0);
+  ~DataServer();
+  // Throws std::runtime_error: closed, or too many connections.
+  DataPlaneOffer offer();
+  // Ends the thread and all connections. Idempotent.
+  void close();
+  size_t num_connections() const { return num_connections_; }
+  size_t num_mailboxes() const { return mailboxes_->now; }
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  struct Guest {
+    OwnedFd socket;
+    bool is_near;  // of this machine
+    Clock::time_point until;
+    std::array<char, sizeof(FrameHeader) + kSecretBytes> hello;
+    size_t got = 0;
+  };
+
+  void run();
+  bool serve_requests();
+  bool has_requests() const;
+  void look_at_sockets(int timeout_millis);
+  void look_at(int fd, uint32_t events);
+  void accept_guests(const OwnedFd& listener);
+  void greet(int fd);
+  bool is_offered(const char* hello);
+  void welcome_ring(OwnedFd socket, const OwnedFd& page);
+  void welcome_tcp(OwnedFd socket);
+  void serve_stream(TcpPeer& peer, uint32_t events);
+  void flush_streams();
+  void remember(std::shared_ptr<ServedCall> call);
+  void expire();
+  int millis_to_wait() const;
+  void watch(int fd);
+
+  const std::shared_ptr<Handler> handler_;
+  const ServerLimits limits_;
+  std::string name_;
+  OwnedFd listener_, tcp_listener_, epoll_, sleep_file_;
+  std::shared_ptr<OwnedFd> wake_;
+  uint16_t port_ = 0;
+  SharedMapping sleep_page_;
+  std::shared_ptr<MailboxCount> mailboxes_ = std::make_shared<MailboxCount>();
+  std::shared_ptr<FrameMemory> memory_ = std::make_shared<FrameMemory>();
+  // Of the thread.
+  std::unordered_map<int, Guest> guests_;
+  std::unordered_map<int, std::unique_ptr<RingPeer>> rings_;
+  std::unordered_map<int, std::unique_ptr<TcpPeer>> streams_;
+  std::vector<std::pair<Clock::time_point, std::shared_ptr<ServedCall>>> waiting_;
+  Clock::time_point looked_at_;
+  Spinning spinning_{limits_.spin_seconds};
+
+  std::atomic<size_t> num_connections_ = 0;
+  std::atomic<bool> is_closing_ = false;
+  std::mutex mutex_;  // guards what follows
+  std::map<std::string, Clock::time_point> offers_;
+  const uint64_t generation_ = fork_generation();
+  std::thread* thread_ = nullptr;  // of a forked child it is not: it is left alone there
+};
+
+}  // namespace geartrain

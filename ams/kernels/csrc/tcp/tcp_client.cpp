@@ -1,0 +1,296 @@
+#include "tcp/tcp_client.hpp"
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <condition_variable>
+#include <cstddef>
+#include <cstring>
+#include <mutex>
+#include <unordered_map>
+#include <utility>
+
+#include "frames/frame.hpp"
+#include "tcp/buffers.hpp"
+#include "tcp/byte_stream.hpp"
+
+namespace geartrain {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr Clock::duration kLookInterval = std::chrono::milliseconds(100);
+constexpr Clock::duration kLongestSilence = std::chrono::seconds(30);  // of a shard that takes no bytes of a request
+
+int64_t millis_until(Clock::time_point time) {
+  return std::max<int64_t>(0, std::chrono::duration_cast<std::chrono::milliseconds>(time - Clock::now()).count());
+}
+
+// A call that waits for its reply. Shared with whoever reads it.
+struct Pending {
+  uint64_t number = 0;
+  size_t most_reply_bytes = 0, reply_bytes = 0;
+  Buffer reply;
+  bool is_done = false;
+};
+
+// No thread reads: one of those who wait for replies does, for all of them.
+class Tcp : public Connection, public std::enable_shared_from_this<Tcp> {
+ public:
+  Tcp(ByteStream stream, const TcpLimits& limits) : limits_(limits), stream_(std::move(stream)) {}
+
+  std::unique_ptr<Call> begin(size_t request_bytes, size_t most_reply_bytes) override;
+  bool is_lost() const override { return is_lost_ || generation_ != fork_generation(); }
+  void close() override;
+
+  void send(const std::shared_ptr<Pending>& pending, const char* frame, size_t bytes, SteadyTime deadline,
+            const std::function<bool()>& look);
+  bool wait(const std::shared_ptr<Pending>& pending, SteadyTime deadline, const std::function<bool()>& look);
+  void forget(const std::shared_ptr<Pending>& pending, size_t bytes);
+  BufferPool& buffers() { return buffers_; }
+
+ private:
+  void require_there() const {
+    if (is_lost()) throw Lost("the connection to the shard is lost");
+  }
+  void read_for_all(int millis);
+  void read(int millis);
+  void read_header();
+  void write(const char* frame, size_t bytes, SteadyTime deadline, const std::function<bool()>& look);
+
+  const TcpLimits limits_;
+  const uint64_t generation_ = fork_generation();
+  ByteStream stream_;
+  std::atomic<bool> is_lost_ = false;
+  BufferPool buffers_;
+  std::timed_mutex sending_;
+  std::mutex mutex_;  // guards what follows
+  std::condition_variable changed_;
+  std::unordered_map<uint64_t, std::shared_ptr<Pending>> pending_;
+  size_t in_flight_bytes_ = 0;
+  bool is_read_ = false;
+  // Of who reads.
+  std::array<char, sizeof(FrameHeader)> header_;
+  size_t header_bytes_ = 0, body_bytes_ = 0, body_left_ = 0;
+  std::shared_ptr<Pending> reading_;  // null: of a call that was given up
+};
+
+class TcpCall : public Connection::Call {
+ public:
+  TcpCall(std::shared_ptr<Tcp> tcp, size_t request_bytes, size_t most_reply_bytes)
+      : tcp_(std::move(tcp)), request_(tcp_->buffers().take(request_bytes)), request_bytes_(request_bytes) {
+    pending_->most_reply_bytes = most_reply_bytes;
+  }
+  ~TcpCall() override {
+    if (tcp_->is_lost()) return;
+    tcp_->forget(pending_, request_bytes_ + pending_->most_reply_bytes);
+    tcp_->buffers().give_back(std::move(request_));
+    if (pending_->is_done) tcp_->buffers().give_back(std::move(pending_->reply));
+  }
+  char* request() override { return request_.data(); }
+  void send(SteadyTime deadline, const std::function<bool()>& look) override {
+    tcp_->send(pending_, request_.data(), request_bytes_, deadline, look);
+  }
+  bool wait(SteadyTime deadline, const std::function<bool()>& look) override { return tcp_->wait(pending_, deadline, look); }
+  std::span<const char> reply() override { return {pending_->reply.data(), pending_->reply_bytes}; }
+
+ private:
+  const std::shared_ptr<Tcp> tcp_;
+  Buffer request_;
+  const size_t request_bytes_;
+  const std::shared_ptr<Pending> pending_ = std::make_shared<Pending>();
+};
+
+std::unique_ptr<Connection::Call> Tcp::begin(size_t request_bytes, size_t most_reply_bytes) {
+  require_there();
+  if (request_bytes > limits_.most_frame_bytes || most_reply_bytes > limits_.most_frame_bytes) throw Full("the call is too large for one frame");
+  {
+    const std::lock_guard lock(mutex_);
+    if (in_flight_bytes_ + request_bytes + most_reply_bytes > limits_.most_in_flight_bytes) throw Full("too much is in flight to the shard");
+    in_flight_bytes_ += request_bytes + most_reply_bytes;
+  }
+  try {
+    return std::make_unique<TcpCall>(shared_from_this(), request_bytes, most_reply_bytes);
+  } catch (...) {  // no memory
+    const std::lock_guard lock(mutex_);
+    in_flight_bytes_ -= request_bytes + most_reply_bytes;
+    throw;
+  }
+}
+
+void Tcp::forget(const std::shared_ptr<Pending>& pending, size_t bytes) {
+  const std::lock_guard lock(mutex_);
+  in_flight_bytes_ -= bytes;
+  const auto found = pending_.find(pending->number);
+  if (found != pending_.end() && found->second == pending) pending_.erase(found);
+}
+
+void Tcp::close() {
+  if (generation_ != fork_generation() || is_lost_.exchange(true)) return;
+  stream_.end();
+  const std::lock_guard lock(mutex_);
+  changed_.notify_all();
+}
+
+void Tcp::send(const std::shared_ptr<Pending>& pending, const char* frame, size_t bytes, SteadyTime deadline,
+               const std::function<bool()>& look) {
+  require_there();
+  std::memcpy(&pending->number, frame + offsetof(FrameHeader, number), sizeof(pending->number));
+  {
+    const std::lock_guard lock(mutex_);
+    if (!pending_.emplace(pending->number, pending).second) throw std::logic_error("a call of this number is under way");
+  }
+  std::unique_lock lock(sending_, std::defer_lock);
+  while (!lock.try_lock_until(std::min(deadline, Clock::now() + kLookInterval)))
+    if (Clock::now() >= deadline || (look && look())) throw Full("the shard takes no more requests in time");
+  require_there();
+  try {
+    write(frame, bytes, deadline, look);
+  } catch (const std::runtime_error&) {  // what the shard has of the frame cannot be taken back
+    close();
+    require_there();
+  } catch (...) {  // of the look
+    close();
+    throw;
+  }
+}
+
+// While the shard takes nothing, replies are read: it may be that it sends, and waits for that.
+void Tcp::write(const char* frame, size_t bytes, SteadyTime deadline, const std::function<bool()>& look) {
+  auto silent_since = Clock::now(), next_look = silent_since + kLookInterval;
+  for (size_t done = 0; done < bytes;) {
+    const size_t written = stream_.write(frame + done, bytes - done);
+    done += written;
+    if (written != 0) {
+      silent_since = Clock::now();
+      continue;
+    }
+    require_there();
+    if (const auto now = Clock::now(); now >= deadline || now - silent_since > kLongestSilence)
+      throw std::runtime_error("the shard takes nothing");
+    if (look && Clock::now() >= next_look) {
+      if (look()) throw std::runtime_error("the caller has gone");
+      next_look = Clock::now() + kLookInterval;
+    }
+    if (!stream_.wait(true, static_cast<int>(std::min<int64_t>(100, millis_until(deadline) + 1)))) continue;
+    {
+      const std::lock_guard lock(mutex_);
+      if (std::exchange(is_read_, true)) continue;
+    }
+    read_for_all(0);
+  }
+}
+
+// By who has set is_read_. What cannot be read ends the connection.
+void Tcp::read_for_all(int millis) {
+  try {
+    read(millis);
+  } catch (const std::exception&) {
+    close();
+  }
+  const std::lock_guard lock(mutex_);
+  is_read_ = false;
+  changed_.notify_all();
+}
+
+bool Tcp::wait(const std::shared_ptr<Pending>& pending, SteadyTime deadline, const std::function<bool()>& look) {
+  auto next_look = Clock::now() + kLookInterval;
+  for (;;) {
+    bool is_reader;
+    {
+      std::unique_lock lock(mutex_);
+      if (pending->is_done) return true;
+      require_there();
+      const bool is_late = Clock::now() >= deadline;
+      if (is_late && !stream_.wait(false, 0)) return false;  // what has come is read, though it is asked for late
+      is_reader = !std::exchange(is_read_, true);
+      if (!is_reader) changed_.wait_until(lock, is_late ? next_look : std::min(deadline, next_look));
+    }
+    if (is_reader) read_for_all(static_cast<int>(millis_until(std::min(deadline, next_look))) + 1);
+    if (Clock::now() >= next_look) {
+      if (look && look()) return false;
+      next_look = Clock::now() + kLookInterval;
+    }
+  }
+}
+
+// By the reader alone: what has come, up to the end of a frame; waits so many milliseconds for the first of it. Throws.
+void Tcp::read(int millis) {
+  std::array<char, size_t{64} << 10> dropped;
+  bool has_waited = false;
+  for (;;) {
+    size_t received;
+    if (header_bytes_ < header_.size()) {
+      received = stream_.read(header_.data() + header_bytes_, header_.size() - header_bytes_);
+      header_bytes_ += received;
+      if (header_bytes_ == header_.size()) read_header();
+    } else if (reading_) {
+      received = stream_.read(reading_->reply.data() + header_.size() + body_bytes_ - body_left_, body_left_);
+      body_left_ -= received;
+    } else {
+      received = stream_.read(dropped.data(), std::min(dropped.size(), body_left_));
+      body_left_ -= received;
+    }
+    if (header_bytes_ == header_.size() && body_left_ == 0) {
+      header_bytes_ = 0;
+      if (const auto done = std::move(reading_)) {
+        const std::lock_guard lock(mutex_);
+        done->is_done = true;
+        pending_.erase(done->number);
+      }
+      reading_.reset();
+      return;
+    }
+    if (received != 0) continue;
+    if (std::exchange(has_waited, true) || !stream_.wait(false, millis)) return;
+  }
+}
+
+void Tcp::read_header() {
+  const FrameHeader header = parse_header(header_.data(), FrameKind::reply);
+  body_bytes_ = body_left_ = header.body_bytes;
+  {
+    const std::lock_guard lock(mutex_);
+    const auto found = pending_.find(header.number);
+    if (found != pending_.end()) reading_ = found->second;
+  }
+  if (!reading_) {
+    if (header.body_bytes > limits_.most_frame_bytes) throw std::runtime_error("the shard sends more than anybody asked for");
+    return;
+  }
+  const size_t bytes = header_.size() + header.body_bytes;
+  if (bytes > reading_->most_reply_bytes) throw std::runtime_error("the shard sends more than was asked for");
+  reading_->reply = buffers_.take(bytes);
+  reading_->reply_bytes = bytes;
+  std::memcpy(reading_->reply.data(), header_.data(), header_.size());
+}
+
+}  // namespace
+
+std::shared_ptr<Connection> connect_tcp(const std::string& host, uint16_t port, const std::string& secret, double timeout_seconds,
+                                        const TcpLimits& limits) {
+  if (port == 0 || secret.size() != kSecretBytes) throw std::runtime_error("a shard told no place and secret for a connection");
+  const auto deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(timeout_seconds));
+  OwnedFd socket = connect_stream(host.c_str(), port, timeout_seconds);
+  ByteStream stream(std::move(socket));
+  std::array<char, sizeof(FrameHeader) + kSecretBytes> hello;
+  FrameHeader header;
+  header.kind = FrameKind::hello;
+  header.body_bytes = kSecretBytes;
+  write_header(hello.data(), header);
+  secret.copy(hello.data() + sizeof(FrameHeader), kSecretBytes);
+  if (stream.write(hello.data(), hello.size()) != hello.size()) throw std::runtime_error("the shard takes nothing");
+  for (size_t got = 0; got < sizeof(FrameHeader);) {
+    const size_t received = stream.read(hello.data() + got, sizeof(FrameHeader) - got);
+    got += received;
+    if (received == 0 && !stream.wait(false, static_cast<int>(millis_until(deadline)))) throw std::runtime_error("the shard does not greet");
+  }
+  try {
+    parse_header(hello.data(), FrameKind::hello);
+  } catch (const Fault& fault) {
+    throw std::runtime_error(fault.message);
+  }
+  return std::make_shared<Tcp>(std::move(stream), limits);
+}
+
+}  // namespace geartrain

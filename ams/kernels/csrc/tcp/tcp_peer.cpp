@@ -1,0 +1,147 @@
+#include "tcp/tcp_peer.hpp"
+
+#include <sys/eventfd.h>
+
+#include <cstring>
+#include <utility>
+
+namespace geartrain {
+namespace {
+
+// A reply in memory of its own, which goes to the client's outbox.
+class OwnReply : public ReplyPlace {
+ public:
+  explicit OwnReply(std::shared_ptr<Outbox> outbox) : outbox_(std::move(outbox)) {}
+  ~OwnReply() override { outbox_->memory().give_back(std::move(buffer_)); }
+  std::span<char> room(size_t, size_t most_bytes) override {
+    if (most_bytes > outbox_->memory().most_frame)
+      throw Fault("MessageTooLarge", "the reply takes up to " + std::to_string(most_bytes) + " bytes, the most of one frame is " +
+                                         std::to_string(outbox_->memory().most_frame) + "; ask for fewer rows at once");
+    buffer_ = outbox_->memory().take(most_bytes);
+    return {buffer_.data(), buffer_.bytes()};
+  }
+  void answer(size_t bytes) override { outbox_->add(std::move(buffer_), bytes); }
+
+ private:
+  const std::shared_ptr<Outbox> outbox_;
+  Buffer buffer_;
+};
+
+thread_local const Outbox* about_to_be_flushed = nullptr;
+
+}  // namespace
+
+Buffer FrameMemory::take(size_t bytes) {
+  Buffer buffer = pool.take(bytes);
+  if (used.fetch_add(buffer.bytes()) + buffer.bytes() > most) {
+    give_back(std::move(buffer));
+    throw Fault("Busy", "this shard has too many requests and replies under way; ask again", 0.1);
+  }
+  return buffer;
+}
+
+void FrameMemory::give_back(Buffer buffer) {
+  used -= buffer.bytes();
+  pool.give_back(std::move(buffer));
+}
+
+Outbox::~Outbox() {
+  for (Reply& one : replies_) memory_->give_back(std::move(one.buffer));
+}
+
+void Outbox::add(Buffer reply, size_t bytes) {
+  {
+    const std::lock_guard lock(mutex_);
+    replies_.push_back({std::move(reply), bytes});
+    num_bytes_ += bytes;
+  }
+  if (about_to_be_flushed != this) eventfd_write(wake_->get(), 1);
+}
+
+size_t Outbox::num_bytes() {
+  const std::lock_guard lock(mutex_);
+  return num_bytes_;
+}
+
+void Outbox::flush(ByteStream& stream) {
+  const std::lock_guard lock(mutex_);
+  while (!replies_.empty()) {
+    Reply& first = replies_.front();
+    while (first.sent < first.bytes) {
+      const size_t sent = stream.write(first.buffer.data() + first.sent, first.bytes - first.sent);
+      if (sent == 0) return;
+      first.sent += sent;
+      num_bytes_ -= sent;
+    }
+    memory_->give_back(std::move(first.buffer));
+    replies_.pop_front();
+  }
+}
+
+TcpPeer::~TcpPeer() { outbox_->memory().give_back(std::move(frame_)); }
+
+bool TcpPeer::flush() {
+  try {
+    const size_t before = outbox_->num_bytes();
+    outbox_->flush(stream_);
+    if (outbox_->num_bytes() != before || before == 0) moved_at_ = Clock::now();
+    return true;
+  } catch (const std::exception&) {
+    return false;
+  }
+}
+
+bool TcpPeer::receive(const std::shared_ptr<Handler>& handler, const Waits& waits) {
+  std::array<char, size_t{64} << 10> dropped;
+  try {
+    for (;;) {
+      size_t received;
+      if (header_bytes_ < header_bytes_of_.size()) {
+        received = stream_.read(header_bytes_of_.data() + header_bytes_, header_bytes_of_.size() - header_bytes_);
+        header_bytes_ += received;
+        if (header_bytes_ == header_bytes_of_.size()) begin_body();
+      } else {
+        const size_t left = header_.body_bytes - body_got_;
+        received = frame_.data() != nullptr ? stream_.read(frame_.data() + header_bytes_of_.size() + body_got_, left)
+                                            : stream_.read(dropped.data(), std::min(left, dropped.size()));
+        body_got_ += received;
+      }
+      if (received == 0) return true;
+      moved_at_ = Clock::now();
+      if (header_bytes_ == header_bytes_of_.size() && body_got_ == header_.body_bytes) {
+        perform(handler, waits);
+        return true;
+      }
+    }
+  } catch (const std::exception&) {  // it has gone, or sent a damaged header
+    return false;
+  }
+}
+
+void TcpPeer::begin_body() {
+  header_ = parse_header(header_bytes_of_.data(), FrameKind::request);
+  body_got_ = 0;
+  FrameMemory& memory = outbox_->memory();
+  if (header_.body_bytes > memory.most_frame) throw std::runtime_error("the frame is too large");
+  try {
+    frame_ = memory.take(header_bytes_of_.size() + header_.body_bytes);
+    std::memcpy(frame_.data(), header_bytes_of_.data(), header_bytes_of_.size());
+  } catch (const Fault& fault) {
+    refusal_ = fault;
+  }
+}
+
+void TcpPeer::perform(const std::shared_ptr<Handler>& handler, const Waits& waits) {
+  const size_t bytes = header_bytes_of_.size() + header_.body_bytes;
+  header_bytes_ = 0;
+  about_to_be_flushed = outbox_.get();
+  auto call = std::make_shared<ServedCall>(handler, header_, std::make_unique<OwnReply>(outbox_),
+                                           [this] { return stream_.has_ended(); });
+  if (frame_.data() == nullptr) call->refuse(refusal_);
+  else call->perform(frame_.data(), bytes);
+  about_to_be_flushed = nullptr;
+  outbox_->memory().give_back(std::move(frame_));
+  if (call->is_waiting()) waits(std::move(call));
+}
+
+}  // namespace geartrain

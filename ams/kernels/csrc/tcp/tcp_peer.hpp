@@ -1,0 +1,89 @@
+// A client of another machine, as the shard has it: a stream of frames.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <chrono>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+
+#include "carriers/served_call.hpp"
+#include "tcp/buffers.hpp"
+#include "tcp/byte_stream.hpp"
+
+namespace geartrain {
+
+// Memory for frames that come and replies that go, of all clients of a server.
+struct FrameMemory {
+  std::atomic<size_t> used = 0;
+  size_t most = size_t{2} << 30;
+  size_t most_frame = size_t{256} << 20;
+  BufferPool pool;
+  // Throws Fault("Busy") if there is no room, std::bad_alloc.
+  Buffer take(size_t bytes);
+  void give_back(Buffer buffer);
+};
+
+// Replies that are to be sent. Whoever brings one adds it; the server's thread sends.
+class Outbox {
+ public:
+  Outbox(std::shared_ptr<FrameMemory> memory, std::shared_ptr<OwnedFd> wake) : memory_(std::move(memory)), wake_(std::move(wake)) {}
+  ~Outbox();
+  FrameMemory& memory() { return *memory_; }
+  // Wakes the server's thread, unless that is about to flush this one: see TcpPeer::perform.
+  void add(Buffer reply, size_t bytes);
+  // Sends what can be sent now. Throws what ByteStream::write does.
+  void flush(ByteStream& stream);
+  size_t num_bytes();
+
+ private:
+  struct Reply {
+    Buffer buffer;
+    size_t bytes, sent = 0;
+  };
+  const std::shared_ptr<FrameMemory> memory_;
+  const std::shared_ptr<OwnedFd> wake_;
+  std::mutex mutex_;
+  std::deque<Reply> replies_;
+  size_t num_bytes_ = 0;
+};
+
+// Of the server's thread alone.
+class TcpPeer {
+ public:
+  using Clock = std::chrono::steady_clock;
+  using Waits = std::function<void(std::shared_ptr<ServedCall>)>;
+
+  TcpPeer(ByteStream stream, std::shared_ptr<FrameMemory> memory, std::shared_ptr<OwnedFd> wake)
+      : stream_(std::move(stream)), outbox_(std::make_shared<Outbox>(std::move(memory), std::move(wake))) {}
+  ~TcpPeer();
+  int fd() const { return stream_.fd(); }
+  // Reads what has come, and performs one frame if it is there. False: the client has gone, or is not to be believed.
+  bool receive(const std::shared_ptr<Handler>& handler, const Waits& waits);
+  // Sends replies. False: the client has gone.
+  bool flush();
+  bool has_replies() { return outbox_->num_bytes() != 0; }
+  // Whether it takes too few replies for its requests to be read.
+  bool is_full() { return outbox_->num_bytes() > kMostOutbox; }
+  // Whether it neither sends the rest of a frame nor takes its replies since then.
+  bool is_silent_since(Clock::time_point time) { return (header_bytes_ != 0 || has_replies()) && moved_at_ < time; }
+
+ private:
+  static constexpr size_t kMostOutbox = size_t{64} << 20;
+  void begin_body();
+  void perform(const std::shared_ptr<Handler>& handler, const Waits& waits);
+
+  ByteStream stream_;
+  const std::shared_ptr<Outbox> outbox_;
+  Clock::time_point moved_at_ = Clock::now();
+  std::array<char, sizeof(FrameHeader)> header_bytes_of_;
+  size_t header_bytes_ = 0;
+  FrameHeader header_;
+  size_t body_got_ = 0;
+  Buffer frame_;  // none: there is no memory for it, and it is read past
+  Fault refusal_{"Busy", ""};
+};
+
+}  // namespace geartrain

@@ -1,0 +1,125 @@
+// Writes that a shard has completed: by them it recognises one that comes again, and applies it once (RIFL, section 3).
+//
+// The key is (stream, sequence), not the process. A completed write is forgotten when the client says that it has the reply, and
+// when a fence says that the job starts over. Two processes that write as one stream are told apart here, too: the one with the
+// lower incarnation was superseded, and is refused (StaleClient). Snapshots hold what is known here as *marks*: freeze/marks.py.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "calls/call.hpp"
+#include "writes/recency_map.hpp"
+
+namespace geartrain {
+
+// Streams whose completed writes a shard keeps: those that wrote last.
+inline constexpr size_t kMaxStreams = 65'536;
+// Names kept of streams that it has forgotten: their writes are refused, for they may be repetitions.
+inline constexpr size_t kMaxForgottenStreams = 4 * kMaxStreams;
+
+// Whether a stream belongs to a job: "a/b/c" does to "a", "a/b" and "a/b/c".
+bool belongs_to(std::string_view stream, std::string_view job);
+
+// A write that was applied.
+struct CompletedWrite {
+  int64_t sequence = 0;
+  int64_t created = 0;
+  std::string table;
+};
+
+// What a shard knows of a stream, as snapshots keep it.
+struct StreamWrites {
+  int64_t incarnation = 0;
+  int64_t oldest_unacknowledged = 0;
+  std::vector<CompletedWrite> done;
+};
+
+// What one shard knows of its writers. Used by whoever has the shard's turn; memory is bounded by streams x window.
+class CompletedWrites {
+ public:
+  explicit CompletedWrites(size_t max_streams = kMaxStreams, size_t max_forgotten = kMaxForgottenStreams);
+
+  // Whether the write is new: then `applied` or `failed` completes it. A duplicate of an applied write is completed here; a
+  // duplicate of one in flight joins it. Throws the Fault StaleClient if the caller was superseded, InvalidArgument if the write
+  // has no name.
+  bool admit(const CallContext& context, Completion completion);
+  // Remembers the write to `table`, and completes it for everyone who waits for it.
+  void applied(const CallContext& context, const Done& done, std::string_view table);
+  // Completes it for everyone who waits with `fault`; the write left no trace and may be sent again.
+  void failed(const CallContext& context, const Fault& fault);
+  // The rows that these writes changed are gone: a repeated one is refused, and no mark says that it is there.
+  void dropped(std::string_view table);
+
+  // From now on refuses the writes of a job's streams with a lower incarnation. Idempotent. With `forget` also forgets those, once.
+  // No write of theirs may be waiting. Throws the Fault StaleClient if the caller was superseded, InvalidArgument if the fence has
+  // no name.
+  void fence(const std::string& job, int64_t incarnation, bool forget);
+  // Throws the Fault StaleClient if the caller has a name and was superseded.
+  void require_current(const CallContext& context) const;
+  // Writes to `table` will come: their marks take no more memory than `admit` does.
+  void expect(std::string_view table) { table_of(table); }
+
+  // What is known of each stream, of the writes applied those to `tables`.
+  std::vector<std::pair<std::string, StreamWrites>> streams(const std::vector<std::string>& tables) const;
+  // Adds what `streams` gave to what is known of a stream: the higher incarnation holds. Of a job that has gone back under a lower
+  // incarnation than `marked` has, these are another cluster's numbers: they shut out nobody here, and are forgotten when the job
+  // goes back once more.
+  void restore(const std::string& name, StreamWrites marked);
+
+  // Of all streams and jobs that were ever here. Any thread.
+  int64_t highest_incarnation() const { return highest_incarnation_; }
+  size_t num_forgotten_streams() const { return forgotten_streams_.size(); }
+
+ private:
+  // The table that writes went to: one object for all of them, so that a drop tells them all.
+  struct Table {
+    std::string name;
+    bool is_dropped = false;
+  };
+  struct Applied {
+    int64_t incarnation = 0;
+    int64_t created = 0;
+    std::shared_ptr<const Table> table;
+  };
+  struct Waiting {
+    std::vector<Completion> completions;
+    // Memory of its mark, taken before a row changes: rows without a mark would be changed again.
+    std::map<int64_t, Applied>::node_type mark;
+  };
+  struct Stream {
+    int64_t incarnation = 0;
+    int64_t oldest_unacknowledged = 0;
+    int64_t acknowledged_by = 0;  // incarnation that said so
+    std::map<int64_t, Applied> done;
+    std::map<int64_t, Waiting> waiting;
+  };
+  using Streams = RecencyMap<Stream>;
+
+  Streams::Entry& current(const CallContext& context);
+  Streams::Entry& begin(const std::string& name);
+  Streams::Entry& waiting_stream(const CallContext& context);
+  Waiting taken(Streams::Entry& entry, int64_t sequence);
+  std::shared_ptr<const Table> table_of(std::string_view name);
+  void require_current(const std::string& name, int64_t incarnation) const;
+  void forget_before(Streams::Entry& entry, int64_t incarnation);
+  static void forget_acknowledged(Stream& stream, int64_t oldest_unacknowledged, int64_t incarnation);
+  void note(int64_t incarnation);
+
+  const size_t max_streams_, max_forgotten_;
+  Streams streams_;                        // held: those with a write in flight, which are never forgotten
+  RecencyMap<int64_t> forgotten_streams_;  // their last incarnation
+  ByName<std::shared_ptr<Table>> tables_;
+  ByName<int64_t> fences_;     // lowest incarnation that may write, by job
+  ByName<int64_t> forgotten_;  // incarnation below which the writes of a job were forgotten last: a repeated fence must spare those
+                               // restored since
+  std::atomic<int64_t> highest_incarnation_{0};
+};
+
+}  // namespace geartrain

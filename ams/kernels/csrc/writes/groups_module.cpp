@@ -1,0 +1,206 @@
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+
+#include "python/conversions.hpp"
+#include "python/module.hpp"
+#include "writes/sync_groups.hpp"
+
+namespace geartrain {
+namespace {
+
+nb::object of_ops(const char* name) { return nb::module_::import_("geartrain.ams.kernels.ops").attr(name); }
+
+// The inputs of an UpdateHosted of ams/values/shard_messages.py.
+class HostedUpdate : public HostedWrite {
+ public:
+  explicit HostedUpdate(nb::object update) : update_(kept(std::move(update))) {}
+
+  const nb::object& update() const { return *update_; }
+
+  Fingerprint fingerprint(Fingerprint begin) const override {
+    const nb::gil_scoped_acquire interpreter;
+    const nb::callable sorted = nb::module_::import_("builtins").attr("sorted");
+    Fingerprint seen = begin;
+    for (const nb::handle inputs : update_->attr("inputs")) {
+      const nb::object arrays = inputs.attr("arrays"), names = sorted(arrays);
+      nb::list told;
+      told.append(update_->attr("model"));
+      told.append(sorted(inputs.attr("settings").attr("items")()));
+      for (const char* number : {"seed", "step", "weight"}) told.append(inputs.attr(number));
+      for (const nb::handle name : names)
+        told.append(nb::make_tuple(name, arrays[name].attr("dtype").attr("name"), arrays[name].attr("shape")));
+      const nb::str text = nb::repr(told);
+      seen = murmur3(text.c_str(), static_cast<size_t>(nb::len(text.attr("encode")())), seen);
+      for (const nb::handle name : names) {
+        const auto array = nb::cast<nb::ndarray<nb::ro, nb::c_contig, nb::device::cpu>>(arrays[name]);
+        seen = geartrain::fingerprint(array.data(), array.nbytes(), seen);
+      }
+    }
+    return seen;
+  }
+
+ private:
+  std::shared_ptr<nb::object> update_;
+};
+
+// A Push or UpdateHosted of ams/values/shard_messages.py, which has a group.
+struct Write {
+  explicit Write(nb::handle from) : table(nb::cast<std::string>(from.attr("table"))) {
+    PushRequest& push = write.push;
+    push.group = group_of(from.attr("group"));
+    push.lr = nb::cast<std::optional<double>>(from.attr("lr"));
+    push.scale = nb::cast<double>(from.attr("scale"));
+    push.step_goes_on = nb::cast<bool>(from.attr("step_goes_on"));
+    for (const nb::handle scalar : from.attr("optimizer_scalars").attr("items")())
+      push.scalars.emplace_back(nb::cast<std::string>(scalar[0]), nb::cast<double>(scalar[1]));
+    if (!nb::hasattr(from, "gradients")) {
+      write.hosted = std::make_shared<HostedUpdate>(nb::borrow(from));
+      return;
+    }
+    const nb::object ids = of_ops("checked_ids")(from.attr("ids")), bits = of_ops("as_bits")(from.attr("gradients"), "gradients");
+    const IdArray id_array = nb::cast<IdArray>(ids);
+    const Matrix rows = nb::cast<Matrix>(bits[0]);
+    if (rows.shape(0) != id_array.shape(0))
+      throw Fault("InvalidRows", std::to_string(rows.shape(0)) + " gradients for " + std::to_string(id_array.shape(0)) +
+                                     " ids; there must be one per id");
+    push.ids = id_array.data();
+    push.count = static_cast<int64_t>(id_array.shape(0));
+    push.dim = static_cast<int64_t>(rows.shape(1));
+    push.dtype = checked_dtype(rows, nb::cast<int>(bits[1]));
+    push.gradients = static_cast<const char*>(rows.data());
+    write.arrays = kept(nb::make_tuple(ids, bits));
+  }
+
+  const SyncGroup& member() const { return *write.push.group; }
+
+  std::string table;
+  RankWrite write;
+};
+
+nb::list python_of(const std::vector<CallContext>& contexts) {
+  nb::list found;
+  for (const CallContext& context : contexts) found.append(python_of(context));
+  return found;
+}
+
+nb::tuple python_of(const RefusedPart& part) { return nb::make_tuple(python_of(part.context), error_of(part.fault)); }
+
+nb::list python_of(const std::vector<RefusedPart>& parts) {
+  nb::list found;
+  for (const RefusedPart& part : parts) found.append(python_of(part));
+  return found;
+}
+
+bool is_applied(SyncGroups& groups, nb::handle from) {
+  const Write write(from);
+  const nb::gil_scoped_release release;
+  return groups.is_applied(write.table, write.write);
+}
+
+// The part of the same rank that it is in the place of with its error, or None; and the callers of all ranks, none if one is missing.
+nb::tuple join(SyncGroups& groups, nb::handle context, nb::handle from) {
+  const Write write(from);
+  const CallContext caller = context_of(context);
+  Joined joined;
+  std::vector<CallContext> callers;
+  {
+    const nb::gil_scoped_release release;
+    joined = groups.join(caller, write.table, write.write);
+    if (joined.is_complete) callers = groups.callers(write.table, write.member());
+  }
+  nb::object replaced = nb::none();
+  if (joined.replaced) replaced = python_of(*joined.replaced);
+  return nb::make_tuple(replaced, python_of(callers));
+}
+
+nb::object python_of(const std::string& table, JointPush&& joint) {
+  auto* moved = new JointPush(std::move(joint));
+  const nb::capsule owner(moved, [](void* held) noexcept { delete static_cast<JointPush*>(held); });
+  const PushRequest& push = moved->push;
+  const size_t count = moved->ids.size(), width = static_cast<size_t>(push.dim);
+  nb::dict scalars;
+  for (const auto& [name, value] : push.scalars) scalars[nb::cast(name)] = value;
+  return nb::module_::import_("geartrain.ams.values.shard_messages")
+      .attr("Push")(
+          nb::arg("table") = table,
+          nb::arg("ids") = nb::ndarray<nb::numpy, int64_t, nb::ndim<1>>(moved->ids.data(), {count}, owner).cast(),
+          nb::arg("gradients") = nb::ndarray<nb::numpy, float, nb::ndim<2>>(moved->gradients.get(), {count, width}, owner).cast(),
+          nb::arg("lr") = push.lr, nb::arg("scale") = push.scale, nb::arg("optimizer_scalars") = scalars,
+          nb::arg("step_goes_on") = push.step_goes_on);
+}
+
+// One push of what all ranks push, or the list of their hosted updates.
+nb::object joint(SyncGroups& groups, nb::handle from) {
+  const Write write(from);
+  const std::vector<const RankWrite*> parts = groups.parts(write.table, write.member());
+  if (!are_hosted(write.table, parts)) {
+    JointPush made;
+    {
+      const nb::gil_scoped_release release;
+      made = joint_push(write.table, parts);
+    }
+    return python_of(write.table, std::move(made));
+  }
+  nb::list updates;
+  for (const RankWrite* part : parts) updates.append(dynamic_cast<const HostedUpdate&>(*part->hosted).update());
+  return updates;
+}
+
+nb::list steps(const SyncGroups& groups) {
+  nb::list found;
+  for (const GroupStep& step : groups.steps())
+    found.append(nb::make_tuple(step.table, step.job, step.world_size, step.next_sequence));
+  return found;
+}
+
+}  // namespace
+
+void bind_sync_groups(nb::module_& m) {
+  nb::class_<SyncGroups>(m, "SyncGroups")
+      .def(
+          "__init__",
+          [](SyncGroups* self, double timeout_seconds, nb::object clock, size_t max_groups) {
+            new (self) SyncGroups(timeout_seconds, clock_of(std::move(clock), monotonic_seconds), max_groups);
+          },
+          nb::arg("timeout_seconds"), nb::arg("clock") = nb::none(), nb::arg("max_groups") = kMaxGroups)
+      .def("is_applied", &is_applied, nb::arg("write"))
+      .def("join", &join, nb::arg("context"), nb::arg("write"))
+      .def("joint", &joint, nb::arg("write"))
+      .def(
+          "complete",
+          [](SyncGroups& groups, nb::handle from) {
+            groups.complete(nb::cast<std::string>(from.attr("table")), group_of(from.attr("group")));
+          },
+          nb::arg("write"))
+      .def(
+          "abandon",
+          [](SyncGroups& groups, nb::handle from) {
+            groups.abandon(nb::cast<std::string>(from.attr("table")), group_of(from.attr("group")));
+          },
+          nb::arg("write"))
+      .def(
+          "require_step",
+          [](SyncGroups& groups, const std::string& table, nb::handle member) { groups.require_step(table, group_of(member)); },
+          nb::arg("table"), nb::arg("member"))
+      .def(
+          "fence",
+          [](SyncGroups& groups, const std::string& job, int64_t incarnation, bool forget) {
+            return python_of(groups.fence(job, incarnation, forget));
+          },
+          nb::arg("job"), nb::arg("incarnation"), nb::kw_only(), nb::arg("forget"))
+      .def(
+          "drop_table", [](SyncGroups& groups, const std::string& table) { return python_of(groups.drop_table(table)); },
+          nb::arg("table"))
+      .def("steps", &steps)
+      .def(
+          "restore",
+          [](SyncGroups& groups, nb::sequence step) {
+            groups.restore({nb::cast<std::string>(step[0]), nb::cast<std::string>(step[1]), nb::cast<int64_t>(step[2]),
+                            nb::cast<int64_t>(step[3])});
+          },
+          nb::arg("step"))
+      .def("next_deadline", &SyncGroups::next_deadline)
+      .def("expire", [](SyncGroups& groups) { return python_of(groups.expire()); });
+}
+
+}  // namespace geartrain

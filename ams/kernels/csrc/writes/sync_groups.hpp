@@ -1,0 +1,107 @@
+// Synchronous writes: a shard gathers one part per rank, and applies them once, as one worker with the joint batch would.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "base/clock.hpp"
+#include "writes/rank_write.hpp"
+#include "writes/recency_map.hpp"
+
+namespace geartrain {
+
+inline constexpr int64_t kMaxWorldSize = 65'536;
+// Groups whose step a shard keeps: those that pushed last. A forgotten one is refused, as long as its name is known.
+inline constexpr size_t kMaxGroups = 4096;
+
+// The step that a group is at, as snapshots keep it.
+struct GroupStep {
+  std::string table;
+  std::string job;
+  int64_t world_size = 0;
+  int64_t next_sequence = 0;
+};
+
+// A part that waits no more, and how its write ends.
+struct RefusedPart {
+  CallContext context;
+  Fault fault;
+};
+
+struct Joined {
+  bool is_complete = false;             // the parts of all ranks are there
+  std::optional<RefusedPart> replaced;  // the part of the same rank that waited, in whose place this one is
+};
+
+// The sync groups of one shard. Used by whoever has the shard's turn; needs no interpreter lock, but for hosted writes.
+class SyncGroups {
+ public:
+  explicit SyncGroups(double timeout_seconds, Clock clock = monotonic_seconds, size_t max_groups = kMaxGroups);
+
+  // Whether the group's write was applied before: this part is a rank's retry of it. Throws the Fault StepMismatch if the rank is
+  // not at its group's step, or writes something else than it did, InvalidArgument if it cannot belong to the group.
+  bool is_applied(const std::string& table, const RankWrite& write);
+  // Adds one rank's part. It is copied, unless it is the last one: whoever brings that calls `complete` or `abandon` before its
+  // arrays go. Throws the Fault StepMismatch if the ranks do not agree.
+  Joined join(const CallContext& context, const std::string& table, const RankWrite& write);
+  // The callers, and the parts, of all ranks that wait, in rank order. What is pointed to stays until `complete` or `abandon`.
+  std::vector<CallContext> callers(const std::string& table, const SyncGroup& member);
+  std::vector<const RankWrite*> parts(const std::string& table, const SyncGroup& member);
+  // The joint write was applied: the group is at its next step.
+  void complete(const std::string& table, const SyncGroup& member);
+  // The joint write was refused: forgets its parts.
+  void abandon(const std::string& table, const SyncGroup& member);
+  // Throws the Fault StepMismatch unless exactly the writes before `member.sequence` are applied.
+  void require_step(const std::string& table, const SyncGroup& member);
+
+  // Drops the parts of the streams of `job` with a lower incarnation. With `forget` also forgets the steps of their groups, so that
+  // the next incarnation begins at its own.
+  std::vector<RefusedPart> fence(const std::string& job, int64_t incarnation, bool forget);
+  // Forgets the groups of a table; returns the callers that waited.
+  std::vector<CallContext> drop_table(const std::string& table);
+
+  std::vector<GroupStep> steps() const;
+  // Lets a group go on at `step`, unless it has begun already.
+  void restore(const GroupStep& step);
+
+  // When the first incomplete group runs out of time, on the clock; none if none waits.
+  std::optional<double> next_deadline();
+  // Drops the parts of the groups whose time is up.
+  std::vector<RefusedPart> expire();
+
+ private:
+  struct Part {
+    CallContext context;
+    RankWrite write;
+    Fingerprint fingerprint;
+  };
+  struct Group {
+    std::string table, job;
+    int64_t world_size = 0;
+    int64_t next_sequence = 0;
+    double deadline = 0;
+    std::string stream = {};  // the one that joined last
+    int64_t incarnation = 0;
+    std::map<int64_t, Part> waiting = {};         // by rank
+    std::map<int64_t, Fingerprint> applied = {};  // each rank's part of the last step; none after a restore
+  };
+  using Groups = RecencyMap<Group>;
+
+  Groups::Entry& group(const std::string& table, const SyncGroup& member);
+  Groups::Entry& begin(Group group);
+  void clear(Groups::Entry& entry);
+  Fault missing(const Group& group) const;
+
+  const double timeout_seconds_;
+  const Clock clock_;
+  const size_t max_groups_;
+  Groups groups_;     // held: those for whose ranks somebody waits, in the order of their deadlines
+  Groups forgotten_;  // without what was applied
+};
+
+}  // namespace geartrain
