@@ -696,6 +696,7 @@ def test_ctrl_c_ends_what_is_sent_to_a_shard_that_takes_no_bytes() -> None:
     assert time.monotonic() - began < SOON
 
 
+@pytest.mark.exact_memory
 def test_a_request_that_there_is_no_memory_for_takes_none_of_what_may_be_in_flight(make: Callable[..., Shard]) -> None:
     ours = make("tcp").connect(most_frame_bytes=1 << 60, most_in_flight_bytes=1 << 60)
     for _ in range(2):
