@@ -1,7 +1,7 @@
 """Which position of a slab an id has, and which ids were used least recently: the index of caches and queues.
 
-:class:`geartrain.ams.kernels.reference.position_lru.PositionLru` is the specification. N ids of one call; positions are
-int64 [N].
+:class:`geartrain.ams.kernels.reference.position_lru.ReferencePositionLru` is the specification. N ids of one call;
+positions are int64 [N].
 """
 
 from __future__ import annotations

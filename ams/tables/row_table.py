@@ -1,7 +1,8 @@
 """The rows of one table on one shard, dense (ids below ``num_rows``, no index) or hashed.
 
-Shapes: N ids of one call, M rows of an output array, D = ``TableSpec.dim``. One thread owns a table (DESIGN.md
-section 4); a second thread's push or assign waits for the first rather than corrupt anything. Calls release the GIL.
+Shapes: N ids of one call, M rows of an output array, D = ``TableSpec.dim``. One thread at a time uses a table:
+whoever has the shard's turn. A second thread's push or assign waits for the first rather than corrupt anything. Calls
+release the GIL.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 
 class ReferencePositionLru:
-    """What :class:`geartrain.ams.kernels.position_lru.ReferencePositionLru` does; it may take any free position."""
+    """What :class:`geartrain.ams.kernels.position_lru.PositionLru` does; it may take any free position."""
 
     def __init__(self, capacity: int) -> None:
         self.positions: OrderedDict[int, int] = OrderedDict()
