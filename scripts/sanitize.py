@@ -35,7 +35,8 @@ TEST_SECONDS = 900
 OPTIONS = {
     # The interpreter keeps much until it ends, and takes no harm from what it cannot have.
     "address": {"ASAN_OPTIONS": "detect_leaks=0:allocator_may_return_null=1", "UBSAN_OPTIONS": "print_stacktrace=1"},
-    "thread": {"TSAN_OPTIONS": "ignore_noninstrumented_modules=1"},
+    # Forked children start threads: ThreadSanitizer cannot promise to follow them, but need not end them.
+    "thread": {"TSAN_OPTIONS": "ignore_noninstrumented_modules=1:die_after_fork=0"},
 }
 # Before the finder of an editable install, in every process that inherits the environment.
 SITECUSTOMIZE = """import importlib.util
