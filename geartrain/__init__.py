@@ -17,7 +17,18 @@ if TYPE_CHECKING:
     from geartrain.ams.programs.selection import ActiveClasses, FullSoftmax, PartialFC, Selection
     from geartrain.ams.values import errors
     from geartrain.ams.values.config import ClientConfig
-    from geartrain.ams.values.optimizers.registry import SGD, Adagrad, Adam, AdamW, Momentum, SparseMomentum
+    from geartrain.ams.values.optimizers.registry import (
+        FTRL,
+        SGD,
+        Adagrad,
+        Adam,
+        AdamW,
+        Momentum,
+        RMSProp,
+        RowWiseAdagrad,
+        RowWiseAdam,
+        SparseMomentum,
+    )
     from geartrain.ams.values.specs import Constant, Normal, TableSpec, Uniform
     from geartrain.bridge.checkpoint.loading import load
     from geartrain.bridge.checkpoint.saving import save
@@ -52,6 +63,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "FTRL",
     "SGD",
     "ActiveClasses",
     "AdaFace",
@@ -80,7 +92,10 @@ __all__ = [
     "NegativesMargin",
     "Normal",
     "PartialFC",
+    "RMSProp",
     "RowOptimizer",
+    "RowWiseAdagrad",
+    "RowWiseAdam",
     "ScheduledMargin",
     "Selection",
     "SlowGear",
@@ -115,7 +130,18 @@ _HOMES = {
     "geartrain.ams.client.table": ("Table",),
     "geartrain.ams.client.cluster": ("Cluster", "connect"),
     "geartrain.ams.values.config": ("ClientConfig",),
-    "geartrain.ams.values.optimizers.registry": ("SGD", "Adam", "Momentum", "SparseMomentum", "Adagrad", "AdamW"),
+    "geartrain.ams.values.optimizers.registry": (
+        "SGD",
+        "Adam",
+        "Momentum",
+        "SparseMomentum",
+        "Adagrad",
+        "AdamW",
+        "RowWiseAdagrad",
+        "RowWiseAdam",
+        "RMSProp",
+        "FTRL",
+    ),
     "geartrain.ams.values.specs": ("Constant", "Normal", "TableSpec", "Uniform"),
     "geartrain.bridge.checkpoint.loading": ("load",),
     "geartrain.bridge.checkpoint.saving": ("save",),

@@ -433,9 +433,10 @@ class RowTable:
             raise InvalidArgument(f"these are no steps of table {self.spec.name!r}: {exc}") from exc
 
     def _require_slots(self, slots: npt.NDArray[Any]) -> None:
-        optimizer, dim = self.spec.optimizer, self.spec.dim
-        for index, slot in enumerate(optimizer.slots):
-            if slot.is_non_negative and np.any(slots[:, index * dim : (index + 1) * dim] < 0):
+        optimizer, end = self.spec.optimizer, 0
+        for slot in optimizer.slots:
+            begin, end = end, end + slot.width(self.spec.dim)
+            if slot.is_non_negative and np.any(slots[:, begin:end] < 0):
                 raise InvalidRows(
                     f"{type(optimizer).__name__}'s state of table {self.spec.name!r} holds a {slot.name} below 0; "
                     "restore an undamaged snapshot"

@@ -141,7 +141,7 @@ class TableSpec:
     @property
     def slot_dim(self) -> int:
         """Numbers of one row's slots, one slot after the other."""
-        return self.dim * len(self.optimizer.slots)
+        return self.optimizer.slot_dim(self.dim)
 
     @property
     def slot_bytes(self) -> int:

@@ -232,10 +232,10 @@ def memory_report(
 
 
 def _plsc_bytes(plan: MemoryPlan) -> int:
-    optimizer = plan.spec.optimizer
-    copies = 1 + len(optimizer.slots) + (not optimizer.saves_gradient_buffer)
-    logits_of_a_card = plan.active * plan.batch * plan.spec.numpy_dtype.itemsize
-    return copies * plan.num_classes * plan.spec.row_bytes + 2 * logits_of_a_card * plan.ranks
+    spec, optimizer = plan.spec, plan.spec.optimizer
+    row = spec.row_bytes * (1 + (not optimizer.saves_gradient_buffer)) + spec.slot_dim * spec.numpy_dtype.itemsize
+    logits_of_a_card = plan.active * plan.batch * spec.numpy_dtype.itemsize
+    return row * plan.num_classes + 2 * logits_of_a_card * plan.ranks
 
 
 def _checked_device(name: str) -> torch.device:

@@ -14,7 +14,7 @@ import torch
 
 from geartrain.ams.kernels.full_table import FullDenseTable
 from geartrain.ams.values.placement import buckets_of_shard, even_placement
-from geartrain.ams.values.specs import TableSpec
+from geartrain.ams.values.specs import DTYPES, TableSpec
 
 Holder = Literal["shard", "rank"]
 
@@ -83,9 +83,7 @@ class MemoryPlan:
         width = "D" if self.sub_centers == 1 else f"{self.sub_centers}·D"
         parts = [("rows", most * spec.row_bytes, f"n·{width}·{spec.numpy_dtype.itemsize}, n = {most:,}")]
         if spec.slot_bytes:
-            parts.append(
-                (f"slots ({spec.optimizer.state})", most * spec.slot_bytes, f"n·{width}·{spec.slot_bytes // spec.dim}")
-            )
+            parts.append((f"slots ({spec.optimizer.state})", most * spec.slot_bytes, f"n·{_slot_formula(spec, width)}"))
         if spec.step_bytes:
             steps = "updates" if spec.counts_updates else "last steps (elapsed)"
             parts.append((steps, most * spec.step_bytes, f"n·{spec.step_bytes}"))
@@ -129,6 +127,14 @@ class MemoryPlan:
             return []
         owners = even_placement(self.shards)
         return [FullDenseTable.of(self.spec, buckets_of_shard(owners, shard)) for shard in range(self.shards)]
+
+
+def _slot_formula(spec: TableSpec, width: str) -> str:
+    """Bytes of one row's slots, in terms of the row's ``width``."""
+    size, num_per_row = DTYPES[spec.slot_dtype].itemsize, sum(slot.per_row for slot in spec.optimizer.slots)
+    num_wide = len(spec.optimizer.slots) - num_per_row
+    terms = [f"{width}·{num_wide * size}"] * bool(num_wide) + [str(num_per_row * size)] * bool(num_per_row)
+    return terms[0] if len(terms) == 1 else f"({' + '.join(terms)})"
 
 
 def id_arrays(num: int, formula: str = f"{_ID_ARRAYS}·8·A") -> tuple[str, int, str]:

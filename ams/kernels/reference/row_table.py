@@ -57,9 +57,8 @@ class ReferenceTable:
         return len(self.rows) - before
 
     def slots_of(self, row_id: int) -> npt.NDArray[Any]:
-        """The row's slots [S · D], one after the other; zero before its first update."""
-        width = self.dim * len(self.optimizer.slots)
-        return self.slots.get(row_id, np.zeros(width, DTYPES[self.slot_dtype]))
+        """The row's slots [S], one after the other; zero before its first update."""
+        return self.slots.get(row_id, np.zeros(self.optimizer.slot_dim(self.dim), DTYPES[self.slot_dtype]))
 
     def store(self, row_id: int, row: Floats, slot: Floats, number: int, *, late: bool = False) -> None:
         """Keep a row [D] and its slot after its update ``number``."""

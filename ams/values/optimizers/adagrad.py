@@ -8,8 +8,14 @@ from typing import ClassVar
 
 import numpy as np
 
-from geartrain.ams.values.optimizers.adam import require_epsilon
-from geartrain.ams.values.optimizers.spec import Floats, RowOptimizerSpec, Slot, UpdateStep, require_rate
+from geartrain.ams.values.optimizers.spec import (
+    Floats,
+    RowOptimizerSpec,
+    Slot,
+    UpdateStep,
+    require_divisor,
+    require_rate,
+)
 
 
 @dataclass(frozen=True)
@@ -42,7 +48,7 @@ class Adagrad(RowOptimizerSpec):
     def __post_init__(self) -> None:
         for name in ("lr", "lr_decay", "weight_decay", "initial_accumulator_value"):
             require_rate(name, getattr(self, name))
-        require_epsilon(self.eps)
+        require_divisor("eps", self.eps)
 
     @property
     def fixed(self) -> Mapping[str, str]:

@@ -10,7 +10,15 @@ from typing import ClassVar, Self
 import numpy as np
 
 from geartrain.ams.values.arguments import real_number
-from geartrain.ams.values.optimizers.spec import Floats, RowOptimizerSpec, Slot, UpdateStep, require, require_rate
+from geartrain.ams.values.optimizers.spec import (
+    Floats,
+    RowOptimizerSpec,
+    Slot,
+    UpdateStep,
+    require,
+    require_divisor,
+    require_rate,
+)
 
 
 @dataclass(frozen=True)
@@ -40,7 +48,7 @@ class Adam(RowOptimizerSpec):
     def __post_init__(self) -> None:
         require_rate("lr", self.lr)
         require_rate("weight_decay", self.weight_decay)
-        require_epsilon(self.eps)
+        require_divisor("eps", self.eps)
         require(
             isinstance(self.betas, tuple | list) and len(self.betas) == 2,
             f"betas is {self.betas!r}; it must be a pair such as (0.9, 0.999)",
@@ -79,12 +87,6 @@ class Adam(RowOptimizerSpec):
         v = dtype(beta2) * v + dtype(1 - beta2) * direction * direction
         w = w - step_size * (m / (np.sqrt(v) * inverse_root + dtype(self.eps)))
         return w, np.concatenate([m, v], axis=-1)
-
-
-def require_epsilon(eps: float) -> None:
-    """Raise InvalidArgument unless what is divided by a root plus ``eps`` is never divided by zero."""
-    require_rate("eps", eps)
-    require(2.0**-126 <= eps < 2.0**127, f"eps is {eps!r}; it must lie in [1.2e-38, 1.7e38)")
 
 
 def power(base: float, exponent: int) -> float:

@@ -14,13 +14,17 @@ from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.optimizers.adagrad import Adagrad
 from geartrain.ams.values.optimizers.adam import Adam
 from geartrain.ams.values.optimizers.adamw import AdamW
+from geartrain.ams.values.optimizers.ftrl import FTRL
 from geartrain.ams.values.optimizers.momentum import Momentum
+from geartrain.ams.values.optimizers.rmsprop import RMSProp
+from geartrain.ams.values.optimizers.rowwise import RowWiseAdagrad, RowWiseAdam
 from geartrain.ams.values.optimizers.sgd import SGD
 from geartrain.ams.values.optimizers.sparse_momentum import SparseMomentum
 from geartrain.ams.values.optimizers.spec import RowOptimizerSpec
 from geartrain.ams.values.text import quoted
 
 __all__ = [
+    "FTRL",
     "OPTIMIZERS",
     "SETTINGS",
     "SGD",
@@ -28,7 +32,10 @@ __all__ = [
     "Adam",
     "AdamW",
     "Momentum",
+    "RMSProp",
     "RowOptimizerSpec",
+    "RowWiseAdagrad",
+    "RowWiseAdam",
     "SparseMomentum",
     "optimizer_from_json",
     "optimizer_of",
@@ -38,7 +45,8 @@ __all__ = [
 ]
 
 OPTIMIZERS: dict[str, type[RowOptimizerSpec]] = {
-    kind.name: kind for kind in (SGD, Momentum, SparseMomentum, Adam, Adagrad, AdamW)
+    kind.name: kind
+    for kind in (SGD, Momentum, SparseMomentum, Adam, Adagrad, AdamW, RowWiseAdagrad, RowWiseAdam, RMSProp, FTRL)
 }
 
 SETTINGS = frozenset(one.name for kind in OPTIMIZERS.values() for one in fields(kind))  # type: ignore[arg-type]

@@ -1,6 +1,6 @@
 """What every optimizer of rows says about itself; nobody else asks which one it is.
 
-Legend: D width of a row, S slots of one.
+Legend: D width of a row, S numbers of its slots.
 """
 
 from __future__ import annotations
@@ -26,11 +26,20 @@ NO_SCALARS: Mapping[str, float] = MappingProxyType({})
 
 @dataclass(frozen=True)
 class Slot:
-    """One number of an optimizer's state beside each number of a row. It is zero before the row's first update."""
+    """One number of an optimizer's state beside each number of a row, or beside the row.
+
+    It is zero before the row's first update.
+    """
 
     name: str
     is_non_negative: bool = False
     """Whether it can never be below zero, so that a restored one that is must be damaged."""
+    per_row: bool = False
+    """Whether a row has one of it; such slots come after the others."""
+
+    def width(self, dim: int) -> int:
+        """Its numbers beside a row of ``dim``."""
+        return 1 if self.per_row else dim
 
 
 class Drift(NamedTuple):
@@ -89,6 +98,10 @@ class RowOptimizerSpec(ABC):
         """How rows move at steps that do not touch them; None: they do not."""
         return None
 
+    def slot_dim(self, dim: int) -> int:
+        """Numbers of all slots beside a row of ``dim``."""
+        return sum(slot.width(dim) for slot in self.slots)
+
     def settings(self) -> dict[str, Any]:
         """All that it is made from, by the names and in the types of its constructor."""
         return {one.name: getattr(self, one.name) for one in fields(self)}  # type: ignore[arg-type]
@@ -135,7 +148,7 @@ class RowOptimizerSpec(ABC):
 
     @abstractmethod
     def updated(self, row: Floats, slots: Floats, gradient: Floats, push: UpdateStep) -> tuple[Floats, Floats]:
-        """Return row [..., D] and slots [..., S · D] after one update, computed in ``push.dtype``.
+        """Return row [..., D] and slots [..., S], one after the other, after one update, computed in ``push.dtype``.
 
         This is the specification: compiled code has its bits in float32, and float64 is the truth.
         """
@@ -151,6 +164,12 @@ def require_rate(name: str, value: float) -> None:
     """Raise InvalidArgument unless ``value`` is a finite number >= 0."""
     real_number(name, value)
     require(math.isfinite(value) and value >= 0, f"{name} is {value!r}; it must be finite and >= 0")
+
+
+def require_divisor(name: str, value: float) -> None:
+    """Raise InvalidArgument unless what is divided by a root plus ``value`` is never divided by zero."""
+    require_rate(name, value)
+    require(2.0**-126 <= value < 2.0**127, f"{name} is {value!r}; it must lie in [1.2e-38, 1.7e38)")
 
 
 def flag(name: str, value: float) -> bool:

@@ -7,10 +7,11 @@ from typing import Annotated, Any, cast
 
 import typer
 
-from geartrain.ams.values.optimizers.registry import optimizer_of
+from geartrain.ams.values.optimizers.registry import OPTIMIZERS, optimizer_of
 from geartrain.cli.shared.options import Json
 
 _DTYPE = "float32, float16 or bfloat16."
+_OPTIMIZERS = ", ".join(OPTIMIZERS)
 
 
 def plan(
@@ -28,7 +29,9 @@ def plan(
     adam: Annotated[bool, typer.Option("--adam", help="Rows have the two moments of Adam.")] = False,
     optimizer: Annotated[
         str | None,
-        typer.Option("--optimizer", help="The rows' optimizer by name, instead of --momentum, --sgd or --adam."),
+        typer.Option(
+            "--optimizer", help=f"The rows' optimizer, instead of --momentum, --sgd or --adam: {_OPTIMIZERS}."
+        ),
     ] = None,
     sample_rate: Annotated[
         float | None,

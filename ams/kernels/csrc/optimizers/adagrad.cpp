@@ -52,7 +52,7 @@ class Adagrad final : public Optimizer {
                    {push.scale, weight_decay_, static_cast<float>(step_size), initial_, epsilon_});
   }
 
-  Magnitudes worst(float gradient, const PushFactors& push, const Magnitudes& before) const override {
+  Magnitudes worst(float gradient, size_t, const PushFactors& push, const Magnitudes& before) const override {
     const float direction = gradient + weight_decay_ * before.row;
     // A direction is divided by at least its own magnitude, but for one whose square is no normal number: by at least epsilon.
     const float quotient = std::max(2.0f, 0x1p-63f / epsilon_);

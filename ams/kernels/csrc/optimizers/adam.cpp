@@ -56,12 +56,16 @@ AdamFactors Adam::factors_of(const PushFactors& push, double correction1, double
           .epsilon = epsilon_};
 }
 
-Magnitudes Adam::update(float* row, float* moments, const float* gradient, size_t dim, const PushFactors& push, int64_t t) const {
-  return update_(row, moments, moments + dim, gradient, dim, factors_of(push, 1 - power(beta1_, t), 1 - power(beta2_, t)));
+AdamFactors Adam::factors_of(const PushFactors& push, int64_t t) const {
+  return factors_of(push, 1 - power(beta1_, t), 1 - power(beta2_, t));
 }
 
-Magnitudes Adam::worst(float gradient, const PushFactors& push, const Magnitudes& before) const {
-  const AdamFactors most = factors_of(push, 1 - beta1_, 1);  // no row moves further than by step_size * (first / epsilon)
+Magnitudes Adam::update(float* row, float* moments, const float* gradient, size_t dim, const PushFactors& push, int64_t t) const {
+  return update_(row, moments, moments + dim, gradient, dim, factors_of(push, t));
+}
+
+Magnitudes Adam::worst(float gradient, size_t, const PushFactors& push, const Magnitudes& before) const {
+  const AdamFactors most = largest_factors(push);  // no row moves further than by step_size * (first / epsilon)
   const float direction = gradient + most.weight_decay * before.row;
   const float first = most.beta1 * before.slots[0] + most.rest1 * direction;
   const float second = most.beta2 * before.slots[1] + most.rest2 * direction * direction;

@@ -30,7 +30,12 @@ class Adam : public Optimizer {
   Magnitudes update(float* row, float* moments, const float* gradient, size_t dim, const PushFactors& push,
                     int64_t t) const override;
   // Loose for rows of float16, whose pushes are nearly always rehearsed: how far a row moves depends on its own second moments.
-  Magnitudes worst(float gradient, const PushFactors& push, const Magnitudes& before) const override;
+  Magnitudes worst(float gradient, size_t, const PushFactors& push, const Magnitudes& before) const override;
+
+ protected:
+  AdamFactors factors_of(const PushFactors& push, int64_t t) const;
+  // With which a row moves the further for moments of any size.
+  AdamFactors largest_factors(const PushFactors& push) const { return factors_of(push, 1 - beta1_, 1); }
 
  private:
   AdamFactors factors_of(const PushFactors& push, double correction1, double correction2) const;

@@ -18,8 +18,8 @@ class AdamW final : public Adam {
     return Adam::update(row, moments, gradient, dim, push, t);
   }
 
-  Magnitudes worst(float gradient, const PushFactors& push, const Magnitudes& before) const override {
-    return Adam::worst(gradient, push, {before.row * std::fabs(kept(push)), before.slots});
+  Magnitudes worst(float gradient, size_t dim, const PushFactors& push, const Magnitudes& before) const override {
+    return Adam::worst(gradient, dim, push, {before.row * std::fabs(kept(push)), before.slots});
   }
 
  private:

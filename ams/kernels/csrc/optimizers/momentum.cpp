@@ -36,7 +36,7 @@ Magnitudes Momentum::update(float* row, float* slot, const float* gradient, size
   return update_(row, slot, gradient, dim, push, factors_);
 }
 
-Magnitudes Momentum::worst(float gradient, const PushFactors& push, const Magnitudes& before) const {
+Magnitudes Momentum::worst(float gradient, size_t, const PushFactors& push, const Magnitudes& before) const {
   const float direction = gradient + factors_.weight_decay * before.row;
   const float velocity = factors_.momentum * before.slots[0] + direction;
   const float step = nesterov_ ? direction + factors_.momentum * velocity : velocity;

@@ -12,7 +12,7 @@ class Momentum : public Optimizer {
 
   int num_slots() const override { return 1; }
   Magnitudes update(float* row, float* slot, const float* gradient, size_t dim, const PushFactors& push, int64_t t) const override;
-  Magnitudes worst(float gradient, const PushFactors& push, const Magnitudes& before) const override;
+  Magnitudes worst(float gradient, size_t, const PushFactors& push, const Magnitudes& before) const override;
 
  protected:
   using Update = Magnitudes (*)(float*, float*, const float*, size_t, PushFactors, Drift);

@@ -15,7 +15,7 @@
 
 namespace geartrain {
 
-inline constexpr int kMaxSlots = 2;
+inline constexpr int kMaxSlots = 3;
 
 // Magnitudes: of one row and its slots, or bounds of those of all rows.
 struct Magnitudes {
@@ -60,6 +60,11 @@ class Optimizer {
 
   // At most kMaxSlots.
   virtual int num_slots() const = 0;
+  // How many of them, the last ones, are one number a row. The others have as many as the row.
+  virtual int num_row_slots() const { return 0; }
+  // Numbers of all slots of a row of `dim`, and of one of them.
+  size_t slot_dim(size_t dim) const { return static_cast<size_t>(num_slots() - num_row_slots()) * dim + num_row_slots(); }
+  size_t slot_dim(int slot, size_t dim) const { return slot < num_slots() - num_row_slots() ? dim : 1; }
   // Whether an update depends on how many the row had before.
   virtual bool counts_updates() const { return false; }
   // Whether slots may be stored in 16 bits.
@@ -67,14 +72,14 @@ class Optimizer {
   // If rows move at steps that do not touch them: how.
   virtual std::optional<Drift> drift() const { return std::nullopt; }
 
-  // Update number `t` of a row, from 1, in float32 and in the order that the specification has: row [dim], slots [num_slots, dim],
-  // `push.scale` times the gradient. Returns the largest magnitudes after it, before rounding to a storage type.
+  // Update number `t` of a row, from 1, in float32 and in the order that the specification has: row [dim], slots [slot_dim(dim)], one
+  // after the other, `push.scale` times the gradient. Returns the largest magnitudes after it, before rounding to a storage type.
   virtual Magnitudes update(float* row, float* slots, const float* gradient, size_t dim, const PushFactors& push,
                             int64_t t) const = 0;
 
-  // Bounds after any one update of rows within `before` by gradients that, scaled, are at most `gradient`: an update of one worst
+  // Bounds after any one update of rows of `dim` within `before` by gradients that, scaled, are at most `gradient`: an update of one worst
   // row. Each float32 step is monotone in the magnitudes, so what is finite here is finite everywhere.
-  virtual Magnitudes worst(float gradient, const PushFactors& push, const Magnitudes& before) const = 0;
+  virtual Magnitudes worst(float gradient, size_t dim, const PushFactors& push, const Magnitudes& before) const = 0;
 };
 
 // Throws std::invalid_argument for an unknown name, and for numbers that are missing or outside their range.

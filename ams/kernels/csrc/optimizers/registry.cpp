@@ -11,7 +11,11 @@
   each(sparse_momentum)            \
   each(adam)                       \
   each(adagrad)                    \
-  each(adamw)
+  each(adamw)                      \
+  each(rowwise_adagrad)            \
+  each(rowwise_adam)               \
+  each(rmsprop)                    \
+  each(ftrl)
 
 namespace geartrain {
 

@@ -28,7 +28,7 @@ class Sgd final : public Optimizer {
     return {update_(row, gradient, dim, push, weight_decay_), {}};
   }
 
-  Magnitudes worst(float gradient, const PushFactors& push, const Magnitudes& before) const override {
+  Magnitudes worst(float gradient, size_t, const PushFactors& push, const Magnitudes& before) const override {
     const float direction = gradient + weight_decay_ * before.row;
     return {before.row + push.lr * direction, {}};
   }

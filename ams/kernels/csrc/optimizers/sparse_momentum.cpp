@@ -10,7 +10,7 @@ class ElapsedMomentum final : public Momentum {
 
   std::optional<Drift> drift() const override { return factors_; }
 
-  Magnitudes worst(float gradient, const PushFactors& push, const Magnitudes& before) const override {
+  Magnitudes worst(float gradient, size_t, const PushFactors& push, const Magnitudes& before) const override {
     const float direction = gradient + factors_.weight_decay * before.row;
     const float velocity = before.slots[0] + direction;  // a second gradient of a step meets all of the slot
     return {before.row + push.lr * velocity, {velocity}};

@@ -68,7 +68,7 @@ void read_rows(const ArrayUpdate& given, const int64_t* numbers, int64_t count, 
 int64_t update_rows(const ArrayUpdate& given, const int64_t* numbers, int64_t count, const float* gradients, const GivenStep& step) {
   DefaultFloatMode float_mode;
   const Kernels& k = kernels();
-  const size_t width = static_cast<size_t>(given.dim), slot_width = width * static_cast<size_t>(step.optimizer.num_slots());
+  const size_t width = static_cast<size_t>(given.dim), slot_width = step.optimizer.slot_dim(width);
   const size_t row_bytes = width * item_bytes(given.dtype), slot_bytes = slot_width * item_bytes(given.slot_dtype);
   const int row_type = static_cast<int>(given.dtype), slot_type = static_cast<int>(given.slot_dtype);
   const Ranges ranges = ranges_of(given);

@@ -12,7 +12,7 @@ namespace geartrain {
 
 struct ArrayUpdate {
   char* rows;        // [L, D] of dtype
-  char* slots;       // [L, num_slots * D] of slot_dtype; null: there are none
+  char* slots;       // [L, slot_dim(D)] of slot_dtype; null: there are none
   int64_t* steps;    // [L], how often each row was updated, with a CatchUp its last step; null where nothing counts
   int64_t dim;
   DType dtype;

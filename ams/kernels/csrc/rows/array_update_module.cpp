@@ -31,12 +31,11 @@ int64_t update_checked(const MatrixOutput& rows, int dtype_code, const std::opti
                        const std::optional<IdOutput>& steps, const std::optional<IdArray>& numbers, const FloatRows& gradients,
                        int64_t first_id, uint64_t seed, uint32_t table_hash, const Optimizer& optimizer, float lr, float scale,
                        const CatchUp* catch_up) {
-  const size_t num_slots = static_cast<size_t>(optimizer.num_slots());
-  require((num_slots > 0) == slots.has_value(), "slots must be given for an optimizer that has them, and only for those");
+  require((optimizer.num_slots() > 0) == slots.has_value(), "slots must be given for an optimizer that has them, and only for those");
   const DType dtype = checked_dtype(rows, dtype_code);
   const DType slot_dtype = slots ? checked_dtype(*slots, slot_dtype_code) : DType::float32;
-  require(!slots || (slots->shape(0) == rows.shape(0) && slots->shape(1) == num_slots * rows.shape(1)),
-          "slots must be shaped as the rows, one slot after the other");
+  require(!slots || (slots->shape(0) == rows.shape(0) && slots->shape(1) == optimizer.slot_dim(rows.shape(1))),
+          "slots must be as many as the rows and as wide as the optimizer's, one after the other");
   require(slot_dtype == DType::float32 || optimizer.takes_narrow_slots(), "slots of this optimizer must be float32");
   require((catch_up != nullptr) == optimizer.drift().has_value(), "catch_up must be given where untouched rows move, and only there");
   const bool counts =

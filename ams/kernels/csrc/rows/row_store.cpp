@@ -83,6 +83,7 @@ const char* row_of(const char* rows, int64_t index, size_t row_bytes) {
 
 RowStore::RowStore(const RowStoreSpec& spec)
     : spec_(spec),
+      slot_dim_(static_cast<size_t>(spec.slot_dim())),
       rounding_key_(rounding_key(spec.initial.seed, spec.initial.table_hash)),
       directory_(directory_for(spec)),
       items_(items_of(directory_)),
@@ -359,7 +360,7 @@ int64_t RowStore::create_missing(const int64_t* ids, std::vector<int64_t>& posit
 }
 
 bool RowStore::none_overflows(float largest_gradient, const PushStep& step, const Now& now) const {
-  const Magnitudes most = step.optimizer.worst(largest_gradient, step.factors, bounds_at(now));
+  const Magnitudes most = step.optimizer.worst(largest_gradient, static_cast<size_t>(spec_.dim), step.factors, bounds_at(now));
   const auto fits = [this](float slot) { return std::isfinite(rounded(slot, spec_.slot_dtype)); };
   return std::isfinite(rounded(most.row, spec_.dtype)) && std::all_of(most.slots.begin(), most.slots.end(), fits);
 }
@@ -397,7 +398,7 @@ void RowStore::rehearse(const int64_t* ids, const Resolved& found, const char* g
 // Half types pass through float32 buffers: [0, D) row, then the slots, then [D] gradient.
 void RowStore::update_one(int64_t item, int64_t id, const char* gradient, DType dtype, const PushStep& step,
                           const Now& now, float* buffer, Magnitudes& bounds) {
-  const size_t dim = static_cast<size_t>(spec_.dim), slot_dim = static_cast<size_t>(spec_.slot_dim());
+  const size_t dim = static_cast<size_t>(spec_.dim), slot_dim = slot_dim_;
   char *row = rows_.at(item), *slot = slots_ ? slots_->at(item) : nullptr;
   const Kernels& k = kernels();
   const int row_type = static_cast<int>(spec_.dtype), slot_type = static_cast<int>(spec_.slot_dtype);
@@ -549,15 +550,19 @@ int64_t RowStore::restore(const int64_t* ids, int64_t count, const char* rows, c
   std::unique_lock lock(mutex_);
   require_legal(ids, count);
   Resolved found = resolve(ids, count, rows, spec_.dtype);
-  const size_t dim = static_cast<size_t>(spec_.dim), num_slots = static_cast<size_t>(spec_.optimizer->num_slots());
+  const size_t dim = static_cast<size_t>(spec_.dim), slot_size = item_bytes(spec_.slot_dtype);
+  const Optimizer& optimizer = *spec_.optimizer;
   Magnitudes largest{std::bit_cast<float>(found.largest), {}};
   for (int64_t i = 0; i < count; ++i) {
     bool is_finite = kernels().max_abs_bits[static_cast<int>(spec_.dtype)](row_of(rows, i, row_bytes()), dim) < kInfinityBits;
-    for (size_t slot = 0; slot < num_slots; ++slot) {
-      const char* values = row_of(slots, i, slot_bytes()) + slot * slot_bytes() / num_slots;
-      const uint32_t bits = kernels().max_abs_bits[static_cast<int>(spec_.slot_dtype)](values, dim);
+    const char* values = slots_ ? row_of(slots, i, slot_bytes()) : nullptr;
+    for (int slot = 0; slot < optimizer.num_slots(); ++slot) {
+      const size_t width = optimizer.slot_dim(slot, dim);
+      const uint32_t bits = kernels().max_abs_bits[static_cast<int>(spec_.slot_dtype)](values, width);
+      values += width * slot_size;
       is_finite = is_finite && bits < kInfinityBits;
-      largest.slots[slot] = std::max(largest.slots[slot], std::bit_cast<float>(bits));
+      float& seen = largest.slots[static_cast<size_t>(slot)];
+      seen = std::max(seen, std::bit_cast<float>(bits));
     }
     if (!is_finite) throw Refusal{Reason::non_finite, i};
   }

@@ -34,7 +34,7 @@ struct RowStoreSpec {
   int64_t window;                      // where untouched rows move: steps after which a row is caught up at the latest
 
   // Numbers of a row's slots, one slot after the other.
-  int64_t slot_dim() const { return optimizer->num_slots() * dim; }
+  int64_t slot_dim() const { return static_cast<int64_t>(optimizer->slot_dim(static_cast<size_t>(dim))); }
   // Whether rows move at steps that do not touch them.
   bool counts_steps() const { return optimizer->drift().has_value(); }
   // Whether an update is rounded to fewer bits than it was computed in.
@@ -163,6 +163,7 @@ class RowStore {
   size_t step_bytes() const { return row_steps_ ? sizeof(int64_t) : 0; }
 
   RowStoreSpec spec_;
+  size_t slot_dim_;  // spec_.slot_dim()
   uint64_t rounding_key_;
   Directory directory_;
   DenseItems* items_;  // the directory's; null: hashed, the item of a position is the position

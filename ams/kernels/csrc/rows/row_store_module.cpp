@@ -53,8 +53,8 @@ void pull(const RowStore& store, const IdArray& ids, const MatrixOutput& out, co
 
 PushStep checked_step(const RowStore& store, const Optimizer& optimizer, float lr, float scale) {
   const Optimizer& own = *store.spec().optimizer;
-  require(optimizer.num_slots() == own.num_slots() && optimizer.counts_updates() == own.counts_updates() &&
-              optimizer.drift().has_value() == own.drift().has_value(),
+  require(optimizer.num_slots() == own.num_slots() && optimizer.num_row_slots() == own.num_row_slots() &&
+              optimizer.counts_updates() == own.counts_updates() && optimizer.drift().has_value() == own.drift().has_value(),
           "a push's optimizer must be of the table's kind");
   require(std::isfinite(lr) && lr >= 0 && std::isfinite(scale), "lr must be finite and >= 0, scale finite, as float32");
   return {optimizer, {lr, scale}};

@@ -24,7 +24,9 @@ def digest() -> str:
     seen, generator = hashlib.sha256(), np.random.default_rng(0)
     floats = [np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)]
     ids = np.arange(300)
-    optimizers = [optimizer_of(name, {"lr": 0.1, "weight_decay": 0.01}) for name in OPTIMIZERS]
+    optimizers = [
+        optimizer_of(name, {"lr": 0.1, "l1" if name == "ftrl" else "weight_decay": 0.01}) for name in OPTIMIZERS
+    ]
     initializers = cycle((Normal(0, 1), Uniform(-1, 1), Constant(0.1)))
     for optimizer, initializer in zip([*optimizers, Momentum(0.1, nesterov=True)], initializers, strict=False):
         for dtype in floats:

@@ -22,6 +22,8 @@ from geartrain.ams.values.specs import TableSpec
         (3000, 1, gt.SGD(0.1)),
         (70_001, 4, gt.Adam()),
         (1_000_003, 1, gt.SparseMomentum(0.1)),
+        (70_001, 5, gt.RowWiseAdagrad()),
+        (3000, 1, gt.RowWiseAdam()),
         (9000, 1500, gt.SparseMomentum(0.1, untouched="elapsed")),
     ],
 )

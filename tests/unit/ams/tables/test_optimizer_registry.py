@@ -90,7 +90,7 @@ def test_a_snapshot_with_the_form_of_older_versions_is_restored(text: str, tmp_p
 @pytest.mark.parametrize(
     ("name", "scalars", "text"),
     [
-        ("ftrl", {"lr": 0.1}, "there is no optimizer 'ftrl'; there are sgd, momentum, sparse_momentum, adam, "),
+        ("lamb", {"lr": 0.1}, "there is no optimizer 'lamb'; there are sgd, momentum, sparse_momentum, adam, "),
         ("sgd", {}, "optimizer 'sgd' cannot be made from .*'lr'"),
         ("sgd", {"lr": 0.1, "betas": 1.0}, "optimizer 'sgd' cannot be made from .*'betas'"),
         ("adam", {"beta3": 1.0}, "optimizer 'adam' cannot be made from .*'beta3'"),

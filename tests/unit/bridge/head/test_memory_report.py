@@ -156,3 +156,20 @@ def test_choosing_on_a_device_is_counted_there() -> None:
     sampled = parts(select=gt.PartialFC(0.1))
     assert sampled["choosing of the active classes"] < with_graph["choosing of the active classes"] < 8 << 20
     assert "choosing of the active classes" not in parts(select=gt.FullSoftmax())
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "formula"),
+    [
+        (gt.RowWiseAdagrad(), "n·4"),
+        (gt.RowWiseAdam(), "n·(D·4 + 4)"),
+        (gt.FTRL(), "n·D·8"),
+        (gt.RMSProp(momentum=0.9, centered=True), "n·D·12"),
+    ],
+    ids=str,
+)
+def test_slots_are_reported_by_their_width(optimizer: Any, formula: str) -> None:
+    report = gt.memory_report(num_classes=1000, dim=64, optimizer=optimizer)
+    part = next(part for part in report.parts if part.name.startswith("slots"))
+    assert part.formula == formula
+    assert part.bytes == 1000 * optimizer.slot_dim(64) * 4

@@ -15,12 +15,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from geartrain.ams.kernels.reference import rounding as reference_rounding
 from geartrain.ams.tables.row_table import RowTable
 from geartrain.ams.values.optimizers.registry import (
+    FTRL,
     SGD,
     Adagrad,
     Adam,
     AdamW,
     Momentum,
+    RMSProp,
     RowOptimizerSpec,
+    RowWiseAdagrad,
+    RowWiseAdam,
     SparseMomentum,
 )
 from geartrain.ams.values.specs import DTypeName, TableSpec
@@ -51,6 +55,11 @@ OPTIMIZERS = [
     Adam(0.01, weight_decay=1e-3),
     Adagrad(0.01, lr_decay=0.2, weight_decay=1e-3),
     AdamW(0.01, weight_decay=0.1),
+    RowWiseAdagrad(0.01, lr_decay=0.2, weight_decay=1e-3),
+    RowWiseAdam(0.01, weight_decay=0.1),
+    RMSProp(0.01, weight_decay=1e-3),
+    RMSProp(0.01, eps=1e-3, momentum=0.9, centered=True),
+    FTRL(0.1, l1=0.1, l2=0.1),
 ]
 
 
@@ -92,7 +101,7 @@ def test_its_rows_have_the_bits_of_a_shards(dtype: DTypeName, optimizer: RowOpti
         ids = np.sort(random.permutation(50)[:30]) if by_number else np.arange(step % 3, 50 - step)
         gradients = random.standard_normal((len(ids), 21)).astype(np.float32)
         changed = replace(optimizer, lr=0.3 / (1 + step))
-        if "weight_decay" not in optimizer.fixed:
+        if "weight_decay" in optimizer.settings().keys() - optimizer.fixed.keys():
             changed = replace(changed, weight_decay=0.01 * step)
         scalars = optimizer.scalars_of_push(changed)
         shard.push(ids, gradients, lr=changed.lr, scale=0.5, optimizer_scalars=scalars)

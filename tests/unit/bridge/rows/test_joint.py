@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -379,3 +380,31 @@ def test_a_rate_that_no_shard_takes_is_refused_before_any_push_and_may_be_mended
     optimizer.param_groups[1]["lr"] = LR
     optimizer.step()
     assert not torch.equal(head.weights(), before)
+
+
+@pytest.mark.parametrize(
+    ("spec", "name", "value"),
+    [
+        (gt.FTRL(LR), "l1", 0.5),
+        (gt.RMSProp(LR), "alpha", 0.5),
+        (gt.RowWiseAdagrad(LR), "weight_decay", 0.5),
+        (gt.RowWiseAdam(LR), "betas", (0.5, 0.9)),
+    ],
+    ids=lambda one: one.name if isinstance(one, RowOptimizerSpec) else None,
+)
+def test_the_numbers_of_a_group_are_those_of_its_next_step(
+    cluster: Cluster, spec: Any, name: str, value: object
+) -> None:
+    """Two heads begin alike; one is made with the number, the other's group is given it."""
+    inputs, labels = batch(0)
+    made = make_head(cluster, name="made", optimizer=replace(spec, **{name: value}))
+    given = make_head(cluster, name="given", optimizer=spec)
+    cluster.table("given").assign(np.arange(CLASSES), made.weights().numpy())
+    for head in (made, given):
+        backbone = make_backbone()
+        optimizer = gt.joint(torch.optim.SGD(backbone.parameters(), LR), head)
+        optimizer.param_groups[-1][name] = value
+        optimizer.param_groups[-1]["lr"] = 0.3
+        head(backbone(inputs), labels).backward()
+        optimizer.step()
+    assert torch.equal(made.weights(), given.weights())

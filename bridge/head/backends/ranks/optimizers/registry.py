@@ -9,7 +9,10 @@ from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
 from geartrain.bridge.head.backends.ranks.optimizers.adagrad import adagrad
 from geartrain.bridge.head.backends.ranks.optimizers.adam import adam
 from geartrain.bridge.head.backends.ranks.optimizers.adamw import adamw
+from geartrain.bridge.head.backends.ranks.optimizers.ftrl import ftrl
 from geartrain.bridge.head.backends.ranks.optimizers.momentum import momentum, sparse_momentum
+from geartrain.bridge.head.backends.ranks.optimizers.rmsprop import rmsprop
+from geartrain.bridge.head.backends.ranks.optimizers.rowwise import rowwise_adagrad, rowwise_adam
 from geartrain.bridge.head.backends.ranks.optimizers.sgd import sgd
 from geartrain.bridge.head.backends.ranks.optimizers.step import RowStep
 
@@ -20,6 +23,10 @@ TENSOR_OPTIMIZERS: dict[str, Callable[[Any, RowStep], None]] = {
     "adam": adam,
     "adagrad": adagrad,
     "adamw": adamw,
+    "rowwise_adagrad": rowwise_adagrad,
+    "rowwise_adam": rowwise_adam,
+    "rmsprop": rmsprop,
+    "ftrl": ftrl,
 }
 
 

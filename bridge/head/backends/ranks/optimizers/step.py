@@ -1,6 +1,6 @@
 """What an optimizer of rows on ranks is given.
 
-Legend: N rows of a call, D width, S slots of a row.
+Legend: N rows of a call, D width, S numbers of a row's slots.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ class RowStep:
 
     rows_ND: Tensor
     slots_ND: Tensor | None
-    """[N, S · D], one slot after the other; None where there are none."""
+    """[N, S], one slot after the other; None where there are none."""
     gradient_ND: Tensor
     lr: float
     updates_N: Tensor | None
@@ -24,7 +24,7 @@ class RowStep:
 
     @property
     def slots(self) -> Tensor:
-        """[N, S · D]."""
+        """[N, S]."""
         assert self.slots_ND is not None
         return self.slots_ND
 

@@ -1,0 +1,81 @@
+"""FTRL-Proximal: learning rates per number, and weights that are exactly zero."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from geartrain.ams.values.optimizers.spec import (
+    Floats,
+    RowOptimizerSpec,
+    Slot,
+    UpdateStep,
+    require_divisor,
+    require_rate,
+)
+
+SMALLEST_RATE = 2.0**-126
+"""What takes the place of a learning rate of 0 where a weight that is 0 is divided by it."""
+
+
+@dataclass(frozen=True)
+class FTRL(RowOptimizerSpec):
+    """FTRL-Proximal (McMahan et al., "Ad click prediction: a view from the trenches", KDD 2013, algorithm 1).
+
+    n ← n + g²;  z ← z + g − (1/η′ − 1/η) · w, where η = lr / (beta + √n) before and η′ after;  w ← 0 if |z| ≤ l1, else
+    −(z − sign(z) · l1) / (1/η′ + l2). Each number of a row has its own z and n. ``l1`` makes those exactly 0 whose
+    gradients say too little.
+
+    *Where a row begins.* The paper begins at w = 0. Here a row begins at its initial (or assigned) value w₀, as if z
+    were −w₀/η: the first update is a gradient step from w₀, drawn to 0 by l1 and l2. A row that has had no update is
+    not: it reads as w₀. With ``gt.Constant(0)`` rows begin as in the paper.
+
+    *A learning rate that changes* (lr with a push, a schedule) is the η′ of its push, and no weight jumps: with 0
+    nothing moves. For that the slot of z holds z + w/η, which is −(l2 · w + l1 · sign(w)) beside a weight that is not
+    0, and lies within l1 of 0 beside one that is; the weight says the rest of z. Both slots begin at 0.
+
+    A row outside a push neither moves nor decays. Memory: two slots of float32. A push that carries n beyond the range
+    of float32 is refused like any other overflow.
+    """
+
+    lr: float = 0.1
+    """α of the paper: the learning rate; a push may carry another one."""
+    beta: float = 1.0
+    """β of the paper: how large gradients must have been to lower the rate; at least 1.2e-38."""
+    l1: float = 0.0
+    """λ₁: what holds weights at exactly 0."""
+    l2: float = 0.0
+    """λ₂: what draws weights to 0."""
+
+    name: ClassVar[str] = "ftrl"
+    slots: ClassVar[tuple[Slot, ...]] = (Slot("z"), Slot("n", is_non_negative=True))
+    state: ClassVar[str] = "z and n"
+    takes_narrow_slots: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        for name in ("lr", "l1", "l2"):
+            require_rate(name, getattr(self, name))
+        require_divisor("beta", self.beta)
+
+    def updated(self, row: Floats, slots: Floats, gradient: Floats, push: UpdateStep) -> tuple[Floats, Floats]:
+        """See the base class."""
+        dim, dtype = row.shape[-1], push.dtype
+        w, held, n = row.astype(dtype), slots[..., :dim].astype(dtype), slots[..., dim:].astype(dtype)
+        lr, l1, l2 = dtype(push.lr), dtype(self.l1), dtype(self.l2)
+        direction = gradient.astype(dtype) * dtype(push.scale)
+        n = n + direction * direction
+        root = dtype(self.beta) + np.sqrt(n)
+        rate = lr / root
+        pull = held + direction
+        target = w - rate * pull
+        size = np.abs(target) - rate * l1
+        is_zero = size <= 0
+        weight = np.where(is_zero, dtype(0), np.copysign(size / (dtype(1) + rate * l2), target))
+        with np.errstate(over="ignore"):  # it is cut off
+            rest = pull - w * root / max(lr, dtype(SMALLEST_RATE))
+        rest = np.where(rest < -l1, -l1, rest)
+        rest = np.where(l1 < rest, l1, rest)
+        held = np.where(is_zero, rest, -(l2 * weight + np.copysign(l1, target)))
+        return weight, np.concatenate([held, n], axis=-1)
