@@ -1,5 +1,7 @@
 """Pulls, pushes and assigns of rows: each is one call of compiled code, which sends to all shards at once.
 
+Or only sent so: :mod:`~geartrain.ams.client.row_futures` has the replies brought then.
+
 That is the first attempt. What it does not bring to its end, shard by shard, is left to
 :class:`~geartrain.ams.client.shard_calls.ShardCalls`: whether to ask again, for how long, and by which way.
 
@@ -17,6 +19,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from geartrain.ams.client.row_futures import RowFuture, RowFutures, Sendable
 from geartrain.ams.kernels import ops
 from geartrain.ams.kernels._core import PreparedWrite, RowsClient, TableFacts
 from geartrain.ams.rpc.carrier import AttemptFailed, ShardCarrier
@@ -32,6 +35,9 @@ from geartrain.ams.values.specs import DTYPES, Ids, TableSpec
 Call = tuple[int, Request]
 Bits = npt.NDArray[Any]
 _DTYPES = tuple(DTYPES.values())
+
+_MOST_SENT_BYTES = 256 << 10
+"""What a caller that does not wait sends by itself; more is sent from the background."""
 
 NO_CHECK, CHECK_PRODUCT, CHECK_FINITE = 0, 1, 2
 """What is looked for in the rows of a write: nothing; that the largest times ``scale`` is finite; that all are, too."""
@@ -111,6 +117,9 @@ class RetriedCalls(Protocol):
     def naming(self, silent: Callable[[], Sequence[Peer]], seconds: float) -> AbstractContextManager[None]:
         """While the block lasts, name those of ``silent`` that do not answer."""
 
+    def elsewhere(self, work: Callable[[], object]) -> None:
+        """Do work that may wait on a thread of the client's own."""
+
     def peer(self, shard: int) -> Peer:
         """A shard as those are told of it who wait."""
 
@@ -129,6 +138,11 @@ class RowCalls:
         for shard, carrier in enumerate(carriers):
             if isinstance(carrier, LocalCarrier):
                 self._client.set_way(shard, view.shards[shard].incarnation, carrier.engine, None)
+        self._futures = RowFutures(self._client, calls.elsewhere, _Watch(calls).look)
+
+    def close(self) -> None:
+        """Wait for the calls that :meth:`begin` began."""
+        self._futures.close()
 
     def set_cluster_version(self, version: int) -> None:
         """Later calls mean the cluster of this version."""
@@ -161,12 +175,65 @@ class RowCalls:
             finally:
                 if watch is not None:
                     watch.end()
-            if self._calls.silence.has_named:
-                self._heard([shard for shard, _ in self._routes(table, ids)], [shard for shard, _ in undone or ()])
-            if undone is None:
+            if self._pulled(table, ids, undone):
                 return
         pull = partial(Pull, table=table.name, required_sync=required_sync)
         self._pull_again(pull, table, table_incarnation, ids, out, present, undone)
+
+    def sends_at_once(self, num_bytes: int) -> bool:
+        """Whether a request of so many bytes is one for :meth:`begin`: every shard is behind a connection, and it is
+        small. Shards of this process have nothing sent.
+        """
+        if not self._calls.remote or num_bytes > _MOST_SENT_BYTES:
+            return False
+        self._calls.require_usable()
+        return self._has_a_way() and not self._unconnected
+
+    def begin(self, prepare: Callable[[], Sendable]) -> RowFuture:
+        """Begin a call whose caller does not wait for it; see :meth:`RowFutures.begin`."""
+        return self._futures.begin(prepare)
+
+    def pull_to_begin(
+        self,
+        table: TableFacts,
+        table_incarnation: int,
+        ids: Ids,
+        out: npt.NDArray[Any],
+        result: Callable[[], Any],
+        *,
+        required_sync: SyncGroup | None = None,
+    ) -> Sendable:
+        """:meth:`pull`, for :meth:`begin`; ``result`` makes what its future holds, once the rows are in ``out``."""
+        bits, code = ops.as_bits(out, "out")
+
+        def send(future: RowFuture) -> bool:
+            return self._client.begin_pull(
+                table, table_incarnation, ids, bits, code, required_sync, self._seconds, future
+            )
+
+        def finish(undone: list[tuple[int, Any]] | None) -> Any:
+            if not self._pulled(table, ids, undone):
+                pull = partial(Pull, table=table.name, required_sync=required_sync)
+                self._pull_again(pull, table, table_incarnation, ids, out, None, undone)
+            return result()
+
+        return Sendable(send, finish)
+
+    def begin_write(self, parts: RowParts, context: CallContext, future: RowFuture) -> bool:
+        """Send the calls of a write. False: not now; see :class:`Sendable`."""
+        return self._client.begin_write(parts.prepared, context, self._seconds, future)
+
+    def delivered(self, parts: RowParts, context: CallContext, reply: Any) -> Delivered:
+        """What the calls of :meth:`begin_write` have come to, once each is retried that has not come to its end."""
+        if isinstance(reply, tuple) and not self._calls.silence.has_named:
+            return Delivered(Done(created=reply[0], duplicate=reply[1]), [])
+        return self._deliver_again(parts, context, reply)
+
+    def _pulled(self, table: TableFacts, ids: Ids, undone: list[tuple[int, Any]] | None) -> bool:
+        """Whether the first attempt has read all rows."""
+        if self._calls.silence.has_named:
+            self._heard([shard for shard, _ in self._routes(table, ids)], [shard for shard, _ in undone or ()])
+        return undone is None
 
     def prepared(
         self,
@@ -205,11 +272,10 @@ class RowCalls:
                 watch.end()
         delivered = []
         for parts, context in writes:
-            reply = next(replies) if isinstance(parts, RowParts) else None
-            if isinstance(reply, tuple) and not self._calls.silence.has_named:
-                delivered.append(Delivered(Done(created=reply[0], duplicate=reply[1]), []))
+            if isinstance(parts, RowParts):
+                delivered.append(self.delivered(parts, context, next(replies)))
             else:
-                delivered.append(self._deliver_again(parts, context, reply))
+                delivered.append(self._deliver_again(parts, context, None))
         return delivered
 
     @property
@@ -313,11 +379,19 @@ class _Watch:
             self._naming = ExitStack()
             shielded(self._begin)  # threads are begun there
 
+    def look(self, waiting: Sequence[int]) -> None:
+        """The same, for calls that go on and on: ``waiting`` may be empty."""
+        if waiting:
+            self(waiting)
+        else:
+            self.end()
+
     def end(self) -> None:
         """The call is over."""
         self._waiting = ()
-        if self._naming is not None:
-            shielded(self._naming.close)
+        naming, self._naming = self._naming, None
+        if naming is not None:
+            shielded(naming.close)
 
     def _begin(self) -> None:
         assert self._naming is not None

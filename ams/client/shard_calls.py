@@ -260,9 +260,17 @@ class ShardCalls:
             self.require_usable()
             if self._is_closing:
                 raise Unavailable(_CLOSED)
-            if self._executor is None:
-                self._executor = ThreadPoolExecutor(_ASYNC_THREADS, thread_name_prefix="geartrain-client")
-            self._executor.submit(future.run)
+            self._threads().submit(future.run)
+
+    def elsewhere(self, work: Callable[[], object]) -> None:
+        """Do work that may wait on a thread of the client's own. Who closes this waits first for what asks for it."""
+        with self._lock:
+            self._threads().submit(work)
+
+    def _threads(self) -> ThreadPoolExecutor:
+        if self._executor is None:
+            self._executor = ThreadPoolExecutor(_ASYNC_THREADS, thread_name_prefix="geartrain-client")
+        return self._executor
 
     def give_up(self) -> None:
         """End every wait for a shard: calls under way, also in the background, fail soon, later ones at once."""
@@ -294,6 +302,7 @@ class ShardCalls:
     def _close(self) -> None:
         with self._lock:
             self._is_closing = True
+        self.rows.close()
         if self._executor is not None:
             self._executor.shutdown(wait=True)
         self._closed = True

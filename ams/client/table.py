@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from geartrain.ams.client.hosted_calls import HostedCalls
 from geartrain.ams.client.row_calls import CHECK_FINITE, CHECK_PRODUCT, NO_CHECK, RowParts, facts_of
+from geartrain.ams.client.row_futures import Sendable
 from geartrain.ams.client.shard_calls import ShardCalls
 from geartrain.ams.client.writes import ClientStream, RowWrite
 from geartrain.ams.kernels import ops
@@ -75,8 +76,16 @@ class Table:
         return like(out, ids)
 
     def pull_async(self, ids: Any) -> Future[Any]:
-        """:meth:`pull` in the background."""
-        return self._calls.background(self.pull, ids)
+        """:meth:`pull` in the background: sent at once where the request is small and shards are other processes."""
+        if not self._calls.rows.sends_at_once(8 * _count(ids)):
+            return self._calls.background(self.pull, ids)
+
+        def prepared() -> Sendable:
+            checked = ids_array(ids, self.spec.num_rows)
+            out = np.empty((len(checked), self.spec.dim), self._dtype)
+            return self._calls.rows.pull_to_begin(self._facts, self.incarnation, checked, out, partial(like, out, ids))
+
+        return self._calls.rows.begin(prepared)
 
     def present(self, ids: Any) -> npt.NDArray[np.bool_]:
         """Say which rows exist, [N] bool: were pushed or assigned."""
@@ -123,6 +132,10 @@ class Table:
 
         With ``required_sync``, raises StepMismatch unless exactly the group's writes before it are applied.
         """
+        checked = self._checked_pull(ids, out)
+        self._calls.rows.pull(self._facts, self.incarnation, checked, out, required_sync=required_sync)
+
+    def _checked_pull(self, ids: Ids, out: npt.NDArray[Any]) -> Ids:
         checked = ids_array(ids, self.spec.num_rows)
         is_array = isinstance(out, np.ndarray)
         if not is_array or out.shape != (len(checked), self.spec.dim) or out.dtype != self._dtype:
@@ -132,13 +145,22 @@ class Table:
             )
         if not out.flags.carray:
             raise InvalidArgument("out must be writable, aligned and C-contiguous; pass a fresh array")
-        self._calls.rows.pull(self._facts, self.incarnation, checked, out, required_sync=required_sync)
+        return checked
 
     def pull_into_async(
         self, ids: Ids, out: npt.NDArray[Any], *, required_sync: SyncGroup | None = None
     ) -> Future[None]:
         """:meth:`pull_into` in the background; ``out`` must be left alone until the future is done."""
-        return self._calls.background(self.pull_into, ids, out, required_sync=required_sync)
+        if not self._calls.rows.sends_at_once(8 * _count(ids)):
+            return self._calls.background(self.pull_into, ids, out, required_sync=required_sync)
+
+        def prepared() -> Sendable:
+            checked = self._checked_pull(ids, out)
+            return self._calls.rows.pull_to_begin(
+                self._facts, self.incarnation, checked, out, lambda: None, required_sync=required_sync
+            )
+
+        return self._calls.rows.begin(prepared)
 
     def push(
         self,
@@ -161,26 +183,33 @@ class Table:
         InvalidArgument, InvalidIds, InvalidRows, NonFinite (nothing changed anywhere), StaleClient, SyncError,
         ShardUnavailable (whether that shard applied it is unknown; see :meth:`prepare_push`).
         """
+        return _send_once(self._push(ids, gradients, sequence, lr, scale, optimizer_scalars, group))
+
+    def _push(
+        self,
+        ids: Any,
+        gradients: Any,
+        sequence: int | None,
+        lr: float | None,
+        scale: float,
+        scalars: Mapping[str, float] = NO_SCALARS,
+        group: SyncGroup | None = None,
+    ) -> RowWrite:
         # All or nothing: a shard looks for itself, so what goes to one shard at once need not be looked at twice.
         is_whole = self._calls.view.num_shards == 1 and group is None
-        return _send_once(
-            self._prepared(
-                ids,
-                gradients,
-                sequence,
-                NO_CHECK if is_whole else CHECK_FINITE,
-                lr=lr,
-                scale=scale,
-                scalars=optimizer_scalars,
-                group=group,
-            )
-        )
+        check = NO_CHECK if is_whole else CHECK_FINITE
+        return self._prepared(ids, gradients, sequence, check, lr=lr, scale=scale, scalars=scalars, group=group)
 
     def push_async(
         self, ids: Any, gradients: Any, *, lr: float | None = None, scale: float = 1.0, sequence: int | None = None
     ) -> Future[Done]:
-        """:meth:`push` in the background; the arrays must be left alone until the future is done."""
-        return self._calls.background(self.push, ids, gradients, lr=lr, scale=scale, sequence=sequence)
+        """:meth:`push` in the background; the arrays must be left alone until the future is done.
+
+        Waits while ``max_in_flight_writes`` of the client's are on their way.
+        """
+        if not self._calls.rows.sends_at_once((8 + 4 * self.spec.dim) * _count(ids)):
+            return self._calls.background(self.push, ids, gradients, lr=lr, scale=scale, sequence=sequence)
+        return self._calls.rows.begin(lambda: self._push(ids, gradients, sequence, lr, scale).to_begin())
 
     def prepare_push(
         self,
@@ -316,6 +345,14 @@ def _push(ids: Ids, gradients: npt.NDArray[Any], **settings: Any) -> Push:
 
 def _assign(ids: Ids, rows: npt.NDArray[Any], *, table: str) -> Assign:
     return Assign(table=table, ids=ids, rows=rows)
+
+
+def _count(ids: Any) -> int:
+    """How many ids there are; 0 if these are none, which is for others to say."""
+    try:
+        return len(ids)
+    except TypeError:
+        return 0
 
 
 def _send_once(write: RowWrite) -> Done:

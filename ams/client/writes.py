@@ -13,9 +13,10 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from geartrain.ams.client.row_calls import Call, Delivered, RowCalls, RowParts
+from geartrain.ams.client.row_futures import RowFuture, Sendable
 from geartrain.ams.observe import failpoints
 from geartrain.ams.values.arguments import checked_name, integer
 from geartrain.ams.values.errors import Fenced, GeartrainError, InvalidArgument, StepPartlyApplied, Unavailable
@@ -319,6 +320,27 @@ class RowWrite(Write):
     def is_sent(self) -> bool:
         """Whether every shard has answered that it has applied its part."""
         return not len(self._pending)
+
+    def to_begin(self) -> Sendable:
+        """This write, not sent yet, for :meth:`RowCalls.begin`. It is given up where it fails."""
+        parts = self._pending
+        assert isinstance(parts, RowParts)
+        failpoints.reach("client.send.before")
+        context = CallContext()
+
+        def send(future: RowFuture) -> bool:
+            nonlocal context
+            context = self._numbers.context(self._sequence, self._table_incarnation)
+            return self._rows.begin_write(parts, context, future)
+
+        def finish(reply: Any) -> Done:
+            try:
+                return self._end(self._rows.delivered(parts, context, reply))
+            except BaseException:
+                self.abandon()
+                raise
+
+        return Sendable(send, finish)
 
     def send_with(self, others: Sequence[RowWrite]) -> None:
         """:meth:`send` this one and others: what goes to a shard for the first time, in one request for all of them.

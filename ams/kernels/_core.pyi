@@ -719,3 +719,29 @@ class RowsClient:
         watch: Callable[[list[int]], object] | None,
     ) -> list[tuple[int, bool] | list[tuple[int, bool] | Undone]]:
         """For each write (created, duplicate), or for each of its parts."""
+
+    def begin_pull(
+        self,
+        table: TableFacts,
+        table_incarnation: int,
+        ids: npt.NDArray[np.int64],
+        out: npt.NDArray[Any],
+        dtype_code: int,
+        required_sync: SyncGroup | None,
+        seconds: float,
+        tag: object,
+    ) -> bool:
+        """Send only: :meth:`next_reply` brings ``tag``. False: too much is under way, and nothing was sent."""
+
+    def begin_write(self, prepared: PreparedWrite, context: CallContext, seconds: float, tag: object) -> bool: ...
+    def next_reply(
+        self, seconds: float
+    ) -> tuple[Any, list[tuple[int, Undone]] | tuple[int, bool] | list[tuple[int, bool] | Undone] | None] | None:
+        """The tag of a call that has come to its end, and what ``pull`` or ``write`` would say of it; None: there is
+        none in so many seconds, or it was nudged. For one thread.
+        """
+
+    def waiting(self, seconds: float) -> list[int]:
+        """The shards that begun calls have waited for so long. For that thread."""
+
+    def nudge(self) -> None: ...

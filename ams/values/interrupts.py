@@ -115,9 +115,9 @@ if hasattr(os, "register_at_fork"):
 class BackgroundFuture(Future[Any]):
     """The outcome of ``work``, once another thread has called :meth:`run`. The main thread may wait for it."""
 
-    def __init__(self, work: Callable[[], Any]) -> None:
+    def __init__(self, work: Callable[[], Any] | None = None) -> None:
         super().__init__()
-        self._work: Callable[[], Any] | None = work
+        self._work = work
         self._is_done = self._is_running = False
         self._outcome: tuple[Any, BaseException | None] | None = None
         """Result or error; None: it was cancelled."""
@@ -125,12 +125,16 @@ class BackgroundFuture(Future[Any]):
         self._is_undone.acquire()
         super().add_done_callback(_end)  # the first: those after it may ask for the result
 
+    def begin(self) -> bool:
+        """Whether the work is to be done: not if it was cancelled. From now on it cannot be."""
+        self._is_running = self.set_running_or_notify_cancel()
+        return self._is_running
+
     def run(self) -> None:
         """Do the work, unless it was cancelled."""
         work, self._work = self._work, None
-        if work is None or not self.set_running_or_notify_cancel():
+        if work is None or not (self._is_running or self.begin()):
             return
-        self._is_running = True
         try:
             result = work()
         except BaseException as exc:  # as an executor does it

@@ -37,14 +37,15 @@ class Connection {
     // has of it is never done.
     virtual void send(SteadyTime deadline, const std::function<bool()>& look) = 0;
     // Waits until the reply is there (true), `deadline` is over, or `look` says true; `look` may throw. It is asked about every
-    // 100 ms and never in the first. Throws Lost.
-    virtual bool wait(SteadyTime deadline, const std::function<bool()>& look) = 0;
+    // 100 ms and never in the first. Whoever `may_spin` may look for it before it sleeps. Throws Lost.
+    virtual bool wait(SteadyTime deadline, const std::function<bool()>& look, bool may_spin = true) = 0;
     // The reply's whole frame, at a multiple of 64. Who sent it can change it still.
     virtual std::span<const char> reply() = 0;
   };
 
-  // For a frame of `request_bytes` whose reply has at most `most_reply_bytes`. Throws Lost or Full.
-  virtual std::unique_ptr<Call> begin(size_t request_bytes, size_t most_reply_bytes) = 0;
+  // For a frame of `request_bytes` whose reply has at most `most_reply_bytes`. Throws Lost, or Full: at once unless it `may_wait` for
+  // the shard to make room.
+  virtual std::unique_ptr<Call> begin(size_t request_bytes, size_t most_reply_bytes, bool may_wait = true) = 0;
   virtual bool is_lost() const = 0;
   // Calls under way end soon, as lost. Idempotent.
   virtual void close() = 0;

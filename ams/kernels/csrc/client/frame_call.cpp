@@ -18,14 +18,14 @@ size_t count_of(const Operation& operation) {
 
 }  // namespace
 
-FrameCall::FrameCall(Connection& connection, std::span<const Operation> operations, double seconds)
+FrameCall::FrameCall(Connection& connection, std::span<const Operation> operations, double seconds, bool may_wait)
     : layout_(lay_out_request(operations)), number_(next_number.fetch_add(1, std::memory_order_relaxed)) {
   expected_.reserve(operations.size());
   for (const Operation& operation : operations) {
     const auto* pull = std::get_if<PullRequest>(&operation.request);
     expected_.push_back(pull == nullptr ? ReplyRows{} : reply_rows(*pull, pull->present != nullptr));
   }
-  call_ = connection.begin(layout_.frame_bytes, most_reply_bytes(lay_out_reply(expected_)));
+  call_ = connection.begin(layout_.frame_bytes, most_reply_bytes(lay_out_reply(expected_)), may_wait);
   char* frame = call_->request();
   write_request_headers(frame, layout_, number_, seconds, operations);
   for (size_t i = 0; i < operations.size(); ++i) {

@@ -14,14 +14,16 @@ namespace geartrain {
 class FrameCall {
  public:
   // Writes all of the request but the rows of its writes; `seconds`: how long the caller means to wait. Throws Lost, Full, or the
-  // Fault of what no frame can hold.
-  FrameCall(Connection& connection, std::span<const Operation> operations, double seconds);
+  // Fault of what no frame can hold. `may_wait`: see Connection::begin.
+  FrameCall(Connection& connection, std::span<const Operation> operations, double seconds, bool may_wait = true);
   // Where those of operation i are to be written before send(), one after the other.
   char* rows(size_t i) { return call_->request() + layout_.places[i].rows; }
   // See Connection::Call::send.
   void send(SteadyTime deadline, const std::function<bool()>& look);
   // See Connection::Call::wait.
-  bool wait(SteadyTime deadline, const std::function<bool()>& look) { return call_->wait(deadline, look); }
+  bool wait(SteadyTime deadline, const std::function<bool()>& look, bool may_spin = true) {
+    return call_->wait(deadline, look, may_spin);
+  }
   // To each operation; rows lie in the frame. Once the reply is there. Throws the Fault that its frame is.
   std::vector<ParsedReply> replies();
 

@@ -3,40 +3,27 @@
 // What an attempt does not bring to its end is handed back, shard by shard: whether to try again, and when, is the caller's to say.
 #pragma once
 
+#include <condition_variable>
 #include <cstdint>
 #include <functional>
+#include <list>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <span>
 #include <string>
 #include <variant>
 #include <vector>
 
-#include "carriers/connection.hpp"
-#include "client/prepared_write.hpp"
-#include "engine/engine.hpp"
+#include "client/cut_calls.hpp"
 
 namespace geartrain {
-
-// There is no way to the shard, or no room on it, or it was lost before the reply came: the same call can go another way.
-struct NoWay {};
-// No reply came in time. Of this and of NoWay it is unknown whether the shard has done it.
-struct Late {};
-using PartOutcome = std::variant<NoWay, Late, Fault, Done>;
-
-// How long an attempt may take, and who looks after the caller meanwhile.
-struct Attempt {
-  double seconds = 0;    // that each shard behind a connection has for its reply
-  SteadyTime deadline;   // when they are over
-  // Asked about every 100 ms with the shards that have not replied: whether to give up (Late). What it throws is thrown, and the
-  // caller's arrays are its own again.
-  std::function<bool(std::span<const int64_t>)> look;
-};
 
 // Thread-safe.
 class RowsClient {
  public:
   explicit RowsClient(Placement placement);
+  ~RowsClient();
 
   const Placement& placement() const { return placement_; }
   // How a shard is reached from now on: an engine of this process, a connection, or not at all; and which of all that ever held the
@@ -44,41 +31,48 @@ class RowsClient {
   void set_way(int64_t shard, int64_t incarnation, std::shared_ptr<Engine> engine, std::shared_ptr<Connection> connection);
   void set_cluster_version(int64_t version);
 
-  struct Part {
-    int64_t shard;
-    PartOutcome outcome;
-  };
   // `request` has no positions: out is [count, dim]. Ids that occur twice travel once.
-  std::vector<Part> pull(const TableFacts& table, int64_t table_incarnation, const PullRequest& request, const Attempt& attempt);
+  Undone pull(const TableFacts& table, int64_t table_incarnation, const PullRequest& request, const Attempt& attempt);
 
-  struct Write {
-    const PreparedWrite* prepared;
-    CallContext context;
-  };
   // One frame a shard for all of them; the outcomes of each, in the order of its parts.
-  std::vector<std::vector<PartOutcome>> write(std::span<const Write> writes, const Attempt& attempt);
+  WriteOutcomes write(std::span<const Write> writes, const Attempt& attempt);
+
+  // The same, but sent only: next_reply() brings the outcome, with `tag`. Shards of this process are NoWay. All that is given stays as
+  // it is until then; `attempt.look` is asked until this returns. False: so many are under way that this one has to wait for one of
+  // them to end, and nothing was sent.
+  bool begin_pull(const TableFacts& table, int64_t table_incarnation, const PullRequest& request, Attempt attempt,
+                  std::shared_ptr<void> tag);
+  bool begin_write(const Write& write, Attempt attempt, std::shared_ptr<void> tag);
+  struct Reply {
+    std::shared_ptr<void> tag;
+    std::variant<Undone, std::vector<PartOutcome>> outcome;
+  };
+  // Of a call that has come to its end; waits for one. None: nothing until then, or a nudge(). Of one thread.
+  std::optional<Reply> next_reply(SteadyTime until);
+  // The shards that calls begun so, before then, wait for. Of that thread.
+  std::vector<int64_t> waiting(SteadyTime since) const;
+  // Ends next_reply(), now or the next.
+  void nudge();
 
  private:
-  struct Way {
-    int64_t incarnation = 0;
-    std::shared_ptr<Engine> engine;
-    std::shared_ptr<Connection> connection;
-  };
-  struct View {
-    std::vector<Way> ways;
-    int64_t cluster_version = 0;
-    bool has_connections = false;
-  };
-  struct Job;
-  class Exchange;
+  struct Sent;
 
   std::shared_ptr<const View> view() const;
   template <class Change>
   void change(const Change& change);
+  template <class Prepare>
+  bool begin(size_t bytes, Attempt attempt, std::shared_ptr<void> tag, const Prepare& prepare);
+  void forget(size_t bytes);
 
   const Placement placement_;
   mutable std::mutex mutex_;
   std::shared_ptr<const View> view_;  // replaced, never changed
+
+  mutable std::mutex sent_mutex_;  // guards what follows
+  std::condition_variable news_;
+  bool has_news_ = false;
+  size_t num_sent_ = 0, sent_bytes_ = 0;  // of those that are being sent, too
+  std::list<std::unique_ptr<Sent>> sent_;
 };
 
 }  // namespace geartrain

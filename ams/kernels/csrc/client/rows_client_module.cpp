@@ -32,12 +32,14 @@ void create_facts(TableFacts* self, std::string name, int64_t dim, int dtype_cod
   new (self) TableFacts{std::move(name), dim, static_cast<DType>(dtype_code), is_dense};
 }
 
+SteadyTime::duration duration_of(double seconds) {
+  return std::chrono::duration_cast<SteadyTime::duration>(std::chrono::duration<double>(std::min(seconds, kLongestSeconds)));
+}
+
 // An attempt whose `watch` is told every 100 ms of the shards that have not replied. Signals of the main thread end it, too.
 Attempt attempt_of(double seconds, nb::handle watch) {
-  using Clock = std::chrono::steady_clock;
-  const double bounded = std::min(seconds, kLongestSeconds);
   return {.seconds = std::isfinite(seconds) ? seconds : 0,
-          .deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(bounded)),
+          .deadline = std::chrono::steady_clock::now() + duration_of(seconds),
           .look = [watch](std::span<const int64_t> waiting) {
             if (look_for_signals()) return true;
             if (watch.is_none() || waiting.empty()) return false;
@@ -57,8 +59,8 @@ nb::object python_of(const PartOutcome& outcome) {
   return nb::none();
 }
 
-nb::object pull(RowsClient& client, const TableFacts& table, int64_t table_incarnation, const IdArray& ids, const MatrixOutput& out,
-                int dtype_code, const std::optional<Flags>& present, nb::handle required_sync, double seconds, nb::handle watch) {
+PullRequest pull_request(const TableFacts& table, const IdArray& ids, const MatrixOutput& out, int dtype_code,
+                         const std::optional<Flags>& present, nb::handle required_sync) {
   PullRequest request;
   request.ids = ids.data();
   request.count = static_cast<int64_t>(ids.size());
@@ -70,16 +72,52 @@ nb::object pull(RowsClient& client, const TableFacts& table, int64_t table_incar
   require(out.shape(0) == ids.size() && request.dim == table.dim && request.dtype == table.dtype, "out must be [N, dim] of the table's dtype");
   require(!present || present->size() == ids.size(), "present must be [N]");
   if (!required_sync.is_none()) request.required_sync = group_of(required_sync);
-  const Attempt attempt = attempt_of(seconds, watch);
-  std::vector<RowsClient::Part> undone;
-  {
-    const nb::gil_scoped_release release;
-    undone = client.pull(table, table_incarnation, request, attempt);
-  }
+  return request;
+}
+
+// None: all is done; else what each shard says that has not brought its part to an end.
+nb::object python_of(const Undone& undone) {
   if (undone.empty()) return nb::none();
   nb::list parts;
   for (const auto& [shard, outcome] : undone) parts.append(nb::make_tuple(shard, python_of(outcome)));
   return parts;
+}
+
+// What all shards say together, if each has done its part; else what each says.
+nb::object python_of(const std::vector<PartOutcome>& parts) {
+  Done joint;
+  for (const PartOutcome& part : parts) {
+    const Done* done = std::get_if<Done>(&part);
+    if (done == nullptr) {
+      nb::list each;
+      for (const PartOutcome& one : parts) each.append(python_of(one));
+      return each;
+    }
+    joint.created += done->created;
+    joint.duplicate |= done->duplicate;
+  }
+  return nb::make_tuple(joint.created, joint.duplicate);
+}
+
+nb::object pull(RowsClient& client, const TableFacts& table, int64_t table_incarnation, const IdArray& ids, const MatrixOutput& out,
+                int dtype_code, const std::optional<Flags>& present, nb::handle required_sync, double seconds, nb::handle watch) {
+  const PullRequest request = pull_request(table, ids, out, dtype_code, present, required_sync);
+  const Attempt attempt = attempt_of(seconds, watch);
+  Undone undone;
+  {
+    const nb::gil_scoped_release release;
+    undone = client.pull(table, table_incarnation, request, attempt);
+  }
+  return python_of(undone);
+}
+
+bool begin_pull(RowsClient& client, const TableFacts& table, int64_t table_incarnation, const IdArray& ids, const MatrixOutput& out,
+                int dtype_code, nb::handle required_sync, double seconds, nb::object tag) {
+  const PullRequest request = pull_request(table, ids, out, dtype_code, std::nullopt, required_sync);
+  Attempt attempt = attempt_of(seconds, nb::none());
+  std::shared_ptr<nb::object> label = kept(std::move(tag));
+  const nb::gil_scoped_release release;
+  return client.begin_pull(table, table_incarnation, request, std::move(attempt), std::move(label));
 }
 
 Scalars scalars_of(nb::handle numbers) {
@@ -111,34 +149,39 @@ void prepare(PreparedWrite* self, const RowsClient& client, const TableFacts& ta
 
 nb::list write(RowsClient& client, const std::vector<std::pair<const PreparedWrite*, nb::object>>& calls, double seconds,
                nb::handle watch) {
-  std::vector<RowsClient::Write> writes;
+  std::vector<Write> writes;
   writes.reserve(calls.size());
   for (const auto& [prepared, context] : calls) writes.push_back({prepared, context_of(context)});
   const Attempt attempt = attempt_of(seconds, watch);
-  std::vector<std::vector<PartOutcome>> outcomes;
+  WriteOutcomes outcomes;
   {
     const nb::gil_scoped_release release;
     outcomes = client.write(writes, attempt);
   }
   nb::list replies;
-  for (const auto& parts : outcomes) {
-    Done joint;
-    const bool is_done = std::ranges::all_of(parts, [&](const PartOutcome& part) {
-      const Done* done = std::get_if<Done>(&part);
-      if (done == nullptr) return false;
-      joint.created += done->created;
-      joint.duplicate |= done->duplicate;
-      return true;
-    });
-    if (is_done) {
-      replies.append(nb::make_tuple(joint.created, joint.duplicate));
-      continue;
-    }
-    nb::list each;
-    for (const PartOutcome& part : parts) each.append(python_of(part));
-    replies.append(each);
-  }
+  for (const auto& parts : outcomes) replies.append(python_of(parts));
   return replies;
+}
+
+bool begin_write(RowsClient& client, const PreparedWrite& prepared, nb::handle context, double seconds, nb::object tag) {
+  const Write write{&prepared, context_of(context)};
+  Attempt attempt = attempt_of(seconds, nb::none());
+  std::shared_ptr<nb::object> label = kept(std::move(tag));
+  const nb::gil_scoped_release release;
+  return client.begin_write(write, std::move(attempt), std::move(label));
+}
+
+// (tag, what pull() or write() says of it); None: there is none in so many seconds.
+nb::object next_reply(RowsClient& client, double seconds) {
+  const auto until = std::chrono::steady_clock::now() + duration_of(seconds);
+  std::optional<RowsClient::Reply> reply;
+  {
+    const nb::gil_scoped_release release;
+    reply = client.next_reply(until);
+  }
+  if (!reply) return nb::none();
+  const nb::object tag = *static_cast<nb::object*>(reply->tag.get());
+  return nb::make_tuple(tag, std::visit([](const auto& outcome) { return python_of(outcome); }, reply->outcome));
 }
 
 template <class T>
@@ -182,7 +225,15 @@ void bind_rows_client(nb::module_& m) {
       .def("pull", &pull, nb::arg("table"), nb::arg("table_incarnation"), nb::arg("ids").noconvert(), nb::arg("out").noconvert(),
            nb::arg("dtype_code"), nb::arg("present").noconvert().none(), nb::arg("required_sync").none(), nb::arg("seconds"),
            nb::arg("watch").none())
-      .def("write", &write, nb::arg("writes"), nb::arg("seconds"), nb::arg("watch").none());
+      .def("write", &write, nb::arg("writes"), nb::arg("seconds"), nb::arg("watch").none())
+      .def("begin_pull", &begin_pull, nb::arg("table"), nb::arg("table_incarnation"), nb::arg("ids").noconvert(),
+           nb::arg("out").noconvert(), nb::arg("dtype_code"), nb::arg("required_sync").none(), nb::arg("seconds"), nb::arg("tag"))
+      .def("begin_write", &begin_write, nb::arg("prepared"), nb::arg("context"), nb::arg("seconds"), nb::arg("tag"))
+      .def("next_reply", &next_reply, nb::arg("seconds"))
+      .def("waiting",
+           [](const RowsClient& client, double seconds) { return client.waiting(std::chrono::steady_clock::now() - duration_of(seconds)); },
+           nb::arg("seconds"))
+      .def("nudge", &RowsClient::nudge, nb::call_guard<nb::gil_scoped_release>());
   nb::class_<PreparedWrite>(m, "PreparedWrite")
       .def("__init__", &prepare, nb::arg("client"), nb::arg("table"), nb::arg("ids").noconvert(), nb::arg("rows").noconvert(),
            nb::arg("dtype_code"), nb::kw_only(), nb::arg("is_assign"), nb::arg("check"), nb::arg("lr").none(), nb::arg("scale"),

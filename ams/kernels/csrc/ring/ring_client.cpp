@@ -30,6 +30,8 @@ constexpr Clock::duration kLongestSleep = std::chrono::milliseconds(20);  // the
 
 Clock::duration duration_of(double seconds) { return std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds)); }
 
+constexpr double kMomentSeconds = 2e-3;  // in which a shard that is not at work answers
+
 // A size that calls of nearly the same size fit in, too.
 size_t roomy(size_t bytes) {
   const size_t step = std::max<size_t>(16 * kPageBytes, std::bit_floor(bytes) / 4);
@@ -60,7 +62,7 @@ class Ring : public RingConnection, public std::enable_shared_from_this<Ring> {
   Ring(OwnedFd socket, SharedMapping requested, SharedMapping sleep, const RingLimits& limits)
       : limits_(limits), socket_(std::move(socket)), requested_(std::move(requested)), sleep_(std::move(sleep)) {}
 
-  std::unique_ptr<Call> begin(size_t request_bytes, size_t most_reply_bytes) override;
+  std::unique_ptr<Call> begin(size_t request_bytes, size_t most_reply_bytes, bool may_wait) override;
   bool is_lost() const override { return is_lost_ || generation_ != fork_generation(); }
   size_t num_mailboxes() const override;
   void close() override;
@@ -77,8 +79,8 @@ class Ring : public RingConnection, public std::enable_shared_from_this<Ring> {
  private:
   std::shared_ptr<Mailbox> take_free(size_t request_bytes, size_t reply_bytes);
   uint32_t make_room(size_t bytes);
-  std::shared_ptr<Mailbox> add(size_t request_bytes, size_t reply_bytes);
-  bool is_taken(const Notice& sent);
+  std::shared_ptr<Mailbox> add(size_t request_bytes, size_t reply_bytes, double seconds);
+  bool is_taken(const Notice& sent, Clock::time_point deadline);
   void drop(uint32_t index) noexcept;
   void notify(const Notice& notice);
 
@@ -109,7 +111,7 @@ class RingCall : public Connection::Call {
   }
   char* request() override { return mailbox_->request(); }
   void send(SteadyTime, const std::function<bool()>&) override;
-  bool wait(SteadyTime deadline, const std::function<bool()>& look) override;
+  bool wait(SteadyTime deadline, const std::function<bool()>& look, bool may_spin) override;
   std::span<const char> reply() override { return {mailbox_->reply(), reply_bytes_}; }
 
  private:
@@ -138,9 +140,9 @@ bool RingCall::take_reply() {
   return true;
 }
 
-bool RingCall::wait(SteadyTime deadline, const std::function<bool()>& look) {
+bool RingCall::wait(SteadyTime deadline, const std::function<bool()>& look, bool may_spin) {
   ring_->require_there();
-  if (has_reply_ || ring_->spinning().look([this] { return take_reply(); })) return true;
+  if (has_reply_ || take_reply() || (may_spin && ring_->spinning().look([this] { return take_reply(); }))) return true;
   MailboxControl& control = *mailbox_->control();
   auto looked_at = Clock::now(), next_look = looked_at + kLookInterval;
   for (;;) {
@@ -204,10 +206,10 @@ void Ring::notify(const Notice& notice) {
   }
 }
 
-std::unique_ptr<Connection::Call> Ring::begin(size_t request_bytes, size_t most_reply_bytes) {
+std::unique_ptr<Connection::Call> Ring::begin(size_t request_bytes, size_t most_reply_bytes, bool may_wait) {
   require_there();
   std::shared_ptr<Mailbox> mailbox = take_free(request_bytes, most_reply_bytes);
-  if (!mailbox) mailbox = add(request_bytes, most_reply_bytes);
+  if (!mailbox) mailbox = add(request_bytes, most_reply_bytes, may_wait ? limits_.answer_seconds : std::min(limits_.answer_seconds, kMomentSeconds));
   return std::make_unique<RingCall>(shared_from_this(), std::move(mailbox), request_bytes);
 }
 
@@ -253,8 +255,8 @@ uint32_t Ring::make_room(size_t bytes) {
   }
 }
 
-// A new mailbox that the shard has taken. Throws Full or Lost.
-std::shared_ptr<Mailbox> Ring::add(size_t request_bytes, size_t reply_bytes) {
+// A new mailbox that the shard has taken, within so long. Throws Full or Lost.
+std::shared_ptr<Mailbox> Ring::add(size_t request_bytes, size_t reply_bytes, double seconds) {
   if (request_bytes > limits_.most_pool_bytes || reply_bytes > limits_.most_pool_bytes) throw Full("the call is too large to be shared");
   request_bytes = roomy(request_bytes);
   reply_bytes = roomy(reply_bytes);
@@ -267,11 +269,12 @@ std::shared_ptr<Mailbox> Ring::add(size_t request_bytes, size_t reply_bytes) {
   std::shared_ptr<Mailbox> made;
   const char* reason = "the shard takes no more shared memory";
   try {
-    const std::unique_lock adding(adding_, duration_of(limits_.answer_seconds));
+    const auto deadline = Clock::now() + duration_of(seconds);
+    const std::unique_lock adding(adding_, deadline);
     if (adding) {
       made = std::make_shared<Mailbox>(index, request_bytes, reply_bytes);
       const Notice notice{NoticeKind::added, index, request_bytes, reply_bytes, ++num_added_};
-      if (!send_packet(socket_.get(), &notice, sizeof(notice), made->file.get()) || !is_taken(notice)) made.reset();
+      if (!send_packet(socket_.get(), &notice, sizeof(notice), made->file.get()) || !is_taken(notice, deadline)) made.reset();
     }
   } catch (const std::system_error&) {
     made.reset();
@@ -290,8 +293,7 @@ std::shared_ptr<Mailbox> Ring::add(size_t request_bytes, size_t reply_bytes) {
 }
 
 // Waits for the shard's answer. Throws Lost.
-bool Ring::is_taken(const Notice& sent) {
-  const auto deadline = Clock::now() + duration_of(limits_.answer_seconds);
+bool Ring::is_taken(const Notice& sent, Clock::time_point deadline) {
   for (;;) {
     const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now()).count();
     pollfd one{socket_.get(), POLLIN, 0};

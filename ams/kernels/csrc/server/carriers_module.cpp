@@ -134,7 +134,11 @@ void bind_carriers(nb::module_& m) {
       .def_prop_ro("num_connections", &DataServer::num_connections)
       .def_prop_ro("num_mailboxes", &DataServer::num_mailboxes);
   nb::class_<Connection>(m, "DataConnection")
-      .def("begin", &Connection::begin, nb::arg("request_bytes"), nb::arg("most_reply_bytes"), nb::call_guard<nb::gil_scoped_release>(),
+      .def("begin",
+           [](Connection& connection, size_t request_bytes, size_t most_reply_bytes) {
+             return connection.begin(request_bytes, most_reply_bytes);
+           },
+           nb::arg("request_bytes"), nb::arg("most_reply_bytes"), nb::call_guard<nb::gil_scoped_release>(),
            nb::keep_alive<0, 1>())
       .def("close", &Connection::close, nb::call_guard<nb::gil_scoped_release>())
       .def_prop_ro("is_lost", &Connection::is_lost)

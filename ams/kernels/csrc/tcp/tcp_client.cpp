@@ -39,7 +39,7 @@ class Tcp : public Connection, public std::enable_shared_from_this<Tcp> {
  public:
   Tcp(ByteStream stream, const TcpLimits& limits) : limits_(limits), stream_(std::move(stream)) {}
 
-  std::unique_ptr<Call> begin(size_t request_bytes, size_t most_reply_bytes) override;
+  std::unique_ptr<Call> begin(size_t request_bytes, size_t most_reply_bytes, bool may_wait) override;
   bool is_lost() const override { return is_lost_ || generation_ != fork_generation(); }
   void close() override;
 
@@ -91,7 +91,7 @@ class TcpCall : public Connection::Call {
   void send(SteadyTime deadline, const std::function<bool()>& look) override {
     tcp_->send(pending_, request_.data(), request_bytes_, deadline, look);
   }
-  bool wait(SteadyTime deadline, const std::function<bool()>& look) override { return tcp_->wait(pending_, deadline, look); }
+  bool wait(SteadyTime deadline, const std::function<bool()>& look, bool) override { return tcp_->wait(pending_, deadline, look); }
   std::span<const char> reply() override { return {pending_->reply.data(), pending_->reply_bytes}; }
 
  private:
@@ -101,7 +101,7 @@ class TcpCall : public Connection::Call {
   const std::shared_ptr<Pending> pending_ = std::make_shared<Pending>();
 };
 
-std::unique_ptr<Connection::Call> Tcp::begin(size_t request_bytes, size_t most_reply_bytes) {
+std::unique_ptr<Connection::Call> Tcp::begin(size_t request_bytes, size_t most_reply_bytes, bool) {
   require_there();
   if (request_bytes > limits_.most_frame_bytes || most_reply_bytes > limits_.most_frame_bytes) throw Full("the call is too large for one frame");
   {

@@ -1,0 +1,96 @@
+#include "client/cut_calls.hpp"
+
+#include <utility>
+
+#include "frames/frame.hpp"
+#include "routing/merge_route.hpp"
+
+namespace geartrain {
+
+PullCall::PullCall(const TableFacts& table, int64_t table_incarnation, const PullRequest& request, const Placement& placement,
+                   const View& view)
+    : request_(request) {
+  const int64_t* ids = request.ids;
+  int64_t count = request.count;
+  if (view.has_connections) merge(ids, count);
+  const bool is_merged = !firsts_.empty(), is_whole = placement.num_shards == 1;
+  cut_.emplace(ids, count, placement, table.is_dense, false);
+  if (is_merged && !is_whole) {
+    positions_.reserve(firsts_.size());
+    for (const ShardPart& part : cut_->parts())
+      for (int64_t i = 0; i < part.count; ++i) positions_.push_back(firsts_[static_cast<size_t>(part.places[i])]);
+  }
+  jobs_.resize(cut_->parts().size());
+  int64_t begin = 0;
+  for (size_t i = 0; i < jobs_.size(); ++i) {
+    const ShardPart& part = cut_->parts()[i];
+    PullRequest own = request;
+    own.ids = part.ids;
+    own.count = part.count;
+    own.size = request.count;
+    own.positions = !is_merged ? part.places : is_whole ? firsts_.data() : positions_.data() + begin;
+    begin += part.count;
+    Operation operation{{}, table.name, std::move(own)};
+    operation.context.table_incarnation = table_incarnation;
+    jobs_[i].shard = part.shard;
+    jobs_[i].operations.push_back(std::move(operation));
+  }
+}
+
+Undone PullCall::undone() {
+  if (!firsts_.empty()) repeat();
+  Undone undone;
+  for (Job& job : jobs_)
+    if (!std::holds_alternative<Done>(job.outcomes.front())) undone.push_back({job.shard, std::move(job.outcomes.front())});
+  return undone;
+}
+
+void PullCall::merge(const int64_t*& ids, int64_t& count) {
+  if (is_rising(ids, count)) return;
+  distinct_.resize(static_cast<size_t>(count));
+  inverse_.resize(static_cast<size_t>(count));
+  const int64_t num_distinct = merge_ids(ids, count, distinct_.data(), inverse_.data());
+  if (num_distinct == count) return;
+  firsts_.reserve(static_cast<size_t>(num_distinct));
+  for (int64_t i = 0; i < count; ++i)
+    if (inverse_[static_cast<size_t>(i)] == static_cast<int64_t>(firsts_.size())) firsts_.push_back(i);
+  ids = distinct_.data();
+  count = num_distinct;
+}
+
+void PullCall::repeat() const {
+  const size_t row_bytes = static_cast<size_t>(request_.dim) * item_bytes(request_.dtype);
+  for (int64_t i = 0; i < request_.count; ++i) {
+    const int64_t from = firsts_[static_cast<size_t>(inverse_[static_cast<size_t>(i)])];
+    if (from == i) continue;
+    copy_row(request_.rows + static_cast<size_t>(i) * row_bytes, request_.rows + static_cast<size_t>(from) * row_bytes, row_bytes);
+    if (request_.present != nullptr) request_.present[i] = request_.present[from];
+  }
+}
+
+WriteCall::WriteCall(std::span<const Write> writes, const Placement& placement) : places_(writes.size()) {
+  std::vector<int64_t> job_of_shard(static_cast<size_t>(placement.num_shards), -1);
+  for (size_t number = 0; number < writes.size(); ++number) {
+    for (const ShardPart& part : writes[number].prepared->parts()) {
+      int64_t& job = job_of_shard[static_cast<size_t>(part.shard)];
+      if (job < 0 || jobs_[static_cast<size_t>(job)].operations.size() == kMostOperations) {
+        job = static_cast<int64_t>(jobs_.size());
+        jobs_.emplace_back();
+        jobs_.back().shard = part.shard;
+      }
+      Job& own = jobs_[static_cast<size_t>(job)];
+      places_[number].emplace_back(static_cast<size_t>(job), own.operations.size());
+      own.operations.push_back(writes[number].prepared->operation(part, writes[number].context));
+      own.rows.emplace_back(writes[number].prepared, &part);
+    }
+  }
+}
+
+WriteOutcomes WriteCall::outcomes() {
+  WriteOutcomes outcomes(places_.size());
+  for (size_t number = 0; number < places_.size(); ++number)
+    for (const auto& [job, operation] : places_[number]) outcomes[number].push_back(std::move(jobs_[job].outcomes[operation]));
+  return outcomes;
+}
+
+}  // namespace geartrain

@@ -1,0 +1,66 @@
+// The calls of a client, cut by shard: what goes to each, and what all that comes to.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <utility>
+#include <vector>
+
+#include "client/exchange.hpp"
+#include "client/prepared_write.hpp"
+
+namespace geartrain {
+
+struct UndonePart {
+  int64_t shard;
+  PartOutcome outcome;
+};
+using Undone = std::vector<UndonePart>;
+
+// A pull. Ids that occur twice travel once.
+class PullCall {
+ public:
+  // `request` has no positions: out is [count, dim].
+  PullCall(const TableFacts& table, int64_t table_incarnation, const PullRequest& request, const Placement& placement,
+           const View& view);
+  PullCall(const PullCall&) = delete;  // the jobs refer to what it holds
+  PullCall& operator=(const PullCall&) = delete;
+
+  std::vector<Job>& jobs() { return jobs_; }
+  // Once all jobs have their outcomes: the shards that have not brought theirs to its end.
+  Undone undone();
+
+ private:
+  void merge(const int64_t*& ids, int64_t& count);
+  void repeat() const;
+
+  const PullRequest request_;
+  std::vector<int64_t> distinct_, inverse_;
+  std::vector<int64_t> firsts_;  // of each distinct id its first place; empty: all are distinct
+  std::vector<int64_t> positions_;
+  std::optional<CutIds> cut_;
+  std::vector<Job> jobs_;
+};
+
+struct Write {
+  const PreparedWrite* prepared;
+  CallContext context;
+};
+using WriteOutcomes = std::vector<std::vector<PartOutcome>>;
+
+// Writes: one frame a shard for all of them.
+class WriteCall {
+ public:
+  WriteCall(std::span<const Write> writes, const Placement& placement);
+
+  std::vector<Job>& jobs() { return jobs_; }
+  // Once all jobs have theirs: of each write, in the order of its parts.
+  WriteOutcomes outcomes();
+
+ private:
+  std::vector<Job> jobs_;
+  std::vector<std::vector<std::pair<size_t, size_t>>> places_;  // of each part: its job, and its operation there
+};
+
+}  // namespace geartrain

@@ -1,0 +1,272 @@
+#include "client/exchange.hpp"
+
+#include <algorithm>
+#include <atomic>
+#include <condition_variable>
+#include <cstring>
+#include <exception>
+#include <mutex>
+#include <thread>
+
+#include "machine/fan_out.hpp"
+
+namespace geartrain {
+namespace {
+
+constexpr std::chrono::milliseconds kLookInterval{100};
+// Below this, shards of this process are faster one after the other than on threads of their own.
+constexpr size_t kBesideBytes = size_t{1} << 20;
+
+}  // namespace
+
+// Where an engine puts the outcome of a write, at once or later.
+class Settled {
+ public:
+  void set(const Outcome& outcome) {
+    const std::lock_guard lock(mutex_);
+    outcome_ = outcome;
+    changed_.notify_all();
+  }
+  // None: `look` gave up.
+  template <class Look>
+  std::optional<Outcome> wait(const Look& look) {
+    std::unique_lock lock(mutex_);
+    while (!changed_.wait_for(lock, kLookInterval, [this] { return outcome_.has_value(); })) {
+      lock.unlock();
+      if (look()) return std::nullopt;
+      lock.lock();
+    }
+    return outcome_;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::optional<Outcome> outcome_;
+};
+
+namespace {
+
+size_t bytes_of(const Operation& operation) {
+  return std::visit([](const auto& one) { return static_cast<size_t>(one.count * one.dim) * item_bytes(one.dtype); }, operation.request);
+}
+
+// Writes the rows of a reply, and which exist, to where the pull wants them.
+void place(const PullRequest& pull, const ParsedReply& reply) {
+  const size_t row_bytes = static_cast<size_t>(pull.dim) * item_bytes(pull.dtype);
+  if (pull.positions == nullptr) {
+    if (pull.count != 0) std::memcpy(pull.rows, reply.rows, static_cast<size_t>(pull.count) * row_bytes);
+  } else {
+    const char* from = reply.rows;
+    for (int64_t i = 0; i < pull.count; ++i, from += row_bytes) {
+      if (i + kRowsAhead < pull.count) prefetch_bytes(pull.rows + static_cast<size_t>(pull.positions[i + kRowsAhead]) * row_bytes, row_bytes);
+      copy_row(pull.rows + static_cast<size_t>(pull.positions[i]) * row_bytes, from, row_bytes);
+    }
+  }
+  if (pull.present == nullptr) return;
+  for (int64_t i = 0; i < pull.count; ++i) pull.present[pull.positions == nullptr ? i : pull.positions[i]] = reply.present[i] != 0;
+}
+
+// Once the reply is there.
+void take(Job& job) {
+  const std::vector<ParsedReply> replies = job.call->replies();
+  for (size_t i = 0; i < replies.size(); ++i) {
+    const Done* done = std::get_if<Done>(&replies[i].outcome);
+    if (done == nullptr) {
+      job.outcomes[i] = std::get<Fault>(replies[i].outcome);
+      continue;
+    }
+    if (const auto* pull = std::get_if<PullRequest>(&job.operations[i].request)) place(*pull, replies[i]);
+    job.outcomes[i] = *done;
+  }
+}
+
+// Begins a write, whose arrays are free when this returns; it may wait for other ranks.
+std::shared_ptr<Settled> begun(Engine& engine, const Operation& operation,
+                               const std::pair<const PreparedWrite*, const ShardPart*>& source, const Caller& caller) {
+  const auto& [prepared, part] = source;
+  const char* rows = prepared->rows_of(*part);
+  std::unique_ptr<char[]> copy;
+  if (rows == nullptr) {
+    copy.reset(new char[std::max<size_t>(1, static_cast<size_t>(part->count) * prepared->row_bytes())]);
+    prepared->copy_rows_of(*part, copy.get());
+    rows = copy.get();
+  }
+  auto settled = std::make_shared<Settled>();
+  const Completion completion = [settled](const Outcome& outcome) { settled->set(outcome); };
+  if (const auto* push = std::get_if<PushRequest>(&operation.request)) {
+    PushRequest whole = *push;
+    whole.gradients = rows;
+    engine.push(operation.context, operation.table, whole, true, completion, caller);
+  } else {
+    AssignRequest whole = std::get<AssignRequest>(operation.request);
+    whole.rows = rows;
+    engine.assign(operation.context, operation.table, whole, true, completion, caller);
+  }
+  return settled;
+}
+
+}  // namespace
+
+Exchange::Exchange(std::vector<Job>& jobs, const View& view, const Attempt& attempt) : jobs_(jobs), attempt_(attempt) {
+  for (Job& job : jobs_) {
+    job.way = &view.ways[static_cast<size_t>(job.shard)];
+    job.outcomes.resize(job.operations.size());
+    for (Operation& operation : job.operations) {
+      operation.context.shard_incarnation = job.way->incarnation;
+      operation.context.cluster_version = view.cluster_version;
+    }
+  }
+}
+
+void Exchange::run() {
+  for (Job& job : jobs_) {
+    if (!job.way->connection) continue;
+    try {
+      write(job, true);
+    } catch (const Full&) {
+    }
+    send(job);
+  }
+  perform_here();
+  for (Job& job : jobs_) {
+    if (job.call) receive(job, SteadyTime::max(), true);
+    await_writes(job);
+  }
+}
+
+bool Exchange::send(bool may_wait) {
+  for (Job& job : jobs_) {
+    if (!job.way->connection) continue;
+    try {
+      write(job, may_wait);
+    } catch (const Full&) {
+      if (may_wait) continue;
+      for (Job& each : jobs_) each.call.reset();
+      return false;
+    }
+  }
+  for (Job& job : jobs_) send(job);
+  return true;
+}
+
+bool Exchange::receive_until(SteadyTime until) {
+  for (Job& job : jobs_) {
+    try {
+      if (job.call && !receive(job, until, false)) return false;
+    } catch (const std::exception&) {  // no memory: it can go another way, later
+      job.end(NoWay{});
+      job.call.reset();
+    }
+  }
+  return true;
+}
+
+std::vector<int64_t> Exchange::waiting() const {
+  std::vector<int64_t> shards;
+  for (const Job& job : jobs_)
+    if (job.call) shards.push_back(job.shard);
+  return shards;
+}
+
+// The frame of a job, as its call. Throws Full.
+void Exchange::write(Job& job, bool may_wait) const {
+  try {
+    job.call.emplace(*job.way->connection, job.operations, attempt_.seconds, may_wait);
+    for (size_t i = 0; i < job.rows.size(); ++i) job.rows[i].first->copy_rows_of(*job.rows[i].second, job.call->rows(i));
+  } catch (const Lost&) {
+    job.call.reset();
+  } catch (const Fault& fault) {
+    job.end(fault);
+  }
+}
+
+// What was written, if it was.
+void Exchange::send(Job& job) const {
+  if (!job.call) return;
+  try {
+    job.call->send(attempt_.deadline, [this] { return look(); });
+  } catch (const Full&) {
+    job.call.reset();
+  } catch (const Lost&) {
+    job.call.reset();
+  }
+}
+
+// False: not until then, and there is time left.
+bool Exchange::receive(Job& job, SteadyTime until, bool may_spin) {
+  try {
+    if (!job.call->wait(std::min(until, attempt_.deadline), [this] { return look(); }, may_spin)) {
+      if (until < attempt_.deadline && std::chrono::steady_clock::now() < attempt_.deadline) return false;
+      job.end(Late{});
+    } else {
+      take(job);
+    }
+  } catch (const Lost&) {
+    job.end(NoWay{});
+  } catch (const Fault& fault) {
+    job.end(fault);
+  }
+  job.call.reset();
+  return true;
+}
+
+void Exchange::perform_here() {
+  std::vector<Job*> here;
+  size_t bytes = 0;
+  for (Job& job : jobs_) {
+    if (!job.is_here()) continue;
+    here.push_back(&job);
+    for (const Operation& operation : job.operations) bytes += bytes_of(operation);
+  }
+  if (here.size() <= 1 || bytes < kBesideBytes) {
+    for (Job* job : here) perform(*job, {.look = [this] { return look(); }});
+    return;
+  }
+  std::atomic<bool> has_left = false;
+  std::exception_ptr error;
+  std::mutex error_mutex;
+  deal_out(static_cast<int64_t>(here.size()), static_cast<int64_t>(std::max(1u, std::thread::hardware_concurrency())),
+           [&](int64_t piece, int64_t thread) {
+             const auto caller_looks = [&] { return look() || has_left; };
+             const auto helper_looks = [&] { return has_left.load(); };
+             try {
+               if (has_left) return;
+               perform(*here[static_cast<size_t>(piece)],
+                       {.has_left = &has_left, .look = thread == 0 ? Turn::Look(caller_looks) : Turn::Look(helper_looks)});
+             } catch (...) {
+               const std::lock_guard lock(error_mutex);
+               if (!error) error = std::current_exception();
+               has_left = true;
+             }
+           });
+  if (error) std::rethrow_exception(error);
+}
+
+void Exchange::perform(Job& job, const Caller& caller) {
+  for (size_t i = 0; i < job.operations.size(); ++i) {
+    const Operation& operation = job.operations[i];
+    if (const auto* pull = std::get_if<PullRequest>(&operation.request)) {
+      try {
+        job.way->engine->pull(operation.context, operation.table, *pull, caller);
+        job.outcomes[i] = Done{};
+      } catch (const Fault& fault) {
+        job.outcomes[i] = fault;
+      }
+    } else {
+      job.settled.push_back(begun(*job.way->engine, operation, job.rows[i], caller));
+    }
+  }
+}
+
+// Once all shards have begun: ranks wait for each other at each of them.
+void Exchange::await_writes(Job& job) const {
+  for (size_t i = 0; i < job.settled.size(); ++i) {
+    const std::optional<Outcome> outcome = job.settled[i]->wait([this] { return look(); });
+    if (!outcome) job.outcomes[i] = Late{};
+    else if (const auto* fault = std::get_if<Fault>(&*outcome)) job.outcomes[i] = *fault;
+    else job.outcomes[i] = std::get<Done>(*outcome);
+  }
+}
+
+}  // namespace geartrain
