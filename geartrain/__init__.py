@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         SparseMomentum,
     )
     from geartrain.ams.values.specs import Constant, Normal, TableSpec, Uniform
+    from geartrain.ams.values.strings import hash_strings
     from geartrain.bridge.checkpoint.loading import load
     from geartrain.bridge.checkpoint.saving import save
     from geartrain.bridge.dense.dense_table import DenseTable, attach
@@ -114,6 +115,7 @@ __all__ = [
     "connect",
     "errors",
     "export_class_weights",
+    "hash_strings",
     "import_class_weights",
     "joint",
     "load",
@@ -143,6 +145,7 @@ _HOMES = {
         "FTRL",
     ),
     "geartrain.ams.values.specs": ("Constant", "Normal", "TableSpec", "Uniform"),
+    "geartrain.ams.values.strings": ("hash_strings",),
     "geartrain.bridge.checkpoint.loading": ("load",),
     "geartrain.bridge.checkpoint.saving": ("save",),
     "geartrain.bridge.dense.dense_table": ("DenseTable", "attach"),

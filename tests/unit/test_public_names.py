@@ -32,6 +32,7 @@ PUBLIC_NAMES = {
     "RowWiseAdam",
     "RMSProp",
     "FTRL",
+    "hash_strings",
     "Constant",
     "Uniform",
     "Normal",
