@@ -26,7 +26,7 @@ from geartrain.ams.rpc.carrier import AttemptFailed, ShardCarrier
 from geartrain.ams.rpc.client.silence import Peer, SilenceWatch
 from geartrain.ams.rpc.local import LocalCarrier
 from geartrain.ams.values.config import ClientConfig
-from geartrain.ams.values.interrupts import shielded
+from geartrain.ams.values.interrupts import BrokenOff, BufferLease, held, shielded
 from geartrain.ams.values.placement import split_by_shard
 from geartrain.ams.values.scheduler_messages import ClusterView
 from geartrain.ams.values.shard_messages import Assign, CallContext, Done, Pull, Push, Reply, Request, SyncGroup
@@ -69,23 +69,50 @@ def joint(calls: Sequence[Call], outcomes: Sequence[object]) -> Delivered:
     return Delivered(Done(created=created, duplicate=duplicate), failed)
 
 
+Shards = Sequence[int]
+
+RowAttempt = Callable[[int, BufferLease | None, float], Done | None]
+"""One more attempt at a shard, while the lease lasts, for so many seconds; None: no compiled code leads there.
+
+Raises AttemptFailed, the error of the shard, and BrokenOff.
+"""
+
+
 class RowParts:
     """The calls of one write of rows: its parts, cut once, and what they ask of the shards."""
 
-    def __init__(self, prepared: PreparedWrite, request: Callable[[Ids, npt.NDArray[Any]], Push | Assign]) -> None:
+    def __init__(
+        self,
+        prepared: PreparedWrite,
+        request: Callable[[Ids, npt.NDArray[Any]], Push | Assign],
+        shards: Shards | None = None,
+    ) -> None:
+        """``shards``: those that have not answered; None: nothing was sent yet."""
         self.prepared = prepared
         self._request = request
+        self.shards = shards
 
     def __len__(self) -> int:
-        return self.prepared.num_parts
+        return self.prepared.num_parts if self.shards is None else len(self.shards)
+
+    def only(self, shards: Shards) -> RowParts:
+        """Those that go to some shards."""
+        return RowParts(self.prepared, self._request, shards)
 
     def calls(self) -> list[Call]:
         """The same as requests of Python, with arrays of their own."""
         calls: list[Call] = []
-        for index in range(len(self)):
-            shard, ids, bits, code = self.prepared.part(index)
-            calls.append((shard, self._request(ids, bits.view(_DTYPES[code]))))
+        for index, shard in enumerate(self.prepared.shards):
+            if self.shards is None or shard in self.shards:
+                _, ids, bits, code = self.prepared.part(index)
+                calls.append((shard, self._request(ids, bits.view(_DTYPES[code]))))
         return calls
+
+
+def row_parts(pending: RowParts | Sequence[Call]) -> RowParts:
+    """Return the calls of a write of rows as what they are."""
+    assert isinstance(pending, RowParts)
+    return pending
 
 
 class RetriedCalls(Protocol):
@@ -105,12 +132,25 @@ class RetriedCalls(Protocol):
         """Raise Unavailable if no call can be made from here."""
 
     def deliver(
-        self, calls: Sequence[Call], context: CallContext, *, begun: Sequence[BaseException | None] = ()
+        self,
+        calls: Sequence[Call],
+        context: CallContext,
+        *,
+        begun: Sequence[BaseException | None] = (),
+        again: RowAttempt | None = None,
     ) -> list[Reply | BaseException]:
-        """Make all calls, each retried while that can help, after first attempts that ended as ``begun`` says."""
+        """Make all calls, each retried while that can help, after first attempts that ended as ``begun`` says.
+
+        ``again`` is tried first when a call is made once more.
+        """
 
     def read(
-        self, calls: Sequence[Call], *, table_incarnation: int = 0, begun: Sequence[BaseException | None] = ()
+        self,
+        calls: Sequence[Call],
+        *,
+        table_incarnation: int = 0,
+        begun: Sequence[BaseException | None] = (),
+        again: RowAttempt | None = None,
     ) -> list[Reply]:
         """Make calls that change nothing; raises the first error."""
 
@@ -177,8 +217,7 @@ class RowCalls:
                     watch.end()
             if self._pulled(table, ids, undone):
                 return
-        pull = partial(Pull, table=table.name, required_sync=required_sync)
-        self._pull_again(pull, table, table_incarnation, ids, out, present, undone)
+        self._pull_again(table, table_incarnation, ids, out, present, required_sync, undone)
 
     def sends_at_once(self, num_bytes: int) -> bool:
         """Whether a request of so many bytes is one for :meth:`begin`: every shard is behind a connection, and it is
@@ -213,8 +252,7 @@ class RowCalls:
 
         def finish(undone: list[tuple[int, Any]] | None) -> Any:
             if not self._pulled(table, ids, undone):
-                pull = partial(Pull, table=table.name, required_sync=required_sync)
-                self._pull_again(pull, table, table_incarnation, ids, out, None, undone)
+                self._pull_again(table, table_incarnation, ids, out, None, required_sync, undone)
             return result()
 
         return Sendable(send, finish)
@@ -256,27 +294,30 @@ class RowCalls:
 
     def deliver(self, parts: RowParts | Sequence[Call], context: CallContext) -> Delivered:
         """Make the calls of one write, side by side. See :meth:`RetriedCalls.deliver`."""
-        return self.deliver_together([(parts, context)])[0]
+        return self.deliver_together([(row_parts(parts), context)])[0]
 
-    def deliver_together(self, writes: Sequence[tuple[RowParts | Sequence[Call], CallContext]]) -> list[Delivered]:
+    def deliver_together(self, writes: Sequence[tuple[RowParts, CallContext]]) -> list[Delivered]:
         """Make the calls of several writes: one request to each shard for all that go there for the first time."""
         self._calls.require_usable()
-        fresh = [(parts.prepared, context) for parts, context in writes if isinstance(parts, RowParts)]
-        if not fresh or not self._has_a_way():
+        if not self._has_a_way():
             return [self._deliver_again(parts, context, None) for parts, context in writes]
+        fresh = [write for write in writes if write[0].shards is None]
+        replies = iter(self._written(fresh) if fresh else ())
+        delivered = []
+        for parts, context in writes:
+            reply = next(replies) if parts.shards is None else self._written([(parts, context)], parts.shards)[0]
+            delivered.append(self.delivered(parts, context, reply))
+        return delivered
+
+    def _written(self, writes: Sequence[tuple[RowParts, CallContext]], shards: Shards = ()) -> list[Any]:
+        """The replies to first attempts."""
         watch = _Watch(self._calls) if self._calls.remote else None
+        calls = [(parts.prepared, context) for parts, context in writes]
         try:
-            replies = iter(self._client.write(fresh, self._seconds, watch))
+            return self._client.write(calls, self._seconds, watch, shards)
         finally:
             if watch is not None:
                 watch.end()
-        delivered = []
-        for parts, context in writes:
-            if isinstance(parts, RowParts):
-                delivered.append(self.delivered(parts, context, next(replies)))
-            else:
-                delivered.append(self._deliver_again(parts, context, None))
-        return delivered
 
     @property
     def _seconds(self) -> float:
@@ -293,33 +334,40 @@ class RowCalls:
         return len(self._unconnected) < len(self._carriers)
 
     def _deliver_again(
-        self, parts: RowParts | Sequence[Call], context: CallContext, reply: list[Any] | tuple[int, bool] | None
+        self, parts: RowParts, context: CallContext, reply: list[Any] | tuple[int, bool] | None
     ) -> Delivered:
         """Make the calls that the first attempt left undone; None: there was none."""
-        calls = parts.calls() if isinstance(parts, RowParts) else list(parts)
         if isinstance(reply, tuple):
-            self._heard([shard for shard, _ in calls], [])
+            self._heard(parts.prepared.shards if parts.shards is None else parts.shards, [])
             return Delivered(Done(created=reply[0], duplicate=reply[1]), [])
+
+        def write(shard: int, seconds: float, watch: _LeaseWatch) -> Any:
+            (one,) = self._client.write([(parts.prepared, context)], seconds, watch, (shard,))
+            return one if isinstance(one, tuple) else one[0]
+
+        calls, once_more = parts.calls(), partial(self._attempt, write)
         if reply is None:
-            return joint(calls, self._calls.deliver(calls, context))
+            return joint(calls, self._calls.deliver(calls, context, again=once_more))
         outcomes: list[object] = [
             Done(created=one[0], duplicate=one[1]) if isinstance(one, tuple) else None for one in reply
         ]
         again = [n for n, outcome in enumerate(outcomes) if outcome is None]
         self._heard([shard for shard, _ in calls], [calls[n][0] for n in again])
         begun = [self._error(calls[n][0], reply[n]) for n in again]
-        for n, outcome in zip(again, self._calls.deliver([calls[n] for n in again], context, begun=begun), strict=True):
+        undone = [calls[n] for n in again]
+        settled = self._calls.deliver(undone, context, begun=begun, again=once_more)
+        for n, outcome in zip(again, settled, strict=True):
             outcomes[n] = outcome
         return joint(calls, outcomes)
 
     def _pull_again(
         self,
-        pull: Callable[..., Pull],
         table: TableFacts,
         table_incarnation: int,
         ids: Ids,
         out: npt.NDArray[Any],
         present: npt.NDArray[np.bool_] | None,
+        required_sync: SyncGroup | None,
         undone: list[tuple[int, Any]] | None,
     ) -> None:
         """Read the rows of shards that the first attempt left undone; None: there was none."""
@@ -327,7 +375,7 @@ class RowCalls:
         if len(distinct) < len(ids):
             some = np.empty((len(distinct), out.shape[1]), out.dtype)
             some_present = None if present is None else np.zeros(len(distinct), np.bool_)
-            self._pull_again(pull, table, table_incarnation, distinct, some, some_present, None)
+            self._pull_again(table, table_incarnation, distinct, some, some_present, required_sync, None)
             np.take(some, inverse, axis=0, out=out)
             if present is not None and some_present is not None:
                 np.take(some_present, inverse, out=present)
@@ -337,9 +385,39 @@ class RowCalls:
         for shard, positions in self._routes(table, ids):
             if undone is None or shard in errors:
                 part = ids if positions is None else ids[positions]
-                calls.append((shard, pull(ids=part, out=out, positions=positions, present=present)))
+                options: dict[str, Any] = {"positions": positions, "present": present, "required_sync": required_sync}
+                calls.append((shard, Pull(table=table.name, ids=part, out=out, **options)))
+        bits, code = ops.as_bits(out, "out")
+        bits_present = None if present is None else present.view(np.uint8)
+
+        def read(shard: int, seconds: float, watch: _LeaseWatch) -> Any:
+            left = self._client.pull(
+                table, table_incarnation, ids, bits, code, bits_present, required_sync, seconds, watch, (shard,)
+            )
+            return (0, False) if left is None else left[0][1]
+
         begun = [errors.get(shard) for shard, _ in calls]
-        self._calls.read(calls, table_incarnation=table_incarnation, begun=begun)
+        again = partial(self._attempt, read)
+        self._calls.read(calls, table_incarnation=table_incarnation, begun=begun, again=again)
+
+    def _attempt(
+        self,
+        call: Callable[[int, float, _LeaseWatch], Any],
+        shard: int,
+        buffer_lease: BufferLease | None,
+        seconds: float,
+    ) -> Done | None:
+        """A :data:`RowAttempt`, of which ``call`` brings the outcome."""
+        if self._carriers[shard].row_connection is None or not self._has_a_way() or shard in self._unconnected:
+            return None
+        with held(buffer_lease):
+            outcome = call(shard, seconds, _LeaseWatch(buffer_lease))
+        if isinstance(outcome, tuple):
+            return Done(created=outcome[0], duplicate=outcome[1])
+        error = self._error(shard, outcome)
+        if error is None:
+            return None
+        raise error
 
     def _routes(self, table: TableFacts, ids: Ids) -> list[tuple[int, Ids | None]]:
         view = self._calls.view
@@ -363,6 +441,17 @@ class RowCalls:
         if self._calls.silence.has_named:
             for shard in set(asked).difference(undone):
                 self._calls.silence.heard(self._calls.peer(shard))
+
+
+class _LeaseWatch:
+    """Told every 0.1 s that an attempt waits; breaks it off when the lease has ended."""
+
+    def __init__(self, buffer_lease: BufferLease | None) -> None:
+        self._buffer_lease = buffer_lease
+
+    def __call__(self, _: Sequence[int]) -> None:
+        if self._buffer_lease is not None and self._buffer_lease.has_ended:
+            raise BrokenOff("the caller has gone")
 
 
 class _Watch:

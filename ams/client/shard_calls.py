@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from geartrain.ams.client.row_calls import RowCalls
+from geartrain.ams.client.row_calls import RowAttempt, RowCalls
 from geartrain.ams.rpc.carrier import AttemptFailed, ShardCarrier
 from geartrain.ams.rpc.client.silence import Peer, SilenceWatch
 from geartrain.ams.values.config import ClientConfig
@@ -37,6 +37,8 @@ logger = logging.getLogger(__name__)
 
 _FIRST_BACKOFF_SECONDS = 0.05
 _LONGEST_BACKOFF_SECONDS = 1.0
+_LEAST_SECONDS = 0.05
+"""To send a call another way whose connection was lost."""
 _FAREWELL_SECONDS = 1.0
 _ASYNC_THREADS = 4
 _num_forks = 0
@@ -125,12 +127,14 @@ class ShardCalls:
         *,
         recovery_seconds: float | None = None,
         begun: Sequence[BaseException | None] = (),
+        again: RowAttempt | None = None,
     ) -> list[Outcome]:
         """Make all calls side by side, each retried while that can help; return replies and errors in order.
 
         An attempt may take ``timeout_seconds``, or the client's ``attempt_timeout_seconds``; a shard that does not
         answer is waited for ``recovery_seconds`` (0: it is asked once), or the client's ``recovery_timeout_seconds``.
-        ``begun`` says what first attempts elsewhere have ended with, of each call; None: it had none.
+        ``begun`` says what first attempts elsewhere have ended with, of each call; None: it had none. Calls that are
+        made once more go by ``again``, where that leads to the shard.
 
         Returns only when no carrier uses the requests' arrays any more. So it is, too, if Ctrl-C breaks it off (but a
         second one does not wait for that): what is under way is not sent again then, and whether it was done is
@@ -140,7 +144,7 @@ class ShardCalls:
         recovery_seconds = self.config.recovery_timeout_seconds if recovery_seconds is None else recovery_seconds
         patience = _Patience(recovery_seconds, self._given_up)  # one for all, or dead shards would add up
         if not is_on_main_thread():
-            return self._deliver(calls, context, timeout_seconds, patience, begun)
+            return self._deliver(calls, context, timeout_seconds, patience, begun, again)
         buffer_leases = []
         for number, (shard, request) in enumerate(calls := list(calls)):
             if isinstance(request, Pull | Push | Assign):
@@ -155,7 +159,7 @@ class ShardCalls:
                 buffer_lease.wait()
 
         return shielded(
-            partial(self._deliver, calls, context, timeout_seconds, patience, begun),
+            partial(self._deliver, calls, context, timeout_seconds, patience, begun, again),
             if_broken_off=break_off,
         )
 
@@ -166,10 +170,23 @@ class ShardCalls:
         timeout_seconds: float | None,
         patience: _Patience,
         begun: Sequence[BaseException | None],
+        again: RowAttempt | None,
     ) -> list[Outcome]:
-        def attempt(shard: int, request: Request, *, alone: bool) -> Future[Reply]:
+        seconds = self._attempt_seconds(timeout_seconds)
+
+        def attempt(shard: int, request: Request, *, alone: bool, seconds: float = seconds) -> Future[Reply]:
             patience.require_a_caller()
-            return self._attempt(shard, request, context=context, timeout_seconds=timeout_seconds, alone=alone)
+            return self._attempt(shard, request, context=context, seconds=seconds, alone=alone)
+
+        def once_more(shard: int, request: Request) -> Reply:
+            patience.require_a_caller()
+            deadline = time.monotonic() + seconds
+            if again is not None and isinstance(request, Pull | Push | Assign):
+                reply = again(shard, request.buffer_lease, seconds)
+                if reply is not None:
+                    return reply
+            left = max(deadline - time.monotonic(), _LEAST_SECONDS)
+            return attempt(shard, request, alone=True, seconds=left).result()
 
         futures: list[Future[Reply]] = []
         settled = 0
@@ -180,14 +197,14 @@ class ShardCalls:
             return [self.peer(calls[n][0]) for n in waiting if n >= settled]
 
         outcomes: list[Outcome] = []
-        with self.naming(silent, self._attempt_seconds(timeout_seconds) + patience.seconds):
+        with self.naming(silent, seconds + patience.seconds):
             for number, (shard, request) in enumerate(calls):
                 error = begun[number] if begun else None
                 alone = len(calls) == 1
                 futures.append(attempt(shard, request, alone=alone) if error is None else _ended_with(error))
             for settled, ((shard, request), future) in enumerate(zip(calls, futures, strict=True)):  # noqa: B007
                 try:
-                    outcomes.append(self._settle(shard, future, patience, partial(attempt, shard, request, alone=True)))
+                    outcomes.append(self._settle(shard, future, patience, partial(once_more, shard, request)))
                 except GeartrainError as exc:
                     outcomes.append(exc)
         return outcomes
@@ -213,13 +230,15 @@ class ShardCalls:
         *,
         table_incarnation: int = 0,
         begun: Sequence[BaseException | None] = (),
+        again: RowAttempt | None = None,
     ) -> list[Reply]:
-        """Make calls that change nothing; raises the first error. ``begun`` is that of :meth:`deliver`.
+        """Make calls that change nothing; raises the first error. ``begun`` and ``again`` are those of :meth:`deliver`.
 
         With ``table_incarnation`` a shard refuses them (TableNotFound) if it has another table of the name they mean.
         """
         replies: list[Reply] = []
-        for outcome in self.deliver(calls, CallContext(table_incarnation=table_incarnation), begun=begun):
+        context = CallContext(table_incarnation=table_incarnation)
+        for outcome in self.deliver(calls, context, begun=begun, again=again):
             if isinstance(outcome, BaseException):
                 raise outcome
             replies.append(outcome)
@@ -310,7 +329,7 @@ class ShardCalls:
             carrier.close()
 
     def _attempt(
-        self, shard: int, request: Request, *, context: CallContext, timeout_seconds: float | None, alone: bool
+        self, shard: int, request: Request, *, context: CallContext, seconds: float, alone: bool
     ) -> Future[Reply]:
         fenced = CallContext(
             stream=context.stream,
@@ -321,25 +340,26 @@ class ShardCalls:
             cluster_version=self._view.cluster_version,
             table_incarnation=context.table_incarnation,
         )
-        return self._carriers[shard].submit(fenced, request, self._attempt_seconds(timeout_seconds), alone=alone)
+        return self._carriers[shard].submit(fenced, request, seconds, alone=alone)
 
     def _attempt_seconds(self, timeout_seconds: float | None) -> float:
         return self.config.attempt_timeout_seconds if timeout_seconds is None else timeout_seconds
 
-    def _settle(
-        self, shard: int, future: Future[Reply], patience: _Patience, again: Callable[[], Future[Reply]]
-    ) -> Reply:
+    def _settle(self, shard: int, future: Future[Reply], patience: _Patience, again: Callable[[], Reply]) -> Reply:
         has_looked = False
+        ask: Callable[[], Reply] = future.result
         while True:
             try:
-                reply = future.result()
+                reply = ask()
                 if self.silence.has_named:
                     self.silence.heard(self.peer(shard))
                 return reply
+            except BrokenOff:
+                raise
             except StepPending:
                 self._require_not_given_up(shard)
                 patience.begin_anew()  # the shard is well: other ranks are waited for, and it says for how long
-                future = again()
+                ask = again
             except Busy as exc:
                 self._require_not_given_up(shard)
                 if patience.is_fresh:
@@ -350,14 +370,14 @@ class ShardCalls:
                         f"(client setting recovery_timeout_seconds): {exc}",
                         exc.retry_after_seconds,
                     ) from exc
-                future = again()
+                ask = again
             except (AttemptFailed, ShardUnavailable, StaleCluster) as exc:
                 self._require_not_given_up(shard)
                 if isinstance(exc, StaleCluster) and not has_looked:
                     # The shard answers: it is this client that has not heard, and no waiting would tell it.
                     has_looked = True
                     self._look_again(shard)
-                    future = again()
+                    ask = again
                     continue
                 if patience.is_fresh:
                     address = self._view.shards[shard].address
@@ -376,7 +396,7 @@ class ShardCalls:
                         f"{exc}. Is its server running? ('geartrain status'; client setting recovery_timeout_seconds)"
                     ) from None
                 self._look_again(shard)
-                future = again()
+                ask = again
 
     def _require_not_given_up(self, shard: int) -> None:
         if self._given_up.is_set():

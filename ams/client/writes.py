@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from geartrain.ams.client.row_calls import Call, Delivered, RowCalls, RowParts
+from geartrain.ams.client.row_calls import Call, Delivered, RowCalls, RowParts, row_parts
 from geartrain.ams.client.row_futures import RowFuture, Sendable
 from geartrain.ams.observe import failpoints
 from geartrain.ams.values.arguments import checked_name, integer
@@ -221,6 +221,11 @@ Pending = RowParts | Sequence[Call]
 Deliver = Callable[[Pending, CallContext], Delivered]
 
 
+def _undone(pending: Pending, calls: list[Call]) -> Pending:
+    """What is to be sent again."""
+    return pending.only([shard for shard, _ in calls]) if calls and isinstance(pending, RowParts) else calls
+
+
 class Write:
     """One write, prepared: it has its number and its calls. :meth:`send` may be called again after an error.
 
@@ -269,7 +274,7 @@ class Write:
         if delivered is not None:
             self._created += delivered.done.created
             self._duplicate |= delivered.done.duplicate
-            self._pending = [call for call, _ in delivered.failed]
+            self._pending = _undone(self._pending, [call for call, _ in delivered.failed])
             if delivered.failed:
                 first_error = self._error_of(delivered.failed)
                 try:
@@ -323,8 +328,7 @@ class RowWrite(Write):
 
     def to_begin(self) -> Sendable:
         """This write, not sent yet, for :meth:`RowCalls.begin`. It is given up where it fails."""
-        parts = self._pending
-        assert isinstance(parts, RowParts)
+        parts = row_parts(self._pending)
         failpoints.reach("client.send.before")
         context = CallContext()
 
@@ -351,7 +355,7 @@ class RowWrite(Write):
         errors = []
         for rows in dict.fromkeys(write._rows for write in writes):
             together = [write for write in writes if write._rows is rows]
-            delivered = rows.deliver_together([(write._pending, write._begin()) for write in together])
+            delivered = rows.deliver_together([(row_parts(write._pending), write._begin()) for write in together])
             for write, one in zip(together, delivered, strict=True):
                 try:
                     write._end(one)

@@ -1,6 +1,6 @@
 """Types of the compiled module. Half-precision arrays travel as uint16 views with a dtype code (ops.DTYPE_CODES)."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -612,53 +612,6 @@ def connect_ring(
     most_mailboxes: int = ...,
 ) -> RingConnection: ...
 
-class RowCall:
-    def wait(self, seconds: float) -> bool: ...
-    def done(self) -> Any: ...
-    def place(
-        self,
-        out: npt.NDArray[Any],
-        dtype_code: int,
-        ids: npt.NDArray[np.int64],
-        positions: npt.NDArray[np.int64] | None,
-        present: npt.NDArray[np.uint8] | None,
-    ) -> None: ...
-
-def begin_pull(
-    connection: DataConnection,
-    context: Any,
-    table: str,
-    ids: npt.NDArray[np.int64],
-    dim: int,
-    dtype_code: int,
-    with_present: bool,
-    required_sync: Any,
-    seconds: float,
-) -> RowCall: ...
-def begin_push(
-    connection: DataConnection,
-    context: Any,
-    table: str,
-    ids: npt.NDArray[np.int64],
-    gradients: npt.NDArray[Any],
-    dtype_code: int,
-    lr: float | None,
-    scale: float,
-    scalars: dict[str, float],
-    group: Any,
-    step_goes_on: bool,
-    seconds: float,
-) -> RowCall: ...
-def begin_assign(
-    connection: DataConnection,
-    context: Any,
-    table: str,
-    ids: npt.NDArray[np.int64],
-    rows: npt.NDArray[Any],
-    dtype_code: int,
-    seconds: float,
-) -> RowCall: ...
-
 class TableFacts:
     def __init__(self, name: str, dim: int, dtype_code: int, is_dense: bool) -> None: ...
     @property
@@ -686,6 +639,10 @@ class PreparedWrite:
     ) -> None: ...
     @property
     def num_parts(self) -> int: ...
+    @property
+    def shards(self) -> list[int]:
+        """Of its parts."""
+
     def part(self, index: int) -> tuple[int, npt.NDArray[np.int64], npt.NDArray[Any], int]:
         """Its shard, ids, rows (half types as uint16) and the dtype code of these."""
 
@@ -709,16 +666,18 @@ class RowsClient:
         required_sync: SyncGroup | None,
         seconds: float,
         watch: Callable[[list[int]], object] | None,
+        shards: Sequence[int] = ...,
     ) -> list[tuple[int, Undone]] | None:
-        """None: all rows are in ``out``; else the shards whose are not."""
+        """None: all rows are in ``out``; else the shards whose are not. Of ``shards`` alone, unless there are none."""
 
     def write(
         self,
         writes: list[tuple[PreparedWrite, CallContext]],
         seconds: float,
         watch: Callable[[list[int]], object] | None,
+        shards: Sequence[int] = ...,
     ) -> list[tuple[int, bool] | list[tuple[int, bool] | Undone]]:
-        """For each write (created, duplicate), or for each of its parts."""
+        """For each write (created, duplicate), or for each of its parts. To ``shards`` alone, unless there are none."""
 
     def begin_pull(
         self,

@@ -212,35 +212,27 @@ class BufferLease:
         self._lock = threading.Lock()
         self._num_at_it = 0
         self._waiting: list[threading.Lock] = []
-        self._break_offs: list[Callable[[], object]] = []
         self.has_ended = False
 
-    def take(self, break_off: Callable[[], object] | None) -> None:
-        """Begin; ``break_off`` will be called if it ends meanwhile. Raises BrokenOff if it has ended."""
+    def take(self) -> None:
+        """Begin. Who may take long looks at :attr:`has_ended`. Raises BrokenOff if it has ended."""
         with self._lock:
             if self.has_ended:
                 raise BrokenOff("the caller has gone")
             self._num_at_it += 1
-            if break_off is not None:
-                self._break_offs.append(break_off)
 
-    def give_back(self, break_off: Callable[[], object] | None) -> None:
+    def give_back(self) -> None:
         """What :meth:`take` began is over."""
         with self._lock:
-            if break_off is not None:
-                self._break_offs.remove(break_off)
             self._num_at_it -= 1
             waiting = [] if self._num_at_it else self._waiting
         for one in waiting:
             one.release()
 
     def end(self) -> None:
-        """End it: nobody begins any more, and what may take long is broken off. Does not wait; see :meth:`wait`."""
+        """End it: nobody begins any more. Does not wait; see :meth:`wait`."""
         with self._lock:
             self.has_ended = True
-            break_offs = tuple(self._break_offs)
-        for break_off in break_offs:
-            break_off()
 
     def wait(self) -> None:
         """Wait until nobody is at it any more. Once it has ended."""
@@ -255,13 +247,13 @@ class BufferLease:
 
 
 @contextmanager
-def held(buffer_lease: BufferLease | None, break_off: Callable[[], object] | None = None) -> Iterator[None]:
-    """Have ``leave`` while the block runs (None: nothing takes it away); ``break_off`` ends a block that takes long."""
+def held(buffer_lease: BufferLease | None) -> Iterator[None]:
+    """Have the lease while the block runs (None: nothing takes it away)."""
     if buffer_lease is None:
         yield
         return
-    buffer_lease.take(break_off)
+    buffer_lease.take()
     try:
         yield
     finally:
-        buffer_lease.give_back(break_off)
+        buffer_lease.give_back()

@@ -132,6 +132,6 @@ def connect_data_plane(carrier: GrpcCarrier) -> DataPlane:
     plane._begin = lambda work: work()
     for _ in range(2):  # a thread may be at it
         plane._making_since = -math.inf
-        plane._open_connection()
+        plane.want()
     assert plane._connection is not None and not plane._connection.is_lost
     return plane

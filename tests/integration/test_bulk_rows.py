@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import socket
 import time
 from collections.abc import Iterator
@@ -17,14 +16,13 @@ import pytest
 from geartrain.ams.client.cluster import Cluster
 from geartrain.ams.kernels import _core
 from geartrain.ams.pb.v1 import shard_pb2
-from geartrain.ams.rpc.carrier import AttemptFailed
 from geartrain.ams.rpc.payload import data_plane
 from geartrain.ams.rpc.payload.data_plane import DataPlane
 from geartrain.ams.server.data_plane import DataPlanePort
 from geartrain.ams.server.service import ShardService
 from geartrain.ams.values import errors
 from geartrain.ams.values.optimizers.registry import SGD
-from geartrain.ams.values.shard_messages import CallContext, DataPlaneOffer, Pull
+from geartrain.ams.values.shard_messages import DataPlaneOffer
 from geartrain.ams.values.specs import Constant
 from tests.integration.conftest import ServedCluster, carriers_of, connect_data_plane, without_method
 from tests.integration.one_table import DIM, IDS, NUM_ROWS, ONES, Served, connected, stub
@@ -181,17 +179,15 @@ def test_a_call_whose_connection_is_lost_travels_in_a_message(
 
 
 def test_a_call_without_a_reply_ends_its_connection(ours: Cluster, cluster: ServedCluster, messages: list[int]) -> None:
-    table, carrier, plane = ours.table("t"), carriers_of(ours)[0], plane_of(ours)
+    table, plane, patient = ours.table("t"), plane_of(ours), ours._calls.config
     shard = cluster.servers[0]._held[0].shard
     assert shard is not None
     out = np.full((NUM_ROWS, DIM), 77, np.float32)
-    for alone in (True, False):
-        plane._off_until = -math.inf
-        connect_data_plane(carrier)
-        pull = Pull(table="t", ids=IDS, out=out)
-        with shard.engine.turn, pytest.raises(AttemptFailed, match="no reply in time"):  # the shard is at work
-            carrier.submit(CallContext(), pull, 0.2, alone=alone).result(10)
-        assert plane._connection is not None and plane._connection.is_lost and plane.is_off
+    ours._calls.config = patient.model_copy(update={"attempt_timeout_seconds": 0.2, "recovery_timeout_seconds": 0.0})
+    with shard.engine.turn, pytest.raises(errors.ShardUnavailable, match="no reply in time"):  # the shard is at work
+        table.pull_into(IDS, out)
+    assert plane._connection is not None and plane._connection.is_lost and plane.is_off
+    ours._calls.config = patient
     table.push(IDS, ONES)
     assert (table.pull(IDS) == -1).all()
     assert (out == 77).all() and max(messages) > ONES.nbytes

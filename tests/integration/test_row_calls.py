@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import pytest
 
 from geartrain.ams.client.cluster import Cluster
+from geartrain.ams.client.row_calls import RowCalls
 from geartrain.ams.client.shard_calls import ShardCalls
+from geartrain.ams.values.errors import ShardUnavailable
 from geartrain.ams.values.optimizers.registry import SGD
 from geartrain.ams.values.shard_messages import Describe
 from geartrain.ams.values.specs import Constant
@@ -91,3 +97,87 @@ def test_a_connection_that_others_made_anew_is_used(served: Served, again: list[
         again.clear()
         use(ours)
     assert again == []
+
+
+@pytest.fixture
+def attempts(monkeypatch: pytest.MonkeyPatch) -> threading.Semaphore:
+    """Released by each attempt of compiled code at one shard that begins after the first."""
+    begun, whole = threading.Semaphore(0), RowCalls._attempt
+
+    def attempt(self: RowCalls, *arguments: Any) -> Any:
+        begun.release()
+        return whole(self, *arguments)
+
+    monkeypatch.setattr(RowCalls, "_attempt", attempt)
+    return begun
+
+
+def hurry(cluster: Cluster) -> None:
+    """Have attempts last for half a second."""
+    cluster._calls.config = cluster._calls.config.model_copy(update={"attempt_timeout_seconds": 0.5})
+    for carrier in carriers_of(cluster):
+        connect_data_plane(carrier)
+
+
+def test_what_is_asked_again_goes_over_the_connection_and_counts_once(
+    served: Served, messages: list[int], attempts: threading.Semaphore
+) -> None:
+    cluster = served(2)
+    with connected(cluster) as ours, ThreadPoolExecutor(2) as threads:
+        table = ours.table("t")
+        hurry(ours)
+        twice = np.concatenate([IDS, IDS[::-1]])
+        shard = cluster.servers[1]._held[0].shard
+        assert shard is not None
+        with shard.engine.turn:  # the shard is at work
+            calls = [threads.submit(table.push, IDS, ONES), threads.submit(table.pull, twice)]
+            for _ in range(4):
+                assert attempts.acquire(timeout=20)
+        rows = calls[1].result(20)
+        assert set(np.unique(rows).tolist()) <= {0.0, -1.0}
+        np.testing.assert_array_equal(rows[:NUM_ROWS], rows[: NUM_ROWS - 1 : -1])
+        calls[0].result(20)
+        assert (table.pull(twice) == -1).all()
+    assert messages == []
+
+
+def test_ctrl_c_ends_what_is_asked_again(served: Served, attempts: threading.Semaphore) -> None:
+    cluster = served(2)
+    with connected(cluster) as ours:
+        table, out = ours.table("t"), np.zeros_like(ONES)
+        hurry(ours)
+        shard = cluster.servers[1]._held[0].shard
+        assert shard is not None
+
+        def interrupt() -> None:
+            assert attempts.acquire(timeout=20)
+            os.kill(os.getpid(), signal.SIGINT)
+
+        thread = threading.Thread(target=interrupt)
+        with shard.engine.turn:
+            thread.start()
+            with pytest.raises(KeyboardInterrupt):
+                table.pull_into(IDS, out)
+        thread.join()
+        out[:] = 777
+        assert (table.pull(IDS) == 0).all() and (out == 777).all()
+
+
+def test_a_write_that_is_sent_again_reaches_the_shards_that_have_not_answered(
+    served: Served, messages: list[int]
+) -> None:
+    cluster = served(2)
+    with connected(cluster) as ours:
+        table = ours.table("t")
+        hurry(ours)
+        patient = ours._calls.config
+        ours._calls.config = patient.model_copy(update={"recovery_timeout_seconds": 0.0})
+        write, shard = table.prepare_push(IDS, ONES), cluster.servers[1]._held[0].shard
+        assert shard is not None
+        with shard.engine.turn, pytest.raises(ShardUnavailable, match="no reply in time"):
+            write.send()
+        assert write.is_on_a_shard and not write.is_sent
+        ours._calls.config = patient
+        assert write.send().created == NUM_ROWS
+        assert (table.pull(IDS) == -1).all()
+    assert messages == []

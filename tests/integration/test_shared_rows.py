@@ -12,10 +12,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from geartrain.ams.client.cluster import connect
+from geartrain.ams.client import shard_calls
+from geartrain.ams.client.cluster import Cluster, connect
 from geartrain.ams.client.table import Table
 from geartrain.ams.kernels import _core
-from geartrain.ams.rpc.carrier import AttemptFailed
 from geartrain.ams.rpc.payload import data_plane
 from geartrain.ams.rpc.payload.data_plane import DataPlane
 from geartrain.ams.server.data_plane import DataPlanePort
@@ -23,12 +23,17 @@ from geartrain.ams.server.service import ShardService
 from geartrain.ams.values import errors
 from geartrain.ams.values.config import ClientConfig
 from geartrain.ams.values.optimizers.registry import SGD
-from geartrain.ams.values.shard_messages import CallContext, DataPlaneOffer, Pull, SyncGroup
+from geartrain.ams.values.shard_messages import DataPlaneOffer, SyncGroup
 from geartrain.ams.values.specs import Constant
 from tests.integration.conftest import ServedCluster, carriers_of, connect_data_plane, without_method
 from tests.integration.one_table import DIM, IDS, NUM_ROWS, ONES, Served, connected
 
 SOON = 20.0
+
+
+def impatient(cluster: Cluster) -> ClientConfig:
+    """The settings of a client that makes one short attempt."""
+    return cluster._calls.config.model_copy(update={"attempt_timeout_seconds": 0.2, "recovery_timeout_seconds": 0.0})
 
 
 def port_of(cluster: ServedCluster) -> DataPlanePort:
@@ -147,18 +152,19 @@ def test_another_process_shares_its_memory_and_when_it_is_killed_the_shard_lets_
 def test_a_call_without_a_reply_leaves_its_memory_to_the_shard(served: Served) -> None:
     cluster = served(1)
     with connected(cluster) as ours:
-        table, carrier = ours.table("t"), carriers_of(ours)[0]
-        plane = connect_data_plane(carrier)
+        table, plane = ours.table("t"), connect_data_plane(carriers_of(ours)[0])
         table.push(IDS, ONES)
         table.pull(IDS)
-        before = plane.num_mailboxes
+        before, patient = plane.num_mailboxes, ours._calls.config
+        ours._calls.config = impatient(ours)
         shard = cluster.servers[0]._held[0].shard
         assert shard is not None
         out = np.full((NUM_ROWS, DIM), 77, np.float32)
         with shard.engine.turn:  # the shard is at work
-            with pytest.raises(AttemptFailed, match="no reply in time"):
-                carrier.submit(CallContext(), Pull(table="t", ids=IDS, out=out), 0.2).result(10)
+            with pytest.raises(errors.ShardUnavailable, match="no reply in time"):
+                table.pull_into(IDS, out)
             assert plane.num_mailboxes == before - 1
+        ours._calls.config = patient
         table.push(IDS, ONES)
         assert (table.pull(IDS) == -2).all()
         assert (out == 77).all()
@@ -205,14 +211,13 @@ def test_ranks_meet_through_shared_memory_and_one_that_waits_long_asks_again(
     served: Served, messages: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told = threading.Semaphore(0)
-    settle = data_plane._RowReply.set_exception
+    begin_anew = shard_calls._Patience.begin_anew
 
-    def telling(self: data_plane._RowReply, error: BaseException | None) -> None:
-        if isinstance(error, errors.StepPending):
-            told.release()
-        settle(self, error)
+    def telling(self: shard_calls._Patience) -> None:  # after StepPending
+        told.release()
+        begin_anew(self)
 
-    monkeypatch.setattr(data_plane._RowReply, "set_exception", telling)
+    monkeypatch.setattr(shard_calls._Patience, "begin_anew", telling)
     with connected(served(1)) as ours:
         ours._calls.config = ours._calls.config.model_copy(
             update={"attempt_timeout_seconds": 0.3, "recovery_timeout_seconds": 0.0}

@@ -7,7 +7,6 @@ import math
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from functools import partial
 from typing import Any
 
 import grpc
@@ -21,7 +20,7 @@ from geartrain.ams.rpc.carrier import (
 from geartrain.ams.rpc.channel import CONNECT_SECONDS, PING_SECONDS, WAITS_KEY, channel_options
 from geartrain.ams.rpc.codec import framing, hosted
 from geartrain.ams.rpc.codec import specs as codec
-from geartrain.ams.rpc.payload.data_plane import DataPlane, RowRequest
+from geartrain.ams.rpc.payload.data_plane import DataPlane
 from geartrain.ams.rpc.payload.inline import Unpack
 from geartrain.ams.rpc.services import SHARD, context_to_pb
 from geartrain.ams.rpc.status import error_from
@@ -66,9 +65,9 @@ class _Connection:
 class GrpcCarrier:
     """The way to one shard over gRPC. Requests larger than ``part_bytes`` travel in parts.
 
-    With ``shared_memory``, pulls, pushes and assigns of a shard on this machine go over the data plane, in memory that
-    both share; with ``bulk_connections``, those of other shards do so by TCP. A call waits ``connect_seconds`` for a
-    connection: few, for who repeats calls, more for who does not.
+    With ``shared_memory`` there is a :attr:`row_connection` to a shard on this machine, by memory that both share; with
+    ``bulk_connections`` to others, by TCP. A request for rows that comes here has it made. A call of gRPC waits
+    ``connect_seconds`` for a connection: few, for who repeats calls, more for who does not.
     """
 
     def __init__(
@@ -113,24 +112,21 @@ class GrpcCarrier:
     ) -> Future[Reply]:
         """See :class:`ShardCarrier`."""
         match request:
-            case Pull() | Push() | Assign():
-                reply = None
-                if self.data_plane is not None:
-                    again = partial(self._in_messages, context, request, alone=True)
-                    reply = self.data_plane.submit(context, request, timeout_seconds, alone=alone, again=again)
-                return reply or self._in_messages(context, request, timeout_seconds, alone=alone)
+            case Pull():
+                self._want_data_plane()
+                return self._pull(context, request, timeout_seconds, alone=alone)
+            case Push() | Assign():
+                self._want_data_plane()
+                return self._write(context, request, timeout_seconds, alone=alone)
             case ComputeHosted() | UpdateHosted():
                 return self._hosted(context, request, timeout_seconds, alone=alone)
             case _:
                 method = SHARD[type(request)]
                 return self._call(method.name, method.encode(request, context), timeout_seconds, method.reply.decode)
 
-    def _in_messages(
-        self, context: CallContext, request: RowRequest, timeout_seconds: float | None, *, alone: bool
-    ) -> Future[Reply]:
-        if isinstance(request, Pull):
-            return self._pull(context, request, timeout_seconds, alone=alone)
-        return self._write(context, request, timeout_seconds, alone=alone)
+    def _want_data_plane(self) -> None:
+        if self.data_plane is not None:
+            self.data_plane.want()
 
     def close(self) -> None:
         """Close the connection; calls under way fail with AttemptFailed."""

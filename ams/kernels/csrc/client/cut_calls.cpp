@@ -1,14 +1,20 @@
 #include "client/cut_calls.hpp"
 
+#include <algorithm>
 #include <utility>
 
 #include "frames/frame.hpp"
 #include "routing/merge_route.hpp"
 
 namespace geartrain {
+namespace {
+
+bool is_asked(Shards shards, int64_t shard) { return shards.empty() || std::ranges::find(shards, shard) != shards.end(); }
+
+}  // namespace
 
 PullCall::PullCall(const TableFacts& table, int64_t table_incarnation, const PullRequest& request, const Placement& placement,
-                   const View& view)
+                   const View& view, Shards shards)
     : request_(request) {
   const int64_t* ids = request.ids;
   int64_t count = request.count;
@@ -20,20 +26,25 @@ PullCall::PullCall(const TableFacts& table, int64_t table_incarnation, const Pul
     for (const ShardPart& part : cut_->parts())
       for (int64_t i = 0; i < part.count; ++i) positions_.push_back(firsts_[static_cast<size_t>(part.places[i])]);
   }
-  jobs_.resize(cut_->parts().size());
+  jobs_.reserve(cut_->parts().size());
   int64_t begin = 0;
-  for (size_t i = 0; i < jobs_.size(); ++i) {
-    const ShardPart& part = cut_->parts()[i];
+  for (const ShardPart& part : cut_->parts()) {
+    const int64_t first = std::exchange(begin, begin + part.count);
+    if (!is_asked(shards, part.shard)) {
+      left_alone_.resize(firsts_.size());
+      for (int64_t i = 0; is_merged && i < part.count; ++i) left_alone_[static_cast<size_t>(part.places[i])] = true;
+      continue;
+    }
     PullRequest own = request;
     own.ids = part.ids;
     own.count = part.count;
     own.size = request.count;
-    own.positions = !is_merged ? part.places : is_whole ? firsts_.data() : positions_.data() + begin;
-    begin += part.count;
+    own.positions = !is_merged ? part.places : is_whole ? firsts_.data() : positions_.data() + first;
     Operation operation{{}, table.name, std::move(own)};
     operation.context.table_incarnation = table_incarnation;
-    jobs_[i].shard = part.shard;
-    jobs_[i].operations.push_back(std::move(operation));
+    Job& job = jobs_.emplace_back();
+    job.shard = part.shard;
+    job.operations.push_back(std::move(operation));
   }
 }
 
@@ -61,17 +72,19 @@ void PullCall::merge(const int64_t*& ids, int64_t& count) {
 void PullCall::repeat() const {
   const size_t row_bytes = static_cast<size_t>(request_.dim) * item_bytes(request_.dtype);
   for (int64_t i = 0; i < request_.count; ++i) {
-    const int64_t from = firsts_[static_cast<size_t>(inverse_[static_cast<size_t>(i)])];
-    if (from == i) continue;
+    const auto distinct = static_cast<size_t>(inverse_[static_cast<size_t>(i)]);
+    const int64_t from = firsts_[distinct];
+    if (from == i || (!left_alone_.empty() && left_alone_[distinct])) continue;
     copy_row(request_.rows + static_cast<size_t>(i) * row_bytes, request_.rows + static_cast<size_t>(from) * row_bytes, row_bytes);
     if (request_.present != nullptr) request_.present[i] = request_.present[from];
   }
 }
 
-WriteCall::WriteCall(std::span<const Write> writes, const Placement& placement) : places_(writes.size()) {
+WriteCall::WriteCall(std::span<const Write> writes, const Placement& placement, Shards shards) : places_(writes.size()) {
   std::vector<int64_t> job_of_shard(static_cast<size_t>(placement.num_shards), -1);
   for (size_t number = 0; number < writes.size(); ++number) {
     for (const ShardPart& part : writes[number].prepared->parts()) {
+      if (!is_asked(shards, part.shard)) continue;
       int64_t& job = job_of_shard[static_cast<size_t>(part.shard)];
       if (job < 0 || jobs_[static_cast<size_t>(job)].operations.size() == kMostOperations) {
         job = static_cast<int64_t>(jobs_.size());

@@ -18,12 +18,15 @@ struct UndonePart {
 };
 using Undone = std::vector<UndonePart>;
 
+// Those that a call is for; none: all that it concerns.
+using Shards = std::span<const int64_t>;
+
 // A pull. Ids that occur twice travel once.
 class PullCall {
  public:
-  // `request` has no positions: out is [count, dim].
+  // `request` has no positions: out is [count, dim]. The rows of shards that are not asked stay as they are.
   PullCall(const TableFacts& table, int64_t table_incarnation, const PullRequest& request, const Placement& placement,
-           const View& view);
+           const View& view, Shards shards = {});
   PullCall(const PullCall&) = delete;  // the jobs refer to what it holds
   PullCall& operator=(const PullCall&) = delete;
 
@@ -39,6 +42,7 @@ class PullCall {
   std::vector<int64_t> distinct_, inverse_;
   std::vector<int64_t> firsts_;  // of each distinct id its first place; empty: all are distinct
   std::vector<int64_t> positions_;
+  std::vector<bool> left_alone_;  // distinct ids of shards that are not asked; empty: there are none
   std::optional<CutIds> cut_;
   std::vector<Job> jobs_;
 };
@@ -52,7 +56,7 @@ using WriteOutcomes = std::vector<std::vector<PartOutcome>>;
 // Writes: one frame a shard for all of them.
 class WriteCall {
  public:
-  WriteCall(std::span<const Write> writes, const Placement& placement);
+  WriteCall(std::span<const Write> writes, const Placement& placement, Shards shards = {});
 
   std::vector<Job>& jobs() { return jobs_; }
   // Once all jobs have theirs: of each write, in the order of its parts.

@@ -42,16 +42,17 @@ void RowsClient::set_cluster_version(int64_t version) {
   change([&](View& view) { view.cluster_version = version; });
 }
 
-Undone RowsClient::pull(const TableFacts& table, int64_t table_incarnation, const PullRequest& request, const Attempt& attempt) {
+Undone RowsClient::pull(const TableFacts& table, int64_t table_incarnation, const PullRequest& request, const Attempt& attempt,
+                        Shards shards) {
   const std::shared_ptr<const View> view = this->view();
-  PullCall call(table, table_incarnation, request, placement_, *view);
+  PullCall call(table, table_incarnation, request, placement_, *view, shards);
   Exchange(call.jobs(), *view, attempt).run();
   return call.undone();
 }
 
-WriteOutcomes RowsClient::write(std::span<const Write> writes, const Attempt& attempt) {
+WriteOutcomes RowsClient::write(std::span<const Write> writes, const Attempt& attempt, Shards shards) {
   const std::shared_ptr<const View> view = this->view();
-  WriteCall call(writes, placement_);
+  WriteCall call(writes, placement_, shards);
   Exchange(call.jobs(), *view, attempt).run();
   return call.outcomes();
 }

@@ -31,11 +31,13 @@ class RowsClient {
   void set_way(int64_t shard, int64_t incarnation, std::shared_ptr<Engine> engine, std::shared_ptr<Connection> connection);
   void set_cluster_version(int64_t version);
 
-  // `request` has no positions: out is [count, dim]. Ids that occur twice travel once.
-  Undone pull(const TableFacts& table, int64_t table_incarnation, const PullRequest& request, const Attempt& attempt);
+  // `request` has no positions: out is [count, dim]. Ids that occur twice travel once. The rows of shards that are not asked stay as
+  // they are.
+  Undone pull(const TableFacts& table, int64_t table_incarnation, const PullRequest& request, const Attempt& attempt,
+              Shards shards = {});
 
-  // One frame a shard for all of them; the outcomes of each, in the order of its parts.
-  WriteOutcomes write(std::span<const Write> writes, const Attempt& attempt);
+  // One frame a shard for all of them; the outcomes of each, in the order of its parts that are sent.
+  WriteOutcomes write(std::span<const Write> writes, const Attempt& attempt, Shards shards = {});
 
   // The same, but sent only: next_reply() brings the outcome, with `tag`. Shards of this process are NoWay. All that is given stays as
   // it is until then; `attempt.look` is asked until this returns. False: so many are under way that this one has to wait for one of

@@ -100,13 +100,14 @@ nb::object python_of(const std::vector<PartOutcome>& parts) {
 }
 
 nb::object pull(RowsClient& client, const TableFacts& table, int64_t table_incarnation, const IdArray& ids, const MatrixOutput& out,
-                int dtype_code, const std::optional<Flags>& present, nb::handle required_sync, double seconds, nb::handle watch) {
+                int dtype_code, const std::optional<Flags>& present, nb::handle required_sync, double seconds, nb::handle watch,
+                const std::vector<int64_t>& shards) {
   const PullRequest request = pull_request(table, ids, out, dtype_code, present, required_sync);
   const Attempt attempt = attempt_of(seconds, watch);
   Undone undone;
   {
     const nb::gil_scoped_release release;
-    undone = client.pull(table, table_incarnation, request, attempt);
+    undone = client.pull(table, table_incarnation, request, attempt, shards);
   }
   return python_of(undone);
 }
@@ -148,7 +149,7 @@ void prepare(PreparedWrite* self, const RowsClient& client, const TableFacts& ta
 }
 
 nb::list write(RowsClient& client, const std::vector<std::pair<const PreparedWrite*, nb::object>>& calls, double seconds,
-               nb::handle watch) {
+               nb::handle watch, const std::vector<int64_t>& shards) {
   std::vector<Write> writes;
   writes.reserve(calls.size());
   for (const auto& [prepared, context] : calls) writes.push_back({prepared, context_of(context)});
@@ -156,7 +157,7 @@ nb::list write(RowsClient& client, const std::vector<std::pair<const PreparedWri
   WriteOutcomes outcomes;
   {
     const nb::gil_scoped_release release;
-    outcomes = client.write(writes, attempt);
+    outcomes = client.write(writes, attempt, shards);
   }
   nb::list replies;
   for (const auto& parts : outcomes) replies.append(python_of(parts));
@@ -224,8 +225,8 @@ void bind_rows_client(nb::module_& m) {
       .def("set_cluster_version", &RowsClient::set_cluster_version, nb::arg("version"), nb::call_guard<nb::gil_scoped_release>())
       .def("pull", &pull, nb::arg("table"), nb::arg("table_incarnation"), nb::arg("ids").noconvert(), nb::arg("out").noconvert(),
            nb::arg("dtype_code"), nb::arg("present").noconvert().none(), nb::arg("required_sync").none(), nb::arg("seconds"),
-           nb::arg("watch").none())
-      .def("write", &write, nb::arg("writes"), nb::arg("seconds"), nb::arg("watch").none())
+           nb::arg("watch").none(), nb::arg("shards") = std::vector<int64_t>())
+      .def("write", &write, nb::arg("writes"), nb::arg("seconds"), nb::arg("watch").none(), nb::arg("shards") = std::vector<int64_t>())
       .def("begin_pull", &begin_pull, nb::arg("table"), nb::arg("table_incarnation"), nb::arg("ids").noconvert(),
            nb::arg("out").noconvert(), nb::arg("dtype_code"), nb::arg("required_sync").none(), nb::arg("seconds"), nb::arg("tag"))
       .def("begin_write", &begin_write, nb::arg("prepared"), nb::arg("context"), nb::arg("seconds"), nb::arg("tag"))
@@ -240,7 +241,12 @@ void bind_rows_client(nb::module_& m) {
            nb::arg("scalars"), nb::arg("group").none(), nb::arg("step_goes_on"), nb::arg("every_shard"), nb::keep_alive<1, 4>(),
            nb::keep_alive<1, 5>())
       .def("part", &part_of, nb::arg("index"))
-      .def_prop_ro("num_parts", [](const PreparedWrite& write) { return write.parts().size(); });
+      .def_prop_ro("num_parts", [](const PreparedWrite& write) { return write.parts().size(); })
+      .def_prop_ro("shards", [](const PreparedWrite& write) {
+        std::vector<int64_t> shards;
+        for (const ShardPart& part : write.parts()) shards.push_back(part.shard);
+        return shards;
+      });
 }
 
 }  // namespace geartrain

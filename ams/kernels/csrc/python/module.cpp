@@ -123,7 +123,6 @@ NB_MODULE(_core, m) {
   bind_fault(m);
   bind_frames(m);
   bind_carriers(m);
-  bind_row_call(m);
   bind_row_store(m);
   bind_given_rows(m);
   bind_class_pass(m);

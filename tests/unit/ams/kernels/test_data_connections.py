@@ -20,7 +20,6 @@ import numpy as np
 import pytest
 
 from geartrain.ams.kernels import _core
-from geartrain.ams.values.shard_messages import CallContext
 from tests.support import frame_codec
 from tests.support.frame_calls import ask, begin, dial, expected, flipped, mailboxes, pull, push
 
@@ -666,14 +665,13 @@ def takes_nothing() -> Iterator[_core.DataConnection]:
 
 
 def test_a_shard_that_takes_no_bytes_is_waited_for_as_long_as_the_caller_wants() -> None:
-    ids, rows = np.arange(1 << 14), np.zeros((1 << 14, 512), np.float32)
     with takes_nothing() as ours:
         began = time.monotonic()
         with pytest.raises(_core.ConnectionLost):
-            _core.begin_assign(ours, CallContext(), "rows", ids, rows, 0, 0.2)
+            ours.begin(64 << 20, 64).send(0.2)
         assert time.monotonic() - began < SOON
     with takes_nothing() as ours, ThreadPoolExecutor(1) as threads:
-        writing = threads.submit(_core.begin_assign, ours, CallContext(), "rows", ids, rows, 0, 0)
+        writing = threads.submit(ours.begin(64 << 20, 64).send)
         while not writing.running():
             pass
         ours.close()

@@ -161,6 +161,19 @@ def test_what_is_not_done_is_said_shard_by_shard(shards: Shards) -> None:
     assert isinstance(busy[0], Busy) and busy[0].retry_after_seconds == 0.25
 
 
+def test_one_shard_alone_can_be_asked_again(shards: Shards) -> None:
+    ids = np.concatenate([np.arange(30), np.arange(30)[::-1]])
+    is_second = PLACEMENT[ids] == 1
+    out, present = np.full((60, DIM), -1, np.float32), np.full(60, 7, np.uint8)
+    assert shards.client.pull(facts_of("rows"), 0, ids, out, 0, present, None, SOON, None, (1,)) is None
+    np.testing.assert_array_equal(out, np.where(is_second[:, None], expected(ids), -1))
+    np.testing.assert_array_equal(present, np.where(is_second, ids % 2 == 0, 7))
+    write = shards.prepare(ids[:30], np.ones((30, DIM), np.float32))
+    assert write.shards == [0, 1, 2]
+    assert shards.client.write([(write, CONTEXT)], SOON, None, (1,)) == [(10, False)]
+    assert shards.written() == [0, 10 * DIM, 0]
+
+
 def test_a_shard_that_does_not_reply_in_time_is_one_of_several(shards: Shards) -> None:
     seen: list[list[int]] = []
     ids = np.arange(60)
