@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from geartrain.bridge.checkpoint.loading import load
     from geartrain.bridge.checkpoint.saving import save
     from geartrain.bridge.dense.dense_table import DenseTable, attach
+    from geartrain.bridge.embedding.field import Field
+    from geartrain.bridge.embedding.group import Embedding, EmbeddingGroup
     from geartrain.bridge.gear.slow_gear import SlowGear
     from geartrain.bridge.head.class_head import ClassHead
     from geartrain.bridge.head.loss.functional import class_center_sample, margin_cross_entropy
@@ -83,6 +85,9 @@ __all__ = [
     "DenseTable",
     "ElasticArcFace",
     "ElasticCosFace",
+    "Embedding",
+    "EmbeddingGroup",
+    "Field",
     "FilteredMargin",
     "FullSoftmax",
     "KNNSoftmax",
@@ -149,6 +154,8 @@ _HOMES = {
     "geartrain.bridge.checkpoint.loading": ("load",),
     "geartrain.bridge.checkpoint.saving": ("save",),
     "geartrain.bridge.dense.dense_table": ("DenseTable", "attach"),
+    "geartrain.bridge.embedding.field": ("Field",),
+    "geartrain.bridge.embedding.group": ("Embedding", "EmbeddingGroup"),
     "geartrain.bridge.gear.slow_gear": ("SlowGear",),
     "geartrain.bridge.head.class_head": ("ClassHead",),
     "geartrain.bridge.head.loss.functional": ("class_center_sample", "margin_cross_entropy"),

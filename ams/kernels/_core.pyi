@@ -23,6 +23,29 @@ hash_seed: int
 class Refused(ValueError):
     """args are (reason, index): why a request changed nothing, and its first offending place."""
 
+class BadId(ValueError):
+    """args are (feature, place): an id that is out of range."""
+
+class Lookup:
+    def __init__(
+        self,
+        features: list[
+            tuple[
+                int, npt.NDArray[np.int64], npt.NDArray[np.int64] | int, npt.NDArray[np.float32] | None, int, int | None
+            ]
+        ],
+        num_ids: list[int],
+        threads: int,
+    ) -> None: ...
+    def ids_of(self, table: int) -> npt.NDArray[np.int64]: ...
+    def places_of(self, feature: int) -> npt.NDArray[np.int32]: ...
+    def pool(
+        self, rows: list[npt.NDArray[Any]], dtypes: list[int], vectors: list[npt.NDArray[np.float32]], keep_places: bool
+    ) -> None: ...
+    def sum_gradients(
+        self, vectors: list[npt.NDArray[np.float32] | None], rows: list[npt.NDArray[np.float32]]
+    ) -> float: ...
+
 def optimizer_names() -> list[str]: ...
 def full_dense_table(owned_buckets: npt.NDArray[np.int64], num_rows: int, item_bytes: int) -> tuple[int, int, int]: ...
 

@@ -23,7 +23,8 @@ def _torch_of(value: Any) -> Any:
     return torch if torch is not None and isinstance(value, torch.Tensor) else None
 
 
-def _as_array(value: Any, error: type[GeartrainError], what: str) -> npt.NDArray[Any]:
+def as_array(value: Any, error: type[GeartrainError], what: str) -> npt.NDArray[Any]:
+    """Return ``value``, of numpy, torch or anything that numpy takes, as an array. Raises ``error``."""
     torch = _torch_of(value)
     if torch is None:
         try:
@@ -66,7 +67,7 @@ def ids_array(value: Any, num_rows: int | None) -> Ids:
 
 def _int64_vector(value: Any) -> Ids:
     _require_unmasked(value, InvalidIds, "ids")
-    array = _as_array(value, InvalidIds, "ids")
+    array = as_array(value, InvalidIds, "ids")
     if array.dtype.kind not in "iu" and array.size:
         raise InvalidIds(f"ids have dtype {array.dtype}; they must be integers (int64)")
     if array.ndim != 1:
@@ -87,7 +88,7 @@ def rows_array(value: Any, num_ids: int, dim: int, *, dtype: np.dtype[Any] | Non
             value = np.asarray(value, np.float32 if dtype is None else dtype)
         except (TypeError, ValueError) as exc:
             raise InvalidRows(f"rows are no rectangle of numbers [{num_ids}, {dim}]: {exc}") from exc
-    array = _as_array(value, InvalidRows, "rows")
+    array = as_array(value, InvalidRows, "rows")
     if array.shape != (num_ids, dim):
         raise InvalidRows(f"rows have shape {array.shape}; {num_ids} ids of dim {dim} need ({num_ids}, {dim})")
     allowed = [dtype] if dtype is not None else list(DTYPES.values())

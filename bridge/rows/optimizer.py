@@ -101,9 +101,9 @@ class RowOptimizer(torch.optim.Optimizer):
             self.multiply_gradients(1.0 / float(grad_scale))
             self.grad_scale = None  # after an error they are pending as they are now
         prepared = [(optimizer, update, update.prepare(optimizer)) for optimizer, update in steps]
-        error = _send_together([write for _, _, write in prepared if write is not None])
-        for optimizer, update, write in prepared:
-            if error is None or (write is not None and write.is_sent):
+        error = _send_together([write for _, _, writes in prepared for write in writes])
+        for optimizer, update, writes in prepared:
+            if error is None or (writes and all(write.is_sent for write in writes)):
                 update.apply(optimizer)
         if error is not None:
             raise error

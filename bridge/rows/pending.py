@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
@@ -48,6 +48,8 @@ class CollectedGradient(Protocol):
 
 G = TypeVar("G", bound=CollectedGradient)
 
+Moment = tuple[int, object]
+"""A generation of classes, and which table of its name (or which tables of theirs) it was."""
 _FORGOTTEN_AFTER = 3
 """Backward passes without a RowOptimizer: more than somebody tries by hand."""
 
@@ -76,7 +78,7 @@ class PendingUpdate(ABC, Generic[G]):
         """The carrier's gradient if nothing had multiplied it."""
         self._is_norm = False
         """Whether that is the norm of what is pending."""
-        self._moment = (0, 0)
+        self._moment: Moment = (0, 0)
         """:attr:`moment` of what is pending."""
         self.is_optimized = False
         """Whether a RowOptimizer applies what is pending."""
@@ -89,7 +91,7 @@ class PendingUpdate(ABC, Generic[G]):
         """What stands for the rows in a torch.optim.Optimizer: the carrier, the numbers of the table's optimizer, its
         name."""
         spec = self.table.spec
-        return {"params": [self.carrier], **spec.optimizer.settings(), "table": spec.name}
+        return {"params": [self.carrier], **spec.optimizer.settings(), "table": self.name}
 
     def optimizer_of(self, group: Mapping[str, Any]) -> RowOptimizerSpec:
         """The table's optimizer with the numbers of such a group. Raises InvalidArgument that names what cannot be."""
@@ -101,10 +103,15 @@ class PendingUpdate(ABC, Generic[G]):
             self.applied_lr = made.lr
             return made
         except InvalidArgument as exc:
-            raise InvalidArgument(f"param_group of table {spec.name!r}: {exc}") from exc
+            raise InvalidArgument(f"param_group of table {self.name!r}: {exc}") from exc
 
     @property
-    def moment(self) -> tuple[int, int]:
+    def name(self) -> str:
+        """Of the rows, in a param_group and in errors: that of their table."""
+        return self.table.spec.name
+
+    @property
+    def moment(self) -> Moment:
         """Of which classes and of which table a forward pass is: its gradients are applied to no others."""
         return self.generation, incarnation_of(self.table)
 
@@ -139,7 +146,7 @@ class PendingUpdate(ABC, Generic[G]):
         self._take_norm(mark, factor)
         self._backward_passes += 1
         if self._backward_passes == _FORGOTTEN_AFTER and not self.is_optimized:
-            name = self.table.spec.name
+            name = self.name
             warnings.warn(
                 f"{_FORGOTTEN_AFTER} backward passes have gone through table {name!r} and nothing trains its rows: "
                 "make the optimizer of both, optimizer = geartrain.joint(optimizer, module), or add "
@@ -158,7 +165,7 @@ class PendingUpdate(ABC, Generic[G]):
     def _show(self, grad: Tensor | None) -> None:
         """Make ``grad`` [1] the carrier's gradient."""
         shows_all = grad is None or self._is_norm
-        self.carrier.grad = grad if shows_all or grad is None else FactorAlone.of(grad, self.table.spec.name)
+        self.carrier.grad = grad if shows_all or grad is None else FactorAlone.of(grad, self.name)
 
     def _shown(self) -> Tensor | None:
         """The carrier's gradient [1], a plain tensor in the same memory. InvalidArgument if it is somebody else's."""
@@ -166,7 +173,7 @@ class PendingUpdate(ABC, Generic[G]):
         if grad is None:
             return None
         if self._pending is not None and not self._is_norm and not isinstance(grad, FactorAlone):
-            raise not_for_clippers(self.table.spec.name, "Another gradient")
+            raise not_for_clippers(self.name, "Another gradient")
         return grad.as_subclass(Tensor)
 
     def _factor(self) -> Tensor:
@@ -185,7 +192,7 @@ class PendingUpdate(ABC, Generic[G]):
         """Raise TableNotFound if the table was restored since the forward pass of what is pending."""
         if self._pending is not None and self._moment[1] != self.moment[1]:
             raise TableNotFound(
-                f"the pending gradients are of rows of table {self.table.spec.name!r} from before it was restored; "
+                f"the pending gradients are of rows of table {self.name!r} from before it was restored; "
                 "nothing was pushed. Call zero_grad(), and go on with a new forward pass"
             )
 
@@ -194,13 +201,13 @@ class PendingUpdate(ABC, Generic[G]):
         grad = self._shown()
         if grad is not None and not bool(torch.isfinite(grad).all()):
             raise NonFinite(
-                f"the row gradients of table {self.table.spec.name!r} hold NaN or infinity; nothing was pushed. "
+                f"the row gradients of table {self.name!r} hold NaN or infinity; nothing was pushed. "
                 "Call zero_grad() to skip this step, lower the learning rate, or use torch.amp.GradScaler with float16"
             )
 
-    def prepare(self, optimizer: RowOptimizerSpec) -> TableWrite | None:  # noqa: ARG002
-        """Make ready what :meth:`apply` sends; return it if it is one push that can be sent together with others."""
-        return None
+    def prepare(self, optimizer: RowOptimizerSpec) -> Sequence[TableWrite]:  # noqa: ARG002
+        """Make ready what :meth:`apply` sends; return it if it is pushes that can be sent together with others."""
+        return ()
 
     @abstractmethod
     def apply(self, optimizer: RowOptimizerSpec) -> None:

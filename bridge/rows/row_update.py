@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from typing import Any, Protocol, TypedDict, runtime_checkable
@@ -97,13 +97,13 @@ class RowUpdate(PendingUpdate[RowGradient]):
         self.step += 1
         self.discard()
 
-    def prepare(self, optimizer: RowOptimizerSpec) -> TableWrite | None:
+    def prepare(self, optimizer: RowOptimizerSpec) -> Sequence[TableWrite]:
         """See the base class."""
         if self.carrier.grad is None or not isinstance(self._pending, SinglePush):
-            return None
+            return ()
         with self._writing(optimizer) as writer:
             self._pending.prepare(writer)
-            return writer.table_write
+            return () if writer.table_write is None else (writer.table_write,)
 
     @contextmanager
     def _writing(self, optimizer: RowOptimizerSpec) -> Iterator[_PushWriter]:

@@ -35,6 +35,7 @@ BRIDGE_USES = ("client", "values", "kernels", "programs")
 BRIDGE_ROOMS: dict[str, tuple[str, ...]] = {
     "rows": (),
     "dense": ("rows",),
+    "embedding": ("rows",),
     "gear": ("rows", "dense"),
     "head": ("rows",),
     "checkpoint": ("rows", "dense"),

@@ -40,6 +40,7 @@ void bind_class_pass(nb::module_& m);
 void bind_neighbours(nb::module_& m);
 void bind_neighbour_recall(nb::module_& m);
 void bind_position_lru(nb::module_& m);
+void bind_lookup(nb::module_& m);
 void bind_rows_client(nb::module_& m);
 void bind_turn(nb::module_& m);
 void bind_engine(nb::module_& m);

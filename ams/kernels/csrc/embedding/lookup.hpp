@@ -1,0 +1,86 @@
+// What a model looks up in embedding tables for one batch: ids of all features merged by table, rows pooled, gradients summed.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "base/common.hpp"
+
+namespace geartrain {
+
+// `none`: a vector for each id. The others: one for each bag of ids, zero for an empty one. With weights w of the ids a sum is
+// Σ w·x, a mean Σ w·x / Σ w, sqrtn Σ w·x / √Σ w².
+enum class Pooling : int { none = 0, sum = 1, mean = 2, sqrtn = 3, max = 4 };
+inline constexpr int kNumPoolings = 5;
+
+// The ids of one feature. They stay the caller's, and as they are, while its Lookup lives.
+struct Feature {
+  int64_t table = 0;  // among those of the lookup
+  const int64_t* ids = nullptr;
+  int64_t count = 0;
+  const int64_t* offsets = nullptr;  // [bags + 1], rising from 0 to count; null: `width` ids in each bag
+  int64_t bags = 0;
+  int64_t width = 1;
+  const float* weights = nullptr;  // [count]; null: all 1
+  Pooling pooling = Pooling::sum;
+  std::optional<int64_t> padding;  // such ids are passed over
+
+  int64_t begin_of(int64_t bag) const { return offsets == nullptr ? bag * width : offsets[bag]; }
+  int64_t num_vectors() const { return pooling == Pooling::none ? count : bags; }
+};
+
+// The first id that is below 0, or not below `num_ids` of its table.
+struct BadId {
+  int64_t feature = 0, place = 0;
+};
+
+// Costs one look into a hash table an id; memory 4 bytes an id, 8 a distinct one, 4·D a vector of pooling max.
+class Lookup {
+ public:
+  // `num_ids` of each table: ids are below it. Throws BadId.
+  Lookup(std::vector<Feature> features, std::span<const int64_t> num_ids, int64_t threads);
+  Lookup(const Lookup&) = delete;
+  Lookup& operator=(const Lookup&) = delete;
+
+  const std::vector<Feature>& features() const { return features_; }
+  int64_t num_tables() const { return static_cast<int64_t>(tables_.size()); }
+  // The distinct ids of a table, in order of first appearance among its features.
+  std::span<const int64_t> ids_of(int64_t table) const { return tables_[static_cast<size_t>(table)].ids; }
+  // The place of each id of a feature among the distinct ones of its table; -1: padding.
+  const int32_t* places_of(int64_t feature) const { return places_.get() + first_place_[static_cast<size_t>(feature)]; }
+
+  struct Rows {
+    const void* rows = nullptr;  // [distinct ids, dim]
+    DType dtype = DType::float32;
+    int64_t dim = 0;
+  };
+  // Writes the vectors of each feature, [num_vectors, dim], from the rows of the tables. `keep_places`: those of maxima are kept for
+  // sum_gradients().
+  void pool(std::span<const Rows> tables, std::span<float* const> vectors, bool keep_places);
+
+  // Writes the gradients of all rows, [distinct ids, dim] a table, from those of the vectors (null: zero). Returns Σ g² of all:
+  // finite only if all of them are. The order of sums, and so every bit, is the same for any number of threads.
+  double sum_gradients(std::span<const float* const> vectors, std::span<const int64_t> dims, std::span<float* const> rows) const;
+
+ private:
+  struct Table {
+    std::vector<int64_t> features, ids;
+  };
+
+  void merge(Table& table, int64_t num_ids);
+  void pool_feature(size_t feature, const Rows& rows, float* vectors, bool keep_places);
+  void add_gradients(size_t feature, const float* vectors, int64_t dim, float* rows, int64_t& seen) const;
+  int64_t hands() const;
+
+  std::vector<Feature> features_;
+  std::vector<Table> tables_;
+  std::vector<int64_t> first_place_;
+  std::unique_ptr<int32_t[]> places_;
+  std::vector<std::unique_ptr<int32_t[]>> maxima_;  // of each feature of pooling max, [bags, dim]: whose value it is; -1: of none
+  const int64_t threads_;
+};
+
+}  // namespace geartrain

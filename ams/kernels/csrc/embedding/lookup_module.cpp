@@ -1,0 +1,171 @@
+#include <nanobind/stl/vector.h>
+
+#include <limits>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "python/module.hpp"
+#include "embedding/lookup.hpp"
+
+namespace geartrain {
+namespace {
+
+using FloatVector = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using FloatMatrix = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using FloatOutput = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+
+// A lookup, and the arrays of its caller that it reads.
+struct HeldLookup {
+  std::vector<nb::object> arrays;
+  std::unique_ptr<Lookup> lookup;
+};
+
+Feature feature_of(const nb::handle& given, std::vector<nb::object>& arrays, int64_t num_tables) {
+  // (table, ids [N], offsets [bags + 1] or ids of a bag, weights [N] or None, pooling, padding or None)
+  const auto parts = nb::cast<nb::tuple>(given);
+  require(parts.size() == 6, "a feature has six parts");
+  Feature feature;
+  feature.table = nb::cast<int64_t>(parts[0]);
+  require(feature.table >= 0 && feature.table < num_tables, "a feature is of a table that there is not");
+  const auto ids = nb::cast<IdArray>(parts[1], false);
+  feature.ids = ids.data();
+  feature.count = static_cast<int64_t>(ids.size());
+  require(feature.count < std::numeric_limits<int32_t>::max(), "a feature has 2**31 ids or more");
+  if (nb::isinstance<nb::int_>(parts[2])) {
+    feature.width = nb::cast<int64_t>(parts[2]);
+    require(feature.width >= 1 && feature.count % feature.width == 0, "ids must be a multiple of the width");
+    feature.bags = feature.count / feature.width;
+  } else {
+    const auto offsets = nb::cast<IdArray>(parts[2], false);
+    require(offsets.size() >= 1, "offsets must not be empty");
+    feature.offsets = offsets.data();
+    feature.bags = static_cast<int64_t>(offsets.size()) - 1;
+    require(feature.offsets[0] == 0 && feature.offsets[feature.bags] == feature.count, "offsets must go from 0 to the number of ids");
+    for (int64_t bag = 0; bag < feature.bags; ++bag)
+      require(feature.offsets[bag] <= feature.offsets[bag + 1], "offsets must not fall");
+  }
+  if (!parts[3].is_none()) {
+    const auto weights = nb::cast<FloatVector>(parts[3], false);
+    require(static_cast<int64_t>(weights.size()) == feature.count, "weights must be as many as ids");
+    feature.weights = weights.data();
+  }
+  const int pooling = nb::cast<int>(parts[4]);
+  require(pooling >= 0 && pooling < kNumPoolings, "no such pooling");
+  feature.pooling = static_cast<Pooling>(pooling);
+  if (!parts[5].is_none()) feature.padding = nb::cast<int64_t>(parts[5]);
+  arrays.emplace_back(parts);
+  return feature;
+}
+
+void create(HeldLookup* self, const nb::list& features, const std::vector<int64_t>& num_ids, int64_t threads) {
+  require(threads >= 1, "threads must be >= 1");
+  std::vector<nb::object> arrays;
+  std::vector<Feature> all;
+  std::vector<int64_t> counts(num_ids.size(), 0);
+  for (const nb::handle given : features) {
+    all.push_back(feature_of(given, arrays, static_cast<int64_t>(num_ids.size())));
+    int64_t& count = counts[static_cast<size_t>(all.back().table)];
+    count += all.back().count;
+    require(count < std::numeric_limits<int32_t>::max(), "a table has 2**31 ids or more in one batch");
+  }
+  std::unique_ptr<Lookup> lookup;
+  {
+    const nb::gil_scoped_release release;
+    lookup = std::make_unique<Lookup>(std::move(all), num_ids, threads);
+  }
+  new (self) HeldLookup{std::move(arrays), std::move(lookup)};
+}
+
+void require_table(const HeldLookup& self, int64_t table) {
+  require(table >= 0 && table < self.lookup->num_tables(), "there is no such table");
+}
+
+nb::ndarray<nb::numpy, const int64_t, nb::ndim<1>> ids_of(nb::handle_t<HeldLookup> self, int64_t table) {
+  const HeldLookup& held = nb::cast<const HeldLookup&>(self);
+  require_table(held, table);
+  const std::span<const int64_t> ids = held.lookup->ids_of(table);
+  const size_t shape[1] = {ids.size()};
+  return {ids.data(), 1, shape, nb::borrow(self)};
+}
+
+nb::ndarray<nb::numpy, const int32_t, nb::ndim<1>> places_of(nb::handle_t<HeldLookup> self, int64_t feature) {
+  const HeldLookup& held = nb::cast<const HeldLookup&>(self);
+  require(feature >= 0 && feature < static_cast<int64_t>(held.lookup->features().size()), "there is no such feature");
+  const size_t shape[1] = {static_cast<size_t>(held.lookup->features()[static_cast<size_t>(feature)].count)};
+  return {held.lookup->places_of(feature), 1, shape, nb::borrow(self)};
+}
+
+void pool(HeldLookup& self, const nb::list& rows, const std::vector<int>& dtypes, const nb::list& vectors, bool keep_places) {
+  Lookup& lookup = *self.lookup;
+  require(static_cast<int64_t>(rows.size()) == lookup.num_tables() && dtypes.size() == rows.size(), "rows must be as many as tables");
+  require(vectors.size() == lookup.features().size(), "vectors must be as many as features");
+  std::vector<Lookup::Rows> tables;
+  for (size_t i = 0; i < rows.size(); ++i) {
+    const auto matrix = nb::cast<Matrix>(rows[i], false);
+    require(matrix.shape(0) == lookup.ids_of(static_cast<int64_t>(i)).size(), "rows must be as many as distinct ids");
+    tables.push_back({matrix.data(), checked_dtype(matrix, dtypes[i]), static_cast<int64_t>(matrix.shape(1))});
+  }
+  std::vector<float*> outs;
+  for (size_t i = 0; i < vectors.size(); ++i) {
+    const auto out = nb::cast<FloatOutput>(vectors[i], false);
+    const Feature& feature = lookup.features()[i];
+    require(static_cast<int64_t>(out.shape(0)) == feature.num_vectors() &&
+                static_cast<int64_t>(out.shape(1)) == tables[static_cast<size_t>(feature.table)].dim,
+            "vectors have another shape");
+    outs.push_back(out.data());
+  }
+  const nb::gil_scoped_release release;
+  lookup.pool(tables, outs, keep_places);
+}
+
+double sum_gradients(const HeldLookup& self, const nb::list& vectors, const nb::list& rows) {
+  const Lookup& lookup = *self.lookup;
+  require(static_cast<int64_t>(rows.size()) == lookup.num_tables(), "rows must be as many as tables");
+  require(vectors.size() == lookup.features().size(), "vectors must be as many as features");
+  std::vector<int64_t> dims;
+  std::vector<float*> outs;
+  for (size_t i = 0; i < rows.size(); ++i) {
+    const auto out = nb::cast<FloatOutput>(rows[i], false);
+    require(out.shape(0) == lookup.ids_of(static_cast<int64_t>(i)).size(), "rows must be as many as distinct ids");
+    dims.push_back(static_cast<int64_t>(out.shape(1)));
+    outs.push_back(out.data());
+  }
+  std::vector<const float*> gradients;
+  for (size_t i = 0; i < vectors.size(); ++i) {
+    if (vectors[i].is_none()) {
+      gradients.push_back(nullptr);
+      continue;
+    }
+    const auto gradient = nb::cast<FloatMatrix>(vectors[i], false);
+    const Feature& feature = lookup.features()[i];
+    require(static_cast<int64_t>(gradient.shape(0)) == feature.num_vectors() &&
+                static_cast<int64_t>(gradient.shape(1)) == dims[static_cast<size_t>(feature.table)],
+            "gradients have another shape");
+    gradients.push_back(gradient.data());
+  }
+  const nb::gil_scoped_release release;
+  return lookup.sum_gradients(gradients, dims, outs);
+}
+
+}  // namespace
+
+void bind_lookup(nb::module_& m) {
+  static PyObject* bad_id = PyErr_NewException("geartrain.ams.kernels._core.BadId", PyExc_ValueError, nullptr);
+  m.attr("BadId") = nb::borrow(bad_id);
+  nb::register_exception_translator([](const std::exception_ptr& error, void*) {
+    try {
+      std::rethrow_exception(error);
+    } catch (const BadId& bad) {
+      PyErr_SetObject(bad_id, nb::make_tuple(bad.feature, bad.place).ptr());
+    }
+  });
+  nb::class_<HeldLookup>(m, "Lookup")
+      .def("__init__", &create, nb::arg("features"), nb::arg("num_ids"), nb::arg("threads"))
+      .def("ids_of", &ids_of, nb::arg("table"))
+      .def("places_of", &places_of, nb::arg("feature"))
+      .def("pool", &pool, nb::arg("rows"), nb::arg("dtypes"), nb::arg("vectors"), nb::arg("keep_places"))
+      .def("sum_gradients", &sum_gradients, nb::arg("vectors"), nb::arg("rows"));
+}
+
+}  // namespace geartrain

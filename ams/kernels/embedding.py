@@ -1,0 +1,91 @@
+"""What a model looks up in embedding tables for one batch: ids merged by table, rows pooled, gradients summed.
+
+Three calls of compiled code for all features of a model, each of which gives up the interpreter lock once. Shapes: N
+ids of a feature, V vectors that it gets (for each bag of ids, or for each id), U distinct ids of a table, D its width.
+``reference/embedding.py`` is the specification.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from geartrain.ams.kernels import _core, ops
+from geartrain.ams.kernels._core import BadId
+from geartrain.ams.values.errors import InternalError
+from geartrain.ams.values.specs import Ids
+
+__all__ = ["POOLINGS", "BadId", "Bags", "FeatureIds", "Lookup", "PoolingName"]
+
+PoolingName = Literal["sum", "mean", "sqrtn", "max"]
+POOLINGS: tuple[PoolingName | None, ...] = (None, "sum", "mean", "sqrtn", "max")
+"""As the compiled module numbers them. With weights w: Σ w·x, Σ w·x / Σ w, Σ w·x / √Σ w², and the largest x."""
+Floats = npt.NDArray[np.float32]
+Bags = Ids | int
+"""Where bags begin among the ids, and the end [bags + 1]; or how many ids each has."""
+
+
+class FeatureIds(NamedTuple):
+    """The ids of one feature in a batch."""
+
+    table: int
+    """Which of the tables."""
+    ids: Ids
+    """[N] int64, C-contiguous."""
+    bags: Bags
+    weights: Floats | None
+    """[N] float32; None: 1 each."""
+    pooling: PoolingName | None
+    padding_id: int | None
+    """Passed over: no row, no part of a mean, a zero vector where ids are not pooled."""
+
+
+class Lookup:
+    """The lookup of one batch. The arrays given must stay as they are while it lives."""
+
+    def __init__(self, features: Sequence[FeatureIds], num_rows: Sequence[int | None], threads: int) -> None:
+        """Merge the ids of tables with so many rows each (None: any id >= 0).
+
+        Raises BadId, whose args are the feature and the place of an id that is out of range, and ValueError for arrays
+        that contradict each other.
+        """
+        self._features = [
+            (table, ids, bags, weights, POOLINGS.index(pooling), padding_id)
+            for table, ids, bags, weights, pooling, padding_id in features
+        ]
+        limits = [2**63 - 1 if rows is None else rows for rows in num_rows]
+        self._lookup = _core.Lookup(self._features, limits, threads)
+        self._num_tables = len(limits)
+
+    def ids(self) -> list[Ids]:
+        """The distinct ids [U] of each table, in order of first appearance. Read-only, in the memory of the lookup."""
+        return [self._lookup.ids_of(table) for table in range(self._num_tables)]
+
+    def places_of(self, feature: int) -> npt.NDArray[np.int32]:
+        """The place of each id [N] among the distinct ones; -1: padding."""
+        return self._lookup.places_of(feature)
+
+    def pool(self, rows: Sequence[npt.NDArray[Any]], *, out: Sequence[Floats], keep_maxima: bool) -> None:
+        """Write the vectors [V, D] of each feature, from the rows [U, D] of each table.
+
+        ``keep_maxima``: :meth:`sum_gradients` will ask whose values were the largest.
+        """
+        bits, codes = [], []
+        for one in rows:
+            own, code = ops.as_bits(one)
+            bits.append(own)
+            codes.append(code)
+        self._lookup.pool(bits, codes, list(out), keep_maxima)
+
+    def sum_gradients(self, vectors: Sequence[Floats | None], *, out: Sequence[Floats]) -> float:
+        """Write the gradients [U, D] of the rows of each table, from those of the vectors [V, D] (None: zero).
+
+        Returns Σ g² over all, in float64: finite only if every one is. The same bits for any number of threads.
+        """
+        for (_, _, _, _, pooling, _), vector in zip(self._features, vectors, strict=True):
+            if vector is not None and not vector.flags.c_contiguous:
+                raise InternalError(f"gradients of pooling {POOLINGS[pooling]} are not contiguous")
+        return self._lookup.sum_gradients(list(vectors), list(out))

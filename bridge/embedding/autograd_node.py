@@ -1,0 +1,179 @@
+"""The autograd node between embedding rows and the network behind them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from geartrain.ams.kernels.embedding import FeatureIds, Lookup
+from geartrain.ams.values.errors import InvalidArgument
+from geartrain.bridge.embedding.ids import BatchIds
+from geartrain.bridge.embedding.trained_tables import TrainedTables
+from geartrain.bridge.embedding.update import EmbeddingGradient, TableGradient
+from geartrain.bridge.rows.transfers import upload
+
+Floats = npt.NDArray[np.float32]
+
+
+class LookupCall:
+    """One forward pass: what was looked up, and where its row gradients go."""
+
+    def __init__(
+        self,
+        lookup: Lookup,
+        features: Sequence[FeatureIds],
+        given: Sequence[BatchIds],
+        rows: Sequence[npt.NDArray[Any]],
+        parts: Sequence[TrainedTables],
+    ) -> None:
+        """``rows`` [U, D] of each table of the lookup, in the order of the ``parts`` and of the tables in them."""
+        self._lookup = lookup
+        self._features = features
+        self._given = given
+        self._rows = rows
+        self._parts = parts
+        self._moments = [part.row_update.moment for part in parts]
+        self.weights = [one.given_weights for one in given if one.given_weights is not None]
+        """Those that need a gradient."""
+
+    def vectors(self, device: torch.device, *, want_gradient: bool) -> tuple[Tensor, ...]:
+        """The vectors [V, D] of each feature, float32, on ``device``."""
+        out = [
+            np.empty((self._num_vectors(feature), self._rows[feature.table].shape[1]), np.float32)
+            for feature in self._features
+        ]
+        self._lookup.pool(self._rows, out=out, keep_maxima=want_gradient)
+        if not self.weights:
+            self._shapes = [rows.shape for rows in self._rows]
+            self._rows = ()  # none of them is needed again
+        return tuple(upload(one, device) for one in out)
+
+    @staticmethod
+    def _num_vectors(feature: FeatureIds) -> int:
+        if feature.pooling is None:
+            return len(feature.ids)
+        return len(feature.ids) // feature.bags if isinstance(feature.bags, int) else len(feature.bags) - 1
+
+    def queue_row_gradients(self, upstream: Sequence[Tensor | None]) -> list[Tensor]:
+        """Add the gradients of the rows to their updates; return those of :attr:`weights`."""
+        for part, moment in zip(self._parts, self._moments, strict=True):
+            if part.row_update.moment != moment:
+                raise InvalidArgument(
+                    f"rows of {part.row_update.name} were loaded or restored between this forward pass and its "
+                    "backward; look the ids up again"
+                )
+        gradients = [None if one is None else _host(one) for one in upstream]
+        self._add(gradients)
+        return [
+            _weight_gradient(
+                feature, self._lookup.places_of(place), self._rows[feature.table], gradient, one.given_weights
+            )
+            for place, (feature, one, gradient) in enumerate(zip(self._features, self._given, gradients, strict=True))
+            if one.given_weights is not None
+        ]
+
+    def _add(self, gradients: Sequence[Floats | None]) -> None:
+        ids = self._lookup.ids()
+        shapes = [rows.shape for rows in self._rows] if self._rows else self._shapes
+        sums = [np.empty(shape, np.float32) for shape in shapes]
+        squares = self._lookup.sum_gradients(gradients, out=sums)
+        used = [
+            np.zeros(len(own), np.bool_) if any(self._unused(gradients, table)) else None
+            for table, own in enumerate(ids)
+        ]
+        for place, (feature, gradient) in enumerate(zip(self._features, gradients, strict=True)):
+            mask = used[feature.table]
+            if mask is not None and gradient is not None:
+                places = self._lookup.places_of(place)
+                mask[places[places >= 0]] = True
+        first = 0
+        # One number says of all whether they are finite; an optimizer that trains some of them hears it of all.
+        checksum = torch.tensor(squares)
+        for part in self._parts:
+            tables: dict[int, TableGradient] = {}
+            for place in range(len(part.row_update.tables)):
+                own, rows, mask = ids[first + place], sums[first + place], used[first + place]
+                if mask is not None:
+                    own, rows = own[mask], rows[mask]
+                if len(own):
+                    tables[place] = TableGradient(own, rows)
+            first += len(part.row_update.tables)
+            if tables:
+                own_squares = squares if len(self._parts) == 1 else _squares(tables)
+                part.row_update.add(EmbeddingGradient(tables, own_squares), checksum, 1)
+
+    def _unused(self, gradients: Sequence[Floats | None], table: int) -> list[bool]:
+        """Of each feature of a table, whether it has no gradient."""
+        both = zip(self._features, gradients, strict=True)
+        return [gradient is None for feature, gradient in both if feature.table == table]
+
+
+def _host(gradient: Tensor) -> Floats:
+    host: Floats = gradient.detach().to("cpu", torch.float32).contiguous().numpy()
+    return host
+
+
+def _squares(tables: dict[int, TableGradient]) -> float:
+    return sum(
+        float(np.vdot(rows, rows)) for rows in (one.rows.reshape(-1).astype(np.float64) for one in tables.values())
+    )
+
+
+def _weight_gradient(
+    feature: FeatureIds,
+    places: npt.NDArray[np.int32],
+    rows: npt.NDArray[Any],
+    gradient: Floats | None,
+    given: Tensor,
+) -> Tensor:
+    """∂/∂w of Σ w·x, Σ w·x / Σ w and Σ w·x / √Σ w², along ``gradient`` [V, D]; 0 for padding."""
+    weights = np.asarray(feature.weights, np.float64)
+    if gradient is None:
+        return torch.zeros_like(given)
+    counts = feature.bags if isinstance(feature.bags, int) else np.diff(feature.bags)
+    num_bags = len(weights) if feature.pooling is None else len(gradient)
+    bag = np.arange(len(weights)) if feature.pooling is None else np.repeat(np.arange(num_bags), counts)
+    is_there = places >= 0
+    values = (
+        rows[np.where(is_there, places, 0)].astype(np.float64) if len(rows) else np.zeros((len(places), rows.shape[1]))
+    )
+    along = np.einsum("nd,nd->n", values, gradient[bag].astype(np.float64)) * is_there  # of each x
+    if feature.pooling in ("mean", "sqrtn"):
+        by = weights * is_there if feature.pooling == "sqrtn" else is_there.astype(np.float64)
+        sums = np.bincount(bag, weights * (by if feature.pooling == "sqrtn" else is_there), num_bags)
+        pooled = np.bincount(bag, weights * along, num_bags)  # of Σ w·x
+        with np.errstate(divide="ignore", invalid="ignore"):
+            if feature.pooling == "mean":
+                along = along / sums[bag] - (pooled / sums**2)[bag] * by
+            else:
+                along = along / np.sqrt(sums)[bag] - (pooled / sums**1.5)[bag] * by
+        along = np.where(is_there & (sums[bag] != 0), along, 0.0)
+    return torch.from_numpy(along).to(given)
+
+
+class Vectors(torch.autograd.Function):
+    """Vectors of all features; backward queues the row gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, call: LookupCall, device: torch.device, *joined: Tensor) -> tuple[Tensor, ...]:
+        """``joined`` are carriers and weights, there so that the vectors need a gradient."""
+        ctx.call = call
+        ctx.num_carriers = len(joined) - len(call.weights)
+        ctx.set_materialize_grads(False)
+        return call.vectors(device, want_gradient=True)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Queue the row gradients; return those of the weights."""
+        if torch.is_grad_enabled():  # by create_graph=True: the gradient would silently count as a constant
+            raise InvalidArgument(
+                "embeddings have no second derivatives: create_graph=True cannot go through their rows; take the "
+                "gradient without it"
+            )
+        weights = ctx.call.queue_row_gradients(upstream)
+        return (None, None, *[None] * ctx.num_carriers, *weights)

@@ -1,0 +1,115 @@
+"""What an input feature of a model is, and the table that its ids have rows in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+
+from geartrain.ams.kernels.embedding import POOLINGS, PoolingName
+from geartrain.ams.values.arguments import integer
+from geartrain.ams.values.errors import InvalidArgument
+from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
+from geartrain.ams.values.specs import DTypeName, Initializer, Normal, TableSpec
+from geartrain.ams.values.text import counted, quoted
+
+
+@dataclass(frozen=True)
+class Field:
+    """An input feature: a vector for each bag of its ids, or for each id.
+
+    Fields that name the same ``table`` share its rows; what they do not say of it they take from the one that does.
+    """
+
+    name: str
+    """The key in a batch, and of the vectors."""
+    dim: int | None = None
+    """Width of the vectors, >= 1; needed once for each table."""
+    table: str | None = None
+    """Where its rows are; None: in a table of its own name. The group's name comes before it: ``ctr/item``."""
+    pooling: PoolingName | None = "sum"
+    """Of a bag of ids: "sum", "mean", "sqrtn" (the sum over the root of how many), "max"; None: a vector for each id.
+    With weights w of the ids: Σ w·x, Σ w·x / Σ w, Σ w·x / √Σ w². Of an empty bag it is 0."""
+    padding_id: int | None = None
+    """An id that stands for none: passed over, and a zero vector where ids are not pooled."""
+    optimizer: RowOptimizerSpec | None = None
+    """Of the table; None: the group's."""
+    initializer: Initializer | None = None
+    """Value of a row that was never pushed; None: normal, std 0.01."""
+    num_rows: int | None = None
+    """Ids are 0 … num_rows − 1; None: any id >= 0, and the table grows as they come."""
+    dtype: DTypeName | None = None
+    """Storage type of the rows; None: float32."""
+    slot_dtype: DTypeName | None = None
+    """Storage type of the optimizer's state of each row; None: float32."""
+
+    def __post_init__(self) -> None:
+        """Raises InvalidArgument that names the field."""
+        if not isinstance(self.name, str) or not self.name:
+            raise InvalidArgument(
+                f"the name of a field is {quoted(self.name)}; it must be a string, as gt.Field('user', dim=16)"
+            )
+        if self.pooling not in POOLINGS:
+            names = ", ".join(repr(one) for one in POOLINGS)
+            raise InvalidArgument(
+                f"pooling of field {self.name!r} is {quoted(self.pooling)}; it must be one of {names}"
+            )
+        if self.padding_id is not None:
+            object.__setattr__(
+                self, "padding_id", integer(f"padding_id of field {self.name!r}", self.padding_id, -(2**63), 2**63 - 1)
+            )
+
+    @property
+    def table_name(self) -> str:
+        """Of the table, without the group's."""
+        return self.name if self.table is None else self.table
+
+
+_OF_TABLE = ("dim", "optimizer", "initializer", "num_rows", "dtype", "slot_dtype")
+assert set(_OF_TABLE) < {one.name for one in fields(Field)}
+
+
+def table_specs(
+    members: Sequence[Field], names: Mapping[str, str], optimizer: RowOptimizerSpec | None, seed: int
+) -> dict[str, TableSpec]:
+    """The tables of the fields by :attr:`Field.table_name`, in order of first appearance; ``names`` are those in the
+    cluster. Raises InvalidArgument for names that occur twice, what is missing, and fields that contradict each other.
+    """
+    if not members:
+        raise InvalidArgument("a group of embeddings needs at least one field: [gt.Field('user', dim=16)]")
+    known = [one.name for one in members]
+    twice = sorted({name for name in known if known.count(name) > 1})
+    if twice:
+        raise InvalidArgument(
+            f"{counted(len(twice), 'field')} occur twice: {', '.join(map(repr, twice))}; name each once"
+        )
+    return {table: _spec(table, names[table], members, optimizer, seed) for table in names}
+
+
+def _spec(table: str, name: str, members: Sequence[Field], optimizer: RowOptimizerSpec | None, seed: int) -> TableSpec:
+    sharing = [one for one in members if one.table_name == table]
+    said: dict[str, object] = {}
+    by: dict[str, str] = {}
+    for field in sharing:
+        for setting in _OF_TABLE:
+            value = getattr(field, setting)
+            if value is None:
+                continue
+            if setting in said and said[setting] != value:
+                raise InvalidArgument(
+                    f"fields {by[setting]!r} and {field.name!r} share table {table!r} and differ in {setting}: "
+                    f"{said[setting]!r} and {value!r}; say it in one of them, or give them tables of their own"
+                )
+            said[setting], by[setting] = value, field.name
+    who = ", ".join(repr(one.name) for one in sharing)
+    if "dim" not in said:
+        raise InvalidArgument(
+            f"no field of table {table!r} ({who}) has a dim; give one: gt.Field({sharing[0].name!r}, dim=16)"
+        )
+    said.setdefault("optimizer", optimizer)
+    if said["optimizer"] is None:
+        raise InvalidArgument(
+            f"table {table!r} ({who}) has no optimizer; give the group one for all, optimizer=gt.Adagrad(0.05), or "
+            "the field"
+        )
+    said.setdefault("initializer", Normal())
+    return TableSpec(name=name, seed=seed, **said)  # type: ignore[arg-type]

@@ -1,0 +1,259 @@
+"""Embeddings of all sparse features of a model, looked up together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from geartrain.ams.kernels.embedding import BadId, FeatureIds, Lookup
+from geartrain.ams.values.errors import InvalidArgument, InvalidIds
+from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
+from geartrain.ams.values.text import quoted
+from geartrain.bridge.embedding.autograd_node import LookupCall, Vectors
+from geartrain.bridge.embedding.field import Field, table_specs
+from geartrain.bridge.embedding.ids import BatchIds, ids_of_batch
+from geartrain.bridge.embedding.trained_tables import TrainedTables
+from geartrain.bridge.rows.eager import runs_eagerly
+
+if TYPE_CHECKING:
+    from geartrain.ams.client.cluster import Cluster
+    from geartrain.ams.client.table import Table
+
+
+class EmbeddingGroup(nn.Module):
+    """Embeddings of several fields: the ids of a batch in, a dict of their vectors out.
+
+        fields = gt.EmbeddingGroup(cluster, "ctr", [gt.Field("user", dim=16), gt.Field("item", dim=16, pooling="mean")],
+                                   optimizer=gt.Adagrad(0.05))
+        rows = gt.RowOptimizer(fields)                   # or optimizer = gt.joint(torch.optim.Adam(...), fields)
+        vectors = fields({"user": users, "item": (items, offsets)})
+        model(vectors).backward(); rows.step(); rows.zero_grad()
+
+    The rows are in tables of the cluster, ``ctr/user`` and ``ctr/item``; the module has no parameters. An id that was
+    never pushed has its initial value, and no row is made by looking it up. Ids are merged across the fields of a
+    table, gradients summed by the same index. The gradient that reaches the rows is exact; in ``torch.no_grad()``
+    nothing is queued. Not thread-safe.
+
+    Cost of a step with N ids, U of them distinct: O(N·D) here; 8·U bytes of ids and 4·U·D of rows each way.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        name: str,
+        fields: Sequence[Field],
+        *,
+        optimizer: RowOptimizerSpec | None = None,
+        seed: int = 0,
+        reuse: bool = False,
+    ) -> None:
+        """Make the tables.
+
+        Args:
+            cluster: Where the rows are.
+            name: Comes before the names of the tables.
+            fields: Of the model; those that name one table share its rows.
+            optimizer: Of every table whose fields name none.
+            seed: Of the initial values.
+            reuse: Open tables that are there with equal specs.
+
+        Raises:
+            InvalidArgument: The fields contradict each other, or lack something.
+            TableExists: A table is there, and not ``reuse``: a script that runs twice never trains on yesterday's rows
+                by accident.
+            SpecMismatch: A table is there with another spec.
+        """
+        super().__init__()
+        self.name = name
+        self.fields = tuple(fields)
+        for one in self.fields:
+            if not isinstance(one, Field):
+                raise InvalidArgument(f"a field of {name!r} is {quoted(one)}; it must be a gt.Field('user', dim=16)")
+        names = {one.table_name: self._full_name(one.table_name) for one in self.fields}
+        specs = table_specs(self.fields, names, optimizer, seed)
+        by_optimizer: dict[RowOptimizerSpec, list[str]] = {}
+        for table, spec in specs.items():
+            by_optimizer.setdefault(spec.optimizer, []).append(table)
+        made = _made(cluster, specs, reuse=reuse)
+        self.parts = nn.ModuleList(
+            TrainedTables(cluster, [made[table] for table in tables]) for tables in by_optimizer.values()
+        )
+        in_order = [table for tables in by_optimizer.values() for table in tables]
+        self._tables = [made[table] for table in in_order]
+        self._table_of = [in_order.index(one.table_name) for one in self.fields]
+        self.register_buffer("_place", torch.empty(0), persistent=False)  # says where the vectors are wanted
+
+    def _full_name(self, table: str) -> str:
+        return f"{self.name}/{table}"
+
+    def __iter__(self) -> Iterator[TrainedTables]:
+        """What RowOptimizer trains: the tables of one optimizer each."""
+        yield from self._trained
+
+    @property
+    def _trained(self) -> list[TrainedTables]:
+        return cast("list[TrainedTables]", list(self.parts))
+
+    def table(self, field: str) -> Table:
+        """The table of a field, for pulls, pushes and assigns of one's own. Raises InvalidArgument."""
+        names = [one.name for one in self.fields]
+        if field not in names:
+            raise InvalidArgument(f"there is no field {field!r}; there are {', '.join(map(repr, names))}")
+        return self._tables[self._table_of[names.index(field)]]
+
+    def forward(self, batch: Any) -> dict[str, Tensor]:
+        """Look the ids of a batch up.
+
+        Args:
+            batch: A mapping with the ids of every field under its name (others are left alone): integers [B] or [B, L];
+                ``(values, offsets)`` or ``(values, offsets, weights)`` with B + 1 offsets; a jagged nested tensor;
+                something with ``values()`` and ``lengths()``. Or something with ``keys()``, ``values()`` and
+                ``lengths()``, as TorchRec's KeyedJaggedTensor.
+
+        Returns:
+            Of each pooled field [B, D], float32, on the module's device (``.to("cuda")``). Without pooling [B, D] of
+            ids [B], [B, L, D] of [B, L], else a jagged nested tensor [B, ?, D].
+
+        Raises:
+            InvalidArgument: A field is not in the batch, or weights are no numbers.
+            InvalidIds: Ids are no integers, negative or out of range, or offsets fall: names field, row and value.
+            ShardUnavailable, ShardRestarted: see ``Table.pull``.
+        """
+        given = ids_of_batch(batch, [one.name for one in self.fields])
+        vectors = self._vectors(given)
+        return {
+            field.name: _shaped(field, ids, own) for field, ids, own in zip(self.fields, given, vectors, strict=True)
+        }
+
+    @runs_eagerly
+    def _vectors(self, given: Sequence[BatchIds]) -> tuple[Tensor, ...]:
+        features = [
+            FeatureIds(table, ids.values, ids.bags, ids.weights, field.pooling, field.padding_id)
+            for field, table, ids in zip(self.fields, self._table_of, given, strict=True)
+        ]
+        for field, ids in zip(self.fields, given, strict=True):
+            if field.pooling == "max" and ids.weights is not None:
+                raise InvalidArgument(f"field {field.name!r} has weights and pooling 'max', which takes none")
+        lookup = self._merged(features)
+        wants = torch.is_grad_enabled()
+        rows = []
+        distinct = lookup.ids()
+        for table, own_ids in zip(self._tables, distinct, strict=True):
+            own = np.empty((len(own_ids), table.spec.dim), table.spec.numpy_dtype)
+            if len(own_ids):
+                table.pull_into(own_ids, own)
+            rows.append(own)
+        call = LookupCall(lookup, features, given, rows, self._trained)
+        device = cast("Tensor", self._place).device
+        if not wants:
+            return call.vectors(device, want_gradient=False)
+        all_ids = iter(distinct)
+        for part in self._trained:
+            for place in range(len(part.row_update.tables)):
+                part.note(place, next(all_ids))
+        carriers = [part.row_update.carrier for part in self._trained]
+        vectors: tuple[Tensor, ...] = Vectors.apply(call, device, *carriers, *call.weights)  # type: ignore[no-untyped-call]
+        return vectors
+
+    def _merged(self, features: Sequence[FeatureIds]) -> Lookup:
+        try:
+            return Lookup(features, [table.spec.num_rows for table in self._tables], torch.get_num_threads())
+        except BadId as bad:
+            number, place = bad.args
+            raise self._bad_id(number, features[number], place) from None
+
+    def _bad_id(self, number: int, feature: FeatureIds, place: int) -> InvalidIds:
+        if isinstance(feature.bags, int):
+            row = place // feature.bags
+        else:
+            row = int(np.searchsorted(feature.bags, place, side="right")) - 1
+        num_rows = self._tables[feature.table].spec.num_rows
+        hint = (
+            ""
+            if feature.padding_id is not None
+            else f"; if it stands for no id, say so: padding_id={feature.ids[place]}"
+        )
+        return InvalidIds(
+            f"id {feature.ids[place]} of field {self.fields[number].name!r} in row {row} is out of range; ids lie in "
+            f"[0, {2**63 if num_rows is None else num_rows}){hint}"
+        )
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        """Neither copy nor pickle: rows are trained in one place."""
+        raise InvalidArgument(
+            f"{type(self).__name__} {self.name!r} cannot be copied or pickled: its rows are not in the module. "
+            "geartrain.save(model, folder) saves a model with its rows"
+        )
+
+    def extra_repr(self) -> str:
+        """The fields, for print()."""
+        return "\n".join(
+            [repr(self.name), *(f"{one.name}: {self.table(one.name).spec.dim} × {one.pooling}" for one in self.fields)]
+        )
+
+
+class Embedding(EmbeddingGroup):
+    """The embedding of one field: its ids in, its vectors out. See :class:`EmbeddingGroup`.
+
+    users = gt.Embedding(cluster, "user", dim=18, optimizer=gt.Adagrad(0.05))
+    vectors_BD = users(ids_B)
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        name: str,
+        dim: int,
+        *,
+        optimizer: RowOptimizerSpec,
+        seed: int = 0,
+        reuse: bool = False,
+        **settings: Any,
+    ) -> None:
+        """Make its table, ``name``; ``settings`` are those of a :class:`Field`. Raises as the group does."""
+        field = Field(name, dim, **settings)
+        super().__init__(cluster, name, [field], optimizer=optimizer, seed=seed, reuse=reuse)
+
+    def _full_name(self, table: str) -> str:
+        return table
+
+    def forward(self, ids: Any) -> Tensor:  # type: ignore[override]
+        """Look ids up, in any form that a field of :class:`EmbeddingGroup` takes; returns vectors as it does."""
+        return super().forward({self.fields[0].name: ids})[self.fields[0].name]
+
+
+def _made(cluster: Cluster, specs: Mapping[str, Any], *, reuse: bool) -> dict[str, Table]:
+    made: dict[str, Table] = {}
+    try:
+        for table, spec in specs.items():
+            made[table] = cluster.create_table(
+                spec.name,
+                dim=spec.dim,
+                optimizer=spec.optimizer,
+                num_rows=spec.num_rows,
+                initializer=spec.initializer,
+                seed=spec.seed,
+                dtype=spec.dtype,
+                slot_dtype=spec.slot_dtype,
+                reuse=reuse,
+            )
+    except BaseException:
+        if not reuse:  # then all of them are of this call
+            for one in made.values():
+                cluster.drop_table(one.spec.name)
+        raise
+    return made
+
+
+def _shaped(field: Field, ids: BatchIds, vectors: Tensor) -> Tensor:
+    if field.pooling is not None or ids.is_vector:
+        return vectors
+    if isinstance(ids.bags, int):
+        return vectors.view(-1, ids.bags, vectors.shape[1])
+    offsets = torch.from_numpy(ids.bags).to(vectors.device)
+    jagged: Tensor = torch.nested.nested_tensor_from_jagged(vectors, offsets)
+    return jagged

@@ -1,0 +1,175 @@
+"""The forms in which a batch gives the ids of a field, made one: ids in a row, and where bags begin."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from geartrain.ams.kernels.embedding import Bags
+from geartrain.ams.values.arrays import as_array
+from geartrain.ams.values.errors import InvalidArgument, InvalidIds
+from geartrain.ams.values.specs import Ids
+from geartrain.ams.values.text import quoted
+
+Weights = npt.NDArray[np.float32]
+
+
+@runtime_checkable
+class Jagged(Protocol):
+    """Ids with lengths, of one field or (with ``keys()``) of several: TorchRec's JaggedTensor and KeyedJaggedTensor."""
+
+    def values(self) -> Tensor:
+        """All ids, one bag after the other."""
+        ...
+
+    def lengths(self) -> Tensor:
+        """How many each bag has."""
+        ...
+
+
+@dataclass(frozen=True)
+class BatchIds:
+    """The ids of one field."""
+
+    values: Ids
+    """[N], C-contiguous."""
+    bags: Bags
+    """Offsets [B + 1], or how many ids each bag has."""
+    weights: Weights | None = None
+    """[N]."""
+    given_weights: Tensor | None = None
+    """The tensor that they were, where it needs a gradient."""
+    is_vector: bool = False
+    """One id a bag, given as a vector: not pooled, there is no dimension for a bag's ids."""
+
+
+def ids_of_batch(batch: Any, names: list[str]) -> list[BatchIds]:
+    """The ids of the fields ``names`` in a batch: a mapping, or something with keys(), values() and lengths().
+
+    Raises InvalidArgument for a batch without one of them, InvalidIds for ids of another kind.
+    """
+    if isinstance(batch, Jagged) and not isinstance(batch, Mapping):
+        batch = _by_key(batch)
+    if not isinstance(batch, Mapping):
+        raise InvalidArgument(
+            f"the batch is {quoted(batch)}; it must be a mapping from the names of fields to their ids, or have "
+            "keys(), values() and lengths() as a KeyedJaggedTensor"
+        )
+    missing = [name for name in names if name not in batch]
+    if missing:
+        raise InvalidArgument(
+            f"the batch has no ids of field {missing[0]!r}; it has {', '.join(map(repr, batch)) or 'nothing'}. Give "
+            "an empty bag to samples without any"
+        )
+    return [batch_ids(batch[name], name) for name in names]
+
+
+def batch_ids(given: Any, name: str) -> BatchIds:
+    """The ids of one field: integers [B], or [B, L]; a jagged nested tensor; (values, offsets) or (values, offsets,
+    weights) with B + 1 offsets; something with values() and lengths(). Raises InvalidIds that names the field.
+    """
+    if isinstance(given, Tensor) and given.is_nested:
+        if given.layout is not torch.jagged:
+            raise InvalidIds(
+                f"the ids of field {name!r} are a nested tensor of layout {given.layout}; make it layout=torch.jagged"
+            )
+        return _ragged(given.values(), given.offsets(), None, name)  # type: ignore[attr-defined]
+    if isinstance(given, tuple) and len(given) in (2, 3):
+        return _ragged(given[0], given[1], given[2] if len(given) == 3 else None, name)
+    if isinstance(given, Jagged) and not isinstance(given, Mapping):
+        weights = getattr(given, "weights_or_none", lambda: None)()
+        return _ragged(given.values(), _offsets_of(given.lengths(), name), weights, name)
+    array = _integers(given, name, "the ids")
+    if array.ndim == 1:
+        return BatchIds(array, 1, is_vector=True)
+    if array.ndim == 2 and array.shape[1] > 0:
+        return BatchIds(array.reshape(-1), array.shape[1])
+    if array.ndim == 2:
+        return BatchIds(array.reshape(-1), np.zeros(len(array) + 1, np.int64))
+    raise InvalidIds(f"the ids of field {name!r} have shape {list(array.shape)}; they must be [B], [B, L], or jagged")
+
+
+def _ragged(values: Any, offsets: Any, weights: Any, name: str) -> BatchIds:
+    ids = _integers(values, name, "the ids")
+    if ids.ndim != 1:
+        raise InvalidIds(
+            f"the ids of field {name!r} have shape {list(ids.shape)}; beside offsets they must be a vector [N]"
+        )
+    bounds = _integers(offsets, name, "the offsets")
+    if bounds.ndim != 1 or not len(bounds):
+        raise InvalidIds(
+            f"the offsets of field {name!r} have shape {list(bounds.shape)}; they must be a vector [B + 1]"
+        )
+    if bounds[0] != 0 or bounds[-1] != len(ids):
+        raise InvalidIds(
+            f"the offsets of field {name!r} go from {bounds[0]} to {bounds[-1]}; they must go from 0 to the number of "
+            f"ids, {len(ids)}: B + 1 numbers, as torch's include_last_offset"
+        )
+    falls = np.flatnonzero(np.diff(bounds) < 0)
+    if len(falls):
+        row = int(falls[0])
+        raise InvalidIds(
+            f"the offsets of field {name!r} fall from {bounds[row]} to {bounds[row + 1]} in row {row}; they must rise"
+        )
+    if weights is None:
+        return BatchIds(ids, bounds)
+    given = weights if isinstance(weights, Tensor) and weights.requires_grad else None
+    return BatchIds(ids, bounds, _weights(weights, len(ids), name), given)
+
+
+def _weights(weights: Any, count: int, name: str) -> Weights:
+    array = as_array(weights, InvalidArgument, f"the weights of field {name!r}")
+    if array.shape != (count,) or array.dtype.kind not in "fiu":
+        raise InvalidArgument(
+            f"the weights of field {name!r} are {array.dtype} {list(array.shape)}; they must be [{count}], a "
+            "number for each id"
+        )
+    floats = np.ascontiguousarray(array, np.float32)
+    bad = np.flatnonzero(~np.isfinite(floats))
+    if len(bad):
+        raise InvalidArgument(
+            f"the weight at index {int(bad[0])} of field {name!r} is {floats[bad[0]]}; weights must be finite"
+        )
+    return floats
+
+
+def _by_key(jagged: Any) -> dict[str, Any]:
+    keys = list(jagged.keys())
+    values, lengths = jagged.values(), jagged.lengths()
+    weights = getattr(jagged, "weights_or_none", lambda: None)()
+    if not keys or len(lengths) % len(keys):
+        raise InvalidIds(f"{len(lengths)} lengths are no multiple of the {len(keys)} keys of the batch")
+    bags = len(lengths) // len(keys)
+    offsets = _offsets_of(lengths, "/".join(map(str, keys)))
+    if offsets[-1] != len(values):
+        raise InvalidIds(f"the lengths of the batch add up to {offsets[-1]}, and there are {len(values)} ids")
+    parts = {}
+    for number, key in enumerate(keys):
+        own = offsets[number * bags : (number + 1) * bags + 1]
+        begin, end = int(own[0]), int(own[-1])
+        parts[key] = (values[begin:end], own - begin, None if weights is None else weights[begin:end])
+    return parts
+
+
+def _offsets_of(lengths: Any, name: str) -> Ids:
+    counts = _integers(lengths, name, "the lengths")
+    if len(counts) and counts.min() < 0:
+        row = int(np.flatnonzero(counts < 0)[0])
+        raise InvalidIds(f"the length of row {row} of field {name!r} is {counts[row]}; it must be >= 0")
+    return np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
+
+
+def _integers(given: Any, name: str, what: str) -> npt.NDArray[np.int64]:
+    array = as_array(given, InvalidIds, f"{what} of field {name!r}")
+    if array.dtype.kind not in "iu" and array.size:
+        hint = "; hash strings with geartrain.hash_strings" if array.dtype.kind in "USO" else ""
+        raise InvalidIds(f"{what} of field {name!r} have dtype {array.dtype}; they must be integers (int64){hint}")
+    if array.dtype == np.uint64 and array.size and int(array.max()) >= 2**63:
+        raise InvalidIds(f"{what} of field {name!r} hold {int(array.max())}; they must be below 2**63")
+    return np.require(array, np.int64, ["C", "A"])

@@ -1,0 +1,143 @@
+"""The row gradients of several embedding tables that one optimizer trains: pushed at the step, each exactly once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from geartrain.ams.kernels import ops
+from geartrain.ams.values.errors import InvalidArgument
+from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
+from geartrain.ams.values.specs import Ids
+from geartrain.bridge.rows.pending import Moment, PendingUpdate
+from geartrain.bridge.rows.same_rows import incarnation_of
+from geartrain.bridge.rows.tables import HeadTable, TableWrite
+
+_NAMED = 3
+
+
+class TableGradient(NamedTuple):
+    """The gradients of the rows of one table."""
+
+    ids: Ids
+    """[U], distinct."""
+    rows: npt.NDArray[np.float32]
+    """[U, D]."""
+
+
+class EmbeddingGradient:
+    """Those of one or several micro-batches, by the place of the table among those of the update."""
+
+    def __init__(self, tables: dict[int, TableGradient], squares: float) -> None:
+        """``squares`` is Σ g² over all of them, in float64."""
+        self.tables = tables
+        self._squares = squares
+
+    def merge(self, other: EmbeddingGradient) -> None:
+        """Add the gradient of another micro-batch, which is used up. Costs a pass over both."""
+        for place, theirs in other.tables.items():
+            mine = self.tables.get(place)
+            if mine is None:
+                self.tables[place] = theirs
+                continue
+            ids, _, rows = ops.merge_duplicates(
+                np.concatenate([mine.ids, theirs.ids]), np.concatenate([mine.rows, theirs.rows])
+            )
+            self.tables[place] = TableGradient(ids, rows)
+        self._squares = sum(float(np.vdot(wide, wide)) for wide in map(_wide, self.tables.values()))
+
+    @property
+    def squares(self) -> Tensor:
+        """Σ g² (0-dim, float64)."""
+        return torch.tensor(self._squares, dtype=torch.float64)
+
+    def squared_norm(self) -> float:
+        """Σ g² in float64."""
+        return self._squares
+
+    def discard(self) -> None:
+        """There is nothing to give back."""
+
+
+def _wide(gradient: TableGradient) -> npt.NDArray[np.float64]:
+    return gradient.rows.reshape(-1).astype(np.float64)
+
+
+class EmbeddingUpdate(PendingUpdate[EmbeddingGradient]):
+    """See the module."""
+
+    table: HeadTable
+
+    def __init__(self, tables: Sequence[HeadTable]) -> None:
+        """The tables have one optimizer."""
+        super().__init__()
+        self.tables = tuple(tables)
+        self.table = self.tables[0]
+        self._writes: list[TableWrite] | None = None
+        """The pushes of a step that has begun."""
+
+    @property
+    def name(self) -> str:
+        """Of the tables."""
+        names = [table.spec.name for table in self.tables]
+        return ", ".join(names) if len(names) <= _NAMED else f"{names[0]} … {names[-1]} ({len(names)} tables)"
+
+    @property
+    def moment(self) -> Moment:
+        """See the base class."""
+        return self.generation, tuple(map(incarnation_of, self.tables))
+
+    def add(self, gradient: EmbeddingGradient, checksum: Tensor, samples: int) -> None:
+        """See the base class."""
+        if self._writes is not None:
+            raise InvalidArgument(
+                f"the last step() stopped with an error before all gradients of {self.name} were pushed; call step() "
+                "again, or zero_grad() to give the rest up, before the next backward()"
+            )
+        super().add(gradient, checksum, samples)
+
+    def prepare(self, optimizer: RowOptimizerSpec) -> Sequence[TableWrite]:
+        """See the base class: one push a table. Once begun, a step keeps its optimizer and factor."""
+        if self._pending is None or self.carrier.grad is None:
+            return ()
+        if self._writes is None:
+            settings: dict[str, Any] = {
+                "lr": optimizer.lr,
+                "optimizer_scalars": self.table.spec.optimizer.scalars_of_push(optimizer),
+                "scale": float(self._factor()),
+            }
+            writes: list[TableWrite] = []
+            try:
+                for place, gradient in self._pending.tables.items():
+                    # Their squares are finite, or check_finite() would have said so; the product is looked at there.
+                    push = self.tables[place].prepare_push
+                    writes.append(push(gradient.ids, gradient.rows, known_finite=True, **settings))
+            except BaseException:
+                for write in writes:
+                    write.abandon()
+                raise
+            self._writes = writes
+        return self._writes
+
+    def apply(self, optimizer: RowOptimizerSpec) -> None:
+        """Push what is pending, then forget it. After an error a second call sends what is left; none applies twice."""
+        if self._pending is None or self.carrier.grad is None:
+            return
+        left = [write for write in self.prepare(optimizer) if not write.is_sent]
+        if left:
+            left[0].send_with(left[1:])
+        self._writes = None
+        self.step += 1
+        self.discard()
+
+    def discard(self) -> None:
+        """Forget what is pending."""
+        writes, self._writes = self._writes, None
+        for write in writes or ():
+            write.abandon()
+        super().discard()
