@@ -29,8 +29,8 @@ def identity_of(table: ReadableTable, recent_labels: Ids) -> dict[str, Any]:
 
     Where rows cannot be read (the cluster is closed) it is the incarnation alone: the rest of a model can be saved.
     """
-    num_rows = table.spec.num_rows or 0
-    others = sample_ids(num_rows, min(OTHERS, num_rows), 0, 0)
+    num_rows = table.spec.num_rows  # of a hashed table nobody here knows which others there are
+    others = np.arange(OTHERS) if num_rows is None else sample_ids(num_rows, min(OTHERS, num_rows), 0, 0)
     ids = np.unique(np.concatenate([recent_labels[:LABELS], others]))
     identity: dict[str, Any] = {"incarnation": incarnation_of(table)}
     try:
@@ -58,7 +58,7 @@ def row_digests(rows: npt.NDArray[Any]) -> list[str]:
 def other_rows(name: str) -> SpecMismatch:
     """The error for a state of other rows than those of table ``name``."""
     return SpecMismatch(
-        f"the saved state is of other rows than table {name!r} has here: class centers are in no state_dict. Save a "
+        f"the saved state is of other rows than table {name!r} has here: rows are in no state_dict. Save a "
         "model with geartrain.save(model, path), which keeps its rows, and load it with geartrain.load(model, path). "
         "Or restore the rows first: the snapshot taken beside this state (cluster.restore(...), then the head with "
         "reuse=True; head.restore(...) for rows='ranks'), or geartrain.import_class_weights(...) of exported ones. To "

@@ -1,0 +1,101 @@
+"""The sparse part of a training step, all of it: look up, pool, gradients, Adagrad; 26 fields, against torch.
+
+Batch 4,096, one id a bag, 1 M ids a field, dim 16; half of the fields have Zipf keys, the others even ones. The rival is
+``nn.EmbeddingBag(sparse=True)`` for each field and ``torch.optim.Adagrad``. What stands between, a sum of products with
+fixed numbers, is the same for all sides and small.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+
+import numpy as np
+import torch
+from _turns import median_seconds
+from _up import running_cluster
+from torch import Tensor, nn
+
+import geartrain as gt
+from geartrain.launch.bench import Result
+
+FIELDS, IDS, DIM, BATCH, SHARDS = 26, 1_000_000, 16, 4096, 2
+LR = 0.05
+ROUNDS = 3
+TARGETS = {"embedded": 3.5, "2 shards of this machine": 2.0}
+Batch = dict[str, Tensor]
+NAMES = [f"f{n}" for n in range(FIELDS)]
+
+
+def results(full: bool = False) -> Iterator[Result]:
+    """The step's cases of ``geartrain bench sparse``; ``full`` takes five times as many turns."""
+    with running_cluster(SHARDS) as up, ExitStack() as ends:
+        clusters = {"embedded": gt.local(), "2 shards of this machine": gt.connect(up["scheduler"])}
+        sides = [_ours(ends.enter_context(cluster)) for cluster in clusters.values()]
+        draw = _draws()
+        seconds = median_seconds([*sides, _torch()], draw, rounds=ROUNDS * (5 if full else 1), calls=12)
+    case = f"sparse part of a step, {FIELDS} fields, {IDS:,} ids each, D={DIM}, batch {BATCH:,}, Adagrad"
+    for way, ours in zip(clusters, seconds, strict=False):
+        yield Result(
+            case=f"{case}, {way}",
+            ours=1e3 * ours,
+            rival="EmbeddingBag(sparse=True), torch.optim.Adagrad",
+            theirs=1e3 * seconds[-1],
+            unit="ms",
+            ratio=seconds[-1] / ours,
+            target=TARGETS[way],
+        )
+
+
+def _draws() -> Callable[[], Batch]:
+    """Batches of one id a bag, a stream without end."""
+    random = np.random.default_rng(0)
+    ranks = 1.0 / np.arange(1, IDS + 1)
+    zipf = np.cumsum(ranks / ranks.sum())
+
+    def draw() -> Batch:
+        ids = [
+            np.searchsorted(zipf, random.random(BATCH)) if n % 2 else random.integers(0, IDS, BATCH)
+            for n in range(FIELDS)
+        ]
+        return {name: torch.from_numpy(np.minimum(own, IDS - 1)) for name, own in zip(NAMES, ids, strict=True)}
+
+    return draw
+
+
+def _loss(vectors: list[Tensor], upstream: Tensor) -> Tensor:
+    """Something whose gradient differs for every vector."""
+    return torch.stack([(one * upstream).sum() for one in vectors]).sum()
+
+
+def _ours(cluster: gt.Cluster) -> Callable[[Batch], None]:
+    fields = gt.EmbeddingGroup(cluster, "bench", [gt.Field(name, dim=DIM) for name in NAMES], optimizer=gt.Adagrad(LR))
+    for name in NAMES:
+        _fill(fields.table(name))
+    rows, upstream = gt.RowOptimizer(fields), torch.randn(BATCH, DIM)
+
+    def step(batch: Batch) -> None:
+        _loss(list(fields(batch).values()), upstream).backward()
+        rows.step()
+        rows.zero_grad()
+
+    return step
+
+
+def _fill(table: gt.Table) -> None:
+    """Make every row, so that none comes into being while somebody is timed."""
+    for start in range(0, IDS, 100_000):
+        table.push(np.arange(start, start + 100_000), np.full((100_000, DIM), 1e-3, np.float32))
+
+
+def _torch() -> Callable[[Batch], None]:
+    bags = [nn.EmbeddingBag(IDS, DIM, mode="sum", sparse=True) for _ in NAMES]
+    optimizer = torch.optim.Adagrad([one.weight for one in bags], lr=LR)
+    offsets, upstream = torch.arange(BATCH), torch.randn(BATCH, DIM)
+
+    def step(batch: Batch) -> None:
+        _loss([bag(batch[name], offsets) for bag, name in zip(bags, NAMES, strict=True)], upstream).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
