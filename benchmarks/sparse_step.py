@@ -1,8 +1,8 @@
 """The sparse part of a training step, all of it: look up, pool, gradients, Adagrad; 26 fields, against torch.
 
-Batch 4,096, one id a bag, 1 M ids a field, dim 16; half of the fields have Zipf keys, the others even ones. The rival is
-``nn.EmbeddingBag(sparse=True)`` for each field and ``torch.optim.Adagrad``. What stands between, a sum of products with
-fixed numbers, is the same for all sides and small.
+Batch 4,096, one id a bag, 1 M ids a field, dim 16; half of the fields have Zipf keys, the others even ones. The rival
+is ``nn.EmbeddingBag(sparse=True)`` for each field and ``torch.optim.Adagrad``. What stands between, a sum of products
+with fixed numbers, is the same for all sides and small.
 """
 
 from __future__ import annotations

@@ -30,6 +30,7 @@ PAGES = (
             "geartrain.ams.programs",
         ),
     ),
+    ApiPage("embeddings", "Embeddings of sparse features", ("geartrain.bridge.embedding",)),
     ApiPage(
         "optimizers", "Optimizers and first values", ("geartrain.ams.values.specs", "geartrain.ams.values.optimizers")
     ),
