@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from geartrain.ams.client.row_futures import RowFuture, RowFutures, Sendable
 from geartrain.ams.kernels import ops
-from geartrain.ams.kernels._core import PreparedWrite, RowsClient, TableFacts
+from geartrain.ams.kernels._core import PreparedWrite, RowsClient, ScatteredRows, TableFacts
 from geartrain.ams.rpc.carrier import AttemptFailed, ShardCarrier
 from geartrain.ams.rpc.client.silence import Peer, SilenceWatch
 from geartrain.ams.rpc.local import LocalCarrier
@@ -193,31 +193,43 @@ class RowCalls:
         table: TableFacts,
         table_incarnation: int,
         ids: Ids,
-        out: npt.NDArray[Any],
+        out: npt.NDArray[Any] | ScatteredRows,
         *,
         present: npt.NDArray[np.bool_] | None = None,
         required_sync: SyncGroup | None = None,
     ) -> None:
         """Read the rows of ``ids`` [N] into ``out`` [N, dim], and which exist into ``present`` [N].
 
-        Raises the first error of a shard.
+        ``present`` is None for rows of several arrays. Raises the first error of a shard.
         """
         self._calls.require_usable()
         undone: list[tuple[int, Any]] | None = None
         if self._has_a_way():
-            bits, code = ops.as_bits(out, "out")
-            bits_present = None if present is None else present.view(np.uint8)
             watch = _Watch(self._calls) if self._calls.remote else None
             try:
-                undone = self._client.pull(
-                    table, table_incarnation, ids, bits, code, bits_present, required_sync, self._seconds, watch
-                )
+                if isinstance(out, ScatteredRows):
+                    undone = self._client.pull_scattered(
+                        table, table_incarnation, ids, out, required_sync, self._seconds, watch
+                    )
+                else:
+                    bits, code = ops.as_bits(out, "out")
+                    bits_present = None if present is None else present.view(np.uint8)
+                    undone = self._client.pull(
+                        table, table_incarnation, ids, bits, code, bits_present, required_sync, self._seconds, watch
+                    )
             finally:
                 if watch is not None:
                     watch.end()
             if self._pulled(table, ids, undone):
                 return
-        self._pull_again(table, table_incarnation, ids, out, present, required_sync, undone)
+        if not isinstance(out, ScatteredRows):
+            self._pull_again(table, table_incarnation, ids, out, present, required_sync, undone)
+            return
+        rows = np.empty((len(ids), table.dim), np.float32)
+        self._pull_again(table, table_incarnation, ids, rows, None, required_sync, undone)
+        for shard, positions in self._routes(table, ids):
+            if undone is None or any(shard == other for other, _ in undone):
+                out.place(rows, positions)
 
     def sends_at_once(self, num_bytes: int) -> bool:
         """Whether a request of so many bytes is one for :meth:`begin`: every shard is behind a connection, and it is
@@ -277,7 +289,7 @@ class RowCalls:
         self,
         table: TableFacts,
         ids: Ids,
-        rows: npt.NDArray[Any],
+        rows: npt.NDArray[Any] | ScatteredRows,
         *,
         check: int,
         request: Callable[[Ids, npt.NDArray[Any]], Push | Assign],
@@ -288,7 +300,7 @@ class RowCalls:
 
         ``request`` makes the request of a part, ``settings`` are those of all. Raises NonFinite.
         """
-        bits, code = ops.as_bits(rows)
+        bits, code = (rows, 0) if isinstance(rows, ScatteredRows) else ops.as_bits(rows)
         prepared = PreparedWrite(self._client, table, ids, bits, code, check=check, every_shard=every_shard, **settings)
         return RowParts(prepared, request)
 

@@ -23,6 +23,7 @@ from geartrain.ams.client.row_futures import Sendable
 from geartrain.ams.client.shard_calls import ShardCalls
 from geartrain.ams.client.writes import ClientStream, RowWrite
 from geartrain.ams.kernels import ops
+from geartrain.ams.kernels._core import ScatteredRows
 from geartrain.ams.values.arguments import real_number
 from geartrain.ams.values.arrays import ids_array, like, rows_array
 from geartrain.ams.values.errors import InvalidArgument, NonFinite, TableNotFound
@@ -127,16 +128,21 @@ class Table:
             f"one again, open that: cluster.table({self.spec.name!r}), or make its head, dense module or slow gear anew"
         )
 
-    def pull_into(self, ids: Ids, out: npt.NDArray[Any], *, required_sync: SyncGroup | None = None) -> None:
+    def pull_into(
+        self, ids: Ids, out: npt.NDArray[Any] | ScatteredRows, *, required_sync: SyncGroup | None = None
+    ) -> None:
         """Read rows into ``out`` [N, dim] of the table's dtype, C-contiguous, without further copies.
 
-        With ``required_sync``, raises StepMismatch unless exactly the group's writes before it are applied.
+        ``out`` may be rows of several arrays (float32). With ``required_sync``, raises StepMismatch unless exactly the
+        group's writes before it are applied.
         """
         checked = self._checked_pull(ids, out)
         self._calls.rows.pull(self._facts, self.incarnation, checked, out, required_sync=required_sync)
 
-    def _checked_pull(self, ids: Ids, out: npt.NDArray[Any]) -> Ids:
+    def _checked_pull(self, ids: Ids, out: npt.NDArray[Any] | ScatteredRows) -> Ids:
         checked = ids_array(ids, self.spec.num_rows)
+        if isinstance(out, ScatteredRows):
+            return checked
         is_array = isinstance(out, np.ndarray)
         if not is_array or out.shape != (len(checked), self.spec.dim) or out.dtype != self._dtype:
             found = f"{out.dtype} {out.shape}" if is_array else f"a {type(out).__name__}"
@@ -195,9 +201,7 @@ class Table:
         scalars: Mapping[str, float] = NO_SCALARS,
         group: SyncGroup | None = None,
     ) -> RowWrite:
-        # All or nothing: a shard looks for itself, so what goes to one shard at once need not be looked at twice.
-        is_whole = self._calls.view.num_shards == 1 and group is None
-        check = NO_CHECK if is_whole else CHECK_FINITE
+        check = self._check_on_send(group)
         return self._prepared(ids, gradients, sequence, check, lr=lr, scale=scale, scalars=scalars, group=group)
 
     def push_async(
@@ -223,6 +227,7 @@ class Table:
         sequence: int | None = None,
         step_goes_on: bool = False,
         known_finite: bool = False,
+        checked_on_send: bool = False,
     ) -> RowWrite:
         """Check a push and number it, but send nothing: the write can be sent again after an error, applied once.
 
@@ -230,7 +235,7 @@ class Table:
 
         Args:
             ids: [N] of the rows.
-            gradients: [N, dim]; those of equal ids are summed.
+            gradients: [N, dim]; those of equal ids are summed. Or rows of several arrays, of ids that rise.
             lr: Replaces the table's learning rate.
             scale: Multiplies the gradients.
             optimizer_scalars: Replace other numbers of the table's optimizer, by name.
@@ -238,6 +243,8 @@ class Table:
             sequence: Numbers it in the stream, see :meth:`push`.
             step_goes_on: More pushes of the same step follow, and rows that none of them has are to move once.
             known_finite: The caller has looked for NaN and infinity; else that is done here, a pass over the gradients.
+            checked_on_send: Leave them to be found on the way if they reach no shard all the same: one that has all
+                rows looks for itself, and then sending raises NonFinite.
 
         Raises what :meth:`push` does before it sends.
         """
@@ -245,13 +252,17 @@ class Table:
             ids,
             gradients,
             sequence,
-            CHECK_PRODUCT if known_finite else CHECK_FINITE,
+            CHECK_PRODUCT if known_finite else self._check_on_send(group) if checked_on_send else CHECK_FINITE,
             lr=lr,
             scale=scale,
             scalars=optimizer_scalars,
             group=group,
             step_goes_on=step_goes_on,
         )
+
+    def _check_on_send(self, group: SyncGroup | None) -> int:
+        # All or nothing: a shard looks for itself, so what goes to one shard at once need not be looked at twice.
+        return NO_CHECK if self._calls.view.num_shards == 1 and group is None else CHECK_FINITE
 
     def _prepared(
         self,
@@ -268,7 +279,8 @@ class Table:
     ) -> RowWrite:
         """Check a push, of all shards, and cut it; ``check`` is that of :meth:`RowCalls.prepared`."""
         checked = ids_array(ids, self.spec.num_rows)
-        rows = rows_array(gradients, len(checked), self.spec.dim)
+        is_scattered = isinstance(gradients, ScatteredRows)
+        rows = gradients if is_scattered else rows_array(gradients, len(checked), self.spec.dim)
         lr = None if lr is None else real_number("lr", lr)
         scale = real_number("scale", scale)
         self.spec.optimizer.for_push(scalars)

@@ -265,6 +265,11 @@ class Write:
         context = self._begin()
         return self._end(self._deliver(self._pending, context) if len(self._pending) else None)
 
+    def keep_rows(self) -> None:
+        """Copy what is not sent yet: from now on its arrays are the caller's own."""
+        if isinstance(self._pending, RowParts):
+            self._pending.prepared.keep_rows()
+
     def _begin(self) -> CallContext:
         failpoints.reach("client.send.before")
         return self._numbers.context(self._sequence, self._table_incarnation)

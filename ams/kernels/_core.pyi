@@ -640,7 +640,19 @@ class TableFacts:
     @property
     def name(self) -> str: ...
     @property
+    def dim(self) -> int: ...
+    @property
     def is_dense(self) -> bool: ...
+
+class ScatteredRows:
+    """Rows [N, dim] whose numbers are those of several float32 arrays [n], one array after the other; the last row ends
+    with zeros. Those that lie in several arrays are copied from them when they are to be read, and back once written.
+    """
+
+    def __init__(self, arrays: tuple[npt.NDArray[np.float32], ...], dim: int) -> None: ...
+    def __len__(self) -> int: ...
+    def place(self, rows: npt.NDArray[np.float32], numbers: npt.NDArray[np.int64] | None) -> None:
+        """Write rows [N, dim]: those of these numbers (None: all)."""
 
 class PreparedWrite:
     def __init__(
@@ -648,7 +660,7 @@ class PreparedWrite:
         client: RowsClient,
         table: TableFacts,
         ids: npt.NDArray[np.int64],
-        rows: npt.NDArray[Any],
+        rows: npt.NDArray[Any] | ScatteredRows,
         dtype_code: int,
         *,
         is_assign: bool,
@@ -662,6 +674,8 @@ class PreparedWrite:
     ) -> None: ...
     @property
     def num_parts(self) -> int: ...
+    def keep_rows(self) -> None:
+        """Copy the rows: from now on the caller's may change. While nobody sends it."""
     @property
     def shards(self) -> list[int]:
         """Of its parts."""
@@ -692,6 +706,18 @@ class RowsClient:
         shards: Sequence[int] = ...,
     ) -> list[tuple[int, Undone]] | None:
         """None: all rows are in ``out``; else the shards whose are not. Of ``shards`` alone, unless there are none."""
+
+    def pull_scattered(
+        self,
+        table: TableFacts,
+        table_incarnation: int,
+        ids: npt.NDArray[np.int64],
+        out: ScatteredRows,
+        required_sync: SyncGroup | None,
+        seconds: float,
+        watch: Callable[[list[int]], object] | None,
+    ) -> list[tuple[int, Undone]] | None:
+        """:meth:`pull` to rows of several arrays."""
 
     def write(
         self,

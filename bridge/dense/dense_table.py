@@ -22,11 +22,11 @@ from geartrain.ams.values.optimizers.registry import Adam, RowOptimizerSpec
 from geartrain.ams.values.shard_messages import Done
 from geartrain.bridge.dense.attached import DenseRows, note
 from geartrain.bridge.dense.factory import Store, open_stores, width_of
+from geartrain.bridge.dense.host_values import HostValues
 from geartrain.bridge.dense.layout import Layout
 from geartrain.bridge.dense.module_buffers import ModuleBuffers
 from geartrain.bridge.dense.tensors import ModuleTensors
 from geartrain.bridge.rows.ranks import Ranks
-from geartrain.bridge.rows.tables import as_numpy
 
 Mode = Literal["async", "sync"]
 _DEFAULT_OPTIMIZER = Adam()
@@ -44,6 +44,8 @@ class _Update:
     """A shard refused it, as it would a repeat."""
     is_dropped: bool = False
     """Its gradients were dropped, but some shards have applied it."""
+    is_begun: bool = False
+    """It was sent before, and has gradients of its own since."""
 
     @property
     def is_on_a_shard(self) -> bool:
@@ -53,6 +55,11 @@ class _Update:
         for write in (self.buffers, self.weights):
             if write is not None:
                 write.abandon()
+
+    def keep(self) -> None:
+        """Let the gradients be changed: what was not sent is the same when it is sent again."""
+        self.weights.keep_rows()
+        self.is_begun = True
 
 
 class DenseTable(torch.optim.Optimizer):
@@ -81,8 +88,8 @@ class DenseTable(torch.optim.Optimizer):
         self._weights = weights
         self._buffers = None if buffers is None else ModuleBuffers(buffers, tensors)
         self._ranks = ranks
-        self._gradients_RD = weights.layout.empty()
-        self._pulled_RD = weights.layout.empty()
+        self._gradients = HostValues(weights.layout)
+        self._values = HostValues(weights.layout)
         self._update: _Update | None = None
         self._pull_is_due = False
         """Whether a step was pushed whose new weights could not be pulled."""
@@ -219,8 +226,14 @@ class DenseTable(torch.optim.Optimizer):
                 self._buffers.pushed()
             # The parameters last: once their version has moved, all of the step is there.
             done = update.weights.send()
-        except InvalidArgument:
-            update.is_refused = True
+        except BaseException as exc:
+            update.is_refused |= isinstance(exc, InvalidArgument)
+            culprit = self._tensors.first_non_finite() if isinstance(exc, NonFinite) and not update.is_begun else None
+            if culprit is not None and not update.is_on_a_shard:
+                update.abandon()
+                self._update = None
+                raise self._non_finite(culprit) from exc
+            update.keep()
             raise
         self._update = None
         if self._ranks is not None:
@@ -269,19 +282,22 @@ class DenseTable(torch.optim.Optimizer):
         self._tensors.check()
         weights = self._weights
         group = None if self._ranks is None else self._ranks.sync_group(samples)
-        weights.layout.pack([one.grad for one in self._tensors.trained.values()], self._gradients_RD)
+        gradients = self._gradients.now([one.grad for one in self._tensors.trained.values()])
         try:
             write = weights.table.prepare_push(
-                weights.ids, as_numpy(self._gradients_RD), lr=lr, scale=scale, group=group, sequence=sequence
+                weights.ids,
+                gradients,
+                lr=lr,
+                scale=scale,
+                group=group,
+                sequence=sequence,
+                checked_on_send=self._buffers is None,  # which are sent before
             )
         except NonFinite as exc:
             culprit = self._tensors.first_non_finite()
             if culprit is None:
                 raise
-            raise NonFinite(
-                f"the gradient of {culprit!r} (dense table {self.name!r}) holds NaN or infinity; nothing was pushed. "
-                "Call zero_grad() to skip this step, lower the learning rate, or use torch.amp.GradScaler"
-            ) from exc
+            raise self._non_finite(culprit) from exc
         try:
             buffers = None if self._buffers is None else self._buffers.prepare(group, sequence)
         except BaseException:
@@ -289,16 +305,23 @@ class DenseTable(torch.optim.Optimizer):
             raise
         return _Update(sequence, buffers, write)
 
+    def _non_finite(self, culprit: str) -> NonFinite:
+        return NonFinite(
+            f"the gradient of {culprit!r} (dense table {self.name!r}) holds NaN or infinity; nothing was pushed. "
+            "Call zero_grad() to skip this step, lower the learning rate, or use torch.amp.GradScaler"
+        )
+
     def _pull(self) -> None:
         weights, buffers = self._weights, self._buffers
         incarnation, versions = weights.table.incarnation, weights.table.versions()
         ahead = None if buffers is None else buffers.pull()
+        trained = list(self._tensors.trained.values())
         try:
-            weights.table.pull_into(weights.ids, as_numpy(self._pulled_RD))
+            with self._values.coming(trained) as rows_RD:
+                weights.table.pull_into(weights.ids, rows_RD)
         finally:
             if ahead is not None:
                 ahead[1].result()
-        weights.layout.unpack(self._pulled_RD, list(self._tensors.trained.values()))
         if buffers is not None and ahead is not None:
             buffers.take(ahead[0])
         self._incarnation, self._versions = incarnation, versions
@@ -326,7 +349,8 @@ def attach(
     buffers move by what the module changed in them (integers travel as float32 and are rounded): with several workers
     by the sum of their changes, with ranks by the weighted mean.
 
-    Costs on this host: 8·P bytes of buffers; on the wire see :meth:`DenseTable.step`.
+    Costs on this host: nothing where parameters lie there in float32 and in order, else 4·P bytes for their values, and
+    as much for their gradients; on the wire see :meth:`DenseTable.step`.
 
     Args:
         module: Load its weights before: what it is given afterwards is overwritten by the next pull.

@@ -32,6 +32,11 @@ class Part:
     def __str__(self) -> str:
         return f"{self.name} {list(self.shape)}"
 
+    def check(self, tensor: Tensor) -> None:
+        """Raise SpecMismatch if the tensor has another shape now."""
+        if tuple(tensor.shape) != self.shape:
+            raise SpecMismatch(f"{self.name} has shape {list(tensor.shape)} now; it was attached as {self}")
+
 
 class Layout:
     """Where the values of tensors are in rows [R, D], tensor after tensor; the last row ends with zeros.
@@ -71,37 +76,45 @@ class Layout:
         """Rows [R, D] of zeros, float32, on the host."""
         return torch.zeros(self.num_rows, self.dim)
 
-    @torch.no_grad()
     def pack(self, tensors: Sequence[Tensor | None], rows_RD: Tensor) -> None:
         """Copy the tensors to the rows, widened to float32; None counts as zeros. One transfer from each device.
 
         Raises SpecMismatch if a tensor has another shape now.
         """
+        self.pack_parts(list(zip(self.parts, tensors, strict=True)), rows_RD)
+
+    @staticmethod
+    @torch.no_grad()
+    def pack_parts(pairs: Sequence[tuple[Part, Tensor | None]], rows_RD: Tensor) -> None:
+        """:meth:`pack` of some."""
         flat = rows_RD.view(-1)
         behind: dict[torch.device, list[tuple[Part, Tensor]]] = {}
-        for part, tensor in zip(self.parts, tensors, strict=True):
+        for part, tensor in pairs:
             if tensor is None:
                 flat[part.start : part.stop].zero_()
                 continue
-            if tuple(tensor.shape) != part.shape:
-                raise SpecMismatch(f"{part.name} has shape {list(tensor.shape)} now; it was attached as {part}")
+            part.check(tensor)
             dense = tensor.to_dense() if tensor.layout != torch.strided else tensor
             if dense.device.type == "cpu":
                 flat[part.start : part.stop].view(part.shape).copy_(dense)
             else:
                 behind.setdefault(dense.device, []).append((part, dense))
-        for pairs in behind.values():
-            host = torch.cat([tensor.reshape(-1).float() for _, tensor in pairs]).cpu()
-            sizes = [part.stop - part.start for part, _ in pairs]
-            for (part, _), values in zip(pairs, torch.split(host, sizes), strict=True):
+        for moved in behind.values():
+            host = torch.cat([tensor.reshape(-1).float() for _, tensor in moved]).cpu()
+            sizes = [part.stop - part.start for part, _ in moved]
+            for (part, _), values in zip(moved, torch.split(host, sizes), strict=True):
                 flat[part.start : part.stop].copy_(values)
 
-    @torch.no_grad()
     def unpack(self, rows_RD: Tensor, tensors: Sequence[Tensor]) -> None:
         """Copy the rows to the tensors, in their dtypes; integers are rounded. One transfer to each device."""
+        self.unpack_parts(rows_RD, list(zip(self.parts, tensors, strict=True)))
+
+    @torch.no_grad()
+    def unpack_parts(self, rows_RD: Tensor, pairs: Sequence[tuple[Part, Tensor]]) -> None:
+        """:meth:`unpack` of some."""
         flat = rows_RD.view(-1)[: self.num_values]
         on: dict[torch.device, Tensor] = {flat.device: flat}
-        for part, tensor in zip(self.parts, tensors, strict=True):
+        for part, tensor in pairs:
             if tensor.device not in on:
                 on[tensor.device] = flat.to(tensor.device)
             values = on[tensor.device][part.start : part.stop].view(part.shape)

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "base/common.hpp"
+#include "base/row_places.hpp"
 
 namespace geartrain {
 
@@ -67,10 +68,13 @@ struct PullRequest {
   int64_t dim = 0;               // D
   DType dtype = DType::float32;
   char* rows = nullptr;                // [M, D], M >= N: the row of ids[i] goes to rows[positions[i]]
+  char* const* each = nullptr;         // [M] or null: where each of them lies, if not one after the other
   uint8_t* present = nullptr;          // [M] or null: whether the row exists
   const int64_t* positions = nullptr;  // [N] or null: 0 ... N - 1
   int64_t size = 0;                    // M
   std::optional<SyncGroup> required_sync;  // answer only if exactly the writes before its sequence are applied
+
+  RowPlaces<char> places() const { return {rows, each, positions}; }
 };
 
 struct PushRequest {
@@ -78,12 +82,15 @@ struct PushRequest {
   int64_t count = 0;
   int64_t dim = 0;
   DType dtype = DType::float32;
-  const char* gradients = nullptr;  // [N, D]
-  std::optional<double> lr;         // none: that of the table
+  const char* gradients = nullptr;     // [N, D]
+  RowPlaces<const char> scattered;     // where they lie instead, if gradients is null: of distinct ids, and of no group
+  std::optional<double> lr;            // none: that of the table
   double scale = 1.0;
   Scalars scalars;
   std::optional<SyncGroup> group;
   bool step_goes_on = false;  // more pushes of the same step follow
+
+  RowPlaces<const char> places() const { return gradients != nullptr ? RowPlaces<const char>{gradients} : scattered; }
 };
 
 struct AssignRequest {

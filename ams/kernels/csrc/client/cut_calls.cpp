@@ -75,7 +75,7 @@ void PullCall::repeat() const {
     const auto distinct = static_cast<size_t>(inverse_[static_cast<size_t>(i)]);
     const int64_t from = firsts_[distinct];
     if (from == i || (!left_alone_.empty() && left_alone_[distinct])) continue;
-    copy_row(request_.rows + static_cast<size_t>(i) * row_bytes, request_.rows + static_cast<size_t>(from) * row_bytes, row_bytes);
+    copy_row(request_.places().at(i, row_bytes), request_.places().at(from, row_bytes), row_bytes);
     if (request_.present != nullptr) request_.present[i] = request_.present[from];
   }
 }

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <atomic>
 #include <condition_variable>
-#include <cstring>
 #include <exception>
 #include <mutex>
 #include <thread>
@@ -54,15 +53,7 @@ size_t bytes_of(const Operation& operation) {
 // Writes the rows of a reply, and which exist, to where the pull wants them.
 void place(const PullRequest& pull, const ParsedReply& reply) {
   const size_t row_bytes = static_cast<size_t>(pull.dim) * item_bytes(pull.dtype);
-  if (pull.positions == nullptr) {
-    if (pull.count != 0) std::memcpy(pull.rows, reply.rows, static_cast<size_t>(pull.count) * row_bytes);
-  } else {
-    const char* from = reply.rows;
-    for (int64_t i = 0; i < pull.count; ++i, from += row_bytes) {
-      if (i + kRowsAhead < pull.count) prefetch_bytes(pull.rows + static_cast<size_t>(pull.positions[i + kRowsAhead]) * row_bytes, row_bytes);
-      copy_row(pull.rows + static_cast<size_t>(pull.positions[i]) * row_bytes, from, row_bytes);
-    }
-  }
+  copy_rows(pull.places(), reply.rows, pull.count, row_bytes);
   if (pull.present == nullptr) return;
   for (int64_t i = 0; i < pull.count; ++i) pull.present[pull.positions == nullptr ? i : pull.positions[i]] = reply.present[i] != 0;
 }
@@ -85,18 +76,21 @@ void take(Job& job) {
 std::shared_ptr<Settled> begun(Engine& engine, const Operation& operation,
                                const std::pair<const PreparedWrite*, const ShardPart*>& source, const Caller& caller) {
   const auto& [prepared, part] = source;
+  const auto* push = std::get_if<PushRequest>(&operation.request);
   const char* rows = prepared->rows_of(*part);
+  const bool stay = push != nullptr && !push->group && prepared->row_bytes() >= kLongRowBytes;
   std::unique_ptr<char[]> copy;
-  if (rows == nullptr) {
+  if (rows == nullptr && !stay) {
     copy.reset(new char[std::max<size_t>(1, static_cast<size_t>(part->count) * prepared->row_bytes())]);
     prepared->copy_rows_of(*part, copy.get());
     rows = copy.get();
   }
   auto settled = std::make_shared<Settled>();
   const Completion completion = [settled](const Outcome& outcome) { settled->set(outcome); };
-  if (const auto* push = std::get_if<PushRequest>(&operation.request)) {
+  if (push != nullptr) {
     PushRequest whole = *push;
     whole.gradients = rows;
+    whole.scattered = prepared->places_of(*part);
     engine.push(operation.context, operation.table, whole, true, completion, caller);
   } else {
     AssignRequest whole = std::get<AssignRequest>(operation.request);

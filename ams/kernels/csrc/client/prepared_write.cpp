@@ -1,5 +1,6 @@
 #include "client/prepared_write.hpp"
 
+#include <algorithm>
 #include <bit>
 #include <cmath>
 #include <cstring>
@@ -27,56 +28,105 @@ CutIds::CutIds(const int64_t* ids, int64_t count, const Placement& placement, bo
   }
 }
 
-void copy_rows(char* to, const char* rows, const int64_t* places, int64_t count, size_t row_bytes) {
-  if (places == nullptr) {
-    if (count != 0) std::memcpy(to, rows, static_cast<size_t>(count) * row_bytes);
+namespace {
+
+constexpr size_t kStreamedBytes = size_t{24} << 20;  // beyond the caches, as for memcpy and RowStore
+
+// Row by row: copy(i, how). `other`: where they come from or go to, the side that lies anywhere.
+template <class Other, class Copy>
+void copy_each(const Other& other, int64_t count, size_t row_bytes, const Copy& copy) {
+  if (row_bytes >= kLongRowBytes && static_cast<size_t>(count) * row_bytes >= kStreamedBytes) {
+    for (int64_t i = 0; i < count; ++i) copy(i, kernels().copy_streaming);
+    finish_streaming();
     return;
   }
-  for (int64_t i = 0; i < count; ++i, to += row_bytes) {
-    if (i + kRowsAhead < count) prefetch_bytes(rows + static_cast<size_t>(places[i + kRowsAhead]) * row_bytes, row_bytes);
-    copy_row(to, rows + static_cast<size_t>(places[i]) * row_bytes, row_bytes);
+  for (int64_t i = 0; i < count; ++i) {
+    if (i + kRowsAhead < count) prefetch_bytes(other.at(i + kRowsAhead, row_bytes), std::min(row_bytes, kLongRowBytes));
+    copy(i, [](char* to, const char* from, size_t bytes) { copy_row(to, from, bytes); });
   }
 }
 
-PreparedWrite::PreparedWrite(const TableFacts& table, const Placement& placement, const int64_t* ids, const char* rows, int64_t count,
-                             DType dtype, WriteSettings settings, RowCheck check)
+}  // namespace
+
+void copy_rows(char* to, const RowPlaces<const char>& from, int64_t count, size_t row_bytes) {
+  if (!from.is_one_block())
+    copy_each(from, count, row_bytes,
+              [&](int64_t i, const auto& copy) { copy(to + static_cast<size_t>(i) * row_bytes, from.at(i, row_bytes), row_bytes); });
+  else if (count != 0)
+    std::memcpy(to, from.first, static_cast<size_t>(count) * row_bytes);
+}
+
+void copy_rows(const RowPlaces<char>& to, const char* from, int64_t count, size_t row_bytes) {
+  if (!to.is_one_block())
+    copy_each(to, count, row_bytes,
+              [&](int64_t i, const auto& copy) { copy(to.at(i, row_bytes), from + static_cast<size_t>(i) * row_bytes, row_bytes); });
+  else if (count != 0)
+    std::memcpy(to.first, from, static_cast<size_t>(count) * row_bytes);
+}
+
+PreparedWrite::PreparedWrite(const TableFacts& table, const Placement& placement, const int64_t* ids,
+                             const RowPlaces<const char>& rows, int64_t count, DType dtype, WriteSettings settings, RowCheck check)
     : table_(table.name), dim_(table.dim), dtype_(dtype), rows_(rows), settings_(std::move(settings)) {
   if (check == RowCheck::finite) require_finite(ids, count);
   if (!settings_.is_assign) merge(ids, count);
   if (check == RowCheck::finite && is_merged()) require_finite(ids, count);  // a sum may be infinite where its terms are not
   if (check != RowCheck::none && !settings_.is_assign) require_finite_product(count);
+  num_rows_ = count;
   cut_.emplace(ids, count, placement, table.is_dense, settings_.every_shard);
+}
+
+void PreparedWrite::keep_rows() {
+  if (kept_ || is_merged()) return;
+  kept_.reset(new char[std::max<size_t>(1, static_cast<size_t>(num_rows_) * row_bytes())]);
+  copy_rows(kept_.get(), rows_, num_rows_, row_bytes());
+  rows_ = {kept_.get()};
 }
 
 void PreparedWrite::merge(const int64_t*& ids, int64_t& count) {
   if (is_rising(ids, count)) return;
+  if (rows_.each != nullptr) throw Fault("InvalidArgument", "ids of rows that lie in several arrays must rise");
   std::vector<int64_t> inverse(static_cast<size_t>(count));
   merged_ids_.resize(static_cast<size_t>(count));
   const int64_t num_distinct = merge_ids(ids, count, merged_ids_.data(), inverse.data());
   if (num_distinct == count) return merged_ids_.clear();
   sums_.resize(static_cast<size_t>(num_distinct * dim_));
-  sum_rows(rows_, dtype_, inverse.data(), count, dim_, num_distinct, sums_.data());
+  sum_rows(rows_.first, dtype_, inverse.data(), count, dim_, num_distinct, sums_.data());
   merged_ids_.resize(static_cast<size_t>(num_distinct));
   ids = merged_ids_.data();
   count = num_distinct;
-  rows_ = reinterpret_cast<const char*>(sums_.data());
+  rows_ = {reinterpret_cast<const char*>(sums_.data())};
   dtype_ = DType::float32;
 }
 
+// Calls visit(rows, count) for rows that lie one after the other.
+template <class Visit>
+void PreparedWrite::each_block(int64_t count, const Visit& visit) const {
+  const int64_t together = rows_.is_one_block() ? count : 1;
+  for (int64_t i = 0; i < count; i += together) visit(rows_.at(i, row_bytes()), together);
+}
+
 void PreparedWrite::require_finite(const int64_t* ids, int64_t count) const {
-  const int64_t at = first_non_finite(rows_, dtype_, count * dim_);
-  if (at < 0) return;
-  const int64_t first = at / dim_;
-  int64_t num_bad = 0;
-  for (int64_t i = first; i < count; ++i) num_bad += first_non_finite(rows_ + static_cast<size_t>(i) * row_bytes(), dtype_, dim_) >= 0;
+  bool is_finite = true;
+  each_block(count, [&](const char* rows, int64_t num_rows) {
+    is_finite = is_finite && first_non_finite(rows, dtype_, num_rows * dim_) < 0;
+  });
+  if (is_finite) return;
+  int64_t first = -1, num_bad = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    if (first_non_finite(rows_.at(i, row_bytes()), dtype_, dim_) < 0) continue;
+    if (num_bad++ == 0) first = i;
+  }
   throw Fault("NonFinite", std::to_string(num_bad) + " of " + std::to_string(count) + " rows hold NaN or infinity, first row " +
                                std::to_string(first) + " (id " + std::to_string(ids[first]) + "); nothing was sent");
 }
 
 void PreparedWrite::require_finite_product(int64_t count) const {
   if (!(std::abs(settings_.scale) > 1) || count == 0) return;
-  const auto bits = kernels().max_abs_bits[static_cast<int>(dtype_)](rows_, static_cast<size_t>(count * dim_));
-  const auto largest = std::bit_cast<float>(static_cast<uint32_t>(bits));
+  uint32_t bits = 0;
+  each_block(count, [&](const char* rows, int64_t num_rows) {
+    bits = std::max(bits, kernels().max_abs_bits[static_cast<int>(dtype_)](rows, static_cast<size_t>(num_rows * dim_)));
+  });
+  const auto largest = std::bit_cast<float>(bits);
   if (!std::isfinite(largest * static_cast<float>(settings_.scale)))
     throw Fault("NonFinite", "scale " + shown(settings_.scale) + " times the largest gradient " + shown(static_cast<double>(largest)) +
                                  " is infinite; nothing was sent");

@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "base/row_places.hpp"
 #include "frames/frame.hpp"
 
 namespace geartrain {
@@ -64,8 +65,13 @@ inline void copy_row(char* to, const char* from, size_t bytes) {
 // Rows that are looked for ahead of the one that is copied: they lie anywhere.
 inline constexpr int64_t kRowsAhead = 16;
 
-// Rows that a write carries: those of `rows` that `places` names (null: as they lie).
-void copy_rows(char* to, const char* rows, const int64_t* places, int64_t count, size_t row_bytes);
+// The CPU reads such rows at its best without being told, and to look at each apart costs nothing.
+inline constexpr size_t kLongRowBytes = 1024;
+
+// Copies rows to `to`, one after the other. More than the caches hold goes past them.
+void copy_rows(char* to, const RowPlaces<const char>& from, int64_t count, size_t row_bytes);
+// The other way.
+void copy_rows(const RowPlaces<char>& to, const char* from, int64_t count, size_t row_bytes);
 
 struct WriteSettings {
   bool is_assign = false;
@@ -82,20 +88,24 @@ enum class RowCheck { none, product, finite };  // product: of the largest with 
 
 class PreparedWrite {
  public:
-  // `ids` [count] and `rows` [count, dim] stay the caller's, and as they are, while this lives. Those of an assign are distinct.
-  // Throws the Fault NonFinite.
-  PreparedWrite(const TableFacts& table, const Placement& placement, const int64_t* ids, const char* rows, int64_t count, DType dtype,
-                WriteSettings settings, RowCheck check);
+  // `ids` [count] and `rows` [count, dim] stay the caller's, and as they are, while this lives. Those of an assign are distinct, and
+  // of rows that do not lie one after the other they rise. Throws the Faults NonFinite and InvalidArgument.
+  PreparedWrite(const TableFacts& table, const Placement& placement, const int64_t* ids, const RowPlaces<const char>& rows,
+                int64_t count, DType dtype, WriteSettings settings, RowCheck check);
   PreparedWrite(const PreparedWrite&) = delete;
   PreparedWrite& operator=(const PreparedWrite&) = delete;
+
+  // Copies the rows: from now on the caller's may change. While nobody sends it.
+  void keep_rows();
 
   std::span<const ShardPart> parts() const { return cut_->parts(); }
   // For a part, without its rows.
   Operation operation(const ShardPart& part, const CallContext& context) const;
   // Those of a part, one after the other, to `to`.
-  void copy_rows_of(const ShardPart& part, char* to) const { copy_rows(to, rows_, part.places, part.count, row_bytes()); }
+  void copy_rows_of(const ShardPart& part, char* to) const { copy_rows(to, places_of(part), part.count, row_bytes()); }
+  RowPlaces<const char> places_of(const ShardPart& part) const { return {rows_.first, rows_.each, part.places}; }
   // They lie one after the other already; else null.
-  const char* rows_of(const ShardPart& part) const { return part.places == nullptr ? rows_ : nullptr; }
+  const char* rows_of(const ShardPart& part) const { return places_of(part).is_one_block() ? rows_.first : nullptr; }
   const std::optional<SyncGroup>& group() const { return settings_.group; }
   bool is_merged() const { return !sums_.empty(); }
   int64_t dim() const { return dim_; }
@@ -106,12 +116,16 @@ class PreparedWrite {
   void merge(const int64_t*& ids, int64_t& count);
   void require_finite(const int64_t* ids, int64_t count) const;
   void require_finite_product(int64_t count) const;
+  template <class Visit>
+  void each_block(int64_t count, const Visit& visit) const;
 
   const std::string table_;
   const int64_t dim_;
   DType dtype_;
-  const char* rows_;
+  RowPlaces<const char> rows_;
   const WriteSettings settings_;
+  int64_t num_rows_ = 0;  // merged
+  std::unique_ptr<char[]> kept_;
   std::vector<int64_t> merged_ids_;
   std::vector<float> sums_;
   std::optional<CutIds> cut_;

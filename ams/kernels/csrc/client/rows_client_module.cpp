@@ -7,8 +7,11 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <memory>
+#include <type_traits>
 
+#include "base/scattered_rows.hpp"
 #include "client/rows_client.hpp"
 #include "python/conversions.hpp"
 #include "python/module.hpp"
@@ -112,6 +115,56 @@ nb::object pull(RowsClient& client, const TableFacts& table, int64_t table_incar
   return python_of(undone);
 }
 
+void create_scattered(ScatteredRows* self, const nb::tuple& arrays, int64_t dim) {
+  using Numbers = nb::ndarray<float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+  require(dim >= 1, "dim must be at least 1");
+  std::vector<ScatteredRows::Range> ranges;
+  for (const nb::handle one : arrays) {
+    const auto numbers = nb::cast<Numbers>(one, false);
+    ranges.push_back({reinterpret_cast<char*>(numbers.data()), numbers.nbytes()});
+  }
+  new (self) ScatteredRows(ranges, static_cast<size_t>(dim) * sizeof(float));
+}
+
+// Rows [N, dim]: those of these numbers, or all.
+void place_scattered(const ScatteredRows& self, const Matrix& rows, const std::optional<IdArray>& numbers) {
+  require(rows.dtype() == nb::dtype<float>() && static_cast<int64_t>(rows.shape(0)) == self.count() &&
+              rows.shape(1) * sizeof(float) == self.row_bytes(),
+          "rows must be float32 [N, dim]");
+  const int64_t count = numbers ? static_cast<int64_t>(numbers->size()) : self.count();
+  for (int64_t i = 0; numbers && i < count; ++i)
+    require(numbers->data()[i] >= 0 && numbers->data()[i] < self.count(), "numbers must be of rows");
+  const nb::gil_scoped_release release;
+  self.gather();
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t number = numbers ? numbers->data()[i] : i;
+    std::memcpy(self.each()[number], static_cast<const char*>(rows.data()) + static_cast<size_t>(number) * self.row_bytes(), self.row_bytes());
+  }
+  self.scatter();
+}
+
+nb::object pull_scattered(RowsClient& client, const TableFacts& table, int64_t table_incarnation, const IdArray& ids,
+                          const ScatteredRows& out, nb::handle required_sync, double seconds, nb::handle watch) {
+  require(out.count() == static_cast<int64_t>(ids.size()) && table.dtype == DType::float32 &&
+              out.row_bytes() == static_cast<size_t>(table.dim) * sizeof(float),
+          "out must be [N, dim] of the table's dtype");
+  PullRequest request;
+  request.ids = ids.data();
+  request.count = request.size = out.count();
+  request.dim = table.dim;
+  request.each = out.each();
+  if (!required_sync.is_none()) request.required_sync = group_of(required_sync);
+  const Attempt attempt = attempt_of(seconds, watch);
+  Undone undone;
+  {
+    const nb::gil_scoped_release release;
+    out.gather();  // rows that do not come stay what they are
+    undone = client.pull(table, table_incarnation, request, attempt, {});
+    out.scatter();
+  }
+  return python_of(undone);
+}
+
 bool begin_pull(RowsClient& client, const TableFacts& table, int64_t table_incarnation, const IdArray& ids, const MatrixOutput& out,
                 int dtype_code, nb::handle required_sync, double seconds, nb::object tag) {
   const PullRequest request = pull_request(table, ids, out, dtype_code, std::nullopt, required_sync);
@@ -128,12 +181,27 @@ Scalars scalars_of(nb::handle numbers) {
   return scalars;
 }
 
-void prepare(PreparedWrite* self, const RowsClient& client, const TableFacts& table, const IdArray& ids, const Matrix& rows,
-             int dtype_code, bool is_assign, int check, std::optional<double> lr, double scale, nb::handle scalars, nb::handle group,
-             bool step_goes_on, bool every_shard) {
-  require(rows.shape(0) == ids.size() && static_cast<int64_t>(rows.shape(1)) == table.dim, "rows must be [N, dim]");
+// `rows`: Matrix, or ScatteredRows, which stay gathered.
+template <class Rows>
+void prepare(PreparedWrite* self, const RowsClient& client, const TableFacts& table, const IdArray& ids, const Rows& rows, int dtype_code,
+             bool is_assign, int check, std::optional<double> lr, double scale, nb::handle scalars, nb::handle group, bool step_goes_on,
+             bool every_shard) {
   require(check >= 0 && check <= static_cast<int>(RowCheck::finite), "check must be 0, 1 or 2");
-  const DType dtype = checked_dtype(rows, dtype_code);
+  size_t num_rows = 0, row_bytes = 0;
+  DType dtype = DType::float32;
+  RowPlaces<const char> places;
+  if constexpr (std::is_same_v<Rows, ScatteredRows>) {
+    num_rows = static_cast<size_t>(rows.count());
+    row_bytes = rows.row_bytes();
+    places.each = rows.each();
+    require(!is_assign && dtype_code == static_cast<int>(dtype), "rows of several arrays are pushed, in float32");
+  } else {
+    num_rows = rows.shape(0);
+    dtype = checked_dtype(rows, dtype_code);
+    row_bytes = rows.shape(1) * item_bytes(dtype);
+    places.first = static_cast<const char*>(rows.data());
+  }
+  require(num_rows == ids.size() && row_bytes == static_cast<size_t>(table.dim) * item_bytes(dtype), "rows must be [N, dim]");
   WriteSettings settings;
   settings.is_assign = is_assign;
   settings.lr = lr;
@@ -142,9 +210,9 @@ void prepare(PreparedWrite* self, const RowsClient& client, const TableFacts& ta
   if (!group.is_none()) settings.group = group_of(group);
   settings.step_goes_on = step_goes_on;
   settings.every_shard = every_shard;
-  const auto* values = static_cast<const char*>(rows.data());
   const nb::gil_scoped_release release;
-  new (self) PreparedWrite(table, client.placement(), ids.data(), values, static_cast<int64_t>(ids.size()), dtype, std::move(settings),
+  if constexpr (std::is_same_v<Rows, ScatteredRows>) rows.gather();
+  new (self) PreparedWrite(table, client.placement(), ids.data(), places, static_cast<int64_t>(ids.size()), dtype, std::move(settings),
                            static_cast<RowCheck>(check));
 }
 
@@ -217,7 +285,12 @@ void bind_rows_client(nb::module_& m) {
   nb::class_<TableFacts>(m, "TableFacts")
       .def("__init__", &create_facts, nb::arg("name"), nb::arg("dim"), nb::arg("dtype_code"), nb::arg("is_dense"))
       .def_ro("name", &TableFacts::name)
+      .def_ro("dim", &TableFacts::dim)
       .def_ro("is_dense", &TableFacts::is_dense);
+  nb::class_<ScatteredRows>(m, "ScatteredRows")
+      .def("__init__", &create_scattered, nb::arg("arrays"), nb::arg("dim"), nb::keep_alive<1, 2>())
+      .def("__len__", &ScatteredRows::count)
+      .def("place", &place_scattered, nb::arg("rows").noconvert(), nb::arg("numbers").noconvert().none());
   nb::class_<RowsClient>(m, "RowsClient")
       .def("__init__", &create_client, nb::arg("bucket_shards").noconvert(), nb::arg("num_shards"))
       .def("set_way", &RowsClient::set_way, nb::arg("shard"), nb::arg("incarnation"), nb::arg("engine").none(),
@@ -226,6 +299,8 @@ void bind_rows_client(nb::module_& m) {
       .def("pull", &pull, nb::arg("table"), nb::arg("table_incarnation"), nb::arg("ids").noconvert(), nb::arg("out").noconvert(),
            nb::arg("dtype_code"), nb::arg("present").noconvert().none(), nb::arg("required_sync").none(), nb::arg("seconds"),
            nb::arg("watch").none(), nb::arg("shards") = std::vector<int64_t>())
+      .def("pull_scattered", &pull_scattered, nb::arg("table"), nb::arg("table_incarnation"), nb::arg("ids").noconvert(), nb::arg("out"),
+           nb::arg("required_sync").none(), nb::arg("seconds"), nb::arg("watch").none())
       .def("write", &write, nb::arg("writes"), nb::arg("seconds"), nb::arg("watch").none(), nb::arg("shards") = std::vector<int64_t>())
       .def("begin_pull", &begin_pull, nb::arg("table"), nb::arg("table_incarnation"), nb::arg("ids").noconvert(),
            nb::arg("out").noconvert(), nb::arg("dtype_code"), nb::arg("required_sync").none(), nb::arg("seconds"), nb::arg("tag"))
@@ -235,11 +310,17 @@ void bind_rows_client(nb::module_& m) {
            [](const RowsClient& client, double seconds) { return client.waiting(std::chrono::steady_clock::now() - duration_of(seconds)); },
            nb::arg("seconds"))
       .def("nudge", &RowsClient::nudge, nb::call_guard<nb::gil_scoped_release>());
-  nb::class_<PreparedWrite>(m, "PreparedWrite")
-      .def("__init__", &prepare, nb::arg("client"), nb::arg("table"), nb::arg("ids").noconvert(), nb::arg("rows").noconvert(),
-           nb::arg("dtype_code"), nb::kw_only(), nb::arg("is_assign"), nb::arg("check"), nb::arg("lr").none(), nb::arg("scale"),
-           nb::arg("scalars"), nb::arg("group").none(), nb::arg("step_goes_on"), nb::arg("every_shard"), nb::keep_alive<1, 4>(),
-           nb::keep_alive<1, 5>())
+  const auto add_prepare = [](nb::class_<PreparedWrite>& write, auto* prepare) {
+    write.def("__init__", prepare, nb::arg("client"), nb::arg("table"), nb::arg("ids").noconvert(), nb::arg("rows").noconvert(),
+              nb::arg("dtype_code"), nb::kw_only(), nb::arg("is_assign"), nb::arg("check"), nb::arg("lr").none(), nb::arg("scale"),
+              nb::arg("scalars"), nb::arg("group").none(), nb::arg("step_goes_on"), nb::arg("every_shard"), nb::keep_alive<1, 4>(),
+              nb::keep_alive<1, 5>());
+  };
+  nb::class_<PreparedWrite> write(m, "PreparedWrite");
+  add_prepare(write, &prepare<Matrix>);
+  add_prepare(write, &prepare<ScatteredRows>);
+  write
+      .def("keep_rows", &PreparedWrite::keep_rows, nb::call_guard<nb::gil_scoped_release>())
       .def("part", &part_of, nb::arg("index"))
       .def_prop_ro("num_parts", [](const PreparedWrite& write) { return write.parts().size(); })
       .def_prop_ro("shards", [](const PreparedWrite& write) {

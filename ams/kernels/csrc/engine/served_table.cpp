@@ -117,7 +117,7 @@ void ServedTable::pull(const PullRequest& request) const {
   require_width("out", request.dim);
   require_dtype("out", request.dtype);
   try {
-    rows_->pull(request.ids, request.count, {request.rows, request.present, request.positions, request.size});
+    rows_->pull(request.ids, request.count, {request.places(), request.present, request.size});
   } catch (const Refusal& refusal) {
     const int64_t* values = refusal.reason == Reason::bad_position ? request.positions : request.ids;
     throw fault_of(refusal, values[refusal.index], name_, rows_->spec(), "out");
@@ -139,7 +139,7 @@ int64_t ServedTable::push(const PushRequest& request) {
   const PushStep step{optimizers_.of_push(request.scalars), factors};
   require_width("gradients", request.dim);
   try {
-    return rows_->push(request.ids, request.count, request.gradients, request.dtype, step, !request.step_goes_on);
+    return rows_->push(request.ids, request.count, request.places(), request.dtype, step, !request.step_goes_on);
   } catch (const Refusal& refusal) {
     throw fault_of(refusal, request.ids[refusal.index], name_, rows_->spec(),
                    "gradients (times scale " + shown(request.scale) + ")");

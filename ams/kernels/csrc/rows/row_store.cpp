@@ -131,8 +131,9 @@ void RowStore::write_initial(char* row, int64_t id, float* buffer) const {
 void RowStore::pull(const int64_t* ids, int64_t count, const PullInto& out) const {
   std::shared_lock lock(mutex_);
   require_legal(ids, count);
-  for (int64_t i = 0; out.positions != nullptr && i < count; ++i)
-    if (out.positions[i] < 0 || out.positions[i] >= out.size) throw Refusal{Reason::bad_position, i};
+  const int64_t* positions = out.rows.positions;
+  for (int64_t i = 0; positions != nullptr && i < count; ++i)
+    if (positions[i] < 0 || positions[i] >= out.size) throw Refusal{Reason::bad_position, i};
   const size_t total_bytes = static_cast<size_t>(count) * row_bytes();
   fan_out(count, total_bytes, spec_.threads, [&](int64_t begin, int64_t end, int64_t) {
     pull_slice(ids, begin, end, out, total_bytes >= kStreamedBytes);
@@ -160,8 +161,7 @@ void RowStore::pull_slice(const int64_t* ids, int64_t first, int64_t last, const
             lookahead.ask(Use::read, rows_.at(items[i]), bytes);
         },
         [&](int64_t i) {
-          const int64_t target = out.positions != nullptr ? out.positions[begin + i] : begin + i;
-          char* row = out.rows + static_cast<size_t>(target) * bytes;
+          char* row = out.rows.at(begin + i, bytes);
           if (is_behind(now, items[i]))
             pull_moved(row, items[i], ids[begin + i], *now, buffer.data());
           else if (items[i] < 0)
@@ -170,14 +170,14 @@ void RowStore::pull_slice(const int64_t* ids, int64_t first, int64_t last, const
             copy_streaming(row, rows_.at(items[i]), bytes);
           else
             std::memcpy(row, rows_.at(items[i]), bytes);
-          if (out.present != nullptr) out.present[target] = items[i] >= 0;
+          if (out.present != nullptr) out.present[out.rows.number(begin + i)] = items[i] >= 0;
         });
   }
   finish_streaming();
 }
 
 // Finds every id and, while the index lines travel, looks at the values beside the ids.
-RowStore::Resolved RowStore::resolve(const int64_t* ids, int64_t count, const char* values, DType dtype) const {
+RowStore::Resolved RowStore::resolve(const int64_t* ids, int64_t count, const RowPlaces<const char>& values, DType dtype) const {
   Resolved found;
   found.positions.resize(static_cast<size_t>(count));
   const size_t bytes = static_cast<size_t>(spec_.dim) * item_bytes(dtype);
@@ -186,7 +186,9 @@ RowStore::Resolved RowStore::resolve(const int64_t* ids, int64_t count, const ch
   fan_out(count, static_cast<size_t>(count) * bytes, spec_.threads, [&](int64_t begin, int64_t end, int64_t thread) {
     uint32_t seen = 0;
     find_all<Find::position>(directory_, ids + begin, end - begin, found.positions.data() + begin, [&](int64_t from, int64_t to) {
-      seen = std::max(seen, max_abs_bits(row_of(values, begin + from, bytes), static_cast<size_t>((to - from) * spec_.dim)));
+      const int64_t together = values.is_one_block() ? to - from : 1;
+      for (int64_t i = from; i < to; i += together)
+        seen = std::max(seen, max_abs_bits(values.at(begin + i, bytes), static_cast<size_t>(together * spec_.dim)));
     });
     largest[static_cast<size_t>(thread)] = std::max(largest[static_cast<size_t>(thread)], seen);
   });
@@ -242,31 +244,31 @@ void RowStore::ask_for(const Lookahead& lookahead, Use use, int64_t item) const 
   if (use == Use::update && row_steps_ && !steps_) lookahead.ask(use, row_steps_->at(item), step_bytes());
 }
 
-RowStore::Resolved RowStore::resolve_push(const int64_t* ids, int64_t count, const char* values, DType dtype,
+RowStore::Resolved RowStore::resolve_push(const int64_t* ids, int64_t count, const Gradients& gradients, DType dtype,
                                           const PushStep& step, Now& now) const {
   require_legal(ids, count);
   const size_t gradient_bytes = static_cast<size_t>(spec_.dim) * item_bytes(dtype);
-  Resolved found = resolve(ids, count, values, dtype);
+  Resolved found = resolve(ids, count, gradients, dtype);
 
   // float32 products are monotone: the largest one is finite only if all are.
   const float largest = std::fabs(std::bit_cast<float>(found.largest) * step.factors.scale);
   if (!std::isfinite(largest)) {
     for (int64_t i = 0; i < count; ++i) {
-      const uint32_t bits = kernels().max_abs_bits[static_cast<int>(dtype)](row_of(values, i, gradient_bytes),
+      const uint32_t bits = kernels().max_abs_bits[static_cast<int>(dtype)](gradients.at(i, gradient_bytes),
                                                                             static_cast<size_t>(spec_.dim));
       if (!std::isfinite(std::bit_cast<float>(bits) * step.factors.scale)) throw Refusal{Reason::non_finite, i};
     }
   }
   if (now) reach_back(now, items_at(found.positions).data(), count);
-  if (count > 0 && !none_overflows(largest, step, now)) rehearse(ids, found, values, dtype, step, now);
+  if (count > 0 && !none_overflows(largest, step, now)) rehearse(ids, found, gradients, dtype, step, now);
   return found;
 }
 
-void RowStore::check_push(const int64_t* ids, int64_t count, const void* gradients, DType dtype, const PushStep& step) const {
+void RowStore::check_push(const int64_t* ids, int64_t count, const Gradients& gradients, DType dtype, const PushStep& step) const {
   DefaultFloatMode float_mode;
   std::shared_lock lock(mutex_);
   Now now = this->now();
-  resolve_push(ids, count, static_cast<const char*>(gradients), dtype, step, now);
+  resolve_push(ids, count, gradients, dtype, step, now);
 }
 
 bool RowStore::cannot_overflow(float largest, const PushStep& step) const {
@@ -298,14 +300,13 @@ void RowStore::make_room_to_keep(int64_t count) {
   if (frozen_) frozen_->reserve(std::min(count, frozen_->only_in_place()));
 }
 
-int64_t RowStore::push(const int64_t* ids, int64_t count, const void* gradients, DType dtype, const PushStep& step,
+int64_t RowStore::push(const int64_t* ids, int64_t count, const Gradients& gradients, DType dtype, const PushStep& step,
                        bool ends_step) {
   DefaultFloatMode float_mode;
   std::unique_lock lock(mutex_);
-  const char* values = static_cast<const char*>(gradients);
   const size_t gradient_bytes = static_cast<size_t>(spec_.dim) * item_bytes(dtype);
   Now now = this->now();
-  Resolved found = resolve_push(ids, count, values, dtype, step, now);
+  Resolved found = resolve_push(ids, count, gradients, dtype, step, now);
   reserve(found.missing);
   reserve_step();
   const Overdue overdue = ends_step ? next_overdue(now) : Overdue{};
@@ -329,7 +330,7 @@ int64_t RowStore::push(const int64_t* ids, int64_t count, const void* gradients,
         end - begin, row_bytes() + slot_bytes(),
         [&](int64_t i) { ask_for(lookahead, Use::update, items[i % kMostAhead] = item_at(positions[begin + i])); },
         [&](int64_t i) {
-          update_one(items[i % kMostAhead], ids[begin + i], row_of(values, begin + i, gradient_bytes), dtype, step, now, buffer, seen);
+          update_one(items[i % kMostAhead], ids[begin + i], gradients.at(begin + i, gradient_bytes), dtype, step, now, buffer, seen);
         });
     bounds[static_cast<size_t>(thread)] = seen;
   });
@@ -366,7 +367,7 @@ bool RowStore::none_overflows(float largest_gradient, const PushStep& step, cons
 }
 
 // Near the end of a storage type's range: computes every row aside and refuses the push if one would become infinite.
-void RowStore::rehearse(const int64_t* ids, const Resolved& found, const char* gradients, DType dtype,
+void RowStore::rehearse(const int64_t* ids, const Resolved& found, const Gradients& gradients, DType dtype,
                         const PushStep& step, const Now& now) const {
   const size_t dim = static_cast<size_t>(spec_.dim), slot_dim = static_cast<size_t>(spec_.slot_dim());
   std::vector<float> row(dim), slot(slot_dim), gradient(dim), scratch(dim);
@@ -382,7 +383,7 @@ void RowStore::rehearse(const int64_t* ids, const Resolved& found, const char* g
       write_initial(stored.data(), ids[i], scratch.data());
       k.load[static_cast<int>(spec_.dtype)](row.data(), stored.data(), dim);
     }
-    k.load[static_cast<int>(dtype)](gradient.data(), gradients + i * dim * item_bytes(dtype), dim);
+    k.load[static_cast<int>(dtype)](gradient.data(), gradients.at(static_cast<int64_t>(i), dim * item_bytes(dtype)), dim);
     update_row(step.optimizer, now ? &*now : nullptr, ranges(), row.data(), slot.data(), gradient.data(), dim, step.factors,
                number_of(item));
     const auto require_finite = [&](const std::vector<float>& values, DType type) {
@@ -427,7 +428,7 @@ int64_t RowStore::assign(const int64_t* ids, int64_t count, const char* rows) {
   std::unique_lock lock(mutex_);
   require_legal(ids, count);
   const size_t bytes = row_bytes();
-  Resolved found = resolve(ids, count, rows, spec_.dtype);
+  Resolved found = resolve(ids, count, {rows}, spec_.dtype);
   if (found.largest >= kInfinityBits) {
     const auto max_abs_bits = kernels().max_abs_bits[static_cast<int>(spec_.dtype)];
     for (int64_t i = 0; i < count; ++i)
@@ -549,7 +550,7 @@ int64_t RowStore::restore(const int64_t* ids, int64_t count, const char* rows, c
   DefaultFloatMode float_mode;
   std::unique_lock lock(mutex_);
   require_legal(ids, count);
-  Resolved found = resolve(ids, count, rows, spec_.dtype);
+  Resolved found = resolve(ids, count, {rows}, spec_.dtype);
   const size_t dim = static_cast<size_t>(spec_.dim), slot_size = item_bytes(spec_.slot_dtype);
   const Optimizer& optimizer = *spec_.optimizer;
   Magnitudes largest{std::bit_cast<float>(found.largest), {}};

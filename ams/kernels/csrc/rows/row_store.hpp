@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "base/common.hpp"
+#include "base/row_places.hpp"
 #include "index/bits.hpp"
 #include "index/directory.hpp"
 #include "index/slabs.hpp"
@@ -55,17 +56,17 @@ class RowStore {
   explicit RowStore(const RowStoreSpec& spec);
 
   struct PullInto {
-    char* rows;                // [M, D] of the table's dtype
-    uint8_t* present;          // [M] or null
-    const int64_t* positions;  // [N] or null: 0 .. N-1
-    int64_t size;              // M
+    RowPlaces<char> rows;  // [M, D] of the table's dtype
+    uint8_t* present;      // [M] or null
+    int64_t size;          // M
   };
+  using Gradients = RowPlaces<const char>;  // [N, D]
   // Creates nothing; a missing row yields its initial value.
   void pull(const int64_t* ids, int64_t count, const PullInto& out) const;
   // Returns the number of rows created. `ends_step`: where untouched rows move, those that no push of this step had do.
-  int64_t push(const int64_t* ids, int64_t count, const void* gradients, DType dtype, const PushStep& step, bool ends_step);
+  int64_t push(const int64_t* ids, int64_t count, const Gradients& gradients, DType dtype, const PushStep& step, bool ends_step);
   // Refuses what a push of these would refuse; changes nothing.
-  void check_push(const int64_t* ids, int64_t count, const void* gradients, DType dtype, const PushStep& step) const;
+  void check_push(const int64_t* ids, int64_t count, const Gradients& gradients, DType dtype, const PushStep& step) const;
   // Whether no push of gradients of at most `largest` in magnitude can be refused for its values.
   bool cannot_overflow(float largest, const PushStep& step) const;
   // Reserves the memory of those rows that are not there.
@@ -108,14 +109,14 @@ class RowStore {
   };
 
   void require_legal(const int64_t* ids, int64_t count) const;
-  Resolved resolve(const int64_t* ids, int64_t count, const char* values, DType dtype) const;
-  Resolved resolve_push(const int64_t* ids, int64_t count, const char* values, DType dtype, const PushStep& step,
+  Resolved resolve(const int64_t* ids, int64_t count, const RowPlaces<const char>& values, DType dtype) const;
+  Resolved resolve_push(const int64_t* ids, int64_t count, const Gradients& gradients, DType dtype, const PushStep& step,
                         Now& now) const;
   void reserve(const std::vector<int64_t>& missing);
   Placed place(int64_t id);
   void write_initial(char* row, int64_t id, float* buffer) const;
   bool none_overflows(float largest_gradient, const PushStep& step, const Now& now) const;
-  void rehearse(const int64_t* ids, const Resolved& found, const char* gradients, DType dtype, const PushStep& step,
+  void rehearse(const int64_t* ids, const Resolved& found, const Gradients& gradients, DType dtype, const PushStep& step,
                 const Now& now) const;
   void pull_slice(const int64_t* ids, int64_t begin, int64_t end, const PullInto& out, bool streamed) const;
   int64_t create_missing(const int64_t* ids, std::vector<int64_t>& positions, float* buffer);

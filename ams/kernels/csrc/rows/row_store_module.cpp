@@ -45,8 +45,9 @@ void pull(const RowStore& store, const IdArray& ids, const MatrixOutput& out, co
   require_width(store, out.shape(1));
   require(positions ? positions->size() == ids.size() : out.shape(0) >= ids.size(), "positions must be as long as ids");
   require(!present || present->size() == out.shape(0), "present must be as long as out");
-  const RowStore::PullInto into{static_cast<char*>(out.data()), present ? present->data() : nullptr,
-                                positions ? positions->data() : nullptr, static_cast<int64_t>(out.shape(0))};
+  const RowStore::PullInto into{{static_cast<char*>(out.data()), nullptr, positions ? positions->data() : nullptr},
+                                present ? present->data() : nullptr,
+                                static_cast<int64_t>(out.shape(0))};
   nb::gil_scoped_release release;
   store.pull(ids.data(), static_cast<int64_t>(ids.size()), into);
 }
@@ -67,7 +68,7 @@ int64_t push(RowStore& store, const IdArray& ids, const Matrix& gradients, int d
   require(gradients.shape(0) == ids.size(), "gradients must have one row per id");
   const PushStep step = checked_step(store, optimizer, lr, scale);
   nb::gil_scoped_release release;
-  return store.push(ids.data(), static_cast<int64_t>(ids.size()), gradients.data(), dtype, step, ends_step);
+  return store.push(ids.data(), static_cast<int64_t>(ids.size()), {static_cast<const char*>(gradients.data())}, dtype, step, ends_step);
 }
 
 void check_push(const RowStore& store, const IdArray& ids, const Matrix& gradients, int dtype_code, const Optimizer& optimizer,
@@ -77,7 +78,7 @@ void check_push(const RowStore& store, const IdArray& ids, const Matrix& gradien
   require(gradients.shape(0) == ids.size(), "gradients must have one row per id");
   const PushStep step = checked_step(store, optimizer, lr, scale);
   nb::gil_scoped_release release;
-  store.check_push(ids.data(), static_cast<int64_t>(ids.size()), gradients.data(), dtype, step);
+  store.check_push(ids.data(), static_cast<int64_t>(ids.size()), {static_cast<const char*>(gradients.data())}, dtype, step);
 }
 
 bool cannot_overflow(const RowStore& store, float largest, const Optimizer& optimizer, float lr, float scale) {

@@ -175,6 +175,70 @@ def test_ranks_may_drop_a_step_that_a_shard_refuses(cluster: gt.Cluster) -> None
         dist.destroy_process_group()
 
 
+@pytest.mark.parametrize("push", [1, 2])
+@pytest.mark.parametrize("raises", [True, False])
+def test_a_push_that_is_repeated_has_the_gradients_it_began_with(
+    cluster: gt.Cluster, fail_step: Callable[..., None], monkeypatch: pytest.MonkeyPatch, push: int, raises: bool
+) -> None:
+    module, dense = attached(cluster)
+    backward(module)
+    before = module.layer.weight.detach().clone()
+    for one in module.parameters():
+        one.grad = torch.ones_like(one)
+    if raises:
+
+        def unsent(*_: Any) -> list[Delivered]:
+            raise ShardUnavailable("lost")
+
+        with monkeypatch.context() as patch, pytest.raises(ShardUnavailable, match="lost"):
+            patch.setattr(RowCalls, "deliver_together", unsent)
+            dense.step()
+    else:
+        fail_step(dense, push, applied=False)
+    for one in module.parameters():
+        assert one.grad is not None
+        one.grad.fill_(1000)
+    dense.step()
+    torch.testing.assert_close(module.layer.weight.detach(), before - 0.1)
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_gradients_that_are_not_finite_are_named_wherever_they_are_found(shards: int) -> None:
+    with gt.local(shards) as cluster:
+        layer = nn.Linear(6, 6)
+        dense = gt.attach(layer, cluster, name="net", dim=DIM, optimizer=gt.SGD(0.1))
+        before = layer.weight.detach().clone()
+        layer.weight.grad, layer.bias.grad = torch.ones(6, 6), torch.full((6,), torch.nan)
+        with pytest.raises(NonFinite, match="the gradient of 'bias'"):
+            dense.step()
+        assert dense.version == cluster.table("net").version() == 1
+        layer.bias.grad.fill_(1)
+        dense.step()  # with what the gradients are now: nothing is pending
+        torch.testing.assert_close(layer.weight.detach(), before - 0.1)
+
+
+@pytest.mark.parametrize("lost", [None, 0, 1])
+def test_rows_that_compiled_code_does_not_bring_come_another_way(
+    cluster: gt.Cluster, monkeypatch: pytest.MonkeyPatch, lost: int | None
+) -> None:
+    (module, dense), (other, others) = attached(cluster), attached(cluster)
+    backward(other)
+    others.step()
+    pull = RowCalls._has_a_way
+
+    def without(rows: RowCalls) -> bool:
+        if lost is None:
+            return False
+        rows._client.set_way(lost, 0, None, None)
+        return pull(rows)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RowCalls, "_has_a_way", without)
+        assert dense.refresh()
+    assert torch.equal(module.layer.weight, other.layer.weight)
+    assert torch.equal(module.layer.bias, other.layer.bias)
+
+
 def test_a_pull_that_fails_half_way_leaves_buffers_and_what_they_changed_by(
     cluster: gt.Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,23 @@
+// Where the rows of one request lie in the memory of who makes it.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace geartrain {
+
+// Byte: char of rows that are written, const char of rows that are read.
+template <class Byte>
+struct RowPlaces {
+  Byte* first = nullptr;               // of [M, D], one after the other,
+  Byte* const* each = nullptr;         // [M] or null: unless each lies somewhere of its own
+  const int64_t* positions = nullptr;  // [N] or null: the row of ids[i] is number positions[i]; null: number i
+
+  int64_t number(int64_t i) const { return positions != nullptr ? positions[i] : i; }
+  Byte* at(int64_t i, size_t row_bytes) const {
+    return each != nullptr ? each[number(i)] : first + static_cast<size_t>(number(i)) * row_bytes;
+  }
+  bool is_one_block() const { return each == nullptr && positions == nullptr; }
+};
+
+}  // namespace geartrain
