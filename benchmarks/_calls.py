@@ -11,13 +11,17 @@ import numpy as np
 from _up import running_cluster
 
 import geartrain as gt
+from geartrain.ams.kernels import _core
 from geartrain.ams.values.specs import Ids
 from geartrain.launch.bench import Result
 
 WAYS = {"same host": gt.ClientConfig(), "TCP": gt.ClientConfig(shared_memory=False)}
 """How rows come from a shard of another process, and the client for it. TCP goes over loopback here."""
-SPINS = {"caller_spin_microseconds": 50, "server_spin_microseconds": 50}
-"""How long a side of the bare ping-pong looks before it sleeps: as a client and a shard of ours do."""
+SPINS = {
+    "caller_spin_microseconds": round(_core.CALLER_SPIN_SECONDS * 1e6),
+    "server_spin_microseconds": round(_core.SERVER_SPIN_SECONDS * 1e6),
+}
+"""How long a side of the bare ping-pong looks before it sleeps: as a client and a shard of ours do at most."""
 
 
 @contextmanager

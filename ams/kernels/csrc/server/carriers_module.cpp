@@ -133,6 +133,8 @@ void bind_carriers(nb::module_& m) {
       .def("close", &DataServer::close, nb::call_guard<nb::gil_scoped_release>())
       .def_prop_ro("num_connections", &DataServer::num_connections)
       .def_prop_ro("num_mailboxes", &DataServer::num_mailboxes);
+  m.attr("CALLER_SPIN_SECONDS") = RingLimits().spin_seconds;
+  m.attr("SERVER_SPIN_SECONDS") = ServerLimits().spin_seconds;
   nb::class_<Connection>(m, "DataConnection")
       .def("begin",
            [](Connection& connection, size_t request_bytes, size_t most_reply_bytes) {
