@@ -18,7 +18,7 @@ from contextlib import ExitStack, contextmanager
 
 import numpy as np
 from _bare_ping_pong import HEADER_BYTES, Carrier, calls_per_second, compile_and_run
-from _calls import SPINS, WAYS, draws, result, tables
+from _calls import SPINS, WAYS, draws, fill, result, tables
 from _up import running_cluster
 
 import geartrain as gt
@@ -100,7 +100,7 @@ def _throughput(rounds: int) -> Iterator[Result]:
     theirs: dict[tuple[str, str], list[float]] = {(way, rival): [] for way, rival, _, _ in rivals}
     with running_cluster() as up, ExitStack() as ends:
         with gt.connect(up["scheduler"]) as cluster:
-            cluster.create_table("bench", dim=DIM, optimizer=gt.SGD(lr=0.1), num_rows=NUM_ROWS)
+            fill(cluster.create_table("bench", dim=DIM, optimizer=gt.SGD(lr=0.1), num_rows=NUM_ROWS))
         clients = {way: [ends.enter_context(_client(up["scheduler"], way)) for _ in range(CLIENTS)] for way in WAYS}
         for number in range(rounds + 1):
             answered = {way: _calls_a_second(clients[way]) for way in WAYS}
