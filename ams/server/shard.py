@@ -332,9 +332,8 @@ class Shard:
         if not callers:
             return
         try:
-            updates = self._groups.joint(update)
-            assert isinstance(updates, list), "an update is among them"
-            created = self._hosting.update(table.rows, joint_update(updates), self.check_lease)
+            joint = joint_update(self._groups.updates(update))
+            created = self._hosting.update(table.rows, joint, self.check_lease)
             failpoints.reach("shard.apply.after")
         except BaseException as error:
             self._groups.abandon(update)

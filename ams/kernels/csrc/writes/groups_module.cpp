@@ -113,37 +113,14 @@ nb::tuple join(SyncGroups& groups, nb::handle context, nb::handle from) {
   return nb::make_tuple(replaced, python_of(callers));
 }
 
-nb::object python_of(const std::string& table, JointPush&& joint) {
-  auto* moved = new JointPush(std::move(joint));
-  const nb::capsule owner(moved, [](void* held) noexcept { delete static_cast<JointPush*>(held); });
-  const PushRequest& push = moved->push;
-  const size_t count = moved->ids.size(), width = static_cast<size_t>(push.dim);
-  nb::dict scalars;
-  for (const auto& [name, value] : push.scalars) scalars[nb::cast(name)] = value;
-  return nb::module_::import_("geartrain.ams.values.shard_messages")
-      .attr("Push")(
-          nb::arg("table") = table,
-          nb::arg("ids") = nb::ndarray<nb::numpy, int64_t, nb::ndim<1>>(moved->ids.data(), {count}, owner).cast(),
-          nb::arg("gradients") = nb::ndarray<nb::numpy, float, nb::ndim<2>>(moved->gradients.get(), {count, width}, owner).cast(),
-          nb::arg("lr") = push.lr, nb::arg("scale") = push.scale, nb::arg("optimizer_scalars") = scalars,
-          nb::arg("step_goes_on") = push.step_goes_on);
-}
-
-// One push of what all ranks push, or the list of their hosted updates.
-nb::object joint(SyncGroups& groups, nb::handle from) {
-  const Write write(from);
-  const std::vector<const RankWrite*> parts = groups.parts(write.table, write.member());
-  if (!are_hosted(write.table, parts)) {
-    JointPush made;
-    {
-      const nb::gil_scoped_release release;
-      made = joint_push(write.table, parts);
-    }
-    return python_of(write.table, std::move(made));
-  }
-  nb::list updates;
-  for (const RankWrite* part : parts) updates.append(dynamic_cast<const HostedUpdate&>(*part->hosted).update());
-  return updates;
+// The hosted updates of all ranks, in their order. Throws the Fault StepMismatch if some of them push.
+nb::list updates(SyncGroups& groups, nb::handle from) {
+  const std::string table = nb::cast<std::string>(from.attr("table"));
+  const std::vector<const RankWrite*> parts = groups.parts(table, group_of(from.attr("group")));
+  require(are_hosted(table, parts), "the parts are pushes, which the engine makes one of");
+  nb::list found;
+  for (const RankWrite* part : parts) found.append(dynamic_cast<const HostedUpdate&>(*part->hosted).update());
+  return found;
 }
 
 nb::list steps(const SyncGroups& groups) {
@@ -165,7 +142,7 @@ void bind_sync_groups(nb::module_& m) {
           nb::arg("timeout_seconds"), nb::arg("clock") = nb::none(), nb::arg("max_groups") = kMaxGroups)
       .def("is_applied", &is_applied, nb::arg("write"))
       .def("join", &join, nb::arg("context"), nb::arg("write"))
-      .def("joint", &joint, nb::arg("write"))
+      .def("updates", &updates, nb::arg("update"))
       .def(
           "complete",
           [](SyncGroups& groups, nb::handle from) {

@@ -1,94 +1,35 @@
-"""Groups of ranks as compiled: what the pushes of all ranks make together, and what counts as another push."""
+"""Groups of ranks as compiled: what counts as another push, and which groups are remembered."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
 
-import ml_dtypes
 import numpy as np
-import numpy.typing as npt
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from geartrain.ams.kernels.engine import SyncGroups
-from geartrain.ams.values.errors import InvalidArgument, InvalidRows, StepMismatch
+from geartrain.ams.values.errors import InvalidArgument, StepMismatch
 from geartrain.ams.values.shard_messages import CallContext, HostedInputs, Push, SyncGroup, UpdateHosted
-
-DTYPES = (np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16))
 
 
 def member(rank: int, world_size: int, *, job: str = "j", sequence: int = 1, samples: int = 1) -> SyncGroup:
     return SyncGroup(job=job, world_size=world_size, rank=rank, sequence=sequence, sample_count=samples)
 
 
-def joined(groups: SyncGroups, *writes: Push | UpdateHosted) -> Push | list[UpdateHosted]:
+def join_all(groups: SyncGroups, *writes: Push | UpdateHosted) -> None:
     for rank, write in enumerate(writes):
         _, callers = groups.join(CallContext(stream=f"rank{rank}", sequence=1, incarnation=1), write)
     assert len(callers) == len(writes)
-    return groups.joint(writes[-1])
-
-
-def expected(pushes: list[Push]) -> tuple[list[int], npt.NDArray[np.float32]]:
-    """The specification: ids in order of first appearance, float32 products summed in rank order."""
-    total = sum(push.group.sample_count for push in pushes if push.group)
-    sums: dict[int, npt.NDArray[np.float32]] = {}
-    for push in pushes:
-        assert push.group is not None
-        weight = np.float32((push.group.sample_count / total if total else 0.0) * push.scale)
-        for one, gradient in zip(push.ids.tolist(), push.gradients.astype(np.float32) * weight, strict=True):
-            sums[one] = sums[one] + gradient if one in sums else gradient
-    return list(sums), np.array(list(sums.values()), np.float32).reshape(-1, pushes[0].gradients.shape[1])
-
-
-@given(st.data())
-def test_a_joint_push_is_to_the_bit_the_weighted_sum_in_rank_order(data: st.DataObject) -> None:
-    world_size, width = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 40))
-    draw = np.random.default_rng(data.draw(st.integers(0, 2**32)))
-    pushes = []
-    for rank in range(world_size):
-        ids = draw.permutation(12)[: data.draw(st.integers(0, 12))].astype(np.int64)
-        if data.draw(st.booleans()):
-            ids = np.sort(ids)
-        gradients = (draw.standard_normal((len(ids), width)) * 100).astype(DTYPES[data.draw(st.integers(0, 2))])
-        group = member(rank, world_size, samples=data.draw(st.integers(0, 5)))
-        pushes.append(
-            Push(table="t", ids=ids, gradients=gradients, lr=0.5, scale=data.draw(st.floats(-9, 9)), group=group)
-        )
-    groups = SyncGroups(1.0)
-    for rank in data.draw(st.permutations(range(world_size))):
-        copies = pushes[rank].ids.copy(), pushes[rank].gradients.copy()
-        mine = replace(pushes[rank], ids=copies[0], gradients=copies[1])
-        _, callers = groups.join(CallContext(stream="s", sequence=1, incarnation=1), mine)
-        if not callers:  # its caller goes on, and uses them for something else
-            copies[0][:] = -1
-            copies[1][:] = 7
-    joint = groups.joint(pushes[0])
-    assert isinstance(joint, Push)
-    ids, sums = expected(pushes)
-    assert joint.ids.tolist() == ids
-    assert joint.gradients.tobytes() == sums.tobytes()
-    assert (joint.lr, joint.scale, joint.group) == (0.5, 1.0, None)
-
-
-def test_ranks_whose_gradients_differ_in_width_are_refused() -> None:
-    wide, narrow = (
-        Push(table="t", ids=np.arange(2), gradients=np.ones((2, width), np.float32), group=member(rank, 2))
-        for rank, width in enumerate((3, 2))
-    )
-    with pytest.raises(InvalidRows, match="width 2 on rank 1 and 3 on rank 0"):
-        joined(SyncGroups(1.0), wide, narrow)
-    nothing = replace(wide, ids=wide.ids[:0], gradients=wide.gradients[:0])
-    joint = joined(SyncGroups(1.0), nothing, narrow)
-    assert isinstance(joint, Push) and joint.gradients.shape == (2, 2)
 
 
 def test_a_step_is_pushed_by_all_ranks_or_updated_by_hosted_models_of_all() -> None:
     push = Push(table="t", ids=np.arange(2), gradients=np.ones((2, 2), np.float32), group=member(0, 2))
     update = UpdateHosted(table="t", model="m", inputs=(), group=member(1, 2))
+    groups = SyncGroups(1.0)
+    join_all(groups, push, update)
     with pytest.raises(StepMismatch, match="some ranks push gradients to table 't', others update it by a hosted"):
-        joined(SyncGroups(1.0), push, update)
+        groups.updates(update)
 
 
 WIDTH = 61
@@ -135,7 +76,7 @@ def test_any_other_byte_or_number_is_another_part_of_a_step() -> None:
         ids.view(np.uint8)[place] ^= 16
         others.append(replace(push, ids=ids))
     groups = SyncGroups(1.0)
-    joined(groups, push)
+    join_all(groups, push)
     groups.complete(push)
     again = replace(push, ids=push.ids.copy(), optimizer_scalars={"beta": 0.25, "momentum": 0.5})
     assert groups.is_applied(again)
@@ -161,7 +102,8 @@ def test_any_other_input_of_a_hosted_model_is_another_part_of_a_step() -> None:
         with_inputs(arrays={**arrays, "y": arrays["y"] + 1}),
     ]
     groups = SyncGroups(1.0)
-    joined(groups, update)
+    join_all(groups, update)
+    assert groups.updates(update) == [update]
     groups.complete(update)
     assert groups.is_applied(plain_update())
     for other in others:
