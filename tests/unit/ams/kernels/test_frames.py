@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from geartrain.ams.kernels import _core
 from geartrain.ams.values.errors import ProtocolError
 from tests.support import frame_codec
+from tests.support.frame_calls import PLAIN
 from tests.support.frame_codec import ITEM_BYTES, Described
 
 PAGE = Path(__file__).resolve().parents[4] / "docs" / "explanation" / "frames.md"
@@ -85,19 +86,12 @@ def test_a_reply_is_written_and_read_as_the_page_says(number: int, described: li
 
 
 ONE: Described = {
+    **PLAIN,
     "kind": "pull",
     "table": "t",
-    "stream": "",
     "dim": 4,
-    "dtype": 0,
     "ids": struct.pack("<2q", 7, 9),
     "with_present": False,
-    "table_incarnation": 0,
-    "incarnation": 0,
-    "sequence": 0,
-    "oldest_unacknowledged": 0,
-    "shard_incarnation": 0,
-    "cluster_version": 0,
 }
 
 
