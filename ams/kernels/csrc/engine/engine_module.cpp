@@ -164,15 +164,22 @@ void require_a_row_each(const IdArray& ids, const Matrix& rows, const char* labe
                                    std::to_string(ids.size()) + " ids");
 }
 
+// What a push and an assign have in common.
+template <class Request>
+Request request_of(const IdArray& ids, const Matrix& rows, int dtype_code, const char* label, const std::string& table) {
+  require_a_row_each(ids, rows, label, table);
+  Request request;
+  request.ids = ids.data();
+  request.count = count_of(ids.size());
+  request.dim = count_of(rows.shape(1));
+  request.dtype = checked_dtype(rows, dtype_code);
+  return request;
+}
+
 nb::object push(Engine& engine, nb::handle context, const std::string& table, const IdArray& ids, const Matrix& gradients,
                 int dtype_code, std::optional<double> lr, double scale, nb::handle scalars, nb::handle group, bool step_goes_on,
                 bool ids_are_distinct, const Waiter* waiter, bool has_turn) {
-  require_a_row_each(ids, gradients, "gradients", table);
-  PushRequest request;
-  request.dtype = checked_dtype(gradients, dtype_code);
-  request.ids = ids.data();
-  request.count = count_of(ids.size());
-  request.dim = count_of(gradients.shape(1));
+  PushRequest request = request_of<PushRequest>(ids, gradients, dtype_code, "gradients", table);
   request.gradients = static_cast<const char*>(gradients.data());
   request.lr = lr;
   request.scale = scale;
@@ -187,12 +194,7 @@ nb::object push(Engine& engine, nb::handle context, const std::string& table, co
 
 nb::object assign(Engine& engine, nb::handle context, const std::string& table, const IdArray& ids, const Matrix& rows,
                   int dtype_code, bool ids_are_distinct, const Waiter* waiter, bool has_turn) {
-  require_a_row_each(ids, rows, "rows", table);
-  AssignRequest request;
-  request.dtype = checked_dtype(rows, dtype_code);
-  request.ids = ids.data();
-  request.count = count_of(ids.size());
-  request.dim = count_of(rows.shape(1));
+  AssignRequest request = request_of<AssignRequest>(ids, rows, dtype_code, "rows", table);
   request.rows = static_cast<const char*>(rows.data());
   const CallContext who = context_of(context);
   return written(engine, rows.nbytes(), waiter, has_turn, [&](const Completion& completion, const Caller& caller) {

@@ -16,6 +16,7 @@
 #include <thread>
 #include <utility>
 
+#include "carriers/hello.hpp"
 #include "frames/frame.hpp"
 #include "ring/mailbox.hpp"
 #include "ring/spinning.hpp"
@@ -366,22 +367,13 @@ std::shared_ptr<RingConnection> connect_ring(const std::string& name, const std:
   if (connect(socket.get(), reinterpret_cast<sockaddr*>(&address), address_bytes) != 0) fail("no shard listens on this machine");
   OwnedFd page = make_shared_file(kPageBytes);
   SharedMapping requested(page.get(), kPageBytes, true);
-  std::array<char, sizeof(FrameHeader) + kSecretBytes> hello;
-  FrameHeader header;
-  header.kind = FrameKind::hello;
-  header.body_bytes = kSecretBytes;
-  write_header(hello.data(), header);
-  secret.copy(hello.data() + sizeof(FrameHeader), kSecretBytes);
+  Hello hello = hello_with(secret);
   if (!send_packet(socket.get(), hello.data(), hello.size(), page.get())) throw std::runtime_error("the shard is busy with others");
   pollfd one{socket.get(), POLLIN, 0};
   if (poll(&one, 1, static_cast<int>(micros / 1000)) != 1) throw std::runtime_error("the shard does not greet");
   const Packet packet = receive_packet(socket.get(), hello.data(), hello.size());
   if (packet.bytes != sizeof(FrameHeader) || !packet.fd) throw std::runtime_error("the shard refuses the connection");
-  try {
-    parse_header(hello.data(), FrameKind::hello);
-  } catch (const Fault& fault) {
-    throw std::runtime_error(fault.message);
-  }
+  require_greeting(hello.data());
   return std::make_shared<Ring>(std::move(socket), std::move(requested), map_sleep_page(packet.fd), limits);
 }
 

@@ -16,6 +16,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "carriers/hello.hpp"
 #include "ring/ring_peer.hpp"
 #include "ring/spinning.hpp"
 #include "tcp/tcp_peer.hpp"
@@ -56,7 +57,7 @@ class DataServer {
     OwnedFd socket;
     bool is_near;  // of this machine
     Clock::time_point until;
-    std::array<char, sizeof(FrameHeader) + kSecretBytes> hello;
+    Hello hello;
     size_t got = 0;
   };
 

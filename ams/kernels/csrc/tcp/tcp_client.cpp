@@ -10,6 +10,7 @@
 #include <unordered_map>
 #include <utility>
 
+#include "carriers/hello.hpp"
 #include "frames/frame.hpp"
 #include "tcp/buffers.hpp"
 #include "tcp/byte_stream.hpp"
@@ -273,23 +274,14 @@ std::shared_ptr<Connection> connect_tcp(const std::string& host, uint16_t port, 
   const auto deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(timeout_seconds));
   OwnedFd socket = connect_stream(host.c_str(), port, timeout_seconds);
   ByteStream stream(std::move(socket));
-  std::array<char, sizeof(FrameHeader) + kSecretBytes> hello;
-  FrameHeader header;
-  header.kind = FrameKind::hello;
-  header.body_bytes = kSecretBytes;
-  write_header(hello.data(), header);
-  secret.copy(hello.data() + sizeof(FrameHeader), kSecretBytes);
+  Hello hello = hello_with(secret);
   if (stream.write(hello.data(), hello.size()) != hello.size()) throw std::runtime_error("the shard takes nothing");
   for (size_t got = 0; got < sizeof(FrameHeader);) {
     const size_t received = stream.read(hello.data() + got, sizeof(FrameHeader) - got);
     got += received;
     if (received == 0 && !stream.wait(false, static_cast<int>(millis_until(deadline)))) throw std::runtime_error("the shard does not greet");
   }
-  try {
-    parse_header(hello.data(), FrameKind::hello);
-  } catch (const Fault& fault) {
-    throw std::runtime_error(fault.message);
-  }
+  require_greeting(hello.data());
   return std::make_shared<Tcp>(std::move(stream), limits);
 }
 
