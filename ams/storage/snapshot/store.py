@@ -395,17 +395,17 @@ class _UrlStore(SnapshotStore):
         with _as_os_error():
             try:
                 times: list[datetime] = [self._system.modified(path) for path in paths]
-            except NotImplementedError:
+            except NotImplementedError:  # as fsspec says it
                 return []
         return [time.timestamp() for time in times]
 
 
 @contextmanager
 def _as_os_error() -> Iterator[None]:
-    """File systems raise what their libraries raise; here it is one kind."""
+    """File systems raise what their libraries raise, also for what they do not offer; here it is one kind."""
     try:
         yield
-    except (OSError, NotImplementedError):
+    except OSError:
         raise
     except Exception as exc:
         raise OSError(f"{type(exc).__name__}: {exc}") from exc

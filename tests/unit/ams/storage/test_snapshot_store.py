@@ -193,6 +193,21 @@ def test_urls_of_object_stores_and_hdfs_are_places(url: str) -> None:
     assert parse_place(f"{url}/") == url
 
 
+def test_what_a_file_system_does_not_offer_is_a_typed_error(
+    root: str, take: Take, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (1, 2):
+        take(root, f"s{step}", step=step)
+
+    def missing(*_: object, **__: object) -> None:
+        raise NotImplementedError
+
+    monkeypatch.setattr(MemoryFileSystem, "rm_file", missing)
+    with pytest.raises(SnapshotFailed, match="NotImplementedError"):
+        prune(root, 1)
+    assert names(root) == ["s2", "s1"]
+
+
 def test_a_url_whose_package_is_missing_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(_: str) -> None:
         raise ImportError("Install s3fs to access S3")
