@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -38,6 +39,18 @@ def tables(*, num_rows: int, dim: int, optimizer: Any, embedded: bool = True) ->
         for way in list(found)[: 2 if embedded else 1]:  # what WAYS lead to is one table
             fill(found[way])
         yield found
+
+
+@contextmanager
+def client_process(command: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
+    """A process that says a line when it is connected, and then answers each line by one; it ends with its input."""
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as client:
+        assert client.stdout is not None and client.stdin is not None
+        client.stdout.readline()
+        try:
+            yield client
+        finally:
+            client.stdin.close()
 
 
 def fill(table: gt.Table) -> None:

@@ -16,7 +16,7 @@ START_SECONDS = 10
 
 @contextmanager
 def redis_client() -> Iterator[Any]:
-    """A client of an empty server, or None: it is not installed, and a line says what is missing."""
+    """A client of an empty server, decoding nothing, or None: one of both is missing, and a line says which."""
     try:
         import redis
     except ImportError:
@@ -27,15 +27,22 @@ def redis_client() -> Iterator[Any]:
         print("Without Redis: there is no redis-server on the PATH.")
         yield None
         return
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(prefix="gt-bench-") as folder:
         path = f"{folder}/redis.sock"
         options = ["--port", "0", "--unixsocket", path, "--save", "", "--dir", folder]
         with subprocess.Popen(["redis-server", *options], stdout=subprocess.DEVNULL) as server:
             try:
                 _await_socket(path)
-                yield redis.Redis(unix_socket_path=path)
+                with redis.Redis(unix_socket_path=path) as client:
+                    yield client
             finally:
                 server.terminate()
+
+
+def socket_of(client: Any) -> str:
+    """The path of a client's server."""
+    path: str = client.connection_pool.connection_kwargs["path"]
+    return path
 
 
 def _await_socket(path: str) -> None:

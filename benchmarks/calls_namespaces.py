@@ -14,12 +14,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
 from _bare_ping_pong import HEADER_BYTES, Namespaces, compile_and_run, two_namespaces
-from _calls import WAYS, draws, fill, result
+from _calls import WAYS, client_process, draws, fill, result
 from _up import running_cluster
 
 import geartrain as gt
@@ -50,7 +50,8 @@ def results(full: bool = False) -> Iterator[Result]:
                 prefix=["ip", "netns", "exec", between.server],
             )
         )
-        client = ends.enter_context(_client(between, up["scheduler"]))
+        command = ["ip", "netns", "exec", between.client, sys.executable, __file__, up["scheduler"]]
+        client = ends.enter_context(client_process(command))
         for operation, megabytes in CASES:
             yield _compare(client, between, operation, megabytes, ROUNDS * (5 if full else 1))
 
@@ -83,18 +84,6 @@ def _compare(client: subprocess.Popen[str], between: Namespaces, operation: str,
 
 def _num_ids(megabytes: int) -> int:
     return megabytes * 1_000_000 // (DIM * 4)
-
-
-@contextmanager
-def _client(between: Namespaces, address: str) -> Iterator[subprocess.Popen[str]]:
-    command = ["ip", "netns", "exec", between.client, sys.executable, __file__, address]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as client:
-        assert client.stdout is not None and client.stdin is not None
-        client.stdout.readline()  # it is connected
-        try:
-            yield client
-        finally:
-            client.stdin.close()
 
 
 def _serve_turns(address: str) -> None:

@@ -14,11 +14,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 
 import numpy as np
 from _bare_ping_pong import HEADER_BYTES, Carrier, calls_per_second, compile_and_run
-from _calls import SPINS, WAYS, draws, fill, result, tables
+from _calls import SPINS, WAYS, client_process, draws, fill, result, tables
 from _up import running_cluster
 
 import geartrain as gt
@@ -101,7 +101,8 @@ def _throughput(rounds: int) -> Iterator[Result]:
     with running_cluster() as up, ExitStack() as ends:
         with gt.connect(up["scheduler"]) as cluster:
             fill(cluster.create_table("bench", dim=DIM, optimizer=gt.SGD(lr=0.1), num_rows=NUM_ROWS))
-        clients = {way: [ends.enter_context(_client(up["scheduler"], way)) for _ in range(CLIENTS)] for way in WAYS}
+        commands = {way: [sys.executable, __file__, up["scheduler"], way] for way in WAYS}
+        clients = {way: [ends.enter_context(client_process(commands[way])) for _ in range(CLIENTS)] for way in WAYS}
         for number in range(rounds + 1):
             answered = {way: _calls_a_second(clients[way]) for way in WAYS}
             bare = {
@@ -125,18 +126,6 @@ def _throughput(rounds: int) -> Iterator[Result]:
             target=target,
             more_is_better=True,
         )
-
-
-@contextmanager
-def _client(address: str, way: str) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, __file__, address, way]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as client:
-        assert client.stdout is not None and client.stdin is not None
-        client.stdout.readline()  # it is connected
-        try:
-            yield client
-        finally:
-            client.stdin.close()
 
 
 def _calls_a_second(clients: list[subprocess.Popen[str]]) -> float:

@@ -8,17 +8,12 @@ seals, no decoding. A batcher's rival is numpy adding rows at positions that are
 from __future__ import annotations
 
 import itertools
-import shutil
-import socket
-import subprocess
-import tempfile
-import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
+from _redis_server import redis_client, socket_of
 from _turns import median_seconds
 
 from geartrain.ams.storage.features.factory import open_store
@@ -71,16 +66,12 @@ def _against_gathers() -> list[dict[str, Any]]:
 
 def measure_redis_layer() -> list[dict[str, Any]]:
     """Read and lookup through a Redis server, alternating with MGET; empty where Redis or its client is missing."""
-    try:
-        import redis
-    except ImportError:
-        return []
-    if shutil.which("redis-server") is None:
-        return []
     count = 20 * NUM_IDS
     ids = _ids(count)
-    with _redis_server() as path, redis.Redis(unix_socket_path=path) as client:
-        store = open_store(f"unix://{path}?db=0", namespace="bench")
+    with redis_client() as client:
+        if client is None:
+            return []
+        store = open_store(f"unix://{socket_of(client)}?db=0", namespace="bench")
         cache = SharedCache(store, DIM, expire_seconds=20.0)
         cache.insert(ids, _features(count))
         places = _batches(count)
@@ -148,27 +139,6 @@ def _result(case: str, ours: float, rival: str, theirs: float, target: float | N
         "ratio": round(theirs / ours, 3),
         "target": target,
     }
-
-
-@contextmanager
-def _redis_server() -> Iterator[str]:
-    """A server of its own; yields the path of its socket."""
-    with tempfile.TemporaryDirectory(prefix="gt-bench-") as folder:
-        path = f"{folder}/redis.sock"
-        options = ["--port", "0", "--unixsocket", path, "--save", "", "--dir", folder]
-        with subprocess.Popen(["redis-server", *options], stdout=subprocess.DEVNULL) as server:
-            try:
-                deadline = time.monotonic() + 10
-                while True:
-                    with socket.socket(socket.AF_UNIX) as probe:
-                        if probe.connect_ex(path) == 0:
-                            break
-                    if time.monotonic() > deadline:
-                        raise TimeoutError(f"redis-server does not listen on {path}")
-                    time.sleep(0.02)
-                yield path
-            finally:
-                server.terminate()
 
 
 def results(full: bool = False) -> Iterator[dict[str, Any]]:  # noqa: ARG001
