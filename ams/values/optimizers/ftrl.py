@@ -74,7 +74,7 @@ class FTRL(RowOptimizerSpec):
         is_zero = size <= 0
         weight = np.where(is_zero, dtype(0), np.copysign(size / (dtype(1) + rate * l2), target))
         with np.errstate(over="ignore"):  # it is cut off
-            rest = pull - w * root / max(lr, dtype(SMALLEST_RATE))
+            rest = pull - w * root * (dtype(1) / max(lr, dtype(SMALLEST_RATE)))
         rest = np.where(rest < -l1, -l1, rest)
         rest = np.where(l1 < rest, l1, rest)
         held = np.where(is_zero, rest, -(l2 * weight + np.copysign(l1, target)))

@@ -19,7 +19,7 @@ constexpr float kSmallestRate = 0x1p-126f;
 GEARTRAIN_INLINE Magnitudes update_body(float* __restrict row, float* __restrict held, float* __restrict squares,
                                         const float* __restrict gradient, size_t count, const FtrlFactors& factors) {
   const FtrlFactors f = factors;
-  const float divisor = std::max(f.lr, kSmallestRate);
+  const float inverse = 1.0f / std::max(f.lr, kSmallestRate);
   Largest largest_row, largest_held, largest_square;
   for (size_t i = 0; i < count; ++i) {
     const float direction = gradient[i] * f.scale;
@@ -31,7 +31,7 @@ GEARTRAIN_INLINE Magnitudes update_body(float* __restrict row, float* __restrict
     const float size = std::fabs(target) - rate * f.l1;
     const bool is_zero = size <= 0.0f;
     const float weight = is_zero ? 0.0f : std::copysign(size / (1.0f + rate * f.l2), target);
-    const float rest = std::min(std::max(pull - row[i] * root / divisor, -f.l1), f.l1);
+    const float rest = std::min(std::max(pull - row[i] * root * inverse, -f.l1), f.l1);
     const float balance = is_zero ? rest : -(f.l2 * weight + std::copysign(f.l1, target));
     squares[i] = square;
     held[i] = balance;

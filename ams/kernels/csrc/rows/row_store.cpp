@@ -83,6 +83,7 @@ const char* row_of(const char* rows, int64_t index, size_t row_bytes) {
 
 RowStore::RowStore(const RowStoreSpec& spec)
     : spec_(spec),
+      num_slots_(spec.optimizer->num_slots()),
       slot_dim_(static_cast<size_t>(spec.slot_dim())),
       rounding_key_(rounding_key(spec.initial.seed, spec.initial.table_hash)),
       directory_(directory_for(spec)),
@@ -335,7 +336,7 @@ int64_t RowStore::push(const int64_t* ids, int64_t count, const Gradients& gradi
     bounds[static_cast<size_t>(thread)] = seen;
   });
   if (ends_step) end_step(overdue, now, step.factors.lr, buffers.data());
-  for (const Magnitudes& seen : bounds) bounds_.raise_to(seen);
+  for (const Magnitudes& seen : bounds) bounds_.raise_to(seen, num_slots_);
   bounds_.row = rounded_up(bounds_.row, spec_.dtype);
   for (float& slot : bounds_.slots) slot = rounded_up(slot, spec_.slot_dtype);
   return created;
@@ -417,7 +418,7 @@ void RowStore::update_one(int64_t item, int64_t id, const char* gradient, DType 
   const RowUpdate update = update_row(step.optimizer, now ? &*now : nullptr, ranges(), weights, slots, direction, dim, step.factors,
                                       number_of(item));
   if (row_steps_) row_step(item) = update.number;
-  bounds.raise_to(update.largest);
+  bounds.raise_to(update.largest, num_slots_);
   const Part row_part = update.is_late ? Part::late_row : Part::row, slot_part = update.is_late ? Part::late_slot : Part::slot;
   if (!wide_row) store_rounded(spec_.dtype, row, weights, dim, draw_of(id, update.number, row_part));
   if (!wide_slot) store_rounded(spec_.slot_dtype, slot, slots, slot_dim, draw_of(id, update.number, slot_part));
@@ -577,7 +578,7 @@ int64_t RowStore::restore(const int64_t* ids, int64_t count, const char* rows, c
     if (slots_) std::memcpy(slots_->at(item), row_of(slots, i, slot_bytes()), slot_bytes());
     if (row_steps_) row_step(item) = steps[i];
   }
-  bounds_.raise_to(largest);
+  bounds_.raise_to(largest, num_slots_);
   return created;
 }
 

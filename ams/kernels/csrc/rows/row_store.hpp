@@ -164,6 +164,7 @@ class RowStore {
   size_t step_bytes() const { return row_steps_ ? sizeof(int64_t) : 0; }
 
   RowStoreSpec spec_;
+  int num_slots_;    // of the optimizer
   size_t slot_dim_;  // spec_.slot_dim()
   uint64_t rounding_key_;
   Directory directory_;

@@ -25,9 +25,11 @@ GEARTRAIN_INLINE float mean_square(size_t count, const Direction& direction) {
     const float value = direction(i);
     sums[lane] += value * value;
   }
-  for (size_t half = kLanes / 2; half > 0; half /= 2)
-    for (size_t lane = 0; lane < half; ++lane) sums[lane] += sums[lane + half];
-  return sums[0] / static_cast<float>(count);
+  // Not in one loop over halves, which would go through memory.
+  float eight[kLanes / 2], four[kLanes / 4];
+  for (size_t lane = 0; lane < kLanes / 2; ++lane) eight[lane] = sums[lane] + sums[lane + kLanes / 2];
+  for (size_t lane = 0; lane < kLanes / 4; ++lane) four[lane] = eight[lane] + eight[lane + kLanes / 4];
+  return ((four[0] + four[2]) + (four[1] + four[3])) * (1.0f / static_cast<float>(count));
 }
 
 // At least the mean square of `count` numbers that are at most `largest`: infinite where their sum may be. The factor covers the
