@@ -3,6 +3,7 @@
 
 #include <chrono>
 #include <cstddef>
+#include <cstring>
 #include <functional>
 #include <memory>
 #include <span>
@@ -33,6 +34,9 @@ class Connection {
     virtual ~Call() = default;
     // Where the frame is to be written, of the size that was asked for. At a multiple of 64.
     virtual char* request() = 0;
+    // Has `bytes` of the frame, from `offset` on, be what lies at `from`, which stays as it is until send() has returned. To be said in
+    // the order of offsets.
+    virtual void attach(size_t offset, const char* from, size_t bytes) { std::memcpy(request() + offset, from, bytes); }
     // Once. Throws Lost, or Full; so, too, if the shard has not taken the frame at `deadline`, or `look` says true (see wait): what it
     // has of it is never done.
     virtual void send(SteadyTime deadline, const std::function<bool()>& look) = 0;

@@ -167,7 +167,11 @@ std::vector<int64_t> Exchange::waiting() const {
 void Exchange::write(Job& job, bool may_wait) const {
   try {
     job.call.emplace(*job.way->connection, job.operations, attempt_.seconds, may_wait);
-    for (size_t i = 0; i < job.rows.size(); ++i) job.rows[i].first->copy_rows_of(*job.rows[i].second, job.call->rows(i));
+    for (size_t i = 0; i < job.rows.size(); ++i) {
+      const auto& [prepared, part] = job.rows[i];
+      if (const char* rows = prepared->rows_of(*part)) job.call->attach(i, rows);
+      else prepared->copy_rows_of(*part, job.call->rows(i));
+    }
   } catch (const Lost&) {
     job.call.reset();
   } catch (const Fault& fault) {

@@ -18,6 +18,8 @@ class FrameCall {
   FrameCall(Connection& connection, std::span<const Operation> operations, double seconds, bool may_wait = true);
   // Where those of operation i are to be written before send(), one after the other.
   char* rows(size_t i) { return call_->request() + layout_.places[i].rows; }
+  // Or where they lie until it has returned.
+  void attach(size_t i, const char* rows) { call_->attach(layout_.places[i].rows, rows, layout_.places[i].rows_bytes); }
   // See Connection::Call::send.
   void send(SteadyTime deadline, const std::function<bool()>& look);
   // See Connection::Call::wait.

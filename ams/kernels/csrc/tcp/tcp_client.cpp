@@ -7,8 +7,10 @@
 #include <cstddef>
 #include <cstring>
 #include <mutex>
+#include <span>
 #include <unordered_map>
 #include <utility>
+#include <vector>
 
 #include "carriers/hello.hpp"
 #include "frames/frame.hpp"
@@ -21,6 +23,7 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr Clock::duration kLookInterval = std::chrono::milliseconds(100);
+constexpr size_t kLeastAttached = size_t{64} << 10;  // below it is copied: that takes less than a system call
 constexpr Clock::duration kLongestSilence = std::chrono::seconds(30);  // of a shard that takes no bytes of a request
 
 int64_t millis_until(Clock::time_point time) {
@@ -44,7 +47,7 @@ class Tcp : public Connection, public std::enable_shared_from_this<Tcp> {
   bool is_lost() const override { return is_lost_ || generation_ != fork_generation(); }
   void close() override;
 
-  void send(const std::shared_ptr<Pending>& pending, const char* frame, size_t bytes, SteadyTime deadline,
+  void send(const std::shared_ptr<Pending>& pending, std::span<const std::span<const char>> frame, SteadyTime deadline,
             const std::function<bool()>& look);
   bool wait(const std::shared_ptr<Pending>& pending, SteadyTime deadline, const std::function<bool()>& look);
   void forget(const std::shared_ptr<Pending>& pending, size_t bytes);
@@ -57,7 +60,7 @@ class Tcp : public Connection, public std::enable_shared_from_this<Tcp> {
   void read_for_all(int millis);
   void read(int millis);
   void read_header();
-  void write(const char* frame, size_t bytes, SteadyTime deadline, const std::function<bool()>& look);
+  void write(std::span<const char> bytes, SteadyTime deadline, const std::function<bool()>& look);
 
   const TcpLimits limits_;
   const uint64_t generation_ = fork_generation();
@@ -89,8 +92,15 @@ class TcpCall : public Connection::Call {
     if (pending_->is_done) tcp_->buffers().give_back(std::move(pending_->reply));
   }
   char* request() override { return request_.data(); }
+  void attach(size_t offset, const char* from, size_t bytes) override {
+    if (bytes < kLeastAttached) return Call::attach(offset, from, bytes);
+    pieces_.push_back({request_.data() + begun_, offset - begun_});
+    pieces_.push_back({from, bytes});
+    begun_ = offset + bytes;
+  }
   void send(SteadyTime deadline, const std::function<bool()>& look) override {
-    tcp_->send(pending_, request_.data(), request_bytes_, deadline, look);
+    pieces_.push_back({request_.data() + begun_, request_bytes_ - begun_});
+    tcp_->send(pending_, pieces_, deadline, look);
   }
   bool wait(SteadyTime deadline, const std::function<bool()>& look, bool) override { return tcp_->wait(pending_, deadline, look); }
   std::span<const char> reply() override { return {pending_->reply.data(), pending_->reply_bytes}; }
@@ -99,6 +109,8 @@ class TcpCall : public Connection::Call {
   const std::shared_ptr<Tcp> tcp_;
   Buffer request_;
   const size_t request_bytes_;
+  std::vector<std::span<const char>> pieces_;  // of the frame, up to where the last begins
+  size_t begun_ = 0;
   const std::shared_ptr<Pending> pending_ = std::make_shared<Pending>();
 };
 
@@ -133,10 +145,10 @@ void Tcp::close() {
   changed_.notify_all();
 }
 
-void Tcp::send(const std::shared_ptr<Pending>& pending, const char* frame, size_t bytes, SteadyTime deadline,
+void Tcp::send(const std::shared_ptr<Pending>& pending, std::span<const std::span<const char>> frame, SteadyTime deadline,
                const std::function<bool()>& look) {
   require_there();
-  std::memcpy(&pending->number, frame + offsetof(FrameHeader, number), sizeof(pending->number));
+  std::memcpy(&pending->number, frame.front().data() + offsetof(FrameHeader, number), sizeof(pending->number));
   {
     const std::lock_guard lock(mutex_);
     if (!pending_.emplace(pending->number, pending).second) throw std::logic_error("a call of this number is under way");
@@ -146,7 +158,7 @@ void Tcp::send(const std::shared_ptr<Pending>& pending, const char* frame, size_
     if (Clock::now() >= deadline || (look && look())) throw Full("the shard takes no more requests in time");
   require_there();
   try {
-    write(frame, bytes, deadline, look);
+    for (const auto& piece : frame) write(piece, deadline, look);
   } catch (const std::runtime_error&) {  // what the shard has of the frame cannot be taken back
     close();
     require_there();
@@ -157,10 +169,10 @@ void Tcp::send(const std::shared_ptr<Pending>& pending, const char* frame, size_
 }
 
 // While the shard takes nothing, replies are read: it may be that it sends, and waits for that.
-void Tcp::write(const char* frame, size_t bytes, SteadyTime deadline, const std::function<bool()>& look) {
+void Tcp::write(std::span<const char> bytes, SteadyTime deadline, const std::function<bool()>& look) {
   auto silent_since = Clock::now(), next_look = silent_since + kLookInterval;
-  for (size_t done = 0; done < bytes;) {
-    const size_t written = stream_.write(frame + done, bytes - done);
+  for (size_t done = 0; done < bytes.size();) {
+    const size_t written = stream_.write(bytes.data() + done, bytes.size() - done);
     done += written;
     if (written != 0) {
       silent_since = Clock::now();
