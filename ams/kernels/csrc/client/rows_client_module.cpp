@@ -19,9 +19,6 @@
 namespace geartrain {
 namespace {
 
-using ShardMap = nb::ndarray<const uint16_t, nb::shape<kNumBuckets>, nb::c_contig, nb::device::cpu>;
-using Flags = nb::ndarray<uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-
 constexpr double kLongestSeconds = 1e8;
 
 void create_client(RowsClient* self, const ShardMap& bucket_shards, int64_t num_shards) {
@@ -172,13 +169,6 @@ bool begin_pull(RowsClient& client, const TableFacts& table, int64_t table_incar
   std::shared_ptr<nb::object> label = kept(std::move(tag));
   const nb::gil_scoped_release release;
   return client.begin_pull(table, table_incarnation, request, std::move(attempt), std::move(label));
-}
-
-Scalars scalars_of(nb::handle numbers) {
-  Scalars scalars;
-  if (nb::len(numbers) > 0)
-    for (const nb::handle item : numbers.attr("items")()) scalars.emplace_back(nb::cast<std::string>(item[0]), nb::cast<double>(item[1]));
-  return scalars;
 }
 
 // `rows`: Matrix, or ScatteredRows, which stay gathered.

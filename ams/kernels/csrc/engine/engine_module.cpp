@@ -14,8 +14,6 @@
 namespace geartrain {
 namespace {
 
-using Flags = nb::ndarray<uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-
 void on_ring(Alarm& alarm, nb::object ring) {
   alarm.on_ring([held = kept(std::move(ring))] {
     const nb::gil_scoped_acquire interpreter;
@@ -147,14 +145,6 @@ nb::object written(Engine& engine, size_t bytes, const Waiter* waiter, bool has_
     write([reply](const Outcome& outcome) { reply->settle(outcome); }, caller);
   });
   return reply->take();
-}
-
-Scalars scalars_of(nb::handle numbers) {
-  Scalars scalars;
-  if (nb::len(numbers) > 0)
-    for (const nb::handle item : numbers.attr("items")())
-      scalars.emplace_back(nb::cast<std::string>(item[0]), nb::cast<double>(item[1]));
-  return scalars;
 }
 
 void require_a_row_each(const IdArray& ids, const Matrix& rows, const char* label, const std::string& table) {

@@ -122,6 +122,14 @@ Completion completion_of(nb::object future) {
   };
 }
 
+Scalars scalars_of(nb::handle numbers) {
+  Scalars scalars;
+  if (nb::len(numbers) > 0)
+    for (const nb::handle item : numbers.attr("items")())
+      scalars.emplace_back(nb::cast<std::string>(item[0]), nb::cast<double>(item[1]));
+  return scalars;
+}
+
 bool look_for_signals() {
   const nb::gil_scoped_acquire interpreter;
   if (PyErr_CheckSignals() != 0) throw nb::python_error();

@@ -20,6 +20,7 @@ Fault fault_of(nb::handle error);
 // The value of one of ams/values/shard_messages.py. Throws the Fault InvalidArgument for a number beyond 64 bits.
 CallContext context_of(nb::handle context);
 SyncGroup group_of(nb::handle group);
+Scalars scalars_of(nb::handle numbers);  // a mapping
 Done done_of(nb::handle done);
 nb::object python_of(const CallContext& context);
 nb::object python_of(const Done& done);

@@ -16,6 +16,8 @@ using IdArray = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device
 using IdOutput = nb::ndarray<int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Matrix = nb::ndarray<nb::ro, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using MatrixOutput = nb::ndarray<nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using Flags = nb::ndarray<uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using ShardMap = nb::ndarray<const uint16_t, nb::shape<kNumBuckets>, nb::c_contig, nb::device::cpu>;  // of each bucket
 
 inline void require(bool condition, const char* message) {
   if (!condition) throw std::invalid_argument(message);

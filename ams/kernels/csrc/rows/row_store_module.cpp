@@ -12,7 +12,6 @@
 namespace geartrain {
 namespace {
 
-using Flags = nb::ndarray<uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using ByteArray = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
 void require_width(const RowStore& store, size_t width) {

@@ -5,6 +5,7 @@
 #include <nanobind/stl/vector.h>
 
 #include "frames/frame.hpp"
+#include "python/conversions.hpp"
 #include "python/module.hpp"
 #include "ring/ring_client.hpp"
 #include "server/server.hpp"
@@ -20,13 +21,6 @@ Clock::time_point after(double seconds) {
   return Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(std::min(seconds, 1e8)));
 }
 
-// Asked while a caller waits: signals are Python's, and raise there what their handlers raise.
-bool look_at_signals() {
-  const nb::gil_scoped_acquire acquire;
-  if (PyErr_CheckSignals() != 0) throw nb::python_error();
-  return false;
-}
-
 // One that nobody has closed ends with its object: its call may need the interpreter lock, or the turn of who waits for that.
 class ServerOfPython : public DataServer {
  public:
@@ -39,7 +33,7 @@ class ServerOfPython : public DataServer {
 
 bool wait_for(Connection::Call& call, double seconds) {
   nb::gil_scoped_release release;
-  return call.wait(after(seconds), look_at_signals);
+  return call.wait(after(seconds), look_for_signals);
 }
 
 nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>> room_of(Connection::Call& call, size_t bytes) {
@@ -148,7 +142,7 @@ void bind_carriers(nb::module_& m) {
   nb::class_<RingConnection, Connection>(m, "RingConnection").def_prop_ro("num_mailboxes", &RingConnection::num_mailboxes);
   nb::class_<Connection::Call>(m, "DataCall")
       .def("room", &room_of, nb::arg("bytes"))
-      .def("send", [](Connection::Call& call, double seconds) { call.send(after(seconds), look_at_signals); }, nb::arg("seconds") = 1e8,
+      .def("send", [](Connection::Call& call, double seconds) { call.send(after(seconds), look_for_signals); }, nb::arg("seconds") = 1e8,
            nb::call_guard<nb::gil_scoped_release>())
       .def("wait", &wait_for, nb::arg("seconds"))
       .def("reply", &reply_of);

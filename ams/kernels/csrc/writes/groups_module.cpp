@@ -51,8 +51,7 @@ struct Write {
     push.lr = nb::cast<std::optional<double>>(from.attr("lr"));
     push.scale = nb::cast<double>(from.attr("scale"));
     push.step_goes_on = nb::cast<bool>(from.attr("step_goes_on"));
-    for (const nb::handle scalar : from.attr("optimizer_scalars").attr("items")())
-      push.scalars.emplace_back(nb::cast<std::string>(scalar[0]), nb::cast<double>(scalar[1]));
+    push.scalars = scalars_of(from.attr("optimizer_scalars"));
     if (!nb::hasattr(from, "gradients")) {
       write.hosted = std::make_shared<HostedUpdate>(nb::borrow(from));
       return;
