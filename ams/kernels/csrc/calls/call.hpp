@@ -101,4 +101,14 @@ struct AssignRequest {
   const char* rows = nullptr;  // [N, D]
 };
 
+// Who brought a large request, and can serve others between two of its blocks. Of the thread that performs the request.
+class Meanwhile {
+ public:
+  virtual ~Meanwhile() = default;
+  // Whether somebody may have asked. Costs little.
+  virtual bool is_asked() = 0;
+  // Performs pulls that are brief and leaves all else for later. `has_turn`: this thread has the shard's turn.
+  virtual void serve_pulls(bool has_turn) noexcept = 0;
+};
+
 }  // namespace geartrain

@@ -12,15 +12,22 @@ namespace geartrain {
 // not begun then need not. Costs some system calls.
 using HasLeft = std::function<bool()>;
 
+// For whom a call is performed, and when.
+struct Asker {
+  HasLeft has_left;
+  Meanwhile* meanwhile = nullptr;  // whom else the thread serves between the blocks of a large request
+  bool has_turn = false;           // the thread has the shard's turn, for a request of someone else
+};
+
 // Called by any thread, several at once. Every method may throw a Fault instead of what it does.
 class Handler {
  public:
   virtual ~Handler() = default;
-  virtual void pull(const CallContext& context, const std::string& table, const PullRequest& request, const HasLeft& has_left) = 0;
+  virtual void pull(const CallContext& context, const std::string& table, const PullRequest& request, const Asker& asker) = 0;
   // `completion` is called unless the method throws.
-  virtual void push(const CallContext& context, const std::string& table, const PushRequest& request, const HasLeft& has_left,
+  virtual void push(const CallContext& context, const std::string& table, const PushRequest& request, const Asker& asker,
                     Completion completion) = 0;
-  virtual void assign(const CallContext& context, const std::string& table, const AssignRequest& request, const HasLeft& has_left,
+  virtual void assign(const CallContext& context, const std::string& table, const AssignRequest& request, const Asker& asker,
                       Completion completion) = 0;
   // Before anything that was done is acknowledged; after a Fault nothing of the frame is.
   virtual void before_reply(bool has_writes) = 0;

@@ -3,6 +3,8 @@
 #include <new>
 #include <utility>
 
+#include "machine/pauses.hpp"
+
 namespace geartrain {
 namespace {
 
@@ -26,10 +28,32 @@ ServedCall::ServedCall(std::shared_ptr<Handler> handler, const FrameHeader& head
                        HasLeft has_left)
     : handler_(std::move(handler)), header_(header), place_(std::move(place)), has_left_(std::move(has_left)) {}
 
-void ServedCall::perform(const char* frame, size_t bytes) {
+bool ServedCall::read(const char* frame, size_t bytes) {
   try {
     request_ = parse_request(frame, bytes);
     if (request_.header.check != header_.check) throw Fault("ProtocolError", "the frame was changed while it was read");
+    return true;
+  } catch (...) {
+    refuse(fault_of(std::current_exception()));
+    return false;
+  }
+}
+
+bool ServedCall::is_brief_reading() const {
+  size_t bytes = 0;
+  for (const Operation& operation : request_.operations) {
+    const auto* pull = std::get_if<PullRequest>(&operation.request);
+    if (pull == nullptr || pull->required_sync) return false;
+    bytes += static_cast<size_t>(pull->count) * static_cast<size_t>(pull->dim) * item_bytes(pull->dtype);
+    if (bytes > kBlockBytes) return false;
+  }
+  return true;
+}
+
+void ServedCall::perform(const Moment& moment) {
+  const Asker asker{std::exchange(has_left_, nullptr), moment.meanwhile, moment.has_turn};
+  if (moment.looks_first && asker.has_left()) return refuse(Fault("ShardUnavailable", "the caller has gone"));
+  try {
     for (size_t i = 0; i < request_.operations.size(); ++i) {
       const auto* pull = std::get_if<PullRequest>(&request_.operations[i].request);
       rows_.push_back(pull != nullptr ? reply_rows(*pull, request_.wants_present[i]) : ReplyRows{});
@@ -45,12 +69,11 @@ void ServedCall::perform(const char* frame, size_t bytes) {
   }
   for (size_t i = 0; i < request_.operations.size(); ++i) {
     try {
-      perform_one(i, request_.operations[i]);
+      perform_one(i, request_.operations[i], asker);
     } catch (...) {
       settle(i, fault_of(std::current_exception()));
     }
   }
-  has_left_ = nullptr;  // the carrier's memory, which may be let go of while outcomes are due
   {
     const std::lock_guard lock(mutex_);
     if (--num_due_ != 0 || std::exchange(is_answered_, true)) return;
@@ -58,17 +81,17 @@ void ServedCall::perform(const char* frame, size_t bytes) {
   write_answer();
 }
 
-void ServedCall::perform_one(size_t index, Operation& operation) {
+void ServedCall::perform_one(size_t index, Operation& operation, const Asker& asker) {
   const auto later = [self = shared_from_this(), index](const Outcome& outcome) { self->settle(index, outcome); };
   if (auto* pull = std::get_if<PullRequest>(&operation.request)) {
     pull->rows = room_.data() + layout_.rows[index];
     if (request_.wants_present[index]) pull->present = reinterpret_cast<uint8_t*>(pull->rows) + rows_[index].rows_bytes;
-    handler_->pull(operation.context, operation.table, *pull, has_left_);
+    handler_->pull(operation.context, operation.table, *pull, asker);
     settle(index, Done{});
   } else if (const auto* push = std::get_if<PushRequest>(&operation.request)) {
-    handler_->push(operation.context, operation.table, *push, has_left_, later);
+    handler_->push(operation.context, operation.table, *push, asker, later);
   } else {
-    handler_->assign(operation.context, operation.table, std::get<AssignRequest>(operation.request), has_left_, later);
+    handler_->assign(operation.context, operation.table, std::get<AssignRequest>(operation.request), asker, later);
   }
 }
 

@@ -23,13 +23,26 @@ class ReplyPlace {
   virtual void answer(size_t bytes) = 0;
 };
 
+// When a call is performed.
+struct Moment {
+  Meanwhile* meanwhile = nullptr;  // as in Asker; null: this is between two blocks of another's request
+  bool has_turn = false;           // as in Asker
+  bool looks_first = false;        // whether whoever asked has left
+  bool is_between() const { return meanwhile == nullptr; }
+};
+
 // Thread-safe. Some operations have their outcome later, on another thread: it lives until then.
 class ServedCall : public std::enable_shared_from_this<ServedCall> {
  public:
-  // `has_left` is asked during perform(). The frame must have begun with `header`. `place` is asked and told by whoever brings the last outcome.
+  // `has_left` is asked until perform() returns. The frame must have begun with `header`. `place` is asked and told by whoever brings the last
+  // outcome.
   ServedCall(std::shared_ptr<Handler> handler, const FrameHeader& header, std::unique_ptr<ReplyPlace> place, HasLeft has_left);
-  // Does what the frame asks for. What cannot be read is answered with a refusal.
-  void perform(const char* frame, size_t bytes);
+  // Reads what the frame asks for; its rows stay there until perform() returns. False: it cannot be read, and was refused.
+  bool read(const char* frame, size_t bytes);
+  // Whether all that it asks for are pulls, together no larger than a block, and of no step of a group.
+  bool is_brief_reading() const;
+  // Does what was read, unless whoever asked has left.
+  void perform(const Moment& moment);
   // Whether outcomes are still due.
   bool is_waiting();
   // Answers now; what has no outcome yet is StepPending.
@@ -39,7 +52,7 @@ class ServedCall : public std::enable_shared_from_this<ServedCall> {
   double seconds() const { return header_.seconds; }
 
  private:
-  void perform_one(size_t index, Operation& operation);
+  void perform_one(size_t index, Operation& operation, const Asker& asker);
   void settle(size_t index, Outcome outcome);
   void write_answer();
 

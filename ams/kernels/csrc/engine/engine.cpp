@@ -1,11 +1,13 @@
 #include "engine/engine.hpp"
 
 #include <algorithm>
+#include <chrono>
 #include <new>
 #include <utility>
 
 #include "base/text.hpp"
 #include "machine/memory_budget.hpp"
+#include "machine/pauses.hpp"
 #include "python/failpoint.hpp"
 #include "routing/merge_route.hpp"
 
@@ -45,6 +47,10 @@ void merge_equal_ids(MergedPush& merged) {
   push.dtype = DType::float32;
 }
 
+size_t bytes_of(int64_t count, int64_t dim, DType dtype) {
+  return static_cast<size_t>(count) * static_cast<size_t>(dim) * item_bytes(dtype);
+}
+
 }  // namespace
 
 Fault fault_in_flight(const std::string& of_whom) {
@@ -64,8 +70,8 @@ Fault fault_in_flight(const std::string& of_whom) {
 // The turn, from when it has come to the end of this object. Throws Fault("ShardUnavailable"), and what the caller's look throws.
 class Engine::Holding {
  public:
-  Holding(Engine& engine, const Caller& caller) {
-    if (!caller.has_turn) wait(engine, caller);
+  Holding(Engine& engine, const Caller& caller, Turn::Use use = Turn::Use::anything) {
+    if (!caller.has_turn) wait(engine, caller, use);
     if (engine.has_ended_) throw shut_down(engine);
     if (caller.has_left != nullptr && *caller.has_left) throw gone();
   }
@@ -74,13 +80,39 @@ class Engine::Holding {
   static Fault shut_down(const Engine& engine) { return {"ShardUnavailable", engine.name_ + " is shut down"}; }
   static Fault gone() { return {"ShardUnavailable", "the caller has gone"}; }
 
-  void wait(Engine& engine, const Caller& caller) {
+  void wait(Engine& engine, const Caller& caller, Turn::Use use) {
     if (engine.is_closed_) throw shut_down(engine);
-    place_.emplace(engine.turn_);
+    place_.emplace(engine.turn_, use);
     if (!place_->wait(caller.look)) throw gone();
   }
 
   std::optional<Turn::Place> place_;
+};
+
+// Who comes between the blocks of a large request, which has the turn.
+class Engine::Interludes final : public Pauses {
+ public:
+  Interludes(Turn& turn, Meanwhile* meanwhile) : turn_(turn), meanwhile_(meanwhile) {}
+  // Null for a request of so few bytes of rows that it is one block.
+  Pauses* of(size_t bytes) { return bytes > kBlockBytes ? this : nullptr; }
+
+  bool are_wanted() override {
+    if (!turn_.has_readers() && (meanwhile_ == nullptr || !meanwhile_->is_asked())) return false;
+    return Clock::now() - began_ >= 2 * paused_;
+  }
+  void pause() noexcept override {
+    const auto began = Clock::now();
+    if (meanwhile_ != nullptr) meanwhile_->serve_pulls(true);
+    turn_.let_readers_in();
+    paused_ += Clock::now() - began;
+  }
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  Turn& turn_;
+  Meanwhile* const meanwhile_;
+  const Clock::time_point began_ = Clock::now();
+  Clock::duration paused_{0};
 };
 
 Engine::Engine(int64_t shard, int64_t incarnation, int64_t cluster_version, std::shared_ptr<Lease> lease,
@@ -106,13 +138,15 @@ void Engine::check_fence(int64_t shard_incarnation, int64_t cluster_version) {
 }
 
 void Engine::pull(const CallContext& context, const std::string& table, const PullRequest& request, const Caller& caller) {
-  const Holding holding(*this, caller);
+  const size_t bytes = bytes_of(request.count, request.dim, request.dtype);
+  const bool is_brief = bytes <= kBlockBytes && !request.required_sync;
+  const Holding holding(*this, caller, is_brief ? Turn::Use::brief_reading : Turn::Use::anything);
   try {
     check_fence(context.shard_incarnation, context.cluster_version);
     ServedTable& found = find(table);
     found.require_open(context.table_incarnation);
     if (request.required_sync) groups_->require_step(table, *request.required_sync);
-    found.pull(request);
+    found.pull(request, Interludes(turn_, caller.meanwhile).of(bytes));
   } catch (const std::exception&) {
     throw fault_in_flight(name_);
   }
@@ -166,8 +200,12 @@ void Engine::push(const CallContext& context, const std::string& table, const Pu
   }
   bool is_earlier = false;
   write(context, table, completion, caller, [&](ServedTable& found) -> std::optional<Done> {
-    if (!request.group) return applied(found, [&] { return found.push(merged.push); });
-    const std::optional<Done> done = push_jointly(context, found, merged.push);
+    const PushRequest& push = merged.push;
+    if (!push.group) {
+      Interludes interludes(turn_, caller.meanwhile);
+      return applied(found, [&] { return found.push(push, interludes.of(bytes_of(push.count, push.dim, push.dtype))); });
+    }
+    const std::optional<Done> done = push_jointly(context, found, push, caller);
     is_earlier = alarm_.note(groups_->next_deadline());
     return done;
   });
@@ -175,7 +213,8 @@ void Engine::push(const CallContext& context, const std::string& table, const Pu
 }
 
 // Adds one rank's part; the last one applies those of all, and completes them.
-std::optional<Done> Engine::push_jointly(const CallContext& context, ServedTable& table, const PushRequest& push) {
+std::optional<Done> Engine::push_jointly(const CallContext& context, ServedTable& table, const PushRequest& push,
+                                         const Caller& caller) {
   table.require_factors(push);
   const std::string& name = table.name();
   const RankWrite write{.push = push, .hosted = nullptr, .arrays = nullptr};
@@ -191,7 +230,9 @@ std::optional<Done> Engine::push_jointly(const CallContext& context, ServedTable
     const std::vector<const RankWrite*> parts = groups_->parts(name, *push.group);
     are_hosted(name, parts);  // none is, for this one is not; throws if another is
     const JointPush joint = joint_push(name, parts);
-    done = applied(table, [&] { return table.push(joint.push); });
+    Interludes interludes(turn_, caller.meanwhile);
+    Pauses* const pauses = interludes.of(bytes_of(joint.push.count, joint.push.dim, joint.push.dtype));
+    done = applied(table, [&] { return table.push(joint.push, pauses); });
   } catch (const std::exception&) {
     const Fault fault = fault_in_flight(name_);
     if (callers.empty()) callers = groups_->callers(name, *push.group);  // of their names there was no memory for a copy
@@ -217,7 +258,9 @@ void Engine::assign(const CallContext& context, const std::string& table, const 
       throw Fault("InvalidRows", std::to_string(request.count) + " ids to assign hold " +
                                      std::to_string(request.count - num_distinct) +
                                      (request.count - num_distinct == 1 ? " duplicate" : " duplicates"));
-    return applied(found, [&] { return found.assign(request); });
+    Interludes interludes(turn_, caller.meanwhile);
+    Pauses* const pauses = interludes.of(bytes_of(request.count, request.dim, request.dtype));
+    return applied(found, [&] { return found.assign(request, pauses); });
   });
 }
 

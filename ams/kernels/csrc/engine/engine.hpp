@@ -25,6 +25,7 @@ struct Caller {
   const std::atomic<bool>* has_left = nullptr;  // nothing is begun for one who has
   Turn::Look look;                              // see Turn::Look
   bool has_turn = false;                        // has it already, and keeps it
+  Meanwhile* meanwhile = nullptr;               // whom else the thread serves
 };
 
 // The fault that the exception in flight is, of whatever kind. Called in a catch block.
@@ -50,6 +51,9 @@ class Engine {
     if (lease_) lease_->check();
   }
 
+  // A large request is done in blocks. Between two of them come pulls that are brief (no larger than a block, and of no step of a
+  // group), for no longer than it has worked itself; everything else waits until it is done.
+
   // Writes rows to where the request says. Throws Faults; nothing was written then.
   void pull(const CallContext& context, const std::string& table, const PullRequest& request, const Caller& caller = {});
 
@@ -74,12 +78,14 @@ class Engine {
 
  private:
   class Holding;
+  class Interludes;
 
   ServedTable* find_or_null(const std::string& name) const;
   ServedTable& find(const std::string& name) const;
   template <class Apply>
   Done applied(ServedTable& table, const Apply& apply);
-  std::optional<Done> push_jointly(const CallContext& context, ServedTable& table, const PushRequest& push);
+  std::optional<Done> push_jointly(const CallContext& context, ServedTable& table, const PushRequest& push,
+                                   const Caller& caller);
   template <class Write>
   void write(const CallContext& context, const std::string& table, const Completion& completion, const Caller& caller,
              const Write& write);

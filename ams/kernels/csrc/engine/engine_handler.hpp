@@ -15,17 +15,17 @@ class EngineHandler final : public Handler {
  public:
   explicit EngineHandler(std::shared_ptr<Engine> engine) : engine_(std::move(engine)) {}
 
-  void pull(const CallContext& context, const std::string& table, const PullRequest& request, const HasLeft& has_left) override {
-    engine_->pull(context, table, request, caller_of(has_left));
+  void pull(const CallContext& context, const std::string& table, const PullRequest& request, const Asker& asker) override {
+    engine_->pull(context, table, request, caller_of(asker));
   }
   // The ids of a caller of somebody's own may be any.
-  void push(const CallContext& context, const std::string& table, const PushRequest& request, const HasLeft& has_left,
+  void push(const CallContext& context, const std::string& table, const PushRequest& request, const Asker& asker,
             Completion completion) override {
-    engine_->push(context, table, request, false, completion, caller_of(has_left));
+    engine_->push(context, table, request, false, completion, caller_of(asker));
   }
-  void assign(const CallContext& context, const std::string& table, const AssignRequest& request, const HasLeft& has_left,
+  void assign(const CallContext& context, const std::string& table, const AssignRequest& request, const Asker& asker,
               Completion completion) override {
-    engine_->assign(context, table, request, false, completion, caller_of(has_left));
+    engine_->assign(context, table, request, false, completion, caller_of(asker));
   }
   void before_reply(bool has_writes) override {
     if (has_writes) failpoint("shard.reply.before");
@@ -33,12 +33,14 @@ class EngineHandler final : public Handler {
   }
 
  private:
-  static Caller caller_of(const HasLeft& has_left) {
+  static Caller caller_of(const Asker& asker) {
     Caller caller;
-    caller.look = [&has_left] {
-      if (has_left()) throw Fault("ShardUnavailable", "the caller stopped waiting");
+    caller.look = [&asker] {
+      if (asker.has_left()) throw Fault("ShardUnavailable", "the caller stopped waiting");
       return false;
     };
+    caller.has_turn = asker.has_turn;
+    caller.meanwhile = asker.meanwhile;
     return caller;
   }
 

@@ -113,11 +113,11 @@ void ServedTable::require_dtype(const char* label, DType dtype) const {
                                    "; it must be " + name_of(rows_->spec().dtype));
 }
 
-void ServedTable::pull(const PullRequest& request) const {
+void ServedTable::pull(const PullRequest& request, Pauses* pauses) const {
   require_width("out", request.dim);
   require_dtype("out", request.dtype);
   try {
-    rows_->pull(request.ids, request.count, {request.places(), request.present, request.size});
+    rows_->pull(request.ids, request.count, {request.places(), request.present, request.size}, pauses);
   } catch (const Refusal& refusal) {
     const int64_t* values = refusal.reason == Reason::bad_position ? request.positions : request.ids;
     throw fault_of(refusal, values[refusal.index], name_, rows_->spec(), "out");
@@ -133,24 +133,24 @@ void ServedTable::require_factors(const PushRequest& request) const {
                 "scale is " + shown(request.scale) + "; it must be finite (as float32; a skipped step pushes nothing)");
 }
 
-int64_t ServedTable::push(const PushRequest& request) {
+int64_t ServedTable::push(const PushRequest& request, Pauses* pauses) {
   require_factors(request);
   const PushFactors factors{static_cast<float>(request.lr.value_or(lr_)), static_cast<float>(request.scale)};
   const PushStep step{optimizers_.of_push(request.scalars), factors};
   require_width("gradients", request.dim);
   try {
-    return rows_->push(request.ids, request.count, request.places(), request.dtype, step, !request.step_goes_on);
+    return rows_->push(request.ids, request.count, request.places(), request.dtype, step, !request.step_goes_on, pauses);
   } catch (const Refusal& refusal) {
     throw fault_of(refusal, request.ids[refusal.index], name_, rows_->spec(),
                    "gradients (times scale " + shown(request.scale) + ")");
   }
 }
 
-int64_t ServedTable::assign(const AssignRequest& request) {
+int64_t ServedTable::assign(const AssignRequest& request, Pauses* pauses) {
   require_width("rows", request.dim);
   require_dtype("rows", request.dtype);
   try {
-    return rows_->assign(request.ids, request.count, request.rows);
+    return rows_->assign(request.ids, request.count, request.rows, pauses);
   } catch (const Refusal& refusal) {
     throw fault_of(refusal, request.ids[refusal.index], name_, rows_->spec(), "rows");
   }

@@ -48,12 +48,12 @@ class ServedTable {
   // Throws the Fault InternalError if its rows are torn.
   void require_whole() const;
 
-  // As those of RowTable in Python. Throw Faults, and std::bad_alloc: no row has changed then.
-  void pull(const PullRequest& request) const;
-  int64_t push(const PushRequest& request);
+  // As those of RowTable in Python. Throw Faults, and std::bad_alloc: no row has changed then. For `pauses` see RowStore.
+  void pull(const PullRequest& request, Pauses* pauses = nullptr) const;
+  int64_t push(const PushRequest& request, Pauses* pauses = nullptr);
   // What `push` refuses without looking at ids and gradients.
   void require_factors(const PushRequest& request) const;
-  int64_t assign(const AssignRequest& request);
+  int64_t assign(const AssignRequest& request, Pauses* pauses = nullptr);
 
   const std::string& name() const { return name_; }
   const RowStore& rows() const { return *rows_; }

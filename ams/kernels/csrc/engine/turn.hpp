@@ -1,6 +1,8 @@
-// The turn of a shard: whoever has it is the shard's single writer. A lock that is given in the order in which it was asked for.
+// The turn of a shard: whoever has it is the shard's single writer. A lock that is given in the order in which it was asked for;
+// who has it for long may let in those that only read.
 #pragma once
 
+#include <atomic>
 #include <condition_variable>
 #include <cstddef>
 #include <functional>
@@ -16,10 +18,14 @@ class Turn {
   // Asked about every 100 ms by who waits: whether to give up. It may throw, which gives up, too, and may ask for the turn itself.
   using Look = std::function<bool()>;
 
-  // A place in the line, from when it is made; it ends with this object, and with it the turn if it has come.
+  // What the turn is wanted for.
+  enum class Use { anything, brief_reading };
+
+  // A place in the line, from when it is made; it ends with this object, and with it the turn if it has come. For brief reading, it
+  // counts as having come while who has the turn lets readers in.
   class Place {
    public:
-    explicit Place(Turn& turn);
+    explicit Place(Turn& turn, Use use = Use::anything);
     ~Place() { leave(); }
     Place(const Place&) = delete;
     Place& operator=(const Place&) = delete;
@@ -34,9 +40,11 @@ class Turn {
    private:
     friend class Turn;
     Turn& turn_;
+    const Use use_;
     std::condition_variable changed_;
     bool is_in_line_ = true;
     bool has_turn_ = false;
+    bool is_guest_ = false;  // the turn is another's, who waits for this place to end
     bool is_away_ = false;  // looking: others may go first
     std::list<Place*>::iterator at_;
   };
@@ -49,6 +57,9 @@ class Turn {
   bool try_acquire();
   // Gives back what try_acquire took, or a place kept.
   void release();
+  // By who has the turn: lets in those that wait for brief reading, and waits until they have read.
+  void let_readers_in();
+  bool has_readers() const { return num_readers_.load(std::memory_order_relaxed) != 0; }
   // How many wait for it.
   size_t num_waiting() const {
     const std::lock_guard lock(mutex_);
@@ -57,10 +68,14 @@ class Turn {
 
  private:
   void pass_on();
+  std::list<Place*>::iterator take_from_line(std::list<Place*>::iterator at);
 
   mutable std::mutex mutex_;
   std::list<Place*> line_;  // those that wait, and none that has the turn
   bool is_taken_ = false;
+  std::atomic<size_t> num_readers_{0};  // of the line, for brief reading; changed with the mutex
+  size_t num_guests_ = 0;
+  std::condition_variable guests_have_left_;
 };
 
 }  // namespace geartrain

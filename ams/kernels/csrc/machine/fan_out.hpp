@@ -10,6 +10,8 @@
 #include <thread>
 #include <vector>
 
+#include "machine/pauses.hpp"
+
 namespace geartrain {
 
 // Below this a second thread costs more than it takes over.
@@ -32,26 +34,67 @@ void beside_each_other(int64_t threads, const Run& run) {
   run(0);
 }
 
+// Stops helpers between two pieces of work.
+class Gate {
+ public:
+  // By a helper, before and after each piece.
+  void enter() {
+    for (;;) {
+      while (is_closed_) is_closed_.wait(true);
+      ++inside_;
+      if (!is_closed_) return;
+      leave();
+    }
+  }
+  void leave() {
+    if (--inside_ == 0 && is_closed_) inside_.notify_one();
+  }
+  // By the thread that they help: calls act() while none of them is inside.
+  template <class Act>
+  void closed(const Act& act) {
+    is_closed_ = true;
+    for (int inside; (inside = inside_) != 0;) inside_.wait(inside);
+    act();
+    is_closed_ = false;
+    is_closed_.notify_all();
+  }
+
+ private:
+  std::atomic<bool> is_closed_{false};
+  std::atomic<int> inside_{0};
+};
+
 // Calls work(piece, thread) for the pieces 0 .. count-1 on up to `threads` threads; who is free takes the next one. A thread
 // may be milliseconds late where its core slept, and one that is busy elsewhere holds up no more than a piece.
-// `work` must not throw.
+// `work` must not throw. With `pauses` this thread pauses between pieces, where that is wanted.
 template <class Work>
-void deal_out(int64_t count, int64_t threads, const Work& work) {
+void deal_out(int64_t count, int64_t threads, const Work& work, Pauses* pauses = nullptr) {
   std::atomic<int64_t> next{0};
+  Gate gate;
   beside_each_other(std::clamp<int64_t>(threads, 1, std::max<int64_t>(count, 1)), [&](int64_t thread) {
-    for (int64_t piece; (piece = next.fetch_add(1, std::memory_order_relaxed)) < count;) work(piece, thread);
+    const bool is_helper = thread != 0;
+    for (;;) {
+      if (!is_helper && pauses != nullptr && pauses->are_wanted()) gate.closed([pauses] { pauses->pause(); });
+      if (is_helper) gate.enter();
+      const int64_t piece = next.fetch_add(1, std::memory_order_relaxed);
+      if (piece < count) work(piece, thread);
+      if (is_helper) gate.leave();
+      if (piece >= count) return;
+    }
   });
 }
 
 // Calls work(begin, end, thread) for slices that cover 0 .. count-1, dealt out to up to `threads` threads; for few bytes it is
-// one slice. `work` must not throw.
+// one slice. `work` must not throw. With `pauses` slices are no larger than a block.
 template <class Work>
-void fan_out(int64_t count, size_t bytes, int64_t threads, const Work& work) {
+void fan_out(int64_t count, size_t bytes, int64_t threads, const Work& work, Pauses* pauses = nullptr) {
   const int64_t hands = std::clamp<int64_t>(static_cast<int64_t>(bytes / kFanOutBytes), 1, threads);
-  const int64_t slices = hands == 1 ? 1 : std::clamp<int64_t>(count, 1, hands * kSlicesOfAThread);
-  deal_out(slices, hands, [&](int64_t slice, int64_t thread) {
-    work(count * slice / slices, count * (slice + 1) / slices, thread);
-  });
+  int64_t slices = hands == 1 ? 1 : hands * kSlicesOfAThread;
+  if (pauses != nullptr) slices = std::max(slices, static_cast<int64_t>(bytes / kBlockBytes));
+  slices = std::clamp<int64_t>(slices, 1, std::max<int64_t>(count, 1));
+  deal_out(
+      slices, hands,
+      [&](int64_t slice, int64_t thread) { work(count * slice / slices, count * (slice + 1) / slices, thread); }, pauses);
 }
 
 }  // namespace geartrain

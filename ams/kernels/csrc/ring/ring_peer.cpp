@@ -3,6 +3,8 @@
 #include <bit>
 #include <cstring>
 #include <exception>
+#include <stdexcept>
+#include <stdexcept>
 #include <system_error>
 #include <utility>
 
@@ -80,32 +82,47 @@ void RingPeer::add(Notice notice, const OwnedFd& fd) {
   }
 }
 
-bool RingPeer::serve(const std::shared_ptr<Handler>& handler, const Waits& waits) {
+bool RingPeer::serve(const std::shared_ptr<Handler>& handler, const Waits& waits, const Moment& moment) {
+  const bool was_held = held_ != nullptr;
+  std::shared_ptr<ServedCall> call = was_held ? std::move(held_) : next_call(handler);
+  if (!call) return !has_gone_;
+  if (moment.is_between() && !call->is_brief_reading()) {
+    held_ = std::move(call);
+    return true;
+  }
+  is_at_work_ = true;
+  call->perform({moment.meanwhile, moment.has_turn, was_held});
+  is_at_work_ = false;
+  if (call->is_waiting()) waits(std::move(call));
+  return !has_gone_;
+}
+
+// The call in the mailbox whose turn it is; null: there is none that is still wanted and can be read.
+std::shared_ptr<ServedCall> RingPeer::next_call(const std::shared_ptr<Handler>& handler) {
   if (page()->requested.load(std::memory_order_relaxed) != 0) pending_ |= page()->requested.exchange(0, std::memory_order_acq_rel);
-  if (pending_ == 0) return true;
+  if (pending_ == 0) return nullptr;
   const size_t first = static_cast<size_t>(std::countr_zero(std::rotr(pending_, static_cast<int>(next_))));
   const size_t index = (next_ + first) % kMostMailboxes;
   next_ = (index + 1) % kMostMailboxes;
   pending_ &= ~(uint64_t{1} << index);
   const std::shared_ptr<Mailbox> mailbox = mailboxes_[index];
-  if (!mailbox) return true;  // closed: its caller has gone
+  if (!mailbox) return nullptr;  // closed: its caller has gone
   MailboxState expected = MailboxState::request;
-  if (!mailbox->control()->state.compare_exchange_strong(expected, MailboxState::busy, std::memory_order_acq_rel)) return true;
+  if (!mailbox->control()->state.compare_exchange_strong(expected, MailboxState::busy, std::memory_order_acq_rel)) return nullptr;
   const size_t bytes = mailbox->control()->request_bytes.load(std::memory_order_relaxed);
-  if (bytes < sizeof(FrameHeader) || bytes > mailbox->request_bytes) return false;
   std::shared_ptr<ServedCall> call;
   try {
+    if (bytes < sizeof(FrameHeader) || bytes > mailbox->request_bytes) throw std::runtime_error("no frame has that size");
     call = std::make_shared<ServedCall>(handler, parse_header(mailbox->request, FrameKind::request),
                                         std::make_unique<MailboxReply>(mailbox), [this, index, mailbox] {
                                           has_gone_ = has_gone_ || !receive();
                                           return has_gone_ || mailboxes_[index] != mailbox;
                                         });
   } catch (const std::exception&) {  // a damaged header, or no memory
-    return false;
+    has_gone_ = true;
+    return nullptr;
   }
-  call->perform(mailbox->request, bytes);
-  if (call->is_waiting()) waits(std::move(call));
-  return !has_gone_;
+  return call->read(mailbox->request, bytes) ? call : nullptr;
 }
 
 }  // namespace geartrain

@@ -27,10 +27,17 @@ class RingPeer {
   // Takes what came over the socket. False: the client has gone, or is not to be believed.
   bool receive();
   bool has_requests() const {
-    return pending_ != 0 || page()->requested.load(std::memory_order_seq_cst) != 0;
+    return held_ != nullptr || pending_ != 0 || page()->requested.load(std::memory_order_seq_cst) != 0;
   }
-  // Performs one request; `waits` gets a call that has no answer yet. False: the client is not to be believed.
-  bool serve(const std::shared_ptr<Handler>& handler, const Waits& waits);
+  // Whether something of it can be done between two blocks of another's request: it sees its own writes, so nothing overtakes those.
+  bool may_be_brief() const { return !is_at_work_ && held_ == nullptr && has_requests(); }
+  // Performs one request; `waits` gets a call that has no answer yet. Between blocks one that is not brief is held for later.
+  // False: the client is not to be believed.
+  bool serve(const std::shared_ptr<Handler>& handler, const Waits& waits, const Moment& moment);
+  // Whether a request of it is being performed, so that it must stay.
+  bool is_at_work() const { return is_at_work_; }
+  // It has gone, as was seen while it is at work.
+  void go() { has_gone_ = true; }
 
  private:
   // Lives as long as a call uses it.
@@ -47,6 +54,7 @@ class RingPeer {
 
   class MailboxReply;
 
+  std::shared_ptr<ServedCall> next_call(const std::shared_ptr<Handler>& handler);
   RequestedPage* page() const { return reinterpret_cast<RequestedPage*>(page_.data()); }
   void add(Notice notice, const OwnedFd& fd);
 
@@ -54,7 +62,9 @@ class RingPeer {
   SharedMapping page_;
   std::shared_ptr<MailboxCount> count_;
   std::array<std::shared_ptr<Mailbox>, kMostMailboxes> mailboxes_;
-  bool has_gone_ = false;  // as was seen while a call of its waited
+  bool has_gone_ = false;  // as was seen while a call of its waited, or is not to be believed
+  bool is_at_work_ = false;
+  std::shared_ptr<ServedCall> held_;
   uint64_t pending_ = 0;  // of those, a bit for each whose request was seen
   size_t next_ = 0;       // where to look first: no mailbox goes before another for ever
 };

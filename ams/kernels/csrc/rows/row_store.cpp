@@ -79,6 +79,25 @@ const char* row_of(const char* rows, int64_t index, size_t row_bytes) {
   return rows + static_cast<size_t>(index) * row_bytes;
 }
 
+// Lets go of a store's lock for each pause: whoever has a turn in one reads rows, too.
+template <class Lock>
+class UnlockedPauses final : public Pauses {
+ public:
+  UnlockedPauses(Pauses* pauses, Lock& lock) : pauses_(pauses), lock_(lock) {}
+  // Null: there are none.
+  Pauses* get() { return pauses_ != nullptr ? this : nullptr; }
+  bool are_wanted() override { return pauses_->are_wanted(); }
+  void pause() noexcept override {
+    lock_.unlock();
+    pauses_->pause();
+    lock_.lock();
+  }
+
+ private:
+  Pauses* const pauses_;
+  Lock& lock_;
+};
+
 }  // namespace
 
 RowStore::RowStore(const RowStoreSpec& spec)
@@ -129,16 +148,18 @@ void RowStore::write_initial(char* row, int64_t id, float* buffer) const {
   kernels().store[static_cast<int>(spec_.dtype)](row, buffer, static_cast<size_t>(spec_.dim));
 }
 
-void RowStore::pull(const int64_t* ids, int64_t count, const PullInto& out) const {
+void RowStore::pull(const int64_t* ids, int64_t count, const PullInto& out, Pauses* pauses) const {
   std::shared_lock lock(mutex_);
+  UnlockedPauses unlocked(pauses, lock);
   require_legal(ids, count);
   const int64_t* positions = out.rows.positions;
   for (int64_t i = 0; positions != nullptr && i < count; ++i)
     if (positions[i] < 0 || positions[i] >= out.size) throw Refusal{Reason::bad_position, i};
   const size_t total_bytes = static_cast<size_t>(count) * row_bytes();
-  fan_out(count, total_bytes, spec_.threads, [&](int64_t begin, int64_t end, int64_t) {
-    pull_slice(ids, begin, end, out, total_bytes >= kStreamedBytes);
-  });
+  fan_out(
+      count, total_bytes, spec_.threads,
+      [&](int64_t begin, int64_t end, int64_t) { pull_slice(ids, begin, end, out, total_bytes >= kStreamedBytes); },
+      unlocked.get());
 }
 
 void RowStore::pull_slice(const int64_t* ids, int64_t first, int64_t last, const PullInto& out, bool streamed) const {
@@ -178,13 +199,14 @@ void RowStore::pull_slice(const int64_t* ids, int64_t first, int64_t last, const
 }
 
 // Finds every id and, while the index lines travel, looks at the values beside the ids.
-RowStore::Resolved RowStore::resolve(const int64_t* ids, int64_t count, const RowPlaces<const char>& values, DType dtype) const {
+RowStore::Resolved RowStore::resolve(const int64_t* ids, int64_t count, const RowPlaces<const char>& values, DType dtype,
+                                     Pauses* pauses) const {
   Resolved found;
   found.positions.resize(static_cast<size_t>(count));
   const size_t bytes = static_cast<size_t>(spec_.dim) * item_bytes(dtype);
   const auto max_abs_bits = kernels().max_abs_bits[static_cast<int>(dtype)];
   std::vector<uint32_t> largest(static_cast<size_t>(spec_.threads), 0);
-  fan_out(count, static_cast<size_t>(count) * bytes, spec_.threads, [&](int64_t begin, int64_t end, int64_t thread) {
+  const auto look = [&](int64_t begin, int64_t end, int64_t thread) {
     uint32_t seen = 0;
     find_all<Find::position>(directory_, ids + begin, end - begin, found.positions.data() + begin, [&](int64_t from, int64_t to) {
       const int64_t together = values.is_one_block() ? to - from : 1;
@@ -192,7 +214,8 @@ RowStore::Resolved RowStore::resolve(const int64_t* ids, int64_t count, const Ro
         seen = std::max(seen, max_abs_bits(values.at(begin + i, bytes), static_cast<size_t>(together * spec_.dim)));
     });
     largest[static_cast<size_t>(thread)] = std::max(largest[static_cast<size_t>(thread)], seen);
-  });
+  };
+  fan_out(count, static_cast<size_t>(count) * bytes, spec_.threads, look, pauses);
   found.largest = *std::max_element(largest.begin(), largest.end());
   for (int64_t i = 0; i < count; ++i)
     if (found.positions[static_cast<size_t>(i)] < 0) found.missing.push_back(ids[i]);
@@ -234,10 +257,6 @@ void RowStore::clear_item(int64_t item) {
   if (row_steps_) row_step(item) = 0;
 }
 
-Placed RowStore::place(int64_t id) {
-  return std::visit([id](auto& directory) { return directory.insert(id); }, directory_);
-}
-
 void RowStore::ask_for(const Lookahead& lookahead, Use use, int64_t item) const {
   if (item < 0) return;
   lookahead.ask(use, rows_.at(item), row_bytes());
@@ -246,10 +265,10 @@ void RowStore::ask_for(const Lookahead& lookahead, Use use, int64_t item) const 
 }
 
 RowStore::Resolved RowStore::resolve_push(const int64_t* ids, int64_t count, const Gradients& gradients, DType dtype,
-                                          const PushStep& step, Now& now) const {
+                                          const PushStep& step, Now& now, Pauses* pauses) const {
   require_legal(ids, count);
   const size_t gradient_bytes = static_cast<size_t>(spec_.dim) * item_bytes(dtype);
-  Resolved found = resolve(ids, count, gradients, dtype);
+  Resolved found = resolve(ids, count, gradients, dtype, pauses);
 
   // float32 products are monotone: the largest one is finite only if all are.
   const float largest = std::fabs(std::bit_cast<float>(found.largest) * step.factors.scale);
@@ -302,27 +321,26 @@ void RowStore::make_room_to_keep(int64_t count) {
 }
 
 int64_t RowStore::push(const int64_t* ids, int64_t count, const Gradients& gradients, DType dtype, const PushStep& step,
-                       bool ends_step) {
+                       bool ends_step, Pauses* pauses) {
   DefaultFloatMode float_mode;
   std::unique_lock lock(mutex_);
+  UnlockedPauses unlocked(pauses, lock);
   const size_t gradient_bytes = static_cast<size_t>(spec_.dim) * item_bytes(dtype);
   Now now = this->now();
-  Resolved found = resolve_push(ids, count, gradients, dtype, step, now);
+  Resolved found = resolve_push(ids, count, gradients, dtype, step, now, unlocked.get());
   reserve(found.missing);
   reserve_step();
   const Overdue overdue = ends_step ? next_overdue(now) : Overdue{};
   std::vector<Magnitudes> bounds(static_cast<size_t>(spec_.threads), bounds_);
   const int64_t buffer_size = std::max(3 * spec_.dim, 2 * spec_.dim + spec_.slot_dim());
   std::vector<float> buffers(static_cast<size_t>(spec_.threads * buffer_size));
-  before_writes(found.positions);
-  before_writes(overdue.positions);
+  before_writes(found.positions, unlocked.get());
+  before_writes(overdue.positions, unlocked.get());
   // From here on nothing can fail.
-  const int64_t created = found.missing.empty() ? 0 : create_missing(ids, found.positions, buffers.data());
-  for (int64_t position : found.positions) touched_.set(position);
   for (int64_t position : overdue.positions) touched_.set(position);
   const int64_t* positions = found.positions.data();
   const Lookahead lookahead;
-  fan_out(count, 2 * static_cast<size_t>(count) * row_bytes(), spec_.threads, [&](int64_t begin, int64_t end, int64_t thread) {
+  const auto update = [&](int64_t begin, int64_t end, int64_t thread) {
     DefaultFloatMode slice_float_mode;
     float* buffer = buffers.data() + thread * buffer_size;
     int64_t items[kMostAhead];
@@ -334,7 +352,8 @@ int64_t RowStore::push(const int64_t* ids, int64_t count, const Gradients& gradi
           update_one(items[i % kMostAhead], ids[begin + i], gradients.at(begin + i, gradient_bytes), dtype, step, now, buffer, seen);
         });
     bounds[static_cast<size_t>(thread)] = seen;
-  });
+  };
+  const int64_t created = write_blocks(ids, found, buffers.data(), update, unlocked.get());
   if (ends_step) end_step(overdue, now, step.factors.lr, buffers.data());
   for (const Magnitudes& seen : bounds) bounds_.raise_to(seen, num_slots_);
   bounds_.row = rounded_up(bounds_.row, spec_.dtype);
@@ -342,18 +361,43 @@ int64_t RowStore::push(const int64_t* ids, int64_t count, const Gradients& gradi
   return created;
 }
 
-// Gives every id whose position is -1 a row with its initial value; room is reserved. Uses buffer [0, D). Returns how many were
-// created.
-int64_t RowStore::create_missing(const int64_t* ids, std::vector<int64_t>& positions, float* buffer) {
+// Creates the rows that are missing and calls write(begin, end, thread) for slices of all. A row that was missing is created and
+// written between the same two pauses. Returns how many were created. Room is reserved; see create_missing for `buffer`.
+template <class Write>
+int64_t RowStore::write_blocks(const int64_t* ids, Resolved& found, float* buffer, const Write& write, Pauses* pauses) {
+  const int64_t count = static_cast<int64_t>(found.positions.size());
+  int64_t *positions = found.positions.data(), created = 0;
+  const size_t bytes = 2 * row_bytes();
+  if (found.missing.empty()) {
+    for (int64_t i = 0; i < count; ++i) touched_.set(positions[i]);
+    fan_out(count, static_cast<size_t>(count) * bytes, spec_.threads, write, pauses);
+    return 0;
+  }
+  const size_t block_bytes = spec_.threads == 1 ? kBlockBytes : kFanOutBytes * static_cast<size_t>(spec_.threads);
+  const int64_t block = pauses == nullptr ? count : std::max<int64_t>(1, static_cast<int64_t>(block_bytes / bytes));
+  for (int64_t begin = 0; begin < count; begin += block) {
+    if (begin > 0 && pauses->are_wanted()) pauses->pause();
+    const int64_t size = std::min(block, count - begin);
+    created += create_missing(ids + begin, positions + begin, size, buffer);
+    for (int64_t i = begin; i < begin + size; ++i) touched_.set(positions[i]);
+    fan_out(size, static_cast<size_t>(size) * bytes, spec_.threads,
+            [&](int64_t from, int64_t to, int64_t thread) { write(begin + from, begin + to, thread); });
+  }
+  return created;
+}
+
+// Gives every id whose position is -1 a row, with its initial value unless `buffer` (of which it uses [0, D)) is null; room is
+// reserved. Returns how many were created.
+int64_t RowStore::create_missing(const int64_t* ids, int64_t* positions, int64_t count, float* buffer) {
   int64_t created = 0;
   std::visit(
       [&](auto& directory) {
-        for (size_t i = 0; i < positions.size(); ++i) {
-          if (i + kBurst < positions.size()) directory.prefetch(ids[i + kBurst]);
+        for (int64_t i = 0; i < count; ++i) {
+          if (i + kBurst < count) directory.prefetch(ids[i + kBurst]);
           if (positions[i] >= 0) continue;
           const Placed placed = directory.insert(ids[i]);
           positions[i] = placed.position;
-          if (placed.created) write_initial(rows_.at(item_at(placed.position)), ids[i], buffer);
+          if (placed.created && buffer != nullptr) write_initial(rows_.at(item_at(placed.position)), ids[i], buffer);
           created += placed.created;
         }
       },
@@ -424,12 +468,13 @@ void RowStore::update_one(int64_t item, int64_t id, const char* gradient, DType 
   if (!wide_slot) store_rounded(spec_.slot_dtype, slot, slots, slot_dim, draw_of(id, update.number, slot_part));
 }
 
-int64_t RowStore::assign(const int64_t* ids, int64_t count, const char* rows) {
+int64_t RowStore::assign(const int64_t* ids, int64_t count, const char* rows, Pauses* pauses) {
   DefaultFloatMode float_mode;
   std::unique_lock lock(mutex_);
+  UnlockedPauses unlocked(pauses, lock);
   require_legal(ids, count);
   const size_t bytes = row_bytes();
-  Resolved found = resolve(ids, count, {rows}, spec_.dtype);
+  Resolved found = resolve(ids, count, {rows}, spec_.dtype, unlocked.get());
   if (found.largest >= kInfinityBits) {
     const auto max_abs_bits = kernels().max_abs_bits[static_cast<int>(spec_.dtype)];
     for (int64_t i = 0; i < count; ++i)
@@ -437,35 +482,31 @@ int64_t RowStore::assign(const int64_t* ids, int64_t count, const char* rows) {
         throw Refusal{Reason::non_finite, i};
   }
   reserve(found.missing);
+  before_writes(found.positions, unlocked.get());
   bounds_.row = std::max(bounds_.row, std::bit_cast<float>(found.largest));
-  before_writes(found.positions);
-  int64_t created = 0;
-  int64_t* positions = found.positions.data();
+  const int64_t* positions = found.positions.data();
   const std::optional<int64_t> number = number_when_assigned();
   const Lookahead lookahead;
-  lookahead.each(
-      count, row_bytes() + slot_bytes(), [&](int64_t i) { ask_for(lookahead, Use::update, item_at(positions[i])); },
-      [&](int64_t i) {
-        if (positions[i] < 0) {
-          const Placed placed = place(ids[i]);
-          positions[i] = placed.position;
-          created += placed.created;
-        }
-        touched_.set(positions[i]);
-        const int64_t item = item_at(positions[i]);
-        std::memcpy(rows_.at(item), row_of(rows, i, bytes), bytes);
-        if (slots_) std::memset(slots_->at(item), 0, static_cast<size_t>(slots_->item_bytes()));
-        if (number) row_step(item) = *number;
-      });
-  return created;
+  const auto write = [&](int64_t begin, int64_t end, int64_t) {
+    lookahead.each(
+        end - begin, row_bytes() + slot_bytes(),
+        [&](int64_t i) { ask_for(lookahead, Use::update, item_at(positions[begin + i])); },
+        [&](int64_t i) {
+          const int64_t item = item_at(positions[begin + i]);
+          std::memcpy(rows_.at(item), row_of(rows, begin + i, bytes), bytes);
+          if (slots_) std::memset(slots_->at(item), 0, static_cast<size_t>(slots_->item_bytes()));
+          if (number) row_step(item) = *number;
+        });
+  };
+  return write_blocks(ids, found, nullptr, write, unlocked.get());
 }
 
 // Makes sure that rows that are about to be written (-1: one that is not there yet) can be noted as touched, and keeps what
 // they were for a freeze under way. Throws std::bad_alloc, and then no row has changed.
-void RowStore::before_writes(const std::vector<int64_t>& positions) {
+void RowStore::before_writes(const std::vector<int64_t>& positions, Pauses* pauses) {
   for (int64_t position : positions)
     if (position >= 0) ensure_touchable(position);
-  if (frozen_) keep_aside(positions);
+  if (frozen_) keep_aside(positions, pauses);
 }
 
 void RowStore::ensure_touchable(int64_t position) {
@@ -473,22 +514,25 @@ void RowStore::ensure_touchable(int64_t position) {
   if (frozen_) frozen_->touched_before().ensure(position);  // so that the two can be joined whatever happens
 }
 
-void RowStore::keep_aside(const std::vector<int64_t>& positions) {
+void RowStore::keep_aside(const std::vector<int64_t>& positions, Pauses* pauses) {
   int64_t count = 0;
   for (int64_t position : positions) count += position >= 0 && frozen_->is_only_in_place(position);
   frozen_->reserve(count);
   const Lookahead lookahead;
-  lookahead.each(
-      static_cast<int64_t>(positions.size()), row_bytes() + slot_bytes(),
-      [&](int64_t i) { ask_for(lookahead, Use::read, item_at(positions[static_cast<size_t>(i)])); },
-      [&](int64_t i) {
-        const int64_t position = positions[static_cast<size_t>(i)];
-        if (position < 0 || !frozen_->is_only_in_place(position)) return;
-        const int64_t item = item_at(position);
-        frozen_->keep_aside(position, {{rows_.at(item), row_bytes()},
-                                       {slots_ ? slots_->at(item) : nullptr, slot_bytes()},
-                                       {row_steps_ ? row_steps_->at(item) : nullptr, step_bytes()}});
-      });
+  const auto keep = [&](int64_t begin, int64_t end, int64_t) {
+    lookahead.each(
+        end - begin, row_bytes() + slot_bytes(),
+        [&](int64_t i) { ask_for(lookahead, Use::read, item_at(positions[static_cast<size_t>(begin + i)])); },
+        [&](int64_t i) {
+          const int64_t position = positions[static_cast<size_t>(begin + i)];
+          if (position < 0 || !frozen_->is_only_in_place(position)) return;
+          const int64_t item = item_at(position);
+          frozen_->keep_aside(position, {{rows_.at(item), row_bytes()},
+                                         {slots_ ? slots_->at(item) : nullptr, slot_bytes()},
+                                         {row_steps_ ? row_steps_->at(item) : nullptr, step_bytes()}});
+        });
+  };
+  fan_out(static_cast<int64_t>(positions.size()), positions.size() * (row_bytes() + slot_bytes()), 1, keep, pauses);
 }
 
 int64_t RowStore::freeze(bool only_touched) {
@@ -571,7 +615,7 @@ int64_t RowStore::restore(const int64_t* ids, int64_t count, const char* rows, c
   reserve(found.missing);
   std::vector<float> buffer(static_cast<size_t>(spec_.dim));
   if (frozen_) keep_aside(found.positions);
-  const int64_t created = found.missing.empty() ? 0 : create_missing(ids, found.positions, buffer.data());
+  const int64_t created = found.missing.empty() ? 0 : create_missing(ids, found.positions.data(), count, buffer.data());
   for (int64_t i = 0; i < count; ++i) {
     const int64_t item = item_at(found.positions[static_cast<size_t>(i)]);
     std::memcpy(rows_.at(item), row_of(rows, i, row_bytes()), row_bytes());

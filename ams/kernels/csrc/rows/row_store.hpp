@@ -14,6 +14,7 @@
 #include "index/directory.hpp"
 #include "index/slabs.hpp"
 #include "machine/lookahead.hpp"
+#include "machine/pauses.hpp"
 #include "optimizers/optimizer.hpp"
 #include "rows/frozen_rows.hpp"
 #include "rows/step_history.hpp"
@@ -49,7 +50,9 @@ struct PushStep {
   PushFactors factors;
 };
 
-// Shapes: N ids, D = dim. Every refusal (Refusal, std::bad_alloc) leaves rows and slots as they were.
+// Shapes: N ids, D = dim. Every refusal (Refusal, std::bad_alloc) leaves rows and slots as they were, and comes before the first
+// row is changed. With `pauses` a large request is done in blocks: between two of them others may pull, and find each row as it was
+// before or as it is after.
 // The shard's thread is the only writer; the lock only keeps a second thread's mistake from corrupting memory.
 class RowStore {
  public:
@@ -62,9 +65,10 @@ class RowStore {
   };
   using Gradients = RowPlaces<const char>;  // [N, D]
   // Creates nothing; a missing row yields its initial value.
-  void pull(const int64_t* ids, int64_t count, const PullInto& out) const;
+  void pull(const int64_t* ids, int64_t count, const PullInto& out, Pauses* pauses = nullptr) const;
   // Returns the number of rows created. `ends_step`: where untouched rows move, those that no push of this step had do.
-  int64_t push(const int64_t* ids, int64_t count, const Gradients& gradients, DType dtype, const PushStep& step, bool ends_step);
+  int64_t push(const int64_t* ids, int64_t count, const Gradients& gradients, DType dtype, const PushStep& step, bool ends_step,
+               Pauses* pauses = nullptr);
   // Refuses what a push of these would refuse; changes nothing.
   void check_push(const int64_t* ids, int64_t count, const Gradients& gradients, DType dtype, const PushStep& step) const;
   // Whether no push of gradients of at most `largest` in magnitude can be refused for its values.
@@ -75,7 +79,7 @@ class RowStore {
   // rows move there are those of the sweep.
   void make_room_to_keep(int64_t count);
   // `rows` are of the table's dtype; the slots of assigned rows become zero. Returns the number of rows created.
-  int64_t assign(const int64_t* ids, int64_t count, const char* rows);
+  int64_t assign(const int64_t* ids, int64_t count, const char* rows, Pauses* pauses = nullptr);
 
   // The rows as they are now, or only those written since the last freeze, can be read from here on while writes go on.
   // Returns their number. One freeze at a time.
@@ -109,17 +113,19 @@ class RowStore {
   };
 
   void require_legal(const int64_t* ids, int64_t count) const;
-  Resolved resolve(const int64_t* ids, int64_t count, const RowPlaces<const char>& values, DType dtype) const;
-  Resolved resolve_push(const int64_t* ids, int64_t count, const Gradients& gradients, DType dtype, const PushStep& step,
-                        Now& now) const;
+  Resolved resolve(const int64_t* ids, int64_t count, const RowPlaces<const char>& values, DType dtype,
+                   Pauses* pauses = nullptr) const;
+  Resolved resolve_push(const int64_t* ids, int64_t count, const Gradients& gradients, DType dtype, const PushStep& step, Now& now,
+                        Pauses* pauses = nullptr) const;
   void reserve(const std::vector<int64_t>& missing);
-  Placed place(int64_t id);
   void write_initial(char* row, int64_t id, float* buffer) const;
   bool none_overflows(float largest_gradient, const PushStep& step, const Now& now) const;
   void rehearse(const int64_t* ids, const Resolved& found, const Gradients& gradients, DType dtype, const PushStep& step,
                 const Now& now) const;
   void pull_slice(const int64_t* ids, int64_t begin, int64_t end, const PullInto& out, bool streamed) const;
-  int64_t create_missing(const int64_t* ids, std::vector<int64_t>& positions, float* buffer);
+  int64_t create_missing(const int64_t* ids, int64_t* positions, int64_t count, float* buffer);
+  template <class Write>
+  int64_t write_blocks(const int64_t* ids, Resolved& found, float* buffer, const Write& write, Pauses* pauses);
   void update_one(int64_t item, int64_t id, const char* gradient, DType dtype, const PushStep& step, const Now& now,
                   float* buffer, Magnitudes& bounds);
   void ask_for(const Lookahead& lookahead, Use use, int64_t item) const;
@@ -154,12 +160,12 @@ class RowStore {
   void bring_up(const Overdue& overdue, const CatchUp& catch_up, float* buffer);
   int64_t next_present(int64_t from) const;
   int64_t num_rows_there() const;
-  void before_writes(const std::vector<int64_t>& positions);
+  void before_writes(const std::vector<int64_t>& positions, Pauses* pauses = nullptr);
   void ensure_touchable(int64_t position);
   void ensure_item(int64_t item, NewMemory& news);
   void copy_item(int64_t to, int64_t from);
   void clear_item(int64_t item);
-  void keep_aside(const std::vector<int64_t>& positions);
+  void keep_aside(const std::vector<int64_t>& positions, Pauses* pauses = nullptr);
   size_t slot_bytes() const { return slots_ ? static_cast<size_t>(slots_->item_bytes()) : 0; }
   size_t step_bytes() const { return row_steps_ ? sizeof(int64_t) : 0; }
 

@@ -18,6 +18,7 @@
 #include <cstring>
 #include <stdexcept>
 #include <system_error>
+#include <utility>
 
 #include "frames/frame.hpp"
 
@@ -158,7 +159,7 @@ void DataServer::run() {
 }
 
 bool DataServer::has_requests() const {
-  return std::any_of(rings_.begin(), rings_.end(), [](const auto& one) { return one.second->has_requests(); });
+  return have_streams_held_ || std::any_of(rings_.begin(), rings_.end(), [](const auto& one) { return one.second->has_requests(); });
 }
 
 // One of each client: none goes before another for ever. Returns whether there was any.
@@ -168,12 +169,44 @@ bool DataServer::serve_requests() {
     bool is_good = true;
     if (one->second->has_requests()) {
       has_served = true;
-      is_good = one->second->serve(handler_, [this](std::shared_ptr<ServedCall> call) { remember(std::move(call)); });
+      is_good = one->second->serve(handler_, [this](std::shared_ptr<ServedCall> call) { remember(std::move(call)); }, moment_);
     }
     one = is_good ? std::next(one) : rings_.erase(one);
   }
+  if (have_streams_held_) has_served |= serve_held_streams();
   num_connections_ = rings_.size() + streams_.size();
   return has_served;
+}
+
+bool DataServer::serve_held_streams() {
+  have_streams_held_ = false;
+  std::vector<int> fds;
+  for (const auto& [fd, peer] : streams_)
+    if (peer->holds_request()) fds.push_back(fd);
+  for (const int fd : fds)
+    if (const auto stream = streams_.find(fd); stream != streams_.end()) serve_stream(*stream->second, EPOLLIN);
+  return !fds.empty();
+}
+
+bool DataServer::is_asked() {
+  return std::any_of(rings_.begin(), rings_.end(), [](const auto& one) { return one.second->may_be_brief(); }) ||
+         Clock::now() - looked_at_ >= kLookInterval;
+}
+
+// Those who ask do so again if there is no memory for them now.
+void DataServer::serve_pulls(bool has_turn) noexcept {
+  const Moment outer = std::exchange(moment_, Moment{.meanwhile = nullptr, .has_turn = has_turn});
+  try {
+    for (auto one = rings_.begin(); one != rings_.end();) {
+      RingPeer& peer = *one->second;
+      const bool is_good = !peer.may_be_brief() ||
+                           peer.serve(handler_, [this](std::shared_ptr<ServedCall> call) { remember(std::move(call)); }, moment_);
+      one = is_good ? std::next(one) : rings_.erase(one);
+    }
+    if (Clock::now() - looked_at_ >= kLookInterval) look_at_sockets(0);
+  } catch (const std::exception&) {
+  }
+  moment_ = outer;
 }
 
 void DataServer::look_at_sockets(int timeout_millis) {
@@ -195,9 +228,11 @@ void DataServer::look_at(int fd, uint32_t events) {
     eventfd_read(fd, &value);
     flush_streams();
   } else if (const auto ring = rings_.find(fd); ring != rings_.end()) {
-    if (!ring->second->receive()) rings_.erase(ring);
+    if (ring->second->receive()) return;
+    if (ring->second->is_at_work()) ring->second->go();
+    else rings_.erase(ring);
   } else if (const auto stream = streams_.find(fd); stream != streams_.end()) {
-    serve_stream(*stream->second, events);
+    if (!stream->second->is_at_work()) serve_stream(*stream->second, events);
   } else if (guests_.contains(fd)) {
     greet(fd);
   }
@@ -283,14 +318,15 @@ void DataServer::remember(std::shared_ptr<ServedCall> call) {
 void DataServer::serve_stream(TcpPeer& peer, uint32_t events) {
   const int fd = peer.fd();
   bool is_good = true;
-  if ((events & ~static_cast<uint32_t>(EPOLLOUT)) != 0 && !peer.is_full())
-    is_good = peer.receive(handler_, [this](std::shared_ptr<ServedCall> call) { remember(std::move(call)); });
+  if ((events & ~static_cast<uint32_t>(EPOLLOUT)) != 0 && (peer.holds_request() || !peer.is_full()))
+    is_good = peer.receive(handler_, [this](std::shared_ptr<ServedCall> call) { remember(std::move(call)); }, moment_);
   if (!is_good || !peer.flush()) {
-    streams_.erase(fd);
+    if (!peer.is_at_work()) streams_.erase(fd);
     return;
   }
+  have_streams_held_ |= peer.holds_request();
   epoll_event event{};
-  event.events = (peer.is_full() ? 0u : static_cast<uint32_t>(EPOLLIN)) | (peer.has_replies() ? static_cast<uint32_t>(EPOLLOUT) : 0u);
+  event.events = (peer.is_full() || peer.holds_request() ? 0u : static_cast<uint32_t>(EPOLLIN)) | (peer.has_replies() ? static_cast<uint32_t>(EPOLLOUT) : 0u);
   event.data.fd = fd;
   epoll_ctl(epoll_.get(), EPOLL_CTL_MOD, fd, &event);
 }
@@ -308,7 +344,7 @@ void DataServer::expire() {
   const auto now = Clock::now();
   std::erase_if(guests_, [&](const auto& one) { return one.second.until <= now; });
   const auto silent = now - duration_of(limits_.silence_seconds);
-  std::erase_if(streams_, [&](const auto& one) { return one.second->is_silent_since(silent); });
+  std::erase_if(streams_, [&](const auto& one) { return !one.second->is_at_work() && one.second->is_silent_since(silent); });
   std::erase_if(waiting_, [&](const auto& one) {
     if (one.first <= now) one.second->answer_now();
     return !one.second->is_waiting();

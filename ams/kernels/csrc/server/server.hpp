@@ -38,12 +38,12 @@ struct DataPlaneOffer {
 };
 
 // Thread-safe.
-class DataServer {
+class DataServer : private Meanwhile {
  public:
   // Listens for clients of this machine, and by TCP at `host` and `port` (0: a free one) unless `host` is empty. Throws
   // std::system_error.
   DataServer(std::shared_ptr<Handler> handler, ServerLimits limits, const std::string& host = "", uint16_t port = 0);
-  ~DataServer();
+  ~DataServer() override;
   // Throws std::runtime_error: closed, or too many connections.
   DataPlaneOffer offer();
   // Ends the thread and all connections. Idempotent.
@@ -63,7 +63,10 @@ class DataServer {
 
   void run();
   bool serve_requests();
+  bool serve_held_streams();
   bool has_requests() const;
+  bool is_asked() override;
+  void serve_pulls(bool has_turn) noexcept override;
   void look_at_sockets(int timeout_millis);
   void look_at(int fd, uint32_t events);
   void accept_guests(const OwnedFd& listener);
@@ -89,8 +92,11 @@ class DataServer {
   std::shared_ptr<FrameMemory> memory_ = std::make_shared<FrameMemory>();
   // Of the thread.
   std::unordered_map<int, Guest> guests_;
-  std::unordered_map<int, std::unique_ptr<RingPeer>> rings_;
-  std::unordered_map<int, std::unique_ptr<TcpPeer>> streams_;
+  // Others may come and go while a request of one of them is performed: who is at work stays.
+  std::map<int, std::unique_ptr<RingPeer>> rings_;
+  std::map<int, std::unique_ptr<TcpPeer>> streams_;
+  bool have_streams_held_ = false;
+  Moment moment_{.meanwhile = this};
   std::vector<std::pair<Clock::time_point, std::shared_ptr<ServedCall>>> waiting_;
   Clock::time_point looked_at_;
   Spinning spinning_{limits_.spin_seconds};

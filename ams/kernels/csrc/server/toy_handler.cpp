@@ -17,7 +17,7 @@ void ToyHandler::enter(const std::string& table) {
   }
 }
 
-void ToyHandler::pull(const CallContext&, const std::string& table, const PullRequest& request, const HasLeft&) {
+void ToyHandler::pull(const CallContext&, const std::string& table, const PullRequest& request, const Asker&) {
   enter(table);
   for (int64_t i = 0; i < request.count; ++i) {
     if (request.ids[i] < 0) throw Fault("InvalidIds", "id " + std::to_string(request.ids[i]) + " is negative");
@@ -27,12 +27,12 @@ void ToyHandler::pull(const CallContext&, const std::string& table, const PullRe
   }
 }
 
-void ToyHandler::push(const CallContext&, const std::string& table, const PushRequest& request, const HasLeft&,
+void ToyHandler::push(const CallContext&, const std::string& table, const PushRequest& request, const Asker&,
                       Completion completion) {
   write(table, request.ids, request.count, request.dim, request.gradients, std::move(completion));
 }
 
-void ToyHandler::assign(const CallContext&, const std::string& table, const AssignRequest& request, const HasLeft&,
+void ToyHandler::assign(const CallContext&, const std::string& table, const AssignRequest& request, const Asker&,
                         Completion completion) {
   write(table, request.ids, request.count, request.dim, request.rows, std::move(completion));
 }

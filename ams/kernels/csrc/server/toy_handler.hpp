@@ -16,10 +16,10 @@ namespace geartrain {
 // table is TableNotFound. Thread-safe.
 class ToyHandler : public Handler {
  public:
-  void pull(const CallContext& context, const std::string& table, const PullRequest& request, const HasLeft& has_left) override;
-  void push(const CallContext& context, const std::string& table, const PushRequest& request, const HasLeft& has_left,
+  void pull(const CallContext& context, const std::string& table, const PullRequest& request, const Asker& asker) override;
+  void push(const CallContext& context, const std::string& table, const PushRequest& request, const Asker& asker,
             Completion completion) override;
-  void assign(const CallContext& context, const std::string& table, const AssignRequest& request, const HasLeft& has_left,
+  void assign(const CallContext& context, const std::string& table, const AssignRequest& request, const Asker& asker,
               Completion completion) override;
   void before_reply(bool has_writes) override;
 

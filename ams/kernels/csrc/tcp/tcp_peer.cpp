@@ -5,6 +5,8 @@
 #include <cstring>
 #include <utility>
 
+#include "machine/pauses.hpp"
+
 namespace geartrain {
 namespace {
 
@@ -91,10 +93,14 @@ bool TcpPeer::flush() {
   }
 }
 
-bool TcpPeer::receive(const std::shared_ptr<Handler>& handler, const Waits& waits) {
+bool TcpPeer::receive(const std::shared_ptr<Handler>& handler, const Waits& waits, const Moment& moment) {
   std::array<char, size_t{64} << 10> dropped;
   try {
-    for (;;) {
+    if (held_) {
+      if (!moment.is_between()) perform(handler, waits, moment);
+      return true;
+    }
+    for (size_t bytes = 0; !moment.is_between() || bytes < kMostReadBetween;) {
       size_t received;
       if (header_bytes_ < header_bytes_of_.size()) {
         received = stream_.read(header_bytes_of_.data() + header_bytes_, header_bytes_of_.size() - header_bytes_);
@@ -107,12 +113,14 @@ bool TcpPeer::receive(const std::shared_ptr<Handler>& handler, const Waits& wait
         body_got_ += received;
       }
       if (received == 0) return true;
+      bytes += received;
       moved_at_ = Clock::now();
       if (header_bytes_ == header_bytes_of_.size() && body_got_ == header_.body_bytes) {
-        perform(handler, waits);
+        perform(handler, waits, moment);
         return true;
       }
     }
+    return true;
   } catch (const std::exception&) {  // it has gone, or sent a damaged header
     return false;
   }
@@ -131,17 +139,28 @@ void TcpPeer::begin_body() {
   }
 }
 
-void TcpPeer::perform(const std::shared_ptr<Handler>& handler, const Waits& waits) {
+void TcpPeer::perform(const std::shared_ptr<Handler>& handler, const Waits& waits, const Moment& moment) {
   const size_t bytes = header_bytes_of_.size() + header_.body_bytes;
+  const bool was_held = held_ != nullptr;
   header_bytes_ = 0;
-  about_to_be_flushed = outbox_.get();
-  auto call = std::make_shared<ServedCall>(handler, header_, std::make_unique<OwnReply>(outbox_),
-                                           [this] { return stream_.has_ended(); });
-  if (frame_.data() == nullptr) call->refuse(refusal_);
-  else call->perform(frame_.data(), bytes);
-  about_to_be_flushed = nullptr;
-  outbox_->memory().give_back(std::move(frame_));
-  if (call->is_waiting()) waits(std::move(call));
+  const Outbox* const outer = std::exchange(about_to_be_flushed, outbox_.get());
+  std::shared_ptr<ServedCall> call = std::move(held_);
+  bool is_wanted = was_held;
+  if (!was_held) {
+    call = std::make_shared<ServedCall>(handler, header_, std::make_unique<OwnReply>(outbox_), [this] { return stream_.has_ended(); });
+    if (frame_.data() == nullptr) call->refuse(refusal_);
+    else is_wanted = call->read(frame_.data(), bytes);
+  }
+  if (is_wanted && moment.is_between() && !call->is_brief_reading()) {
+    held_ = std::move(call);
+  } else {
+    is_at_work_ = true;
+    if (is_wanted) call->perform({moment.meanwhile, moment.has_turn, was_held || bytes > kBlockBytes});
+    is_at_work_ = false;
+    outbox_->memory().give_back(std::move(frame_));
+    if (call->is_waiting()) waits(std::move(call));
+  }
+  about_to_be_flushed = outer;
 }
 
 }  // namespace geartrain

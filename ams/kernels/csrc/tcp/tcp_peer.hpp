@@ -60,8 +60,13 @@ class TcpPeer {
       : stream_(std::move(stream)), outbox_(std::make_shared<Outbox>(std::move(memory), std::move(wake))) {}
   ~TcpPeer();
   int fd() const { return stream_.fd(); }
-  // Reads what has come, and performs one frame if it is there. False: the client has gone, or is not to be believed.
-  bool receive(const std::shared_ptr<Handler>& handler, const Waits& waits);
+  // Performs the request that it holds, or reads what has come, and performs one frame if it is there. Between two blocks of another's
+  // request it reads little, and holds a request that is not brief: no more are read until that is done. False: the client has gone, or
+  // is not to be believed.
+  bool receive(const std::shared_ptr<Handler>& handler, const Waits& waits, const Moment& moment);
+  bool holds_request() const { return held_ != nullptr; }
+  // Whether a request of it is being performed, so that it must stay.
+  bool is_at_work() const { return is_at_work_; }
   // Sends replies. False: the client has gone.
   bool flush();
   bool has_replies() { return outbox_->num_bytes() != 0; }
@@ -71,9 +76,9 @@ class TcpPeer {
   bool is_silent_since(Clock::time_point time) { return (header_bytes_ != 0 || has_replies()) && moved_at_ < time; }
 
  private:
-  static constexpr size_t kMostOutbox = size_t{64} << 20;
+  static constexpr size_t kMostOutbox = size_t{64} << 20, kMostReadBetween = size_t{256} << 10;
   void begin_body();
-  void perform(const std::shared_ptr<Handler>& handler, const Waits& waits);
+  void perform(const std::shared_ptr<Handler>& handler, const Waits& waits, const Moment& moment);
 
   ByteStream stream_;
   const std::shared_ptr<Outbox> outbox_;
@@ -84,6 +89,8 @@ class TcpPeer {
   size_t body_got_ = 0;
   Buffer frame_;  // none: there is no memory for it, and it is read past
   Fault refusal_{"Busy", ""};
+  std::shared_ptr<ServedCall> held_;  // of frame_
+  bool is_at_work_ = false;
 };
 
 }  // namespace geartrain
