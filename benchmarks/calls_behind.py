@@ -1,7 +1,7 @@
-"""Pulls of 100 rows by one client while another one pushes 1,000,000 rows of 16 floats, again and again, to the same shard.
+"""Pulls of 100 rows by one client while another one pushes 1,000,000 rows to the same shard, again and again.
 
-One pull is due every few milliseconds, whether the one before it is back or not, and waits from then on: who waits long is counted as
-often as who does not. The rival is the time that such a push takes alone.
+One pull is due every few milliseconds, whether the one before it is back or not, and waits from then on: who waits long
+is counted as often as who does not. The rival is the time that such a push takes alone.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SHARE = 0.05
 
 
 def results(full: bool = False) -> Iterator[Result]:
-    """The cases of ``geartrain bench calls`` about small calls behind large ones; ``full`` takes three times as many turns."""
+    """The cases of ``geartrain bench calls`` about a small call behind a large one; ``full``: three times as long."""
     for way in WAYS:
         yield from _behind_pushes(way, ROUNDS * (3 if full else 1))
 
@@ -55,7 +55,9 @@ def _behind_pushes(way: str, rounds: int) -> Iterator[Result]:
     case = f"pull of {NUM_PULLED} rows, D={DIM}, while another client pushes {NUM_PUSHED:,}, {way}"
     yield result(f"{case}, p50", statistics.median(p50s), "the push", push, "ms", target=None)
     yield result(f"{case}, p99", statistics.median(p99s), f"{SHARE:.0%} of the push", SHARE * push, "ms", target=1.0)
-    yield result(f"push of {NUM_PUSHED:,} beside those, {way}", statistics.median(beside) * 1e3, "alone", push, "ms", target=0.5)
+    yield result(
+        f"push of {NUM_PUSHED:,} beside those, {way}", statistics.median(beside) * 1e3, "alone", push, "ms", target=0.5
+    )
 
 
 def _pull_for(table: gt.Table, seconds: float) -> list[float]:

@@ -1,14 +1,16 @@
-"""How a server process uses its machine: memory and cores."""
+"""How a server process uses its machine: memory and CPUs."""
 
 from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
 from geartrain.ams.kernels.memory import set_memory_limit
 from geartrain.ams.values.config import MIB
+from geartrain.ams.values.errors import ConfigError
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _LARGEST_MMAP_THRESHOLD = 32 << 20
@@ -20,6 +22,34 @@ _BESIDE_ROWS_BYTES = 512 * MIB
 def threads_per_shard(num_shards: int) -> int:
     """Return how many threads a very large request to one of ``num_shards`` shards of this process may use."""
     return max(1, min(_MOST_THREADS, len(os.sched_getaffinity(0)) // num_shards))
+
+
+def keep_to_cpus(cpus: Collection[int]) -> None:
+    """Let every thread of this process run on ``cpus`` alone, those to come as well.
+
+    Raises:
+        ConfigError: the process may not run on one of them, or there is no such CPU.
+    """
+    allowed = os.sched_getaffinity(0)
+    missing = sorted(set(cpus) - allowed)
+    if missing:
+        raise ConfigError(
+            f"cpus names {_ranges(missing)}, which this process does not have; it has {_ranges(sorted(allowed))}"
+        )
+    for thread in Path("/proc/self/task").iterdir():
+        with suppress(ProcessLookupError):  # it has ended
+            os.sched_setaffinity(int(thread.name), cpus)
+
+
+def _ranges(numbers: list[int]) -> str:
+    """Write ascending numbers as ``0-3,6``."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 def keep_large_buffers() -> bool:

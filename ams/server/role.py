@@ -14,7 +14,7 @@ from geartrain.ams.programs.hosted import HostedModels
 from geartrain.ams.rpc.carrier import AttemptFailed
 from geartrain.ams.rpc.client.scheduler import GrpcSchedulerCarrier
 from geartrain.ams.rpc.server.server import GrpcServer
-from geartrain.ams.server.machine import keep_large_buffers, limit_row_memory, threads_per_shard
+from geartrain.ams.server.machine import keep_large_buffers, keep_to_cpus, limit_row_memory, threads_per_shard
 from geartrain.ams.server.service import ShardService
 from geartrain.ams.server.shard import Shard, new_incarnation
 from geartrain.ams.storage.snapshot.roots import SnapshotRoots
@@ -101,7 +101,7 @@ class _HeldShard:
             incarnation=self.incarnation,
             cluster_version=reply.cluster_version,
             sync_timeout_seconds=self.config.sync_timeout_seconds,
-            threads=threads_per_shard(self.config.shards),
+            threads=self.config.threads or threads_per_shard(self.config.shards),
             lease=self.lease,
             models=self.models,
         )
@@ -174,8 +174,10 @@ class ShardServer:
     def start(self) -> list[str]:
         """Bind, register, serve; return the address of each shard.
 
-        Raises ConfigError (port in use, shard held by another process) or SchedulerUnavailable.
+        Raises ConfigError (port in use, shard held by another process, no such CPU) or SchedulerUnavailable.
         """
+        if self._config.cpus is not None:
+            keep_to_cpus(self._config.cpus)
         keep_large_buffers()
         memory_bytes = limit_row_memory(self._config.memory_bytes)
         host, _ = split_address(self._config.listen)

@@ -22,6 +22,8 @@ MIB = 1 << 20
 MAX_MESSAGE_BYTES = 64 * MIB
 MAX_SHARDS = 4096
 """As many as there are buckets."""
+MAX_CPUS = 8192
+"""As many as Linux can be built for."""
 HEADER_BYTES = MIB
 """What a message may hold beside its rows."""
 
@@ -93,6 +95,25 @@ def _port_list(value: object) -> object:
     return value.strip("[]").split(",") if isinstance(value, str) else value
 
 
+def _cpu_list(value: object) -> object:
+    """Read ``"0-3,6"``, as taskset and Linux write it, as (0, 1, 2, 3, 6); one number is a list, too."""
+    if isinstance(value, int):
+        return (value,)
+    if not isinstance(value, str):
+        return value
+    cpus: set[int] = set()
+    for part in value.strip("[]").split(","):
+        first, dash, last = part.strip().partition("-")
+        last = last if dash else first
+        if not (first.isdecimal() and last.isdecimal() and int(first) <= int(last) < MAX_CPUS):
+            raise ConfigError(
+                f"cpus is {value!r}: {part!r} is neither a number nor a range; give CPUs as 0-3 or 0,2,4-7, "
+                f"below {MAX_CPUS}"
+            )
+        cpus.update(range(int(first), int(last) + 1))
+    return tuple(sorted(cpus))
+
+
 def _root_list(value: object) -> object:
     """Split ``"/snapshots,s3://bucket/runs"``, as a flag or a variable of the environment says it, or a JSON list."""
     if not isinstance(value, str):
@@ -115,6 +136,7 @@ ListenAddress = Annotated[str, AfterValidator(_listen_address)]
 TargetAddress = Annotated[str, AfterValidator(_target_address)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Ports = Annotated[tuple[Annotated[int, Field(ge=0, le=65_535)], ...], BeforeValidator(_port_list)]
+Cpus = Annotated[tuple[Annotated[int, Field(ge=0, lt=MAX_CPUS)], ...], Field(min_length=1), BeforeValidator(_cpu_list)]
 SnapshotRootList = Annotated[tuple[Annotated[str, AfterValidator(_snapshot_root)], ...], BeforeValidator(_root_list)]
 MessageBytes = Annotated[int, Field(ge=2 * MIB, le=(1 << 31) - 1)]
 
@@ -205,6 +227,10 @@ class ServerConfig(Section):
     """Where snapshots may be, as /snapshots,s3://bucket/runs; None: anywhere, on other than loopback nowhere."""
     memory_bytes: int | None = Field(default=None, ge=MIB)
     """Most bytes of rows, slots and indexes; writes beyond it are refused. None: most of its container or machine."""
+    cpus: Cpus | None = None
+    """CPUs that all threads of the process keep to, as 0-3,6; None: those that the system gives it."""
+    threads: int | None = Field(default=None, ge=1, le=256)
+    """Most threads that work on one large request to a shard. None: CPUs of the process / its shards, at most 4."""
     insecure: bool = False
     """Serve on a non-loopback address without encryption or authentication."""
     max_message_bytes: MessageBytes = MAX_MESSAGE_BYTES

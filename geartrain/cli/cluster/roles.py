@@ -71,6 +71,7 @@ def server(
     ports: Annotated[
         str | None, typer.Option(help="Port of each shard held, as 7001,7002, in place of that of --listen.")
     ] = None,
+    cpus: Annotated[str | None, typer.Option(help="CPUs to keep to, as 0-3,6; by default all it is given.")] = None,
     snapshot_roots: SnapshotRoots = None,
     insecure: Insecure = None,
     mode: Mode = None,
@@ -92,6 +93,7 @@ def server(
         shard=shard,
         shards=shards,
         ports=ports,
+        cpus=cpus,
         snapshot_roots=snapshot_roots,
         insecure=insecure,
     )

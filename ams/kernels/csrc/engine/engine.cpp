@@ -14,6 +14,37 @@
 namespace geartrain {
 namespace {
 
+size_t bytes_of(int64_t count, int64_t dim, DType dtype) {
+  return static_cast<size_t>(count) * static_cast<size_t>(dim) * item_bytes(dtype);
+}
+
+// Who comes between the blocks of a large request.
+class Interludes final : public Pauses {
+ public:
+  // `turn`: this thread has it; null: it does not.
+  Interludes(Turn* turn, Meanwhile* meanwhile) : turn_(turn), meanwhile_(meanwhile) {}
+  // Null for a request of so few bytes of rows that it is one block.
+  Pauses* of(size_t bytes) { return bytes > kBlockBytes ? this : nullptr; }
+
+  bool are_wanted() override {
+    if ((turn_ == nullptr || !turn_->has_readers()) && (meanwhile_ == nullptr || !meanwhile_->is_asked())) return false;
+    return Clock::now() - began_ >= 2 * paused_;
+  }
+  void pause() noexcept override {
+    const auto began = Clock::now();
+    if (meanwhile_ != nullptr) meanwhile_->serve_pulls(turn_ != nullptr);
+    if (turn_ != nullptr) turn_->let_readers_in();
+    paused_ += Clock::now() - began;
+  }
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  Turn* const turn_;
+  Meanwhile* const meanwhile_;
+  const Clock::time_point began_ = Clock::now();
+  Clock::duration paused_{0};
+};
+
 // A push whose equal ids are merged: the sums of their gradients, in the caller's order.
 struct MergedPush {
   PushRequest push;
@@ -21,23 +52,27 @@ struct MergedPush {
   std::vector<float> sums;
 };
 
-int64_t distinct_ids(const int64_t* ids, int64_t count, std::vector<int64_t>& distinct, std::vector<int64_t>& places) {
+int64_t distinct_ids(const int64_t* ids, int64_t count, std::vector<int64_t>& distinct, std::vector<int64_t>& places,
+                     Pauses* pauses) {
   distinct.resize(static_cast<size_t>(count));
   places.resize(static_cast<size_t>(count));
-  return merge_ids(ids, count, distinct.data(), places.data());
+  return merge_ids(ids, count, distinct.data(), places.data(), pauses);
 }
 
-int64_t count_distinct(const int64_t* ids, int64_t count) {
-  if (is_rising(ids, count)) return count;
+int64_t count_distinct(const AssignRequest& assign, Meanwhile* meanwhile) {
+  if (is_rising(assign.ids, assign.count)) return assign.count;
   std::vector<int64_t> distinct, places;
-  return distinct_ids(ids, count, distinct, places);
+  Interludes interludes(nullptr, meanwhile);
+  return distinct_ids(assign.ids, assign.count, distinct, places, interludes.of(bytes_of(assign.count, assign.dim, assign.dtype)));
 }
 
-void merge_equal_ids(MergedPush& merged) {
+void merge_equal_ids(MergedPush& merged, Meanwhile* meanwhile) {
   PushRequest& push = merged.push;
   if (is_rising(push.ids, push.count)) return;
   std::vector<int64_t> places;
-  const int64_t count = distinct_ids(push.ids, push.count, merged.ids, places);
+  Interludes interludes(nullptr, meanwhile);
+  Pauses* const pauses = interludes.of(bytes_of(push.count, push.dim, push.dtype));
+  const int64_t count = distinct_ids(push.ids, push.count, merged.ids, places, pauses);
   if (count == push.count) return;
   merged.sums.resize(static_cast<size_t>(count * push.dim));
   sum_rows(push.gradients, push.dtype, places.data(), push.count, push.dim, count, merged.sums.data());
@@ -45,10 +80,6 @@ void merge_equal_ids(MergedPush& merged) {
   push.count = count;
   push.gradients = reinterpret_cast<const char*>(merged.sums.data());
   push.dtype = DType::float32;
-}
-
-size_t bytes_of(int64_t count, int64_t dim, DType dtype) {
-  return static_cast<size_t>(count) * static_cast<size_t>(dim) * item_bytes(dtype);
 }
 
 }  // namespace
@@ -89,32 +120,6 @@ class Engine::Holding {
   std::optional<Turn::Place> place_;
 };
 
-// Who comes between the blocks of a large request, which has the turn.
-class Engine::Interludes final : public Pauses {
- public:
-  Interludes(Turn& turn, Meanwhile* meanwhile) : turn_(turn), meanwhile_(meanwhile) {}
-  // Null for a request of so few bytes of rows that it is one block.
-  Pauses* of(size_t bytes) { return bytes > kBlockBytes ? this : nullptr; }
-
-  bool are_wanted() override {
-    if (!turn_.has_readers() && (meanwhile_ == nullptr || !meanwhile_->is_asked())) return false;
-    return Clock::now() - began_ >= 2 * paused_;
-  }
-  void pause() noexcept override {
-    const auto began = Clock::now();
-    if (meanwhile_ != nullptr) meanwhile_->serve_pulls(true);
-    turn_.let_readers_in();
-    paused_ += Clock::now() - began;
-  }
-
- private:
-  using Clock = std::chrono::steady_clock;
-  Turn& turn_;
-  Meanwhile* const meanwhile_;
-  const Clock::time_point began_ = Clock::now();
-  Clock::duration paused_{0};
-};
-
 Engine::Engine(int64_t shard, int64_t incarnation, int64_t cluster_version, std::shared_ptr<Lease> lease,
                std::shared_ptr<CompletedWrites> completed_writes, std::shared_ptr<SyncGroups> groups)
     : shard_(shard),
@@ -146,7 +151,7 @@ void Engine::pull(const CallContext& context, const std::string& table, const Pu
     ServedTable& found = find(table);
     found.require_open(context.table_incarnation);
     if (request.required_sync) groups_->require_step(table, *request.required_sync);
-    found.pull(request, Interludes(turn_, caller.meanwhile).of(bytes));
+    found.pull(request, Interludes(&turn_, caller.meanwhile).of(bytes));
   } catch (const std::exception&) {
     throw fault_in_flight(name_);
   }
@@ -194,7 +199,7 @@ void Engine::push(const CallContext& context, const std::string& table, const Pu
                   const Completion& completion, const Caller& caller) {
   MergedPush merged{.push = request, .ids = {}, .sums = {}};
   try {
-    if (!ids_are_distinct) merge_equal_ids(merged);
+    if (!ids_are_distinct) merge_equal_ids(merged, caller.meanwhile);
   } catch (const std::exception&) {
     return completion(fault_in_flight(name_));
   }
@@ -202,7 +207,7 @@ void Engine::push(const CallContext& context, const std::string& table, const Pu
   write(context, table, completion, caller, [&](ServedTable& found) -> std::optional<Done> {
     const PushRequest& push = merged.push;
     if (!push.group) {
-      Interludes interludes(turn_, caller.meanwhile);
+      Interludes interludes(&turn_, caller.meanwhile);
       return applied(found, [&] { return found.push(push, interludes.of(bytes_of(push.count, push.dim, push.dtype))); });
     }
     const std::optional<Done> done = push_jointly(context, found, push, caller);
@@ -230,7 +235,7 @@ std::optional<Done> Engine::push_jointly(const CallContext& context, ServedTable
     const std::vector<const RankWrite*> parts = groups_->parts(name, *push.group);
     are_hosted(name, parts);  // none is, for this one is not; throws if another is
     const JointPush joint = joint_push(name, parts);
-    Interludes interludes(turn_, caller.meanwhile);
+    Interludes interludes(&turn_, caller.meanwhile);
     Pauses* const pauses = interludes.of(bytes_of(joint.push.count, joint.push.dim, joint.push.dtype));
     done = applied(table, [&] { return table.push(joint.push, pauses); });
   } catch (const std::exception&) {
@@ -249,7 +254,7 @@ void Engine::assign(const CallContext& context, const std::string& table, const 
                     const Completion& completion, const Caller& caller) {
   int64_t num_distinct = request.count;
   try {
-    if (!ids_are_distinct) num_distinct = count_distinct(request.ids, request.count);
+    if (!ids_are_distinct) num_distinct = count_distinct(request, caller.meanwhile);
   } catch (const std::exception&) {
     return completion(fault_in_flight(name_));
   }
@@ -258,7 +263,7 @@ void Engine::assign(const CallContext& context, const std::string& table, const 
       throw Fault("InvalidRows", std::to_string(request.count) + " ids to assign hold " +
                                      std::to_string(request.count - num_distinct) +
                                      (request.count - num_distinct == 1 ? " duplicate" : " duplicates"));
-    Interludes interludes(turn_, caller.meanwhile);
+    Interludes interludes(&turn_, caller.meanwhile);
     Pauses* const pauses = interludes.of(bytes_of(request.count, request.dim, request.dtype));
     return applied(found, [&] { return found.assign(request, pauses); });
   });

@@ -78,7 +78,6 @@ class Engine {
 
  private:
   class Holding;
-  class Interludes;
 
   ServedTable* find_or_null(const std::string& name) const;
   ServedTable& find(const std::string& name) const;

@@ -25,7 +25,8 @@ int64_t first_outside(const int64_t* ids, int64_t count, int64_t last) {
   return std::find_if(ids, ids + count, [last](int64_t id) { return id < 0 || id > last; }) - ids;
 }
 
-int64_t merge_ids(const int64_t* ids, int64_t count, int64_t* distinct, int64_t* inverse) {
+int64_t merge_ids(const int64_t* ids, int64_t count, int64_t* distinct, int64_t* inverse, Pauses* pauses) {
+  constexpr int64_t kBlock = 8192;
   if (is_rising(ids, count)) {  // rising: nothing to look up
     std::copy_n(ids, count, distinct);
     std::iota(inverse, inverse + count, int64_t{0});
@@ -35,14 +36,21 @@ int64_t merge_ids(const int64_t* ids, int64_t count, int64_t* distinct, int64_t*
   const uint64_t mask = (uint64_t{1} << bits) - 1;
   std::vector<int64_t> table(size_t{1} << bits, 0);  // place among the distinct ids, plus 1; 0 is empty
   int64_t num_distinct = 0;
-  for (int64_t i = 0; i < count; ++i) {
-    uint64_t at = keyed_hash(ids[i]) >> (64 - bits);
-    while (table[at] != 0 && distinct[table[at] - 1] != ids[i]) at = (at + 1) & mask;
-    if (table[at] == 0) {
-      distinct[num_distinct] = ids[i];
-      table[at] = ++num_distinct;
+  const auto merge = [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      uint64_t at = keyed_hash(ids[i]) >> (64 - bits);
+      while (table[at] != 0 && distinct[table[at] - 1] != ids[i]) at = (at + 1) & mask;
+      if (table[at] == 0) {
+        distinct[num_distinct] = ids[i];
+        table[at] = ++num_distinct;
+      }
+      inverse[i] = table[at] - 1;
     }
-    inverse[i] = table[at] - 1;
+  };
+  const int64_t block = pauses != nullptr ? kBlock : count;
+  for (int64_t begin = 0; begin < count; begin += block) {
+    if (pauses != nullptr && pauses->are_wanted()) pauses->pause();
+    merge(begin, std::min(count, begin + block));
   }
   return num_distinct;
 }

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "base/common.hpp"
+#include "machine/pauses.hpp"
 
 namespace geartrain {
 
@@ -15,7 +16,7 @@ int64_t first_outside(const int64_t* ids, int64_t count, int64_t last);
 
 // Writes the distinct ids in order of first appearance and, for each of `count` ids, the place of its id among them.
 // Returns how many are distinct.
-int64_t merge_ids(const int64_t* ids, int64_t count, int64_t* distinct, int64_t* inverse);
+int64_t merge_ids(const int64_t* ids, int64_t count, int64_t* distinct, int64_t* inverse, Pauses* pauses = nullptr);
 
 // sums[inverse[i]] += rows[i] in order of i; `sums` is [num_distinct, dim] and need not be initialised.
 void sum_rows(const void* rows, DType dtype, const int64_t* inverse, int64_t count, int64_t dim, int64_t num_distinct,

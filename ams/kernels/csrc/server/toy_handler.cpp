@@ -5,20 +5,25 @@
 
 namespace geartrain {
 
-void ToyHandler::enter(const std::string& table) {
-  if (table == "held") {
+void ToyHandler::enter(const std::string& table, const Asker& asker) {
+  if (table == "held" || table == "long") {
     std::unique_lock lock(mutex_);
     ++num_held_;
     changed_.notify_all();
-    changed_.wait(lock, [this] { return is_released_; });
+    if (table == "held") changed_.wait(lock, [this] { return is_released_; });
+    while (!changed_.wait_for(lock, std::chrono::milliseconds(1), [this] { return is_released_; })) {
+      lock.unlock();
+      if (asker.meanwhile != nullptr && asker.meanwhile->is_asked()) asker.meanwhile->serve_pulls(true);
+      lock.lock();
+    }
     --num_held_;
   } else if (table != "rows" && table != "later") {
     throw Fault("TableNotFound", "there is no table '" + table + "'");
   }
 }
 
-void ToyHandler::pull(const CallContext&, const std::string& table, const PullRequest& request, const Asker&) {
-  enter(table);
+void ToyHandler::pull(const CallContext&, const std::string& table, const PullRequest& request, const Asker& asker) {
+  enter(table, asker);
   for (int64_t i = 0; i < request.count; ++i) {
     if (request.ids[i] < 0) throw Fault("InvalidIds", "id " + std::to_string(request.ids[i]) + " is negative");
     auto* row = reinterpret_cast<float*>(request.rows) + i * request.dim;
@@ -27,18 +32,19 @@ void ToyHandler::pull(const CallContext&, const std::string& table, const PullRe
   }
 }
 
-void ToyHandler::push(const CallContext&, const std::string& table, const PushRequest& request, const Asker&,
+void ToyHandler::push(const CallContext&, const std::string& table, const PushRequest& request, const Asker& asker,
                       Completion completion) {
-  write(table, request.ids, request.count, request.dim, request.gradients, std::move(completion));
+  write(table, request.ids, request.count, request.dim, request.gradients, asker, std::move(completion));
 }
 
-void ToyHandler::assign(const CallContext&, const std::string& table, const AssignRequest& request, const Asker&,
+void ToyHandler::assign(const CallContext&, const std::string& table, const AssignRequest& request, const Asker& asker,
                         Completion completion) {
-  write(table, request.ids, request.count, request.dim, request.rows, std::move(completion));
+  write(table, request.ids, request.count, request.dim, request.rows, asker, std::move(completion));
 }
 
-void ToyHandler::write(const std::string& table, const int64_t* ids, int64_t count, int64_t dim, const char* rows, Completion completion) {
-  enter(table);
+void ToyHandler::write(const std::string& table, const int64_t* ids, int64_t count, int64_t dim, const char* rows,
+                       const Asker& asker, Completion completion) {
+  enter(table, asker);
   if (count != 0 && ids[0] < 0) throw Fault("Busy", "too much to do", 0.25);
   {
     const std::lock_guard lock(mutex_);

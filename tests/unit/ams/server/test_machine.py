@@ -1,13 +1,17 @@
-"""How much memory a server takes for its rows: of its machine, or of the cgroups that it is in."""
+"""What a server takes of its machine: memory for its rows, of the machine or the cgroups that it is in, and CPUs."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import psutil
 import pytest
 
-from geartrain.ams.server.machine import available_memory, default_row_memory
+from geartrain.ams.server.machine import available_memory, default_row_memory, keep_to_cpus
+from geartrain.ams.values.errors import ConfigError
 
 GIB = 1 << 30
 
@@ -53,3 +57,28 @@ def test_it_is_the_least_limit_of_the_cgroups_around_the_process(
 def test_a_share_is_left_for_what_is_not_rows() -> None:
     assert default_row_memory(GIB) == GIB // 2
     assert default_row_memory(100 * GIB) == 90 * GIB - GIB // 2
+
+
+def test_every_thread_keeps_to_the_cpus_that_are_named() -> None:
+    """In a process of its own: there is no way back."""
+    program = """
+import os, threading
+from geartrain.ams.server.machine import keep_to_cpus, threads_per_shard
+
+one = min(os.sched_getaffinity(0))
+end, threads = threading.Event(), [threading.Thread(target=lambda: end.wait(10)) for _ in range(2)]
+threads[0].start()
+keep_to_cpus([one])
+threads[1].start()
+assert [os.sched_getaffinity(thread.native_id) for thread in threads] == [{one}, {one}]
+assert threads_per_shard(1) == 1
+end.set()
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+def test_cpus_that_are_not_there_are_named() -> None:
+    before = os.sched_getaffinity(0)
+    with pytest.raises(ConfigError, match=r"cpus names 8000-8001,8005, which this process does not have; it has \d"):
+        keep_to_cpus([min(before), 8000, 8001, 8005])
+    assert os.sched_getaffinity(0) == before

@@ -236,6 +236,16 @@ def test_ports_are_one_for_each_shard_of_the_process() -> None:
         ServerConfig(shards=2, bulk_port=65_535)
 
 
+def test_cpus_are_given_as_linux_writes_them() -> None:
+    assert ServerConfig(cpus="0-3,6").cpus == (0, 1, 2, 3, 6)  # type: ignore[arg-type]
+    assert ServerConfig(cpus=3).cpus == (3,)  # type: ignore[arg-type]
+    config = ClusterConfig(server=ServerConfig(cpus=(5, 1)))
+    assert configuration.load(environ=configuration.to_environment(config, {})).server.cpus == (1, 5)
+    for wrong in ("3-1", "a", "0-", "", "9999", "-1"):
+        with pytest.raises(ConfigError, match="give CPUs as 0-3"):
+            ServerConfig(cpus=wrong)  # type: ignore[arg-type]
+
+
 def test_a_flag_of_up_is_named_as_it_was_given() -> None:
     given = configuration.flags("scheduler", prefix="scheduler-", listen="foo")
     with pytest.raises(ConfigError, match=r"flag --scheduler-listen: scheduler.listen: address 'foo'"):
