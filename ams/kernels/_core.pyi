@@ -587,6 +587,7 @@ class DataServer:
         spin_seconds: float = ...,
         most_frame_bytes: int = ...,
         most_bytes: int = ...,
+        most_received_bytes: int = ...,
         host: str = "",
         port: int = 0,
     ) -> None: ...

@@ -108,16 +108,20 @@ void bind_carriers(nb::module_& m) {
       .def(
           "__init__",
           [](ServerOfPython* self, std::shared_ptr<Handler> handler, size_t most_mailboxes, size_t most_connections, double greeting_seconds,
-             double silence_seconds, double spin_seconds, size_t most_frame_bytes, size_t most_bytes, const std::string& host,
+             double silence_seconds, double spin_seconds, size_t most_frame_bytes, size_t most_bytes,
+             size_t most_received_bytes, const std::string& host,
              uint16_t port) {
             new (self) ServerOfPython(
                 std::move(handler),
-                {most_mailboxes, most_connections, greeting_seconds, silence_seconds, spin_seconds, most_frame_bytes, most_bytes}, host, port);
+                {most_mailboxes, most_connections, greeting_seconds, silence_seconds, spin_seconds, most_frame_bytes, most_bytes,
+                 most_received_bytes},
+                host, port);
           },
           nb::arg("handler"), nb::kw_only(), nb::arg("most_mailboxes") = ServerLimits().most_mailboxes,
           nb::arg("most_connections") = ServerLimits().most_connections, nb::arg("greeting_seconds") = ServerLimits().greeting_seconds,
           nb::arg("silence_seconds") = ServerLimits().silence_seconds, nb::arg("spin_seconds") = ServerLimits().spin_seconds,
           nb::arg("most_frame_bytes") = ServerLimits().most_frame_bytes, nb::arg("most_bytes") = ServerLimits().most_bytes,
+          nb::arg("most_received_bytes") = ServerLimits().most_received_bytes,
           nb::arg("host") = "", nb::arg("port") = 0)
       .def("offer",
            [](ServerOfPython& server) {

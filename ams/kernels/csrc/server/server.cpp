@@ -67,6 +67,7 @@ DataServer::DataServer(std::shared_ptr<Handler> handler, ServerLimits limits, co
   mailboxes_->most = limits.most_mailboxes;
   memory_->most = limits.most_bytes;
   memory_->most_frame = limits.most_frame_bytes;
+  memory_->most_received = limits.most_received_bytes;
   listener_ = OwnedFd(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
   if (!listener_) fail("socket");
   sockaddr_un address{};
@@ -139,6 +140,7 @@ void DataServer::run() {
   pthread_setname_np(pthread_self(), "geartrain-data");
   auto& is_asleep = reinterpret_cast<SleepPage*>(sleep_page_.data())->is_asleep;
   while (!is_closing_) {
+    if (!waiting_streams_.empty()) let_streams_in();
     if (serve_requests()) {
       if (Clock::now() - looked_at_ >= kLookInterval) look_at_sockets(0);
       continue;
@@ -186,6 +188,21 @@ bool DataServer::serve_held_streams() {
   for (const int fd : fds)
     if (const auto stream = streams_.find(fd); stream != streams_.end()) serve_stream(*stream->second, EPOLLIN);
   return !fds.empty();
+}
+
+// In the order in which they came. Who has waited for too long is refused wherever it stands.
+void DataServer::let_streams_in() {
+  const auto now = Clock::now();
+  std::vector<int> left;
+  for (const int fd : std::exchange(waiting_streams_, {})) {
+    const auto stream = streams_.find(fd);
+    if (stream == streams_.end() || !stream->second->waits_for_memory()) continue;
+    if ((left.empty() || stream->second->waits_until() <= now) && stream->second->let_in())
+      serve_stream(*stream->second, EPOLLIN);
+    else
+      left.push_back(fd);
+  }
+  waiting_streams_.insert(waiting_streams_.begin(), left.begin(), left.end());  // before those that came meanwhile
 }
 
 bool DataServer::is_asked() {
@@ -317,6 +334,7 @@ void DataServer::remember(std::shared_ptr<ServedCall> call) {
 
 void DataServer::serve_stream(TcpPeer& peer, uint32_t events) {
   const int fd = peer.fd();
+  const bool has_waited = peer.waits_for_memory();
   bool is_good = true;
   if ((events & ~static_cast<uint32_t>(EPOLLOUT)) != 0 && (peer.holds_request() || !peer.is_full()))
     is_good = peer.receive(handler_, [this](std::shared_ptr<ServedCall> call) { remember(std::move(call)); }, moment_);
@@ -325,8 +343,9 @@ void DataServer::serve_stream(TcpPeer& peer, uint32_t events) {
     return;
   }
   have_streams_held_ |= peer.holds_request();
+  if (peer.waits_for_memory() && !has_waited) waiting_streams_.push_back(fd);
   epoll_event event{};
-  event.events = (peer.is_full() || peer.holds_request() ? 0u : static_cast<uint32_t>(EPOLLIN)) | (peer.has_replies() ? static_cast<uint32_t>(EPOLLOUT) : 0u);
+  event.events = (peer.is_full() || peer.holds_request() || peer.waits_for_memory() ? 0u : static_cast<uint32_t>(EPOLLIN)) | (peer.has_replies() ? static_cast<uint32_t>(EPOLLOUT) : 0u);
   event.data.fd = fd;
   epoll_ctl(epoll_.get(), EPOLL_CTL_MOD, fd, &event);
 }
@@ -357,6 +376,9 @@ int DataServer::millis_to_wait() const {
   for (const auto& [fd, guest] : guests_) first = std::min(first, guest.until);
   for (const auto& [until, call] : waiting_) first = std::min(first, until);
   if (!streams_.empty()) first = std::min(first, Clock::now() + duration_of(limits_.silence_seconds / 2));
+  for (const int fd : waiting_streams_)
+    if (const auto stream = streams_.find(fd); stream != streams_.end() && stream->second->waits_for_memory())
+      first = std::min(first, stream->second->waits_until());
   const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(first - Clock::now()).count();
   return static_cast<int>(std::clamp<int64_t>(left + 1, 0, 60'000));
 }

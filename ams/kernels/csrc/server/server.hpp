@@ -29,6 +29,7 @@ struct ServerLimits {
   double silence_seconds = 30;  // of a client that neither sends the rest of a frame nor takes its replies
   double spin_seconds = 50e-6;  // that the thread looks for the next request of this machine before it sleeps, where that pays
   size_t most_frame_bytes = size_t{256} << 20, most_bytes = size_t{2} << 30;  // by TCP: of one frame, and of all under way
+  size_t most_received_bytes = size_t{128} << 20;  // by TCP: of large requests that are not done, unless it is one
 };
 
 struct DataPlaneOffer {
@@ -64,6 +65,7 @@ class DataServer : private Meanwhile {
   void run();
   bool serve_requests();
   bool serve_held_streams();
+  void let_streams_in();
   bool has_requests() const;
   bool is_asked() override;
   void serve_pulls(bool has_turn) noexcept override;
@@ -96,6 +98,7 @@ class DataServer : private Meanwhile {
   std::map<int, std::unique_ptr<RingPeer>> rings_;
   std::map<int, std::unique_ptr<TcpPeer>> streams_;
   bool have_streams_held_ = false;
+  std::vector<int> waiting_streams_;  // for memory, in the order in which they came
   Moment moment_{.meanwhile = this};
   std::vector<std::pair<Clock::time_point, std::shared_ptr<ServedCall>>> waiting_;
   Clock::time_point looked_at_;

@@ -2,10 +2,10 @@
 
 #include <sys/eventfd.h>
 
+#include <algorithm>
 #include <cstring>
+#include <new>
 #include <utility>
-
-#include "machine/pauses.hpp"
 
 namespace geartrain {
 namespace {
@@ -28,6 +28,10 @@ class OwnReply : public ReplyPlace {
   const std::shared_ptr<Outbox> outbox_;
   Buffer buffer_;
 };
+
+constexpr size_t kSmallRequest = size_t{64} << 10;  // does not wait for large ones, and is done whether its caller has gone or not
+// Of the time that a caller waits, the share after which it is told that the shard is busy; and after which it is told at the latest.
+constexpr double kPatienceShare = 0.5, kMostPatienceSeconds = 10;
 
 thread_local const Outbox* about_to_be_flushed = nullptr;
 
@@ -80,7 +84,16 @@ void Outbox::flush(ByteStream& stream) {
   }
 }
 
-TcpPeer::~TcpPeer() { outbox_->memory().give_back(std::move(frame_)); }
+TcpPeer::~TcpPeer() {
+  end_wait();
+  give_back_frame();
+}
+
+void TcpPeer::give_back_frame() {
+  FrameMemory& memory = outbox_->memory();
+  memory.received -= std::exchange(counted_, 0);
+  memory.give_back(std::move(frame_));
+}
 
 bool TcpPeer::flush() {
   try {
@@ -100,12 +113,14 @@ bool TcpPeer::receive(const std::shared_ptr<Handler>& handler, const Waits& wait
       if (!moment.is_between()) perform(handler, waits, moment);
       return true;
     }
+    if (waits_for_memory()) return !stream_.has_ended();
     for (size_t bytes = 0; !moment.is_between() || bytes < kMostReadBetween;) {
       size_t received;
       if (header_bytes_ < header_bytes_of_.size()) {
         received = stream_.read(header_bytes_of_.data() + header_bytes_, header_bytes_of_.size() - header_bytes_);
         header_bytes_ += received;
         if (header_bytes_ == header_bytes_of_.size()) begin_body();
+        if (waits_for_memory()) return true;
       } else {
         const size_t left = header_.body_bytes - body_got_;
         received = frame_.data() != nullptr ? stream_.read(frame_.data() + header_bytes_of_.size() + body_got_, left)
@@ -129,18 +144,51 @@ bool TcpPeer::receive(const std::shared_ptr<Handler>& handler, const Waits& wait
 void TcpPeer::begin_body() {
   header_ = parse_header(header_bytes_of_.data(), FrameKind::request);
   body_got_ = 0;
-  FrameMemory& memory = outbox_->memory();
+  const FrameMemory& memory = outbox_->memory();
   if (header_.body_bytes > memory.most_frame) throw std::runtime_error("the frame is too large");
+  if (frame_bytes() <= kSmallRequest || (memory.num_waiting == 0 && has_room())) return take_memory();
+  const double seconds = header_.seconds > 0 ? header_.seconds * kPatienceShare : kMostPatienceSeconds;
+  const std::chrono::duration<double> patience(std::min(seconds, kMostPatienceSeconds));
+  waits_until_ = Clock::now() + std::chrono::duration_cast<Clock::duration>(patience);
+  ++outbox_->memory().num_waiting;
+}
+
+bool TcpPeer::has_room() const {
+  const FrameMemory& memory = outbox_->memory();
+  return memory.received == 0 || memory.received + frame_bytes() <= memory.most_received;
+}
+
+bool TcpPeer::let_in() {
+  if (has_room()) take_memory();
+  else if (Clock::now() >= waits_until()) refusal_ = Fault("Busy", "this shard has too many large requests; ask again", 0.1);
+  else return false;
+  end_wait();
+  moved_at_ = Clock::now();
+  return true;
+}
+
+void TcpPeer::end_wait() {
+  if (std::exchange(waits_until_, std::nullopt)) --outbox_->memory().num_waiting;
+}
+
+// What there is no memory for is refused once it was read past.
+void TcpPeer::take_memory() {
+  FrameMemory& memory = outbox_->memory();
   try {
-    frame_ = memory.take(header_bytes_of_.size() + header_.body_bytes);
-    std::memcpy(frame_.data(), header_bytes_of_.data(), header_bytes_of_.size());
+    frame_ = memory.take(frame_bytes());
   } catch (const Fault& fault) {
     refusal_ = fault;
+    return;
+  } catch (const std::bad_alloc&) {
+    refusal_ = Fault("OutOfMemory", "the shard is out of memory: the system gives it no more; the call changed nothing");
+    return;
   }
+  if (frame_bytes() > kSmallRequest) memory.received += counted_ = frame_bytes();
+  std::memcpy(frame_.data(), header_bytes_of_.data(), header_bytes_of_.size());
 }
 
 void TcpPeer::perform(const std::shared_ptr<Handler>& handler, const Waits& waits, const Moment& moment) {
-  const size_t bytes = header_bytes_of_.size() + header_.body_bytes;
+  const size_t bytes = frame_bytes();
   const bool was_held = held_ != nullptr;
   header_bytes_ = 0;
   const Outbox* const outer = std::exchange(about_to_be_flushed, outbox_.get());
@@ -155,9 +203,9 @@ void TcpPeer::perform(const std::shared_ptr<Handler>& handler, const Waits& wait
     held_ = std::move(call);
   } else {
     is_at_work_ = true;
-    if (is_wanted) call->perform({moment.meanwhile, moment.has_turn, was_held || bytes > kBlockBytes});
+    if (is_wanted) call->perform({moment.meanwhile, moment.has_turn, was_held || bytes > kSmallRequest});
     is_at_work_ = false;
-    outbox_->memory().give_back(std::move(frame_));
+    give_back_frame();
     if (call->is_waiting()) waits(std::move(call));
   }
   about_to_be_flushed = outer;

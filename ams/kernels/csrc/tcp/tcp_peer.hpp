@@ -8,6 +8,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 
 #include "carriers/served_call.hpp"
 #include "tcp/buffers.hpp"
@@ -20,6 +21,9 @@ struct FrameMemory {
   std::atomic<size_t> used = 0;
   size_t most = size_t{2} << 30;
   size_t most_frame = size_t{256} << 20;
+  // Of the server's thread: large requests that are being received or wait to begin, how many bytes those may have unless it is one,
+  // and how many clients wait with theirs for that.
+  size_t received = 0, most_received = size_t{128} << 20, num_waiting = 0;
   BufferPool pool;
   // Throws Fault("Busy") if there is no room, std::bad_alloc.
   Buffer take(size_t bytes);
@@ -60,11 +64,16 @@ class TcpPeer {
       : stream_(std::move(stream)), outbox_(std::make_shared<Outbox>(std::move(memory), std::move(wake))) {}
   ~TcpPeer();
   int fd() const { return stream_.fd(); }
-  // Performs the request that it holds, or reads what has come, and performs one frame if it is there. Between two blocks of another's
+  // Performs the request that it holds, or, unless it waits for memory, reads what has come, and performs one frame if it is there. Between two blocks of another's
   // request it reads little, and holds a request that is not brief: no more are read until that is done. False: the client has gone, or
   // is not to be believed.
   bool receive(const std::shared_ptr<Handler>& handler, const Waits& waits, const Moment& moment);
   bool holds_request() const { return held_ != nullptr; }
+  // Whether its next request is so large that it waits for others to be done, and until when. Nothing of it is read meanwhile.
+  bool waits_for_memory() const { return waits_until_.has_value(); }
+  Clock::time_point waits_until() const { return *waits_until_; }
+  // Ends that wait if there is room, or if it has taken too long: then the request is refused (Busy). Whether it has ended.
+  bool let_in();
   // Whether a request of it is being performed, so that it must stay.
   bool is_at_work() const { return is_at_work_; }
   // Sends replies. False: the client has gone.
@@ -73,11 +82,18 @@ class TcpPeer {
   // Whether it takes too few replies for its requests to be read.
   bool is_full() { return outbox_->num_bytes() > kMostOutbox; }
   // Whether it neither sends the rest of a frame nor takes its replies since then.
-  bool is_silent_since(Clock::time_point time) { return (header_bytes_ != 0 || has_replies()) && moved_at_ < time; }
+  bool is_silent_since(Clock::time_point time) {
+    return (header_bytes_ != 0 || has_replies()) && !waits_for_memory() && moved_at_ < time;
+  }
 
  private:
   static constexpr size_t kMostOutbox = size_t{64} << 20, kMostReadBetween = size_t{256} << 10;
   void begin_body();
+  bool has_room() const;
+  void take_memory();
+  void end_wait();
+  void give_back_frame();
+  size_t frame_bytes() const { return header_bytes_of_.size() + header_.body_bytes; }
   void perform(const std::shared_ptr<Handler>& handler, const Waits& waits, const Moment& moment);
 
   ByteStream stream_;
@@ -88,6 +104,8 @@ class TcpPeer {
   FrameHeader header_;
   size_t body_got_ = 0;
   Buffer frame_;  // none: there is no memory for it, and it is read past
+  size_t counted_ = 0;  // of it in FrameMemory::received
+  std::optional<Clock::time_point> waits_until_;
   Fault refusal_{"Busy", ""};
   std::shared_ptr<ServedCall> held_;  // of frame_
   bool is_at_work_ = false;
