@@ -231,6 +231,25 @@ class RowCalls:
             if undone is None or any(shard == other for other, _ in undone):
                 out.place(rows, positions)
 
+    def pull_together(self, pulls: Sequence[tuple[TableFacts, int, Ids, npt.NDArray[Any]]]) -> None:
+        """:meth:`pull` of (table, incarnation, distinct ids, out) each: one request to each shard for all of them.
+
+        Raises the first error of a shard, after all were read that could be.
+        """
+        self._calls.require_usable()
+        undone: Sequence[list[tuple[int, Any]] | None] = [[]] * len(pulls)
+        if is_asked := self._has_a_way():
+            watch = _Watch(self._calls) if self._calls.remote else None
+            requests = [(table, number, ids, *ops.as_bits(out, "out")) for table, number, ids, out in pulls]
+            try:
+                undone = self._client.pull_together(requests, self._seconds, watch)
+            finally:
+                if watch is not None:
+                    watch.end()
+        for (table, number, ids, out), left in zip(pulls, undone, strict=True):
+            if not (is_asked and self._pulled(table, ids, left)):
+                self._pull_again(table, number, ids, out, None, None, left if is_asked else None)
+
     def sends_at_once(self, num_bytes: int) -> bool:
         """Whether a request of so many bytes is one for :meth:`begin`: every shard is behind a connection, and it is
         small. Shards of this process have nothing sent.

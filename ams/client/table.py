@@ -9,7 +9,7 @@ that both share.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -18,12 +18,12 @@ import numpy as np
 import numpy.typing as npt
 
 from geartrain.ams.client.hosted_calls import HostedCalls
-from geartrain.ams.client.row_calls import CHECK_FINITE, CHECK_PRODUCT, NO_CHECK, RowParts, facts_of
+from geartrain.ams.client.row_calls import CHECK_FINITE, CHECK_PRODUCT, NO_CHECK, RowCalls, RowParts, facts_of
 from geartrain.ams.client.row_futures import Sendable
 from geartrain.ams.client.shard_calls import ShardCalls
 from geartrain.ams.client.writes import ClientStream, RowWrite
 from geartrain.ams.kernels import ops
-from geartrain.ams.kernels._core import ScatteredRows
+from geartrain.ams.kernels._core import ScatteredRows, TableFacts
 from geartrain.ams.values.arguments import real_number
 from geartrain.ams.values.arrays import ids_array, like, rows_array
 from geartrain.ams.values.errors import InvalidArgument, NonFinite, TableNotFound
@@ -228,6 +228,7 @@ class Table:
         step_goes_on: bool = False,
         known_finite: bool = False,
         checked_on_send: bool = False,
+        known_distinct: bool = False,
     ) -> RowWrite:
         """Check a push and number it, but send nothing: the write can be sent again after an error, applied once.
 
@@ -245,6 +246,7 @@ class Table:
             known_finite: The caller has looked for NaN and infinity; else that is done here, a pass over the gradients.
             checked_on_send: Leave them to be found on the way if they reach no shard all the same: one that has all
                 rows looks for itself, and then sending raises NonFinite.
+            known_distinct: No id occurs twice; else they are merged here, a look at each.
 
         Raises what :meth:`push` does before it sends.
         """
@@ -258,6 +260,7 @@ class Table:
             scalars=optimizer_scalars,
             group=group,
             step_goes_on=step_goes_on,
+            known_distinct=known_distinct,
         )
 
     def _check_on_send(self, group: SyncGroup | None) -> int:
@@ -276,6 +279,7 @@ class Table:
         scalars: Mapping[str, float],
         group: SyncGroup | None,
         step_goes_on: bool = False,
+        known_distinct: bool = False,
     ) -> RowWrite:
         """Check a push, of all shards, and cut it; ``check`` is that of :meth:`RowCalls.prepared`."""
         checked = ids_array(ids, self.spec.num_rows)
@@ -309,6 +313,7 @@ class Table:
             scalars=scalars,
             group=group,
             step_goes_on=step_goes_on,
+            are_distinct=known_distinct,
         )
         return self._write(parts, sequence)
 
@@ -349,6 +354,19 @@ class Table:
     def _routes(self, ids: Ids) -> list[tuple[int, Ids | None]]:
         view = self._calls.view
         return split_by_shard(ids, view.bucket_shards, view.num_shards, dense=self.spec.num_rows is not None)
+
+
+def pull_together(pulls: Sequence[tuple[Table, Ids, npt.NDArray[Any]]]) -> None:
+    """:meth:`Table.pull_into` of several tables: (table, distinct ids [N], out [N, dim] of its dtype) each.
+
+    Tables of one cluster are read in one request to each shard. Raises what pull_into does.
+    """
+    by_calls: dict[RowCalls, list[tuple[TableFacts, int, Ids, npt.NDArray[Any]]]] = {}
+    for table, ids, out in pulls:
+        checked = table._checked_pull(ids, out)
+        by_calls.setdefault(table._calls.rows, []).append((table._facts, table.incarnation, checked, out))
+    for calls, each in by_calls.items():
+        calls.pull_together(each)
 
 
 def _push(ids: Ids, gradients: npt.NDArray[Any], **settings: Any) -> Push:

@@ -676,6 +676,7 @@ class PreparedWrite:
         group: SyncGroup | None,
         step_goes_on: bool,
         every_shard: bool,
+        are_distinct: bool = False,
     ) -> None: ...
     @property
     def num_parts(self) -> int: ...
@@ -723,6 +724,14 @@ class RowsClient:
         watch: Callable[[list[int]], object] | None,
     ) -> list[tuple[int, Undone]] | None:
         """:meth:`pull` to rows of several arrays."""
+
+    def pull_together(
+        self,
+        pulls: list[tuple[TableFacts, int, npt.NDArray[np.int64], npt.NDArray[Any], int]],
+        seconds: float,
+        watch: Callable[[list[int]], object] | None,
+    ) -> list[list[tuple[int, Undone]] | None]:
+        """:meth:`pull` of (table, incarnation, distinct ids, out, dtype code) each."""
 
     def write(
         self,

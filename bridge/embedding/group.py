@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from geartrain.ams.client.table import pull_together
 from geartrain.ams.kernels.embedding import BadId, FeatureIds, Lookup
 from geartrain.ams.values.errors import InvalidArgument, InvalidIds
 from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
@@ -141,12 +142,14 @@ class EmbeddingGroup(nn.Module):
         lookup = self._merged(features)
         wants = torch.is_grad_enabled()
         rows = []
+        pulls = []
         distinct = lookup.ids()
         for table, own_ids in zip(self._tables, distinct, strict=True):
             own = np.empty((len(own_ids), table.spec.dim), table.spec.numpy_dtype)
-            if len(own_ids):
-                table.pull_into(own_ids, own)
             rows.append(own)
+            if len(own_ids):
+                pulls.append((table, own_ids, own))
+        pull_together(pulls)
         call = LookupCall(lookup, features, given, rows, self._trained)
         device = cast("Tensor", self._place).device
         if not wants:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,17 +20,9 @@ from geartrain.ams.values.text import quoted
 Weights = npt.NDArray[np.float32]
 
 
-@runtime_checkable
-class Jagged(Protocol):
-    """Ids with lengths, of one field or (with ``keys()``) of several: TorchRec's JaggedTensor and KeyedJaggedTensor."""
-
-    def values(self) -> Tensor:
-        """All ids, one bag after the other."""
-        ...
-
-    def lengths(self) -> Tensor:
-        """How many each bag has."""
-        ...
+def _is_jagged(given: Any) -> bool:
+    """Whether it is ids with lengths, of one field or of several: TorchRec's JaggedTensor and KeyedJaggedTensor."""
+    return callable(getattr(given, "lengths", None)) and callable(getattr(given, "values", None))
 
 
 @dataclass(frozen=True)
@@ -54,7 +46,7 @@ def ids_of_batch(batch: Any, names: list[str]) -> list[BatchIds]:
 
     Raises InvalidArgument for a batch without one of them, InvalidIds for ids of another kind.
     """
-    if isinstance(batch, Jagged) and not isinstance(batch, Mapping):
+    if not isinstance(batch, Mapping) and _is_jagged(batch):
         batch = _by_key(batch)
     if not isinstance(batch, Mapping):
         raise InvalidArgument(
@@ -82,7 +74,7 @@ def batch_ids(given: Any, name: str) -> BatchIds:
         return _ragged(given.values(), given.offsets(), None, name)  # type: ignore[attr-defined]
     if isinstance(given, tuple) and len(given) in (2, 3):
         return _ragged(given[0], given[1], given[2] if len(given) == 3 else None, name)
-    if isinstance(given, Jagged) and not isinstance(given, Mapping):
+    if not isinstance(given, Tensor | np.ndarray | Mapping) and _is_jagged(given):
         weights = getattr(given, "weights_or_none", lambda: None)()
         return _ragged(given.values(), _offsets_of(given.lengths(), name), weights, name)
     array = _integers(given, name, "the ids")

@@ -116,7 +116,7 @@ class EmbeddingUpdate(PendingUpdate[EmbeddingGradient]):
                 for place, gradient in self._pending.tables.items():
                     # Their squares are finite, or check_finite() would have said so; the product is looked at there.
                     push = self.tables[place].prepare_push
-                    writes.append(push(gradient.ids, gradient.rows, known_finite=True, **settings))
+                    writes.append(push(gradient.ids, gradient.rows, known_finite=True, known_distinct=True, **settings))
             except BaseException:
                 for write in writes:
                     write.abandon()

@@ -112,11 +112,13 @@ class HeadTable(ReadableTable, Protocol):
         group: SyncGroup | None = None,
         step_goes_on: bool = False,
         known_finite: bool = False,
+        known_distinct: bool = False,
     ) -> TableWrite:
         """Check and number a push of ``scale`` · ``gradients`` [N, D]; nothing travels yet.
 
         ``lr`` and ``optimizer_scalars`` replace numbers of the table's optimizer.
         ``step_goes_on``: more pushes of the same step follow. ``known_finite``: none need be looked for.
+        ``known_distinct``: no id occurs twice.
         """
         ...
 

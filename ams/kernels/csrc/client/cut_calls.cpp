@@ -11,14 +11,33 @@ namespace {
 
 bool is_asked(Shards shards, int64_t shard) { return shards.empty() || std::ranges::find(shards, shard) != shards.end(); }
 
+// Which job takes one more operation for a shard.
+class JobOfShard {
+ public:
+  JobOfShard(std::vector<Job>& jobs, int64_t num_shards) : jobs_(jobs), places_(static_cast<size_t>(num_shards), -1) {}
+  size_t operator()(int64_t shard) {
+    int64_t& job = places_[static_cast<size_t>(shard)];
+    if (job < 0 || jobs_[static_cast<size_t>(job)].operations.size() == kMostOperations) {
+      job = static_cast<int64_t>(jobs_.size());
+      jobs_.emplace_back();
+      jobs_.back().shard = shard;
+    }
+    return static_cast<size_t>(job);
+  }
+
+ private:
+  std::vector<Job>& jobs_;
+  std::vector<int64_t> places_;
+};
+
 }  // namespace
 
 PullCall::PullCall(const TableFacts& table, int64_t table_incarnation, const PullRequest& request, const Placement& placement,
-                   const View& view, Shards shards)
+                   const View& view, Shards shards, bool are_distinct)
     : request_(request) {
   const int64_t* ids = request.ids;
   int64_t count = request.count;
-  if (view.has_connections) merge(ids, count);
+  if (view.has_connections && !are_distinct) merge(ids, count);
   const bool is_merged = !firsts_.empty(), is_whole = placement.num_shards == 1;
   cut_.emplace(ids, count, placement, table.is_dense, false);
   if (is_merged && !is_whole) {
@@ -80,19 +99,39 @@ void PullCall::repeat() const {
   }
 }
 
+PullCalls::PullCalls(std::span<const TablePull> pulls, const Placement& placement, const View& view) {
+  JobOfShard job_of_shard(jobs_, placement.num_shards);
+  for (const TablePull& pull : pulls) {
+    PullCall& call = calls_.emplace_back(*pull.table, pull.table_incarnation, pull.request, placement, view, Shards(), true);
+    for (Job& own : call.jobs()) {
+      const size_t job = job_of_shard(own.shard);
+      places_.emplace_back(job, jobs_[job].operations.size());
+      jobs_[job].operations.push_back(std::move(own.operations.front()));
+    }
+  }
+}
+
+std::vector<Undone> PullCalls::undone() {
+  std::vector<Undone> all;
+  auto place = places_.begin();
+  for (PullCall& call : calls_) {
+    for (Job& own : call.jobs()) {
+      own.outcomes.assign(1, std::move(jobs_[place->first].outcomes[place->second]));
+      ++place;
+    }
+    all.push_back(call.undone());
+  }
+  return all;
+}
+
 WriteCall::WriteCall(std::span<const Write> writes, const Placement& placement, Shards shards) : places_(writes.size()) {
-  std::vector<int64_t> job_of_shard(static_cast<size_t>(placement.num_shards), -1);
+  JobOfShard job_of_shard(jobs_, placement.num_shards);
   for (size_t number = 0; number < writes.size(); ++number) {
     for (const ShardPart& part : writes[number].prepared->parts()) {
       if (!is_asked(shards, part.shard)) continue;
-      int64_t& job = job_of_shard[static_cast<size_t>(part.shard)];
-      if (job < 0 || jobs_[static_cast<size_t>(job)].operations.size() == kMostOperations) {
-        job = static_cast<int64_t>(jobs_.size());
-        jobs_.emplace_back();
-        jobs_.back().shard = part.shard;
-      }
-      Job& own = jobs_[static_cast<size_t>(job)];
-      places_[number].emplace_back(static_cast<size_t>(job), own.operations.size());
+      const size_t job = job_of_shard(part.shard);
+      Job& own = jobs_[job];
+      places_[number].emplace_back(job, own.operations.size());
       own.operations.push_back(writes[number].prepared->operation(part, writes[number].context));
       own.rows.emplace_back(writes[number].prepared, &part);
     }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <list>
 #include <optional>
 #include <span>
 #include <utility>
@@ -24,9 +25,10 @@ using Shards = std::span<const int64_t>;
 // A pull. Ids that occur twice travel once.
 class PullCall {
  public:
-  // `request` has no positions: out is [count, dim]. The rows of shards that are not asked stay as they are.
+  // `request` has no positions: out is [count, dim]. The rows of shards that are not asked stay as they are. `are_distinct`: no id
+  // occurs twice, which need not be looked at.
   PullCall(const TableFacts& table, int64_t table_incarnation, const PullRequest& request, const Placement& placement,
-           const View& view, Shards shards = {});
+           const View& view, Shards shards = {}, bool are_distinct = false);
   PullCall(const PullCall&) = delete;  // the jobs refer to what it holds
   PullCall& operator=(const PullCall&) = delete;
 
@@ -45,6 +47,28 @@ class PullCall {
   std::vector<bool> left_alone_;  // distinct ids of shards that are not asked; empty: there are none
   std::optional<CutIds> cut_;
   std::vector<Job> jobs_;
+};
+
+// Rows of distinct ids of one of several tables.
+struct TablePull {
+  const TableFacts* table;
+  int64_t table_incarnation;
+  PullRequest request;
+};
+
+// Pulls from several tables: one frame a shard for all of them.
+class PullCalls {
+ public:
+  PullCalls(std::span<const TablePull> pulls, const Placement& placement, const View& view);
+
+  std::vector<Job>& jobs() { return jobs_; }
+  // Once all jobs have theirs: of each pull.
+  std::vector<Undone> undone();
+
+ private:
+  std::list<PullCall> calls_;
+  std::vector<Job> jobs_;
+  std::vector<std::pair<size_t, size_t>> places_;  // of each job of each call: its job, and its operation there
 };
 
 struct Write {

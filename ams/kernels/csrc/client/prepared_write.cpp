@@ -68,7 +68,7 @@ PreparedWrite::PreparedWrite(const TableFacts& table, const Placement& placement
                              const RowPlaces<const char>& rows, int64_t count, DType dtype, WriteSettings settings, RowCheck check)
     : table_(table.name), dim_(table.dim), dtype_(dtype), rows_(rows), settings_(std::move(settings)) {
   if (check == RowCheck::finite) require_finite(ids, count);
-  if (!settings_.is_assign) merge(ids, count);
+  if (!settings_.is_assign && !settings_.are_distinct) merge(ids, count);
   if (check == RowCheck::finite && is_merged()) require_finite(ids, count);  // a sum may be infinite where its terms are not
   if (check != RowCheck::none && !settings_.is_assign) require_finite_product(count);
   num_rows_ = count;

@@ -81,6 +81,7 @@ struct WriteSettings {
   std::optional<SyncGroup> group;
   bool step_goes_on = false;
   bool every_shard = false;
+  bool are_distinct = false;  // no id occurs twice, which need not be looked at
 };
 
 // What is looked for in the rows of a write before anything is sent.

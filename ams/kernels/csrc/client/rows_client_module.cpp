@@ -162,6 +162,29 @@ nb::object pull_scattered(RowsClient& client, const TableFacts& table, int64_t t
   return python_of(undone);
 }
 
+// (table, table_incarnation, ids, out, dtype_code) each.
+nb::list pull_together(RowsClient& client, const nb::list& pulls, double seconds, nb::handle watch) {
+  std::vector<TablePull> all;
+  all.reserve(pulls.size());
+  for (const nb::handle given : pulls) {
+    const auto parts = nb::cast<nb::tuple>(given);
+    require(parts.size() == 5, "a pull has five parts");
+    const auto& table = nb::cast<const TableFacts&>(parts[0]);
+    const auto ids = nb::cast<IdArray>(parts[2], false);
+    const auto out = nb::cast<MatrixOutput>(parts[3], false);
+    all.push_back({&table, nb::cast<int64_t>(parts[1]), pull_request(table, ids, out, nb::cast<int>(parts[4]), std::nullopt, nb::none())});
+  }
+  const Attempt attempt = attempt_of(seconds, watch);
+  std::vector<Undone> undone;
+  {
+    const nb::gil_scoped_release release;
+    undone = client.pull(all, attempt);
+  }
+  nb::list each;
+  for (const Undone& one : undone) each.append(python_of(one));
+  return each;
+}
+
 bool begin_pull(RowsClient& client, const TableFacts& table, int64_t table_incarnation, const IdArray& ids, const MatrixOutput& out,
                 int dtype_code, nb::handle required_sync, double seconds, nb::object tag) {
   const PullRequest request = pull_request(table, ids, out, dtype_code, std::nullopt, required_sync);
@@ -175,7 +198,7 @@ bool begin_pull(RowsClient& client, const TableFacts& table, int64_t table_incar
 template <class Rows>
 void prepare(PreparedWrite* self, const RowsClient& client, const TableFacts& table, const IdArray& ids, const Rows& rows, int dtype_code,
              bool is_assign, int check, std::optional<double> lr, double scale, nb::handle scalars, nb::handle group, bool step_goes_on,
-             bool every_shard) {
+             bool every_shard, bool are_distinct) {
   require(check >= 0 && check <= static_cast<int>(RowCheck::finite), "check must be 0, 1 or 2");
   size_t num_rows = 0, row_bytes = 0;
   DType dtype = DType::float32;
@@ -200,6 +223,7 @@ void prepare(PreparedWrite* self, const RowsClient& client, const TableFacts& ta
   if (!group.is_none()) settings.group = group_of(group);
   settings.step_goes_on = step_goes_on;
   settings.every_shard = every_shard;
+  settings.are_distinct = are_distinct;
   const nb::gil_scoped_release release;
   if constexpr (std::is_same_v<Rows, ScatteredRows>) rows.gather();
   new (self) PreparedWrite(table, client.placement(), ids.data(), places, static_cast<int64_t>(ids.size()), dtype, std::move(settings),
@@ -291,6 +315,7 @@ void bind_rows_client(nb::module_& m) {
            nb::arg("watch").none(), nb::arg("shards") = std::vector<int64_t>())
       .def("pull_scattered", &pull_scattered, nb::arg("table"), nb::arg("table_incarnation"), nb::arg("ids").noconvert(), nb::arg("out"),
            nb::arg("required_sync").none(), nb::arg("seconds"), nb::arg("watch").none())
+      .def("pull_together", &pull_together, nb::arg("pulls"), nb::arg("seconds"), nb::arg("watch").none())
       .def("write", &write, nb::arg("writes"), nb::arg("seconds"), nb::arg("watch").none(), nb::arg("shards") = std::vector<int64_t>())
       .def("begin_pull", &begin_pull, nb::arg("table"), nb::arg("table_incarnation"), nb::arg("ids").noconvert(),
            nb::arg("out").noconvert(), nb::arg("dtype_code"), nb::arg("required_sync").none(), nb::arg("seconds"), nb::arg("tag"))
@@ -303,8 +328,8 @@ void bind_rows_client(nb::module_& m) {
   const auto add_prepare = [](nb::class_<PreparedWrite>& write, auto* prepare) {
     write.def("__init__", prepare, nb::arg("client"), nb::arg("table"), nb::arg("ids").noconvert(), nb::arg("rows").noconvert(),
               nb::arg("dtype_code"), nb::kw_only(), nb::arg("is_assign"), nb::arg("check"), nb::arg("lr").none(), nb::arg("scale"),
-              nb::arg("scalars"), nb::arg("group").none(), nb::arg("step_goes_on"), nb::arg("every_shard"), nb::keep_alive<1, 4>(),
-              nb::keep_alive<1, 5>());
+              nb::arg("scalars"), nb::arg("group").none(), nb::arg("step_goes_on"), nb::arg("every_shard"), nb::arg("are_distinct") = false,
+              nb::keep_alive<1, 4>(), nb::keep_alive<1, 5>());
   };
   nb::class_<PreparedWrite> write(m, "PreparedWrite");
   add_prepare(write, &prepare<Matrix>);
