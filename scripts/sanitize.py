@@ -38,6 +38,12 @@ OPTIONS = {
     # Forked children start threads: ThreadSanitizer cannot promise to follow them, but need not end them.
     "thread": {"TSAN_OPTIONS": "ignore_noninstrumented_modules=1:die_after_fork=0"},
 }
+SETTINGS = {
+    "address": {},
+    # ThreadSanitizer makes a fork of vfork, with all that is done in a forked child: gRPC's part of it ends programs
+    # that tests start. Without it a forked child cannot use gRPC.
+    "thread": {"GRPC_ENABLE_FORK_SUPPORT": "0"},
+}
 # Before the finder of an editable install, in every process that inherits the environment.
 SITECUSTOMIZE = """import importlib.util
 import sys
@@ -93,9 +99,7 @@ def tests_pass(kind: str, core: Path, pytest: list[str]) -> bool:
         # The C++ library, too: exceptions are intercepted when the sanitizer starts, before the core is loaded.
         "LD_PRELOAD": " ".join(library(name) for name in (f"lib{kind[0]}san.so", "libstdc++.so.6")),
         "OMP_NUM_THREADS": "1",
-        # ThreadSanitizer makes a fork of vfork, with all that is done in a forked child: gRPC's part of it ends the
-        # programs that tests start.
-        "GRPC_ENABLE_FORK_SUPPORT": "0",
+        **SETTINGS[kind],
     }
     for name, options in OPTIONS[kind].items():
         environ[name] = f"{options}:log_path={reports / name.partition('_')[0].lower()}"
