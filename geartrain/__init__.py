@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from geartrain import models
     from geartrain.ams.client.cluster import Cluster, connect
     from geartrain.ams.client.table import Table
     from geartrain.ams.programs.selection import ActiveClasses, FullSoftmax, PartialFC, Selection
@@ -128,6 +129,7 @@ __all__ = [
     "local",
     "margin_cross_entropy",
     "memory_report",
+    "models",
     "save",
     "state_from_bytes",
     "state_to_bytes",
@@ -207,6 +209,8 @@ _require_built()
 def __getattr__(name: str) -> object:
     if name == "errors":
         return importlib.import_module("geartrain.ams.values.errors")
+    if name == "models":
+        return importlib.import_module("geartrain.models")
     home = _HOME_OF.get(name)
     if home is None:
         import difflib

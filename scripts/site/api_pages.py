@@ -9,7 +9,7 @@ import geartrain
 
 @dataclass(frozen=True)
 class ApiPage:
-    """A page of public names, and of the classes that they return."""
+    """A page of public names, and of the classes that they return; without names, of those of a public module."""
 
     name: str
     title: str
@@ -31,6 +31,7 @@ PAGES = (
         ),
     ),
     ApiPage("embeddings", "Embeddings of sparse features", ("geartrain.bridge.embedding",)),
+    ApiPage("models", "Click models", (), ("geartrain.models.DeepFM", "geartrain.models.WideDeep")),
     ApiPage(
         "optimizers", "Optimizers and first values", ("geartrain.ams.values.specs", "geartrain.ams.values.optimizers")
     ),
@@ -49,8 +50,8 @@ PAGES = (
     ApiPage("gears", "Dense modules and slow gears", ("geartrain.bridge.dense", "geartrain.bridge.gear")),
     ApiPage("state", "State and data", ("geartrain",)),
 )
-NOT_ON_THESE_PAGES = {"errors", "__version__"}
-"""The errors have a page of their own; the version is a text."""
+NOT_ON_THESE_PAGES = {"errors", "models", "__version__"}
+"""The errors have a page of their own, the models are listed one by one; the version is a text."""
 
 
 def page_of(home: str) -> ApiPage:
@@ -72,7 +73,9 @@ def render() -> dict[str, str]:
 def _page(page: ApiPage, names: list[str]) -> str:
     parts = [f"# {page.title}", "```python\nimport geartrain as gt\n```"]
     parts += [f"::: geartrain.{name}" for name in sorted(names, key=str.lower)]
-    if page.returned:
+    if not names:
+        parts += [f"::: {path}" for path in page.returned]
+    elif page.returned:
         parts.append("## What these return")
         parts += [f"::: {path}\n    options:\n      heading_level: 3" for path in page.returned]
     return "\n\n".join(parts) + "\n"
@@ -81,6 +84,7 @@ def _page(page: ApiPage, names: list[str]) -> str:
 def _index(names: dict[ApiPage, list[str]]) -> str:
     lines = ["# API", "", "Every public name of `import geartrain as gt`.", ""]
     for page, found in names.items():
-        links = [f"[{name}]({page.name}.md#geartrain.{name})" for name in sorted(found, key=str.lower)]
+        shown = found or [path.removeprefix("geartrain.") for path in page.returned]
+        links = [f"[{name}]({page.name}.md#geartrain.{name})" for name in sorted(shown, key=str.lower)]
         lines += [f"**[{page.title}]({page.name}.md)**: {' · '.join(links)}", ""]
     return "\n".join([*lines, "**[Errors](../errors.md)**: `gt.errors`, the whole tree.", ""])

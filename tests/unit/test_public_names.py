@@ -33,6 +33,9 @@ PUBLIC_NAMES = {
     "RMSProp",
     "FTRL",
     "hash_strings",
+    "Embedding",
+    "EmbeddingGroup",
+    "Field",
     "Constant",
     "Uniform",
     "Normal",
@@ -67,6 +70,7 @@ PUBLIC_NAMES = {
     "clip_grad_norm_",
     "margin_cross_entropy",
     "memory_report",
+    "models",
     "import_class_weights",
     "joint",
     "export_class_weights",
@@ -113,8 +117,8 @@ def test_type_checkers_and_the_interpreter_see_the_same_names() -> None:
         assert node.module is not None
         for alias in node.names:
             expected = (
-                importlib.import_module("geartrain.ams.values.errors")
-                if alias.name == "errors"
+                importlib.import_module(f"{node.module}.{alias.name}")
+                if alias.name in ("errors", "models")
                 else getattr(importlib.import_module(node.module), alias.name)
             )
             assert getattr(gt, alias.name) is expected

@@ -1,0 +1,1 @@
+"""Networks over the vectors of embedding fields that predict clicks."""

@@ -1,0 +1,66 @@
+"""The vectors that a network takes: of which fields, how wide, and that a batch has them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from geartrain.ams.values.arguments import integer
+from geartrain.ams.values.errors import InvalidArgument
+from geartrain.ams.values.text import quoted
+
+
+class FieldVectors:
+    """Fields of width 1, whose numbers are first-order weights, and the others, whose vectors are embeddings."""
+
+    def __init__(self, model: str, dims: Mapping[str, int]) -> None:
+        """``model`` is named in errors. Raises InvalidArgument unless some field is wider than 1."""
+        if not isinstance(dims, Mapping) or not all(isinstance(name, str) for name in dims):
+            raise InvalidArgument(f"dims of {model} is {quoted(dims)}; it must map fields to widths: {{'user': 16}}")
+        self._model = model
+        self._dims = {name: integer(f"the dim of field {name!r}", dim, 1, 2**31 - 1) for name, dim in dims.items()}
+        self.first_order = [name for name, dim in self._dims.items() if dim == 1]
+        self.embedded = [name for name, dim in self._dims.items() if dim > 1]
+        self.widths = [self._dims[name] for name in self.embedded]
+        if not self.embedded:
+            raise InvalidArgument(f"{model} has no field wider than 1 among {self._dims}; give one: {{'user': 16}}")
+
+    def take(self, vectors: Mapping[str, Tensor]) -> tuple[Tensor, list[Tensor]]:
+        """The sum [B] of the first-order weights, and the embeddings [B, D] of each field.
+
+        Raises InvalidArgument that names a field that is missing or has another shape; others are left alone.
+        """
+        for name, dim in self._dims.items():
+            if name not in vectors:
+                raise InvalidArgument(
+                    f"field {name!r} of {self._model} is not among the vectors, which are of "
+                    f"{', '.join(map(repr, vectors)) or 'no field'}"
+                )
+            shape = vectors[name].shape
+            if vectors[name].is_nested or len(shape) != 2 or shape[1] != dim:
+                raise InvalidArgument(
+                    f"the vectors of field {name!r} have shape {list(shape)}; {self._model} takes [B, {dim}]: give the "
+                    "field that dim and a pooling"
+                )
+        embedded = [vectors[name] for name in self.embedded]
+        if not self.first_order:
+            return embedded[0].new_zeros(len(embedded[0])), embedded
+        return torch.stack([vectors[name].squeeze(1) for name in self.first_order]).sum(0), embedded
+
+
+def tower(width: int, hidden: Sequence[int], dropout: float) -> nn.Sequential:
+    """Layers with ReLU and dropout from ``width`` numbers to one, without the bias of the last: [B, width] -> [B, 1].
+
+    Raises InvalidArgument.
+    """
+    if isinstance(hidden, str) or not isinstance(hidden, Sequence):
+        raise InvalidArgument(f"hidden is {quoted(hidden)}; it must be widths of layers, such as (64, 32)")
+    if isinstance(dropout, bool) or not isinstance(dropout, int | float) or not 0 <= dropout < 1:
+        raise InvalidArgument(f"dropout is {quoted(dropout)}; it must lie in [0, 1)")
+    layers: list[nn.Module] = []
+    for size in hidden:
+        layers += [nn.Linear(width, integer("a width of hidden", size, 1, 2**31 - 1)), nn.ReLU(), nn.Dropout(dropout)]
+        width = size
+    return nn.Sequential(*layers, nn.Linear(width, 1, bias=False))

@@ -1,0 +1,48 @@
+"""Wide & Deep: a linear model of ids and crossed ids beside a deep network.
+
+Legend: B samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from geartrain.bridge.models.inputs import FieldVectors, tower
+
+
+class WideDeep(nn.Module):
+    """Click logits of a linear model, which remembers, and a deep network, which generalises.
+
+    With the weights w_i of ids and crossed ids (fields of width 1) and the embeddings v_i (all others)::
+
+        logit = b + Σ_i w_i + MLP(v_1, …, v_F)
+
+    A cross of two fields is a field as any other, whose ids stand for pairs. The paper trains the wide part by FTRL:
+    ``gt.Field("user_x_genre", dim=1, optimizer=gt.FTRL(0.1))``. Source: Cheng et al., "Wide & Deep Learning for
+    Recommender Systems" (2016), section 3.
+    """
+
+    def __init__(self, dims: Mapping[str, int], hidden: Sequence[int] = (64, 32), *, dropout: float = 0.0) -> None:
+        """Make the dense part; the weights and embeddings are those of the fields.
+
+        Args:
+            dims: Width of the vectors by field: 1 in the wide part, any other in the deep one.
+            hidden: Widths of the deep network's layers, each with ReLU.
+            dropout: After each of them, in [0, 1).
+
+        Raises:
+            InvalidArgument: There is no embedding; ``hidden`` or ``dropout`` cannot be.
+        """
+        super().__init__()
+        self._fields = FieldVectors("WideDeep", dims)
+        self.deep = tower(sum(self._fields.widths), hidden, dropout)
+        self.bias = nn.Parameter(torch.zeros(()))
+
+    def forward(self, vectors: Mapping[str, Tensor]) -> Tensor:
+        """Logits [B] of the vectors [B, dim] of each field. Raises InvalidArgument that names a field that is wrong."""
+        wide_B, embedded = self._fields.take(vectors)
+        logits_B: Tensor = self.bias + wide_B + self.deep(torch.cat(embedded, dim=1)).squeeze(1)
+        return logits_B
