@@ -340,6 +340,26 @@ class RowCalls:
             delivered.append(self.delivered(parts, context, reply))
         return delivered
 
+    def deliver_and_pull(
+        self, parts: RowParts, context: CallContext, out: ScatteredRows
+    ) -> tuple[Delivered, tuple[int, ...] | None]:
+        """Make the calls of a push of no group, and read its rows [N, dim] into ``out`` as they are after it, in the
+        same requests.
+
+        The second result is the writes that each shard with rows had applied to the table by then; None: not all of
+        the rows came.
+        """
+        self._calls.require_usable()
+        if parts.shards is not None or not self._has_a_way():
+            return self.deliver(parts, context), None
+        watch = _Watch(self._calls) if self._calls.remote else None
+        try:
+            reply, writes = self._client.write_and_pull(parts.prepared, context, out, self._seconds, watch)
+        finally:
+            if watch is not None:
+                watch.end()
+        return self.delivered(parts, context, reply), writes
+
     def _written(self, writes: Sequence[tuple[RowParts, CallContext]], shards: Shards = ()) -> list[Any]:
         """The replies to first attempts."""
         watch = _Watch(self._calls) if self._calls.remote else None

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 from geartrain.ams.client.row_calls import Call, Delivered, RowCalls, RowParts, row_parts
 from geartrain.ams.client.row_futures import RowFuture, Sendable
+from geartrain.ams.kernels._core import ScatteredRows
 from geartrain.ams.observe import failpoints
 from geartrain.ams.values.arguments import checked_name, integer
 from geartrain.ams.values.errors import Fenced, GeartrainError, InvalidArgument, StepPartlyApplied, Unavailable
@@ -265,11 +266,6 @@ class Write:
         context = self._begin()
         return self._end(self._deliver(self._pending, context) if len(self._pending) else None)
 
-    def keep_rows(self) -> None:
-        """Copy what is not sent yet: from now on its arrays are the caller's own."""
-        if isinstance(self._pending, RowParts):
-            self._pending.prepared.keep_rows()
-
     def _begin(self) -> CallContext:
         failpoints.reach("client.send.before")
         return self._numbers.context(self._sequence, self._table_incarnation)
@@ -330,6 +326,18 @@ class RowWrite(Write):
     def is_sent(self) -> bool:
         """Whether every shard has answered that it has applied its part."""
         return not len(self._pending)
+
+    def keep_rows(self) -> None:
+        """Copy what is not sent yet: from now on its arrays are the caller's own."""
+        if not self.is_sent:
+            row_parts(self._pending).prepared.keep_rows()
+
+    def send_and_pull(self, out: ScatteredRows) -> tuple[Done, tuple[int, ...] | None]:
+        """:meth:`send` a push of no group, and read its rows; see :meth:`RowCalls.deliver_and_pull`."""
+        if self.is_sent:
+            return self.send(), None
+        delivered, writes = self._rows.deliver_and_pull(row_parts(self._pending), self._begin(), out)
+        return self._end(delivered), writes
 
     def to_begin(self) -> Sendable:
         """This write, not sent yet, for :meth:`RowCalls.begin`. It is given up where it fails."""

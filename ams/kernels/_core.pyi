@@ -263,7 +263,10 @@ class ServedTable:
     is_open: bool
     torn: str
     writes: int
-
+    writes_before: int
+    """Those of the snapshot that it was restored from."""
+    @property
+    def all_writes(self) -> int: ...
     def __init__(
         self,
         *,
@@ -741,6 +744,19 @@ class RowsClient:
         shards: Sequence[int] = ...,
     ) -> list[tuple[int, bool] | list[tuple[int, bool] | Undone]]:
         """For each write (created, duplicate), or for each of its parts. To ``shards`` alone, unless there are none."""
+
+    def write_and_pull(
+        self,
+        prepared: PreparedWrite,
+        context: CallContext,
+        out: ScatteredRows,
+        seconds: float,
+        watch: Callable[[list[int]], object] | None,
+    ) -> tuple[tuple[int, bool] | list[tuple[int, bool] | Undone], tuple[int, ...] | None]:
+        """What :meth:`write` says of a push of no group, whose rows come to ``out`` as they are after it; and the
+        writes that each shard with rows had applied to the table by then. None: not all rows came. Those of a shard
+        that refused its part do not.
+        """
 
     def begin_pull(
         self,

@@ -32,8 +32,6 @@ class ShardTable:
     def __init__(self, rows: RowTable, *, for_restore: bool) -> None:
         """``for_restore``: nobody reads or writes it before it has the rows of a snapshot and is published."""
         self.rows = rows
-        self.writes_before = 0
-        """Those that the snapshot holds which it was restored from."""
         self.restored_from = ""
         """Folder of the snapshot whose rows it was given first; empty: none."""
         self.restore: RestoreWork | None = None
@@ -81,9 +79,18 @@ class ShardTable:
         self.rows.served.writes = writes
 
     @property
+    def writes_before(self) -> int:
+        """Those that the snapshot holds which it was restored from."""
+        return self.rows.served.writes_before
+
+    @writes_before.setter
+    def writes_before(self, writes: int) -> None:
+        self.rows.served.writes_before = writes
+
+    @property
     def all_writes(self) -> int:
         """Those of the snapshot included."""
-        return self.writes_before + self.writes
+        return self.rows.served.all_writes
 
 
 class ShardTables:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -16,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from geartrain.ams.client.cluster import Cluster
-from geartrain.ams.client.writes import Write
+from geartrain.ams.client.writes import RowWrite
 from geartrain.ams.values.errors import InvalidArgument, NonFinite, SyncError, TableNotFound
 from geartrain.ams.values.optimizers.registry import Adam, RowOptimizerSpec
 from geartrain.ams.values.shard_messages import Done
@@ -26,40 +25,12 @@ from geartrain.bridge.dense.host_values import HostValues
 from geartrain.bridge.dense.layout import Layout
 from geartrain.bridge.dense.module_buffers import ModuleBuffers
 from geartrain.bridge.dense.tensors import ModuleTensors
+from geartrain.bridge.dense.update import Update
 from geartrain.bridge.rows.ranks import Ranks
 
 Mode = Literal["async", "sync"]
 _DEFAULT_OPTIMIZER = Adam()
 _PUSHES, _SKIPS, _FAILED = range(3)
-
-
-@dataclass
-class _Update:
-    """One push under way: sent again after an error, it reaches only the shards that have not answered."""
-
-    sequence: int | None
-    buffers: Write | None
-    weights: Write
-    is_refused: bool = False
-    """A shard refused it, as it would a repeat."""
-    is_dropped: bool = False
-    """Its gradients were dropped, but some shards have applied it."""
-    is_begun: bool = False
-    """It was sent before, and has gradients of its own since."""
-
-    @property
-    def is_on_a_shard(self) -> bool:
-        return self.weights.is_on_a_shard or (self.buffers is not None and self.buffers.is_on_a_shard)
-
-    def abandon(self) -> None:
-        for write in (self.buffers, self.weights):
-            if write is not None:
-                write.abandon()
-
-    def keep(self) -> None:
-        """Let the gradients be changed: what was not sent is the same when it is sent again."""
-        self.weights.keep_rows()
-        self.is_begun = True
 
 
 class DenseTable(torch.optim.Optimizer):
@@ -90,7 +61,7 @@ class DenseTable(torch.optim.Optimizer):
         self._ranks = ranks
         self._gradients = HostValues(weights.layout)
         self._values = HostValues(weights.layout)
-        self._update: _Update | None = None
+        self._update: Update | None = None
         self._pull_is_due = False
         """Whether a step was pushed whose new weights could not be pulled."""
         group = {"params": list(tensors.trained.values()), "lr": weights.table.spec.optimizer.lr, "table": self.name}
@@ -125,12 +96,14 @@ class DenseTable(torch.optim.Optimizer):
         mean of their gradients weighted by ``samples``, which each is the mean over (0: it had none). A step that
         GradScaler skips on one rank is skipped on all, and pushes nothing.
 
-        Costs, per step: 4·P bytes up and 4·P down over S shards (4·B more each way for what is beside the parameters),
-        one request per shard each way and a small one that asks for the version. Raises NonFinite (nothing was
-        pushed anywhere), TableNotFound (nor here: the table was restored since the weights were pulled; call
-        :meth:`refresh`), SyncError, ShardUnavailable. After an error call step() again, which goes on where it stopped
-        (no shard applies a push twice), or zero_grad(), which drops what is pending. With ranks a push that some shard
-        has is not dropped, as the shards count the steps of ranks: the next step() completes it, and then does its own.
+        Costs, per step: 4·P bytes up and 4·P down over S shards, in one request per shard (4·B more each way for what
+        is beside the parameters, in requests of their own; with ranks the weights are pulled by themselves, and a small
+        request asks for the version). After an error the module may have the new weights of some shards. Raises
+        NonFinite (nothing was pushed anywhere), TableNotFound (nor here: the table was restored since the weights were
+        pulled; call :meth:`refresh`), SyncError, ShardUnavailable. After an error call step() again, which goes on
+        where it stopped (no shard applies a push twice), or zero_grad(), which drops what is pending. With ranks a push
+        that some shard has is not dropped, as the shards count the steps of ranks: the next step() completes it, and
+        then does its own.
         """
         loss = None
         if closure is not None:
@@ -143,8 +116,9 @@ class DenseTable(torch.optim.Optimizer):
         skips = found_inf is not None and bool(found_inf)
         if not self._pull_is_due:
             completes = self._update is not None
-            pushed = self._push(None, lr, scale, samples, skips=skips) is not None
-            self._pull_is_due = pull_after and (pushed or completes)
+            pulls = pull_after and self._ranks is None
+            pushed = self._push(None, lr, scale, samples, skips=skips, pulls=pulls) is not None
+            self._pull_is_due = pull_after and (not pulls if pushed else completes)
         if self._pull_is_due:
             self._pull()
             self._pull_is_due = False
@@ -161,7 +135,7 @@ class DenseTable(torch.optim.Optimizer):
         continued by the same call.
         """
         lr = float(self.param_groups[0]["lr"]) if lr is None else lr
-        return self._push(sequence, lr, scale, samples, skips=False) or Done()
+        return self._push(sequence, lr, scale, samples, skips=False, pulls=False) or Done()
 
     def refresh(self) -> bool:
         """Pull weights and buffers if the dense version moved, on any shard; True if it did.
@@ -205,10 +179,14 @@ class DenseTable(torch.optim.Optimizer):
         if self._buffers is not None:
             self._buffers.pushed()  # dropped, too: some shards have it, and none may get it twice
 
-    def _push(self, sequence: int | None, lr: float, scale: float, samples: int, *, skips: bool) -> Done | None:
-        """Make a push, or go on with the one that is pending; None if there was nothing to push."""
+    def _push(
+        self, sequence: int | None, lr: float, scale: float, samples: int, *, skips: bool, pulls: bool
+    ) -> Done | None:
+        """Make a push, or go on with the one that is pending; None if there was nothing to push. ``pulls``: with the
+        weights after it.
+        """
         if self._update is not None and self._update.is_dropped:
-            self._send(self._update)
+            self._send(self._update, pulls=False)
         update = self._update
         if update is not None and update.sequence != sequence:
             raise InvalidArgument(
@@ -217,15 +195,15 @@ class DenseTable(torch.optim.Optimizer):
             )
         if update is None:
             update = self._update = self._agreed(sequence, lr, scale, samples, skips=skips)
-        return None if update is None else self._send(update)
+        return None if update is None else self._send(update, pulls=pulls)
 
-    def _send(self, update: _Update) -> Done:
+    def _send(self, update: Update, *, pulls: bool) -> Done:
         try:
             if update.buffers is not None and self._buffers is not None:
                 update.buffers.send()
                 self._buffers.pushed()
             # The parameters last: once their version has moved, all of the step is there.
-            done = update.weights.send()
+            done, came = self._send_and_pull(update.weights) if pulls else (update.weights.send(), None)
         except BaseException as exc:
             update.is_refused |= isinstance(exc, InvalidArgument)
             culprit = self._tensors.first_non_finite() if isinstance(exc, NonFinite) and not update.is_begun else None
@@ -238,9 +216,28 @@ class DenseTable(torch.optim.Optimizer):
         self._update = None
         if self._ranks is not None:
             self._ranks.sequence += 1
+        if came is not None:
+            self._pull_is_due = True
+            if self._buffers is not None:
+                rows_RD, pulled = self._buffers.pull()
+                pulled.result()
+                self._buffers.take(rows_RD)
+            self._incarnation, self._versions = came
+            self._pull_is_due = False
         return done
 
-    def _agreed(self, sequence: int | None, lr: float, scale: float, samples: int, *, skips: bool) -> _Update | None:
+    def _send_and_pull(self, write: RowWrite) -> tuple[Done, tuple[int, tuple[int, ...]]]:
+        """Send the parameters' push, and take the weights after it; return also their incarnation and versions."""
+        table = self._weights.table
+        incarnation = table.incarnation
+        with self._values.coming(list(self._tensors.trained.values())) as rows_RD:
+            done, versions = write.send_and_pull(rows_RD)
+            if versions is None:
+                versions = table.versions()
+                table.pull_into(self._weights.ids, rows_RD)
+        return done, (incarnation, versions)
+
+    def _agreed(self, sequence: int | None, lr: float, scale: float, samples: int, *, skips: bool) -> Update | None:
         """The prepared push, if no rank skips the step. Raises if any rank cannot make its part."""
         if self._ranks is None:
             has_gradient = any(one.grad is not None for one in self._tensors.trained.values())
@@ -267,7 +264,7 @@ class DenseTable(torch.optim.Optimizer):
             )
         return None
 
-    def _prepared(self, sequence: int | None, lr: float, scale: float, samples: int) -> _Update:
+    def _prepared(self, sequence: int | None, lr: float, scale: float, samples: int) -> Update:
         """Check and number the push; nothing travels yet."""
         if self._weights.table.incarnation != self._incarnation:
             raise TableNotFound(
@@ -303,7 +300,7 @@ class DenseTable(torch.optim.Optimizer):
         except BaseException:
             write.abandon()
             raise
-        return _Update(sequence, buffers, write)
+        return Update(sequence, buffers, write)
 
     def _non_finite(self, culprit: str) -> NonFinite:
         return NonFinite(

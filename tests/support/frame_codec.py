@@ -11,7 +11,7 @@ Described = dict[str, Any]
 
 HEADER = struct.Struct("<4sHHIIQQqqd")
 OPERATION = struct.Struct("<BBHIQqqqqddqqqqHHHHI12x")
-REPLY = struct.Struct("<BBHIqdQQ16x")
+REPLY = struct.Struct("<BBHIqdQQq8x")
 KINDS = {"pull": 1, "push": 2, "assign": 3}
 ITEM_BYTES = (4, 2, 2)
 MASK = 2**64 - 1
@@ -162,7 +162,8 @@ def reply(number: int, results: Sequence[Described]) -> bytes:
         flags = one.get("duplicate", False) | 2 * bool(one.get("present"))
         offset = at + len(bodies)
         created, wait = one.get("created", 0), one.get("retry_after_seconds", 0.0)
-        heads += signed(REPLY.pack(bool(error), flags, len(error), 0, created, wait, offset, len(data)), number)
+        fields = (bool(error), flags, len(error), 0, created, wait, offset, len(data), one.get("writes", 0))
+        heads += signed(REPLY.pack(*fields), number)
         bodies = padded(bodies + data, 64)
     return header(2, len(results), number, len(heads) + len(bodies)) + heads + bodies
 
@@ -174,7 +175,7 @@ def parsed_reply(frame: bytes, number: int, rows_bytes: Sequence[int]) -> list[D
     results: list[Described] = []
     for index, size in enumerate(rows_bytes):
         at = 64 + 64 * index
-        refused, flags, name, zero, created, wait, offset, length = REPLY.unpack(frame[at : at + 56])
+        refused, flags, name, zero, created, wait, offset, length, writes = REPLY.unpack(frame[at : at + 56])
         assert zero == 0 and frame[at + 56 : at + 64] == struct.pack("<Q", checksum(number, frame[at : at + 56]))
         data = frame[offset : offset + length]
         assert len(data) == length
@@ -184,7 +185,7 @@ def parsed_reply(frame: bytes, number: int, rows_bytes: Sequence[int]) -> list[D
             )
         else:
             assert size == 0 or offset % 64 == 0
-            results.append({"rows": data[:size], "created": created, "duplicate": bool(flags & 1)})
+            results.append({"rows": data[:size], "created": created, "duplicate": bool(flags & 1), "writes": writes})
             if flags & 2:
                 results[-1]["present"] = data[size:]
     return results

@@ -38,10 +38,11 @@ struct SyncGroup {
   int64_t sample_count = 0;
 };
 
-// The answer to a write.
+// The answer to a write, or to a pull, whose rows lie elsewhere.
 struct Done {
   int64_t created = 0;     // rows that did not exist before
   bool duplicate = false;  // an earlier attempt had been applied; this is its answer
+  int64_t writes = 0;      // of a pull: those that the table had had on the shard
 };
 
 // A refusal. `name` is that of a class in ams/values/errors.py: the wire and Python make the error of it.
@@ -91,6 +92,13 @@ struct PushRequest {
   bool step_goes_on = false;  // more pushes of the same step follow
 
   RowPlaces<const char> places() const { return gradients != nullptr ? RowPlaces<const char>{gradients} : scattered; }
+};
+
+// A pull of the rows of a push, right after it: they are written while they are at hand, before anybody else changes them.
+struct RowsAfter {
+  RowPlaces<char> rows;  // of as many ids
+  DType dtype = DType::float32;
+  int64_t writes = 0;    // that the table has had by then; 0: this push was not applied now, and no row was written
 };
 
 struct AssignRequest {

@@ -23,10 +23,11 @@ struct Asker {
 class Handler {
  public:
   virtual ~Handler() = default;
-  virtual void pull(const CallContext& context, const std::string& table, const PullRequest& request, const Asker& asker) = 0;
-  // `completion` is called unless the method throws.
+  // Returns the writes that the shard has applied to the table.
+  virtual int64_t pull(const CallContext& context, const std::string& table, const PullRequest& request, const Asker& asker) = 0;
+  // `completion` is called unless the method throws. `after`: if not null and the push is of no group, it may bring its rows at once.
   virtual void push(const CallContext& context, const std::string& table, const PushRequest& request, const Asker& asker,
-                    Completion completion) = 0;
+                    Completion completion, RowsAfter* after) = 0;
   virtual void assign(const CallContext& context, const std::string& table, const AssignRequest& request, const Asker& asker,
                       Completion completion) = 0;
   // Before anything that was done is acknowledged; after a Fault nothing of the frame is.

@@ -1,5 +1,6 @@
 #include "carriers/served_call.hpp"
 
+#include <algorithm>
 #include <new>
 #include <utility>
 
@@ -69,7 +70,7 @@ void ServedCall::perform(const Moment& moment) {
   }
   for (size_t i = 0; i < request_.operations.size(); ++i) {
     try {
-      perform_one(i, request_.operations[i], asker);
+      perform_one(i, asker);
     } catch (...) {
       settle(i, fault_of(std::current_exception()));
     }
@@ -81,15 +82,41 @@ void ServedCall::perform(const Moment& moment) {
   write_answer();
 }
 
-void ServedCall::perform_one(size_t index, Operation& operation, const Asker& asker) {
+// The pull that an operation is, with the place of its rows; null: it is none.
+PullRequest* ServedCall::pull_of(size_t index) {
+  auto* pull = std::get_if<PullRequest>(&request_.operations[index].request);
+  if (pull == nullptr) return nullptr;
+  pull->rows = room_.data() + layout_.rows[index];
+  if (request_.wants_present[index]) pull->present = reinterpret_cast<uint8_t*>(pull->rows) + rows_[index].rows_bytes;
+  return pull;
+}
+
+// Whether an operation is a push, and the next one a pull of its rows and nothing else.
+bool ServedCall::pulls_what_was_pushed(size_t index) {
+  if (index + 1 == request_.operations.size()) return false;
+  const Operation &first = request_.operations[index], &second = request_.operations[index + 1];
+  const auto* push = std::get_if<PushRequest>(&first.request);
+  const auto* pull = std::get_if<PullRequest>(&second.request);
+  return push != nullptr && pull != nullptr && !push->group && !pull->required_sync && !request_.wants_present[index + 1] &&
+         first.table == second.table && first.context.table_incarnation == second.context.table_incarnation &&
+         push->dim == pull->dim && push->count == pull->count &&
+         std::equal(push->ids, push->ids + push->count, pull->ids);
+}
+
+void ServedCall::perform_one(size_t index, const Asker& asker) {
+  const Operation& operation = request_.operations[index];
   const auto later = [self = shared_from_this(), index](const Outcome& outcome) { self->settle(index, outcome); };
-  if (auto* pull = std::get_if<PullRequest>(&operation.request)) {
-    pull->rows = room_.data() + layout_.rows[index];
-    if (request_.wants_present[index]) pull->present = reinterpret_cast<uint8_t*>(pull->rows) + rows_[index].rows_bytes;
-    handler_->pull(operation.context, operation.table, *pull, asker);
-    settle(index, Done{});
+  if (const PullRequest* pull = pull_of(index)) {
+    if (written_after_ != 0 && written_after_ == index) return settle(index, Done{.writes = after_.writes});
+    settle(index, Done{.writes = handler_->pull(operation.context, operation.table, *pull, asker)});
   } else if (const auto* push = std::get_if<PushRequest>(&operation.request)) {
-    handler_->push(operation.context, operation.table, *push, asker, later);
+    const bool is_both = pulls_what_was_pushed(index);
+    if (is_both) {
+      const PullRequest* pull = pull_of(index + 1);
+      after_ = {.rows = pull->places(), .dtype = pull->dtype};
+    }
+    handler_->push(operation.context, operation.table, *push, asker, later, is_both ? &after_ : nullptr);
+    if (is_both && after_.writes != 0) written_after_ = index + 1;
   } else {
     handler_->assign(operation.context, operation.table, std::get<AssignRequest>(operation.request), asker, later);
   }

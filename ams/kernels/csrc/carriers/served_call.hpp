@@ -52,7 +52,9 @@ class ServedCall : public std::enable_shared_from_this<ServedCall> {
   double seconds() const { return header_.seconds; }
 
  private:
-  void perform_one(size_t index, Operation& operation, const Asker& asker);
+  void perform_one(size_t index, const Asker& asker);
+  PullRequest* pull_of(size_t index);
+  bool pulls_what_was_pushed(size_t index);
   void settle(size_t index, Outcome outcome);
   void write_answer();
 
@@ -66,6 +68,8 @@ class ServedCall : public std::enable_shared_from_this<ServedCall> {
   ReplyLayout layout_;
   std::mutex mutex_;
   std::vector<std::optional<Outcome>> outcomes_;
+  RowsAfter after_;
+  size_t written_after_ = 0;  // the pull whose rows its push has brought; 0: none
   size_t num_due_ = 0;
   bool has_writes_ = false, is_answered_ = false;
 };

@@ -15,9 +15,10 @@ bool is_asked(Shards shards, int64_t shard) { return shards.empty() || std::rang
 class JobOfShard {
  public:
   JobOfShard(std::vector<Job>& jobs, int64_t num_shards) : jobs_(jobs), places_(static_cast<size_t>(num_shards), -1) {}
-  size_t operator()(int64_t shard) {
+  // With room for so many operations more.
+  size_t operator()(int64_t shard, size_t count = 1) {
     int64_t& job = places_[static_cast<size_t>(shard)];
-    if (job < 0 || jobs_[static_cast<size_t>(job)].operations.size() == kMostOperations) {
+    if (job < 0 || jobs_[static_cast<size_t>(job)].operations.size() + count > kMostOperations) {
       job = static_cast<int64_t>(jobs_.size());
       jobs_.emplace_back();
       jobs_.back().shard = shard;
@@ -124,18 +125,44 @@ std::vector<Undone> PullCalls::undone() {
   return all;
 }
 
-WriteCall::WriteCall(std::span<const Write> writes, const Placement& placement, Shards shards) : places_(writes.size()) {
+WriteCall::WriteCall(std::span<const Write> writes, const Placement& placement, Shards shards)
+    : pulls_(writes.size()), places_(writes.size()) {
   JobOfShard job_of_shard(jobs_, placement.num_shards);
   for (size_t number = 0; number < writes.size(); ++number) {
     for (const ShardPart& part : writes[number].prepared->parts()) {
       if (!is_asked(shards, part.shard)) continue;
-      const size_t job = job_of_shard(part.shard);
+      const size_t job = job_of_shard(part.shard, writes[number].after == nullptr ? 1 : 2);
       Job& own = jobs_[job];
       places_[number].emplace_back(job, own.operations.size());
       own.operations.push_back(writes[number].prepared->operation(part, writes[number].context));
       own.rows.emplace_back(writes[number].prepared, &part);
+      if (writes[number].after == nullptr || part.count == 0) continue;
+      pulls_[number].emplace_back(job, own.operations.size());
+      add_pull(own, part, writes[number]);
     }
   }
+}
+
+void WriteCall::add_pull(Job& job, const ShardPart& part, const Write& write) const {
+  PullRequest pull = *write.after;
+  pull.ids = part.ids;
+  pull.count = part.count;
+  pull.size = write.after->count;
+  pull.positions = part.places;
+  Operation operation{{}, job.operations.back().table, std::move(pull)};
+  operation.context.table_incarnation = write.context.table_incarnation;
+  job.operations.push_back(std::move(operation));
+  job.rows.emplace_back(nullptr, nullptr);
+}
+
+std::optional<std::vector<int64_t>> WriteCall::writes_after(size_t number) const {
+  std::vector<int64_t> writes;
+  for (const auto& [job, operation] : pulls_[number]) {
+    const Done* done = std::get_if<Done>(&jobs_[job].outcomes[operation]);
+    if (done == nullptr) return std::nullopt;
+    writes.push_back(done->writes);
+  }
+  return writes;
 }
 
 WriteOutcomes WriteCall::outcomes() {

@@ -74,6 +74,8 @@ class PullCalls {
 struct Write {
   const PreparedWrite* prepared;
   CallContext context;
+  // If not null: where the rows of this push [count, dim] come as they are after it, shard by shard; without positions.
+  const PullRequest* after = nullptr;
 };
 using WriteOutcomes = std::vector<std::vector<PartOutcome>>;
 
@@ -85,10 +87,17 @@ class WriteCall {
   std::vector<Job>& jobs() { return jobs_; }
   // Once all jobs have theirs: of each write, in the order of its parts.
   WriteOutcomes outcomes();
+  // The writes that each shard had applied to the table when the rows of write `number` were read; none: not all of them have come.
+  std::optional<std::vector<int64_t>> writes_after(size_t number) const;
 
  private:
+  using Place = std::pair<size_t, size_t>;  // a job, and an operation there
+
+  void add_pull(Job& job, const ShardPart& part, const Write& write) const;
+
   std::vector<Job> jobs_;
-  std::vector<std::vector<std::pair<size_t, size_t>>> places_;  // of each part: its job, and its operation there
+  std::vector<std::vector<Place>> pulls_;  // of parts with rows, if they are wanted
+  std::vector<std::vector<Place>> places_;  // of each part
 };
 
 }  // namespace geartrain

@@ -21,6 +21,10 @@ constexpr size_t kBesideBytes = size_t{1} << 20;
 // Where an engine puts the outcome of a write, at once or later.
 class Settled {
  public:
+  bool is_done() {
+    const std::lock_guard lock(mutex_);
+    return outcome_ && std::holds_alternative<Done>(*outcome_);
+  }
   void set(const Outcome& outcome) {
     const std::lock_guard lock(mutex_);
     outcome_ = outcome;
@@ -67,6 +71,7 @@ void take(Job& job) {
       job.outcomes[i] = std::get<Fault>(replies[i].outcome);
       continue;
     }
+    if (job.follows_a_write(i) && !std::holds_alternative<Done>(job.outcomes[i - 1])) continue;  // not what is wanted
     if (const auto* pull = std::get_if<PullRequest>(&job.operations[i].request)) place(*pull, replies[i]);
     job.outcomes[i] = *done;
   }
@@ -74,7 +79,8 @@ void take(Job& job) {
 
 // Begins a write, whose arrays are free when this returns; it may wait for other ranks.
 std::shared_ptr<Settled> begun(Engine& engine, const Operation& operation,
-                               const std::pair<const PreparedWrite*, const ShardPart*>& source, const Caller& caller) {
+                               const std::pair<const PreparedWrite*, const ShardPart*>& source, const Caller& caller,
+                               RowsAfter* after) {
   const auto& [prepared, part] = source;
   const auto* push = std::get_if<PushRequest>(&operation.request);
   const char* rows = prepared->rows_of(*part);
@@ -91,7 +97,7 @@ std::shared_ptr<Settled> begun(Engine& engine, const Operation& operation,
     PushRequest whole = *push;
     whole.gradients = rows;
     whole.scattered = prepared->places_of(*part);
-    engine.push(operation.context, operation.table, whole, true, completion, caller);
+    engine.push(operation.context, operation.table, whole, true, completion, caller, after);
   } else {
     AssignRequest whole = std::get<AssignRequest>(operation.request);
     whole.rows = rows;
@@ -168,6 +174,7 @@ void Exchange::write(Job& job, bool may_wait) const {
   try {
     job.call.emplace(*job.way->connection, job.operations, attempt_.seconds, may_wait);
     for (size_t i = 0; i < job.rows.size(); ++i) {
+      if (job.follows_a_write(i)) continue;
       const auto& [prepared, part] = job.rows[i];
       if (const char* rows = prepared->rows_of(*part)) job.call->attach(i, rows);
       else prepared->copy_rows_of(*part, job.call->rows(i));
@@ -246,20 +253,39 @@ void Exchange::perform(Job& job, const Caller& caller) {
     const Operation& operation = job.operations[i];
     if (const auto* pull = std::get_if<PullRequest>(&operation.request)) {
       try {
-        job.way->engine->pull(operation.context, operation.table, *pull, caller);
-        job.outcomes[i] = Done{};
+        job.outcomes[i] = Done{.writes = job.way->engine->pull(operation.context, operation.table, *pull, caller)};
       } catch (const Fault& fault) {
         job.outcomes[i] = fault;
       }
     } else {
-      job.settled.push_back(begun(*job.way->engine, operation, job.rows[i], caller));
+      write_here(job, i, caller);
+      i += job.follows_a_write(i + 1);
     }
+  }
+}
+
+// With the pull that follows, if one does.
+void Exchange::write_here(Job& job, size_t at, const Caller& caller) {
+  Engine& engine = *job.way->engine;
+  if (!job.follows_a_write(at + 1)) return job.settled.push_back(begun(engine, job.operations[at], job.rows[at], caller, nullptr));
+  const Operation& next = job.operations[at + 1];
+  const auto& pull = std::get<PullRequest>(next.request);
+  RowsAfter after{.rows = pull.places(), .dtype = pull.dtype};
+  job.settled.push_back(begun(engine, job.operations[at], job.rows[at], caller, &after));
+  job.settled.push_back(nullptr);
+  if (after.writes == 0 && !job.settled[at]->is_done()) return;
+  try {
+    if (after.writes == 0) after.writes = engine.pull(next.context, next.table, pull, caller);
+    job.outcomes[at + 1] = Done{.writes = after.writes};
+  } catch (const Fault& fault) {
+    job.outcomes[at + 1] = fault;
   }
 }
 
 // Once all shards have begun: ranks wait for each other at each of them.
 void Exchange::await_writes(Job& job) const {
   for (size_t i = 0; i < job.settled.size(); ++i) {
+    if (!job.settled[i]) continue;
     const std::optional<Outcome> outcome = job.settled[i]->wait([this] { return look(); });
     if (!outcome) job.outcomes[i] = Late{};
     else if (const auto* fault = std::get_if<Fault>(&*outcome)) job.outcomes[i] = *fault;

@@ -54,13 +54,15 @@ struct Job {
   int64_t shard = 0;
   const Way* way = nullptr;
   std::vector<Operation> operations;
-  std::vector<std::pair<const PreparedWrite*, const ShardPart*>> rows;  // of writes
+  std::vector<std::pair<const PreparedWrite*, const ShardPart*>> rows;  // of writes; nulls of a pull of what the write before it wrote
   std::vector<PartOutcome> outcomes;
   std::optional<FrameCall> call;                   // of a shard behind a connection
-  std::vector<std::shared_ptr<Settled>> settled;  // of writes to an engine
+  std::vector<std::shared_ptr<Settled>> settled;  // of writes to an engine; null of a pull after one
 
   void end(const PartOutcome& outcome) { outcomes.assign(operations.size(), outcome); }
   bool is_here() const { return way->engine != nullptr; }
+  // Whether operation i is a pull of what the write before it wrote.
+  bool follows_a_write(size_t i) const { return i < rows.size() && rows[i].first == nullptr; }
 };
 
 // Of one thread at a time.
@@ -85,6 +87,7 @@ class Exchange {
   bool receive(Job& job, SteadyTime until, bool may_spin);
   void perform_here();
   static void perform(Job& job, const Caller& caller);
+  static void write_here(Job& job, size_t at, const Caller& caller);
   void await_writes(Job& job) const;
 
   std::vector<Job>& jobs_;

@@ -109,6 +109,7 @@ class PreparedWrite {
   const char* rows_of(const ShardPart& part) const { return places_of(part).is_one_block() ? rows_.first : nullptr; }
   const std::optional<SyncGroup>& group() const { return settings_.group; }
   bool is_merged() const { return !sums_.empty(); }
+  int64_t num_rows() const { return num_rows_; }
   int64_t dim() const { return dim_; }
   DType dtype() const { return dtype_; }
   size_t row_bytes() const { return static_cast<size_t>(dim_) * item_bytes(dtype_); }

@@ -64,6 +64,15 @@ WriteOutcomes RowsClient::write(std::span<const Write> writes, const Attempt& at
   return call.outcomes();
 }
 
+std::vector<PartOutcome> RowsClient::write_and_pull(const Write& write, const Attempt& attempt,
+                                                    std::optional<std::vector<int64_t>>& writes) {
+  const std::shared_ptr<const View> view = this->view();
+  WriteCall call({&write, 1}, placement_);
+  Exchange(call.jobs(), *view, attempt).run();
+  writes = call.writes_after(0);
+  return std::move(call.outcomes().front());
+}
+
 // A call that was sent.
 struct RowsClient::Sent {
   std::shared_ptr<const View> view;

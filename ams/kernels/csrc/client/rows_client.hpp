@@ -41,6 +41,8 @@ class RowsClient {
 
   // One frame a shard for all of them; the outcomes of each, in the order of its parts that are sent.
   WriteOutcomes write(std::span<const Write> writes, const Attempt& attempt, Shards shards = {});
+  // One write with the rows after it; `writes`: see WriteCall::writes_after.
+  std::vector<PartOutcome> write_and_pull(const Write& write, const Attempt& attempt, std::optional<std::vector<int64_t>>& writes);
 
   // The same, but sent only: next_reply() brings the outcome, with `tag`. Shards of this process are NoWay. All that is given stays as
   // it is until then; `attempt.look` is asked until this returns. False: so many are under way that this one has to wait for one of

@@ -246,6 +246,28 @@ nb::list write(RowsClient& client, const std::vector<std::pair<const PreparedWri
   return replies;
 }
 
+// (what write() says of it, the writes that each shard with rows had applied then, or None if not all of its rows came).
+nb::tuple write_and_pull(RowsClient& client, const PreparedWrite& prepared, nb::handle context, const ScatteredRows& out, double seconds,
+                         nb::handle watch) {
+  PullRequest after;
+  after.count = out.count();
+  after.dim = prepared.dim();
+  after.each = out.each();
+  require(prepared.num_rows() == out.count() && out.row_bytes() == prepared.row_bytes() && !prepared.is_merged() && !prepared.group(),
+          "rows come after a push of as many distinct ids, which waits for no other rank");
+  const Write write{&prepared, context_of(context), &after};
+  const Attempt attempt = attempt_of(seconds, watch);
+  std::vector<PartOutcome> parts;
+  std::optional<std::vector<int64_t>> writes;
+  {
+    const nb::gil_scoped_release release;
+    out.gather();  // rows that do not come stay what they are
+    parts = client.write_and_pull(write, attempt, writes);
+    out.scatter();
+  }
+  return nb::make_tuple(python_of(parts), writes ? nb::object(nb::tuple(nb::cast(*writes))) : nb::none());
+}
+
 bool begin_write(RowsClient& client, const PreparedWrite& prepared, nb::handle context, double seconds, nb::object tag) {
   const Write write{&prepared, context_of(context)};
   Attempt attempt = attempt_of(seconds, nb::none());
@@ -317,6 +339,8 @@ void bind_rows_client(nb::module_& m) {
            nb::arg("required_sync").none(), nb::arg("seconds"), nb::arg("watch").none())
       .def("pull_together", &pull_together, nb::arg("pulls"), nb::arg("seconds"), nb::arg("watch").none())
       .def("write", &write, nb::arg("writes"), nb::arg("seconds"), nb::arg("watch").none(), nb::arg("shards") = std::vector<int64_t>())
+      .def("write_and_pull", &write_and_pull, nb::arg("prepared"), nb::arg("context"), nb::arg("out"), nb::arg("seconds"),
+           nb::arg("watch").none())
       .def("begin_pull", &begin_pull, nb::arg("table"), nb::arg("table_incarnation"), nb::arg("ids").noconvert(),
            nb::arg("out").noconvert(), nb::arg("dtype_code"), nb::arg("required_sync").none(), nb::arg("seconds"), nb::arg("tag"))
       .def("begin_write", &begin_write, nb::arg("prepared"), nb::arg("context"), nb::arg("seconds"), nb::arg("tag"))

@@ -142,7 +142,7 @@ void Engine::check_fence(int64_t shard_incarnation, int64_t cluster_version) {
                                     " is at " + std::to_string(own) + "; ask the scheduler again");
 }
 
-void Engine::pull(const CallContext& context, const std::string& table, const PullRequest& request, const Caller& caller) {
+int64_t Engine::pull(const CallContext& context, const std::string& table, const PullRequest& request, const Caller& caller) {
   const size_t bytes = bytes_of(request.count, request.dim, request.dtype);
   const bool is_brief = bytes <= kBlockBytes && !request.required_sync;
   const Holding holding(*this, caller, is_brief ? Turn::Use::brief_reading : Turn::Use::anything);
@@ -152,6 +152,7 @@ void Engine::pull(const CallContext& context, const std::string& table, const Pu
     found.require_open(context.table_incarnation);
     if (request.required_sync) groups_->require_step(table, *request.required_sync);
     found.pull(request, Interludes(&turn_, caller.meanwhile).of(bytes));
+    return found.all_writes();
   } catch (const std::exception&) {
     throw fault_in_flight(name_);
   }
@@ -196,7 +197,7 @@ Done Engine::applied(ServedTable& table, const Apply& apply) {
 }
 
 void Engine::push(const CallContext& context, const std::string& table, const PushRequest& request, bool ids_are_distinct,
-                  const Completion& completion, const Caller& caller) {
+                  const Completion& completion, const Caller& caller, RowsAfter* after) {
   MergedPush merged{.push = request, .ids = {}, .sums = {}};
   try {
     if (!ids_are_distinct) merge_equal_ids(merged, caller.meanwhile);
@@ -208,7 +209,12 @@ void Engine::push(const CallContext& context, const std::string& table, const Pu
     const PushRequest& push = merged.push;
     if (!push.group) {
       Interludes interludes(&turn_, caller.meanwhile);
-      return applied(found, [&] { return found.push(push, interludes.of(bytes_of(push.count, push.dim, push.dtype))); });
+      const bool fits = after != nullptr && after->dtype == found.rows().spec().dtype && push.count == request.count;
+      const RowPlaces<char>* const rows = fits ? &after->rows : nullptr;
+      const Done done =
+          applied(found, [&] { return found.push(push, interludes.of(bytes_of(push.count, push.dim, push.dtype)), rows); });
+      if (fits) after->writes = found.all_writes();
+      return done;
     }
     const std::optional<Done> done = push_jointly(context, found, push, caller);
     is_earlier = alarm_.note(groups_->next_deadline());

@@ -54,14 +54,16 @@ class Engine {
   // A large request is done in blocks. Between two of them come pulls that are brief (no larger than a block, and of no step of a
   // group), for no longer than it has worked itself; everything else waits until it is done.
 
-  // Writes rows to where the request says. Throws Faults; nothing was written then.
-  void pull(const CallContext& context, const std::string& table, const PullRequest& request, const Caller& caller = {});
+  // Writes rows to where the request says, and returns the writes that the table has had, those before a restore, too. Throws
+  // Faults; nothing was written then.
+  int64_t pull(const CallContext& context, const std::string& table, const PullRequest& request, const Caller& caller = {});
 
   // Each is applied once, whole or not at all. `completion` is called once, here or, of a write that waits for other ranks, later:
   // its arrays are copied. Only what the caller's look throws is thrown, and then nothing was begun. Equal ids of a push are merged
-  // first, unless `ids_are_distinct` says that there are none; those of an assign are refused.
+  // first, unless `ids_are_distinct` says that there are none; those of an assign are refused. `after`: see RowsAfter; not of groups,
+  // and not where ids are equal.
   void push(const CallContext& context, const std::string& table, const PushRequest& request, bool ids_are_distinct,
-            const Completion& completion, const Caller& caller = {});
+            const Completion& completion, const Caller& caller = {}, RowsAfter* after = nullptr);
   void assign(const CallContext& context, const std::string& table, const AssignRequest& request, bool ids_are_distinct,
               const Completion& completion, const Caller& caller = {});
 

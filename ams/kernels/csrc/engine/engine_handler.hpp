@@ -15,13 +15,13 @@ class EngineHandler final : public Handler {
  public:
   explicit EngineHandler(std::shared_ptr<Engine> engine) : engine_(std::move(engine)) {}
 
-  void pull(const CallContext& context, const std::string& table, const PullRequest& request, const Asker& asker) override {
-    engine_->pull(context, table, request, caller_of(asker));
+  int64_t pull(const CallContext& context, const std::string& table, const PullRequest& request, const Asker& asker) override {
+    return engine_->pull(context, table, request, caller_of(asker));
   }
   // The ids of a caller of somebody's own may be any.
   void push(const CallContext& context, const std::string& table, const PushRequest& request, const Asker& asker,
-            Completion completion) override {
-    engine_->push(context, table, request, false, completion, caller_of(asker));
+            Completion completion, RowsAfter* after) override {
+    engine_->push(context, table, request, false, completion, caller_of(asker), after);
   }
   void assign(const CallContext& context, const std::string& table, const AssignRequest& request, const Asker& asker,
               Completion completion) override {

@@ -208,7 +208,9 @@ void bind_engine(nb::module_& m) {
       .def("refusal", &refusal, nb::arg("reason"), nb::arg("index"), nb::arg("value"), nb::arg("label"))
       .def_rw("is_open", &ServedTable::is_open)
       .def_rw("torn", &ServedTable::torn)
-      .def_rw("writes", &ServedTable::writes);
+      .def_rw("writes", &ServedTable::writes)
+      .def_rw("writes_before", &ServedTable::writes_before)
+      .def_prop_ro("all_writes", &ServedTable::all_writes);
   nb::class_<Alarm>(m, "Alarm")
       .def_prop_rw("at", &Alarm::at, &Alarm::set)
       .def("note", &Alarm::note, nb::arg("deadline").none())

@@ -133,13 +133,13 @@ void ServedTable::require_factors(const PushRequest& request) const {
                 "scale is " + shown(request.scale) + "; it must be finite (as float32; a skipped step pushes nothing)");
 }
 
-int64_t ServedTable::push(const PushRequest& request, Pauses* pauses) {
+int64_t ServedTable::push(const PushRequest& request, Pauses* pauses, const RowPlaces<char>* after) {
   require_factors(request);
   const PushFactors factors{static_cast<float>(request.lr.value_or(lr_)), static_cast<float>(request.scale)};
   const PushStep step{optimizers_.of_push(request.scalars), factors};
   require_width("gradients", request.dim);
   try {
-    return rows_->push(request.ids, request.count, request.places(), request.dtype, step, !request.step_goes_on, pauses);
+    return rows_->push(request.ids, request.count, request.places(), request.dtype, step, !request.step_goes_on, pauses, after);
   } catch (const Refusal& refusal) {
     throw fault_of(refusal, request.ids[refusal.index], name_, rows_->spec(),
                    "gradients (times scale " + shown(request.scale) + ")");

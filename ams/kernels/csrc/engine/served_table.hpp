@@ -50,7 +50,8 @@ class ServedTable {
 
   // As those of RowTable in Python. Throw Faults, and std::bad_alloc: no row has changed then. For `pauses` see RowStore.
   void pull(const PullRequest& request, Pauses* pauses = nullptr) const;
-  int64_t push(const PushRequest& request, Pauses* pauses = nullptr);
+  // `after`: where the rows are written once they are updated, or null.
+  int64_t push(const PushRequest& request, Pauses* pauses = nullptr, const RowPlaces<char>* after = nullptr);
   // What `push` refuses without looking at ids and gradients.
   void require_factors(const PushRequest& request) const;
   int64_t assign(const AssignRequest& request, Pauses* pauses = nullptr);
@@ -60,7 +61,9 @@ class ServedTable {
 
   bool is_open;      // not being restored, and published
   std::string torn;  // why its rows are of no one moment, if a write was cut off; else empty
-  int64_t writes = 0;
+  int64_t writes = 0;         // since it was made here
+  int64_t writes_before = 0;  // those of the snapshot that it was restored from
+  int64_t all_writes() const { return writes_before + writes; }
 
  private:
   void require_width(const char* label, int64_t dim) const;

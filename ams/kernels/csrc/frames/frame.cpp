@@ -34,7 +34,8 @@ struct OperationReply {
   int64_t created = 0;
   double retry_after_seconds = 0;
   uint64_t offset = 0, bytes = 0;
-  uint64_t reserved2[2] = {0, 0};
+  int64_t writes = 0;
+  uint64_t reserved2 = 0;
   uint64_t check = 0;
 };
 static_assert(sizeof(OperationReply) == 64);
@@ -506,6 +507,7 @@ size_t write_reply(char* frame, size_t room, const ReplyLayout& layout, uint64_t
     OperationReply reply;
     if (const auto* done = std::get_if<Done>(&results[i].outcome)) {
       reply.created = done->created;
+      reply.writes = done->writes;
       reply.flags = static_cast<uint8_t>((done->duplicate ? kDuplicate : 0) | (results[i].rows.present_bytes != 0 ? kHasPresent : 0));
       reply.offset = layout.rows[i];
       reply.bytes = results[i].rows.rows_bytes + results[i].rows.present_bytes;
@@ -552,7 +554,7 @@ std::vector<ParsedReply> parse_reply(const char* data, size_t bytes, uint64_t nu
     require_frame(reply.offset >= first && reply.offset <= bytes && reply.bytes <= bytes - reply.offset,
                   "what an operation brought is not in the frame");
     require_frame(reply.is_refused <= 1 && (reply.flags & ~(kDuplicate | kHasPresent)) == 0 && reply.reserved == 0 &&
-                      reply.reserved2[0] == 0 && reply.reserved2[1] == 0,
+                      reply.reserved2 == 0,
                   "reserved bytes are not 0");
     const char* begin = data + reply.offset;
     if (reply.is_refused != 0) {
@@ -567,7 +569,7 @@ std::vector<ParsedReply> parse_reply(const char* data, size_t bytes, uint64_t nu
     require_frame(reply.bytes == rows[i].rows_bytes + rows[i].present_bytes &&
                       ((reply.flags & kHasPresent) != 0) == (rows[i].present_bytes != 0),
                   "other rows came than were asked for");
-    replies[i].outcome = Done{reply.created, (reply.flags & kDuplicate) != 0};
+    replies[i].outcome = Done{reply.created, (reply.flags & kDuplicate) != 0, reply.writes};
     replies[i].rows = begin;
     replies[i].present = rows[i].present_bytes != 0 ? reinterpret_cast<const uint8_t*>(begin) + rows[i].rows_bytes : nullptr;
   }

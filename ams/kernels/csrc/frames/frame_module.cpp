@@ -162,7 +162,7 @@ nb::bytes build_reply_frame(uint64_t number, const std::vector<nb::dict>& descri
     const nb::bytes rows = item(one, "rows", nb::bytes("")), present = item(one, "present", nb::bytes(""));
     frame.replace(layout.rows[i], rows.size(), rows.c_str(), rows.size());
     frame.replace(layout.rows[i] + rows.size(), present.size(), present.c_str(), present.size());
-    results.push_back({Done{item<int64_t>(one, "created", 0), item(one, "duplicate", false)}, sizes[i]});
+    results.push_back({Done{item<int64_t>(one, "created", 0), item(one, "duplicate", false), item<int64_t>(one, "writes", 0)}, sizes[i]});
   }
   const size_t bytes = write_reply(frame.data(), frame.size(), layout, number, results);
   return nb::bytes(frame.data(), bytes);
@@ -182,6 +182,7 @@ nb::list parse_reply_frame(const nb::bytes& frame, uint64_t number, const std::v
     } else {
       const Done& done = std::get<Done>(parsed[i].outcome);
       to["created"] = done.created;
+      to["writes"] = done.writes;
       to["duplicate"] = done.duplicate;
       to["rows"] = nb::bytes(parsed[i].rows, sizes[i].rows_bytes);
       if (parsed[i].present != nullptr)

@@ -16,6 +16,8 @@ namespace {
 constexpr int64_t kFoundTogether = 4096;
 constexpr int64_t kMostLookedAt = int64_t{1} << 17;  // frozen rows, in about a millisecond
 
+void copy_to_cache(char* to, const char* from, size_t bytes) { std::memcpy(to, from, bytes); }
+
 // A pull of more bytes than the caches hold writes past them; a smaller one stays in them for its reader.
 constexpr size_t kStreamedBytes = size_t{24} << 20;
 
@@ -321,7 +323,7 @@ void RowStore::make_room_to_keep(int64_t count) {
 }
 
 int64_t RowStore::push(const int64_t* ids, int64_t count, const Gradients& gradients, DType dtype, const PushStep& step,
-                       bool ends_step, Pauses* pauses) {
+                       bool ends_step, Pauses* pauses, const RowPlaces<char>* after) {
   DefaultFloatMode float_mode;
   std::unique_lock lock(mutex_);
   UnlockedPauses unlocked(pauses, lock);
@@ -340,6 +342,8 @@ int64_t RowStore::push(const int64_t* ids, int64_t count, const Gradients& gradi
   for (int64_t position : overdue.positions) touched_.set(position);
   const int64_t* positions = found.positions.data();
   const Lookahead lookahead;
+  const bool copies = after != nullptr && !steps_;  // where untouched rows move, the end of the step may
+  const auto copy = static_cast<size_t>(count) * row_bytes() >= kStreamedBytes ? kernels().copy_streaming : copy_to_cache;
   const auto update = [&](int64_t begin, int64_t end, int64_t thread) {
     DefaultFloatMode slice_float_mode;
     float* buffer = buffers.data() + thread * buffer_size;
@@ -349,12 +353,16 @@ int64_t RowStore::push(const int64_t* ids, int64_t count, const Gradients& gradi
         end - begin, row_bytes() + slot_bytes(),
         [&](int64_t i) { ask_for(lookahead, Use::update, items[i % kMostAhead] = item_at(positions[begin + i])); },
         [&](int64_t i) {
-          update_one(items[i % kMostAhead], ids[begin + i], gradients.at(begin + i, gradient_bytes), dtype, step, now, buffer, seen);
+          const int64_t item = items[i % kMostAhead];
+          update_one(item, ids[begin + i], gradients.at(begin + i, gradient_bytes), dtype, step, now, buffer, seen);
+          if (copies) copy(after->at(begin + i, row_bytes()), rows_.at(item), row_bytes());
         });
     bounds[static_cast<size_t>(thread)] = seen;
+    if (copies) finish_streaming();
   };
   const int64_t created = write_blocks(ids, found, buffers.data(), update, unlocked.get());
   if (ends_step) end_step(overdue, now, step.factors.lr, buffers.data());
+  if (after != nullptr && !copies) pull_slice(ids, 0, count, {*after, nullptr, 0}, false);
   for (const Magnitudes& seen : bounds) bounds_.raise_to(seen, num_slots_);
   bounds_.row = rounded_up(bounds_.row, spec_.dtype);
   for (float& slot : bounds_.slots) slot = rounded_up(slot, spec_.slot_dtype);

@@ -67,8 +67,9 @@ class RowStore {
   // Creates nothing; a missing row yields its initial value.
   void pull(const int64_t* ids, int64_t count, const PullInto& out, Pauses* pauses = nullptr) const;
   // Returns the number of rows created. `ends_step`: where untouched rows move, those that no push of this step had do.
+  // `after`: where the rows [N, D] of the table's dtype go as they are after it, or null.
   int64_t push(const int64_t* ids, int64_t count, const Gradients& gradients, DType dtype, const PushStep& step, bool ends_step,
-               Pauses* pauses = nullptr);
+               Pauses* pauses = nullptr, const RowPlaces<char>* after = nullptr);
   // Refuses what a push of these would refuse; changes nothing.
   void check_push(const int64_t* ids, int64_t count, const Gradients& gradients, DType dtype, const PushStep& step) const;
   // Whether no push of gradients of at most `largest` in magnitude can be refused for its values.

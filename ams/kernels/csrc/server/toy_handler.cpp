@@ -22,7 +22,7 @@ void ToyHandler::enter(const std::string& table, const Asker& asker) {
   }
 }
 
-void ToyHandler::pull(const CallContext&, const std::string& table, const PullRequest& request, const Asker& asker) {
+int64_t ToyHandler::pull(const CallContext&, const std::string& table, const PullRequest& request, const Asker& asker) {
   enter(table, asker);
   for (int64_t i = 0; i < request.count; ++i) {
     if (request.ids[i] < 0) throw Fault("InvalidIds", "id " + std::to_string(request.ids[i]) + " is negative");
@@ -30,10 +30,11 @@ void ToyHandler::pull(const CallContext&, const std::string& table, const PullRe
     for (int64_t column = 0; column < request.dim; ++column) row[column] = static_cast<float>(request.ids[i] * 1000 + column);
     if (request.present != nullptr) request.present[i] = request.ids[i] % 2 == 0;
   }
+  return num_writes();
 }
 
 void ToyHandler::push(const CallContext&, const std::string& table, const PushRequest& request, const Asker& asker,
-                      Completion completion) {
+                      Completion completion, RowsAfter*) {
   write(table, request.ids, request.count, request.dim, request.gradients, asker, std::move(completion));
 }
 

@@ -16,9 +16,9 @@ namespace geartrain {
 // write is answered at answer_later(). Any other table is TableNotFound. Thread-safe.
 class ToyHandler : public Handler {
  public:
-  void pull(const CallContext& context, const std::string& table, const PullRequest& request, const Asker& asker) override;
+  int64_t pull(const CallContext& context, const std::string& table, const PullRequest& request, const Asker& asker) override;
   void push(const CallContext& context, const std::string& table, const PushRequest& request, const Asker& asker,
-            Completion completion) override;
+            Completion completion, RowsAfter* after) override;
   void assign(const CallContext& context, const std::string& table, const AssignRequest& request, const Asker& asker,
               Completion completion) override;
   void before_reply(bool has_writes) override;

@@ -68,6 +68,7 @@ def results(draw: st.DrawFn) -> Described:
         return {"error": draw(st.text("abcü", min_size=1)), "message": draw(NAMES), "retry_after_seconds": wait}
     size = draw(st.integers(0, 100))
     one: Described = {"rows": bytes(range(size)), "created": draw(INT64), "duplicate": draw(st.booleans())}
+    one["writes"] = draw(INT64)
     return {**one, "present": b"\1" * (size // 4)} if size >= 4 and draw(st.booleans()) else one
 
 

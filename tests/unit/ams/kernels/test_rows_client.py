@@ -144,6 +144,37 @@ def test_writes_of_several_tables_are_one_request_to_each_shard(shards: Shards) 
     assert [connection.num_mailboxes for connection in shards.connections] == [1] * NUM_SHARDS
 
 
+@pytest.mark.parametrize("lost", [None, 1])
+def test_rows_come_with_the_push_that_they_follow(shards: Shards, lost: int | None) -> None:
+    ids = np.arange(4 * NUM_SHARDS)
+    if lost is not None:
+        shards.client.set_way(lost, 0, None, None)
+    first, second = np.full(7, -1, np.float32), np.full(len(ids) * DIM - 7, -1, np.float32)
+    write = shards.prepare(ids, np.ones((len(ids), DIM), np.float32))
+    out = _core.ScatteredRows((first, second), DIM)
+    reply, writes = shards.client.write_and_pull(write, CONTEXT, out, SOON, None)
+    rows = np.concatenate([first, second]).reshape(-1, DIM)
+    came = PLACEMENT[ids] != (NUM_SHARDS if lost is None else lost)
+    np.testing.assert_array_equal(rows[came], expected(ids)[came])
+    assert (rows[~came] == -1).all()
+    if lost is None:
+        assert (reply, writes) == ((len(ids), False), (1,) * NUM_SHARDS)
+    else:
+        assert (reply[lost], writes) == (None, None) and came.sum() == sum(one[0] for one in reply if one)
+    assert [connection.num_mailboxes for connection in shards.connections] == [
+        int(n != lost) for n in range(NUM_SHARDS)
+    ]
+
+
+def test_rows_of_a_push_that_is_refused_do_not_come(shards: Shards) -> None:
+    rows = np.full((NUM_SHARDS, DIM), -1, np.float32)
+    write = shards.prepare(np.arange(NUM_SHARDS), np.ones_like(rows), "none")
+    out = _core.ScatteredRows((rows.reshape(-1),), DIM)
+    reply, writes = shards.client.write_and_pull(write, CONTEXT, out, SOON, None)
+    assert [type(error) for error in reply] == [TableNotFound] * NUM_SHARDS and writes is None
+    assert (rows == -1).all()
+
+
 def test_what_is_not_done_is_said_shard_by_shard(shards: Shards) -> None:
     ids = np.arange(3 * NUM_SHARDS)
     shards.client.set_way(0, 0, None, None)

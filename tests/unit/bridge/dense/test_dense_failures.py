@@ -80,8 +80,12 @@ def fail_step(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
             assert not delivered.failed
             return [Delivered(delivered.done, [(lost, ShardUnavailable("lost"))])]
 
+        def lossy_and_pull(rows: RowCalls, parts: Any, context: Any, _: Any) -> tuple[Delivered, None]:
+            return lossy(rows, [(parts, context)])[0], None
+
         with monkeypatch.context() as patch:
             patch.setattr(RowCalls, "deliver_together", lossy)
+            patch.setattr(RowCalls, "deliver_and_pull", lossy_and_pull)
             with pytest.raises(ShardUnavailable, match="lost"):
                 dense.step()
 
@@ -191,7 +195,7 @@ def test_a_push_that_is_repeated_has_the_gradients_it_began_with(
             raise ShardUnavailable("lost")
 
         with monkeypatch.context() as patch, pytest.raises(ShardUnavailable, match="lost"):
-            patch.setattr(RowCalls, "deliver_together", unsent)
+            patch.setattr(RowCalls, "deliver_together" if push == 1 else "deliver_and_pull", unsent)
             dense.step()
     else:
         fail_step(dense, push, applied=False)

@@ -22,6 +22,7 @@ from geartrain.ams.values.errors import (
     SpecMismatch,
     TableExists,
 )
+from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
 
 DIM = 16
 
@@ -355,6 +356,30 @@ def test_a_number_needs_a_named_stream(cluster: gt.Cluster) -> None:
     dense.step()
 
 
+@pytest.mark.parametrize("optimizer", [gt.Adam(0.1), gt.Momentum(0.1), gt.SparseMomentum(0.1)], ids=str)
+def test_a_step_asks_each_shard_once(
+    cluster: gt.Cluster, monkeypatch: pytest.MonkeyPatch, optimizer: RowOptimizerSpec
+) -> None:
+    layer = nn.Linear(5, 7)
+    dense = gt.attach(layer, cluster, name="layer", optimizer=optimizer, dim=DIM)
+    before = layer.weight.detach().clone()
+    layer(torch.ones(2, 5)).sum().backward()
+
+    def asked(*_: Any, **__: Any) -> Any:
+        pytest.fail("a step asked again")
+
+    with monkeypatch.context() as patch:
+        for room, name in (RowCalls, "pull"), (RowCalls, "deliver_together"), (ShardCalls, "read"):
+            patch.setattr(room, name, asked)
+        dense.step()
+        dense.step()
+    assert dense.version == cluster.table("layer").version() == 3
+    stepped = layer.weight.detach().clone()
+    assert not torch.equal(stepped, before) and not dense.refresh()
+    dense._pull()
+    assert torch.equal(layer.weight, stepped)
+
+
 def test_a_push_that_failed_half_way_is_completed_once(cluster: gt.Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     module, reference = Odd(), Odd()
     dense = gt.attach(module, cluster, name="odd", optimizer=gt.Momentum(0.1), dim=DIM)
@@ -374,8 +399,12 @@ def test_a_push_that_failed_half_way_is_completed_once(cluster: gt.Cluster, monk
         read(self, calls, **keywords)
         raise ShardUnavailable("lost before the pull")
 
+    def lossy_and_pull(rows: RowCalls, parts: Any, context: Any, _: Any) -> tuple[Delivered, None]:
+        return lossy(rows, [(parts, context)])[0], None
+
     backward(module, 0)
     monkeypatch.setattr(RowCalls, "deliver_together", lossy)
+    monkeypatch.setattr(RowCalls, "deliver_and_pull", lossy_and_pull)
     with pytest.raises(ShardUnavailable, match="the answer was lost"):
         dense.step()
     with monkeypatch.context() as patch, pytest.raises(ShardUnavailable, match="lost before the pull"):
