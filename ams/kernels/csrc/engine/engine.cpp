@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "base/text.hpp"
+#include "index/too_many_ids.hpp"
 #include "machine/memory_budget.hpp"
 #include "machine/pauses.hpp"
 #include "python/failpoint.hpp"
@@ -90,6 +91,8 @@ Fault fault_in_flight(const std::string& of_whom) {
   } catch (const Fault& fault) {
     return fault;
   } catch (const OverBudget& refused) {
+    return {"OutOfMemory", refused.words()};
+  } catch (const TooManyIds& refused) {
     return {"OutOfMemory", refused.words()};
   } catch (const std::bad_alloc&) {
     return {"OutOfMemory", of_whom + " is out of memory: the system gives it no more; the call changed nothing"};

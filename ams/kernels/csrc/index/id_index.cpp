@@ -2,6 +2,8 @@
 
 #include <new>
 
+#include "index/too_many_ids.hpp"
+
 namespace geartrain {
 
 IdIndex::IdIndex() : current_(make_table(kFirstLines)) {}
@@ -27,7 +29,7 @@ void IdIndex::Table::insert(uint64_t hash, uint64_t tag, int64_t number) {
 }
 
 void IdIndex::reserve(int64_t count, NewMemory* news) {
-  if (count > kMostIds - size_) throw std::bad_alloc();
+  if (count > kMostIds - size_) throw TooManyIds(count, size_, kMostIds);
   for (int64_t number = size_; number < size_ + count; ++number) ids_.ensure(number, news);
   int64_t num_lines = static_cast<int64_t>(current_.num_lines);
   if (size_ + count <= most_ids(num_lines)) return;

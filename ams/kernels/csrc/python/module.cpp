@@ -3,6 +3,8 @@
 #include <algorithm>
 
 #include "base/keyed_hash.hpp"
+#include "index/id_index.hpp"
+#include "index/too_many_ids.hpp"
 #include "machine/isa.hpp"
 #include "machine/lookahead.hpp"
 #include "machine/memory_budget.hpp"
@@ -35,8 +37,11 @@ void bind_memory_budget(nb::module_& m) {
       std::rethrow_exception(error);
     } catch (const OverBudget& refused) {
       PyErr_SetString(nb::module_::import_("geartrain.ams.values.errors").attr("OutOfMemory").ptr(), refused.words().c_str());
+    } catch (const TooManyIds& refused) {
+      PyErr_SetString(nb::module_::import_("geartrain.ams.values.errors").attr("OutOfMemory").ptr(), refused.words().c_str());
     }
   });
+  m.def("reserve_ids", [](int64_t count) { IdIndex().reserve(count); }, nb::arg("count"));
   m.def("set_memory_limit", &set_memory_limit, nb::arg("bytes"));
   m.def("memory_limit", &memory_limit);
   m.def("memory_used", &memory_used);

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from geartrain.ams.client.cluster import local
-from geartrain.ams.kernels import memory
+from geartrain.ams.kernels import _core, memory
 from geartrain.ams.tables.row_table import RowTable
 from geartrain.ams.values.errors import InvalidArgument, OutOfMemory
 from geartrain.ams.values.optimizers.registry import Momentum, SparseMomentum
@@ -160,3 +160,8 @@ def test_a_restore_in_place_that_finds_no_room_says_that_the_table_is_gone(tmp_p
             cluster.restore(taken, replace=True)
         cluster.restore(taken)
         assert cluster.table("t").pull(ids).shape == (2000, DIM)
+
+
+def test_more_rows_than_a_hashed_table_can_number_are_refused_by_name() -> None:
+    with pytest.raises(OutOfMemory, match=r"at most 4294967295 rows .* has 0, and 4294967296 more .* more shards"):
+        _core.reserve_ids(2**32)
