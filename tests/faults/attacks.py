@@ -34,6 +34,13 @@ def sequences(seed: int, folder: Path, *, examples: int = 60) -> None:  # noqa: 
         raise AssertionError(str(exc)) from exc
 
 
+def large_requests(seed: int, folder: Path) -> None:  # noqa: ARG001
+    """Large assigns of two clients and small pulls of a third, over shared memory."""
+    from tests.unit.ams.server.test_large_requests import attack
+
+    attack("ring", 1, rounds=100)
+
+
 def proxies(seed: int, folder: Path, *, pushes: int = 120, most_bytes: int = 800_000) -> None:  # noqa: ARG001
     """Integer pushes through proxies that mistreat connections."""
     from tests.faults.test_exactly_once import attack

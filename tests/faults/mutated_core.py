@@ -59,6 +59,11 @@ REMOVALS: Mapping[str, Removal] = {
             ("if (context.incarnation < entry.value.incarnation)", "if (false)"),
         ),
     ),
+    # Writes come between the blocks of others' writes.
+    "writes wait": Removal(
+        "carriers/served_call.cpp",
+        (("if (pull == nullptr || pull->required_sync) return false;", "if (pull == nullptr) continue;"),),
+    ),
     # A client uses memory again in which the shard may still be at work.
     "one use": Removal(
         "ring/ring_client.cpp",

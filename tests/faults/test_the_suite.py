@@ -16,6 +16,7 @@ CAUGHT_BY: dict[str, attacks.Attack] = {
     "dedup": SEQUENCES,
     "shard fence": SEQUENCES,
     "client fence": SEQUENCES,
+    "writes wait": attacks.large_requests,
     "one use": partial(attacks.shared_memory, pushes=60),
     "checksum": attacks.damage,
     "rename last": attacks.death_of_a_writer,

@@ -161,29 +161,40 @@ def test_a_row_is_there_for_others_when_it_is_written(shard: Shard, connect: Con
     beside(write, look)
 
 
-def test_large_requests_do_not_mix(shard: Shard, connect: Connect) -> None:
+def test_large_requests_do_not_mix(way: tuple[str, int]) -> None:
+    attack(*way)
+
+
+def attack(way: str, threads: int, rounds: int = 3) -> None:
+    """Assign all rows by two callers at once, while a third pulls a few: who pulls all of them finds one assign's."""
+    shard = Shard(0, np.arange(4096), incarnation=1, threads=threads)
+    server = _core.DataServer(_core.EngineHandler(shard.engine), host="127.0.0.1")
     create(shard, SparseMomentum(1.0, momentum=0.5), num_rows=3 * NUM_IDS)
-    sides = [connect(f"side {number}") for number in range(2)]
+    sides = [Side(shard, server, way, f"side {number}") for number in range(2)]
     sides[0].write("assign", ONES)
     stop = threading.Event()
     mixed: list[Rows] = []
 
     def work(side: Side, number: int) -> None:
-        for value in range(2):
+        for value in range(rounds):
+            if mixed:
+                break
             side.write("assign", np.full_like(ONES, 10 * number + value))
             rows = side.pull(IDS)
             if not (rows == rows[0, 0]).all():
                 mixed.append(rows)
         stop.set()
 
-    reader = connect("reader")
-    threads = [threading.Thread(target=work, args=(side, number)) for number, side in enumerate(sides)]
-    for thread in threads:
-        thread.start()
+    reader = Side(shard, server, way, "reader")
+    callers = [threading.Thread(target=work, args=(side, number)) for number, side in enumerate(sides)]
+    for caller in callers:
+        caller.start()
     while not stop.is_set():
         reader.pull(FEW)
-    for thread in threads:
-        thread.join(SECONDS)
+    for caller in callers:
+        caller.join(SECONDS)
+    server.close()
+    shard.close()
     assert not mixed
 
 
