@@ -38,16 +38,19 @@ def boolean(name: str, value: object) -> bool:
 
 
 def path_name(name: str, value: object, what: str) -> str | Path:
-    """Return ``value`` as a Path if it is one, else as text; ``what`` it must be. Raises InvalidArgument."""
+    """Return ``value`` as a Path if it is one, else as text; ``what`` it must be. Raises InvalidArgument.
+
+    ``~`` at its beginning is the user's folder, as in a shell.
+    """
     if isinstance(value, Path):
-        return value
+        return Path(os.path.expanduser(value))  # noqa: PTH111 - Path.expanduser raises for users it does not know
     try:
         text = os.fspath(value)  # type: ignore[call-overload]
     except TypeError:
         text = ""
     if not isinstance(text, str) or not text:
         raise InvalidArgument(f"{name} is {quoted(value)}; it must be {what}")
-    return text
+    return os.path.expanduser(text)  # noqa: PTH111 - it may be a URL
 
 
 def real_number(name: str, value: object) -> float:

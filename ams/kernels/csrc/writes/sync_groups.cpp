@@ -1,6 +1,7 @@
 #include "writes/sync_groups.hpp"
 
 #include <algorithm>
+#include <limits>
 
 #include "base/text.hpp"
 #include "writes/completed_writes.hpp"
@@ -67,9 +68,10 @@ void require_rank(const SyncGroup& member) {
   if (member.world_size > kMaxWorldSize || member.rank < 0 || member.rank >= member.world_size)
     throw Fault("InvalidArgument", "rank " + std::to_string(member.rank) + " of world_size " + std::to_string(member.world_size) +
                                        " is not a rank of a group");
-  if (member.sequence < 1)
-    throw Fault("InvalidArgument",
-                "sequence " + std::to_string(member.sequence) + " of job " + quoted(member.job) + " must be >= 1");
+  constexpr int64_t kLastSequence = std::numeric_limits<int64_t>::max() - 1;  // the next one is counted, too
+  if (member.sequence < 1 || member.sequence > kLastSequence)
+    throw Fault("InvalidArgument", "sequence " + std::to_string(member.sequence) + " of job " + quoted(member.job) +
+                                       " must lie in [1, 2**63 - 2]");
 }
 
 void require_at_step(const std::string& table, const SyncGroup& member, int64_t next_sequence) {

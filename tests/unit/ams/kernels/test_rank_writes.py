@@ -155,7 +155,7 @@ def test_a_rank_that_no_group_can_have_is_refused(rank: int, world_size: int) ->
     push = replace(plain_push(), group=member(rank, world_size))
     with pytest.raises(InvalidArgument, match=f"rank {rank} of world_size {world_size} is not a rank of a group"):
         SyncGroups(1.0).is_applied(push)
-    with pytest.raises(InvalidArgument, match="sequence 0 of job 'j' must be >= 1"):
+    with pytest.raises(InvalidArgument, match="sequence 0 of job 'j' must lie in"):
         SyncGroups(1.0).is_applied(replace(push, group=member(0, 1, sequence=0)))
 
 
