@@ -22,8 +22,8 @@ from geartrain.ams.values.shard_messages import DataPlaneOffer
 
 logger = logging.getLogger(__name__)
 
-PAUSE_SECONDS = 600.0
-"""After a refusal no connection is asked for so long."""
+FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 1.0, 600.0
+"""After a refusal no connection is asked for so long; after each further one twice as long, up to the second."""
 DISTRUST_SECONDS = 30.0
 """After a call without an answer by TCP there is no connection for so long: the way may let only gRPC pass."""
 CONNECT_SECONDS = 5.0
@@ -70,6 +70,7 @@ class DataPlane:
         self._connection: _core.DataConnection | None = None
         self._making_since = -math.inf
         self._off_until = -math.inf
+        self._pause = FIRST_PAUSE_SECONDS
         self._is_closed = False
 
     @property
@@ -129,6 +130,7 @@ class DataPlane:
         with self._lock:
             self._connection = connection
             self._making_since = -math.inf
+            self._pause = FIRST_PAUSE_SECONDS
         if self._is_closed:
             connection.close()
         is_near = isinstance(connection, _core.RingConnection)
@@ -155,7 +157,8 @@ class DataPlane:
 
     def _refused(self, reason: str | Exception) -> None:
         with self._lock:
-            self._off_until = max(self._off_until, self._clock() + PAUSE_SECONDS)
+            self._off_until = max(self._off_until, self._clock() + self._pause)
+            self._pause = min(2 * self._pause, LONGEST_PAUSE_SECONDS)
             self._making_since = -math.inf
         ways = ["through shared memory"] * self._near + ["over bulk connections"] * self._far
         self._tell(f"in messages, not {' or '.join(ways)}: {reason}")

@@ -94,7 +94,21 @@ def test_a_refusal_holds_for_a_while(shard: Shard, answer: DataPlaneOffer | Exce
         shard.work()
     assert shard.asked == 1 and shard.plane.is_off
     assert shard.told[0].startswith("in messages, not through shared memory: ")
-    shard.now += data_plane.PAUSE_SECONDS
+    shard.now += data_plane.FIRST_PAUSE_SECONDS
+    shard.answer = shard.offer
+    assert shard.connected().is_connected()
+
+
+def test_a_shard_that_refuses_again_and_again_is_asked_less_and_less_often(shard: Shard) -> None:
+    shard.answer = lambda: DataPlaneOffer(reason="no more than these")
+    seconds = []
+    for _ in range(12):
+        shard.connected()
+        before = shard.now
+        while shard.plane.is_off:
+            shard.now += 0.5
+        seconds.append(shard.now - before)
+    assert seconds == [*(2.0**n for n in range(10)), 600.0, 600.0]
     shard.answer = shard.offer
     assert shard.connected().is_connected()
 
