@@ -45,12 +45,12 @@ class DataPlanePort:
 
     def _listening(self, handler: _core.Handler) -> _core.DataServer:
         try:
-            return _core.DataServer(handler, host=self._host, port=self._port)
+            return _core.DataServer(handler, host=self._host, port=self._port, warn=logger.warning)
         except (OSError, RuntimeError) as exc:
             logger.warning(
                 "rows of other machines' clients travel in messages: %s (%s:%d)", exc, self._host, self._port
             )
-            return _core.DataServer(handler)
+            return _core.DataServer(handler, warn=logger.warning)
 
     @property
     def num_connections(self) -> int:

@@ -4,38 +4,39 @@
 #include <new>
 #include <utility>
 
+#include "calls/fault.hpp"
 #include "machine/pauses.hpp"
 
 namespace geartrain {
 namespace {
 
-Fault fault_of(std::exception_ptr error) {
-  try {
-    std::rethrow_exception(std::move(error));
-  } catch (const Fault& fault) {
-    return fault;
-  } catch (const std::bad_alloc&) {
-    return Fault("OutOfMemory", "the shard is out of memory: the system gives it no more; the call changed nothing");
-  } catch (const std::exception& other) {
-    return Fault("InternalError", other.what());
-  } catch (...) {
-    return Fault("InternalError", "an unknown error");
-  }
+// For those whose outcome cannot be told: they ask again, under the same number, and a write is answered as it was.
+const Fault& unknown_outcome() {
+  static const Fault fault("ShardUnavailable", "the shard is out of memory and cannot tell whether this call was done; ask again");
+  return fault;
+}
+
+const Fault& pending() {
+  static const Fault fault("StepPending", "other ranks of the sync group have not pushed yet; ask again");
+  return fault;
 }
 
 }  // namespace
 
 ServedCall::ServedCall(std::shared_ptr<Handler> handler, const FrameHeader& header, std::unique_ptr<ReplyPlace> place,
                        HasLeft has_left)
-    : handler_(std::move(handler)), header_(header), place_(std::move(place)), has_left_(std::move(has_left)) {}
+    : handler_(std::move(handler)), header_(header), place_(std::move(place)), has_left_(std::move(has_left)) {
+  unknown_outcome();  // made while there is memory for it
+  pending();
+}
 
-bool ServedCall::read(const char* frame, size_t bytes) {
+bool ServedCall::read(const char* frame, size_t bytes) noexcept {
   try {
     request_ = parse_request(frame, bytes);
     if (request_.header.check != header_.check) throw Fault("ProtocolError", "the frame was changed while it was read");
     return true;
   } catch (...) {
-    refuse(fault_of(std::current_exception()));
+    refuse(fault_in_flight("the shard"));
     return false;
   }
 }
@@ -51,35 +52,44 @@ bool ServedCall::is_brief_reading() const {
   return true;
 }
 
-void ServedCall::perform(const Moment& moment) {
+void ServedCall::prepare() {
+  const size_t count = request_.operations.size();
+  std::vector<ReplyRows> rows(count);
+  results_.resize(count);
+  for (size_t i = 0; i < count; ++i) {
+    const auto* pull = std::get_if<PullRequest>(&request_.operations[i].request);
+    if (pull != nullptr) results_[i].rows = rows[i] = reply_rows(*pull, request_.wants_present[i]);
+    has_writes_ |= pull == nullptr;
+  }
+  layout_ = lay_out_reply(rows);
+  room_ = place_->room(layout_.end, most_reply_bytes(layout_));
+  is_due_.assign(count, true);
+  num_due_ = count + 1;  // and one for this thread, so that no outcome answers before all are begun
+}
+
+void ServedCall::perform(const Moment& moment) noexcept {
   const Asker asker{std::exchange(has_left_, nullptr), moment.meanwhile, moment.has_turn};
-  if (moment.looks_first && asker.has_left()) return refuse(Fault("ShardUnavailable", "the caller has gone"));
   try {
-    for (size_t i = 0; i < request_.operations.size(); ++i) {
-      const auto* pull = std::get_if<PullRequest>(&request_.operations[i].request);
-      rows_.push_back(pull != nullptr ? reply_rows(*pull, request_.wants_present[i]) : ReplyRows{});
-      has_writes_ |= pull == nullptr;
-    }
-    layout_ = lay_out_reply(rows_);
-    room_ = place_->room(layout_.end, most_reply_bytes(layout_));
-    outcomes_.resize(request_.operations.size());
-    num_due_ = outcomes_.size() + 1;  // and one for this thread, so that no outcome answers before all are begun
+    if (moment.looks_first && asker.has_left()) throw Fault("ShardUnavailable", "the caller has gone");
+    prepare();
   } catch (...) {
-    refuse(fault_of(std::current_exception()));
+    refuse(fault_in_flight("the shard"));
     return;
   }
   for (size_t i = 0; i < request_.operations.size(); ++i) {
     try {
       perform_one(i, asker);
+    } catch (const Fault& fault) {
+      try {
+        settle(i, fault);
+      } catch (const std::bad_alloc&) {  // for a copy of it
+        lose(i);
+      }
     } catch (...) {
-      settle(i, fault_of(std::current_exception()));
+      lose(i);
     }
   }
-  {
-    const std::lock_guard lock(mutex_);
-    if (--num_due_ != 0 || std::exchange(is_answered_, true)) return;
-  }
-  write_answer();
+  settled();
 }
 
 // The pull that an operation is, with the place of its rows; null: it is none.
@@ -87,7 +97,7 @@ PullRequest* ServedCall::pull_of(size_t index) {
   auto* pull = std::get_if<PullRequest>(&request_.operations[index].request);
   if (pull == nullptr) return nullptr;
   pull->rows = room_.data() + layout_.rows[index];
-  if (request_.wants_present[index]) pull->present = reinterpret_cast<uint8_t*>(pull->rows) + rows_[index].rows_bytes;
+  if (request_.wants_present[index]) pull->present = reinterpret_cast<uint8_t*>(pull->rows) + results_[index].rows.rows_bytes;
   return pull;
 }
 
@@ -122,12 +132,35 @@ void ServedCall::perform_one(size_t index, const Asker& asker) {
   }
 }
 
-void ServedCall::settle(size_t index, Outcome outcome) {
+void ServedCall::settle(size_t index, const Outcome& outcome) noexcept {
   {
     const std::lock_guard lock(mutex_);
-    if (is_answered_ || outcomes_[index]) return;
-    outcomes_[index] = std::move(outcome);
-    if (--num_due_ != 0) return;
+    if (is_answered_ || !is_due_[index]) return;
+    is_due_[index] = false;
+    try {
+      results_[index].outcome = outcome;
+    } catch (...) {  // no memory for a copy
+      is_lost_ = true;
+    }
+  }
+  settled();
+}
+
+void ServedCall::lose(size_t index) noexcept {
+  {
+    const std::lock_guard lock(mutex_);
+    if (is_answered_ || !is_due_[index]) return;
+    is_due_[index] = false;
+    is_lost_ = true;
+  }
+  settled();
+}
+
+// One is due less. Answers if none is.
+void ServedCall::settled() noexcept {
+  {
+    const std::lock_guard lock(mutex_);
+    if (is_answered_ || --num_due_ != 0) return;
     is_answered_ = true;
   }
   write_answer();
@@ -138,40 +171,47 @@ bool ServedCall::is_waiting() {
   return !is_answered_;
 }
 
-void ServedCall::answer_now() {
+void ServedCall::answer_now() noexcept {
   {
     const std::lock_guard lock(mutex_);
     if (std::exchange(is_answered_, true)) return;
-    for (auto& outcome : outcomes_)
-      if (!outcome) outcome = Fault("StepPending", "other ranks of the sync group have not pushed yet; ask again");
+    for (size_t i = 0; i < results_.size(); ++i) {
+      if (!is_due_[i]) continue;
+      try {
+        results_[i].outcome = pending();
+      } catch (...) {
+        is_lost_ = true;
+      }
+    }
   }
   write_answer();
 }
 
-void ServedCall::refuse(const Fault& fault) {
+void ServedCall::refuse(const Fault& fault) noexcept {
   is_answered_ = true;
-  rows_.assign(1, {});
-  layout_ = lay_out_reply(rows_);
-  outcomes_.assign(1, fault);
   try {
-    if (room_.size() < layout_.end) room_ = place_->room(layout_.end, most_reply_bytes(layout_));
-  } catch (const std::exception&) {  // no room for a sentence: the caller's time-out tells
-    return;
+    if (room_.size() < kLeastRefusalBytes) room_ = place_->room(kLeastRefusalBytes, kMostRefusalBytes);
+    place_->answer(write_refusal(room_.data(), room_.size(), header_.number, 1, fault));
+  } catch (...) {  // no room for a sentence
   }
-  write_answer();
+  place_.reset();
 }
 
 // By whoever has set is_answered_, without the mutex: it may wait for the interpreter lock (armed failpoints), whose holder may wait
 // for the mutex.
-void ServedCall::write_answer() {
-  std::vector<ReplyResult> results;
+void ServedCall::write_answer() noexcept {
+  const auto refuse_all = [this](const Fault& fault) {
+    place_->answer(write_refusal(room_.data(), room_.size(), header_.number, results_.size(), fault));
+  };
   try {
     handler_->before_reply(has_writes_);
-    for (size_t i = 0; i < outcomes_.size(); ++i) results.push_back({std::move(*outcomes_[i]), rows_[i]});
+    if (is_lost_) refuse_all(unknown_outcome());
+    else place_->answer(write_reply(room_.data(), room_.size(), layout_, header_.number, results_));
+  } catch (const Fault& fault) {
+    refuse_all(fault);
   } catch (...) {
-    results.assign(outcomes_.size(), {fault_of(std::current_exception()), {}});
+    refuse_all(unknown_outcome());
   }
-  place_->answer(write_reply(room_.data(), room_.size(), layout_, header_.number, results));
   place_.reset();
 }
 

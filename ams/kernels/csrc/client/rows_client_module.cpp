@@ -43,7 +43,7 @@ Attempt attempt_of(double seconds, nb::handle watch) {
           .look = [watch](std::span<const int64_t> waiting) {
             if (look_for_signals()) return true;
             if (watch.is_none() || waiting.empty()) return false;
-            const nb::gil_scoped_acquire interpreter;
+            const WithInterpreter interpreter;
             nb::list shards;
             for (const int64_t shard : waiting) shards.append(shard);
             watch(shards);
@@ -106,7 +106,7 @@ nb::object pull(RowsClient& client, const TableFacts& table, int64_t table_incar
   const Attempt attempt = attempt_of(seconds, watch);
   Undone undone;
   {
-    const nb::gil_scoped_release release;
+    const WithoutInterpreter release;
     undone = client.pull(table, table_incarnation, request, attempt, shards);
   }
   return python_of(undone);
@@ -131,7 +131,7 @@ void place_scattered(const ScatteredRows& self, const Matrix& rows, const std::o
   const int64_t count = numbers ? static_cast<int64_t>(numbers->size()) : self.count();
   for (int64_t i = 0; numbers && i < count; ++i)
     require(numbers->data()[i] >= 0 && numbers->data()[i] < self.count(), "numbers must be of rows");
-  const nb::gil_scoped_release release;
+  const WithoutInterpreter release;
   self.gather();
   for (int64_t i = 0; i < count; ++i) {
     const int64_t number = numbers ? numbers->data()[i] : i;
@@ -154,7 +154,7 @@ nb::object pull_scattered(RowsClient& client, const TableFacts& table, int64_t t
   const Attempt attempt = attempt_of(seconds, watch);
   Undone undone;
   {
-    const nb::gil_scoped_release release;
+    const WithoutInterpreter release;
     out.gather();  // rows that do not come stay what they are
     undone = client.pull(table, table_incarnation, request, attempt, {});
     out.scatter();
@@ -177,7 +177,7 @@ nb::list pull_together(RowsClient& client, const nb::list& pulls, double seconds
   const Attempt attempt = attempt_of(seconds, watch);
   std::vector<Undone> undone;
   {
-    const nb::gil_scoped_release release;
+    const WithoutInterpreter release;
     undone = client.pull(all, attempt);
   }
   nb::list each;
@@ -190,7 +190,7 @@ bool begin_pull(RowsClient& client, const TableFacts& table, int64_t table_incar
   const PullRequest request = pull_request(table, ids, out, dtype_code, std::nullopt, required_sync);
   Attempt attempt = attempt_of(seconds, nb::none());
   std::shared_ptr<nb::object> label = kept(std::move(tag));
-  const nb::gil_scoped_release release;
+  const WithoutInterpreter release;
   return client.begin_pull(table, table_incarnation, request, std::move(attempt), std::move(label));
 }
 
@@ -224,7 +224,7 @@ void prepare(PreparedWrite* self, const RowsClient& client, const TableFacts& ta
   settings.step_goes_on = step_goes_on;
   settings.every_shard = every_shard;
   settings.are_distinct = are_distinct;
-  const nb::gil_scoped_release release;
+  const WithoutInterpreter release;
   if constexpr (std::is_same_v<Rows, ScatteredRows>) rows.gather();
   new (self) PreparedWrite(table, client.placement(), ids.data(), places, static_cast<int64_t>(ids.size()), dtype, std::move(settings),
                            static_cast<RowCheck>(check));
@@ -238,7 +238,7 @@ nb::list write(RowsClient& client, const std::vector<std::pair<const PreparedWri
   const Attempt attempt = attempt_of(seconds, watch);
   WriteOutcomes outcomes;
   {
-    const nb::gil_scoped_release release;
+    const WithoutInterpreter release;
     outcomes = client.write(writes, attempt, shards);
   }
   nb::list replies;
@@ -272,7 +272,7 @@ bool begin_write(RowsClient& client, const PreparedWrite& prepared, nb::handle c
   const Write write{&prepared, context_of(context)};
   Attempt attempt = attempt_of(seconds, nb::none());
   std::shared_ptr<nb::object> label = kept(std::move(tag));
-  const nb::gil_scoped_release release;
+  const WithoutInterpreter release;
   return client.begin_write(write, std::move(attempt), std::move(label));
 }
 
@@ -281,7 +281,7 @@ nb::object next_reply(RowsClient& client, double seconds) {
   const auto until = std::chrono::steady_clock::now() + duration_of(seconds);
   std::optional<RowsClient::Reply> reply;
   {
-    const nb::gil_scoped_release release;
+    const WithoutInterpreter release;
     reply = client.next_reply(until);
   }
   if (!reply) return nb::none();
@@ -330,8 +330,8 @@ void bind_rows_client(nb::module_& m) {
   nb::class_<RowsClient>(m, "RowsClient")
       .def("__init__", &create_client, nb::arg("bucket_shards").noconvert(), nb::arg("num_shards"))
       .def("set_way", &RowsClient::set_way, nb::arg("shard"), nb::arg("incarnation"), nb::arg("engine").none(),
-           nb::arg("connection").none(), nb::call_guard<nb::gil_scoped_release>())
-      .def("set_cluster_version", &RowsClient::set_cluster_version, nb::arg("version"), nb::call_guard<nb::gil_scoped_release>())
+           nb::arg("connection").none(), nb::call_guard<WithoutInterpreter>())
+      .def("set_cluster_version", &RowsClient::set_cluster_version, nb::arg("version"), nb::call_guard<WithoutInterpreter>())
       .def("pull", &pull, nb::arg("table"), nb::arg("table_incarnation"), nb::arg("ids").noconvert(), nb::arg("out").noconvert(),
            nb::arg("dtype_code"), nb::arg("present").noconvert().none(), nb::arg("required_sync").none(), nb::arg("seconds"),
            nb::arg("watch").none(), nb::arg("shards") = std::vector<int64_t>())
@@ -348,7 +348,7 @@ void bind_rows_client(nb::module_& m) {
       .def("waiting",
            [](const RowsClient& client, double seconds) { return client.waiting(std::chrono::steady_clock::now() - duration_of(seconds)); },
            nb::arg("seconds"))
-      .def("nudge", &RowsClient::nudge, nb::call_guard<nb::gil_scoped_release>());
+      .def("nudge", &RowsClient::nudge, nb::call_guard<WithoutInterpreter>());
   const auto add_prepare = [](nb::class_<PreparedWrite>& write, auto* prepare) {
     write.def("__init__", prepare, nb::arg("client"), nb::arg("table"), nb::arg("ids").noconvert(), nb::arg("rows").noconvert(),
               nb::arg("dtype_code"), nb::kw_only(), nb::arg("is_assign"), nb::arg("check"), nb::arg("lr").none(), nb::arg("scale"),
@@ -359,7 +359,7 @@ void bind_rows_client(nb::module_& m) {
   add_prepare(write, &prepare<Matrix>);
   add_prepare(write, &prepare<ScatteredRows>);
   write
-      .def("keep_rows", &PreparedWrite::keep_rows, nb::call_guard<nb::gil_scoped_release>())
+      .def("keep_rows", &PreparedWrite::keep_rows, nb::call_guard<WithoutInterpreter>())
       .def("part", &part_of, nb::arg("index"))
       .def_prop_ro("num_parts", [](const PreparedWrite& write) { return write.parts().size(); })
       .def_prop_ro("shards", [](const PreparedWrite& write) {

@@ -71,7 +71,7 @@ void create(HeldLookup* self, const nb::list& features, const std::vector<int64_
   }
   std::unique_ptr<Lookup> lookup;
   {
-    const nb::gil_scoped_release release;
+    const WithoutInterpreter release;
     lookup = std::make_unique<Lookup>(std::move(all), num_ids, threads);
   }
   new (self) HeldLookup{std::move(arrays), std::move(lookup)};
@@ -115,7 +115,7 @@ void pool(HeldLookup& self, const nb::list& rows, const std::vector<int>& dtypes
             "vectors have another shape");
     outs.push_back(out.data());
   }
-  const nb::gil_scoped_release release;
+  const WithoutInterpreter release;
   lookup.pool(tables, outs, keep_places);
 }
 
@@ -144,7 +144,7 @@ double sum_gradients(const HeldLookup& self, const nb::list& vectors, const nb::
             "gradients have another shape");
     gradients.push_back(gradient.data());
   }
-  const nb::gil_scoped_release release;
+  const WithoutInterpreter release;
   return lookup.sum_gradients(gradients, dims, outs);
 }
 

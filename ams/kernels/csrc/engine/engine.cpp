@@ -6,8 +6,7 @@
 #include <utility>
 
 #include "base/text.hpp"
-#include "index/too_many_ids.hpp"
-#include "machine/memory_budget.hpp"
+#include "calls/fault.hpp"
 #include "machine/pauses.hpp"
 #include "python/failpoint.hpp"
 #include "routing/merge_route.hpp"
@@ -85,22 +84,6 @@ void merge_equal_ids(MergedPush& merged, Meanwhile* meanwhile) {
 
 }  // namespace
 
-Fault fault_in_flight(const std::string& of_whom) {
-  try {
-    throw;
-  } catch (const Fault& fault) {
-    return fault;
-  } catch (const OverBudget& refused) {
-    return {"OutOfMemory", refused.words()};
-  } catch (const TooManyIds& refused) {
-    return {"OutOfMemory", refused.words()};
-  } catch (const std::bad_alloc&) {
-    return {"OutOfMemory", of_whom + " is out of memory: the system gives it no more; the call changed nothing"};
-  } catch (const std::exception& error) {
-    return {"InternalError", of_whom + ": " + error.what()};
-  }
-}
-
 // The turn, from when it has come to the end of this object. Throws Fault("ShardUnavailable"), and what the caller's look throws.
 class Engine::Holding {
  public:
@@ -170,6 +153,8 @@ void Engine::write(const CallContext& context, const std::string& name, const Co
     holding.emplace(*this, caller);
   } catch (const Fault& fault) {
     return completion(fault);
+  } catch (const std::bad_alloc&) {
+    return completion(fault_in_flight(name_));
   }
   try {
     check_fence(context.shard_incarnation, context.cluster_version);
@@ -201,8 +186,9 @@ Done Engine::applied(ServedTable& table, const Apply& apply) {
 
 void Engine::push(const CallContext& context, const std::string& table, const PushRequest& request, bool ids_are_distinct,
                   const Completion& completion, const Caller& caller, RowsAfter* after) {
-  MergedPush merged{.push = request, .ids = {}, .sums = {}};
+  MergedPush merged;
   try {
+    merged.push = request;
     if (!ids_are_distinct) merge_equal_ids(merged, caller.meanwhile);
   } catch (const std::exception&) {
     return completion(fault_in_flight(name_));

@@ -28,9 +28,6 @@ struct Caller {
   Meanwhile* meanwhile = nullptr;               // whom else the thread serves
 };
 
-// The fault that the exception in flight is, of whatever kind. Called in a catch block.
-Fault fault_in_flight(const std::string& of_whom);
-
 // Thread-safe but for what says otherwise. No interpreter lock is needed, and who calls must not have it unless he has the turn.
 class Engine {
  public:

@@ -16,7 +16,7 @@ namespace {
 
 void on_ring(Alarm& alarm, nb::object ring) {
   alarm.on_ring([held = kept(std::move(ring))] {
-    const nb::gil_scoped_acquire interpreter;
+    const WithInterpreter interpreter;
     (*held)();
   });
 }
@@ -42,7 +42,7 @@ template <class Ask>
 void ask_engine(Engine& engine, size_t bytes, const Waiter* waiter, bool has_turn, const Ask& ask) {
   Caller caller = caller_of(waiter, has_turn);
   if (has_turn || bytes > kFewBytes || !engine.turn().try_acquire()) {
-    const nb::gil_scoped_release release;
+    const WithoutInterpreter release;
     ask(caller);
     return;
   }

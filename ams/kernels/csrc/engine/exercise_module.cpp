@@ -66,14 +66,14 @@ nb::tuple exercise(Engine& engine, const std::string& table, const IdArray& ids,
       threads.push_back(std::async(std::launch::async, [&, thread] { work.work("exercise/" + std::to_string(thread)); }));
     for (const auto& thread : threads) are_done &= thread.wait_until(deadline) == std::future_status::ready;
     if (are_done) return;
-    const nb::gil_scoped_acquire interpreter;
-    const nb::gil_scoped_release release;  // which they may wait for
+    const WithInterpreter interpreter;
+    const WithoutInterpreter release;  // which they may wait for
     threads.clear();
   };
   if (holds_interpreter) {
     run();
   } else {
-    const nb::gil_scoped_release release;
+    const WithoutInterpreter release;
     run();
   }
   return nb::make_tuple(are_done ? work.acknowledged.load() : -1, work.mixed.load());

@@ -7,14 +7,14 @@ namespace {
 
 // Never away: one thread may have several places, and waits for them in their order.
 void wait(Turn::Place& place) {
-  const nb::gil_scoped_release release;
+  const WithoutInterpreter release;
   place.wait();
 }
 
 void acquire(Turn& turn) {
   Turn::Place place(turn);
   {
-    const nb::gil_scoped_release release;
+    const WithoutInterpreter release;
     place.wait(look_for_signals);
   }
   place.keep();

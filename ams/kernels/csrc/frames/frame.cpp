@@ -496,46 +496,89 @@ size_t most_reply_bytes(const ReplyLayout& layout) {
   return rounded_up(layout.end + layout.rows.size() * kRefusalRoom, kFrameAlignment);
 }
 
+namespace {
+
+// Writes operations' replies one after the other, from `end` on what they bring.
+class ReplyWriter {
+ public:
+  ReplyWriter(char* frame, size_t room, uint64_t number, size_t count, size_t end)
+      : frame_(frame), room_(room), number_(number), count_(count), end_(end) {}
+
+  void done(const Done& done, const ReplyRows& rows, size_t offset) {
+    OperationReply reply;
+    reply.created = done.created;
+    reply.writes = done.writes;
+    reply.flags = static_cast<uint8_t>((done.duplicate ? kDuplicate : 0) | (rows.present_bytes != 0 ? kHasPresent : 0));
+    reply.offset = offset;
+    reply.bytes = rows.rows_bytes + rows.present_bytes;
+    put(reply);
+  }
+
+  void refused(const Fault& fault) {
+    const size_t left = (room_ - end_) / (count_ - written_);  // the refusals behind this one have texts, too
+    const std::string_view name = cut(fault.name, std::min(left, kMostText));
+    const std::string_view message = cut(fault.message, left - name.size());
+    OperationReply reply;
+    reply.is_refused = 1;
+    reply.retry_after_seconds = fault.retry_after_seconds;
+    reply.name_bytes = static_cast<uint16_t>(name.size());
+    reply.bytes = name.size() + message.size();
+    reply.offset = end_;
+    Writer writer(frame_ + end_);
+    writer.put(name.data(), name.size());
+    writer.put(message.data(), message.size());
+    end_ += reply.bytes;
+    put(reply);
+  }
+
+  // The frame's bytes.
+  size_t finish() {
+    FrameHeader whole;
+    whole.kind = FrameKind::reply;
+    whole.num_operations = static_cast<uint32_t>(count_);
+    whole.number = number_;
+    whole.body_bytes = end_ - sizeof(FrameHeader);
+    write_header(frame_, whole);
+    return end_;
+  }
+
+ private:
+  void put(OperationReply& reply) {
+    reply.check = checksum_of(number_, reply);
+    std::memcpy(frame_ + sizeof(FrameHeader) + written_++ * sizeof(OperationReply), &reply, sizeof(reply));
+  }
+
+  char* const frame_;
+  const size_t room_;
+  const uint64_t number_;
+  const size_t count_;
+  size_t end_, written_ = 0;
+};
+
+static_assert(kLeastRefusalBytes == sizeof(FrameHeader) + sizeof(OperationReply) && kMostRefusalBytes == kLeastRefusalBytes + kRefusalRoom);
+
+size_t reply_headers(size_t count) { return sizeof(FrameHeader) + count * sizeof(OperationReply); }
+
+}  // namespace
+
 size_t write_reply(char* frame, size_t room, const ReplyLayout& layout, uint64_t number, std::span<const ReplyResult> results) {
   // Room of pulls that were refused is not part of the reply, unless others' rows lie behind it.
-  size_t end = sizeof(FrameHeader) + results.size() * sizeof(OperationReply);
+  size_t end = reply_headers(results.size());
   for (size_t i = 0; i < results.size(); ++i)
     if (std::holds_alternative<Done>(results[i].outcome))
       end = std::max(end, layout.rows[i] + results[i].rows.rows_bytes + results[i].rows.present_bytes);
-  char* at = frame + sizeof(FrameHeader);
-  for (size_t i = 0; i < results.size(); ++i, at += sizeof(OperationReply)) {
-    OperationReply reply;
-    if (const auto* done = std::get_if<Done>(&results[i].outcome)) {
-      reply.created = done->created;
-      reply.writes = done->writes;
-      reply.flags = static_cast<uint8_t>((done->duplicate ? kDuplicate : 0) | (results[i].rows.present_bytes != 0 ? kHasPresent : 0));
-      reply.offset = layout.rows[i];
-      reply.bytes = results[i].rows.rows_bytes + results[i].rows.present_bytes;
-    } else {
-      const Fault& fault = std::get<Fault>(results[i].outcome);
-      const size_t left = (room - end) / (results.size() - i);  // the refusals behind this one have texts, too
-      const std::string_view name = cut(fault.name, std::min(left, kMostText));
-      const std::string_view message = cut(fault.message, left - name.size());
-      reply.is_refused = 1;
-      reply.retry_after_seconds = fault.retry_after_seconds;
-      reply.name_bytes = static_cast<uint16_t>(name.size());
-      reply.bytes = name.size() + message.size();
-      reply.offset = end;
-      Writer writer(frame + end);
-      writer.put(name.data(), name.size());
-      writer.put(message.data(), message.size());
-      end += reply.bytes;
-    }
-    reply.check = checksum_of(number, reply);
-    std::memcpy(at, &reply, sizeof(reply));
+  ReplyWriter writer(frame, room, number, results.size(), end);
+  for (size_t i = 0; i < results.size(); ++i) {
+    if (const auto* done = std::get_if<Done>(&results[i].outcome)) writer.done(*done, results[i].rows, layout.rows[i]);
+    else writer.refused(std::get<Fault>(results[i].outcome));
   }
-  FrameHeader whole;
-  whole.kind = FrameKind::reply;
-  whole.num_operations = static_cast<uint32_t>(results.size());
-  whole.number = number;
-  whole.body_bytes = end - sizeof(FrameHeader);
-  write_header(frame, whole);
-  return end;
+  return writer.finish();
+}
+
+size_t write_refusal(char* frame, size_t room, uint64_t number, size_t count, const Fault& fault) noexcept {
+  ReplyWriter writer(frame, room, number, count, reply_headers(count));
+  for (size_t i = 0; i < count; ++i) writer.refused(fault);
+  return writer.finish();
 }
 
 std::vector<ParsedReply> parse_reply(const char* data, size_t bytes, uint64_t number, std::span<const ReplyRows> rows) {

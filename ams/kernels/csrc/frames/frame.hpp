@@ -108,6 +108,10 @@ struct ReplyResult {
 // Writes everything but rows into `frame`, which has `room` bytes; texts that do not fit are cut. Returns the frame's bytes.
 // Needs room for layout.end.
 size_t write_reply(char* frame, size_t room, const ReplyLayout& layout, uint64_t number, std::span<const ReplyResult> results);
+// Bytes of a refusal of a whole frame: at least, and with whatever text.
+inline constexpr size_t kLeastRefusalBytes = 128, kMostRefusalBytes = kLeastRefusalBytes + 1024;
+// The reply to `count` operations that are all refused so. Takes no memory. Needs room for their headers.
+size_t write_refusal(char* frame, size_t room, uint64_t number, size_t count, const Fault& fault) noexcept;
 
 struct ParsedReply {
   Outcome outcome;

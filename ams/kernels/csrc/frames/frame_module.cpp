@@ -195,9 +195,9 @@ nb::list parse_reply_frame(const nb::bytes& frame, uint64_t number, const std::v
 
 nb::tuple read_damaged(const nb::bytes& frame, bool is_reply, uint64_t number, int64_t num_operations, uint64_t seed, int64_t count) {
   const std::string whole(frame.c_str(), frame.size());
-  nb::gil_scoped_release release;
+  WithoutInterpreter release;
   const DamageCounts counts = read_damaged_frames(whole, is_reply, number, num_operations, seed, count);
-  nb::gil_scoped_acquire acquire;
+  WithInterpreter acquire;
   return nb::make_tuple(counts.refused, counts.taken, counts.undamaged);
 }
 

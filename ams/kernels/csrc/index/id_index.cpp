@@ -2,7 +2,7 @@
 
 #include <new>
 
-#include "index/too_many_ids.hpp"
+#include "machine/too_many_ids.hpp"
 
 namespace geartrain {
 

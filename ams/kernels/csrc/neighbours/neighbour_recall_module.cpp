@@ -51,24 +51,24 @@ void pairs_checked(const Rows& a, int64_t first_a, const Best* best_a, const Row
   const UnitRows rows_a = checked_rows(a, nullptr, first_a), rows_b = checked_rows(b, nullptr, first_b);
   const RunningBest none{};
   const RunningBest view_a = best_a == nullptr ? none : best_a->view(), view_b = best_b == nullptr ? none : best_b->view();
-  nb::gil_scoped_release release;
+  WithoutInterpreter release;
   recall_pairs(rows_a, view_a, rows_b, view_b, static_cast<int64_t>(a.shape(1)), same, threads);
 }
 
 void strays_checked(const Rows& a, const Ids32& ids_a, const Best& best_a, const Rows& b, int64_t first_b, int64_t threads) {
   require(a.shape(1) == b.shape(1) && best_a.rows() == static_cast<int64_t>(a.shape(0)), "shapes differ");
   const UnitRows rows_a = checked_rows(a, &ids_a, 0), rows_b = checked_rows(b, nullptr, first_b);
-  nb::gil_scoped_release release;
+  WithoutInterpreter release;
   recall_pairs(rows_a, best_a.view(), rows_b, RunningBest{}, static_cast<int64_t>(a.shape(1)), false, threads);
 }
 
 void trim_checked(const Best& best, int64_t threads) {
-  nb::gil_scoped_release release;
+  WithoutInterpreter release;
   trim_best(best.view(), best.rows(), threads);
 }
 
 int64_t unit_checked(const Array<float, 2>& rows, int64_t threads) {
-  nb::gil_scoped_release release;
+  WithoutInterpreter release;
   return make_unit_rows(rows.data(), static_cast<int64_t>(rows.shape(0)), static_cast<int64_t>(rows.shape(1)), threads);
 }
 
@@ -83,7 +83,7 @@ void exact_checked(const Rows& a, const Array<const int32_t, 2>& ids, const Ids3
   require(a.shape(1) == b.shape(1) && ids.shape(0) == a.shape(0), "shapes differ");
   require(scores.shape(0) == ids.shape(0) && scores.shape(1) == ids.shape(1), "scores must be as ids");
   require_counts(counts, ids.shape(0), ids.shape(1));
-  nb::gil_scoped_release release;
+  WithoutInterpreter release;
   exact_scores(a.data(), static_cast<int64_t>(a.shape(0)), static_cast<int64_t>(a.shape(1)), ids.data(), counts.data(),
                static_cast<int64_t>(ids.shape(1)), b.data(), first_b, static_cast<int64_t>(b.shape(0)), scores.data(), threads);
 }
@@ -95,7 +95,7 @@ void best_checked(const Rows& a, const Ids32& ids_a, const Rows& b, int64_t firs
   const int64_t k = static_cast<int64_t>(ids.shape(1));
   for (size_t i = 0; i < counts.size(); ++i) require(counts.data()[i] >= 0 && counts.data()[i] <= k, "a count is out of range");
   const UnitRows rows_a = checked_rows(a, &ids_a, 0), rows_b = checked_rows(b, nullptr, first_b);
-  nb::gil_scoped_release release;
+  WithoutInterpreter release;
   exact_best(rows_a, rows_b, static_cast<int64_t>(a.shape(1)), k, scores.data(), ids.data(), counts.data(), threads);
 }
 
@@ -106,7 +106,7 @@ void rank_checked(const Array<const double, 2>& scores, const Array<const int32_
   require(ids.shape(0) == rows && ids.shape(1) == width && floors.size() == rows, "ids and floors must be as scores");
   require(out.shape(0) == rows && accepted.size() == rows, "out must be [rows, k], accepted [rows]");
   require_counts(counts, rows, width);
-  nb::gil_scoped_release release;
+  WithoutInterpreter release;
   rank_candidates(scores.data(), ids.data(), counts.data(), static_cast<int64_t>(width), floors.data(),
                   static_cast<int64_t>(rows), error_bound, static_cast<int64_t>(out.shape(1)), out.data(), accepted.data(),
                   threads);

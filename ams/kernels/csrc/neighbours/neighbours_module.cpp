@@ -20,7 +20,7 @@ nb::tuple select_checked(const IdArray& offsets, const Lists<Id>& ids, const IdA
   require(budget >= 1 && room >= std::min(std::max(budget, num_labels), table.num_classes), "out is too short");
   Selected selected{};
   {
-    nb::gil_scoped_release release;
+    WithoutInterpreter release;
     selected = select_neighbours(table, labels.data(), num_labels, budget, seed, step, out.data());
   }
   return nb::make_tuple(selected.count, static_cast<int>(selected.fault));

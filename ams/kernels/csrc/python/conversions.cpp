@@ -102,15 +102,15 @@ nb::object python_of(const Done& done) {
 
 std::shared_ptr<nb::object> kept(nb::object object) {
   return {new nb::object(std::move(object)), [](nb::object* held) {
-            if (!Py_IsInitialized()) return;  // its memory goes with the process
-            const nb::gil_scoped_acquire interpreter;
+            if (!Py_IsInitialized() || is_interpreter_gone()) return;  // its memory goes with the process
+            const WithInterpreter interpreter;
             delete held;
           }};
 }
 
 Completion completion_of(nb::object future) {
   return [held = kept(std::move(future))](const Outcome& outcome) {
-    const nb::gil_scoped_acquire interpreter;
+    const WithInterpreter interpreter;
     try {
       if (const Done* done = std::get_if<Done>(&outcome))
         held->attr(GEARTRAIN_NAME("set_result"))(python_of(*done));
@@ -131,7 +131,7 @@ Scalars scalars_of(nb::handle numbers) {
 }
 
 bool look_for_signals() {
-  const nb::gil_scoped_acquire interpreter;
+  const WithInterpreter interpreter;
   if (PyErr_CheckSignals() != 0) throw nb::python_error();
   return false;
 }
@@ -139,7 +139,7 @@ bool look_for_signals() {
 Clock clock_of(nb::object clock, double (*native)()) {
   if (clock.is_none() || clock.is(nb::module_::import_("time").attr("monotonic"))) return native;
   return [held = kept(std::move(clock))] {
-    const nb::gil_scoped_acquire interpreter;
+    const WithInterpreter interpreter;
     return nb::cast<double>((*held)());
   };
 }

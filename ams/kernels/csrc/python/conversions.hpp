@@ -7,6 +7,7 @@
 
 #include "base/clock.hpp"
 #include "calls/call.hpp"
+#include "python/interpreter.hpp"
 
 namespace geartrain {
 

@@ -7,7 +7,7 @@ namespace geartrain {
 std::atomic<bool> failpoints_armed{false};
 
 void reach_failpoint(const char* name) {
-  const nb::gil_scoped_acquire interpreter;
+  const WithInterpreter interpreter;
   try {
     nb::module_::import_("geartrain.ams.observe.failpoints").attr("reach")(name);
   } catch (nb::python_error& error) {

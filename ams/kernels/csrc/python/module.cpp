@@ -4,7 +4,7 @@
 
 #include "base/keyed_hash.hpp"
 #include "index/id_index.hpp"
-#include "index/too_many_ids.hpp"
+#include "machine/too_many_ids.hpp"
 #include "machine/isa.hpp"
 #include "machine/lookahead.hpp"
 #include "machine/memory_budget.hpp"
@@ -50,13 +50,13 @@ void bind_memory_budget(nb::module_& m) {
 int64_t first_outside_checked(const IdArray& ids, int64_t last) {
   const int64_t count = static_cast<int64_t>(ids.size());
   if (count <= kFewIds) return first_outside(ids.data(), count, last);  // sooner done than the interpreter lock is had again
-  const nb::gil_scoped_release release;
+  const WithoutInterpreter release;
   return first_outside(ids.data(), count, last);
 }
 
 int64_t merge_ids_checked(const IdArray& ids, const IdOutput& distinct, const IdOutput& inverse) {
   require(distinct.size() >= ids.size() && inverse.size() == ids.size(), "distinct and inverse must be as long as ids");
-  nb::gil_scoped_release release;
+  WithoutInterpreter release;
   return merge_ids(ids.data(), static_cast<int64_t>(ids.size()), distinct.data(), inverse.data());
 }
 
@@ -64,7 +64,7 @@ void sum_rows_checked(const Matrix& rows, int dtype_code, const IdArray& inverse
   const DType dtype = checked_dtype(rows, dtype_code);
   const int64_t count = static_cast<int64_t>(inverse.size()), num_distinct = static_cast<int64_t>(sums.shape(0));
   require(rows.shape(0) == inverse.size() && rows.shape(1) == sums.shape(1), "rows must be [N, D], sums [U, D]");
-  nb::gil_scoped_release release;
+  WithoutInterpreter release;
   int64_t next = 0;
   for (int64_t i = 0; i < count; ++i) {
     require(inverse.data()[i] >= 0 && inverse.data()[i] <= next && inverse.data()[i] < num_distinct,
@@ -80,14 +80,14 @@ void route_checked(const IdArray& ids, const ShardMap& bucket_to_shard, bool den
   require(order.size() == ids.size(), "order must be as long as ids");
   const uint16_t* map = bucket_to_shard.data();
   require(*std::max_element(map, map + kNumBuckets) < counts.size(), "bucket_to_shard names a shard beyond num_shards");
-  nb::gil_scoped_release release;
+  WithoutInterpreter release;
   route(ids.data(), static_cast<int64_t>(ids.size()), map, dense, static_cast<int64_t>(counts.size()), order.data(),
         counts.data());
 }
 
 int64_t first_non_finite_checked(const AnyArray& values, int dtype_code) {
   const DType dtype = checked_dtype(values, dtype_code);
-  nb::gil_scoped_release release;
+  WithoutInterpreter release;
   return first_non_finite(values.data(), dtype, static_cast<int64_t>(values.size()));
 }
 
@@ -95,7 +95,7 @@ void sample_checked(int64_t num_ids, int64_t first, uint64_t seed, uint64_t step
   const int64_t count = static_cast<int64_t>(out.size());
   require(num_ids >= 1 && num_ids <= int64_t{1} << 62, "num_ids must lie in [1, 2**62]");
   require(first >= 0 && count <= num_ids && first <= num_ids - count, "first + count must not exceed num_ids");
-  nb::gil_scoped_release release;
+  WithoutInterpreter release;
   sample_permutation(num_ids, first, count, seed, step, out.data());
 }
 
@@ -142,7 +142,7 @@ NB_MODULE(_core, m) {
   bind_sync_groups(m);
   m.def(
       "is_rising", [](const IdArray& ids) { return is_rising(ids.data(), static_cast<int64_t>(ids.size())); },
-      nb::arg("ids").noconvert(), nb::call_guard<nb::gil_scoped_release>());
+      nb::arg("ids").noconvert(), nb::call_guard<WithoutInterpreter>());
   m.def("first_outside", &first_outside_checked, nb::arg("ids").noconvert(), nb::arg("last"));
   m.def("merge_ids", &merge_ids_checked, nb::arg("ids").noconvert(), nb::arg("distinct").noconvert(),
         nb::arg("inverse").noconvert());

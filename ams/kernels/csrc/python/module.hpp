@@ -7,6 +7,7 @@
 #include <stdexcept>
 
 #include "base/common.hpp"
+#include "python/interpreter.hpp"
 
 namespace geartrain {
 

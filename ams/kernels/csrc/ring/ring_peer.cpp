@@ -9,6 +9,11 @@
 #include <utility>
 
 namespace geartrain {
+namespace {
+
+constexpr int kMostPackets = 16;  // of one turn: others wait while mailboxes are mapped
+
+}  // namespace
 
 RingPeer::Mailbox::Mailbox(SharedMapping shared, const Notice& notice, std::shared_ptr<MailboxCount> counted)
     : memory(std::move(shared)),
@@ -36,7 +41,7 @@ class RingPeer::MailboxReply : public ReplyPlace {
                                        std::to_string(mailbox_->reply_bytes));
     return {mailbox_->reply, mailbox_->reply_bytes};
   }
-  void answer(size_t bytes) override { mailbox_->answer(bytes); }
+  void answer(size_t bytes) noexcept override { mailbox_->answer(bytes); }
 
  private:
   const std::shared_ptr<Mailbox> mailbox_;
@@ -46,7 +51,7 @@ RingPeer::RingPeer(OwnedFd socket, const OwnedFd& page, std::shared_ptr<MailboxC
     : socket_(std::move(socket)), page_(map_their_file(page.get(), kPageBytes)), count_(std::move(count)) {}
 
 bool RingPeer::receive() {
-  for (;;) {
+  for (int i = 0; i < kMostPackets; ++i) {
     Notice notice;
     const Packet packet = receive_packet(socket_.get(), &notice, sizeof(notice));
     if (packet.bytes < 0) return true;
@@ -61,6 +66,7 @@ bool RingPeer::receive() {
       default: return false;
     }
   }
+  return true;
 }
 
 void RingPeer::add(Notice notice, const OwnedFd& fd) {

@@ -24,7 +24,7 @@ class RingPeer {
   // Throws std::runtime_error if `page` is not what a client sends.
   RingPeer(OwnedFd socket, const OwnedFd& page, std::shared_ptr<MailboxCount> count);
   int fd() const { return socket_.get(); }
-  // Takes what came over the socket. False: the client has gone, or is not to be believed.
+  // Takes what came over the socket, up to a few packets. False: the client has gone, or is not to be believed.
   bool receive();
   bool has_requests() const {
     return held_ != nullptr || pending_ != 0 || page()->requested.load(std::memory_order_seq_cst) != 0;

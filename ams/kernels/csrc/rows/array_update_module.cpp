@@ -22,7 +22,7 @@ void require_within(const IdArray& numbers, size_t num_rows) {
 
 void gather_checked(const FloatRows& rows, const IdArray& numbers, const FloatRows& out) {
   require(out.shape(0) == numbers.size() && out.shape(1) == rows.shape(1), "out must be [N, D]");
-  nb::gil_scoped_release release;
+  WithoutInterpreter release;
   require_within(numbers, rows.shape(0));
   gather_rows(rows.data(), static_cast<int64_t>(rows.shape(1)), numbers.data(), static_cast<int64_t>(numbers.size()), out.data());
 }
@@ -44,7 +44,7 @@ int64_t update_checked(const MatrixOutput& rows, int dtype_code, const std::opti
   require(!steps || steps->size() == rows.shape(0), "steps must be as many as rows");
   const size_t count = numbers ? numbers->size() : rows.shape(0);
   require(gradients.shape(0) == count && gradients.shape(1) == rows.shape(1), "gradients must be [N, D]");
-  nb::gil_scoped_release release;
+  WithoutInterpreter release;
   if (numbers) require_within(*numbers, rows.shape(0));
   const ArrayUpdate given{static_cast<char*>(rows.data()), slots ? static_cast<char*>(slots->data()) : nullptr,
                         steps ? steps->data() : nullptr, static_cast<int64_t>(rows.shape(1)), dtype, slot_dtype,
@@ -60,7 +60,7 @@ void read_checked(const MatrixOutput& rows, int dtype_code, const MatrixOutput& 
   require(steps.size() == rows.shape(0), "steps must be as many as rows");
   const size_t count = numbers ? numbers->size() : rows.shape(0);
   require(out.shape(0) == count && out.shape(1) == rows.shape(1), "out must be [N, D]");
-  nb::gil_scoped_release release;
+  WithoutInterpreter release;
   if (numbers) require_within(*numbers, rows.shape(0));
   const ArrayUpdate given{static_cast<char*>(rows.data()), static_cast<char*>(slots.data()), steps.data(),
                         static_cast<int64_t>(rows.shape(1)), dtype, slot_dtype, 0, 0};

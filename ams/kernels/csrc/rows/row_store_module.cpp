@@ -47,7 +47,7 @@ void pull(const RowStore& store, const IdArray& ids, const MatrixOutput& out, co
   const RowStore::PullInto into{{static_cast<char*>(out.data()), nullptr, positions ? positions->data() : nullptr},
                                 present ? present->data() : nullptr,
                                 static_cast<int64_t>(out.shape(0))};
-  nb::gil_scoped_release release;
+  WithoutInterpreter release;
   store.pull(ids.data(), static_cast<int64_t>(ids.size()), into);
 }
 
@@ -66,7 +66,7 @@ int64_t push(RowStore& store, const IdArray& ids, const Matrix& gradients, int d
   require_width(store, gradients.shape(1));
   require(gradients.shape(0) == ids.size(), "gradients must have one row per id");
   const PushStep step = checked_step(store, optimizer, lr, scale);
-  nb::gil_scoped_release release;
+  WithoutInterpreter release;
   return store.push(ids.data(), static_cast<int64_t>(ids.size()), {static_cast<const char*>(gradients.data())}, dtype, step, ends_step);
 }
 
@@ -76,7 +76,7 @@ void check_push(const RowStore& store, const IdArray& ids, const Matrix& gradien
   require_width(store, gradients.shape(1));
   require(gradients.shape(0) == ids.size(), "gradients must have one row per id");
   const PushStep step = checked_step(store, optimizer, lr, scale);
-  nb::gil_scoped_release release;
+  WithoutInterpreter release;
   store.check_push(ids.data(), static_cast<int64_t>(ids.size()), {static_cast<const char*>(gradients.data())}, dtype, step);
 }
 
@@ -85,7 +85,7 @@ bool cannot_overflow(const RowStore& store, float largest, const Optimizer& opti
 }
 
 void make_room(RowStore& store, const IdArray& ids) {
-  nb::gil_scoped_release release;
+  WithoutInterpreter release;
   store.make_room(ids.data(), static_cast<int64_t>(ids.size()));
 }
 
@@ -93,7 +93,7 @@ int64_t assign(RowStore& store, const IdArray& ids, const Matrix& rows) {
   checked_dtype(rows, static_cast<int>(store.spec().dtype));
   require_width(store, rows.shape(1));
   require(rows.shape(0) == ids.size(), "rows must have one row per id");
-  nb::gil_scoped_release release;
+  WithoutInterpreter release;
   return store.assign(ids.data(), static_cast<int64_t>(ids.size()), static_cast<const char*>(rows.data()));
 }
 
@@ -120,7 +120,7 @@ RowArrays checked_items(const RowStore& store, size_t count, const Array& rows, 
 
 int64_t freeze(RowStore& store, bool only_touched) {
   require(!store.is_frozen(), "the table is frozen already");
-  nb::gil_scoped_release release;
+  WithoutInterpreter release;
   return store.freeze(only_touched);
 }
 
@@ -135,7 +135,7 @@ int64_t read_frozen(RowStore& store, const IdOutput& ids, const MatrixOutput& ro
   const RowArrays items = checked_items(store, ids.size(), rows, slots);
   require_steps(store, ids.size(), steps ? steps->size() : 0, steps.has_value());
   require(!buckets || buckets->size() == kNumBuckets, "buckets must have 4096 elements");
-  nb::gil_scoped_release release;
+  WithoutInterpreter release;
   return store.read_frozen(static_cast<int64_t>(ids.size()), buckets ? buckets->data() : nullptr, ids.data(), items.rows,
                            items.slots, steps ? steps->data() : nullptr);
 }
@@ -144,7 +144,7 @@ int64_t restore(RowStore& store, const IdArray& ids, const Matrix& rows, const s
                 const std::optional<IdArray>& steps) {
   const RowArrays items = checked_items(store, ids.size(), rows, slots);
   require_steps(store, ids.size(), steps ? steps->size() : 0, steps.has_value());
-  nb::gil_scoped_release release;
+  WithoutInterpreter release;
   return store.restore(ids.data(), static_cast<int64_t>(ids.size()), items.rows, items.slots, steps ? steps->data() : nullptr);
 }
 
@@ -193,7 +193,7 @@ void bind_row_store(nb::module_& m) {
            nb::arg("optimizer"), nb::arg("lr"), nb::arg("scale"))
       .def("cannot_overflow", &cannot_overflow, nb::arg("largest"), nb::arg("optimizer"), nb::arg("lr"), nb::arg("scale"))
       .def("make_room", &make_room, nb::arg("ids").noconvert())
-      .def("make_room_to_keep", &RowStore::make_room_to_keep, nb::arg("count"), nb::call_guard<nb::gil_scoped_release>())
+      .def("make_room_to_keep", &RowStore::make_room_to_keep, nb::arg("count"), nb::call_guard<WithoutInterpreter>())
       .def("assign", &assign, nb::arg("ids").noconvert(), nb::arg("rows").noconvert())
       .def("freeze", &freeze, nb::arg("only_touched"))
       .def("read_frozen", &read_frozen, nb::arg("ids").noconvert(), nb::arg("rows").noconvert(), nb::arg("slots").none(),

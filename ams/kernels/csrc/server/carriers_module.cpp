@@ -21,18 +21,32 @@ Clock::time_point after(double seconds) {
   return Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(std::min(seconds, 1e8)));
 }
 
+// What an operator should know, told to a callable of Python by a thread that has not its lock.
+Greeter::Warn warn_of(const nb::object& tell) {
+  if (tell.is_none()) return nullptr;
+  return [told = kept(tell)](const std::string& words) {
+    if (is_interpreter_gone()) return;  // who ends it may wait for this thread
+    const WithInterpreter interpreter;
+    try {
+      told->operator()(words);
+    } catch (nb::python_error& error) {
+      error.discard_as_unraisable("a warning of the data plane");
+    }
+  };
+}
+
 // One that nobody has closed ends with its object: its call may need the interpreter lock, or the turn of who waits for that.
 class ServerOfPython : public DataServer {
  public:
   using DataServer::DataServer;
   ~ServerOfPython() {
-    const nb::gil_scoped_release release;
+    const WithoutInterpreter release;
     close();
   }
 };
 
 bool wait_for(Connection::Call& call, double seconds) {
-  nb::gil_scoped_release release;
+  WithoutInterpreter release;
   return call.wait(after(seconds), look_for_signals);
 }
 
@@ -48,7 +62,7 @@ nb::bytes reply_of(Connection::Call& call) {
 
 // Nanoseconds of each of `count` pulls, one after the other, from before the frame is written until its rows are copied.
 std::vector<int64_t> time_pulls(Connection& connection, const std::string& table, const IdArray& ids, int64_t dim, int64_t count) {
-  nb::gil_scoped_release release;
+  WithoutInterpreter release;
   Operation operation;
   operation.table = table;
   PullRequest pull;
@@ -98,9 +112,9 @@ void bind_carriers(nb::module_& m) {
   nb::class_<Handler>(m, "Handler");
   nb::class_<ToyHandler, Handler>(m, "ToyHandler")
       .def(nb::init<>())
-      .def("await_held", &ToyHandler::await_held, nb::arg("seconds"), nb::call_guard<nb::gil_scoped_release>())
+      .def("await_held", &ToyHandler::await_held, nb::arg("seconds"), nb::call_guard<WithoutInterpreter>())
       .def("release", &ToyHandler::release)
-      .def("answer_later", &ToyHandler::answer_later, nb::call_guard<nb::gil_scoped_release>())
+      .def("answer_later", &ToyHandler::answer_later, nb::call_guard<WithoutInterpreter>())
       .def("lose_lease", &ToyHandler::lose_lease)
       .def_prop_ro("num_writes", &ToyHandler::num_writes)
       .def_prop_ro("sum_written", &ToyHandler::sum_written);
@@ -110,25 +124,25 @@ void bind_carriers(nb::module_& m) {
           [](ServerOfPython* self, std::shared_ptr<Handler> handler, size_t most_mailboxes, size_t most_connections, double greeting_seconds,
              double silence_seconds, double spin_seconds, size_t most_frame_bytes, size_t most_bytes,
              size_t most_received_bytes, const std::string& host,
-             uint16_t port) {
+             uint16_t port, const nb::object& warn) {
             new (self) ServerOfPython(
                 std::move(handler),
                 {most_mailboxes, most_connections, greeting_seconds, silence_seconds, spin_seconds, most_frame_bytes, most_bytes,
                  most_received_bytes},
-                host, port);
+                host, port, warn_of(warn));
           },
           nb::arg("handler"), nb::kw_only(), nb::arg("most_mailboxes") = ServerLimits().most_mailboxes,
           nb::arg("most_connections") = ServerLimits().most_connections, nb::arg("greeting_seconds") = ServerLimits().greeting_seconds,
           nb::arg("silence_seconds") = ServerLimits().silence_seconds, nb::arg("spin_seconds") = ServerLimits().spin_seconds,
           nb::arg("most_frame_bytes") = ServerLimits().most_frame_bytes, nb::arg("most_bytes") = ServerLimits().most_bytes,
           nb::arg("most_received_bytes") = ServerLimits().most_received_bytes,
-          nb::arg("host") = "", nb::arg("port") = 0)
+          nb::arg("host") = "", nb::arg("port") = 0, nb::arg("warn") = nb::none())
       .def("offer",
            [](ServerOfPython& server) {
              const DataPlaneOffer offer = server.offer();
              return nb::make_tuple(offer.socket, nb::bytes(offer.secret.data(), offer.secret.size()), offer.port);
            })
-      .def("close", &DataServer::close, nb::call_guard<nb::gil_scoped_release>())
+      .def("close", &DataServer::close, nb::call_guard<WithoutInterpreter>())
       .def_prop_ro("num_connections", &DataServer::num_connections)
       .def_prop_ro("num_mailboxes", &DataServer::num_mailboxes);
   m.attr("CALLER_SPIN_SECONDS") = RingLimits().spin_seconds;
@@ -138,16 +152,16 @@ void bind_carriers(nb::module_& m) {
            [](Connection& connection, size_t request_bytes, size_t most_reply_bytes) {
              return connection.begin(request_bytes, most_reply_bytes);
            },
-           nb::arg("request_bytes"), nb::arg("most_reply_bytes"), nb::call_guard<nb::gil_scoped_release>(),
+           nb::arg("request_bytes"), nb::arg("most_reply_bytes"), nb::call_guard<WithoutInterpreter>(),
            nb::keep_alive<0, 1>())
-      .def("close", &Connection::close, nb::call_guard<nb::gil_scoped_release>())
+      .def("close", &Connection::close, nb::call_guard<WithoutInterpreter>())
       .def_prop_ro("is_lost", &Connection::is_lost)
       .def("time_pulls", &time_pulls, nb::arg("table"), nb::arg("ids").noconvert(), nb::arg("dim"), nb::arg("count"));
   nb::class_<RingConnection, Connection>(m, "RingConnection").def_prop_ro("num_mailboxes", &RingConnection::num_mailboxes);
   nb::class_<Connection::Call>(m, "DataCall")
       .def("room", &room_of, nb::arg("bytes"))
       .def("send", [](Connection::Call& call, double seconds) { call.send(after(seconds), look_for_signals); }, nb::arg("seconds") = 1e8,
-           nb::call_guard<nb::gil_scoped_release>())
+           nb::call_guard<WithoutInterpreter>())
       .def("wait", &wait_for, nb::arg("seconds"))
       .def("reply", &reply_of);
   m.def(
@@ -155,7 +169,7 @@ void bind_carriers(nb::module_& m) {
       [](const std::string& host, uint16_t port, const nb::bytes& secret, double timeout_seconds, size_t most_frame_bytes,
          size_t most_in_flight_bytes) {
         const std::string shown(secret.c_str(), secret.size());
-        nb::gil_scoped_release release;
+        WithoutInterpreter release;
         return connect_tcp(host, port, shown, timeout_seconds, {most_frame_bytes, most_in_flight_bytes});
       },
       nb::arg("host"), nb::arg("port"), nb::arg("secret"), nb::arg("timeout_seconds"), nb::kw_only(),
@@ -165,7 +179,7 @@ void bind_carriers(nb::module_& m) {
       [](const std::string& socket, const nb::bytes& secret, double timeout_seconds, double spin_seconds, double idle_seconds,
          double answer_seconds, size_t most_pool_bytes, size_t most_mailboxes) {
         const std::string shown(secret.c_str(), secret.size());
-        nb::gil_scoped_release release;
+        WithoutInterpreter release;
         return connect_ring(socket, shown, timeout_seconds, {spin_seconds, idle_seconds, answer_seconds, most_pool_bytes, most_mailboxes});
       },
       nb::arg("socket"), nb::arg("secret"), nb::arg("timeout_seconds"), nb::kw_only(), nb::arg("spin_seconds") = RingLimits().spin_seconds,

@@ -1,11 +1,10 @@
-// The data plane of one shard: a thread that takes requests of its clients and performs them.
+// The data plane of one shard: a thread that takes requests of its clients and performs them, and one that greets new ones.
 //
 // A client shows a secret that the shard gave it beforehand (gRPC: OpenDataPlane); each is good for one connection and a few
 // seconds. Whoever says what the frame or the mailboxes do not allow is disconnected; its mailboxes are let go of once no call uses
 // them, and what it had asked for and was not begun never is.
 #pragma once
 
-#include <array>
 #include <atomic>
 #include <chrono>
 #include <map>
@@ -16,9 +15,9 @@
 #include <unordered_map>
 #include <vector>
 
-#include "carriers/hello.hpp"
 #include "ring/ring_peer.hpp"
 #include "ring/spinning.hpp"
+#include "server/greeter.hpp"
 #include "tcp/tcp_peer.hpp"
 
 namespace geartrain {
@@ -43,24 +42,30 @@ class DataServer : private Meanwhile {
  public:
   // Listens for clients of this machine, and by TCP at `host` and `port` (0: a free one) unless `host` is empty. Throws
   // std::system_error.
-  DataServer(std::shared_ptr<Handler> handler, ServerLimits limits, const std::string& host = "", uint16_t port = 0);
+  // `warn` is told by a thread of the server what an operator should know.
+  DataServer(std::shared_ptr<Handler> handler, ServerLimits limits, const std::string& host = "", uint16_t port = 0,
+             Greeter::Warn warn = nullptr);
   ~DataServer() override;
   // Throws std::runtime_error: closed, or too many connections.
   DataPlaneOffer offer();
-  // Ends the thread and all connections. Idempotent.
+  // Ends the threads and all connections. Idempotent.
   void close();
-  size_t num_connections() const { return num_connections_; }
+  size_t num_connections() const { return *num_connections_; }
   size_t num_mailboxes() const { return mailboxes_->now; }
 
  private:
   using Clock = std::chrono::steady_clock;
-  struct Guest {
-    OwnedFd socket;
-    bool is_near;  // of this machine
-    Clock::time_point until;
-    Hello hello;
-    size_t got = 0;
+  // Ends a connection, and counts it no more.
+  struct Leave {
+    std::shared_ptr<std::atomic<size_t>> count;
+    template <class Peer>
+    void operator()(Peer* peer) const {
+      delete peer;
+      --*count;
+    }
   };
+  template <class Peer>
+  using Connected = std::unique_ptr<Peer, Leave>;
 
   void run();
   bool serve_requests();
@@ -71,11 +76,10 @@ class DataServer : private Meanwhile {
   void serve_pulls(bool has_turn) noexcept override;
   void look_at_sockets(int timeout_millis);
   void look_at(int fd, uint32_t events);
-  void accept_guests(const OwnedFd& listener);
-  void greet(int fd);
-  bool is_offered(const char* hello);
-  void welcome_ring(OwnedFd socket, const OwnedFd& page);
-  void welcome_tcp(OwnedFd socket);
+  template <class Peer, class... Arguments>
+  Connected<Peer> connected(Arguments&&... arguments);
+  void welcome(OwnedFd socket, bool is_near, const OwnedFd& page);
+  void take_arrivals();
   void serve_stream(TcpPeer& peer, uint32_t events);
   void flush_streams();
   void remember(std::shared_ptr<ServedCall> call);
@@ -86,17 +90,16 @@ class DataServer : private Meanwhile {
   const std::shared_ptr<Handler> handler_;
   const ServerLimits limits_;
   std::string name_;
-  OwnedFd listener_, tcp_listener_, epoll_, sleep_file_;
+  OwnedFd epoll_, sleep_file_;
   std::shared_ptr<OwnedFd> wake_;
   uint16_t port_ = 0;
   SharedMapping sleep_page_;
   std::shared_ptr<MailboxCount> mailboxes_ = std::make_shared<MailboxCount>();
   std::shared_ptr<FrameMemory> memory_ = std::make_shared<FrameMemory>();
   // Of the thread.
-  std::unordered_map<int, Guest> guests_;
   // Others may come and go while a request of one of them is performed: who is at work stays.
-  std::map<int, std::unique_ptr<RingPeer>> rings_;
-  std::map<int, std::unique_ptr<TcpPeer>> streams_;
+  std::map<int, Connected<RingPeer>> rings_;
+  std::map<int, Connected<TcpPeer>> streams_;
   bool have_streams_held_ = false;
   std::vector<int> waiting_streams_;  // for memory, in the order in which they came
   Moment moment_{.meanwhile = this};
@@ -104,12 +107,14 @@ class DataServer : private Meanwhile {
   Clock::time_point looked_at_;
   Spinning spinning_{limits_.spin_seconds};
 
-  std::atomic<size_t> num_connections_ = 0;
+  const std::shared_ptr<std::atomic<size_t>> num_connections_ = std::make_shared<std::atomic<size_t>>(0);
   std::atomic<bool> is_closing_ = false;
   std::mutex mutex_;  // guards what follows
-  std::map<std::string, Clock::time_point> offers_;
+  std::vector<Connected<RingPeer>> new_rings_;  // greeted
+  std::vector<Connected<TcpPeer>> new_streams_;
   const uint64_t generation_ = fork_generation();
   std::thread* thread_ = nullptr;  // of a forked child it is not: it is left alone there
+  std::unique_ptr<Greeter> greeter_;
 };
 
 }  // namespace geartrain

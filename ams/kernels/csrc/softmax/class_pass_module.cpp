@@ -94,7 +94,7 @@ class PackedClassPass {
     const int64_t num_kept = kept ? static_cast<int64_t>(kept->shape(0)) : 0;
     const int64_t room = scratch_room();
     threads = std::min(threads, parts);
-    nb::gil_scoped_release release;
+    WithoutInterpreter release;
     float* const scratch = scratch_of(threads * room);
     deal_out(parts, threads, [&](int64_t part, int64_t thread) {
       FlushDenormals float_mode;
@@ -141,7 +141,7 @@ class PackedClassPass {
     const int64_t pieces = kept_pieces + (num_rows - num_kept + at_once - 1) / at_once;
     const int64_t room = scratch_room();
     threads = std::min(threads, std::max<int64_t>(pieces, 1));
-    nb::gil_scoped_release release;
+    WithoutInterpreter release;
     float* const scratch = scratch_of(threads * room);
     std::vector<float> checks(static_cast<size_t>(threads));
     deal_out(pieces, threads, [&](int64_t piece, int64_t thread) {

@@ -4,29 +4,41 @@
 
 #include <algorithm>
 #include <cstring>
+#include <iterator>
 #include <new>
+#include <stdexcept>
 #include <utility>
 
 namespace geartrain {
 namespace {
 
+constexpr size_t kMostTurnBytes = size_t{1} << 20;  // read or sent in one turn: the other clients wait
+
 // A reply in memory of its own, which goes to the client's outbox.
 class OwnReply : public ReplyPlace {
  public:
   explicit OwnReply(std::shared_ptr<Outbox> outbox) : outbox_(std::move(outbox)) {}
-  ~OwnReply() override { outbox_->memory().give_back(std::move(buffer_)); }
+  ~OwnReply() override {
+    for (Reply& one : reply_) outbox_->memory().give_back(std::move(one.buffer));
+    if (!is_answered_) outbox_->lose();
+  }
   std::span<char> room(size_t, size_t most_bytes) override {
     if (most_bytes > outbox_->memory().most_frame)
       throw Fault("MessageTooLarge", "the reply takes up to " + std::to_string(most_bytes) + " bytes, the most of one frame is " +
                                          std::to_string(outbox_->memory().most_frame) + "; ask for fewer rows at once");
-    buffer_ = outbox_->memory().take(most_bytes);
-    return {buffer_.data(), buffer_.bytes()};
+    reply_.push_back({outbox_->memory().take(most_bytes)});
+    return {reply_.back().buffer.data(), reply_.back().buffer.bytes()};
   }
-  void answer(size_t bytes) override { outbox_->add(std::move(buffer_), bytes); }
+  void answer(size_t bytes) noexcept override {
+    reply_.back().bytes = bytes;
+    is_answered_ = true;
+    outbox_->add(reply_);
+  }
 
  private:
   const std::shared_ptr<Outbox> outbox_;
-  Buffer buffer_;
+  std::list<Reply> reply_;  // one, once there is room
+  bool is_answered_ = false;
 };
 
 constexpr size_t kSmallRequest = size_t{64} << 10;  // does not wait for large ones, and is done whether its caller has gone or not
@@ -55,12 +67,24 @@ Outbox::~Outbox() {
   for (Reply& one : replies_) memory_->give_back(std::move(one.buffer));
 }
 
-void Outbox::add(Buffer reply, size_t bytes) {
+void Outbox::add(std::list<Reply>& reply) noexcept {
   {
     const std::lock_guard lock(mutex_);
-    replies_.push_back({std::move(reply), bytes});
-    num_bytes_ += bytes;
+    num_bytes_ += reply.back().bytes;
+    replies_.splice(replies_.end(), reply, std::prev(reply.end()));
   }
+  wake();
+}
+
+void Outbox::lose() noexcept {
+  {
+    const std::lock_guard lock(mutex_);
+    has_lost_ = true;
+  }
+  wake();
+}
+
+void Outbox::wake() noexcept {
   if (about_to_be_flushed != this) eventfd_write(wake_->get(), 1);
 }
 
@@ -69,13 +93,21 @@ size_t Outbox::num_bytes() {
   return num_bytes_;
 }
 
+bool Outbox::is_due() {
+  const std::lock_guard lock(mutex_);
+  return num_bytes_ != 0 || has_lost_;
+}
+
 void Outbox::flush(ByteStream& stream) {
   const std::lock_guard lock(mutex_);
-  while (!replies_.empty()) {
+  if (has_lost_) throw std::runtime_error("a reply is lost");
+  for (size_t turn = 0; !replies_.empty() && turn < kMostTurnBytes;) {
     Reply& first = replies_.front();
     while (first.sent < first.bytes) {
-      const size_t sent = stream.write(first.buffer.data() + first.sent, first.bytes - first.sent);
+      if (turn >= kMostTurnBytes) return;
+      const size_t sent = stream.write(first.buffer.data() + first.sent, std::min(first.bytes - first.sent, kMostTurnBytes));
       if (sent == 0) return;
+      turn += sent;
       first.sent += sent;
       num_bytes_ -= sent;
     }
@@ -114,7 +146,8 @@ bool TcpPeer::receive(const std::shared_ptr<Handler>& handler, const Waits& wait
       return true;
     }
     if (waits_for_memory()) return !stream_.has_ended();
-    for (size_t bytes = 0; !moment.is_between() || bytes < kMostReadBetween;) {
+    const size_t most = moment.is_between() ? kMostReadBetween : kMostTurnBytes;
+    for (size_t turn = 0; turn < most;) {
       size_t received;
       if (header_bytes_ < header_bytes_of_.size()) {
         received = stream_.read(header_bytes_of_.data() + header_bytes_, header_bytes_of_.size() - header_bytes_);
@@ -122,13 +155,13 @@ bool TcpPeer::receive(const std::shared_ptr<Handler>& handler, const Waits& wait
         if (header_bytes_ == header_bytes_of_.size()) begin_body();
         if (waits_for_memory()) return true;
       } else {
-        const size_t left = header_.body_bytes - body_got_;
+        const size_t left = std::min(header_.body_bytes - body_got_, kMostTurnBytes);
         received = frame_.data() != nullptr ? stream_.read(frame_.data() + header_bytes_of_.size() + body_got_, left)
                                             : stream_.read(dropped.data(), std::min(left, dropped.size()));
         body_got_ += received;
       }
       if (received == 0) return true;
-      bytes += received;
+      turn += received;
       moved_at_ = Clock::now();
       if (header_bytes_ == header_bytes_of_.size() && body_got_ == header_.body_bytes) {
         perform(handler, waits, moment);
@@ -191,11 +224,12 @@ void TcpPeer::perform(const std::shared_ptr<Handler>& handler, const Waits& wait
   const size_t bytes = frame_bytes();
   const bool was_held = held_ != nullptr;
   header_bytes_ = 0;
-  const Outbox* const outer = std::exchange(about_to_be_flushed, outbox_.get());
-  std::shared_ptr<ServedCall> call = std::move(held_);
+  std::shared_ptr<ServedCall> call =
+      was_held ? std::move(held_)
+               : std::make_shared<ServedCall>(handler, header_, std::make_unique<OwnReply>(outbox_), [this] { return stream_.has_ended(); });
   bool is_wanted = was_held;
+  const Outbox* const outer = std::exchange(about_to_be_flushed, outbox_.get());
   if (!was_held) {
-    call = std::make_shared<ServedCall>(handler, header_, std::make_unique<OwnReply>(outbox_), [this] { return stream_.has_ended(); });
     if (frame_.data() == nullptr) call->refuse(refusal_);
     else is_wanted = call->read(frame_.data(), bytes);
   }

@@ -4,8 +4,8 @@
 #include <array>
 #include <atomic>
 #include <chrono>
-#include <deque>
 #include <functional>
+#include <list>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -30,28 +30,37 @@ struct FrameMemory {
   void give_back(Buffer buffer);
 };
 
+// A reply, or room for one: an element of a list, so that it goes from list to list without memory.
+struct Reply {
+  Buffer buffer;
+  size_t bytes = 0, sent = 0;
+};
+
 // Replies that are to be sent. Whoever brings one adds it; the server's thread sends.
 class Outbox {
  public:
   Outbox(std::shared_ptr<FrameMemory> memory, std::shared_ptr<OwnedFd> wake) : memory_(std::move(memory)), wake_(std::move(wake)) {}
   ~Outbox();
   FrameMemory& memory() { return *memory_; }
-  // Wakes the server's thread, unless that is about to flush this one: see TcpPeer::perform.
-  void add(Buffer reply, size_t bytes);
-  // Sends what can be sent now. Throws what ByteStream::write does.
+  // Takes the one element of `reply`. Wakes the server's thread, unless that is about to flush this one: see TcpPeer::perform.
+  void add(std::list<Reply>& reply) noexcept;
+  // A reply that was to come does not: the connection is to end, so that who waits learns of it.
+  void lose() noexcept;
+  // Sends what can be sent now, up to a bound. Throws what ByteStream::write does, and std::runtime_error if a reply was lost.
   void flush(ByteStream& stream);
   size_t num_bytes();
+  // Whether there is anything to do for flush.
+  bool is_due();
 
  private:
-  struct Reply {
-    Buffer buffer;
-    size_t bytes, sent = 0;
-  };
+  void wake() noexcept;
+
   const std::shared_ptr<FrameMemory> memory_;
   const std::shared_ptr<OwnedFd> wake_;
   std::mutex mutex_;
-  std::deque<Reply> replies_;
+  std::list<Reply> replies_;
   size_t num_bytes_ = 0;
+  bool has_lost_ = false;
 };
 
 // Of the server's thread alone.
@@ -64,6 +73,8 @@ class TcpPeer {
       : stream_(std::move(stream)), outbox_(std::make_shared<Outbox>(std::move(memory), std::move(wake))) {}
   ~TcpPeer();
   int fd() const { return stream_.fd(); }
+  // Sends the answer to the hello. Whether it was taken.
+  bool greet(const char* answer, size_t bytes) { return stream_.write(answer, bytes) == bytes; }
   // Performs the request that it holds, or, unless it waits for memory, reads what has come, and performs one frame if it is there. Between two blocks of another's
   // request it reads little, and holds a request that is not brief: no more are read until that is done. False: the client has gone, or
   // is not to be believed.
@@ -78,7 +89,7 @@ class TcpPeer {
   bool is_at_work() const { return is_at_work_; }
   // Sends replies. False: the client has gone.
   bool flush();
-  bool has_replies() { return outbox_->num_bytes() != 0; }
+  bool has_replies() { return outbox_->is_due(); }
   // Whether it takes too few replies for its requests to be read.
   bool is_full() { return outbox_->num_bytes() > kMostOutbox; }
   // Whether it neither sends the rest of a frame nor takes its replies since then.

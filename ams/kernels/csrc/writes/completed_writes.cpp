@@ -1,6 +1,7 @@
 #include "writes/completed_writes.hpp"
 
 #include <algorithm>
+#include <new>
 #include <unordered_set>
 
 #include "base/text.hpp"
@@ -91,7 +92,12 @@ void CompletedWrites::applied(const CallContext& context, const Done& done, std:
 }
 
 void CompletedWrites::failed(const CallContext& context, const Fault& fault) {
-  const Outcome outcome = fault;
+  Outcome outcome;
+  try {
+    outcome = fault;
+  } catch (const std::bad_alloc&) {  // for a copy
+    outcome = Fault("OutOfMemory", "out of memory");
+  }
   for (const Completion& completion : taken(waiting_stream(context), context.sequence).completions) completion(outcome);
 }
 

@@ -18,7 +18,7 @@ class HostedUpdate : public HostedWrite {
   const nb::object& update() const { return *update_; }
 
   Fingerprint fingerprint(Fingerprint begin) const override {
-    const nb::gil_scoped_acquire interpreter;
+    const WithInterpreter interpreter;
     const nb::callable sorted = nb::module_::import_("builtins").attr("sorted");
     Fingerprint seen = begin;
     for (const nb::handle inputs : update_->attr("inputs")) {
@@ -92,7 +92,7 @@ nb::list python_of(const std::vector<RefusedPart>& parts) {
 
 bool is_applied(SyncGroups& groups, nb::handle from) {
   const Write write(from);
-  const nb::gil_scoped_release release;
+  const WithoutInterpreter release;
   return groups.is_applied(write.table, write.write);
 }
 
@@ -103,7 +103,7 @@ nb::tuple join(SyncGroups& groups, nb::handle context, nb::handle from) {
   Joined joined;
   std::vector<CallContext> callers;
   {
-    const nb::gil_scoped_release release;
+    const WithoutInterpreter release;
     joined = groups.join(caller, write.table, write.write);
     if (joined.is_complete) callers = groups.callers(write.table, write.member());
   }

@@ -11,18 +11,23 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from geartrain.ams.kernels import _core
+from geartrain.ams.observe import failpoints
+from geartrain.ams.server.shard import Shard
 from geartrain.ams.values.errors import ProtocolError
+from geartrain.ams.values.optimizers.registry import SGD
+from geartrain.ams.values.shard_messages import CallContext, CreateTable, Pull
+from geartrain.ams.values.specs import Constant, TableSpec
 from tests.support import frame_codec
-from tests.support.frame_calls import ask, expected, pull, push
+from tests.support.frame_calls import ask, begin, dial, expected, pull, push
 
 PAGE = 4096
 WAKE, ADDED, CLOSED, REFUSED = 1, 2, 3, 4
@@ -113,11 +118,11 @@ def other(server: _core.DataServer) -> _core.RingConnection:
 FRAME = frame_codec.request(5, 0, [pull("rows", [3])])
 
 
-def reply_in(memory: mmap.mmap) -> list[frame_codec.Described]:
+def reply_in(memory: mmap.mmap, rows_bytes: Sequence[int] = (16,)) -> list[frame_codec.Described]:
     while CONTROL.unpack(memory[: CONTROL.size])[0] != REPLY:
         pass
     size = CONTROL.unpack(memory[: CONTROL.size])[3]
-    return frame_codec.parsed_reply(memory[2 * PAGE : 2 * PAGE + size], 5, [16])
+    return frame_codec.parsed_reply(memory[2 * PAGE : 2 * PAGE + size], 5, rows_bytes)
 
 
 def test_a_call_by_hand_is_answered(server: _core.DataServer) -> None:
@@ -268,6 +273,81 @@ def test_memory_that_changes_while_it_is_read_harms_nobody(
             over.set()
             thread.join()
     assert ask(other, pull("rows", [1]))[0]["rows"] == expected([1])
+
+
+@pytest.fixture
+def engine() -> Iterator[Shard]:
+    one = Shard(0, np.arange(4096), incarnation=1)
+    spec = TableSpec(name="t", dim=4, num_rows=4096, optimizer=SGD(1.0), initializer=Constant(0))
+    one.submit(CallContext(), CreateTable(spec=spec)).result(SOON)
+    yield one
+    one.close()
+
+
+def written(stream: str) -> frame_codec.Described:
+    return push("t", [3], stream=stream, incarnation=1, sequence=1)
+
+
+@contextmanager
+def paused(place: Path) -> Iterator[Callable[[], bool]]:
+    """Writes wait before they are applied until the block ends; whether one does."""
+    with failpoints.armed(f"shard.apply.before=pause({place})") as passes:
+        try:
+            yield lambda: passes.fired.total() > 0
+        finally:
+            place.touch()
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + SOON
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def test_ids_that_change_after_they_were_checked_are_not_read_again(engine: Shard, tmp_path: Path) -> None:
+    server = _core.DataServer(_core.EngineHandler(engine.engine))
+    ours = Stranger(server)
+    memory = ours.mailbox()
+    frame = frame_codec.request(5, 0, [written("s")])
+    at = PAGE + frame.index(struct.pack("<q", 3), 200)
+    with paused(tmp_path / "go") as is_paused:
+        ours.send(memory, frame)
+        until(is_paused)
+        memory[at : at + 8] = struct.pack("<q", 2**62)
+    (reply,) = reply_in(memory, [0])
+    assert reply["created"] == 1
+    rows = np.empty((4096, 4), np.float32)
+    engine.pull(CallContext(), Pull(table="t", ids=np.arange(4096), out=rows))
+    assert np.flatnonzero(rows.any(axis=1)).tolist() == [3]
+    server.close()
+
+
+def test_a_flood_of_packets_holds_up_nobody(engine: Shard, tmp_path: Path) -> None:
+    server = _core.DataServer(_core.EngineHandler(engine.engine), host="127.0.0.1")
+    flooding, near, far = Stranger(server), dial("ring", *server.offer()), dial("tcp", *server.offer())
+    for one in (near, far):
+        ask(one, pull("t", [1]))
+    with ExitStack() as first, ExitStack() as second:
+        is_paused = first.enter_context(paused(tmp_path / "first"))
+        calls = [begin(near, [written("near")])]
+        until(is_paused)
+        flooding.socket.setblocking(False)
+        sent = 0
+        with suppress(BlockingIOError):
+            while flooding.socket.send(NOTICE.pack(ADDED, 0, 0, 0, sent)):
+                sent += 1
+        calls.append(begin(far, [written("far")]))
+        is_paused = second.enter_context(paused(tmp_path / "second"))
+        (tmp_path / "first").touch()
+        until(is_paused)
+        answered = 0
+        with suppress(BlockingIOError):
+            while flooding.socket.recv(64):
+                answered += 1
+    assert answered <= 32 < sent  # before the other's request was begun
+    assert all(call.wait(SOON) for call, _ in calls)
+    server.close()
 
 
 class Impostor:

@@ -1,0 +1,208 @@
+#include "server/greeter.hpp"
+
+#include <pthread.h>
+#include <signal.h>
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <sys/random.h>
+#include <sys/resource.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <stdexcept>
+#include <system_error>
+#include <utility>
+
+#include "ring/mailbox.hpp"
+
+namespace geartrain {
+namespace {
+
+constexpr size_t kMostGuests = 64;                 // of each way at the same time: strangers may connect and say nothing
+constexpr std::chrono::milliseconds kRest{250};    // when no connection can be taken, until it is tried again
+constexpr std::chrono::minutes kWarnInterval{1};
+
+[[noreturn]] void fail(const char* what) { throw std::system_error(errno, std::generic_category(), what); }
+
+bool is_same_user(int fd) {
+  ucred theirs{};
+  socklen_t bytes = sizeof(theirs);
+  return getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &theirs, &bytes) == 0 && theirs.uid == geteuid();
+}
+
+std::string words_of(int error) {
+  std::string words = "no new connection for rows can be taken now: " + std::generic_category().message(error);
+  rlimit limit{};
+  if (error == EMFILE && getrlimit(RLIMIT_NOFILE, &limit) == 0)
+    words += "; this process may have " + std::to_string(limit.rlim_cur) + " files and connections open: raise that (ulimit -n)";
+  if (error == ENFILE) words += ", of the whole machine: raise fs.file-max";
+  return words + ". Those who are connected are served";
+}
+
+}  // namespace
+
+std::thread* begin_thread(const char* name, std::function<void()> work) {
+  sigset_t all, before;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &before);
+  std::thread* thread = nullptr;
+  try {
+    thread = new std::thread([name, work = std::move(work)] {
+      pthread_setname_np(pthread_self(), name);
+      work();
+    });
+  } catch (...) {
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    throw;
+  }
+  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  return thread;
+}
+
+Greeter::Greeter(OwnedFd near, OwnedFd far, double greeting_seconds, Welcome welcome, Warn warn)
+    : greeting_(std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(greeting_seconds))),
+      welcome_(std::move(welcome)),
+      warn_(std::move(warn)),
+      near_(std::move(near)),
+      far_(std::move(far)),
+      epoll_(epoll_create1(EPOLL_CLOEXEC)),
+      wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
+  if (!epoll_ || !wake_) fail("epoll or eventfd");
+  for (const OwnedFd* one : {&near_, &far_, &wake_})
+    if (*one) watch(one->get(), EPOLLIN, EPOLL_CTL_ADD);
+  thread_ = begin_thread("geartrain-greet", [this] { run(); });
+}
+
+Greeter::~Greeter() { close(); }
+
+std::string Greeter::offer(size_t taken, size_t most) {
+  const std::lock_guard lock(mutex_);
+  const auto now = Clock::now();
+  std::erase_if(offers_, [&](const auto& one) { return one.second <= now; });
+  if (taken + offers_.size() >= most)
+    throw std::runtime_error(std::to_string(most) + " connections are taken already, the most of this shard");
+  std::string secret(kSecretBytes, '\0');
+  if (getrandom(secret.data(), secret.size(), 0) != static_cast<ssize_t>(secret.size())) fail("getrandom");
+  offers_[secret] = now + greeting_;
+  return secret;
+}
+
+void Greeter::close() {
+  if (generation_ != fork_generation()) return;
+  std::thread* thread = nullptr;
+  is_closing_ = true;
+  {
+    const std::lock_guard lock(mutex_);
+    std::swap(thread, thread_);
+  }
+  if (thread == nullptr) return;
+  eventfd_write(wake_.get(), 1);
+  thread->join();
+  delete thread;
+}
+
+void Greeter::watch(int fd, uint32_t events, int operation) {
+  epoll_event event{};
+  event.events = events;
+  event.data.fd = fd;
+  if (epoll_ctl(epoll_.get(), operation, fd, &event) != 0) fail("epoll_ctl");
+}
+
+void Greeter::run() {
+  std::array<epoll_event, 64> events;
+  while (!is_closing_) {
+    const int count = epoll_wait(epoll_.get(), events.data(), static_cast<int>(events.size()), millis_to_wait());
+    for (int i = 0; i < count; ++i) {
+      const int fd = events[static_cast<size_t>(i)].data.fd;
+      try {
+        if (fd == near_.get()) accept_guests(near_);
+        else if (fd == far_.get()) accept_guests(far_);
+        else if (guests_.contains(fd)) greet(fd);
+      } catch (const std::exception&) {  // nobody whom we know, or no memory for it
+        guests_.erase(fd);
+      }
+    }
+    const auto now = Clock::now();
+    std::erase_if(guests_, [&](const auto& one) { return one.second.until <= now; });
+    if (!is_resting_ || rests_until_ > now) continue;
+    is_resting_ = false;
+    for (const OwnedFd* one : {&near_, &far_})
+      if (*one) watch(one->get(), EPOLLIN, EPOLL_CTL_MOD);
+  }
+  guests_.clear();
+  near_.close();
+  far_.close();
+}
+
+// As many as may be there at once; the others in the next turn.
+void Greeter::accept_guests(const OwnedFd& listener) {
+  for (size_t i = 0; i < kMostGuests; ++i) {
+    OwnedFd socket(accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+    if (!socket) {
+      if (errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM) rest(errno);
+      return;
+    }
+    const bool is_near = &listener == &near_;
+    const auto others = std::ranges::count_if(guests_, [&](const auto& one) { return one.second.is_near == is_near; });
+    if (static_cast<size_t>(others) >= kMostGuests || (is_near && !is_same_user(socket.get()))) continue;
+    const int fd = socket.get();
+    watch(fd, EPOLLIN, EPOLL_CTL_ADD);
+    guests_.emplace(fd, Guest{std::move(socket), is_near, Clock::now() + greeting_, {}});
+  }
+}
+
+// Who wants to connect stays in the system's line meanwhile, which would wake this thread without end.
+void Greeter::rest(int error) {
+  const auto now = Clock::now();
+  is_resting_ = true;
+  rests_until_ = now + kRest;
+  for (const OwnedFd* one : {&near_, &far_})
+    if (*one) watch(one->get(), 0, EPOLL_CTL_MOD);
+  if (warned_at_ != Clock::time_point::min() && now - warned_at_ < kWarnInterval) return;
+  warned_at_ = now;
+  if (warn_) warn_(words_of(error));
+}
+
+// Takes a connection, if it shows the secret of an offer.
+void Greeter::greet(int fd) {
+  Guest& guest = guests_.at(fd);
+  OwnedFd page;
+  if (guest.is_near) {
+    Packet packet = receive_packet(fd, guest.hello.data(), guest.hello.size());
+    if (packet.bytes < 0) return;  // what was seen to come was for another that had this descriptor before
+    guest.got = static_cast<size_t>(packet.bytes);
+    page = std::move(packet.fd);
+  } else {
+    const auto received = recv(fd, guest.hello.data() + guest.got, guest.hello.size() - guest.got, 0);
+    if (received > 0) guest.got += static_cast<size_t>(received);
+    if (received > 0 ? guest.got < guest.hello.size() : received < 0 && errno == EAGAIN) return;  // the rest may come
+  }
+  Guest here = std::move(guest);
+  guests_.erase(fd);
+  if (here.got != here.hello.size() || !is_offered(here.hello.data())) return;
+  epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, fd, nullptr);
+  welcome_(std::move(here.socket), here.is_near, std::move(page));
+}
+
+bool Greeter::is_offered(const char* hello) {
+  if (parse_header(hello, FrameKind::hello).body_bytes != kSecretBytes) return false;
+  const std::lock_guard lock(mutex_);
+  const auto offer = offers_.find(std::string(hello + sizeof(FrameHeader), kSecretBytes));
+  if (offer == offers_.end()) return false;
+  const bool is_in_time = offer->second > Clock::now();
+  offers_.erase(offer);
+  return is_in_time;
+}
+
+int Greeter::millis_to_wait() const {
+  if (guests_.empty() && !is_resting_) return -1;
+  auto first = is_resting_ ? rests_until_ : Clock::time_point::max();
+  for (const auto& [fd, guest] : guests_) first = std::min(first, guest.until);
+  const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(first - Clock::now()).count();
+  return static_cast<int>(std::clamp<int64_t>(left + 1, 0, 60'000));
+}
+
+}  // namespace geartrain

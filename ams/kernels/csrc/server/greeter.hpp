@@ -1,0 +1,75 @@
+// Whoever connects to a shard's data plane, until it has shown the secret of an offer: a thread accepts and greets, so that a shard
+// that is at work for long turns nobody away.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <functional>
+#include <map>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <unordered_map>
+
+#include "carriers/forks.hpp"
+#include "carriers/hello.hpp"
+
+namespace geartrain {
+
+// Thread-safe.
+class Greeter {
+ public:
+  // Is given, by the greeter's thread, one that showed a good secret, to be greeted by it; `page`: what came with the secret of one of
+  // this machine. What it throws ends the connection.
+  using Welcome = std::function<void(OwnedFd socket, bool is_near, OwnedFd page)>;
+  // Told by that thread what an operator should know.
+  using Warn = std::function<void(const std::string&)>;
+
+  // Takes sockets that listen; `far`: of TCP, or none. Who has connected shows its secret within so many seconds. Throws
+  // std::system_error.
+  Greeter(OwnedFd near, OwnedFd far, double greeting_seconds, Welcome welcome, Warn warn);
+  ~Greeter();
+  // A secret that is good for one connection and the greeting's time. Throws std::runtime_error: `most` are taken, `taken` by
+  // connections, the others by those who were told theirs.
+  std::string offer(size_t taken, size_t most);
+  // Ends the thread, and listens no more. Idempotent.
+  void close();
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  struct Guest {
+    OwnedFd socket;
+    bool is_near;  // of this machine
+    Clock::time_point until;
+    Hello hello;
+    size_t got = 0;
+  };
+
+  void run();
+  void accept_guests(const OwnedFd& listener);
+  void rest(int error);
+  void greet(int fd);
+  bool is_offered(const char* hello);
+  void watch(int fd, uint32_t events, int operation);
+  int millis_to_wait() const;
+
+  const Clock::duration greeting_;
+  const Welcome welcome_;
+  const Warn warn_;
+  OwnedFd near_, far_, epoll_, wake_;
+  // Of the thread.
+  std::unordered_map<int, Guest> guests_;
+  Clock::time_point rests_until_ = Clock::time_point::min(), warned_at_ = Clock::time_point::min();
+  bool is_resting_ = false;
+
+  std::atomic<bool> is_closing_ = false;
+  std::mutex mutex_;  // guards what follows
+  std::map<std::string, Clock::time_point> offers_;
+  const uint64_t generation_ = fork_generation();
+  std::thread* thread_ = nullptr;  // of a forked child it is not: it is left alone there
+};
+
+// A thread that no signal is given to: they are Python's, whose handlers run on other threads.
+std::thread* begin_thread(const char* name, std::function<void()> work);
+
+}  // namespace geartrain
