@@ -1,0 +1,1 @@
+"""Training of models that predict clicks from sparse features."""
