@@ -7,6 +7,7 @@ events/        TensorBoard; wandb/ and mlruns/ are of the loggers of that name
 sweep.json     trials of learning rates, if there were any
 report.json    of a finished run
 mistakes.png   of a finished run
+calibration.png  of a finished run that predicts clicks
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from geartrain.workers.atomic import previous_folder, write_json
 
 _FOLDERS = ("model", "events", "wandb", "mlruns", "snapshots")
 _RUN = "run.json"
-_FILES = (_RUN, "sweep.json", "report.json", "mistakes.png")
+_FILES = (_RUN, "sweep.json", "report.json", "mistakes.png", "calibration.png")
 
 
 @dataclass(frozen=True, kw_only=True)

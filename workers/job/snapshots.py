@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
 
 from geartrain.ams.client.snapshot import PendingSnapshot, free_name
 from geartrain.ams.storage.snapshot.folder import prune
@@ -18,8 +19,7 @@ from geartrain.ams.values.errors import (
     SnapshotFailed,
     TableNotFound,
 )
-from geartrain.workers.job.rows.job_rows import JobRows
-from geartrain.workers.job.state import JobState, Progress
+from geartrain.workers.job.state import Progress
 
 _WORTH_SAYING_SECONDS = 2.0
 
@@ -33,7 +33,28 @@ class Moment:
     """On the clock."""
 
 
-class JobSnapshots:
+class StateOfJob(Protocol):
+    """What a job goes on from, as far as its snapshots ask."""
+
+    @property
+    def progress(self) -> Progress:
+        """How far it has come."""
+        ...
+
+
+State = TypeVar("State", bound=StateOfJob)
+State_contra = TypeVar("State_contra", contravariant=True)
+
+
+class SnapshotTaker(Protocol[State_contra]):
+    """Where the rows of a job are, such as a ``JobRows``."""
+
+    def begin_snapshot(self, root: str, name: str, *, parent: str | None, state: State_contra) -> PendingSnapshot:
+        """Hold the rows and ``state`` as the snapshot ``root``/``name``; with a ``parent``, the rows written since."""
+        ...
+
+
+class JobSnapshots(Generic[State]):
     """Takes snapshots of a job's rows with the job's state. Used from one thread of every rank that takes part in it.
 
     One is written at a time, while the training goes on. A snapshot that fails is told and passed over: the training
@@ -42,7 +63,7 @@ class JobSnapshots:
 
     def __init__(
         self,
-        rows: JobRows,
+        rows: SnapshotTaker[State],
         root: str,
         *,
         is_first: bool = True,
@@ -79,7 +100,7 @@ class JobSnapshots:
         """Whether the last one was begun so long ago that it is time for another."""
         return self._every_seconds is not None and self._clock() - self._begun >= self._every_seconds
 
-    def begin(self, state: JobState) -> None:
+    def begin(self, state: State) -> None:
         """Hold this moment, and go on while it is written. Waits for the one before to be whole.
 
         May raise what it means to lose a shard, which may as well show at the next push; not that a disk fails.
@@ -121,7 +142,7 @@ class JobSnapshots:
         except SnapshotError as exc:
             self._say(f"Old snapshots stay for now, training goes on: {exc}")
 
-    def require(self, state: JobState) -> None:
+    def require(self, state: State) -> None:
         """Take one that must succeed. Raises SnapshotFailed."""
         say, self._say = self._say, lambda _: None
         try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,20 +14,20 @@ from geartrain.ams.values.errors import ConfigError
 from geartrain.cli.shared import configuration
 from geartrain.cli.shared.options import Json, Mode
 from geartrain.cli.training import worker_options as option
+from geartrain.cli.training.worker_ctr import ctr
+from geartrain.cli.training.worker_ends import console_of, end, refuse_with_resume
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
-    from geartrain.workers.job.options import JobOptions, JobResult
+    from geartrain.workers.job.options import JobOptions
     from geartrain.workers.recipes.recipe import Recipe
-
-INTERRUPTED = 130
 
 # Read by OpenMP when torch is loaded. Threads that spin while they wait slow a training on a shared machine down by
 # three to six times (measured: 357 against 2,160 images/s beside two other jobs).
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-app = typer.Typer(no_args_is_help=True, help="Train a classifier whose class centers are rows of the model server.")
+app = typer.Typer(
+    no_args_is_help=True, help="Train a model whose rows are on the model server: class centers or embeddings."
+)
 
 
 FEW_CLASSES = {"sample_rate": 1.0, "batch_size": 64, "steps": 300, "warmup_steps": 20}
@@ -86,8 +85,8 @@ def glyphs(
         "row_momentum_untouched": row_momentum_untouched,
         "snapshot_steps": snapshot_steps,
     }
-    _refuse_with_resume(resume, **own, out=out, snapshots=snapshots, classes=classes)
-    console = _console(as_json)
+    refuse_with_resume(resume, **own, out=out, snapshots=snapshots, classes=classes)
+    console = console_of(as_json)
     kept = _Kept(snapshots, snapshot_minutes, keep, increments, allow_fallback)
     loggers = ["tensorboard"] if logger is None else logger
     options = _options(
@@ -96,7 +95,7 @@ def glyphs(
     recipe = _recipe(options.recipe, steps=steps, **own)
     from geartrain.workers.recipes.jobs import train_glyphs
 
-    _end(train_glyphs(replace(options, recipe=recipe), cache=cache, num_classes=classes, console=console), as_json)
+    end(train_glyphs(replace(options, recipe=recipe), cache=cache, num_classes=classes, console=console), as_json)
 
 
 @app.command()
@@ -181,11 +180,11 @@ def classify(
         "skip_unreadable": skip_unreadable,
         "image_memory": image_memory,
     }
-    _refuse_with_resume(resume, **own, **of_images, out=out, snapshots=snapshots)
+    refuse_with_resume(resume, **own, **of_images, out=out, snapshots=snapshots)
     look = look or "photo"
     if look not in ("photo", "ink"):
         raise ConfigError(f"--look is {look!r}; it must be 'photo' or 'ink'")
-    console = _console(as_json)
+    console = console_of(as_json)
     kept = _Kept(snapshots, snapshot_minutes, keep, increments, allow_fallback)
     loggers = ["tensorboard"] if logger is None else logger
     options = _options(
@@ -224,18 +223,7 @@ def classify(
         skip_unreadable=bool(skip_unreadable),
         image_memory_bytes=MEMORY_BYTES if image_memory is None else image_memory << 20,
     )
-    _end(result, as_json)
-
-
-def _refuse_with_resume(resume: Path | None, **given: object) -> None:
-    """A resumed run goes on with its own settings."""
-    flags = {"neighbours": "--k"}
-    names = [flags.get(name, f"--{name.replace('_', '-')}") for name, value in given.items() if value is not None]
-    if resume is not None and names:
-        raise ConfigError(
-            f"{', '.join(names)} cannot change for the run that --resume {resume} goes on with; leave it out, or start "
-            "a new run (another --out, without --resume)"
-        )
+    end(result, as_json)
 
 
 @dataclass(frozen=True)
@@ -302,14 +290,4 @@ def _recipe(recipe: Recipe, *, snapshot_steps: int | None, augment: str | None =
     return replace(recipe, **{name: value for name, value in given.items() if value is not None})
 
 
-def _console(as_json: bool) -> Console:
-    from rich.console import Console
-
-    return Console(stderr=as_json)
-
-
-def _end(result: JobResult, as_json: bool) -> None:
-    if as_json and result.report is not None:
-        print(json.dumps(result.report))
-    if not result.finished:
-        raise typer.Exit(INTERRUPTED)
+app.command()(ctr)

@@ -1,0 +1,44 @@
+"""How a command of ``geartrain worker`` begins and ends: what it refuses, where it speaks, how it exits."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from geartrain.ams.values.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from geartrain.workers.job.options import JobResult
+
+INTERRUPTED = 130
+
+
+def refuse_with_resume(resume: Path | None, **given: object) -> None:
+    """A resumed run goes on with its own settings."""
+    flags = {"neighbours": "--k"}
+    names = [flags.get(name, f"--{name.replace('_', '-')}") for name, value in given.items() if value is not None]
+    if resume is not None and names:
+        raise ConfigError(
+            f"{', '.join(names)} cannot change for the run that --resume {resume} goes on with; leave it out, or start "
+            "a new run (another --out, without --resume)"
+        )
+
+
+def console_of(as_json: bool) -> Console:
+    """Where a worker speaks: stderr, where stdout is for JSON."""
+    from rich.console import Console
+
+    return Console(stderr=as_json)
+
+
+def end(result: JobResult, as_json: bool) -> None:
+    """Print the report, and exit as the job ended."""
+    if as_json and result.report is not None:
+        print(json.dumps(result.report))
+    if not result.finished:
+        raise typer.Exit(INTERRUPTED)

@@ -1,0 +1,134 @@
+"""``geartrain worker ctr`` on a small set: it learns, goes on exactly where it stopped, and refuses what cannot be."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+import geartrain as gt
+from geartrain.workers.ctr import job as ctr_job
+from geartrain.workers.ctr.job import CtrOptions, train_clicks
+from geartrain.workers.ctr.metrics import auc, calibration, log_loss
+from geartrain.workers.ctr.recipe import CtrRecipe, crossed
+from geartrain.workers.ctr.samples import PADDING
+from tests.support.command_line import typed
+from tests.support.movielens_files import write_movielens
+
+QUIET = Console(quiet=True)
+SMALL: dict[str, Any] = {"dim": 4, "hidden": (8,), "batch_size": 50, "steps": 60, "save_every": 10, "row_lr": 0.1}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_movielens(tmp_path_factory.mktemp("films"))
+
+
+def options(out: Path, data: Path, **more: Any) -> CtrOptions:
+    return CtrOptions(out=out, recipe=CtrRecipe(**SMALL, **more), data=str(data), loggers=())
+
+
+@pytest.mark.parametrize("model", ["deepfm", "wide_deep"])
+def test_a_run_learns_what_users_like(tmp_path: Path, data: Path, model: str) -> None:
+    out = tmp_path / "run"
+    small = ["--steps", "120", "--batch-size", "50", "--dim", "4", "--row-lr", "0.1", "--snapshot-steps", "50"]
+    done = typed("worker", "ctr", "--data", str(data), "--model", model, "--split", "time", "--out", str(out), *small)
+    assert done.returncode == 0, done.stderr
+    assert "Training" in done.stdout and "Held out: AUC" in done.stdout
+    report = json.loads((out / "report.json").read_text(encoding="utf-8"))
+    assert report["held_out"]["auc"] > 0.95
+    assert report["held_out"]["log_loss"] < report["held_out"]["log_loss_of_the_mean"] / 2
+    assert (report["held_out"]["samples"], report["recipe"]["model"]) == (120, model)
+    assert (out / "calibration.png").read_bytes().startswith(b"\x89PNG")
+    assert list((out / "events").rglob("events.out.tfevents.*"))
+
+
+def test_a_run_that_was_stopped_ends_as_one_that_was_not(
+    tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ctr_job.secrets, "randbits", lambda _: 7)  # initial values depend on the tables' names
+    whole = train_clicks(options(tmp_path / "whole" / "run", data, dropout=0.2), QUIET)
+
+    steps = iter(range(25))
+    with monkeypatch.context() as patch:
+        patch.setattr(ctr_job, "interruption", lambda: _Asked(lambda: next(steps, None) is None))
+        stopped = train_clicks(options(tmp_path / "run", data, dropout=0.2), QUIET)
+    assert (stopped.finished, stopped.step) == (False, 25)
+    resumed = CtrOptions(out=tmp_path / "run", recipe=CtrRecipe(), resume=True, loggers=())
+    ended = train_clicks(resumed, QUIET)
+    assert (ended.finished, ended.step) == (True, 60)
+    assert whole.report is not None and ended.report is not None
+    assert ended.report["held_out"] == whole.report["held_out"]
+
+    further = train_clicks(CtrOptions(**{**vars(resumed), "resume_steps": 7}), QUIET)
+    assert further.step == 67
+
+
+class _Asked:
+    """Stands in for the signals."""
+
+    def __init__(self, stop: Any) -> None:
+        self._stop = stop
+
+    def __enter__(self) -> Any:
+        return self._stop
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--model", "deepfn"], "model is 'deepfn'; it must be one of deepfm, wide_deep"),
+        (["--split", "user"], "split is 'user'; it must be one of random, time"),
+        (["--dim", "1"], "dim is 1; it must be at least 2"),
+        (["--dropout", "1"], "dropout is 1.0; it must lie in [0, 1)"),
+        (["--row-lr", "nan"], "row_lr is nan; it must be > 0"),
+        (["--data", "netflix"], "--data is 'netflix'; it must be movielens, or a folder"),
+        (["--resume", "nowhere"], "--data cannot change for the run that --resume nowhere goes on with"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(tmp_path: Path, data: Path, flags: list[str], message: str) -> None:
+    out = [] if "--resume" in flags else ["--out", str(tmp_path / "run")]
+    done = typed("worker", "ctr", "--data", str(data), *out, *flags)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert not (tmp_path / "run" / "run.json").exists()
+
+
+def test_the_run_of_another_worker_or_other_samples_is_not_gone_on_with(tmp_path: Path, data: Path) -> None:
+    own = write_movielens(tmp_path / "films")
+    train_clicks(options(tmp_path / "run", own), QUIET)
+    ratings = own / "ml-100k.inter"
+    ratings.write_text("\n".join(ratings.read_text(encoding="utf-8").split("\n")[:100]) + "\n", encoding="utf-8")
+    with pytest.raises(gt.errors.ConfigError, match="samples"):
+        train_clicks(CtrOptions(out=tmp_path / "run", recipe=CtrRecipe(), resume=True, loggers=()), QUIET)
+    with pytest.raises(gt.errors.ConfigError, match="already holds a run"):
+        train_clicks(options(tmp_path / "run", data), QUIET)
+
+
+def test_auc_is_the_part_of_pairs_in_order_and_ties_are_half() -> None:
+    rng = np.random.default_rng(0)
+    scores, clicks = rng.integers(0, 6, 60) / 5, rng.integers(0, 2, 60)
+    pairs = [(a, b) for a in scores[clicks == 1] for b in scores[clicks == 0]]
+    assert auc(scores, clicks) == pytest.approx(np.mean([(a > b) + (a == b) / 2 for a, b in pairs]))
+    assert np.isnan(auc(scores, np.ones(60)))
+    assert log_loss([0.5, 0.25], [1, 0]) == pytest.approx(-(np.log(0.5) + np.log(0.75)) / 2)
+    parts = calibration(scores, clicks)
+    assert sum(part["samples"] for part in parts) == 60
+    assert [part["predicted"] for part in parts] == sorted(part["predicted"] for part in parts)
+
+
+def test_a_cross_has_an_id_for_each_pair() -> None:
+    first, second = np.arange(300).repeat(300), np.tile(np.arange(300), 300)
+    ids = crossed(first, second)
+    assert len(np.unique(ids)) == 300 * 300
+    assert ids.min() >= 0
+    bags = crossed(np.array([4, 5]), np.array([[7, PADDING], [8, 9]]))
+    assert bags.shape == (2, 2)
+    assert bags[0].tolist() == [crossed(np.array([4]), np.array([7]))[0], PADDING]
