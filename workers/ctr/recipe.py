@@ -40,11 +40,13 @@ class CtrRecipe:
     hidden: tuple[int, ...] = (64, 32)
     dropout: float = 0.2
     batch_size: int = 500
-    steps: int = 640
+    steps: int = 960
     """Of a stage."""
     row_lr: float = 0.003
     """Peak learning rate of the rows, by Adam."""
-    lr: float = 0.001
+    row_weight_decay: float = 0.001
+    """Of the rows that a step touches, added to their gradient."""
+    lr: float = 0.003
     """Peak learning rate of the network, by Adam."""
     seed: int = 0
     save_every: int = 200
@@ -108,7 +110,8 @@ def dims_of(recipe: CtrRecipe, names: list[str]) -> dict[str, int]:
 def fields_of(recipe: CtrRecipe, names: list[str], cluster: Cluster, job: str, *, reuse: bool) -> EmbeddingGroup:
     """The embeddings, in tables of ``job``."""
     members = [Field(name, dim, pooling="mean", padding_id=PADDING) for name, dim in dims_of(recipe, names).items()]
-    return EmbeddingGroup(cluster, job, members, optimizer=Adam(recipe.row_lr), seed=recipe.seed, reuse=reuse)
+    optimizer = Adam(recipe.row_lr, weight_decay=recipe.row_weight_decay)
+    return EmbeddingGroup(cluster, job, members, optimizer=optimizer, seed=recipe.seed, reuse=reuse)
 
 
 def network_of(recipe: CtrRecipe, names: list[str]) -> nn.Module:

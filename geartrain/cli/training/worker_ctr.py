@@ -30,7 +30,7 @@ def ctr(
     out: Annotated[Path | None, option.out("runs/ctr")] = None,
     resume: option.Resume = None,
     overwrite: option.Overwrite = False,
-    steps: Annotated[int | None, option.steps(640)] = None,
+    steps: Annotated[int | None, option.steps(960)] = None,
     batch_size: Annotated[
         int | None, typer.Option("--batch-size", help="Samples of a step.", show_default="500")
     ] = None,
@@ -39,7 +39,7 @@ def ctr(
         float | None, typer.Option("--dropout", help="Of the network's layers, in [0, 1).", show_default="0.2")
     ] = None,
     lr: Annotated[
-        float | None, typer.Option("--lr", help="Peak learning rate of the network, by Adam.", show_default="0.001")
+        float | None, typer.Option("--lr", help="Peak learning rate of the network, by Adam.", show_default="0.003")
     ] = None,
     row_lr: Annotated[
         float | None, typer.Option("--row-lr", help="Peak learning rate of the rows, by Adam.", show_default="0.003")
