@@ -30,7 +30,7 @@ if TYPE_CHECKING:
         RowWiseAdam,
         SparseMomentum,
     )
-    from geartrain.ams.values.specs import Constant, Normal, TableSpec, Uniform
+    from geartrain.ams.values.specs import Constant, Normal, TableSpec, Uniform, WireFormat
     from geartrain.ams.values.strings import hash_strings
     from geartrain.bridge.checkpoint.loading import load
     from geartrain.bridge.checkpoint.saving import save
@@ -114,6 +114,7 @@ __all__ = [
     "TargetLogits",
     "TrainedModel",
     "Uniform",
+    "WireFormat",
     "__version__",
     "attach",
     "class_center_sample",
@@ -151,7 +152,7 @@ _HOMES = {
         "RMSProp",
         "FTRL",
     ),
-    "geartrain.ams.values.specs": ("Constant", "Normal", "TableSpec", "Uniform"),
+    "geartrain.ams.values.specs": ("Constant", "Normal", "TableSpec", "Uniform", "WireFormat"),
     "geartrain.ams.values.strings": ("hash_strings",),
     "geartrain.bridge.checkpoint.loading": ("load",),
     "geartrain.bridge.checkpoint.saving": ("save",),

@@ -38,7 +38,7 @@ from geartrain.ams.values.scheduler_messages import (
     TakeIncarnation,
 )
 from geartrain.ams.values.shard_messages import Fence
-from geartrain.ams.values.specs import DTypeName, Initializer, Normal, TableSpec
+from geartrain.ams.values.specs import DTypeName, Initializer, Normal, TableSpec, WireDType, wire_format
 from geartrain.ams.values.text import quoted
 
 if TYPE_CHECKING:
@@ -172,6 +172,7 @@ class Cluster:
         dtype: DTypeName = "float32",
         slot_dtype: DTypeName = "float32",
         reuse: bool = False,
+        wire_dtype: WireDType | None = None,
     ) -> Table:
         """Make a table on every shard and return it.
 
@@ -185,6 +186,7 @@ class Cluster:
             dtype: Storage type of the rows: float32, float16 or bfloat16.
             slot_dtype: That of the optimizer's state of each row.
             reuse: Open the table if it is there with an equal spec.
+            wire_dtype: How rows travel to and from this process; see :meth:`table`.
 
         Raises:
             TableExists: The name is taken, and not ``reuse``: a script that runs twice never trains on yesterday's rows
@@ -201,15 +203,21 @@ class Cluster:
             dtype=dtype,
             slot_dtype=slot_dtype,
         )
-        return Table(self._scheduler.create_table(spec, reuse=reuse), self._calls, self._stream)
+        wire_format(wire_dtype, name, dtype)  # before there is a table
+        return Table(self._scheduler.create_table(spec, reuse=reuse), self._calls, self._stream, wire_dtype)
 
-    def table(self, name: str) -> Table:
+    def table(self, name: str, *, wire_dtype: WireDType | None = None) -> Table:
         """Return an existing table.
 
-        Raises TableNotFound, TableBeingRestored, ShardRestarted if a shard has lost its part of it, and ClusterNotReady
-        if that is not known because shards have not registered yet.
+        With ``wire_dtype="bfloat16"`` or ``"float16"`` the rows of a float32 table that are pulled, and gradients that
+        are pushed, travel in 16 bits: half the bytes. What rounding cuts off a gradient is added to the next one of the
+        same id; ``gt.WireFormat`` says how much memory that may take, or that it is lost. That is a choice of this
+        client, not of the table: others may make another one.
+
+        Raises TableNotFound, TableBeingRestored, ShardRestarted if a shard has lost its part of it, ClusterNotReady
+        if that is not known because shards have not registered yet, and InvalidArgument.
         """
-        return Table(self._scheduler.table(name), self._calls, self._stream)
+        return Table(self._scheduler.table(name), self._calls, self._stream, wire_dtype)
 
     def table_incarnations(self) -> dict[str, int]:
         """The numbers of all tables by name, which tell a table from earlier and later ones of its name. One RPC."""

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from geartrain.ams.client.row_futures import RowFuture, RowFutures, Sendable
 from geartrain.ams.kernels import ops
-from geartrain.ams.kernels._core import PreparedWrite, RowsClient, ScatteredRows, TableFacts
+from geartrain.ams.kernels._core import PreparedWrite, Residuals, RowsClient, ScatteredRows, TableFacts
 from geartrain.ams.rpc.carrier import AttemptFailed, ShardCarrier
 from geartrain.ams.rpc.client.silence import Peer, SilenceWatch
 from geartrain.ams.rpc.local import LocalCarrier
@@ -30,7 +30,7 @@ from geartrain.ams.values.interrupts import BrokenOff, BufferLease, held, shield
 from geartrain.ams.values.placement import split_by_shard
 from geartrain.ams.values.scheduler_messages import ClusterView
 from geartrain.ams.values.shard_messages import Assign, CallContext, Done, Pull, Push, Reply, Request, SyncGroup
-from geartrain.ams.values.specs import DTYPES, Ids, TableSpec
+from geartrain.ams.values.specs import DTYPES, Ids, TableSpec, WireFormat
 
 Call = tuple[int, Request]
 Bits = npt.NDArray[Any]
@@ -43,9 +43,11 @@ NO_CHECK, CHECK_PRODUCT, CHECK_FINITE = 0, 1, 2
 """What is looked for in the rows of a write: nothing; that the largest times ``scale`` is finite; that all are, too."""
 
 
-def facts_of(spec: TableSpec) -> TableFacts:
-    """Return what compiled code knows of a table."""
-    return TableFacts(spec.name, spec.dim, ops.DTYPE_CODES[spec.numpy_dtype], spec.num_rows is not None)
+def facts_of(spec: TableSpec, wire: WireFormat | None) -> TableFacts:
+    """Return what compiled code knows of a table; ``wire``: how its rows travel, None: as they are."""
+    code = ops.DTYPE_CODES[spec.numpy_dtype]
+    wire_code = code if wire is None else ops.DTYPE_CODES[DTYPES[wire.dtype]]
+    return TableFacts(spec.name, spec.dim, code, spec.num_rows is not None, wire_code)
 
 
 class Delivered(NamedTuple):
@@ -98,6 +100,10 @@ class RowParts:
     def only(self, shards: Shards) -> RowParts:
         """Those that go to some shards."""
         return RowParts(self.prepared, self._request, shards)
+
+    def take_back(self) -> None:
+        """It was never sent, and will not be: what rounding cuts off later gradients is as if it had not been made."""
+        self.prepared.take_back()
 
     def calls(self) -> list[Call]:
         """The same as requests of Python, with arrays of their own."""
@@ -313,14 +319,19 @@ class RowCalls:
         check: int,
         request: Callable[[Ids, npt.NDArray[Any]], Push | Assign],
         every_shard: bool = False,
+        residuals: Residuals | None = None,
         **settings: Any,
     ) -> RowParts:
-        """Merge equal ids of a push, look at the numbers, and cut the rows by shard. They stay the caller's.
+        """Merge equal ids of a push, look at the numbers, round them to the type they travel in, and cut the rows by
+        shard. They stay the caller's.
 
-        ``request`` makes the request of a part, ``settings`` are those of all. Raises NonFinite.
+        ``request`` makes the request of a part, ``settings`` are those of all; ``residuals`` are what rounding cut off
+        earlier pushes. Raises NonFinite, OutOfMemory.
         """
         bits, code = (rows, 0) if isinstance(rows, ScatteredRows) else ops.as_bits(rows)
-        prepared = PreparedWrite(self._client, table, ids, bits, code, check=check, every_shard=every_shard, **settings)
+        prepared = PreparedWrite(
+            self._client, table, ids, bits, code, check=check, every_shard=every_shard, residuals=residuals, **settings
+        )
         return RowParts(prepared, request)
 
     def deliver(self, parts: RowParts | Sequence[Call], context: CallContext) -> Delivered:
@@ -432,12 +443,17 @@ class RowCalls:
                 np.take(some_present, inverse, out=present)
             return
         errors = {} if undone is None else {shard: self._error(shard, outcome) for shard, outcome in undone}
-        calls: list[Call] = []
+        wire = _DTYPES[table.wire_code]
+        arrived = out if wire == out.dtype else np.empty(out.shape, wire)
+        """Where rows of messages are written."""
+        in_place: set[int] = set()
+        """Shards whose rows compiled code has written to ``out``."""
+        calls: list[tuple[int, Pull]] = []
         for shard, positions in self._routes(table, ids):
             if undone is None or shard in errors:
                 part = ids if positions is None else ids[positions]
                 options: dict[str, Any] = {"positions": positions, "present": present, "required_sync": required_sync}
-                calls.append((shard, Pull(table=table.name, ids=part, out=out, **options)))
+                calls.append((shard, Pull(table=table.name, ids=part, out=arrived, **options)))
         bits, code = ops.as_bits(out, "out")
         bits_present = None if present is None else present.view(np.uint8)
 
@@ -445,11 +461,17 @@ class RowCalls:
             left = self._client.pull(
                 table, table_incarnation, ids, bits, code, bits_present, required_sync, seconds, watch, (shard,)
             )
+            if left is None:
+                in_place.add(shard)
             return (0, False) if left is None else left[0][1]
 
         begun = [errors.get(shard) for shard, _ in calls]
         again = partial(self._attempt, read)
         self._calls.read(calls, table_incarnation=table_incarnation, begun=begun, again=again)
+        if arrived is not out:
+            for positions in (call.positions for shard, call in calls if shard not in in_place):
+                where: Any = slice(None) if positions is None else positions
+                out[where] = arrived[where]
 
     def _attempt(
         self,

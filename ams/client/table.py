@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +23,7 @@ from geartrain.ams.client.row_futures import Sendable
 from geartrain.ams.client.shard_calls import ShardCalls
 from geartrain.ams.client.writes import ClientStream, RowWrite
 from geartrain.ams.kernels import ops
-from geartrain.ams.kernels._core import ScatteredRows, TableFacts
+from geartrain.ams.kernels._core import Residuals, ScatteredRows, TableFacts
 from geartrain.ams.values.arguments import real_number
 from geartrain.ams.values.arrays import ids_array, like, rows_array
 from geartrain.ams.values.errors import InvalidArgument, NonFinite, TableNotFound
@@ -38,7 +38,7 @@ from geartrain.ams.values.shard_messages import (
     ShardState,
     SyncGroup,
 )
-from geartrain.ams.values.specs import Ids, TableSpec
+from geartrain.ams.values.specs import Ids, TableSpec, WireDType, WireFormat, wire_format
 from geartrain.ams.values.text import counted
 
 
@@ -50,16 +50,43 @@ class Table:
     where another was made under its name, unless this process has restored that one.
     """
 
-    def __init__(self, spec: TableSpec, calls: ShardCalls, stream: ClientStream) -> None:
+    def __init__(
+        self, spec: TableSpec, calls: ShardCalls, stream: ClientStream, wire_dtype: WireDType | None = None
+    ) -> None:
         self.spec = spec
         self._calls = calls
         self._stream = stream
-        self._facts = facts_of(spec)
+        self._wire = wire = wire_format(wire_dtype, spec.name, spec.dtype)
+        self._facts = facts_of(spec, wire)
         self._dtype = spec.numpy_dtype
+        self._residuals: Residuals | None = None
+        """What rounding cut off the gradients that were pushed."""
+        if wire is not None and wire.error_feedback:
+            most_ids = 2**31 if spec.num_rows is None else spec.num_rows
+            self._residuals = Residuals(spec.dim, wire.residual_bytes, most_ids)
+        self._residuals_of = self.incarnation
 
     def __repr__(self) -> str:
         rows = "hashed" if self.spec.num_rows is None else counted(self.spec.num_rows, "row")
-        return f"Table({self.spec.name!r}, {rows}, dim={self.spec.dim}, {self.spec.dtype}, {self.spec.optimizer})"
+        wire = "" if self._wire is None else f", wire_dtype={self._wire.dtype!r}"
+        spec = self.spec
+        return f"Table({spec.name!r}, {rows}, dim={spec.dim}, {spec.dtype}, {spec.optimizer}{wire})"
+
+    @property
+    def wire_format(self) -> WireFormat | None:
+        """How pulled rows and pushed gradients travel; None: in the table's type."""
+        return self._wire
+
+    @property
+    def residual_bytes(self) -> int:
+        """Memory of this process for what rounding cut off the gradients of ids, index included."""
+        return 0 if self._residuals is None else self._residuals.memory_bytes
+
+    def with_wire(self, wire_dtype: WireDType | None) -> Self:
+        """The same table, whose rows travel as ``"bfloat16"``, ``"float16"``, a :class:`geartrain.WireFormat` says, or,
+        with None, as they are. Nothing that was cut off is taken along. Raises InvalidArgument.
+        """
+        return type(self)(self.spec, self._calls, self._stream, wire_dtype)
 
     @property
     def incarnation(self) -> int:
@@ -69,7 +96,8 @@ class Table:
     def pull(self, ids: Any) -> Any:
         """Read rows: [N] -> [N, dim] of the table's dtype. A row never written has its initial value; none is created.
 
-        Raises InvalidIds, ShardUnavailable, ShardRestarted.
+        With a ``wire_dtype`` they are rounded to that. Raises InvalidIds, NonFinite (a row is beyond its range; the id
+        is named), ShardUnavailable, ShardRestarted.
         """
         checked = ids_array(ids, self.spec.num_rows)
         out = np.empty((len(checked), self.spec.dim), self._dtype)
@@ -93,7 +121,7 @@ class Table:
         checked = ids_array(ids, self.spec.num_rows)
         out = np.empty((len(checked), self.spec.dim), self._dtype)
         present = np.zeros(len(checked), np.bool_)
-        self._calls.rows.pull(self._facts, self.incarnation, checked, out, present=present)
+        self._calls.rows.pull(facts_of(self.spec, None), self.incarnation, checked, out, present=present)
         return present
 
     def version(self) -> int:
@@ -314,11 +342,20 @@ class Table:
             group=group,
             step_goes_on=step_goes_on,
             are_distinct=known_distinct,
+            residuals=self._current_residuals(),
         )
         return self._write(parts, sequence)
 
+    def _current_residuals(self) -> Residuals | None:
+        """Nothing that was cut off gradients of rows from before a restore is added to those of the restored ones."""
+        if self._residuals is not None and self._residuals_of != self.incarnation:
+            self._residuals.clear()
+            self._residuals_of = self.incarnation
+        return self._residuals
+
     def assign(self, ids: Any, rows: Any, *, sequence: int | None = None) -> Done:
-        """Overwrite rows [N, dim] of the table's dtype; their slots become zero. ids must be distinct.
+        """Overwrite rows [N, dim] of the table's dtype; their slots become zero. ids must be distinct. They travel
+        as they are, whatever the ``wire_dtype``.
 
         ``sequence`` numbers the write as it does a :meth:`push`. Raises InvalidIds, InvalidRows, NonFinite,
         StaleClient, ShardUnavailable.

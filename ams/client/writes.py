@@ -322,6 +322,12 @@ class RowWrite(Write):
         super().__init__(numbers, parts, rows.deliver, table_incarnation)
         self._rows = rows
 
+    def abandon(self) -> None:
+        """See :meth:`Write.abandon`. One that was never sent leaves what rounding cut off as it was before it."""
+        if isinstance(self._pending, RowParts) and self._pending.shards is None:
+            self._pending.take_back()
+        super().abandon()
+
     @property
     def is_sent(self) -> bool:
         """Whether every shard has answered that it has applied its part."""

@@ -173,9 +173,10 @@ class ShardService:
         with _OfItsPast(self.shard, header.table, context):
             spec = self.shard.spec(header.table)
             ids = framing.ids_from(raw.get(14))
-            self._check_size("one reply", len(ids), spec.row_bytes + 1)
+            dtype = DTYPES[codec.dtype_from_pb(header.row_dtype)] if header.HasField("row_dtype") else spec.numpy_dtype
+            self._check_size("one reply", len(ids), spec.dim * dtype.itemsize + 1)
             present = np.zeros(len(ids), np.bool_) if header.with_present else None
-            reply, out = framing.room_for_rows(shard_pb2.PullReply(), len(ids), spec.dim, spec.numpy_dtype)
+            reply, out = framing.room_for_rows(shard_pb2.PullReply(), len(ids), spec.dim, dtype)
             pull = SHARD[Pull].header.from_message(header, ids=ids, out=out, present=present)
         done_here(lambda waiter: self.shard.pull(context, pull, waiter), servicer_context)
         if present is None:

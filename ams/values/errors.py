@@ -71,7 +71,8 @@ class InvalidRows(InvalidArgument):
 
 
 class NonFinite(InvalidArgument):
-    """Rows or gradients hold NaN or infinity, or would carry a row beyond the range of its storage type.
+    """Rows or gradients hold NaN or infinity, or would carry a row beyond the range of its storage type, or are beyond
+    that of the type they travel in.
 
     The first is found before anything is sent: nothing was changed on any shard. The second only the shard that holds
     the row can see: it changed nothing, other shards may have applied their part.

@@ -174,7 +174,8 @@ class Pull(Rpc[Done]):
     table: str
     ids: Ids
     out: npt.NDArray[Any]
-    """[M, D] of the table's dtype, M >= N; the carrier writes the row of ``ids[i]`` to ``out[positions[i]]``."""
+    """[M, D] of the table's dtype, or of 16 bits, to which rows of float32 are rounded. M >= N; the carrier writes the
+    row of ``ids[i]`` to ``out[positions[i]]``."""
     positions: Ids | None = None
     """[N], or None for 0 … N − 1."""
     present: npt.NDArray[np.bool_] | None = None

@@ -19,6 +19,7 @@ from geartrain.ams.client.writes import RowWrite
 from geartrain.ams.values.errors import InvalidArgument, NonFinite, SyncError, TableNotFound
 from geartrain.ams.values.optimizers.registry import Adam, RowOptimizerSpec
 from geartrain.ams.values.shard_messages import Done
+from geartrain.ams.values.specs import WireDType, wire_format
 from geartrain.bridge.dense.attached import DenseRows, note
 from geartrain.bridge.dense.factory import Store, open_stores, width_of
 from geartrain.bridge.dense.host_values import HostValues
@@ -335,6 +336,7 @@ def attach(
     dim: int | None = None,
     process_group: dist.ProcessGroup | None = None,
     wait_seconds: float = 60.0,
+    wire_dtype: WireDType | None = None,
 ) -> DenseTable:
     """Put the weights of ``module`` into ``cluster`` and train them there; return what steps them.
 
@@ -361,6 +363,9 @@ def attach(
         process_group: The ranks that step together; None: those of torch.distributed, if it is initialised, else this
             process alone.
         wait_seconds: How long ``reuse`` waits.
+        wire_dtype: ``"bfloat16"`` or ``"float16"``: parameters and gradients travel in 16 bits, half the bytes. The
+            shards keep float32, the module has what arrives. What rounding cuts off gradients is kept here (4·P bytes)
+            and added to the next ones, unless ``gt.WireFormat`` says otherwise. Buffers travel as they are.
 
     Raises:
         TableExists: The name is taken, and not ``reuse``.
@@ -373,6 +378,7 @@ def attach(
         raise InvalidArgument(f"mode is {mode!r}; it must be 'async' or 'sync'")
     if process_group is not None and mode != "sync":
         raise InvalidArgument(f"mode is {mode!r} and a process_group was given; ranks step together in mode='sync'")
+    wire_format(wire_dtype, name, "float32")  # before there is a table
     tensors = ModuleTensors(module)
     width = width_of(cluster, name, dim, reuse=reuse)
     trained = Layout({key: one.shape for key, one in tensors.trained.items()}, width)
@@ -392,6 +398,9 @@ def attach(
         )
 
     stores = opened(reuse) if ranks is None else ranks.first_then_others(lambda: opened(reuse), lambda: opened(True))
-    dense = DenseTable(cluster, tensors, *stores, ranks)
+    weights, buffers = stores
+    dense = DenseTable(
+        cluster, tensors, weights if wire_dtype is None else weights.with_wire(wire_dtype), buffers, ranks
+    )
     note(module, dense)
     return dense

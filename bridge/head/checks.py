@@ -37,7 +37,7 @@ FIXED_SETTINGS = {
     "optimizer": "it belongs to the table",
     "lr": "it is RowOptimizer's: rows.param_groups[0]['lr']",
     "rows": _ANEW,
-    **dict.fromkeys(("process_group", "reuse", "rows_cache_bytes", "logits_cache_bytes", "sync"), _ANEW),
+    **dict.fromkeys(("process_group", "reuse", "rows_cache_bytes", "logits_cache_bytes", "sync", "wire_dtype"), _ANEW),
     **dict.fromkeys(("dtype", "initializer", "seed", "slot_dtype"), "it belongs to the table"),
 }
 """Attributes of a head that cannot be set once it is made -> what to do instead."""

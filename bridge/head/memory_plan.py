@@ -14,7 +14,7 @@ import torch
 
 from geartrain.ams.kernels.full_table import FullDenseTable
 from geartrain.ams.values.placement import buckets_of_shard, even_placement
-from geartrain.ams.values.specs import DTYPES, TableSpec
+from geartrain.ams.values.specs import DTYPES, TableSpec, WireFormat
 
 Holder = Literal["shard", "rank"]
 
@@ -57,6 +57,8 @@ class MemoryPlan:
     threads: int
     rows_cache_bytes: int
     logits_cache_bytes: int | None
+    wire: WireFormat | None = None
+    """How rows travel; None: as they are."""
 
     @property
     def dim(self) -> int:
@@ -94,6 +96,19 @@ class MemoryPlan:
             MemoryPart(name=name, holder=holder, bytes=size, standing=True, formula=formula)
             for name, size, formula in parts
         ]
+
+    def wire_parts(self, push_bytes: int) -> list[MemoryPart]:
+        """Of a rank whose gradients, ``push_bytes`` of float32 in a push, travel in 16 bits."""
+        if self.wire is None:
+            return []
+        parts = in_step("rank", ("gradients in 16 bits", push_bytes // 2, "A·D·2"))
+        if self.wire.error_feedback:
+            size = min(self.wire.residual_bytes, self.wire.bytes_of(self.spec))
+            formula = "C·(D·4 + 84), at most residual_bytes"
+            parts.append(
+                MemoryPart(name="cut off by rounding", holder="rank", bytes=size, standing=True, formula=formula)
+            )
+        return parts
 
     def batch_parts(
         self, batch: int, sums: int, chunk_rows: int, *, row_copies: float, others: int

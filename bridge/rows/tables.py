@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +15,7 @@ from geartrain.ams.client.hosted_calls import InputsOfShard
 from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
 from geartrain.ams.values.scheduler_messages import ClusterView
 from geartrain.ams.values.shard_messages import Arrays, Done, SyncGroup
-from geartrain.ams.values.specs import DTYPES, Ids, Initializer, TableSpec
+from geartrain.ams.values.specs import DTYPES, Ids, Initializer, TableSpec, WireDType
 
 TORCH_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -120,6 +120,10 @@ class HeadTable(ReadableTable, Protocol):
         ``step_goes_on``: more pushes of the same step follow. ``known_finite``: none need be looked for.
         ``known_distinct``: no id occurs twice.
         """
+        ...
+
+    def with_wire(self, wire_dtype: WireDType | None) -> Self:
+        """The same table, whose rows travel so."""
         ...
 
     def hosted(self, model: str) -> HeadCalls:

@@ -22,6 +22,7 @@ PUBLIC_NAMES = {
     "ClientConfig",
     "Table",
     "TableSpec",
+    "WireFormat",
     "SGD",
     "Momentum",
     "SparseMomentum",

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from geartrain.ams.client.hosted_calls import InputsOfShard
 from geartrain.ams.values.scheduler_messages import ClusterView
 from geartrain.ams.values.shard_messages import Arrays, Done, SyncGroup
-from geartrain.ams.values.specs import Ids, TableSpec
+from geartrain.ams.values.specs import Ids, TableSpec, WireDType
 from geartrain.bridge.rows.tables import HeadCalls, HeadCluster, HeadTable, HeadWrite, TableWrite
 
 
@@ -95,6 +95,10 @@ class TimedTable:
     def assign(self, ids: Ids, rows: npt.NDArray[Any]) -> Done:
         """See ``Table.assign``."""
         return self._table.assign(ids, rows)
+
+    def with_wire(self, wire_dtype: WireDType | None) -> TimedTable:
+        """See ``Table.with_wire``."""
+        return TimedTable(self._table.with_wire(wire_dtype), self._times)
 
     def hosted(self, model: str) -> _TimedCalls:
         """See ``Table.hosted``."""

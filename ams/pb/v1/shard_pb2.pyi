@@ -195,11 +195,16 @@ class PullRequest(_message.Message):
     TABLE_FIELD_NUMBER: _builtins.int
     REQUIRED_SYNC_FIELD_NUMBER: _builtins.int
     WITH_PRESENT_FIELD_NUMBER: _builtins.int
+    ROW_DTYPE_FIELD_NUMBER: _builtins.int
     PADDING_FIELD_NUMBER: _builtins.int
     IDS_FIELD_NUMBER: _builtins.int
     table: _builtins.str
     with_present: _builtins.bool
     """Fill PullReply.present."""
+    row_dtype: _types_pb2.DType.ValueType
+    """Type of the numbers in PullReply.rows: the table's or, of a table of float32, one of 16 bits, to the nearest of which its
+    numbers are rounded. NonFinite if one is beyond it. Absent: the table's.
+    """
     padding: _builtins.bytes
     """Ignored. Lets the sender put the raw bytes at an aligned address."""
     ids: _builtins.bytes
@@ -217,14 +222,17 @@ class PullRequest(_message.Message):
         table: _builtins.str = ...,
         required_sync: _types_pb2.SyncGroup | None = ...,
         with_present: _builtins.bool = ...,
+        row_dtype: _types_pb2.DType.ValueType | None = ...,
         padding: _builtins.bytes = ...,
         ids: _builtins.bytes = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "required_sync", b"required_sync"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_row_dtype", b"_row_dtype", "context", b"context", "required_sync", b"required_sync", "row_dtype", b"row_dtype"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "ids", b"ids", "padding", b"padding", "required_sync", b"required_sync", "table", b"table", "with_present", b"with_present"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_row_dtype", b"_row_dtype", "context", b"context", "ids", b"ids", "padding", b"padding", "required_sync", b"required_sync", "row_dtype", b"row_dtype", "table", b"table", "with_present", b"with_present"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__row_dtype: _TypeAlias = _typing.Literal["row_dtype"]  # noqa: Y015
+    _WhichOneofArgType__row_dtype: _TypeAlias = _typing.Literal["_row_dtype", b"_row_dtype"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__row_dtype) -> _WhichOneofReturnType__row_dtype | None: ...
 
 Global___PullRequest: _TypeAlias = PullRequest  # noqa: Y015
 
@@ -240,7 +248,7 @@ class PullReply(_message.Message):
     present: _builtins.bytes
     """One byte per id: 1 if the row exists. Empty unless asked for."""
     rows: _builtins.bytes
-    """One row of the table's dtype per id, little endian, in the order of the ids."""
+    """One row per id, little endian, in the order of the ids."""
     def __init__(
         self,
         *,

@@ -233,7 +233,10 @@ class GrpcCarrier:
 
         def send(start: int, end: int) -> Future[Reply]:
             header: Any = SHARD[Pull].header.to_message(
-                pull, context=context_to_pb(context), with_present=pull.present is not None
+                pull,
+                context=context_to_pb(context),
+                with_present=pull.present is not None,
+                row_dtype=codec.dtype_to_pb(dtype),
             )
             data = framing.encode_framed(header, [(14, pull.ids[start:end])])
             whole = alone and len(spans) == 1

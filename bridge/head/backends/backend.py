@@ -20,8 +20,9 @@ from geartrain.ams.programs.selection import Selection
 from geartrain.ams.storage.snapshot.folder import Snapshot
 from geartrain.ams.storage.snapshot.store import Place
 from geartrain.ams.values.arguments import integer
+from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
-from geartrain.ams.values.specs import DTypeName, Initializer
+from geartrain.ams.values.specs import DTypeName, Initializer, WireDType
 from geartrain.bridge.head.autograd_node import HeadCall
 from geartrain.bridge.head.loss.margins.head_margin import HeadMargin
 from geartrain.bridge.head.loss.margins.margin import AnyMargin
@@ -66,6 +67,8 @@ class HeadSettings:
     rows_cache_bytes: int
     logits_cache_bytes: int | None
     """None: the backend's own."""
+    wire_dtype: WireDType | None
+    """How rows travel; None: as they are."""
 
     @property
     def width(self) -> int:
@@ -76,6 +79,15 @@ class HeadSettings:
 def logits_bytes(given: int | None, otherwise: int) -> int:
     """``logits_cache_bytes`` as it was given, or ``otherwise``. Raises InvalidArgument."""
     return otherwise if given is None else integer("logits_cache_bytes", given, 0)
+
+
+def require_no_wire(settings: HeadSettings, instead: str) -> None:
+    """Raise InvalidArgument if a type is given for rows that do not travel; ``instead``: what does."""
+    if settings.wire_dtype is not None:
+        raise InvalidArgument(
+            f"wire_dtype is {settings.wire_dtype!r}, and of head {settings.name!r} no rows travel: {instead}. Leave it "
+            "out, or use rows='pull'"
+        )
 
 
 class Peers(Protocol):

@@ -84,7 +84,10 @@ class ClusterBackend(ABC):
         self.table: HeadTable = (
             create(reuse) if ranks is None else ranks.first_then_others(lambda: create(reuse), lambda: create(True))
         )
-        self.update = RowUpdate(self.table, ranks)
+        wire = settings.wire_dtype
+        self.step_table: HeadTable = self.table if wire is None else self.table.with_wire(wire)
+        """The same, as its rows travel in a step; what reads rows to keep or to show them asks :attr:`table`."""
+        self.update = RowUpdate(self.step_table, ranks)
         self.settings = settings
         self.margins = HeadMargin(settings.margin, negatives=self.can_change_negatives)
         self._recent_labels: Ids = np.empty(0, np.int64)
@@ -150,7 +153,7 @@ class ClusterBackend(ABC):
         """Cosines [B] of unit features and the rows of their classes. Costs a pull of those rows."""
         ids, places = np.unique(labels_B, return_inverse=True)
         rows_ND = torch.empty(len(ids), self.table.spec.dim, dtype=TORCH_DTYPES[self.table.spec.dtype])
-        self.table.pull_into(ids, as_numpy(rows_ND), required_sync=required)
+        self.step_table.pull_into(ids, as_numpy(rows_ND), required_sync=required)
         return largest_cosines(unit_BD, rows_ND.to(unit_BD)[upload(places, unit_BD.device)])
 
     @abstractmethod

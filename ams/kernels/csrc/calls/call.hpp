@@ -67,7 +67,8 @@ struct PullRequest {
   const int64_t* ids = nullptr;  // [N]
   int64_t count = 0;             // N
   int64_t dim = 0;               // D
-  DType dtype = DType::float32;
+  DType dtype = DType::float32;  // of `rows`: the table's, or one of 16 bits that rows of float32 are rounded to
+  std::optional<DType> wire;     // that of a table of float32: rounded to this, then widened to float32; none: `dtype`
   char* rows = nullptr;                // [M, D], M >= N: the row of ids[i] goes to rows[positions[i]]
   char* const* each = nullptr;         // [M] or null: where each of them lies, if not one after the other
   uint8_t* present = nullptr;          // [M] or null: whether the row exists
@@ -76,6 +77,8 @@ struct PullRequest {
   std::optional<SyncGroup> required_sync;  // answer only if exactly the writes before its sequence are applied
 
   RowPlaces<char> places() const { return {rows, each, positions}; }
+  // The type that the rows have in a frame.
+  DType wire_dtype() const { return wire.value_or(dtype); }
 };
 
 struct PushRequest {

@@ -56,8 +56,11 @@ size_t bytes_of(const Operation& operation) {
 
 // Writes the rows of a reply, and which exist, to where the pull wants them.
 void place(const PullRequest& pull, const ParsedReply& reply) {
-  const size_t row_bytes = static_cast<size_t>(pull.dim) * item_bytes(pull.dtype);
-  copy_rows(pull.places(), reply.rows, pull.count, row_bytes);
+  const size_t dim = static_cast<size_t>(pull.dim), row_bytes = dim * item_bytes(pull.dtype);
+  if (pull.wire_dtype() == pull.dtype)
+    copy_rows(pull.places(), reply.rows, pull.count, row_bytes);
+  else
+    widen_rows(pull.places(), reply.rows, pull.count, dim, pull.wire_dtype());
   if (pull.present == nullptr) return;
   for (int64_t i = 0; i < pull.count; ++i) pull.present[pull.positions == nullptr ? i : pull.positions[i]] = reply.present[i] != 0;
 }
@@ -271,7 +274,8 @@ void Exchange::write_here(Job& job, size_t at, const Caller& caller) {
   const Operation& next = job.operations[at + 1];
   const auto& pull = std::get<PullRequest>(next.request);
   RowsAfter after{.rows = pull.places(), .dtype = pull.dtype};
-  job.settled.push_back(begun(engine, job.operations[at], job.rows[at], caller, &after));
+  // Rows that are to be rounded are pulled by themselves.
+  job.settled.push_back(begun(engine, job.operations[at], job.rows[at], caller, pull.wire ? nullptr : &after));
   job.settled.push_back(nullptr);
   if (after.writes == 0 && !job.settled[at]->is_done()) return;
   try {

@@ -64,19 +64,33 @@ void copy_rows(const RowPlaces<char>& to, const char* from, int64_t count, size_
     std::memcpy(to.first, from, static_cast<size_t>(count) * row_bytes);
 }
 
+void widen_rows(const RowPlaces<char>& to, const char* from, int64_t count, size_t dim, DType dtype) {
+  const auto load = kernels().load[static_cast<int>(dtype)];
+  const auto widen = [&](char* row, const void* narrow, size_t numbers) { load(reinterpret_cast<float*>(row), narrow, numbers); };
+  if (to.is_one_block()) return widen(to.first, from, static_cast<size_t>(count) * dim);
+  const size_t row_bytes = dim * sizeof(float);
+  for (int64_t i = 0; i < count; ++i, from += dim * item_bytes(dtype)) {
+    if (i + kRowsAhead < count) prefetch_bytes(to.at(i + kRowsAhead, row_bytes), std::min(row_bytes, kLongRowBytes));
+    widen(to.at(i, row_bytes), from, dim);
+  }
+}
+
 PreparedWrite::PreparedWrite(const TableFacts& table, const Placement& placement, const int64_t* ids,
-                             const RowPlaces<const char>& rows, int64_t count, DType dtype, WriteSettings settings, RowCheck check)
-    : table_(table.name), dim_(table.dim), dtype_(dtype), rows_(rows), settings_(std::move(settings)) {
+                             const RowPlaces<const char>& rows, int64_t count, DType dtype, WriteSettings settings, RowCheck check,
+                             std::shared_ptr<Residuals> residuals)
+    : table_(table.name), dim_(table.dim), dtype_(dtype), rows_(rows), settings_(std::move(settings)), residuals_(std::move(residuals)) {
   if (check == RowCheck::finite) require_finite(ids, count);
   if (!settings_.is_assign && !settings_.are_distinct) merge(ids, count);
   if (check == RowCheck::finite && is_merged()) require_finite(ids, count);  // a sum may be infinite where its terms are not
   if (check != RowCheck::none && !settings_.is_assign) require_finite_product(count);
+  if (!settings_.is_assign && table.wire != table.dtype) round(ids, count, table.wire);
   num_rows_ = count;
   cut_.emplace(ids, count, placement, table.is_dense, settings_.every_shard);
 }
 
 void PreparedWrite::keep_rows() {
-  if (kept_ || is_merged()) return;
+  from_.reset();
+  if (kept_ || rounded_ || is_merged()) return;
   kept_.reset(new char[std::max<size_t>(1, static_cast<size_t>(num_rows_) * row_bytes())]);
   copy_rows(kept_.get(), rows_, num_rows_, row_bytes());
   rows_ = {kept_.get()};
@@ -122,14 +136,81 @@ void PreparedWrite::require_finite(const int64_t* ids, int64_t count) const {
 
 void PreparedWrite::require_finite_product(int64_t count) const {
   if (!(std::abs(settings_.scale) > 1) || count == 0) return;
+  const auto largest = std::bit_cast<float>(largest_bits(count));
+  if (!std::isfinite(largest * static_cast<float>(settings_.scale)))
+    throw Fault("NonFinite", "scale " + shown(settings_.scale) + " times the largest gradient " + shown(static_cast<double>(largest)) +
+                                 " is infinite; nothing was sent");
+}
+
+// A retry sends the same bytes: they are made once.
+void PreparedWrite::round(const int64_t* ids, int64_t count, DType wire) {
+  if (dtype_ == wire && residuals_ == nullptr) return;
+  const Kernels& k = kernels();
+  rounded_.reset(new uint16_t[std::max<size_t>(1, static_cast<size_t>(count * dim_))]);
+  if (residuals_ != nullptr) {
+    require_within(ids, count, wire);
+    const RoundedGradients from{ids, count, rows_, dtype_, wire, static_cast<float>(settings_.scale)};
+    residuals_->round(from, rounded_.get());
+    from_ = from;
+  } else {
+    const DefaultFloatMode float_mode;
+    constexpr size_t kBlock = 1024;
+    float wide[kBlock];
+    uint32_t largest = 0;
+    uint16_t* out = rounded_.get();
+    each_block(count, [&](const char* rows, int64_t num_rows) {
+      const size_t numbers = static_cast<size_t>(num_rows * dim_);
+      for (size_t begin = 0; begin < numbers; begin += kBlock) {
+        const size_t size = std::min(kBlock, numbers - begin);
+        const char* values = rows + begin * item_bytes(dtype_);
+        if (dtype_ != DType::float32) k.load[static_cast<int>(dtype_)](wide, values, size);
+        k.store[static_cast<int>(wire)](out, dtype_ == DType::float32 ? reinterpret_cast<const float*>(values) : wide, size);
+        largest = std::max(largest, k.max_abs_bits[static_cast<int>(wire)](out, size));
+        out += size;
+      }
+    });
+    if (!(std::bit_cast<float>(largest) <= static_cast<float>(largest_of(wire)))) require_within(ids, count, wire);
+  }
+  rows_ = {reinterpret_cast<const char*>(rounded_.get())};
+  dtype_ = wire;
+}
+
+uint32_t PreparedWrite::largest_bits(int64_t count) const {
   uint32_t bits = 0;
   each_block(count, [&](const char* rows, int64_t num_rows) {
     bits = std::max(bits, kernels().max_abs_bits[static_cast<int>(dtype_)](rows, static_cast<size_t>(num_rows * dim_)));
   });
-  const auto largest = std::bit_cast<float>(bits);
-  if (!std::isfinite(largest * static_cast<float>(settings_.scale)))
-    throw Fault("NonFinite", "scale " + shown(settings_.scale) + " times the largest gradient " + shown(static_cast<double>(largest)) +
-                                 " is infinite; nothing was sent");
+  return bits;
+}
+
+// Nothing that is finite becomes infinite on the way.
+void PreparedWrite::require_within(const int64_t* ids, int64_t count, DType wire) const {
+  const Kernels& k = kernels();
+  const auto fits = [&](uint32_t bits) {
+    const auto value = std::bit_cast<float>(bits);
+    uint16_t narrow = 0;
+    k.store[static_cast<int>(wire)](&narrow, &value, 1);
+    return k.max_abs_bits[static_cast<int>(wire)](&narrow, 1) < kInfinityBits;
+  };
+  if (fits(largest_bits(count))) return;
+  require_finite(ids, count);
+  const auto bits_of = [&](int64_t i) {
+    return k.max_abs_bits[static_cast<int>(dtype_)](rows_.at(i, row_bytes()), static_cast<size_t>(dim_));
+  };
+  int64_t first = 0;
+  while (fits(bits_of(first))) ++first;
+  const bool is_float16 = wire == DType::float16;
+  throw Fault("NonFinite", "the gradient of id " + std::to_string(ids[first]) + " (row " + std::to_string(first) + ") of table " +
+                               quoted(table_) + " holds " + shown(static_cast<double>(std::bit_cast<float>(bits_of(first)))) +
+                               ", beyond the range of " + (is_float16 ? "float16 (65504)" : "bfloat16") + "; " +
+                               (is_float16 ? "use wire_dtype=\"bfloat16\", which has that of float32, or scale the loss less"
+                                           : "scale the loss less") +
+                               ". Nothing was sent");
+}
+
+void PreparedWrite::take_back() {
+  if (from_) residuals_->take_back(*from_, rounded_.get());
+  from_.reset();
 }
 
 Operation PreparedWrite::operation(const ShardPart& part, const CallContext& context) const {

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "base/row_places.hpp"
+#include "client/residuals.hpp"
 #include "frames/frame.hpp"
 
 namespace geartrain {
@@ -20,6 +21,8 @@ struct TableFacts {
   int64_t dim = 0;
   DType dtype = DType::float32;
   bool is_dense = true;  // its buckets are those of dense ids
+  // Of rows that are pulled and gradients that are pushed on the way: of a table of float32, and narrower then, what the client wants.
+  DType wire = DType::float32;
 };
 
 // Which shard has which bucket: [kNumBuckets], each below num_shards.
@@ -72,6 +75,8 @@ inline constexpr size_t kLongRowBytes = 1024;
 void copy_rows(char* to, const RowPlaces<const char>& from, int64_t count, size_t row_bytes);
 // The other way.
 void copy_rows(const RowPlaces<char>& to, const char* from, int64_t count, size_t row_bytes);
+// Rows [count, dim] of 16 bits become float32.
+void widen_rows(const RowPlaces<char>& to, const char* from, int64_t count, size_t dim, DType dtype);
 
 struct WriteSettings {
   bool is_assign = false;
@@ -90,9 +95,11 @@ enum class RowCheck { none, product, finite };  // product: of the largest with 
 class PreparedWrite {
  public:
   // `ids` [count] and `rows` [count, dim] stay the caller's, and as they are, while this lives. Those of an assign are distinct, and
-  // of rows that do not lie one after the other they rise. Throws the Faults NonFinite and InvalidArgument.
+  // of rows that do not lie one after the other they rise. Gradients of a table whose wire is narrower are rounded to it, once;
+  // `residuals` (or null) are those of the table. Throws the Faults NonFinite (also for what is beyond the range of the wire),
+  // InvalidArgument and OutOfMemory.
   PreparedWrite(const TableFacts& table, const Placement& placement, const int64_t* ids, const RowPlaces<const char>& rows,
-                int64_t count, DType dtype, WriteSettings settings, RowCheck check);
+                int64_t count, DType dtype, WriteSettings settings, RowCheck check, std::shared_ptr<Residuals> residuals);
   PreparedWrite(const PreparedWrite&) = delete;
   PreparedWrite& operator=(const PreparedWrite&) = delete;
 
@@ -110,6 +117,8 @@ class PreparedWrite {
   const std::optional<SyncGroup>& group() const { return settings_.group; }
   bool is_merged() const { return !sums_.empty(); }
   int64_t num_rows() const { return num_rows_; }
+  // It will never be sent, nor was it: residuals are as before it. Idempotent.
+  void take_back();
   int64_t dim() const { return dim_; }
   DType dtype() const { return dtype_; }
   size_t row_bytes() const { return static_cast<size_t>(dim_) * item_bytes(dtype_); }
@@ -120,6 +129,9 @@ class PreparedWrite {
   void require_finite_product(int64_t count) const;
   template <class Visit>
   void each_block(int64_t count, const Visit& visit) const;
+  uint32_t largest_bits(int64_t count) const;
+  void round(const int64_t* ids, int64_t count, DType wire);
+  void require_within(const int64_t* ids, int64_t count, DType wire) const;
 
   const std::string table_;
   const int64_t dim_;
@@ -130,6 +142,9 @@ class PreparedWrite {
   std::unique_ptr<char[]> kept_;
   std::vector<int64_t> merged_ids_;
   std::vector<float> sums_;
+  std::unique_ptr<uint16_t[]> rounded_;
+  std::shared_ptr<Residuals> residuals_;
+  std::optional<RoundedGradients> from_;  // what residuals have been told of
   std::optional<CutIds> cut_;
 };
 

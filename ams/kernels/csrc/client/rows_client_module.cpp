@@ -27,9 +27,11 @@ void create_client(RowsClient* self, const ShardMap& bucket_shards, int64_t num_
   new (self) RowsClient({.bucket_shards = {map, map + kNumBuckets}, .num_shards = num_shards});
 }
 
-void create_facts(TableFacts* self, std::string name, int64_t dim, int dtype_code, bool is_dense) {
-  require(dtype_code >= 0 && dtype_code < kNumDTypes, "dtype code must be 0 (float32), 1 (float16) or 2 (bfloat16)");
-  new (self) TableFacts{std::move(name), dim, static_cast<DType>(dtype_code), is_dense};
+void create_facts(TableFacts* self, std::string name, int64_t dim, int dtype_code, bool is_dense, int wire_code) {
+  require(dtype_code >= 0 && dtype_code < kNumDTypes && wire_code >= 0 && wire_code < kNumDTypes,
+          "dtype code must be 0 (float32), 1 (float16) or 2 (bfloat16)");
+  require(dtype_code == 0 || wire_code == dtype_code, "rows of 16 bits travel as they are");
+  new (self) TableFacts{std::move(name), dim, static_cast<DType>(dtype_code), is_dense, static_cast<DType>(wire_code)};
 }
 
 SteadyTime::duration duration_of(double seconds) {
@@ -66,6 +68,7 @@ PullRequest pull_request(const TableFacts& table, const IdArray& ids, const Matr
   request.count = static_cast<int64_t>(ids.size());
   request.dim = static_cast<int64_t>(out.shape(1));
   request.dtype = checked_dtype(out, dtype_code);
+  if (table.wire != table.dtype) request.wire = table.wire;
   request.rows = static_cast<char*>(out.data());
   request.present = present ? present->data() : nullptr;
   request.size = request.count;
@@ -149,6 +152,7 @@ nb::object pull_scattered(RowsClient& client, const TableFacts& table, int64_t t
   request.ids = ids.data();
   request.count = request.size = out.count();
   request.dim = table.dim;
+  if (table.wire != table.dtype) request.wire = table.wire;
   request.each = out.each();
   if (!required_sync.is_none()) request.required_sync = group_of(required_sync);
   const Attempt attempt = attempt_of(seconds, watch);
@@ -198,7 +202,7 @@ bool begin_pull(RowsClient& client, const TableFacts& table, int64_t table_incar
 template <class Rows>
 void prepare(PreparedWrite* self, const RowsClient& client, const TableFacts& table, const IdArray& ids, const Rows& rows, int dtype_code,
              bool is_assign, int check, std::optional<double> lr, double scale, nb::handle scalars, nb::handle group, bool step_goes_on,
-             bool every_shard, bool are_distinct) {
+             bool every_shard, std::shared_ptr<Residuals> residuals, bool are_distinct) {
   require(check >= 0 && check <= static_cast<int>(RowCheck::finite), "check must be 0, 1 or 2");
   size_t num_rows = 0, row_bytes = 0;
   DType dtype = DType::float32;
@@ -227,7 +231,7 @@ void prepare(PreparedWrite* self, const RowsClient& client, const TableFacts& ta
   const WithoutInterpreter release;
   if constexpr (std::is_same_v<Rows, ScatteredRows>) rows.gather();
   new (self) PreparedWrite(table, client.placement(), ids.data(), places, static_cast<int64_t>(ids.size()), dtype, std::move(settings),
-                           static_cast<RowCheck>(check));
+                           static_cast<RowCheck>(check), std::move(residuals));
 }
 
 nb::list write(RowsClient& client, const std::vector<std::pair<const PreparedWrite*, nb::object>>& calls, double seconds,
@@ -253,14 +257,16 @@ nb::tuple write_and_pull(RowsClient& client, const PreparedWrite& prepared, nb::
   after.count = out.count();
   after.dim = prepared.dim();
   after.each = out.each();
-  require(prepared.num_rows() == out.count() && out.row_bytes() == prepared.row_bytes() && !prepared.is_merged() && !prepared.group(),
+  if (prepared.dtype() != DType::float32) after.wire = prepared.dtype();
+  require(prepared.num_rows() == out.count() && out.row_bytes() == static_cast<size_t>(prepared.dim()) * sizeof(float) &&
+              !prepared.is_merged() && !prepared.group(),
           "rows come after a push of as many distinct ids, which waits for no other rank");
   const Write write{&prepared, context_of(context), &after};
   const Attempt attempt = attempt_of(seconds, watch);
   std::vector<PartOutcome> parts;
   std::optional<std::vector<int64_t>> writes;
   {
-    const nb::gil_scoped_release release;
+    const WithoutInterpreter release;
     out.gather();  // rows that do not come stay what they are
     parts = client.write_and_pull(write, attempt, writes);
     out.scatter();
@@ -319,9 +325,11 @@ nb::tuple part_of(nb::handle_t<PreparedWrite> self, size_t index) {
 
 void bind_rows_client(nb::module_& m) {
   nb::class_<TableFacts>(m, "TableFacts")
-      .def("__init__", &create_facts, nb::arg("name"), nb::arg("dim"), nb::arg("dtype_code"), nb::arg("is_dense"))
+      .def("__init__", &create_facts, nb::arg("name"), nb::arg("dim"), nb::arg("dtype_code"), nb::arg("is_dense"),
+           nb::arg("wire_code"))
       .def_ro("name", &TableFacts::name)
       .def_ro("dim", &TableFacts::dim)
+      .def_prop_ro("wire_code", [](const TableFacts& table) { return static_cast<int>(table.wire); })
       .def_ro("is_dense", &TableFacts::is_dense);
   nb::class_<ScatteredRows>(m, "ScatteredRows")
       .def("__init__", &create_scattered, nb::arg("arrays"), nb::arg("dim"), nb::keep_alive<1, 2>())
@@ -349,10 +357,17 @@ void bind_rows_client(nb::module_& m) {
            [](const RowsClient& client, double seconds) { return client.waiting(std::chrono::steady_clock::now() - duration_of(seconds)); },
            nb::arg("seconds"))
       .def("nudge", &RowsClient::nudge, nb::call_guard<WithoutInterpreter>());
+  nb::class_<Residuals>(m, "Residuals")
+      .def(nb::init<int64_t, int64_t, int64_t>(), nb::arg("dim"), nb::arg("most_bytes"), nb::arg("most_ids"))
+      .def("clear", &Residuals::clear)
+      .def_prop_ro("num_ids", &Residuals::size)
+      .def_prop_ro("num_dropped", &Residuals::num_dropped)
+      .def_prop_ro("memory_bytes", &Residuals::memory_bytes);
   const auto add_prepare = [](nb::class_<PreparedWrite>& write, auto* prepare) {
     write.def("__init__", prepare, nb::arg("client"), nb::arg("table"), nb::arg("ids").noconvert(), nb::arg("rows").noconvert(),
               nb::arg("dtype_code"), nb::kw_only(), nb::arg("is_assign"), nb::arg("check"), nb::arg("lr").none(), nb::arg("scale"),
-              nb::arg("scalars"), nb::arg("group").none(), nb::arg("step_goes_on"), nb::arg("every_shard"), nb::arg("are_distinct") = false,
+              nb::arg("scalars"), nb::arg("group").none(), nb::arg("step_goes_on"), nb::arg("every_shard"), nb::arg("residuals").none(),
+              nb::arg("are_distinct") = false,
               nb::keep_alive<1, 4>(), nb::keep_alive<1, 5>());
   };
   nb::class_<PreparedWrite> write(m, "PreparedWrite");
@@ -360,6 +375,7 @@ void bind_rows_client(nb::module_& m) {
   add_prepare(write, &prepare<ScatteredRows>);
   write
       .def("keep_rows", &PreparedWrite::keep_rows, nb::call_guard<WithoutInterpreter>())
+      .def("take_back", &PreparedWrite::take_back, nb::call_guard<WithoutInterpreter>())
       .def("part", &part_of, nb::arg("index"))
       .def_prop_ro("num_parts", [](const PreparedWrite& write) { return write.parts().size(); })
       .def_prop_ro("shards", [](const PreparedWrite& write) {

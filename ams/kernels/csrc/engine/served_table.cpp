@@ -31,6 +31,10 @@ Fault fault_of(const Refusal& refusal, int64_t value, const std::string& name, c
     case Reason::non_finite:
       return {"NonFinite", label + " of id " + number + " (index " + index + ") in table " + quoted(name) +
                                " hold NaN or infinity; nothing was changed"};
+    case Reason::beyond_wire:
+      return {"NonFinite", "the row of id " + number + " (index " + index + ") in table " + quoted(name) +
+                               " is beyond the range of " + label +
+                               "; pull it with wire_dtype=\"bfloat16\", which has that of float32, or without"};
     case Reason::overflow:
       break;
   }
@@ -113,14 +117,24 @@ void ServedTable::require_dtype(const char* label, DType dtype) const {
                                    "; it must be " + name_of(rows_->spec().dtype));
 }
 
+// Rows of float32 may be pulled as 16 bits; no others as what they are not.
+void ServedTable::require_wire(const PullRequest& request) const {
+  const DType wire = request.wire_dtype();
+  if (rows_->spec().dtype == DType::float32 && (request.dtype == DType::float32 || request.dtype == wire)) return;
+  require_dtype("out", request.dtype);
+  require_dtype("what travels to out", wire);
+}
+
 void ServedTable::pull(const PullRequest& request, Pauses* pauses) const {
   require_width("out", request.dim);
-  require_dtype("out", request.dtype);
+  require_wire(request);
+  const DType wire = request.wire_dtype();
   try {
-    rows_->pull(request.ids, request.count, {request.places(), request.present, request.size}, pauses);
+    rows_->pull(request.ids, request.count, {request.places(), request.present, request.size, request.dtype, wire}, pauses);
   } catch (const Refusal& refusal) {
     const int64_t* values = refusal.reason == Reason::bad_position ? request.positions : request.ids;
-    throw fault_of(refusal, values[refusal.index], name_, rows_->spec(), "out");
+    const char* label = refusal.reason == Reason::beyond_wire ? name_of(wire) : "out";
+    throw fault_of(refusal, values[refusal.index], name_, rows_->spec(), label);
   }
 }
 

@@ -13,7 +13,7 @@
 namespace geartrain {
 
 // What a refusal of the rows of table `name` tells its caller: of place refusal.index, where `value` (an id or a position) is,
-// of what `label` names.
+// of what `label` names: the rows, or, of a row that is beyond the type it is pulled as, that type.
 Fault fault_of(const Refusal& refusal, int64_t value, const std::string& name, const RowStoreSpec& spec, const std::string& label);
 
 // The optimizer of a table, and those that its pushes may name instead: of the same kind with other numbers.
@@ -68,6 +68,7 @@ class ServedTable {
  private:
   void require_width(const char* label, int64_t dim) const;
   void require_dtype(const char* label, DType dtype) const;
+  void require_wire(const PullRequest& request) const;
 
   const std::string name_;
   const int64_t incarnation_;

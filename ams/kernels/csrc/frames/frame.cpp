@@ -146,6 +146,7 @@ OperationHeader header_of(const Operation& operation) {
   if (const auto* pull = std::get_if<PullRequest>(&operation.request)) {
     header.kind = OperationKind::pull;
     rows_of(*pull);
+    header.dtype = static_cast<uint8_t>(pull->wire_dtype());
     if (pull->present != nullptr) header.flags |= kPresent;
     group_of(pull->required_sync, kRequiredSync);
   } else if (const auto* push = std::get_if<PushRequest>(&operation.request)) {
@@ -473,7 +474,7 @@ ParsedRequest parse_request(const char* data, size_t bytes) {
 }
 
 ReplyRows reply_rows(const PullRequest& pull, bool with_present) {
-  const size_t row_bytes = row_bytes_of(pull.dim, pull.dtype);
+  const size_t row_bytes = row_bytes_of(pull.dim, pull.wire_dtype());
   const auto count = static_cast<uint64_t>(pull.count);
   require_frame(count <= (kMostBytes >> 12) / (row_bytes + 1), "it asks for more rows than any memory holds");
   return {count * row_bytes, with_present ? count : 0};

@@ -59,12 +59,16 @@ class RowStore {
   explicit RowStore(const RowStoreSpec& spec);
 
   struct PullInto {
-    RowPlaces<char> rows;  // [M, D] of the table's dtype
+    RowPlaces<char> rows;  // [M, D]
     uint8_t* present;      // [M] or null
     int64_t size;          // M
+    // Of `rows`, and what the numbers are rounded to: the table's own, or of a table of float32 `wire` of 16 bits and `dtype` that or
+    // float32 again.
+    DType dtype;
+    DType wire;
   };
   using Gradients = RowPlaces<const char>;  // [N, D]
-  // Creates nothing; a missing row yields its initial value.
+  // Creates nothing; a missing row yields its initial value. Refuses rows that `wire` has no finite number for.
   void pull(const int64_t* ids, int64_t count, const PullInto& out, Pauses* pauses = nullptr) const;
   // Returns the number of rows created. `ends_step`: where untouched rows move, those that no push of this step had do.
   // `after`: where the rows [N, D] of the table's dtype go as they are after it, or null.
@@ -124,6 +128,8 @@ class RowStore {
   void rehearse(const int64_t* ids, const Resolved& found, const Gradients& gradients, DType dtype, const PushStep& step,
                 const Now& now) const;
   void pull_slice(const int64_t* ids, int64_t begin, int64_t end, const PullInto& out, bool streamed) const;
+  void require_within(DType wire, const int64_t* ids, int64_t count) const;
+  const float* wide_row(int64_t item, int64_t id, const Now& now, float* buffer) const;
   int64_t create_missing(const int64_t* ids, int64_t* positions, int64_t count, float* buffer);
   template <class Write>
   int64_t write_blocks(const int64_t* ids, Resolved& found, float* buffer, const Write& write, Pauses* pauses);

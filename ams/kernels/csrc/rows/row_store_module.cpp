@@ -46,7 +46,9 @@ void pull(const RowStore& store, const IdArray& ids, const MatrixOutput& out, co
   require(!present || present->size() == out.shape(0), "present must be as long as out");
   const RowStore::PullInto into{{static_cast<char*>(out.data()), nullptr, positions ? positions->data() : nullptr},
                                 present ? present->data() : nullptr,
-                                static_cast<int64_t>(out.shape(0))};
+                                static_cast<int64_t>(out.shape(0)),
+                                store.spec().dtype,
+                                store.spec().dtype};
   WithoutInterpreter release;
   store.pull(ids.data(), static_cast<int64_t>(ids.size()), into);
 }

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from geartrain.ams.programs.selection import FullSoftmax, SamplingCorrection
 from geartrain.ams.values.shard_messages import SyncGroup
-from geartrain.ams.values.specs import Ids
+from geartrain.ams.values.specs import Ids, wire_format
 from geartrain.bridge.head.autograd_node import RowsPass
 from geartrain.bridge.head.backends.backend import HeadSettings, logits_bytes
 from geartrain.bridge.head.backends.cluster_backend import ClusterBackend
@@ -43,6 +43,7 @@ class PullBackend(ClusterBackend):
         self.keeps_logits_bytes = logits_bytes(settings.logits_cache_bytes, LOGITS_CACHE_BYTES)
         self._rows_cache_bytes = settings.rows_cache_bytes
         self._pool = BufferPool()
+        wire_format(settings.wire_dtype, settings.name, settings.dtype)  # before there is a table
         super().__init__(settings)
 
     @classmethod
@@ -69,7 +70,7 @@ class PullBackend(ClusterBackend):
                 row_copies=0 if plan.spec.dtype == "float32" else 1,
                 others=_WIDTHS,
             ),
-        )
+        ) + plan.wire_parts(push)
 
     def _pass(
         self,
@@ -79,7 +80,7 @@ class PullBackend(ClusterBackend):
         margin: Margin | None,
         required: SyncGroup | None,
     ) -> RowsPass:
-        living, table = self.living, self.table
+        living, table = self.living, self.step_table
         active = living.select(self.select, all_labels, self.update.step)
         is_corrected = self.select.corrects(margin)
         correction = SamplingCorrection.of(all_labels, active.num, living.num_living) if is_corrected else None

@@ -21,7 +21,7 @@ from geartrain.ams.storage.snapshot.store import Place
 from geartrain.ams.values.errors import GeartrainError, SpecMismatch
 from geartrain.ams.values.specs import Ids, TableSpec
 from geartrain.bridge.head.autograd_node import HeadCall
-from geartrain.bridge.head.backends.backend import HeadSettings, HeadState, logits_bytes
+from geartrain.bridge.head.backends.backend import HeadSettings, HeadState, logits_bytes, require_no_wire
 from geartrain.bridge.head.backends.ranks import passes as rank_rows
 from geartrain.bridge.head.backends.ranks.checkpoint import ShardedRows
 from geartrain.bridge.head.backends.ranks.link import RankLink
@@ -60,6 +60,7 @@ class RankBackend:
         Raises InvalidArgument, and SpecMismatch on every rank unless all give equal settings. Two all-gathers between
         the hosts, and for KNN softmax a process group for its builds.
         """
+        require_no_wire(settings, "the ranks hold them, and features and labels are gathered")
         self._logits_cache_bytes = logits_bytes(settings.logits_cache_bytes, LOGITS_CACHE_BYTES)
         self.living = LiveClasses.first(settings.num_classes, settings.num_living)
         self.table = _open_table(settings, RankLink(settings.process_group))

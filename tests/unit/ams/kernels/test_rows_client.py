@@ -59,7 +59,7 @@ class Shards:
 
 
 def facts_of(name: str, *, is_dense: bool = True) -> _core.TableFacts:
-    return _core.TableFacts(name, DIM, 0, is_dense)
+    return _core.TableFacts(name, DIM, 0, is_dense, 0)
 
 
 def prepared(
@@ -72,7 +72,7 @@ def prepared(
 ) -> _core.PreparedWrite:
     defaults: dict[str, Any] = {"is_assign": False, "check": 2, "lr": None, "scale": 1.0, "scalars": {}, "group": None}
     bits, code = ops.as_bits(rows)
-    rest = defaults | {"step_goes_on": False, "every_shard": False} | settings
+    rest = defaults | {"step_goes_on": False, "every_shard": False, "residuals": None} | settings
     return _core.PreparedWrite(client, facts_of(name, is_dense=is_dense), ids, bits, code, **rest)
 
 

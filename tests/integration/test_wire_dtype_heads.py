@@ -1,0 +1,116 @@
+"""Heads and dense modules whose rows travel in 16 bits: trained as in float32 but for rounding, kept in float32."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import geartrain as gt
+from geartrain.ams.values.errors import InvalidArgument, TableNotFound
+
+CLASSES, DIM, BATCH, STEPS = 60, 16, 32, 12
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    random = torch.Generator().manual_seed(step)
+    return torch.randn(BATCH, DIM, generator=random), torch.randint(0, CLASSES, (BATCH,), generator=random)
+
+
+def trained(cluster: gt.Cluster, name: str, **settings: object) -> gt.ClassHead:
+    head = gt.ClassHead(
+        cluster, name, num_classes=CLASSES, dim=DIM, optimizer=gt.SGD(0.5), initializer=gt.Normal(std=0.1), **settings
+    )  # type: ignore[arg-type]
+    rows = gt.RowOptimizer(head)
+    for step in range(STEPS):
+        head(*batch(step)).backward()
+        rows.step()
+    return head
+
+
+def distance(head: gt.ClassHead, other: gt.ClassHead) -> float:
+    return float((head.weights() - other.weights()).abs().max())
+
+
+@pytest.mark.parametrize("rows_cache_bytes", [64 << 20, 0])  # held, streamed
+def test_a_head_learns_what_it_learns_in_float32_but_for_rounding(rows_cache_bytes: int) -> None:
+    with gt.local(2) as cluster:
+        settings = {"rows_cache_bytes": rows_cache_bytes, "margin": None}
+        wide = trained(cluster, "a", **settings)
+        with gt.local(2) as others:
+            narrow = trained(others, "a", wire_dtype="bfloat16", **settings)
+            assert 0 < distance(wide, narrow) < 0.02
+            assert wide.weights().abs().max() > 0.3
+            exact = others.table("a").pull(torch.arange(CLASSES))
+            torch.testing.assert_close(narrow.weights(), exact, rtol=0, atol=0)  # what is kept or shown is not rounded
+            assert (exact != exact.bfloat16()).any()
+
+
+def test_only_rows_that_travel_have_a_wire() -> None:
+    with gt.local() as cluster:
+        for rows, owner in (("hosted", cluster), ("ranks", None)):
+            with pytest.raises(InvalidArgument, match=r"wire_dtype is 'float16', and of head 'a' no rows travel"):
+                gt.ClassHead(owner, "a", num_classes=9, dim=4, rows=rows, wire_dtype="float16")
+        with pytest.raises(InvalidArgument, match="rows of table 'a' are bfloat16"):
+            gt.ClassHead(cluster, "a", num_classes=9, dim=4, dtype="bfloat16", wire_dtype="float16")
+        with pytest.raises(TableNotFound):
+            cluster.table("a")
+        head = gt.ClassHead(cluster, "a", num_classes=9, dim=4, wire_dtype="float16")
+        with pytest.raises(InvalidArgument, match="wire_dtype of ClassHead 'a' cannot be set"):
+            head.wire_dtype = None
+
+
+def test_a_plan_of_memory_counts_what_rounding_cuts_off() -> None:
+    def plan(**wire: object) -> dict[str, int]:
+        report = gt.memory_report(num_classes=100_000, dim=128, select=gt.PartialFC(0.1), **wire)  # type: ignore[arg-type]
+        return {part.name: part.bytes for part in report.parts}
+
+    assert "cut off by rounding" not in plan()
+    kept = plan(wire_dtype="bfloat16")
+    assert kept["cut off by rounding"] == 100_000 * (4 * 128 + 84)
+    assert kept["gradients in 16 bits"] == 10_000 * 128 * 2
+    bounded = plan(wire_dtype=gt.WireFormat("bfloat16", residual_bytes=1 << 20))
+    assert bounded["cut off by rounding"] == 1 << 20
+    assert "cut off by rounding" not in plan(wire_dtype=gt.WireFormat("bfloat16", error_feedback=False))
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(DIM, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("feedback", [True, False])
+def test_a_dense_module_in_16_bits_follows_the_one_in_float32(feedback: bool) -> None:
+    """Gradients are given: with feedback the weights are the sum of all of them, but for the last bits."""
+    torch.manual_seed(0)
+    with gt.local() as cluster:
+        module = Small()
+        wire = gt.WireFormat("bfloat16", error_feedback=feedback)
+        dense = gt.attach(module, cluster, name="small", optimizer=gt.SGD(1.0), dim=32, wire_dtype=wire)
+        table = cluster.table("small")
+        before = table.pull(torch.arange(table.spec.num_rows or 0)).double()
+        total: dict[str, Tensor] = {}
+        for step in range(200):
+            random = torch.Generator().manual_seed(step)
+            for name, one in module.named_parameters():
+                one.grad = 1e-2 + 1e-4 * torch.rand(one.shape, generator=random)
+                total[name] = total.get(name, torch.zeros(one.shape).double()) + one.grad.double()
+            dense.step()
+        moved = (before - table.pull(torch.arange(table.spec.num_rows or 0)).double()).flatten()
+        expected = torch.cat([one.flatten() for one in total.values()])
+        off = (moved[: len(expected)] - expected).abs().max()
+        assert off < 5e-5 if feedback else off > 5e-5
+        for one in module.parameters():
+            torch.testing.assert_close(one.detach(), one.detach().bfloat16().float(), rtol=0, atol=0)
+
+
+def test_a_wrong_wire_makes_no_table_of_a_module() -> None:
+    with gt.local() as cluster:
+        with pytest.raises(InvalidArgument, match="wire_dtype is 'half'"):
+            gt.attach(Small(), cluster, name="small", wire_dtype="half")  # type: ignore[arg-type]
+        with pytest.raises(TableNotFound):
+            cluster.table("small")
