@@ -67,6 +67,25 @@ OTHERS: dict[str, dict[str, Any]] = {
     **{f"ArcFace(), sub_centers={k}": {"margin": gt.ArcFace(), "sub_centers": k} for k in (2, 3)},
     **{layer: {} for layer in LAYERS},
 }
+WIRES: dict[str, dict[str, Any]] = {
+    "float32": {},
+    **{
+        f"{dtype}{'' if feedback else ' without feedback'}": {
+            "wire_dtype": gt.WireFormat(dtype, error_feedback=feedback)
+        }
+        for dtype in ("bfloat16", "float16")
+        for feedback in (True, False)
+    },
+}
+"""In which type rows travel -> arguments of the head."""
+HEADS: dict[str, dict[str, Any]] = {
+    "AdamW(1e-3)": {"optimizer": gt.AdamW(1e-3)},
+    "ArcFace(), SparseMomentum(0.1)": OTHERS["ArcFace(), SparseMomentum(0.1)"],
+}
+"""Those whose rows travel so -> their arguments."""
+OTHERS |= {
+    f"{head}, {wire}": {**settings, **travels} for head, settings in HEADS.items() for wire, travels in WIRES.items()
+}
 Accuracies = dict[str, dict[str, list[float]]]
 """Problem -> arm -> per cent, seed by seed."""
 
@@ -92,14 +111,16 @@ def cases(accuracies: Accuracies) -> list[dict[str, Any]]:
     return found
 
 
-def run_all(arms: list[str], *, seeds: int, steps: int, wrong_labels: float = 0.0) -> Accuracies:
-    """Train every arm on every problem; a part of the training labels is drawn at random."""
+def run_all(
+    arms: list[str], *, seeds: int, steps: int, wrong_labels: float = 0.0, num_problems: int | None = None
+) -> Accuracies:
+    """Train every arm on the first ``num_problems`` (None: all); a part of the training labels is drawn at random."""
     threads = torch.get_num_threads()
     torch.set_num_threads(THREADS)
     accuracies: Accuracies = {}
     try:
         for seed in range(seeds):
-            for make in problems(seed, steps):
+            for make in problems(seed, steps)[:num_problems]:
                 problem = with_wrong_labels(make(), wrong_labels, seed)
                 own = accuracies.setdefault(f"{problem.name}, {problem.num_classes:,} classes", {})
                 known: dict[str, float] = {}
