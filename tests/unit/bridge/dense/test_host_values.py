@@ -23,7 +23,7 @@ DTYPES = st.sampled_from([torch.float32, torch.float32, torch.bfloat16, torch.fl
 
 def rows_of(layout: Layout, rows: _core.ScatteredRows, ids: list[int] | None = None, **settings: Any) -> np.ndarray:
     """What a push of these rows would carry."""
-    facts = _core.TableFacts("net", layout.dim, 0, True)
+    facts = _core.TableFacts("net", layout.dim, 0, True, 0)
     ids_R = np.arange(layout.num_rows) if ids is None else np.array(ids)
     told = {"is_assign": False, "check": 2, "lr": None, "scale": 1.0, "scalars": {}, "group": None, **settings}
     write = _core.PreparedWrite(CLIENT, facts, ids_R, rows, 0, step_goes_on=False, every_shard=True, **told)
