@@ -25,7 +25,16 @@ def rows_of(layout: Layout, rows: _core.ScatteredRows, ids: list[int] | None = N
     """What a push of these rows would carry."""
     facts = _core.TableFacts("net", layout.dim, 0, True, 0)
     ids_R = np.arange(layout.num_rows) if ids is None else np.array(ids)
-    told = {"is_assign": False, "check": 2, "lr": None, "scale": 1.0, "scalars": {}, "group": None, **settings}
+    told = {
+        "is_assign": False,
+        "check": 2,
+        "lr": None,
+        "scale": 1.0,
+        "scalars": {},
+        "group": None,
+        "residuals": None,
+        **settings,
+    }
     write = _core.PreparedWrite(CLIENT, facts, ids_R, rows, 0, step_goes_on=False, every_shard=True, **told)
     return write.part(0)[2].copy()
 
