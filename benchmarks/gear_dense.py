@@ -1,8 +1,8 @@
 """A step of a module of 10M parameters: its weights in a dense table, against weights and Adam in this process.
 
-Ours is ``DenseTable.step()``: gather the gradients, push them, Adam in the shards, ask for the version, pull the new
-weights, give them to the module. The rival is ``torch.optim.Adam(fused=True)`` on the same module, which serves one
-process and moves nothing: the ratio says what it costs to share the weights, 4·P bytes up and 4·P down each step.
+Ours is ``DenseTable.step()``: one request a shard that pushes the gradients from where they lie, Adam in the shards,
+and the new weights into the parameters. The rival is ``torch.optim.Adam(fused=True)`` on the same module, which serves
+one process and moves nothing: the ratio says what it costs to share the weights, 4·P bytes up and 4·P down each step.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def results(full: bool = False) -> Iterator[dict[str, Any]]:
             with local(shards) as cluster:
                 yield _compare(cluster, f"in this process, {shards} shard{'s' * (shards > 1)}", rounds, EMBEDDED)
             with _served(shards) as cluster:
-                yield _compare(cluster, f"over gRPC, {shards} shard{'s' * (shards > 1)}", rounds, SERVED)
+                yield _compare(cluster, f"another process, {shards} shard{'s' * (shards > 1)}", rounds, SERVED)
     finally:
         torch.set_num_threads(threads)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from pathlib import Path
 
 import lmdb
 
-from geartrain.ams.values.errors import ConfigError, StateDamaged
+from geartrain.ams.values.errors import ConfigError, InternalError, StateDamaged
 
 _WALKED_BYTES_PER_SECOND = 20 << 20
 _SHORTEST_WALK_SECONDS = 60.0
@@ -66,8 +67,13 @@ def commit(environment: lmdb.Environment, change: Callable[[lmdb.Transaction], N
             environment.set_mapsize(2 * int(environment.info()["map_size"]))
 
 
+_SENT_SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGKILL, signal.SIGTERM)
+"""Those that no damaged file makes."""
+
+
 def check_structure(path: Path, remedy: str, *, first_map_bytes: int) -> None:
-    """Walk the whole file, if it is there, in another process. Raises StateDamaged with the ``remedy``.
+    """Walk the whole file, if it is there, in another process. Raises StateDamaged with the ``remedy``, and
+    InternalError if somebody ended that process, the system for want of memory perhaps: of the file that says nothing.
 
     In a map as large as that of who opens it next: LMDB follows sizes that are beyond the file as far as the map goes.
     """
@@ -79,6 +85,11 @@ def check_structure(path: Path, remedy: str, *, first_map_bytes: int) -> None:
         walked = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
         why = walked.stderr.strip().splitlines()[-1:] or [f"reading it ends with {walked.returncode}"]
         is_whole = walked.returncode == 0
+        if -walked.returncode in _SENT_SIGNALS:
+            raise InternalError(
+                f"{path}: the process that looks through it was ended by signal {-walked.returncode}, perhaps for "
+                "want of memory; nothing was changed. Start again"
+            )
     except subprocess.TimeoutExpired:
         why, is_whole = [f"reading it takes more than {seconds:.0f} s"], False
     if not is_whole:

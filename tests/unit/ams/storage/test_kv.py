@@ -12,9 +12,10 @@ from pathlib import Path
 import lmdb
 import pytest
 
+from geartrain.ams.storage.kv import lmdb_file
 from geartrain.ams.storage.kv.lmdb_store import LmdbStore
 from geartrain.ams.storage.kv.store import KeyValueStore, MemoryStore, seal, unseal
-from geartrain.ams.values.errors import ConfigError, StateDamaged, StateFailed
+from geartrain.ams.values.errors import ConfigError, InternalError, StateDamaged, StateFailed
 
 FLIPS = 30
 
@@ -188,3 +189,15 @@ def test_a_death_while_the_first_revision_is_written_leaves_a_store_that_opens(t
     again.write({"a": b"1"})
     again.close()
     assert LmdbStore(tmp_path).read_all() == {"a": b"1"}
+
+
+def test_who_ends_the_look_through_a_file_says_nothing_of_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "data.mdb"
+    file.write_bytes(b"anything")
+    kill = [sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"]
+    run = subprocess.run
+    monkeypatch.setattr(lmdb_file.subprocess, "run", lambda _, **how: run(kill, **how))
+    with pytest.raises(InternalError, match=r"ended by signal 9.*Start again"):
+        lmdb_file.check_structure(file, "give it up", first_map_bytes=1 << 20)
