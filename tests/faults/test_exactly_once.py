@@ -94,7 +94,7 @@ def behind_proxies(
                 proxy_ports[port] = int(stack.enter_context(beside).address.rsplit(":", 1)[1])
                 proxies.append(beside)
         patch = stack.enter_context(pytest.MonkeyPatch.context())
-        patch.setattr(data_plane, "PAUSE_SECONDS", 0.0)
+        patch.setattr(data_plane, "FIRST_PAUSE_SECONDS", 0.0)
         patch.setattr(data_plane, "DISTRUST_SECONDS", 0.0)
         patch.setattr(data_plane, "CONNECT_SECONDS", ATTEMPT_SECONDS)
         patch.setattr(

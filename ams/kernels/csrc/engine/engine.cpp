@@ -198,7 +198,8 @@ void Engine::push(const CallContext& context, const std::string& table, const Pu
     const PushRequest& push = merged.push;
     if (!push.group) {
       Interludes interludes(&turn_, caller.meanwhile);
-      const bool fits = after != nullptr && after->dtype == found.rows().spec().dtype && push.count == request.count;
+      const RowStoreSpec& spec = found.rows().spec();
+      const bool fits = after != nullptr && !spec.counts_steps() && after->dtype == spec.dtype && push.count == request.count;
       const RowPlaces<char>* const rows = fits ? &after->rows : nullptr;
       const Done done =
           applied(found, [&] { return found.push(push, interludes.of(bytes_of(push.count, push.dim, push.dtype)), rows); });

@@ -171,7 +171,7 @@ void RowStore::require_within(DType wire, const int64_t* ids, int64_t count) con
   DefaultFloatMode float_mode;
   Now now = this->now();
   if (now) now->reach_back(1);
-  if (std::isfinite(rounded(bounds_at(now).row, wire))) return;
+  if (!bounds_lag_ && std::isfinite(rounded(bounds_at(now).row, wire))) return;
   std::vector<float> buffer(static_cast<size_t>(spec_.dim) * 4);
   std::vector<uint16_t> narrow(static_cast<size_t>(spec_.dim));
   const Kernels& k = kernels();
@@ -391,7 +391,6 @@ int64_t RowStore::push(const int64_t* ids, int64_t count, const Gradients& gradi
   for (int64_t position : overdue.positions) touched_.set(position);
   const int64_t* positions = found.positions.data();
   const Lookahead lookahead;
-  const bool copies = after != nullptr && !steps_;  // where untouched rows move, the end of the step may
   const auto copy = static_cast<size_t>(count) * row_bytes() >= kStreamedBytes ? kernels().copy_streaming : copy_to_cache;
   const auto update = [&](int64_t begin, int64_t end, int64_t thread) {
     DefaultFloatMode slice_float_mode;
@@ -404,17 +403,18 @@ int64_t RowStore::push(const int64_t* ids, int64_t count, const Gradients& gradi
         [&](int64_t i) {
           const int64_t item = items[i % kMostAhead];
           update_one(item, ids[begin + i], gradients.at(begin + i, gradient_bytes), dtype, step, now, buffer, seen);
-          if (copies) copy(after->at(begin + i, row_bytes()), rows_.at(item), row_bytes());
+          if (after != nullptr) copy(after->at(begin + i, row_bytes()), rows_.at(item), row_bytes());
         });
     bounds[static_cast<size_t>(thread)] = seen;
-    if (copies) finish_streaming();
+    if (after != nullptr) finish_streaming();
   };
+  bounds_lag_ = true;
   const int64_t created = write_blocks(ids, found, buffers.data(), update, unlocked.get());
   if (ends_step) end_step(overdue, now, step.factors.lr, buffers.data());
-  if (after != nullptr && !copies) pull_slice(ids, 0, count, {*after, nullptr, 0}, false);
   for (const Magnitudes& seen : bounds) bounds_.raise_to(seen, num_slots_);
   bounds_.row = rounded_up(bounds_.row, spec_.dtype);
   for (float& slot : bounds_.slots) slot = rounded_up(slot, spec_.slot_dtype);
+  bounds_lag_ = false;
   return created;
 }
 

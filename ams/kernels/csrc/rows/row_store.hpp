@@ -71,7 +71,8 @@ class RowStore {
   // Creates nothing; a missing row yields its initial value. Refuses rows that `wire` has no finite number for.
   void pull(const int64_t* ids, int64_t count, const PullInto& out, Pauses* pauses = nullptr) const;
   // Returns the number of rows created. `ends_step`: where untouched rows move, those that no push of this step had do.
-  // `after`: where the rows [N, D] of the table's dtype go as they are after it, or null.
+  // `after`: where the rows [N, D] of the table's dtype go as they are after it, or null; null where the table counts steps, whose end
+  // may move them.
   int64_t push(const int64_t* ids, int64_t count, const Gradients& gradients, DType dtype, const PushStep& step, bool ends_step,
                Pauses* pauses = nullptr, const RowPlaces<char>* after = nullptr);
   // Refuses what a push of these would refuse; changes nothing.
@@ -189,6 +190,7 @@ class RowStore {
   int64_t sweep_at_ = 0;     // the position that the sweep for old rows comes to next
   int64_t sweep_began_ = 0;  // the step at which it was at position 0
   Magnitudes bounds_;        // of all rows and slots, kept exact enough to prove that a push cannot overflow
+  bool bounds_lag_ = false;  // a push has written rows that they do not count yet
   Bits touched_;  // positions written since the last freeze
   std::optional<FrozenRows> frozen_;
   std::optional<SlabArray> room_;  // what the last freeze kept rows in

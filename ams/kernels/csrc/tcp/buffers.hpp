@@ -34,6 +34,7 @@ class Buffer {
 // Thread-safe.
 class BufferPool {
  public:
+  BufferPool() { kept_.reserve(kMostKept); }  // who gives back is not to need memory
   // One of at least so many bytes. Throws std::bad_alloc.
   Buffer take(size_t bytes) {
     {

@@ -26,7 +26,13 @@ class OwnReply : public ReplyPlace {
     if (most_bytes > outbox_->memory().most_frame)
       throw Fault("MessageTooLarge", "the reply takes up to " + std::to_string(most_bytes) + " bytes, the most of one frame is " +
                                          std::to_string(outbox_->memory().most_frame) + "; ask for fewer rows at once");
-    reply_.push_back({outbox_->memory().take(most_bytes)});
+    Reply& reply = reply_.emplace_back();
+    try {
+      reply.buffer = outbox_->memory().take(most_bytes);
+    } catch (...) {
+      reply_.pop_back();
+      throw;
+    }
     return {reply_.back().buffer.data(), reply_.back().buffer.bytes()};
   }
   void answer(size_t bytes) noexcept override {
@@ -123,7 +129,8 @@ TcpPeer::~TcpPeer() {
 
 void TcpPeer::give_back_frame() {
   FrameMemory& memory = outbox_->memory();
-  memory.received -= std::exchange(counted_, 0);
+  // Of the server's thread alone; a peer that was never served may end on another.
+  if (counted_ != 0) memory.received -= std::exchange(counted_, 0);
   memory.give_back(std::move(frame_));
 }
 

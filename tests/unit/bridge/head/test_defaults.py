@@ -65,7 +65,7 @@ def test_all_classes_are_active_up_to_so_many_and_a_corrected_sample_beyond() ->
     [
         ({}, 1e-3),
         ({"select": gt.PartialFC(0.25)}, 4e-3),
-        ({"select": gt.PartialFC(0.1, min_active=20)}, 2e-3),
+        ({"select": gt.PartialFC(0.1, min_active=1000)}, 2e-3),
         ({"select": gt.PartialFC(0.25), "num_living": 30}, 1e-3),
         ({"select": gt.PartialFC(0.25), "optimizer": gt.AdamW()}, 1e-3),
         ({"select": gt.FullSoftmax()}, 1e-3),
@@ -75,8 +75,14 @@ def test_the_rate_makes_up_for_the_steps_in_which_a_drawn_class_is_not_active(
     settings: dict[str, Any], rate: float
 ) -> None:
     with gt.local(1) as cluster:
-        head = gt.ClassHead(cluster, "h", num_classes=CLASSES, dim=DIM, **settings)
+        head = gt.ClassHead(cluster, "h", num_classes=2000, dim=DIM, **settings)
         assert gt.RowOptimizer(head).param_groups[0]["lr"] == pytest.approx(rate)
+
+
+def test_labels_of_a_batch_count_as_active_for_the_rate_of_few_classes() -> None:
+    with gt.local(1) as cluster:
+        head = gt.ClassHead(cluster, "h", num_classes=10, dim=DIM, select=gt.PartialFC(0.1))
+        assert gt.RowOptimizer(head).param_groups[0]["lr"] == pytest.approx(1e-3, rel=0.01)
 
 
 @pytest.mark.parametrize("rows", PLACES)
