@@ -166,6 +166,9 @@ class RetriedCalls(Protocol):
     def elsewhere(self, work: Callable[[], object]) -> None:
         """Do work that may wait on a thread of the client's own."""
 
+    def settle(self, work: Callable[[], object]) -> None:
+        """The same for work that waits for no number of a write: nobody who does holds it up."""
+
     def peer(self, shard: int) -> Peer:
         """A shard as those are told of it who wait."""
 
@@ -184,7 +187,7 @@ class RowCalls:
         for shard, carrier in enumerate(carriers):
             if isinstance(carrier, LocalCarrier):
                 self._client.set_way(shard, view.shards[shard].incarnation, carrier.engine, None)
-        self._futures = RowFutures(self._client, calls.elsewhere, _Watch(calls).look)
+        self._futures = RowFutures(self._client, calls.elsewhere, calls.settle, _Watch(calls).look)
 
     def close(self) -> None:
         """Wait for the calls that :meth:`begin` began."""

@@ -33,6 +33,8 @@ class Sendable(NamedTuple):
     """Sends it, for the future that it gets. False: so much is under way that it has to wait for others to end."""
     finish: Callable[[Any], Any]
     """Makes the result of what compiled code says the call came to, or raises; asks again where that can help."""
+    abandon: Callable[[], None] = lambda: None
+    """Gives it up before it was sent."""
 
 
 class RowFuture(BackgroundFuture):
@@ -42,7 +44,6 @@ class RowFuture(BackgroundFuture):
         super().__init__()
         self.call: Sendable | None = None
         """None: it is settled."""
-        self.has_callbacks = False
         self._futures = futures
 
     def send_at_once(self) -> bool:
@@ -69,11 +70,14 @@ class RowFuture(BackgroundFuture):
 
     def cancel(self) -> bool:
         """See :class:`concurrent.futures.Future`: only what stands in line can be cancelled."""
-        return not self._is_running and super().cancel()
+        if self._is_running or not super().cancel():
+            return False
+        if self.call is not None:
+            self.call.abandon()
+        return True
 
     def add_done_callback(self, fn: Callable[[Future[Any]], object]) -> None:
         """See :class:`concurrent.futures.Future`."""
-        self.has_callbacks = True
         super().add_done_callback(partial(self._futures.call_back, fn))
 
 
@@ -91,13 +95,15 @@ class RowFutures:
         self,
         client: RowsClient,
         elsewhere: Callable[[Callable[[], object]], object],
+        settle: Callable[[Callable[[], object]], object],
         watch: Callable[[list[int]], object],
     ) -> None:
-        """``elsewhere`` has work done that may wait. ``watch`` is told now and then of the shards that have been silent
-        for a while.
+        """``elsewhere`` has work done that may wait, also for the number of a write; ``settle`` has work done that may
+        wait, but for none: others wait for what it ends. ``watch`` is told now and then of the shards that have been
+        silent for a while.
         """
         self._client = client
-        self._elsewhere, self._watch = elsewhere, watch
+        self._elsewhere, self._settle, self._watch = elsewhere, settle, watch
         self._open: set[RowFuture] = set()
         """Those that are not settled."""
         self._line: deque[RowFuture] = deque()
@@ -115,8 +121,8 @@ class RowFutures:
         except Exception as exc:
             future.fail(exc)
             return future
-        self._open.add(future)
         try:
+            self._open.add(future)
             if self._thread is None:
                 shielded(self._start)
             if self._is_closed:
@@ -177,12 +183,11 @@ class RowFutures:
     def _take(self, future: RowFuture, reply: Any) -> None:
         """Settle a future whose call has come to its end, or has not by its first attempt."""
         self._open.discard(future)  # who closes waits for this thread, and then for those elsewhere
-        is_whole = reply is None or isinstance(reply, tuple)
-        if is_whole and not future.has_callbacks:
+        if reply is None or isinstance(reply, tuple):
             future.settle(reply)
             return
         try:
-            self._elsewhere(partial(future.settle, reply))
+            self._settle(partial(future.settle, reply))
         except Exception as exc:  # no thread is to be had
             future.fail(exc)
 

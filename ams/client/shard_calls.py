@@ -74,6 +74,7 @@ class ShardCalls:
         self._refresh = refresh
         self._carriers = [open_carrier(entry.address) for entry in view.shards]
         self._executor: ThreadPoolExecutor | None = None
+        self._settling: ThreadPoolExecutor | None = None
         self._is_closing = self._closed = False
         self._process, self._forks = os.getpid(), _num_forks
         self._given_up = threading.Event()
@@ -286,6 +287,13 @@ class ShardCalls:
         with self._lock:
             self._threads().submit(work)
 
+    def settle(self, work: Callable[[], object]) -> None:
+        """The same for work that waits for no number of a write: those that do may hold all threads of the others."""
+        with self._lock:
+            if self._settling is None:
+                self._settling = ThreadPoolExecutor(_ASYNC_THREADS, thread_name_prefix="geartrain-settle")
+            self._settling.submit(work)
+
     def _threads(self) -> ThreadPoolExecutor:
         if self._executor is None:
             self._executor = ThreadPoolExecutor(_ASYNC_THREADS, thread_name_prefix="geartrain-client")
@@ -322,8 +330,9 @@ class ShardCalls:
         with self._lock:
             self._is_closing = True
         self.rows.close()
-        if self._executor is not None:
-            self._executor.shutdown(wait=True)
+        for executor in (self._settling, self._executor):  # the first ends what the second may wait for
+            if executor is not None:
+                executor.shutdown(wait=True)
         self._closed = True
         for carrier in self._carriers:
             carrier.close()

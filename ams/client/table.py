@@ -21,7 +21,7 @@ from geartrain.ams.client.hosted_calls import HostedCalls
 from geartrain.ams.client.row_calls import CHECK_FINITE, CHECK_PRODUCT, NO_CHECK, RowCalls, RowParts, facts_of
 from geartrain.ams.client.row_futures import Sendable
 from geartrain.ams.client.shard_calls import ShardCalls
-from geartrain.ams.client.writes import ClientStream, RowWrite
+from geartrain.ams.client.writes import ClientStream, Numbers, RowWrite
 from geartrain.ams.kernels import ops
 from geartrain.ams.kernels._core import Residuals, ScatteredRows, TableFacts
 from geartrain.ams.values.arguments import real_number
@@ -319,6 +319,7 @@ class Table:
         if not math.isfinite(scale):
             raise NonFinite(f"scale is {scale!r}; it must be finite (a skipped step pushes nothing)")
         scalars = dict(scalars)
+        numbers = self._stream.numbers(self.spec.name, sequence)  # refused before anything is kept of the rows
         request = partial(
             _push,
             table=self.spec.name,
@@ -344,7 +345,7 @@ class Table:
             are_distinct=known_distinct,
             residuals=self._current_residuals(),
         )
-        return self._write(parts, sequence)
+        return self._write(parts, numbers)
 
     def _current_residuals(self) -> Residuals | None:
         """Nothing that was cut off gradients of rows from before a restore is added to those of the restored ones."""
@@ -378,11 +379,15 @@ class Table:
             group=None,
             step_goes_on=False,
         )
-        return _send_once(self._write(parts, sequence))
+        return _send_once(self._write(parts, self._stream.numbers(self.spec.name, sequence)))
 
-    def _write(self, parts: RowParts, sequence: int | None) -> RowWrite:
+    def _write(self, parts: RowParts, numbers: Numbers) -> RowWrite:
         # A write means the table there is when it is prepared: half of it may be lost with a table restored since.
-        return RowWrite(self._stream.numbers(self.spec.name, sequence), parts, self._calls.rows, self.incarnation)
+        try:
+            return RowWrite(numbers, parts, self._calls.rows, self.incarnation)
+        except BaseException:  # broken off while it waited for its number
+            parts.take_back()
+            raise
 
     def hosted(self, model: str) -> HostedCalls:
         """Return the way to a hosted model beside this table's rows; see :mod:`geartrain.ams.programs.hosted`."""

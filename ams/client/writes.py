@@ -245,6 +245,8 @@ class Write:
         self._table_incarnation = table_incarnation
         self._created = 0
         self._duplicate = False
+        self._was_begun = False
+        """Whether it may have been sent."""
         begun: list[int] = []
         # Nobody can send what nobody holds: else a number would stay open for ever.
         weakref.finalize(self, _end_all, numbers, begun).atexit = False
@@ -268,6 +270,7 @@ class Write:
 
     def _begin(self) -> CallContext:
         failpoints.reach("client.send.before")
+        self._was_begun = True
         return self._numbers.context(self._sequence, self._table_incarnation)
 
     def _end(self, delivered: Delivered | None) -> Done:
@@ -324,7 +327,7 @@ class RowWrite(Write):
 
     def abandon(self) -> None:
         """See :meth:`Write.abandon`. One that was never sent leaves what rounding cut off as it was before it."""
-        if isinstance(self._pending, RowParts) and self._pending.shards is None:
+        if isinstance(self._pending, RowParts) and not self._was_begun:
             self._pending.take_back()
         super().abandon()
 
@@ -354,7 +357,9 @@ class RowWrite(Write):
         def send(future: RowFuture) -> bool:
             nonlocal context
             context = self._numbers.context(self._sequence, self._table_incarnation)
-            return self._rows.begin_write(parts, context, future)
+            self._was_begun = True
+            self._was_begun = self._rows.begin_write(parts, context, future)
+            return self._was_begun
 
         def finish(reply: Any) -> Done:
             try:
@@ -363,7 +368,7 @@ class RowWrite(Write):
                 self.abandon()
                 raise
 
-        return Sendable(send, finish)
+        return Sendable(send, finish, self.abandon)
 
     def send_with(self, others: Sequence[RowWrite]) -> None:
         """:meth:`send` this one and others: what goes to a shard for the first time, in one request for all of them.

@@ -67,6 +67,7 @@ class LookupCall:
                     f"rows of {part.row_update.name} were loaded or restored between this forward pass and its "
                     "backward; look the ids up again"
                 )
+            part.row_update.require_no_step()  # of all of them, before any takes something
         gradients = [None if one is None else _host(one) for one in upstream]
         self._add(gradients)
         return [

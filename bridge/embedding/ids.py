@@ -71,6 +71,8 @@ def batch_ids(given: Any, name: str) -> BatchIds:
             raise InvalidIds(
                 f"the ids of field {name!r} are a nested tensor of layout {given.layout}; make it layout=torch.jagged"
             )
+        if given.lengths() is not None:  # type: ignore[attr-defined]
+            raise InvalidIds(f"the ids of field {name!r} are a nested tensor with holes; make it contiguous()")
         return _ragged(given.values(), given.offsets(), None, name)  # type: ignore[attr-defined]
     if isinstance(given, tuple) and len(given) in (2, 3):
         return _ragged(given[0], given[1], given[2] if len(given) == 3 else None, name)
@@ -93,7 +95,7 @@ def _ragged(values: Any, offsets: Any, weights: Any, name: str) -> BatchIds:
         raise InvalidIds(
             f"the ids of field {name!r} have shape {list(ids.shape)}; beside offsets they must be a vector [N]"
         )
-    bounds = _integers(offsets, name, "the offsets")
+    bounds = _integers(offsets, name, "the offsets").copy()  # the backward pass looks at them, too
     if bounds.ndim != 1 or not len(bounds):
         raise InvalidIds(
             f"the offsets of field {name!r} have shape {list(bounds.shape)}; they must be a vector [B + 1]"
@@ -122,7 +124,7 @@ def _weights(weights: Any, count: int, name: str) -> Weights:
             f"the weights of field {name!r} are {array.dtype} {list(array.shape)}; they must be [{count}], a "
             "number for each id"
         )
-    floats = np.ascontiguousarray(array, np.float32)
+    floats = np.array(array, np.float32, order="C")  # the backward pass looks at them, too
     bad = np.flatnonzero(~np.isfinite(floats))
     if len(bad):
         raise InvalidArgument(

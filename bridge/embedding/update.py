@@ -92,14 +92,13 @@ class EmbeddingUpdate(PendingUpdate[EmbeddingGradient]):
         """See the base class."""
         return self.generation, tuple(map(incarnation_of, self.tables))
 
-    def add(self, gradient: EmbeddingGradient, checksum: Tensor, samples: int) -> None:
-        """See the base class."""
+    def require_no_step(self) -> None:
+        """Raise InvalidArgument if a step has begun and not ended."""
         if self._writes is not None:
             raise InvalidArgument(
                 f"the last step() stopped with an error before all gradients of {self.name} were pushed; call step() "
                 "again, or zero_grad() to give the rest up, before the next backward()"
             )
-        super().add(gradient, checksum, samples)
 
     def prepare(self, optimizer: RowOptimizerSpec) -> Sequence[TableWrite]:
         """See the base class: one push a table. Once begun, a step keeps its optimizer and factor."""

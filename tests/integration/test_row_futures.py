@@ -17,6 +17,7 @@ from geartrain.ams.client.cluster import Cluster
 from geartrain.ams.client.row_futures import RowFuture
 from geartrain.ams.observe import failpoints
 from geartrain.ams.values.errors import InvalidIds, NonFinite, Unavailable
+from geartrain.ams.values.optimizers.registry import SGD
 from tests.integration.conftest import ServedCluster, carriers_of, connect_data_plane
 from tests.integration.one_table import IDS, ONES, Served, connected
 
@@ -172,3 +173,20 @@ def test_a_program_that_ends_without_closing_ends_and_its_calls_are_made(both: t
     ended = subprocess.run([sys.executable, "-c", PROGRAM, there.address], capture_output=True, text=True, timeout=60)
     assert (ended.returncode, ended.stderr) == (0, "")
     np.testing.assert_array_equal(ours.table("t").pull(FEW), -50.0)
+
+
+def test_large_pushes_that_wait_for_a_small_one_do_not_hold_up_its_end(ours: Cluster) -> None:
+    large_ids = np.arange(2000)
+    table = ours.create_table("large", dim=256, optimizer=SGD(1.0), num_rows=2000)
+    small, gradients = ours.table("t"), np.ones((2000, 256), np.float32)
+    table.push(large_ids, gradients)
+    told: list[Future[Any]] = []
+    pushes: list[Future[Any]] = []
+    for _ in range(3):
+        pushes += [table.push_async(large_ids, gradients) for _ in range(4)]
+        one = small.push_async(FEW, FEW_ONES)
+        one.add_done_callback(told.append)
+        pushes += [one, *(table.push_async(large_ids, gradients) for _ in range(100))]
+    for one in pushes:
+        assert not one.result(60).duplicate
+    assert table.versions() == (1 + 312,) * 2

@@ -276,3 +276,27 @@ def test_joint_optimizer_and_norm_clipping_take_embeddings(cluster: gt.Cluster) 
     optimizer.step()
     after = one.table("t").pull(torch.arange(3))
     torch.testing.assert_close(after[1], before[1] - weight[0] * 0.1 / norm, rtol=1e-4, atol=1e-6)
+
+
+def test_a_batch_may_be_overwritten_before_its_backward_pass(cluster: gt.Cluster) -> None:
+    one = gt.Embedding(cluster, "t", DIM, pooling="mean", optimizer=gt.SGD(1.0))
+    rows = reference(one.table("t"))
+    ids, offsets = bags(0)
+    weights = torch.rand(len(ids)) + 0.5
+    expected = torch_vectors(rows, ids.clone(), offsets.clone(), "mean", weights.double())
+    mine = one((ids, offsets, weights))
+    for own in (ids, offsets, weights):
+        own.fill_(9)  # as loaders do that fill the same memory again
+    mine.sum().backward()
+    expected.sum().backward()
+    gt.RowOptimizer(one).step()
+    assert rows.grad is not None
+    torch.testing.assert_close(one.table("t").pull(torch.arange(ROWS)).double(), rows.detach() - rows.grad)
+
+
+def test_nested_tensors_with_holes_are_refused(cluster: gt.Cluster) -> None:
+    one = gt.Embedding(cluster, "t", DIM, optimizer=gt.SGD(1.0))
+    ids, offsets = torch.arange(6), torch.tensor([0, 3, 6])
+    holes = torch.nested.nested_tensor_from_jagged(ids, offsets, torch.tensor([1, 2]))
+    with pytest.raises(gt.errors.InvalidIds, match="with holes"):
+        one(holes)
