@@ -220,15 +220,13 @@ std::optional<Done> Engine::push_jointly(const CallContext& context, ServedTable
   const std::string& name = table.name();
   const RankWrite write{.push = push, .hosted = nullptr, .arrays = nullptr};
   if (groups_->is_applied(name, write)) return Done{0, true};
-  const Joined joined = groups_->join(context, name, write);
+  const SyncGroups::Joined joined = groups_->join(context, name, write);
   // Or its caller, if it still lives, would ask for its reply for ever.
   if (joined.replaced) completed_writes_->failed(joined.replaced->context, joined.replaced->fault);
-  if (!joined.is_complete) return std::nullopt;
-  std::vector<CallContext> callers;
+  if (joined.complete == nullptr) return std::nullopt;
   Done done;
   try {
-    callers = groups_->callers(name, *push.group);
-    const std::vector<const RankWrite*> parts = groups_->parts(name, *push.group);
+    const std::vector<const RankWrite*> parts = SyncGroups::parts(*joined.complete);
     are_hosted(name, parts);  // none is, for this one is not; throws if another is
     const JointPush joint = joint_push(name, parts);
     Interludes interludes(&turn_, caller.meanwhile);
@@ -236,13 +234,10 @@ std::optional<Done> Engine::push_jointly(const CallContext& context, ServedTable
     done = applied(table, [&] { return table.push(joint.push, pauses); });
   } catch (const std::exception&) {
     const Fault fault = fault_in_flight(name_);
-    if (callers.empty()) callers = groups_->callers(name, *push.group);  // of their names there was no memory for a copy
-    groups_->abandon(name, *push.group);
-    for (const CallContext& one : callers) completed_writes_->failed(one, fault);
+    for (const auto& [rank, part] : groups_->abandon(*joined.complete)) completed_writes_->failed(part.context, fault);
     return std::nullopt;
   }
-  groups_->complete(name, *push.group);
-  for (const CallContext& one : callers) completed_writes_->applied(one, done, name);
+  for (const auto& [rank, part] : groups_->complete(*joined.complete)) completed_writes_->applied(part.context, done, name);
   return std::nullopt;
 }
 

@@ -70,11 +70,13 @@ struct Write {
     write.arrays = kept(nb::make_tuple(ids, bits));
   }
 
-  const SyncGroup& member() const { return *write.push.group; }
-
   std::string table;
   RankWrite write;
 };
+
+SyncGroups::Groups::Entry& entry_of(SyncGroups& groups, nb::handle write) {
+  return groups.group(nb::cast<std::string>(write.attr("table")), group_of(write.attr("group")));
+}
 
 nb::list python_of(const std::vector<CallContext>& contexts) {
   nb::list found;
@@ -100,22 +102,23 @@ bool is_applied(SyncGroups& groups, nb::handle from) {
 nb::tuple join(SyncGroups& groups, nb::handle context, nb::handle from) {
   const Write write(from);
   const CallContext caller = context_of(context);
-  Joined joined;
-  std::vector<CallContext> callers;
+  SyncGroups::Joined joined;
   {
     const WithoutInterpreter release;
     joined = groups.join(caller, write.table, write.write);
-    if (joined.is_complete) callers = groups.callers(write.table, write.member());
   }
+  nb::list callers;
+  if (joined.complete != nullptr)
+    for (const auto& [rank, part] : joined.complete->value.waiting) callers.append(python_of(part.context));
   nb::object replaced = nb::none();
   if (joined.replaced) replaced = python_of(*joined.replaced);
-  return nb::make_tuple(replaced, python_of(callers));
+  return nb::make_tuple(replaced, callers);
 }
 
 // The hosted updates of all ranks, in their order. Throws the Fault StepMismatch if some of them push.
 nb::list updates(SyncGroups& groups, nb::handle from) {
   const std::string table = nb::cast<std::string>(from.attr("table"));
-  const std::vector<const RankWrite*> parts = groups.parts(table, group_of(from.attr("group")));
+  const std::vector<const RankWrite*> parts = SyncGroups::parts(entry_of(groups, from));
   require(are_hosted(table, parts), "the parts are pushes, which the engine makes one of");
   nb::list found;
   for (const RankWrite* part : parts) found.append(dynamic_cast<const HostedUpdate&>(*part->hosted).update());
@@ -143,17 +146,9 @@ void bind_sync_groups(nb::module_& m) {
       .def("join", &join, nb::arg("context"), nb::arg("write"))
       .def("updates", &updates, nb::arg("update"))
       .def(
-          "complete",
-          [](SyncGroups& groups, nb::handle from) {
-            groups.complete(nb::cast<std::string>(from.attr("table")), group_of(from.attr("group")));
-          },
-          nb::arg("write"))
+          "complete", [](SyncGroups& groups, nb::handle from) { groups.complete(entry_of(groups, from)); }, nb::arg("write"))
       .def(
-          "abandon",
-          [](SyncGroups& groups, nb::handle from) {
-            groups.abandon(nb::cast<std::string>(from.attr("table")), group_of(from.attr("group")));
-          },
-          nb::arg("write"))
+          "abandon", [](SyncGroups& groups, nb::handle from) { groups.abandon(entry_of(groups, from)); }, nb::arg("write"))
       .def(
           "require_step",
           [](SyncGroups& groups, const std::string& table, nb::handle member) { groups.require_step(table, group_of(member)); },

@@ -105,14 +105,14 @@ bool SyncGroups::is_applied(const std::string& table, const RankWrite& write) {
     return false;
   }
   // Another shard, which refused the step, would apply other gradients: the table would hold half of each.
-  if (const auto before = its.applied.find(member.rank); before != its.applied.end() && before->second != fingerprint_of(write))
+  if (const auto before = its.applied.find(member.rank); before != its.applied.end() && before->second && *before->second != fingerprint_of(write))
     throw Fault("StepMismatch", "step " + std::to_string(member.sequence) + " of job " + quoted(member.job) +
                                     " was applied to table " + quoted(table) + " here with other gradients of rank " +
                                     std::to_string(member.rank) + "; restart all ranks from their last snapshot");
   return true;
 }
 
-Joined SyncGroups::join(const CallContext& context, const std::string& table, const RankWrite& write) {
+SyncGroups::Joined SyncGroups::join(const CallContext& context, const std::string& table, const RankWrite& write) {
   const SyncGroup& member = member_of(write);
   Groups::Entry& entry = group(table, member);
   Group& its = entry.value;
@@ -124,9 +124,10 @@ Joined SyncGroups::join(const CallContext& context, const std::string& table, co
   }
   Joined joined;
   if (mine != its.waiting.end()) joined.replaced = RefusedPart{mine->second.context, replaced(table, member)};
-  joined.is_complete = static_cast<int64_t>(its.waiting.size()) + !joined.replaced == its.world_size;
-  // The fingerprint now: once the rows have changed, nothing that could fail may come before `complete`.
-  Part part{context, joined.is_complete ? write : copied(write), fingerprint_of(write)};
+  if (static_cast<int64_t>(its.waiting.size()) + !joined.replaced == its.world_size) joined.complete = &entry;
+  // The fingerprint and its place now: once the rows have changed, nothing that could fail may come before `complete`.
+  Part part{context, joined.complete != nullptr ? write : copied(write), fingerprint_of(write)};
+  its.applied.try_emplace(member.rank);
   if (its.waiting.empty()) its.deadline = clock_() + timeout_seconds_;
   its.stream = context.stream;
   its.incarnation = context.incarnation;
@@ -135,27 +136,23 @@ Joined SyncGroups::join(const CallContext& context, const std::string& table, co
   return joined;
 }
 
-std::vector<CallContext> SyncGroups::callers(const std::string& table, const SyncGroup& member) {
-  std::vector<CallContext> found;
-  for (const auto& [rank, part] : group(table, member).value.waiting) found.push_back(part.context);
-  return found;
-}
-
-std::vector<const RankWrite*> SyncGroups::parts(const std::string& table, const SyncGroup& member) {
+std::vector<const RankWrite*> SyncGroups::parts(const Groups::Entry& entry) {
   std::vector<const RankWrite*> found;
-  for (const auto& [rank, part] : group(table, member).value.waiting) found.push_back(&part.write);
+  for (const auto& [rank, part] : entry.value.waiting) found.push_back(&part.write);
   return found;
 }
 
-void SyncGroups::complete(const std::string& table, const SyncGroup& member) {
-  Groups::Entry& entry = group(table, member);
-  entry.value.applied.clear();
-  for (const auto& [rank, part] : entry.value.waiting) entry.value.applied.emplace(rank, part.fingerprint);
-  ++entry.value.next_sequence;
-  clear(entry);
+SyncGroups::Parts SyncGroups::complete(Groups::Entry& entry) noexcept {
+  Group& its = entry.value;
+  for (const auto& [rank, part] : its.waiting) its.applied.find(rank)->second = part.fingerprint;
+  ++its.next_sequence;
+  return abandon(entry);
 }
 
-void SyncGroups::abandon(const std::string& table, const SyncGroup& member) { clear(group(table, member)); }
+SyncGroups::Parts SyncGroups::abandon(Groups::Entry& entry) noexcept {
+  groups_.release(entry);
+  return std::exchange(entry.value.waiting, {});
+}
 
 void SyncGroups::require_step(const std::string& table, const SyncGroup& member) {
   if (groups_.find(key_of(table, member.job)) != nullptr) require_at_step(table, member, group(table, member).value.next_sequence);
@@ -226,7 +223,7 @@ std::vector<RefusedPart> SyncGroups::expire() {
   for (Groups::Entry* first = groups_.first_held(); first != nullptr && first->value.deadline <= now; first = groups_.first_held()) {
     const Fault fault = missing(first->value);
     for (const auto& [rank, part] : first->value.waiting) expired.push_back({part.context, fault});
-    clear(*first);
+    abandon(*first);
   }
   return expired;
 }
@@ -262,11 +259,6 @@ SyncGroups::Groups::Entry& SyncGroups::begin(Group group) {
   if (forgotten_.size() > 4 * max_groups_) forgotten_.erase(*forgotten_.oldest());
   const std::string key = key_of(group.table, group.job);
   return groups_.add(key, std::move(group));
-}
-
-void SyncGroups::clear(Groups::Entry& entry) {
-  entry.value.waiting.clear();
-  groups_.release(entry);
 }
 
 Fault SyncGroups::missing(const Group& group) const {

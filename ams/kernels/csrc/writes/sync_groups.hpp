@@ -33,14 +33,34 @@ struct RefusedPart {
   Fault fault;
 };
 
-struct Joined {
-  bool is_complete = false;             // the parts of all ranks are there
-  std::optional<RefusedPart> replaced;  // the part of the same rank that waited, in whose place this one is
-};
-
 // The sync groups of one shard. Used by whoever has the shard's turn; needs no interpreter lock, but for hosted writes.
 class SyncGroups {
  public:
+  // One rank's part, and who waits for it.
+  struct Part {
+    CallContext context;
+    RankWrite write;
+    Fingerprint fingerprint;
+  };
+  using Parts = std::map<int64_t, Part>;  // by rank
+  struct Group {
+    std::string table, job;
+    int64_t world_size = 0;
+    int64_t next_sequence = 0;
+    double deadline = 0;
+    std::string stream = {};  // the one that joined last
+    int64_t incarnation = 0;
+    Parts waiting = {};
+    // Each rank's part of the last step; none of a rank that has not joined since a restore, nothing of one that joined first in the
+    // step that is gathered now. What `complete` writes into: whoever waits has one.
+    std::map<int64_t, std::optional<Fingerprint>> applied = {};
+  };
+  using Groups = RecencyMap<Group>;
+  struct Joined {
+    Groups::Entry* complete = nullptr;    // the group, held, if the parts of all ranks are there
+    std::optional<RefusedPart> replaced;  // the part of the same rank that waited, in whose place this one is
+  };
+
   explicit SyncGroups(double timeout_seconds, Clock clock = monotonic_seconds, size_t max_groups = kMaxGroups);
 
   // Whether the group's write was applied before: this part is a rank's retry of it. Throws the Fault StepMismatch if the rank is
@@ -49,13 +69,15 @@ class SyncGroups {
   // Adds one rank's part. It is copied, unless it is the last one: whoever brings that calls `complete` or `abandon` before its
   // arrays go. Throws the Fault StepMismatch if the ranks do not agree.
   Joined join(const CallContext& context, const std::string& table, const RankWrite& write);
-  // The callers, and the parts, of all ranks that wait, in rank order. What is pointed to stays until `complete` or `abandon`.
-  std::vector<CallContext> callers(const std::string& table, const SyncGroup& member);
-  std::vector<const RankWrite*> parts(const std::string& table, const SyncGroup& member);
-  // The joint write was applied: the group is at its next step.
-  void complete(const std::string& table, const SyncGroup& member);
-  // The joint write was refused: forgets its parts.
-  void abandon(const std::string& table, const SyncGroup& member);
+  // The group that `member` belongs to, begun at its step if it is new. Throws what `is_applied` does.
+  Groups::Entry& group(const std::string& table, const SyncGroup& member);
+  // The parts of all ranks that wait, in rank order. What is pointed to stays until `complete` or `abandon`.
+  static std::vector<const RankWrite*> parts(const Groups::Entry& entry);
+  // The joint write was applied: the group is at its next step. Returns the parts, whose callers are told. Takes no memory: the
+  // rows have changed, and a step that is not noted would be applied once more.
+  Parts complete(Groups::Entry& entry) noexcept;
+  // The joint write was refused: forgets its parts, and returns them.
+  Parts abandon(Groups::Entry& entry) noexcept;
   // Throws the Fault StepMismatch unless exactly the writes before `member.sequence` are applied.
   void require_step(const std::string& table, const SyncGroup& member);
 
@@ -75,26 +97,7 @@ class SyncGroups {
   std::vector<RefusedPart> expire();
 
  private:
-  struct Part {
-    CallContext context;
-    RankWrite write;
-    Fingerprint fingerprint;
-  };
-  struct Group {
-    std::string table, job;
-    int64_t world_size = 0;
-    int64_t next_sequence = 0;
-    double deadline = 0;
-    std::string stream = {};  // the one that joined last
-    int64_t incarnation = 0;
-    std::map<int64_t, Part> waiting = {};         // by rank
-    std::map<int64_t, Fingerprint> applied = {};  // each rank's part of the last step; none after a restore
-  };
-  using Groups = RecencyMap<Group>;
-
-  Groups::Entry& group(const std::string& table, const SyncGroup& member);
   Groups::Entry& begin(Group group);
-  void clear(Groups::Entry& entry);
   Fault missing(const Group& group) const;
 
   const double timeout_seconds_;
