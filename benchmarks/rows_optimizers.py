@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
+from _calls import result
 from _turns import median_seconds
 
 from geartrain.ams.kernels import ops
@@ -157,12 +158,5 @@ def _results() -> Iterator[Result]:
             draw,
             rounds=ROUNDS,
         )
-        yield Result(
-            case=f"{type(optimizer).__name__} push {NUM_IDS} rows, D={DIM} fp32, {NUM_ROWS} rows, hashed, 1 thread",
-            ours=ours * 1e3,
-            rival=rival,
-            theirs=theirs * 1e3,
-            unit="ms",
-            ratio=theirs / ours,
-            target=target,
-        )
+        case = f"{type(optimizer).__name__} push {NUM_IDS} rows, D={DIM} fp32, {NUM_ROWS} rows, hashed, 1 thread"
+        yield result(case, ours * 1e3, rival, theirs * 1e3, "ms", target=target)

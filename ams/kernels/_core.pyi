@@ -36,7 +36,7 @@ class Lookup:
                 int, npt.NDArray[np.int64], npt.NDArray[np.int64] | int, npt.NDArray[np.float32] | None, int, int | None
             ]
         ],
-        num_ids: list[int],
+        last_ids: list[int],
         threads: int,
     ) -> None: ...
     def ids_of(self, table: int) -> npt.NDArray[np.int64]: ...

@@ -15,7 +15,6 @@ import numpy.typing as npt
 
 from geartrain.ams.kernels import _core, ops
 from geartrain.ams.kernels._core import BadId
-from geartrain.ams.values.errors import InternalError
 from geartrain.ams.values.specs import Ids
 
 __all__ = ["POOLINGS", "BadId", "Bags", "FeatureIds", "Lookup", "PoolingName"]
@@ -42,6 +41,13 @@ class FeatureIds(NamedTuple):
     padding_id: int | None
     """Passed over: no row, no part of a mean, a zero vector where ids are not pooled."""
 
+    @property
+    def num_vectors(self) -> int:
+        """V: one for each bag, or for each id that is not pooled."""
+        if self.pooling is None:
+            return len(self.ids)
+        return len(self.ids) // self.bags if isinstance(self.bags, int) else len(self.bags) - 1
+
 
 class Lookup:
     """The lookup of one batch. The arrays given must stay as they are while it lives."""
@@ -52,13 +58,13 @@ class Lookup:
         Raises BadId, whose args are the feature and the place of an id that is out of range, and ValueError for arrays
         that contradict each other.
         """
-        self._features = [
+        given = [
             (table, ids, bags, weights, POOLINGS.index(pooling), padding_id)
             for table, ids, bags, weights, pooling, padding_id in features
         ]
-        limits = [2**63 - 1 if rows is None else rows for rows in num_rows]
-        self._lookup = _core.Lookup(self._features, limits, threads)
-        self._num_tables = len(limits)
+        last_ids = [2**63 - 1 if rows is None else rows - 1 for rows in num_rows]
+        self._lookup = _core.Lookup(given, last_ids, threads)
+        self._num_tables = len(last_ids)
 
     def ids(self) -> list[Ids]:
         """The distinct ids [U] of each table, in order of first appearance. Read-only, in the memory of the lookup."""
@@ -85,7 +91,4 @@ class Lookup:
 
         Returns Σ g² over all, in float64: finite only if every one is. The same bits for any number of threads.
         """
-        for (_, _, _, _, pooling, _), vector in zip(self._features, vectors, strict=True):
-            if vector is not None and not vector.flags.c_contiguous:
-                raise InternalError(f"gradients of pooling {POOLINGS[pooling]} are not contiguous")
         return self._lookup.sum_gradients(list(vectors), list(out))

@@ -36,6 +36,7 @@ class LookupCall:
         self._features = features
         self._given = given
         self._rows = rows
+        self._dims = [one.shape[1] for one in rows]
         self._parts = parts
         self._moments = [part.row_update.moment for part in parts]
         self.weights = [one.given_weights for one in given if one.given_weights is not None]
@@ -43,23 +44,13 @@ class LookupCall:
 
     def vectors(self, device: torch.device, *, want_gradient: bool) -> tuple[Tensor, ...]:
         """The vectors [V, D] of each feature, float32, on ``device``."""
-        out = [
-            np.empty((self._num_vectors(feature), self._rows[feature.table].shape[1]), np.float32)
-            for feature in self._features
-        ]
+        out = [np.empty((one.num_vectors, self._dims[one.table]), np.float32) for one in self._features]
         self._lookup.pool(self._rows, out=out, keep_maxima=want_gradient)
         if not self.weights:
-            self._shapes = [rows.shape for rows in self._rows]
             self._rows = ()  # none of them is needed again
         return tuple(upload(one, device) for one in out)
 
-    @staticmethod
-    def _num_vectors(feature: FeatureIds) -> int:
-        if feature.pooling is None:
-            return len(feature.ids)
-        return len(feature.ids) // feature.bags if isinstance(feature.bags, int) else len(feature.bags) - 1
-
-    def queue_row_gradients(self, upstream: Sequence[Tensor | None]) -> list[Tensor]:
+    def queue_row_gradients(self, upstream: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Add the gradients of the rows to their updates; return those of :attr:`weights`."""
         for part, moment in zip(self._parts, self._moments, strict=True):
             if part.row_update.moment != moment:
@@ -70,18 +61,20 @@ class LookupCall:
             part.row_update.require_no_step()  # of all of them, before any takes something
         gradients = [None if one is None else _host(one) for one in upstream]
         self._add(gradients)
+        both = enumerate(zip(self._features, self._given, gradients, strict=True))
         return [
-            _weight_gradient(
+            None
+            if gradient is None
+            else _weight_gradient(
                 feature, self._lookup.places_of(place), self._rows[feature.table], gradient, one.given_weights
             )
-            for place, (feature, one, gradient) in enumerate(zip(self._features, self._given, gradients, strict=True))
+            for place, (feature, one, gradient) in both
             if one.given_weights is not None
         ]
 
     def _add(self, gradients: Sequence[Floats | None]) -> None:
         ids = self._lookup.ids()
-        shapes = [rows.shape for rows in self._rows] if self._rows else self._shapes
-        sums = [np.empty(shape, np.float32) for shape in shapes]
+        sums = [np.empty((len(own), dim), np.float32) for own, dim in zip(ids, self._dims, strict=True)]
         squares = self._lookup.sum_gradients(gradients, out=sums)
         used = [
             np.zeros(len(own), np.bool_) if any(self._unused(gradients, table)) else None
@@ -129,13 +122,11 @@ def _weight_gradient(
     feature: FeatureIds,
     places: npt.NDArray[np.int32],
     rows: npt.NDArray[Any],
-    gradient: Floats | None,
+    gradient: Floats,
     given: Tensor,
 ) -> Tensor:
     """∂/∂w of Σ w·x, Σ w·x / Σ w and Σ w·x / √Σ w², along ``gradient`` [V, D]; 0 for padding."""
     weights = np.asarray(feature.weights, np.float64)
-    if gradient is None:
-        return torch.zeros_like(given)
     counts = feature.bags if isinstance(feature.bags, int) else np.diff(feature.bags)
     num_bags = len(weights) if feature.pooling is None else len(gradient)
     bag = np.arange(len(weights)) if feature.pooling is None else np.repeat(np.arange(num_bags), counts)

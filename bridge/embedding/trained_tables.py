@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch import nn
@@ -66,10 +66,6 @@ class TrainedTables(nn.Module):
             raise SpecMismatch(
                 f"the saved embeddings have tables and dims {saved}, these {mine}; create them with the saved fields"
             )
-
-    def _apply(self, fn: Callable[[Any], Any], recurse: bool = True) -> TrainedTables:
-        """Rows are in the cluster: nothing goes to another device."""
-        return cast("TrainedTables", super()._apply(fn, recurse))  # type: ignore[no-untyped-call]
 
     def extra_repr(self) -> str:
         """The tables, for print()."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import nn
 
+from geartrain.ams.kernels.ops import splitmix64
 from geartrain.ams.values.errors import ConfigError
 from geartrain.ams.values.optimizers.registry import Adam
 from geartrain.ams.values.specs import Ids
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 MODELS: dict[str, Callable[..., nn.Module]] = {"deepfm": DeepFM, "wide_deep": WideDeep}
 CROSSES: dict[str, tuple[tuple[str, str], ...]] = {"deepfm": (), "wide_deep": (("occupation", "genres"),)}
 """By model, the pairs of fields that have weights of their own. The second may be a bag."""
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,9 +96,7 @@ def with_weights(samples: ClickSamples, recipe: CtrRecipe) -> ClickSamples:
 def crossed(first: Ids, second: Ids) -> Ids:
     """An id below 2^63 for each pair of ``first`` [N] and ``second`` [N] or [N, L]; padding of ``second`` stays."""
     left = first if second.ndim == 1 else first[:, None]
-    mixed = (left.view(np.uint64) * _GOLDEN) ^ second.view(np.uint64)
-    mixed = (mixed ^ (mixed >> np.uint64(32))) * _GOLDEN  # so that ids near each other do not meet
-    pairs: Ids = (mixed >> np.uint64(1)).view(np.int64)
+    pairs: Ids = (splitmix64(splitmix64(left) ^ second.view(np.uint64)) >> np.uint64(1)).view(np.int64)
     return np.where(second == PADDING, PADDING, pairs)
 
 

@@ -87,8 +87,8 @@ void deal_out_throwing(int64_t count, int64_t threads, const Work& work) {
 
 }  // namespace
 
-Lookup::Lookup(std::vector<Feature> features, std::span<const int64_t> num_ids, int64_t threads)
-    : features_(std::move(features)), tables_(num_ids.size()), maxima_(features_.size()), threads_(threads) {
+Lookup::Lookup(std::vector<Feature> features, std::span<const int64_t> last_ids, int64_t threads)
+    : features_(std::move(features)), tables_(last_ids.size()), maxima_(features_.size()), threads_(threads) {
   int64_t count = 0;
   for (size_t i = 0; i < features_.size(); ++i) {
     first_place_.push_back(count);
@@ -96,7 +96,7 @@ Lookup::Lookup(std::vector<Feature> features, std::span<const int64_t> num_ids, 
     tables_.at(static_cast<size_t>(features_[i].table)).features.push_back(static_cast<int64_t>(i));
   }
   places_.reset(new int32_t[static_cast<size_t>(count)]);
-  deal_out_throwing(num_tables(), hands(), [&](size_t table) { merge(tables_[table], num_ids[table]); });
+  deal_out_throwing(num_tables(), hands(), [&](size_t table) { merge(tables_[table], last_ids[table]); });
 }
 
 int64_t Lookup::hands() const {
@@ -104,7 +104,7 @@ int64_t Lookup::hands() const {
   return std::clamp<int64_t>(count / kIdsOfAHand, 1, threads_);
 }
 
-void Lookup::merge(Table& table, int64_t num_ids) {
+void Lookup::merge(Table& table, int64_t last_id) {
   int64_t count = 0;
   for (const int64_t feature : table.features) count += features_[static_cast<size_t>(feature)].count;
   const int bits = std::max(4, static_cast<int>(std::bit_width(static_cast<uint64_t>(count))) + 1);
@@ -121,7 +121,7 @@ void Lookup::merge(Table& table, int64_t num_ids) {
         places[i] = kPadding;
         continue;
       }
-      if (id < 0 || id >= num_ids) throw BadId{number, i};
+      if (id < 0 || id > last_id) throw BadId{number, i};
       uint64_t at = keyed_hash(id) >> (64 - bits);
       while (slots[at] != 0 && distinct[static_cast<size_t>(slots[at] - 1)] != id) at = (at + 1) & mask;
       if (slots[at] == 0) {

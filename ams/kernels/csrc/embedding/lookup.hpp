@@ -32,7 +32,7 @@ struct Feature {
   int64_t num_vectors() const { return pooling == Pooling::none ? count : bags; }
 };
 
-// The first id that is below 0, or not below `num_ids` of its table.
+// The first id that is below 0, or above the last one of its table.
 struct BadId {
   int64_t feature = 0, place = 0;
 };
@@ -40,8 +40,8 @@ struct BadId {
 // Costs one look into a hash table an id; memory 4 bytes an id, 8 a distinct one, 4·D a vector of pooling max.
 class Lookup {
  public:
-  // `num_ids` of each table: ids are below it. Throws BadId.
-  Lookup(std::vector<Feature> features, std::span<const int64_t> num_ids, int64_t threads);
+  // `last_ids`: of each table, the largest there may be. Throws BadId.
+  Lookup(std::vector<Feature> features, std::span<const int64_t> last_ids, int64_t threads);
   Lookup(const Lookup&) = delete;
   Lookup& operator=(const Lookup&) = delete;
 
@@ -70,7 +70,7 @@ class Lookup {
     std::vector<int64_t> features, ids;
   };
 
-  void merge(Table& table, int64_t num_ids);
+  void merge(Table& table, int64_t last_id);
   void pool_feature(size_t feature, const Rows& rows, float* vectors, bool keep_places);
   void add_gradients(size_t feature, const float* vectors, int64_t dim, float* rows, int64_t& seen) const;
   int64_t hands() const;

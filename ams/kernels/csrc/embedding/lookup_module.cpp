@@ -58,13 +58,13 @@ Feature feature_of(const nb::handle& given, std::vector<nb::object>& arrays, int
   return feature;
 }
 
-void create(HeldLookup* self, const nb::list& features, const std::vector<int64_t>& num_ids, int64_t threads) {
+void create(HeldLookup* self, const nb::list& features, const std::vector<int64_t>& last_ids, int64_t threads) {
   require(threads >= 1, "threads must be >= 1");
   std::vector<nb::object> arrays;
   std::vector<Feature> all;
-  std::vector<int64_t> counts(num_ids.size(), 0);
+  std::vector<int64_t> counts(last_ids.size(), 0);
   for (const nb::handle given : features) {
-    all.push_back(feature_of(given, arrays, static_cast<int64_t>(num_ids.size())));
+    all.push_back(feature_of(given, arrays, static_cast<int64_t>(last_ids.size())));
     int64_t& count = counts[static_cast<size_t>(all.back().table)];
     count += all.back().count;
     require(count < std::numeric_limits<int32_t>::max(), "a table has 2**31 ids or more in one batch");
@@ -72,7 +72,7 @@ void create(HeldLookup* self, const nb::list& features, const std::vector<int64_
   std::unique_ptr<Lookup> lookup;
   {
     const WithoutInterpreter release;
-    lookup = std::make_unique<Lookup>(std::move(all), num_ids, threads);
+    lookup = std::make_unique<Lookup>(std::move(all), last_ids, threads);
   }
   new (self) HeldLookup{std::move(arrays), std::move(lookup)};
 }
@@ -161,7 +161,7 @@ void bind_lookup(nb::module_& m) {
     }
   });
   nb::class_<HeldLookup>(m, "Lookup")
-      .def("__init__", &create, nb::arg("features"), nb::arg("num_ids"), nb::arg("threads"))
+      .def("__init__", &create, nb::arg("features"), nb::arg("last_ids"), nb::arg("threads"))
       .def("ids_of", &ids_of, nb::arg("table"))
       .def("places_of", &places_of, nb::arg("feature"))
       .def("pool", &pool, nb::arg("rows"), nb::arg("dtypes"), nb::arg("vectors"), nb::arg("keep_places"))

@@ -300,3 +300,40 @@ def test_nested_tensors_with_holes_are_refused(cluster: gt.Cluster) -> None:
     holes = torch.nested.nested_tensor_from_jagged(ids, offsets, torch.tensor([1, 2]))
     with pytest.raises(gt.errors.InvalidIds, match="with holes"):
         one(holes)
+
+
+def test_weights_of_a_vector_that_is_not_used_have_no_gradient(cluster: gt.Cluster) -> None:
+    fields = gt.EmbeddingGroup(cluster, "g", [gt.Field("a", dim=2), gt.Field("b", dim=2)], optimizer=gt.SGD(1.0))
+    ids, offsets = torch.tensor([1, 2]), torch.tensor([0, 2])
+    used, unused = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    fields({"a": (ids, offsets, used), "b": (ids, offsets, unused)})["a"].sum().backward()
+    assert used.grad is not None and unused.grad is None
+
+
+def test_a_backward_pass_that_is_refused_leaves_nothing(cluster: gt.Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    members = [gt.Field("a", dim=2), gt.Field("b", dim=2, optimizer=gt.SGD(2.0))]
+    fields = gt.EmbeddingGroup(cluster, "g", members, optimizer=gt.SGD(1.0))
+    rows, ids = gt.RowOptimizer(fields), torch.tensor([1])
+    before = {name: fields.table(name).pull(ids) for name in ("a", "b")}
+
+    def backward() -> None:
+        torch.stack(list(fields({"a": ids, "b": ids}).values())).sum().backward()
+
+    first, second = (part.row_update for part in fields)
+    backward()
+    with monkeypatch.context() as broken:
+        broken.setattr(second, "apply", lambda _: (_ for _ in ()).throw(gt.errors.Unavailable("planted")))
+        with pytest.raises(gt.errors.Unavailable):
+            rows.step()
+    assert first.step == 1 and second.step == 0
+    with pytest.raises(gt.errors.InvalidArgument, match="call step"):
+        backward()
+    rows.step()
+    torch.testing.assert_close(fields.table("a").pull(ids), before["a"] - 1.0)
+    torch.testing.assert_close(fields.table("b").pull(ids), before["b"] - 2.0)
+
+
+def test_the_largest_id_there_is_can_be_looked_up(cluster: gt.Cluster) -> None:
+    one = gt.Embedding(cluster, "t", DIM, optimizer=gt.SGD(1.0))
+    ids = torch.tensor([2**63 - 1])
+    assert torch.equal(one(ids), one.table("t").pull(ids))
