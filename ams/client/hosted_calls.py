@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from geartrain.ams.client.row_calls import Call, Delivered, RowParts, joint
+from geartrain.ams.client.rows.row_parts import Call, Delivered, RowParts, joint
 from geartrain.ams.client.shard_calls import Outcome, ShardCalls
 from geartrain.ams.client.writes import Numbers, Pending, Write
 from geartrain.ams.values.errors import InternalError

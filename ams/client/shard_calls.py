@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from geartrain.ams.client.row_calls import RowAttempt, RowCalls
+from geartrain.ams.client.rows.row_calls import RowAttempt, RowCalls
 from geartrain.ams.rpc.carrier import AttemptFailed, ShardCarrier
 from geartrain.ams.rpc.client.silence import Peer, SilenceWatch
 from geartrain.ams.values.config import ClientConfig

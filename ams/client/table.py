@@ -1,7 +1,7 @@
 """The client: tables as a program sees them.
 
 Cost: one request per shard and operation, all shards at once, in one call of compiled code
-(:mod:`~geartrain.ams.client.row_calls`). N ids of a table of dim D travel as 8·N bytes, their rows as itemsize·N·D
+(:mod:`~geartrain.ams.client.rows.row_calls`). N ids of a table of dim D travel as 8·N bytes, their rows as itemsize·N·D
 bytes; ids that occur twice travel once. To and from a shard on this machine nothing of that travels: it lies in memory
 that both share.
 """
@@ -18,8 +18,9 @@ import numpy as np
 import numpy.typing as npt
 
 from geartrain.ams.client.hosted_calls import HostedCalls
-from geartrain.ams.client.row_calls import CHECK_FINITE, CHECK_PRODUCT, NO_CHECK, RowCalls, RowParts, facts_of
-from geartrain.ams.client.row_futures import Sendable
+from geartrain.ams.client.rows.row_calls import RowCalls
+from geartrain.ams.client.rows.row_futures import Sendable
+from geartrain.ams.client.rows.row_parts import CHECK_FINITE, CHECK_PRODUCT, NO_CHECK, RowParts, facts_of
 from geartrain.ams.client.shard_calls import ShardCalls
 from geartrain.ams.client.writes import ClientStream, Numbers, RowWrite
 from geartrain.ams.kernels import ops
@@ -106,7 +107,7 @@ class Table:
 
     def pull_async(self, ids: Any) -> Future[Any]:
         """:meth:`pull` in the background: sent at once where the request is small and shards are other processes."""
-        if not self._calls.rows.sends_at_once(8 * _count(ids)):
+        if not self._sends_at_once(ids):
             return self._calls.background(self.pull, ids)
 
         def prepared() -> Sendable:
@@ -185,7 +186,7 @@ class Table:
         self, ids: Ids, out: npt.NDArray[Any], *, required_sync: SyncGroup | None = None
     ) -> Future[None]:
         """:meth:`pull_into` in the background; ``out`` must be left alone until the future is done."""
-        if not self._calls.rows.sends_at_once(8 * _count(ids)):
+        if not self._sends_at_once(ids):
             return self._calls.background(self.pull_into, ids, out, required_sync=required_sync)
 
         def prepared() -> Sendable:
@@ -239,7 +240,7 @@ class Table:
 
         Waits while ``max_in_flight_writes`` of the client's are on their way.
         """
-        if not self._calls.rows.sends_at_once((8 + 4 * self.spec.dim) * _count(ids)):
+        if not self._sends_at_once(ids):
             return self._calls.background(self.push, ids, gradients, lr=lr, scale=scale, sequence=sequence)
         return self._calls.rows.begin(lambda: self._push(ids, gradients, sequence, lr, scale).to_begin())
 
@@ -290,6 +291,10 @@ class Table:
             step_goes_on=step_goes_on,
             known_distinct=known_distinct,
         )
+
+    def _sends_at_once(self, ids: Any) -> bool:
+        # Rows that come are counted as those that go: one thread copies all replies to where they are wanted.
+        return self._calls.rows.sends_at_once((8 + self.spec.row_bytes) * _count(ids))
 
     def _check_on_send(self, group: SyncGroup | None) -> int:
         # All or nothing: a shard looks for itself, so what goes to one shard at once need not be looked at twice.

@@ -15,8 +15,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from geartrain.ams.client.row_calls import Call, Delivered, RowCalls, RowParts, row_parts
-from geartrain.ams.client.row_futures import RowFuture, Sendable
+from geartrain.ams.client.rows.row_calls import RowCalls
+from geartrain.ams.client.rows.row_futures import RowFuture, Sendable
+from geartrain.ams.client.rows.row_parts import Call, Delivered, RowParts, row_parts
 from geartrain.ams.kernels._core import ScatteredRows
 from geartrain.ams.observe import failpoints
 from geartrain.ams.values.arguments import checked_name, integer

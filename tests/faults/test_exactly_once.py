@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from geartrain.ams.client.cluster import Cluster, connect
-from geartrain.ams.client.row_calls import RowCalls
+from geartrain.ams.client.rows.row_calls import RowCalls
 from geartrain.ams.kernels import _core
 from geartrain.ams.rpc.payload import data_plane
 from geartrain.ams.scheduler.service import SchedulerServer

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from geartrain.ams.client.cluster import Cluster
-from geartrain.ams.client.row_calls import RowCalls
+from geartrain.ams.client.rows.row_calls import RowCalls
 from geartrain.ams.client.shard_calls import ShardCalls
 from geartrain.ams.values.errors import ShardUnavailable
 from geartrain.ams.values.optimizers.registry import SGD

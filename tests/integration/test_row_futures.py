@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from geartrain.ams.client.cluster import Cluster
-from geartrain.ams.client.row_futures import RowFuture
+from geartrain.ams.client.rows.row_futures import RowFuture
 from geartrain.ams.observe import failpoints
 from geartrain.ams.values.errors import InvalidIds, NonFinite, Unavailable
 from geartrain.ams.values.optimizers.registry import SGD

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import geartrain as gt
-from geartrain.ams.client.row_calls import RowParts
+from geartrain.ams.client.rows.row_parts import RowParts
 from geartrain.ams.values.errors import NonFinite, RankMissing, StepPartlyApplied
 from geartrain.ams.values.shard_messages import SyncGroup
 from tests.integration import sync_script

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 import geartrain as gt
 from geartrain.ams.client.cluster import Cluster
 from geartrain.ams.kernels import _core
+from geartrain.ams.observe import failpoints
 from geartrain.ams.values.errors import InvalidArgument, NonFinite, TableNotFound
 from geartrain.ams.values.specs import DTYPES, DTypeName
 
@@ -195,6 +196,29 @@ def test_a_push_sent_again_is_the_same_bytes_and_one_never_sent_leaves_no_trace(
             narrow.push([1], np.zeros((1, 4), np.float32))
         assert (table.pull([1]) != after_one).all()
         np.testing.assert_allclose(table.pull([1]), -1 / 3, atol=1e-7)
+
+
+def test_a_push_that_is_refused_leaves_no_trace() -> None:
+    with gt.local(stream="job") as cluster:
+        table = cluster.create_table("t", dim=2, optimizer=gt.SGD(1.0), initializer=gt.Constant(0.0))
+        narrow, ids, small = table.with_wire("bfloat16"), [1], np.full((1, 2), 1.001, np.float32)
+        narrow.push(ids, small)
+        with pytest.raises(InvalidArgument, match="sequence"):
+            narrow.push(ids, np.full((1, 2), 1001.0, np.float32), sequence=10**9)
+        narrow.push(ids, np.zeros((1, 2), np.float32))
+        np.testing.assert_allclose(table.pull(ids), -small, atol=1e-4)
+
+
+def test_a_push_that_was_sent_and_broken_off_keeps_what_it_cut_off() -> None:
+    with gt.local() as cluster:
+        table = cluster.create_table("t", dim=2, optimizer=gt.SGD(1.0), initializer=gt.Constant(0.0))
+        narrow, ids, small = table.with_wire("bfloat16"), [1], np.full((1, 2), 1.001, np.float32)
+        write = narrow.prepare_push(ids, small)
+        with failpoints.armed("client.reply.after=error"), pytest.raises(gt.errors.ShardUnavailable):
+            write.send()
+        write.abandon()
+        narrow.push(ids, np.zeros((1, 2), np.float32))
+        np.testing.assert_allclose(table.pull(ids), -small, atol=1e-4)
 
 
 def test_what_was_cut_off_before_a_restore_is_not_added_after_it(tmp_path: Path) -> None:

@@ -1,10 +1,10 @@
 """The data plane, from the client's end: pulls, pushes and assigns go to a shard in frames, by compiled code.
 
 A client asks the shard for a connection over gRPC, on a thread; nobody waits for that: until it is there, and wherever
-it cannot be, calls are messages. Who calls over it is compiled code (``ams/client/row_calls.py``). Frames and memory
-are those of docs/explanation/frames.md. On the shard's machine a call whose reply does not come in time leaves its
-memory to the shard for good; elsewhere it ends the connection, and for a while there is none. A forked child has none
-of its parent's connections.
+it cannot be, calls are messages. Who calls over it is compiled code (``ams/client/rows/row_calls.py``). Frames and
+memory are those of docs/explanation/frames.md. On the shard's machine a call whose reply does not come in time leaves
+its memory to the shard for good; elsewhere it ends the connection, and for a while there is none. A forked child has
+none of its parent's connections.
 """
 
 from __future__ import annotations

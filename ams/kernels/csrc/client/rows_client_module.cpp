@@ -1,4 +1,4 @@
-// The client in Python: what it is given and hands back; who decides on another attempt is ams/client/row_calls.py.
+// The client in Python: what it is given and hands back; who decides on another attempt is ams/client/rows/row_calls.py.
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>

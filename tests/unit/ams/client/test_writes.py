@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from geartrain.ams.client import writes
-from geartrain.ams.client.row_calls import Delivered
+from geartrain.ams.client.rows.row_parts import Delivered
 from geartrain.ams.client.writes import Write, WriteStream
 from geartrain.ams.values.shard_messages import Done
 

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import geartrain as gt
-from geartrain.ams.client.row_calls import Delivered, RowCalls
+from geartrain.ams.client.rows.row_calls import RowCalls
+from geartrain.ams.client.rows.row_parts import Delivered
 from geartrain.ams.client.shard_calls import ShardCalls
 from geartrain.ams.values.errors import NonFinite, ShardUnavailable
 from geartrain.bridge.dense.layout import Layout

@@ -16,7 +16,8 @@ from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, StepLR
 
 import geartrain as gt
 from geartrain.ams.client.cluster import Cluster
-from geartrain.ams.client.row_calls import Delivered, RowCalls
+from geartrain.ams.client.rows.row_calls import RowCalls
+from geartrain.ams.client.rows.row_parts import Delivered
 from geartrain.ams.values.errors import InvalidArgument, NonFinite, ShardUnavailable
 from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
 from geartrain.ams.values.shard_messages import Done

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from geartrain.ams.client.cluster import Cluster, local
-from geartrain.ams.client.row_calls import RowCalls
+from geartrain.ams.client.rows.row_calls import RowCalls
 from geartrain.ams.programs.selection import FullSoftmax, PartialFC
 from geartrain.ams.values.errors import InvalidArgument, NonFinite, ShardUnavailable, TableNotFound
 from geartrain.ams.values.optimizers.registry import SGD

@@ -1,6 +1,6 @@
 """Pulls, pushes and assigns of rows: each is one call of compiled code, which sends to all shards at once.
 
-Or only sent so: :mod:`~geartrain.ams.client.row_futures` has the replies brought then.
+Or only sent so: :mod:`~geartrain.ams.client.rows.row_futures` has the replies brought then.
 
 That is the first attempt. What it does not bring to its end, shard by shard, is left to
 :class:`~geartrain.ams.client.shard_calls.ShardCalls`: whether to ask again, for how long, and by which way.
@@ -12,14 +12,15 @@ the wait within 0.1 s, and the caller's arrays are its own then.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from geartrain.ams.client.row_futures import RowFuture, RowFutures, Sendable
+from geartrain.ams.client.rows.row_futures import RowFuture, RowFutures, Sendable
+from geartrain.ams.client.rows.row_parts import Call, Delivered, RowParts, Shards, joint, row_parts
 from geartrain.ams.kernels import ops
 from geartrain.ams.kernels._core import PreparedWrite, Residuals, RowsClient, ScatteredRows, TableFacts
 from geartrain.ams.rpc.carrier import AttemptFailed, ShardCarrier
@@ -29,96 +30,18 @@ from geartrain.ams.values.config import ClientConfig
 from geartrain.ams.values.interrupts import BrokenOff, BufferLease, held, shielded
 from geartrain.ams.values.placement import split_by_shard
 from geartrain.ams.values.scheduler_messages import ClusterView
-from geartrain.ams.values.shard_messages import Assign, CallContext, Done, Pull, Push, Reply, Request, SyncGroup
-from geartrain.ams.values.specs import DTYPES, Ids, TableSpec, WireFormat
+from geartrain.ams.values.shard_messages import Assign, CallContext, Done, Pull, Push, Reply, SyncGroup
+from geartrain.ams.values.specs import DTYPES, Ids
 
-Call = tuple[int, Request]
-Bits = npt.NDArray[Any]
 _DTYPES = tuple(DTYPES.values())
-
+_NO_WATCH: AbstractContextManager[None] = nullcontext()
 _MOST_SENT_BYTES = 256 << 10
 """What a caller that does not wait sends by itself; more is sent from the background."""
-
-NO_CHECK, CHECK_PRODUCT, CHECK_FINITE = 0, 1, 2
-"""What is looked for in the rows of a write: nothing; that the largest times ``scale`` is finite; that all are, too."""
-
-
-def facts_of(spec: TableSpec, wire: WireFormat | None) -> TableFacts:
-    """Return what compiled code knows of a table; ``wire``: how its rows travel, None: as they are."""
-    code = ops.DTYPE_CODES[spec.numpy_dtype]
-    wire_code = code if wire is None else ops.DTYPE_CODES[DTYPES[wire.dtype]]
-    return TableFacts(spec.name, spec.dim, code, spec.num_rows is not None, wire_code)
-
-
-class Delivered(NamedTuple):
-    """What became of the calls of one write."""
-
-    done: Done
-    """The joint reply of the shards that have answered."""
-    failed: list[tuple[Call, BaseException]]
-    """The calls of the others, each with its error."""
-
-
-def joint(calls: Sequence[Call], outcomes: Sequence[object]) -> Delivered:
-    """Sum up the outcomes of calls: a :class:`Done` or an error each."""
-    created, duplicate, failed = 0, False, []
-    for call, outcome in zip(calls, outcomes, strict=True):
-        if isinstance(outcome, Done):
-            created += outcome.created
-            duplicate |= outcome.duplicate
-        elif isinstance(outcome, BaseException):
-            failed.append((call, outcome))
-    return Delivered(Done(created=created, duplicate=duplicate), failed)
-
-
-Shards = Sequence[int]
-
 RowAttempt = Callable[[int, BufferLease | None, float], Done | None]
 """One more attempt at a shard, while the lease lasts, for so many seconds; None: no compiled code leads there.
 
 Raises AttemptFailed, the error of the shard, and BrokenOff.
 """
-
-
-class RowParts:
-    """The calls of one write of rows: its parts, cut once, and what they ask of the shards."""
-
-    def __init__(
-        self,
-        prepared: PreparedWrite,
-        request: Callable[[Ids, npt.NDArray[Any]], Push | Assign],
-        shards: Shards | None = None,
-    ) -> None:
-        """``shards``: those that have not answered; None: nothing was sent yet."""
-        self.prepared = prepared
-        self._request = request
-        self.shards = shards
-
-    def __len__(self) -> int:
-        return self.prepared.num_parts if self.shards is None else len(self.shards)
-
-    def only(self, shards: Shards) -> RowParts:
-        """Those that go to some shards."""
-        return RowParts(self.prepared, self._request, shards)
-
-    def take_back(self) -> None:
-        """It was never sent, and will not be: what rounding cuts off later gradients is as if it had not been made."""
-        self.prepared.take_back()
-
-    def calls(self) -> list[Call]:
-        """The same as requests of Python, with arrays of their own."""
-        calls: list[Call] = []
-        for index, shard in enumerate(self.prepared.shards):
-            if self.shards is None or shard in self.shards:
-                _, ids, bits, code = self.prepared.part(index)
-                calls.append((shard, self._request(ids, bits.view(_DTYPES[code]))))
-        return calls
-
-
-def row_parts(pending: RowParts | Sequence[Call]) -> RowParts:
-    """Return the calls of a write of rows as what they are."""
-    assert isinstance(pending, RowParts)
-    return pending
 
 
 class RetriedCalls(Protocol):
@@ -214,8 +137,7 @@ class RowCalls:
         self._calls.require_usable()
         undone: list[tuple[int, Any]] | None = None
         if self._has_a_way():
-            watch = _Watch(self._calls) if self._calls.remote else None
-            try:
+            with self._watch() as watch:
                 if isinstance(out, ScatteredRows):
                     undone = self._client.pull_scattered(
                         table, table_incarnation, ids, out, required_sync, self._seconds, watch
@@ -226,9 +148,6 @@ class RowCalls:
                     undone = self._client.pull(
                         table, table_incarnation, ids, bits, code, bits_present, required_sync, self._seconds, watch
                     )
-            finally:
-                if watch is not None:
-                    watch.end()
             if self._pulled(table, ids, undone):
                 return
         if not isinstance(out, ScatteredRows):
@@ -243,25 +162,23 @@ class RowCalls:
     def pull_together(self, pulls: Sequence[tuple[TableFacts, int, Ids, npt.NDArray[Any]]]) -> None:
         """:meth:`pull` of (table, incarnation, distinct ids, out) each: one request to each shard for all of them.
 
-        Raises the first error of a shard, after all were read that could be.
+        Raises the first error of a shard; the rows of the shards that have answered are read then.
         """
         self._calls.require_usable()
-        undone: Sequence[list[tuple[int, Any]] | None] = [[]] * len(pulls)
-        if is_asked := self._has_a_way():
-            watch = _Watch(self._calls) if self._calls.remote else None
-            requests = [(table, number, ids, *ops.as_bits(out, "out")) for table, number, ids, out in pulls]
-            try:
-                undone = self._client.pull_together(requests, self._seconds, watch)
-            finally:
-                if watch is not None:
-                    watch.end()
+        if not self._has_a_way():
+            for table, number, ids, out in pulls:
+                self._pull_again(table, number, ids, out, None, None, None)
+            return
+        requests = [(table, number, ids, *ops.as_bits(out, "out")) for table, number, ids, out in pulls]
+        with self._watch() as watch:
+            undone = self._client.pull_together(requests, self._seconds, watch)
         for (table, number, ids, out), left in zip(pulls, undone, strict=True):
-            if not (is_asked and self._pulled(table, ids, left)):
-                self._pull_again(table, number, ids, out, None, None, left if is_asked else None)
+            if not self._pulled(table, ids, left):
+                self._pull_again(table, number, ids, out, None, None, left)
 
     def sends_at_once(self, num_bytes: int) -> bool:
-        """Whether a request of so many bytes is one for :meth:`begin`: every shard is behind a connection, and it is
-        small. Shards of this process have nothing sent.
+        """Whether a request of so many bytes, with those of its reply, is one for :meth:`begin`: it is small, and every
+        shard is behind a connection. Shards of this process have nothing sent.
         """
         if not self._calls.remote or num_bytes > _MOST_SENT_BYTES:
             return False
@@ -366,23 +283,19 @@ class RowCalls:
         self._calls.require_usable()
         if parts.shards is not None or not self._has_a_way():
             return self.deliver(parts, context), None
-        watch = _Watch(self._calls) if self._calls.remote else None
-        try:
+        with self._watch() as watch:
             reply, writes = self._client.write_and_pull(parts.prepared, context, out, self._seconds, watch)
-        finally:
-            if watch is not None:
-                watch.end()
         return self.delivered(parts, context, reply), writes
 
     def _written(self, writes: Sequence[tuple[RowParts, CallContext]], shards: Shards = ()) -> list[Any]:
         """The replies to first attempts."""
-        watch = _Watch(self._calls) if self._calls.remote else None
         calls = [(parts.prepared, context) for parts, context in writes]
-        try:
+        with self._watch() as watch:
             return self._client.write(calls, self._seconds, watch, shards)
-        finally:
-            if watch is not None:
-                watch.end()
+
+    def _watch(self) -> AbstractContextManager[_Watch | None]:
+        """For as long as a first attempt lasts; nobody is silent in this process."""
+        return _Watch(self._calls) if self._calls.remote else _NO_WATCH
 
     @property
     def _seconds(self) -> float:
@@ -550,6 +463,12 @@ class _Watch:
             self(waiting)
         else:
             self.end()
+
+    def __enter__(self) -> _Watch:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
 
     def end(self) -> None:
         """The call is over."""

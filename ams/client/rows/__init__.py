@@ -1,0 +1,1 @@
+"""Rows pulled, pushed and assigned by one call of compiled code to all shards."""

@@ -1,0 +1,89 @@
+"""A write of rows, cut by shard: what goes to each, and what became of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy.typing as npt
+
+from geartrain.ams.kernels import ops
+from geartrain.ams.kernels._core import PreparedWrite, TableFacts
+from geartrain.ams.values.shard_messages import Assign, Done, Push, Request
+from geartrain.ams.values.specs import DTYPES, Ids, TableSpec, WireFormat
+
+Call = tuple[int, Request]
+Shards = Sequence[int]
+_DTYPES = tuple(DTYPES.values())
+
+NO_CHECK, CHECK_PRODUCT, CHECK_FINITE = 0, 1, 2
+"""What is looked for in the rows of a write: nothing; that the largest times ``scale`` is finite; that all are, too."""
+
+
+def facts_of(spec: TableSpec, wire: WireFormat | None) -> TableFacts:
+    """Return what compiled code knows of a table; ``wire``: how its rows travel, None: as they are."""
+    code = ops.DTYPE_CODES[spec.numpy_dtype]
+    wire_code = code if wire is None else ops.DTYPE_CODES[DTYPES[wire.dtype]]
+    return TableFacts(spec.name, spec.dim, code, spec.num_rows is not None, wire_code)
+
+
+class Delivered(NamedTuple):
+    """What became of the calls of one write."""
+
+    done: Done
+    """The joint reply of the shards that have answered."""
+    failed: list[tuple[Call, BaseException]]
+    """The calls of the others, each with its error."""
+
+
+def joint(calls: Sequence[Call], outcomes: Sequence[object]) -> Delivered:
+    """Sum up the outcomes of calls: a :class:`Done` or an error each."""
+    created, duplicate, failed = 0, False, []
+    for call, outcome in zip(calls, outcomes, strict=True):
+        if isinstance(outcome, Done):
+            created += outcome.created
+            duplicate |= outcome.duplicate
+        elif isinstance(outcome, BaseException):
+            failed.append((call, outcome))
+    return Delivered(Done(created=created, duplicate=duplicate), failed)
+
+
+class RowParts:
+    """The calls of one write of rows: its parts, cut once, and what they ask of the shards."""
+
+    def __init__(
+        self,
+        prepared: PreparedWrite,
+        request: Callable[[Ids, npt.NDArray[Any]], Push | Assign],
+        shards: Shards | None = None,
+    ) -> None:
+        """``shards``: those that have not answered; None: nothing was sent yet."""
+        self.prepared = prepared
+        self._request = request
+        self.shards = shards
+
+    def __len__(self) -> int:
+        return self.prepared.num_parts if self.shards is None else len(self.shards)
+
+    def only(self, shards: Shards) -> RowParts:
+        """Those that go to some shards."""
+        return RowParts(self.prepared, self._request, shards)
+
+    def take_back(self) -> None:
+        """It was never sent, and will not be: what rounding cuts off later gradients is as if it had not been made."""
+        self.prepared.take_back()
+
+    def calls(self) -> list[Call]:
+        """The same as requests of Python, with arrays of their own."""
+        calls: list[Call] = []
+        for index, shard in enumerate(self.prepared.shards):
+            if self.shards is None or shard in self.shards:
+                _, ids, bits, code = self.prepared.part(index)
+                calls.append((shard, self._request(ids, bits.view(_DTYPES[code]))))
+        return calls
+
+
+def row_parts(pending: RowParts | Sequence[Call]) -> RowParts:
+    """Return the calls of a write of rows as what they are."""
+    assert isinstance(pending, RowParts)
+    return pending
