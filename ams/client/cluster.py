@@ -318,8 +318,8 @@ class Cluster:
         ``tables`` are the names of those to write; None: all. A shard holds a table for one snapshot at a time: a
         second one of the same table ends the first, one of other tables does not.
         With ``parent``, an earlier snapshot of the same root, only the rows written since are written, and the parent
-        is needed to restore. A shard can tell only what was written since the last snapshot that was completed of a
-        table, or that it was restored from: if that is not the parent, it writes the whole table.
+        is needed to restore. A shard can tell what was written since the last few snapshots of a table that were
+        completed, or that it was restored from: if the parent is none of them, it writes the whole table.
         The graphs of the tables are in it, too, where :attr:`graph` keeps some, as they are when they are written,
         unless ``graphs`` is false. A graph service that does not answer is logged: a graph can be built again.
         Raises InvalidArgument, TableNotFound, SnapshotNotFound or SnapshotDamaged (of the parent), SnapshotFailed (also

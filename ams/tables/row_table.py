@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from geartrain.ams.kernels import _core, ops
 from geartrain.ams.kernels.engine import ServedTable
+from geartrain.ams.tables.moments import KnownMoments
 from geartrain.ams.values.errors import InvalidArgument, InvalidRows
 from geartrain.ams.values.optimizers.spec import NO_SCALARS
 from geartrain.ams.values.specs import DTYPES, Constant, Ids, Initializer, TableSpec, Uniform
@@ -138,9 +139,9 @@ class RowTable:
             raise InvalidArgument(f"owned_buckets must ascend within [0, {ops.NUM_BUCKETS}); it is {owned}")
         self.spec = spec
         self.owned_buckets = owned
-        self.kept_as = ""
-        """Snapshot that holds every row but those written since; empty: none does. Set by who freezes and restores."""
         self._store = _store(spec, owned, threads, window)
+        self.moments = KnownMoments(self._store.forget_moment)
+        """Snapshots and exports that hold every row but those written since. Set by who freezes and restores."""
         self.served = ServedTable(
             name=spec.name,
             incarnation=spec.incarnation,
@@ -349,13 +350,24 @@ class RowTable:
         except ops.Refused as refused:
             self._refuse(refused, ids, "rows")
 
-    def freeze(self, *, only_touched: bool = False) -> int:
+    @property
+    def latest_moment(self) -> int:
+        """Number of the last moment that is known: of a freeze, of :meth:`note_moment`, or 0, when the table was made;
+        -1: all were forgotten."""
+        return self._store.latest_moment
+
+    def note_moment(self) -> int:
+        """Note the present moment for :meth:`freeze`; return its number."""
+        return self._store.note_moment()
+
+    def freeze(self, *, since: int | None = None) -> int:
         """Hold on to all rows as they are now, for :meth:`read_frozen`, while writes go on; return their number.
 
-        With ``only_touched`` only to those written since the last freeze that was kept. Costs a bit per row now, and a
-        copy of each row that is written before it was read. Raises ValueError if the table is frozen already.
+        With ``since`` only to those written since that moment. :attr:`latest_moment` is the number of this one. Costs
+        a bit per row now, and a copy of each row that is written before it was read. Raises ValueError if the table is
+        frozen already, or does not know the moment.
         """
-        return self._store.freeze(only_touched)
+        return self._store.freeze(since)
 
     def read_frozen(
         self, most: int, buckets: npt.NDArray[np.bool_] | None = None, *, out: StoredRows | None = None
@@ -375,7 +387,7 @@ class RowTable:
         return StoredRows(ids, rows, slots, steps).between(0, max(num, 0))
 
     def thaw(self, *, kept: bool) -> None:
-        """End the freeze. If its rows were not kept (``kept=False``) they count as written since the one before."""
+        """End the freeze. If its rows were not kept (``kept=False``) its moment is forgotten."""
         self._store.thaw(kept)
 
     def restore(
@@ -383,7 +395,7 @@ class RowTable:
     ) -> int:
         """Write rows [N, D], slots [N, slot_dim], steps [N] as :meth:`read_frozen` gave them; return the rows created.
 
-        They do not count as written since the last freeze. 16-bit rows of older snapshots come without steps, which
+        They do not count as written since any moment. 16-bit rows of older snapshots come without steps, which
         count as 0. Raises as :meth:`assign`.
         """
         ids = ops.checked_ids(ids)

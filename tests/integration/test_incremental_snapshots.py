@@ -18,7 +18,8 @@ from geartrain.ams.server.freeze.freezes import Freezes
 from geartrain.ams.storage.durable import disk
 from geartrain.ams.storage.snapshot.compaction import compact
 from geartrain.ams.storage.snapshot.folder import latest, list_snapshots, open_snapshot, prune
-from geartrain.ams.storage.snapshot.manifest import ROWS
+from geartrain.ams.storage.snapshot.manifest import ROWS, FileEntry
+from geartrain.ams.tables.moments import MOST_MOMENTS
 from geartrain.ams.values import errors
 from geartrain.ams.values.optimizers.registry import SparseMomentum
 
@@ -135,22 +136,48 @@ def test_a_table_made_anew_shows_no_row_of_the_old_one(tmp_path: Path) -> None:
         assert (len(found["dense"]) >= 300, len(found["hashed"])) == (True, 20)
 
 
-def test_an_increment_follows_only_the_snapshot_that_was_kept_last(tmp_path: Path) -> None:
+def test_increments_of_several_chains_each_hold_what_was_written_since_their_parent(tmp_path: Path) -> None:
     with local(1) as cluster:
         make(cluster, "dense")
-        for step, (name, parent, rows) in enumerate(
-            [("a", None, 20), ("other", None, None), ("b", "a", None), ("c", "a", None), ("d", "c", 20)]
+        written: dict[str, set[int]] = {}
+        for step, (name, parent) in enumerate(
+            [("a", None), ("other", None), ("b", "a"), ("c", "a"), ("o2", "other"), ("d", "c")]
         ):
-            write(cluster, step, "dense")
+            before = contents_in_place(cluster)
+            write(cluster, step, "dense", count=5)
+            changed = {i for i, row in enumerate(contents_in_place(cluster)) if row != before[i]}
             path = cluster.snapshot(tmp_path, name, parent=parent).result(60)
-            manifest = open_snapshot(path).manifest
-            assert rows is None or num_rows(path) == rows
-            assert (manifest.parent is not None) == (name == "d"), "others rest on nothing, and say so"
+            for since in written.values():
+                since.update(changed)
+            assert (open_snapshot(path).manifest.parent is not None) == (parent is not None)
+            assert num_rows(path) >= len(changed)
+            if parent is not None:
+                held = {i for entry in rows_of(path) for i in open_snapshot(path).read(entry)["ids"].tolist()}
+                assert {i for i in held if i < 100} == written[parent]
+            written[name] = set()
+            assert restored(tmp_path, path, 2) == contents(cluster, tmp_path)
+
+
+def test_an_increment_on_a_snapshot_long_past_is_whole(tmp_path: Path) -> None:
+    with local(1) as cluster:
+        make(cluster, "dense")
+        for name in ("a", *map(str, range(MOST_MOMENTS))):
+            write(cluster, 1, "dense")
+            cluster.snapshot(tmp_path, name).result(60)
+        write(cluster, 2, "dense")
+        whole = cluster.snapshot(tmp_path, "b", parent="a").result(60)
+        assert open_snapshot(whole).manifest.parent is None, "it rests on nothing, and says so"
+        assert restored(tmp_path, whole, 2) == contents(cluster, tmp_path)
+        following = cluster.snapshot(tmp_path, "c", parent="5").result(60)
+        assert open_snapshot(following).manifest.parent is not None
         with pytest.raises(errors.SnapshotNotFound, match="nowhere"):
             cluster.snapshot(tmp_path, "e", parent="nowhere")
         with pytest.raises(errors.InvalidArgument, match=r"parent is .*elsewhere.*must be a snapshot in"):
             cluster.snapshot(tmp_path, "e", parent=tmp_path / "elsewhere" / "a")
-        assert restored(tmp_path, tmp_path / "d", 2) == contents(cluster, tmp_path)
+
+
+def rows_of(path: Path) -> list[FileEntry]:
+    return [entry for entry in open_snapshot(path).manifest.files if entry.kind == ROWS]
 
 
 def test_a_shard_that_was_not_told_of_the_parent_writes_all_its_rows(

@@ -36,8 +36,8 @@ _REMEMBERED_FREEZES = 256
 class FrozenTables:
     """Tables of a shard as they were when this was made. Writes go on; :meth:`thaw` ends it.
 
-    Of a table whose last kept freeze is ``parent_id``, only the rows written since are held: they are named in
-    ``deltas``. Any other table is held whole, so that a snapshot never rests on rows that its parent has not.
+    Of a table that knows what was written since ``parent_id`` only those rows are held: they are named in ``deltas``.
+    Any other table is held whole, so that a snapshot never rests on rows that its parent has not.
     """
 
     def __init__(
@@ -46,16 +46,19 @@ class FrozenTables:
         self.snapshot_id = snapshot_id
         self._marks = marks
         """JSON values that belong to the moment."""
-        self.deltas = tuple(name for name, table in tables.items() if parent_id and table.kept_as == parent_id)
+        since = {name: table.moments.number_of(parent_id) for name, table in tables.items()}
+        self.deltas = tuple(name for name, moment in since.items() if moment is not None)
+        self._parent_id = parent_id
         self._tables: dict[str, RowTable] = {}
+        self._moments: dict[str, int] = {}
         self._num_rows: dict[str, int] = {}
         self._is_thawed = False
         self._lock = threading.Lock()
         """Between a read of rows and the end of the freeze: a table may be frozen anew, for another, right after it."""
         try:
             for name, table in tables.items():
-                self._num_rows[name] = table.freeze(only_touched=name in self.deltas)
-                self._tables[name] = table
+                self._num_rows[name] = table.freeze(since=since[name])
+                self._tables[name], self._moments[name] = table, table.latest_moment
         except BaseException:
             self.thaw(kept=False)
             raise
@@ -106,10 +109,10 @@ class FrozenTables:
             if self._is_thawed:
                 return
             self._is_thawed = True
-            for table in self._tables.values():
+            for name, table in self._tables.items():
                 table.thaw(kept=kept)
                 if kept:
-                    table.kept_as = self.snapshot_id
+                    table.moments.note(self.snapshot_id, self._moments[name], parent_id=self._parent_id)
 
     def _require_frozen(self) -> None:
         if self._is_thawed:

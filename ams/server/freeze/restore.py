@@ -104,7 +104,7 @@ class Restores:
                 continue
             # Whoever holds or has kept it from before means a table without these rows.
             self._freezes.end_of_table(name)
-            table.rows.kept_as = ""
+            table.rows.moments.forget_all()
             table.restored_from, table.is_whole = folder, False
 
 
@@ -179,7 +179,8 @@ def restore_tables(
                 failpoints.reach("restore.block.after")
         with turn:
             # A table that was kept before may hold other rows, which count as written only since then.
-            table.kept_as = table.kept_as or snapshot.manifest.moment_id
+            if not table.moments:
+                table.moments.note(snapshot.manifest.moment_id, table.note_moment())
     return num_read
 
 

@@ -31,8 +31,6 @@ class FrozenRows {
         copies_(std::move(room)) {}
 
   int64_t num_members() const { return num_members_; }
-  // What was touched since the moment before it; the table's to fill and to take back.
-  Bits& touched_before() { return touched_before_; }
   // The memory that was used, for the next moment: fresh pages cost a push more than the copies. Bounded, so that a
   // moment at which every row was written does not hold as much for good.
   SlabArray take_room() {
@@ -109,7 +107,6 @@ class FrozenRows {
   Bits in_place_;  // of the members: neither copied aside nor read yet
   int64_t num_members_;
   int64_t only_in_place_;
-  Bits touched_before_;
   SlabArray copies_;
   IdIndex aside_;  // positions, by place in copies_
   std::array<uint8_t, kNumBuckets> wanted_ = filled();

@@ -128,7 +128,7 @@ int64_t RowStore::memory_bytes() const {
   // What a freeze copied aside, and the memory it leaves to the next one, are not small beside the rows.
   const int64_t aside = frozen_ ? std::max(room_items_, frozen_->num_aside()) : room_items_;
   return (items + aside) * static_cast<int64_t>(row_bytes() + slot_bytes() + step_bytes()) +
-         (frozen_ && frozen_->num_aside() > 0 ? frozen_->index_bytes() : 0) +
+         (frozen_ && frozen_->num_aside() > 0 ? frozen_->index_bytes() : 0) + moments_.memory_bytes() +
          std::visit([](const auto& directory) { return directory.memory_bytes(); }, directory_);
 }
 
@@ -283,7 +283,7 @@ void RowStore::reserve(const std::vector<int64_t>& missing) {
     growth.emplace(*items_).take(positions, [&](int64_t item) { ensure_item(item, news); });
   else
     for (int64_t position : positions) ensure_item(position, news);
-  for (int64_t position : positions) ensure_touchable(position);
+  for (int64_t position : positions) moments_.written().ensure(position);
   std::visit([&](auto& directory) { directory.reserve(static_cast<int64_t>(missing.size()), news); }, directory_);
   news.keep();
   if (growth)
@@ -388,7 +388,7 @@ int64_t RowStore::push(const int64_t* ids, int64_t count, const Gradients& gradi
   before_writes(found.positions, unlocked.get());
   before_writes(overdue.positions, unlocked.get());
   // From here on nothing can fail.
-  for (int64_t position : overdue.positions) touched_.set(position);
+  for (int64_t position : overdue.positions) moments_.written().set(position);
   const int64_t* positions = found.positions.data();
   const Lookahead lookahead;
   const auto copy = static_cast<size_t>(count) * row_bytes() >= kStreamedBytes ? kernels().copy_streaming : copy_to_cache;
@@ -426,7 +426,7 @@ int64_t RowStore::write_blocks(const int64_t* ids, Resolved& found, float* buffe
   int64_t *positions = found.positions.data(), created = 0;
   const size_t bytes = 2 * row_bytes();
   if (found.missing.empty()) {
-    for (int64_t i = 0; i < count; ++i) touched_.set(positions[i]);
+    for (int64_t i = 0; i < count; ++i) moments_.written().set(positions[i]);
     fan_out(count, static_cast<size_t>(count) * bytes, spec_.threads, write, pauses);
     return 0;
   }
@@ -436,7 +436,7 @@ int64_t RowStore::write_blocks(const int64_t* ids, Resolved& found, float* buffe
     if (begin > 0 && pauses->are_wanted()) pauses->pause();
     const int64_t size = std::min(block, count - begin);
     created += create_missing(ids + begin, positions + begin, size, buffer);
-    for (int64_t i = begin; i < begin + size; ++i) touched_.set(positions[i]);
+    for (int64_t i = begin; i < begin + size; ++i) moments_.written().set(positions[i]);
     fan_out(size, static_cast<size_t>(size) * bytes, spec_.threads,
             [&](int64_t from, int64_t to, int64_t thread) { write(begin + from, begin + to, thread); });
   }
@@ -558,17 +558,12 @@ int64_t RowStore::assign(const int64_t* ids, int64_t count, const char* rows, Pa
   return write_blocks(ids, found, nullptr, write, unlocked.get());
 }
 
-// Makes sure that rows that are about to be written (-1: one that is not there yet) can be noted as touched, and keeps what
+// Makes sure that rows that are about to be written (-1: one that is not there yet) can be noted as written, and keeps what
 // they were for a freeze under way. Throws std::bad_alloc, and then no row has changed.
 void RowStore::before_writes(const std::vector<int64_t>& positions, Pauses* pauses) {
   for (int64_t position : positions)
-    if (position >= 0) ensure_touchable(position);
+    if (position >= 0) moments_.written().ensure(position);
   if (frozen_) keep_aside(positions, pauses);
-}
-
-void RowStore::ensure_touchable(int64_t position) {
-  touched_.ensure(position);
-  if (frozen_) frozen_->touched_before().ensure(position);  // so that the two can be joined whatever happens
 }
 
 void RowStore::keep_aside(const std::vector<int64_t>& positions, Pauses* pauses) {
@@ -592,15 +587,40 @@ void RowStore::keep_aside(const std::vector<int64_t>& positions, Pauses* pauses)
   fan_out(static_cast<int64_t>(positions.size()), positions.size() * (row_bytes() + slot_bytes()), 1, keep, pauses);
 }
 
-int64_t RowStore::freeze(bool only_touched) {
+int64_t RowStore::freeze(std::optional<int64_t> since) {
   std::unique_lock lock(mutex_);
-  Bits members = only_touched ? touched_.copy()
-                              : std::visit([](const auto& directory) { return directory.present(); }, directory_);
+  Bits members = since ? moments_.since(*since)
+                       : std::visit([](const auto& directory) { return directory.present(); }, directory_);
   if (!room_) room_.emplace(static_cast<int64_t>(row_bytes() + slot_bytes() + step_bytes()), INT64_MAX);
   frozen_.emplace(std::move(members), std::move(*room_));
   room_.reset();
-  std::swap(frozen_->touched_before(), touched_);
+  try {
+    frozen_at_ = moments_.note();
+  } catch (const std::bad_alloc&) {
+    frozen_.reset();
+    throw;
+  }
   return frozen_->num_members();
+}
+
+int64_t RowStore::note_moment() {
+  std::unique_lock lock(mutex_);
+  return moments_.note();
+}
+
+int64_t RowStore::latest_moment() const {
+  std::shared_lock lock(mutex_);
+  return moments_.latest();
+}
+
+bool RowStore::knows_moment(int64_t moment) const {
+  std::shared_lock lock(mutex_);
+  return moments_.knows(moment);
+}
+
+void RowStore::forget_moment(int64_t moment) {
+  std::unique_lock lock(mutex_);
+  moments_.forget(moment);
 }
 
 bool RowStore::is_frozen() const {
@@ -638,10 +658,7 @@ int64_t RowStore::read_frozen(int64_t most, const uint8_t* buckets, int64_t* ids
 void RowStore::thaw(bool kept) {
   std::unique_lock lock(mutex_);
   if (!frozen_) return;
-  if (!kept) {
-    frozen_->touched_before().add(touched_);
-    touched_ = std::move(frozen_->touched_before());
-  }
+  if (!kept) moments_.forget(frozen_at_);
   const int64_t used = std::max(room_items_, frozen_->num_aside());
   room_ = frozen_->take_room();
   room_items_ = std::min(used, room_->capacity());

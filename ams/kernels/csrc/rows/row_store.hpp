@@ -17,6 +17,7 @@
 #include "machine/pauses.hpp"
 #include "optimizers/optimizer.hpp"
 #include "rows/frozen_rows.hpp"
+#include "rows/moments.hpp"
 #include "rows/step_history.hpp"
 #include "values/initial_values.hpp"
 #include "values/kernels.hpp"
@@ -87,18 +88,24 @@ class RowStore {
   // `rows` are of the table's dtype; the slots of assigned rows become zero. Returns the number of rows created.
   int64_t assign(const int64_t* ids, int64_t count, const char* rows, Pauses* pauses = nullptr);
 
-  // The rows as they are now, or only those written since the last freeze, can be read from here on while writes go on.
-  // Returns their number. One freeze at a time.
-  int64_t freeze(bool only_touched);
+  // The rows as they are now, or only those written since a moment that is known, can be read from here on while writes go on.
+  // Returns their number; latest_moment() is the moment then. One freeze at a time.
+  int64_t freeze(std::optional<int64_t> since);
   bool is_frozen() const;
   // Copies up to `most` frozen rows that were not read yet: ids [most], rows [most, D], slots [most, slot_dim] (or null) and row
   // steps [most] (last steps where untouched rows move, updates where those are counted, else null). They are as they lie, not caught up.
   // Only those of `buckets` ([kNumBuckets], 0 where not wanted; null: all), in order of position. Returns how many; -1: that
   // was all. Looks at a bounded number of rows, so that writers do not wait for long: it may return fewer than there are, or 0.
   int64_t read_frozen(int64_t most, const uint8_t* buckets, int64_t* ids, char* rows, char* slots, int64_t* steps);
-  // Ends the freeze. If what was read is not kept, its rows count as touched again.
+  // Ends the freeze. If what was read is not kept, its moment is forgotten.
   void thaw(bool kept);
-  // Writes rows with their slots, as they were frozen; they do not count as touched. Returns the number created.
+  // The moments that `freeze` can be asked for, by number: those noted here and of freezes, until they are forgotten; 0 is when the
+  // store was made.
+  int64_t note_moment();
+  int64_t latest_moment() const;
+  bool knows_moment(int64_t moment) const;
+  void forget_moment(int64_t moment);
+  // Writes rows with their slots, as they were frozen; they do not count as written since any moment. Returns the number created.
   int64_t restore(const int64_t* ids, int64_t count, const char* rows, const char* slots, const int64_t* steps);
   // The steps that `restore`'s last steps count in. Adopted once all rows are restored.
   StepState step_state() const;
@@ -169,7 +176,6 @@ class RowStore {
   int64_t next_present(int64_t from) const;
   int64_t num_rows_there() const;
   void before_writes(const std::vector<int64_t>& positions, Pauses* pauses = nullptr);
-  void ensure_touchable(int64_t position);
   void ensure_item(int64_t item, NewMemory& news);
   void copy_item(int64_t to, int64_t from);
   void clear_item(int64_t item);
@@ -191,8 +197,9 @@ class RowStore {
   int64_t sweep_began_ = 0;  // the step at which it was at position 0
   Magnitudes bounds_;        // of all rows and slots, kept exact enough to prove that a push cannot overflow
   bool bounds_lag_ = false;  // a push has written rows that they do not count yet
-  Bits touched_;  // positions written since the last freeze
+  Moments moments_;
   std::optional<FrozenRows> frozen_;
+  int64_t frozen_at_ = Moments::kNone;     // the moment of `frozen_`
   std::optional<SlabArray> room_;  // what the last freeze kept rows in
   int64_t room_items_ = 0;         // how many items of that memory were ever used
   mutable std::shared_mutex mutex_;

@@ -120,10 +120,11 @@ RowArrays checked_items(const RowStore& store, size_t count, const Array& rows, 
           has_slots ? const_cast<char*>(static_cast<const char*>(slots->data())) : nullptr};
 }
 
-int64_t freeze(RowStore& store, bool only_touched) {
+int64_t freeze(RowStore& store, std::optional<int64_t> since) {
   require(!store.is_frozen(), "the table is frozen already");
+  require(!since || store.knows_moment(*since), "the table does not know what was written since that moment");
   WithoutInterpreter release;
-  return store.freeze(only_touched);
+  return store.freeze(since);
 }
 
 void require_steps(const RowStore& store, size_t count, size_t steps, bool given) {
@@ -197,7 +198,10 @@ void bind_row_store(nb::module_& m) {
       .def("make_room", &make_room, nb::arg("ids").noconvert())
       .def("make_room_to_keep", &RowStore::make_room_to_keep, nb::arg("count"), nb::call_guard<WithoutInterpreter>())
       .def("assign", &assign, nb::arg("ids").noconvert(), nb::arg("rows").noconvert())
-      .def("freeze", &freeze, nb::arg("only_touched"))
+      .def("freeze", &freeze, nb::arg("since").none())
+      .def("note_moment", &RowStore::note_moment)
+      .def("forget_moment", &RowStore::forget_moment, nb::arg("moment"))
+      .def_prop_ro("latest_moment", &RowStore::latest_moment)
       .def("read_frozen", &read_frozen, nb::arg("ids").noconvert(), nb::arg("rows").noconvert(), nb::arg("slots").none(),
            nb::arg("steps").noconvert().none(), nb::arg("buckets").noconvert().none())
       .def("thaw", &RowStore::thaw, nb::arg("kept"))

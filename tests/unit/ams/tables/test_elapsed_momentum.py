@@ -188,7 +188,7 @@ def test_a_push_that_would_overflow_a_caught_up_row_is_refused() -> None:
 def copied(table: RowTable, into: RowTable, *, only_touched: bool = False) -> None:
     steps = table.steps
     assert steps is not None
-    table.freeze(only_touched=only_touched)
+    table.freeze(since=table.latest_moment if only_touched else None)
     # Writes that come after the moment, also the sweep's, are not in it.
     table.push(np.array([0, 7]), np.ones((2, DIM), np.float32), ends_step=False)
     while len((part := table.read_frozen(5)).ids):

@@ -85,21 +85,40 @@ def test_what_is_read_is_what_was_there_when_it_froze(
     assert state_now(table) == state_now(twin), "the freeze changed what was written"
 
 
-@settings(deadline=None, max_examples=100)
-@given(num_rows=st.sampled_from([None, 200]), before=WRITES, between=WRITES, kept=st.booleans())
-def test_only_touched_rows_are_those_written_since_the_last_freeze_that_was_kept(
-    num_rows: int | None, before: list[Any], between: list[Any], kept: bool
+@settings(deadline=None, max_examples=150)
+@given(
+    num_rows=st.sampled_from([None, 200]),
+    rounds=st.lists(st.tuples(WRITES, st.sampled_from(["kept", "given up"]), st.integers(0, 9)), max_size=6),
+    forgotten=st.lists(st.integers(0, 6), max_size=3),
+)
+def test_a_freeze_since_a_moment_holds_the_rows_written_since_whatever_was_forgotten_between(
+    num_rows: int | None, rounds: list[Any], forgotten: list[int]
 ) -> None:
     table = make_table(num_rows)
-    for number, (ids, assigns, _) in enumerate(before):
-        write(table, ids, number, assigns=assigns)
-    table.freeze()
-    table.thaw(kept=kept)
-    for number, (ids, assigns, _) in enumerate(between):
-        write(table, ids, 100 + number, assigns=assigns)
-    table.freeze(only_touched=True)
-    touched = {i for ids, _, _ in between + ([] if kept else before) for i in ids}
-    assert set(rest_of(table)) == touched
+    written: dict[int, set[int]] = {table.latest_moment: set()}
+    for number, (writes, end, asked) in enumerate(rounds):
+        for ids, assigns, _ in writes:
+            write(table, ids, number, assigns=assigns)
+            for since in written.values():
+                since.update(ids)
+        moment = sorted(written)[asked % len(written)] if written else None
+        table.freeze(since=moment)
+        if moment is not None:
+            assert set(rest_of(table)) == written[moment]
+        written[table.latest_moment] = set()
+        if end != "kept":
+            del written[table.latest_moment]
+        table.thaw(kept=end == "kept")
+        for gone in forgotten:
+            if number == gone and len(written) > 1:
+                table._store.forget_moment(first := sorted(written)[gone % len(written)])
+                del written[first]
+                with pytest.raises(ValueError, match="does not know"):
+                    table.freeze(since=first)
+    for moment, ids in written.items():
+        table.freeze(since=moment)
+        assert set(rest_of(table)) == ids
+        table.thaw(kept=False)
 
 
 @pytest.mark.parametrize("num_rows", [None, 200])
@@ -114,7 +133,7 @@ def test_a_restored_table_goes_on_as_the_first_would_have(
     while len((part := table.read_frozen(11))[0]):
         twin.restore(*part)
     table.thaw(kept=True)
-    assert twin.freeze(only_touched=True) == 0, "restored rows count as written"
+    assert twin.freeze(since=twin.latest_moment) == 0, "restored rows count as written"
     twin.thaw(kept=True)
     for one in (table, twin):
         write(one, list(range(0, 200, 2)), 2)

@@ -55,7 +55,7 @@ class Both:
         elif name == "assign":
             self.each(lambda table: table.assign(ids, rows))
         elif name.startswith("freeze") and not self.frozen:
-            self.each(lambda table: table.freeze(only_touched=name != "freeze"))
+            self.each(lambda table: table.freeze(since=None if name == "freeze" else table.latest_moment))
             self.frozen = True
         elif name == "read" and self.frozen:  # all: the order of two kinds of table differs
             self.each(lambda table: sorted_rows(table.read_frozen(200)))
@@ -128,7 +128,7 @@ table = RowTable(TableSpec(name="t", dim=8, num_rows=num_rows, optimizer=optimiz
 ids = np.array([7, num_rows // 2, num_rows - 1])
 for kept in (True, False):
     table.push(ids, np.ones((3, 8), np.float32))
-    assert table.freeze(only_touched=kept) == 3
+    assert table.freeze(since=table.latest_moment if kept else None) == 3
     table.push(ids, np.ones((3, 8), np.float32))
     assert table.read_frozen(10).ids.tolist() == ids.tolist()
     table.thaw(kept=kept)

@@ -1,0 +1,89 @@
+// Which rows were written since each of several moments, so that several readers ask for what is new to them, none in another's way.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <new>
+#include <utility>
+#include <vector>
+
+#include "index/bits.hpp"
+
+namespace geartrain {
+
+// Moments have ascending numbers. Between two of them that are known lies a set of positions; what was written since a moment is the
+// union of the sets after it. So a moment costs a bit for each row, in pages that a write fell in, and a write notes its rows once.
+class Moments {
+ public:
+  static constexpr int64_t kNone = -1;
+
+  // The positions written since the last moment; the table's to fill.
+  Bits& written() { return written_; }
+  const Bits& written() const { return written_; }
+
+  // Notes the present moment and returns its number. Throws std::bad_alloc, and then nothing has changed.
+  int64_t note() {
+    known_.reserve(known_.size() + 1);
+    if (!known_.empty()) known_.back().written_after = std::move(written_);
+    written_ = Bits();
+    known_.push_back({++last_, Bits()});
+    return last_;
+  }
+  // The last one that is known, or kNone.
+  int64_t latest() const { return known_.empty() ? kNone : known_.back().number; }
+  bool knows(int64_t moment) const { return find(moment) != known_.end(); }
+  // The positions written since a moment that is known. Throws std::bad_alloc.
+  Bits since(int64_t moment) const {
+    Bits all = written_.copy();
+    for (auto at = find(moment); at != known_.end(); ++at) all.add(at->written_after);
+    return all;
+  }
+  // Nobody will ask for what was written since this one any more; without effect if it is not known. Where there is no memory to
+  // join what lies before and after it, older ones are forgotten too.
+  void forget(int64_t moment) noexcept {
+    const auto at = known_.begin() + (find(moment) - known_.cbegin());
+    if (at == known_.end()) return;
+    if (at == known_.begin()) {
+      known_.erase(at);
+      return;
+    }
+    const auto before = at - 1;
+    Bits& after = at + 1 == known_.end() ? written_ : at->written_after;
+    try {
+      after.add(before->written_after);
+    } catch (const std::bad_alloc&) {
+      known_.erase(known_.begin(), at + 1);
+      return;
+    }
+    before->written_after = &after == &written_ ? Bits() : std::move(after);
+    known_.erase(at);
+  }
+  // Of the sets between moments.
+  int64_t memory_bytes() const {
+    int64_t bytes = 0;
+    for (const Known& one : known_) bytes += one.written_after.memory_bytes();
+    return bytes;
+  }
+
+ private:
+  struct Known {
+    int64_t number;
+    Bits written_after;  // before the next one that is known; of the last one they are in `written_`
+  };
+
+  std::vector<Known>::const_iterator find(int64_t moment) const {
+    return std::find_if(known_.begin(), known_.end(), [&](const Known& one) { return one.number == moment; });
+  }
+
+  int64_t last_ = 0;
+  std::vector<Known> known_ = first();  // ascending
+  Bits written_;
+
+  static std::vector<Known> first() {
+    std::vector<Known> known;
+    known.push_back({0, Bits()});
+    return known;
+  }
+};
+
+}  // namespace geartrain
