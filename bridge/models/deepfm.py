@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from geartrain.ams.values.errors import InvalidArgument
+from geartrain.bridge.models.click_model import ClickModel
 from geartrain.bridge.models.inputs import FieldVectors, tower
 
 
-class DeepFM(nn.Module):
+class DeepFM(ClickModel):
     """Click logits of a factorisation machine and a deep network that share their embeddings.
 
         fields = gt.EmbeddingGroup(cluster, "ctr", [gt.Field("user", dim=16), gt.Field("item", dim=16),
@@ -51,7 +52,7 @@ class DeepFM(nn.Module):
         self.deep = tower(sum(self._fields.widths), hidden, dropout)
         self.bias = nn.Parameter(torch.zeros(()))
 
-    def forward(self, vectors: Mapping[str, Tensor]) -> Tensor:
+    def logits(self, vectors: Mapping[str, Tensor]) -> Tensor:
         """Logits [B] of the vectors [B, dim] of each field. Raises InvalidArgument that names a field that is wrong."""
         first_order_B, embedded = self._fields.take(vectors)
         both_BFD = torch.stack(embedded, dim=1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -10,17 +10,25 @@ from torch import Tensor, nn
 from geartrain.ams.values.arguments import integer
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.text import quoted
+from geartrain.bridge.models.activations import ActivationName, activation_of
 
 
 class FieldVectors:
     """Fields of width 1, whose numbers are first-order weights, and the others, whose vectors are embeddings."""
 
-    def __init__(self, model: str, dims: Mapping[str, int]) -> None:
-        """``model`` is named in errors. Raises InvalidArgument unless some field is wider than 1."""
+    def __init__(self, model: str, dims: Mapping[str, int], sequences: Iterable[str] = ()) -> None:
+        """``model`` is named in errors; fields of ``sequences`` are left to it.
+
+        Raises InvalidArgument unless some other field is wider than 1, and every sequence has a dim.
+        """
         if not isinstance(dims, Mapping) or not all(isinstance(name, str) for name in dims):
             raise InvalidArgument(f"dims of {model} is {quoted(dims)}; it must map fields to widths: {{'user': 16}}")
         self._model = model
-        self._dims = {name: integer(f"the dim of field {name!r}", dim, 1, 2**31 - 1) for name, dim in dims.items()}
+        given = {name: integer(f"the dim of field {name!r}", dim, 1, 2**31 - 1) for name, dim in dims.items()}
+        for name in sequences:
+            if name not in given:
+                raise InvalidArgument(f"{model} has no dim of field {name!r}; dims are {given}")
+        self._dims = {name: dim for name, dim in given.items() if name not in set(sequences)}
         self.first_order = [name for name, dim in self._dims.items() if dim == 1]
         self.embedded = [name for name, dim in self._dims.items() if dim > 1]
         self.widths = [self._dims[name] for name in self.embedded]
@@ -50,17 +58,26 @@ class FieldVectors:
         return torch.stack([vectors[name].squeeze(1) for name in self.first_order]).sum(0), embedded
 
 
-def tower(width: int, hidden: Sequence[int], dropout: float) -> nn.Sequential:
-    """Layers with ReLU and dropout from ``width`` numbers to one, without the bias of the last: [B, width] -> [B, 1].
+def tower(
+    width: int,
+    hidden: Sequence[int],
+    dropout: float,
+    *,
+    out: int | None = 1,
+    activation: ActivationName = "relu",
+) -> nn.Sequential:
+    """Layers with an activation and dropout from ``width`` numbers to ``out``, without the bias of the last.
 
-    Raises InvalidArgument.
+    [N, width] -> [N, out]; with ``out`` None the last hidden layer is the result. Raises InvalidArgument.
     """
     if isinstance(hidden, str) or not isinstance(hidden, Sequence):
         raise InvalidArgument(f"hidden is {quoted(hidden)}; it must be widths of layers, such as (64, 32)")
     if isinstance(dropout, bool) or not isinstance(dropout, int | float) or not 0 <= dropout < 1:
         raise InvalidArgument(f"dropout is {quoted(dropout)}; it must lie in [0, 1)")
+    activate = activation_of(activation)
     layers: list[nn.Module] = []
     for size in hidden:
-        layers += [nn.Linear(width, integer("a width of hidden", size, 1, 2**31 - 1)), nn.ReLU(), nn.Dropout(dropout)]
+        size = integer("a width of hidden", size, 1, 2**31 - 1)
+        layers += [nn.Linear(width, size), activate(size), nn.Dropout(dropout)]
         width = size
-    return nn.Sequential(*layers, nn.Linear(width, 1, bias=False))
+    return nn.Sequential(*layers) if out is None else nn.Sequential(*layers, nn.Linear(width, out, bias=False))

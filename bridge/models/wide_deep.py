@@ -10,10 +10,11 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from geartrain.bridge.models.click_model import ClickModel
 from geartrain.bridge.models.inputs import FieldVectors, tower
 
 
-class WideDeep(nn.Module):
+class WideDeep(ClickModel):
     """Click logits of a linear model, which remembers, and a deep network, which generalises.
 
     With the weights w_i of ids and crossed ids (fields of width 1) and the embeddings v_i (all others)::
@@ -41,7 +42,7 @@ class WideDeep(nn.Module):
         self.deep = tower(sum(self._fields.widths), hidden, dropout)
         self.bias = nn.Parameter(torch.zeros(()))
 
-    def forward(self, vectors: Mapping[str, Tensor]) -> Tensor:
+    def logits(self, vectors: Mapping[str, Tensor]) -> Tensor:
         """Logits [B] of the vectors [B, dim] of each field. Raises InvalidArgument that names a field that is wrong."""
         wide_B, embedded = self._fields.take(vectors)
         logits_B: Tensor = self.bias + wide_B + self.deep(torch.cat(embedded, dim=1)).squeeze(1)

@@ -31,7 +31,22 @@ PAGES = (
         ),
     ),
     ApiPage("embeddings", "Embeddings of sparse features", ("geartrain.bridge.embedding",)),
-    ApiPage("models", "Click models", (), ("geartrain.models.DeepFM", "geartrain.models.WideDeep")),
+    ApiPage(
+        "models",
+        "Click models",
+        (),
+        (
+            "geartrain.models.DeepFM",
+            "geartrain.models.WideDeep",
+            "geartrain.models.DSSM",
+            "geartrain.models.DIN",
+            "geartrain.models.DIEN",
+            "geartrain.models.CrossMedia",
+            "geartrain.models.ClickModel",
+            "geartrain.models.AUGRU",
+            "geartrain.models.Dice",
+        ),
+    ),
     ApiPage(
         "optimizers", "Optimizers and first values", ("geartrain.ams.values.specs", "geartrain.ams.values.optimizers")
     ),

@@ -1,0 +1,45 @@
+"""What all networks that predict clicks are: logits of a batch, or the loss that trains them.
+
+Legend: B samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor, nn
+
+
+class ClickModel(nn.Module):
+    """The base of :mod:`geartrain.models`: subclasses have :meth:`logits`, and :meth:`loss` if theirs is another.
+
+    The loss is a result of the call itself, so that what wraps a module, such as DistributedDataParallel, sees it.
+    """
+
+    def forward(self, vectors: Mapping[str, Tensor], clicks: Tensor | None = None) -> Tensor:
+        """Look at the vectors of a batch.
+
+        Args:
+            vectors: Of each field, float [B, dim]; of sequences as the model says.
+            clicks: [B], 0 or 1, of the samples to learn from.
+
+        Returns:
+            Without ``clicks`` the logits [B]; with them the loss (0-dim) to go backward from.
+
+        Raises:
+            InvalidArgument: A field is missing or has another shape; it is named.
+        """
+        return self.logits(vectors) if clicks is None else self.loss(vectors, clicks)
+
+    def logits(self, vectors: Mapping[str, Tensor]) -> Tensor:
+        """The log-odds [B] of a click."""
+        raise NotImplementedError
+
+    def loss(self, vectors: Mapping[str, Tensor], clicks: Tensor) -> Tensor:
+        """The mean of -log of the probability of what happened (0-dim), in nats."""
+        return log_loss(self.logits(vectors), clicks)
+
+
+def log_loss(logits: Tensor, clicks: Tensor) -> Tensor:
+    """The mean of -log of the probability of what happened (0-dim), in nats; ``logits`` and ``clicks`` are [B]."""
+    return nn.functional.binary_cross_entropy_with_logits(logits, clicks.to(logits.dtype))
