@@ -63,6 +63,7 @@ if TYPE_CHECKING:
     from geartrain.launch.hosting import local
     from geartrain.workers.data.streams import StreamReader
     from geartrain.workers.models.trained_model import TrainedModel, load_model
+    from geartrain.workers.samples.files import CsvSamples, ParquetSamples
 
 __version__ = "0.1.0"
 
@@ -82,6 +83,7 @@ __all__ = [
     "CombinedMargin",
     "Constant",
     "CosFace",
+    "CsvSamples",
     "CurricularFace",
     "DenseTable",
     "ElasticArcFace",
@@ -98,6 +100,7 @@ __all__ = [
     "Momentum",
     "NegativesMargin",
     "Normal",
+    "ParquetSamples",
     "PartialFC",
     "RMSProp",
     "RowOptimizer",
@@ -186,6 +189,7 @@ _HOMES = {
     "geartrain.launch.hosting": ("local",),
     "geartrain.workers.data.streams": ("StreamReader",),
     "geartrain.workers.models.trained_model": ("TrainedModel", "load_model"),
+    "geartrain.workers.samples.files": ("CsvSamples", "ParquetSamples"),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 

@@ -17,6 +17,7 @@ GeartrainError
 │   ├── GraphUnavailable             the graph service did not answer within recovery_timeout_seconds
 │   ├── GearUnavailable              no slow gear answers for some ids within recovery_timeout_seconds
 │   ├── StoreUnavailable             a key-value server did not answer
+│   ├── BrokerUnavailable            no broker of a topic answered for as long as a reader waits
 │   ├── Busy                         a role has too much to do: says after how many seconds to ask again
 │   ├── StepPending                  a synchronous push waits for other ranks: clients ask again
 │   └── ClusterNotReady              fewer shards have registered than the cluster needs
@@ -33,6 +34,10 @@ GeartrainError
 ├── SampleError                      a slow gear has no dense feature for an id: names it
 │   ├── SampleNotFound (LookupError) no sample has this id
 │   └── SampleDamaged                its sample cannot be decoded, or is not of the shape of the others
+├── SourceError                      samples cannot be read: names the file or topic, and where known the row
+│   ├── SourceNotFound (LookupError) there is no such file, folder or topic, or nothing in it
+│   ├── ColumnMismatch (ValueError)  a column is missing, or of another type than was asked for
+│   └── SourceDamaged                a file, line or message is cut, changed, or holds what its column cannot have
 ├── ModuleFailed                     the module of a dense part raises for every sample: has its error
 ├── ModelDamaged                     a file of a saved model is missing, changed or another's: names the file
 ├── SnapshotError
@@ -127,6 +132,13 @@ class StoreUnavailable(Unavailable):
     """A key-value server (Redis) did not answer. The message names its URL."""
 
 
+class BrokerUnavailable(Unavailable):
+    """No broker of a Kafka topic answered for as long as a reader waits. The message names topic and brokers.
+
+    Nothing is lost: the reader goes on where it was when it is asked again.
+    """
+
+
 class Busy(Unavailable):
     """A role has too much to do now. Nothing of the request was done: ask again after ``retry_after_seconds``.
 
@@ -208,6 +220,22 @@ class SampleNotFound(SampleError, LookupError):
 
 class SampleDamaged(SampleError):
     """The sample of an id cannot be decoded, or is not of the shape of the others."""
+
+
+class SourceError(GeartrainError):
+    """Samples cannot be read. The message names the file or topic and, where it is about one, the row."""
+
+
+class SourceNotFound(SourceError, LookupError):
+    """There is no such file, folder or topic, or nothing in it."""
+
+
+class ColumnMismatch(SourceError, ValueError):
+    """A column of a source is missing, or of another type than was asked for."""
+
+
+class SourceDamaged(SourceError):
+    """A file, line or message is cut, was changed, or holds what its column cannot have."""
 
 
 class ModuleFailed(GeartrainError):

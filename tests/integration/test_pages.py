@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -110,3 +111,10 @@ def test_the_page_about_the_loss_shows_what_its_program_prints(tmp_path: Path) -
     printed = run(program_of(page), tmp_path)
     assert losses_in(printed) == pytest.approx(losses_in(shown), abs=0.02)
     assert re.sub(r"[\d.]+$", "", printed, flags=re.MULTILINE) == re.sub(r"[\d.]+$", "", shown, flags=re.MULTILINE)
+
+
+def test_samples_are_read_as_their_page_says(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow", reason="needs pip install 'geartrain[data]'")
+    alone, shared = [block.code for block in blocks_of("how-to/samples.md") if block.language == "python"]
+    program = f"{alone}\nwith gt.local() as cluster:\n{textwrap.indent(shared, '    ')}"
+    assert run(program, tmp_path) == "40 batches, 20,000 samples\n"

@@ -67,6 +67,8 @@ PUBLIC_NAMES = {
     "ScheduledMargin",
     "TargetLogits",
     "StreamReader",
+    "CsvSamples",
+    "ParquetSamples",
     "class_center_sample",
     "clip_grad_norm_",
     "margin_cross_entropy",

@@ -1,0 +1,181 @@
+"""Workers that share the samples of a job: whoever is killed, and however many there are, each sample counts once."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import geartrain as gt
+from geartrain.ams.scheduler.service import SchedulerServer
+from geartrain.ams.server.role import ShardServer
+from geartrain.ams.values.config import SchedulerConfig, ServerConfig
+
+pa = pytest.importorskip("pyarrow", reason="needs pip install 'geartrain[data]'")
+pq = pytest.importorskip("pyarrow.parquet", reason="needs pip install 'geartrain[data]'")
+
+from sample_reader import read  # noqa: E402
+
+COUNT = 3000
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for number, ids in enumerate(np.array_split(np.arange(COUNT), 5)):
+        pq.write_table(pa.table({"id": ids}), folder / f"{number}.parquet", row_group_size=90)
+    return folder
+
+
+@pytest.fixture
+def address() -> Iterator[str]:
+    with ExitStack() as stack:
+        config = SchedulerConfig(listen="127.0.0.1:0", num_shards=1, stream_lease_seconds=1.5)
+        scheduler = SchedulerServer(config)
+        stack.callback(scheduler.stop, 0)
+        address = scheduler.start()
+        shard = ShardServer(ServerConfig(scheduler=address, shard=0, heartbeat_seconds=0.05))
+        stack.callback(shard.stop, 0)
+        shard.start()
+        yield address
+
+
+@pytest.fixture
+def start(address: str, data: Path, tmp_path: Path) -> Iterator[Callable[..., ForkServerProcess]]:
+    processes = multiprocessing.get_context("forkserver")
+    processes.set_forkserver_preload(["sample_reader", "geartrain.workers.samples.leased", "pyarrow.parquet"])
+    running: list[ForkServerProcess] = []
+
+    def start(worker: str, workers: int, die_at: int = 0, moment: str = "") -> ForkServerProcess:
+        log = tmp_path / f"{len(running)}-{worker}.log"
+        running.append(processes.Process(target=read, args=(address, data, log, worker, workers, die_at, moment)))
+        running[-1].start()
+        return running[-1]
+
+    yield start
+    for one in running:
+        one.kill()
+        one.join()
+
+
+def ended(process: ForkServerProcess) -> int | None:
+    process.join(60)
+    return process.exitcode
+
+
+def committed(log: Path) -> tuple[list[int], list[int]]:
+    """The ids that a process knows were committed, and those of a batch of which it does not know."""
+    sure: list[int] = []
+    open_: list[int] = []
+    for line in log.read_text().splitlines():
+        entry = json.loads(line)
+        if "read" in entry:
+            open_ = entry["read"]
+        else:
+            sure += open_
+            open_ = []
+    return sure, open_
+
+
+def test_killed_workers_and_another_number_of_them_commit_every_sample_once(
+    start: Callable[..., ForkServerProcess], tmp_path: Path
+) -> None:
+    first, second, third = start("a", 3, 3, "before"), start("b", 3, 5, "after"), start("c", 3)
+    assert (ended(first), ended(second)) == (-9, -9)
+    fourth, fifth = start("a", 3), start("d", 3)  # one takes its place, one is new
+    third.kill()  # wherever it is
+    assert (ended(fourth), ended(fifth)) == (0, 0)
+    counts: Counter[int] = Counter()
+    logs = sorted(tmp_path.glob("*.log"))
+    unknown = []
+    for log in logs:
+        sure, rest = committed(log)
+        counts.update(sure)
+        if log.name == "1-b.log":
+            counts.update(rest)  # it died after the commit was acknowledged
+        elif log.name == "2-c.log":
+            unknown = rest
+    missing = {one: 2 - counts[one] for one in range(COUNT) if counts[one] != 2}
+    # Of the batch that a kill from outside met, nobody but the scheduler knows: it counts as a whole or not at all.
+    assert missing in ({}, dict(Counter(unknown)))
+
+
+def test_a_worker_joins_and_leaves_in_the_middle(data: Path) -> None:
+    samples = gt.ParquetSamples(data, columns=["id"], batch_size=50, seed=1)
+    with gt.local() as cluster:
+        counts: Counter[int] = Counter()
+        first = samples.shared(cluster, "job", worker="first", epochs=2, num_streams=8)
+        read = [next(first) for _ in range(3)]  # a pipeline reads ahead
+        for batch in read:
+            counts.update(batch["id"].tolist())
+            first.commit(batch)
+        second = samples.shared(cluster, "job", worker="second", epochs=2, num_streams=8)
+        ends = threading.Thread(target=lambda: [work(second, counts)])
+        ends.start()
+        work(first, counts, 20)
+        first.close()
+        ends.join(60)
+        assert counts == Counter(dict.fromkeys(range(COUNT), 2))
+        late = samples.shared(cluster, "job", worker="late", epochs=2, num_streams=8)
+        assert list(late) == []
+
+
+def work(batches: Any, counts: Counter[int], most: int = 10**9) -> None:
+    for number, batch in enumerate(batches):
+        batches.commit(batch)
+        counts.update(batch["id"].tolist())
+        if number == most:
+            return
+
+
+def test_what_was_not_committed_is_read_again(data: Path) -> None:
+    samples = gt.ParquetSamples(data, columns=["id"], batch_size=500)
+    with gt.local() as cluster:
+        with samples.shared(cluster, "job", worker="a") as batches:
+            first, second, third = (next(batches) for _ in range(3))
+            batches.commit(second)
+            batches.commit(first)  # is in it
+        with pytest.raises(gt.errors.StaleClient, match="lost its lease, or by another reader"):
+            batches.commit(third)
+        with samples.shared(cluster, "job", worker="b") as batches:
+            assert next(batches)["id"].tolist() == third["id"].tolist() == list(range(1000, 1500))
+
+
+def test_a_loop_that_never_commits_is_told(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    samples = gt.ParquetSamples(data, columns=["id"], batch_size=500)
+    with gt.local() as cluster:
+        batches = samples.shared(cluster, "job", worker="a")
+        read = [next(batches)]
+        monkeypatch.setattr(batches, "_lease_seconds", 0.3)
+        with pytest.raises(gt.errors.InvalidArgument, match=r"none of 6 batches was committed; call commit\(batch\)"):
+            read.extend(batches)
+        assert len(read) == 6
+
+
+def test_a_dropped_rest_is_committed_with_its_epoch(data: Path) -> None:
+    samples = gt.ParquetSamples(data, columns=["id"], batch_size=400, drop_last=True)
+    with gt.local() as cluster:
+        counts: Counter[int] = Counter()
+        with samples.shared(cluster, "job", worker="a", epochs=2) as batches:
+            work(batches, counts)
+        assert counts == Counter(dict.fromkeys(range(2800), 2))
+        assert set(cluster.streams("job", worker="b").cursors().values()) == {(2, 0)}
+
+
+def test_more_streams_than_samples(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"id": [1, 2, 3]}), tmp_path / "a.parquet")
+    samples = gt.ParquetSamples(tmp_path, batch_size=2)
+    with gt.local() as cluster, samples.shared(cluster, "job", worker="a", epochs=2) as batches:
+        counts: Counter[int] = Counter()
+        work(batches, counts)
+    assert counts == {1: 2, 2: 2, 3: 2}

@@ -1,0 +1,52 @@
+"""Batches of samples as tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from torch import Tensor
+
+Values = Tensor | tuple[Tensor, Tensor]
+
+
+class SampleBatch(dict[str, Values]):
+    """The columns of B samples by name, as ``EmbeddingGroup`` takes them.
+
+    A column of single values is a tensor [B], one of lists ``(values, offsets)`` with B + 1 offsets, one of lists of L
+    values [B, L]. Ids are int64; floats are float32 or float64, as the source has them.
+    """
+
+    num_samples: int
+    """B."""
+    cursors: Mapping[int, tuple[int, int]]
+    """Where the data streams that it was read from go on after it: (epoch, position) by stream."""
+
+    def __init__(self, columns: Mapping[str, Values], num_samples: int, cursors: Mapping[int, tuple[int, int]]) -> None:
+        super().__init__(columns)
+        self.num_samples = num_samples
+        self.cursors = cursors
+        self.is_committed_by: object = None
+
+
+def tensors_of(table: Any) -> dict[str, Values]:
+    """The columns of an Arrow table whose types are those of samples, with nothing missing. Copies them."""
+    return {name: _tensors(table.column(name).combine_chunks()) for name in table.column_names}
+
+
+def _tensors(array: Any) -> Values:
+    if isinstance(array, pa.ChunkedArray):
+        array = pa.concat_arrays(array.chunks) if array.num_chunks else pa.array([], array.type)
+    if pa.types.is_large_list(array.type):
+        offsets = array.offsets.to_numpy().astype(np.int64)
+        return _own(array.flatten()), torch.from_numpy(offsets - offsets[0])
+    if pa.types.is_fixed_size_list(array.type):
+        return _own(array.flatten()).view(len(array), array.type.list_size)
+    return _own(array)
+
+
+def _own(array: Any) -> Tensor:
+    return torch.from_numpy(np.array(array.to_numpy(zero_copy_only=False)))

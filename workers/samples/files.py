@@ -1,0 +1,228 @@
+"""Samples in Parquet and CSV files: what a user makes of them."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from geartrain.ams.values.arguments import boolean, integer
+from geartrain.ams.values.errors import ConfigError
+from geartrain.workers.data.streams import NUM_STREAMS
+from geartrain.workers.samples.order import EpochOrder
+from geartrain.workers.samples.source import SampleSource, fingerprint
+
+if TYPE_CHECKING:
+    from geartrain.ams.client.cluster import Cluster
+    from geartrain.workers.samples.batches import SampleBatch
+    from geartrain.workers.samples.leased import LeasedSamples
+    from geartrain.workers.samples.urls import Where
+
+
+class FileSamples:
+    """Samples that are rows of files: what :class:`ParquetSamples` and :class:`CsvSamples` have in common."""
+
+    def __init__(
+        self, source: SampleSource, *, batch_size: int, seed: int | None, window_rows: int, drop_last: bool
+    ) -> None:
+        self._source = source
+        self._batch_size = integer("batch_size", batch_size, 1)
+        self._drop_last = boolean("drop_last", drop_last)
+        self._seed = None if seed is None else integer("seed", seed, 0, 2**63 - 1)
+        self._window_rows = integer("window_rows", window_rows, 1)
+        self._epoch, self._consumed = 0, 0
+        self._fingerprint = fingerprint(source.identity, list(source.part_rows), self._seed, self._window_rows)
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of an epoch."""
+        return sum(self._source.part_rows)
+
+    def __len__(self) -> int:
+        """Batches of an epoch that one process reads."""
+        whole, rest = divmod(self.num_samples, self._batch_size)
+        return whole + (rest > 0 and not self._drop_last)
+
+    def __iter__(self) -> Iterator[SampleBatch]:
+        """Read an epoch, or the rest of it; the next iteration reads the next one. Raises SourceError."""
+        reader = self._reader(1)
+        reader.add({0: (self._epoch, self._consumed)})
+        epoch = self._epoch
+        while (batch := reader.next_batch(epoch)) is not None:
+            self._epoch, self._consumed = batch.cursors[0]
+            yield batch
+        self._epoch, self._consumed = epoch + 1, 0
+
+    def state_dict(self, batch: SampleBatch | None = None) -> dict[str, Any]:
+        """Where reading goes on, as plain values: after ``batch``, or after the last one that was handed out."""
+        epoch, consumed = (self._epoch, self._consumed) if batch is None else batch.cursors[0]
+        return {"data": self._fingerprint, "epoch": epoch, "consumed": consumed}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a :meth:`state_dict` of the same samples; batches may be of another size. Raises ConfigError."""
+        if state.get("data") != self._fingerprint:
+            raise ConfigError(
+                "the state was made for other samples: files, seed or window_rows differ. Bring the old ones back, or "
+                "start anew"
+            )
+        self._epoch, self._consumed = int(state["epoch"]), int(state["consumed"])
+
+    def shared(
+        self,
+        cluster: Cluster,
+        job: str,
+        *,
+        worker: str,
+        epochs: int | None = 1,
+        num_workers: int = 1,
+        num_streams: int = NUM_STREAMS,
+        incarnation: int | None = None,
+    ) -> LeasedSamples:
+        """Read a part of them, beside other workers of a job; every sample of an epoch is committed exactly once.
+
+        Args:
+            cluster: Its scheduler keeps how far the job has come.
+            job: Name of the job; the workers of a job read the same files with the same settings.
+            worker: Name of this worker, its own in the job.
+            epochs: Of the job, in all; None: without end.
+            num_workers: So many will come: samples are kept for them for one lease after the first.
+            num_streams: Parts that the samples are cut into: the most workers that there can be.
+            incarnation: See ``Cluster.streams``.
+
+        Raises InvalidArgument.
+        """
+        from geartrain.workers.samples.leased import LeasedSamples
+
+        streams = cluster.streams(
+            job, worker=worker, num_streams=num_streams, num_workers=num_workers, incarnation=incarnation
+        )
+        if epochs is not None:
+            integer("epochs", epochs, 1)
+        return LeasedSamples(self._reader(num_streams), streams, epochs=epochs)
+
+    def _reader(self, num_streams: int) -> Any:
+        from geartrain.workers.samples.reader import FileBatches
+
+        order = EpochOrder(
+            self._source.part_rows, seed=self._seed, num_streams=num_streams, window_rows=self._window_rows
+        )
+        return FileBatches(self._source, order, batch_size=self._batch_size, drop_last=self._drop_last)
+
+
+class ParquetSamples(FileSamples):
+    """Samples that are rows of Parquet files, in batches.
+
+        samples = gt.ParquetSamples("clicks/", columns=["user", "item", "history", "click"], batch_size=4096, seed=0)
+        for batch in samples:            # one epoch; batch["user"] [B], batch["history"] (values, offsets)
+            vectors = fields(batch)
+
+    Integers come as int64, lists as ``(values, offsets)``, lists of L values as [B, L]. :meth:`shared` reads beside
+    other workers. Memory: two row groups with the columns that are read, and a window.
+    """
+
+    def __init__(
+        self,
+        where: Where,
+        *,
+        batch_size: int,
+        columns: Sequence[str] | Mapping[str, str] | None = None,
+        hash_strings: bool | Sequence[str] | Mapping[str, int] = False,
+        fill: Mapping[str, float] | None = None,
+        seed: int | None = None,
+        window_rows: int = 65_536,
+        drop_last: bool = False,
+    ) -> None:
+        """Find the files and read their footers.
+
+        Args:
+            where: A file, a folder (all ``.parquet`` and ``.pq`` below it), a pattern with ``*``, any URL that fsspec
+                knows, or a list of them.
+            batch_size: B, also across files.
+            columns: Which to read; None: all. A mapping says their types, too: "int64", "float32", "float64", "bool",
+                "string", "list<int64>", "int64[8]"; otherwise they are those of the first file.
+            hash_strings: Columns of strings, or of lists of them, that ``gt.hash_strings`` makes ids of; True: all. A
+                mapping gives each its seed.
+            fill: What stands for a missing value, by column. A missing list is an empty one.
+            seed: Row groups come in another order in each epoch, and rows within a window; None: all in order.
+            window_rows: Rows that are mixed.
+            drop_last: Leave the last batch of an epoch out if it is not full.
+
+        Raises:
+            ConfigError: pyarrow is missing.
+            InvalidArgument: An argument is out of range.
+            SourceNotFound: There are no such files.
+            ColumnMismatch: A column is missing, or of another type: names column, file and both types.
+            SourceDamaged: A file is cut off.
+        """
+        _require_arrow()
+        from geartrain.workers.samples.parquet import ParquetRows
+
+        source = ParquetRows(where, columns=columns, hash_strings=hash_strings, fill=fill or {})
+        super().__init__(source, batch_size=batch_size, seed=seed, window_rows=window_rows, drop_last=drop_last)
+
+
+class CsvSamples(FileSamples):
+    """Samples that are lines of CSV files, in batches; else as :class:`ParquetSamples`.
+
+        samples = gt.CsvSamples("clicks.csv", columns={"user": "int64", "tags": "list<string>", "click": "float32"},
+                                hash_strings=["tags"], batch_size=4096)
+
+    A row is a line: quoted values hold no line breaks. Opening it reads every file once, to count the lines; Parquet is
+    read many times as fast.
+    """
+
+    def __init__(
+        self,
+        where: Where,
+        *,
+        batch_size: int,
+        columns: Sequence[str] | Mapping[str, str] | None = None,
+        hash_strings: bool | Sequence[str] | Mapping[str, int] = False,
+        fill: Mapping[str, float] | None = None,
+        seed: int | None = None,
+        window_rows: int = 65_536,
+        drop_last: bool = False,
+        delimiter: str = ",",
+        list_delimiter: str = "|",
+        names: Sequence[str] | None = None,
+        block_bytes: int = 4 << 20,
+    ) -> None:
+        """Find the files and count their lines. Arguments and errors beside these as of :class:`ParquetSamples`.
+
+        Args:
+            where: As there; of a folder, all ``.csv`` and ``.tsv``.
+            batch_size: B.
+            columns: As there; types that are not said are guessed from the first lines.
+            hash_strings: As there.
+            fill: As there; a value that is empty or NA is missing.
+            seed: As there; the parts that change places are blocks of lines.
+            window_rows: As there.
+            drop_last: As there.
+            delimiter: Between values; tab for ``.tsv``.
+            list_delimiter: Between the values of a list, in a column of a list type.
+            names: Of the columns; None: the first line names them.
+            block_bytes: Of lines that are read at once.
+        """
+        _require_arrow()
+        from geartrain.workers.samples.csv_lines import CsvRows
+
+        source = CsvRows(
+            where,
+            columns=columns,
+            hash_strings=hash_strings,
+            fill=fill or {},
+            delimiter=delimiter,
+            list_delimiter=list_delimiter,
+            names=names,
+            block_bytes=block_bytes,
+        )
+        super().__init__(source, batch_size=batch_size, seed=seed, window_rows=window_rows, drop_last=drop_last)
+
+
+def _require_arrow() -> None:
+    try:
+        importlib.import_module("pyarrow")
+    except ImportError as exc:
+        raise ConfigError(
+            f"samples from files need pyarrow, which cannot be imported: {exc}; pip install 'geartrain[data]'"
+        ) from exc

@@ -1,0 +1,237 @@
+"""The samples of a job that many workers read: each leases data streams and commits what it is done with."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Self, TypeVar
+
+from geartrain.ams.client.data_streams import NOTHING, Cursors, DataStreams
+from geartrain.ams.values.errors import InvalidArgument, SchedulerUnavailable, StaleClient
+from geartrain.ams.values.scheduler_messages import StreamRenewal
+from geartrain.ams.values.text import counted
+from geartrain.workers.samples.batches import SampleBatch
+from geartrain.workers.samples.reader import StreamBatches
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+_POLL_SECONDS = 0.2
+"""Between two looks at whether there is something to read again."""
+_RETRY_SECONDS = 0.2
+
+
+class LeasedSamples(Iterator[SampleBatch]):
+    """The batches of this worker's part of a job's samples; made by ``samples.shared(cluster, ...)``.
+
+        with samples.shared(cluster, "ctr", worker="worker-3", epochs=2) as batches:
+            for batch in batches:
+                ...train on it, wait for its pushes...
+                batches.commit(batch)
+
+    A sample is done when :meth:`commit` has said so; what was handed out and not committed is read again, here or by
+    another worker, when this one dies or leaves. However many workers come and go, every sample of every epoch is
+    committed exactly once. An epoch begins when all workers have ended the one before.
+
+    One thread reads; any may commit. Cost: an RPC to the scheduler for each commit.
+    """
+
+    def __init__(self, reader: StreamBatches, streams: DataStreams, *, epochs: int | None) -> None:
+        self._reader, self._streams, self._epochs = reader, streams, epochs
+        self._lock = threading.Condition()
+        self._handed_out: deque[SampleBatch] = deque()
+        """Batches that were not committed, in order."""
+        self._committed: dict[int, tuple[int, int]] = {}
+        self._renewal: StreamRenewal | None = None
+        """What the scheduler said last; None: there is no lease."""
+        self._spoke = 0.0
+        """When the lease was prolonged last."""
+        self._lease_seconds = 0.0
+        self._has_committed = self._is_closed = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.close()
+        except (SchedulerUnavailable, StaleClient):
+            if kind is None:
+                raise
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> SampleBatch:
+        """The next batch. Waits while other workers have samples of the epoch to end.
+
+        Raises:
+            StaleClient: another process has taken this worker's name.
+            SchedulerUnavailable: it was away for as long as a lease lasts.
+            SourceError: samples cannot be read.
+            InvalidArgument: batches are never committed.
+        """
+        while not self._is_closed:
+            with self._lock:
+                renewal = self._prepared()
+                if renewal is None:
+                    continue  # its lease was lost
+                if self._epochs is not None and renewal.epoch >= self._epochs:
+                    break
+            batch = self._reader.next_batch(renewal.epoch)
+            with self._lock:
+                if self._renewal is None:
+                    continue  # lost meanwhile: what was read is another worker's
+                if batch is not None:
+                    self._handed_out.append(batch)
+                    return batch
+                self._wait(renewal)
+        self.close()
+        raise StopIteration
+
+    def commit(self, batch: SampleBatch) -> None:
+        """Say that the samples of ``batch``, and of all that were handed out before it, are done. One RPC.
+
+        A batch that was committed already is passed over, so that a call which raised SchedulerUnavailable may be
+        repeated. Raises StaleClient if this worker was silent for longer than its lease (or another process has its
+        name): the batch will be read again by whoever holds its streams now; going on with the loop leases anew.
+        """
+        with self._lock:
+            if not any(one is batch for one in self._handed_out):
+                if getattr(batch, "is_committed_by", None) is self:
+                    return
+                raise StaleClient(
+                    "the batch was read before this worker lost its lease, or by another reader; its samples are read "
+                    "again by whoever holds their streams now"
+                )
+            done: list[SampleBatch] = []
+            for one in self._handed_out:
+                done.append(one)
+                if one is batch:
+                    break
+            cursors: dict[int, tuple[int, int]] = {}
+            for one in done:
+                cursors.update(one.cursors)
+            if self._renew(cursors) is None:
+                raise StaleClient(
+                    "this worker was silent for longer than its lease; what it had read since its last commit is read "
+                    "again by whoever holds the streams now. Going on with the loop leases streams anew"
+                )
+            for one in done:
+                self._handed_out.popleft()
+                one.is_committed_by = self
+            self._has_committed = True
+            self._lock.notify_all()
+
+    def close(self) -> None:
+        """Give the streams back, so that others go on at once where this worker's commits end. Idempotent."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            has_lease = self._renewal is not None
+            self._lose()
+            self._reader.close()
+            if has_lease:
+                self._repeated(self._streams.release)
+
+    def _prepared(self) -> StreamRenewal | None:
+        """Hold a lease that is in time, and no stream that others lack."""
+        if self._renewal is None:
+            lease = self._repeated(self._streams.lease)
+            self._spoke, self._lease_seconds = time.monotonic(), lease.lease_seconds
+            self._reader.drop(list(self._reader.positions))
+            self._handed_out.clear()
+            self._committed = dict(lease.cursors)
+            self._reader.add(lease.cursors)
+            self._renewal = StreamRenewal(epoch=lease.epoch, held=tuple(lease.cursors), release=(), can_lease=False)
+        elif time.monotonic() - self._spoke > self._lease_seconds / 3:
+            self._renew(NOTHING)
+        if self._renewal is not None and self._renewal.release:
+            self._release()
+        if self._renewal is not None and self._renewal.can_lease:
+            self._lease_more()
+        return self._renewal
+
+    def _release(self) -> None:
+        """Give streams back that others lack: those that have nothing of theirs with the caller."""
+        assert self._renewal is not None
+        asked = set(self._renewal.release) - {stream for batch in self._handed_out for stream in batch.cursors}
+        if asked:
+            at = self._reader.positions
+            ended = {stream: at[stream] for stream in asked if at[stream] != self._committed[stream]}
+            try:
+                self._repeated(lambda: self._streams.release(sorted(asked), ended))
+            except StaleClient:
+                self._lose()
+                return
+            self._reader.drop(asked)
+            for stream in asked:
+                del self._committed[stream]
+            self._renew(NOTHING)
+
+    def _lease_more(self) -> None:
+        lease = self._repeated(self._streams.lease)
+        self._spoke = time.monotonic()
+        known = self._reader.positions
+        if set(known) - set(lease.cursors):  # some were lost with a lease that ended unnoticed
+            self._lose()
+            return
+        new = {stream: cursor for stream, cursor in lease.cursors.items() if stream not in known}
+        self._reader.add(new)
+        self._committed.update(new)
+        self._renewal = StreamRenewal(epoch=lease.epoch, held=tuple(lease.cursors), release=(), can_lease=False)
+
+    def _wait(self, renewal: StreamRenewal) -> None:
+        """There is nothing to read now: say so to the scheduler, and wait until there may be."""
+        if self._handed_out:
+            if not self._lock.wait(self._lease_seconds / 3) and not self._has_committed:
+                raise InvalidArgument(
+                    f"all samples that this worker may read now were handed out and none of "
+                    f"{counted(len(self._handed_out), 'batch', 'batches')} was committed; call commit(batch) when a "
+                    "batch is done"
+                )
+            self._renew(NOTHING)
+            return
+        positions = self._reader.positions
+        ended = {stream: at for stream, at in positions.items() if at != self._committed.get(stream)}
+        found = self._renew(ended)
+        if found is not None and found.epoch == renewal.epoch and not found.can_lease:
+            self._lock.wait(min(_POLL_SECONDS, self._lease_seconds / 10))
+
+    def _renew(self, cursors: Cursors) -> StreamRenewal | None:
+        """Commit, and prolong the lease; None: it was lost."""
+        if self._renewal is None:
+            return None
+        try:
+            self._renewal = self._repeated(lambda: self._streams.commit(cursors))
+        except StaleClient as exc:
+            logger.warning(
+                "%s (%s handed out and not committed)", exc, counted(len(self._handed_out), "batch", "batches")
+            )
+            self._lose()
+            return None
+        self._spoke = time.monotonic()
+        self._committed.update({int(stream): (int(at[0]), int(at[1])) for stream, at in cursors.items()})
+        return self._renewal
+
+    def _lose(self) -> None:
+        self._renewal = None
+        self._handed_out.clear()
+        self._lock.notify_all()
+
+    def _repeated(self, call: Callable[[], T]) -> T:
+        """Call the scheduler; if it is away, for as long as a lease lasts."""
+        until = time.monotonic() + self._lease_seconds
+        while True:
+            try:
+                return call()
+            except SchedulerUnavailable:
+                if time.monotonic() > until:
+                    raise
+                self._lock.wait(_RETRY_SECONDS)

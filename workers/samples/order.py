@@ -1,0 +1,101 @@
+"""Which rows a data stream has, and in which order, as a function of (seed, epoch, stream).
+
+The parts of a source are put in one row, for each epoch in another order by the seed; that row of N samples is cut into
+streams of equal length (to one). So every stream has rows, however few the parts, and parts that lie across a cut are
+read by both sides. Within a stream, windows of ``window_rows`` rows are mixed. A position is found without reading what
+comes before it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from geartrain.ams.values.errors import InvalidArgument
+from geartrain.ams.values.specs import Ids
+
+
+class Piece(NamedTuple):
+    """Rows of one part."""
+
+    part: int
+    first: int
+    end: int
+
+
+class Window(NamedTuple):
+    """Rows that are read together."""
+
+    pieces: tuple[Piece, ...]
+    order: Ids | None
+    """Which of their rows, in which order; None: all of them as they are."""
+
+
+class EpochOrder:
+    """The rows of every stream in every epoch. The same for everyone with the same arguments."""
+
+    def __init__(self, part_rows: Sequence[int], *, seed: int | None, num_streams: int, window_rows: int) -> None:
+        """``seed`` None: nothing is mixed, and streams one after another are the rows as the source has them."""
+        self._part_rows = np.asarray(part_rows, np.int64)
+        self._seed, self._window_rows = seed, window_rows
+        self.num_streams = num_streams
+        self.num_rows = int(self._part_rows.sum())
+        self._epoch = -1
+        self._parts: list[int] = []
+        self._ends: list[int] = []
+
+    def stream_rows(self, stream: int) -> int:
+        """Rows of a stream in each epoch."""
+        return self._start(stream + 1) - self._start(stream)
+
+    def _start(self, stream: int) -> int:
+        return self.num_rows * stream // self.num_streams
+
+    def windows(self, epoch: int, stream: int, position: int) -> Iterator[Window]:
+        """What is left of a stream from ``position`` on. Raises InvalidArgument for a position beyond its end."""
+        start, end = self._start(stream), self._start(stream + 1)
+        if not 0 <= position <= end - start:
+            raise InvalidArgument(
+                f"position {position} of stream {stream} is beyond its {end - start} samples: the cursor was made for "
+                "other data. Bring the old ones back, or choose another job name"
+            )
+        at = start + position
+        while at < end:
+            if self._seed is None:
+                pieces = self._pieces(epoch, at, end)[:1]
+                yield Window(pieces, None)
+                at += pieces[0].end - pieces[0].first
+                continue
+            number, skip = divmod(at - start, self._window_rows)
+            first = start + number * self._window_rows
+            last = min(first + self._window_rows, end)
+            mixed = _generator(self._seed, epoch, stream, number).permutation(last - first)
+            yield Window(self._pieces(epoch, first, last), mixed[skip:])
+            at = last
+
+    def _pieces(self, epoch: int, first: int, end: int) -> tuple[Piece, ...]:
+        """The rows from ``first`` to ``end`` of the epoch."""
+        if epoch != self._epoch:
+            order: npt.NDArray[np.int64] = np.arange(len(self._part_rows))
+            if self._seed is not None:
+                order = _generator(self._seed, epoch).permutation(len(order))
+            self._parts, self._ends = order.tolist(), np.cumsum(self._part_rows[order]).tolist()
+            self._epoch = epoch
+        found: list[Piece] = []
+        place = bisect_right(self._ends, first)
+        while first < end:
+            part, part_end = self._parts[place], self._ends[place]
+            part_start = part_end - int(self._part_rows[part])
+            until = min(part_end, end)
+            if until > first:
+                found.append(Piece(part, first - part_start, until - part_start))
+            first, place = until, place + 1
+        return tuple(found)
+
+
+def _generator(seed: int, *numbers: int) -> np.random.Generator:
+    return np.random.default_rng([seed, *numbers])

@@ -1,0 +1,129 @@
+"""Batches of one size from the streams of a source, with the cursors that each leaves behind."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Protocol
+
+import pyarrow as pa
+
+from geartrain.workers.data.streams import Position
+from geartrain.workers.samples.batches import SampleBatch, tensors_of
+from geartrain.workers.samples.order import EpochOrder, Window
+from geartrain.workers.samples.source import SampleSource
+
+_PARTS_KEPT = 2
+"""Neighbouring streams and windows share a part."""
+
+
+class StreamBatches(Protocol):
+    """What reads streams in batches."""
+
+    @property
+    def positions(self) -> Mapping[int, Position]:
+        """Of each stream, how far it was handed out."""
+
+    def add(self, positions: Mapping[int, tuple[int, int]]) -> None:
+        """Read these streams, from there on."""
+
+    def drop(self, streams: Iterable[int]) -> None:
+        """Read these no more."""
+
+    def next_batch(self, epoch: int) -> SampleBatch | None:
+        """The next samples of an epoch; None: the streams have none (now)."""
+
+    def close(self) -> None:
+        """Let go of what is open."""
+
+
+class FileBatches:
+    """Reads the streams of a source of files, one after another, so that one part at a time is in memory."""
+
+    def __init__(self, source: SampleSource, order: EpochOrder, *, batch_size: int, drop_last: bool) -> None:
+        self._source, self._order = source, order
+        self._batch_size, self._drop_last = batch_size, drop_last
+        self._parts: OrderedDict[int, Any] = OrderedDict()
+        self._positions: dict[int, Position] = {}
+        self._open: tuple[int, Iterator[Window]] | None = None
+        """The stream that is being read, and what it has beside :attr:`_rows`."""
+        self._rows: Any = None
+
+    @property
+    def positions(self) -> dict[int, Position]:
+        """See StreamBatches. A stream that has ended epoch e is at (e + 1, 0)."""
+        return dict(self._positions)
+
+    def add(self, positions: Mapping[int, tuple[int, int]]) -> None:
+        """See StreamBatches."""
+        self.drop(positions)
+        self._positions = dict(
+            sorted({**self._positions, **{at: Position(*one) for at, one in positions.items()}}.items())
+        )
+
+    def drop(self, streams: Iterable[int]) -> None:
+        """See StreamBatches."""
+        for stream in streams:
+            self._positions.pop(stream, None)
+            if self._open is not None and self._open[0] == stream:
+                self._open = self._rows = None
+
+    def close(self) -> None:
+        """See StreamBatches."""
+        self.drop(list(self._positions))
+        self._parts.clear()
+
+    def next_batch(self, epoch: int) -> SampleBatch | None:
+        """See StreamBatches. None: the streams have ended the epoch; what :attr:`positions` say then is read, or
+        dropped. Raises SourceDamaged; then the samples before it are read again.
+        """
+        before = dict(self._positions)
+        try:
+            return self._next_batch(epoch)
+        except BaseException:
+            self._positions, self._open, self._rows = before, None, None
+            raise
+
+    def _next_batch(self, epoch: int) -> SampleBatch | None:
+        taken: list[Any] = []
+        cursors: dict[int, tuple[int, int]] = {}
+        missing = self._batch_size
+        for stream, at in list(self._positions.items()):
+            if at.epoch != epoch:
+                continue
+            end = self._order.stream_rows(stream)
+            while missing and at.consumed < end:
+                rows = self._take(stream, at, missing)
+                taken.append(rows)
+                missing -= rows.num_rows
+                at = Position(epoch, at.consumed + rows.num_rows)
+            if at.consumed == end:
+                at = Position(epoch + 1, 0)
+            self._positions[stream] = cursors[stream] = at
+            if not missing:
+                break
+        if not taken or (missing and self._drop_last):
+            return None
+        table = pa.concat_tables(taken)
+        return SampleBatch(tensors_of(table), table.num_rows, cursors)
+
+    def _take(self, stream: int, at: Position, most: int) -> Any:
+        if self._open is None or self._open[0] != stream:
+            self._open, self._rows = (stream, self._order.windows(at.epoch, stream, at.consumed)), None
+        if self._rows is None or not self._rows.num_rows:
+            self._rows = self._read(next(self._open[1]))
+        taken = self._rows.slice(0, most)
+        self._rows = self._rows.slice(taken.num_rows)
+        return taken
+
+    def _read(self, window: Window) -> Any:
+        rows = pa.concat_tables([self._part(part).slice(first, end - first) for part, first, end in window.pieces])
+        return rows if window.order is None else rows.combine_chunks().take(pa.array(window.order))
+
+    def _part(self, part: int) -> Any:
+        if part not in self._parts:
+            self._parts[part] = self._source.read(part)
+            if len(self._parts) > _PARTS_KEPT:
+                self._parts.popitem(last=False)
+        self._parts.move_to_end(part)
+        return self._parts[part]

@@ -1,0 +1,28 @@
+"""What a source of files shows to those that put its rows in order."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+
+class SampleSource(Protocol):
+    """Rows in parts that are read as a whole: row groups of Parquet, blocks of lines of CSV."""
+
+    @property
+    def part_rows(self) -> Sequence[int]:
+        """Rows of each part."""
+
+    @property
+    def identity(self) -> Any:
+        """What tells these data from others, as JSON can hold it; the same wherever the files are mounted."""
+
+    def read(self, part: int) -> Any:
+        """The rows of a part: an Arrow table whose types are those of samples."""
+
+
+def fingerprint(*parts: Any) -> str:
+    """A short name of what is equal for equal parts (JSON)."""
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
