@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from geartrain.bridge.dense.dense_table import DenseTable, attach
     from geartrain.bridge.embedding.field import Field
     from geartrain.bridge.embedding.group import Embedding, EmbeddingGroup
+    from geartrain.bridge.embedding.modes import SSP
     from geartrain.bridge.gear.slow_gear import SlowGear
     from geartrain.bridge.head.class_head import ClassHead
     from geartrain.bridge.head.loss.functional import class_center_sample, margin_cross_entropy
@@ -70,6 +71,7 @@ __version__ = "0.1.0"
 __all__ = [
     "FTRL",
     "SGD",
+    "SSP",
     "ActiveClasses",
     "AdaFace",
     "Adagrad",
@@ -162,6 +164,7 @@ _HOMES = {
     "geartrain.bridge.dense.dense_table": ("DenseTable", "attach"),
     "geartrain.bridge.embedding.field": ("Field",),
     "geartrain.bridge.embedding.group": ("Embedding", "EmbeddingGroup"),
+    "geartrain.bridge.embedding.modes": ("SSP",),
     "geartrain.bridge.gear.slow_gear": ("SlowGear",),
     "geartrain.bridge.head.class_head": ("ClassHead",),
     "geartrain.bridge.head.loss.functional": ("class_center_sample", "margin_cross_entropy"),

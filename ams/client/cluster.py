@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType, TracebackType
@@ -16,6 +17,7 @@ from geartrain.ams.client.scheduler_calls import SchedulerCalls, await_cluster
 from geartrain.ams.client.shard_calls import ShardCalls
 from geartrain.ams.client.snapshot import JobContents, PendingSnapshot, begin_snapshot, free_name
 from geartrain.ams.client.table import Table
+from geartrain.ams.client.worker_steps import JobSteps, worker_name
 from geartrain.ams.client.writes import ClientStream, check_stream, checked_incarnation
 from geartrain.ams.observe import failpoints
 from geartrain.ams.programs.hosted import HostedModels
@@ -35,6 +37,7 @@ from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
 from geartrain.ams.values.scheduler_messages import (
     ClusterView,
     DescribeCluster,
+    StepWorker,
     TakeIncarnation,
 )
 from geartrain.ams.values.shard_messages import Fence
@@ -71,6 +74,7 @@ class Cluster:
         self._stream = stream
         self._close = close
         self._closed = False
+        self._job_steps: weakref.WeakSet[JobSteps] = weakref.WeakSet()
         if stream.is_named:
             # Only the marks of numbered writes mean anything to a process that goes on under this name.
             try:
@@ -279,6 +283,21 @@ class Cluster:
             timeout_seconds=self._config.attempt_timeout_seconds,
         )
 
+    def job_steps(self, job: str, *, worker: str | None = None) -> JobSteps:
+        """Return the steps of ``worker`` among those of the other workers of ``job``, which it joins with its first
+        :meth:`~geartrain.ams.client.worker_steps.JobSteps.join`.
+
+        ``worker`` is by default the name of :func:`connect`'s stream, else host and process number; closing the cluster
+        leaves the job. Raises InvalidArgument.
+        """
+        checked_name("job", job)
+        stream = self._stream
+        name = worker_name(job, stream.name if stream.is_named else None) if worker is None else worker
+        who = StepWorker(job, checked_name("worker", name), stream.incarnation)
+        steps = JobSteps(self._scheduler.carrier, who, self._config)
+        self._job_steps.add(steps)
+        return steps
+
     def acknowledge(self, sequence: int) -> None:
         """Say that no write numbered below ``sequence`` will be sent again, by this process or its successor.
 
@@ -389,6 +408,8 @@ class Cluster:
         if self._closed or self._calls.is_forked:
             return
         self._closed = True
+        for steps in list(self._job_steps):
+            steps.leave()
         if self._graph is not None:
             self._graph.close()
         try:

@@ -12,6 +12,7 @@ from geartrain.ams.scheduler.data_streams import StreamLeases
 from geartrain.ams.scheduler.handlers import SchedulerHandlers
 from geartrain.ams.scheduler.incarnations import Incarnations
 from geartrain.ams.scheduler.scheduler import Scheduler
+from geartrain.ams.scheduler.worker_steps import WorkerSteps
 from geartrain.ams.server.machine import limit_row_memory, threads_per_shard
 from geartrain.ams.server.shard import Shard, new_incarnation
 from geartrain.ams.storage.kv.store import MemoryStore
@@ -62,7 +63,7 @@ class EmbeddedCluster:
             owned = buckets_of_shard(bucket_map.bucket_shards, number)
             self._shards[address] = Shard(number, owned, incarnation=incarnation, threads=threads, models=models)
         streams = StreamLeases(store, _STREAM_LEASE_SECONDS, incarnations=incarnations)
-        self.scheduler = LocalScheduler(SchedulerHandlers(scheduler, streams))
+        self.scheduler = LocalScheduler(SchedulerHandlers(scheduler, streams, WorkerSteps(_STREAM_LEASE_SECONDS)))
 
     def open_carrier(self, address: str) -> LocalCarrier:
         """Return the way to the shard at ``address``."""

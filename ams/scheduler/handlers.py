@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from geartrain.ams.rpc.ping import PingHandler
 from geartrain.ams.scheduler.data_streams import StreamLeases
 from geartrain.ams.scheduler.scheduler import Scheduler
+from geartrain.ams.scheduler.worker_steps import WorkerSteps
 from geartrain.ams.values.config import split_address
 from geartrain.ams.values.errors import ConfigError, ProtocolError
 from geartrain.ams.values.rpc import Ping, Rpc
@@ -25,16 +26,19 @@ from geartrain.ams.values.scheduler_messages import (
     Heartbeat,
     LeaseStreams,
     LeaveCluster,
+    LeaveSteps,
     PublishClusterTables,
     Register,
     Registration,
     ReleaseStreams,
     RenewStreams,
     RestoreStreams,
+    StepsDone,
     StreamHolders,
     StreamLease,
     StreamRenewal,
     TakeIncarnation,
+    TellSteps,
 )
 from geartrain.ams.values.shard_messages import CallContext
 
@@ -49,9 +53,10 @@ class WaitingCaller(Protocol):
 class SchedulerHandlers:
     """Answers requests: a handler for each type of them."""
 
-    def __init__(self, scheduler: Scheduler, streams: StreamLeases) -> None:
+    def __init__(self, scheduler: Scheduler, streams: StreamLeases, steps: WorkerSteps) -> None:
         self._scheduler = scheduler
         self._streams = streams
+        self._steps = steps
         self.by_request: Mapping[type[Rpc[Any]], Callable[[Any, WaitingCaller], Any]] = {
             Ping: PingHandler("scheduler"),
             Register: self._register,
@@ -70,6 +75,8 @@ class SchedulerHandlers:
             DescribeStreams: self._describe_streams,
             DescribeHolders: self._describe_holders,
             RestoreStreams: self._restore_streams,
+            TellSteps: self._tell_steps,
+            LeaveSteps: self._leave_steps,
         }
 
     def _register(self, shard: Register, _: WaitingCaller) -> Registration:
@@ -156,6 +163,12 @@ class SchedulerHandlers:
 
     def _restore_streams(self, restore: RestoreStreams, _: WaitingCaller) -> None:
         self._streams.restore(restore.job, restore.incarnation, restore.cursors)
+
+    def _tell_steps(self, tell: TellSteps, _: WaitingCaller) -> StepsDone:
+        return self._steps.tell(tell.who, tell.done)
+
+    def _leave_steps(self, leave: LeaveSteps, _: WaitingCaller) -> None:
+        self._steps.leave(leave.who)
 
 
 def _who(request: LeaseStreams | RenewStreams | ReleaseStreams) -> tuple[str, str, int]:

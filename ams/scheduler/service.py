@@ -14,6 +14,7 @@ from geartrain.ams.scheduler.data_streams import StreamLeases
 from geartrain.ams.scheduler.handlers import SchedulerHandlers
 from geartrain.ams.scheduler.incarnations import Incarnations
 from geartrain.ams.scheduler.scheduler import Scheduler
+from geartrain.ams.scheduler.worker_steps import WorkerSteps
 from geartrain.ams.storage.kv.store import KeyValueStore, LockedStore, MemoryStore
 from geartrain.ams.values.config import SchedulerConfig
 
@@ -65,6 +66,7 @@ class SchedulerServer:
         store = LockedStore(MemoryStore() if self._store is None else self._store)
         incarnations = Incarnations(store)
         streams = StreamLeases(store, self._config.stream_lease_seconds, incarnations=incarnations)
+        steps = WorkerSteps(self._config.stream_lease_seconds)
         scheduler = Scheduler(
             self._config.num_shards,
             lambda address: GrpcCarrier(
@@ -76,13 +78,14 @@ class SchedulerServer:
         )
         self._server = GrpcServer(self._config.listen, self._config.max_message_bytes)
         self._server.add(
-            bind(SCHEDULER, SchedulerHandlers(scheduler, streams).by_request),
+            bind(SCHEDULER, SchedulerHandlers(scheduler, streams, steps).by_request),
             lanes=dict.fromkeys(_MEMBERSHIP, self._membership) | dict.fromkeys(_TABLES, self._tables),
         )
         self._server.start()
         self._server.ready()
         # Each in the queue of the calls that it speaks for: if these wait, so does the pulse.
-        pulses = {scheduler.pulse: self._membership, streams.pulse: self._server.calls}
+        calls = self._server.calls
+        pulses = {scheduler.pulse: self._membership, streams.pulse: calls, steps.pulse: calls}
         self._pulse = threading.Thread(target=self._run_pulse, args=(pulses,), name="pulse", daemon=True)
         self._pulse.start()
         return self._server.address

@@ -30,7 +30,8 @@ GeartrainError
 ├── SyncError                        a sync group cannot go on
 │   ├── RankMissing                  not every rank pushed in time; nothing of the step was applied
 │   ├── StepMismatch                 a rank is at another step than its group, or pushes a step that was applied anew
-│   └── StepPartlyApplied            some shards applied a step, others refused it: the job goes back to a snapshot
+│   ├── StepPartlyApplied            some shards applied a step, others refused it: the job goes back to a snapshot
+│   └── WorkerStalled                a worker is so far behind that others have waited for it too long: names it
 ├── SampleError                      a slow gear has no dense feature for an id: names it
 │   ├── SampleNotFound (LookupError) no sample has this id
 │   └── SampleDamaged                its sample cannot be decoded, or is not of the shape of the others
@@ -204,6 +205,13 @@ class StepPartlyApplied(SyncError):
 
     No rank may train on: all ranks go back to the last snapshot. The message names the shards and the refusal, which
     is the error's ``__cause__``.
+    """
+
+
+class WorkerStalled(SyncError):
+    """A worker waited in vain for slower ones of its job, which live (see ``gt.SSP``). The message names the slowest.
+
+    What the step pushed is applied. ``step()`` again goes on waiting.
     """
 
 

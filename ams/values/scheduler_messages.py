@@ -288,3 +288,51 @@ class RestoreStreams(Rpc[None]):
     job: str
     incarnation: int
     cursors: Mapping[int, Cursor]
+
+
+class StepWorker(NamedTuple):
+    """Who does steps of a job. A higher incarnation takes the place of a lower one of the same name."""
+
+    job: str
+    worker: str
+    incarnation: int
+
+
+class SlowWorker(NamedTuple):
+    """One that others may have to wait for."""
+
+    worker: str
+    done: int
+    """Steps."""
+    seconds: float
+    """Since it had done these."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepsDone:
+    """How far the workers of a job are."""
+
+    done: int
+    """Steps that the asker counts as having done: what it told, or more, if it had lost its lease."""
+    slowest: int
+    """Those of the slowest; where the scheduler does not know of all workers yet, no more than those."""
+    lease_seconds: float
+    """A worker that tells nothing for so long is waited for no more."""
+    slow: tuple[SlowWorker, ...] = ()
+    """Of the slowest, up to eight."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TellSteps(Rpc[StepsDone]):
+    """Say how many steps a worker has done, and prolong its lease."""
+
+    who: StepWorker
+    done: int | None = None
+    """None: it joins, at the steps of the slowest."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeaveSteps(Rpc[None]):
+    """Have nobody wait for a worker any more."""
+
+    who: StepWorker

@@ -39,6 +39,7 @@ class LookupCall:
         self._dims = [one.shape[1] for one in rows]
         self._parts = parts
         self._moments = [part.row_update.moment for part in parts]
+        self._num_samples = max((one.num_bags for one in given), default=0)
         self.weights = [one.given_weights for one in given if one.given_weights is not None]
         """Those that need a gradient."""
 
@@ -97,9 +98,9 @@ class LookupCall:
                 if len(own):
                     tables[place] = TableGradient(own, rows)
             first += len(part.row_update.tables)
-            if tables:
+            if tables or part.row_update.ranks is not None:  # who trains them together makes every step together
                 own_squares = squares if len(self._parts) == 1 else _squares(tables)
-                part.row_update.add(EmbeddingGradient(tables, own_squares), checksum, 1)
+                part.row_update.add(EmbeddingGradient(tables, own_squares), checksum, self._num_samples)
 
     def _unused(self, gradients: Sequence[Floats | None], table: int) -> list[bool]:
         """Of each feature of a table, whether it has no gradient."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, cast
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from geartrain.ams.client.table import pull_together
@@ -17,12 +18,15 @@ from geartrain.ams.values.text import quoted
 from geartrain.bridge.embedding.autograd_node import LookupCall, Vectors
 from geartrain.bridge.embedding.field import Field, table_specs
 from geartrain.bridge.embedding.ids import BatchIds, ids_of_batch
+from geartrain.bridge.embedding.modes import SSP, BoundedLead, Mode, checked_mode
 from geartrain.bridge.embedding.trained_tables import TrainedTables
 from geartrain.bridge.rows.eager import runs_eagerly
+from geartrain.bridge.rows.ranks import Ranks
 
 if TYPE_CHECKING:
     from geartrain.ams.client.cluster import Cluster
     from geartrain.ams.client.table import Table
+    from geartrain.ams.client.worker_steps import JobSteps
 
 
 class EmbeddingGroup(nn.Module):
@@ -51,6 +55,8 @@ class EmbeddingGroup(nn.Module):
         optimizer: RowOptimizerSpec | None = None,
         seed: int = 0,
         reuse: bool = False,
+        mode: Mode = "async",
+        process_group: dist.ProcessGroup | None = None,
     ) -> None:
         """Make the tables.
 
@@ -61,6 +67,12 @@ class EmbeddingGroup(nn.Module):
             optimizer: Of every table whose fields name none.
             seed: Of the initial values.
             reuse: Open tables that are there with equal specs.
+            mode: What several workers wait for. ``"async"``: nothing, a push applies when it arrives. ``"sync"``: the
+                ranks step together; rows change once by the mean of their gradients, weighted by samples (bags), which
+                equals one worker with the joint batch up to rounding, and every rank sees them at its next look-up.
+                :class:`geartrain.SSP`: those that are more than some steps behind.
+            process_group: The ranks that step together; None: those of torch.distributed, if it is initialised, else
+                this process alone.
 
         Raises:
             InvalidArgument: The fields contradict each other, or lack something.
@@ -79,9 +91,21 @@ class EmbeddingGroup(nn.Module):
         by_optimizer: dict[RowOptimizerSpec, list[str]] = {}
         for table, spec in specs.items():
             by_optimizer.setdefault(spec.optimizer, []).append(table)
-        made = _made(cluster, specs, reuse=reuse)
+        checked_mode(mode, process_group)
+        joined = mode == "sync" and (process_group is not None or dist.is_initialized())
+        ranks = [Ranks(name, process_group) if joined else None for _ in by_optimizer]
+        first = next(iter(ranks))
+        made = (
+            _made(cluster, specs, reuse=reuse)
+            if first is None
+            else first.first_then_others(
+                lambda: _made(cluster, specs, reuse=reuse), lambda: _made(cluster, specs, reuse=True)
+            )
+        )
+        self._lead = BoundedLead(cluster, name, mode) if isinstance(mode, SSP) else None
         self.parts = nn.ModuleList(
-            TrainedTables(cluster, [made[table] for table in tables]) for tables in by_optimizer.values()
+            TrainedTables(cluster, [made[table] for table in tables], its, self._lead)
+            for tables, its in zip(by_optimizer.values(), ranks, strict=True)
         )
         in_order = [table for tables in by_optimizer.values() for table in tables]
         self._tables = [made[table] for table in in_order]
@@ -105,6 +129,14 @@ class EmbeddingGroup(nn.Module):
         if field not in names:
             raise InvalidArgument(f"there is no field {field!r}; there are {', '.join(map(repr, names))}")
         return self._tables[self._table_of[names.index(field)]]
+
+    @property
+    def worker_steps(self) -> JobSteps | None:
+        """With ``mode=gt.SSP(...)`` how far this worker is among the others. ``worker_steps.leave()`` has none of them
+        wait for it any more, until its next training batch: before a long evaluation, or at its end; closing the
+        cluster does so, too.
+        """
+        return None if self._lead is None else self._lead.steps
 
     def forward(self, batch: Any) -> dict[str, Tensor]:
         """Look the ids of a batch up.
@@ -141,6 +173,8 @@ class EmbeddingGroup(nn.Module):
                 raise InvalidArgument(f"field {field.name!r} has weights and pooling 'max', which takes none")
         lookup = self._merged(features)
         wants = torch.is_grad_enabled()
+        if wants and self._lead is not None:
+            self._lead.join()
         rows = []
         pulls = []
         distinct = lookup.ids()
@@ -215,11 +249,22 @@ class Embedding(EmbeddingGroup):
         optimizer: RowOptimizerSpec,
         seed: int = 0,
         reuse: bool = False,
+        mode: Mode = "async",
+        process_group: dist.ProcessGroup | None = None,
         **settings: Any,
     ) -> None:
         """Make its table, ``name``; ``settings`` are those of a :class:`Field`. Raises as the group does."""
         field = Field(name, dim, **settings)
-        super().__init__(cluster, name, [field], optimizer=optimizer, seed=seed, reuse=reuse)
+        super().__init__(
+            cluster,
+            name,
+            [field],
+            optimizer=optimizer,
+            seed=seed,
+            reuse=reuse,
+            mode=mode,
+            process_group=process_group,
+        )
 
     def _full_name(self, table: str) -> str:
         return table

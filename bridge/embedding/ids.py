@@ -40,6 +40,11 @@ class BatchIds:
     is_vector: bool = False
     """One id a bag, given as a vector: not pooled, there is no dimension for a bag's ids."""
 
+    @property
+    def num_bags(self) -> int:
+        """B."""
+        return len(self.values) // self.bags if isinstance(self.bags, int) else len(self.bags) - 1
+
 
 def ids_of_batch(batch: Any, names: list[str]) -> list[BatchIds]:
     """The ids of the fields ``names`` in a batch: a mapping, or something with keys(), values() and lengths().

@@ -12,6 +12,8 @@ from geartrain.ams.values.errors import SpecMismatch
 from geartrain.ams.values.specs import Ids, TableSpec
 from geartrain.bridge.embedding.update import EmbeddingUpdate
 from geartrain.bridge.rows.keeper import RowKeeper
+from geartrain.bridge.rows.pending import Pace
+from geartrain.bridge.rows.ranks import Ranks
 from geartrain.bridge.rows.same_rows import LABELS, identity_of, require_same_rows
 
 if TYPE_CHECKING:
@@ -22,10 +24,10 @@ if TYPE_CHECKING:
 class TrainedTables(nn.Module):
     """A :class:`~geartrain.bridge.rows.pending.RowModule` of several tables with one optimizer."""
 
-    def __init__(self, cluster: Cluster, tables: Sequence[Table]) -> None:
+    def __init__(self, cluster: Cluster, tables: Sequence[Table], ranks: Ranks | None, pace: Pace | None) -> None:
         super().__init__()
-        self.row_update = EmbeddingUpdate(tables)
-        self.row_keeper: RowKeeper = _EmbeddingRows(cluster, tables)
+        self.row_update = EmbeddingUpdate(tables, ranks, pace)
+        self.row_keeper: RowKeeper = _EmbeddingRows(cluster, tables, ranks)
         self._recent: list[Ids] = [np.empty(0, np.int64) for _ in tables]
         """Some ids of the last batch, whose rows have certainly moved."""
 
@@ -73,8 +75,10 @@ class TrainedTables(nn.Module):
 
 
 class _EmbeddingRows(RowKeeper):
-    def __init__(self, cluster: Cluster, tables: Sequence[Table]) -> None:
+    def __init__(self, cluster: Cluster, tables: Sequence[Table], ranks: Ranks | None) -> None:
         self.cluster = cluster
+        self.peers = ranks
+        self._ranks = ranks
         self._tables = tuple(tables)
 
     def specs(self) -> list[TableSpec]:
@@ -82,3 +86,7 @@ class _EmbeddingRows(RowKeeper):
 
     def is_trained(self) -> bool:
         return any(max(table.versions()) > 0 for table in self._tables)
+
+    def go_on(self) -> None:
+        if self._ranks is not None:
+            self._ranks.begin_anew()

@@ -14,7 +14,8 @@ from geartrain.ams.kernels import ops
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
 from geartrain.ams.values.specs import Ids
-from geartrain.bridge.rows.pending import Moment, PendingUpdate
+from geartrain.bridge.rows.pending import Moment, Pace, PendingUpdate
+from geartrain.bridge.rows.ranks import Ranks
 from geartrain.bridge.rows.same_rows import incarnation_of
 from geartrain.bridge.rows.tables import HeadTable, TableWrite
 
@@ -64,6 +65,10 @@ class EmbeddingGradient:
         """There is nothing to give back."""
 
 
+def _none_of(table: HeadTable) -> TableGradient:
+    return TableGradient(np.empty(0, np.int64), np.empty((0, table.spec.dim), np.float32))
+
+
 def _wide(gradient: TableGradient) -> npt.NDArray[np.float64]:
     return gradient.rows.reshape(-1).astype(np.float64)
 
@@ -73,10 +78,12 @@ class EmbeddingUpdate(PendingUpdate[EmbeddingGradient]):
 
     table: HeadTable
 
-    def __init__(self, tables: Sequence[HeadTable]) -> None:
-        """The tables have one optimizer."""
+    def __init__(self, tables: Sequence[HeadTable], ranks: Ranks | None = None, pace: Pace | None = None) -> None:
+        """The tables have one optimizer. ``ranks`` train them together; None: this process by itself, at ``pace``."""
         super().__init__()
         self.tables = tuple(tables)
+        self.ranks = ranks
+        self.pace = pace
         self.table = self.tables[0]
         self._writes: list[TableWrite] | None = None
         """The pushes of a step that has begun."""
@@ -109,13 +116,18 @@ class EmbeddingUpdate(PendingUpdate[EmbeddingGradient]):
                 "lr": optimizer.lr,
                 "optimizer_scalars": self.table.spec.optimizer.scalars_of_push(optimizer),
                 "scale": float(self._factor()),
+                "group": None if self.ranks is None else self.ranks.sync_group(self._samples),
             }
             writes: list[TableWrite] = []
             try:
-                for place, gradient in self._pending.tables.items():
+                for place, table in enumerate(self.tables):
+                    gradient = self._pending.tables.get(place)
+                    if gradient is None and self.ranks is None:
+                        continue
+                    ids, rows = gradient or _none_of(table)  # the others wait for this rank
                     # Their squares are finite, or check_finite() would have said so; the product is looked at there.
-                    push = self.tables[place].prepare_push
-                    writes.append(push(gradient.ids, gradient.rows, known_finite=True, known_distinct=True, **settings))
+                    push = table.prepare_push
+                    writes.append(push(ids, rows, known_finite=True, known_distinct=True, **settings))
             except BaseException:
                 for write in writes:
                     write.abandon()
@@ -132,7 +144,24 @@ class EmbeddingUpdate(PendingUpdate[EmbeddingGradient]):
             left[0].send_with(left[1:])
         self._writes = None
         self.step += 1
+        if self.ranks is not None:
+            self.ranks.sequence += 1
         self.discard()
+
+    def _squared_norm(self, pending: EmbeddingGradient, factor: float) -> float:
+        """With ranks every row gradient of each travels to all."""
+        ranks = self.ranks
+        if ranks is None:
+            return super()._squared_norm(pending, factor)
+        total = float(ranks.sum(torch.tensor(float(self._samples))))
+        weight = factor * self._samples / total if total else 0.0  # as the shards weigh them
+        squares = 0.0
+        for place, table in enumerate(self.tables):
+            mine = pending.tables.get(place) or _none_of(table)
+            ids, rows = ranks.gather_labels(mine.ids), ranks.gather_rows(mine.rows * np.float32(weight))
+            _, _, sums = ops.merge_duplicates(ids, np.concatenate(rows))
+            squares += float(np.square(sums, dtype=np.float64).sum())
+        return squares
 
     def discard(self) -> None:
         """Forget what is pending."""

@@ -82,7 +82,7 @@ class RowOptimizer(torch.optim.Optimizer):
         that is out of range or cannot change, TableNotFound if a table was restored since the forward pass (call
         zero_grad()). After an error the gradients that were not pushed are still pending: call step() again, or
         zero_grad() to drop them. A step that GradScaler skips pushes nothing and drops them: they could not be pushed
-        later either.
+        later either. Of embeddings with ``mode=gt.SSP(s)`` it returns once no other worker is more than s steps behind.
         """
         loss = None
         if closure is not None:
@@ -91,6 +91,7 @@ class RowOptimizer(torch.optim.Optimizer):
         found_inf, grad_scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
         if found_inf is not None and bool(found_inf):
             self.zero_grad()
+            self._keep_pace()
             return loss
         steps = []
         for group, update in self._group_updates():
@@ -107,7 +108,13 @@ class RowOptimizer(torch.optim.Optimizer):
                 update.apply(optimizer)
         if error is not None:
             raise error
+        self._keep_pace()
         return loss
+
+    def _keep_pace(self) -> None:
+        paces = {id(update.pace): update.pace for update in self._updates.values() if update.pace is not None}
+        for pace in paces.values():
+            pace.step_done()
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002
         """Drop the pending row gradients; nothing is pushed."""

@@ -65,6 +65,8 @@ class PendingUpdate(ABC, Generic[G]):
 
     table: ReadableTable
     ranks: Ranks | None = None
+    pace: Pace | None = None
+    """Told of every step, once for all updates that have the same; None: nobody waits."""
 
     def __init__(self) -> None:
         self.carrier = torch.zeros(1, requires_grad=True)
@@ -233,6 +235,14 @@ class PendingUpdate(ABC, Generic[G]):
         self._pending = None
         self._samples = 0
         self._backward_passes = 0
+
+
+class Pace(Protocol):
+    """What keeps the workers of one job near one another."""
+
+    def step_done(self) -> None:
+        """A step of this worker was applied, or skipped. May wait for others."""
+        ...
 
 
 @runtime_checkable

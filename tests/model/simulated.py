@@ -28,6 +28,7 @@ from geartrain.ams.rpc.status import abort
 from geartrain.ams.scheduler.data_streams import StreamLeases
 from geartrain.ams.scheduler.handlers import SchedulerHandlers
 from geartrain.ams.scheduler.scheduler import Scheduler
+from geartrain.ams.scheduler.worker_steps import WorkerSteps
 from geartrain.ams.server.parts import PartBuffer
 from geartrain.ams.server.service import ShardService
 from geartrain.ams.server.shard import Shard
@@ -275,7 +276,9 @@ class Client:
     """One process that writes: a cluster handle with a stream of its own, whose background work waits to be stepped."""
 
     def __init__(self, cluster: SimulatedCluster, stream: str, incarnation: int) -> None:
-        carrier = LocalScheduler(SchedulerHandlers(cluster.scheduler, StreamLeases(MemoryStore(), 1e9)))
+        carrier = LocalScheduler(
+            SchedulerHandlers(cluster.scheduler, StreamLeases(MemoryStore(), 1e9), WorkerSteps(1e9))
+        )
         view = carrier.call(DescribeCluster(), None)
         self.cluster = Cluster(carrier, view, cluster.open_carrier, CONFIG, stream=ClientStream(8), remote=True)
         self.stream = OneStream(8, stream, incarnation)

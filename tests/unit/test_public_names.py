@@ -37,6 +37,7 @@ PUBLIC_NAMES = {
     "Embedding",
     "EmbeddingGroup",
     "Field",
+    "SSP",
     "Constant",
     "Uniform",
     "Normal",

@@ -1004,3 +1004,153 @@ class RestoreStreamsReply(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RestoreStreamsReply: _TypeAlias = RestoreStreamsReply  # noqa: Y015
+
+@_typing.final
+class StepWorker(_message.Message):
+    """Who does steps of a job. A higher incarnation takes the place of a lower one of the same name."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: _builtins.int
+    WORKER_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    job: _builtins.str
+    worker: _builtins.str
+    incarnation: _builtins.int
+    def __init__(
+        self,
+        *,
+        job: _builtins.str = ...,
+        worker: _builtins.str = ...,
+        incarnation: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "job", b"job", "worker", b"worker"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StepWorker: _TypeAlias = StepWorker  # noqa: Y015
+
+@_typing.final
+class TellStepsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WHO_FIELD_NUMBER: _builtins.int
+    DONE_FIELD_NUMBER: _builtins.int
+    done: _builtins.int
+    """Steps that it has done. Absent: it joins, at those of the slowest."""
+    @_builtins.property
+    def who(self) -> Global___StepWorker: ...
+    def __init__(
+        self,
+        *,
+        who: Global___StepWorker | None = ...,
+        done: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_done", b"_done", "done", b"done", "who", b"who"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_done", b"_done", "done", b"done", "who", b"who"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__done: _TypeAlias = _typing.Literal["done"]  # noqa: Y015
+    _WhichOneofArgType__done: _TypeAlias = _typing.Literal["_done", b"_done"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__done) -> _WhichOneofReturnType__done | None: ...
+
+Global___TellStepsRequest: _TypeAlias = TellStepsRequest  # noqa: Y015
+
+@_typing.final
+class TellStepsReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DONE_FIELD_NUMBER: _builtins.int
+    SLOWEST_FIELD_NUMBER: _builtins.int
+    LEASE_SECONDS_FIELD_NUMBER: _builtins.int
+    SLOW_FIELD_NUMBER: _builtins.int
+    done: _builtins.int
+    """Steps that it counts as having done: what it told, or more, if it had lost its lease and the others went on."""
+    slowest: _builtins.int
+    """Those of the slowest; at most this, where the scheduler was restarted and does not know of all workers yet."""
+    lease_seconds: _builtins.float
+    """A worker that tells nothing for so long is waited for no more."""
+    @_builtins.property
+    def slow(self) -> _containers.RepeatedCompositeFieldContainer[Global___SlowWorker]:
+        """Of the slowest, up to eight."""
+
+    def __init__(
+        self,
+        *,
+        done: _builtins.int = ...,
+        slowest: _builtins.int = ...,
+        lease_seconds: _builtins.float = ...,
+        slow: _abc.Iterable[Global___SlowWorker] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "lease_seconds", b"lease_seconds", "slow", b"slow", "slowest", b"slowest"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TellStepsReply: _TypeAlias = TellStepsReply  # noqa: Y015
+
+@_typing.final
+class SlowWorker(_message.Message):
+    """One that others may have to wait for."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_FIELD_NUMBER: _builtins.int
+    DONE_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    worker: _builtins.str
+    done: _builtins.int
+    seconds: _builtins.float
+    """Since it had done these."""
+    def __init__(
+        self,
+        *,
+        worker: _builtins.str = ...,
+        done: _builtins.int = ...,
+        seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "seconds", b"seconds", "worker", b"worker"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SlowWorker: _TypeAlias = SlowWorker  # noqa: Y015
+
+@_typing.final
+class LeaveStepsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WHO_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def who(self) -> Global___StepWorker: ...
+    def __init__(
+        self,
+        *,
+        who: Global___StepWorker | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["who", b"who"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["who", b"who"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LeaveStepsRequest: _TypeAlias = LeaveStepsRequest  # noqa: Y015
+
+@_typing.final
+class LeaveStepsReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LeaveStepsReply: _TypeAlias = LeaveStepsReply  # noqa: Y015

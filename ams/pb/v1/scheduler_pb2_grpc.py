@@ -120,6 +120,16 @@ class SchedulerStub:
                 request_serializer=geartrain_dot_ams_dot_pb_dot_v1_dot_scheduler__pb2.RestoreStreamsRequest.SerializeToString,
                 response_deserializer=geartrain_dot_ams_dot_pb_dot_v1_dot_scheduler__pb2.RestoreStreamsReply.FromString,
                 _registered_method=True)
+        self.TellSteps = channel.unary_unary(
+                '/geartrain.ams.v1.Scheduler/TellSteps',
+                request_serializer=geartrain_dot_ams_dot_pb_dot_v1_dot_scheduler__pb2.TellStepsRequest.SerializeToString,
+                response_deserializer=geartrain_dot_ams_dot_pb_dot_v1_dot_scheduler__pb2.TellStepsReply.FromString,
+                _registered_method=True)
+        self.LeaveSteps = channel.unary_unary(
+                '/geartrain.ams.v1.Scheduler/LeaveSteps',
+                request_serializer=geartrain_dot_ams_dot_pb_dot_v1_dot_scheduler__pb2.LeaveStepsRequest.SerializeToString,
+                response_deserializer=geartrain_dot_ams_dot_pb_dot_v1_dot_scheduler__pb2.LeaveStepsReply.FromString,
+                _registered_method=True)
 
 
 class SchedulerServicer:
@@ -244,6 +254,20 @@ class SchedulerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def TellSteps(self, request, context):
+        """A worker that may be only so many steps ahead of others says how many it has done, and prolongs its lease. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def LeaveSteps(self, request, context):
+        """A worker leaves those that wait for one another. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_SchedulerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -331,6 +355,16 @@ def add_SchedulerServicer_to_server(servicer, server):
                     servicer.RestoreStreams,
                     request_deserializer=geartrain_dot_ams_dot_pb_dot_v1_dot_scheduler__pb2.RestoreStreamsRequest.FromString,
                     response_serializer=geartrain_dot_ams_dot_pb_dot_v1_dot_scheduler__pb2.RestoreStreamsReply.SerializeToString,
+            ),
+            'TellSteps': grpc.unary_unary_rpc_method_handler(
+                    servicer.TellSteps,
+                    request_deserializer=geartrain_dot_ams_dot_pb_dot_v1_dot_scheduler__pb2.TellStepsRequest.FromString,
+                    response_serializer=geartrain_dot_ams_dot_pb_dot_v1_dot_scheduler__pb2.TellStepsReply.SerializeToString,
+            ),
+            'LeaveSteps': grpc.unary_unary_rpc_method_handler(
+                    servicer.LeaveSteps,
+                    request_deserializer=geartrain_dot_ams_dot_pb_dot_v1_dot_scheduler__pb2.LeaveStepsRequest.FromString,
+                    response_serializer=geartrain_dot_ams_dot_pb_dot_v1_dot_scheduler__pb2.LeaveStepsReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -792,6 +826,60 @@ class Scheduler:
             '/geartrain.ams.v1.Scheduler/RestoreStreams',
             geartrain_dot_ams_dot_pb_dot_v1_dot_scheduler__pb2.RestoreStreamsRequest.SerializeToString,
             geartrain_dot_ams_dot_pb_dot_v1_dot_scheduler__pb2.RestoreStreamsReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def TellSteps(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/geartrain.ams.v1.Scheduler/TellSteps',
+            geartrain_dot_ams_dot_pb_dot_v1_dot_scheduler__pb2.TellStepsRequest.SerializeToString,
+            geartrain_dot_ams_dot_pb_dot_v1_dot_scheduler__pb2.TellStepsReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LeaveSteps(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/geartrain.ams.v1.Scheduler/LeaveSteps',
+            geartrain_dot_ams_dot_pb_dot_v1_dot_scheduler__pb2.LeaveStepsRequest.SerializeToString,
+            geartrain_dot_ams_dot_pb_dot_v1_dot_scheduler__pb2.LeaveStepsReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -66,6 +66,10 @@ class SchedulerStub:
     """Who holds which data stream of a job now."""
     RestoreStreams: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.RestoreStreamsRequest, _scheduler_pb2.RestoreStreamsReply]
     """Put a job back to these cursors; every lease of it ends."""
+    TellSteps: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.TellStepsRequest, _scheduler_pb2.TellStepsReply]
+    """A worker that may be only so many steps ahead of others says how many it has done, and prolongs its lease. Idempotent."""
+    LeaveSteps: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.LeaveStepsRequest, _scheduler_pb2.LeaveStepsReply]
+    """A worker leaves those that wait for one another. Idempotent."""
 
 @_typing.type_check_only
 class SchedulerAsyncStub(SchedulerStub):
@@ -104,6 +108,10 @@ class SchedulerAsyncStub(SchedulerStub):
     """Who holds which data stream of a job now."""
     RestoreStreams: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.RestoreStreamsRequest, _scheduler_pb2.RestoreStreamsReply]  # type: ignore[assignment]
     """Put a job back to these cursors; every lease of it ends."""
+    TellSteps: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.TellStepsRequest, _scheduler_pb2.TellStepsReply]  # type: ignore[assignment]
+    """A worker that may be only so many steps ahead of others says how many it has done, and prolongs its lease. Idempotent."""
+    LeaveSteps: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.LeaveStepsRequest, _scheduler_pb2.LeaveStepsReply]  # type: ignore[assignment]
+    """A worker leaves those that wait for one another. Idempotent."""
 
 class SchedulerServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -241,5 +249,21 @@ class SchedulerServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_scheduler_pb2.RestoreStreamsReply, _abc.Awaitable[_scheduler_pb2.RestoreStreamsReply]]:
         """Put a job back to these cursors; every lease of it ends."""
+
+    @_abc_1.abstractmethod
+    def TellSteps(
+        self,
+        request: _scheduler_pb2.TellStepsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_scheduler_pb2.TellStepsReply, _abc.Awaitable[_scheduler_pb2.TellStepsReply]]:
+        """A worker that may be only so many steps ahead of others says how many it has done, and prolongs its lease. Idempotent."""
+
+    @_abc_1.abstractmethod
+    def LeaveSteps(
+        self,
+        request: _scheduler_pb2.LeaveStepsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_scheduler_pb2.LeaveStepsReply, _abc.Awaitable[_scheduler_pb2.LeaveStepsReply]]:
+        """A worker leaves those that wait for one another. Idempotent."""
 
 def add_SchedulerServicer_to_server(servicer: SchedulerServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -13,6 +13,7 @@ from geartrain.ams.scheduler.data_streams import MOST_READ, StreamLeases
 from geartrain.ams.scheduler.handlers import SchedulerHandlers
 from geartrain.ams.scheduler.incarnations import MOST_GIVEN, Incarnations
 from geartrain.ams.scheduler.scheduler import Scheduler
+from geartrain.ams.scheduler.worker_steps import WorkerSteps
 from geartrain.ams.storage.kv.store import MemoryStore
 from geartrain.ams.values.errors import ClusterNotReady, InvalidArgument, StaleClient
 from geartrain.ams.values.optimizers.registry import SGD
@@ -70,7 +71,11 @@ def test_a_scheduler_without_its_state_learns_from_the_shards_what_was_used(monk
 def test_what_a_shard_has_seen_is_known_once_it_has_registered(monkeypatch: pytest.MonkeyPatch) -> None:
     set_clock(monkeypatch, 1)
     fresh = scheduler(MemoryStore())
-    handlers, registered, taken = SchedulerHandlers(fresh, StreamLeases(MemoryStore(), 10)), fresh.register, []
+    handlers, registered, taken = (
+        SchedulerHandlers(fresh, StreamLeases(MemoryStore(), 10), WorkerSteps(10)),
+        fresh.register,
+        [],
+    )
 
     def somebody_connects_at_once(*arguments: Any, **keywords: Any) -> Any:
         registration = registered(*arguments, **keywords)

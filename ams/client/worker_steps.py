@@ -1,0 +1,169 @@
+"""A worker's side of a job whose workers may be only so many steps apart: what it has done, and the wait for others.
+
+Cost: one RPC of some 100 bytes each way to the scheduler for each step, and three a lease between them; while it waits
+one each time when it has waited an eighth longer.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import socket
+import threading
+import time
+import weakref
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import suppress
+
+from geartrain.ams.rpc.carrier import AttemptFailed, SchedulerCarrier
+from geartrain.ams.values.config import ClientConfig
+from geartrain.ams.values.errors import GeartrainError, SchedulerUnavailable, StaleClient, WorkerStalled
+from geartrain.ams.values.scheduler_messages import LeaveSteps, StepsDone, StepWorker, TellSteps
+from geartrain.ams.values.text import counted
+
+logger = logging.getLogger(__name__)
+
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.001, 0.25
+_WARN_SECONDS = 10.0
+_LEAVE_SECONDS = 2.0
+_numbers: defaultdict[tuple[str, str], Iterator[int]] = defaultdict(lambda: itertools.count(2))
+_names: set[tuple[str, str]] = set()
+
+
+def worker_name(job: str, stream: str | None) -> str:
+    """A name for one more worker of a job in this process: that of its ``stream``, or of host and process."""
+    name = f"{socket.gethostname()}:{os.getpid()}" if stream is None else stream
+    if (job, name) in _names:
+        return f"{name}/{next(_numbers[job, name])}"
+    _names.add((job, name))
+    return name
+
+
+class JobSteps:
+    """See the module. Of one thread; a thread of its own renews the lease from :meth:`join` to :meth:`leave`.
+
+    After a pause longer than the lease it goes on at the slowest's step, as a worker that joins.
+    """
+
+    def __init__(self, scheduler: SchedulerCarrier, who: StepWorker, config: ClientConfig) -> None:
+        self._scheduler, self._who, self._config = scheduler, who, config
+        self._known = StepsDone(done=0, slowest=0, lease_seconds=0.0)
+        self._renewal: _Renewal | None = None
+
+    @property
+    def done(self) -> int:
+        """Steps that this worker counts as having done: those of the slowest when it joined, and its own since."""
+        return self._known.done
+
+    @property
+    def ahead(self) -> int:
+        """Steps that it is ahead of the slowest, at most: as of the last reply."""
+        return self._known.done - self._known.slowest
+
+    def join(self) -> None:
+        """Be waited for from now on. Nothing if it is already. Raises SchedulerUnavailable, StaleClient."""
+        if self._renewal is None:
+            self._note(self._asked(None))
+            self._renewal = renewal = _Renewal(self._scheduler, self._who, self._known)
+            weakref.finalize(self, renewal.end)
+
+    def step_done(self) -> None:
+        """Tell that one more step is done. Others hear of it later if the scheduler does not answer."""
+        self.join()
+        self._note(StepsDone(done=self.done + 1, slowest=self._known.slowest, lease_seconds=0.0))
+        with suppress(SchedulerUnavailable):
+            self._tell(once=True)
+
+    def wait(self, most_ahead: int, seconds: float) -> None:
+        """Return once it is at most ``most_ahead`` steps ahead of the slowest.
+
+        Raises WorkerStalled after ``seconds``, SchedulerUnavailable, StaleClient.
+        """
+        start, warned, pause = time.monotonic(), _WARN_SECONDS, 0.0
+        while self.ahead > most_ahead:
+            waited = time.monotonic() - start
+            if waited >= seconds:
+                raise WorkerStalled(
+                    f"{self._waits(most_ahead)}. That took {waited:.0f} s. Is one stuck? End it, and nobody waits for "
+                    f"it {self._known.lease_seconds:g} s later; or call step() again, which waits on"
+                )
+            if waited >= warned:
+                logger.warning("%s", self._waits(most_ahead))
+                warned *= 2
+            _pause(min(pause, seconds - waited))
+            pause = min(max(waited / 8, _SHORTEST_PAUSE), _LONGEST_PAUSE)
+            self._tell()
+
+    def leave(self) -> None:
+        """Have nobody wait for this worker any more. Idempotent; the next :meth:`join` joins again."""
+        renewal, self._renewal = self._renewal, None
+        if renewal is not None:
+            renewal.end()
+
+    def _waits(self, most_ahead: int) -> str:
+        slow = [f"{one.worker!r} ({one.done} done, since {one.seconds:.0f} s)" for one in self._known.slow]
+        return (
+            f"worker {self._who.worker!r} of job {self._who.job!r} has done {counted(self.done, 'step')} and may be "
+            f"{most_ahead} ahead of the slowest: it waits for {', '.join(slow) or 'those whom the scheduler must hear'}"
+        )
+
+    def _tell(self, *, once: bool = False) -> None:
+        self._note(self._asked(self.done, once=once))
+
+    def _note(self, said: StepsDone) -> None:
+        """The slowest never fall back: what was heard of them holds, whatever a restarted scheduler knows."""
+        known = self._known
+        slowest = min(max(said.slowest, known.slowest), said.done)
+        lease_seconds = said.lease_seconds or known.lease_seconds
+        self._known = StepsDone(done=said.done, slowest=slowest, lease_seconds=lease_seconds, slow=said.slow)
+        if self._renewal is not None:
+            self._renewal.done = said.done
+
+    def _asked(self, done: int | None, *, once: bool = False) -> StepsDone:
+        """What the scheduler answers; asked again for ``recovery_timeout_seconds``, unless ``once``."""
+        start = time.monotonic()
+        while True:
+            try:
+                return self._scheduler.call(TellSteps(who=self._who, done=done), self._config.attempt_timeout_seconds)
+            except AttemptFailed as exc:
+                waited = time.monotonic() - start
+                if once or waited >= self._config.recovery_timeout_seconds:
+                    raise SchedulerUnavailable(
+                        f"{exc}; it knows how far the workers of job {self._who.job!r} are (for {waited:.1f} s)"
+                    ) from None
+            _pause(_LONGEST_PAUSE)
+
+
+class _Renewal:
+    """Renews a lease from a thread, and leaves when it ends. Knows nobody who could keep it alive."""
+
+    def __init__(self, scheduler: SchedulerCarrier, who: StepWorker, known: StepsDone) -> None:
+        self.done = known.done
+        self._scheduler, self._who = scheduler, who
+        self._pause_seconds = known.lease_seconds / 3
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="geartrain-steps", daemon=True)
+        self._thread.start()
+
+    def end(self) -> None:
+        self._ended.set()
+        if self._thread is not threading.current_thread():
+            self._thread.join(_LEAVE_SECONDS)
+
+    def _run(self) -> None:
+        while not self._ended.wait(self._pause_seconds):
+            try:
+                self._scheduler.call(TellSteps(who=self._who, done=self.done), self._pause_seconds)
+            except StaleClient:
+                return
+            except (AttemptFailed, GeartrainError) as exc:
+                logger.debug("the lease of worker %r was not renewed: %s", self._who.worker, exc)
+        with suppress(AttemptFailed, GeartrainError):
+            self._scheduler.call(LeaveSteps(who=self._who), _LEAVE_SECONDS)
+
+
+def _pause(seconds: float) -> None:
+    if seconds > 0:
+        time.sleep(seconds)

@@ -1,0 +1,147 @@
+"""How many steps each worker of a job has done, where none may be more than some ahead of the slowest.
+
+The rule is the workers': they ask, and wait by themselves. Here is who is how far, and who counts: a worker with a
+lease. One that joins begins at the slowest's step, so that nobody waits for what it never was to do, and the slowest's
+step never falls. Nothing is kept on disk: workers tell their steps anew at each step and at least three times a lease.
+
+A scheduler that was restarted knows nobody. For one lease it takes each worker's own word for its steps and says of
+the slowest only what is sure: who is silent for so long would not count either. (Workers that join meanwhile, before
+any of the others has told, do not wait for those.)
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from geartrain.ams.scheduler.pauses import PauseDetector
+from geartrain.ams.values.arguments import checked_name
+from geartrain.ams.values.errors import InvalidArgument, StaleClient
+from geartrain.ams.values.scheduler_messages import SlowWorker, StepsDone, StepWorker
+
+_MOST_DONE = 2**62
+_NAMED = 8
+
+
+@dataclass
+class _Worker:
+    incarnation: int
+    done: int
+    since: float
+    """When it had done these."""
+    deadline: float
+    """When its lease runs out."""
+    is_guess: bool
+    """It joined when others may have been there that had not told yet."""
+
+
+@dataclass
+class _Job:
+    workers: dict[str, _Worker] = field(default_factory=dict)
+
+    @property
+    def told(self) -> list[_Worker]:
+        """Those whose steps are no guess."""
+        return [worker for worker in self.workers.values() if not worker.is_guess]
+
+    @property
+    def slowest(self) -> int:
+        return min((worker.done for worker in self.told or self.workers.values()), default=0)
+
+
+class WorkerSteps:
+    """The steps of all jobs. Thread-safe. Memory: some 200 bytes a worker."""
+
+    def __init__(self, lease_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._lease_seconds = lease_seconds
+        self._clock = clock
+        self._stops = PauseDetector(lease_seconds / 4, clock)
+        self._lock = threading.Lock()
+        self._jobs: dict[str, _Job] = {}
+        self._all_known_at = clock() + lease_seconds
+        """Until then an earlier scheduler may have known workers that have not told this one yet."""
+
+    def pulse(self) -> None:
+        """Note that the scheduler runs. To be called several times a lease, or never."""
+        with self._lock:
+            if self._stops.pulse():
+                self._extend_all()
+
+    def tell(self, who: StepWorker, done: int | None) -> StepsDone:
+        """Note that a worker has ``done`` so many steps (None: it joins), and prolong its lease.
+
+        Raises StaleClient (a higher incarnation of the worker has come), InvalidArgument.
+        """
+        checked_name("job", who.job)
+        checked_name("worker", who.worker)
+        if done is not None and not 0 <= done <= _MOST_DONE:
+            raise InvalidArgument(f"worker {who.worker!r} has done {done} steps; that must lie in [0, 2^62]")
+        with self._lock:
+            now = self._clock()
+            self._look(now)
+            job = self._jobs.setdefault(who.job, _Job())
+            worker = self._worker(job, who, done, now)
+            worker.deadline = now + self._lease_seconds
+            if done is not None and done > worker.done:
+                worker.done, worker.since = done, now
+            return self._said(job, worker, now)
+
+    def leave(self, who: StepWorker) -> None:
+        """Have nobody wait for a worker any more."""
+        with self._lock:
+            job = self._jobs.get(who.job)
+            known = None if job is None else job.workers.get(who.worker)
+            if job is not None and known is not None and known.incarnation <= who.incarnation:
+                del job.workers[who.worker]
+                if not job.workers:
+                    del self._jobs[who.job]
+
+    def _worker(self, job: _Job, who: StepWorker, done: int | None, now: float) -> _Worker:
+        """The one that tells; it joins if it is not known, or not under this incarnation."""
+        known = job.workers.get(who.worker)
+        if known is not None and known.incarnation > who.incarnation:
+            raise StaleClient(
+                f"incarnation {who.incarnation} of worker {who.worker!r} of job {who.job!r} was superseded by "
+                f"{known.incarnation}: another process does its steps; stop this one"
+            )
+        if known is not None and known.incarnation == who.incarnation:
+            return known
+        job.workers.pop(who.worker, None)
+        is_early = now < self._all_known_at
+        # Who had lost its lease was waited for no more: the others may be far ahead of what it has done.
+        begins = done if done is not None and is_early else max(done or 0, job.slowest)
+        worker = job.workers[who.worker] = _Worker(who.incarnation, begins, now, now, is_early and done is None)
+        return worker
+
+    def _said(self, job: _Job, worker: _Worker, now: float) -> StepsDone:
+        slowest = job.slowest
+        slow = [SlowWorker(name, one.done, now - one.since) for name, one in job.workers.items() if one.done == slowest]
+        return StepsDone(
+            done=worker.done,
+            slowest=slowest if now >= self._all_known_at or not job.told else 0,
+            lease_seconds=self._lease_seconds,
+            slow=tuple(sorted(slow, key=lambda one: -one.seconds)[:_NAMED]),
+        )
+
+    def _look(self, now: float) -> None:
+        """Drop those whose time is up; once all who live have told, put those that joined meanwhile beside them."""
+        if self._stops.was_stopped():
+            self._extend_all()
+        if now >= self._all_known_at:
+            for job in self._jobs.values():
+                slowest = job.slowest
+                for worker in job.workers.values():
+                    worker.done, worker.is_guess = max(worker.done, slowest), False
+        for name, job in list(self._jobs.items()):
+            job.workers = {worker: one for worker, one in job.workers.items() if one.deadline >= now}
+            if not job.workers:
+                del self._jobs[name]
+
+    def _extend_all(self) -> None:
+        """Nobody could be heard meanwhile."""
+        deadline = self._clock() + self._lease_seconds
+        for job in self._jobs.values():
+            for worker in job.workers.values():
+                worker.deadline = deadline
