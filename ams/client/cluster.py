@@ -266,12 +266,15 @@ class Cluster:
         num_streams: int = 64,
         num_workers: int = 1,
         incarnation: int | None = None,
+        data: str = "",
     ) -> DataStreams:
         """Return the data streams of ``job`` as ``worker`` leases them: however many workers there are, each of
         ``num_streams`` parts of the data is read by one at a time, and goes on where it was committed.
 
         The streams are shared out evenly among the workers that hold a lease; for one lease after the first has come,
-        among ``num_workers``. ``incarnation`` is that of :func:`connect`, unless it is given. Raises InvalidArgument.
+        among ``num_workers``. ``incarnation`` is that of :func:`connect`, unless it is given. ``data`` is a name of
+        what the streams are parts of: a worker that leases with another one than the job's is refused. Raises
+        InvalidArgument.
         """
         return DataStreams(
             self._scheduler.carrier,
@@ -280,6 +283,7 @@ class Cluster:
             self._stream.incarnation if incarnation is None else checked_incarnation(incarnation),
             num_streams=integer("num_streams", num_streams, 1),
             num_workers=integer("num_workers", num_workers, 1),
+            data="" if not data else checked_name("data", data),
             timeout_seconds=self._config.attempt_timeout_seconds,
         )
 

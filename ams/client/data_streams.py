@@ -45,11 +45,12 @@ class DataStreams:
         *,
         num_streams: int,
         num_workers: int,
+        data: str = "",
         timeout_seconds: float,
     ) -> None:
         self._scheduler = scheduler
         self._reader = StreamHolder(job, worker, incarnation)
-        self._num_streams, self._num_workers = num_streams, num_workers
+        self._num_streams, self._num_workers, self._data = num_streams, num_workers, data
         self._timeout_seconds = timeout_seconds
 
     def lease(self) -> StreamLease:
@@ -59,7 +60,9 @@ class DataStreams:
         the job has come there.
         """
         return self._call(
-            LeaseStreams(reader=self._reader, num_streams=self._num_streams, num_workers=self._num_workers)
+            LeaseStreams(
+                reader=self._reader, num_streams=self._num_streams, num_workers=self._num_workers, data=self._data
+            )
         )
 
     def commit(self, cursors: Cursors = NOTHING) -> StreamRenewal:

@@ -46,6 +46,8 @@ class _Job:
     """Those with a lease."""
     incarnations: dict[str, int] = field(default_factory=dict)
     """The highest of each worker that ever had one."""
+    data: str = ""
+    """What the streams are parts of, in the words of the first worker that said so."""
     expected_workers: int = 1
     expected_until: float = float("-inf")
     """So long streams are kept for ``expected_workers``, though fewer have come."""
@@ -56,6 +58,7 @@ class _Job:
             list(self.holders),
             dict(self.workers),
             dict(self.incarnations),
+            self.data,
             self.expected_workers,
             self.expected_until,
         )
@@ -126,15 +129,18 @@ class StreamLeases:
                 self._extend_all()
 
     def lease(
-        self, job: str, worker: str, incarnation: int, *, num_streams: int = 64, num_workers: int = 1
+        self, job: str, worker: str, incarnation: int, *, num_streams: int = 64, num_workers: int = 1, data: str = ""
     ) -> StreamLease:
         """Give a worker its share of the free streams; return all that it holds, at their committed cursors.
 
         For one lease after the first worker's, streams are kept for ``num_workers``. A higher incarnation takes the
-        place of a lower one of the same name. Raises StaleClient, InvalidArgument.
+        place of a lower one of the same name. Raises StaleClient, and InvalidArgument, also for other ``data`` than
+        those of the job.
         """
         checked_name("job", job)
         checked_name("worker", worker)
+        if data:
+            checked_name("data", data)
         with self._lock:
             self._incarnations.check(f"incarnation of worker {worker!r}", incarnation)
             changed = self._look_at(job, num_streams)
@@ -143,10 +149,16 @@ class StreamLeases:
                     f"num_streams is {num_streams}, job {job!r} has {len(changed.cursors)}; keep that number for the "
                     "life of a job, or choose another job name"
                 )
+            if data and changed.data not in ("", data):
+                raise InvalidArgument(
+                    f"worker {worker!r} reads data {data!r}, job {job!r} has {changed.data!r}: all workers of a job "
+                    "read the same, in the same order. Give the same files and settings, or choose another job name"
+                )
             if num_workers < 1:
                 raise InvalidArgument(f"num_workers is {num_workers} for worker {worker!r}; it must be >= 1")
             self._require_current(job, changed, worker, incarnation)
             self._incarnations.note("incarnation", incarnation)
+            changed.data = changed.data or data
             known = changed.workers.get(worker)
             if known is not None and known.incarnation < incarnation:
                 changed.drop(worker)
@@ -244,7 +256,7 @@ class StreamLeases:
             known = self._jobs.get(job)
             restored = _Job(ordered, [None] * len(ordered))
             if known is not None:
-                restored.incarnations = known.incarnations
+                restored.incarnations, restored.data = known.incarnations, known.data
             self._keep(job, restored, fence=incarnation)
 
     def fence(self, job: str, incarnation: int) -> None:
@@ -377,6 +389,7 @@ def _to_json(name: str, job: _Job) -> bytes:
         "holders": job.holders,
         "workers": {worker: held.incarnation for worker, held in job.workers.items()},
         "incarnations": job.incarnations,
+        "data": job.data,
     }
     return json.dumps(fields).encode()
 
@@ -388,5 +401,6 @@ def _from_json(value: bytes, deadline: float) -> tuple[str, _Job]:
         fields["holders"],
         {worker: _Worker(incarnation, deadline) for worker, incarnation in fields["workers"].items()},
         fields["incarnations"],
+        fields.get("data", ""),
     )
     return fields["job"], job

@@ -147,7 +147,9 @@ class SchedulerHandlers:
         self._streams.fence(fence.job, fence.incarnation)
 
     def _lease_streams(self, lease: LeaseStreams, _: WaitingCaller) -> StreamLease:
-        return self._streams.lease(*_who(lease), num_streams=lease.num_streams, num_workers=lease.num_workers)
+        return self._streams.lease(
+            *_who(lease), num_streams=lease.num_streams, num_workers=lease.num_workers, data=lease.data
+        )
 
     def _renew_streams(self, renew: RenewStreams, _: WaitingCaller) -> StreamRenewal:
         return self._streams.renew(*_who(renew), renew.cursors)

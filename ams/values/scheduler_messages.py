@@ -246,6 +246,8 @@ class LeaseStreams(Rpc[StreamLease]):
     """Of the job; the same in every request."""
     num_workers: int
     """That will come: streams are kept for them for one lease."""
+    data: str = ""
+    """A name of the data that the streams are parts of, the same in every request; empty: not said."""
 
 
 @dataclass(frozen=True, kw_only=True)

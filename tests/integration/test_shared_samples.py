@@ -172,6 +172,18 @@ def test_a_dropped_rest_is_committed_with_its_epoch(data: Path) -> None:
         assert set(cluster.streams("job", worker="b").cursors().values()) == {(2, 0)}
 
 
+def test_a_worker_with_another_order_or_other_files_is_refused(data: Path) -> None:
+    with gt.local() as cluster:
+        with gt.ParquetSamples(data, batch_size=500, seed=1).shared(cluster, "job", worker="a") as batches:
+            next(batches)
+        other = gt.ParquetSamples(data, batch_size=500, seed=2).shared(cluster, "job", worker="b")
+        with pytest.raises(
+            gt.errors.InvalidArgument, match=r"worker 'b' reads data .* all workers of a job read the same"
+        ):
+            next(other)
+        assert next(gt.ParquetSamples(data, batch_size=9, seed=1).shared(cluster, "job", worker="b")).num_samples == 9
+
+
 def test_more_streams_than_samples(tmp_path: Path) -> None:
     pq.write_table(pa.table({"id": [1, 2, 3]}), tmp_path / "a.parquet")
     samples = gt.ParquetSamples(tmp_path, batch_size=2)

@@ -94,7 +94,12 @@ class FileSamples:
         from geartrain.workers.samples.leased import LeasedSamples
 
         streams = cluster.streams(
-            job, worker=worker, num_streams=num_streams, num_workers=num_workers, incarnation=incarnation
+            job,
+            worker=worker,
+            num_streams=num_streams,
+            num_workers=num_workers,
+            incarnation=incarnation,
+            data=self._fingerprint,
         )
         if epochs is not None:
             integer("epochs", epochs, 1)

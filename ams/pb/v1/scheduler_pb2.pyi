@@ -693,10 +693,13 @@ class LeaseStreamsRequest(_message.Message):
     READER_FIELD_NUMBER: _builtins.int
     NUM_STREAMS_FIELD_NUMBER: _builtins.int
     NUM_WORKERS_FIELD_NUMBER: _builtins.int
+    DATA_FIELD_NUMBER: _builtins.int
     num_streams: _builtins.int
     """Streams of the job; the same in every request."""
     num_workers: _builtins.int
     """Workers that will come: streams are kept for them for one lease."""
+    data: _builtins.str
+    """A name of the data that the streams are parts of; the same in every request of a job. Empty: not said."""
     @_builtins.property
     def reader(self) -> Global___StreamReader: ...
     def __init__(
@@ -705,10 +708,11 @@ class LeaseStreamsRequest(_message.Message):
         reader: Global___StreamReader | None = ...,
         num_streams: _builtins.int = ...,
         num_workers: _builtins.int = ...,
+        data: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["reader", b"reader"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_streams", b"num_streams", "num_workers", b"num_workers", "reader", b"reader"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "num_streams", b"num_streams", "num_workers", b"num_workers", "reader", b"reader"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

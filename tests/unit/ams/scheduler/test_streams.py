@@ -197,3 +197,15 @@ def test_who_holds_what_is_told_and_nobody_after_the_lease() -> None:
     assert told.holders == ("a",) * 4 and told.incarnations == {"a": 3, "b": 1} and told.lease_seconds == LEASE
     clocked.now += LEASE + 1
     assert clocked.streams.holders("job").holders == (None,) * 4
+
+
+def test_a_job_keeps_the_name_of_its_data_over_a_restart() -> None:
+    job = Clocked()
+    job.lease("a")  # says nothing
+    job.streams.lease("job", "a", 1, data="clicks, seed 1")
+    job.restart()
+    job.lease("b")
+    with pytest.raises(InvalidArgument, match=r"'b' reads data 'clicks, seed 2', job 'job' has 'clicks, seed 1'"):
+        job.streams.lease("job", "b", 1, data="clicks, seed 2")
+    with pytest.raises(InvalidArgument, match="data is"):
+        job.streams.lease("job", "b", 1, data="x" * 300)
