@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from geartrain.bridge.head.memory import memory_report
     from geartrain.bridge.head.selection.knn_selection import KNNSoftmax
     from geartrain.bridge.head.weights import export_class_weights, import_class_weights
+    from geartrain.bridge.pipeline.prefetch import prefetch
     from geartrain.bridge.rows.joint import joint
     from geartrain.bridge.rows.optimizer import RowOptimizer, clip_grad_norm_
     from geartrain.bridge.rows.state import state_from_bytes, state_to_bytes
@@ -136,6 +137,7 @@ __all__ = [
     "margin_cross_entropy",
     "memory_report",
     "models",
+    "prefetch",
     "save",
     "state_from_bytes",
     "state_to_bytes",
@@ -186,6 +188,7 @@ _HOMES = {
     "geartrain.bridge.head.memory": ("memory_report",),
     "geartrain.ams.programs.selection": ("ActiveClasses", "FullSoftmax", "PartialFC", "Selection"),
     "geartrain.bridge.head.weights": ("export_class_weights", "import_class_weights"),
+    "geartrain.bridge.pipeline.prefetch": ("prefetch",),
     "geartrain.bridge.rows.joint": ("joint",),
     "geartrain.bridge.rows.optimizer": ("RowOptimizer", "clip_grad_norm_"),
     "geartrain.bridge.rows.state": ("state_from_bytes", "state_to_bytes"),

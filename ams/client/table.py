@@ -21,6 +21,7 @@ from geartrain.ams.client.hosted_calls import HostedCalls
 from geartrain.ams.client.rows.row_calls import RowCalls
 from geartrain.ams.client.rows.row_futures import Sendable
 from geartrain.ams.client.rows.row_parts import CHECK_FINITE, CHECK_PRODUCT, NO_CHECK, RowParts, facts_of
+from geartrain.ams.client.rows.write_log import WriteLog
 from geartrain.ams.client.shard_calls import ShardCalls
 from geartrain.ams.client.writes import ClientStream, Numbers, RowWrite
 from geartrain.ams.kernels import ops
@@ -82,6 +83,11 @@ class Table:
     def residual_bytes(self) -> int:
         """Memory of this process for what rounding cut off the gradients of ids, index included."""
         return 0 if self._residuals is None else self._residuals.memory_bytes
+
+    @property
+    def write_log(self) -> WriteLog:
+        """Which rows this client writes, of all its tables."""
+        return self._calls.rows.write_log
 
     def with_wire(self, wire_dtype: WireDType | None) -> Self:
         """The same table, whose rows travel as ``"bfloat16"``, ``"float16"``, a :class:`geartrain.WireFormat` says, or,
@@ -350,7 +356,7 @@ class Table:
             are_distinct=known_distinct,
             residuals=self._current_residuals(),
         )
-        return self._write(parts, numbers)
+        return self._write(parts, numbers, checked)
 
     def _current_residuals(self) -> Residuals | None:
         """Nothing that was cut off gradients of rows from before a restore is added to those of the restored ones."""
@@ -384,12 +390,12 @@ class Table:
             group=None,
             step_goes_on=False,
         )
-        return _send_once(self._write(parts, self._stream.numbers(self.spec.name, sequence)))
+        return _send_once(self._write(parts, self._stream.numbers(self.spec.name, sequence), checked))
 
-    def _write(self, parts: RowParts, numbers: Numbers) -> RowWrite:
+    def _write(self, parts: RowParts, numbers: Numbers, ids: Ids) -> RowWrite:
         # A write means the table there is when it is prepared: half of it may be lost with a table restored since.
         try:
-            return RowWrite(numbers, parts, self._calls.rows, self.incarnation)
+            return RowWrite(numbers, parts, self._calls.rows, self.incarnation, (self.spec.name, ids))
         except BaseException:  # broken off while it waited for its number
             parts.take_back()
             raise

@@ -23,6 +23,7 @@ from geartrain.ams.observe import failpoints
 from geartrain.ams.values.arguments import checked_name, integer
 from geartrain.ams.values.errors import Fenced, GeartrainError, InvalidArgument, StepPartlyApplied, Unavailable
 from geartrain.ams.values.shard_messages import WRITE_WINDOW, CallContext, Done, Push, UpdateHosted
+from geartrain.ams.values.specs import Ids
 
 logger = logging.getLogger(__name__)
 
@@ -322,15 +323,44 @@ class Write:
 class RowWrite(Write):
     """A write of rows. Several of them can be sent together."""
 
-    def __init__(self, numbers: Numbers, parts: RowParts, rows: RowCalls, table_incarnation: int) -> None:
+    def __init__(
+        self, numbers: Numbers, parts: RowParts, rows: RowCalls, table_incarnation: int, touches: tuple[str, Ids]
+    ) -> None:
+        """``touches``: the table, and the ids of the rows."""
         super().__init__(numbers, parts, rows.deliver, table_incarnation)
         self._rows = rows
+        self._touches = touches
+        self._logged: int | None = None
+        """Its number in the log of writes."""
+
+    def announce(self) -> None:
+        """Let those who keep rows know that these change from now on. To send it does so, too."""
+        if self._logged is not None:
+            return
+        log = self._rows.write_log
+        self._logged = log.begin(*self._touches)
+        if self._logged is not None:
+            weakref.finalize(self, log.end, self._logged).atexit = False
+
+    def _begin(self) -> CallContext:
+        self.announce()
+        return super()._begin()
+
+    def _end(self, delivered: Delivered | None) -> Done:
+        done = super()._end(delivered)
+        self._is_over()
+        return done
+
+    def _is_over(self) -> None:
+        if self._logged is not None:
+            self._rows.write_log.end(self._logged)
 
     def abandon(self) -> None:
         """See :meth:`Write.abandon`. One that was never sent leaves what rounding cut off as it was before it."""
         if isinstance(self._pending, RowParts) and not self._was_begun:
             self._pending.take_back()
         super().abandon()
+        self._is_over()
 
     @property
     def is_sent(self) -> bool:
@@ -357,6 +387,7 @@ class RowWrite(Write):
 
         def send(future: RowFuture) -> bool:
             nonlocal context
+            self.announce()
             context = self._numbers.context(self._sequence, self._table_incarnation)
             self._was_begun = True
             self._was_begun = self._rows.begin_write(parts, context, future)

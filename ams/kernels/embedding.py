@@ -74,6 +74,11 @@ class Lookup:
         """The place of each id [N] among the distinct ones; -1: padding."""
         return self._lookup.places_of(feature)
 
+    def places_among(self, table: int, ids: Ids) -> npt.NDArray[np.int32]:
+        """The places, among the distinct ids of a table, of those of ``ids`` [K] that are there. A look each."""
+        places = np.empty(len(ids), np.int32)
+        return places[: self._lookup.places_among(table, ids, places)]
+
     def pool(self, rows: Sequence[npt.NDArray[Any]], *, out: Sequence[Floats], keep_maxima: bool) -> None:
         """Write the vectors [V, D] of each feature, from the rows [U, D] of each table.
 

@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from geartrain.ams.client.table import pull_together
 from geartrain.ams.kernels.embedding import BadId, FeatureIds, Lookup
 from geartrain.ams.values.errors import InvalidArgument, InvalidIds
 from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
 from geartrain.ams.values.text import quoted
 from geartrain.bridge.embedding.autograd_node import LookupCall, Vectors
+from geartrain.bridge.embedding.batch_rows import BatchRows, pull
 from geartrain.bridge.embedding.field import Field, table_specs
 from geartrain.bridge.embedding.ids import BatchIds, ids_of_batch
 from geartrain.bridge.embedding.modes import SSP, BoundedLead, Mode, checked_mode
@@ -25,6 +25,7 @@ from geartrain.bridge.rows.ranks import Ranks
 
 if TYPE_CHECKING:
     from geartrain.ams.client.cluster import Cluster
+    from geartrain.ams.client.rows.write_log import WriteLog
     from geartrain.ams.client.table import Table
     from geartrain.ams.client.worker_steps import JobSteps
 
@@ -103,6 +104,8 @@ class EmbeddingGroup(nn.Module):
             )
         )
         self._lead = BoundedLead(cluster, name, mode) if isinstance(mode, SSP) else None
+        self._is_bounded = joined or self._lead is not None
+        """Whether the look-up of a step must see what others have pushed by then."""
         self.parts = nn.ModuleList(
             TrainedTables(cluster, [made[table] for table in tables], its, self._lead)
             for tables, its in zip(by_optimizer.values(), ranks, strict=True)
@@ -138,6 +141,11 @@ class EmbeddingGroup(nn.Module):
         """
         return None if self._lead is None else self._lead.steps
 
+    @property
+    def write_logs(self) -> list[WriteLog]:
+        """Which rows this process writes, of the clusters of the tables."""
+        return list(dict.fromkeys(table.write_log for table in self._tables))
+
     def forward(self, batch: Any) -> dict[str, Tensor]:
         """Look the ids of a batch up.
 
@@ -157,13 +165,36 @@ class EmbeddingGroup(nn.Module):
             ShardUnavailable, ShardRestarted: see ``Table.pull``.
         """
         given = ids_of_batch(batch, [one.name for one in self.fields])
-        vectors = self._vectors(given)
+        return self._shaped(given, self._looked_up(given))
+
+    def merged(self, batch: Any) -> BatchRows:
+        """The ids of a batch as :meth:`forward` takes it, for :func:`~geartrain.bridge.embedding.batch_rows.pull` and
+        then :meth:`vectors_of`. Raises as forward does. Any thread may call it.
+        """
+        return self._merged(ids_of_batch(batch, [one.name for one in self.fields]))
+
+    def vectors_of(self, pulled: BatchRows) -> Any:
+        """What :meth:`forward` returns, from rows that were pulled."""
+        return self._shaped(pulled.given, self._pooled(pulled))
+
+    def join(self) -> None:
+        """To be called before rows are pulled to be trained: with ``mode=gt.SSP(...)`` others wait from now on."""
+        if self._lead is not None and torch.is_grad_enabled():
+            self._lead.join()
+
+    def _shaped(self, given: Sequence[BatchIds], vectors: Sequence[Tensor]) -> dict[str, Tensor]:
         return {
             field.name: _shaped(field, ids, own) for field, ids, own in zip(self.fields, given, vectors, strict=True)
         }
 
     @runs_eagerly
-    def _vectors(self, given: Sequence[BatchIds]) -> tuple[Tensor, ...]:
+    def _looked_up(self, given: Sequence[BatchIds]) -> tuple[Tensor, ...]:
+        pulled = self._merged(given)
+        self.join()
+        pull([pulled])
+        return self._pooled(pulled)
+
+    def _merged(self, given: Sequence[BatchIds]) -> BatchRows:
         features = [
             FeatureIds(table, ids.values, ids.bags, ids.weights, field.pooling, field.padding_id)
             for field, table, ids in zip(self.fields, self._table_of, given, strict=True)
@@ -171,37 +202,26 @@ class EmbeddingGroup(nn.Module):
         for field, ids in zip(self.fields, given, strict=True):
             if field.pooling == "max" and ids.weights is not None:
                 raise InvalidArgument(f"field {field.name!r} has weights and pooling 'max', which takes none")
-        lookup = self._merged(features)
-        wants = torch.is_grad_enabled()
-        if wants and self._lead is not None:
-            self._lead.join()
-        rows = []
-        pulls = []
-        distinct = lookup.ids()
-        for table, own_ids in zip(self._tables, distinct, strict=True):
-            own = np.empty((len(own_ids), table.spec.dim), table.spec.numpy_dtype)
-            rows.append(own)
-            if len(own_ids):
-                pulls.append((table, own_ids, own))
-        pull_together(pulls)
-        call = LookupCall(lookup, features, given, rows, self._trained)
+        try:
+            lookup = Lookup(features, [table.spec.num_rows for table in self._tables], torch.get_num_threads())
+        except BadId as bad:
+            number, place = bad.args
+            raise self._bad_id(number, features[number], place) from None
+        return BatchRows(self._tables, features, given, lookup, is_bounded=self._is_bounded)
+
+    @runs_eagerly
+    def _pooled(self, pulled: BatchRows) -> tuple[Tensor, ...]:
+        call = LookupCall(pulled.lookup, pulled.features, pulled.given, pulled.rows, self._trained)
         device = cast("Tensor", self._place).device
-        if not wants:
+        if not torch.is_grad_enabled():
             return call.vectors(device, want_gradient=False)
-        all_ids = iter(distinct)
+        all_ids = iter(pulled.ids)
         for part in self._trained:
             for place in range(len(part.row_update.tables)):
                 part.note(place, next(all_ids))
         carriers = [part.row_update.carrier for part in self._trained]
         vectors: tuple[Tensor, ...] = Vectors.apply(call, device, *carriers, *call.weights)  # type: ignore[no-untyped-call]
         return vectors
-
-    def _merged(self, features: Sequence[FeatureIds]) -> Lookup:
-        try:
-            return Lookup(features, [table.spec.num_rows for table in self._tables], torch.get_num_threads())
-        except BadId as bad:
-            number, place = bad.args
-            raise self._bad_id(number, features[number], place) from None
 
     def _bad_id(self, number: int, feature: FeatureIds, place: int) -> InvalidIds:
         if isinstance(feature.bags, int):
@@ -272,6 +292,10 @@ class Embedding(EmbeddingGroup):
     def forward(self, ids: Any) -> Tensor:  # type: ignore[override]
         """Look ids up, in any form that a field of :class:`EmbeddingGroup` takes; returns vectors as it does."""
         return super().forward({self.fields[0].name: ids})[self.fields[0].name]
+
+    def vectors_of(self, pulled: BatchRows) -> Any:
+        """See the base class."""
+        return super().vectors_of(pulled)[self.fields[0].name]
 
 
 def _made(cluster: Cluster, specs: Mapping[str, Any], *, reuse: bool) -> dict[str, Table]:

@@ -79,7 +79,7 @@ def batch_ids(given: Any, name: str) -> BatchIds:
         if given.lengths() is not None:  # type: ignore[attr-defined]
             raise InvalidIds(f"the ids of field {name!r} are a nested tensor with holes; make it contiguous()")
         return _ragged(given.values(), given.offsets(), None, name)  # type: ignore[attr-defined]
-    if isinstance(given, tuple) and len(given) in (2, 3):
+    if _is_several(given) and len(given) in (2, 3):
         return _ragged(given[0], given[1], given[2] if len(given) == 3 else None, name)
     if not isinstance(given, Tensor | np.ndarray | Mapping) and _is_jagged(given):
         weights = getattr(given, "weights_or_none", lambda: None)()
@@ -92,6 +92,12 @@ def batch_ids(given: Any, name: str) -> BatchIds:
     if array.ndim == 2:
         return BatchIds(array.reshape(-1), np.zeros(len(array) + 1, np.int64))
     raise InvalidIds(f"the ids of field {name!r} have shape {list(array.shape)}; they must be [B], [B, L], or jagged")
+
+
+def _is_several(given: Any) -> bool:
+    """Whether it is a tuple, or the list that a torch DataLoader makes of one."""
+    is_list = isinstance(given, list) and all(isinstance(one, Tensor | np.ndarray) for one in given)
+    return is_list or isinstance(given, tuple)
 
 
 def _ragged(values: Any, offsets: Any, weights: Any, name: str) -> BatchIds:

@@ -36,6 +36,7 @@ BRIDGE_ROOMS: dict[str, tuple[str, ...]] = {
     "rows": (),
     "dense": ("rows",),
     "embedding": ("rows",),
+    "pipeline": ("rows", "embedding"),
     "models": (),
     "gear": ("rows", "dense"),
     "head": ("rows",),

@@ -36,6 +36,7 @@ PUBLIC_NAMES = {
     "hash_strings",
     "Embedding",
     "EmbeddingGroup",
+    "prefetch",
     "Field",
     "SSP",
     "Constant",

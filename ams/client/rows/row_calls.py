@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from geartrain.ams.client.rows.row_futures import RowFuture, RowFutures, Sendable
 from geartrain.ams.client.rows.row_parts import Call, Delivered, RowParts, Shards, joint, row_parts
+from geartrain.ams.client.rows.write_log import WriteLog
 from geartrain.ams.kernels import ops
 from geartrain.ams.kernels._core import PreparedWrite, Residuals, RowsClient, ScatteredRows, TableFacts
 from geartrain.ams.rpc.carrier import AttemptFailed, ShardCarrier
@@ -111,6 +112,8 @@ class RowCalls:
             if isinstance(carrier, LocalCarrier):
                 self._client.set_way(shard, view.shards[shard].incarnation, carrier.engine, None)
         self._futures = RowFutures(self._client, calls.elsewhere, calls.settle, _Watch(calls).look)
+        self.write_log = WriteLog()
+        """Writes of rows of this client."""
 
     def close(self) -> None:
         """Wait for the calls that :meth:`begin` began."""

@@ -107,9 +107,8 @@ int64_t Lookup::hands() const {
 void Lookup::merge(Table& table, int64_t last_id) {
   int64_t count = 0;
   for (const int64_t feature : table.features) count += features_[static_cast<size_t>(feature)].count;
-  const int bits = std::max(4, static_cast<int>(std::bit_width(static_cast<uint64_t>(count))) + 1);
-  const uint64_t mask = (uint64_t{1} << bits) - 1;
-  std::vector<int32_t> slots(size_t{1} << bits, 0);  // place among the distinct ids, plus 1; 0 is empty
+  table.bits = std::max(4, static_cast<int>(std::bit_width(static_cast<uint64_t>(count))) + 1);
+  table.slots.assign(size_t{1} << table.bits, 0);
   std::vector<int64_t>& distinct = table.ids;
   distinct.reserve(static_cast<size_t>(count));
   for (const int64_t number : table.features) {
@@ -122,15 +121,29 @@ void Lookup::merge(Table& table, int64_t last_id) {
         continue;
       }
       if (id < 0 || id > last_id) throw BadId{number, i};
-      uint64_t at = keyed_hash(id) >> (64 - bits);
-      while (slots[at] != 0 && distinct[static_cast<size_t>(slots[at] - 1)] != id) at = (at + 1) & mask;
-      if (slots[at] == 0) {
+      int32_t& slot = table.slot_of(id);
+      if (slot == 0) {
         distinct.push_back(id);
-        slots[at] = static_cast<int32_t>(distinct.size());
+        slot = static_cast<int32_t>(distinct.size());
       }
-      places[i] = slots[at] - 1;
+      places[i] = slot - 1;
     }
   }
+}
+
+size_t Lookup::Table::at_of(int64_t id) const {
+  const uint64_t mask = (uint64_t{1} << bits) - 1;
+  uint64_t at = keyed_hash(id) >> (64 - bits);
+  while (slots[at] != 0 && ids[static_cast<size_t>(slots[at] - 1)] != id) at = (at + 1) & mask;
+  return at;
+}
+
+int64_t Lookup::places_among(int64_t number, const int64_t* ids, int64_t count, int32_t* places) const {
+  const Table& table = tables_[static_cast<size_t>(number)];
+  int64_t found = 0;
+  for (int64_t i = 0; i < count; ++i)
+    if (const int32_t slot = table.slots[table.at_of(ids[i])]; slot != 0) places[found++] = slot - 1;
+  return found;
 }
 
 void Lookup::pool(std::span<const Rows> tables, std::span<float* const> vectors, bool keep_places) {

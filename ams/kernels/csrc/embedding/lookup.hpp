@@ -37,7 +37,7 @@ struct BadId {
   int64_t feature = 0, place = 0;
 };
 
-// Costs one look into a hash table an id; memory 4 bytes an id, 8 a distinct one, 4·D a vector of pooling max.
+// Costs one look into a hash table an id; memory 12 to 20 bytes an id, 8 a distinct one, 4·D a vector of pooling max.
 class Lookup {
  public:
   // `last_ids`: of each table, the largest there may be. Throws BadId.
@@ -49,6 +49,8 @@ class Lookup {
   int64_t num_tables() const { return static_cast<int64_t>(tables_.size()); }
   // The distinct ids of a table, in order of first appearance among its features.
   std::span<const int64_t> ids_of(int64_t table) const { return tables_[static_cast<size_t>(table)].ids; }
+  // Writes the places, among the distinct ids of a table, of those of `count` ids that are there. Returns how many. A look each.
+  int64_t places_among(int64_t table, const int64_t* ids, int64_t count, int32_t* places) const;
   // The place of each id of a feature among the distinct ones of its table; -1: padding.
   const int32_t* places_of(int64_t feature) const { return places_.get() + first_place_[static_cast<size_t>(feature)]; }
 
@@ -68,6 +70,12 @@ class Lookup {
  private:
   struct Table {
     std::vector<int64_t> features, ids;
+    std::vector<int32_t> slots;  // 2^bits by hash: place among the distinct ids, plus 1; 0 is empty
+    int bits = 0;
+
+    // Where an id is, or would be.
+    int32_t& slot_of(int64_t id) { return slots[at_of(id)]; }
+    size_t at_of(int64_t id) const;
   };
 
   void merge(Table& table, int64_t last_id);

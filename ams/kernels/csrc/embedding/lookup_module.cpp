@@ -13,6 +13,7 @@ namespace {
 
 using FloatVector = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using FloatMatrix = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using PlaceOutput = nb::ndarray<int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using FloatOutput = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
 // A lookup, and the arrays of its caller that it reads.
@@ -96,6 +97,13 @@ nb::ndarray<nb::numpy, const int32_t, nb::ndim<1>> places_of(nb::handle_t<HeldLo
   return {held.lookup->places_of(feature), 1, shape, nb::borrow(self)};
 }
 
+int64_t places_among(const HeldLookup& self, int64_t table, const IdArray& ids, const PlaceOutput& places) {
+  require_table(self, table);
+  require(places.size() == ids.size(), "places must be as many as ids");
+  const WithoutInterpreter release;
+  return self.lookup->places_among(table, ids.data(), static_cast<int64_t>(ids.size()), places.data());
+}
+
 void pool(HeldLookup& self, const nb::list& rows, const std::vector<int>& dtypes, const nb::list& vectors, bool keep_places) {
   Lookup& lookup = *self.lookup;
   require(static_cast<int64_t>(rows.size()) == lookup.num_tables() && dtypes.size() == rows.size(), "rows must be as many as tables");
@@ -164,6 +172,7 @@ void bind_lookup(nb::module_& m) {
       .def("__init__", &create, nb::arg("features"), nb::arg("last_ids"), nb::arg("threads"))
       .def("ids_of", &ids_of, nb::arg("table"))
       .def("places_of", &places_of, nb::arg("feature"))
+      .def("places_among", &places_among, nb::arg("table"), nb::arg("ids"), nb::arg("places"))
       .def("pool", &pool, nb::arg("rows"), nb::arg("dtypes"), nb::arg("vectors"), nb::arg("keep_places"))
       .def("sum_gradients", &sum_gradients, nb::arg("vectors"), nb::arg("rows"));
 }

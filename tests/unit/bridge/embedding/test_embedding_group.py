@@ -337,3 +337,14 @@ def test_the_largest_id_there_is_can_be_looked_up(cluster: gt.Cluster) -> None:
     one = gt.Embedding(cluster, "t", DIM, optimizer=gt.SGD(1.0))
     ids = torch.tensor([2**63 - 1])
     assert torch.equal(one(ids), one.table("t").pull(ids))
+
+
+def test_places_of_ids_among_those_of_a_batch(cluster: gt.Cluster) -> None:
+    one = gt.Embedding(cluster, "t", DIM, optimizer=gt.SGD(1.0), padding_id=0)
+    rng = np.random.default_rng(0)
+    for count in (0, 1, 300):
+        given, asked = rng.integers(0, 2**40, count), rng.permutation(2000)
+        given[::2] %= 1000
+        pulled = one.merged({"t": given})
+        places = pulled.lookup.places_among(0, asked)
+        assert pulled.ids[0][places].tolist() == [n for n in asked if n != 0 and n in given]

@@ -1,0 +1,87 @@
+"""Which rows the writes of a client touch, for whoever goes on with rows that it has read before."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+
+from geartrain.ams.values.specs import Ids
+
+
+class WriteLog:
+    """The writes of rows of one client, numbered as they begin. Thread-safe.
+
+    Cost: none while nobody reads it; else 8 bytes an id of a write, until all readers have forgotten it.
+    """
+
+    def __init__(self) -> None:
+        self._readers: list[weakref.ref[WriteReader]] = []
+        self._lock = threading.Lock()
+        self._next = 0
+        self._open: set[int] = set()
+        """Those that have begun and are not over."""
+
+    def reader(self) -> WriteReader:
+        """Return one who is told of every write that begins from now on, as long as somebody holds it."""
+        made = WriteReader(self)
+        with self._lock:
+            self._readers.append(weakref.ref(made))
+        return made
+
+    def begin(self, table: str, ids: Ids) -> int | None:
+        """A write is about to touch rows of a table. Returns its number; None: nobody wants to know."""
+        if not self._readers:
+            return None
+        ids = ids.copy()  # the caller's are its own again before readers have forgotten them
+        with self._lock:
+            number = self._next
+            self._open.add(number)
+            self._next += 1
+            alive = [(ref, reader) for ref in self._readers if (reader := ref()) is not None]
+            for _, reader in alive:
+                reader.entries.append((number, table, ids))
+            self._readers = [ref for ref, _ in alive]
+        return number
+
+    def end(self, number: int) -> None:
+        """It was applied, or given up. Waits for nothing: the garbage collector calls it."""
+        self._open.discard(number)
+
+    def mark(self) -> int:
+        """The number below which all writes are over: they are in every row pulled from now on."""
+        with self._lock:
+            return min(tuple(self._open), default=self._next)
+
+    def copy_of(self, reader: WriteReader) -> list[tuple[int, str, Ids]]:
+        """What a reader has been told of."""
+        with self._lock:
+            return list(reader.entries)
+
+
+class WriteReader:
+    """Knows which rows were touched since it read some. For one thread, but for :meth:`mark`."""
+
+    def __init__(self, log: WriteLog) -> None:
+        self._log = log
+        self.entries: deque[tuple[int, str, Ids]] = deque()
+        """Number, table and ids of writes, as they began. The log's."""
+
+    def mark(self) -> int:
+        """To be taken before rows are read: see :meth:`touched`."""
+        return self._log.mark()
+
+    def touched(self, mark: int, *, missing: int = 0) -> dict[str, list[Ids]]:
+        """The ids of writes, by table, that rows read after ``mark`` was taken may lack; but for the last ``missing``
+        writes of each table.
+        """
+        by_table: dict[str, list[Ids]] = {}
+        for number, table, ids in self._log.copy_of(self):
+            if number >= mark:
+                by_table.setdefault(table, []).append(ids)
+        return {table: each[: len(each) - missing] for table, each in by_table.items() if len(each) > missing}
+
+    def forget(self, mark: int) -> None:
+        """No rows read before ``mark`` was taken will be asked about."""
+        while self.entries and self.entries[0][0] < mark:
+            self.entries.popleft()

@@ -1,0 +1,1 @@
+"""What comes before a training step, done while earlier steps are computed."""

@@ -1,0 +1,201 @@
+"""``gt.prefetch``: batches with their vectors; ids are merged and rows pulled while earlier steps are computed."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from geartrain.ams.values.arguments import integer
+from geartrain.ams.values.errors import InvalidArgument
+from geartrain.ams.values.text import quoted
+from geartrain.bridge.embedding.batch_rows import BatchRows, pull, pull_again
+from geartrain.bridge.embedding.group import EmbeddingGroup
+from geartrain.bridge.pipeline.stages import Pipeline, StageTime, close, now
+
+if TYPE_CHECKING:
+    from geartrain.ams.client.rows.write_log import WriteLog, WriteReader
+    from geartrain.ams.client.table import Table
+
+Stage = Callable[[Any], Any]
+
+
+def prefetch(
+    loader: Iterable[Any],
+    fields: EmbeddingGroup | Sequence[EmbeddingGroup],
+    *,
+    depth: int = 2,
+    staleness: int = 0,
+    stages: Sequence[Stage] = (),
+) -> Prefetch:
+    """Read batches, merge their ids and pull their rows while the steps before are computed.
+
+        for batch, vectors in gt.prefetch(loader, fields):     # for batch in loader: vectors = fields(batch)
+            loss = criterion(model(vectors), batch["click"])
+            loss.backward(); optimizer.step(); rows.step()
+
+    Each stage has a thread: the loader, every function of ``stages``, ids and pull. The body of the loop is the
+    caller's. With ``staleness=0`` a run equals the plain loop bit by bit: before vectors are handed out, the rows that
+    this process has written since they were pulled, and only those, are pulled again. An error of a stage is raised
+    where the plain loop would raise it, after the batches before it; it ends the iteration. So do ``break``, Ctrl-C
+    and the garbage collector: threads end with what they are at, and a generator is closed.
+
+    Args:
+        loader: Gives batches: a torch ``DataLoader`` or any iterable, iterated anew by each ``for``. A batch is memory
+            of its own, for others are read while it is used.
+        fields: Whose vectors are wanted, or several groups, of one cluster or of several. A :class:`gt.Embedding`
+            finds its ids in the batch under its name.
+        depth: Batches, at most, that a stage is ahead of the next, >= 1.
+        staleness: Steps of this process, at most, whose pushes the rows may lack, >= 0. Those of other workers are
+            in rows as of when they were pulled; but groups of mode "sync" or SSP are pulled when they are handed out,
+            or with a ``staleness``, at most so many steps of this process before.
+        stages: Functions batch -> batch between the loader and the lookup, in order.
+
+    Returns:
+        An iterable of (batch, vectors), with the loader's ``len()``. Vectors are what ``fields(batch)`` returns; of
+        several groups a tuple. ``torch.no_grad()`` around the loop holds for them, too.
+
+    Raises:
+        InvalidArgument: an argument is something else.
+    """
+    return Prefetch(loader, fields, depth=depth, staleness=staleness, stages=stages)
+
+
+class Prefetch:
+    """What :func:`prefetch` returns. Each ``iter()`` is a run of its own over the loader."""
+
+    def __init__(
+        self,
+        loader: Iterable[Any],
+        fields: EmbeddingGroup | Sequence[EmbeddingGroup],
+        *,
+        depth: int,
+        staleness: int,
+        stages: Sequence[Stage],
+    ) -> None:
+        if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
+            raise InvalidArgument(f"the loader is {quoted(loader)}; it must be an iterable of batches")
+        self._is_one = isinstance(fields, EmbeddingGroup)
+        is_several = isinstance(fields, Sequence) and not self._is_one
+        self._groups: tuple[EmbeddingGroup, ...] = tuple(fields) if is_several else (fields,)  # type: ignore[arg-type,assignment]
+        for group in self._groups:
+            if not isinstance(group, EmbeddingGroup):
+                raise InvalidArgument(f"fields are {quoted(group)}; they must be a gt.EmbeddingGroup, or several")
+        for stage in stages:
+            if not callable(stage):
+                raise InvalidArgument(f"a stage is {quoted(stage)}; it must be a function batch -> batch")
+        self._loader = loader
+        self._stages = tuple(stages)
+        self._depth = integer("depth", depth, 1)
+        self._staleness = integer("staleness", staleness, 0)
+        self.times = {name: StageTime() for name in ("read", *_names(self._stages), "pull", "hand out", "loop")}
+        """What each stage has taken, over all runs: "hand out" pulls rows again and pools, "loop" is the body."""
+        self.refreshed_rows = 0
+        """Rows that were pulled again, over all runs."""
+
+    def __iter__(self) -> PrefetchRun:
+        return PrefetchRun(self)
+
+    def __len__(self) -> int:
+        return len(self._loader)  # type: ignore[arg-type]
+
+
+def _names(stages: Sequence[Stage]) -> list[str]:
+    names = []
+    for number, stage in enumerate(stages, 1):
+        names.append(f"{number}: {getattr(stage, '__name__', type(stage).__name__)}")
+    return names
+
+
+class _Ready(NamedTuple):
+    """A batch, and its rows."""
+
+    batch: Any
+    pulled: Sequence[BatchRows]
+    marks: Mapping[WriteLog, int]
+    """What was written by then."""
+
+
+class PrefetchRun(Iterator[tuple[Any, Any]]):
+    """One run over a loader. ``close()`` ends it; so does to forget it."""
+
+    def __init__(self, of: Prefetch) -> None:
+        self._of = of
+        self._readers = {log: log.reader() for log in {log: None for group in of._groups for log in group.write_logs}}
+        self._pipeline = Pipeline([f"prefetch-{name}" for name in list(of.times)[:-2]], of._depth)
+        self._end = weakref.finalize(self, self._pipeline.stop)
+        self._has_started = False
+        self._is_closed = False
+        self._handed_out_at: tuple[float, float] | None = None
+
+    def __next__(self) -> tuple[Any, Any]:
+        if self._handed_out_at is not None:
+            self._of.times["loop"].count(self._handed_out_at)
+            self._handed_out_at = None
+        if self._is_closed:
+            raise StopIteration
+        try:
+            if not self._has_started:
+                self._start()
+            handed_out = self._hand_out(self._pipeline.next())
+        except BaseException:
+            self.close()
+            raise
+        self._handed_out_at = now()
+        return handed_out
+
+    def close(self) -> None:
+        """End the run: stop the threads once they have ended what they are at. Idempotent."""
+        self._is_closed = True
+        self._end()
+        self._readers.clear()
+
+    def _start(self) -> None:
+        self._has_started = True
+        of, times = self._of, list(self._of.times.values())
+        items = iter(of._loader)
+        try:
+            # Here, as in a plain loop, for a loader draws the seed of its order from torch's generator.
+            begun = now()
+            first = next(items)
+            for group in of._groups:
+                group.join()
+            times[0].count(begun)
+            self._pipeline.start(
+                first, items, [*of._stages, _puller(of._groups, self._readers, of._staleness)], times[:-2]
+            )
+        except BaseException:
+            if not self._pipeline.has_started:
+                close(items)
+            raise
+
+    def _hand_out(self, ready: _Ready) -> tuple[Any, Any]:
+        begun = now()
+        missing = self._of._staleness
+        for group in self._of._groups:
+            group.join()
+        touched = {log: reader.touched(ready.marks[log], missing=missing) for log, reader in self._readers.items()}
+
+        def touched_ids(table: Table) -> Sequence[Any]:
+            return touched[table.write_log].get(table.spec.name, ())
+
+        self._of.refreshed_rows += pull_again(ready.pulled, touched_ids)
+        for log, reader in self._readers.items():
+            reader.forget(ready.marks[log])
+        groups = self._of._groups
+        vectors = tuple(group.vectors_of(pulled) for group, pulled in zip(groups, ready.pulled, strict=True))
+        self._of.times["hand out"].count(begun)
+        return ready.batch, vectors[0] if self._of._is_one else vectors
+
+
+def _puller(groups: Sequence[EmbeddingGroup], readers: Mapping[WriteLog, WriteReader], staleness: int) -> Stage:
+    """The stage that merges ids and pulls rows."""
+    readers = dict(readers)
+
+    def pull_rows(batch: Any) -> _Ready:
+        pulled = [group.merged(batch) for group in groups]
+        marks = {log: reader.mark() for log, reader in readers.items()}
+        pull(one for one in pulled if staleness or not one.is_bounded)  # they would all be pulled again
+        return _Ready(batch, pulled, marks)
+
+    return pull_rows
