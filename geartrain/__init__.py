@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from geartrain import models
     from geartrain.ams.client.cluster import Cluster, connect
+    from geartrain.ams.client.follower import TableFollower
     from geartrain.ams.client.table import Table
     from geartrain.ams.programs.selection import ActiveClasses, FullSoftmax, PartialFC, Selection
     from geartrain.ams.values import errors
@@ -116,6 +117,7 @@ __all__ = [
     "SphereFace",
     "StreamReader",
     "Table",
+    "TableFollower",
     "TableSpec",
     "TargetLogits",
     "TrainedModel",
@@ -145,6 +147,7 @@ __all__ = [
 
 _HOMES = {
     "geartrain.ams.client.table": ("Table",),
+    "geartrain.ams.client.follower": ("TableFollower",),
     "geartrain.ams.client.cluster": ("Cluster", "connect"),
     "geartrain.ams.values.config": ("ClientConfig",),
     "geartrain.ams.values.optimizers.registry": (

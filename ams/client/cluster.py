@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from geartrain.ams.client.cluster_status import ClusterStatus, describe_cluster
 from geartrain.ams.client.data_streams import DataStreams
+from geartrain.ams.client.export import PendingExport, begin_export
 from geartrain.ams.client.restore import restore_snapshot
 from geartrain.ams.client.scheduler_calls import SchedulerCalls, await_cluster
 from geartrain.ams.client.shard_calls import ShardCalls
@@ -361,6 +362,29 @@ class Cluster:
             caller=self._stream.caller,
             check_caller=self._scheduler.check_caller,
             graphs=self._graphs() if graphs else None,
+        )
+
+    def export(self, tables: str | Sequence[str], root: str | Path, *, since: int | None = None) -> PendingExport:
+        """Begin to write tables as they are now, as the next version in the folder or URL ``root``, for those who
+        follow them (:class:`geartrain.TableFollower`): their rows, without the optimizer's state.
+
+        ``tables`` is a name, a pattern (``"ctr/*"``) or several of them; a version is one moment of all, as a snapshot
+        is, and returns once every shard holds it. The first version is a base, later ones hold what was written since
+        the one before, or since version ``since`` (0: a base). Of a shard that does not know what was written since
+        then (it was restarted, or versions and snapshots came between) all rows are in it. ``root`` must mean the same
+        folder here and on every shard. Snapshots and other exports of the same tables are waited for, for up to
+        ``recovery_timeout_seconds``; a snapshot that begins while this one is written ends it (SnapshotSuperseded).
+        Raises TableNotFound, InvalidArgument (also for a table whose untouched rows move), Busy, SnapshotNotFound
+        (there is no version ``since``), SnapshotFailed, SnapshotRefused, ShardUnavailable.
+        """
+        return begin_export(
+            self._calls,
+            lambda: self._scheduler.describe().tables,
+            tables,
+            root,
+            since=since,
+            caller=self._stream.caller,
+            check_caller=self._scheduler.check_caller,
         )
 
     def restore(self, path: str | Path, *, tables: Sequence[str] | None = None, replace: bool = False) -> Snapshot:

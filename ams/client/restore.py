@@ -25,6 +25,7 @@ from geartrain.ams.storage.snapshot.store import Place, place
 from geartrain.ams.values.errors import (
     ClusterNotReady,
     GeartrainError,
+    InvalidArgument,
     OutOfMemory,
     SchedulerUnavailable,
     ShardRestarted,
@@ -66,6 +67,11 @@ def restore_snapshot(
     Raises TableExists, TableNotFound, SnapshotNotFound, SnapshotDamaged, ShardUnavailable, SchedulerUnavailable.
     """
     snapshot = _open(place(path))
+    if any(part.manifest.is_export for part in snapshot.chain()):
+        raise InvalidArgument(
+            f"{snapshot.path} is a version of an export: it has rows without their optimizer's state, for followers "
+            "(gt.TableFollower); restore a snapshot of the cluster"
+        )
     specs = [TableSpec.from_dict(fields) for fields in snapshot.manifest.tables]
     if tables is not None:
         chosen = chosen_tables(tables, [spec.name for spec in specs], "snapshot")

@@ -152,13 +152,15 @@ def begin_snapshot(
     caller: CallContext | None = None,
     check_caller: Callable[[], None] = lambda: None,
     graphs: GraphCalls | None = None,
+    rows_alone: bool = False,
 ) -> PendingSnapshot:
     """Hold the present moment on every shard and begin to write it; returns as soon as it is held.
 
     ``root`` must mean the same folder here and on every shard. ``existing`` asks which tables there are; ``tables``
     are those to write, None: all. A shard that no longer knows what was written since ``parent``, a snapshot of the
     same root, writes all of its rows. ``check_caller`` raises StaleClient if the scheduler knows that ``caller`` was
-    superseded. Raises InvalidArgument, TableNotFound, SnapshotNotFound, SnapshotDamaged (of the
+    superseded. ``rows_alone``: a version of an export, without the optimizer's state; rather than end another snapshot
+    of the same tables it raises Busy. Raises InvalidArgument, TableNotFound, SnapshotNotFound, SnapshotDamaged (of the
     parent), SnapshotFailed, ShardUnavailable, and StaleClient if ``caller`` was superseded.
     """
     root = place(root)
@@ -172,16 +174,18 @@ def begin_snapshot(
     chosen = None if tables is None else chosen_tables(tables, [spec.name for spec in before], "cluster")
     staging = new_staging(root, name)
     parent_id = "" if older is None else older.manifest.moment_id
-    freeze = Freeze(snapshot_id=staging.id, tables=chosen or (), parent_id=parent_id)
+    freeze = Freeze(snapshot_id=staging.id, tables=chosen or (), parent_id=parent_id, gives_way=rows_alone)
     hold = _Hold(calls, freeze, caller)
     try:
         hold.begin()
-        all_of(calls.on_all_shards(freeze, caller=caller))
+        # One that waited on a shard for another to end would hold moments far apart.
+        all_of(calls.on_all_shards(freeze, recovery_seconds=0 if rows_alone else None, caller=caller))
         specs = [spec for spec in existing() if chosen is None or spec.name in chosen]
         changed = {spec.name for spec in specs}.intersection(spec.name for spec in before if spec not in specs)
         if changed:
             raise SnapshotFailed(f"tables {sorted(changed)} were made anew at that moment; take it again")
-        work = calls.background(_finish, calls, staging, specs, job, older, caller, check_caller, graphs, hold)
+        write = WriteFrozen(snapshot_id=staging.id, folder=staging.path, rows_alone=rows_alone)
+        work = calls.background(_finish, calls, staging, specs, job, older, caller, check_caller, graphs, hold, write)
     except BaseException:  # also Ctrl-C
         hold.end()
         _give_up(calls, staging)
@@ -199,11 +203,11 @@ def _finish(
     check_caller: Callable[[], None],
     graphs: GraphCalls | None,
     hold: _Hold,
+    write: WriteFrozen,
 ) -> Place:
     try:
         if older is not None:
             _require_parent(older)  # nothing is added to what cannot be restored
-        write = WriteFrozen(snapshot_id=staging.id, folder=staging.path)
         outcomes = all_of(calls.on_all_shards(write, calls.config.snapshot_timeout_seconds, caller=caller))
         replies = [reply for reply in outcomes if isinstance(reply, Written)]
         files = [FileEntry.model_validate_json(text) for reply in replies for text in reply.files]

@@ -51,19 +51,19 @@ class StoredRows(NamedTuple):
     rows: npt.NDArray[Any]
     """[N, D]."""
     slots: npt.NDArray[Any] | None
-    """[N, slot_dim]: one slot after the other; None where there are none."""
+    """[N, slot_dim]: one slot after the other; None where there are none, or none is wanted."""
     steps: Ids | None
     """[N]: where untouched rows move the last step of each row, -1 for one that nothing moves; where updates are
     counted (:attr:`TableSpec.counts_updates`) their number; else None."""
 
     @classmethod
-    def empty(cls, spec: TableSpec, count: int) -> StoredRows:
-        """Memory for ``count`` rows of a table, with whatever values."""
+    def empty(cls, spec: TableSpec, count: int, *, rows_alone: bool = False) -> StoredRows:
+        """Memory for ``count`` rows of a table, with whatever values; ``rows_alone``: for no slots and steps."""
         return cls(
             np.empty(count, np.int64),
             np.empty((count, spec.dim), spec.numpy_dtype),
-            np.empty((count, spec.slot_dim), DTYPES[spec.slot_dtype]) if spec.has_slots else None,
-            np.empty(count, np.int64) if spec.step_bytes else None,
+            np.empty((count, spec.slot_dim), DTYPES[spec.slot_dtype]) if spec.has_slots and not rows_alone else None,
+            np.empty(count, np.int64) if spec.step_bytes and not rows_alone else None,
         )
 
     def between(self, start: int, stop: int) -> StoredRows:
@@ -376,7 +376,7 @@ class RowTable:
 
         N is 0 when that was all. The order is that of creation, or of ids for a dense table. Other buckets than in the
         call before cost a look at every row that was not read yet. ``out`` is memory for them, of ``most`` rows or
-        more (:meth:`StoredRows.empty`); None: fresh memory.
+        more (:meth:`StoredRows.empty`), without those parts that are not wanted; None: fresh memory.
         """
         ids, rows, slots, steps = (StoredRows.empty(self.spec, most) if out is None else out).between(0, most)
         row_bits, slot_bits = ops.as_bits(rows)[0], None if slots is None else ops.as_bits(slots)[0]

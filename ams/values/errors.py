@@ -280,6 +280,10 @@ class SnapshotFailed(SnapshotError):
     """A snapshot could not be written or removed. Older snapshots are as they were."""
 
 
+class SnapshotSuperseded(SnapshotFailed):
+    """Another snapshot of the same tables was begun before this one was written, or it was given up. Take it again."""
+
+
 class SnapshotNotFound(SnapshotError, LookupError):
     """No snapshot of this name exists, or none at all."""
 

@@ -228,7 +228,8 @@ class Describe(Rpc[ShardState]):
 
 @dataclass(frozen=True, kw_only=True)
 class Freeze(Rpc[Done]):
-    """Hold tables as they are now, for a snapshot, while writes go on. Ends other freezes of the same tables.
+    """Hold tables as they are now, for a snapshot or an export, while writes go on. Ends other freezes of the same
+    tables, unless it gives way.
 
     Repeated, it renews the freeze's lease of FREEZE_LEASE_SECONDS; who holds one repeats it.
     """
@@ -238,6 +239,8 @@ class Freeze(Rpc[Done]):
     """Names; none: all tables."""
     parent_id: str = ""
     """Hold only the rows written since that snapshot, where the shard still knows them; empty: all rows."""
+    gives_way: bool = False
+    """Of an export: rather than end another freeze of the same tables, be refused (Busy)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -247,6 +250,8 @@ class WriteFrozen(Rpc[Written]):
     snapshot_id: str
     folder: str
     """A path that means the same folder to client and shard."""
+    rows_alone: bool = False
+    """Of an export: write rows without the optimizer's state, and no marks."""
 
 
 @dataclass(frozen=True, kw_only=True)

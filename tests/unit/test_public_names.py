@@ -21,6 +21,7 @@ PUBLIC_NAMES = {
     "Cluster",
     "ClientConfig",
     "Table",
+    "TableFollower",
     "TableSpec",
     "WireFormat",
     "SGD",

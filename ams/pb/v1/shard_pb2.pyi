@@ -833,10 +833,13 @@ class FreezeRequest(_message.Message):
     SNAPSHOT_ID_FIELD_NUMBER: _builtins.int
     TABLES_FIELD_NUMBER: _builtins.int
     PARENT_ID_FIELD_NUMBER: _builtins.int
+    GIVES_WAY_FIELD_NUMBER: _builtins.int
     snapshot_id: _builtins.str
     """32 hexadecimal digits."""
     parent_id: _builtins.str
     """Where this shard still knows which rows were written since that snapshot, hold only those. Empty: hold all rows."""
+    gives_way: _builtins.bool
+    """Of an export: rather than end another freeze of the same tables, be refused (Busy)."""
     @_builtins.property
     def context(self) -> _types_pb2.CallContext: ...
     @_builtins.property
@@ -850,10 +853,11 @@ class FreezeRequest(_message.Message):
         snapshot_id: _builtins.str = ...,
         tables: _abc.Iterable[_builtins.str] | None = ...,
         parent_id: _builtins.str = ...,
+        gives_way: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["context", b"context"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "parent_id", b"parent_id", "snapshot_id", b"snapshot_id", "tables", b"tables"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "gives_way", b"gives_way", "parent_id", b"parent_id", "snapshot_id", b"snapshot_id", "tables", b"tables"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -866,9 +870,12 @@ class WriteFrozenRequest(_message.Message):
     CONTEXT_FIELD_NUMBER: _builtins.int
     SNAPSHOT_ID_FIELD_NUMBER: _builtins.int
     FOLDER_FIELD_NUMBER: _builtins.int
+    ROWS_ALONE_FIELD_NUMBER: _builtins.int
     snapshot_id: _builtins.str
     folder: _builtins.str
     """The snapshot's staging folder."""
+    rows_alone: _builtins.bool
+    """Of an export: write rows without the optimizer's state, and no marks."""
     @_builtins.property
     def context(self) -> _types_pb2.CallContext: ...
     def __init__(
@@ -877,10 +884,11 @@ class WriteFrozenRequest(_message.Message):
         context: _types_pb2.CallContext | None = ...,
         snapshot_id: _builtins.str = ...,
         folder: _builtins.str = ...,
+        rows_alone: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["context", b"context"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "folder", b"folder", "snapshot_id", b"snapshot_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "folder", b"folder", "rows_alone", b"rows_alone", "snapshot_id", b"snapshot_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

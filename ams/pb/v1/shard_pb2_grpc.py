@@ -192,7 +192,8 @@ class ShardServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Freeze(self, request, context):
-        """Hold tables as they are now, for a snapshot, while writes go on. Ends a freeze of the same tables. Idempotent.
+        """Hold tables as they are now, for a snapshot or an export, while writes go on. Ends other freezes of the same tables,
+        unless it gives way. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

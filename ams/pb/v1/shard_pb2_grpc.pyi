@@ -65,7 +65,9 @@ class ShardStub:
     Describe: _grpc.UnaryUnaryMultiCallable[_shard_pb2.DescribeRequest, _shard_pb2.DescribeReply]
     """State of the shard and of its tables."""
     Freeze: _grpc.UnaryUnaryMultiCallable[_shard_pb2.FreezeRequest, _shard_pb2.WriteReply]
-    """Hold tables as they are now, for a snapshot, while writes go on. Ends a freeze of the same tables. Idempotent."""
+    """Hold tables as they are now, for a snapshot or an export, while writes go on. Ends other freezes of the same tables,
+    unless it gives way. Idempotent.
+    """
     WriteFrozen: _grpc.UnaryUnaryMultiCallable[_shard_pb2.WriteFrozenRequest, _shard_pb2.WriteFrozenReply]
     """Write what was frozen to a folder that client and shard both see. Replies when it is on the disk. Idempotent."""
     Thaw: _grpc.UnaryUnaryMultiCallable[_shard_pb2.ThawRequest, _shard_pb2.WriteReply]
@@ -105,7 +107,9 @@ class ShardAsyncStub(ShardStub):
     Describe: _aio.UnaryUnaryMultiCallable[_shard_pb2.DescribeRequest, _shard_pb2.DescribeReply]  # type: ignore[assignment]
     """State of the shard and of its tables."""
     Freeze: _aio.UnaryUnaryMultiCallable[_shard_pb2.FreezeRequest, _shard_pb2.WriteReply]  # type: ignore[assignment]
-    """Hold tables as they are now, for a snapshot, while writes go on. Ends a freeze of the same tables. Idempotent."""
+    """Hold tables as they are now, for a snapshot or an export, while writes go on. Ends other freezes of the same tables,
+    unless it gives way. Idempotent.
+    """
     WriteFrozen: _aio.UnaryUnaryMultiCallable[_shard_pb2.WriteFrozenRequest, _shard_pb2.WriteFrozenReply]  # type: ignore[assignment]
     """Write what was frozen to a folder that client and shard both see. Replies when it is on the disk. Idempotent."""
     Thaw: _aio.UnaryUnaryMultiCallable[_shard_pb2.ThawRequest, _shard_pb2.WriteReply]  # type: ignore[assignment]
@@ -208,7 +212,9 @@ class ShardServicer(metaclass=_abc_1.ABCMeta):
         request: _shard_pb2.FreezeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_shard_pb2.WriteReply, _abc.Awaitable[_shard_pb2.WriteReply]]:
-        """Hold tables as they are now, for a snapshot, while writes go on. Ends a freeze of the same tables. Idempotent."""
+        """Hold tables as they are now, for a snapshot or an export, while writes go on. Ends other freezes of the same tables,
+        unless it gives way. Idempotent.
+        """
 
     @_abc_1.abstractmethod
     def WriteFrozen(

@@ -17,9 +17,9 @@ import numpy.typing as npt
 
 from geartrain.ams.observe import failpoints
 from geartrain.ams.storage.snapshot.blocks import plan_blocks, write_block, write_marks
-from geartrain.ams.storage.snapshot.manifest import ROWS, FileEntry
+from geartrain.ams.storage.snapshot.manifest import EXPORT, ROWS, FileEntry
 from geartrain.ams.tables.row_table import RowTable, StoredRows
-from geartrain.ams.values.errors import InternalError, SnapshotFailed
+from geartrain.ams.values.errors import Busy, InternalError, SnapshotSuperseded
 from geartrain.ams.values.placement import bucket_ranges, buckets_between
 from geartrain.ams.values.shard_messages import Done, Freeze, Reply, WriteFrozen, Written
 
@@ -31,6 +31,7 @@ _READ_BYTES = 2 << 20
 
 
 _REMEMBERED_FREEZES = 256
+_WRITTEN_SOON_SECONDS = 0.2
 
 
 class FrozenTables:
@@ -68,26 +69,28 @@ class FrozenTables:
         """Names of the tables that are held."""
         return frozenset(self._tables)
 
-    def write(self, folder: str, shard: int) -> tuple[FileEntry, ...]:
+    def write(self, folder: str, shard: int, *, rows_alone: bool = False) -> tuple[FileEntry, ...]:
         """Write every held row once, and the marks, synced; may run beside the shard's work.
 
-        Rows are in blocks of about 8 MiB, each of a range of buckets. Raises SnapshotFailed if the disk fails, or the
-        freeze was ended before or meanwhile.
+        Rows are in blocks of about 8 MiB, each of a range of buckets. ``rows_alone``: without slots, and no marks.
+        Raises SnapshotFailed if the disk fails, SnapshotSuperseded if the freeze was ended before or meanwhile.
         """
         self._require_frozen()
-        entries = [write_marks(folder, snapshot_id=self.snapshot_id, shard=shard, values=self._marks)]
+        entries: list[FileEntry] = []
+        if not rows_alone:
+            entries.append(write_marks(folder, snapshot_id=self.snapshot_id, shard=shard, values=self._marks))
         with ThreadPoolExecutor(_WRITERS, thread_name_prefix=f"shard-{shard}-blocks") as pool:
             for name, table in self._tables.items():
                 written = 0
                 under_way: deque[Future[FileEntry]] = deque()
-                for index, (arrays, buckets) in enumerate(self._blocks(table)):
+                for index, (arrays, buckets) in enumerate(self._blocks(table, rows_alone=rows_alone)):
                     written += len(arrays["ids"])
                     under_way.append(
                         pool.submit(
                             write_block,
                             folder,
                             snapshot_id=self.snapshot_id,
-                            kind=ROWS,
+                            kind=EXPORT if rows_alone else ROWS,
                             table=name,
                             shard=shard,
                             index=index,
@@ -116,21 +119,23 @@ class FrozenTables:
 
     def _require_frozen(self) -> None:
         if self._is_thawed:
-            raise SnapshotFailed(
+            raise SnapshotSuperseded(
                 f"snapshot {self.snapshot_id} was given up, or another one of the same tables was begun before it was "
                 "written (a shard writes one at a time); take it again"
             )
 
-    def _blocks(self, table: RowTable) -> Iterator[tuple[dict[str, npt.NDArray[Any]], tuple[int, int]]]:
+    def _blocks(
+        self, table: RowTable, *, rows_alone: bool
+    ) -> Iterator[tuple[dict[str, npt.NDArray[Any]], tuple[int, int]]]:
         """The rows in blocks, each with the range of buckets that its rows are of.
 
         The memory of a block takes another one once ``_WRITERS`` more were given: fresh pages cost as much as a copy.
         """
         spec = table.spec
-        item_bytes = 8 + spec.row_bytes + spec.slot_bytes + spec.step_bytes
+        item_bytes = 8 + spec.row_bytes + (0 if rows_alone else spec.slot_bytes + spec.step_bytes)
         num_ranges, per_block = plan_blocks(self._num_rows[spec.name], item_bytes)
         at_once = max(1, _READ_BYTES // item_bytes)
-        memory = deque(StoredRows.empty(spec, per_block) for _ in range(_WRITERS + 1))
+        memory = deque(StoredRows.empty(spec, per_block, rows_alone=rows_alone) for _ in range(_WRITERS + 1))
         for first, last in bucket_ranges(table.owned_buckets, num_ranges):
             buckets = buckets_between(first, last)
             while num_rows := self._fill(memory[0], table, buckets, at_once):
@@ -174,9 +179,9 @@ class Freezes:
         return tuple(self._held)
 
     def renewed(self, request: Freeze) -> bool:
-        """Whether it is held already; then for another whole lease. Raises SnapshotFailed if it has ended."""
+        """Whether it is held already; then for another whole lease. Raises SnapshotSuperseded if it has ended."""
         if request.snapshot_id in self._ended:
-            raise SnapshotFailed(
+            raise SnapshotSuperseded(
                 f"snapshot {request.snapshot_id} was given up, completed or superseded on shard {self._shard}; take a "
                 "new one"
             )
@@ -187,10 +192,15 @@ class Freezes:
 
     def begin(self, request: Freeze, tables: Mapping[str, RowTable], marks: Mapping[str, Any]) -> Done:
         """Hold ``tables`` as they are now, with the JSON values ``marks``; end other freezes of the same tables, whose
-        owner is gone or has given them up.
+        owner is gone or has given them up, unless the request is one that gives way: then it is refused (Busy).
         """
         for other in list(self._held.values()):
             if not request.tables or not other.tables.isdisjoint(tables):
+                if request.gives_way:
+                    raise Busy(
+                        f"a snapshot or another export of the same tables is being written by shard {self._shard}",
+                        _WRITTEN_SOON_SECONDS,
+                    )
                 self.end(other.snapshot_id, kept=False)
         failpoints.reach("freeze.before")
         self._held[request.snapshot_id] = FrozenTables(
@@ -201,16 +211,16 @@ class Freezes:
         return Done()
 
     def write(self, request: WriteFrozen) -> Future[Reply]:
-        """Begin to write what is held, or join who does it. Raises SnapshotFailed if it is not held."""
+        """Begin to write what is held, or join who does it. Raises SnapshotSuperseded if it is not held."""
         frozen = self._held.get(request.snapshot_id)
         if frozen is None:
-            raise SnapshotFailed(
+            raise SnapshotSuperseded(
                 f"shard {self._shard} holds no freeze of snapshot {request.snapshot_id}: it was given up or "
                 "superseded; take the snapshot again"
             )
         self._renew(request.snapshot_id)
         if request.snapshot_id not in self._writing:
-            self._writing[request.snapshot_id] = self._files.submit(self._write, frozen, request.folder)
+            self._writing[request.snapshot_id] = self._files.submit(self._write, frozen, request)
         return self._writing[request.snapshot_id]
 
     def end(self, snapshot_id: str, *, kept: bool) -> None:
@@ -246,6 +256,6 @@ class Freezes:
     def _renew(self, snapshot_id: str) -> None:
         self._deadlines[snapshot_id] = self._clock() + self._lease_seconds
 
-    def _write(self, frozen: FrozenTables, folder: str) -> Reply:
-        entries = frozen.write(folder, self._shard)
+    def _write(self, frozen: FrozenTables, request: WriteFrozen) -> Reply:
+        entries = frozen.write(request.folder, self._shard, rows_alone=request.rows_alone)
         return Written(files=tuple(entry.model_dump_json() for entry in entries), deltas=frozen.deltas)

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from geartrain.ams.storage.snapshot.folder import Snapshot
-from geartrain.ams.storage.snapshot.manifest import ROWS, FileEntry
+from geartrain.ams.storage.snapshot.manifest import ROW_KINDS, FileEntry
 from geartrain.ams.values.errors import SnapshotDamaged
 from geartrain.ams.values.placement import BUCKET_ORDER, NUM_BUCKETS
 from geartrain.ams.values.specs import Ids, TableSpec
@@ -38,7 +38,9 @@ class Layer:
         return [
             entry
             for entry in self.snapshot.manifest.files
-            if entry.kind == ROWS and entry.table == self.table and all(_can_hold(entry, places) for places in wanted)
+            if entry.kind in ROW_KINDS
+            and entry.table == self.table
+            and all(_can_hold(entry, places) for places in wanted)
         ]
 
     def _places_by_shard(self, buckets: Buckets) -> dict[int, Ids]:

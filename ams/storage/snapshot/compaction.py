@@ -25,7 +25,7 @@ from geartrain.ams.storage.snapshot.folder import (
     new_staging,
     open_snapshot,
 )
-from geartrain.ams.storage.snapshot.manifest import JOB, MARKS, ROWS, FileEntry
+from geartrain.ams.storage.snapshot.manifest import EXPORT, JOB, MARKS, ROW_KINDS, ROWS, FileEntry
 from geartrain.ams.storage.snapshot.store import Place, place, store_of, within
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.placement import bucket_of, bucket_ranges, buckets_between
@@ -48,7 +48,7 @@ def compact(root: str | Path, name: str, *, new_name: str | None = None) -> Plac
     staging = new_staging(root, f"{name}-whole" if new_name is None else new_name)
     try:
         files = [entry for spec in snapshot.manifest.tables for entry in _merged(staging, chain, spec)]
-        files += [_copied(staging, snapshot, entry) for entry in snapshot.manifest.files if entry.kind != ROWS]
+        files += [_copied(staging, snapshot, entry) for entry in snapshot.manifest.files if entry.kind not in ROW_KINDS]
     except BaseException:
         staging.abandon()
         raise
@@ -76,13 +76,14 @@ def _merged(staging: Staging, chain: Sequence[Snapshot], spec: Mapping[str, Any]
     """Write a table, shard by shard of the newest snapshot."""
     table, dense, manifest = str(spec["name"]), spec["num_rows"] is not None, chain[0].manifest
     layers = layers_of(chain, table)
+    kind = EXPORT if any(layer.snapshot.manifest.is_export for layer in layers) else ROWS
     for shard in range(manifest.num_shards):
         owned = manifest.bucket_shards == shard
         for index, (arrays, buckets) in enumerate(_blocks_of(layers, owned, dense=dense)):
             yield write_block(
                 staging.path,
                 snapshot_id=staging.id,
-                kind=ROWS,
+                kind=kind,
                 table=table,
                 shard=shard,
                 index=index,

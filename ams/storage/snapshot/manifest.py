@@ -40,6 +40,9 @@ ROWS = "rows"
 Where untouched rows move, also steps [N]: rows and slots are those of that step, and the marks say which came after it.
 With Adam steps [N] are the numbers of the rows' updates.
 """
+EXPORT = "export"
+"""Kind of the row blocks of a version of an export: ids [N] and rows [N, D] alone."""
+ROW_KINDS = (ROWS, EXPORT)
 GRAPH = "graph"
 """Kind of the blocks of a class table's graph."""
 MAX_MANIFEST_BYTES = 1 << 30
@@ -162,6 +165,11 @@ class Manifest(BaseModel):
         if any(not shards or max(shards) >= self.num_shards for shards in self.deltas.values()):
             raise ValueError(f"deltas are {self.deltas}; each must list shards below num_shards, {self.num_shards}")
         return self
+
+    @property
+    def is_export(self) -> bool:
+        """Whether its rows are without the optimizer's state, so that followers can use them and tables cannot."""
+        return any(entry.kind == EXPORT for entry in self.files)
 
     @property
     def moment_id(self) -> str:

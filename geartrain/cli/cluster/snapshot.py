@@ -221,12 +221,12 @@ def _listed(listed: Listed) -> dict[str, Any]:
 
 
 def _facts(snapshot: Snapshot) -> dict[str, Any]:
-    from geartrain.ams.storage.snapshot.manifest import GRAPH, ROWS
+    from geartrain.ams.storage.snapshot.manifest import GRAPH, ROW_KINDS
 
     manifest = snapshot.manifest
     rows: dict[str, int] = {str(spec["name"]): 0 for spec in manifest.tables}
     for entry in manifest.files:
-        if entry.table is not None and entry.kind == ROWS:
+        if entry.table is not None and entry.kind in ROW_KINDS:
             rows[entry.table] += entry.num_rows
     return {
         "name": snapshot.name,

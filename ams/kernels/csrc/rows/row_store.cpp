@@ -645,10 +645,10 @@ int64_t RowStore::read_frozen(int64_t most, const uint8_t* buckets, int64_t* ids
     const int64_t item = item_at(position);
     ids[count] = std::visit([position](const auto& directory) { return directory.id_at(position); }, directory_);
     std::memcpy(rows + static_cast<size_t>(count) * row_bytes(), aside != nullptr ? aside : rows_.at(item), row_bytes());
-    if (slots_)
+    if (slots_ && slots != nullptr)
       std::memcpy(slots + static_cast<size_t>(count) * slot_bytes(), aside != nullptr ? aside + row_bytes() : slots_->at(item),
                   slot_bytes());
-    if (row_steps_)
+    if (row_steps_ && steps != nullptr)
       std::memcpy(steps + count, aside != nullptr ? aside + row_bytes() + slot_bytes() : row_steps_->at(item), step_bytes());
     ++count;
   }

@@ -92,8 +92,8 @@ class RowStore {
   // Returns their number; latest_moment() is the moment then. One freeze at a time.
   int64_t freeze(std::optional<int64_t> since);
   bool is_frozen() const;
-  // Copies up to `most` frozen rows that were not read yet: ids [most], rows [most, D], slots [most, slot_dim] (or null) and row
-  // steps [most] (last steps where untouched rows move, updates where those are counted, else null). They are as they lie, not caught up.
+  // Copies up to `most` frozen rows that were not read yet: ids [most], rows [most, D], and, unless null, slots [most, slot_dim] and
+  // row steps [most] (last steps where untouched rows move, or updates where those are counted). They are as they lie, not caught up.
   // Only those of `buckets` ([kNumBuckets], 0 where not wanted; null: all), in order of position. Returns how many; -1: that
   // was all. Looks at a bounded number of rows, so that writers do not wait for long: it may return fewer than there are, or 0.
   int64_t read_frozen(int64_t most, const uint8_t* buckets, int64_t* ids, char* rows, char* slots, int64_t* steps);

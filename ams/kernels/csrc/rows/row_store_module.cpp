@@ -106,8 +106,8 @@ struct RowArrays {
 
 template <class Array>
 RowArrays checked_items(const RowStore& store, size_t count, const Array& rows, const std::optional<Array>& slots) {
-  const bool has_slots = store.spec().slot_dim() > 0;
-  require(slots.has_value() == has_slots, "slots must be given for tables that have them, and only for those");
+  const bool has_slots = slots.has_value();
+  require(!has_slots || store.spec().slot_dim() > 0, "slots must be given only for tables that have them");
   checked_dtype(rows, static_cast<int>(store.spec().dtype));
   require_width(store, rows.shape(1));
   require(rows.shape(0) == count, "rows must be as many as ids");
@@ -127,16 +127,19 @@ int64_t freeze(RowStore& store, std::optional<int64_t> since) {
   return store.freeze(since);
 }
 
-void require_steps(const RowStore& store, size_t count, size_t steps, bool given) {
-  require(given == (store.spec().counts_steps() || store.spec().counts_updates()),
+// What is written has all that the table has; what is read need not.
+void require_whole(const RowStore& store, size_t count, bool slots_given, size_t steps, bool steps_given) {
+  require(slots_given == (store.spec().slot_dim() > 0), "slots must be given for tables that have them, and only for those");
+  require(steps_given == (store.spec().counts_steps() || store.spec().counts_updates()),
           "steps must be given for tables that count steps or updates, and only for those");
-  require(!given || steps == count, "steps must be as many as ids");
+  require(!steps_given || steps == count, "steps must be as many as ids");
 }
 
 int64_t read_frozen(RowStore& store, const IdOutput& ids, const MatrixOutput& rows, const std::optional<MatrixOutput>& slots,
                     const std::optional<IdOutput>& steps, const std::optional<ByteArray>& buckets) {
   const RowArrays items = checked_items(store, ids.size(), rows, slots);
-  require_steps(store, ids.size(), steps ? steps->size() : 0, steps.has_value());
+  require(!steps || steps->size() == ids.size(), "steps must be as many as ids");
+  require(!steps || store.spec().counts_steps() || store.spec().counts_updates(), "steps must be given only for tables that count");
   require(!buckets || buckets->size() == kNumBuckets, "buckets must have 4096 elements");
   WithoutInterpreter release;
   return store.read_frozen(static_cast<int64_t>(ids.size()), buckets ? buckets->data() : nullptr, ids.data(), items.rows,
@@ -146,7 +149,7 @@ int64_t read_frozen(RowStore& store, const IdOutput& ids, const MatrixOutput& ro
 int64_t restore(RowStore& store, const IdArray& ids, const Matrix& rows, const std::optional<Matrix>& slots,
                 const std::optional<IdArray>& steps) {
   const RowArrays items = checked_items(store, ids.size(), rows, slots);
-  require_steps(store, ids.size(), steps ? steps->size() : 0, steps.has_value());
+  require_whole(store, ids.size(), slots.has_value(), steps ? steps->size() : 0, steps.has_value());
   WithoutInterpreter release;
   return store.restore(ids.data(), static_cast<int64_t>(ids.size()), items.rows, items.slots, steps ? steps->data() : nullptr);
 }

@@ -1,0 +1,133 @@
+"""Versions of tables written for followers: the rows of one moment, or those written since an earlier version.
+
+A version is a snapshot (:mod:`~geartrain.ams.client.snapshot`) of the rows alone, in a folder of its own.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections.abc import Callable, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from geartrain.ams.client.shard_calls import ShardCalls
+from geartrain.ams.client.snapshot import JobContents, PendingSnapshot, begin_snapshot
+from geartrain.ams.storage.export.versions import MAX_VERSION, newest_number, newest_version, version, version_name
+from geartrain.ams.storage.snapshot.folder import Snapshot
+from geartrain.ams.storage.snapshot.store import Place, place
+from geartrain.ams.values.arguments import integer
+from geartrain.ams.values.errors import Busy, InvalidArgument, SnapshotDamaged, TableNotFound
+from geartrain.ams.values.shard_messages import CallContext
+from geartrain.ams.values.specs import TableSpec
+from geartrain.ams.values.text import quoted
+
+logger = logging.getLogger(__name__)
+
+
+class PendingExport:
+    """A version whose moment has passed and whose files are being written."""
+
+    def __init__(self, number: int, snapshot: PendingSnapshot) -> None:
+        self.version = number
+        """The number that it will have."""
+        self.path: Place = snapshot.path
+        """The folder it will be: an absolute Path, or a URL."""
+        self._snapshot = snapshot
+
+    def done(self) -> bool:
+        """Whether :meth:`result` returns at once."""
+        return self._snapshot.done()
+
+    def result(self, timeout_seconds: float | None = None) -> int:
+        """Wait until followers can see it; return its number.
+
+        Raises SnapshotSuperseded if a snapshot of the same tables was begun before it was written, SnapshotFailed, or
+        another GeartrainError if a shard was lost; TimeoutError if it is not done in time.
+        """
+        self._snapshot.result(timeout_seconds)
+        return self.version
+
+
+def begin_export(
+    calls: ShardCalls,
+    existing: Callable[[], Sequence[TableSpec]],
+    tables: str | Sequence[str],
+    root: str | Path,
+    *,
+    since: int | None = None,
+    caller: CallContext | None = None,
+    check_caller: Callable[[], None] = lambda: None,
+) -> PendingExport:
+    """Hold the present moment of tables on every shard and begin to write it as the next version in ``root``.
+
+    See :meth:`geartrain.ams.client.cluster.Cluster.export`.
+    """
+    root = place(root)
+    names = _tables_named(tables, existing())
+    parent = _parent(root, since)
+    deadline = time.monotonic() + calls.config.recovery_timeout_seconds
+    while True:
+        number = newest_number(root) + 1
+        if number > MAX_VERSION:
+            raise InvalidArgument(
+                f"{root} holds version {number - 1}, the last one that there can be; give a new folder"
+            )
+        try:
+            pending = begin_snapshot(
+                calls,
+                existing,
+                root,
+                version_name(number),
+                JobContents(step=number),
+                tables=names,
+                parent=None if parent is None else parent.path,
+                caller=caller,
+                check_caller=check_caller,
+                rows_alone=True,
+            )
+        except Busy as exc:
+            if time.monotonic() >= deadline:
+                raise
+            time.sleep(exc.retry_after_seconds * random.uniform(0.5, 1.5))
+        else:
+            return PendingExport(number, pending)
+
+
+def _tables_named(wanted: str | Sequence[str], existing: Sequence[TableSpec]) -> list[str]:
+    """The tables of these names or patterns, each once. Raises TableNotFound, InvalidArgument."""
+    patterns = [wanted] if isinstance(wanted, str) else list(wanted)
+    if not patterns or not all(isinstance(one, str) for one in patterns):
+        raise InvalidArgument(f"tables are {quoted(wanted)}; give a name ('ctr/item'), a pattern ('ctr/*') or a list")
+    specs = {spec.name: spec for spec in existing}
+    found: dict[str, None] = {}
+    for pattern in patterns:
+        matching = [name for name in specs if name == pattern or fnmatchcase(name, pattern)]
+        if not matching:
+            known = ", ".join(map(repr, specs)) or "none"
+            raise TableNotFound(f"there is no table {pattern!r}; tables of this cluster: {known}")
+        found.update(dict.fromkeys(matching))
+    for name in found:
+        if specs[name].counts_steps:
+            raise InvalidArgument(
+                f"rows of table {name!r} move at every step, whether they are touched or not "
+                f"({specs[name].optimizer}), so that no version could add to another; take snapshots of it, or export "
+                "it as one .safetensors file"
+            )
+    return list(found)
+
+
+def _parent(root: Place, since: int | None) -> Snapshot | None:
+    """The version to add to; None: a base is written."""
+    if since is not None:
+        number = integer("since", since, 0)
+        return None if number == 0 else version(root, number)
+    try:
+        newest = newest_version(root)
+        if newest is not None:
+            newest.chain()
+    except SnapshotDamaged as exc:
+        logger.warning("the next version is a whole one, since nothing can be added to the last: %s", exc)
+        return None
+    return newest

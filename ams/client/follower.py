@@ -1,0 +1,314 @@
+"""A read-only copy of an exported table, brought up to date from the files of its versions."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from geartrain.ams.storage.export.versions import newest_version, route_to
+from geartrain.ams.storage.snapshot.folder import Snapshot
+from geartrain.ams.storage.snapshot.manifest import EXPORT
+from geartrain.ams.storage.snapshot.store import place
+from geartrain.ams.tables.row_table import RowTable
+from geartrain.ams.values.arrays import ids_array, like
+from geartrain.ams.values.errors import InvalidArgument, SnapshotDamaged, SnapshotNotFound, TableNotFound
+from geartrain.ams.values.optimizers.registry import SGD
+from geartrain.ams.values.placement import NUM_BUCKETS
+from geartrain.ams.values.specs import Ids, TableSpec
+from geartrain.ams.values.text import quoted
+
+Rows = npt.NDArray[Any]
+Arrays = Mapping[str, npt.NDArray[Any]]
+Buckets = npt.NDArray[np.bool_]
+
+_COPIED_ROWS = 65_536
+
+
+class FollowedTables:
+    """Tables of an export as they were at one version, all of one moment. Thread-safe."""
+
+    def __init__(self, root: str | Path, tables: Sequence[str] | None = None) -> None:
+        """Read the newest version. ``tables`` are those to keep; None: all that it has.
+
+        Raises SnapshotNotFound if there is none, TableNotFound, and as :meth:`refresh`.
+        """
+        self.root = place(root)
+        self._wanted = None if tables is None else tuple(tables)
+        self._tables: dict[str, RowTable] = {}
+        self._at: Snapshot | None = None
+        self._refreshing = threading.Lock()
+        self._readers = _Readers()
+        if self.refresh() is None:
+            raise SnapshotNotFound(f"{root} holds no version yet: geartrain export TABLE {root} writes one")
+
+    @property
+    def version(self) -> int:
+        """The number of the version that the rows are of."""
+        assert self._at is not None
+        return self._at.manifest.step
+
+    @property
+    def created(self) -> float:
+        """When that version was written, Unix time in seconds."""
+        assert self._at is not None
+        return self._at.manifest.created
+
+    @property
+    def specs(self) -> dict[str, TableSpec]:
+        """What each table is; its optimizer is left out."""
+        return {name: table.spec for name, table in self._tables.items()}
+
+    def refresh(self) -> int | None:
+        """Go on to the newest version; return its number, or None if it is the one that is here.
+
+        Versions between are applied in order, each whole: whoever pulls meanwhile finds rows of one version. Costs a
+        listing and a manifest if there is nothing new. If a file is missing or damaged, raises SnapshotDamaged, which
+        names it, and the rows are those of the last version that was applied. Raises SnapshotFailed if the folder
+        cannot be read, TableNotFound if a table is in it no more.
+        """
+        with self._refreshing:
+            before = self._at
+            try:
+                self._go_on()
+            except SnapshotDamaged:  # or compacted and removed since its successor was looked at
+                if not self._go_past():
+                    raise
+            return None if self._at is before else self.version
+
+    def pull(self, table: str, ids: Any) -> Any:
+        """Read rows: [N] -> [N, dim] of the table's dtype; one that is not there has its initial value.
+
+        numpy arrays and torch tensors are taken, and answered in kind. Raises InvalidIds.
+        """
+        with self._readers.reading():
+            found = self._table(table)
+            checked = ids_array(ids, found.spec.num_rows)
+            out = np.empty((len(checked), found.spec.dim), found.spec.numpy_dtype)
+            found.pull(checked, out)
+        return like(out, ids)
+
+    def pull_together(self, tables: Mapping[str, Ids]) -> dict[str, Rows]:
+        """Read rows of several tables, all of one version: ids [N] of each -> rows [N, dim]."""
+        rows = {}
+        with self._readers.reading():
+            for name, ids in tables.items():
+                found = self._table(name)
+                rows[name] = np.empty((len(ids), found.spec.dim), found.spec.numpy_dtype)
+                found.pull(ids, rows[name])
+        return rows
+
+    def num_rows(self, table: str) -> int:
+        """How many rows are there."""
+        return self._table(table).num_present
+
+    def rows(self, table: str) -> tuple[Ids, Rows]:
+        """Return all rows that are there: ids [N], rising, and rows [N, dim]. A copy."""
+        with self._readers.alone():
+            blocks = list(_rows_of(self._table(table), None))
+        spec = self._table(table).spec
+        ids = np.concatenate([np.empty(0, np.int64), *(ids for ids, _ in blocks)])
+        rows = np.concatenate([np.empty((0, spec.dim), spec.numpy_dtype), *(rows for _, rows in blocks)])
+        order = np.argsort(ids)
+        return ids[order], rows[order]
+
+    def _table(self, name: str) -> RowTable:
+        found = self._tables.get(name)
+        if found is None:
+            known = ", ".join(map(repr, self._tables))
+            raise TableNotFound(f"there is no table {name!r} in {self.root}; it has {known}")
+        return found
+
+    def _go_on(self) -> None:
+        newest = newest_version(self.root)
+        moment = "" if self._at is None else self._at.manifest.moment_id
+        if newest is None or newest.manifest.moment_id == moment:
+            return
+        for step in route_to(newest, moment):
+            self._apply(step)
+
+    def _go_past(self) -> bool:
+        """Go on from a base that is newer than what is here, whatever lies between; whether there is one."""
+        newest = newest_version(self.root)
+        steps = [] if newest is None else route_to(newest, "")
+        if not steps or (self._at is not None and steps[0].manifest.step <= self.version):
+            return False
+        for step in steps:
+            self._apply(step)
+        return True
+
+    def _apply(self, step: Snapshot) -> None:
+        specs = {spec.name: spec for spec in map(_without_optimizer, step.manifest.tables)}
+        names = list(specs) if self._wanted is None else self._wanted
+        if missing := [name for name in names if name not in specs]:
+            raise TableNotFound(
+                f"there is no table {missing[0]!r} in version {step.manifest.step} of {self.root}; it has "
+                f"{', '.join(map(repr, specs))}"
+            )
+        made: dict[str, RowTable] = {}
+        blocks: dict[str, list[Arrays]] = {}
+        for name in names:  # all of them are read, and have room, before any changes
+            table = self._tables.get(name)
+            replaced = _replaced(step, name)
+            if table is None or table.spec != specs[name] or replaced.any():
+                made[name] = _made_anew(step, specs[name], table, ~replaced)
+            else:
+                blocks[name] = list(_blocks_of(step, name))
+                table.make_room(np.concatenate([np.empty(0, np.int64), *(block["ids"] for block in blocks[name])]))
+        with self._readers.alone():
+            for name, changed in blocks.items():
+                for block in changed:
+                    self._tables[name].restore(block["ids"], block["rows"], None)
+            self._tables = {name: made.get(name) or self._tables[name] for name in names}
+            self._at = step
+
+
+class TableFollower:
+    """A read-only copy of one exported table, in any process: no cluster is needed. Thread-safe.
+
+    follower = gt.TableFollower("serving/item")
+    while follower.refresh() is None: ...
+    rows_ND = follower.pull(ids)
+    """
+
+    def __init__(self, root: str | Path, table: str | None = None) -> None:
+        """Read the newest version in the folder or URL ``root``; ``table`` is the one to keep where it has several.
+
+        Raises SnapshotNotFound if there is no version, TableNotFound, InvalidArgument if ``table`` must be named, and
+        as :meth:`refresh`.
+        """
+        if table is None:
+            newest = newest_version(root)
+            names = [] if newest is None else [str(spec["name"]) for spec in newest.manifest.tables]
+            if len(names) > 1:
+                raise InvalidArgument(f"{root} has tables {', '.join(map(repr, names))}; say which: table={names[0]!r}")
+            table = names[0] if names else None
+        elif not isinstance(table, str):
+            raise InvalidArgument(f"table is {quoted(table)}; it must be a name, or None where there is one table")
+        self._followed = FollowedTables(root, None if table is None else [table])
+        self._name = table or next(iter(self._followed.specs))
+
+    @property
+    def spec(self) -> TableSpec:
+        """What the table is: its name, dim, dtype, initial values."""
+        return self._followed.specs[self._name]
+
+    @property
+    def version(self) -> int:
+        """The number of the version that the rows are of."""
+        return self._followed.version
+
+    @property
+    def created(self) -> float:
+        """When that version was written, Unix time in seconds."""
+        return self._followed.created
+
+    def refresh(self) -> int | None:
+        """Go on to the newest version; return its number, or None if it is the one that is here.
+
+        Versions between are applied in order, each whole: whoever pulls meanwhile finds rows of one version. Where
+        deltas do not lead to it any more its base is read, beside the rows that are here. Costs a listing and a
+        manifest if there is nothing new. If a file is missing or damaged, raises SnapshotDamaged, which names it, and
+        the rows are those of the last version that was applied. Raises SnapshotFailed if the folder cannot be read.
+        """
+        return self._followed.refresh()
+
+    def pull(self, ids: Any) -> Any:
+        """Read rows: [N] -> [N, dim] of the table's dtype; one that is not there has its initial value, as in the
+        trained table. numpy arrays and torch tensors are taken, and answered in kind. Raises InvalidIds.
+        """
+        return self._followed.pull(self._name, ids)
+
+    def rows(self) -> tuple[Ids, Rows]:
+        """Return all rows that are there: ids [N], rising, and rows [N, dim]. A copy."""
+        return self._followed.rows(self._name)
+
+    def __len__(self) -> int:
+        return self._followed.num_rows(self._name)
+
+    def __repr__(self) -> str:
+        return (
+            f"TableFollower({str(self._followed.root)!r}, {self._name!r}, version {self.version}, {len(self):,} rows)"
+        )
+
+
+class _Readers:
+    """Any number of readers at once, or one that changes something, who is not kept waiting by new readers."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._reading = 0
+        self._is_wanted = False
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        with self._changed:
+            self._changed.wait_for(lambda: not self._is_wanted)
+            self._reading += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._reading -= 1
+                self._changed.notify_all()
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        with self._changed:
+            self._changed.wait_for(lambda: not self._is_wanted)
+            self._is_wanted = True
+            try:
+                self._changed.wait_for(lambda: self._reading == 0)
+            except BaseException:
+                self._is_wanted = False
+                self._changed.notify_all()
+                raise
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._is_wanted = False
+                self._changed.notify_all()
+
+
+def _without_optimizer(spec: Mapping[str, Any]) -> TableSpec:
+    return replace(TableSpec.from_dict(dict(spec)), optimizer=SGD(1.0), slot_dtype="float32")
+
+
+def _replaced(step: Snapshot, table: str) -> Buckets:
+    """The buckets in which no row of before counts: those of shards that wrote all of their rows."""
+    return ~np.isin(step.manifest.bucket_shards, step.manifest.deltas.get(table, []))
+
+
+def _blocks_of(step: Snapshot, table: str) -> Iterator[Arrays]:
+    """Blocks of a version, each checked when it is read."""
+    for entry in step.manifest.files:
+        if entry.kind == EXPORT and entry.table == table:
+            yield step.read(entry)
+
+
+def _made_anew(step: Snapshot, spec: TableSpec, before: RowTable | None, counting: Buckets) -> RowTable:
+    """A table with the rows of ``before`` in the buckets where they count, and those of a version."""
+    table = RowTable(spec, np.arange(NUM_BUCKETS))
+    if before is not None and before.spec == spec and counting.any():
+        for ids, rows in _rows_of(before, counting):
+            table.restore(ids, rows, None)
+    for block in _blocks_of(step, spec.name):
+        table.restore(block["ids"], block["rows"], None)
+    return table
+
+
+def _rows_of(table: RowTable, buckets: Buckets | None) -> Iterator[tuple[Ids, Rows]]:
+    """The rows of some buckets, in blocks. Nothing is written to the table meanwhile."""
+    table.freeze()
+    try:
+        while len((part := table.read_frozen(_COPIED_ROWS, buckets)).ids):
+            yield part.ids, part.rows
+    finally:
+        table.thaw(kept=False)

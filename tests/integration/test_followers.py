@@ -1,0 +1,354 @@
+"""Followers of an export: at every version they have the bytes of the trained table, whatever happened in between."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from geartrain.ams.client.cluster import Cluster, connect, local
+from geartrain.ams.client.follower import FollowedTables, TableFollower
+from geartrain.ams.observe.failpoints import armed
+from geartrain.ams.storage.durable import disk
+from geartrain.ams.storage.export.versions import compact_export, newest_version
+from geartrain.ams.storage.snapshot.folder import list_snapshots, open_snapshot, prune
+from geartrain.ams.values import errors
+from geartrain.ams.values.config import ClientConfig
+from geartrain.ams.values.optimizers.registry import SGD, Adagrad, Adam, SparseMomentum
+from tests.integration.conftest import ServedCluster
+
+IDS = np.arange(600)
+TABLES = ("dense", "hashed")
+
+
+def make(cluster: Cluster, name: str, **settings: Any) -> None:
+    num_rows = 600 if name == "dense" else None
+    cluster.create_table(name, dim=3, optimizer=Adagrad(lr=0.1), num_rows=num_rows, **settings)
+
+
+def write(cluster: Cluster, seed: int, *names: str, count: int = 20) -> None:
+    random = np.random.default_rng(seed)
+    for name in names or TABLES:
+        ids = random.choice(500, count, replace=False)
+        cluster.table(name).push(ids, random.standard_normal((count, 3)).astype(np.float32))
+
+
+def contents(source: Any, name: str) -> tuple[bytes, ...]:
+    """The rows of a table or of a copy of it, those that are not there included, and which are there."""
+    if isinstance(source, FollowedTables):
+        return source.pull(name, IDS).tobytes(), source.rows(name)[0].tobytes()
+    table = source.table(name)
+    return table.pull(IDS).tobytes(), IDS[table.present(IDS)].tobytes()
+
+
+def num_rows(path: Any) -> int:
+    return sum(entry.num_rows for entry in open_snapshot(path).manifest.files)
+
+
+def test_a_follower_catches_up_over_any_number_of_versions(cluster: Cluster, tmp_path: Path) -> None:
+    for name in TABLES:
+        make(cluster, name)
+    write(cluster, 0, count=300)
+    assert cluster.export("*", tmp_path / "e").result(60) == 1
+    always, late = FollowedTables(tmp_path / "e"), FollowedTables(tmp_path / "e")
+    for seed in (1, 2, 3):
+        write(cluster, seed)
+        pending = cluster.export(TABLES, tmp_path / "e")
+        assert pending.result(60) == always.refresh() == seed + 1
+        assert num_rows(pending.path) == 40, "more than was written was exported"
+        assert [contents(always, name) for name in TABLES] == [contents(cluster, name) for name in TABLES]
+    assert (late.version, late.refresh(), late.refresh()) == (1, 4, None)
+    assert [contents(late, name) for name in TABLES] == [contents(cluster, name) for name in TABLES]
+
+
+OPERATION = st.one_of(
+    st.tuples(st.just("write"), st.sampled_from(TABLES), st.integers(0, 99)),
+    st.tuples(st.sampled_from(["export", "export", "other", "failed", "snapshot"]), st.just(""), st.integers(0, 5)),
+    st.tuples(st.sampled_from(["compact", "prune", "refresh"]), st.just(""), st.just(0)),
+    st.tuples(st.sampled_from(["recreate", "damaged"]), st.sampled_from(TABLES), st.just(0)),
+    st.tuples(st.just("move"), st.just(""), st.integers(1, 3)),
+)
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.lists(OPERATION, max_size=14))
+def test_no_version_is_wrong_whatever_comes_between(operations: list[tuple[str, str, int]]) -> None:
+    root = Path(tempfile.mkdtemp())
+    cluster, folder = local(2), root / "export"
+    try:
+        for name in TABLES:
+            make(cluster, name)
+            write(cluster, 0, name, count=100)
+        cluster.export("*", folder).result(60)
+        at_version = {1: [contents(cluster, name) for name in TABLES]}
+        followers = [FollowedTables(folder) for _ in range(3)]  # that look always, sometimes, and at the end
+
+        def look(follower: FollowedTables) -> None:
+            follower.refresh()
+            assert [contents(follower, name) for name in TABLES] == at_version[follower.version]
+
+        for number, (operation, table, argument) in enumerate([*operations, ("write", "dense", 7), ("export", "", 9)]):
+            match operation:
+                case "write":
+                    write(cluster, argument, table)
+                case "export":
+                    since = argument if argument in at_version else None
+                    try:
+                        version = cluster.export("*", folder, since=since).result(60)
+                    except (errors.SnapshotNotFound, errors.SnapshotDamaged):  # it was pruned, or cut off from its base
+                        assert since is not None
+                        version = cluster.export("*", folder).result(60)
+                    at_version[version] = [contents(cluster, name) for name in TABLES]
+                case "other":  # an export of its own asks for what is new to it
+                    cluster.export(TABLES[argument % 2], root / "other").result(60)
+                    other = TableFollower(root / "other", TABLES[argument % 2])
+                    assert other.pull(IDS).tobytes() == contents(cluster, TABLES[argument % 2])[0]
+                    shutil.rmtree(root / "other", ignore_errors=argument < 3)
+                case "failed":
+                    with pytest.MonkeyPatch.context() as patch:
+                        patch.setattr(disk, "write", _full)
+                        with pytest.raises(errors.SnapshotFailed, match="No space left"):
+                            cluster.export("*", folder).result(60)
+                    look(followers[0])
+                case "snapshot":
+                    newest = next(iter(list_snapshots(root / "snapshots")), None)
+                    parent = None if newest is None else newest.path
+                    cluster.snapshot(root / "snapshots", f"s{number}", step=number, parent=parent).result(60)
+                case "compact":
+                    compact_export(folder)
+                case "prune":
+                    prune(folder, 2)
+                case "refresh":
+                    look(followers[1])
+                case "recreate":
+                    cluster.drop_table(table)
+                    make(cluster, table)
+                    write(cluster, 300, table)
+                case "damaged":
+                    newest_one = newest_version(folder)
+                    assert newest_one is not None
+                    if newest_one.manifest.step != max(one.version for one in followers):
+                        continue
+                    (Path(newest_one.path) / "manifest.json").write_text("{}")  # they are past it
+                    version = cluster.export("*", folder).result(60)
+                    at_version[version] = [contents(cluster, name) for name in TABLES]
+                case "move":  # the job goes back, on another number of shards
+                    path = cluster.snapshot(root / "moves", f"m{number}").result(60)
+                    write(cluster, number)  # which is lost
+                    cluster.close()
+                    cluster = local(argument)
+                    cluster.restore(path)
+            look(followers[0])
+        look(followers[1])
+        look(followers[2])
+        assert [contents(followers[2], name) for name in TABLES] == [contents(cluster, name) for name in TABLES]
+    finally:
+        cluster.close()
+        shutil.rmtree(root)
+
+
+def _full(*_: Any) -> None:
+    raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("optimizer", [SGD(0.1), Adam(0.1), Adagrad(0.1)], ids=["sgd", "adam", "adagrad"])
+def test_a_copy_has_the_bits_of_every_storage_type_and_optimizer(dtype: Any, optimizer: Any, tmp_path: Path) -> None:
+    with local(2) as cluster:
+        table = cluster.create_table("t", dim=5, optimizer=optimizer, dtype=dtype, seed=3)
+        for seed in range(3):
+            random = np.random.default_rng(seed)
+            table.push(random.choice(300, 100, replace=False), random.standard_normal((100, 5)).astype(np.float32))
+            cluster.export("t", tmp_path).result(60)
+            if seed == 0:
+                follower = TableFollower(tmp_path)
+        assert follower.refresh() == 3
+        assert follower.spec.dtype == dtype
+        pulled = follower.pull(IDS)
+        assert pulled.dtype == (ml_dtypes.bfloat16 if dtype == "bfloat16" else np.dtype(dtype))
+        assert pulled.tobytes() == table.pull(IDS).tobytes()
+        ids, rows = follower.rows()
+        assert len(ids) == len(follower) == int(table.present(IDS).sum())
+        assert rows.tobytes() == table.pull(ids).tobytes()
+
+
+def test_every_damaged_file_is_named_and_what_was_there_stays(tmp_path: Path) -> None:
+    with local(2) as cluster:
+        make(cluster, "hashed")
+        write(cluster, 0, "hashed", count=300)
+        cluster.export("hashed", tmp_path).result(60)
+        follower = FollowedTables(tmp_path)
+        before = contents(follower, "hashed")
+        write(cluster, 1, "hashed")
+        folder = Path(cluster.export("hashed", tmp_path).path)
+        cluster.export("hashed", tmp_path / "done").result(60)  # after which the other is written, too
+        live = contents(cluster, "hashed")
+    for file in sorted(folder.iterdir()):
+        whole = file.read_bytes()
+        for content in (whole[:-1], whole[: len(whole) // 2] + b"\x7f" + whole[len(whole) // 2 + 1 :], None):
+            file.unlink() if content is None else file.write_bytes(content)
+            with pytest.raises(errors.SnapshotDamaged, match=file.name):
+                follower.refresh()
+            assert (follower.version, contents(follower, "hashed")) == (1, before)
+            file.write_bytes(whole)
+    assert follower.refresh() == 2
+    assert contents(follower, "hashed") == live
+
+
+def test_a_damaged_delta_is_passed_over_once_there_is_a_base_after_it(tmp_path: Path) -> None:
+    with local(1) as cluster:
+        make(cluster, "hashed")
+        follower = None
+        for seed in range(4):
+            write(cluster, seed, "hashed")
+            pending = cluster.export("hashed", tmp_path)
+            pending.result(60)
+            follower = follower or FollowedTables(tmp_path)
+            if seed == 2:
+                damaged = next(Path(pending.path).glob("*.safetensors"))
+                damaged.write_bytes(damaged.read_bytes()[:-8])
+        assert follower is not None
+        with pytest.raises(errors.SnapshotDamaged, match=damaged.name):
+            follower.refresh()
+        assert follower.version == 2, "the version before it was whole"
+        cluster.export("hashed", tmp_path, since=2).result(60)
+        assert follower.refresh() == 5
+        assert contents(follower, "hashed") == contents(cluster, "hashed")
+
+
+def test_chains_of_snapshots_and_exports_do_not_make_each_other_whole(tmp_path: Path) -> None:
+    with local(2) as cluster:
+        make(cluster, "hashed")
+        write(cluster, 0, "hashed", count=300)
+        parent = cluster.snapshot(tmp_path / "s", "0").result(60)
+        for root in ("a", "b"):
+            cluster.export("hashed", tmp_path / root).result(60)
+        for seed in range(1, 20):
+            write(cluster, seed, "hashed", count=3)
+            assert num_rows(_written(cluster, tmp_path / "a")) == 3
+            if seed % 5 == 0:
+                assert 3 < num_rows(_written(cluster, tmp_path / "b")) <= 15
+        path = cluster.snapshot(tmp_path / "s", "1", parent=parent).result(60)
+        assert num_rows(path) <= 60, "the snapshots made of exports forgot their parent"
+
+
+def _written(cluster: Cluster, root: Path) -> Any:
+    pending = cluster.export("hashed", root)
+    pending.result(60)
+    return pending.path
+
+
+def test_an_export_waits_for_a_snapshot_and_is_ended_by_one(tmp_path: Path) -> None:
+    with local(2) as cluster:
+        make(cluster, "hashed")
+        write(cluster, 0, "hashed")
+        with armed(f"block.write.before=pause({tmp_path / 'go'})"):
+            snapshot = cluster.snapshot(tmp_path / "s", "0")
+            exported: list[int] = []
+            waiting = threading.Thread(target=lambda: exported.append(cluster.export("*", tmp_path / "e").result(60)))
+            waiting.start()
+            waiting.join(0.3)
+            assert waiting.is_alive(), "the export did not wait"
+            (tmp_path / "go").touch()
+            snapshot.result(60)
+        waiting.join(60)
+        assert exported == [1]
+        with armed(f"block.write.before=pause({tmp_path / 'again'})") as passes:
+            pending = cluster.export("*", tmp_path / "e", since=0)
+            while not passes.fired["block.write.before"]:
+                time.sleep(0.01)
+            snapshot = cluster.snapshot(tmp_path / "s", "1")
+            (tmp_path / "again").touch()
+            snapshot.result(60)
+            with pytest.raises(errors.SnapshotSuperseded):
+                pending.result(60)
+        assert [listed.name for listed in list_snapshots(tmp_path / "e")] == ["version-000000001"]
+        assert cluster.export("*", tmp_path / "e").result(60) == 2
+
+
+def test_a_shard_that_was_killed_and_restored_gives_no_wrong_version(
+    served: Callable[..., ServedCluster], tmp_path: Path
+) -> None:
+    cluster = served(2)
+    config = ClientConfig(attempt_timeout_seconds=5, recovery_timeout_seconds=20)
+    with connect(cluster.address, config=config) as ours:
+        make(ours, "hashed")
+        write(ours, 0, "hashed", count=300)
+        path = ours.snapshot(tmp_path / "s", "0").result(60)
+        ours.export("hashed", tmp_path / "e").result(60)
+        follower = FollowedTables(tmp_path / "e")
+        write(ours, 1, "hashed")  # lost with the shard
+        ours.export("hashed", tmp_path / "e").result(60)
+        follower.refresh()
+    cluster.servers[1].stop(0)
+    cluster.servers[1] = cluster.start_server(1)
+    with connect(cluster.address, config=config) as ours:
+        ours.restore(path, replace=True)
+        write(ours, 2, "hashed")
+        ours.export("hashed", tmp_path / "e").result(60)
+        assert follower.refresh() == 3
+        assert contents(follower, "hashed") == contents(ours, "hashed")
+
+
+@pytest.mark.usefixtures("memory_urls")
+def test_versions_lie_below_a_url(cluster: Cluster, tmp_path: Path) -> None:
+    root = f"memory://bucket{tmp_path}/export"
+    make(cluster, "hashed")
+    write(cluster, 0, "hashed", count=300)
+    cluster.export("hashed", root).result(60)
+    follower = FollowedTables(root)
+    for seed in (1, 2):
+        write(cluster, seed, "hashed")
+        cluster.export("hashed", root).result(60)
+    compact_export(root)
+    write(cluster, 3, "hashed")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("geartrain.ams.storage.snapshot.blocks.failpoints.reach", _full_at_a_block)
+        with pytest.raises(errors.SnapshotFailed):
+            cluster.export("hashed", root).result(60)
+    assert cluster.export("hashed", root).result(60) == follower.refresh()
+    assert contents(follower, "hashed") == contents(cluster, "hashed")
+    assert contents(FollowedTables(root), "hashed") == contents(cluster, "hashed")
+
+
+def _full_at_a_block(name: str) -> None:
+    if name == "block.write.after":
+        raise OSError(28, "No space left on device")
+
+
+def test_what_cannot_be_exported_or_followed_is_said(tmp_path: Path) -> None:
+    with local(1) as cluster:
+        make(cluster, "hashed")
+        make(cluster, "dense")
+        cluster.create_table("moving", dim=2, optimizer=SparseMomentum(0.1, untouched="elapsed"), num_rows=9)
+        with pytest.raises(errors.TableNotFound, match="'item'; tables of this cluster: 'hashed'"):
+            cluster.export("item", tmp_path / "e")
+        with pytest.raises(errors.InvalidArgument, match="rows of table 'moving' move at every step"):
+            cluster.export("*", tmp_path / "e")
+        with pytest.raises(errors.SnapshotNotFound, match="holds no version yet"):
+            TableFollower(tmp_path / "e")
+        with pytest.raises(errors.SnapshotNotFound, match=r"version 7 is not in .*, which holds no version"):
+            cluster.export("hashed", tmp_path / "e", since=7)
+        write(cluster, 0)
+        cluster.snapshot(tmp_path / "s", "0", tables=["hashed"]).result(60)
+        with pytest.raises(errors.InvalidArgument, match="an export needs a folder of its own"):
+            cluster.export("hashed", tmp_path / "s")
+        cluster.export(TABLES, tmp_path / "e").result(60)
+        with pytest.raises(errors.InvalidArgument, match="has tables 'hashed', 'dense'; say which"):
+            TableFollower(tmp_path / "e")
+        with pytest.raises(errors.TableNotFound, match="no table 'item' in version 1"):
+            TableFollower(tmp_path / "e", "item")
+        with pytest.raises(errors.InvalidIds, match="id -1"):
+            TableFollower(tmp_path / "e", "dense").pull(np.array([-1]))
+        with pytest.raises(errors.InvalidArgument, match="a version of an export"):
+            cluster.restore(tmp_path / "e" / "version-000000001", replace=True)
