@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import numpy as np
 
@@ -52,6 +53,10 @@ class TableStatus:
     memory_bytes: int
     writes: int
     """Pushes and assigns applied, added up over the shards: a push to two of them is two."""
+    staleness: tuple[int, ...] = ()
+    """Of pushes that say when their rows were pulled, as those of ``gt.EmbeddingGroup`` do: how many came with so many
+    writes of the table applied in between on a shard, at place i those of i bits: none, 1, 2 to 3, 4 to 7, ... Added up
+    over the shards, since each made the table."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,6 +183,7 @@ def _joint_status(view: ClusterView, states: dict[int, ShardState], ahead: dict[
                 rows=sum(part.rows for part in parts),
                 memory_bytes=sum(part.memory_bytes for part in parts),
                 writes=sum(part.writes for part in parts),
+                staleness=tuple(map(sum, zip_longest(*(part.staleness for part in parts), fillvalue=0))),
             )
         )
     return ClusterStatus(

@@ -12,12 +12,13 @@ import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
 import numpy as np
 import numpy.typing as npt
 
 from geartrain.ams.client.hosted_calls import HostedCalls
+from geartrain.ams.client.rows.batch import BatchSettings, batch_of
 from geartrain.ams.client.rows.row_calls import RowCalls
 from geartrain.ams.client.rows.row_futures import Sendable
 from geartrain.ams.client.rows.row_parts import CHECK_FINITE, CHECK_PRODUCT, NO_CHECK, RowParts, facts_of
@@ -33,6 +34,7 @@ from geartrain.ams.values.optimizers.spec import NO_SCALARS
 from geartrain.ams.values.placement import NUM_BUCKETS, split_by_shard
 from geartrain.ams.values.shard_messages import (
     Assign,
+    BatchFacts,
     Describe,
     Done,
     Push,
@@ -213,6 +215,7 @@ class Table:
         optimizer_scalars: Mapping[str, float] = NO_SCALARS,
         group: SyncGroup | None = None,
         sequence: int | None = None,
+        **batch: Unpack[BatchSettings],
     ) -> Done:
         """Apply gradients with the table's optimizer, exactly once per shard; gradients of equal ids are summed.
 
@@ -220,11 +223,13 @@ class Table:
         (``{"momentum": 0.85}``; ``beta1`` and ``beta2`` of Adam), ``scale`` multiplies the gradients, ``group`` makes
         the push one rank's part of a synchronous one. ``sequence`` numbers the push, for example by the step, as the
         only write of that number to this table: sent again under the same number and stream name, by this process or
-        one started in its place, it changes nothing and answers ``duplicate``; see :meth:`Cluster.acknowledge`. Raises
+        one started in its place, it changes nothing and answers ``duplicate``; see :meth:`Cluster.acknowledge`.
+        ``occurrences``, ``step``, ``unix_seconds`` and ``pulled_at`` say of the batch what the table's admission and
+        expiry go by: see :class:`~geartrain.ams.client.rows.batch.BatchSettings`. Raises
         InvalidArgument, InvalidIds, InvalidRows, NonFinite (nothing changed anywhere), StaleClient, SyncError,
         ShardUnavailable (whether that shard applied it is unknown; see :meth:`prepare_push`).
         """
-        return _send_once(self._push(ids, gradients, sequence, lr, scale, optimizer_scalars, group))
+        return _send_once(self._push(ids, gradients, sequence, lr, scale, batch, optimizer_scalars, group))
 
     def _push(
         self,
@@ -233,22 +238,32 @@ class Table:
         sequence: int | None,
         lr: float | None,
         scale: float,
+        batch: BatchSettings,
         scalars: Mapping[str, float] = NO_SCALARS,
         group: SyncGroup | None = None,
     ) -> RowWrite:
         check = self._check_on_send(group)
-        return self._prepared(ids, gradients, sequence, check, lr=lr, scale=scale, scalars=scalars, group=group)
+        return self._prepared(
+            ids, gradients, sequence, check, lr=lr, scale=scale, scalars=scalars, group=group, batch=batch
+        )
 
     def push_async(
-        self, ids: Any, gradients: Any, *, lr: float | None = None, scale: float = 1.0, sequence: int | None = None
+        self,
+        ids: Any,
+        gradients: Any,
+        *,
+        lr: float | None = None,
+        scale: float = 1.0,
+        sequence: int | None = None,
+        **batch: Unpack[BatchSettings],
     ) -> Future[Done]:
         """:meth:`push` in the background; the arrays must be left alone until the future is done.
 
         Waits while ``max_in_flight_writes`` of the client's are on their way.
         """
         if not self._sends_at_once(ids):
-            return self._calls.background(self.push, ids, gradients, lr=lr, scale=scale, sequence=sequence)
-        return self._calls.rows.begin(lambda: self._push(ids, gradients, sequence, lr, scale).to_begin())
+            return self._calls.background(self.push, ids, gradients, lr=lr, scale=scale, sequence=sequence, **batch)
+        return self._calls.rows.begin(lambda: self._push(ids, gradients, sequence, lr, scale, batch).to_begin())
 
     def prepare_push(
         self,
@@ -264,6 +279,7 @@ class Table:
         known_finite: bool = False,
         checked_on_send: bool = False,
         known_distinct: bool = False,
+        **batch: Unpack[BatchSettings],
     ) -> RowWrite:
         """Check a push and number it, but send nothing: the write can be sent again after an error, applied once.
 
@@ -282,6 +298,7 @@ class Table:
             checked_on_send: Leave them to be found on the way if they reach no shard all the same: one that has all
                 rows looks for itself, and then sending raises NonFinite.
             known_distinct: No id occurs twice; else they are merged here, a look at each.
+            batch: What the push says of its batch, see :meth:`push`.
 
         Raises what :meth:`push` does before it sends.
         """
@@ -296,6 +313,7 @@ class Table:
             group=group,
             step_goes_on=step_goes_on,
             known_distinct=known_distinct,
+            batch=batch,
         )
 
     def _sends_at_once(self, ids: Any) -> bool:
@@ -317,6 +335,7 @@ class Table:
         scale: float,
         scalars: Mapping[str, float],
         group: SyncGroup | None,
+        batch: BatchSettings,
         step_goes_on: bool = False,
         known_distinct: bool = False,
     ) -> RowWrite:
@@ -330,6 +349,7 @@ class Table:
         if not math.isfinite(scale):
             raise NonFinite(f"scale is {scale!r}; it must be finite (a skipped step pushes nothing)")
         scalars = dict(scalars)
+        said = batch_of(self.spec, len(checked), batch)
         numbers = self._stream.numbers(self.spec.name, sequence)  # refused before anything is kept of the rows
         request = partial(
             _push,
@@ -354,6 +374,7 @@ class Table:
             group=group,
             step_goes_on=step_goes_on,
             are_distinct=known_distinct,
+            batch=said,
             residuals=self._current_residuals(),
         )
         return self._write(parts, numbers, checked)
@@ -409,24 +430,29 @@ class Table:
         return split_by_shard(ids, view.bucket_shards, view.num_shards, dense=self.spec.num_rows is not None)
 
 
-def pull_together(pulls: Sequence[tuple[Table, Ids, npt.NDArray[Any]]]) -> None:
+def pull_together(pulls: Sequence[tuple[Table, Ids, npt.NDArray[Any]]]) -> list[list[int]]:
     """:meth:`Table.pull_into` of several tables: (table, distinct ids [N], out [N, dim] of its dtype) each.
 
-    Tables of one cluster are read in one request to each shard. Raises what pull_into does.
+    Tables of one cluster are read in one request to each shard. Returns of each the writes that every shard had applied
+    to the table, what a push takes as ``pulled_at``; -1: it was not asked, or does not tell. Raises as pull_into does.
     """
-    by_calls: dict[RowCalls, list[tuple[TableFacts, int, Ids, npt.NDArray[Any]]]] = {}
-    for table, ids, out in pulls:
-        checked = table._checked_pull(ids, out)
-        by_calls.setdefault(table._calls.rows, []).append((table._facts, table.incarnation, checked, out))
-    for calls, each in by_calls.items():
-        calls.pull_together(each)
+    by_calls: dict[RowCalls, list[int]] = {}
+    requests: list[tuple[TableFacts, int, Ids, npt.NDArray[Any]]] = []
+    for number, (table, ids, out) in enumerate(pulls):
+        requests.append((table._facts, table.incarnation, table._checked_pull(ids, out), out))
+        by_calls.setdefault(table._calls.rows, []).append(number)
+    writes: list[list[int]] = [[]] * len(pulls)
+    for calls, numbers in by_calls.items():
+        for number, one in zip(numbers, calls.pull_together([requests[n] for n in numbers]), strict=True):
+            writes[number] = one
+    return writes
 
 
-def _push(ids: Ids, gradients: npt.NDArray[Any], **settings: Any) -> Push:
-    return Push(ids=ids, gradients=gradients, **settings)
+def _push(ids: Ids, gradients: npt.NDArray[Any], batch: BatchFacts | None, **settings: Any) -> Push:
+    return Push(ids=ids, gradients=gradients, batch=batch, **settings)
 
 
-def _assign(ids: Ids, rows: npt.NDArray[Any], *, table: str) -> Assign:
+def _assign(ids: Ids, rows: npt.NDArray[Any], _: BatchFacts | None, *, table: str) -> Assign:
     return Assign(table=table, ids=ids, rows=rows)
 
 

@@ -2,13 +2,13 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from geartrain.ams.values.errors import GeartrainError
-from geartrain.ams.values.shard_messages import CallContext, Done, Push, SyncGroup, UpdateHosted
+from geartrain.ams.values.shard_messages import BatchFacts, CallContext, Done, Push, SyncGroup, UpdateHosted
 
 isa: str
 lookahead: str
@@ -42,6 +42,7 @@ class Lookup:
     def ids_of(self, table: int) -> npt.NDArray[np.int64]: ...
     def places_of(self, feature: int) -> npt.NDArray[np.int32]: ...
     def places_among(self, table: int, ids: npt.NDArray[np.int64], places: npt.NDArray[np.int32]) -> int: ...
+    def count_occurrences(self, table: int, wanted: list[bool], out: npt.NDArray[np.uint32]) -> None: ...
     def pool(
         self, rows: list[npt.NDArray[Any]], dtypes: list[int], vectors: list[npt.NDArray[np.float32]], keep_places: bool
     ) -> None: ...
@@ -121,6 +122,7 @@ class RowStore:
         num_rows: int,
         threads: int,
         window: int,
+        counts_occurrences: bool = False,
     ) -> None: ...
     def pull(
         self,
@@ -274,6 +276,8 @@ class ServedTable:
     """Those of the snapshot that it was restored from."""
     @property
     def all_writes(self) -> int: ...
+    @property
+    def staleness(self) -> list[int]: ...
     def __init__(
         self,
         *,
@@ -337,7 +341,7 @@ class Engine:
         waiter: Waiter | None,
         has_turn: bool,
         /,
-    ) -> None: ...
+    ) -> int: ...
     def push(
         self,
         context: CallContext,
@@ -350,6 +354,7 @@ class Engine:
         scalars: Mapping[str, float],
         group: SyncGroup | None,
         step_goes_on: bool,
+        batch: BatchFacts | None,
         ids_are_distinct: bool,
         waiter: Waiter | None,
         has_turn: bool,
@@ -652,7 +657,9 @@ def connect_ring(
 ) -> RingConnection: ...
 
 class TableFacts:
-    def __init__(self, name: str, dim: int, dtype_code: int, is_dense: bool, wire_code: int) -> None: ...
+    def __init__(
+        self, name: str, dim: int, dtype_code: int, is_dense: bool, wire_code: int, counts_occurrences: bool = False
+    ) -> None: ...
     @property
     def name(self) -> str: ...
     @property
@@ -684,6 +691,10 @@ class Residuals:
     @property
     def memory_bytes(self) -> int: ...
 
+_Writes = TypeVar("_Writes")
+_Batch = tuple[npt.NDArray[np.uint32] | None, int | None, float | None, _Writes | None]
+"""Occurrences [N], step, unix seconds, and the writes of each shard when its rows were pulled (-1: they were not)."""
+
 class PreparedWrite:
     def __init__(
         self,
@@ -703,6 +714,7 @@ class PreparedWrite:
         every_shard: bool,
         residuals: Residuals | None,
         are_distinct: bool = False,
+        batch: _Batch[Sequence[int]] | None = None,
     ) -> None: ...
     def take_back(self) -> None: ...
     @property
@@ -713,8 +725,8 @@ class PreparedWrite:
     def shards(self) -> list[int]:
         """Of its parts."""
 
-    def part(self, index: int) -> tuple[int, npt.NDArray[np.int64], npt.NDArray[Any], int]:
-        """Its shard, ids, rows (half types as uint16) and the dtype code of these."""
+    def part(self, index: int) -> tuple[int, npt.NDArray[np.int64], npt.NDArray[Any], int, _Batch[int] | None]:
+        """Its shard, ids, rows (half types as uint16), the dtype code of these, and what it says of its batch."""
 
 Undone = BaseException | bool | None
 """What the shard answered; False: no reply came in time; None: there is no way to it, or it was lost meanwhile."""
@@ -757,8 +769,10 @@ class RowsClient:
         pulls: list[tuple[TableFacts, int, npt.NDArray[np.int64], npt.NDArray[Any], int]],
         seconds: float,
         watch: Callable[[list[int]], object] | None,
-    ) -> list[list[tuple[int, Undone]] | None]:
-        """:meth:`pull` of (table, incarnation, distinct ids, out, dtype code) each."""
+    ) -> list[tuple[list[tuple[int, Undone]] | None, list[int]]]:
+        """:meth:`pull` of (table, incarnation, distinct ids, out, dtype code) each, and the writes that every shard had
+        applied to the table; -1: it has brought no rows.
+        """
 
     def write(
         self,

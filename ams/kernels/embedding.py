@@ -79,6 +79,12 @@ class Lookup:
         places = np.empty(len(ids), np.int32)
         return places[: self._lookup.places_among(table, ids, places)]
 
+    def occurrences(self, table: int, features: Sequence[bool]) -> npt.NDArray[np.uint32]:
+        """How often each distinct id [U] of a table is in those of its features that are marked, padding left out."""
+        out = np.empty(len(self._lookup.ids_of(table)), np.uint32)
+        self._lookup.count_occurrences(table, list(features), out)
+        return out
+
     def pool(self, rows: Sequence[npt.NDArray[Any]], *, out: Sequence[Floats], keep_maxima: bool) -> None:
         """Write the vectors [V, D] of each feature, from the rows [U, D] of each table.
 

@@ -13,7 +13,6 @@ import numpy.typing as npt
 
 from geartrain.ams.values.errors import Busy, InvalidArgument, MessageTooLarge
 from geartrain.ams.values.shard_messages import CallContext, jobs_of
-from geartrain.ams.values.specs import Ids
 
 MAX_PARTS = 65_536
 STREAM_SHARE = 8
@@ -21,7 +20,8 @@ STREAM_SHARE = 8
 RETRY_AFTER_SECONDS = 0.2
 _GROWTH = 2
 """Parts of an admitted write that are larger than its first one may use this times all room."""
-Payload = tuple[Ids, npt.NDArray[Any]]
+Payload = tuple[npt.NDArray[Any], ...]
+"""Arrays of N ids: the ids, their rows, and what else is said of each."""
 _Key = tuple[str, int, int]
 """Stream, incarnation, sequence."""
 
@@ -63,7 +63,7 @@ class PartBuffer:
         self._lock = threading.Lock()
 
     def add(self, context: CallContext, index: int, count: int, payload: Payload) -> Payload | None:
-        """Keep one part; return the whole write (ids [N], rows [N, D]) if it was the last one missing.
+        """Keep one part; return the whole write, joined array by array, if it was the last one missing.
 
         Raises Busy if there is no room now, MessageTooLarge if there never is, InvalidArgument for a part that cannot
         be one.
@@ -80,6 +80,8 @@ class PartBuffer:
                     f"part {index} of sequence {context.sequence} says there are {count} parts, another said "
                     f"{pending.count}"
                 )
+            if any(len(payload) != len(other) for other in pending.parts.values()):
+                raise InvalidArgument(f"parts of sequence {context.sequence} are of different requests")
             pending.touched = self._clock()
             if index not in pending.parts:
                 pending.parts[index] = payload
@@ -88,8 +90,7 @@ class PartBuffer:
             if len(pending.parts) < count:
                 return None
             self._drop([key])
-        parts = [pending.parts[i] for i in range(count)]
-        return np.concatenate([ids for ids, _ in parts]), np.concatenate([rows for _, rows in parts])
+        return tuple(np.concatenate(arrays) for arrays in zip(*(pending.parts[i] for i in range(count)), strict=True))
 
     def fence(self, job: str, incarnation: int) -> None:
         """Forget what streams of ``job`` with a lower incarnation have sent: they may not write any more."""
@@ -156,4 +157,4 @@ class PartBuffer:
 
 
 def _size(payload: Payload) -> int:
-    return payload[0].nbytes + payload[1].nbytes
+    return sum(array.nbytes for array in payload)

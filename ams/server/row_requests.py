@@ -11,12 +11,12 @@ import numpy.typing as npt
 from geartrain.ams.kernels import ops
 from geartrain.ams.kernels.engine import Engine, Waiter
 from geartrain.ams.values.errors import InvalidRows
-from geartrain.ams.values.shard_messages import Assign, CallContext, Done, Pull, Push
+from geartrain.ams.values.shard_messages import Assign, CallContext, Done, Pull, Pulled, Push
 
 
 def pull(
     engine: Engine, context: CallContext, request: Pull, waiter: Waiter | None = None, *, has_turn: bool = False
-) -> None:
+) -> Pulled:
     """Read rows; with ``has_turn`` in the turn that the caller has. Raises what the shard refuses it with.
 
     Nothing is read for a ``waiter`` who leaves before the turn has come (ShardUnavailable).
@@ -27,7 +27,7 @@ def pull(
     out, code = _bits(request.out, "out")
     if not request.out.flags.carray:
         raise InvalidRows("out must be writable, aligned and C-contiguous; pass a fresh array")
-    engine.pull(
+    writes = engine.pull(
         context.shard_incarnation,
         context.cluster_version,
         context.table_incarnation,
@@ -41,6 +41,7 @@ def pull(
         waiter,
         has_turn,
     )
+    return Pulled(writes=writes)
 
 
 def write(
@@ -72,6 +73,7 @@ def write(
         request.optimizer_scalars,
         request.group,
         request.step_goes_on,
+        request.batch,
         ids_are_distinct,
         waiter,
         has_turn,

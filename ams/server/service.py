@@ -11,6 +11,7 @@ from typing import Any
 
 import grpc
 import numpy as np
+import numpy.typing as npt
 
 from geartrain.ams.kernels import ops
 from geartrain.ams.observe import failpoints
@@ -29,6 +30,7 @@ from geartrain.ams.server.shard import Shard
 from geartrain.ams.storage.snapshot.roots import SnapshotRoots, checked_snapshot_id
 from geartrain.ams.values.errors import (
     GeartrainError,
+    InvalidRows,
     MessageTooLarge,
     ShardUnavailable,
     StepPending,
@@ -55,7 +57,7 @@ from geartrain.ams.values.shard_messages import (
     UpdateHosted,
     WriteFrozen,
 )
-from geartrain.ams.values.specs import DTYPES
+from geartrain.ams.values.specs import DTYPES, Ids
 
 _OVERHEAD_BYTES = 1024
 _MOST_WAITING_THREADS = MAX_CONCURRENT_CALLS // 2
@@ -176,12 +178,13 @@ class ShardService:
             dtype = DTYPES[codec.dtype_from_pb(header.row_dtype)] if header.HasField("row_dtype") else spec.numpy_dtype
             self._check_size("one reply", len(ids), spec.dim * dtype.itemsize + 1)
             present = np.zeros(len(ids), np.bool_) if header.with_present else None
-            reply, out = framing.room_for_rows(shard_pb2.PullReply(), len(ids), spec.dim, dtype)
-            pull = SHARD[Pull].header.from_message(header, ids=ids, out=out, present=present)
-        done_here(lambda waiter: self.shard.pull(context, pull, waiter), servicer_context)
+            room = framing.ReplyRoom(len(ids), spec.dim, dtype)
+            pull = SHARD[Pull].header.from_message(header, ids=ids, out=room.rows, present=present)
+        writes = done_here(lambda waiter: self.shard.pull(context, pull, waiter), servicer_context).writes
         if present is None:
-            return reply
-        return framing.encode_framed(shard_pb2.PullReply(), [(14, present), (15, out)])
+            room.put(shard_pb2.PullReply.WRITES_FIELD_NUMBER, writes)
+            return room.data
+        return framing.encode_framed(shard_pb2.PullReply(writes=writes), [(14, present), (15, room.rows)])
 
     def push(self, data: bytes, servicer_context: grpc.ServicerContext) -> bytes:
         """Apply gradients."""
@@ -207,10 +210,16 @@ class ShardService:
         header, raw, context = _split(Push, data)
         with _OfItsPast(self.shard, header.table, context):
             dim, dtype = self.shard.spec(header.table).dim, DTYPES[codec.dtype_from_pb(header.gradient_dtype)]
-            whole = self._whole(header, context, _payload(raw, dim, dtype))
+            ids, rows = _payload(raw, dim, dtype)
+            if not header.HasField("part"):
+                return context, SHARD[Push].header.from_message(header, ids=ids, gradients=rows)
+            whole = self._whole(header, context, (ids, rows, _occurrences(header, len(ids))))
             if whole is None:
                 return None
-            return context, SHARD[Push].header.from_message(header, ids=whole[0], gradients=whole[1])
+            push = SHARD[Push].header.from_message(header, ids=whole[0], gradients=whole[1])
+            if push.batch is not None:
+                push = replace(push, batch=replace(push.batch, occurrences=whole[2]))
+            return context, push
 
     def _written(self, context: CallContext, write: Push | Assign, servicer_context: grpc.ServicerContext) -> bytes:
         done = done_here(lambda waiter: self.shard.write(context, write, waiter), servicer_context)
@@ -347,7 +356,15 @@ def _split(kind: type[Request], data: bytes) -> tuple[Any, Raw, CallContext]:
     return header, raw, context_from_pb(header.context)  # type: ignore[attr-defined]
 
 
-def _payload(raw: Raw, dim: int, dtype: np.dtype[Any]) -> Payload:
+def _occurrences(header: shard_pb2.PushRequest, num_ids: int) -> npt.NDArray[np.uint32]:
+    """Those of the ids of one part [N]; of another none may be said. Raises InvalidRows."""
+    said = np.frombuffer(header.batch.occurrences, "<u4") if header.batch.occurrences else np.ones(num_ids, np.uint32)
+    if len(said) != num_ids:
+        raise InvalidRows(f"{len(said)} occurrences for {num_ids} ids; there must be one per id")
+    return said
+
+
+def _payload(raw: Raw, dim: int, dtype: np.dtype[Any]) -> tuple[Ids, npt.NDArray[Any]]:
     """The ids [N] and rows [N, dim] of a write."""
     ids = framing.ids_from(raw.get(14))
     return ids, framing.rows_from(raw.get(15), len(ids), dim, dtype)

@@ -44,6 +44,7 @@ from geartrain.ams.values.shard_messages import (
     Freeze,
     PublishTable,
     Pull,
+    Pulled,
     Push,
     Reply,
     Request,
@@ -135,11 +136,11 @@ class Shard:
             files=self._files,
         )
 
-    def pull(self, context: CallContext, request: Pull, waiter: Waiter | None = None) -> None:
+    def pull(self, context: CallContext, request: Pull, waiter: Waiter | None = None) -> Pulled:
         """Read rows on this thread, in its turn. What :meth:`submit` answers with is raised; ShardUnavailable, too, if
         ``waiter`` leaves before the turn has come.
         """
-        row_requests.pull(self.engine, context, request, waiter)
+        return row_requests.pull(self.engine, context, request, waiter)
 
     def write(
         self,
@@ -260,8 +261,7 @@ class Shard:
     def _ask_engine(self, call: QueuedRequest, request: Pull | Push | Assign) -> None:
         with held(request.buffer_lease):
             if isinstance(request, Pull):
-                row_requests.pull(self.engine, call.context, request, has_turn=True)
-                call.future.set_result(Done())
+                call.future.set_result(row_requests.pull(self.engine, call.context, request, has_turn=True))
                 return
             done = row_requests.write(self.engine, call.context, request, ids_are_distinct=True, has_turn=True)
         if isinstance(done, Future):

@@ -191,6 +191,7 @@ class ShardTables:
                 rows=table.rows.num_present,
                 memory_bytes=table.rows.memory_bytes,
                 writes=table.all_writes,
+                staleness=tuple(table.rows.served.staleness),
             )
             for table in self._tables.values()
         )

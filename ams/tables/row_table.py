@@ -113,6 +113,7 @@ def _store(spec: TableSpec, owned_buckets: Ids, threads: int, window: int) -> op
         num_rows=-1 if spec.num_rows is None else spec.num_rows,
         threads=threads,
         window=window,
+        counts_occurrences=spec.counts_occurrences,
     )
 
 

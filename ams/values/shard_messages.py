@@ -82,6 +82,14 @@ class Done:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Pulled:
+    """Reply to :class:`Pull`, whose rows are where it wants them."""
+
+    writes: int
+    """Those that the table has had on the shard."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class TableState:
     """One table on one shard."""
 
@@ -91,6 +99,9 @@ class TableState:
     memory_bytes: int
     writes: int
     """Pushes and assigns applied, those before a snapshot that it was restored from included."""
+    staleness: tuple[int, ...] = ()
+    """Of pushes that say when their rows were pulled: how many came with so many writes applied in between, at place i
+    those of i bits: none, 1, 2 to 3, 4 to 7, ... Since the table was made on this shard."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +148,7 @@ class DataPlaneOffer:
     """Of the shard's host, for TCP; 0: none."""
 
 
-Reply = Done | ShardState | Written | Computed | DataPlaneOffer
+Reply = Done | Pulled | ShardState | Written | Computed | DataPlaneOffer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,7 +179,7 @@ class PublishTable(Rpc[Done]):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pull(Rpc[Done]):
+class Pull(Rpc[Pulled]):
     """Read rows into ``out``; creates nothing."""
 
     table: str
@@ -184,6 +195,20 @@ class Pull(Rpc[Done]):
     """If given, the shard answers only when exactly the writes before ``required_sync.sequence`` are applied."""
     buffer_lease: BufferLease | None = None
     """Needed to write into ``out`` and ``present``; None: nothing takes it away."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchFacts:
+    """What a push says of the batch that its gradients are of, for tables that ask for it."""
+
+    occurrences: npt.NDArray[np.uint32] | None = None
+    """[N], C-contiguous: how often each id was in the batch; None: once."""
+    step: int | None = None
+    """Of the worker, >= 0."""
+    unix_seconds: float | None = None
+    """By the worker's clock, finite and >= 0."""
+    pulled_at: int | None = None
+    """The writes that the table had had on the shard when the rows were pulled."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,6 +229,7 @@ class Push(Rpc[Done]):
     group: SyncGroup | None = None
     step_goes_on: bool = False
     """More pushes of the same step follow. It matters where a step moves untouched rows too."""
+    batch: BatchFacts | None = None
     buffer_lease: BufferLease | None = None
     """Needed to read the arrays; None: nothing takes it away."""
 

@@ -163,6 +163,16 @@ class TableSpec:
         return self.optimizer.counts_updates or (self.rounds and not self.counts_steps)
 
     @property
+    def counts_occurrences(self) -> bool:
+        """Whether it asks pushes how often each id was in their batch."""
+        return False
+
+    @property
+    def asks_for_clock(self) -> bool:
+        """Whether it asks pushes for the worker's step and time."""
+        return False
+
+    @property
     def rounds(self) -> bool:
         """Whether an update is rounded to 16 bits, the row's or its slots', by chance."""
         return self.dtype != "float32" or (self.has_slots and self.slot_dtype != "float32")

@@ -29,14 +29,18 @@ class LookupCall:
         features: Sequence[FeatureIds],
         given: Sequence[BatchIds],
         rows: Sequence[npt.NDArray[Any]],
+        pulled_at: Sequence[tuple[int, ...] | None],
         parts: Sequence[TrainedTables],
     ) -> None:
-        """``rows`` [U, D] of each table of the lookup, in the order of the ``parts`` and of the tables in them."""
+        """``rows`` [U, D] of each table of the lookup, in the order of the ``parts`` and of the tables in them, and the
+        writes that the table had had on each shard then; None: nothing was pulled.
+        """
         self._lookup = lookup
         self._features = features
         self._given = given
         self._rows = rows
         self._dims = [one.shape[1] for one in rows]
+        self._pulled_at = pulled_at
         self._parts = parts
         self._moments = [part.row_update.moment for part in parts]
         self._num_samples = max((one.num_bags for one in given), default=0)
@@ -91,12 +95,15 @@ class LookupCall:
         checksum = torch.tensor(squares)
         for part in self._parts:
             tables: dict[int, TableGradient] = {}
-            for place in range(len(part.row_update.tables)):
+            for place, table in enumerate(part.row_update.tables):
                 own, rows, mask = ids[first + place], sums[first + place], used[first + place]
+                counts = None
+                if table.spec.counts_occurrences:
+                    counts = self._lookup.occurrences(first + place, [gradient is not None for gradient in gradients])
                 if mask is not None:
-                    own, rows = own[mask], rows[mask]
+                    own, rows, counts = own[mask], rows[mask], None if counts is None else counts[mask]
                 if len(own):
-                    tables[place] = TableGradient(own, rows)
+                    tables[place] = TableGradient(own, rows, counts, self._pulled_at[first + place])
             first += len(part.row_update.tables)
             if tables or part.row_update.ranks is not None:  # who trains them together makes every step together
                 own_squares = squares if len(self._parts) == 1 else _squares(tables)

@@ -42,6 +42,9 @@ class BatchRows:
             np.empty((len(own), table.spec.dim), table.spec.numpy_dtype)
             for table, own in zip(tables, self.ids, strict=True)
         ]
+        self.pulled_at: list[tuple[int, ...] | None] = [None] * len(tables)
+        """Of each table the writes that it had had on each shard when the oldest of these rows were read; None: no row
+        of it was."""
         self.is_bounded = is_bounded
         self.is_pulled = False
         self._incarnations = [incarnation_of(table) for table in tables]
@@ -63,14 +66,10 @@ class BatchRows:
 def pull(all_pulled: Iterable[BatchRows]) -> None:
     """Read the rows of all of them: tables of one cluster in one request to each shard. Raises what Table.pull does."""
     all_pulled = list(all_pulled)
-    pull_together(
-        [
-            (table, ids, rows)
-            for pulled in all_pulled
-            for table, ids, rows in zip(pulled.tables, pulled.ids, pulled.rows, strict=True)
-            if len(ids)
-        ]
-    )
+    all_of = [(pulled, number) for pulled in all_pulled for number, ids in enumerate(pulled.ids) if len(ids)]
+    writes = pull_together([(own.tables[number], own.ids[number], own.rows[number]) for own, number in all_of])
+    for (pulled, number), pulled_at in zip(all_of, writes, strict=True):
+        pulled.pulled_at[number] = tuple(pulled_at)
     for pulled in all_pulled:
         pulled.is_pulled = True
 
@@ -87,10 +86,12 @@ def pull_again(all_pulled: Sequence[BatchRows], touched: Callable[[Table], Seque
             if len(places):
                 fresh = np.empty((len(places), table.spec.dim), table.spec.numpy_dtype)
                 pulls.append((table, pulled.ids[number][places], fresh))
-                places_of.append((pulled.rows[number], places))
-    pull_together(pulls)
-    for (rows, places), (_, _, fresh) in zip(places_of, pulls, strict=True):
-        rows[places] = fresh
+                places_of.append((pulled, number, places))
+    writes = pull_together(pulls)
+    for (pulled, number, places), (_, _, fresh), pulled_at in zip(places_of, pulls, writes, strict=True):
+        pulled.rows[number][places] = fresh
+        if len(places) == len(pulled.ids[number]):
+            pulled.pulled_at[number] = tuple(pulled_at)
     for pulled in all_pulled:
         pulled.is_pulled = True
     return sum(len(fresh) for _, _, fresh in pulls)

@@ -211,7 +211,7 @@ class EmbeddingGroup(nn.Module):
 
     @runs_eagerly
     def _pooled(self, pulled: BatchRows) -> tuple[Tensor, ...]:
-        call = LookupCall(pulled.lookup, pulled.features, pulled.given, pulled.rows, self._trained)
+        call = LookupCall(pulled.lookup, pulled.features, pulled.given, pulled.rows, pulled.pulled_at, self._trained)
         device = cast("Tensor", self._place).device
         if not torch.is_grad_enabled():
             return call.vectors(device, want_gradient=False)

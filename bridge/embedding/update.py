@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +17,10 @@ from geartrain.ams.values.specs import Ids
 from geartrain.bridge.rows.pending import Moment, Pace, PendingUpdate
 from geartrain.bridge.rows.ranks import Ranks
 from geartrain.bridge.rows.same_rows import incarnation_of
-from geartrain.bridge.rows.tables import HeadTable, TableWrite
+from geartrain.bridge.rows.tables import TableWrite
+
+if TYPE_CHECKING:
+    from geartrain.ams.client.table import Table
 
 _NAMED = 3
 
@@ -29,6 +32,20 @@ class TableGradient(NamedTuple):
     """[U], distinct."""
     rows: npt.NDArray[np.float32]
     """[U, D]."""
+    occurrences: npt.NDArray[np.uint32] | None = None
+    """[U]: how often each id was in the batch; None: the table does not ask."""
+    pulled_at: tuple[int, ...] | None = None
+    """The writes that the table had had on each shard when the rows were pulled; None: it is not known."""
+
+    def joined(self, other: TableGradient) -> TableGradient:
+        """The sum of both: of rows as old as the older ones."""
+        both = np.concatenate([self.ids, other.ids])
+        ids, places, rows = ops.merge_duplicates(both, np.concatenate([self.rows, other.rows]))
+        occurrences = None
+        if self.occurrences is not None and other.occurrences is not None:
+            counts = np.bincount(places, np.concatenate([self.occurrences, other.occurrences]), len(ids))
+            occurrences = np.minimum(counts, 2**32 - 1).astype(np.uint32)
+        return TableGradient(ids, rows, occurrences, _older(self.pulled_at, other.pulled_at))
 
 
 class EmbeddingGradient:
@@ -46,10 +63,7 @@ class EmbeddingGradient:
             if mine is None:
                 self.tables[place] = theirs
                 continue
-            ids, _, rows = ops.merge_duplicates(
-                np.concatenate([mine.ids, theirs.ids]), np.concatenate([mine.rows, theirs.rows])
-            )
-            self.tables[place] = TableGradient(ids, rows)
+            self.tables[place] = mine.joined(theirs)
         self._squares = sum(float(np.vdot(wide, wide)) for wide in map(_wide, self.tables.values()))
 
     @property
@@ -65,8 +79,15 @@ class EmbeddingGradient:
         """There is nothing to give back."""
 
 
-def _none_of(table: HeadTable) -> TableGradient:
+def _none_of(table: Table) -> TableGradient:
     return TableGradient(np.empty(0, np.int64), np.empty((0, table.spec.dim), np.float32))
+
+
+def _older(one: tuple[int, ...] | None, other: tuple[int, ...] | None) -> tuple[int, ...] | None:
+    """Of each shard the lower number of writes that is known (-1: it is not)."""
+    if one is None or other is None:
+        return other if one is None else one
+    return tuple(max(both) if -1 in both else min(both) for both in zip(one, other, strict=True))
 
 
 def _wide(gradient: TableGradient) -> npt.NDArray[np.float64]:
@@ -76,9 +97,9 @@ def _wide(gradient: TableGradient) -> npt.NDArray[np.float64]:
 class EmbeddingUpdate(PendingUpdate[EmbeddingGradient]):
     """See the module."""
 
-    table: HeadTable
+    table: Table
 
-    def __init__(self, tables: Sequence[HeadTable], ranks: Ranks | None = None, pace: Pace | None = None) -> None:
+    def __init__(self, tables: Sequence[Table], ranks: Ranks | None = None, pace: Pace | None = None) -> None:
         """The tables have one optimizer. ``ranks`` train them together; None: this process by itself, at ``pace``."""
         super().__init__()
         self.tables = tuple(tables)
@@ -124,10 +145,19 @@ class EmbeddingUpdate(PendingUpdate[EmbeddingGradient]):
                     gradient = self._pending.tables.get(place)
                     if gradient is None and self.ranks is None:
                         continue
-                    ids, rows = gradient or _none_of(table)  # the others wait for this rank
+                    gradient = gradient or _none_of(table)  # the others wait for this rank
                     # Their squares are finite, or check_finite() would have said so; the product is looked at there.
-                    push = table.prepare_push
-                    writes.append(push(ids, rows, known_finite=True, known_distinct=True, **settings))
+                    push = table.prepare_push(
+                        gradient.ids,
+                        gradient.rows,
+                        known_finite=True,
+                        known_distinct=True,
+                        occurrences=gradient.occurrences,
+                        step=self.step,
+                        pulled_at=gradient.pulled_at,
+                        **settings,
+                    )
+                    writes.append(push)
             except BaseException:
                 for write in writes:
                     write.abandon()

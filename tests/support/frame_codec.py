@@ -12,6 +12,7 @@ Described = dict[str, Any]
 HEADER = struct.Struct("<4sHHIIQQqqd")
 OPERATION = struct.Struct("<BBHIQqqqqddqqqqHHHHI12x")
 REPLY = struct.Struct("<BBHIqdQQq8x")
+BATCH = struct.Struct("<qdq")
 KINDS = {"pull": 1, "push": 2, "assign": 3}
 ITEM_BYTES = (4, 2, 2)
 MASK = 2**64 - 1
@@ -50,6 +51,7 @@ def request(number: int, seconds: float, operations: Sequence[Described]) -> byt
         frame += operation(number, one)
         frame = padded(frame + one["ids"], 64)
         frame = padded(frame + one.get("rows", b""), 64)
+        frame = padded(frame + one.get("occurrences", b""), 64)
     first = operations[0]
     whole = header(
         1, len(operations), number, len(frame) - 64, first["shard_incarnation"], first["cluster_version"], seconds
@@ -61,11 +63,17 @@ def operation(number: int, one: Described) -> bytes:
     group = one.get("group") or one.get("required_sync") or {}
     flags = ("lr" in one) | 2 * one.get("with_present", False) | 4 * one.get("step_goes_on", False)
     flags |= 8 * ("group" in one) | 16 * ("required_sync" in one)
+    flags |= (
+        32 * ("step" in one) | 64 * ("unix_seconds" in one) | 128 * ("pulled_at" in one) | 256 * ("occurrences" in one)
+    )
+    batch = (
+        BATCH.pack(one.get("step", 0), one.get("unix_seconds", 0.0), one.get("pulled_at", 0)) if flags & 224 else b""
+    )
     names = [one["table"].encode(), one["stream"].encode(), group.get("job", "").encode()]
     scalars = b"".join(
         struct.pack("<dH", value, len(name.encode())) + name.encode() for name, value in one.get("scalars", ())
     )
-    texts = padded(b"".join(names) + scalars, 8)
+    texts = padded(b"".join(names) + scalars + batch, 8)
     fixed = OPERATION.pack(
         KINDS[one["kind"]],
         one["dtype"],
@@ -111,7 +119,7 @@ def parsed_operation(frame: bytes, at: int, number: int) -> tuple[Described, int
     kind, dtype, flags, dim, num_ids, table_incarnation, incarnation, sequence, oldest, lr, scale = fields[:11]
     group, (table_bytes, stream_bytes, job_bytes, num_scalars, scalars_bytes) = fields[11:15], fields[15:]
     start = at + 128
-    end = start + table_bytes + stream_bytes + job_bytes + scalars_bytes
+    end = start + table_bytes + stream_bytes + job_bytes + scalars_bytes + (BATCH.size if flags & 224 else 0)
     end += -(end - start) % 8
     assert frame[at + 120 : start] == struct.pack("<Q", checksum(number, frame[at : at + 120] + frame[start:end]))
     names = []
@@ -146,6 +154,14 @@ def parsed_operation(frame: bytes, at: int, number: int) -> tuple[Described, int
     if kind == 2:
         one |= {"scale": scale, "step_goes_on": bool(flags & 4), "scalars": scalars}
         one |= {"lr": lr} if flags & 1 else {}
+        if flags & 224:
+            said = zip(
+                (32, 64, 128), ("step", "unix_seconds", "pulled_at"), BATCH.unpack_from(frame, start), strict=True
+            )
+            one |= {name: value for flag, name, value in said if flags & flag}
+        if flags & 256:
+            one["occurrences"] = frame[at : at + 4 * num_ids]
+            at += 4 * num_ids + -(at + 4 * num_ids) % 64
     if flags & 24:
         named = dict(zip(("world_size", "rank", "sequence", "sample_count"), group, strict=True))
         one["group" if flags & 8 else "required_sync"] = {"job": names[2], **named}

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from geartrain.ams.client.rows.row_futures import RowFuture, RowFutures, Sendable
-from geartrain.ams.client.rows.row_parts import Call, Delivered, RowParts, Shards, joint, row_parts
+from geartrain.ams.client.rows.row_parts import Call, Delivered, PartRequest, RowParts, Shards, joint, row_parts
 from geartrain.ams.client.rows.write_log import WriteLog
 from geartrain.ams.kernels import ops
 from geartrain.ams.kernels._core import PreparedWrite, Residuals, RowsClient, ScatteredRows, TableFacts
@@ -31,7 +31,7 @@ from geartrain.ams.values.config import ClientConfig
 from geartrain.ams.values.interrupts import BrokenOff, BufferLease, held, shielded
 from geartrain.ams.values.placement import split_by_shard
 from geartrain.ams.values.scheduler_messages import ClusterView
-from geartrain.ams.values.shard_messages import Assign, CallContext, Done, Pull, Push, Reply, SyncGroup
+from geartrain.ams.values.shard_messages import CallContext, Done, Pull, Pulled, Reply, SyncGroup
 from geartrain.ams.values.specs import DTYPES, Ids
 
 _DTYPES = tuple(DTYPES.values())
@@ -162,22 +162,24 @@ class RowCalls:
             if undone is None or any(shard == other for other, _ in undone):
                 out.place(rows, positions)
 
-    def pull_together(self, pulls: Sequence[tuple[TableFacts, int, Ids, npt.NDArray[Any]]]) -> None:
+    def pull_together(self, pulls: Sequence[tuple[TableFacts, int, Ids, npt.NDArray[Any]]]) -> list[list[int]]:
         """:meth:`pull` of (table, incarnation, distinct ids, out) each: one request to each shard for all of them.
 
+        Returns of each the writes that every shard had applied to the table; -1: it was not asked, or does not tell.
         Raises the first error of a shard; the rows of the shards that have answered are read then.
         """
         self._calls.require_usable()
         if not self._has_a_way():
-            for table, number, ids, out in pulls:
-                self._pull_again(table, number, ids, out, None, None, None)
-            return
+            told = [self._pull_again(table, number, ids, out, None, None, None) for table, number, ids, out in pulls]
+            return [[writes.get(shard, -1) for shard in range(self._calls.view.num_shards)] for writes in told]
         requests = [(table, number, ids, *ops.as_bits(out, "out")) for table, number, ids, out in pulls]
         with self._watch() as watch:
-            undone = self._client.pull_together(requests, self._seconds, watch)
-        for (table, number, ids, out), left in zip(pulls, undone, strict=True):
+            pulled = self._client.pull_together(requests, self._seconds, watch)
+        for (table, number, ids, out), (left, writes) in zip(pulls, pulled, strict=True):
             if not self._pulled(table, ids, left):
-                self._pull_again(table, number, ids, out, None, None, left)
+                for shard, more in self._pull_again(table, number, ids, out, None, None, left).items():
+                    writes[shard] = more
+        return [writes for _, writes in pulled]
 
     def sends_at_once(self, num_bytes: int) -> bool:
         """Whether a request of so many bytes, with those of its reply, is one for :meth:`begin`: it is small, and every
@@ -240,7 +242,7 @@ class RowCalls:
         rows: npt.NDArray[Any] | ScatteredRows,
         *,
         check: int,
-        request: Callable[[Ids, npt.NDArray[Any]], Push | Assign],
+        request: PartRequest,
         every_shard: bool = False,
         residuals: Residuals | None = None,
         **settings: Any,
@@ -350,17 +352,20 @@ class RowCalls:
         present: npt.NDArray[np.bool_] | None,
         required_sync: SyncGroup | None,
         undone: list[tuple[int, Any]] | None,
-    ) -> None:
-        """Read the rows of shards that the first attempt left undone; None: there was none."""
+    ) -> dict[int, int]:
+        """Read the rows of shards that the first attempt left undone; None: there was none.
+
+        Returns the writes that they had applied, of those that tell.
+        """
         distinct, inverse, _ = ops.merge_duplicates(ids) if undone is None else (ids, ids, None)
         if len(distinct) < len(ids):
             some = np.empty((len(distinct), out.shape[1]), out.dtype)
             some_present = None if present is None else np.zeros(len(distinct), np.bool_)
-            self._pull_again(table, table_incarnation, distinct, some, some_present, required_sync, None)
+            writes = self._pull_again(table, table_incarnation, distinct, some, some_present, required_sync, None)
             np.take(some, inverse, axis=0, out=out)
             if present is not None and some_present is not None:
                 np.take(some_present, inverse, out=present)
-            return
+            return writes
         errors = {} if undone is None else {shard: self._error(shard, outcome) for shard, outcome in undone}
         wire = _DTYPES[table.wire_code]
         arrived = out if wire == out.dtype else np.empty(out.shape, wire)
@@ -386,11 +391,13 @@ class RowCalls:
 
         begun = [errors.get(shard) for shard, _ in calls]
         again = partial(self._attempt, read)
-        self._calls.read(calls, table_incarnation=table_incarnation, begun=begun, again=again)
+        replies = self._calls.read(calls, table_incarnation=table_incarnation, begun=begun, again=again)
         if arrived is not out:
             for positions in (call.positions for shard, call in calls if shard not in in_place):
                 where: Any = slice(None) if positions is None else positions
                 out[where] = arrived[where]
+        both = zip(calls, replies, strict=True)
+        return {shard: reply.writes for (shard, _), reply in both if isinstance(reply, Pulled)}
 
     def _attempt(
         self,

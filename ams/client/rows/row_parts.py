@@ -5,15 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import numpy.typing as npt
 
 from geartrain.ams.kernels import ops
 from geartrain.ams.kernels._core import PreparedWrite, TableFacts
-from geartrain.ams.values.shard_messages import Assign, Done, Push, Request
+from geartrain.ams.values.shard_messages import Assign, BatchFacts, Done, Push, Request
 from geartrain.ams.values.specs import DTYPES, Ids, TableSpec, WireFormat
 
 Call = tuple[int, Request]
 Shards = Sequence[int]
+Batch = tuple[npt.NDArray[np.uint32] | None, int | None, float | None, Sequence[int] | None]
+"""What a push says of its batch, as :class:`BatchFacts`, but ``pulled_at`` of each shard; -1: it is not known."""
+PartRequest = Callable[[Ids, npt.NDArray[Any], BatchFacts | None], Push | Assign]
+"""Makes the request of a part from its ids [N], its rows [N, dim] and what it says of its batch."""
 _DTYPES = tuple(DTYPES.values())
 
 NO_CHECK, CHECK_PRODUCT, CHECK_FINITE = 0, 1, 2
@@ -24,7 +29,7 @@ def facts_of(spec: TableSpec, wire: WireFormat | None) -> TableFacts:
     """Return what compiled code knows of a table; ``wire``: how its rows travel, None: as they are."""
     code = ops.DTYPE_CODES[spec.numpy_dtype]
     wire_code = code if wire is None else ops.DTYPE_CODES[DTYPES[wire.dtype]]
-    return TableFacts(spec.name, spec.dim, code, spec.num_rows is not None, wire_code)
+    return TableFacts(spec.name, spec.dim, code, spec.num_rows is not None, wire_code, spec.counts_occurrences)
 
 
 class Delivered(NamedTuple):
@@ -54,7 +59,7 @@ class RowParts:
     def __init__(
         self,
         prepared: PreparedWrite,
-        request: Callable[[Ids, npt.NDArray[Any]], Push | Assign],
+        request: PartRequest,
         shards: Shards | None = None,
     ) -> None:
         """``shards``: those that have not answered; None: nothing was sent yet."""
@@ -78,9 +83,16 @@ class RowParts:
         calls: list[Call] = []
         for index, shard in enumerate(self.prepared.shards):
             if self.shards is None or shard in self.shards:
-                _, ids, bits, code = self.prepared.part(index)
-                calls.append((shard, self._request(ids, bits.view(_DTYPES[code]))))
+                _, ids, bits, code, said = self.prepared.part(index)
+                batch = None if said is None else _facts(*said)
+                calls.append((shard, self._request(ids, bits.view(_DTYPES[code]), batch)))
         return calls
+
+
+def _facts(
+    occurrences: npt.NDArray[np.uint32] | None, step: int | None, unix_seconds: float | None, pulled_at: int | None
+) -> BatchFacts:
+    return BatchFacts(occurrences=occurrences, step=step, unix_seconds=unix_seconds, pulled_at=pulled_at)
 
 
 def row_parts(pending: RowParts | Sequence[Call]) -> RowParts:

@@ -240,9 +240,12 @@ Global___PullRequest: _TypeAlias = PullRequest  # noqa: Y015
 class PullReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    WRITES_FIELD_NUMBER: _builtins.int
     PADDING_FIELD_NUMBER: _builtins.int
     PRESENT_FIELD_NUMBER: _builtins.int
     ROWS_FIELD_NUMBER: _builtins.int
+    writes: _builtins.int
+    """Writes that the table has had on this shard, those before a snapshot that it was restored from included."""
     padding: _builtins.bytes
     """Ignored. Lets the sender put the raw bytes at an aligned address."""
     present: _builtins.bytes
@@ -252,13 +255,14 @@ class PullReply(_message.Message):
     def __init__(
         self,
         *,
+        writes: _builtins.int = ...,
         padding: _builtins.bytes = ...,
         present: _builtins.bytes = ...,
         rows: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["padding", b"padding", "present", b"present", "rows", b"rows"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["padding", b"padding", "present", b"present", "rows", b"rows", "writes", b"writes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -289,6 +293,51 @@ class Part(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Part: _TypeAlias = Part  # noqa: Y015
+
+@_typing.final
+class BatchFacts(_message.Message):
+    """What a push says of the batch that its gradients are of, for tables that decide by it which rows there are."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OCCURRENCES_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    UNIX_SECONDS_FIELD_NUMBER: _builtins.int
+    PULLED_AT_FIELD_NUMBER: _builtins.int
+    occurrences: _builtins.bytes
+    """uint32, little endian: how often each id was in the batch. Empty: once. Of an id that occurs twice they are summed."""
+    step: _builtins.int
+    """Of the worker."""
+    unix_seconds: _builtins.float
+    """By the worker's clock."""
+    pulled_at: _builtins.int
+    """PullReply.writes of the pull that brought the rows."""
+    def __init__(
+        self,
+        *,
+        occurrences: _builtins.bytes = ...,
+        step: _builtins.int | None = ...,
+        unix_seconds: _builtins.float | None = ...,
+        pulled_at: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_pulled_at", b"_pulled_at", "_step", b"_step", "_unix_seconds", b"_unix_seconds", "pulled_at", b"pulled_at", "step", b"step", "unix_seconds", b"unix_seconds"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_pulled_at", b"_pulled_at", "_step", b"_step", "_unix_seconds", b"_unix_seconds", "occurrences", b"occurrences", "pulled_at", b"pulled_at", "step", b"step", "unix_seconds", b"unix_seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__pulled_at: _TypeAlias = _typing.Literal["pulled_at"]  # noqa: Y015
+    _WhichOneofArgType__pulled_at: _TypeAlias = _typing.Literal["_pulled_at", b"_pulled_at"]  # noqa: Y015
+    _WhichOneofReturnType__step: _TypeAlias = _typing.Literal["step"]  # noqa: Y015
+    _WhichOneofArgType__step: _TypeAlias = _typing.Literal["_step", b"_step"]  # noqa: Y015
+    _WhichOneofReturnType__unix_seconds: _TypeAlias = _typing.Literal["unix_seconds"]  # noqa: Y015
+    _WhichOneofArgType__unix_seconds: _TypeAlias = _typing.Literal["_unix_seconds", b"_unix_seconds"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__pulled_at) -> _WhichOneofReturnType__pulled_at | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__step) -> _WhichOneofReturnType__step | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__unix_seconds) -> _WhichOneofReturnType__unix_seconds | None: ...
+
+Global___BatchFacts: _TypeAlias = BatchFacts  # noqa: Y015
 
 @_typing.final
 class PushRequest(_message.Message):
@@ -323,6 +372,7 @@ class PushRequest(_message.Message):
     PART_FIELD_NUMBER: _builtins.int
     STEP_GOES_ON_FIELD_NUMBER: _builtins.int
     OPTIMIZER_SCALARS_FIELD_NUMBER: _builtins.int
+    BATCH_FIELD_NUMBER: _builtins.int
     PADDING_FIELD_NUMBER: _builtins.int
     IDS_FIELD_NUMBER: _builtins.int
     GRADIENTS_FIELD_NUMBER: _builtins.int
@@ -357,6 +407,10 @@ class PushRequest(_message.Message):
         weight_decay, beta1. InvalidArgument, and nothing done, for one that is out of range or cannot change.
         """
 
+    @_builtins.property
+    def batch(self) -> Global___BatchFacts:
+        """Absent: nothing is said of the batch."""
+
     def __init__(
         self,
         *,
@@ -369,13 +423,14 @@ class PushRequest(_message.Message):
         part: Global___Part | None = ...,
         step_goes_on: _builtins.bool = ...,
         optimizer_scalars: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        batch: Global___BatchFacts | None = ...,
         padding: _builtins.bytes = ...,
         ids: _builtins.bytes = ...,
         gradients: _builtins.bytes = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_lr", b"_lr", "_scale", b"_scale", "context", b"context", "group", b"group", "lr", b"lr", "part", b"part", "scale", b"scale"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_lr", b"_lr", "_scale", b"_scale", "batch", b"batch", "context", b"context", "group", b"group", "lr", b"lr", "part", b"part", "scale", b"scale"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_lr", b"_lr", "_scale", b"_scale", "context", b"context", "gradient_dtype", b"gradient_dtype", "gradients", b"gradients", "group", b"group", "ids", b"ids", "lr", b"lr", "optimizer_scalars", b"optimizer_scalars", "padding", b"padding", "part", b"part", "scale", b"scale", "step_goes_on", b"step_goes_on", "table", b"table"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_lr", b"_lr", "_scale", b"_scale", "batch", b"batch", "context", b"context", "gradient_dtype", b"gradient_dtype", "gradients", b"gradients", "group", b"group", "ids", b"ids", "lr", b"lr", "optimizer_scalars", b"optimizer_scalars", "padding", b"padding", "part", b"part", "scale", b"scale", "step_goes_on", b"step_goes_on", "table", b"table"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__lr: _TypeAlias = _typing.Literal["lr"]  # noqa: Y015
     _WhichOneofArgType__lr: _TypeAlias = _typing.Literal["_lr", b"_lr"]  # noqa: Y015
@@ -766,6 +821,7 @@ class TableState(_message.Message):
     ROWS_FIELD_NUMBER: _builtins.int
     MEMORY_BYTES_FIELD_NUMBER: _builtins.int
     WRITES_FIELD_NUMBER: _builtins.int
+    STALENESS_FIELD_NUMBER: _builtins.int
     rows: _builtins.int
     """Rows present on this shard."""
     memory_bytes: _builtins.int
@@ -773,6 +829,12 @@ class TableState(_message.Message):
     """Pushes and assigns applied, those before a snapshot that it was restored from included."""
     @_builtins.property
     def spec(self) -> _types_pb2.TableSpec: ...
+    @_builtins.property
+    def staleness(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Of pushes that say when their rows were pulled: how many came with so many writes applied in between, at place i those of i bits: none, 1,
+        2 to 3, 4 to 7, ... Since the table was made on this shard; zeros at the end are left out.
+        """
+
     def __init__(
         self,
         *,
@@ -780,10 +842,11 @@ class TableState(_message.Message):
         rows: _builtins.int = ...,
         memory_bytes: _builtins.int = ...,
         writes: _builtins.int = ...,
+        staleness: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["spec", b"spec"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["memory_bytes", b"memory_bytes", "rows", b"rows", "spec", b"spec", "writes", b"writes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["memory_bytes", b"memory_bytes", "rows", b"rows", "spec", b"spec", "staleness", b"staleness", "writes", b"writes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -7,6 +7,7 @@ import math
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -38,6 +39,7 @@ from geartrain.ams.values.shard_messages import (
     Done,
     OpenDataPlane,
     Pull,
+    Pulled,
     Push,
     Reply,
     Request,
@@ -254,7 +256,11 @@ class GrpcCarrier:
         waits = isinstance(write, Push) and write.group is not None
 
         def send(index: int, start: int, end: int) -> Future[Reply]:
-            header: Any = method.header.to_message(write, context=context_to_pb(context))
+            part = write
+            if len(spans) > 1 and isinstance(write, Push) and write.batch is not None:
+                own = None if write.batch.occurrences is None else write.batch.occurrences[start:end]
+                part = replace(write, batch=replace(write.batch, occurrences=own))
+            header: Any = method.header.to_message(part, context=context_to_pb(context))
             if isinstance(write, Push):
                 header.gradient_dtype = codec.dtype_to_pb(rows.dtype)
             if len(spans) > 1:
@@ -322,7 +328,9 @@ def _joined(parts: list[Future[Reply]]) -> Future[Reply]:
             joint.set_exception(error)
             return
         complete = [one for one in gathered.result() if not (isinstance(one, Done) and one.incomplete)]
-        if complete:
+        if complete and isinstance(complete[0], Pulled):
+            joint.set_result(min(complete, key=lambda one: one.writes))
+        elif complete:
             joint.set_result(complete[-1])
         else:
             joint.set_exception(AttemptFailed("the shard kept all parts of a request and waits for more"))

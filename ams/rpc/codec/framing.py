@@ -6,6 +6,7 @@ copied once per side instead of three times. What travels is plain protobuf: stu
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterable
 from typing import Any, TypeVar
 
@@ -20,6 +21,7 @@ from geartrain.ams.values.specs import Ids
 PADDING_FIELD, FIRST_RAW_FIELD, LAST_RAW_FIELD = 13, 14, 15
 _ALIGNMENT = 8
 _LENGTH_DELIMITED = 2
+_FIXED64 = struct.Struct("<BQ")
 
 M = TypeVar("M", bound=Message)
 
@@ -37,16 +39,24 @@ def encode_framed(header: Message, raw: Iterable[tuple[int, npt.NDArray[Any]]]) 
     return b"".join(parts)
 
 
-def room_for_rows(header: Message, num_rows: int, dim: int, dtype: np.dtype[Any]) -> tuple[bytes, npt.NDArray[Any]]:
-    """Make the message ``header`` + rows [num_rows, dim] (the last raw field), and the array in it for them to go to.
+class ReplyRoom:
+    """A message of rows [num_rows, dim] (the last raw field) and a fixed64, with room for both.
 
     Saves a reply of megabytes one copy: the shard writes its rows where they leave from.
     """
-    num_bytes = num_rows * dim * dtype.itemsize
-    head = header.SerializeToString()
-    prefix = _tag(LAST_RAW_FIELD) + _varint(num_bytes)
-    data, room = ops.bytes_with_room(head + _padding(len(head) + len(prefix)) + prefix, num_bytes)
-    return data, room.view(dtype).reshape(num_rows, dim)
+
+    def __init__(self, num_rows: int, dim: int, dtype: np.dtype[Any]) -> None:
+        num_bytes = num_rows * dim * dtype.itemsize
+        prefix = _tag(LAST_RAW_FIELD) + _varint(num_bytes)
+        self.data, room = ops.bytes_with_room(_padding(len(prefix)) + prefix, num_bytes + _FIXED64.size)
+        """The message, once all of it is written."""
+        self.rows: npt.NDArray[Any] = room[:num_bytes].view(dtype).reshape(num_rows, dim)
+        """Where the rows go."""
+        self._tail = room[num_bytes:]
+
+    def put(self, number: int, value: int) -> None:
+        """Write the field ``number``."""
+        self._tail[:] = np.frombuffer(_FIXED64.pack(number << 3 | 1, value), np.uint8)
 
 
 def decode_framed(data: bytes, kind: type[M]) -> tuple[M, dict[int, memoryview]]:

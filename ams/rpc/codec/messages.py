@@ -24,11 +24,13 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
+from geartrain.ams.pb.v1 import shard_pb2
 from geartrain.ams.rpc.codec import framing
 from geartrain.ams.rpc.codec.specs import spec_from_pb, spec_to_pb
 from geartrain.ams.values.errors import InvalidArgument, ProtocolError
 from geartrain.ams.values.gear_messages import GearAccount
 from geartrain.ams.values.placement import BucketShards, placement_from_bytes, placement_to_bytes
+from geartrain.ams.values.shard_messages import BatchFacts
 from geartrain.ams.values.specs import Ids, TableSpec
 
 Convert = Callable[[Any], Any]
@@ -261,7 +263,22 @@ def _bucket_shards_from_pb(data: bytes) -> BucketShards:
         raise ProtocolError(f"this is no bucket map: {exc}") from exc
 
 
+def _batch_to_pb(batch: BatchFacts) -> Message:
+    occurrences = b"" if batch.occurrences is None else np.ascontiguousarray(batch.occurrences, "<u4").tobytes()
+    return shard_pb2.BatchFacts(
+        occurrences=occurrences, step=batch.step, unix_seconds=batch.unix_seconds, pulled_at=batch.pulled_at
+    )
+
+
+def _batch_from_pb(pb: Any) -> BatchFacts:
+    if len(pb.occurrences) % 4:
+        raise ProtocolError(f"occurrences take {len(pb.occurrences)} bytes, which is not a multiple of 4 (uint32)")
+    told = {name: getattr(pb, name) for name in ("step", "unix_seconds", "pulled_at") if pb.HasField(name)}
+    return BatchFacts(occurrences=np.frombuffer(pb.occurrences, "<u4") if pb.occurrences else None, **told)
+
+
 _BY_HAND: dict[Any, _Conversion] = {
+    BatchFacts: _Conversion(_batch_to_pb, _batch_from_pb),
     TableSpec: _Conversion(spec_to_pb, spec_from_pb),
     BucketShards: _Conversion(placement_to_bytes, _bucket_shards_from_pb),
 }

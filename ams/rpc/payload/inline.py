@@ -11,7 +11,7 @@ from geartrain.ams.pb.v1 import shard_pb2
 from geartrain.ams.rpc.codec import framing
 from geartrain.ams.values.errors import ProtocolError
 from geartrain.ams.values.interrupts import held
-from geartrain.ams.values.shard_messages import Done, Pull, Reply
+from geartrain.ams.values.shard_messages import Pull, Pulled, Reply
 
 
 class Unpack:
@@ -21,7 +21,7 @@ class Unpack:
         self._pull, self._start, self._end = pull, start, end
 
     def __call__(self, data: bytes) -> Reply:
-        _, raw = framing.decode_framed(data, shard_pb2.PullReply)
+        reply, raw = framing.decode_framed(data, shard_pb2.PullReply)
         pull, start, end = self._pull, self._start, self._end
         with held(pull.buffer_lease):
             rows = framing.rows_from(raw.get(15), end - start, pull.out.shape[1], pull.out.dtype)
@@ -30,7 +30,7 @@ class Unpack:
             pull.out[where] = rows
             if pull.present is not None:
                 pull.present[where] = present
-        return Done()
+        return Pulled(writes=reply.writes)
 
     def _present(self, raw: memoryview | None) -> npt.NDArray[np.bool_] | None:
         num_ids = self._end - self._start

@@ -81,6 +81,19 @@ struct PullRequest {
   DType wire_dtype() const { return wire.value_or(dtype); }
 };
 
+// What a push says of the batch that its gradients are of, for tables that ask for it.
+struct BatchFacts {
+  const uint32_t* occurrences = nullptr;  // [N]: how often each id was in the batch; null: once
+  std::optional<int64_t> step;            // of the worker, >= 0
+  std::optional<double> unix_seconds;     // by the worker's clock, finite and >= 0
+  std::optional<int64_t> pulled_at;       // the writes that the table had had on the shard when the rows were pulled
+
+  uint32_t occurrences_of(int64_t i) const { return occurrences == nullptr ? 1 : occurrences[i]; }
+};
+
+// Ends at 2**32 - 1.
+inline void add_occurrences(uint32_t& sum, uint32_t more) { sum = sum > UINT32_MAX - more ? UINT32_MAX : sum + more; }
+
 struct PushRequest {
   const int64_t* ids = nullptr;  // [N], distinct
   int64_t count = 0;
@@ -93,6 +106,7 @@ struct PushRequest {
   Scalars scalars;
   std::optional<SyncGroup> group;
   bool step_goes_on = false;  // more pushes of the same step follow
+  BatchFacts batch;
 
   RowPlaces<const char> places() const { return gradients != nullptr ? RowPlaces<const char>{gradients} : scattered; }
 };

@@ -35,7 +35,7 @@ class JobOfShard {
 
 PullCall::PullCall(const TableFacts& table, int64_t table_incarnation, const PullRequest& request, const Placement& placement,
                    const View& view, Shards shards, bool are_distinct)
-    : request_(request) {
+    : request_(request), num_shards_(placement.num_shards) {
   const int64_t* ids = request.ids;
   int64_t count = request.count;
   if (view.has_connections && !are_distinct) merge(ids, count);
@@ -66,6 +66,13 @@ PullCall::PullCall(const TableFacts& table, int64_t table_incarnation, const Pul
     job.shard = part.shard;
     job.operations.push_back(std::move(operation));
   }
+}
+
+std::vector<int64_t> PullCall::writes() const {
+  std::vector<int64_t> writes(static_cast<size_t>(num_shards_), -1);
+  for (const Job& job : jobs_)
+    if (const Done* done = std::get_if<Done>(&job.outcomes.front())) writes[static_cast<size_t>(job.shard)] = done->writes;
+  return writes;
 }
 
 Undone PullCall::undone() {
@@ -112,15 +119,16 @@ PullCalls::PullCalls(std::span<const TablePull> pulls, const Placement& placemen
   }
 }
 
-std::vector<Undone> PullCalls::undone() {
-  std::vector<Undone> all;
+std::vector<Pulled> PullCalls::pulled() {
+  std::vector<Pulled> all;
   auto place = places_.begin();
   for (PullCall& call : calls_) {
     for (Job& own : call.jobs()) {
       own.outcomes.assign(1, std::move(jobs_[place->first].outcomes[place->second]));
       ++place;
     }
-    all.push_back(call.undone());
+    std::vector<int64_t> writes = call.writes();
+    all.push_back({call.undone(), std::move(writes)});
   }
   return all;
 }

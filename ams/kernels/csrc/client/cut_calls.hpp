@@ -33,7 +33,9 @@ class PullCall {
   PullCall& operator=(const PullCall&) = delete;
 
   std::vector<Job>& jobs() { return jobs_; }
-  // Once all jobs have their outcomes: the shards that have not brought theirs to its end.
+  // Once all jobs have their outcomes: the writes that each shard had applied to the table; -1: it has brought no rows.
+  std::vector<int64_t> writes() const;
+  // The same: the shards that have not brought theirs to its end.
   Undone undone();
 
  private:
@@ -41,6 +43,7 @@ class PullCall {
   void repeat() const;
 
   const PullRequest request_;
+  const int64_t num_shards_;
   std::vector<int64_t> distinct_, inverse_;
   std::vector<int64_t> firsts_;  // of each distinct id its first place; empty: all are distinct
   std::vector<int64_t> positions_;
@@ -56,6 +59,12 @@ struct TablePull {
   PullRequest request;
 };
 
+// What one of several pulls has come to.
+struct Pulled {
+  Undone undone;
+  std::vector<int64_t> writes;  // as PullCall::writes
+};
+
 // Pulls from several tables: one frame a shard for all of them.
 class PullCalls {
  public:
@@ -63,7 +72,7 @@ class PullCalls {
 
   std::vector<Job>& jobs() { return jobs_; }
   // Once all jobs have theirs: of each pull.
-  std::vector<Undone> undone();
+  std::vector<Pulled> pulled();
 
  private:
   std::list<PullCall> calls_;

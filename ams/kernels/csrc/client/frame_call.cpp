@@ -33,8 +33,11 @@ FrameCall::FrameCall(Connection& connection, std::span<const Operation> operatio
     const size_t bytes = count_of(operations[i]) * sizeof(int64_t);
     if (bytes != 0) std::memcpy(frame + place.ids, ids_of(operations[i]), bytes);
     std::memset(frame + place.ids + bytes, 0, place.rows - place.ids - bytes);
-    const size_t end = place.rows + place.rows_bytes, padded = (end + kFrameAlignment - 1) / kFrameAlignment * kFrameAlignment;
-    std::memset(frame + end, 0, padded - end);
+    const size_t rows_end = place.rows + place.rows_bytes, end = place.occurrences + place.occurrences_bytes;
+    std::memset(frame + rows_end, 0, place.occurrences - rows_end);
+    if (place.occurrences_bytes != 0)
+      std::memcpy(frame + place.occurrences, std::get<PushRequest>(operations[i].request).batch.occurrences, place.occurrences_bytes);
+    std::memset(frame + end, 0, place.end - end);
   }
 }
 

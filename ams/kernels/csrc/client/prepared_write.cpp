@@ -78,7 +78,11 @@ void widen_rows(const RowPlaces<char>& to, const char* from, int64_t count, size
 PreparedWrite::PreparedWrite(const TableFacts& table, const Placement& placement, const int64_t* ids,
                              const RowPlaces<const char>& rows, int64_t count, DType dtype, WriteSettings settings, RowCheck check,
                              std::shared_ptr<Residuals> residuals)
-    : table_(table.name), dim_(table.dim), dtype_(dtype), rows_(rows), settings_(std::move(settings)), residuals_(std::move(residuals)) {
+    : table_(table.name), dim_(table.dim), dtype_(dtype), rows_(rows), settings_(std::move(settings)), residuals_(std::move(residuals)),
+      counts_occurrences_(table.counts_occurrences) {
+  if (counts_occurrences_ && settings_.batch.occurrences != nullptr)
+    occurrences_.assign(settings_.batch.occurrences, settings_.batch.occurrences + count);
+  settings_.batch.occurrences = nullptr;
   if (check == RowCheck::finite) require_finite(ids, count);
   if (!settings_.is_assign && !settings_.are_distinct) merge(ids, count);
   if (check == RowCheck::finite && is_merged()) require_finite(ids, count);  // a sum may be infinite where its terms are not
@@ -86,6 +90,26 @@ PreparedWrite::PreparedWrite(const TableFacts& table, const Placement& placement
   if (!settings_.is_assign && table.wire != table.dtype) round(ids, count, table.wire);
   num_rows_ = count;
   cut_.emplace(ids, count, placement, table.is_dense, settings_.every_shard);
+  cut_occurrences();
+}
+
+// As the ids are cut.
+void PreparedWrite::cut_occurrences() {
+  if (std::ranges::all_of(occurrences_, [](uint32_t count) { return count == 1; })) return occurrences_.clear();
+  if (parts().empty() || parts().front().places == nullptr) return;
+  std::vector<uint32_t> by_part;
+  by_part.reserve(occurrences_.size());
+  for (const ShardPart& part : parts())
+    for (int64_t i = 0; i < part.count; ++i) by_part.push_back(occurrences_[static_cast<size_t>(part.places[i])]);
+  occurrences_ = std::move(by_part);
+}
+
+BatchFacts PreparedWrite::batch_of(const ShardPart& part) const {
+  BatchFacts batch = settings_.batch;
+  if (!occurrences_.empty()) batch.occurrences = occurrences_.data() + (part.ids - parts().front().ids);
+  if (!settings_.pulled_at.empty())
+    if (const int64_t writes = settings_.pulled_at[static_cast<size_t>(part.shard)]; writes >= 0) batch.pulled_at = writes;
+  return batch;
 }
 
 void PreparedWrite::keep_rows() {
@@ -106,6 +130,12 @@ void PreparedWrite::merge(const int64_t*& ids, int64_t& count) {
   sums_.resize(static_cast<size_t>(num_distinct * dim_));
   sum_rows(rows_.first, dtype_, inverse.data(), count, dim_, num_distinct, sums_.data());
   merged_ids_.resize(static_cast<size_t>(num_distinct));
+  if (counts_occurrences_) {
+    std::vector<uint32_t> sums(static_cast<size_t>(num_distinct));
+    for (size_t i = 0; i < inverse.size(); ++i)
+      add_occurrences(sums[static_cast<size_t>(inverse[i])], occurrences_.empty() ? 1 : occurrences_[i]);
+    occurrences_ = std::move(sums);
+  }
   ids = merged_ids_.data();
   count = num_distinct;
   rows_ = {reinterpret_cast<const char*>(sums_.data())};
@@ -232,6 +262,7 @@ Operation PreparedWrite::operation(const ShardPart& part, const CallContext& con
   push.scalars = settings_.scalars;
   push.group = settings_.group;
   push.step_goes_on = settings_.step_goes_on;
+  push.batch = batch_of(part);
   operation.request = std::move(push);
   return operation;
 }

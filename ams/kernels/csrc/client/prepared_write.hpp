@@ -23,6 +23,7 @@ struct TableFacts {
   bool is_dense = true;  // its buckets are those of dense ids
   // Of rows that are pulled and gradients that are pushed on the way: of a table of float32, and narrower then, what the client wants.
   DType wire = DType::float32;
+  bool counts_occurrences = false;  // it asks pushes how often each id was in their batch
 };
 
 // Which shard has which bucket: [kNumBuckets], each below num_shards.
@@ -87,6 +88,8 @@ struct WriteSettings {
   bool step_goes_on = false;
   bool every_shard = false;
   bool are_distinct = false;  // no id occurs twice, which need not be looked at
+  BatchFacts batch;           // its occurrences are read when the write is made, and not later; without pulled_at
+  std::vector<int64_t> pulled_at;  // of each shard; -1: its rows were not pulled. None: nobody says
 };
 
 // What is looked for in the rows of a write before anything is sent.
@@ -114,6 +117,7 @@ class PreparedWrite {
   RowPlaces<const char> places_of(const ShardPart& part) const { return {rows_.first, rows_.each, part.places}; }
   // They lie one after the other already; else null.
   const char* rows_of(const ShardPart& part) const { return places_of(part).is_one_block() ? rows_.first : nullptr; }
+  BatchFacts batch_of(const ShardPart& part) const;
   const std::optional<SyncGroup>& group() const { return settings_.group; }
   bool is_merged() const { return !sums_.empty(); }
   int64_t num_rows() const { return num_rows_; }
@@ -125,6 +129,7 @@ class PreparedWrite {
 
  private:
   void merge(const int64_t*& ids, int64_t& count);
+  void cut_occurrences();
   void require_finite(const int64_t* ids, int64_t count) const;
   void require_finite_product(int64_t count) const;
   template <class Visit>
@@ -137,7 +142,7 @@ class PreparedWrite {
   const int64_t dim_;
   DType dtype_;
   RowPlaces<const char> rows_;
-  const WriteSettings settings_;
+  WriteSettings settings_;
   int64_t num_rows_ = 0;  // merged
   std::unique_ptr<char[]> kept_;
   std::vector<int64_t> merged_ids_;
@@ -146,6 +151,8 @@ class PreparedWrite {
   std::shared_ptr<Residuals> residuals_;
   std::optional<RoundedGradients> from_;  // what residuals have been told of
   std::optional<CutIds> cut_;
+  bool counts_occurrences_;
+  std::vector<uint32_t> occurrences_;  // part by part; none: each id was there once, or nobody asks
 };
 
 }  // namespace geartrain

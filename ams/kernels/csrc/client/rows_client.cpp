@@ -50,11 +50,11 @@ Undone RowsClient::pull(const TableFacts& table, int64_t table_incarnation, cons
   return call.undone();
 }
 
-std::vector<Undone> RowsClient::pull(std::span<const TablePull> pulls, const Attempt& attempt) {
+std::vector<Pulled> RowsClient::pull(std::span<const TablePull> pulls, const Attempt& attempt) {
   const std::shared_ptr<const View> view = this->view();
   PullCalls calls(pulls, placement_, *view);
   Exchange(calls.jobs(), *view, attempt).run();
-  return calls.undone();
+  return calls.pulled();
 }
 
 WriteOutcomes RowsClient::write(std::span<const Write> writes, const Attempt& attempt, Shards shards) {

@@ -36,8 +36,8 @@ class RowsClient {
   Undone pull(const TableFacts& table, int64_t table_incarnation, const PullRequest& request, const Attempt& attempt,
               Shards shards = {});
 
-  // The same of several tables, one frame a shard for all of them, and ids that are distinct. What each leaves undone.
-  std::vector<Undone> pull(std::span<const TablePull> pulls, const Attempt& attempt);
+  // The same of several tables, one frame a shard for all of them, and ids that are distinct. What each comes to.
+  std::vector<Pulled> pull(std::span<const TablePull> pulls, const Attempt& attempt);
 
   // One frame a shard for all of them; the outcomes of each, in the order of its parts that are sent.
   WriteOutcomes write(std::span<const Write> writes, const Attempt& attempt, Shards shards = {});

@@ -3,6 +3,7 @@
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
@@ -19,6 +20,8 @@
 namespace geartrain {
 namespace {
 
+using Counts = nb::ndarray<const uint32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
 constexpr double kLongestSeconds = 1e8;
 
 void create_client(RowsClient* self, const ShardMap& bucket_shards, int64_t num_shards) {
@@ -27,11 +30,11 @@ void create_client(RowsClient* self, const ShardMap& bucket_shards, int64_t num_
   new (self) RowsClient({.bucket_shards = {map, map + kNumBuckets}, .num_shards = num_shards});
 }
 
-void create_facts(TableFacts* self, std::string name, int64_t dim, int dtype_code, bool is_dense, int wire_code) {
+void create_facts(TableFacts* self, std::string name, int64_t dim, int dtype_code, bool is_dense, int wire_code, bool counts_occurrences) {
   require(dtype_code >= 0 && dtype_code < kNumDTypes && wire_code >= 0 && wire_code < kNumDTypes,
           "dtype code must be 0 (float32), 1 (float16) or 2 (bfloat16)");
   require(dtype_code == 0 || wire_code == dtype_code, "rows of 16 bits travel as they are");
-  new (self) TableFacts{std::move(name), dim, static_cast<DType>(dtype_code), is_dense, static_cast<DType>(wire_code)};
+  new (self) TableFacts{std::move(name), dim, static_cast<DType>(dtype_code), is_dense, static_cast<DType>(wire_code), counts_occurrences};
 }
 
 SteadyTime::duration duration_of(double seconds) {
@@ -166,7 +169,7 @@ nb::object pull_scattered(RowsClient& client, const TableFacts& table, int64_t t
   return python_of(undone);
 }
 
-// (table, table_incarnation, ids, out, dtype_code) each.
+// (table, table_incarnation, ids, out, dtype_code) each. Returns (what pull() says of it, the writes that each shard had applied) of each.
 nb::list pull_together(RowsClient& client, const nb::list& pulls, double seconds, nb::handle watch) {
   std::vector<TablePull> all;
   all.reserve(pulls.size());
@@ -179,13 +182,13 @@ nb::list pull_together(RowsClient& client, const nb::list& pulls, double seconds
     all.push_back({&table, nb::cast<int64_t>(parts[1]), pull_request(table, ids, out, nb::cast<int>(parts[4]), std::nullopt, nb::none())});
   }
   const Attempt attempt = attempt_of(seconds, watch);
-  std::vector<Undone> undone;
+  std::vector<Pulled> pulled;
   {
     const WithoutInterpreter release;
-    undone = client.pull(all, attempt);
+    pulled = client.pull(all, attempt);
   }
   nb::list each;
-  for (const Undone& one : undone) each.append(python_of(one));
+  for (const Pulled& one : pulled) each.append(nb::make_tuple(python_of(one.undone), one.writes));
   return each;
 }
 
@@ -198,11 +201,24 @@ bool begin_pull(RowsClient& client, const TableFacts& table, int64_t table_incar
   return client.begin_pull(table, table_incarnation, request, std::move(attempt), std::move(label));
 }
 
+// Occurrences [N], step, unix seconds, and the writes of each shard when its rows were pulled (-1: they were not).
+using BatchFactsGiven = std::tuple<std::optional<Counts>, std::optional<int64_t>, std::optional<double>, std::optional<std::vector<int64_t>>>;
+
+void fill_batch(WriteSettings& settings, const BatchFactsGiven& given, size_t count, const Placement& placement) {
+  const auto& [occurrences, step, unix_seconds, pulled_at] = given;
+  require(!occurrences || occurrences->size() == count, "occurrences must be [N]");
+  require(!pulled_at || static_cast<int64_t>(pulled_at->size()) == placement.num_shards, "pulled_at must have a number for each shard");
+  if (occurrences) settings.batch.occurrences = occurrences->data();
+  settings.batch.step = step;
+  settings.batch.unix_seconds = unix_seconds;
+  if (pulled_at) settings.pulled_at = *pulled_at;
+}
+
 // `rows`: Matrix, or ScatteredRows, which stay gathered.
 template <class Rows>
 void prepare(PreparedWrite* self, const RowsClient& client, const TableFacts& table, const IdArray& ids, const Rows& rows, int dtype_code,
              bool is_assign, int check, std::optional<double> lr, double scale, nb::handle scalars, nb::handle group, bool step_goes_on,
-             bool every_shard, std::shared_ptr<Residuals> residuals, bool are_distinct) {
+             bool every_shard, std::shared_ptr<Residuals> residuals, bool are_distinct, const std::optional<BatchFactsGiven>& batch) {
   require(check >= 0 && check <= static_cast<int>(RowCheck::finite), "check must be 0, 1 or 2");
   size_t num_rows = 0, row_bytes = 0;
   DType dtype = DType::float32;
@@ -228,6 +244,7 @@ void prepare(PreparedWrite* self, const RowsClient& client, const TableFacts& ta
   settings.step_goes_on = step_goes_on;
   settings.every_shard = every_shard;
   settings.are_distinct = are_distinct;
+  if (batch) fill_batch(settings, *batch, ids.size(), client.placement());
   const WithoutInterpreter release;
   if constexpr (std::is_same_v<Rows, ScatteredRows>) rows.gather();
   new (self) PreparedWrite(table, client.placement(), ids.data(), places, static_cast<int64_t>(ids.size()), dtype, std::move(settings),
@@ -300,7 +317,8 @@ nb::object array(T* data, std::vector<size_t> shape, nb::handle owner) {
   return nb::cast(nb::ndarray<nb::numpy, T>(data, shape.size(), shape.data(), owner), nb::rv_policy::reference);
 }
 
-// A part's ids [N] and rows [N, dim], half types as uint16: its own, or, where all rows are of one shard, those of the write.
+// A part's ids [N] and rows [N, dim], half types as uint16: its own, or, where all rows are of one shard, those of the write. Then what it
+// says of its batch, or None.
 nb::tuple part_of(nb::handle_t<PreparedWrite> self, size_t index) {
   const auto& write = nb::cast<const PreparedWrite&>(self);
   const auto parts = write.parts();
@@ -318,7 +336,12 @@ nb::tuple part_of(nb::handle_t<PreparedWrite> self, size_t index) {
   const nb::object bits = write.dtype() == DType::float32
                               ? array(const_cast<float*>(reinterpret_cast<const float*>(rows)), {count, dim}, owner)
                               : array(const_cast<uint16_t*>(reinterpret_cast<const uint16_t*>(rows)), {count, dim}, owner);
-  return nb::make_tuple(part.shard, array(const_cast<int64_t*>(part.ids), {count}, self), bits, static_cast<int>(write.dtype()));
+  const BatchFacts batch = write.batch_of(part);
+  nb::object said = nb::none();
+  if (batch.occurrences != nullptr || batch.step || batch.unix_seconds || batch.pulled_at)
+    said = nb::make_tuple(batch.occurrences == nullptr ? nb::none() : array(const_cast<uint32_t*>(batch.occurrences), {count}, self), batch.step,
+                          batch.unix_seconds, batch.pulled_at);
+  return nb::make_tuple(part.shard, array(const_cast<int64_t*>(part.ids), {count}, self), bits, static_cast<int>(write.dtype()), said);
 }
 
 }  // namespace
@@ -326,7 +349,7 @@ nb::tuple part_of(nb::handle_t<PreparedWrite> self, size_t index) {
 void bind_rows_client(nb::module_& m) {
   nb::class_<TableFacts>(m, "TableFacts")
       .def("__init__", &create_facts, nb::arg("name"), nb::arg("dim"), nb::arg("dtype_code"), nb::arg("is_dense"),
-           nb::arg("wire_code"))
+           nb::arg("wire_code"), nb::arg("counts_occurrences") = false)
       .def_ro("name", &TableFacts::name)
       .def_ro("dim", &TableFacts::dim)
       .def_prop_ro("wire_code", [](const TableFacts& table) { return static_cast<int>(table.wire); })
@@ -367,7 +390,7 @@ void bind_rows_client(nb::module_& m) {
     write.def("__init__", prepare, nb::arg("client"), nb::arg("table"), nb::arg("ids").noconvert(), nb::arg("rows").noconvert(),
               nb::arg("dtype_code"), nb::kw_only(), nb::arg("is_assign"), nb::arg("check"), nb::arg("lr").none(), nb::arg("scale"),
               nb::arg("scalars"), nb::arg("group").none(), nb::arg("step_goes_on"), nb::arg("every_shard"), nb::arg("residuals").none(),
-              nb::arg("are_distinct") = false,
+              nb::arg("are_distinct") = false, nb::arg("batch") = nb::none(),
               nb::keep_alive<1, 4>(), nb::keep_alive<1, 5>());
   };
   nb::class_<PreparedWrite> write(m, "PreparedWrite");

@@ -146,6 +146,17 @@ int64_t Lookup::places_among(int64_t number, const int64_t* ids, int64_t count, 
   return found;
 }
 
+void Lookup::count_occurrences(int64_t table, const std::vector<bool>& wanted, uint32_t* counts) const {
+  const Table& own = tables_[static_cast<size_t>(table)];
+  std::fill_n(counts, own.ids.size(), 0);
+  for (const int64_t feature : own.features) {
+    if (!wanted[static_cast<size_t>(feature)]) continue;
+    const int32_t* places = places_of(feature);
+    for (int64_t i = 0; i < features_[static_cast<size_t>(feature)].count; ++i)
+      if (places[i] != kPadding) ++counts[places[i]];
+  }
+}
+
 void Lookup::pool(std::span<const Rows> tables, std::span<float* const> vectors, bool keep_places) {
   deal_out_throwing(static_cast<int64_t>(features_.size()), hands(), [&](size_t feature) {
     pool_feature(feature, tables[static_cast<size_t>(features_[feature].table)], vectors[feature], keep_places);

@@ -54,6 +54,9 @@ class Lookup {
   // The place of each id of a feature among the distinct ones of its table; -1: padding.
   const int32_t* places_of(int64_t feature) const { return places_.get() + first_place_[static_cast<size_t>(feature)]; }
 
+  // Writes how often each distinct id of a table is in those of its features that are `wanted`.
+  void count_occurrences(int64_t table, const std::vector<bool>& wanted, uint32_t* counts) const;
+
   struct Rows {
     const void* rows = nullptr;  // [distinct ids, dim]
     DType dtype = DType::float32;

@@ -104,6 +104,14 @@ int64_t places_among(const HeldLookup& self, int64_t table, const IdArray& ids, 
   return self.lookup->places_among(table, ids.data(), static_cast<int64_t>(ids.size()), places.data());
 }
 
+void count_occurrences(const HeldLookup& self, int64_t table, const std::vector<bool>& wanted,
+                       const nb::ndarray<uint32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>& out) {
+  require_table(self, table);
+  require(wanted.size() == self.lookup->features().size(), "wanted must have a flag for each feature");
+  require(out.size() == self.lookup->ids_of(table).size(), "out must be as many as distinct ids");
+  self.lookup->count_occurrences(table, wanted, out.data());
+}
+
 void pool(HeldLookup& self, const nb::list& rows, const std::vector<int>& dtypes, const nb::list& vectors, bool keep_places) {
   Lookup& lookup = *self.lookup;
   require(static_cast<int64_t>(rows.size()) == lookup.num_tables() && dtypes.size() == rows.size(), "rows must be as many as tables");
@@ -173,6 +181,7 @@ void bind_lookup(nb::module_& m) {
       .def("ids_of", &ids_of, nb::arg("table"))
       .def("places_of", &places_of, nb::arg("feature"))
       .def("places_among", &places_among, nb::arg("table"), nb::arg("ids"), nb::arg("places"))
+      .def("count_occurrences", &count_occurrences, nb::arg("table"), nb::arg("wanted"), nb::arg("out").noconvert())
       .def("pool", &pool, nb::arg("rows"), nb::arg("dtypes"), nb::arg("vectors"), nb::arg("keep_places"))
       .def("sum_gradients", &sum_gradients, nb::arg("vectors"), nb::arg("rows"));
 }

@@ -50,6 +50,7 @@ struct MergedPush {
   PushRequest push;
   std::vector<int64_t> ids;
   std::vector<float> sums;
+  std::vector<uint32_t> occurrences;
 };
 
 int64_t distinct_ids(const int64_t* ids, int64_t count, std::vector<int64_t>& distinct, std::vector<int64_t>& places,
@@ -80,6 +81,10 @@ void merge_equal_ids(MergedPush& merged, Meanwhile* meanwhile) {
   push.count = count;
   push.gradients = reinterpret_cast<const char*>(merged.sums.data());
   push.dtype = DType::float32;
+  merged.occurrences.resize(static_cast<size_t>(count));
+  for (size_t i = 0; i < places.size(); ++i)
+    add_occurrences(merged.occurrences[static_cast<size_t>(places[i])], push.batch.occurrences_of(static_cast<int64_t>(i)));
+  push.batch.occurrences = merged.occurrences.data();
 }
 
 }  // namespace
@@ -228,10 +233,14 @@ std::optional<Done> Engine::push_jointly(const CallContext& context, ServedTable
   try {
     const std::vector<const RankWrite*> parts = SyncGroups::parts(*joined.complete);
     are_hosted(name, parts);  // none is, for this one is not; throws if another is
-    const JointPush joint = joint_push(name, parts);
+    const JointPush joint = joint_push(name, parts, table.rows().spec().counts_occurrences);
     Interludes interludes(&turn_, caller.meanwhile);
     Pauses* const pauses = interludes.of(bytes_of(joint.push.count, joint.push.dim, joint.push.dtype));
-    done = applied(table, [&] { return table.push(joint.push, pauses); });
+    done = applied(table, [&] {
+      const int64_t created = table.push(joint.push, pauses);
+      for (const RankWrite* part : parts) table.note_staleness(part->push.batch);
+      return created;
+    });
   } catch (const std::exception&) {
     const Fault fault = fault_in_flight(name_);
     for (const auto& [rank, part] : groups_->abandon(*joined.complete)) completed_writes_->failed(part.context, fault);

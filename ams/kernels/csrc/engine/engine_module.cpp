@@ -2,8 +2,11 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <mutex>
+#include <vector>
 
 #include "base/text.hpp"
 #include "engine/engine.hpp"
@@ -66,7 +69,8 @@ nb::object refusal(const ServedTable& table, int reason, int64_t index, int64_t 
 
 int64_t count_of(size_t count) { return static_cast<int64_t>(count); }
 
-void pull(Engine& engine, int64_t shard_incarnation, int64_t cluster_version, int64_t table_incarnation, const std::string& table,
+// Returns the writes that the table has had.
+int64_t pull(Engine& engine, int64_t shard_incarnation, int64_t cluster_version, int64_t table_incarnation, const std::string& table,
           const IdArray& ids, const MatrixOutput& out, int dtype_code, const std::optional<IdArray>& positions,
           const std::optional<Flags>& present, nb::handle required_sync, const Waiter* waiter, bool has_turn) {
   const DType dtype = checked_dtype(out, dtype_code);
@@ -91,8 +95,10 @@ void pull(Engine& engine, int64_t shard_incarnation, int64_t cluster_version, in
   request.positions = positions ? positions->data() : nullptr;
   request.size = count_of(out.shape(0));
   if (!required_sync.is_none()) request.required_sync = group_of(required_sync);
+  int64_t writes = 0;
   ask_engine(engine, out.nbytes(), waiter, has_turn,
-             [&](const Caller& caller) { engine.pull(context, table, request, caller); });
+             [&](const Caller& caller) { writes = engine.pull(context, table, request, caller); });
+  return writes;
 }
 
 // The outcome of a write, and who is told of it if it comes when the call is over.
@@ -168,7 +174,7 @@ Request request_of(const IdArray& ids, const Matrix& rows, int dtype_code, const
 
 nb::object push(Engine& engine, nb::handle context, const std::string& table, const IdArray& ids, const Matrix& gradients,
                 int dtype_code, std::optional<double> lr, double scale, nb::handle scalars, nb::handle group, bool step_goes_on,
-                bool ids_are_distinct, const Waiter* waiter, bool has_turn) {
+                nb::handle batch, bool ids_are_distinct, const Waiter* waiter, bool has_turn) {
   PushRequest request = request_of<PushRequest>(ids, gradients, dtype_code, "gradients", table);
   request.gradients = static_cast<const char*>(gradients.data());
   request.lr = lr;
@@ -176,6 +182,7 @@ nb::object push(Engine& engine, nb::handle context, const std::string& table, co
   request.scalars = scalars_of(scalars);
   if (!group.is_none()) request.group = group_of(group);
   request.step_goes_on = step_goes_on;
+  request.batch = batch_of(batch, ids.size());
   const CallContext who = context_of(context);
   return written(engine, gradients.nbytes(), waiter, has_turn, [&](const Completion& completion, const Caller& caller) {
     engine.push(who, table, request, ids_are_distinct, completion, caller);
@@ -210,7 +217,12 @@ void bind_engine(nb::module_& m) {
       .def_rw("torn", &ServedTable::torn)
       .def_rw("writes", &ServedTable::writes)
       .def_rw("writes_before", &ServedTable::writes_before)
-      .def_prop_ro("all_writes", &ServedTable::all_writes);
+      .def_prop_ro("all_writes", &ServedTable::all_writes)
+      .def_prop_ro("staleness", [](const ServedTable& table) {
+        const ServedTable::Staleness& all = table.staleness();
+        const auto end = std::find_if(all.rbegin(), all.rend(), [](int64_t count) { return count != 0; }).base();
+        return std::vector<int64_t>(all.begin(), end);
+      });
   nb::class_<Alarm>(m, "Alarm")
       .def_prop_rw("at", &Alarm::at, &Alarm::set)
       .def("note", &Alarm::note, nb::arg("deadline").none())
@@ -232,7 +244,7 @@ void bind_engine(nb::module_& m) {
            nb::arg("required_sync").none(), nb::arg("waiter").none(), nb::arg("has_turn"))
       .def("push", &push, nb::arg("context"), nb::arg("table"), nb::arg("ids").noconvert(), nb::arg("gradients").noconvert(),
            nb::arg("dtype_code"), nb::arg("lr").none(), nb::arg("scale"), nb::arg("scalars"), nb::arg("group").none(), nb::arg("step_goes_on"),
-           nb::arg("ids_are_distinct"), nb::arg("waiter").none(), nb::arg("has_turn"))
+           nb::arg("batch").none(), nb::arg("ids_are_distinct"), nb::arg("waiter").none(), nb::arg("has_turn"))
       .def("assign", &assign, nb::arg("context"), nb::arg("table"), nb::arg("ids").noconvert(), nb::arg("rows").noconvert(),
            nb::arg("dtype_code"), nb::arg("ids_are_distinct"), nb::arg("waiter").none(), nb::arg("has_turn"))
       .def("close", &Engine::close)

@@ -1,5 +1,6 @@
 #include "engine/served_table.hpp"
 
+#include <bit>
 #include <cmath>
 #include <stdexcept>
 #include <utility>
@@ -145,6 +146,16 @@ void ServedTable::require_factors(const PushRequest& request) const {
   if (!std::isfinite(static_cast<float>(request.scale)))
     throw Fault("InvalidArgument",
                 "scale is " + shown(request.scale) + "; it must be finite (as float32; a skipped step pushes nothing)");
+  if (const auto& step = request.batch.step; step && *step < 0)
+    throw Fault("InvalidArgument", "step is " + std::to_string(*step) + "; it must be >= 0");
+  if (const auto& seconds = request.batch.unix_seconds; seconds && !(*seconds >= 0 && std::isfinite(*seconds)))
+    throw Fault("InvalidArgument", "unix_seconds is " + shown(*seconds) + "; it must be finite and >= 0");
+}
+
+void ServedTable::note_staleness(const BatchFacts& batch) {
+  const std::optional<int64_t>& pulled_at = batch.pulled_at;
+  if (!pulled_at || *pulled_at < 0 || *pulled_at > all_writes()) return;  // the rows were taken back to an earlier moment since
+  ++staleness_[static_cast<size_t>(std::bit_width(static_cast<uint64_t>(all_writes() - *pulled_at)))];
 }
 
 int64_t ServedTable::push(const PushRequest& request, Pauses* pauses, const RowPlaces<char>* after) {
@@ -153,7 +164,10 @@ int64_t ServedTable::push(const PushRequest& request, Pauses* pauses, const RowP
   const PushStep step{optimizers_.of_push(request.scalars), factors};
   require_width("gradients", request.dim);
   try {
-    return rows_->push(request.ids, request.count, request.places(), request.dtype, step, !request.step_goes_on, pauses, after);
+    const int64_t created =
+        rows_->push(request.ids, request.count, request.places(), request.dtype, step, !request.step_goes_on, pauses, after);
+    note_staleness(request.batch);
+    return created;
   } catch (const Refusal& refusal) {
     throw fault_of(refusal, request.ids[refusal.index], name_, rows_->spec(),
                    "gradients (times scale " + shown(request.scale) + ")");

@@ -1,6 +1,7 @@
 // A table as a shard serves it: its rows, what its pushes are applied by, and whether it may be read and written now.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -56,6 +57,13 @@ class ServedTable {
   void require_factors(const PushRequest& request) const;
   int64_t assign(const AssignRequest& request, Pauses* pauses = nullptr);
 
+  // Of pushes that say when their rows were pulled: how many came with so many writes applied between pull and push, at i those of i
+  // bits: none, 1, 2 to 3, 4 to 7, ... Since it was made here.
+  using Staleness = std::array<int64_t, 64>;
+  const Staleness& staleness() const { return staleness_; }
+  // Before the push counts as a write.
+  void note_staleness(const BatchFacts& batch);
+
   const std::string& name() const { return name_; }
   const RowStore& rows() const { return *rows_; }
 
@@ -75,6 +83,7 @@ class ServedTable {
   const std::shared_ptr<RowStore> rows_;
   const double lr_;
   PushOptimizers optimizers_;
+  Staleness staleness_{};
 };
 
 }  // namespace geartrain

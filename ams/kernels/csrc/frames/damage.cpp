@@ -17,9 +17,10 @@ namespace {
 struct Field {
   size_t offset, bytes;
 };
-constexpr size_t kHeader = 64, kOperation = 128, kReply = 64;
+constexpr size_t kHeader = 64, kOperation = 128, kReply = 64, kBatchNumbers = 24;
+constexpr uint64_t kBatchFlags = 32 | 64 | 128;
 constexpr Field kBodyBytes{24, 8}, kNumOperations{8, 4};
-constexpr Field kKind{0, 1}, kDType{1, 1}, kDim{4, 4}, kNumIds{8, 8}, kTexts{96, 2}, kNumScalars{102, 2}, kScalarsBytes{104, 4};
+constexpr Field kKind{0, 1}, kDType{1, 1}, kFlags{2, 2}, kDim{4, 4}, kNumIds{8, 8}, kTexts{96, 2}, kNumScalars{102, 2}, kScalarsBytes{104, 4};
 constexpr Field kReplyOffset{24, 8}, kReplyBytes{32, 8}, kIsRefused{0, 1};
 
 uint64_t number_at(const char* at, Field field) {
@@ -61,7 +62,7 @@ class Damage {
       size_t begin = kHeader;
       for (const OperationPlace& place : layout.places) {
         headers_.push_back({begin, place.ids - begin});
-        begin = (place.rows + place.rows_bytes + 63) / 64 * 64;
+        begin = place.end;
       }
     }
   }
@@ -159,6 +160,7 @@ class Damage {
     if (bytes == kOperation) {
       uint64_t texts = number_at(at, kScalarsBytes);
       for (size_t i = 0; i < 3; ++i) texts += number_at(at, {kTexts.offset + 2 * i, 2});
+      if ((number_at(at, kFlags) & kBatchFlags) != 0) texts += kBatchNumbers;
       texts = (texts + 7) / 8 * 8;
       if (header + bytes + texts <= damaged.size()) sum = frame_checksum(sum, at + bytes, texts);
     }

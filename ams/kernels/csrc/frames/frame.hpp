@@ -51,9 +51,9 @@ struct Operation {
   std::variant<PullRequest, PushRequest, AssignRequest> request;
 };
 
-// Where in its frame the ids and rows of an operation lie (a pull has no rows).
+// Where in its frame the arrays of an operation lie, and its end (a pull has no rows, and few pushes have occurrences).
 struct OperationPlace {
-  size_t ids, rows, rows_bytes;
+  size_t ids, rows, rows_bytes, occurrences, occurrences_bytes, end;
 };
 
 struct RequestLayout {
@@ -63,10 +63,10 @@ struct RequestLayout {
 
 // Throws Fault("ProtocolError") for what no frame can hold: no operation or too many, texts beyond 65,535 bytes, a `dim` of 0.
 RequestLayout lay_out_request(std::span<const Operation> operations);
-// Writes everything but ids and rows, which the caller puts where `layout` says. `frame` has layout.frame_bytes.
+// Writes everything but arrays, which the caller puts where `layout` says. `frame` has layout.frame_bytes.
 void write_request_headers(char* frame, const RequestLayout& layout, uint64_t number, double seconds,
                            std::span<const Operation> operations);
-// All of it, ids and rows from where the requests point.
+// All of it, arrays from where the requests point.
 void write_request(char* frame, const RequestLayout& layout, uint64_t number, double seconds,
                    std::span<const Operation> operations);
 
@@ -76,11 +76,12 @@ void write_header(char* frame, FrameHeader header);
 
 struct ParsedRequest {
   FrameHeader header;
-  // Ids point into `ids`, gradients and rows of writes into the frame; a pull's `rows` and `present` are not set, but for
-  // `wants_present`.
+  // Ids point into `ids`, occurrences into `occurrences`, gradients and rows of writes into the frame; a pull's `rows` and `present` are
+  // not set, but for `wants_present`.
   std::vector<Operation> operations;
   std::vector<bool> wants_present;
   std::vector<int64_t> ids;  // copied: what was checked of them must still be so when they are used
+  std::vector<uint32_t> occurrences;
 };
 // `data` is a whole frame of `bytes` bytes.
 ParsedRequest parse_request(const char* data, size_t bytes);

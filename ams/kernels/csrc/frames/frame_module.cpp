@@ -63,6 +63,14 @@ Operation operation_from(const nb::dict& from) {
     push.step_goes_on = item(from, "step_goes_on", false);
     push.group = group_from(from, "group");
     push.scalars = item<Scalars>(from, "scalars", {});
+    if (from.contains("step")) push.batch.step = nb::cast<int64_t>(from["step"]);
+    if (from.contains("unix_seconds")) push.batch.unix_seconds = nb::cast<double>(from["unix_seconds"]);
+    if (from.contains("pulled_at")) push.batch.pulled_at = nb::cast<int64_t>(from["pulled_at"]);
+    if (from.contains("occurrences")) {
+      const auto occurrences = nb::cast<nb::bytes>(from["occurrences"]);
+      require(occurrences.size() == static_cast<size_t>(push.count) * sizeof(uint32_t), "occurrences must be [N]");
+      push.batch.occurrences = reinterpret_cast<const uint32_t*>(occurrences.c_str());
+    }
     operation.request = std::move(push);
   } else {
     AssignRequest assign;
@@ -125,6 +133,11 @@ nb::dict operation_to(const Operation& operation, bool wants_present) {
     to["step_goes_on"] = push->step_goes_on;
     if (push->group) to["group"] = group_to(*push->group);
     to["scalars"] = push->scalars;
+    if (push->batch.step) to["step"] = *push->batch.step;
+    if (push->batch.unix_seconds) to["unix_seconds"] = *push->batch.unix_seconds;
+    if (push->batch.pulled_at) to["pulled_at"] = *push->batch.pulled_at;
+    if (push->batch.occurrences != nullptr)
+      to["occurrences"] = nb::bytes(reinterpret_cast<const char*>(push->batch.occurrences), static_cast<size_t>(push->count) * sizeof(uint32_t));
   } else {
     const auto& assign = std::get<AssignRequest>(operation.request);
     to["kind"] = "assign";

@@ -9,7 +9,9 @@ namespace {
 
 enum class OperationKind : uint8_t { pull = 1, push = 2, assign = 3 };
 
-constexpr uint16_t kLr = 1, kPresent = 2, kStepGoesOn = 4, kGroup = 8, kRequiredSync = 16;
+constexpr uint16_t kLr = 1, kPresent = 2, kStepGoesOn = 4, kGroup = 8, kRequiredSync = 16, kStep = 32, kUnixSeconds = 64, kPulledAt = 128,
+                   kOccurrences = 256;
+constexpr uint16_t kBatch = kStep | kUnixSeconds | kPulledAt;  // with any of these a BatchNumbers follows the scalars
 
 struct OperationHeader {
   OperationKind kind = OperationKind::pull;
@@ -26,6 +28,13 @@ struct OperationHeader {
 };
 static_assert(sizeof(OperationHeader) == 128);
 
+struct BatchNumbers {
+  int64_t step = 0;
+  double unix_seconds = 0;
+  int64_t pulled_at = 0;
+};
+static_assert(sizeof(BatchNumbers) == 24);
+
 size_t checked_text(const std::string& text, const char* what) {
   if (text.size() > kMostText) throw Fault("ProtocolError", std::string(what) + " is longer than 65535 bytes");
   return text.size();
@@ -35,6 +44,11 @@ size_t scalars_bytes(const Scalars& scalars) {
   size_t bytes = 0;
   for (const auto& [name, value] : scalars) bytes += sizeof(double) + sizeof(uint16_t) + checked_text(name, "the name of a scalar");
   return bytes;
+}
+
+uint16_t flags_of(const BatchFacts& batch) {
+  return static_cast<uint16_t>((batch.step ? kStep : 0) | (batch.unix_seconds ? kUnixSeconds : 0) | (batch.pulled_at ? kPulledAt : 0) |
+                               (batch.occurrences != nullptr ? kOccurrences : 0));
 }
 
 OperationHeader header_of(const Operation& operation) {
@@ -78,6 +92,7 @@ OperationHeader header_of(const Operation& operation) {
     if (push->scalars.size() > kMostText) throw Fault("ProtocolError", "a push has more than 65535 scalars");
     header.num_scalars = static_cast<uint16_t>(push->scalars.size());
     header.scalars_bytes = static_cast<uint32_t>(scalars_bytes(push->scalars));
+    header.flags |= flags_of(push->batch);
   } else {
     header.kind = OperationKind::assign;
     rows_of(std::get<AssignRequest>(operation.request));
@@ -86,7 +101,8 @@ OperationHeader header_of(const Operation& operation) {
 }
 
 size_t texts_bytes(const OperationHeader& header) {
-  return size_t{header.table_bytes} + header.stream_bytes + header.job_bytes + header.scalars_bytes;
+  return size_t{header.table_bytes} + header.stream_bytes + header.job_bytes + header.scalars_bytes +
+         ((header.flags & kBatch) != 0 ? sizeof(BatchNumbers) : 0);
 }
 
 void write_texts(char* at, const Operation& operation, size_t padded_bytes) {
@@ -104,14 +120,25 @@ void write_texts(char* at, const Operation& operation, size_t padded_bytes) {
       writer.put(&bytes, sizeof(bytes));
       writer.put(name.data(), name.size());
     }
+    if ((flags_of(push->batch) & kBatch) != 0) {
+      const BatchFacts& batch = push->batch;
+      const BatchNumbers numbers{batch.step.value_or(0), batch.unix_seconds.value_or(0), batch.pulled_at.value_or(0)};
+      writer.put(&numbers, sizeof(numbers));
+    }
   }
   writer.zero_to(at + padded_bytes);
 }
 
-std::pair<const int64_t*, const char*> arrays_of(const Operation& operation) {
-  if (const auto* push = std::get_if<PushRequest>(&operation.request)) return {push->ids, push->gradients};
-  if (const auto* assign = std::get_if<AssignRequest>(&operation.request)) return {assign->ids, assign->rows};
-  return {std::get<PullRequest>(operation.request).ids, nullptr};
+struct Arrays {
+  const int64_t* ids;
+  const char* rows;
+  const uint32_t* occurrences;
+};
+
+Arrays arrays_of(const Operation& operation) {
+  if (const auto* push = std::get_if<PushRequest>(&operation.request)) return {push->ids, push->gradients, push->batch.occurrences};
+  if (const auto* assign = std::get_if<AssignRequest>(&operation.request)) return {assign->ids, assign->rows, nullptr};
+  return {std::get<PullRequest>(operation.request).ids, nullptr, nullptr};
 }
 
 // Cuts names and scalars out of the texts of an operation, which are our own copy.
@@ -143,7 +170,7 @@ class Texts {
 uint16_t flags_of_kind(OperationKind kind) {
   switch (kind) {
     case OperationKind::pull: return kPresent | kRequiredSync;
-    case OperationKind::push: return kLr | kStepGoesOn | kGroup;
+    case OperationKind::push: return kLr | kStepGoesOn | kGroup | kBatch | kOccurrences;
     case OperationKind::assign: return 0;
   }
   refuse("an operation is neither pull, push nor assign");
@@ -160,7 +187,7 @@ void check_header(const OperationHeader& header) {
 }
 
 // Headers and texts of one operation; its arrays are null, its count is that of the header.
-Operation parse_operation(Reader& reader, const FrameHeader& frame, bool& wants_present) {
+Operation parse_operation(Reader& reader, const FrameHeader& frame, bool& wants_present, bool& has_occurrences) {
   const auto header = copied<OperationHeader>(reader.take(sizeof(OperationHeader), "an operation's header is not there"));
   const size_t bytes = rounded_up(texts_bytes(header), 8);
   const char* theirs = reader.take(bytes, "texts are longer than the frame");
@@ -201,7 +228,7 @@ Operation parse_operation(Reader& reader, const FrameHeader& frame, bool& wants_
     push.scale = header.scale;
     push.step_goes_on = (header.flags & kStepGoesOn) != 0;
     push.group = std::move(group);
-    const size_t before = texts_bytes(header) - header.scalars_bytes;
+    const size_t before = size_t{header.table_bytes} + header.stream_bytes + header.job_bytes;
     Texts scalars(std::string_view(texts).substr(before, header.scalars_bytes));
     size_t used = 0;
     for (uint16_t i = 0; i < header.num_scalars; ++i) {
@@ -211,6 +238,13 @@ Operation parse_operation(Reader& reader, const FrameHeader& frame, bool& wants_
       used += sizeof(double) + sizeof(uint16_t) + name_bytes;
     }
     require_frame(used == header.scalars_bytes, "scalars do not fill their place");
+    if ((header.flags & kBatch) != 0) {
+      const auto numbers = Texts(std::string_view(texts).substr(before + header.scalars_bytes)).number<BatchNumbers>();
+      if ((header.flags & kStep) != 0) push.batch.step = numbers.step;
+      if ((header.flags & kUnixSeconds) != 0) push.batch.unix_seconds = numbers.unix_seconds;
+      if ((header.flags & kPulledAt) != 0) push.batch.pulled_at = numbers.pulled_at;
+    }
+    has_occurrences = (header.flags & kOccurrences) != 0;
     operation.request = std::move(push);
   } else {
     AssignRequest assign;
@@ -234,8 +268,10 @@ RequestLayout lay_out_request(std::span<const Operation> operations) {
     at = rounded_up(at + header.num_ids * sizeof(int64_t), kFrameAlignment);
     const bool has_rows = header.kind != OperationKind::pull;
     const size_t rows_bytes = has_rows ? header.num_ids * header.dim * item_bytes(static_cast<DType>(header.dtype)) : 0;
-    layout.places.push_back({ids, at, rows_bytes});
-    at = rounded_up(at + rows_bytes, kFrameAlignment);
+    const size_t rows = at, occurrences = rounded_up(rows + rows_bytes, kFrameAlignment);
+    const size_t occurrences_bytes = (header.flags & kOccurrences) != 0 ? header.num_ids * sizeof(uint32_t) : 0;
+    at = rounded_up(occurrences + occurrences_bytes, kFrameAlignment);
+    layout.places.push_back({ids, rows, rows_bytes, occurrences, occurrences_bytes, at});
   }
   layout.frame_bytes = at;
   return layout;
@@ -261,7 +297,7 @@ void write_request_headers(char* frame, const RequestLayout& layout, uint64_t nu
     write_texts(texts, operations[i], bytes);
     header.check = frame_checksum(checksum_of(number, header), texts, bytes);
     std::memcpy(frame + begin, &header, sizeof(header));
-    begin = rounded_up(place.rows + place.rows_bytes, kFrameAlignment);
+    begin = place.end;
   }
 }
 
@@ -270,13 +306,15 @@ void write_request(char* frame, const RequestLayout& layout, uint64_t number, do
   write_request_headers(frame, layout, number, seconds, operations);
   for (size_t i = 0; i < operations.size(); ++i) {
     const OperationPlace& place = layout.places[i];
-    const auto [ids, rows] = arrays_of(operations[i]);
+    const auto [ids, rows, occurrences] = arrays_of(operations[i]);
     const int64_t count = std::visit([](const auto& request) { return request.count; }, operations[i].request);
     Writer writer(frame + place.ids);
     writer.put(ids, static_cast<size_t>(count) * sizeof(int64_t));
     writer.zero_to(frame + place.rows);
     writer.put(rows, place.rows_bytes);
-    writer.zero_to(frame + rounded_up(place.rows + place.rows_bytes, kFrameAlignment));
+    writer.zero_to(frame + place.occurrences);
+    writer.put(occurrences, place.occurrences_bytes);
+    writer.zero_to(frame + place.end);
   }
 }
 
@@ -287,17 +325,21 @@ ParsedRequest parse_request(const char* data, size_t bytes) {
   require_frame(request.header.body_bytes == reader.left(), "its header tells another size");
   const uint32_t count = request.header.num_operations;
   require_frame(count >= 1 && count <= kMostOperations, "it holds no operation, or too many");
-  std::vector<const char*> ids(count);
-  size_t num_ids = 0;
+  struct Taken {
+    const char *ids = nullptr, *occurrences = nullptr;
+  };
+  std::vector<Taken> taken(count);
+  size_t num_ids = 0, num_occurrences = 0;
+  bool has_any_occurrences = false;
   for (uint32_t i = 0; i < count; ++i) {
-    bool wants_present = false;
-    request.operations.push_back(parse_operation(reader, request.header, wants_present));
+    bool wants_present = false, has_occurrences = false;
+    request.operations.push_back(parse_operation(reader, request.header, wants_present, has_occurrences));
     request.wants_present.push_back(wants_present);
     std::visit(
         [&](auto& one) {
           const auto claimed = static_cast<uint64_t>(one.count);
           require_frame(claimed <= reader.left() / sizeof(int64_t), "ids are more than the frame holds");
-          ids[i] = reader.take(claimed * sizeof(int64_t), "ids are more than the frame holds");
+          taken[i].ids = reader.take(claimed * sizeof(int64_t), "ids are more than the frame holds");
           num_ids += claimed;
           reader.align(kFrameAlignment);
           const size_t row_bytes = static_cast<size_t>(one.dim) * item_bytes(one.dtype);
@@ -307,6 +349,13 @@ ParsedRequest parse_request(const char* data, size_t bytes) {
             if constexpr (std::is_same_v<std::decay_t<decltype(one)>, PushRequest>) one.gradients = rows;
             else one.rows = rows;
             reader.align(kFrameAlignment);
+            if (has_occurrences) {
+              require_frame(claimed <= reader.left() / sizeof(uint32_t), "occurrences are more than the frame holds");
+              taken[i].occurrences = reader.take(claimed * sizeof(uint32_t), "occurrences are more than the frame holds");
+              has_any_occurrences = true;
+              num_occurrences += claimed;
+              reader.align(kFrameAlignment);
+            }
           } else {
             reply_rows(one, true);
           }
@@ -315,13 +364,21 @@ ParsedRequest parse_request(const char* data, size_t bytes) {
   }
   require_frame(reader.left() == 0, "bytes follow its last operation");
   request.ids.resize(num_ids);
+  if (has_any_occurrences) request.occurrences.resize(num_occurrences + 1);  // so that those of no id are there, too
   int64_t* next = request.ids.data();
+  uint32_t* next_occurrences = request.occurrences.data();
   for (uint32_t i = 0; i < count; ++i) {
     std::visit(
         [&](auto& one) {
-          if (one.count != 0) std::memcpy(next, ids[i], static_cast<size_t>(one.count) * sizeof(int64_t));
+          if (one.count != 0) std::memcpy(next, taken[i].ids, static_cast<size_t>(one.count) * sizeof(int64_t));
           one.ids = next;
           next += one.count;
+          if constexpr (std::is_same_v<std::decay_t<decltype(one)>, PushRequest>) {
+            if (taken[i].occurrences == nullptr) return;
+            if (one.count != 0) std::memcpy(next_occurrences, taken[i].occurrences, static_cast<size_t>(one.count) * sizeof(uint32_t));
+            one.batch.occurrences = next_occurrences;
+            next_occurrences += one.count;
+          }
         },
         request.operations[i].request);
   }

@@ -1,5 +1,6 @@
 #include "python/conversions.hpp"
 
+#include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>
 
 #include <string>
@@ -128,6 +129,23 @@ Scalars scalars_of(nb::handle numbers) {
     for (const nb::handle item : numbers.attr("items")())
       scalars.emplace_back(nb::cast<std::string>(item[0]), nb::cast<double>(item[1]));
   return scalars;
+}
+
+BatchFacts batch_of(nb::handle batch, size_t count) {
+  BatchFacts facts;
+  if (batch.is_none()) return facts;
+  const nb::object occurrences = nb::getattr(batch, GEARTRAIN_NAME("occurrences")), step = nb::getattr(batch, GEARTRAIN_NAME("step"));
+  const nb::object unix_seconds = nb::getattr(batch, GEARTRAIN_NAME("unix_seconds")), pulled_at = nb::getattr(batch, GEARTRAIN_NAME("pulled_at"));
+  if (!occurrences.is_none()) {
+    const auto array = nb::cast<nb::ndarray<const uint32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>>(occurrences, false);
+    if (array.size() != count)
+      throw Fault("InvalidRows", std::to_string(array.size()) + " occurrences for " + std::to_string(count) + " ids; there must be one per id");
+    facts.occurrences = array.data();
+  }
+  if (!step.is_none()) facts.step = number_of(batch, GEARTRAIN_NAME("step"));
+  if (!unix_seconds.is_none()) facts.unix_seconds = nb::cast<double>(unix_seconds);
+  if (!pulled_at.is_none()) facts.pulled_at = number_of(batch, GEARTRAIN_NAME("pulled_at"));
+  return facts;
 }
 
 bool look_for_signals() {

@@ -22,6 +22,8 @@ Fault fault_of(nb::handle error);
 CallContext context_of(nb::handle context);
 SyncGroup group_of(nb::handle group);
 Scalars scalars_of(nb::handle numbers);  // a mapping
+// Of a push of `count` ids, or None: nothing is said. Its occurrences stay those of `batch`.
+BatchFacts batch_of(nb::handle batch, size_t count);
 Done done_of(nb::handle done);
 nb::object python_of(const CallContext& context);
 nb::object python_of(const Done& done);

@@ -35,6 +35,7 @@ struct RowStoreSpec {
   int64_t num_rows;                    // -1: hashed
   int64_t threads;                     // most threads on one request
   int64_t window;                      // where untouched rows move: steps after which a row is caught up at the latest
+  bool counts_occurrences = false;     // it asks pushes how often each id was in their batch
 
   // Numbers of a row's slots, one slot after the other.
   int64_t slot_dim() const { return static_cast<int64_t>(optimizer->slot_dim(static_cast<size_t>(dim))); }

@@ -20,7 +20,7 @@ void require_width(const RowStore& store, size_t width) {
 
 void create(RowStore* self, int64_t dim, int dtype, int slot_dtype, const std::shared_ptr<Optimizer>& optimizer,
             int distribution, double first, double second, uint64_t seed, uint32_t table_hash, const IdArray& owned_buckets,
-            int64_t num_rows, int64_t threads, int64_t window) {
+            int64_t num_rows, int64_t threads, int64_t window, bool counts_occurrences) {
   require(threads >= 1 && threads <= 64, "threads must lie in [1, 64]");
   require(dim >= 1 && dim <= 65536, "dim must lie in [1, 65536]");
   require(dtype >= 0 && dtype < kNumDTypes && slot_dtype >= 0 && slot_dtype < kNumDTypes, "unknown dtype code");
@@ -35,7 +35,7 @@ void create(RowStore* self, int64_t dim, int dtype, int slot_dtype, const std::s
             "owned_buckets must ascend within [0, 4096)");
   const InitialValues initial{static_cast<Distribution>(distribution), first, second, seed, table_hash};
   new (self) RowStore(RowStoreSpec{dim, static_cast<DType>(dtype), static_cast<DType>(slot_dtype), optimizer, initial, owned,
-                                   num_rows, threads, window});
+                                   num_rows, threads, window, counts_occurrences});
 }
 
 void pull(const RowStore& store, const IdArray& ids, const MatrixOutput& out, const std::optional<IdArray>& positions,
@@ -190,7 +190,7 @@ void bind_row_store(nb::module_& m) {
       .def("__init__", &create, nb::kw_only(), nb::arg("dim"), nb::arg("dtype"), nb::arg("slot_dtype"),
            nb::arg("optimizer"), nb::arg("distribution"), nb::arg("first"), nb::arg("second"),
            nb::arg("seed"), nb::arg("table_hash"), nb::arg("owned_buckets").noconvert(), nb::arg("num_rows"),
-           nb::arg("threads"), nb::arg("window"))
+           nb::arg("threads"), nb::arg("window"), nb::arg("counts_occurrences") = false)
       .def("pull", &pull, nb::arg("ids").noconvert(), nb::arg("out").noconvert(), nb::arg("positions").noconvert().none(),
            nb::arg("present").noconvert().none())
       .def("push", &push, nb::arg("ids").noconvert(), nb::arg("gradients").noconvert(), nb::arg("dtype_code"),

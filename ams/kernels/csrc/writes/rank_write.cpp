@@ -62,13 +62,17 @@ RankWrite copied(const RankWrite& write) {
   RankWrite copy = write;
   if (write.hosted != nullptr) return copy;
   const size_t id_bytes = static_cast<size_t>(write.push.count) * sizeof(int64_t), row_bytes = bytes_of(write.push);
-  const std::shared_ptr<char[]> bytes(new char[id_bytes + row_bytes]);
+  const size_t occurrences_bytes =
+      write.push.batch.occurrences == nullptr ? 0 : static_cast<size_t>(write.push.count) * sizeof(uint32_t);
+  const std::shared_ptr<char[]> bytes(new char[id_bytes + occurrences_bytes + row_bytes]);
   if (write.push.count != 0) {
     std::memcpy(bytes.get(), write.push.ids, id_bytes);
-    std::memcpy(bytes.get() + id_bytes, write.push.gradients, row_bytes);
+    if (occurrences_bytes != 0) std::memcpy(bytes.get() + id_bytes, write.push.batch.occurrences, occurrences_bytes);
+    std::memcpy(bytes.get() + id_bytes + occurrences_bytes, write.push.gradients, row_bytes);
   }
   copy.push.ids = reinterpret_cast<const int64_t*>(bytes.get());
-  copy.push.gradients = bytes.get() + id_bytes;
+  if (occurrences_bytes != 0) copy.push.batch.occurrences = reinterpret_cast<const uint32_t*>(bytes.get() + id_bytes);
+  copy.push.gradients = bytes.get() + id_bytes + occurrences_bytes;
   copy.arrays = bytes;
   return copy;
 }
@@ -87,8 +91,11 @@ Fingerprint fingerprint_of(const RankWrite& write) {
     add(told, name);
     add(told, value);
   }
-  const Fingerprint begin = murmur3(told.data(), told.size());
+  if (push.batch.step) add(told, static_cast<uint64_t>(*push.batch.step));  // not the time: a rank that begins anew has another
+  Fingerprint begin = murmur3(told.data(), told.size());
   if (write.hosted != nullptr) return write.hosted->fingerprint(begin);
+  if (push.batch.occurrences != nullptr)
+    begin = fingerprint(push.batch.occurrences, static_cast<size_t>(push.count) * sizeof(uint32_t), begin);
   const Fingerprint ids = fingerprint(push.ids, static_cast<size_t>(push.count) * sizeof(int64_t), begin);
   return fingerprint(push.gradients, bytes_of(push), ids);
 }
@@ -101,7 +108,7 @@ bool are_hosted(const std::string& table, const std::vector<const RankWrite*>& w
   return hosted != 0;
 }
 
-JointPush joint_push(const std::string& table, const std::vector<const RankWrite*>& writes) {
+JointPush joint_push(const std::string& table, const std::vector<const RankWrite*>& writes, bool counts_occurrences) {
   const int64_t width = common_width(table, writes);
   const double samples = sum_of_samples(writes);
   std::vector<int64_t> ids;
@@ -130,6 +137,18 @@ JointPush joint_push(const std::string& table, const std::vector<const RankWrite
   joint.push.gradients = reinterpret_cast<const char*>(joint.gradients.get());
   joint.push.scale = 1.0;
   joint.push.group.reset();
+  joint.push.batch.pulled_at.reset();
+  if (counts_occurrences) {
+    joint.occurrences.resize(joint.ids.size());
+    const int64_t* place = places.data();
+    for (const RankWrite* write : writes)
+      for (int64_t i = 0; i < write->push.count; ++i) add_occurrences(joint.occurrences[static_cast<size_t>(*place++)], write->push.batch.occurrences_of(i));
+  }
+  joint.push.batch.occurrences = counts_occurrences ? joint.occurrences.data() : nullptr;
+  for (const RankWrite* write : writes) {
+    joint.push.batch.step = std::max(joint.push.batch.step, write->push.batch.step);  // none is before all others
+    joint.push.batch.unix_seconds = std::max(joint.push.batch.unix_seconds, write->push.batch.unix_seconds);
+  }
   return joint;
 }
 

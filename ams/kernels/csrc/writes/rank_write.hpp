@@ -39,11 +39,13 @@ bool are_hosted(const std::string& table, const std::vector<const RankWrite*>& w
 struct JointPush {
   std::vector<int64_t> ids;            // [N] distinct
   std::unique_ptr<float[]> gradients;  // [N, D]
+  std::vector<uint32_t> occurrences;   // [N]; none: they are not counted
   PushRequest push;                    // of those arrays, by the numbers of the first rank
 };
 
-// Given in rank order: each rank's gradient is the mean over its samples, so that the joint mean is the sum weighted by sample
+// Given in rank order: an id occurs as often as on all ranks together, and the step and the time are the latest; when its rows were pulled
+// is not said, for each rank has pulled its own. Each rank's gradient is the mean over its samples, so that the joint mean is the sum weighted by sample
 // counts, which is made in rank order. Throws the Fault InvalidRows if they have different widths.
-JointPush joint_push(const std::string& table, const std::vector<const RankWrite*>& writes);
+JointPush joint_push(const std::string& table, const std::vector<const RankWrite*>& writes, bool counts_occurrences);
 
 }  // namespace geartrain

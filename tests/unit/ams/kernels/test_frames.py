@@ -42,6 +42,11 @@ def operations(draw: st.DrawFn, kinds: tuple[str, ...] = ("pull", "push", "assig
         one["scalars"] = draw(st.lists(st.tuples(NAMES, FLOATS), max_size=3))
         one |= {"lr": draw(FLOATS)} if draw(st.booleans()) else {}
         one |= {"group": group} if draw(st.booleans()) else {}
+        one |= {name: draw(INT64) for name in ("step", "pulled_at") if draw(st.booleans())}
+        one |= {"unix_seconds": draw(FLOATS)} if draw(st.booleans()) else {}
+        one |= (
+            {"occurrences": draw(st.binary(min_size=4 * num_ids, max_size=4 * num_ids))} if draw(st.booleans()) else {}
+        )
     return one
 
 
@@ -106,6 +111,7 @@ def of_two() -> bytes:
     push |= {"table": "rows of a table", "stream": "job/0", "ids": struct.pack("<16q", *range(16)), "dim": 8}
     push |= {"scalars": [("momentum", 0.9), ("weight_decay", 1e-4)]}
     push["group"] = {"job": "job", "world_size": 4, "rank": 1, "sequence": 17, "sample_count": 32}
+    push |= {"step": 3, "unix_seconds": 1.7e9, "pulled_at": 40, "occurrences": struct.pack("<16I", *range(1, 17))}
     return bytes(_core.build_request_frame(5, 1.5, [{**ONE, "with_present": True}, push]))
 
 
@@ -149,6 +155,8 @@ def named(**change: Any) -> bytes:
         (named(kind="assign", with_present=True, rows=bytes(32)), "a flag that its kind does not have"),
         (named(ids=b"", dim=2**32 - 1, kind="assign", rows=b"", lr=1.0), "a flag that its kind does not have"),
         (named(scalars=[("a", 1.0)]), "an operation other than a push has scalars"),
+        (named(kind="assign", rows=bytes(32), step=3), "a flag that its kind does not have"),
+        (named(kind="push", rows=bytes(32), occurrences=b""), "occurrences are more"),
         (named(kind="assign", rows=bytes(65)), "bytes follow"),
         (named(kind="assign", rows=b""), "rows are more"),
         (frame_codec.header(1, 0, 5, 0), "holds no operation"),

@@ -50,7 +50,7 @@ def sent(shard: Shard, push: Push) -> Any:
     )
     bits, code = ops.as_bits(push.gradients)
     return shard.engine.push(
-        who, push.table, push.ids, bits, code, push.lr, push.scale, {}, push.group, False, True, None, False
+        who, push.table, push.ids, bits, code, push.lr, push.scale, {}, push.group, False, None, True, None, False
     )
 
 
