@@ -21,10 +21,18 @@ from geartrain.ams.client.hosted_calls import HostedCalls
 from geartrain.ams.client.rows.batch import BatchSettings, batch_of
 from geartrain.ams.client.rows.row_calls import RowCalls
 from geartrain.ams.client.rows.row_futures import Sendable
-from geartrain.ams.client.rows.row_parts import CHECK_FINITE, CHECK_PRODUCT, NO_CHECK, RowParts, facts_of
+from geartrain.ams.client.rows.row_parts import (
+    CHECK_FINITE,
+    CHECK_PRODUCT,
+    NO_CHECK,
+    Delivered,
+    RowParts,
+    facts_of,
+    joint,
+)
 from geartrain.ams.client.rows.write_log import WriteLog
 from geartrain.ams.client.shard_calls import ShardCalls
-from geartrain.ams.client.writes import ClientStream, Numbers, RowWrite
+from geartrain.ams.client.writes import ClientStream, Numbers, Pending, RowWrite, Write
 from geartrain.ams.kernels import ops
 from geartrain.ams.kernels._core import Residuals, ScatteredRows, TableFacts
 from geartrain.ams.values.arguments import real_number
@@ -35,9 +43,11 @@ from geartrain.ams.values.placement import NUM_BUCKETS, split_by_shard
 from geartrain.ams.values.shard_messages import (
     Assign,
     BatchFacts,
+    CallContext,
     Describe,
     Done,
     Push,
+    Remove,
     Reply,
     ShardState,
     SyncGroup,
@@ -47,7 +57,7 @@ from geartrain.ams.values.text import counted
 
 
 class Table:
-    """A table of the cluster: pull, push, assign. Thread-safe.
+    """A table of the cluster: pull, push, assign, remove. Thread-safe.
 
     ids are integers [N] in [0, num_rows) (any >= 0 in a hashed table), rows and gradients [N, dim]. numpy arrays and
     torch tensors are taken, and answered in kind. Once the table was dropped, every method raises TableNotFound, also
@@ -413,6 +423,40 @@ class Table:
         )
         return _send_once(self._write(parts, self._stream.numbers(self.spec.name, sequence), checked))
 
+    def remove(self, ids: Any, *, sequence: int | None = None) -> int:
+        """Take rows out, exactly once per shard; return how many went.
+
+        From now on they are as rows that were never written: they read as their initial values, and a push begins from
+        those, without slots. ids [N] may repeat; those that have no row are passed over. ``sequence`` numbers the write
+        as it does a :meth:`push`; what takes more than ``part_bytes`` of ids is several writes, and cannot have one.
+        Raises InvalidArgument, InvalidIds, StaleClient, ShardUnavailable (whether rows of that shard went is unknown).
+        """
+        checked = ids_array(ids, self.spec.num_rows)
+        most = max(1, self._calls.config.part_bytes // checked.itemsize)
+        if sequence is not None and len(checked) > most:
+            raise InvalidArgument(
+                f"sequence {sequence} is that of one write, and {len(checked)} ids to remove are several; give at most "
+                f"{most} at once"
+            )
+        return sum(self._remove(checked[start : start + most], sequence) for start in range(0, len(checked), most))
+
+    def _remove(self, ids: Ids, sequence: int | None) -> int:
+        calls = [
+            (shard, Remove(table=self.spec.name, ids=ids if of_shard is None else ids[of_shard]))
+            for shard, of_shard in self._routes(ids)
+        ]
+        numbers = self._stream.numbers(self.spec.name, sequence)
+        logged = self.write_log.begin(self.spec.name, ids)
+        try:
+            return _send_once(Write(numbers, calls, self._deliver, self.incarnation)).created
+        finally:
+            if logged is not None:
+                self.write_log.end(logged)
+
+    def _deliver(self, calls: Pending, context: CallContext) -> Delivered:
+        assert not isinstance(calls, RowParts)
+        return joint(calls, self._calls.deliver(calls, context))
+
     def _write(self, parts: RowParts, numbers: Numbers, ids: Ids) -> RowWrite:
         # A write means the table there is when it is prepared: half of it may be lost with a table restored since.
         try:
@@ -464,7 +508,7 @@ def _count(ids: Any) -> int:
         return 0
 
 
-def _send_once(write: RowWrite) -> Done:
+def _send_once(write: Write) -> Done:
     try:
         return write.send()
     except BaseException:

@@ -51,6 +51,7 @@ from geartrain.ams.values.shard_messages import (
     PublishTable,
     Pull,
     Push,
+    Remove,
     Request,
     Restore,
     Thaw,
@@ -112,6 +113,7 @@ class ShardService:
                 Thaw: self._thaw,
                 Restore: self._restore,
                 Fence: self._fence,
+                Remove: self._ask,
                 OpenDataPlane: self._open_data_plane,
             },
             {

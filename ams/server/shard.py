@@ -46,6 +46,7 @@ from geartrain.ams.values.shard_messages import (
     Pull,
     Pulled,
     Push,
+    Remove,
     Reply,
     Request,
     Restore,
@@ -250,8 +251,10 @@ class Shard:
             self._ask_engine(call, call.request)
             return
         self.check_fence(call.context)
-        if isinstance(call.request, UpdateHosted):
-            self._update_hosted(call, call.request)
+        if isinstance(request := call.request, UpdateHosted):
+            self._write(call, request.table, lambda table: self._update_hosted(call.context, request, table))
+        elif isinstance(request, Remove):
+            self._write(call, request.table, lambda table: self._remove(table, request))
         elif isinstance(call.request, WriteFrozen | Restore):
             self._completed_writes.require_current(call.context)
             pass_on(self._begin_files(call.request), call.future)
@@ -300,27 +303,36 @@ class Shard:
             case _:
                 raise InternalError(f"shard {self.shard} has no answer to {type(request).__name__}")
 
-    def _update_hosted(self, call: QueuedRequest, request: UpdateHosted) -> None:
-        """As the engine makes a push."""
-        if (present := self._tables.get(request.table)) is not None:
+    def _write(self, call: QueuedRequest, name: str, apply: Callable[[ShardTable], int | None]) -> None:
+        """As the engine makes a write: once. ``apply`` returns the rows created, or None: others will complete it."""
+        if (present := self._tables.get(name)) is not None:
             # Not even as a repetition: the rows of the write it repeats are gone.
             present.rows.served.require_open(call.context.table_incarnation)
         if not self._completed_writes.admit(call.context, call.future):
             return
         try:
-            _check_settings(request)
-            table = self._tables.find(request.table)
+            table = self._tables.find(name)
             failpoints.reach("shard.apply.before")
-            if request.group is not None:
-                self._update_jointly(call.context, request, table)
+            created = apply(table)
+            if created is None:
                 return
-            created = self._hosting.update(table.rows, request, self.check_lease)
             failpoints.reach("shard.apply.after")
             table.writes += 1
         except BaseException as error:
             self._completed_writes.failed(call.context, as_ours(error, self._name))
             return
-        self._completed_writes.applied(call.context, Done(created=created), request.table)
+        self._completed_writes.applied(call.context, Done(created=created), name)
+
+    def _remove(self, table: ShardTable, request: Remove) -> int:
+        self.check_lease()
+        return table.rows.remove(request.ids)
+
+    def _update_hosted(self, context: CallContext, request: UpdateHosted, table: ShardTable) -> int | None:
+        _check_settings(request)
+        if request.group is not None:
+            self._update_jointly(context, request, table)
+            return None
+        return self._hosting.update(table.rows, request, self.check_lease)
 
     def _update_jointly(self, context: CallContext, update: UpdateHosted, table: ShardTable) -> None:
         if self._groups.is_applied(update):

@@ -8,7 +8,7 @@ release the GIL.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -27,6 +27,7 @@ _BAD_POSITION = 5
 _CONSTANT, _UNIFORM, _NORMAL = range(3)
 _LARGEST_NORMAL = 6.5
 _MOST_UPDATES = 2**53
+_MOST_REMOVED = 1 << 20
 ELAPSED_WINDOW = 16_384
 """Steps after which a row that nobody pushed is caught up at the latest, where untouched rows move."""
 _LARGEST = {"float32": (2 - 2**-23) * 2.0**127, "float16": 65504.0, "bfloat16": (2 - 2**-7) * 2.0**127}
@@ -351,6 +352,19 @@ class RowTable:
         except ops.Refused as refused:
             self._refuse(refused, ids, "rows")
 
+    def remove(self, ids: Ids) -> int:
+        """Take rows out: from now on they are as rows that were never written, slots and all.
+
+        The memory of a hashed table's is used by rows that come, after the freeze under way if there is one; that of a
+        dense table's is kept for them. ``ids`` int64 [N] may repeat, and those that have no row are passed over.
+        Returns how many rows went. Raises InvalidIds, MemoryError; then none did.
+        """
+        ids = ops.checked_ids(ids)
+        try:
+            return self._store.remove(ids)
+        except ops.Refused as refused:
+            self._refuse(refused, ids)
+
     @property
     def latest_moment(self) -> int:
         """Number of the last moment that is known: of a freeze, of :meth:`note_moment`, or 0, when the table was made;
@@ -386,6 +400,19 @@ class RowTable:
         while num == 0:  # each call looks at a bounded number of rows, and lets writers in after it
             num = self._store.read_frozen(ids, row_bits, slot_bits, steps, wanted)
         return StoredRows(ids, rows, slots, steps).between(0, max(num, 0))
+
+    def frozen_removed(self, most: int = _MOST_REMOVED) -> Iterator[Ids]:
+        """The ids of rows that were there at the moment that :meth:`freeze` was told and had been removed when it came,
+        in arrays of at most ``most``. One that had a row again may be among them: its row is among the frozen ones.
+        """
+        start = 0
+        while True:
+            ids = np.empty(most, np.int64)
+            count = self._store.read_frozen_removed(start, ids)
+            if not count:
+                return
+            yield ids[:count]
+            start += count
 
     def thaw(self, *, kept: bool) -> None:
         """End the freeze. If its rows were not kept (``kept=False``) its moment is forgotten."""

@@ -74,7 +74,7 @@ class Done:
     """Reply to a write."""
 
     created: int = 0
-    """Rows that did not exist before."""
+    """Rows that did not exist before; of a removal, those that went."""
     duplicate: bool = False
     """The write had been applied by an earlier attempt; this reply is that attempt's."""
     incomplete: bool = False
@@ -98,7 +98,7 @@ class TableState:
     """Rows present on this shard."""
     memory_bytes: int
     writes: int
-    """Pushes and assigns applied, those before a snapshot that it was restored from included."""
+    """Pushes, assigns and removals applied, those before a snapshot that it was restored from included."""
     staleness: tuple[int, ...] = ()
     """Of pushes that say when their rows were pulled: how many came with so many writes applied in between, at place i
     those of i bits: none, 1, 2 to 3, 4 to 7, ... Since the table was made on this shard."""
@@ -245,6 +245,15 @@ class Assign(Rpc[Done]):
     """[N, D] of the table's dtype."""
     buffer_lease: BufferLease | None = None
     """Needed to read the arrays; None: nothing takes it away."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Remove(Rpc[Done]):
+    """Take rows out: they have their initial values again, and no slots."""
+
+    table: str
+    ids: Ids
+    """[N]; those that have no row are passed over."""
 
 
 @dataclass(frozen=True, kw_only=True)

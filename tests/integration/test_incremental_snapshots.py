@@ -267,7 +267,7 @@ def test_what_was_compacted_carries_the_chain_on(cluster: Cluster, tmp_path: Pat
 
 
 OPERATION = st.one_of(
-    st.tuples(st.just("write"), st.sampled_from(["dense", "hashed"]), st.integers(0, 99)),
+    st.tuples(st.sampled_from(["write", "remove"]), st.sampled_from(["dense", "hashed"]), st.integers(0, 99)),
     st.tuples(st.sampled_from(["whole", "increment", "increment", "failed"]), st.just(""), st.integers(0, 3)),
     st.tuples(st.just("compact"), st.just(""), st.just(0)),
     st.tuples(st.just("recreate"), st.sampled_from(["dense", "hashed"]), st.just(0)),
@@ -296,6 +296,8 @@ def test_what_a_chain_restores_is_the_live_table(operations: list[tuple[str, str
             match operation:
                 case "write":
                     write(cluster, number, table)
+                case "remove":
+                    cluster.table(table).remove(np.random.default_rng(number).choice(NUM_ROWS, 60, replace=False))
                 case "whole":
                     take(None)
                 case "increment":

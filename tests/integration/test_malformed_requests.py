@@ -44,6 +44,7 @@ def valid_requests() -> dict[str, bytes]:
         "Pull": framing.encode_framed(shard_pb2.PullRequest(table="t"), [(14, ids)]),
         "Push": framing.encode_framed(shard_pb2.PushRequest(table="t", context=context), [(14, ids), (15, rows)]),
         "Assign": framing.encode_framed(shard_pb2.AssignRequest(table="t", context=context), [(14, ids), (15, rows)]),
+        "Remove": framing.encode_framed(shard_pb2.RemoveRequest(table="t", context=context), [(14, ids)]),
         "ComputeHosted": hosted.in_parts(
             shard_pb2.ComputeHostedRequest(table="t", model="class_head", operation="forward"),
             [hosted_inputs()],

@@ -90,6 +90,37 @@ def test_assigned_rows_are_read_back_and_their_momentum_is_forgotten(cluster: Cl
     np.testing.assert_array_equal(table.pull(ids), rows)
 
 
+@pytest.mark.parametrize("num_rows", [None, 10_000])
+def test_a_removed_row_is_as_one_that_was_never_written(cluster: Cluster, num_rows: int | None) -> None:
+    table = cluster.create_table("t", dim=4, optimizer=SparseMomentum(lr=1.0, momentum=0.5), num_rows=num_rows)
+    ids, gradients = some_ids(200), rng.normal(size=(200, 4)).astype(np.float32)
+    initial = table.pull(ids)
+    table.push(ids, gradients)
+    pushed, versions = table.pull(ids), table.versions()
+    assert table.remove(np.concatenate([ids[:50], ids[:3], np.setdiff1d(np.arange(300), ids)[:5]])) == 50
+    assert table.versions() > versions, "whoever keeps rows must see that some changed"
+    assert table.present(ids).tolist() == [False] * 50 + [True] * 150
+    np.testing.assert_array_equal(table.pull(ids), np.concatenate([initial[:50], pushed[50:]]))
+    assert cluster.status().tables[0].rows == 150
+    assert table.remove(ids[:50]) == 0
+    assert table.push(ids[:50], gradients[:50]).created == 50
+    np.testing.assert_array_equal(table.pull(ids[:50]), pushed[:50])
+
+
+def test_a_numbered_removal_that_is_sent_again_removes_nothing_anew(cluster: Cluster) -> None:
+    table = Table(
+        cluster.create_table("t", dim=4, optimizer=SGD(1.0)).spec, cluster._calls, ClientStream(8, "job/rank0", 1)
+    )
+    ids = np.arange(20)
+    table.push(ids, np.ones((20, 4), np.float32), sequence=1)
+    assert table.remove(ids, sequence=2) == 20
+    table.push(ids, np.ones((20, 4), np.float32), sequence=3)
+    assert table.remove(ids, sequence=2) == 20, "the answer of the first time"
+    assert table.present(ids).all()
+    with pytest.raises(errors.InvalidArgument, match="3000000 ids to remove are several"):
+        table.remove(np.arange(3_000_000), sequence=4)
+
+
 def test_the_table_version_is_the_writes_that_every_shard_with_rows_has(cluster: Cluster) -> None:
     table = cluster.create_table(
         "t", dim=4, optimizer=SGD(1.0), num_rows=2
@@ -104,6 +135,8 @@ def test_the_table_version_is_the_writes_that_every_shard_with_rows_has(cluster:
     cluster.drop_table("t")
     with pytest.raises(errors.TableNotFound, match="no table 't' any more"):
         table.version()
+    with pytest.raises(errors.TableNotFound):
+        table.remove([1])
 
 
 def test_large_payloads_arrive_whole(cluster: Cluster) -> None:

@@ -485,6 +485,37 @@ class AssignRequest(_message.Message):
 Global___AssignRequest: _TypeAlias = AssignRequest  # noqa: Y015
 
 @_typing.final
+class RemoveRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONTEXT_FIELD_NUMBER: _builtins.int
+    TABLE_FIELD_NUMBER: _builtins.int
+    PADDING_FIELD_NUMBER: _builtins.int
+    IDS_FIELD_NUMBER: _builtins.int
+    table: _builtins.str
+    padding: _builtins.bytes
+    """Ignored. Lets the sender put the raw bytes at an aligned address."""
+    ids: _builtins.bytes
+    """int64, little endian. Those that have no row are passed over."""
+    @_builtins.property
+    def context(self) -> _types_pb2.CallContext: ...
+    def __init__(
+        self,
+        *,
+        context: _types_pb2.CallContext | None = ...,
+        table: _builtins.str = ...,
+        padding: _builtins.bytes = ...,
+        ids: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["context", b"context"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "ids", b"ids", "padding", b"padding", "table", b"table"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RemoveRequest: _TypeAlias = RemoveRequest  # noqa: Y015
+
+@_typing.final
 class HostedArray(_message.Message):
     """An array whose numbers are in the raw bytes of the message: little endian, row after row, behind those of the arrays
     before it, from the next multiple of 8 bytes on.
@@ -771,7 +802,7 @@ class WriteReply(_message.Message):
     DUPLICATE_FIELD_NUMBER: _builtins.int
     INCOMPLETE_FIELD_NUMBER: _builtins.int
     created: _builtins.int
-    """Rows that did not exist before."""
+    """Rows that did not exist before; of a Remove, those that went."""
     duplicate: _builtins.bool
     """An earlier attempt had been applied; this is its reply."""
     incomplete: _builtins.bool
@@ -826,7 +857,7 @@ class TableState(_message.Message):
     """Rows present on this shard."""
     memory_bytes: _builtins.int
     writes: _builtins.int
-    """Pushes and assigns applied, those before a snapshot that it was restored from included."""
+    """Pushes, assigns and removals applied, those before a snapshot that it was restored from included."""
     @_builtins.property
     def spec(self) -> _types_pb2.TableSpec: ...
     @_builtins.property

@@ -65,6 +65,11 @@ class ShardStub:
                 request_serializer=geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.AssignRequest.SerializeToString,
                 response_deserializer=geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.WriteReply.FromString,
                 _registered_method=True)
+        self.Remove = channel.unary_unary(
+                '/geartrain.ams.v1.Shard/Remove',
+                request_serializer=geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.RemoveRequest.SerializeToString,
+                response_deserializer=geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.WriteReply.FromString,
+                _registered_method=True)
         self.OpenDataPlane = channel.unary_unary(
                 '/geartrain.ams.v1.Shard/OpenDataPlane',
                 request_serializer=geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.OpenDataPlaneRequest.SerializeToString,
@@ -157,6 +162,13 @@ class ShardServicer:
 
     def Assign(self, request, context):
         """Overwrite rows. Applied once however often it is sent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Remove(self, request, context):
+        """Take rows out: they have their initial values again. Applied once however often it is sent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -266,6 +278,11 @@ def add_ShardServicer_to_server(servicer, server):
             'Assign': grpc.unary_unary_rpc_method_handler(
                     servicer.Assign,
                     request_deserializer=geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.AssignRequest.FromString,
+                    response_serializer=geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.WriteReply.SerializeToString,
+            ),
+            'Remove': grpc.unary_unary_rpc_method_handler(
+                    servicer.Remove,
+                    request_deserializer=geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.RemoveRequest.FromString,
                     response_serializer=geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.WriteReply.SerializeToString,
             ),
             'OpenDataPlane': grpc.unary_unary_rpc_method_handler(
@@ -480,6 +497,33 @@ class Shard:
             target,
             '/geartrain.ams.v1.Shard/Assign',
             geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.AssignRequest.SerializeToString,
+            geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.WriteReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Remove(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/geartrain.ams.v1.Shard/Remove',
+            geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.RemoveRequest.SerializeToString,
             geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.WriteReply.FromString,
             options,
             channel_credentials,

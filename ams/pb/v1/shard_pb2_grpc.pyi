@@ -54,6 +54,8 @@ class ShardStub:
     """Apply gradients. Applied once however often it is sent."""
     Assign: _grpc.UnaryUnaryMultiCallable[_shard_pb2.AssignRequest, _shard_pb2.WriteReply]
     """Overwrite rows. Applied once however often it is sent."""
+    Remove: _grpc.UnaryUnaryMultiCallable[_shard_pb2.RemoveRequest, _shard_pb2.WriteReply]
+    """Take rows out: they have their initial values again. Applied once however often it is sent."""
     OpenDataPlane: _grpc.UnaryUnaryMultiCallable[_shard_pb2.OpenDataPlaneRequest, _shard_pb2.OpenDataPlaneReply]
     """Ask for a connection of the data plane, over which pulls, pushes and assigns go in frames (docs/explanation/frames.md).
     Not giving one is no error: the reply says why.
@@ -96,6 +98,8 @@ class ShardAsyncStub(ShardStub):
     """Apply gradients. Applied once however often it is sent."""
     Assign: _aio.UnaryUnaryMultiCallable[_shard_pb2.AssignRequest, _shard_pb2.WriteReply]  # type: ignore[assignment]
     """Overwrite rows. Applied once however often it is sent."""
+    Remove: _aio.UnaryUnaryMultiCallable[_shard_pb2.RemoveRequest, _shard_pb2.WriteReply]  # type: ignore[assignment]
+    """Take rows out: they have their initial values again. Applied once however often it is sent."""
     OpenDataPlane: _aio.UnaryUnaryMultiCallable[_shard_pb2.OpenDataPlaneRequest, _shard_pb2.OpenDataPlaneReply]  # type: ignore[assignment]
     """Ask for a connection of the data plane, over which pulls, pushes and assigns go in frames (docs/explanation/frames.md).
     Not giving one is no error: the reply says why.
@@ -171,6 +175,14 @@ class ShardServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_shard_pb2.WriteReply, _abc.Awaitable[_shard_pb2.WriteReply]]:
         """Overwrite rows. Applied once however often it is sent."""
+
+    @_abc_1.abstractmethod
+    def Remove(
+        self,
+        request: _shard_pb2.RemoveRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_shard_pb2.WriteReply, _abc.Awaitable[_shard_pb2.WriteReply]]:
+        """Take rows out: they have their initial values again. Applied once however often it is sent."""
 
     @_abc_1.abstractmethod
     def OpenDataPlane(

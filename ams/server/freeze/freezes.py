@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from geartrain.ams.observe import failpoints
 from geartrain.ams.storage.snapshot.blocks import plan_blocks, write_block, write_marks
-from geartrain.ams.storage.snapshot.manifest import EXPORT, ROWS, FileEntry
+from geartrain.ams.storage.snapshot.manifest import EXPORT, REMOVED, ROWS, FileEntry
 from geartrain.ams.tables.row_table import RowTable, StoredRows
 from geartrain.ams.values.errors import Busy, InternalError, SnapshotSuperseded
 from geartrain.ams.values.placement import bucket_ranges, buckets_between
@@ -101,10 +101,23 @@ class FrozenTables:
                     if len(under_way) > _WRITERS:  # its memory takes the next block
                         entries.append(under_way.popleft().result())
                 entries += [block.result() for block in under_way]
+                entries += self._write_removed(folder, shard, table)
                 self._require_frozen()
                 if written != self._num_rows[name]:
                     raise InternalError(f"{written} of {self._num_rows[name]} frozen rows of table {name!r} were read")
         return tuple(entries)
+
+    def _write_removed(self, folder: str, shard: int, table: RowTable) -> Iterator[FileEntry]:
+        for index, ids in enumerate(table.frozen_removed()):
+            yield write_block(
+                folder,
+                snapshot_id=self.snapshot_id,
+                kind=REMOVED,
+                table=table.spec.name,
+                shard=shard,
+                index=index,
+                arrays={"ids": ids},
+            )
 
     def thaw(self, *, kept: bool) -> None:
         """Let go of the moment; ``kept`` says whether the snapshot was completed. Idempotent."""

@@ -166,6 +166,9 @@ def restore_tables(
     num_read = 0
     for name, table in tables.items():
         for layer in reversed(layers_of(chain, name)):  # the oldest first: what comes later holds
+            for removed in layer.removed_ids(owned, dense=table.spec.num_rows is not None):
+                with turn:
+                    table.remove(removed)
             for entry in layer.blocks(owned):
                 arrays = layer.snapshot.read(entry)
                 buckets = bucket_of(arrays["ids"], dense=table.spec.num_rows is not None)

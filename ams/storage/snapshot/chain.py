@@ -7,16 +7,16 @@ rows of the parent count too, below those of the snapshot itself.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from geartrain.ams.storage.snapshot.folder import Snapshot
-from geartrain.ams.storage.snapshot.manifest import ROW_KINDS, FileEntry
+from geartrain.ams.storage.snapshot.manifest import REMOVED, ROW_KINDS, FileEntry
 from geartrain.ams.values.errors import SnapshotDamaged
-from geartrain.ams.values.placement import BUCKET_ORDER, NUM_BUCKETS
+from geartrain.ams.values.placement import BUCKET_ORDER, NUM_BUCKETS, bucket_of
 from geartrain.ams.values.specs import Ids, TableSpec
 
 Buckets = npt.NDArray[np.bool_]
@@ -34,13 +34,25 @@ class Layer:
 
     def blocks(self, owned: Buckets | None = None) -> list[FileEntry]:
         """Return the blocks that can hold rows that count; with ``owned`` those that can also hold rows of these."""
+        return self._of_kinds(ROW_KINDS, owned)
+
+    def removed(self, owned: Buckets | None = None) -> list[FileEntry]:
+        """:meth:`blocks` with the ids of rows that were removed: older layers' rows of them do not count."""
+        return self._of_kinds((REMOVED,), owned)
+
+    def removed_ids(self, owned: Buckets, *, dense: bool) -> Iterator[Ids]:
+        """The ids of rows in buckets ``owned`` that were removed, block by block. Raises SnapshotDamaged."""
+        for entry in self.removed(owned):
+            ids = self.snapshot.read(entry)["ids"]
+            buckets = bucket_of(ids, dense=dense)
+            yield ids[owned[buckets] & self.buckets[buckets]]
+
+    def _of_kinds(self, kinds: Collection[str], owned: Buckets | None) -> list[FileEntry]:
         wanted = [self._places_by_shard(self.buckets)] + ([] if owned is None else [self._places_by_shard(owned)])
         return [
             entry
             for entry in self.snapshot.manifest.files
-            if entry.kind in ROW_KINDS
-            and entry.table == self.table
-            and all(_can_hold(entry, places) for places in wanted)
+            if entry.kind in kinds and entry.table == self.table and all(_can_hold(entry, places) for places in wanted)
         ]
 
     def _places_by_shard(self, buckets: Buckets) -> dict[int, Ids]:

@@ -25,7 +25,7 @@ from geartrain.ams.storage.snapshot.folder import (
     new_staging,
     open_snapshot,
 )
-from geartrain.ams.storage.snapshot.manifest import EXPORT, JOB, MARKS, ROW_KINDS, ROWS, FileEntry
+from geartrain.ams.storage.snapshot.manifest import EXPORT, JOB, MARKS, REMOVED, ROW_KINDS, ROWS, FileEntry
 from geartrain.ams.storage.snapshot.store import Place, place, store_of, within
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.placement import bucket_of, bucket_ranges, buckets_between
@@ -48,7 +48,8 @@ def compact(root: str | Path, name: str, *, new_name: str | None = None) -> Plac
     staging = new_staging(root, f"{name}-whole" if new_name is None else new_name)
     try:
         files = [entry for spec in snapshot.manifest.tables for entry in _merged(staging, chain, spec)]
-        files += [_copied(staging, snapshot, entry) for entry in snapshot.manifest.files if entry.kind not in ROW_KINDS]
+        others = [entry for entry in snapshot.manifest.files if entry.kind not in (*ROW_KINDS, REMOVED)]
+        files += [_copied(staging, snapshot, entry) for entry in others]
     except BaseException:
         staging.abandon()
         raise
@@ -110,7 +111,7 @@ def _rows_of(layers: Sequence[Layer], owned: npt.NDArray[np.bool_], *, dense: bo
     """The rows in buckets ``owned`` [4096], each once: the newest layer that has it gives it."""
     seen = np.empty(0, np.int64)
     for layer in layers:
-        found = [seen]
+        found = [seen, *layer.removed_ids(owned, dense=dense)]
         for entry in layer.blocks(owned):
             arrays = layer.snapshot.read(entry)
             buckets = bucket_of(arrays["ids"], dense=dense)

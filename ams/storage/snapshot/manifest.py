@@ -26,7 +26,7 @@ from geartrain.ams.values.placement import (
     placement_to_bytes,
 )
 
-FORMAT: Literal[4] = 4
+FORMAT: Literal[5] = 5
 """What is written. :data:`_UPGRADES` says how the older ones differ."""
 MANIFEST = "manifest.json"
 JOB = "job"
@@ -43,6 +43,9 @@ With Adam steps [N] are the numbers of the rows' updates.
 EXPORT = "export"
 """Kind of the row blocks of a version of an export: ids [N] and rows [N, D] alone."""
 ROW_KINDS = (ROWS, EXPORT)
+REMOVED = "removed"
+"""Kind of the blocks with the ids [N] of rows that were removed since the parent. Those that the same snapshot has rows
+of came back."""
 GRAPH = "graph"
 """Kind of the blocks of a class table's graph."""
 MAX_MANIFEST_BYTES = 1 << 30
@@ -117,7 +120,7 @@ class Manifest(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
-    format: Literal[4] = FORMAT
+    format: Literal[5] = FORMAT
     """Version of the folder's layout. One that was read is of this one by then."""
     id: Hex128
     """Identity of the snapshot, also inside every block."""
@@ -254,6 +257,7 @@ _UPGRADES: tuple[Callable[[dict[str, Any]], dict[str, Any]], ...] = (
     _as_it_is,  # format 2: parents and deltas
     _as_it_is,  # format 3: writers
     _with_placement,  # format 4: the bucket map, and the buckets of each block
+    _as_it_is,  # format 5: rows that were removed
 )
 """The n-th makes the content of a manifest of format n + 1 out of that of format n, counted from 1."""
 

@@ -102,6 +102,15 @@ class Bits {
       for (size_t word = 0; word < words.size(); ++word) words[word] |= theirs[word];
     }
   }
+  // Takes the members of `other` out.
+  void subtract(const Bits& other) {
+    for (int64_t index = other.pages_.next(0); index >= 0; index = other.pages_.next(index + 1)) {
+      const auto* page = pages_.find(index);
+      if (page == nullptr || !*page) continue;
+      const auto& theirs = other.pages_.at(index)->words;
+      for (size_t word = 0; word < theirs.size(); ++word) (*page)->words[word] &= ~theirs[word];
+    }
+  }
   int64_t memory_bytes() const { return num_pages_ * static_cast<int64_t>(sizeof(Page)); }
 
  private:

@@ -61,6 +61,12 @@ class DenseItems {
     Region& region = regions_.at(layout_.region_of(position));
     region.is_full = ++region.num_rows == layout_.rows_of_region(layout_.region_of(position));
   }
+  // The row at a position went; the item stays its own.
+  void removed(int64_t position) {
+    Region& region = regions_.at(layout_.region_of(position));
+    --region.num_rows;
+    region.is_full = false;
+  }
 
   // Items that are in chunks: 0 .. that.
   int64_t num_items() const { return num_chunks_ << chunk_bits_; }

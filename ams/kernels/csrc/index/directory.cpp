@@ -4,15 +4,31 @@ namespace geartrain {
 
 std::vector<int64_t> HashedDirectory::positions_for(const std::vector<int64_t>& ids) const {
   std::vector<int64_t> positions(ids.size());
-  for (size_t i = 0; i < ids.size(); ++i) positions[i] = index_.size() + static_cast<int64_t>(i);
+  for (size_t i = 0; i < ids.size(); ++i) positions[i] = index_.next_number(static_cast<int64_t>(i));
   return positions;
+}
+
+Bits HashedDirectory::present() const {
+  Bits bits = Bits::first(end());
+  bits.subtract(vacant_);
+  return bits;
 }
 
 Placed HashedDirectory::insert(int64_t id) {
   const int64_t found = index_.find(id);
   if (found >= 0) return {found, false};
-  return {index_.insert(id), true};
+  const int64_t position = index_.insert(id);
+  if (vacant_.memory_bytes() > 0 && vacant_.has(position)) vacant_.clear(position);
+  return {position, true};
 }
+
+void HashedDirectory::reserve_erasures(const std::vector<int64_t>& positions, int64_t vacated) {
+  index_.reserve_releases(vacated);
+  for (int64_t position : positions)
+    if (position >= 0) vacant_.ensure(position);
+}
+
+void HashedDirectory::erase(int64_t id) { vacant_.set(index_.erase(id)); }
 
 DenseDirectory::DenseDirectory(const BucketRanks& ranks, const std::vector<int64_t>& owned, int64_t num_rows, int64_t item_bytes)
     : ranks_(ranks), num_rows_(num_rows), items_(owned, num_rows, item_bytes) {}
@@ -35,6 +51,13 @@ Placed DenseDirectory::insert(int64_t id) {
     ++size_;
   }
   return {position, created};
+}
+
+void DenseDirectory::erase(int64_t id) {
+  const int64_t position = items_.layout().position_of(id);
+  present_.clear(position);
+  items_.removed(position);
+  --size_;
 }
 
 }  // namespace geartrain

@@ -1,5 +1,5 @@
 // Which position a table's id has, if it has one. Two kinds with one face:
-//   HashedDirectory  any id >= 0 in an owned bucket; positions in order of creation
+//   HashedDirectory  any id >= 0 in an owned bucket; positions in order of creation, those of removed rows again
 //   DenseDirectory   ids below num_rows; positions by DenseLayout, a bit for "present", and items apart from positions
 #pragma once
 
@@ -40,9 +40,14 @@ class HashedDirectory {
   int64_t find_item(int64_t id) const { return index_.find(id); }
   int64_t size() const { return index_.size(); }
   int64_t memory_bytes() const { return index_.memory_bytes(); }
-  Bits present() const { return Bits::first(size()); }
+  // Positions that have memory: 0 .. that.
+  int64_t end() const { return index_.end(); }
+  Bits present() const;
   // The lowest position >= `from` that has a row, or -1.
-  int64_t next_present(int64_t from) const { return from < size() ? from : -1; }
+  int64_t next_present(int64_t from) const {
+    while (from < end() && vacant_.has(from)) ++from;
+    return from < end() ? from : -1;
+  }
   int64_t id_at(int64_t position) const { return index_.id_at(position); }
   int64_t bucket_at(int64_t position) const { return hashed_bucket(id_at(position)); }
 
@@ -53,9 +58,17 @@ class HashedDirectory {
   // Gives `id` a position if it has none; both calls above must have been made for it.
   Placed insert(int64_t id);
 
+  // Makes sure that the rows at these positions (-1: none) can be erased, and that many vacated. Throws std::bad_alloc, and then
+  // nothing has changed.
+  void reserve_erasures(const std::vector<int64_t>& positions, int64_t vacated);
+  // Takes the row of an id out. Its position goes on to tell its id, and no other row has it, until it is vacated.
+  void erase(int64_t id);
+  void vacate(int64_t position) { index_.release(position); }
+
  private:
   BucketRanks ranks_;
   IdIndex index_;
+  Bits vacant_;  // positions without a row
 };
 
 class DenseDirectory {
@@ -91,6 +104,10 @@ class DenseDirectory {
   std::vector<int64_t> positions_for(const std::vector<int64_t>& ids);
   void reserve(int64_t, NewMemory&) {}
   Placed insert(int64_t id);
+
+  void reserve_erasures(const std::vector<int64_t>&, int64_t) {}
+  void erase(int64_t id);
+  void vacate(int64_t) {}
 
  private:
   BucketRanks ranks_;

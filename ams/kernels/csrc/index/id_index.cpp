@@ -1,5 +1,6 @@
 #include "index/id_index.hpp"
 
+#include <algorithm>
 #include <new>
 
 #include "machine/too_many_ids.hpp"
@@ -29,8 +30,9 @@ void IdIndex::Table::insert(uint64_t hash, uint64_t tag, int64_t number) {
 }
 
 void IdIndex::reserve(int64_t count, NewMemory* news) {
-  if (count > kMostIds - size_) throw TooManyIds(count, size_, kMostIds);
-  for (int64_t number = size_; number < size_ + count; ++number) ids_.ensure(number, news);
+  const int64_t fresh = std::max<int64_t>(0, count - static_cast<int64_t>(released_.size()));
+  if (fresh > kMostIds - end_) throw TooManyIds(count, size_, kMostIds);
+  for (int64_t number = end_; number < end_ + fresh; ++number) ids_.ensure(number, news);
   int64_t num_lines = static_cast<int64_t>(current_.num_lines);
   if (size_ + count <= most_ids(num_lines)) return;
   while (size_ + count > most_ids(num_lines)) num_lines = num_lines * 7 / 5;
@@ -42,11 +44,81 @@ void IdIndex::reserve(int64_t count, NewMemory* news) {
 }
 
 int64_t IdIndex::insert(int64_t id) {
-  if (growing() && size_ % kInsertionsOfASweep == 0) advance(kLinesOfASweep);
+  if (growing() && insertions_ % kInsertionsOfASweep == 0) advance(kLinesOfASweep);
+  ++insertions_;
   const uint64_t hash = keyed_hash(id);
-  const_cast<Table&>(table_of(hash)).insert(hash, tag_of(id), size_);
-  *reinterpret_cast<int64_t*>(ids_.at(size_)) = id;
-  return size_++;
+  int64_t number = end_;
+  if (released_.empty()) {
+    ++end_;
+  } else {
+    number = released_.back();
+    released_.pop_back();
+  }
+  const_cast<Table&>(table_of(hash)).insert(hash, tag_of(id), number);
+  *reinterpret_cast<int64_t*>(ids_.at(number)) = id;
+  ++size_;
+  return number;
+}
+
+int64_t IdIndex::erase(int64_t id) {
+  const uint64_t hash = keyed_hash(id);
+  const int64_t number = const_cast<Table&>(table_of(hash)).erase(hash, tag_of(id));
+  if (number >= 0) --size_;
+  return number;
+}
+
+void IdIndex::reserve_releases(int64_t count) {
+  const size_t needed = released_.size() + static_cast<size_t>(count);
+  if (needed > released_.capacity()) released_.reserve(std::max(needed, 2 * released_.capacity()));
+}
+
+// No line keeps a gap: an entry is found in the lines from its place to the first one that is not full, so that one behind the gap
+// that could lie in it must.
+//
+// In old lines below the frontier lie copies of entries that have moved. They may be shifted, too, but never before their place, by
+// which `move_line` tells them.
+int64_t IdIndex::Table::erase(uint64_t hash, uint64_t tag) {
+  uint64_t gap = place(hash);
+  int entry = 0;
+  for (;; gap = next(gap)) {
+    const Line& line = lines()[gap];
+    for (entry = 0; entry < kEntries && line.tags[entry] != tag; ++entry) {
+    }
+    if (entry < kEntries) break;
+    if (!line.is_full()) return -1;
+  }
+  const int64_t number = lines()[gap].numbers[entry];
+  const auto distance = [this](uint64_t from, uint64_t to) { return to >= from ? to - from : to + num_lines - from; };
+  for (;;) {
+    Line& line = lines()[gap];
+    const bool was_full = line.is_full();
+    if (was_full) {
+      // The first entry behind it whose place is not behind it.
+      uint64_t from = gap;
+      int moved = -1;
+      do {
+        from = next(from);
+        const Line& behind = lines()[from];
+        for (int one = 0; one < kEntries && behind.tags[one] != 0 && moved < 0; ++one) {
+          const uint64_t home = place(keyed_hash(static_cast<int64_t>(behind.tags[one] - 1)));
+          if (distance(home, from) >= distance(gap, from)) moved = one;
+        }
+      } while (moved < 0 && lines()[from].is_full() && from != gap);
+      if (moved >= 0) {
+        line.tags[entry] = lines()[from].tags[moved];
+        line.numbers[entry] = lines()[from].numbers[moved];
+        gap = from;
+        entry = moved;
+        continue;
+      }
+    }
+    int last = entry;
+    while (last + 1 < kEntries && line.tags[last + 1] != 0) ++last;
+    line.tags[entry] = line.tags[last];
+    line.numbers[entry] = line.numbers[last];
+    line.tags[last] = 0;
+    return number;
+  }
 }
 
 // Sweeps at least `lines` old lines and on to the end of a run of full lines, so that no probe sequence crosses the frontier.

@@ -1,5 +1,5 @@
 // Ids by number, in the order in which they came: id -> number by open addressing over cache lines of five entries, number -> id
-// by an array.
+// by an array. Numbers of erased ids are given again, the last one that was released first.
 //
 // A line's place is the keyed hash as a fraction of all lines. More lines keep the order of the table, so that growth, by two
 // fifths, is one sweep from low places to high: below the frontier an id lives in the new lines, above it in the old ones. A
@@ -12,6 +12,7 @@
 
 #include <bit>
 #include <cstdint>
+#include <vector>
 
 #include "base/common.hpp"
 #include "base/keyed_hash.hpp"
@@ -24,9 +25,13 @@ class IdIndex {
  public:
   IdIndex();
 
+  // Ids that are there.
   int64_t size() const { return size_; }
+  // All numbers are below it.
+  int64_t end() const { return end_; }
   int64_t memory_bytes() const {
-    return static_cast<int64_t>(current_.pages.bytes() + old_.pages.bytes()) + size_ * static_cast<int64_t>(sizeof(int64_t));
+    return static_cast<int64_t>(current_.pages.bytes() + old_.pages.bytes()) + end_ * static_cast<int64_t>(sizeof(int64_t)) +
+           static_cast<int64_t>(released_.size() * sizeof(uint32_t));
   }
 
   void prefetch(int64_t id) const { prefetch_bytes(&home(id), 1); }
@@ -41,8 +46,19 @@ class IdIndex {
   // Makes sure that `count` insertions will succeed. Throws std::bad_alloc, and then nothing has changed once `news` is gone.
   void reserve(int64_t count, NewMemory* news = nullptr);
 
-  // Gives the next number to an absent id; `reserve` must have made room.
+  // Gives a number to an absent id; `reserve` must have made room.
   int64_t insert(int64_t id);
+  // The number that the insertion after `ahead` others will give.
+  int64_t next_number(int64_t ahead) const {
+    const int64_t released = static_cast<int64_t>(released_.size());
+    return ahead < released ? released_[static_cast<size_t>(released - 1 - ahead)] : end_ + ahead - released;
+  }
+
+  // Takes an id out and returns its number, or -1. `id_at` goes on to tell it, and nobody else has the number, until it is released.
+  int64_t erase(int64_t id);
+  // Makes sure that so many numbers can be released. Throws std::bad_alloc, and then nothing has changed.
+  void reserve_releases(int64_t count);
+  void release(int64_t number) { released_.push_back(static_cast<uint32_t>(number)); }
 
  private:
   static constexpr int kEntries = 5;
@@ -76,6 +92,7 @@ class IdIndex {
       }
     }
     void insert(uint64_t hash, uint64_t tag, int64_t number);
+    int64_t erase(uint64_t hash, uint64_t tag);
   };
 
   static uint64_t tag_of(int64_t id) { return static_cast<uint64_t>(id) + 1; }
@@ -97,7 +114,9 @@ class IdIndex {
   Table current_;
   Table old_;              // empty unless growing
   uint64_t frontier_ = 0;  // in lines of old_: ids whose old place is below it have moved
-  int64_t size_ = 0;
+  int64_t size_ = 0, end_ = 0;
+  int64_t insertions_ = 0;
+  std::vector<uint32_t> released_;
 };
 
 }  // namespace geartrain

@@ -11,11 +11,13 @@
 #include <initializer_list>
 #include <span>
 #include <utility>
+#include <vector>
 
 #include "base/common.hpp"
 #include "index/bits.hpp"
 #include "index/id_index.hpp"
 #include "index/slabs.hpp"
+#include "rows/removed_rows.hpp"
 
 namespace geartrain {
 
@@ -31,6 +33,9 @@ class FrozenRows {
         copies_(std::move(room)) {}
 
   int64_t num_members() const { return num_members_; }
+  // Ids of rows that were removed before the moment and belong to a snapshot of what changed; the table's to fill.
+  std::vector<int64_t>& removed() { return removed_; }
+  const std::vector<int64_t>& removed() const { return removed_; }
   // The memory that was used, for the next moment: fresh pages cost a push more than the copies. Bounded, so that a
   // moment at which every row was written does not hold as much for good.
   SlabArray take_room() {
@@ -107,6 +112,7 @@ class FrozenRows {
   Bits in_place_;  // of the members: neither copied aside nor read yet
   int64_t num_members_;
   int64_t only_in_place_;
+  std::vector<int64_t> removed_;
   SlabArray copies_;
   IdIndex aside_;  // positions, by place in copies_
   std::array<uint8_t, kNumBuckets> wanted_ = filled();

@@ -1,4 +1,5 @@
-// Which rows were written since each of several moments, so that several readers ask for what is new to them, none in another's way.
+// Which rows were written, and which removed, since each of several moments, so that several readers ask for what is new to them, none
+// in another's way.
 #pragma once
 
 #include <algorithm>
@@ -8,6 +9,7 @@
 #include <vector>
 
 #include "index/bits.hpp"
+#include "rows/removed_rows.hpp"
 
 namespace geartrain {
 
@@ -26,7 +28,7 @@ class Moments {
     known_.reserve(known_.size() + 1);
     if (!known_.empty()) known_.back().written_after = std::move(written_);
     written_ = Bits();
-    known_.push_back({++last_, Bits()});
+    known_.push_back({++last_, Bits(), RemovedRows()});
     return last_;
   }
   // The last one that is known, or kNone.
@@ -37,6 +39,24 @@ class Moments {
     Bits all = written_.copy();
     for (auto at = find(moment); at != known_.end(); ++at) all.add(at->written_after);
     return all;
+  }
+  // Ids of rows that were there at a moment that is known and were removed since; some have a row again.
+  const std::vector<int64_t>& removed_since(int64_t moment) const { return find(moment)->removed.ids(); }
+  // Makes room for `count` removals; see RemovedRows::reserve.
+  template <class Present>
+  void reserve_removals(int64_t count, const Present& present) {
+    for (Known& one : known_) one.removed.reserve(count, present);
+  }
+  // The row of `id` at `position` goes.
+  void note_removal(int64_t position, int64_t id) {
+    const auto clear = [position](Bits& written) {
+      if (written.has(position)) written.clear(position);
+    };
+    clear(written_);
+    for (Known& one : known_) {
+      clear(one.written_after);
+      one.removed.note(position, id);
+    }
   }
   // Nobody will ask for what was written since this one any more; without effect if it is not known. Where there is no memory to
   // join what lies before and after it, older ones are forgotten too.
@@ -58,10 +78,10 @@ class Moments {
     before->written_after = &after == &written_ ? Bits() : std::move(after);
     known_.erase(at);
   }
-  // Of the sets between moments.
+  // Of the sets between moments, and of what was removed.
   int64_t memory_bytes() const {
     int64_t bytes = 0;
-    for (const Known& one : known_) bytes += one.written_after.memory_bytes();
+    for (const Known& one : known_) bytes += one.written_after.memory_bytes() + one.removed.memory_bytes();
     return bytes;
   }
 
@@ -69,6 +89,7 @@ class Moments {
   struct Known {
     int64_t number;
     Bits written_after;  // before the next one that is known; of the last one they are in `written_`
+    RemovedRows removed;
   };
 
   std::vector<Known>::const_iterator find(int64_t moment) const {
@@ -81,7 +102,7 @@ class Moments {
 
   static std::vector<Known> first() {
     std::vector<Known> known;
-    known.push_back({0, Bits()});
+    known.push_back({0, Bits(), RemovedRows(Bits())});
     return known;
   }
 };

@@ -124,7 +124,8 @@ int64_t RowStore::num_present() const {
 
 int64_t RowStore::memory_bytes() const {
   std::shared_lock lock(mutex_);
-  const int64_t items = items_ != nullptr ? items_->num_items() : num_rows_there();
+  const auto* hashed = std::get_if<HashedDirectory>(&directory_);
+  const int64_t items = hashed != nullptr ? hashed->end() : items_->num_items();
   // What a freeze copied aside, and the memory it leaves to the next one, are not small beside the rows.
   const int64_t aside = frozen_ ? std::max(room_items_, frozen_->num_aside()) : room_items_;
   return (items + aside) * static_cast<int64_t>(row_bytes() + slot_bytes() + step_bytes()) +
@@ -454,6 +455,7 @@ int64_t RowStore::create_missing(const int64_t* ids, int64_t* positions, int64_t
           if (positions[i] >= 0) continue;
           const Placed placed = directory.insert(ids[i]);
           positions[i] = placed.position;
+          if (placed.created && has_removed_) clear_item(item_at(placed.position));
           if (placed.created && buffer != nullptr) write_initial(rows_.at(item_at(placed.position)), ids[i], buffer);
           created += placed.created;
         }
@@ -591,6 +593,7 @@ int64_t RowStore::freeze(std::optional<int64_t> since) {
   std::unique_lock lock(mutex_);
   Bits members = since ? moments_.since(*since)
                        : std::visit([](const auto& directory) { return directory.present(); }, directory_);
+  std::vector<int64_t> removed = since ? moments_.removed_since(*since) : std::vector<int64_t>();
   if (!room_) room_.emplace(static_cast<int64_t>(row_bytes() + slot_bytes() + step_bytes()), INT64_MAX);
   frozen_.emplace(std::move(members), std::move(*room_));
   room_.reset();
@@ -600,6 +603,7 @@ int64_t RowStore::freeze(std::optional<int64_t> since) {
     frozen_.reset();
     throw;
   }
+  frozen_->removed() = std::move(removed);
   return frozen_->num_members();
 }
 
@@ -659,6 +663,12 @@ void RowStore::thaw(bool kept) {
   std::unique_lock lock(mutex_);
   if (!frozen_) return;
   if (!kept) moments_.forget(frozen_at_);
+  std::visit(
+      [this](auto& directory) {
+        for (int64_t position : vacated_at_thaw_) directory.vacate(position);
+      },
+      directory_);
+  vacated_at_thaw_.clear();
   const int64_t used = std::max(room_items_, frozen_->num_aside());
   room_ = frozen_->take_room();
   room_items_ = std::min(used, room_->capacity());

@@ -88,6 +88,8 @@ class RowStore {
   void make_room_to_keep(int64_t count);
   // `rows` are of the table's dtype; the slots of assigned rows become zero. Returns the number of rows created.
   int64_t assign(const int64_t* ids, int64_t count, const char* rows, Pauses* pauses = nullptr);
+  // Takes rows out: they are as ones that were never written. Ids may repeat, or have no row. Returns how many rows went.
+  int64_t remove(const int64_t* ids, int64_t count);
 
   // The rows as they are now, or only those written since a moment that is known, can be read from here on while writes go on.
   // Returns their number; latest_moment() is the moment then. One freeze at a time.
@@ -98,6 +100,9 @@ class RowStore {
   // Only those of `buckets` ([kNumBuckets], 0 where not wanted; null: all), in order of position. Returns how many; -1: that
   // was all. Looks at a bounded number of rows, so that writers do not wait for long: it may return fewer than there are, or 0.
   int64_t read_frozen(int64_t most, const uint8_t* buckets, int64_t* ids, char* rows, char* slots, int64_t* steps);
+  // Ids of rows that were there at the moment that the freeze was asked for and had been removed by then; one that has a row again may
+  // be among them. None of a freeze of all rows. Copies up to `most`, from number `from` on; returns how many.
+  int64_t read_frozen_removed(int64_t from, int64_t most, int64_t* ids) const;
   // Ends the freeze. If what was read is not kept, its moment is forgotten.
   void thaw(bool kept);
   // The moments that `freeze` can be asked for, by number: those noted here and of freezes, until they are forgotten; 0 is when the
@@ -199,6 +204,8 @@ class RowStore {
   Magnitudes bounds_;        // of all rows and slots, kept exact enough to prove that a push cannot overflow
   bool bounds_lag_ = false;  // a push has written rows that they do not count yet
   Moments moments_;
+  bool has_removed_ = false;              // there are places that rows have left
+  std::vector<int64_t> vacated_at_thaw_;  // positions whose rows were removed since the freeze
   std::optional<FrozenRows> frozen_;
   int64_t frozen_at_ = Moments::kNone;     // the moment of `frozen_`
   std::optional<SlabArray> room_;  // what the last freeze kept rows in

@@ -120,6 +120,17 @@ RowArrays checked_items(const RowStore& store, size_t count, const Array& rows, 
           has_slots ? const_cast<char*>(static_cast<const char*>(slots->data())) : nullptr};
 }
 
+int64_t remove_rows(RowStore& store, const IdArray& ids) {
+  WithoutInterpreter release;
+  return store.remove(ids.data(), static_cast<int64_t>(ids.size()));
+}
+
+int64_t read_frozen_removed(const RowStore& store, int64_t from, const IdOutput& ids) {
+  require(from >= 0, "from must be >= 0");
+  WithoutInterpreter release;
+  return store.read_frozen_removed(from, static_cast<int64_t>(ids.size()), ids.data());
+}
+
 int64_t freeze(RowStore& store, std::optional<int64_t> since) {
   require(!store.is_frozen(), "the table is frozen already");
   require(!since || store.knows_moment(*since), "the table does not know what was written since that moment");
@@ -201,6 +212,8 @@ void bind_row_store(nb::module_& m) {
       .def("make_room", &make_room, nb::arg("ids").noconvert())
       .def("make_room_to_keep", &RowStore::make_room_to_keep, nb::arg("count"), nb::call_guard<WithoutInterpreter>())
       .def("assign", &assign, nb::arg("ids").noconvert(), nb::arg("rows").noconvert())
+      .def("remove", &remove_rows, nb::arg("ids").noconvert())
+      .def("read_frozen_removed", &read_frozen_removed, nb::arg("from_number"), nb::arg("ids").noconvert())
       .def("freeze", &freeze, nb::arg("since").none())
       .def("note_moment", &RowStore::note_moment)
       .def("forget_moment", &RowStore::forget_moment, nb::arg("moment"))

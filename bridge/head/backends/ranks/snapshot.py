@@ -173,12 +173,17 @@ def _require_spec(table: RankTable, snapshot: Snapshot) -> None:
 
 
 def _read(table: RankTable, snapshot: Snapshot) -> None:
-    for layer in reversed(layers_of(snapshot.chain(), table.spec.name)):  # the oldest first: what comes later holds
-        for entry in layer.blocks(np.ones(NUM_BUCKETS, np.bool_)):
+    every, none = np.ones(NUM_BUCKETS, np.bool_), np.empty(0, np.int64)
+    layers = layers_of(snapshot.chain(), table.spec.name)
+    removed = [np.concatenate([none, *layer.removed_ids(every, dense=True)]) for layer in layers]
+    for number, layer in reversed(list(enumerate(layers))):  # the oldest first: what comes later holds
+        removed_later = np.concatenate([none, *removed[:number]])
+        for entry in layer.blocks(every):
             arrays = layer.snapshot.read(entry)
             ids, rows, slots, steps = arrays["ids"], arrays["rows"], arrays.get("slots"), arrays.get("steps")
             _require_fit(table, entry, snapshot, arrays)
             mine = layer.buckets[bucket_of(ids, dense=True)] & (ids >= table.first) & (ids < table.stop)
+            mine &= ~np.isin(ids, removed_later)
             table.restore(
                 torch.from_numpy(ids[mine] - table.first).to(table.device),
                 as_tensor(rows[mine], table.rows_LD.dtype),

@@ -162,12 +162,12 @@ def test_another_format_is_refused_by_name(tmp_path: Path, take: Take) -> None:
 
     path = take(tmp_path, "a") / MANIFEST
     content = open_snapshot(path.parent).manifest.model_dump(mode="json")
-    path.write_bytes(m.seal_json({**content, "format": 5, "new": []}))
-    with pytest.raises(SnapshotTooNew, match=r"a/manifest\.json cannot be used: it is of format 5"):
+    path.write_bytes(m.seal_json({**content, "format": 6, "new": []}))
+    with pytest.raises(SnapshotTooNew, match=r"a/manifest\.json cannot be used: it is of format 6"):
         open_snapshot(path.parent)
     take(tmp_path, "older", step=0)
     assert [listed.name for listed in list_snapshots(tmp_path)] == ["a", "older"]
-    with pytest.raises(SnapshotTooNew, match="format 5"):
+    with pytest.raises(SnapshotTooNew, match="format 6"):
         latest(tmp_path)
     assert latest(tmp_path, allow_fallback=True).name == "older"
     assert prune(tmp_path, 1) == [] and path.exists()

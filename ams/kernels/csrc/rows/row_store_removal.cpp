@@ -1,0 +1,59 @@
+// The part of a row store that takes rows out.
+#include <algorithm>
+
+#include "machine/lookahead.hpp"
+#include "rows/row_store.hpp"
+
+namespace geartrain {
+
+int64_t RowStore::remove(const int64_t* ids, int64_t count) {
+  std::unique_lock lock(mutex_);
+  require_legal(ids, count);
+  std::vector<int64_t> positions(static_cast<size_t>(count));
+  std::visit(
+      [&](const auto& directory) {
+        for (int64_t i = 0; i < count; ++i) {
+          if (i + kBurst < count) directory.prefetch(ids[i + kBurst]);
+          positions[static_cast<size_t>(i)] = directory.find(ids[i]);
+        }
+      },
+      directory_);
+  moments_.reserve_removals(
+      count, [this] { return std::visit([](const auto& directory) { return directory.present(); }, directory_); });
+  const size_t vacated = vacated_at_thaw_.size() + positions.size();
+  std::visit([&](auto& directory) { directory.reserve_erasures(positions, static_cast<int64_t>(vacated)); }, directory_);
+  if (frozen_ && vacated > vacated_at_thaw_.capacity())
+    vacated_at_thaw_.reserve(std::max(vacated, 2 * vacated_at_thaw_.capacity()));
+  // A position of a hashed table is nobody else's before the thaw.
+  if (frozen_ && items_ != nullptr) keep_aside(positions);
+  // From here on nothing can fail.
+  int64_t removed = 0;
+  std::visit(
+      [&](auto& directory) {
+        for (int64_t i = 0; i < count; ++i) {
+          const int64_t position = positions[static_cast<size_t>(i)];
+          if (position < 0 || directory.find(ids[i]) < 0) continue;  // there was none, or it stood in `ids` before
+          moments_.note_removal(position, ids[i]);
+          directory.erase(ids[i]);
+          if (frozen_ && items_ == nullptr)
+            vacated_at_thaw_.push_back(position);
+          else
+            directory.vacate(position);
+          ++removed;
+        }
+      },
+      directory_);
+  has_removed_ = has_removed_ || removed > 0;
+  return removed;
+}
+
+int64_t RowStore::read_frozen_removed(int64_t from, int64_t most, int64_t* ids) const {
+  std::shared_lock lock(mutex_);
+  if (!frozen_) return 0;
+  const std::vector<int64_t>& removed = frozen_->removed();
+  const int64_t count = std::clamp<int64_t>(static_cast<int64_t>(removed.size()) - from, 0, most);
+  std::copy_n(removed.data() + from, count, ids);
+  return count;
+}
+
+}  // namespace geartrain
