@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType, TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from geartrain.ams.client.cluster_status import ClusterStatus, describe_cluster
 from geartrain.ams.client.data_streams import DataStreams
@@ -29,6 +29,7 @@ from geartrain.ams.values.arguments import checked_name, integer
 from geartrain.ams.values.config import ClientConfig
 from geartrain.ams.values.errors import (
     ConfigError,
+    GeartrainError,
     GraphUnavailable,
     InvalidArgument,
     SchedulerUnavailable,
@@ -50,6 +51,14 @@ if TYPE_CHECKING:
     from geartrain.ams.graph.client.calls import GraphCalls
 
 logger = logging.getLogger(__name__)
+
+
+class LaterWrites(Protocol):
+    """Writes that somebody sends in the background."""
+
+    def wait(self) -> None:
+        """Wait until none is under way. Raises an error of theirs that nobody has seen."""
+        ...
 
 
 class Cluster:
@@ -75,6 +84,7 @@ class Cluster:
         self._stream = stream
         self._close = close
         self._closed = False
+        self._later_writes: weakref.WeakSet[LaterWrites] = weakref.WeakSet()
         self._job_steps: weakref.WeakSet[JobSteps] = weakref.WeakSet()
         if stream.is_named:
             # Only the marks of numbered writes mean anything to a process that goes on under this name.
@@ -93,6 +103,11 @@ class Cluster:
     ) -> None:
         if kind is not None and not issubclass(kind, Exception) and not self._calls.is_forked:
             self._give_up()  # Ctrl-C or an exit: whoever waits for a dead shard in the background waits no longer
+        if kind is not None and not self._calls.is_forked:
+            try:
+                self._finish_writes()
+            except GeartrainError as exc:  # what ended the block is the error to raise
+                logger.warning("writes in the background were not applied: %s", exc)
         self.close()
 
     @property
@@ -350,6 +365,7 @@ class Cluster:
         if ``name`` exists), SnapshotRefused (a server does not write there: ``snapshot_roots``), ShardUnavailable,
         StaleClient (of a named stream that was taken over).
         """
+        self._finish_writes()
         job = JobContents(step=integer("step", step, 0), values=values or {}, files=files or {})
         return begin_snapshot(
             self._calls,
@@ -427,6 +443,14 @@ class Cluster:
         """An embedded cluster takes those there are even if nobody has asked for :attr:`graph` yet."""
         return self.graph if there_are_some and not self._calls.remote else self._graphs()
 
+    def wait_for(self, writes: LaterWrites) -> None:
+        """Let snapshots, and the end, wait for writes that somebody sends later, as long as he holds them."""
+        self._later_writes.add(writes)
+
+    def _finish_writes(self) -> None:
+        for writes in list(self._later_writes):
+            writes.wait()
+
     def close(self) -> None:
         """Finish what runs in the background, close connections; an embedded cluster ends with its rows. Idempotent.
 
@@ -436,6 +460,12 @@ class Cluster:
         if self._closed or self._calls.is_forked:
             return
         self._closed = True
+        try:
+            self._finish_writes()
+        finally:
+            self._close_all()
+
+    def _close_all(self) -> None:
         for steps in list(self._job_steps):
             steps.leave()
         if self._graph is not None:

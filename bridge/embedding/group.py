@@ -104,7 +104,8 @@ class EmbeddingGroup(nn.Module):
             )
         )
         self._lead = BoundedLead(cluster, name, mode) if isinstance(mode, SSP) else None
-        self._is_bounded = joined or self._lead is not None
+        self.cluster = cluster
+        self.is_bounded = joined or self._lead is not None
         """Whether the look-up of a step must see what others have pushed by then."""
         self.parts = nn.ModuleList(
             TrainedTables(cluster, [made[table] for table in tables], its, self._lead)
@@ -190,6 +191,8 @@ class EmbeddingGroup(nn.Module):
     @runs_eagerly
     def _looked_up(self, given: Sequence[BatchIds]) -> tuple[Tensor, ...]:
         pulled = self._merged(given)
+        for part in self._trained:
+            part.row_update.flush()
         self.join()
         pull([pulled])
         return self._pooled(pulled)
@@ -207,7 +210,7 @@ class EmbeddingGroup(nn.Module):
         except BadId as bad:
             number, place = bad.args
             raise self._bad_id(number, features[number], place) from None
-        return BatchRows(self._tables, features, given, lookup, is_bounded=self._is_bounded)
+        return BatchRows(self._tables, features, given, lookup, is_bounded=self.is_bounded)
 
     @runs_eagerly
     def _pooled(self, pulled: BatchRows) -> tuple[Tensor, ...]:

@@ -37,6 +37,7 @@ class TrainedTables(nn.Module):
 
     def get_extra_state(self) -> dict[str, Any]:
         """Names, step, and what tells the rows from others, which are in snapshots. A small pull a table."""
+        self.row_update.flush()
         return {
             "step": self.row_update.step,
             "tables": {

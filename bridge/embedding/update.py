@@ -165,6 +165,16 @@ class EmbeddingUpdate(PendingUpdate[EmbeddingGradient]):
             self._writes = writes
         return self._writes
 
+    def hand_over(self) -> None:
+        """See the base class."""
+        self._writes = None
+        super().hand_over()
+
+    def flush(self) -> None:
+        """Wait for pushes that are under way in the background. Raises an error of theirs that is news."""
+        if self.background is not None:
+            self.background.wait()
+
     def apply(self, optimizer: RowOptimizerSpec) -> None:
         """Push what is pending, then forget it. After an error a second call sends what is left; none applies twice."""
         if self._pending is None or self.carrier.grad is None:

@@ -11,13 +11,18 @@ from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.text import quoted
 from geartrain.bridge.embedding.batch_rows import BatchRows, pull, pull_again
 from geartrain.bridge.embedding.group import EmbeddingGroup
+from geartrain.bridge.pipeline.background_pushes import BackgroundPushes
 from geartrain.bridge.pipeline.stages import Pipeline, StageTime, close, now
 
 if TYPE_CHECKING:
     from geartrain.ams.client.rows.write_log import WriteLog, WriteReader
     from geartrain.ams.client.table import Table
+    from geartrain.bridge.embedding.update import EmbeddingUpdate
 
 Stage = Callable[[Any], Any]
+_FORGOTTEN_SECONDS = 5.0
+"""How long a run that nobody holds any more waits for each thread. The garbage collector ends it, in any place: one may
+need what is held there."""
 
 
 def prefetch(
@@ -48,7 +53,9 @@ def prefetch(
         depth: Batches, at most, that a stage is ahead of the next, >= 1.
         staleness: Steps of this process, at most, whose pushes the rows may lack, >= 0. Those of other workers are
             in rows as of when they were pulled; but groups of mode "sync" or SSP are pulled when they are handed out,
-            or with a ``staleness``, at most so many steps of this process before.
+            or with a ``staleness``, at most so many steps of this process before. With a ``staleness`` pushes are
+            sent in the background: an error of one is raised by the next step or batch; the look-ups of a group,
+            ``gt.save``, snapshots, and the end of the loop wait for them.
         stages: Functions batch -> batch between the loader and the lookup, in order.
 
     Returns:
@@ -96,6 +103,11 @@ class Prefetch:
     def __iter__(self) -> PrefetchRun:
         return PrefetchRun(self)
 
+    @property
+    def updates(self) -> list[EmbeddingUpdate]:
+        """Those of all groups."""
+        return [part.row_update for group in self._groups for part in group]
+
     def __len__(self) -> int:
         return len(self._loader)  # type: ignore[arg-type]
 
@@ -122,8 +134,9 @@ class PrefetchRun(Iterator[tuple[Any, Any]]):
     def __init__(self, of: Prefetch) -> None:
         self._of = of
         self._readers = {log: log.reader() for log in {log: None for group in of._groups for log in group.write_logs}}
+        self._pushes: BackgroundPushes | None = None
         self._pipeline = Pipeline([f"prefetch-{name}" for name in list(of.times)[:-2]], of._depth)
-        self._end = weakref.finalize(self, self._pipeline.stop)
+        self._end = weakref.finalize(self, _end, self._pipeline, None, _FORGOTTEN_SECONDS)
         self._has_started = False
         self._is_closed = False
         self._handed_out_at: tuple[float, float] | None = None
@@ -138,17 +151,32 @@ class PrefetchRun(Iterator[tuple[Any, Any]]):
             if not self._has_started:
                 self._start()
             handed_out = self._hand_out(self._pipeline.next())
-        except BaseException:
+        except StopIteration:
             self.close()
+            raise
+        except BaseException:
+            self._stop()
             raise
         self._handed_out_at = now()
         return handed_out
 
     def close(self) -> None:
-        """End the run: stop the threads once they have ended what they are at. Idempotent."""
+        """End the run: stop the threads once they have ended what they are at, pushes that wait included. Idempotent.
+
+        Raises the error of a push in the background that is news.
+        """
+        self._stop()
+        if self._pushes is not None:
+            self._pushes.wait()
+
+    def _stop(self) -> None:
         self._is_closed = True
-        self._end()
+        self._end.detach()
+        _end(self._pipeline, self._pushes)
         self._readers.clear()
+        for update in self._of.updates:
+            if self._pushes is not None and update.background is self._pushes and self._pushes.is_clean:
+                update.background = None
 
     def _start(self) -> None:
         self._has_started = True
@@ -160,6 +188,7 @@ class PrefetchRun(Iterator[tuple[Any, Any]]):
             first = next(items)
             for group in of._groups:
                 group.join()
+            self._push_later()
             times[0].count(begun)
             self._pipeline.start(
                 first, items, [*of._stages, _puller(of._groups, self._readers, of._staleness)], times[:-2]
@@ -169,9 +198,29 @@ class PrefetchRun(Iterator[tuple[Any, Any]]):
                 close(items)
             raise
 
+    def _push_later(self) -> None:
+        """Have steps send their pushes in the background, where rows may lack some."""
+        groups = [group for group in self._of._groups if not group.is_bounded]
+        if not self._of._staleness or not groups:
+            return
+        for update in self._of.updates:
+            if update.background is not None:
+                update.background.wait()  # of an earlier run
+                update.background.settle()
+        self._pushes = pushes = BackgroundPushes()
+        self._end.detach()
+        self._end = weakref.finalize(self, _end, self._pipeline, pushes, _FORGOTTEN_SECONDS)
+        for group in groups:
+            group.cluster.wait_for(pushes)
+            for part in group:
+                part.row_update.background = pushes
+
     def _hand_out(self, ready: _Ready) -> tuple[Any, Any]:
         begun = now()
         missing = self._of._staleness
+        for update in self._of.updates:  # of an evaluation within a training run, those of that
+            if update.background is not None:
+                update.background.wait(missing)
         for group in self._of._groups:
             group.join()
         touched = {log: reader.touched(ready.marks[log], missing=missing) for log, reader in self._readers.items()}
@@ -186,6 +235,12 @@ class PrefetchRun(Iterator[tuple[Any, Any]]):
         vectors = tuple(group.vectors_of(pulled) for group, pulled in zip(groups, ready.pulled, strict=True))
         self._of.times["hand out"].count(begun)
         return ready.batch, vectors[0] if self._of._is_one else vectors
+
+
+def _end(pipeline: Pipeline, pushes: BackgroundPushes | None, timeout_seconds: float | None = None) -> None:
+    pipeline.stop(timeout_seconds)
+    if pushes is not None:
+        pushes.close(timeout_seconds)
 
 
 def _puller(groups: Sequence[EmbeddingGroup], readers: Mapping[WriteLog, WriteReader], staleness: int) -> Stage:

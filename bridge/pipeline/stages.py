@@ -94,15 +94,27 @@ class Pipeline:
                 del error, item  # or the error would hold itself, by way of this frame
         return item
 
-    def stop(self) -> None:
-        """Drop what was not taken, and wait until the threads have ended what they are at. Idempotent."""
+    def stop(self, timeout_seconds: float | None = None) -> None:
+        """Drop what was not taken, and wait until the threads have ended what they are at. Idempotent.
+
+        The garbage collector may call it from anywhere, also where a lock is held that a thread needs: so it has a
+        ``timeout_seconds`` for each thread, and none is waited for on another of such threads.
+        """
         for one in self._queues:
             one.stop()
-        if getattr(_this_thread, "is_stage", False):
-            return  # the garbage collector calls from anywhere, and nobody can wait for himself
         for thread in self._threads:
-            if thread.ident is not None:
-                thread.join()
+            if thread.ident is not None and not is_stage():
+                thread.join(timeout_seconds)
+
+
+def mark_as_stage() -> None:
+    """This thread is one of a pipeline."""
+    _this_thread.is_stage = True
+
+
+def is_stage() -> bool:
+    """Whether this thread is one of a pipeline."""
+    return getattr(_this_thread, "is_stage", False)
 
 
 class _Failure:
@@ -151,7 +163,7 @@ class _Queue:
 
 
 def _read(items: Iterator[Any], to: _Queue, taken: StageTime) -> None:
-    _this_thread.is_stage = True
+    mark_as_stage()
     try:
         while to.reserve():
             begun = now()
@@ -182,7 +194,7 @@ def close(items: Any) -> None:
 
 
 def _work(work: Callable[[Any], Any], source: _Queue, to: _Queue, taken: StageTime) -> None:
-    _this_thread.is_stage = True
+    mark_as_stage()
     while to.reserve():
         item = source.get()
         if item is _STOPPED:

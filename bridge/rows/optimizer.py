@@ -83,6 +83,10 @@ class RowOptimizer(torch.optim.Optimizer):
         zero_grad()). After an error the gradients that were not pushed are still pending: call step() again, or
         zero_grad() to drop them. A step that GradScaler skips pushes nothing and drops them: they could not be pushed
         later either. Of embeddings with ``mode=gt.SSP(s)`` it returns once no other worker is more than s steps behind.
+
+        Pushes that :func:`gt.prefetch` sends in the background are under way when it returns. An error of theirs is
+        raised by the next step, once, before that step pushes; the one after it sends again what was not applied, and
+        zero_grad() drops that.
         """
         loss = None
         if closure is not None:
@@ -93,6 +97,7 @@ class RowOptimizer(torch.optim.Optimizer):
             self.zero_grad()
             self._keep_pace()
             return loss
+        self._settle()
         steps = []
         for group, update in self._group_updates():
             update.require_present()
@@ -102,14 +107,31 @@ class RowOptimizer(torch.optim.Optimizer):
             self.multiply_gradients(1.0 / float(grad_scale))
             self.grad_scale = None  # after an error they are pending as they are now
         prepared = [(optimizer, update, update.prepare(optimizer)) for optimizer, update in steps]
-        error = _send_together([write for _, _, writes in prepared for write in writes])
+        later: dict[int, list[TableWrite]] = {}
+        for _, update, writes in prepared:
+            if update.background is not None and writes:
+                later.setdefault(id(update.background), []).extend(writes)
+        error = _send_together([write for _, update, writes in prepared if not update.background for write in writes])
         for optimizer, update, writes in prepared:
-            if error is None or (writes and all(write.is_sent for write in writes)):
+            if update.background is not None:
+                if id(update.background) in later:
+                    update.background.submit(later.pop(id(update.background)))
+                if writes:
+                    update.hand_over()
+            elif error is None or (writes and all(write.is_sent for write in writes)):
                 update.apply(optimizer)
         if error is not None:
             raise error
         self._keep_pace()
         return loss
+
+    def _settle(self) -> None:
+        """Raise what pushes of earlier steps have failed with."""
+        for update in self._updates.values():
+            if update.background is not None:
+                update.background.settle()
+                if update.background.is_closed and update.background.is_clean:
+                    update.background = None
 
     def _keep_pace(self) -> None:
         paces = {id(update.pace): update.pace for update in self._updates.values() if update.pace is not None}
@@ -121,6 +143,8 @@ class RowOptimizer(torch.optim.Optimizer):
         super().zero_grad(set_to_none=True)
         for update in self._updates.values():
             update.discard()
+            if update.background is not None:
+                update.background.drop()
 
     def multiply_gradients(self, factor: float) -> None:
         """Multiply the pending row gradients of all modules."""

@@ -67,6 +67,8 @@ class PendingUpdate(ABC, Generic[G]):
     ranks: Ranks | None = None
     pace: Pace | None = None
     """Told of every step, once for all updates that have the same; None: nobody waits."""
+    background: Background | None = None
+    """Sends the pushes of a step while the next one is computed; None: the step sends them."""
 
     def __init__(self) -> None:
         self.carrier = torch.zeros(1, requires_grad=True)
@@ -211,6 +213,11 @@ class PendingUpdate(ABC, Generic[G]):
         """Make ready what :meth:`apply` sends; return it if it is pushes that can be sent together with others."""
         return ()
 
+    def hand_over(self) -> None:
+        """The pushes of :meth:`prepare` are sent by others: forget what is pending."""
+        self.step += 1
+        self.discard()
+
     @abstractmethod
     def apply(self, optimizer: RowOptimizerSpec) -> None:
         """Let ``optimizer``, as :meth:`optimizer_of` made it, apply what is pending; then forget it."""
@@ -242,6 +249,34 @@ class Pace(Protocol):
 
     def step_done(self) -> None:
         """A step of this worker was applied, or skipped. May wait for others."""
+        ...
+
+
+class Background(Protocol):
+    """What sends pushes after the step that made them."""
+
+    is_closed: bool
+    """Whether the step is to send its own."""
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether every push was applied, or given up."""
+        ...
+
+    def submit(self, writes: Sequence[TableWrite]) -> None:
+        """Send the pushes of one step, some time."""
+        ...
+
+    def wait(self, most: int = 0) -> None:
+        """Wait until the pushes of at most so many steps are under way. Raises an error that is news."""
+        ...
+
+    def settle(self) -> None:
+        """Raise an error that is news; after one that was raised, send again what is left."""
+        ...
+
+    def drop(self) -> None:
+        """Give up what is left after an error that was raised."""
         ...
 
 

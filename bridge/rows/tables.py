@@ -40,6 +40,10 @@ class TableWrite(HeadWrite, Protocol):
         """Whether all shards have answered."""
         ...
 
+    def announce(self) -> None:
+        """Let those who keep rows know that these change from now on."""
+        ...
+
     def send_with(self, others: Sequence[Any]) -> None:
         """Send it, and other pushes of rows, in one request to each shard. Raises the first error of all."""
         ...

@@ -146,7 +146,7 @@ def test_rows_lack_at_most_as_many_pushes_as_said(cluster: Cluster) -> None:
             rows.step()
             rows.zero_grad()
             wait_for_pulls(loop, step + 5, STEPS)
-        assert max(missing) == min(staleness, 4), missing
+        assert min(staleness, 4) <= max(missing) <= staleness, missing
         assert (loop.refreshed_rows > 0) == (staleness < 4)
 
 

@@ -1,0 +1,116 @@
+"""The pushes of steps, sent by a thread of its own while the next step is computed."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import deque
+from collections.abc import Sequence
+
+from geartrain.ams.values.interrupts import shielded
+from geartrain.bridge.pipeline.stages import is_stage, mark_as_stage
+from geartrain.bridge.rows.tables import TableWrite
+
+_LOOK_SECONDS = 0.1
+
+
+class BackgroundPushes:
+    """Sends pushes in the order of their steps, those of a step in one request to each shard.
+
+    After an error nothing more is sent, and nothing is lost: it is raised once where a step, a look-up, a snapshot or
+    the end of the loop comes next. The step after that sends again what is left, each push exactly once;
+    :meth:`drop` gives it up. For one thread, beside its own.
+    """
+
+    def __init__(self) -> None:
+        self._left: deque[Sequence[TableWrite]] = deque()
+        """The pushes of steps that are not all sent, the oldest first."""
+        self._orders: queue.SimpleQueue[bool] = queue.SimpleQueue()  # no lock of it can be left taken by Ctrl-C
+        self._news: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._is_raised = False
+        self.is_closed = False
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether every push was applied, or given up."""
+        return not self._left
+
+    def submit(self, writes: Sequence[TableWrite]) -> None:
+        """Send the pushes of one step, some time. There must be no error."""
+        for write in writes:
+            write.announce()
+        self._left.append(writes)
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=self._work, args=(self._orders,), name="geartrain-prefetch-push", daemon=True
+            )
+            shielded(self._thread.start)
+        self._orders.put(True)
+
+    def wait(self, most: int = 0) -> None:
+        """Wait until the pushes of at most so many steps are under way. Raises an error if it is why more stay, and is
+        news.
+        """
+        while len(self._left) > most and self._error is None:
+            try:
+                self._news.get(timeout=_LOOK_SECONDS)
+            except queue.Empty:
+                continue
+        if len(self._left) > most and self._error is not None and not self._is_raised:
+            self._is_raised = True
+            error = self._error
+            try:
+                raise error
+            finally:
+                del error  # or it would hold itself, by way of this frame
+
+    def settle(self) -> None:
+        """Before a step: raise an error that is news, send again what is left after one that was raised."""
+        if self._error is None:
+            return
+        self.wait()
+        while self._left:
+            _send(self._left[0])
+            self._left.popleft()
+        self._begin_anew()
+
+    def drop(self) -> None:
+        """Give up what is left after an error that was raised."""
+        if self._is_raised:
+            for writes in self._left:
+                for write in writes:
+                    write.abandon()
+            self._left.clear()
+            self._begin_anew()
+
+    def close(self, timeout_seconds: float | None = None) -> None:
+        """Send what is left, then end the thread; wait for that no longer than so. Idempotent."""
+        self.is_closed = True
+        self._orders.put(False)
+        thread = self._thread
+        if thread is not None and thread.ident is not None and not is_stage():
+            thread.join(timeout_seconds)
+
+    def _begin_anew(self) -> None:
+        self._error, self._is_raised = None, False
+        self._thread, self._orders = None, queue.SimpleQueue()
+
+    def _work(self, orders: queue.SimpleQueue[bool]) -> None:
+        mark_as_stage()
+        while orders.get():
+            try:
+                _send(self._left[0])
+            except BaseException as exc:  # raised where somebody waits
+                self._error = exc
+                self._news.put(None)
+                return
+            self._left.popleft()
+            self._news.put(None)
+
+
+def _send(writes: Sequence[TableWrite]) -> None:
+    left = [write for write in writes if not write.is_sent]
+    if left:
+        left[0].send_with(left[1:])
