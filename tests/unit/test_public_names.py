@@ -71,6 +71,7 @@ PUBLIC_NAMES = {
     "TargetLogits",
     "StreamReader",
     "CsvSamples",
+    "KafkaSamples",
     "ParquetSamples",
     "class_center_sample",
     "clip_grad_norm_",

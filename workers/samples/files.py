@@ -103,15 +103,15 @@ class FileSamples:
         )
         if epochs is not None:
             integer("epochs", epochs, 1)
-        return LeasedSamples(self._reader(num_streams), streams, epochs=epochs)
+        return LeasedSamples(self._reader(num_streams, epochs), streams)
 
-    def _reader(self, num_streams: int) -> Any:
+    def _reader(self, num_streams: int, epochs: int | None = None) -> Any:
         from geartrain.workers.samples.reader import FileBatches
 
         order = EpochOrder(
             self._source.part_rows, seed=self._seed, num_streams=num_streams, window_rows=self._window_rows
         )
-        return FileBatches(self._source, order, batch_size=self._batch_size, drop_last=self._drop_last)
+        return FileBatches(self._source, order, batch_size=self._batch_size, drop_last=self._drop_last, epochs=epochs)
 
 
 class ParquetSamples(FileSamples):

@@ -39,8 +39,8 @@ class LeasedSamples(Iterator[SampleBatch]):
     One thread reads; any may commit. Cost: an RPC to the scheduler for each commit.
     """
 
-    def __init__(self, reader: StreamBatches, streams: DataStreams, *, epochs: int | None) -> None:
-        self._reader, self._streams, self._epochs = reader, streams, epochs
+    def __init__(self, reader: StreamBatches, streams: DataStreams) -> None:
+        self._reader, self._streams = reader, streams
         self._lock = threading.Condition()
         self._handed_out: deque[SampleBatch] = deque()
         """Batches that were not committed, in order."""
@@ -74,6 +74,7 @@ class LeasedSamples(Iterator[SampleBatch]):
             StaleClient: another process has taken this worker's name.
             SchedulerUnavailable: it was away for as long as a lease lasts.
             SourceError: samples cannot be read.
+            BrokerUnavailable: those of a topic cannot; the loop may be entered again.
             InvalidArgument: batches are never committed.
         """
         while not self._is_closed:
@@ -81,7 +82,7 @@ class LeasedSamples(Iterator[SampleBatch]):
                 renewal = self._prepared()
                 if renewal is None:
                     continue  # its lease was lost
-                if self._epochs is not None and renewal.epoch >= self._epochs:
+                if self._reader.is_done(renewal.epoch, lambda: self._repeated(self._streams.cursors)):
                     break
             batch = self._reader.next_batch(renewal.epoch)
             with self._lock:
@@ -90,7 +91,8 @@ class LeasedSamples(Iterator[SampleBatch]):
                 if batch is not None:
                     self._handed_out.append(batch)
                     return batch
-                self._wait(renewal)
+                if not self._reader.has_more:
+                    self._wait(renewal)
         self.close()
         raise StopIteration
 
@@ -150,6 +152,7 @@ class LeasedSamples(Iterator[SampleBatch]):
             self._committed = dict(lease.cursors)
             self._reader.add(lease.cursors)
             self._renewal = StreamRenewal(epoch=lease.epoch, held=tuple(lease.cursors), release=(), can_lease=False)
+            self._keep_starts()
         elif time.monotonic() - self._spoke > self._lease_seconds / 3:
             self._renew(NOTHING)
         if self._renewal is not None and self._renewal.release:
@@ -186,6 +189,18 @@ class LeasedSamples(Iterator[SampleBatch]):
         self._reader.add(new)
         self._committed.update(new)
         self._renewal = StreamRenewal(epoch=lease.epoch, held=tuple(lease.cursors), release=(), can_lease=False)
+        self._keep_starts()
+
+    def _keep_starts(self) -> None:
+        """Commit where the reader begins, if it is not where the streams were: "latest" must not move."""
+        behind = {stream for batch in self._handed_out for stream in batch.cursors}
+        moved = {
+            stream: at
+            for stream, at in self._reader.positions.items()
+            if stream not in behind and at != self._committed[stream]
+        }
+        if moved:
+            self._renew(moved)
 
     def _wait(self, renewal: StreamRenewal) -> None:
         """There is nothing to read now: say so to the scheduler, and wait until there may be."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 import pyarrow as pa
@@ -33,6 +33,13 @@ class StreamBatches(Protocol):
     def next_batch(self, epoch: int) -> SampleBatch | None:
         """The next samples of an epoch; None: the streams have none (now)."""
 
+    @property
+    def has_more(self) -> bool:
+        """Whether there may be samples of the epoch in the streams, though :meth:`next_batch` has just given none."""
+
+    def is_done(self, epoch: int, cursors: Callable[[], Mapping[int, tuple[int, int]]]) -> bool:
+        """Whether the job is at its end. ``cursors`` asks what was committed of all its streams."""
+
     def close(self) -> None:
         """Let go of what is open."""
 
@@ -40,8 +47,19 @@ class StreamBatches(Protocol):
 class FileBatches:
     """Reads the streams of a source of files, one after another, so that one part at a time is in memory."""
 
-    def __init__(self, source: SampleSource, order: EpochOrder, *, batch_size: int, drop_last: bool) -> None:
-        self._source, self._order = source, order
+    has_more = False
+
+    def __init__(
+        self,
+        source: SampleSource,
+        order: EpochOrder,
+        *,
+        batch_size: int,
+        drop_last: bool,
+        epochs: int | None = None,
+    ) -> None:
+        """``epochs`` are those of the job; None: it has no end."""
+        self._source, self._order, self._epochs = source, order, epochs
         self._batch_size, self._drop_last = batch_size, drop_last
         self._parts: OrderedDict[int, Any] = OrderedDict()
         self._positions: dict[int, Position] = {}
@@ -67,6 +85,11 @@ class FileBatches:
             self._positions.pop(stream, None)
             if self._open is not None and self._open[0] == stream:
                 self._open = self._rows = None
+
+    def is_done(self, epoch: int, cursors: Callable[[], Mapping[int, tuple[int, int]]]) -> bool:
+        """See StreamBatches."""
+        del cursors
+        return self._epochs is not None and epoch >= self._epochs
 
     def close(self) -> None:
         """See StreamBatches."""

@@ -1,0 +1,236 @@
+"""Samples from Kafka, over the mock cluster of its client library: each message counts once, whoever goes away."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+from collections import Counter
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import pytest
+
+import geartrain as gt
+
+kafka = pytest.importorskip("confluent_kafka", reason="needs pip install 'geartrain[kafka]'")
+pa = pytest.importorskip("pyarrow", reason="needs pip install 'geartrain[kafka]'")
+
+from mock_brokers import mock_broker  # noqa: E402
+
+from geartrain.workers.samples.kafka_batches import Topic  # noqa: E402
+
+SCHEMA = {"id": "int64", "list": "list<int64>", "word": "string"}
+QUICK = {"socket.timeout.ms": 500, "reconnect.backoff.max.ms": 200, "log_level": 0}
+
+
+class Mock:
+    """A cluster in this process, and what is written to it."""
+
+    def __init__(self, partitions: int) -> None:
+        """Samples go to so many of the four partitions that the library's topics have."""
+        self.producer = kafka.Producer({"test.mock.num.brokers": 1, "log_level": 0, "linger.ms": 0})
+        (broker,) = self.producer.list_topics(timeout=20).brokers.values()
+        self.brokers = f"{broker.host}:{broker.port}"
+        self.producer.list_topics("clicks", timeout=20)
+        self.partitions = partitions
+
+    def send(self, value: bytes | None, partition: int = 0) -> None:
+        self.producer.produce("clicks", value=value, partition=partition)
+        assert self.producer.flush(20) == 0
+
+    def send_ids(self, ids: range) -> None:
+        for one in ids:
+            self.producer.produce("clicks", value=message(one), partition=one % self.partitions)
+        assert self.producer.flush(20) == 0
+
+    def samples(self, **settings: Any) -> gt.KafkaSamples:
+        given = {"schema": SCHEMA, "hash_strings": True, "settings": QUICK, "timeout_seconds": 20, **settings}
+        return gt.KafkaSamples("clicks", self.brokers, **given)
+
+
+def message(one: int) -> bytes:
+    return json.dumps({"id": one, "list": list(range(one % 3)), "word": f"w{one}", "more": None}).encode()
+
+
+@pytest.fixture
+def mock() -> Iterator[Callable[[int], Mock]]:
+    made: list[Mock] = []
+
+    def make(partitions: int = 4) -> Mock:
+        made.append(Mock(partitions))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.producer.purge()
+
+
+def ids_of(batches: Any) -> list[int]:
+    return [one for batch in batches for one in batch["id"].tolist()]
+
+
+def test_messages_come_in_batches_of_one_size_up_to_now(mock: Callable[..., Mock]) -> None:
+    broker = mock()
+    broker.send_ids(range(1000))
+    batches = list(broker.samples(batch_size=128, until="now"))
+    assert [batch.num_samples for batch in batches] == [128] * 7 + [104]
+    assert sorted(ids_of(batches)) == list(range(1000))
+    first = batches[0]
+    values, offsets = first["list"]
+    assert (offsets.diff() == first["id"] % 3).all() and len(values) == offsets[-1]
+    assert first["word"].tolist() == gt.hash_strings([f"w{one}" for one in first["id"].tolist()]).tolist()
+    assert ids_of(broker.samples(batch_size=9, start={0: 248, 1: 275, 2: 275, 3: 275}, until="now")) == [992, 996]
+
+
+def test_a_moment_is_the_first_offset_at_or_after_it() -> None:
+    """The mock cluster knows no times: what a broker would answer is said here."""
+    moment = datetime(2026, 1, 2, tzinfo=UTC)
+
+    class Broker:
+        def offsets_for_times(self, times: list[Any], timeout: float) -> list[Any]:
+            assert timeout == 7 and [one.offset for one in times] == [int(moment.timestamp() * 1000)] * 2
+            return [kafka.TopicPartition("clicks", one.partition, -1 if one.partition else 5) for one in times]
+
+    assert Topic("clicks", QUICK, 7).offsets_at(Broker(), [0, 1], moment) == {0: 5}
+
+
+def test_a_message_of_many_samples_is_cut_between_batches_and_workers(mock: Callable[..., Mock]) -> None:
+    broker = mock(2)
+    for first in range(0, 600, 60):
+        table = pa.table({"id": np.arange(first, first + 60, dtype=np.int32), "other": ["x"] * 60})
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_stream(sink, table.schema) as writer:
+            writer.write_table(table, max_chunksize=25)
+        broker.send(sink.getvalue().to_pybytes(), partition=first // 60 % 2)
+    samples = broker.samples(schema={"id": "int64"}, hash_strings=False, format="arrow", batch_size=70, until="now")
+    counts: Counter[int] = Counter()
+    with gt.local() as cluster:
+        for worker in ("a", "b"):
+            with samples.shared(cluster, "job", worker=worker) as batches:
+                for batch in islice(batches, 3):
+                    batches.commit(batch)
+                    counts.update(batch["id"].tolist())
+                next(batches)  # and leaves without a commit of it
+        with samples.shared(cluster, "job", worker="c") as batches:
+            for batch in batches:
+                batches.commit(batch)
+                counts.update(batch["id"].tolist())
+        assert counts == Counter(range(600))
+        assert list(samples.shared(cluster, "job", worker="d")) == []
+
+
+def test_a_broker_that_goes_away_is_waited_for_and_nothing_is_lost(caplog: pytest.LogCaptureFixture) -> None:
+    with mock_broker() as (process, brokers), gt.local() as cluster:
+        producer = kafka.Producer({"bootstrap.servers": brokers, "log_level": 0})
+
+        def send(ids: range) -> None:
+            for one in ids:
+                producer.produce("clicks", value=message(one))
+            assert producer.flush(20) == 0
+
+        send(range(100))
+        samples = gt.KafkaSamples(
+            "clicks", brokers, schema={"id": "int64"}, batch_size=50, timeout_seconds=1, settings=QUICK
+        )
+        batches = samples.shared(cluster, "online", worker="a")
+        read = [next(batches), next(batches)]
+        os.kill(process.pid or 0, signal.SIGSTOP)
+        try:
+            with (
+                caplog.at_level(logging.WARNING, logger="geartrain"),
+                pytest.raises(
+                    gt.errors.BrokerUnavailable, match=r"no broker of topic 'clicks' \(127.* for 1 s: .*Nothing is lost"
+                ),
+            ):
+                next(batches)
+            assert "no broker of topic 'clicks'" in caplog.text and "waiting for up to 1 s" in caplog.text
+            for batch in read:
+                batches.commit(batch)
+        finally:
+            os.kill(process.pid or 0, signal.SIGCONT)
+        send(range(100, 200))
+        read += list(islice(batches, 2))
+        assert sorted(ids_of(read)) == list(range(200))
+        batches.close()
+        with samples.shared(cluster, "online", worker="b") as again:
+            assert sorted(ids_of(islice(again, 2))) == list(range(100, 200))
+    with pytest.raises(gt.errors.BrokerUnavailable, match="answered for 1 s"):
+        gt.KafkaSamples("clicks", brokers, schema={"id": "int64"}, batch_size=5, timeout_seconds=1, settings=QUICK)
+
+
+def test_latest_is_where_the_job_began_and_stays_there(mock: Callable[..., Mock]) -> None:
+    broker = mock(2)
+    broker.send_ids(range(100))
+    with gt.local() as cluster:
+        first = broker.samples(batch_size=5, start="latest").shared(cluster, "job", worker="a", incarnation=1)
+        first._prepared()  # then it dies
+        broker.partitions = 4
+        broker.send_ids(range(100, 110))
+        samples = broker.samples(batch_size=5, start="latest", until="now")
+        with samples.shared(cluster, "job", worker="a", incarnation=2) as batches:
+            assert sorted(ids_of(committing(batches))) == list(range(100, 110))
+
+
+def committing(batches: Any) -> Iterator[Any]:
+    for batch in batches:
+        yield batch
+        batches.commit(batch)
+
+
+def test_a_small_batch_is_given_when_it_has_waited(mock: Callable[..., Mock]) -> None:
+    broker = mock(1)
+    broker.send_ids(range(7))
+    following = iter(broker.samples(batch_size=5, max_wait_seconds=0.05))
+    assert [len(ids_of([next(following)])) for _ in range(2)] == [5, 2]
+    broker.send_ids(range(7, 9))
+    assert ids_of([next(following)]) == [7, 8]
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (b'{"id": "x", "list": [], "word": ""}', "offset 3: the message cannot be read"),
+        (b"{no json", "offset 3: the message cannot be read"),
+        (b'{"id": 1, "word": ""}{"id": 2, "word": ""}', "offset 3: .*1 messages hold 2 objects"),
+        (b'{"list": [], "word": ""}', "offset 3: column 'id' has no value"),
+        (None, "offset 3: the message cannot be read: it has no value"),
+    ],
+)
+def test_a_message_that_cannot_be_read_is_named_or_passed_over(
+    mock: Callable[..., Mock], value: bytes | None, words: str
+) -> None:
+    broker = mock(1)
+    broker.send_ids(range(3))
+    broker.send(value)
+    broker.send_ids(range(4, 6))
+    samples = broker.samples(batch_size=10, until="now")
+    for _ in range(2):
+        with pytest.raises(gt.errors.SourceDamaged, match=f"topic 'clicks', partition 0, {words}"):
+            list(samples)
+    assert ids_of(broker.samples(batch_size=10, until="now", skip_damaged=True)) == [0, 1, 2, 4, 5]
+
+
+def test_what_cannot_be_is_refused(mock: Callable[..., Mock]) -> None:
+    broker = mock(2)
+    with pytest.raises(gt.errors.SourceNotFound, match=r"no topic 'click' .*did you mean 'clicks'\?"):
+        gt.KafkaSamples(
+            "click",
+            broker.brokers,
+            schema={"id": "int64"},
+            batch_size=5,
+            settings={**QUICK, "allow.auto.create.topics": False},
+        )
+    with pytest.raises(gt.errors.InvalidArgument, match="type of column 'id' is 'int'"):
+        broker.samples(schema={"id": "int"}, batch_size=5)
+    with pytest.raises(gt.errors.InvalidArgument, match="start names partition 7"):
+        broker.samples(start={7: 0}, batch_size=5)
+    broker.send_ids(range(4))
+    with pytest.raises(
+        gt.errors.SourceDamaged, match="message at offset 9 is not there any more; the brokers have 0 to 1"
+    ):
+        next(iter(broker.samples(start={0: 9}, batch_size=5)))

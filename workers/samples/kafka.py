@@ -1,0 +1,198 @@
+"""Samples in the messages of a Kafka topic: what a user makes of them."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, Literal
+
+from geartrain.ams.values.arguments import boolean, integer, real_number
+from geartrain.ams.values.errors import ConfigError, InvalidArgument
+from geartrain.ams.values.text import quoted
+from geartrain.workers.samples.source import fingerprint
+
+if TYPE_CHECKING:
+    from geartrain.ams.client.cluster import Cluster
+    from geartrain.workers.samples.batches import SampleBatch
+    from geartrain.workers.samples.leased import LeasedSamples
+
+
+class KafkaSamples:
+    """Samples from a Kafka topic, in batches, as they come.
+
+        schema = {"user": "int64", "history": "list<int64>", "click": "float32"}
+        samples = gt.KafkaSamples("clicks", "broker:9092", schema=schema, batch_size=4096)
+        with samples.shared(cluster, "ctr-online", worker="worker-3") as batches:
+            for batch in batches:            # without end, or to ``until``
+                ...
+                batches.commit(batch)
+
+    Each partition is a data stream of the job: its offsets are committed with the job's cursors, at the scheduler, and
+    nothing in a consumer group of Kafka's. A message is a JSON object, or an Arrow IPC stream of many samples.
+    """
+
+    def __init__(
+        self,
+        topic: str,
+        brokers: str,
+        *,
+        schema: Mapping[str, str],
+        batch_size: int,
+        format: Literal["json", "arrow"] = "json",
+        hash_strings: bool | Sequence[str] | Mapping[str, int] = False,
+        fill: Mapping[str, float] | None = None,
+        start: Literal["earliest", "latest"] | Mapping[int, int] = "earliest",
+        until: Literal["now"] | datetime | None = None,
+        max_wait_seconds: float | None = None,
+        skip_damaged: bool = False,
+        timeout_seconds: float = 60.0,
+        settings: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Ask the brokers which partitions the topic has.
+
+        Args:
+            topic: Its name.
+            brokers: ``host:port``, or several with commas.
+            schema: Columns and their types: "int64", "float32", "float64", "bool", "string", "list<int64>", "int64[8]".
+            batch_size: B. The last batch before ``until`` may be smaller.
+            format: Of the messages.
+            hash_strings: Columns of strings, or of lists of them, that ``gt.hash_strings`` makes ids of; True: all. A
+                mapping gives each its seed.
+            fill: What stands for a missing value, by column. A missing list is an empty one.
+            start: Where a partition begins that the job has not read; a mapping gives the offset of each.
+            until: Where reading ends: at what is there now, or before the first message of a time; None: it follows.
+            max_wait_seconds: A batch that is not full is given when its first sample has waited for so long; None: it
+                is not.
+            skip_damaged: Log messages that cannot be read and go on; otherwise they are an error.
+            timeout_seconds: So long brokers that do not answer are waited for.
+            settings: Of librdkafka, for security and the like: ``{"security.protocol": "SSL"}``.
+
+        Raises:
+            ConfigError: confluent-kafka or pyarrow is missing.
+            InvalidArgument: An argument is out of range.
+            SourceNotFound: The brokers have no such topic.
+            BrokerUnavailable: They do not answer.
+        """
+        _require_libraries()
+        from geartrain.workers.samples.kafka_batches import Topic
+        from geartrain.workers.samples.kafka_messages import FORMATS, MessageTables, plan_of
+
+        for what, text in (("topic", topic), ("brokers", brokers)):
+            if not isinstance(text, str) or not text:
+                raise InvalidArgument(f"{what} is {quoted(text)}; it must be a text")
+        if format not in FORMATS:
+            raise InvalidArgument(f"format is {quoted(format)}; it must be one of {', '.join(FORMATS)}")
+        if not (start in ("earliest", "latest") or isinstance(start, Mapping)):
+            raise InvalidArgument(f"start is {quoted(start)}; it must be 'earliest', 'latest' or offsets by partition")
+        if not (until in (None, "now") or isinstance(until, datetime)):
+            raise InvalidArgument(f"until is {quoted(until)}; it must be 'now', a datetime, or None")
+        plan = plan_of(schema, hash_strings, fill or {}, f"topic {topic!r}")
+        self._tables = MessageTables(topic, plan, FORMATS[format](plan))
+        self._batch_size = integer("batch_size", batch_size, 1)
+        self._max_wait_seconds = None if max_wait_seconds is None else real_number("max_wait_seconds", max_wait_seconds)
+        self._skip_damaged = boolean("skip_damaged", skip_damaged)
+        timeout = real_number("timeout_seconds", timeout_seconds)
+        if not timeout > 0:
+            raise InvalidArgument(f"timeout_seconds is {timeout_seconds}; it must be above 0")
+        self._topic = Topic(topic, {**(settings or {}), "bootstrap.servers": brokers}, timeout)
+        self._fingerprint = fingerprint("kafka", topic, format)
+        consumer = self._topic.consumer()
+        try:
+            partitions = self._topic.partitions(consumer, timeout)
+            bounds = {partition: self._topic.bounds(consumer, partition) for partition in partitions}
+            self._starts = self._places_of(start, bounds)
+            self._ends = None if until is None else self._ends_of(consumer, until, bounds)
+        finally:
+            consumer.close()
+
+    @staticmethod
+    def _places_of(start: Any, bounds: Mapping[int, tuple[int, int]]) -> dict[int, int]:
+        if isinstance(start, Mapping):
+            unknown = sorted(set(start) - set(bounds), key=str)
+            if unknown:
+                raise InvalidArgument(f"start names partition {unknown[0]!r}; there are 0 to {len(bounds) - 1}")
+            said = {at: integer(f"start of partition {at}", offset, 0) for at, offset in start.items()}
+            return {at: said.get(at, low) for at, (low, _) in bounds.items()}
+        return {at: low if start == "earliest" else high for at, (low, high) in bounds.items()}
+
+    def _ends_of(self, consumer: Any, until: Any, bounds: Mapping[int, tuple[int, int]]) -> dict[int, int]:
+        ends = {partition: high for partition, (_, high) in bounds.items()}
+        if isinstance(until, datetime):
+            ends.update(self._topic.offsets_at(consumer, list(bounds), until))
+        return ends
+
+    @property
+    def num_partitions(self) -> int:
+        """Of the topic: the most workers that have something to read."""
+        return len(self._starts)
+
+    def __iter__(self) -> Iterator[SampleBatch]:
+        """Read all partitions from ``start`` on, in this process alone; every loop begins there.
+
+        Raises SourceError, BrokerUnavailable.
+        """
+        reader = self._reader()
+        try:
+            reader.add(dict.fromkeys(self._starts, (0, 0)))
+            while reader.has_more:
+                if (batch := reader.next_batch(0)) is not None:
+                    yield batch
+        finally:
+            reader.close()
+
+    def shared(
+        self,
+        cluster: Cluster,
+        job: str,
+        *,
+        worker: str,
+        num_workers: int = 1,
+        incarnation: int | None = None,
+    ) -> LeasedSamples:
+        """Read some of the partitions, beside other workers of a job; every message is committed exactly once.
+
+        Args:
+            cluster: Its scheduler keeps the offsets.
+            job: Name of the job. A new name begins at ``start``.
+            worker: Name of this worker, its own in the job.
+            num_workers: So many will come: partitions are kept for them for one lease after the first.
+            incarnation: See ``Cluster.streams``.
+
+        Raises InvalidArgument, also for a job that was begun with another number of partitions.
+        """
+        from geartrain.workers.samples.leased import LeasedSamples
+
+        streams = cluster.streams(
+            job,
+            worker=worker,
+            num_streams=self.num_partitions,
+            num_workers=num_workers,
+            incarnation=incarnation,
+            data=self._fingerprint,
+        )
+        return LeasedSamples(self._reader(), streams)
+
+    def _reader(self) -> Any:
+        from geartrain.workers.samples.kafka_batches import KafkaBatches
+
+        return KafkaBatches(
+            self._topic,
+            self._tables,
+            batch_size=self._batch_size,
+            max_wait_seconds=self._max_wait_seconds,
+            skip_damaged=self._skip_damaged,
+            starts=self._starts,
+            ends=self._ends,
+        )
+
+
+def _require_libraries() -> None:
+    try:
+        for library in ("confluent_kafka", "pyarrow"):
+            importlib.import_module(library)
+    except ImportError as exc:
+        raise ConfigError(
+            f"samples from Kafka need confluent-kafka and pyarrow, and one cannot be imported: {exc}; "
+            "pip install 'geartrain[kafka]'"
+        ) from exc

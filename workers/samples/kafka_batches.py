@@ -1,0 +1,347 @@
+"""Batches from the partitions of a Kafka topic, each of which is a data stream."""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from datetime import datetime
+from typing import Any
+
+import confluent_kafka as kafka
+
+from geartrain.ams.values.errors import BrokerUnavailable, SourceDamaged, SourceError, SourceNotFound
+from geartrain.ams.values.text import counted
+from geartrain.workers.data.streams import Position
+from geartrain.workers.samples.batches import SampleBatch, tensors_of
+from geartrain.workers.samples.kafka_messages import MessageTables, Rows, place_of, position_of
+
+logger = logging.getLogger(__name__)
+_SLICE_SECONDS = 0.5
+"""The longest that a call for a batch lasts without one."""
+_TAKE_SECONDS = 0.05
+"""The library fills what it was asked for, or waits for so long."""
+_PROBE_SECONDS = 5.0
+"""After so long without a message the brokers are asked whether they are there."""
+_MOST_MESSAGES = 10_000
+"""That the client library gives at once."""
+
+
+class Topic:
+    """A topic and its brokers, asked with a time-out."""
+
+    def __init__(self, name: str, settings: Mapping[str, Any], timeout_seconds: float) -> None:
+        self.name, self.timeout_seconds = name, timeout_seconds
+        self.settings = {
+            "group.id": "geartrain",  # the library wants one; nothing is committed to it
+            **settings,
+            "enable.auto.commit": False,
+            "enable.auto.offset.store": False,
+            "auto.offset.reset": "error",
+            "enable.partition.eof": True,
+            "error_cb": self._note,
+            "logger": logger,
+        }
+        self.brokers = str(settings.get("bootstrap.servers", "no brokers"))
+        self._last_error = "no answer"
+
+    def consumer(self) -> Any:
+        """A client of its own."""
+        return kafka.Consumer(self.settings)
+
+    def _note(self, error: Any) -> None:
+        self._last_error = str(error.str())
+
+    def partitions(self, consumer: Any, timeout_seconds: float) -> list[int]:
+        """Their numbers. Raises BrokerUnavailable, SourceNotFound."""
+        try:
+            found = consumer.list_topics(self.name, timeout=timeout_seconds).topics[self.name]
+            if found.error is None:
+                return sorted(found.partitions)
+            others = list(consumer.list_topics(timeout=timeout_seconds).topics)
+        except kafka.KafkaException as exc:
+            raise self.unavailable(timeout_seconds) from exc
+        near = difflib.get_close_matches(self.name, others, 3)
+        meant = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
+        raise SourceNotFound(f"{self.brokers} have no topic {self.name!r} ({found.error.str()}){meant}")
+
+    def unavailable(self, seconds: float) -> BrokerUnavailable:
+        """The error after waiting for so long."""
+        return BrokerUnavailable(
+            f"no broker of topic {self.name!r} ({self.brokers}) answered for {seconds:g} s: {self._last_error}. "
+            "Nothing is lost; reading goes on where it was once they are back"
+        )
+
+    def offsets_at(self, consumer: Any, partitions: list[int], moment: datetime) -> dict[int, int]:
+        """Of each partition that has one, the first offset at or after ``moment``. Raises BrokerUnavailable."""
+        milliseconds = int(moment.timestamp() * 1000)
+        asked = [kafka.TopicPartition(self.name, partition, milliseconds) for partition in partitions]
+        try:
+            found = consumer.offsets_for_times(asked, timeout=self.timeout_seconds)
+        except kafka.KafkaException as exc:
+            raise self.unavailable(self.timeout_seconds) from exc
+        return {one.partition: one.offset for one in found if one.offset >= 0}
+
+    def bounds(self, consumer: Any, partition: int) -> tuple[int, int]:
+        """The first offset that is there, and the next one to be written. Raises BrokerUnavailable."""
+        try:
+            low, high = consumer.get_watermark_offsets(
+                kafka.TopicPartition(self.name, partition), timeout=self.timeout_seconds
+            )
+        except kafka.KafkaException as exc:
+            raise self.unavailable(self.timeout_seconds) from exc
+        return int(low), int(high)
+
+
+class KafkaBatches:
+    """Reads partitions as streams of an epoch, 0, without end. Positions are those of
+    :func:`position_of`."""
+
+    def __init__(
+        self,
+        topic: Topic,
+        tables: MessageTables,
+        *,
+        batch_size: int,
+        max_wait_seconds: float | None,
+        skip_damaged: bool,
+        starts: Mapping[int, int],
+        ends: Mapping[int, int] | None,
+    ) -> None:
+        """``starts`` are the offsets where a partition that nobody has read begins, ``ends`` those where all end."""
+        self._topic, self._tables = topic, tables
+        self._batch_size, self._max_wait_seconds = batch_size, max_wait_seconds
+        self._skip_damaged = skip_damaged
+        self._starts, self._ends = starts, ends
+        self._consumer = topic.consumer()
+        self._positions: dict[int, Position] = {}
+        self._next: dict[int, int] = {}
+        """The offset to ask for, beyond what is :attr:`_pending`."""
+        self._pending: deque[Rows] = deque()
+        self._pending_since = self._heard = time.monotonic()
+        self._silent_since: float | None = None
+        """When the brokers were found to be away."""
+
+    @property
+    def positions(self) -> dict[int, Position]:
+        """See StreamBatches."""
+        return dict(self._positions)
+
+    @property
+    def has_more(self) -> bool:
+        """See StreamBatches."""
+        return bool(self._pending) or any(self._is_open(partition) for partition in self._positions)
+
+    def is_done(self, epoch: int, cursors: Callable[[], Mapping[int, tuple[int, int]]]) -> bool:
+        """See StreamBatches. When all partitions were committed up to their ends."""
+        del epoch
+        if self._ends is None or self.has_more:
+            return False
+        committed = cursors()
+        return all(committed.get(at, (0, 0))[1] >= position_of(end) for at, end in self._ends.items())
+
+    def _is_open(self, partition: int) -> bool:
+        return self._ends is None or self._next[partition] < self._ends.get(partition, 0)
+
+    def add(self, positions: Mapping[int, tuple[int, int]]) -> None:
+        """See StreamBatches."""
+        self.drop(positions)
+        for partition, (_, position) in positions.items():
+            at = position or position_of(self._starts[partition])
+            self._positions[partition] = Position(0, at)
+            self._next[partition] = place_of(at)[0]
+        self._assign()
+
+    def drop(self, streams: Iterable[int]) -> None:
+        """See StreamBatches."""
+        gone = set(streams) & set(self._positions)
+        if gone:
+            for partition in gone:
+                del self._positions[partition], self._next[partition]
+            self._pending = deque(rows for rows in self._pending if rows.partition not in gone)
+            self._assign()
+
+    def close(self) -> None:
+        """See StreamBatches."""
+        self._consumer.close()
+
+    def _assign(self) -> None:
+        """Ask for what is open, each partition from where its pending messages end."""
+        wanted = [
+            kafka.TopicPartition(self._topic.name, partition, offset)
+            for partition, offset in self._next.items()
+            if self._is_open(partition)
+        ]
+        if wanted:
+            self._consumer.assign(wanted)
+        else:
+            self._consumer.unassign()
+
+    def next_batch(self, epoch: int) -> SampleBatch | None:
+        """See StreamBatches. Waits for half a second at most.
+
+        Raises BrokerUnavailable after the time-out, SourceDamaged for a message that cannot be read and for one that
+        was deleted before it was read, ColumnMismatch.
+        """
+        del epoch
+        try:
+            return self._next_batch()
+        except BaseException:
+            self._assign()  # what the library has given out and is not pending comes again
+            raise
+
+    def _next_batch(self) -> SampleBatch | None:
+        until = time.monotonic() + _SLICE_SECONDS
+        while not self._is_full():
+            left = until - time.monotonic()
+            if left <= 0 or not self._receive(left):
+                break
+        if not self._is_full() and not self._is_due():
+            return None
+        return self._batch()
+
+    def _num_pending(self) -> int:
+        return sum(rows.size for rows in self._pending)
+
+    def _is_full(self) -> bool:
+        return self._num_pending() >= self._batch_size
+
+    def _is_due(self) -> bool:
+        """Whether a batch that is not full is wanted: nothing comes any more, or its first sample waits too long."""
+        if not self._pending:
+            return False
+        waited = time.monotonic() - self._pending_since
+        is_last = not any(self._is_open(partition) for partition in self._positions)
+        return is_last or (self._max_wait_seconds is not None and waited >= self._max_wait_seconds)
+
+    def _receive(self, seconds: float) -> bool:
+        """Take messages; whether there may be more to take."""
+        if not any(self._is_open(partition) for partition in self._positions):
+            return False
+        if not self._pending:
+            self._pending_since = time.monotonic()
+        elif self._max_wait_seconds is not None:
+            seconds = min(seconds, max(0.0, self._pending_since + self._max_wait_seconds - time.monotonic()))
+        missing = min(_MOST_MESSAGES, self._batch_size - self._num_pending())
+        messages = self._consumer.consume(missing, timeout=min(seconds, _TAKE_SECONDS))
+        ended = False
+        for message in messages:
+            ended |= self._take(message)
+        if ended:
+            self._assign()
+        if any(message.error() is None for message in messages):
+            self._hear()
+        else:
+            self._look_after_brokers()
+        return not self._is_due()
+
+    def _take(self, message: Any) -> bool:
+        """Keep a message; whether its partition has come to its end by it."""
+        partition, error = message.partition(), message.error()
+        if error is not None:
+            if error.code() == kafka.KafkaError._PARTITION_EOF:
+                self._hear()
+                return partition in self._positions and self._pass(partition, message.offset())
+            if error.code() in (kafka.KafkaError._AUTO_OFFSET_RESET, kafka.KafkaError.OFFSET_OUT_OF_RANGE):
+                raise self._deleted(partition)
+            if not error.retriable() and error.fatal():
+                raise BrokerUnavailable(f"topic {self._topic.name!r} ({self._topic.brokers}): {error.str()}")
+            return False
+        if partition not in self._positions or message.offset() < self._next[partition] or not self._is_open(partition):
+            return False  # of an earlier assignment, or beyond the end
+        offset = message.offset()
+        if self._ends is None or offset < self._ends[partition]:
+            goes_on_at, row = place_of(self._positions[partition].consumed)
+            first = row if goes_on_at == offset else 0
+            try:
+                rows = self._tables.rows(partition, offset, message.value())
+            except SourceError as damage:
+                self._pass_over([damage])
+            else:
+                if rows.size > first:
+                    self._pending.append(rows.split(first)[1] if first else rows)
+        return self._pass(partition, offset + 1)
+
+    def _pass(self, partition: int, offset: int) -> bool:
+        """Nothing below ``offset`` is to be asked for again; whether that ends the partition."""
+        was_open = self._is_open(partition)
+        self._next[partition] = max(self._next[partition], offset)
+        if not any(rows.partition == partition for rows in self._pending):
+            at = Position(0, max(self._positions[partition].consumed, position_of(self._next[partition])))
+            self._positions[partition] = at
+        return was_open and not self._is_open(partition)
+
+    def _deleted(self, partition: int) -> SourceDamaged:
+        low, high = self._topic.bounds(self._consumer, partition)
+        return SourceDamaged(
+            f"topic {self._topic.name!r}, partition {partition}: the message at offset {self._next[partition]} is not "
+            f"there any more; the brokers have {low} to {high - 1}. They deleted it before it was read (retention), or "
+            "the topic was made anew: begin with another job name"
+        )
+
+    def _hear(self) -> None:
+        if self._silent_since is not None:
+            logger.warning("brokers of topic %r answer again", self._topic.name)
+        self._heard, self._silent_since = time.monotonic(), None
+
+    def _look_after_brokers(self) -> None:
+        """After a while without a message, ask whether the brokers are there. Raises BrokerUnavailable."""
+        limit = self._topic.timeout_seconds
+        if time.monotonic() - self._heard < min(_PROBE_SECONDS, limit / 4) and self._silent_since is None:
+            return
+        try:
+            found = self._topic.partitions(self._consumer, min(1.0, limit / 4))
+        except BrokerUnavailable:
+            now = time.monotonic()
+            if self._silent_since is None:
+                self._silent_since = self._heard
+                logger.warning(
+                    "no broker of topic %r (%s) answers; waiting for up to %g s",
+                    self._topic.name,
+                    self._topic.brokers,
+                    limit,
+                )
+            if now - self._silent_since > limit:
+                self._silent_since, self._heard = None, now  # who asks again waits again
+                raise self._topic.unavailable(limit) from None
+            return
+        self._hear()
+        if set(found) != set(self._starts):
+            logger.warning(
+                "topic %r has %s now, the job reads %d of them; give it another name to read all",
+                self._topic.name,
+                counted(len(found), "partition"),
+                len(self._starts),
+            )
+
+    def _pass_over(self, damages: list[SourceError]) -> None:
+        if not self._skip_damaged:
+            raise damages[0]
+        for damage in damages:
+            logger.warning("passed over: %s", damage)
+
+    def _batch(self) -> SampleBatch | None:
+        taken: list[Rows] = []
+        rest = deque(self._pending)
+        missing = self._batch_size
+        while rest and missing:
+            rows = rest.popleft()
+            if rows.size > missing:
+                rows, others = rows.split(missing)
+                rest.appendleft(others)
+            taken.append(rows)
+            missing -= rows.size
+        cursors = {rows.partition: Position(0, rows.position_after) for rows in taken}
+        try:
+            table = self._tables.table(taken)
+        except SourceError:
+            sound, damages = self._tables.sound(taken)
+            self._pass_over(damages)
+            table = self._tables.table(sound) if sound else None
+        self._pending, self._pending_since = rest, time.monotonic()
+        self._positions.update(cursors)
+        if table is None:
+            return None
+        return SampleBatch(tensors_of(table), table.num_rows, cursors)

@@ -1,0 +1,191 @@
+"""Rows of samples in the messages of a topic: a JSON object each, or several as an Arrow IPC stream."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import pyarrow as pa
+import pyarrow.json
+
+from geartrain.ams.values.errors import InvalidArgument, SourceDamaged, SourceError
+from geartrain.ams.values.text import quoted
+from geartrain.workers.samples.columns import ColumnPlan, planned_columns, type_named
+
+MOST_ROWS = 2**20
+"""Of one message."""
+
+
+def position_of(offset: int, row: int = 0) -> int:
+    """The position in its data stream of a row of a message: 1 + offset · 2^20 + row. 0 says that nobody was there."""
+    return 1 + offset * MOST_ROWS + row
+
+
+def place_of(position: int) -> tuple[int, int]:
+    """The offset and the row of a position above 0."""
+    return divmod(position - 1, MOST_ROWS)
+
+
+class Rows(NamedTuple):
+    """Some rows of one message."""
+
+    partition: int
+    offset: int
+    first: int
+    """Row of the message."""
+    size: int
+    """So many of them."""
+    total: int
+    """Rows of the message."""
+    content: Any
+
+    @property
+    def position_after(self) -> int:
+        """Where the partition goes on."""
+        end = self.first + self.size
+        return position_of(self.offset + 1) if end == self.total else position_of(self.offset, end)
+
+    def split(self, count: int) -> tuple[Rows, Rows]:
+        """The first ``count`` of them, and the others."""
+        others = self._replace(first=self.first + count, size=self.size - count)
+        return self._replace(size=count), others
+
+
+class MessageFormat(Protocol):
+    """How messages become tables."""
+
+    def rows(self, content: bytes) -> tuple[int, Any]:
+        """How many rows a message has, and its content in a form that :meth:`table` takes. Raises ArrowException."""
+
+    def table(self, rows: Sequence[Rows]) -> Any:
+        """The rows as a table, before its columns are looked at. Raises ArrowException."""
+
+
+def plan_of(
+    schema: Mapping[str, str],
+    hash_strings: bool | Sequence[str] | Mapping[str, int],
+    fill: Mapping[str, float],
+    who: str,
+) -> ColumnPlan:
+    """The columns that messages have. Raises InvalidArgument."""
+    if not isinstance(schema, Mapping) or not schema:
+        raise InvalidArgument(f"schema is {quoted(schema)}; it must map columns to types, as {{'user': 'int64'}}")
+    arrow = pa.schema([(name, type_named(name, kind).arrow) for name, kind in schema.items()])
+    return planned_columns(schema, arrow, who, hash_strings, fill)
+
+
+class JsonMessages:
+    """A JSON object each, with a key for each column; other keys are left alone."""
+
+    def __init__(self, plan: ColumnPlan) -> None:
+        # Of a fixed length only when it was looked at: the parser knows no such lists.
+        fields = [
+            (name, pa.list_(pa.field("item", kind.arrow.value_type)) if kind.is_list else kind.arrow)
+            for name, kind in plan.types.items()
+        ]
+        self._options = pyarrow.json.ParseOptions(
+            explicit_schema=pa.schema(fields), unexpected_field_behavior="ignore", newlines_in_values=True
+        )
+
+    def rows(self, content: bytes) -> tuple[int, Any]:
+        """See MessageFormat."""
+        return 1, content
+
+    def table(self, rows: Sequence[Rows]) -> Any:
+        """See MessageFormat."""
+        content = b"\n".join(one.content for one in rows)
+        table = pyarrow.json.read_json(
+            io.BytesIO(content),
+            read_options=pyarrow.json.ReadOptions(use_threads=False, block_size=len(content) + 1),
+            parse_options=self._options,
+        )
+        if table.num_rows != len(rows):
+            raise pa.ArrowInvalid(f"{len(rows)} messages hold {table.num_rows} objects; each must be one")
+        return table
+
+
+class ArrowMessages:
+    """An Arrow IPC stream each, of any number of rows."""
+
+    def __init__(self, plan: ColumnPlan) -> None:
+        self._plan = plan
+
+    def rows(self, content: bytes) -> tuple[int, Any]:
+        """See MessageFormat."""
+        table = pa.ipc.open_stream(content).read_all()
+        if table.num_rows > MOST_ROWS:
+            raise pa.ArrowInvalid(f"it has {table.num_rows} rows; {MOST_ROWS} are the most")
+        return table.num_rows, table
+
+    def table(self, rows: Sequence[Rows]) -> Any:
+        """See MessageFormat. Raises ColumnMismatch, too."""
+        names = list(self._plan.types)
+        for one in rows:
+            self._plan.require_in(one.content.schema, f"the message at offset {one.offset}", "schema")
+        parts = [one.content.select(names).slice(one.first, one.size) for one in rows]
+        return pa.concat_tables(parts, promote_options="permissive")
+
+
+FORMATS: dict[str, Callable[[ColumnPlan], MessageFormat]] = {"json": JsonMessages, "arrow": ArrowMessages}
+
+
+class MessageTables:
+    """Tables of samples from messages, and which message is to blame where there is none."""
+
+    def __init__(self, topic: str, plan: ColumnPlan, form: MessageFormat) -> None:
+        self._topic, self._plan, self._format = topic, plan, form
+
+    def rows(self, partition: int, offset: int, content: bytes | None) -> Rows:
+        """All rows of a message. Raises SourceDamaged."""
+        try:
+            if content is None:
+                raise pa.ArrowInvalid("it has no value")
+            count, parsed = self._format.rows(content)
+        except (pa.ArrowException, OSError) as exc:
+            raise self._damaged(partition, offset, exc) from exc
+        return Rows(partition, offset, 0, count, count, parsed)
+
+    def table(self, rows: Sequence[Rows]) -> Any:
+        """The samples. Raises SourceError that names the message."""
+        try:
+            return self._table(rows)
+        except (pa.ArrowException, SourceError):
+            self._require_each(rows)
+            raise
+
+    def sound(self, rows: Sequence[Rows]) -> tuple[list[Rows], list[SourceError]]:
+        """Those that can be read, and what is wrong with the others."""
+        good: list[Rows] = []
+        bad: list[SourceError] = []
+        for one in rows:
+            try:
+                self._require_each([one])
+                good.append(one)
+            except SourceError as error:
+                bad.append(error)
+        return good, bad
+
+    def _require_each(self, rows: Sequence[Rows]) -> None:
+        for one in rows:
+            try:
+                self._table([one])
+            except pa.ArrowException as exc:
+                raise self._damaged(one.partition, one.offset, exc) from exc
+
+    def _table(self, rows: Sequence[Rows]) -> Any:
+        def name_row(row: int) -> str:
+            for one in rows:
+                if row < one.size:
+                    place = f", row {one.first + row}" if one.total > 1 else ""
+                    return f"{self._name(one.partition, one.offset)}{place}"
+                row -= one.size
+            return f"topic {self._topic!r}"
+
+        return self._plan.apply(self._format.table(rows), name_row)
+
+    def _name(self, partition: int, offset: int) -> str:
+        return f"topic {self._topic!r}, partition {partition}, offset {offset}"
+
+    def _damaged(self, partition: int, offset: int, exc: BaseException) -> SourceDamaged:
+        return SourceDamaged(f"{self._name(partition, offset)}: the message cannot be read: {exc}")
