@@ -76,6 +76,7 @@ sanitize: dev  ## the C++ core under AddressSanitizer, UBSan and ThreadSanitizer
 	$(BIN)/python scripts/sanitize.py $(PYTEST_ARGS)
 
 campaign: dev  ## faults for BUDGET_MINUTES=40, added to docs/campaign.json; one seed again: ONLY=kills SEED=123
+	$(if $(ONLY),,$(BIN)/python -m pytest --slow tests/faults/test_the_suite.py tests/faults/test_exactly_once.py)
 	$(BIN)/python -m tests.faults.campaign --budget-minutes $(or $(BUDGET_MINUTES),40) \
 		$(if $(ONLY),--only $(ONLY)) $(if $(SEED),--seed $(SEED))
 

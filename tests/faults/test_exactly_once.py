@@ -207,6 +207,7 @@ def test_every_push_is_applied_once_where_rows_travel_beside_messages_and_both_m
     assert len({kind.split()[0] for kind in met}) >= 4, met
 
 
+@pytest.mark.slow
 def test_the_attack_finds_a_shard_that_forgets_what_it_applied(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="Arrays are not equal"):
         attack_without("dedup", partial(attacks.proxies, pushes=PUSHES // 4), 1, tmp_path)

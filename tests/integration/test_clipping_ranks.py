@@ -85,7 +85,7 @@ def train_rank(rank: int, ranks: int, folder: Path, place: str, address: str) ->
         np.savez(folder / f"rank{rank}.npz", norms=norms, weights=np.stack(weights), **grads)
 
 
-@pytest.mark.parametrize("place", ["held", "streamed", "hosted", "ranks"])
+@pytest.mark.parametrize("place", ["held", pytest.param("streamed", marks=pytest.mark.slow), "hosted", "ranks"])
 def test_two_ranks_clip_what_one_worker_would(place: str, tmp_path: Path) -> None:
     served = ServedCluster(2)
     try:
