@@ -68,7 +68,7 @@ HOMES: dict[str, tuple[str, ...]] = {
     "grpc_reflection": GRPC_FILES,
     "torch": ("bridge/*", "workers/*", "geartrain/*"),
     "fsspec": ("ams/storage/snapshot/*", "workers/samples/urls.py"),
-    "pyarrow": ("workers/samples/*",),
+    "pyarrow": ("workers/samples/*", "workers/ctr/samples/flights.py", "workers/ctr/predict.py"),
     "confluent_kafka": ("workers/samples/kafka*.py",),
     "lmdb": ("ams/storage/*/lmdb*.py",),
     "redis": ("ams/storage/*/redis*.py",),

@@ -12,13 +12,14 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from geartrain.bridge.embedding.group import EmbeddingGroup
+from geartrain.bridge.models.click_model import ClickModel
 from geartrain.bridge.rows.optimizer import RowOptimizer
 from geartrain.bridge.rows.state import random_state, set_random_state
-from geartrain.workers.ctr.recipe import CtrRecipe
-from geartrain.workers.ctr.samples import ClickSamples
+from geartrain.workers.ctr.designs import Design
+from geartrain.workers.ctr.samples.click_samples import ClickSamples
 from geartrain.workers.ctr.state import CtrState
 from geartrain.workers.data.streams import JointOrder
 from geartrain.workers.job.live import LiveLine
@@ -35,9 +36,10 @@ class CtrTrainer:
     """Trains a network and the embeddings before it on click samples."""
 
     def __init__(
-        self, recipe: CtrRecipe, network: nn.Module, fields: EmbeddingGroup, train: ClickSamples, progress: Progress
+        self, design: Design, network: ClickModel, fields: EmbeddingGroup, train: ClickSamples, progress: Progress
     ) -> None:
-        self.recipe = recipe
+        self.recipe = recipe = design.recipe
+        self.design = design
         self.network = network
         self.fields = fields
         self.progress = progress
@@ -69,8 +71,19 @@ class CtrTrainer:
             random=random_state(_HOST),
         )
 
-    def run(self, stop: Callable[[], bool], save: Callable[[], None], line: LiveLine, events: Loggers) -> bool:
-        """Train to the end of the stage; return False if ``stop`` ended it before. ``save`` runs between steps."""
+    def run(
+        self,
+        *,
+        stop: Callable[[], bool],
+        due: Callable[[], bool],
+        save: Callable[[], None],
+        line: LiveLine,
+        events: Loggers,
+    ) -> bool:
+        """Train to the end of the stage; return False if ``stop`` ended it before.
+
+        ``save`` runs between steps: every ``recipe.save_every``, and when one is ``due``.
+        """
         self.network.train()
         window, since = time.perf_counter(), self.progress.step
         while not self.progress.is_complete:
@@ -93,7 +106,7 @@ class CtrTrainer:
                 line.show(step, numbers)
                 window, since = time.perf_counter(), step
                 self._pull_seconds = self._push_seconds = 0.0
-            if step % self.recipe.save_every == 0 and not self.progress.is_complete:
+            if (step % self.recipe.save_every == 0 or due()) and not self.progress.is_complete:
                 save()
         return True
 
@@ -105,10 +118,10 @@ class CtrTrainer:
             group["lr"] = self.recipe.row_lr * factor
         indices = self._order.indices(step).numpy()
         started = time.perf_counter()
-        vectors = self.fields(self._train.batch(indices))
+        vectors = self.fields(self.design.ids(self._train, indices))
         self._pull_seconds += time.perf_counter() - started
         clicks_B = torch.from_numpy(self._train.clicks[indices])
-        loss = nn.functional.binary_cross_entropy_with_logits(self.network(vectors), clicks_B)
+        loss: Tensor = self.network({**vectors, **self.design.images(self._train, indices)}, clicks_B)
         self._optimizer.zero_grad()
         self._rows.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
@@ -120,20 +133,22 @@ class CtrTrainer:
 
     def predict(self, samples: ClickSamples) -> npt.NDArray[np.float64]:
         """The probability of a click [N]."""
-        return click_probabilities(self.network, self.fields, samples)
+        return click_probabilities(self.design, self.network, self.fields, samples)
 
 
-def click_probabilities(network: nn.Module, fields: EmbeddingGroup, samples: ClickSamples) -> npt.NDArray[np.float64]:
+def click_probabilities(
+    design: Design, network: ClickModel, fields: EmbeddingGroup, samples: ClickSamples
+) -> npt.NDArray[np.float64]:
     """The probability of a click [N], float64. The network stays in the mode it was in."""
     was_training = network.training
     network.eval()
+    parts = []
     try:
         with torch.no_grad():
-            parts = [
-                network(fields(samples.batch(np.arange(first, min(first + _AT_ONCE, len(samples))))))
-                for first in range(0, len(samples), _AT_ONCE)
-            ]
-            probabilities: npt.NDArray[np.float64] = torch.cat(parts).double().sigmoid().numpy()
+            for first in range(0, len(samples), _AT_ONCE):
+                indices = np.arange(first, min(first + _AT_ONCE, len(samples)))
+                parts.append(network({**fields(design.ids(samples, indices)), **design.images(samples, indices)}))
     finally:
         network.train(was_training)
+    probabilities: npt.NDArray[np.float64] = torch.cat(parts).double().sigmoid().numpy()
     return probabilities

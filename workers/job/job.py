@@ -31,7 +31,8 @@ from geartrain.workers.job.ranks import JobRanks, joined_ranks
 from geartrain.workers.job.rows.cluster_rows import JobRowsInCluster
 from geartrain.workers.job.rows.job_rows import JobRows
 from geartrain.workers.job.rows.rank_rows import JobRowsOnRanks
-from geartrain.workers.job.training_run import LOST, GoBack, Loss, TrainingRun
+from geartrain.workers.job.snapshots import LOST, GoBack, Loss
+from geartrain.workers.job.training_run import TrainingRun
 
 _CLOCKS_DIFFER_SECONDS = 5.0
 

@@ -15,13 +15,34 @@ from geartrain.ams.storage.snapshot.folder import prune
 from geartrain.ams.values.errors import (
     GeartrainError,
     SchedulerUnavailable,
+    ShardRestarted,
     SnapshotError,
     SnapshotFailed,
+    StaleCluster,
     TableNotFound,
+    Unavailable,
 )
 from geartrain.workers.job.state import Progress
 
 _WORTH_SAYING_SECONDS = 2.0
+LOST = (ShardRestarted, Unavailable, StaleCluster)
+"""What it means for a job that a role of its cluster died."""
+
+
+@dataclass(frozen=True)
+class Loss:
+    """When a role of the cluster was lost."""
+
+    step: int
+    unix_seconds: float
+
+
+class GoBack(Exception):
+    """A role was lost, and this job has a snapshot of its own to go on from; the cause says which."""
+
+    def __init__(self, loss: Loss) -> None:
+        super().__init__(loss)
+        self.loss = loss
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from torch import nn
 from geartrain.ams.observe import failpoints
 from geartrain.ams.storage.snapshot.folder import Snapshot
 from geartrain.ams.storage.snapshot.store import place
-from geartrain.ams.values.errors import ConfigError, ShardRestarted, StaleCluster, Unavailable
+from geartrain.ams.values.errors import ConfigError
 from geartrain.ams.values.text import counted
 from geartrain.bridge.rows.native_types import has_fast_bfloat16
 from geartrain.bridge.rows.state import random_state, state_from_bytes, state_to_bytes
@@ -28,7 +28,7 @@ from geartrain.workers.job.options import JobData, JobOptions, JobResult
 from geartrain.workers.job.ranks import JobRanks
 from geartrain.workers.job.report import Evaluation, write_report
 from geartrain.workers.job.rows.job_rows import JobRows
-from geartrain.workers.job.snapshots import JobSnapshots, Moment
+from geartrain.workers.job.snapshots import LOST, GoBack, JobSnapshots, Loss, Moment
 from geartrain.workers.job.state import JobState, Progress, find_state, state_of
 from geartrain.workers.job.sweep import MOST_CLASSES, best_rate, find_rate, write_trials
 from geartrain.workers.loggers.protocol import Loggers
@@ -38,26 +38,7 @@ from geartrain.workers.models.networks import require_features
 from geartrain.workers.models.saved_model import Model, load_model, save_model
 from geartrain.workers.recipes.graph_lines import GraphLines
 
-LOST = (ShardRestarted, Unavailable, StaleCluster)
-"""What it means for a job that a role of its cluster died."""
-
 _NAMED = 5
-
-
-@dataclass(frozen=True)
-class Loss:
-    """When a role of the cluster was lost."""
-
-    step: int
-    unix_seconds: float
-
-
-class GoBack(Exception):
-    """A role was lost, and this job has a snapshot of its own to go on from; the cause says which."""
-
-    def __init__(self, loss: Loss) -> None:
-        super().__init__(loss)
-        self.loss = loss
 
 
 @dataclass(frozen=True)

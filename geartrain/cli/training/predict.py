@@ -1,4 +1,4 @@
-"""``geartrain predict``: name images with a saved model."""
+"""``geartrain predict``: name images with a saved model, or score samples with a model of clicks."""
 
 from __future__ import annotations
 
@@ -11,13 +11,18 @@ import typer
 
 from geartrain.ams.values.errors import ConfigError
 from geartrain.cli.shared.options import Json, OwnBackbone
+from geartrain.cli.training import worker_options as option
 
 DEFAULT_K = 5
 
 
 def predict(
-    model: Annotated[Path, typer.Argument(help="A run, such as runs/quickstart, its model folder, or an ONNX export.")],
-    images: Annotated[list[Path], typer.Argument(help="Image files, or folders of images.")],
+    model: Annotated[
+        Path, typer.Argument(help="A run, such as runs/quickstart or runs/ctr, its model folder, or an ONNX export.")
+    ],
+    images: Annotated[
+        list[Path], typer.Argument(help="Image files, or folders of images; of a model of clicks a Parquet file.")
+    ],
     k: Annotated[
         int | None,
         typer.Option(
@@ -25,12 +30,29 @@ def predict(
         ),
     ] = None,
     backbone: OwnBackbone = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out", help="Of a model of clicks: Parquet file to write, with a column score.", show_default="printed"
+        ),
+    ] = None,
+    cache: option.Cache = Path(".cache"),
     as_json: Json = False,
 ) -> None:
     """Name images with a saved model; no cluster is needed. Scores are cosines, 1 at best.
 
+    A model of clicks (a run of 'geartrain worker ctr') gives the probability of a click for each sample of a Parquet
+    file with the columns it was trained on, a line each, or as the column score of --out.
+
     Exits with 1 if an image could not be read (the others are named all the same), with 2 if one does not exist.
     """
+    from geartrain.workers.ctr.predict import is_click_run
+
+    if is_click_run(model):
+        _score_clicks(model, images, out, cache, as_json)
+        return
+    if out is not None:
+        raise ConfigError(f"--out is for scores of clicks, and {model} names images; leave it out, and use --json")
     from geartrain.workers.models.predict import image_files
     from geartrain.workers.models.predict import predict as predictions
     from geartrain.workers.models.trained_model import picture_model  # torch is loaded after the arguments are known
@@ -62,6 +84,22 @@ def predict(
             print(f"{result.path}  " + "  ".join(f"{_shown(name)} {score:.3f}" for name, score in result.best))
     if any(result.error for result in results):
         raise typer.Exit(1)
+
+
+def _score_clicks(run: Path, samples: list[Path], out: Path | None, cache: Path, as_json: bool) -> None:
+    from geartrain.cli.training.worker_ends import console_of
+    from geartrain.workers.ctr.predict import predict_clicks, write_scores
+
+    if len(samples) != 1:
+        raise ConfigError(f"{len(samples)} files are given; a model of clicks scores one Parquet file, or one folder")
+    console = console_of(as_json=True)  # stdout is for scores
+    scores = predict_clicks(run, str(samples[0]), cache=cache, say=lambda line: console.print(line, highlight=False))
+    if out is not None:
+        write_scores(out, scores)
+    elif as_json:
+        print(json.dumps(scores.tolist()))
+    else:
+        sys.stdout.writelines(f"{score:.6f}\n" for score in scores)
 
 
 def _shown(name: str) -> str:

@@ -17,7 +17,7 @@ def out(default: str) -> Any:
     return typer.Option("--out", help=help_text, show_default=default)
 
 
-def steps(default: int) -> Any:
+def steps(default: int | str) -> Any:
     text = "Updates to train for; of a finished run that is resumed, further ones."
     return typer.Option("--steps", help=text, show_default=f"{default}")
 

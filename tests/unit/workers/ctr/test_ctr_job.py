@@ -11,11 +11,14 @@ import pytest
 from rich.console import Console
 
 import geartrain as gt
+from geartrain.ams.storage.snapshot.folder import list_snapshots
 from geartrain.workers.ctr import job as ctr_job
-from geartrain.workers.ctr.job import CtrOptions, train_clicks
+from geartrain.workers.ctr.designs import crossed
+from geartrain.workers.ctr.job import train_clicks
 from geartrain.workers.ctr.metrics import auc, calibration, log_loss
-from geartrain.workers.ctr.recipe import CtrRecipe, crossed
-from geartrain.workers.ctr.samples import PADDING
+from geartrain.workers.ctr.options import CtrOptions
+from geartrain.workers.ctr.recipe import MODELS, CtrRecipe
+from geartrain.workers.ctr.samples.click_samples import PADDING
 from tests.support.command_line import typed
 from tests.support.movielens_files import write_movielens
 
@@ -32,7 +35,7 @@ def options(out: Path, data: Path, **more: Any) -> CtrOptions:
     return CtrOptions(out=out, recipe=CtrRecipe(**SMALL, **more), data=str(data), loggers=())
 
 
-@pytest.mark.parametrize("model", ["deepfm", "wide_deep"])
+@pytest.mark.parametrize("model", MODELS)
 def test_a_run_learns_what_users_like(tmp_path: Path, data: Path, model: str) -> None:
     out = tmp_path / "run"
     small = ["--steps", "120", "--batch-size", "50", "--dim", "4", "--row-lr", "0.1", "--snapshot-steps", "50"]
@@ -84,12 +87,16 @@ class _Asked:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--model", "deepfn"], "model is 'deepfn'; it must be one of deepfm, wide_deep"),
+        (["--model", "deepfn"], "model is 'deepfn'; it must be one of deepfm, wide_deep, dssm, din, dien, crossmedia"),
         (["--split", "user"], "split is 'user'; it must be one of random, time"),
         (["--dim", "1"], "dim is 1; it must be at least 2"),
         (["--dropout", "1"], "dropout is 1.0; it must lie in [0, 1)"),
         (["--row-lr", "nan"], "row_lr is nan; it must be > 0"),
-        (["--data", "netflix"], "--data is 'netflix'; it must be movielens, or a folder"),
+        (["--row-weight-decay", "-1"], "row_weight_decay is -1.0; it must be >= 0"),
+        (["--model", "din", "--history", "0"], "history is 0, and din needs one"),
+        (["--snapshot-minutes", "0"], "snapshot_minutes is 0.0; it must be > 0"),
+        (["--allow-fallback"], "give it with --resume RUN"),
+        (["--data", "netflix"], "--data is 'netflix'; it must be movielens, flights, a Parquet file"),
         (["--resume", "nowhere"], "--data cannot change for the run that --resume nowhere goes on with"),
     ],
 )
@@ -110,6 +117,39 @@ def test_the_run_of_another_worker_or_other_samples_is_not_gone_on_with(tmp_path
         train_clicks(CtrOptions(out=tmp_path / "run", recipe=CtrRecipe(), resume=True, loggers=()), QUIET)
     with pytest.raises(gt.errors.ConfigError, match="already holds a run"):
         train_clicks(options(tmp_path / "run", data), QUIET)
+
+
+def test_a_run_behind_a_damaged_snapshot_goes_on_from_the_one_before(tmp_path: Path, data: Path) -> None:
+    out = tmp_path / "run"
+    train_clicks(options(out, data), QUIET)
+    newest = max(out.glob("snapshots/step-*"))
+    damaged = next(path for path in newest.rglob("*.safetensors"))
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    resumed = CtrOptions(out=out, recipe=CtrRecipe(), resume=True, loggers=())
+    with pytest.raises(gt.errors.SnapshotDamaged, match=newest.name):
+        train_clicks(resumed, QUIET)
+    ended = train_clicks(CtrOptions(**{**vars(resumed), "allow_fallback": True}), QUIET)
+    assert (ended.finished, ended.step) == (True, 60)
+
+
+def test_snapshots_may_lie_elsewhere_and_add_to_one_another(tmp_path: Path, data: Path) -> None:
+    more: dict[str, Any] = {"snapshots": str(tmp_path / "kept"), "increments": 2, "keep_snapshots": 3}
+    given = CtrOptions(**{**vars(options(tmp_path / "run", data)), **more})
+    assert train_clicks(given, QUIET).finished
+    parents = [listed.snapshot.manifest.parent for listed in list_snapshots(tmp_path / "kept") if listed.snapshot]
+    assert any(parents) and not all(parents)
+    assert not (tmp_path / "run" / "snapshots").exists()
+    assert (
+        train_clicks(CtrOptions(out=tmp_path / "run", recipe=CtrRecipe(), resume=True, loggers=()), QUIET).step == 120
+    )
+    with pytest.raises(gt.errors.ConfigError, match="kept already holds snapshots"):
+        train_clicks(CtrOptions(**{**vars(given), "out": tmp_path / "other"}), QUIET)
+
+
+def test_the_option_to_validate_leaves_what_is_held_out_alone(tmp_path: Path, data: Path) -> None:
+    result = train_clicks(options(tmp_path / "run", data, validation=True, split="time"), QUIET)
+    assert result.report is not None
+    assert result.report["held_out"]["samples"] == 96
 
 
 def test_auc_is_the_part_of_pairs_in_order_and_ties_are_half() -> None:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import geartrain as gt
-from geartrain.workers.ctr import movielens
-from geartrain.workers.ctr.movielens import find_movielens, read_movielens
-from geartrain.workers.ctr.samples import PADDING, split
+from geartrain.workers.ctr.samples import movielens
+from geartrain.workers.ctr.samples.click_samples import PADDING, split
+from geartrain.workers.ctr.samples.movielens import find_movielens, read_movielens
 from tests.support.movielens_files import ITEMS, RATINGS, write_movielens
 
 
@@ -33,11 +34,18 @@ def test_a_split_parts_the_samples_and_by_time_the_latest_are_held_out(tmp_path:
     samples = read_movielens(write_movielens(tmp_path))
     train, test = split(samples, "time", seed=0)
     assert (len(train), len(test)) == (480, 120)
+    assert train.times is not None and test.times is not None
     assert train.times.max() <= test.times.min()
     one, again, other = (split(samples, "random", seed=seed)[1].times.tolist() for seed in (1, 1, 2))
     assert one == again != other
     parts = np.concatenate([part.times for part in split(samples, "random", seed=1)])
     assert sorted(parts) == sorted(samples.times)
+    to_choose, by = split(samples, "time", seed=0, validation=True)
+    assert to_choose.times is not None and by.times is not None
+    assert (len(to_choose), len(by)) == (384, 96)
+    np.testing.assert_array_equal(np.concatenate([to_choose.times, by.times]), train.times)
+    late = int(np.sort(samples.times)[450])
+    assert split(replace(samples, held_out_from=late), "time", seed=0)[1].times.min() == late
     with pytest.raises(gt.errors.ConfigError, match="split is 'user'; it must be one of random, time"):
         split(samples, "user", seed=0)
     with pytest.raises(gt.errors.ConfigError, match="there are 4 samples"):

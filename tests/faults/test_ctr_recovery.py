@@ -1,0 +1,76 @@
+"""A run of a click model that is killed goes on from its newest snapshot; one that loses a shard does so by itself."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from rich.console import Console
+from torch import Tensor
+
+from geartrain.ams.storage.snapshot.folder import list_snapshots
+from geartrain.workers.ctr import job
+from geartrain.workers.ctr.loop import CtrTrainer
+from geartrain.workers.ctr.options import CtrOptions
+from geartrain.workers.ctr.recipe import CtrRecipe
+from tests.integration.test_up import kill_child, up
+from tests.support.command_line import typed
+from tests.support.movielens_files import write_movielens
+
+RECIPE = CtrRecipe(dim=4, hidden=(8,), batch_size=50, steps=30, save_every=5, row_lr=0.1)
+
+
+def test_a_killed_run_goes_on_from_its_newest_snapshot(tmp_path: Path) -> None:
+    films, out = write_movielens(tmp_path / "films"), tmp_path / "run"
+    settings = ["--steps=30", "--batch-size=50", "--dim=4", "--snapshot-steps=5", "--logger=none"]
+    command = [sys.executable, "-m", "geartrain", "worker", "ctr", "--data", str(films), "--out", str(out), *settings]
+    environment = {**os.environ, "GEARTRAIN_FAILPOINTS": "job.save.before=kill@4"}
+    killed = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    newest = next(listed.snapshot for listed in list_snapshots(out / "snapshots") if listed.snapshot)
+    assert newest.manifest.step in (10, 15)  # the third was being written
+    assert not (out / "report.json").exists()
+    done = typed("worker", "ctr", "--resume", str(out), "--logger=none")
+    assert done.returncode == 0, done.stderr
+    assert f"Going on at step {newest.manifest.step}" in done.stdout
+    assert json.loads((out / "report.json").read_text(encoding="utf-8"))["steps"] == 30
+
+
+def train(out: Path, films: Path, **more: Any) -> tuple[dict[str, Any], str]:
+    told = io.StringIO()
+    options = CtrOptions(out=out, recipe=RECIPE, data=str(films), loggers=(), **more)
+    result = job.train_clicks(options, Console(file=told, width=200))
+    assert result.report is not None
+    assert (result.finished, result.step) == (True, 30)
+    return result.report, told.getvalue()
+
+
+def test_a_run_that_loses_a_shard_goes_back_and_ends_as_if_nothing_had_happened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(job.secrets, "randbits", lambda _: 7)  # initial values depend on the tables' names
+    films = write_movielens(tmp_path / "films")
+    straight, _ = train(tmp_path / "straight" / "run", films)
+    whole, kills = CtrTrainer._step, [13]
+    with up("--shards=2") as running:
+
+        def step(self: CtrTrainer, number: int) -> Tensor:
+            if kills and number == kills[0]:
+                kills.pop()
+                kill_child(psutil.Process(running.process.pid), "server")
+            return whole(self, number)
+
+        monkeypatch.setattr(CtrTrainer, "_step", step)
+        broken, told = train(tmp_path / "broken" / "run", films, scheduler=running.facts["scheduler"], increments=2)
+    assert "Lost a part of the cluster at step 13" in told
+    assert "Going on at step 10: 3 steps (" in told, told
+    assert broken["held_out"]["auc"] == pytest.approx(straight["held_out"]["auc"], abs=1e-3)
+    assert broken["held_out"]["log_loss"] == pytest.approx(straight["held_out"]["log_loss"], rel=1e-3)

@@ -1,0 +1,69 @@
+"""Scores of further samples by a run: those that the run itself gave, histories included."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from geartrain.workers.ctr.job import train_clicks
+from geartrain.workers.ctr.metrics import auc, log_loss
+from geartrain.workers.ctr.options import CtrOptions
+from geartrain.workers.ctr.recipe import CtrRecipe
+from geartrain.workers.ctr.samples.click_samples import PADDING, ClickSamples, split
+from geartrain.workers.ctr.samples.movielens import read_movielens
+from tests.support.command_line import typed
+from tests.support.movielens_files import write_movielens
+
+pa = pytest.importorskip("pyarrow", reason="samples from files need the extra data")
+pq = pytest.importorskip("pyarrow.parquet", reason="samples from files need the extra data")
+
+
+def write_samples(path: Path, samples: ClickSamples, *without: str) -> None:
+    """Fields that lack an id somewhere as lists."""
+    columns = {}
+    for name, ids in {**samples.fields, "time": samples.times}.items():
+        if name not in without:
+            has_gaps = ids.ndim == 2 or (ids == PADDING).any()
+            bags = ids.reshape(len(ids), -1).tolist()
+            columns[name] = pa.array([[one for one in bag if one != PADDING] for bag in bags] if has_gaps else ids)
+    pq.write_table(pa.table(columns), path)
+
+
+@pytest.mark.parametrize("model", ["wide_deep", "din", "crossmedia"])
+def test_a_run_scores_samples_as_it_scored_those_held_out(tmp_path: Path, model: str) -> None:
+    films = write_movielens(tmp_path / "films")
+    recipe = CtrRecipe(
+        model=model,
+        dim=4,
+        hidden=(8,),
+        batch_size=50,
+        steps=40,
+        row_lr=0.1,
+        split="time",
+        history=4 * (model != "wide_deep"),
+    )
+    options = CtrOptions(out=tmp_path / "run", recipe=recipe, data=str(films), loggers=())
+    report = train_clicks(options, Console(quiet=True)).report
+    assert report is not None
+    _, test = split(read_movielens(films), "time", 0)
+    write_samples(tmp_path / "late.parquet", test)
+
+    done = typed("predict", str(tmp_path / "run"), str(tmp_path / "late.parquet"), "--json")
+    assert done.returncode == 0, done.stderr
+    scores = np.array(json.loads(done.stdout))
+    assert auc(scores, test.clicks) == pytest.approx(report["held_out"]["auc"])
+    assert log_loss(scores, test.clicks) == pytest.approx(report["held_out"]["log_loss"])
+
+    out = tmp_path / "scores.parquet"
+    done = typed("predict", str(tmp_path / "run"), str(tmp_path / "late.parquet"), "--out", str(out))
+    assert done.returncode == 0, done.stderr
+    np.testing.assert_allclose(pq.read_table(out)["score"].to_numpy(), scores)
+
+    write_samples(tmp_path / "less.parquet", test, "gender")
+    done = typed("predict", str(tmp_path / "run"), str(tmp_path / "less.parquet"))
+    assert done.returncode == 1
+    assert "has no column 'gender', which the model was trained on; it has 'user', 'item'" in done.stderr

@@ -1,0 +1,192 @@
+"""From samples to the vectors of each model: which fields have embeddings, weights, histories and images.
+
+An id has a row in a table for each use: ``user`` (its embedding), ``user_weight`` (its weight in the linear part).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from geartrain.ams.values.errors import ConfigError
+from geartrain.ams.values.optimizers.registry import Adam
+from geartrain.ams.values.specs import Ids
+from geartrain.bridge.embedding.field import Field
+from geartrain.bridge.embedding.group import EmbeddingGroup
+from geartrain.bridge.models.click_model import ClickModel
+from geartrain.bridge.models.crossmedia import CrossMedia
+from geartrain.bridge.models.deepfm import DeepFM
+from geartrain.bridge.models.dien import DIEN
+from geartrain.bridge.models.din import DIN
+from geartrain.bridge.models.dssm import DSSM
+from geartrain.bridge.models.wide_deep import WideDeep
+from geartrain.workers.ctr.recipe import CtrRecipe
+from geartrain.workers.ctr.samples.click_samples import PADDING, ClickSamples, SampleSchema
+
+if TYPE_CHECKING:
+    from geartrain.ams.client.cluster import Cluster
+
+HISTORY, IMAGE, HISTORY_IMAGES = "history", "image", "history_images"
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleLayout:
+    """What samples have, as far as a network asks."""
+
+    fields: tuple[str, ...]
+    schema: SampleSchema
+    image_dim: int | None
+    """Numbers of an item's image; None: there are none."""
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain values."""
+        return {"fields": list(self.fields), "schema": self.schema.to_json(), "image_dim": self.image_dim}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> SampleLayout:
+        """What :meth:`to_json` returned."""
+        schema = SampleSchema.from_json(values["schema"])
+        return cls(fields=tuple(values["fields"]), schema=schema, image_dim=values["image_dim"])
+
+
+def layout_of(samples: ClickSamples) -> SampleLayout:
+    """What the samples have."""
+    image_dim = None if samples.images is None else samples.images.dim
+    return SampleLayout(fields=tuple(samples.fields), schema=samples.schema, image_dim=image_dim)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Kind:
+    """What a model is fed."""
+
+    network: Callable[[CtrRecipe, SampleLayout, dict[str, int]], ClickModel]
+    weights: bool = True
+    """Every field has weights, too."""
+    crosses: bool = False
+    """Weights of the schema's crosses, too."""
+    events: bool = False
+    """The history is a sequence; else, if there is one, the sum of its events over the root of their number."""
+    images: bool = False
+
+
+def _plain(model: Callable[..., ClickModel]) -> Callable[[CtrRecipe, SampleLayout, dict[str, int]], ClickModel]:
+    return lambda recipe, _, dims: model(dims, recipe.hidden, dropout=recipe.dropout)
+
+
+def _attentive(model: Callable[..., ClickModel]) -> Callable[[CtrRecipe, SampleLayout, dict[str, int]], ClickModel]:
+    def network(recipe: CtrRecipe, layout: SampleLayout, dims: dict[str, int]) -> ClickModel:
+        return model(dims, {HISTORY: layout.schema.item[0]}, recipe.hidden, dropout=recipe.dropout)
+
+    return network
+
+
+def _two_towers(recipe: CtrRecipe, layout: SampleLayout, dims: dict[str, int]) -> ClickModel:
+    item = layout.schema.item
+    of_user, of_item = ({name: dim for name, dim in dims.items() if (name in item) == is_} for is_ in (False, True))
+    return DSSM(of_user, of_item, recipe.hidden, width=recipe.hidden[-1], dropout=recipe.dropout)
+
+
+def _with_images(recipe: CtrRecipe, layout: SampleLayout, dims: dict[str, int]) -> ClickModel:
+    assert layout.image_dim is not None
+    return CrossMedia(
+        dims,
+        image=IMAGE,
+        history=HISTORY_IMAGES,
+        image_dim=layout.image_dim,
+        query=layout.schema.item[0],
+        hidden=recipe.hidden,
+        dropout=recipe.dropout,
+    )
+
+
+_KINDS: Mapping[str, _Kind] = {
+    "deepfm": _Kind(network=_plain(DeepFM)),
+    "wide_deep": _Kind(network=_plain(WideDeep), crosses=True),
+    "dssm": _Kind(network=_two_towers, weights=False),
+    "din": _Kind(network=_attentive(DIN), events=True),
+    "dien": _Kind(network=_attentive(DIEN), events=True),
+    "crossmedia": _Kind(network=_with_images, images=True),
+}
+
+
+class Design:
+    """How samples of one layout become the vectors of one model."""
+
+    def __init__(self, recipe: CtrRecipe, layout: SampleLayout) -> None:
+        """Raises ConfigError if the samples lack what the model needs."""
+        self.recipe = recipe
+        self.layout = layout
+        self._kind = kind = _KINDS[recipe.model]
+        schema = layout.schema
+        if (recipe.model == "dssm" or kind.events or kind.images) and not schema.item:
+            raise ConfigError(f"{recipe.model} needs fields of the item; name them item and item_…, or take deepfm")
+        if (kind.events or kind.images) and not recipe.history:
+            raise ConfigError(f"history is 0, and {recipe.model} needs one; give --history 20, or another model")
+        if kind.images and layout.image_dim is None:
+            raise ConfigError(f"{recipe.model} needs images of the items, and the samples have none; take din")
+        self._pooled = bool(recipe.history) and not kind.events and not kind.images
+        names = [*layout.fields, *([HISTORY] if self._pooled else [])]
+        self._weights = {f"{name}_weight": name for name in names} if kind.weights else {}
+        self._crosses = {"_x_".join(names): names for names in schema.crosses} if kind.crosses else {}
+        embedded = names + ([HISTORY] if kind.events else [])
+        self.dims = dict.fromkeys(embedded, recipe.dim) | dict.fromkeys([*self._weights, *self._crosses], 1)
+
+    def network(self) -> ClickModel:
+        """The network, with fresh parameters."""
+        return self._kind.network(self.recipe, self.layout, self.dims)
+
+    def fields(self, cluster: Cluster, job: str, *, reuse: bool) -> EmbeddingGroup:
+        """The embeddings, in tables of ``job``."""
+        optimizer = Adam(self.recipe.row_lr, weight_decay=self.recipe.row_weight_decay)
+        members = [self._field(name, dim) for name, dim in self.dims.items()]
+        return EmbeddingGroup(cluster, job, members, optimizer=optimizer, seed=self.recipe.seed, reuse=reuse)
+
+    def _field(self, name: str, dim: int) -> Field:
+        if name in (HISTORY, f"{HISTORY}_weight"):
+            return Field(name, dim, pooling=None if self._kind.events else "sqrtn")
+        return Field(name, dim, pooling="mean", padding_id=PADDING)
+
+    def ids(self, samples: ClickSamples, indices: npt.NDArray[np.int64]) -> dict[str, Any]:
+        """The ids of the samples at ``indices``, as the embeddings take them."""
+        ids: dict[str, Any] = samples.ids(indices)
+        if HISTORY in self.dims:
+            assert samples.histories is not None
+            places, offsets = samples.histories.take(indices)
+            ids[HISTORY] = (crossed(samples.histories.items[places], samples.histories.outcomes[places]), offsets)
+        weights = {weight: ids[name] for weight, name in self._weights.items()}
+        crosses = {}
+        for cross, (first, *others) in self._crosses.items():
+            crosses[cross] = ids[first]
+            for other in others:
+                crosses[cross] = crossed(crosses[cross], ids[other])
+        return {**ids, **weights, **crosses}
+
+    def images(self, samples: ClickSamples, indices: npt.NDArray[np.int64]) -> dict[str, Tensor]:
+        """The images of the samples at ``indices``, as the network takes them beside the vectors; none if it has no use
+        for them.
+        """
+        if not self._kind.images:
+            return {}
+        assert samples.images is not None and samples.histories is not None
+        places, offsets = samples.histories.take(indices)
+        seen = torch.from_numpy(samples.images.of(samples.histories.items[places]))
+        return {
+            IMAGE: torch.from_numpy(samples.images.of(samples.fields[self.layout.schema.item[0]][indices])),
+            HISTORY_IMAGES: torch.nested.nested_tensor_from_jagged(seen, torch.from_numpy(offsets)),
+        }
+
+
+def crossed(first: Ids, second: Ids) -> Ids:
+    """An id below 2^63 for each pair of ``first`` [N] and ``second`` [N] or [N, L]; padding of ``second`` stays."""
+    left = first if second.ndim == 1 else first[:, None]
+    mixed = (left.view(np.uint64) * _GOLDEN) ^ second.view(np.uint64)
+    mixed = (mixed ^ (mixed >> np.uint64(32))) * _GOLDEN  # so that ids near each other do not meet
+    pairs: Ids = (mixed >> np.uint64(1)).view(np.int64)
+    return np.where(second == PADDING, PADDING, pairs)

@@ -1,0 +1,94 @@
+"""Scores of samples by a run of ``geartrain worker ctr``: the rows of its newest snapshot, in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from geartrain.ams.client.cluster import local
+from geartrain.ams.storage.snapshot.folder import list_snapshots
+from geartrain.ams.values.errors import ColumnMismatch, ConfigError
+from geartrain.workers.atomic import replacing
+from geartrain.workers.ctr.designs import Design, SampleLayout
+from geartrain.workers.ctr.loop import click_probabilities
+from geartrain.workers.ctr.samples.click_samples import ClickSamples, split
+from geartrain.workers.ctr.samples.histories import histories_before
+from geartrain.workers.ctr.samples.parquet import read_parquet
+from geartrain.workers.ctr.samples.sources import load_samples
+from geartrain.workers.ctr.state import FORMAT, newest_state
+from geartrain.workers.data.packages import Say
+from geartrain.workers.job.folder import read_run
+
+
+def is_click_run(folder: Path) -> bool:
+    """Whether ``folder`` holds a run of a click model."""
+    try:
+        listed = list_snapshots(read_run(folder).snapshots)
+    except ConfigError:
+        return False
+    snapshot = next((one.snapshot for one in listed if one.snapshot is not None), None)
+    return snapshot is not None and snapshot.manifest.job.get("format") == FORMAT
+
+
+def predict_clicks(run: Path, samples: str, *, cache: Path, say: Say) -> npt.NDArray[np.float64]:
+    """The probability of a click [N] of each sample of the Parquet file or folder ``samples``, in its order.
+
+    It has the columns that the run was trained on; ``click`` is not looked at. A model with histories reads the run's
+    own samples again: what a user did among those it was trained on, before ``time``, or all of it if there is no such
+    column. Raises ConfigError, SnapshotDamaged, and SourceError that names a column that is missing.
+    """
+    snapshot, state = newest_state(read_run(run).snapshots)
+    design = Design(state.recipe, SampleLayout.from_json(state.data))
+    given = _with_fields_of(design, read_parquet(samples, clicks=False), samples)
+    if state.recipe.history:
+        given = _with_histories(design, given, load_samples(state.data["source"], cache, say))
+    with local(num_shards=1) as cluster:
+        cluster.restore(snapshot.path)
+        fields = design.fields(cluster, state.progress.table, reuse=True)
+        network = design.network()
+        network.load_state_dict(dict(state.network))
+        return click_probabilities(design, network, fields, given)
+
+
+def _with_fields_of(design: Design, given: ClickSamples, path: str) -> ClickSamples:
+    fields: Mapping[str, npt.NDArray[np.int64]] = given.fields
+    if missing := [name for name in design.layout.fields if name not in fields]:
+        raise ColumnMismatch(
+            f"{path} has no column {missing[0]!r}, which the model was trained on; it has "
+            f"{', '.join(map(repr, fields)) or 'none'}"
+        )
+    return replace(given, fields={name: fields[name] for name in design.layout.fields}, schema=design.layout.schema)
+
+
+def _with_histories(design: Design, given: ClickSamples, of_run: ClickSamples) -> ClickSamples:
+    """Let the samples to train on be the events of those that are ``given``."""
+    recipe, schema = design.recipe, design.layout.schema
+    assert schema.user is not None
+    train, _ = split(of_run, recipe.split, recipe.seed, validation=recipe.validation)
+    assert train.times is not None
+    outcomes = train.clicks.astype(np.int64) if train.outcomes is None else train.outcomes
+    late = np.full(len(given), max(train.times.max(), 0) + 1)
+    nothing = np.zeros(len(given), np.int64)
+    histories = histories_before(
+        np.concatenate([train.fields[schema.user], given.fields[schema.user]]),
+        np.concatenate([train.fields[schema.item[0]], nothing]),
+        np.concatenate([outcomes, nothing]),
+        np.concatenate([train.times, late if given.times is None else given.times]),
+        events=np.arange(len(train)),
+        length=recipe.history,
+    )
+    own = histories.subset(np.arange(len(train), len(train) + len(given)))
+    return replace(given, histories=own, images=of_run.images)
+
+
+def write_scores(path: Path, scores: npt.NDArray[np.float64]) -> None:
+    """Write a Parquet file with the column ``score``, all or nothing."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    with replacing(path) as temporary:
+        pq.write_table(pa.table({"score": scores}), temporary)

@@ -1,0 +1,135 @@
+"""Samples with sparse features, and which of them are held out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from geartrain.ams.values.errors import ConfigError
+from geartrain.ams.values.specs import Ids
+from geartrain.ams.values.text import quoted
+from geartrain.workers.ctr.samples.histories import Histories, histories_before
+from geartrain.workers.ctr.samples.images import ItemImages
+
+PADDING = -1
+"""Stands for no id."""
+SPLITS = ("random", "time")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleSchema:
+    """What the fields of samples are, apart from their ids."""
+
+    item: tuple[str, ...] = ()
+    """Those that tell of the item, its own id first; all others tell of the user and the moment."""
+    user: str | None = None
+    """The field whose ids are users, if each has a history."""
+    crosses: tuple[tuple[str, ...], ...] = ()
+    """Fields whose ids together have a weight of their own in a linear model; the last may be a bag."""
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain values."""
+        return {"item": list(self.item), "user": self.user, "crosses": [list(one) for one in self.crosses]}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> SampleSchema:
+        """What :meth:`to_json` returned."""
+        crosses = tuple(tuple(one) for one in values["crosses"])
+        return cls(item=tuple(values["item"]), user=values["user"], crosses=crosses)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClickSamples:
+    """N samples: the ids of every field, and whether there was a click."""
+
+    fields: Mapping[str, Ids]
+    """[N], or [N, L] with :data:`PADDING` after the last id of each."""
+    clicks: npt.NDArray[np.float32]
+    """[N], 0 or 1."""
+    times: Ids | None
+    """[N], Unix seconds; None: unknown."""
+    schema: SampleSchema
+    outcomes: Ids | None = None
+    """[N]: what is known of a sample afterwards, such as the rating; None: whether there was a click."""
+    held_out_from: int | None = None
+    """Unix seconds from which a split by time holds samples out; None: where their latest fifth begins."""
+    images: ItemImages | None = None
+    histories: Histories | None = None
+
+    def __len__(self) -> int:
+        return len(self.clicks)
+
+    def ids(self, indices: npt.NDArray[np.int64]) -> dict[str, Ids]:
+        """The ids of the fields of the samples at ``indices``."""
+        return {name: ids[indices] for name, ids in self.fields.items()}
+
+    def subset(self, indices: npt.NDArray[np.int64]) -> ClickSamples:
+        """Those at ``indices``."""
+        return replace(
+            self,
+            fields=self.ids(indices),
+            clicks=self.clicks[indices],
+            times=None if self.times is None else self.times[indices],
+            outcomes=None if self.outcomes is None else self.outcomes[indices],
+            histories=None if self.histories is None else self.histories.subset(indices),
+        )
+
+
+def split(
+    samples: ClickSamples, kind: str, seed: int, *, history: int = 0, validation: bool = False
+) -> tuple[ClickSamples, ClickSamples]:
+    """Part samples in those to train on and those to test with.
+
+    ``random``: the last fifth of a permutation by ``seed`` is tested. ``time``: those from ``held_out_from`` on, or
+    the latest fifth; of equal times the order stays. With ``validation`` those to train on are parted once more in the
+    same way (by time: their latest fifth), and nothing is left of the others: what settings are to be chosen by.
+
+    With ``history`` > 0 a sample gets the events of its user before it, the latest so many. An event is a sample to
+    train on that is strictly earlier: so nothing of the future is seen, and no outcome that is to be told.
+
+    Raises ConfigError for another kind, if a part would be empty, or if something has no times, users or items.
+    """
+    train, test = _parted(samples, kind, seed, np.arange(len(samples)), samples.held_out_from)
+    if validation:
+        train, test = _parted(samples, kind, seed + 1, np.sort(train), None)
+    if history:
+        samples = replace(samples, histories=_histories(samples, train, history))
+    return samples.subset(train), samples.subset(test)
+
+
+def _parted(
+    samples: ClickSamples, kind: str, seed: int, among: npt.NDArray[np.int64], held_out_from: int | None
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    if kind not in SPLITS:
+        raise ConfigError(f"split is {quoted(kind)}; it must be one of {', '.join(SPLITS)}")
+    held_out = len(among) // 5
+    if kind == "random":
+        order = among[np.random.default_rng(seed).permutation(len(among))]
+    else:
+        if samples.times is None:
+            raise ConfigError("split is 'time', but the samples have no times; give them a column time, or take random")
+        times = samples.times[among]
+        order = among[np.argsort(times, kind="stable")]
+        if held_out_from is not None:
+            held_out = int((times >= held_out_from).sum())
+    if not 0 < held_out < len(among):
+        raise ConfigError(
+            f"there are {len(among)} samples, {held_out} of them to be held out; give at least 5, and of several times"
+        )
+    return order[:-held_out], order[-held_out:]
+
+
+def _histories(samples: ClickSamples, train: npt.NDArray[np.int64], length: int) -> Histories:
+    schema = samples.schema
+    if schema.user is None or not schema.item or samples.times is None:
+        raise ConfigError(
+            "the samples have no histories, which need fields user and item, and a column time; take a model without: "
+            "deepfm, wide_deep or dssm"
+        )
+    outcomes = samples.clicks.astype(np.int64) if samples.outcomes is None else samples.outcomes
+    users, items = samples.fields[schema.user], samples.fields[schema.item[0]]
+    return histories_before(users, items, outcomes, samples.times, events=train, length=length)

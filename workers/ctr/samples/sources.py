@@ -1,0 +1,40 @@
+"""Samples by the name that ``--data`` gives them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from geartrain.ams.values.errors import ConfigError
+from geartrain.ams.values.text import quoted
+from geartrain.workers.ctr.samples.click_samples import ClickSamples
+from geartrain.workers.ctr.samples.flights import find_flights, read_flights
+from geartrain.workers.ctr.samples.movielens import RATINGS, find_movielens, read_movielens
+from geartrain.workers.ctr.samples.parquet import read_parquet
+from geartrain.workers.data.packages import Say
+
+PUBLIC: dict[str, tuple[Callable[[Path, Say], Path], Callable[[Path], ClickSamples]]] = {
+    "movielens": (find_movielens, read_movielens),
+    "flights": (find_flights, read_flights),
+}
+"""By name: what fetches the samples into a cache, and what reads them there."""
+_WHAT = f"{', '.join(PUBLIC)}, a Parquet file or folder, or a folder with the files of MovieLens-100K"
+
+
+def load_samples(source: str | None, cache: Path, say: Say) -> ClickSamples:
+    """The samples that ``--data`` names, in memory. Raises ConfigError, SourceError."""
+    if source is None:
+        raise ConfigError(f"which samples? Give --data: {_WHAT}")
+    if source in PUBLIC:
+        find, read = PUBLIC[source]
+        return read(find(cache, say))
+    if (Path(source) / RATINGS).exists():
+        return read_movielens(Path(source))
+    if "://" in source or Path(source).exists():
+        return read_parquet(source)
+    raise ConfigError(f"--data is {quoted(source)}; it must be {_WHAT}")
+
+
+def found_again(source: str) -> str:
+    """``source`` by a name that holds in any working folder."""
+    return source if source in PUBLIC or "://" in source else str(Path(source).resolve())
