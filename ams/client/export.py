@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -65,7 +65,15 @@ def begin_export(
     See :meth:`geartrain.ams.client.cluster.Cluster.export`.
     """
     root = place(root)
-    names = _tables_named(tables, existing())
+    specs = {spec.name: spec for spec in existing()}
+    names = tables_named(tables, specs)
+    for name in names:
+        if specs[name].counts_steps:
+            raise InvalidArgument(
+                f"rows of table {name!r} move at every step, whether they are touched or not "
+                f"({specs[name].optimizer}), so that no version could add to another; take snapshots of it, or export "
+                "it as one .safetensors file"
+            )
     parent = _parent(root, since)
     deadline = time.monotonic() + calls.config.recovery_timeout_seconds
     while True:
@@ -95,26 +103,18 @@ def begin_export(
             return PendingExport(number, pending)
 
 
-def _tables_named(wanted: str | Sequence[str], existing: Sequence[TableSpec]) -> list[str]:
-    """The tables of these names or patterns, each once. Raises TableNotFound, InvalidArgument."""
+def tables_named(wanted: str | Sequence[str], existing: Iterable[str]) -> list[str]:
+    """The tables of these names or patterns (``"ctr/*"``), each once. Raises TableNotFound, InvalidArgument."""
     patterns = [wanted] if isinstance(wanted, str) else list(wanted)
     if not patterns or not all(isinstance(one, str) for one in patterns):
         raise InvalidArgument(f"tables are {quoted(wanted)}; give a name ('ctr/item'), a pattern ('ctr/*') or a list")
-    specs = {spec.name: spec for spec in existing}
-    found: dict[str, None] = {}
+    names, found = list(existing), dict[str, None]()
     for pattern in patterns:
-        matching = [name for name in specs if name == pattern or fnmatchcase(name, pattern)]
+        matching = [name for name in names if name == pattern or fnmatchcase(name, pattern)]
         if not matching:
-            known = ", ".join(map(repr, specs)) or "none"
+            known = ", ".join(map(repr, names)) or "none"
             raise TableNotFound(f"there is no table {pattern!r}; tables of this cluster: {known}")
         found.update(dict.fromkeys(matching))
-    for name in found:
-        if specs[name].counts_steps:
-            raise InvalidArgument(
-                f"rows of table {name!r} move at every step, whether they are touched or not "
-                f"({specs[name].optimizer}), so that no version could add to another; take snapshots of it, or export "
-                "it as one .safetensors file"
-            )
     return list(found)
 
 

@@ -174,7 +174,9 @@ def begin_snapshot(
     chosen = None if tables is None else chosen_tables(tables, [spec.name for spec in before], "cluster")
     staging = new_staging(root, name)
     parent_id = "" if older is None else older.manifest.moment_id
-    freeze = Freeze(snapshot_id=staging.id, tables=chosen or (), parent_id=parent_id, gives_way=rows_alone)
+    freeze = Freeze(
+        snapshot_id=staging.id, tables=chosen or (), parent_id=parent_id, export_root=str(root) if rows_alone else ""
+    )
     hold = _Hold(calls, freeze, caller)
     try:
         hold.begin()

@@ -264,7 +264,7 @@ class Describe(Rpc[ShardState]):
 @dataclass(frozen=True, kw_only=True)
 class Freeze(Rpc[Done]):
     """Hold tables as they are now, for a snapshot or an export, while writes go on. Ends other freezes of the same
-    tables, unless it gives way.
+    tables, unless it is for an export.
 
     Repeated, it renews the freeze's lease of FREEZE_LEASE_SECONDS; who holds one repeats it.
     """
@@ -274,8 +274,9 @@ class Freeze(Rpc[Done]):
     """Names; none: all tables."""
     parent_id: str = ""
     """Hold only the rows written since that snapshot, where the shard still knows them; empty: all rows."""
-    gives_way: bool = False
-    """Of an export: rather than end another freeze of the same tables, be refused (Busy)."""
+    export_root: str = ""
+    """Of an export its folder: rather than end a freeze of the same tables for anything else, be refused (Busy). One
+    process exports into a folder, so that what another holds for it was left behind."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -927,13 +927,13 @@ class FreezeRequest(_message.Message):
     SNAPSHOT_ID_FIELD_NUMBER: _builtins.int
     TABLES_FIELD_NUMBER: _builtins.int
     PARENT_ID_FIELD_NUMBER: _builtins.int
-    GIVES_WAY_FIELD_NUMBER: _builtins.int
+    EXPORT_ROOT_FIELD_NUMBER: _builtins.int
     snapshot_id: _builtins.str
     """32 hexadecimal digits."""
     parent_id: _builtins.str
     """Where this shard still knows which rows were written since that snapshot, hold only those. Empty: hold all rows."""
-    gives_way: _builtins.bool
-    """Of an export: rather than end another freeze of the same tables, be refused (Busy)."""
+    export_root: _builtins.str
+    """Of an export its folder: rather than end a freeze of the same tables for anything else, be refused (Busy)."""
     @_builtins.property
     def context(self) -> _types_pb2.CallContext: ...
     @_builtins.property
@@ -947,11 +947,11 @@ class FreezeRequest(_message.Message):
         snapshot_id: _builtins.str = ...,
         tables: _abc.Iterable[_builtins.str] | None = ...,
         parent_id: _builtins.str = ...,
-        gives_way: _builtins.bool = ...,
+        export_root: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["context", b"context"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "gives_way", b"gives_way", "parent_id", b"parent_id", "snapshot_id", b"snapshot_id", "tables", b"tables"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "export_root", b"export_root", "parent_id", b"parent_id", "snapshot_id", b"snapshot_id", "tables", b"tables"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -205,7 +205,7 @@ class ShardServicer:
 
     def Freeze(self, request, context):
         """Hold tables as they are now, for a snapshot or an export, while writes go on. Ends other freezes of the same tables,
-        unless it gives way. Idempotent.
+        unless it is for an export. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -68,7 +68,7 @@ class ShardStub:
     """State of the shard and of its tables."""
     Freeze: _grpc.UnaryUnaryMultiCallable[_shard_pb2.FreezeRequest, _shard_pb2.WriteReply]
     """Hold tables as they are now, for a snapshot or an export, while writes go on. Ends other freezes of the same tables,
-    unless it gives way. Idempotent.
+    unless it is for an export. Idempotent.
     """
     WriteFrozen: _grpc.UnaryUnaryMultiCallable[_shard_pb2.WriteFrozenRequest, _shard_pb2.WriteFrozenReply]
     """Write what was frozen to a folder that client and shard both see. Replies when it is on the disk. Idempotent."""
@@ -112,7 +112,7 @@ class ShardAsyncStub(ShardStub):
     """State of the shard and of its tables."""
     Freeze: _aio.UnaryUnaryMultiCallable[_shard_pb2.FreezeRequest, _shard_pb2.WriteReply]  # type: ignore[assignment]
     """Hold tables as they are now, for a snapshot or an export, while writes go on. Ends other freezes of the same tables,
-    unless it gives way. Idempotent.
+    unless it is for an export. Idempotent.
     """
     WriteFrozen: _aio.UnaryUnaryMultiCallable[_shard_pb2.WriteFrozenRequest, _shard_pb2.WriteFrozenReply]  # type: ignore[assignment]
     """Write what was frozen to a folder that client and shard both see. Replies when it is on the disk. Idempotent."""
@@ -225,7 +225,7 @@ class ShardServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_shard_pb2.WriteReply, _abc.Awaitable[_shard_pb2.WriteReply]]:
         """Hold tables as they are now, for a snapshot or an export, while writes go on. Ends other freezes of the same tables,
-        unless it gives way. Idempotent.
+        unless it is for an export. Idempotent.
         """
 
     @_abc_1.abstractmethod

@@ -42,9 +42,17 @@ class FrozenTables:
     """
 
     def __init__(
-        self, snapshot_id: str, tables: Mapping[str, RowTable], *, marks: Mapping[str, Any], parent_id: str = ""
+        self,
+        snapshot_id: str,
+        tables: Mapping[str, RowTable],
+        *,
+        marks: Mapping[str, Any],
+        parent_id: str = "",
+        export_root: str = "",
     ) -> None:
         self.snapshot_id = snapshot_id
+        self.export_root = export_root
+        """Of an export its folder."""
         self._marks = marks
         """JSON values that belong to the moment."""
         since = {name: table.moments.number_of(parent_id) for name, table in tables.items()}
@@ -205,11 +213,12 @@ class Freezes:
 
     def begin(self, request: Freeze, tables: Mapping[str, RowTable], marks: Mapping[str, Any]) -> Done:
         """Hold ``tables`` as they are now, with the JSON values ``marks``; end other freezes of the same tables, whose
-        owner is gone or has given them up, unless the request is one that gives way: then it is refused (Busy).
+        owner is gone or has given them up. For an export those alone that the same one left behind; where there is
+        another it is refused (Busy).
         """
         for other in list(self._held.values()):
             if not request.tables or not other.tables.isdisjoint(tables):
-                if request.gives_way:
+                if request.export_root and request.export_root != other.export_root:
                     raise Busy(
                         f"a snapshot or another export of the same tables is being written by shard {self._shard}",
                         _WRITTEN_SOON_SECONDS,
@@ -217,7 +226,11 @@ class Freezes:
                 self.end(other.snapshot_id, kept=False)
         failpoints.reach("freeze.before")
         self._held[request.snapshot_id] = FrozenTables(
-            request.snapshot_id, tables, marks=marks, parent_id=request.parent_id
+            request.snapshot_id,
+            tables,
+            marks=marks,
+            parent_id=request.parent_id,
+            export_root=request.export_root,
         )
         self._renew(request.snapshot_id)
         failpoints.reach("freeze.after")

@@ -52,18 +52,28 @@ def newest_version(root: str | Path) -> Snapshot | None:
     return None
 
 
+def version_names(root: str | Path) -> list[str]:
+    """Return the names of the folders of all versions, the newest first. Raises SnapshotFailed."""
+    return _names(place(root))[0]
+
+
+def number_of(name: str) -> int:
+    """Return the number of the version that lies in a folder of this name."""
+    return int(name[len("version-") :][:9])
+
+
 def newest_number(root: str | Path) -> int:
     """Return the number of the newest version, whatever state it is in; 0: there is none. Raises SnapshotFailed."""
-    return max(map(_number, _names(place(root))[0]), default=0)
+    return max(map(number_of, _names(place(root))[0]), default=0)
 
 
 def version(root: str | Path, number: int) -> Snapshot:
     """Return version ``number``, compacted where it is. Raises SnapshotNotFound, naming those there are."""
     found, _ = _names(place(root))
     for name in found:
-        if _number(name) == number:
+        if number_of(name) == number:
             return _opened(within(place(root), name))
-    known = sorted({_number(name) for name in found})
+    known = sorted({number_of(name) for name in found})
     there = f"versions {known[0]} to {known[-1]}" if known else "no version"
     raise SnapshotNotFound(f"version {number} is not in {root}, which holds {there}")
 
@@ -151,7 +161,3 @@ def _names(root: Place) -> tuple[list[str], Sequence[str]]:
     except OSError as exc:
         raise SnapshotFailed(f"the versions in {root} cannot be listed: {exc}. Give the folder of an export") from exc
     return sorted(found, reverse=True), others
-
-
-def _number(name: str) -> int:
-    return int(name[len("version-") :][:9])

@@ -1,4 +1,4 @@
-"""``geartrain export``: a table of a running cluster as one safetensors file, or a saved model as ONNX."""
+"""``geartrain export``: tables of a running cluster as versions for followers, or one file; a saved model as ONNX."""
 
 from __future__ import annotations
 
@@ -8,20 +8,43 @@ from typing import Annotated
 
 import typer
 
+from geartrain.ams.values.config import ClusterConfig
+from geartrain.ams.values.errors import ConfigError
 from geartrain.cli.shared import configuration
 from geartrain.cli.shared.options import ConfigFile, Json, OwnBackbone, SchedulerAddress
+
+_FILE = ".safetensors"
 
 
 def export(
     table: Annotated[
-        str, typer.Argument(help="Dense table, such as that of a class head; with --onnx a run, or a model's folder.")
-    ],
-    out: Annotated[
-        Path,
+        str,
         typer.Argument(
-            help="FILE.safetensors to write: one tensor, weight, of shape classes x dim. With --onnx a folder."
+            help="Table; a pattern such as 'ctr/*' means several at one moment. With --onnx a run, or a model's folder."
         ),
     ],
+    out: Annotated[
+        str,
+        typer.Argument(
+            help="Folder or URL of versions, the same for all servers; or FILE.safetensors to write: one tensor, "
+            "weight, of shape classes x dim, and of a hashed table also ids. With --onnx a folder."
+        ),
+    ],
+    since: Annotated[
+        int | None,
+        typer.Option(min=0, help="Version that the new one adds to; 0: write all rows.", show_default="the newest one"),
+    ] = None,
+    follow: Annotated[
+        bool, typer.Option("--follow", help="Go on until Ctrl-C: a version whenever something was written.")
+    ] = False,
+    every: Annotated[float, typer.Option(min=0.05, help="Seconds between two versions of --follow.")] = 10.0,
+    compact: Annotated[
+        bool,
+        typer.Option("--compact", help="Write the newest version of OUT as a whole one; no cluster is needed."),
+    ] = False,
+    keep: Annotated[
+        int, typer.Option(min=1, help="Versions that --compact and --follow leave, and what those add to.")
+    ] = 10,
     onnx: Annotated[
         bool, typer.Option("--onnx", help="Export a saved model: its backbone as ONNX, centers and names beside it.")
     ] = False,
@@ -30,24 +53,54 @@ def export(
     scheduler: SchedulerAddress = None,
     as_json: Json = False,
 ) -> None:
-    """Write the rows of a table to one safetensors file, block by block: they may be more than memory holds.
+    """Write rows of a table, without the optimizer's state, as the next version in a folder: the first time all of
+    them, later those written since. gt.TableFollower keeps a copy of it up to date in another process.
+
+    --follow goes on until Ctrl-C and compacts old versions by itself. With --json it prints an object a line.
+
+    Where OUT ends in .safetensors, all rows are written to that file, block by block: they may be more than memory
+    holds.
 
     With --onnx a model is exported, without a cluster. Nothing is written unless onnxruntime gives the same features.
     'geartrain predict' takes the folder.
     """
+    is_file = out.endswith(_FILE)
+    if (onnx or is_file) and (follow or compact or since is not None):
+        raise ConfigError("--since, --follow and --compact are for a folder of versions, not for a file or --onnx")
     if onnx:
-        _export_model(Path(table), out, backbone, as_json)
+        _export_model(Path(table), Path(out), backbone, as_json)
         return
     config = configuration.load(file, configuration.flags("server", scheduler=scheduler))
-    from geartrain.ams.client.cluster import connect  # after the settings are known to be right: it is slower
+    if is_file:
+        _export_file(config, table, Path(out), as_json)
+        return
+    # After the settings are known to be right: it is slower.
+    from geartrain.cli.training.export_versions import Exporter
+
+    exporter = Exporter(config.server.scheduler, config.client, table, out, keep=keep, as_json=as_json)
+    if compact:
+        exporter.compact()
+    elif follow:
+        exporter.follow(every, since)
+    else:
+        exporter.once(since)
+
+
+def _export_file(config: ClusterConfig, table: str, out: Path, as_json: bool) -> None:
+    from geartrain.ams.client.cluster import connect
     from geartrain.bridge.head.weights import check_export_path, export_rows
+    from geartrain.cli.training.export_versions import export_hashed
 
     check_export_path(out)  # before anything is waited for
     with connect(config.server.scheduler, config=config.client) as cluster:
         opened = cluster.table(table)
-        export_rows(opened, out)
-    facts = {"file": str(out), "rows": opened.spec.num_rows, "dim": opened.spec.dim, "dtype": opened.spec.dtype}
-    print(json.dumps(facts) if as_json else f"{opened.spec.num_rows:,} rows of dim {opened.spec.dim} are in {out}")
+        num_rows = opened.spec.num_rows
+        if num_rows is None:
+            num_rows = export_hashed(cluster, table, out)
+        else:
+            export_rows(opened, out)
+    facts = {"file": str(out), "rows": num_rows, "dim": opened.spec.dim, "dtype": opened.spec.dtype}
+    print(json.dumps(facts) if as_json else f"{num_rows:,} rows of dim {opened.spec.dim} are in {out}")
 
 
 def _export_model(model: Path, out: Path, backbone: str | None, as_json: bool) -> None:
