@@ -14,11 +14,12 @@ import numpy.typing as npt
 
 from geartrain.ams.storage.export.versions import newest_version, route_to
 from geartrain.ams.storage.snapshot.folder import Snapshot
-from geartrain.ams.storage.snapshot.manifest import EXPORT
+from geartrain.ams.storage.snapshot.manifest import EXPORT, REMOVED
 from geartrain.ams.storage.snapshot.store import place
 from geartrain.ams.tables.row_table import RowTable
 from geartrain.ams.values.arrays import ids_array, like
 from geartrain.ams.values.errors import InvalidArgument, SnapshotDamaged, SnapshotNotFound, TableNotFound
+from geartrain.ams.values.interrupts import shielded
 from geartrain.ams.values.optimizers.registry import SGD
 from geartrain.ams.values.placement import NUM_BUCKETS
 from geartrain.ams.values.specs import Ids, TableSpec
@@ -71,8 +72,11 @@ class FollowedTables:
         Versions between are applied in order, each whole: whoever pulls meanwhile finds rows of one version. Costs a
         listing and a manifest if there is nothing new. If a file is missing or damaged, raises SnapshotDamaged, which
         names it, and the rows are those of the last version that was applied. Raises SnapshotFailed if the folder
-        cannot be read, TableNotFound if a table is in it no more.
+        cannot be read, TableNotFound if a table is in it no more. After Ctrl-C it comes to its end in the background.
         """
+        return shielded(self._refresh)
+
+    def _refresh(self) -> int | None:
         with self._refreshing:
             before = self._at
             try:
@@ -152,6 +156,7 @@ class FollowedTables:
                 f"{', '.join(map(repr, specs))}"
             )
         made: dict[str, RowTable] = {}
+        removed: dict[str, Ids] = {}
         blocks: dict[str, list[Arrays]] = {}
         for name in names:  # all of them are read, and have room, before any changes
             table = self._tables.get(name)
@@ -159,9 +164,12 @@ class FollowedTables:
             if table is None or table.spec != specs[name] or replaced.any():
                 made[name] = _made_anew(step, specs[name], table, ~replaced)
             else:
+                removed[name] = _removed_by(step, name)
                 blocks[name] = list(_blocks_of(step, name))
                 table.make_room(np.concatenate([np.empty(0, np.int64), *(block["ids"] for block in blocks[name])]))
         with self._readers.alone():
+            for name, gone in removed.items():
+                self._tables[name].remove(gone)
             for name, changed in blocks.items():
                 for block in changed:
                     self._tables[name].restore(block["ids"], block["rows"], None)
@@ -293,12 +301,20 @@ def _blocks_of(step: Snapshot, table: str) -> Iterator[Arrays]:
             yield step.read(entry)
 
 
+def _removed_by(step: Snapshot, table: str) -> Ids:
+    """Ids of rows that were removed since the version before; those that have a row again are among the blocks."""
+    entries = [entry for entry in step.manifest.files if entry.kind == REMOVED and entry.table == table]
+    return np.concatenate([np.empty(0, np.int64), *(step.read(entry)["ids"] for entry in entries)])
+
+
 def _made_anew(step: Snapshot, spec: TableSpec, before: RowTable | None, counting: Buckets) -> RowTable:
     """A table with the rows of ``before`` in the buckets where they count, and those of a version."""
     table = RowTable(spec, np.arange(NUM_BUCKETS))
+    table.moments.forget_all()  # nobody asks what was written, or removed, since
     if before is not None and before.spec == spec and counting.any():
         for ids, rows in _rows_of(before, counting):
             table.restore(ids, rows, None)
+        table.remove(_removed_by(step, spec.name))
     for block in _blocks_of(step, spec.name):
         table.restore(block["ids"], block["rows"], None)
     return table

@@ -40,8 +40,8 @@ class KnownMoments:
             self._added_to.discard(oldest)
 
     def forget_all(self) -> None:
-        """The table gets other rows."""
-        for number in self._numbers.values():
+        """The table gets other rows, or nobody will ask."""
+        for number in (0, *self._numbers.values()):
             self._forget(number)
         self._numbers.clear()
         self._added_to.clear()

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from geartrain.ams.client.cluster import Cluster, connect, local
 from geartrain.ams.client.follower import FollowedTables, TableFollower
 from geartrain.ams.observe.failpoints import armed
+from geartrain.ams.server.freeze.freezes import Freezes
 from geartrain.ams.storage.durable import disk
 from geartrain.ams.storage.export.versions import compact_export, newest_version
 from geartrain.ams.storage.snapshot.folder import list_snapshots, open_snapshot, prune
@@ -43,6 +44,11 @@ def write(cluster: Cluster, seed: int, *names: str, count: int = 20) -> None:
         cluster.table(name).push(ids, random.standard_normal((count, 3)).astype(np.float32))
 
 
+def remove(cluster: Cluster, seed: int, *names: str, count: int = 15) -> None:
+    for name in names or TABLES:
+        cluster.table(name).remove(np.random.default_rng(seed).choice(500, count, replace=False))
+
+
 def contents(source: Any, name: str) -> tuple[bytes, ...]:
     """The rows of a table or of a copy of it, those that are not there included, and which are there."""
     if isinstance(source, FollowedTables):
@@ -63,16 +69,17 @@ def test_a_follower_catches_up_over_any_number_of_versions(cluster: Cluster, tmp
     always, late = FollowedTables(tmp_path / "e"), FollowedTables(tmp_path / "e")
     for seed in (1, 2, 3):
         write(cluster, seed)
+        remove(cluster, seed + 10)
         pending = cluster.export(TABLES, tmp_path / "e")
         assert pending.result(60) == always.refresh() == seed + 1
-        assert num_rows(pending.path) == 40, "more than was written was exported"
+        assert num_rows(pending.path) <= 70, "more than was written or removed was exported"
         assert [contents(always, name) for name in TABLES] == [contents(cluster, name) for name in TABLES]
     assert (late.version, late.refresh(), late.refresh()) == (1, 4, None)
     assert [contents(late, name) for name in TABLES] == [contents(cluster, name) for name in TABLES]
 
 
 OPERATION = st.one_of(
-    st.tuples(st.just("write"), st.sampled_from(TABLES), st.integers(0, 99)),
+    st.tuples(st.sampled_from(["write", "write", "remove"]), st.sampled_from(TABLES), st.integers(0, 99)),
     st.tuples(st.sampled_from(["export", "export", "other", "failed", "snapshot"]), st.just(""), st.integers(0, 5)),
     st.tuples(st.sampled_from(["compact", "prune", "refresh"]), st.just(""), st.just(0)),
     st.tuples(st.sampled_from(["recreate", "damaged"]), st.sampled_from(TABLES), st.just(0)),
@@ -80,7 +87,7 @@ OPERATION = st.one_of(
 )
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=12)
 @given(st.lists(OPERATION, max_size=14))
 def test_no_version_is_wrong_whatever_comes_between(operations: list[tuple[str, str, int]]) -> None:
     root = Path(tempfile.mkdtemp())
@@ -101,6 +108,8 @@ def test_no_version_is_wrong_whatever_comes_between(operations: list[tuple[str, 
             match operation:
                 case "write":
                     write(cluster, argument, table)
+                case "remove":
+                    remove(cluster, argument, table)
                 case "export":
                     since = argument if argument in at_version else None
                     try:
@@ -226,6 +235,36 @@ def test_a_damaged_delta_is_passed_over_once_there_is_a_base_after_it(tmp_path: 
         assert contents(follower, "hashed") == contents(cluster, "hashed")
 
 
+def test_a_shard_that_was_not_told_of_a_version_writes_all_of_its_rows_in_the_next(tmp_path: Path) -> None:
+    with local(2) as cluster:
+        for name in TABLES:
+            make(cluster, name)
+        write(cluster, 0, count=300)
+        with pytest.MonkeyPatch.context() as patch:
+            whole = Freezes.end
+
+            def end(freezes: Freezes, snapshot_id: str, *, kept: bool) -> None:
+                if freezes._shard == 0:
+                    whole(freezes, snapshot_id, kept=kept)
+
+            patch.setattr(Freezes, "end", end)
+            cluster.export("*", tmp_path).result(60)
+        follower = FollowedTables(tmp_path)
+        for seed in (1, 2):
+            write(cluster, seed)
+            remove(cluster, seed + 10, count=150)
+            pending = cluster.export("*", tmp_path)
+            assert pending.result(60) == seed + 1
+            newest = open_snapshot(pending.path)
+            assert follower.refresh() == seed + 1
+            assert set(map(tuple, newest.manifest.deltas.values())) == {(0,) if seed == 1 else (0, 1)}
+            assert [contents(follower, name) for name in TABLES] == [contents(cluster, name) for name in TABLES]
+        compact_export(tmp_path)
+        assert [contents(FollowedTables(tmp_path), name) for name in TABLES] == [
+            contents(follower, name) for name in TABLES
+        ]
+
+
 def test_chains_of_snapshots_and_exports_do_not_make_each_other_whole(tmp_path: Path) -> None:
     with local(2) as cluster:
         make(cluster, "hashed")
@@ -288,6 +327,7 @@ def test_a_shard_that_was_killed_and_restored_gives_no_wrong_version(
         ours.export("hashed", tmp_path / "e").result(60)
         follower = FollowedTables(tmp_path / "e")
         write(ours, 1, "hashed")  # lost with the shard
+        remove(ours, 2, "hashed")
         ours.export("hashed", tmp_path / "e").result(60)
         follower.refresh()
     cluster.servers[1].stop(0)
