@@ -50,6 +50,20 @@ class Lookup:
         self, vectors: list[npt.NDArray[np.float32] | None], rows: list[npt.NDArray[np.float32]]
     ) -> float: ...
 
+def pool_bags(
+    rows: npt.NDArray[np.float32],
+    places: npt.NDArray[np.int32],
+    counts: npt.NDArray[np.int32],
+    weights: npt.NDArray[np.float32] | None,
+    out: npt.NDArray[np.float32],
+) -> None: ...
+def spread_bags(
+    vectors: npt.NDArray[np.float32],
+    places: npt.NDArray[np.int32],
+    counts: npt.NDArray[np.int32],
+    weights: npt.NDArray[np.float32] | None,
+    out: npt.NDArray[np.float32],
+) -> None: ...
 def optimizer_names() -> list[str]: ...
 def full_dense_table(owned_buckets: npt.NDArray[np.int64], num_rows: int, item_bytes: int) -> tuple[int, int, int]: ...
 

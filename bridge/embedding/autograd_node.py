@@ -12,6 +12,7 @@ from torch import Tensor
 
 from geartrain.ams.kernels.embedding import FeatureIds, Lookup
 from geartrain.ams.values.errors import InvalidArgument
+from geartrain.bridge.embedding.hosted_bags import HostedLookup
 from geartrain.bridge.embedding.ids import BatchIds
 from geartrain.bridge.embedding.trained_tables import TrainedTables
 from geartrain.bridge.embedding.update import EmbeddingGradient, TableGradient
@@ -31,10 +32,13 @@ class LookupCall:
         rows: Sequence[npt.NDArray[Any]],
         pulled_at: Sequence[tuple[int, ...] | None],
         parts: Sequence[TrainedTables],
+        hosted: HostedLookup | None = None,
     ) -> None:
         """``rows`` [U, D] of each table of the lookup, in the order of the ``parts`` and of the tables in them, and the
-        writes that the table had had on each shard then; None: nothing was pulled.
+        writes that the table had had on each shard then; None: nothing was pulled. ``given`` are the ids of the
+        features, and then those of the ``hosted`` ones.
         """
+        self._hosted = hosted
         self._lookup = lookup
         self._features = features
         self._given = given
@@ -48,11 +52,13 @@ class LookupCall:
         """Those that need a gradient."""
 
     def vectors(self, device: torch.device, *, want_gradient: bool) -> tuple[Tensor, ...]:
-        """The vectors [V, D] of each feature, float32, on ``device``."""
+        """The vectors [V, D] of each feature, and of each hosted one, float32, on ``device``."""
         out = [np.empty((one.num_vectors, self._dims[one.table]), np.float32) for one in self._features]
         self._lookup.pool(self._rows, out=out, keep_maxima=want_gradient)
         if not self.weights:
             self._rows = ()  # none of them is needed again
+        if self._hosted is not None:
+            out += self._hosted.vectors()
         return tuple(upload(one, device) for one in out)
 
     def queue_row_gradients(self, upstream: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -66,7 +72,7 @@ class LookupCall:
             part.row_update.require_no_step()  # of all of them, before any takes something
         gradients = [None if one is None else _host(one) for one in upstream]
         self._add(gradients)
-        both = enumerate(zip(self._features, self._given, gradients, strict=True))
+        both = enumerate(zip(self._features, self._given, gradients, strict=False))  # hosted ones come behind them
         return [
             None
             if gradient is None
@@ -77,7 +83,9 @@ class LookupCall:
             if one.given_weights is not None
         ]
 
-    def _add(self, gradients: Sequence[Floats | None]) -> None:
+    def _add(self, every: Sequence[Floats | None]) -> None:
+        gradients, of_bags = every[: len(self._features)], every[len(self._features) :]
+        updates = {} if self._hosted is None else self._hosted.updates(of_bags)
         ids = self._lookup.ids()
         sums = [np.empty((len(own), dim), np.float32) for own, dim in zip(ids, self._dims, strict=True)]
         squares = self._lookup.sum_gradients(gradients, out=sums)
@@ -92,7 +100,7 @@ class LookupCall:
                 mask[places[places >= 0]] = True
         first = 0
         # One number says of all whether they are finite; an optimizer that trains some of them hears it of all.
-        checksum = torch.tensor(squares)
+        checksum = torch.tensor(squares + sum(_squares_of(one) for one in of_bags if one is not None))
         for part in self._parts:
             tables: dict[int, TableGradient] = {}
             for place, table in enumerate(part.row_update.tables):
@@ -104,10 +112,13 @@ class LookupCall:
                     own, rows, counts = own[mask], rows[mask], None if counts is None else counts[mask]
                 if len(own):
                     tables[place] = TableGradient(own, rows, counts, self._pulled_at[first + place])
-            first += len(part.row_update.tables)
-            if tables or part.row_update.ranks is not None:  # who trains them together makes every step together
+            its_tables = range(len(part.row_update.tables))
+            bags = {place: updates[first + place] for place in its_tables if first + place in updates}
+            first += len(its_tables)
+            if tables or bags or part.row_update.ranks is not None:  # ranks make every step together
                 own_squares = squares if len(self._parts) == 1 else _squares(tables)
-                part.row_update.add(EmbeddingGradient(tables, own_squares), checksum, self._num_samples)
+                collected = EmbeddingGradient(tables, own_squares, bags)
+                part.row_update.add(collected, checksum, self._num_samples)
 
     def _unused(self, gradients: Sequence[Floats | None], table: int) -> list[bool]:
         """Of each feature of a table, whether it has no gradient."""
@@ -121,9 +132,12 @@ def _host(gradient: Tensor) -> Floats:
 
 
 def _squares(tables: dict[int, TableGradient]) -> float:
-    return sum(
-        float(np.vdot(rows, rows)) for rows in (one.rows.reshape(-1).astype(np.float64) for one in tables.values())
-    )
+    return sum(_squares_of(one.rows) for one in tables.values())
+
+
+def _squares_of(rows: Floats) -> float:
+    wide = rows.reshape(-1).astype(np.float64)
+    return float(np.vdot(wide, wide))
 
 
 def _weight_gradient(

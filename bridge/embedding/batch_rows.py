@@ -11,6 +11,7 @@ import numpy.typing as npt
 from geartrain.ams.client.table import pull_together
 from geartrain.ams.kernels.embedding import FeatureIds, Lookup
 from geartrain.ams.values.specs import Ids
+from geartrain.bridge.embedding.hosted_bags import HostedLookup
 from geartrain.bridge.embedding.ids import BatchIds
 from geartrain.bridge.rows.same_rows import incarnation_of
 
@@ -29,10 +30,13 @@ class BatchRows:
         lookup: Lookup,
         *,
         is_bounded: bool,
+        hosted: HostedLookup | None = None,
     ) -> None:
         """Of each table distinct ids [U] and memory for their rows [U, D], which :func:`pull` fills. ``is_bounded``:
-        the writes of other workers count, too, as far as those of this one do.
+        the writes of other workers count, too, as far as those of this one do. ``hosted`` are the features whose rows
+        are not pulled: they come when vectors are made, as they are then. ``given`` are the ids of all, those last.
         """
+        self.hosted = hosted
         self.tables = tables
         self.features = features
         self.given = given

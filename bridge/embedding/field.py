@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from typing import Literal
 
 from geartrain.ams.kernels.embedding import POOLINGS, PoolingName
 from geartrain.ams.values.arguments import integer
@@ -11,6 +12,8 @@ from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
 from geartrain.ams.values.specs import DTypeName, Initializer, Normal, TableSpec
 from geartrain.ams.values.text import counted, quoted
+
+Where = Literal["pull", "hosted"]
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,9 @@ class Field:
     pooling: PoolingName | None = "sum"
     """Of a bag of ids: "sum", "mean", "sqrtn" (the sum over the root of how many), "max"; None: a vector for each id.
     With weights w of the ids: Σ w·x, Σ w·x / Σ w, Σ w·x / √Σ w². Of an empty bag it is 0."""
+    where: Where = "pull"
+    """Where ids are pooled: "pull": here, the rows travel; "hosted": beside the rows, and one vector a bag travels,
+    which pays where bags are long. The same to rounding; with pooling "sum", "mean" or "sqrtn"."""
     padding_id: int | None = None
     """An id that stands for none: passed over, and a zero vector where ids are not pooled."""
     optimizer: RowOptimizerSpec | None = None
@@ -52,6 +58,15 @@ class Field:
             names = ", ".join(repr(one) for one in POOLINGS)
             raise InvalidArgument(
                 f"pooling of field {self.name!r} is {quoted(self.pooling)}; it must be one of {names}"
+            )
+        if self.where not in ("pull", "hosted"):
+            raise InvalidArgument(
+                f"where of field {self.name!r} is {quoted(self.where)}; it must be 'pull' or 'hosted'"
+            )
+        if self.where == "hosted" and self.pooling in (None, "max"):
+            raise InvalidArgument(
+                f"field {self.name!r} is hosted and has pooling {self.pooling!r}: a shard answers the sum of its part "
+                "of a bag. Choose 'sum', 'mean' or 'sqrtn', or leave where='pull'"
             )
         if self.padding_id is not None:
             object.__setattr__(
@@ -112,4 +127,11 @@ def _spec(table: str, name: str, members: Sequence[Field], optimizer: RowOptimiz
             "the field"
         )
     said.setdefault("initializer", Normal())
-    return TableSpec(name=name, seed=seed, **said)  # type: ignore[arg-type]
+    spec = TableSpec(name=name, seed=seed, **said)  # type: ignore[arg-type]
+    hosted = [one.name for one in sharing if one.where == "hosted"]
+    if hosted and (spec.counts_occurrences or spec.asks_for_clock):
+        raise InvalidArgument(
+            f"field {hosted[0]!r} is hosted, and table {table!r} asks pushes for occurrences or time "
+            "(admission, expiry), which hosted updates do not tell; give the field where='pull', or the table neither"
+        )
+    return spec

@@ -17,9 +17,11 @@ from geartrain.ams.values.text import quoted
 from geartrain.bridge.embedding.autograd_node import LookupCall, Vectors
 from geartrain.bridge.embedding.batch_rows import BatchRows, pull
 from geartrain.bridge.embedding.field import Field, table_specs
+from geartrain.bridge.embedding.hosted_bags import HostedLookup
 from geartrain.bridge.embedding.ids import BatchIds, ids_of_batch
 from geartrain.bridge.embedding.modes import SSP, BoundedLead, Mode, checked_mode
 from geartrain.bridge.embedding.trained_tables import TrainedTables
+from geartrain.bridge.embedding.update import EmbeddingUpdate
 from geartrain.bridge.rows.eager import runs_eagerly
 from geartrain.bridge.rows.ranks import Ranks
 
@@ -104,11 +106,23 @@ class EmbeddingGroup(nn.Module):
             )
         )
         self._lead = BoundedLead(cluster, name, mode) if isinstance(mode, SSP) else None
+        hosted = {one.table_name for one in self.fields if one.where == "hosted"}
         self.cluster = cluster
         self.is_bounded = joined or self._lead is not None
         """Whether the look-up of a step must see what others have pushed by then."""
+        self.is_hosted = bool(hosted)
+        """Whether shards pool some fields: a step then sends more than pushes of rows."""
         self.parts = nn.ModuleList(
-            TrainedTables(cluster, [made[table] for table in tables], its, self._lead)
+            TrainedTables(
+                cluster,
+                [made[table] for table in tables],
+                EmbeddingUpdate(
+                    [made[table] for table in tables],
+                    hosted=frozenset(place for place, table in enumerate(tables) if table in hosted),
+                    ranks=its,
+                    pace=self._lead,
+                ),
+            )
             for tables, its in zip(by_optimizer.values(), ranks, strict=True)
         )
         in_order = [table for tables in by_optimizer.values() for table in tables]
@@ -165,8 +179,8 @@ class EmbeddingGroup(nn.Module):
             InvalidIds: Ids are no integers, negative or out of range, or offsets fall: names field, row and value.
             ShardUnavailable, ShardRestarted: see ``Table.pull``.
         """
-        given = ids_of_batch(batch, [one.name for one in self.fields])
-        return self._shaped(given, self._looked_up(given))
+        pulled = self.merged(batch)
+        return self._shaped(pulled, self._looked_up(pulled))
 
     def merged(self, batch: Any) -> BatchRows:
         """The ids of a batch as :meth:`forward` takes it, for :func:`~geartrain.bridge.embedding.batch_rows.pull` and
@@ -176,52 +190,71 @@ class EmbeddingGroup(nn.Module):
 
     def vectors_of(self, pulled: BatchRows) -> Any:
         """What :meth:`forward` returns, from rows that were pulled."""
-        return self._shaped(pulled.given, self._pooled(pulled))
+        return self._shaped(pulled, self._pooled(pulled))
 
     def join(self) -> None:
         """To be called before rows are pulled to be trained: with ``mode=gt.SSP(...)`` others wait from now on."""
         if self._lead is not None and torch.is_grad_enabled():
             self._lead.join()
 
-    def _shaped(self, given: Sequence[BatchIds], vectors: Sequence[Tensor]) -> dict[str, Tensor]:
-        return {
-            field.name: _shaped(field, ids, own) for field, ids, own in zip(self.fields, given, vectors, strict=True)
-        }
+    def _shaped(self, pulled: BatchRows, vectors: Sequence[Tensor]) -> dict[str, Tensor]:
+        in_order = sorted(zip(self._in_order, pulled.given, vectors, strict=True), key=lambda one: one[0])
+        return {self.fields[number].name: _shaped(self.fields[number], ids, own) for number, ids, own in in_order}
 
     @runs_eagerly
-    def _looked_up(self, given: Sequence[BatchIds]) -> tuple[Tensor, ...]:
-        pulled = self._merged(given)
+    def _looked_up(self, pulled: BatchRows) -> tuple[Tensor, ...]:
         for part in self._trained:
             part.row_update.flush()
         self.join()
         pull([pulled])
         return self._pooled(pulled)
 
+    @property
+    def _in_order(self) -> list[int]:
+        """Numbers of the fields whose rows are pulled, and then of the hosted ones."""
+        return sorted(range(len(self.fields)), key=lambda number: self.fields[number].where == "hosted")
+
     def _merged(self, given: Sequence[BatchIds]) -> BatchRows:
-        features = [
-            FeatureIds(table, ids.values, ids.bags, ids.weights, field.pooling, field.padding_id)
-            for field, table, ids in zip(self.fields, self._table_of, given, strict=True)
-        ]
         for field, ids in zip(self.fields, given, strict=True):
             if field.pooling == "max" and ids.weights is not None:
                 raise InvalidArgument(f"field {field.name!r} has weights and pooling 'max', which takes none")
+            if field.where == "hosted" and ids.given_weights is not None:
+                raise InvalidArgument(
+                    f"the weights of field {field.name!r} need a gradient, which is made of the rows, and these stay "
+                    "where they are; detach() the weights, or give the field where='pull'"
+                )
+        order = self._in_order
+        given = [given[number] for number in order]
+        features = [
+            FeatureIds(self._table_of[number], ids.values, ids.bags, ids.weights, field.pooling, field.padding_id)
+            for number, ids in zip(order, given, strict=True)
+            for field in (self.fields[number],)
+        ]
+        num_pulled = sum(one.where == "pull" for one in self.fields)
+        threads, first = torch.get_num_threads(), 0
         try:
-            lookup = Lookup(features, [table.spec.num_rows for table in self._tables], torch.get_num_threads())
+            lookup = Lookup(features[:num_pulled], [table.spec.num_rows for table in self._tables], threads)
+            first = num_pulled
+            hosted = HostedLookup(features[first:], self._tables, threads) if features[first:] else None
         except BadId as bad:
             number, place = bad.args
-            raise self._bad_id(number, features[number], place) from None
-        return BatchRows(self._tables, features, given, lookup, is_bounded=self.is_bounded)
+            raise self._bad_id(order[first + number], features[first + number], place) from None
+        return BatchRows(self._tables, features[:num_pulled], given, lookup, is_bounded=self.is_bounded, hosted=hosted)
 
     @runs_eagerly
     def _pooled(self, pulled: BatchRows) -> tuple[Tensor, ...]:
-        call = LookupCall(pulled.lookup, pulled.features, pulled.given, pulled.rows, pulled.pulled_at, self._trained)
+        hosted = pulled.hosted
+        call = LookupCall(
+            pulled.lookup, pulled.features, pulled.given, pulled.rows, pulled.pulled_at, self._trained, hosted
+        )
         device = cast("Tensor", self._place).device
         if not torch.is_grad_enabled():
             return call.vectors(device, want_gradient=False)
-        all_ids = iter(pulled.ids)
+        all_ids = iter(enumerate(pulled.ids))
         for part in self._trained:
             for place in range(len(part.row_update.tables)):
-                part.note(place, next(all_ids))
+                table, ids = next(all_ids)
+                part.note(place, hosted.ids_of(table) if hosted is not None and not len(ids) else ids)
         carriers = [part.row_update.carrier for part in self._trained]
         vectors: tuple[Tensor, ...] = Vectors.apply(call, device, *carriers, *call.weights)  # type: ignore[no-untyped-call]
         return vectors

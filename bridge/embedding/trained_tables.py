@@ -12,7 +12,6 @@ from geartrain.ams.values.errors import SpecMismatch
 from geartrain.ams.values.specs import Ids, TableSpec
 from geartrain.bridge.embedding.update import EmbeddingUpdate
 from geartrain.bridge.rows.keeper import RowKeeper
-from geartrain.bridge.rows.pending import Pace
 from geartrain.bridge.rows.ranks import Ranks
 from geartrain.bridge.rows.same_rows import LABELS, identity_of, require_same_rows
 
@@ -24,10 +23,11 @@ if TYPE_CHECKING:
 class TrainedTables(nn.Module):
     """A :class:`~geartrain.bridge.rows.pending.RowModule` of several tables with one optimizer."""
 
-    def __init__(self, cluster: Cluster, tables: Sequence[Table], ranks: Ranks | None, pace: Pace | None) -> None:
+    def __init__(self, cluster: Cluster, tables: Sequence[Table], update: EmbeddingUpdate) -> None:
+        """``update`` is that of the tables."""
         super().__init__()
-        self.row_update = EmbeddingUpdate(tables, ranks, pace)
-        self.row_keeper: RowKeeper = _EmbeddingRows(cluster, tables, ranks)
+        self.row_update = update
+        self.row_keeper: RowKeeper = _EmbeddingRows(cluster, tables, update.ranks)
         self._recent: list[Ids] = [np.empty(0, np.int64) for _ in tables]
         """Some ids of the last batch, whose rows have certainly moved."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -11,11 +11,14 @@ import torch
 from torch import Tensor
 
 from geartrain.ams.kernels import ops
+from geartrain.ams.programs.bag_pooling import NAME, SQUARED_NORM
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
 from geartrain.ams.values.specs import Ids
+from geartrain.bridge.embedding.hosted_bags import HostedUpdate, ShardInputs, row_inputs
 from geartrain.bridge.rows.pending import Moment, Pace, PendingUpdate
 from geartrain.bridge.rows.ranks import Ranks
+from geartrain.bridge.rows.row_update import PushSettings
 from geartrain.bridge.rows.same_rows import incarnation_of
 from geartrain.bridge.rows.tables import TableWrite
 
@@ -51,9 +54,12 @@ class TableGradient(NamedTuple):
 class EmbeddingGradient:
     """Those of one or several micro-batches, by the place of the table among those of the update."""
 
-    def __init__(self, tables: dict[int, TableGradient], squares: float) -> None:
-        """``squares`` is Σ g² over all of them, in float64."""
+    def __init__(
+        self, tables: dict[int, TableGradient], squares: float, bags: dict[int, ShardInputs] | None = None
+    ) -> None:
+        """``squares`` is Σ g² over all ``tables``, in float64; ``bags`` are gradients of vectors that shards pool."""
         self.tables = tables
+        self.bags = bags or {}
         self._squares = squares
 
     def merge(self, other: EmbeddingGradient) -> None:
@@ -64,15 +70,28 @@ class EmbeddingGradient:
                 self.tables[place] = theirs
                 continue
             self.tables[place] = mine.joined(theirs)
+        for place, inputs in other.bags.items():
+            here = self.bags.setdefault(place, [[] for _ in inputs])
+            for shard, its in enumerate(inputs):
+                here[shard] += its
         self._squares = sum(float(np.vdot(wide, wide)) for wide in map(_wide, self.tables.values()))
 
+    def inputs(self, place: int, table: Table) -> ShardInputs:
+        """What a hosted update of a table takes of each shard: of bags, and of rows that were pulled."""
+        calls = table.hosted(NAME)
+        bags = self.bags.get(place) or [[] for _ in range(calls.view.num_shards)]
+        if place not in self.tables:
+            return bags
+        rows = row_inputs(self.tables[place].ids, self.tables[place].rows, calls, table)
+        return [[*its, *own] for its, own in zip(bags, rows, strict=True)]
+
     @property
-    def squares(self) -> Tensor:
-        """Σ g² (0-dim, float64)."""
-        return torch.tensor(self._squares, dtype=torch.float64)
+    def squares(self) -> Tensor | None:
+        """Σ g² (0-dim, float64); None where shards alone know some of the gradients."""
+        return None if self.bags else torch.tensor(self._squares, dtype=torch.float64)
 
     def squared_norm(self) -> float:
-        """Σ g² in float64."""
+        """Σ g² over :attr:`tables`, in float64."""
         return self._squares
 
     def discard(self) -> None:
@@ -99,15 +118,27 @@ class EmbeddingUpdate(PendingUpdate[EmbeddingGradient]):
 
     table: Table
 
-    def __init__(self, tables: Sequence[Table], ranks: Ranks | None = None, pace: Pace | None = None) -> None:
-        """The tables have one optimizer. ``ranks`` train them together; None: this process by itself, at ``pace``."""
+    def __init__(
+        self,
+        tables: Sequence[Table],
+        *,
+        hosted: frozenset[int] = frozenset(),
+        ranks: Ranks | None = None,
+        pace: Pace | None = None,
+    ) -> None:
+        """The tables have one optimizer; at the places ``hosted`` there are bags that shards pool. ``ranks`` train the
+        tables together; None: this process by itself, at ``pace``.
+        """
         super().__init__()
         self.tables = tuple(tables)
+        self._hosted = hosted
         self.ranks = ranks
         self.pace = pace
         self.table = self.tables[0]
         self._writes: list[TableWrite] | None = None
         """The pushes of a step that has begun."""
+        self._hosted_writes: list[HostedUpdate] = []
+        """Its hosted updates that are not sent yet."""
 
     @property
     def name(self) -> str:
@@ -133,7 +164,7 @@ class EmbeddingUpdate(PendingUpdate[EmbeddingGradient]):
         if self._pending is None or self.carrier.grad is None:
             return ()
         if self._writes is None:
-            settings: dict[str, Any] = {
+            settings: PushSettings = {
                 "lr": optimizer.lr,
                 "optimizer_scalars": self.table.spec.optimizer.scalars_of_push(optimizer),
                 "scale": float(self._factor()),
@@ -143,7 +174,10 @@ class EmbeddingUpdate(PendingUpdate[EmbeddingGradient]):
             try:
                 for place, table in enumerate(self.tables):
                     gradient = self._pending.tables.get(place)
-                    if gradient is None and self.ranks is None:
+                    if gradient is None and place not in self._pending.bags and self.ranks is None:
+                        continue
+                    if place in self._hosted:  # in one write, so that a row moves once
+                        self._hosted_writes.append(HostedUpdate(table, self._pending.inputs(place, table), settings))
                         continue
                     gradient = gradient or _none_of(table)  # the others wait for this rank
                     # Their squares are finite, or check_finite() would have said so; the product is looked at there.
@@ -159,8 +193,7 @@ class EmbeddingUpdate(PendingUpdate[EmbeddingGradient]):
                     )
                     writes.append(push)
             except BaseException:
-                for write in writes:
-                    write.abandon()
+                self._abandon(writes)
                 raise
             self._writes = writes
         return self._writes
@@ -182,6 +215,9 @@ class EmbeddingUpdate(PendingUpdate[EmbeddingGradient]):
         left = [write for write in self.prepare(optimizer) if not write.is_sent]
         if left:
             left[0].send_with(left[1:])
+        while self._hosted_writes:
+            self._hosted_writes[0].send()
+            del self._hosted_writes[0]
         self._writes = None
         self.step += 1
         if self.ranks is not None:
@@ -189,10 +225,19 @@ class EmbeddingUpdate(PendingUpdate[EmbeddingGradient]):
         self.discard()
 
     def _squared_norm(self, pending: EmbeddingGradient, factor: float) -> float:
-        """With ranks every row gradient of each travels to all."""
+        """With ranks every row gradient of each travels to all; of hosted tables every shard is asked."""
         ranks = self.ranks
-        if ranks is None:
+        if ranks is None and not self._hosted:
             return super()._squared_norm(pending, factor)
+        if ranks is None:
+            own = [_wide(table) for place, table in pending.tables.items() if place not in self._hosted]
+            squares = sum(float(np.vdot(one, one)) for one in own)
+            return (squares + sum(self._asked_norm(pending, place) for place in self._hosted)) * factor**2
+        if self._hosted:
+            raise InvalidArgument(
+                f"{self.name} has hosted fields, and the gradients of several ranks meet in the shards: no rank knows "
+                "their norm. Keep these rows out of clip_grad_norm_, or give the fields where='pull'"
+            )
         total = float(ranks.sum(torch.tensor(float(self._samples))))
         weight = factor * self._samples / total if total else 0.0  # as the shards weigh them
         squares = 0.0
@@ -203,9 +248,20 @@ class EmbeddingUpdate(PendingUpdate[EmbeddingGradient]):
             squares += float(np.square(sums, dtype=np.float64).sum())
         return squares
 
+    def _asked_norm(self, pending: EmbeddingGradient, place: int) -> float:
+        inputs = [tuple(its) for its in pending.inputs(place, self.tables[place])]
+        answers = self.tables[place].hosted(NAME).compute(SQUARED_NORM, inputs.__getitem__)
+        return float(sum(float(one["squared_norm"][0]) for one in answers))
+
     def discard(self) -> None:
         """Forget what is pending."""
         writes, self._writes = self._writes, None
-        for write in writes or ():
-            write.abandon()
+        self._abandon(writes or ())
         super().discard()
+
+    def _abandon(self, writes: Sequence[TableWrite]) -> None:
+        for write in writes:
+            write.abandon()
+        hosted, self._hosted_writes = self._hosted_writes, []
+        for update in hosted:
+            update.abandon()

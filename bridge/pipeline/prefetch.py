@@ -200,7 +200,7 @@ class PrefetchRun(Iterator[tuple[Any, Any]]):
 
     def _push_later(self) -> None:
         """Have steps send their pushes in the background, where rows may lack some."""
-        groups = [group for group in self._of._groups if not group.is_bounded]
+        groups = [group for group in self._of._groups if not (group.is_bounded or group.is_hosted)]
         if not self._of._staleness or not groups:
             return
         for update in self._of.updates:

@@ -60,3 +60,14 @@ def row_gradients(feature: FeatureIds, row_of: dict[int, Doubles], vectors: Doub
             for i, share in shares_of(feature, begin, end).items():
                 sums[int(feature.ids[i])] += share * vectors[bag]
     return sums
+
+
+def bag_matrix(
+    places: npt.NDArray[np.int32], counts: npt.NDArray[np.int32], weights: npt.NDArray[np.float32] | None, num_rows: int
+) -> Doubles:
+    """The matrix [B, U] of the weight of each row in each bag: ``_core.pool_bags`` is its product with the rows [U, D],
+    ``_core.spread_bags`` that of its transpose with the vectors [B, D]."""
+    matrix = np.zeros((len(counts), num_rows))
+    for i, bag in enumerate(np.repeat(np.arange(len(counts)), counts)):
+        matrix[bag, places[i]] += 1.0 if weights is None else float(weights[i])
+    return matrix

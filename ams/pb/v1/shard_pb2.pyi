@@ -44,6 +44,8 @@ class _ArrayTypeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ArrayType.V
     """IEEE 754 binary64."""
     ARRAY_TYPE_INT64: _ArrayType.ValueType  # 3
     """Two's complement."""
+    ARRAY_TYPE_INT32: _ArrayType.ValueType  # 4
+    """Signed, little endian."""
 
 class ArrayType(_ArrayType, metaclass=_ArrayTypeEnumTypeWrapper):
     """Type of the numbers of an array of a hosted model."""
@@ -56,6 +58,8 @@ ARRAY_TYPE_FLOAT64: ArrayType.ValueType  # 2
 """IEEE 754 binary64."""
 ARRAY_TYPE_INT64: ArrayType.ValueType  # 3
 """Two's complement."""
+ARRAY_TYPE_INT32: ArrayType.ValueType  # 4
+"""Signed, little endian."""
 Global___ArrayType: _TypeAlias = ArrayType  # noqa: Y015
 
 @_typing.final

@@ -29,6 +29,7 @@ _TYPES: dict[np.dtype[Any], shard_pb2.ArrayType.ValueType] = {
     np.dtype(np.float32): shard_pb2.ARRAY_TYPE_FLOAT32,
     np.dtype(np.float64): shard_pb2.ARRAY_TYPE_FLOAT64,
     np.dtype(np.int64): shard_pb2.ARRAY_TYPE_INT64,
+    np.dtype(np.int32): shard_pb2.ARRAY_TYPE_INT32,
 }
 _DTYPES = {code: dtype for dtype, code in _TYPES.items()}
 

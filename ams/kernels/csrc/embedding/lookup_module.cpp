@@ -1,3 +1,4 @@
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/vector.h>
 
 #include <limits>
@@ -6,6 +7,7 @@
 #include <vector>
 
 #include "python/module.hpp"
+#include "embedding/bag_sums.hpp"
 #include "embedding/lookup.hpp"
 
 namespace geartrain {
@@ -164,6 +166,36 @@ double sum_gradients(const HeldLookup& self, const nb::list& vectors, const nb::
   return lookup.sum_gradients(gradients, dims, outs);
 }
 
+using Places = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+RowBags bags_of(const Places& places, const Places& counts, const std::optional<FloatVector>& weights, size_t num_rows) {
+  require(!weights || weights->size() == places.size(), "weights must be as many as places");
+  const RowBags bags{.places = places.data(),
+                     .count = static_cast<int64_t>(places.size()),
+                     .counts = counts.data(),
+                     .bags = static_cast<int64_t>(counts.size()),
+                     .weights = weights ? weights->data() : nullptr,
+                     .num_rows = static_cast<int64_t>(num_rows)};
+  require(bags.is_sound(), "counts must add up to the places, and places be those of rows");
+  return bags;
+}
+
+void pool_row_bags(const FloatMatrix& rows, const Places& places, const Places& counts, const std::optional<FloatVector>& weights,
+                   const FloatOutput& out) {
+  const RowBags bags = bags_of(places, counts, weights, rows.shape(0));
+  require(out.shape(0) == counts.size() && out.shape(1) == rows.shape(1), "out has another shape");
+  const WithoutInterpreter release;
+  pool_bags(bags, rows.data(), static_cast<int64_t>(rows.shape(1)), out.data());
+}
+
+void spread_row_bags(const FloatMatrix& vectors, const Places& places, const Places& counts,
+                     const std::optional<FloatVector>& weights, const FloatOutput& out) {
+  const RowBags bags = bags_of(places, counts, weights, out.shape(0));
+  require(vectors.shape(0) == counts.size() && out.shape(1) == vectors.shape(1), "vectors have another shape");
+  const WithoutInterpreter release;
+  spread_bags(bags, vectors.data(), static_cast<int64_t>(out.shape(1)), out.data());
+}
+
 }  // namespace
 
 void bind_lookup(nb::module_& m) {
@@ -184,6 +216,9 @@ void bind_lookup(nb::module_& m) {
       .def("count_occurrences", &count_occurrences, nb::arg("table"), nb::arg("wanted"), nb::arg("out").noconvert())
       .def("pool", &pool, nb::arg("rows"), nb::arg("dtypes"), nb::arg("vectors"), nb::arg("keep_places"))
       .def("sum_gradients", &sum_gradients, nb::arg("vectors"), nb::arg("rows"));
+  m.def("pool_bags", &pool_row_bags, nb::arg("rows"), nb::arg("places"), nb::arg("counts"), nb::arg("weights").none(), nb::arg("out"));
+  m.def("spread_bags", &spread_row_bags, nb::arg("vectors"), nb::arg("places"), nb::arg("counts"), nb::arg("weights").none(),
+        nb::arg("out"));
 }
 
 }  // namespace geartrain

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from geartrain.ams.kernels import _core
 from geartrain.ams.kernels.embedding import POOLINGS, BadId, FeatureIds, Lookup
-from geartrain.ams.kernels.reference.embedding import pooled, row_gradients
+from geartrain.ams.kernels.reference.embedding import bag_matrix, pooled, row_gradients
 from geartrain.ams.values.specs import DTYPES
 
 
@@ -110,3 +111,23 @@ def test_an_id_out_of_range_is_named_by_feature_and_place(ids: list[int], rows: 
 def test_bags_that_contradict_the_ids_are_refused(bags: np.ndarray | int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Lookup([FeatureIds(0, np.arange(3), bags, None, "sum", None)], [None], 1)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(0, 5), max_size=6), st.integers(1, 7), st.booleans(), st.integers(1, 9))
+def test_bags_of_places_are_summed_and_spread_as_a_matrix_would(
+    counts: list[int], num_rows: int, is_weighted: bool, dim: int
+) -> None:
+    random = np.random.default_rng(sum(counts))
+    count = sum(counts)
+    places = random.integers(0, num_rows, count).astype(np.int32)
+    bags = np.array(counts, np.int32)
+    weights = random.normal(size=count).astype(np.float32) if is_weighted else None
+    rows = random.normal(size=(num_rows, dim)).astype(np.float32)
+    vectors = random.normal(size=(len(bags), dim)).astype(np.float32)
+    matrix = bag_matrix(places, bags, weights, num_rows)
+    sums, gradients = np.full((len(bags), dim), np.nan, np.float32), np.full((num_rows, dim), np.nan, np.float32)
+    _core.pool_bags(rows, places, bags, weights, sums)
+    _core.spread_bags(vectors, places, bags, weights, gradients)
+    np.testing.assert_allclose(sums, matrix @ rows, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(gradients, matrix.T @ vectors, rtol=1e-5, atol=1e-5)

@@ -35,13 +35,13 @@ def assert_no_thread_is_left() -> None:
     assert [one.name for one in threading.enumerate() if "prefetch" in one.name] == []
 
 
-def group_of(cluster: Cluster, optimizer: Any) -> gt.EmbeddingGroup:
+def group_of(cluster: Cluster, optimizer: Any, where: Any = "pull") -> gt.EmbeddingGroup:
     return gt.EmbeddingGroup(
         cluster,
         "ctr",
         [
             gt.Field("user", dim=DIM),
-            gt.Field("item", dim=DIM, pooling="mean"),
+            gt.Field("item", dim=DIM, pooling="mean", where=where),
             gt.Field("history", table="item", pooling=None),
             gt.Field("wide", dim=1, optimizer=gt.SGD(0.1), num_rows=ROWS, initializer=gt.Normal(std=0.5)),
         ],
@@ -88,9 +88,9 @@ def wait_for_pulls(loop: Any, count: int, most: int) -> None:
 Loop = Callable[[Iterable[Batch], gt.EmbeddingGroup], Iterable[tuple[Batch, Any]]]
 
 
-def trained(cluster: Cluster, loop: Loop, optimizer: Any) -> list[Tensor]:
+def trained(cluster: Cluster, loop: Loop, optimizer: Any, where: Any = "pull") -> list[Tensor]:
     """Losses, and all rows."""
-    fields = group_of(cluster, optimizer)
+    fields = group_of(cluster, optimizer, where)
     torch.manual_seed(0)
     network = nn.Sequential(nn.Linear(4 * DIM + 1, 8), nn.Dropout(0.2), nn.Linear(8, 1))
     both = gt.joint(torch.optim.Adam(network.parameters(), 0.05), fields)
@@ -111,9 +111,9 @@ def trained(cluster: Cluster, loop: Loop, optimizer: Any) -> list[Tensor]:
 OPTIMIZERS = {"Adagrad": gt.Adagrad(0.5), "momentum that moves all rows": gt.Momentum(0.1, momentum=0.9)}
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(("name", "where"), [*((name, "pull") for name in OPTIMIZERS), ("Adagrad", "hosted")])
 @pytest.mark.parametrize("depth", [1, 3])
-def test_a_run_equals_the_plain_loop_bit_by_bit(cluster: Cluster, name: str, depth: int) -> None:
+def test_a_run_equals_the_plain_loop_bit_by_bit(cluster: Cluster, name: str, where: str, depth: int) -> None:
     loops: list[gt.prefetch] = []
 
     def ahead(loader: Iterable[Batch], fields: gt.EmbeddingGroup) -> Iterator[tuple[Batch, Any]]:
@@ -122,8 +122,8 @@ def test_a_run_equals_the_plain_loop_bit_by_bit(cluster: Cluster, name: str, dep
             wait_for_pulls(loops[0], step + 1 + depth, STEPS)
             yield one
 
-    expected = trained(cluster, plain, OPTIMIZERS[name])
-    found = trained(cluster, ahead, OPTIMIZERS[name])
+    expected = trained(cluster, plain, OPTIMIZERS[name], where)
+    found = trained(cluster, ahead, OPTIMIZERS[name], where)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0)
     assert loops[0].refreshed_rows > 0

@@ -1,0 +1,117 @@
+"""Pooling of embeddings as a hosted model: weighted sums of rows over bags, made beside the rows.
+
+The client says which rows are in which bag, adds the sums of the shards, and divides them where the pooling is a mean.
+An update brings one gradient a bag, which is spread to the rows of the bag; a row that several bags, micro-batches or
+ranks have is updated once, by the sum. Runs in a shard process: numpy and compiled loops, never torch; float32.
+
+Cost on a shard, for N places in bags and U distinct rows of width D: U reads of rows, N·D multiply-adds for
+:meth:`~BagPoolingModel.compute`, as many and one merge of U ids for :meth:`~BagPoolingModel.gradients`; memory 4·U·D.
+Legend: B bags that have rows here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from geartrain.ams.kernels import _core, ops
+from geartrain.ams.programs.hosted import Float32, Gradients, HostedRows
+from geartrain.ams.values.errors import InvalidArgument, InvalidRows
+from geartrain.ams.values.shard_messages import Arrays, HostedInputs
+from geartrain.ams.values.specs import Ids
+
+NAME = "bag_pooling"
+POOL, SQUARED_NORM = "pool", "squared_norm"
+
+_CHUNK_ROWS = 4096
+_Places = npt.NDArray[np.int32]
+
+
+class BagPoolingModel:
+    """See the module; implements :class:`geartrain.ams.programs.hosted.HostedModel`. Holds no state.
+
+    Inputs, by name: ``ids`` int64 [U], distinct; ``places`` int32 [N], which of them each is, bag after bag; ``counts``
+    int32 [B], how many places each bag has; ``weights`` float32 [N] (absent: 1 each). An update also takes ``vectors``
+    float32 [B, D], the gradients of the sums; or, in the place of bags, ``gradients`` float32 [U, D], of the rows.
+    """
+
+    def compute(self, rows: HostedRows, operation: str, inputs: Sequence[HostedInputs]) -> Arrays:
+        """Answer ``pool`` of one batch, ``sums`` float32 [B, D]; or ``squared_norm`` float64 [1] of an update."""
+        if operation == POOL:
+            if len(inputs) > 1:
+                raise InvalidArgument(f"{operation!r} takes the inputs of one batch; it was given {len(inputs)}")
+            return {"sums": _sums(rows, inputs[0])} if inputs else {}
+        if operation == SQUARED_NORM:
+            _, gradients = _joint(rows, inputs)
+            return {"squared_norm": np.array([float(np.square(gradients, dtype=np.float64).sum())])}
+        raise InvalidArgument(f"{NAME} has no operation {operation!r}; it has {POOL!r} and {SQUARED_NORM!r}")
+
+    def gradients(self, rows: HostedRows, inputs: Sequence[HostedInputs]) -> Gradients:
+        """The row gradients of one step: of all its bags, micro-batches and ranks."""
+        ids, gradients = _joint(rows, inputs)
+        chunks = [slice(start, start + _CHUNK_ROWS) for start in range(0, len(ids), _CHUNK_ROWS)]
+        return Gradients(
+            chunks=chunks,
+            ids=lambda chunk: ids[chunk],
+            make=lambda chunk: gradients[chunk],
+            num_rows=len(ids),
+            largest=float(np.abs(gradients).max(initial=0.0)),
+        )
+
+
+def _sums(rows: HostedRows, one: HostedInputs) -> Float32:
+    ids = _array(one.arrays, "ids", np.int64, 1)
+    places, counts, weights = _bags(one.arrays)
+    sums = np.empty((len(counts), rows.spec.dim), np.float32)
+    try:
+        _core.pool_bags(rows.read(ids), places, counts, weights, sums)
+    except ValueError as exc:
+        raise InvalidArgument(f"bags of table {rows.spec.name!r}: {exc}") from exc
+    return sums
+
+
+def _joint(rows: HostedRows, inputs: Sequence[HostedInputs]) -> tuple[Ids, Float32]:
+    """Distinct ids, and the sum of their gradients over the inputs."""
+    parts = [_row_gradients(rows, one) for one in inputs]
+    if len(parts) == 1 and ops.num_distinct(parts[0][0]) == len(parts[0][0]):
+        return parts[0]
+    none = np.empty(0, np.int64), np.empty((0, rows.spec.dim), np.float32)
+    ids, gradients = (np.concatenate(column) for column in zip(none, *parts, strict=True))
+    distinct, _, sums = ops.merge_duplicates(ids, gradients)
+    return distinct, sums
+
+
+def _row_gradients(rows: HostedRows, one: HostedInputs) -> tuple[Ids, Float32]:
+    ids, width = _array(one.arrays, "ids", np.int64, 1), rows.spec.dim
+    if "gradients" in one.arrays:
+        gradients = _array(one.arrays, "gradients", np.float32, 2)
+        if gradients.shape != (len(ids), width):
+            raise InvalidRows(
+                f"gradients of table {rows.spec.name!r} have shape {list(gradients.shape)}; they must be "
+                f"[{len(ids)}, {width}]"
+            )
+    else:
+        places, counts, weights = _bags(one.arrays)
+        vectors = _array(one.arrays, "vectors", np.float32, 2)
+        gradients = np.empty((len(ids), width), np.float32)
+        try:
+            _core.spread_bags(vectors, places, counts, weights, gradients)
+        except ValueError as exc:
+            raise InvalidArgument(f"bags of table {rows.spec.name!r}: {exc}") from exc
+    return ids, gradients if one.weight == 1.0 else gradients * np.float32(one.weight)
+
+
+def _bags(arrays: Arrays) -> tuple[_Places, _Places, Float32 | None]:
+    places, counts = (_array(arrays, name, np.int32, 1) for name in ("places", "counts"))
+    return places, counts, _array(arrays, "weights", np.float32, 1) if "weights" in arrays else None
+
+
+def _array(arrays: Arrays, name: str, dtype: type, ndim: int) -> npt.NDArray[Any]:
+    array = arrays.get(name)
+    if array is None or array.dtype != dtype or array.ndim != ndim:
+        found = "nothing" if array is None else f"{array.dtype} {list(array.shape)}"
+        raise InvalidRows(f"{name} of {NAME} is {found}; it must be {np.dtype(dtype)} of {ndim} dimensions")
+    return np.ascontiguousarray(array)

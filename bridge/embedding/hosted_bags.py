@@ -1,0 +1,222 @@
+"""Fields whose bags are pooled beside the rows: what travels is ids and one vector a bag, and no row.
+
+Per batch, table and shard one request each way in the forward pass and one for the step. For N ids in B bags, U of them
+distinct, of width D: 8·U + 4·N + 4·B bytes (4·N more of weights) go up and 4·B·D come down; the step takes all of it up
+once more, with 4·B·D bytes of gradients (``docs/decisions/0015-hosted-models-keep-nothing.md``). Only bags that have
+ids on a shard are told it. Pulled, it is 8·U up and 4·U·D down, and both up at the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from geartrain.ams.kernels.embedding import FeatureIds, Lookup
+from geartrain.ams.programs.bag_pooling import NAME, POOL
+from geartrain.ams.values.placement import split_by_shard
+from geartrain.ams.values.shard_messages import HostedInputs
+from geartrain.ams.values.specs import Ids
+from geartrain.bridge.rows.row_update import PushSettings
+from geartrain.bridge.rows.tables import HeadCalls
+
+if TYPE_CHECKING:
+    from geartrain.ams.client.table import Table
+
+Floats = npt.NDArray[np.float32]
+ShardInputs = list[list[HostedInputs]]
+"""What an update takes, of each shard."""
+
+
+class _Part(NamedTuple):
+    """The bags of one feature that have ids on one shard."""
+
+    bags: npt.NDArray[np.intp] | None
+    """Their numbers [B']; None: all of them."""
+    arrays: dict[str, npt.NDArray[Any]]
+    """``ids``, ``places``, ``counts``, ``weights`` of :class:`~geartrain.ams.programs.bag_pooling.BagPoolingModel`."""
+
+
+class HostedLookup:
+    """The hosted features of one batch."""
+
+    def __init__(self, features: Sequence[FeatureIds], tables: Sequence[Table], threads: int) -> None:
+        """``tables`` are all of the group. Raises what :class:`Lookup` raises."""
+        self._features = features
+        self._tables = tables
+        # Each by itself: what a shard is told of a feature stands alone.
+        apart = [feature._replace(table=number) for number, feature in enumerate(features)]
+        self._lookup = lookup = Lookup(apart, [tables[one.table].spec.num_rows for one in features], threads)
+        self._calls = {table: tables[table].hosted(NAME) for table in sorted({one.table for one in features})}
+        self._factors = [_factors(one, lookup.places_of(number)) for number, one in enumerate(features)]
+        self._parts = [
+            _cut(one, ids, lookup.places_of(number), self._calls[one.table], tables[one.table])
+            for number, (one, ids) in enumerate(zip(features, lookup.ids(), strict=True))
+        ]
+
+    def ids_of(self, table: int) -> Ids:
+        """Ids of a table that are looked up here; some of them more than once."""
+        own = [ids for one, ids in zip(self._features, self._lookup.ids(), strict=True) if one.table == table]
+        return np.concatenate(own) if own else np.empty(0, np.int64)
+
+    def vectors(self) -> list[Floats]:
+        """The vectors [B, D] of each feature."""
+        vectors = [np.zeros((one.num_vectors, self._tables[one.table].spec.dim), np.float32) for one in self._features]
+        for table, calls in self._calls.items():
+            asked = self._of_table(table, calls)
+            inputs = [(HostedInputs(arrays=_joined([part for _, part in own])),) if own else () for own in asked]
+            for own, answer in zip(asked, calls.compute(POOL, inputs.__getitem__), strict=True):
+                first = 0
+                for number, part in own:
+                    stop = first + len(part.arrays["counts"])
+                    where: Any = slice(None) if part.bags is None else part.bags
+                    vectors[number][where] += answer["sums"][first:stop]
+                    first = stop
+        for one, factors_B in zip(vectors, self._factors, strict=True):
+            if factors_B is not None:
+                one *= factors_B[:, None]
+        return vectors
+
+    def updates(self, upstream: Sequence[Floats | None]) -> dict[int, ShardInputs]:
+        """What is to be pushed to each table, of gradients [B, D] of the vectors; None: a feature was not used."""
+        updates: dict[int, ShardInputs] = {}
+        scaled = [
+            gradient if gradient is None or factors_B is None else gradient * factors_B[:, None]
+            for gradient, factors_B in zip(upstream, self._factors, strict=True)
+        ]
+        for table, calls in self._calls.items():
+            if any(scaled[number] is not None for number, one in enumerate(self._features) if one.table == table):
+                updates[table] = []
+                for own in self._of_table(table, calls):
+                    its: list[HostedInputs] = []
+                    for number, part in own:
+                        gradient = scaled[number]
+                        if gradient is not None:
+                            vectors = gradient if part.bags is None else gradient[part.bags]
+                            its.append(HostedInputs(arrays={**part.arrays, "vectors": vectors}))
+                    updates[table].append(its)
+        return updates
+
+    def _of_table(self, table: int, calls: HeadCalls) -> list[list[tuple[int, _Part]]]:
+        """For each shard the features of a table that have ids there: their numbers and parts."""
+        own = [number for number, one in enumerate(self._features) if one.table == table]
+        return [
+            [(number, self._parts[number][shard]) for number in own if len(self._parts[number][shard].arrays["places"])]
+            for shard in range(calls.view.num_shards)
+        ]
+
+
+class HostedUpdate:
+    """The update of one table, ready to be sent; whoever reads ahead is told which rows it touches."""
+
+    def __init__(self, table: Table, inputs: ShardInputs, settings: PushSettings) -> None:
+        """Raises what ``prepare_update`` does."""
+        self._table = table
+        self._inputs = inputs
+        self._write = table.hosted(NAME).prepare_update(lambda shard: tuple(inputs[shard]), **settings)
+        self._logged: int | None = None
+
+    def send(self) -> None:
+        """To the shards that have not answered."""
+        log = self._table.write_log
+        if self._logged is None:
+            none = np.empty(0, np.int64)
+            ids = np.concatenate([none, *(one.arrays["ids"] for its in self._inputs for one in its)])
+            self._logged = log.begin(self._table.spec.name, ids)
+        self._write.send()
+        self._end()
+
+    def abandon(self) -> None:
+        """Give it up."""
+        self._write.abandon()
+        self._end()
+
+    def _end(self) -> None:
+        if self._logged is not None:
+            self._table.write_log.end(self._logged)
+
+
+def row_inputs(ids: Ids, gradients: Floats, calls: HeadCalls, table: Table) -> ShardInputs:
+    """Gradients of rows that were pulled, as an update of the same table takes them beside its bags."""
+    inputs: ShardInputs = [[] for _ in range(calls.view.num_shards)]
+    for shard, where in _routes(ids, calls, table):
+        own: Any = slice(None) if where is None else where
+        inputs[shard].append(HostedInputs(arrays={"ids": ids[own], "gradients": gradients[own]}))
+    return inputs
+
+
+def _routes(ids: Ids, calls: HeadCalls, table: Table) -> list[tuple[int, Ids | None]]:
+    view = calls.view
+    return split_by_shard(ids, view.bucket_shards, view.num_shards, dense=table.spec.num_rows is not None)
+
+
+def _joined(parts: Sequence[_Part]) -> Mapping[str, npt.NDArray[Any]]:
+    """The bags of several features as those of one."""
+    if len(parts) == 1:
+        return parts[0].arrays
+    places, first = [], 0
+    for part in parts:
+        places.append(part.arrays["places"] + np.int32(first))
+        first += len(part.arrays["ids"])
+    joined = {name: np.concatenate([part.arrays[name] for part in parts]) for name in ("ids", "counts")}
+    joined["places"] = np.concatenate(places)
+    if any("weights" in part.arrays for part in parts):
+        ones = (np.ones(len(part.arrays["places"]), np.float32) for part in parts)
+        joined["weights"] = np.concatenate(
+            [part.arrays.get("weights", one) for part, one in zip(parts, ones, strict=True)]
+        )
+    return joined
+
+
+def _bag_of(feature: FeatureIds) -> npt.NDArray[np.intp]:
+    """The bag of each id [N]."""
+    counts = feature.bags if isinstance(feature.bags, int) else np.diff(feature.bags)
+    return np.repeat(np.arange(feature.num_vectors), counts)
+
+
+def _factors(feature: FeatureIds, places: npt.NDArray[np.int32]) -> Floats | None:
+    """What the sum of each bag is multiplied by [B]: 1 / Σ w or 1 / √Σ w² over the ids that are no padding."""
+    if feature.pooling == "sum":
+        return None
+    weights = (places >= 0).astype(np.float64)
+    if feature.weights is not None:
+        weights *= feature.weights
+    if feature.pooling == "sqrtn":
+        weights *= weights
+    totals = np.bincount(_bag_of(feature), weights, feature.num_vectors)
+    if feature.pooling == "sqrtn":
+        totals = np.sqrt(totals)
+    return np.divide(1.0, totals, out=np.zeros_like(totals), where=totals != 0).astype(np.float32)
+
+
+def _cut(feature: FeatureIds, ids: Ids, places: npt.NDArray[np.int32], calls: HeadCalls, table: Table) -> list[_Part]:
+    """What each shard is told of a feature."""
+    num_shards = calls.view.num_shards
+    shard_of = np.full(len(ids) + 1, -1, np.int32)  # the last one: of padding, whose place is -1
+    place_there = np.zeros(len(ids) + 1, np.int32)
+    ids_of: list[Ids] = [np.empty(0, np.int64)] * num_shards
+    for shard, where in _routes(ids, calls, table):
+        own: Any = slice(0, len(ids)) if where is None else where
+        shard_of[own], ids_of[shard] = shard, ids[own]
+        place_there[own] = np.arange(len(ids_of[shard]), dtype=np.int32)
+    bag, shard_of_N = _bag_of(feature), shard_of[places]
+    return [_part(feature, ids_of[shard], place_there, places, bag, shard_of_N == shard) for shard in range(num_shards)]
+
+
+def _part(
+    feature: FeatureIds,
+    ids: Ids,
+    place_there: npt.NDArray[np.int32],
+    places: npt.NDArray[np.int32],
+    bag: npt.NDArray[np.intp],
+    is_here: npt.NDArray[np.bool_],
+) -> _Part:
+    where: Any = slice(None) if is_here.all() else is_here
+    counts = np.bincount(bag[where], minlength=feature.num_vectors).astype(np.int32)
+    bags = np.flatnonzero(counts)
+    arrays: dict[str, npt.NDArray[Any]] = {"ids": ids, "places": place_there[places[where]], "counts": counts[bags]}
+    if feature.weights is not None:
+        arrays["weights"] = feature.weights[where]
+    return _Part(None if len(bags) == len(counts) else bags, arrays)
