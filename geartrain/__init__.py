@@ -67,7 +67,7 @@ if TYPE_CHECKING:
     from geartrain.workers.data.streams import StreamReader
     from geartrain.workers.models.trained_model import TrainedModel, load_model
     from geartrain.workers.samples.files import CsvSamples, ParquetSamples
-    from geartrain.workers.samples.kafka import KafkaSamples
+    from geartrain.workers.samples.kafka.samples import KafkaSamples
 
 __version__ = "0.1.0"
 
@@ -201,7 +201,7 @@ _HOMES = {
     "geartrain.workers.data.streams": ("StreamReader",),
     "geartrain.workers.models.trained_model": ("TrainedModel", "load_model"),
     "geartrain.workers.samples.files": ("CsvSamples", "ParquetSamples"),
-    "geartrain.workers.samples.kafka": ("KafkaSamples",),
+    "geartrain.workers.samples.kafka.samples": ("KafkaSamples",),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 

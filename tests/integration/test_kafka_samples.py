@@ -22,7 +22,7 @@ pa = pytest.importorskip("pyarrow", reason="needs pip install 'geartrain[kafka]'
 
 from mock_brokers import mock_broker  # noqa: E402
 
-from geartrain.workers.samples.kafka_batches import Topic  # noqa: E402
+from geartrain.workers.samples.kafka.batches import Topic  # noqa: E402
 
 SCHEMA = {"id": "int64", "list": "list<int64>", "word": "string"}
 QUICK = {"socket.timeout.ms": 500, "reconnect.backoff.max.ms": 200, "log_level": 0}

@@ -69,7 +69,7 @@ HOMES: dict[str, tuple[str, ...]] = {
     "torch": ("bridge/*", "workers/*", "geartrain/*"),
     "fsspec": ("ams/storage/snapshot/*", "workers/samples/urls.py"),
     "pyarrow": ("workers/samples/*", "workers/ctr/samples/flights.py", "workers/ctr/predict.py"),
-    "confluent_kafka": ("workers/samples/kafka*.py",),
+    "confluent_kafka": ("workers/samples/kafka/*",),
     "lmdb": ("ams/storage/*/lmdb*.py",),
     "redis": ("ams/storage/*/redis*.py",),
     "socket": ("ams/*", "geartrain/*"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,35 @@ class SampleBatch(dict[str, Values]):
         self.num_samples = num_samples
         self.cursors = cursors
         self.is_committed_by: object = None
+
+
+class FlatRows:
+    """Samples that are rows of an Arrow table: a :class:`~geartrain.workers.samples.source.SampleRows`."""
+
+    def __init__(self, table: Any) -> None:
+        self._table = table
+
+    @property
+    def num_rows(self) -> int:
+        """See SampleRows."""
+        return int(self._table.num_rows)
+
+    def slice(self, first: int, count: int) -> FlatRows:
+        """See SampleRows."""
+        return FlatRows(self._table.slice(first, count))
+
+    def shuffled(self, random: np.random.Generator) -> FlatRows:
+        """See SampleRows."""
+        order = random.permutation(self.num_rows)
+        return FlatRows(self._table.combine_chunks().take(pa.array(order)))
+
+    def joined(self, others: Sequence[FlatRows]) -> FlatRows:
+        """See SampleRows."""
+        return FlatRows(pa.concat_tables([self._table, *(one._table for one in others)])) if others else self
+
+    def batch(self, cursors: Mapping[int, tuple[int, int]]) -> SampleBatch:
+        """See SampleRows."""
+        return SampleBatch(tensors_of(self._table), self.num_rows, cursors)
 
 
 def tensors_of(table: Any) -> dict[str, Values]:

@@ -14,6 +14,7 @@ from pyarrow import csv
 from geartrain.ams.values.arguments import integer
 from geartrain.ams.values.errors import InvalidArgument, SourceDamaged
 from geartrain.ams.values.text import quoted
+from geartrain.workers.samples.batches import FlatRows
 from geartrain.workers.samples.columns import ColumnPlan, missing_column, planned_columns, type_named
 from geartrain.workers.samples.urls import DataFile, Where, find_files
 
@@ -117,7 +118,7 @@ class CsvRows:
         ]
         return planned_columns(columns, pa.schema(fields), first, hash_strings, fill)
 
-    def read(self, part: int) -> Any:
+    def read(self, part: int) -> FlatRows:
         """See SampleSource. Raises SourceDamaged."""
         types = {name: _parsed_as(kind) for name, kind in self._plan.types.items()}
         table = self._parse(part, list(types), types)
@@ -130,7 +131,7 @@ class CsvRows:
             if kind.is_list:
                 place = table.column_names.index(name)
                 table = table.set_column(place, name, self._split(table.column(name)))
-        return self._plan.apply(table, lambda row: self._name_row(part, row))
+        return FlatRows(self._plan.apply(table, lambda row: self._name_row(part, row)))
 
     def _parse(self, part: int, names: list[str], types: Mapping[str, Any]) -> Any:
         block = self._blocks[part]

@@ -16,7 +16,6 @@ import numpy as np
 import numpy.typing as npt
 
 from geartrain.ams.values.errors import InvalidArgument
-from geartrain.ams.values.specs import Ids
 
 
 class Piece(NamedTuple):
@@ -31,8 +30,10 @@ class Window(NamedTuple):
     """Rows that are read together."""
 
     pieces: tuple[Piece, ...]
-    order: Ids | None
-    """Which of their rows, in which order; None: all of them as they are."""
+    random: np.random.Generator | None
+    """Mixes them; None: they stay in order."""
+    skip: int
+    """So many of them, once mixed, were read before."""
 
 
 class EpochOrder:
@@ -67,14 +68,13 @@ class EpochOrder:
         while at < end:
             if self._seed is None:
                 pieces = self._pieces(epoch, at, end)[:1]
-                yield Window(pieces, None)
+                yield Window(pieces, None, 0)
                 at += pieces[0].end - pieces[0].first
                 continue
             number, skip = divmod(at - start, self._window_rows)
             first = start + number * self._window_rows
             last = min(first + self._window_rows, end)
-            mixed = _generator(self._seed, epoch, stream, number).permutation(last - first)
-            yield Window(self._pieces(epoch, first, last), mixed[skip:])
+            yield Window(self._pieces(epoch, first, last), _generator(self._seed, epoch, stream, number), skip)
             at = last
 
     def _pieces(self, epoch: int, first: int, end: int) -> tuple[Piece, ...]:

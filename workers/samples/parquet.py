@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from geartrain.ams.values.errors import SourceDamaged
+from geartrain.workers.samples.batches import FlatRows
 from geartrain.workers.samples.columns import planned_columns
 from geartrain.workers.samples.urls import DataFile, Where, find_files
 
@@ -60,7 +61,7 @@ class ParquetRows:
         """See SampleSource."""
         return [[file.inner_name, footer.num_rows] for file, footer in zip(self._files, self._footers, strict=True)]
 
-    def read(self, part: int) -> Any:
+    def read(self, part: int) -> FlatRows:
         """See SampleSource. Raises SourceDamaged."""
         group = self._groups[part]
         file = self._files[group.file]
@@ -73,7 +74,7 @@ class ParquetRows:
             raise SourceDamaged(
                 f"{file.name}: row group {group.number} (rows {group.first_row} to {last - 1}) cannot be read: {exc}"
             ) from exc
-        return self._plan.apply(table, lambda row: f"{file.name}, row {group.first_row + row}")
+        return FlatRows(self._plan.apply(table, lambda row: f"{file.name}, row {group.first_row + row}"))
 
 
 def _footer(file: DataFile) -> Any:

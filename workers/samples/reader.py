@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Protocol
-
-import pyarrow as pa
+from typing import Protocol
 
 from geartrain.workers.data.streams import Position
-from geartrain.workers.samples.batches import SampleBatch, tensors_of
+from geartrain.workers.samples.batches import SampleBatch
 from geartrain.workers.samples.order import EpochOrder, Window
-from geartrain.workers.samples.source import SampleSource
+from geartrain.workers.samples.source import SampleRows, SampleSource
 
 _PARTS_KEPT = 2
 """Neighbouring streams and windows share a part."""
@@ -61,11 +59,11 @@ class FileBatches:
         """``epochs`` are those of the job; None: it has no end."""
         self._source, self._order, self._epochs = source, order, epochs
         self._batch_size, self._drop_last = batch_size, drop_last
-        self._parts: OrderedDict[int, Any] = OrderedDict()
+        self._parts: OrderedDict[int, SampleRows] = OrderedDict()
         self._positions: dict[int, Position] = {}
         self._open: tuple[int, Iterator[Window]] | None = None
         """The stream that is being read, and what it has beside :attr:`_rows`."""
-        self._rows: Any = None
+        self._rows: SampleRows | None = None
 
     @property
     def positions(self) -> dict[int, Position]:
@@ -108,7 +106,7 @@ class FileBatches:
             raise
 
     def _next_batch(self, epoch: int) -> SampleBatch | None:
-        taken: list[Any] = []
+        taken: list[SampleRows] = []
         cursors: dict[int, tuple[int, int]] = {}
         missing = self._batch_size
         for stream, at in list(self._positions.items()):
@@ -127,23 +125,23 @@ class FileBatches:
                 break
         if not taken or (missing and self._drop_last):
             return None
-        table = pa.concat_tables(taken)
-        return SampleBatch(tensors_of(table), table.num_rows, cursors)
+        return taken[0].joined(taken[1:]).batch(cursors)
 
-    def _take(self, stream: int, at: Position, most: int) -> Any:
+    def _take(self, stream: int, at: Position, most: int) -> SampleRows:
         if self._open is None or self._open[0] != stream:
             self._open, self._rows = (stream, self._order.windows(at.epoch, stream, at.consumed)), None
         if self._rows is None or not self._rows.num_rows:
             self._rows = self._read(next(self._open[1]))
         taken = self._rows.slice(0, most)
-        self._rows = self._rows.slice(taken.num_rows)
+        self._rows = self._rows.slice(taken.num_rows, self._rows.num_rows)
         return taken
 
-    def _read(self, window: Window) -> Any:
-        rows = pa.concat_tables([self._part(part).slice(first, end - first) for part, first, end in window.pieces])
-        return rows if window.order is None else rows.combine_chunks().take(pa.array(window.order))
+    def _read(self, window: Window) -> SampleRows:
+        pieces = [self._part(part).slice(first, end - first) for part, first, end in window.pieces]
+        rows = pieces[0].joined(pieces[1:])
+        return rows if window.random is None else rows.shuffled(window.random).slice(window.skip, rows.num_rows)
 
-    def _part(self, part: int) -> Any:
+    def _part(self, part: int) -> SampleRows:
         if part not in self._parts:
             self._parts[part] = self._source.read(part)
             if len(self._parts) > _PARTS_KEPT:

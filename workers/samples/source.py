@@ -4,8 +4,32 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, Self
+
+import numpy as np
+
+from geartrain.workers.samples.batches import SampleBatch
+
+
+class SampleRows(Protocol):
+    """Some samples in memory."""
+
+    @property
+    def num_rows(self) -> int:
+        """So many."""
+
+    def slice(self, first: int, count: int) -> Self:
+        """At most ``count`` of them from ``first`` on. Copies nothing."""
+
+    def shuffled(self, random: np.random.Generator) -> Self:
+        """All of them in another order, which depends on them and ``random`` alone."""
+
+    def joined(self, others: Sequence[Self]) -> Self:
+        """These, then those of ``others``."""
+
+    def batch(self, cursors: Mapping[int, tuple[int, int]]) -> SampleBatch:
+        """As tensors."""
 
 
 class SampleSource(Protocol):
@@ -19,8 +43,8 @@ class SampleSource(Protocol):
     def identity(self) -> Any:
         """What tells these data from others, as JSON can hold it; the same wherever the files are mounted."""
 
-    def read(self, part: int) -> Any:
-        """The rows of a part: an Arrow table whose types are those of samples."""
+    def read(self, part: int) -> SampleRows:
+        """The rows of a part. Raises SourceError."""
 
 
 def fingerprint(*parts: Any) -> str:

@@ -14,7 +14,8 @@ def rows_of(order: EpochOrder, starts: list[int], epoch: int, stream: int, posit
     rows: list[int] = []
     for window in order.windows(epoch, stream, position):
         own = [starts[part] + row for part, first, end in window.pieces for row in range(first, end)]
-        rows += own if window.order is None else [own[place] for place in window.order]
+        mixed = own if window.random is None else [own[place] for place in window.random.permutation(len(own))]
+        rows += mixed[window.skip :]
     return rows
 
 

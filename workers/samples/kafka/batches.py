@@ -16,7 +16,7 @@ from geartrain.ams.values.errors import BrokerUnavailable, SourceDamaged, Source
 from geartrain.ams.values.text import counted
 from geartrain.workers.data.streams import Position
 from geartrain.workers.samples.batches import SampleBatch, tensors_of
-from geartrain.workers.samples.kafka_messages import MessageTables, Rows, place_of, position_of
+from geartrain.workers.samples.kafka.messages import MessageTables, Rows, place_of, position_of
 
 logger = logging.getLogger(__name__)
 _SLICE_SECONDS = 0.5

@@ -75,8 +75,8 @@ class KafkaSamples:
             BrokerUnavailable: They do not answer.
         """
         _require_libraries()
-        from geartrain.workers.samples.kafka_batches import Topic
-        from geartrain.workers.samples.kafka_messages import FORMATS, MessageTables, plan_of
+        from geartrain.workers.samples.kafka.batches import Topic
+        from geartrain.workers.samples.kafka.messages import FORMATS, MessageTables, plan_of
 
         for what, text in (("topic", topic), ("brokers", brokers)):
             if not isinstance(text, str) or not text:
@@ -174,7 +174,7 @@ class KafkaSamples:
         return LeasedSamples(self._reader(), streams)
 
     def _reader(self) -> Any:
-        from geartrain.workers.samples.kafka_batches import KafkaBatches
+        from geartrain.workers.samples.kafka.batches import KafkaBatches
 
         return KafkaBatches(
             self._topic,

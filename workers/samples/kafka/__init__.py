@@ -1,0 +1,1 @@
+"""Samples in Kafka topics: messages, partitions as data streams, offsets as their cursors."""

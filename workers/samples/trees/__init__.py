@@ -1,0 +1,1 @@
+"""Samples as prefix trees: what neighbours share is stored, read and computed once."""
