@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from geartrain.bridge.dense.dense_table import DenseTable, attach
     from geartrain.bridge.embedding.field import Field
     from geartrain.bridge.embedding.group import Embedding, EmbeddingGroup
+    from geartrain.bridge.embedding.levels import LevelLinear, per_level
     from geartrain.bridge.embedding.modes import SSP
     from geartrain.bridge.gear.slow_gear import SlowGear
     from geartrain.bridge.head.class_head import ClassHead
@@ -100,6 +101,7 @@ __all__ = [
     "FullSoftmax",
     "KNNSoftmax",
     "KafkaSamples",
+    "LevelLinear",
     "MagFace",
     "Margin",
     "MarginBatch",
@@ -141,6 +143,7 @@ __all__ = [
     "margin_cross_entropy",
     "memory_report",
     "models",
+    "per_level",
     "prefetch",
     "save",
     "state_from_bytes",
@@ -171,6 +174,7 @@ _HOMES = {
     "geartrain.bridge.dense.dense_table": ("DenseTable", "attach"),
     "geartrain.bridge.embedding.field": ("Field",),
     "geartrain.bridge.embedding.group": ("Embedding", "EmbeddingGroup"),
+    "geartrain.bridge.embedding.levels": ("LevelLinear", "per_level"),
     "geartrain.bridge.embedding.modes": ("SSP",),
     "geartrain.bridge.gear.slow_gear": ("SlowGear",),
     "geartrain.bridge.head.class_head": ("ClassHead",),

@@ -47,7 +47,7 @@ class LookupCall:
         self._pulled_at = pulled_at
         self._parts = parts
         self._moments = [part.row_update.moment for part in parts]
-        self._num_samples = max((one.num_bags for one in given), default=0)
+        self._num_samples = max((one.num_samples for one in given), default=0)
         self.weights = [one.given_weights for one in given if one.given_weights is not None]
         """Those that need a gradient."""
 

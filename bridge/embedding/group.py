@@ -60,6 +60,7 @@ class EmbeddingGroup(nn.Module):
         reuse: bool = False,
         mode: Mode = "async",
         process_group: dist.ProcessGroup | None = None,
+        per_node: bool = False,
     ) -> None:
         """Make the tables.
 
@@ -76,6 +77,9 @@ class EmbeddingGroup(nn.Module):
                 :class:`geartrain.SSP`: those that are more than some steps behind.
             process_group: The ranks that step together; None: those of torch.distributed, if it is initialised, else
                 this process alone.
+            per_node: Of a batch with levels (``gt.TreeSamples``, or samples with ``dedup``) ids are looked up and
+                pooled once for each of the N nodes of a level, and every sample is given its node's vector. True: the
+                vectors stay those of the nodes, [N, D], for ``gt.per_level`` and ``gt.LevelLinear``.
 
         Raises:
             InvalidArgument: The fields contradict each other, or lack something.
@@ -108,6 +112,7 @@ class EmbeddingGroup(nn.Module):
         self._lead = BoundedLead(cluster, name, mode) if isinstance(mode, SSP) else None
         hosted = {one.table_name for one in self.fields if one.where == "hosted"}
         self.cluster = cluster
+        self.per_node = per_node
         self.is_bounded = joined or self._lead is not None
         """Whether the look-up of a step must see what others have pushed by then."""
         self.is_hosted = bool(hosted)
@@ -168,7 +173,8 @@ class EmbeddingGroup(nn.Module):
             batch: A mapping with the ids of every field under its name (others are left alone): integers [B] or [B, L];
                 ``(values, offsets)`` or ``(values, offsets, weights)`` with B + 1 offsets; a jagged nested tensor;
                 something with ``values()`` and ``lengths()``. Or something with ``keys()``, ``values()`` and
-                ``lengths()``, as TorchRec's KeyedJaggedTensor.
+                ``lengths()``, as TorchRec's KeyedJaggedTensor. Of a batch with levels (``gt.TreeSamples``, or samples
+                with ``dedup``) ids are looked up and pooled once a node.
 
         Returns:
             Of each pooled field [B, D], float32, on the module's device (``.to("cuda")``). Without pooling [B, D] of
@@ -199,7 +205,13 @@ class EmbeddingGroup(nn.Module):
 
     def _shaped(self, pulled: BatchRows, vectors: Sequence[Tensor]) -> dict[str, Tensor]:
         in_order = sorted(zip(self._in_order, pulled.given, vectors, strict=True), key=lambda one: one[0])
-        return {self.fields[number].name: _shaped(self.fields[number], ids, own) for number, ids, own in in_order}
+        shaped = {}
+        for number, ids, own in in_order:
+            vector = _shaped(self.fields[number], ids, own)
+            if ids.nodes is not None and not self.per_node:
+                vector = ids.nodes.expand(vector)
+            shaped[self.fields[number].name] = vector
+        return shaped
 
     @runs_eagerly
     def _looked_up(self, pulled: BatchRows) -> tuple[Tensor, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from geartrain.ams.values.arrays import as_array
 from geartrain.ams.values.errors import InvalidArgument, InvalidIds
 from geartrain.ams.values.specs import Ids
 from geartrain.ams.values.text import quoted
+from geartrain.bridge.embedding.levels import Nodes, nodes_of
 
 Weights = npt.NDArray[np.float32]
 
@@ -40,9 +41,14 @@ class BatchIds:
     is_vector: bool = False
     """One id a bag, given as a vector: not pooled, there is no dimension for a bag's ids."""
 
+    nodes: Nodes | None = None
+    """Of the level whose nodes these are the ids of; None: each sample has its own."""
+
     @property
-    def num_bags(self) -> int:
+    def num_samples(self) -> int:
         """B."""
+        if self.nodes is not None:
+            return len(self.nodes.index)
         return len(self.values) // self.bags if isinstance(self.bags, int) else len(self.bags) - 1
 
 
@@ -64,7 +70,15 @@ def ids_of_batch(batch: Any, names: list[str]) -> list[BatchIds]:
             f"the batch has no ids of field {missing[0]!r}; it has {', '.join(map(repr, batch)) or 'nothing'}. Give "
             "an empty bag to samples without any"
         )
-    return [batch_ids(batch[name], name) for name in names]
+    return [_of_level(batch_ids(batch[name], name), nodes_of(batch, name), name) for name in names]
+
+
+def _of_level(ids: BatchIds, nodes: Nodes | None, name: str) -> BatchIds:
+    if nodes is None:
+        return ids
+    if ids.num_samples != nodes.count:
+        raise InvalidIds(f"field {name!r} has ids of {ids.num_samples} nodes; its level has {nodes.count}")
+    return replace(ids, nodes=nodes)
 
 
 def batch_ids(given: Any, name: str) -> BatchIds:

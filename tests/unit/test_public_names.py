@@ -72,6 +72,8 @@ PUBLIC_NAMES = {
     "StreamReader",
     "CsvSamples",
     "KafkaSamples",
+    "LevelLinear",
+    "per_level",
     "ParquetSamples",
     "class_center_sample",
     "clip_grad_norm_",

@@ -1,0 +1,159 @@
+"""Batches in which several samples share a node: computed once a node, then given to each sample.
+
+Shapes: B samples, N nodes of a level. Where the idea is from: XDL, section 4.1 (sample trees); RecD.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from geartrain.ams.values.errors import InvalidArgument
+from geartrain.ams.values.text import quoted
+
+NO_NODES: Mapping[str, Nodes] = {}
+
+
+class Nodes:
+    """The nodes of one level in a batch."""
+
+    def __init__(self, index: Tensor, count: int) -> None:
+        """``index`` [B] int64: the node of each sample, from 0 to ``count`` − 1."""
+        self.index = index
+        self.count = count
+        self._by_node: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def by_node(self) -> tuple[Tensor, Tensor]:
+        """The samples [B] in the order of their nodes, and where those of each node begin [N]."""
+        if self._by_node is None:
+            counts = torch.bincount(self.index, minlength=self.count)
+            order = torch.argsort(self.index, stable=True)
+            self._by_node = (order, torch.cumsum(counts, 0) - counts)
+        return self._by_node
+
+    def expand(self, vectors: Tensor) -> Tensor:
+        """Of the vectors [N, ...] of the nodes, that of each sample [B, ...]; gradients are summed by node.
+
+        Jagged vectors [N, ?, D] give jagged ones [B, ?, D]. Raises InvalidArgument for another number of nodes.
+        """
+        if len(vectors) != self.count:
+            raise InvalidArgument(
+                f"there are {len(vectors)} vectors for {self.count} nodes; look fields up in a group with "
+                "per_node=True, and give each level its own"
+            )
+        if vectors.is_nested:
+            return self._expand_jagged(vectors)
+        return cast("Tensor", _Expand.apply(vectors, self))  # type: ignore[no-untyped-call]
+
+    def _expand_jagged(self, vectors: Tensor) -> Tensor:
+        values, offsets = vectors.values(), vectors.offsets()  # type: ignore[attr-defined]
+        index = self.index.to(offsets.device)
+        lengths = offsets.diff()[index]
+        ends = torch.cumsum(lengths, 0)
+        within = torch.arange(int(ends[-1]) if len(ends) else 0, device=ends.device)
+        within = within - (ends - lengths).repeat_interleave(lengths)
+        places = offsets[:-1][index].repeat_interleave(lengths) + within
+        bounds = torch.cat([ends.new_zeros(1), ends])
+        jagged: Tensor = torch.nested.nested_tensor_from_jagged(Nodes(places, len(values)).expand(values), bounds)
+        return jagged
+
+
+class _Expand(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, vectors: Tensor, nodes: Nodes) -> Tensor:
+        ctx.nodes = nodes
+        return vectors.index_select(0, nodes.index.to(vectors.device))
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
+        # A bag of samples for each node: many times as fast as adding row by row.
+        order, starts = (one.to(upstream.device) for one in ctx.nodes.by_node)
+        shape = (ctx.nodes.count, *upstream.shape[1:])
+        if not upstream.numel():
+            return upstream.new_zeros(shape), None
+        flat = upstream.reshape(len(upstream), -1)
+        return nn.functional.embedding_bag(order, flat, starts, mode="sum").view(shape), None
+
+
+def nodes_of(batch: Any, name: str) -> Nodes | None:
+    """The nodes that the column ``name`` of a batch has its values for; None: each sample has its own."""
+    level = getattr(batch, "level_of", {}).get(name)
+    return None if level is None else getattr(batch, "nodes", NO_NODES)[level]
+
+
+def per_level(module: Callable[..., Any], batch: Any, level: str, *inputs: Any, **settings: Any) -> Any:
+    """Compute ``module(*inputs)`` once for each node of a level, and give every sample its node's result.
+
+        fields = gt.EmbeddingGroup(cluster, "ctr", [...], per_node=True)
+        vectors = fields(batch)
+        users = gt.per_level(user_tower, batch, "user", vectors["user"], vectors["history"])   # [B, D]
+
+    Args:
+        module: Anything that maps tensors [N, ...] to tensors [N, ...], or to a tuple, list or dict of them; each row
+            from its own row alone. One that mixes rows (batch norm) sees every node once.
+        batch: Of ``gt.TreeSamples``, or of samples with ``dedup``. Of a batch without levels the result is that of
+            ``module``, so that one model takes both.
+        level: Name of the level.
+        inputs: Of the nodes, as the vectors of a group with ``per_node=True`` and the columns of the level are.
+        settings: Named arguments of ``module``.
+
+    Returns the result with B rows instead of N; gradients are summed by node. Raises InvalidArgument.
+    """
+    result = module(*inputs, **settings)
+    nodes = getattr(batch, "nodes", NO_NODES)
+    if not nodes:
+        return result
+    if level not in nodes:
+        raise InvalidArgument(f"the batch has no level {quoted(level)}; it has {', '.join(map(repr, nodes))}")
+    return pytree.tree_map_only(Tensor, nodes[level].expand, result)
+
+
+class LevelLinear(nn.Module):
+    """A linear layer over the concatenated vectors of fields, computed level by level.
+
+        first = gt.LevelLinear({"user": 16, "history": 16, "item": 16}, 200)
+        hidden = first(fields(batch), batch)             # [B, 200]; fields with per_node=True
+
+    The part of the weights that a level's fields meet is multiplied once a node. The same numbers, to rounding, as
+    ``nn.Linear`` over ``torch.cat`` of the vectors of all samples; ``weight`` and ``bias`` are as there.
+    """
+
+    def __init__(self, widths: Mapping[str, int], out_features: int, *, bias: bool = True) -> None:
+        """``widths`` of the fields, in the order of the columns of the weights."""
+        super().__init__()
+        self.widths = dict(widths)
+        linear = nn.Linear(sum(self.widths.values()), out_features, bias=bias)
+        self.weight, self.bias = linear.weight, linear.bias
+
+    def forward(self, vectors: Mapping[str, Tensor], batch: Any) -> Tensor:
+        """Of vectors [N, width] of the fields, N that of their level (or B), the result [B, out_features].
+
+        Raises InvalidArgument.
+        """
+        missing = [name for name in self.widths if name not in vectors]
+        if missing:
+            raise InvalidArgument(f"there are no vectors of field {missing[0]!r}; there are {', '.join(vectors)}")
+        parts = dict(zip(self.widths, torch.split(self.weight, list(self.widths.values()), dim=1), strict=True))
+        by_level: dict[str | None, list[str]] = {}
+        for name in self.widths:
+            by_level.setdefault(getattr(batch, "level_of", {}).get(name), []).append(name)
+        total: Tensor | None = None
+        for level, names in by_level.items():
+            weight = torch.cat([parts[name] for name in names], dim=1)
+            inputs = torch.cat([vectors[name] for name in names], dim=1)
+            bias = self.bias if total is None else None
+            own = nn.functional.linear(inputs, weight, bias)
+            if level is not None:
+                own = batch.nodes[level].expand(own)
+            total = own if total is None else total + own
+        assert total is not None
+        return total
+
+    def extra_repr(self) -> str:
+        """The fields and widths, for print()."""
+        return f"{self.widths} -> {len(self.weight)}"
