@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from geartrain.ams.storage.export.versions import newest_version, route_to
 from geartrain.ams.storage.snapshot.folder import Snapshot
-from geartrain.ams.storage.snapshot.manifest import EXPORT, REMOVED
+from geartrain.ams.storage.snapshot.manifest import EXPORT, REMOVED, FileEntry
 from geartrain.ams.storage.snapshot.store import place
 from geartrain.ams.tables.row_table import RowTable
 from geartrain.ams.values.arrays import ids_array, like
@@ -296,21 +296,25 @@ def _replaced(step: Snapshot, table: str) -> Buckets:
 
 def _blocks_of(step: Snapshot, table: str) -> Iterator[Arrays]:
     """Blocks of a version, each checked when it is read."""
-    for entry in step.manifest.files:
-        if entry.kind == EXPORT and entry.table == table:
-            yield step.read(entry)
+    return map(step.read, _entries(step, EXPORT, table))
+
+
+def _entries(step: Snapshot, kind: str, table: str) -> list[FileEntry]:
+    return [entry for entry in step.manifest.files if entry.kind == kind and entry.table == table]
 
 
 def _removed_by(step: Snapshot, table: str) -> Ids:
     """Ids of rows that were removed since the version before; those that have a row again are among the blocks."""
-    entries = [entry for entry in step.manifest.files if entry.kind == REMOVED and entry.table == table]
-    return np.concatenate([np.empty(0, np.int64), *(step.read(entry)["ids"] for entry in entries)])
+    removed = [step.read(entry)["ids"] for entry in _entries(step, REMOVED, table)]
+    return np.concatenate([np.empty(0, np.int64), *removed])
 
 
 def _made_anew(step: Snapshot, spec: TableSpec, before: RowTable | None, counting: Buckets) -> RowTable:
     """A table with the rows of ``before`` in the buckets where they count, and those of a version."""
     table = RowTable(spec, np.arange(NUM_BUCKETS))
     table.moments.forget_all()  # nobody asks what was written, or removed, since
+    if spec.num_rows is None:  # at once, rather than as they come: any ids that are not there will do
+        table.make_room(np.arange(sum(entry.num_rows for entry in _entries(step, EXPORT, spec.name))))
     if before is not None and before.spec == spec and counting.any():
         for ids, rows in _rows_of(before, counting):
             table.restore(ids, rows, None)
