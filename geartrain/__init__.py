@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from geartrain.bridge.dense.dense_table import DenseTable, attach
     from geartrain.bridge.embedding.field import Field
     from geartrain.bridge.embedding.group import Embedding, EmbeddingGroup
+    from geartrain.bridge.embedding.group_follower import GroupFollower
     from geartrain.bridge.embedding.levels import LevelLinear, per_level
     from geartrain.bridge.embedding.modes import SSP
     from geartrain.bridge.gear.slow_gear import SlowGear
@@ -99,6 +100,7 @@ __all__ = [
     "Field",
     "FilteredMargin",
     "FullSoftmax",
+    "GroupFollower",
     "KNNSoftmax",
     "KafkaSamples",
     "LevelLinear",
@@ -175,6 +177,7 @@ _HOMES = {
     "geartrain.bridge.embedding.field": ("Field",),
     "geartrain.bridge.embedding.group": ("Embedding", "EmbeddingGroup"),
     "geartrain.bridge.embedding.levels": ("LevelLinear", "per_level"),
+    "geartrain.bridge.embedding.group_follower": ("GroupFollower",),
     "geartrain.bridge.embedding.modes": ("SSP",),
     "geartrain.bridge.gear.slow_gear": ("SlowGear",),
     "geartrain.bridge.head.class_head": ("ClassHead",),

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, cast
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from geartrain.ams.kernels.embedding import BadId, FeatureIds, Lookup
-from geartrain.ams.values.errors import InvalidArgument, InvalidIds
+from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
 from geartrain.ams.values.text import quoted
 from geartrain.bridge.embedding.autograd_node import LookupCall, Vectors
@@ -23,6 +22,7 @@ from geartrain.bridge.embedding.ids import BatchIds, ids_of_batch
 from geartrain.bridge.embedding.modes import SSP, BoundedLead, Mode, checked_mode
 from geartrain.bridge.embedding.trained_tables import TrainedTables
 from geartrain.bridge.embedding.update import EmbeddingUpdate
+from geartrain.bridge.embedding.vector_shapes import out_of_range, shaped
 from geartrain.bridge.rows.eager import runs_eagerly
 from geartrain.bridge.rows.pending import RowModule
 from geartrain.bridge.rows.ranks import Ranks
@@ -212,13 +212,10 @@ class EmbeddingGroup(nn.Module):
 
     def _shaped(self, pulled: BatchRows, vectors: Sequence[Tensor]) -> dict[str, Tensor]:
         in_order = sorted(zip(self._in_order, pulled.given, vectors, strict=True), key=lambda one: one[0])
-        shaped = {}
-        for number, ids, own in in_order:
-            vector = _shaped(self.fields[number], ids, own)
-            if ids.nodes is not None and not self.per_node:
-                vector = ids.nodes.expand(vector)
-            shaped[self.fields[number].name] = vector
-        return shaped
+        return {
+            self.fields[number].name: shaped(self.fields[number], ids, own, per_node=self.per_node)
+            for number, ids, own in in_order
+        }
 
     @runs_eagerly
     def _looked_up(self, pulled: BatchRows) -> tuple[Tensor, ...]:
@@ -260,7 +257,8 @@ class EmbeddingGroup(nn.Module):
             hosted = HostedLookup(features[first:], self._tables, threads) if features[first:] else None
         except BadId as bad:
             number, place = bad.args
-            raise self._bad_id(order[first + number], features[first + number], place) from None
+            field, feature = self.fields[order[first + number]], features[first + number]
+            raise out_of_range(field, feature, place, self._tables[feature.table].spec.num_rows) from None
         return BatchRows(self._tables, features[:num_pulled], given, lookup, is_bounded=self.is_bounded, hosted=hosted)
 
     @runs_eagerly
@@ -283,22 +281,6 @@ class EmbeddingGroup(nn.Module):
         carriers = [part.row_update.carrier for part in self.trained]
         vectors: tuple[Tensor, ...] = Vectors.apply(call, device, *carriers, *call.weights)  # type: ignore[no-untyped-call]
         return (*vectors, *dense)
-
-    def _bad_id(self, number: int, feature: FeatureIds, place: int) -> InvalidIds:
-        if isinstance(feature.bags, int):
-            row = place // feature.bags
-        else:
-            row = int(np.searchsorted(feature.bags, place, side="right")) - 1
-        num_rows = self._tables[feature.table].spec.num_rows
-        hint = (
-            ""
-            if feature.padding_id is not None
-            else f"; if it stands for no id, say so: padding_id={feature.ids[place]}"
-        )
-        return InvalidIds(
-            f"id {feature.ids[place]} of field {self.fields[number].name!r} in row {row} is out of range; ids lie in "
-            f"[0, {2**63 if num_rows is None else num_rows}){hint}"
-        )
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         """Neither copy nor pickle: rows are trained in one place."""
@@ -380,13 +362,3 @@ def _made(cluster: Cluster, specs: Mapping[str, Any], *, reuse: bool) -> dict[st
                 cluster.drop_table(one.spec.name)
         raise
     return made
-
-
-def _shaped(field: Field, ids: BatchIds, vectors: Tensor) -> Tensor:
-    if field.pooling is not None or ids.is_vector:
-        return vectors
-    if isinstance(ids.bags, int):
-        return vectors.view(-1, ids.bags, vectors.shape[1])
-    offsets = torch.from_numpy(ids.bags).to(vectors.device)
-    jagged: Tensor = torch.nested.nested_tensor_from_jagged(vectors, offsets)
-    return jagged

@@ -50,6 +50,7 @@ PUBLIC_NAMES = {
     "SlowGear",
     "FullSoftmax",
     "PartialFC",
+    "GroupFollower",
     "KNNSoftmax",
     "Selection",
     "ActiveClasses",

@@ -1,0 +1,110 @@
+"""The vectors of exported embeddings, without a cluster: for those who serve a model that is still trained."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from geartrain.ams.client.follower import FollowedTables
+from geartrain.ams.kernels.embedding import BadId, FeatureIds, Lookup
+from geartrain.ams.values.errors import InvalidArgument, SpecMismatch
+from geartrain.ams.values.text import quoted
+from geartrain.bridge.embedding.field import Field
+from geartrain.bridge.embedding.ids import ids_of_batch
+from geartrain.bridge.embedding.vector_shapes import out_of_range, shaped
+from geartrain.bridge.rows.eager import runs_eagerly
+from geartrain.bridge.rows.transfers import upload
+
+
+class GroupFollower(nn.Module):
+    """A read-only :class:`~geartrain.bridge.embedding.group.EmbeddingGroup` over an export of its tables.
+
+        cluster.export("ctr/*", "serving/ctr")                          # or geartrain export 'ctr/*' serving/ctr
+        fields = gt.GroupFollower("serving/ctr", "ctr", [gt.Field("user"), gt.Field("item", pooling="mean")])
+        vectors = fields(batch)                                         # as the group's in torch.no_grad()
+        fields.refresh()                                                # now and then
+
+    All tables are of one version, which was one moment of the cluster. No gradient comes from it.
+    """
+
+    def __init__(self, root: str | Path, name: str, fields: Sequence[Field]) -> None:
+        """Read the newest version in the folder or URL ``root``.
+
+        ``name`` and ``fields`` are those of the group (``group.fields``), whose dims may be left out. Raises
+        InvalidArgument, SpecMismatch if a field and its table differ in dim, TableNotFound, and as
+        :meth:`geartrain.TableFollower`.
+        """
+        super().__init__()
+        self.name = name
+        self.fields = tuple(fields)
+        for one in self.fields:
+            if not isinstance(one, Field):
+                raise InvalidArgument(f"a field of {name!r} is {quoted(one)}; it must be a gt.Field('user', dim=16)")
+        if not self.fields:
+            raise InvalidArgument(f"{name!r} needs at least one field: [gt.Field('user')]")
+        self._tables = list(dict.fromkeys(f"{name}/{one.table_name}" for one in self.fields))
+        self._followed = FollowedTables(root, self._tables)
+        for one in self.fields:
+            dim = self._followed.specs[f"{name}/{one.table_name}"].dim
+            if one.dim not in (None, dim):
+                raise SpecMismatch(f"field {one.name!r} has dim {one.dim}, its table in {root} {dim}; leave it out")
+        self.register_buffer("_place", torch.empty(0), persistent=False)  # says where the vectors are wanted
+
+    @property
+    def version(self) -> int:
+        """The number of the version that the rows are of."""
+        return self._followed.version
+
+    @property
+    def created(self) -> float:
+        """When that version was written, Unix time in seconds."""
+        return self._followed.created
+
+    def refresh(self) -> int | None:
+        """Go on to the newest version, as :meth:`geartrain.TableFollower.refresh`; any thread may call it."""
+        return self._followed.refresh()
+
+    @runs_eagerly
+    def forward(self, batch: Any) -> dict[str, Tensor]:
+        """Look the ids of a batch up. Batch, vectors and errors are those of the group."""
+        given = ids_of_batch(batch, [one.name for one in self.fields])
+        features = [
+            FeatureIds(
+                self._tables.index(f"{self.name}/{field.table_name}"),
+                ids.values,
+                ids.bags,
+                ids.weights,
+                field.pooling,
+                field.padding_id,
+            )
+            for field, ids in zip(self.fields, given, strict=True)
+        ]
+        for field, ids in zip(self.fields, given, strict=True):
+            if field.pooling == "max" and ids.weights is not None:
+                raise InvalidArgument(f"field {field.name!r} has weights and pooling 'max', which takes none")
+        specs = [self._followed.specs[table] for table in self._tables]
+        try:
+            lookup = Lookup(features, [spec.num_rows for spec in specs], torch.get_num_threads())
+        except BadId as bad:
+            number, place = bad.args
+            num_rows = specs[features[number].table].num_rows
+            raise out_of_range(self.fields[number], features[number], place, num_rows) from None
+        pulled = self._followed.pull_together(dict(zip(self._tables, lookup.ids(), strict=True)))
+        rows = [pulled[table] for table in self._tables]
+        out = [np.empty((one.num_vectors, rows[one.table].shape[1]), np.float32) for one in features]
+        lookup.pool(rows, out=out, keep_maxima=False)
+        device = cast("Tensor", self._place).device
+        return {
+            field.name: shaped(field, ids, upload(vectors, device))
+            for field, ids, vectors in zip(self.fields, given, out, strict=True)
+        }
+
+    def extra_repr(self) -> str:
+        """The fields, for print()."""
+        lines = [f"{one.name}: {one.pooling}" for one in self.fields]
+        return "\n".join([f"{self.name!r}, version {self.version} of {str(self._followed.root)!r}", *lines])
