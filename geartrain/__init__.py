@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from geartrain.ams.client.table import Table
     from geartrain.ams.programs.selection import ActiveClasses, FullSoftmax, PartialFC, Selection
     from geartrain.ams.values import errors
+    from geartrain.ams.values.admission.rules import MinCount, Probability
     from geartrain.ams.values.config import ClientConfig
     from geartrain.ams.values.optimizers.registry import (
         FTRL,
@@ -107,11 +108,13 @@ __all__ = [
     "MagFace",
     "Margin",
     "MarginBatch",
+    "MinCount",
     "Momentum",
     "NegativesMargin",
     "Normal",
     "ParquetSamples",
     "PartialFC",
+    "Probability",
     "RMSProp",
     "RowOptimizer",
     "RowWiseAdagrad",
@@ -156,6 +159,7 @@ _HOMES = {
     "geartrain.ams.client.table": ("Table",),
     "geartrain.ams.client.follower": ("TableFollower",),
     "geartrain.ams.client.cluster": ("Cluster", "connect"),
+    "geartrain.ams.values.admission.rules": ("MinCount", "Probability"),
     "geartrain.ams.values.config": ("ClientConfig",),
     "geartrain.ams.values.optimizers.registry": (
         "SGD",

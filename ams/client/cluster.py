@@ -25,6 +25,7 @@ from geartrain.ams.programs.hosted import HostedModels
 from geartrain.ams.rpc.carrier import AttemptFailed, SchedulerCarrier, ShardCarrier
 from geartrain.ams.rpc.client.dial import dial
 from geartrain.ams.storage.snapshot.folder import Snapshot
+from geartrain.ams.values.admission.rules import Admission
 from geartrain.ams.values.arguments import checked_name, integer
 from geartrain.ams.values.config import ClientConfig
 from geartrain.ams.values.errors import (
@@ -191,6 +192,7 @@ class Cluster:
         seed: int = 0,
         dtype: DTypeName = "float32",
         slot_dtype: DTypeName = "float32",
+        admission: Admission | None = None,
         reuse: bool = False,
         wire_dtype: WireDType | None = None,
     ) -> Table:
@@ -205,6 +207,8 @@ class Cluster:
             seed: Of the initializer.
             dtype: Storage type of the rows: float32, float16 or bfloat16.
             slot_dtype: That of the optimizer's state of each row.
+            admission: Which ids without a row get one at a push: ``gt.MinCount(3)``, ``gt.Probability(0.1)``; None:
+                every id. Gradients of the others are dropped, and counted.
             reuse: Open the table if it is there with an equal spec.
             wire_dtype: How rows travel to and from this process; see :meth:`table`.
 
@@ -222,6 +226,7 @@ class Cluster:
             seed=seed,
             dtype=dtype,
             slot_dtype=slot_dtype,
+            admission=admission,
         )
         wire_format(wire_dtype, name, dtype)  # before there is a table
         return Table(self._scheduler.create_table(spec, reuse=reuse), self._calls, self._stream, wire_dtype)

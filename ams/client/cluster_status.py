@@ -57,6 +57,13 @@ class TableStatus:
     """Of pushes that say when their rows were pulled, as those of ``gt.EmbeddingGroup`` do: how many came with so many
     writes of the table applied in between on a shard, at place i those of i bits: none, 1, 2 to 3, 4 to 7, ... Added up
     over the shards, since each made the table."""
+    refused_ids: int = 0
+    """Ids that pushes brought, that were counted and not admitted so far, about: see ``gt.MinCount``."""
+    refused_gradients: int = 0
+    """Gradients of ids that were not admitted, which were dropped: one of each id and push, since the table was made on
+    each shard."""
+    refused_occurrences: int = 0
+    """How often those ids occurred in those pushes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,6 +191,9 @@ def _joint_status(view: ClusterView, states: dict[int, ShardState], ahead: dict[
                 memory_bytes=sum(part.memory_bytes for part in parts),
                 writes=sum(part.writes for part in parts),
                 staleness=tuple(map(sum, zip_longest(*(part.staleness for part in parts), fillvalue=0))),
+                refused_ids=sum(part.refused_ids for part in parts),
+                refused_gradients=sum(part.refused_gradients for part in parts),
+                refused_occurrences=sum(part.refused_occurrences for part in parts),
             )
         )
     return ClusterStatus(

@@ -136,7 +136,7 @@ class RowStore:
         num_rows: int,
         threads: int,
         window: int,
-        counts_occurrences: bool = False,
+        admission: float | tuple[int, int, int, int, int] | None = None,
     ) -> None: ...
     def pull(
         self,
@@ -154,7 +154,16 @@ class RowStore:
         lr: float,
         scale: float,
         ends_step: bool,
+        occurrences: npt.NDArray[np.uint32] | None = None,
     ) -> int: ...
+    def frozen_admission(self) -> tuple[int, list[int], npt.NDArray[np.uint8], list[int]] | None:
+        """Pushes; ranges, their counters [R, B], and ids that wait in each, at the freeze. None: it admits all ids."""
+
+    def restore_admission(
+        self, num_pushes: int, ranges: list[int], counters: npt.NDArray[np.uint8], waiting: list[int]
+    ) -> None: ...
+    def refused(self) -> tuple[int, int, int, int] | None:
+        """Ids that wait, gradients, occurrences, bytes of the filter; None: it admits every id."""
     def check_push(
         self,
         ids: npt.NDArray[np.int64],

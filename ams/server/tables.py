@@ -192,6 +192,9 @@ class ShardTables:
                 memory_bytes=table.rows.memory_bytes,
                 writes=table.all_writes,
                 staleness=tuple(table.rows.served.staleness),
+                refused_ids=table.rows.refused.ids,
+                refused_gradients=table.rows.refused.gradients,
+                refused_occurrences=table.rows.refused.occurrences,
             )
             for table in self._tables.values()
         )

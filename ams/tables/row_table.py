@@ -16,7 +16,9 @@ import numpy.typing as npt
 
 from geartrain.ams.kernels import _core, ops
 from geartrain.ams.kernels.engine import ServedTable
+from geartrain.ams.tables.counted_ids import CountedIds, Refused, compiled_admission
 from geartrain.ams.tables.moments import KnownMoments
+from geartrain.ams.values.admission.rules import MinCount
 from geartrain.ams.values.errors import InvalidArgument, InvalidRows
 from geartrain.ams.values.optimizers.spec import NO_SCALARS
 from geartrain.ams.values.specs import DTYPES, Constant, Ids, Initializer, TableSpec, Uniform
@@ -114,7 +116,7 @@ def _store(spec: TableSpec, owned_buckets: Ids, threads: int, window: int) -> op
         num_rows=-1 if spec.num_rows is None else spec.num_rows,
         threads=threads,
         window=window,
-        counts_occurrences=spec.counts_occurrences,
+        admission=compiled_admission(spec.admission),
     )
 
 
@@ -175,9 +177,42 @@ class RowTable:
     def memory_bytes(self) -> int:
         """Bytes of the rows, their slots and the index, of the room beside them, and of what freezes copied aside.
 
-        Of a dense table at most twice what its rows take, and 8 bytes for each of its ids.
+        Of a dense table at most twice what its rows take, and 8 bytes for each of its ids. With the filter of its
+        admission.
         """
-        return self._store.memory_bytes
+        counted = self._store.refused()
+        return self._store.memory_bytes + (0 if counted is None else counted[3])
+
+    @property
+    def refused(self) -> Refused:
+        """What was not admitted: gradients and occurrences since the table was made here."""
+        counted = self._store.refused()
+        return Refused() if counted is None else Refused(*counted[:3])
+
+    def frozen_admission(self) -> CountedIds | None:
+        """What admission had counted at the moment of the freeze; None: the table admits every id. Any thread."""
+        counted = self._store.frozen_admission()
+        if counted is None:
+            return None
+        num_pushes, ranges, counters, waiting = counted
+        return CountedIds(num_pushes, np.asarray(ranges, np.int64), counters, np.asarray(waiting, np.int64))
+
+    def restore_admission(self, counted: CountedIds, owned: npt.NDArray[np.bool_]) -> None:
+        """Take up what :meth:`frozen_admission` gave, of this table or of another shard's part of it: what is of the
+        buckets that are marked in ``owned`` [4096].
+
+        Of a range that is here already each counter becomes the higher one. Raises InvalidArgument if it is of another
+        filter, MemoryError.
+        """
+        admission = self.spec.admission
+        if isinstance(admission, MinCount):
+            counted = counted.of_buckets(owned, admission.num_ranges)
+        try:
+            self._store.restore_admission(
+                counted.num_pushes, counted.ranges.tolist(), counted.counters, counted.waiting.tolist()
+            )
+        except ValueError as exc:
+            raise InvalidArgument(f"this is not what table {self.spec.name!r} has counted: {exc}") from exc
 
     def pull(
         self,
@@ -228,6 +263,7 @@ class RowTable:
         scale: float = 1.0,
         optimizer_scalars: Mapping[str, float] = NO_SCALARS,
         ends_step: bool = True,
+        occurrences: npt.NDArray[np.uint32] | None = None,
     ) -> int:
         """Apply the optimizer to the rows of ``ids``, creating those that are not there from their initial values.
 
@@ -239,6 +275,7 @@ class RowTable:
             optimizer_scalars: Numbers of the optimizer that this push replaces: see :meth:`RowOptimizerSpec.for_push`.
             ends_step: Where untouched rows move: whether the step, of this push and those before it that did not end
                 one, is over. A row pushed twice within a step has the sum of both gradients.
+            occurrences: [N]: how often each id was in the batch, for admission; None: once.
 
         Returns:
             The number of rows created.
@@ -253,7 +290,7 @@ class RowTable:
         optimizer, lr = self._checked_factors(lr, scale, optimizer_scalars)
         ids, bits, code = self._checked_gradients(ids, gradients)
         try:
-            return self._store.push(ids, bits, code, optimizer, lr, scale, ends_step)
+            return self._store.push(ids, bits, code, optimizer, lr, scale, ends_step, occurrences)
         except ops.Refused as refused:
             self._refuse(refused, ids, f"gradients (times scale {scale!r})")
 

@@ -102,6 +102,13 @@ class TableState:
     staleness: tuple[int, ...] = ()
     """Of pushes that say when their rows were pulled: how many came with so many writes applied in between, at place i
     those of i bits: none, 1, 2 to 3, 4 to 7, ... Since the table was made on this shard."""
+    refused_ids: int = 0
+    """Ids that pushes brought, that were counted and not admitted so far, about: see ``gt.MinCount``."""
+    refused_gradients: int = 0
+    """Gradients of ids that were not admitted, which were dropped: one of each id and push, since the table was made on
+    this shard."""
+    refused_occurrences: int = 0
+    """How often those ids occurred in those pushes."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,6 +15,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
+from geartrain.ams.values.admission.rules import Admission, admission_from_json, admission_to_json, require_admission
 from geartrain.ams.values.arguments import boolean, integer, real_number
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.optimizers.registry import optimizer_from_json, optimizer_to_json, require_optimizer
@@ -104,6 +105,9 @@ class TableSpec:
     the nearest."""
     slot_dtype: DTypeName = "float32"
     """Storage type of the slots (momentum), rounded as the rows are; some optimizers' are float32."""
+    admission: Admission | None = None
+    """Which ids without a row get one at a push; None: every id. Gradients of the others are dropped, and counted. What
+    is assigned is there."""
     incarnation: int = field(default=0, compare=False, repr=False)
     """Which table of this name it is, as the scheduler numbers them; 0: not known. Not part of what is agreed on."""
 
@@ -118,6 +122,7 @@ class TableSpec:
             set_field("num_rows", integer("num_rows (None: hashed)", self.num_rows, 1, 2**62 - 1))
         set_field("seed", integer("seed", self.seed, 0, 2**64 - 1))
         require_optimizer(self.optimizer)
+        require_admission(self.admission)
         require(
             isinstance(self.initializer, Constant | Uniform | Normal),
             f"initializer is {self.initializer!r}; it must be an instance of Constant, Uniform or Normal of geartrain",
@@ -165,7 +170,7 @@ class TableSpec:
     @property
     def counts_occurrences(self) -> bool:
         """Whether it asks pushes how often each id was in their batch."""
-        return False
+        return self.admission is not None
 
     @property
     def asks_for_clock(self) -> bool:
@@ -195,6 +200,7 @@ class TableSpec:
             **agreed,
             "optimizer": optimizer_to_json(self.optimizer),
             "initializer": {"kind": type(self.initializer).__name__, **asdict(self.initializer)},
+            "admission": admission_to_json(self.admission),
         }
 
     @property
@@ -215,6 +221,7 @@ class TableSpec:
                     **fields,
                     "optimizer": optimizer_from_json(fields["optimizer"]),
                     "initializer": _of_kind(_INITIALIZERS, fields["initializer"]),
+                    "admission": admission_from_json(fields.get("admission")),
                 }
             )
         except (TypeError, KeyError, AttributeError) as exc:

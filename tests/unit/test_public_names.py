@@ -51,6 +51,8 @@ PUBLIC_NAMES = {
     "FullSoftmax",
     "PartialFC",
     "GroupFollower",
+    "MinCount",
+    "Probability",
     "KNNSoftmax",
     "Selection",
     "ActiveClasses",

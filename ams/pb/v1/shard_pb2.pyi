@@ -857,11 +857,21 @@ class TableState(_message.Message):
     MEMORY_BYTES_FIELD_NUMBER: _builtins.int
     WRITES_FIELD_NUMBER: _builtins.int
     STALENESS_FIELD_NUMBER: _builtins.int
+    REFUSED_IDS_FIELD_NUMBER: _builtins.int
+    REFUSED_GRADIENTS_FIELD_NUMBER: _builtins.int
+    REFUSED_OCCURRENCES_FIELD_NUMBER: _builtins.int
     rows: _builtins.int
     """Rows present on this shard."""
     memory_bytes: _builtins.int
     writes: _builtins.int
     """Pushes, assigns and removals applied, those before a snapshot that it was restored from included."""
+    refused_ids: _builtins.int
+    """Ids that pushes brought, that were counted and not admitted so far, about."""
+    refused_gradients: _builtins.int
+    """Of ids that were not admitted: gradients that were dropped, one of each id and push, and how often the ids occurred in
+    those pushes. Since the table was made on this shard.
+    """
+    refused_occurrences: _builtins.int
     @_builtins.property
     def spec(self) -> _types_pb2.TableSpec: ...
     @_builtins.property
@@ -878,10 +888,13 @@ class TableState(_message.Message):
         memory_bytes: _builtins.int = ...,
         writes: _builtins.int = ...,
         staleness: _abc.Iterable[_builtins.int] | None = ...,
+        refused_ids: _builtins.int = ...,
+        refused_gradients: _builtins.int = ...,
+        refused_occurrences: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["spec", b"spec"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["memory_bytes", b"memory_bytes", "rows", b"rows", "spec", b"spec", "staleness", b"staleness", "writes", b"writes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["memory_bytes", b"memory_bytes", "refused_gradients", b"refused_gradients", "refused_ids", b"refused_ids", "refused_occurrences", b"refused_occurrences", "rows", b"rows", "spec", b"spec", "staleness", b"staleness", "writes", b"writes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

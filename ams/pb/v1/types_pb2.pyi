@@ -310,6 +310,56 @@ class Normal(_message.Message):
 Global___Normal: _TypeAlias = Normal  # noqa: Y015
 
 @_typing.final
+class Probability(_message.Message):
+    """Every occurrence of an id without a row gives it one with probability p."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    P_FIELD_NUMBER: _builtins.int
+    p: _builtins.float
+    def __init__(
+        self,
+        *,
+        p: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["p", b"p"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Probability: _TypeAlias = Probability  # noqa: Y015
+
+@_typing.final
+class MinCount(_message.Message):
+    """An id gets its row at the push that brings its n-th occurrence: a counting Bloom filter counts them."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    N_FIELD_NUMBER: _builtins.int
+    MAX_BYTES_FIELD_NUMBER: _builtins.int
+    FALSE_POSITIVE_RATE_FIELD_NUMBER: _builtins.int
+    n: _builtins.int
+    max_bytes: _builtins.int
+    """Of the filter of the whole table."""
+    false_positive_rate: _builtins.float
+    """That the filter is made for."""
+    def __init__(
+        self,
+        *,
+        n: _builtins.int = ...,
+        max_bytes: _builtins.int = ...,
+        false_positive_rate: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["false_positive_rate", b"false_positive_rate", "max_bytes", b"max_bytes", "n", b"n"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MinCount: _TypeAlias = MinCount  # noqa: Y015
+
+@_typing.final
 class TableSpec(_message.Message):
     """Everything that two parties must agree on to share a table."""
 
@@ -326,6 +376,8 @@ class TableSpec(_message.Message):
     UNIFORM_FIELD_NUMBER: _builtins.int
     NORMAL_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
+    PROBABILITY_FIELD_NUMBER: _builtins.int
+    MIN_COUNT_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """1 to 200 printable characters."""
     dim: _builtins.int
@@ -352,6 +404,10 @@ class TableSpec(_message.Message):
     def uniform(self) -> Global___Uniform: ...
     @_builtins.property
     def normal(self) -> Global___Normal: ...
+    @_builtins.property
+    def probability(self) -> Global___Probability: ...
+    @_builtins.property
+    def min_count(self) -> Global___MinCount: ...
     def __init__(
         self,
         *,
@@ -366,17 +422,23 @@ class TableSpec(_message.Message):
         uniform: Global___Uniform | None = ...,
         normal: Global___Normal | None = ...,
         incarnation: _builtins.int = ...,
+        probability: Global___Probability | None = ...,
+        min_count: Global___MinCount | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_num_rows", b"_num_rows", "constant", b"constant", "initializer", b"initializer", "normal", b"normal", "num_rows", b"num_rows", "optimizer", b"optimizer", "uniform", b"uniform"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_num_rows", b"_num_rows", "admission", b"admission", "constant", b"constant", "initializer", b"initializer", "min_count", b"min_count", "normal", b"normal", "num_rows", b"num_rows", "optimizer", b"optimizer", "probability", b"probability", "uniform", b"uniform"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_rows", b"_num_rows", "constant", b"constant", "dim", b"dim", "dtype", b"dtype", "incarnation", b"incarnation", "initializer", b"initializer", "name", b"name", "normal", b"normal", "num_rows", b"num_rows", "optimizer", b"optimizer", "seed", b"seed", "slot_dtype", b"slot_dtype", "uniform", b"uniform"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_rows", b"_num_rows", "admission", b"admission", "constant", b"constant", "dim", b"dim", "dtype", b"dtype", "incarnation", b"incarnation", "initializer", b"initializer", "min_count", b"min_count", "name", b"name", "normal", b"normal", "num_rows", b"num_rows", "optimizer", b"optimizer", "probability", b"probability", "seed", b"seed", "slot_dtype", b"slot_dtype", "uniform", b"uniform"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__num_rows: _TypeAlias = _typing.Literal["num_rows"]  # noqa: Y015
     _WhichOneofArgType__num_rows: _TypeAlias = _typing.Literal["_num_rows", b"_num_rows"]  # noqa: Y015
+    _WhichOneofReturnType_admission: _TypeAlias = _typing.Literal["probability", "min_count"]  # noqa: Y015
+    _WhichOneofArgType_admission: _TypeAlias = _typing.Literal["admission", b"admission"]  # noqa: Y015
     _WhichOneofReturnType_initializer: _TypeAlias = _typing.Literal["constant", "uniform", "normal"]  # noqa: Y015
     _WhichOneofArgType_initializer: _TypeAlias = _typing.Literal["initializer", b"initializer"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__num_rows) -> _WhichOneofReturnType__num_rows | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_admission) -> _WhichOneofReturnType_admission | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType_initializer) -> _WhichOneofReturnType_initializer | None: ...
 

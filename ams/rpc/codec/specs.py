@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from geartrain.ams.pb.v1 import types_pb2
+from geartrain.ams.values.admission.rules import Admission, MinCount, Probability
 from geartrain.ams.values.errors import InvalidArgument, InvalidRows
 from geartrain.ams.values.optimizers.registry import OPTIMIZERS, RowOptimizerSpec, optimizer_of
 from geartrain.ams.values.specs import DTYPES, Constant, DTypeName, Initializer, Normal, TableSpec, Uniform
@@ -54,6 +55,12 @@ def spec_to_pb(spec: TableSpec) -> types_pb2.TableSpec:
             pb.uniform.CopyFrom(types_pb2.Uniform(low=uniform.low, high=uniform.high))
         case Normal() as normal:
             pb.normal.CopyFrom(types_pb2.Normal(mean=normal.mean, std=normal.std))
+    match spec.admission:
+        case Probability() as probability:
+            pb.probability.CopyFrom(types_pb2.Probability(p=probability.p))
+        case MinCount() as count:
+            pb.min_count.n, pb.min_count.max_bytes = count.n, count.max_bytes
+            pb.min_count.false_positive_rate = count.false_positive_rate
     return pb
 
 
@@ -69,7 +76,18 @@ def spec_from_pb(pb: types_pb2.TableSpec) -> TableSpec:
         dtype=dtype_from_pb(pb.dtype),
         slot_dtype=dtype_from_pb(pb.slot_dtype),
         incarnation=pb.incarnation,
+        admission=_admission_from_pb(pb),
     )
+
+
+def _admission_from_pb(pb: types_pb2.TableSpec) -> Admission | None:
+    match pb.WhichOneof("admission"):
+        case "probability":
+            return Probability(pb.probability.p)
+        case "min_count":
+            return MinCount(pb.min_count.n, pb.min_count.max_bytes, pb.min_count.false_positive_rate)
+        case _:
+            return None
 
 
 def _optimizer_from_pb(pb: types_pb2.TableSpec) -> RowOptimizerSpec:

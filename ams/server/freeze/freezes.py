@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from geartrain.ams.observe import failpoints
-from geartrain.ams.storage.snapshot.blocks import plan_blocks, write_block, write_marks
-from geartrain.ams.storage.snapshot.manifest import EXPORT, REMOVED, ROWS, FileEntry
+from geartrain.ams.storage.snapshot.blocks import BLOCK_BYTES, plan_blocks, write_block, write_marks
+from geartrain.ams.storage.snapshot.manifest import ADMISSION, EXPORT, REMOVED, ROWS, FileEntry
 from geartrain.ams.tables.row_table import RowTable, StoredRows
 from geartrain.ams.values.errors import Busy, InternalError, SnapshotSuperseded
 from geartrain.ams.values.placement import bucket_ranges, buckets_between
@@ -110,6 +110,8 @@ class FrozenTables:
                         entries.append(under_way.popleft().result())
                 entries += [block.result() for block in under_way]
                 entries += self._write_removed(folder, shard, table)
+                if not rows_alone:
+                    entries += self._write_admission(folder, shard, table)
                 self._require_frozen()
                 if written != self._num_rows[name]:
                     raise InternalError(f"{written} of {self._num_rows[name]} frozen rows of table {name!r} were read")
@@ -125,6 +127,31 @@ class FrozenTables:
                 shard=shard,
                 index=index,
                 arrays={"ids": ids},
+            )
+
+    def _write_admission(self, folder: str, shard: int, table: RowTable) -> Iterator[FileEntry]:
+        with self._lock:
+            self._require_frozen()
+            counted = table.frozen_admission()
+        if counted is None:
+            return
+        at_once = max(1, BLOCK_BYTES // max(1, counted.counters.shape[1]))
+        for index, start in enumerate(range(0, max(1, len(counted.ranges)), at_once)):
+            here = slice(start, start + at_once)
+            arrays: dict[str, npt.NDArray[Any]] = {
+                "ranges": counted.ranges[here],
+                "counters": counted.counters[here],
+                "waiting": counted.waiting[here],
+                "num_pushes": np.array([counted.num_pushes], np.int64),
+            }
+            yield write_block(
+                folder,
+                snapshot_id=self.snapshot_id,
+                kind=ADMISSION,
+                table=table.spec.name,
+                shard=shard,
+                index=index,
+                arrays=arrays,
             )
 
     def thaw(self, *, kept: bool) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor, Future
 from contextlib import AbstractContextManager
 from typing import Any
@@ -15,8 +15,9 @@ from geartrain.ams.server.freeze.freezes import Freezes
 from geartrain.ams.server.freeze.marks import restore_marks, restore_steps, writes_before
 from geartrain.ams.server.tables import RestoreWork, ShardTable, ShardTables
 from geartrain.ams.storage.snapshot.chain import layers_of
-from geartrain.ams.storage.snapshot.folder import open_snapshot
-from geartrain.ams.storage.snapshot.manifest import MARKS
+from geartrain.ams.storage.snapshot.folder import Snapshot, open_snapshot
+from geartrain.ams.storage.snapshot.manifest import ADMISSION, MARKS
+from geartrain.ams.tables.counted_ids import CountedIds
 from geartrain.ams.tables.row_table import RowTable
 from geartrain.ams.values.errors import InvalidArgument, SpecMismatch, TableExists, TableNotFound
 from geartrain.ams.values.placement import NUM_BUCKETS, bucket_of
@@ -180,11 +181,22 @@ def restore_tables(
                 with turn:
                     table.restore(arrays["ids"], arrays["rows"], arrays.get("slots"), arrays.get("steps"))
                 failpoints.reach("restore.block.after")
+        for counted in counted_ids(snapshot, name):
+            with turn:
+                table.restore_admission(counted, owned)
         with turn:
             # A table that was kept before may hold other rows, which count as written only since then.
             if not table.moments:
                 table.moments.note(snapshot.manifest.moment_id, table.note_moment())
     return num_read
+
+
+def counted_ids(snapshot: Snapshot, table: str) -> Iterator[CountedIds]:
+    """What the admission of a table had counted, block by block. Raises SnapshotError."""
+    for entry in snapshot.manifest.files:
+        if entry.kind == ADMISSION and entry.table == table:
+            arrays = snapshot.read(entry)
+            yield CountedIds(int(arrays["num_pushes"][0]), arrays["ranges"], arrays["counters"], arrays["waiting"])
 
 
 def marks_for(folder: str, owned_buckets: Ids) -> list[dict[str, Any]]:

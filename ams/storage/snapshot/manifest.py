@@ -46,6 +46,9 @@ ROW_KINDS = (ROWS, EXPORT)
 REMOVED = "removed"
 """Kind of the blocks with the ids [N] of rows that were removed since the parent. Those that the same snapshot has rows
 of came back."""
+ADMISSION = "admission"
+"""Kind of the blocks with what a table's admission had counted on a shard, all of it in every snapshot: ranges [R],
+counters [R, B] and waiting [R] of filters, and num_pushes [1]."""
 GRAPH = "graph"
 """Kind of the blocks of a class table's graph."""
 MAX_MANIFEST_BYTES = 1 << 30

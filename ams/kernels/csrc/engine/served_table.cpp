@@ -161,7 +161,7 @@ void ServedTable::note_staleness(const BatchFacts& batch) {
 int64_t ServedTable::push(const PushRequest& request, Pauses* pauses, const RowPlaces<char>* after) {
   require_factors(request);
   const PushFactors factors{static_cast<float>(request.lr.value_or(lr_)), static_cast<float>(request.scale)};
-  const PushStep step{optimizers_.of_push(request.scalars), factors};
+  const PushStep step{optimizers_.of_push(request.scalars), factors, request.batch};
   require_width("gradients", request.dim);
   try {
     const int64_t created =

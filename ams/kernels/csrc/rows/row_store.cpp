@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstring>
 
+#include "admission/admitted_push.hpp"
 #include "machine/fan_out.hpp"
 #include "machine/lookahead.hpp"
 #include "rows/row_update.hpp"
@@ -14,6 +15,7 @@ namespace {
 
 // Finding many positions before touching any row is a tenth faster than finding each burst's own.
 constexpr int64_t kFoundTogether = 4096;
+constexpr uint64_t kAdmissionKey = 0x61646D697373696F;  // its hashes are not those of rounding
 constexpr int64_t kMostLookedAt = int64_t{1} << 17;  // frozen rows, in about a millisecond
 
 void copy_to_cache(char* to, const char* from, size_t bytes) { std::memcpy(to, from, bytes); }
@@ -115,6 +117,11 @@ RowStore::RowStore(const RowStoreSpec& spec)
   if (spec.slot_dim() > 0) slots_.emplace(spec.slot_dim() * static_cast<int64_t>(item_bytes(spec.slot_dtype)), most_items);
   if (spec.counts_steps() || spec.counts_updates()) row_steps_.emplace(static_cast<int64_t>(sizeof(int64_t)), most_items);
   if (spec.counts_steps()) steps_.emplace(*spec.optimizer->drift());
+  if (spec.admission.kind != AdmissionSpec::Kind::all) {
+    spec_.admission.key = splitmix64(rounding_key_ ^ kAdmissionKey);
+    spec_.admission.is_dense = spec.num_rows >= 0;
+    admission_.emplace(spec_.admission);
+  }
 }
 
 int64_t RowStore::num_present() const {
@@ -372,14 +379,27 @@ void RowStore::make_room_to_keep(int64_t count) {
   if (frozen_) frozen_->reserve(std::min(count, frozen_->only_in_place()));
 }
 
-int64_t RowStore::push(const int64_t* ids, int64_t count, const Gradients& gradients, DType dtype, const PushStep& step,
-                       bool ends_step, Pauses* pauses, const RowPlaces<char>* after) {
+int64_t RowStore::push(const int64_t* ids, int64_t count, const Gradients& all_gradients, DType dtype, const PushStep& step,
+                       bool ends_step, Pauses* pauses, const RowPlaces<char>* all_after) {
   DefaultFloatMode float_mode;
   std::unique_lock lock(mutex_);
   UnlockedPauses unlocked(pauses, lock);
   const size_t gradient_bytes = static_cast<size_t>(spec_.dim) * item_bytes(dtype);
   Now now = this->now();
-  Resolved found = resolve_push(ids, count, gradients, dtype, step, now, unlocked.get());
+  Resolved found = resolve_push(ids, count, all_gradients, dtype, step, now, unlocked.get());
+  AdmittedPush admitted;
+  if (admission_ && !found.missing.empty())
+    admitted = admit(*admission_, ids, step.batch, all_gradients, all_after, found.positions, found.missing);
+  Gradients gradients = all_gradients;
+  RowPlaces<char> rows_after = all_after != nullptr ? *all_after : RowPlaces<char>{};
+  const RowPlaces<char>* const after = all_after != nullptr ? &rows_after : nullptr;
+  const int64_t* const all_ids = ids;
+  if (!admitted.is_all) {
+    ids = admitted.ids.data();
+    count = static_cast<int64_t>(admitted.ids.size());
+    gradients.positions = admitted.gradients.data();
+    rows_after.positions = admitted.rows.data();
+  }
   reserve(found.missing);
   reserve_step();
   const Overdue overdue = ends_step ? next_overdue(now) : Overdue{};
@@ -389,6 +409,7 @@ int64_t RowStore::push(const int64_t* ids, int64_t count, const Gradients& gradi
   before_writes(found.positions, unlocked.get());
   before_writes(overdue.positions, unlocked.get());
   // From here on nothing can fail.
+  if (admission_) admission_->count(admitted.decision);
   for (int64_t position : overdue.positions) moments_.written().set(position);
   const int64_t* positions = found.positions.data();
   const Lookahead lookahead;
@@ -411,6 +432,7 @@ int64_t RowStore::push(const int64_t* ids, int64_t count, const Gradients& gradi
   };
   bounds_lag_ = true;
   const int64_t created = write_blocks(ids, found, buffers.data(), update, unlocked.get());
+  for (const int64_t i : admitted.refused) write_initial(all_after->at(i, row_bytes()), all_ids[i], buffers.data());
   if (ends_step) end_step(overdue, now, step.factors.lr, buffers.data());
   for (const Magnitudes& seen : bounds) bounds_.raise_to(seen, num_slots_);
   bounds_.row = rounded_up(bounds_.row, spec_.dtype);
@@ -594,6 +616,8 @@ int64_t RowStore::freeze(std::optional<int64_t> since) {
   Bits members = since ? moments_.since(*since)
                        : std::visit([](const auto& directory) { return directory.present(); }, directory_);
   std::vector<int64_t> removed = since ? moments_.removed_since(*since) : std::vector<int64_t>();
+  std::optional<Admission::State> counted;
+  if (admission_) counted = admission_->state();
   if (!room_) room_.emplace(static_cast<int64_t>(row_bytes() + slot_bytes() + step_bytes()), INT64_MAX);
   frozen_.emplace(std::move(members), std::move(*room_));
   room_.reset();
@@ -604,6 +628,7 @@ int64_t RowStore::freeze(std::optional<int64_t> since) {
     throw;
   }
   frozen_->removed() = std::move(removed);
+  frozen_admission_ = std::move(counted);
   return frozen_->num_members();
 }
 
@@ -663,6 +688,7 @@ void RowStore::thaw(bool kept) {
   std::unique_lock lock(mutex_);
   if (!frozen_) return;
   if (!kept) moments_.forget(frozen_at_);
+  frozen_admission_.reset();
   std::visit(
       [this](auto& directory) {
         for (int64_t position : vacated_at_thaw_) directory.vacate(position);
@@ -673,6 +699,11 @@ void RowStore::thaw(bool kept) {
   room_ = frozen_->take_room();
   room_items_ = std::min(used, room_->capacity());
   frozen_.reset();
+}
+
+void RowStore::restore_admission(int64_t num_pushes, int64_t range, const char* bytes, int64_t num_waiting) {
+  std::unique_lock lock(mutex_);
+  if (admission_) admission_->restore(num_pushes, range, bytes, num_waiting);
 }
 
 int64_t RowStore::restore(const int64_t* ids, int64_t count, const char* rows, const char* slots, const int64_t* steps) {

@@ -8,8 +8,10 @@
 #include <shared_mutex>
 #include <vector>
 
+#include "admission/admission.hpp"
 #include "base/common.hpp"
 #include "base/row_places.hpp"
+#include "calls/call.hpp"
 #include "index/bits.hpp"
 #include "index/directory.hpp"
 #include "index/slabs.hpp"
@@ -36,6 +38,7 @@ struct RowStoreSpec {
   int64_t threads;                     // most threads on one request
   int64_t window;                      // where untouched rows move: steps after which a row is caught up at the latest
   bool counts_occurrences = false;     // it asks pushes how often each id was in their batch
+  AdmissionSpec admission = {};        // its key and is_dense are those of the table
 
   // Numbers of a row's slots, one slot after the other.
   int64_t slot_dim() const { return static_cast<int64_t>(optimizer->slot_dim(static_cast<size_t>(dim))); }
@@ -50,6 +53,7 @@ struct RowStoreSpec {
 struct PushStep {
   const Optimizer& optimizer;  // the table's, or one of its kind with other numbers
   PushFactors factors;
+  BatchFacts batch = {};
 };
 
 // Shapes: N ids, D = dim. Every refusal (Refusal, std::bad_alloc) leaves rows and slots as they were, and comes before the first
@@ -72,7 +76,8 @@ class RowStore {
   using Gradients = RowPlaces<const char>;  // [N, D]
   // Creates nothing; a missing row yields its initial value. Refuses rows that `wire` has no finite number for.
   void pull(const int64_t* ids, int64_t count, const PullInto& out, Pauses* pauses = nullptr) const;
-  // Returns the number of rows created. `ends_step`: where untouched rows move, those that no push of this step had do.
+  // Returns the number of rows created. Ids without a row that the table does not admit get none: their gradients are dropped, and
+  // counted. `ends_step`: where untouched rows move, those that no push of this step had do.
   // `after`: where the rows [N, D] of the table's dtype go as they are after it, or null; null where the table counts steps, whose end
   // may move them.
   int64_t push(const int64_t* ids, int64_t count, const Gradients& gradients, DType dtype, const PushStep& step, bool ends_step,
@@ -111,6 +116,12 @@ class RowStore {
   int64_t latest_moment() const;
   bool knows_moment(int64_t moment) const;
   void forget_moment(int64_t moment);
+  // What admission had counted at the moment of the freeze; none if the table admits every id.
+  const std::optional<Admission::State>& frozen_admission() const { return frozen_admission_; }
+  // What pushes brought for ids that were not admitted; null: the table admits every id.
+  const Admission* admission() const { return admission_ ? &*admission_ : nullptr; }
+  // Adopts a range of what admission had counted, or, with a number below 0, only the number of pushes; see Admission::restore.
+  void restore_admission(int64_t num_pushes, int64_t range, const char* bytes, int64_t num_waiting);
   // Writes rows with their slots, as they were frozen; they do not count as written since any moment. Returns the number created.
   int64_t restore(const int64_t* ids, int64_t count, const char* rows, const char* slots, const int64_t* steps);
   // The steps that `restore`'s last steps count in. Adopted once all rows are restored.
@@ -206,6 +217,8 @@ class RowStore {
   Moments moments_;
   bool has_removed_ = false;              // there are places that rows have left
   std::vector<int64_t> vacated_at_thaw_;  // positions whose rows were removed since the freeze
+  std::optional<Admission> admission_;  // none: every id
+  std::optional<Admission::State> frozen_admission_;
   std::optional<FrozenRows> frozen_;
   int64_t frozen_at_ = Moments::kNone;     // the moment of `frozen_`
   std::optional<SlabArray> room_;  // what the last freeze kept rows in

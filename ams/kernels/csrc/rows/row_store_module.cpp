@@ -2,9 +2,15 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/variant.h>
 #include <nanobind/stl/vector.h>
 
+#include <bit>
 #include <cmath>
+#include <cstring>
+#include <tuple>
+#include <variant>
 
 #include "python/module.hpp"
 #include "rows/row_store.hpp"
@@ -18,9 +24,32 @@ void require_width(const RowStore& store, size_t width) {
   require(static_cast<int64_t>(width) == store.spec().dim, "rows must be as wide as the table's dim");
 }
 
+// Probability, or min_count, counter_bits, num_hashes, num_ranges and range_blocks of a filter.
+using AdmissionGiven = std::variant<double, std::tuple<uint32_t, int, int, int64_t, int64_t>>;
+
+AdmissionSpec admission_of(const std::optional<AdmissionGiven>& given) {
+  AdmissionSpec spec;
+  if (!given) return spec;
+  if (const auto* probability = std::get_if<double>(&*given)) {
+    require(*probability > 0 && *probability <= 1, "probability must lie in (0, 1]");
+    spec.kind = AdmissionSpec::Kind::probability;
+    spec.probability = *probability;
+    return spec;
+  }
+  spec.kind = AdmissionSpec::Kind::min_count;
+  std::tie(spec.min_count, spec.counter_bits, spec.num_hashes, spec.num_ranges, spec.range_blocks) = std::get<1>(*given);
+  require(spec.counter_bits == 2 || spec.counter_bits == 4 || spec.counter_bits == 8 || spec.counter_bits == 16, "counters have 2, 4, 8 or 16 bits");
+  require(spec.min_count >= 1 && spec.min_count < uint32_t{1} << spec.counter_bits, "counters must hold min_count");
+  require(spec.num_hashes >= 1 && spec.num_hashes <= 16, "num_hashes must lie in [1, 16]");
+  require(spec.num_ranges >= 1 && spec.num_ranges <= kNumBuckets && std::has_single_bit(static_cast<uint64_t>(spec.num_ranges)),
+          "num_ranges must be a power of two up to 4096");
+  require(spec.range_blocks >= 1 && spec.range_blocks <= int64_t{1} << 32, "range_blocks must lie in [1, 2**32]");
+  return spec;
+}
+
 void create(RowStore* self, int64_t dim, int dtype, int slot_dtype, const std::shared_ptr<Optimizer>& optimizer,
             int distribution, double first, double second, uint64_t seed, uint32_t table_hash, const IdArray& owned_buckets,
-            int64_t num_rows, int64_t threads, int64_t window, bool counts_occurrences) {
+            int64_t num_rows, int64_t threads, int64_t window, const std::optional<AdmissionGiven>& admission) {
   require(threads >= 1 && threads <= 64, "threads must lie in [1, 64]");
   require(dim >= 1 && dim <= 65536, "dim must lie in [1, 65536]");
   require(dtype >= 0 && dtype < kNumDTypes && slot_dtype >= 0 && slot_dtype < kNumDTypes, "unknown dtype code");
@@ -35,7 +64,7 @@ void create(RowStore* self, int64_t dim, int dtype, int slot_dtype, const std::s
             "owned_buckets must ascend within [0, 4096)");
   const InitialValues initial{static_cast<Distribution>(distribution), first, second, seed, table_hash};
   new (self) RowStore(RowStoreSpec{dim, static_cast<DType>(dtype), static_cast<DType>(slot_dtype), optimizer, initial, owned,
-                                   num_rows, threads, window, counts_occurrences});
+                                   num_rows, threads, window, admission.has_value(), admission_of(admission)});
 }
 
 void pull(const RowStore& store, const IdArray& ids, const MatrixOutput& out, const std::optional<IdArray>& positions,
@@ -62,12 +91,16 @@ PushStep checked_step(const RowStore& store, const Optimizer& optimizer, float l
   return {optimizer, {lr, scale}};
 }
 
+using Counts = nb::ndarray<const uint32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
 int64_t push(RowStore& store, const IdArray& ids, const Matrix& gradients, int dtype_code, const Optimizer& optimizer, float lr,
-             float scale, bool ends_step) {
+             float scale, bool ends_step, const std::optional<Counts>& occurrences) {
   const DType dtype = checked_dtype(gradients, dtype_code);
   require_width(store, gradients.shape(1));
   require(gradients.shape(0) == ids.size(), "gradients must have one row per id");
-  const PushStep step = checked_step(store, optimizer, lr, scale);
+  PushStep step = checked_step(store, optimizer, lr, scale);
+  require(!occurrences || occurrences->size() == ids.size(), "occurrences must be as many as ids");
+  if (occurrences) step.batch.occurrences = occurrences->data();
   WithoutInterpreter release;
   return store.push(ids.data(), static_cast<int64_t>(ids.size()), {static_cast<const char*>(gradients.data())}, dtype, step, ends_step);
 }
@@ -187,6 +220,46 @@ nb::tuple full_dense_table(const IdArray& owned_buckets, int64_t num_rows, int64
   return nb::make_tuple(full.rows, full.items, full.index_bytes);
 }
 
+// (pushes, numbers of ranges, their counters as bytes [R, B], ids that wait in each); None: the table admits every id, or nothing is frozen.
+nb::object frozen_admission(const RowStore& store) {
+  const auto& state = store.frozen_admission();
+  if (!state) return nb::none();
+  std::vector<int64_t> numbers, waiting;
+  const size_t width = store.admission()->range_bytes(), count = state->ranges.size();
+  std::unique_ptr<uint8_t[]> bytes(new uint8_t[std::max<size_t>(1, count * width)]);
+  for (const auto& [number, range] : state->ranges) {
+    std::memcpy(bytes.get() + numbers.size() * width, range->bytes(), width);
+    numbers.push_back(number);
+    waiting.push_back(range->num_waiting);
+  }
+  uint8_t* const data = bytes.get();
+  const nb::capsule owner(bytes.release(), [](void* held) noexcept { delete[] static_cast<uint8_t*>(held); });
+  return nb::make_tuple(state->num_pushes, numbers, nb::ndarray<nb::numpy, uint8_t, nb::ndim<2>>(data, {count, width}, owner), waiting);
+}
+
+void restore_admission(RowStore& store, int64_t num_pushes, const std::vector<int64_t>& ranges,
+                       const nb::ndarray<const uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>& counters,
+                       const std::vector<int64_t>& waiting) {
+  require(store.admission() != nullptr, "the table admits every id");
+  const AdmissionSpec& spec = store.admission()->spec();
+  require(num_pushes >= 0 && ranges.size() == waiting.size() && counters.shape(0) == ranges.size(), "counters must be as many as ranges");
+  require(ranges.empty() || (spec.kind == AdmissionSpec::Kind::min_count && counters.shape(1) == store.admission()->range_bytes()),
+          "counters must be those of a filter of the same size");
+  for (size_t i = 0; i < ranges.size(); ++i)
+    require(ranges[i] >= 0 && ranges[i] < spec.num_ranges && waiting[i] >= 0, "ranges must be those of the filter");
+  const auto* bytes = reinterpret_cast<const char*>(counters.data());
+  WithoutInterpreter release;
+  store.restore_admission(num_pushes, -1, nullptr, 0);
+  for (size_t i = 0; i < ranges.size(); ++i) store.restore_admission(num_pushes, ranges[i], bytes + i * counters.shape(1), waiting[i]);
+}
+
+// (ids that wait, gradients, occurrences); None: the table admits every id.
+nb::object refused(const RowStore& store) {
+  const Admission* admission = store.admission();
+  if (admission == nullptr) return nb::none();
+  return nb::make_tuple(admission->num_waiting(), admission->refused_gradients(), admission->refused_occurrences(), admission->memory_bytes());
+}
+
 }  // namespace
 
 void bind_row_store(nb::module_& m) {
@@ -201,11 +274,14 @@ void bind_row_store(nb::module_& m) {
       .def("__init__", &create, nb::kw_only(), nb::arg("dim"), nb::arg("dtype"), nb::arg("slot_dtype"),
            nb::arg("optimizer"), nb::arg("distribution"), nb::arg("first"), nb::arg("second"),
            nb::arg("seed"), nb::arg("table_hash"), nb::arg("owned_buckets").noconvert(), nb::arg("num_rows"),
-           nb::arg("threads"), nb::arg("window"), nb::arg("counts_occurrences") = false)
+           nb::arg("threads"), nb::arg("window"), nb::arg("admission") = nb::none())
       .def("pull", &pull, nb::arg("ids").noconvert(), nb::arg("out").noconvert(), nb::arg("positions").noconvert().none(),
            nb::arg("present").noconvert().none())
       .def("push", &push, nb::arg("ids").noconvert(), nb::arg("gradients").noconvert(), nb::arg("dtype_code"),
-           nb::arg("optimizer"), nb::arg("lr"), nb::arg("scale"), nb::arg("ends_step"))
+           nb::arg("optimizer"), nb::arg("lr"), nb::arg("scale"), nb::arg("ends_step"), nb::arg("occurrences") = nb::none())
+      .def("frozen_admission", &frozen_admission)
+      .def("restore_admission", &restore_admission, nb::arg("num_pushes"), nb::arg("ranges"), nb::arg("counters").noconvert(), nb::arg("waiting"))
+      .def("refused", &refused)
       .def("check_push", &check_push, nb::arg("ids").noconvert(), nb::arg("gradients").noconvert(), nb::arg("dtype_code"),
            nb::arg("optimizer"), nb::arg("lr"), nb::arg("scale"))
       .def("cannot_overflow", &cannot_overflow, nb::arg("largest"), nb::arg("optimizer"), nb::arg("lr"), nb::arg("scale"))

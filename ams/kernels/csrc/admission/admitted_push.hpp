@@ -1,0 +1,26 @@
+// What admission leaves of a push.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "admission/admission.hpp"
+#include "base/row_places.hpp"
+#include "calls/call.hpp"
+
+namespace geartrain {
+
+struct AdmittedPush {
+  Admission::Decision decision;  // of the ids that have no row
+  bool is_all = true;            // none is refused, and the rest is empty
+  std::vector<int64_t> ids;      // those that have a row, or get one
+  std::vector<int64_t> gradients, rows;  // numbers of theirs, where they lie and where they go
+  std::vector<int64_t> refused;          // places of the others in the push, if rows go anywhere
+};
+
+// Of a push of `ids` whose rows are at `positions` (-1: there is none), and `missing` those without. Ids that are refused are taken
+// out of both. `after`: where the rows go once they are updated, or null. Throws std::bad_alloc; nothing has changed then.
+AdmittedPush admit(Admission& admission, const int64_t* ids, const BatchFacts& batch, const RowPlaces<const char>& gradients,
+                      const RowPlaces<char>* after, std::vector<int64_t>& positions, std::vector<int64_t>& missing);
+
+}  // namespace geartrain

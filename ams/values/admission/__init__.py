@@ -1,0 +1,1 @@
+"""Which ids of a table get a row."""

@@ -1,0 +1,51 @@
+"""How often a counting Bloom filter in blocks takes a new id for a counted one, and what it is made of for that.
+
+Formula: Putze et al., "Cache-, Hash- and Space-Efficient Bloom Filters" (2007), section 3.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+BLOCK_BYTES = 64
+"""An id's counters lie in one block of the filter: a cache line."""
+_MOST_HASHES = 16
+
+
+class Best(NamedTuple):
+    """With which filter most ids are counted."""
+
+    num_hashes: int
+    """Counters of an id."""
+    ids_of_block: float
+    """Ids of a block, on the average, with which the rate is reached."""
+
+
+def rate_of(ids_of_block: float, counters: int, num_hashes: int) -> float:
+    """The probability that others have raised all ``num_hashes`` counters of an id, where a block has so many counters
+    and on the average so many ids: Σⱼ Poisson(j; ids) · (1 - (1 - 1/B)^(k·j))^k.
+    """
+    if ids_of_block <= 0:
+        return 0.0
+    ids = np.arange(1, int(ids_of_block + 12 * math.sqrt(ids_of_block) + 24))
+    logs = ids * math.log(ids_of_block) - ids_of_block - np.cumsum(np.log(ids))
+    raised = -np.expm1(num_hashes * ids * math.log1p(-1 / counters))
+    return float(np.sum(np.exp(logs) * raised**num_hashes))
+
+
+@lru_cache
+def best(counters: int, rate: float) -> Best:
+    """The number of counters of an id with which most ids are counted before ``rate`` is exceeded."""
+
+    def fitting(num_hashes: int) -> float:
+        low, high = 0.0, 4.0 * counters
+        for _ in range(50):
+            middle = (low + high) / 2
+            low, high = (middle, high) if rate_of(middle, counters, num_hashes) <= rate else (low, middle)
+        return low
+
+    return max((Best(one, fitting(one)) for one in range(1, _MOST_HASHES + 1)), key=lambda found: found.ids_of_block)
