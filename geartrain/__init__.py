@@ -69,8 +69,9 @@ if TYPE_CHECKING:
     from geartrain.launch.hosting import local
     from geartrain.workers.data.streams import StreamReader
     from geartrain.workers.models.trained_model import TrainedModel, load_model
-    from geartrain.workers.samples.files import CsvSamples, ParquetSamples
+    from geartrain.workers.samples.files import CsvSamples, ParquetSamples, TreeSamples
     from geartrain.workers.samples.kafka.samples import KafkaSamples
+    from geartrain.workers.samples.trees.compress import compress_samples
 
 __version__ = "0.1.0"
 
@@ -130,12 +131,14 @@ __all__ = [
     "TableSpec",
     "TargetLogits",
     "TrainedModel",
+    "TreeSamples",
     "Uniform",
     "WireFormat",
     "__version__",
     "attach",
     "class_center_sample",
     "clip_grad_norm_",
+    "compress_samples",
     "connect",
     "errors",
     "export_class_weights",
@@ -211,8 +214,9 @@ _HOMES = {
     "geartrain.launch.hosting": ("local",),
     "geartrain.workers.data.streams": ("StreamReader",),
     "geartrain.workers.models.trained_model": ("TrainedModel", "load_model"),
-    "geartrain.workers.samples.files": ("CsvSamples", "ParquetSamples"),
+    "geartrain.workers.samples.files": ("CsvSamples", "ParquetSamples", "TreeSamples"),
     "geartrain.workers.samples.kafka.samples": ("KafkaSamples",),
+    "geartrain.workers.samples.trees.compress": ("compress_samples",),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 

@@ -42,6 +42,7 @@ COMMANDS = {
     "doctor": ("geartrain.cli.machine.doctor", "doctor"),
     "failpoints": ("geartrain.cli.cluster.failpoints", "failpoints"),
     "export": ("geartrain.cli.training.export", "export"),
+    "samples": ("geartrain.cli.training.samples", "app"),
     "plan": ("geartrain.cli.training.plan", "plan"),
     "bench": ("geartrain.cli.machine.bench", "bench"),
 }

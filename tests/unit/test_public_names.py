@@ -74,6 +74,8 @@ PUBLIC_NAMES = {
     "TargetLogits",
     "StreamReader",
     "CsvSamples",
+    "TreeSamples",
+    "compress_samples",
     "KafkaSamples",
     "LevelLinear",
     "per_level",

@@ -27,6 +27,8 @@ _ITEMS = {
 _TYPE = re.compile(r"(?:list<(?P<list>\w+)>|(?P<fixed>\w+)\[(?P<length>\d+)\]|(?P<item>\w+))")
 _NAMED = 20
 
+Hashed = bool | Sequence[str] | Mapping[str, int] | None
+"""Which columns of strings become ids: all, none, some, some with seeds of their own; None: strings stay strings."""
 NameRow = Callable[[int], str]
 """Of a row of a table, the words for where it is: "clicks.csv, line 7"."""
 
@@ -190,7 +192,7 @@ def planned_columns(
     columns: Sequence[str] | Mapping[str, str] | None,
     schema: Any,
     file: str,
-    hashed: bool | Sequence[str] | Mapping[str, int],
+    hashed: Hashed,
     fill: Mapping[str, float],
 ) -> ColumnPlan:
     """What a user asked for, made whole from the schema of the first file. Raises InvalidArgument, ColumnMismatch."""
@@ -216,7 +218,7 @@ def planned_columns(
         if name not in types:
             raise InvalidArgument(f"fill names column {name!r}, which is not read; there are {_listed(list(types))}")
     for name, kind in types.items():
-        if kind.item == "string" and name not in seeds:
+        if kind.item == "string" and name not in seeds and hashed is not None:
             raise InvalidArgument(
                 f"column {name!r} of {file} holds strings; hash_strings=[{name!r}] makes ids of them, "
                 "hash_strings=True of all strings"
@@ -224,8 +226,8 @@ def planned_columns(
     return ColumnPlan(types, seeds, dict(fill))
 
 
-def _seeds(hashed: bool | Sequence[str] | Mapping[str, int], types: Mapping[str, ColumnType]) -> dict[str, int]:
-    if isinstance(hashed, bool):
+def _seeds(hashed: Hashed, types: Mapping[str, ColumnType]) -> dict[str, int]:
+    if hashed is None or isinstance(hashed, bool):
         return {name: 0 for name, kind in types.items() if hashed and kind.item == "string"}
     if isinstance(hashed, str):
         raise InvalidArgument(f"hash_strings is {quoted(hashed)}; give True, a list of columns, or a mapping to seeds")

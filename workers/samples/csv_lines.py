@@ -15,7 +15,7 @@ from geartrain.ams.values.arguments import integer
 from geartrain.ams.values.errors import InvalidArgument, SourceDamaged
 from geartrain.ams.values.text import quoted
 from geartrain.workers.samples.batches import FlatRows
-from geartrain.workers.samples.columns import ColumnPlan, missing_column, planned_columns, type_named
+from geartrain.workers.samples.columns import ColumnPlan, Hashed, missing_column, planned_columns, type_named
 from geartrain.workers.samples.urls import DataFile, Where, find_files
 
 SUFFIXES = (".csv", ".tsv")
@@ -42,7 +42,7 @@ class CsvRows:
         where: Where,
         *,
         columns: Sequence[str] | Mapping[str, str] | None,
-        hash_strings: bool | Sequence[str] | Mapping[str, int],
+        hash_strings: Hashed,
         fill: Mapping[str, float],
         delimiter: str,
         list_delimiter: str,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from geartrain.ams.values.arguments import boolean, integer
@@ -23,9 +24,16 @@ class FileSamples:
     """Samples that are rows of files: what :class:`ParquetSamples` and :class:`CsvSamples` have in common."""
 
     def __init__(
-        self, source: SampleSource, *, batch_size: int, seed: int | None, window_rows: int, drop_last: bool
+        self,
+        source: SampleSource,
+        *,
+        batch_size: int,
+        seed: int | None,
+        window_rows: int,
+        drop_last: bool,
+        finish: Callable[[SampleBatch], SampleBatch] = lambda batch: batch,
     ) -> None:
-        self._source = source
+        self._source, self._finish = source, finish
         self._batch_size = integer("batch_size", batch_size, 1)
         self._drop_last = boolean("drop_last", drop_last)
         self._seed = None if seed is None else integer("seed", seed, 0, 2**63 - 1)
@@ -111,7 +119,14 @@ class FileSamples:
         order = EpochOrder(
             self._source.part_rows, seed=self._seed, num_streams=num_streams, window_rows=self._window_rows
         )
-        return FileBatches(self._source, order, batch_size=self._batch_size, drop_last=self._drop_last, epochs=epochs)
+        return FileBatches(
+            self._source,
+            order,
+            batch_size=self._batch_size,
+            drop_last=self._drop_last,
+            epochs=epochs,
+            finish=self._finish,
+        )
 
 
 class ParquetSamples(FileSamples):
@@ -136,6 +151,7 @@ class ParquetSamples(FileSamples):
         seed: int | None = None,
         window_rows: int = 65_536,
         drop_last: bool = False,
+        dedup: bool | Mapping[str, Sequence[str]] = False,
     ) -> None:
         """Find the files and read their footers.
 
@@ -151,6 +167,9 @@ class ParquetSamples(FileSamples):
             seed: Row groups come in another order in each epoch, and rows within a window; None: all in order.
             window_rows: Rows that are mixed.
             drop_last: Leave the last batch of an epoch out if it is not full.
+            dedup: Levels and their columns, as ``{"user": ["user", "history"]}``: samples of a batch that are equal in
+                all of them share a node, whose ids are looked up and pooled once. True: every column of lists is a
+                level by itself.
 
         Raises:
             ConfigError: pyarrow is missing.
@@ -163,7 +182,14 @@ class ParquetSamples(FileSamples):
         from geartrain.workers.samples.parquet import ParquetRows
 
         source = ParquetRows(where, columns=columns, hash_strings=hash_strings, fill=fill or {})
-        super().__init__(source, batch_size=batch_size, seed=seed, window_rows=window_rows, drop_last=drop_last)
+        super().__init__(
+            source,
+            batch_size=batch_size,
+            seed=seed,
+            window_rows=window_rows,
+            drop_last=drop_last,
+            finish=_finish(dedup),
+        )
 
 
 class CsvSamples(FileSamples):
@@ -191,6 +217,7 @@ class CsvSamples(FileSamples):
         list_delimiter: str = "|",
         names: Sequence[str] | None = None,
         block_bytes: int = 4 << 20,
+        dedup: bool | Mapping[str, Sequence[str]] = False,
     ) -> None:
         """Find the files and count their lines. Arguments and errors beside these as of :class:`ParquetSamples`.
 
@@ -207,6 +234,7 @@ class CsvSamples(FileSamples):
             list_delimiter: Between the values of a list, in a column of a list type.
             names: Of the columns; None: the first line names them.
             block_bytes: Of lines that are read at once.
+            dedup: As there.
         """
         _require_arrow()
         from geartrain.workers.samples.csv_lines import CsvRows
@@ -221,7 +249,55 @@ class CsvSamples(FileSamples):
             names=names,
             block_bytes=block_bytes,
         )
+        super().__init__(
+            source,
+            batch_size=batch_size,
+            seed=seed,
+            window_rows=window_rows,
+            drop_last=drop_last,
+            finish=_finish(dedup),
+        )
+
+
+class TreeSamples(FileSamples):
+    """Samples that ``geartrain samples compress`` (:func:`compress_samples`) made prefix trees, in batches.
+
+        samples = gt.TreeSamples("clicks-trees/", batch_size=4096, seed=0)
+        for batch in samples:
+            batch["user"]            # [N]: an id for each of the N users in the batch
+            batch.index["user"]      # [B]: which of them a sample has
+            vectors = fields(batch)  # looked up and pooled once a user, then given to each sample
+
+    Batches have B samples; a tree that is larger is split. With ``seed`` trees change places, and stay together.
+    :meth:`shared` reads beside other workers.
+    """
+
+    def __init__(
+        self,
+        where: Where,
+        *,
+        batch_size: int,
+        columns: Sequence[str] | Mapping[str, str] | None = None,
+        hash_strings: bool | Sequence[str] | Mapping[str, int] = False,
+        fill: Mapping[str, float] | None = None,
+        seed: int | None = None,
+        window_rows: int = 65_536,
+        drop_last: bool = False,
+    ) -> None:
+        """Find the files and read their footers; arguments and errors as of :class:`ParquetSamples`."""
+        _require_arrow()
+        from geartrain.workers.samples.trees.reading import TreeFiles
+
+        source = TreeFiles(where, columns=columns, hash_strings=hash_strings, fill=fill or {})
+        self.levels = source.levels
         super().__init__(source, batch_size=batch_size, seed=seed, window_rows=window_rows, drop_last=drop_last)
+
+
+def _finish(dedup: bool | Mapping[str, Sequence[str]]) -> Callable[[SampleBatch], SampleBatch]:
+    from geartrain.workers.samples.dedup import deduplicated, groups_named
+
+    groups = groups_named(dedup)
+    return (lambda batch: batch) if groups == {} else partial(deduplicated, groups=groups)
 
 
 def _require_arrow() -> None:

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 
 from geartrain.ams.values.errors import SourceDamaged
 from geartrain.workers.samples.batches import FlatRows
-from geartrain.workers.samples.columns import planned_columns
+from geartrain.workers.samples.columns import Hashed, planned_columns
 from geartrain.workers.samples.urls import DataFile, Where, find_files
 
 SUFFIXES = (".parquet", ".pq")
@@ -35,12 +35,12 @@ class ParquetRows:
         where: Where,
         *,
         columns: Sequence[str] | Mapping[str, str] | None,
-        hash_strings: bool | Sequence[str] | Mapping[str, int],
+        hash_strings: Hashed,
         fill: Mapping[str, float],
     ) -> None:
         self._files = find_files(where, SUFFIXES)
         with ThreadPoolExecutor(_FOOTERS_AT_ONCE) as pool:
-            self._footers = list(pool.map(_footer, self._files))
+            self._footers = list(pool.map(footer_of, self._files))
         schemas = [footer.schema.to_arrow_schema() for footer in self._footers]
         first = self._files[0].name
         self._plan = planned_columns(columns, schemas[0], first, hash_strings, fill)
@@ -65,19 +65,23 @@ class ParquetRows:
         """See SampleSource. Raises SourceDamaged."""
         group = self._groups[part]
         file = self._files[group.file]
-        try:
-            with file.open() as opened:
-                reader = pq.ParquetFile(opened, metadata=self._footers[group.file], pre_buffer=True)
-                table = reader.read_row_group(group.number, columns=list(self._plan.types))
-        except (pa.ArrowException, OSError) as exc:
-            last = group.first_row + self.part_rows[part]
-            raise SourceDamaged(
-                f"{file.name}: row group {group.number} (rows {group.first_row} to {last - 1}) cannot be read: {exc}"
-            ) from exc
+        table = read_group(file, self._footers[group.file], group.number, list(self._plan.types))
         return FlatRows(self._plan.apply(table, lambda row: f"{file.name}, row {group.first_row + row}"))
 
 
-def _footer(file: DataFile) -> Any:
+def read_group(file: DataFile, footer: Any, group: int, columns: list[str]) -> Any:
+    """A row group as a table. Raises SourceDamaged."""
+    try:
+        with file.open() as opened:
+            return pq.ParquetFile(opened, metadata=footer, pre_buffer=True).read_row_group(group, columns=columns)
+    except (pa.ArrowException, OSError) as exc:
+        first = sum(footer.row_group(before).num_rows for before in range(group))
+        last = first + footer.row_group(group).num_rows - 1
+        raise SourceDamaged(f"{file.name}: row group {group} (rows {first} to {last}) cannot be read: {exc}") from exc
+
+
+def footer_of(file: DataFile) -> Any:
+    """The footer of a file. Raises SourceDamaged."""
     try:
         with file.open() as opened:
             return pq.read_metadata(opened)

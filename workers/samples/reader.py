@@ -55,9 +55,10 @@ class FileBatches:
         batch_size: int,
         drop_last: bool,
         epochs: int | None = None,
+        finish: Callable[[SampleBatch], SampleBatch] = lambda batch: batch,
     ) -> None:
-        """``epochs`` are those of the job; None: it has no end."""
-        self._source, self._order, self._epochs = source, order, epochs
+        """``epochs`` are those of the job; None: it has no end. ``finish`` has a last look at every batch."""
+        self._source, self._order, self._epochs, self._finish = source, order, epochs, finish
         self._batch_size, self._drop_last = batch_size, drop_last
         self._parts: OrderedDict[int, SampleRows] = OrderedDict()
         self._positions: dict[int, Position] = {}
@@ -125,7 +126,7 @@ class FileBatches:
                 break
         if not taken or (missing and self._drop_last):
             return None
-        return taken[0].joined(taken[1:]).batch(cursors)
+        return self._finish(taken[0].joined(taken[1:]).batch(cursors))
 
     def _take(self, stream: int, at: Position, most: int) -> SampleRows:
         if self._open is None or self._open[0] != stream:

@@ -1,0 +1,117 @@
+"""``geartrain samples compress``: Parquet or CSV in, sample trees out."""
+
+from __future__ import annotations
+
+import importlib
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from geartrain.ams.values.arguments import boolean, integer, path_name
+from geartrain.ams.values.errors import ConfigError, InvalidArgument
+from geartrain.ams.values.text import quoted
+
+if TYPE_CHECKING:
+    from geartrain.workers.samples.trees.writing import TreeReport
+    from geartrain.workers.samples.urls import Where
+
+CODECS = ("zstd", "snappy", "lz4", "gzip", "brotli", "none")
+
+
+def compress_samples(
+    where: Where,
+    out: str | Path,
+    levels: Sequence[str] | Mapping[str, Sequence[str]],
+    *,
+    sort: bool = False,
+    columns: Sequence[str] | Mapping[str, str] | None = None,
+    fill: Mapping[str, float] | None = None,
+    delimiter: str = ",",
+    list_delimiter: str = "|",
+    rows_per_group: int = 65_536,
+    compression: str = "zstd",
+    memory_bytes: int = 1 << 30,
+) -> TreeReport:
+    """Make prefix trees of samples, for :class:`TreeSamples`: what neighbours share is written once.
+
+        gt.compress_samples("clicks/", "clicks-trees", ["user", "page", "item"], sort=True)
+
+    Args:
+        where: Parquet or CSV files: a file, a folder, a pattern, a URL, or a list of them.
+        out: A new local folder, there whole or not at all.
+        levels: The outermost first. Each has columns; neighbours that are equal in those of a level, and of all before
+            it, are one node of it. A name alone is that of its column. A column that is in no level goes to the
+            outermost one in which it never changes within a node.
+        sort: First put samples in the order of the columns of all levels but the last; else only those that are
+            neighbours already share nodes. Equal ones stay in order.
+        columns: Which to take, and with a mapping their types: of CSV needed for lists.
+        fill: What stands for a missing value, by column.
+        delimiter: Of CSV.
+        list_delimiter: Of lists in CSV.
+        rows_per_group: Samples of a row group; a tree that is larger goes on in the next one.
+        compression: Of the files: "zstd", "snappy", "lz4", "gzip", "brotli" or "none".
+        memory_bytes: More samples than that are sorted by way of temporary files in the folder of ``out``.
+
+    Returns what was written. Raises as :class:`ParquetSamples`, and InvalidArgument for levels that cannot be.
+    """
+    try:
+        importlib.import_module("pyarrow")
+    except ImportError as exc:
+        raise ConfigError(
+            f"sample trees need pyarrow, which cannot be imported: {exc}; pip install 'geartrain[data]'"
+        ) from exc
+    from geartrain.workers.samples.trees.sorting import sort_keys, sorted_tables
+    from geartrain.workers.samples.trees.writing import levels_named, write_trees
+
+    named = levels_named(levels)
+    rows_per_group = integer("rows_per_group", rows_per_group, 1)
+    memory_bytes = integer("memory_bytes", memory_bytes, 1)
+    if compression not in CODECS:
+        raise InvalidArgument(f"compression is {quoted(compression)}; it must be one of {', '.join(CODECS)}")
+    folder = Path(path_name("out", out, "the path of a new folder"))
+    source = _source(where, columns, fill or {}, delimiter, list_delimiter)
+    tables = partial(_tables, source)
+    if not boolean("sort", sort) or not source.part_rows:
+        return write_trees(tables, folder, named, rows_per_group=rows_per_group, compression=compression)
+    first = source.read(0).table
+    num_bytes = first.nbytes * sum(source.part_rows) // max(1, first.num_rows)
+    keys = sort_keys(first.schema, list(named.values()))
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    buckets = Path(tempfile.mkdtemp(prefix=f".{folder.name}.sorting-", dir=folder.parent))
+    try:
+        ordered = sorted_tables(tables, keys, num_bytes, buckets, memory_bytes)
+        return write_trees(ordered, folder, named, rows_per_group=rows_per_group, compression=compression)
+    finally:
+        shutil.rmtree(buckets, ignore_errors=True)
+
+
+def _tables(source: Any) -> Iterator[Any]:
+    for part in range(len(source.part_rows)):
+        yield source.read(part).table
+
+
+def _source(where: Where, columns: Any, fill: Mapping[str, float], delimiter: str, list_delimiter: str) -> Any:
+    from geartrain.workers.samples.csv_lines import SUFFIXES as CSV
+    from geartrain.workers.samples.csv_lines import CsvRows
+    from geartrain.workers.samples.parquet import SUFFIXES as PARQUET
+    from geartrain.workers.samples.parquet import ParquetRows
+    from geartrain.workers.samples.urls import find_files
+
+    kinds = {file.name.endswith(CSV) for file in find_files(where, (*PARQUET, *CSV))}
+    if len(kinds) > 1:
+        raise InvalidArgument(f"{where} holds both Parquet and CSV files; give those of one kind")
+    if kinds == {False}:
+        return ParquetRows(where, columns=columns, hash_strings=None, fill=fill)
+    return CsvRows(
+        where,
+        columns=columns,
+        hash_strings=None,
+        fill=fill,
+        delimiter=delimiter,
+        list_delimiter=list_delimiter,
+        names=None,
+        block_bytes=4 << 20,
+    )

@@ -1,0 +1,43 @@
+"""The files of sample trees: names, and what each says of itself. See ``docs/explanation/sample-trees.md``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from geartrain.ams.values.errors import SourceDamaged
+
+COUNTS = "num_children"
+"""Column of every level but the last: of each node, how many nodes of the next level are its."""
+_KEY = b"geartrain.sample_tree"
+_FORMAT = 1
+
+
+def file_name(part: int, level: str) -> str:
+    """The file of a level in a set."""
+    return f"part-{part:05d}.{level}.parquet"
+
+
+def with_levels(schema: Any, levels: Sequence[str], level: str) -> Any:
+    """The schema of a level's table, saying which level of which it is."""
+    text = json.dumps({"format": _FORMAT, "levels": list(levels), "level": level})
+    return schema.with_metadata({**(schema.metadata or {}), _KEY: text.encode()})
+
+
+def levels_in(schema: Any, file: str) -> tuple[tuple[str, ...], str]:
+    """All levels, and that of the table. Raises SourceDamaged for a file of something else, or of another format."""
+    text = (schema.metadata or {}).get(_KEY)
+    if text is None:
+        raise SourceDamaged(
+            f"{file} is no level of sample trees; 'geartrain samples compress' makes them, gt.ParquetSamples reads "
+            "plain Parquet"
+        )
+    try:
+        said = json.loads(text)
+        if said["format"] == _FORMAT and said["level"] in said["levels"]:
+            return tuple(said["levels"]), said["level"]
+        why = f"format {said['format']}, level {said['level']!r}"
+    except (ValueError, KeyError, TypeError) as exc:
+        why = repr(exc)
+    raise SourceDamaged(f"{file} has sample trees that this version of Geartrain cannot read ({why})")
