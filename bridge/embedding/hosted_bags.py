@@ -185,7 +185,8 @@ def _factors(feature: FeatureIds, places: npt.NDArray[np.int32]) -> Floats | Non
         weights *= feature.weights
     if feature.pooling == "sqrtn":
         weights *= weights
-    totals = np.bincount(_bag_of(feature), weights, feature.num_vectors)
+    # Of no ids at all it counts in integers.
+    totals = np.bincount(_bag_of(feature), weights, feature.num_vectors).astype(np.float64, copy=False)
     if feature.pooling == "sqrtn":
         totals = np.sqrt(totals)
     return np.divide(1.0, totals, out=np.zeros_like(totals), where=totals != 0).astype(np.float32)

@@ -101,6 +101,19 @@ def test_a_feature_without_a_gradient_moves_no_row(cluster: gt.Cluster) -> None:
     np.testing.assert_array_equal(moved, [7, 8, 9])
 
 
+@pytest.mark.parametrize("pooling", ["sum", "mean", "sqrtn"])
+def test_a_batch_without_ids_has_vectors_of_zeros(cluster: gt.Cluster, pooling: Any) -> None:
+    fields = group(cluster, "g", "hosted", pooling)
+    rows = gt.RowOptimizer(fields)
+    none = torch.empty(0, dtype=torch.int64), torch.zeros(3, dtype=torch.int64)
+    vectors = fields({"user": [1, 2], "history": none, "item": [[5], [6]], "seen": none})
+    for name in ("history", "seen"):
+        assert torch.equal(vectors[name].detach(), torch.zeros(2, DIM))
+    sum(one.sum() for one in vectors.values()).backward()  # type: ignore[union-attr]
+    rows.step()
+    np.testing.assert_array_equal(np.flatnonzero(fields.table("item").present(np.arange(ROWS))), [5, 6])
+
+
 def test_what_is_not_finite_is_pushed_to_nobody(cluster: gt.Cluster) -> None:
     fields = group(cluster, "g", "hosted")
     rows = gt.RowOptimizer(fields)
