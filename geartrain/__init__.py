@@ -63,6 +63,8 @@ if TYPE_CHECKING:
     from geartrain.bridge.head.selection.knn_selection import KNNSoftmax
     from geartrain.bridge.head.weights import export_class_weights, import_class_weights
     from geartrain.bridge.pipeline.prefetch import prefetch
+    from geartrain.bridge.retrieval.item_tree import ItemTree
+    from geartrain.bridge.retrieval.tdm import TDM
     from geartrain.bridge.rows.joint import joint
     from geartrain.bridge.rows.optimizer import RowOptimizer, clip_grad_norm_
     from geartrain.bridge.rows.state import state_from_bytes, state_to_bytes
@@ -79,6 +81,7 @@ __all__ = [
     "FTRL",
     "SGD",
     "SSP",
+    "TDM",
     "ActiveClasses",
     "AdaFace",
     "Adagrad",
@@ -103,6 +106,7 @@ __all__ = [
     "FilteredMargin",
     "FullSoftmax",
     "GroupFollower",
+    "ItemTree",
     "KNNSoftmax",
     "KafkaSamples",
     "LevelLinear",
@@ -208,6 +212,8 @@ _HOMES = {
     "geartrain.ams.programs.selection": ("ActiveClasses", "FullSoftmax", "PartialFC", "Selection"),
     "geartrain.bridge.head.weights": ("export_class_weights", "import_class_weights"),
     "geartrain.bridge.pipeline.prefetch": ("prefetch",),
+    "geartrain.bridge.retrieval.item_tree": ("ItemTree",),
+    "geartrain.bridge.retrieval.tdm": ("TDM",),
     "geartrain.bridge.rows.joint": ("joint",),
     "geartrain.bridge.rows.optimizer": ("RowOptimizer", "clip_grad_norm_"),
     "geartrain.bridge.rows.state": ("state_from_bytes", "state_to_bytes"),

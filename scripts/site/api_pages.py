@@ -31,6 +31,7 @@ PAGES = (
         ),
     ),
     ApiPage("embeddings", "Embeddings of sparse features", ("geartrain.bridge.embedding",)),
+    ApiPage("retrieval", "Retrieval by a tree", ("geartrain.bridge.retrieval",)),
     ApiPage(
         "models",
         "Click models",

@@ -123,6 +123,13 @@ def test_a_slow_gear_learns_and_serves_most_features_from_its_cache(tmp_path: Pa
     assert ", 0 waiting" in printed
 
 
+def test_the_tree_of_items_finds_what_users_like(tmp_path: Path) -> None:
+    lists = json.loads(run(program_of("tutorials/tdm.md"), tmp_path).splitlines()[-1])
+    assert [len(one) for one in lists] == [5, 5, 5]
+    right = [item % 10 == user for user, one in enumerate(lists) for item in one]
+    assert sum(right) > 10, lists
+
+
 def test_the_first_cluster_trains_saves_and_restores(tmp_path: Path) -> None:
     up, *rest = [block for block in blocks_of("tutorials/first-cluster.md") if block.title]
     reader = Reader(tmp_path)

@@ -38,6 +38,7 @@ BRIDGE_ROOMS: dict[str, tuple[str, ...]] = {
     "embedding": ("rows",),
     "pipeline": ("rows", "embedding"),
     "models": (),
+    "retrieval": ("embedding", "models"),
     "gear": ("rows", "dense"),
     "head": ("rows",),
     "checkpoint": ("rows", "dense"),

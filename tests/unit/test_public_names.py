@@ -85,6 +85,8 @@ PUBLIC_NAMES = {
     "margin_cross_entropy",
     "memory_report",
     "models",
+    "ItemTree",
+    "TDM",
     "import_class_weights",
     "joint",
     "export_class_weights",

@@ -34,12 +34,13 @@ class LiveLine:
             self._live.stop()
 
     def show(self, step: int, numbers: dict[str, float]) -> None:
-        """Show the numbers of ``step``."""
+        """Show the numbers of ``step``: loss and samples_per_second, pull_ms and push_ms if they are known."""
         line = (
             f"step {step:,}/{self._last_step:,}  loss {numbers['loss']:.3f}  "
-            f"{numbers['samples_per_second']:,.0f} samples/s  "
-            f"pull {numbers['pull_ms']:.2f} ms  push {numbers['push_ms']:.2f} ms"
+            f"{numbers['samples_per_second']:,.0f} samples/s"
         )
+        if "pull_ms" in numbers:
+            line += f"  pull {numbers['pull_ms']:.2f} ms  push {numbers['push_ms']:.2f} ms"
         now = time.monotonic()
         if self._live is not None:
             self._live.update(Text(line))

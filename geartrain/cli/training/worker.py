@@ -16,6 +16,7 @@ from geartrain.cli.shared.options import Json, Mode
 from geartrain.cli.training import worker_options as option
 from geartrain.cli.training.worker_ctr import ctr
 from geartrain.cli.training.worker_ends import console_of, end, refuse_with_resume
+from geartrain.cli.training.worker_tdm import tdm
 
 if TYPE_CHECKING:
     from geartrain.workers.job.options import JobOptions
@@ -291,3 +292,4 @@ def _recipe(recipe: Recipe, *, snapshot_steps: int | None, augment: str | None =
 
 
 app.command()(ctr)
+app.command()(tdm)

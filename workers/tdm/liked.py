@@ -1,0 +1,126 @@
+"""What users liked: clicked items to learn from, those held out, and how many of them a list finds.
+
+Legend: N clicked samples, U users with something held out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from geartrain.ams.values.errors import ConfigError
+from geartrain.ams.values.specs import Ids
+from geartrain.bridge.retrieval.item_tree import leaf_ids
+from geartrain.workers.ctr.samples.click_samples import ClickSamples, split
+from geartrain.workers.ctr.samples.histories import histories_before
+from geartrain.workers.tdm.recipe import TdmRecipe
+
+HISTORY = "history"
+
+
+@dataclass(frozen=True)
+class Liked:
+    """Samples to learn from and users to be tested."""
+
+    train: ClickSamples
+    """Clicked, each with the clicked items of its user that are earlier."""
+    users: ClickSamples
+    """One sample for each user with something held out: its fields, and all clicked items to learn from as history."""
+    seen: list[set[int]]
+    """Of each of :attr:`users`, the items of its samples to learn from, clicked or not: no list shall name them."""
+    wanted: list[set[int]]
+    """Of each of :attr:`users`, the items held out that it clicked, and that it had not seen."""
+    items: Ids
+    """All, rising."""
+    user_fields: tuple[str, ...]
+
+    def ids(self, samples: ClickSamples, indices: npt.NDArray[np.int64]) -> dict[str, Any]:
+        """The ids of the fields of users, and of the leaves of their histories."""
+        assert samples.histories is not None
+        places, offsets = samples.histories.take(indices)
+        of_user = {name: samples.fields[name][indices] for name in self.user_fields}
+        return {**of_user, HISTORY: (leaf_ids(samples.histories.items[places]), offsets)}
+
+    def popular(self) -> Ids:
+        """The items by falling number of clicks to learn from."""
+        clicked = self.train.fields[self.train.schema.item[0]]
+        counts = np.bincount(np.searchsorted(self.items, clicked), minlength=len(self.items))
+        return self.items[np.argsort(-counts, kind="stable")]
+
+
+def liked_of(samples: ClickSamples, recipe: TdmRecipe) -> Liked:
+    """Part samples as a click model's are, and keep what was clicked. Raises ConfigError without users and items."""
+    schema = samples.schema
+    if schema.user is None or not schema.item or samples.times is None:
+        raise ConfigError("a tree needs fields user and item, and a column time; give samples that have them")
+    item, user = schema.item[0], schema.user
+    known, held_out = split(samples, recipe.split, recipe.seed)
+    clicked = np.flatnonzero(known.clicks > 0)
+    learnt = known.subset(clicked)
+    assert learnt.times is not None
+    histories = histories_before(
+        learnt.fields[user],
+        learnt.fields[item],
+        np.ones(len(learnt), np.int64),
+        learnt.times,
+        events=np.arange(len(learnt)),
+        length=recipe.history,
+    )
+    seen = _by_user(known.fields[user], known.fields[item])
+    later = held_out.subset(np.flatnonzero(held_out.clicks > 0))
+    wanted = {
+        one: found
+        for one, items in _by_user(later.fields[user], later.fields[item]).items()
+        if (found := items - seen.get(one, set()))
+    }
+    if not wanted:
+        raise ConfigError("nobody clicked anything new in what is held out; give more samples")
+    _, first = np.unique(later.fields[user], return_index=True)
+    users = later.subset(np.array([place for place in first if int(later.fields[user][place]) in wanted], np.int64))
+    names = users.fields[user].tolist()
+    return Liked(
+        train=replace(learnt, histories=histories),
+        users=replace(users, histories=_all_before(learnt, users, recipe.history)),
+        seen=[seen.get(one, set()) for one in names],
+        wanted=[wanted[one] for one in names],
+        items=np.unique(samples.fields[item]),
+        user_fields=tuple(name for name in samples.fields if name not in schema.item),
+    )
+
+
+def _all_before(learnt: ClickSamples, users: ClickSamples, length: int) -> Any:
+    """The histories of ``users`` at the end of what is learnt from."""
+    user, item = learnt.schema.user, learnt.schema.item[0]
+    assert user is not None and learnt.times is not None
+    nothing = np.zeros(len(users), np.int64)
+    histories = histories_before(
+        np.concatenate([learnt.fields[user], users.fields[user]]),
+        np.concatenate([learnt.fields[item], nothing]),
+        np.ones(len(learnt) + len(users), np.int64),
+        np.concatenate([learnt.times, np.full(len(users), learnt.times.max() + 1)]),
+        events=np.arange(len(learnt)),
+        length=length,
+    )
+    return histories.subset(np.arange(len(learnt), len(learnt) + len(users)))
+
+
+def _by_user(users: Ids, items: Ids) -> Mapping[int, set[int]]:
+    found: dict[int, set[int]] = {}
+    for user, item in zip(users.tolist(), items.tolist(), strict=True):
+        found.setdefault(user, set()).add(item)
+    return found
+
+
+def recall(lists: Ids, liked: Liked, cut: int) -> float:
+    """The mean over users of the part of what is wanted that is among the first ``cut`` of a list [U, n], where items
+    that the user has seen are passed over.
+    """
+    parts = []
+    for row, seen, wanted in zip(lists.tolist(), liked.seen, liked.wanted, strict=True):
+        new = [item for item in row if item not in seen][:cut]
+        parts.append(len(wanted.intersection(new)) / len(wanted))
+    return float(np.mean(parts))
