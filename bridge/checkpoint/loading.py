@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -23,11 +24,21 @@ from geartrain.bridge.checkpoint.parts import (
     require_between_steps,
     together,
 )
+from geartrain.bridge.checkpoint.warm_start import CommonParts, adopt_states, common_parts, restore_common
 from geartrain.bridge.rows.keeper import RankGroup, RowKeeper
+
+logger = logging.getLogger(__name__)
+
+_REMEDY = "Make the model like the saved one, or take what both have: load(..., strict=False)"
 
 
 def load(
-    model: nn.Module, path: str | Path, *, state: Mapping[str, Any] | None = None, replace: bool = False
+    model: nn.Module,
+    path: str | Path,
+    *,
+    state: Mapping[str, Any] | None = None,
+    replace: bool = False,
+    strict: bool = True,
 ) -> dict[str, Any]:
     """Read what :func:`save` wrote to ``path`` into ``model``; return the plain values of its ``state``.
 
@@ -42,11 +53,15 @@ def load(
         state: Objects with ``load_state_dict()``, by the names they were saved under; names that are left out are not
             loaded.
         replace: Also where rows of the model were trained since their tables were made: those rows are lost.
+        strict: False: the model may have other fields and layers than the saved one (a warm start). Tables and tensors
+            that both have, tensors of the same shape, are loaded; new ones stay as they were made, and a warning names
+            these and what was left out. ``state`` of an optimizer fits only the parameters that it was saved with.
 
     Raises:
         ConfigError: No model was saved there.
         ModelDamaged, SnapshotDamaged: A file is missing or changed; the message names it.
-        SpecMismatch: The model has other modules, parameters or tables; nothing was changed.
+        SpecMismatch: The model has other modules, parameters or tables; nothing was changed. If not ``strict``: a
+            table has other settings, or the two have nothing in common.
         TableExists: Rows were trained, and not ``replace``; nothing was changed.
         InvalidArgument: Gradients wait for a step, or ``state`` has a name that was not saved.
         ShardUnavailable, SyncError: A shard was lost, or another rank failed: load again, with ``replace``, for rows
@@ -56,30 +71,48 @@ def load(
     keepers = keepers_of(model)
     group = group_of(keepers)
     what = f"the model of {folder} was not loaded"
+    strict = boolean("strict", strict)
 
-    def read() -> tuple[ModelRecord, Any]:
+    def require_usable(content: Mapping[str, Any]) -> None:
+        _require_objects(folder, content, state or {})
+        _require_replaceable(folder, keepers, boolean("replace", replace))
+
+    def read() -> tuple[ModelRecord, Any, CommonParts | None]:
         require_between_steps(model)
         record = read_record(folder)
         content = read_state(folder, record)
+        if not strict:
+            common = common_parts(folder, record, content["model"], model, keepers, plain)
+            require_usable(content)
+            return record, content, common
         _require_same_modules(folder, record, keepers)
         _require_same_tensors(folder, content["model"], model, plain)
         for name, keeper in keepers.items():
             if isinstance(said := content["model"].get(f"{name}._extra_state".removeprefix(".")), Mapping):
                 keeper.require_state(said)
-        _require_objects(folder, content, state or {})
         for rows in record.rows:
             _require_same_tables(open_rows(folder, rows), [keepers[name] for name in rows.modules])
-        _require_replaceable(folder, keepers, boolean("replace", replace))
-        return record, content
+        require_usable(content)
+        return record, content, None
 
-    record, content = together(group, read, what)
-    for rows in record.rows:
-        _restore(folder, rows, keepers, group, what)
+    record, content, common = together(group, read, what)
+    if common is not None:
+        restore_common(folder, common, keepers, group, what)
+    else:
+        for rows in record.rows:
+            _restore(folder, rows, keepers, group, what)
 
     def fill() -> None:
         for name, data in content["graphs"].items():
-            keepers[name].graph_from_bytes(data.numpy().tobytes())
-        model.load_state_dict({name: content["model"][plain(name)] for name in model.state_dict()})
+            if common is None or name in common.unchanged:
+                keepers[name].graph_from_bytes(data.numpy().tobytes())
+        if common is None:
+            model.load_state_dict({name: content["model"][plain(name)] for name in model.state_dict()})
+            return
+        model.load_state_dict(dict(common.tensors), strict=False)
+        adopt_states(record, content["model"], keepers, common)
+        if common.new or common.left_out:
+            logger.warning("of the model in %s: %s", folder, common)
 
     together(group, fill, what)
     for keeper in keepers.values():
@@ -122,17 +155,18 @@ def _require_same_modules(folder: Path, record: ModelRecord, keepers: Mapping[st
         if name not in mine:
             raise SpecMismatch(
                 f"{folder} holds rows of module {name!r} (tables {tables}), which this model has not; its modules with "
-                f"rows: {_listed(mine)}. Make the model like the saved one"
+                f"rows: {_listed(mine)}. {_REMEDY}"
             )
         if mine[name] != tables:
             raise SpecMismatch(
-                f"module {name!r} has tables {mine[name]}, the saved one {tables}; give it the saved name"
+                f"module {name!r} has tables {mine[name]}, the saved one {tables}; give it the saved name and fields, "
+                "or take what both have: load(..., strict=False)"
             )
     for name in mine:
         if name not in record.modules:
             raise SpecMismatch(
                 f"{folder} holds no rows of module {name!r} (tables {mine[name]}); it was saved with: "
-                f"{_listed(record.modules)}. Make the model like the saved one"
+                f"{_listed(record.modules)}. {_REMEDY}"
             )
 
 
@@ -145,15 +179,14 @@ def _require_same_tensors(folder: Path, saved: Mapping[str, Any], model: nn.Modu
     mine = {plain(name): value for name, value in model.state_dict(keep_vars=True).items()}
     for names, whose in ((set(saved) - set(mine), f"{folder}"), (set(mine) - set(saved), "this model")):
         if names:
-            raise SpecMismatch(f"{whose} alone has {', '.join(sorted(names)[:5])}; make the model like the saved one")
+            raise SpecMismatch(f"{whose} alone has {', '.join(sorted(names)[:5])}. {_REMEDY}")
     for name, value in saved.items():
         here = mine[name]
         if not isinstance(value, Tensor) or not isinstance(here, Tensor) or nn.parameter.is_lazy(here):
             continue
         if value.shape != here.shape:
             raise SpecMismatch(
-                f"{name!r} of {folder} has shape {list(value.shape)}, that of this model {list(here.shape)}; make the "
-                "model like the saved one"
+                f"{name!r} of {folder} has shape {list(value.shape)}, that of this model {list(here.shape)}. {_REMEDY}"
             )
 
 

@@ -12,7 +12,6 @@ from geartrain.ams.values.errors import SpecMismatch
 from geartrain.ams.values.specs import Ids, TableSpec
 from geartrain.bridge.embedding.update import EmbeddingUpdate
 from geartrain.bridge.rows.keeper import RowKeeper
-from geartrain.bridge.rows.ranks import Ranks
 from geartrain.bridge.rows.same_rows import LABELS, identity_of, require_same_rows
 
 if TYPE_CHECKING:
@@ -27,7 +26,7 @@ class TrainedTables(nn.Module):
         """``update`` is that of the tables."""
         super().__init__()
         self.row_update = update
-        self.row_keeper: RowKeeper = _EmbeddingRows(cluster, tables, update.ranks)
+        self.row_keeper: RowKeeper = _EmbeddingRows(cluster, update, tables)
         self._recent: list[Ids] = [np.empty(0, np.int64) for _ in tables]
         """Some ids of the last batch, whose rows have certainly moved."""
 
@@ -58,9 +57,7 @@ class TrainedTables(nn.Module):
     def set_extra_state(self, state: Mapping[str, Any]) -> None:
         """Go on at the saved step. Raises SpecMismatch for other tables."""
         self._require_tables(state)
-        self.row_update.discard()
-        self.row_update.step = int(state["step"])
-        self.row_update.generation += 1
+        self.row_update.go_on_at(int(state["step"]))
 
     def _require_tables(self, state: Mapping[str, Any]) -> None:
         mine = {table.spec.name: table.spec.dim for table in self.row_update.tables}
@@ -76,10 +73,10 @@ class TrainedTables(nn.Module):
 
 
 class _EmbeddingRows(RowKeeper):
-    def __init__(self, cluster: Cluster, tables: Sequence[Table], ranks: Ranks | None) -> None:
+    def __init__(self, cluster: Cluster, update: EmbeddingUpdate, tables: Sequence[Table]) -> None:
         self.cluster = cluster
-        self.peers = ranks
-        self._ranks = ranks
+        self.peers = update.ranks
+        self._update = update
         self._tables = tuple(tables)
 
     def specs(self) -> list[TableSpec]:
@@ -89,5 +86,8 @@ class _EmbeddingRows(RowKeeper):
         return any(max(table.versions()) > 0 for table in self._tables)
 
     def go_on(self) -> None:
-        if self._ranks is not None:
-            self._ranks.begin_anew()
+        if self._update.ranks is not None:
+            self._update.ranks.begin_anew()
+
+    def adopt_states(self, states: Sequence[Mapping[str, Any]]) -> None:
+        self._update.go_on_at(max((int(state["step"]) for state in states), default=0))

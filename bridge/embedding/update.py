@@ -151,6 +151,12 @@ class EmbeddingUpdate(PendingUpdate[EmbeddingGradient]):
         """See the base class."""
         return self.generation, tuple(map(incarnation_of, self.tables))
 
+    def go_on_at(self, step: int) -> None:
+        """The tables were given the rows of that step: what is pending counts no more."""
+        self.discard()
+        self.step = step
+        self.generation += 1
+
     def require_no_step(self) -> None:
         """Raise InvalidArgument if a step has begun and not ended."""
         if self._writes is not None:

@@ -56,6 +56,9 @@ class RowKeeper(ABC):
     def go_on(self) -> None:  # noqa: B027
         """The tables were replaced: train their rows from now on. Every rank calls it."""
 
+    def adopt_states(self, states: Sequence[Mapping[str, Any]]) -> None:  # noqa: B027
+        """Some of the tables were given the rows of modules saved with these extra states, others are new."""
+
     def graph_to_bytes(self) -> bytes | None:
         """What was made of the rows and is to be used again; None: nothing."""
         return None

@@ -1,0 +1,140 @@
+"""What a model takes of a saved one that had other fields or layers: the tables and tensors that both have."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from geartrain.ams.values.errors import InvalidArgument, SpecMismatch
+from geartrain.ams.values.specs import TableSpec
+from geartrain.bridge.checkpoint.folder import ModelRecord, open_rows
+from geartrain.bridge.checkpoint.parts import PlainNames, on_first, together
+from geartrain.bridge.rows.keeper import RankGroup, RowKeeper
+
+_EXTRA_STATE = "_extra_state"
+
+
+@dataclass(frozen=True)
+class CommonParts:
+    """What both have, and, in words, what only one has."""
+
+    unchanged: Collection[str]
+    """Modules whose tables are those of the saved ones of their names."""
+    tables: Mapping[str, Sequence[str]]
+    """Names of the tables to restore, by the folder of their rows."""
+    tensors: Mapping[str, Any]
+    """To load, by the names they have in this model."""
+    new: Sequence[str]
+    """Of this model; they stay as they are."""
+    left_out: Sequence[str]
+    """Of the saved one."""
+
+    def __str__(self) -> str:
+        new, left_out = (", ".join(one) or "nothing" for one in (self.new, self.left_out))
+        return f"new, and as they were made: {new}; left out: {left_out}"
+
+
+def common_parts(
+    folder: Path,
+    record: ModelRecord,
+    saved: Mapping[str, Any],
+    model: nn.Module,
+    keepers: Mapping[str, RowKeeper],
+    plain: PlainNames,
+) -> CommonParts:
+    """Compare a model with the saved one. Raises SpecMismatch for a table of both that differs, and if there is nothing
+    that both have; InvalidArgument where rows of the model are not in a cluster.
+    """
+    own = {name for name, keeper in keepers.items() if keeper.cluster is None}
+    if own:
+        raise InvalidArgument(
+            f"the rows of module {min(own)!r} are in this process and its peers; strict=False is for rows in a cluster"
+        )
+    unchanged = {
+        name for name, keeper in keepers.items() if record.modules.get(name) == [spec.name for spec in keeper.specs()]
+    }
+    for name in unchanged:
+        if isinstance(said := saved.get(_extra_state_of(name)), Mapping):
+            keepers[name].require_state(said)
+    mine = {spec.name: spec for keeper in keepers.values() for spec in keeper.specs()}
+    tables: dict[str, list[str]] = {}
+    known: dict[str, TableSpec] = {}
+    for rows in record.rows:
+        found = [TableSpec.from_dict(spec) for spec in open_rows(folder, rows).manifest.tables]
+        known |= {spec.name: spec for spec in found}
+        tables[rows.folder] = [spec.name for spec in found if spec.name in mine]
+    for name in known.keys() & mine.keys():
+        if known[name] != mine[name]:
+            raise SpecMismatch(
+                f"table {name!r} of {folder} differs from this one's: {known[name].unlike(mine[name])}. Make it with "
+                "the saved settings, or, to begin it anew, under another name (gt.Field(..., table=)); nothing was "
+                "changed"
+            )
+    apart = {_extra_state_of(name) for name in keepers.keys() - unchanged}
+    tensors, other = _tensors(saved, model, apart, plain)
+    new = [f"table {name}" for name in mine if name not in known]
+    left_out = [f"table {name}" for name in known if name not in mine]
+    here = {plain(name) for name in model.state_dict(keep_vars=True) if not name.endswith(_EXTRA_STATE)}
+    there = {name for name in saved if not name.endswith(_EXTRA_STATE)}
+    if not any(tables.values()) and not here & there - {plain(name) for name in other}:
+        raise SpecMismatch(f"{folder} has no table and no tensor of this model; make the model like the saved one")
+    return CommonParts(
+        unchanged,
+        tables,
+        tensors,
+        [*new, *sorted(here - there), *(f"{name} {shapes}" for name, shapes in other.items())],
+        [*left_out, *sorted(there - here)],
+    )
+
+
+def restore_common(
+    folder: Path, common: CommonParts, keepers: Mapping[str, RowKeeper], group: RankGroup | None, what: str
+) -> None:
+    """Put the rows of the tables that both have where the model has its own."""
+    for rows, names in common.tables.items():
+        for cluster in {id(keeper.cluster): keeper.cluster for keeper in keepers.values()}.values():
+            own = {spec.name for keeper in keepers.values() if keeper.cluster is cluster for spec in keeper.specs()}
+            tables = [name for name in names if name in own]
+            if cluster is not None and tables:
+                on_first(group, partial(cluster.restore, folder / rows, tables=tables, replace=True), what)
+                if group is not None:
+                    together(group, partial(cluster.reopen, tables) if group.rank > 0 else lambda: None, what)
+
+
+def adopt_states(
+    record: ModelRecord, saved: Mapping[str, Any], keepers: Mapping[str, RowKeeper], common: CommonParts
+) -> None:
+    """Let modules whose tables were in others go on from the states of those."""
+    for name, keeper in keepers.items():
+        own = {spec.name for spec in keeper.specs()}
+        if name not in common.unchanged:
+            sources = [module for module, tables in record.modules.items() if own.intersection(tables)]
+            states = [saved.get(_extra_state_of(module)) for module in sources]
+            keeper.adopt_states([state for state in states if isinstance(state, Mapping)])
+
+
+def _tensors(
+    saved: Mapping[str, Any], model: nn.Module, apart: Collection[str], plain: PlainNames
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Those to load but for the names ``apart``, and of those that both have in two shapes these, in words."""
+    tensors: dict[str, Any] = {}
+    other: dict[str, str] = {}
+    for name, here in model.state_dict(keep_vars=True).items():
+        value = saved.get(plain(name))
+        if plain(name) not in saved or plain(name) in apart:
+            continue
+        is_lazy = isinstance(here, Tensor) and nn.parameter.is_lazy(here)
+        if isinstance(value, Tensor) and isinstance(here, Tensor) and not is_lazy and value.shape != here.shape:
+            other[name] = f"{list(here.shape)}, saved as {list(value.shape)}"
+        else:
+            tensors[name] = value
+    return tensors, other
+
+
+def _extra_state_of(module: str) -> str:
+    return f"{module}.{_EXTRA_STATE}".removeprefix(".")
