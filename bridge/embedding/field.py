@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Literal
 
+from torch import nn
+
 from geartrain.ams.kernels.embedding import POOLINGS, PoolingName
 from geartrain.ams.values.admission.rules import Admission
 from geartrain.ams.values.arguments import integer
@@ -36,6 +38,11 @@ class Field:
     where: Where = "pull"
     """Where ids are pooled: "pull": here, the rows travel; "hosted": beside the rows, and one vector a bag travels,
     which pays where bags are long. The same to rounding; with pooling "sum", "mean" or "sqrtn"."""
+    features: nn.Module | None = None
+    """What computes the vectors, in the place of a table: a :class:`geartrain.SlowGear`, whose module makes them of an
+    image of each id, and gets their gradients; or a module of one's own: ids int64 [N] in, [N, dim] out, with ``dim``
+    and the ``row_update`` of a :class:`~geartrain.bridge.rows.pending.RowModule`. Nothing of a table is said beside it.
+    Of equal largest values under pooling "max" each has its share of the gradient."""
     padding_id: int | None = None
     """An id that stands for none: passed over, and a zero vector where ids are not pooled."""
     optimizer: RowOptimizerSpec | None = None
@@ -71,10 +78,32 @@ class Field:
                 f"field {self.name!r} is hosted and has pooling {self.pooling!r}: a shard answers the sum of its part "
                 "of a bag. Choose 'sum', 'mean' or 'sqrtn', or leave where='pull'"
             )
+        if self.features is not None:
+            self._check_features()
         if self.padding_id is not None:
             object.__setattr__(
                 self, "padding_id", integer(f"padding_id of field {self.name!r}", self.padding_id, -(2**63), 2**63 - 1)
             )
+
+    def _check_features(self) -> None:
+        dim = getattr(self.features, "dim", None)
+        if not isinstance(dim, int) or not hasattr(self.features, "row_update"):
+            raise InvalidArgument(
+                f"features of field {self.name!r} are {quoted(self.features)}; they must be a gt.SlowGear, or a module "
+                "with dim and row_update"
+            )
+        said = [name for name in ("table", *_OF_TABLE) if name != "dim" and getattr(self, name) is not None]
+        if said or self.where != "pull" or self.dim not in (None, dim):
+            what = said[0] if said else "where" if self.where != "pull" else "dim"
+            raise InvalidArgument(
+                f"field {self.name!r} has features and {what}={quoted(getattr(self, what))}; its vectors, {dim} wide, "
+                "are in no table"
+            )
+
+    @property
+    def kind(self) -> int:
+        """0: its rows are pulled; 1: pooled by shards; 2: it has features."""
+        return 2 if self.features is not None else int(self.where == "hosted")
 
     @property
     def table_name(self) -> str:
@@ -100,11 +129,16 @@ def table_specs(
         raise InvalidArgument(
             f"{counted(len(twice), 'field')} occur twice: {', '.join(map(repr, twice))}; name each once"
         )
+    if not names:
+        raise InvalidArgument(
+            f"none of the fields {', '.join(map(repr, known))} has a table; a group needs one that has, and a "
+            "gt.SlowGear by itself needs no group: image(ids)"
+        )
     return {table: _spec(table, names[table], members, optimizer, seed) for table in names}
 
 
 def _spec(table: str, name: str, members: Sequence[Field], optimizer: RowOptimizerSpec | None, seed: int) -> TableSpec:
-    sharing = [one for one in members if one.table_name == table]
+    sharing = [one for one in members if one.features is None and one.table_name == table]
     said: dict[str, object] = {}
     by: dict[str, str] = {}
     for field in sharing:

@@ -15,6 +15,7 @@ from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
 from geartrain.ams.values.text import quoted
 from geartrain.bridge.embedding.autograd_node import LookupCall, Vectors
 from geartrain.bridge.embedding.batch_rows import BatchRows, pull
+from geartrain.bridge.embedding.dense_features import distinct_features, feature_vectors
 from geartrain.bridge.embedding.field import Field, table_specs
 from geartrain.bridge.embedding.hosted_bags import HostedLookup
 from geartrain.bridge.embedding.ids import BatchIds, ids_of_batch
@@ -23,6 +24,7 @@ from geartrain.bridge.embedding.trained_tables import TrainedTables
 from geartrain.bridge.embedding.update import EmbeddingUpdate
 from geartrain.bridge.embedding.vector_shapes import out_of_range, shaped
 from geartrain.bridge.rows.eager import runs_eagerly
+from geartrain.bridge.rows.pending import RowModule
 from geartrain.bridge.rows.ranks import Ranks
 
 if TYPE_CHECKING:
@@ -93,7 +95,8 @@ class EmbeddingGroup(nn.Module):
         for one in self.fields:
             if not isinstance(one, Field):
                 raise InvalidArgument(f"a field of {name!r} is {quoted(one)}; it must be a gt.Field('user', dim=16)")
-        names = {one.table_name: self._full_name(one.table_name) for one in self.fields}
+        with_rows = [one for one in self.fields if one.features is None]
+        names = {one.table_name: self._full_name(one.table_name) for one in with_rows}
         specs = table_specs(self.fields, names, optimizer, seed)
         by_optimizer: dict[RowOptimizerSpec, list[str]] = {}
         for table, spec in specs.items():
@@ -115,8 +118,10 @@ class EmbeddingGroup(nn.Module):
         self.per_node = per_node
         self.is_bounded = joined or self._lead is not None
         """Whether the look-up of a step must see what others have pushed by then."""
-        self.is_hosted = bool(hosted)
-        """Whether shards pool some fields: a step then sends more than pushes of rows."""
+        self.features = nn.ModuleList(distinct_features(self.fields))
+        """Modules that some fields have their vectors from."""
+        self.pushes_rows_alone = not hosted and not self.features
+        """Whether a step sends nothing but pushes of rows."""
         self.parts = nn.ModuleList(
             TrainedTables(
                 cluster,
@@ -132,26 +137,28 @@ class EmbeddingGroup(nn.Module):
         )
         in_order = [table for tables in by_optimizer.values() for table in tables]
         self._tables = [made[table] for table in in_order]
-        self._table_of = [in_order.index(one.table_name) for one in self.fields]
+        self._table_of = {one.name: in_order.index(one.table_name) for one in with_rows}
         self.register_buffer("_place", torch.empty(0), persistent=False)  # says where the vectors are wanted
 
     def _full_name(self, table: str) -> str:
         return f"{self.name}/{table}"
 
-    def __iter__(self) -> Iterator[TrainedTables]:
-        """What RowOptimizer trains: the tables of one optimizer each."""
-        yield from self._trained
+    def __iter__(self) -> Iterator[RowModule]:
+        """What RowOptimizer trains: the tables of one optimizer each, and modules that compute features."""
+        yield from self.trained
+        yield from cast("Iterator[RowModule]", iter(self.features))
 
     @property
-    def _trained(self) -> list[TrainedTables]:
+    def trained(self) -> list[TrainedTables]:
+        """The tables, those of one optimizer together."""
         return cast("list[TrainedTables]", list(self.parts))
 
     def table(self, field: str) -> Table:
         """The table of a field, for pulls, pushes and assigns of one's own. Raises InvalidArgument."""
-        names = [one.name for one in self.fields]
-        if field not in names:
-            raise InvalidArgument(f"there is no field {field!r}; there are {', '.join(map(repr, names))}")
-        return self._tables[self._table_of[names.index(field)]]
+        if field not in self._table_of:
+            names = ", ".join(map(repr, self._table_of))
+            raise InvalidArgument(f"there is no field {field!r} with a table; those that have one are {names}")
+        return self._tables[self._table_of[field]]
 
     @property
     def worker_steps(self) -> JobSteps | None:
@@ -212,7 +219,7 @@ class EmbeddingGroup(nn.Module):
 
     @runs_eagerly
     def _looked_up(self, pulled: BatchRows) -> tuple[Tensor, ...]:
-        for part in self._trained:
+        for part in self.trained:
             part.row_update.flush()
         self.join()
         pull([pulled])
@@ -220,8 +227,11 @@ class EmbeddingGroup(nn.Module):
 
     @property
     def _in_order(self) -> list[int]:
-        """Numbers of the fields whose rows are pulled, and then of the hosted ones."""
-        return sorted(range(len(self.fields)), key=lambda number: self.fields[number].where == "hosted")
+        """Numbers of the fields whose rows are pulled, then of the hosted ones, then of those that have features."""
+        return sorted(range(len(self.fields)), key=lambda number: self.fields[number].kind)
+
+    def _num_of(self, kind: int) -> int:
+        return sum(one.kind == kind for one in self.fields)
 
     def _merged(self, given: Sequence[BatchIds]) -> BatchRows:
         for field, ids in zip(self.fields, given, strict=True):
@@ -234,12 +244,12 @@ class EmbeddingGroup(nn.Module):
                 )
         order = self._in_order
         given = [given[number] for number in order]
+        num_pulled, num_features = self._num_of(0), self._num_of(2)
+        with_rows = order[: len(order) - num_features]
         features = [
-            FeatureIds(self._table_of[number], ids.values, ids.bags, ids.weights, field.pooling, field.padding_id)
-            for number, ids in zip(order, given, strict=True)
-            for field in (self.fields[number],)
+            FeatureIds(self._table_of[field.name], ids.values, ids.bags, ids.weights, field.pooling, field.padding_id)
+            for field, ids in zip((self.fields[number] for number in with_rows), given, strict=False)
         ]
-        num_pulled = sum(one.where == "pull" for one in self.fields)
         threads, first = torch.get_num_threads(), 0
         try:
             lookup = Lookup(features[:num_pulled], [table.spec.num_rows for table in self._tables], threads)
@@ -253,21 +263,24 @@ class EmbeddingGroup(nn.Module):
 
     @runs_eagerly
     def _pooled(self, pulled: BatchRows) -> tuple[Tensor, ...]:
-        hosted = pulled.hosted
-        call = LookupCall(
-            pulled.lookup, pulled.features, pulled.given, pulled.rows, pulled.pulled_at, self._trained, hosted
-        )
+        hosted, num_features = pulled.hosted, self._num_of(2)
+        given = pulled.given[: len(pulled.given) - num_features]
+        call = LookupCall(pulled.lookup, pulled.features, given, pulled.rows, pulled.pulled_at, self.trained, hosted)
         device = cast("Tensor", self._place).device
+        dense: list[Tensor] = []
+        if num_features:
+            own = [self.fields[number] for number in self._in_order[-num_features:]]
+            dense = feature_vectors(own, pulled.given[-num_features:], device)
         if not torch.is_grad_enabled():
-            return call.vectors(device, want_gradient=False)
+            return (*call.vectors(device, want_gradient=False), *dense)
         all_ids = iter(enumerate(pulled.ids))
-        for part in self._trained:
+        for part in self.trained:
             for place in range(len(part.row_update.tables)):
                 table, ids = next(all_ids)
                 part.note(place, hosted.ids_of(table) if hosted is not None and not len(ids) else ids)
-        carriers = [part.row_update.carrier for part in self._trained]
+        carriers = [part.row_update.carrier for part in self.trained]
         vectors: tuple[Tensor, ...] = Vectors.apply(call, device, *carriers, *call.weights)  # type: ignore[no-untyped-call]
-        return vectors
+        return (*vectors, *dense)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         """Neither copy nor pickle: rows are trained in one place."""
@@ -278,9 +291,9 @@ class EmbeddingGroup(nn.Module):
 
     def extra_repr(self) -> str:
         """The fields, for print()."""
-        return "\n".join(
-            [repr(self.name), *(f"{one.name}: {self.table(one.name).spec.dim} × {one.pooling}" for one in self.fields)]
-        )
+        widths: dict[str, Any] = {one.name: one.features.dim for one in self.fields if one.features is not None}
+        widths |= {name: self._tables[table].spec.dim for name, table in self._table_of.items()}
+        return "\n".join([repr(self.name), *(f"{one.name}: {widths[one.name]} × {one.pooling}" for one in self.fields)])
 
 
 class Embedding(EmbeddingGroup):

@@ -47,8 +47,11 @@ class BatchIds:
     @property
     def num_samples(self) -> int:
         """B."""
-        if self.nodes is not None:
-            return len(self.nodes.index)
+        return self.num_bags if self.nodes is None else len(self.nodes.index)
+
+    @property
+    def num_bags(self) -> int:
+        """One a sample, or a node."""
         return len(self.values) // self.bags if isinstance(self.bags, int) else len(self.bags) - 1
 
 

@@ -106,7 +106,7 @@ class Prefetch:
     @property
     def updates(self) -> list[EmbeddingUpdate]:
         """Those of all groups."""
-        return [part.row_update for group in self._groups for part in group]
+        return [part.row_update for group in self._groups for part in group.trained]
 
     def __len__(self) -> int:
         return len(self._loader)  # type: ignore[arg-type]
@@ -200,7 +200,7 @@ class PrefetchRun(Iterator[tuple[Any, Any]]):
 
     def _push_later(self) -> None:
         """Have steps send their pushes in the background, where rows may lack some."""
-        groups = [group for group in self._of._groups if not (group.is_bounded or group.is_hosted)]
+        groups = [group for group in self._of._groups if group.pushes_rows_alone and not group.is_bounded]
         if not self._of._staleness or not groups:
             return
         for update in self._of.updates:
@@ -212,7 +212,7 @@ class PrefetchRun(Iterator[tuple[Any, Any]]):
         self._end = weakref.finalize(self, _end, self._pipeline, pushes, _FORGOTTEN_SECONDS)
         for group in groups:
             group.cluster.wait_for(pushes)
-            for part in group:
+            for part in group.trained:
                 part.row_update.background = pushes
 
     def _hand_out(self, ready: _Ready) -> tuple[Any, Any]:

@@ -102,7 +102,7 @@ class CtrRun:
 
     def begin_snapshot(self, root: str, name: str, *, parent: str | None, state: CtrState) -> PendingSnapshot:
         """See ``SnapshotTaker``."""
-        tables = [spec.name for part in self._trainer.fields for spec in part.row_keeper.specs()]
+        tables = [spec.name for part in self._trainer.fields.trained for spec in part.row_keeper.specs()]
         return self._cluster.snapshot(
             root,
             name,
@@ -220,7 +220,7 @@ class CtrRun:
         if last is None or last.progress != self._trainer.progress:
             return
         try:
-            for part in self._trainer.fields:
+            for part in self._trainer.fields.trained:
                 for spec in part.row_keeper.specs():
                     self._cluster.drop_table(spec.name)
         except LOST as exc:

@@ -234,7 +234,7 @@ class _TreeRun:
 
     def drop_rows(self) -> None:
         """Leave the memory of the shards to others."""
-        for part in self._tdm.fields:
+        for part in self._tdm.fields.trained:
             for spec in part.row_keeper.specs():
                 self._cluster.drop_table(spec.name)
 
