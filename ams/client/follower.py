@@ -45,6 +45,8 @@ class FollowedTables:
         self._tables: dict[str, RowTable] = {}
         self._at: Snapshot | None = None
         self._refreshing = threading.Lock()
+        self._copying = threading.Lock()
+        """A table is read as a whole by one thread at a time."""
         self._readers = _Readers()
         if self.refresh() is None:
             raise SnapshotNotFound(f"{root} holds no version yet: geartrain export TABLE {root} writes one")
@@ -114,7 +116,7 @@ class FollowedTables:
 
     def rows(self, table: str) -> tuple[Ids, Rows]:
         """Return all rows that are there: ids [N], rising, and rows [N, dim]. A copy."""
-        with self._readers.alone():
+        with self._copying, self._readers.alone():
             blocks = list(_rows_of(self._table(table), None))
         spec = self._table(table).spec
         ids = np.concatenate([np.empty(0, np.int64), *(ids for ids, _ in blocks)])
@@ -162,7 +164,7 @@ class FollowedTables:
             table = self._tables.get(name)
             replaced = _replaced(step, name)
             if table is None or table.spec != specs[name] or replaced.any():
-                made[name] = _made_anew(step, specs[name], table, ~replaced)
+                made[name] = _made_anew(step, specs[name], table, ~replaced, self._copying)
             else:
                 removed[name] = _removed_by(step, name)
                 blocks[name] = list(_blocks_of(step, name))
@@ -309,15 +311,18 @@ def _removed_by(step: Snapshot, table: str) -> Ids:
     return np.concatenate([np.empty(0, np.int64), *removed])
 
 
-def _made_anew(step: Snapshot, spec: TableSpec, before: RowTable | None, counting: Buckets) -> RowTable:
-    """A table with the rows of ``before`` in the buckets where they count, and those of a version."""
+def _made_anew(
+    step: Snapshot, spec: TableSpec, before: RowTable | None, counting: Buckets, copying: threading.Lock
+) -> RowTable:
+    """A table with the rows of ``before``, read under ``copying``, in the buckets where they count, and a version's."""
     table = RowTable(spec, np.arange(NUM_BUCKETS))
     table.moments.forget_all()  # nobody asks what was written, or removed, since
     if spec.num_rows is None:  # at once, rather than as they come: any ids that are not there will do
         table.make_room(np.arange(sum(entry.num_rows for entry in _entries(step, EXPORT, spec.name))))
     if before is not None and before.spec == spec and counting.any():
-        for ids, rows in _rows_of(before, counting):
-            table.restore(ids, rows, None)
+        with copying:
+            for ids, rows in _rows_of(before, counting):
+                table.restore(ids, rows, None)
         table.remove(_removed_by(step, spec.name))
     for block in _blocks_of(step, spec.name):
         table.restore(block["ids"], block["rows"], None)

@@ -23,6 +23,7 @@ from geartrain.ams.server.freeze.freezes import Freezes
 from geartrain.ams.storage.durable import disk
 from geartrain.ams.storage.export.versions import compact_export, newest_version
 from geartrain.ams.storage.snapshot.folder import list_snapshots, open_snapshot, prune
+from geartrain.ams.tables.row_table import RowTable
 from geartrain.ams.values import errors
 from geartrain.ams.values.config import ClientConfig
 from geartrain.ams.values.optimizers.registry import SGD, Adagrad, Adam, SparseMomentum
@@ -263,6 +264,33 @@ def test_a_shard_that_was_not_told_of_a_version_writes_all_of_its_rows_in_the_ne
         assert [contents(FollowedTables(tmp_path), name) for name in TABLES] == [
             contents(follower, name) for name in TABLES
         ]
+
+
+def test_rows_are_listed_while_a_table_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with local(2) as cluster:
+        make(cluster, "hashed")
+        write(cluster, 0, "hashed", count=300)
+        with pytest.MonkeyPatch.context() as patch:  # a shard that is not told of a version writes all rows in the next
+            end = Freezes.end
+            patch.setattr(Freezes, "end", lambda one, *args, **kept: None if one._shard else end(one, *args, **kept))
+            cluster.export("hashed", tmp_path).result(60)
+        follower, before = FollowedTables(tmp_path), contents(cluster, "hashed")
+        write(cluster, 1, "hashed")
+        cluster.export("hashed", tmp_path).result(60)
+        listed: list[Any] = []
+        lister = threading.Thread(target=lambda: listed.append(follower.rows("hashed")[0].tobytes()))
+        read_frozen = RowTable.read_frozen
+
+        def read(*args: Any) -> Any:
+            if lister.ident is None:
+                lister.start()
+                lister.join(0.1)  # it has to wait
+            return read_frozen(*args)
+
+        monkeypatch.setattr(RowTable, "read_frozen", read)
+        assert follower.refresh() == 2
+        lister.join()
+        assert listed[0] in (before[1], contents(cluster, "hashed")[1])
 
 
 def test_chains_of_snapshots_and_exports_do_not_make_each_other_whole(tmp_path: Path) -> None:
