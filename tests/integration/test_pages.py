@@ -121,3 +121,16 @@ def test_samples_are_read_as_their_page_says(tmp_path: Path) -> None:
     alone, shared = untitled
     program = f"{alone}\nwith gt.local() as cluster:\n{textwrap.indent(shared, '    ')}"
     assert run(program, tmp_path) == "40 batches, 20,000 samples\n"
+
+
+def test_followers_of_the_page_have_what_was_trained(tmp_path: Path) -> None:
+    first, *_ = [block for block in blocks_of("how-to/serve-embeddings.md") if block.language == "python"]
+    printed = run(first.code, tmp_path)
+    assert printed.startswith("version 1\nversion 2\n2 2\ntorch.Size([2, 16]) ")
+
+
+def test_a_model_with_other_fields_takes_what_both_have(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (block,) = [block for block in blocks_of("how-to/save-a-model.md") if "runs/clicks" in block.code]
+    run(f"from torch import nn\nimport geartrain as gt\n{block.code}", tmp_path)
+    (said,) = [record.message for record in caplog.records]
+    assert said.partition(": ")[2] in block.code
