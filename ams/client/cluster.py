@@ -193,6 +193,7 @@ class Cluster:
         dtype: DTypeName = "float32",
         slot_dtype: DTypeName = "float32",
         admission: Admission | None = None,
+        max_bytes: int | None = None,
         reuse: bool = False,
         wire_dtype: WireDType | None = None,
     ) -> Table:
@@ -209,6 +210,9 @@ class Cluster:
             slot_dtype: That of the optimizer's state of each row.
             admission: Which ids without a row get one at a push: ``gt.MinCount(3)``, ``gt.Probability(0.1)``; None:
                 every id. Gradients of the others are dropped, and counted.
+            max_bytes: Of memory that all rows of a hashed table may take, slots and index included; each shard has its
+                share, by its buckets. Where new rows need room, those go that were pushed least often, of these the
+                ones not pushed for longest. None: any number.
             reuse: Open the table if it is there with an equal spec.
             wire_dtype: How rows travel to and from this process; see :meth:`table`.
 
@@ -227,6 +231,7 @@ class Cluster:
             dtype=dtype,
             slot_dtype=slot_dtype,
             admission=admission,
+            max_bytes=max_bytes,
         )
         wire_format(wire_dtype, name, dtype)  # before there is a table
         return Table(self._scheduler.create_table(spec, reuse=reuse), self._calls, self._stream, wire_dtype)

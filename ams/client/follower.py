@@ -287,8 +287,10 @@ class _Readers:
                 self._changed.notify_all()
 
 
-def _without_optimizer(spec: Mapping[str, Any]) -> TableSpec:
-    return replace(TableSpec.from_dict(dict(spec)), optimizer=SGD(1.0), slot_dtype="float32")
+def _without_optimizer(fields: Mapping[str, Any]) -> TableSpec:
+    """A table that trains nothing, and of which nothing goes by itself."""
+    spec = TableSpec.from_dict(dict(fields))
+    return replace(spec, optimizer=SGD(1.0), slot_dtype="float32", expiry=None, max_bytes=None)
 
 
 def _replaced(step: Snapshot, table: str) -> Buckets:

@@ -137,6 +137,8 @@ class RowStore:
         threads: int,
         window: int,
         admission: float | tuple[int, int, int, int, int] | None = None,
+        keeps_lives: bool = False,
+        max_bytes: int = -1,
     ) -> None: ...
     def pull(
         self,
@@ -154,7 +156,7 @@ class RowStore:
         lr: float,
         scale: float,
         ends_step: bool,
-        occurrences: npt.NDArray[np.uint32] | None = None,
+        batch: BatchFacts | None = None,
     ) -> int: ...
     def frozen_admission(self) -> tuple[int, list[int], npt.NDArray[np.uint8], list[int]] | None:
         """Pushes; ranges, their counters [R, B], and ids that wait in each, at the freeze. None: it admits all ids."""
@@ -191,6 +193,7 @@ class RowStore:
         slots: npt.NDArray[Any] | None,
         steps: npt.NDArray[np.int64] | None,
         buckets: npt.NDArray[np.uint8] | None,
+        lives: npt.NDArray[np.uint8] | None = None,
     ) -> int: ...
     def thaw(self, kept: bool) -> None: ...
     def restore(
@@ -199,7 +202,18 @@ class RowStore:
         rows: npt.NDArray[Any],
         slots: npt.NDArray[Any] | None,
         steps: npt.NDArray[np.int64] | None,
+        lives: npt.NDArray[np.uint8] | None = None,
     ) -> int: ...
+    def read_lives(
+        self, position: int, ids: npt.NDArray[np.int64], lives: npt.NDArray[np.uint8] | None
+    ) -> tuple[int, int]: ...
+    def advance_clock(self, step: int, seconds: int) -> None: ...
+    @property
+    def clock(self) -> tuple[int, int]: ...
+    @property
+    def most_rows(self) -> int: ...
+    @property
+    def num_evicted(self) -> int: ...
     def step_state(self) -> tuple[int, list[float], float, float]: ...
     def adopt_steps(self, now: int, lrs: list[float], origin_ww: float, origin_vw: float) -> None: ...
     @property

@@ -27,7 +27,7 @@ class FullDenseTable:
     def of(cls, spec: TableSpec, owned_buckets: Ids) -> FullDenseTable:
         """Tell it of a table with ``num_rows``; ``owned_buckets`` ascending, are the shard's."""
         assert spec.num_rows is not None
-        item_bytes = spec.row_bytes + spec.slot_bytes + spec.step_bytes
+        item_bytes = spec.row_bytes + spec.slot_bytes + spec.step_bytes + spec.life_bytes
         return cls(*_core.full_dense_table(owned_buckets, spec.num_rows, item_bytes), item_bytes)
 
     @property

@@ -18,12 +18,14 @@ from geartrain.ams.kernels import _core, ops
 from geartrain.ams.kernels.engine import ServedTable
 from geartrain.ams.tables.counted_ids import CountedIds, Refused, compiled_admission
 from geartrain.ams.tables.moments import KnownMoments
+from geartrain.ams.tables.stored_rows import LIFE, StoredRows, life_bytes
 from geartrain.ams.values.admission.rules import MinCount
 from geartrain.ams.values.errors import InvalidArgument, InvalidRows
 from geartrain.ams.values.optimizers.spec import NO_SCALARS
+from geartrain.ams.values.shard_messages import BatchFacts
 from geartrain.ams.values.specs import DTYPES, Constant, Ids, Initializer, TableSpec, Uniform
 
-__all__ = ["ELAPSED_WINDOW", "RowTable", "StoredRows", "TableSteps", "table_hash"]
+__all__ = ["ELAPSED_WINDOW", "RowTable", "StoredRows", "TableClock", "TableSteps", "table_hash"]
 
 _BAD_POSITION = 5
 _CONSTANT, _UNIFORM, _NORMAL = range(3)
@@ -46,38 +48,13 @@ class TableSteps(NamedTuple):
     """What all of them do to a row that was never written: factors of its initial value that give row and slot."""
 
 
-class StoredRows(NamedTuple):
-    """Rows as a table keeps them. Where it counts steps they are not caught up: ``steps`` says since when."""
+class TableClock(NamedTuple):
+    """The time of a table: what pushes said. JSON values."""
 
-    ids: Ids
-    """[N]."""
-    rows: npt.NDArray[Any]
-    """[N, D]."""
-    slots: npt.NDArray[Any] | None
-    """[N, slot_dim]: one slot after the other; None where there are none, or none is wanted."""
-    steps: Ids | None
-    """[N]: where untouched rows move the last step of each row, -1 for one that nothing moves; where updates are
-    counted (:attr:`TableSpec.counts_updates`) their number; else None."""
-
-    @classmethod
-    def empty(cls, spec: TableSpec, count: int, *, rows_alone: bool = False) -> StoredRows:
-        """Memory for ``count`` rows of a table, with whatever values; ``rows_alone``: for no slots and steps."""
-        return cls(
-            np.empty(count, np.int64),
-            np.empty((count, spec.dim), spec.numpy_dtype),
-            np.empty((count, spec.slot_dim), DTYPES[spec.slot_dtype]) if spec.has_slots and not rows_alone else None,
-            np.empty(count, np.int64) if spec.step_bytes and not rows_alone else None,
-        )
-
-    def between(self, start: int, stop: int) -> StoredRows:
-        """The rows ``start`` … ``stop`` - 1, in the same memory."""
-        here = slice(start, stop)
-        slots, steps = (None if part is None else part[here] for part in (self.slots, self.steps))
-        return StoredRows(self.ids[here], self.rows[here], slots, steps)
-
-    def arrays(self) -> dict[str, npt.NDArray[Any]]:
-        """The arrays that there are, by name."""
-        return {name: part for name, part in self._asdict().items() if part is not None}
+    step: int
+    """Of a worker."""
+    seconds: int
+    """Since 1970, by a worker's clock."""
 
 
 def table_hash(name: str) -> int:
@@ -117,6 +94,8 @@ def _store(spec: TableSpec, owned_buckets: Ids, threads: int, window: int) -> op
         threads=threads,
         window=window,
         admission=compiled_admission(spec.admission),
+        keeps_lives=spec.keeps_lives,
+        max_bytes=-1 if spec.max_bytes is None else spec.max_bytes * len(owned_buckets) // ops.NUM_BUCKETS,
     )
 
 
@@ -144,6 +123,13 @@ class RowTable:
         self.spec = spec
         self.owned_buckets = owned
         self._store = _store(spec, owned, threads, window)
+        if len(owned) and self._store.most_rows < 1:
+            raise InvalidArgument(
+                f"max_bytes of table {spec.name!r} is {spec.max_bytes}, and a shard's share of it holds no row of "
+                f"{spec.row_bytes + spec.slot_bytes + spec.step_bytes + spec.life_bytes} bytes and its index; raise it"
+            )
+        if spec.expiry is not None:
+            spec.expiry.require_usable()
         self.moments = KnownMoments(self._store.forget_moment)
         """Snapshots and exports that hold every row but those written since. Set by who freezes and restores."""
         self.served = ServedTable(
@@ -263,7 +249,7 @@ class RowTable:
         scale: float = 1.0,
         optimizer_scalars: Mapping[str, float] = NO_SCALARS,
         ends_step: bool = True,
-        occurrences: npt.NDArray[np.uint32] | None = None,
+        batch: BatchFacts | None = None,
     ) -> int:
         """Apply the optimizer to the rows of ``ids``, creating those that are not there from their initial values.
 
@@ -275,7 +261,7 @@ class RowTable:
             optimizer_scalars: Numbers of the optimizer that this push replaces: see :meth:`RowOptimizerSpec.for_push`.
             ends_step: Where untouched rows move: whether the step, of this push and those before it that did not end
                 one, is over. A row pushed twice within a step has the sum of both gradients.
-            occurrences: [N]: how often each id was in the batch, for admission; None: once.
+            batch: What the push says of its batch: occurrences, step and time.
 
         Returns:
             The number of rows created.
@@ -286,11 +272,12 @@ class RowTable:
             NonFinite: a scaled gradient is NaN or infinite, or an updated value would be infinite in its storage type.
             InvalidArgument: ``lr``, ``scale`` or an optimizer's number is out of range, or cannot change.
             MemoryError: new rows do not fit.
+            TableFull: they do not fit below the table's ``max_bytes``.
         """
         optimizer, lr = self._checked_factors(lr, scale, optimizer_scalars)
         ids, bits, code = self._checked_gradients(ids, gradients)
         try:
-            return self._store.push(ids, bits, code, optimizer, lr, scale, ends_step, occurrences)
+            return self._store.push(ids, bits, code, optimizer, lr, scale, ends_step, batch)
         except ops.Refused as refused:
             self._refuse(refused, ids, f"gradients (times scale {scale!r})")
 
@@ -403,6 +390,28 @@ class RowTable:
             self._refuse(refused, ids)
 
     @property
+    def clock(self) -> TableClock:
+        """The largest step and time that pushes said."""
+        return TableClock(*self._store.clock)
+
+    def advance_clock(self, clock: TableClock) -> None:
+        """Go on from ``clock``, if that is later."""
+        self._store.advance_clock(*clock)
+
+    @property
+    def num_evicted(self) -> int:
+        """Rows that went because others needed their room, since the table was made here."""
+        return self._store.num_evicted
+
+    def read_lives(self, position: int, most: int) -> tuple[Ids, npt.NDArray[Any] | None, int]:
+        """The ids [N] of at most ``most`` rows from a position on, their lives [N] (None: the table keeps none), and
+        the position to go on at, -1: that was all. Rows lie as they were created, or by id in a dense table.
+        """
+        ids, lives = np.empty(most, np.int64), np.empty(most, LIFE) if self.spec.keeps_lives else None
+        count, position = self._store.read_lives(position, ids, life_bytes(lives))
+        return ids[:count], None if lives is None else lives[:count], position
+
+    @property
     def latest_moment(self) -> int:
         """Number of the last moment that is known: of a freeze, of :meth:`note_moment`, or 0, when the table was made;
         -1: all were forgotten."""
@@ -430,13 +439,14 @@ class RowTable:
         call before cost a look at every row that was not read yet. ``out`` is memory for them, of ``most`` rows or
         more (:meth:`StoredRows.empty`), without those parts that are not wanted; None: fresh memory.
         """
-        ids, rows, slots, steps = (StoredRows.empty(self.spec, most) if out is None else out).between(0, most)
+        found = (StoredRows.empty(self.spec, most) if out is None else out).between(0, most)
+        ids, rows, slots, steps, lives = found
         row_bits, slot_bits = ops.as_bits(rows)[0], None if slots is None else ops.as_bits(slots)[0]
         wanted = None if buckets is None else buckets.view(np.uint8)
         num = 0
         while num == 0:  # each call looks at a bounded number of rows, and lets writers in after it
-            num = self._store.read_frozen(ids, row_bits, slot_bits, steps, wanted)
-        return StoredRows(ids, rows, slots, steps).between(0, max(num, 0))
+            num = self._store.read_frozen(ids, row_bits, slot_bits, steps, wanted, life_bytes(lives))
+        return found.between(0, max(num, 0))
 
     def frozen_removed(self, most: int = _MOST_REMOVED) -> Iterator[Ids]:
         """The ids of rows that were there at the moment that :meth:`freeze` was told and had been removed when it came,
@@ -456,15 +466,29 @@ class RowTable:
         self._store.thaw(kept)
 
     def restore(
-        self, ids: Ids, rows: npt.NDArray[Any], slots: npt.NDArray[Any] | None, steps: Ids | None = None
+        self,
+        ids: Ids,
+        rows: npt.NDArray[Any],
+        slots: npt.NDArray[Any] | None,
+        steps: Ids | None = None,
+        lives: npt.NDArray[Any] | None = None,
     ) -> int:
-        """Write rows [N, D], slots [N, slot_dim], steps [N] as :meth:`read_frozen` gave them; return the rows created.
+        """Write rows [N, D], slots [N, slot_dim], steps [N] and lives [N] as :meth:`read_frozen` gave them.
+
+        Returns the number of rows created.
 
         They do not count as written since any moment. 16-bit rows of older snapshots come without steps, which
-        count as 0. Raises as :meth:`assign`.
+        count as 0. Where ``max_bytes`` have no room for all of them, those go, or do not come, that eviction would take
+        first. Raises as :meth:`assign`.
         """
         ids = ops.checked_ids(ids)
         self._require_rows(rows, len(ids), "rows", self.spec.numpy_dtype)
+        if (lives is not None) != self.spec.keeps_lives or (lives is not None and lives.shape != ids.shape):
+            keeps = "keeps" if self.spec.keeps_lives else "does not keep"
+            raise InvalidRows(
+                f"table {self.spec.name!r} {keeps} when its rows were last seen; "
+                f"{'no' if lives is None else len(lives)} lives were given for {len(ids)} rows"
+            )
         if (slots is not None) != self.spec.has_slots:
             raise InvalidRows(f"table {self.spec.name!r} has {'' if self.spec.has_slots else 'no '}slots; give them so")
         if slots is not None:
@@ -487,6 +511,7 @@ class RowTable:
                 ops.as_bits(rows)[0],
                 None if slots is None else ops.as_bits(slots, "slots")[0],
                 None if steps is None else ops.checked_ids(steps, "steps"),
+                life_bytes(lives),
             )
         except ops.Refused as refused:
             self._refuse(refused, ids, "rows")

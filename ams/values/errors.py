@@ -51,6 +51,7 @@ GeartrainError
 │   ├── StateDamaged                 a file or value is changed, cut or gone: names the file and the key
 │   └── StateFailed                  a change could not be written
 ├── OutOfMemory (MemoryError)        rows would take more memory than a server may; nothing of the write was applied
+│   └── TableFull                    new rows of one write do not fit below the table's max_bytes, whatever is evicted
 ├── Cancelled                        long work was ended because its caller asked for it
 ├── ProtocolError                    bytes that are not a valid message
 │   └── MessageTooLarge
@@ -304,6 +305,13 @@ class OutOfMemory(GeartrainError, MemoryError):
     """A write would take more memory than the rows of a server process may (``server.memory_bytes``), or than there is.
 
     The shard that says so has applied nothing of it; other shards may have applied their part.
+    """
+
+
+class TableFull(OutOfMemory):
+    """A write has more new rows than fit below the table's ``max_bytes`` beside its others: says both numbers.
+
+    The shard that says so has applied nothing of it, and evicted nothing.
     """
 
 

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from geartrain.ams.values.admission.rules import Admission, admission_from_json, admission_to_json, require_admission
 from geartrain.ams.values.arguments import boolean, integer, real_number
 from geartrain.ams.values.errors import InvalidArgument
+from geartrain.ams.values.expiry.rules import Expiry, expiry_from_json
 from geartrain.ams.values.optimizers.registry import optimizer_from_json, optimizer_to_json, require_optimizer
 from geartrain.ams.values.optimizers.spec import RowOptimizerSpec, require, require_rate
 from geartrain.ams.values.text import quoted
@@ -108,6 +109,12 @@ class TableSpec:
     admission: Admission | None = None
     """Which ids without a row get one at a push; None: every id. Gradients of the others are dropped, and counted. What
     is assigned is there."""
+    expiry: Expiry | None = None
+    """Which rows go when nobody needs them; None: none does by itself."""
+    max_bytes: int | None = None
+    """What all rows of a hashed table may take in memory, with slots and index; a shard has its share, by its buckets.
+    Where new rows need room, those go that were pushed least often, of these the ones not pushed for longest. None: any
+    number."""
     incarnation: int = field(default=0, compare=False, repr=False)
     """Which table of this name it is, as the scheduler numbers them; 0: not known. Not part of what is agreed on."""
 
@@ -127,6 +134,17 @@ class TableSpec:
             isinstance(self.initializer, Constant | Uniform | Normal),
             f"initializer is {self.initializer!r}; it must be an instance of Constant, Uniform or Normal of geartrain",
         )
+        require(
+            self.expiry is None or isinstance(self.expiry, Expiry),
+            f"expiry is {self.expiry!r}; it must be a gt.Unseen, a gt.SmallerThan, a gt.Rule or None",
+        )
+        if self.max_bytes is not None:
+            set_field("max_bytes", integer("max_bytes (None: any number)", self.max_bytes, 1, 2**62))
+            require(
+                self.num_rows is None,
+                f"max_bytes is {self.max_bytes} and num_rows {self.num_rows}: rows of dense ids have their places, and "
+                "are not evicted; leave one of the two out",
+            )
         for label, value in (("dtype", self.dtype), ("slot_dtype", self.slot_dtype)):
             if not isinstance(value, str) or value not in DTYPES:
                 raise InvalidArgument(f"{label} is {quoted(value)}; it must be {_dtype_named(value)}")
@@ -170,12 +188,22 @@ class TableSpec:
     @property
     def counts_occurrences(self) -> bool:
         """Whether it asks pushes how often each id was in their batch."""
-        return self.admission is not None
+        return self.admission is not None or self.keeps_lives
 
     @property
     def asks_for_clock(self) -> bool:
         """Whether it asks pushes for the worker's step and time."""
-        return False
+        return self.expiry is not None or self.max_bytes is not None
+
+    @property
+    def keeps_lives(self) -> bool:
+        """Whether it knows of each row when it was last pushed, and how often."""
+        return self.max_bytes is not None or (self.expiry is not None and self.expiry.needs_lives)
+
+    @property
+    def life_bytes(self) -> int:
+        """Bytes of what it knows of that for one row."""
+        return 16 if self.keeps_lives else 0
 
     @property
     def rounds(self) -> bool:
@@ -201,6 +229,7 @@ class TableSpec:
             "optimizer": optimizer_to_json(self.optimizer),
             "initializer": {"kind": type(self.initializer).__name__, **asdict(self.initializer)},
             "admission": admission_to_json(self.admission),
+            "expiry": None if self.expiry is None else self.expiry.to_json(),
         }
 
     @property
@@ -222,6 +251,7 @@ class TableSpec:
                     "optimizer": optimizer_from_json(fields["optimizer"]),
                     "initializer": _of_kind(_INITIALIZERS, fields["initializer"]),
                     "admission": admission_from_json(fields.get("admission")),
+                    "expiry": None if fields.get("expiry") is None else expiry_from_json(fields["expiry"]),
                 }
             )
         except (TypeError, KeyError, AttributeError) as exc:

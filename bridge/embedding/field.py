@@ -57,6 +57,9 @@ class Field:
     """Storage type of the optimizer's state of each row; None: float32."""
     admission: Admission | None = None
     """Which ids without a row get one at a push; None: every id."""
+    max_bytes: int | None = None
+    """Of memory for all rows of the table, with their slots and index; None: any number. Rows that were pushed least
+    often go first where new ones need room."""
 
     def __post_init__(self) -> None:
         """Raises InvalidArgument that names the field."""
@@ -111,7 +114,7 @@ class Field:
         return self.name if self.table is None else self.table
 
 
-_OF_TABLE = ("dim", "optimizer", "initializer", "num_rows", "dtype", "slot_dtype", "admission")
+_OF_TABLE = ("dim", "optimizer", "initializer", "num_rows", "dtype", "slot_dtype", "admission", "max_bytes")
 assert set(_OF_TABLE) < {one.name for one in fields(Field)}
 
 

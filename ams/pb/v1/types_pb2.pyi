@@ -360,9 +360,65 @@ class MinCount(_message.Message):
 Global___MinCount: _TypeAlias = MinCount  # noqa: Y015
 
 @_typing.final
-class TableSpec(_message.Message):
-    """Everything that two parties must agree on to share a table."""
+class Expiry(_message.Message):
+    """Everything that two parties must agree on to share a table.
+    A rule by which rows go.
+    """
 
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: _builtins.int
+    EVERY_FIELD_NUMBER: _builtins.int
+    STEPS_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    L2_FIELD_NUMBER: _builtins.int
+    RULE_FIELD_NUMBER: _builtins.int
+    kind: _builtins.str
+    """"Unseen", "SmallerThan" or "Rule"."""
+    every: _builtins.int
+    """Steps of the table's clock, the largest step that a push said, between two looks at all rows."""
+    steps: _builtins.int
+    """Of Unseen, one of the two: rows go that nobody pushed for more than that of the table's clock."""
+    seconds: _builtins.float
+    l2: _builtins.float
+    """Of SmallerThan: rows go whose Euclidean norm is below it."""
+    rule: _builtins.str
+    """Of Rule: an expression, or "package.module:function"."""
+    def __init__(
+        self,
+        *,
+        kind: _builtins.str = ...,
+        every: _builtins.int = ...,
+        steps: _builtins.int | None = ...,
+        seconds: _builtins.float | None = ...,
+        l2: _builtins.float | None = ...,
+        rule: _builtins.str | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_l2", b"_l2", "_rule", b"_rule", "_seconds", b"_seconds", "_steps", b"_steps", "l2", b"l2", "rule", b"rule", "seconds", b"seconds", "steps", b"steps"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_l2", b"_l2", "_rule", b"_rule", "_seconds", b"_seconds", "_steps", b"_steps", "every", b"every", "kind", b"kind", "l2", b"l2", "rule", b"rule", "seconds", b"seconds", "steps", b"steps"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__l2: _TypeAlias = _typing.Literal["l2"]  # noqa: Y015
+    _WhichOneofArgType__l2: _TypeAlias = _typing.Literal["_l2", b"_l2"]  # noqa: Y015
+    _WhichOneofReturnType__rule: _TypeAlias = _typing.Literal["rule"]  # noqa: Y015
+    _WhichOneofArgType__rule: _TypeAlias = _typing.Literal["_rule", b"_rule"]  # noqa: Y015
+    _WhichOneofReturnType__seconds: _TypeAlias = _typing.Literal["seconds"]  # noqa: Y015
+    _WhichOneofArgType__seconds: _TypeAlias = _typing.Literal["_seconds", b"_seconds"]  # noqa: Y015
+    _WhichOneofReturnType__steps: _TypeAlias = _typing.Literal["steps"]  # noqa: Y015
+    _WhichOneofArgType__steps: _TypeAlias = _typing.Literal["_steps", b"_steps"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__l2) -> _WhichOneofReturnType__l2 | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__rule) -> _WhichOneofReturnType__rule | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__seconds) -> _WhichOneofReturnType__seconds | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__steps) -> _WhichOneofReturnType__steps | None: ...
+
+Global___Expiry: _TypeAlias = Expiry  # noqa: Y015
+
+@_typing.final
+class TableSpec(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     NAME_FIELD_NUMBER: _builtins.int
@@ -375,6 +431,8 @@ class TableSpec(_message.Message):
     CONSTANT_FIELD_NUMBER: _builtins.int
     UNIFORM_FIELD_NUMBER: _builtins.int
     NORMAL_FIELD_NUMBER: _builtins.int
+    EXPIRY_FIELD_NUMBER: _builtins.int
+    MAX_BYTES_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
     PROBABILITY_FIELD_NUMBER: _builtins.int
     MIN_COUNT_FIELD_NUMBER: _builtins.int
@@ -390,6 +448,8 @@ class TableSpec(_message.Message):
     """Storage type of the rows."""
     slot_dtype: Global___DType.ValueType
     """Storage type of the slots (momentum)."""
+    max_bytes: _builtins.int
+    """What all rows of the table may take in memory: see TableSpec of ams/values/specs.py. Absent: any number."""
     incarnation: _builtins.int
     """Which table of this name it is: chosen by the scheduler when it is made, higher than that of any before. Ignored in a
     request to the scheduler to make one; 0: not known.
@@ -404,6 +464,10 @@ class TableSpec(_message.Message):
     def uniform(self) -> Global___Uniform: ...
     @_builtins.property
     def normal(self) -> Global___Normal: ...
+    @_builtins.property
+    def expiry(self) -> Global___Expiry:
+        """Which rows go when nobody needs them. Absent: none does by itself."""
+
     @_builtins.property
     def probability(self) -> Global___Probability: ...
     @_builtins.property
@@ -421,20 +485,26 @@ class TableSpec(_message.Message):
         constant: Global___Constant | None = ...,
         uniform: Global___Uniform | None = ...,
         normal: Global___Normal | None = ...,
+        expiry: Global___Expiry | None = ...,
+        max_bytes: _builtins.int | None = ...,
         incarnation: _builtins.int = ...,
         probability: Global___Probability | None = ...,
         min_count: Global___MinCount | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_num_rows", b"_num_rows", "admission", b"admission", "constant", b"constant", "initializer", b"initializer", "min_count", b"min_count", "normal", b"normal", "num_rows", b"num_rows", "optimizer", b"optimizer", "probability", b"probability", "uniform", b"uniform"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_bytes", b"_max_bytes", "_num_rows", b"_num_rows", "admission", b"admission", "constant", b"constant", "expiry", b"expiry", "initializer", b"initializer", "max_bytes", b"max_bytes", "min_count", b"min_count", "normal", b"normal", "num_rows", b"num_rows", "optimizer", b"optimizer", "probability", b"probability", "uniform", b"uniform"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_rows", b"_num_rows", "admission", b"admission", "constant", b"constant", "dim", b"dim", "dtype", b"dtype", "incarnation", b"incarnation", "initializer", b"initializer", "min_count", b"min_count", "name", b"name", "normal", b"normal", "num_rows", b"num_rows", "optimizer", b"optimizer", "probability", b"probability", "seed", b"seed", "slot_dtype", b"slot_dtype", "uniform", b"uniform"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_bytes", b"_max_bytes", "_num_rows", b"_num_rows", "admission", b"admission", "constant", b"constant", "dim", b"dim", "dtype", b"dtype", "expiry", b"expiry", "incarnation", b"incarnation", "initializer", b"initializer", "max_bytes", b"max_bytes", "min_count", b"min_count", "name", b"name", "normal", b"normal", "num_rows", b"num_rows", "optimizer", b"optimizer", "probability", b"probability", "seed", b"seed", "slot_dtype", b"slot_dtype", "uniform", b"uniform"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__max_bytes: _TypeAlias = _typing.Literal["max_bytes"]  # noqa: Y015
+    _WhichOneofArgType__max_bytes: _TypeAlias = _typing.Literal["_max_bytes", b"_max_bytes"]  # noqa: Y015
     _WhichOneofReturnType__num_rows: _TypeAlias = _typing.Literal["num_rows"]  # noqa: Y015
     _WhichOneofArgType__num_rows: _TypeAlias = _typing.Literal["_num_rows", b"_num_rows"]  # noqa: Y015
     _WhichOneofReturnType_admission: _TypeAlias = _typing.Literal["probability", "min_count"]  # noqa: Y015
     _WhichOneofArgType_admission: _TypeAlias = _typing.Literal["admission", b"admission"]  # noqa: Y015
     _WhichOneofReturnType_initializer: _TypeAlias = _typing.Literal["constant", "uniform", "normal"]  # noqa: Y015
     _WhichOneofArgType_initializer: _TypeAlias = _typing.Literal["initializer", b"initializer"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_bytes) -> _WhichOneofReturnType__max_bytes | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__num_rows) -> _WhichOneofReturnType__num_rows | None: ...
     @_typing.overload

@@ -9,6 +9,7 @@ import numpy as np
 from geartrain.ams.pb.v1 import types_pb2
 from geartrain.ams.values.admission.rules import Admission, MinCount, Probability
 from geartrain.ams.values.errors import InvalidArgument, InvalidRows
+from geartrain.ams.values.expiry.rules import Expiry, expiry_from_json
 from geartrain.ams.values.optimizers.registry import OPTIMIZERS, RowOptimizerSpec, optimizer_of
 from geartrain.ams.values.specs import DTYPES, Constant, DTypeName, Initializer, Normal, TableSpec, Uniform
 
@@ -47,6 +48,8 @@ def spec_to_pb(spec: TableSpec) -> types_pb2.TableSpec:
         slot_dtype=_DTYPE_CODES[spec.slot_dtype],
         optimizer=types_pb2.Optimizer(name=spec.optimizer.name, scalars=spec.optimizer.scalars()),
         incarnation=spec.incarnation,
+        max_bytes=spec.max_bytes,
+        expiry=None if spec.expiry is None else expiry_to_pb(spec.expiry),
     )
     match spec.initializer:
         case Constant() as constant:
@@ -77,7 +80,27 @@ def spec_from_pb(pb: types_pb2.TableSpec) -> TableSpec:
         slot_dtype=dtype_from_pb(pb.slot_dtype),
         incarnation=pb.incarnation,
         admission=_admission_from_pb(pb),
+        max_bytes=pb.max_bytes if pb.HasField("max_bytes") else None,
+        expiry=expiry_from_pb(pb.expiry) if pb.HasField("expiry") else None,
     )
+
+
+def expiry_to_pb(expiry: Expiry) -> types_pb2.Expiry:
+    """Encode a rule by which rows go."""
+    said = expiry.to_json()
+    return types_pb2.Expiry(
+        kind=said["kind"],
+        every=said["every"],
+        steps=said.get("steps"),
+        seconds=said.get("seconds"),
+        l2=said.get("l2"),
+        rule=said.get("rule"),
+    )
+
+
+def expiry_from_pb(pb: types_pb2.Expiry) -> Expiry:
+    """Decode a rule by which rows go. Raises InvalidArgument if it is not a legal one."""
+    return expiry_from_json({field.name: value for field, value in pb.ListFields()})
 
 
 def _admission_from_pb(pb: types_pb2.TableSpec) -> Admission | None:

@@ -180,7 +180,7 @@ class FrozenTables:
         The memory of a block takes another one once ``_WRITERS`` more were given: fresh pages cost as much as a copy.
         """
         spec = table.spec
-        item_bytes = 8 + spec.row_bytes + (0 if rows_alone else spec.slot_bytes + spec.step_bytes)
+        item_bytes = 8 + spec.row_bytes + (0 if rows_alone else spec.slot_bytes + spec.step_bytes + spec.life_bytes)
         num_ranges, per_block = plan_blocks(self._num_rows[spec.name], item_bytes)
         at_once = max(1, _READ_BYTES // item_bytes)
         memory = deque(StoredRows.empty(spec, per_block, rows_alone=rows_alone) for _ in range(_WRITERS + 1))

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from geartrain.ams.kernels.engine import CompletedWrites, SyncGroups
-from geartrain.ams.tables.row_table import RowTable, TableSteps
+from geartrain.ams.tables.row_table import RowTable, TableClock, TableSteps
 from geartrain.ams.values.errors import InvalidArgument, SnapshotDamaged
 
 _STEPS = TypeAdapter(TableSteps)
@@ -68,6 +68,8 @@ class ShardMarks(BaseModel):
     """By table, where untouched rows move. Left out if there are none."""
     writes: dict[str, int] = {}
     """By table, the writes applied to it. Older snapshots have none."""
+    clocks: dict[str, TableClock] = {}
+    """By table, the largest step and time that pushes said, where there are such."""
 
 
 def held_marks(
@@ -76,8 +78,9 @@ def held_marks(
     tables: Collection[str],
     steps: Mapping[str, TableSteps] | None = None,
     writes: Mapping[str, int] | None = None,
+    clocks: Mapping[str, TableClock] | None = None,
 ) -> dict[str, Any]:
-    """Return the marks and numbers of writes to ``tables``, and the steps of those that count them, as JSON values."""
+    """Return the marks, numbers of writes and clocks of ``tables``, and the steps of those that count them, as JSON."""
     held = ShardMarks(
         streams={
             name: StreamWrites(incarnation, oldest, [CompletedWrite(*write) for write in done])
@@ -86,8 +89,10 @@ def held_marks(
         groups=[step for step in map(GroupStep._make, groups.steps()) if step.table in tables],
         steps=dict(steps or {}),
         writes=dict(writes or {}),
+        clocks=dict(clocks or {}),
     )
-    return held.model_dump(mode="json", exclude=None if steps else {"steps"})
+    left_out = {name for name, there in (("steps", steps), ("clocks", clocks)) if not there}
+    return held.model_dump(mode="json", exclude=left_out)
 
 
 def restore_marks(
@@ -138,6 +143,19 @@ def merged_stream(sources: Sequence[StreamWrites | None], tables: Collection[str
             for write in sorted(everywhere, key=lambda write: write.sequence)
         ],
     )
+
+
+def clocks_of(tables: Mapping[str, RowTable]) -> dict[str, TableClock]:
+    """Return the clocks of those tables that pushes said a step or time to."""
+    return {name: table.clock for name, table in tables.items() if any(table.clock)}
+
+
+def restore_clocks(sources: Sequence[Mapping[str, Any]], tables: Mapping[str, RowTable]) -> None:
+    """Let restored tables go on from the latest of their sources' clocks."""
+    for source in sources:
+        for name, clock in ShardMarks.model_validate(source).clocks.items():
+            if name in tables:
+                tables[name].advance_clock(clock)
 
 
 def steps_of(tables: Mapping[str, RowTable]) -> dict[str, TableSteps]:

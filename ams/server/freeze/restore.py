@@ -12,13 +12,13 @@ import numpy as np
 from geartrain.ams.kernels.engine import CompletedWrites, SyncGroups, Turn
 from geartrain.ams.observe import failpoints
 from geartrain.ams.server.freeze.freezes import Freezes
-from geartrain.ams.server.freeze.marks import restore_marks, restore_steps, writes_before
+from geartrain.ams.server.freeze.marks import restore_clocks, restore_marks, restore_steps, writes_before
 from geartrain.ams.server.tables import RestoreWork, ShardTable, ShardTables
 from geartrain.ams.storage.snapshot.chain import layers_of
 from geartrain.ams.storage.snapshot.folder import Snapshot, open_snapshot
 from geartrain.ams.storage.snapshot.manifest import ADMISSION, MARKS
 from geartrain.ams.tables.counted_ids import CountedIds
-from geartrain.ams.tables.row_table import RowTable
+from geartrain.ams.tables.row_table import RowTable, StoredRows
 from geartrain.ams.values.errors import InvalidArgument, SpecMismatch, TableExists, TableNotFound
 from geartrain.ams.values.placement import NUM_BUCKETS, bucket_of
 from geartrain.ams.values.shard_messages import Done, Reply, Restore
@@ -87,6 +87,7 @@ class Restores:
         with turn:
             restore_marks(sources, rows, self._completed_writes, self._groups)
             restore_steps(sources, rows)
+            restore_clocks(sources, rows)
             for name, table in tables.items():
                 table.writes_before = writes_before(sources, name)
                 table.is_whole = True
@@ -179,7 +180,7 @@ def restore_tables(
                     arrays = {kind: array[mine] for kind, array in arrays.items()}
                 failpoints.reach("restore.block.before")
                 with turn:
-                    table.restore(arrays["ids"], arrays["rows"], arrays.get("slots"), arrays.get("steps"))
+                    table.restore(*StoredRows.of(arrays))
                 failpoints.reach("restore.block.after")
         for counted in counted_ids(snapshot, name):
             with turn:

@@ -47,6 +47,7 @@ _DTYPES: dict[str, np.dtype] = {
     "F32": np.dtype(np.float32),
     "F64": np.dtype(np.float64),
 }
+_OF_EACH_ROW = ("ids", "rows", "slots", "steps", "seen_steps", "seen_seconds", "counts")
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
@@ -256,7 +257,7 @@ def _require_block(arrays: Mapping[str, np.ndarray]) -> int:
         if array.dtype.newbyteorder("=") not in _DTYPES.values():
             legal = ", ".join(str(dtype) for dtype in _DTYPES.values())
             raise InvalidArgument(f"array {name!r} has dtype {array.dtype}; it must be one of {legal}")
-    counting = [(name, arrays[name]) for name in ("ids", "rows", "slots", "steps") if name in arrays]
+    counting = [(name, arrays[name]) for name in _OF_EACH_ROW if name in arrays]
     for name, array in counting:
         if array.ndim < 1 or len(array) != len(counting[0][1]):
             raise InvalidArgument(f"array {name!r} has shape {array.shape}; {counting[0][0]} {counting[0][1].shape}")

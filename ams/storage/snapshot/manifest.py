@@ -38,7 +38,8 @@ ROWS = "rows"
 [N, D] ([N, 2 D] with Adam).
 
 Where untouched rows move, also steps [N]: rows and slots are those of that step, and the marks say which came after it.
-With Adam steps [N] are the numbers of the rows' updates.
+With Adam steps [N] are the numbers of the rows' updates. Of tables that keep them, when each row was last seen, on the
+clock of the marks, and how often: seen_steps, seen_seconds and counts [N].
 """
 EXPORT = "export"
 """Kind of the row blocks of a version of an export: ids [N] and rows [N, D] alone."""

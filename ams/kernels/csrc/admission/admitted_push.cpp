@@ -34,6 +34,7 @@ AdmittedPush admit(Admission& admission, const int64_t* ids, const BatchFacts& b
     positions[push.ids.size()] = position;
     push.ids.push_back(ids[i]);
     push.gradients.push_back(gradients.number(i));
+    if (batch.occurrences != nullptr) push.occurrences.push_back(batch.occurrences_of(i));
     if (after != nullptr) push.rows.push_back(after->number(i));
   }
   positions.resize(num_left);

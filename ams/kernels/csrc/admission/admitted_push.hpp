@@ -15,6 +15,7 @@ struct AdmittedPush {
   bool is_all = true;            // none is refused, and the rest is empty
   std::vector<int64_t> ids;      // those that have a row, or get one
   std::vector<int64_t> gradients, rows;  // numbers of theirs, where they lie and where they go
+  std::vector<uint32_t> occurrences;     // of them, if the push says any
   std::vector<int64_t> refused;          // places of the others in the push, if rows go anywhere
 };
 

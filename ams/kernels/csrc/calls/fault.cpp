@@ -17,6 +17,8 @@ Fault worded(const std::string& of_whom) {
     return {"OutOfMemory", refused.words()};
   } catch (const TooManyIds& refused) {
     return {"OutOfMemory", refused.words()};
+  } catch (const TooManyRows& refused) {
+    return {"TableFull", refused.words()};
   } catch (const std::bad_alloc&) {
     return {"OutOfMemory", of_whom + " is out of memory: the system gives it no more; the call changed nothing"};
   } catch (const std::exception& error) {

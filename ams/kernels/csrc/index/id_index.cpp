@@ -9,6 +9,16 @@ namespace geartrain {
 
 IdIndex::IdIndex() : current_(make_table(kFirstLines)) {}
 
+int64_t IdIndex::most_bytes(int64_t count) {
+  int64_t lines = kFirstLines, before = 0;
+  while (count > most_ids(lines)) {
+    before = lines;
+    lines = lines * 7 / 5;
+  }
+  const auto bytes = [](int64_t of_lines) { return static_cast<int64_t>(Pages::rounded(static_cast<size_t>(of_lines) * sizeof(Line))); };
+  return bytes(lines) + bytes(before) + count * static_cast<int64_t>(sizeof(int64_t) + sizeof(uint32_t));
+}
+
 IdIndex::Table IdIndex::make_table(int64_t num_lines) {
   Table table;
   table.pages = Pages(static_cast<size_t>(num_lines) * sizeof(Line));

@@ -34,6 +34,9 @@ class IdIndex {
            static_cast<int64_t>(released_.size() * sizeof(uint32_t));
   }
 
+  // What an index of `count` ids takes at most, while it grows to so many.
+  static int64_t most_bytes(int64_t count);
+
   void prefetch(int64_t id) const { prefetch_bytes(&home(id), 1); }
 
   // The number of `id` (>= 0), or -1.

@@ -15,10 +15,15 @@ constexpr size_t kPage = 4096;
 
 }  // namespace
 
+size_t Pages::rounded(size_t bytes) {
+  const size_t unit = bytes >= kHugePage ? kHugePage : kPage;
+  return (bytes + unit - 1) / unit * unit;
+}
+
 Pages::Pages(size_t bytes) {
   const size_t unit = bytes >= kHugePage ? kHugePage : kPage;
   if (bytes == 0 || bytes > SIZE_MAX / 2) throw std::bad_alloc();
-  bytes = (bytes + unit - 1) / unit * unit;
+  bytes = rounded(bytes);
   const size_t slack = unit == kHugePage ? kHugePage : 0;
   void* raw = mmap(nullptr, bytes + slack, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (raw == MAP_FAILED) throw std::bad_alloc();

@@ -21,6 +21,9 @@ class Pages {
     return *this;
   }
 
+  // What `bytes` are in whole pages.
+  static size_t rounded(size_t bytes);
+
   explicit operator bool() const { return data_ != nullptr; }
   char* data() const { return data_; }
   size_t bytes() const { return bytes_; }

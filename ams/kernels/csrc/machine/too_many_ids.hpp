@@ -1,4 +1,4 @@
-// The refusal of more ids than an index can number.
+// The refusals of more ids than an index can number, and of more rows than a table may have.
 #pragma once
 
 #include <cstdint>
@@ -19,6 +19,20 @@ struct TooManyIds : std::bad_alloc {
            "cluster of more, or let rows expire";
   }
   int64_t asked, used, most;
+};
+
+// A std::bad_alloc for the same reason.
+struct TooManyRows : std::bad_alloc {
+  TooManyRows(int64_t new_rows, int64_t other_rows, int64_t most_rows, int64_t most_bytes)
+      : coming(new_rows), staying(other_rows), most(most_rows), bytes(most_bytes) {}
+  const char* what() const noexcept override { return "more rows than the table's max_bytes has room for"; }
+  std::string words() const {
+    return "the write has " + std::to_string(coming) + " new rows and " + std::to_string(staying) + " that are there, and " +
+           std::to_string(most) + " rows are all that " + std::to_string(bytes) +
+           " bytes, this shard's share of the table's max_bytes, have room for; no row of a write is evicted for another. Nothing was "
+           "changed. Write fewer rows at once, or make the table with a larger max_bytes";
+  }
+  int64_t coming, staying, most, bytes;
 };
 
 }  // namespace geartrain

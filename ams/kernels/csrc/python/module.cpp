@@ -39,6 +39,8 @@ void bind_memory_budget(nb::module_& m) {
       PyErr_SetString(nb::module_::import_("geartrain.ams.values.errors").attr("OutOfMemory").ptr(), refused.words().c_str());
     } catch (const TooManyIds& refused) {
       PyErr_SetString(nb::module_::import_("geartrain.ams.values.errors").attr("OutOfMemory").ptr(), refused.words().c_str());
+    } catch (const TooManyRows& refused) {
+      PyErr_SetString(nb::module_::import_("geartrain.ams.values.errors").attr("TableFull").ptr(), refused.words().c_str());
     }
   });
   m.def("reserve_ids", [](int64_t count) { IdIndex().reserve(count); }, nb::arg("count"));

@@ -33,7 +33,8 @@ BucketRanks ranks_of(const std::vector<int64_t>& owned) {
 
 int64_t item_bytes_of(const RowStoreSpec& spec) {
   return spec.dim * static_cast<int64_t>(item_bytes(spec.dtype)) + spec.slot_dim() * static_cast<int64_t>(item_bytes(spec.slot_dtype)) +
-         (spec.counts_steps() || spec.counts_updates() ? static_cast<int64_t>(sizeof(int64_t)) : 0);
+         (spec.counts_steps() || spec.counts_updates() ? static_cast<int64_t>(sizeof(int64_t)) : 0) +
+         (spec.keeps_lives ? static_cast<int64_t>(sizeof(RowLife)) : 0);
 }
 
 Directory directory_for(const RowStoreSpec& spec) {
@@ -83,6 +84,28 @@ const char* row_of(const char* rows, int64_t index, size_t row_bytes) {
   return rows + static_cast<size_t>(index) * row_bytes;
 }
 
+// Some of the rows that are to be restored.
+struct RestoredRows {
+  RestoredRows() = default;
+  RestoredRows(const std::vector<size_t>& chosen, const int64_t* all_ids, std::pair<const char*, size_t> all_rows,
+               std::pair<const char*, size_t> all_slots, const int64_t* all_steps, const RowLife* all_lives) {
+    const auto append = [](std::vector<char>& to, std::pair<const char*, size_t> from, size_t i) {
+      if (from.first != nullptr) to.insert(to.end(), from.first + i * from.second, from.first + (i + 1) * from.second);
+    };
+    for (size_t i : chosen) {
+      ids.push_back(all_ids[i]);
+      append(rows, all_rows, i);
+      append(slots, all_slots, i);
+      if (all_steps != nullptr) steps.push_back(all_steps[i]);
+      if (all_lives != nullptr) lives.push_back(all_lives[i]);
+    }
+  }
+
+  std::vector<int64_t> ids, steps;
+  std::vector<char> rows, slots;
+  std::vector<RowLife> lives;
+};
+
 // Lets go of a store's lock for each pause: whoever has a turn in one reads rows, too.
 template <class Lock>
 class UnlockedPauses final : public Pauses {
@@ -122,6 +145,8 @@ RowStore::RowStore(const RowStoreSpec& spec)
     spec_.admission.is_dense = spec.num_rows >= 0;
     admission_.emplace(spec_.admission);
   }
+  if (spec.keeps_lives) lives_.emplace(static_cast<int64_t>(sizeof(RowLife)), most_items);
+  if (spec.max_bytes >= 0) most_rows_ = most_rows_within(spec.max_bytes);
 }
 
 int64_t RowStore::num_present() const {
@@ -135,7 +160,7 @@ int64_t RowStore::memory_bytes() const {
   const int64_t items = hashed != nullptr ? hashed->end() : items_->num_items();
   // What a freeze copied aside, and the memory it leaves to the next one, are not small beside the rows.
   const int64_t aside = frozen_ ? std::max(room_items_, frozen_->num_aside()) : room_items_;
-  return (items + aside) * static_cast<int64_t>(row_bytes() + slot_bytes() + step_bytes()) +
+  return (items + aside) * static_cast<int64_t>(row_bytes() + slot_bytes() + step_bytes() + life_bytes()) +
          (frozen_ && frozen_->num_aside() > 0 ? frozen_->index_bytes() : 0) + moments_.memory_bytes() +
          std::visit([](const auto& directory) { return directory.memory_bytes(); }, directory_);
 }
@@ -302,18 +327,21 @@ void RowStore::ensure_item(int64_t item, NewMemory& news) {
   rows_.ensure(item, &news);
   if (slots_) slots_->ensure(item, &news);
   if (row_steps_) row_steps_->ensure(item, &news);
+  if (lives_) lives_->ensure(item, &news);
 }
 
 void RowStore::copy_item(int64_t to, int64_t from) {
   std::memcpy(rows_.at(to), rows_.at(from), row_bytes());
   if (slots_) std::memcpy(slots_->at(to), slots_->at(from), slot_bytes());
   if (row_steps_) row_step(to) = row_step(from);
+  if (lives_) life_at(to) = life_at(from);
 }
 
 // As memory is that was never written.
 void RowStore::clear_item(int64_t item) {
   if (slots_) std::memset(slots_->at(item), 0, slot_bytes());
   if (row_steps_) row_step(item) = 0;
+  if (lives_) life_at(item) = {};
 }
 
 void RowStore::ask_for(const Lookahead& lookahead, Use use, int64_t item) const {
@@ -369,6 +397,12 @@ void RowStore::make_room(const int64_t* ids, int64_t count) {
           if (directory.find(ids[i]) < 0) missing.push_back(ids[i]);
       },
       directory_);
+  if (!missing.empty() && num_rows_there() + static_cast<int64_t>(missing.size()) > most_rows_) {
+    Resolved found{std::vector<int64_t>(static_cast<size_t>(count)), std::move(missing), 0};
+    find_all<Find::position>(directory_, ids, count, found.positions.data(), [](int64_t, int64_t) {});
+    make_way(found);
+    missing = std::move(found.missing);
+  }
   reserve(missing);
 }
 
@@ -400,13 +434,14 @@ int64_t RowStore::push(const int64_t* ids, int64_t count, const Gradients& all_g
     gradients.positions = admitted.gradients.data();
     rows_after.positions = admitted.rows.data();
   }
-  reserve(found.missing);
-  reserve_step();
-  const Overdue overdue = ends_step ? next_overdue(now) : Overdue{};
   std::vector<Magnitudes> bounds(static_cast<size_t>(spec_.threads), bounds_);
   const int64_t buffer_size = std::max(3 * spec_.dim, 2 * spec_.dim + spec_.slot_dim());
   std::vector<float> buffers(static_cast<size_t>(spec_.threads * buffer_size));
   before_writes(found.positions, unlocked.get());
+  make_way(found);
+  reserve(found.missing);
+  reserve_step();
+  const Overdue overdue = ends_step ? next_overdue(now) : Overdue{};
   before_writes(overdue.positions, unlocked.get());
   // From here on nothing can fail.
   if (admission_) admission_->count(admitted.decision);
@@ -432,6 +467,9 @@ int64_t RowStore::push(const int64_t* ids, int64_t count, const Gradients& all_g
   };
   bounds_lag_ = true;
   const int64_t created = write_blocks(ids, found, buffers.data(), update, unlocked.get());
+  BatchFacts seen = step.batch;
+  if (!admitted.is_all && seen.occurrences != nullptr) seen.occurrences = admitted.occurrences.data();
+  note_seen(found.positions, seen, true);
   for (const int64_t i : admitted.refused) write_initial(all_after->at(i, row_bytes()), all_ids[i], buffers.data());
   if (ends_step) end_step(overdue, now, step.factors.lr, buffers.data());
   for (const Magnitudes& seen : bounds) bounds_.raise_to(seen, num_slots_);
@@ -562,6 +600,7 @@ int64_t RowStore::assign(const int64_t* ids, int64_t count, const char* rows, Pa
       if (max_abs_bits(row_of(rows, i, bytes), static_cast<size_t>(spec_.dim)) >= kInfinityBits)
         throw Refusal{Reason::non_finite, i};
   }
+  make_way(found);
   reserve(found.missing);
   before_writes(found.positions, unlocked.get());
   bounds_.row = std::max(bounds_.row, std::bit_cast<float>(found.largest));
@@ -579,7 +618,9 @@ int64_t RowStore::assign(const int64_t* ids, int64_t count, const char* rows, Pa
           if (number) row_step(item) = *number;
         });
   };
-  return write_blocks(ids, found, nullptr, write, unlocked.get());
+  const int64_t created = write_blocks(ids, found, nullptr, write, unlocked.get());
+  note_seen(found.positions, {}, false);
+  return created;
 }
 
 // Makes sure that rows that are about to be written (-1: one that is not there yet) can be noted as written, and keeps what
@@ -605,7 +646,8 @@ void RowStore::keep_aside(const std::vector<int64_t>& positions, Pauses* pauses)
           const int64_t item = item_at(position);
           frozen_->keep_aside(position, {{rows_.at(item), row_bytes()},
                                          {slots_ ? slots_->at(item) : nullptr, slot_bytes()},
-                                         {row_steps_ ? row_steps_->at(item) : nullptr, step_bytes()}});
+                                         {row_steps_ ? row_steps_->at(item) : nullptr, step_bytes()},
+                                         {lives_ ? lives_->at(item) : nullptr, life_bytes()}});
         });
   };
   fan_out(static_cast<int64_t>(positions.size()), positions.size() * (row_bytes() + slot_bytes()), 1, keep, pauses);
@@ -618,7 +660,7 @@ int64_t RowStore::freeze(std::optional<int64_t> since) {
   std::vector<int64_t> removed = since ? moments_.removed_since(*since) : std::vector<int64_t>();
   std::optional<Admission::State> counted;
   if (admission_) counted = admission_->state();
-  if (!room_) room_.emplace(static_cast<int64_t>(row_bytes() + slot_bytes() + step_bytes()), INT64_MAX);
+  if (!room_) room_.emplace(static_cast<int64_t>(row_bytes() + slot_bytes() + step_bytes() + life_bytes()), INT64_MAX);
   frozen_.emplace(std::move(members), std::move(*room_));
   room_.reset();
   try {
@@ -657,7 +699,8 @@ bool RowStore::is_frozen() const {
   return frozen_.has_value();
 }
 
-int64_t RowStore::read_frozen(int64_t most, const uint8_t* buckets, int64_t* ids, char* rows, char* slots, int64_t* steps) {
+int64_t RowStore::read_frozen(int64_t most, const uint8_t* buckets, int64_t* ids, char* rows, char* slots, int64_t* steps,
+                              RowLife* lives) {
   std::unique_lock lock(mutex_);
   if (!frozen_) return -1;
   frozen_->want(buckets);
@@ -679,6 +722,8 @@ int64_t RowStore::read_frozen(int64_t most, const uint8_t* buckets, int64_t* ids
                   slot_bytes());
     if (row_steps_ && steps != nullptr)
       std::memcpy(steps + count, aside != nullptr ? aside + row_bytes() + slot_bytes() : row_steps_->at(item), step_bytes());
+    if (lives_ && lives != nullptr)
+      std::memcpy(lives + count, aside != nullptr ? aside + row_bytes() + slot_bytes() + step_bytes() : lives_->at(item), life_bytes());
     ++count;
   }
   return count;
@@ -706,7 +751,8 @@ void RowStore::restore_admission(int64_t num_pushes, int64_t range, const char* 
   if (admission_) admission_->restore(num_pushes, range, bytes, num_waiting);
 }
 
-int64_t RowStore::restore(const int64_t* ids, int64_t count, const char* rows, const char* slots, const int64_t* steps) {
+int64_t RowStore::restore(const int64_t* ids, int64_t count, const char* rows, const char* slots, const int64_t* steps,
+                          const RowLife* lives) {
   DefaultFloatMode float_mode;
   std::unique_lock lock(mutex_);
   require_legal(ids, count);
@@ -727,6 +773,17 @@ int64_t RowStore::restore(const int64_t* ids, int64_t count, const char* rows, c
     }
     if (!is_finite) throw Refusal{Reason::non_finite, i};
   }
+  RestoredRows fitting;
+  if (num_rows_there() + static_cast<int64_t>(found.missing.size()) > most_rows_) {
+    fitting = RestoredRows(that_fit(ids, found, lives), ids, {rows, row_bytes()}, {slots, slot_bytes()}, steps, lives);
+    count = static_cast<int64_t>(fitting.ids.size());
+    ids = fitting.ids.data();
+    rows = fitting.rows.data();
+    slots = fitting.slots.data();
+    steps = fitting.steps.data();
+    lives = fitting.lives.data();
+    found = resolve(ids, count, {rows}, spec_.dtype);
+  }
   reserve(found.missing);
   std::vector<float> buffer(static_cast<size_t>(spec_.dim));
   if (frozen_) keep_aside(found.positions);
@@ -736,6 +793,7 @@ int64_t RowStore::restore(const int64_t* ids, int64_t count, const char* rows, c
     std::memcpy(rows_.at(item), row_of(rows, i, row_bytes()), row_bytes());
     if (slots_) std::memcpy(slots_->at(item), row_of(slots, i, slot_bytes()), slot_bytes());
     if (row_steps_) row_step(item) = steps[i];
+    if (lives_ && lives != nullptr) life_at(item) = lives[i];
   }
   bounds_.raise_to(largest, num_slots_);
   return created;

@@ -18,8 +18,9 @@
 #include "machine/lookahead.hpp"
 #include "machine/pauses.hpp"
 #include "optimizers/optimizer.hpp"
-#include "rows/frozen_rows.hpp"
-#include "rows/moments.hpp"
+#include "moments/frozen_rows.hpp"
+#include "moments/moments.hpp"
+#include "rows/row_life.hpp"
 #include "rows/step_history.hpp"
 #include "values/initial_values.hpp"
 #include "values/kernels.hpp"
@@ -39,6 +40,8 @@ struct RowStoreSpec {
   int64_t window;                      // where untouched rows move: steps after which a row is caught up at the latest
   bool counts_occurrences = false;     // it asks pushes how often each id was in their batch
   AdmissionSpec admission = {};        // its key and is_dense are those of the table
+  bool keeps_lives = false;            // it knows when each row was last pushed, and how often
+  int64_t max_bytes = -1;              // of a hashed table that keeps lives: what its rows may take, -1: any number
 
   // Numbers of a row's slots, one slot after the other.
   int64_t slot_dim() const { return static_cast<int64_t>(optimizer->slot_dim(static_cast<size_t>(dim))); }
@@ -104,7 +107,8 @@ class RowStore {
   // row steps [most] (last steps where untouched rows move, or updates where those are counted). They are as they lie, not caught up.
   // Only those of `buckets` ([kNumBuckets], 0 where not wanted; null: all), in order of position. Returns how many; -1: that
   // was all. Looks at a bounded number of rows, so that writers do not wait for long: it may return fewer than there are, or 0.
-  int64_t read_frozen(int64_t most, const uint8_t* buckets, int64_t* ids, char* rows, char* slots, int64_t* steps);
+  int64_t read_frozen(int64_t most, const uint8_t* buckets, int64_t* ids, char* rows, char* slots, int64_t* steps,
+                      RowLife* lives = nullptr);
   // Ids of rows that were there at the moment that the freeze was asked for and had been removed by then; one that has a row again may
   // be among them. None of a freeze of all rows. Copies up to `most`, from number `from` on; returns how many.
   int64_t read_frozen_removed(int64_t from, int64_t most, int64_t* ids) const;
@@ -123,10 +127,22 @@ class RowStore {
   // Adopts a range of what admission had counted, or, with a number below 0, only the number of pushes; see Admission::restore.
   void restore_admission(int64_t num_pushes, int64_t range, const char* bytes, int64_t num_waiting);
   // Writes rows with their slots, as they were frozen; they do not count as written since any moment. Returns the number created.
-  int64_t restore(const int64_t* ids, int64_t count, const char* rows, const char* slots, const int64_t* steps);
+  // Of rows that do not fit, those that are evicted first are not written, or evicted.
+  int64_t restore(const int64_t* ids, int64_t count, const char* rows, const char* slots, const int64_t* steps,
+                  const RowLife* lives = nullptr);
   // The steps that `restore`'s last steps count in. Adopted once all rows are restored.
   StepState step_state() const;
   void adopt_steps(const StepState& state);
+
+  // Of tables that keep lives (row_store_life.cpp).
+  LifeClock clock() const;
+  void advance_clock(const LifeClock& clock);
+  // Copies ids and lives of up to `most` rows from a position on, in order of position; returns how many, and moves `position` on, to -1
+  // once there are no more.
+  int64_t read_lives(int64_t& position, int64_t most, int64_t* ids, RowLife* lives) const;
+  // Rows that there may be under max_bytes, INT64_MAX without; and those that were evicted for it.
+  int64_t most_rows() const { return most_rows_; }
+  int64_t num_evicted() const;
 
   int64_t num_present() const;
   int64_t memory_bytes() const;
@@ -197,8 +213,16 @@ class RowStore {
   void copy_item(int64_t to, int64_t from);
   void clear_item(int64_t item);
   void keep_aside(const std::vector<int64_t>& positions, Pauses* pauses = nullptr);
+  int64_t remove_rows(const int64_t* ids, int64_t count);
+  RowLife& life_at(int64_t item) const { return *reinterpret_cast<RowLife*>(lives_->at(item)); }
+  void note_seen(const std::vector<int64_t>& positions, const BatchFacts& batch, bool counts);
+  int64_t most_rows_within(int64_t bytes) const;
+  void make_way(const Resolved& found);
+  std::vector<Candidate> first_to_go(int64_t count, const std::vector<int64_t>& kept, std::vector<Candidate> others = {});
+  std::vector<size_t> that_fit(const int64_t* ids, const Resolved& found, const RowLife* lives);
   size_t slot_bytes() const { return slots_ ? static_cast<size_t>(slots_->item_bytes()) : 0; }
   size_t step_bytes() const { return row_steps_ ? sizeof(int64_t) : 0; }
+  size_t life_bytes() const { return lives_ ? sizeof(RowLife) : 0; }
 
   RowStoreSpec spec_;
   int num_slots_;    // of the optimizer
@@ -209,6 +233,9 @@ class RowStore {
   SlabArray rows_;     // these three by item
   std::optional<SlabArray> slots_;
   std::optional<SlabArray> row_steps_;  // int64: where untouched rows move its last step, else the number of its updates
+  std::optional<SlabArray> lives_;      // RowLife, by item
+  LifeClock clock_;
+  int64_t most_rows_ = INT64_MAX, num_evicted_ = 0;
   std::optional<StepHistory> steps_;
   int64_t sweep_at_ = 0;     // the position that the sweep for old rows comes to next
   int64_t sweep_began_ = 0;  // the step at which it was at position 0

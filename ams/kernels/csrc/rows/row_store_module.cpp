@@ -12,12 +12,14 @@
 #include <tuple>
 #include <variant>
 
+#include "python/conversions.hpp"
 #include "python/module.hpp"
 #include "rows/row_store.hpp"
 
 namespace geartrain {
 namespace {
 
+using Lives = nb::ndarray<uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using ByteArray = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
 void require_width(const RowStore& store, size_t width) {
@@ -49,7 +51,8 @@ AdmissionSpec admission_of(const std::optional<AdmissionGiven>& given) {
 
 void create(RowStore* self, int64_t dim, int dtype, int slot_dtype, const std::shared_ptr<Optimizer>& optimizer,
             int distribution, double first, double second, uint64_t seed, uint32_t table_hash, const IdArray& owned_buckets,
-            int64_t num_rows, int64_t threads, int64_t window, const std::optional<AdmissionGiven>& admission) {
+            int64_t num_rows, int64_t threads, int64_t window, const std::optional<AdmissionGiven>& admission, bool keeps_lives,
+            int64_t max_bytes) {
   require(threads >= 1 && threads <= 64, "threads must lie in [1, 64]");
   require(dim >= 1 && dim <= 65536, "dim must lie in [1, 65536]");
   require(dtype >= 0 && dtype < kNumDTypes && slot_dtype >= 0 && slot_dtype < kNumDTypes, "unknown dtype code");
@@ -58,13 +61,15 @@ void create(RowStore* self, int64_t dim, int dtype, int slot_dtype, const std::s
           "slots of this optimizer must be float32");
   require(distribution >= 0 && distribution <= 2, "unknown distribution");
   require(num_rows == -1 || (num_rows >= 1 && num_rows < int64_t{1} << 62), "num_rows must be -1 or lie in [1, 2**62)");
+  require(max_bytes >= -1 && (max_bytes == -1 || (num_rows == -1 && keeps_lives)), "max_bytes are those of hashed tables that keep lives");
   const std::vector<int64_t> owned(owned_buckets.data(), owned_buckets.data() + owned_buckets.size());
   for (size_t i = 0; i < owned.size(); ++i)
     require(owned[i] >= 0 && owned[i] < kNumBuckets && (i == 0 || owned[i - 1] < owned[i]),
             "owned_buckets must ascend within [0, 4096)");
   const InitialValues initial{static_cast<Distribution>(distribution), first, second, seed, table_hash};
   new (self) RowStore(RowStoreSpec{dim, static_cast<DType>(dtype), static_cast<DType>(slot_dtype), optimizer, initial, owned,
-                                   num_rows, threads, window, admission.has_value(), admission_of(admission)});
+                                   num_rows, threads, window, admission.has_value() || keeps_lives, admission_of(admission),
+                                   keeps_lives, max_bytes});
 }
 
 void pull(const RowStore& store, const IdArray& ids, const MatrixOutput& out, const std::optional<IdArray>& positions,
@@ -88,19 +93,18 @@ PushStep checked_step(const RowStore& store, const Optimizer& optimizer, float l
               optimizer.counts_updates() == own.counts_updates() && optimizer.drift().has_value() == own.drift().has_value(),
           "a push's optimizer must be of the table's kind");
   require(std::isfinite(lr) && lr >= 0 && std::isfinite(scale), "lr must be finite and >= 0, scale finite, as float32");
-  return {optimizer, {lr, scale}};
+  return {optimizer, {lr, scale}, {}};
 }
 
 using Counts = nb::ndarray<const uint32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
 int64_t push(RowStore& store, const IdArray& ids, const Matrix& gradients, int dtype_code, const Optimizer& optimizer, float lr,
-             float scale, bool ends_step, const std::optional<Counts>& occurrences) {
+             float scale, bool ends_step, nb::handle batch) {
   const DType dtype = checked_dtype(gradients, dtype_code);
   require_width(store, gradients.shape(1));
   require(gradients.shape(0) == ids.size(), "gradients must have one row per id");
   PushStep step = checked_step(store, optimizer, lr, scale);
-  require(!occurrences || occurrences->size() == ids.size(), "occurrences must be as many as ids");
-  if (occurrences) step.batch.occurrences = occurrences->data();
+  step.batch = batch_of(batch, ids.size());
   WithoutInterpreter release;
   return store.push(ids.data(), static_cast<int64_t>(ids.size()), {static_cast<const char*>(gradients.data())}, dtype, step, ends_step);
 }
@@ -171,6 +175,29 @@ int64_t freeze(RowStore& store, std::optional<int64_t> since) {
   return store.freeze(since);
 }
 
+RowLife* checked_lives(const RowStore& store, size_t count, const std::optional<Lives>& lives) {
+  require(!lives || store.spec().keeps_lives, "lives are those of tables that keep them");
+  require(!lives || (lives->shape(0) == count && lives->shape(1) == sizeof(RowLife)), "lives must be as many as ids, of 16 bytes");
+  return lives ? reinterpret_cast<RowLife*>(lives->data()) : nullptr;
+}
+
+nb::tuple read_lives(const RowStore& store, int64_t position, const IdOutput& ids, const std::optional<Lives>& lives) {
+  require(position >= 0, "position must be >= 0");
+  RowLife* const into = checked_lives(store, ids.size(), lives);
+  require((into != nullptr) == store.spec().keeps_lives, "lives must be given for tables that keep them");
+  int64_t count = 0;
+  {
+    WithoutInterpreter release;
+    count = store.read_lives(position, static_cast<int64_t>(ids.size()), ids.data(), into);
+  }
+  return nb::make_tuple(count, position);
+}
+
+nb::tuple clock_of_rows(const RowStore& store) {
+  const LifeClock clock = store.clock();
+  return nb::make_tuple(clock.step, clock.seconds);
+}
+
 // What is written has all that the table has; what is read need not.
 void require_whole(const RowStore& store, size_t count, bool slots_given, size_t steps, bool steps_given) {
   require(slots_given == (store.spec().slot_dim() > 0), "slots must be given for tables that have them, and only for those");
@@ -180,22 +207,25 @@ void require_whole(const RowStore& store, size_t count, bool slots_given, size_t
 }
 
 int64_t read_frozen(RowStore& store, const IdOutput& ids, const MatrixOutput& rows, const std::optional<MatrixOutput>& slots,
-                    const std::optional<IdOutput>& steps, const std::optional<ByteArray>& buckets) {
+                    const std::optional<IdOutput>& steps, const std::optional<ByteArray>& buckets,
+                    const std::optional<Lives>& lives) {
   const RowArrays items = checked_items(store, ids.size(), rows, slots);
   require(!steps || steps->size() == ids.size(), "steps must be as many as ids");
   require(!steps || store.spec().counts_steps() || store.spec().counts_updates(), "steps must be given only for tables that count");
   require(!buckets || buckets->size() == kNumBuckets, "buckets must have 4096 elements");
+  RowLife* const each = checked_lives(store, ids.size(), lives);
   WithoutInterpreter release;
   return store.read_frozen(static_cast<int64_t>(ids.size()), buckets ? buckets->data() : nullptr, ids.data(), items.rows,
-                           items.slots, steps ? steps->data() : nullptr);
+                           items.slots, steps ? steps->data() : nullptr, each);
 }
 
 int64_t restore(RowStore& store, const IdArray& ids, const Matrix& rows, const std::optional<Matrix>& slots,
-                const std::optional<IdArray>& steps) {
+                const std::optional<IdArray>& steps, const std::optional<Lives>& lives) {
   const RowArrays items = checked_items(store, ids.size(), rows, slots);
   require_whole(store, ids.size(), slots.has_value(), steps ? steps->size() : 0, steps.has_value());
+  const RowLife* const each = checked_lives(store, ids.size(), lives);
   WithoutInterpreter release;
-  return store.restore(ids.data(), static_cast<int64_t>(ids.size()), items.rows, items.slots, steps ? steps->data() : nullptr);
+  return store.restore(ids.data(), static_cast<int64_t>(ids.size()), items.rows, items.slots, steps ? steps->data() : nullptr, each);
 }
 
 nb::tuple step_state(const RowStore& store) {
@@ -274,11 +304,12 @@ void bind_row_store(nb::module_& m) {
       .def("__init__", &create, nb::kw_only(), nb::arg("dim"), nb::arg("dtype"), nb::arg("slot_dtype"),
            nb::arg("optimizer"), nb::arg("distribution"), nb::arg("first"), nb::arg("second"),
            nb::arg("seed"), nb::arg("table_hash"), nb::arg("owned_buckets").noconvert(), nb::arg("num_rows"),
-           nb::arg("threads"), nb::arg("window"), nb::arg("admission") = nb::none())
+           nb::arg("threads"), nb::arg("window"), nb::arg("admission") = nb::none(),
+           nb::arg("keeps_lives") = false, nb::arg("max_bytes") = -1)
       .def("pull", &pull, nb::arg("ids").noconvert(), nb::arg("out").noconvert(), nb::arg("positions").noconvert().none(),
            nb::arg("present").noconvert().none())
       .def("push", &push, nb::arg("ids").noconvert(), nb::arg("gradients").noconvert(), nb::arg("dtype_code"),
-           nb::arg("optimizer"), nb::arg("lr"), nb::arg("scale"), nb::arg("ends_step"), nb::arg("occurrences") = nb::none())
+           nb::arg("optimizer"), nb::arg("lr"), nb::arg("scale"), nb::arg("ends_step"), nb::arg("batch").none() = nb::none())
       .def("frozen_admission", &frozen_admission)
       .def("restore_admission", &restore_admission, nb::arg("num_pushes"), nb::arg("ranges"), nb::arg("counters").noconvert(), nb::arg("waiting"))
       .def("refused", &refused)
@@ -295,10 +326,16 @@ void bind_row_store(nb::module_& m) {
       .def("forget_moment", &RowStore::forget_moment, nb::arg("moment"))
       .def_prop_ro("latest_moment", &RowStore::latest_moment)
       .def("read_frozen", &read_frozen, nb::arg("ids").noconvert(), nb::arg("rows").noconvert(), nb::arg("slots").none(),
-           nb::arg("steps").noconvert().none(), nb::arg("buckets").noconvert().none())
+           nb::arg("steps").noconvert().none(), nb::arg("buckets").noconvert().none(), nb::arg("lives").noconvert().none() = nb::none())
       .def("thaw", &RowStore::thaw, nb::arg("kept"))
       .def("restore", &restore, nb::arg("ids").noconvert(), nb::arg("rows").noconvert(), nb::arg("slots").none(),
-           nb::arg("steps").noconvert().none())
+           nb::arg("steps").noconvert().none(), nb::arg("lives").noconvert().none() = nb::none())
+      .def("read_lives", &read_lives, nb::arg("position"), nb::arg("ids").noconvert(), nb::arg("lives").noconvert().none())
+      .def("advance_clock", [](RowStore& store, int64_t step, int64_t seconds) { store.advance_clock({step, seconds}); },
+           nb::arg("step"), nb::arg("seconds"))
+      .def_prop_ro("clock", &clock_of_rows)
+      .def_prop_ro("most_rows", &RowStore::most_rows)
+      .def_prop_ro("num_evicted", &RowStore::num_evicted)
       .def("step_state", &step_state)
       .def("adopt_steps", &adopt_steps, nb::arg("now"), nb::arg("lrs"), nb::arg("origin_ww"), nb::arg("origin_vw"))
       .def_prop_ro("num_present", &RowStore::num_present)

@@ -8,6 +8,10 @@ namespace geartrain {
 
 int64_t RowStore::remove(const int64_t* ids, int64_t count) {
   std::unique_lock lock(mutex_);
+  return remove_rows(ids, count);
+}
+
+int64_t RowStore::remove_rows(const int64_t* ids, int64_t count) {
   require_legal(ids, count);
   std::vector<int64_t> positions(static_cast<size_t>(count));
   std::visit(

@@ -43,7 +43,7 @@ def pulled(table: RowTable, ids: np.ndarray) -> np.ndarray:
 
 def frozen(table: RowTable) -> dict[int, tuple[bytes, bytes, int]]:
     table.freeze()
-    ids, rows, slots, steps = table.read_frozen(10_000)
+    ids, rows, slots, steps, _ = table.read_frozen(10_000)
     table.thaw(kept=True)
     assert slots is not None and steps is not None
     values = zip(ids.tolist(), rows, slots, steps.tolist(), strict=True)

@@ -16,6 +16,7 @@ from geartrain.ams.values.admission.rules import Admission, MinCount, Probabilit
 from geartrain.ams.values.errors import InvalidArgument, NonFinite
 from geartrain.ams.values.optimizers.registry import SGD
 from geartrain.ams.values.placement import buckets_of_shard, even_placement
+from geartrain.ams.values.shard_messages import BatchFacts
 from geartrain.ams.values.specs import Constant, DTypeName, Ids, TableSpec
 
 ALL_BUCKETS = np.arange(4096)
@@ -32,7 +33,7 @@ def make_table(
 
 def push(table: RowTable, ids: Ids, occurrences: Any = None, value: float = 1.0) -> int:
     counts = None if occurrences is None else np.asarray(occurrences, np.uint32)
-    return table.push(ids, np.full((len(ids), table.spec.dim), value, np.float32), occurrences=counts)
+    return table.push(ids, np.full((len(ids), table.spec.dim), value, np.float32), batch=BatchFacts(occurrences=counts))
 
 
 def pulled(table: RowTable, ids: Ids) -> tuple[npt.NDArray[Any], npt.NDArray[np.bool_]]:

@@ -31,7 +31,7 @@ def make_table(num_rows: int | None, optimizer: RowOptimizerSpec | None = None, 
 def rest_of(table: RowTable, most: int = 7) -> State:
     state: State = {}
     while True:
-        ids, rows, slots, _ = table.read_frozen(most)
+        ids, rows, slots, *_ = table.read_frozen(most)
         if not len(ids):
             return state
         slots = np.zeros_like(rows) if slots is None else slots
@@ -74,7 +74,7 @@ def test_what_is_read_is_what_was_there_when_it_froze(
     found: State = {}
     for number, (ids, assigns, reads) in enumerate(during):
         for _ in range(reads):
-            ids_read, rows, slots, _ = table.read_frozen(most)
+            ids_read, rows, slots, *_ = table.read_frozen(most)
             assert slots is not None
             found.update(zip(ids_read.tolist(), zip(rows.tolist(), slots.tolist(), strict=True), strict=True))
         for one in (table, twin):

@@ -27,7 +27,7 @@ def make(optimizer: RowOptimizerSpec, dim: int, dtype: DTypeName = "float32") ->
 
 def state_of(table: RowTable) -> dict[int, tuple[bytes, bytes, int]]:
     table.freeze()
-    ids, rows, slots, steps = table.read_frozen(10_000)
+    ids, rows, slots, steps, _ = table.read_frozen(10_000)
     table.thaw(kept=True)
     width = table.spec.slot_dim
     slots = np.empty((len(ids), width), np.float32) if slots is None else slots

@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "index/bits.hpp"
-#include "rows/removed_rows.hpp"
+#include "moments/removed_rows.hpp"
 
 namespace geartrain {
 

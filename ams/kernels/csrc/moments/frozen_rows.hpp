@@ -17,7 +17,7 @@
 #include "index/bits.hpp"
 #include "index/id_index.hpp"
 #include "index/slabs.hpp"
-#include "rows/removed_rows.hpp"
+#include "moments/removed_rows.hpp"
 
 namespace geartrain {
 

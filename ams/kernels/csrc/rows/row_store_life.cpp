@@ -1,0 +1,143 @@
+// The part of a row store that knows of each row when it was last pushed and how often, and evicts rows where there is no room.
+#include <algorithm>
+#include <numeric>
+
+#include "machine/lookahead.hpp"
+#include "machine/too_many_ids.hpp"
+#include "rows/row_store.hpp"
+
+namespace geartrain {
+namespace {
+
+// Of a table's rows: so many are evicted at least, for whoever looks for them looks at all.
+constexpr int64_t kEvictedShare = 32;
+
+}  // namespace
+
+LifeClock RowStore::clock() const {
+  std::shared_lock lock(mutex_);
+  return clock_;
+}
+
+void RowStore::advance_clock(const LifeClock& clock) {
+  std::unique_lock lock(mutex_);
+  clock_.advance(clock);
+}
+
+int64_t RowStore::num_evicted() const {
+  std::shared_lock lock(mutex_);
+  return num_evicted_;
+}
+
+int64_t RowStore::read_lives(int64_t& position, int64_t most, int64_t* ids, RowLife* lives) const {
+  std::shared_lock lock(mutex_);
+  int64_t count = 0;
+  std::visit(
+      [&](const auto& directory) {
+        for (; count < most && (position = directory.next_present(position)) >= 0; ++position) {
+          ids[count] = directory.id_at(position);
+          if (lives_) lives[count] = life_at(item_at(position));
+          ++count;
+        }
+      },
+      directory_);
+  return count;
+}
+
+// A push that does not say when it is, is when the last one was.
+void RowStore::note_seen(const std::vector<int64_t>& positions, const BatchFacts& batch, bool counts) {
+  constexpr size_t kAhead = 16;
+  constexpr double kLast = UINT32_MAX;
+  LifeClock seen = clock_;
+  if (batch.step) seen.step = *batch.step;
+  if (batch.unix_seconds) seen.seconds = static_cast<int64_t>(std::min(*batch.unix_seconds, kLast));
+  clock_.advance(seen);
+  if (!lives_) return;
+  for (size_t i = 0; i < positions.size(); ++i) {
+    if (i + kAhead < positions.size()) prefetch_bytes(lives_->at(item_at(positions[i + kAhead])), sizeof(RowLife));
+    RowLife& life = life_at(item_at(positions[i]));
+    life.step = std::max(life.step, seen.step);
+    life.seconds = std::max(life.seconds, static_cast<uint32_t>(seen.seconds));
+    if (counts) add_occurrences(life.count, batch.occurrences_of(static_cast<int64_t>(i)));
+  }
+}
+
+int64_t RowStore::most_rows_within(int64_t bytes) const {
+  const int64_t item = static_cast<int64_t>(row_bytes() + slot_bytes() + step_bytes() + life_bytes());
+  int64_t fits = 0, too_many = bytes / item + 1;
+  while (too_many - fits > 1) {
+    const int64_t middle = std::midpoint(fits, too_many);
+    (middle * item + IdIndex::most_bytes(middle) <= bytes ? fits : too_many) = middle;
+  }
+  return fits;
+}
+
+// The first `count` > 0 in the order in which rows go, of those that are there but for the positions `kept`, and of `others`.
+std::vector<Candidate> RowStore::first_to_go(int64_t count, const std::vector<int64_t>& kept, std::vector<Candidate> others) {
+  const auto& directory = std::get<HashedDirectory>(directory_);
+  Bits stays;
+  for (int64_t position : kept) {
+    if (position < 0) continue;
+    stays.ensure(position);
+    stays.set(position);
+  }
+  std::vector<Candidate> first = std::move(others);
+  const size_t wanted = static_cast<size_t>(count);
+  bool is_cut = false;  // then first[wanted - 1] is the last one of those that may be it
+  const auto cut = [&] {
+    if (first.size() <= wanted) return;
+    std::nth_element(first.begin(), first.begin() + (count - 1), first.end());
+    first.resize(wanted);
+    is_cut = true;
+  };
+  first.reserve(std::max(2 * wanted, first.size()) + 1);
+  for (int64_t position = 0; (position = directory.next_present(position)) >= 0; ++position) {
+    if (stays.has(position)) continue;
+    const Candidate one{life_at(position), directory.id_at(position), position};
+    if (is_cut && !(one < first[wanted - 1])) continue;
+    first.push_back(one);
+    if (first.size() >= 2 * wanted) cut();
+  }
+  cut();
+  return first;
+}
+
+// Evicts rows so that those that a write misses have room; none of the write's own. Throws TooManyRows, or std::bad_alloc, and then
+// nothing has changed.
+void RowStore::make_way(const Resolved& found) {
+  const int64_t coming = static_cast<int64_t>(found.missing.size()), there = num_rows_there();
+  if (coming == 0 || there + coming <= most_rows_) return;
+  const int64_t staying = static_cast<int64_t>(found.positions.size()) - coming;
+  if (staying + coming > most_rows_) throw TooManyRows(coming, staying, most_rows_, spec_.max_bytes);
+  // So many that what comes has their places, unless a freeze holds them, and needs no memory that could be refused.
+  const int64_t count = std::min(std::max(coming, most_rows_ / kEvictedShare), there - staying);
+  const std::vector<Candidate> leaving = first_to_go(count, found.positions);
+  std::vector<int64_t> ids(leaving.size());
+  std::ranges::transform(leaving, ids.begin(), &Candidate::id);
+  if (frozen_) reserve(found.missing);
+  for (const Candidate& one : leaving) moments_.written().ensure(one.place);
+  num_evicted_ += remove_rows(ids.data(), static_cast<int64_t>(ids.size()));
+}
+
+// Of rows that are to be restored, of which some are missing: the places of those that have room, once the first to go are gone.
+std::vector<size_t> RowStore::that_fit(const int64_t* ids, const Resolved& found, const RowLife* lives) {
+  std::vector<Candidate> coming;
+  for (size_t i = 0; i < found.positions.size(); ++i)
+    if (found.positions[i] < 0) coming.push_back({lives != nullptr ? lives[i] : RowLife{}, ids[i], -1 - static_cast<int64_t>(i)});
+  std::vector<uint8_t> fits(found.positions.size(), 1);
+  std::vector<int64_t> evicted;
+  const int64_t excess = num_rows_there() + static_cast<int64_t>(coming.size()) - most_rows_;
+  for (const Candidate& one : first_to_go(excess, found.positions, std::move(coming))) {
+    if (one.place < 0)
+      fits[static_cast<size_t>(-1 - one.place)] = 0;
+    else
+      evicted.push_back(one.id);
+  }
+  num_evicted_ += excess - static_cast<int64_t>(evicted.size()) + remove_rows(evicted.data(), static_cast<int64_t>(evicted.size()));
+  std::vector<size_t> places;
+  for (size_t i = 0; i < fits.size(); ++i)
+    if (fits[i] != 0) places.push_back(i);
+  return places;
+}
+
+}  // namespace geartrain

@@ -1,0 +1,1 @@
+"""Rules by which rows of a table go when nobody needs them."""

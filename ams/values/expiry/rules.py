@@ -1,0 +1,216 @@
+"""What makes a row go: how long nobody pushed it, how small it is, or what a user says of both.
+
+Shapes: N rows of a block, D = ``TableSpec.dim``. A rule is a function of a table's clock and its rows alone.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from typing import Any, ClassVar, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from geartrain.ams.values.arguments import integer, real_number
+from geartrain.ams.values.errors import InvalidArgument
+from geartrain.ams.values.expiry.expressions import Expression
+
+DEFAULT_EVERY = 1_000
+_ENTRY_POINT = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+_MARK = "is_geartrain_expiry_rule"
+
+Mask = npt.NDArray[np.bool_]
+RuleFunction = TypeVar("RuleFunction", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True)
+class RowBlock:
+    """Some rows of a table, as a rule sees them."""
+
+    ids: npt.NDArray[np.int64]
+    """[N]."""
+    unseen_steps: npt.NDArray[np.float64]
+    """[N]: steps of the table's clock since the row was last pushed or assigned."""
+    unseen_seconds: npt.NDArray[np.float64]
+    """[N]: the same in seconds."""
+    count: npt.NDArray[np.float64]
+    """[N]: how often the row was in a batch that was pushed."""
+    read: Callable[[], npt.NDArray[np.float32]]
+    """Reads the rows."""
+
+    @cached_property
+    def rows(self) -> npt.NDArray[np.float32]:
+        """[N, D]."""
+        return self.read()
+
+    @cached_property
+    def norm(self) -> npt.NDArray[np.float64]:
+        """[N]: the Euclidean norm of each row."""
+        rows = self.rows.astype(np.float64)
+        return np.asarray(np.linalg.norm(rows, axis=1), np.float64)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expiry:
+    """A rule by which rows go. A table looks at all of its rows every so many steps of its clock."""
+
+    every: int = DEFAULT_EVERY
+    """Steps of the table's clock, the largest step that a push said, between two looks."""
+    needs_lives: ClassVar[bool] = True
+    """Whether it asks when a row was last pushed, or how often: 16 bytes a row."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "every", integer("every", self.every, 1, 2**62))
+
+    @property
+    def every_seconds(self) -> float | None:
+        """Seconds of the table's clock after which it looks at the latest; None: only steps count."""
+        return None
+
+    def expired(self, rows: RowBlock) -> Mask:
+        """[N]: which of them go."""
+        raise NotImplementedError
+
+    def require_usable(self) -> None:
+        """Raise InvalidArgument if it cannot be used in this process."""
+
+    def to_json(self) -> dict[str, Any]:
+        """What :func:`expiry_from_json` takes."""
+        return {"kind": type(self).__name__, **{name: one for name, one in asdict(self).items() if one is not None}}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unseen(Expiry):
+    """Rows go that nobody pushed for more than ``steps``, or ``seconds``, of the table's clock."""
+
+    steps: int | None = None
+    seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if (self.steps is None) == (self.seconds is None):
+            raise InvalidArgument(
+                f"Unseen has steps={self.steps} and seconds={self.seconds}; give one: gt.Unseen(steps=1_000_000)"
+            )
+        if self.steps is not None:
+            object.__setattr__(self, "steps", integer("steps of Unseen", self.steps, 0, 2**62))
+        else:
+            seconds = real_number("seconds of Unseen", self.seconds)
+            if not (math.isfinite(seconds) and seconds >= 0):
+                raise InvalidArgument(f"seconds of Unseen is {self.seconds!r}; it must be finite and >= 0")
+            object.__setattr__(self, "seconds", float(seconds))
+
+    @property
+    def every_seconds(self) -> float | None:
+        """A quarter of ``seconds``, so that rows are gone soon after these are over."""
+        return None if self.seconds is None else max(1.0, self.seconds / 4)
+
+    def expired(self, rows: RowBlock) -> Mask:
+        """See :class:`Expiry`."""
+        if self.steps is not None:
+            return rows.unseen_steps > self.steps
+        assert self.seconds is not None
+        return rows.unseen_seconds > self.seconds
+
+
+@dataclass(frozen=True)
+class SmallerThan(Expiry):
+    """Rows go whose Euclidean norm is below ``l2``."""
+
+    l2: float = field(kw_only=False)
+    needs_lives: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        l2 = real_number("l2", self.l2)
+        if not (math.isfinite(l2) and l2 > 0):
+            raise InvalidArgument(f"l2 is {self.l2!r}; it must be finite and > 0: gt.SmallerThan(0.01)")
+        object.__setattr__(self, "l2", float(l2))
+
+    def expired(self, rows: RowBlock) -> Mask:
+        """See :class:`Expiry`."""
+        return rows.norm < self.l2
+
+
+@dataclass(frozen=True)
+class Rule(Expiry):
+    """Rows go that a rule of the user's says: an expression, or a function of a module.
+
+    ``gt.Rule("unseen_steps > 1000 and count < 3 and norm < 0.1")``: numbers, the names ``unseen_steps``,
+    ``unseen_seconds``, ``count`` and ``norm``, ``+ - * /``, comparisons, ``and``, ``or``, ``not`` and parentheses.
+
+    ``gt.Rule("package.module:function")``: a function of a :class:`RowBlock` that gives a bool for each row. Shards
+    import the module, and the function carries :func:`expiry_rule`.
+    """
+
+    rule: str = field(kw_only=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.rule, str):
+            raise InvalidArgument(f"rule is {self.rule!r}; it must be a string: gt.Rule('unseen_steps > 1000')")
+        if not self._is_entry_point:
+            Expression.of(self.rule)
+
+    @property
+    def _is_entry_point(self) -> bool:
+        return _ENTRY_POINT.fullmatch(self.rule) is not None
+
+    def expired(self, rows: RowBlock) -> Mask:
+        """See :class:`Expiry`. Raises InvalidArgument if a user's function does not give a bool for each row."""
+        if not self._is_entry_point:
+            return Expression.of(self.rule).evaluate(rows)
+        found = _function(self.rule)(rows)
+        if not isinstance(found, np.ndarray) or found.dtype != np.bool_ or found.shape != rows.ids.shape:
+            what = f"{found.dtype} {list(found.shape)}" if isinstance(found, np.ndarray) else type(found).__name__
+            raise InvalidArgument(
+                f"expiry rule {self.rule} gave {what} for {len(rows.ids)} rows; it must give a numpy array of one bool "
+                "for each"
+            )
+        return found
+
+    def require_usable(self) -> None:
+        """See :class:`Expiry`."""
+        if self._is_entry_point:
+            _function(self.rule)
+
+
+def expiry_rule(function: RuleFunction) -> RuleFunction:
+    """Let a function decide which rows go: ``gt.Rule("package.module:function")``.
+
+    Without it a shard does not call a function that a client names.
+    """
+    setattr(function, _MARK, True)
+    return function
+
+
+def _function(entry_point: str) -> Callable[[RowBlock], Any]:
+    module, _, name = entry_point.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as exc:
+        raise InvalidArgument(
+            f"expiry rule {entry_point} cannot be imported here ({exc}); install its module where the shards run"
+        ) from exc
+    if not callable(found) or not getattr(found, _MARK, False):
+        raise InvalidArgument(f"{entry_point} is no expiry rule; write @gt.expiry_rule above the function")
+    return found  # type: ignore[no-any-return]
+
+
+_KINDS: dict[str, type[Expiry]] = {kind.__name__: kind for kind in (Unseen, SmallerThan, Rule)}
+
+
+def expiry_from_json(fields: Mapping[str, Any]) -> Expiry:
+    """Return what :meth:`Expiry.to_json` gave. Raises InvalidArgument."""
+    kind = _KINDS.get(fields.get("kind", ""))
+    if kind is None:
+        raise InvalidArgument(f"expiry is {dict(fields)!r}; its kind must be one of {', '.join(_KINDS)}")
+    try:
+        return kind(**{name: value for name, value in fields.items() if name != "kind"})
+    except TypeError as exc:
+        raise InvalidArgument(f"expiry is {dict(fields)!r}: {exc}") from exc
