@@ -110,7 +110,8 @@ class LookupCall:
                     counts = self._lookup.occurrences(first + place, [gradient is not None for gradient in gradients])
                 if mask is not None:
                     own, rows, counts = own[mask], rows[mask], None if counts is None else counts[mask]
-                if len(own):
+                is_step = table.spec.counts_steps and not all(self._unused(gradients, first + place))
+                if len(own) or is_step:  # rows that move at every step do so where a batch has no id, too
                     tables[place] = TableGradient(own, rows, counts, self._pulled_at[first + place])
             its_tables = range(len(part.row_update.tables))
             bags = {place: updates[first + place] for place in its_tables if first + place in updates}

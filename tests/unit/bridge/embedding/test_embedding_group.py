@@ -348,3 +348,19 @@ def test_places_of_ids_among_those_of_a_batch(cluster: gt.Cluster) -> None:
         pulled = one.merged({"t": given})
         places = pulled.lookup.places_among(0, asked)
         assert pulled.ids[0][places].tolist() == [n for n in asked if n != 0 and n in given]
+
+
+def test_rows_that_move_at_every_step_do_so_at_one_without_ids(cluster: gt.Cluster) -> None:
+    optimizer = gt.SparseMomentum(0.1, momentum=0.9, weight_decay=0.1, untouched="elapsed")
+    one = gt.Embedding(cluster, "t", DIM, optimizer=optimizer, initializer=gt.Normal(std=1.0))
+    rows = reference(one.table("t"))
+    both = gt.RowOptimizer(one), torch.optim.SGD([rows], 0.1, momentum=0.9, weight_decay=0.1)
+    none = torch.empty(0, dtype=torch.int64), torch.zeros(7, dtype=torch.int64)
+    for ids, offsets in (bags(1), none, bags(2), none):
+        one((ids, offsets)).sum().backward()
+        torch_vectors(rows, ids, offsets, "sum").sum().backward()
+        for its in both:
+            its.step()
+            its.zero_grad()
+    expected = rows.detach().numpy()
+    np.testing.assert_allclose(one.table("t").pull(np.arange(ROWS)), expected, rtol=1e-5, atol=1e-6)
