@@ -22,6 +22,7 @@ def median_seconds(
     rounds: int,
     calls: int = 16,
     uncounted: int = 4,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> list[float]:
     """Median seconds of a call of each side.
 
@@ -31,18 +32,19 @@ def median_seconds(
         rounds: turns of each side that count; one before them does not.
         calls: of a turn.
         uncounted: of those, the first ones.
+        clock: of the seconds; ``time.process_time`` counts those of all threads of this process on a processor.
     """
     times: list[list[float]] = [[] for _ in sides]
     for number in range(rounds + 1):
         for side, seconds in zip(sides, times, strict=True):
             samples = [draw() for _ in range(calls)]
-            taken = [_seconds(side, sample) for sample in samples]
+            taken = [_seconds(side, sample, clock) for sample in samples]
             if number:
                 seconds += taken[uncounted:]
     return [statistics.median(one) for one in times]
 
 
-def _seconds(side: Callable[[Sample], object], sample: Sample) -> float:
-    start = time.perf_counter()
+def _seconds(side: Callable[[Sample], object], sample: Sample, clock: Callable[[], float]) -> float:
+    start = clock()
     side(sample)
-    return time.perf_counter() - start
+    return clock() - start

@@ -143,13 +143,14 @@ class LevelLinear(nn.Module):
         for name in self.widths:
             by_level.setdefault(getattr(batch, "level_of", {}).get(name), []).append(name)
         total: Tensor | None = None
-        for level, names in by_level.items():
-            weight = torch.cat([parts[name] for name in names], dim=1)
-            inputs = torch.cat([vectors[name] for name in names], dim=1)
-            bias = self.bias if total is None else None
-            own = nn.functional.linear(inputs, weight, bias)
-            if level is not None:
-                own = batch.nodes[level].expand(own)
+        bias: Tensor | None = self.bias
+        for level in sorted(by_level, key=lambda one: one is None):  # samples last: what they share is added by the way
+            weight = torch.cat([parts[name] for name in by_level[level]], dim=1)
+            inputs = torch.cat([vectors[name] for name in by_level[level]], dim=1)
+            if level is None and total is not None:
+                return torch.addmm(total, inputs, weight.t())
+            own, bias = nn.functional.linear(inputs, weight, bias), None
+            own = own if level is None else batch.nodes[level].expand(own)
             total = own if total is None else total + own
         assert total is not None
         return total

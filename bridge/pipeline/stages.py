@@ -55,6 +55,7 @@ class Pipeline:
         self._queues = [_Queue(depth) for _ in names]
         self._names = names
         self._threads: list[threading.Thread] = []
+        self._interrupt: Callable[[], None] = lambda: None
 
     def start(
         self, first: Any, items: Iterator[Any], works: Sequence[Callable[[Any], Any]], times: Sequence[StageTime]
@@ -65,6 +66,7 @@ class Pipeline:
         """
         self._queues[0].reserve()
         self._queues[0].put(first)
+        self._interrupt = getattr(items, "interrupt", self._interrupt)
         steps = [(_read, (items, self._queues[0], times[0]))]
         for number, work in enumerate(works):
             steps.append((_work, (work, self._queues[number], self._queues[number + 1], times[number + 1])))  # type: ignore[arg-type]
@@ -102,6 +104,7 @@ class Pipeline:
         """
         for one in self._queues:
             one.stop()
+        self._interrupt()  # of an iterator that may wait for long, and says how that is ended
         for thread in self._threads:
             if thread.ident is not None and not is_stage():
                 thread.join(timeout_seconds)

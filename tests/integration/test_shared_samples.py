@@ -191,3 +191,29 @@ def test_more_streams_than_samples(tmp_path: Path) -> None:
         counts: Counter[int] = Counter()
         work(batches, counts)
     assert counts == {1: 2, 2: 2, 3: 2}
+
+
+def prefetched(data: Path, cluster: gt.Cluster, *, stop_at: int) -> tuple[Any, Counter[int]]:
+    """Train from samples that a pipeline reads ahead, to the end or until a step fails."""
+    fields = gt.EmbeddingGroup(cluster, f"ctr{stop_at}", [gt.Field("id", dim=1)], optimizer=gt.SGD(1.0))
+    batches = gt.ParquetSamples(data, columns=["id"], batch_size=500).shared(
+        cluster, f"job{stop_at}", worker="a", epochs=2
+    )
+    counts: Counter[int] = Counter()
+    for number, (batch, vectors) in enumerate(gt.prefetch(batches, fields, depth=3)):
+        assert len(vectors["id"]) == batch.num_samples
+        if number == stop_at:
+            raise ZeroDivisionError
+        batches.commit(batch)
+        counts.update(batch["id"].tolist())
+    return batches, counts
+
+
+@pytest.mark.timeout(30)
+def test_a_pipeline_reads_ahead_over_epochs_and_ends_with_an_error_of_the_loop(data: Path) -> None:
+    with gt.local() as cluster:
+        _, counts = prefetched(data, cluster, stop_at=10**9)
+        assert counts == Counter(dict.fromkeys(range(COUNT), 2))
+        with pytest.raises(ZeroDivisionError):  # while the reader waits for the commits of its epoch
+            prefetched(data, cluster, stop_at=5)
+    assert not [thread.name for thread in threading.enumerate() if "prefetch" in thread.name]

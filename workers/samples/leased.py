@@ -22,6 +22,8 @@ T = TypeVar("T")
 _POLL_SECONDS = 0.2
 """Between two looks at whether there is something to read again."""
 _RETRY_SECONDS = 0.2
+_LOOK_SECONDS = 1.0
+"""Whoever waits looks so often whether it was interrupted."""
 
 
 class LeasedSamples(Iterator[SampleBatch]):
@@ -50,7 +52,9 @@ class LeasedSamples(Iterator[SampleBatch]):
         self._spoke = 0.0
         """When the lease was prolonged last."""
         self._lease_seconds = 0.0
-        self._has_committed = self._is_closed = False
+        self._handed_out_at = 0.0
+        """When the last batch was."""
+        self._has_committed = self._is_closed = self._is_interrupted = False
 
     def __enter__(self) -> Self:
         return self
@@ -77,7 +81,7 @@ class LeasedSamples(Iterator[SampleBatch]):
             BrokerUnavailable: those of a topic cannot; the loop may be entered again.
             InvalidArgument: batches are never committed.
         """
-        while not self._is_closed:
+        while not (self._is_closed or self._is_interrupted):
             with self._lock:
                 renewal = self._prepared()
                 if renewal is None:
@@ -90,11 +94,24 @@ class LeasedSamples(Iterator[SampleBatch]):
                     continue  # lost meanwhile: what was read is another worker's
                 if batch is not None:
                     self._handed_out.append(batch)
+                    self._handed_out_at = time.monotonic()
                     return batch
                 if not self._reader.has_more:
                     self._wait(renewal)
-        self.close()
+        if not self._is_interrupted:
+            self.close()
         raise StopIteration
+
+    def interrupt(self) -> None:
+        """End the iteration, from any thread, also one that waits for samples or for commits. Returns at once.
+
+        Streams are kept until :meth:`close`, and batches may be committed. ``gt.prefetch`` calls it where its loop ends
+        early.
+        """
+        self._is_interrupted = True
+        if self._lock.acquire(blocking=False):
+            self._lock.notify_all()
+            self._lock.release()
 
     def commit(self, batch: SampleBatch) -> None:
         """Say that the samples of ``batch``, and of all that were handed out before it, are done. One RPC.
@@ -205,13 +222,14 @@ class LeasedSamples(Iterator[SampleBatch]):
     def _wait(self, renewal: StreamRenewal) -> None:
         """There is nothing to read now: say so to the scheduler, and wait until there may be."""
         if self._handed_out:
-            if not self._lock.wait(self._lease_seconds / 3) and not self._has_committed:
+            self._lock.wait(min(_LOOK_SECONDS, self._lease_seconds / 3))
+            waited = time.monotonic() - self._handed_out_at
+            if not self._has_committed and waited > self._lease_seconds / 3:
                 raise InvalidArgument(
                     f"all samples that this worker may read now were handed out and none of "
                     f"{counted(len(self._handed_out), 'batch', 'batches')} was committed; call commit(batch) when a "
                     "batch is done"
                 )
-            self._renew(NOTHING)
             return
         positions = self._reader.positions
         ended = {stream: at for stream, at in positions.items() if at != self._committed.get(stream)}
@@ -247,6 +265,6 @@ class LeasedSamples(Iterator[SampleBatch]):
             try:
                 return call()
             except SchedulerUnavailable:
-                if time.monotonic() > until:
+                if time.monotonic() > until or self._is_interrupted:
                     raise
                 self._lock.wait(_RETRY_SECONDS)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from geartrain.ams.client.cluster import Cluster
     from geartrain.workers.samples.batches import SampleBatch
     from geartrain.workers.samples.leased import LeasedSamples
+    from geartrain.workers.samples.reader import StreamBatches
 
 
 class KafkaSamples:
@@ -133,13 +134,8 @@ class KafkaSamples:
         Raises SourceError, BrokerUnavailable.
         """
         reader = self._reader()
-        try:
-            reader.add(dict.fromkeys(self._starts, (0, 0)))
-            while reader.has_more:
-                if (batch := reader.next_batch(0)) is not None:
-                    yield batch
-        finally:
-            reader.close()
+        reader.add(dict.fromkeys(self._starts, (0, 0)))
+        return _Batches(reader)
 
     def shared(
         self,
@@ -185,6 +181,30 @@ class KafkaSamples:
             starts=self._starts,
             ends=self._ends,
         )
+
+
+class _Batches(Iterator["SampleBatch"]):
+    """What a reader gives, until it has no more."""
+
+    def __init__(self, reader: StreamBatches) -> None:
+        self._reader = reader
+        self._is_ended = False
+
+    def __next__(self) -> SampleBatch:
+        while not self._is_ended and self._reader.has_more:
+            if (batch := self._reader.next_batch(0)) is not None:
+                return batch
+        self.close()
+        raise StopIteration
+
+    def interrupt(self) -> None:
+        """End the iteration, from any thread."""
+        self._is_ended = True
+
+    def close(self) -> None:
+        """Let go of the consumer. Idempotent."""
+        self._is_ended = True
+        self._reader.close()
 
 
 def _require_libraries() -> None:
