@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -288,9 +287,10 @@ class _Readers:
 
 
 def _without_optimizer(fields: Mapping[str, Any]) -> TableSpec:
-    """A table that trains nothing, and of which nothing goes by itself."""
+    """A table of such rows that trains nothing, admits all, and of which nothing goes by itself."""
     spec = TableSpec.from_dict(dict(fields))
-    return replace(spec, optimizer=SGD(1.0), slot_dtype="float32", expiry=None, max_bytes=None)
+    rows = {name: getattr(spec, name) for name in ("name", "dim", "num_rows", "initializer", "seed", "dtype")}
+    return TableSpec(optimizer=SGD(1.0), **rows)
 
 
 def _replaced(step: Snapshot, table: str) -> Buckets:

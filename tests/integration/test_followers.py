@@ -25,6 +25,7 @@ from geartrain.ams.storage.export.versions import compact_export, newest_version
 from geartrain.ams.storage.snapshot.folder import list_snapshots, open_snapshot, prune
 from geartrain.ams.tables.row_table import RowTable
 from geartrain.ams.values import errors
+from geartrain.ams.values.admission.rules import MinCount
 from geartrain.ams.values.config import ClientConfig
 from geartrain.ams.values.optimizers.registry import SGD, Adagrad, Adam, SparseMomentum
 from tests.integration.conftest import ServedCluster
@@ -175,7 +176,8 @@ def _full(*_: Any) -> None:
 @pytest.mark.parametrize("optimizer", [SGD(0.1), Adam(0.1), Adagrad(0.1)], ids=["sgd", "adam", "adagrad"])
 def test_a_copy_has_the_bits_of_every_storage_type_and_optimizer(dtype: Any, optimizer: Any, tmp_path: Path) -> None:
     with local(2) as cluster:
-        table = cluster.create_table("t", dim=5, optimizer=optimizer, dtype=dtype, seed=3)
+        admission = MinCount(1)  # whatever a table has for its training, a copy has none of it
+        table = cluster.create_table("t", dim=5, optimizer=optimizer, dtype=dtype, seed=3, admission=admission)
         for seed in range(3):
             random = np.random.default_rng(seed)
             table.push(random.choice(300, 100, replace=False), random.standard_normal((100, 5)).astype(np.float32))
@@ -187,6 +189,9 @@ def test_a_copy_has_the_bits_of_every_storage_type_and_optimizer(dtype: Any, opt
         pulled = follower.pull(IDS)
         assert pulled.dtype == (ml_dtypes.bfloat16 if dtype == "bfloat16" else np.dtype(dtype))
         assert pulled.tobytes() == table.pull(IDS).tobytes()
+        newest = newest_version(tmp_path)
+        assert newest is not None
+        assert {name for entry in newest.manifest.files for name in newest.read(entry)} == {"ids", "rows"}
         ids, rows = follower.rows()
         assert len(ids) == len(follower) == int(table.present(IDS).sum())
         assert rows.tobytes() == table.pull(ids).tobytes()

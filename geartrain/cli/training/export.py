@@ -14,6 +14,7 @@ from geartrain.cli.shared import configuration
 from geartrain.cli.shared.options import ConfigFile, Json, OwnBackbone, SchedulerAddress
 
 _FILE = ".safetensors"
+_OTHER_FILES = (".safetensor", ".pt", ".pth", ".bin", ".npy", ".npz", ".onnx", ".parquet", ".csv")
 
 
 def export(
@@ -67,6 +68,8 @@ def export(
     is_file = out.endswith(_FILE)
     if (onnx or is_file) and (follow or compact or since is not None):
         raise ConfigError("--since, --follow and --compact are for a folder of versions, not for a file or --onnx")
+    if Path(out).suffix in _OTHER_FILES and not onnx:
+        raise ConfigError(f"{out} is no file to export to; give FILE{_FILE}, or the name of a folder of versions")
     if onnx:
         _export_model(Path(table), Path(out), backbone, as_json)
         return
