@@ -4,41 +4,57 @@
 #include <bit>
 #include <cmath>
 #include <cstring>
-#include <new>
-
-#include "machine/memory_budget.hpp"
+#include <type_traits>
 
 namespace geartrain {
 namespace {
 
-constexpr int64_t kAhead = 16;  // ids whose blocks are asked for before they are looked at
+constexpr size_t kAhead = 32;  // ids whose blocks are asked for before they are looked at
 
 // In [0, 1).
 double uniform(uint64_t word) { return static_cast<double>(word >> 11) * 0x1.0p-53; }
 
+// Counters of so many bits in the words of a block.
+template <int bits>
+struct Counters {
+  static constexpr uint32_t kCount = Admission::kBlockBytes * 8 / bits;
+  static constexpr uint64_t kMask = (uint64_t{1} << bits) - 1;
+
+  static uint32_t at(const uint64_t* block, uint32_t place) {
+    return static_cast<uint32_t>(block[place * bits / 64] >> (place * bits % 64) & kMask);
+  }
+  static void raise(uint64_t* block, uint32_t place, uint32_t to) {
+    if (at(block, place) >= to) return;
+    uint64_t& word = block[place * bits / 64];
+    word = (word & ~(kMask << (place * bits % 64))) | uint64_t{to} << (place * bits % 64);
+  }
+  // Calls visit(place) for each of an id's.
+  template <class Visit>
+  static void each(uint64_t places, int count, const Visit& visit) {
+    for (int i = 0; i < count; ++i, places >>= 8) {
+      if (i == 8) places = splitmix64(places);
+      visit(static_cast<uint32_t>(places) & (kCount - 1));
+    }
+  }
+};
+
 }  // namespace
 
-FilterRange::FilterRange(int64_t num_blocks) : num_bytes_(static_cast<size_t>(num_blocks) * kBlockBytes) {
-  charge_memory(static_cast<int64_t>(num_bytes_));
-  try {
-    words_.reset(static_cast<uint64_t*>(::operator new[](num_bytes_, std::align_val_t(kBlockBytes))));
-  } catch (...) {
-    release_memory(static_cast<int64_t>(num_bytes_));
-    throw;
-  }
-  std::memset(words_.get(), 0, num_bytes_);
+FilterSlab::FilterSlab(int64_t num_ranges, size_t range_bytes)
+    : num_waiting(static_cast<size_t>(num_ranges)), num_bytes_(static_cast<size_t>(num_ranges) * range_bytes), pages_(num_bytes_) {
+  pages_.count_all();
 }
 
-FilterRange::FilterRange(const FilterRange& other) : FilterRange(static_cast<int64_t>(other.num_bytes_ / kBlockBytes)) {
-  std::memcpy(words_.get(), other.words_.get(), num_bytes_);
-  num_waiting = other.num_waiting;
+FilterSlab::FilterSlab(const FilterSlab& other) : num_waiting(other.num_waiting), num_bytes_(other.num_bytes_), pages_(num_bytes_) {
+  pages_.count_all();
+  std::memcpy(pages_.data(), other.pages_.data(), num_bytes_);
 }
-
-FilterRange::~FilterRange() { release_memory(static_cast<int64_t>(num_bytes_)); }
 
 Admission::Admission(const AdmissionSpec& spec) : spec_(spec) {
   if (spec.kind != AdmissionSpec::Kind::min_count) return;
-  ranges_.resize(static_cast<size_t>(spec.num_ranges));
+  const auto fitting = static_cast<int64_t>(std::max<size_t>(1, kHugePage / range_bytes()));
+  slab_ranges_ = std::min(spec.num_ranges, static_cast<int64_t>(std::bit_floor(static_cast<uint64_t>(fitting))));
+  slabs_.resize(static_cast<size_t>(spec.num_ranges / slab_ranges_));
   // Ranges of buckets in the order of their bits, reversed: as they are dealt out to shards.
   const int shift = kBucketBits - std::countr_zero(static_cast<uint64_t>(spec.num_ranges));
   for (size_t bucket = 0; bucket < range_of_bucket_.size(); ++bucket) {
@@ -48,124 +64,121 @@ Admission::Admission(const AdmissionSpec& spec) : spec_(spec) {
   }
 }
 
-int64_t Admission::range_of(int64_t id) const {
-  return range_of_bucket_[static_cast<size_t>(spec_.is_dense ? dense_bucket(id) : hashed_bucket(id))];
-}
-
-// The range, if need be made, or copied because somebody reads it.
-FilterRange& Admission::writable(int64_t range) {
-  std::shared_ptr<FilterRange>& own = ranges_[static_cast<size_t>(range)];
-  if (own == nullptr) own = std::make_shared<FilterRange>(spec_.range_blocks);
-  else if (own.use_count() > 1) own = std::make_shared<FilterRange>(*own);
-  return *own;
-}
-
-template <class Visit>
-void Admission::each_place(uint64_t places, const Visit& visit) const {
-  const uint32_t mask = static_cast<uint32_t>(FilterRange::kBlockBytes * 8) / static_cast<uint32_t>(spec_.counter_bits) - 1;
-  for (int i = 0; i < spec_.num_hashes; ++i) {
-    if (i == 8) places = splitmix64(places);
-    visit(static_cast<uint32_t>(places >> (8 * (i & 7))) & mask);
+template <class One>
+void Admission::with_bits(const One& one) const {
+  switch (spec_.counter_bits) {
+    case 2: return one(std::integral_constant<int, 2>());
+    case 4: return one(std::integral_constant<int, 4>());
+    case 8: return one(std::integral_constant<int, 8>());
+    default: return one(std::integral_constant<int, 16>());
   }
 }
 
-uint32_t Admission::counter(const uint64_t* block, uint32_t place) const {
-  const uint32_t bit = place * static_cast<uint32_t>(spec_.counter_bits);
-  return static_cast<uint32_t>(block[bit / 64] >> (bit % 64)) & ((1u << spec_.counter_bits) - 1);
-}
-
-void Admission::set_counter(uint64_t* block, uint32_t place, uint32_t value) const {
-  const uint32_t bit = place * static_cast<uint32_t>(spec_.counter_bits);
-  const uint64_t mask = ((uint64_t{1} << spec_.counter_bits) - 1) << (bit % 64);
-  block[bit / 64] = (block[bit / 64] & ~mask) | uint64_t{value} << (bit % 64);
-}
-
-uint32_t Admission::lowest(const uint64_t* block, uint64_t places) const {
-  uint32_t lowest = spec_.min_count;
-  each_place(places, [&](uint32_t place) { lowest = std::min(lowest, counter(block, place)); });
-  return lowest;
+// The slab, if need be made, or copied because somebody reads it.
+FilterSlab& Admission::writable(int64_t number) {
+  std::shared_ptr<FilterSlab>& own = slabs_[static_cast<size_t>(number)];
+  if (own == nullptr) own = std::make_shared<FilterSlab>(slab_ranges_, range_bytes());
+  else if (own.use_count() > 1) own = std::make_shared<FilterSlab>(*own);
+  return *own;
 }
 
 Admission::Decision Admission::decide(std::span<const int64_t> ids, std::span<const uint32_t> occurrences) {
   Decision decision;
   decision.candidates_.resize(ids.size());
-  auto& candidates = decision.candidates_;
-  if (spec_.kind == AdmissionSpec::Kind::probability) {
-    const uint64_t key = splitmix64(spec_.key + static_cast<uint64_t>(num_pushes_));
-    for (size_t i = 0; i < ids.size(); ++i) {
-      const double all_refuse = std::pow(1 - spec_.probability, static_cast<double>(occurrences[i]));
-      const bool admits = uniform(splitmix64(splitmix64(key ^ static_cast<uint64_t>(ids[i])))) >= all_refuse;
-      candidates[i] = {nullptr, nullptr, 0, occurrences[i], admits};
-    }
+  for (size_t i = 0; i < ids.size(); ++i) decision.candidates_[i].occurrences = occurrences[i];
+  if (spec_.kind == AdmissionSpec::Kind::min_count) {
+    with_bits([&](auto bits) { find<bits()>(ids, decision); });
     return decision;
   }
-  const auto blocks = static_cast<uint64_t>(spec_.range_blocks);
+  const uint64_t key = splitmix64(spec_.key + static_cast<uint64_t>(num_pushes_));
   for (size_t i = 0; i < ids.size(); ++i) {
+    const double all_refuse = std::pow(1 - spec_.probability, static_cast<double>(occurrences[i]));
+    auto& one = decision.candidates_[i];
+    one.block = nullptr;
+    one.is_admitted = uniform(splitmix64(splitmix64(key ^ static_cast<uint64_t>(ids[i])))) >= all_refuse;
+  }
+  return decision;
+}
+
+// Where each id is counted, and how often it was.
+template <int bits>
+void Admission::find(std::span<const int64_t> ids, Decision& decision) {
+  const auto range_blocks = static_cast<uint64_t>(spec_.range_blocks);
+  const int slab_shift = std::countr_zero(static_cast<uint64_t>(slab_ranges_));
+  const auto look = [&](Decision::Candidate& one) {
+    uint32_t before = spec_.min_count;
+    Counters<bits>::each(one.places, spec_.num_hashes,
+                         [&](uint32_t place) { before = std::min(before, Counters<bits>::at(one.block, place)); });
+    one.before = before;
+    one.is_admitted = uint64_t{before} + one.occurrences >= spec_.min_count;
+  };
+  auto& candidates = decision.candidates_;
+  for (size_t i = 0; i < ids.size(); ++i) {
+    const int64_t bucket = spec_.is_dense ? dense_bucket(ids[i]) : hashed_bucket(ids[i]);
+    const int64_t range = range_of_bucket_[static_cast<size_t>(bucket)], in_slab = range & (slab_ranges_ - 1);
+    FilterSlab& slab = writable(range >> slab_shift);
     // Not those bits of an id's hash that its bucket and its place in the index are made of.
     const uint64_t hash = splitmix64(splitmix64(static_cast<uint64_t>(ids[i]) ^ spec_.key));
-    FilterRange& range = writable(range_of(ids[i]));
-    uint64_t* block = range.block(static_cast<int64_t>((hash >> 32) * blocks >> 32));
-    candidates[i] = {&range, block, splitmix64(hash), occurrences[i], false};
-    if (i >= kAhead) {
-      auto& due = candidates[i - kAhead];
-      due.is_admitted = lowest(due.block, due.places) + uint64_t{due.occurrences} >= spec_.min_count;
-    }
-    prefetch_bytes(block, FilterRange::kBlockBytes);
+    const uint64_t block = static_cast<uint64_t>(in_slab) * range_blocks + ((hash >> 32) * range_blocks >> 32);
+    auto& one = candidates[i];
+    one.block = reinterpret_cast<uint64_t*>(slab.bytes() + block * kBlockBytes);
+    one.num_waiting = &slab.num_waiting[static_cast<size_t>(in_slab)];
+    one.places = splitmix64(hash);
+    prefetch_bytes(one.block, kBlockBytes);
+    if (i >= kAhead) look(candidates[i - kAhead]);
   }
-  for (size_t i = ids.size() > kAhead ? ids.size() - kAhead : 0; i < ids.size(); ++i)
-    candidates[i].is_admitted = lowest(candidates[i].block, candidates[i].places) + uint64_t{candidates[i].occurrences} >= spec_.min_count;
-  return decision;
+  for (size_t i = ids.size() > kAhead ? ids.size() - kAhead : 0; i < ids.size(); ++i) look(candidates[i]);
 }
 
 void Admission::count(const Decision& decision) noexcept {
   if (decision.size() != 0) ++num_pushes_;
   for (const auto& one : decision.candidates_) {
-    if (!one.is_admitted) {
-      ++refused_gradients_;
-      refused_occurrences_ += one.occurrences;
-    }
-    if (one.range == nullptr) continue;
-    const uint32_t before = lowest(one.block, one.places);
-    const auto after = static_cast<uint32_t>(std::min<uint64_t>(before + uint64_t{one.occurrences}, spec_.min_count));
-    each_place(one.places, [&](uint32_t place) {
-      if (counter(one.block, place) < after) set_counter(one.block, place, after);
-    });
-    if (!one.is_admitted) one.range->num_waiting += before == 0 && after != 0;
-    else if (before != 0 && one.range->num_waiting > 0) --one.range->num_waiting;
+    refused_gradients_ += !one.is_admitted;
+    refused_occurrences_ += one.is_admitted ? 0 : one.occurrences;
+  }
+  if (spec_.kind == AdmissionSpec::Kind::min_count) with_bits([&](auto bits) { raise<bits()>(decision); });
+}
+
+// To what each id's count was before the push and what it brings. That is no lower than its own occurrences, whoever shares its counters.
+template <int bits>
+void Admission::raise(const Decision& decision) noexcept {
+  for (const auto& one : decision.candidates_) {
+    const auto after = static_cast<uint32_t>(std::min<uint64_t>(uint64_t{one.before} + one.occurrences, spec_.min_count));
+    Counters<bits>::each(one.places, spec_.num_hashes, [&](uint32_t place) { Counters<bits>::raise(one.block, place, after); });
+    if (!one.is_admitted) *one.num_waiting += one.before == 0 && after != 0;
+    else if (one.before != 0 && *one.num_waiting > 0) --*one.num_waiting;
   }
 }
 
 int64_t Admission::num_waiting() const {
   int64_t sum = 0;
-  for (const auto& range : ranges_) sum += range == nullptr ? 0 : range->num_waiting;
+  for (const auto& slab : slabs_)
+    for (size_t i = 0; slab != nullptr && i < slab->num_waiting.size(); ++i) sum += slab->num_waiting[i];
   return sum;
 }
 
 int64_t Admission::memory_bytes() const {
-  const auto count = std::ranges::count_if(ranges_, [](const auto& range) { return range != nullptr; });
-  return static_cast<int64_t>(count) * static_cast<int64_t>(range_bytes());
+  const auto count = std::ranges::count_if(slabs_, [](const auto& slab) { return slab != nullptr; });
+  return static_cast<int64_t>(count) * slab_ranges_ * static_cast<int64_t>(range_bytes());
 }
 
-Admission::State Admission::state() const {
-  State state{num_pushes_, {}};
-  for (size_t i = 0; i < ranges_.size(); ++i)
-    if (ranges_[i] != nullptr) state.ranges.emplace_back(static_cast<int64_t>(i), ranges_[i]);
-  return state;
-}
+Admission::State Admission::state() const { return {num_pushes_, {slabs_.begin(), slabs_.end()}}; }
 
-void Admission::restore(int64_t num_pushes, int64_t number, const char* bytes, int64_t num_waiting) {
+void Admission::restore(int64_t num_pushes, int64_t range, const char* bytes, int64_t num_waiting) {
   num_pushes_ = std::max(num_pushes_, num_pushes);
-  if (number < 0) return;
-  FilterRange& range = writable(number);
-  range.num_waiting = std::max(range.num_waiting, num_waiting);
-  const uint32_t places = static_cast<uint32_t>(FilterRange::kBlockBytes * 8) / static_cast<uint32_t>(spec_.counter_bits);
-  uint64_t theirs[FilterRange::kBlockBytes / sizeof(uint64_t)];
-  for (int64_t number_of_block = 0; number_of_block < spec_.range_blocks; ++number_of_block) {
-    std::memcpy(theirs, bytes + static_cast<size_t>(number_of_block) * FilterRange::kBlockBytes, sizeof(theirs));
-    uint64_t* block = range.block(number_of_block);
-    for (uint32_t place = 0; place < places; ++place)
-      if (const uint32_t value = std::min(counter(theirs, place), spec_.min_count); counter(block, place) < value) set_counter(block, place, value);
-  }
+  if (range < 0) return;
+  FilterSlab& slab = writable(range / slab_ranges_);
+  const auto in_slab = static_cast<size_t>(range % slab_ranges_);
+  slab.num_waiting[in_slab] = std::max(slab.num_waiting[in_slab], num_waiting);
+  with_bits([&](auto bits) {
+    using Own = Counters<bits()>;
+    uint64_t theirs[kBlockBytes / sizeof(uint64_t)];
+    for (size_t at = 0; at < range_bytes(); at += kBlockBytes) {
+      std::memcpy(theirs, bytes + at, kBlockBytes);
+      auto* block = reinterpret_cast<uint64_t*>(slab.bytes() + in_slab * range_bytes() + at);
+      for (uint32_t place = 0; place < Own::kCount; ++place) Own::raise(block, place, std::min(Own::at(theirs, place), spec_.min_count));
+    }
+  });
 }
 
 }  // namespace geartrain

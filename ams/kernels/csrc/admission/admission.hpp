@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "base/common.hpp"
+#include "machine/pages.hpp"
 
 namespace geartrain {
 
@@ -33,29 +34,22 @@ struct AdmissionSpec {
   int64_t range_blocks = 1;   // blocks of the filter of a range
 };
 
-// The filter of one range of buckets.
-class FilterRange {
+// The filters of some ranges of buckets, one after the other.
+class FilterSlab {
  public:
-  static constexpr size_t kBlockBytes = 64;
-
   // Zero, or a copy. Counted as memory of rows. Throws std::bad_alloc.
-  explicit FilterRange(int64_t num_blocks);
-  FilterRange(const FilterRange& other);
-  FilterRange& operator=(const FilterRange&) = delete;
-  ~FilterRange();
+  FilterSlab(int64_t num_ranges, size_t range_bytes);
+  FilterSlab(const FilterSlab& other);
+  FilterSlab& operator=(const FilterSlab&) = delete;
 
-  uint64_t* block(int64_t number) const { return words_.get() + static_cast<size_t>(number) * (kBlockBytes / sizeof(uint64_t)); }
-  char* bytes() const { return reinterpret_cast<char*>(words_.get()); }
-  size_t num_bytes() const { return num_bytes_; }
+  char* bytes() const { return pages_.data(); }
 
-  int64_t num_waiting = 0;  // ids that were counted and not admitted, about: those that share their counters are one
+  // Of each range the ids that were counted and not admitted, about: those that share their counters are one.
+  std::vector<int64_t> num_waiting;
 
  private:
-  struct Free {
-    void operator()(uint64_t* words) const { ::operator delete[](words, std::align_val_t(kBlockBytes)); }
-  };
-  size_t num_bytes_;
-  std::unique_ptr<uint64_t[], Free> words_;
+  const size_t num_bytes_;
+  Pages pages_;
 };
 
 // Used by one thread at a time; what was frozen is read by others.
@@ -74,10 +68,10 @@ class Admission {
    private:
     friend class Admission;
     struct Candidate {
-      FilterRange* range;
-      uint64_t* block;
-      uint64_t places;  // what the places in the block are made of
-      uint32_t occurrences;
+      uint64_t* block;       // null: nothing is counted
+      int64_t* num_waiting;  // of its range
+      uint64_t places;       // what the places in the block are made of
+      uint32_t occurrences, before;
       bool is_admitted;
     };
     std::vector<Candidate> candidates_;
@@ -95,30 +89,35 @@ class Admission {
   int64_t num_waiting() const;
   int64_t memory_bytes() const;
 
-  // What it decides by, at one moment. Ranges are shared with the filter, which copies one before it changes it.
+  // What it decides by, at one moment. Slabs are shared with the filter, which copies one before it changes it.
   struct State {
     int64_t num_pushes = 0;
-    std::vector<std::pair<int64_t, std::shared_ptr<const FilterRange>>> ranges;  // by number; those that were counted in
+    std::vector<std::shared_ptr<const FilterSlab>> slabs;  // null: nothing was counted there
   };
   State state() const;
   // Takes up what a filter of the same spec was. A range that is here already becomes the higher count of each: so two shards that had
   // parts of its buckets count none of their ids less than they did. Throws std::bad_alloc.
   void restore(int64_t num_pushes, int64_t range, const char* bytes, int64_t num_waiting);
-  size_t range_bytes() const { return static_cast<size_t>(spec_.range_blocks) * FilterRange::kBlockBytes; }
+  static constexpr size_t kBlockBytes = 64;
+  size_t range_bytes() const { return static_cast<size_t>(spec_.range_blocks) * kBlockBytes; }
+  // So many ranges lie in a slab.
+  int64_t slab_ranges() const { return slab_ranges_; }
   const AdmissionSpec& spec() const { return spec_; }
 
  private:
-  FilterRange& writable(int64_t range);
-  int64_t range_of(int64_t id) const;
-  template <class Visit>
-  void each_place(uint64_t places, const Visit& visit) const;
-  uint32_t counter(const uint64_t* block, uint32_t place) const;
-  void set_counter(uint64_t* block, uint32_t place, uint32_t value) const;
-  uint32_t lowest(const uint64_t* block, uint64_t places) const;
+  FilterSlab& writable(int64_t slab);
+  template <int bits>
+  void find(std::span<const int64_t> ids, Decision& decision);
+  template <int bits>
+  void raise(const Decision& decision) noexcept;
+  // Calls one(std::integral_constant<int, bits>) for the width of the counters.
+  template <class One>
+  void with_bits(const One& one) const;
 
   const AdmissionSpec spec_;
+  int64_t slab_ranges_ = 1;
   std::array<uint16_t, kNumBuckets> range_of_bucket_{};
-  std::vector<std::shared_ptr<FilterRange>> ranges_;  // null: nothing was counted there
+  std::vector<std::shared_ptr<FilterSlab>> slabs_;  // null: nothing was counted there
   int64_t num_pushes_ = 0;  // that had ids without a row
   int64_t refused_gradients_ = 0, refused_occurrences_ = 0;
 };

@@ -250,18 +250,34 @@ nb::tuple full_dense_table(const IdArray& owned_buckets, int64_t num_rows, int64
   return nb::make_tuple(full.rows, full.items, full.index_bytes);
 }
 
+bool is_zero(const char* bytes, size_t count) {
+  return bytes[0] == 0 && std::memcmp(bytes, bytes + 1, count - 1) == 0;
+}
+
 // (pushes, numbers of ranges, their counters as bytes [R, B], ids that wait in each); None: the table admits every id, or nothing is frozen.
 nb::object frozen_admission(const RowStore& store) {
   const auto& state = store.frozen_admission();
   if (!state) return nb::none();
   std::vector<int64_t> numbers, waiting;
-  const size_t width = store.admission()->range_bytes(), count = state->ranges.size();
+  const Admission& admission = *store.admission();
+  const size_t width = admission.range_bytes();
+  const auto each_range = [&](const auto& visit) {
+    for (size_t slab = 0; slab < state->slabs.size(); ++slab)
+      for (int64_t i = 0; state->slabs[slab] != nullptr && i < admission.slab_ranges(); ++i)
+        visit(static_cast<int64_t>(slab) * admission.slab_ranges() + i, *state->slabs[slab], static_cast<size_t>(i));
+  };
+  each_range([&](int64_t range, const FilterSlab& slab, size_t i) {
+    if (slab.num_waiting[i] == 0 && is_zero(slab.bytes() + i * width, width)) return;
+    numbers.push_back(range);
+    waiting.push_back(slab.num_waiting[i]);
+  });
+  const size_t count = numbers.size();
   std::unique_ptr<uint8_t[]> bytes(new uint8_t[std::max<size_t>(1, count * width)]);
-  for (const auto& [number, range] : state->ranges) {
-    std::memcpy(bytes.get() + numbers.size() * width, range->bytes(), width);
-    numbers.push_back(number);
-    waiting.push_back(range->num_waiting);
-  }
+  size_t next = 0;
+  each_range([&](int64_t range, const FilterSlab& slab, size_t i) {
+    if (next == count || numbers[next] != range) return;
+    std::memcpy(bytes.get() + next++ * width, slab.bytes() + i * width, width);
+  });
   uint8_t* const data = bytes.get();
   const nb::capsule owner(bytes.release(), [](void* held) noexcept { delete[] static_cast<uint8_t*>(held); });
   return nb::make_tuple(state->num_pushes, numbers, nb::ndarray<nb::numpy, uint8_t, nb::ndim<2>>(data, {count, width}, owner), waiting);
