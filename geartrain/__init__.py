@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from geartrain.ams.values import errors
     from geartrain.ams.values.admission.rules import MinCount, Probability
     from geartrain.ams.values.config import ClientConfig
+    from geartrain.ams.values.expiry.rules import RowBlock, Rule, SmallerThan, Unseen, expiry_rule
     from geartrain.ams.values.optimizers.registry import (
         FTRL,
         SGD,
@@ -121,12 +122,15 @@ __all__ = [
     "PartialFC",
     "Probability",
     "RMSProp",
+    "RowBlock",
     "RowOptimizer",
     "RowWiseAdagrad",
     "RowWiseAdam",
+    "Rule",
     "ScheduledMargin",
     "Selection",
     "SlowGear",
+    "SmallerThan",
     "SparseMomentum",
     "SphereFace",
     "StreamReader",
@@ -137,6 +141,7 @@ __all__ = [
     "TrainedModel",
     "TreeSamples",
     "Uniform",
+    "Unseen",
     "WireFormat",
     "__version__",
     "attach",
@@ -145,6 +150,7 @@ __all__ = [
     "compress_samples",
     "connect",
     "errors",
+    "expiry_rule",
     "export_class_weights",
     "hash_strings",
     "import_class_weights",
@@ -167,6 +173,7 @@ _HOMES = {
     "geartrain.ams.client.follower": ("TableFollower",),
     "geartrain.ams.client.cluster": ("Cluster", "connect"),
     "geartrain.ams.values.admission.rules": ("MinCount", "Probability"),
+    "geartrain.ams.values.expiry.rules": ("RowBlock", "Rule", "SmallerThan", "Unseen", "expiry_rule"),
     "geartrain.ams.values.config": ("ClientConfig",),
     "geartrain.ams.values.optimizers.registry": (
         "SGD",

@@ -35,6 +35,7 @@ from geartrain.ams.values.errors import (
     InvalidArgument,
     SchedulerUnavailable,
 )
+from geartrain.ams.values.expiry.rules import Expiry
 from geartrain.ams.values.gear_messages import Freshness
 from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
 from geartrain.ams.values.scheduler_messages import (
@@ -193,6 +194,7 @@ class Cluster:
         dtype: DTypeName = "float32",
         slot_dtype: DTypeName = "float32",
         admission: Admission | None = None,
+        expiry: Expiry | None = None,
         max_bytes: int | None = None,
         reuse: bool = False,
         wire_dtype: WireDType | None = None,
@@ -210,6 +212,7 @@ class Cluster:
             slot_dtype: That of the optimizer's state of each row.
             admission: Which ids without a row get one at a push: ``gt.MinCount(3)``, ``gt.Probability(0.1)``; None:
                 every id. Gradients of the others are dropped, and counted.
+            expiry: Which rows go when nobody needs them; None: none does by itself.
             max_bytes: Of memory that all rows of a hashed table may take, slots and index included; each shard has its
                 share, by its buckets. Where new rows need room, those go that were pushed least often, of these the
                 ones not pushed for longest. None: any number.
@@ -231,6 +234,7 @@ class Cluster:
             dtype=dtype,
             slot_dtype=slot_dtype,
             admission=admission,
+            expiry=expiry,
             max_bytes=max_bytes,
         )
         wire_format(wire_dtype, name, dtype)  # before there is a table

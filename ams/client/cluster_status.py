@@ -52,11 +52,15 @@ class TableStatus:
     """Rows present."""
     memory_bytes: int
     writes: int
-    """Pushes and assigns applied, added up over the shards: a push to two of them is two."""
+    """Pushes, assigns and removals applied, added up over the shards: a push to two of them is two."""
     staleness: tuple[int, ...] = ()
     """Of pushes that say when their rows were pulled, as those of ``gt.EmbeddingGroup`` do: how many came with so many
     writes of the table applied in between on a shard, at place i those of i bits: none, 1, 2 to 3, 4 to 7, ... Added up
     over the shards, since each made the table."""
+    expired: int = 0
+    """Rows that went by a rule, since then."""
+    evicted: int = 0
+    """Rows that went because others needed their room, since then."""
     refused_ids: int = 0
     """Ids that pushes brought, that were counted and not admitted so far, about: see ``gt.MinCount``."""
     refused_gradients: int = 0
@@ -191,6 +195,8 @@ def _joint_status(view: ClusterView, states: dict[int, ShardState], ahead: dict[
                 memory_bytes=sum(part.memory_bytes for part in parts),
                 writes=sum(part.writes for part in parts),
                 staleness=tuple(map(sum, zip_longest(*(part.staleness for part in parts), fillvalue=0))),
+                expired=sum(part.expired for part in parts),
+                evicted=sum(part.evicted for part in parts),
                 refused_ids=sum(part.refused_ids for part in parts),
                 refused_gradients=sum(part.refused_gradients for part in parts),
                 refused_occurrences=sum(part.refused_occurrences for part in parts),

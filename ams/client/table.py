@@ -9,16 +9,18 @@ that both share.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
-from typing import Any, Self, Unpack
+from typing import Any, Self, Unpack, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from geartrain.ams.client.hosted_calls import HostedCalls
 from geartrain.ams.client.rows.batch import BatchSettings, batch_of
+from geartrain.ams.client.rows.expire import ExpiredRows, expire_rows
 from geartrain.ams.client.rows.row_calls import RowCalls
 from geartrain.ams.client.rows.row_futures import Sendable
 from geartrain.ams.client.rows.row_parts import (
@@ -38,6 +40,7 @@ from geartrain.ams.kernels._core import Residuals, ScatteredRows, TableFacts
 from geartrain.ams.values.arguments import real_number
 from geartrain.ams.values.arrays import ids_array, like, rows_array
 from geartrain.ams.values.errors import InvalidArgument, NonFinite, TableNotFound
+from geartrain.ams.values.expiry.rules import Expiry
 from geartrain.ams.values.optimizers.spec import NO_SCALARS
 from geartrain.ams.values.placement import NUM_BUCKETS, split_by_shard
 from geartrain.ams.values.shard_messages import (
@@ -49,6 +52,7 @@ from geartrain.ams.values.shard_messages import (
     Push,
     Remove,
     Reply,
+    Request,
     ShardState,
     SyncGroup,
 )
@@ -439,6 +443,31 @@ class Table:
                 f"{most} at once"
             )
         return sum(self._remove(checked[start : start + most], sequence) for start in range(0, len(checked), most))
+
+    def expire(
+        self,
+        rule: Expiry | None = None,
+        *,
+        dry_run: bool = False,
+        progress: Callable[[ExpiredRows], None] | None = None,
+    ) -> ExpiredRows:
+        """Look at all rows now and remove those that a rule says, or the table's own ``expiry``; with ``dry_run`` count
+        them.
+
+        Shards look block by block, and answer others in between; ``progress`` is told of the rows so far after each.
+        Raises InvalidArgument (there is no rule, or it asks for what the table does not keep), ShardUnavailable (some
+        rows have gone; ask again).
+        """
+        context = replace(self._stream.caller or CallContext(), table_incarnation=self.incarnation)
+
+        def ask(calls: list[tuple[int, Request]]) -> list[Reply]:
+            outcomes = self._calls.deliver(calls, context)
+            if error := next((one for one in outcomes if isinstance(one, BaseException)), None):
+                raise error
+            return cast("list[Reply]", outcomes)
+
+        num_shards = self._calls.view.num_shards
+        return expire_rows(ask, self.spec.name, num_shards, rule, dry_run=dry_run, progress=progress)
 
     def _remove(self, ids: Ids, sequence: int | None) -> int:
         calls = [

@@ -313,6 +313,11 @@ class ServedTable:
     writes: int
     writes_before: int
     """Those of the snapshot that it was restored from."""
+    expiry_step: int
+    expiry_seconds: int
+    """What the table's clock must come to for somebody to look for rows that are to go."""
+    @property
+    def is_expiry_due(self) -> bool: ...
     @property
     def all_writes(self) -> int: ...
     @property

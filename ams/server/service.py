@@ -45,6 +45,7 @@ from geartrain.ams.values.shard_messages import (
     Describe,
     Done,
     DropTable,
+    Expire,
     Fence,
     Freeze,
     OpenDataPlane,
@@ -114,6 +115,7 @@ class ShardService:
                 Restore: self._restore,
                 Fence: self._fence,
                 Remove: self._ask,
+                Expire: self._ask,
                 OpenDataPlane: self._open_data_plane,
             },
             {

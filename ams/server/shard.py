@@ -17,6 +17,7 @@ from geartrain.ams.kernels.engine import CompletedWrites, Engine, Lease, SyncGro
 from geartrain.ams.observe import failpoints
 from geartrain.ams.programs.hosted import HostedModels
 from geartrain.ams.server import row_requests
+from geartrain.ams.server.expiry import ExpirySchedule
 from geartrain.ams.server.freeze.freezes import Freezes
 from geartrain.ams.server.freeze.marks import clocks_of, held_marks, steps_of
 from geartrain.ams.server.freeze.restore import Restores
@@ -40,6 +41,7 @@ from geartrain.ams.values.shard_messages import (
     Describe,
     Done,
     DropTable,
+    Expire,
     Fence,
     Freeze,
     PublishTable,
@@ -114,6 +116,7 @@ class Shard:
         self._clock = clock
         self._started = clock()
         self._tables = ShardTables(shard, owned_buckets, threads, self.engine)
+        self._expiry = ExpirySchedule(self._tables, self.check_lease)
         self._hosting = Hosting(models, owned_buckets, threads)
         self._files = ThreadPoolExecutor(1, thread_name_prefix=f"shard-{shard}-files")
         self._freezes = Freezes(shard, freeze_lease_seconds, clock, self._files)
@@ -238,13 +241,14 @@ class Shard:
     # Everything below runs on the thread that has the turn.
 
     def _next_deadline(self) -> float | None:
-        deadlines = [self._groups.next_deadline(), self._freezes.next_deadline()]
+        deadlines = [self._groups.next_deadline(), self._freezes.next_deadline(), self._expiry.next_deadline()]
         return min((one for one in deadlines if one is not None), default=None)
 
     def _expire(self) -> None:
         for context, error in self._groups.expire():
             self._completed_writes.failed(context, error)
         self._freezes.end_silent()
+        self._expiry.look()
 
     def _perform(self, call: QueuedRequest) -> None:
         if isinstance(call.request, Pull | Push | Assign):
@@ -300,6 +304,9 @@ class Shard:
                 return Done()
             case Fence():
                 return self._fence(request)
+            case Expire():
+                self._completed_writes.require_current(context)
+                return self._expiry.command(self._tables.open(request.table, context), request)
             case _:
                 raise InternalError(f"shard {self.shard} has no answer to {type(request).__name__}")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Any
 
 from geartrain.ams.kernels.engine import Engine
 from geartrain.ams.tables.row_table import RowTable
@@ -36,6 +37,14 @@ class ShardTable:
         """Folder of the snapshot whose rows it was given first; empty: none."""
         self.restore: RestoreWork | None = None
         """What gives, or gave, it the rows of a snapshot."""
+        self.expiry_pass: Any = None
+        """The look for rows that are to go that is under way: an :class:`~geartrain.ams.server.expiry.ExpiryPass`."""
+        self.expired = 0
+        """Rows that went by a rule, since the table was made here."""
+        if rows.spec.expiry is not None:
+            rows.served.expiry_step = rows.spec.expiry.every
+            if rows.spec.expiry.every_seconds is not None:
+                rows.served.expiry_seconds = 1  # once somebody says what time it is
         self._is_whole = self._is_public = not for_restore
         rows.served.is_open = self.is_open
 
@@ -105,6 +114,8 @@ class ShardTables:
         self._tables: dict[str, ShardTable] = {}
         self.specs: tuple[TableSpec, ...] = ()
         """Those of all tables. Any thread."""
+        self.expiring: tuple[ShardTable, ...] = ()
+        """Those that rows expire in."""
         self.highest_incarnation = 0
         """Of a table that was ever here. Any thread."""
 
@@ -192,6 +203,8 @@ class ShardTables:
                 memory_bytes=table.rows.memory_bytes,
                 writes=table.all_writes,
                 staleness=tuple(table.rows.served.staleness),
+                expired=table.expired,
+                evicted=table.rows.num_evicted,
                 refused_ids=table.rows.refused.ids,
                 refused_gradients=table.rows.refused.gradients,
                 refused_occurrences=table.rows.refused.occurrences,
@@ -205,3 +218,4 @@ class ShardTables:
 
     def _note_specs(self) -> None:
         self.specs = tuple(table.spec for table in self._tables.values())
+        self.expiring = tuple(table for table in self._tables.values() if table.spec.expiry is not None)

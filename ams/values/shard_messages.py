@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
+from geartrain.ams.values.expiry.rules import Expiry
 from geartrain.ams.values.interrupts import BufferLease
 from geartrain.ams.values.rpc import Rpc
 from geartrain.ams.values.specs import Ids, TableSpec
@@ -102,6 +103,10 @@ class TableState:
     staleness: tuple[int, ...] = ()
     """Of pushes that say when their rows were pulled: how many came with so many writes applied in between, at place i
     those of i bits: none, 1, 2 to 3, 4 to 7, ... Since the table was made on this shard."""
+    expired: int = 0
+    """Rows that went by a rule, since the table was made on this shard."""
+    evicted: int = 0
+    """Rows that went because others needed their room, since then."""
     refused_ids: int = 0
     """Ids that pushes brought, that were counted and not admitted so far, about: see ``gt.MinCount``."""
     refused_gradients: int = 0
@@ -142,6 +147,18 @@ class Computed:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Expired:
+    """Reply to :class:`Expire`."""
+
+    position: int
+    """Where to go on; -1: that was all."""
+    looked_at: int = 0
+    """Rows."""
+    expired: int = 0
+    """Of these, those that went, or would have."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class DataPlaneOffer:
     """Reply to :class:`OpenDataPlane`."""
 
@@ -155,7 +172,7 @@ class DataPlaneOffer:
     """Of the shard's host, for TCP; 0: none."""
 
 
-Reply = Done | Pulled | ShardState | Written | Computed | DataPlaneOffer
+Reply = Done | Pulled | ShardState | Written | Computed | DataPlaneOffer | Expired
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,6 +269,19 @@ class Assign(Rpc[Done]):
     """[N, D] of the table's dtype."""
     buffer_lease: BufferLease | None = None
     """Needed to read the arrays; None: nothing takes it away."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expire(Rpc[Expired]):
+    """Look at some rows, and remove those that a rule says. Repeated, it looks at them again."""
+
+    table: str
+    position: int = 0
+    """Where to begin: 0, or what the reply for the rows before said."""
+    expiry: Expiry | None = None
+    """None: the table's own."""
+    dry_run: bool = False
+    """Only count the rows."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,6 +12,7 @@ from geartrain.ams.kernels.embedding import POOLINGS, PoolingName
 from geartrain.ams.values.admission.rules import Admission
 from geartrain.ams.values.arguments import integer
 from geartrain.ams.values.errors import InvalidArgument
+from geartrain.ams.values.expiry.rules import Expiry
 from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
 from geartrain.ams.values.specs import DTypeName, Initializer, Normal, TableSpec
 from geartrain.ams.values.text import counted, quoted
@@ -57,6 +58,8 @@ class Field:
     """Storage type of the optimizer's state of each row; None: float32."""
     admission: Admission | None = None
     """Which ids without a row get one at a push; None: every id."""
+    expiry: Expiry | None = None
+    """Which rows of the table go when nobody needs them; None: none does by itself."""
     max_bytes: int | None = None
     """Of memory for all rows of the table, with their slots and index; None: any number. Rows that were pushed least
     often go first where new ones need room."""
@@ -114,7 +117,7 @@ class Field:
         return self.name if self.table is None else self.table
 
 
-_OF_TABLE = ("dim", "optimizer", "initializer", "num_rows", "dtype", "slot_dtype", "admission", "max_bytes")
+_OF_TABLE = ("dim", "optimizer", "initializer", "num_rows", "dtype", "slot_dtype", "admission", "expiry", "max_bytes")
 assert set(_OF_TABLE) < {one.name for one in fields(Field)}
 
 

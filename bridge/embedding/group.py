@@ -355,6 +355,7 @@ def _made(cluster: Cluster, specs: Mapping[str, Any], *, reuse: bool) -> dict[st
                 dtype=spec.dtype,
                 slot_dtype=spec.slot_dtype,
                 admission=spec.admission,
+                expiry=spec.expiry,
                 max_bytes=spec.max_bytes,
                 reuse=reuse,
             )

@@ -520,6 +520,73 @@ class RemoveRequest(_message.Message):
 Global___RemoveRequest: _TypeAlias = RemoveRequest  # noqa: Y015
 
 @_typing.final
+class ExpireRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONTEXT_FIELD_NUMBER: _builtins.int
+    TABLE_FIELD_NUMBER: _builtins.int
+    POSITION_FIELD_NUMBER: _builtins.int
+    EXPIRY_FIELD_NUMBER: _builtins.int
+    DRY_RUN_FIELD_NUMBER: _builtins.int
+    table: _builtins.str
+    position: _builtins.int
+    """Where to begin: 0, or what the reply for the rows before said."""
+    dry_run: _builtins.bool
+    """Only count the rows."""
+    @_builtins.property
+    def context(self) -> _types_pb2.CallContext: ...
+    @_builtins.property
+    def expiry(self) -> _types_pb2.Expiry:
+        """Absent: the table's own."""
+
+    def __init__(
+        self,
+        *,
+        context: _types_pb2.CallContext | None = ...,
+        table: _builtins.str = ...,
+        position: _builtins.int = ...,
+        expiry: _types_pb2.Expiry | None = ...,
+        dry_run: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_expiry", b"_expiry", "context", b"context", "expiry", b"expiry"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expiry", b"_expiry", "context", b"context", "dry_run", b"dry_run", "expiry", b"expiry", "position", b"position", "table", b"table"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__expiry: _TypeAlias = _typing.Literal["expiry"]  # noqa: Y015
+    _WhichOneofArgType__expiry: _TypeAlias = _typing.Literal["_expiry", b"_expiry"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__expiry) -> _WhichOneofReturnType__expiry | None: ...
+
+Global___ExpireRequest: _TypeAlias = ExpireRequest  # noqa: Y015
+
+@_typing.final
+class ExpireReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POSITION_FIELD_NUMBER: _builtins.int
+    LOOKED_AT_FIELD_NUMBER: _builtins.int
+    EXPIRED_FIELD_NUMBER: _builtins.int
+    position: _builtins.int
+    """Where to go on; -1: that was all."""
+    looked_at: _builtins.int
+    """Rows."""
+    expired: _builtins.int
+    """Of these, those that went, or would have."""
+    def __init__(
+        self,
+        *,
+        position: _builtins.int = ...,
+        looked_at: _builtins.int = ...,
+        expired: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["expired", b"expired", "looked_at", b"looked_at", "position", b"position"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExpireReply: _TypeAlias = ExpireReply  # noqa: Y015
+
+@_typing.final
 class HostedArray(_message.Message):
     """An array whose numbers are in the raw bytes of the message: little endian, row after row, behind those of the arrays
     before it, from the next multiple of 8 bytes on.
@@ -860,6 +927,8 @@ class TableState(_message.Message):
     REFUSED_IDS_FIELD_NUMBER: _builtins.int
     REFUSED_GRADIENTS_FIELD_NUMBER: _builtins.int
     REFUSED_OCCURRENCES_FIELD_NUMBER: _builtins.int
+    EXPIRED_FIELD_NUMBER: _builtins.int
+    EVICTED_FIELD_NUMBER: _builtins.int
     rows: _builtins.int
     """Rows present on this shard."""
     memory_bytes: _builtins.int
@@ -872,6 +941,9 @@ class TableState(_message.Message):
     those pushes. Since the table was made on this shard.
     """
     refused_occurrences: _builtins.int
+    expired: _builtins.int
+    """Rows that went by a rule, and those that went because others needed their room, since the table was made on this shard."""
+    evicted: _builtins.int
     @_builtins.property
     def spec(self) -> _types_pb2.TableSpec: ...
     @_builtins.property
@@ -891,10 +963,12 @@ class TableState(_message.Message):
         refused_ids: _builtins.int = ...,
         refused_gradients: _builtins.int = ...,
         refused_occurrences: _builtins.int = ...,
+        expired: _builtins.int = ...,
+        evicted: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["spec", b"spec"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["memory_bytes", b"memory_bytes", "refused_gradients", b"refused_gradients", "refused_ids", b"refused_ids", "refused_occurrences", b"refused_occurrences", "rows", b"rows", "spec", b"spec", "staleness", b"staleness", "writes", b"writes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["evicted", b"evicted", "expired", b"expired", "memory_bytes", b"memory_bytes", "refused_gradients", b"refused_gradients", "refused_ids", b"refused_ids", "refused_occurrences", b"refused_occurrences", "rows", b"rows", "spec", b"spec", "staleness", b"staleness", "writes", b"writes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -70,6 +70,11 @@ class ShardStub:
                 request_serializer=geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.RemoveRequest.SerializeToString,
                 response_deserializer=geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.WriteReply.FromString,
                 _registered_method=True)
+        self.Expire = channel.unary_unary(
+                '/geartrain.ams.v1.Shard/Expire',
+                request_serializer=geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.ExpireRequest.SerializeToString,
+                response_deserializer=geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.ExpireReply.FromString,
+                _registered_method=True)
         self.OpenDataPlane = channel.unary_unary(
                 '/geartrain.ams.v1.Shard/OpenDataPlane',
                 request_serializer=geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.OpenDataPlaneRequest.SerializeToString,
@@ -169,6 +174,13 @@ class ShardServicer:
 
     def Remove(self, request, context):
         """Take rows out: they have their initial values again. Applied once however often it is sent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Expire(self, request, context):
+        """Look at some rows and remove those that a rule says.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -284,6 +296,11 @@ def add_ShardServicer_to_server(servicer, server):
                     servicer.Remove,
                     request_deserializer=geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.RemoveRequest.FromString,
                     response_serializer=geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.WriteReply.SerializeToString,
+            ),
+            'Expire': grpc.unary_unary_rpc_method_handler(
+                    servicer.Expire,
+                    request_deserializer=geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.ExpireRequest.FromString,
+                    response_serializer=geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.ExpireReply.SerializeToString,
             ),
             'OpenDataPlane': grpc.unary_unary_rpc_method_handler(
                     servicer.OpenDataPlane,
@@ -525,6 +542,33 @@ class Shard:
             '/geartrain.ams.v1.Shard/Remove',
             geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.RemoveRequest.SerializeToString,
             geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.WriteReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Expire(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/geartrain.ams.v1.Shard/Expire',
+            geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.ExpireRequest.SerializeToString,
+            geartrain_dot_ams_dot_pb_dot_v1_dot_shard__pb2.ExpireReply.FromString,
             options,
             channel_credentials,
             insecure,

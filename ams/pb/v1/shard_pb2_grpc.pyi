@@ -56,6 +56,8 @@ class ShardStub:
     """Overwrite rows. Applied once however often it is sent."""
     Remove: _grpc.UnaryUnaryMultiCallable[_shard_pb2.RemoveRequest, _shard_pb2.WriteReply]
     """Take rows out: they have their initial values again. Applied once however often it is sent."""
+    Expire: _grpc.UnaryUnaryMultiCallable[_shard_pb2.ExpireRequest, _shard_pb2.ExpireReply]
+    """Look at some rows and remove those that a rule says."""
     OpenDataPlane: _grpc.UnaryUnaryMultiCallable[_shard_pb2.OpenDataPlaneRequest, _shard_pb2.OpenDataPlaneReply]
     """Ask for a connection of the data plane, over which pulls, pushes and assigns go in frames (docs/explanation/frames.md).
     Not giving one is no error: the reply says why.
@@ -100,6 +102,8 @@ class ShardAsyncStub(ShardStub):
     """Overwrite rows. Applied once however often it is sent."""
     Remove: _aio.UnaryUnaryMultiCallable[_shard_pb2.RemoveRequest, _shard_pb2.WriteReply]  # type: ignore[assignment]
     """Take rows out: they have their initial values again. Applied once however often it is sent."""
+    Expire: _aio.UnaryUnaryMultiCallable[_shard_pb2.ExpireRequest, _shard_pb2.ExpireReply]  # type: ignore[assignment]
+    """Look at some rows and remove those that a rule says."""
     OpenDataPlane: _aio.UnaryUnaryMultiCallable[_shard_pb2.OpenDataPlaneRequest, _shard_pb2.OpenDataPlaneReply]  # type: ignore[assignment]
     """Ask for a connection of the data plane, over which pulls, pushes and assigns go in frames (docs/explanation/frames.md).
     Not giving one is no error: the reply says why.
@@ -183,6 +187,14 @@ class ShardServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_shard_pb2.WriteReply, _abc.Awaitable[_shard_pb2.WriteReply]]:
         """Take rows out: they have their initial values again. Applied once however often it is sent."""
+
+    @_abc_1.abstractmethod
+    def Expire(
+        self,
+        request: _shard_pb2.ExpireRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_shard_pb2.ExpireReply, _abc.Awaitable[_shard_pb2.ExpireReply]]:
+        """Look at some rows and remove those that a rule says."""
 
     @_abc_1.abstractmethod
     def OpenDataPlane(

@@ -26,8 +26,9 @@ from google.protobuf.message_factory import GetMessageClass
 
 from geartrain.ams.pb.v1 import shard_pb2
 from geartrain.ams.rpc.codec import framing
-from geartrain.ams.rpc.codec.specs import spec_from_pb, spec_to_pb
+from geartrain.ams.rpc.codec.specs import expiry_from_pb, expiry_to_pb, spec_from_pb, spec_to_pb
 from geartrain.ams.values.errors import InvalidArgument, ProtocolError
+from geartrain.ams.values.expiry.rules import Expiry
 from geartrain.ams.values.gear_messages import GearAccount
 from geartrain.ams.values.placement import BucketShards, placement_from_bytes, placement_to_bytes
 from geartrain.ams.values.shard_messages import BatchFacts
@@ -280,6 +281,7 @@ def _batch_from_pb(pb: Any) -> BatchFacts:
 _BY_HAND: dict[Any, _Conversion] = {
     BatchFacts: _Conversion(_batch_to_pb, _batch_from_pb),
     TableSpec: _Conversion(spec_to_pb, spec_from_pb),
+    Expiry: _Conversion(expiry_to_pb, expiry_from_pb),
     BucketShards: _Conversion(placement_to_bytes, _bucket_shards_from_pb),
 }
 _NOT_SENT: dict[type, Collection[str]] = {GearAccount: ("lost",)}

@@ -207,7 +207,8 @@ def _shard_table(found: ClusterStatus, pongs: dict[str, Pong]) -> Table:
 def _table_table(found: ClusterStatus) -> Table:
     from rich.table import Table
 
-    table = Table("table", "dim", "ids", "rows", "memory MiB", "writes")
+    some_went = any(entry.expired or entry.evicted for entry in found.tables)
+    table = Table("table", "dim", "ids", "rows", "memory MiB", "writes", *(["expired", "evicted"] if some_went else []))
     for entry in found.tables:
         table.add_row(
             entry.name,
@@ -216,5 +217,6 @@ def _table_table(found: ClusterStatus) -> Table:
             f"{entry.rows:,}",
             f"{entry.memory_bytes / 2**20:.1f}",
             f"{entry.writes:,}",
+            *([f"{entry.expired:,}", f"{entry.evicted:,}"] if some_went else []),
         )
     return table

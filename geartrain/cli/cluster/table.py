@@ -16,6 +16,7 @@ from geartrain.cli.shared.options import ConfigFile, GraphAddress, Json, Schedul
 
 if TYPE_CHECKING:
     from geartrain.ams.client.cluster_status import ClusterStatus
+    from geartrain.ams.client.rows.expire import ExpiredRows
 
 _INCOMPLETE = (
     "incomplete: a shard with rows of it was restarted, or its creation or drop was cut off; drop it, or restore a "
@@ -32,7 +33,7 @@ def why_incomplete(found: ClusterStatus, table: str) -> str:
     return _RESTORING if table in found.restoring_tables else _INCOMPLETE
 
 
-app = typer.Typer(no_args_is_help=True, help="List or drop the tables of a running cluster.")
+app = typer.Typer(no_args_is_help=True, help="List or drop the tables of a running cluster, or rows of them.")
 
 
 @app.command(name="list")
@@ -63,6 +64,54 @@ def _say_who_is_absent(status: ClusterStatus) -> None:
     absent = [f"{one.shard} ({one.state})" for one in status.shards if one.state != "up"]
     if absent:
         print(f"rows and writes of shard {', '.join(absent)} are not counted", file=sys.stderr)
+
+
+@app.command()
+def expire(
+    name: Annotated[str, typer.Argument(help="Table whose rows to look at.")],
+    unseen_steps: Annotated[
+        int | None, typer.Option(help="Rows go that nobody pushed for more than so many steps of its clock.")
+    ] = None,
+    unseen_seconds: Annotated[float | None, typer.Option(help="The same in seconds.")] = None,
+    smaller_than: Annotated[float | None, typer.Option(help="Rows go whose Euclidean norm is below that.")] = None,
+    rule: Annotated[
+        str | None, typer.Option(help="Rows go that it says: 'unseen_steps > 1000 and count < 3', or module:function.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only count them.")] = False,
+    file: ConfigFile = None,
+    scheduler: SchedulerAddress = None,
+    as_json: Json = False,
+) -> None:
+    """Remove rows by a rule, now; without one, by the table's own."""
+    from geartrain.ams.values.expiry.rules import Rule, SmallerThan, Unseen
+
+    asked = [
+        Unseen(steps=unseen_steps) if unseen_steps is not None else None,
+        Unseen(seconds=unseen_seconds) if unseen_seconds is not None else None,
+        SmallerThan(smaller_than) if smaller_than is not None else None,
+        Rule(rule) if rule is not None else None,
+    ]
+    given = [one for one in asked if one is not None]
+    if len(given) > 1:
+        raise ConfigError("give one of --unseen-steps, --unseen-seconds, --smaller-than and --rule, or none of them")
+    config = configuration.load(file, configuration.flags("server", scheduler=scheduler))
+    from geartrain.ams.client.cluster import connect  # after the settings are known to be right: it is slower
+
+    with connect(config.server.scheduler, config=config.client) as cluster:
+        table = cluster.table(name)
+        rows = next((one.rows for one in cluster.status().tables if one.name == name), 0)
+
+        def say(far: ExpiredRows) -> None:
+            if sys.stderr.isatty():
+                print(f"\r{far.looked_at:,} of {counted(rows, 'row')}, {far.expired:,} to go", end="", file=sys.stderr)
+
+        found = table.expire(given[0] if given else None, dry_run=dry_run, progress=say)
+        if sys.stderr.isatty():
+            print(file=sys.stderr)
+    if as_json:
+        print(json.dumps({"table": name, **found._asdict()}))
+        return
+    print(f"{name}: {found.expired:,} of {counted(found.looked_at, 'row')} {'would go' if dry_run else 'went'}")
 
 
 @app.command()

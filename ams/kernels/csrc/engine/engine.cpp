@@ -14,6 +14,8 @@
 namespace geartrain {
 namespace {
 
+constexpr double kAtOnce = 0;  // on the clock of any alarm
+
 size_t bytes_of(int64_t count, int64_t dim, DType dtype) {
   return static_cast<size_t>(count) * static_cast<size_t>(dim) * item_bytes(dtype);
 }
@@ -209,10 +211,11 @@ void Engine::push(const CallContext& context, const std::string& table, const Pu
       const Done done =
           applied(found, [&] { return found.push(push, interludes.of(bytes_of(push.count, push.dim, push.dtype)), rows); });
       if (fits) after->writes = found.all_writes();
+      is_earlier = found.is_expiry_due() && alarm_.note(kAtOnce);
       return done;
     }
     const std::optional<Done> done = push_jointly(context, found, push, caller);
-    is_earlier = alarm_.note(groups_->next_deadline());
+    is_earlier = alarm_.note(found.is_expiry_due() ? kAtOnce : groups_->next_deadline());
     return done;
   });
   if (is_earlier) alarm_.ring();

@@ -217,6 +217,9 @@ void bind_engine(nb::module_& m) {
       .def_rw("torn", &ServedTable::torn)
       .def_rw("writes", &ServedTable::writes)
       .def_rw("writes_before", &ServedTable::writes_before)
+      .def_rw("expiry_step", &ServedTable::expiry_step)
+      .def_rw("expiry_seconds", &ServedTable::expiry_seconds)
+      .def_prop_ro("is_expiry_due", &ServedTable::is_expiry_due)
       .def_prop_ro("all_writes", &ServedTable::all_writes)
       .def_prop_ro("staleness", [](const ServedTable& table) {
         const ServedTable::Staleness& all = table.staleness();

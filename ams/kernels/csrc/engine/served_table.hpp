@@ -73,6 +73,14 @@ class ServedTable {
   int64_t writes_before = 0;  // those of the snapshot that it was restored from
   int64_t all_writes() const { return writes_before + writes; }
 
+  // What the clock that pushes move on must come to for somebody to look for rows that are to go.
+  int64_t expiry_step = INT64_MAX, expiry_seconds = INT64_MAX;
+  bool is_expiry_due() const {
+    if (expiry_step == INT64_MAX && expiry_seconds == INT64_MAX) return false;
+    const LifeClock clock = rows_->clock();
+    return clock.step >= expiry_step || clock.seconds >= expiry_seconds;
+  }
+
  private:
   void require_width(const char* label, int64_t dim) const;
   void require_dtype(const char* label, DType dtype) const;

@@ -1,0 +1,94 @@
+"""When tables of a shard look for rows that are to go: by the clocks that pushes moved on, between other requests."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from geartrain.ams.server.tables import ShardTable, ShardTables
+from geartrain.ams.tables.expiry import expire_block
+from geartrain.ams.tables.row_table import TableClock
+from geartrain.ams.values.errors import InvalidArgument
+from geartrain.ams.values.shard_messages import Expire, Expired
+
+logger = logging.getLogger(__name__)
+
+_NEVER = 2**63 - 1
+_NOW = 0.0
+
+
+@dataclass
+class ExpiryPass:
+    """A look at all rows of a table that is under way."""
+
+    clock: TableClock
+    """Of its beginning."""
+    position: int = 0
+
+
+class ExpirySchedule:
+    """The tables of a shard that rows expire in. Used by whoever has the shard's turn.
+
+    A look at all rows begins when a table's clock has come to a multiple of ``every``, and is done in blocks; others
+    have the turn in between.
+    """
+
+    def __init__(self, tables: ShardTables, check_lease: Callable[[], None]) -> None:
+        self._tables = tables
+        self._check_lease = check_lease
+
+    def next_deadline(self) -> float | None:
+        """When to call :meth:`look`, on any clock: at once, or None: nothing is to be done."""
+        return _NOW if any(_wants(table) for table in self._tables.expiring) else None
+
+    def look(self) -> None:
+        """Look at a block of rows of a table, if one wants it."""
+        table = next((table for table in self._tables.expiring if _wants(table)), None)
+        if table is None:
+            return
+        expiry, served = table.spec.expiry, table.rows.served
+        assert expiry is not None
+        if table.expiry_pass is None:
+            table.expiry_pass = ExpiryPass(table.rows.clock)
+            served.expiry_step = served.expiry_seconds = _NEVER
+        under_way = table.expiry_pass
+        try:
+            self._check_lease()
+            found = expire_block(table.rows, expiry, under_way.position, under_way.clock)
+            _count(table, found)
+            under_way.position = found.position
+        except Exception:
+            logger.exception("expiry of table %r was given up until it is due again", table.spec.name)
+            under_way.position = -1
+        if under_way.position < 0:
+            table.expiry_pass = None
+            served.expiry_step = (under_way.clock.step // expiry.every + 1) * expiry.every
+            seconds = expiry.every_seconds
+            served.expiry_seconds = _NEVER if seconds is None else under_way.clock.seconds + int(seconds)
+
+    def command(self, table: ShardTable, request: Expire) -> Expired:
+        """Do what a client asks for: a block of rows. Raises InvalidArgument."""
+        expiry = request.expiry or table.spec.expiry
+        if expiry is None:
+            raise InvalidArgument(
+                f"table {table.spec.name!r} has no rule by which rows go; give one: rule=gt.Unseen(steps=1_000_000)"
+            )
+        if request.position < 0:
+            raise InvalidArgument(f"position is {request.position}; it must be 0, or what the last reply said")
+        expiry.require_usable()
+        self._check_lease()
+        found = expire_block(table.rows, expiry, request.position, table.rows.clock, dry_run=request.dry_run)
+        if not request.dry_run:
+            _count(table, found)
+        return found
+
+
+def _wants(table: ShardTable) -> bool:
+    return table.is_open and not table.rows.torn and (table.expiry_pass is not None or table.rows.served.is_expiry_due)
+
+
+def _count(table: ShardTable, found: Expired) -> None:
+    if found.expired:
+        table.expired += found.expired
+        table.writes += 1

@@ -1,0 +1,62 @@
+"""Rows of a table that a rule takes out, some at a time, so that nobody waits for long."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+from geartrain.ams.tables.row_table import RowTable, TableClock
+from geartrain.ams.values.errors import GeartrainError, InvalidArgument
+from geartrain.ams.values.expiry.rules import Expiry, RowBlock
+from geartrain.ams.values.shard_messages import Expired
+from geartrain.ams.values.specs import Ids
+
+_MOST_ROWS = 8_192
+_MOST_BYTES = 2 << 20
+
+
+def expire_block(
+    table: RowTable, expiry: Expiry, position: int, clock: TableClock, *, dry_run: bool = False
+) -> Expired:
+    """Look at some rows from a position on, by a table's clock, and remove those that the rule says; with ``dry_run``
+    only count them.
+
+    Looks at no more than 8,192 rows, and 2 MiB of them. Raises InvalidArgument if the rule asks for what the table does
+    not keep, or fails.
+    """
+    spec = table.spec
+    if expiry.needs_lives and not spec.keeps_lives:
+        raise InvalidArgument(
+            f"table {spec.name!r} does not know when its rows were last pushed, nor how often; make it with an expiry "
+            "that asks for it, or max_bytes, or use gt.SmallerThan"
+        )
+    ids, lives, following = table.read_lives(position, max(64, min(_MOST_ROWS, _MOST_BYTES // (4 * spec.dim))))
+    if not len(ids):
+        return Expired(position=-1)
+    never = np.zeros(len(ids))
+    block = RowBlock(
+        ids=ids,
+        unseen_steps=never if lives is None else np.maximum(clock.step - lives["step"], 0).astype(np.float64),
+        unseen_seconds=never if lives is None else np.maximum(clock.seconds - lives["seconds"].astype(np.float64), 0),
+        count=never if lives is None else lives["count"].astype(np.float64),
+        read=_reader(table, ids),
+    )
+    try:
+        expired = ids[expiry.expired(block)]
+    except GeartrainError:
+        raise
+    except Exception as exc:  # a rule of the user's own
+        raise InvalidArgument(f"expiry of table {spec.name!r} failed: {exc!r}; nothing of these rows went") from exc
+    gone = len(expired) if dry_run else table.remove(expired)
+    return Expired(position=following, looked_at=len(ids), expired=gone)
+
+
+def _reader(table: RowTable, ids: Ids) -> Callable[[], npt.NDArray[np.float32]]:
+    def read() -> npt.NDArray[np.float32]:
+        rows = np.empty((len(ids), table.spec.dim), table.spec.numpy_dtype)
+        table.pull(ids, rows)
+        return rows.astype(np.float32, copy=False)
+
+    return read

@@ -1,0 +1,218 @@
+"""Tables whose rows expire: by their clock and on command, over every carrier."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import geartrain as gt
+from geartrain.ams.client.cluster import Cluster, local
+from geartrain.ams.client.table import Table
+from geartrain.ams.server.shard import Shard
+from geartrain.ams.values import errors
+from geartrain.ams.values.expiry.rules import Expiry, RowBlock, Rule, SmallerThan, Unseen, expiry_rule
+from geartrain.ams.values.optimizers.registry import SGD
+from geartrain.ams.values.shard_messages import BatchFacts, CallContext, CreateTable
+from geartrain.ams.values.specs import Constant, TableSpec
+from geartrain.bridge.embedding.field import Field
+from geartrain.bridge.embedding.group import EmbeddingGroup
+from geartrain.bridge.rows.optimizer import RowOptimizer
+from geartrain.cli.main import build_app
+from tests.integration.conftest import ServedCluster
+
+DIM = 4
+
+
+def push(table: Table, ids: range, *, step: int | None = None, seconds: float = 0.0, value: float = 1.0) -> None:
+    gradients = np.full((len(ids), DIM), value, np.float32)
+    table.push(np.array(ids), gradients, step=step, unix_seconds=seconds)
+
+
+def there(table: Table, ids: range) -> list[int]:
+    present = table.present(np.array(ids))
+    return [i for i, is_there in zip(ids, present.tolist(), strict=True) if is_there]
+
+
+def expired(cluster: Cluster) -> int:
+    return cluster.status().tables[0].expired
+
+
+def wait_for(cluster: Cluster, number: int) -> None:
+    """Shards look for rows between requests: until they have."""
+    deadline = time.monotonic() + 30
+    while expired(cluster) < number:
+        assert time.monotonic() < deadline, f"{expired(cluster)} rows of {number} have gone"
+        time.sleep(0.005)
+    assert expired(cluster) == number
+
+
+@pytest.mark.parametrize("num_rows", [None, 1000])
+def test_rows_that_nobody_pushed_for_so_many_steps_go(cluster: Cluster, num_rows: int | None) -> None:
+    table = cluster.create_table(
+        "t", dim=DIM, optimizer=SGD(0.1), num_rows=num_rows, expiry=Unseen(steps=10, every=5), initializer=Constant(2.0)
+    )
+    every = range(200)
+    push(table, every, step=0)
+    for step in range(1, 10):
+        push(table, range(step * 20, 200), step=step)  # shards' clocks go on by what they get
+    assert expired(cluster) == 0
+    push(table, range(100, 200), step=15)
+    wait_for(cluster, 80 + 20)  # last seen at steps 0 to 4
+    assert there(table, every) == list(range(100, 200))
+    np.testing.assert_array_equal(table.pull(np.arange(100)), np.full((100, DIM), 2, np.float32))
+    status = cluster.status().tables[0]
+    assert (status.rows, status.expired, status.evicted) == (100, 100, 0)
+    push(table, range(10), step=15)
+    assert there(table, range(20)) == list(range(10)), "they come back"
+
+
+def test_rows_go_by_the_time_that_pushes_say(cluster: Cluster) -> None:
+    table = cluster.create_table("t", dim=DIM, optimizer=SGD(0.1), expiry=Unseen(seconds=3600))
+    push(table, range(100), seconds=1e9)
+    push(table, range(50, 100), seconds=1e9 + 3000)
+    push(table, range(90, 200), seconds=1e9 + 4000)
+    wait_for(cluster, 50)
+    assert there(table, range(200)) == list(range(50, 200))
+
+
+@expiry_rule
+def even_ids(rows: RowBlock) -> np.ndarray:
+    """A user's own rule."""
+    return rows.ids % 2 == 0
+
+
+@pytest.mark.parametrize(
+    ("rule", "left"),
+    [
+        (Unseen(steps=3), range(30, 60)),
+        (SmallerThan(0.5), range(10, 60)),
+        (Rule("unseen_steps > 3 and count < 2"), [*range(20, 60)]),
+        (Rule(f"{__name__}:even_ids"), range(1, 60, 2)),
+    ],
+)
+def test_rows_go_on_command(rule: Expiry, left: range | list[int]) -> None:
+    with local(2) as cluster:
+        table = cluster.create_table("t", dim=DIM, optimizer=SGD(1.0), max_bytes=1 << 20, initializer=Constant(0.0))
+        push(table, range(10), value=0.01, step=1)
+        push(table, range(10, 30), step=1)
+        push(table, range(20, 60), step=2)
+        push(table, range(30, 60), step=6)
+        versions = table.versions()
+        gone = 60 - len(left)
+        assert table.expire(rule, dry_run=True) == (60, gone)
+        assert (table.versions(), expired(cluster)) == (versions, 0)
+        heard: list[tuple[int, int]] = []
+        assert table.expire(rule, progress=heard.append) == (60, gone)
+        assert heard[-1] == (60, gone)
+        assert there(table, range(60)) == list(left)
+        assert expired(cluster) == gone
+        assert table.versions() != versions
+        assert table.expire(rule) == (60 - gone, 0)
+
+
+def test_a_table_is_asked_only_for_what_it_knows(cluster: Cluster) -> None:
+    table = cluster.create_table("t", dim=DIM, optimizer=SGD(0.1))
+    push(table, range(10))
+    with pytest.raises(errors.InvalidArgument, match="'t' has no rule by which rows go"):
+        table.expire()
+    with pytest.raises(errors.InvalidArgument, match="does not know when its rows were last pushed"):
+        table.expire(Unseen(steps=3))
+    with pytest.raises(errors.InvalidArgument, match="cannot be imported here"):
+        table.expire(Rule("no.such:rule"))
+    with pytest.raises(errors.InvalidArgument, match="cannot be imported here"):
+        cluster.create_table("u", dim=DIM, optimizer=SGD(0.1), expiry=Rule("no.such:rule"))
+    assert table.expire(SmallerThan(1e-9)).expired == 0
+
+
+def test_nobody_waits_for_more_than_a_block() -> None:
+    shard = Shard(0, np.arange(4096), incarnation=1)
+    try:
+        spec = TableSpec(name="t", dim=1, optimizer=SGD(0.1), expiry=Unseen(steps=1, every=1))
+        shard.run(CallContext(), CreateTable(spec=spec)).result()
+        with shard.engine.turn:  # what the shard's own thread would do meanwhile waits
+            table = shard._tables.find("t")
+            for step in (0, 2):
+                ids = np.arange(20_000) + 20_000 * step
+                table.rows.push(ids, np.ones((20_000, 1), np.float32), batch=BatchFacts(step=step))
+            assert shard._expiry.next_deadline() == 0, "it is due, and at once"
+            left = [table.rows.num_present]
+            while shard._expiry.next_deadline() is not None:
+                shard._expiry.look()
+                left.append(table.rows.num_present)
+        assert left == [40_000, 40_000 - 8_192, 40_000 - 2 * 8_192, 20_000, 20_000, 20_000]
+    finally:
+        shard.close()
+
+
+def test_a_rule_that_fails_is_given_up_and_the_shard_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    with local(1) as cluster:
+        table = cluster.create_table("t", dim=DIM, optimizer=SGD(0.1), expiry=Rule(f"{__name__}:failing", every=1))
+        push(table, range(10), step=1)
+        assert cluster.status().tables[0].rows == 10
+        assert "expiry of table 't' was given up until it is due again" in caplog.text
+        with pytest.raises(errors.InvalidArgument, match=r"expiry of table 't' failed: ZeroDivisionError"):
+            table.expire()
+
+
+@expiry_rule
+def failing(rows: RowBlock) -> np.ndarray:
+    """A rule with a defect."""
+    return rows.ids > 1 / 0
+
+
+def test_expiry_goes_on_after_a_restore(tmp_path: Path) -> None:
+    with local(2) as cluster:
+        table = cluster.create_table("t", dim=DIM, optimizer=SGD(0.1), expiry=Unseen(steps=100, every=10))
+        push(table, range(100), step=5)
+        push(table, range(50, 100), step=80)
+        path = cluster.snapshot(tmp_path, "s").result(60)
+    with local(3) as cluster:
+        cluster.restore(path)
+        table = cluster.table("t")
+        push(table, range(200, 300), step=110)
+        wait_for(cluster, 50)
+        assert there(table, range(100)) == list(range(50, 100))
+
+
+def test_a_field_has_a_rule() -> None:
+    with local(2) as cluster:
+        fields = EmbeddingGroup(
+            cluster, "m", [Field("item", dim=DIM, expiry=Unseen(steps=5, every=1))], optimizer=SGD(0.1)
+        )
+        rows = RowOptimizer(fields)
+        for step in range(20):
+            ids = torch.arange(step * 10, step * 10 + 10).reshape(2, 5)
+            fields({"item": ids})["item"].sum().backward()
+            rows.step()
+        for _ in range(3):
+            assert cluster.status().tables[0].rows <= 200
+        assert cluster.status().tables[0].expired > 100
+
+
+def test_the_command_line_says_how_many(served: Callable[..., ServedCluster]) -> None:
+    address = served(2).address
+    with gt.connect(address) as cluster:
+        table = cluster.create_table("t", dim=DIM, optimizer=SGD(1.0), expiry=Unseen(steps=1000))
+        push(table, range(100), step=1)
+        push(table, range(50, 100), step=20)
+
+    def run(*arguments: str) -> str:
+        words = ["table", "expire", "t", "--scheduler", address, *arguments]
+        result = CliRunner().invoke(build_app(words), words)
+        if result.exception is not None and not isinstance(result.exception, SystemExit):
+            raise result.exception
+        assert result.exit_code == 0
+        return result.stdout
+
+    assert run("--unseen-steps", "10", "--dry-run") == "t: 50 of 100 rows would go\n"
+    assert json.loads(run("--rule", "unseen_steps > 10", "--json")) == {"table": "t", "looked_at": 100, "expired": 50}
+    assert run() == "t: 0 of 50 rows went\n"
+    with pytest.raises(errors.ConfigError, match="give one of --unseen-steps"):
+        run("--unseen-steps", "10", "--rule", "count < 3")
