@@ -11,6 +11,7 @@ Legend: B bags that have rows here.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,9 +19,9 @@ import numpy as np
 import numpy.typing as npt
 
 from geartrain.ams.kernels import _core, ops
-from geartrain.ams.programs.hosted import Float32, Gradients, HostedRows
+from geartrain.ams.programs.hosted import HELD_BYTES, Float32, Gradients, HostedRows
 from geartrain.ams.values.errors import InvalidArgument, InvalidRows
-from geartrain.ams.values.shard_messages import Arrays, HostedInputs
+from geartrain.ams.values.shard_messages import Arrays, BatchFacts, HostedInputs
 from geartrain.ams.values.specs import Ids
 
 NAME = "bag_pooling"
@@ -35,7 +36,9 @@ class BagPoolingModel:
 
     Inputs, by name: ``ids`` int64 [U], distinct; ``places`` int32 [N], which of them each is, bag after bag; ``counts``
     int32 [B], how many places each bag has; ``weights`` float32 [N] (absent: 1 each). An update also takes ``vectors``
-    float32 [B, D], the gradients of the sums; or, in the place of bags, ``gradients`` float32 [U, D], of the rows.
+    float32 [B, D], the gradients of the sums; or, in the place of bags, ``gradients`` float32 [U, D], of the rows, and
+    ``occurrences`` int64 [U], how often each was in the batch (absent: once). Settings of an update, for tables that
+    ask: ``worker_step`` and ``unix_seconds``, of which the largest of all inputs count.
     """
 
     def compute(self, rows: HostedRows, operation: str, inputs: Sequence[HostedInputs]) -> Arrays:
@@ -45,21 +48,38 @@ class BagPoolingModel:
                 raise InvalidArgument(f"{operation!r} takes the inputs of one batch; it was given {len(inputs)}")
             return {"sums": _sums(rows, inputs[0])} if inputs else {}
         if operation == SQUARED_NORM:
-            _, gradients = _joint(rows, inputs)
+            _, gradients, _ = _joint(rows, inputs)
             return {"squared_norm": np.array([float(np.square(gradients, dtype=np.float64).sum())])}
         raise InvalidArgument(f"{NAME} has no operation {operation!r}; it has {POOL!r} and {SQUARED_NORM!r}")
 
     def gradients(self, rows: HostedRows, inputs: Sequence[HostedInputs]) -> Gradients:
         """The row gradients of one step: of all its bags, micro-batches and ranks."""
-        ids, gradients = _joint(rows, inputs)
-        chunks = [slice(start, start + _CHUNK_ROWS) for start in range(0, len(ids), _CHUNK_ROWS)]
+        ids, gradients, occurrences = _joint(rows, inputs)
+        spec = rows.spec
+        is_asked = spec.counts_occurrences or spec.asks_for_clock
+        # Those that are held at once need no pieces, nor a bound.
+        size = len(ids) if is_asked or gradients.nbytes <= HELD_BYTES else _CHUNK_ROWS
+        chunks = [slice(start, start + size) for start in range(0, len(ids), max(1, size))]
         return Gradients(
             chunks=chunks,
             ids=lambda chunk: ids[chunk],
             make=lambda chunk: gradients[chunk],
             num_rows=len(ids),
-            largest=float(np.abs(gradients).max(initial=0.0)),
+            largest=float(np.abs(gradients).max(initial=0.0)) if len(chunks) > 1 else math.inf,
+            batch=_facts(inputs, occurrences) if is_asked else None,
         )
+
+
+def _facts(inputs: Sequence[HostedInputs], occurrences: npt.NDArray[np.uint32] | None) -> BatchFacts:
+    steps = [one.settings["worker_step"] for one in inputs if "worker_step" in one.settings]
+    times = [one.settings["unix_seconds"] for one in inputs if "unix_seconds" in one.settings]
+    if not all(math.isfinite(told) and 0 <= told < 2**63 for told in (*steps, *times)):
+        raise InvalidArgument(f"worker_step and unix_seconds of {NAME} are {steps} and {times}; they must be >= 0")
+    return BatchFacts(
+        occurrences=occurrences,
+        step=int(max(steps)) if steps else None,
+        unix_seconds=max(times) if times else None,
+    )
 
 
 def _sums(rows: HostedRows, one: HostedInputs) -> Float32:
@@ -73,15 +93,36 @@ def _sums(rows: HostedRows, one: HostedInputs) -> Float32:
     return sums
 
 
-def _joint(rows: HostedRows, inputs: Sequence[HostedInputs]) -> tuple[Ids, Float32]:
-    """Distinct ids, and the sum of their gradients over the inputs."""
+def _joint(rows: HostedRows, inputs: Sequence[HostedInputs]) -> tuple[Ids, Float32, npt.NDArray[np.uint32] | None]:
+    """Distinct ids, the sum of their gradients over the inputs and, for a table that asks, the times each was there."""
     parts = [_row_gradients(rows, one) for one in inputs]
+    counts = [_occurrences(one) for one in inputs] if rows.spec.counts_occurrences else []
     if len(parts) == 1 and ops.num_distinct(parts[0][0]) == len(parts[0][0]):
-        return parts[0]
+        return (*parts[0], _as_uint32(counts[0]) if counts else None)
     none = np.empty(0, np.int64), np.empty((0, rows.spec.dim), np.float32)
     ids, gradients = (np.concatenate(column) for column in zip(none, *parts, strict=True))
-    distinct, _, sums = ops.merge_duplicates(ids, gradients)
-    return distinct, sums
+    distinct, places, sums = ops.merge_duplicates(ids, gradients)
+    if not rows.spec.counts_occurrences:
+        return distinct, sums, None
+    every = np.concatenate([np.empty(0, np.int64), *counts])
+    return distinct, sums, _as_uint32(np.bincount(places, every, len(distinct)).astype(np.int64))
+
+
+def _as_uint32(counts: Ids) -> npt.NDArray[np.uint32]:
+    return np.minimum(counts, 2**32 - 1).astype(np.uint32, order="C")
+
+
+def _occurrences(one: HostedInputs) -> Ids:
+    """How often each id [U] was in a batch; the inputs are sound."""
+    num_ids = len(one.arrays["ids"])
+    if "gradients" not in one.arrays:
+        return np.bincount(one.arrays["places"], minlength=num_ids).astype(np.int64, copy=False)
+    if "occurrences" not in one.arrays:
+        return np.ones(num_ids, np.int64)
+    occurrences = _array(one.arrays, "occurrences", np.int64, 1)
+    if len(occurrences) != num_ids:
+        raise InvalidRows(f"occurrences of {NAME} are {len(occurrences)}; they must be {num_ids}, as many as ids")
+    return occurrences
 
 
 def _row_gradients(rows: HostedRows, one: HostedInputs) -> tuple[Ids, Float32]:

@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from geartrain.ams.values.shard_messages import Arrays, HostedInputs
+from geartrain.ams.values.shard_messages import Arrays, BatchFacts, HostedInputs
 from geartrain.ams.values.specs import Ids, TableSpec
 
 T = TypeVar("T")
@@ -73,6 +73,9 @@ class Gradients:
     """Rows of all chunks."""
     largest: float
     """No gradient exceeds this in magnitude, whatever the rows are; infinity: no such bound is known."""
+    batch: BatchFacts | None = None
+    """What the table asks of the batch, for the rows of all chunks in order: they are then held at once, however many.
+    """
 
 
 class HostedModel(Protocol):

@@ -92,12 +92,13 @@ class Hosting:
         """
         rows = self._rows(table)
         gradients = self._model(request.model).gradients(rows, request.inputs)
-        if gradients.num_rows * table.spec.dim * 4 <= HELD_BYTES:
+        if gradients.batch is not None or gradients.num_rows * table.spec.dim * 4 <= HELD_BYTES:
             made = self._side_by_side(lambda chunk: (gradients.ids(chunk), gradients.make(chunk)), gradients.chunks)
             before_changes()
             none = np.empty(0, np.int64), np.empty((0, table.spec.dim), np.float32)  # of no rows, but it is a step
-            ids, values = (np.concatenate(column) for column in zip(none, *made, strict=True))
-            return table.push(ids, values, **_settings_of(request))
+            several = (np.concatenate(column) for column in zip(none, *made, strict=True))
+            ids, values = made[0] if len(made) == 1 else several
+            return table.push(ids, values, batch=gradients.batch, **_settings_of(request))
         return self._update_by_chunks(table, rows, gradients, request, before_changes)
 
     def close(self) -> None:

@@ -170,11 +170,4 @@ def _spec(table: str, name: str, members: Sequence[Field], optimizer: RowOptimiz
             "the field"
         )
     said.setdefault("initializer", Normal())
-    spec = TableSpec(name=name, seed=seed, **said)  # type: ignore[arg-type]
-    hosted = [one.name for one in sharing if one.where == "hosted"]
-    if hosted and (spec.counts_occurrences or spec.asks_for_clock):
-        raise InvalidArgument(
-            f"field {hosted[0]!r} is hosted, and table {table!r} asks pushes for occurrences or time "
-            "(admission, expiry), which hosted updates do not tell; give the field where='pull', or the table neither"
-        )
-    return spec
+    return TableSpec(name=name, seed=seed, **said)  # type: ignore[arg-type]

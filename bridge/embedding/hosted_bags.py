@@ -8,7 +8,9 @@ ids on a shard are told it. Pulled, it is 8·U up and 4·U·D down, and both up 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -111,9 +113,12 @@ class HostedLookup:
 class HostedUpdate:
     """The update of one table, ready to be sent; whoever reads ahead is told which rows it touches."""
 
-    def __init__(self, table: Table, inputs: ShardInputs, settings: PushSettings) -> None:
-        """Raises what ``prepare_update`` does."""
+    def __init__(self, table: Table, inputs: ShardInputs, step: int, settings: PushSettings) -> None:
+        """``step`` is the worker's, for a table that asks. Raises what ``prepare_update`` does."""
         self._table = table
+        if table.spec.asks_for_clock:  # told once: whatever is sent again is the same
+            clock = {"worker_step": float(step), "unix_seconds": time.time()}
+            inputs = [[replace(one, settings=clock) for one in its] for its in inputs]
         self._inputs = inputs
         self._write = table.hosted(NAME).prepare_update(lambda shard: tuple(inputs[shard]), **settings)
         self._logged: int | None = None
@@ -138,12 +143,17 @@ class HostedUpdate:
             self._table.write_log.end(self._logged)
 
 
-def row_inputs(ids: Ids, gradients: Floats, calls: HeadCalls, table: Table) -> ShardInputs:
+def row_inputs(
+    ids: Ids, gradients: Floats, occurrences: npt.NDArray[np.uint32] | None, calls: HeadCalls, table: Table
+) -> ShardInputs:
     """Gradients of rows that were pulled, as an update of the same table takes them beside its bags."""
     inputs: ShardInputs = [[] for _ in range(calls.view.num_shards)]
     for shard, where in _routes(ids, calls, table):
         own: Any = slice(None) if where is None else where
-        inputs[shard].append(HostedInputs(arrays={"ids": ids[own], "gradients": gradients[own]}))
+        arrays: dict[str, npt.NDArray[Any]] = {"ids": ids[own], "gradients": gradients[own]}
+        if occurrences is not None:
+            arrays["occurrences"] = occurrences[own].astype(np.int64)
+        inputs[shard].append(HostedInputs(arrays=arrays))
     return inputs
 
 

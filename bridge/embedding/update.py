@@ -82,7 +82,8 @@ class EmbeddingGradient:
         bags = self.bags.get(place) or [[] for _ in range(calls.view.num_shards)]
         if place not in self.tables:
             return bags
-        rows = row_inputs(self.tables[place].ids, self.tables[place].rows, calls, table)
+        pulled = self.tables[place]
+        rows = row_inputs(pulled.ids, pulled.rows, pulled.occurrences, calls, table)
         return [[*its, *own] for its, own in zip(bags, rows, strict=True)]
 
     @property
@@ -183,7 +184,8 @@ class EmbeddingUpdate(PendingUpdate[EmbeddingGradient]):
                     if gradient is None and place not in self._pending.bags and self.ranks is None:
                         continue
                     if place in self._hosted:  # in one write, so that a row moves once
-                        self._hosted_writes.append(HostedUpdate(table, self._pending.inputs(place, table), settings))
+                        inputs = self._pending.inputs(place, table)
+                        self._hosted_writes.append(HostedUpdate(table, inputs, self.step, settings))
                         continue
                     gradient = gradient or _none_of(table)  # the others wait for this rank
                     # Their squares are finite, or check_finite() would have said so; the product is looked at there.

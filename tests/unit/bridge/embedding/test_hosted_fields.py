@@ -90,6 +90,28 @@ def test_hosted_fields_train_as_pulled_ones(
         assert {max(fields.table(name).versions()) for fields in both} == {4}  # each step is one write
 
 
+def test_a_table_is_told_of_hosted_batches_what_it_asks(cluster: gt.Cluster) -> None:
+    """Ids are admitted by their occurrences in bags and beside them, whichever way they came."""
+    tables = []
+    for where in ("pull", "hosted"):
+        members = [
+            gt.Field("history", DIM, table="item", where=where, admission=gt.MinCount(12, max_bytes=1 << 16)),  # type: ignore[arg-type]
+            gt.Field("item", table="item"),
+        ]
+        fields = gt.EmbeddingGroup(cluster, where, members, optimizer=gt.SGD(0.5))
+        rows, tables = gt.RowOptimizer(fields), [*tables, fields.table("item")]
+        for step in range(3):
+            for micro in range(2):
+                history = bags(10 * step + micro, None, False)
+                vectors = fields({"history": history, "item": torch.arange(6) + step})
+                sum(one.sum() for one in vectors.values()).backward()  # type: ignore[union-attr]
+            rows.step()
+            rows.zero_grad()
+    admitted = [table.present(np.arange(ROWS)) for table in tables]
+    assert 0 < admitted[0].sum() < ROWS // 2
+    np.testing.assert_array_equal(*admitted)
+
+
 def test_a_feature_without_a_gradient_moves_no_row(cluster: gt.Cluster) -> None:
     fields = group(cluster, "g", "hosted")
     rows = gt.RowOptimizer(fields)
