@@ -77,13 +77,14 @@ def build_app(arguments: Sequence[str]) -> typer.Typer:
             False, "--version", help="Print the version.", callback=_print_version, is_eager=True
         ),
     ) -> None:
-        """Train classifiers of very many classes with PyTorch: faces, products, characters.
+        """Train PyTorch models whose first or last layer does not fit beside the network: clicks, faces, characters.
 
-        Your network stays an ordinary module. Its last layer, one row for each class, lies on servers (shards) of one
-        machine or many; a step moves only the rows it needs. Snapshots bring back what a crash took.
+        Your network stays an ordinary module. A row for each id or class lies on servers (shards) of one machine or
+        many; a step moves only the rows it needs. Snapshots bring back what a crash took.
 
-        To begin: 'geartrain quickstart --small' trains a model in under a minute, 'geartrain up' starts a cluster on
-        this machine, 'geartrain doctor' says what is wrong with it.
+        To begin: 'geartrain quickstart --small' trains a classifier in under a minute, 'geartrain worker ctr --data
+        movielens' a model of clicks; 'geartrain up' starts a cluster on this machine, 'geartrain doctor' says what is
+        wrong with it.
         """
 
     wanted = [arguments[0]] if arguments and arguments[0] in COMMANDS else list(COMMANDS)
