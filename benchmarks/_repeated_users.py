@@ -34,7 +34,7 @@ def write_samples(folder: Path, count: int, repetition: float, seed: int = 0) ->
     columns = {name: random.integers(0, IDS, num_users)[of_user] for name in USER_FIELDS}
     columns |= {name: np.minimum(np.searchsorted(zipf, random.random(count)), IDS - 1) for name in OTHER_FIELDS}
     columns["click"] = (random.random(count) < 0.3).astype(np.float32)
-    plain, trees = folder / f"plain-{repetition}.parquet", folder / f"trees-{repetition}"
+    plain, trees = folder / f"plain-{repetition}-{seed}.parquet", folder / f"trees-{repetition}-{seed}"
     pq.write_table(pa.table(columns), plain, row_group_size=65_536, compression="zstd")
     gt.compress_samples(plain, trees, {"user": USER_FIELDS, "item": OTHER_FIELDS})
     return plain, trees

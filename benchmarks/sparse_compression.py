@@ -26,7 +26,7 @@ from geartrain.launch.bench import Result
 
 DIM, BATCH, LR = 18, 5000, 0.05
 ROUNDS, CALLS = 3, 8
-REPETITIONS = (1, 5, 10, 20, 57)
+REPETITIONS = (1, 5, 10, 20, REPETITION)
 BATCHES = (500, 1000, 5000, 10_000, 50_000)
 COUNT = 200_000
 PLAIN, TORCH = "plain samples", "EmbeddingBag(sparse=True), torch Adagrad"
@@ -55,8 +55,7 @@ def curves(sides: Sides, folder: Path) -> Iterator[tuple[str, int, list[float]]]
     for repetition in REPETITIONS:
         files = write_samples(folder, COUNT, repetition, seed=1)
         yield "user times", repetition, sides.seconds(*files, BATCH, reading=True, rounds=1, clock=time.process_time)
-    files = write_samples(folder, COUNT, REPETITION)
-    for batch in BATCHES:
+    for batch in BATCHES:  # of the last files
         yield "batch", batch, sides.seconds(*files, batch, reading=True, rounds=1, clock=time.process_time)
 
 

@@ -79,6 +79,8 @@ def test_messages_come_in_batches_of_one_size_up_to_now(mock: Callable[..., Mock
     broker.send_ids(range(1000))
     batches = list(broker.samples(batch_size=128, until="now"))
     assert [batch.num_samples for batch in batches] == [128] * 7 + [104]
+    (shared,) = broker.samples(batch_size=1000, until="now", dedup=True)
+    assert shared.nodes["list"].count == 3
     assert sorted(ids_of(batches)) == list(range(1000))
     first = batches[0]
     values, offsets = first["list"]

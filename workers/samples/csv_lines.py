@@ -19,6 +19,7 @@ from geartrain.workers.samples.columns import ColumnPlan, Hashed, missing_column
 from geartrain.workers.samples.urls import DataFile, Where, find_files
 
 SUFFIXES = (".csv", ".tsv")
+_GZIP = b"\x1f\x8b"
 _BLANK = re.compile(rb"^\r?\n", re.MULTILINE)
 
 
@@ -80,6 +81,9 @@ class CsvRows:
         """Find the blocks of a file: whole lines, at least ``block_bytes`` of them but for the last."""
         with file.open() as opened:
             line, begin = 1, 0
+            if opened.read(len(_GZIP)) == _GZIP:
+                raise SourceDamaged(f"{file.name} is compressed; a CSV is read from the middle, so unpack it first")
+            opened.seek(0)
             if names is None:
                 header = opened.readline()
                 line, begin = 2, len(header)

@@ -5,7 +5,8 @@ The idea is that of RecD ("End-to-end deduplicated recommendation data", 2022).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -23,10 +24,13 @@ Groups = Mapping[str, Sequence[str]]
 _Codes = npt.NDArray[np.uint64]
 
 
-def groups_named(dedup: bool | Groups) -> Groups | None:
-    """Levels with their columns; None: every column of lists is one by itself. Raises InvalidArgument."""
+def finisher(dedup: bool | Groups) -> Callable[[SampleBatch], SampleBatch]:
+    """What makes levels of a batch: those of a mapping, or of True one for every column of lists; False: nothing.
+
+    Raises InvalidArgument.
+    """
     if isinstance(dedup, bool | np.bool_):
-        return None if dedup else {}
+        return partial(deduplicated, groups=None) if dedup else lambda batch: batch
     if not isinstance(dedup, Mapping):
         raise InvalidArgument(f"dedup is {quoted(dedup)}; it must be True, or map levels to columns")
     seen: dict[str, str] = {}
@@ -37,11 +41,14 @@ def groups_named(dedup: bool | Groups) -> Groups | None:
             if column in seen:
                 raise InvalidArgument(f"dedup has column {column!r} in levels {seen[column]!r} and {level!r}")
             seen[column] = level
-    return dedup
+    return partial(deduplicated, groups=dedup)
 
 
 def deduplicated(batch: SampleBatch, groups: Groups | None) -> SampleBatch:
-    """The batch with a level for each group. Raises InvalidArgument for a column that is not there."""
+    """The batch with a level for each group; None: for each column of lists.
+
+    Raises InvalidArgument for a column that is not there.
+    """
     if groups is None:
         groups = {name: [name] for name, values in batch.items() if isinstance(values, tuple)}
     columns = dict(batch)

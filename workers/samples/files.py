@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from geartrain.ams.values.arguments import boolean, integer
@@ -179,6 +178,7 @@ class ParquetSamples(FileSamples):
             SourceDamaged: A file is cut off.
         """
         _require_arrow()
+        from geartrain.workers.samples.dedup import finisher
         from geartrain.workers.samples.parquet import ParquetRows
 
         source = ParquetRows(where, columns=columns, hash_strings=hash_strings, fill=fill or {})
@@ -188,7 +188,7 @@ class ParquetSamples(FileSamples):
             seed=seed,
             window_rows=window_rows,
             drop_last=drop_last,
-            finish=_finish(dedup),
+            finish=finisher(dedup),
         )
 
 
@@ -238,6 +238,7 @@ class CsvSamples(FileSamples):
         """
         _require_arrow()
         from geartrain.workers.samples.csv_lines import CsvRows
+        from geartrain.workers.samples.dedup import finisher
 
         source = CsvRows(
             where,
@@ -255,7 +256,7 @@ class CsvSamples(FileSamples):
             seed=seed,
             window_rows=window_rows,
             drop_last=drop_last,
-            finish=_finish(dedup),
+            finish=finisher(dedup),
         )
 
 
@@ -291,13 +292,6 @@ class TreeSamples(FileSamples):
         source = TreeFiles(where, columns=columns, hash_strings=hash_strings, fill=fill or {})
         self.levels = source.levels
         super().__init__(source, batch_size=batch_size, seed=seed, window_rows=window_rows, drop_last=drop_last)
-
-
-def _finish(dedup: bool | Mapping[str, Sequence[str]]) -> Callable[[SampleBatch], SampleBatch]:
-    from geartrain.workers.samples.dedup import deduplicated, groups_named
-
-    groups = groups_named(dedup)
-    return (lambda batch: batch) if groups == {} else partial(deduplicated, groups=groups)
 
 
 def _require_arrow() -> None:

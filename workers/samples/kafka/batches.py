@@ -107,13 +107,14 @@ class KafkaBatches:
         batch_size: int,
         max_wait_seconds: float | None,
         skip_damaged: bool,
+        finish: Callable[[SampleBatch], SampleBatch],
         starts: Mapping[int, int],
         ends: Mapping[int, int] | None,
     ) -> None:
         """``starts`` are the offsets where a partition that nobody has read begins, ``ends`` those where all end."""
         self._topic, self._tables = topic, tables
         self._batch_size, self._max_wait_seconds = batch_size, max_wait_seconds
-        self._skip_damaged = skip_damaged
+        self._skip_damaged, self._finish = skip_damaged, finish
         self._starts, self._ends = starts, ends
         self._consumer = topic.consumer()
         self._positions: dict[int, Position] = {}
@@ -344,4 +345,4 @@ class KafkaBatches:
         self._positions.update(cursors)
         if table is None:
             return None
-        return SampleBatch(tensors_of(table), table.num_rows, cursors)
+        return self._finish(SampleBatch(tensors_of(table), table.num_rows, cursors))

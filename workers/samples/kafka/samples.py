@@ -47,6 +47,7 @@ class KafkaSamples:
         until: Literal["now"] | datetime | None = None,
         max_wait_seconds: float | None = None,
         skip_damaged: bool = False,
+        dedup: bool | Mapping[str, Sequence[str]] = False,
         timeout_seconds: float = 60.0,
         settings: Mapping[str, Any] | None = None,
     ) -> None:
@@ -66,6 +67,7 @@ class KafkaSamples:
             max_wait_seconds: A batch that is not full is given when its first sample has waited for so long; None: it
                 is not.
             skip_damaged: Log messages that cannot be read and go on; otherwise they are an error.
+            dedup: Levels and their columns, as of :class:`gt.ParquetSamples`.
             timeout_seconds: So long brokers that do not answer are waited for.
             settings: Of librdkafka, for security and the like: ``{"security.protocol": "SSL"}``.
 
@@ -76,6 +78,7 @@ class KafkaSamples:
             BrokerUnavailable: They do not answer.
         """
         _require_libraries()
+        from geartrain.workers.samples.dedup import finisher
         from geartrain.workers.samples.kafka.batches import Topic
         from geartrain.workers.samples.kafka.messages import FORMATS, MessageTables, plan_of
 
@@ -93,6 +96,7 @@ class KafkaSamples:
         self._batch_size = integer("batch_size", batch_size, 1)
         self._max_wait_seconds = None if max_wait_seconds is None else real_number("max_wait_seconds", max_wait_seconds)
         self._skip_damaged = boolean("skip_damaged", skip_damaged)
+        self._finish = finisher(dedup)
         timeout = real_number("timeout_seconds", timeout_seconds)
         if not timeout > 0:
             raise InvalidArgument(f"timeout_seconds is {timeout_seconds}; it must be above 0")
@@ -178,6 +182,7 @@ class KafkaSamples:
             batch_size=self._batch_size,
             max_wait_seconds=self._max_wait_seconds,
             skip_damaged=self._skip_damaged,
+            finish=self._finish,
             starts=self._starts,
             ends=self._ends,
         )

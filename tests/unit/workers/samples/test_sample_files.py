@@ -164,6 +164,18 @@ def test_a_file_that_is_cut_or_damaged_or_changes_is_named(tmp_path: Path) -> No
         list(gt.ParquetSamples(path, columns=["id"], batch_size=100))
 
 
+def test_files_may_lie_wherever_fsspec_reaches(tmp_path: Path) -> None:
+    write_parts(tmp_path, [70, 30])
+    fsspec = pytest.importorskip("fsspec")
+    fsspec.filesystem("memory").put(str(tmp_path), "/clicks/day=1", recursive=True)
+    samples = gt.ParquetSamples("memory://clicks", columns=["id"], batch_size=30)
+    assert ids_of(samples) == list(range(100))
+    with fsspec.open("memory://clicks/day=1/part-1.parquet", "wb") as opened:
+        opened.write(b"PAR1")
+    with pytest.raises(gt.errors.SourceDamaged, match=r"memory:/.*part-1.parquet is no whole Parquet file"):
+        gt.ParquetSamples("memory://clicks/day=1/*.parquet", columns=["id"], batch_size=30)
+
+
 def test_what_is_not_there_is_said(tmp_path: Path) -> None:
     with pytest.raises(gt.errors.SourceNotFound, match="is not there"):
         gt.ParquetSamples(tmp_path / "none", batch_size=4)
@@ -205,10 +217,11 @@ def test_csv_is_read_as_parquet_is(tmp_path: Path) -> None:
         ("id,b\r\n1,2\r\n3,4\r\n5,\r\n", "a.csv, line 4: column 'b' has no value"),
         ("id,c\n1,2\n", "a.csv has no column 'b'"),
         ("", "a.csv, line 1: it must name the columns"),
+        ("\x1f\x8b", "a.csv is compressed"),
     ],
 )
 def test_a_line_that_cannot_be_read_is_named(tmp_path: Path, text: str, words: str) -> None:
-    (tmp_path / "a.csv").write_bytes(text.encode())
+    (tmp_path / "a.csv").write_bytes(text.encode("latin-1"))
     with pytest.raises(gt.errors.SourceError, match=words):
         list(gt.CsvSamples(tmp_path, columns={"id": "int64", "b": "int64"}, batch_size=4))
 

@@ -197,6 +197,9 @@ def test_equal_samples_of_a_batch_share_a_node(tmp_path: Path, monkeypatch: pyte
     assert all((batch.nodes["user"].count == len(set(batch["user"].tolist()))) != collide for batch in batches)
     (lists, *_) = gt.ParquetSamples(tmp_path / "a.parquet", dedup=True, **settings)
     assert lists.level_of == {"history": "history"} and samples_of([lists]) == plain[:100]
+    for wrong in ("user", {"user": "user"}, {"a": ["user"], "b": ["user"]}, {"a": ["nobody"]}):
+        with pytest.raises(gt.errors.InvalidArgument, match="dedup"):
+            list(gt.ParquetSamples(tmp_path / "a.parquet", dedup=wrong, **settings))
     mixed = list(gt.ParquetSamples(tmp_path / "a.parquet", dedup=groups, seed=1, **settings))
     assert by_id(samples_of(mixed)) == by_id(plain)
 
