@@ -30,7 +30,11 @@ PAGES = (
             "geartrain.ams.programs",
         ),
     ),
-    ApiPage("embeddings", "Embeddings of sparse features", ("geartrain.bridge.embedding",)),
+    ApiPage(
+        "embeddings",
+        "Embeddings of sparse features",
+        ("geartrain.bridge.embedding", "geartrain.ams.values.admission"),
+    ),
     ApiPage("retrieval", "Retrieval by a tree", ("geartrain.bridge.retrieval",)),
     ApiPage(
         "models",
