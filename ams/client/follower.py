@@ -115,9 +115,9 @@ class FollowedTables:
 
     def rows(self, table: str) -> tuple[Ids, Rows]:
         """Return all rows that are there: ids [N], rising, and rows [N, dim]. A copy."""
-        with self._copying, self._readers.alone():
+        with self._copying, self._readers.reading():
             blocks = list(_rows_of(self._table(table), None))
-        spec = self._table(table).spec
+            spec = self._table(table).spec
         ids = np.concatenate([np.empty(0, np.int64), *(ids for ids, _ in blocks)])
         rows = np.concatenate([np.empty((0, spec.dim), spec.numpy_dtype), *(rows for _, rows in blocks)])
         order = np.argsort(ids)

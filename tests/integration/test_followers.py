@@ -22,7 +22,8 @@ from geartrain.ams.observe.failpoints import armed
 from geartrain.ams.server.freeze.freezes import Freezes
 from geartrain.ams.storage.durable import disk
 from geartrain.ams.storage.export.versions import compact_export, newest_version
-from geartrain.ams.storage.snapshot.folder import list_snapshots, open_snapshot, prune
+from geartrain.ams.storage.snapshot.folder import Snapshot, list_snapshots, open_snapshot, prune
+from geartrain.ams.storage.snapshot.manifest import FileEntry
 from geartrain.ams.tables.row_table import RowTable
 from geartrain.ams.values import errors
 from geartrain.ams.values.admission.rules import MinCount
@@ -63,6 +64,7 @@ def num_rows(path: Any) -> int:
     return sum(entry.num_rows for entry in open_snapshot(path).manifest.files)
 
 
+@pytest.mark.parametrize("cluster", ["local-3", "grpc-2"], indirect=True)
 def test_a_follower_catches_up_over_any_number_of_versions(cluster: Cluster, tmp_path: Path) -> None:
     for name in TABLES:
         make(cluster, name)
@@ -78,6 +80,39 @@ def test_a_follower_catches_up_over_any_number_of_versions(cluster: Cluster, tmp
         assert [contents(always, name) for name in TABLES] == [contents(cluster, name) for name in TABLES]
     assert (late.version, late.refresh(), late.refresh()) == (1, 4, None)
     assert [contents(late, name) for name in TABLES] == [contents(cluster, name) for name in TABLES]
+
+
+def test_a_base_is_read_only_where_deltas_do_not_lead_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+    whole = Snapshot.read
+
+    def reading(snapshot: Snapshot, entry: FileEntry) -> dict[str, np.ndarray]:
+        read.append(snapshot.name)
+        return whole(snapshot, entry)
+
+    monkeypatch.setattr(Snapshot, "read", reading)
+    with local(1) as cluster:
+        make(cluster, "hashed")
+
+        def export(seed: int) -> None:
+            write(cluster, seed, "hashed")
+            cluster.export("hashed", tmp_path).result(60)
+
+        export(1)
+        near, far = FollowedTables(tmp_path), FollowedTables(tmp_path)
+        export(2)
+        export(3)
+        assert compact_export(tmp_path).name == "version-000000003-whole"
+        export(4)
+        read.clear()
+        assert near.refresh() == 4
+        assert read == ["version-000000002", "version-000000003", "version-000000004"]
+        export(5)
+        assert prune(tmp_path, 1) == ["version-000000003", "version-000000002", "version-000000001"]
+        read.clear()
+        assert (near.refresh(), far.refresh()) == (5, 5)
+        assert read == ["version-000000005", *(f"version-00000000{name}" for name in ("3-whole", 4, 5))]
+        assert contents(near, "hashed") == contents(far, "hashed") == contents(cluster, "hashed")
 
 
 OPERATION = st.one_of(
@@ -374,6 +409,7 @@ def test_a_shard_that_was_killed_and_restored_gives_no_wrong_version(
 
 
 @pytest.mark.usefixtures("memory_urls")
+@pytest.mark.parametrize("cluster", ["local-3", "grpc-2"], indirect=True)
 def test_versions_lie_below_a_url(cluster: Cluster, tmp_path: Path) -> None:
     root = f"memory://bucket{tmp_path}/export"
     make(cluster, "hashed")
