@@ -212,22 +212,25 @@ def _cut(feature: FeatureIds, ids: Ids, places: npt.NDArray[np.int32], calls: He
         own: Any = slice(0, len(ids)) if where is None else where
         shard_of[own], ids_of[shard] = shard, ids[own]
         place_there[own] = np.arange(len(ids_of[shard]), dtype=np.int32)
-    bag, shard_of_N = _bag_of(feature), shard_of[places]
-    return [_part(feature, ids_of[shard], place_there, places, bag, shard_of_N == shard) for shard in range(num_shards)]
+    if num_shards == 1 and feature.padding_id is None:
+        return [_part(feature, ids, places, None)]
+    shard_of_N, place_there_N = shard_of[places], place_there[places]
+    return [
+        _part(feature, ids_of[shard], place_there_N, np.flatnonzero(shard_of_N == shard)) for shard in range(num_shards)
+    ]
 
 
-def _part(
-    feature: FeatureIds,
-    ids: Ids,
-    place_there: npt.NDArray[np.int32],
-    places: npt.NDArray[np.int32],
-    bag: npt.NDArray[np.intp],
-    is_here: npt.NDArray[np.bool_],
-) -> _Part:
-    where: Any = slice(None) if is_here.all() else is_here
-    counts = np.bincount(bag[where], minlength=feature.num_vectors).astype(np.int32)
+def _part(feature: FeatureIds, ids: Ids, places: npt.NDArray[np.int32], here: npt.NDArray[np.intp] | None) -> _Part:
+    """``places`` [N] among the ``ids`` of a shard, which has those at the positions ``here``, rising; None: all."""
+    size = feature.bags
+    ends = np.arange(0, len(places) + 1, size) if isinstance(size, int) else size
+    counts = np.diff(ends if here is None else np.searchsorted(here, ends)).astype(np.int32)
     bags = np.flatnonzero(counts)
-    arrays: dict[str, npt.NDArray[Any]] = {"ids": ids, "places": place_there[places[where]], "counts": counts[bags]}
+    arrays: dict[str, npt.NDArray[Any]] = {
+        "ids": ids,
+        "places": places if here is None else places[here],
+        "counts": counts[bags],
+    }
     if feature.weights is not None:
-        arrays["weights"] = feature.weights[where]
+        arrays["weights"] = feature.weights if here is None else feature.weights[here]
     return _Part(None if len(bags) == len(counts) else bags, arrays)
