@@ -28,6 +28,7 @@ from geartrain.ams.tables.row_table import RowTable
 from geartrain.ams.values import errors
 from geartrain.ams.values.admission.rules import MinCount
 from geartrain.ams.values.config import ClientConfig
+from geartrain.ams.values.expiry.rules import Unseen
 from geartrain.ams.values.optimizers.registry import SGD, Adagrad, Adam, SparseMomentum
 from tests.integration.conftest import ServedCluster
 
@@ -230,6 +231,26 @@ def test_a_copy_has_the_bits_of_every_storage_type_and_optimizer(dtype: Any, opt
         ids, rows = follower.rows()
         assert len(ids) == len(follower) == int(table.present(IDS).sum())
         assert rows.tobytes() == table.pull(ids).tobytes()
+
+
+def test_rows_that_expire_or_are_evicted_go_from_followers_too(tmp_path: Path) -> None:
+    random, ids = np.random.default_rng(0), np.arange(4000)
+    with local(2) as cluster:
+        table = cluster.create_table(
+            "t", dim=8, optimizer=Adagrad(0.1), max_bytes=100_000, expiry=Unseen(steps=30, every=7)
+        )
+        cluster.export("t", tmp_path).result(60)
+        follower = TableFollower(tmp_path)
+        for step in range(60):
+            some = random.choice(len(ids), 100, replace=False)
+            table.push(some, random.standard_normal((100, 8)).astype(np.float32), step=step)
+            if step % 10 == 9:
+                assert cluster.export("t", tmp_path).result(60) == follower.refresh()
+                assert follower.pull(ids).tobytes() == table.pull(ids).tobytes()
+                assert follower.rows()[0].tolist() == ids[table.present(ids)].tolist()
+        status = cluster.status().tables[0]
+        assert min(status.expired, status.evicted) > 0, "the test shows nothing"
+        assert (follower.spec.expiry, follower.spec.max_bytes) == (None, None)
 
 
 def test_every_damaged_file_is_named_and_what_was_there_stays(tmp_path: Path) -> None:
