@@ -65,10 +65,12 @@ def _with_fields_of(design: Design, given: ClickSamples, path: str) -> ClickSamp
 
 
 def _with_histories(design: Design, given: ClickSamples, of_run: ClickSamples) -> ClickSamples:
-    """Let the samples to train on be the events of those that are ``given``."""
+    """Let the samples to train on, of a run with fresh histories all of its samples, be the events of those given."""
     recipe, schema = design.recipe, design.layout.schema
     assert schema.user is not None
-    train, _ = split(of_run, recipe.split, recipe.seed, validation=recipe.validation)
+    train = of_run
+    if not recipe.fresh:
+        train, _ = split(of_run, recipe.split, recipe.seed, validation=recipe.validation)
     assert train.times is not None
     outcomes = train.clicks.astype(np.int64) if train.outcomes is None else train.outcomes
     late = np.full(len(given), max(train.times.max(), 0) + 1)

@@ -29,6 +29,8 @@ class CtrRecipe:
     dropout: float = 0.2
     history: int = 0
     """The latest so many events of a sample's user before it; 0: no history."""
+    fresh: bool = False
+    """Histories of samples held out by time go on through what is held out: all that is earlier."""
     batch_size: int = 500
     steps: int = 960
     """Of a stage."""
@@ -77,20 +79,33 @@ class CtrRecipe:
         return cls(**{**values, "hidden": tuple(values["hidden"])})
 
 
-OF_MODEL: Mapping[str, Mapping[str, Any]] = {
-    "din": {"history": 100},
-    "dien": {"history": 20},
-    "crossmedia": {"history": 10},
-}
-"""What differs from the recipe by model."""
-OF_DATA: Mapping[str, Mapping[str, Any]] = {
-    "flights": {"split": "time", "batch_size": 4096, "steps": 1000, "dropout": 0.0},
-}
-"""What differs from it by the samples; this counts before the model's."""
+_Choice = Mapping[str, object]
+_PRESETS: tuple[tuple[_Choice, Mapping[str, Any]], ...] = (
+    ({"model": "din"}, {"history": 100}),
+    ({"model": "dien"}, {"history": 20}),
+    ({"model": "crossmedia"}, {"history": 10}),
+    # Chosen by --validation, not by what is held out.
+    (
+        {"data": "movielens", "model": "deepfm", "split": "random"},
+        {"dim": 32, "history": 300, "row_weight_decay": 0.0003, "row_lr": 0.005},
+    ),
+    ({"data": "movielens", "model": "deepfm", "split": "time"}, {"dim": 32, "row_lr": 0.01}),
+    (
+        {"data": "movielens", "model": "deepfm", "split": "time", "fresh": True},
+        {"history": 300, "row_weight_decay": 0.0003, "row_lr": 0.005},
+    ),
+    ({"data": "flights"}, {"batch_size": 4096, "steps": 1000, "dropout": 0.0}),
+)
+"""Where all that is named holds, what differs from the recipe; a later one counts before those above it."""
 
 
 def recipe_for(data: str | None, model: str | None, **given: Any) -> CtrRecipe:
     """The recipe of a model on ``data``, with what is ``given``. Raises ConfigError."""
-    name = CtrRecipe.model if model is None else model
-    settings = {"model": name, **OF_MODEL.get(name, {}), **OF_DATA.get(data or "", {})}
-    return CtrRecipe(**{**settings, **given})
+    chosen: dict[str, Any] = {"model": CtrRecipe.model if model is None else model}
+    chosen["split"] = given.get("split", "time" if data == "flights" else CtrRecipe.split)
+    known = {**given, **chosen, "data": data}
+    settings: dict[str, Any] = {}
+    for where, differs in _PRESETS:
+        if all(known.get(name) == value for name, value in where.items()):
+            settings.update(differs)
+    return CtrRecipe(**{**settings, **chosen, **given})

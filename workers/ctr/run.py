@@ -61,7 +61,12 @@ class CtrRun:
         design = Design(recipe, layout_of(samples))
         self._data: dict[str, Any] = {"source": found_again(source), **design.layout.to_json()}
         self._train, self._test = split(
-            samples, recipe.split, recipe.seed, history=recipe.history, validation=recipe.validation
+            samples,
+            recipe.split,
+            recipe.seed,
+            history=recipe.history,
+            fresh=recipe.fresh,
+            validation=recipe.validation,
         )
         progress = Progress(step=0, stage_start=0, stage_steps=recipe.steps, table=job)
         if saved is not None:

@@ -53,6 +53,14 @@ def ctr(
             show_default="what the model needs",
         ),
     ] = None,
+    fresh: Annotated[
+        bool | None,
+        typer.Option(
+            "--fresh-histories",
+            help="With --split time: histories go on through what is held out, as a service's do; a sample's holds "
+            "what is earlier than it, never itself or later ones.",
+        ),
+    ] = None,
     out: Annotated[Path | None, option.out("runs/ctr")] = None,
     resume: option.Resume = None,
     overwrite: option.Overwrite = False,
@@ -101,6 +109,7 @@ def ctr(
         "split": split,
         "validation": validation,
         "history": history,
+        "fresh_histories": fresh,
         "batch_size": batch_size,
         "dim": dim,
         "dropout": dropout,
@@ -122,6 +131,7 @@ def ctr(
     from geartrain.workers.ctr.recipe import recipe_for
 
     own["save_every"] = own.pop("snapshot_steps")
+    own["fresh"] = own.pop("fresh_histories")
     given = {name: value for name, value in {**own, "steps": steps}.items() if value is not None}
     recipe = recipe_for(data, given.pop("model", None), **given)
     loggers = ["tensorboard"] if logger is None else logger

@@ -80,7 +80,13 @@ class ClickSamples:
 
 
 def split(
-    samples: ClickSamples, kind: str, seed: int, *, history: int = 0, validation: bool = False
+    samples: ClickSamples,
+    kind: str,
+    seed: int,
+    *,
+    history: int = 0,
+    fresh: bool = False,
+    validation: bool = False,
 ) -> tuple[ClickSamples, ClickSamples]:
     """Part samples in those to train on and those to test with.
 
@@ -89,15 +95,19 @@ def split(
     same way (by time: their latest fifth), and nothing is left of the others: what settings are to be chosen by.
 
     With ``history`` > 0 a sample gets the events of its user before it, the latest so many. An event is a sample to
-    train on that is strictly earlier: so nothing of the future is seen, and no outcome that is to be told.
+    train on that is strictly earlier: so nothing of the future is seen, and no outcome that is to be told. ``fresh``
+    histories go on through those to test with, as a service's do: all strictly earlier samples are events.
 
-    Raises ConfigError for another kind, if a part would be empty, or if something has no times, users or items.
+    Raises ConfigError for another kind, if a part would be empty, if something has no times, users or items, or for
+    ``fresh`` histories where samples are held out at random.
     """
+    if fresh and kind != "time":
+        raise ConfigError("fresh histories would hold outcomes of a random part that are to be told; take --split time")
     train, test = _parted(samples, kind, seed, np.arange(len(samples)), samples.held_out_from)
     if validation:
         train, test = _parted(samples, kind, seed + 1, np.sort(train), None)
     if history:
-        samples = replace(samples, histories=_histories(samples, train, history))
+        samples = replace(samples, histories=_histories(samples, np.union1d(train, test) if fresh else train, history))
     return samples.subset(train), samples.subset(test)
 
 
@@ -123,7 +133,7 @@ def _parted(
     return order[:-held_out], order[-held_out:]
 
 
-def _histories(samples: ClickSamples, train: npt.NDArray[np.int64], length: int) -> Histories:
+def _histories(samples: ClickSamples, events: npt.NDArray[np.int64], length: int) -> Histories:
     schema = samples.schema
     if schema.user is None or not schema.item or samples.times is None:
         raise ConfigError(
@@ -132,4 +142,4 @@ def _histories(samples: ClickSamples, train: npt.NDArray[np.int64], length: int)
         )
     outcomes = samples.clicks.astype(np.int64) if samples.outcomes is None else samples.outcomes
     users, items = samples.fields[schema.user], samples.fields[schema.item[0]]
-    return histories_before(users, items, outcomes, samples.times, events=train, length=length)
+    return histories_before(users, items, outcomes, samples.times, events=events, length=length)

@@ -17,7 +17,7 @@ from geartrain.workers.ctr.designs import crossed
 from geartrain.workers.ctr.job import train_clicks
 from geartrain.workers.ctr.metrics import auc, calibration, log_loss
 from geartrain.workers.ctr.options import CtrOptions
-from geartrain.workers.ctr.recipe import MODELS, CtrRecipe
+from geartrain.workers.ctr.recipe import MODELS, CtrRecipe, recipe_for
 from geartrain.workers.ctr.samples.click_samples import PADDING
 from tests.support.command_line import typed
 from tests.support.movielens_files import write_movielens
@@ -150,6 +150,17 @@ def test_the_option_to_validate_leaves_what_is_held_out_alone(tmp_path: Path, da
     result = train_clicks(options(tmp_path / "run", data, validation=True, split="time"), QUIET)
     assert result.report is not None
     assert result.report["held_out"]["samples"] == 96
+
+
+def test_settings_follow_data_model_and_split_and_what_is_given_counts_before_them() -> None:
+    assert recipe_for("mine.parquet", None) == CtrRecipe()
+    assert recipe_for("flights", "wide_deep").split == "time"
+    assert recipe_for("flights", "wide_deep", split="random").batch_size == 4096
+    assert recipe_for("mine.parquet", "din").history > 0
+    assert recipe_for("movielens", "din", history=7, dim=8) == CtrRecipe(model="din", history=7, dim=8)
+    by_time, at_random = recipe_for("movielens", None, split="time"), recipe_for("movielens", None)
+    assert by_time.history == 0 < at_random.history
+    assert recipe_for("movielens", None, split="time", fresh=True).history > 0
 
 
 def test_auc_is_the_part_of_pairs_in_order_and_ties_are_half() -> None:

@@ -66,6 +66,23 @@ def test_no_history_holds_what_is_to_be_told_or_what_comes_later(kind: str, vali
     assert seen > 500
 
 
+def test_fresh_histories_go_on_through_what_is_held_out_and_no_further() -> None:
+    samples = samples_of(500)
+    assert samples.times is not None
+    train, test = split(samples, "time", 1, history=500, fresh=True)
+    stale = split(samples, "time", 1, history=500)[1]
+    assert train.histories is not None and test.histories is not None and stale.histories is not None
+    users, times = samples.fields["user"], samples.times
+    for part in (train, test):
+        assert part.histories is not None
+        for sample, own in enumerate(part.fields["item"]):
+            earlier = np.flatnonzero((users == users[own]) & (times < times[own]))
+            assert {item for item, _ in history_of(part.histories, sample)} == set(earlier.tolist())
+    assert (test.histories.end - test.histories.begin).sum() > (stale.histories.end - stale.histories.begin).sum()
+    with pytest.raises(gt.errors.ConfigError, match="take --split time"):
+        split(samples, "random", 1, history=5, fresh=True)
+
+
 def test_samples_without_users_or_times_have_no_histories() -> None:
     samples = samples_of(20)
     unknown = ClickSamples(fields=samples.fields, clicks=samples.clicks, times=None, schema=samples.schema)
