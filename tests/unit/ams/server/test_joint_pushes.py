@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 
 from geartrain.ams.kernels import ops
 from geartrain.ams.server.shard import Shard
-from geartrain.ams.values.errors import InvalidRows
+from geartrain.ams.values.admission.rules import MinCount
+from geartrain.ams.values.errors import InvalidRows, StepMismatch
 from geartrain.ams.values.optimizers.registry import SGD
 from geartrain.ams.values.placement import buckets_of_shard, even_placement
-from geartrain.ams.values.shard_messages import CallContext, CreateTable, Done, Pull, Push, SyncGroup
+from geartrain.ams.values.shard_messages import BatchFacts, CallContext, CreateTable, Done, Pull, Push, SyncGroup
 from geartrain.ams.values.specs import Constant, TableSpec
 
 DTYPES = (np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16))
@@ -50,7 +51,7 @@ def sent(shard: Shard, push: Push) -> Any:
     )
     bits, code = ops.as_bits(push.gradients)
     return shard.engine.push(
-        who, push.table, push.ids, bits, code, push.lr, push.scale, {}, push.group, False, None, True, None, False
+        who, push.table, push.ids, bits, code, push.lr, push.scale, {}, push.group, False, push.batch, True, None, False
     )
 
 
@@ -113,3 +114,37 @@ def test_ranks_whose_gradients_differ_in_width_are_refused(shard: Shard) -> None
     waiting = sent(shard, part("t2", ids[:0], np.ones((0, 3), np.float32), 1.0, first))
     assert sent(shard, part("t2", ids, np.ones((2, 2), np.float32), 1.0, second)) == waiting.result(10)
     assert (rows_of(shard, "t2", ids, 2) == -0.25).all()
+
+
+def test_an_id_occurs_as_often_as_on_all_ranks_together(shard: Shard) -> None:
+    spec = TableSpec(name="admitted", dim=1, optimizer=SGD(1.0), admission=MinCount(4), initializer=Constant(0.0))
+    shard.submit(CallContext(), CreateTable(spec=spec)).result(10)
+    ids = np.array([[1, 2], [2, 3]])
+    said: list[BatchFacts | None] = [BatchFacts(occurrences=np.array([1, 3], np.uint32)), None]
+    for rank, created in ((0, None), (1, 1)):
+        group = SyncGroup(job="admitted", world_size=2, rank=rank, sequence=1, sample_count=1)
+        push = Push(
+            table="admitted", ids=ids[rank], gradients=np.ones((2, 1), np.float32), group=group, batch=said[rank]
+        )
+        done = sent(shard, push)
+        assert created is None or done == Done(created=created)  # of id 2: three times on a rank, once on the other
+    np.testing.assert_array_equal(rows_of(shard, "admitted", np.arange(1, 4), 1)[:, 0], [0.0, -1.0, 0.0])
+
+
+def test_a_rank_that_begins_anew_may_tell_another_time_but_no_other_step_or_occurrences(shard: Shard) -> None:
+    shard.submit(
+        CallContext(), CreateTable(spec=TableSpec(name="told", dim=1, optimizer=SGD(1.0), admission=MinCount(2)))
+    ).result(10)
+    one = np.array([5])
+
+    def told(rank: int, **facts: Any) -> Any:
+        group = SyncGroup(job="told", world_size=2, rank=rank, sequence=1, sample_count=1)
+        batch = BatchFacts(**{"step": 7, "unix_seconds": 1e9, **facts})
+        return sent(shard, Push(table="told", ids=one, gradients=np.ones((1, 1), np.float32), group=group, batch=batch))
+
+    told(0)
+    assert told(1) == Done(created=1)
+    assert told(0, unix_seconds=2e9).duplicate
+    for other in ({"step": 8}, {"occurrences": np.array([2], np.uint32)}):
+        with pytest.raises(StepMismatch):
+            told(0, **other)
