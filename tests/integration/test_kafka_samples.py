@@ -210,10 +210,11 @@ def test_a_message_that_cannot_be_read_is_named_or_passed_over(
     broker.send_ids(range(3))
     broker.send(value)
     broker.send_ids(range(4, 6))
-    samples = broker.samples(batch_size=10, until="now")
-    for _ in range(2):
-        with pytest.raises(gt.errors.SourceDamaged, match=f"topic 'clicks', partition 0, {words}"):
-            list(samples)
+    with gt.local() as cluster:
+        batches = broker.samples(batch_size=10, until="now").shared(cluster, "job", worker="a")
+        for _ in range(2):
+            with pytest.raises(gt.errors.SourceDamaged, match=f"topic 'clicks', partition 0, {words}"):
+                list(batches)
     assert ids_of(broker.samples(batch_size=10, until="now", skip_damaged=True)) == [0, 1, 2, 4, 5]
 
 

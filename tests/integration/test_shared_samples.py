@@ -151,6 +151,37 @@ def test_what_was_not_committed_is_read_again(data: Path) -> None:
             assert next(batches)["id"].tolist() == third["id"].tolist() == list(range(1000, 1500))
 
 
+def test_a_stream_that_others_lack_is_kept_until_what_was_read_of_it_is_committed(data: Path) -> None:
+    samples = gt.ParquetSamples(data, columns=["id"], batch_size=1000)
+    with gt.local() as cluster:
+        first = samples.shared(cluster, "job", worker="a", num_streams=2)
+        read = [next(first), next(first)]  # the second one is of both streams, of 1,500 samples each
+        cluster.streams("job", worker="b", num_streams=2).lease()
+        first.commit(read[0])  # is told that b lacks a stream
+        third = next(first)
+        first.commit(read[1])
+        first.commit(third)
+        assert list(first) == []
+        cursors = cluster.streams("job", worker="b", num_streams=2).cursors()
+        assert sum(len(batch["id"]) for batch in (*read, third)) == COUNT and set(cursors.values()) == {(1, 0)}
+
+
+def test_after_a_file_that_cannot_be_read_the_loop_goes_on_where_it_was(data: Path) -> None:
+    samples = gt.ParquetSamples(data, columns=["id"], batch_size=700)
+    path = data / "1.parquet"
+    whole = path.read_bytes()
+    with gt.local() as cluster, samples.shared(cluster, "job", worker="a") as batches:
+        path.write_bytes(whole[:-9])
+        with pytest.raises(gt.errors.SourceDamaged, match=r"1.parquet has changed"):
+            next(batches)  # 600 samples of the file before were taken by then
+        path.write_bytes(whole)
+        ids = []
+        for batch in batches:
+            ids += batch["id"].tolist()
+            batches.commit(batch)
+    assert ids == list(range(COUNT))
+
+
 def test_a_loop_that_never_commits_is_told(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     samples = gt.ParquetSamples(data, columns=["id"], batch_size=500)
     with gt.local() as cluster:

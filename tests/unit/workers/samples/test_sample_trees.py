@@ -89,6 +89,12 @@ def test_trees_hold_the_same_samples(tmp_path: Path, sort: bool, seed: int | Non
     assert by_id(samples_of(batches)) == by_id(samples_of(plain))
     assert trees.levels == tuple(LEVELS) == (*batches[0].nodes, "item")
     assert max(batch.nodes["user"].count for batch in batches) < 12  # trees stay together
+    whole = gt.TreeSamples(tmp_path / "trees", columns=["user"], batch_size=600, seed=seed, window_rows=600)
+    users = [one["user"] for one in samples_of(whole)]
+    assert (users == sorted(users)) == (seed is None)
+    moves = np.count_nonzero(np.diff(users))
+    assert moves < 30 + 2 * 3  # each user is in one place, but for those that were cut, and parts change places
+    assert seed is None or np.count_nonzero(np.diff(users) < 0) > 6
     if seed is None and not sort:
         assert [one["id"] for one in samples_of(trees)] == list(range(600))
 
