@@ -15,9 +15,12 @@ class KnownMoments:
     the oldest one that something newer was added to is forgotten, or else the oldest.
     """
 
-    def __init__(self, forget: Callable[[int], None]) -> None:
-        """``forget`` lets go of a moment of the rows by its number, unless it is not known."""
+    def __init__(self, forget: Callable[[int], None], knows: Callable[[int], bool]) -> None:
+        """``forget`` lets go of a moment of the rows by its number, unless it is not known; where memory is short, of
+        older ones, too. ``knows`` says whether one is known.
+        """
         self._forget = forget
+        self._knows = knows
         self._numbers: dict[str, int] = {}
         """The oldest first."""
         self._added_to: set[str] = set()
@@ -25,7 +28,8 @@ class KnownMoments:
 
     def number_of(self, kept_id: str) -> int | None:
         """The number of a moment; None: nobody knows what was written since."""
-        return self._numbers.get(kept_id)
+        number = self._numbers.get(kept_id)
+        return None if number is None or not self._knows(number) else number
 
     def note(self, kept_id: str, number: int, *, parent_id: str = "") -> None:
         """All rows of the moment ``number`` but those that ``parent_id`` has are kept as ``kept_id``."""

@@ -130,7 +130,7 @@ class RowTable:
             )
         if spec.expiry is not None:
             spec.expiry.require_usable()
-        self.moments = KnownMoments(self._store.forget_moment)
+        self.moments = KnownMoments(self._store.forget_moment, self._store.knows_moment)
         """Snapshots and exports that hold every row but those written since. Set by who freezes and restores."""
         self.served = ServedTable(
             name=spec.name,

@@ -340,6 +340,7 @@ void bind_row_store(nb::module_& m) {
       .def("freeze", &freeze, nb::arg("since").none())
       .def("note_moment", &RowStore::note_moment)
       .def("forget_moment", &RowStore::forget_moment, nb::arg("moment"))
+      .def("knows_moment", &RowStore::knows_moment, nb::arg("moment"))
       .def_prop_ro("latest_moment", &RowStore::latest_moment)
       .def("read_frozen", &read_frozen, nb::arg("ids").noconvert(), nb::arg("rows").noconvert(), nb::arg("slots").none(),
            nb::arg("steps").noconvert().none(), nb::arg("buckets").noconvert().none(), nb::arg("lives").noconvert().none() = nb::none())

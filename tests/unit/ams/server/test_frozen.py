@@ -103,3 +103,15 @@ def test_writing_holds_three_blocks_in_memory(table: RowTable, tmp_path: Path, m
     finally:
         tracemalloc.stop()
     assert most < 3.5 * blocks.BLOCK_BYTES
+
+
+def test_a_moment_that_the_rows_have_forgotten_costs_a_whole_snapshot(table: RowTable) -> None:
+    kept = FrozenTables("a", {"t": table}, marks={})
+    kept.thaw(kept=True)
+    table.assign(np.arange(3), np.zeros((3, 4), np.float32))
+    number = table.moments.number_of("a")
+    assert number is not None
+    table._store.forget_moment(number)  # as where no memory was left to join two of them
+    after = FrozenTables("b", {"t": table}, marks={}, parent_id="a")
+    assert after.deltas == ()
+    assert sum(len(arrays["ids"]) for arrays, _ in after._blocks(table, rows_alone=False)) == 1000
