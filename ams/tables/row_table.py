@@ -379,9 +379,9 @@ class RowTable:
     def remove(self, ids: Ids) -> int:
         """Take rows out: from now on they are as rows that were never written, slots and all.
 
-        The memory of a hashed table's is used by rows that come, after the freeze under way if there is one; that of a
-        dense table's is kept for them. ``ids`` int64 [N] may repeat, and those that have no row are passed over.
-        Returns how many rows went. Raises InvalidIds, MemoryError; then none did.
+        The memory of a hashed table's is used by rows that come, that of a dense table's is kept for them. ``ids``
+        int64 [N] may repeat, and those that have no row are passed over. Returns how many rows went. Raises InvalidIds,
+        MemoryError; then none did.
         """
         ids = ops.checked_ids(ids)
         try:

@@ -22,13 +22,17 @@ Placed HashedDirectory::insert(int64_t id) {
   return {position, true};
 }
 
-void HashedDirectory::reserve_erasures(const std::vector<int64_t>& positions, int64_t vacated) {
-  index_.reserve_releases(vacated);
+void HashedDirectory::reserve_erasures(const std::vector<int64_t>& positions) {
+  index_.reserve_releases(static_cast<int64_t>(positions.size()));
   for (int64_t position : positions)
     if (position >= 0) vacant_.ensure(position);
 }
 
-void HashedDirectory::erase(int64_t id) { vacant_.set(index_.erase(id)); }
+void HashedDirectory::erase(int64_t id) {
+  const int64_t position = index_.erase(id);
+  vacant_.set(position);
+  index_.release(position);
+}
 
 DenseDirectory::DenseDirectory(const BucketRanks& ranks, const std::vector<int64_t>& owned, int64_t num_rows, int64_t item_bytes)
     : ranks_(ranks), num_rows_(num_rows), items_(owned, num_rows, item_bytes) {}

@@ -49,7 +49,7 @@ class HashedDirectory {
     return from < end() ? from : -1;
   }
   int64_t id_at(int64_t position) const { return index_.id_at(position); }
-  int64_t bucket_at(int64_t position) const { return hashed_bucket(id_at(position)); }
+  static int64_t bucket_of(int64_t id) { return hashed_bucket(id); }
 
   // The positions that `ids` (absent; repeats allowed) may be given. Throws std::bad_alloc, and then nothing has changed.
   std::vector<int64_t> positions_for(const std::vector<int64_t>& ids) const;
@@ -58,12 +58,10 @@ class HashedDirectory {
   // Gives `id` a position if it has none; both calls above must have been made for it.
   Placed insert(int64_t id);
 
-  // Makes sure that the rows at these positions (-1: none) can be erased, and that many vacated. Throws std::bad_alloc, and then
-  // nothing has changed.
-  void reserve_erasures(const std::vector<int64_t>& positions, int64_t vacated);
-  // Takes the row of an id out. Its position goes on to tell its id, and no other row has it, until it is vacated.
+  // Makes sure that the rows at these positions (-1: none) can be erased. Throws std::bad_alloc, and then nothing has changed.
+  void reserve_erasures(const std::vector<int64_t>& positions);
+  // Takes the row of an id out. Its position tells its id until another row has it.
   void erase(int64_t id);
-  void vacate(int64_t position) { index_.release(position); }
 
  private:
   BucketRanks ranks_;
@@ -97,7 +95,7 @@ class DenseDirectory {
   Bits present() const { return present_.copy(); }
   int64_t next_present(int64_t from) const { return present_.next(from); }
   int64_t id_at(int64_t position) const { return items_.layout().id_at(position); }
-  int64_t bucket_at(int64_t position) const { return dense_bucket(id_at(position)); }
+  static int64_t bucket_of(int64_t id) { return dense_bucket(id); }
   DenseItems& items() { return items_; }
   const DenseItems& items() const { return items_; }
 
@@ -105,9 +103,8 @@ class DenseDirectory {
   void reserve(int64_t, NewMemory&) {}
   Placed insert(int64_t id);
 
-  void reserve_erasures(const std::vector<int64_t>&, int64_t) {}
+  void reserve_erasures(const std::vector<int64_t>&) {}
   void erase(int64_t id);
-  void vacate(int64_t) {}
 
  private:
   BucketRanks ranks_;

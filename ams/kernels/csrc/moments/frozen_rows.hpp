@@ -21,7 +21,8 @@
 
 namespace geartrain {
 
-// Items are a row followed by its slot, if it has one, and the number of its last step, if the table counts them.
+// Items are a row followed by its slot, if it has one, by the number of its last step and by its life, if the table keeps those. Behind
+// an item kept aside lies its id if its row was removed since: the position may be another row's by then.
 class FrozenRows {
  public:
   // `members`: the positions that belong to the moment; `room`: memory for items to keep, whatever it holds.
@@ -64,12 +65,25 @@ class FrozenRows {
       if (!part.empty()) std::memcpy(copy, part.data(), part.size());
       copy += part.size();
     }
+    const int64_t none = -1;
+    std::memcpy(copy, &none, sizeof(none));
     leave_place(position);
   }
   // The kept item of a position, or null.
   const char* aside(int64_t position) const {
     const int64_t place = aside_.find(position);
     return place < 0 ? nullptr : copies_.at(place);
+  }
+  // The row of `id` at a position is removed; if a freeze needs it, it was kept aside.
+  void note_removal(int64_t position, int64_t id, size_t item_bytes) {
+    const int64_t place = aside_.find(position);
+    if (place >= 0 && id_aside(copies_.at(place), item_bytes) < 0) std::memcpy(copies_.at(place) + item_bytes, &id, sizeof(id));
+  }
+  // Of what `aside` gave: the id of a row that was removed, or -1.
+  static int64_t id_aside(const char* item, size_t item_bytes) {
+    int64_t id = 0;
+    std::memcpy(&id, item + item_bytes, sizeof(id));
+    return id;
   }
   // From now on `next` gives members of these buckets only: [kNumBuckets], 0 where not wanted; null: all are.
   void want(const uint8_t* buckets) {

@@ -660,7 +660,7 @@ int64_t RowStore::freeze(std::optional<int64_t> since) {
   std::vector<int64_t> removed = since ? moments_.removed_since(*since) : std::vector<int64_t>();
   std::optional<Admission::State> counted;
   if (admission_) counted = admission_->state();
-  if (!room_) room_.emplace(static_cast<int64_t>(row_bytes() + slot_bytes() + step_bytes() + life_bytes()), INT64_MAX);
+  if (!room_) room_.emplace(static_cast<int64_t>(aside_bytes() + sizeof(int64_t)), INT64_MAX);
   frozen_.emplace(std::move(members), std::move(*room_));
   room_.reset();
   try {
@@ -699,6 +699,13 @@ bool RowStore::is_frozen() const {
   return frozen_.has_value();
 }
 
+// Of a member of the freeze.
+template <class AnyDirectory>
+int64_t RowStore::frozen_id(const AnyDirectory& directory, int64_t position, const char* aside) const {
+  const int64_t removed = aside == nullptr ? -1 : FrozenRows::id_aside(aside, aside_bytes());
+  return removed < 0 ? directory.id_at(position) : removed;
+}
+
 int64_t RowStore::read_frozen(int64_t most, const uint8_t* buckets, int64_t* ids, char* rows, char* slots, int64_t* steps,
                               RowLife* lives) {
   std::unique_lock lock(mutex_);
@@ -708,14 +715,17 @@ int64_t RowStore::read_frozen(int64_t most, const uint8_t* buckets, int64_t* ids
   while (count < most) {
     const int64_t position = std::visit(
         [&](const auto& directory) {
-          return frozen_->next([&](int64_t at) { return directory.bucket_at(at); }, left);
+          const auto bucket_at = [&](int64_t at) {
+            return directory.bucket_of(frozen_id(directory, at, frozen_->is_only_in_place(at) ? nullptr : frozen_->aside(at)));
+          };
+          return frozen_->next(bucket_at, left);
         },
         directory_);
     if (position == FrozenRows::kOver && count == 0) return -1;
     if (position < 0) break;
     const char* aside = frozen_->aside(position);
     const int64_t item = item_at(position);
-    ids[count] = std::visit([position](const auto& directory) { return directory.id_at(position); }, directory_);
+    ids[count] = std::visit([&](const auto& directory) { return frozen_id(directory, position, aside); }, directory_);
     std::memcpy(rows + static_cast<size_t>(count) * row_bytes(), aside != nullptr ? aside : rows_.at(item), row_bytes());
     if (slots_ && slots != nullptr)
       std::memcpy(slots + static_cast<size_t>(count) * slot_bytes(), aside != nullptr ? aside + row_bytes() : slots_->at(item),
@@ -734,12 +744,6 @@ void RowStore::thaw(bool kept) {
   if (!frozen_) return;
   if (!kept) moments_.forget(frozen_at_);
   frozen_admission_.reset();
-  std::visit(
-      [this](auto& directory) {
-        for (int64_t position : vacated_at_thaw_) directory.vacate(position);
-      },
-      directory_);
-  vacated_at_thaw_.clear();
   const int64_t used = std::max(room_items_, frozen_->num_aside());
   room_ = frozen_->take_room();
   room_items_ = std::min(used, room_->capacity());

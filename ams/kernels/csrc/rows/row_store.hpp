@@ -213,6 +213,9 @@ class RowStore {
   void copy_item(int64_t to, int64_t from);
   void clear_item(int64_t item);
   void keep_aside(const std::vector<int64_t>& positions, Pauses* pauses = nullptr);
+  size_t aside_bytes() const { return row_bytes() + slot_bytes() + step_bytes() + life_bytes(); }
+  template <class AnyDirectory>
+  int64_t frozen_id(const AnyDirectory& directory, int64_t position, const char* aside) const;
   int64_t remove_rows(const int64_t* ids, int64_t count);
   RowLife& life_at(int64_t item) const { return *reinterpret_cast<RowLife*>(lives_->at(item)); }
   void note_seen(const std::vector<int64_t>& positions, const BatchFacts& batch, bool counts);
@@ -243,7 +246,6 @@ class RowStore {
   bool bounds_lag_ = false;  // a push has written rows that they do not count yet
   Moments moments_;
   bool has_removed_ = false;              // there are places that rows have left
-  std::vector<int64_t> vacated_at_thaw_;  // positions whose rows were removed since the freeze
   std::optional<Admission> admission_;  // none: every id
   std::optional<Admission::State> frozen_admission_;
   std::optional<FrozenRows> frozen_;

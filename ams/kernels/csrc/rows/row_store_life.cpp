@@ -109,12 +109,11 @@ void RowStore::make_way(const Resolved& found) {
   if (coming == 0 || there + coming <= most_rows_) return;
   const int64_t staying = static_cast<int64_t>(found.positions.size()) - coming;
   if (staying + coming > most_rows_) throw TooManyRows(coming, staying, most_rows_, spec_.max_bytes);
-  // So many that what comes has their places, unless a freeze holds them, and needs no memory that could be refused.
+  // So many that what comes has their places, and needs no memory that could be refused.
   const int64_t count = std::min(std::max(coming, most_rows_ / kEvictedShare), there - staying);
   const std::vector<Candidate> leaving = first_to_go(count, found.positions);
   std::vector<int64_t> ids(leaving.size());
   std::ranges::transform(leaving, ids.begin(), &Candidate::id);
-  if (frozen_) reserve(found.missing);
   for (const Candidate& one : leaving) moments_.written().ensure(one.place);
   num_evicted_ += remove_rows(ids.data(), static_cast<int64_t>(ids.size()));
 }

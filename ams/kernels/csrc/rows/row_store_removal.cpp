@@ -24,12 +24,8 @@ int64_t RowStore::remove_rows(const int64_t* ids, int64_t count) {
       directory_);
   moments_.reserve_removals(
       count, [this] { return std::visit([](const auto& directory) { return directory.present(); }, directory_); });
-  const size_t vacated = vacated_at_thaw_.size() + positions.size();
-  std::visit([&](auto& directory) { directory.reserve_erasures(positions, static_cast<int64_t>(vacated)); }, directory_);
-  if (frozen_ && vacated > vacated_at_thaw_.capacity())
-    vacated_at_thaw_.reserve(std::max(vacated, 2 * vacated_at_thaw_.capacity()));
-  // A position of a hashed table is nobody else's before the thaw.
-  if (frozen_ && items_ != nullptr) keep_aside(positions);
+  std::visit([&](auto& directory) { directory.reserve_erasures(positions); }, directory_);
+  if (frozen_) keep_aside(positions);
   // From here on nothing can fail.
   int64_t removed = 0;
   std::visit(
@@ -38,11 +34,8 @@ int64_t RowStore::remove_rows(const int64_t* ids, int64_t count) {
           const int64_t position = positions[static_cast<size_t>(i)];
           if (position < 0 || directory.find(ids[i]) < 0) continue;  // there was none, or it stood in `ids` before
           moments_.note_removal(position, ids[i]);
+          if (frozen_) frozen_->note_removal(position, ids[i], aside_bytes());
           directory.erase(ids[i]);
-          if (frozen_ && items_ == nullptr)
-            vacated_at_thaw_.push_back(position);
-          else
-            directory.vacate(position);
           ++removed;
         }
       },

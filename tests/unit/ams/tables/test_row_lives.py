@@ -187,3 +187,18 @@ def test_a_restored_table_keeps_those_that_were_seen_most(block: int) -> None:
     order = sorted(lives, key=lambda i: (lives[i][2], lives[i][0], lives[i][1], i))
     assert lives_of(smaller) == {i: lives[i] for i in order[-smaller._store.most_rows :]}
     assert smaller.memory_bytes <= MAX_BYTES // 2
+
+
+def test_rows_that_come_and_go_during_a_freeze_take_each_others_memory() -> None:
+    table = make_table()
+    most = table._store.most_rows
+    push(table, np.arange(most), step=1)
+    table.freeze()
+    for step in range(2, 12):
+        push(table, np.arange(most) + step * most, step=step)
+    kept = np.concatenate([table.read_frozen(most).ids, table.read_frozen(most).ids])
+    assert sorted(kept.tolist()) == list(range(most))
+    assert table.memory_bytes <= 3 * MAX_BYTES  # with the rows that were kept aside, and their index
+    table.thaw(kept=True)
+    aside = most * (table.spec.row_bytes + table.spec.slot_bytes + table.spec.step_bytes + table.spec.life_bytes)
+    assert table.memory_bytes <= MAX_BYTES + aside + 100_000  # memory for the next freeze
