@@ -316,7 +316,19 @@ class Embedding(EmbeddingGroup):
         process_group: dist.ProcessGroup | None = None,
         **settings: Any,
     ) -> None:
-        """Make its table, ``name``; ``settings`` are those of a :class:`Field`. Raises as the group does."""
+        """Make its table. Raises as the group does.
+
+        Args:
+            cluster: Where the rows are.
+            name: Of the table.
+            dim: Width of the vectors.
+            optimizer: Of the rows.
+            seed: Of the initial values.
+            reuse: Open the table if it is there with an equal spec.
+            mode: What several workers wait for, as of :class:`EmbeddingGroup`.
+            process_group: The ranks that step together, as there.
+            settings: Those of a :class:`Field`.
+        """
         field = Field(name, dim, **settings)
         super().__init__(
             cluster,
