@@ -16,7 +16,7 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
-from geartrain.ams.values.errors import ConfigError, GeartrainError, InvalidArgument, NonFinite
+from geartrain.ams.values.errors import ConfigError, GeartrainError, InvalidArgument, NonFinite, SourceError
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 FAILED, WRONG_USAGE = 1, 2
@@ -129,5 +129,5 @@ def main() -> None:
 
 def exit_code(error: GeartrainError) -> int:
     """2 for what the person gave, 1 for what happened. (Values that diverge in a training are not given.)"""
-    given = isinstance(error, ConfigError | InvalidArgument) and not isinstance(error, NonFinite)
+    given = isinstance(error, ConfigError | InvalidArgument | SourceError) and not isinstance(error, NonFinite)
     return WRONG_USAGE if given else FAILED

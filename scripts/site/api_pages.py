@@ -67,6 +67,16 @@ PAGES = (
             "geartrain.ams.client.writes.Write",
         ),
     ),
+    ApiPage(
+        "samples",
+        "Samples",
+        ("geartrain.workers.samples",),
+        (
+            "geartrain.workers.samples.batches.SampleBatch",
+            "geartrain.workers.samples.leased.LeasedSamples",
+            "geartrain.workers.samples.trees.writing.TreeReport",
+        ),
+    ),
     ApiPage("gears", "Dense modules and slow gears", ("geartrain.bridge.dense", "geartrain.bridge.gear")),
     ApiPage("state", "State and data", ("geartrain",)),
 )

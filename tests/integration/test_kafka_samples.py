@@ -218,6 +218,16 @@ def test_a_message_that_cannot_be_read_is_named_or_passed_over(
     assert ids_of(broker.samples(batch_size=10, until="now", skip_damaged=True)) == [0, 1, 2, 4, 5]
 
 
+def test_a_list_of_another_length_is_named(mock: Callable[..., Mock]) -> None:
+    broker = mock(1)
+    broker.send(b'{"pair": [1, 2]}')
+    broker.send(b'{"pair": [1, 2, 3]}')
+    settings: dict[str, Any] = {"schema": {"pair": "int64[2]"}, "hash_strings": False, "until": "now"}
+    with pytest.raises(gt.errors.SourceDamaged, match=r"offset 1: column 'pair' has 3 values; it must be int64\[2\]"):
+        list(broker.samples(batch_size=2, **settings))
+    assert next(iter(broker.samples(batch_size=1, **settings)))["pair"].tolist() == [[1, 2]]
+
+
 def test_what_cannot_be_is_refused(mock: Callable[..., Mock]) -> None:
     broker = mock(2)
     with pytest.raises(gt.errors.SourceNotFound, match=r"no topic 'click' .*did you mean 'clicks'\?"):

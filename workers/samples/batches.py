@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -54,6 +55,15 @@ class SampleBatch(dict[str, Values]):
     def index(self) -> dict[str, Tensor]:
         """Of each level the node of each sample, int64 [B]."""
         return {level: nodes.index for level, nodes in self.nodes.items()}
+
+    @property
+    def parents(self) -> dict[str, Tensor]:
+        """Of trees: of each level but the outermost, for each of its nodes that of the level before; int64 [N]."""
+        found: dict[str, Tensor] = {}
+        for (_, before), (level, nodes) in pairwise(self.nodes.items()):
+            samples, starts = nodes.by_node
+            found[level] = before.index[samples[starts]]
+        return found
 
 
 class FlatRows:

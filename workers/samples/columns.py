@@ -143,9 +143,11 @@ class ColumnPlan:
 
         values = self._values(name, values, name_item)
         if wanted.length is not None:
-            short = np.flatnonzero(np.diff(offsets) != wanted.length)
-            if len(short):
-                raise SourceDamaged(f"{name_row(int(short[0]))}: column {name!r} is null; a {wanted} must be there")
+            others = np.flatnonzero(np.diff(offsets) != wanted.length)
+            if len(others):
+                row = int(others[0])
+                found = offsets[row + 1] - offsets[row]
+                raise SourceDamaged(f"{name_row(row)}: column {name!r} has {found} values; it must be {wanted}")
             return pa.FixedSizeListArray.from_arrays(values, wanted.length)
         return pa.LargeListArray.from_arrays(pa.array(offsets), values)
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 import geartrain as gt
-from geartrain.cli.main import build_app
+from geartrain.cli.main import build_app, exit_code
 
 pa = pytest.importorskip("pyarrow", reason="needs pip install 'geartrain[data]'")
 pq = pytest.importorskip("pyarrow.parquet", reason="needs pip install 'geartrain[data]'")
@@ -87,6 +87,9 @@ def test_trees_hold_the_same_samples(tmp_path: Path, sort: bool, seed: int | Non
     batches = list(trees)
     assert [batch.num_samples for batch in batches] == [64] * 9 + [24] and len(trees) == 10
     assert by_id(samples_of(batches)) == by_id(samples_of(plain))
+    for batch in batches:
+        users, slots = batch["user"][batch.parents["page"]], batch["slot"]
+        assert torch.equal(slots, (users * 7 + batch["page"]) % 5)
     assert trees.levels == tuple(LEVELS) == (*batches[0].nodes, "item")
     assert max(batch.nodes["user"].count for batch in batches) < 12  # trees stay together
     whole = gt.TreeSamples(tmp_path / "trees", columns=["user"], batch_size=600, seed=seed, window_rows=600)
@@ -245,6 +248,11 @@ def test_what_cannot_be_compressed_is_said_before_anything_is_written(tmp_path: 
     assert [path.name for path in tmp_path.iterdir()] == ["a.parquet"]
     with pytest.raises(gt.errors.InvalidArgument, match="is not empty"):
         gt.compress_samples(tmp_path / "a.parquet", tmp_path, LEVELS)
+
+
+def test_a_source_that_cannot_be_is_wrong_usage() -> None:
+    assert [exit_code(kind("x")) for kind in (gt.errors.SourceNotFound, gt.errors.ColumnMismatch)] == [2, 2]
+    assert exit_code(gt.errors.BrokerUnavailable("x")) == 1
 
 
 def test_the_command_makes_trees_of_csv(tmp_path: Path) -> None:
