@@ -79,6 +79,36 @@ def test_what_is_known_of_rows_goes_to_any_number_of_shards(tmp_path: Path) -> N
         assert contents(again.snapshot(tmp_path / "aside", "on-2").result(60)) == live
 
 
+def test_a_chain_loses_no_row_that_has_room(tmp_path: Path) -> None:
+    with local(1) as cluster:
+        table = cluster.create_table("t", dim=DIM, optimizer=Adagrad(0.1), max_bytes=MAX_BYTES)
+        push_some(cluster, range(15))
+        ids = np.array(list(contents(cluster.snapshot(tmp_path, "full").result(60))))
+        table.remove(ids[::2])
+        child = cluster.snapshot(tmp_path, "half", parent="full").result(60)
+        live = contents(cluster.snapshot(tmp_path / "aside", "live").result(60))
+    with local(3) as other:
+        other.restore(child)
+        assert contents(other.snapshot(tmp_path / "aside", "on-3").result(60)) == live
+
+
+def test_nothing_is_added_to_a_snapshot_that_had_no_room(tmp_path: Path) -> None:
+    """Or the rows that were left out would come back with the snapshot before."""
+    with local(1) as cluster:
+        cluster.create_table("t", dim=DIM, optimizer=Adagrad(0.1), max_bytes=MAX_BYTES)
+        push_some(cluster, range(15))
+        cluster.snapshot(tmp_path, "full").result(60)
+    with local(3) as other:
+        other.restore(tmp_path / "full")
+        assert other.status().tables[0].rows < len(contents(tmp_path / "full"))
+        push_some(other, range(15, 16))
+        child = other.snapshot(tmp_path, "child", parent="full").result(60)
+        live = contents(other.snapshot(tmp_path / "aside", "live").result(60))
+    with local(1) as again:
+        again.restore(child)
+        assert contents(again.snapshot(tmp_path / "aside", "again").result(60)) == live
+
+
 def test_the_same_pushes_leave_the_same_rows(tmp_path: Path) -> None:
     found = []
     for name in ("one", "other"):

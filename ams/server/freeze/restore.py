@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from geartrain.ams.kernels.engine import CompletedWrites, SyncGroups, Turn
 from geartrain.ams.observe import failpoints
 from geartrain.ams.server.freeze.freezes import Freezes
 from geartrain.ams.server.freeze.marks import restore_clocks, restore_marks, restore_steps, writes_before
 from geartrain.ams.server.tables import RestoreWork, ShardTable, ShardTables
-from geartrain.ams.storage.snapshot.chain import layers_of
+from geartrain.ams.storage.snapshot.chain import Layer, is_among, layers_of
 from geartrain.ams.storage.snapshot.folder import Snapshot, open_snapshot
 from geartrain.ams.storage.snapshot.manifest import ADMISSION, MARKS
 from geartrain.ams.tables.counted_ids import CountedIds
@@ -167,28 +168,51 @@ def restore_tables(
     owned[owned_buckets] = True
     num_read = 0
     for name, table in tables.items():
-        for layer in reversed(layers_of(chain, name)):  # the oldest first: what comes later holds
-            for removed in layer.removed_ids(owned, dense=table.spec.num_rows is not None):
-                with turn:
-                    table.remove(removed)
-            for entry in layer.blocks(owned):
-                arrays = layer.snapshot.read(entry)
-                buckets = bucket_of(arrays["ids"], dense=table.spec.num_rows is not None)
-                num_read += int(np.count_nonzero(owned[buckets]))
-                mine = owned[buckets] & layer.buckets[buckets]
-                if not mine.all():
-                    arrays = {kind: array[mine] for kind, array in arrays.items()}
-                failpoints.reach("restore.block.before")
-                with turn:
-                    table.restore(*StoredRows.of(arrays))
-                failpoints.reach("restore.block.after")
+        num_read += _restore_layers(table, layers_of(chain, name), owned, turn)
         for counted in counted_ids(snapshot, name):
             with turn:
                 table.restore_admission(counted, owned)
         with turn:
-            # A table that was kept before may hold other rows, which count as written only since then.
-            if not table.moments:
+            # A table that was kept before may hold other rows, which count as written only since then; one that has no
+            # room for all rows has not what the snapshot has.
+            if not table.moments and not table.num_evicted:
                 table.moments.note(snapshot.manifest.moment_id, table.note_moment())
+    return num_read
+
+
+def _restore_layers(
+    table: RowTable, layers: Sequence[Layer], owned: npt.NDArray[np.bool_], turn: AbstractContextManager[Any]
+) -> int:
+    """Write the rows of a chain, of the newest layer first, in buckets ``owned`` [4096]; return how many were read.
+
+    The oldest go first, and what comes later holds; but where rows may have to go for others, none is written that does
+    not count.
+    """
+    is_dense, is_bounded = table.spec.num_rows is not None, table.spec.max_bytes is not None
+    superseded, num_read = np.empty(0, np.int64), 0
+    for layer in layers if is_bounded else reversed(layers):
+        found = [superseded]
+        for removed in layer.removed_ids(owned, dense=is_dense):
+            if is_bounded:
+                found.append(removed)
+            else:
+                with turn:
+                    table.remove(removed)
+        for entry in layer.blocks(owned):
+            arrays = layer.snapshot.read(entry)
+            buckets = bucket_of(arrays["ids"], dense=is_dense)
+            num_read += int(np.count_nonzero(owned[buckets]))
+            mine = owned[buckets] & layer.buckets[buckets]
+            if is_bounded:
+                mine &= ~is_among(arrays["ids"], superseded)
+                found.append(arrays["ids"][mine])
+            if not mine.all():
+                arrays = {kind: array[mine] for kind, array in arrays.items()}
+            failpoints.reach("restore.block.before")
+            with turn:
+                table.restore(*StoredRows.of(arrays))
+            failpoints.reach("restore.block.after")
+        superseded = np.sort(np.concatenate(found))
     return num_read
 
 

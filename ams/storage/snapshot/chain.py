@@ -96,3 +96,11 @@ def layers_of(chain: Sequence[Snapshot], table: str) -> list[Layer]:
         shard_of = snapshot.manifest.bucket_shards
         counting = counting & np.isin(shard_of, snapshot.manifest.deltas.get(table, []))
     return layers
+
+
+def is_among(ids: Ids, ascending: Ids) -> Buckets:
+    """Which of ``ids`` [N] are among others, that ascend: [N] bool."""
+    if not len(ascending):
+        return np.zeros(len(ids), np.bool_)
+    at = np.searchsorted(ascending, ids)
+    return np.equal(ascending[np.minimum(at, len(ascending) - 1)], ids)

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from geartrain.ams.storage.snapshot.blocks import BLOCK_BYTES, plan_blocks, write_block, write_job_file, write_marks
-from geartrain.ams.storage.snapshot.chain import Layer, layers_of
+from geartrain.ams.storage.snapshot.chain import Layer, is_among, layers_of
 from geartrain.ams.storage.snapshot.folder import (
     Snapshot,
     Staging,
@@ -115,18 +115,11 @@ def _rows_of(layers: Sequence[Layer], owned: npt.NDArray[np.bool_], *, dense: bo
         for entry in layer.blocks(owned):
             arrays = layer.snapshot.read(entry)
             buckets = bucket_of(arrays["ids"], dense=dense)
-            mine = owned[buckets] & layer.buckets[buckets] & ~_is_among(arrays["ids"], seen)
+            mine = owned[buckets] & layer.buckets[buckets] & ~is_among(arrays["ids"], seen)
             found.append(arrays["ids"][mine])
             yield {name: array[mine] for name, array in arrays.items()}
         if layer is not layers[-1]:
             seen = np.sort(np.concatenate(found))
-
-
-def _is_among(ids: npt.NDArray[np.int64], ascending: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-    if not len(ascending):
-        return np.zeros(len(ids), np.bool_)
-    at = np.searchsorted(ascending, ids)
-    return np.equal(ascending[np.minimum(at, len(ascending) - 1)], ids)
 
 
 def _in_blocks(parts: Iterator[Arrays]) -> Iterator[Arrays]:
