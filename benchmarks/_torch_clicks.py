@@ -109,7 +109,9 @@ def _torch(design: Design, train: ClickSamples, test: ClickSamples) -> float:
         for rows in bags.parameters():
             gradient = rows.grad.coalesce()
             decayed = gradient.values() + recipe.row_weight_decay * rows.detach()[gradient.indices()[0]]
-            rows.grad = torch.sparse_coo_tensor(gradient.indices(), decayed, rows.shape, is_coalesced=True)
+            rows.grad = torch.sparse_coo_tensor(
+                gradient.indices(), decayed, rows.shape, is_coalesced=True, check_invariants=False
+            )
         for optimizer in optimizers:
             optimizer.step()
     network.eval()

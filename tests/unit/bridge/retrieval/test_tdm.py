@@ -68,7 +68,7 @@ def test_each_level_is_trained_with_the_node_above_the_item_and_others_of_that_l
         torch.testing.assert_close(vectors["history"].values().detach(), again)
 
 
-@pytest.mark.parametrize("count", [2, 3, 11, 64])
+@pytest.mark.parametrize("count", [2, 3, 9, 11, 17, 33, 64])
 def test_a_beam_finds_the_best_where_a_node_is_as_good_as_the_best_below(count: int) -> None:
     rng = np.random.default_rng(count)
     tree = gt.ItemTree(rng.permutation(500)[:count])
