@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import itertools
 import re
 import shlex
 import shutil
@@ -132,7 +133,9 @@ def test_the_commands_that_pages_show_exist_with_their_options() -> None:
 def unknown_words(command: typer.core.TyperGroup, line: str) -> list[str]:
     """The words of a command line that name no command and no option."""
     options, unknown = set(), []
-    for word in shlex.split(line.partition(">")[0]):
+    words = shlex.shlex(line, posix=True, punctuation_chars=">")  # one in quotes redirects nothing
+    words.whitespace_split = True
+    for word in itertools.takewhile(lambda word: not word.startswith(">"), words):
         below = getattr(command, "commands", {})
         options |= {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
         if word in below:

@@ -14,8 +14,8 @@ from pyarrow import csv
 from geartrain.ams.values.arguments import integer
 from geartrain.ams.values.errors import InvalidArgument, SourceDamaged
 from geartrain.ams.values.text import quoted
-from geartrain.workers.samples.batches import FlatRows
 from geartrain.workers.samples.columns import ColumnPlan, Hashed, missing_column, planned_columns, type_named
+from geartrain.workers.samples.flat_rows import FlatRows
 from geartrain.workers.samples.urls import DataFile, Where, find_files
 
 SUFFIXES = (".csv", ".tsv")

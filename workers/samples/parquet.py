@@ -11,8 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from geartrain.ams.values.errors import SourceDamaged
-from geartrain.workers.samples.batches import FlatRows
 from geartrain.workers.samples.columns import Hashed, planned_columns
+from geartrain.workers.samples.flat_rows import FlatRows
 from geartrain.workers.samples.urls import DataFile, Where, find_files
 
 SUFFIXES = (".parquet", ".pq")

@@ -15,7 +15,8 @@ import confluent_kafka as kafka
 from geartrain.ams.values.errors import BrokerUnavailable, SourceDamaged, SourceError, SourceNotFound
 from geartrain.ams.values.text import counted
 from geartrain.workers.data.streams import Position
-from geartrain.workers.samples.batches import SampleBatch, tensors_of
+from geartrain.workers.samples.batches import SampleBatch
+from geartrain.workers.samples.flat_rows import tensors_of
 from geartrain.workers.samples.kafka.messages import MessageTables, Rows, place_of, position_of
 
 logger = logging.getLogger(__name__)

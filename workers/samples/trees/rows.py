@@ -11,7 +11,8 @@ import torch
 
 from geartrain.ams.values.specs import Ids
 from geartrain.bridge.embedding.levels import Nodes
-from geartrain.workers.samples.batches import SampleBatch, tensors_of
+from geartrain.workers.samples.batches import SampleBatch
+from geartrain.workers.samples.flat_rows import tensors_of
 
 
 class TreeRows:
