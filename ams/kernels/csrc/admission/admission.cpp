@@ -10,6 +10,7 @@ namespace geartrain {
 namespace {
 
 constexpr size_t kAhead = 32;  // ids whose blocks are asked for before they are looked at
+constexpr double kLeastSlabs = 4;
 
 // In [0, 1).
 double uniform(uint64_t word) { return static_cast<double>(word >> 11) * 0x1.0p-53; }
@@ -52,7 +53,9 @@ FilterSlab::FilterSlab(const FilterSlab& other) : num_waiting(other.num_waiting)
 
 Admission::Admission(const AdmissionSpec& spec) : spec_(spec) {
   if (spec.kind != AdmissionSpec::Kind::min_count) return;
-  const auto fitting = static_cast<int64_t>(std::max<size_t>(1, kHugePage / range_bytes()));
+  // A few slabs at least, so that little of the first and the last one is of ranges that are not owned.
+  const auto of_a_slab = static_cast<int64_t>(static_cast<double>(spec.num_ranges) * spec.owned_share / kLeastSlabs);
+  const auto fitting = std::max<int64_t>(1, std::min(static_cast<int64_t>(kHugePage / range_bytes()), of_a_slab));
   slab_ranges_ = std::min(spec.num_ranges, static_cast<int64_t>(std::bit_floor(static_cast<uint64_t>(fitting))));
   slabs_.resize(static_cast<size_t>(spec.num_ranges / slab_ranges_));
   // Ranges of buckets in the order of their bits, reversed: as they are dealt out to shards.

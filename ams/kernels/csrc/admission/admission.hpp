@@ -32,6 +32,7 @@ struct AdmissionSpec {
   int num_hashes = 1;         // 1 to 16
   int64_t num_ranges = 1;     // of the table's buckets: a power of two up to their number
   int64_t range_blocks = 1;   // blocks of the filter of a range
+  double owned_share = 1;     // of the table's buckets
 };
 
 // The filters of some ranges of buckets, one after the other.

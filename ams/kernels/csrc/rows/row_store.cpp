@@ -143,6 +143,7 @@ RowStore::RowStore(const RowStoreSpec& spec)
   if (spec.admission.kind != AdmissionSpec::Kind::all) {
     spec_.admission.key = splitmix64(rounding_key_ ^ kAdmissionKey);
     spec_.admission.is_dense = spec.num_rows >= 0;
+    spec_.admission.owned_share = static_cast<double>(spec.owned_buckets.size()) / kNumBuckets;
     admission_.emplace(spec_.admission);
   }
   if (spec.keeps_lives) lives_.emplace(static_cast<int64_t>(sizeof(RowLife)), most_items);

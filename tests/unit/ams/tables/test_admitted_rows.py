@@ -15,7 +15,7 @@ from geartrain.ams.tables.row_table import RowTable
 from geartrain.ams.values.admission.rules import Admission, MinCount, Probability
 from geartrain.ams.values.errors import InvalidArgument, NonFinite
 from geartrain.ams.values.optimizers.registry import SGD
-from geartrain.ams.values.placement import buckets_of_shard, even_placement
+from geartrain.ams.values.placement import bucket_of, buckets_of_shard, even_placement
 from geartrain.ams.values.shard_messages import BatchFacts
 from geartrain.ams.values.specs import Constant, DTypeName, Ids, TableSpec
 
@@ -214,3 +214,16 @@ def test_a_filter_is_memory_of_the_table() -> None:
     assert table.memory_bytes < 1 << 16
     push(table, np.arange(100_000))
     assert 1 << 20 <= table.memory_bytes < (1 << 20) + (1 << 16)
+
+
+@pytest.mark.parametrize("num_shards", [2, 3, 5])
+def test_a_shard_has_its_share_of_a_filter(num_shards: int) -> None:
+    filters = 0
+    for shard in range(num_shards):
+        owned = buckets_of_shard(even_placement(num_shards), shard)
+        table = make_table(MinCount(2, 1 << 20), buckets=owned)
+        is_own = np.isin(bucket_of(np.arange(50_000), dense=False), owned)
+        before = table.memory_bytes
+        push(table, np.flatnonzero(is_own))
+        filters += table.memory_bytes - before
+    assert filters <= 1.5 * (1 << 20)
