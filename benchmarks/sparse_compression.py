@@ -105,7 +105,10 @@ class Sides:
         rounds: int = ROUNDS,
         clock: Callable[[], float] = time.perf_counter,
     ) -> list[float]:
-        """Median seconds of a step of each side, also of reading its batch if ``reading``."""
+        """Median seconds of a step of each side, also of reading its batch if ``reading``.
+
+        Seconds of processors are those of one thread of torch: several would count how long they wait for each other.
+        """
         sources = [gt.TreeSamples(trees, batch_size=batch_size)]
         sources += [gt.ParquetSamples(plain, batch_size=batch_size) for _ in range(2)]
         batches = [_endless(one, batch_size) for one in sources]
@@ -120,9 +123,13 @@ class Sides:
         def draw() -> list[Any]:
             return [] if reading else [next(own) for own in batches]
 
-        return median_seconds(
-            [side(number) for number in range(3)], draw, rounds=rounds, calls=calls, uncounted=calls // 4, clock=clock
-        )
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1 if clock is time.process_time else threads)
+        try:
+            sides = [side(number) for number in range(3)]
+            return median_seconds(sides, draw, rounds=rounds, calls=calls, uncounted=calls // 4, clock=clock)
+        finally:
+            torch.set_num_threads(threads)
 
 
 def _endless(samples: Any, batch_size: int) -> Iterator[Any]:
