@@ -5,9 +5,12 @@
 #include <condition_variable>
 #include <exception>
 #include <mutex>
+#include <set>
+#include <string_view>
 #include <thread>
 
 #include "machine/fan_out.hpp"
+#include "machine/pauses.hpp"
 
 namespace geartrain {
 namespace {
@@ -80,20 +83,27 @@ void take(Job& job) {
   }
 }
 
-// Begins a write, whose arrays are free when this returns; it may wait for other ranks.
-std::shared_ptr<Settled> begun(Engine& engine, const Operation& operation,
-                               const std::pair<const PreparedWrite*, const ShardPart*>& source, const Caller& caller,
-                               RowsAfter* after) {
+using WrittenRows = std::pair<const PreparedWrite*, const ShardPart*>;
+
+// The rows of a part, one after the other, if need be in `copy`; null: they stay where they are.
+const char* rows_in_order(const Operation& operation, const WrittenRows& source, std::unique_ptr<char[]>& copy) {
   const auto& [prepared, part] = source;
   const auto* push = std::get_if<PushRequest>(&operation.request);
   const char* rows = prepared->rows_of(*part);
   const bool stay = push != nullptr && !push->group && prepared->row_bytes() >= kLongRowBytes;
+  if (rows != nullptr || stay) return rows;
+  copy.reset(new char[std::max<size_t>(1, static_cast<size_t>(part->count) * prepared->row_bytes())]);
+  prepared->copy_rows_of(*part, copy.get());
+  return copy.get();
+}
+
+// Begins a write, whose arrays are free when this returns; it may wait for other ranks.
+std::shared_ptr<Settled> begun(Engine& engine, const Operation& operation, const WrittenRows& source, const Caller& caller,
+                               RowsAfter* after) {
+  const auto& [prepared, part] = source;
+  const auto* push = std::get_if<PushRequest>(&operation.request);
   std::unique_ptr<char[]> copy;
-  if (rows == nullptr && !stay) {
-    copy.reset(new char[std::max<size_t>(1, static_cast<size_t>(part->count) * prepared->row_bytes())]);
-    prepared->copy_rows_of(*part, copy.get());
-    rows = copy.get();
-  }
+  const char* rows = rows_in_order(operation, source, copy);
   auto settled = std::make_shared<Settled>();
   const Completion completion = [settled](const Outcome& outcome) { settled->set(outcome); };
   if (push != nullptr) {
@@ -227,20 +237,22 @@ void Exchange::perform_here() {
     here.push_back(&job);
     for (const Operation& operation : job.operations) bytes += bytes_of(operation);
   }
+  const auto cores = static_cast<int64_t>(std::max(1u, std::thread::hardware_concurrency()));
   if (here.size() <= 1 || bytes < kBesideBytes) {
-    for (Job* job : here) perform(*job, {.look = [this] { return look(); }});
+    for (Job* job : here) perform(*job, bytes < kBesideBytes ? 1 : cores, {.look = [this] { return look(); }});
     return;
   }
+  const int64_t threads = std::max<int64_t>(1, cores / static_cast<int64_t>(here.size()));  // of each
   std::atomic<bool> has_left = false;
   std::exception_ptr error;
   std::mutex error_mutex;
-  deal_out(static_cast<int64_t>(here.size()), static_cast<int64_t>(std::max(1u, std::thread::hardware_concurrency())),
+  deal_out(static_cast<int64_t>(here.size()), cores,
            [&](int64_t piece, int64_t thread) {
              const auto caller_looks = [&] { return look() || has_left; };
              const auto helper_looks = [&] { return has_left.load(); };
              try {
                if (has_left) return;
-               perform(*here[static_cast<size_t>(piece)],
+               perform(*here[static_cast<size_t>(piece)], threads,
                        {.has_left = &has_left, .look = thread == 0 ? Turn::Look(caller_looks) : Turn::Look(helper_looks)});
              } catch (...) {
                const std::lock_guard lock(error_mutex);
@@ -251,7 +263,60 @@ void Exchange::perform_here() {
   if (error) std::rethrow_exception(error);
 }
 
-void Exchange::perform(Job& job, const Caller& caller) {
+// Whether all of several operations are small ones of a kind.
+template <class Request>
+bool are_all(const Job& job) {
+  return job.operations.size() > 1 && std::ranges::all_of(job.operations, [](const Operation& operation) {
+           return std::holds_alternative<Request>(operation.request) && bytes_of(operation) <= kBlockBytes;
+         });
+}
+
+// Pulls from several tables in one turn, beside each other; false: these are others.
+bool Exchange::pull_beside(Job& job, int64_t threads, const Caller& caller) {
+  if (threads == 1 || !are_all<PullRequest>(job)) return false;
+  std::vector<Outcome> outcomes(job.operations.size());
+  std::vector<Engine::TablePull> pulls;
+  for (size_t i = 0; i < job.operations.size(); ++i) {
+    const Operation& operation = job.operations[i];
+    const auto& request = std::get<PullRequest>(operation.request);
+    if (request.required_sync) return false;
+    pulls.push_back({&operation.context, &operation.table, &request, &outcomes[i]});
+  }
+  job.way->engine->pull_beside(pulls, threads, caller);
+  for (size_t i = 0; i < outcomes.size(); ++i) {
+    if (const auto* fault = std::get_if<Fault>(&outcomes[i])) job.outcomes[i] = *fault;
+    else job.outcomes[i] = std::get<Done>(outcomes[i]);
+  }
+  return true;
+}
+
+// The same for pushes to as many tables.
+bool Exchange::push_beside(Job& job, int64_t threads, const Caller& caller) {
+  if (threads == 1 || !are_all<PushRequest>(job)) return false;
+  const size_t count = job.operations.size();
+  std::set<std::string_view> tables;
+  for (size_t i = 0; i < count; ++i) {
+    tables.insert(job.operations[i].table);
+    if (std::get<PushRequest>(job.operations[i].request).group) return false;
+  }
+  if (tables.size() < count) return false;
+  std::vector<std::unique_ptr<char[]>> copies(count);
+  std::vector<Engine::TablePush> pushes;
+  for (size_t i = 0; i < count; ++i) {
+    const Operation& operation = job.operations[i];
+    auto settled = std::make_shared<Settled>();
+    PushRequest push = std::get<PushRequest>(operation.request);
+    push.gradients = rows_in_order(operation, job.rows[i], copies[i]);
+    push.scattered = job.rows[i].first->places_of(*job.rows[i].second);
+    pushes.push_back({&operation.context, &operation.table, std::move(push), [settled](const Outcome& outcome) { settled->set(outcome); }});
+    job.settled.push_back(std::move(settled));
+  }
+  job.way->engine->push_beside(pushes, threads, caller);
+  return true;
+}
+
+void Exchange::perform(Job& job, int64_t threads, const Caller& caller) {
+  if (pull_beside(job, threads, caller) || push_beside(job, threads, caller)) return;
   for (size_t i = 0; i < job.operations.size(); ++i) {
     const Operation& operation = job.operations[i];
     if (const auto* pull = std::get_if<PullRequest>(&operation.request)) {

@@ -86,7 +86,9 @@ class Exchange {
   void send(Job& job) const;
   bool receive(Job& job, SteadyTime until, bool may_spin);
   void perform_here();
-  static void perform(Job& job, const Caller& caller);
+  static void perform(Job& job, int64_t threads, const Caller& caller);
+  static bool pull_beside(Job& job, int64_t threads, const Caller& caller);
+  static bool push_beside(Job& job, int64_t threads, const Caller& caller);
   static void write_here(Job& job, size_t at, const Caller& caller);
   void await_writes(Job& job) const;
 

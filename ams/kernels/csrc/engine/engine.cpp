@@ -7,6 +7,7 @@
 
 #include "base/text.hpp"
 #include "calls/fault.hpp"
+#include "machine/fan_out.hpp"
 #include "machine/pauses.hpp"
 #include "python/failpoint.hpp"
 #include "routing/merge_route.hpp"
@@ -151,6 +152,27 @@ int64_t Engine::pull(const CallContext& context, const std::string& table, const
   }
 }
 
+// The table of a write that is new, and that `applied` or `failed` is to complete; null: it was completed, or another is waited for.
+ServedTable* Engine::admitted(const CallContext& context, const std::string& name, const Completion& completion) {
+  try {
+    check_fence(context.shard_incarnation, context.cluster_version);
+    // Not even as a repetition: the rows of the write that it repeats are gone.
+    if (const ServedTable* present = find_or_null(name)) present->require_open(context.table_incarnation);
+    if (!completed_writes_->admit(context, completion)) return nullptr;
+  } catch (const std::exception&) {
+    completion(fault_in_flight(name_));
+    return nullptr;
+  }
+  try {
+    ServedTable& table = find(name);
+    failpoint("shard.apply.before");
+    return &table;
+  } catch (const std::exception&) {
+    completed_writes_->failed(context, fault_in_flight(name_));
+    return nullptr;
+  }
+}
+
 // Calls write(table), which returns nothing if it has completed the write itself, or others will.
 template <class Write>
 void Engine::write(const CallContext& context, const std::string& name, const Completion& completion, const Caller& caller,
@@ -163,19 +185,11 @@ void Engine::write(const CallContext& context, const std::string& name, const Co
   } catch (const std::bad_alloc&) {
     return completion(fault_in_flight(name_));
   }
-  try {
-    check_fence(context.shard_incarnation, context.cluster_version);
-    // Not even as a repetition: the rows of the write that it repeats are gone.
-    if (const ServedTable* present = find_or_null(name)) present->require_open(context.table_incarnation);
-    if (!completed_writes_->admit(context, completion)) return;
-  } catch (const std::exception&) {
-    return completion(fault_in_flight(name_));
-  }
+  ServedTable* const table = admitted(context, name, completion);
+  if (table == nullptr) return;
   std::optional<Done> done;
   try {
-    ServedTable& table = find(name);
-    failpoint("shard.apply.before");
-    done = write(table);
+    done = write(*table);
   } catch (const std::exception&) {
     return completed_writes_->failed(context, fault_in_flight(name_));
   }
@@ -219,6 +233,60 @@ void Engine::push(const CallContext& context, const std::string& table, const Pu
     return done;
   });
   if (is_earlier) alarm_.ring();
+}
+
+void Engine::pull_beside(std::span<const TablePull> pulls, int64_t threads, const Caller& caller) {
+  std::optional<Holding> holding;
+  try {
+    holding.emplace(*this, caller);
+  } catch (const Fault& fault) {
+    for (const TablePull& pull : pulls) *pull.outcome = fault;
+    return;
+  }
+  Caller holder;
+  holder.has_left = caller.has_left;
+  holder.has_turn = true;
+  deal_out(static_cast<int64_t>(pulls.size()), threads, [&](int64_t number, int64_t) {
+    const TablePull& one = pulls[static_cast<size_t>(number)];
+    try {
+      *one.outcome = Done{.writes = pull(*one.context, *one.table, *one.request, holder)};
+    } catch (const std::exception&) {
+      *one.outcome = fault_in_flight(name_);
+    }
+  });
+}
+
+void Engine::push_beside(std::span<const TablePush> pushes, int64_t threads, const Caller& caller) {
+  std::optional<Holding> holding;
+  struct Begun {
+    const TablePush* one;
+    ServedTable* table;
+    Outcome outcome;
+  };
+  std::vector<Begun> begun;
+  try {
+    begun.reserve(pushes.size());
+    holding.emplace(*this, caller);
+  } catch (const std::exception&) {
+    const Fault fault = fault_in_flight(name_);
+    for (const TablePush& one : pushes) one.completion(fault);
+    return;
+  }
+  for (const TablePush& one : pushes)
+    if (ServedTable* table = admitted(*one.context, *one.table, one.completion)) begun.push_back({&one, table, {}});
+  deal_out(static_cast<int64_t>(begun.size()), threads, [&](int64_t number, int64_t) {
+    Begun& each = begun[static_cast<size_t>(number)];
+    try {
+      each.outcome = applied(*each.table, [&] { return each.table->push(each.one->push); });
+    } catch (const std::exception&) {
+      each.outcome = fault_in_flight(name_);
+    }
+  });
+  for (const Begun& each : begun) {
+    const TablePush& one = *each.one;
+    if (const Done* done = std::get_if<Done>(&each.outcome)) completed_writes_->applied(*one.context, *done, *one.table);
+    else completed_writes_->failed(*one.context, std::get<Fault>(each.outcome));
+  }
 }
 
 // Adds one rank's part; the last one applies those of all, and completes them.

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -64,6 +65,23 @@ class Engine {
   void assign(const CallContext& context, const std::string& table, const AssignRequest& request, bool ids_are_distinct,
               const Completion& completion, const Caller& caller = {});
 
+  // Those of one table, of several in one turn, on up to `threads` threads: of no groups, of distinct ids, no larger than a block,
+  // and pushes to different tables.
+  struct TablePull {
+    const CallContext* context;
+    const std::string* table;
+    const PullRequest* request;
+    Outcome* outcome;
+  };
+  void pull_beside(std::span<const TablePull> pulls, int64_t threads, const Caller& caller);
+  struct TablePush {
+    const CallContext* context;
+    const std::string* table;
+    PushRequest push;
+    Completion completion;
+  };
+  void push_beside(std::span<const TablePush> pushes, int64_t threads, const Caller& caller);
+
   // Refuses requests that come from now on (ShardUnavailable); those that wait for the turn are done.
   void close() { is_closed_ = true; }
   // Refuses those, too. By whoever has the turn.
@@ -80,6 +98,7 @@ class Engine {
 
   ServedTable* find_or_null(const std::string& name) const;
   ServedTable& find(const std::string& name) const;
+  ServedTable* admitted(const CallContext& context, const std::string& name, const Completion& completion);
   template <class Apply>
   Done applied(ServedTable& table, const Apply& apply);
   std::optional<Done> push_jointly(const CallContext& context, ServedTable& table, const PushRequest& push,
