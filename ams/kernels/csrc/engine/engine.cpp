@@ -152,7 +152,7 @@ int64_t Engine::pull(const CallContext& context, const std::string& table, const
   }
 }
 
-// The table of a write that is new, and that `applied` or `failed` is to complete; null: it was completed, or another is waited for.
+// The table of a write that is new, which `applied` or `failed` is to complete; null: it was completed, or joined one in flight.
 ServedTable* Engine::admitted(const CallContext& context, const std::string& name, const Completion& completion) {
   try {
     check_fence(context.shard_incarnation, context.cluster_version);
@@ -273,7 +273,8 @@ void Engine::push_beside(std::span<const TablePush> pushes, int64_t threads, con
     return;
   }
   for (const TablePush& one : pushes)
-    if (ServedTable* table = admitted(*one.context, *one.table, one.completion)) begun.push_back({&one, table, {}});
+    if (ServedTable* table = admitted(*one.context, *one.table, one.completion))
+      begun.push_back({&one, table, {}});
   deal_out(static_cast<int64_t>(begun.size()), threads, [&](int64_t number, int64_t) {
     Begun& each = begun[static_cast<size_t>(number)];
     try {

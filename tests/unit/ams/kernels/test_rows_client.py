@@ -123,7 +123,7 @@ def test_a_push_is_merged_and_cut_as_the_reference_says(
     parts = [part for part in np.split(order, np.cumsum(counts)[:-1]) if every_shard or len(part)]
     assert write.num_parts == len(parts)
     for index, places in enumerate(parts):
-        _, part_ids, bits, code = write.part(index)
+        _, part_ids, bits, code, *_ = write.part(index)
         np.testing.assert_array_equal(part_ids, distinct[places])
         assert sums is not None
         expected_bits, expected_code = ops.as_bits(np.ascontiguousarray(sums[places]))
@@ -272,5 +272,5 @@ def test_numbers_that_are_not_finite_are_found_before_anything_is_sent(
 
 def test_a_part_keeps_the_memory_that_it_lies_in() -> None:
     client = _core.RowsClient(np.zeros(ops.NUM_BUCKETS, np.uint16), 1)
-    _, ids, rows, _ = prepared(client, np.array([3, 1, 3]), np.ones((3, DIM), np.float32)).part(0)
+    _, ids, rows, *_ = prepared(client, np.array([3, 1, 3]), np.ones((3, DIM), np.float32)).part(0)
     assert ids.tolist() == [3, 1] and rows[:, 0].tolist() == [2, 1]
