@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "base/copy_row.hpp"
 #include "base/row_places.hpp"
 #include "client/residuals.hpp"
 #include "frames/frame.hpp"
@@ -53,18 +54,6 @@ class CutIds {
   std::unique_ptr<int64_t[]> ids_, places_;
   std::vector<ShardPart> parts_;
 };
-
-// One row. Most are short: a call of memcpy would take longer than to copy them.
-inline void copy_row(char* to, const char* from, size_t bytes) {
-  constexpr size_t kBlock = 16, kShort = 256;
-  if (bytes > kShort) {
-    std::memcpy(to, from, bytes);
-    return;
-  }
-  size_t at = 0;
-  for (; at + kBlock <= bytes; at += kBlock) std::memcpy(to + at, from + at, kBlock);
-  for (; at < bytes; ++at) to[at] = from[at];
-}
 
 // Rows that are looked for ahead of the one that is copied: they lie anywhere.
 inline constexpr int64_t kRowsAhead = 16;

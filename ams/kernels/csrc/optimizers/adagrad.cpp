@@ -47,9 +47,7 @@ class Adagrad final : public Optimizer {
 
   Magnitudes update(float* row, float* total, const float* gradient, size_t dim, const PushFactors& push,
                     int64_t t) const override {
-    const double step_size = static_cast<double>(push.lr) / (1 + static_cast<double>(t - 1) * lr_decay_);
-    return update_(row, total, gradient, dim,
-                   {push.scale, weight_decay_, static_cast<float>(step_size), initial_, epsilon_});
+    return update_(row, total, gradient, dim, {push.scale, weight_decay_, step_size(push.lr, t), initial_, epsilon_});
   }
 
   Magnitudes worst(float gradient, size_t, const PushFactors& push, const Magnitudes& before) const override {
@@ -60,6 +58,11 @@ class Adagrad final : public Optimizer {
   }
 
  private:
+  float step_size(float lr, int64_t t) const {
+    if (lr_decay_ == 0) return lr;  // the same without a division
+    return static_cast<float>(static_cast<double>(lr) / (1 + static_cast<double>(t - 1) * lr_decay_));
+  }
+
   using Update = Magnitudes (*)(float*, float*, const float*, size_t, const AdagradFactors&);
   double lr_decay_;
   float weight_decay_, initial_, epsilon_;

@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "admission/admitted_push.hpp"
+#include "base/copy_row.hpp"
 #include "machine/fan_out.hpp"
 #include "machine/lookahead.hpp"
 #include "rows/row_update.hpp"
@@ -245,7 +246,7 @@ void RowStore::pull_slice(const int64_t* ids, int64_t first, int64_t last, const
     else if (streamed)
       k.copy_streaming(row, rows_.at(item), bytes);
     else
-      std::memcpy(row, rows_.at(item), bytes);
+      copy_row(row, rows_.at(item), bytes);
   };
   const auto pull_rounded = [&](char* row, int64_t item, int64_t id, const Now& now) {
     const float* wide = wide_row(item, id, now, buffer.data());

@@ -1,0 +1,21 @@
+// One row of a table, copied.
+#pragma once
+
+#include <cstddef>
+#include <cstring>
+
+namespace geartrain {
+
+// Most are short: a call of memcpy would take longer than to copy them.
+inline void copy_row(char* to, const char* from, size_t bytes) {
+  constexpr size_t kBlock = 16, kShort = 256;
+  if (bytes > kShort) {
+    std::memcpy(to, from, bytes);
+    return;
+  }
+  size_t at = 0;
+  for (; at + kBlock <= bytes; at += kBlock) std::memcpy(to + at, from + at, kBlock);
+  for (; at < bytes; ++at) to[at] = from[at];
+}
+
+}  // namespace geartrain
