@@ -1,10 +1,10 @@
 """A training step through ``gt.prefetch``, depth 2, beside the longest of its stages and beside the plain loop.
 
-26 fields of 1 M ids, half of them Zipf, D = 16, batch 4,096, Adagrad, all in this process. Either everything is CPU:
-the loader hashes the ids, and an MLP 200-80-1 with Adam is computed by one thread of torch. Or the loader waits for a
-disk and the loop for a device, 40 ms each. The stages are timed in the plain loop, which takes turns with the others.
-No step can be shorter than the longest stage, or than the CPU seconds of all stages over the cores; with
-``staleness=0`` compute and push are one stage, for the next batch cannot be handed out before the push.
+26 fields of 1 M ids with Zipf keys, D = 16, batch 4,096, Adagrad, all in this process. Either everything is CPU: the
+loader draws the ids, and an MLP 200-80-1 with Adam is computed by one thread of torch. Or the loader waits for a disk
+and the loop for a device, 40 ms each. The stages are timed in the plain loop, which takes turns with the others. No
+step can be shorter than the longest stage, or than the CPU seconds of all stages over the cores; with ``staleness=0``
+compute and push are one stage, for the next batch cannot be handed out before the push.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ from geartrain.launch.bench import Result
 FIELDS, IDS, DIM, BATCH, DEPTH = 26, 1_000_000, 16, 4096, 2
 CALLS, UNCOUNTED, ROUNDS = 24, 6, 5
 WAIT_SECONDS = 0.04
+LATE = DEPTH + 1
+"""A staleness with which no row is pulled again."""
 TARGET = 1 / 1.15
 NAMES = [f"f{n}" for n in range(FIELDS)]
 Batch = dict[str, Tensor]
@@ -47,12 +49,12 @@ def results(full: bool = False) -> Iterator[Result]:
 
 def _cases(job: _Job, rounds: int) -> Iterator[Result]:
     stages: Times = defaultdict(list)
-    steps: dict[int | None, list[float]] = {None: [], 0: [], 1: []}
+    steps: dict[int | None, list[float]] = {None: [], 0: [], LATE: []}
     job.plain(stages)  # not counted
     stages.clear()
     for _ in range(rounds):
         steps[None] += job.plain(stages)
-        for staleness in (0, 1):
+        for staleness in (0, LATE):
             steps[staleness] += job.ahead(staleness)
     seconds = {name: statistics.median(each) for name, each in stages.items()}
     per_core = seconds["cpu"] / len(os.sched_getaffinity(0))
@@ -61,7 +63,7 @@ def _cases(job: _Job, rounds: int) -> Iterator[Result]:
     case = f"a step through gt.prefetch, {kind}, {FIELDS} fields, D={DIM}, batch {BATCH:,}, depth {DEPTH}"
     bounds = {
         0: max(seconds["read"], seconds["look-up"], seconds["compute"] + seconds["push"], per_core),
-        1: max(seconds["read"], seconds["look-up"], seconds["compute"], seconds["push"], per_core),
+        LATE: max(seconds["read"], seconds["look-up"], seconds["compute"], seconds["push"], per_core),
     }
     for staleness, bound in bounds.items():
         ours = 1e3 * statistics.median(steps[staleness])
@@ -84,26 +86,20 @@ class _Job:
             nn.Linear(FIELDS * DIM, 200), nn.ReLU(), nn.Linear(200, 80), nn.ReLU(), nn.Linear(80, 1)
         )
         self._adam = torch.optim.Adam(self._network.parameters())
-        random = np.random.default_rng(0)
+        self._random = np.random.default_rng(0)
         ranks = 1.0 / np.arange(1, IDS + 1)
-        zipf = np.cumsum(ranks / ranks.sum())
-        self._drawn = [
-            [
-                np.searchsorted(zipf, random.random(BATCH)) if n % 2 else random.integers(0, IDS, BATCH)
-                for n in range(FIELDS)
-            ]
-            for _ in range(2 * CALLS)
-        ]
-        self._turn = 0
+        self._zipf = np.cumsum(ranks / ranks.sum())
+        self._drawn = [self._draw() for _ in range(CALLS)]
+
+    def _draw(self) -> Batch:
+        ids = (np.minimum(np.searchsorted(self._zipf, self._random.random(BATCH)), IDS - 1) for _ in NAMES)
+        return dict(zip(NAMES, map(torch.from_numpy, ids), strict=True))
 
     def _loader(self) -> Iterator[Batch]:
-        """Batches as a file would give them: names to be hashed, here of 8 bytes; or ids that have to come."""
-        self._turn += 1
-        for drawn in self._drawn[self._turn % 2 * CALLS :][:CALLS]:
+        for drawn in self._drawn:
             if self.waits:
                 time.sleep(WAIT_SECONDS)
-            read = _same if self.waits else _hashed
-            yield {name: torch.from_numpy(read(ids)) for name, ids in zip(NAMES, drawn, strict=True)}
+            yield drawn if self.waits else self._draw()
 
     def plain(self, stages: Times) -> list[float]:
         """Seconds of a step, and of its stages."""
@@ -151,15 +147,6 @@ class _Job:
     def _push(self) -> None:
         self._rows.step()
         self._rows.zero_grad()
-
-
-def _same(ids: Any) -> Any:
-    return ids
-
-
-def _hashed(ids: Any) -> Any:
-    """Ids below IDS, by way of a hash of their bytes."""
-    return gt.hash_strings(ids.astype("S8")) % IDS
 
 
 def _fill(table: gt.Table) -> None:
