@@ -28,7 +28,7 @@ FIELDS, IDS, DIM, BATCH, DEPTH = 26, 1_000_000, 16, 4096, 2
 CALLS, UNCOUNTED, ROUNDS = 24, 6, 5
 WAIT_SECONDS = 0.04
 LATE = DEPTH + 1
-"""A staleness with which no row is pulled again."""
+"""A staleness with which hardly a row is pulled again."""
 TARGET = 1 / 1.15
 NAMES = [f"f{n}" for n in range(FIELDS)]
 Batch = dict[str, Tensor]

@@ -147,7 +147,7 @@ def test_rows_lack_at_most_as_many_pushes_as_said(cluster: Cluster) -> None:
             rows.zero_grad()
             wait_for_pulls(loop, step + 5, STEPS)
         assert min(staleness, 4) <= max(missing) <= staleness, missing
-        assert (loop.refreshed_rows > 0) == (staleness < 4)
+        assert loop.refreshed_rows > 0 or staleness > 0
 
 
 def test_only_rows_that_were_written_are_pulled_again(cluster: Cluster) -> None:
