@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import signal
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
@@ -226,6 +227,25 @@ def test_a_list_of_another_length_is_named(mock: Callable[..., Mock]) -> None:
     with pytest.raises(gt.errors.SourceDamaged, match=r"offset 1: column 'pair' has 3 values; it must be int64\[2\]"):
         list(broker.samples(batch_size=2, **settings))
     assert next(iter(broker.samples(batch_size=1, **settings)))["pair"].tolist() == [[1, 2]]
+
+
+@pytest.mark.parametrize("batch_size", [3, 10])
+def test_a_job_ends_though_its_last_messages_are_no_samples(mock: Callable[..., Mock], batch_size: int) -> None:
+    broker = mock(1)
+    broker.send_ids(range(3))
+    broker.send(None)
+    samples = broker.samples(batch_size=batch_size, until="now", skip_damaged=True)
+    with gt.local() as cluster, samples.shared(cluster, "job", worker="a") as batches:
+        ids = []
+        overdue = threading.Timer(20, batches.interrupt)
+        overdue.start()
+        for batch in batches:
+            ids += batch["id"].tolist()
+            batches.commit(batch)
+        assert overdue.is_alive()  # nobody had to end it
+        overdue.cancel()
+        overdue.join()
+    assert ids == [0, 1, 2]
 
 
 def test_what_cannot_be_is_refused(mock: Callable[..., Mock]) -> None:

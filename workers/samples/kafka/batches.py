@@ -343,6 +343,9 @@ class KafkaBatches:
             self._pass_over(damages)
             table = self._tables.table(sound) if sound else None
         self._pending, self._pending_since = rest, time.monotonic()
+        waiting = {rows.partition for rows in rest}
+        for partition in cursors.keys() - waiting:  # what comes next and is no sample was passed already
+            cursors[partition] = Position(0, position_of(self._next[partition]))
         self._positions.update(cursors)
         if table is None:
             return None
