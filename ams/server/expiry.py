@@ -63,9 +63,9 @@ class ExpirySchedule:
             under_way.position = -1
         if under_way.position < 0:
             table.expiry_pass = None
-            served.expiry_step = (under_way.clock.step // expiry.every + 1) * expiry.every
+            served.expiry_step = min(_NEVER, (under_way.clock.step // expiry.every + 1) * expiry.every)
             seconds = expiry.every_seconds
-            served.expiry_seconds = _NEVER if seconds is None else under_way.clock.seconds + int(seconds)
+            served.expiry_seconds = _NEVER if seconds is None else min(_NEVER, under_way.clock.seconds + int(seconds))
 
     def command(self, table: ShardTable, request: Expire) -> Expired:
         """Do what a client asks for: a block of rows. Raises InvalidArgument."""

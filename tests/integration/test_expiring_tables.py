@@ -167,6 +167,14 @@ def failing(rows: RowBlock) -> np.ndarray:
     return rows.ids > 1 / 0
 
 
+@pytest.mark.parametrize("rule", [Unseen(steps=10), Unseen(seconds=60.0)])
+def test_the_last_step_that_there_can_be_ends_no_shard(cluster: Cluster, rule: Expiry) -> None:
+    table = cluster.create_table("t", dim=2, optimizer=SGD(1.0), expiry=rule)
+    for _ in range(2):
+        table.push(np.arange(20), np.ones((20, 2), np.float32), step=2**63 - 1, unix_seconds=1e9)
+        assert cluster.status().tables[0].rows == 20
+
+
 def test_expiry_goes_on_after_a_restore(tmp_path: Path) -> None:
     with local(2) as cluster:
         table = cluster.create_table("t", dim=DIM, optimizer=SGD(0.1), expiry=Unseen(steps=100, every=10))

@@ -78,7 +78,8 @@ class ServedTable {
   bool is_expiry_due() const {
     if (expiry_step == INT64_MAX && expiry_seconds == INT64_MAX) return false;
     const LifeClock clock = rows_->clock();
-    return clock.step >= expiry_step || clock.seconds >= expiry_seconds;
+    const auto has_come = [](int64_t now, int64_t due) { return due != INT64_MAX && now >= due; };
+    return has_come(clock.step, expiry_step) || has_come(clock.seconds, expiry_seconds);
   }
 
  private:
