@@ -7,6 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 
+from geartrain.ams.values.errors import GeartrainError
 from geartrain.ams.values.interrupts import shielded
 from geartrain.bridge.pipeline.stages import is_stage, mark_as_stage
 from geartrain.bridge.rows.tables import TableWrite
@@ -48,6 +49,20 @@ class BackgroundPushes:
             )
             shielded(self._thread.start)
         self._orders.put(True)
+        if self.is_closed:  # perhaps before that, and then the thread does not take it
+            self._send_rest()
+
+    def _send_rest(self) -> None:
+        """Once the thread has ended, here."""
+        assert self._thread is not None
+        self._thread.join()
+        while self._left and self._error is None:
+            try:
+                _send(self._left[0])
+            except GeartrainError as exc:
+                self._error = exc
+            else:
+                self._left.popleft()
 
     def wait(self, most: int = 0) -> None:
         """Wait until the pushes of at most so many steps are under way. Raises an error if it is why more stay, and is

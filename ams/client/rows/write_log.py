@@ -19,13 +19,17 @@ class WriteLog:
         self._readers: list[weakref.ref[WriteReader]] = []
         self._lock = threading.Lock()
         self._next = 0
-        self._open: set[int] = set()
-        """Those that have begun and are not over."""
+        self._open: dict[int, tuple[str, Ids]] = {}
+        """Those that have begun and are not over: table and ids."""
 
     def reader(self) -> WriteReader:
-        """Return one who is told of every write that begins from now on, as long as somebody holds it."""
+        """Return one who is told of every write that begins from now on, as long as somebody holds it.
+
+        It knows of those that are not over, too, if they began while somebody read.
+        """
         made = WriteReader(self)
         with self._lock:
+            made.entries.extend((number, *touches) for number, touches in self._open.copy().items())
             self._readers.append(weakref.ref(made))
         return made
 
@@ -36,7 +40,7 @@ class WriteLog:
         ids = ids.copy()  # the caller's are its own again before readers have forgotten them
         with self._lock:
             number = self._next
-            self._open.add(number)
+            self._open[number] = (table, ids)
             self._next += 1
             alive = [(ref, reader) for ref in self._readers if (reader := ref()) is not None]
             for _, reader in alive:
@@ -46,7 +50,7 @@ class WriteLog:
 
     def end(self, number: int) -> None:
         """It was applied, or given up. Waits for nothing: the garbage collector calls it."""
-        self._open.discard(number)
+        self._open.pop(number, None)
 
     def mark(self) -> int:
         """The number below which all writes are over: they are in every row pulled from now on."""

@@ -14,7 +14,7 @@ import torch
 import geartrain as gt
 from geartrain.ams.client.cluster import Cluster
 from geartrain.ams.values.errors import GeartrainError
-from geartrain.bridge.pipeline import background_pushes
+from geartrain.bridge.pipeline import background_pushes, prefetch
 from geartrain.bridge.pipeline.background_pushes import BackgroundPushes
 
 STEPS = 6
@@ -173,6 +173,45 @@ def test_an_error_of_the_last_push_is_raised_at_the_end_or_by_the_next_step(
     assert pushed(one) == STEPS - 1 and part.row_update.background is not None
     rows.step()
     assert pushed(one) == STEPS and part.row_update.background is None
+
+
+def test_a_step_after_a_run_that_was_left_while_its_pushes_were_under_way(
+    one: gt.Embedding, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefetch, "_FORGOTTEN_SECONDS", 0.0)
+    rows, (part,) = gt.RowOptimizer(one), one
+    run = run_of(one, staleness=2)
+    for _ in range(2):
+        next(run)[1][0].sum().backward()
+        rows.step()
+        rows.zero_grad()
+    next(run)[1][0].sum().backward()
+    del run
+    assert part.row_update.background is not None and part.row_update.background.is_closed
+    assert pushed(one) == 0
+    thread = gate.open_when_main_is_in(BackgroundPushes._send_rest.__code__)
+    rows.step()
+    thread.join()
+    assert pushed(one) == 3
+    rows.step()
+    assert pushed(one) == 3 and part.row_update.background is None
+
+
+def test_a_run_after_an_error_reads_again_what_is_pushed_late(one: gt.Embedding, gate: Gate) -> None:
+    rows = gt.RowOptimizer(one)
+    gate.fails, run = 1, run_of(one)
+    gate.open()
+    next(run)[1][0].sum().backward()
+    rows.step()
+    with pytest.raises(Broken):
+        run.close()
+    seen = []
+    for _, vectors in gt.prefetch([{"t": torch.tensor([id])} for id in (8, 7)], one):
+        seen.append(vectors.item())
+        vectors.sum().backward()
+        rows.step()  # the first one sends what was left, too
+        rows.zero_grad()
+    assert seen == [0, -1]
 
 
 @pytest.mark.parametrize("way", ["look-up", "snapshot", "state", "evaluation", "close"])
