@@ -56,6 +56,8 @@ class Pipeline:
         self._names = names
         self._threads: list[threading.Thread] = []
         self._interrupt: Callable[[], None] = lambda: None
+        self._read = _Read()
+        self._num_taken = 0
 
     def start(
         self, first: Any, items: Iterator[Any], works: Sequence[Callable[[Any], Any]], times: Sequence[StageTime]
@@ -67,7 +69,8 @@ class Pipeline:
         self._queues[0].reserve()
         self._queues[0].put(first)
         self._interrupt = getattr(items, "interrupt", self._interrupt)
-        steps = [(_read, (items, self._queues[0], times[0]))]
+        self._read.give_back = getattr(items, "give_back", self._read.give_back)
+        steps = [(_read, (items, self._queues[0], times[0], self._read))]
         for number, work in enumerate(works):
             steps.append((_work, (work, self._queues[number], self._queues[number + 1], times[number + 1])))  # type: ignore[arg-type]
         for (target, arguments), name in zip(steps, self._names, strict=True):
@@ -94,6 +97,7 @@ class Pipeline:
                 raise error
             finally:
                 del error, item  # or the error would hold itself, by way of this frame
+        self._num_taken += 1
         return item
 
     def stop(self, timeout_seconds: float | None = None) -> None:
@@ -108,6 +112,7 @@ class Pipeline:
         for thread in self._threads:
             if thread.ident is not None and not is_stage():
                 thread.join(timeout_seconds)
+        self._read.stop(self._num_taken)
 
 
 def mark_as_stage() -> None:
@@ -118,6 +123,41 @@ def mark_as_stage() -> None:
 def is_stage() -> bool:
     """Whether this thread is one of a pipeline."""
     return getattr(_this_thread, "is_stage", False)
+
+
+class _Read:
+    """What became of the items that were read: an iterator that can is given back those that nobody has taken."""
+
+    def __init__(self) -> None:
+        self.count = 1
+        """With the first, which was read before."""
+        self.give_back: Callable[[int], None] = lambda _: None
+        self._num_taken: int | None = None
+        """None: they are taken still."""
+        self._is_ended = False
+        self._todo: list[None] = [None]
+        """Empty once it was done: by whoever comes last, the reader or who stops it."""
+
+    def stop(self, num_taken: int) -> None:
+        """Nobody takes any more."""
+        if self._num_taken is None:
+            self._num_taken = num_taken
+        self._look()
+
+    def end(self) -> None:
+        """Nobody reads any more."""
+        self._is_ended = True
+        self._look()
+
+    def _look(self) -> None:
+        if self._num_taken is None or not self._is_ended:
+            return
+        try:
+            self._todo.pop()
+        except IndexError:
+            return
+        if self.count > self._num_taken:
+            self.give_back(self.count - self._num_taken)
 
 
 class _Failure:
@@ -165,7 +205,7 @@ class _Queue:
         self._items.put(_STOPPED)
 
 
-def _read(items: Iterator[Any], to: _Queue, taken: StageTime) -> None:
+def _read(items: Iterator[Any], to: _Queue, taken: StageTime, read: _Read) -> None:
     mark_as_stage()
     try:
         while to.reserve():
@@ -179,10 +219,14 @@ def _read(items: Iterator[Any], to: _Queue, taken: StageTime) -> None:
                 to.put(_Failure(exc))
                 return
             taken.count(begun)
+            read.count += 1
             to.put(item)
             del item
     finally:
-        close(items)
+        try:
+            read.end()
+        finally:
+            close(items)
 
 
 def close(items: Any) -> None:

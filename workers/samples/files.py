@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from geartrain.ams.client.cluster import Cluster
     from geartrain.workers.samples.batches import SampleBatch
     from geartrain.workers.samples.leased import LeasedSamples
+    from geartrain.workers.samples.reader import StreamBatches
     from geartrain.workers.samples.urls import Where
 
 
@@ -38,6 +39,8 @@ class FileSamples:
         self._seed = None if seed is None else integer("seed", seed, 0, 2**63 - 1)
         self._window_rows = integer("window_rows", window_rows, 1)
         self._epoch, self._consumed = 0, 0
+        self._iterations = 0
+        """So many have begun: the last one says where the next one begins."""
         self._fingerprint = fingerprint(source.identity, list(source.part_rows), self._seed, self._window_rows)
 
     @property
@@ -51,14 +54,16 @@ class FileSamples:
         return whole + (rest > 0 and not self._drop_last)
 
     def __iter__(self) -> Iterator[SampleBatch]:
-        """Read an epoch, or the rest of it; the next iteration reads the next one. Raises SourceError."""
-        reader = self._reader(1)
-        reader.add({0: (self._epoch, self._consumed)})
-        epoch = self._epoch
-        while (batch := reader.next_batch(epoch)) is not None:
-            self._epoch, self._consumed = batch.cursors[0]
-            yield batch
-        self._epoch, self._consumed = epoch + 1, 0
+        """Read an epoch, or the rest of it; the next iteration reads the next one. Raises SourceError.
+
+        What ``gt.prefetch`` has read ahead where its loop ends early is read by the next iteration.
+        """
+        self._iterations += 1
+        return _Epoch(self, self._iterations, self._reader(1), (self._epoch, self._consumed))
+
+    def _note(self, iteration: int, place: tuple[int, int]) -> None:
+        if iteration == self._iterations:
+            self._epoch, self._consumed = place
 
     def state_dict(self, batch: SampleBatch | None = None) -> dict[str, Any]:
         """Where reading goes on, as plain values: after ``batch``, or after the last one that was handed out."""
@@ -126,6 +131,39 @@ class FileSamples:
             epochs=epochs,
             finish=self._finish,
         )
+
+
+class _Epoch(Iterator["SampleBatch"]):
+    """The batches of what is left of an epoch."""
+
+    def __init__(self, samples: FileSamples, number: int, reader: StreamBatches, place: tuple[int, int]) -> None:
+        """``number`` of the iteration, from ``place`` on."""
+        self._samples, self._number, self._reader, self._epoch = samples, number, reader, place[0]
+        self._places = [place]
+        """Before the first batch, and after each."""
+        self._is_ended = False
+        reader.add({0: place})
+
+    def __next__(self) -> SampleBatch:
+        if self._is_ended:
+            raise StopIteration
+        batch = self._reader.next_batch(self._epoch)
+        if batch is None:
+            self._samples._note(self._number, (self._epoch + 1, 0))
+            self.close()
+            raise StopIteration
+        self._places.append(batch.cursors[0])
+        self._samples._note(self._number, batch.cursors[0])
+        return batch
+
+    def give_back(self, count: int) -> None:
+        """Nobody has seen the last ``count`` batches: the next iteration begins with them."""
+        self._samples._note(self._number, self._places[-1 - count])
+
+    def close(self) -> None:
+        """Let go of what is open. Idempotent."""
+        self._is_ended = True
+        self._reader.close()
 
 
 class ParquetSamples(FileSamples):

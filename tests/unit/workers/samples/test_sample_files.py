@@ -97,6 +97,25 @@ def test_reading_goes_on_after_a_batch_of_another_size(tmp_path: Path) -> None:
         gt.ParquetSamples(tmp_path, columns=["id"], batch_size=60, seed=2).load_state_dict(state)
 
 
+@pytest.mark.parametrize("seen", [1, 3, 7])
+def test_what_prefetch_read_ahead_is_read_by_the_next_loop(tmp_path: Path, seen: int) -> None:
+    write_parts(tmp_path, [200, 130])
+    make = lambda: gt.ParquetSamples(tmp_path, columns=["id"], batch_size=50, seed=1, window_rows=70)  # noqa: E731
+    whole, samples = make(), make()
+    expected = ids_of(whole) + ids_of(whole)
+    with gt.local() as cluster:
+        fields = gt.EmbeddingGroup(cluster, "g", [gt.Field("id", dim=1)], optimizer=gt.SGD(1))
+        found: list[int] = []
+        run = iter(gt.prefetch(samples, fields, depth=5))
+        for _ in range(seen):
+            found += ids_of([next(run)[0]])
+        run.close()  # as break does
+        assert samples.state_dict()["consumed"] == len(found) % 330
+        while len(found) < len(expected):
+            found += ids_of(batch for batch, _ in gt.prefetch(samples, fields))
+    assert found == expected
+
+
 def test_a_folder_is_read_below_it_without_what_is_hidden(tmp_path: Path) -> None:
     for name in ("day=1", "_temporary", ".cache"):
         (tmp_path / name).mkdir()
