@@ -17,7 +17,10 @@ from tests.unit.test_imports import REPOSITORY, product_files
 PADDING = "padding"
 """Lets what follows it begin at a multiple of 8 bytes. A message that has it carries its other fields of bytes beside
 its header, where they are known by their numbers."""
-READ_BY_NOBODY_BUT_USERS = {"built_unix_seconds", "map_version"}
+READ_BY_NOBODY_BUT_USERS = {
+    *("built_unix_seconds", "map_version"),
+    *("refused_ids", "refused_occurrences", "refused_gradients"),
+}
 """Printed, with all of their message, by ``geartrain graph list --json`` and ``geartrain status --json``."""
 REPLIES_OF_ONE_FIELD = {
     method.reply.message.DESCRIPTOR.full_name

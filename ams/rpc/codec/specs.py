@@ -62,8 +62,9 @@ def spec_to_pb(spec: TableSpec) -> types_pb2.TableSpec:
         case Probability() as probability:
             pb.probability.CopyFrom(types_pb2.Probability(p=probability.p))
         case MinCount() as count:
-            pb.min_count.n, pb.min_count.max_bytes = count.n, count.max_bytes
-            pb.min_count.false_positive_rate = count.false_positive_rate
+            pb.min_count.CopyFrom(
+                types_pb2.MinCount(n=count.n, max_bytes=count.max_bytes, false_positive_rate=count.false_positive_rate)
+            )
     return pb
 
 
