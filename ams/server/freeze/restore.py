@@ -103,9 +103,10 @@ class Restores:
                     "moments would be mixed"
                 )
         for name, table in tables.items():
-            if table.restored_from:
+            if table.restored_from and table.is_whole:
                 continue
-            # Whoever holds or has kept it from before means a table without these rows.
+            # Whoever holds or has kept it from before means a table without these rows; a restore that failed in
+            # another table has noted a moment of this one, which is read again.
             self._freezes.end_of_table(name)
             table.rows.moments.forget_all()
             table.restored_from, table.is_whole = folder, False
