@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from geartrain.ams.values.arguments import integer
+from geartrain.ams.values.arguments import integer, real_number
 from geartrain.ams.values.errors import ColumnMismatch, InvalidArgument, SourceDamaged
 from geartrain.ams.values.strings import hash_strings
 from geartrain.ams.values.text import quoted
@@ -214,11 +214,11 @@ def planned_columns(
                     "strings to hash, and lists of these: leave it out, or write it as one of them"
                 )
             types[name] = found
+    if not types:
+        raise InvalidArgument(f"no column of {file} is read; name at least one; it has {_listed(list(schema.names))}")
     ColumnPlan(types, {}, {}).require_in(schema, file, "columns")
     seeds = _seeds(hashed, types)
-    for name in fill:
-        if name not in types:
-            raise InvalidArgument(f"fill names column {name!r}, which is not read; there are {_listed(list(types))}")
+    _check_fill(fill, types)
     for name, kind in types.items():
         if kind.item == "string" and name not in seeds and hashed is not None:
             raise InvalidArgument(
@@ -226,6 +226,19 @@ def planned_columns(
                 "hash_strings=True of all strings"
             )
     return ColumnPlan(types, seeds, dict(fill))
+
+
+def _check_fill(fill: Mapping[str, float], types: Mapping[str, ColumnType]) -> None:
+    for name, value in fill.items():
+        if name not in types:
+            raise InvalidArgument(f"fill names column {name!r}, which is not read; there are {_listed(list(types))}")
+        item, what = types[name].item, f"fill of column {name!r}, which is {types[name]},"
+        if item == "int64":
+            integer(what, value, -(2**63), 2**63 - 1)
+        elif item in ("float32", "float64"):
+            real_number(what, value)
+        elif item == "bool" and value not in (False, True):
+            raise InvalidArgument(f"{what} is {quoted(value)}; it must be True or False")
 
 
 def _seeds(hashed: Hashed, types: Mapping[str, ColumnType]) -> dict[str, int]:
@@ -246,8 +259,8 @@ def _seeds(hashed: Hashed, types: Mapping[str, ColumnType]) -> dict[str, int]:
 def missing_column(name: str, names: Sequence[str], file: str) -> ColumnMismatch:
     """The error of a column that is not there, with those that it could have meant."""
     near = difflib.get_close_matches(str(name), list(names), 3, 0.6)
-    meant = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
-    return ColumnMismatch(f"{file} has no column {name!r}; {meant}It has {_listed(list(names))}")
+    meant = f"did you mean {' or '.join(map(repr, near))}? It" if near else "it"
+    return ColumnMismatch(f"{file} has no column {name!r}; {meant} has {_listed(list(names))}")
 
 
 def _listed(names: Sequence[str]) -> str:

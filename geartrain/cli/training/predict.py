@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from geartrain.ams.values.errors import ConfigError
+from geartrain.ams.values.text import counted
 from geartrain.cli.shared.options import Json, OwnBackbone
 from geartrain.cli.training import worker_options as option
 
@@ -96,6 +97,7 @@ def _score_clicks(run: Path, samples: list[Path], out: Path | None, cache: Path,
     scores = predict_clicks(run, str(samples[0]), cache=cache, say=lambda line: console.print(line, highlight=False))
     if out is not None:
         write_scores(out, scores)
+        console.print(f"{counted(len(scores), 'score')} in {out}", highlight=False)
     elif as_json:
         print(json.dumps(scores.tolist()))
     else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,8 +25,6 @@ if TYPE_CHECKING:
 # Read by OpenMP when torch is loaded. Threads that spin while they wait slow a training on a shared machine down by
 # three to six times (measured: 357 against 2,160 images/s beside two other jobs).
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-# Torch 2.13 warns of a name that its own nested tensors, which histories are, still use.
-logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
 
 app = typer.Typer(
     no_args_is_help=True, help="Train a model whose rows are on the model server: class centers or embeddings."

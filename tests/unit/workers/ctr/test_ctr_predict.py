@@ -61,9 +61,10 @@ def test_a_run_scores_samples_as_it_scored_those_held_out(tmp_path: Path, model:
     out = tmp_path / "scores.parquet"
     done = typed("predict", str(tmp_path / "run"), str(tmp_path / "late.parquet"), "--out", str(out))
     assert done.returncode == 0, done.stderr
+    assert f"{len(scores):,} scores in {out}" in done.stderr.replace("\n", "")
     np.testing.assert_allclose(pq.read_table(out)["score"].to_numpy(), scores)
 
     write_samples(tmp_path / "less.parquet", test, "gender")
     done = typed("predict", str(tmp_path / "run"), str(tmp_path / "less.parquet"))
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert "has no column 'gender', which the model was trained on; it has 'user', 'item'" in done.stderr

@@ -142,6 +142,28 @@ def test_a_column_that_is_missing_or_of_another_type_is_named(tmp_path: Path, co
         gt.ParquetSamples(tmp_path, columns=columns, batch_size=4)
 
 
+def test_samples_of_no_column_are_refused(tmp_path: Path) -> None:
+    write_parts(tmp_path, [10])
+    with pytest.raises(gt.errors.InvalidArgument, match=r"no column of .*part-0.parquet is read; .* it has 'id'"):
+        gt.ParquetSamples(tmp_path, columns=[], batch_size=4)
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "words"),
+    [
+        ("id", "none", r"fill of column 'id', which is int64, is 'none'; it must be an integer"),
+        ("id", 0.5, r"fill of column 'id', which is int64, is 0.5; it must be an integer"),
+        ("price", "free", r"fill of column 'price', which is float64, is 'free'; it must be a number"),
+    ],
+)
+def test_what_stands_for_a_missing_value_is_of_the_columns_type(
+    tmp_path: Path, column: str, value: Any, words: str
+) -> None:
+    write_parts(tmp_path, [10])
+    with pytest.raises(gt.errors.InvalidArgument, match=words):
+        gt.ParquetSamples(tmp_path, columns=["id", "price"], fill={column: value}, batch_size=4)
+
+
 def test_a_later_file_with_other_columns_is_named(tmp_path: Path) -> None:
     pq.write_table(pa.table({"id": [1]}), tmp_path / "a.parquet")
     pq.write_table(pa.table({"id": ["one"]}), tmp_path / "b.parquet")
