@@ -72,7 +72,8 @@ class ExpirySchedule:
         expiry = request.expiry or table.spec.expiry
         if expiry is None:
             raise InvalidArgument(
-                f"table {table.spec.name!r} has no rule by which rows go; give one: rule=gt.Unseen(steps=1_000_000)"
+                f"table {table.spec.name!r} has no rule by which rows go; give one: gt.Unseen(steps=1_000_000), or "
+                "'geartrain table expire' with --unseen-steps 1000000"
             )
         if request.position < 0:
             raise InvalidArgument(f"position is {request.position}; it must be 0, or what the last reply said")
