@@ -159,7 +159,7 @@ def test_a_step_that_a_snapshot_cut_in_two_gives_the_sum_of_both_gradients(compi
     stored = shard.read_frozen(5)
     shard.thaw(kept=True)
     assert stored.slots is not None and stored.steps is not None and shard.steps is not None and table.steps is not None
-    table.restore(*(torch.from_numpy(array) for array in stored))
+    table.restore(*(torch.from_numpy(array) for array in stored[:4]))
     table.steps.adopt(shard.steps)
     shard.push(ids, gradients, lr=0.1)
     dtype = torch.float32 if compiled else torch.float64
