@@ -62,8 +62,8 @@ class FileBatches:
         self._batch_size, self._drop_last = batch_size, drop_last
         self._parts: OrderedDict[int, SampleRows] = OrderedDict()
         self._positions: dict[int, Position] = {}
-        self._open: tuple[int, Iterator[Window]] | None = None
-        """The stream that is being read, and what it has beside :attr:`_rows`."""
+        self._open: tuple[int, int, Iterator[Window]] | None = None
+        """The stream that is being read, the epoch, and what it has beside :attr:`_rows`."""
         self._rows: SampleRows | None = None
 
     @property
@@ -129,10 +129,10 @@ class FileBatches:
         return self._finish(taken[0].joined(taken[1:]).batch(cursors))
 
     def _take(self, stream: int, at: Position, most: int) -> SampleRows:
-        if self._open is None or self._open[0] != stream:
-            self._open, self._rows = (stream, self._order.windows(at.epoch, stream, at.consumed)), None
+        if self._open is None or self._open[:2] != (stream, at.epoch):
+            self._open, self._rows = (stream, at.epoch, self._order.windows(at.epoch, stream, at.consumed)), None
         if self._rows is None or not self._rows.num_rows:
-            self._rows = self._read(next(self._open[1]))
+            self._rows = self._read(next(self._open[2]))
         taken = self._rows.slice(0, most)
         self._rows = self._rows.slice(taken.num_rows, self._rows.num_rows)
         return taken
