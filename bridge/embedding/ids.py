@@ -15,7 +15,7 @@ from geartrain.ams.kernels.embedding import Bags
 from geartrain.ams.values.arrays import as_array
 from geartrain.ams.values.errors import InvalidArgument, InvalidIds
 from geartrain.ams.values.specs import Ids
-from geartrain.ams.values.text import quoted
+from geartrain.ams.values.text import counted, quoted
 from geartrain.bridge.embedding.levels import Nodes, nodes_of
 
 Weights = npt.NDArray[np.float32]
@@ -73,7 +73,14 @@ def ids_of_batch(batch: Any, names: list[str]) -> list[BatchIds]:
             f"the batch has no ids of field {missing[0]!r}; it has {', '.join(map(repr, batch)) or 'nothing'}. Give "
             "an empty bag to samples without any"
         )
-    return [_of_level(batch_ids(batch[name], name), nodes_of(batch, name), name) for name in names]
+    given = [_of_level(batch_ids(batch[name], name), nodes_of(batch, name), name) for name in names]
+    for name, ids in zip(names, given, strict=True):
+        if ids.num_samples != given[0].num_samples:
+            raise InvalidIds(
+                f"field {names[0]!r} has ids of {counted(given[0].num_samples, 'sample')} and field {name!r} of "
+                f"{ids.num_samples:,}; all fields of a batch have as many. An empty bag is for samples without ids"
+            )
+    return given
 
 
 def _of_level(ids: BatchIds, nodes: Nodes | None, name: str) -> BatchIds:

@@ -203,6 +203,7 @@ def test_a_weight_that_is_no_number_and_ids_that_are_none_are_named(cluster: gt.
         ({"a": torch.tensor([[1, 2], [3, -1]]), "b": good}, gt.errors.InvalidIds, "id -1 of field 'a' in row 1"),
         ({"a": good, "b": torch.tensor([9, 10])}, gt.errors.InvalidIds, r"id 10 of field 'b' in row 1 .*\[0, 10\)"),
         ({"a": (good, torch.tensor([0, 1])), "b": good}, gt.errors.InvalidIds, "go from 0 to 1"),
+        ({"a": torch.arange(3), "b": good}, gt.errors.InvalidIds, "'a' has ids of 3 samples and field 'b' of 2"),
         ({"a": (good, torch.tensor([0, 2, 1, 2])), "b": good}, gt.errors.InvalidIds, "fall from 2 to 1 in row 1"),
         ({"a": (good, [0, 2], [1.0, np.nan]), "b": good}, gt.errors.InvalidArgument, "weight at index 1 of field 'a'"),
         ({"a": (good, [0, 2], [1.0]), "b": good}, gt.errors.InvalidArgument, "weights of field 'a'"),

@@ -175,11 +175,11 @@ def test_wrong_fields_are_named() -> None:
         gt.Field("a", 3, where="there")  # type: ignore[arg-type]
     with gt.local() as cluster:
         fields = group(cluster, "g", "hosted")
-        batch = {"user": [1], "history": bags(0, None, True), "item": [[5]], "seen": [[-7]]}
+        batch = {"user": [1] * 6, "history": bags(0, None, True), "item": [[5]] * 6, "seen": [[-7]] * 6}
         with pytest.raises(gt.errors.InvalidIds, match="id -7 of field 'seen' in row 0 is out of range"):
             fields(batch)
         ids, offsets, weights = bags(0, None, True)
-        batch |= {"seen": [[7]], "history": (ids, offsets, weights.requires_grad_())}
+        batch |= {"seen": [[7]] * 6, "history": (ids, offsets, weights.requires_grad_())}
         with pytest.raises(gt.errors.InvalidArgument, match="weights of field 'history' need a gradient"):
             fields(batch)
 
