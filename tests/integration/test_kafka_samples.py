@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import signal
+import socket
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -23,7 +25,7 @@ pa = pytest.importorskip("pyarrow", reason="needs pip install 'geartrain[kafka]'
 
 from mock_brokers import mock_broker  # noqa: E402
 
-from geartrain.workers.samples.kafka.batches import Topic  # noqa: E402
+from geartrain.workers.samples.kafka.topic import Topic  # noqa: E402
 
 SCHEMA = {"id": "int64", "list": "list<int64>", "word": "string"}
 QUICK = {"socket.timeout.ms": 500, "reconnect.backoff.max.ms": 200, "log_level": 0}
@@ -96,7 +98,7 @@ def test_a_moment_is_the_first_offset_at_or_after_it() -> None:
 
     class Broker:
         def offsets_for_times(self, times: list[Any], timeout: float) -> list[Any]:
-            assert timeout == 7 and [one.offset for one in times] == [int(moment.timestamp() * 1000)] * 2
+            assert 0 < timeout <= 7 and [one.offset for one in times] == [int(moment.timestamp() * 1000)] * 2
             return [kafka.TopicPartition("clicks", one.partition, -1 if one.partition else 5) for one in times]
 
     assert Topic("clicks", QUICK, 7).offsets_at(Broker(), [0, 1], moment) == {0: 5}
@@ -162,8 +164,43 @@ def test_a_broker_that_goes_away_is_waited_for_and_nothing_is_lost(caplog: pytes
         batches.close()
         with samples.shared(cluster, "online", worker="b") as again:
             assert sorted(ids_of(islice(again, 2))) == list(range(100, 200))
+            process.kill()
+            process.join()
+            with pytest.raises(gt.errors.BrokerUnavailable, match=r"s: 127\S+: [^;]* Connection refused\. Nothing"):
+                next(again)
     with pytest.raises(gt.errors.BrokerUnavailable, match="answered for 1 s"):
         gt.KafkaSamples("clicks", brokers, schema={"id": "int64"}, batch_size=5, timeout_seconds=1, settings=QUICK)
+
+
+def test_brokers_that_do_not_answer_are_named_with_their_reasons(
+    caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with socket.socket() as unheard, caplog.at_level(logging.DEBUG, logger="geartrain"):
+        unheard.bind(("127.0.0.1", 0))  # nobody listens
+        refused = f"127.0.0.1:{unheard.getsockname()[1]}"
+        with pytest.raises(gt.errors.BrokerUnavailable) as raised:
+            gt.KafkaSamples("t", f"no..host,{refused}", schema={"id": "int64"}, batch_size=5, timeout_seconds=1)
+    text = str(raised.value)
+    assert f"(no..host,{refused}; port 9092 was taken for no..host, as none was given) answered for 1 s" in text
+    assert re.search(rf"{refused}: Connect to \S+ failed: Connection refused[.;]", text)
+    assert re.search(r"no\.\.host:9092: Failed to resolve 'no\.\.host:9092': \w+", text)
+    loud = [one.getMessage() for one in caplog.records if one.levelno > logging.DEBUG]
+    assert len(loud) == 1 and "no broker of topic 't'" in loud[0] and "Connection refused" in loud[0]
+    assert any("FAIL" in one.getMessage() for one in caplog.records if one.levelno == logging.DEBUG)
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("brokers", "bare"),
+    [
+        ("a:1,SSL://b:2,[::1]:3", None),
+        ("a", "a"),
+        ("a:1, ssl://b ,::1", "ssl://b, ::1"),
+    ],
+)
+def test_brokers_without_a_port_are_said(brokers: str, bare: str | None) -> None:
+    text = str(Topic("t", {"bootstrap.servers": brokers}, 1).unavailable(1))
+    assert (f"port 9092 was taken for {bare}, as none" in text) if bare else ("9092" not in text)
 
 
 def test_latest_is_where_the_job_began_and_stays_there(mock: Callable[..., Mock]) -> None:

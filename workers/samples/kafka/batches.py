@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import difflib
 import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from datetime import datetime
 from typing import Any
 
 import confluent_kafka as kafka
 
-from geartrain.ams.values.errors import BrokerUnavailable, SourceDamaged, SourceError, SourceNotFound
+from geartrain.ams.values.errors import BrokerUnavailable, SourceDamaged, SourceError
 from geartrain.ams.values.text import counted
 from geartrain.workers.data.streams import Position
 from geartrain.workers.samples.batches import SampleBatch
 from geartrain.workers.samples.flat_rows import tensors_of
 from geartrain.workers.samples.kafka.messages import MessageTables, Rows, place_of, position_of
+from geartrain.workers.samples.kafka.topic import Topic
 
 logger = logging.getLogger(__name__)
 _SLICE_SECONDS = 0.5
@@ -28,72 +27,6 @@ _PROBE_SECONDS = 5.0
 """After so long without a message the brokers are asked whether they are there."""
 _MOST_MESSAGES = 10_000
 """That the client library gives at once."""
-
-
-class Topic:
-    """A topic and its brokers, asked with a time-out."""
-
-    def __init__(self, name: str, settings: Mapping[str, Any], timeout_seconds: float) -> None:
-        self.name, self.timeout_seconds = name, timeout_seconds
-        self.settings = {
-            "group.id": "geartrain",  # the library wants one; nothing is committed to it
-            **settings,
-            "enable.auto.commit": False,
-            "enable.auto.offset.store": False,
-            "auto.offset.reset": "error",
-            "enable.partition.eof": True,
-            "error_cb": self._note,
-            "logger": logger,
-        }
-        self.brokers = str(settings.get("bootstrap.servers", "no brokers"))
-        self._last_error = "no answer"
-
-    def consumer(self) -> Any:
-        """A client of its own."""
-        return kafka.Consumer(self.settings)
-
-    def _note(self, error: Any) -> None:
-        self._last_error = str(error.str())
-
-    def partitions(self, consumer: Any, timeout_seconds: float) -> list[int]:
-        """Their numbers. Raises BrokerUnavailable, SourceNotFound."""
-        try:
-            found = consumer.list_topics(self.name, timeout=timeout_seconds).topics[self.name]
-            if found.error is None:
-                return sorted(found.partitions)
-            others = list(consumer.list_topics(timeout=timeout_seconds).topics)
-        except kafka.KafkaException as exc:
-            raise self.unavailable(timeout_seconds) from exc
-        near = difflib.get_close_matches(self.name, others, 3)
-        meant = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
-        raise SourceNotFound(f"{self.brokers} have no topic {self.name!r} ({found.error.str()}){meant}")
-
-    def unavailable(self, seconds: float) -> BrokerUnavailable:
-        """The error after waiting for so long."""
-        return BrokerUnavailable(
-            f"no broker of topic {self.name!r} ({self.brokers}) answered for {seconds:g} s: {self._last_error}. "
-            "Nothing is lost; reading goes on where it was once they are back"
-        )
-
-    def offsets_at(self, consumer: Any, partitions: list[int], moment: datetime) -> dict[int, int]:
-        """Of each partition that has one, the first offset at or after ``moment``. Raises BrokerUnavailable."""
-        milliseconds = int(moment.timestamp() * 1000)
-        asked = [kafka.TopicPartition(self.name, partition, milliseconds) for partition in partitions]
-        try:
-            found = consumer.offsets_for_times(asked, timeout=self.timeout_seconds)
-        except kafka.KafkaException as exc:
-            raise self.unavailable(self.timeout_seconds) from exc
-        return {one.partition: one.offset for one in found if one.offset >= 0}
-
-    def bounds(self, consumer: Any, partition: int) -> tuple[int, int]:
-        """The first offset that is there, and the next one to be written. Raises BrokerUnavailable."""
-        try:
-            low, high = consumer.get_watermark_offsets(
-                kafka.TopicPartition(self.name, partition), timeout=self.timeout_seconds
-            )
-        except kafka.KafkaException as exc:
-            raise self.unavailable(self.timeout_seconds) from exc
-        return int(low), int(high)
 
 
 class KafkaBatches:
@@ -286,6 +219,7 @@ class KafkaBatches:
     def _hear(self) -> None:
         if self._silent_since is not None:
             logger.warning("brokers of topic %r answer again", self._topic.name)
+        self._topic.hear()
         self._heard, self._silent_since = time.monotonic(), None
 
     def _look_after_brokers(self) -> None:
@@ -293,21 +227,15 @@ class KafkaBatches:
         limit = self._topic.timeout_seconds
         if time.monotonic() - self._heard < min(_PROBE_SECONDS, limit / 4) and self._silent_since is None:
             return
-        try:
-            found = self._topic.partitions(self._consumer, min(1.0, limit / 4))
-        except BrokerUnavailable:
+        found = self._topic.partitions(self._consumer, min(1.0, limit / 4))
+        if found is None:
             now = time.monotonic()
             if self._silent_since is None:
                 self._silent_since = self._heard
-                logger.warning(
-                    "no broker of topic %r (%s) answers; waiting for up to %g s",
-                    self._topic.name,
-                    self._topic.brokers,
-                    limit,
-                )
+            self._topic.warn()
             if now - self._silent_since > limit:
                 self._silent_since, self._heard = None, now  # who asks again waits again
-                raise self._topic.unavailable(limit) from None
+                raise self._topic.unavailable(limit)
             return
         self._hear()
         if set(found) != set(self._starts):

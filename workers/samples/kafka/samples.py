@@ -55,7 +55,7 @@ class KafkaSamples:
 
         Args:
             topic: Its name.
-            brokers: ``host:port``, or several with commas.
+            brokers: ``host:port``, or several with commas; the port is 9092 where none is given.
             schema: Columns and their types: "int64", "float32", "float64", "bool", "string", "list<int64>", "int64[8]".
             batch_size: B. The last batch before ``until`` may be smaller.
             format: Of the messages.
@@ -79,8 +79,8 @@ class KafkaSamples:
         """
         _require_libraries()
         from geartrain.workers.samples.dedup import finisher
-        from geartrain.workers.samples.kafka.batches import Topic
         from geartrain.workers.samples.kafka.messages import FORMATS, MessageTables, plan_of
+        from geartrain.workers.samples.kafka.topic import Topic
 
         for what, text in (("topic", topic), ("brokers", brokers)):
             if not isinstance(text, str) or not text:
@@ -104,7 +104,7 @@ class KafkaSamples:
         self._fingerprint = fingerprint("kafka", topic, format)
         consumer = self._topic.consumer()
         try:
-            partitions = self._topic.partitions(consumer, timeout)
+            partitions = self._topic.first_partitions(consumer)
             bounds = {partition: self._topic.bounds(consumer, partition) for partition in partitions}
             self._starts = self._places_of(start, bounds)
             self._ends = None if until is None else self._ends_of(consumer, until, bounds)

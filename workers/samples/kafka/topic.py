@@ -1,0 +1,162 @@
+"""A topic and its brokers: what they are asked beside messages, and what is said while they do not answer."""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import re
+import time
+from collections.abc import Callable, Mapping
+from datetime import datetime
+from typing import Any, TypeVar
+
+import confluent_kafka as kafka
+
+from geartrain.ams.values.errors import BrokerUnavailable, SourceNotFound
+
+logger = logging.getLogger(__name__)
+Answer = TypeVar("Answer")
+_FIRST_WAIT_SECONDS, _LONGEST_WAIT_SECONDS = 2.0, 10.0
+"""So long one question waits: the first, and at most; each waits twice as long as the one before."""
+_WARNING_SECONDS = 10.0
+"""Between two warnings that nobody answers."""
+_MOST_REASONS = 3
+"""Brokers of which a message says why they do not answer."""
+_BROKER = re.compile(r"^(?:GroupCoordinator: )?(\S+?)(?:/(?:bootstrap|-?\d+))?: ")
+"""What the client library begins an error of a broker with: its address, which it may have under two names."""
+_STATE = re.compile(r" \(after \d+ms in state .*\)$")
+
+
+class _ClientLog:
+    """The logger of the client library. It repeats a broker's failure several times a second: these are details."""
+
+    @staticmethod
+    def log(level: int, text: str, *arguments: Any) -> None:
+        del level
+        logger.debug(text, *arguments)
+
+
+class Topic:
+    """A topic and its brokers, asked with a time-out."""
+
+    def __init__(self, name: str, settings: Mapping[str, Any], timeout_seconds: float) -> None:
+        self.name, self.timeout_seconds = name, timeout_seconds
+        self.settings = {
+            "group.id": "geartrain",  # the library wants one; nothing is committed to it
+            **settings,
+            "enable.auto.commit": False,
+            "enable.auto.offset.store": False,
+            "auto.offset.reset": "error",
+            "enable.partition.eof": True,
+            "error_cb": self._note,
+            "logger": _ClientLog(),
+        }
+        self.brokers = str(settings.get("bootstrap.servers", "no brokers"))
+        self._reasons: dict[str, str] = {}
+        """Why each broker does not answer, the latest last."""
+        self._warned: float | None = None
+
+    def consumer(self) -> Any:
+        """A client of its own."""
+        return kafka.Consumer(self.settings)
+
+    def partitions(self, consumer: Any, timeout_seconds: float) -> list[int] | None:
+        """Their numbers; None: nobody answered. Raises SourceNotFound."""
+        try:
+            return self._partitions(consumer, timeout_seconds)
+        except kafka.KafkaException:
+            return None
+
+    def _partitions(self, consumer: Any, seconds: float) -> list[int]:
+        found = consumer.list_topics(self.name, timeout=seconds).topics[self.name]
+        if found.error is None:
+            return sorted(found.partitions)
+        near = difflib.get_close_matches(self.name, list(consumer.list_topics(timeout=seconds).topics), 3)
+        meant = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
+        raise SourceNotFound(f"{self.brokers} have no topic {self.name!r} ({found.error.str()}){meant}")
+
+    def first_partitions(self, consumer: Any) -> list[int]:
+        """Their numbers, waited for. Raises BrokerUnavailable after the time-out, SourceNotFound."""
+        return self._answer(consumer, lambda seconds: self._partitions(consumer, seconds))
+
+    def offsets_at(self, consumer: Any, partitions: list[int], moment: datetime) -> dict[int, int]:
+        """Of each partition that has one, the first offset at or after ``moment``. Raises BrokerUnavailable."""
+        milliseconds = int(moment.timestamp() * 1000)
+        asked = [kafka.TopicPartition(self.name, partition, milliseconds) for partition in partitions]
+        found = self._answer(consumer, lambda seconds: consumer.offsets_for_times(asked, timeout=seconds))
+        return {one.partition: one.offset for one in found if one.offset >= 0}
+
+    def bounds(self, consumer: Any, partition: int) -> tuple[int, int]:
+        """The first offset that is there, and the next one to be written. Raises BrokerUnavailable."""
+        asked = kafka.TopicPartition(self.name, partition)
+        low, high = self._answer(consumer, lambda seconds: consumer.get_watermark_offsets(asked, timeout=seconds))
+        return int(low), int(high)
+
+    def _answer(self, consumer: Any, ask: Callable[[float], Answer]) -> Answer:
+        """What ``ask(seconds)`` returns, asked again until the time-out, with a warning now and then.
+
+        It polls ``consumer``, where a message would be lost: nothing is assigned to it, or it is assigned anew later.
+        """
+        until = time.monotonic() + self.timeout_seconds
+        wait = min(_FIRST_WAIT_SECONDS, self.timeout_seconds / 4)
+        while True:
+            try:
+                answer = ask(min(wait, max(0.01, until - time.monotonic())))
+            except kafka.KafkaException as exc:
+                consumer.poll(0.1)  # only then does the library say what is wrong
+                if not self._reasons:
+                    self._note(exc.args[0])
+                if time.monotonic() >= until:
+                    raise self.unavailable(self.timeout_seconds) from exc
+                self.warn()
+                wait = min(2 * wait, _LONGEST_WAIT_SECONDS)
+            else:
+                self.hear()
+                return answer
+
+    def hear(self) -> None:
+        """A broker has answered: what was wrong before is over."""
+        self._reasons.clear()
+        self._warned = None
+
+    def warn(self) -> None:
+        """Log that no broker answers, unless that was said just now."""
+        now = time.monotonic()
+        if self._warned is None or now - self._warned >= _WARNING_SECONDS:
+            self._warned = now
+            logger.warning(
+                "no broker of topic %r (%s) answers: %s; waiting for up to %g s",
+                self.name,
+                self._addresses(),
+                self._why(),
+                self.timeout_seconds,
+            )
+
+    def unavailable(self, seconds: float) -> BrokerUnavailable:
+        """The error after waiting for so long."""
+        return BrokerUnavailable(
+            f"no broker of topic {self.name!r} ({self._addresses()}) answered for {seconds:g} s: {self._why()}. "
+            "Nothing is lost; reading goes on where it was once they are back"
+        )
+
+    def _note(self, error: Any) -> None:
+        if error.code() == kafka.KafkaError._ALL_BROKERS_DOWN:
+            return  # says how many, and not why
+        reason = _STATE.sub("", _BROKER.sub(r"\1: ", str(error.str())))
+        broker = reason.partition(": ")[0]
+        self._reasons.pop(broker, None)
+        self._reasons[broker] = reason
+
+    def _why(self) -> str:
+        return "; ".join(list(self._reasons.values())[-_MOST_REASONS:]) or "no answer"
+
+    def _addresses(self) -> str:
+        bare = [one for one in map(str.strip, self.brokers.split(",")) if one and not _has_port(one)]
+        taken = f"; port 9092 was taken for {', '.join(bare)}, as none was given" if bare else ""
+        return self.brokers + taken
+
+
+def _has_port(broker: str) -> bool:
+    """Whether the client library finds a port: behind the only colon, or behind the bracket of an IPv6 address."""
+    address = broker.rpartition("://")[2]
+    return address.count(":") == 1 or "]:" in address
