@@ -197,8 +197,23 @@ def _offsets_of(lengths: Any, name: str) -> Ids:
 def _integers(given: Any, name: str, what: str) -> npt.NDArray[np.int64]:
     array = as_array(given, InvalidIds, f"{what} of field {name!r}")
     if array.dtype.kind not in "iu" and array.size:
-        hint = "; hash strings with geartrain.hash_strings" if array.dtype.kind in "USO" else ""
+        if array.dtype.kind == "O":
+            _refuse_none(given, array, name, what)
+        is_text = isinstance(array.flat[0], str | bytes)
+        hint = "; hash strings with geartrain.hash_strings" if is_text else ""
         raise InvalidIds(f"{what} of field {name!r} have dtype {array.dtype}; they must be integers (int64){hint}")
     if array.dtype == np.uint64 and array.size and int(array.max()) >= 2**63:
         raise InvalidIds(f"{what} of field {name!r} hold {int(array.max())}; they must be below 2**63")
     return np.require(array, np.int64, ["C", "A"])
+
+
+def _refuse_none(given: Any, array: npt.NDArray[Any], name: str, what: str) -> None:
+    if given is None:
+        raise InvalidIds(f"{what} of field {name!r} are None; they must be integers (int64)")
+    place = next((place for place, one in np.ndenumerate(array) if one is None), None)
+    if place is not None:
+        where = ", ".join(map(str, place))
+        raise InvalidIds(
+            f"{what} of field {name!r} hold None at index {where}; they must be integers (int64). Give an empty bag to "
+            "samples without any, or a padding id"
+        )
