@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.text import quoted
+from geartrain.bridge.embedding.jagged import jagged_tensor
 
 NO_NODES: Mapping[str, Nodes] = {}
 
@@ -59,8 +60,7 @@ class Nodes:
         within = within - (ends - lengths).repeat_interleave(lengths)
         places = offsets[:-1][index].repeat_interleave(lengths) + within
         bounds = torch.cat([ends.new_zeros(1), ends])
-        jagged: Tensor = torch.nested.nested_tensor_from_jagged(Nodes(places, len(values)).expand(values), bounds)
-        return jagged
+        return jagged_tensor(Nodes(places, len(values)).expand(values), bounds)
 
 
 class _Expand(torch.autograd.Function):

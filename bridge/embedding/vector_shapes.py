@@ -10,6 +10,7 @@ from geartrain.ams.kernels.embedding import FeatureIds
 from geartrain.ams.values.errors import InvalidIds
 from geartrain.bridge.embedding.field import Field
 from geartrain.bridge.embedding.ids import BatchIds
+from geartrain.bridge.embedding.jagged import jagged_tensor
 
 
 def shaped(field: Field, ids: BatchIds, vectors: Tensor, *, per_node: bool = False) -> Tensor:
@@ -25,9 +26,7 @@ def _shaped(field: Field, ids: BatchIds, vectors: Tensor) -> Tensor:
         return vectors
     if isinstance(ids.bags, int):
         return vectors.view(-1, ids.bags, vectors.shape[1])
-    offsets = torch.from_numpy(ids.bags).to(vectors.device)
-    jagged: Tensor = torch.nested.nested_tensor_from_jagged(vectors, offsets)
-    return jagged
+    return jagged_tensor(vectors, torch.from_numpy(ids.bags).to(vectors.device))
 
 
 def out_of_range(field: Field, feature: FeatureIds, place: int, num_rows: int | None) -> InvalidIds:

@@ -16,6 +16,7 @@ from geartrain.ams.values.arguments import integer
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.specs import Ids
 from geartrain.bridge.embedding.group import EmbeddingGroup
+from geartrain.bridge.embedding.jagged import jagged_tensor
 from geartrain.bridge.models.click_model import ClickModel
 from geartrain.bridge.retrieval.item_tree import ItemTree, leaf_ids
 
@@ -189,8 +190,7 @@ def _repeated(vectors: Tensor, times: int) -> Tensor:
     starts = vectors.offsets()[:-1].repeat_interleave(times)  # type: ignore[attr-defined]
     places = torch.arange(int(offsets[-1]), device=values.device)
     places = places + (starts - offsets[:-1]).repeat_interleave(all_lengths)
-    jagged: Tensor = torch.nested.nested_tensor_from_jagged(values[places], offsets)
-    return jagged
+    return jagged_tensor(values[places], offsets)
 
 
 def _num_samples(batch: Mapping[str, Any]) -> int:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import importlib
 import inspect
-import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -113,8 +112,6 @@ def main() -> None:
     """Run the command line and exit."""
     # Read when gRPC is loaded. What its core logs comes to the person as an error of ours, once and in words.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
-    # Torch 2.13 warns of a name that its own nested tensors, which histories are, still use.
-    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
     try:
         build_app(sys.argv[1:])()
     except GeartrainError as error:

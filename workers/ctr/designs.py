@@ -19,6 +19,7 @@ from geartrain.ams.values.optimizers.registry import Adam
 from geartrain.ams.values.specs import Ids
 from geartrain.bridge.embedding.field import Field
 from geartrain.bridge.embedding.group import EmbeddingGroup
+from geartrain.bridge.embedding.jagged import jagged_tensor
 from geartrain.bridge.models.click_model import ClickModel
 from geartrain.bridge.models.crossmedia import CrossMedia
 from geartrain.bridge.models.deepfm import DeepFM
@@ -179,7 +180,7 @@ class Design:
         seen = torch.from_numpy(samples.images.of(samples.histories.items[places]))
         return {
             IMAGE: torch.from_numpy(samples.images.of(samples.fields[self.layout.schema.item[0]][indices])),
-            HISTORY_IMAGES: torch.nested.nested_tensor_from_jagged(seen, torch.from_numpy(offsets)),
+            HISTORY_IMAGES: jagged_tensor(seen, torch.from_numpy(offsets)),
         }
 
 
