@@ -149,6 +149,8 @@ def test_versions_follow_a_training_through_kills_and_full_disks(tmp_path: Path)
             assert_one_line_error(wrong, 2, "t.pt is no file to export to")
             wrong = typed("export", "t", "t.safetensors", "--follow", "--scheduler", at)
             assert_one_line_error(wrong, 2, "for a folder of versions")
+            wrong = typed("export", "t", str(folder), "--every=5", "--scheduler", at)
+            assert_one_line_error(wrong, 2, "--every 5 is the pause", "add --follow")
             wrong = typed("export", "u", str(folder), "--compact", "--scheduler", at)
             assert_one_line_error(wrong, 2, "holds versions of t, not of u")
 

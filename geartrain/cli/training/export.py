@@ -38,7 +38,9 @@ def export(
     follow: Annotated[
         bool, typer.Option("--follow", help="Go on until Ctrl-C: a version whenever something was written.")
     ] = False,
-    every: Annotated[float, typer.Option(min=0.05, help="Seconds between two versions of --follow.")] = 10.0,
+    every: Annotated[
+        float | None, typer.Option(min=0.05, help="Seconds between two versions of --follow.", show_default="10")
+    ] = None,
     compact: Annotated[
         bool,
         typer.Option("--compact", help="Write the newest version of OUT as a whole one; no cluster is needed."),
@@ -68,6 +70,8 @@ def export(
     is_file = out.endswith(_FILE)
     if (onnx or is_file) and (follow or compact or since is not None):
         raise ConfigError("--since, --follow and --compact are for a folder of versions, not for a file or --onnx")
+    if every is not None and not follow:
+        raise ConfigError(f"--every {every:g} is the pause between versions of --follow; add --follow")
     if Path(out).suffix in _OTHER_FILES and not onnx:
         raise ConfigError(f"{out} is no file to export to; give FILE{_FILE}, or the name of a folder of versions")
     if onnx:
@@ -84,7 +88,7 @@ def export(
     if compact:
         exporter.compact()
     elif follow:
-        exporter.follow(every, since)
+        exporter.follow(10.0 if every is None else every, since)
     else:
         exporter.once(since)
 
