@@ -148,10 +148,10 @@ def test_a_shard_that_works_for_long_is_not_named(
     entered, asked = threading.Event(), threading.Event()
     pull, ask = Shard.pull, silence.SilenceLog.ask
 
-    def slowly(*arguments: Any) -> None:
+    def slowly(*arguments: Any) -> Any:
         entered.set()
         assert asked.wait(20)
-        pull(*arguments)
+        return pull(*arguments)
 
     def note(self: silence.SilenceLog, *arguments: Any) -> None:
         ask(self, *arguments)

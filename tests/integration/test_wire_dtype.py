@@ -161,7 +161,7 @@ def prepared(
 
 
 def sent_of(write: _core.PreparedWrite, wire: str) -> np.ndarray:
-    _, _, bits, code = write.part(0)
+    _, _, bits, code, _ = write.part(0)
     assert code == {"float16": 1, "bfloat16": 2}[wire]
     return bits.view(DTYPES[wire]).astype(np.float64)
 
