@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import os
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -44,13 +45,32 @@ def tables(*, num_rows: int, dim: int, optimizer: Any, embedded: bool = True) ->
 @contextmanager
 def client_process(command: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
     """A process that says a line when it is connected, and then answers each line by one; it ends with its input."""
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as client:
-        assert client.stdout is not None and client.stdin is not None
-        client.stdout.readline()
+    with client_processes([command]) as (client,):
+        yield client
+
+
+@contextmanager
+def client_processes(
+    commands: Sequence[Sequence[str]], *, settings: Mapping[str, str] | None = None
+) -> Iterator[list[subprocess.Popen[str]]]:
+    """Such processes, started beside each other; ``settings``: variables of their environment."""
+    environ = {**os.environ, **(settings or {})}
+    with ExitStack() as ends:
+        clients = [
+            ends.enter_context(
+                subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environ)
+            )
+            for command in commands
+        ]
         try:
-            yield client
+            for client in clients:
+                assert client.stdout is not None
+                client.stdout.readline()
+            yield clients
         finally:
-            client.stdin.close()
+            for client in clients:
+                assert client.stdin is not None
+                client.stdin.close()
 
 
 def fill(table: gt.Table) -> None:

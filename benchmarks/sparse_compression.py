@@ -4,7 +4,8 @@ XDL's own model: 23 fields of one id, 15 of them the user's and 57 times the sam
 200-80-1, batch 5,000. With trees the user's ids are looked up once and the first layer is split by level. The rival
 torch is ``nn.EmbeddingBag(sparse=True)`` for each field and ``torch.optim.Adagrad``, on the plain samples. Dense
 weights have ``torch.optim.Adagrad`` on all sides. Seconds of processors count all threads, also those of the shard, and
-say less of what else the machine does. ``--full``: also the curves over repetition and batch (XDL's Fig. 6 and 7).
+say less of what else the machine does. ``--full``: also the curves over repetition and batch (XDL's Fig. 6 and 7);
+sparse_workers.py has the curve over workers (Fig. 8).
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ COUNT = 200_000
 PLAIN, TORCH = "plain samples", "EmbeddingBag(sparse=True), torch Adagrad"
 TARGETS = {PLAIN: 1.5, TORCH: 3.0}
 MODEL = f"{len(FIELDS)} fields, {IDS:,} ids each, D={DIM}, MLP 200-80-1"
-Step = Callable[[Any], None]
+Step = Callable[[Any], object]
 
 
 def results(full: bool = False) -> Iterator[Result]:
@@ -93,7 +94,7 @@ class Sides:
     """The same model three times, each with rows of its own: with trees, with plain samples, of torch."""
 
     def __init__(self, cluster: gt.Cluster) -> None:
-        self._steps = [_ours(cluster, "trees", is_split=True), _ours(cluster, "plain", is_split=False), _torch()]
+        self._steps = [our_step(cluster, side, is_split=side == "trees") for side in ("trees", "plain")] + [_torch()]
 
     def seconds(
         self,
@@ -111,7 +112,7 @@ class Sides:
         """
         sources = [gt.TreeSamples(trees, batch_size=batch_size)]
         sources += [gt.ParquetSamples(plain, batch_size=batch_size) for _ in range(2)]
-        batches = [_endless(one, batch_size) for one in sources]
+        batches = [endless(one, batch_size) for one in sources]
         calls = CALLS if batch_size <= 2 * BATCH else CALLS // 2
 
         def side(number: int) -> Step:
@@ -132,7 +133,8 @@ class Sides:
             torch.set_num_threads(threads)
 
 
-def _endless(samples: Any, batch_size: int) -> Iterator[Any]:
+def endless(samples: Any, batch_size: int) -> Iterator[Any]:
+    """Whole batches of the samples, epoch after epoch."""
     while True:
         yield from (batch for batch in samples if batch.num_samples == batch_size)
 
@@ -145,27 +147,50 @@ def _loss(logits: Tensor, clicks: Tensor) -> Tensor:
     return nn.functional.binary_cross_entropy_with_logits(logits.squeeze(1), clicks)
 
 
-def _ours(cluster: gt.Cluster, name: str, *, is_split: bool) -> Step:
+def our_step(
+    cluster: gt.Cluster, name: str, *, is_split: bool, with_others: bool = False, makes_rows: bool = True
+) -> Step:
+    """A training step of the model; gives its loss.
+
+    Args:
+        cluster: where rows lie.
+        name: of what lies there.
+        is_split: batches are trees: users' ids are looked up once, and the first layer is split by level.
+        with_others: other workers train the same model: dense weights lie in the cluster, too, and nobody waits.
+        makes_rows: make every row, so that none comes into being while somebody is timed.
+    """
     fields = gt.EmbeddingGroup(
-        cluster, name, [gt.Field(one, dim=DIM) for one in FIELDS], optimizer=gt.Adagrad(LR), per_node=is_split
+        cluster,
+        name,
+        [gt.Field(one, dim=DIM) for one in FIELDS],
+        optimizer=gt.Adagrad(LR),
+        mode="async",
+        per_node=is_split,
+        reuse=with_others,
     )
     first: nn.Module = (
         gt.LevelLinear(dict.fromkeys(FIELDS, DIM), 200) if is_split else nn.Linear(DIM * len(FIELDS), 200)
     )
     rest = _mlp()
-    dense = torch.optim.Adagrad([*first.parameters(), *rest.parameters()], lr=LR)
+    network = nn.ModuleList([first, rest])
+    dense: torch.optim.Optimizer = torch.optim.Adagrad(network.parameters(), lr=LR)
+    if with_others:
+        dense = gt.attach(network, cluster, name=f"{name}/dense", optimizer=gt.Adagrad(LR), mode="async", reuse=True)
     rows = gt.RowOptimizer(fields)
-    for one in FIELDS:  # make every row, so that none comes into being while somebody is timed
-        fields.table(one).push(np.arange(IDS), np.full((IDS, DIM), 1e-3, np.float32))
+    if makes_rows:
+        for one in FIELDS:
+            fields.table(one).push(np.arange(IDS), np.full((IDS, DIM), 1e-3, np.float32))
 
-    def step(batch: Any) -> None:
+    def step(batch: Any) -> Tensor:
         vectors = fields(batch)
         hidden = first(vectors, batch) if is_split else first(torch.cat([vectors[one] for one in FIELDS], dim=1))
-        _loss(rest(hidden), batch["click"]).backward()
+        loss = _loss(rest(hidden), batch["click"])
+        loss.backward()
         dense.step()
         rows.step()
         dense.zero_grad()
         rows.zero_grad()
+        return loss.detach()
 
     return step
 

@@ -1,11 +1,13 @@
-"""Draw docs/explanation/sample-trees.svg: what a sample costs with trees, with plain samples, and of torch.
+"""Draw what docs/explanation/sample-trees.md shows: samples per second with trees, with plain samples, and of torch.
 
-Measures them: the curves of benchmarks/sparse_compression.py, in seconds of processors. Needs matplotlib and pyarrow:
-pip install '.[bench,data]'.
+Measures them: the curves of benchmarks/sparse_compression.py, in seconds of processors (sample-trees.svg), and those of
+benchmarks/sparse_workers.py (sample-trees-workers.svg). ``curves`` or ``workers`` as an argument: only these. Needs
+matplotlib and pyarrow: pip install '.[bench,data]'.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -14,26 +16,27 @@ import matplotlib as mpl
 
 mpl.use("svg")
 import matplotlib.pyplot as plt
+from matplotlib.figure import Figure
 
 import geartrain as gt
 
 ROOT = Path(__file__).resolve().parent.parent
-PATH = ROOT / "docs" / "explanation" / "sample-trees.svg"
+FOLDER = ROOT / "docs" / "explanation"
 sys.path.insert(0, str(ROOT / "benchmarks"))
-import sparse_compression as bench  # noqa: E402
+import sparse_compression  # noqa: E402
+import sparse_workers  # noqa: E402
 
 SIDES = ("sample trees", "plain samples", "torch, plain samples")
 
 
-def main() -> None:
-    """Measure, print and write the plot."""
+def draw_curves() -> None:
+    """Measure, print and plot samples over repetition and batch."""
     points: dict[str, list[tuple[int, list[float]]]] = {}
     with tempfile.TemporaryDirectory() as folder, gt.local() as cluster:
-        for what, number, seconds in bench.curves(bench.Sides(cluster), Path(folder)):
-            batch = number if what == "batch" else bench.BATCH
+        for what, number, seconds in sparse_compression.curves(sparse_compression.Sides(cluster), Path(folder)):
+            batch = number if what == "batch" else sparse_compression.BATCH
             points.setdefault(what, []).append((number, [batch / one for one in seconds]))
             print(what, number, *[f"{batch / one:,.0f}" for one in seconds], flush=True)
-    mpl.rcParams.update({"svg.hashsalt": "geartrain", "svg.fonttype": "none", "font.size": 9})
     figure, both = plt.subplots(1, 2, figsize=(8, 3.4), sharey=True)
     for axes, (what, own) in zip(both, points.items(), strict=True):
         for side, label in enumerate(SIDES):
@@ -42,11 +45,36 @@ def main() -> None:
         axes.grid(alpha=0.3)
     both[0].set(ylabel="samples per second of a processor", ylim=(0, None))
     both[0].legend()
+    _save(figure, "sample-trees.svg")
+
+
+def draw_workers() -> None:
+    """Measure and print samples over the number of workers, and plot those per second of a processor."""
+    cores, points = len(os.sched_getaffinity(0)), list(sparse_workers.curve())
+    for number, sides in points:
+        for label, rates in zip(SIDES, sides, strict=False):
+            by_clock = f"{rates.a_second:,.0f}" if number <= cores else "-"
+            print(number, label, by_clock, f"{rates.a_processor_second:,.0f} {rates.shards_part:.2f}", flush=True)
+    figure, axes = plt.subplots(figsize=(4.6, 3.4))
+    numbers = [number for number, _ in points]
+    for side, label in enumerate(SIDES[:2]):
+        axes.semilogx(numbers, [sides[side].a_processor_second for _, sides in points], "o-", base=2, label=label)
+    axes.set(xlabel="workers", ylabel="samples per second of a processor", ylim=(0, None))
+    axes.set_xticks(numbers, labels=[str(number) for number in numbers])
+    axes.grid(alpha=0.3)
+    axes.legend()
+    _save(figure, "sample-trees-workers.svg")
+
+
+def _save(figure: Figure, name: str) -> None:
     figure.tight_layout()
-    figure.savefig(PATH, metadata={"Date": None})
-    text = PATH.read_text(encoding="utf-8")
-    PATH.write_text("\n".join(line.rstrip() for line in text.splitlines()) + "\n", encoding="utf-8")
+    figure.savefig(FOLDER / name, metadata={"Date": None})
+    text = (FOLDER / name).read_text(encoding="utf-8")
+    (FOLDER / name).write_text("\n".join(line.rstrip() for line in text.splitlines()) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main()
+    mpl.rcParams.update({"svg.hashsalt": "geartrain", "svg.fonttype": "none", "font.size": 9})
+    drawings = {"curves": draw_curves, "workers": draw_workers}
+    for chosen in sys.argv[1:] or drawings:
+        drawings[chosen]()
