@@ -15,6 +15,7 @@ import logging
 import time
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -306,13 +307,18 @@ def open_snapshot(path: str | Path) -> Snapshot:
 
 def read_manifest(folder: Place) -> Manifest:
     """Return the manifest of a snapshot. Raises SnapshotNotFound if there is no folder, SnapshotDamaged."""
+    try:
+        return _manifest_in(folder)
+    except SnapshotDamaged:
+        with suppress(OSError):
+            _names_in(folder)  # one that went between two looks is not damaged
+        raise
+
+
+def _manifest_in(folder: Place) -> Manifest:
     path, store = within(folder, MANIFEST), store_of(folder)
     try:
-        try:
-            names = store.names(folder)
-        except (FileNotFoundError, NotADirectoryError):
-            raise SnapshotNotFound(f"{folder} is not the folder of a snapshot") from None
-        if MANIFEST not in names or (size := store.size(folder, MANIFEST)) is None:
+        if MANIFEST not in _names_in(folder) or (size := store.size(folder, MANIFEST)) is None:
             raise SnapshotDamaged(f"{path} is damaged: it is missing. {_INSTEAD}")
         if size > MAX_MANIFEST_BYTES:
             raise SnapshotDamaged(f"{path} is damaged: it has {size:,} bytes, no manifest has. {_INSTEAD}")
@@ -323,6 +329,13 @@ def read_manifest(folder: Place) -> Manifest:
         raise SnapshotTooNew(f"{path} cannot be used: {exc}, or use another snapshot") from None
     except ValueError as exc:
         raise SnapshotDamaged(f"{path} is damaged: {exc}. {_INSTEAD}") from exc
+
+
+def _names_in(folder: Place) -> list[str]:
+    try:
+        return store_of(folder).names(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        raise SnapshotNotFound(f"{folder} is not the folder of a snapshot") from None
 
 
 def list_snapshots(root: str | Path) -> list[Listed]:

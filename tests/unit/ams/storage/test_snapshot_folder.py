@@ -20,6 +20,7 @@ from geartrain.ams.storage.snapshot.folder import (
     prune,
 )
 from geartrain.ams.storage.snapshot.manifest import MANIFEST, FileEntry
+from geartrain.ams.storage.snapshot.store import store_of
 from geartrain.ams.values import errors
 from geartrain.ams.values.errors import InvalidArgument, SnapshotDamaged, SnapshotFailed, SnapshotNotFound
 from geartrain.ams.values.placement import even_placement
@@ -85,6 +86,23 @@ def test_where_there_is_none_it_says_so(tmp_path: Path) -> None:
     with pytest.raises(SnapshotNotFound, match="nowhere"):
         open_snapshot(tmp_path / "nowhere")
     assert prune(tmp_path / "nowhere", 1) == []
+
+
+@pytest.mark.parametrize("look", ["size", "read"])
+def test_a_snapshot_that_goes_between_two_looks_is_not_there(
+    look: str, tmp_path: Path, take: Take, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = take(tmp_path, "a")
+    store = type(store_of(path))
+    real = getattr(store, look)
+
+    def late(*args: Any) -> Any:
+        path.rename(tmp_path / ".gone")
+        return real(*args)
+
+    monkeypatch.setattr(store, look, late)
+    with pytest.raises(SnapshotNotFound, match="a is not the folder of a snapshot"):
+        open_snapshot(path)
 
 
 def test_a_root_that_is_a_file_is_a_typed_error(tmp_path: Path) -> None:
