@@ -29,6 +29,7 @@ GeartrainError
 │   └── NotHolder                    another slow gear holds the partition of an id now
 ├── SyncError                        a sync group cannot go on
 │   ├── RankMissing                  not every rank pushed in time; nothing of the step was applied
+│   ├── RankLost                     a rank died, or was silent too long, in a collective of torch.distributed
 │   ├── StepMismatch                 a rank is at another step than its group, or pushes a step that was applied anew
 │   ├── StepPartlyApplied            some shards applied a step, others refused it: the job goes back to a snapshot
 │   └── WorkerStalled                a worker is so far behind that others have waited for it too long: names it
@@ -195,6 +196,13 @@ class SyncError(GeartrainError):
 
 class RankMissing(SyncError):
     """Not every rank of the sync group pushed within the group's time-out. Nothing of the step was applied there."""
+
+
+class RankLost(SyncError):
+    """A rank died, or did not answer within the time limit of its process group, in a collective.
+
+    What the other ranks hold of the step is not applied; end all of them and go on from the last snapshot.
+    """
 
 
 class StepMismatch(SyncError):

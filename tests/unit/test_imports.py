@@ -31,7 +31,7 @@ ROOMS_BELOW: dict[str, tuple[str, ...]] = {
 BRIDGE_USES = ("client", "values", "kernels", "programs")
 """The rooms of ams that bridge may use."""
 
-# Inside bridge: which rooms a room may use, beside itself; no sibling knows the class head.
+# Inside bridge: which rooms a room may use, beside itself; only parallel training knows the class head.
 BRIDGE_ROOMS: dict[str, tuple[str, ...]] = {
     "rows": (),
     "dense": ("rows",),
@@ -40,7 +40,10 @@ BRIDGE_ROOMS: dict[str, tuple[str, ...]] = {
     "models": (),
     "retrieval": ("embedding", "models"),
     "gear": ("rows", "dense"),
-    "head": ("rows",),
+    "collectives": ("rows",),
+    "head": ("rows", "collectives"),
+    "parallel": ("rows", "collectives", "head"),
+    "optim": (),
     "checkpoint": ("rows", "dense"),
 }
 

@@ -26,7 +26,7 @@ from geartrain.ams.graph.building.recall import BlockProducts, CoreProducts, Rec
 from geartrain.ams.graph.building.rows import Floats
 from geartrain.ams.kernels import neighbours as ops
 from geartrain.ams.values.errors import Cancelled, InvalidArgument, NonFinite, SyncError
-from geartrain.bridge.head.backends.ranks.link import RankLink
+from geartrain.bridge.collectives.link import RankLink
 
 __all__ = ["build_on_ring"]
 

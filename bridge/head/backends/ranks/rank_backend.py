@@ -20,11 +20,11 @@ from geartrain.ams.storage.snapshot.folder import Snapshot
 from geartrain.ams.storage.snapshot.store import Place
 from geartrain.ams.values.errors import GeartrainError, SpecMismatch
 from geartrain.ams.values.specs import Ids, TableSpec
+from geartrain.bridge.collectives.link import RankLink
 from geartrain.bridge.head.autograd_node import HeadCall
 from geartrain.bridge.head.backends.backend import HeadSettings, HeadState, logits_bytes, require_no_wire
 from geartrain.bridge.head.backends.ranks import passes as rank_rows
 from geartrain.bridge.head.backends.ranks.checkpoint import ShardedRows
-from geartrain.bridge.head.backends.ranks.link import RankLink
 from geartrain.bridge.head.backends.ranks.predict import top_classes_on_ranks
 from geartrain.bridge.head.backends.ranks.rank_table import RankTable
 from geartrain.bridge.head.backends.ranks.selector import RankSelector

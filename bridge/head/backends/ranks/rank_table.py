@@ -20,8 +20,8 @@ from geartrain.ams.values.errors import NonFinite
 from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
 from geartrain.ams.values.shard_messages import Done, SyncGroup
 from geartrain.ams.values.specs import Ids, TableSpec
+from geartrain.bridge.collectives.link import RankLink
 from geartrain.bridge.head.backends.ranks.elapsed_momentum import RESTING, RankSteps
-from geartrain.bridge.head.backends.ranks.link import RankLink
 from geartrain.bridge.head.backends.ranks.optimizers.registry import update_rows
 from geartrain.bridge.head.backends.ranks.optimizers.step import RowStep
 from geartrain.bridge.head.backends.ranks.rounding import ROW, SLOT, round_rows, rounding_key

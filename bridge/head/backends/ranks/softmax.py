@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from geartrain.ams.programs.class_head import LOG2_E
-from geartrain.bridge.head.backends.ranks.link import RankLink
+from geartrain.bridge.collectives.link import RankLink
 from geartrain.bridge.head.batch import Batch
 from geartrain.bridge.head.loss.softmax import OnlineSoftmax, shift_beside_target, through_normalisation
 

@@ -15,7 +15,7 @@ from geartrain.ams.kernels.reference import ops as reference
 from geartrain.ams.values.errors import Cancelled, InvalidArgument, NonFinite, SyncError
 from geartrain.ams.values.optimizers.registry import SparseMomentum
 from geartrain.ams.values.specs import Normal
-from geartrain.bridge.head.backends.ranks.link import RankLink
+from geartrain.bridge.collectives.link import RankLink
 from geartrain.bridge.head.class_head import ClassHead
 from geartrain.bridge.head.loss.margins.angular import ArcFace
 from geartrain.bridge.head.selection import rank_ring

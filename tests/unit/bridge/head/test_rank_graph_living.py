@@ -11,7 +11,7 @@ import torch
 from geartrain.ams.kernels.reference import ops as reference
 from geartrain.ams.values.optimizers.registry import SparseMomentum
 from geartrain.ams.values.specs import Normal
-from geartrain.bridge.head.backends.ranks.link import RankLink
+from geartrain.bridge.collectives.link import RankLink
 from geartrain.bridge.head.class_head import ClassHead
 from geartrain.bridge.head.loss.margins.angular import ArcFace
 from geartrain.bridge.head.selection.knn_selection import KNNSelection, KNNSoftmax

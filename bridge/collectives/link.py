@@ -1,16 +1,19 @@
-"""What the ranks of a head say to each other when the rows lie on them, over torch.distributed (gloo, NCCL).
+"""What the ranks that hold parts of a layer say to each other, over torch.distributed (gloo, NCCL).
 
 Numbers that decide shapes travel between the hosts (gloo), so that nobody waits for a device; tensors travel between
-the devices. One rank, or none of torch.distributed, says nothing.
+the devices. One rank, or none of torch.distributed, says nothing. What travels is counted (``traffic.py``). A
+collective that a lost rank ends raises RankLost: on gloo at once where its process died, else after the time limit of
+the group.
 
 Legend: R ranks, B samples of all ranks, D width.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy.typing as npt
@@ -19,6 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from geartrain.ams.values.errors import GeartrainError, InvalidArgument, SpecMismatch, SyncError
+from geartrain.bridge.collectives.pending import Pending
+from geartrain.bridge.collectives.traffic import Traffic, lost_ranks_named
 from geartrain.bridge.rows.ranks import run_together
 
 T = TypeVar("T")
@@ -34,11 +39,12 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 class RankLink:
     """The ranks of ``process_group`` (None: all of them); every rank makes the same calls in the same order.
 
-    Attributes: ``world_size``, ``rank``.
+    Attributes: ``world_size``, ``rank``, ``traffic`` (what this rank took part in).
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
         self.world_size, self.rank = 1, 0
+        self.traffic = Traffic()
         self._group = process_group
         self._host_group = process_group
         self._is_gloo = True
@@ -75,7 +81,8 @@ class RankLink:
             return [list(values)]
         mine = torch.tensor(values, dtype=torch.int64, device=_HOST)
         parts = [torch.empty_like(mine) for _ in range(self.world_size)]
-        dist.all_gather(parts, mine, group=self._host_group)
+        with self._counted("all-gather", mine.nbytes * self.world_size):
+            dist.all_gather(parts, mine, group=self._host_group)
         return [[int(value) for value in part.tolist()] for part in parts]
 
     def gather_json(self, value: Any) -> list[Any]:
@@ -87,7 +94,8 @@ class RankLink:
         padded = torch.zeros(max(sizes), dtype=torch.uint8, device=_HOST)
         padded[: len(text)] = text
         parts = [torch.empty_like(padded) for _ in sizes]
-        dist.all_gather(parts, padded, group=self._host_group)
+        with self._counted("all-gather", padded.nbytes * self.world_size):
+            dist.all_gather(parts, padded, group=self._host_group)
         return [json.loads(part[:size].numpy().tobytes()) for part, size in zip(parts, sizes, strict=True)]
 
     def require_equal(self, values: Mapping[str, Any], what: str) -> None:
@@ -116,18 +124,32 @@ class RankLink:
 
     def gather(self, tensor: Tensor, sizes: Sequence[int]) -> Tensor:
         """The tensors [n_r, …] of all ranks, one behind the other: [Σ n_r, …]. One all-gather of R · max(n_r) rows."""
+        return self.start_gather(tensor, sizes).result()
+
+    def start_gather(self, tensor: Tensor, sizes: Sequence[int]) -> Pending[Tensor]:
+        """Begin :meth:`gather`; it goes on beside what is computed until its result is asked for."""
         if self.world_size == 1:
-            return tensor
+            return Pending.done(tensor)
         most = max(sizes)
         width = math.prod(tensor.shape[1:])
         wire = torch.zeros(most, width, dtype=tensor.dtype, device=self._wire(tensor.device))
         wire[: len(tensor)] = tensor.detach().reshape(len(tensor), width)
         parts = wire.new_empty(self.world_size * most, width)
-        if most:
-            _all_gather(parts.view(torch.uint8), wire.view(torch.uint8), group=self._carrier(wire))
-        if min(sizes) < most:
-            parts = torch.cat([parts[rank * most :][:size] for rank, size in enumerate(sizes)])
-        return parts.to(tensor.device).reshape(len(parts), *tensor.shape[1:])
+        device, shape = tensor.device, tensor.shape[1:]
+
+        def take() -> Tensor:
+            joint = parts
+            if min(sizes) < most:
+                joint = torch.cat([parts[rank * most :][:size] for rank, size in enumerate(sizes)])
+            return joint.to(device).reshape(len(joint), *shape)
+
+        if not most:
+            return Pending.done(take())
+        with self._counted("all-gather", parts.nbytes):
+            work = _all_gather(
+                parts.view(torch.uint8), wire.view(torch.uint8), group=self._carrier(wire), async_op=True
+            )
+        return Pending(work, take, "all-gather")
 
     def pass_on(self, block_LD: Tensor, room_LD: Tensor, num_expected: int) -> None:
         """Send ``block_LD`` to the next rank; write the ``num_expected`` rows of the previous one's to ``room_LD``.
@@ -139,11 +161,12 @@ class RankLink:
         arriving_ND = room_LD.new_empty(min(rows, num_expected), room_LD.shape[1])
         for start in range(0, max(len(block_LD), num_expected), rows):
             leaving, arriving = block_LD[start : start + rows], arriving_ND[: max(0, num_expected - start)]
-            sent = dist.isend(leaving, after, group=self._host_group) if len(leaving) else None
-            if len(arriving):
-                dist.recv(arriving, before, group=self._host_group)
-            if sent is not None:
-                sent.wait()
+            with self._counted("send", leaving.nbytes):
+                sent = dist.isend(leaving, after, group=self._host_group) if len(leaving) else None
+                if len(arriving):
+                    dist.recv(arriving, before, group=self._host_group)
+                if sent is not None:
+                    sent.wait()
             room_LD[start : start + len(arriving)] = arriving
 
     def agree(self, value: bool) -> bool:
@@ -160,8 +183,12 @@ class RankLink:
 
     def sum_to_owners(self, tensor_BD: Tensor, sizes: Sequence[int]) -> Tensor:
         """Sum over the ranks of [B, D], of which each rank gets its own samples [n_r, D]: one reduce-scatter."""
+        return self.start_sum_to_owners(tensor_BD, sizes).result()
+
+    def start_sum_to_owners(self, tensor_BD: Tensor, sizes: Sequence[int]) -> Pending[Tensor]:
+        """Begin :meth:`sum_to_owners`; ``tensor_BD`` must not be written before its result was asked for."""
         if self.world_size == 1:
-            return tensor_BD
+            return Pending.done(tensor_BD)
         most, own = max(sizes), sizes[self.rank]
         wire = tensor_BD.to(self._wire(tensor_BD.device))
         if min(sizes) < most:
@@ -170,9 +197,16 @@ class RankLink:
                 part[: len(own_part)] = own_part
             wire = padded.view(-1, wire.shape[1])
         out = wire.new_empty(most, wire.shape[1])
-        if most:
-            _reduce_scatter(out, wire, group=self._carrier(wire))
-        return out[:own].to(tensor_BD.device)
+        device = tensor_BD.device
+
+        def take() -> Tensor:
+            return out[:own].to(device)
+
+        if not most:
+            return Pending.done(out.to(device))
+        with self._counted("reduce-scatter", wire.nbytes):
+            work = _reduce_scatter(out, wire, group=self._carrier(wire), async_op=True)
+        return Pending(work, take, "reduce-scatter")
 
     @property
     def acts(self) -> bool:
@@ -196,8 +230,15 @@ class RankLink:
         if self.world_size == 1:
             return tensor
         shared = tensor.detach().to(self._wire(tensor.device), copy=True).contiguous()
-        dist.all_reduce(shared, op=operation, group=self._carrier(shared))
+        with self._counted("all-reduce", shared.nbytes):
+            dist.all_reduce(shared, op=operation, group=self._carrier(shared))
         return shared.to(tensor.device)
+
+    @contextlib.contextmanager
+    def _counted(self, operation: str, num_bytes: int) -> Iterator[None]:
+        self.traffic.count(operation, num_bytes)
+        with lost_ranks_named(operation):
+            yield
 
     def _global_rank(self, rank: int) -> int:
         group = self._host_group or dist.group.WORLD
