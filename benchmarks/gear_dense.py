@@ -18,7 +18,8 @@ import torch
 from _turns import median_seconds
 from torch import nn
 
-from geartrain.ams.client.cluster import Cluster, connect, local
+from geartrain.ams.client.cluster import Cluster
+from geartrain.ams.client.factory import connect, local
 from geartrain.ams.values.optimizers.registry import Adam
 from geartrain.bridge.dense.dense_table import attach
 

@@ -26,7 +26,8 @@ import torch
 from _published_partial_fc import PublishedPartialFC
 from _turns import median_seconds
 
-from geartrain.ams.client.cluster import Cluster, local
+from geartrain.ams.client.cluster import Cluster
+from geartrain.ams.client.factory import local
 from geartrain.ams.kernels.ops import has_bfloat16_class_pass
 from geartrain.ams.programs.selection import FullSoftmax, PartialFC
 from geartrain.ams.values.optimizers.registry import SparseMomentum

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from _published_partial_fc import PublishedPartialFC
 
-from geartrain.ams.client.cluster import local
+from geartrain.ams.client.factory import local
 from geartrain.ams.programs.selection import FullSoftmax, PartialFC
 from geartrain.ams.values.optimizers.registry import SparseMomentum
 from geartrain.bridge.head.class_head import ClassHead

@@ -24,7 +24,8 @@ import numpy as np
 import torch
 from _up import running_cluster
 
-from geartrain.ams.client.cluster import Cluster, connect
+from geartrain.ams.client.cluster import Cluster
+from geartrain.ams.client.factory import connect
 from geartrain.ams.programs.selection import FullSoftmax, PartialFC
 from geartrain.ams.values.config import ClientConfig
 from geartrain.ams.values.optimizers.registry import SparseMomentum

@@ -22,7 +22,8 @@ import numpy.typing as npt
 import torch
 from _clustered import clustered_rows, clusters_of
 
-from geartrain.ams.client.cluster import Cluster, local
+from geartrain.ams.client.cluster import Cluster
+from geartrain.ams.client.factory import local
 from geartrain.ams.graph.building.builder import ArrayRows, build_neighbours
 from geartrain.ams.graph.building.neighbours import NeighbourTable
 from geartrain.ams.programs.selection import FullSoftmax

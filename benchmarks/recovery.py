@@ -21,8 +21,9 @@ from typing import Any
 import numpy as np
 import psutil
 
-from geartrain.ams.client.cluster import Cluster, connect
+from geartrain.ams.client.cluster import Cluster
 from geartrain.ams.client.cluster_status import cluster_status
+from geartrain.ams.client.factory import connect
 from geartrain.ams.values.errors import GeartrainError
 from geartrain.ams.values.optimizers.registry import SparseMomentum
 

@@ -23,7 +23,7 @@ from _redis_server import redis_client
 from _turns import median_seconds
 from _up import running_cluster
 
-from geartrain.ams.client.cluster import connect
+from geartrain.ams.client.factory import connect
 from geartrain.ams.rpc.channel import channel_options
 from geartrain.ams.values.config import MAX_MESSAGE_BYTES, ClientConfig
 from geartrain.ams.values.optimizers.registry import SparseMomentum

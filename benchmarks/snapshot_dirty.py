@@ -17,7 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from geartrain.ams.client.cluster import Cluster, local
+from geartrain.ams.client.cluster import Cluster
+from geartrain.ams.client.factory import local
 from geartrain.ams.storage.snapshot.folder import prune
 from geartrain.ams.values.optimizers.registry import SparseMomentum
 

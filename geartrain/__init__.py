@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from geartrain import models
-    from geartrain.ams.client.cluster import Cluster, connect
-    from geartrain.ams.client.follower import TableFollower
+    from geartrain.ams.client.cluster import Cluster
+    from geartrain.ams.client.factory import connect
+    from geartrain.ams.client.snapshots.follower import TableFollower
     from geartrain.ams.client.table import Table
     from geartrain.ams.programs.selection import ActiveClasses, FullSoftmax, PartialFC, Selection
     from geartrain.ams.values import errors
@@ -170,8 +171,9 @@ __all__ = [
 
 _HOMES = {
     "geartrain.ams.client.table": ("Table",),
-    "geartrain.ams.client.follower": ("TableFollower",),
-    "geartrain.ams.client.cluster": ("Cluster", "connect"),
+    "geartrain.ams.client.snapshots.follower": ("TableFollower",),
+    "geartrain.ams.client.cluster": ("Cluster",),
+    "geartrain.ams.client.factory": ("connect",),
     "geartrain.ams.values.admission.rules": ("MinCount", "Probability"),
     "geartrain.ams.values.expiry.rules": ("RowBlock", "Rule", "SmallerThan", "Unseen", "expiry_rule"),
     "geartrain.ams.values.config": ("ClientConfig",),

@@ -1,52 +1,38 @@
-"""A cluster as a program sees it: embedded in this process, or connected to over gRPC."""
+"""A cluster as a program sees it: its tables, their snapshots and exports, and the jobs that write them."""
 
 from __future__ import annotations
 
 import logging
-import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from types import MappingProxyType, TracebackType
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from geartrain.ams.client.cluster_status import ClusterStatus, describe_cluster
 from geartrain.ams.client.data_streams import DataStreams
-from geartrain.ams.client.export import PendingExport, begin_export
-from geartrain.ams.client.restore import restore_snapshot
-from geartrain.ams.client.scheduler_calls import SchedulerCalls, await_cluster
+from geartrain.ams.client.other_roles import OtherRoles
+from geartrain.ams.client.scheduler_calls import SchedulerCalls
 from geartrain.ams.client.shard_calls import ShardCalls
-from geartrain.ams.client.snapshot import JobContents, PendingSnapshot, begin_snapshot, free_name
+from geartrain.ams.client.snapshots.export import PendingExport, begin_export
+from geartrain.ams.client.snapshots.restore import restore_snapshot
+from geartrain.ams.client.snapshots.snapshot import JobContents, PendingSnapshot, begin_snapshot, free_name
 from geartrain.ams.client.table import Table
 from geartrain.ams.client.worker_steps import JobSteps, worker_name
-from geartrain.ams.client.writes import ClientStream, check_stream, checked_incarnation
-from geartrain.ams.observe import failpoints
-from geartrain.ams.programs.hosted import HostedModels
+from geartrain.ams.client.writes import ClientStream, checked_incarnation
 from geartrain.ams.rpc.carrier import AttemptFailed, SchedulerCarrier, ShardCarrier
-from geartrain.ams.rpc.client.dial import dial
 from geartrain.ams.storage.snapshot.folder import Snapshot
 from geartrain.ams.values.admission.rules import Admission
 from geartrain.ams.values.arguments import checked_name, integer
 from geartrain.ams.values.config import ClientConfig
-from geartrain.ams.values.errors import (
-    ConfigError,
-    GeartrainError,
-    GraphUnavailable,
-    InvalidArgument,
-    SchedulerUnavailable,
-)
+from geartrain.ams.values.errors import GeartrainError, GraphUnavailable, SchedulerUnavailable
 from geartrain.ams.values.expiry.rules import Expiry
 from geartrain.ams.values.gear_messages import Freshness
 from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
-from geartrain.ams.values.scheduler_messages import (
-    ClusterView,
-    DescribeCluster,
-    StepWorker,
-    TakeIncarnation,
-)
+from geartrain.ams.values.scheduler_messages import ClusterView, StepWorker
 from geartrain.ams.values.shard_messages import Fence
 from geartrain.ams.values.specs import DTypeName, Initializer, Normal, TableSpec, WireDType, wire_format
-from geartrain.ams.values.text import quoted
 
 if TYPE_CHECKING:
     from geartrain.ams.gear.client.remote import RemoteGears
@@ -77,12 +63,11 @@ class Cluster:
         remote: bool,
         close: Callable[[], None] = lambda: None,
     ) -> None:
-        self._graph: GraphCalls | None = None
-        self._graph_lock = threading.Lock()
         self._open_carrier = open_carrier
         self._config = config
         self._calls = ShardCalls(view, open_carrier, lambda: self._scheduler.describe(), config, remote=remote)
         self._scheduler = SchedulerCalls(scheduler, self._calls, stream)
+        self._roles = OtherRoles(self, self._calls)
         self._stream = stream
         self._close = close
         self._closed = False
@@ -129,58 +114,19 @@ class Cluster:
         Of :func:`local` it is in this process, made when it is first asked for; of :func:`connect` the graph service
         that ``client.graph`` names. Raises ConfigError if that names none.
         """
-        with self._graph_lock:
-            if self._graph is None:
-                self._graph = self._open_graph()
-            return self._graph
+        return self._roles.graph
 
     @property
     def graph_service(self) -> GraphCalls | None:
         """:attr:`graph`, if it is another process; None: whoever needs a graph had better build it where it is used."""
-        return self.graph if self._calls.remote and self._config.graph is not None else None
+        return self._roles.graph_service
 
     def slow_gears(self, name: str, *, dim: int, wait: bool, freshness: Freshness) -> RemoteGears:
         """The slow gears that serve the dense part ``name``: processes of ``geartrain slowgear``, found through the
         scheduler; see :class:`geartrain.ams.gear.client.remote.RemoteGears`. Raises InvalidArgument, GearUnavailable.
         """
-        if not self._calls.remote:
-            raise InvalidArgument(
-                f"this cluster is embedded in the process and has no slow gears of {name!r}; give build= and samples=, "
-                "or connect() to a cluster"
-            )
-        # Only a process that has slow gears loads them.
-        from geartrain.ams.gear.client.remote import RemoteGears
-        from geartrain.ams.gear.partitions import job_of
-        from geartrain.ams.rpc.channel import seconds_to_connect
-        from geartrain.ams.rpc.client.gear import GrpcGearCarrier
-
-        holders = self.streams(job_of(name), worker="fast gear").holders
-        limit = self._config.max_message_bytes
-        connect_seconds = seconds_to_connect(self._config.attempt_timeout_seconds)
-
-        def open_carrier(address: str, on_wait: Callable[[], None]) -> GrpcGearCarrier:
-            return GrpcGearCarrier(address, max_message_bytes=limit, connect_seconds=connect_seconds, on_wait=on_wait)
-
-        return RemoteGears(name, dim, holders, open_carrier, self._config, wait=wait, freshness=freshness)
-
-    def _open_graph(self) -> GraphCalls:
-        # Only a process that uses graphs loads them.
-        if not self._calls.remote:
-            from geartrain.ams.graph.service.graphs import Graphs, OwnCluster
-
-            return Graphs(OwnCluster(self))
-        if self._config.graph is None:
-            raise ConfigError(
-                "this cluster has no graph service that is known here; start one with 'geartrain graph' and give its "
-                "address: connect(..., config=gt.ClientConfig(graph='host:port')), or GEARTRAIN_CLIENT__GRAPH"
-            )
-        from geartrain.ams.graph.client.remote import RemoteGraphs
-
-        return RemoteGraphs(self._config.graph, self._config)
-
-    def _graphs(self) -> GraphCalls | None:
-        """The graphs that belong to this cluster's tables, if there can be any."""
-        return self._graph if self.graph_service is None else self.graph_service
+        streams = partial(self.streams, worker="fast gear")
+        return self._roles.slow_gears(name, dim=dim, streams=streams, wait=wait, freshness=freshness)
 
     def create_table(
         self,
@@ -263,7 +209,7 @@ class Cluster:
         A graph service that does not answer is logged: what it keeps is of rows that are gone.
         """
         self._scheduler.drop_table(name)
-        if (graphs := self._graphs()) is not None:
+        if (graphs := self._roles.graphs_of_tables) is not None:
             try:
                 graphs.forget(name)
             except GraphUnavailable as exc:
@@ -391,7 +337,7 @@ class Cluster:
             parent=parent,
             caller=self._stream.caller,
             check_caller=self._scheduler.check_caller,
-            graphs=self._graphs() if graphs else None,
+            graphs=self._roles.graphs_of_tables if graphs else None,
         )
 
     def export(self, tables: str | Sequence[str], root: str | Path, *, since: int | None = None) -> PendingExport:
@@ -444,7 +390,7 @@ class Cluster:
             tables=tables,
             replace=replace,
             caller=self._stream.caller,
-            graphs=self._graphs_to_restore,
+            graphs=self._roles.graphs_to_restore,
         )
 
     def reopen(self, names: Sequence[str]) -> None:
@@ -452,10 +398,6 @@ class Cluster:
         settings means those that there are now. One RPC. Raises as :meth:`table`.
         """
         self._calls.restored([self._scheduler.table(name) for name in names])
-
-    def _graphs_to_restore(self, there_are_some: bool) -> GraphCalls | None:
-        """An embedded cluster takes those there are even if nobody has asked for :attr:`graph` yet."""
-        return self.graph if there_are_some and not self._calls.remote else self._graphs()
 
     def wait_for(self, writes: LaterWrites) -> None:
         """Let snapshots, and the end, wait for writes that somebody sends later, as long as he holds them."""
@@ -482,8 +424,7 @@ class Cluster:
     def _close_all(self) -> None:
         for steps in list(self._job_steps):
             steps.leave()
-        if self._graph is not None:
-            self._graph.close()
+        self._roles.close()
         try:
             self._calls.close()
         except BaseException:  # Ctrl-C while background calls wait for a shard
@@ -496,74 +437,3 @@ class Cluster:
     def _give_up(self) -> None:
         self._calls.give_up()
         self._close()  # embedded shards answer, with an error, whoever waits for the other ranks of a step
-
-
-def local(
-    num_shards: int = 1,
-    *,
-    config: ClientConfig | None = None,
-    stream: str | None = None,
-    incarnation: int | None = None,
-    models: HostedModels = MappingProxyType({}),
-) -> Cluster:
-    """Return a cluster embedded in this process: the same shards on threads of their own, no sockets.
-
-    ``stream`` and ``incarnation`` are those of :func:`connect`; ``models`` are what the shards host.
-    Raises ConfigError if ``num_shards`` is not 1 … 4096.
-    """
-    # Only a process that embeds shards loads the server's code.
-    from geartrain.ams.client.embedded import EmbeddedCluster
-
-    failpoints.arm_from_environment()
-    config = _checked_config(config)
-    check_stream(stream, incarnation)
-    embedded = EmbeddedCluster(num_shards, models)
-    try:
-        taken = embedded.scheduler.call(TakeIncarnation(chosen=incarnation or 0), None)
-    except BaseException:
-        embedded.close()
-        raise
-    return Cluster(
-        embedded.scheduler,
-        embedded.scheduler.call(DescribeCluster(), None),
-        embedded.open_carrier,
-        config,
-        stream=ClientStream(config.max_in_flight_writes, stream, taken),
-        remote=False,
-        close=embedded.close,
-    )
-
-
-def connect(
-    address: str, *, config: ClientConfig | None = None, stream: str | None = None, incarnation: int | None = None
-) -> Cluster:
-    """Return the cluster whose scheduler listens at ``address`` ("host:port"), once all its shards have registered.
-
-    ``stream`` names this process's writes, for example ``"job/rank0"``, and takes them over: from now on shards refuse
-    a process of the same name and a lower ``incarnation``, and recognise writes that it numbered
-    (``table.push(…, sequence=step)``). Without a name nobody is superseded. The scheduler gives incarnations, each
-    higher than all before, whatever the clocks of the machines say; one that is given here (of the processes of one
-    job, for example) must be from 1 to 2**62, or one that the scheduler gave. Costs two RPCs to the scheduler.
-
-    Raises InvalidArgument (not a stream name), ConfigError (malformed address), SchedulerUnavailable (nobody answers
-    there within ``connect_timeout_seconds``, or connections are refused for ``refused_timeout_seconds``),
-    ClusterNotReady (shards are missing after ``recovery_timeout_seconds``) or StaleClient (a higher incarnation has the
-    stream). Who or what is waited for is logged.
-    """
-    failpoints.arm_from_environment()
-    config = _checked_config(config)
-    check_stream(stream, incarnation)
-    scheduler, open_carrier = dial(address, config)
-    try:
-        view, taken = await_cluster(scheduler, address, config, incarnation or 0)
-        writes = ClientStream(config.max_in_flight_writes, stream, taken)
-        return Cluster(scheduler, view, open_carrier, config, stream=writes, remote=True)
-    except BaseException:
-        scheduler.close()
-        raise
-
-
-def _checked_config(config: ClientConfig | None) -> ClientConfig:
-    if config is not None and not isinstance(config, ClientConfig):
-        raise ConfigError(f"config is {quoted(config)}; it must be a gt.ClientConfig(...), or None for its defaults")
-    return config or ClientConfig()

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from geartrain.ams.client.follower import FollowedTables
+from geartrain.ams.client.snapshots.follower import FollowedTables
 from geartrain.ams.kernels.embedding import BadId, FeatureIds, Lookup
 from geartrain.ams.values.errors import InvalidArgument, SpecMismatch
 from geartrain.ams.values.text import quoted

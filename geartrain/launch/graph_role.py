@@ -6,8 +6,9 @@ import threading
 import time
 from collections.abc import Mapping
 
-from geartrain.ams.client.cluster import Cluster, connect
+from geartrain.ams.client.cluster import Cluster
 from geartrain.ams.client.cluster_status import ClusterStatus, cluster_status
+from geartrain.ams.client.factory import connect
 from geartrain.ams.rpc.carrier import AttemptFailed, SchedulerCarrier
 from geartrain.ams.rpc.client.dial import dial
 from geartrain.ams.values.config import ClientConfig

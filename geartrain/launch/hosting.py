@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from geartrain.ams.client import cluster
+from geartrain.ams.client import factory
+from geartrain.ams.client.cluster import Cluster
 from geartrain.ams.programs.models import hosted_models
 from geartrain.ams.values.config import ClientConfig
 
@@ -13,9 +14,9 @@ def local(
     config: ClientConfig | None = None,
     stream: str | None = None,
     incarnation: int | None = None,
-) -> cluster.Cluster:
+) -> Cluster:
     """Return a cluster embedded in this process: the same shards on threads of their own, no sockets.
 
     ``stream`` and ``incarnation`` are those of :func:`connect`. Raises ConfigError if ``num_shards`` is not 1 … 4096.
     """
-    return cluster.local(num_shards, config=config, stream=stream, incarnation=incarnation, models=hosted_models())
+    return factory.local(num_shards, config=config, stream=stream, incarnation=incarnation, models=hosted_models())

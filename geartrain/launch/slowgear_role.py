@@ -9,7 +9,7 @@ from contextlib import ExitStack
 
 import torch
 
-from geartrain.ams.client.cluster import connect
+from geartrain.ams.client.factory import connect
 from geartrain.ams.gear.client.status import describe_gears
 from geartrain.ams.gear.partitions import NUM_PARTITIONS, job_of
 from geartrain.ams.gear.service.held_partitions import HeldPartitions, Ticker

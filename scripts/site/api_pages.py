@@ -60,7 +60,7 @@ PAGES = (
         "Clusters and tables",
         ("geartrain.ams", "geartrain.launch.hosting"),
         (
-            "geartrain.ams.client.snapshot.PendingSnapshot",
+            "geartrain.ams.client.snapshots.snapshot.PendingSnapshot",
             "geartrain.ams.storage.snapshot.folder.Snapshot",
             "geartrain.ams.client.data_streams.DataStreams",
             "geartrain.ams.graph.client.calls.GraphCalls",

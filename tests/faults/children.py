@@ -24,7 +24,7 @@ from geartrain.launch.graph_role import ConnectedCluster
 START_TIMEOUT_SECONDS = 60.0
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
-    ["pytest", "geartrain.ams.client.cluster", "tests.faults.children", "tests.faults.scenarios"]
+    ["pytest", "geartrain.ams.client.factory", "tests.faults.children", "tests.faults.scenarios"]
 )
 
 

@@ -20,7 +20,8 @@ from typing import Any
 import numpy as np
 import psutil
 
-from geartrain.ams.client.cluster import Cluster, connect
+from geartrain.ams.client.cluster import Cluster
+from geartrain.ams.client.factory import connect
 from geartrain.ams.client.table import Table
 from geartrain.ams.storage.snapshot.folder import list_snapshots
 from geartrain.ams.values.placement import bucket_of

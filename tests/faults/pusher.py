@@ -23,7 +23,8 @@ from typing import Any
 
 import numpy as np
 
-from geartrain.ams.client.cluster import Cluster, connect
+from geartrain.ams.client.cluster import Cluster
+from geartrain.ams.client.factory import connect
 from geartrain.ams.client.table import Table
 from geartrain.ams.storage.snapshot.folder import latest
 from geartrain.ams.values.config import ClientConfig

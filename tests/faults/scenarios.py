@@ -18,7 +18,8 @@ from pathlib import Path
 
 import numpy as np
 
-from geartrain.ams.client.cluster import Cluster, connect
+from geartrain.ams.client.cluster import Cluster
+from geartrain.ams.client.factory import connect
 from geartrain.ams.client.table import Table
 from geartrain.ams.observe.failpoints import EXIT_CODE, FAILPOINTS, armed
 from geartrain.ams.scheduler.service import SchedulerServer

@@ -16,8 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from geartrain.ams.client.cluster import Cluster, connect
+from geartrain.ams.client.cluster import Cluster
 from geartrain.ams.client.cluster_status import cluster_status
+from geartrain.ams.client.factory import connect
 from geartrain.ams.client.table import Table
 from geartrain.ams.values.config import ClientConfig
 from geartrain.ams.values.errors import GeartrainError

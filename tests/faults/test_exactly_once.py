@@ -14,7 +14,8 @@ from typing import Literal
 import numpy as np
 import pytest
 
-from geartrain.ams.client.cluster import Cluster, connect
+from geartrain.ams.client.cluster import Cluster
+from geartrain.ams.client.factory import connect
 from geartrain.ams.client.rows.row_calls import RowCalls
 from geartrain.ams.kernels import _core
 from geartrain.ams.rpc.payload import data_plane

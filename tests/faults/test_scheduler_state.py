@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from geartrain.ams.client.cluster import connect
 from geartrain.ams.client.cluster_status import cluster_status
+from geartrain.ams.client.factory import connect
 from geartrain.ams.scheduler.service import SchedulerServer
 from geartrain.ams.server.role import ShardServer
 from geartrain.ams.values import errors

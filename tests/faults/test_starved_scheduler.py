@@ -18,7 +18,8 @@ import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from geartrain.ams.client.cluster import Cluster, connect
+from geartrain.ams.client.cluster import Cluster
+from geartrain.ams.client.factory import connect
 from geartrain.ams.observe import failpoints
 from geartrain.ams.rpc.client.scheduler import GrpcSchedulerCarrier
 from geartrain.ams.rpc.server import server as grpc_server

@@ -17,8 +17,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from geartrain.ams.client.cluster import Cluster, connect, local
+from geartrain.ams.client.cluster import Cluster
 from geartrain.ams.client.cluster_status import cluster_status
+from geartrain.ams.client.factory import connect, local
 from geartrain.ams.rpc.client.shard import GrpcCarrier
 from geartrain.ams.scheduler.scheduler import Scheduler
 from geartrain.ams.scheduler.service import SchedulerServer

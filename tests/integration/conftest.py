@@ -9,7 +9,8 @@ from contextlib import ExitStack
 import grpc
 import pytest
 
-from geartrain.ams.client.cluster import Cluster, connect
+from geartrain.ams.client.cluster import Cluster
+from geartrain.ams.client.factory import connect
 from geartrain.ams.programs.models import hosted_models
 from geartrain.ams.rpc.client.shard import GrpcCarrier
 from geartrain.ams.rpc.payload.data_plane import DataPlane

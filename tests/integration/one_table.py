@@ -8,7 +8,8 @@ from contextlib import contextmanager
 import grpc
 import numpy as np
 
-from geartrain.ams.client.cluster import Cluster, connect
+from geartrain.ams.client.cluster import Cluster
+from geartrain.ams.client.factory import connect
 from geartrain.ams.rpc.services import SHARD
 from geartrain.ams.values.config import ClientConfig
 from geartrain.ams.values.optimizers.registry import SGD

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from geartrain.ams.client.cluster import Cluster, local
+from geartrain.ams.client.cluster import Cluster
+from geartrain.ams.client.factory import local
 from geartrain.ams.kernels._core import ScatteredRows
 from geartrain.ams.storage.snapshot.compaction import compact
 from geartrain.ams.values.admission.rules import MinCount, Probability

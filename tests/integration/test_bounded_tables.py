@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from geartrain.ams.client.cluster import Cluster, local
+from geartrain.ams.client.cluster import Cluster
+from geartrain.ams.client.factory import local
 from geartrain.ams.storage.snapshot.folder import open_snapshot
 from geartrain.ams.storage.snapshot.manifest import ROWS
 from geartrain.ams.values import errors

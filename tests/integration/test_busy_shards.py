@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from geartrain.ams.client.cluster import connect
+from geartrain.ams.client.factory import connect
 from geartrain.ams.client.shard_calls import _Patience
 from geartrain.ams.server.parts import PartBuffer
 from geartrain.ams.server.service import ShardService

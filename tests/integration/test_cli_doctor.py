@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from geartrain.ams.client import cluster_status as ams_cluster_status
-from geartrain.ams.client.cluster import local
+from geartrain.ams.client.factory import local
 from geartrain.ams.observe.failpoints import VARIABLE
 from geartrain.ams.values.config import ClusterConfig, SchedulerConfig
 from geartrain.launch import doctor

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from geartrain.ams.client.cluster import connect, local
+from geartrain.ams.client.factory import connect, local
 from geartrain.ams.values.optimizers.registry import SparseMomentum
 from tests.integration.test_cli import assert_one_line_error, geartrain, role
 from tests.support.command_line import typed

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import geartrain as gt
-from geartrain.ams.client.cluster import connect
+from geartrain.ams.client.factory import connect
 from geartrain.ams.values.errors import InvalidArgument, ShardUnavailable, SyncError
 from tests.integration.conftest import ServedCluster
 from tests.support.rank_processes import run_ranks

@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from geartrain.ams.client.cluster import Cluster, connect
+from geartrain.ams.client.cluster import Cluster
+from geartrain.ams.client.factory import connect
 from geartrain.ams.scheduler.service import SchedulerServer
 from geartrain.ams.values import errors
 from geartrain.ams.values.config import SchedulerConfig

@@ -11,7 +11,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from geartrain.ams.client.cluster import Cluster, local
+from geartrain.ams.client.cluster import Cluster
+from geartrain.ams.client.factory import local
 from geartrain.ams.client.table import Table
 from geartrain.ams.observe.failpoints import armed
 from geartrain.ams.server.freeze.marks import joint_steps, restore_steps

@@ -13,7 +13,8 @@ import torch
 from typer.testing import CliRunner
 
 import geartrain as gt
-from geartrain.ams.client.cluster import Cluster, local
+from geartrain.ams.client.cluster import Cluster
+from geartrain.ams.client.factory import local
 from geartrain.ams.client.table import Table
 from geartrain.ams.server.shard import Shard
 from geartrain.ams.values import errors

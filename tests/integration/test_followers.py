@@ -16,8 +16,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from geartrain.ams.client.cluster import Cluster, connect, local
-from geartrain.ams.client.follower import FollowedTables, TableFollower
+from geartrain.ams.client.cluster import Cluster
+from geartrain.ams.client.factory import connect, local
+from geartrain.ams.client.snapshots.follower import FollowedTables, TableFollower
 from geartrain.ams.observe.failpoints import armed
 from geartrain.ams.server.freeze.freezes import Freezes
 from geartrain.ams.storage.durable import disk

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from geartrain.ams.client.cluster import connect
+from geartrain.ams.client.factory import connect
 
 ROOT = Path(__file__).parents[2]
 

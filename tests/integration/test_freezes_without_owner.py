@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from geartrain.ams.client import snapshot as snapshots
-from geartrain.ams.client.cluster import connect
+from geartrain.ams.client.factory import connect
+from geartrain.ams.client.snapshots import snapshot as snapshots
 from geartrain.ams.observe.failpoints import armed
 from geartrain.ams.server.shard import Shard
 from geartrain.ams.storage.snapshot.folder import list_snapshots, new_staging, open_snapshot

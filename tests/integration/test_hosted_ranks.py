@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from geartrain.ams.client.cluster import connect
+from geartrain.ams.client.factory import connect
 from tests.integration.conftest import ServedCluster
 from tests.support.rank_processes import run_ranks
 from tests.unit.bridge.head.test_places import RANKS, Array, Case, joined, make_head, reference, train_share

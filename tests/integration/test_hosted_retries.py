@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from geartrain.ams.client.cluster import Cluster, connect
+from geartrain.ams.client.cluster import Cluster
+from geartrain.ams.client.factory import connect
 from geartrain.ams.observe import failpoints
 from geartrain.ams.programs.selection import PartialFC
 from geartrain.ams.values.config import ClientConfig

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from geartrain.ams.client.cluster import Cluster, local
+from geartrain.ams.client.cluster import Cluster
+from geartrain.ams.client.factory import local
 from geartrain.ams.observe.failpoints import armed
 from geartrain.ams.server.freeze.freezes import Freezes
 from geartrain.ams.storage.durable import disk

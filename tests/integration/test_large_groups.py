@@ -9,7 +9,7 @@ from contextlib import ExitStack
 import numpy as np
 import pytest
 
-from geartrain.ams.client.cluster import connect
+from geartrain.ams.client.factory import connect
 from geartrain.ams.client.shard_calls import _Patience
 from geartrain.ams.rpc.client.health import is_serving
 from geartrain.ams.rpc.client.shard import GrpcCarrier

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from geartrain.ams.client.cluster import connect
+from geartrain.ams.client.factory import connect
 from geartrain.ams.pb.v1 import shard_pb2, types_pb2
 from geartrain.ams.rpc.channel import channel_options
 from geartrain.ams.rpc.codec import framing, hosted

@@ -11,8 +11,8 @@ from contextlib import contextmanager, suppress
 import numpy as np
 import pytest
 
-from geartrain.ams.client.cluster import connect
 from geartrain.ams.client.cluster_status import cluster_status
+from geartrain.ams.client.factory import connect
 from geartrain.ams.rpc.carrier import AttemptFailed, NotSent
 from geartrain.ams.rpc.client.dial import dial
 from geartrain.ams.scheduler.service import SchedulerServer

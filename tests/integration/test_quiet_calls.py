@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from geartrain.ams.client.cluster import connect
+from geartrain.ams.client.factory import connect
 from geartrain.ams.observe.failpoints import armed
 from geartrain.ams.rpc.client.shard import GrpcCarrier
 from geartrain.ams.storage.snapshot.folder import new_staging

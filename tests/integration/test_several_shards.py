@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
-from geartrain.ams.client.cluster import connect
 from geartrain.ams.client.cluster_status import cluster_status
+from geartrain.ams.client.factory import connect
 from geartrain.ams.scheduler.scheduler import Scheduler
 from geartrain.ams.scheduler.service import SchedulerServer
 from geartrain.ams.server.role import ShardServer, _HeldShard

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from geartrain.ams.client import shard_calls
-from geartrain.ams.client.cluster import Cluster, connect
+from geartrain.ams.client.cluster import Cluster
+from geartrain.ams.client.factory import connect
 from geartrain.ams.client.table import Table
 from geartrain.ams.kernels import _core
 from geartrain.ams.rpc.payload import data_plane
@@ -112,7 +113,7 @@ def test_a_shard_that_cannot_share_is_asked_once(
 CHILD = f"""
 import sys
 import numpy as np
-from geartrain.ams.client.cluster import connect
+from geartrain.ams.client.factory import connect
 
 with connect(sys.argv[1]) as cluster:
     table, ids = cluster.table("t"), np.arange({NUM_ROWS})
@@ -306,7 +307,7 @@ def test_calls_that_do_not_fit_shared_memory_travel_in_messages(served: Served, 
 FORK = f"""
 import os, sys
 import numpy as np
-from geartrain.ams.client.cluster import connect
+from geartrain.ams.client.factory import connect
 
 with connect(sys.argv[1]) as cluster:
     table, ids = cluster.table("t"), np.arange({NUM_ROWS})

@@ -21,7 +21,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from geartrain.ams.client.cluster import Cluster, connect
+from geartrain.ams.client.cluster import Cluster
+from geartrain.ams.client.factory import connect
 from geartrain.ams.rpc.client import silence
 from geartrain.ams.rpc.client.scheduler import GrpcSchedulerCarrier
 from geartrain.ams.scheduler.service import SchedulerServer

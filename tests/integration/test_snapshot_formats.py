@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from geartrain.ams.client.cluster import Cluster, local
+from geartrain.ams.client.cluster import Cluster
+from geartrain.ams.client.factory import local
 from geartrain.ams.storage.snapshot.compaction import compact
 from geartrain.ams.storage.snapshot.folder import open_snapshot
 from geartrain.ams.storage.snapshot.manifest import FORMAT, unseal_json

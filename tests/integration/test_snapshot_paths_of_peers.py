@@ -13,7 +13,8 @@ import grpc
 import numpy as np
 import pytest
 
-from geartrain.ams.client.cluster import Cluster, connect
+from geartrain.ams.client.cluster import Cluster
+from geartrain.ams.client.factory import connect
 from geartrain.ams.graph.service.role import GraphServer
 from geartrain.ams.pb.v1 import graph_pb2, scheduler_pb2, shard_pb2
 from geartrain.ams.rpc.client.gear import GrpcGearCarrier

@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from geartrain.ams.client.cluster import Cluster, local
+from geartrain.ams.client.cluster import Cluster
+from geartrain.ams.client.factory import local
 from geartrain.ams.storage.snapshot import blocks
 from geartrain.ams.storage.snapshot.compaction import compact
 from geartrain.ams.storage.snapshot.folder import open_snapshot

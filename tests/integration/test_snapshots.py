@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from geartrain.ams.client.cluster import Cluster, connect, local
+from geartrain.ams.client.cluster import Cluster
+from geartrain.ams.client.factory import connect, local
 from geartrain.ams.client.shard_calls import ShardCalls
 from geartrain.ams.server.freeze import freezes
 from geartrain.ams.storage.durable import disk

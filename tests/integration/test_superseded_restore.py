@@ -10,8 +10,9 @@ from typing import Any, NoReturn
 import numpy as np
 import pytest
 
-from geartrain.ams.client import restore as snapshots
-from geartrain.ams.client.cluster import Cluster, connect
+from geartrain.ams.client.cluster import Cluster
+from geartrain.ams.client.factory import connect
+from geartrain.ams.client.snapshots import restore as snapshots
 from geartrain.ams.server.freeze import restore
 from geartrain.ams.values.errors import SnapshotNotFound, StaleClient
 from geartrain.ams.values.optimizers.registry import SGD

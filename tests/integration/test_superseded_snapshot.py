@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from geartrain.ams.client import snapshot as snapshots
-from geartrain.ams.client.cluster import connect
+from geartrain.ams.client.factory import connect
 from geartrain.ams.client.scheduler_calls import SchedulerCalls
+from geartrain.ams.client.snapshots import snapshot as snapshots
 from geartrain.ams.observe.failpoints import armed
 from geartrain.ams.storage.snapshot.folder import latest, list_snapshots
 from geartrain.ams.values.errors import StaleClient

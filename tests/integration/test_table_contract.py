@@ -35,7 +35,7 @@ def test_a_row_that_was_never_written_has_its_initial_value_and_is_not_created(c
 
 
 def test_initial_values_do_not_depend_on_the_number_of_shards(cluster: Cluster) -> None:
-    from geartrain.ams.client.cluster import local
+    from geartrain.ams.client.factory import local
 
     table = cluster.create_table("t", dim=8, optimizer=SGD(0.1), seed=3)
     with local(5) as other:

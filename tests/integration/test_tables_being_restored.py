@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from geartrain.ams.client.cluster import Cluster, connect
+from geartrain.ams.client.cluster import Cluster
+from geartrain.ams.client.factory import connect
 from geartrain.ams.client.scheduler_calls import SchedulerCalls
 from geartrain.ams.client.table import Table
 from geartrain.ams.observe.failpoints import armed
@@ -110,7 +111,7 @@ def test_what_a_dead_process_was_restoring_is_restored_by_another(
     with connect(address) as ours:
         path = make(ours, tmp_path)
         with connect(address) as dying:
-            from geartrain.ams.client import restore as snapshot_restore
+            from geartrain.ams.client.snapshots import restore as snapshot_restore
 
             def dies(name: str) -> None:
                 if name == place:

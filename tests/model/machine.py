@@ -18,7 +18,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from geartrain.ams.client.snapshot import PendingSnapshot
+from geartrain.ams.client.snapshots.snapshot import PendingSnapshot
 from geartrain.ams.client.writes import Write
 from geartrain.ams.observe import failpoints
 from geartrain.ams.pb.v1 import shard_pb2

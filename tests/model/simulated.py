@@ -18,9 +18,9 @@ import grpc
 import pytest
 
 from geartrain.ams.client import shard_calls as shard_calls_module
-from geartrain.ams.client import snapshot as snapshot_module
 from geartrain.ams.client.cluster import Cluster
 from geartrain.ams.client.embedded import LocalScheduler
+from geartrain.ams.client.snapshots import snapshot as snapshot_module
 from geartrain.ams.client.writes import ClientStream, WriteStream
 from geartrain.ams.rpc.client.shard import GrpcCarrier
 from geartrain.ams.rpc.client.silence import SilenceLog

@@ -15,7 +15,7 @@ _PRELOAD = [
     "torch._dynamo",
     "torch.distributed.tensor",
     "torch.distributed.checkpoint",
-    "geartrain.ams.client.cluster",
+    "geartrain.ams.client.factory",
     "geartrain.bridge.head.class_head",
     "geartrain.bridge.rows.optimizer",
 ]

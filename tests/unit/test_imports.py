@@ -52,7 +52,7 @@ ALSO: dict[str, tuple[str, ...]] = {
     "ams/values/placement.py": ("kernels",),  # ids are routed by a kernel
     "ams/values/arrays.py": ("kernels",),  # and looked through by one
     "ams/client/embedded.py": ("server", "scheduler"),  # the services on threads of the client's process
-    "ams/client/follower.py": ("tables",),  # rows are kept as a shard keeps them
+    "ams/client/snapshots/follower.py": ("tables",),  # rows are kept as a shard keeps them
     "bridge/head/*": ("graph", "storage"),  # a head builds graphs of its rows, and knows its rows again by snapshots
     "bridge/head/backends/ranks/*": ("tables", "server"),  # it is the shard of the rows that its rank keeps
     "bridge/head/sub_centers.py": ("tables",),  # what rows are before anything is written

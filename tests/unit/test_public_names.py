@@ -182,7 +182,7 @@ def test_specs_and_errors_need_neither_torch_nor_grpc() -> None:
 
 def test_roles_never_import_torch() -> None:
     code = """
-import geartrain.ams.server.role, geartrain.ams.scheduler.service, geartrain.ams.client.cluster
+import geartrain.ams.server.role, geartrain.ams.scheduler.service, geartrain.ams.client.factory
 import geartrain.ams.values.config
 import geartrain.cli.main, geartrain.cli.cluster.roles, geartrain.launch.up
 """

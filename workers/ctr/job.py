@@ -8,7 +8,8 @@ from dataclasses import replace
 
 from rich.console import Console
 
-from geartrain.ams.client.cluster import Cluster, connect, local
+from geartrain.ams.client.cluster import Cluster
+from geartrain.ams.client.factory import connect, local
 from geartrain.ams.values.config import ClientConfig
 from geartrain.workers.ctr.options import CtrOptions
 from geartrain.workers.ctr.run import CtrRun

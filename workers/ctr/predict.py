@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from geartrain.ams.client.cluster import local
+from geartrain.ams.client.factory import local
 from geartrain.ams.storage.snapshot.folder import list_snapshots
 from geartrain.ams.values.errors import ColumnMismatch, ConfigError
 from geartrain.workers.atomic import replacing

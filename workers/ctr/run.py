@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 
 from geartrain.ams.client.cluster import Cluster
-from geartrain.ams.client.snapshot import PendingSnapshot
+from geartrain.ams.client.snapshots.snapshot import PendingSnapshot
 from geartrain.ams.observe import failpoints
 from geartrain.ams.storage.snapshot.folder import Snapshot
 from geartrain.ams.storage.snapshot.store import place

@@ -18,7 +18,8 @@ from pathlib import Path
 import psutil
 from rich.console import Console
 
-from geartrain.ams.client.cluster import Cluster, connect, local
+from geartrain.ams.client.cluster import Cluster
+from geartrain.ams.client.factory import connect, local
 from geartrain.ams.programs.models import hosted_models
 from geartrain.ams.values.config import ClientConfig
 from geartrain.ams.values.errors import ConfigError

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from geartrain.ams.client.snapshot import PendingSnapshot, free_name
+from geartrain.ams.client.snapshots.snapshot import PendingSnapshot, free_name
 from geartrain.ams.storage.snapshot.folder import prune
 from geartrain.ams.values.errors import (
     GeartrainError,

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from geartrain.ams.client.cluster import local
+from geartrain.ams.client.factory import local
 from geartrain.ams.programs.models import hosted_models
 from geartrain.ams.values.errors import NonFinite
 from geartrain.bridge.rows.tables import as_numpy

@@ -17,7 +17,7 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional
 
-from geartrain.ams.client.cluster import local
+from geartrain.ams.client.factory import local
 from geartrain.ams.programs.class_lifecycle import LiveClasses
 from geartrain.ams.values.arguments import integer, path_name
 from geartrain.ams.values.errors import InvalidArgument, InvalidRows, SpecMismatch

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from rich.console import Console
 
-from geartrain.ams.client.cluster import Cluster, connect, local
+from geartrain.ams.client.cluster import Cluster
+from geartrain.ams.client.factory import connect, local
 from geartrain.ams.values.optimizers.registry import Adam
 from geartrain.ams.values.specs import Ids
 from geartrain.bridge.checkpoint.saving import save

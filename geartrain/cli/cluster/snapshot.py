@@ -194,7 +194,7 @@ def _is_snapshot(path: str) -> bool:
 def _connected(file: Path | None, scheduler: str | None, graph: str | None) -> Iterator[Cluster]:
     given = configuration.flags("server", scheduler=scheduler) + configuration.flags("client", graph=graph)
     config = configuration.load(file, given)
-    from geartrain.ams.client.cluster import connect  # after the settings are known to be right: it is slower
+    from geartrain.ams.client.factory import connect  # after the settings are known to be right: it is slower
 
     with connect(config.server.scheduler, config=config.client) as cluster:
         yield cluster

@@ -95,7 +95,7 @@ def expire(
     if len(given) > 1:
         raise ConfigError("give one of --unseen-steps, --unseen-seconds, --smaller-than and --rule, or none of them")
     config = configuration.load(file, configuration.flags("server", scheduler=scheduler))
-    from geartrain.ams.client.cluster import connect  # after the settings are known to be right: it is slower
+    from geartrain.ams.client.factory import connect  # after the settings are known to be right: it is slower
 
     with connect(config.server.scheduler, config=config.client) as cluster:
         table = cluster.table(name)
@@ -131,7 +131,7 @@ def drop(
     config = configuration.load(file, given)
     if as_json and not yes:
         raise ConfigError("--json asks nothing; confirm with --yes")
-    from geartrain.ams.client.cluster import connect  # after the settings are known to be right: it is slower
+    from geartrain.ams.client.factory import connect  # after the settings are known to be right: it is slower
 
     with connect(config.server.scheduler, config=config.client) as cluster:
         status = cluster.status()

@@ -94,7 +94,7 @@ def export(
 
 
 def _export_file(config: ClusterConfig, table: str, out: Path, as_json: bool) -> None:
-    from geartrain.ams.client.cluster import connect
+    from geartrain.ams.client.factory import connect
     from geartrain.bridge.head.weights import check_export_path, export_rows
     from geartrain.cli.training.export_versions import export_hashed
 

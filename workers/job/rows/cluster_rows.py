@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from geartrain.ams.client.cluster import Cluster
-from geartrain.ams.client.snapshot import PendingSnapshot
+from geartrain.ams.client.snapshots.snapshot import PendingSnapshot
 from geartrain.ams.storage.snapshot.folder import Snapshot
 from geartrain.bridge.head.class_head import ClassHead
 from geartrain.workers.job.ranks import JobRanks

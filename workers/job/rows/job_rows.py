@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from geartrain.ams.client.snapshot import PendingSnapshot
+from geartrain.ams.client.snapshots.snapshot import PendingSnapshot
 from geartrain.ams.storage.snapshot.folder import Snapshot
 from geartrain.bridge.head.class_head import ClassHead
 from geartrain.workers.job.row_timing import RowTimes

@@ -6,7 +6,7 @@ from concurrent.futures import Future
 
 import torch
 
-from geartrain.ams.client.snapshot import PendingSnapshot
+from geartrain.ams.client.snapshots.snapshot import PendingSnapshot
 from geartrain.ams.storage.snapshot.folder import Snapshot
 from geartrain.ams.storage.snapshot.store import Place
 from geartrain.ams.values.errors import ConfigError

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from geartrain.ams.client.cluster import local
+from geartrain.ams.client.factory import local
 from geartrain.ams.scheduler.data_streams import MOST_READ, StreamLeases
 from geartrain.ams.scheduler.handlers import SchedulerHandlers
 from geartrain.ams.scheduler.incarnations import MOST_GIVEN, Incarnations

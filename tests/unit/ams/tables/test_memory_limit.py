@@ -11,7 +11,7 @@ import numpy as np
 import psutil
 import pytest
 
-from geartrain.ams.client.cluster import local
+from geartrain.ams.client.factory import local
 from geartrain.ams.kernels import _core, memory
 from geartrain.ams.tables.row_table import RowTable
 from geartrain.ams.values.errors import InvalidArgument, OutOfMemory

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from geartrain.ams.client.cluster import local
+from geartrain.ams.client.factory import local
 from geartrain.ams.kernels import _core
 from geartrain.ams.pb.v1 import types_pb2
 from geartrain.ams.rpc.codec.specs import spec_from_pb, spec_to_pb

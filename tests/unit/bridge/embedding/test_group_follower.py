@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import geartrain as gt
-from geartrain.ams.client.follower import FollowedTables
+from geartrain.ams.client.snapshots.follower import FollowedTables
 from geartrain.ams.kernels.embedding import POOLINGS
 
 FIELDS = [

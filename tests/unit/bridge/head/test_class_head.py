@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from geartrain.ams.client.cluster import local
+from geartrain.ams.client.factory import local
 from geartrain.ams.kernels.ops import has_bfloat16_class_pass
 from geartrain.ams.programs.selection import FullSoftmax, PartialFC
 from geartrain.ams.values.errors import InvalidArgument, InvalidIds, InvalidRows, NonFinite, SpecMismatch, TableExists

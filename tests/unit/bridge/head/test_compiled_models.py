@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from geartrain.ams.client.cluster import local
+from geartrain.ams.client.factory import local
 from geartrain.bridge.head.class_head import ClassHead
 from geartrain.bridge.rows.optimizer import RowOptimizer
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from geartrain.ams.client import cluster as ams_cluster
+from geartrain.ams.client import factory
 from geartrain.ams.client.cluster import Cluster
 from geartrain.ams.programs.selection import FullSoftmax, PartialFC
 from geartrain.ams.server import hosting
@@ -244,7 +244,7 @@ def test_a_batch_of_many_labels_is_counted_once() -> None:
 
 
 def test_shards_without_the_model_say_so() -> None:
-    with ams_cluster.local(2) as cluster:
+    with factory.local(2) as cluster:
         head = head_of(cluster)
         with pytest.raises(InvalidArgument, match="no model 'class_head'"):
             head(*batch())

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from geartrain.ams.client.cluster import local
+from geartrain.ams.client.factory import local
 from geartrain.ams.graph.building.neighbours import NeighbourTable
 from geartrain.ams.kernels.reference.ops import nearest_neighbours
 from geartrain.ams.programs.selection import ActiveClasses, FullSoftmax, PartialFC

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from geartrain.ams.client.cluster import local
+from geartrain.ams.client.factory import local
 from geartrain.ams.programs.selection import PartialFC
 from geartrain.ams.values.optimizers.registry import SparseMomentum
 from geartrain.ams.values.specs import DTypeName, Normal

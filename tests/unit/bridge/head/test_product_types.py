@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import geartrain.bridge.head.batch as batch_module
-from geartrain.ams.client.cluster import local
+from geartrain.ams.client.factory import local
 from geartrain.ams.programs.selection import FullSoftmax
 from geartrain.ams.values.optimizers.registry import SGD
 from geartrain.ams.values.specs import Normal

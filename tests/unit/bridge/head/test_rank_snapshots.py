@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from geartrain.ams.client.cluster import local
+from geartrain.ams.client.factory import local
 from geartrain.ams.programs.selection import PartialFC
 from geartrain.ams.storage.snapshot.folder import open_snapshot
 from geartrain.ams.values.errors import (

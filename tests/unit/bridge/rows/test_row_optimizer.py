@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from geartrain.ams.client.cluster import Cluster, local
+from geartrain.ams.client.cluster import Cluster
+from geartrain.ams.client.factory import local
 from geartrain.ams.client.rows.row_calls import RowCalls
 from geartrain.ams.programs.selection import FullSoftmax, PartialFC
 from geartrain.ams.values.errors import InvalidArgument, NonFinite, ShardUnavailable, TableNotFound

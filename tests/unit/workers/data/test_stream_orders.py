@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from geartrain.ams.client.cluster import local
+from geartrain.ams.client.factory import local
 from geartrain.ams.values.errors import ConfigError, InvalidArgument
 from geartrain.workers.data.streams import (
     NUM_STREAMS,

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from geartrain.ams.client.snapshot import PendingSnapshot
+from geartrain.ams.client.snapshots.snapshot import PendingSnapshot
 from geartrain.ams.values.errors import SnapshotFailed
 from geartrain.workers.job import snapshots as job_snapshots
 from geartrain.workers.job.snapshots import JobSnapshots

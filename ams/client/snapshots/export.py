@@ -1,6 +1,6 @@
 """Versions of tables written for followers: the rows of one moment, or those written since an earlier version.
 
-A version is a snapshot (:mod:`~geartrain.ams.client.snapshot`) of the rows alone, in a folder of its own.
+A version is a snapshot (:mod:`~geartrain.ams.client.snapshots.snapshot`) of the rows alone, in a folder of its own.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from geartrain.ams.client.shard_calls import ShardCalls
-from geartrain.ams.client.snapshot import JobContents, PendingSnapshot, begin_snapshot
+from geartrain.ams.client.snapshots.snapshot import JobContents, PendingSnapshot, begin_snapshot
 from geartrain.ams.storage.export.versions import MAX_VERSION, newest_number, newest_version, version, version_name
 from geartrain.ams.storage.snapshot.folder import Snapshot
 from geartrain.ams.storage.snapshot.store import Place, place

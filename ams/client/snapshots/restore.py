@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from geartrain.ams.client.scheduler_calls import SchedulerCalls
 from geartrain.ams.client.shard_calls import ShardCalls
-from geartrain.ams.client.snapshot import all_of, chosen_tables
+from geartrain.ams.client.snapshots.snapshot import all_of, chosen_tables
 from geartrain.ams.observe import failpoints
 from geartrain.ams.storage.snapshot.chain import layers_of
 from geartrain.ams.storage.snapshot.folder import Snapshot, list_snapshots, open_snapshot
