@@ -64,6 +64,8 @@ if TYPE_CHECKING:
     from geartrain.bridge.head.memory import memory_report
     from geartrain.bridge.head.selection.knn_selection import KNNSoftmax
     from geartrain.bridge.head.weights import export_class_weights, import_class_weights
+    from geartrain.bridge.optim.lamb import LAMB
+    from geartrain.bridge.optim.lars import LARS
     from geartrain.bridge.pipeline.prefetch import prefetch
     from geartrain.bridge.retrieval.item_tree import ItemTree
     from geartrain.bridge.retrieval.tdm import TDM
@@ -81,6 +83,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "FTRL",
+    "LAMB",
+    "LARS",
     "SGD",
     "SSP",
     "TDM",
@@ -220,6 +224,8 @@ _HOMES = {
     "geartrain.bridge.head.memory": ("memory_report",),
     "geartrain.ams.programs.selection": ("ActiveClasses", "FullSoftmax", "PartialFC", "Selection"),
     "geartrain.bridge.head.weights": ("export_class_weights", "import_class_weights"),
+    "geartrain.bridge.optim.lamb": ("LAMB",),
+    "geartrain.bridge.optim.lars": ("LARS",),
     "geartrain.bridge.pipeline.prefetch": ("prefetch",),
     "geartrain.bridge.retrieval.item_tree": ("ItemTree",),
     "geartrain.bridge.retrieval.tdm": ("TDM",),

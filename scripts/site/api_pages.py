@@ -77,6 +77,7 @@ PAGES = (
             "geartrain.workers.samples.trees.writing.TreeReport",
         ),
     ),
+    ApiPage("large-batches", "Optimizers and a schedule for large batches", ("geartrain.bridge.optim",)),
     ApiPage("gears", "Dense modules and slow gears", ("geartrain.bridge.dense", "geartrain.bridge.gear")),
     ApiPage("state", "State and data", ("geartrain",)),
 )

@@ -43,7 +43,7 @@ BRIDGE_ROOMS: dict[str, tuple[str, ...]] = {
     "collectives": ("rows",),
     "head": ("rows", "collectives"),
     "parallel": ("rows", "collectives", "head"),
-    "optim": (),
+    "optim": ("collectives",),
     "checkpoint": ("rows", "dense"),
 }
 

@@ -34,6 +34,8 @@ PUBLIC_NAMES = {
     "RowWiseAdam",
     "RMSProp",
     "FTRL",
+    "LAMB",
+    "LARS",
     "hash_strings",
     "Embedding",
     "EmbeddingGroup",
