@@ -8,7 +8,6 @@ that both share.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -19,38 +18,29 @@ import numpy as np
 import numpy.typing as npt
 
 from geartrain.ams.client.hosted_calls import HostedCalls
-from geartrain.ams.client.rows.batch import BatchSettings, batch_of
+from geartrain.ams.client.rows.batch import BatchSettings
 from geartrain.ams.client.rows.expire import ExpiredRows, expire_rows
 from geartrain.ams.client.rows.row_calls import RowCalls
 from geartrain.ams.client.rows.row_futures import Sendable
 from geartrain.ams.client.rows.row_parts import (
     CHECK_FINITE,
     CHECK_PRODUCT,
-    NO_CHECK,
-    Delivered,
-    RowParts,
     facts_of,
-    joint,
 )
 from geartrain.ams.client.rows.write_log import WriteLog
 from geartrain.ams.client.shard_calls import ShardCalls
-from geartrain.ams.client.writes import ClientStream, Numbers, Pending, RowWrite, Write
-from geartrain.ams.kernels import ops
-from geartrain.ams.kernels._core import Residuals, ScatteredRows, TableFacts
-from geartrain.ams.values.arguments import real_number
-from geartrain.ams.values.arrays import ids_array, like, rows_array
-from geartrain.ams.values.errors import InvalidArgument, NonFinite, TableNotFound
+from geartrain.ams.client.table_writes import TableWrites, send_once
+from geartrain.ams.client.writes import ClientStream, RowWrite
+from geartrain.ams.kernels._core import ScatteredRows, TableFacts
+from geartrain.ams.values.arrays import ids_array, like
+from geartrain.ams.values.errors import InvalidArgument, TableNotFound
 from geartrain.ams.values.expiry.rules import Expiry
 from geartrain.ams.values.optimizers.spec import NO_SCALARS
-from geartrain.ams.values.placement import NUM_BUCKETS, split_by_shard
+from geartrain.ams.values.placement import NUM_BUCKETS
 from geartrain.ams.values.shard_messages import (
-    Assign,
-    BatchFacts,
     CallContext,
     Describe,
     Done,
-    Push,
-    Remove,
     Reply,
     Request,
     ShardState,
@@ -77,12 +67,7 @@ class Table:
         self._wire = wire = wire_format(wire_dtype, spec.name, spec.dtype)
         self._facts = facts_of(spec, wire)
         self._dtype = spec.numpy_dtype
-        self._residuals: Residuals | None = None
-        """What rounding cut off the gradients that were pushed."""
-        if wire is not None and wire.error_feedback:
-            most_ids = 2**31 if spec.num_rows is None else spec.num_rows
-            self._residuals = Residuals(spec.dim, wire.residual_bytes, most_ids)
-        self._residuals_of = self.incarnation
+        self._writes = TableWrites(spec, self._facts, calls, stream, wire)
 
     def __repr__(self) -> str:
         rows = "hashed" if self.spec.num_rows is None else counted(self.spec.num_rows, "row")
@@ -98,7 +83,7 @@ class Table:
     @property
     def residual_bytes(self) -> int:
         """Memory of this process for what rounding cut off the gradients of ids, index included."""
-        return 0 if self._residuals is None else self._residuals.memory_bytes
+        return self._writes.residual_bytes
 
     @property
     def write_log(self) -> WriteLog:
@@ -163,9 +148,10 @@ class Table:
         write that was given up half way is on some shards only. Costs one small request per shard. Raises
         TableNotFound, ShardUnavailable, ShardRestarted.
         """
-        first_ids = np.arange(min(self.spec.num_rows or NUM_BUCKETS, NUM_BUCKETS), dtype=np.int64)
-        is_dense = self.spec.num_rows is not None
-        shards = [shard for shard, _ in self._routes(first_ids)] if is_dense else range(self._calls.view.num_shards)
+        shards: Sequence[int] = range(self._calls.view.num_shards)
+        if self.spec.num_rows is not None:
+            first_ids = np.arange(min(self.spec.num_rows, NUM_BUCKETS), dtype=np.int64)  # of every bucket that has any
+            shards = [shard for shard, _ in self._calls.rows.routes(self._facts, first_ids)]
         return tuple(self._writes_in(reply) for reply in self._calls.read([(shard, Describe()) for shard in shards]))
 
     def _writes_in(self, reply: Reply) -> int:
@@ -243,7 +229,7 @@ class Table:
         InvalidArgument, InvalidIds, InvalidRows, NonFinite (nothing changed anywhere), StaleClient, SyncError,
         ShardUnavailable (whether that shard applied it is unknown; see :meth:`prepare_push`).
         """
-        return _send_once(self._push(ids, gradients, sequence, lr, scale, batch, optimizer_scalars, group))
+        return send_once(self._push(ids, gradients, sequence, lr, scale, batch, optimizer_scalars, group))
 
     def _push(
         self,
@@ -256,8 +242,8 @@ class Table:
         scalars: Mapping[str, float] = NO_SCALARS,
         group: SyncGroup | None = None,
     ) -> RowWrite:
-        check = self._check_on_send(group)
-        return self._prepared(
+        check = self._writes.check_on_send(group)
+        return self._writes.push(
             ids, gradients, sequence, check, lr=lr, scale=scale, scalars=scalars, group=group, batch=batch
         )
 
@@ -316,11 +302,11 @@ class Table:
 
         Raises what :meth:`push` does before it sends.
         """
-        return self._prepared(
+        return self._writes.push(
             ids,
             gradients,
             sequence,
-            CHECK_PRODUCT if known_finite else self._check_on_send(group) if checked_on_send else CHECK_FINITE,
+            CHECK_PRODUCT if known_finite else self._writes.check_on_send(group) if checked_on_send else CHECK_FINITE,
             lr=lr,
             scale=scale,
             scalars=optimizer_scalars,
@@ -334,72 +320,6 @@ class Table:
         # Rows that come are counted as those that go: one thread copies all replies to where they are wanted.
         return self._calls.rows.sends_at_once((8 + self.spec.row_bytes) * _count(ids))
 
-    def _check_on_send(self, group: SyncGroup | None) -> int:
-        # All or nothing: a shard looks for itself, so what goes to one shard at once need not be looked at twice.
-        return NO_CHECK if self._calls.view.num_shards == 1 and group is None else CHECK_FINITE
-
-    def _prepared(
-        self,
-        ids: Any,
-        gradients: Any,
-        sequence: int | None,
-        check: int,
-        *,
-        lr: float | None,
-        scale: float,
-        scalars: Mapping[str, float],
-        group: SyncGroup | None,
-        batch: BatchSettings,
-        step_goes_on: bool = False,
-        known_distinct: bool = False,
-    ) -> RowWrite:
-        """Check a push, of all shards, and cut it; ``check`` is that of :meth:`RowCalls.prepared`."""
-        checked = ids_array(ids, self.spec.num_rows)
-        is_scattered = isinstance(gradients, ScatteredRows)
-        rows = gradients if is_scattered else rows_array(gradients, len(checked), self.spec.dim)
-        lr = None if lr is None else real_number("lr", lr)
-        scale = real_number("scale", scale)
-        self.spec.optimizer.for_push(scalars)
-        if not math.isfinite(scale):
-            raise NonFinite(f"scale is {scale!r}; it must be finite (a skipped step pushes nothing)")
-        scalars = dict(scalars)
-        said = batch_of(self.spec, len(checked), batch)
-        numbers = self._stream.numbers(self.spec.name, sequence)  # refused before anything is kept of the rows
-        request = partial(
-            _push,
-            table=self.spec.name,
-            lr=lr,
-            scale=scale,
-            optimizer_scalars=scalars,
-            group=group,
-            step_goes_on=step_goes_on,
-        )
-        parts = self._calls.rows.prepared(
-            self._facts,
-            checked,
-            rows,
-            check=check,
-            request=request,
-            every_shard=group is not None or self.spec.counts_steps,  # they count ranks, or steps
-            is_assign=False,
-            lr=lr,
-            scale=scale,
-            scalars=scalars,
-            group=group,
-            step_goes_on=step_goes_on,
-            are_distinct=known_distinct,
-            batch=said,
-            residuals=self._current_residuals(),
-        )
-        return self._write(parts, numbers, checked)
-
-    def _current_residuals(self) -> Residuals | None:
-        """Nothing that was cut off gradients of rows from before a restore is added to those of the restored ones."""
-        if self._residuals is not None and self._residuals_of != self.incarnation:
-            self._residuals.clear()
-            self._residuals_of = self.incarnation
-        return self._residuals
-
     def assign(self, ids: Any, rows: Any, *, sequence: int | None = None) -> Done:
         """Overwrite rows [N, dim] of the table's dtype; their slots become zero. ids must be distinct. They travel
         as they are, whatever the ``wire_dtype``.
@@ -407,25 +327,7 @@ class Table:
         ``sequence`` numbers the write as it does a :meth:`push`. Raises InvalidIds, InvalidRows, NonFinite,
         StaleClient, ShardUnavailable.
         """
-        checked = ids_array(ids, self.spec.num_rows)
-        values = rows_array(rows, len(checked), self.spec.dim, dtype=self.spec.numpy_dtype)
-        num_distinct = ops.num_distinct(checked)
-        if num_distinct < len(checked):
-            raise _duplicates(checked, len(checked) - num_distinct)
-        parts = self._calls.rows.prepared(
-            self._facts,
-            checked,
-            values,
-            check=CHECK_FINITE,
-            request=partial(_assign, table=self.spec.name),
-            is_assign=True,
-            lr=None,
-            scale=1.0,
-            scalars=NO_SCALARS,
-            group=None,
-            step_goes_on=False,
-        )
-        return _send_once(self._write(parts, self._stream.numbers(self.spec.name, sequence), checked))
+        return send_once(self._writes.assign(ids, rows, sequence))
 
     def remove(self, ids: Any, *, sequence: int | None = None) -> int:
         """Take rows out, exactly once per shard; return how many went.
@@ -435,14 +337,7 @@ class Table:
         as it does a :meth:`push`; what takes more than ``part_bytes`` of ids is several writes, and cannot have one.
         Raises InvalidArgument, InvalidIds, StaleClient, ShardUnavailable (whether rows of that shard went is unknown).
         """
-        checked = ids_array(ids, self.spec.num_rows)
-        most = max(1, self._calls.config.part_bytes // checked.itemsize)
-        if sequence is not None and len(checked) > most:
-            raise InvalidArgument(
-                f"sequence {sequence} is that of one write, and {len(checked)} ids to remove are several; give at most "
-                f"{most} at once"
-            )
-        return sum(self._remove(checked[start : start + most], sequence) for start in range(0, len(checked), most))
+        return self._writes.remove(ids, sequence)
 
     def expire(
         self,
@@ -469,38 +364,9 @@ class Table:
         num_shards = self._calls.view.num_shards
         return expire_rows(ask, self.spec.name, num_shards, rule, dry_run=dry_run, progress=progress)
 
-    def _remove(self, ids: Ids, sequence: int | None) -> int:
-        calls = [
-            (shard, Remove(table=self.spec.name, ids=ids if of_shard is None else ids[of_shard]))
-            for shard, of_shard in self._routes(ids)
-        ]
-        numbers = self._stream.numbers(self.spec.name, sequence)
-        logged = self.write_log.begin(self.spec.name, ids)
-        try:
-            return _send_once(Write(numbers, calls, self._deliver, self.incarnation)).created
-        finally:
-            if logged is not None:
-                self.write_log.end(logged)
-
-    def _deliver(self, calls: Pending, context: CallContext) -> Delivered:
-        assert not isinstance(calls, RowParts)
-        return joint(calls, self._calls.deliver(calls, context))
-
-    def _write(self, parts: RowParts, numbers: Numbers, ids: Ids) -> RowWrite:
-        # A write means the table there is when it is prepared: half of it may be lost with a table restored since.
-        try:
-            return RowWrite(numbers, parts, self._calls.rows, self.incarnation, (self.spec.name, ids))
-        except BaseException:  # broken off while it waited for its number
-            parts.take_back()
-            raise
-
     def hosted(self, model: str) -> HostedCalls:
         """Return the way to a hosted model beside this table's rows; see :mod:`geartrain.ams.programs.hosted`."""
         return HostedCalls(self.spec, model, self._calls, partial(self._stream.numbers, self.spec.name, None))
-
-    def _routes(self, ids: Ids) -> list[tuple[int, Ids | None]]:
-        view = self._calls.view
-        return split_by_shard(ids, view.bucket_shards, view.num_shards, dense=self.spec.num_rows is not None)
 
 
 def pull_together(pulls: Sequence[tuple[Table, Ids, npt.NDArray[Any]]]) -> list[list[int]]:
@@ -521,35 +387,9 @@ def pull_together(pulls: Sequence[tuple[Table, Ids, npt.NDArray[Any]]]) -> list[
     return writes
 
 
-def _push(ids: Ids, gradients: npt.NDArray[Any], batch: BatchFacts | None, **settings: Any) -> Push:
-    return Push(ids=ids, gradients=gradients, batch=batch, **settings)
-
-
-def _assign(ids: Ids, rows: npt.NDArray[Any], _: BatchFacts | None, *, table: str) -> Assign:
-    return Assign(table=table, ids=ids, rows=rows)
-
-
 def _count(ids: Any) -> int:
     """How many ids there are; 0 if these are none, which is for others to say."""
     try:
         return len(ids)
     except TypeError:
         return 0
-
-
-def _send_once(write: Write) -> Done:
-    try:
-        return write.send()
-    except BaseException:
-        write.abandon()
-        raise
-
-
-def _duplicates(ids: Ids, count: int) -> InvalidArgument:
-    found, counts = np.unique(ids, return_counts=True)
-    first = int(np.flatnonzero(np.isin(ids, found[counts > 1]))[0])
-    both = np.flatnonzero(ids == ids[first])[:2]
-    return InvalidArgument(
-        f"{len(ids)} ids to assign hold {counted(count, 'duplicate')}: id {int(ids[first])} is at positions "
-        f"{both[0]} and {both[1]}; give each id once (a push would sum the gradients of equal ids). Nothing was sent"
-    )

@@ -158,7 +158,7 @@ class RowCalls:
             return
         rows = np.empty((len(ids), table.dim), np.float32)
         self._pull_again(table, table_incarnation, ids, rows, None, required_sync, undone)
-        for shard, positions in self._routes(table, ids):
+        for shard, positions in self.routes(table, ids):
             if undone is None or any(shard == other for other, _ in undone):
                 out.place(rows, positions)
 
@@ -232,7 +232,7 @@ class RowCalls:
     def _pulled(self, table: TableFacts, ids: Ids, undone: list[tuple[int, Any]] | None) -> bool:
         """Whether the first attempt has read all rows."""
         if self._calls.silence.has_named:
-            self._heard([shard for shard, _ in self._routes(table, ids)], [shard for shard, _ in undone or ()])
+            self._heard([shard for shard, _ in self.routes(table, ids)], [shard for shard, _ in undone or ()])
         return undone is None
 
     def prepared(
@@ -373,7 +373,7 @@ class RowCalls:
         in_place: set[int] = set()
         """Shards whose rows compiled code has written to ``out``."""
         calls: list[tuple[int, Pull]] = []
-        for shard, positions in self._routes(table, ids):
+        for shard, positions in self.routes(table, ids):
             if undone is None or shard in errors:
                 part = ids if positions is None else ids[positions]
                 options: dict[str, Any] = {"positions": positions, "present": present, "required_sync": required_sync}
@@ -418,7 +418,8 @@ class RowCalls:
             return None
         raise error
 
-    def _routes(self, table: TableFacts, ids: Ids) -> list[tuple[int, Ids | None]]:
+    def routes(self, table: TableFacts, ids: Ids) -> list[tuple[int, Ids | None]]:
+        """Each shard that has some of the ``ids`` [N], and the positions of those (None: all)."""
         view = self._calls.view
         return split_by_shard(ids, view.bucket_shards, view.num_shards, dense=table.is_dense)
 

@@ -1,0 +1,204 @@
+"""The writes of one table: checked as a whole, cut by shard and numbered, before anything is sent."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from geartrain.ams.client.rows.batch import BatchSettings, batch_of
+from geartrain.ams.client.rows.row_parts import CHECK_FINITE, NO_CHECK, Delivered, RowParts, joint
+from geartrain.ams.client.shard_calls import ShardCalls
+from geartrain.ams.client.writes import ClientStream, Numbers, Pending, RowWrite, Write
+from geartrain.ams.kernels import ops
+from geartrain.ams.kernels._core import Residuals, ScatteredRows, TableFacts
+from geartrain.ams.values.arguments import real_number
+from geartrain.ams.values.arrays import ids_array, rows_array
+from geartrain.ams.values.errors import InvalidArgument, NonFinite
+from geartrain.ams.values.optimizers.spec import NO_SCALARS
+from geartrain.ams.values.shard_messages import Assign, BatchFacts, CallContext, Done, Push, Remove, SyncGroup
+from geartrain.ams.values.specs import Ids, TableSpec, WireFormat
+from geartrain.ams.values.text import counted
+
+
+class TableWrites:
+    """Thread-safe. Arguments and errors are those of :class:`~geartrain.ams.client.table.Table`."""
+
+    def __init__(
+        self, spec: TableSpec, facts: TableFacts, calls: ShardCalls, stream: ClientStream, wire: WireFormat | None
+    ) -> None:
+        self._spec = spec
+        self._facts = facts
+        self._calls = calls
+        self._stream = stream
+        self._residuals: Residuals | None = None
+        """What rounding cut off the gradients that were pushed."""
+        if wire is not None and wire.error_feedback:
+            most_ids = 2**31 if spec.num_rows is None else spec.num_rows
+            self._residuals = Residuals(spec.dim, wire.residual_bytes, most_ids)
+        self._residuals_of = self._incarnation
+
+    @property
+    def residual_bytes(self) -> int:
+        """Memory for what rounding cut off the gradients of ids, index included."""
+        return 0 if self._residuals is None else self._residuals.memory_bytes
+
+    @property
+    def _incarnation(self) -> int:
+        return self._calls.incarnation_of(self._spec)
+
+    def check_on_send(self, group: SyncGroup | None) -> int:
+        """How far a push that is sent at once is looked through before."""
+        # All or nothing: a shard looks for itself, so what goes to one shard at once need not be looked at twice.
+        return NO_CHECK if self._calls.view.num_shards == 1 and group is None else CHECK_FINITE
+
+    def push(
+        self,
+        ids: Any,
+        gradients: Any,
+        sequence: int | None,
+        check: int,
+        *,
+        lr: float | None,
+        scale: float,
+        scalars: Mapping[str, float],
+        group: SyncGroup | None,
+        batch: BatchSettings,
+        step_goes_on: bool = False,
+        known_distinct: bool = False,
+    ) -> RowWrite:
+        """Check a push and cut it; ``check`` is that of :meth:`RowCalls.prepared`. Raises as :meth:`Table.push`."""
+        checked = ids_array(ids, self._spec.num_rows)
+        is_scattered = isinstance(gradients, ScatteredRows)
+        rows = gradients if is_scattered else rows_array(gradients, len(checked), self._spec.dim)
+        lr = None if lr is None else real_number("lr", lr)
+        scale = real_number("scale", scale)
+        self._spec.optimizer.for_push(scalars)
+        if not math.isfinite(scale):
+            raise NonFinite(f"scale is {scale!r}; it must be finite (a skipped step pushes nothing)")
+        scalars = dict(scalars)
+        said = batch_of(self._spec, len(checked), batch)
+        numbers = self._stream.numbers(self._spec.name, sequence)  # refused before anything is kept of the rows
+        request = partial(
+            _push,
+            table=self._spec.name,
+            lr=lr,
+            scale=scale,
+            optimizer_scalars=scalars,
+            group=group,
+            step_goes_on=step_goes_on,
+        )
+        parts = self._calls.rows.prepared(
+            self._facts,
+            checked,
+            rows,
+            check=check,
+            request=request,
+            every_shard=group is not None or self._spec.counts_steps,  # they count ranks, or steps
+            is_assign=False,
+            lr=lr,
+            scale=scale,
+            scalars=scalars,
+            group=group,
+            step_goes_on=step_goes_on,
+            are_distinct=known_distinct,
+            batch=said,
+            residuals=self._current_residuals(),
+        )
+        return self._write(parts, numbers, checked)
+
+    def _current_residuals(self) -> Residuals | None:
+        """Nothing that was cut off gradients of rows from before a restore is added to those of the restored ones."""
+        if self._residuals is not None and self._residuals_of != self._incarnation:
+            self._residuals.clear()
+            self._residuals_of = self._incarnation
+        return self._residuals
+
+    def assign(self, ids: Any, rows: Any, sequence: int | None) -> RowWrite:
+        """Check rows [N, dim] that overwrite others, and cut them."""
+        checked = ids_array(ids, self._spec.num_rows)
+        values = rows_array(rows, len(checked), self._spec.dim, dtype=self._spec.numpy_dtype)
+        num_distinct = ops.num_distinct(checked)
+        if num_distinct < len(checked):
+            raise _duplicates(checked, len(checked) - num_distinct)
+        parts = self._calls.rows.prepared(
+            self._facts,
+            checked,
+            values,
+            check=CHECK_FINITE,
+            request=partial(_assign, table=self._spec.name),
+            is_assign=True,
+            lr=None,
+            scale=1.0,
+            scalars=NO_SCALARS,
+            group=None,
+            step_goes_on=False,
+        )
+        return self._write(parts, self._stream.numbers(self._spec.name, sequence), checked)
+
+    def remove(self, ids: Any, sequence: int | None) -> int:
+        """Take rows out, in as many writes as that takes, and return how many went."""
+        checked = ids_array(ids, self._spec.num_rows)
+        most = max(1, self._calls.config.part_bytes // checked.itemsize)
+        if sequence is not None and len(checked) > most:
+            raise InvalidArgument(
+                f"sequence {sequence} is that of one write, and {len(checked)} ids to remove are several; give at most "
+                f"{most} at once"
+            )
+        return sum(self._remove(checked[start : start + most], sequence) for start in range(0, len(checked), most))
+
+    def _remove(self, ids: Ids, sequence: int | None) -> int:
+        calls = [
+            (shard, Remove(table=self._spec.name, ids=ids if of_shard is None else ids[of_shard]))
+            for shard, of_shard in self._calls.rows.routes(self._facts, ids)
+        ]
+        numbers = self._stream.numbers(self._spec.name, sequence)
+        logged = self._calls.rows.write_log.begin(self._spec.name, ids)
+        try:
+            return send_once(Write(numbers, calls, self._deliver, self._incarnation)).created
+        finally:
+            if logged is not None:
+                self._calls.rows.write_log.end(logged)
+
+    def _deliver(self, calls: Pending, context: CallContext) -> Delivered:
+        assert not isinstance(calls, RowParts)
+        return joint(calls, self._calls.deliver(calls, context))
+
+    def _write(self, parts: RowParts, numbers: Numbers, ids: Ids) -> RowWrite:
+        # A write means the table there is when it is prepared: half of it may be lost with a table restored since.
+        try:
+            return RowWrite(numbers, parts, self._calls.rows, self._incarnation, (self._spec.name, ids))
+        except BaseException:  # broken off while it waited for its number
+            parts.take_back()
+            raise
+
+
+def send_once(write: Write) -> Done:
+    """Send a write that nobody will send again: after an error it is abandoned."""
+    try:
+        return write.send()
+    except BaseException:
+        write.abandon()
+        raise
+
+
+def _push(ids: Ids, gradients: npt.NDArray[Any], batch: BatchFacts | None, **settings: Any) -> Push:
+    return Push(ids=ids, gradients=gradients, batch=batch, **settings)
+
+
+def _assign(ids: Ids, rows: npt.NDArray[Any], _: BatchFacts | None, *, table: str) -> Assign:
+    return Assign(table=table, ids=ids, rows=rows)
+
+
+def _duplicates(ids: Ids, count: int) -> InvalidArgument:
+    found, counts = np.unique(ids, return_counts=True)
+    first = int(np.flatnonzero(np.isin(ids, found[counts > 1]))[0])
+    both = np.flatnonzero(ids == ids[first])[:2]
+    return InvalidArgument(
+        f"{len(ids)} ids to assign hold {counted(count, 'duplicate')}: id {int(ids[first])} is at positions "
+        f"{both[0]} and {both[1]}; give each id once (a push would sum the gradients of equal ids). Nothing was sent"
+    )
