@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from geartrain.ams.kernels import _core, ops
-from geartrain.ams.tables.row_table import table_hash
+from geartrain.ams.tables.compiled_store import table_hash
 from geartrain.ams.values.optimizers.spec import RowOptimizerSpec
 from geartrain.ams.values.specs import Ids, TableSpec
 

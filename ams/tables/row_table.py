@@ -7,34 +7,27 @@ release the GIL.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 
-from geartrain.ams.kernels import _core, ops
+from geartrain.ams.kernels import ops
 from geartrain.ams.kernels.engine import ServedTable
-from geartrain.ams.tables.counted_ids import CountedIds, Refused, compiled_admission
+from geartrain.ams.tables.compiled_store import ELAPSED_WINDOW, row_store
+from geartrain.ams.tables.counted_ids import CountedIds, Refused
 from geartrain.ams.tables.moments import KnownMoments
+from geartrain.ams.tables.row_checks import checked_factors, checked_gradients, checked_state, require_rows
 from geartrain.ams.tables.stored_rows import LIFE, StoredRows, life_bytes
 from geartrain.ams.values.admission.rules import MinCount
 from geartrain.ams.values.errors import InvalidArgument, InvalidRows
 from geartrain.ams.values.optimizers.spec import NO_SCALARS
 from geartrain.ams.values.shard_messages import BatchFacts
-from geartrain.ams.values.specs import DTYPES, Constant, Ids, Initializer, TableSpec, Uniform
-
-__all__ = ["ELAPSED_WINDOW", "RowTable", "StoredRows", "TableClock", "TableSteps", "table_hash"]
+from geartrain.ams.values.specs import Ids, TableSpec
 
 _BAD_POSITION = 5
-_CONSTANT, _UNIFORM, _NORMAL = range(3)
-_LARGEST_NORMAL = 6.5
-_MOST_UPDATES = 2**53
 _MOST_REMOVED = 1 << 20
-ELAPSED_WINDOW = 16_384
-"""Steps after which a row that nobody pushed is caught up at the latest, where untouched rows move."""
-_LARGEST = {"float32": (2 - 2**-23) * 2.0**127, "float16": 65504.0, "bfloat16": (2 - 2**-7) * 2.0**127}
 
 
 class TableSteps(NamedTuple):
@@ -55,48 +48,6 @@ class TableClock(NamedTuple):
     """Of a worker."""
     seconds: int
     """Since 1970, by a worker's clock."""
-
-
-def table_hash(name: str) -> int:
-    """Return the 32-bit hash of a table's name that enters its initial values."""
-    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest(), "little")
-
-
-def _distribution(initializer: Initializer) -> tuple[int, float, float, float]:
-    """Name the compiled distribution, its two parameters, and a bound of its magnitudes."""
-    if isinstance(initializer, Constant):
-        return _CONSTANT, initializer.value, 0.0, abs(initializer.value)
-    if isinstance(initializer, Uniform):
-        return _UNIFORM, initializer.low, initializer.high, max(abs(initializer.low), abs(initializer.high))
-    bound = abs(initializer.mean) + _LARGEST_NORMAL * initializer.std
-    return _NORMAL, initializer.mean, initializer.std, bound
-
-
-def _store(spec: TableSpec, owned_buckets: Ids, threads: int, window: int) -> ops.RowStore:
-    distribution, first, second, bound = _distribution(spec.initializer)
-    largest = _LARGEST[spec.dtype]
-    if bound > largest:
-        raise InvalidArgument(
-            f"initializer {spec.initializer} of table {spec.name!r} reaches {bound:g}; {spec.dtype} ends at {largest:g}"
-        )
-    return ops.RowStore(
-        dim=spec.dim,
-        dtype=ops.DTYPE_CODES[spec.numpy_dtype],
-        slot_dtype=ops.DTYPE_CODES[DTYPES[spec.slot_dtype]],
-        optimizer=ops.compiled_optimizer(spec.optimizer),
-        distribution=distribution,
-        first=first,
-        second=second,
-        seed=spec.seed,
-        table_hash=table_hash(spec.name),
-        owned_buckets=owned_buckets,
-        num_rows=-1 if spec.num_rows is None else spec.num_rows,
-        threads=threads,
-        window=window,
-        admission=compiled_admission(spec.admission),
-        keeps_lives=spec.keeps_lives,
-        max_bytes=-1 if spec.max_bytes is None else spec.max_bytes * len(owned_buckets) // ops.NUM_BUCKETS,
-    )
 
 
 class RowTable:
@@ -122,7 +73,7 @@ class RowTable:
             raise InvalidArgument(f"owned_buckets must ascend within [0, {ops.NUM_BUCKETS}); it is {owned}")
         self.spec = spec
         self.owned_buckets = owned
-        self._store = _store(spec, owned, threads, window)
+        self._store = row_store(spec, owned, threads, window)
         if len(owned) and self._store.most_rows < 1:
             raise InvalidArgument(
                 f"max_bytes of table {spec.name!r} is {spec.max_bytes}, and a shard's share of it holds no row of "
@@ -220,7 +171,7 @@ class RowTable:
             InvalidRows: ``out``, ``positions`` or ``present`` do not fit. ``out`` is untouched.
         """
         ids = ops.checked_ids(ids)
-        self._require_rows(out, None, "out", self.spec.numpy_dtype)
+        require_rows(self.spec, out, None, "out", self.spec.numpy_dtype)
         if not out.flags.carray:
             raise InvalidRows("out must be writable, aligned and C-contiguous; pass a fresh array")
         if positions is not None:
@@ -274,8 +225,8 @@ class RowTable:
             MemoryError: new rows do not fit.
             TableFull: they do not fit below the table's ``max_bytes``.
         """
-        optimizer, lr = self._checked_factors(lr, scale, optimizer_scalars)
-        ids, bits, code = self._checked_gradients(ids, gradients)
+        optimizer, lr = checked_factors(self.spec, lr, scale, optimizer_scalars)
+        ids, bits, code = checked_gradients(self.spec, ids, gradients)
         try:
             return self._store.push(ids, bits, code, optimizer, lr, scale, ends_step, batch)
         except ops.Refused as refused:
@@ -299,8 +250,8 @@ class RowTable:
         optimizer_scalars: Mapping[str, float] = NO_SCALARS,
     ) -> None:
         """Raise what :meth:`push` would raise, MemoryError left out; change nothing."""
-        optimizer, lr = self._checked_factors(lr, scale, optimizer_scalars)
-        ids, bits, code = self._checked_gradients(ids, gradients)
+        optimizer, lr = checked_factors(self.spec, lr, scale, optimizer_scalars)
+        ids, bits, code = checked_gradients(self.spec, ids, gradients)
         try:
             self._store.check_push(ids, bits, code, optimizer, lr, scale)
         except ops.Refused as refused:
@@ -319,7 +270,7 @@ class RowTable:
         From bounds of all rows and slots: O(1) work, and False does not mean that one would. Raises InvalidArgument as
         :meth:`push`.
         """
-        optimizer, lr = self._checked_factors(lr, scale, optimizer_scalars)
+        optimizer, lr = checked_factors(self.spec, lr, scale, optimizer_scalars)
         with np.errstate(over="ignore"):
             bound = float(np.float32(largest))
         return bool(np.isfinite(bound)) and self._store.cannot_overflow(bound, optimizer, lr, scale)
@@ -337,23 +288,6 @@ class RowTable:
         step moves. Raises MemoryError."""
         self._store.make_room_to_keep(count)
 
-    def _checked_factors(
-        self, lr: float | None, scale: float, optimizer_scalars: Mapping[str, float]
-    ) -> tuple[_core.Optimizer, float]:
-        """Return the optimizer and the learning rate. Raises InvalidArgument."""
-        lr = self.spec.optimizer.lr if lr is None else lr
-        with np.errstate(over="ignore"):
-            if not (lr >= 0 and np.isfinite(np.float32(lr))):
-                raise InvalidArgument(f"lr is {lr!r}; it must be finite (as float32) and >= 0")
-            if not np.isfinite(np.float32(scale)):
-                raise InvalidArgument(f"scale is {scale!r}; it must be finite (as float32)")
-        return ops.compiled_optimizer(self.spec.optimizer.for_push(optimizer_scalars)), lr
-
-    def _checked_gradients(self, ids: Ids, gradients: npt.NDArray[Any]) -> tuple[Ids, npt.NDArray[Any], int]:
-        ids = ops.checked_ids(ids)
-        self._require_rows(gradients, len(ids), "gradients", None)
-        return ids, *ops.as_bits(gradients, "gradients")
-
     def assign(self, ids: Ids, rows: npt.NDArray[Any]) -> int:
         """Overwrite the rows of ``ids`` and zero their slots.
 
@@ -369,7 +303,7 @@ class RowTable:
             NonFinite: a value is NaN or infinite.
         """
         ids = ops.checked_ids(ids)
-        self._require_rows(rows, len(ids), "rows", self.spec.numpy_dtype)
+        require_rows(self.spec, rows, len(ids), "rows", self.spec.numpy_dtype)
         bits, _ = ops.as_bits(rows)
         try:
             return self._store.assign(ids, bits)
@@ -482,29 +416,8 @@ class RowTable:
         first. Raises as :meth:`assign`.
         """
         ids = ops.checked_ids(ids)
-        self._require_rows(rows, len(ids), "rows", self.spec.numpy_dtype)
-        if (lives is not None) != self.spec.keeps_lives or (lives is not None and lives.shape != ids.shape):
-            keeps = "keeps" if self.spec.keeps_lives else "does not keep"
-            raise InvalidRows(
-                f"table {self.spec.name!r} {keeps} when its rows were last seen; "
-                f"{'no' if lives is None else len(lives)} lives were given for {len(ids)} rows"
-            )
-        if (slots is not None) != self.spec.has_slots:
-            raise InvalidRows(f"table {self.spec.name!r} has {'' if self.spec.has_slots else 'no '}slots; give them so")
-        if slots is not None:
-            self._require_rows(slots, len(ids), "slots", DTYPES[self.spec.slot_dtype], self.spec.slot_dim)
-        counts = bool(self.spec.step_bytes)
-        if steps is None and self.spec.counts_updates and not self.spec.needs_step_numbers:
-            steps = np.zeros(len(ids), np.int64)
-        if (steps is not None) != counts or (steps is not None and len(steps) != len(ids)):
-            raise InvalidRows(
-                f"table {self.spec.name!r} {'counts' if counts else 'does not count'} the steps of its "
-                f"rows; {'no' if steps is None else len(steps)} steps were given for {len(ids)} rows"
-            )
-        if slots is not None:
-            self._require_slots(slots)
-        if self.spec.counts_updates and steps is not None:
-            self._require_updates(steps)
+        require_rows(self.spec, rows, len(ids), "rows", self.spec.numpy_dtype)
+        steps = checked_state(self.spec, len(ids), slots, steps, lives)
         try:
             return self._store.restore(
                 ids,
@@ -533,38 +446,6 @@ class RowTable:
             self._store.adopt_steps(steps.now, list(steps.lrs), *steps.origin)
         except ValueError as exc:
             raise InvalidArgument(f"these are no steps of table {self.spec.name!r}: {exc}") from exc
-
-    def _require_slots(self, slots: npt.NDArray[Any]) -> None:
-        optimizer, end = self.spec.optimizer, 0
-        for slot in optimizer.slots:
-            begin, end = end, end + slot.width(self.spec.dim)
-            if slot.is_non_negative and np.any(slots[:, begin:end] < 0):
-                raise InvalidRows(
-                    f"{type(optimizer).__name__}'s state of table {self.spec.name!r} holds a {slot.name} below 0; "
-                    "restore an undamaged snapshot"
-                )
-
-    def _require_updates(self, updates: Ids) -> None:
-        if np.any(updates < 0) or np.any(updates > _MOST_UPDATES):
-            raise InvalidRows(
-                f"the state of table {self.spec.name!r} holds a number of updates outside [0, {_MOST_UPDATES}]; "
-                "restore an undamaged snapshot"
-            )
-
-    def _require_rows(
-        self, rows: Any, count: int | None, label: str, dtype: np.dtype[Any] | None, width: int | None = None
-    ) -> None:
-        """Check [count, width] (any length if None; width D) and the dtype (any float type if None)."""
-        width = self.spec.dim if width is None else width
-        if not isinstance(rows, np.ndarray) or (
-            rows.dtype not in ops.DTYPE_CODES if dtype is None else rows.dtype != dtype
-        ):
-            found = rows.dtype if isinstance(rows, np.ndarray) else type(rows).__name__
-            wanted = dtype if dtype is not None else ", ".join(DTYPES)
-            raise InvalidRows(f"{label} of table {self.spec.name!r} is {found}; it must be a numpy array of {wanted}")
-        if rows.ndim != 2 or rows.shape[1] != width or (count is not None and rows.shape[0] != count):
-            wanted_shape = f"[{'M' if count is None else count}, {width}]"
-            raise InvalidRows(f"{label} of table {self.spec.name!r} is {list(rows.shape)}; it must be {wanted_shape}")
 
     def _refuse(self, refused: ops.Refused, values: Ids, label: str = "out") -> NoReturn:
         reason, index = refused.args

@@ -18,7 +18,8 @@ from geartrain.ams.observe.failpoints import armed
 from geartrain.ams.server.freeze.marks import joint_steps, restore_steps
 from geartrain.ams.storage.snapshot.compaction import compact
 from geartrain.ams.storage.snapshot.folder import prune
-from geartrain.ams.tables.row_table import ELAPSED_WINDOW, RowTable, TableSteps
+from geartrain.ams.tables.compiled_store import ELAPSED_WINDOW
+from geartrain.ams.tables.row_table import RowTable, TableSteps
 from geartrain.ams.values import errors
 from geartrain.ams.values.optimizers.registry import SparseMomentum
 from geartrain.ams.values.shard_messages import SyncGroup

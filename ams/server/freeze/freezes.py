@@ -18,7 +18,8 @@ import numpy.typing as npt
 from geartrain.ams.observe import failpoints
 from geartrain.ams.storage.snapshot.blocks import BLOCK_BYTES, plan_blocks, write_block, write_marks
 from geartrain.ams.storage.snapshot.manifest import ADMISSION, EXPORT, REMOVED, ROWS, FileEntry
-from geartrain.ams.tables.row_table import RowTable, StoredRows
+from geartrain.ams.tables.row_table import RowTable
+from geartrain.ams.tables.stored_rows import StoredRows
 from geartrain.ams.values.errors import Busy, InternalError, SnapshotSuperseded
 from geartrain.ams.values.placement import bucket_ranges, buckets_between
 from geartrain.ams.values.shard_messages import Done, Freeze, Reply, WriteFrozen, Written

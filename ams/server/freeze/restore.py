@@ -19,7 +19,8 @@ from geartrain.ams.storage.snapshot.chain import Layer, is_among, layers_of
 from geartrain.ams.storage.snapshot.folder import Snapshot, open_snapshot
 from geartrain.ams.storage.snapshot.manifest import ADMISSION, MARKS
 from geartrain.ams.tables.counted_ids import CountedIds
-from geartrain.ams.tables.row_table import RowTable, StoredRows
+from geartrain.ams.tables.row_table import RowTable
+from geartrain.ams.tables.stored_rows import StoredRows
 from geartrain.ams.values.errors import InvalidArgument, SpecMismatch, TableExists, TableNotFound
 from geartrain.ams.values.placement import NUM_BUCKETS, bucket_of
 from geartrain.ams.values.shard_messages import Done, Reply, Restore

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from geartrain.ams.kernels import ops
 from geartrain.ams.kernels._core import CatchUp, StepHistory
-from geartrain.ams.tables.row_table import ELAPSED_WINDOW, TableSteps
+from geartrain.ams.tables.compiled_store import ELAPSED_WINDOW
+from geartrain.ams.tables.row_table import TableSteps
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.specs import TableSpec
 from geartrain.bridge.rows.tables import TORCH_DTYPES

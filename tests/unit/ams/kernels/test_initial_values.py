@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from geartrain.ams.kernels.reference import ops as reference
-from geartrain.ams.tables.row_table import RowTable, table_hash
+from geartrain.ams.tables.compiled_store import table_hash
+from geartrain.ams.tables.row_table import RowTable
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.optimizers.registry import SGD
 from geartrain.ams.values.specs import Constant, DTypeName, Initializer, Normal, TableSpec, Uniform

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from geartrain.ams.kernels.reference.ops import initial_row
 from geartrain.ams.kernels.reference.row_table import ReferenceTable
 from geartrain.ams.rpc.codec.specs import spec_from_pb, spec_to_pb
-from geartrain.ams.tables.row_table import RowTable, table_hash
+from geartrain.ams.tables.compiled_store import table_hash
+from geartrain.ams.tables.row_table import RowTable
 from geartrain.ams.values.errors import InvalidArgument, InvalidRows, NonFinite
 from geartrain.ams.values.optimizers.adam import Adam, power
 from geartrain.ams.values.optimizers.spec import UpdateStep

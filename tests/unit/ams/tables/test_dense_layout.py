@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from geartrain.ams.kernels import memory
 from geartrain.ams.kernels.reference.row_table import ReferenceTable
-from geartrain.ams.tables.row_table import RowTable, table_hash
+from geartrain.ams.tables.compiled_store import table_hash
+from geartrain.ams.tables.row_table import RowTable
 from geartrain.ams.values.errors import OutOfMemory
 from geartrain.ams.values.optimizers.registry import Adam, Momentum, RowOptimizerSpec, SparseMomentum
 from geartrain.ams.values.placement import BUCKET_ORDER, buckets_of_shard, even_placement

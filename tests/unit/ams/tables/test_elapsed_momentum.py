@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from geartrain.ams.kernels.reference.elapsed_momentum import ElapsedTable
 from geartrain.ams.kernels.reference.row_table import ReferenceTable
-from geartrain.ams.tables.row_table import RowTable, TableSteps, table_hash
+from geartrain.ams.tables.compiled_store import table_hash
+from geartrain.ams.tables.row_table import RowTable, TableSteps
 from geartrain.ams.values.errors import InvalidArgument, InvalidRows, NonFinite
 from geartrain.ams.values.optimizers.registry import SparseMomentum
 from geartrain.ams.values.specs import DTYPES, DTypeName, Ids, Normal, TableSpec

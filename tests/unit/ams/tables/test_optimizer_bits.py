@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from geartrain.ams.kernels.reference.row_table import ReferenceTable
-from geartrain.ams.tables.row_table import RowTable, table_hash
+from geartrain.ams.tables.compiled_store import table_hash
+from geartrain.ams.tables.row_table import RowTable
 from geartrain.ams.values.errors import InvalidArgument, InvalidRows, NonFinite
 from geartrain.ams.values.optimizers.registry import Adagrad, RowOptimizerSpec
 from geartrain.ams.values.optimizers.spec import UpdateStep

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from geartrain.ams.tables.row_table import RowTable, StoredRows
+from geartrain.ams.tables.row_table import RowTable
+from geartrain.ams.tables.stored_rows import StoredRows
 from geartrain.ams.values.errors import InvalidIds
 from geartrain.ams.values.optimizers.registry import Adam, RowOptimizerSpec, SparseMomentum
 from geartrain.ams.values.specs import Ids, TableSpec

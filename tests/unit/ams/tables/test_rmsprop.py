@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from geartrain.ams.kernels.reference.row_table import ReferenceTable
-from geartrain.ams.tables.row_table import RowTable, table_hash
+from geartrain.ams.tables.compiled_store import table_hash
+from geartrain.ams.tables.row_table import RowTable
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.optimizers.rmsprop import RMSProp
 from geartrain.ams.values.optimizers.spec import UpdateStep

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from geartrain.ams.kernels.reference.ops import bucket_of
 from geartrain.ams.kernels.reference.rounding import LATE_ROW, ROW, SLOT, draws, rounded, rounding_key, stored
-from geartrain.ams.tables.row_table import RowTable, table_hash
+from geartrain.ams.tables.compiled_store import table_hash
+from geartrain.ams.tables.row_table import RowTable
 from geartrain.ams.values.errors import InvalidRows, NonFinite
 from geartrain.ams.values.optimizers.registry import SGD, Adam, Momentum, RowOptimizerSpec, SparseMomentum
 from geartrain.ams.values.specs import DTYPES, Constant, DTypeName, TableSpec

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from geartrain.ams.kernels import ops
 from geartrain.ams.kernels.reference import ops as reference
 from geartrain.ams.kernels.reference.row_table import ReferenceTable
-from geartrain.ams.tables.row_table import RowTable, table_hash
+from geartrain.ams.tables.compiled_store import table_hash
+from geartrain.ams.tables.row_table import RowTable
 from geartrain.ams.values.optimizers.registry import SGD, Momentum, RowOptimizerSpec, SparseMomentum
 from geartrain.ams.values.optimizers.spec import UpdateStep
 from geartrain.ams.values.specs import DTYPES, DTypeName, Normal, TableSpec
