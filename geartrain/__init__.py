@@ -66,6 +66,9 @@ if TYPE_CHECKING:
     from geartrain.bridge.head.weights import export_class_weights, import_class_weights
     from geartrain.bridge.optim.lamb import LAMB
     from geartrain.bridge.optim.lars import LARS
+    from geartrain.bridge.parallel.mesh import mesh
+    from geartrain.bridge.parallel.parallelize import parallelize
+    from geartrain.bridge.parallel.scopes import Replicate, Split, replicate, split
     from geartrain.bridge.pipeline.prefetch import prefetch
     from geartrain.bridge.retrieval.item_tree import ItemTree
     from geartrain.bridge.retrieval.tdm import TDM
@@ -127,6 +130,7 @@ __all__ = [
     "PartialFC",
     "Probability",
     "RMSProp",
+    "Replicate",
     "RowBlock",
     "RowOptimizer",
     "RowWiseAdagrad",
@@ -138,6 +142,7 @@ __all__ = [
     "SmallerThan",
     "SparseMomentum",
     "SphereFace",
+    "Split",
     "StreamReader",
     "Table",
     "TableFollower",
@@ -165,10 +170,14 @@ __all__ = [
     "local",
     "margin_cross_entropy",
     "memory_report",
+    "mesh",
     "models",
+    "parallelize",
     "per_level",
     "prefetch",
+    "replicate",
     "save",
+    "split",
     "state_from_bytes",
     "state_to_bytes",
 ]
@@ -226,6 +235,9 @@ _HOMES = {
     "geartrain.bridge.head.weights": ("export_class_weights", "import_class_weights"),
     "geartrain.bridge.optim.lamb": ("LAMB",),
     "geartrain.bridge.optim.lars": ("LARS",),
+    "geartrain.bridge.parallel.mesh": ("mesh",),
+    "geartrain.bridge.parallel.parallelize": ("parallelize",),
+    "geartrain.bridge.parallel.scopes": ("Replicate", "Split", "replicate", "split"),
     "geartrain.bridge.pipeline.prefetch": ("prefetch",),
     "geartrain.bridge.retrieval.item_tree": ("ItemTree",),
     "geartrain.bridge.retrieval.tdm": ("TDM",),

@@ -208,6 +208,55 @@ class RankLink:
             work = _reduce_scatter(out, wire, group=self._carrier(wire), async_op=True)
         return Pending(work, take, "reduce-scatter")
 
+    def all_to_all(self, values: Tensor, leaving: Sequence[int], arriving: Sequence[int]) -> Tensor:
+        """Send the first ``leaving[0]`` numbers of ``values`` [N] to rank 0, the next to rank 1, …; one all-to-all.
+
+        Returns what arrives, ``arriving[r]`` numbers of each rank r in rank order.
+        """
+        if self.world_size == 1:
+            return values
+        wire = values.detach().to(self._wire(values.device)).contiguous()
+        parts = wire.new_empty(sum(arriving))
+        width = wire.element_size()
+        with self._counted("all-to-all", parts.nbytes):
+            dist.all_to_all_single(
+                parts.view(torch.uint8),
+                wire.view(torch.uint8),
+                [num * width for num in arriving],
+                [num * width for num in leaving],
+                group=self._carrier(wire),
+            )
+        return parts.to(values.device)
+
+    def take_from_first(self, tensor: Tensor) -> None:
+        """Overwrite ``tensor`` by rank 0's, of the same shape and dtype: one broadcast."""
+        if self.world_size == 1 or not tensor.numel():
+            return
+        wire = tensor.detach().to(self._wire(tensor.device)).contiguous()
+        with self._counted("broadcast", wire.nbytes):
+            dist.broadcast(wire, self._global_rank(0), group=self._carrier(wire))
+        if wire.data_ptr() != tensor.data_ptr():
+            tensor.detach().copy_(wire)
+
+    def deal(self, whole_ND: Tensor, sizes: Sequence[int]) -> Tensor:
+        """Rank 0's rows [N, …], of which each rank gets its ``sizes[r]``, one behind the other: point to point."""
+        if self.world_size == 1:
+            return whole_ND
+        parts = torch.split(whole_ND.detach(), list(sizes))
+        if self.rank == 0:
+            for rank, part in enumerate(parts):
+                if rank and len(part):
+                    wire = part.to(self._wire(part.device)).contiguous()
+                    with self._counted("send", wire.nbytes):
+                        dist.send(wire, self._global_rank(rank), group=self._carrier(wire))
+            return parts[0].clone()
+        own = parts[self.rank]
+        arriving = torch.empty_like(own, device=self._wire(own.device), memory_format=torch.contiguous_format)
+        if len(own):
+            with lost_ranks_named("send"):
+                dist.recv(arriving, self._global_rank(0), group=self._carrier(arriving))
+        return arriving.to(own.device)
+
     @property
     def acts(self) -> bool:
         """Every rank works on the rows that it holds."""

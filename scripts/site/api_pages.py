@@ -78,6 +78,16 @@ PAGES = (
         ),
     ),
     ApiPage("large-batches", "Optimizers and a schedule for large batches", ("geartrain.bridge.optim",)),
+    ApiPage(
+        "parallel",
+        "Parallel training",
+        ("geartrain.bridge.parallel",),
+        (
+            "geartrain.bridge.parallel.mesh.Mesh",
+            "geartrain.bridge.parallel.parallel_model.ParallelModel",
+            "geartrain.bridge.parallel.split.logits.SplitLogits",
+        ),
+    ),
     ApiPage("gears", "Dense modules and slow gears", ("geartrain.bridge.dense", "geartrain.bridge.gear")),
     ApiPage("state", "State and data", ("geartrain",)),
 )

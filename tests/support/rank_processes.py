@@ -15,8 +15,10 @@ _PRELOAD = [
     "torch._dynamo",
     "torch.distributed.tensor",
     "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
     "geartrain.ams.client.factory",
     "geartrain.bridge.head.class_head",
+    "geartrain.bridge.parallel.parallelize",
     "geartrain.bridge.rows.optimizer",
 ]
 

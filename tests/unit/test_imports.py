@@ -57,6 +57,7 @@ ALSO: dict[str, tuple[str, ...]] = {
     "bridge/head/backends/ranks/*": ("tables", "server"),  # it is the shard of the rows that its rank keeps
     "bridge/head/sub_centers.py": ("tables",),  # what rows are before anything is written
     "bridge/checkpoint/*": ("storage", "observe"),  # rows of a saved model are snapshots
+    "bridge/parallel/split/first_values.py": ("tables",),  # the same values as rows of tables have
     "bridge/rows/tables.py": ("rpc",),
     "bridge/gear/*": ("storage",),  # cached features
 }

@@ -1,0 +1,169 @@
+"""A model whose parts are replicated or split, as a module: one call is a forward pass on all ranks."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from geartrain.ams.values.errors import InvalidArgument
+from geartrain.bridge.parallel.global_mean import mean_of_ranks
+from geartrain.bridge.parallel.mesh import Mesh
+from geartrain.bridge.parallel.replicated import Replicas
+from geartrain.bridge.parallel.scopes import Scope
+from geartrain.bridge.parallel.split.agreement import StepAgreement
+from geartrain.bridge.parallel.split.linear import SplitLinear
+from geartrain.bridge.parallel.split.logits import SplitLogits
+
+LossFunction = Callable[[Any, Tensor], Tensor]
+
+_LOSS = "the loss"
+"""Where the ranks meet if no split layer gives the logits."""
+
+
+class ParallelModel(nn.Module):
+    """What :func:`geartrain.parallelize` returns.
+
+    Attributes: ``module``, the model itself with its split layers; ``mesh``, ``scopes``, ``loss``; ``replicas``, whose
+    ``ddp`` takes communication hooks.
+
+    ``parameters()`` are those of the model: give them to any optimizer of torch. Those of split layers are DTensors
+    over the ranks. ``state_dict()`` has the names of the model that is not parallel; with
+    ``torch.distributed.checkpoint`` it is saved, and loaded on any number of ranks. Not thread-safe.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        mesh: Mesh,
+        scopes: Mapping[str, Scope],
+        loss: LossFunction | None,
+        replicas: Replicas,
+        agreement: StepAgreement,
+    ) -> None:
+        super().__init__()
+        self.module = module
+        self.mesh = mesh
+        self.scopes = dict(scopes)
+        self.loss = loss
+        self.replicas = replicas
+        self._agreement = agreement
+        agreement.layers.append(_LOSS)
+        # Of one split layer alone it is known which classes the labels are of, before the loss is.
+        num_linear = sum(isinstance(part, SplitLinear) for part in module.modules())
+        self._looks_at_labels = isinstance(loss, nn.CrossEntropyLoss) and num_linear == 1
+        self.train(module.training)
+
+    @property
+    def ddp(self) -> DistributedDataParallel | None:
+        """That of all parameters that are whole on every rank; None with one rank, or without such parameters."""
+        return self.replicas.ddp
+
+    def forward(self, inputs: Any, labels: Tensor | None = None, **options: Any) -> Any:
+        """Loss (0-dim) over the samples of all ranks, of this rank's ``inputs`` and ``labels``; every rank calls it.
+
+        It is the same number on every rank, and its backward pass gives every parameter the gradient of it: ranks may
+        have different numbers of samples, or none. Every rank goes backward from it, with the same factor. A
+        ``loss`` of yours with ``reduction`` "mean", or without such an attribute, counts as a mean over samples.
+
+        Without labels it is what the model returns; of split logits, in ``eval()``, all classes of the own samples
+        [S, C], while training :class:`SplitLogits`, which ``F.cross_entropy`` takes. Where ``loss`` is None, all
+        arguments go to the model, which returns its own loss. ``inputs`` that are a tuple or a dict are several
+        arguments of the model; ``options`` go to it, too.
+
+        Raises InvalidIds for labels (on a CPU), InvalidArgument, SpecMismatch where ranks differ, SyncError where
+        another rank failed, RankLost where one is gone.
+        """
+        if self.loss is None and labels is not None:
+            inputs = (inputs, labels)
+        if self.loss is None:
+            labels = None
+        self._agreement.begin(labels if self._looks_at_labels else None, getattr(self.loss, "ignore_index", -100))
+        try:
+            return self.replicas.run(lambda: self._run(inputs, labels, options))
+        except Exception as exc:  # of any kind: the others wait for this rank
+            self._agreement.tell(exc)
+            raise
+        finally:
+            self._agreement.end()
+
+    def _run(self, inputs: Any, labels: Tensor | None, options: Mapping[str, Any]) -> Any:
+        match inputs:
+            case tuple() | list():
+                output = self.module(*inputs, **options)
+            case dict():
+                output = self.module(**inputs, **options)
+            case _:
+                output = self.module(inputs, **options)
+        is_split = isinstance(output, SplitLogits)
+        if self.loss is None or labels is None:
+            return output.whole() if is_split and not self.training else output
+        if is_split or self.mesh.world_size == 1:
+            return self.loss(output, labels)
+        return self._loss_of_ranks(output, labels)
+
+    def _loss_of_ranks(self, output: Any, labels: Tensor) -> Tensor:
+        """Of outputs that are whole, of the own samples alone."""
+        assert self.loss is not None
+        link, reduction = self.mesh.whole.link, getattr(self.loss, "reduction", "mean")
+        own: list[tuple[Tensor, Tensor]] = []
+
+        def compute() -> None:
+            if reduction not in ("mean", "sum"):
+                raise InvalidArgument(
+                    f"the loss has reduction={reduction!r}; it must be 'mean' or 'sum', over the samples of all ranks"
+                )
+            own.append(_own_sum(self.loss, reduction, output, labels))  # type: ignore[arg-type]
+
+        self._agreement.sizes(_LOSS, labels, compute)
+        own_sum, amount = own[0]
+        return mean_of_ranks(own_sum, amount if reduction == "mean" else None, link)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate: backward passes inside only add up, the first one behind averages over the ranks.
+
+        Gradients of split layers are those of all ranks at once; they add up, too.
+        """
+        with self.replicas.no_sync():
+            yield
+
+    def state_dict(self, *arguments: Any, **options: Any) -> Any:
+        """That of the model, by its own names; parameters of split and sharded parts are DTensors."""
+        return self.module.state_dict(*arguments, **options)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *arguments: Any, **options: Any) -> Any:
+        """Load it: what :meth:`state_dict` gave, on any number of ranks, or the plain one of the model."""
+        return self.module.load_state_dict(state_dict, *arguments, **options)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ParallelModel:
+        if self.mesh.world_size > 1:
+            raise InvalidArgument(
+                "a parallel model cannot be moved or cast: its parameters are in the memory of collectives. Move the "
+                "model before gt.parallelize"
+            )
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self
+
+
+def _own_sum(loss: LossFunction, reduction: str, output: Any, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """The loss of the own samples as a sum, and what a mean divides such sums by."""
+    if isinstance(loss, nn.CrossEntropyLoss):
+        own_sum = F.cross_entropy(
+            output, labels, loss.weight, None, loss.ignore_index, None, "sum", loss.label_smoothing
+        )
+        if labels.dtype.is_floating_point:
+            return own_sum, own_sum.new_tensor(len(labels))
+        counts = labels != loss.ignore_index
+        weights = counts if loss.weight is None else loss.weight[labels.clamp(0)] * counts
+        return own_sum, weights.sum()
+    amount = torch.tensor(float(len(labels)), device=labels.device)
+    if not len(labels):
+        return output.sum() * 0.0, amount
+    value = loss(output, labels)
+    return (value * amount if reduction == "mean" else value), amount

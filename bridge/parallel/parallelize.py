@@ -1,0 +1,148 @@
+"""``gt.parallelize``: an ordinary module becomes one whose parts are replicated or split over a mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor, nn
+
+from geartrain.ams.values.arguments import integer
+from geartrain.ams.values.errors import InvalidArgument
+from geartrain.ams.values.text import quoted
+from geartrain.bridge.parallel.mesh import Mesh
+from geartrain.bridge.parallel.parallel_model import LossFunction, ParallelModel
+from geartrain.bridge.parallel.replicated import Replicas, materialise, materialise_sharded
+from geartrain.bridge.parallel.scopes import Scope, ScopedModel, marked_scopes, scoped
+from geartrain.bridge.parallel.split.agreement import StepAgreement
+from geartrain.bridge.parallel.split.registry import SplitPlace, check_can_split, split_layer
+
+
+def parallelize(
+    model: nn.Module,
+    mesh: Mesh,
+    scopes: Mapping[str, Scope] | None = None,
+    *,
+    loss: LossFunction | None = None,
+    seed: int = 0,
+) -> ParallelModel:
+    """Train ``model`` on the ranks of ``mesh``: replicate some of its parts, split others.
+
+        model = gt.parallelize(Classifier(), gt.mesh(), {"backbone": gt.Replicate(), "head": gt.Split()},
+                               loss=nn.CrossEntropyLoss())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(images, labels).backward()
+
+    The model stays what it is, and keeps its names; its split layers are replaced by ones that hold this rank's rows.
+    Every rank calls it with the same model and arguments. Values are rank 0's. What is on the meta device gets its
+    memory here, on the device of the mesh, split and sharded parts only their own rows: values are those of
+    ``reset_parameters`` (of split layers the same distributions), a function of ``seed`` and names alone, whatever the
+    number of ranks.
+
+    Args:
+        model: An ``nn.Module``, on its device or on the meta device. Move it before, not after.
+        mesh: See :func:`geartrain.mesh`.
+        scopes: By name of a module, ``gt.Replicate()`` or ``gt.Split()``. Every parameter is in one. A split layer may
+            lie inside a replicated part. None: what :func:`geartrain.replicate` and :func:`geartrain.split` marked.
+        loss: Of (what the model returns, labels), such as ``nn.CrossEntropyLoss()``: with "mean" and "sum" over the
+            samples of all ranks. None: the model returns its loss itself.
+        seed: Of first values on the meta device.
+
+    Costs one all-gather of what is given, and for values a broadcast of replicated and a send of split parts.
+
+    Raises:
+        InvalidArgument: A scope, a layer that cannot be split, or a parameter without a scope.
+        SpecMismatch: Ranks were given different models, scopes or losses; on every rank.
+    """
+    link = mesh.whole.link
+    failure: Exception | None = None
+    said: dict[str, Any] = {}
+    try:
+        found = _looked_up(model, mesh, scopes, loss, seed)
+        said = _description(model, found, loss, seed)
+    except Exception as exc:  # of any kind: the others wait for this rank
+        failure = exc
+    link.require_equal({**said, "error": None if failure is None else str(failure)}, "gt.parallelize()")
+    if failure is not None:
+        raise failure
+    group = mesh.whole
+    agreement = StepAgreement(link)
+    split_parameters: set[int] = set()
+    skip: set[int] = set()
+    for name, module in found.split.items():
+        if not check_can_split(name, module, group.ranks):
+            continue
+        layer = split_layer(SplitPlace(name, group, agreement, seed), module)
+        layer.train(module.training)
+        model = _replaced(model, name, layer)
+        split_parameters.update(id(parameter) for parameter in layer.parameters())
+        skip.add(id(layer))
+    # Looked up again: a split layer inside them was replaced.
+    whole = {name: model.get_submodule(name) for name, (scope, _) in found.replicated.items() if not scope.shard}
+    sharded = {name: model.get_submodule(name) for name, (scope, _) in found.replicated.items() if scope.shard}
+    materialise(whole, group.device, seed, skip)
+    values = {name: module for name, module in sharded.items() if not _is_on_meta(module)}
+    materialise_sharded({name: module for name, module in sharded.items() if name not in values}, group, seed)
+    replicas = Replicas(group, whole.values(), sharded.values(), split_parameters)
+    return ParallelModel(model, mesh, found.scopes, loss, replicas, agreement)
+
+
+def _looked_up(
+    model: nn.Module, mesh: Mesh, scopes: Mapping[str, Scope] | None, loss: LossFunction | None, seed: int
+) -> ScopedModel:
+    if not isinstance(model, nn.Module):
+        raise InvalidArgument(f"model is {quoted(model)}; it must be a torch.nn.Module")
+    if not isinstance(mesh, Mesh):
+        raise InvalidArgument(f"mesh is {quoted(mesh)}; it must be what gt.mesh() returns")
+    if loss is not None and not callable(loss):
+        raise InvalidArgument(f"loss is {quoted(loss)}; it must be a function of (output, labels), or None")
+    if isinstance(loss, nn.Module) and any(True for _ in loss.parameters()):
+        raise InvalidArgument(
+            "the loss has parameters, which nothing would average over the ranks; make it part of the model"
+        )
+    integer("seed", seed, 0)
+    found = scoped(model, marked_scopes(model) if scopes is None else scopes)
+    for name, module in found.split.items():
+        check_can_split(name, module, mesh.whole.ranks)
+    return found
+
+
+def _description(model: nn.Module, found: ScopedModel, loss: LossFunction | None, seed: int) -> dict[str, Any]:
+    """What the ranks must agree on."""
+    return {
+        "scopes": {name: repr(scope) for name, scope in found.scopes.items()},
+        "parameters": {
+            name: f"{tuple(one.shape)} {one.dtype} {one.device.type} {'trained' if one.requires_grad else 'frozen'}"
+            for name, one in model.named_parameters()
+        },
+        "loss": _described(loss),
+        "seed": seed,
+    }
+
+
+def _described(loss: LossFunction | None) -> str:
+    if not isinstance(loss, nn.Module):
+        return getattr(loss, "__qualname__", type(loss).__qualname__)
+    settings = {key: repr(value) for key, value in vars(loss).items() if not key.startswith("_") and key != "training"}
+    state = {key: value for key, value in loss.state_dict().items() if isinstance(value, Tensor)}
+    digests = {
+        key: xxhash.xxh3_64_hexdigest(value.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        for key, value in state.items()
+    }
+    return f"{type(loss).__qualname__} {settings} {digests}"
+
+
+def _replaced(model: nn.Module, name: str, layer: nn.Module) -> nn.Module:
+    """``model`` with ``layer`` in the place ``name``; the layer itself if that is the whole of it."""
+    if not name:
+        return layer
+    parent, _, last = name.rpartition(".")
+    setattr(model.get_submodule(parent), last, layer)
+    return model
+
+
+def _is_on_meta(module: nn.Module) -> bool:
+    tensors = [*module.parameters(), *module.buffers()]
+    return any(tensor.device.type == "meta" for tensor in tensors)

@@ -1,0 +1,166 @@
+"""The replicated parts of a model of any shape, under DistributedDataParallel or ``fully_shard``."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from geartrain.ams.values.errors import InvalidArgument
+from geartrain.bridge.parallel.mesh import MeshGroup
+from geartrain.bridge.parallel.split.shard import RowShard, local_part
+
+
+class Replicas:
+    """What every rank has, and the averaging of its gradients.
+
+    Attributes: ``ddp``, one DistributedDataParallel of all parameters that are whole on every rank, for communication
+    hooks; None with one rank, or without such parameters. ``sharded``: the modules under ``fully_shard``.
+    """
+
+    def __init__(
+        self, group: MeshGroup, whole: Iterable[nn.Module], sharded: Iterable[nn.Module], split: set[int]
+    ) -> None:
+        """``split`` are the ids of parameters in ``whole`` modules that are not replicated. Collective.
+
+        All ranks begin with rank 0's values.
+        """
+        self.sharded = list(sharded)
+        self.ddp: DistributedDataParallel | None = None
+        if group.link.world_size == 1:
+            return
+        for module in self.sharded:
+            for tensor in [*module.parameters(), *module.buffers()]:
+                group.link.take_from_first(tensor)
+            _shard_fully(module, group)
+        parameters = [one for one in _distinct(whole, nn.Module.parameters) if id(one) not in split]
+        buffers = _distinct(whole, nn.Module.buffers)
+        if any(parameter.requires_grad for parameter in parameters):
+            holder = _Holder(parameters, buffers)
+            self.ddp = DistributedDataParallel(holder, process_group=group.process_group)
+        else:
+            for tensor in [*parameters, *buffers]:
+                group.link.take_from_first(tensor)
+
+    def run(self, forward: Callable[[], Any]) -> Any:
+        """``forward()``, after which a backward pass averages the gradients."""
+        if self.ddp is None or not torch.is_grad_enabled():
+            return forward()
+        return self.ddp(forward)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside only add to the gradients here; the first one behind averages them all."""
+        for module in self.sharded:
+            _set_sync(module, False)
+        try:
+            with self.ddp.no_sync() if self.ddp is not None else contextlib.nullcontext():
+                yield
+        finally:
+            for module in self.sharded:
+                _set_sync(module, True)
+
+
+class _Holder(nn.Module):
+    """Parameters and buffers of several modules, which DistributedDataParallel is to know nothing else of."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], buffers: Iterable[Tensor]) -> None:
+        super().__init__()
+        self.held = nn.ParameterList(parameters)
+        for number, buffer in enumerate(buffers):
+            self.register_buffer(f"buffer_{number}", buffer)
+
+    def forward(self, forward: Callable[[], Any]) -> Any:
+        return forward()
+
+
+def _distinct(modules: Iterable[nn.Module], tensors: Callable[[nn.Module], Iterable[Any]]) -> list[Any]:
+    return list({id(one): one for module in modules for one in tensors(module)}.values())
+
+
+def _shard_fully(module: nn.Module, group: MeshGroup) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    fully_shard(module, mesh=group.device_mesh)
+
+
+def _set_sync(module: Any, value: bool) -> None:
+    if hasattr(module, "set_requires_gradient_sync"):
+        module.set_requires_gradient_sync(value)
+
+
+def materialise(modules: Mapping[str, nn.Module], device: torch.device, seed: int, skip: set[int]) -> None:
+    """Give every module on the meta device its memory on ``device``, and the values of its ``reset_parameters``.
+
+    They depend on ``seed`` and the module's name alone. Modules with an id in ``skip`` are left out. Raises
+    InvalidArgument for one that has no ``reset_parameters``.
+    """
+    for name, owner in _owners(modules, skip):
+        owner.to_empty(device=device, recurse=False)
+        _reset(name, owner, device, seed)
+
+
+def materialise_sharded(modules: Mapping[str, nn.Module], group: MeshGroup, seed: int) -> None:
+    """:func:`materialise` for modules that are sharded over ``group``: no more than one of them is ever whole."""
+    for scope, module in modules.items():
+        blanks = {name: copy.deepcopy(owner) for name, owner in _owners({scope: module}, set())}
+        if not blanks:
+            continue
+        if group.link.world_size == 1:
+            materialise({scope: module}, group.device, seed, set())
+            continue
+        _shard_fully(module, group)
+        module.to_empty(device=group.device)
+        for name, owner in _named({scope: module}):
+            if name in blanks:
+                _fill(name, owner, blanks.pop(name), group, seed)
+
+
+def _fill(name: str, owner: nn.Module, blank: nn.Module, group: MeshGroup, seed: int) -> None:
+    blank.to_empty(device=group.device, recurse=False)
+    _reset(name, blank, group.device, seed)
+    with torch.no_grad():
+        for key, parameter in owner.named_parameters(recurse=False):
+            whole = blank._parameters[key]
+            assert whole is not None
+            shard = RowShard(whole.shape[0], group)
+            local_part(parameter).copy_(whole[shard.first : shard.stop])
+        for key, buffer in owner.named_buffers(recurse=False):
+            value = blank._buffers[key]
+            assert value is not None
+            buffer.copy_(value)
+
+
+def _reset(name: str, owner: nn.Module, device: torch.device, seed: int) -> None:
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices):
+        torch.manual_seed(xxhash.xxh3_64_intdigest(name.encode(), seed=seed & (2**64 - 1)) >> 1)
+        owner.reset_parameters()  # type: ignore[operator]
+
+
+def _named(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    for scope, module in modules.items():
+        for name, part in module.named_modules():
+            yield ".".join(one for one in (scope, name) if one), part
+
+
+def _owners(modules: Mapping[str, nn.Module], skip: set[int]) -> list[tuple[str, nn.Module]]:
+    """The modules that have parameters or buffers of their own on the meta device."""
+    found = []
+    for name, part in _named(modules):
+        own = [*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)]
+        if id(part) in skip or not any(tensor.device.type == "meta" for _, tensor in own):
+            continue
+        if not callable(getattr(part, "reset_parameters", None)):
+            raise InvalidArgument(
+                f"module {name!r} ({type(part).__name__}) is on the meta device and has no reset_parameters(), so its "
+                f"{own[0][0]!r} has no values; give it one, or make the module on a real device"
+            )
+        found.append((name, part))
+    return found

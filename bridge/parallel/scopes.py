@@ -1,0 +1,177 @@
+"""Which parts of a model are replicated and which are split: named in a dict, or marked where they are made."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from geartrain.ams.values.arguments import boolean
+from geartrain.ams.values.errors import InvalidArgument
+from geartrain.ams.values.text import quoted
+
+
+@dataclass(frozen=True)
+class Replicate:
+    """A part of a model that every rank has, with its own samples: gradients are averaged over the ranks.
+
+    ``shard=False``: whole on every rank (DistributedDataParallel). ``shard=True``: its parameters, gradients and
+    optimizer state lie in parts on the ranks, and travel when they are needed (FSDP2, ``fully_shard``).
+    """
+
+    shard: bool = False
+
+    def __post_init__(self) -> None:
+        """Raise InvalidArgument for what is no bool."""
+        boolean("shard", self.shard)
+
+
+@dataclass(frozen=True)
+class Split:
+    """A part of a model whose rows are divided among the ranks: every rank works on its rows, for all samples."""
+
+
+Scope = Replicate | Split
+
+_marks: weakref.WeakKeyDictionary[nn.Module, Scope] = weakref.WeakKeyDictionary()
+_open: list[Scope] = []
+
+
+def replicate(*, shard: bool = False) -> contextlib.AbstractContextManager[None]:
+    """Mark the modules that are made inside as :class:`Replicate`; nothing else happens to them.
+
+    ``gt.parallelize(model, mesh, loss=...)`` without a dict reads the marks. Of nested blocks the innermost counts.
+    """
+    return _marking(Replicate(shard=shard))
+
+
+def split() -> contextlib.AbstractContextManager[None]:
+    """Mark the modules that are made inside as :class:`Split`, as :func:`replicate` does."""
+    return _marking(Split())
+
+
+@contextlib.contextmanager
+def _marking(scope: Scope) -> Iterator[None]:
+    hook = register_module_parameter_registration_hook(lambda module, *_: _mark(module))
+    _open.append(scope)
+    try:
+        yield
+    finally:
+        _open.pop()
+        hook.remove()
+
+
+def _mark(module: nn.Module) -> None:
+    _marks[module] = _open[-1]
+
+
+def marked_scopes(model: nn.Module) -> dict[str, Scope]:
+    """The marks of ``model`` as such a dict: by the names of the largest modules whose parameters have one mark.
+
+    Raises InvalidArgument if there are none.
+    """
+    found: dict[str, Scope] = {}
+
+    def scopes_in(module: nn.Module) -> set[Scope | None]:
+        """The marks of the modules of ``module`` that have parameters themselves; None for one without a mark."""
+        owners = [part for part in module.modules() if part._parameters]
+        return {_marks.get(part) for part in owners}
+
+    def walk(name: str, module: nn.Module) -> None:
+        scopes = scopes_in(module)
+        only = next(iter(scopes)) if len(scopes) == 1 else None
+        # A split scope names single layers: a folder of them is not one that can be split.
+        if only is not None and (isinstance(only, Replicate) or module._parameters):
+            found[name] = only
+            return
+        for part, child in module.named_children():
+            walk(f"{name}.{part}" if name else part, child)
+
+    walk("", model)
+    if not found:
+        raise InvalidArgument(
+            "no scopes are given, and no module of the model was made inside gt.replicate() or gt.split(); give "
+            'a dict, such as {"backbone": gt.Replicate(), "head": gt.Split()}'
+        )
+    return found
+
+
+@dataclass(frozen=True)
+class ScopedModel:
+    """A model by its scopes."""
+
+    scopes: Mapping[str, Scope]
+    """As they were given or marked."""
+    split: Mapping[str, nn.Module]
+    """The modules to split, by name."""
+    replicated: Mapping[str, tuple[Replicate, nn.Module]]
+    """The scopes to replicate, by name; the modules of ``split`` may lie inside."""
+
+
+def scoped(model: nn.Module, scopes: Mapping[str, Scope]) -> ScopedModel:
+    """Look up the scopes of ``model``.
+
+    Raises InvalidArgument for a name that is none of its modules, a scope inside another of its kind, and a parameter
+    that is in no scope, or in a replicated and a split one.
+    """
+    if not isinstance(scopes, Mapping) or not scopes:
+        raise InvalidArgument(
+            f'scopes is {quoted(scopes)}; it must be a dict, such as {{"backbone": gt.Replicate(), "head": gt.Split()}}'
+        )
+    modules = dict(model.named_modules(remove_duplicate=False))
+    split: dict[str, nn.Module] = {}
+    replicated: dict[str, tuple[Replicate, nn.Module]] = {}
+    for name, scope in scopes.items():
+        if name not in modules:
+            raise InvalidArgument(f"scope {name!r} is no module of the model; its own are {_parts_of(model)}")
+        match scope:
+            case Split():
+                split[name] = modules[name]
+            case Replicate():
+                replicated[name] = (scope, modules[name])
+            case _:
+                raise InvalidArgument(
+                    f"the scope of {name!r} is {quoted(scope)}; it must be gt.Replicate() or gt.Split()"
+                )
+    for name in scopes:
+        outer = next((one for one in scopes if one != name and _is_inside(name, one)), None)
+        if outer is not None and not (name in split and outer in replicated and not replicated[outer][0].shard):
+            raise InvalidArgument(
+                f"scope {name!r} lies inside scope {outer!r}; only a split part may, inside gt.Replicate() without "
+                "shard=True. Name parts that lie side by side"
+            )
+    _require_all_named(model, split, replicated)
+    return ScopedModel(scopes, split, replicated)
+
+
+def _is_inside(name: str, outer: str) -> bool:
+    return not outer or name.startswith(f"{outer}.")
+
+
+def _parts_of(model: nn.Module) -> str:
+    return ", ".join(repr(name) for name, _ in model.named_children()) or "none, it is a single module: name it ''"
+
+
+def _require_all_named(
+    model: nn.Module, split: Mapping[str, nn.Module], replicated: Mapping[str, tuple[Replicate, nn.Module]]
+) -> None:
+    kinds: dict[int, set[bool]] = {}
+    first_names: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        is_split = any(name == one or _is_inside(name, one) for one in split)
+        if not is_split and not any(_is_inside(name, one) for one in replicated):
+            raise InvalidArgument(
+                f"parameter {name!r} is in no scope; name its module: "
+                f'{{"{name.rpartition(".")[0]}": gt.Replicate()}} keeps it whole on every rank'
+            )
+        kinds.setdefault(id(parameter), set()).add(is_split)
+        first = first_names.setdefault(id(parameter), name)
+        if len(kinds[id(parameter)]) > 1 or (is_split and first != name):
+            raise InvalidArgument(
+                f"parameters {first!r} and {name!r} are one, and a split layer has its own; untie them, or replicate "
+                "both"
+            )

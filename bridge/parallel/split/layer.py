@@ -1,0 +1,74 @@
+"""What split layers share: parameters of which each rank has some rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from geartrain.ams.values.errors import InvalidRows, SpecMismatch
+from geartrain.bridge.parallel.mesh import MeshGroup
+from geartrain.bridge.parallel.split.agreement import StepAgreement
+from geartrain.bridge.parallel.split.shard import RowShard, local_part
+
+
+class SplitLayer(nn.Module):
+    """A layer of ``num`` rows over the ranks of ``group``: a parameter [num, …] is a DTensor, ``Shard(0)``.
+
+    So optimizers, ``torch.distributed.checkpoint`` and whoever takes a norm see the whole of it, and this rank's rows
+    are ordinary memory. One rank alone has ordinary parameters. A ``state_dict`` loads DTensors, and plain tensors
+    [num, …] of a layer that is not split.
+    """
+
+    def __init__(self, name: str, num: int, group: MeshGroup, agreement: StepAgreement) -> None:
+        super().__init__()
+        self.layer_name = name
+        self.shard = RowShard(num, group)
+        self.agreement = agreement
+        agreement.layers.append(name)
+
+    def add_rows(self, name: str, like: Tensor | None, local: Tensor | None) -> None:
+        """Register the parameter ``name``, of which ``local`` [num_local, …] is here; of ``like`` is the rest."""
+        if like is None or local is None:
+            self.register_parameter(name, None)
+        else:
+            self.register_parameter(name, nn.Parameter(self.shard.as_dtensor(local), requires_grad=like.requires_grad))
+
+    def local(self, name: str) -> Tensor | None:
+        """The rows [num_local, …] of the parameter ``name`` that are here, in the graph of autograd."""
+        parameter = self._parameters[name]
+        return None if parameter is None else local_part(parameter)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
+        own: Mapping[str, Tensor | None] = self._parameters
+        for name, parameter in own.items():
+            given = state_dict.get(prefix + name)
+            if parameter is None or not isinstance(given, Tensor) or self.shard.group.link.world_size == 1:
+                continue
+            if tuple(given.shape) != tuple(parameter.shape):
+                raise SpecMismatch(
+                    f"{prefix + name} of the state has shape {tuple(given.shape)}, this layer {tuple(parameter.shape)}"
+                )
+            if not hasattr(given, "to_local"):
+                rows = given[self.shard.first : self.shard.stop]
+                state_dict[prefix + name] = self.shard.as_dtensor(rows.to(local_part(parameter).device).contiguous())
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
+
+
+def check_floating(samples: Any, width: int, layer: str) -> None:
+    """Raise InvalidRows unless ``samples`` are features [S, ``width``]."""
+    if not isinstance(samples, Tensor) or samples.ndim != 2 or samples.shape[1] != width:
+        given = tuple(samples.shape) if isinstance(samples, Tensor) else type(samples).__name__
+        raise InvalidRows(
+            f"split layer {layer!r} was given {given}; it takes features [S, {width}]. Flatten other dimensions first "
+            "(features.flatten(0, -2))"
+        )
+    if not samples.dtype.is_floating_point:
+        raise InvalidRows(f"split layer {layer!r} was given {samples.dtype}; it takes floating numbers")
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """What autocast computes products in on ``device``; None where it is off."""
+    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None

@@ -1,0 +1,176 @@
+"""Logits whose classes lie on several ranks, and what may be done with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from geartrain.ams.values.errors import InvalidArgument
+from geartrain.bridge.parallel.split.agreement import StepAgreement
+from geartrain.bridge.parallel.split.cross_entropy import SplitLoss, split_cross_entropy
+from geartrain.bridge.parallel.split.labels import check_labels
+from geartrain.bridge.parallel.split.shard import RowShard
+from geartrain.bridge.parallel.split.travel import whole_rows
+
+Number = int | float
+_ELEMENTWISE: frozenset[Callable[..., Any]] = frozenset(
+    [
+        *(torch.tanh, torch.sigmoid, torch.relu, torch.exp, torch.abs, torch.neg, torch.clamp, torch.clip),
+        *(torch.add, torch.sub, torch.mul, torch.div, torch.true_divide),
+        *(F.relu, F.tanh, F.sigmoid, F.softplus, F.gelu, F.silu, F.leaky_relu, F.elu, F.hardtanh),
+    ]
+)
+_MAY_DO = (
+    "take F.cross_entropy or nn.CrossEntropyLoss of it, work elementwise on it with numbers (*, /, +, -, torch.tanh, "
+    "logits.float()), or take logits.whole(), all classes of the own samples"
+)
+
+
+@dataclass(frozen=True, eq=False)
+class SplitLogits:
+    """Logits [S, C] of this rank's samples, of which no rank holds all.
+
+    Each rank holds those of its own classes, of the samples of all ranks: ``local_BL``. ``F.cross_entropy`` (and so
+    ``nn.CrossEntropyLoss``) of it and of the own labels [S] is the loss over all classes and over the samples of all
+    ranks, the same number on every rank. Elementwise operations with numbers give such logits again. Anything else
+    raises InvalidArgument: :meth:`whole` makes an ordinary tensor of it.
+    """
+
+    local_BL: Tensor
+    """Part of a graph of autograd; see ``travel.py`` for what its gradient stands for."""
+    sizes: Sequence[int]
+    """Samples of each rank."""
+    shard: RowShard
+    """Which classes are here."""
+    agreement: StepAgreement
+    is_scratch: bool = True
+    """Whether nobody else needs the memory of ``local_BL``, which then becomes that of its gradient."""
+
+    @property
+    def shape(self) -> torch.Size:
+        """[S, C]."""
+        return torch.Size((self.sizes[self.shard.group.link.rank], self.shard.num))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the logits."""
+        return self.local_BL.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where they are."""
+        return self.local_BL.device
+
+    @property
+    def ndim(self) -> int:
+        """2."""
+        return 2
+
+    def size(self, dim: int | None = None) -> Any:
+        """As that of a tensor."""
+        return self.shape if dim is None else self.shape[dim]
+
+    def __len__(self) -> int:
+        """S."""
+        return self.shape[0]
+
+    def whole(self) -> Tensor:
+        """All classes of the own samples, [S, C], for autograd too: one all-to-all, and S · C numbers of memory."""
+        return whole_rows(self.local_BL, self.shard.group.link, self.sizes, self.shard.sizes)
+
+    def float(self) -> SplitLogits:
+        """In float32."""
+        return self._map(Tensor.float)
+
+    def __mul__(self, other: Number) -> SplitLogits:
+        """Times a number."""
+        return self._with_number(torch.mul, other)
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, other: Number) -> SplitLogits:
+        """Divided by a number."""
+        return self._with_number(torch.div, other)
+
+    def __add__(self, other: Number) -> SplitLogits:
+        """Plus a number."""
+        return self._with_number(torch.add, other)
+
+    __radd__ = __add__
+
+    def __sub__(self, other: Number) -> SplitLogits:
+        """Minus a number."""
+        return self._with_number(torch.sub, other)
+
+    def __neg__(self) -> SplitLogits:
+        """Times -1."""
+        return self._map(torch.neg)
+
+    def _with_number(self, operation: Callable[..., Tensor], other: Any, **options: Any) -> SplitLogits:
+        return self._map(operation, other, **options)
+
+    def _map(self, operation: Callable[..., Tensor], *arguments: Any, **options: Any) -> SplitLogits:
+        for value in (*arguments, *options.values()):
+            if isinstance(value, Tensor | SplitLogits):
+                raise InvalidArgument(_refused(f"{getattr(operation, '__name__', operation)} with a tensor"))
+        made = operation(self.local_BL, *arguments, **options)
+        return SplitLogits(made, self.sizes, self.shard, self.agreement, is_scratch=False)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        """Refuse what only tensors have."""
+        raise _NoSuchOperation(_refused(f".{name}"))
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """What PyTorch calls instead of its own functions."""
+        del types
+        options = kwargs or {}
+        if func is F.cross_entropy and args and isinstance(args[0], cls):
+            return _cross_entropy(*args, **options)
+        if func in _ELEMENTWISE and args and isinstance(args[0], cls):
+            options.pop("inplace", None)
+            return args[0]._map(func, *args[1:], **options)
+        raise InvalidArgument(_refused(getattr(func, "__name__", str(func))))
+
+
+class _NoSuchOperation(InvalidArgument, AttributeError):
+    """So that ``hasattr`` may ask."""
+
+
+def _refused(what: str) -> str:
+    return f"{what} is not for logits that are split over ranks: {_MAY_DO}"
+
+
+def _cross_entropy(
+    logits: SplitLogits,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    link, agreement = logits.shard.group.link, logits.agreement
+    loss = SplitLoss(logits.shard, weight, ignore_index, label_smoothing, reduction, logits.sizes)
+    if size_average is not None or reduce is not None:
+        raise InvalidArgument(
+            "size_average and reduce are given; cross entropy over split logits takes reduction alone"
+        )
+    loss.check()
+    if not agreement.knows(target):
+        failure: Exception | None = None
+        try:
+            check_labels(target, logits.shape[0], logits.shard.num, ignore_index)
+        except InvalidArgument as exc:
+            failure = exc
+        link.fail_together(failure, "the loss was not computed")
+    labels_B = link.gather(target.to(logits.device), logits.sizes)
+    return split_cross_entropy(logits.local_BL, labels_B, loss, in_place=logits.is_scratch)

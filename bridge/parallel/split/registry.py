@@ -1,0 +1,118 @@
+"""What can be split: a kind of layer, and what is made of it on a rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from geartrain.ams.values.errors import InvalidArgument
+from geartrain.ams.values.specs import Initializer, Normal, Uniform
+from geartrain.bridge.parallel.mesh import MeshGroup
+from geartrain.bridge.parallel.split.agreement import StepAgreement
+from geartrain.bridge.parallel.split.embedding import SplitEmbedding
+from geartrain.bridge.parallel.split.first_values import first_rows
+from geartrain.bridge.parallel.split.layer import SplitLayer
+from geartrain.bridge.parallel.split.linear import SplitLinear
+from geartrain.bridge.parallel.split.shard import RowShard
+
+
+@dataclass(frozen=True)
+class SplitPlace:
+    """Where a layer is to be, and what its first values depend on."""
+
+    name: str
+    group: MeshGroup
+    agreement: StepAgreement
+    seed: int
+
+    def rows(self, of: str, parameter: Tensor, first: Initializer) -> Tensor:
+        """This rank's rows of ``parameter`` [num, …]: rank 0's values, or on the meta device ``first`` ones."""
+        shard = RowShard(parameter.shape[0], self.group)
+        if parameter.device.type == "meta":
+            return first_rows(f"{self.name}.{of}", parameter, shard, first, self.seed)
+        return self.group.link.deal(parameter.detach(), shard.sizes)
+
+
+def _split_linear(place: SplitPlace, linear: nn.Linear) -> SplitLayer:
+    bound = linear.in_features**-0.5 if linear.in_features else 0.0
+    first = Uniform(-bound, bound)
+    weight_LD = place.rows("weight", linear.weight, first)
+    bias_L = None if linear.bias is None else place.rows("bias", linear.bias, first)
+    return SplitLinear(place.name, linear, weight_LD, bias_L, place.group, place.agreement)
+
+
+def _split_embedding(place: SplitPlace, embedding: nn.Embedding) -> SplitLayer:
+    weight_LD = place.rows("weight", embedding.weight, Normal(0.0, 1.0))
+    layer = SplitEmbedding(place.name, embedding, weight_LD, place.group, place.agreement)
+    padding, shard = embedding.padding_idx, layer.shard
+    if embedding.weight.device.type == "meta" and padding is not None and shard.first <= padding < shard.stop:
+        weight_LD[padding - shard.first] = 0.0
+    return layer
+
+
+def _check_embedding(name: str, embedding: nn.Embedding) -> None:
+    for setting, remedy in (
+        ("max_norm", "clip the rows between steps, or replicate it"),
+        ("scale_grad_by_freq", "replicate it"),
+        ("sparse", "gt.Embedding trains sparse rows"),
+    ):
+        if getattr(embedding, setting):
+            raise InvalidArgument(f"{name!r} is an nn.Embedding with {setting}, which cannot be split; {remedy}")
+
+
+_MAKERS: dict[type[nn.Module], Callable[[SplitPlace, Any], SplitLayer]] = {
+    nn.Linear: _split_linear,
+    nn.Embedding: _split_embedding,
+}
+_CAN_BE = (
+    "an nn.Linear (by output features), an nn.Embedding (by rows) and a gt.ClassHead with rows='ranks' can be split"
+)
+
+
+def check_can_split(name: str, module: nn.Module, ranks: tuple[int, ...]) -> bool:
+    """Whether ``module`` is to be made anew; a class head over ``ranks`` is taken as it is.
+
+    Raises InvalidArgument for what cannot be split.
+    """
+    backend = getattr(module, "backend", None)
+    if backend is not None and hasattr(module, "row_update"):
+        _check_head(name, backend, ranks)
+        return False
+    if type(module) not in _MAKERS:
+        raise InvalidArgument(
+            f"{name!r} is a {type(module).__name__}, which cannot be split: {_CAN_BE}. Name such a layer inside it, or "
+            "replicate it"
+        )
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    if any(getattr(module, kind) for kind in hooks):
+        raise InvalidArgument(f"{name!r} has hooks, which a split layer would not run; remove them")
+    if any(parameter.dtype.is_complex for parameter in module.parameters()):
+        raise InvalidArgument(f"{name!r} has complex parameters, which cannot be split; replicate it")
+    if isinstance(module, nn.Embedding):
+        _check_embedding(name, module)
+    return True
+
+
+def _check_head(name: str, backend: Any, ranks: tuple[int, ...]) -> None:
+    if backend.needs_cluster:
+        raise InvalidArgument(
+            f"{name!r} is a gt.ClassHead whose rows are in a cluster; make it with rows='ranks' to split it over the "
+            "ranks, or leave it out of the scopes: it has no parameters"
+        )
+    peers = backend.peers
+    group = backend.process_group
+    its = tuple(range(peers.world_size)) if group is None else tuple(torch.distributed.get_process_group_ranks(group))
+    if its != ranks:
+        raise InvalidArgument(
+            f"{name!r} is a gt.ClassHead over ranks {list(its)}, and the mesh gives it {list(ranks)}; make the "
+            "head with the process_group of the mesh"
+        )
+
+
+def split_layer(place: SplitPlace, module: nn.Module) -> SplitLayer:
+    """The split layer of a ``module`` that :func:`check_can_split` has looked at. Collective."""
+    return _MAKERS[type(module)](place, module)

@@ -1,0 +1,57 @@
+"""Which ranks work on which part of a model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import geartrain as gt
+from geartrain.ams.values.errors import InvalidArgument, SpecMismatch
+from tests.support.rank_processes import run_ranks
+
+BAD = [
+    (5, "must be a list of lists of ranks"),
+    ("01", "must be a list of lists of ranks"),
+    ([0, 1], "must be a list of lists of ranks"),
+    ([[0, 1, 2]], "two or more"),
+    ([[0, 1, 2], []], "each with a rank"),
+    ([[0, 1], [True, 2]], "stages name True"),
+    ([[0, 1], [1, 2]], r"more than one stage, or one twice, has rank 1"),
+    ([[0], [1]], r"no stage has rank 2"),
+    ([[0, 1], [2, 3]], r"there are 3 ranks, and none is 3"),
+]
+
+
+def check_meshes(rank: int, ranks: int, folder: Path) -> None:
+    del folder
+    every = gt.mesh()
+    assert (every.rank, every.world_size, every.stages, every.own_stage) == (rank, ranks, (), None)
+    assert every.stage is every.whole
+    assert every.whole.device_mesh.size() == ranks
+    staged = gt.mesh(stages=[[2, 0], [1]])
+    assert (staged.rank, staged.world_size, staged.stages) == (rank, ranks, ((2, 0), (1,)))
+    assert staged.own_stage == int(rank == 1)
+    assert staged.stage.ranks == staged.stages[int(rank == 1)]
+    assert staged.stage.link.exchange([rank]) == [[one] for one in sorted(staged.stage.ranks)]
+    for stages, message in BAD:
+        with pytest.raises(InvalidArgument, match=message):
+            gt.mesh(stages=stages)  # type: ignore[arg-type]
+    mine: Any = [[0, 1], [2]] if rank else [[0], [1, 2]]
+    with pytest.raises(SpecMismatch, match=r"stages is \[\[0\], \[1, 2\]\] on rank 0, \[\[0, 1\], \[2\]\] on rank 1"):
+        gt.mesh(stages=mine)
+
+
+def test_a_mesh_has_the_ranks_that_it_is_given_and_refuses_what_does_not_fit(tmp_path: Path) -> None:
+    run_ranks(check_meshes, 3, tmp_path)
+
+
+def test_one_process_is_a_mesh_of_one() -> None:
+    alone = gt.mesh()
+    assert (alone.rank, alone.world_size, alone.stages) == (0, 1, ())
+    assert repr(alone) == "mesh(rank 0 of 1)"
+    with pytest.raises(InvalidArgument, match="not initialised"):
+        _ = alone.whole.device_mesh
+    with pytest.raises(InvalidArgument, match=r"there are 1 ranks, and none is 1"):
+        gt.mesh(stages=[[0], [1]])

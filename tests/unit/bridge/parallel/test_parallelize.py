@@ -1,0 +1,215 @@
+"""A parallel model gives the values and gradients of the model that is not, on any number of ranks."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import geartrain as gt
+from geartrain.ams.values.errors import InvalidArgument, InvalidIds, SpecMismatch, SyncError
+from geartrain.bridge.parallel.scopes import Scope
+from tests.support.rank_processes import run_ranks
+
+CLASSES, DIM, INPUTS = 10, 6, 5
+SIZES = {1: [7], 2: [3, 4], 3: [4, 0, 3]}
+FUSION: dict[str, Scope] = {"backbone": gt.Replicate(), "head": gt.Split()}
+SHARDED: dict[str, Scope] = {"backbone": gt.Replicate(shard=True), "head": gt.Split()}
+DATA_PARALLEL: dict[str, Scope] = {"": gt.Replicate()}
+INSIDE: dict[str, Scope] = {"": gt.Replicate(), "head": gt.Split()}
+
+
+class Classifier(nn.Module):
+    def __init__(self, classes: int = CLASSES, *, bias: bool = True) -> None:
+        super().__init__()
+        self.backbone = nn.Sequential(nn.Linear(INPUTS, 8), nn.Tanh(), nn.Linear(8, DIM))
+        self.head = nn.Linear(DIM, classes, bias=bias)
+
+    def forward(self, inputs: Tensor) -> Any:
+        return self.head(self.backbone(inputs))
+
+
+class WithWords(nn.Module):
+    """Words, some of which pad, are looked up, averaged and classified."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(13, DIM, padding_idx=3)
+        self.middle = nn.Linear(DIM, DIM)
+        self.head = nn.Linear(DIM, CLASSES)
+
+    def forward(self, ids: Tensor) -> Any:
+        return self.head(torch.tanh(self.middle(self.words(ids).mean(1))))
+
+
+def made(model: Callable[..., nn.Module], *arguments: Any, **options: Any) -> nn.Module:
+    torch.manual_seed(3)
+    return model(*arguments, **options).double()
+
+
+def samples(ranks: int, *, ids: bool = False) -> tuple[Tensor, Tensor, list[int]]:
+    torch.manual_seed(5)
+    sizes = SIZES[ranks]
+    num = sum(sizes)
+    inputs = torch.randint(0, 13, (num, 4)) if ids else torch.randn(num, INPUTS, dtype=torch.float64)
+    return inputs, torch.randint(0, CLASSES, (num,)), sizes
+
+
+def own(tensor: Tensor, sizes: list[int], rank: int) -> Tensor:
+    return torch.split(tensor, sizes)[rank]
+
+
+def whole(tensor: Tensor | None) -> Tensor | None:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # type: ignore[union-attr]
+
+
+def assert_equal_training(
+    rank: int,
+    ranks: int,
+    model: nn.Module,
+    scopes: dict[str, Scope],
+    loss: nn.Module,
+    labels: Tensor | None = None,
+    *,
+    ids: bool = False,
+) -> gt.bridge.parallel.parallel_model.ParallelModel:  # type: ignore[name-defined]
+    """Two steps with momentum; the loss, gradients and parameters are those of ``model`` and the joint batch."""
+    inputs, drawn, sizes = samples(ranks, ids=ids)
+    labels = drawn if labels is None else labels
+    plain = copy.deepcopy(model)
+    parallel = gt.parallelize(model, gt.mesh(), scopes, loss=loss)
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.5, momentum=0.9) for one in (plain, parallel)]
+    for _ in range(2):
+        expected = loss(plain(inputs), labels)
+        given = parallel(own(inputs, sizes, rank), own(labels, sizes, rank))
+        torch.testing.assert_close(given, expected)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        expected.backward()
+        given.backward()
+        for (name, one), (_, other) in zip(plain.named_parameters(), model.named_parameters(), strict=True):
+            torch.testing.assert_close(whole(other.grad), one.grad, msg=lambda text, name=name: f"{name}: {text}")
+        for optimizer in optimizers:
+            optimizer.step()
+    for (_, one), (_, other) in zip(plain.named_parameters(), model.named_parameters(), strict=True):
+        torch.testing.assert_close(whole(other), one)
+    parallel.eval()
+    with torch.no_grad():
+        torch.testing.assert_close(parallel(own(inputs, sizes, rank)), plain(own(inputs, sizes, rank)))
+    return parallel
+
+
+def check_scopes(rank: int, ranks: int, folder: Path) -> None:
+    del folder
+    for scopes in (FUSION, SHARDED, DATA_PARALLEL, INSIDE):
+        parallel = assert_equal_training(rank, ranks, made(Classifier), scopes, nn.CrossEntropyLoss())
+        assert parallel.state_dict().keys() == Classifier().state_dict().keys()
+    scopes = {"words": gt.Split(), "middle": gt.Replicate(), "head": gt.Split()}
+    assert_equal_training(rank, ranks, made(WithWords), scopes, nn.CrossEntropyLoss(), ids=True)
+    assert_equal_training(rank, ranks, made(Classifier, bias=False), FUSION, nn.CrossEntropyLoss(reduction="sum"))
+    with gt.replicate():
+        marked = made(Classifier)
+        with gt.split():
+            marked.head = nn.Linear(DIM, CLASSES).double()
+    assert_equal_training(rank, ranks, marked, None, nn.CrossEntropyLoss())  # type: ignore[arg-type]
+
+
+def check_losses(rank: int, ranks: int, folder: Path) -> None:
+    del folder
+    _, labels, _ = samples(ranks)
+    some = labels.clone()
+    some[1:3] = 4
+    weight = torch.linspace(0.0, 2.0, CLASSES, dtype=torch.float64)
+    for loss in (
+        nn.CrossEntropyLoss(label_smoothing=0.2),
+        nn.CrossEntropyLoss(weight=weight, ignore_index=4),
+        nn.CrossEntropyLoss(weight=weight, ignore_index=4, label_smoothing=0.3, reduction="sum"),
+    ):
+        for scopes in (FUSION, DATA_PARALLEL):
+            assert_equal_training(rank, ranks, made(Classifier), scopes, loss, some)
+    # Fewer classes than ranks: one has none.
+    assert_equal_training(rank, ranks, made(Classifier, 2), FUSION, nn.CrossEntropyLoss(), labels % 2)
+
+
+def check_failures(rank: int, ranks: int, folder: Path) -> None:
+    del folder
+    inputs, labels, sizes = samples(ranks)
+    mine, own_labels = own(inputs, sizes, rank), own(labels, sizes, rank)
+    parallel = gt.parallelize(made(Classifier), gt.mesh(), FUSION, loss=nn.CrossEntropyLoss())
+    bad: list[tuple[Any, Any, type[Exception], str]] = [
+        (mine, own_labels + CLASSES, InvalidIds, "is no class"),
+        (mine, own_labels[1:], InvalidArgument, "labels and logits of"),
+        (mine, own_labels.float(), InvalidArgument, "int64"),
+        (mine[:, 1:], own_labels, RuntimeError, "mat1 and mat2"),
+        ("images", own_labels, TypeError, "linear"),
+    ]
+    for given, given_labels, error, message in bad:
+        with pytest.raises(error if rank == 0 else SyncError, match=message if rank == 0 else "rank 0 failed"):
+            parallel(given, given_labels) if rank == 0 else parallel(mine, own_labels)
+    with (
+        torch.set_grad_enabled(rank == 0),
+        pytest.raises(SpecMismatch, match="rank 0 and rank 1 disagree on whether a gradient is wanted"),
+    ):
+        parallel(mine, own_labels)
+    parallel(mine, own_labels).backward()
+    plain = gt.parallelize(made(Classifier), gt.mesh(), DATA_PARALLEL, loss=nn.MSELoss(reduction="none"))
+    with pytest.raises(InvalidArgument, match="reduction='none'"):
+        plain(mine, torch.zeros(len(mine), CLASSES))
+    with pytest.raises(SpecMismatch, match=r"the ranks disagree on gt.parallelize\(\): loss is"):
+        gt.parallelize(made(Classifier), gt.mesh(), FUSION, loss=nn.CrossEntropyLoss(label_smoothing=0.1 * (rank + 1)))
+    with pytest.raises(SpecMismatch if rank else InvalidArgument):
+        gt.parallelize(made(Classifier), gt.mesh(), {"bckbone": gt.Replicate()} if rank == 0 else FUSION)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_values_gradients_and_steps_are_those_of_the_model_that_is_not_parallel(ranks: int, tmp_path: Path) -> None:
+    run_ranks(check_scopes, ranks, tmp_path)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_every_cross_entropy_is_that_of_torch(ranks: int, tmp_path: Path) -> None:
+    run_ranks(check_losses, ranks, tmp_path)
+
+
+def test_what_one_rank_refuses_is_an_error_on_all(tmp_path: Path) -> None:
+    run_ranks(check_failures, 2, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("scopes", "message"),
+    [
+        ({}, "must be a dict"),
+        ({"head": gt.Split()}, r"parameter 'backbone.0.weight' is in no scope; name its module"),
+        ({"backbone": gt.Replicate(), "tail": gt.Split()}, "'tail' is no module of the model; its own are 'backbone'"),
+        ({"backbone": gt.Split(), "head": gt.Split()}, "'backbone' is a Sequential, which cannot be split"),
+        ({"backbone": gt.Replicate(), "head": "split"}, r"must be gt.Replicate\(\) or gt.Split\(\)"),
+        ({"": gt.Replicate(shard=True), "head": gt.Split()}, "scope 'head' lies inside scope ''"),
+        ({"": gt.Replicate(), "backbone": gt.Replicate()}, "scope 'backbone' lies inside scope ''"),
+    ],
+)
+def test_scopes_that_cannot_be_are_refused(scopes: dict[str, Scope], message: str) -> None:
+    with pytest.raises(InvalidArgument, match=message):
+        gt.parallelize(Classifier(), gt.mesh(), scopes)
+
+
+def test_layers_that_cannot_be_split_say_why() -> None:
+    tied = Classifier()
+    tied.other = nn.Linear(DIM, CLASSES)
+    tied.other.weight = tied.head.weight
+    hooked = Classifier()
+    hooked.head.register_forward_hook(lambda *_: None)
+    for model, message in ((tied, "are one, and a split layer has its own"), (hooked, "has hooks")):
+        with pytest.raises(InvalidArgument, match=message):
+            gt.parallelize(model, gt.mesh(), {"": gt.Replicate(), "head": gt.Split()})
+    for setting in ({"max_norm": 1.0}, {"scale_grad_by_freq": True}, {"sparse": True}):
+        with pytest.raises(InvalidArgument, match=next(iter(setting))):
+            gt.parallelize(nn.Embedding(4, 2, **setting), gt.mesh(), {"": gt.Split()})  # type: ignore[arg-type]
+    with pytest.raises(InvalidArgument, match="no module of the model was made inside"):
+        gt.parallelize(Classifier(), gt.mesh())
+    with pytest.raises(InvalidArgument, match="loss has parameters"):
+        gt.parallelize(Classifier(), gt.mesh(), FUSION, loss=nn.Linear(2, 2))
