@@ -67,6 +67,7 @@ if TYPE_CHECKING:
     from geartrain.bridge.optim.lamb import LAMB
     from geartrain.bridge.optim.lars import LARS
     from geartrain.bridge.parallel.mesh import mesh
+    from geartrain.bridge.parallel.overlap.micro_batches import MicroBatches
     from geartrain.bridge.parallel.parallelize import parallelize
     from geartrain.bridge.parallel.scopes import Replicate, Split, replicate, split
     from geartrain.bridge.pipeline.prefetch import prefetch
@@ -122,6 +123,7 @@ __all__ = [
     "MagFace",
     "Margin",
     "MarginBatch",
+    "MicroBatches",
     "MinCount",
     "Momentum",
     "NegativesMargin",
@@ -238,6 +240,7 @@ _HOMES = {
     "geartrain.bridge.parallel.mesh": ("mesh",),
     "geartrain.bridge.parallel.parallelize": ("parallelize",),
     "geartrain.bridge.parallel.scopes": ("Replicate", "Split", "replicate", "split"),
+    "geartrain.bridge.parallel.overlap.micro_batches": ("MicroBatches",),
     "geartrain.bridge.pipeline.prefetch": ("prefetch",),
     "geartrain.bridge.retrieval.item_tree": ("ItemTree",),
     "geartrain.bridge.retrieval.tdm": ("TDM",),

@@ -77,13 +77,21 @@ class RankLink:
 
     def exchange(self, values: Sequence[int]) -> list[list[int]]:
         """The numbers of every rank, in rank order; as many on each. One all-gather between the hosts."""
+        return self.start_exchange(values).result()
+
+    def start_exchange(self, values: Sequence[int]) -> Pending[list[list[int]]]:
+        """Begin :meth:`exchange`; it goes on beside what is computed until its result is asked for."""
         if self.world_size == 1:
-            return [list(values)]
+            return Pending.done([list(values)])
         mine = torch.tensor(values, dtype=torch.int64, device=_HOST)
         parts = [torch.empty_like(mine) for _ in range(self.world_size)]
         with self._counted("all-gather", mine.nbytes * self.world_size):
-            dist.all_gather(parts, mine, group=self._host_group)
-        return [[int(value) for value in part.tolist()] for part in parts]
+            work = dist.all_gather(parts, mine, group=self._host_group, async_op=True)
+
+        def take() -> list[list[int]]:
+            return [[int(value) for value in part.tolist()] for part in parts]
+
+        return Pending(work, take, "all-gather")
 
     def gather_json(self, value: Any) -> list[Any]:
         """The JSON value of every rank, in rank order. Two all-gathers between the hosts."""

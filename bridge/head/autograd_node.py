@@ -117,6 +117,15 @@ class HeadCall:
         self.update.add(gradient, checksum, 1)
 
 
+def refuse_second_derivative() -> None:
+    """Raise InvalidArgument in a backward pass under ``create_graph=True``: the gradient would count as a constant."""
+    if torch.is_grad_enabled():
+        raise InvalidArgument(
+            "a ClassHead has no second derivatives: create_graph=True cannot go through its loss; take the "
+            "gradient of the loss without it, or compute a gradient penalty on another loss"
+        )
+
+
 class HeadLoss(torch.autograd.Function):
     """loss(features [S, D]); backward gives the exact feature gradient and queues the row gradients."""
 
@@ -136,11 +145,7 @@ class HeadLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, None, None]:
         """Scale the feature gradient of the forward pass; make the row gradients."""
-        if torch.is_grad_enabled():  # by create_graph=True: the gradient would silently count as a constant
-            raise InvalidArgument(
-                "a ClassHead has no second derivatives: create_graph=True cannot go through its loss; take the "
-                "gradient of the loss without it, or compute a gradient penalty on another loss"
-            )
+        refuse_second_derivative()
         with torch.autocast(upstream.device.type, enabled=False):
             ctx.call.queue_row_gradients(upstream)
             if not ctx.saved_tensors:

@@ -20,7 +20,7 @@ from geartrain.ams.values.arguments import boolean, integer
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
 from geartrain.ams.values.specs import MAX_DIM, DTypeName, Initializer, WireDType
-from geartrain.bridge.head.autograd_node import head_loss
+from geartrain.bridge.head.autograd_node import HeadCall, head_loss
 from geartrain.bridge.head.backends.backend import HeadSettings, RowBackend
 from geartrain.bridge.head.backends.registry import backend_named
 from geartrain.bridge.head.biases import require_no_margin, with_ones
@@ -29,6 +29,7 @@ from geartrain.bridge.head.class_changes import add_classes, retire_classes
 from geartrain.bridge.head.defaults import DEFAULT_OPTIMIZER, DEFAULT_SELECT, default_optimizer, linear_initializer
 from geartrain.bridge.head.head_state import HeadSize, require_loadable, resume_state, state_of
 from geartrain.bridge.head.imprint import features_of, imprint_rows, in_eval_mode
+from geartrain.bridge.head.loss.feature_parts import FeatureParts, parts_loss
 from geartrain.bridge.head.loss.margins.margin import AnyMargin
 from geartrain.bridge.head.loss.margins.scale import scale_of
 from geartrain.bridge.head.loss.samples import LossSettings, Reduction
@@ -299,10 +300,33 @@ class ClassHead(nn.Module):
             call = self._backend.begin(features, labels, weight, in_training=self.training, want_rows=training)
         carrier = self.row_update.carrier_on(features.device)
         loss = head_loss(features, carrier if training else carrier.detach(), call, self._loss.reduction)
+        self._note(call, training)
+        return loss
+
+    @property
+    def takes_parts(self) -> bool:
+        """Whether :meth:`loss_of_parts` can be asked: where several ranks hold the rows."""
+        return self._backend.takes_parts
+
+    @runs_eagerly
+    def loss_of_parts(self, parts: FeatureParts, labels: Tensor, weight: Tensor | None = None) -> Tensor:
+        """As ``head(features, labels, weight)``, for features that ``parts`` compute and that travel meanwhile.
+
+        :class:`geartrain.MicroBatches` asks it. Raises what a call of the head does, and what computing them raises;
+        SyncError where that happened on another rank.
+        """
+        training = self.training and torch.is_grad_enabled()
+        with torch.inference_mode(False), torch.no_grad():
+            call = self._backend.begin_parts(parts, labels, weight, in_training=self.training, want_rows=training)
+        carrier = self.row_update.carrier_on(parts.joined[0].device)
+        loss = parts_loss(parts, carrier if training else carrier.detach(), call, self._loss.reduction)
+        self._note(call, training)
+        return loss
+
+    def _note(self, call: HeadCall, training: bool) -> None:
         self._stats = call.statistics
         if training and not self._watch.has_ended:
             self._watch.note(call.statistics, self.num_living, self._settings_of_learning)
-        return loss
 
     @property
     def stats(self) -> StepStatistics | None:

@@ -53,6 +53,7 @@ PUBLIC_NAMES = {
     "FullSoftmax",
     "PartialFC",
     "GroupFollower",
+    "MicroBatches",
     "MinCount",
     "RowBlock",
     "Rule",

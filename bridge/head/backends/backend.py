@@ -24,6 +24,7 @@ from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
 from geartrain.ams.values.specs import DTypeName, Initializer, WireDType
 from geartrain.bridge.head.autograd_node import HeadCall
+from geartrain.bridge.head.loss.feature_parts import FeatureParts
 from geartrain.bridge.head.loss.margins.head_margin import HeadMargin
 from geartrain.bridge.head.loss.margins.margin import AnyMargin
 from geartrain.bridge.head.loss.samples import LossSettings
@@ -236,6 +237,22 @@ class RowBackend(Protocol):
         ``weight`` is what each sample counts (None: 1), ``in_training`` the head's mode, ``want_rows`` whether row
         gradients will follow.
         """
+        ...
+
+    @property
+    def takes_parts(self) -> bool:
+        """Whether features may come part by part, and travel beside what is computed."""
+        ...
+
+    def require_same_parts(self, settings: Mapping[str, Any]) -> None:
+        """Raise SpecMismatch on every rank unless all of them will divide batches alike, by these JSON values."""
+        ...
+
+    def begin_parts(
+        self, parts: FeatureParts, labels: Tensor, weight: Tensor | None, *, in_training: bool, want_rows: bool
+    ) -> HeadCall:
+        """:meth:`begin`, where :attr:`takes_parts`; lets ``parts`` compute the features, and says where their gradients
+        will be (:class:`~geartrain.bridge.head.loss.feature_parts.PartGradients`)."""
         ...
 
     def predict(self, features: Tensor, k: int) -> tuple[Tensor, Tensor]:

@@ -138,6 +138,16 @@ class ClusterBackend(ABC):
             rank_weight=rank_weight,
         )
 
+    takes_parts = False
+    """Features that come part by part are joined in front of the head."""
+
+    def require_same_parts(self, settings: Mapping[str, Any]) -> None:  # noqa: B027
+        """Each rank may divide its batch as it likes."""
+
+    def begin_parts(self, *_: Any, **__: Any) -> NoReturn:
+        """They are not taken."""
+        raise AssertionError("takes_parts is False")
+
     @abstractmethod
     def _pass(
         self,

@@ -6,7 +6,7 @@ Legend: B samples as they are given, S those that count, D width.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, cast, get_args
 
 import numpy as np
@@ -77,9 +77,12 @@ class CountedSamples:
     """The samples of a batch that count: all but the ignored ones."""
 
     features_SD: Tensor
+    """[0, D] where they come part by part."""
     labels_S: Ids
+    places: Ids | None
+    """Their indices [S] among the B; None: all."""
     counted: Tensor | None
-    """Their indices [S] among the B, on the features' device; None: all."""
+    """The same on the features' device."""
     weight_S: Tensor | None
     """What each counts, in the dtype of the losses, on the features' device; None: 1. For a mean they are divided by a
     power of two, so that neither they nor their sum leave the range of that dtype."""
@@ -101,15 +104,23 @@ class CountedSamples:
     ) -> CountedSamples:
         """Check a batch. Raises InvalidRows, InvalidIds and InvalidArgument."""
         check_features(features, dim)
-        labels_B = check_labels(labels, len(features), living.num_classes, settings.ignore_index)
-        weight_B = None if weight is None else check_weight(weight, len(features))
-        counted: Tensor | None = None
+        samples = CountedSamples.of_labels(labels, weight, settings, living, num=len(features), like=features)
+        kept = samples.counted
+        return replace(samples, features_SD=features if kept is None else features.detach()[kept])
+
+    @staticmethod
+    def of_labels(
+        labels: Tensor, weight: Tensor | None, settings: LossSettings, living: LiveClasses, *, num: int, like: Tensor
+    ) -> CountedSamples:
+        """Check the labels and weights of ``num`` samples, whose features, ``like`` these, come part by part."""
+        labels_B = check_labels(labels, num, living.num_classes, settings.ignore_index)
+        weight_B = None if weight is None else check_weight(weight, num)
+        places: Ids | None = None
         if settings.ignore_index is not None and (labels_B == settings.ignore_index).any():
-            kept = np.flatnonzero(labels_B != settings.ignore_index)
-            counted, labels_B = upload(kept, features.device), labels_B[kept]
-            features = features.detach()[counted]
-            weight_B = None if weight_B is None else weight_B[torch.from_numpy(kept)]
-        compute = torch.float64 if features.dtype == torch.float64 else torch.float32
+            places = np.flatnonzero(labels_B != settings.ignore_index)
+            labels_B = labels_B[places]
+            weight_B = None if weight_B is None else weight_B[torch.from_numpy(places)]
+        compute = torch.float64 if like.dtype == torch.float64 else torch.float32
         is_mean = settings.reduction == "mean"
         amount = 1.0 if not is_mean else float(len(labels_B) if weight_B is None else weight_B.sum())
         divisor = amount
@@ -117,10 +128,11 @@ class CountedSamples:
             weight_B = torch.from_numpy(np.ldexp(weight_B.numpy(), -math.frexp(float(weight_B.max()))[1]))
             divisor = float(weight_B.sum())
         return CountedSamples(
-            features_SD=features,
+            features_SD=like[:0],
             labels_S=living.require(labels_B, "label"),
-            counted=counted,
-            weight_S=None if weight_B is None else upload(weight_B.to(compute).numpy(), features.device),
+            places=places,
+            counted=None if places is None else upload(places, like.device),
+            weight_S=None if weight_B is None else upload(weight_B.to(compute).numpy(), like.device),
             divisor=divisor,
             amount=amount,
             reduces=is_mean and weight is None,

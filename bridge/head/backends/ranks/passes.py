@@ -102,11 +102,14 @@ class RankRows:
         if chunks:
             spreads = self._pass.spreads_operations
             CHUNKS.map(add_part, range(num_parts), arithmetic.device, spreads_operations=spreads)
-        # Alone, nobody else is waited for in there, and what follows wants every core.
-        losses_S, gradient_SD = (
-            CHUNKS.apart(softmax.finish, arithmetic.device) if table.link.world_size == 1 else softmax.finish()
-        )
+        losses_S, gradient_SD = self._finish(softmax)
         return losses_S, gradient_SD if want_gradient else None
+
+    def _finish(self, softmax: RankSoftmax) -> tuple[Tensor, Tensor | None]:
+        if self._table.link.world_size > 1:
+            return softmax.finish()
+        # Alone, nobody else is waited for in there, and what follows wants every core.
+        return CHUNKS.apart(softmax.finish, self.batch.arithmetic.device)
 
     def gradient(self, upstream: Tensor) -> tuple[RankGradient, Tensor]:
         """The row gradients, to be made at the step; also a number that is finite only if they are, on every rank.

@@ -25,16 +25,20 @@ from geartrain.bridge.head.autograd_node import HeadCall
 from geartrain.bridge.head.backends.backend import HeadSettings, HeadState, logits_bytes, require_no_wire
 from geartrain.bridge.head.backends.ranks import passes as rank_rows
 from geartrain.bridge.head.backends.ranks.checkpoint import ShardedRows
+from geartrain.bridge.head.backends.ranks.parts import rows_of_parts
+from geartrain.bridge.head.backends.ranks.passes import RankRows
 from geartrain.bridge.head.backends.ranks.predict import top_classes_on_ranks
 from geartrain.bridge.head.backends.ranks.rank_table import RankTable
 from geartrain.bridge.head.backends.ranks.selector import RankSelector
 from geartrain.bridge.head.backends.ranks.snapshot import restore_rows, snapshot_rows
-from geartrain.bridge.head.backends.ranks.update import RankStep, RankUpdate, named
+from geartrain.bridge.head.backends.ranks.update import Agreed, RankStep, RankUpdate, named
 from geartrain.bridge.head.batch import Arithmetic
 from geartrain.bridge.head.head_state import require_same_columns
 from geartrain.bridge.head.loss.chunk_pass import chunk_rows_on
+from geartrain.bridge.head.loss.feature_parts import FeatureParts
 from geartrain.bridge.head.loss.kept_logits import kept_rows
 from geartrain.bridge.head.loss.margins.head_margin import HeadMargin
+from geartrain.bridge.head.loss.samples import CountedSamples
 from geartrain.bridge.head.memory_plan import COMPUTE_BYTES, MemoryPart, MemoryPlan, in_step
 from geartrain.bridge.head.selection.rank_graph import RankGraphs
 from geartrain.bridge.rows.keeper import RowKeeper
@@ -163,7 +167,29 @@ class RankBackend:
         self, features: Tensor, labels: Tensor, weight: Tensor | None, *, in_training: bool, want_rows: bool
     ) -> HeadCall:
         """See ``RowBackend``. Raises what :meth:`RankStep.agree` does."""
-        step = RankStep(
+        step = self._step(in_training=in_training, want_rows=want_rows)
+        samples, said = step.agree(features, labels, weight)
+        return self._call(step.rows(samples, said), samples, said, want_rows=want_rows)
+
+    @property
+    def takes_parts(self) -> bool:
+        """Where there are others to say them to."""
+        return self.table.link.world_size > 1
+
+    def require_same_parts(self, settings: Mapping[str, Any]) -> None:
+        """See ``RowBackend``. Two all-gathers between the hosts."""
+        self.table.link.require_equal(settings, f"the micro-batches in front of table {self.table.spec.name!r}")
+
+    def begin_parts(
+        self, parts: FeatureParts, labels: Tensor, weight: Tensor | None, *, in_training: bool, want_rows: bool
+    ) -> HeadCall:
+        """See ``RowBackend``. Raises what :meth:`RankStep.agree` does, and what computing a part raises."""
+        step = self._step(in_training=in_training, want_rows=want_rows)
+        samples, said, rows = rows_of_parts(step, parts, labels, weight)
+        return self._call(rows, samples, said, want_rows=want_rows)
+
+    def _step(self, *, in_training: bool, want_rows: bool) -> RankStep:
+        return RankStep(
             update=self.update,
             select=self.select,
             selector=self.selector,
@@ -175,9 +201,10 @@ class RankBackend:
             training=want_rows,
             adapts=in_training,
         )
-        samples, said = step.agree(features, labels, weight)
+
+    def _call(self, rows: RankRows, samples: CountedSamples, said: Agreed, *, want_rows: bool) -> HeadCall:
         return HeadCall(
-            step.rows(samples, said),
+            rows,
             self.update,
             samples,
             self._logits_cache_bytes,

@@ -36,6 +36,16 @@ class RankSoftmax(OnlineSoftmax):
 
     def finish(self) -> tuple[Tensor, Tensor | None]:
         """Losses of the rank's own samples [S], each one's gradient by its features [S, D]; fill in the batch."""
+        losses_S, part_BD = self.finish_part()
+        if part_BD is None:
+            return losses_S, None
+        return losses_S, own_gradient(self._batch, self._link.sum_to_owners(part_BD, self._sizes), self._own())
+
+    def finish_part(self) -> tuple[Tensor, Tensor | None]:
+        """:meth:`finish` before the reduce-scatter: what this rank's rows add to every sample's gradient [B, D].
+
+        The sum over the ranks is what :func:`own_gradient` takes.
+        """
         batch, link = self._batch, self._link
         shift_B, sum_B, weighted_BD = self._joint()
         largest = [shift_B] if batch.shifted else []
@@ -68,13 +78,17 @@ class RankSoftmax(OnlineSoftmax):
         weighted_BD.addcmul_(self.target_rows_BD, batch.target_weight_B.unsqueeze(1))
         if mean_row_D is not None:
             weighted_BD.sub_(mean_row_D * batch.smoothing)
-        gradient_SD = link.sum_to_owners(weighted_BD, self._sizes).mul_(batch.scale)
-        mine = copy.copy(batch)
-        mine.features_BD = batch.features_BD[own]
-        mine.inverse_lengths_B = None if batch.inverse_lengths_B is None else batch.inverse_lengths_B[own]
-        mine.norm_weight_B = None if batch.norm_weight_B is None else batch.norm_weight_B[own]
-        return losses_B[own], through_normalisation(gradient_SD, mine)
+        return losses_B[own], weighted_BD
 
     def _own(self) -> slice:
         first = sum(self._sizes[: self._link.rank])
         return slice(first, first + self._sizes[self._link.rank])
+
+
+def own_gradient(batch: Batch, summed_SD: Tensor, own: slice) -> Tensor:
+    """The gradients of losses by this rank's features at ``own`` in the batch, from the sum over ranks; in place."""
+    mine = copy.copy(batch)
+    mine.features_BD = batch.features_BD[own]
+    mine.inverse_lengths_B = None if batch.inverse_lengths_B is None else batch.inverse_lengths_B[own]
+    mine.norm_weight_B = None if batch.norm_weight_B is None else batch.norm_weight_B[own]
+    return through_normalisation(summed_SD.mul_(batch.scale), mine)

@@ -5,7 +5,9 @@ Legend: B samples of all ranks, S of this one, D width.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -38,6 +40,8 @@ from geartrain.bridge.head.sub_centers import largest_cosines
 from geartrain.bridge.rows.pending import PendingUpdate
 from geartrain.bridge.rows.ranks import float_bits, float_of
 from geartrain.bridge.rows.transfers import Readback, upload
+
+Rows = TypeVar("Rows", bound=RankRows)
 
 _MODES = ("eval()", "eval() with gradients", "train() without gradients", "train()")
 """By whether row gradients follow, plus 2 if margins learn of the batch."""
@@ -105,10 +109,14 @@ class Agreed:
     """Those that count."""
     want_gradient: bool
     """Whether any rank's features need theirs."""
+    all_want_gradient: bool
+    """Whether those of every rank do."""
     amounts: list[float]
     """What each rank's loss weighs."""
     take_mean: bool
     """Whether every rank's loss is the plain mean of its samples."""
+    part_sizes: list[list[int]]
+    """Of a batch that comes part by part: what of each part counts, by rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,15 +138,27 @@ class RankStep:
     """Whether a margin may learn of this batch."""
 
     def rows(self, samples: CountedSamples, agreed: Agreed) -> RankRows:
-        """The pass over the rows."""
+        """The pass over the rows: all-gathers of the features and of their labels first."""
         link, sizes = self.update.table.link, agreed.sizes
-        features = samples.features_SD
-        own_SD = with_ones(features.detach()) if self.bias else features.detach().contiguous()
-        joint_features_BD = link.gather(own_SD, sizes)
+        joint_features_BD = link.gather(self.travelling(samples.features_SD), sizes)
         labels_B: Ids = link.gather(torch.from_numpy(samples.labels_S), sizes).numpy()
+        return self.rows_over(joint_features_BD, labels_B, agreed, RankRows)
+
+    def travelling(self, features_SD: Tensor) -> Tensor:
+        """This rank's features as the others see them."""
+        return with_ones(features_SD.detach()) if self.bias else features_SD.detach().contiguous()
+
+    def rows_over(
+        self,
+        joint_features_BD: Tensor,
+        labels_B: Ids,
+        agreed: Agreed,
+        make: Callable[..., Rows],
+    ) -> Rows:
+        """The pass over the rows, for the features and labels of all ranks; ``make`` has the arguments of RankRows."""
         if self.training:
             self.select.prepare()
-        table, arithmetic = self.update.table, Arithmetic.of(features)
+        table, arithmetic = self.update.table, Arithmetic.of(joint_features_BD)
         num_active, here = self.selector.choose(labels_B, self.living, self.update.step)
         numbers_B = labels_B - table.first
         margin = self.margins.of_pass(
@@ -160,9 +180,9 @@ class RankStep:
         targets, smoothing = here.targets(numbers_B), self.loss.label_smoothing
         batch = Batch.of(joint_features_BD, targets, labels_B, margin, stands_for, arithmetic, smoothing)
         batch.num_active, batch.centers = num_active, self.centers
-        is_alone_on_host = link.world_size == 1 and features.device.type == "cpu"
+        is_alone_on_host = table.link.world_size == 1 and joint_features_BD.device.type == "cpu"
         batch.looks_for_highest = is_alone_on_host or self.update.step % LOOKS_EVERY == 0
-        return RankRows(table, here, batch, numbers_B, sizes, agreed.want_gradient, weight)
+        return make(table, here, batch, numbers_B, agreed.sizes, agreed.want_gradient, weight)
 
     def agree(self, features: Tensor, labels: Tensor, weight: Tensor | None) -> tuple[CountedSamples, Agreed]:
         """Check this rank's samples and tell the other ranks of them: one exchange.
@@ -171,31 +191,45 @@ class RankStep:
         input, SyncError for that of another, SpecMismatch, StepMismatch, and NonFinite for rows that the last step
         could not change.
         """
-        refused = self.update.take_refused()
-        margin = xxhash.xxh3_64_intdigest(named(self.margins.margin).encode()) >> 2
         failure: GeartrainError | None = None
         samples: CountedSamples | None = None
         try:
             samples = self._checked(features, labels, weight)
         except GeartrainError as exc:
             failure = exc
+        return self.agree_on(features, samples, failure, ())
+
+    def agree_on(
+        self,
+        features: Tensor | None,
+        samples: CountedSamples | None,
+        failure: Exception | None,
+        part_sizes: Sequence[int],
+    ) -> tuple[CountedSamples, Agreed]:
+        """:meth:`agree` where the samples were checked: with this ``failure``, or those of each part.
+
+        ``part_sizes``: what of each part counts, as many on every rank; none where the features come whole.
+        """
+        refused = self.update.take_refused()
+        margin = xxhash.xxh3_64_intdigest(named(self.margins.margin).encode()) >> 2
         size = 0 if samples is None else len(samples.labels_S)
         amount = 0.0 if samples is None else samples.amount
         reduces = samples is None or samples.reduces
         kind = _DTYPES.index(features.dtype) if isinstance(features, Tensor) and features.dtype in _DTYPES else -1
-        wants = isinstance(features, Tensor) and features.requires_grad and torch.is_grad_enabled()
+        wants = isinstance(features, Tensor) and features.requires_grad
         spec, step = self.update.table.spec, self.update.step
         mode = self.training + 2 * self.adapts
         numbers = [size, failure is None, kind, step, mode, wants, refused, self.living.fingerprint, margin]
-        said = self.update.table.link.exchange([*numbers, float_bits(amount), reduces])
-        sizes, sound, kinds, steps, modes, gradients, left, classes, margins, amounts, reducing = (
+        said = self.update.table.link.exchange([*numbers, float_bits(amount), reduces, *part_sizes])
+        sizes, sound, kinds, steps, modes, gradients, left, classes, margins, amounts, reducing, *parts = (
             list(column) for column in zip(*said, strict=True)
         )
         if failure is not None:
             raise failure
         assert samples is not None
         if 0 in sound:
-            raise SyncError(f"rank {sound.index(0)} was given features or labels that it refused; its error tells why")
+            what = "failed in its backbone, or with" if part_sizes else "was given"
+            raise SyncError(f"rank {sound.index(0)} {what} features or labels that it refused; its error tells why")
         if sum(left):
             raise NonFinite(
                 f"the last step would have carried {sum(left)} rows of table {spec.name!r} beyond the range of "
@@ -225,23 +259,33 @@ class RankStep:
         return samples, Agreed(
             sizes=sizes,
             want_gradient=any(gradients),
+            all_want_gradient=all(gradients),
             amounts=[float_of(bits) for bits in amounts],
             take_mean=all(reducing),
+            part_sizes=[list(of_rank) for of_rank in zip(*parts, strict=True)],
         )
 
     def _checked(self, features: Tensor, labels: Tensor, weight: Tensor | None) -> CountedSamples:
-        dim = self.update.table.spec.dim // self.centers - self.bias
-        check_features(features, dim)
+        self.check_placed(features)
+        samples = CountedSamples.of(features, labels, weight, self.loss, self.dim, self.living)
+        if len(features) == 0 and self.update.table.link.world_size == 1:
+            raise InvalidRows("the batch is empty; a mean loss needs at least one sample")
+        check_finite(samples.features_SD)
+        return samples
+
+    @property
+    def dim(self) -> int:
+        """Width of features."""
+        return self.update.table.spec.dim // self.centers - self.bias
+
+    def check_placed(self, features: Tensor) -> None:
+        """Raise InvalidRows unless these are features, and InvalidArgument where the rows are on another device."""
+        check_features(features, self.dim)
         if features.device != self.update.table.device:
             raise InvalidArgument(
                 f"features are on {features.device}, the rows on {self.update.table.device}; move the head there "
                 f"(head.to({str(features.device)!r})) or the features"
             )
-        samples = CountedSamples.of(features, labels, weight, self.loss, dim, self.living)
-        if len(features) == 0 and self.update.table.link.world_size == 1:
-            raise InvalidRows("the batch is empty; a mean loss needs at least one sample")
-        check_finite(samples.features_SD)
-        return samples
 
 
 def _target_cos(table: RankTable, unit_BD: Tensor, numbers_B: Ids) -> Tensor:

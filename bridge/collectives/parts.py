@@ -1,0 +1,124 @@
+"""Rows of all ranks that travel part by part, beside what is computed: a batch that is worked on as micro-batches.
+
+The whole is as if it had been gathered at once: in rank order, the parts of a rank one behind the other. At most two
+collectives are on their way at a time.
+
+Legend: R ranks, P parts, B rows of all ranks and parts, S of one part of this rank, D width.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from geartrain.bridge.collectives.link import RankLink
+from geartrain.bridge.collectives.pending import Pending
+
+MOST_ON_THEIR_WAY = 2
+
+
+class PartSizes:
+    """How many rows each part of each rank has, and where they lie in the whole."""
+
+    def __init__(self, sizes_RP: Sequence[Sequence[int]], rank: int) -> None:
+        self.sizes_RP = [list(sizes) for sizes in sizes_RP]
+        self.rank = rank
+        self._places: list[list[slice]] = [[] for _ in range(self.num_parts)]
+        first = 0
+        for sizes in self.sizes_RP:
+            for part, size in enumerate(sizes):
+                self._places[part].append(slice(first, first + size))
+                first += size
+        self.total = first
+
+    @property
+    def num_parts(self) -> int:
+        """P."""
+        return len(self.sizes_RP[0])
+
+    def of(self, part: int) -> list[int]:
+        """Rows of each rank in one part."""
+        return [sizes[part] for sizes in self.sizes_RP]
+
+    def places(self, part: int) -> list[slice]:
+        """Where those of each rank are in the whole."""
+        return self._places[part]
+
+    def own(self, part: int) -> slice:
+        """Where this rank's are."""
+        return self._places[part][self.rank]
+
+
+class GatheredParts:
+    """The rows of all ranks, gathered part by part: one all-gather each, and one copy of what it brings."""
+
+    def __init__(self, link: RankLink, sizes: PartSizes, *, overlap: bool = True) -> None:
+        """Without ``overlap`` each part is waited for at once."""
+        self._link, self._sizes = link, sizes
+        self._most = MOST_ON_THEIR_WAY if overlap else 0
+        self._on_their_way: deque[tuple[int, Pending[Tensor]]] = deque()
+        self._whole: Tensor | None = None
+
+    def begin(self, part: int, rows_SD: Tensor) -> None:
+        """Let the rows of this rank's part travel; wait for the one before the last. Raises RankLost."""
+        if self._whole is None:
+            self._whole = rows_SD.new_empty(self._sizes.total, *rows_SD.shape[1:])
+        while len(self._on_their_way) >= max(1, self._most):
+            self._take()
+        self._on_their_way.append((part, self._link.start_gather(rows_SD, self._sizes.of(part))))
+        if not self._most:
+            self._take()
+
+    def whole(self) -> Tensor:
+        """All rows [B, D], once every part was begun. Raises RankLost."""
+        while self._on_their_way:
+            self._take()
+        assert self._whole is not None
+        return self._whole
+
+    def _take(self) -> None:
+        part, pending = self._on_their_way.popleft()
+        assert self._whole is not None
+        arrived = torch.split(pending.result(), self._sizes.of(part))
+        for place, rows in zip(self._sizes.places(part), arrived, strict=True):
+            self._whole[place] = rows
+
+
+class SummedParts:
+    """Sums over the ranks of ``whole_BD``, of which each rank takes its own rows: one reduce-scatter a part.
+
+    Every rank begins the parts in the same ``order``, in which it should take them, too: while one is used, the next
+    two are on their way. ``whole_BD`` must not be written meanwhile.
+    """
+
+    def __init__(
+        self, link: RankLink, sizes: PartSizes, whole_BD: Tensor, order: Iterable[int], *, overlap: bool = True
+    ) -> None:
+        """Without ``overlap`` all of them are waited for at once. Raises RankLost."""
+        self._link, self._sizes, self._whole_BD = link, sizes, whole_BD
+        self._waiting = deque(order)
+        self._begun: dict[int, Pending[Tensor]] = {}
+        while self._waiting and (not overlap or len(self._begun) < MOST_ON_THEIR_WAY):
+            pending = self._begin_next()
+            if not overlap:
+                pending.result()
+
+    def take(self, part: int) -> Tensor:
+        """The sum of this rank's rows of a part [S, D], once. Raises RankLost."""
+        while part not in self._begun:
+            self._begin_next()
+        own_SD = self._begun.pop(part).result()
+        if self._waiting and len(self._begun) < MOST_ON_THEIR_WAY:
+            self._begin_next()
+        return own_SD
+
+    def _begin_next(self) -> Pending[Tensor]:
+        part = self._waiting.popleft()
+        rows = torch.cat([self._whole_BD[place] for place in self._sizes.places(part)])
+        self._begun[part] = pending = self._link.start_sum_to_owners(rows, self._sizes.of(part))
+        if not self._waiting:
+            self._whole_BD = rows[:0]  # its memory is needed no more
+        return pending

@@ -1,0 +1,165 @@
+"""Features that come to rows on ranks part by part: each part is gathered while the next one is computed.
+
+What travels is that of a step with the whole batch, in as many pieces as there are parts, and a number a part, by which
+the ranks learn that one of them failed. Rows are read once for all parts, so every selection and margin sees the batch
+as it would without them. The feature gradients travel in the backward pass: those of a part while the backbone works on
+the one before.
+
+Legend: R ranks, P parts, B samples of all ranks, S of one part of this rank, D width.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from geartrain.ams.values.errors import InvalidArgument, SyncError
+from geartrain.ams.values.specs import Ids
+from geartrain.bridge.collectives.parts import GatheredParts, PartSizes, SummedParts
+from geartrain.bridge.collectives.pending import Pending
+from geartrain.bridge.head.backends.ranks.passes import RankRows
+from geartrain.bridge.head.backends.ranks.softmax import RankSoftmax, own_gradient
+from geartrain.bridge.head.backends.ranks.update import Agreed, RankStep
+from geartrain.bridge.head.checks import check_finite
+from geartrain.bridge.head.loss.feature_parts import FeatureParts
+from geartrain.bridge.head.loss.samples import CountedSamples
+
+
+class PartedRows(RankRows):
+    """The rows of a forward pass over a batch that came in parts; its feature gradients are summed part by part.
+
+    Implements :class:`geartrain.bridge.head.loss.feature_parts.PartGradients`.
+    """
+
+    def __init__(self, sizes: PartSizes, *arguments: Any, overlap: bool) -> None:
+        """``arguments`` are those of :class:`RankRows`; without ``overlap`` gradients travel in the forward pass."""
+        super().__init__(*arguments)
+        self.sizes, self.overlap = sizes, overlap
+        self._part_BD: Tensor | None = None
+        self._summed: SummedParts | None = None
+        self._taken: dict[int, Tensor] = {}
+
+    def _finish(self, softmax: RankSoftmax) -> tuple[Tensor, Tensor | None]:
+        losses_S, part_BD = softmax.finish_part()
+        if part_BD is not None:
+            # One of several sums in one piece of memory, which would otherwise stay whole until the backward pass.
+            self._part_BD = part_BD if len(softmax.parts) == 1 else part_BD.clone()
+            if not self.overlap:
+                self.begin()
+        return losses_S, None
+
+    def begin(self) -> None:
+        """See :class:`PartGradients`."""
+        if self._summed is None:
+            assert self._part_BD is not None
+            order = reversed(range(self.sizes.num_parts))
+            self._summed = SummedParts(self._table.link, self.sizes, self._part_BD, order, overlap=self.overlap)
+            self._part_BD = None
+
+    def take(self, part: int) -> Tensor:
+        """See :class:`PartGradients`."""
+        if part not in self._taken:
+            assert self._summed is not None
+            self._taken[part] = own_gradient(self.batch, self._summed.take(part), self.sizes.own(part))
+        return self._taken[part]
+
+
+def rows_of_parts(
+    step: RankStep, parts: FeatureParts, labels: Tensor, weight: Tensor | None
+) -> tuple[CountedSamples, Agreed, PartedRows]:
+    """Compute the parts, gather them, and return the pass over the rows; every rank does, with as many parts.
+
+    If any rank cannot go on, every rank raises: what computing a part raised there, SyncError elsewhere, and otherwise
+    what :meth:`RankStep.agree` does.
+    """
+    link = step.update.table.link
+    features: Tensor | None = None
+    samples: CountedSamples | None = None
+    failure: Exception | None = None
+    mine = [0] * len(parts.sizes)
+    try:
+        features = parts.compute(0)
+        step.check_placed(features)
+        samples = CountedSamples.of_labels(
+            labels, weight, step.loss, step.living, num=parts.size, like=features.detach()
+        )
+        kept = [parts.kept(part, samples.places) for part in range(len(parts.sizes))]
+        mine = [size if some is None else len(some) for size, some in zip(parts.sizes, kept, strict=True)]
+        features = parts.join(0, features, kept[0])
+        check_finite(features.detach())
+    except Exception as exc:  # of any kind: the others wait for this rank
+        failure = exc
+    samples, agreed = step.agree_on(features, samples, failure, mine)
+    assert features is not None
+    labels_on_their_way = link.start_gather(torch.from_numpy(samples.labels_S), agreed.sizes)
+    sizes = PartSizes(agreed.part_sizes, link.rank)
+    joint_features_BD = _gathered(step, parts, features, samples.places, sizes)
+    labels_B: Ids = labels_on_their_way.result().numpy()
+
+    # Where nobody can know that every rank will go backward, the gradients travel at once.
+    overlap = parts.overlap and step.training and agreed.all_want_gradient
+    rows = step.rows_over(joint_features_BD, labels_B, agreed, partial(PartedRows, sizes, overlap=overlap))
+    parts.gradients = rows
+    return samples, agreed, rows
+
+
+def _gathered(step: RankStep, parts: FeatureParts, first_SD: Tensor, places: Ids | None, sizes: PartSizes) -> Tensor:
+    """The features of all ranks [B, D], of which those of this rank's first part are there.
+
+    A rank that fails goes on with zeros until the others know, which is when they have begun the part behind.
+    """
+    link = step.update.table.link
+    gathered = GatheredParts(link, sizes, overlap=parts.overlap)
+    gathered.begin(0, step.travelling(first_SD))
+    failure: Exception | None = None
+    before: Pending[list[list[int]]] | None = None
+    for part in range(1, sizes.num_parts):
+        features_SD: Tensor | None = None
+        try:
+            features_SD = _computed(parts, part, places, first_SD) if failure is None else None
+        except Exception as exc:  # of any kind: the others wait for this rank
+            failure = exc
+        if features_SD is None:
+            features_SD = first_SD.new_zeros(sizes.of(part)[link.rank], first_SD.shape[1])
+        said = link.start_exchange([failure is None])
+        if before is not None:
+            _require_sound(before.result(), failure, part - 1, said, gathered)
+        before = said
+        gathered.begin(part, step.travelling(features_SD))
+    joint_features_BD = gathered.whole()
+    if before is not None:
+        _require_sound(before.result(), failure, sizes.num_parts - 1, before, gathered)
+    return joint_features_BD
+
+
+def _computed(parts: FeatureParts, part: int, places: Ids | None, first_SD: Tensor) -> Tensor:
+    features = parts.compute(part)
+    mine, first = (f"{one.dtype}, width {list(one.shape[1:])}, on {one.device}" for one in (features, first_SD))
+    if mine != first:
+        raise InvalidArgument(
+            f"the backbone's features are {mine} in micro-batch {part}, and {first} in the first; they must be alike"
+        )
+    features_SD = parts.join(part, features, parts.kept(part, places))
+    check_finite(features_SD.detach())
+    return features_SD
+
+
+def _require_sound(
+    said: list[list[int]],
+    failure: Exception | None,
+    part: int,
+    last: Pending[list[list[int]]],
+    gathered: GatheredParts,
+) -> None:
+    """Raise on every rank if one failed in ``part``, when nothing is on its way any more."""
+    sound = [good for (good,) in said]
+    if 0 not in sound:
+        return
+    last.result()
+    gathered.whole()
+    if failure is not None:
+        raise failure
+    raise SyncError(f"rank {sound.index(0)} failed in micro-batch {part}; its error tells why")

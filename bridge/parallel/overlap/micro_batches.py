@@ -1,0 +1,147 @@
+"""A training step over micro-batches, whose features and gradients travel between ranks while the backbone works.
+
+The schedule is that of hybrid parallel pipelining (Song et al., "Large-Scale Training System for 100-Million
+Classification at Alibaba", section 3.3.1), with the head in one piece: its rows are read once for all micro-batches.
+
+    backbone   1   2   3   4               backward 4   3   2   1
+    features     ┄┄1 ┄┄2 ┄┄3 ┄┄4 gathered
+    head                          1 to 4
+    gradients                             ┄┄4 ┄┄3 ┄┄2 ┄┄1 summed, and DDP's buckets beside the backward pass of 1
+
+Legend: B samples of this rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from geartrain.ams.values.arguments import boolean, integer
+from geartrain.ams.values.errors import InvalidArgument
+from geartrain.ams.values.text import quoted
+from geartrain.bridge.head.backends.backend import RowBackend
+from geartrain.bridge.head.loss.feature_parts import FeatureParts
+
+
+class TakesParts(Protocol):
+    """A head to which features may come part by part; :class:`~geartrain.ClassHead` is one."""
+
+    takes_parts: bool
+    """Whether they may, as it is; else it is called with the features of the whole batch."""
+    backend: RowBackend
+
+    def loss_of_parts(self, parts: FeatureParts, labels: Tensor, weight: Tensor | None = None) -> Tensor:
+        """As a call with the features of all parts."""
+        ...
+
+
+class MicroBatches(nn.Module):
+    """Backbone and head as one module, ``loss = step(images, labels)``, that divides each batch into micro-batches.
+
+        step = gt.MicroBatches(DistributedDataParallel(backbone), head, num=4)
+        optimizer, rows = torch.optim.SGD(backbone.parameters(), lr=0.1), gt.RowOptimizer(head)
+        for images, labels in loader:
+            optimizer.zero_grad(); rows.zero_grad()
+            step(images, labels).backward()
+            optimizer.step(); rows.step()
+
+    With ``ClassHead(rows="ranks")`` on several ranks the features of a micro-batch are all-gathered while the backbone
+    computes the next one, and the gradients of a micro-batch's features are summed while the backbone's backward pass
+    works on the one after it, last first; DDP and FSDP2 reduce once, in the backward pass of the first. At most two of
+    these collectives are on their way. Loss, gradients and row updates are those of ``head(backbone(images), labels)``
+    to rounding, for every selection, margin and reduction, but for what the backbone itself makes of a smaller batch:
+    batch norm uses the statistics of a micro-batch, dropout draws anew.
+
+    Any other head is called once, with the features of all micro-batches: same result, nothing overlaps.
+
+    Memory: activations of the whole batch, unless the backbone checkpoints them; the features and feature gradients of
+    all ranks, 2·4·B·R·D bytes, until the backward pass has ended. Costs of a step on ranks: those of the head, with
+    one all-gather and one reduce-scatter for each micro-batch, and an exchange of one number for each but the first.
+
+    Every rank gives as many micro-batches; batches may be uneven or empty. A rank whose backbone fails in a
+    micro-batch raises its error, the others SyncError; one that is lost is RankLost, within the time limit of the
+    process group. A backbone that says things to other ranks in its own forward pass (FSDP2, synchronised batch norm)
+    has only that limit. Not thread-safe.
+    """
+
+    def __init__(self, backbone: nn.Module, head: nn.Module, num: int, *, overlap: bool = True) -> None:
+        """Join them; every rank does.
+
+        Args:
+            backbone: Gives features [B, D] of a batch; may be in DDP or FSDP2, whole or in parts.
+            head: Gives the loss of ``head(features, labels)``.
+            num: Micro-batches of a batch. More hide more, and each has less to compute: 4 to 8.
+            overlap: Whether anything travels while something else is computed; else the same is waited for at once.
+
+        Raises InvalidArgument, and SpecMismatch on every rank unless all give equal numbers.
+        """
+        super().__init__()
+        for name, module in (("backbone", backbone), ("head", head)):
+            if not isinstance(module, nn.Module):
+                raise InvalidArgument(f"{name} is {quoted(module)}; it must be a torch.nn.Module")
+        self.backbone = backbone
+        self.head = head
+        self.num = integer("num", num, 1)
+        self.overlap = boolean("overlap", overlap)
+        if self._parted is not None:
+            self._parted.backend.require_same_parts({"num": self.num, "overlap": self.overlap})
+
+    @property
+    def _parted(self) -> TakesParts | None:
+        """The head, if features may come to it in parts."""
+        return cast(TakesParts, self.head) if getattr(self.head, "takes_parts", False) else None
+
+    def forward(self, images: Any, labels: Tensor, weight: Tensor | None = None) -> Tensor:
+        """The loss of a batch, as ``head(backbone(images), labels, weight)``.
+
+        ``images`` is what the backbone takes: a tensor [B, …], or a tuple, list or dict of such. ``labels`` [B] int64
+        and ``weight`` [B] as the head takes them. Raises what backbone and head do, InvalidArgument, SyncError,
+        RankLost.
+        """
+        num_samples = len(labels) if isinstance(labels, Tensor) and labels.ndim else 0
+        inputs = [_part(images, part, self.num, num_samples) for part in range(self.num)]
+        sizes = [num_samples // self.num + (part < num_samples % self.num) for part in range(self.num)]
+
+        def compute(part: int) -> Tensor:
+            with _reducing(self.backbone, part == self.num - 1):
+                features: Tensor = self.backbone(inputs[part])
+            inputs[part] = None
+            return features
+
+        if self._parted is not None:
+            parts = FeatureParts(compute, sizes, overlap=self.overlap)
+            return self._parted.loss_of_parts(parts, labels, weight)
+        features = torch.cat([compute(part) for part in range(self.num)])
+        loss: Tensor = self.head(features, labels) if weight is None else self.head(features, labels, weight)
+        return loss
+
+
+def _part(value: Any, part: int, num: int, num_samples: int) -> Any:
+    """Micro-batch ``part`` of what a backbone takes. Raises InvalidArgument for what has no samples."""
+    if isinstance(value, Tensor) and value.ndim and len(value) == num_samples:
+        return torch.tensor_split(value, num)[part]
+    if isinstance(value, dict):
+        return {name: _part(one, part, num, num_samples) for name, one in value.items()}
+    if isinstance(value, tuple | list):
+        return type(value)([_part(one, part, num, num_samples) for one in value])
+    found = list(value.shape) if isinstance(value, Tensor) else quoted(value)
+    raise InvalidArgument(
+        f"images are {found}; they must be a tensor [{num_samples}, …], one entry for each label, or a tuple, list or "
+        "dict of such"
+    )
+
+
+@contextlib.contextmanager
+def _reducing(backbone: nn.Module, last: bool) -> Iterator[None]:
+    """A forward pass of one micro-batch: DDP prepares to reduce once, for all of them, and copies its buffers once."""
+    with contextlib.ExitStack() as contexts:
+        if not last:
+            for module in backbone.modules():
+                if isinstance(module, DistributedDataParallel):
+                    contexts.enter_context(module.no_sync())
+        yield

@@ -1,0 +1,39 @@
+"""Rows that travel part by part: what arrives is what one collective over the whole would bring."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from geartrain.bridge.collectives.link import RankLink
+from geartrain.bridge.collectives.parts import GatheredParts, PartSizes, SummedParts
+from tests.support.rank_processes import run_ranks
+
+SIZES = [[2, 1, 0, 1], [0, 0, 0, 0], [1, 3, 2, 0]]
+
+
+def rows_of(rank: int) -> torch.Tensor:
+    return torch.arange(sum(SIZES[rank]) * 3.0).reshape(-1, 3) + 100 * rank
+
+
+def gather_and_sum(rank: int, ranks: int, folder: Path) -> None:
+    del folder
+    link = RankLink()
+    joint = torch.cat([rows_of(other) for other in range(ranks)])
+    mine = torch.split(rows_of(rank), SIZES[rank])
+    for overlap in (True, False):
+        sizes = PartSizes(SIZES, rank)
+        gathered = GatheredParts(link, sizes, overlap=overlap)
+        for part, rows in enumerate(mine):
+            gathered.begin(part, rows)
+        assert torch.equal(gathered.whole(), joint)
+        summed = SummedParts(link, sizes, joint * (rank + 1), [3, 2, 1, 0], overlap=overlap)
+        taken = [summed.take(part) for part in ((2, 3, 1, 0) if rank else (3, 2, 1, 0))]
+        order = (2, 3, 1, 0) if rank else (3, 2, 1, 0)
+        for part, rows in zip(order, taken, strict=True):
+            assert torch.equal(rows, mine[part] * 6), part
+
+
+def test_parts_of_ranks_of_any_size_make_the_whole(tmp_path: Path) -> None:
+    run_ranks(gather_and_sum, 3, tmp_path)

@@ -1,0 +1,328 @@
+"""A step over micro-batches: equal to the step without, whatever the backbone, and no rank waits for one that fails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import geartrain as gt
+from geartrain.ams.values.errors import InvalidArgument, InvalidRows, NonFinite, RankLost, SpecMismatch, SyncError
+from geartrain.bridge.collectives import parts as parts_module
+from geartrain.bridge.collectives.pending import Pending
+from tests.support.rank_processes import run_ranks
+
+CLASSES, DIM, INPUTS, NUM = 41, 6, 5, 3
+SIZES = [7, 0, 4]
+
+HEADS: dict[str, dict[str, Any]] = {
+    "full, linear with biases": {"select": gt.FullSoftmax(), "bias": True, "label_smoothing": 0.1},
+    "sampled, arc": {"select": gt.PartialFC(0.4), "margin": gt.ArcFace(16, 0.2)},
+    "margin of the joint batch": {"select": gt.PartialFC(0.4), "margin": gt.AdaFace(16, 0.4)},
+    "margin of the negatives": {"select": gt.FullSoftmax(), "margin": gt.CurricularFace(16, 0.3)},
+    "margin that draws": {"select": gt.FullSoftmax(), "margin": gt.ElasticCosFace(16, 0.3, 0.05)},
+    "sub-centers, sum": {"margin": gt.CosFace(16, 0.2), "sub_centers": 2, "reduction": "sum"},
+    "every loss": {"margin": gt.MagFace(16), "reduction": "none"},
+}
+
+
+def backbone(dtype: torch.dtype = torch.float64) -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(INPUTS, 8), nn.Tanh(), nn.Linear(8, DIM)).to(dtype)
+
+
+def head_of(**settings: Any) -> gt.ClassHead:
+    return gt.ClassHead(None, "classes", num_classes=CLASSES, dim=DIM, rows="ranks", **settings)
+
+
+def batch(rank: int, step: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    inputs = torch.randn(SIZES[rank], INPUTS, generator=generator, dtype=dtype)
+    labels = torch.randint(CLASSES, (SIZES[rank],), generator=generator)
+    labels[1::5] = -100
+    return inputs, labels, torch.rand(SIZES[rank], generator=generator)
+
+
+def trained(rank: int, make: Callable[[nn.Module, gt.ClassHead], nn.Module], **settings: Any) -> list[np.ndarray]:
+    """Losses, gradients of the backbone and of the inputs, and rows, step after step; the second step has weights."""
+    net, head = backbone(), head_of(**settings)
+    model, rows = make(net, head), gt.RowOptimizer(head)
+    found = []
+    for step in range(2):
+        inputs, labels, weight = batch(rank, step)
+        inputs.requires_grad_()
+        loss = model(inputs, labels, weight if step else None)
+        loss.backward(torch.full_like(loss, 1.0 + rank))
+        rows.step()
+        found += [loss.detach(), inputs.grad, *(weight.grad for weight in net.parameters())]
+    return [np.asarray(value) for value in (*found, head.weights())]
+
+
+class Whole(nn.Module):
+    def __init__(self, net: nn.Module, head: gt.ClassHead) -> None:
+        super().__init__()
+        self.net, self.head = net, head
+
+    def forward(self, images: Tensor, labels: Tensor, weight: Tensor | None) -> Tensor:
+        loss: Tensor = self.head(self.net(images), labels, weight)
+        return loss
+
+
+def train_heads(rank: int, ranks: int, folder: Path) -> None:
+    del ranks, folder
+    for number, (name, settings) in enumerate(HEADS.items()):
+        expected = trained(rank, Whole, **settings)
+        for overlap in (True, False)[: 2 - bool(number)]:
+            found = trained(rank, lambda net, head, on=overlap: gt.MicroBatches(net, head, NUM, overlap=on), **settings)
+            for mine, theirs in zip(found[:-1], expected[:-1], strict=True):
+                np.testing.assert_allclose(mine, theirs, rtol=1e-9, atol=1e-9, err_msg=f"{name}, overlap={overlap}")
+            np.testing.assert_allclose(found[-1], expected[-1], rtol=0, atol=1e-6, err_msg=name)
+
+
+def test_loss_gradients_and_rows_are_those_of_the_whole_batch(tmp_path: Path) -> None:
+    run_ranks(train_heads, 3, tmp_path)
+
+
+def replicated(net: nn.Sequential) -> nn.Module:
+    return DistributedDataParallel(net)
+
+
+def replicated_layers(net: nn.Sequential) -> nn.Module:
+    return nn.Sequential(DistributedDataParallel(net[0]), net[1], DistributedDataParallel(net[2]))
+
+
+def with_batch_norm(net: nn.Sequential) -> nn.Module:
+    return DistributedDataParallel(nn.Sequential(net, nn.BatchNorm1d(DIM, dtype=torch.float64)))
+
+
+def sharded(net: nn.Sequential) -> nn.Module:
+    for layer in (net[0], net[2], net):
+        fully_shard(layer)
+    return net
+
+
+def gradients(rank: int, wrap: Callable[[nn.Sequential], nn.Module], num: int) -> tuple[np.ndarray, int]:
+    """Of the backbone after three steps, and how often DDP reduced a bucket."""
+    reduced: list[int] = []
+    net, head = wrap(backbone()), head_of(margin=gt.CosFace(16, 0.2))
+    for module in net.modules():
+        if isinstance(module, DistributedDataParallel):
+            module.register_comm_hook(reduced, lambda noted, bucket: noted.append(1) or allreduce_hook(None, bucket))
+    step, rows = gt.MicroBatches(net, head, num), gt.RowOptimizer(head)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for number in range(3):
+        optimizer.zero_grad()
+        inputs, labels, _ = batch(0 if rank == 0 else 2, number)
+        step(torch.cat([inputs] * 4), torch.cat([labels] * 4)).backward()
+        optimizer.step()
+        rows.step()
+    whole = [getattr(one, "full_tensor", lambda one=one: one)() for one in net.parameters()]
+    return torch.cat([one.detach().reshape(-1) for one in whole]).numpy(), len(reduced)
+
+
+def train_backbones(rank: int, ranks: int, folder: Path) -> None:
+    del ranks, folder
+    for wrap, buckets in ((replicated, 1), (replicated_layers, 2), (sharded, 0)):
+        (found, times), (expected, _) = (gradients(rank, wrap, num) for num in (4, 1))
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-7, err_msg=wrap.__name__)
+        assert times == 3 * buckets, wrap.__name__
+    assert gradients(rank, with_batch_norm, 2)[1] == 3  # its buffers are copied once a step
+
+
+def test_ddp_and_fsdp2_reduce_once_for_all_micro_batches(tmp_path: Path) -> None:
+    run_ranks(train_backbones, 2, tmp_path)
+
+
+class Noting(nn.Module):
+    """A backbone that says when it works."""
+
+    def __init__(self, events: list[str]) -> None:
+        super().__init__()
+        self.net, self.events, self.passes = backbone(), events, 0
+
+    def forward(self, images: Tensor) -> Tensor:
+        number, self.passes = self.passes, self.passes + 1
+        self.events.append(f"forward {number}")
+        features: Tensor = self.net(images)
+        features.register_hook(lambda _grad: self.events.append(f"backward {number}"))
+        return features
+
+
+def follow_schedule(rank: int, ranks: int, folder: Path) -> None:
+    del ranks, folder
+    events: list[str] = []
+    monkeypatch = pytest.MonkeyPatch()
+
+    def noting(kind: str) -> None:
+        start = getattr(parts_module.RankLink, f"start_{kind}")
+
+        def begin(self: Any, tensor: Tensor, sizes: list[int]) -> Pending[Tensor]:
+            if tensor.ndim < 2:
+                return start(self, tensor, sizes)
+            events.append(f"{kind} begun")
+            pending = start(self, tensor, sizes)
+            taken = pending.result
+
+            def take() -> Tensor:
+                events.append(f"{kind} taken")
+                return taken()
+
+            pending.result = take
+            return pending
+
+        monkeypatch.setattr(parts_module.RankLink, f"start_{kind}", begin)
+
+    noting("gather")
+    noting("sum_to_owners")
+    step = gt.MicroBatches(Noting(events), head_of(margin=gt.ArcFace(16, 0.2)), 4)
+    gt.RowOptimizer(step.head)
+    inputs, labels, _ = batch(2, rank)
+    step(inputs, labels).backward()
+    monkeypatch.undo()
+    begun, taken = "sum_to_owners begun", "sum_to_owners taken"
+    assert events == [
+        *("forward 0", "gather begun", "forward 1", "gather begun"),
+        *("forward 2", "gather taken", "gather begun", "forward 3", "gather taken", "gather begun"),
+        *("gather taken", "gather taken", begun, begun),
+        *(taken, begun, "backward 3", taken, begun, "backward 2", taken, "backward 1", taken, "backward 0"),
+    ]
+
+
+def test_features_and_their_gradients_travel_while_the_backbone_works_two_at_a_time(tmp_path: Path) -> None:
+    run_ranks(follow_schedule, 2, tmp_path)
+
+
+class Failing(nn.Module):
+    """A backbone that fails in one micro-batch."""
+
+    def __init__(self, at: int | None, failure: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.net, self.at, self.failure, self.passes = backbone(), at, failure, 0
+
+    def forward(self, images: Tensor) -> Tensor:
+        features: Tensor = self.net(images)
+        self.passes += 1
+        return self.failure(features) if self.at == self.passes - 1 else features
+
+
+def breaks(features: Tensor) -> Tensor:
+    raise RuntimeError(f"broke on {len(features)} samples")
+
+
+def fail_in_turn(rank: int, ranks: int, folder: Path) -> None:
+    del ranks, folder
+    head = head_of(margin=gt.ArcFace(16, 0.2))
+    rows = gt.RowOptimizer(head)
+    inputs, labels, _ = batch(0, rank)
+    cases: list[tuple[Callable[[Tensor], Tensor], type[Exception], str]] = [
+        (breaks, RuntimeError, "broke on"),
+        (lambda features: features * torch.nan, NonFinite, "NaN or infinity"),
+        (lambda features: features[:-1], InvalidRows, "of micro-batch"),
+        (lambda features: features.float(), InvalidArgument, "must be alike"),
+    ]
+    for failure, error, text in cases:
+        for at in range(NUM):
+            if at == 0 and error is InvalidArgument:
+                continue  # ranks that differ in their first features have an error of their own
+            step = gt.MicroBatches(Failing(at if rank == 1 else None, failure), head, NUM)
+            with pytest.raises(error if rank == 1 else SyncError, match=text if rank == 1 else "rank 1 failed in"):
+                step(inputs, labels)
+            step.backbone.at = None
+            step(inputs, labels).backward()  # nothing was left on its way
+            rows.step()
+    with pytest.raises(SpecMismatch, match="num is 2 on rank 0, 3 on rank 1"):
+        gt.MicroBatches(backbone(), head, 2 + rank)
+    with pytest.raises(SyncError if rank else InvalidArgument, match="its error tells" if rank else "must be a torch"):
+        gt.MicroBatches(backbone(), head, NUM)(inputs, labels if rank else labels.float())
+
+
+def test_a_failure_in_any_micro_batch_is_raised_on_every_rank(tmp_path: Path) -> None:
+    run_ranks(fail_in_turn, 2, tmp_path)
+
+
+def differ_in_need(rank: int, ranks: int, folder: Path) -> None:
+    del ranks, folder
+    head, net = head_of(margin=gt.ArcFace(16, 0.2)), backbone()
+    step, plain = gt.MicroBatches(net, head, NUM), Whole(net, head)
+    inputs, labels, _ = batch(0, 0)
+    net.requires_grad_(rank == 0)
+    for model in (plain, step):
+        model(inputs, labels, None).backward()
+        head.row_update.discard()
+    net.requires_grad_()
+    step.eval()
+    found = [torch.autograd.grad(model(inputs, labels, None), list(net.parameters())) for model in (plain, step)]
+    for mine, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(mine, theirs)
+    loss = step(inputs, labels)
+    first = torch.autograd.grad(loss, net[0].weight, retain_graph=True)
+    torch.testing.assert_close(torch.autograd.grad(loss, net[0].weight), first)
+    with torch.inference_mode():
+        torch.testing.assert_close(step(inputs, labels), plain(inputs, labels, None))
+
+
+def test_ranks_may_differ_in_whose_features_need_gradients_and_heads_may_be_at_rest(tmp_path: Path) -> None:
+    run_ranks(differ_in_need, 2, tmp_path)
+
+
+def leave_in_the_second(rank: int, ranks: int, folder: Path) -> None:
+    del ranks, folder
+    step = gt.MicroBatches(Failing(1, leave), head_of(margin=gt.ArcFace(16, 0.2)), NUM)
+    if rank == 0:
+        step.backbone.at = None
+    inputs, labels, _ = batch(0, rank)
+    with pytest.raises(RankLost if rank == 0 else KeyboardInterrupt):
+        step(inputs, labels)
+
+
+def leave(features: Tensor) -> Tensor:
+    del features
+    raise KeyboardInterrupt  # the process ends while the first features travel
+
+
+def test_a_rank_that_is_lost_between_two_micro_batches_is_a_typed_error(tmp_path: Path) -> None:
+    run_ranks(leave_in_the_second, 2, tmp_path)
+
+
+def test_other_heads_see_the_whole_batch_once() -> None:
+    inputs, labels, weight = batch(0, 0, torch.float32)
+    net = backbone(torch.float32)
+    with gt.local() as cluster:
+        head = gt.ClassHead(cluster, "classes", num_classes=CLASSES, dim=DIM, select=gt.PartialFC(0.4))
+        step = gt.MicroBatches(net, head, NUM)
+        assert not head.takes_parts
+        torch.testing.assert_close(step(inputs, labels, weight), head(net(inputs), labels, weight))
+
+    class Pair(nn.Module):
+        def forward(self, images: dict[str, tuple[Tensor, Tensor]]) -> Tensor:
+            left, right = images["both"]
+            return left + right
+
+    mean = gt.MicroBatches(Pair(), nn.MSELoss(), NUM)
+    torch.testing.assert_close(mean({"both": (inputs, inputs)}, 2 * inputs), torch.zeros(()))
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda: gt.MicroBatches(backbone(), nn.MSELoss(), 0), "num is 0"),
+        (lambda: gt.MicroBatches(len, nn.MSELoss(), 2), "backbone is"),  # type: ignore[arg-type]
+        (lambda: gt.MicroBatches(backbone(), len, 2), "head is"),  # type: ignore[arg-type]
+        (
+            lambda: gt.MicroBatches(backbone(), nn.MSELoss(), 2)(torch.ones(3, INPUTS), torch.ones(4)),
+            r"tensor \[4, …\]",
+        ),
+        (lambda: gt.MicroBatches(backbone(), nn.MSELoss(), 2)("images", torch.ones(4)), "images are 'images'"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused(call: Callable[[], Any], text: str) -> None:
+    with pytest.raises(InvalidArgument, match=text):
+        call()
