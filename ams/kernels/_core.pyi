@@ -64,6 +64,20 @@ def spread_bags(
     weights: npt.NDArray[np.float32] | None,
     out: npt.NDArray[np.float32],
 ) -> None: ...
+def take_largest(
+    residuals: list[npt.NDArray[np.float32]],
+    velocities: list[npt.NDArray[np.float32]],
+    gradients: list[npt.NDArray[Any]],
+    dtype_codes: list[int],
+    ks: list[int],
+    momentum: float,
+    scale: float,
+    nesterov: bool,
+    estimates: npt.NDArray[np.float32],
+    indices: npt.NDArray[np.int32],
+    values: npt.NDArray[np.float32],
+    threads: int,
+) -> int: ...
 def optimizer_names() -> list[str]: ...
 def full_dense_table(owned_buckets: npt.NDArray[np.int64], num_rows: int, item_bytes: int) -> tuple[int, int, int]: ...
 

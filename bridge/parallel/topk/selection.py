@@ -6,6 +6,7 @@ what was.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from fractions import Fraction
 
@@ -13,9 +14,14 @@ import torch
 from torch import Tensor
 
 from geartrain.ams.values.errors import InvalidArgument, NonFinite
-from geartrain.bridge.parallel.topk.grouping import GroupedTopK
+from geartrain.bridge.parallel.topk.compaction import Compaction, CompiledCompaction, TensorCompaction
 
 _ROLES = ("gradient", "velocity", "residual")
+_REMEDIES = {
+    "gradient": "skip this step, as torch.amp.GradScaler does",
+    "velocity": "go on from a snapshot, or set it to 0",
+    "residual": "go on from a snapshot, or set it to 0",
+}
 GRADIENT_TYPES = (torch.float32, torch.float16, torch.bfloat16)
 MOST_ELEMENTS = 2**31 - 1
 """Of a tensor: indices travel as int32."""
@@ -49,7 +55,7 @@ def _count(numel: int, kept: Fraction, ranks: int) -> int:
 class GradientCompactor:
     """Accumulates gradients and takes the largest of what has gathered, for many tensors in one call.
 
-    Made once for tensors of given sizes, on the device of the tensors it is first called with.
+    Made once for tensors of given sizes. Tensors of a CPU are swept by compiled code, others by tensor operations.
     """
 
     def __init__(self, numels: Sequence[int], ks: Sequence[int], *, names: Sequence[str] | None = None) -> None:
@@ -71,7 +77,7 @@ class GradientCompactor:
                     f" 1 <= k <= numel <= {MOST_ELEMENTS}; see counts()"
                 )
         self.numels, self.ks = list(numels), list(ks)
-        self._grouping: GroupedTopK | None = None
+        self._compactions: dict[torch.device, Compaction] = {}
 
     @torch.no_grad()
     def accumulate_and_select(
@@ -89,7 +95,7 @@ class GradientCompactor:
         u = momentum · u + scale · g;  v = v + u, with ``nesterov`` v = v + scale · g + momentum · u, as in
         ``torch.optim.SGD``. At the selected places u = v = 0. Where magnitudes are equal, the lower index is selected.
 
-        One look at the state decides whether it is finite, which costs a device one host sync.
+        A device is asked once, by a host sync, whether all is finite.
 
         Args:
             gradients: g, float32, float16 or bfloat16, of any shape; elements count in C order.
@@ -106,35 +112,30 @@ class GradientCompactor:
         Raises:
             NonFinite: a gradient, a velocity or a residual holds NaN or infinity, or would exceed float32. Nothing was
                 changed. The message names the tensor.
-            InvalidArgument: a tensor has another number of elements, another type or layout, or is on another device.
+            InvalidArgument: ``momentum`` or ``scale`` is not finite, or a tensor has another number of elements,
+                another type or layout, or is on another device.
         """
+        for name, value in (("momentum", momentum), ("scale", scale)):
+            if not math.isfinite(value):
+                raise InvalidArgument(f"{name} is {value}; it must be finite")
         self._require_fitting(gradients, velocities, residuals)
         if not self.numels:
             return torch.zeros(0, dtype=torch.int32), torch.zeros(0)
-        grouping = self._grouping_on(residuals[0].device)
-        momenta, gathered = torch.zeros(2, grouping.buffer_numel, device=residuals[0].device)
-        momentum_views, gathered_views = grouping.views(momenta), grouping.views(gathered)
-        flat_gradients = [gradient.reshape(-1) for gradient in gradients]
-        torch._foreach_copy_(momentum_views, [velocity.view(-1) for velocity in velocities])
-        torch._foreach_copy_(gathered_views, [residual.view(-1) for residual in residuals])
-        momenta.mul_(momentum)
-        torch._foreach_add_(momentum_views, flat_gradients, alpha=scale)
-        gathered.add_(momenta, alpha=momentum if nesterov else 1.0)
-        if nesterov:
-            torch._foreach_add_(gathered_views, flat_gradients, alpha=scale)
-        if not torch.isfinite(gathered).all():
-            raise self._not_finite(gradients, velocities, residuals, gathered_views)
-        indices, places = grouping.select(gathered)
-        values = gathered[places]
-        momenta[places] = gathered[places] = 0
-        torch._foreach_copy_([velocity.view(-1) for velocity in velocities], momentum_views)
-        torch._foreach_copy_([residual.view(-1) for residual in residuals], gathered_views)
-        return indices.to(torch.int32), values
+        try:
+            return self._compaction_on(residuals[0].device).take(
+                gradients, velocities, residuals, momentum=momentum, scale=scale, nesterov=nesterov
+            )
+        except NonFinite as error:
+            raise self._not_finite(gradients, velocities, residuals) from error
 
-    def _grouping_on(self, device: torch.device) -> GroupedTopK:
-        if self._grouping is None or self._grouping.device != device:
-            self._grouping = GroupedTopK(self.numels, self.ks, device)
-        return self._grouping
+    def _compaction_on(self, device: torch.device) -> Compaction:
+        if device not in self._compactions:
+            self._compactions[device] = (
+                CompiledCompaction(self.numels, self.ks)
+                if device.type == "cpu"
+                else TensorCompaction(self.numels, self.ks, device)
+            )
+        return self._compactions[device]
 
     def _require_fitting(self, *lists: Sequence[Tensor]) -> None:
         device = lists[-1][0].device if lists[-1] else None
@@ -155,14 +156,20 @@ class GradientCompactor:
                     )
 
     def _not_finite(self, *lists: Sequence[Tensor]) -> NonFinite:
-        """Say what is not finite: gradients, velocities, residuals, or else the sums of these."""
-        for role, tensors in zip((*_ROLES, "accumulated residual"), lists, strict=True):
+        """Say what is not finite; their sums where each of them is."""
+        for role, tensors in zip(_ROLES, lists, strict=True):
             for name, tensor in zip(self._names, tensors, strict=True):
                 bad = int((~torch.isfinite(tensor)).sum())
                 if bad:
                     return NonFinite(
                         f"the {role} of {name} holds NaN or infinity at {bad} of {tensor.numel()} places; nothing was"
-                        " changed: skip this step, as torch.amp.GradScaler does, and if it stays, clip gradients or"
-                        " lower the learning rate"
+                        f" changed: {_REMEDIES[role]}"
                     )
-        raise AssertionError("something is not finite")
+        largest = [
+            max(float(tensor.abs().max()) if tensor.numel() else 0.0 for tensor in tensors)
+            for tensors in zip(*lists, strict=True)
+        ]
+        name = self._names[largest.index(max(largest))]
+        return NonFinite(
+            f"the residual of {name} would exceed float32; nothing was changed: clip gradients or lower the rate"
+        )

@@ -136,6 +136,7 @@ NB_MODULE(_core, m) {
   bind_neighbour_recall(m);
   bind_position_lru(m);
   bind_lookup(m);
+  bind_gradients(m);
   bind_turn(m);
   bind_engine(m);
   bind_exercise(m);

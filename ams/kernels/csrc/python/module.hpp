@@ -36,6 +36,7 @@ DType checked_dtype(const Array& array, int code) {
 
 void bind_carriers(nb::module_& m);
 void bind_fault(nb::module_& m);
+void bind_gradients(nb::module_& m);
 void bind_frames(nb::module_& m);
 void bind_row_store(nb::module_& m);
 void bind_given_rows(nb::module_& m);

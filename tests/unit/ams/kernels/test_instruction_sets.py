@@ -12,6 +12,7 @@ import pytest
 
 from geartrain.ams.graph.building.builder import ArrayRows, build_neighbours
 from geartrain.ams.kernels import ops
+from geartrain.ams.kernels.gradients import accumulate_and_take
 from geartrain.ams.tables.row_table import RowTable
 from geartrain.ams.values.optimizers.registry import OPTIMIZERS, Momentum, optimizer_of
 from geartrain.ams.values.specs import Constant, Normal, TableSpec, Uniform
@@ -51,7 +52,20 @@ def digest() -> str:
     seen.update(ops.sample_permutation(10**7 + 3, 5000, 1, 2).tobytes())
     rows = generator.integers(-2, 3, (700, 21)).astype(np.float32)  # many ties
     seen.update(build_neighbours(ArrayRows(rows), 9).neighbours.tobytes())
+    seen.update(gathered_gradients(floats, generator))
     return seen.hexdigest()
+
+
+def gathered_gradients(floats: list[np.dtype], generator: np.random.Generator) -> bytes:
+    """What is taken of gradients of every type in two steps, and what stays."""
+    velocities, residuals = ([np.zeros(3001, np.float32) for _ in floats] for _ in range(2))
+    estimates, taken = np.zeros(3, np.float32), []
+    for nesterov in (False, True):
+        gradients = [generator.standard_normal(3001).round(2).astype(dtype) for dtype in floats]
+        taken += accumulate_and_take(
+            gradients, velocities, residuals, [30] * 3, estimates, momentum=0.9, scale=0.37, nesterov=nesterov
+        )
+    return b"".join(array.tobytes() for array in (*taken, *velocities, *residuals))
 
 
 def run_with(**environment: str) -> subprocess.CompletedProcess[str]:

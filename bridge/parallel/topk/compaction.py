@@ -1,0 +1,113 @@
+"""Two ways to accumulate gradients and take the largest of what has gathered: compiled for CPUs, in tensor operations.
+
+Both are given what :class:`~geartrain.bridge.parallel.topk.selection.GradientCompactor` has looked through. They differ
+by rounding at most, where a device computes fused multiply-adds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import ml_dtypes
+import numpy as np
+import torch
+from torch import Tensor
+
+from geartrain.ams.kernels.gradients import accumulate_and_take
+from geartrain.ams.values.errors import NonFinite
+from geartrain.bridge.parallel.topk.grouping import GroupedTopK
+
+
+class Compaction(Protocol):
+    """One way, for tensors of given sizes."""
+
+    def take(
+        self,
+        gradients: Sequence[Tensor],
+        velocities: Sequence[Tensor],
+        residuals: Sequence[Tensor],
+        *,
+        momentum: float,
+        scale: float,
+        nesterov: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """Return indices int32 [K] and values float32 [K]. Raises NonFinite, without a name, and changes nothing."""
+
+
+class CompiledCompaction:
+    """Two sweeps over the state by ``torch.get_num_threads()`` threads: is it finite, and all the rest."""
+
+    def __init__(self, numels: Sequence[int], ks: Sequence[int]) -> None:
+        self._ks = list(ks)
+        self._estimates = np.zeros(len(numels), np.float32)
+
+    def take(
+        self,
+        gradients: Sequence[Tensor],
+        velocities: Sequence[Tensor],
+        residuals: Sequence[Tensor],
+        *,
+        momentum: float,
+        scale: float,
+        nesterov: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """See :class:`Compaction`."""
+        indices, values = accumulate_and_take(
+            [_array(gradient) for gradient in gradients],
+            [_array(velocity) for velocity in velocities],
+            [_array(residual) for residual in residuals],
+            self._ks,
+            self._estimates,
+            momentum=momentum,
+            scale=scale,
+            nesterov=nesterov,
+            threads=torch.get_num_threads(),
+        )
+        return torch.from_numpy(indices), torch.from_numpy(values)
+
+
+def _array(tensor: Tensor) -> np.ndarray:
+    """The elements in C order, in the tensor's memory where they lie there like that."""
+    flat = tensor.detach().reshape(-1)
+    return flat.view(torch.int16).numpy().view(ml_dtypes.bfloat16) if flat.dtype == torch.bfloat16 else flat.numpy()
+
+
+class TensorCompaction:
+    """Tensor operations on any device: the state is copied into one buffer, and back. One host sync a call."""
+
+    def __init__(self, numels: Sequence[int], ks: Sequence[int], device: torch.device) -> None:
+        self._device = device
+        self._grouping = GroupedTopK(numels, ks, device)
+
+    def take(
+        self,
+        gradients: Sequence[Tensor],
+        velocities: Sequence[Tensor],
+        residuals: Sequence[Tensor],
+        *,
+        momentum: float,
+        scale: float,
+        nesterov: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """See :class:`Compaction`."""
+        flat_gradients, flat_velocities, flat_residuals = (
+            [tensor.detach().reshape(-1) for tensor in tensors] for tensors in (gradients, velocities, residuals)
+        )
+        momenta, gathered = torch.zeros(2, self._grouping.buffer_numel, device=self._device)
+        momentum_views, gathered_views = self._grouping.views(momenta), self._grouping.views(gathered)
+        torch._foreach_copy_(momentum_views, flat_velocities)
+        torch._foreach_copy_(gathered_views, flat_residuals)
+        momenta.mul_(momentum)
+        torch._foreach_add_(momentum_views, flat_gradients, alpha=scale)
+        gathered.add_(momenta, alpha=momentum if nesterov else 1.0)
+        if nesterov:
+            torch._foreach_add_(gathered_views, flat_gradients, alpha=scale)
+        if not torch.isfinite(gathered).all():
+            raise NonFinite("a tensor holds NaN or infinity, or would with what is added to it; nothing was changed")
+        indices, places = self._grouping.select(gathered)
+        values = gathered[places]
+        momenta[places] = gathered[places] = 0
+        torch._foreach_copy_(flat_velocities, momentum_views)
+        torch._foreach_copy_(flat_residuals, gathered_views)
+        return indices.to(torch.int32), values
