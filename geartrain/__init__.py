@@ -64,6 +64,7 @@ if TYPE_CHECKING:
     from geartrain.bridge.head.memory import memory_report
     from geartrain.bridge.head.selection.knn_selection import KNNSoftmax
     from geartrain.bridge.head.weights import export_class_weights, import_class_weights
+    from geartrain.bridge.optim.fccs import FCCS
     from geartrain.bridge.optim.lamb import LAMB
     from geartrain.bridge.optim.lars import LARS
     from geartrain.bridge.parallel.mesh import mesh
@@ -86,6 +87,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "FCCS",
     "FTRL",
     "LAMB",
     "LARS",
@@ -235,6 +237,7 @@ _HOMES = {
     "geartrain.bridge.head.memory": ("memory_report",),
     "geartrain.ams.programs.selection": ("ActiveClasses", "FullSoftmax", "PartialFC", "Selection"),
     "geartrain.bridge.head.weights": ("export_class_weights", "import_class_weights"),
+    "geartrain.bridge.optim.fccs": ("FCCS",),
     "geartrain.bridge.optim.lamb": ("LAMB",),
     "geartrain.bridge.optim.lars": ("LARS",),
     "geartrain.bridge.parallel.mesh": ("mesh",),

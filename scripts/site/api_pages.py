@@ -78,7 +78,6 @@ PAGES = (
             "geartrain.workers.samples.trees.writing.TreeReport",
         ),
     ),
-    ApiPage("large-batches", "Optimizers and a schedule for large batches", ("geartrain.bridge.optim",)),
     ApiPage(
         "parallel",
         "Parallel training",
@@ -88,6 +87,12 @@ PAGES = (
             "geartrain.bridge.parallel.parallel_model.ParallelModel",
             "geartrain.bridge.parallel.split.logits.SplitLogits",
         ),
+    ),
+    ApiPage(
+        "large-batches",
+        "Optimizers and a schedule for large batches",
+        ("geartrain.bridge.optim",),
+        ("geartrain.bridge.optim.step_batches.StepBatches",),
     ),
     ApiPage("gears", "Dense modules and slow gears", ("geartrain.bridge.dense", "geartrain.bridge.gear")),
     ApiPage("state", "State and data", ("geartrain",)),

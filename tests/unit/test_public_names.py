@@ -33,6 +33,7 @@ PUBLIC_NAMES = {
     "RowWiseAdagrad",
     "RowWiseAdam",
     "RMSProp",
+    "FCCS",
     "FTRL",
     "LAMB",
     "LARS",
