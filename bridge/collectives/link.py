@@ -177,6 +177,43 @@ class RankLink:
                     sent.wait()
             room_LD[start : start + len(arriving)] = arriving
 
+    def start_transfers(
+        self, leaving: Sequence[tuple[Tensor, int]], arriving: Sequence[tuple[Tensor, int]]
+    ) -> Pending[None]:
+        """Begin to send each tensor of ``leaving`` to its rank, and to fill each of ``arriving`` from its rank.
+
+        They are contiguous, on one device, none of them empty, and left alone until the result was asked for. What one
+        rank sends to another arrives in the order it was sent.
+        """
+        what = "exchange between two ranks"
+        wires = [tensor.detach().to(self._wire(tensor.device)) for tensor, _ in leaving]
+        rooms = [torch.empty_like(tensor, device=self._wire(tensor.device)) for tensor, _ in arriving]
+        rooms = [one if one.device == room.device else room for (one, _), room in zip(arriving, rooms, strict=True)]
+        if not wires and not rooms:
+            return Pending.done(None)
+        group = self._carrier([*wires, *rooms][0])
+        ends: list[tuple[Any, Tensor, int]] = [
+            *((dist.isend, wire, rank) for wire, (_, rank) in zip(wires, leaving, strict=True)),
+            *((dist.irecv, room, rank) for room, (_, rank) in zip(rooms, arriving, strict=True)),
+        ]
+        messages = [
+            dist.P2POp(end, wire.view(-1).view(torch.uint8), self._global_rank(rank), group) for end, wire, rank in ends
+        ]
+        self.traffic.count("send", sum(wire.nbytes for wire in wires))
+        self.traffic.count("receive", sum(room.nbytes for room in rooms))
+        with lost_ranks_named(what):
+            works = dist.batch_isend_irecv(messages)
+
+        def take() -> None:
+            with lost_ranks_named(what):
+                for work in works:
+                    work.wait()
+            for (tensor, _), room in zip(arriving, rooms, strict=True):
+                if room is not tensor:
+                    tensor.copy_(room)
+
+        return Pending(None, take, what)
+
     def agree(self, value: bool) -> bool:
         """Whether every rank says so."""
         return all(said for (said,) in self.exchange([value]))

@@ -92,14 +92,18 @@ class ParallelModel(nn.Module):
         finally:
             self._agreement.end()
 
-    def _run(self, inputs: Any, labels: Tensor | None, options: Mapping[str, Any]) -> Any:
+    def output(self, inputs: Any, options: Mapping[str, Any]) -> Any:
+        """What the model itself returns."""
         match inputs:
             case tuple() | list():
-                output = self.module(*inputs, **options)
+                return self.module(*inputs, **options)
             case dict():
-                output = self.module(**inputs, **options)
+                return self.module(**inputs, **options)
             case _:
-                output = self.module(inputs, **options)
+                return self.module(inputs, **options)
+
+    def _run(self, inputs: Any, labels: Tensor | None, options: Mapping[str, Any]) -> Any:
+        output = self.output(inputs, options)
         is_split = isinstance(output, SplitLogits)
         if self.loss is None or labels is None:
             return output.whole() if is_split and not self.training else output

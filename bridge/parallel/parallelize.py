@@ -18,6 +18,7 @@ from geartrain.bridge.parallel.replicated import Replicas, materialise, material
 from geartrain.bridge.parallel.scopes import Scope, ScopedModel, marked_scopes, scoped
 from geartrain.bridge.parallel.split.agreement import StepAgreement
 from geartrain.bridge.parallel.split.registry import SplitPlace, check_can_split, split_layer
+from geartrain.bridge.parallel.staged.staging import check_stages, stage
 
 
 def parallelize(
@@ -43,7 +44,9 @@ def parallelize(
 
     Args:
         model: An ``nn.Module``, on its device or on the meta device. Move it before, not after.
-        mesh: See :func:`geartrain.mesh`.
+        mesh: See :func:`geartrain.mesh`. With stages the ranks of the first have the replicated parts and the samples,
+            those of the second the one split layer, an ``nn.Linear``; they call ``model(None, None)``
+            (:class:`~geartrain.bridge.parallel.staged.staged_model.StagedModel`).
         scopes: By name of a module, ``gt.Replicate()`` or ``gt.Split()``. Every parameter is in one. A split layer may
             lie inside a replicated part. None: what :func:`geartrain.replicate` and :func:`geartrain.split` marked.
         loss: Of (what the model returns, labels), such as ``nn.CrossEntropyLoss()``: with "mean" and "sum" over the
@@ -67,6 +70,9 @@ def parallelize(
     link.require_equal({**said, "error": None if failure is None else str(failure)}, "gt.parallelize()")
     if failure is not None:
         raise failure
+    if mesh.stages:
+        assert loss is not None
+        return stage(model, mesh, found, loss, seed)
     group = mesh.whole
     agreement = StepAgreement(link)
     split_parameters: set[int] = set()
@@ -106,6 +112,8 @@ def _looked_up(
     found = scoped(model, marked_scopes(model) if scopes is None else scopes)
     for name, module in found.split.items():
         check_can_split(name, module, mesh.whole.ranks)
+    if mesh.stages:
+        check_stages(mesh, found, loss)
     return found
 
 

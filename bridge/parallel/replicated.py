@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from geartrain.ams.values.errors import InvalidArgument
+from geartrain.bridge.collectives.traffic import lost_ranks_named
 from geartrain.bridge.parallel.mesh import MeshGroup
 from geartrain.bridge.parallel.split.shard import RowShard, local_part
 
@@ -49,10 +50,23 @@ class Replicas:
                 group.link.take_from_first(tensor)
 
     def run(self, forward: Callable[[], Any]) -> Any:
-        """``forward()``, after which a backward pass averages the gradients."""
+        """``forward()``, after which a backward pass averages the gradients. Raises RankLost."""
         if self.ddp is None or not torch.is_grad_enabled():
             return forward()
-        return self.ddp(forward)
+        has_begun = False
+
+        def begin() -> Any:
+            nonlocal has_begun
+            has_begun = True
+            return forward()
+
+        try:
+            return self.ddp(begin)
+        except RuntimeError as exc:
+            if has_begun:
+                raise
+            with lost_ranks_named("all-reduce"):  # what DDP itself asks the others, of its buckets and buffers
+                raise exc
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -33,6 +33,22 @@ def begin_and_take(rank: int, ranks: int, folder: Path) -> None:
     assert not link.traffic.calls
 
 
+def send_and_fill(rank: int, ranks: int, folder: Path) -> None:
+    """Each to the next: two messages that arrive in their order, of 0 and of 2 dimensions."""
+    del folder
+    link = RankLink()
+    after, before = (rank + 1) % ranks, (rank - 1) % ranks
+    rooms = torch.empty(()), torch.empty(2, 3, dtype=torch.int64)
+    pending = link.start_transfers(
+        [(torch.tensor(rank / 2), after), (torch.full((2, 3), rank), after)], [(room, before) for room in rooms]
+    )
+    pending.result()
+    assert rooms[0] == before / 2
+    assert torch.equal(rooms[1], torch.full((2, 3), before))
+    link.start_transfers([], []).result()
+    assert dict(link.traffic.bytes) == {"send": 4 + 48, "receive": 4 + 48}
+
+
 def leave_early(rank: int, ranks: int, folder: Path) -> None:
     del folder
     link = RankLink()
@@ -44,6 +60,10 @@ def leave_early(rank: int, ranks: int, folder: Path) -> None:
 
 def test_collectives_that_were_begun_end_in_any_order_and_are_counted(tmp_path: Path) -> None:
     run_ranks(begin_and_take, 3, tmp_path)
+
+
+def test_what_one_rank_sends_to_another_arrives_in_order_and_is_counted(tmp_path: Path) -> None:
+    run_ranks(send_and_fill, 3, tmp_path)
 
 
 def test_a_rank_that_is_gone_is_a_typed_error_on_the_others(tmp_path: Path) -> None:

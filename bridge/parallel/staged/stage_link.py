@@ -1,0 +1,189 @@
+"""What senders and owners say to each other in a step, and how long each waits for it.
+
+Every step has two exchanges of a few integers between all hosts: one when the senders have their features, by which the
+owners learn how many come and of what dtype, one when the owners have their answer. Whoever fails before says so there,
+so that every rank raises. Samples and their gradients go point to point.
+
+Legend: B samples of all senders, D width.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from geartrain.ams.values.errors import SpecMismatch, SyncError
+from geartrain.bridge.collectives.link import RankLink
+from geartrain.bridge.parallel.mesh import Mesh
+from geartrain.bridge.parallel.staged.dealing import Parcel, deal
+
+_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+
+
+@dataclass
+class StageWaits:
+    """How long this rank did not compute, by the clock of its host; with NCCL only what the host waits for counts."""
+
+    idle_seconds: float = 0.0
+    """Waited for another stage, or another rank of its own, to have computed something."""
+    communication_seconds: float = 0.0
+    """Waited for samples or gradients that were on their way."""
+
+    def clear(self) -> None:
+        """Begin anew."""
+        self.idle_seconds = self.communication_seconds = 0.0
+
+    @contextlib.contextmanager
+    def idle(self) -> Iterator[None]:
+        """Add what goes on inside to ``idle_seconds``."""
+        began = time.perf_counter()
+        yield
+        self.idle_seconds += time.perf_counter() - began
+
+    @contextlib.contextmanager
+    def communication(self) -> Iterator[None]:
+        """Add what goes on inside to ``communication_seconds``."""
+        began = time.perf_counter()
+        yield
+        self.communication_seconds += time.perf_counter() - began
+
+
+@dataclass(frozen=True)
+class StagedBatch:
+    """The samples of one step, as all ranks agreed on them."""
+
+    asks_for_loss: bool
+    """Else for logits."""
+    dtype: torch.dtype
+    """Of the features."""
+    parcels: Sequence[Parcel]
+    """Those that this rank sends or takes."""
+    num_taken: int
+    """Samples that this owner takes."""
+    wants_gradient: bool
+    """Whether the features are to have one."""
+
+
+@dataclass(frozen=True)
+class StageLink:
+    """Senders and owners of one model: the first and the second stage of ``mesh``."""
+
+    mesh: Mesh
+    waits: StageWaits = field(default_factory=StageWaits)
+
+    @property
+    def link(self) -> RankLink:
+        """All ranks."""
+        return self.mesh.whole.link
+
+    @property
+    def senders(self) -> Sequence[int]:
+        """Ranks of the first stage."""
+        return self.mesh.stages[0]
+
+    @property
+    def owners(self) -> Sequence[int]:
+        """Ranks of the second one."""
+        return self.mesh.stages[1]
+
+    @property
+    def is_sender(self) -> bool:
+        """Whether this rank is."""
+        return self.mesh.own_stage == 0
+
+    def begin(
+        self, failure: Exception | None, features_SD: Tensor | None, *, asks_for_loss: bool = False
+    ) -> StagedBatch:
+        """Agree on the samples of a step: one exchange. Owners give no features, and learn what is asked for.
+
+        Raises:
+            SyncError: another rank gave a ``failure``; it is raised here if it is this one's.
+            SpecMismatch: the ranks disagree.
+        """
+        numbers = [0, 0, 0]
+        if features_SD is not None:
+            numbers = [len(features_SD), _DTYPES.index(features_SD.dtype), features_SD.requires_grad]
+        with self.waits.idle():
+            said = self.link.exchange([failure is None, asks_for_loss, torch.is_grad_enabled(), *numbers])
+        if failure is not None:
+            raise failure
+        sound, purposes, modes, lengths, dtypes, wanted = zip(*said, strict=True)
+        if 0 in sound:
+            raise SyncError(f"the step did not begin: rank {sound.index(0)} failed; its error tells why")
+        first = self.senders[0]
+        _require_one("whether labels are given", purposes, self.senders)
+        _require_one("the dtype of features", dtypes, self.senders)
+        if purposes[first]:
+            _require_one("torch.no_grad()", modes, range(len(said)))
+            _require_one("whether features have a gradient", wanted, self.senders)
+        sizes = [lengths[rank] for rank in self.senders]
+        number = (self.senders if self.is_sender else self.owners).index(self.link.rank)
+        parcels = deal(sizes, len(self.owners))
+        return StagedBatch(
+            asks_for_loss=bool(purposes[first]),
+            dtype=_DTYPES[dtypes[first]],
+            parcels=[one for one in parcels if (one.sender if self.is_sender else one.owner) == number],
+            num_taken=sum(one.num for one in parcels if one.owner == number),
+            wants_gradient=bool(purposes[first] and modes[first] and wanted[first]),
+        )
+
+    def tell(self, failure: Exception) -> None:
+        """Tell the others, who wait for this rank in :meth:`begin`, that it failed."""
+        with contextlib.suppress(type(failure)):
+            self.begin(failure, None)
+
+    def answer(self, failure: Exception | None, dtype: torch.dtype | None) -> torch.dtype:
+        """Wait until the owners have what the senders asked for; its dtype, which owners give. One exchange.
+
+        Raises SyncError if an owner gave a ``failure``, which it raises itself.
+        """
+        with self.waits.idle():
+            said = self.link.exchange([failure is None, 0 if dtype is None else _DTYPES.index(dtype)])
+        if failure is not None:
+            raise failure
+        sound = [good for good, _ in said]
+        if 0 in sound:
+            raise SyncError(f"the step did not end: rank {sound.index(0)} failed; its error tells why")
+        return _DTYPES[said[self.owners[0]][1]]
+
+    def give(self, parcels: Sequence[Parcel], *rows: Tensor) -> None:
+        """Send the rows of the parcels, of each tensor [S, …], to those at their other ends."""
+        cut = [(part.contiguous(), rank) for part, rank in self._cut(parcels, rows)]
+        if cut and rows[0].device.type == "cpu":  # a device is not waited for to tell that it has computed
+            self.link.start_transfers([(torch.zeros(1), rank) for rank in self._others(parcels)], []).result()
+        with self.waits.communication():
+            self.link.start_transfers(cut, []).result()
+
+    def take(self, parcels: Sequence[Parcel], *rooms: Tensor) -> None:
+        """Write what :meth:`give` sends at the other ends to the rows of the parcels in ``rooms`` [S, …]."""
+        cut = self._cut(parcels, rooms)
+        if cut and rooms[0].device.type == "cpu":
+            with self.waits.idle():
+                self.link.start_transfers([], [(torch.empty(1), rank) for rank in self._others(parcels)]).result()
+        with self.waits.communication():
+            self.link.start_transfers([], cut).result()
+
+    def _cut(self, parcels: Sequence[Parcel], rows: Sequence[Tensor]) -> list[tuple[Tensor, int]]:
+        places = [one.at_sender if self.is_sender else one.at_owner for one in parcels]
+        return [
+            (tensor[place : place + one.num], rank)
+            for one, place, rank in zip(parcels, places, self._others(parcels), strict=True)
+            for tensor in rows
+        ]
+
+    def _others(self, parcels: Sequence[Parcel]) -> list[int]:
+        return [self.owners[one.owner] if self.is_sender else self.senders[one.sender] for one in parcels]
+
+
+def _require_one(what: str, values: Sequence[int], ranks: Sequence[int]) -> None:
+    unlike = [rank for rank in ranks if values[rank] != values[ranks[0]]]
+    if unlike:
+        raise SpecMismatch(
+            f"rank {ranks[0]} and rank {unlike[0]} disagree on {what}; call the model in the same way on every "
+            "rank of a stage"
+        )
