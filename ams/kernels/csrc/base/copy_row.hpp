@@ -1,10 +1,13 @@
-// One row of a table, copied.
+// Rows of a table, copied.
 #pragma once
 
 #include <cstddef>
 #include <cstring>
 
 namespace geartrain {
+
+// Rows of more bytes together than the caches hold are written past them; fewer stay in them for their reader.
+inline constexpr size_t kStreamedBytes = size_t{24} << 20;
 
 // Most are short: a call of memcpy would take longer than to copy them.
 inline void copy_row(char* to, const char* from, size_t bytes) {

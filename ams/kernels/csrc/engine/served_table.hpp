@@ -9,7 +9,7 @@
 
 #include "calls/call.hpp"
 #include "optimizers/optimizer.hpp"
-#include "rows/row_store.hpp"
+#include "store/row_store.hpp"
 
 namespace geartrain {
 

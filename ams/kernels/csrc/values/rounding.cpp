@@ -4,6 +4,7 @@
 
 #include "machine/isa.hpp"
 #include "values/half.hpp"
+#include "values/kernels.hpp"
 
 namespace geartrain {
 
@@ -33,6 +34,14 @@ void store_rounded(DType dtype, void* out, const float* in, size_t count, const 
     std::memcpy(out, in, count * sizeof(float));
   else
     kernels.store[static_cast<int>(dtype)](static_cast<uint16_t*>(out), in, count, draw);
+}
+
+float rounded_to_nearest(float value, DType dtype) {
+  uint32_t bits = 0;
+  float nearest = 0;
+  kernels().store[static_cast<int>(dtype)](&bits, &value, 1);
+  kernels().load[static_cast<int>(dtype)](&nearest, &bits, 1);
+  return nearest;
 }
 
 float rounded_up(float value, DType dtype) {

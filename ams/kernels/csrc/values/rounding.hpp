@@ -34,6 +34,9 @@ uint64_t rounding_key(uint64_t seed, uint32_t table_hash);
 // 2^-40: a draw has 16 bits.
 void store_rounded(DType dtype, void* out, const float* in, size_t count, const Draw& draw);
 
+// `value` to the nearest that the type has.
+float rounded_to_nearest(float value, DType dtype);
+
 // The largest magnitude that `value`, which is >= 0, may become.
 float rounded_up(float value, DType dtype);
 

@@ -7,7 +7,7 @@
 
 #include "machine/fan_out.hpp"
 #include "machine/lookahead.hpp"
-#include "rows/row_store.hpp"
+#include "store/row_store.hpp"
 #include "rows/row_update.hpp"
 
 namespace geartrain {

@@ -4,7 +4,7 @@
 
 #include "machine/lookahead.hpp"
 #include "machine/too_many_ids.hpp"
-#include "rows/row_store.hpp"
+#include "store/row_store.hpp"
 
 namespace geartrain {
 namespace {

@@ -2,7 +2,7 @@
 #include <algorithm>
 
 #include "machine/lookahead.hpp"
-#include "rows/row_store.hpp"
+#include "store/row_store.hpp"
 
 namespace geartrain {
 

@@ -14,7 +14,7 @@
 
 #include "python/conversions.hpp"
 #include "python/module.hpp"
-#include "rows/row_store.hpp"
+#include "store/row_store.hpp"
 
 namespace geartrain {
 namespace {

@@ -5,7 +5,7 @@
 #include <cmath>
 #include <cstring>
 
-#include "rows/row_store.hpp"
+#include "store/row_store.hpp"
 
 namespace geartrain {
 namespace {
