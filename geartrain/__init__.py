@@ -70,6 +70,8 @@ if TYPE_CHECKING:
     from geartrain.bridge.parallel.mesh import mesh
     from geartrain.bridge.parallel.overlap.micro_batches import MicroBatches
     from geartrain.bridge.parallel.parallelize import parallelize
+    from geartrain.bridge.parallel.plan.auto import auto_plan
+    from geartrain.bridge.parallel.plan.hardware.hardware import Hardware
     from geartrain.bridge.parallel.scopes import Replicate, Split, replicate, split
     from geartrain.bridge.pipeline.prefetch import prefetch
     from geartrain.bridge.retrieval.item_tree import ItemTree
@@ -118,6 +120,7 @@ __all__ = [
     "FilteredMargin",
     "FullSoftmax",
     "GroupFollower",
+    "Hardware",
     "ItemTree",
     "KNNSoftmax",
     "KafkaSamples",
@@ -159,6 +162,7 @@ __all__ = [
     "WireFormat",
     "__version__",
     "attach",
+    "auto_plan",
     "class_center_sample",
     "clip_grad_norm_",
     "compress_samples",
@@ -242,6 +246,8 @@ _HOMES = {
     "geartrain.bridge.optim.lars": ("LARS",),
     "geartrain.bridge.parallel.mesh": ("mesh",),
     "geartrain.bridge.parallel.parallelize": ("parallelize",),
+    "geartrain.bridge.parallel.plan.auto": ("auto_plan",),
+    "geartrain.bridge.parallel.plan.hardware.hardware": ("Hardware",),
     "geartrain.bridge.parallel.scopes": ("Replicate", "Split", "replicate", "split"),
     "geartrain.bridge.parallel.overlap.micro_batches": ("MicroBatches",),
     "geartrain.bridge.pipeline.prefetch": ("prefetch",),

@@ -86,6 +86,8 @@ PAGES = (
             "geartrain.bridge.parallel.mesh.Mesh",
             "geartrain.bridge.parallel.parallel_model.ParallelModel",
             "geartrain.bridge.parallel.split.logits.SplitLogits",
+            "geartrain.bridge.parallel.plan.plan.Plan",
+            "geartrain.bridge.parallel.plan.growth.GrownBatch",
         ),
     ),
     ApiPage(

@@ -104,6 +104,8 @@ PUBLIC_NAMES = {
     "replicate",
     "split",
     "parallelize",
+    "Hardware",
+    "auto_plan",
     "export_class_weights",
     "save",
     "load",

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from geartrain.ams.values.errors import InvalidArgument
+from geartrain.bridge.parallel.split.layer import without_autocast
 from geartrain.bridge.parallel.split.shard import RowShard
 
 _CHUNK = {"cpu": 1 << 19}
@@ -68,7 +69,7 @@ def split_cross_entropy(local_BL: Tensor, labels_B: Tensor, loss: SplitLoss, *, 
 class _SplitCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local_BL: Tensor, labels_B: Tensor, loss: SplitLoss, in_place: bool) -> Tensor:
-        with torch.autocast(local_BL.device.type, enabled=False):
+        with without_autocast(local_BL.device):
             sample = _Samples(local_BL, labels_B, loss)
             value, ctx.lse_B = sample.loss(local_BL)
         ctx.sample, ctx.in_place = sample, in_place
@@ -83,7 +84,7 @@ class _SplitCrossEntropy(torch.autograd.Function):
                 "compute the loss again (retain_graph does not help)"
             )
         (local_BL,) = ctx.saved_tensors
-        with torch.autocast(local_BL.device.type, enabled=False):
+        with without_autocast(local_BL.device):
             out_BL = local_BL.detach() if ctx.in_place else torch.empty_like(local_BL)
             ctx.sample.write_gradient(local_BL.detach(), ctx.lse_B, upstream, out_BL)
         if ctx.in_place:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -70,5 +71,14 @@ def check_floating(samples: Any, width: int, layer: str) -> None:
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """What autocast computes products in on ``device``; None where it is off."""
-    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+    """What autocast computes products in on ``device``; None where it is off, and on the meta device."""
+    if not torch.amp.is_autocast_available(device.type) or not torch.is_autocast_enabled(device.type):
+        return None
+    return torch.get_autocast_dtype(device.type)
+
+
+def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Every operation inside computes in the type that it is given."""
+    if not torch.amp.is_autocast_available(device.type):
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, enabled=False)

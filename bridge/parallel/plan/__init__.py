@@ -1,0 +1,1 @@
+"""What a step of parallel training costs before it runs: memory, collectives and time on given hardware."""

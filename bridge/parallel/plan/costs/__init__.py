@@ -1,0 +1,1 @@
+"""What parts of a step cost, each by itself: operations, collectives, replicas, class heads."""

@@ -1,0 +1,1 @@
+"""What training runs on: rates of devices and links, measured or of published figures."""

@@ -1,0 +1,133 @@
+"""A plan lists the collectives of a step before it runs; here the step runs, and what it sent is counted."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+from geartrain.ams.programs.selection import FullSoftmax
+from geartrain.bridge.head.class_head import ClassHead
+from geartrain.bridge.head.loss.margins.angular import ArcFace
+from geartrain.bridge.parallel.mesh import mesh
+from geartrain.bridge.parallel.parallelize import parallelize
+from geartrain.bridge.parallel.plan.build import request_for
+from geartrain.bridge.parallel.plan.hardware.hardware import Hardware
+from geartrain.bridge.parallel.plan.plan import Plan
+from geartrain.bridge.parallel.scopes import Replicate, Scope, Split
+from tests.support.rank_processes import run_ranks
+
+HARDWARE = Hardware.named("v100-25gbit")
+SAMPLES, CLASSES = 6, 51
+
+
+class Classifier(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = nn.Sequential(nn.Linear(12, 700), nn.ReLU(), nn.Linear(700, 600), nn.ReLU(), nn.Linear(600, 10))
+        self.head = nn.Linear(10, CLASSES)
+
+    def forward(self, images: Tensor) -> Any:
+        return self.head(self.backbone(images))
+
+
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(40, 8)
+        self.head = nn.Linear(8, CLASSES)
+
+    def forward(self, ids: Tensor) -> Any:
+        return self.head(self.words(ids).mean(1))
+
+
+class WithHead(nn.Module):
+    def __init__(self, margin: Any) -> None:
+        super().__init__()
+        self.backbone = nn.Linear(12, 10)
+        self.head = ClassHead(
+            None, "sku", num_classes=CLASSES, dim=10, rows="ranks", margin=margin, select=FullSoftmax()
+        )
+
+    def forward(self, images: Tensor, labels: Tensor) -> Any:
+        return self.head(self.backbone(images), labels)
+
+
+def of_ranks(plan: Plan) -> tuple[Counter[str], Counter[str]]:
+    """Calls and bytes by kind of what the ranks say to each other over a RankLink."""
+    calls: Counter[str] = Counter()
+    sizes: Counter[str] = Counter()
+    for one in plan.collectives:
+        if one.collective.what not in ("gradients", "buffers"):
+            calls[one.collective.kind] += one.times
+            sizes[one.collective.kind] += one.bytes
+    return calls, sizes
+
+
+def averages(plan: Plan) -> list[int]:
+    """Bytes of the buckets, the first one last."""
+    found = [one for one in plan.collectives if one.collective.what == "gradients"]
+    return sorted(one.collective.bytes for one in found for _ in range(one.times))
+
+
+def run_and_count(model: nn.Module, scopes: dict[str, Scope], example: Any, loss: Any, ranks: int) -> None:
+    """Two steps of ``model``; the second is counted and compared with the plan made before the first."""
+    plan = request_for(model, scopes, ranks, HARDWARE, example, batch=None, loss=loss, optimizer=torch.optim.SGD).plan()
+    whole = mesh()
+    parallel = parallelize(model, whole, scopes, loss=loss)
+    sent: list[int] = []
+
+    def count(state: Any, bucket: Any) -> Any:
+        del state
+        sent.append(bucket.buffer().nbytes)
+        return allreduce_hook(None, bucket)
+
+    count.__annotations__.clear()  # DistributedDataParallel looks at them, and knows no text
+    if parallel.ddp is not None:
+        parallel.ddp.register_comm_hook(None, count)
+    links = [whole.whole.link, *(part.backend.peers for part in model.modules() if isinstance(part, ClassHead))]
+    for _ in range(2):
+        for link in links:
+            link.traffic.clear()
+        sent.clear()
+        parallel(*example).backward()
+        for part in model.modules():
+            if isinstance(part, ClassHead):
+                part.row_update.apply(part.backend.settings.optimizer)  # type: ignore[attr-defined]
+    calls, sizes = of_ranks(plan)
+    assert sum((link.traffic.calls for link in links), Counter()) == calls
+    assert sum((link.traffic.bytes for link in links), Counter()) == sizes
+    assert sorted(sent) == averages(plan)
+
+
+def classifiers(rank: int, ranks: int, folder: Path) -> None:
+    del rank, folder
+    images, labels = torch.randn(SAMPLES, 12), torch.randint(0, CLASSES, (SAMPLES,))
+    loss = nn.CrossEntropyLoss()
+    for head in (Replicate(), Split()):
+        torch.manual_seed(0)
+        run_and_count(Classifier(), {"backbone": Replicate(), "head": head}, (images, labels), loss, ranks)
+    ids = torch.randint(0, 40, (SAMPLES, 3))
+    run_and_count(
+        Words(), {"words": Split(), "head": Split()}, (ids, labels), nn.CrossEntropyLoss(label_smoothing=0.1), ranks
+    )
+
+
+def class_heads(rank: int, ranks: int, folder: Path) -> None:
+    del rank, folder
+    images, labels = torch.randn(SAMPLES, 12), torch.randint(0, CLASSES, (SAMPLES,))
+    for margin in (None, ArcFace()):
+        run_and_count(WithHead(margin), {"backbone": Replicate(), "head": Split()}, (images, labels), None, ranks)
+
+
+def test_steps_of_replicated_and_split_layers_send_what_was_planned(tmp_path: Path) -> None:
+    run_ranks(classifiers, 2, tmp_path)
+    run_ranks(classifiers, 3, tmp_path)
+
+
+def test_steps_of_class_heads_send_what_was_planned(tmp_path: Path) -> None:
+    run_ranks(class_heads, 2, tmp_path)
