@@ -73,6 +73,7 @@ if TYPE_CHECKING:
     from geartrain.bridge.parallel.plan.auto import auto_plan
     from geartrain.bridge.parallel.plan.hardware.hardware import Hardware
     from geartrain.bridge.parallel.scopes import Replicate, Split, replicate, split
+    from geartrain.bridge.parallel.topk.hook import TopKGradients
     from geartrain.bridge.pipeline.prefetch import prefetch
     from geartrain.bridge.retrieval.item_tree import ItemTree
     from geartrain.bridge.retrieval.tdm import TDM
@@ -155,6 +156,7 @@ __all__ = [
     "TableFollower",
     "TableSpec",
     "TargetLogits",
+    "TopKGradients",
     "TrainedModel",
     "TreeSamples",
     "Uniform",
@@ -250,6 +252,7 @@ _HOMES = {
     "geartrain.bridge.parallel.plan.hardware.hardware": ("Hardware",),
     "geartrain.bridge.parallel.scopes": ("Replicate", "Split", "replicate", "split"),
     "geartrain.bridge.parallel.overlap.micro_batches": ("MicroBatches",),
+    "geartrain.bridge.parallel.topk.hook": ("TopKGradients",),
     "geartrain.bridge.pipeline.prefetch": ("prefetch",),
     "geartrain.bridge.retrieval.item_tree": ("ItemTree",),
     "geartrain.bridge.retrieval.tdm": ("TDM",),

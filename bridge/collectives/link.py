@@ -226,6 +226,17 @@ class RankLink:
         """Sum over the ranks: one all-reduce."""
         return self._reduced(tensor, dist.ReduceOp.SUM)
 
+    def start_sum(self, tensor: Tensor) -> Pending[Tensor]:
+        """Begin to sum a contiguous tensor over the ranks: one all-reduce. It is read and written until the result is
+        asked for, and is the result itself where the ranks can reach its memory."""
+        if self.world_size == 1:
+            return Pending.done(tensor)
+        wire = tensor.detach().to(self._wire(tensor.device))
+        device = tensor.device
+        with self._counted("all-reduce", wire.nbytes):
+            work = dist.all_reduce(wire, group=self._carrier(wire), async_op=True)
+        return Pending(work, lambda: wire.to(device), "all-reduce")
+
     def sum_to_owners(self, tensor_BD: Tensor, sizes: Sequence[int]) -> Tensor:
         """Sum over the ranks of [B, D], of which each rank gets its own samples [n_r, D]: one reduce-scatter."""
         return self.start_sum_to_owners(tensor_BD, sizes).result()

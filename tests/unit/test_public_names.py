@@ -99,6 +99,7 @@ PUBLIC_NAMES = {
     "import_class_weights",
     "joint",
     "mesh",
+    "TopKGradients",
     "Replicate",
     "Split",
     "replicate",

@@ -1,0 +1,230 @@
+"""One of DDP's buckets: which of its tensors travel sparse, what is sent of them, and what the ranks' sum becomes.
+
+A bucket is a flat buffer with the gradients of some parameters one after the other. What a rank sends of the sparse
+ones is int32 [2 · K + 1]: the bits of K float32 values, K indices, and a number that says whether all is well there.
+
+Legend: R ranks, K selected elements of all sparse tensors of a bucket.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from geartrain.ams.values.errors import NonFinite
+from geartrain.bridge.collectives.link import RankLink
+from geartrain.bridge.collectives.pending import Pending
+from geartrain.bridge.parallel.topk.selection import GradientCompactor
+from geartrain.bridge.parallel.topk.state import GradientState, in_memory_order
+
+WELL, NOT_STEPPED = 0, -1
+"""What a rank says of itself; n + 1: tensor n of the bucket is not finite there."""
+
+
+@dataclass(frozen=True)
+class Update:
+    """How gradients become what the optimizer applies."""
+
+    momentum: float
+    nesterov: bool
+    weight_decay: float
+
+
+class BucketLayout:
+    """What depends on the parameters of a bucket and on the sparsity alone."""
+
+    def __init__(self, names: Sequence[str], parameters: Sequence[nn.Parameter], ks: Sequence[int]) -> None:
+        """``ks``: how many elements of each tensor are sent; as many as it has where it is sent dense."""
+        self.names, self.parameters = list(names), list(parameters)
+        self.numels = [one.numel() for one in parameters]
+        self.dense = [number for number, (k, numel) in enumerate(zip(ks, self.numels, strict=True)) if k == numel]
+        self.sparse = [number for number in range(len(ks)) if number not in set(self.dense)]
+        self.ks = [ks[number] for number in self.sparse]
+        self.compactor = GradientCompactor(
+            [self.numels[number] for number in self.sparse],
+            self.ks,
+            names=[self.names[number] for number in self.sparse],
+        )
+        starts = [0, *itertools.accumulate(self.numels)]
+        index_type = torch.int32 if starts[-1] < 2**31 else torch.int64
+        self.starts_K = torch.cat(
+            [torch.zeros(0, dtype=index_type)]
+            + [torch.full((k,), starts[n], dtype=index_type) for n, k in zip(self.sparse, self.ks, strict=True)]
+        ).to(parameters[0].device)
+        """Where in the bucket the tensor of each selected element begins."""
+
+
+class BucketWork:
+    """What is under way for one bucket in one backward pass."""
+
+    def __init__(
+        self,
+        layout: BucketLayout,
+        buffer: Tensor,
+        state: GradientState,
+        link: RankLink,
+        *,
+        update: Update,
+        may_be_unused: bool,
+    ) -> None:
+        """``may_be_unused``: a gradient that is zero everywhere may be that of a parameter which took no part."""
+        self.layout = layout
+        self.buffer = buffer
+        self._state = state
+        self._link = link
+        self._update = update
+        self._may_be_unused = may_be_unused
+        self._gathered: Pending[Tensor] | None = None
+        self._summed: Pending[Tensor] | None = None
+        self._parts_RW = buffer.new_zeros(0, dtype=torch.int32)
+        self._means = buffer[:0]
+
+    @torch.no_grad()
+    def begin(self, status: int, factor: Tensor | None, *, keep: bool) -> None:
+        """Accumulate, select, and begin to tell the other ranks.
+
+        Args:
+            status: WELL or NOT_STEPPED.
+            factor: of the gradients; a scalar.
+            keep: momentum and residuals, so that they can be put back.
+        """
+        if factor is not None:
+            self.buffer.mul_(factor)
+        if keep:
+            self._state.keep([self.layout.names[number] for number in self.layout.sparse])
+        segments = parts_of(self.buffer, self.layout.numels)
+        if self.layout.sparse:
+            sent = self._packed([segments[number] for number in self.layout.sparse], status)
+            self._gathered = self._link.start_gather(sent, [len(sent)] * self._link.world_size)
+        if self.layout.dense:
+            parts = [segments[number] for number in self.layout.dense]
+            self._summed = self._link.start_sum(torch.cat(parts) if self.layout.sparse else self.buffer)
+
+    def receive(self) -> list[tuple[int | None, int]]:
+        """Wait for the other ranks; whose bucket is not well: (rank, status), rank None where it is not known."""
+        found: list[tuple[int | None, int]] = []
+        if self._gathered is not None:
+            self._parts_RW = self._gathered.result().view(self._link.world_size, -1)
+            found += [(rank, status) for rank, status in enumerate(self._parts_RW[:, -1].tolist()) if status != WELL]
+        if self._summed is not None:
+            self._means = self._summed.result().div_(self._link.world_size)
+            if not torch.isfinite(self._means).all():
+                parts = zip(self.layout.dense, self._dense_means(), strict=True)
+                found.append((None, next(number for number, part in parts if not torch.isfinite(part).all()) + 1))
+        return found
+
+    @torch.no_grad()
+    def apply(self) -> None:
+        """Write to the bucket what the optimizer is to apply."""
+        means = self._dense_means()
+        self._step_dense(means)
+        if not self.layout.sparse:
+            if not self._means.is_set_to(self.buffer):
+                self.buffer.copy_(self._means)
+            return
+        self._add_up()
+        segments = parts_of(self.buffer, self.layout.numels)
+        for number, mean in zip(self.layout.dense, means, strict=True):
+            segments[number].copy_(mean)
+        if self._update.weight_decay:
+            self._decay([(number, segments[number]) for number in self.layout.sparse])
+
+    def _packed(self, gradients: list[Tensor], status: int) -> Tensor:
+        """What this rank sends: int32 [2 · K + 1]."""
+        names = [self.layout.names[number] for number in self.layout.sparse]
+        momenta, residuals = ([kind[name] for name in names] for kind in (self._state.momentum, self._state.residual))
+        self._state.loaded.difference_update(names)
+        num_selected = sum(self.layout.ks)
+        indices, values = gradients[0].new_zeros(num_selected, dtype=torch.int32), momenta[0].new_zeros(num_selected)
+        update = self._update
+        unused = [n for n, gradient in enumerate(gradients) if self._may_be_unused and not gradient.any()]
+        untouched = [(kind[n], kind[n].clone()) for n in unused for kind in (momenta, residuals)]
+        if status == WELL:
+            try:
+                indices, values = self.layout.compactor.accumulate_and_select(
+                    gradients, momenta, residuals, momentum=update.momentum, nesterov=update.nesterov
+                )
+            except NonFinite:
+                status = 1 + self._first_bad(gradients, momenta, residuals)
+        for tensor, before in untouched:
+            tensor.copy_(before)
+        segments = parts_of(values, self.layout.ks)
+        for number in unused:
+            segments[number].zero_()
+        return torch.cat([values.view(torch.int32), indices, indices.new_full((1,), status)])
+
+    def _first_bad(self, gradients: list[Tensor], momenta: list[Tensor], residuals: list[Tensor]) -> int:
+        """Number in the bucket of the first tensor that is not finite, or would not be."""
+        for number, gradient, u, v in zip(self.layout.sparse, gradients, momenta, residuals, strict=True):
+            if not torch.isfinite(v + self._update.momentum * u + gradient).all():
+                return number
+        return self.layout.sparse[0]
+
+    def _dense_means(self) -> Sequence[Tensor]:
+        return parts_of(self._means, [self.layout.numels[number] for number in self.layout.dense])
+
+    def _add_up(self) -> None:
+        """The mean over the ranks of what each sent: rank by rank, so that every rank adds in the same order."""
+        num_selected = sum(self.layout.ks)
+        total = (
+            self.buffer.zero_()
+            if self.buffer.dtype == torch.float32
+            else self.buffer.new_zeros(len(self.buffer), dtype=torch.float32)
+        )
+        for part_W in self._parts_RW:
+            values_K = part_W[:num_selected].view(torch.float32) / self._link.world_size
+            total.index_add_(0, part_W[num_selected:-1] + self.layout.starts_K, values_K)
+        if total is not self.buffer:
+            self.buffer.copy_(total)
+
+    def _step_dense(self, means: Sequence[Tensor]) -> None:
+        """Put what SGD with momentum would apply in place of each mean gradient."""
+        taking_part = [
+            (number, mean)
+            for number, mean in zip(self.layout.dense, means, strict=True)
+            if not self._may_be_unused or mean.any()
+        ]
+        if not taking_part:
+            return
+        update, state = self._update, self._state
+        names = [self.layout.names[number] for number, _ in taking_part]
+        momenta = [state.momentum[name] for name in names]
+        targets = [mean for _, mean in taking_part]
+        gradients = [mean.to(momentum.dtype) for mean, momentum in zip(targets, momenta, strict=True)]
+        if update.weight_decay:
+            weights = [in_memory_order(self.layout.parameters[number]) for number, _ in taking_part]
+            torch._foreach_add_(gradients, weights, alpha=update.weight_decay)
+        loaded = [(name, target) for name, target in zip(names, targets, strict=True) if name in state.loaded]
+        for name, _ in loaded:
+            if (decay := state.decay.pop(name, None)) is not None:
+                state.momentum[name].add_(decay)
+        torch._foreach_mul_(momenta, update.momentum)
+        torch._foreach_add_(momenta, gradients)
+        if update.nesterov:
+            torch._foreach_add_(gradients, momenta, alpha=update.momentum)
+        torch._foreach_copy_(targets, gradients if update.nesterov else momenta)
+        for name, target in loaded:  # as merged, so every rank has the same
+            state.loaded.discard(name)
+            if (residual := state.residual.pop(name, None)) is not None:
+                target.add_(residual)
+
+    def _decay(self, segments: list[tuple[int, Tensor]]) -> None:
+        """Add what weight decay with momentum applies; weights are the same on every rank, so nobody is asked."""
+        update = self._update
+        for number, segment in segments:
+            if self._may_be_unused and not segment.any():
+                continue
+            decayed = in_memory_order(self.layout.parameters[number]).to(torch.float32) * update.weight_decay
+            momentum = self._state.decay[self.layout.names[number]]
+            momentum.mul_(update.momentum).add_(decayed)
+            segment.add_(decayed.add_(momentum, alpha=update.momentum) if update.nesterov else momentum)
+
+
+def parts_of(flat: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
+    """Views of so many elements, one after the other."""
+    parts: Sequence[Tensor] = torch.split(flat, list(sizes))
+    return parts

@@ -1,0 +1,271 @@
+"""What happens to DDP's buckets from the backward pass to the optimizer's step."""
+
+from __future__ import annotations
+
+import hashlib
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.autograd import Variable
+from torch.nn.parallel import DistributedDataParallel
+
+from geartrain.ams.values.errors import InvalidArgument, NonFinite
+from geartrain.bridge.collectives.link import RankLink
+from geartrain.bridge.parallel.topk.bucket import NOT_STEPPED, WELL, BucketLayout, BucketWork, Update
+from geartrain.bridge.parallel.topk.requirements import require_plain, require_types, trained_parameters
+from geartrain.bridge.parallel.topk.selection import counts
+from geartrain.bridge.parallel.topk.state import GradientState
+from geartrain.bridge.parallel.topk.warmup import sparsity_at
+
+SMALL = 4096
+"""Tensors of up to so many elements travel dense: biases and norms, which are few bytes."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What all ranks agree on."""
+
+    sparsity: float
+    warmup_steps: int
+    update: Update
+    clip: float | None
+
+
+@dataclass
+class _Bucket:
+    """A bucket between its hook and the end of the backward pass."""
+
+    work: BucketWork
+    future: torch.futures.Future[Tensor]
+    begun: Future[None] | None = None
+
+
+class GradientExchange:
+    """The communication hook of one model.
+
+    A hook accumulates, selects and begins to tell; what the ranks said is taken with the last bucket, so that nothing
+    is changed by a step of which any bucket is not sound. On a CPU the hooks' work is done by a thread of its own
+    beside the rest of the backward pass, which tells over a process group of its own: others may use DDP's meanwhile.
+
+    Attributes: ``steps``, ``skipped_steps``, ``state``, ``link``, ``is_merged``.
+    """
+
+    def __init__(self, settings: Settings, model: DistributedDataParallel, optimizer: Any, grad_scaler: Any) -> None:
+        """See ``TopKGradients.attach``."""
+        self.steps = 0
+        self.skipped_steps = 0
+        self.is_merged = True
+        self._settings = settings
+        self._scaler = grad_scaler
+        self._may_be_unused = bool(model.find_unused_parameters or getattr(model, "static_graph", False))
+        parameters = trained_parameters(model)
+        self._names = {id(parameter): name for name, parameter in parameters.items()}
+        on_host = all(parameter.device.type == "cpu" for parameter in parameters.values())
+        self.link = RankLink(model.process_group)
+        self.link = self.link.apart() if on_host else self.link
+        self._thread = ThreadPoolExecutor(1, "geartrain-topk") if on_host else None
+        self._buckets: list[_Bucket] = []
+        self._layouts: dict[int, tuple[tuple[float, list[int]], BucketLayout]] = {}
+        self._scale: Tensor | None = None
+        self._factor: Tensor | None = None
+        self._awaits_step = False
+        self._broken = False
+        self._agreed = False
+
+        failure: Exception | None = None
+        try:
+            require_types(parameters, settings.sparsity)
+            optimizer = require_plain(optimizer, parameters)
+        except InvalidArgument as exc:
+            failure = exc
+        self.link.fail_together(failure, "gradients are not sparsified")
+        shapes = str([(name, tuple(one.shape), str(one.dtype)) for name, one in parameters.items()])
+        self._shapes = hashlib.sha256(shapes.encode()).hexdigest()[:16]
+        self._require_agreement()
+        numels = [parameter.numel() for parameter in parameters.values()]
+        ks = self._counts(settings.sparsity, numels)
+        sparse = {name for name, k, numel in zip(parameters, ks, numels, strict=True) if k < numel}
+        self.state = GradientState(parameters, sparse, decays=settings.update.weight_decay > 0)
+        try:
+            model.register_comm_hook(self, _on_bucket)
+        except RuntimeError as exc:
+            raise InvalidArgument(
+                f"the model refuses a communication hook ({exc}); attach to a DistributedDataParallel that has none"
+            ) from exc
+        optimizer.register_step_post_hook(self._stepped)
+
+    def go_on(self, steps: int) -> None:
+        """From a state that was loaded."""
+        self.steps = steps
+        self.is_merged = True
+        self._awaits_step = self._broken = self._agreed = False
+
+    def merge(self) -> None:
+        """Give every rank the mean of all ranks' momentum and residuals."""
+        self.require_usable()
+        self.state.average(self.link)
+        self.is_merged = True
+
+    def require_usable(self) -> None:
+        """Raise InvalidArgument after a step that failed."""
+        if self._broken:
+            raise InvalidArgument(
+                "an earlier step of TopKGradients failed on some rank, and what it had taken out of the residuals is "
+                "gone: call load_state_dict() on every rank before the next backward()"
+            )
+
+    def _require_agreement(self) -> None:
+        said = {**asdict(self._settings), "steps": self.steps, "parameters": self._shapes}
+        self.link.require_equal(said, "sparsified gradients")
+        self._agreed = True
+
+    def _counts(self, sparsity: float, numels: list[int]) -> list[int]:
+        found = counts(numels, sparsity, ranks=self.link.world_size)
+        return [numel if numel <= SMALL else k for numel, k in zip(numels, found, strict=True)]
+
+    def _stepped(self, *_: object) -> None:
+        self._awaits_step = False
+
+    def on_bucket(self, bucket: Any) -> torch.futures.Future[Tensor]:
+        """Called by DDP for each bucket in order, once its gradients are there."""
+        if bucket.index() == 0:
+            self._begin_backward(bucket.buffer().device)
+        buffer = bucket.buffer()
+        future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else None)
+        work = BucketWork(
+            self._layout(bucket),
+            buffer,
+            self.state,
+            self.link,
+            update=self._settings.update,
+            may_be_unused=self._may_be_unused,
+        )
+        self._buckets.append(_Bucket(work, future))
+        if self._settings.clip is None:
+            self._begin(self._buckets[-1])
+        elif bucket.is_last():
+            self._scale_by(self._clipping(self._settings.clip))
+            for one in self._buckets:
+                self._begin(one)
+        if bucket.is_last():
+            self._finish()
+        return future
+
+    def _begin_backward(self, device: torch.device) -> None:
+        self.require_usable()
+        if not self._agreed:
+            self._require_agreement()
+        self._buckets = []
+        self._factor = None
+        if self._scaler is not None:
+            self._scale = self._scaler.scale(torch.ones((), device=device))
+            self._factor = 1 / self._scale
+
+    def _clipping(self, clip: float) -> Tensor:
+        """What makes the norm of this rank's gradient at most clip / √R; gradients may be scaled."""
+        norms = torch.stack([torch.linalg.vector_norm(one.work.buffer).float() for one in self._buckets])
+        norm = torch.linalg.vector_norm(norms)
+        if self._factor is not None:
+            norm = norm * self._factor
+        most = clip / self.link.world_size**0.5
+        # A gradient that holds NaN stays so only where it does, so that its parameter is the one that is named.
+        factor: Tensor = (most / norm).clamp(max=1).nan_to_num(0.0)
+        return factor
+
+    def _scale_by(self, factor: Tensor) -> None:
+        self._factor = factor if self._factor is None else self._factor * factor
+
+    def _begin(self, bucket: _Bucket) -> None:
+        status = NOT_STEPPED if self._awaits_step else WELL
+        keep = self._scaler is not None
+        factor = self._factor
+
+        def begin() -> None:
+            bucket.work.begin(status, factor, keep=keep)
+
+        if self._thread is None:
+            begin()
+        else:
+            bucket.begun = self._thread.submit(begin)
+
+    def _layout(self, bucket: Any) -> BucketLayout:
+        """DDP makes its buckets anew after the first step, and the sparsity rises in the warm-up."""
+        parameters = bucket.parameters()
+        sparsity = sparsity_at(self.steps, self._settings.sparsity, self._settings.warmup_steps)
+        made_for = (sparsity, [id(parameter) for parameter in parameters])
+        known = self._layouts.get(bucket.index())
+        if known is None or known[0] != made_for:
+            names = [self._names[id(parameter)] for parameter in parameters]
+            ks = self._counts(sparsity, [parameter.numel() for parameter in parameters])
+            known = self._layouts[bucket.index()] = made_for, BucketLayout(names, parameters, ks)
+        return known[1]
+
+    def _finish(self) -> None:
+        """All gradients are there: take what the ranks said."""
+        buckets, self._buckets = self._buckets, []
+        try:
+            failure = self._settle(buckets)
+        except Exception as exc:  # of any kind: DDP is to end its pass before it is raised
+            failure = exc
+        if failure is not None:
+            self._broken = True
+            for bucket in buckets:
+                bucket.work.buffer.zero_()
+        for bucket in buckets:
+            bucket.future.set_result(bucket.work.buffer)
+        if failure is not None:
+            _raise_after_backward(failure)
+
+    def _settle(self, buckets: list[_Bucket]) -> Exception | None:
+        """Take what the ranks said into the buckets; return what is wrong, the same on every rank."""
+        for bucket in buckets:
+            if bucket.begun is not None:
+                bucket.begun.result()
+        troubles = [(bucket.work, rank, status) for bucket in buckets for rank, status in bucket.work.receive()]
+        early = [rank for _, rank, status in troubles if status == NOT_STEPPED]
+        if early or self._awaits_step:
+            return InvalidArgument(
+                f"backward() exchanged gradients on rank {early[0] if early else self.link.rank} before "
+                "optimizer.step() had applied the last ones, which would be lost; step after each backward(), or "
+                "accumulate under model.no_sync()"
+            )
+        if not troubles:
+            for bucket in buckets:
+                bucket.work.apply()
+                if self._scale is not None:
+                    bucket.work.buffer.mul_(self._scale)
+            self.state.let_go()
+            self.steps += 1
+            self.is_merged, self._awaits_step = self.link.world_size == 1, True
+            return None
+        if self._scaler is not None:
+            self.state.put_back()
+            for bucket in buckets:
+                bucket.work.buffer.fill_(torch.inf)
+            self.skipped_steps += 1
+            return None
+        work, rank, status = troubles[0]
+        what = f"the gradient or the residual of parameter {work.layout.names[status - 1]!r}"
+        where = "" if rank is None else f" on rank {rank}"
+        return NonFinite(
+            f"{what} holds NaN or infinity{where}; "
+            "no parameter was changed. Lower the learning rate, give a GradScaler to attach(), and go on from a state "
+            "with load_state_dict()"
+        )
+
+
+def _on_bucket(exchange, bucket):  # type: ignore[no-untyped-def]  # DDP reads annotations, as objects
+    return exchange.on_bucket(bucket)
+
+
+def _raise_after_backward(failure: Exception) -> None:
+    """Raise from ``backward()``, of the type that it is, once DDP has ended its pass and can begin another."""
+    queue = Variable._execution_engine.queue_callback
+
+    def fail() -> NoReturn:
+        raise failure
+
+    queue(lambda: queue(fail))  # DDP queues the end of its pass after this hook, so between the two

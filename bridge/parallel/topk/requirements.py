@@ -1,0 +1,76 @@
+"""What a model and an optimizer must be for their gradients to be sparsified."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from geartrain.ams.values.errors import InvalidArgument
+from geartrain.ams.values.text import quoted
+
+DTYPES = (torch.float32, torch.bfloat16)
+_COMPILED = "_orig_mod."
+"""torch.compile puts this before the names of parameters."""
+
+
+def require_replicated(model: object) -> DistributedDataParallel:
+    """``model`` itself. Raises InvalidArgument if no process group averages its gradients."""
+    if isinstance(model, DistributedDataParallel):
+        return model
+    raise InvalidArgument(
+        f"model is {quoted(type(model).__name__)}; it must be a torch.nn.parallel.DistributedDataParallel, whose "
+        "gradients the ranks exchange: wrap the module in it first"
+    )
+
+
+def trained_parameters(model: DistributedDataParallel) -> dict[str, nn.Parameter]:
+    """The parameters whose gradients DDP exchanges, by the names they have in the module."""
+    ignored: set[str] = getattr(model, "parameters_to_ignore", set())
+    return {
+        name.replace(_COMPILED, ""): parameter
+        for name, parameter in model.module.named_parameters()
+        if parameter.requires_grad and name not in ignored
+    }
+
+
+def require_types(parameters: Mapping[str, nn.Parameter], sparsity: float) -> None:
+    """Raise InvalidArgument if a parameter is of a type whose gradients cannot be sparsified."""
+    allowed = DTYPES if sparsity else (*DTYPES, torch.float64)
+    for name, parameter in parameters.items():
+        if parameter.dtype not in allowed:
+            raise InvalidArgument(
+                f"parameter {name!r} is {parameter.dtype}; it must be one of {', '.join(map(str, allowed))}: keep the "
+                "parameters in float32 and compute under torch.autocast"
+            )
+
+
+def require_plain(optimizer: object, parameters: Mapping[str, nn.Parameter]) -> Optimizer:
+    """``optimizer`` itself. Raises InvalidArgument if it would apply momentum or decay a second time, or does not train
+    one of ``parameters``."""
+    if not isinstance(optimizer, Optimizer):
+        raise InvalidArgument(f"optimizer is {quoted(optimizer)}; it must be a torch.optim.Optimizer, such as SGD")
+    for number, group in enumerate(optimizer.param_groups):
+        if "betas" in group:
+            raise InvalidArgument(
+                f"{type(optimizer).__name__} has betas {group['betas']} of its own (param_groups[{number}]), and its "
+                "second moment is not that of gradients that arrive summed and late; use torch.optim.SGD(lr=...) "
+                "without momentum: TopKGradients(momentum=...) has it"
+            )
+        for key in ("momentum", "weight_decay"):
+            if group.get(key):
+                raise InvalidArgument(
+                    f"{type(optimizer).__name__} has {key}={group[key]} (param_groups[{number}]), which TopKGradients "
+                    f"applies; give {key}=0 to the optimizer and {key}={group[key]} to TopKGradients"
+                )
+    trained = {id(one) for group in optimizer.param_groups for one in group["params"]}
+    for name, parameter in parameters.items():
+        if id(parameter) not in trained:
+            raise InvalidArgument(
+                f"the optimizer does not train parameter {name!r}, whose gradient would be taken out of the residuals "
+                "and lost; give it all parameters of the model, or set requires_grad=False before DDP is made"
+            )
+    return optimizer

@@ -1,0 +1,109 @@
+"""What a rank keeps of its gradients from step to step: momentum, and what it has not sent yet."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from geartrain.ams.values.errors import SpecMismatch
+from geartrain.bridge.collectives.link import RankLink
+
+
+class GradientState:
+    """By name of a parameter, tensors [numel] in the order of its memory, as DDP's buckets have it.
+
+    They are float32, or float64 where the parameter is.
+
+    Attributes:
+        momentum: u of Lin 2017, of every parameter.
+        residual: v, of those that are sent sparse; of others while a loaded one waits to be sent.
+        decay: the momentum of weight decay, which is the same on every rank; of those with a residual.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], sparse: set[str], *, decays: bool) -> None:
+        """``sparse``: names of the parameters with residuals. ``decays``: whether weights decay."""
+        self._parameters = dict(parameters)
+        self.momentum = {name: _zeros(one) for name, one in parameters.items()}
+        self.residual = {name: _zeros(one) for name, one in parameters.items() if name in sparse}
+        self.decay = {name: _zeros(one) for name in self.residual if decays for one in [parameters[name]]}
+        self.loaded: set[str] = set()
+        """Names whose residual and decay were loaded, and are equal on all ranks until the next step."""
+        self._kept: list[tuple[Tensor, Tensor]] = []
+
+    def average(self, link: RankLink) -> None:
+        """Give every rank the mean over the ranks, so that what waits in all of them stays the same in sum."""
+        for tensors in (self.momentum, self.residual):
+            for tensor in tensors.values():
+                tensor.copy_(link.start_sum(tensor).result()).div_(link.world_size)
+
+    def keep(self, names: list[str]) -> None:
+        """Note what momentum and residuals of ``names`` are, for :meth:`put_back`."""
+        both = [tensors[name] for name in names for tensors in (self.momentum, self.residual)]
+        self._kept += [(one, one.clone()) for one in both]
+
+    def put_back(self) -> None:
+        """Make what was kept valid again."""
+        for tensor, kept in self._kept:
+            tensor.copy_(kept)
+        self._kept = []
+
+    def let_go(self) -> None:
+        """Forget what was kept."""
+        self._kept = []
+
+    def shaped(self) -> dict[str, dict[str, Tensor]]:
+        """The tensors themselves in the shapes of their parameters."""
+        return {
+            kind: {name: _in_shape(tensor, self._parameters[name]) for name, tensor in tensors.items()}
+            for kind, tensors in (("momentum", self.momentum), ("residual", self.residual), ("decay", self.decay))
+        }
+
+    def load(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
+        """Take the values of :meth:`shaped`. Raises SpecMismatch, and changes nothing, if they are of others."""
+        self._require_same(saved)
+        for mine, theirs in ((self.residual, saved["residual"]), (self.decay, saved["decay"])):
+            mine |= {name: _zeros(self._parameters[name]) for name in theirs if name not in mine}
+        for kind, tensors in self.shaped().items():
+            for name, tensor in tensors.items():
+                tensor.zero_() if name not in saved[kind] else tensor.copy_(saved[kind][name])
+        self.loaded = {*saved["residual"], *saved["decay"]}
+        self.let_go()
+
+    def _require_same(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
+        for names, whose in (
+            (set(saved["momentum"]) - set(self._parameters), "the saved state"),
+            (set(self._parameters) - set(saved["momentum"]), "this model"),
+        ):
+            if names:
+                raise SpecMismatch(
+                    f"{whose} alone has gradients of {', '.join(map(repr, sorted(names)[:5]))}; make the model as the "
+                    "saved one was"
+                )
+        for tensors in saved.values():
+            for name, tensor in tensors.items():
+                if tensor.shape != self._parameters[name].shape:
+                    raise SpecMismatch(
+                        f"the saved gradient state of {name!r} has shape {list(tensor.shape)}, the parameter "
+                        f"{list(self._parameters[name].shape)}; make the model as the saved one was"
+                    )
+
+
+def _zeros(parameter: nn.Parameter) -> Tensor:
+    dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
+    return torch.zeros(parameter.numel(), dtype=dtype, device=parameter.device)
+
+
+def _in_shape(flat: Tensor, parameter: nn.Parameter) -> Tensor:
+    """A view of ``flat`` whose memory is laid out as the parameter's, or in C order where DDP's buckets have that."""
+    like = torch.empty_like(parameter, device="meta")
+    return flat.as_strided(like.shape, like.stride())
+
+
+def in_memory_order(parameter: nn.Parameter) -> Tensor:
+    """The elements [numel] of a parameter as DDP's buckets have them."""
+    like = torch.empty_like(parameter, device="meta")
+    weight = parameter.detach()
+    return weight.as_strided((weight.numel(),), (1,)) if like.stride() == weight.stride() else weight.reshape(-1)

@@ -1,0 +1,149 @@
+"""What waits in the residuals goes on: from memory, from a saved model, on another number of ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import geartrain as gt
+from geartrain.ams.values.errors import InvalidArgument, SpecMismatch
+from geartrain.bridge.parallel.topk import exchange
+from tests.support.rank_processes import run_ranks
+
+Parts = tuple[DistributedDataParallel, torch.optim.Optimizer, gt.TopKGradients]
+INPUTS, OUTPUTS = 12, 8
+
+
+def made(**settings: Any) -> Parts:
+    exchange.SMALL = OUTPUTS
+    torch.manual_seed(1)
+    network = nn.Sequential(nn.Conv2d(3, 4, 2), nn.Flatten(), nn.Linear(4, OUTPUTS))
+    network.to(memory_format=torch.channels_last)
+    model = DistributedDataParallel(network)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    settings = {"sparsity": 0.9, "weight_decay": 0.01, **settings}
+    return model, optimizer, gt.TopKGradients(**settings).attach(model, optimizer)
+
+
+def train(parts: Parts, rank: int, steps: range) -> None:
+    model, optimizer, _ = parts
+    for step in steps:
+        random = torch.Generator().manual_seed(100 * step + rank)
+        optimizer.zero_grad()
+        model(torch.randn(5, 3, 2, 2, generator=random)).square().sum().backward()
+        optimizer.step()
+
+
+def waiting(parts: Parts) -> dict[str, torch.Tensor]:
+    """The mean over the ranks of what waits, in float64."""
+    found = {}
+    state = parts[2]._attached.state  # type: ignore[attr-defined]
+    for kind, tensors in state.shaped().items():
+        for name, tensor in tensors.items():
+            total = tensor.double().contiguous()
+            dist.all_reduce(total)
+            found[f"{kind} {name}"] = total / dist.get_world_size()
+    return found
+
+
+def save_on_ranks(rank: int, ranks: int, folder: Path) -> None:
+    del ranks
+    parts = made()
+    train(parts, rank, range(6))
+    before = waiting(parts)
+    with pytest.raises(InvalidArgument, match=r"call merge\(\) on every rank before state_dict\(\)"):
+        parts[2].state_dict()
+    parts[2].merge()
+    after = waiting(parts)
+    for name, tensor in before.items():
+        torch.testing.assert_close(after[name], tensor, rtol=1e-6, atol=1e-7)
+    assert any("residual" in name and tensor.any() for name, tensor in after.items())
+    state = parts[2].state_dict()
+    if rank == 0:
+        gt.save(parts[0], folder / "saved", state={"topk": parts[2]})
+        torch.save(after, folder / "waiting.pt")
+    dcp.save({"topk": parts[2]}, checkpoint_id=str(folder / "dcp"))
+    assert state["steps"] == 6
+    train(parts, rank, range(6, 9))
+    torch.save(parts[0].module.state_dict(), folder / f"uninterrupted-{rank}.pt")
+
+
+def load_on_ranks(rank: int, ranks: int, folder: Path) -> None:
+    parts = made()
+    gt.load(parts[0], folder / "saved", state={"topk": parts[2]})
+    assert parts[2].steps == 6
+    found = waiting(parts)
+    for name, tensor in torch.load(folder / "waiting.pt").items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-6, atol=1e-7)
+    other = made()
+    dcp.load({"topk": other[2]}, checkpoint_id=str(folder / "dcp"))
+    assert other[2].steps == 6
+    for name, tensor in waiting(other).items():
+        assert torch.equal(tensor, found[name])
+    train(parts, rank, range(6, 9))
+    if ranks == 2:
+        expected = torch.load(folder / f"uninterrupted-{rank}.pt")
+        for name, tensor in parts[0].module.state_dict().items():
+            assert torch.equal(tensor, expected[name])
+
+
+def test_what_waits_is_saved_and_loads_on_any_number_of_ranks(tmp_path: Path) -> None:
+    run_ranks(save_on_ranks, 2, tmp_path)
+    run_ranks(load_on_ranks, 2, tmp_path)
+    run_ranks(load_on_ranks, 3, tmp_path)
+
+
+def send_dense(rank: int, ranks: int, folder: Path) -> None:
+    """A loaded residual of a tensor that travels dense from now on is sent with the next step, once."""
+    del ranks, folder
+    parts = made(weight_decay=0.0)
+    train(parts, rank, range(4))
+    parts[2].merge()
+    saved = parts[2].state_dict()
+    dense = made(sparsity=0, weight_decay=0.0)
+    dense[0].module.load_state_dict(parts[0].module.state_dict())
+    dense[2].load_state_dict(saved)
+    before = {name: one.detach().clone() for name, one in dense[0].module.named_parameters()}
+    momentum = {name: one.clone() for name, one in saved["momentum"].items()}
+    residual = {name: one.clone() for name, one in saved["residual"].items()}
+    assert residual
+    train(dense, rank, range(4, 5))
+    plain = nn.Sequential(nn.Conv2d(3, 4, 2), nn.Flatten(), nn.Linear(4, OUTPUTS))
+    plain.load_state_dict(before)
+    replica = DistributedDataParallel(plain)
+    replica(torch.randn(5, 3, 2, 2, generator=torch.Generator().manual_seed(400 + rank))).square().sum().backward()
+    for name, one in plain.named_parameters():
+        applied = 0.9 * momentum[name] + one.grad + residual.get(name, 0.0)
+        torch.testing.assert_close(dense[0].module.get_parameter(name), before[name] - 0.1 * applied)
+    dense[2].merge()
+    assert not dense[2].state_dict()["residual"]
+
+
+def test_a_loaded_residual_of_a_dense_tensor_is_sent_once(tmp_path: Path) -> None:
+    run_ranks(send_dense, 2, tmp_path)
+
+
+def mismatched(rank: int, ranks: int, folder: Path) -> None:
+    del rank, ranks, folder
+    parts = made()
+    state = parts[2].state_dict()
+    for kind in ("momentum", "residual"):
+        short = {**state, kind: {**state[kind], "2.weight": torch.zeros(2, 2)}}
+        with pytest.raises(SpecMismatch, match=r"'2\.weight' has shape \[2, 2\], the parameter \[8, 4\]"):
+            parts[2].load_state_dict(short)
+    with pytest.raises(SpecMismatch, match="the saved state alone has gradients of 'more'"):
+        parts[2].load_state_dict({**state, "momentum": {**state["momentum"], "more": torch.zeros(1)}})
+    with pytest.raises(SpecMismatch, match=r"this model alone has gradients of '0\.bias'"):
+        fewer = {name: one for name, one in state["momentum"].items() if name != "0.bias"}
+        parts[2].load_state_dict({**state, "momentum": fewer})
+
+
+def test_a_state_of_other_parameters_is_refused(tmp_path: Path) -> None:
+    run_ranks(mismatched, 1, tmp_path)
