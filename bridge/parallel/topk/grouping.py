@@ -139,7 +139,8 @@ class GroupedTopK:
         group = self._groups[number]
         matrix = buffer[group.start : group.start + len(group.tensors) * group.row].view(-1, group.chunks, group.chunk)
         most = max(group.ks)
-        maxima = ranked(matrix.abs().amax(2), torch.arange(group.chunks, device=buffer.device))
+        largest = torch.maximum(matrix.amax(2), matrix.amin(2).neg_()).abs_()  # no copy of the matrix
+        maxima = ranked(largest, torch.arange(group.chunks, device=buffer.device))
         chosen = places_of(maxima.topk(min(most, group.chunks), sorted=False).values)
         rows = torch.arange(len(group.tensors), device=buffer.device)[:, None]
         places = chosen[:, :, None] * group.chunk + torch.arange(group.chunk, device=buffer.device)

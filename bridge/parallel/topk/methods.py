@@ -6,11 +6,13 @@ shape; indices count in C order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from geartrain.bridge.parallel.topk.grouping import GroupedTopK
 
@@ -24,9 +26,6 @@ class SelectedElements(NamedTuple):
     """float32 [K], signed."""
     counts: list[int]
     """How many of each tensor."""
-
-
-SelectionMethod = Callable[[Sequence[Tensor], Sequence[int]], SelectedElements]
 
 
 def select_by_loop(tensors: Sequence[Tensor], ks: Sequence[int]) -> SelectedElements:
@@ -45,29 +44,31 @@ def select_by_sampling(tensors: Sequence[Tensor], ks: Sequence[int], *, seed: in
 
 def select_divided(tensors: Sequence[Tensor], ks: Sequence[int]) -> SelectedElements:
     """Divide each tensor into chunks and conquer by their maxima, one tensor after the other. Exact."""
-    parts = [select_grouped([tensor], [k]) for tensor, k in zip(tensors, ks, strict=True)]
-    return SelectedElements(
-        torch.cat([part.indices for part in parts]), torch.cat([part.values for part in parts]), list(ks)
-    )
+    parts = []
+    for tensor, k in zip(tensors, ks, strict=True):
+        grouping = _grouping((tensor.numel(),), (k,), tensor.device)
+        flat = tensor.reshape(-1)[: grouping.buffer_numel]
+        missing = grouping.buffer_numel - len(flat)
+        indices, _ = grouping.select(functional.pad(flat, (0, missing)) if missing else flat)
+        parts.append((indices, flat[indices]))
+    return _joined(parts)
 
 
 def select_grouped(tensors: Sequence[Tensor], ks: Sequence[int]) -> SelectedElements:
     """Divide and conquer over all tensors at once, those of similar size in one matrix. Exact."""
-    grouping = GroupedTopK([tensor.numel() for tensor in tensors], ks, tensors[0].device)
+    grouping = _grouping(tuple(tensor.numel() for tensor in tensors), tuple(ks), tensors[0].device)
     buffer = torch.zeros(grouping.buffer_numel, device=tensors[0].device)
-    for view, tensor in zip(grouping.views(buffer), tensors, strict=True):
-        view.copy_(tensor.reshape(-1)[: len(view)])
+    flat = [tensor.reshape(-1) for tensor, k in zip(tensors, ks, strict=True) if k]
+    views = [view for view, k in zip(grouping.views(buffer), ks, strict=True) if k]
+    torch._foreach_copy_(views, flat)
     indices, places = grouping.select(buffer)
     return SelectedElements(indices.to(torch.int32), buffer[places], list(ks))
 
 
-METHODS: Mapping[str, SelectionMethod] = {
-    "loop": select_by_loop,
-    "sampling": select_by_sampling,
-    "divide and conquer": select_divided,
-    "grouped": select_grouped,
-}
-"""By the names of the paper's table."""
+@functools.lru_cache(maxsize=512)
+def _grouping(numels: tuple[int, ...], ks: tuple[int, ...], device: torch.device) -> GroupedTopK:
+    """What depends on sizes alone, kept for the next step."""
+    return GroupedTopK(numels, ks, device)
 
 
 def _joined(parts: Sequence[tuple[Tensor, Tensor]]) -> SelectedElements:

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from geartrain.ams.kernels.reference.gradients import largest
-from geartrain.bridge.parallel.topk.methods import METHODS, select_by_sampling
+from geartrain.bridge.parallel.topk.methods import select_by_loop, select_by_sampling, select_divided, select_grouped
 from geartrain.bridge.parallel.topk.selection import counts
 
-EXACT = [name for name in METHODS if name != "sampling"]
+EXACT = (select_by_loop, select_divided, select_grouped)
 few = st.sampled_from([0.0, -0.0, 1.0, -1.0, 2.0, 1e-42, -1e-42, 3e38])
 some_values = st.lists(few | st.floats(-4, 4, width=32), min_size=1, max_size=300)
 
@@ -24,12 +24,12 @@ def test_exact_methods_select_what_the_definition_says(cases: list[tuple[list[fl
     tensors = [torch.tensor(values, dtype=torch.float32) for values, _ in cases]
     ks = [max(1, math.ceil(part * len(values))) for values, part in cases]
     expected = [largest(tensor.numpy(), k) for tensor, k in zip(tensors, ks, strict=True)]
-    for name in EXACT:
-        selected = METHODS[name](tensors, ks)
+    for select in EXACT:
+        selected = select(tensors, ks)
         assert selected.indices.dtype == torch.int32 and selected.counts == ks
-        assert selected.indices.tolist() == np.concatenate(expected).tolist(), name
+        assert selected.indices.tolist() == np.concatenate(expected).tolist(), select
         picked = torch.cat([tensor[at] for tensor, at in zip(tensors, expected, strict=True)])
-        assert torch.equal(selected.values, picked), name
+        assert torch.equal(selected.values, picked), select
 
 
 def test_tensors_of_many_sizes_are_selected_in_at_once() -> None:
@@ -37,7 +37,7 @@ def test_tensors_of_many_sizes_are_selected_in_at_once() -> None:
     numels = [70_000, 1, 4096, 4097, 69_000, 12, 300_000, 52_500, 640, 640]
     ks = counts(numels, 0.99)
     tensors = [torch.randn(numel, generator=generator).round(decimals=2) for numel in numels]
-    loop, grouped = METHODS["loop"](tensors, ks), METHODS["grouped"](tensors, ks)
+    loop, grouped = select_by_loop(tensors, ks), select_grouped(tensors, ks)
     assert torch.equal(loop.indices, grouped.indices) and torch.equal(loop.values, grouped.values)
 
 
