@@ -5,12 +5,13 @@ Legend: B samples.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 
 from torch import Tensor, nn
 
 
-class ClickModel(nn.Module):
+class ClickModel(nn.Module, ABC):
     """The base of :mod:`geartrain.models`: subclasses have :meth:`logits`, and :meth:`loss` if theirs is another.
 
     The loss is a result of the call itself, so that what wraps a module, such as DistributedDataParallel, sees it.
@@ -31,9 +32,9 @@ class ClickModel(nn.Module):
         """
         return self.logits(vectors) if clicks is None else self.loss(vectors, clicks)
 
+    @abstractmethod
     def logits(self, vectors: Mapping[str, Tensor]) -> Tensor:
         """The log-odds [B] of a click."""
-        raise NotImplementedError
 
     def loss(self, vectors: Mapping[str, Tensor], clicks: Tensor) -> Tensor:
         """The mean of -log of the probability of what happened (0-dim), in nats."""

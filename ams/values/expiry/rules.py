@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import math
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -56,7 +57,7 @@ class RowBlock:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Expiry:
+class Expiry(ABC):
     """A rule by which rows go. A table looks at all of its rows every so many steps of its clock."""
 
     every: int = DEFAULT_EVERY
@@ -72,11 +73,11 @@ class Expiry:
         """Seconds of the table's clock after which it looks at the latest; None: only steps count."""
         return None
 
+    @abstractmethod
     def expired(self, rows: RowBlock) -> Mask:
         """[N]: which of them go."""
-        raise NotImplementedError
 
-    def require_usable(self) -> None:
+    def require_usable(self) -> None:  # noqa: B027 (most rules can be used anywhere)
         """Raise InvalidArgument if it cannot be used in this process."""
 
     def to_json(self) -> dict[str, Any]:

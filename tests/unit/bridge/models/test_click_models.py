@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import geartrain as gt
+from geartrain.bridge.models.click_model import ClickModel
 
 DIM, ROWS, BATCH = 4, 30, 16
 NAMES = ("user", "item", "genres")
@@ -123,3 +124,11 @@ def test_vectors_that_are_missing_or_of_another_shape_are_named() -> None:
         model({"user": torch.zeros(2, 4)})
     with pytest.raises(gt.errors.InvalidArgument, match=r"field 'user' have shape \[2, 3, 4\]; DeepFM takes \[B, 4\]"):
         model({"user": torch.zeros(2, 3, 4), "user_bias": torch.zeros(2, 1)})
+
+
+def test_a_model_without_logits_cannot_be_made() -> None:
+    class Silent(ClickModel):
+        pass
+
+    with pytest.raises(TypeError, match=r"Silent.*logits"):
+        Silent()  # type: ignore[abstract]

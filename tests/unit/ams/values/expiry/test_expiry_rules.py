@@ -135,3 +135,11 @@ def test_a_function_that_is_marked_is_called_and_no_other() -> None:
     for other in ("os:abort", f"{__name__}:NAMES", f"{__name__}:block"):
         with pytest.raises(InvalidArgument, match=r"is no expiry rule; write @gt.expiry_rule above the function"):
             Rule(other).require_usable()
+
+
+def test_a_rule_that_does_not_say_which_rows_go_cannot_be_made() -> None:
+    class Forgetful(Expiry):
+        pass
+
+    with pytest.raises(TypeError, match=r"Forgetful.*expired"):
+        Forgetful()  # type: ignore[abstract]
