@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from functools import partial
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -67,60 +68,83 @@ def load(
         ShardUnavailable, SyncError: A shard was lost, or another rank failed: load again, with ``replace``, for rows
             may have been read already.
     """
-    folder, plain = model_folder(path), PlainNames(model)
-    keepers = keepers_of(model)
+    folder, keepers = model_folder(path), keepers_of(model)
     group = group_of(keepers)
     what = f"the model of {folder} was not loaded"
-    strict = boolean("strict", strict)
-
-    def require_usable(content: Mapping[str, Any]) -> None:
-        _require_objects(folder, content, state or {})
-        _require_replaceable(folder, keepers, boolean("replace", replace))
-
-    def read() -> tuple[ModelRecord, Any, CommonParts | None]:
-        require_between_steps(model)
-        record = read_record(folder)
-        content = read_state(folder, record)
-        if not strict:
-            common = common_parts(folder, record, content["model"], model, keepers, plain)
-            require_usable(content)
-            return record, content, common
-        _require_same_modules(folder, record, keepers)
-        _require_same_tensors(folder, content["model"], model, plain)
-        for name, keeper in keepers.items():
-            if isinstance(said := content["model"].get(f"{name}._extra_state".removeprefix(".")), Mapping):
-                keeper.require_state(said)
-        for rows in record.rows:
-            _require_same_tables(open_rows(folder, rows), [keepers[name] for name in rows.modules])
-        require_usable(content)
-        return record, content, None
-
-    record, content, common = together(group, read, what)
-    if common is not None:
-        restore_common(folder, common, keepers, group, what)
+    loading = _Loading(folder, model, keepers, state or {}, replace=replace, strict=boolean("strict", strict))
+    saved = together(group, loading.read, what)
+    if saved.common is not None:
+        restore_common(folder, saved.common, keepers, group, what)
     else:
-        for rows in record.rows:
+        for rows in saved.record.rows:
             _restore(folder, rows, keepers, group, what)
-
-    def fill() -> None:
-        for name, data in content["graphs"].items():
-            if common is None or name in common.unchanged:
-                keepers[name].graph_from_bytes(data.numpy().tobytes())
-        if common is None:
-            model.load_state_dict({name: content["model"][plain(name)] for name in model.state_dict()})
-            return
-        model.load_state_dict(dict(common.tensors), strict=False)
-        adopt_states(record, content["model"], keepers, common)
-        if common.new or common.left_out:
-            logger.warning("of the model in %s: %s", folder, common)
-
-    together(group, fill, what)
+    together(group, partial(loading.fill, saved), what)
     for keeper in keepers.values():
         keeper.go_on()
-    for name, one in (state or {}).items():
-        one.load_state_dict(content["objects"][name])
-    values: dict[str, Any] = content["values"]
+    for name, one in loading.state.items():
+        one.load_state_dict(saved.content["objects"][name])
+    values: dict[str, Any] = saved.content["values"]
     return values
+
+
+class _Saved(NamedTuple):
+    record: ModelRecord
+    content: Any
+    common: CommonParts | None
+    """What both have, of a warm start."""
+
+
+@dataclass(frozen=True)
+class _Loading:
+    """What one rank does of a load beside the rows."""
+
+    folder: Path
+    model: nn.Module
+    keepers: Mapping[str, RowKeeper]
+    state: Mapping[str, Any]
+    replace: bool = field(kw_only=True)
+    strict: bool = field(kw_only=True)
+
+    @cached_property
+    def _plain(self) -> PlainNames:
+        return PlainNames(self.model)
+
+    def read(self) -> _Saved:
+        """Read all but the rows, and see that it fits; nothing is changed."""
+        require_between_steps(self.model)
+        record = read_record(self.folder)
+        content = read_state(self.folder, record)
+        common = None
+        if self.strict:
+            self._require_same(record, content["model"])
+        else:
+            common = common_parts(self.folder, record, content["model"], self.model, self.keepers, self._plain)
+        _require_objects(self.folder, content, self.state)
+        _require_replaceable(self.folder, self.keepers, boolean("replace", self.replace))
+        return _Saved(record, content, common)
+
+    def _require_same(self, record: ModelRecord, tensors: Mapping[str, Any]) -> None:
+        _require_same_modules(self.folder, record, self.keepers)
+        _require_same_tensors(self.folder, tensors, self.model, self._plain)
+        for name, keeper in self.keepers.items():
+            if isinstance(said := tensors.get(f"{name}._extra_state".removeprefix(".")), Mapping):
+                keeper.require_state(said)
+        for rows in record.rows:
+            _require_same_tables(open_rows(self.folder, rows), [self.keepers[name] for name in rows.modules])
+
+    def fill(self, saved: _Saved) -> None:
+        """Give the model its graphs and tensors."""
+        tensors, common = saved.content["model"], saved.common
+        for name, data in saved.content["graphs"].items():
+            if common is None or name in common.unchanged:
+                self.keepers[name].graph_from_bytes(data.numpy().tobytes())
+        if common is None:
+            self.model.load_state_dict({name: tensors[self._plain(name)] for name in self.model.state_dict()})
+            return
+        self.model.load_state_dict(dict(common.tensors), strict=False)
+        adopt_states(saved.record, tensors, self.keepers, common)
+        if common.new or common.left_out:
+            logger.warning("of the model in %s: %s", self.folder, common)
 
 
 def _restore(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, cast
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from geartrain.ams.kernels.embedding import BadId, FeatureIds, Lookup
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
+from geartrain.ams.values.specs import TableSpec
 from geartrain.ams.values.text import quoted
 from geartrain.bridge.embedding.autograd_node import LookupCall, Vectors
 from geartrain.bridge.embedding.batch_rows import BatchRows, pull
@@ -92,9 +94,7 @@ class EmbeddingGroup(nn.Module):
         super().__init__()
         self.name = name
         self.fields = tuple(fields)
-        for one in self.fields:
-            if not isinstance(one, Field):
-                raise InvalidArgument(f"a field of {name!r} is {quoted(one)}; it must be a gt.Field('user', dim=16)")
+        _require_fields(name, self.fields)
         with_rows = [one for one in self.fields if one.features is None]
         names = {one.table_name: self._full_name(one.table_name) for one in with_rows}
         specs = table_specs(self.fields, names, optimizer, seed)
@@ -104,14 +104,7 @@ class EmbeddingGroup(nn.Module):
         checked_mode(mode, process_group)
         joined = mode == "sync" and (process_group is not None or dist.is_initialized())
         ranks = [Ranks(name, process_group) if joined else None for _ in by_optimizer]
-        first = next(iter(ranks))
-        made = (
-            _made(cluster, specs, reuse=reuse)
-            if first is None
-            else first.first_then_others(
-                lambda: _made(cluster, specs, reuse=reuse), lambda: _made(cluster, specs, reuse=True)
-            )
-        )
+        made = _made_by_all(cluster, specs, next(iter(ranks)), reuse=reuse)
         self._lead = BoundedLead(cluster, name, mode) if isinstance(mode, SSP) else None
         hosted = {one.table_name for one in self.fields if one.where == "hosted"}
         self.cluster = cluster
@@ -123,16 +116,7 @@ class EmbeddingGroup(nn.Module):
         self.pushes_rows_alone = not hosted and not self.features
         """Whether a step sends nothing but pushes of rows."""
         self.parts = nn.ModuleList(
-            TrainedTables(
-                cluster,
-                [made[table] for table in tables],
-                EmbeddingUpdate(
-                    [made[table] for table in tables],
-                    hosted=frozenset(place for place, table in enumerate(tables) if table in hosted),
-                    ranks=its,
-                    pace=self._lead,
-                ),
-            )
+            _trained(cluster, {table: made[table] for table in tables}, hosted, its, self._lead)
             for tables, its in zip(by_optimizer.values(), ranks, strict=True)
         )
         in_order = [table for tables in by_optimizer.values() for table in tables]
@@ -353,7 +337,36 @@ class Embedding(EmbeddingGroup):
         return super().vectors_of(pulled)[self.fields[0].name]
 
 
-def _made(cluster: Cluster, specs: Mapping[str, Any], *, reuse: bool) -> dict[str, Table]:
+def _require_fields(name: str, fields: Sequence[Field]) -> None:
+    for one in fields:
+        if not isinstance(one, Field):
+            raise InvalidArgument(f"a field of {name!r} is {quoted(one)}; it must be a gt.Field('user', dim=16)")
+
+
+def _trained(
+    cluster: Cluster,
+    tables: Mapping[str, Table],
+    hosted: Collection[str],
+    ranks: Ranks | None,
+    pace: BoundedLead | None,
+) -> TrainedTables:
+    """The ``tables`` of one optimizer, by name; the bags of those ``hosted`` are pooled by the shards."""
+    places = frozenset(place for place, table in enumerate(tables) if table in hosted)
+    in_order = list(tables.values())
+    return TrainedTables(cluster, in_order, EmbeddingUpdate(in_order, hosted=places, ranks=ranks, pace=pace))
+
+
+def _made_by_all(
+    cluster: Cluster, specs: Mapping[str, TableSpec], ranks: Ranks | None, *, reuse: bool
+) -> dict[str, Table]:
+    """Where ranks step together the first makes the tables, and the others open them."""
+    make = partial(_made, cluster, specs)
+    if ranks is None:
+        return make(reuse=reuse)
+    return ranks.first_then_others(partial(make, reuse=reuse), partial(make, reuse=True))
+
+
+def _made(cluster: Cluster, specs: Mapping[str, TableSpec], *, reuse: bool) -> dict[str, Table]:
     made: dict[str, Table] = {}
     try:
         for table, spec in specs.items():
