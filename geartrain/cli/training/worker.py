@@ -15,7 +15,7 @@ from geartrain.cli.shared import configuration
 from geartrain.cli.shared.options import Json, Mode
 from geartrain.cli.training import worker_options as option
 from geartrain.cli.training.worker_ctr import ctr
-from geartrain.cli.training.worker_ends import console_of, end, refuse_with_resume
+from geartrain.cli.training.worker_ends import console_of, end, loggers_of, refuse_contradictions, refuse_with_resume
 from geartrain.cli.training.worker_tdm import tdm
 
 if TYPE_CHECKING:
@@ -89,9 +89,8 @@ def glyphs(
     refuse_with_resume(resume, **own, out=out, snapshots=snapshots, classes=classes)
     console = console_of(as_json)
     kept = _Kept(snapshots, snapshot_minutes, keep, increments, allow_fallback)
-    loggers = ["tensorboard"] if logger is None else logger
     options = _options(
-        out or Path("runs/glyphs"), resume, overwrite, steps, kept, (scheduler, graph), rows, device, mode, loggers
+        out or Path("runs/glyphs"), resume, overwrite, steps, kept, (scheduler, graph), rows, device, mode, logger
     )
     recipe = _recipe(options.recipe, steps=steps, **own)
     from geartrain.workers.recipes.jobs import train_glyphs
@@ -187,9 +186,8 @@ def classify(
         raise ConfigError(f"--look is {look!r}; it must be 'photo' or 'ink'")
     console = console_of(as_json)
     kept = _Kept(snapshots, snapshot_minutes, keep, increments, allow_fallback)
-    loggers = ["tensorboard"] if logger is None else logger
     options = _options(
-        out or Path("runs/classify"), resume, overwrite, steps, kept, (scheduler, graph), rows, device, mode, loggers
+        out or Path("runs/classify"), resume, overwrite, steps, kept, (scheduler, graph), rows, device, mode, logger
     )
     from geartrain.workers.data.bitmaps import Preprocessing
     from geartrain.workers.data.folder import MEMORY_BYTES
@@ -248,7 +246,7 @@ def _options(
     rows: str | None,
     device: str,
     mode: str | None,
-    loggers: list[str],
+    logger: list[str] | None,
 ) -> JobOptions:
     scheduler, graph = roles
     given = configuration.flags(configuration.WHOLE, mode=mode) + configuration.flags("client", graph=graph)
@@ -256,10 +254,7 @@ def _options(
     failpoints.arm_from_environment(config.mode)
     if graph is not None and scheduler is None:
         raise ConfigError(f"--graph is {graph}, but the rows are in this process; give --scheduler, or no --graph")
-    if kept.allow_fallback and resume is None:
-        raise ConfigError("--allow-fallback chooses among the snapshots of a run; give it with --resume RUN")
-    if resume is not None and overwrite:
-        raise ConfigError(f"--overwrite would replace the run that --resume {resume} goes on with; give one of the two")
+    refuse_contradictions(resume, overwrite=overwrite, allow_fallback=kept.allow_fallback)
     from geartrain.workers.data.bitmaps import Preprocessing
     from geartrain.workers.job.options import JobOptions
     from geartrain.workers.recipes.recipe import Recipe
@@ -280,7 +275,7 @@ def _options(
         rows=rows,
         graph=None if scheduler is None else config.client.graph,
         device=device,
-        loggers=() if loggers == ["none"] else tuple(loggers),
+        loggers=loggers_of(logger),
     )
 
 

@@ -8,11 +8,10 @@ from typing import Annotated, Any
 import typer
 
 from geartrain.ams.observe import failpoints
-from geartrain.ams.values.errors import ConfigError
 from geartrain.cli.shared import configuration
 from geartrain.cli.shared.options import Json, Mode
 from geartrain.cli.training import worker_options as option
-from geartrain.cli.training.worker_ends import console_of, end, refuse_with_resume
+from geartrain.cli.training.worker_ends import console_of, end, loggers_of, refuse_contradictions, refuse_with_resume
 
 
 def ctr(
@@ -120,10 +119,7 @@ def ctr(
         "snapshot_steps": snapshot_steps,
     }
     refuse_with_resume(resume, **own, data=data, out=out, snapshots=snapshots)
-    if resume is not None and overwrite:
-        raise ConfigError(f"--overwrite would replace the run that --resume {resume} goes on with; give one of the two")
-    if allow_fallback and resume is None:
-        raise ConfigError("--allow-fallback chooses among the snapshots of a run; give it with --resume RUN")
+    refuse_contradictions(resume, overwrite=overwrite, allow_fallback=allow_fallback)
     config = configuration.load(None, configuration.flags(configuration.WHOLE, mode=mode))
     failpoints.arm_from_environment(config.mode)
     from geartrain.workers.ctr.job import train_clicks  # loads torch
@@ -134,7 +130,6 @@ def ctr(
     own["fresh"] = own.pop("fresh_histories")
     given = {name: value for name, value in {**own, "steps": steps}.items() if value is not None}
     recipe = recipe_for(data, given.pop("model", None), **given)
-    loggers = ["tensorboard"] if logger is None else logger
     options = CtrOptions(
         out=resume or out or Path("runs/ctr"),
         recipe=recipe,
@@ -149,6 +144,6 @@ def ctr(
         keep_snapshots=keep,
         increments=increments,
         scheduler=scheduler,
-        loggers=() if loggers == ["none"] else tuple(loggers),
+        loggers=loggers_of(logger),
     )
     end(train_clicks(options, console_of(as_json)), as_json)

@@ -29,6 +29,21 @@ def refuse_with_resume(resume: Path | None, **given: object) -> None:
         )
 
 
+def refuse_contradictions(resume: Path | None, *, overwrite: bool, allow_fallback: bool) -> None:
+    """A run either goes on or begins."""
+    if resume is not None and overwrite:
+        raise ConfigError(f"--overwrite would replace the run that --resume {resume} goes on with; give one of the two")
+    if allow_fallback and resume is None:
+        raise ConfigError("--allow-fallback chooses among the snapshots of a run; give it with --resume RUN")
+
+
+def loggers_of(names: list[str] | None) -> tuple[str, ...]:
+    """The loggers that ``--logger`` names: TensorBoard unless said, none for ``none``."""
+    if names is None:
+        return ("tensorboard",)
+    return () if names == ["none"] else tuple(names)
+
+
 def console_of(as_json: bool) -> Console:
     """Where a worker speaks: stderr, where stdout is for JSON."""
     from rich.console import Console

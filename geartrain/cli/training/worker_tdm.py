@@ -9,7 +9,7 @@ import typer
 
 from geartrain.cli.shared.options import Json
 from geartrain.cli.training import worker_options as option
-from geartrain.cli.training.worker_ends import console_of, end
+from geartrain.cli.training.worker_ends import console_of, end, loggers_of
 
 
 def tdm(
@@ -71,7 +71,6 @@ def tdm(
     from geartrain.workers.tdm.recipe import TdmRecipe
 
     recipe = TdmRecipe(**{name: value for name, value in own.items() if value is not None})
-    loggers = ["tensorboard"] if logger is None else logger
     options = TdmOptions(
         out=out or Path("runs/tdm"),
         recipe=recipe,
@@ -79,6 +78,6 @@ def tdm(
         cache=cache,
         overwrite=overwrite,
         scheduler=scheduler,
-        loggers=() if loggers == ["none"] else tuple(loggers),
+        loggers=loggers_of(logger),
     )
     end(train_tree(options, console_of(as_json)), as_json)
