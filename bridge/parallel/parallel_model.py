@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +19,11 @@ from geartrain.bridge.parallel.scopes import Scope
 from geartrain.bridge.parallel.split.agreement import StepAgreement
 from geartrain.bridge.parallel.split.linear import SplitLinear
 from geartrain.bridge.parallel.split.logits import SplitLogits
+
+if TYPE_CHECKING:
+    from geartrain.bridge.parallel.plan.hardware.hardware import Hardware
+    from geartrain.bridge.parallel.plan.model_plans import ModelPlans
+    from geartrain.bridge.parallel.plan.plan import Plan
 
 LossFunction = Callable[[Any, Tensor], Tensor]
 
@@ -45,6 +50,7 @@ class ParallelModel(nn.Module):
         loss: LossFunction | None,
         replicas: Replicas,
         agreement: StepAgreement,
+        plans: ModelPlans | None = None,
     ) -> None:
         super().__init__()
         self.module = module
@@ -53,6 +59,7 @@ class ParallelModel(nn.Module):
         self.loss = loss
         self.replicas = replicas
         self._agreement = agreement
+        self._plans = plans
         agreement.layers.append(_LOSS)
         # Of one split layer alone it is known which classes the labels are of, before the loss is.
         num_linear = sum(isinstance(part, SplitLinear) for part in module.modules())
@@ -63,6 +70,33 @@ class ParallelModel(nn.Module):
     def ddp(self) -> DistributedDataParallel | None:
         """That of all parameters that are whole on every rank; None with one rank, or without such parameters."""
         return self.replicas.ddp
+
+    @property
+    def plan(self) -> Plan:
+        """What a step costs, of batches as the first that it was trained with: ``print(model.plan.explain())``.
+
+        No other rank is asked, so that a single one may print it: compute is measured in this process in about two
+        seconds, links count as if they cost nothing, and AdamW is assumed. :meth:`plan_for` takes what is so. Raises
+        InvalidArgument before the first batch, and for a model that cannot run without values.
+        """
+        return self.plan_for()
+
+    def plan_for(
+        self, hardware: Hardware | None = None, optimizer: Callable[[list[nn.Parameter]], Any] | None = None
+    ) -> Plan:
+        """As ``plan``, on ``hardware`` (``gt.Hardware.measure()`` on every rank measures the links, too) and with what
+        ``optimizer`` makes, as ``lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)``.
+        """
+        if self._plans is None:
+            raise InvalidArgument("this model has no plan: gt.parallelize did not make it")
+        return self._plans.plan(
+            self.scopes,
+            self.loss,
+            self.mesh.world_size,
+            device=self.mesh.whole.device,
+            hardware=hardware,
+            optimizer=optimizer,
+        )
 
     def forward(self, inputs: Any, labels: Tensor | None = None, **options: Any) -> Any:
         """Loss (0-dim) over the samples of all ranks, of this rank's ``inputs`` and ``labels``; every rank calls it.
@@ -83,6 +117,8 @@ class ParallelModel(nn.Module):
             inputs = (inputs, labels)
         if self.loss is None:
             labels = None
+        if self._plans is not None and self.training:
+            self._plans.saw(inputs, labels)
         self._agreement.begin(labels if self._looks_at_labels else None, getattr(self.loss, "ignore_index", -100))
         try:
             return self.replicas.run(lambda: self._run(inputs, labels, options))

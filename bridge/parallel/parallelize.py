@@ -14,6 +14,7 @@ from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.text import quoted
 from geartrain.bridge.parallel.mesh import Mesh
 from geartrain.bridge.parallel.parallel_model import LossFunction, ParallelModel
+from geartrain.bridge.parallel.plan.model_plans import ModelPlans
 from geartrain.bridge.parallel.replicated import Replicas, materialise, materialise_sharded
 from geartrain.bridge.parallel.scopes import Scope, ScopedModel, marked_scopes, scoped
 from geartrain.bridge.parallel.split.agreement import StepAgreement
@@ -73,6 +74,7 @@ def parallelize(
     if mesh.stages:
         assert loss is not None
         return stage(model, mesh, found, loss, seed)
+    plans = ModelPlans(model)
     group = mesh.whole
     agreement = StepAgreement(link)
     split_parameters: set[int] = set()
@@ -92,7 +94,7 @@ def parallelize(
     values = {name: module for name, module in sharded.items() if not _is_on_meta(module)}
     materialise_sharded({name: module for name, module in sharded.items() if name not in values}, group, seed)
     replicas = Replicas(group, whole.values(), sharded.values(), split_parameters)
-    return ParallelModel(model, mesh, found.scopes, loss, replicas, agreement)
+    return ParallelModel(model, mesh, found.scopes, loss, replicas, agreement, plans)
 
 
 def _looked_up(

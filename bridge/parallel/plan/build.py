@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from geartrain.ams.values.arguments import integer, real_number
 from geartrain.ams.values.errors import InvalidArgument
+from geartrain.bridge.head.class_head import ClassHead
 from geartrain.bridge.parallel.parallel_model import LossFunction, ParallelModel
 from geartrain.bridge.parallel.plan.costs import replicas
 from geartrain.bridge.parallel.plan.costs.collectives import Collective
@@ -64,6 +65,10 @@ class PlanRequest:
 
     def plan(self) -> Plan:
         """Run it dry. Raises InvalidArgument for scopes that do not fit, and a model that needs values."""
+        heads = [name for name, module in self.model.named_modules() if _is_head_on_ranks(module)]
+        unnamed: dict[str, Scope] = {name: Split() for name in heads if name not in self.scopes}
+        if unnamed:  # they have no parameters, so that parallelize takes them without a scope
+            return replace(self, scopes={**self.scopes, **unnamed}).plan()
         trace = StepTrace()
         dry = dry_model(self.model, self.scopes, self.loss, self.ranks, trace)
         parts = [name for name in self.scopes if name]
@@ -71,6 +76,12 @@ class PlanRequest:
             dry.module, parts, lambda: dry(self.inputs, self.labels), (self.inputs, self.labels), trace
         )
         return _planned(self, dry, recorded)
+
+
+def _is_head_on_ranks(module: nn.Module) -> bool:
+    if isinstance(module, HeadSkeleton):
+        return module.is_on_ranks
+    return isinstance(module, ClassHead) and not module.backend.needs_cluster
 
 
 def request_for(

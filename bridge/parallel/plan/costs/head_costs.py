@@ -23,10 +23,26 @@ _EXCHANGED = 11
 class HeadSkeleton(nn.Module):
     """Stands for a :class:`ClassHead` with ``rows="ranks"``: notes its collectives and work; its loss has no value."""
 
-    def __init__(self, settings: HeadSettings) -> None:
+    def __init__(self, name: str, settings: HeadSettings | None) -> None:
+        """``settings`` are those of the head ``name``; None: its rows are in a cluster."""
         super().__init__()
-        self.settings = settings
+        self.name, self._settings = name, settings
         self._link: DryLink | None = None
+
+    @property
+    def is_on_ranks(self) -> bool:
+        """Whether its rows are in the workers."""
+        return self._settings is not None
+
+    @property
+    def settings(self) -> HeadSettings:
+        """What the head was made with. Raises InvalidArgument if its rows are in a cluster."""
+        if self._settings is None:
+            raise InvalidArgument(
+                f"class head {self.name!r} has its rows in a cluster, whose costs depend on its shards; make it with "
+                "rows='ranks', or ask geartrain plan for the memory of such a head"
+            )
+        return self._settings
 
     def on_ranks(self, link: DryLink, trace: StepTrace) -> None:
         """Let it be rank 0 of ``link``."""
@@ -34,7 +50,7 @@ class HeadSkeleton(nn.Module):
 
     def forward(self, features: Tensor, labels: Tensor, weight: Tensor | None = None) -> Tensor:
         """A loss (0-dim) without value; features [S, D], labels [S]. Raises InvalidArgument with sample weights."""
-        if self._link is None or weight is not None:
+        if self.settings and (self._link is None or weight is not None):
             raise InvalidArgument("a plan counts a class head without sample weights, on ranks; leave the weights out")
         loss: Tensor = _HeadPass.apply(features, labels, self, self._link, self._trace)  # type: ignore[no-untyped-call]
         return loss

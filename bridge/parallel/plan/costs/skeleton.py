@@ -26,7 +26,7 @@ def skeleton_of(model: nn.Module) -> nn.Module:
     known: dict[int, Any] = {}
     for module in model.modules():
         if isinstance(module, ClassHead):
-            known[id(module)] = HeadSkeleton(_settings_of(module))
+            known[id(module)] = HeadSkeleton(module.name, _settings_of(module))
             continue
         for parameter in module.parameters(recurse=False):
             known[id(parameter)] = nn.Parameter(_on_meta(parameter), requires_grad=parameter.requires_grad)
@@ -35,12 +35,9 @@ def skeleton_of(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, known).train()
 
 
-def _settings_of(head: ClassHead) -> HeadSettings:
+def _settings_of(head: ClassHead) -> HeadSettings | None:
     if head.backend.needs_cluster:
-        raise InvalidArgument(
-            f"class head {head.name!r} has its rows in a cluster, whose costs depend on its shards; make it with "
-            "rows='ranks', or ask geartrain plan for the memory of such a head"
-        )
+        return None
     settings: HeadSettings = head.backend.settings  # type: ignore[attr-defined]
     return settings
 

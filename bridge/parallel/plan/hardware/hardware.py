@@ -163,15 +163,18 @@ class Hardware:
         return CLUSTERS[name]
 
     @classmethod
-    def measure(cls, process_group: Any = None, *, device: torch.device | str | None = None) -> Hardware:
+    def measure(
+        cls, process_group: Any = None, *, device: torch.device | str | None = None, alone: bool = False
+    ) -> Hardware:
         """Of this machine and process group, in a few seconds; every rank calls it, all get the slowest rank's rates.
 
         All ranks work at once, as in training. ``device``: where tensors are; None: the current CUDA device if there
-        is one, else the CPU. Raises RankLost.
+        is one, else the CPU. ``alone``: measure this process without the others, who are not asked; links then count
+        as if they cost nothing. Raises RankLost.
         """
         from geartrain.bridge.parallel.plan.hardware.measure import measured_hardware
 
-        return measured_hardware(process_group, device)
+        return measured_hardware(process_group, device, alone=alone)
 
     def with_ranks_per_node(self, ranks_per_node: int) -> Hardware:
         """The same with another number of ranks on each node."""

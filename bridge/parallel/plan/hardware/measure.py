@@ -17,6 +17,8 @@ from torch import Tensor
 from geartrain.ams.values.text import counted
 from geartrain.bridge.collectives.link import RankLink
 from geartrain.bridge.parallel.plan.costs.collectives import Kind, sent_bytes
+from geartrain.bridge.parallel.plan.costs.dry_link import DryLink
+from geartrain.bridge.parallel.plan.costs.trace import StepTrace
 from geartrain.bridge.parallel.plan.hardware.hardware import Hardware
 
 _MIB = 1 << 20
@@ -26,9 +28,9 @@ _LINK_BYTES = 8 * _MIB
 _REPEATS = 7
 
 
-def measured_hardware(process_group: Any, device: torch.device | str | None) -> Hardware:
+def measured_hardware(process_group: Any, device: torch.device | str | None, *, alone: bool) -> Hardware:
     """See :meth:`Hardware.measure`."""
-    link = RankLink(process_group)
+    link = DryLink(1, StepTrace()) if alone else RankLink(process_group)
     if device is None:
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
     clock = _Clock(link, torch.device(device))
@@ -48,6 +50,8 @@ def measured_hardware(process_group: Any, device: torch.device | str | None) -> 
         rates["overlap"] = _overlap(clock, link)
     rates = _of_slowest(link.gather_json(rates))
     name = f"{counted(link.world_size, 'rank')} on {counted(len(set(hosts)), 'host')}, measured"
+    if alone:
+        name = "one process, measured, as if links cost nothing"
     return Hardware(name=name, **rates)
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from geartrain.ams.programs.selection import FullSoftmax
+from geartrain.ams.values.errors import InvalidArgument
 from geartrain.bridge.head.class_head import ClassHead
 from geartrain.bridge.head.loss.margins.angular import ArcFace
 from geartrain.bridge.parallel.mesh import mesh
@@ -79,6 +82,8 @@ def run_and_count(model: nn.Module, scopes: dict[str, Scope], example: Any, loss
     plan = request_for(model, scopes, ranks, HARDWARE, example, batch=None, loss=loss, optimizer=torch.optim.SGD).plan()
     whole = mesh()
     parallel = parallelize(model, whole, scopes, loss=loss)
+    with pytest.raises(InvalidArgument, match="no plan before its first batch"):
+        _ = parallel.plan
     sent: list[int] = []
 
     def count(state: Any, bucket: Any) -> Any:
@@ -102,6 +107,8 @@ def run_and_count(model: nn.Module, scopes: dict[str, Scope], example: Any, loss
     assert sum((link.traffic.calls for link in links), Counter()) == calls
     assert sum((link.traffic.bytes for link in links), Counter()) == sizes
     assert sorted(sent) == averages(plan)
+    of_model = parallel.plan_for(HARDWARE, torch.optim.SGD)
+    assert (of_model.parts, of_model.collectives) == (plan.parts, plan.collectives)
 
 
 def classifiers(rank: int, ranks: int, folder: Path) -> None:
@@ -127,6 +134,23 @@ def class_heads(rank: int, ranks: int, folder: Path) -> None:
 def test_steps_of_replicated_and_split_layers_send_what_was_planned(tmp_path: Path) -> None:
     run_ranks(classifiers, 2, tmp_path)
     run_ranks(classifiers, 3, tmp_path)
+
+
+def test_a_model_says_its_plan_without_asking_the_other_ranks() -> None:
+    model = parallelize(Classifier(), mesh(), {"": Replicate(), "head": Split()}, loss=nn.CrossEntropyLoss())
+    model(torch.randn(SAMPLES, 12), torch.zeros(SAMPLES, dtype=torch.int64)).backward()
+    plan = model.plan
+    assert "one process, measured, as if links cost nothing" in plan.explain()
+    assert (plan.batch, plan.ranks, plan.collectives) == (SAMPLES, 1, ())
+
+
+def test_a_model_that_cannot_be_copied_trains_and_has_no_plan() -> None:
+    model = Classifier()
+    model.lock = threading.Lock()  # type: ignore[assignment]
+    parallel = parallelize(model, mesh(), {"": Replicate()}, loss=nn.CrossEntropyLoss())
+    parallel(torch.randn(SAMPLES, 12), torch.zeros(SAMPLES, dtype=torch.int64)).backward()
+    with pytest.raises(InvalidArgument, match="cannot be copied without its values"):
+        _ = parallel.plan
 
 
 def test_steps_of_class_heads_send_what_was_planned(tmp_path: Path) -> None:
