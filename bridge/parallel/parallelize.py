@@ -15,7 +15,7 @@ from geartrain.ams.values.text import quoted
 from geartrain.bridge.parallel.mesh import Mesh
 from geartrain.bridge.parallel.parallel_model import LossFunction, ParallelModel
 from geartrain.bridge.parallel.plan.model_plans import ModelPlans
-from geartrain.bridge.parallel.replicated import Replicas, materialise, materialise_sharded
+from geartrain.bridge.parallel.replicated import replicated, require_first_values
 from geartrain.bridge.parallel.scopes import Scope, ScopedModel, marked_scopes, scoped
 from geartrain.bridge.parallel.split.agreement import StepAgreement
 from geartrain.bridge.parallel.split.registry import SplitPlace, check_can_split, split_layer
@@ -78,7 +78,6 @@ def parallelize(
     group = mesh.whole
     agreement = StepAgreement(link)
     split_parameters: set[int] = set()
-    skip: set[int] = set()
     for name, module in found.split.items():
         if not check_can_split(name, module, group.ranks):
             continue
@@ -86,14 +85,7 @@ def parallelize(
         layer.train(module.training)
         model = _replaced(model, name, layer)
         split_parameters.update(id(parameter) for parameter in layer.parameters())
-        skip.add(id(layer))
-    # Looked up again: a split layer inside them was replaced.
-    whole = {name: model.get_submodule(name) for name, (scope, _) in found.replicated.items() if not scope.shard}
-    sharded = {name: model.get_submodule(name) for name, (scope, _) in found.replicated.items() if scope.shard}
-    materialise(whole, group.device, seed, skip)
-    values = {name: module for name, module in sharded.items() if not _is_on_meta(module)}
-    materialise_sharded({name: module for name, module in sharded.items() if name not in values}, group, seed)
-    replicas = Replicas(group, whole.values(), sharded.values(), split_parameters)
+    replicas = replicated(model, found.replicated, group, seed, split_parameters)
     return ParallelModel(model, mesh, found.scopes, loss, replicas, agreement, plans)
 
 
@@ -114,6 +106,7 @@ def _looked_up(
     found = scoped(model, marked_scopes(model) if scopes is None else scopes)
     for name, module in found.split.items():
         check_can_split(name, module, mesh.whole.ranks)
+    require_first_values(found.replicated, found.split.values())
     if mesh.stages:
         check_stages(mesh, found, loss)
     return found
@@ -151,8 +144,3 @@ def _replaced(model: nn.Module, name: str, layer: nn.Module) -> nn.Module:
     parent, _, last = name.rpartition(".")
     setattr(model.get_submodule(parent), last, layer)
     return model
-
-
-def _is_on_meta(module: nn.Module) -> bool:
-    tensors = [*module.parameters(), *module.buffers()]
-    return any(tensor.device.type == "meta" for tensor in tensors)

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.bridge.collectives.traffic import lost_ranks_named
 from geartrain.bridge.parallel.mesh import MeshGroup
+from geartrain.bridge.parallel.scopes import Replicate
 from geartrain.bridge.parallel.split.shard import RowShard, local_part
 
 
@@ -36,10 +37,6 @@ class Replicas:
         self.ddp: DistributedDataParallel | None = None
         if group.link.world_size == 1:
             return
-        for module in self.sharded:
-            for tensor in [*module.parameters(), *module.buffers()]:
-                group.link.take_from_first(tensor)
-            _shard_fully(module, group)
         parameters = [one for one in _distinct(whole, nn.Module.parameters) if id(one) not in split]
         buffers = _distinct(whole, nn.Module.buffers)
         if any(parameter.requires_grad for parameter in parameters):
@@ -81,6 +78,23 @@ class Replicas:
                 _set_sync(module, True)
 
 
+def replicated(
+    model: nn.Module, scopes: Mapping[str, tuple[Replicate, nn.Module]], group: MeshGroup, seed: int, split: set[int]
+) -> Replicas:
+    """Replicate the ``scopes`` of ``model`` over ``group``, and give those on the meta device their values. Collective.
+
+    ``split`` are the ids of parameters in them that are not replicated.
+    """
+    # Looked up again: a split layer inside them was replaced.
+    parts = {name: (scope, model.get_submodule(name)) for name, (scope, _) in scopes.items()}
+    whole = {name: module for name, (scope, module) in parts.items() if not scope.shard}
+    sharded = {name: module for name, (scope, module) in parts.items() if scope.shard}
+    _materialise(whole, group.device, seed)
+    for name, module in sharded.items():
+        _shard(name, module, group, seed)
+    return Replicas(group, whole.values(), sharded.values(), split)
+
+
 class _Holder(nn.Module):
     """Parameters and buffers of several modules, which DistributedDataParallel is to know nothing else of."""
 
@@ -98,10 +112,26 @@ def _distinct(modules: Iterable[nn.Module], tensors: Callable[[nn.Module], Itera
     return list({id(one): one for module in modules for one in tensors(module)}.values())
 
 
-def _shard_fully(module: nn.Module, group: MeshGroup) -> None:
-    from torch.distributed.fsdp import fully_shard
-
+def _shard(name: str, module: nn.Module, group: MeshGroup, seed: int) -> None:
+    """Divide the parameters of ``module`` among the ranks; no more than one layer of it is ever made whole."""
+    blanks = {owner_name: copy.deepcopy(owner) for owner_name, owner in _owners({name: module})}
+    if group.link.world_size == 1:
+        _materialise({name: module}, group.device, seed)
+        return
+    if not blanks:
+        for tensor in [*module.parameters(), *module.buffers()]:
+            group.link.take_from_first(tensor)
+    try:
+        from torch.distributed.fsdp import fully_shard
+    except ImportError:  # before PyTorch 2.6
+        from torch.distributed._composable.fsdp import fully_shard  # type: ignore[attr-defined]
     fully_shard(module, mesh=group.device_mesh)
+    if not blanks:
+        return
+    module.to_empty(device=group.device)
+    for owner_name, owner in _named({name: module}):
+        if owner_name in blanks:
+            _fill(owner_name, owner, blanks.pop(owner_name), group, seed)
 
 
 def _set_sync(module: Any, value: bool) -> None:
@@ -109,31 +139,14 @@ def _set_sync(module: Any, value: bool) -> None:
         module.set_requires_gradient_sync(value)
 
 
-def materialise(modules: Mapping[str, nn.Module], device: torch.device, seed: int, skip: set[int]) -> None:
+def _materialise(modules: Mapping[str, nn.Module], device: torch.device, seed: int) -> None:
     """Give every module on the meta device its memory on ``device``, and the values of its ``reset_parameters``.
 
-    They depend on ``seed`` and the module's name alone. Modules with an id in ``skip`` are left out. Raises
-    InvalidArgument for one that has no ``reset_parameters``.
+    They depend on ``seed`` and the module's name alone.
     """
-    for name, owner in _owners(modules, skip):
+    for name, owner in _owners(modules):
         owner.to_empty(device=device, recurse=False)
         _reset(name, owner, device, seed)
-
-
-def materialise_sharded(modules: Mapping[str, nn.Module], group: MeshGroup, seed: int) -> None:
-    """:func:`materialise` for modules that are sharded over ``group``: no more than one of them is ever whole."""
-    for scope, module in modules.items():
-        blanks = {name: copy.deepcopy(owner) for name, owner in _owners({scope: module}, set())}
-        if not blanks:
-            continue
-        if group.link.world_size == 1:
-            materialise({scope: module}, group.device, seed, set())
-            continue
-        _shard_fully(module, group)
-        module.to_empty(device=group.device)
-        for name, owner in _named({scope: module}):
-            if name in blanks:
-                _fill(name, owner, blanks.pop(name), group, seed)
 
 
 def _fill(name: str, owner: nn.Module, blank: nn.Module, group: MeshGroup, seed: int) -> None:
@@ -164,17 +177,31 @@ def _named(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
             yield ".".join(one for one in (scope, name) if one), part
 
 
-def _owners(modules: Mapping[str, nn.Module], skip: set[int]) -> list[tuple[str, nn.Module]]:
+def _owners(modules: Mapping[str, nn.Module]) -> list[tuple[str, nn.Module]]:
     """The modules that have parameters or buffers of their own on the meta device."""
-    found = []
-    for name, part in _named(modules):
-        own = [*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)]
-        if id(part) in skip or not any(tensor.device.type == "meta" for _, tensor in own):
+    return [(name, part) for name, part in _named(modules) if any(_is_meta(one) for _, one in _own(part))]
+
+
+def _own(module: nn.Module) -> list[tuple[str, Tensor]]:
+    return [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+
+
+def _is_meta(tensor: Tensor) -> bool:
+    return tensor.device.type == "meta"
+
+
+def require_first_values(scopes: Mapping[str, tuple[Replicate, nn.Module]], split: Iterable[nn.Module]) -> None:
+    """Raise InvalidArgument for what is on the meta device and cannot be given values; ``split`` layers can be."""
+    skipped = {id(module) for module in split}
+    for name, owner in _owners({name: module for name, (_, module) in scopes.items()}):
+        if id(owner) in skipped:
             continue
-        if not callable(getattr(part, "reset_parameters", None)):
+        if not callable(getattr(owner, "reset_parameters", None)):
             raise InvalidArgument(
-                f"module {name!r} ({type(part).__name__}) is on the meta device and has no reset_parameters(), so its "
-                f"{own[0][0]!r} has no values; give it one, or make the module on a real device"
+                f"module {name!r} ({type(owner).__name__}) is on the meta device and has no reset_parameters(), so its "
+                f"{_own(owner)[0][0]!r} has no values; give it one, or make the module on a real device"
             )
-        found.append((name, part))
-    return found
+    for name, (scope, module) in scopes.items():
+        tensors = [*module.parameters(), *module.buffers()]
+        if scope.shard and 0 < sum(map(_is_meta, tensors)) < len(tensors):
+            raise InvalidArgument(f"scope {name!r} is on the meta device in part; make all of it there, or none")

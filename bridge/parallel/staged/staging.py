@@ -8,7 +8,7 @@ from torch import nn
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.bridge.parallel.mesh import Mesh
 from geartrain.bridge.parallel.parallel_model import LossFunction
-from geartrain.bridge.parallel.replicated import Replicas, materialise, materialise_sharded
+from geartrain.bridge.parallel.replicated import Replicas, replicated
 from geartrain.bridge.parallel.scopes import ScopedModel
 from geartrain.bridge.parallel.split.agreement import StepAgreement
 from geartrain.bridge.parallel.split.linear import SplitLinear
@@ -55,14 +55,8 @@ def stage(model: nn.Module, mesh: Mesh, found: ScopedModel, loss: LossFunction, 
         setattr(model.get_submodule(parent), last, distant)
     else:
         model = distant
-    replicated = {one: (scope, model.get_submodule(one)) for one, (scope, _) in found.replicated.items()}
-    whole = {one: module for one, (scope, module) in replicated.items() if not scope.shard}
-    sharded = {one: module for one, (scope, module) in replicated.items() if scope.shard}
-    materialise(whole, group.device, seed, set())
-    materialise_sharded(sharded, group, seed)
-    return StagedModel(
-        model, distant, mesh, found, loss, Replicas(group, whole.values(), sharded.values(), set()), agreement
-    )
+    replicas = replicated(model, found.replicated, group, seed, set())
+    return StagedModel(model, distant, mesh, found, loss, replicas, agreement)
 
 
 def _alone(name: str, layer: nn.Module) -> nn.Module:
