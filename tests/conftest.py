@@ -19,6 +19,8 @@ import tests.faults  # noqa: F401  (loads the core without what GEARTRAIN_TEST_R
 # Before torch is loaded, here and in what tests start: its idle threads sleep. As a rule they spin for a while,
 # which takes the cores from the other processes of a run: threefold the time of some files.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# Those of numpy spin, too, and cannot be told not to: five times the processor time of a test that multiplies matrices.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 # No test is about speed: on a busy machine an example takes as long as it takes.
 settings.register_profile("patient", deadline=None)

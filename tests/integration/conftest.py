@@ -85,6 +85,10 @@ def messages(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return sizes
 
 
+over_few_carriers = pytest.mark.parametrize("cluster", ["local-1", "local-3", "grpc-2"], indirect=True)
+"""For tests of what is asked of shards beside their rows: the ways of rows have no part in that."""
+
+
 @pytest.fixture(params=["local-1", "local-3", "grpc-1", "grpc-2", "grpc-2-parts", "bulk-1", "bulk-2", "shared-2"])
 def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
     """A cluster over each carrier.

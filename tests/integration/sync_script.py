@@ -1,9 +1,8 @@
-"""Training jobs for test_sync_training: fixed data, a GroupNorm backbone, fp32. Run alone or under torchrun."""
+"""Training jobs for test_sync_training: fixed data, a GroupNorm backbone, fp32. For one process or several ranks."""
 
 from __future__ import annotations
 
-import os
-import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,17 +25,20 @@ def backbone() -> nn.Module:
 
 
 def main(scheduler: str, out: str) -> None:
-    """Train with either selection; rank 0 writes losses, rows and the backbone to ``out``."""
-    torch.set_num_threads(1)
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    if ranks > 1:
-        dist.init_process_group("gloo")
+    """Train with either selection, alone or as one of the ranks there are; rank 0 writes losses, rows and the backbone
+    to ``out``.
+    """
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
     trained = {f"{select}/{name}": array for select in SELECTIONS for name, array in train(scheduler, select, ranks)}
     if ranks == 1 or dist.get_rank() == 0:
         np.savez(out, **trained)
     if ranks > 1:
         dist.barrier()
-        dist.destroy_process_group()
+
+
+def as_rank(_rank: int, _ranks: int, _folder: Path, scheduler: str, out: str) -> None:
+    """For :func:`tests.support.rank_processes.run_ranks`."""
+    main(scheduler, out)
 
 
 def train(scheduler: str, select: str, ranks: int) -> list[tuple[str, np.ndarray[Any, Any]]]:
@@ -79,7 +81,3 @@ def train(scheduler: str, select: str, ranks: int) -> list[tuple[str, np.ndarray
         if ranks > 1:
             dist.barrier()
         return [("losses", joint.numpy()), ("rows", head.weights().numpy()), ("dense", dense.numpy())]
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

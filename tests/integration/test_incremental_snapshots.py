@@ -23,6 +23,7 @@ from geartrain.ams.storage.snapshot.manifest import ROWS, FileEntry
 from geartrain.ams.tables.moments import MOST_MOMENTS
 from geartrain.ams.values import errors
 from geartrain.ams.values.optimizers.registry import SparseMomentum
+from tests.integration.conftest import over_few_carriers
 
 Contents = dict[str, dict[int, tuple[bytes, bytes]]]
 NUM_ROWS = 500
@@ -65,6 +66,7 @@ def num_rows(path: Path) -> int:
     return sum(entry.num_rows for entry in open_snapshot(path).manifest.files)
 
 
+@over_few_carriers
 def test_a_chain_is_restored_on_any_number_of_shards(cluster: Cluster, tmp_path: Path) -> None:
     for name in ("dense", "hashed"):
         make(cluster, name)
@@ -244,6 +246,7 @@ def contents_in_place(cluster: Cluster) -> list[list[float]]:
     return rows
 
 
+@over_few_carriers
 def test_what_was_compacted_carries_the_chain_on(cluster: Cluster, tmp_path: Path) -> None:
     for name in ("dense", "hashed"):
         make(cluster, name)
@@ -337,6 +340,7 @@ def _full(*_: Any) -> None:
     raise OSError(28, "No space left on device")
 
 
+@over_few_carriers
 @pytest.mark.usefixtures("memory_urls")
 @pytest.mark.parametrize("prefix", ["memory://bucket", "file://"])
 def test_a_chain_lives_below_a_url(cluster: Cluster, tmp_path: Path, prefix: str) -> None:

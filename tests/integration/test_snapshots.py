@@ -1,4 +1,4 @@
-"""Snapshots of a whole cluster, over every carrier: what comes back is what was there, on any number of shards."""
+"""Snapshots of a whole cluster: what comes back is what was there, on any number of shards."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from geartrain.ams.values.config import ClientConfig
 from geartrain.ams.values.optimizers.registry import SGD, SparseMomentum
 from geartrain.ams.values.shard_messages import CreateTable, DropTable, Restore, SyncGroup, Thaw
 from geartrain.ams.values.specs import Constant, TableSpec
+from tests.integration.conftest import over_few_carriers
 
 IDS = np.arange(0, 5_000, 3)
 
@@ -49,6 +50,7 @@ def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
         np.testing.assert_array_equal(one[name], other[name])
 
 
+@over_few_carriers
 def test_training_goes_on_from_a_snapshot_as_if_nothing_had_happened(cluster: Cluster, tmp_path: Path) -> None:
     make_tables(cluster)
     train(cluster, range(3))
@@ -69,6 +71,7 @@ def test_training_goes_on_from_a_snapshot_as_if_nothing_had_happened(cluster: Cl
             assert_same(rows(other), at_end)
 
 
+@over_few_carriers
 def test_the_table_version_goes_on_after_a_restore(cluster: Cluster, tmp_path: Path) -> None:
     table = cluster.create_table("t", dim=2, optimizer=SGD(1.0), num_rows=50)
     everything, ones = np.arange(50), np.ones((50, 2), np.float32)
@@ -101,6 +104,7 @@ def test_a_snapshot_is_restored_through_the_same_carrier(cluster: Cluster, tmp_p
     assert set(np.flatnonzero(present)) <= set(IDS.tolist()), "a row came to be that was never written"
 
 
+@over_few_carriers
 def test_damage_is_named_and_nothing_of_the_snapshot_stays(cluster: Cluster, tmp_path: Path) -> None:
     make_tables(cluster)
     train(cluster, range(2))
@@ -181,6 +185,7 @@ def test_a_newer_snapshot_supersedes_one_whose_owner_is_gone(tmp_path: Path) -> 
         assert (other.table("t").pull(np.arange(9)) == -1).all()
 
 
+@over_few_carriers
 def test_only_the_named_tables_are_written_and_restored(cluster: Cluster, tmp_path: Path) -> None:
     make_tables(cluster)
     train(cluster, range(2))
@@ -222,6 +227,7 @@ def test_rows_of_a_table_that_was_made_anew_get_no_other_specification(
         assert not list_snapshots(tmp_path)
 
 
+@over_few_carriers
 def test_snapshots_of_different_tables_do_not_end_one_another(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -250,6 +256,7 @@ def test_snapshots_of_different_tables_do_not_end_one_another(
         assert_same(rows(other), before)
 
 
+@over_few_carriers
 def test_a_job_goes_back_over_the_rows_that_are_there(cluster: Cluster, tmp_path: Path) -> None:
     make_tables(cluster)
     train(cluster, range(2))
@@ -316,6 +323,7 @@ def test_others_who_write_meanwhile_do_not_spoil_a_restore(served: Callable[...,
         np.testing.assert_array_equal(table.pull(everything), -ones)
 
 
+@over_few_carriers
 def test_what_is_late_does_not_touch_the_next_table_of_a_name(cluster: Cluster, tmp_path: Path) -> None:
     def made() -> TableSpec:
         return cluster.create_table("t", dim=2, optimizer=SGD(1.0), num_rows=50, initializer=Constant(0)).spec
@@ -335,6 +343,7 @@ def test_what_is_late_does_not_touch_the_next_table_of_a_name(cluster: Cluster, 
     assert not cluster.table("t").present(np.arange(50)).any()
 
 
+@over_few_carriers
 def test_a_damaged_snapshot_costs_no_live_row(cluster: Cluster, tmp_path: Path) -> None:
     make_tables(cluster)
     train(cluster, range(2))
@@ -387,6 +396,7 @@ def test_a_write_that_the_snapshot_holds_is_not_applied_again(tmp_path: Path) ->
                 assert (other.table("t").pull(ids) == expected).all()
 
 
+@over_few_carriers
 def test_ranks_go_on_at_the_step_of_the_snapshot(cluster: Cluster, tmp_path: Path) -> None:
     table = cluster.create_table("t", dim=2, optimizer=SGD(1.0), initializer=Constant(0))
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,15 +15,13 @@ from geartrain.ams.client.rows.row_parts import RowParts
 from geartrain.ams.values.errors import NonFinite, RankMissing, StepPartlyApplied
 from geartrain.ams.values.shard_messages import SyncGroup
 from tests.integration import sync_script
-
-SCRIPT = Path(__file__).with_name("sync_script.py")
+from tests.support.rank_processes import run_ranks
 
 
 def test_two_ranks_equal_one_worker_with_the_joint_batch(served: Callable[..., Any], tmp_path: Path) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(SCRIPT)]
-    done = subprocess.run([*torchrun, served(2).address, str(tmp_path / "two.npz")], capture_output=True, timeout=150)
-    assert done.returncode == 0, done.stderr[-3000:].decode()
+    run_ranks(sync_script.as_rank, 2, tmp_path, served(2).address, str(tmp_path / "two.npz"))
     threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     sync_script.main(served(2).address, str(tmp_path / "one.npz"))
     torch.set_num_threads(threads)
     two, one = (np.load(tmp_path / f"{name}.npz") for name in ("two", "one"))

@@ -60,14 +60,12 @@ def os_error(number: int) -> Callable[[], OSError]:
     return lambda: OSError(number, os.strerror(number))
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EACCES], ids=errno.errorcode.get)
 @pytest.mark.parametrize("mode", ["once", "for good", "once, but done"])
-def test_a_failing_disk_leaves_the_previous_snapshot_and_nothing_else(
-    tmp_path: Path, take: Take, number: int, mode: str
-) -> None:
+def test_a_failing_disk_leaves_the_previous_snapshot_and_nothing_else(tmp_path: Path, take: Take, mode: str) -> None:
     root = tmp_path / "root"
     take(root, "previous", step=1)
     for at in range(calls_of_a_take(tmp_path, take)):
+        number = (errno.ENOSPC, errno.EIO, errno.EACCES)[at % 3]  # what is done about one is done about any
         with pytest.MonkeyPatch.context() as patch:
             fault = Fault(patch, os_error(number), at)
             fault.for_good, fault.after = mode == "for good", mode == "once, but done"
