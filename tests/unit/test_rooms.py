@@ -8,6 +8,8 @@ from __future__ import annotations
 import ast
 import functools
 import re
+import shutil
+import subprocess
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
@@ -184,3 +186,19 @@ def test_a_mechanism_that_leaks_or_loses_its_bench_is_found() -> None:
     assert mechanisms_without_a_reason(sources, {**benches, "rows_grpc.py": ""})
     gone = {path: source for path, source in sources.items() if path != "ams/rpc/payload/data_plane.py"}
     assert mechanisms_without_a_reason(gone, benches)
+
+
+def test_no_file_of_the_product_is_ignored_by_git() -> None:
+    """A wheel leaves out what .gitignore names, also where git itself follows the file."""
+    if not (REPOSITORY / ".git").exists() or shutil.which("git") is None:
+        pytest.skip("not a checkout of git")
+    asked = subprocess.run(
+        ["git", "check-ignore", "--no-index", "--stdin"],
+        cwd=REPOSITORY,
+        input="\n".join(product_sources()),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert asked.returncode in (0, 1), asked.stderr
+    assert asked.stdout == "", "these would be missing in a wheel; anchor the pattern of .gitignore with a slash"
