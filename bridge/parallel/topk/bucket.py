@@ -26,7 +26,7 @@ WELL, NOT_STEPPED = 0, -1
 
 
 @dataclass(frozen=True)
-class Update:
+class SgdSettings:
     """How gradients become what the optimizer applies."""
 
     momentum: float
@@ -68,7 +68,7 @@ class BucketWork:
         state: GradientState,
         link: RankLink,
         *,
-        update: Update,
+        update: SgdSettings,
         may_be_unused: bool,
     ) -> None:
         """``may_be_unused``: a gradient that is zero everywhere may be that of a parameter which took no part."""

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from geartrain.ams.values.errors import InvalidArgument, NonFinite
 from geartrain.bridge.collectives.link import RankLink
-from geartrain.bridge.parallel.topk.bucket import NOT_STEPPED, WELL, BucketLayout, BucketWork, Update
+from geartrain.bridge.parallel.topk.bucket import NOT_STEPPED, WELL, BucketLayout, BucketWork, SgdSettings
 from geartrain.bridge.parallel.topk.requirements import require_plain, require_types, trained_parameters
 from geartrain.bridge.parallel.topk.selection import counts
 from geartrain.bridge.parallel.topk.state import GradientState
@@ -30,7 +30,7 @@ class Settings:
 
     sparsity: float
     warmup_steps: int
-    update: Update
+    update: SgdSettings
     clip: float | None
 
 

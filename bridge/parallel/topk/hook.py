@@ -11,7 +11,7 @@ from torch import nn
 from geartrain.ams.values.arguments import boolean, integer, real_number
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.bridge.collectives.traffic import Traffic
-from geartrain.bridge.parallel.topk.bucket import Update
+from geartrain.bridge.parallel.topk.bucket import SgdSettings
 from geartrain.bridge.parallel.topk.exchange import GradientExchange, Settings
 from geartrain.bridge.parallel.topk.requirements import require_replicated
 
@@ -65,7 +65,7 @@ class TopKGradients:
         decay = real_number("weight_decay", weight_decay)
         if not 0 <= decay < math.inf:
             raise InvalidArgument(f"weight_decay is {weight_decay}; it must be at least 0 and finite")
-        update = Update(_part("momentum", momentum), boolean("nesterov", nesterov), decay)
+        update = SgdSettings(_part("momentum", momentum), boolean("nesterov", nesterov), decay)
         if update.nesterov and not update.momentum:
             raise InvalidArgument("nesterov=True needs momentum above 0; give one, or nesterov=False")
         most = None if clip is None else real_number("clip", clip)

@@ -1,0 +1,1 @@
+"""Snapshots of a whole cluster and versions of its tables: written, restored and followed."""
