@@ -40,8 +40,8 @@ def parallelize(
     The model stays what it is, and keeps its names; its split layers are replaced by ones that hold this rank's rows.
     Every rank calls it with the same model and arguments. Values are rank 0's. What is on the meta device gets its
     memory here, on the device of the mesh, split and sharded parts only their own rows: values are those of
-    ``reset_parameters`` (of split layers the same distributions), a function of ``seed`` and names alone, whatever the
-    number of ranks.
+    ``reset_parameters`` (of nn.Linear and nn.Embedding the same distributions), a function of ``seed`` and names alone,
+    whatever the number of ranks and the scopes.
 
     Args:
         model: An ``nn.Module``, on its device or on the meta device. Move it before, not after.

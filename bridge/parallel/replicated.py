@@ -16,6 +16,7 @@ from geartrain.ams.values.errors import InvalidArgument
 from geartrain.bridge.collectives.traffic import lost_ranks_named
 from geartrain.bridge.parallel.mesh import MeshGroup
 from geartrain.bridge.parallel.scopes import Replicate
+from geartrain.bridge.parallel.split.first_values import first_rows, has_first_rows
 from geartrain.bridge.parallel.split.shard import RowShard, local_part
 
 
@@ -142,14 +143,26 @@ def _set_sync(module: Any, value: bool) -> None:
 def _materialise(modules: Mapping[str, nn.Module], device: torch.device, seed: int) -> None:
     """Give every module on the meta device its memory on ``device``, and the values of its ``reset_parameters``.
 
-    They depend on ``seed`` and the module's name alone.
+    They depend on ``seed`` and the module's name alone, and are those of the layer if it were split.
     """
     for name, owner in _owners(modules):
         owner.to_empty(device=device, recurse=False)
-        _reset(name, owner, device, seed)
+        if not has_first_rows(owner):
+            _reset(name, owner, device, seed)
+            continue
+        with torch.no_grad():
+            for key, parameter in owner.named_parameters(recurse=False):
+                parameter.copy_(first_rows(name, owner, key, range(len(parameter)), device, seed))
 
 
 def _fill(name: str, owner: nn.Module, blank: nn.Module, group: MeshGroup, seed: int) -> None:
+    """Give ``owner``, of which this rank has a part, the values of ``blank``, which is on the meta device."""
+    if has_first_rows(blank):
+        with torch.no_grad():
+            for key, parameter in owner.named_parameters(recurse=False):
+                rows = RowShard(parameter.shape[0], group).rows
+                local_part(parameter).copy_(first_rows(name, blank, key, rows, group.device, seed))
+        return
     blank.to_empty(device=group.device, recurse=False)
     _reset(name, blank, group.device, seed)
     with torch.no_grad():

@@ -1,33 +1,52 @@
-"""First values of rows that were never anywhere whole: a function of the seed, the name and the row's number alone."""
+"""First values of layers that were never anywhere whole: a function of the seed, the name and the row's number alone."""
 
 from __future__ import annotations
 
 import numpy as np
 import torch
 import xxhash
-from torch import Tensor
+from torch import Tensor, nn
 
 from geartrain.ams.tables.row_table import RowTable
 from geartrain.ams.values.optimizers.registry import SGD
-from geartrain.ams.values.specs import MAX_DIM, Initializer, TableSpec
-from geartrain.bridge.parallel.split.shard import RowShard
+from geartrain.ams.values.specs import MAX_DIM, Initializer, Normal, TableSpec, Uniform
 
 _BLOCK_BYTES = 16 << 20
 _BUCKETS = 4096
 
 
-def first_rows(name: str, like: Tensor, shard: RowShard, first: Initializer, seed: int) -> Tensor:
-    """Rows [num_local, …] of a parameter ``like`` (on the meta device) on the device of ``shard``.
+def has_first_rows(module: nn.Module) -> bool:
+    """Whether :func:`first_rows` knows what ``reset_parameters`` of ``module`` draws from."""
+    return type(module) in (nn.Linear, nn.Embedding)
 
-    Values have the precision of float32, drawn as those of tables are; so they do not depend on the number of ranks.
+
+def first_rows(name: str, module: nn.Module, parameter: str, rows: range, device: torch.device, seed: int) -> Tensor:
+    """These ``rows`` [len(rows), …] of a ``parameter`` of the module called ``name``, on ``device``.
+
+    They are drawn from the distributions of its ``reset_parameters``, with the precision of float32, as the rows of
+    tables are; so they do not depend on who has them.
     """
+    like = module._parameters[parameter]
+    assert like is not None
+    values = _drawn(f"{name}.{parameter}", like, rows, device, _initializer_of(module), seed)
+    padding = getattr(module, "padding_idx", None)
+    if padding is not None and padding in rows:
+        values[padding - rows.start] = 0.0
+    return values
+
+
+def _initializer_of(module: nn.Module) -> Initializer:
+    if isinstance(module, nn.Linear):  # weight and bias alike
+        bound = module.in_features**-0.5 if module.in_features else 0.0
+        return Uniform(-bound, bound)
+    return Normal(0.0, 1.0)
+
+
+def _drawn(name: str, like: Tensor, rows: range, device: torch.device, first: Initializer, seed: int) -> Tensor:
     width = like.shape[1:].numel()
-    out_LD = torch.empty(shard.num_local, width, dtype=like.dtype, device=shard.group.device)
-    pieces = -(-width // MAX_DIM) or 1
-    for piece in range(pieces):
-        start, stop = piece * MAX_DIM, min((piece + 1) * MAX_DIM, width)
-        if start == stop:
-            continue
+    out_LD = torch.empty(len(rows), width, dtype=like.dtype, device=device)
+    for piece, start in enumerate(range(0, width, MAX_DIM)):
+        stop = min(start + MAX_DIM, width)
         spec = TableSpec(
             name=f"{xxhash.xxh3_128_hexdigest(name.encode())}/{piece}",
             dim=stop - start,
@@ -37,9 +56,9 @@ def first_rows(name: str, like: Tensor, shard: RowShard, first: Initializer, see
         )
         table = RowTable(spec, np.arange(_BUCKETS, dtype=np.int64))
         step = max(1, _BLOCK_BYTES // (4 * spec.dim))
-        for row in range(shard.first, shard.stop, step):
-            ids = np.arange(row, min(row + step, shard.stop), dtype=np.int64)
+        for row in range(rows.start, rows.stop, step):
+            ids = np.arange(row, min(row + step, rows.stop), dtype=np.int64)
             values = np.empty((len(ids), spec.dim), np.float32)
             table.pull(ids, values)
-            out_LD[row - shard.first :][: len(ids), start:stop] = torch.from_numpy(values)
-    return out_LD.view(shard.num_local, *like.shape[1:])
+            out_LD[row - rows.start :][: len(ids), start:stop] = torch.from_numpy(values)
+    return out_LD.view(len(rows), *like.shape[1:])

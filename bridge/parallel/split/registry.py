@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from geartrain.ams.values.errors import InvalidArgument
-from geartrain.ams.values.specs import Initializer, Normal, Uniform
 from geartrain.bridge.parallel.mesh import MeshGroup
 from geartrain.bridge.parallel.split.agreement import StepAgreement
 from geartrain.bridge.parallel.split.embedding import SplitEmbedding
@@ -29,29 +28,30 @@ class SplitPlace:
     agreement: StepAgreement
     seed: int
 
-    def rows(self, of: str, parameter: Tensor, first: Initializer) -> Tensor:
-        """This rank's rows of ``parameter`` [num, …]: rank 0's values, or on the meta device ``first`` ones."""
+    def rows(self, module: nn.Module, of: str) -> Tensor | None:
+        """This rank's rows of the parameter ``of`` [num, …]: rank 0's values, or first ones if it is on the meta device.
+
+        None if ``module`` has none.
+        """
+        parameter = module._parameters[of]
+        if parameter is None:
+            return None
         shard = RowShard(parameter.shape[0], self.group)
         if parameter.device.type == "meta":
-            return first_rows(f"{self.name}.{of}", parameter, shard, first, self.seed)
+            return first_rows(self.name, module, of, shard.rows, self.group.device, self.seed)
         return self.group.link.deal(parameter.detach(), shard.sizes)
 
 
 def _split_linear(place: SplitPlace, linear: nn.Linear) -> SplitLayer:
-    bound = linear.in_features**-0.5 if linear.in_features else 0.0
-    first = Uniform(-bound, bound)
-    weight_LD = place.rows("weight", linear.weight, first)
-    bias_L = None if linear.bias is None else place.rows("bias", linear.bias, first)
+    weight_LD, bias_L = place.rows(linear, "weight"), place.rows(linear, "bias")
+    assert weight_LD is not None
     return SplitLinear(place.name, linear, weight_LD, bias_L, place.group, place.agreement)
 
 
 def _split_embedding(place: SplitPlace, embedding: nn.Embedding) -> SplitLayer:
-    weight_LD = place.rows("weight", embedding.weight, Normal(0.0, 1.0))
-    layer = SplitEmbedding(place.name, embedding, weight_LD, place.group, place.agreement)
-    padding, shard = embedding.padding_idx, layer.shard
-    if embedding.weight.device.type == "meta" and padding is not None and shard.first <= padding < shard.stop:
-        weight_LD[padding - shard.first] = 0.0
-    return layer
+    weight_LD = place.rows(embedding, "weight")
+    assert weight_LD is not None
+    return SplitEmbedding(place.name, embedding, weight_LD, place.group, place.agreement)
 
 
 def _check_embedding(name: str, embedding: nn.Embedding) -> None:

@@ -41,6 +41,11 @@ class RowShard:
         return self.stop - self.first
 
     @property
+    def rows(self) -> range:
+        """Those of this rank."""
+        return range(self.first, self.stop)
+
+    @property
     def sizes(self) -> list[int]:
         """How many each rank has."""
         bounds = [self.bounds(rank) for rank in range(self.group.link.world_size)]

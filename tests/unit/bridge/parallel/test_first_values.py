@@ -55,6 +55,14 @@ def test_first_values_do_not_depend_on_the_number_of_ranks(tmp_path: Path) -> No
     run_ranks(check_values, 3, tmp_path)
 
 
+def test_first_values_do_not_depend_on_the_scopes() -> None:
+    with torch.device("meta"):
+        model = Classifier()
+    replicated = gt.parallelize(model, gt.mesh(), {"": gt.Replicate()}, seed=4).state_dict()
+    for name, value in made(shard=False).items():
+        assert torch.equal(value, replicated[name]), name
+
+
 def test_first_values_are_those_of_the_layers_and_follow_the_seed() -> None:
     values, others = made(shard=False), made(shard=True, seed=5)
     bound = DIM**-0.5
