@@ -35,7 +35,6 @@ PAGES = (
         "Embeddings of sparse features",
         ("geartrain.bridge.embedding", "geartrain.ams.values.admission"),
     ),
-    ApiPage("parallel", "Parallel training", ("geartrain.bridge.parallel",)),
     ApiPage("retrieval", "Retrieval by a tree", ("geartrain.bridge.retrieval",)),
     ApiPage(
         "models",
