@@ -69,6 +69,11 @@ class Mesh:
         return self.whole.link.rank
 
     @property
+    def device(self) -> torch.device:
+        """Where this rank's parts are made, and where its samples belong: see :attr:`MeshGroup.device`."""
+        return self.stage.device
+
+    @property
     def own_stage(self) -> int | None:
         """Number of the stage that this rank is of; None without stages."""
         return next((number for number, ranks in enumerate(self.stages) if self.rank in ranks), None)

@@ -6,9 +6,11 @@ terminal is typed there; one without a title is for the reader alone.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -17,8 +19,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from tests.support.pages import DOCS, Block, blocks_of, losses_in, program_of, run
+from tests.support.rank_processes import run_ranks
 
 ADDRESS = "127.0.0.1:7000"
 """What the pages say; a test's cluster listens at a free port."""
@@ -128,6 +134,64 @@ def test_the_tree_of_items_finds_what_users_like(tmp_path: Path) -> None:
     assert [len(one) for one in lists] == [5, 5, 5]
     right = [item % 10 == user for user, one in enumerate(lists) for item in one]
     assert sum(right) > 10, lists
+
+
+def run_script(rank: int, ranks: int, folder: Path, arguments: list[str]) -> None:
+    """What one process of torchrun does with the script of the page; leaves its losses."""
+    script: dict[str, Any] = runpy.run_path(str(folder / "train_in_scopes.py"))
+    with contextlib.chdir(folder):
+        losses = script["train"](script["arguments"](arguments))
+    (folder / f"losses-{rank}-of-{ranks}.json").write_text(json.dumps(losses))
+
+
+def losses_of(command: str, folder: Path) -> list[float]:
+    """Those of all steps of a command of the page; the same on every rank."""
+    launcher, _, typed = command.partition(" train_in_scopes.py")
+    if launcher == "python":
+        run_script(0, 1, folder, typed.split())
+        ranks = 1
+    else:
+        ranks = int(launcher.removeprefix("torchrun --nproc-per-node "))
+        run_ranks(run_script, ranks, folder, typed.split())
+    first, *others = [json.loads((folder / f"losses-{rank}-of-{ranks}.json").read_text()) for rank in range(ranks)]
+    assert all(losses == first for losses in others)
+    return [float(loss) for loss in first]
+
+
+def test_one_script_has_the_same_losses_on_one_device_replicated_split_and_sharded(tmp_path: Path) -> None:
+    blocks = blocks_of("tutorials/parallel.md")
+    script = "\n\n\n".join(block.code.strip("\n") for block in blocks if block.title == "train_in_scopes.py") + "\n"
+    assert script == (DOCS.parent / "examples/train_in_scopes.py").read_text(encoding="utf-8")
+    (tmp_path / "train_in_scopes.py").write_text(script, encoding="utf-8")
+    first, then = [block.code.splitlines() for block in blocks if block.title == "terminal"]
+    alone, *others = [losses_of(command, tmp_path) for command in first]
+    assert alone[-1] < 2.5 < 7 < alone[0]
+    for losses in others:
+        assert losses == pytest.approx(alone, rel=0.02)
+        assert losses[:5] == pytest.approx(alone[:5], rel=1e-4)
+    three, one = [losses_of(command, tmp_path) for command in then]
+    assert three == pytest.approx(one, rel=1e-3)
+    assert three[0] < 2 * alone[-1]
+    printed = run(program_of("tutorials/parallel.md"), tmp_path)
+    for mistake in ("'backbone.1.weight' is in no scope", "'body' is no module", "Sequential, which cannot be split"):
+        assert mistake in printed
+
+
+def test_torchrun_starts_the_script_of_the_page(tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    script = DOCS.parent / "examples/train_in_scopes.py"
+    done = subprocess.run(
+        [*torchrun, str(script), "--scopes", "split", "--steps", "2"],
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_SECONDS,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "rank 1 of 2: 248,072 parameters are here" in done.stdout
+    assert len(losses_in(done.stdout)) == 2
 
 
 def test_the_first_cluster_trains_saves_and_restores(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""First values of layers that were never anywhere whole: a function of the seed, the name and the row's number alone."""
+"""First values of layers that were never whole anywhere: a function of the seed, the name and the row's number."""
 
 from __future__ import annotations
 

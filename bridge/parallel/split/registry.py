@@ -29,9 +29,9 @@ class SplitPlace:
     seed: int
 
     def rows(self, module: nn.Module, of: str) -> Tensor | None:
-        """This rank's rows of the parameter ``of`` [num, …]: rank 0's values, or first ones if it is on the meta device.
+        """This rank's rows of the parameter ``of`` [num, …]; None if ``module`` has none.
 
-        None if ``module`` has none.
+        They are rank 0's values, or first ones if it is on the meta device.
         """
         parameter = module._parameters[of]
         if parameter is None:
