@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -22,10 +22,31 @@ from geartrain.bridge.parallel.split.logits import SplitLogits
 
 if TYPE_CHECKING:
     from geartrain.bridge.parallel.plan.hardware.hardware import Hardware
-    from geartrain.bridge.parallel.plan.model_plans import ModelPlans
     from geartrain.bridge.parallel.plan.plan import Plan
 
 LossFunction = Callable[[Any, Tensor], Tensor]
+
+
+class PlanMaker(Protocol):
+    """Knows the model as it was before anything of it was split."""
+
+    def saw(self, inputs: Any, labels: Any) -> None:
+        """The model is called with them: a rank's batch."""
+        ...
+
+    def plan(
+        self,
+        scopes: Mapping[str, Scope],
+        loss: LossFunction | None,
+        ranks: int,
+        *,
+        device: torch.device,
+        hardware: Hardware | None,
+        optimizer: Callable[[list[nn.Parameter]], Any] | None,
+    ) -> Plan:
+        """Of the batch that was seen; None: hardware measured here, AdamW."""
+        ...
+
 
 _LOSS = "the loss"
 """Where the ranks meet if no split layer gives the logits."""
@@ -50,7 +71,7 @@ class ParallelModel(nn.Module):
         loss: LossFunction | None,
         replicas: Replicas,
         agreement: StepAgreement,
-        plans: ModelPlans | None = None,
+        plans: PlanMaker | None = None,
     ) -> None:
         super().__init__()
         self.module = module

@@ -86,7 +86,7 @@ PAGES = (
             "geartrain.bridge.parallel.parallel_model.ParallelModel",
             "geartrain.bridge.parallel.split.logits.SplitLogits",
             "geartrain.bridge.parallel.plan.plan.Plan",
-            "geartrain.bridge.parallel.plan.growth.GrownBatch",
+            "geartrain.bridge.parallel.plan.plan.GrownBatch",
         ),
     ),
     ApiPage(

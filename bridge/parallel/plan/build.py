@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from geartrain.ams.values.arguments import integer, real_number
 from geartrain.ams.values.errors import InvalidArgument
-from geartrain.bridge.head.class_head import ClassHead
 from geartrain.bridge.parallel.parallel_model import LossFunction, ParallelModel
 from geartrain.bridge.parallel.plan.costs import replicas
 from geartrain.bridge.parallel.plan.costs.collectives import Collective
@@ -20,9 +19,11 @@ from geartrain.bridge.parallel.plan.costs.head_costs import HeadSkeleton
 from geartrain.bridge.parallel.plan.costs.skeleton import without_values
 from geartrain.bridge.parallel.plan.costs.trace import REST, Recorded, StepTrace, traced_step, traced_update
 from geartrain.bridge.parallel.plan.hardware.hardware import Hardware
-from geartrain.bridge.parallel.plan.plan import Plan, PlannedCollective, PlannedPart
+from geartrain.bridge.parallel.plan.plan import Plan
+from geartrain.bridge.parallel.plan.planned import PlannedCollective, PlannedPart
 from geartrain.bridge.parallel.plan.timeline import expected_steps
 from geartrain.bridge.parallel.scopes import Scope, Split
+from geartrain.bridge.parallel.split.heads import backend_of
 from geartrain.bridge.parallel.split.layer import SplitLayer
 
 OptimizerMaker = Callable[[list[nn.Parameter]], Any]
@@ -81,7 +82,8 @@ class PlanRequest:
 def _is_head_on_ranks(module: nn.Module) -> bool:
     if isinstance(module, HeadSkeleton):
         return module.is_on_ranks
-    return isinstance(module, ClassHead) and not module.backend.needs_cluster
+    backend = backend_of(module)
+    return backend is not None and not backend.needs_cluster
 
 
 def request_for(

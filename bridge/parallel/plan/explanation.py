@@ -2,69 +2,67 @@
 
 from __future__ import annotations
 
-from geartrain.ams.values.text import counted
-from geartrain.bridge.parallel.plan.plan import Plan
+from collections.abc import Sequence
+
+from geartrain.bridge.parallel.plan.planned import ExpectedStep, PlannedCollective, PlannedPart
 
 
-def explained(plan: Plan) -> str:
-    """See :meth:`Plan.explain`."""
-    hardware = plan.hardware
-    lines = [
-        f"{counted(plan.ranks, 'rank')} of {counted(plan.batch, 'sample')} each, "
-        f"{hardware.name} ({counted(hardware.ranks_per_node, 'rank')} a node)",
-        *(f"  {reason}" for reason in plan.reasons),
-        "",
+def memory_lines(parts: Sequence[PlannedPart], together: int, memory_bytes: int) -> list[str]:
+    """What each part holds on the fullest rank, and whether it fits."""
+    rows = [
+        [
+            part.name or ("model" if part.scope else "loss, rest"),
+            part.scope or "-",
+            f"{part.num_parameters:,}",
+            *map(bytes_text, (part.parameter_bytes, part.gradient_bytes, part.optimizer_bytes)),
+            bytes_text(part.activation_bytes),
+            bytes_text(part.bytes),
+        ]
+        for part in parts
+    ]
+    head = ["part", "scope", "parameters", "weights", "gradients", "optimizer", "activations", "together"]
+    return [
         "memory of the fullest rank",
-        *_table(
-            ["part", "scope", "parameters", "weights", "gradients", "optimizer", "activations", "together"],
-            [
-                [
-                    part.name or ("model" if part.scope else "loss, rest"),
-                    part.scope or "-",
-                    f"{part.num_parameters:,}",
-                    *map(bytes_text, (part.parameter_bytes, part.gradient_bytes, part.optimizer_bytes)),
-                    bytes_text(part.activation_bytes),
-                    bytes_text(part.bytes),
-                ]
-                for part in plan.parts
-            ],
-        ),
-        f"together {bytes_text(plan.rank_bytes)} of {bytes_text(hardware.memory_bytes)}"
-        + ("" if plan.fits else ": IT DOES NOT FIT"),
+        *_table(head, rows),
+        f"together {bytes_text(together)} of {bytes_text(memory_bytes)}"
+        + ("" if together <= memory_bytes else ": IT DOES NOT FIT"),
+    ]
+
+
+def collectives_lines(collectives: Sequence[PlannedCollective]) -> list[str]:
+    """What travels in a step, in its order; nothing on one rank."""
+    if not collectives:
+        return []
+    rows = [
+        [
+            one.collective.phase,
+            one.part or "loss, rest",
+            one.collective.kind,
+            one.collective.what,
+            str(one.times),
+            bytes_text(one.collective.bytes),
+            bytes_text(one.sent_bytes),
+            seconds_text(one.seconds),
+        ]
+        for one in collectives
+    ]
+    return [
+        "collectives of a step",
+        *_table(["when", "part", "kind", "what", "times", "bytes each", "a rank sends", "alone"], rows),
+        f"a rank sends {bytes_text(sum(one.sent_bytes for one in collectives))} a step",
         "",
     ]
-    if plan.collectives:
-        lines += [
-            "collectives of a step",
-            *_table(
-                ["when", "part", "kind", "what", "times", "bytes each", "a rank sends", "alone"],
-                [
-                    [
-                        one.collective.phase,
-                        one.part or "loss, rest",
-                        one.collective.kind,
-                        one.collective.what,
-                        str(one.times),
-                        bytes_text(one.collective.bytes),
-                        bytes_text(one.sent_bytes),
-                        seconds_text(one.seconds),
-                    ]
-                    for one in plan.collectives
-                ],
-            ),
-            f"a rank sends {bytes_text(plan.sent_bytes)} a step",
-            "",
-        ]
-    step = plan.step
-    lines += [
+
+
+def step_lines(step: ExpectedStep, without_overlap: ExpectedStep, samples_per_second: float) -> list[str]:
+    """How long it is to take."""
+    slowed = f" (it slows the computation by {seconds_text(step.slowed)})" if step.slowed else ""
+    return [
         f"expected step {seconds_text(step.seconds)}: forward {seconds_text(step.forward)}, "
         f"backward {seconds_text(step.backward)}, update {seconds_text(step.update)},",
-        f"  communication {seconds_text(step.communication)}, of which {seconds_text(step.hidden)} hidden"
-        + (f" (it slows the computation by {seconds_text(step.slowed)})" if step.slowed else ""),
-        f"  without overlap {seconds_text(plan.step_without_overlap.seconds)}; "
-        f"{plan.samples_per_second:,.0f} samples/s of all ranks",
+        f"  communication {seconds_text(step.communication)}, of which {seconds_text(step.hidden)} hidden{slowed}",
+        f"  without overlap {seconds_text(without_overlap.seconds)}; {samples_per_second:,.0f} samples/s of all ranks",
     ]
-    return "\n".join(lines)
 
 
 def _table(head: list[str], rows: list[list[str]]) -> list[str]:

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from geartrain.ams.values.errors import GeartrainError, InvalidArgument
+from geartrain.bridge.parallel.parallel_model import LossFunction
+from geartrain.bridge.parallel.plan.build import OptimizerMaker, PlanRequest
 from geartrain.bridge.parallel.plan.costs.skeleton import skeleton_of, without_values
 from geartrain.bridge.parallel.plan.hardware.hardware import Hardware
-
-if TYPE_CHECKING:
-    from geartrain.bridge.parallel.plan.build import OptimizerMaker
-    from geartrain.bridge.parallel.plan.plan import Plan
-    from geartrain.bridge.parallel.scopes import Scope
-
-LossFunction = Callable[[Any, Tensor], Tensor]
+from geartrain.bridge.parallel.plan.plan import Plan
+from geartrain.bridge.parallel.scopes import Scope
 
 
 class ModelPlans:
@@ -52,8 +49,6 @@ class ModelPlans:
         optimizer: OptimizerMaker | None,
     ) -> Plan:
         """Of the batch that was seen. Raises InvalidArgument before one was, and for a model that has none."""
-        from geartrain.bridge.parallel.plan.build import PlanRequest
-
         if self._failure is not None:
             reason = str(self._failure) or type(self._failure).__name__
             kind = type(self._failure) if isinstance(self._failure, GeartrainError) else InvalidArgument

@@ -4,98 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
+from geartrain.ams.values.arguments import integer
 from geartrain.ams.values.text import counted
-from geartrain.bridge.parallel.plan.costs.collectives import Collective
+from geartrain.bridge.parallel.plan.explanation import collectives_lines, memory_lines, step_lines
+from geartrain.bridge.parallel.plan.growth import USED, largest_batch
 from geartrain.bridge.parallel.plan.hardware.hardware import Hardware
-
-if TYPE_CHECKING:
-    from geartrain.bridge.parallel.plan.build import PlanRequest
-    from geartrain.bridge.parallel.plan.growth import GrownBatch
-    from geartrain.bridge.parallel.scopes import Scope
+from geartrain.bridge.parallel.plan.planned import ExpectedStep, PlannedCollective, PlannedPart
+from geartrain.bridge.parallel.scopes import Scope
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlannedPart:
-    """One part of a model, as the fullest rank has it."""
+class PlanSource(Protocol):
+    """What a plan was made of."""
 
-    name: str
-    scope: str
-    """"replicated", "sharded", "split", or "" for what has no parameters."""
-    num_parameters: int
-    """Of the whole part, over all ranks."""
-    parameter_bytes: int
-    """On this rank, as the four below."""
-    gradient_bytes: int
-    """With the buckets that they travel in."""
-    optimizer_bytes: int
-    activation_bytes: int
-    """Kept from the forward to the backward pass; of a split part, its logits and the features of all ranks."""
-    forward_seconds: float
-    backward_seconds: float
-    update_seconds: float
+    def changed(self, *, batch: int | None = None, **fields: Any) -> PlanSource:
+        """The same with another batch of a rank, or other fields."""
+        ...
 
-    @property
-    def bytes(self) -> int:
-        """All of it together."""
-        return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes + self.activation_bytes
+    def plan(self) -> Plan:
+        """Make it."""
+        ...
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlannedCollective:
-    """One collective of a step, or several that are alike."""
-
-    part: str
-    times: int
-    collective: Collective
-    seconds: float
-    """Of all ``times`` of them, nothing beside them."""
-
-    @property
-    def bytes(self) -> int:
-        """Of all of them, counted as :class:`Traffic` does."""
-        return self.times * self.collective.bytes
-
-    @property
-    def sent_bytes(self) -> int:
-        """That one rank sends in all of them."""
-        return self.times * self.collective.sent_bytes()
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExpectedStep:
-    """How long a step is to take, in seconds."""
-
-    forward: float
-    backward: float
-    update: float
-    communication: float
-    """Of all collectives, were there nothing beside them."""
-    hidden: float
-    """That part of it during which the rank computes."""
-    slowed: float
-    """What hidden communication costs the computation beside it."""
-
-    @property
-    def compute(self) -> float:
-        """Forward, backward and update."""
-        return self.forward + self.backward + self.update
-
-    @property
-    def exposed(self) -> float:
-        """Communication during which the rank waits."""
-        return self.communication - self.hidden
-
-    @property
-    def seconds(self) -> float:
-        """The whole step."""
-        return self.compute + self.exposed + self.slowed
-
-    def to_dict(self) -> dict[str, float]:
-        """All of it as plain values."""
-        sums = {"compute": self.compute, "exposed": self.exposed, "seconds": self.seconds}
-        return {**asdict(self), **sums}
+MOST_SAMPLES = 65_536
+"""Of a rank, that a batch grows to where nothing is said."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +49,7 @@ class Plan:
     """With buckets sent while the backward pass goes on, and micro-batches if there are some."""
     step_without_overlap: ExpectedStep
     """Each collective waited for where it begins."""
-    request: PlanRequest
+    request: PlanSource
     """What it was made of."""
     reasons: tuple[str, ...] = ()
     """Why :func:`auto_plan` chose it."""
@@ -172,9 +105,29 @@ class Plan:
 
         Raises InvalidArgument if not even one sample fits.
         """
-        from geartrain.bridge.parallel.plan.growth import grown_batch
+        limit = int(USED * self.hardware.memory_bytes)
+        if memory_bytes is not None:
+            limit = integer("memory_bytes", memory_bytes, 1)
+        most = integer("most", MOST_SAMPLES if most is None else most, 1)
+        if global_batch is not None:
+            integer("global_batch", global_batch, self.ranks)
+            most = min(most, -(-global_batch // self.ranks))
 
-        return grown_batch(self, global_batch, memory_bytes, most)
+        def bytes_of(batch: int) -> int:
+            return self.request.changed(batch=batch).plan().rank_bytes
+
+        largest = largest_batch(bytes_of, first=self.batch, limit=limit, most=most)
+        accumulation = 1
+        if global_batch is not None:
+            accumulation = -(-global_batch // (self.ranks * largest))
+            largest = -(-global_batch // (self.ranks * accumulation))
+        return GrownBatch(
+            plan=self.request.changed(batch=largest).plan(),
+            batch=largest,
+            accumulation=accumulation,
+            global_batch=self.ranks * largest * accumulation,
+            lr_factor=largest * accumulation / self.batch,
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """All of it as plain values."""
@@ -199,9 +152,19 @@ class Plan:
 
     def explain(self) -> str:
         """The same in words and tables: memory by part, collectives in their order, the expected step."""
-        from geartrain.bridge.parallel.plan.explanation import explained
-
-        return explained(self)
+        nodes = counted(self.hardware.ranks_per_node, "rank")
+        return "\n".join(
+            [
+                f"{counted(self.ranks, 'rank')} of {counted(self.batch, 'sample')} each, "
+                f"{self.hardware.name} ({nodes} a node)",
+                *(f"  {reason}" for reason in self.reasons),
+                "",
+                *memory_lines(self.parts, self.rank_bytes, self.hardware.memory_bytes),
+                "",
+                *collectives_lines(self.collectives),
+                *step_lines(self.step, self.step_without_overlap, self.samples_per_second),
+            ]
+        )
 
     def __str__(self) -> str:
         """One line."""
@@ -210,3 +173,29 @@ class Plan:
             + ", ".join(f"{name or 'the model'} {scope}" for name, scope in self.scopes.items())
             + f"; {self.step.seconds * 1e3:.3g} ms a step expected"
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GrownBatch:
+    """A larger batch and what goes with it; :meth:`Plan.grow_batch` makes it."""
+
+    plan: Plan
+    """Of a step with it."""
+    batch: int
+    """Samples of a rank at a time."""
+    accumulation: int
+    """Backward passes before an update."""
+    global_batch: int
+    """Samples of all ranks in an update."""
+    lr_factor: float
+    """What the learning rate is to be multiplied by: as much as the global batch grows (Goyal et al. 2017; large ones
+    need warm-up).
+    """
+
+    @property
+    def samples_per_second(self) -> float:
+        """Of all ranks; the update and the averaging of gradients once in ``accumulation`` passes."""
+        step = self.plan.step
+        averaged = sum(one.seconds for one in self.plan.collectives if one.collective.what.endswith("gradients"))
+        once = step.update + max(0.0, averaged - step.hidden)
+        return self.global_batch / (self.accumulation * (step.seconds - once) + once)

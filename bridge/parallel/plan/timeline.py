@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from geartrain.bridge.parallel.plan.costs.collectives import Collective
 from geartrain.bridge.parallel.plan.hardware.hardware import Hardware
-from geartrain.bridge.parallel.plan.plan import ExpectedStep, PlannedPart
+from geartrain.bridge.parallel.plan.planned import ExpectedStep, PlannedPart
 
 Averages = Sequence[tuple[Sequence[Tensor], Collective]]
 Trained = Sequence[tuple[PlannedPart, Sequence[nn.Parameter]]]

@@ -14,6 +14,7 @@ from geartrain.bridge.parallel.mesh import MeshGroup
 from geartrain.bridge.parallel.split.agreement import StepAgreement
 from geartrain.bridge.parallel.split.embedding import SplitEmbedding
 from geartrain.bridge.parallel.split.first_values import first_rows
+from geartrain.bridge.parallel.split.heads import backend_of
 from geartrain.bridge.parallel.split.layer import SplitLayer
 from geartrain.bridge.parallel.split.linear import SplitLinear
 from geartrain.bridge.parallel.split.shard import RowShard
@@ -78,8 +79,7 @@ def check_can_split(name: str, module: nn.Module, ranks: tuple[int, ...]) -> boo
 
     Raises InvalidArgument for what cannot be split.
     """
-    backend = getattr(module, "backend", None)
-    if backend is not None and hasattr(module, "row_update"):
+    if (backend := backend_of(module)) is not None:
         _check_head(name, backend, ranks)
         return False
     if type(module) not in _MAKERS:

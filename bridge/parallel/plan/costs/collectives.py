@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from geartrain.bridge.parallel.plan.hardware.hardware import Hardware
+from geartrain.bridge.parallel.plan.costs.rates import Rates
 
 Kind = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "broadcast", "send"]
 Phase = Literal["forward", "backward", "update"]
@@ -43,7 +43,7 @@ class Collective:
         """That one rank sends, in a ring."""
         return round(sent_bytes(self.kind, self.bytes, self.ranks))
 
-    def seconds(self, hardware: Hardware) -> float:
+    def seconds(self, hardware: Rates) -> float:
         """With nothing beside it."""
         return collective_seconds(self.kind, self.bytes, self.ranks, hardware)
 
@@ -59,7 +59,7 @@ def sent_bytes(kind: Kind, num_bytes: float, ranks: int) -> float:
     return num_bytes * parts.get(kind, (ranks - 1) / ranks)
 
 
-def collective_seconds(kind: Kind, num_bytes: float, ranks: int, hardware: Hardware) -> float:
+def collective_seconds(kind: Kind, num_bytes: float, ranks: int, hardware: Rates) -> float:
     """Seconds of a ring: what each rank sends over the slowest link's bandwidth, and a latency for each of its turns.
 
     R-1 turns, 1 of a send. An all-reduce has 2 (R-1), or is done in log2(R) exchanges of everything, whichever is

@@ -11,9 +11,9 @@ from torch.utils._pytree import tree_map
 
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.text import quoted
-from geartrain.bridge.head.backends.backend import HeadSettings
-from geartrain.bridge.head.class_head import ClassHead
+from geartrain.bridge.head.backends.backend import HeadSettings, RowBackend
 from geartrain.bridge.parallel.plan.costs.head_costs import HeadSkeleton
+from geartrain.bridge.parallel.split.heads import backend_of
 
 _META = torch.device("meta")
 
@@ -25,8 +25,8 @@ def skeleton_of(model: nn.Module) -> nn.Module:
     """
     known: dict[int, Any] = {}
     for module in model.modules():
-        if isinstance(module, ClassHead):
-            known[id(module)] = HeadSkeleton(module.name, _settings_of(module))
+        if (backend := backend_of(module)) is not None:
+            known[id(module)] = HeadSkeleton(str(module.name), _settings_of(backend))
             continue
         for parameter in module.parameters(recurse=False):
             known[id(parameter)] = nn.Parameter(_on_meta(parameter), requires_grad=parameter.requires_grad)
@@ -35,10 +35,10 @@ def skeleton_of(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, known).train()
 
 
-def _settings_of(head: ClassHead) -> HeadSettings | None:
-    if head.backend.needs_cluster:
+def _settings_of(backend: RowBackend) -> HeadSettings | None:
+    if backend.needs_cluster:
         return None
-    settings: HeadSettings = head.backend.settings  # type: ignore[attr-defined]
+    settings: HeadSettings = backend.settings  # type: ignore[attr-defined]
     return settings
 
 

@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.bridge.parallel.plan.costs.collectives import Collective, Kind, Phase
-from geartrain.bridge.parallel.plan.hardware.hardware import Hardware
+from geartrain.bridge.parallel.plan.costs.rates import Rates
 
 _READS_WHAT_IT_PICKS = {"embedding", "index_select", "index", "gather", "nll_loss_forward"}
 """Operations that look at no more of their first tensor than at their result."""
@@ -48,7 +48,7 @@ class Operation:
     """Bytes of the largest of them."""
     exponentials: int = 0
 
-    def seconds(self, hardware: Hardware) -> float:
+    def seconds(self, hardware: Rates) -> float:
         """On a device of ``hardware``."""
         fits = self.bytes <= hardware.cache_bytes and hardware.cache_bandwidth is not None
         bandwidth = hardware.cache_bandwidth if fits else hardware.memory_bandwidth
@@ -83,7 +83,7 @@ class Work:
         """How many there are."""
         return sum(times for _, times in self.operations)
 
-    def seconds(self, hardware: Hardware) -> float:
+    def seconds(self, hardware: Rates) -> float:
         """Of all of them."""
         return sum(one.seconds(hardware) * times for one, times in self.operations)
 

@@ -15,6 +15,8 @@ import yaml
 from geartrain.ams.values.arguments import integer, path_name, real_number
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.text import quoted
+from geartrain.bridge.parallel.plan.hardware.clusters import CLUSTERS
+from geartrain.bridge.parallel.plan.hardware.measure import measured_fields
 
 GLIBC_FRESH_BYTES = 32 << 20
 """From this size on glibc's malloc asks the operating system for every tensor anew (its largest mmap threshold)."""
@@ -156,11 +158,9 @@ class Hardware:
         Rates are the peaks of data sheets, so that an expected step is one that real ones come near from above. The
         first three are the clusters of the 100-million-class paper, of Whale's documentation and of PLSC.
         """
-        from geartrain.bridge.parallel.plan.hardware.clusters import CLUSTERS
-
         if name not in CLUSTERS:
             raise InvalidArgument(f"no hardware is named {quoted(name)}; there are {', '.join(CLUSTERS)}")
-        return CLUSTERS[name]
+        return cls(name=name, **CLUSTERS[name])
 
     @classmethod
     def measure(
@@ -172,9 +172,7 @@ class Hardware:
         is one, else the CPU. ``alone``: measure this process without the others, who are not asked; links then count
         as if they cost nothing. Raises RankLost.
         """
-        from geartrain.bridge.parallel.plan.hardware.measure import measured_hardware
-
-        return measured_hardware(process_group, device, alone=alone)
+        return cls(**measured_fields(process_group, device, alone=alone))
 
     def with_ranks_per_node(self, ranks_per_node: int) -> Hardware:
         """The same with another number of ranks on each node."""

@@ -19,7 +19,6 @@ from geartrain.bridge.collectives.link import RankLink
 from geartrain.bridge.parallel.plan.costs.collectives import Kind, sent_bytes
 from geartrain.bridge.parallel.plan.costs.dry_link import DryLink
 from geartrain.bridge.parallel.plan.costs.trace import StepTrace
-from geartrain.bridge.parallel.plan.hardware.hardware import Hardware
 
 _MIB = 1 << 20
 _LARGE, _SMALL = 64 * _MIB, _MIB // 4
@@ -28,8 +27,8 @@ _LINK_BYTES = 8 * _MIB
 _REPEATS = 7
 
 
-def measured_hardware(process_group: Any, device: torch.device | str | None, *, alone: bool) -> Hardware:
-    """See :meth:`Hardware.measure`."""
+def measured_fields(process_group: Any, device: torch.device | str | None, *, alone: bool) -> dict[str, Any]:
+    """Those of a ``Hardware``; see its ``measure``."""
     link = DryLink(1, StepTrace()) if alone else RankLink(process_group)
     if device is None:
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
@@ -52,7 +51,7 @@ def measured_hardware(process_group: Any, device: torch.device | str | None, *, 
     name = f"{counted(link.world_size, 'rank')} on {counted(len(set(hosts)), 'host')}, measured"
     if alone:
         name = "one process, measured, as if links cost nothing"
-    return Hardware(name=name, **rates)
+    return {"name": name, **rates}
 
 
 class _Clock:
