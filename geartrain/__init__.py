@@ -69,6 +69,7 @@ if TYPE_CHECKING:
     from geartrain.bridge.optim.lars import LARS
     from geartrain.bridge.parallel.mesh import mesh
     from geartrain.bridge.parallel.overlap.micro_batches import MicroBatches
+    from geartrain.bridge.parallel.overlap.trace import trace_step
     from geartrain.bridge.parallel.parallelize import parallelize
     from geartrain.bridge.parallel.plan.auto import auto_plan
     from geartrain.bridge.parallel.plan.hardware.hardware import Hardware
@@ -190,6 +191,7 @@ __all__ = [
     "split",
     "state_from_bytes",
     "state_to_bytes",
+    "trace_step",
 ]
 
 _HOMES = {
@@ -252,6 +254,7 @@ _HOMES = {
     "geartrain.bridge.parallel.plan.hardware.hardware": ("Hardware",),
     "geartrain.bridge.parallel.scopes": ("Replicate", "Split", "replicate", "split"),
     "geartrain.bridge.parallel.overlap.micro_batches": ("MicroBatches",),
+    "geartrain.bridge.parallel.overlap.trace": ("trace_step",),
     "geartrain.bridge.parallel.topk.hook": ("TopKGradients",),
     "geartrain.bridge.pipeline.prefetch": ("prefetch",),
     "geartrain.bridge.retrieval.item_tree": ("ItemTree",),

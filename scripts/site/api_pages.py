@@ -87,6 +87,8 @@ PAGES = (
             "geartrain.bridge.parallel.split.logits.SplitLogits",
             "geartrain.bridge.parallel.plan.plan.Plan",
             "geartrain.bridge.parallel.plan.plan.GrownBatch",
+            "geartrain.bridge.parallel.overlap.trace.TracedStep",
+            "geartrain.bridge.parallel.overlap.trace.RankTimes",
         ),
     ),
     ApiPage(

@@ -113,6 +113,7 @@ PUBLIC_NAMES = {
     "load_model",
     "TrainedModel",
     "state_to_bytes",
+    "trace_step",
     "state_from_bytes",
     "errors",
     "__version__",

@@ -15,11 +15,15 @@ from contextlib import contextmanager
 from typing import Generic, TypeVar
 
 import torch
+from torch.profiler import record_function
 
 from geartrain.bridge.head.loss.scratch import Scratch
 
 T = TypeVar("T")
 R = TypeVar("R")
+
+_TRACED_AS = "geartrain::row_chunks"
+"""What PyTorch's profiler calls this work; of the pool's threads it sees nothing."""
 
 
 class Running(Generic[R]):
@@ -74,10 +78,11 @@ class ChunkPool:
         spreads_operations: bool = True,
     ) -> list[R]:
         """Results of ``function(scratch, item)`` in order; see :meth:`Session.start`. One item simply runs here."""
-        if len(items) == 1:
-            return [_alone(function, items[0])]
-        with self.session(device, spreads_operations=spreads_operations) as session:
-            return session.start(function, items).wait()
+        with record_function(_TRACED_AS):
+            if len(items) == 1:
+                return [_alone(function, items[0])]
+            with self.session(device, spreads_operations=spreads_operations) as session:
+                return session.start(function, items).wait()
 
     @property
     def num_threads(self) -> int:

@@ -1,0 +1,243 @@
+"""When the ranks of a step compute and when they communicate, as a trace to look at and as numbers.
+
+PyTorch's profiler says when each operation, work on rows of a class head and collective was. A collective lasts from
+the call that begins it until this rank has its result, waiting for other ranks included: gloo's carry such a range,
+NCCL's are kernels.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from geartrain.ams.values.arguments import path_name
+from geartrain.ams.values.errors import ConfigError, InvalidArgument
+from geartrain.ams.values.text import counted
+from geartrain.bridge.collectives.link import RankLink
+from geartrain.bridge.parallel.overlap.intervals import Interval, common, length
+
+_STEP = "geartrain::traced_step"
+_NO_COMPUTATION = ("autograd::", "c10d::", "_c10d", "c10d_functional::", "gloo:", "nccl:", _STEP)
+"""How names of ranges begin that are no work of this rank's: autograd's nodes hold what their hooks wait for."""
+_COLLECTIVE_KERNELS = ("nccl", "rccl")
+
+
+@dataclass(frozen=True)
+class TracedRange:
+    """One operation or collective."""
+
+    name: str
+    start: float
+    """Seconds since the step began."""
+    seconds: float
+    is_collective: bool
+
+    @property
+    def interval(self) -> Interval:
+        """When it was."""
+        return self.start, self.start + self.seconds
+
+
+@dataclass(frozen=True)
+class RankTimes:
+    """What one rank did in a traced step."""
+
+    rank: int
+    seconds: float
+    """The whole step."""
+    ranges: Sequence[TracedRange]
+
+    def _intervals(self, collective: bool) -> list[Interval]:
+        return [one.interval for one in self.ranges if one.is_collective == collective]
+
+    @property
+    def compute_seconds(self) -> float:
+        """In which any operation was at work."""
+        return length(self._intervals(False))
+
+    @property
+    def communication_seconds(self) -> float:
+        """In which any collective was under way."""
+        return length(self._intervals(True))
+
+    @property
+    def hidden_seconds(self) -> float:
+        """Of communication, in which an operation was at work, too."""
+        return length(common(self._intervals(True), self._intervals(False)))
+
+
+@dataclass
+class TracedStep:
+    """What :func:`trace_step` found; complete when its ``with`` has ended. Seconds are of the mean rank."""
+
+    path: Path
+    ranks: list[RankTimes] = field(default_factory=list)
+    """By rank; on other ranks than 0 the own one alone."""
+
+    def _mean(self, what: str) -> float:
+        if not self.ranks:
+            raise InvalidArgument("the traced step has not ended; ask after the with block of gt.trace_step")
+        return float(sum(getattr(one, what) for one in self.ranks)) / len(self.ranks)
+
+    @property
+    def seconds(self) -> float:
+        """The whole step."""
+        return self._mean("seconds")
+
+    @property
+    def compute_seconds(self) -> float:
+        """In which an operation was at work."""
+        return self._mean("compute_seconds")
+
+    @property
+    def communication_seconds(self) -> float:
+        """In which a collective was under way."""
+        return self._mean("communication_seconds")
+
+    @property
+    def hidden_seconds(self) -> float:
+        """Of communication, in which an operation was at work, too."""
+        return self._mean("hidden_seconds")
+
+    @property
+    def hidden_fraction(self) -> float:
+        """That part of communication; 1 where there is none."""
+        communication = self.communication_seconds
+        return self.hidden_seconds / communication if communication else 1.0
+
+    def summary(self) -> str:
+        """One line for each rank, and one for all."""
+        lines = [_line(f"rank {one.rank}", one) for one in self.ranks]
+        collectives = sum(one.is_collective for one in self.ranks[0].ranges) if self.ranks else 0
+        about = _line(counted(len(self.ranks), "rank"), self)
+        return "\n".join([*lines, f"{about}, {self.hidden_fraction:.0%}; {counted(collectives, 'collective')} a rank"])
+
+
+def _line(who: str, times: RankTimes | TracedStep) -> str:
+    step, compute, told, hidden = (
+        f"{getattr(times, name) * 1e3:.1f} ms"
+        for name in ("seconds", "compute_seconds", "communication_seconds", "hidden_seconds")
+    )
+    return f"{who}: step {step}, computing {compute}, communicating {told}, of which hidden {hidden}"
+
+
+@contextlib.contextmanager
+def trace_step(path: str | Path, process_group: dist.ProcessGroup | None = None) -> Iterator[TracedStep]:
+    """Trace what is in the ``with``: a step, or several, of any training loop over torch.distributed.
+
+        with gt.trace_step("step.json") as trace:
+            step(images, labels).backward()
+            optimizer.step()
+        if rank == 0:
+            print(trace.summary())
+
+    Every rank enters it. Rank 0 writes ``path`` for Perfetto (ui.perfetto.dev) or chrome://tracing: a process for each
+    rank, with a lane of what it computes and one of its collectives: those of class heads, split layers, DDP and FSDP2.
+    Trace a step after the first, which allocates. Tracing lengthens a step by some microseconds an operation.
+
+    Args:
+        path: Of the file; its folder must be there.
+        process_group: The ranks; None: all of them, or this process alone without torch.distributed.
+
+    Raises:
+        ConfigError: the file cannot be written.
+        RankLost: a rank did not come to the end.
+    """
+    target = Path(path_name("path", path, "the name of a file for the trace, such as 'step.json'"))
+    link = RankLink(process_group)
+    traced = TracedStep(target)
+    on_device = torch.cuda.is_available()
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_device else [])]
+    with profile(activities=activities, acc_events=True) as profiler:
+        link.agree(True)  # so that all begin together, and moments of different ranks can be compared
+        with record_function(_STEP):
+            yield traced
+            if on_device:
+                torch.cuda.synchronize()
+    own = _times_of(link.rank, profiler.events() or [])
+    said = link.gather_json(_to_json(own))
+    traced.ranks = [_from_json(rank, one) for rank, one in enumerate(said)] if link.rank == 0 else [own]
+    failure: Exception | None = None
+    if link.rank == 0:
+        try:
+            target.write_text(json.dumps({"traceEvents": _chrome_events(traced.ranks)}), encoding="utf-8")
+        except OSError as exc:
+            failure = ConfigError(f"the trace cannot be written to {str(target)!r}: {exc}; give another path")
+            failure.__cause__ = exc
+    link.fail_together(failure, "the trace was not written")
+
+
+def _times_of(rank: int, events: Sequence[Any]) -> RankTimes:
+    (step,) = [event for event in events if event.name == _STEP and not _is_of_device(event)]
+    begin, end = step.time_range.start, step.time_range.end
+    on_device = any(_is_of_device(event) and not _is_annotation(event) for event in events)
+    ranges = []
+    for event in events:
+        kind = _kind(event, on_device)
+        start, stop = max(event.time_range.start, begin), min(event.time_range.end, end)
+        if kind is not None and start < stop:
+            ranges.append(TracedRange(event.name, (start - begin) / 1e6, (stop - start) / 1e6, kind))
+    return RankTimes(rank, (end - begin) / 1e6, sorted(ranges, key=lambda one: one.start))
+
+
+def _kind(event: Any, on_device: bool) -> bool | None:
+    """Whether it is a collective; None for what is neither that nor a computation."""
+    name: str = event.name
+    if name.startswith("gloo:"):
+        return True
+    if _is_of_device(event):
+        if _is_annotation(event):
+            return None
+        return any(part in name.lower() for part in _COLLECTIVE_KERNELS)
+    is_operation = "::" in name and not name.startswith(_NO_COMPUTATION)
+    return False if is_operation and not on_device else None
+
+
+def _is_of_device(event: Any) -> bool:
+    return str(event.device_type) == "DeviceType.CUDA"
+
+
+def _is_annotation(event: Any) -> bool:
+    """A range that somebody named, as the device lived through it: no kernel."""
+    return bool(getattr(event, "is_user_annotation", False))
+
+
+def _to_json(times: RankTimes) -> dict[str, Any]:
+    return {
+        "seconds": times.seconds,
+        "ranges": [[one.name, one.start, one.seconds, one.is_collective] for one in times.ranges],
+    }
+
+
+def _from_json(rank: int, said: dict[str, Any]) -> RankTimes:
+    return RankTimes(rank, said["seconds"], [TracedRange(*one) for one in said["ranges"]])
+
+
+def _chrome_events(ranks: Sequence[RankTimes]) -> list[dict[str, Any]]:
+    """In the Trace Event Format of Chrome: "X" is a range in microseconds, "M" a name."""
+    events: list[dict[str, Any]] = []
+    for times in ranks:
+        events.append({"ph": "M", "name": "process_name", "pid": times.rank, "args": {"name": f"rank {times.rank}"}})
+        for lane, name in ((0, "compute"), (1, "communication")):
+            events.append({"ph": "M", "name": "thread_name", "pid": times.rank, "tid": lane, "args": {"name": name}})
+        events += [
+            {
+                "ph": "X",
+                "name": one.name,
+                "cat": "communication" if one.is_collective else "compute",
+                "pid": times.rank,
+                "tid": int(one.is_collective),
+                "ts": one.start * 1e6,
+                "dur": one.seconds * 1e6,
+            }
+            for one in times.ranges
+        ]
+    return events
