@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -28,7 +29,7 @@ class Replicas:
     """
 
     def __init__(
-        self, group: MeshGroup, whole: Iterable[nn.Module], sharded: Iterable[nn.Module], split: set[int]
+        self, group: MeshGroup, whole: Mapping[str, nn.Module], sharded: Iterable[nn.Module], split: set[int]
     ) -> None:
         """``split`` are the ids of parameters in ``whole`` modules that are not replicated. Collective.
 
@@ -36,10 +37,14 @@ class Replicas:
         """
         self.sharded = list(sharded)
         self.ddp: DistributedDataParallel | None = None
+        self._names: list[str] = []
+        """Of the parameters of ``ddp``, as it numbers them."""
         if group.link.world_size == 1:
             return
-        parameters = [one for one in _distinct(whole, nn.Module.parameters) if id(one) not in split]
-        buffers = _distinct(whole, nn.Module.buffers)
+        parameters = [one for one in _distinct(whole.values(), nn.Module.parameters) if id(one) not in split]
+        buffers = _distinct(whole.values(), nn.Module.buffers)
+        names = {id(one): f"{name}.{key}" for name, part in _named(whole) for key, one in _own(part)}
+        self._names = [names[id(one)].removeprefix(".") for one in parameters if one.requires_grad]
         if any(parameter.requires_grad for parameter in parameters):
             holder = _Holder(parameters, buffers)
             self.ddp = DistributedDataParallel(holder, process_group=group.process_group)
@@ -63,6 +68,8 @@ class Replicas:
         except RuntimeError as exc:
             if has_begun:
                 raise
+            if "did not receive grad" in str(exc):
+                raise InvalidArgument(_unused(str(exc), self._names)) from exc
             with lost_ranks_named("all-reduce"):  # what DDP itself asks the others, of its buckets and buffers
                 raise exc
 
@@ -93,7 +100,7 @@ def replicated(
     _materialise(whole, group.device, seed)
     for name, module in sharded.items():
         _shard(name, module, group, seed)
-    return Replicas(group, whole.values(), sharded.values(), split)
+    return Replicas(group, whole, sharded.values(), split)
 
 
 class _Holder(nn.Module):
@@ -107,6 +114,18 @@ class _Holder(nn.Module):
 
     def forward(self, forward: Callable[[], Any]) -> Any:
         return forward()
+
+
+def _unused(said: str, names: list[str]) -> str:
+    """What DDP says of parameters that a backward pass did not reach, with their names."""
+    listed = re.search(r"did not receive grad for rank \d+: ([\d ]+)", said)
+    numbers = [int(number) for number in listed[1].split()] if listed else []
+    unused = ", ".join(repr(names[number]) for number in numbers if number < len(names)) or "some"
+    return (
+        f"the last loss did not depend on parameters {unused}, so their gradients were not averaged over the ranks. "
+        "Freeze what is never used before gt.parallelize (requires_grad_(False)); add 0 * parameter.sum() to the "
+        "output for what is used at times"
+    )
 
 
 def _distinct(modules: Iterable[nn.Module], tensors: Callable[[nn.Module], Iterable[Any]]) -> list[Any]:

@@ -48,7 +48,7 @@ def stage(model: nn.Module, mesh: Mesh, found: ScopedModel, loss: LossFunction, 
         assert isinstance(layer, SplitLinear)
         split_parameters = {id(parameter) for parameter in layer.parameters()}
         module = _alone(name, layer).train(model.training)
-        return StagedModel(module, layer, mesh, found, loss, Replicas(group, [], [], split_parameters), agreement)
+        return StagedModel(module, layer, mesh, found, loss, Replicas(group, {}, [], split_parameters), agreement)
     distant = DistantLinear(name, linear.in_features, linear.out_features)
     parent, _, last = name.rpartition(".")
     if name:

@@ -49,7 +49,7 @@ def dry_model(
             setattr(skeleton.get_submodule(parent), last, layer)
         else:
             skeleton = layer
-    none = Replicas(_alone(trace), [], [], set())
+    none = Replicas(_alone(trace), {}, [], set())
     return ParallelModel(skeleton, Mesh(group, (), group), scopes, loss, none, agreement)
 
 

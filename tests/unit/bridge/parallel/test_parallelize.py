@@ -136,6 +136,22 @@ def check_losses(rank: int, ranks: int, folder: Path) -> None:
     assert_equal_training(rank, ranks, made(Classifier, 2), FUSION, nn.CrossEntropyLoss(), labels % 2)
 
 
+class WithUnused(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Linear(3, 3)
+
+
+def check_unused(rank: int, ranks: int, folder: Path) -> None:
+    del folder
+    inputs, labels, sizes = samples(ranks)
+    parallel = gt.parallelize(made(WithUnused), gt.mesh(), {"": gt.Replicate()}, loss=nn.CrossEntropyLoss())
+    parallel(own(inputs, sizes, rank), own(labels, sizes, rank)).backward()
+    parallel.zero_grad()
+    with pytest.raises(InvalidArgument, match=r"parameters 'unused.weight', 'unused.bias', so their gradients"):
+        parallel(own(inputs, sizes, rank), own(labels, sizes, rank))
+
+
 def check_failures(rank: int, ranks: int, folder: Path) -> None:
     del folder
     inputs, labels, sizes = samples(ranks)
@@ -174,6 +190,10 @@ def test_values_gradients_and_steps_are_those_of_the_model_that_is_not_parallel(
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_every_cross_entropy_is_that_of_torch(ranks: int, tmp_path: Path) -> None:
     run_ranks(check_losses, ranks, tmp_path)
+
+
+def test_parameters_that_no_loss_depends_on_are_named(tmp_path: Path) -> None:
+    run_ranks(check_unused, 2, tmp_path)
 
 
 def test_what_one_rank_refuses_is_an_error_on_all(tmp_path: Path) -> None:
