@@ -3,6 +3,7 @@
     PATH/model.json                the modules, tables, and the other files with their checksums (XXH3); sealed
     PATH/state-ID.safetensors      parameters, buffers and other state, see geartrain.bridge.rows.state
     PATH/rows-ID-0/                a snapshot of the tables of one cluster, or of the rows of one head on ranks
+    PATH/rank-ID-0-0.safetensors   rows of parameters and of their optimizer's state that are divided among ranks
 
 It is a folder because shards and ranks write their rows themselves, side by side. Every save writes files of a new ID;
 ``model.json`` is replaced last, in one rename. So a crash leaves the old model or the new one, never a mixture.
@@ -26,12 +27,17 @@ from geartrain.ams.storage.snapshot.folder import Snapshot, open_snapshot
 from geartrain.ams.storage.snapshot.manifest import seal_json, unseal_json
 from geartrain.ams.values.arguments import path_name
 from geartrain.ams.values.errors import ConfigError, InvalidArgument, ModelDamaged, SnapshotError
+from geartrain.bridge.checkpoint.rank_rows import RankFile
 from geartrain.bridge.rows.state import state_from_bytes, state_to_bytes
 
 FORMAT = 1
+_FORMAT_OF_RANKS = 2
+"""Of a model some tensors of which lie in files of ranks: earlier versions know none."""
 MODEL = "model.json"
 _ID = r"[0-9a-f]{32}"
-_OURS = re.compile(rf"(state-({_ID})\.safetensors|rows-({_ID})-\d+)|\.(staging|trash|part)-.*")
+_OURS = re.compile(
+    rf"(?:state|rows|rank)-({_ID})(?:\.safetensors|-\d+|-\d+\.json|-\d+-\d+\.safetensors)|\.(?:staging|trash|part)-.*"
+)
 _REMEDY = "bring the folder back from a copy, or save the model again"
 
 
@@ -59,6 +65,8 @@ class ModelRecord:
     rows: list[SavedRows]
     modules: dict[str, list[str]]
     """Names of the tables by that of the module."""
+    pieces: list[RankFile] = field(default_factory=list)
+    """The files that ranks wrote of tensors which are divided among them."""
     about: dict[str, Any] = field(default_factory=dict)
     """JSON values for people, and for whoever rebuilds the model."""
 
@@ -100,13 +108,14 @@ def write_state(folder: Path, model_id: str, state: Any) -> tuple[int, str]:
 def publish(folder: Path, record: ModelRecord) -> None:
     """Make what was written the model of the folder, in one step. Raises InvalidArgument, OSError."""
     content = {
-        "format": FORMAT,
+        "format": _FORMAT_OF_RANKS if record.pieces else FORMAT,
         "created": time.time(),
         "id": record.id,
         "state": {"file": record.state_file, "bytes": record.state_bytes, "xxh3_128": record.state_xxh3_128},
         "rows": [vars(rows) for rows in record.rows],
         "modules": record.modules,
         "about": record.about,
+        **({"pieces": [vars(piece) for piece in record.pieces]} if record.pieces else {}),
     }
     data = seal_json(content)
     sync_folder(folder)
@@ -125,7 +134,7 @@ def sweep(folder: Path) -> None:
             return
     for path in folder.iterdir() if folder.is_dir() else ():
         match = _OURS.fullmatch(path.name)
-        if match is None or kept in (match[2], match[3]):
+        if match is None or kept == match[1]:
             continue
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
@@ -146,8 +155,10 @@ def read_record(folder: Path) -> ModelRecord:
         content = unseal_json(data)
     except ValueError as exc:
         raise ModelDamaged(f"{path} is damaged: {exc}; {_REMEDY}") from exc
-    if content.get("format") != FORMAT:
-        raise ConfigError(f"{path} has format {content.get('format')!r}; this version reads format {FORMAT}")
+    if content.get("format") not in (FORMAT, _FORMAT_OF_RANKS):
+        raise ConfigError(
+            f"{path} has format {content.get('format')!r}; this version reads formats {FORMAT} and {_FORMAT_OF_RANKS}"
+        )
     try:
         return ModelRecord(
             id=content["id"],
@@ -155,6 +166,7 @@ def read_record(folder: Path) -> ModelRecord:
             state_xxh3_128=content["state"]["xxh3_128"],
             rows=[SavedRows(**rows) for rows in content["rows"]],
             modules=content["modules"],
+            pieces=[RankFile(**piece) for piece in content.get("pieces", [])],
             about=content["about"],
         )
     except (KeyError, TypeError) as exc:

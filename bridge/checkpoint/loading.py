@@ -25,8 +25,10 @@ from geartrain.bridge.checkpoint.parts import (
     require_between_steps,
     together,
 )
+from geartrain.bridge.checkpoint.rank_rows import DividedRows, state_like
 from geartrain.bridge.checkpoint.warm_start import CommonParts, adopt_states, common_parts, restore_common
 from geartrain.bridge.rows.keeper import RankGroup, RowKeeper
+from geartrain.bridge.rows.state import StoredApart
 
 logger = logging.getLogger(__name__)
 
@@ -45,11 +47,12 @@ def load(
 
     ``model`` was made like the saved one: the same modules and parameters, tables of the same names and settings. Rows,
     with their slots, go to where the model has them: a cluster of any number of shards, or any number of ranks, be the
-    rows saved from a cluster or from ranks. Training goes on as it would have. Where ranks train rows together, every
-    rank calls it.
+    rows saved from a cluster or from ranks. Training goes on as it would have. A model of :func:`geartrain.parallelize`
+    may have other scopes and any number of ranks, or be the plain one; an optimizer's state is divided as its
+    parameters are, and each rank reads its own rows. Where ranks train together, every rank calls it.
 
     Args:
-        model: A module; DistributedDataParallel and torch.compile around it are looked through.
+        model: A module; DistributedDataParallel, torch.compile and geartrain.parallelize around it are looked through.
         path: The folder.
         state: Objects with ``load_state_dict()``, by the names they were saved under; names that are left out are not
             loaded.
@@ -69,7 +72,7 @@ def load(
             may have been read already.
     """
     folder, keepers = model_folder(path), keepers_of(model)
-    group = group_of(keepers)
+    group = group_of(model, keepers)
     what = f"the model of {folder} was not loaded"
     loading = _Loading(folder, model, keepers, state or {}, replace=replace, strict=boolean("strict", strict))
     saved = together(group, loading.read, what)
@@ -81,9 +84,10 @@ def load(
     together(group, partial(loading.fill, saved), what)
     for keeper in keepers.values():
         keeper.go_on()
+    rows_of_ranks = DividedRows(folder, saved.record.pieces)
     for name, one in loading.state.items():
-        one.load_state_dict(saved.content["objects"][name])
-    values: dict[str, Any] = saved.content["values"]
+        one.load_state_dict(state_like(one, saved.content["objects"][name], rows_of_ranks))
+    values: dict[str, Any] = rows_of_ranks.whole(saved.content["values"])
     return values
 
 
@@ -135,13 +139,18 @@ class _Loading:
     def fill(self, saved: _Saved) -> None:
         """Give the model its graphs and tensors."""
         tensors, common = saved.content["model"], saved.common
+        rows_of_ranks = DividedRows(self.folder, saved.record.pieces)
+        here = self.model.state_dict(keep_vars=True)
         for name, data in saved.content["graphs"].items():
             if common is None or name in common.unchanged:
                 self.keepers[name].graph_from_bytes(data.numpy().tobytes())
         if common is None:
-            self.model.load_state_dict({name: tensors[self._plain(name)] for name in self.model.state_dict()})
+            self.model.load_state_dict(
+                {name: rows_of_ranks.like(value, tensors[self._plain(name)]) for name, value in here.items()}
+            )
             return
-        self.model.load_state_dict(dict(common.tensors), strict=False)
+        found = {name: rows_of_ranks.like(here[name], value) for name, value in common.tensors.items()}
+        self.model.load_state_dict(found, strict=False)
         adopt_states(saved.record, tensors, self.keepers, common)
         if common.new or common.left_out:
             logger.warning("of the model in %s: %s", self.folder, common)
@@ -206,9 +215,9 @@ def _require_same_tensors(folder: Path, saved: Mapping[str, Any], model: nn.Modu
             raise SpecMismatch(f"{whose} alone has {', '.join(sorted(names)[:5])}. {_REMEDY}")
     for name, value in saved.items():
         here = mine[name]
-        if not isinstance(value, Tensor) or not isinstance(here, Tensor) or nn.parameter.is_lazy(here):
+        if not isinstance(value, Tensor | StoredApart) or not isinstance(here, Tensor) or nn.parameter.is_lazy(here):
             continue
-        if value.shape != here.shape:
+        if tuple(value.shape) != tuple(here.shape):
             raise SpecMismatch(
                 f"{name!r} of {folder} has shape {list(value.shape)}, that of this model {list(here.shape)}. {_REMEDY}"
             )

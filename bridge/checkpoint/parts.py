@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.text import quoted
+from geartrain.bridge.checkpoint.rank_rows import is_divided
+from geartrain.bridge.collectives.link import RankLink
 from geartrain.bridge.dense.attached import row_keeper_of
 from geartrain.bridge.rows.keeper import RankGroup, RowKeeper
 from geartrain.bridge.rows.ranks import run_together
 
 T = TypeVar("T")
 
+_links: weakref.WeakKeyDictionary[Any, RankLink] = weakref.WeakKeyDictionary()
+"""By DeviceMesh, for making one makes a process group where the ranks' own is NCCL's."""
+
 
 class PlainNames:
-    """Names within a model as they are without DistributedDataParallel and torch.compile around parts of it."""
+    """Names within a model as they are without DistributedDataParallel, torch.compile and gt.parallelize around it."""
 
     def __init__(self, model: nn.Module) -> None:
         """Raises InvalidArgument for what is no module."""
@@ -28,7 +34,7 @@ class PlainNames:
         for name, module in model.named_modules(remove_duplicate=False):
             if "_orig_mod" in module._modules:
                 wrapped.append((name, "_orig_mod"))
-            elif isinstance(module, DistributedDataParallel):
+            elif isinstance(module, DistributedDataParallel) or hasattr(type(module), "saving_ranks"):
                 wrapped.append((name, "module"))
         self._wrapped = sorted(wrapped, key=lambda pair: -len(pair[0]))  # the innermost first
 
@@ -71,9 +77,25 @@ def require_between_steps(model: nn.Module) -> None:
             )
 
 
-def group_of(keepers: dict[str, RowKeeper]) -> RankGroup | None:
-    """The ranks that save and load together: those that train rows together; None: this process alone."""
-    return next((keeper.peers for keeper in keepers.values() if keeper.peers is not None), None)
+def group_of(model: nn.Module, keepers: dict[str, RowKeeper]) -> RankGroup | None:
+    """The ranks that save and load together: those that train rows or parameters together; None: this process alone.
+
+    Those of a parallel model (``saving_ranks``) or of DTensors. Every rank calls it.
+    """
+    for keeper in keepers.values():
+        if keeper.peers is not None:
+            return keeper.peers
+    parallel: Any = next((one for one in model.modules() if hasattr(type(one), "saving_ranks")), None)
+    if parallel is not None:
+        ranks: RankGroup | None = parallel.saving_ranks
+        return ranks
+    divided: Any = next((one for one in model.parameters() if is_divided(one)), None)
+    if divided is None or divided.device_mesh.ndim != 1:
+        return None
+    mesh = divided.device_mesh
+    if mesh not in _links:
+        _links[mesh] = RankLink(mesh.get_group())
+    return _links[mesh]
 
 
 def together(group: RankGroup | None, action: Callable[[], T], what: str) -> T:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
@@ -32,10 +32,13 @@ from geartrain.bridge.checkpoint.parts import (
     require_between_steps,
     together,
 )
+from geartrain.bridge.checkpoint.rank_rows import collect_pieces, set_apart, write_rows
 from geartrain.bridge.rows.keeper import RankGroup, RowKeeper
 
 if TYPE_CHECKING:
     from geartrain.ams.client.cluster import Cluster
+
+T = TypeVar("T")
 
 _HALF = 2**62 - 1
 """Numbers travel between ranks as int64."""
@@ -47,11 +50,13 @@ def save(model: nn.Module, path: str | Path, *, state: Mapping[str, Any] | None 
     In it are the ``state_dict`` of the module and, as snapshots, every table of its parts: class heads with momentum or
     other slots, slow gears, modules under :func:`geartrain.attach`. All files have checksums. A model that is there is
     replaced in one step: a crash leaves the old one or the new one. Call it between two steps. Where ranks train rows
-    together, every rank calls it with the same folder, which all of them and all shards see. DistributedDataParallel
-    and torch.compile around the model are looked through.
+    together, or have parts of one model (:func:`geartrain.parallelize`, FSDP2), every rank calls it with the same
+    folder, which all of them and all shards see. DistributedDataParallel, torch.compile and geartrain.parallelize
+    around the model are looked through.
 
-    Rows are streamed: 16 MiB for each shard or rank, whatever their number. What is in the ``state_dict`` is held in
-    memory twice.
+    Rows are streamed: 16 MiB for each shard or rank, whatever their number. Of DTensors, in the model and in ``state``,
+    each rank writes the rows that it has, 64 MiB at a time; nothing is gathered. What else is in the ``state_dict`` is
+    held in memory twice.
 
     Args:
         model: A module; it need not have rows.
@@ -60,34 +65,39 @@ def save(model: nn.Module, path: str | Path, *, state: Mapping[str, Any] | None 
             GradScaler), and numbers, strings, tensors, dicts and lists of them (the epoch, ``torch.get_rng_state()``).
 
     Raises:
-        InvalidArgument: Gradients wait for a step, a value cannot be kept, the folder holds something else, or a module
-            with rows does not say where they are.
+        InvalidArgument: Gradients wait for a step, a value cannot be kept, the folder holds something else, a module
+            with rows does not say where they are, or a DTensor is divided other than by rows.
         SnapshotFailed: The disk fails; the old model is as it was.
         SnapshotRefused, ShardUnavailable: A shard cannot write its rows.
         SyncError: Another rank failed.
     """
     folder, plain = model_folder(path), PlainNames(model)
     keepers = keepers_of(model)
-    group = group_of(keepers)
+    group = group_of(model, keepers)
     what = f"the model was not saved in {folder}"
     model_id = _new_id(group)
 
-    def contents() -> dict[str, Any]:
-        require_ours(folder)
+    def write_own() -> dict[str, Any]:
         require_between_steps(model)
         for keeper in keepers.values():
             keeper.settle()
         graphs = {name: _as_tensor(data) for name, one in keepers.items() if (data := one.graph_to_bytes())}
-        return {
-            "model": {plain(name): value for name, value in _whole(model.state_dict()).items()},
+        content = {
+            "model": {plain(name): value for name, value in model.state_dict().items()},
             "graphs": graphs,
             **_split(state or {}),
         }
+        left: dict[str, Any]
+        left, own = set_apart(content)
+        if own:
+            write_rows(folder, model_id, 0 if group is None else group.rank, own)
+        return left
 
-    # Every rank gathers, for the state of some modules is of all ranks; the first one writes.
-    content = together(group, contents, what)
+    together(group, lambda: require_ours(folder), what)
     rows: list[SavedRows] = []
     try:
+        # Every rank gathers, for the state of some modules is of all ranks; the first one writes.
+        content = together(group, partial(_on_disk, write_own, what), what)
         for name, keeper in keepers.items():
             if keeper.cluster is None:
                 saved = _rows_name(model_id, rows)
@@ -108,7 +118,8 @@ def _write(
         tables = [spec.name for name in names for spec in keepers[name].specs()]
         cluster.snapshot(folder, saved, tables=tables, graphs=False).result()
         rows.append(_saved_rows(folder, saved, names))
-    try:
+
+    def write() -> None:
         length, checksum = write_state(folder, model_id, content)
         record = ModelRecord(
             id=model_id,
@@ -116,10 +127,18 @@ def _write(
             state_xxh3_128=checksum,
             rows=rows,
             modules={name: [spec.name for spec in keeper.specs()] for name, keeper in keepers.items()},
+            pieces=collect_pieces(folder, model_id, content),
         )
         publish(folder, record)
+
+    _on_disk(write, f"the model was not saved in {folder}")
+
+
+def _on_disk(action: Callable[[], T], what: str) -> T:
+    try:
+        return action()
     except OSError as exc:
-        raise failed(f"the model was not saved in {folder}", exc) from exc
+        raise failed(what, exc) from exc
 
 
 def _saved_rows(folder: Path, saved: str, modules: list[str]) -> SavedRows:
@@ -149,17 +168,6 @@ def _by_cluster(keepers: Mapping[str, RowKeeper]) -> list[tuple[Cluster, list[st
 
 def _as_tensor(data: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
-
-
-def _whole(tensors: dict[str, Any]) -> dict[str, Any]:
-    """A ``state_dict`` all of which is here. Raises InvalidArgument."""
-    for name, value in tensors.items():
-        if hasattr(value, "full_tensor"):
-            raise InvalidArgument(
-                f"{name!r} is a DTensor, of which this rank has a part; save with torch.distributed.checkpoint, which "
-                "takes the rows, too: see ClassHead.sharded_rows"
-            )
-    return tensors
 
 
 def _split(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from geartrain.ams.values.specs import TableSpec
 from geartrain.bridge.checkpoint.folder import ModelRecord, open_rows
 from geartrain.bridge.checkpoint.parts import PlainNames, on_first, together
 from geartrain.bridge.rows.keeper import RankGroup, RowKeeper
+from geartrain.bridge.rows.state import StoredApart
 
 _EXTRA_STATE = "_extra_state"
 
@@ -129,7 +130,9 @@ def _tensors(
         if plain(name) not in saved or plain(name) in apart:
             continue
         is_lazy = isinstance(here, Tensor) and nn.parameter.is_lazy(here)
-        if isinstance(value, Tensor) and isinstance(here, Tensor) and not is_lazy and value.shape != here.shape:
+        if not isinstance(value, Tensor | StoredApart) or not isinstance(here, Tensor) or is_lazy:
+            tensors[name] = value
+        elif tuple(value.shape) != tuple(here.shape):
             other[name] = f"{list(here.shape)}, saved as {list(value.shape)}"
         else:
             tensors[name] = value

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from geartrain.ams.values.errors import InvalidArgument
+from geartrain.bridge.collectives.link import RankLink
 from geartrain.bridge.parallel.global_mean import mean_of_ranks
 from geartrain.bridge.parallel.mesh import Mesh
 from geartrain.bridge.parallel.replicated import Replicas
@@ -59,8 +60,8 @@ class ParallelModel(nn.Module):
     ``ddp`` takes communication hooks.
 
     ``parameters()`` are those of the model: give them to any optimizer of torch. Those of split layers are DTensors
-    over the ranks. ``state_dict()`` has the names of the model that is not parallel; with
-    ``torch.distributed.checkpoint`` it is saved, and loaded on any number of ranks. Not thread-safe.
+    over the ranks. ``state_dict()`` has the names of the model that is not parallel. ``gt.save`` and
+    ``torch.distributed.checkpoint`` save it, to be loaded on any number of ranks. Not thread-safe.
     """
 
     def __init__(
@@ -91,6 +92,11 @@ class ParallelModel(nn.Module):
     def ddp(self) -> DistributedDataParallel | None:
         """That of all parameters that are whole on every rank; None with one rank, or without such parameters."""
         return self.replicas.ddp
+
+    @property
+    def saving_ranks(self) -> RankLink | None:
+        """Who calls ``gt.save`` and ``gt.load`` of it together; None: one process."""
+        return self.mesh.whole.link if self.mesh.world_size > 1 else None
 
     @property
     def plan(self) -> Plan:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,7 +20,17 @@ from torch import Tensor
 from geartrain.ams.values.errors import InvalidArgument
 
 _TREE = "geartrain-state"
-_TENSOR, _TUPLE, _PAIRS, _FLOAT = "$tensor", "$tuple", "$pairs", "$float"
+_TENSOR, _TUPLE, _PAIRS, _FLOAT, _APART = "$tensor", "$tuple", "$pairs", "$float", "$apart"
+
+
+@dataclass(frozen=True)
+class StoredApart:
+    """What a state has in place of a tensor that lies in other files, as one does of which each rank has some rows."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    """As "float32"."""
 
 
 def state_to_bytes(state: Any) -> bytes:
@@ -51,6 +62,8 @@ def _packed(value: Any, place: str, tensors: dict[str, Tensor]) -> Any:
             name = f"{len(tensors):06}"
             tensors[name] = value.detach().cpu().clone().contiguous()
             return {_TENSOR: name}
+        case StoredApart():
+            return {_APART: [value.name, list(value.shape), value.dtype]}
         case None | bool() | int() | str():
             return value
         case float():
@@ -85,6 +98,9 @@ def _unpacked(value: Any, tensors: dict[str, Tensor]) -> Any:
             return float(content)
         case "$pairs":
             return {key: _unpacked(item, tensors) for key, item in content}
+        case "$apart":
+            name, shape, dtype = content
+            return StoredApart(name, tuple(shape), dtype)
         case "$tuple":
             return tuple(_unpacked(item, tensors) for item in content)
     raise ValueError(f"unknown kind {kind!r}")

@@ -44,7 +44,7 @@ BRIDGE_ROOMS: dict[str, tuple[str, ...]] = {
     "head": ("rows", "collectives"),
     "parallel": ("rows", "collectives", "head"),
     "optim": ("collectives",),
-    "checkpoint": ("rows", "dense"),
+    "checkpoint": ("rows", "collectives", "dense"),
 }
 
 # What single files or rooms may use beside that, each for a reason.

@@ -23,6 +23,7 @@ from geartrain.ams.values.arguments import integer, path_name
 from geartrain.ams.values.errors import InvalidArgument, InvalidRows, SpecMismatch
 from geartrain.ams.values.text import counted, quoted
 from geartrain.bridge.checkpoint.folder import MODEL, ModelRecord, read_record, read_state
+from geartrain.bridge.checkpoint.rank_rows import DividedRows
 from geartrain.bridge.head.sub_centers import scores_of_classes
 from geartrain.bridge.rows.tables import TORCH_DTYPES, as_numpy
 from geartrain.workers.data.bitmaps import Preprocessing, open_picture
@@ -255,7 +256,7 @@ def _of_saved(
             "the one that makes the features, load_model(path, backbone=MyBackbone())"
         )
     record = read_record(folder)
-    state = read_state(folder, record)["model"]
+    state = DividedRows(folder, record.pieces).whole(read_state(folder, record)["model"])
     name, said = _head_of(folder, state, head)
     num_classes = int(said["num_classes"])
     names = [str(one) for one in (range(num_classes) if class_names is None else class_names)]

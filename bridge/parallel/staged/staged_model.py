@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +47,14 @@ class StagedModel(ParallelModel):
     def waits(self) -> StageWaits:
         """How long this rank was idle, and how long it waited for what travels; ``clear()`` begins anew."""
         return self._stages.waits
+
+    @property
+    def saving_ranks(self) -> NoReturn:
+        """Raise InvalidArgument: no rank knows all parts."""
+        raise InvalidArgument(
+            "geartrain.save and load do not take a model in two stages, for each rank has only the parts of its own: "
+            "save model.state_dict() of every rank with torch.distributed.checkpoint"
+        )
 
     def forward(self, inputs: Any = None, labels: Tensor | None = None, **options: Any) -> Any:
         """Loss (0-dim) over the samples of all senders, the same number on every rank; every rank calls it.

@@ -81,8 +81,6 @@ def load(rank: int, ranks: int, folder: Path) -> None:
     assert torch.equal(whole(model.state_dict())["head.weight"], kept["state"]["head.weight"])
     with pytest.raises(SpecMismatch, match=r"head.bias of the state has shape \(12,\), this layer \(11,\)"):
         model.load_state_dict({**kept["state"], "head.bias": torch.zeros(12)})
-    with pytest.raises(InvalidArgument, match=r"torch.distributed.checkpoint"):
-        gt.save(model, folder / "saved")
 
 
 def clip(rank: int, ranks: int, folder: Path) -> None:
