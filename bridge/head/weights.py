@@ -132,6 +132,11 @@ def export_class_weights(head: ClassHead, path: str | Path, *, dominant: Tensor 
     pull per 8 MiB and shard. With ranks, one of them calls it. Rows that lie on ranks every rank hands in, and the
     first one writes: one all-reduce per 8 MiB. Raises InvalidArgument, OSError, and SyncError on the other ranks then.
     """
+    return write_centers(head, path, EXPORTED_NAME, dominant)
+
+
+def write_centers(head: ClassHead, path: str | Path, name: str, dominant: Tensor | None = None) -> Path:
+    """:func:`export_class_weights`, with the tensor called ``name``."""
     table, peers = head.table, head.backend.peers
     chosen_C = None if dominant is None else check_dominant(dominant, head.num_classes, head.sub_centers)
     blocks = _blocks(table)
@@ -139,10 +144,10 @@ def export_class_weights(head: ClassHead, path: str | Path, *, dominant: Tensor 
     def write(file: Path) -> None:
         check_export_path(file)
         if chosen_C is not None:
-            _write_file(table.spec, file, _picked(blocks, chosen_C, head.dim), [head.num_classes, head.dim])
+            _write_file(table.spec, file, name, _picked(blocks, chosen_C, head.dim), [head.num_classes, head.dim])
             return
         centers = [head.sub_centers] if head.sub_centers > 1 else []
-        _write_file(table.spec, file, blocks, [head.num_classes, *centers, head.dim], has_biases=head.bias)
+        _write_file(table.spec, file, name, blocks, [head.num_classes, *centers, head.dim], has_biases=head.bias)
 
     if peers is None or not head.backend.reads_together:
         write(_path(path))
@@ -172,7 +177,7 @@ def export_rows(table: ReadableTable, path: Path) -> Path:
     check_export_path(path)
     if spec.num_rows is None:
         raise InvalidArgument(f"table {spec.name!r} is hashed: its rows are no matrix; export a dense table (num_rows)")
-    _write_file(spec, path, _blocks(table), [spec.num_rows, spec.dim])
+    _write_file(spec, path, EXPORTED_NAME, _blocks(table), [spec.num_rows, spec.dim])
     return path
 
 
@@ -199,15 +204,16 @@ def _picked(blocks: Iterator[npt.NDArray[Any]], numbers_C: Tensor, dim: int) -> 
 def _write_file(
     spec: TableSpec,
     path: Path,
+    name: str,
     blocks: Iterator[npt.NDArray[Any]],
     shape: Sequence[int],
     *,
     has_biases: bool = False,
 ) -> None:
-    """Write ``blocks`` of rows as a tensor of ``shape``; one more column of theirs is biases."""
+    """Write ``blocks`` of rows as the tensor ``name`` of ``shape``; one more column of theirs is biases."""
     kind, itemsize = _SAFETENSORS_DTYPES[spec.dtype], spec.numpy_dtype.itemsize
     width, middle = math.prod(shape[1:]), math.prod(shape) * itemsize
-    tensors = {EXPORTED_NAME: {"dtype": kind, "shape": list(shape), "data_offsets": [0, middle]}}
+    tensors = {name: {"dtype": kind, "shape": list(shape), "data_offsets": [0, middle]}}
     if has_biases:
         end = middle + shape[0] * itemsize
         tensors[EXPORTED_BIASES] = {"dtype": kind, "shape": [shape[0]], "data_offsets": [middle, end]}

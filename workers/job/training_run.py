@@ -35,7 +35,7 @@ from geartrain.workers.loggers.protocol import Loggers
 from geartrain.workers.loggers.registry import open_loggers
 from geartrain.workers.models.backbones import build_backbone
 from geartrain.workers.models.networks import require_features
-from geartrain.workers.models.saved_model import Model, load_model, save_model
+from geartrain.workers.models.saved_model import Model, load_model, save_model_of_head
 from geartrain.workers.recipes.graph_lines import GraphLines
 
 _NAMED = 5
@@ -340,12 +340,12 @@ class TrainingRun:
 
     def _write_model(self, *, training: dict[str, Any]) -> None:
         names, look, name = self._data.class_names, self._options.preprocessing, self._recipe.backbone
-        is_cosine = self._head.margin is not None
-        centers_CD = self._head.weights()
-        if not self._ranks.is_first:
-            return  # it was asked for its rows
-        model = Model(self._trainer.backbone, self._settings, centers_CD, names, look, is_cosine, name, training)
-        save_model(self._options.out / "model", model)
+        head = self._head
+        shape = (head.num_classes, *([head.sub_centers] if head.sub_centers > 1 else []), head.dim)
+        centers = torch.empty(shape, device="meta")
+        is_cosine = head.margin is not None
+        model = Model(self._trainer.backbone, self._settings, centers, names, look, is_cosine, name, training)
+        save_model_of_head(self._options.out / "model", model, head, is_first=self._ranks.is_first)
 
     def _state(self) -> JobState:
         """Every rank calls this at the same step; the first one's is whole."""

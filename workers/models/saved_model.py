@@ -27,6 +27,8 @@ from torch import Tensor, nn
 
 from geartrain.ams.storage.snapshot.manifest import seal_json, unseal_json
 from geartrain.ams.values.errors import ConfigError, ModelDamaged
+from geartrain.bridge.head.class_head import ClassHead
+from geartrain.bridge.head.weights import write_centers
 from geartrain.workers.atomic import complete_folder, replacing_folder, write_json
 from geartrain.workers.data.bitmaps import Preprocessing
 from geartrain.workers.models.backbones import build_backbone
@@ -39,6 +41,8 @@ _WITHOUT_CHECKSUMS = 1
 _CONFIG = "config.json"
 _BACKBONE, _CENTERS, _CLASSES = "backbone.safetensors", "centers.safetensors", "classes.json"
 _FILES = (_BACKBONE, _CENTERS, _CLASSES)
+_TENSOR = "centers"
+"""In the file of that name."""
 COSINE, PRODUCT = "cosine of feature and class center", "product of feature and class center"
 _CHUNK_BYTES = 1 << 20
 _REMEDY = "bring it back from a copy, or train on: 'geartrain worker ... --resume RUN' saves the model anew at its end"
@@ -64,8 +68,11 @@ class Model:
     """What the run that wrote it says of it, as plain values; see :mod:`geartrain.workers.job.best`."""
 
 
-def save_model(folder: Path, model: Model) -> None:
-    """Replace ``folder`` with this model."""
+def save_model(folder: Path, model: Model, centers: Path | None = None) -> None:
+    """Replace ``folder`` with this model.
+
+    Its centers may be on the meta device if they are in the file ``centers``, which becomes part of the folder.
+    """
     config = {
         "format": FORMAT,
         "backbone": {"name": model.backbone_name, "settings": model.backbone_settings},
@@ -77,12 +84,32 @@ def save_model(folder: Path, model: Model) -> None:
     }
     with replacing_folder(folder) as staging:
         save_file(_on_host(model.backbone.state_dict()), staging / _BACKBONE)
-        save_file({"centers": model.centers.detach().cpu().contiguous()}, staging / _CENTERS)
+        if centers is None:
+            save_file({_TENSOR: model.centers.detach().cpu().contiguous()}, staging / _CENTERS)
+        else:
+            centers.replace(staging / _CENTERS)
         for tensors in staging.glob("*.safetensors"):
             tensors.chmod(0o644)  # the library creates them for their owner alone; a model is made to be handed on
         write_json(staging / _CLASSES, model.class_names)
         checksums = {name: _checksum(staging / name) for name in _FILES}
         (staging / _CONFIG).write_bytes(seal_json({**config, "xxh3_128_of": checksums}))
+
+
+def save_model_of_head(folder: Path, model: Model, head: ClassHead, *, is_first: bool) -> None:
+    """Replace ``folder`` with this model, its centers the rows of ``head``; ``model.centers`` are on the meta device.
+
+    Every rank calls it, the first one writes. Rows travel and are written 8 MiB at a time, so that no rank needs memory
+    for all of them. Raises what :func:`geartrain.bridge.head.weights.export_class_weights` does.
+    """
+    centers = folder.with_name(f".{folder.name}.centers.part.safetensors")
+    try:
+        if is_first or head.backend.reads_together:
+            write_centers(head, centers, _TENSOR)
+        if is_first:
+            save_model(folder, model, centers)
+    finally:
+        if is_first:
+            centers.unlink(missing_ok=True)
 
 
 def load_model(folder: Path, *, backbone: str | None = None) -> Model:
@@ -102,7 +129,7 @@ def load_model(folder: Path, *, backbone: str | None = None) -> Model:
         name, settings = config["backbone"]["name"], config["backbone"]["settings"]
         network = build_backbone(name, settings, own=backbone)
         network.load_state_dict(_read_tensors(folder / _BACKBONE))
-        centers = _read_tensors(folder / _CENTERS)["centers"]
+        centers = _read_tensors(folder / _CENTERS)[_TENSOR]
         preprocessing = Preprocessing(**config["preprocessing"])
         names = json.loads((folder / _CLASSES).read_text(encoding="utf-8"))
     except (KeyError, TypeError, RuntimeError, OSError, ValueError, SafetensorError) as exc:
