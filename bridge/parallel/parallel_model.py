@@ -20,6 +20,7 @@ from geartrain.bridge.parallel.scopes import Scope
 from geartrain.bridge.parallel.split.agreement import StepAgreement
 from geartrain.bridge.parallel.split.linear import SplitLinear
 from geartrain.bridge.parallel.split.logits import SplitLogits
+from geartrain.bridge.rows.eager import runs_eagerly
 
 if TYPE_CHECKING:
     from geartrain.bridge.parallel.plan.hardware.hardware import Hardware
@@ -59,9 +60,10 @@ class ParallelModel(nn.Module):
     Attributes: ``module``, the model itself with its split layers; ``mesh``, ``scopes``, ``loss``; ``replicas``, whose
     ``ddp`` takes communication hooks.
 
-    ``parameters()`` are those of the model: give them to any optimizer of torch. Those of split layers are DTensors
-    over the ranks. ``state_dict()`` has the names of the model that is not parallel. ``gt.save`` and
-    ``torch.distributed.checkpoint`` save it, to be loaded on any number of ranks. Not thread-safe.
+    ``parameters()`` are those of the model: give them to any optimizer of torch that works number by number, or to LARS
+    and LAMB. Those of split layers are DTensors over the ranks. ``state_dict()`` has the names of the model that is not
+    parallel. ``gt.save`` and ``torch.distributed.checkpoint`` save it, to be loaded on any number of ranks. Not
+    thread-safe.
     """
 
     def __init__(
@@ -125,6 +127,7 @@ class ParallelModel(nn.Module):
             optimizer=optimizer,
         )
 
+    @runs_eagerly
     def forward(self, inputs: Any, labels: Tensor | None = None, **options: Any) -> Any:
         """Loss (0-dim) over the samples of all ranks, of this rank's ``inputs`` and ``labels``; every rank calls it.
 
@@ -135,7 +138,10 @@ class ParallelModel(nn.Module):
         Without labels it is what the model returns; of split logits, in ``eval()``, all classes of the own samples
         [S, C], while training :class:`SplitLogits`, which ``F.cross_entropy`` takes. Where ``loss`` is None, all
         arguments go to the model, which returns its own loss. ``inputs`` that are a tuple or a dict are several
-        arguments of the model; ``options`` go to it, too.
+        arguments of the model; ``options`` go to it, too. Where a model returns a tuple, list or dict with split logits
+        in it, ``loss`` makes one number of all: what it adds of whole outputs counts as a mean over the own samples.
+
+        ``torch.compile`` leaves it alone; compile parts, such as ``model.module.backbone``.
 
         Raises InvalidIds for labels (on a CPU), InvalidArgument, SpecMismatch where ranks differ, SyncError where
         another rank failed, RankLost where one is gone.
@@ -167,10 +173,9 @@ class ParallelModel(nn.Module):
 
     def _run(self, inputs: Any, labels: Tensor | None, options: Mapping[str, Any]) -> Any:
         output = self.output(inputs, options)
-        is_split = isinstance(output, SplitLogits)
         if self.loss is None or labels is None:
-            return output.whole() if is_split and not self.training else output
-        if is_split or self.mesh.world_size == 1:
+            return output if self.training else _whole(output)
+        if _has_split_logits(output) or self.mesh.world_size == 1:
             return self.loss(output, labels)
         return self._loss_of_ranks(output, labels)
 
@@ -216,6 +221,27 @@ class ParallelModel(nn.Module):
             )
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self
+
+
+def _has_split_logits(output: Any) -> bool:
+    match output:
+        case tuple() | list():
+            return any(map(_has_split_logits, output))
+        case dict():
+            return any(map(_has_split_logits, output.values()))
+        case _:
+            return isinstance(output, SplitLogits)
+
+
+def _whole(output: Any) -> Any:
+    """What a model returns, with all classes of the own samples."""
+    if isinstance(output, SplitLogits):
+        return output.whole()
+    if not _has_split_logits(output):
+        return output
+    if isinstance(output, dict):
+        return {name: _whole(one) for name, one in output.items()}
+    return [_whole(one) for one in output] if isinstance(output, list) else tuple(_whole(one) for one in output)
 
 
 def _own_sum(loss: LossFunction, reduction: str, output: Any, labels: Tensor) -> tuple[Tensor, Tensor]:

@@ -13,11 +13,13 @@ from geartrain.ams.values.arguments import integer
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.text import quoted
 from geartrain.bridge.parallel.mesh import Mesh
+from geartrain.bridge.parallel.mixed_optimizers import let_optimizers_mix
 from geartrain.bridge.parallel.parallel_model import LossFunction, ParallelModel
 from geartrain.bridge.parallel.plan.model_plans import ModelPlans
 from geartrain.bridge.parallel.replicated import replicated, require_first_values
 from geartrain.bridge.parallel.scopes import Scope, ScopedModel, marked_scopes, scoped
 from geartrain.bridge.parallel.split.agreement import StepAgreement
+from geartrain.bridge.parallel.split.layer import SplitLayer
 from geartrain.bridge.parallel.split.registry import SplitPlace, check_can_split, split_layer
 from geartrain.bridge.parallel.staged.staging import check_stages, stage
 
@@ -57,7 +59,8 @@ def parallelize(
     Costs one all-gather of what is given, and for values a broadcast of replicated and a send of split parts.
 
     Raises:
-        InvalidArgument: A scope, a layer that cannot be split, or a parameter without a scope.
+        InvalidArgument: A scope, a layer that cannot be split, a parameter without a scope, or a model that is parallel
+            already.
         SpecMismatch: Ranks were given different models, scopes or losses; on every rank.
     """
     link = mesh.whole.link
@@ -71,6 +74,8 @@ def parallelize(
     link.require_equal({**said, "error": None if failure is None else str(failure)}, "gt.parallelize()")
     if failure is not None:
         raise failure
+    if mesh.world_size > 1:
+        let_optimizers_mix()
     if mesh.stages:
         assert loss is not None
         return stage(model, mesh, found, loss, seed)
@@ -96,6 +101,12 @@ def _looked_up(
         raise InvalidArgument(f"model is {quoted(model)}; it must be a torch.nn.Module")
     if not isinstance(mesh, Mesh):
         raise InvalidArgument(f"mesh is {quoted(mesh)}; it must be what gt.mesh() returns")
+    for name, part in model.named_modules():
+        if isinstance(part, ParallelModel | SplitLayer):
+            raise InvalidArgument(
+                f"{name or 'the model'!r} is a {type(part).__name__}: gt.parallelize had it before. Call it once, with "
+                "all scopes, on a model that is not parallel"
+            )
     if loss is not None and not callable(loss):
         raise InvalidArgument(f"loss is {quoted(loss)}; it must be a function of (output, labels), or None")
     if isinstance(loss, nn.Module) and any(True for _ in loss.parameters()):

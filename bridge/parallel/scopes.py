@@ -159,6 +159,7 @@ def _parts_of(model: nn.Module) -> str:
 def _require_all_named(
     model: nn.Module, split: Mapping[str, nn.Module], replicated: Mapping[str, tuple[Replicate, nn.Module]]
 ) -> None:
+    owners: dict[int, tuple[str, str]] = {}
     kinds: dict[int, set[bool]] = {}
     first_names: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -169,6 +170,14 @@ def _require_all_named(
                 f'{{"{name.rpartition(".")[0]}": gt.Replicate()}} keeps it whole on every rank'
             )
         kinds.setdefault(id(parameter), set()).add(is_split)
+        scope = next((one for one in replicated if _is_inside(name, one)), None)
+        if scope is not None and not is_split:
+            other, tied = owners.setdefault(id(parameter), (scope, name))
+            if other != scope and (replicated[other][0].shard or replicated[scope][0].shard):
+                raise InvalidArgument(
+                    f"parameters {tied!r} and {name!r} are one, in the scopes {other!r} and {scope!r}; with shard=True "
+                    "name one module that holds both, or untie them"
+                )
         first = first_names.setdefault(id(parameter), name)
         if len(kinds[id(parameter)]) > 1 or (is_split and first != name):
             raise InvalidArgument(

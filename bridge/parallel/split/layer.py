@@ -60,6 +60,10 @@ class SplitLayer(nn.Module):
 
 def check_floating(samples: Any, width: int, layer: str) -> None:
     """Raise InvalidRows unless ``samples`` are features [S, ``width``]."""
+    if hasattr(samples, "whole"):
+        raise InvalidRows(
+            f"split layer {layer!r} was given the logits of another split layer; make them whole before: logits.whole()"
+        )
     if not isinstance(samples, Tensor) or samples.ndim != 2 or samples.shape[1] != width:
         given = tuple(samples.shape) if isinstance(samples, Tensor) else type(samples).__name__
         raise InvalidRows(

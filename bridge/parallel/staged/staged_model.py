@@ -20,6 +20,7 @@ from geartrain.bridge.parallel.split.linear import SplitLinear
 from geartrain.bridge.parallel.staged.owner import answer
 from geartrain.bridge.parallel.staged.sender import DistantLinear, DistantLogits, ask_for_logits, ask_for_loss
 from geartrain.bridge.parallel.staged.stage_link import StageLink, StageWaits
+from geartrain.bridge.rows.eager import runs_eagerly
 
 
 class StagedModel(ParallelModel):
@@ -56,6 +57,7 @@ class StagedModel(ParallelModel):
             "save model.state_dict() of every rank with torch.distributed.checkpoint"
         )
 
+    @runs_eagerly
     def forward(self, inputs: Any = None, labels: Tensor | None = None, **options: Any) -> Any:
         """Loss (0-dim) over the samples of all senders, the same number on every rank; every rank calls it.
 

@@ -136,6 +136,71 @@ def check_losses(rank: int, ranks: int, folder: Path) -> None:
     assert_equal_training(rank, ranks, made(Classifier, 2), FUSION, nn.CrossEntropyLoss(), labels % 2)
 
 
+class WithTwoHeads(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Linear(DIM, 7)
+
+    def forward(self, inputs: Tensor) -> Any:
+        features = self.backbone(inputs)
+        return {"fine": self.head(features), "coarse": [self.other(features)]}
+
+
+class TwoLosses(nn.Module):
+    def forward(self, output: Any, labels: Tensor) -> Tensor:
+        fine = nn.functional.cross_entropy(output["fine"], labels)
+        return fine + 2 * nn.functional.cross_entropy(output["coarse"][0], labels % 7)
+
+
+def check_two_heads(rank: int, ranks: int, folder: Path) -> None:
+    del folder
+    scopes: dict[str, Scope] = {**FUSION, "other": gt.Split()}
+    parallel = assert_equal_training(rank, ranks, made(WithTwoHeads), scopes, TwoLosses())
+    inputs, _, sizes = samples(ranks)
+    parallel.train()
+    assert type(parallel(own(inputs, sizes, rank))["coarse"][0]).__name__ == "SplitLogits"
+
+
+def check_compiled(rank: int, ranks: int, folder: Path) -> None:
+    del folder
+    inputs, labels, sizes = samples(ranks)
+    plain = made(Classifier)
+    parallel = gt.parallelize(copy.deepcopy(plain), gt.mesh(), FUSION, loss=nn.CrossEntropyLoss())
+    parallel.module.backbone.compile(backend="aot_eager")
+    for model in (parallel, torch.compile(parallel, backend="aot_eager")):
+        parallel.zero_grad()
+        model(own(inputs, sizes, rank), own(labels, sizes, rank)).backward()
+        plain.zero_grad()
+        nn.functional.cross_entropy(plain(inputs), labels).backward()
+        for one, other in zip(plain.parameters(), parallel.parameters(), strict=True):
+            torch.testing.assert_close(whole(other.grad), one.grad)
+
+
+def check_optimizers(rank: int, ranks: int, folder: Path) -> None:
+    """Over plain tensors and DTensors, those of CUDA's default: many at once."""
+    del folder
+    inputs, labels, sizes = samples(ranks)
+    makers: list[Callable[..., torch.optim.Optimizer]] = [
+        lambda of: torch.optim.AdamW(of, lr=0.1, foreach=True),
+        lambda of: torch.optim.Adam(of, lr=0.1, fused=True),
+        lambda of: torch.optim.SGD(of, lr=0.1, momentum=0.9, nesterov=True, foreach=True),
+    ]
+    for maker in makers:
+        plain = made(Classifier)
+        parallel = gt.parallelize(copy.deepcopy(plain), gt.mesh(), FUSION, loss=nn.CrossEntropyLoss())
+        optimizers = [maker(one.parameters()) for one in (plain, parallel)]
+        for _ in range(2):
+            nn.functional.cross_entropy(plain(inputs), labels).backward()
+            parallel(own(inputs, sizes, rank), own(labels, sizes, rank)).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        for one, other in zip(plain.parameters(), parallel.parameters(), strict=True):
+            torch.testing.assert_close(whole(other), one)
+    with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):  # outside of a step as ever
+        torch._foreach_mul(list(parallel.parameters()), 2.0)
+
+
 class WithUnused(Classifier):
     def __init__(self) -> None:
         super().__init__()
@@ -192,6 +257,19 @@ def test_every_cross_entropy_is_that_of_torch(ranks: int, tmp_path: Path) -> Non
     run_ranks(check_losses, ranks, tmp_path)
 
 
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_model_may_return_several_logits(ranks: int, tmp_path: Path) -> None:
+    run_ranks(check_two_heads, ranks, tmp_path)
+
+
+def test_a_parallel_model_may_be_compiled(tmp_path: Path) -> None:
+    run_ranks(check_compiled, 2, tmp_path)
+
+
+def test_an_optimizer_may_work_on_split_and_whole_parameters_at_once(tmp_path: Path) -> None:
+    run_ranks(check_optimizers, 2, tmp_path)
+
+
 def test_parameters_that_no_loss_depends_on_are_named(tmp_path: Path) -> None:
     run_ranks(check_unused, 2, tmp_path)
 
@@ -215,6 +293,22 @@ def test_what_one_rank_refuses_is_an_error_on_all(tmp_path: Path) -> None:
 def test_scopes_that_cannot_be_are_refused(scopes: dict[str, Scope], message: str) -> None:
     with pytest.raises(InvalidArgument, match=message):
         gt.parallelize(Classifier(), gt.mesh(), scopes)
+
+
+def test_a_parallel_model_is_not_made_parallel_again() -> None:
+    model = Classifier()
+    parallel = gt.parallelize(model, gt.mesh(), FUSION)
+    for again, message in ((model, "'head' is a SplitLinear"), (parallel, "'the model' is a ParallelModel")):
+        with pytest.raises(InvalidArgument, match=message):
+            gt.parallelize(again, gt.mesh(), {"": gt.Replicate()})
+
+
+def test_parameters_that_are_one_are_sharded_together() -> None:
+    tied = nn.Sequential(nn.Linear(DIM, DIM), nn.Linear(DIM, DIM))
+    tied[1].weight = tied[0].weight
+    gt.parallelize(tied, gt.mesh(), {"0": gt.Replicate(), "1": gt.Replicate()})
+    with pytest.raises(InvalidArgument, match=r"'0.weight' and '1.weight' are one, in the scopes '0' and '1'"):
+        gt.parallelize(tied, gt.mesh(), {"0": gt.Replicate(), "1": gt.Replicate(shard=True)})
 
 
 def test_layers_that_cannot_be_split_say_why() -> None:

@@ -1,0 +1,44 @@
+"""Torch's optimizers over parameters some of which are divided among the ranks, and some whole on each.
+
+With ``foreach``, the default on CUDA, and ``fused`` an optimizer works on lists of parameters, and PyTorch
+refuses lists of both DTensors and plain tensors. What an optimizer does to them is elementwise, so a plain tensor may
+stand for one that every rank has: PyTorch calls it implicit replication.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+_steps: weakref.WeakKeyDictionary[torch.optim.Optimizer, contextlib.ExitStack] = weakref.WeakKeyDictionary()
+"""Those that are in a step over both kinds."""
+_is_ready = False
+
+
+def let_optimizers_mix() -> None:
+    """From now on let every optimizer of this process step over both kinds at once."""
+    global _is_ready
+    if not _is_ready:
+        register_optimizer_step_pre_hook(_begin)
+        register_optimizer_step_post_hook(_end)
+        _is_ready = True
+
+
+def _begin(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.experimental import implicit_replication
+
+    _end(optimizer)  # of a step that raised
+    if any(len({isinstance(one, DTensor) for one in group["params"]}) > 1 for group in optimizer.param_groups):
+        _steps[optimizer] = contextlib.ExitStack()
+        _steps[optimizer].enter_context(implicit_replication())
+
+
+def _end(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    stack = _steps.pop(optimizer, None)
+    if stack is not None:
+        stack.close()
