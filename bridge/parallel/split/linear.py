@@ -9,15 +9,27 @@ Legend: B samples of all ranks, S of this one, C output features, L of them here
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from geartrain.bridge.collectives.pending import Pending
 from geartrain.bridge.parallel.mesh import MeshGroup
 from geartrain.bridge.parallel.split.agreement import StepAgreement
+from geartrain.bridge.parallel.split.kept_memory import KeptMemory
 from geartrain.bridge.parallel.split.layer import SplitLayer, autocast_dtype, check_floating
 from geartrain.bridge.parallel.split.logits import SplitLogits
 from geartrain.bridge.parallel.split.travel import all_samples
+
+
+class LinearMemory(NamedTuple):
+    """What a layer keeps from step to step besides its parameters."""
+
+    logits: KeptMemory
+    gradient: KeptMemory
 
 
 class ArrivingFeatures:
@@ -27,6 +39,34 @@ class ArrivingFeatures:
         self.own_SD = own_SD
         self.pending = pending
         self.sizes = sizes
+
+
+class _Linear(torch.autograd.Function):
+    """``F.linear``; logits and the gradient by the weight lie in memory that is used again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, features_BD: Tensor, weight_LD: Tensor, bias_L: Tensor | None, memory: LinearMemory
+    ) -> Tensor:
+        ctx.save_for_backward(features_BD, weight_LD)
+        ctx.memory = memory
+        local_BL = memory.logits.empty((len(features_BD), len(weight_LD)), weight_LD)
+        if bias_L is None:
+            return torch.mm(features_BD, weight_LD.t(), out=local_BL)
+        return torch.addmm(bias_L, features_BD, weight_LD.t(), out=local_BL)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient_BL: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        features_BD, weight_LD = ctx.saved_tensors
+        of_features, of_weight, of_bias, _ = ctx.needs_input_grad
+        by_features_BD = by_weight_LD = None
+        if of_features:
+            by_features_BD = gradient_BL @ weight_LD
+        if of_weight:
+            by_weight_LD = ctx.memory.gradient.empty(weight_LD.shape, weight_LD)
+            torch.mm(gradient_BL.t(), features_BD, out=by_weight_LD)
+        return by_features_BD, by_weight_LD, gradient_BL.sum(0) if of_bias else None, None
 
 
 class SplitLinear(SplitLayer):
@@ -52,6 +92,7 @@ class SplitLinear(SplitLayer):
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.add_rows("weight", linear.weight, weight_LD)
         self.add_rows("bias", linear.bias, bias_L)
+        self._memory = LinearMemory(KeptMemory(), KeptMemory())
 
     def begin(self, features_SD: Tensor) -> ArrivingFeatures:
         """Begin to gather the features of all ranks; every rank does, then takes.
@@ -75,12 +116,20 @@ class SplitLinear(SplitLayer):
         features_BD = all_samples(arriving.own_SD, arriving.pending, self.shard.group.link, arriving.sizes)
         weight_LD = self.local("weight")
         assert weight_LD is not None
-        local_BL = F.linear(features_BD, weight_LD, self.local("bias"))
+        local_BL = self._logits(features_BD, weight_LD, self.local("bias"))
         return SplitLogits(local_BL, arriving.sizes, self.shard, self.agreement)
 
     def forward(self, features_SD: Tensor) -> SplitLogits:
         """Logits of features [S, D]; raises what :meth:`begin` does."""
         return self.take(self.begin(features_SD))
+
+    def _logits(self, features_BD: Tensor, weight_LD: Tensor, bias_L: Tensor | None) -> Tensor:
+        device = features_BD.device
+        keeps = device.type in ("cpu", "meta") and autocast_dtype(device) is None and torch.is_grad_enabled()
+        if not keeps or features_BD.dtype != weight_LD.dtype:
+            return F.linear(features_BD, weight_LD, bias_L)
+        local_BL: Tensor = _Linear.apply(features_BD, weight_LD, bias_L, self._memory)  # type: ignore[no-untyped-call]
+        return local_BL
 
     def extra_repr(self) -> str:
         """For print()."""

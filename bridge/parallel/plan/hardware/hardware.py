@@ -17,9 +17,8 @@ from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.text import quoted
 from geartrain.bridge.parallel.plan.hardware.clusters import CLUSTERS
 from geartrain.bridge.parallel.plan.hardware.measure import measured_fields
+from geartrain.bridge.parallel.split.kept_memory import GLIBC_FRESH_BYTES
 
-GLIBC_FRESH_BYTES = 32 << 20
-"""From this size on glibc's malloc asks the operating system for every tensor anew (its largest mmap threshold)."""
 _RATES = ("memory_bandwidth", "intra_node_bandwidth", "inter_node_bandwidth")
 _OPTIONAL_RATES = ("cache_bandwidth", "fresh_bandwidth", "exponentials")
 _SECONDS = ("intra_node_latency_seconds", "inter_node_latency_seconds", "operation_seconds")
