@@ -61,7 +61,7 @@ def accumulate_and_take(
     """Add gradients to what has gathered, take the k largest magnitudes of it, and set their places to 0.
 
     u = momentum · u + scale · g;  v = v + u, with ``nesterov`` v = v + (scale · g + momentum · u); in float32, as
-    written. At the places taken u = v = 0. State is read twice and written once: 32 bytes an element.
+    written. At the places taken u = v = 0. State is read and written once: 20 bytes an element.
 
     Args:
         gradients: g, float32, float16 or bfloat16 [N] each.
@@ -78,7 +78,8 @@ def accumulate_and_take(
         As :func:`take_largest`, of v.
 
     Raises:
-        NonFinite: a gradient, velocity or residual holds NaN or infinity, or v would; nothing was changed.
+        NonFinite: a tensor of which something is taken has NaN or infinity in g, u or v, or v would have. All state was
+            changed by then, but for places that are not finite, which stay so: put back a copy of it.
         ValueError: arrays contradict each other.
     """
     return _taken(residuals, velocities, gradients, ks, estimates, momentum, scale, nesterov, threads)
@@ -112,5 +113,5 @@ def _taken(
         threads,
     )
     if bad >= 0:
-        raise NonFinite(f"tensor {bad} holds NaN or infinity, or would with what is added to it; nothing was changed")
+        raise NonFinite(f"tensor {bad} holds NaN or infinity, or would with what is added to it")
     return indices, values

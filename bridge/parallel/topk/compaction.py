@@ -32,11 +32,14 @@ class Compaction(Protocol):
         scale: float,
         nesterov: bool,
     ) -> tuple[Tensor, Tensor]:
-        """Return indices int32 [K] and values float32 [K]. Raises NonFinite, without a name, and changes nothing."""
+        """Return indices int32 [K] and values float32 [K].
+
+        Raises NonFinite, without a name; velocities and residuals may have been changed then.
+        """
 
 
 class CompiledCompaction:
-    """Two sweeps over the state by ``torch.get_num_threads()`` threads: is it finite, and all the rest."""
+    """One sweep over the state by ``torch.get_num_threads()`` threads."""
 
     def __init__(self, numels: Sequence[int], ks: Sequence[int]) -> None:
         self._ks = list(ks)
@@ -104,7 +107,7 @@ class TensorCompaction:
         if nesterov:
             torch._foreach_add_(gathered_views, flat_gradients, alpha=scale)
         if not torch.isfinite(gathered).all():
-            raise NonFinite("a tensor holds NaN or infinity, or would with what is added to it; nothing was changed")
+            raise NonFinite("a tensor holds NaN or infinity, or would with what is added to it")
         indices, places = self._grouping.select(gathered)
         values = gathered[places]
         momenta[places] = gathered[places] = 0

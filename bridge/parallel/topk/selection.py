@@ -110,8 +110,8 @@ class GradientCompactor:
             was there, float32 [K].
 
         Raises:
-            NonFinite: a gradient, a velocity or a residual holds NaN or infinity, or would exceed float32. Nothing was
-                changed. The message names the tensor.
+            NonFinite: a gradient, a velocity or a residual holds NaN or infinity, or would exceed float32. The message
+                names the tensor. Velocities and residuals are of no use then: put back what they were.
             InvalidArgument: ``momentum`` or ``scale`` is not finite, or a tensor has another number of elements,
                 another type or layout, or is on another device.
         """
@@ -162,14 +162,12 @@ class GradientCompactor:
                 bad = int((~torch.isfinite(tensor)).sum())
                 if bad:
                     return NonFinite(
-                        f"the {role} of {name} holds NaN or infinity at {bad} of {tensor.numel()} places; nothing was"
-                        f" changed: {_REMEDIES[role]}"
+                        f"the {role} of {name} holds NaN or infinity at {bad} of {tensor.numel()} places: "
+                        f"{_REMEDIES[role]}"
                     )
         largest = [
             max(float(tensor.abs().max()) if tensor.numel() else 0.0 for tensor in tensors)
             for tensors in zip(*lists, strict=True)
         ]
         name = self._names[largest.index(max(largest))]
-        return NonFinite(
-            f"the residual of {name} would exceed float32; nothing was changed: clip gradients or lower the rate"
-        )
+        return NonFinite(f"the residual of {name} would exceed float32: clip gradients or lower the rate")

@@ -73,14 +73,9 @@ int64_t take_largest_checked(const nb::list& residuals, const nb::list& velociti
           "indices and values must be as long as all k together");
   require(threads >= 1, "threads must be >= 1");
   const Accumulation step{.momentum = momentum, .scale = scale, .nesterov = nesterov};
-  const bool gradients_given = gradients.size() != 0;
   WithoutInterpreter release;
-  if (gradients_given) {
-    const int64_t bad = first_not_finite(held.swept, step, threads);
-    if (bad >= 0) return bad;
-  }
   take_largest(held.swept, step, estimates.data(), indices.data(), values.data(), threads);
-  return gradients_given ? -1 : owner_of_not_finite(held.swept, values.data());
+  return owner_of_not_finite(held.swept, values.data());
 }
 
 }  // namespace

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <atomic>
 #include <bit>
+#include <cmath>
 #include <cstring>
 #include <functional>
 #include <memory>
@@ -72,17 +73,8 @@ void for_blocks(const Piece& piece, const Work& work) {
   for (int64_t done = 0; done < piece.count; done += kBlock) work(piece.begin + done, std::min(kBlock, piece.count - done));
 }
 
-bool is_finite(const SweptTensor& tensor, const Piece& piece, const Accumulation& step) {
-  alignas(64) float room[kBlock];
-  bool finite = true;
-  for_blocks(piece, [&](int64_t begin, int64_t count) {
-    const float* gradient = gradient_block(tensor, begin, count, room);
-    const int32_t largest = sweep_kernels().largest(gradient, tensor.velocity + begin, tensor.values + begin,
-                                                    static_cast<size_t>(count), step);
-    finite &= static_cast<uint32_t>(largest) < kInfinityBits;
-  });
-  return finite;
-}
+// An estimate that leaves survivors in tensors that are finite again.
+float usable(float estimate) { return std::isfinite(estimate) ? estimate : 0.0f; }
 
 // How many survivors are wanted. A limit that is too high costs another look at the tensor, one too low some survivors.
 int64_t wanted(int64_t k) { return k + std::max(k / 4, std::min<int64_t>(k, 4096)) + 64; }
@@ -229,16 +221,16 @@ class LargestOfTensors {
       const int32_t index = index_of(survivors[i]);
       indices[i] = index;
       values[i] = tensor.values[index];
-      if (tensor.gradient != nullptr) tensor.values[index] = tensor.velocity[index] = 0.0f;
+      if (tensor.gradient != nullptr && std::isfinite(values[i])) tensor.values[index] = tensor.velocity[index] = 0.0f;
     }
   }
 
   // `scratch` has the magnitudes of the survivors, the k largest first.
   float next_estimate(size_t number, int32_t* scratch, int64_t count) const {
     const int64_t k = tensors_[number].k, rank = wanted(k);
-    if (count <= rank) return estimates_[number] * kLowered;
+    if (count <= rank) return usable(estimates_[number] * kLowered);
     std::nth_element(scratch + k, scratch + rank, scratch + count, std::greater<>());
-    return std::bit_cast<float>(scratch[rank]);
+    return usable(std::bit_cast<float>(scratch[rank]));
   }
 
   // Selects from all values, without an estimate.
@@ -267,20 +259,6 @@ class LargestOfTensors {
 };
 
 }  // namespace
-
-int64_t first_not_finite(std::span<const SweptTensor> tensors, const Accumulation& step, int64_t threads) {
-  const std::vector<Piece> pieces = cut(tensors);
-  std::atomic<int64_t> first = static_cast<int64_t>(tensors.size());
-  deal_out(static_cast<int64_t>(pieces.size()), threads_for(tensors, threads), [&](int64_t at, int64_t) {
-    const DefaultFloatMode mode;
-    const Piece& piece = pieces[static_cast<size_t>(at)];
-    if (is_finite(tensors[static_cast<size_t>(piece.tensor)], piece, step)) return;
-    int64_t known = first;
-    while (piece.tensor < known && !first.compare_exchange_weak(known, piece.tensor)) {
-    }
-  });
-  return first < static_cast<int64_t>(tensors.size()) ? first.load() : -1;
-}
 
 void take_largest(std::span<const SweptTensor> tensors, const Accumulation& step, float* estimates, int32_t* indices,
                   float* values, int64_t threads) {

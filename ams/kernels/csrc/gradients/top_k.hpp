@@ -23,12 +23,9 @@ struct SweptTensor {
   float* velocity = nullptr;
 };
 
-// The number of the first tensor, of those with a gradient, whose values are NaN or infinite after accumulation; -1: of none.
-// Writes nothing.
-int64_t first_not_finite(std::span<const SweptTensor> tensors, const Accumulation& step, int64_t threads);
-
 // Updates the state of tensors that have a gradient, writes indices, rising within a tensor, and values of the k largest of each,
-// one tensor after the other, and sets the places of tensors with a gradient to 0 in values and velocity.
+// one tensor after the other, and sets the places of tensors with a gradient to 0 in values and velocity, but for those that are
+// not finite.
 // `estimates` [tensors]: the limits to begin with, 0 where nothing is known; those for the next call come back.
 // NaN is larger than infinity. Throws std::bad_alloc before anything is changed.
 void take_largest(std::span<const SweptTensor> tensors, const Accumulation& step, float* estimates, int32_t* indices,

@@ -114,23 +114,23 @@ def test_accumulation_does_not_depend_on_the_number_of_threads() -> None:
 @pytest.mark.parametrize("role", [0, 1, 2])
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_what_is_not_finite_changes_nothing(role: int, bad: float, momentum: float) -> None:
+def test_what_is_not_finite_is_refused_and_stays(role: int, bad: float, momentum: float) -> None:
     lists = [[np.ones(size, np.float32) for size in (10, 5000, 3)] for _ in range(3)]
     lists[role][1][4321] = bad
-    before = [one.tobytes() for arrays in lists for one in arrays]
-    with pytest.raises(NonFinite, match="tensor 1"):
-        accumulate_and_take(*lists, [1, 5, 1], np.zeros(3, np.float32), momentum=momentum)
-    assert [one.tobytes() for arrays in lists for one in arrays] == before
-    if role == 2:
+    estimates = np.zeros(3, np.float32)
+    for _ in range(2):
         with pytest.raises(NonFinite, match="tensor 1"):
-            take_largest(lists[2], [1, 5, 1], np.zeros(3, np.float32))
+            accumulate_and_take(*lists, [1, 5, 1], estimates, momentum=momentum)
+    assert not np.isfinite(lists[2][1][4321])
+    assert np.isfinite(estimates).all()  # so that the next look, at finite tensors, is quick again
+    with pytest.raises(NonFinite, match="tensor 1"):
+        take_largest(lists[2], [1, 5, 1], np.zeros(3, np.float32))
 
 
-def test_a_sum_beyond_float32_changes_nothing() -> None:
+def test_a_sum_beyond_float32_is_refused() -> None:
     lists = [[np.full(5, 3e38, np.float32)] for _ in range(3)]
     with pytest.raises(NonFinite, match="tensor 0"):
         accumulate_and_take(*lists, [1], np.zeros(1, np.float32), momentum=0.9)
-    assert all(one[0].tobytes() == np.full(5, 3e38, np.float32).tobytes() for one in lists)
 
 
 def test_arrays_that_contradict_each_other_are_refused() -> None:
