@@ -4,8 +4,8 @@ Gradients of ResNet-50 (161 tensors, 25.6 million elements) and of a transformer
 words: 197 tensors, 109 million). CPU seconds of one thread, so that a busy machine moves the figures little; a loop of
 ``torch.topk`` uses one thread in any case. Every call gets other gradients, as a step does.
 
-The second half is a whole step of deep gradient compression: momentum, accumulation, selection, masking, a look for NaN;
-against the same in tensor operations, and against the time in which this machine copies as many bytes.
+The second half is a whole step of deep gradient compression: momentum, accumulation, a look for NaN, selection,
+masking; against the same in tensor operations, and against the time in which this machine copies as many bytes.
 """
 
 from __future__ import annotations
