@@ -72,7 +72,7 @@ def load(
             may have been read already.
     """
     folder, keepers = model_folder(path), keepers_of(model)
-    group = group_of(model, keepers)
+    group = group_of(model, keepers, state)
     what = f"the model of {folder} was not loaded"
     loading = _Loading(folder, model, keepers, state or {}, replace=replace, strict=boolean("strict", strict))
     saved = together(group, loading.read, what)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -21,6 +21,20 @@ T = TypeVar("T")
 
 _links: weakref.WeakKeyDictionary[Any, RankLink] = weakref.WeakKeyDictionary()
 """By DeviceMesh, for making one makes a process group where the ranks' own is NCCL's."""
+
+
+@runtime_checkable
+class DividedState(Protocol):
+    """What has a ``state_dict()`` of which each rank has a part, until all have merged theirs."""
+
+    @property
+    def saving_ranks(self) -> RankGroup:
+        """Those ranks."""
+        ...
+
+    def merge(self) -> None:
+        """Give every rank the parts of all; every rank calls it."""
+        ...
 
 
 class PlainNames:
@@ -77,10 +91,17 @@ def require_between_steps(model: nn.Module) -> None:
             )
 
 
-def group_of(model: nn.Module, keepers: dict[str, RowKeeper]) -> RankGroup | None:
+def divided_states(state: Mapping[str, Any] | None) -> list[DividedState]:
+    """Those objects of ``state`` of which each rank has a part."""
+    return [one for one in state.values() if isinstance(one, DividedState)] if isinstance(state, Mapping) else []
+
+
+def group_of(
+    model: nn.Module, keepers: dict[str, RowKeeper], state: Mapping[str, Any] | None = None
+) -> RankGroup | None:
     """The ranks that save and load together: those that train rows or parameters together; None: this process alone.
 
-    Those of a parallel model (``saving_ranks``) or of DTensors. Every rank calls it.
+    Those of a parallel model (``saving_ranks``), of DTensors, or of what ``state`` has. Every rank calls it.
     """
     for keeper in keepers.values():
         if keeper.peers is not None:
@@ -91,7 +112,7 @@ def group_of(model: nn.Module, keepers: dict[str, RowKeeper]) -> RankGroup | Non
         return ranks
     divided: Any = next((one for one in model.parameters() if is_divided(one)), None)
     if divided is None or divided.device_mesh.ndim != 1:
-        return None
+        return next((one.saving_ranks for one in divided_states(state)), None)
     mesh = divided.device_mesh
     if mesh not in _links:
         _links[mesh] = RankLink(mesh.get_group())

@@ -26,6 +26,7 @@ from geartrain.bridge.checkpoint.folder import (
 )
 from geartrain.bridge.checkpoint.parts import (
     PlainNames,
+    divided_states,
     group_of,
     keepers_of,
     on_first,
@@ -50,9 +51,10 @@ def save(model: nn.Module, path: str | Path, *, state: Mapping[str, Any] | None 
     In it are the ``state_dict`` of the module and, as snapshots, every table of its parts: class heads with momentum or
     other slots, slow gears, modules under :func:`geartrain.attach`. All files have checksums. A model that is there is
     replaced in one step: a crash leaves the old one or the new one. Call it between two steps. Where ranks train rows
-    together, or have parts of one model (:func:`geartrain.parallelize`, FSDP2), every rank calls it with the same
-    folder, which all of them and all shards see. DistributedDataParallel, torch.compile and geartrain.parallelize
-    around the model are looked through.
+    together, have parts of one model (:func:`geartrain.parallelize`, FSDP2), or of ``state``
+    (:class:`geartrain.TopKGradients`, which is merged), every rank calls it with the same folder, which all of them and
+    all shards see. DistributedDataParallel, torch.compile and geartrain.parallelize around the model are looked
+    through.
 
     Rows are streamed: 16 MiB for each shard or rank, whatever their number. Of DTensors, in the model and in ``state``,
     each rank writes the rows that it has, 64 MiB at a time; nothing is gathered. What else is in the ``state_dict`` is
@@ -73,7 +75,7 @@ def save(model: nn.Module, path: str | Path, *, state: Mapping[str, Any] | None 
     """
     folder, plain = model_folder(path), PlainNames(model)
     keepers = keepers_of(model)
-    group = group_of(model, keepers)
+    group = group_of(model, keepers, state)
     what = f"the model was not saved in {folder}"
     model_id = _new_id(group)
 
@@ -94,6 +96,8 @@ def save(model: nn.Module, path: str | Path, *, state: Mapping[str, Any] | None 
         return left
 
     together(group, lambda: require_ours(folder), what)
+    for one in divided_states(state):
+        one.merge()
     rows: list[SavedRows] = []
     try:
         # Every rank gathers, for the state of some modules is of all ranks; the first one writes.

@@ -59,14 +59,17 @@ class RankLink:
         self._is_gloo = backend == "gloo"
         if self.world_size > 1 and "gloo" not in backend:
             members = dist.get_process_group_ranks(process_group or dist.group.WORLD)
-            self._host_group = dist.new_group(members, backend="gloo", use_local_synchronization=True)
+            self._host_group = _gloo_group(members, process_group)
 
     def apart(self) -> RankLink:
-        """The same ranks over a gloo group of their own, for a thread beside the training. Every rank calls it."""
+        """The same ranks over a gloo group of their own, for a thread beside the training. Every rank calls it.
+
+        It has the time limit of theirs.
+        """
         if self.world_size == 1:
             return self
         members = dist.get_process_group_ranks(self._host_group or dist.group.WORLD)
-        return RankLink(dist.new_group(members, backend="gloo", use_local_synchronization=True))
+        return RankLink(_gloo_group(members, self._group))
 
     @property
     def device(self) -> torch.device:
@@ -357,3 +360,12 @@ class RankLink:
     def _wire(self, device: torch.device) -> torch.device:
         """Where a tensor of ``device`` is sent from: gloo carries the host's only."""
         return _HOST if self._is_gloo else device
+
+
+def _gloo_group(members: Sequence[int], like: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """A new group with the time limit of ``like``, which torch does not hand on."""
+    group: Any = like or dist.group.WORLD
+    device = torch.device("cuda") if "nccl" in str(dist.get_backend(like)) else _HOST
+    time_limit = getattr(getattr(group._get_backend(device), "options", None), "_timeout", None)
+    made: dist.ProcessGroup = dist.new_group(members, time_limit, backend="gloo", use_local_synchronization=True)
+    return made

@@ -104,10 +104,25 @@ class GradientExchange:
         self._awaits_step = self._broken = self._agreed = False
 
     def merge(self) -> None:
-        """Give every rank the mean of all ranks' momentum and residuals."""
-        self.require_usable()
-        self.state.average(self.link)
+        """Give every rank the mean of all ranks' momentum and residuals; where all have that, change nothing."""
+        failure: InvalidArgument | None = None
+        try:
+            self.require_between_steps()
+        except InvalidArgument as exc:
+            failure = exc
+        self.link.fail_together(failure, "the residuals were not merged")
+        if not self.link.agree(self.is_merged):
+            self.state.average(self.link)
         self.is_merged = True
+
+    def require_between_steps(self) -> None:
+        """Raise InvalidArgument after a step that failed, or between ``backward()`` and the optimizer's step."""
+        self.require_usable()
+        if self._awaits_step:
+            raise InvalidArgument(
+                "backward() has taken elements out of the residuals that optimizer.step() has not applied yet; save "
+                "after the step"
+            )
 
     def require_usable(self) -> None:
         """Raise InvalidArgument after a step that failed."""

@@ -10,6 +10,7 @@ from torch import nn
 
 from geartrain.ams.values.arguments import boolean, integer, real_number
 from geartrain.ams.values.errors import InvalidArgument
+from geartrain.bridge.collectives.link import RankLink
 from geartrain.bridge.collectives.traffic import Traffic
 from geartrain.bridge.parallel.topk.bucket import SgdSettings
 from geartrain.bridge.parallel.topk.exchange import GradientExchange, Settings
@@ -113,22 +114,34 @@ class TopKGradients:
     def merge(self) -> None:
         """Give every rank the mean of all ranks' momentum and residuals, so that :meth:`state_dict` has them all.
 
-        Every rank calls it, between two steps. What waits to be sent stays the same in sum. It costs two all-reduces of
-        the size of the model.
+        Every rank calls it, between two steps; :func:`geartrain.save` does. What waits to be sent stays the same in
+        sum, and training goes on from it. It costs two all-reduces of the size of the model; nothing where no step was
+        made since.
 
         Raises:
+            InvalidArgument: an earlier step failed, or ``optimizer.step()`` has not applied the last gradients.
+            SyncError: so it is on another rank.
             RankLost: a rank died.
         """
         self._attached.merge()
 
+    @property
+    def saving_ranks(self) -> RankLink:
+        """The ranks that save together: each has a part of the residuals."""
+        return self._attached.link
+
     def state_dict(self) -> dict[str, Any]:
         """Steps, momentum and residuals: the same on every rank, for any number of ranks.
 
+        Give this object to :func:`geartrain.save` on every rank, or call :meth:`merge` on every rank and keep what this
+        returns in any way (``torch.save`` on one rank, ``torch.distributed.checkpoint`` on all).
+
         Raises:
-            InvalidArgument: :meth:`merge` was not called since the last step, so that this rank has only its part.
+            InvalidArgument: :meth:`merge` was not called since the last step, so that this rank has only its part; or
+                ``optimizer.step()`` has not applied the last gradients.
         """
         exchange = self._attached
-        exchange.require_usable()
+        exchange.require_between_steps()
         if not exchange.is_merged:
             raise InvalidArgument(
                 "the residuals of this rank are only a part of what waits; call merge() on every rank before "

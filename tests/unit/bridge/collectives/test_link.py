@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import datetime
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from geartrain.ams.values.errors import RankLost
 from geartrain.bridge.collectives.link import RankLink
@@ -47,6 +49,21 @@ def send_and_fill(rank: int, ranks: int, folder: Path) -> None:
     assert torch.equal(rooms[1], torch.full((2, 3), before))
     link.start_transfers([], []).result()
     assert dict(link.traffic.bytes) == {"send": 4 + 48, "receive": 4 + 48}
+
+
+def stay_silent(rank: int, ranks: int, folder: Path) -> None:
+    """A rank that lives on elsewhere: the others wait as long as their group says."""
+    del folder
+    group = dist.new_group(list(range(ranks)), timeout=datetime.timedelta(seconds=1))
+    link = RankLink(group).apart()
+    if rank == 0:
+        with pytest.raises(RankLost, match="did not take part in an all-gather within the time limit"):
+            link.gather(torch.ones(1, 1), [1] * ranks)
+    dist.barrier()
+
+
+def test_a_group_apart_has_the_time_limit_of_the_group_that_it_is_of(tmp_path: Path) -> None:
+    run_ranks(stay_silent, 2, tmp_path)
 
 
 def leave_early(rank: int, ranks: int, folder: Path) -> None:

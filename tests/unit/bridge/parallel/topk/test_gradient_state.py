@@ -66,9 +66,13 @@ def save_on_ranks(rank: int, ranks: int, folder: Path) -> None:
         torch.testing.assert_close(after[name], tensor, rtol=1e-6, atol=1e-7)
     assert any("residual" in name and tensor.any() for name, tensor in after.items())
     state = parts[2].state_dict()
+    bytes_before = parts[2].traffic.bytes["all-reduce"]
+    parts[2].merge()
+    assert parts[2].traffic.bytes["all-reduce"] == bytes_before, "nothing was left to merge"
+    gt.save(parts[0], folder / "saved", state={"topk": parts[2]})
     if rank == 0:
-        gt.save(parts[0], folder / "saved", state={"topk": parts[2]})
         torch.save(after, folder / "waiting.pt")
+        torch.save({"model": parts[0].module.state_dict(), "topk": state}, folder / "plain.pt")
     dcp.save({"topk": parts[2]}, checkpoint_id=str(folder / "dcp"))
     assert state["steps"] == 6
     train(parts, rank, range(6, 9))
@@ -87,7 +91,13 @@ def load_on_ranks(rank: int, ranks: int, folder: Path) -> None:
     assert other[2].steps == 6
     for name, tensor in waiting(other).items():
         assert torch.equal(tensor, found[name])
+    plain = torch.load(folder / "plain.pt")
+    other[0].module.load_state_dict(plain["model"])
+    other[2].load_state_dict(plain["topk"])
     train(parts, rank, range(6, 9))
+    train(other, rank, range(6, 9))
+    for one, same in zip(other[0].parameters(), parts[0].parameters(), strict=True):
+        assert torch.equal(one, same)
     if ranks == 2:
         expected = torch.load(folder / f"uninterrupted-{rank}.pt")
         for name, tensor in parts[0].module.state_dict().items():

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+import geartrain as gt
 from geartrain.ams.values.errors import InvalidArgument, NonFinite, RankLost, SpecMismatch, SyncError
 from geartrain.bridge.parallel.topk import exchange
 from geartrain.bridge.parallel.topk.hook import TopKGradients
@@ -89,6 +90,11 @@ class Reference:
         self.decay = self.m * self.decay + own
         return mean + (own + self.m * self.decay if self.nesterov else self.decay)
 
+    def on(self, ranks: int) -> Reference:
+        """The same after a save, on other ranks: each has the mean of all."""
+        self.u, self.v = (np.tile(kind.mean(0), (ranks, 1)) for kind in (self.u, self.v))
+        return self
+
 
 def follow_reference(rank: int, ranks: int, folder: Path) -> None:
     del folder
@@ -115,6 +121,58 @@ def follow_reference(rank: int, ranks: int, folder: Path) -> None:
 
 def test_parameters_follow_deep_gradient_compression(tmp_path: Path) -> None:
     run_ranks(follow_reference, 2, tmp_path)
+
+
+FIRST, LAST = range(6), range(6, 14)
+
+
+def expected_after(reference: Reference, weights: np.ndarray, steps: range) -> np.ndarray:
+    """The weights, in float64."""
+    for step in steps:
+        joint = np.stack([gradients(step, rank)[0].double().numpy() for rank in range(len(reference.u))])
+        weights = weights - LR * reference.applied(joint, weights)
+    return weights
+
+
+def save_after_steps(rank: int, ranks: int, folder: Path) -> None:
+    del ranks
+    parts = made(weight_decay=0.1)
+    for step in FIRST:
+        step_of(parts, step, rank)
+    gt.save(parts[0], folder / "saved", state={"topk": parts[2]})
+    gt.save(parts[0], folder / "again", state={"topk": parts[2]})  # nothing is merged twice
+    for step in LAST:
+        step_of(parts, step, rank)
+    torch.save(list(parts[0].parameters()), folder / f"uninterrupted-{rank}")
+    model, optimizer, _ = parts
+    model(*gradients(99, rank)).backward()
+    with pytest.raises(InvalidArgument if rank == 1 else SyncError, match=r"save after the step|rank 1 failed"):
+        if rank == 0:
+            optimizer.step()
+        gt.save(model, folder / "saved", state={"topk": parts[2]})
+    with pytest.raises(InvalidArgument, match="attached to no model"):
+        gt.save(model, folder / "saved", state={"topk": TopKGradients()})
+
+
+def go_on_after_load(rank: int, ranks: int, folder: Path) -> None:
+    for name in ("saved", "again"):
+        parts = made(weight_decay=0.1)
+        gt.load(parts[0], folder / name, state={"topk": parts[2]})
+        for step in LAST:
+            step_of(parts, step, rank)
+        if ranks == 2:
+            expected = torch.load(folder / f"uninterrupted-{rank}")
+            assert all(torch.equal(one, other) for one, other in zip(parts[0].parameters(), expected, strict=True))
+        reference = Reference(2, momentum=0.9, nesterov=False, weight_decay=0.1)
+        weights = expected_after(reference, np.linspace(-1, 1, SIZE), FIRST)
+        weights = expected_after(reference.on(ranks), weights, LAST)
+        np.testing.assert_allclose(parts[0].module.large.detach().double().numpy(), weights, rtol=1e-4, atol=1e-5)
+
+
+def test_every_rank_saves_and_any_number_of_ranks_goes_on(tmp_path: Path) -> None:
+    run_ranks(save_after_steps, 2, tmp_path)
+    for ranks in (1, 2, 3):
+        run_ranks(go_on_after_load, ranks, tmp_path)
 
 
 def accumulate(rank: int, ranks: int, folder: Path) -> None:
