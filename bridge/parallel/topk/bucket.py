@@ -19,10 +19,22 @@ from geartrain.ams.values.errors import NonFinite
 from geartrain.bridge.collectives.link import RankLink
 from geartrain.bridge.collectives.pending import Pending
 from geartrain.bridge.parallel.topk.selection import GradientCompactor
-from geartrain.bridge.parallel.topk.state import GradientState, in_memory_order
+from geartrain.bridge.parallel.topk.state import GradientState, in_memory_order, taken_out
 
-WELL, NOT_STEPPED = 0, -1
-"""What a rank says of itself; n + 1: tensor n of the bucket is not finite there."""
+WELL, NOT_STEPPED, FAILED = 0, -1, -2
+"""What a rank says of itself; n + 1: the gradient of tensor n of the bucket is not finite there."""
+_WITH_STATE = 1 << 30
+"""Beside n + 1: with what has gathered, momentum or residual, tensor n is not finite; its gradient is."""
+
+
+def is_of_state(status: int) -> bool:
+    """Whether what is not finite is in the state, so that no other gradient mends it."""
+    return status > _WITH_STATE
+
+
+def tensor_of(status: int) -> int:
+    """The number of the tensor that is not finite."""
+    return status % _WITH_STATE - 1
 
 
 @dataclass(frozen=True)
@@ -80,12 +92,13 @@ class BucketWork:
         self._may_be_unused = may_be_unused
         self._gathered: Pending[Tensor] | None = None
         self._summed: Pending[Tensor] | None = None
+        self.failure: Exception | None = None
         self._parts_RW = buffer.new_zeros(0, dtype=torch.int32)
         self._means = buffer[:0]
 
     @torch.no_grad()
     def begin(self, status: int, factor: Tensor | None, *, keep: bool) -> None:
-        """Accumulate, select, and begin to tell the other ranks.
+        """Accumulate, select, and begin to tell the other ranks; if it fails, tell them that, and keep the ``failure``.
 
         Args:
             status: WELL or NOT_STEPPED.
@@ -94,11 +107,15 @@ class BucketWork:
         """
         if factor is not None:
             self.buffer.mul_(factor)
-        if keep:
-            self._state.keep([self.layout.names[number] for number in self.layout.sparse])
         segments = parts_of(self.buffer, self.layout.numels)
         if self.layout.sparse:
-            sent = self._packed([segments[number] for number in self.layout.sparse], status)
+            try:
+                if keep:
+                    self._state.keep([self.layout.names[number] for number in self.layout.sparse])
+                sent = self._packed([segments[number] for number in self.layout.sparse], status)
+            except Exception as exc:  # of any kind: the other ranks wait for this one
+                self.failure = exc
+                sent = self.buffer.new_full((2 * sum(self.layout.ks) + 1,), FAILED, dtype=torch.int32)
             self._gathered = self._link.start_gather(sent, [len(sent)] * self._link.world_size)
         if self.layout.dense:
             parts = [segments[number] for number in self.layout.dense]
@@ -149,7 +166,7 @@ class BucketWork:
                     gradients, momenta, residuals, momentum=update.momentum, nesterov=update.nesterov
                 )
             except NonFinite:
-                status = 1 + self._first_bad(gradients, momenta, residuals)
+                status = self._what_is_bad(gradients, momenta, residuals)
         for tensor, before in untouched:
             tensor.copy_(before)
         segments = parts_of(values, self.layout.ks)
@@ -157,12 +174,15 @@ class BucketWork:
             segments[number].zero_()
         return torch.cat([values.view(torch.int32), indices, indices.new_full((1,), status)])
 
-    def _first_bad(self, gradients: list[Tensor], momenta: list[Tensor], residuals: list[Tensor]) -> int:
-        """Number in the bucket of the first tensor that is not finite, or would not be."""
+    def _what_is_bad(self, gradients: list[Tensor], momenta: list[Tensor], residuals: list[Tensor]) -> int:
+        """The status of the first tensor whose gradient is not finite; if all are, of the first that is not with it."""
+        for number, gradient in zip(self.layout.sparse, gradients, strict=True):
+            if not torch.isfinite(gradient).all():
+                return 1 + number
         for number, gradient, u, v in zip(self.layout.sparse, gradients, momenta, residuals, strict=True):
             if not torch.isfinite(v + self._update.momentum * u + gradient).all():
-                return number
-        return self.layout.sparse[0]
+                return _WITH_STATE + 1 + number
+        return _WITH_STATE + 1 + self.layout.sparse[0]
 
     def _dense_means(self) -> Sequence[Tensor]:
         return parts_of(self._means, [self.layout.numels[number] for number in self.layout.dense])
@@ -200,7 +220,7 @@ class BucketWork:
             torch._foreach_add_(gradients, weights, alpha=update.weight_decay)
         loaded = [(name, target) for name, target in zip(names, targets, strict=True) if name in state.loaded]
         for name, _ in loaded:
-            if (decay := state.decay.pop(name, None)) is not None:
+            if (decay := taken_out(state.decay, name, stays=name in state.sparse)) is not None:
                 state.momentum[name].add_(decay)
         torch._foreach_mul_(momenta, update.momentum)
         torch._foreach_add_(momenta, gradients)
@@ -209,7 +229,7 @@ class BucketWork:
         torch._foreach_copy_(targets, gradients if update.nesterov else momenta)
         for name, target in loaded:  # as merged, so every rank has the same
             state.loaded.discard(name)
-            if (residual := state.residual.pop(name, None)) is not None:
+            if (residual := taken_out(state.residual, name, stays=name in state.sparse)) is not None:
                 target.add_(residual)
 
     def _decay(self, segments: list[tuple[int, Tensor]]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from typing import Any, NoReturn
 
@@ -12,10 +12,24 @@ from torch import Tensor
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
-from geartrain.ams.values.errors import InvalidArgument, NonFinite
+from geartrain.ams.values.errors import GeartrainError, InvalidArgument, NonFinite, SyncError
 from geartrain.bridge.collectives.link import RankLink
-from geartrain.bridge.parallel.topk.bucket import NOT_STEPPED, WELL, BucketLayout, BucketWork, SgdSettings
-from geartrain.bridge.parallel.topk.requirements import require_plain, require_types, trained_parameters
+from geartrain.bridge.parallel.topk.bucket import (
+    FAILED,
+    NOT_STEPPED,
+    WELL,
+    BucketLayout,
+    BucketWork,
+    SgdSettings,
+    is_of_state,
+    tensor_of,
+)
+from geartrain.bridge.parallel.topk.requirements import (
+    require_no_momentum,
+    require_plain,
+    require_types,
+    trained_parameters,
+)
 from geartrain.bridge.parallel.topk.selection import counts
 from geartrain.bridge.parallel.topk.state import GradientState
 from geartrain.bridge.parallel.topk.warmup import sparsity_at
@@ -59,7 +73,7 @@ class GradientExchange:
         self.skipped_steps = 0
         self.is_merged = True
         self._settings = settings
-        self._scaler = grad_scaler
+        self._scaler = grad_scaler if grad_scaler is not None and grad_scaler.is_enabled() else None
         self._may_be_unused = bool(model.find_unused_parameters or getattr(model, "static_graph", False))
         parameters = trained_parameters(model)
         self._names = {id(parameter): name for name, parameter in parameters.items()}
@@ -74,6 +88,7 @@ class GradientExchange:
         self._awaits_step = False
         self._broken = False
         self._agreed = False
+        self._refusal: Exception | None = None
 
         failure: Exception | None = None
         try:
@@ -96,6 +111,7 @@ class GradientExchange:
                 f"the model refuses a communication hook ({exc}); attach to a DistributedDataParallel that has none"
             ) from exc
         optimizer.register_step_post_hook(self._stepped)
+        self._optimizer = optimizer
 
     def go_on(self, steps: int) -> None:
         """From a state that was loaded."""
@@ -150,6 +166,11 @@ class GradientExchange:
             self._begin_backward(bucket.buffer().device)
         buffer = bucket.buffer()
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else None)
+        if self._refusal is not None:
+            future.set_result(buffer.zero_())
+            if bucket.is_last():
+                _raise_after_backward(self._refusal)
+            return future
         work = BucketWork(
             self._layout(bucket),
             buffer,
@@ -170,9 +191,14 @@ class GradientExchange:
         return future
 
     def _begin_backward(self, device: torch.device) -> None:
-        self.require_usable()
-        if not self._agreed:
-            self._require_agreement()
+        self._refusal = None
+        try:
+            self.require_usable()
+            require_no_momentum(self._optimizer)
+            if not self._agreed:
+                self._require_agreement()
+        except GeartrainError as exc:  # the same on every rank
+            self._refusal = exc
         self._buckets = []
         self._factor = None
         if self._scaler is not None:
@@ -181,7 +207,7 @@ class GradientExchange:
 
     def _clipping(self, clip: float) -> Tensor:
         """What makes the norm of this rank's gradient at most clip / √R; gradients may be scaled."""
-        norms = torch.stack([torch.linalg.vector_norm(one.work.buffer).float() for one in self._buckets])
+        norms = torch.stack([_norm_of(one.work.buffer) for one in self._buckets])
         norm = torch.linalg.vector_norm(norms)
         if self._factor is not None:
             norm = norm * self._factor
@@ -236,10 +262,16 @@ class GradientExchange:
 
     def _settle(self, buckets: list[_Bucket]) -> Exception | None:
         """Take what the ranks said into the buckets; return what is wrong, the same on every rank."""
-        for bucket in buckets:
-            if bucket.begun is not None:
-                bucket.begun.result()
+        begun = [bucket.begun for bucket in buckets if bucket.begun is not None]
+        wait(begun)
+        for one in begun:
+            one.result()
         troubles = [(bucket.work, rank, status) for bucket in buckets for rank, status in bucket.work.receive()]
+        own = next((bucket.work.failure for bucket in buckets if bucket.work.failure is not None), None)
+        if own is not None:
+            return own
+        if failed := [rank for _, rank, status in troubles if status == FAILED]:
+            return SyncError(f"gradients were not exchanged: rank {failed[0]} failed; its error tells why")
         early = [rank for _, rank, status in troubles if status == NOT_STEPPED]
         if early or self._awaits_step:
             return InvalidArgument(
@@ -256,24 +288,38 @@ class GradientExchange:
             self.steps += 1
             self.is_merged, self._awaits_step = self.link.world_size == 1, True
             return None
-        if self._scaler is not None:
+        of_state = [one for one in troubles if is_of_state(one[2])]
+        if self._scaler is not None and not of_state:
             self.state.put_back()
             for bucket in buckets:
                 bucket.work.buffer.fill_(torch.inf)
             self.skipped_steps += 1
             return None
-        work, rank, status = troubles[0]
-        what = f"the gradient or the residual of parameter {work.layout.names[status - 1]!r}"
-        where = "" if rank is None else f" on rank {rank}"
-        return NonFinite(
-            f"{what} holds NaN or infinity{where}; "
-            "no parameter was changed. Lower the learning rate, give a GradScaler to attach(), and go on from a state "
-            "with load_state_dict()"
-        )
+        return _not_finite(*(of_state or troubles)[0])
 
 
 def _on_bucket(exchange, bucket):  # type: ignore[no-untyped-def]  # DDP reads annotations, as objects
     return exchange.on_bucket(bucket)
+
+
+def _norm_of(buffer: Tensor) -> Tensor:
+    """The 2-norm, float32, added up in float32 at least."""
+    wide = torch.float64 if buffer.dtype == torch.float64 else torch.float32
+    norm: Tensor = torch.linalg.vector_norm(buffer, dtype=wide)
+    return norm.float()
+
+
+def _not_finite(work: BucketWork, rank: int | None, status: int) -> NonFinite:
+    name, where = work.layout.names[tensor_of(status)], "" if rank is None else f" on rank {rank}"
+    if is_of_state(status):
+        return NonFinite(
+            f"the momentum or the residual of parameter {name!r} holds NaN or infinity{where}, or would exceed float32 "
+            "with its gradient, which is finite; no parameter was changed. Go on from a state with load_state_dict()"
+        )
+    return NonFinite(
+        f"the gradient of parameter {name!r} holds NaN or infinity{where}; no parameter was changed. Lower the "
+        "learning rate, give a GradScaler to attach(), and go on from a state with load_state_dict()"
+    )
 
 
 def _raise_after_backward(failure: Exception) -> None:

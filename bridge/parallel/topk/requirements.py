@@ -53,6 +53,22 @@ def require_plain(optimizer: object, parameters: Mapping[str, nn.Parameter]) -> 
     one of ``parameters``."""
     if not isinstance(optimizer, Optimizer):
         raise InvalidArgument(f"optimizer is {quoted(optimizer)}; it must be a torch.optim.Optimizer, such as SGD")
+    require_no_momentum(optimizer)
+    trained = {id(one) for group in optimizer.param_groups for one in group["params"]}
+    for name, parameter in parameters.items():
+        if id(parameter) not in trained:
+            raise InvalidArgument(
+                f"the optimizer does not train parameter {name!r}, whose gradient would be taken out of the residuals "
+                "and lost; give it all parameters of the model, or set requires_grad=False before DDP is made"
+            )
+    return optimizer
+
+
+def require_no_momentum(optimizer: Optimizer) -> None:
+    """Raise InvalidArgument if the optimizer would apply momentum or decay a second time.
+
+    Schedulers (``OneCycleLR``) and a loaded ``state_dict`` may give it some later.
+    """
     for number, group in enumerate(optimizer.param_groups):
         if "betas" in group:
             raise InvalidArgument(
@@ -66,11 +82,3 @@ def require_plain(optimizer: object, parameters: Mapping[str, nn.Parameter]) -> 
                     f"{type(optimizer).__name__} has {key}={group[key]} (param_groups[{number}]), which TopKGradients "
                     f"applies; give {key}=0 to the optimizer and {key}={group[key]} to TopKGradients"
                 )
-    trained = {id(one) for group in optimizer.param_groups for one in group["params"]}
-    for name, parameter in parameters.items():
-        if id(parameter) not in trained:
-            raise InvalidArgument(
-                f"the optimizer does not train parameter {name!r}, whose gradient would be taken out of the residuals "
-                "and lost; give it all parameters of the model, or set requires_grad=False before DDP is made"
-            )
-    return optimizer

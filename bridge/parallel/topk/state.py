@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from geartrain.ams.values.errors import SpecMismatch
+from geartrain.ams.values.errors import NonFinite, SpecMismatch
 from geartrain.bridge.collectives.link import RankLink
 
 
@@ -21,11 +21,13 @@ class GradientState:
         momentum: u of Lin 2017, of every parameter.
         residual: v, of those that are sent sparse; of others while a loaded one waits to be sent.
         decay: the momentum of weight decay, which is the same on every rank; of those with a residual.
+        sparse: names of those that are sent sparse, at the latest after the warm-up.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], sparse: set[str], *, decays: bool) -> None:
         """``sparse``: names of the parameters with residuals. ``decays``: whether weights decay."""
         self._parameters = dict(parameters)
+        self.sparse = set(sparse)
         self.momentum = {name: _zeros(one) for name, one in parameters.items()}
         self.residual = {name: _zeros(one) for name, one in parameters.items() if name in sparse}
         self.decay = {name: _zeros(one) for name in self.residual if decays for one in [parameters[name]]}
@@ -62,7 +64,10 @@ class GradientState:
         }
 
     def load(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
-        """Take the values of :meth:`shaped`. Raises SpecMismatch, and changes nothing, if they are of others."""
+        """Take the values of :meth:`shaped`.
+
+        Raises, and changes nothing: SpecMismatch, if they are of other parameters; NonFinite.
+        """
         self._require_same(saved)
         for mine, theirs in ((self.residual, saved["residual"]), (self.decay, saved["decay"])):
             mine |= {name: _zeros(self._parameters[name]) for name in theirs if name not in mine}
@@ -89,6 +94,18 @@ class GradientState:
                         f"the saved gradient state of {name!r} has shape {list(tensor.shape)}, the parameter "
                         f"{list(self._parameters[name].shape)}; make the model as the saved one was"
                     )
+                if not torch.isfinite(tensor).all():
+                    raise NonFinite(
+                        f"the saved gradient state of {name!r} holds NaN or infinity; go on from an earlier one"
+                    )
+
+
+def taken_out(tensors: dict[str, Tensor], name: str, *, stays: bool) -> Tensor | None:
+    """What ``name`` has; nothing, or zeros where it ``stays``, are left there."""
+    found = tensors.pop(name, None)
+    if found is not None and stays:
+        tensors[name] = torch.zeros_like(found)
+    return found
 
 
 def _zeros(parameter: nn.Parameter) -> Tensor:
