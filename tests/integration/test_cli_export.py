@@ -54,3 +54,37 @@ def test_plan_prints_the_memory_of_a_head() -> None:
     assert told["rank_bytes"] > 125_000 * 1024
     with pytest.raises(gt.errors.InvalidArgument, match="rows is 'here'"):
         invoke("plan", *settings, "--rows", "here")
+
+
+def test_plan_prints_the_step_of_a_head_beside_those_of_its_rivals(tmp_path: Path) -> None:
+    head = ["--classes", "100000", "--dim", "64", "--rows", "ranks", "--ranks", "16", "--batch-size", "32"]
+    step = ["--backbone", "stroke_net", "--image-size", "32", "--channels", "1", "--hardware", "v100-25gbit"]
+    said = invoke("plan", *head, *step).stdout
+    assert "slots (moments)" in said and "16 ranks of 32 samples each, v100-25gbit (8 ranks a node)" in said
+    for rival in ("ClassHead on the ranks", "everything replicated", "head split, the rest replicated"):
+        assert f"{rival}: " in said
+    assert "gradients of features" in said and "expected step " in said
+    planned = json.loads(invoke("plan", *head, *step, "--json").stdout)["step"]
+    assert planned["scopes"] == {"backbone": "Replicate(shard=False)", "head": "Split()"}
+    parted = json.loads(invoke("plan", *head, *step, "--micro-batches", "4", "--json").stdout)["step"]
+    assert parted["step"]["hidden"] > planned["step"]["hidden"]
+    gt.Hardware.named("v100-25gbit").with_ranks_per_node(16).write(tmp_path / "one-node.yaml")
+    near = json.loads(invoke("plan", *head, *step[:-1], str(tmp_path / "one-node.yaml"), "--json").stdout)["step"]
+    assert near["step"]["communication"] < planned["step"]["communication"] / 5
+    sparse = json.loads(invoke("plan", *head, *step, "--sparsity", "0.999", "--json").stdout)["step"]
+    assert sparse["sent_bytes"] < planned["sent_bytes"] / 2
+
+
+def test_plan_refuses_a_step_that_it_cannot_know() -> None:
+    head = ["--classes", "1000", "--dim", "8"]
+    with pytest.raises(gt.errors.InvalidArgument, match="Give --rows ranks, or leave --hardware out"):
+        invoke("plan", *head, "--hardware", "h200")
+    with pytest.raises(gt.errors.InvalidArgument, match="no hardware is named 'h2000'; there are "):
+        invoke("plan", *head, "--rows", "ranks", "--hardware", "h2000")
+    with pytest.raises(gt.errors.ConfigError, match="the backbone 'resnet' is unknown"):
+        invoke("plan", *head, "--rows", "ranks", "--hardware", "h200", "--backbone", "resnet")
+    glyphs = ["--rows", "ranks", "--hardware", "h200", "--backbone", "stroke_net", "--image-size"]
+    with pytest.raises(gt.errors.InvalidArgument, match=r"does not take images \[128, 3, 36, 36\]"):
+        invoke("plan", *head, *glyphs, "36")
+    with pytest.raises(gt.errors.InvalidArgument, match="cannot be made for images of 4 x 4"):
+        invoke("plan", *head, *glyphs, "4")

@@ -66,24 +66,9 @@ def auto_plan(
     """
     count = _count_of(ranks)
     hardware = hardware or _measured(count)
-    skeleton = skeleton_of(model)
-
-    def planned(scopes: Mapping[str, Scope]) -> Plan:
-        return request_for(
-            skeleton, scopes, count, hardware, example, batch=batch, loss=loss, optimizer=optimizer
-        ).plan()
-
-    tried: dict[str, Plan] = {}
-    refused: list[str] = []
-    for name, scopes in _candidates(skeleton, count):
-        try:
-            tried[name] = planned(scopes)
-        except InvalidArgument as exc:
-            if not tried and "replicated" in name:
-                raise  # the model itself cannot be planned
-            refused.append(f"{name}: not possible ({str(exc).partition(':')[0]})")
+    tried, refused = planned_candidates(model, count, hardware, example, loss=loss, batch=batch, optimizer=optimizer)
     fitting = {name: plan for name, plan in tried.items() if plan.fits}
-    lines = [_line(name, plan) for name, plan in tried.items()] + refused
+    lines = [plan_line(name, plan) for name, plan in tried.items()] + refused
     if not fitting:
         raise InvalidArgument(
             f"nothing fits into {bytes_text(hardware.memory_bytes)} a rank on {counted(count, 'rank')}: "
@@ -91,6 +76,45 @@ def auto_plan(
         )
     chosen = min(fitting, key=lambda name: fitting[name].step.seconds)
     return replace(fitting[chosen], reasons=(f"chosen: {chosen}, {_why(chosen, fitting, tried)}", *lines))
+
+
+def planned_candidates(
+    model: nn.Module,
+    ranks: int,
+    hardware: Hardware,
+    example: Any,
+    *,
+    loss: LossFunction | None,
+    batch: int | None,
+    optimizer: OptimizerMaker,
+    sparsity: float | None = None,
+) -> tuple[dict[str, Plan], list[str]]:
+    """The plans that :func:`auto_plan` chooses from, by what they are called; a line for each that is not possible.
+
+    Raises InvalidArgument for a model that cannot be planned at all.
+    """
+    skeleton = skeleton_of(model)
+    tried: dict[str, Plan] = {}
+    refused: list[str] = []
+    for name, scopes in _candidates(skeleton, ranks):
+        request = request_for(
+            skeleton,
+            scopes,
+            ranks,
+            hardware,
+            example,
+            batch=batch,
+            loss=loss,
+            optimizer=optimizer,
+            sparsity=sparsity,
+        )
+        try:
+            tried[name] = request.plan()
+        except InvalidArgument as exc:
+            if not tried and "replicated" in name:
+                raise  # the model itself cannot be planned
+            refused.append(f"{name}: not possible ({str(exc).partition(':')[0]})")
+    return tried, refused
 
 
 def _why(chosen: str, fitting: Mapping[str, Plan], tried: Mapping[str, Plan]) -> str:
@@ -105,7 +129,8 @@ def _why(chosen: str, fitting: Mapping[str, Plan], tried: Mapping[str, Plan]) ->
     )
 
 
-def _line(name: str, plan: Plan) -> str:
+def plan_line(name: str, plan: Plan) -> str:
+    """What matters of a plan, in a line."""
     fits = "" if plan.fits else ", does not fit"
     return (
         f"{name}: {seconds_text(plan.step.seconds)} a step, {bytes_text(plan.rank_bytes)} a rank{fits}, sends "

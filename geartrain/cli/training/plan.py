@@ -1,15 +1,21 @@
-"""``geartrain plan``: will it fit?"""
+"""``geartrain plan``: will it fit, and how long will a step take?"""
 
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, cast
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
+from geartrain.ams.values.errors import GeartrainError, InvalidArgument
 from geartrain.ams.values.optimizers.registry import OPTIMIZERS, optimizer_of
 from geartrain.cli.shared.options import Json
 
+if TYPE_CHECKING:
+    from geartrain.bridge.parallel.plan.plan import Plan
+
+_STEP = "The expected step"
 _DTYPE = "float32, float16 or bfloat16."
 _OPTIMIZERS = ", ".join(OPTIMIZERS)
 
@@ -45,28 +51,108 @@ def plan(
     shards: Annotated[int, typer.Option("--shards", help="Shards of the cluster.")] = 1,
     ranks: Annotated[int, typer.Option("--ranks", help="Ranks that train together.")] = 1,
     device: Annotated[str, typer.Option("--device", help="Of the features: cpu or cuda.")] = "cpu",
+    hardware: Annotated[
+        str | None,
+        typer.Option(
+            "--hardware",
+            help="Plan a step on it: h200, a100, v100, v100-25gbit, v100-35gbit, a YAML file of a gt.Hardware, or "
+            "'here', measured, with links that cost nothing.",
+            rich_help_panel=_STEP,
+        ),
+    ] = None,
+    backbone: Annotated[
+        str,
+        typer.Option(
+            "--backbone",
+            help="stroke_net, iresnet18, iresnet50, iresnet100, timm:NAME, or package.module:function of yours.",
+            rich_help_panel=_STEP,
+        ),
+    ] = "iresnet50",
+    image_size: Annotated[int, typer.Option("--image-size", help="Pixels a side.", rich_help_panel=_STEP)] = 112,
+    channels: Annotated[int, typer.Option("--channels", help="Of an image.", rich_help_panel=_STEP)] = 3,
+    micro_batches: Annotated[
+        int,
+        typer.Option("--micro-batches", min=1, help="As gt.MicroBatches: features travel.", rich_help_panel=_STEP),
+    ] = 1,
+    sparsity: Annotated[
+        float | None,
+        typer.Option("--sparsity", help="As gt.TopKGradients.", show_default="dense", rich_help_panel=_STEP),
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Print the memory of a class head by part, for each shard and rank, before anything is started."""
+    """Print the memory of a class head by part, for each shard and rank, before anything is started.
+
+    With --hardware also what a step of a backbone and the head with --rows ranks holds, sends and takes, beside
+    nn.Linear replicated, split and sharded: geartrain plan --classes 1000000 --dim 512 --rows ranks --ranks 16
+    --hardware h200
+    """
     from geartrain.ams.programs.selection import PartialFC
     from geartrain.bridge.head.defaults import DEFAULT_OPTIMIZER, DEFAULT_SELECT  # loads torch
     from geartrain.bridge.head.memory import memory_report
     from geartrain.bridge.head.selection.knn_selection import KNNSoftmax
 
     with_momentum = {None: DEFAULT_OPTIMIZER.name, True: "sparse_momentum", False: "sgd"}[momentum]
-    select = DEFAULT_SELECT if sample_rate is None else PartialFC(sample_rate)
+    chosen = DEFAULT_SELECT if sample_rate is None else PartialFC(sample_rate)
+    select = chosen if k is None else KNNSoftmax(0.1 if sample_rate is None else sample_rate, k=k)
+    row_optimizer = optimizer_of(optimizer or ("adam" if adam else with_momentum), {"lr": 0.1})
+    head = {
+        "num_classes": classes,
+        "dim": dim,
+        "sub_centers": sub_centers,
+        "dtype": dtype,
+        "slot_dtype": slot_dtype or "float32",
+        "select": select,
+    }
     report = memory_report(
-        num_classes=classes,
-        dim=dim,
-        sub_centers=sub_centers,
+        **cast(Any, head),
         rows=cast(Any, rows),
-        dtype=cast(Any, dtype),
-        slot_dtype=cast(Any, slot_dtype or "float32"),
-        optimizer=optimizer_of(optimizer or ("adam" if adam else with_momentum), {"lr": 0.1}),
-        select=select if k is None else KNNSoftmax(0.1 if sample_rate is None else sample_rate, k=k),
+        optimizer=row_optimizer,
         batch_size=batch_size,
         num_shards=shards,
         num_ranks=ranks,
         device=device,
     )
-    print(json.dumps(report.to_json()) if as_json else f"{report}\n\n{report.explained()}")
+    step = None
+    if hardware is not None:
+        if rows != "ranks":
+            raise InvalidArgument(
+                f"--rows is {rows!r}, and a step is planned of rows on the ranks alone: what a cluster's links and "
+                "shards take is not in the model. Give --rows ranks, or leave --hardware out"
+            )
+        images = {"channels": channels, "image_size": image_size}
+        settings = {"row_optimizer": row_optimizer, "micro_batches": micro_batches, "sparsity": sparsity}
+        step = _step(backbone, images, hardware, {**head, **settings, "ranks": ranks, "batch": batch_size})
+    if as_json:
+        print(json.dumps({**report.to_json(), **({} if step is None else {"step": step.to_dict()})}))
+    elif step is None:
+        print(f"{report}\n\n{report.explained()}")
+    else:
+        print(f"{report}\n\na step of {backbone} with this head\n\n{step.explain()}")
+
+
+def _step(backbone: str, images: dict[str, int], hardware: str, settings: dict[str, Any]) -> Plan:
+    """Raises InvalidArgument or ConfigError for what it cannot be made of."""
+    import torch
+
+    from geartrain.bridge.parallel.plan.classifier import plan_classifier
+    from geartrain.bridge.parallel.plan.hardware.hardware import Hardware
+    from geartrain.workers.models.backbones import build_backbone
+
+    if hardware == "here":
+        where = Hardware.measure(alone=True)
+    elif Path(hardware).suffix in (".yaml", ".yml", ".json"):
+        where = Hardware.read(hardware)
+    else:
+        where = Hardware.named(hardware)
+    side = images["image_size"]
+    with torch.device("meta"):
+        try:
+            network = build_backbone(backbone, {**images, "dim": settings["dim"]}, own=backbone)
+        except GeartrainError:
+            raise
+        except (RuntimeError, ValueError) as exc:
+            raise InvalidArgument(
+                f"backbone {backbone} cannot be made for images of {side} x {side}: {exc}. Give another --image-size"
+            ) from exc
+        example = torch.empty(settings["batch"], images["channels"], side, side)
+    return plan_classifier(network, example, hardware=where, **settings)
