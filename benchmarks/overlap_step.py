@@ -121,7 +121,7 @@ def results(full: bool = False) -> Iterator[Result]:  # noqa: ARG001
     if why := why_no_links():
         print(f"overlap_step is left out: {why}")
         return
-    bits = _slow_bits()
+    bits = slow_bits()
     with rank_group(Side, 2, bits_per_second=bits) as group:
         seconds, losses = _turns(group, rounds=4)
         hidden = {way: group.call("hidden", way=way)[0] for way in WAYS[:2]}
@@ -137,7 +137,7 @@ def results(full: bool = False) -> Iterator[Result]:  # noqa: ARG001
     yield result(case, mine, "each collective waited for", theirs, "%", target=None, more_is_better=True)
 
 
-def _slow_bits() -> float:
+def slow_bits() -> float:
     """The rate at which a step that waits communicates for a quarter of its time."""
     with rank_group(Side, 2, bits_per_second=FAST_BITS) as group:
         group.call("turn", way="waited for", steps=1)
