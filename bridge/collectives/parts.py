@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from geartrain.ams.values.errors import SyncError
 from geartrain.bridge.collectives.link import RankLink
 from geartrain.bridge.collectives.pending import Pending
 
@@ -78,6 +79,22 @@ class GatheredParts:
             self._take()
         assert self._whole is not None
         return self._whole
+
+    def require_sound(
+        self, said: list[list[int]], failure: Exception | None, part: int, last: Pending[list[list[int]]]
+    ) -> None:
+        """Raise on every rank if one ``said`` 0, that it failed in ``part``, when nothing is on its way any more.
+
+        There its ``failure`` is raised, elsewhere SyncError. ``last``: the last exchange that was begun.
+        """
+        sound = [good for (good,) in said]
+        if 0 not in sound:
+            return
+        last.result()
+        self.whole()
+        if failure is not None:
+            raise failure
+        raise SyncError(f"rank {sound.index(0)} failed in micro-batch {part}; its error tells why")
 
     def _take(self) -> None:
         part, pending = self._on_their_way.popleft()

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
 
 from geartrain.ams.values.errors import InvalidArgument
+from geartrain.ams.values.text import quoted
 from geartrain.bridge.collectives.link import RankLink
 from geartrain.bridge.parallel.global_mean import mean_of_ranks
 from geartrain.bridge.parallel.mesh import Mesh
+from geartrain.bridge.parallel.overlap.inputs import micro_batch, sizes_of_parts
+from geartrain.bridge.parallel.overlap.split_parts import SplitParts
 from geartrain.bridge.parallel.replicated import Replicas
 from geartrain.bridge.parallel.scopes import Scope
 from geartrain.bridge.parallel.split.agreement import StepAgreement
@@ -45,6 +50,7 @@ class PlanMaker(Protocol):
         device: torch.device,
         hardware: Hardware | None,
         optimizer: Callable[[list[nn.Parameter]], Any] | None,
+        micro_batches: int,
     ) -> Plan:
         """Of the batch that was seen; None: hardware measured here, AdamW."""
         ...
@@ -57,8 +63,8 @@ _LOSS = "the loss"
 class ParallelModel(nn.Module):
     """What :func:`geartrain.parallelize` returns.
 
-    Attributes: ``module``, the model itself with its split layers; ``mesh``, ``scopes``, ``loss``; ``replicas``, whose
-    ``ddp`` takes communication hooks.
+    Attributes: ``module``, the model itself with its split layers; ``mesh``, ``scopes``, ``loss``; ``micro_batches``;
+    ``replicas``, whose ``ddp`` takes communication hooks.
 
     ``parameters()`` are those of the model: give them to any optimizer of torch that works number by number, or to LARS
     and LAMB. Those of split layers are DTensors over the ranks. ``state_dict()`` has the names of the model that is not
@@ -75,6 +81,7 @@ class ParallelModel(nn.Module):
         replicas: Replicas,
         agreement: StepAgreement,
         plans: PlanMaker | None = None,
+        micro_batches: int = 1,
     ) -> None:
         super().__init__()
         self.module = module
@@ -86,8 +93,10 @@ class ParallelModel(nn.Module):
         self._plans = plans
         agreement.layers.append(_LOSS)
         # Of one split layer alone it is known which classes the labels are of, before the loss is.
-        num_linear = sum(isinstance(part, SplitLinear) for part in module.modules())
-        self._looks_at_labels = isinstance(loss, nn.CrossEntropyLoss) and num_linear == 1
+        linear = [part for part in module.modules() if isinstance(part, SplitLinear)]
+        self._looks_at_labels = isinstance(loss, nn.CrossEntropyLoss) and len(linear) == 1
+        self.micro_batches = micro_batches
+        self._parted = linear[0] if micro_batches > 1 else None
         self.train(module.training)
 
     @property
@@ -125,6 +134,7 @@ class ParallelModel(nn.Module):
             device=self.mesh.whole.device,
             hardware=hardware,
             optimizer=optimizer,
+            micro_batches=self.micro_batches,
         )
 
     @runs_eagerly
@@ -172,12 +182,29 @@ class ParallelModel(nn.Module):
                 return self.module(inputs, **options)
 
     def _run(self, inputs: Any, labels: Tensor | None, options: Mapping[str, Any]) -> Any:
+        if self._parted is not None and labels is not None and self.training and torch.is_grad_enabled():
+            assert self.loss is not None
+            return self.loss(self._logits_of_parts(self._parted, inputs, options), labels)
         output = self.output(inputs, options)
         if self.loss is None or labels is None:
             return output if self.training else _whole(output)
         if _has_split_logits(output) or self.mesh.world_size == 1:
             return self.loss(output, labels)
         return self._loss_of_ranks(output, labels)
+
+    def _logits_of_parts(self, layer: SplitLinear, inputs: Any, options: Mapping[str, Any]) -> SplitLogits:
+        """The logits of the batch, whose micro-batches' features travel while others are computed."""
+        count, samples = self.micro_batches, _num_samples(inputs)
+        batches = [
+            micro_batch([inputs, dict(options)], part, count, samples, with_settings=True) for part in range(count)
+        ]
+        layer.sink = parts = SplitParts(layer, sizes_of_parts(samples, count))
+        try:
+            for one in batches:
+                parts.compute(partial(self.output, *one))
+        finally:
+            layer.sink = None
+        return parts.logits()
 
     def _loss_of_ranks(self, output: Any, labels: Tensor) -> Tensor:
         """Of outputs that are whole, of the own samples alone."""
@@ -221,6 +248,14 @@ class ParallelModel(nn.Module):
             )
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self
+
+
+def _num_samples(inputs: Any) -> int:
+    """Entries of the first tensor among ``inputs``. Raises InvalidArgument."""
+    found = next((one for one in tree_leaves(inputs) if isinstance(one, Tensor) and one.ndim), None)
+    if found is None:
+        raise InvalidArgument(f"inputs are {quoted(inputs)}; with micro_batches they hold a tensor [S, …] of samples")
+    return len(found)
 
 
 def _has_split_logits(output: Any) -> bool:

@@ -31,6 +31,7 @@ def parallelize(
     *,
     loss: LossFunction | None = None,
     seed: int = 0,
+    micro_batches: int = 1,
 ) -> ParallelModel:
     """Train ``model`` on the ranks of ``mesh``: replicate some of its parts, split others.
 
@@ -55,6 +56,10 @@ def parallelize(
         loss: Of (what the model returns, labels), such as ``nn.CrossEntropyLoss()``: with "mean" and "sum" over the
             samples of all ranks. None: the model returns its loss itself.
         seed: Of first values on the meta device.
+        micro_batches: Into how many each batch is divided, so that features travel while the rest of the model works
+            on others (4 to 8): of models that return the logits of one split ``nn.Linear``, with a ``loss``. Loss and
+            gradients are the same to rounding, but for what batch norm and dropout make of a smaller batch. Memory is
+            that of the whole batch. With class heads :class:`geartrain.MicroBatches` does it.
 
     Costs one all-gather of what is given, and for values a broadcast of replicated and a send of split parts.
 
@@ -68,7 +73,8 @@ def parallelize(
     said: dict[str, Any] = {}
     try:
         found = _looked_up(model, mesh, scopes, loss, seed)
-        said = _description(model, found, loss, seed)
+        _check_micro_batches(micro_batches, found, mesh, loss)
+        said = {**_description(model, found, loss, seed), "micro_batches": micro_batches}
     except Exception as exc:  # of any kind: the others wait for this rank
         failure = exc
     link.require_equal({**said, "error": None if failure is None else str(failure)}, "gt.parallelize()")
@@ -91,7 +97,7 @@ def parallelize(
         model = _replaced(model, name, layer)
         split_parameters.update(id(parameter) for parameter in layer.parameters())
     replicas = replicated(model, found.replicated, group, seed, split_parameters)
-    return ParallelModel(model, mesh, found.scopes, loss, replicas, agreement, plans)
+    return ParallelModel(model, mesh, found.scopes, loss, replicas, agreement, plans, micro_batches)
 
 
 def _looked_up(
@@ -121,6 +127,18 @@ def _looked_up(
     if mesh.stages:
         check_stages(mesh, found, loss)
     return found
+
+
+def _check_micro_batches(count: int, found: ScopedModel, mesh: Mesh, loss: LossFunction | None) -> None:
+    if integer("micro_batches", count, 1) == 1:
+        return
+    others = [name for name, module in found.split.items() if type(module) is not nn.Linear]
+    if mesh.stages or loss is None or others or len(found.split) != 1:
+        raise InvalidArgument(
+            f"micro_batches is {count}; it takes one split nn.Linear, whose logits the model returns, a loss, and a "
+            f"mesh without stages: here are split {sorted(found.split)}, {'no' if loss is None else 'a'} loss and "
+            f"{'stages' if mesh.stages else 'no stages'}. Leave it out; with a class head take gt.MicroBatches"
+        )
 
 
 def _description(model: nn.Module, found: ScopedModel, loss: LossFunction | None, seed: int) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.text import quoted
 from geartrain.bridge.head.backends.backend import RowBackend
 from geartrain.bridge.head.loss.feature_parts import FeatureParts
+from geartrain.bridge.parallel.overlap.inputs import micro_batch, sizes_of_parts
 
 
 class TakesParts(Protocol):
@@ -104,8 +105,8 @@ class MicroBatches(nn.Module):
         RankLost.
         """
         num_samples = len(labels) if isinstance(labels, Tensor) and labels.ndim else 0
-        inputs = [_part(images, part, self.num, num_samples) for part in range(self.num)]
-        sizes = [num_samples // self.num + (part < num_samples % self.num) for part in range(self.num)]
+        inputs = [micro_batch(images, part, self.num, num_samples) for part in range(self.num)]
+        sizes = sizes_of_parts(num_samples, self.num)
 
         def compute(part: int) -> Tensor:
             with _reducing(self.backbone, part == self.num - 1):
@@ -119,21 +120,6 @@ class MicroBatches(nn.Module):
         features = torch.cat([compute(part) for part in range(self.num)])
         loss: Tensor = self.head(features, labels) if weight is None else self.head(features, labels, weight)
         return loss
-
-
-def _part(value: Any, part: int, num: int, num_samples: int) -> Any:
-    """Micro-batch ``part`` of what a backbone takes. Raises InvalidArgument for what has no samples."""
-    if isinstance(value, Tensor) and value.ndim and len(value) == num_samples:
-        return torch.tensor_split(value, num)[part]
-    if isinstance(value, dict):
-        return {name: _part(one, part, num, num_samples) for name, one in value.items()}
-    if isinstance(value, tuple | list):
-        return type(value)([_part(one, part, num, num_samples) for one in value])
-    found = list(value.shape) if isinstance(value, Tensor) else quoted(value)
-    raise InvalidArgument(
-        f"images are {found}; they must be a tensor [{num_samples}, …], one entry for each label, or a tuple, list or "
-        "dict of such"
-    )
 
 
 @contextlib.contextmanager

@@ -47,6 +47,7 @@ class ModelPlans:
         device: torch.device,
         hardware: Hardware | None,
         optimizer: OptimizerMaker | None,
+        micro_batches: int,
     ) -> Plan:
         """Of the batch that was seen. Raises InvalidArgument before one was, and for a model that has none."""
         if self._failure is not None:
@@ -69,4 +70,5 @@ class ModelPlans:
             batch=samples,
             loss=loss,
             optimizer=optimizer or torch.optim.AdamW,
+            micro_batches=micro_batches,
         ).plan()

@@ -9,14 +9,13 @@ Legend: B samples of all ranks, S of this one, C output features, L of them here
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from geartrain.bridge.collectives.pending import Pending
 from geartrain.bridge.parallel.mesh import MeshGroup
 from geartrain.bridge.parallel.split.agreement import StepAgreement
 from geartrain.bridge.parallel.split.kept_memory import KeptMemory
@@ -31,14 +30,24 @@ class LinearMemory(NamedTuple):
     logits: KeptMemory
     gradient: KeptMemory
 
+    def product(self, features_BD: Tensor, weight_LD: Tensor, bias_L: Tensor | None) -> Tensor:
+        """``F.linear`` outside of autograd."""
+        local_BL = self.logits.empty((len(features_BD), len(weight_LD)), weight_LD)
+        if bias_L is None:
+            return torch.mm(features_BD, weight_LD.t(), out=local_BL)
+        return torch.addmm(bias_L, features_BD, weight_LD.t(), out=local_BL)
 
-class ArrivingFeatures:
-    """Features of all ranks on their way; :meth:`SplitLinear.take` makes logits of them."""
+    def gradient_by_weight(self, gradient_BL: Tensor, features_BD: Tensor) -> Tensor:
+        """[L, D], of the gradient by the logits."""
+        out_LD = self.gradient.empty((gradient_BL.shape[1], features_BD.shape[1]), gradient_BL)
+        return torch.mm(gradient_BL.t(), features_BD, out=out_LD)
 
-    def __init__(self, own_SD: Tensor, pending: Pending[Tensor], sizes: list[int]) -> None:
-        self.own_SD = own_SD
-        self.pending = pending
-        self.sizes = sizes
+
+class FeatureSink(Protocol):
+    """Takes the features of a micro-batch instead of the layer, which works on those of all together."""
+
+    def arrive(self, features_SD: Tensor) -> Any:
+        """What the layer returns for them: something that stands for their logits."""
 
 
 class _Linear(torch.autograd.Function):
@@ -50,10 +59,7 @@ class _Linear(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(features_BD, weight_LD)
         ctx.memory = memory
-        local_BL = memory.logits.empty((len(features_BD), len(weight_LD)), weight_LD)
-        if bias_L is None:
-            return torch.mm(features_BD, weight_LD.t(), out=local_BL)
-        return torch.addmm(bias_L, features_BD, weight_LD.t(), out=local_BL)
+        return memory.product(features_BD, weight_LD, bias_L)
 
     @staticmethod
     @once_differentiable
@@ -64,8 +70,7 @@ class _Linear(torch.autograd.Function):
         if of_features:
             by_features_BD = gradient_BL @ weight_LD
         if of_weight:
-            by_weight_LD = ctx.memory.gradient.empty(weight_LD.shape, weight_LD)
-            torch.mm(gradient_BL.t(), features_BD, out=by_weight_LD)
+            by_weight_LD = ctx.memory.gradient_by_weight(gradient_BL, features_BD)
         return by_features_BD, by_weight_LD, gradient_BL.sum(0) if of_bias else None, None
 
 
@@ -92,43 +97,54 @@ class SplitLinear(SplitLayer):
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.add_rows("weight", linear.weight, weight_LD)
         self.add_rows("bias", linear.bias, bias_L)
-        self._memory = LinearMemory(KeptMemory(), KeptMemory())
+        self.memory = LinearMemory(KeptMemory(), KeptMemory())
+        self.sink: FeatureSink | None = None
+        """Where features go while a step is made of micro-batches."""
 
-    def begin(self, features_SD: Tensor) -> ArrivingFeatures:
-        """Begin to gather the features of all ranks; every rank does, then takes.
+    def forward(self, features_SD: Tensor) -> Any:
+        """Logits (:class:`SplitLogits`) of features [S, D].
 
         Raises InvalidRows for features that do not fit, SyncError where they do not on another rank, SpecMismatch
         where ranks differ.
         """
+        if self.sink is not None:
+            return self.sink.arrive(features_SD)
         link = self.shard.group.link
-
-        def check() -> None:
-            check_floating(features_SD, self.in_features, self.layer_name)
-            self.agreement.check_labels(len(features_SD), self.out_features)
-
-        sizes = self.agreement.sizes(self.layer_name, features_SD, check)
-        dtype = autocast_dtype(features_SD.device)
-        own_SD = features_SD if dtype is None or features_SD.dtype.itemsize > 4 else features_SD.to(dtype)
-        return ArrivingFeatures(own_SD, link.start_gather(own_SD, sizes), sizes)
-
-    def take(self, arriving: ArrivingFeatures) -> SplitLogits:
-        """The logits of what :meth:`begin` began."""
-        features_BD = all_samples(arriving.own_SD, arriving.pending, self.shard.group.link, arriving.sizes)
+        sizes = self.agree(features_SD, len(features_SD) if isinstance(features_SD, Tensor) else 0)
+        own_SD = self.travelling(features_SD)
+        features_BD = all_samples(own_SD, link.start_gather(own_SD, sizes), link, sizes)
         weight_LD = self.local("weight")
         assert weight_LD is not None
-        local_BL = self._logits(features_BD, weight_LD, self.local("bias"))
-        return SplitLogits(local_BL, arriving.sizes, self.shard, self.agreement)
+        return self.logits(self._product(features_BD, weight_LD, self.local("bias")), sizes)
 
-    def forward(self, features_SD: Tensor) -> SplitLogits:
-        """Logits of features [S, D]; raises what :meth:`begin` does."""
-        return self.take(self.begin(features_SD))
+    def agree(self, features_SD: Tensor, num_samples: int) -> list[int]:
+        """Rows of the features of each rank, once all ranks have looked at theirs; ``num_samples`` have labels."""
 
-    def _logits(self, features_BD: Tensor, weight_LD: Tensor, bias_L: Tensor | None) -> Tensor:
+        def check() -> None:
+            self.check(features_SD)
+            self.agreement.check_labels(num_samples, self.out_features)
+
+        return self.agreement.sizes(self.layer_name, features_SD, check)
+
+    def check(self, features_SD: Tensor) -> None:
+        """Raise InvalidRows for features that do not fit."""
+        check_floating(features_SD, self.in_features, self.layer_name)
+
+    def travelling(self, features_SD: Tensor) -> Tensor:
+        """The features in the type that they travel in: that of autocast, if it is on and narrower."""
+        dtype = autocast_dtype(features_SD.device)
+        return features_SD if dtype is None or features_SD.dtype.itemsize > 4 else features_SD.to(dtype)
+
+    def logits(self, local_BL: Tensor, sizes: list[int]) -> SplitLogits:
+        """What the layer returns, of its own classes' logits of the samples of all ranks."""
+        return SplitLogits(local_BL, sizes, self.shard, self.agreement)
+
+    def _product(self, features_BD: Tensor, weight_LD: Tensor, bias_L: Tensor | None) -> Tensor:
         device = features_BD.device
         keeps = device.type in ("cpu", "meta") and autocast_dtype(device) is None and torch.is_grad_enabled()
         if not keeps or features_BD.dtype != weight_LD.dtype:
             return F.linear(features_BD, weight_LD, bias_L)
-        local_BL: Tensor = _Linear.apply(features_BD, weight_LD, bias_L, self._memory)  # type: ignore[no-untyped-call]
+        local_BL: Tensor = _Linear.apply(features_BD, weight_LD, bias_L, self.memory)  # type: ignore[no-untyped-call]
         return local_BL
 
     def extra_repr(self) -> str:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 import torch
 import torch.nn.functional as F
@@ -31,8 +32,74 @@ _MAY_DO = (
 )
 
 
+class _NoSuchOperation(InvalidArgument, AttributeError):
+    """So that ``hasattr`` may ask."""
+
+
+def _refused(what: str) -> str:
+    return f"{what} is not for logits that are split over ranks: {_MAY_DO}"
+
+
+class LogitsOperations(ABC):
+    """Elementwise operations with numbers; anything else that tensors have is refused, with what may be done."""
+
+    @abstractmethod
+    def mapped(self, operation: Callable[..., Tensor], arguments: tuple[Any, ...], options: dict[str, Any]) -> Self:
+        """Such logits of ``operation(logits, *arguments, **options)``; arguments are numbers."""
+
+    def float(self) -> Self:
+        """In float32."""
+        return self._map(Tensor.float)
+
+    def __mul__(self, other: Number) -> Self:
+        """Times a number."""
+        return self._map(torch.mul, other)
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, other: Number) -> Self:
+        """Divided by a number."""
+        return self._map(torch.div, other)
+
+    def __add__(self, other: Number) -> Self:
+        """Plus a number."""
+        return self._map(torch.add, other)
+
+    __radd__ = __add__
+
+    def __sub__(self, other: Number) -> Self:
+        """Minus a number."""
+        return self._map(torch.sub, other)
+
+    def __neg__(self) -> Self:
+        """Times -1."""
+        return self._map(torch.neg)
+
+    def _map(self, operation: Callable[..., Tensor], *arguments: Any, **options: Any) -> Self:
+        for value in (*arguments, *options.values()):
+            if isinstance(value, Tensor | LogitsOperations):
+                raise InvalidArgument(_refused(f"{getattr(operation, '__name__', operation)} with a tensor"))
+        return self.mapped(operation, arguments, options)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        """Refuse what only tensors have."""
+        raise _NoSuchOperation(_refused(f".{name}"))
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """What PyTorch calls instead of its own functions."""
+        del types
+        options = kwargs or {}
+        if func in _ELEMENTWISE and args and isinstance(args[0], cls):
+            options.pop("inplace", None)
+            return args[0]._map(func, *args[1:], **options)
+        raise InvalidArgument(_refused(getattr(func, "__name__", str(func))))
+
+
 @dataclass(frozen=True, eq=False)
-class SplitLogits:
+class SplitLogits(LogitsOperations):
     """Logits [S, C] of this rank's samples, of which no rank holds all.
 
     Each rank holds those of its own classes, of the samples of all ranks: ``local_BL``. ``F.cross_entropy`` (and so
@@ -83,69 +150,21 @@ class SplitLogits:
         """All classes of the own samples, [S, C], for autograd too: one all-to-all, and S · C numbers of memory."""
         return whole_rows(self.local_BL, self.shard.group.link, self.sizes, self.shard.sizes)
 
-    def float(self) -> SplitLogits:
-        """In float32."""
-        return self._map(Tensor.float)
-
-    def __mul__(self, other: Number) -> SplitLogits:
-        """Times a number."""
-        return self._with_number(torch.mul, other)
-
-    __rmul__ = __mul__
-
-    def __truediv__(self, other: Number) -> SplitLogits:
-        """Divided by a number."""
-        return self._with_number(torch.div, other)
-
-    def __add__(self, other: Number) -> SplitLogits:
-        """Plus a number."""
-        return self._with_number(torch.add, other)
-
-    __radd__ = __add__
-
-    def __sub__(self, other: Number) -> SplitLogits:
-        """Minus a number."""
-        return self._with_number(torch.sub, other)
-
-    def __neg__(self) -> SplitLogits:
-        """Times -1."""
-        return self._map(torch.neg)
-
-    def _with_number(self, operation: Callable[..., Tensor], other: Any, **options: Any) -> SplitLogits:
-        return self._map(operation, other, **options)
-
-    def _map(self, operation: Callable[..., Tensor], *arguments: Any, **options: Any) -> SplitLogits:
-        for value in (*arguments, *options.values()):
-            if isinstance(value, Tensor | SplitLogits):
-                raise InvalidArgument(_refused(f"{getattr(operation, '__name__', operation)} with a tensor"))
+    def mapped(
+        self, operation: Callable[..., Tensor], arguments: tuple[Any, ...], options: dict[str, Any]
+    ) -> SplitLogits:
+        """See the base class."""
         made = operation(self.local_BL, *arguments, **options)
         return SplitLogits(made, self.sizes, self.shard, self.agreement, is_scratch=False)
-
-    def __getattr__(self, name: str) -> NoReturn:
-        """Refuse what only tensors have."""
-        raise _NoSuchOperation(_refused(f".{name}"))
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """What PyTorch calls instead of its own functions."""
-        del types
-        options = kwargs or {}
         if func is F.cross_entropy and args and isinstance(args[0], cls):
-            return _cross_entropy(*args, **options)
-        if func in _ELEMENTWISE and args and isinstance(args[0], cls):
-            options.pop("inplace", None)
-            return args[0]._map(func, *args[1:], **options)
-        raise InvalidArgument(_refused(getattr(func, "__name__", str(func))))
-
-
-class _NoSuchOperation(InvalidArgument, AttributeError):
-    """So that ``hasattr`` may ask."""
-
-
-def _refused(what: str) -> str:
-    return f"{what} is not for logits that are split over ranks: {_MAY_DO}"
+            return _cross_entropy(*args, **(kwargs or {}))
+        return super().__torch_function__(func, types, args, kwargs)
 
 
 def _cross_entropy(

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from geartrain.ams.values.errors import InvalidArgument, SyncError
+from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.specs import Ids
 from geartrain.bridge.collectives.parts import GatheredParts, PartSizes, SummedParts
 from geartrain.bridge.collectives.pending import Pending
@@ -126,12 +126,12 @@ def _gathered(step: RankStep, parts: FeatureParts, first_SD: Tensor, places: Ids
             features_SD = first_SD.new_zeros(sizes.of(part)[link.rank], first_SD.shape[1])
         said = link.start_exchange([failure is None])
         if before is not None:
-            _require_sound(before.result(), failure, part - 1, said, gathered)
+            gathered.require_sound(before.result(), failure, part - 1, said)
         before = said
         gathered.begin(part, step.travelling(features_SD))
     joint_features_BD = gathered.whole()
     if before is not None:
-        _require_sound(before.result(), failure, sizes.num_parts - 1, before, gathered)
+        gathered.require_sound(before.result(), failure, sizes.num_parts - 1, before)
     return joint_features_BD
 
 
@@ -145,21 +145,3 @@ def _computed(parts: FeatureParts, part: int, places: Ids | None, first_SD: Tens
     features_SD = parts.join(part, features, parts.kept(part, places))
     check_finite(features_SD.detach())
     return features_SD
-
-
-def _require_sound(
-    said: list[list[int]],
-    failure: Exception | None,
-    part: int,
-    last: Pending[list[list[int]]],
-    gathered: GatheredParts,
-) -> None:
-    """Raise on every rank if one failed in ``part``, when nothing is on its way any more."""
-    sound = [good for (good,) in said]
-    if 0 not in sound:
-        return
-    last.result()
-    gathered.whole()
-    if failure is not None:
-        raise failure
-    raise SyncError(f"rank {sound.index(0)} failed in micro-batch {part}; its error tells why")

@@ -77,12 +77,13 @@ def assert_equal_training(
     labels: Tensor | None = None,
     *,
     ids: bool = False,
+    micro_batches: int = 1,
 ) -> gt.bridge.parallel.parallel_model.ParallelModel:  # type: ignore[name-defined]
     """Two steps with momentum; the loss, gradients and parameters are those of ``model`` and the joint batch."""
     inputs, drawn, sizes = samples(ranks, ids=ids)
     labels = drawn if labels is None else labels
     plain = copy.deepcopy(model)
-    parallel = gt.parallelize(model, gt.mesh(), scopes, loss=loss)
+    parallel = gt.parallelize(model, gt.mesh(), scopes, loss=loss, micro_batches=micro_batches)
     optimizers = [torch.optim.SGD(one.parameters(), lr=0.5, momentum=0.9) for one in (plain, parallel)]
     for _ in range(2):
         expected = loss(plain(inputs), labels)

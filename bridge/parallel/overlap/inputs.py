@@ -1,0 +1,38 @@
+"""A batch divided into micro-batches, whatever the model takes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from geartrain.ams.values.errors import InvalidArgument
+from geartrain.ams.values.text import quoted
+
+
+def sizes_of_parts(num_samples: int, num: int) -> list[int]:
+    """How many samples each of ``num`` micro-batches has: as even as can be, the larger ones first."""
+    return [num_samples // num + (part < num_samples % num) for part in range(num)]
+
+
+def micro_batch(value: Any, part: int, num: int, num_samples: int, *, with_settings: bool = False) -> Any:
+    """Micro-batch ``part`` of what a model takes: of each tensor [``num_samples``, …], in tuples, lists and dicts.
+
+    ``with_settings``: what is no tensor is the same in each of them. Raises InvalidArgument for what has no samples.
+    """
+    if isinstance(value, Tensor) and value.ndim and len(value) == num_samples:
+        return torch.tensor_split(value, num)[part]
+    if isinstance(value, dict):
+        return {
+            name: micro_batch(one, part, num, num_samples, with_settings=with_settings) for name, one in value.items()
+        }
+    if isinstance(value, tuple | list):
+        return type(value)([micro_batch(one, part, num, num_samples, with_settings=with_settings) for one in value])
+    if with_settings and not isinstance(value, Tensor):
+        return value
+    found = list(value.shape) if isinstance(value, Tensor) else quoted(value)
+    raise InvalidArgument(
+        f"images are {found}; they must be a tensor [{num_samples}, …], one entry for each label, or a tuple, list or "
+        "dict of such"
+    )

@@ -1,0 +1,214 @@
+"""A split layer over micro-batches trains as it does over the whole batch, and fails on all ranks or on none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import geartrain as gt
+from geartrain.ams.values.errors import InvalidArgument, InvalidIds, InvalidRows, SpecMismatch, SyncError
+from geartrain.bridge.collectives.link import RankLink
+from geartrain.bridge.collectives.pending import Pending
+from tests.support.rank_processes import run_ranks
+from tests.unit.bridge.parallel.test_parallelize import (
+    CLASSES,
+    DIM,
+    FUSION,
+    INSIDE,
+    SHARDED,
+    Classifier,
+    assert_equal_training,
+    made,
+    own,
+    samples,
+)
+
+
+class Scaled(Classifier):
+    def forward(self, inputs: Tensor) -> Any:
+        return torch.tanh(super().forward(inputs) / 2) * 1.5
+
+
+class OfTokens(Classifier):
+    """Two rows of features for each sample."""
+
+    def forward(self, inputs: Tensor) -> Any:
+        return super().forward(torch.stack([inputs, inputs.flip(1)], 1).flatten(0, 1))
+
+
+def check_training(rank: int, ranks: int, folder: Path) -> None:
+    del folder
+    _, labels, _ = samples(ranks)
+    some = labels.clone()
+    some[1:3] = 4
+    for scopes in (FUSION, SHARDED, INSIDE):
+        assert_equal_training(rank, ranks, made(Classifier), scopes, nn.CrossEntropyLoss(), micro_batches=3)
+    for count in (2, 5):
+        loss = nn.CrossEntropyLoss(ignore_index=4, label_smoothing=0.2)
+        assert_equal_training(rank, ranks, made(Scaled), FUSION, loss, some, micro_batches=count)
+
+
+def check_tokens_and_settings(rank: int, ranks: int, folder: Path) -> None:
+    del folder
+    inputs, labels, sizes = samples(ranks)
+    mine, own_labels = own(inputs, sizes, rank), own(labels, sizes, rank).repeat_interleave(2)
+    grads = []
+    for count in (1, 2):
+        model = made(OfTokens)
+        parallel = gt.parallelize(model, gt.mesh(), FUSION, loss=nn.CrossEntropyLoss(), micro_batches=count)
+        for _ in range(2):  # gradients add up
+            with parallel.no_sync():
+                parallel(mine, own_labels).backward()
+        parallel({"inputs": mine}, own_labels).backward()
+        grads.append([getattr(one.grad, "_local_tensor", one.grad) for one in model.parameters()])
+    for one, other in zip(*grads, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def check_autocast(rank: int, ranks: int, folder: Path) -> None:
+    del folder
+    inputs, labels, sizes = samples(ranks)
+    mine, own_labels = own(inputs, sizes, rank).float(), own(labels, sizes, rank)
+    found = []
+    for count in (1, 3):
+        model = made(Classifier).float()
+        parallel = gt.parallelize(model, gt.mesh(), FUSION, loss=nn.CrossEntropyLoss(), micro_batches=count)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = parallel(mine, own_labels)
+        loss.backward()
+        found.append([loss, *(getattr(one.grad, "_local_tensor", one.grad) for one in model.parameters())])
+        assert all(one.grad.dtype == torch.float32 for one in model.parameters())  # type: ignore[union-attr]
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-3)
+
+
+def check_travels_meanwhile(rank: int, ranks: int, folder: Path) -> None:
+    """What was begun before the backbone works on the next micro-batch is asked for after it."""
+    del folder
+    inputs, labels, sizes = samples(ranks)
+    noted: list[str] = []
+
+    class Noted(Classifier):
+        def forward(self, inputs: Tensor) -> Any:
+            noted.append("compute")
+            return super().forward(inputs)
+
+    begin, result = RankLink.start_gather, Pending.result
+
+    def start_gather(self: Any, tensor: Tensor, sizes: Any) -> Any:
+        pending = begin(self, tensor, sizes)
+        if tensor.ndim == 2 and tensor.shape[1] == DIM:
+            noted.append("begin")
+            pending.is_of_features = True  # type: ignore[attr-defined]
+        return pending
+
+    def taken(self: Any) -> Any:
+        if getattr(self, "is_of_features", False):
+            noted.append("take")
+        return result(self)
+
+    RankLink.start_gather, Pending.result = start_gather, taken  # type: ignore[method-assign]
+    try:
+        parallel = gt.parallelize(made(Noted), gt.mesh(), FUSION, loss=nn.CrossEntropyLoss(), micro_batches=3)
+        parallel(own(inputs, sizes, rank), own(labels, sizes, rank)).backward()
+    finally:
+        RankLink.start_gather, Pending.result = begin, result  # type: ignore[method-assign]
+    assert noted == ["compute", "begin", "compute", "begin", "compute", "take", "begin", "take", "take"]
+
+
+class Fails(Classifier):
+    """Does something else on rank 0, in one micro-batch."""
+
+    def __init__(self, what: str, part: int, rank: int) -> None:
+        super().__init__()
+        self.what, self.part, self.rank, self.calls = what, part, rank, 0
+
+    def forward(self, inputs: Tensor) -> Any:
+        is_now = self.rank == 0 and self.calls % 3 == self.part
+        self.calls += 1
+        if is_now and self.what == "raises":
+            raise ZeroDivisionError("in the backbone")
+        features = self.backbone(inputs)
+        if is_now and self.what == "narrow":
+            features = features[:, 1:]
+        if is_now and self.what == "fewer":
+            features = features[1:]
+        if is_now and self.what == "skips":
+            return features
+        logits = self.head(features)
+        if is_now and self.what == "twice":
+            logits = self.head(features)
+        if is_now and self.what == "raises after":
+            raise ZeroDivisionError("behind the head")
+        return logits * 2 if is_now and self.what == "scales" else logits
+
+
+def check_failures(rank: int, ranks: int, folder: Path) -> None:
+    del folder
+    inputs, labels, sizes = samples(ranks)
+    mine, own_labels = own(inputs, sizes, rank), own(labels, sizes, rank)
+    failures: dict[str, tuple[Any, str]] = {
+        "raises": (ZeroDivisionError, "in the backbone"),
+        "raises after": (ZeroDivisionError, "behind the head"),
+        "narrow": (InvalidRows, f"it takes features \\[S, {DIM}\\]"),
+        "fewer": ((InvalidArgument, InvalidRows), "0 rows|labels and logits of 0"),
+        "skips": (InvalidArgument, "it returns the logits of its split layer 'head'"),
+        "twice": (InvalidArgument, "'head' was called twice in a micro-batch"),
+        "scales": (InvalidArgument, "with other numbers in each micro-batch"),
+    }
+    parallel = None
+    for what, (error, message) in failures.items():
+        for part in (0, 1, 2):
+            if what == "scales" and part == 0:
+                continue
+            model = made(Fails, what, part, rank)
+            parallel = gt.parallelize(model, gt.mesh(), FUSION, loss=nn.CrossEntropyLoss(), micro_batches=3)
+            with pytest.raises(error if rank == 0 else SyncError, match=message if rank == 0 else "rank 0 failed"):
+                parallel(mine, own_labels)
+            model.what = "nothing"
+            parallel(mine, own_labels).backward()  # the next step is sound
+    assert parallel is not None
+    bad: list[tuple[Any, Any, type[Exception], str]] = [
+        (mine, own_labels + CLASSES, InvalidIds, "is no class"),
+        (mine, own_labels[1:], InvalidArgument, "labels and logits of"),
+        ("images", own_labels, InvalidArgument, "they hold a tensor"),
+    ]
+    for given, given_labels, kind, message in bad:
+        with pytest.raises(kind if rank == 0 else SyncError, match=message if rank == 0 else "rank 0 failed"):
+            parallel(given, given_labels) if rank == 0 else parallel(mine, own_labels)
+    with pytest.raises(SpecMismatch, match="micro_batches is 1 on rank 0, 2 on rank 1"):
+        gt.parallelize(made(Classifier), gt.mesh(), FUSION, loss=nn.CrossEntropyLoss(), micro_batches=rank + 1)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_training_is_that_of_the_whole_batch(ranks: int, tmp_path: Path) -> None:
+    run_ranks(check_training, ranks, tmp_path)
+
+
+def test_a_sample_may_have_several_rows_and_gradients_add_up(tmp_path: Path) -> None:
+    run_ranks(check_tokens_and_settings, 2, tmp_path)
+
+
+def test_under_autocast_features_travel_in_16_bits(tmp_path: Path) -> None:
+    run_ranks(check_autocast, 2, tmp_path)
+
+
+def test_features_travel_while_the_backbone_works_on_the_next(tmp_path: Path) -> None:
+    run_ranks(check_travels_meanwhile, 2, tmp_path)
+
+
+def test_what_fails_on_a_rank_in_a_micro_batch_fails_on_all(tmp_path: Path) -> None:
+    run_ranks(check_failures, 2, tmp_path)
+
+
+def test_micro_batches_of_what_cannot_come_in_parts_are_refused() -> None:
+    loss = nn.CrossEntropyLoss()
+    for scopes, given in (({"": gt.Replicate()}, loss), (FUSION, None), ({**FUSION, "backbone.0": gt.Split()}, loss)):
+        with pytest.raises(InvalidArgument, match=r"micro_batches is 4; it takes one split nn\.Linear"):
+            gt.parallelize(Classifier(), gt.mesh(), scopes, loss=given, micro_batches=4)
+    with pytest.raises(InvalidArgument, match="micro_batches is 0"):
+        gt.parallelize(Classifier(), gt.mesh(), FUSION, loss=loss, micro_batches=0)
