@@ -5,9 +5,9 @@ step that waits. The link is chosen in the run: a fast one tells what a step mov
 
 A backbone of 0.9 million parameters, which works on 16 patches of an image as a convolution does, in
 DistributedDataParallel; a class head of 4,096 classes whose rows the ranks hold; 1,024 samples a rank in four
-micro-batches. ``MicroBatches(overlap=False)`` waits for each collective; the
-other rival is the step without micro-batches. Sides take turns on the same ranks; they begin alike and see the same
-samples, so that their losses must agree.
+micro-batches. ``MicroBatches(overlap=False)`` waits for each collective; the other rival is the step without
+micro-batches. The same with a split ``nn.Linear`` in place of the head, with micro-batches and without. Sides take
+turns on the same ranks; they begin alike and see the same samples, so that their losses must agree.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ FAST_BITS = 40e9
 SHARE = 0.25
 """Of the step that waits, in which it communicates."""
 WAYS = ("overlap", "waited for", "one batch")
+SPLIT_WAYS = ("split, micro-batches", "split, one batch")
 TARGET = 1.15
 
 
@@ -90,6 +91,38 @@ class Way:
         return loss.item()
 
 
+class Linear(nn.Module):
+    """The same with a layer instead of the head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone, self.head = Backbone(), nn.Linear(DIM, CLASSES, bias=False)
+
+    def forward(self, images: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.backbone(images))
+        return logits
+
+
+class SplitWay:
+    """One training of a split layer."""
+
+    def __init__(self, name: str) -> None:
+        torch.manual_seed(0)
+        scopes = {"backbone": gt.Replicate(), "head": gt.Split()}
+        count = PARTS if name == SPLIT_WAYS[0] else 1
+        self.model = gt.parallelize(Linear(), gt.mesh(), scopes, loss=nn.CrossEntropyLoss(), micro_batches=count)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
+
+    def step(self, images: Tensor, labels: Tensor) -> float:
+        """Train once; the loss."""
+        self.optimizer.zero_grad()
+        loss = self.model(images, labels)
+        loss.backward()
+        self.optimizer.step()
+        number: float = loss.item()
+        return number
+
+
 class Side:
     """All ways on one rank."""
 
@@ -97,7 +130,8 @@ class Side:
         random = torch.Generator().manual_seed(dist.get_rank())
         self.images = torch.randn(SAMPLES, PATCHES, PIXELS, generator=random)
         self.labels = torch.randint(CLASSES, (SAMPLES,), generator=random)
-        self.ways = {name: Way(name) for name in WAYS}
+        self.ways: dict[str, Way | SplitWay] = {name: Way(name) for name in WAYS}
+        self.ways |= {name: SplitWay(name) for name in SPLIT_WAYS}
 
     def turn(self, way: str, steps: int) -> list[list[float]]:
         """Seconds and loss of each step."""
@@ -125,13 +159,16 @@ def results(full: bool = False) -> Iterator[Result]:  # noqa: ARG001
     with rank_group(Side, 2, bits_per_second=bits) as group:
         seconds, losses = _turns(group, rounds=4)
         hidden = {way: group.call("hidden", way=way)[0] for way in WAYS[:2]}
-    for way in WAYS[1:]:
-        if not all(math.isclose(a, b, rel_tol=1e-4) for a, b in zip(losses["overlap"], losses[way], strict=True)):
-            raise GeartrainError(f"losses differ: {losses['overlap']} with overlap, {losses[way]} {way}")
+    for one, other in ((WAYS[0], WAYS[1]), (WAYS[0], WAYS[2]), SPLIT_WAYS):
+        if not all(math.isclose(a, b, rel_tol=1e-4) for a, b in zip(losses[one], losses[other], strict=True)):
+            raise GeartrainError(f"losses differ: {losses[one]} {one}, {losses[other]} {other}")
     case = f"2 ranks behind {bits / 1e6:.0f} Mbit/s, {PARTS} micro-batches of {SAMPLES // PARTS}, D = {DIM}: a step"
     ours = seconds["overlap"] * 1e3
     yield result(case, ours, "the same, each collective waited for", seconds["waited for"] * 1e3, "ms", target=TARGET)
     yield result(case, ours, "without micro-batches", seconds["one batch"] * 1e3, "ms", target=None)
+    mine, theirs = (1e3 * seconds[way] for way in SPLIT_WAYS)
+    split = case.replace("a step", "a step, split nn.Linear")
+    yield result(split, mine, SPLIT_WAYS[1], theirs, "ms", target=TARGET)
     case = "communication of that step that is hidden behind computation"
     mine, theirs = (100 * hidden[way] for way in WAYS[:2])
     yield result(case, mine, "each collective waited for", theirs, "%", target=None, more_is_better=True)
@@ -150,10 +187,11 @@ def slow_bits() -> float:
 
 def _turns(group: RankGroup, rounds: int) -> tuple[dict[str, float], dict[str, list[float]]]:
     """Median seconds of the slower rank, and rank 0's losses, by way; the first round does not count."""
-    seconds: dict[str, list[float]] = {way: [] for way in WAYS}
-    losses: dict[str, list[float]] = {way: [] for way in WAYS}
+    ways = (*WAYS, *SPLIT_WAYS)
+    seconds: dict[str, list[float]] = {way: [] for way in ways}
+    losses: dict[str, list[float]] = {way: [] for way in ways}
     for number in range(rounds + 1):
-        for way in WAYS:
+        for way in ways:
             by_rank = group.call("turn", way=way, steps=3)
             losses[way] += [loss for _, loss in by_rank[0]]
             if number:

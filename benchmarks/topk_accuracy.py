@@ -78,17 +78,16 @@ class Side:
         schedule = torch.optim.lr_scheduler.OneCycleLR(
             optimizer, LR, total_steps=STEPS, pct_start=RISING, cycle_momentum=False
         )
+        rank, num_ranks = dist.get_rank(), dist.get_world_size()
         generator = torch.Generator().manual_seed(seed)
         for _ in range(EPOCHS):
             for number in torch.randperm(BATCHES, generator=generator).tolist():
-                inputs, labels = (tensor[dist.get_rank() :: dist.get_world_size()] for tensor in self._batch(number))
-                F.cross_entropy(model(inputs), labels).backward()
+                inputs, labels = (part[rank::num_ranks] for part in self._problem.batches[number])
+                loss: Any = F.cross_entropy(model(inputs), labels)
+                loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
                 schedule.step()
-
-    def _batch(self, number: int) -> tuple[Tensor, Tensor]:
-        return self._problem.batches[number]
 
 
 def results(full: bool = False) -> Iterator[Result]:
@@ -136,5 +135,5 @@ def _add_hook(way: str, model: Any, optimizer: torch.optim.Optimizer) -> None:
 
 @torch.no_grad()
 def _top1(network: nn.Module, inputs: Tensor, labels: Tensor) -> float:
-    pairs = zip(inputs.split(1000), labels.split(1000), strict=True)
+    pairs = zip(torch.split(inputs, 1000), torch.split(labels, 1000), strict=True)
     return sum(int((network(some).argmax(1) == their).sum()) for some, their in pairs) / len(labels)
