@@ -14,6 +14,7 @@ import contextlib
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import numpy.typing as npt
@@ -362,10 +363,15 @@ class RankLink:
         return _HOST if self._is_gloo else device
 
 
+def time_limit(group: dist.ProcessGroup | None = None) -> timedelta | None:
+    """How long collectives of ``group`` (None: of all ranks) wait for a rank; torch does not hand it on to others."""
+    of: Any = group or dist.group.WORLD
+    device = torch.device("cuda") if "nccl" in str(dist.get_backend(group)) else _HOST
+    limit: timedelta | None = getattr(getattr(of._get_backend(device), "options", None), "_timeout", None)
+    return limit
+
+
 def _gloo_group(members: Sequence[int], like: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """A new group with the time limit of ``like``, which torch does not hand on."""
-    group: Any = like or dist.group.WORLD
-    device = torch.device("cuda") if "nccl" in str(dist.get_backend(like)) else _HOST
-    time_limit = getattr(getattr(group._get_backend(device), "options", None), "_timeout", None)
-    made: dist.ProcessGroup = dist.new_group(members, time_limit, backend="gloo", use_local_synchronization=True)
+    """A new group with the time limit of ``like``."""
+    made: dist.ProcessGroup = dist.new_group(members, time_limit(like), backend="gloo", use_local_synchronization=True)
     return made

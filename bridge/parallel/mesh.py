@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.text import quoted
-from geartrain.bridge.collectives.link import RankLink
+from geartrain.bridge.collectives.link import RankLink, time_limit
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -108,7 +108,7 @@ def mesh(stages: Sequence[Sequence[int]] | None = None) -> Mesh:
     whole = MeshGroup(tuple(range(link.world_size)), link, None)
     stage = whole
     for ranks in lists:
-        group = dist.new_group(list(ranks))  # every rank takes part in the making of every group
+        group = dist.new_group(list(ranks), time_limit())  # every rank takes part in the making of every group
         if link.rank in ranks:
             stage = MeshGroup(ranks, RankLink(group), group)
     return Mesh(whole, lists, stage)

@@ -95,6 +95,7 @@ class ParallelModel(nn.Module):
         # Of one split layer alone it is known which classes the labels are of, before the loss is.
         linear = [part for part in module.modules() if isinstance(part, SplitLinear)]
         self._looks_at_labels = isinstance(loss, nn.CrossEntropyLoss) and len(linear) == 1
+        self._has_split = len(agreement.layers) > 1
         self.micro_batches = micro_batches
         self._parted = linear[0] if micro_batches > 1 else None
         self.train(module.training)
@@ -166,7 +167,8 @@ class ParallelModel(nn.Module):
         try:
             return self.replicas.run(lambda: self._run(inputs, labels, options))
         except Exception as exc:  # of any kind: the others wait for this rank
-            self._agreement.tell(exc)
+            if self._has_split or labels is not None:  # else nobody listens
+                self._agreement.tell(exc)
             raise
         finally:
             self._agreement.end()
@@ -281,14 +283,17 @@ def _whole(output: Any) -> Any:
 
 def _own_sum(loss: LossFunction, reduction: str, output: Any, labels: Tensor) -> tuple[Tensor, Tensor]:
     """The loss of the own samples as a sum, and what a mean divides such sums by."""
-    if isinstance(loss, nn.CrossEntropyLoss):
-        own_sum = F.cross_entropy(
-            output, labels, loss.weight, None, loss.ignore_index, None, "sum", loss.label_smoothing
-        )
+    if type(loss) in (nn.CrossEntropyLoss, nn.NLLLoss):
+        known: Any = loss
+        if type(loss) is nn.NLLLoss:
+            own_sum = F.nll_loss(output, labels, known.weight, None, known.ignore_index, None, "sum")
+        else:
+            smoothing = known.label_smoothing
+            own_sum = F.cross_entropy(output, labels, known.weight, None, known.ignore_index, None, "sum", smoothing)
         if labels.dtype.is_floating_point:
-            return own_sum, own_sum.new_tensor(len(labels))
-        counts = labels != loss.ignore_index
-        weights = counts if loss.weight is None else loss.weight[labels.clamp(0)] * counts
+            return own_sum, own_sum.new_tensor(output.numel() // max(1, output.shape[1]))
+        counts = labels != known.ignore_index
+        weights = counts if known.weight is None else known.weight[torch.where(counts, labels, 0)] * counts
         return own_sum, weights.sum()
     amount = torch.tensor(float(len(labels)), device=labels.device)
     if not len(labels):

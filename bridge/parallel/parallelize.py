@@ -157,13 +157,22 @@ def _description(model: nn.Module, found: ScopedModel, loss: LossFunction | None
 def _described(loss: LossFunction | None) -> str:
     if not isinstance(loss, nn.Module):
         return getattr(loss, "__qualname__", type(loss).__qualname__)
-    settings = {key: repr(value) for key, value in vars(loss).items() if not key.startswith("_") and key != "training"}
+    settings = {
+        key: _setting(value) for key, value in vars(loss).items() if not key.startswith("_") and key != "training"
+    }
     state = {key: value for key, value in loss.state_dict().items() if isinstance(value, Tensor)}
     digests = {
         key: xxhash.xxh3_64_hexdigest(value.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
         for key, value in state.items()
     }
     return f"{type(loss).__qualname__} {settings} {digests}"
+
+
+def _setting(value: Any) -> str:
+    """What ranks can compare; of functions and objects the name, for their addresses differ."""
+    if isinstance(value, str | int | float | bool | tuple | list | dict | type(None)):
+        return repr(value)
+    return getattr(value, "__qualname__", type(value).__qualname__)
 
 
 def _replaced(model: nn.Module, name: str, layer: nn.Module) -> nn.Module:

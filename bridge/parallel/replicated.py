@@ -162,16 +162,27 @@ def _set_sync(module: Any, value: bool) -> None:
 def _materialise(modules: Mapping[str, nn.Module], device: torch.device, seed: int) -> None:
     """Give every module on the meta device its memory on ``device``, and the values of its ``reset_parameters``.
 
-    They depend on ``seed`` and the module's name alone, and are those of the layer if it were split.
+    They depend on ``seed`` and the module's name alone, and are those of the layer if it were split. Parameters that
+    are one stay so, with the values of the first of their names; tensors that are not on the meta device stay as they
+    are.
     """
+    made: dict[int, tuple[Tensor | None, nn.Parameter]] = {}
     for name, owner in _owners(modules):
+        before = {**owner._parameters, **owner._buffers}
         owner.to_empty(device=device, recurse=False)
         if not has_first_rows(owner):
             _reset(name, owner, device, seed)
-            continue
-        with torch.no_grad():
-            for key, parameter in owner.named_parameters(recurse=False):
-                parameter.copy_(first_rows(name, owner, key, range(len(parameter)), device, seed))
+        else:
+            with torch.no_grad():
+                for key, parameter in owner.named_parameters(recurse=False):
+                    parameter.copy_(first_rows(name, owner, key, range(len(parameter)), device, seed))
+        for key, tensor in before.items():
+            kept = owner._parameters if key in owner._parameters else owner._buffers
+            if tensor is not None and not _is_meta(tensor):
+                kept[key] = tensor  # type: ignore[assignment]
+            elif isinstance(tensor, nn.Parameter):
+                # What it was is held, so that no other tensor gets its id.
+                kept[key] = made.setdefault(id(tensor), (tensor, owner._parameters[key]))[1]  # type: ignore[arg-type]
 
 
 def _fill(name: str, owner: nn.Module, blank: nn.Module, group: MeshGroup, seed: int) -> None:
@@ -232,6 +243,12 @@ def require_first_values(scopes: Mapping[str, tuple[Replicate, nn.Module]], spli
             raise InvalidArgument(
                 f"module {name!r} ({type(owner).__name__}) is on the meta device and has no reset_parameters(), so its "
                 f"{_own(owner)[0][0]!r} has no values; give it one, or make the module on a real device"
+            )
+        unfilled = [key for key, one in owner.named_buffers(recurse=False) if _is_meta(one)]
+        if unfilled and has_first_rows(owner):
+            raise InvalidArgument(
+                f"buffer {unfilled[0]!r} of {name!r} ({type(owner).__name__}) is on the meta device, and nothing "
+                "gives it values; make it on a real device"
             )
     for name, (scope, module) in scopes.items():
         tensors = [*module.parameters(), *module.buffers()]

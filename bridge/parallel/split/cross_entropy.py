@@ -13,7 +13,7 @@ Legend: B samples of all ranks, C classes, L of them here, N rows of a chunk.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,23 +56,27 @@ class SplitLoss:
             )
 
 
-def split_cross_entropy(local_BL: Tensor, labels_B: Tensor, loss: SplitLoss, *, in_place: bool) -> Tensor:
+def split_cross_entropy(
+    local_BL: Tensor, labels_B: Tensor, loss: SplitLoss, *, takes_memory: Callable[[], bool]
+) -> Tensor:
     """The loss (0-dim, float32 or float64) over the classes of all ranks, the same on each.
 
     ``local_BL`` are the logits of the classes that are here, ``labels_B`` the labels of all samples, both on one
-    device. Two all-reduces, of B and of 3·B numbers (4·B with smoothing). With ``in_place`` the backward pass writes
-    the gradient over the logits, which nobody may read then.
+    device. Two all-reduces, of B and of 3·B numbers (4·B with smoothing). The backward pass asks ``takes_memory()``
+    whether it may write the gradient over the logits, which nobody may read then.
     """
-    return _SplitCrossEntropy.apply(local_BL, labels_B, loss, in_place)  # type: ignore[no-untyped-call,no-any-return]
+    return _SplitCrossEntropy.apply(local_BL, labels_B, loss, takes_memory)  # type: ignore[no-untyped-call,no-any-return]
 
 
 class _SplitCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, local_BL: Tensor, labels_B: Tensor, loss: SplitLoss, in_place: bool) -> Tensor:
+    def forward(
+        ctx: Any, local_BL: Tensor, labels_B: Tensor, loss: SplitLoss, takes_memory: Callable[[], bool]
+    ) -> Tensor:
         with without_autocast(local_BL.device):
             sample = _Samples(local_BL, labels_B, loss)
             value, ctx.lse_B = sample.loss(local_BL)
-        ctx.sample, ctx.in_place = sample, in_place
+        ctx.sample, ctx.takes_memory = sample, takes_memory
         ctx.save_for_backward(local_BL)
         return value
 
@@ -85,9 +89,10 @@ class _SplitCrossEntropy(torch.autograd.Function):
             )
         (local_BL,) = ctx.saved_tensors
         with without_autocast(local_BL.device):
-            out_BL = local_BL.detach() if ctx.in_place else torch.empty_like(local_BL)
+            in_place = ctx.takes_memory()
+            out_BL = local_BL.detach() if in_place else torch.empty_like(local_BL)
             ctx.sample.write_gradient(local_BL.detach(), ctx.lse_B, upstream, out_BL)
-        if ctx.in_place:
+        if in_place:
             ctx.lse_B = None
         return out_BL, None, None, None
 

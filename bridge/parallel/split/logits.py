@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NoReturn, Self
 
 import torch
@@ -98,6 +98,30 @@ class LogitsOperations(ABC):
         raise InvalidArgument(_refused(getattr(func, "__name__", str(func))))
 
 
+class LogitsMemory:
+    """Whether the backward pass of a loss may write the gradient over the logits: if nobody else has used them."""
+
+    def __init__(self, *, is_own: bool) -> None:
+        """``is_own``: nothing that autograd keeps for the backward pass lies there."""
+        self._is_own = is_own
+        self._uses = 0
+        self._is_taken = False
+
+    def use(self) -> None:
+        """Note that somebody reads the logits, in the graph or not. Raises InvalidArgument if they are gone."""
+        if self._is_taken:
+            raise InvalidArgument(
+                "backward() has written the gradient over these logits, for nothing but the loss had used them; take "
+                "what you need of them before it, as predicted = logits.whole().argmax(1)"
+            )
+        self._uses += 1
+
+    def take(self) -> bool:
+        """Whether the memory may be written over; it is, then."""
+        self._is_taken = self._is_own and self._uses == 1
+        return self._is_taken
+
+
 @dataclass(frozen=True, eq=False)
 class SplitLogits(LogitsOperations):
     """Logits [S, C] of this rank's samples, of which no rank holds all.
@@ -115,8 +139,8 @@ class SplitLogits(LogitsOperations):
     shard: RowShard
     """Which classes are here."""
     agreement: StepAgreement
-    is_scratch: bool = True
-    """Whether nobody else needs the memory of ``local_BL``, which then becomes that of its gradient."""
+    memory: LogitsMemory = field(default_factory=lambda: LogitsMemory(is_own=True))
+    """Who needs that of ``local_BL``."""
 
     @property
     def shape(self) -> torch.Size:
@@ -148,14 +172,16 @@ class SplitLogits(LogitsOperations):
 
     def whole(self) -> Tensor:
         """All classes of the own samples, [S, C], for autograd too: one all-to-all, and S · C numbers of memory."""
+        self.memory.use()
         return whole_rows(self.local_BL, self.shard.group.link, self.sizes, self.shard.sizes)
 
     def mapped(
         self, operation: Callable[..., Tensor], arguments: tuple[Any, ...], options: dict[str, Any]
     ) -> SplitLogits:
         """See the base class."""
+        self.memory.use()
         made = operation(self.local_BL, *arguments, **options)
-        return SplitLogits(made, self.sizes, self.shard, self.agreement, is_scratch=False)
+        return SplitLogits(made, self.sizes, self.shard, self.agreement, LogitsMemory(is_own=False))
 
     @classmethod
     def __torch_function__(
@@ -184,6 +210,7 @@ def _cross_entropy(
             "size_average and reduce are given; cross entropy over split logits takes reduction alone"
         )
     loss.check()
+    logits.memory.use()
     if not agreement.knows(target):
         failure: Exception | None = None
         try:
@@ -192,4 +219,4 @@ def _cross_entropy(
             failure = exc
         link.fail_together(failure, "the loss was not computed")
     labels_B = link.gather(target.to(logits.device), logits.sizes)
-    return split_cross_entropy(logits.local_BL, labels_B, loss, in_place=logits.is_scratch)
+    return split_cross_entropy(logits.local_BL, labels_B, loss, takes_memory=logits.memory.take)

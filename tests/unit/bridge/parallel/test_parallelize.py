@@ -218,6 +218,79 @@ def check_unused(rank: int, ranks: int, folder: Path) -> None:
         parallel(own(inputs, sizes, rank), own(labels, sizes, rank))
 
 
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(CLASSES, DIM), nn.Linear(DIM, CLASSES, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, ids: Tensor) -> Any:
+        return self.head(self.words(ids))
+
+
+def check_meta(rank: int, ranks: int, folder: Path) -> None:
+    """Parameters that are one stay so, and what has values keeps them."""
+    del rank, ranks, folder
+    with torch.device("meta"):
+        model = Tied()
+    model.head.register_buffer("scale", torch.full((2,), 7.0))
+    parallel = gt.parallelize(model, gt.mesh(), {"": gt.Replicate()}, loss=nn.CrossEntropyLoss())
+    assert parallel.module.head.weight is parallel.module.words.weight
+    assert torch.equal(parallel.module.head.scale, torch.full((2,), 7.0))
+    with torch.device("meta"):
+        blank = nn.Linear(2, 2)
+        blank.register_buffer("scale", torch.ones(2))
+    with pytest.raises(InvalidArgument, match=r"buffer 'scale' of .* is on the meta device"):
+        gt.parallelize(blank, gt.mesh(), {"": gt.Replicate()})
+
+
+def check_logits(rank: int, ranks: int, folder: Path) -> None:
+    """Two losses of the same logits, and logits that are read beside a loss."""
+    del folder
+    inputs, labels, sizes = samples(ranks)
+    plain = made(Classifier)
+    parallel = gt.parallelize(copy.deepcopy(plain), gt.mesh(), FUSION)
+    mine, own_labels = own(inputs, sizes, rank), own(labels, sizes, rank)
+    cross = nn.functional.cross_entropy
+    logits = parallel(mine)
+    (0.3 * cross(logits, own_labels) + 0.7 * cross(logits, own_labels.flip(0))).backward()
+    expected = plain(inputs)
+    flipped = torch.cat([one.flip(0) for one in torch.split(labels, sizes)])
+    (0.3 * cross(expected, labels) + 0.7 * cross(expected, flipped)).backward()
+    for one, other in zip(plain.parameters(), parallel.parameters(), strict=True):
+        torch.testing.assert_close(whole(other.grad), one.grad)
+    torch.testing.assert_close(logits.whole(), own(expected, sizes, rank))
+    logits = parallel(mine)
+    cross(logits, own_labels).backward()
+    with pytest.raises(InvalidArgument, match=r"take what you need of them before it"):
+        logits.whole()
+
+
+def check_whole_losses(rank: int, ranks: int, folder: Path) -> None:
+    """Of outputs that no layer has split: images of labels, soft ones, weights beside labels that do not count."""
+    del folder
+    torch.manual_seed(7)
+    sizes = SIZES[ranks]
+    inputs = torch.randn(sum(sizes), 4, 2, 3, dtype=torch.float64)
+    hard = torch.randint(0, CLASSES, (sum(sizes), 2, 3))
+    hard[1] = 255
+    soft = torch.rand(sum(sizes), CLASSES, 2, 3, dtype=torch.float64).softmax(1)
+    weight = torch.linspace(0.1, 2.0, CLASSES, dtype=torch.float64)
+    cases: list[tuple[nn.Module, Tensor]] = [
+        (nn.CrossEntropyLoss(), soft),
+        (nn.CrossEntropyLoss(weight=weight, ignore_index=255), hard),
+        (nn.NLLLoss(weight=weight, ignore_index=255), hard),
+    ]
+    for loss, labels in cases:
+        plain = made(nn.Conv2d, 4, CLASSES, 1)
+        parallel = gt.parallelize(copy.deepcopy(plain), gt.mesh(), {"": gt.Replicate()}, loss=loss)
+        expected, given = loss(plain(inputs), labels), parallel(own(inputs, sizes, rank), own(labels, sizes, rank))
+        torch.testing.assert_close(given, expected)
+        expected.backward()
+        given.backward()
+        torch.testing.assert_close(parallel.module.weight.grad, plain.weight.grad)
+
+
 def check_failures(rank: int, ranks: int, folder: Path) -> None:
     del folder
     inputs, labels, sizes = samples(ranks)
@@ -256,6 +329,20 @@ def test_values_gradients_and_steps_are_those_of_the_model_that_is_not_parallel(
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_every_cross_entropy_is_that_of_torch(ranks: int, tmp_path: Path) -> None:
     run_ranks(check_losses, ranks, tmp_path)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_is_one_or_has_values_on_a_model_of_the_meta_device_stays_so(ranks: int, tmp_path: Path) -> None:
+    run_ranks(check_meta, ranks, tmp_path)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_split_logits_may_be_used_more_than_once(ranks: int, tmp_path: Path) -> None:
+    run_ranks(check_logits, ranks, tmp_path)
+
+
+def test_losses_of_whole_outputs_are_means_over_all_that_counts(tmp_path: Path) -> None:
+    run_ranks(check_whole_losses, 2, tmp_path)
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
