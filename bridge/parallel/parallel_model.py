@@ -67,9 +67,9 @@ class ParallelModel(nn.Module):
     ``replicas``, whose ``ddp`` takes communication hooks.
 
     ``parameters()`` are those of the model: give them to any optimizer of torch that works number by number, or to LARS
-    and LAMB. Those of split layers are DTensors over the ranks. ``state_dict()`` has the names of the model that is not
-    parallel. ``gt.save`` and ``torch.distributed.checkpoint`` save it, to be loaded on any number of ranks. Not
-    thread-safe.
+    and LAMB. Those of split layers are DTensors over the ranks, which torch's ``SGD(fused=True)`` refuses.
+    ``state_dict()`` has the names of the model that is not parallel. ``gt.save`` and ``torch.distributed.checkpoint``
+    save it, to be loaded on any number of ranks. Not thread-safe.
     """
 
     def __init__(
@@ -163,7 +163,12 @@ class ParallelModel(nn.Module):
             labels = None
         if self._plans is not None and self.training:
             self._plans.saw(inputs, labels)
-        self._agreement.begin(labels if self._looks_at_labels else None, getattr(self.loss, "ignore_index", -100))
+        self._agreement.begin(
+            labels if self._looks_at_labels else None,
+            getattr(self.loss, "ignore_index", -100),
+            has_labels=labels is not None,
+            trains=self.training,
+        )
         try:
             return self.replicas.run(lambda: self._run(inputs, labels, options))
         except Exception as exc:  # of any kind: the others wait for this rank

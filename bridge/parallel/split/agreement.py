@@ -7,13 +7,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from geartrain.ams.values.errors import SpecMismatch, SyncError
+from geartrain.ams.values.errors import InvalidArgument, SpecMismatch, SyncError
 from geartrain.bridge.collectives.link import RankLink
 from geartrain.bridge.parallel.split.labels import check_labels
 
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32)
-_WHAT = ("the layer", "the width", "the dtype", "whether a gradient is wanted")
-_NOTHING = [0] * (1 + len(_WHAT))
+_WHAT = ("the layer", "the width", "the dtype")
+_WHETHER = ("whether a gradient is wanted", "whether labels are given", "whether they train (model.train())")
+_NOTHING = [0] * (2 + len(_WHAT))
 
 
 class StepAgreement:
@@ -28,24 +29,39 @@ class StepAgreement:
         self._has_asked = False
         self._labels: Tensor | None = None
         self._ignore_index = -100
-        self._labels_are_known = False
+        self._labels_are_sound = self._labels_are_known = False
+        self._has_labels = self._trains = False
         self.layers: list[str] = []
         """Names of the split layers, the same on every rank."""
 
-    def begin(self, labels: Tensor | None, ignore_index: int) -> None:
-        """A forward pass begins; ``labels`` [S] are known before the loss is, None if not."""
-        self._has_asked, self._labels_are_known = False, False
+    def begin(self, labels: Tensor | None, ignore_index: int, *, has_labels: bool = True, trains: bool = True) -> None:
+        """A forward pass begins; ``labels`` [S] are known before the loss is, None if not.
+
+        Ranks must agree on ``has_labels`` and ``trains``: they decide which collectives follow.
+        """
+        self._has_asked = self._labels_are_sound = self._labels_are_known = False
         self._labels, self._ignore_index = labels, ignore_index
+        self._has_labels, self._trains = has_labels, trains
 
     def end(self) -> None:
         """It has ended."""
         self._labels = None
 
-    def check_labels(self, num_samples: int, num_classes: int) -> None:
-        """Look at the labels, if they are known, on the way to :meth:`sizes`. Raises what ``check_labels`` does."""
-        if self._labels is not None:
+    def check_labels(self, num_samples: int, num_classes: int, *, are_of_layer: bool) -> None:
+        """Look at the labels, if they are known, on the way to :meth:`sizes`.
+
+        Unless they ``are_of_layer``, unsound ones are left to the loss: they may be meant for another layer's outputs.
+        Else raises what ``check_labels`` does.
+        """
+        if self._labels is None:
+            return
+        try:
             check_labels(self._labels, num_samples, num_classes, self._ignore_index)
-            self._labels_are_known = True
+        except InvalidArgument:
+            if are_of_layer:
+                raise
+        else:
+            self._labels_are_sound = True
 
     def knows(self, labels: Tensor) -> bool:
         """Whether all ranks know already that these labels are sound, and as many as samples."""
@@ -64,7 +80,9 @@ class StepAgreement:
         width = samples.shape[1:].numel()
         dtype = _DTYPES.index(samples.dtype) if samples.dtype in _DTYPES else len(_DTYPES)
         wants_gradient = torch.is_grad_enabled() and (samples.requires_grad or not samples.dtype.is_floating_point)
-        return self._exchange(None, [len(samples), self.layers.index(layer), width, dtype, wants_gradient])
+        flags = [wants_gradient, self._has_labels, self._trains, self._labels_are_sound]
+        packed = sum(flag << place for place, flag in enumerate(flags))
+        return self._exchange(None, [len(samples), self.layers.index(layer), width, dtype, packed])
 
     def tell(self, failure: Exception) -> None:
         """Tell the others of an error before the first split layer, where they wait; later they find this rank gone."""
@@ -79,11 +97,21 @@ class StepAgreement:
         sound = [good for good, *_ in said]
         if 0 in sound:
             raise SyncError(f"the step did not begin: rank {sound.index(0)} failed; its error tells why")
-        for rank, (_, _, *theirs) in enumerate(said):
-            unlike = [what for what, one, other in zip(_WHAT, said[0][2:], theirs, strict=True) if one != other]
+        first = _compared(said[0])
+        for rank, numbers in enumerate(said):
+            theirs = _compared(numbers)
+            unlike = [what for what, one in first.items() if theirs[what] != one]
             if unlike:
                 raise SpecMismatch(
                     f"rank 0 and rank {rank} disagree on {' and '.join(unlike)} of what they compute. Run the same "
                     "model in the same mode on every rank, with inputs of the same dtype"
                 )
+        self._labels_are_known = all(numbers[-1] >> len(_WHETHER) for numbers in said)
         return [size for _, size, *_ in said]
+
+
+def _compared(said: list[int]) -> dict[str, int]:
+    """What must be equal on all ranks, by what it is called."""
+    _, _, *numbers, flags = said
+    whether = {what: flags >> place & 1 for place, what in enumerate(_WHETHER)}
+    return {**dict(zip(_WHAT, numbers, strict=True)), **whether}

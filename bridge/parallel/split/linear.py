@@ -110,21 +110,17 @@ class SplitLinear(SplitLayer):
         if self.sink is not None:
             return self.sink.arrive(features_SD)
         link = self.shard.group.link
-        sizes = self.agree(features_SD, len(features_SD) if isinstance(features_SD, Tensor) else 0)
+
+        def check() -> None:
+            self.check(features_SD)
+            self.agreement.check_labels(len(features_SD), self.out_features, are_of_layer=False)
+
+        sizes = self.agreement.sizes(self.layer_name, features_SD, check)
         own_SD = self.travelling(features_SD)
         features_BD = all_samples(own_SD, link.start_gather(own_SD, sizes), link, sizes)
         weight_LD = self.local("weight")
         assert weight_LD is not None
         return self.logits(self._product(features_BD, weight_LD, self.local("bias")), sizes)
-
-    def agree(self, features_SD: Tensor, num_samples: int) -> list[int]:
-        """Rows of the features of each rank, once all ranks have looked at theirs; ``num_samples`` have labels."""
-
-        def check() -> None:
-            self.check(features_SD)
-            self.agreement.check_labels(num_samples, self.out_features)
-
-        return self.agreement.sizes(self.layer_name, features_SD, check)
 
     def check(self, features_SD: Tensor) -> None:
         """Raise InvalidRows for features that do not fit."""
