@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.bridge.collectives.traffic import lost_ranks_named
 from geartrain.bridge.parallel.mesh import MeshGroup
-from geartrain.bridge.parallel.scopes import Replicate
+from geartrain.bridge.parallel.scopes import Replicate, called_parts
 from geartrain.bridge.parallel.split.first_values import first_rows, has_first_rows
 from geartrain.bridge.parallel.split.shard import RowShard, local_part
 
@@ -96,7 +96,7 @@ def replicated(
     # Looked up again: a split layer inside them was replaced.
     parts = {name: (scope, model.get_submodule(name)) for name, (scope, _) in scopes.items()}
     whole = {name: module for name, (scope, module) in parts.items() if not scope.shard}
-    sharded = {name: module for name, (scope, module) in parts.items() if scope.shard}
+    sharded = dict(one for name, (scope, module) in parts.items() if scope.shard for one in called_parts(name, module))
     _materialise(whole, group.device, seed)
     for name, module in sharded.items():
         _shard(name, module, group, seed)

@@ -148,6 +148,15 @@ def scoped(model: nn.Module, scopes: Mapping[str, Scope]) -> ScopedModel:
     return ScopedModel(scopes, split, replicated)
 
 
+def called_parts(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """``module`` with its name; of a container without a forward, such as nn.ModuleList, the modules in it."""
+    if type(module).forward is not nn.Module.forward:
+        yield name, module
+        return
+    for key, child in module.named_children():
+        yield from called_parts(f"{name}.{key}", child)
+
+
 def _is_inside(name: str, outer: str) -> bool:
     return not outer or name.startswith(f"{outer}.")
 

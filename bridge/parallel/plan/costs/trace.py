@@ -22,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.bridge.parallel.plan.costs.collectives import Collective, Kind, Phase
 from geartrain.bridge.parallel.plan.costs.rates import Rates
+from geartrain.bridge.parallel.scopes import called_parts
 
 _READS_WHAT_IT_PICKS = {"embedding", "index_select", "index", "gather", "nll_loss_forward"}
 """Operations that look at no more of their first tensor than at their result."""
@@ -166,7 +167,12 @@ def traced_step(
     """
     known = {_storage(one) for one in (*model.parameters(), *model.buffers(), *_tensors(inputs).values())}
     called: set[str] = set()
-    hooks = [hook for name in parts for hook in _boundaries(model.get_submodule(name), name, trace, called)]
+    hooks = [
+        hook
+        for name in parts
+        for _, module in called_parts(name, model.get_submodule(name))
+        for hook in _boundaries(module, name, trace, called)
+    ]
     try:
         with torch.enable_grad(), trace:
             with torch.autograd.graph.saved_tensors_hooks(lambda one: _kept(trace, one, known), lambda one: one):

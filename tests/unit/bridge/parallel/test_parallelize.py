@@ -266,6 +266,72 @@ def check_logits(rank: int, ranks: int, folder: Path) -> None:
         logits.whole()
 
 
+class InList(nn.Module):
+    """Layers in a list, which has no forward of its own; a split one that is not the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(INPUTS, INPUTS), nn.Linear(INPUTS, INPUTS)])
+        self.wide, self.head = nn.Linear(INPUTS, 8), nn.Linear(8, CLASSES)
+
+    def forward(self, inputs: Tensor) -> Any:
+        for layer in self.layers:
+            inputs = torch.tanh(layer(inputs))
+        wide: Any = self.wide(inputs)
+        return self.head(torch.tanh(wide.whole() if hasattr(wide, "whole") else wide))
+
+
+class ManyTimes(nn.CrossEntropyLoss):
+    """A loss of one's own."""
+
+    def forward(self, inputs: Tensor, target: Tensor) -> Tensor:
+        return 3 * super().forward(inputs, target)
+
+
+def check_lists(rank: int, ranks: int, folder: Path) -> None:
+    del folder
+    for shard in (False, True):
+        scopes: dict[str, Scope] = {"layers": gt.Replicate(shard=shard), "wide": gt.Split(), "head": gt.Replicate()}
+        for loss in (nn.CrossEntropyLoss(), ManyTimes()):
+            parallel = assert_equal_training(rank, ranks, made(InList), scopes, loss)
+        hardware = gt.Hardware.named("h200")
+        parallel.train()
+        inputs, labels, sizes = samples(ranks)
+        parallel(own(inputs, sizes, rank), own(labels, sizes, rank)).backward()
+        assert {part.name for part in parallel.plan_for(hardware).parts} == {"layers", "wide", "head", ""}
+
+
+class WithFunction(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.function = lambda output, labels: nn.functional.cross_entropy(output, labels)
+
+    def forward(self, output: Tensor, labels: Tensor) -> Tensor:
+        loss: Tensor = self.function(output, labels)
+        return loss
+
+
+def check_disagreement(rank: int, ranks: int, folder: Path) -> None:
+    """Ranks that call a model in different ways; a rank that fails where the others do not ask."""
+    del folder
+    inputs, labels, sizes = samples(ranks)
+    mine, own_labels = own(inputs, sizes, rank), own(labels, sizes, rank)
+    parallel = gt.parallelize(made(Classifier), gt.mesh(), FUSION, loss=WithFunction())
+    with pytest.raises(SpecMismatch, match="rank 0 and rank 1 disagree on whether labels are given"):
+        parallel(mine, own_labels if rank else None)
+    parallel.train(rank == 0)
+    with pytest.raises(SpecMismatch, match=r"disagree on whether they train \(model.train\(\)\)"):
+        parallel(mine)
+    parallel.train()
+    parallel(mine, own_labels).backward()
+    alone = gt.parallelize(made(Classifier), gt.mesh(), DATA_PARALLEL, loss=nn.CrossEntropyLoss()).eval()
+    if rank == 0:  # nobody else is in this call
+        with pytest.raises(RuntimeError, match="mat1 and mat2"):
+            alone(mine[:, 1:])
+    alone.train()
+    alone(mine, own_labels).backward()
+
+
 def check_whole_losses(rank: int, ranks: int, folder: Path) -> None:
     """Of outputs that no layer has split: images of labels, soft ones, weights beside labels that do not count."""
     del folder
@@ -343,6 +409,14 @@ def test_split_logits_may_be_used_more_than_once(ranks: int, tmp_path: Path) -> 
 
 def test_losses_of_whole_outputs_are_means_over_all_that_counts(tmp_path: Path) -> None:
     run_ranks(check_whole_losses, 2, tmp_path)
+
+
+def test_layers_may_be_in_a_list_and_behind_a_split_one(tmp_path: Path) -> None:
+    run_ranks(check_lists, 2, tmp_path)
+
+
+def test_ranks_that_call_a_model_in_different_ways_are_told(tmp_path: Path) -> None:
+    run_ranks(check_disagreement, 2, tmp_path)
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
