@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.text import quoted
@@ -21,18 +22,16 @@ def micro_batch(value: Any, part: int, num: int, num_samples: int, *, with_setti
 
     ``with_settings``: what is no tensor is the same in each of them. Raises InvalidArgument for what has no samples.
     """
-    if isinstance(value, Tensor) and value.ndim and len(value) == num_samples:
-        return torch.tensor_split(value, num)[part]
-    if isinstance(value, dict):
-        return {
-            name: micro_batch(one, part, num, num_samples, with_settings=with_settings) for name, one in value.items()
-        }
-    if isinstance(value, tuple | list):
-        return type(value)([micro_batch(one, part, num, num_samples, with_settings=with_settings) for one in value])
-    if with_settings and not isinstance(value, Tensor):
-        return value
-    found = list(value.shape) if isinstance(value, Tensor) else quoted(value)
-    raise InvalidArgument(
-        f"images are {found}; they must be a tensor [{num_samples}, …], one entry for each label, or a tuple, list or "
-        "dict of such"
-    )
+
+    def cut(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == num_samples:
+            return torch.tensor_split(leaf, num)[part]
+        if with_settings and not isinstance(leaf, Tensor):
+            return leaf
+        found = list(leaf.shape) if isinstance(leaf, Tensor) else quoted(leaf)
+        raise InvalidArgument(
+            f"images are {found}; they must be a tensor [{num_samples}, …], one entry for each sample, or a tuple, "
+            "list or dict of such"
+        )
+
+    return tree_map(cut, value)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -301,13 +301,16 @@ def test_other_heads_see_the_whole_batch_once() -> None:
         assert not head.takes_parts
         torch.testing.assert_close(step(inputs, labels, weight), head(net(inputs), labels, weight))
 
+    class Both(NamedTuple):
+        left: Tensor
+        right: Tensor
+
     class Pair(nn.Module):
-        def forward(self, images: dict[str, tuple[Tensor, Tensor]]) -> Tensor:
-            left, right = images["both"]
-            return left + right
+        def forward(self, images: dict[str, Both]) -> Tensor:
+            return images["both"].left + images["both"].right
 
     mean = gt.MicroBatches(Pair(), nn.MSELoss(), NUM)
-    torch.testing.assert_close(mean({"both": (inputs, inputs)}, 2 * inputs), torch.zeros(()))
+    torch.testing.assert_close(mean({"both": Both(inputs, inputs)}, 2 * inputs), torch.zeros(()))
 
 
 @pytest.mark.parametrize(
