@@ -7,6 +7,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import psutil
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from geartrain.ams.values.text import counted
-from geartrain.bridge.collectives.link import RankLink
+from geartrain.bridge.collectives.link import RankLink, time_limit
 from geartrain.bridge.parallel.plan.costs.collectives import Kind, sent_bytes
 from geartrain.bridge.parallel.plan.costs.dry_link import DryLink
 from geartrain.bridge.parallel.plan.costs.trace import StepTrace
@@ -43,7 +44,7 @@ def measured_fields(process_group: Any, device: torch.device | str | None, *, al
         place = "intra" if len(set(hosts)) == 1 else "inter"
         rates |= {f"{place}_node_{what}": value for what, value in of_group.items()}
         if place == "inter" and per_node > 1:
-            here = _link_of_host(hosts)
+            here = _link_of_host(hosts, time_limit(process_group))
             within = _link_rates(clock, here)
             rates |= {f"intra_node_{what}": within[what] for what in ("bandwidth", "latency_seconds")}
         rates["overlap"] = _overlap(clock, link)
@@ -138,11 +139,11 @@ def _link_rates(clock: _Clock, link: RankLink) -> dict[str, Any]:
     return {"bandwidth": by_kind["all-reduce"], "latency_seconds": latency, "by_kind": by_kind}
 
 
-def _link_of_host(hosts: list[str]) -> RankLink:
+def _link_of_host(hosts: list[str], limit: timedelta | None) -> RankLink:
     """The ranks of this host; every rank takes part in making each host's group."""
     own = None
     for host in dict.fromkeys(hosts):
-        group = dist.new_group([rank for rank, other in enumerate(hosts) if other == host])
+        group = dist.new_group([rank for rank, other in enumerate(hosts) if other == host], limit)
         if host == platform.node():
             own = group
     return RankLink(own)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 import geartrain as gt
 from geartrain.ams.values.errors import InvalidArgument, SpecMismatch
+from geartrain.bridge.collectives.link import time_limit
 from tests.support.rank_processes import run_ranks
 
 BAD = [
@@ -45,6 +48,18 @@ def check_meshes(rank: int, ranks: int, folder: Path) -> None:
 
 def test_a_mesh_has_the_ranks_that_it_is_given_and_refuses_what_does_not_fit(tmp_path: Path) -> None:
     run_ranks(check_meshes, 3, tmp_path)
+
+
+def check_limit(rank: int, ranks: int, folder: Path) -> None:
+    dist.destroy_process_group()
+    limit, meeting = timedelta(seconds=77), f"file://{folder}/again"
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=ranks, timeout=limit)
+    stage = gt.mesh(stages=[[0], [1]]).stage
+    assert time_limit(stage.process_group) == limit
+
+
+def test_stages_wait_for_a_rank_as_long_as_the_job_does(tmp_path: Path) -> None:
+    run_ranks(check_limit, 2, tmp_path)
 
 
 def test_one_process_is_a_mesh_of_one() -> None:
