@@ -56,9 +56,10 @@ class TopKGradients:
             momentum: in [0, 1).
             nesterov: look ahead, as ``torch.optim.SGD`` does.
             weight_decay: added to the gradient, as ``torch.optim.SGD`` does; exact, for it needs no communication.
-            clip: largest 2-norm of the mean gradient of all parameters. Each rank clips its own gradient to
-                clip / √ranks before it accumulates it (Lin 2017, section 3.2). Nothing is sent before the backward pass
-                has ended then, for the norm is not known earlier.
+            clip: each rank clips the 2-norm of its own gradient of all parameters to clip / √ranks before it
+                accumulates it (Lin 2017, section 3.2), so that of their mean is at most that, too: where ranks have
+                gradients alike, √ranks less than ``clip_grad_norm_`` would leave. Nothing is sent before the backward
+                pass has ended then, for the norm is not known earlier.
 
         Raises:
             InvalidArgument: a value is out of its range.
