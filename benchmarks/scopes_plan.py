@@ -33,6 +33,7 @@ from geartrain.launch.bench import Result
 
 CLASSES, DIM, SAMPLES, LR = 1_000_000, 128, 16, 0.1
 TARGET = 0.8
+WARM_STEPS = 8
 WHALE: Mapping[str, Mapping[str, Scope]] = {
     "replicated": {"": gt.Replicate()},
     "split": {"backbone": gt.Replicate(), "head": gt.Split()},
@@ -63,15 +64,15 @@ class Side:
         return self._plan.step_without_overlap.seconds if way == "waited for" else self._plan.step.seconds
 
     def turn(self, steps: int) -> list[float]:
-        """Seconds of each step but the first two."""
+        """Seconds of each step but the first ones, which make buckets, kept memory and estimates."""
         assert self._step is not None
         seconds = []
-        for _ in range(steps + 2):
+        for _ in range(WARM_STEPS + steps):
             dist.barrier()
             began = time.perf_counter()
             self._step()
             seconds.append(time.perf_counter() - began)
-        return seconds[2:]
+        return seconds[WARM_STEPS:]
 
     def _prepare_whale(self, way: str) -> None:
         images = torch.randn(SAMPLES, DIM, generator=self._random)
