@@ -26,6 +26,8 @@ _LARGE, _SMALL = 64 * _MIB, _MIB // 4
 _CACHE_SIZES = (_SMALL, _MIB, 4 * _MIB, 16 * _MIB)
 _LINK_BYTES = 8 * _MIB
 _REPEATS = 7
+_WARM_REPEATS = 101
+"""Of products: the first ones of a process may be a fifth slower than what a training settles at."""
 
 
 def measured_fields(process_group: Any, device: torch.device | str | None, *, alone: bool) -> dict[str, Any]:
@@ -116,7 +118,7 @@ def _product_rates(clock: _Clock) -> dict[str, float]:
     for dtype in dtypes:
         left = torch.ones(size, size, dtype=dtype, device=clock.device)
         right = torch.ones(size, 4 * size, dtype=dtype, device=clock.device)
-        seconds = clock.seconds(lambda left=left, right=right: left @ right)  # type: ignore[misc]
+        seconds = clock.seconds(lambda left=left, right=right: left @ right, _WARM_REPEATS)  # type: ignore[misc]
         rates[str(dtype).removeprefix("torch.")] = 8 * size**3 / seconds
     return rates
 
