@@ -115,6 +115,7 @@ class BatcherMachine(RuleBasedStateMachine):
         )
 
     def expect(self, call: Call) -> None:
+        self.look()
         fates = self.fates[call.source]
         for one, row, version in zip(call.ids.tolist(), call.gradients, call.versions.tolist(), strict=True):
             fates["received"] += 1
@@ -145,6 +146,9 @@ class BatcherMachine(RuleBasedStateMachine):
     @rule(seconds=st.sampled_from([0.1, 3.0, 5.0, -1.0, -100.0]))
     def wait(self, seconds: float) -> None:
         self.now += seconds
+
+    def look(self) -> None:
+        """The clock may have been set back since the last look, which new gradients and a question for a batch are."""
         for batch in self.batches.values():
             batch.first = min(batch.first, self.now)
 
@@ -154,6 +158,7 @@ class BatcherMachine(RuleBasedStateMachine):
     def due(self, limit: int | None) -> None:
         batch: DueBatch | None = self.ours.due(limit)
         if not self.out:
+            self.look()
             self.close_overdue()
             self.take(batch, limit)
         if batch is None:
