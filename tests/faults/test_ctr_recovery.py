@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,14 @@ def train(out: Path, films: Path, **more: Any) -> tuple[dict[str, Any], str]:
     return result.report, told.getvalue()
 
 
+def wait_for_snapshot(root: Path, step: int) -> None:
+    """It is written while the training goes on."""
+    deadline = time.monotonic() + 60
+    while not any(listed.snapshot and listed.snapshot.manifest.step == step for listed in list_snapshots(root)):
+        assert time.monotonic() < deadline, f"there is no snapshot of step {step}"
+        time.sleep(0.01)
+
+
 def test_a_run_that_loses_a_shard_goes_back_and_ends_as_if_nothing_had_happened(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -65,6 +74,7 @@ def test_a_run_that_loses_a_shard_goes_back_and_ends_as_if_nothing_had_happened(
         def step(self: CtrTrainer, number: int) -> Tensor:
             if kills and number == kills[0]:
                 kills.pop()
+                wait_for_snapshot(tmp_path / "broken" / "run" / "snapshots", 10)
                 kill_child(psutil.Process(running.process.pid), "server")
             return whole(self, number)
 
