@@ -11,6 +11,7 @@ Run it:
 """
 
 import argparse
+import gc
 import os
 import string
 
@@ -132,4 +133,5 @@ if __name__ == "__main__":
         dist.init_process_group("gloo")
     train(options)
     if dist.is_initialized():
+        gc.collect()  # DDP holds the group's threads, which must not outlive the interpreter
         dist.destroy_process_group()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import os
 import signal
@@ -9,7 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from rich.console import Console
+from torch.nn.parallel import DistributedDataParallel
 
 from geartrain.workers.job.loop import Trainer
 from geartrain.workers.job.options import JobOptions
@@ -32,7 +35,14 @@ def main(
             os.kill(os.getpid(), signal.SIGKILL)
         return whole(self, number)
 
+    leave = dist.destroy_process_group
+
+    def left() -> None:  # what is left of DDP keeps threads, which would abort this process at its end
+        assert not [one for one in gc.get_objects() if type(one) is DistributedDataParallel]
+        leave()
+
     Trainer._step = step  # type: ignore[method-assign]
+    dist.destroy_process_group = left
     options = JobOptions(
         out=out,
         recipe=replace(recipe, steps=steps),

@@ -70,8 +70,19 @@ def run_job(options: JobOptions, load: Callable[[Console], JobData], console: Co
 def _run_once(
     options: JobOptions, load: Callable[[Console], JobData], console: Console, started: float, loss: Loss | None
 ) -> JobResult:
+    with joined_ranks(options.device) as ranks:
+        return _run_on(ranks, options, load, console, started, loss)  # its model is gone with its frame
+
+
+def _run_on(
+    ranks: JobRanks,
+    options: JobOptions,
+    load: Callable[[Console], JobData],
+    console: Console,
+    started: float,
+    loss: Loss | None,
+) -> JobResult:
     with ExitStack() as stack:
-        ranks = stack.enter_context(joined_ranks(options.device))
         console = console if ranks.is_first else Console(quiet=True)
         _require_place(options, ranks)
         options = _after_restart(options, ranks)

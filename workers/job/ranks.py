@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import secrets
 from collections.abc import Iterator
@@ -78,6 +79,9 @@ class JobRanks:
 def joined_ranks(device: str) -> Iterator[JobRanks]:
     """Join the process group that torchrun set up, and leave it at the end; alone without torchrun.
 
+    Who trains in it lets the model go before the end: DistributedDataParallel, even one that only awaits collection,
+    keeps the threads of gloo, and those that outlive the interpreter abort the process.
+
     Raises ConfigError if torchrun's variables are incomplete.
     """
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -96,6 +100,7 @@ def joined_ranks(device: str) -> Iterator[JobRanks]:
     try:
         yield ranks
     finally:
+        gc.collect()
         dist.destroy_process_group()
 
 
