@@ -147,7 +147,7 @@ class BucketWork:
         segments = parts_of(self.buffer, self.layout.numels)
         for number, mean in zip(self.layout.dense, means, strict=True):
             segments[number].copy_(mean)
-        if self._update.weight_decay:
+        if self._state.decay:
             self._decay([(number, segments[number]) for number in self.layout.sparse])
 
     def _packed(self, gradients: list[Tensor], status: int) -> Tensor:
@@ -238,8 +238,10 @@ class BucketWork:
         for number, segment in segments:
             if self._may_be_unused and not segment.any():
                 continue
+            momentum = self._state.decay.get(self.layout.names[number])
+            if momentum is None:
+                continue
             decayed = in_memory_order(self.layout.parameters[number]).to(torch.float32) * update.weight_decay
-            momentum = self._state.decay[self.layout.names[number]]
             momentum.mul_(update.momentum).add_(decayed)
             segment.add_(decayed.add_(momentum, alpha=update.momentum) if update.nesterov else momentum)
 

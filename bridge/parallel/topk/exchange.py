@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import weakref
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from typing import Any, NoReturn
@@ -12,7 +14,7 @@ from torch import Tensor
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
-from geartrain.ams.values.errors import GeartrainError, InvalidArgument, NonFinite, SyncError
+from geartrain.ams.values.errors import InvalidArgument, NonFinite, SpecMismatch, SyncError
 from geartrain.bridge.collectives.link import RankLink
 from geartrain.bridge.parallel.topk.bucket import (
     FAILED,
@@ -25,6 +27,7 @@ from geartrain.bridge.parallel.topk.bucket import (
     tensor_of,
 )
 from geartrain.bridge.parallel.topk.requirements import (
+    require_no_join,
     require_no_momentum,
     require_plain,
     require_types,
@@ -75,6 +78,7 @@ class GradientExchange:
         self._settings = settings
         self._scaler = grad_scaler if grad_scaler is not None and grad_scaler.is_enabled() else None
         self._may_be_unused = bool(model.find_unused_parameters or getattr(model, "static_graph", False))
+        self._model = weakref.ref(model)  # which holds this object
         parameters = trained_parameters(model)
         self._names = {id(parameter): name for name, parameter in parameters.items()}
         on_host = all(parameter.device.type == "cpu" for parameter in parameters.values())
@@ -85,10 +89,13 @@ class GradientExchange:
         self._layouts: dict[int, tuple[tuple[float, list[int]], BucketLayout]] = {}
         self._scale: Tensor | None = None
         self._factor: Tensor | None = None
+        self._asked: Future[None] | None = None
         self._awaits_step = False
         self._broken = False
-        self._agreed = False
+        self._loaded = 0
+        """A digest of the state that was loaded since the last step; 0: none was."""
         self._refusal: Exception | None = None
+        """Why the backward pass that is under way exchanges nothing."""
 
         failure: Exception | None = None
         try:
@@ -98,8 +105,8 @@ class GradientExchange:
             failure = exc
         self.link.fail_together(failure, "gradients are not sparsified")
         shapes = str([(name, tuple(one.shape), str(one.dtype)) for name, one in parameters.items()])
-        self._shapes = hashlib.sha256(shapes.encode()).hexdigest()[:16]
-        self._require_agreement()
+        said = {**asdict(settings), "parameters": hashlib.sha256(shapes.encode()).hexdigest()[:16]}
+        self.link.require_equal(said, "sparsified gradients")
         numels = [parameter.numel() for parameter in parameters.values()]
         ks = self._counts(settings.sparsity, numels)
         sparse = {name for name, k, numel in zip(parameters, ks, numels, strict=True) if k < numel}
@@ -113,11 +120,13 @@ class GradientExchange:
         optimizer.register_step_post_hook(self._stepped)
         self._optimizer = optimizer
 
-    def go_on(self, steps: int) -> None:
-        """From a state that was loaded."""
+    def load(self, saved: Mapping[str, Mapping[str, Any]], steps: int) -> None:
+        """Go on from a state; raises what ``GradientState.load`` does, and changes nothing then."""
+        self.state.load(saved)
         self.steps = steps
         self.is_merged = True
-        self._awaits_step = self._broken = self._agreed = False
+        self._awaits_step = self._broken = False
+        self._loaded = self.state.digest()
 
     def merge(self) -> None:
         """Give every rank the mean of all ranks' momentum and residuals; where all have that, change nothing."""
@@ -148,11 +157,6 @@ class GradientExchange:
                 "gone: call load_state_dict() on every rank before the next backward()"
             )
 
-    def _require_agreement(self) -> None:
-        said = {**asdict(self._settings), "steps": self.steps, "parameters": self._shapes}
-        self.link.require_equal(said, "sparsified gradients")
-        self._agreed = True
-
     def _counts(self, sparsity: float, numels: list[int]) -> list[int]:
         found = counts(numels, sparsity, ranks=self.link.world_size)
         return [numel if numel <= SMALL else k for numel, k in zip(numels, found, strict=True)]
@@ -166,11 +170,6 @@ class GradientExchange:
             self._begin_backward(bucket.buffer().device)
         buffer = bucket.buffer()
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else None)
-        if self._refusal is not None:
-            future.set_result(buffer.zero_())
-            if bucket.is_last():
-                _raise_after_backward(self._refusal)
-            return future
         work = BucketWork(
             self._layout(bucket),
             buffer,
@@ -191,19 +190,27 @@ class GradientExchange:
         return future
 
     def _begin_backward(self, device: torch.device) -> None:
-        self._refusal = None
+        failure: Exception | None = None
         try:
             self.require_usable()
             require_no_momentum(self._optimizer)
-            if not self._agreed:
-                self._require_agreement()
-        except GeartrainError as exc:  # the same on every rank
-            self._refusal = exc
+            require_no_join(self._model())
+        except InvalidArgument as exc:
+            failure = exc
         self._buckets = []
-        self._factor = None
+        self._factor = self._refusal = None
         if self._scaler is not None:
             self._scale = self._scaler.scale(torch.ones((), device=device))
             self._factor = 1 / self._scale
+        said = [failure is None, self._loaded, self.steps]
+
+        def ask() -> None:
+            try:
+                _require_alike(self.link.exchange(said), failure)
+            except Exception as exc:  # of any kind: DDP is to end its pass before it is raised
+                self._refusal = exc
+
+        self._asked = self._done_beside(ask)
 
     def _clipping(self, clip: float) -> Tensor:
         """What makes the norm of this rank's gradient at most clip / √R; gradients may be scaled."""
@@ -225,12 +232,17 @@ class GradientExchange:
         factor = self._factor
 
         def begin() -> None:
-            bucket.work.begin(status, factor, keep=keep)
+            if self._refusal is None:
+                bucket.work.begin(status, factor, keep=keep)
 
-        if self._thread is None:
-            begin()
-        else:
-            bucket.begun = self._thread.submit(begin)
+        bucket.begun = self._done_beside(begin)
+
+    def _done_beside(self, work: Callable[[], None]) -> Future[None] | None:
+        """Do it after what was given before: beside the backward pass if there is a thread for it, or at once."""
+        if self._thread is not None:
+            return self._thread.submit(work)
+        work()
+        return None
 
     def _layout(self, bucket: Any) -> BucketLayout:
         """DDP makes its buckets anew after the first step, and the sparsity rises in the warm-up."""
@@ -252,7 +264,7 @@ class GradientExchange:
         except Exception as exc:  # of any kind: DDP is to end its pass before it is raised
             failure = exc
         if failure is not None:
-            self._broken = True
+            self._broken = self._broken or self._refusal is None
             for bucket in buckets:
                 bucket.work.buffer.zero_()
         for bucket in buckets:
@@ -262,10 +274,12 @@ class GradientExchange:
 
     def _settle(self, buckets: list[_Bucket]) -> Exception | None:
         """Take what the ranks said into the buckets; return what is wrong, the same on every rank."""
-        begun = [bucket.begun for bucket in buckets if bucket.begun is not None]
+        begun = [one for one in (self._asked, *(bucket.begun for bucket in buckets)) if one is not None]
         wait(begun)
         for one in begun:
             one.result()
+        if self._refusal is not None:
+            return self._refusal
         troubles = [(bucket.work, rank, status) for bucket in buckets for rank, status in bucket.work.receive()]
         own = next((bucket.work.failure for bucket in buckets if bucket.work.failure is not None), None)
         if own is not None:
@@ -286,6 +300,7 @@ class GradientExchange:
                     bucket.work.buffer.mul_(self._scale)
             self.state.let_go()
             self.steps += 1
+            self._loaded = 0
             self.is_merged, self._awaits_step = self.link.world_size == 1, True
             return None
         of_state = [one for one in troubles if is_of_state(one[2])]
@@ -300,6 +315,22 @@ class GradientExchange:
 
 def _on_bucket(exchange, bucket):  # type: ignore[no-untyped-def]  # DDP reads annotations, as objects
     return exchange.on_bucket(bucket)
+
+
+def _require_alike(said: list[list[int]], failure: Exception | None) -> None:
+    """Raise, on every rank, what is wrong with what the ranks said at the start of a backward pass."""
+    if failure is not None:
+        raise failure
+    sound, loaded, steps = zip(*said, strict=True)
+    if not all(sound):
+        raise SyncError(f"gradients were not exchanged: rank {sound.index(0)} refused; its error tells why")
+    if len({*loaded}) > 1 or len({*steps}) > 1:
+        other = next(rank for rank, one in enumerate(said) if one != said[0])
+        raise SpecMismatch(
+            f"rank 0 and rank {other} go on from different gradient states, after {steps[0]} and {steps[other]} steps"
+            + "".join(f"; rank {rank} alone loaded one" for rank in (0, other) if not loaded[other - rank])
+            + ". Call load_state_dict() with the same state on every rank"
+        )
 
 
 def _norm_of(buffer: Tensor) -> Tensor:

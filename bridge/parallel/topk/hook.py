@@ -33,9 +33,9 @@ class TopKGradients:
     for which k · ranks >= elements, travel dense, and train as SGD with momentum does; with ``sparsity=0`` all of them.
     A rate that changes applies to late elements, too.
 
-    A backward pass costs one all-gather of 8 · k + 4 bytes a rank for each of DDP's buckets, and one all-reduce of the
-    bucket's dense tensors; both go on beside the rest of the backward pass. A rank keeps two numbers (float32) for each
-    parameter, three with weight decay, five with a GradScaler.
+    A backward pass costs an exchange of three integers, one all-gather of 8 · k + 4 bytes a rank for each of DDP's
+    buckets, and one all-reduce of the bucket's dense tensors, all beside the rest of the backward pass. A rank keeps
+    two numbers (float32) for each parameter, three with weight decay, five with a GradScaler.
     """
 
     def __init__(
@@ -82,6 +82,8 @@ class TopKGradients:
 
         Args:
             model: a DistributedDataParallel without another communication hook, with parameters in float32 or bfloat16.
+                With ``find_unused_parameters`` or ``static_graph`` a gradient that is zero everywhere counts as that of
+                a parameter which took no part: its momentum and residual wait.
             optimizer: trains all of its parameters, without momentum or weight decay: ``torch.optim.SGD(lr=...)``.
             grad_scaler: the ``torch.amp.GradScaler`` of the loop, if it has one. Residuals are kept without its scale.
                 If a gradient of any rank holds NaN or infinity, the scaler skips the step on every rank, and momentum
@@ -153,12 +155,12 @@ class TopKGradients:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a :meth:`state_dict`; on every rank the same. Sparsity and number of ranks may be others.
 
+        If a rank loads another one, or none, the next ``backward()`` raises SpecMismatch on every rank.
+
         Raises:
             SpecMismatch: it is of other parameters; nothing was changed.
         """
-        exchange = self._attached
-        exchange.state.load({kind: state[kind] for kind in ("momentum", "residual", "decay")})
-        exchange.go_on(int(state["steps"]))
+        self._attached.load({kind: state[kind] for kind in ("momentum", "residual", "decay")}, int(state["steps"]))
 
     @property
     def _attached(self) -> GradientExchange:

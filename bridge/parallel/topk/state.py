@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import xxhash
 from torch import Tensor, nn
 
 from geartrain.ams.values.errors import NonFinite, SpecMismatch
@@ -76,6 +77,15 @@ class GradientState:
                 tensor.zero_() if name not in saved[kind] else tensor.copy_(saved[kind][name])
         self.loaded = {*saved["residual"], *saved["decay"]}
         self.let_go()
+
+    def digest(self) -> int:
+        """Of all values: a positive number of 63 bits."""
+        hashed = xxhash.xxh3_64()
+        for _, tensors in sorted(self.shaped().items()):
+            for name, tensor in sorted(tensors.items()):
+                hashed.update(name.encode())
+                hashed.update(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        return (hashed.intdigest() >> 1) | 1
 
     def _require_same(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
         for names, whose in (

@@ -16,6 +16,8 @@ import geartrain as gt
 from geartrain.ams.values.errors import InvalidArgument, SpecMismatch
 from geartrain.bridge.parallel.topk import exchange
 from tests.support.rank_processes import run_ranks
+from tests.unit.bridge.parallel.topk.test_topk_gradients import LR, step_of
+from tests.unit.bridge.parallel.topk.test_topk_gradients import made as made_tensors
 
 Parts = tuple[DistributedDataParallel, torch.optim.Optimizer, gt.TopKGradients]
 INPUTS, OUTPUTS = 12, 8
@@ -138,6 +140,31 @@ def send_dense(rank: int, ranks: int, folder: Path) -> None:
 
 def test_a_loaded_residual_of_a_dense_tensor_is_sent_once(tmp_path: Path) -> None:
     run_ranks(send_dense, 2, tmp_path)
+
+
+def stop_to_decay(rank: int, ranks: int, folder: Path) -> None:
+    """The momentum that weight decay left fades as that of SGD does, where weights decay no longer."""
+    del ranks, folder
+    before = made_tensors(weight_decay=0.5)
+    for step in range(3):
+        step_of(before, step, rank)
+    before[2].merge()
+    state, weights = before[2].state_dict(), before[0].module.state_dict()
+    decay = state["decay"]["large"].clone()
+    assert decay.all()
+    ends = []
+    for one in (state, {**state, "decay": {}}):
+        parts = made_tensors()
+        parts[0].module.load_state_dict(weights)
+        parts[2].load_state_dict(one)
+        for step in range(3, 5):
+            step_of(parts, step, rank)
+        ends.append(parts[0].module.large.detach())
+    torch.testing.assert_close(ends[0], ends[1] - LR * (0.9 + 0.9**2) * decay)
+
+
+def test_the_momentum_of_a_decay_that_ended_fades(tmp_path: Path) -> None:
+    run_ranks(stop_to_decay, 2, tmp_path)
 
 
 def mismatched(rank: int, ranks: int, folder: Path) -> None:

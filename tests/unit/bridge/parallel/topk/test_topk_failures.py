@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import geartrain as gt
-from geartrain.ams.values.errors import InvalidArgument, NonFinite, RankLost, SyncError
+from geartrain.ams.values.errors import InvalidArgument, NonFinite, RankLost, SpecMismatch, SyncError
 from geartrain.bridge.parallel.topk import bucket, exchange
 from tests.support.rank_processes import run_ranks
 from tests.unit.bridge.parallel.topk.test_topk_gradients import LR, SIZE, SPARSITY, Made, Tensors, made, step_of
@@ -80,6 +80,67 @@ def fail_on_one_rank(rank: int, ranks: int, folder: Path) -> None:
 
 def test_a_rank_that_fails_tells_the_others(tmp_path: Path) -> None:
     run_ranks(fail_on_one_rank, 2, tmp_path)
+
+
+def load_on_one_rank(rank: int, ranks: int, folder: Path) -> None:
+    """In the warm-up, where the number of steps decides how much travels; then other values with the same number."""
+    del ranks, folder
+    parts = made(sparsity=0.95, warmup_steps=4)
+    step_of(parts, 0, rank)
+    state = saved(parts)
+    for step in range(1, 3):
+        step_of(parts, step, rank)
+    before = weights_of(parts)
+    if rank == 1:
+        parts[2].load_state_dict(state)
+    for _ in range(2):
+        with pytest.raises(SpecMismatch, match="after 3 and 1 steps; rank 1 alone loaded one"):
+            step_of(parts, 3, rank)
+    if rank == 0:
+        other = copy.deepcopy(state)
+        other["momentum"]["small"][0] += 1
+        parts[2].load_state_dict(other)
+    with pytest.raises(SpecMismatch, match=r"after 1 and 1 steps\. Call"):
+        step_of(parts, 3, rank)
+    assert all(torch.equal(one, other) for one, other in zip(before, weights_of(parts), strict=True))
+    parts[2].load_state_dict(state)
+    step_of(parts, 3, rank)
+    assert parts[2].steps == 2
+
+
+def test_a_state_that_one_rank_alone_loads_is_refused_on_every_rank(tmp_path: Path) -> None:
+    run_ranks(load_on_one_rank, 2, tmp_path)
+
+
+def give_momentum_on_one_rank(rank: int, ranks: int, folder: Path) -> None:
+    del ranks, folder
+    parts = made()
+    step_of(parts, 0, rank)
+    if rank == 0:
+        parts[1].param_groups[0]["momentum"] = 0.9
+    with pytest.raises(
+        InvalidArgument if rank == 0 else SyncError, match=r"SGD has momentum=0\.9|rank 0 refused; its error tells why"
+    ):
+        step_of(parts, 1, rank)
+    parts[1].param_groups[0]["momentum"] = 0
+    step_of(parts, 1, rank)
+
+
+def join(rank: int, ranks: int, folder: Path) -> None:
+    """Ranks with fewer batches would send zeros, and lose what they keep."""
+    del ranks, folder
+    parts = made()
+    step_of(parts, 0, rank)
+    with pytest.raises(InvalidArgument, match=r"model\.join\(\) .*Give every rank as many batches"), parts[0].join():
+        step_of(parts, 1, rank)
+
+
+def test_joining_ranks_are_refused(tmp_path: Path) -> None:
+    run_ranks(join, 2, tmp_path)
+
+
+def test_a_rank_that_refuses_a_step_tells_the_others(tmp_path: Path) -> None:
+    run_ranks(give_momentum_on_one_rank, 2, tmp_path)
 
 
 class Dies(torch.autograd.Function):
