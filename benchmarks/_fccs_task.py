@@ -148,7 +148,7 @@ def sgd(lr: float, weight_decay: float) -> Callable[[nn.Module], torch.optim.Opt
 
 
 def lars(lr: float, weight_decay: float) -> Callable[[nn.Module], torch.optim.Optimizer]:
-    """LARS. Its coefficient is such that one rate is right for layers and, by plain SGD, for biases and norms."""
+    """LARS, as in the paper. With its coefficient one rate is right for layers and, by plain SGD, for the others."""
     return lambda model: gt.LARS(model.parameters(), lr, weight_decay=weight_decay, trust_coefficient=0.02)
 
 
@@ -157,9 +157,9 @@ def adam(lr: float) -> Callable[[nn.Module], torch.optim.Optimizer]:
     return lambda model: torch.optim.Adam(model.parameters(), lr)
 
 
-def steps_at(*parts: float) -> Callable[[float], float]:
-    """The rate falls to a tenth at each of ``parts`` of the training."""
-    return lambda done: 0.1 ** sum(done >= part for part in parts)
+def steps_at(*parts: float, factor: float = 0.1) -> Callable[[float], float]:
+    """The rate is multiplied by ``factor`` at each of ``parts`` of the training."""
+    return lambda done: factor ** sum(done >= part for part in parts)
 
 
 def cosine(done: float) -> float:
@@ -167,11 +167,14 @@ def cosine(done: float) -> float:
     return 0.5 * (1 + math.cos(math.pi * done))
 
 
-FCCS, CONSTANT, PIECEWISE, COSINE, ADAM = "FCCS", "without batch policy", "piecewise", "cosine", "Adam"
+FCCS, FCCS_LARS, CONSTANT = "FCCS", "FCCS with LARS", "without batch policy"
+PIECEWISE, FIFTHS, COSINE, ADAM = "piecewise", "piecewise by fifths", "cosine", "Adam"
 WAYS = {
-    FCCS: Way(optimizer=lars(0.3, 1e-3), fccs=True),
-    CONSTANT: Way(optimizer=lars(0.3, 1e-3)),
+    FCCS: Way(optimizer=sgd(0.4, 2e-3), fccs=True),
+    FCCS_LARS: Way(optimizer=lars(0.3, 1e-3), fccs=True),
+    CONSTANT: Way(optimizer=sgd(0.4, 2e-3)),
     PIECEWISE: Way(optimizer=sgd(0.2, 2e-3), decay=steps_at(0.6, 0.85)),
+    FIFTHS: Way(optimizer=sgd(0.2, 2e-3), decay=steps_at(0.6, 0.85, factor=0.2)),
     COSINE: Way(optimizer=sgd(0.2, 2e-3), decay=cosine),
     ADAM: Way(optimizer=adam(1e-3)),
 }

@@ -33,8 +33,8 @@ _HOST = torch.device("cpu")
 _PIECE_BYTES = 8 << 20
 
 # PyTorch 2.13 gave them these names, and warns of the older ones.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather_tensor = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_tensor = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class RankLink:
@@ -158,7 +158,7 @@ class RankLink:
         if not most:
             return Pending.done(take())
         with self._counted("all-gather", parts.nbytes):
-            work = _all_gather(
+            work = all_gather_tensor(
                 parts.view(torch.uint8), wire.view(torch.uint8), group=self._carrier(wire), async_op=True
             )
         return Pending(work, take, "all-gather")
@@ -265,7 +265,7 @@ class RankLink:
         if not most:
             return Pending.done(out.to(device))
         with self._counted("reduce-scatter", wire.nbytes):
-            work = _reduce_scatter(out, wire, group=self._carrier(wire), async_op=True)
+            work = reduce_scatter_tensor(out, wire, group=self._carrier(wire), async_op=True)
         return Pending(work, take, "reduce-scatter")
 
     def all_to_all(self, values: Tensor, leaving: Sequence[int], arriving: Sequence[int]) -> Tensor:

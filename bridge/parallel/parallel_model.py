@@ -22,7 +22,7 @@ from geartrain.bridge.parallel.overlap.inputs import micro_batch, sizes_of_parts
 from geartrain.bridge.parallel.overlap.split_parts import SplitParts
 from geartrain.bridge.parallel.replicated import Replicas
 from geartrain.bridge.parallel.scopes import Scope
-from geartrain.bridge.parallel.split.agreement import StepAgreement
+from geartrain.bridge.parallel.split.agreement import END, LOSS, StepAgreement
 from geartrain.bridge.parallel.split.linear import SplitLinear
 from geartrain.bridge.parallel.split.logits import SplitLogits
 from geartrain.bridge.rows.eager import runs_eagerly
@@ -56,10 +56,6 @@ class PlanMaker(Protocol):
         ...
 
 
-_LOSS = "the loss"
-"""Where the ranks meet if no split layer gives the logits."""
-
-
 class ParallelModel(nn.Module):
     """What :func:`geartrain.parallelize` returns.
 
@@ -91,11 +87,10 @@ class ParallelModel(nn.Module):
         self.replicas = replicas
         self._agreement = agreement
         self._plans = plans
-        agreement.layers.append(_LOSS)
         # Of one split layer alone it is known which classes the labels are of, before the loss is.
         linear = [part for part in module.modules() if isinstance(part, SplitLinear)]
         self._looks_at_labels = isinstance(loss, nn.CrossEntropyLoss) and len(linear) == 1
-        self._has_split = len(agreement.layers) > 1
+        self._has_split = agreement.has_layers
         self.micro_batches = micro_batches
         self._parted = linear[0] if micro_batches > 1 else None
         self.train(module.training)
@@ -170,7 +165,7 @@ class ParallelModel(nn.Module):
             trains=self.training,
         )
         try:
-            return self.replicas.run(lambda: self._run(inputs, labels, options))
+            return self.replicas.run(lambda: self._agreed(self._run(inputs, labels, options)))
         except Exception as exc:  # of any kind: the others wait for this rank
             if self._has_split or labels is not None:  # else nobody listens
                 self._agreement.tell(exc)
@@ -199,6 +194,13 @@ class ParallelModel(nn.Module):
             return self.loss(output, labels)
         return self._loss_of_ranks(output, labels)
 
+    def _agreed(self, output: Any) -> Any:
+        """What ``_run`` returned on every rank: a rank that failed in the user's code behind the last collective of the
+        forward pass is heard here, before the others go on to those of the backward pass."""
+        if self._has_split and torch.is_grad_enabled() and type(self.loss) not in (nn.CrossEntropyLoss, nn.NLLLoss):
+            self._agreement.require_sound(END, lambda: None)
+        return output
+
     def _logits_of_parts(self, layer: SplitLinear, inputs: Any, options: Mapping[str, Any]) -> SplitLogits:
         """The logits of the batch, whose micro-batches' features travel while others are computed."""
         count, samples = self.micro_batches, _num_samples(inputs)
@@ -226,7 +228,7 @@ class ParallelModel(nn.Module):
                 )
             own.append(_own_sum(self.loss, reduction, output, labels))  # type: ignore[arg-type]
 
-        self._agreement.sizes(_LOSS, labels, compute)
+        self._agreement.sizes(LOSS, labels, compute)
         own_sum, amount = own[0]
         return mean_of_ranks(own_sum, amount if reduction == "mean" else None, link)
 

@@ -9,12 +9,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import xxhash
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.bridge.collectives.traffic import lost_ranks_named
+from geartrain.bridge.parallel.averaging import AverageHook, BackwardPasses, name_lost_ranks
 from geartrain.bridge.parallel.mesh import MeshGroup
 from geartrain.bridge.parallel.scopes import Replicate, called_parts
 from geartrain.bridge.parallel.split.first_values import first_rows, has_first_rows
@@ -24,8 +26,9 @@ from geartrain.bridge.parallel.split.shard import RowShard, local_part
 class Replicas:
     """What every rank has, and the averaging of its gradients.
 
-    Attributes: ``ddp``, one DistributedDataParallel of all parameters that are whole on every rank, for communication
-    hooks; None with one rank, or without such parameters. ``sharded``: the modules under ``fully_shard``.
+    Attributes: ``ddp``, one DistributedDataParallel of all parameters that are whole on every rank, which takes a
+    communication hook before the first step; None with one rank, or without such parameters. ``sharded``: the modules
+    under ``fully_shard``.
     """
 
     def __init__(
@@ -37,6 +40,9 @@ class Replicas:
         """
         self.sharded = list(sharded)
         self.ddp: DistributedDataParallel | None = None
+        self._passes = BackwardPasses([])
+        self._hook: AverageHook | None = None
+        """To be registered, unless the user has done so with another one before the first step."""
         self._names: list[str] = []
         """Of the parameters of ``ddp``, as it numbers them."""
         if group.link.world_size == 1:
@@ -48,6 +54,9 @@ class Replicas:
         if any(parameter.requires_grad for parameter in parameters):
             holder = _Holder(parameters, buffers)
             self.ddp = DistributedDataParallel(holder, process_group=group.process_group)
+            self._passes = BackwardPasses(one for one in parameters if one.requires_grad)
+            if dist.get_backend(group.process_group) == "gloo":
+                self._hook = AverageHook(group.process_group)
         else:
             for tensor in [*parameters, *buffers]:
                 group.link.take_from_first(tensor)
@@ -56,6 +65,10 @@ class Replicas:
         """``forward()``, after which a backward pass averages the gradients. Raises RankLost."""
         if self.ddp is None or not torch.is_grad_enabled():
             return forward()
+        if self._hook is not None:
+            self._hook.register(self.ddp)
+            self._hook = None
+        self._passes.forward_begins(averages=self.ddp.require_backward_grad_sync)
         has_begun = False
 
         def begin() -> Any:
@@ -146,6 +159,7 @@ def _shard(name: str, module: nn.Module, group: MeshGroup, seed: int) -> None:
     except ImportError:  # before PyTorch 2.6
         from torch.distributed._composable.fsdp import fully_shard  # type: ignore[attr-defined]
     fully_shard(module, mesh=group.device_mesh)
+    name_lost_ranks(module)
     if not blanks:
         return
     module.to_empty(device=group.device)

@@ -103,6 +103,7 @@ class SplitParts:
         logits = layer.logits(local_BL, [sum(sizes) for sizes in self._sizes.sizes_RP])
         for operation, arguments, options in self._operations[0]:
             logits = logits.mapped(operation, arguments, options)
+        layer.agreement.collectives_end()
         return logits
 
     def arrive(self, features_SD: Tensor) -> PartLogits:

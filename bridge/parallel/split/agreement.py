@@ -1,4 +1,4 @@
-"""What the ranks tell one another before the first collective of a split layer: whether it can begin, and of what."""
+"""What the ranks tell one another before the collectives of a split layer or a loss: whether they can begin."""
 
 from __future__ import annotations
 
@@ -17,29 +17,40 @@ _WHETHER = ("whether a gradient is wanted", "whether labels are given", "whether
 _NOTHING = [0] * (2 + len(_WHAT))
 
 
+LOSS, END = "the loss", "the end of the step"
+"""Where the ranks meet besides the split layers."""
+
+
 class StepAgreement:
     """One of a model on ranks; each of its split layers asks it how many samples the ranks have. Not thread-safe.
 
-    A rank that fails before it comes to its first split layer says so in the exchange that the others wait in, so that
-    all of them raise; see :meth:`tell`.
+    Ranks meet in an exchange before the collectives of each split layer and of a loss. A rank that fails between them
+    says so in the exchange that the others wait in, so that all of them raise; see :meth:`tell`.
     """
 
     def __init__(self, link: RankLink) -> None:
         self._link = link
-        self._has_asked = False
+        self._others_ask_next = False
+        """Whether an exchange, not another collective, is what the other ranks come to next."""
         self._labels: Tensor | None = None
         self._ignore_index = -100
         self._labels_are_sound = self._labels_are_known = False
         self._has_labels = self._trains = False
-        self.layers: list[str] = []
-        """Names of the split layers, the same on every rank."""
+        self.layers: list[str] = [LOSS, END]
+        """Names of the split layers, the same on every rank, behind these."""
+
+    @property
+    def has_layers(self) -> bool:
+        """Whether a layer is split."""
+        return len(self.layers) > 2
 
     def begin(self, labels: Tensor | None, ignore_index: int, *, has_labels: bool = True, trains: bool = True) -> None:
         """A forward pass begins; ``labels`` [S] are known before the loss is, None if not.
 
         Ranks must agree on ``has_labels`` and ``trains``: they decide which collectives follow.
         """
-        self._has_asked = self._labels_are_sound = self._labels_are_known = False
+        self._others_ask_next = True
+        self._labels_are_sound = self._labels_are_known = False
         self._labels, self._ignore_index = labels, ignore_index
         self._has_labels, self._trains = has_labels, trains
 
@@ -84,19 +95,28 @@ class StepAgreement:
         packed = sum(flag << place for place, flag in enumerate(flags))
         return self._exchange(None, [len(samples), self.layers.index(layer), width, dtype, packed])
 
+    def require_sound(self, where: str, check: Callable[[], None]) -> None:
+        """Raise on every rank if ``check()`` does on any, or if ranks are not all at ``where``: LOSS, END, a layer."""
+        self.sizes(where, torch.empty(0), check)
+
+    def collectives_end(self) -> None:
+        """Those that the last exchange was for are done: this rank may fail, and be heard, until the next one."""
+        # Of labels that are known the loss asks nothing.
+        self._others_ask_next = not self._labels_are_known
+
     def tell(self, failure: Exception) -> None:
-        """Tell the others of an error before the first split layer, where they wait; later they find this rank gone."""
-        if not self._has_asked:
+        """Tell the others of an error between collectives; those that find this rank gone from one wait for it."""
+        if self._others_ask_next:
             self._exchange(failure, _NOTHING)
 
     def _exchange(self, failure: Exception | None, numbers: list[int]) -> list[int]:
-        self._has_asked = True
+        self._others_ask_next = False
         said = self._link.exchange([failure is None, *numbers])
         if failure is not None:
             raise failure
         sound = [good for good, *_ in said]
         if 0 in sound:
-            raise SyncError(f"the step did not begin: rank {sound.index(0)} failed; its error tells why")
+            raise SyncError(f"the step was not made: rank {sound.index(0)} failed; its error tells why")
         first = _compared(said[0])
         for rank, numbers in enumerate(said):
             theirs = _compared(numbers)

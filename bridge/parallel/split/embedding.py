@@ -61,7 +61,9 @@ class SplitEmbedding(SplitLayer):
             rows_ND = weight_LD.new_zeros(len(ids_N), self.embedding_dim) + weight_LD.sum()
         if link.rank == 0 and ids_N.device.type != "cpu":
             rows_ND = rows_ND.masked_fill(((ids_N < 0) | (ids_N >= shard.num)).unsqueeze(1), torch.nan)
-        return own_samples(rows_ND, link, sizes).view(*ids.shape, self.embedding_dim)
+        vectors = own_samples(rows_ND, link, sizes)
+        self.agreement.collectives_end()
+        return vectors.view(*ids.shape, self.embedding_dim)
 
     def _check(self, ids: Any) -> None:
         if not isinstance(ids, Tensor) or ids.dtype not in (torch.int64, torch.int32):

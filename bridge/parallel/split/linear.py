@@ -120,7 +120,9 @@ class SplitLinear(SplitLayer):
         features_BD = all_samples(own_SD, link.start_gather(own_SD, sizes), link, sizes)
         weight_LD = self.local("weight")
         assert weight_LD is not None
-        return self.logits(self._product(features_BD, weight_LD, self.local("bias")), sizes)
+        logits = self.logits(self._product(features_BD, weight_LD, self.local("bias")), sizes)
+        self.agreement.collectives_end()
+        return logits
 
     def check(self, features_SD: Tensor) -> None:
         """Raise InvalidRows for features that do not fit."""

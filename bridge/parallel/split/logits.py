@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from geartrain.ams.values.errors import InvalidArgument
-from geartrain.bridge.parallel.split.agreement import StepAgreement
+from geartrain.bridge.parallel.split.agreement import LOSS, StepAgreement
 from geartrain.bridge.parallel.split.cross_entropy import SplitLoss, split_cross_entropy
 from geartrain.bridge.parallel.split.labels import check_labels
 from geartrain.bridge.parallel.split.shard import RowShard
@@ -171,9 +171,14 @@ class SplitLogits(LogitsOperations):
         return self.shape[0]
 
     def whole(self) -> Tensor:
-        """All classes of the own samples, [S, C], for autograd too: one all-to-all, and S · C numbers of memory."""
-        self.memory.use()
-        return whole_rows(self.local_BL, self.shard.group.link, self.sizes, self.shard.sizes)
+        """All classes of the own samples, [S, C], for autograd too: one all-to-all, and S · C numbers of memory.
+
+        Every rank calls it. Raises SyncError where another rank failed.
+        """
+        self.agreement.require_sound(LOSS, self.memory.use)
+        whole_SC = whole_rows(self.local_BL, self.shard.group.link, self.sizes, self.shard.sizes)
+        self.agreement.collectives_end()
+        return whole_SC
 
     def mapped(
         self, operation: Callable[..., Tensor], arguments: tuple[Any, ...], options: dict[str, Any]
@@ -203,7 +208,7 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    link, agreement = logits.shard.group.link, logits.agreement
+    agreement = logits.agreement
     loss = SplitLoss(logits.shard, weight, ignore_index, label_smoothing, reduction, logits.sizes)
     if size_average is not None or reduce is not None:
         raise InvalidArgument(
@@ -212,11 +217,8 @@ def _cross_entropy(
     loss.check()
     logits.memory.use()
     if not agreement.knows(target):
-        failure: Exception | None = None
-        try:
-            check_labels(target, logits.shape[0], logits.shard.num, ignore_index)
-        except InvalidArgument as exc:
-            failure = exc
-        link.fail_together(failure, "the loss was not computed")
-    labels_B = link.gather(target.to(logits.device), logits.sizes)
-    return split_cross_entropy(logits.local_BL, labels_B, loss, takes_memory=logits.memory.take)
+        agreement.require_sound(LOSS, lambda: check_labels(target, logits.shape[0], logits.shard.num, ignore_index))
+    labels_B = logits.shard.group.link.gather(target.to(logits.device), logits.sizes)
+    value = split_cross_entropy(logits.local_BL, labels_B, loss, takes_memory=logits.memory.take)
+    agreement.collectives_end()
+    return value

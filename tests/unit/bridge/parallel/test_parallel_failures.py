@@ -1,0 +1,183 @@
+"""Ranks of a parallel model that fail or die in a step, and backward passes that nothing would average."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import geartrain as gt
+from geartrain.ams.values.errors import InvalidArgument, RankLost, SyncError
+from geartrain.bridge.parallel.scopes import Scope
+from tests.support.rank_processes import run_ranks
+from tests.unit.bridge.parallel.test_parallelize import (
+    DATA_PARALLEL,
+    FUSION,
+    SHARDED,
+    Classifier,
+    WithWords,
+    made,
+    own,
+    samples,
+)
+
+WORDS: dict[str, Scope] = {"words": gt.Split(), "middle": gt.Replicate(), "head": gt.Split()}
+
+
+class Broken(RuntimeError):
+    pass
+
+
+class WithOwnLoss(Classifier):
+    """Fails where it is told to: between what the ranks do together."""
+
+    fails_at = ""
+
+    def forward(self, inputs: Tensor, labels: Tensor) -> Any:
+        logits = self.head(self.backbone(inputs))
+        self.reach("behind the head")
+        loss = F.cross_entropy(logits, labels)
+        self.reach("behind the loss")
+        accuracy = (logits.whole().detach().argmax(1) == labels).sum()
+        self.reach("at the end")
+        return loss, accuracy
+
+    def reach(self, place: str) -> None:
+        if self.fails_at == place:
+            raise Broken(place)
+
+
+def told(rank: int) -> Any:
+    return pytest.raises(Broken if rank == 0 else SyncError, match=None if rank == 0 else "rank 0 failed")
+
+
+def fail_behind_a_layer(rank: int, ranks: int, folder: Path) -> None:
+    """Behind a split embedding; in and behind what the loss does with the ranks."""
+    del folder
+    ids, labels, sizes = samples(ranks, ids=True)
+    mine, own_labels = own(ids, sizes, rank), own(labels, sizes, rank)
+    model = made(WithWords)
+    parallel = gt.parallelize(model, gt.mesh(), WORDS, loss=nn.CrossEntropyLoss())
+    parallel(mine, own_labels).backward()
+
+    def fail(*_: object) -> None:
+        raise Broken
+
+    handle = model.middle.register_forward_hook(fail) if rank == 0 else None
+    with told(rank):
+        parallel(mine, own_labels)
+    if handle is not None:
+        handle.remove()
+    parallel(mine, own_labels).backward()
+
+
+def fail_in_a_loss(rank: int, ranks: int, folder: Path) -> None:
+    del folder
+    inputs, labels, sizes = samples(ranks)
+    mine, own_labels = own(inputs, sizes, rank), own(labels, sizes, rank)
+    model = made(WithOwnLoss)
+    parallel = gt.parallelize(model, gt.mesh(), FUSION)
+    for place in ("behind the head", "behind the loss", "at the end"):
+        model.fails_at = place if rank == 0 else ""
+        with told(rank):
+            parallel(mine, own_labels)
+        model.fails_at = ""
+        parallel(mine, own_labels)[0].backward()
+    fails = False
+
+    def loss(logits: Any, labels: Tensor) -> Tensor:
+        value = F.cross_entropy(logits, labels)
+        if fails:
+            raise Broken
+        return value
+
+    parallel = gt.parallelize(made(Classifier), gt.mesh(), FUSION, loss=loss)
+    fails = rank == 0
+    with told(rank):
+        parallel(mine, own_labels)
+    fails = False
+    parallel(mine, own_labels).backward()
+
+
+def go_backward_twice(rank: int, ranks: int, folder: Path) -> None:
+    del folder
+    inputs, labels, sizes = samples(ranks)
+    loss = nn.CrossEntropyLoss()
+    plain = made(Classifier)
+    for scopes in (DATA_PARALLEL, FUSION):
+        parallel = gt.parallelize(copy.deepcopy(plain), gt.mesh(), scopes, loss=loss)
+        mine, own_labels = own(inputs, sizes, rank), own(labels, sizes, rank)
+        first, second = parallel(mine, own_labels), parallel(mine + 1, own_labels)
+        first.backward()
+        with pytest.raises(InvalidArgument, match="backward\\(\\) was called twice after the last forward pass"):
+            second.backward()
+        for sums in (True, False):
+            parallel.zero_grad()
+            plain.zero_grad()
+            (loss(plain(inputs), labels) + loss(plain(inputs + 1), labels)).backward()
+            if sums:
+                (parallel(mine, own_labels) + parallel(mine + 1, own_labels)).backward()
+            else:
+                with parallel.no_sync():
+                    parallel(mine, own_labels).backward()
+                parallel(mine + 1, own_labels).backward()
+            given = parallel.module.backbone[0].weight.grad
+            torch.testing.assert_close(given, plain.backbone[0].weight.grad)
+
+
+class Dies(torch.autograd.Function):
+    """Ends the process in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor) -> Tensor:
+        del ctx
+        return values.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Tensor:
+        del ctx
+        os._exit(0)
+
+
+def die_in_backward(rank: int, ranks: int, folder: Path, scopes: dict[str, Scope]) -> None:
+    inputs, labels, sizes = samples(ranks)
+    mine, own_labels = own(inputs, sizes, rank), own(labels, sizes, rank)
+    model = made(Classifier)
+    parallel = gt.parallelize(model, gt.mesh(), scopes, loss=nn.CrossEntropyLoss())
+    parallel(mine, own_labels).backward()
+    if rank == 1:
+        model.backbone.register_forward_hook(lambda *given: Dies.apply(given[2]))
+    with pytest.raises(RankLost, match="a rank died"):
+        parallel(mine, own_labels).backward()
+    (folder / f"told-{rank}").touch()
+    os._exit(0)  # the group is not whole
+
+
+@pytest.fixture(params=[2, 3])
+def ranks(request: pytest.FixtureRequest) -> Iterator[int]:
+    yield request.param
+
+
+def test_a_rank_that_fails_behind_a_split_layer_tells_the_others(ranks: int, tmp_path: Path) -> None:
+    run_ranks(fail_behind_a_layer, ranks, tmp_path)
+
+
+def test_a_rank_that_fails_in_a_loss_of_its_own_tells_the_others(ranks: int, tmp_path: Path) -> None:
+    run_ranks(fail_in_a_loss, ranks, tmp_path)
+
+
+def test_a_backward_pass_that_nothing_would_average_is_refused(tmp_path: Path) -> None:
+    run_ranks(go_backward_twice, 2, tmp_path)
+
+
+@pytest.mark.parametrize("scopes", [DATA_PARALLEL, SHARDED, FUSION], ids=["replicated", "sharded", "split"])
+def test_a_rank_that_dies_in_a_backward_pass_is_lost(scopes: dict[str, Scope], tmp_path: Path) -> None:
+    run_ranks(die_in_backward, 3, tmp_path, scopes)
+    assert {path.name for path in tmp_path.glob("told-*")} == {"told-0", "told-2"}
