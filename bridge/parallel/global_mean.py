@@ -5,12 +5,19 @@ Legend: R ranks.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
+from geartrain.ams.values.errors import InvalidArgument
+from geartrain.ams.values.text import quoted
 from geartrain.bridge.collectives.link import RankLink
+
+LossFunction = Callable[[Any, Tensor], Tensor]
 
 
 class _MeanOfRanks(torch.autograd.Function):
@@ -33,3 +40,35 @@ def mean_of_ranks(own_sum: Tensor, amount: Tensor | None, link: RankLink) -> Ten
     """
     mean: Tensor = _MeanOfRanks.apply(own_sum, amount, link)  # type: ignore[no-untyped-call]
     return mean
+
+
+def own_sum_of(loss: LossFunction, reduction: str, output: Any, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """The loss of the own samples as a sum, and what a mean divides such sums by, of outputs that are whole."""
+    if type(loss) in (nn.CrossEntropyLoss, nn.NLLLoss):
+        known: Any = loss
+        if type(loss) is nn.NLLLoss:
+            own_sum = F.nll_loss(output, labels, known.weight, None, known.ignore_index, None, "sum")
+        else:
+            smoothing = known.label_smoothing
+            own_sum = F.cross_entropy(output, labels, known.weight, None, known.ignore_index, None, "sum", smoothing)
+        if labels.dtype.is_floating_point:
+            return own_sum, own_sum.new_tensor(output.numel() // max(1, output.shape[1]))
+        counts = labels != known.ignore_index
+        weights = counts if known.weight is None else known.weight[torch.where(counts, labels, 0)] * counts
+        return own_sum, weights.sum()
+    amount = torch.tensor(float(len(labels)), device=labels.device)
+    if not len(labels):
+        return _nothing_of(output), amount
+    value = loss(output, labels)
+    return (value * amount if reduction == "mean" else value), amount
+
+
+def _nothing_of(output: Any) -> Tensor:
+    """0, as a function of all that a model returned for no samples: a backward pass reaches its parameters."""
+    tensors = [one for one in tree_leaves(output) if isinstance(one, Tensor) and one.requires_grad]
+    if not tensors and torch.is_grad_enabled():
+        raise InvalidArgument(
+            f"this rank has no samples, and the model returned {quoted(output)} for none, in which nothing has a "
+            "gradient. Return tensors, in tuples, lists or dicts, or give every rank a sample"
+        )
+    return sum((one.sum() * 0.0 for one in tensors), torch.zeros(()))

@@ -8,7 +8,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
@@ -16,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.text import quoted
 from geartrain.bridge.collectives.link import RankLink
-from geartrain.bridge.parallel.global_mean import mean_of_ranks
+from geartrain.bridge.parallel.global_mean import LossFunction, mean_of_ranks, own_sum_of
 from geartrain.bridge.parallel.mesh import Mesh
 from geartrain.bridge.parallel.overlap.inputs import micro_batch, sizes_of_parts
 from geartrain.bridge.parallel.overlap.split_parts import SplitParts
@@ -30,8 +29,6 @@ from geartrain.bridge.rows.eager import runs_eagerly
 if TYPE_CHECKING:
     from geartrain.bridge.parallel.plan.hardware.hardware import Hardware
     from geartrain.bridge.parallel.plan.plan import Plan
-
-LossFunction = Callable[[Any, Tensor], Tensor]
 
 
 class PlanMaker(Protocol):
@@ -139,7 +136,8 @@ class ParallelModel(nn.Module):
 
         It is the same number on every rank, and its backward pass gives every parameter the gradient of it: ranks may
         have different numbers of samples, or none. Every rank goes backward from it, with the same factor. A
-        ``loss`` of yours with ``reduction`` "mean", or without such an attribute, counts as a mean over samples.
+        ``loss`` of yours with ``reduction`` "mean", or without such an attribute, counts as a mean over samples: where
+        some labels do not count, give ``nn.CrossEntropyLoss(ignore_index=...)`` itself.
 
         Without labels it is what the model returns; of split logits, in ``eval()``, all classes of the own samples
         [S, C], while training :class:`SplitLogits`, which ``F.cross_entropy`` takes. Where ``loss`` is None, all
@@ -226,7 +224,7 @@ class ParallelModel(nn.Module):
                 raise InvalidArgument(
                     f"the loss has reduction={reduction!r}; it must be 'mean' or 'sum', over the samples of all ranks"
                 )
-            own.append(_own_sum(self.loss, reduction, output, labels))  # type: ignore[arg-type]
+            own.append(own_sum_of(self.loss, reduction, output, labels))  # type: ignore[arg-type]
 
         self._agreement.sizes(LOSS, labels, compute)
         own_sum, amount = own[0]
@@ -286,24 +284,3 @@ def _whole(output: Any) -> Any:
     if isinstance(output, dict):
         return {name: _whole(one) for name, one in output.items()}
     return [_whole(one) for one in output] if isinstance(output, list) else tuple(_whole(one) for one in output)
-
-
-def _own_sum(loss: LossFunction, reduction: str, output: Any, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """The loss of the own samples as a sum, and what a mean divides such sums by."""
-    if type(loss) in (nn.CrossEntropyLoss, nn.NLLLoss):
-        known: Any = loss
-        if type(loss) is nn.NLLLoss:
-            own_sum = F.nll_loss(output, labels, known.weight, None, known.ignore_index, None, "sum")
-        else:
-            smoothing = known.label_smoothing
-            own_sum = F.cross_entropy(output, labels, known.weight, None, known.ignore_index, None, "sum", smoothing)
-        if labels.dtype.is_floating_point:
-            return own_sum, own_sum.new_tensor(output.numel() // max(1, output.shape[1]))
-        counts = labels != known.ignore_index
-        weights = counts if known.weight is None else known.weight[torch.where(counts, labels, 0)] * counts
-        return own_sum, weights.sum()
-    amount = torch.tensor(float(len(labels)), device=labels.device)
-    if not len(labels):
-        return output.sum() * 0.0, amount
-    value = loss(output, labels)
-    return (value * amount if reduction == "mean" else value), amount

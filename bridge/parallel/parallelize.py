@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from geartrain.ams.values.arguments import integer
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.text import quoted
+from geartrain.bridge.parallel.global_mean import LossFunction
 from geartrain.bridge.parallel.mesh import Mesh
 from geartrain.bridge.parallel.mixed_optimizers import let_optimizers_mix
-from geartrain.bridge.parallel.parallel_model import LossFunction, ParallelModel
+from geartrain.bridge.parallel.parallel_model import ParallelModel
 from geartrain.bridge.parallel.plan.model_plans import ModelPlans
 from geartrain.bridge.parallel.replicated import replicated, require_first_values
 from geartrain.bridge.parallel.scopes import Scope, ScopedModel, marked_scopes, scoped

@@ -12,8 +12,8 @@ from torch import nn
 
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.text import counted, quoted
+from geartrain.bridge.parallel.global_mean import LossFunction
 from geartrain.bridge.parallel.mesh import Mesh
-from geartrain.bridge.parallel.parallel_model import LossFunction
 from geartrain.bridge.parallel.plan.build import OptimizerMaker, request_for
 from geartrain.bridge.parallel.plan.costs.head_costs import HeadSkeleton
 from geartrain.bridge.parallel.plan.costs.skeleton import skeleton_of

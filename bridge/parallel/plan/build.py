@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from geartrain.ams.values.arguments import integer, real_number
 from geartrain.ams.values.errors import InvalidArgument
-from geartrain.bridge.parallel.parallel_model import LossFunction, ParallelModel
+from geartrain.bridge.parallel.global_mean import LossFunction
+from geartrain.bridge.parallel.parallel_model import ParallelModel
 from geartrain.bridge.parallel.plan.costs import replicas
 from geartrain.bridge.parallel.plan.costs.collectives import Collective
 from geartrain.bridge.parallel.plan.costs.dry_model import dry_model

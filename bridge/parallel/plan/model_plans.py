@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from geartrain.ams.values.errors import GeartrainError, InvalidArgument
-from geartrain.bridge.parallel.parallel_model import LossFunction
+from geartrain.bridge.parallel.global_mean import LossFunction
 from geartrain.bridge.parallel.plan.build import OptimizerMaker, PlanRequest
 from geartrain.bridge.parallel.plan.costs.skeleton import skeleton_of, without_values
 from geartrain.bridge.parallel.plan.hardware.hardware import Hardware

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.text import quoted
+from geartrain.bridge.parallel.global_mean import LossFunction
 from geartrain.bridge.parallel.mesh import Mesh
-from geartrain.bridge.parallel.parallel_model import LossFunction, ParallelModel
+from geartrain.bridge.parallel.parallel_model import ParallelModel
 from geartrain.bridge.parallel.replicated import Replicas
 from geartrain.bridge.parallel.scopes import ScopedModel
 from geartrain.bridge.parallel.split.agreement import StepAgreement

@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from geartrain.ams.values.errors import InvalidArgument
+from geartrain.bridge.parallel.global_mean import LossFunction
 from geartrain.bridge.parallel.mesh import Mesh
-from geartrain.bridge.parallel.parallel_model import LossFunction
 from geartrain.bridge.parallel.replicated import Replicas, replicated
 from geartrain.bridge.parallel.scopes import ScopedModel
 from geartrain.bridge.parallel.split.agreement import StepAgreement

@@ -8,8 +8,9 @@ from typing import Any
 from torch import nn
 
 from geartrain.ams.values.errors import InvalidArgument
+from geartrain.bridge.parallel.global_mean import LossFunction
 from geartrain.bridge.parallel.mesh import Mesh, MeshGroup
-from geartrain.bridge.parallel.parallel_model import LossFunction, ParallelModel
+from geartrain.bridge.parallel.parallel_model import ParallelModel
 from geartrain.bridge.parallel.plan.costs.dry_link import DryLink
 from geartrain.bridge.parallel.plan.costs.head_costs import HeadSkeleton
 from geartrain.bridge.parallel.plan.costs.skeleton import skeleton_of

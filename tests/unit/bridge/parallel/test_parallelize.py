@@ -357,6 +357,29 @@ def check_whole_losses(rank: int, ranks: int, folder: Path) -> None:
         torch.testing.assert_close(parallel.module.weight.grad, plain.weight.grad)
 
 
+def check_outputs_for_no_samples(rank: int, ranks: int, folder: Path) -> None:
+    """A rank without samples, where a model returns several tensors, gives gradients of 0."""
+    del folder
+    inputs, labels, sizes = samples(ranks)
+
+    class Both(Classifier):
+        def forward(self, inputs: Tensor) -> Any:
+            features = self.backbone(inputs)
+            return {"logits": self.head(features), "norms": (features.square().sum(1), len(inputs))}
+
+    def loss(outputs: Any, labels: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(outputs["logits"], labels) + outputs["norms"][0].mean()
+
+    plain = made(Both)
+    parallel = gt.parallelize(copy.deepcopy(plain), gt.mesh(), DATA_PARALLEL, loss=loss)
+    expected, given = loss(plain(inputs), labels), parallel(own(inputs, sizes, rank), own(labels, sizes, rank))
+    torch.testing.assert_close(given, expected)
+    expected.backward()
+    given.backward()
+    for one, other in zip(plain.parameters(), parallel.parameters(), strict=True):
+        torch.testing.assert_close(other.grad, one.grad)
+
+
 def check_failures(rank: int, ranks: int, folder: Path) -> None:
     del folder
     inputs, labels, sizes = samples(ranks)
@@ -409,6 +432,10 @@ def test_split_logits_may_be_used_more_than_once(ranks: int, tmp_path: Path) -> 
 
 def test_losses_of_whole_outputs_are_means_over_all_that_counts(tmp_path: Path) -> None:
     run_ranks(check_whole_losses, 2, tmp_path)
+
+
+def test_a_rank_without_samples_takes_part_whatever_a_model_returns(tmp_path: Path) -> None:
+    run_ranks(check_outputs_for_no_samples, 3, tmp_path)
 
 
 def test_layers_may_be_in_a_list_and_behind_a_split_one(tmp_path: Path) -> None:
