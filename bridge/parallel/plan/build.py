@@ -137,23 +137,23 @@ class _Costs:
 
 
 def _planned(request: PlanRequest, dry: ParallelModel, recorded: Recorded) -> Plan:
-    split = {
+    counted = {
         id(parameter)
         for name, scope in request.scopes.items()
         if isinstance(scope, Split)
         for parameter in dry.module.get_submodule(name).parameters()
     }
     costs = [
-        _costs_of(request, name, scope, dry.module.get_submodule(name), split, recorded)
+        _costs_of(request, name, scope, dry.module.get_submodule(name), counted, recorded)
         for name, scope in request.scopes.items()
     ]
     found = [pair for one in recorded.collectives for pair in _in_micro_batches(one, request.micro_batches)]
     found += [(one.part.name, made) for one in costs for made in one.collectives]
-    averages: list[tuple[list[Tensor], Collective]] = []
+    averages: list[tuple[Sequence[Tensor], Collective]] = []
     replicated = [parameter for one in costs for parameter in one.replicated]
     if request.ranks > 1 and any(one.requires_grad for one in replicated):
         closed = replicas.buckets(replicas.ready_order(replicated))
-        averages = [(bucket, replicas.averaged(bucket, request.ranks, request.sparsity)) for bucket in closed]
+        averages = [one for bucket in closed for one in replicas.averages(bucket, request.ranks, request.sparsity)]
         where = " + ".join(one.part.name or "model" for one in costs if one.replicated)
         buffers = [buffer for one in costs for buffer in one.buffers]
         found += [(where, one) for one in replicas.buffer_broadcasts(buffers, request.ranks)]
@@ -207,9 +207,9 @@ def _in_micro_batches(one: tuple[str, Collective], number: int) -> list[tuple[st
 
 
 def _costs_of(
-    request: PlanRequest, name: str, scope: Scope, module: nn.Module, split: set[int], recorded: Recorded
+    request: PlanRequest, name: str, scope: Scope, module: nn.Module, counted: set[int], recorded: Recorded
 ) -> _Costs:
-    """Of the scope ``name``; ``split`` are the ids of parameters that split layers inside it have."""
+    """Of the scope ``name``; ``counted`` are the ids of parameters that split layers or scopes before it have."""
     if isinstance(module, HeadSkeleton):
         return _Costs(part=_head_part(request, name, module, recorded), collectives=[], replicated=[], buffers=[])
     if isinstance(scope, Split):
@@ -218,7 +218,8 @@ def _costs_of(
         rows = module.shard.num / max(1, module.shard.num_local)
         part = _part(name, "split", request, recorded, parameters, parameters, whole=rows)
         return _Costs(part=part, collectives=[], replicated=[], buffers=[])
-    parameters = [one for one in module.parameters() if id(one) not in split]
+    parameters = [one for one in module.parameters() if id(one) not in counted]
+    counted.update(map(id, parameters))
     if scope.shard and request.ranks > 1:
         local = [replicas.shard_of(one, request.ranks) for one in parameters]
         part = _part(name, "sharded", request, recorded, parameters, local)
@@ -237,7 +238,7 @@ def _part(
     local: Sequence[nn.Parameter],
     *,
     whole: float = 1.0,
-    buckets: Sequence[tuple[list[Tensor], Collective]] = (),
+    buckets: Sequence[tuple[Sequence[Tensor], Collective]] = (),
 ) -> PlannedPart:
     hardware, key = request.hardware, name or REST
     update, state_bytes = traced_update([one for one in local if one.requires_grad], request.optimizer)
@@ -260,9 +261,13 @@ def _part(
 
 
 def _with_buckets(
-    part: PlannedPart, request: PlanRequest, buckets: Sequence[tuple[list[Tensor], Collective]]
+    part: PlannedPart, request: PlanRequest, buckets: Sequence[tuple[Sequence[Tensor], Collective]]
 ) -> PlannedPart:
-    work = [one for bucket, _ in buckets for one in replicas.bucket_work(bucket, request.sparsity)]
+    work = [
+        one
+        for bucket, collective in buckets
+        for one in replicas.bucket_work(bucket, is_sparse=collective.kind == "all-gather")
+    ]
     seconds = sum(one.seconds(request.hardware) for one in work)
     return replace(part, backward_seconds=part.backward_seconds + seconds)
 

@@ -95,8 +95,9 @@ class Plan:
         """Give the memory that is free to the batch: the largest one of a rank that fits, and what follows from it.
 
         Without ``global_batch`` the batch of all ranks grows with that of a rank, and the learning rate in proportion
-        (Goyal et al. 2017, linear scaling). With it, the batch of all ranks is that, by accumulation over as few
-        micro-batches as fit, and the learning rate follows it in the same way.
+        (Goyal et al. 2017, linear scaling). With it, the batch of all ranks is that, by accumulation over few
+        micro-batches, and the learning rate follows it in the same way. Where no ranks · batch · accumulation is that,
+        it is the next number above that up to twice as many micro-batches as fit give.
 
         Args:
             global_batch: Samples of all ranks that one update is to be made of; None: as many as fit at once.
@@ -119,8 +120,10 @@ class Plan:
         largest = largest_batch(bytes_of, first=self.batch, limit=limit, most=most)
         accumulation = 1
         if global_batch is not None:
-            accumulation = -(-global_batch // (self.ranks * largest))
-            largest = -(-global_batch // (self.ranks * accumulation))
+            own = -(-global_batch // self.ranks)
+            fewest = -(-own // largest)
+            accumulation = min(range(fewest, 2 * fewest + 1), key=lambda count: (-(-own // count) * count, count))
+            largest = -(-own // accumulation)
         return GrownBatch(
             plan=self.request.changed(batch=largest).plan(),
             batch=largest,

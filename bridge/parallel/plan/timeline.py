@@ -62,7 +62,7 @@ def hidden_averages(averages: Averages, trained: Trained, hardware: Hardware) ->
         whole, made = sum(one.nbytes for one in parameters), 0
         for one in reversed(parameters):
             made += one.nbytes
-            ready[id(one)] = clock + part.backward_seconds * made / whole
+            ready[id(one)] = clock + part.backward_seconds * made / max(1, whole)
         clock += part.backward_seconds
     free = 0.0
     for bucket, collective in averages:

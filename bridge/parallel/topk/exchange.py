@@ -158,8 +158,7 @@ class GradientExchange:
             )
 
     def _counts(self, sparsity: float, numels: list[int]) -> list[int]:
-        found = counts(numels, sparsity, ranks=self.link.world_size)
-        return [numel if numel <= SMALL else k for numel, k in zip(numels, found, strict=True)]
+        return sent_counts(numels, sparsity, self.link.world_size)
 
     def _stepped(self, *_: object) -> None:
         self._awaits_step = False
@@ -311,6 +310,12 @@ class GradientExchange:
             self.skipped_steps += 1
             return None
         return _not_finite(*(of_state or troubles)[0])
+
+
+def sent_counts(numels: list[int], sparsity: float, ranks: int) -> list[int]:
+    """How many elements of each tensor a rank sends: all where it is small, or better off dense."""
+    found = counts(numels, sparsity, ranks=ranks)
+    return [numel if numel <= SMALL else k for numel, k in zip(numels, found, strict=True)]
 
 
 def _on_bucket(exchange, bucket):  # type: ignore[no-untyped-def]  # DDP reads annotations, as objects

@@ -7,7 +7,6 @@ Legend: R ranks.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 
 from geartrain.bridge.parallel.plan.costs.collectives import Collective
 from geartrain.bridge.parallel.plan.costs.trace import Operation
+from geartrain.bridge.parallel.topk.exchange import sent_counts
 
 FIRST_BUCKET_BYTES, BUCKET_BYTES = 1 << 20, 25 << 20
 """DistributedDataParallel's own: its first bucket is small, so that the network begins soon."""
@@ -52,28 +52,37 @@ def buckets(parameters: Sequence[Tensor]) -> list[list[Tensor]]:
     return closed + [bucket for bucket in filling.values() if bucket]
 
 
-def averaged(bucket: Sequence[Tensor], ranks: int, sparsity: float | None) -> Collective:
-    """The collective of a bucket: an all-reduce, or with ``sparsity`` an all-gather of each rank's largest values.
+def averages(bucket: Sequence[Tensor], ranks: int, sparsity: float | None) -> list[tuple[Sequence[Tensor], Collective]]:
+    """The collectives of a bucket, each with what it averages: an all-reduce, and with ``sparsity`` an all-gather.
 
-    Of n values of a tensor n·(1 − sparsity) travel, one at least, with their places.
+    Of a tensor as many values travel, with their places, as :class:`TopKGradients` sends; small ones are dense.
     """
-    if sparsity:
-        kept = sum(max(1, math.ceil(one.numel() * (1 - sparsity))) for one in bucket)
+    numels = [one.numel() for one in bucket]
+    sent = sent_counts(numels, sparsity, ranks) if sparsity else numels
+    found: list[tuple[Sequence[Tensor], Collective]] = []
+    if kept := sum(k for k, numel in zip(sent, numels, strict=True) if k < numel):
+        sparse = [one for one, k in zip(bucket, sent, strict=True) if k < one.numel()]
         size = kept * INDEXED_BYTES * ranks
-        return Collective(kind="all-gather", what="largest gradients", phase="backward", bytes=size, ranks=ranks)
-    size = sum(one.nbytes for one in bucket)
-    return Collective(kind="all-reduce", what="gradients", phase="backward", bytes=size, ranks=ranks)
+        of_sparse = Collective(kind="all-gather", what="largest gradients", phase="backward", bytes=size, ranks=ranks)
+        found.append((sparse, of_sparse))
+    dense = [one for one, k in zip(bucket, sent, strict=True) if k >= one.numel()]
+    if dense:
+        size = sum(one.nbytes for one in dense)
+        of_dense = Collective(kind="all-reduce", what="gradients", phase="backward", bytes=size, ranks=ranks)
+        found.append((dense, of_dense))
+    return found
 
 
-def bucket_work(bucket: Sequence[Tensor], sparsity: float | None) -> list[Operation]:
+def bucket_work(bucket: Sequence[Tensor], *, is_sparse: bool) -> list[Operation]:
     """On this rank: gradients are copied into their bucket and back.
 
-    With ``sparsity`` they are added to momentum and residuals, which are read and written, and all is looked through.
+    Where they ``is_sparse`` they are added to momentum and residuals, which are read and written, and all is looked
+    through.
     """
     size = sum(one.nbytes for one in bucket)
     dtype = str(bucket[0].dtype).removeprefix("torch.")
     copies = [Operation(name="bucket copy", dtype=dtype, bytes=2 * size)] * 2
-    if sparsity:
+    if is_sparse:
         copies.append(Operation(name="top-k", dtype=dtype, bytes=6 * size))
     return copies
 

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 from torch.utils.hooks import RemovableHandle
 
-from geartrain.ams.values.errors import InvalidArgument
+from geartrain.ams.values.errors import GeartrainError, InvalidArgument
 from geartrain.bridge.parallel.plan.costs.collectives import Collective, Kind, Phase
 from geartrain.bridge.parallel.plan.costs.rates import Rates
 from geartrain.bridge.parallel.scopes import called_parts
@@ -179,10 +179,11 @@ def traced_step(
                 loss = run()
             trace.part, trace.phase = REST, "backward"
             loss.backward()  # type: ignore[no-untyped-call]
-    except (RuntimeError, NotImplementedError) as exc:
-        reason = next(iter(str(exc).splitlines()), type(exc).__name__)
+    except GeartrainError:
+        raise
+    except Exception as exc:  # whatever the user's code raises
         raise InvalidArgument(
-            f"{type(model).__name__} cannot run without values, on the meta device: {reason}. Its forward "
+            f"{type(model).__name__} or its loss cannot run without values, on the meta device: {_reason(exc)}. They "
             "must not look at values of tensors; give an example that is as one rank's batch"
         ) from exc
     finally:
@@ -192,6 +193,10 @@ def traced_step(
     if silent:
         raise InvalidArgument(f"the model's forward does not call {silent[0]!r} on the example; name a module it calls")
     return trace.recorded()
+
+
+def _reason(exc: Exception) -> str:
+    return next(iter(str(exc).splitlines()), "").rstrip(".") or type(exc).__name__
 
 
 def _storage(tensor: Tensor) -> StorageWeakRef:
@@ -265,16 +270,23 @@ def traced_update(
 ) -> tuple[Work, int]:
     """The work of one optimizer step over ``parameters`` (meta device), and the bytes of the optimizer's state.
 
-    The step that is traced is the second: the first one makes the state.
+    The step that is traced is the second: the first one makes the state. Raises InvalidArgument if it cannot step.
     """
     if not parameters:
         return Work(), 0
-    optimizer, trace = make(list(parameters)), StepTrace()
-    for one in parameters:
-        one.grad = torch.empty_like(one)
-    optimizer.step()
-    with trace:
+    trace = StepTrace()
+    try:
+        optimizer = make(list(parameters))
+        for one in parameters:
+            one.grad = torch.empty_like(one)
         optimizer.step()
+        with trace:
+            optimizer.step()
+    except Exception as exc:  # whatever the user's code raises
+        raise InvalidArgument(
+            f"the optimizer cannot step without values, on the meta device: {_reason(exc)}. Give a function of a list "
+            "of parameters that makes one whose step() needs no closure, as torch.optim.AdamW does"
+        ) from exc
     state = {id(one): one for value in optimizer.state.values() for one in _tensors(value).values()}
     for one in parameters:
         one.grad = None

@@ -91,6 +91,26 @@ def test_sparse_gradients_send_less() -> None:
     dense = planned({"backbone": Replicate(), "head": Replicate()})
     sparse = dense.changed(sparsity=0.999)
     assert sparse.sent_bytes < dense.sent_bytes / 25  # of 16 ranks' largest thousandths, each with its place
+    biases = [one for one in sparse.collectives if one.collective.what == "gradients"]
+    assert sum(one.times * one.collective.bytes for one in biases) == 4 * (512 + 64)  # small ones stay dense
+
+
+def test_a_parameter_of_two_parts_counts_once() -> None:
+    model = nn.Sequential(nn.Linear(32, 32, bias=False), nn.Linear(32, 32, bias=False))
+    model[1].weight = model[0].weight
+    scopes: dict[str, Scope] = {"0": Replicate(), "1": Replicate()}
+    plan = request_for(model, scopes, 4, CLUSTER, example(), batch=None, loss=LOSS, optimizer=momentum).plan()
+    assert [part.num_parameters for part in plan.parts if part.name] == [32 * 32, 0]
+    assert [one.bytes for one in plan.collectives if one.collective.what == "gradients"] == [32 * 32 * 4]
+
+
+def test_a_layer_without_elements_can_be_planned() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(32, 8), nn.LayerNorm(8), nn.Linear(8, 5))
+        model[1].weight = nn.Parameter(torch.empty(0))
+        model[1].forward = lambda inputs: inputs + model[1].weight.sum()
+    scopes: dict[str, Scope] = {"0": Replicate(), "1": Replicate(), "2": Replicate()}
+    assert request_for(model, scopes, 4, CLUSTER, example(), batch=None, loss=LOSS, optimizer=momentum).plan().step
 
 
 def test_the_cheaper_of_replicated_and_split_is_chosen() -> None:
@@ -126,6 +146,10 @@ def test_memory_that_a_split_head_frees_goes_to_the_batch() -> None:
     assert (parts.batch, parts.accumulation, parts.global_batch) == (grown.batch, 2, 8 * grown.batch)
     assert parts.lr_factor == 2 * grown.lr_factor
     assert plan.grow_batch(most=20).batch == 20
+    exact = plan.grow_batch(global_batch=400, most=7)
+    assert (exact.batch, exact.accumulation, exact.global_batch) == (5, 20, 400)
+    above = plan.grow_batch(global_batch=4 * 53 - 1, most=7)  # a prime number of passes is not tried
+    assert (above.batch, above.accumulation, above.global_batch) == (6, 9, 4 * 54)
     with pytest.raises(InvalidArgument, match=r"not one sample of a rank fits into 1\.0 kB"):
         plan.grow_batch(memory_bytes=1000)
 
@@ -138,6 +162,10 @@ def test_arguments_that_cannot_be_are_refused_by_name() -> None:
         auto_plan(model, 8, example(), loss=LOSS)
     with pytest.raises(InvalidArgument, match=r"example must be \(inputs, labels\)"):
         auto_plan(model, 8, torch.empty(3, 32), loss=LOSS, hardware=CLUSTER)
+    with pytest.raises(InvalidArgument, match=r"optimizer cannot step .* 'closure'.*as torch.optim.AdamW does"):
+        auto_plan(model, 8, example(), loss=LOSS, hardware=CLUSTER, optimizer=torch.optim.LBFGS)
+    with pytest.raises(InvalidArgument, match=r"its loss cannot run .*batch_size \(16\)"):
+        auto_plan(model, 8, (example()[0], example(5)[1]), loss=LOSS, hardware=CLUSTER)
     with pytest.raises(InvalidArgument, match=r"sparsity is 1\.0"):
         planned({"": Replicate()}, sparsity=1.0)
     with pytest.raises(InvalidArgument, match="'backbone' is a Sequential, which cannot be split"):

@@ -52,7 +52,13 @@ def test_a_model_that_looks_at_values_is_refused_by_name() -> None:
         def forward(self, inputs: Tensor) -> Tensor:
             return inputs if bool(inputs.sum() > 0) else -inputs
 
-    with pytest.raises(InvalidArgument, match="Looks cannot run without values"):
+    class Converts(nn.Module):
+        def forward(self, inputs: Tensor) -> Tensor:
+            return torch.from_numpy(inputs.numpy())
+
+    with pytest.raises(InvalidArgument, match="Converts or its loss cannot run without values.*to numpy"):
+        traced(Converts(), [], torch.empty(2, 3, device="meta"))
+    with pytest.raises(InvalidArgument, match="Looks or its loss cannot run without values"):
         traced(Looks(), [], torch.empty(2, 3, device="meta"))
     with pytest.raises(InvalidArgument, match="does not call '1'"):
         model = skeleton_of(nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)]))
