@@ -141,7 +141,7 @@ class ParallelModel(nn.Module):
 
         Without labels it is what the model returns; of split logits, in ``eval()``, all classes of the own samples
         [S, C], while training :class:`SplitLogits`, which ``F.cross_entropy`` takes. Where ``loss`` is None, all
-        arguments go to the model, which returns its own loss. ``inputs`` that are a tuple or a dict are several
+        arguments go to the model, labels last or, beside a dict, by that name; it returns its own loss. ``inputs`` that are a tuple or a dict are several
         arguments of the model; ``options`` go to it, too. Where a model returns a tuple, list or dict with split logits
         in it, ``loss`` makes one number of all: what it adds of whole outputs counts as a mean over the own samples.
 
@@ -151,7 +151,7 @@ class ParallelModel(nn.Module):
         another rank failed, RankLost where one is gone.
         """
         if self.loss is None and labels is not None:
-            inputs = (inputs, labels)
+            inputs = _with_labels(inputs, labels)
         if self.loss is None:
             labels = None
         if self._plans is not None and self.training:
@@ -255,6 +255,17 @@ class ParallelModel(nn.Module):
             )
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self
+
+
+def _with_labels(inputs: Any, labels: Tensor) -> Any:
+    """Arguments of a model that computes its loss."""
+    match inputs:
+        case tuple() | list():
+            return (*inputs, labels)
+        case dict():
+            return {**inputs, "labels": labels}
+        case _:
+            return (inputs, labels)
 
 
 def _num_samples(inputs: Any) -> int:

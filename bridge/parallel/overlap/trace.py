@@ -149,9 +149,14 @@ def trace_step(path: str | Path, process_group: dist.ProcessGroup | None = None)
 
     Raises:
         ConfigError: the file cannot be written.
+        InvalidArgument: a profiler, or another ``trace_step``, is at work already.
         RankLost: a rank did not come to the end.
     """
     target = Path(path_name("path", path, "the name of a file for the trace, such as 'step.json'"))
+    if torch.autograd._profiler_enabled():
+        raise InvalidArgument(
+            "a profiler is at work already, torch.profiler's or that of another gt.trace_step; trace in one place"
+        )
     link = RankLink(process_group)
     traced = TracedStep(target)
     on_device = torch.cuda.is_available()

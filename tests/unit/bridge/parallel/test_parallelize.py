@@ -357,6 +357,27 @@ def check_whole_losses(rank: int, ranks: int, folder: Path) -> None:
         torch.testing.assert_close(parallel.module.weight.grad, plain.weight.grad)
 
 
+def check_arguments(rank: int, ranks: int, folder: Path) -> None:
+    """Of a model that computes its loss: several inputs as a tuple or a dict, and labels behind them."""
+    del folder
+    inputs, labels, sizes = samples(ranks)
+
+    class Own(Classifier):
+        def forward(self, left: Tensor, right: Tensor, labels: Tensor) -> Any:
+            return nn.functional.cross_entropy(self.head(self.backbone(left - right)), labels)
+
+    plain = made(Own)
+    parallel = gt.parallelize(copy.deepcopy(plain), gt.mesh(), FUSION)
+    left, right, own_labels = (own(one, sizes, rank) for one in (inputs, inputs.flip(1), labels))
+    expected = plain(inputs, inputs.flip(1), labels)
+    for given in (
+        parallel((left, right), own_labels),
+        parallel({"left": left, "right": right}, own_labels),
+        parallel((left, right, own_labels)),
+    ):
+        torch.testing.assert_close(given, expected)
+
+
 def check_outputs_for_no_samples(rank: int, ranks: int, folder: Path) -> None:
     """A rank without samples, where a model returns several tensors, gives gradients of 0."""
     del folder
@@ -432,6 +453,10 @@ def test_split_logits_may_be_used_more_than_once(ranks: int, tmp_path: Path) -> 
 
 def test_losses_of_whole_outputs_are_means_over_all_that_counts(tmp_path: Path) -> None:
     run_ranks(check_whole_losses, 2, tmp_path)
+
+
+def test_several_inputs_and_labels_are_arguments_of_a_model_with_its_own_loss(tmp_path: Path) -> None:
+    run_ranks(check_arguments, 2, tmp_path)
 
 
 def test_a_rank_without_samples_takes_part_whatever_a_model_returns(tmp_path: Path) -> None:

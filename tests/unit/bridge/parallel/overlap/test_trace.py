@@ -93,6 +93,18 @@ def test_one_process_has_nothing_to_hide(tmp_path: Path) -> None:
     assert trace.compute_seconds > 0
 
 
+def test_a_trace_in_a_trace_is_refused(tmp_path: Path) -> None:
+    with (
+        gt.trace_step(tmp_path / "outer.json") as outer,
+        pytest.raises(InvalidArgument, match="a profiler is at work already"),
+        gt.trace_step(tmp_path / "inner.json"),
+    ):
+        pass
+    torch.ones(3).sum()
+    assert outer.seconds > 0
+    assert not (tmp_path / "inner.json").exists()
+
+
 def test_what_fails_inside_is_raised_and_nothing_is_written(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError), gt.trace_step(tmp_path / "step.json"):
         raise ZeroDivisionError

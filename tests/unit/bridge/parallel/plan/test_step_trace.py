@@ -56,7 +56,7 @@ def test_a_model_that_looks_at_values_is_refused_by_name() -> None:
         def forward(self, inputs: Tensor) -> Tensor:
             return torch.from_numpy(inputs.numpy())
 
-    with pytest.raises(InvalidArgument, match="Converts or its loss cannot run without values.*to numpy"):
+    with pytest.raises(InvalidArgument, match=r"Converts or its loss cannot run without values.*to numpy"):
         traced(Converts(), [], torch.empty(2, 3, device="meta"))
     with pytest.raises(InvalidArgument, match="Looks or its loss cannot run without values"):
         traced(Looks(), [], torch.empty(2, 3, device="meta"))
