@@ -140,10 +140,11 @@ class ParallelModel(nn.Module):
         some labels do not count, give ``nn.CrossEntropyLoss(ignore_index=...)`` itself.
 
         Without labels it is what the model returns; of split logits, in ``eval()``, all classes of the own samples
-        [S, C], while training :class:`SplitLogits`, which ``F.cross_entropy`` takes. Where ``loss`` is None, all
-        arguments go to the model, labels last or, beside a dict, by that name; it returns its own loss. ``inputs`` that are a tuple or a dict are several
-        arguments of the model; ``options`` go to it, too. Where a model returns a tuple, list or dict with split logits
-        in it, ``loss`` makes one number of all: what it adds of whole outputs counts as a mean over the own samples.
+        [S, C], while training :class:`SplitLogits`, which ``F.cross_entropy`` takes. ``inputs`` that are a tuple or a
+        dict are several arguments of the model; ``options`` go to it, too. Where ``loss`` is None, so do the labels,
+        behind a tuple, beside a dict by that name, and it returns its own loss. Where a model returns a tuple, list or
+        dict with split logits in it, ``loss`` makes one number of all: what it adds of whole outputs counts as a mean
+        over the own samples.
 
         ``torch.compile`` leaves it alone; compile parts, such as ``model.module.backbone``.
 
