@@ -153,7 +153,7 @@ def trace_step(path: str | Path, process_group: dist.ProcessGroup | None = None)
         RankLost: a rank did not come to the end.
     """
     target = Path(path_name("path", path, "the name of a file for the trace, such as 'step.json'"))
-    if torch.autograd._profiler_enabled():
+    if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
         raise InvalidArgument(
             "a profiler is at work already, torch.profiler's or that of another gt.trace_step; trace in one place"
         )
