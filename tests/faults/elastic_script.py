@@ -23,7 +23,14 @@ from tests.integration.test_classify_and_predict import LOOK
 
 
 def main(
-    scheduler: str | None, images: Path, out: Path, steps: int, dies: str, overwrite: bool, recipe: Recipe = JOB
+    scheduler: str | None,
+    images: Path,
+    out: Path,
+    steps: int,
+    dies: str,
+    overwrite: bool,
+    recipe: Recipe = JOB,
+    resume: bool = False,
 ) -> str:
     """``dies``: RANK:STEP at which that rank dies in its first life, or "never". Returns what it told in its last."""
     torch.set_num_threads(1)
@@ -49,6 +56,7 @@ def main(
         preprocessing=LOOK,
         device="cpu",
         scheduler=scheduler,
+        resume=resume,
         resume_steps=steps,
         overwrite=overwrite,
     )

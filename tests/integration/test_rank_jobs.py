@@ -15,6 +15,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from geartrain.ams.storage.snapshot.folder import latest, list_snapshots
 from geartrain.ams.values.errors import ConfigError
+from geartrain.bridge.rows.state import state_from_bytes
 from geartrain.workers.job import job, loop
 from geartrain.workers.job.options import JobOptions
 from geartrain.workers.recipes import jobs
@@ -83,6 +84,23 @@ def test_a_stopped_run_goes_on_to_the_bit_and_its_rows_may_move_to_a_cluster_and
     for rows in ("pull", "ranks"):
         train(stopped, images, rows=rows, resume=True, resume_steps=1)
     assert latest(stopped / "snapshots").manifest.step == STEPS + 2
+
+
+def test_sparsified_gradients_go_on_from_a_snapshot_on_any_number_of_ranks(images: Path, tmp_path: Path) -> None:
+    sparse = replace(RANKS, sparsity=0.99, warmup_steps=2)
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    torchrun(2, None, images, whole, STEPS, "never", False, sparse)
+    torchrun(2, None, images, broken, STEPS, "1:8", False, sparse, restarts=1)
+    assert_same_state(whole, broken)
+    state = state_from_bytes(latest(broken / "snapshots").job_files()["gradients.safetensors"])
+    assert state["steps"] == STEPS
+    assert any(bool(one.any()) for one in state["residual"].values())
+
+    torchrun(4, None, images, broken, 3, "never", False, sparse, True)
+    job = latest(broken / "snapshots").manifest.job
+    assert (job["world_size"], job["progress"]["step"]) == (4, STEPS + 3)  # type: ignore[index,call-overload]
+    with pytest.raises(ConfigError, match=r"sparsity is 0\.99, and one process sends no gradients; start several"):
+        train(broken, images, resume=True, resume_steps=1)
 
 
 def test_flags_of_a_cluster_are_refused_before_anything_is_written(images: Path, tmp_path: Path) -> None:

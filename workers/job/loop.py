@@ -34,7 +34,7 @@ from geartrain.workers.job.state import JobState, Progress
 from geartrain.workers.loggers.protocol import Loggers
 from geartrain.workers.models.backbones import Projected, StrokeNet
 from geartrain.workers.models.discriminants import fit_projection
-from geartrain.workers.recipes.recipe import Recipe, optimizer_of
+from geartrain.workers.recipes.recipe import Recipe, optimizer_of, sparsifier_of
 
 SHOW_EVERY = 10
 """Steps between two readings of the loss, which on an accelerator wait for it."""
@@ -92,6 +92,12 @@ class Trainer:
         self._bfloat16 = bfloat16
         self._replica: nn.Module = self.backbone
         self._optimizer = optimizer_of(recipe, self.backbone.parameters())
+        self._sparsifier = sparsifier_of(recipe)
+        if self._sparsifier is not None and ranks.world_size == 1:
+            raise ConfigError(
+                f"sparsity is {recipe.sparsity!r}, and one process sends no gradients; start several (torchrun "
+                "--nproc-per-node 2 -m geartrain worker ...), or leave --sparsity out of a new run"
+            )
         self._rows = RowOptimizer(head)
 
     @property
@@ -124,6 +130,8 @@ class Trainer:
             self.head.select.graph_from_bytes(state.graph)
         self.head.set_extra_state(state.head)
         self._replicate()
+        if self._sparsifier is not None and state.gradients is not None:
+            self._sparsifier.load_state_dict(state.gradients)
         if self._ranks.rank < len(state.random):
             set_random_state(state.random[self._ranks.rank], self._device)
         else:
@@ -139,6 +147,13 @@ class Trainer:
         """``state_dict`` of the backbone's optimizer."""
         state: dict[str, Any] = self._optimizer.state_dict()
         return state
+
+    def gradient_state(self) -> dict[str, Any] | None:
+        """Momentum of sparsified gradients and what waits to be sent, of all ranks together; every rank calls this."""
+        if self._sparsifier is None:
+            return None
+        self._sparsifier.merge()
+        return self._sparsifier.state_dict()
 
     def imprint(self) -> None:
         """Put each class center at the mean feature of its images."""
@@ -252,8 +267,11 @@ class Trainer:
 
     def _replicate(self) -> None:
         """From here on the ranks' backbones are equal (rank 0's) and stay so."""
-        if self._ranks.world_size > 1:
-            self._replica = DistributedDataParallel(self.backbone)
+        if self._ranks.world_size == 1:
+            return
+        self._replica = DistributedDataParallel(self.backbone)
+        if self._sparsifier is not None:
+            self._sparsifier.attach(self._replica, self._optimizer)
 
 
 class _Window:

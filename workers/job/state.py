@@ -31,6 +31,8 @@ _BACKBONE, _OPTIMIZER, _RANDOM, _CLASSES = (
 )
 _GRAPH = "graph.safetensors"
 """There only if the job selects by a graph, and has one."""
+_GRADIENTS = "gradients.safetensors"
+"""There only if the job sparsifies its gradients."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +78,8 @@ class JobState:
     """State of torch's generators on each rank."""
     graph: bytes | None = None
     """The graph that the head selects by, so that a resumed job goes on with the same one."""
+    gradients: dict[str, Any] | None = None
+    """``state_dict`` of ``gt.TopKGradients``, if the backbone's gradients are sparsified."""
 
     def values(self) -> dict[str, Any]:
         """Return the part that is JSON."""
@@ -93,8 +97,10 @@ class JobState:
 
     def files(self) -> dict[str, bytes]:
         """Return the rest, as the content of files by name."""
-        graph = {} if self.graph is None else {_GRAPH: self.graph}
-        return graph | {
+        some = {} if self.graph is None else {_GRAPH: self.graph}
+        if self.gradients is not None:
+            some[_GRADIENTS] = state_to_bytes(self.gradients)
+        return some | {
             _BACKBONE: state_to_bytes(self.backbone),
             _OPTIMIZER: state_to_bytes(self.optimizer),
             _RANDOM: state_to_bytes(self.random),
@@ -122,6 +128,7 @@ class JobState:
                 head=values["head"],
                 random=state_from_bytes(files[_RANDOM]),
                 graph=files.get(_GRAPH),
+                gradients=state_from_bytes(files[_GRADIENTS]) if _GRADIENTS in files else None,
             )
         except (KeyError, TypeError, ValueError, InvalidArgument) as exc:
             raise ConfigError(f"{snapshot.path} does not hold a whole job: {exc!r}") from exc

@@ -361,6 +361,7 @@ class TrainingRun:
             backbone_settings=self._settings,
             backbone=trainer.backbone.state_dict(),
             optimizer=trainer.optimizer_state(),
+            gradients=trainer.gradient_state(),
             head=self._head.get_extra_state(),
             graph=self._head.select.graph_to_bytes(),
             random=[state_from_bytes(of_rank) for of_rank in random],

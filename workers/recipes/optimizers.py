@@ -17,6 +17,8 @@ class JobOptimizer(ABC):
 
     takes_row_momentum: bool
     """Whether a recipe may give the class centers momentum."""
+    is_sparsifiable: bool
+    """Whether the ranks may exchange only the largest elements of the backbone's gradients."""
     usual_rate: float | None = None
     """Where no trials are made and nobody says one; None: the recipe's."""
 
@@ -32,7 +34,7 @@ class JobOptimizer(ABC):
 
 
 class _Sgd(JobOptimizer):
-    takes_row_momentum = True
+    takes_row_momentum = is_sparsifiable = True
 
     def of_backbone(
         self, parameters: Iterable[nn.Parameter], *, lr: float, momentum: float, weight_decay: float
@@ -44,7 +46,7 @@ class _Sgd(JobOptimizer):
 
 
 class _AdamW(JobOptimizer):
-    takes_row_momentum = False
+    takes_row_momentum = is_sparsifiable = False
     usual_rate = 1e-3
 
     def of_backbone(

@@ -20,6 +20,7 @@ from geartrain.bridge.head.class_head import ClassHead
 from geartrain.bridge.head.loss.samples import LossSettings
 from geartrain.bridge.head.selection.knn_selection import KNNSoftmax
 from geartrain.bridge.head.sub_centers import check_sub_centers, require_margin
+from geartrain.bridge.parallel.topk.hook import TopKGradients
 from geartrain.bridge.rows.tables import HeadCluster
 from geartrain.workers.data.augment import Augmentation
 from geartrain.workers.recipes.margins import margin_of
@@ -60,6 +61,9 @@ class Recipe:
     """Of the backbone's optimizer."""
     weight_decay: float = 1e-4
     """Of the backbone's parameters."""
+    sparsity: float = 0.0
+    """Of the backbone's gradients, which the ranks average: the part of each large tensor that a rank keeps back in a
+    step and sends later (``gt.TopKGradients``); 0: all of it travels. It rises over ``warmup_steps``."""
     select: str = "partial"
     """Active classes: ``knn`` (the labels and their neighbours), ``partial`` (the labels and random ones), ``full``."""
     sample_rate: float = 0.1
@@ -98,6 +102,14 @@ class Recipe:
             raise ConfigError(
                 f"row_momentum is {self.row_momentum!r}; it is for the optimizer {takers}, {self.optimizer!r} has its "
                 "own"
+            )
+        if not 0 <= self.sparsity < 1:
+            raise ConfigError(f"sparsity is {self.sparsity!r}; it must lie in [0, 1): 0.999 sends one in a thousand")
+        if self.sparsity and not JOB_OPTIMIZERS[self.optimizer].is_sparsifiable:
+            takers = ", ".join(repr(name) for name, one in JOB_OPTIMIZERS.items() if one.is_sparsifiable)
+            raise ConfigError(
+                f"sparsity is {self.sparsity!r}, and gradients that arrive late and summed are not for the optimizer "
+                f"{self.optimizer!r}; give --optimizer {takers}, or leave --sparsity out"
             )
         for name in ("lr", "row_lr", "rate", "weight_decay", "warmup_steps"):
             if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
@@ -168,9 +180,21 @@ def row_optimizer_of(recipe: Recipe) -> RowOptimizerSpec:
 
 
 def optimizer_of(recipe: Recipe, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """The backbone's optimizer."""
-    return JOB_OPTIMIZERS[recipe.optimizer].of_backbone(
-        parameters, lr=recipe.lr, momentum=recipe.momentum, weight_decay=recipe.weight_decay
+    """The backbone's optimizer; of a sparsified one its momentum and decay are with :func:`sparsifier_of`."""
+    momentum, decay = (0.0, 0.0) if recipe.sparsity else (recipe.momentum, recipe.weight_decay)
+    return JOB_OPTIMIZERS[recipe.optimizer].of_backbone(parameters, lr=recipe.lr, momentum=momentum, weight_decay=decay)
+
+
+def sparsifier_of(recipe: Recipe) -> TopKGradients | None:
+    """What lets the ranks exchange only the largest elements of the backbone's gradients, if the recipe does."""
+    if not recipe.sparsity:
+        return None
+    return TopKGradients(
+        sparsity=recipe.sparsity,
+        warmup_steps=recipe.warmup_steps,
+        momentum=recipe.momentum,
+        nesterov=recipe.momentum > 0,
+        weight_decay=recipe.weight_decay,
     )
 
 

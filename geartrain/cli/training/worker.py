@@ -55,6 +55,7 @@ def glyphs(
     ] = None,
     row_momentum: option.RowMomentum = None,
     row_momentum_untouched: option.RowMomentumUntouched = None,
+    sparsity: option.Sparsity = None,
     snapshots: option.Snapshots = None,
     snapshot_steps: option.SnapshotSteps = None,
     snapshot_minutes: option.SnapshotMinutes = None,
@@ -84,6 +85,7 @@ def glyphs(
         "rebuild": rebuild,
         "row_momentum": row_momentum,
         "row_momentum_untouched": row_momentum_untouched,
+        "sparsity": sparsity,
         "snapshot_steps": snapshot_steps,
     }
     refuse_with_resume(resume, **own, out=out, snapshots=snapshots, classes=classes)
@@ -137,6 +139,7 @@ def classify(
     image_memory: option.ImageMemory = None,
     row_momentum: option.RowMomentum = None,
     row_momentum_untouched: option.RowMomentumUntouched = None,
+    sparsity: option.Sparsity = None,
     snapshots: option.Snapshots = None,
     snapshot_steps: option.SnapshotSteps = None,
     snapshot_minutes: option.SnapshotMinutes = None,
@@ -163,6 +166,7 @@ def classify(
         "rebuild": rebuild,
         "row_momentum": row_momentum,
         "row_momentum_untouched": row_momentum_untouched,
+        "sparsity": sparsity,
         "snapshot_steps": snapshot_steps,
         "dim": dim,
         "optimizer": optimizer,

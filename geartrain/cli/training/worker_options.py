@@ -111,6 +111,15 @@ RowMomentumUntouched = Annotated[
         show_default="freeze",
     ),
 ]
+Sparsity = Annotated[
+    float | None,
+    typer.Option(
+        "--sparsity",
+        help="Under torchrun, over a slow network: the part of the backbone's gradient that a rank keeps back in a "
+        "step and sends later, such as 0.999.",
+        show_default="0: all of it travels",
+    ),
+]
 Snapshots = Annotated[
     str | None,
     typer.Option(
