@@ -30,8 +30,8 @@ from geartrain.workers.recipes.render import render_faces
 CACHE = Path(".cache")
 NUM_CLASSES, DIM = 2000, 128
 DRAWN_SIDE, SIDE = 32, 16
-MICRO_BATCH, MAX_BATCH = 64, 512
-WARMUP, INITIAL = 0.1, 0.25
+MICRO_BATCH, MAX_BATCH = 64, 1024
+WARMUP, INITIAL = 0.1, 0.5
 """Parts of the epochs: of the warm-up (of every way), and before the batch of FCCS grows."""
 TRAIN_DISTORTION = Augmentation()
 TEST_DISTORTION, TEST_COPIES = Augmentation(affine=0.04, shift=0.04, elastic=0.05), 3
@@ -167,13 +167,13 @@ def cosine(done: float) -> float:
     return 0.5 * (1 + math.cos(math.pi * done))
 
 
-FCCS, FCCS_LARS, CONSTANT = "FCCS", "FCCS with LARS", "without batch policy"
-PIECEWISE, FIFTHS, COSINE, ADAM = "piecewise", "piecewise by fifths", "cosine", "Adam"
+FCCS, CONSTANT, ADAM = "FCCS", "without batch policy", "Adam"
+PIECEWISE, LARS, FIFTHS, COSINE = "piecewise", "piecewise of LARS", "piecewise by fifths", "cosine"
 WAYS = {
-    FCCS: Way(optimizer=sgd(0.4, 2e-3), fccs=True),
-    FCCS_LARS: Way(optimizer=lars(0.3, 1e-3), fccs=True),
-    CONSTANT: Way(optimizer=sgd(0.4, 2e-3)),
+    FCCS: Way(optimizer=lars(0.6, 2e-3), fccs=True),
+    CONSTANT: Way(optimizer=lars(0.6, 2e-3)),
     PIECEWISE: Way(optimizer=sgd(0.2, 2e-3), decay=steps_at(0.6, 0.85)),
+    LARS: Way(optimizer=lars(0.6, 2e-3), decay=steps_at(0.6, 0.85)),
     FIFTHS: Way(optimizer=sgd(0.2, 2e-3), decay=steps_at(0.6, 0.85, factor=0.2)),
     COSINE: Way(optimizer=sgd(0.2, 2e-3), decay=cosine),
     ADAM: Way(optimizer=adam(1e-3)),

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
 
 from geartrain.ams.values.errors import InvalidArgument, RankLost
 from geartrain.bridge.collectives.link import RankLink, all_gather_tensor, reduce_scatter_tensor
@@ -19,40 +19,49 @@ from geartrain.bridge.collectives.traffic import lost_ranks_named
 
 
 class BackwardPasses:
-    """Refuses a backward pass whose gradients DDP would not average.
+    """Refuses to go backward a second time from what forward passes gave, if DDP would not average that.
 
-    DDP averages in the first backward pass after a forward pass, and in no other: the gradients of a second one would
-    stay those of the rank alone.
+    DDP averages once after a forward pass, when every gradient is there; what is added later stays that of the rank.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        self._awaits_backward = False
+        self._missing: set[int] = set()
         self._is_local = True
-        self._averaged_pass = -1
+        self._ids = {id(one) for one in parameters}
+
+    def watch(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Learn of each gradient; the hooks stay with the parameters."""
         for parameter in parameters:
             parameter.register_post_accumulate_grad_hook(self._accumulated)  # type: ignore[no-untyped-call]
 
     def forward_begins(self, *, averages: bool) -> None:
         """``averages``: False inside ``no_sync()``, where passes only add up."""
-        self._awaits_backward, self._is_local = averages, not averages
+        self._is_local = not averages
+        if averages:
+            self._missing = set(self._ids)
+
+    def forward_ends(self, output: Any) -> None:
+        """``output`` is what the user may go backward from."""
+        for one in tree_leaves(output):
+            tensor = getattr(one, "local_BL", one)  # of split logits
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                tensor.register_hook(self._goes_backward)  # type: ignore[no-untyped-call]
 
     def _accumulated(self, parameter: Tensor) -> None:
-        """A backward pass has come to a parameter."""
-        del parameter
-        number = torch._C._current_graph_task_id()
-        if self._is_local or number == self._averaged_pass:
-            return
-        if not self._awaits_backward:
+        self._missing.discard(id(parameter))
+
+    def _goes_backward(self, gradient: Tensor) -> None:
+        del gradient
+        if not self._is_local and not self._missing:
             raise InvalidArgument(
                 "backward() was called twice after the last forward pass, and the second gradients would not be "
                 "averaged over the ranks. Go backward before the next forward pass, or once from the sum of the "
                 "losses; accumulate under model.no_sync(). Call optimizer.zero_grad() before you go on"
             )
-        self._awaits_backward, self._averaged_pass = False, number
 
 
 class AverageHook:
-    """DDP's own averaging as a communication hook over gloo, so that a rank that is lost in it is RankLost."""
+    """DDP's own averaging of gradients of a CPU, as a communication hook, so that a rank lost in it is RankLost."""
 
     def __init__(self, process_group: dist.ProcessGroup | None) -> None:
         self._link = RankLink(process_group)
@@ -61,28 +70,45 @@ class AverageHook:
 
     def register(self, ddp: DistributedDataParallel) -> None:
         """Unless ``ddp`` has a hook already."""
+        if getattr(ddp, "_comm_hooks", None):
+            return
         try:
             ddp.register_comm_hook(self, _on_bucket)
         except RuntimeError as exc:
-            if "once" not in str(exc):
+            if "once" not in str(exc):  # one of C++, which only DDP's reducer knows of
                 raise
 
     def on_bucket(self, bucket: Any) -> torch.futures.Future[Tensor]:
         """Called by DDP for each bucket in order, once its gradients are there."""
         if bucket.index() == 0:
             self._begun, self._failure = [], None
-        if bucket.is_last():  # before DDP's own, which waits for the futures at the end of the pass
+        in_backward = torch._C._current_graph_task_id() >= 0  # else in model.join()
+        if bucket.is_last() and in_backward:  # before DDP's own, which waits for the futures at the end of the pass
             Variable._execution_engine.queue_callback(self._finish)
-        buffer = bucket.buffer().div_(self._link.world_size)
+        buffer = bucket.buffer().mul_(1 / self._link.world_size)
         pending = None
         try:
             pending = self._link.start_sum(buffer)
         except RankLost as exc:
             self._failure = exc
-        self._begun.append((torch.futures.Future(), buffer, pending))
-        return self._begun[-1][0]
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        self._begun.append((future, buffer, pending))
+        if bucket.is_last() and not in_backward:
+            self._settle()
+            self._raise_failure()
+        return future
 
     def _finish(self) -> None:
+        self._settle()
+        if self._failure is not None:  # DDP is to end its pass before
+            Variable._execution_engine.queue_callback(self._raise_failure)
+
+    def _raise_failure(self) -> None:
+        failure, self._failure = self._failure, None  # which would keep its caller's frames, and DDP in them
+        if failure is not None:
+            raise failure
+
+    def _settle(self) -> None:
         begun, self._begun = self._begun, []
         for future, buffer, pending in begun:
             try:
@@ -91,16 +117,10 @@ class AverageHook:
             except RankLost as exc:
                 self._failure = self._failure or exc
             future.set_result(buffer)
-        if self._failure is not None:  # DDP is to end its pass before
-            Variable._execution_engine.queue_callback(partial(_fail, self._failure))
 
 
 def _on_bucket(hook, bucket):  # type: ignore[no-untyped-def]  # DDP reads annotations, as objects
     return hook.on_bucket(bucket)
-
-
-def _fail(failure: Exception) -> NoReturn:
-    raise failure
 
 
 def name_lost_ranks(sharded: Any) -> None:

@@ -23,10 +23,12 @@ LossFunction = Callable[[Any, Tensor], Tensor]
 class _MeanOfRanks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, own_sum: Tensor, amount: Tensor | None, link: RankLink) -> Tensor:
-        amounts = own_sum.new_zeros(()) if amount is None else amount.to(own_sum)
-        total, divisor = link.sum(torch.stack([own_sum.detach(), amounts])).unbind()
-        ctx.factor = link.world_size if amount is None else link.world_size / divisor
-        return total.clone() if amount is None else total / divisor
+        # Of one type, for a rank without samples does not know what the others' losses are of.
+        own = own_sum.detach().double()
+        amounts = torch.zeros_like(own) if amount is None else amount.to(own)
+        total, divisor = link.sum(torch.stack([own, amounts])).unbind()
+        ctx.factor = link.world_size if amount is None else (link.world_size / divisor).to(own_sum.dtype)
+        return (total if amount is None else total / divisor).to(own_sum.dtype)
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None]:
@@ -65,10 +67,10 @@ def own_sum_of(loss: LossFunction, reduction: str, output: Any, labels: Tensor) 
 
 def _nothing_of(output: Any) -> Tensor:
     """0, as a function of all that a model returned for no samples: a backward pass reaches its parameters."""
-    tensors = [one for one in tree_leaves(output) if isinstance(one, Tensor) and one.requires_grad]
-    if not tensors and torch.is_grad_enabled():
+    tensors = [one for one in tree_leaves(output) if isinstance(one, Tensor) and one.dtype.is_floating_point]
+    if not tensors or (torch.is_grad_enabled() and not any(one.requires_grad for one in tensors)):
         raise InvalidArgument(
             f"this rank has no samples, and the model returned {quoted(output)} for none, in which nothing has a "
             "gradient. Return tensors, in tuples, lists or dicts, or give every rank a sample"
         )
-    return sum((one.sum() * 0.0 for one in tensors), torch.zeros(()))
+    return torch.stack([one.sum() * 0.0 for one in tensors]).sum()

@@ -84,11 +84,8 @@ class ParallelModel(nn.Module):
         self.replicas = replicas
         self._agreement = agreement
         self._plans = plans
-        # Of one split layer alone it is known which classes the labels are of, before the loss is.
-        linear = [part for part in module.modules() if isinstance(part, SplitLinear)]
-        self._looks_at_labels = isinstance(loss, nn.CrossEntropyLoss) and len(linear) == 1
-        self._has_split = agreement.has_layers
         self.micro_batches = micro_batches
+        linear = [part for part in module.modules() if isinstance(part, SplitLinear)]
         self._parted = linear[0] if micro_batches > 1 else None
         self.train(module.training)
 
@@ -149,7 +146,7 @@ class ParallelModel(nn.Module):
         ``torch.compile`` leaves it alone; compile parts, such as ``model.module.backbone``.
 
         Raises InvalidIds for labels (on a CPU), InvalidArgument, SpecMismatch where ranks differ, SyncError where
-        another rank failed, RankLost where one is gone.
+        another rank failed, RankLost where one is gone, or failed between two sharded parts.
         """
         if self.loss is None and labels is not None:
             inputs = _with_labels(inputs, labels)
@@ -157,16 +154,10 @@ class ParallelModel(nn.Module):
             labels = None
         if self._plans is not None and self.training:
             self._plans.saw(inputs, labels)
-        self._agreement.begin(
-            labels if self._looks_at_labels else None,
-            getattr(self.loss, "ignore_index", -100),
-            has_labels=labels is not None,
-            trains=self.training,
-        )
         try:
-            return self.replicas.run(lambda: self._agreed(self._run(inputs, labels, options)))
+            return self.replicas.run(lambda: self._run(inputs, labels, options))
         except Exception as exc:  # of any kind: the others wait for this rank
-            if self._has_split or labels is not None:  # else nobody listens
+            if self.replicas.is_gathered:
                 self._agreement.tell(exc)
             raise
         finally:
@@ -183,22 +174,30 @@ class ParallelModel(nn.Module):
                 return self.module(inputs, **options)
 
     def _run(self, inputs: Any, labels: Tensor | None, options: Mapping[str, Any]) -> Any:
+        # A whole model that only looks at its samples may do so on one rank.
+        meets = self._agreement.has_layers or labels is not None or (self.training and torch.is_grad_enabled())
+        if meets:
+            self._agreement.begin(has_labels=labels is not None, trains=self.training)
         if self._parted is not None and labels is not None and self.training and torch.is_grad_enabled():
-            assert self.loss is not None
-            return self.loss(self._logits_of_parts(self._parted, inputs, options), labels)
+            return self.loss_of_split(self._logits_of_parts(self._parted, inputs, options), labels)
         output = self.output(inputs, options)
         if self.loss is None or labels is None:
-            return output if self.training else _whole(output)
+            if not self.training and _has_split_logits(output):
+                return _whole(output)
+            if meets:
+                self._agreement.meet(END)
+            return output
         if _has_split_logits(output) or self.mesh.world_size == 1:
-            return self.loss(output, labels)
+            return self.loss_of_split(output, labels)
         return self._loss_of_ranks(output, labels)
 
-    def _agreed(self, output: Any) -> Any:
-        """What ``_run`` returned on every rank: a rank that failed in the user's code behind the last collective of the
-        forward pass is heard here, before the others go on to those of the backward pass."""
-        if self._has_split and torch.is_grad_enabled() and type(self.loss) not in (nn.CrossEntropyLoss, nn.NLLLoss):
-            self._agreement.require_sound(END, lambda: None)
-        return output
+    def loss_of_split(self, output: Any, labels: Tensor) -> Tensor:
+        """Of split logits; unless the loss is torch's, which ends with a collective, the ranks meet behind it."""
+        assert self.loss is not None
+        value = self.loss(output, labels)
+        if type(self.loss) is not nn.CrossEntropyLoss:
+            self._agreement.meet(END)
+        return value
 
     def _logits_of_parts(self, layer: SplitLinear, inputs: Any, options: Mapping[str, Any]) -> SplitLogits:
         """The logits of the batch, whose micro-batches' features travel while others are computed."""

@@ -39,6 +39,9 @@ class Replicas:
         All ranks begin with rank 0's values.
         """
         self.sharded = list(sharded)
+        self._not_gathered: set[int] = set()
+        for one in self.sharded:
+            one.register_forward_hook(lambda module, _, __: self._not_gathered.discard(id(module)))
         self.ddp: DistributedDataParallel | None = None
         self._passes = BackwardPasses([])
         self._hook: AverageHook | None = None
@@ -54,8 +57,10 @@ class Replicas:
         if any(parameter.requires_grad for parameter in parameters):
             holder = _Holder(parameters, buffers)
             self.ddp = DistributedDataParallel(holder, process_group=group.process_group)
-            self._passes = BackwardPasses(one for one in parameters if one.requires_grad)
-            if dist.get_backend(group.process_group) == "gloo":
+            trained = [one for one in parameters if one.requires_grad]
+            self._passes = BackwardPasses(trained)
+            self._passes.watch(trained)
+            if all(one.device.type == "cpu" for one in trained):
                 self._hook = AverageHook(group.process_group)
         else:
             for tensor in [*parameters, *buffers]:
@@ -63,12 +68,12 @@ class Replicas:
 
     def run(self, forward: Callable[[], Any]) -> Any:
         """``forward()``, after which a backward pass averages the gradients. Raises RankLost."""
+        self._not_gathered = set(map(id, self.sharded))
         if self.ddp is None or not torch.is_grad_enabled():
             return forward()
         if self._hook is not None:
             self._hook.register(self.ddp)
             self._hook = None
-        self._passes.forward_begins(averages=self.ddp.require_backward_grad_sync)
         has_begun = False
 
         def begin() -> Any:
@@ -76,8 +81,9 @@ class Replicas:
             has_begun = True
             return forward()
 
+        self._passes.forward_begins(averages=self.ddp.require_backward_grad_sync)
         try:
-            return self.ddp(begin)
+            output = self.ddp(begin)
         except RuntimeError as exc:
             if has_begun:
                 raise
@@ -85,6 +91,13 @@ class Replicas:
                 raise InvalidArgument(_unused(str(exc), self._names)) from exc
             with lost_ranks_named("all-reduce"):  # what DDP itself asks the others, of its buckets and buffers
                 raise exc
+        self._passes.forward_ends(output)
+        return output
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether the last forward pass has come behind all sharded parts, so that no rank gathers another."""
+        return not self._not_gathered
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -159,7 +172,8 @@ def _shard(name: str, module: nn.Module, group: MeshGroup, seed: int) -> None:
     except ImportError:  # before PyTorch 2.6
         from torch.distributed._composable.fsdp import fully_shard  # type: ignore[attr-defined]
     fully_shard(module, mesh=group.device_mesh)
-    name_lost_ranks(module)
+    if dist.get_backend(group.process_group) == "gloo":
+        name_lost_ranks(module)
     if not blanks:
         return
     module.to_empty(device=group.device)

@@ -79,7 +79,8 @@ class JobState:
     graph: bytes | None = None
     """The graph that the head selects by, so that a resumed job goes on with the same one."""
     gradients: dict[str, Any] | None = None
-    """``state_dict`` of ``gt.TopKGradients``, if the backbone's gradients are sparsified."""
+    """``state_dict`` of ``gt.TopKGradients``, if the backbone's gradients are sparsified. Taking it
+    gives each rank the mean of all, so a run is that of another to the bit if both take snapshots at the same steps."""
 
     def values(self) -> dict[str, Any]:
         """Return the part that is JSON."""

@@ -130,7 +130,6 @@ class SplitParts:
         def look() -> None:
             layer.check(features_SD)
             rows[:] = self._rows(len(features_SD))
-            layer.agreement.check_labels(sum(rows), layer.out_features, are_of_layer=True)
 
         layer.agreement.sizes(layer.layer_name, features_SD, look)
         return PartSizes(self._link.exchange(rows), self._link.rank)

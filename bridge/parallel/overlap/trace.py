@@ -153,11 +153,13 @@ def trace_step(path: str | Path, process_group: dist.ProcessGroup | None = None)
         RankLost: a rank did not come to the end.
     """
     target = Path(path_name("path", path, "the name of a file for the trace, such as 'step.json'"))
+    link = RankLink(process_group)
+    failure: Exception | None = None
     if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
-        raise InvalidArgument(
+        failure = InvalidArgument(
             "a profiler is at work already, torch.profiler's or that of another gt.trace_step; trace in one place"
         )
-    link = RankLink(process_group)
+    link.fail_together(failure, "nothing was traced")
     traced = TracedStep(target)
     on_device = torch.cuda.is_available()
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_device else [])]
@@ -170,7 +172,6 @@ def trace_step(path: str | Path, process_group: dist.ProcessGroup | None = None)
     own = _times_of(link.rank, profiler.events() or [])
     said = link.gather_json(_to_json(own))
     traced.ranks = [_from_json(rank, one) for rank, one in enumerate(said)] if link.rank == 0 else [own]
-    failure: Exception | None = None
     if link.rank == 0:
         try:
             target.write_text(json.dumps({"traceEvents": _chrome_events(traced.ranks)}), encoding="utf-8")

@@ -7,9 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from geartrain.ams.values.errors import InvalidArgument, SpecMismatch, SyncError
+from geartrain.ams.values.errors import SpecMismatch, SyncError
 from geartrain.bridge.collectives.link import RankLink
-from geartrain.bridge.parallel.split.labels import check_labels
 
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32)
 _WHAT = ("the layer", "the width", "the dtype")
@@ -17,66 +16,38 @@ _WHETHER = ("whether a gradient is wanted", "whether labels are given", "whether
 _NOTHING = [0] * (2 + len(_WHAT))
 
 
-LOSS, END = "the loss", "the end of the step"
+LOSS, WHOLE, END = "the loss", "all classes of the own samples", "the end of the step"
 """Where the ranks meet besides the split layers."""
 
 
 class StepAgreement:
     """One of a model on ranks; each of its split layers asks it how many samples the ranks have. Not thread-safe.
 
-    Ranks meet in an exchange before the collectives of each split layer and of a loss. A rank that fails between them
-    says so in the exchange that the others wait in, so that all of them raise; see :meth:`tell`.
+    Ranks meet in an exchange before the collectives of each split layer and of a loss, and at the end of a step. A rank
+    that fails in between says so in the exchange that the others wait in, so that all of them raise; see :meth:`tell`.
     """
 
     def __init__(self, link: RankLink) -> None:
         self._link = link
         self._others_ask_next = False
         """Whether an exchange, not another collective, is what the other ranks come to next."""
-        self._labels: Tensor | None = None
-        self._ignore_index = -100
-        self._labels_are_sound = self._labels_are_known = False
         self._has_labels = self._trains = False
-        self.layers: list[str] = [LOSS, END]
+        self.layers: list[str] = [LOSS, WHOLE, END]
         """Names of the split layers, the same on every rank, behind these."""
 
     @property
     def has_layers(self) -> bool:
         """Whether a layer is split."""
-        return len(self.layers) > 2
+        return len(self.layers) > 3
 
-    def begin(self, labels: Tensor | None, ignore_index: int, *, has_labels: bool = True, trains: bool = True) -> None:
-        """A forward pass begins; ``labels`` [S] are known before the loss is, None if not.
-
-        Ranks must agree on ``has_labels`` and ``trains``: they decide which collectives follow.
-        """
+    def begin(self, *, has_labels: bool = True, trains: bool = True) -> None:
+        """A forward pass begins. Ranks must agree on both: they decide which collectives follow."""
         self._others_ask_next = True
-        self._labels_are_sound = self._labels_are_known = False
-        self._labels, self._ignore_index = labels, ignore_index
         self._has_labels, self._trains = has_labels, trains
 
     def end(self) -> None:
         """It has ended."""
-        self._labels = None
-
-    def check_labels(self, num_samples: int, num_classes: int, *, are_of_layer: bool) -> None:
-        """Look at the labels, if they are known, on the way to :meth:`sizes`.
-
-        Unless they ``are_of_layer``, unsound ones are left to the loss: they may be meant for another layer's outputs.
-        Else raises what ``check_labels`` does.
-        """
-        if self._labels is None:
-            return
-        try:
-            check_labels(self._labels, num_samples, num_classes, self._ignore_index)
-        except InvalidArgument:
-            if are_of_layer:
-                raise
-        else:
-            self._labels_are_sound = True
-
-    def knows(self, labels: Tensor) -> bool:
-        """Whether all ranks know already that these labels are sound, and as many as samples."""
-        return self._labels_are_known and self._labels is labels
+        self._others_ask_next = False
 
     def sizes(self, layer: str, samples: Tensor, check: Callable[[], None]) -> list[int]:
         """Rows of ``samples`` [n, …] on each rank. One exchange of six integers between the hosts.
@@ -91,21 +62,20 @@ class StepAgreement:
         width = samples.shape[1:].numel()
         dtype = _DTYPES.index(samples.dtype) if samples.dtype in _DTYPES else len(_DTYPES)
         wants_gradient = torch.is_grad_enabled() and (samples.requires_grad or not samples.dtype.is_floating_point)
-        flags = [wants_gradient, self._has_labels, self._trains, self._labels_are_sound]
+        flags = [wants_gradient, self._has_labels, self._trains]
         packed = sum(flag << place for place, flag in enumerate(flags))
         return self._exchange(None, [len(samples), self.layers.index(layer), width, dtype, packed])
 
-    def require_sound(self, where: str, check: Callable[[], None]) -> None:
-        """Raise on every rank if ``check()`` does on any, or if ranks are not all at ``where``: LOSS, END, a layer."""
+    def meet(self, where: str, check: Callable[[], None] = lambda: None) -> None:
+        """Raise on every rank if ``check()`` does on any, or if they are not all at ``where``: LOSS, WHOLE or END."""
         self.sizes(where, torch.empty(0), check)
 
     def collectives_end(self) -> None:
         """Those that the last exchange was for are done: this rank may fail, and be heard, until the next one."""
-        # Of labels that are known the loss asks nothing.
-        self._others_ask_next = not self._labels_are_known
+        self._others_ask_next = True
 
     def tell(self, failure: Exception) -> None:
-        """Tell the others of an error between collectives; those that find this rank gone from one wait for it."""
+        """Tell the others of an error between collectives. Those that miss this rank in one wait for it."""
         if self._others_ask_next:
             self._exchange(failure, _NOTHING)
 
@@ -126,7 +96,6 @@ class StepAgreement:
                     f"rank 0 and rank {rank} disagree on {' and '.join(unlike)} of what they compute. Run the same "
                     "model in the same mode on every rank, with inputs of the same dtype"
                 )
-        self._labels_are_known = all(numbers[-1] >> len(_WHETHER) for numbers in said)
         return [size for _, size, *_ in said]
 
 

@@ -1,7 +1,8 @@
 """``nn.Linear`` split by output features.
 
 Per training step: one exchange of six integers between the hosts, an all-gather of B·D numbers (in the type that
-autocast computes in), and a reduce-scatter of B·D in the backward pass; the loss adds what ``cross_entropy.py`` says.
+autocast computes in), and a reduce-scatter of B·D in the backward pass; the loss adds another exchange and what
+``cross_entropy.py`` says.
 Time O(B·D·C / R). Memory: C·D / R parameters, B·D features, B·C / R logits once.
 
 Legend: B samples of all ranks, S of this one, C output features, L of them here, D input features, R ranks.
@@ -111,11 +112,7 @@ class SplitLinear(SplitLayer):
             return self.sink.arrive(features_SD)
         link = self.shard.group.link
 
-        def check() -> None:
-            self.check(features_SD)
-            self.agreement.check_labels(len(features_SD), self.out_features, are_of_layer=False)
-
-        sizes = self.agreement.sizes(self.layer_name, features_SD, check)
+        sizes = self.agreement.sizes(self.layer_name, features_SD, lambda: self.check(features_SD))
         own_SD = self.travelling(features_SD)
         features_BD = all_samples(own_SD, link.start_gather(own_SD, sizes), link, sizes)
         weight_LD = self.local("weight")

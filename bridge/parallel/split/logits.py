@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from geartrain.ams.values.errors import InvalidArgument
-from geartrain.bridge.parallel.split.agreement import LOSS, StepAgreement
+from geartrain.bridge.parallel.split.agreement import LOSS, WHOLE, StepAgreement
 from geartrain.bridge.parallel.split.cross_entropy import SplitLoss, split_cross_entropy
 from geartrain.bridge.parallel.split.labels import check_labels
 from geartrain.bridge.parallel.split.shard import RowShard
@@ -175,7 +175,7 @@ class SplitLogits(LogitsOperations):
 
         Every rank calls it. Raises SyncError where another rank failed.
         """
-        self.agreement.require_sound(LOSS, self.memory.use)
+        self.agreement.meet(WHOLE, self.memory.use)
         whole_SC = whole_rows(self.local_BL, self.shard.group.link, self.sizes, self.shard.sizes)
         self.agreement.collectives_end()
         return whole_SC
@@ -216,8 +216,7 @@ def _cross_entropy(
         )
     loss.check()
     logits.memory.use()
-    if not agreement.knows(target):
-        agreement.require_sound(LOSS, lambda: check_labels(target, logits.shape[0], logits.shard.num, ignore_index))
+    agreement.meet(LOSS, lambda: check_labels(target, logits.shape[0], logits.shard.num, ignore_index))
     labels_B = logits.shard.group.link.gather(target.to(logits.device), logits.sizes)
     value = split_cross_entropy(logits.local_BL, labels_B, loss, takes_memory=logits.memory.take)
     agreement.collectives_end()

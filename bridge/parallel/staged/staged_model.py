@@ -114,11 +114,10 @@ class StagedModel(ParallelModel):
 
     def _loss_of_taken(self, features_TD: Tensor, labels_T: Tensor) -> Tensor:
         """That of what this owner was given, and the others."""
-        assert self.loss is not None
         layer = self._layer[0]
-        self._agreement.begin(labels_T, self._ignore_index)
+        self._agreement.begin()
         try:
-            return self.loss(layer(features_TD), labels_T)
+            return self.loss_of_split(layer(features_TD), labels_T)
         except Exception as exc:  # of any kind: the other owners wait for this one
             self._agreement.tell(exc)
             raise

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import weakref
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
@@ -27,14 +26,13 @@ from geartrain.bridge.parallel.topk.bucket import (
     tensor_of,
 )
 from geartrain.bridge.parallel.topk.requirements import (
-    require_no_join,
     require_no_momentum,
     require_plain,
     require_types,
     trained_parameters,
 )
 from geartrain.bridge.parallel.topk.selection import counts
-from geartrain.bridge.parallel.topk.state import GradientState
+from geartrain.bridge.parallel.topk.state import GradientState, digest_of
 from geartrain.bridge.parallel.topk.warmup import sparsity_at
 
 SMALL = 4096
@@ -78,7 +76,6 @@ class GradientExchange:
         self._settings = settings
         self._scaler = grad_scaler if grad_scaler is not None and grad_scaler.is_enabled() else None
         self._may_be_unused = bool(model.find_unused_parameters or getattr(model, "static_graph", False))
-        self._model = weakref.ref(model)  # which holds this object
         parameters = trained_parameters(model)
         self._names = {id(parameter): name for name, parameter in parameters.items()}
         on_host = all(parameter.device.type == "cpu" for parameter in parameters.values())
@@ -126,7 +123,7 @@ class GradientExchange:
         self.steps = steps
         self.is_merged = True
         self._awaits_step = self._broken = False
-        self._loaded = self.state.digest()
+        self._loaded = digest_of(saved)
 
     def merge(self) -> None:
         """Give every rank the mean of all ranks' momentum and residuals; where all have that, change nothing."""
@@ -165,6 +162,8 @@ class GradientExchange:
 
     def on_bucket(self, bucket: Any) -> torch.futures.Future[Tensor]:
         """Called by DDP for each bucket in order, once its gradients are there."""
+        if torch._C._current_graph_task_id() < 0:
+            self._refuse_to_join()
         if bucket.index() == 0:
             self._begin_backward(bucket.buffer().device)
         buffer = bucket.buffer()
@@ -193,7 +192,6 @@ class GradientExchange:
         try:
             self.require_usable()
             require_no_momentum(self._optimizer)
-            require_no_join(self._model())
         except InvalidArgument as exc:
             failure = exc
         self._buckets = []
@@ -210,6 +208,15 @@ class GradientExchange:
                 self._refusal = exc
 
         self._asked = self._done_beside(ask)
+
+    def _refuse_to_join(self) -> NoReturn:
+        """DDP sends zeros for this rank, which has left its loop in ``model.join()``; the others are in a step."""
+        failure = InvalidArgument(
+            "this rank has no more batches, and others have: in model.join() it would send zeros, and never what it "
+            "keeps. Give every rank as many batches: DistributedSampler pads or drops the last ones"
+        )
+        _require_alike(self.link.exchange([False, self._loaded, self.steps]), failure)
+        raise failure
 
     def _clipping(self, clip: float) -> Tensor:
         """What makes the norm of this rank's gradient at most clip / √R; gradients may be scaled."""
@@ -264,6 +271,7 @@ class GradientExchange:
             failure = exc
         if failure is not None:
             self._broken = self._broken or self._refusal is None
+            self._refusal = None  # it keeps its caller's frames, and DDP in them
             for bucket in buckets:
                 bucket.work.buffer.zero_()
         for bucket in buckets:

@@ -34,8 +34,9 @@ class TopKGradients:
     A rate that changes applies to late elements, too.
 
     A backward pass costs an exchange of three integers, one all-gather of 8 · k + 4 bytes a rank for each of DDP's
-    buckets, and one all-reduce of the bucket's dense tensors, all beside the rest of the backward pass. A rank keeps
-    two numbers (float32) for each parameter, three with weight decay, five with a GradScaler.
+    buckets, and one all-reduce of the bucket's dense tensors: on a CPU all beside the rest of the backward pass; on
+    devices the hosts wait for one another at its begin. A rank keeps two numbers (float32) for each parameter, three
+    with weight decay, five with a GradScaler.
     """
 
     def __init__(

@@ -82,12 +82,3 @@ def require_no_momentum(optimizer: Optimizer) -> None:
                     f"{type(optimizer).__name__} has {key}={group[key]} (param_groups[{number}]), which TopKGradients "
                     f"applies; give {key}=0 to the optimizer and {key}={group[key]} to TopKGradients"
                 )
-
-
-def require_no_join(model: object) -> None:
-    """Raise InvalidArgument inside ``with model.join():``."""
-    if getattr(getattr(model, "_join_config", None), "enable", False):
-        raise InvalidArgument(
-            "model.join() lets ranks without samples send zeros, and never step; TopKGradients would lose what they "
-            "keep. Give every rank as many batches: DistributedSampler pads or drops the last ones"
-        )

@@ -71,21 +71,14 @@ class GradientState:
         """
         self._require_same(saved)
         for mine, theirs in ((self.residual, saved["residual"]), (self.decay, saved["decay"])):
+            for name in {*mine} - {*theirs} - self.sparse:  # of a state before: all ranks have the same ones
+                del mine[name]
             mine |= {name: _zeros(self._parameters[name]) for name in theirs if name not in mine}
         for kind, tensors in self.shaped().items():
             for name, tensor in tensors.items():
                 tensor.zero_() if name not in saved[kind] else tensor.copy_(saved[kind][name])
         self.loaded = {*saved["residual"], *saved["decay"]}
         self.let_go()
-
-    def digest(self) -> int:
-        """Of all values: a positive number of 63 bits."""
-        hashed = xxhash.xxh3_64()
-        for _, tensors in sorted(self.shaped().items()):
-            for name, tensor in sorted(tensors.items()):
-                hashed.update(name.encode())
-                hashed.update(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-        return (hashed.intdigest() >> 1) | 1
 
     def _require_same(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
         for names, whose in (
@@ -108,6 +101,16 @@ class GradientState:
                     raise NonFinite(
                         f"the saved gradient state of {name!r} holds NaN or infinity; go on from an earlier one"
                     )
+
+
+def digest_of(saved: Mapping[str, Mapping[str, Any]]) -> int:
+    """Of all values: a positive number of 63 bits."""
+    hashed = xxhash.xxh3_64()
+    for kind, tensors in sorted(saved.items()):
+        for name, tensor in sorted(tensors.items()):
+            hashed.update(f"{kind} {name}".encode())
+            hashed.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return (hashed.intdigest() >> 1) | 1
 
 
 def taken_out(tensors: dict[str, Tensor], name: str, *, stays: bool) -> Tensor | None:

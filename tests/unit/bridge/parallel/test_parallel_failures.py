@@ -12,9 +12,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import geartrain as gt
-from geartrain.ams.values.errors import InvalidArgument, RankLost, SyncError
+from geartrain.ams.values.errors import InvalidArgument, RankLost, SpecMismatch, SyncError
 from geartrain.bridge.parallel.scopes import Scope
 from tests.support.rank_processes import run_ranks
 from tests.unit.bridge.parallel.test_parallelize import (
@@ -78,6 +79,65 @@ def fail_behind_a_layer(rank: int, ranks: int, folder: Path) -> None:
     parallel(mine, own_labels).backward()
 
 
+def fail_behind_the_head(rank: int, ranks: int, folder: Path) -> None:
+    """In the model, where the loss is torch's; in training, and in evaluation behind the last collective."""
+    del folder
+    inputs, labels, sizes = samples(ranks)
+    mine, own_labels = own(inputs, sizes, rank), own(labels, sizes, rank)
+
+    class FailsLate(Classifier):
+        fails, looks = False, False
+
+        def forward(self, inputs: Tensor) -> Any:
+            logits = self.head(self.backbone(inputs))
+            result = logits.whole() if self.looks else logits
+            if self.fails:
+                raise Broken
+            return result
+
+    model = made(FailsLate)
+    parallel = gt.parallelize(model, gt.mesh(), FUSION, loss=nn.CrossEntropyLoss())
+    model.fails = rank == 0
+    with told(rank):
+        parallel(mine, own_labels)
+    model.looks = True
+    parallel.eval()
+    with told(rank), torch.no_grad():
+        parallel(mine)
+    model.fails = model.looks = False
+    with pytest.raises(SpecMismatch, match="disagree on the layer"):
+        logits = parallel.train()(mine)
+        logits.whole() if rank == 0 else F.cross_entropy(logits, own_labels)
+    parallel(mine, own_labels).backward()
+
+
+def fail_where_nothing_is_split(rank: int, ranks: int, folder: Path) -> None:
+    """A model of one's own loss: without the error of one, ranks would average gradients of different steps."""
+    del folder
+    inputs, labels, sizes = samples(ranks)
+    mine, own_labels = own(inputs, sizes, rank), own(labels, sizes, rank)
+
+    class Own(Classifier):
+        fails = False
+
+        def forward(self, inputs: Tensor, labels: Tensor) -> Any:
+            if self.fails:
+                raise Broken
+            return F.cross_entropy(self.head(self.backbone(inputs)), labels)
+
+    model = made(Own)
+    parallel = gt.parallelize(model, gt.mesh(), DATA_PARALLEL)
+    model.fails = rank == 0
+    with told(rank):
+        parallel(mine, own_labels)
+    model.fails = False
+    parallel(mine, own_labels).backward()
+    parallel.eval()
+    if rank == 0:  # looks at its samples alone
+        with torch.no_grad():
+            parallel(mine, own_labels)
+
+
 def fail_in_a_loss(rank: int, ranks: int, folder: Path) -> None:
     del folder
     inputs, labels, sizes = samples(ranks)
@@ -111,7 +171,7 @@ def go_backward_twice(rank: int, ranks: int, folder: Path) -> None:
     inputs, labels, sizes = samples(ranks)
     loss = nn.CrossEntropyLoss()
     plain = made(Classifier)
-    for scopes in (DATA_PARALLEL, FUSION):
+    for scopes in (DATA_PARALLEL, FUSION, DATA_PARALLEL):  # the hooks on parameters of the first one stay
         parallel = gt.parallelize(copy.deepcopy(plain), gt.mesh(), scopes, loss=loss)
         mine, own_labels = own(inputs, sizes, rank), own(labels, sizes, rank)
         first, second = parallel(mine, own_labels), parallel(mine + 1, own_labels)
@@ -130,6 +190,35 @@ def go_backward_twice(rank: int, ranks: int, folder: Path) -> None:
                 parallel(mine + 1, own_labels).backward()
             given = parallel.module.backbone[0].weight.grad
             torch.testing.assert_close(given, plain.backbone[0].weight.grad)
+
+
+def go_backward_as_allowed(rank: int, ranks: int, folder: Path) -> None:
+    """Segments that compute again, losses of different parameters, a penalty of the weights alone."""
+    del folder
+    inputs, labels, sizes = samples(ranks)
+    mine, own_labels = own(inputs, sizes, rank), own(labels, sizes, rank)
+
+    class Segments(Classifier):
+        def forward(self, inputs: Tensor) -> Any:
+            features = checkpoint(self.backbone, inputs.requires_grad_(), use_reentrant=True)
+            return checkpoint(self.head, features, use_reentrant=True)
+
+    class Apart(Classifier):
+        def forward(self, inputs: Tensor, labels: Tensor) -> Any:
+            features = self.backbone(inputs)
+            return features.square().mean(), F.cross_entropy(self.head(features.detach()), labels)
+
+    plain = made(Classifier)
+    parallel = gt.parallelize(made(Segments), gt.mesh(), DATA_PARALLEL, loss=nn.CrossEntropyLoss())
+    for one, given in ((plain, inputs), (parallel, mine)):
+        sum(0.5 * weight.square().sum() for weight in one.parameters()).backward()  # type: ignore[union-attr]
+        (F.cross_entropy(one(given), labels) if one is plain else one(given, own_labels)).backward()
+    for weight, other in zip(plain.parameters(), parallel.parameters(), strict=True):
+        torch.testing.assert_close(other.grad, weight.grad)
+    parallel = gt.parallelize(made(Apart), gt.mesh(), DATA_PARALLEL)
+    for _ in range(2):
+        for loss in parallel(mine, own_labels):
+            loss.backward()
 
 
 class Dies(torch.autograd.Function):
@@ -169,12 +258,24 @@ def test_a_rank_that_fails_behind_a_split_layer_tells_the_others(ranks: int, tmp
     run_ranks(fail_behind_a_layer, ranks, tmp_path)
 
 
+def test_a_rank_that_fails_behind_the_head_tells_the_others(ranks: int, tmp_path: Path) -> None:
+    run_ranks(fail_behind_the_head, ranks, tmp_path)
+
+
+def test_a_rank_that_fails_where_nothing_is_split_tells_the_others(tmp_path: Path) -> None:
+    run_ranks(fail_where_nothing_is_split, 2, tmp_path)
+
+
 def test_a_rank_that_fails_in_a_loss_of_its_own_tells_the_others(ranks: int, tmp_path: Path) -> None:
     run_ranks(fail_in_a_loss, ranks, tmp_path)
 
 
 def test_a_backward_pass_that_nothing_would_average_is_refused(tmp_path: Path) -> None:
     run_ranks(go_backward_twice, 2, tmp_path)
+
+
+def test_backward_passes_that_are_averaged_are_not_refused(tmp_path: Path) -> None:
+    run_ranks(go_backward_as_allowed, 2, tmp_path)
 
 
 @pytest.mark.parametrize("scopes", [DATA_PARALLEL, SHARDED, FUSION], ids=["replicated", "sharded", "split"])

@@ -399,6 +399,9 @@ def check_outputs_for_no_samples(rank: int, ranks: int, folder: Path) -> None:
     given.backward()
     for one, other in zip(plain.parameters(), parallel.parameters(), strict=True):
         torch.testing.assert_close(other.grad, one.grad)
+    parallel.eval()
+    with torch.no_grad():
+        torch.testing.assert_close(parallel(own(inputs, sizes, rank), own(labels, sizes, rank)), expected)
 
 
 def check_failures(rank: int, ranks: int, folder: Path) -> None:

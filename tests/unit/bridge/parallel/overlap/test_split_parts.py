@@ -155,7 +155,7 @@ def check_failures(rank: int, ranks: int, folder: Path) -> None:
         "raises": (ZeroDivisionError, "in the backbone"),
         "raises after": (ZeroDivisionError, "behind the head"),
         "narrow": (InvalidRows, f"it takes features \\[S, {DIM}\\]"),
-        "fewer": ((InvalidArgument, InvalidRows), "0 rows|labels and logits of 0"),
+        "fewer": ((InvalidArgument, InvalidRows), "0 rows|labels and logits of 0|after the first one 0 of"),
         "skips": (InvalidArgument, "it returns the logits of its split layer 'head'"),
         "twice": (InvalidArgument, "'head' was called twice in a micro-batch"),
         "scales": (InvalidArgument, "with other numbers in each micro-batch"),
