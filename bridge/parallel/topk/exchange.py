@@ -10,10 +10,9 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
-from geartrain.ams.values.errors import InvalidArgument, NonFinite, SpecMismatch, SyncError
+from geartrain.ams.values.errors import InvalidArgument
 from geartrain.bridge.collectives.link import RankLink
 from geartrain.bridge.parallel.topk.bucket import (
     FAILED,
@@ -24,6 +23,14 @@ from geartrain.bridge.parallel.topk.bucket import (
     SgdSettings,
     is_of_state,
     tensor_of,
+)
+from geartrain.bridge.parallel.topk.failures import (
+    no_more_batches,
+    not_exchanged,
+    not_finite,
+    not_stepped,
+    raise_after_backward,
+    require_alike,
 )
 from geartrain.bridge.parallel.topk.requirements import (
     require_no_momentum,
@@ -203,7 +210,7 @@ class GradientExchange:
 
         def ask() -> None:
             try:
-                _require_alike(self.link.exchange(said), failure)
+                require_alike(self.link.exchange(said), failure)
             except Exception as exc:  # of any kind: DDP is to end its pass before it is raised
                 self._refusal = exc
 
@@ -211,11 +218,8 @@ class GradientExchange:
 
     def _refuse_to_join(self) -> NoReturn:
         """DDP sends zeros for this rank, which has left its loop in ``model.join()``; the others are in a step."""
-        failure = InvalidArgument(
-            "this rank has no more batches, and others have: in model.join() it would send zeros, and never what it "
-            "keeps. Give every rank as many batches: DistributedSampler pads or drops the last ones"
-        )
-        _require_alike(self.link.exchange([False, self._loaded, self.steps]), failure)
+        failure = no_more_batches()
+        require_alike(self.link.exchange([False, self._loaded, self.steps]), failure)
         raise failure
 
     def _clipping(self, clip: float) -> Tensor:
@@ -277,7 +281,7 @@ class GradientExchange:
         for bucket in buckets:
             bucket.future.set_result(bucket.work.buffer)
         if failure is not None:
-            _raise_after_backward(failure)
+            raise_after_backward(failure)
 
     def _settle(self, buckets: list[_Bucket]) -> Exception | None:
         """Take what the ranks said into the buckets; return what is wrong, the same on every rank."""
@@ -291,15 +295,11 @@ class GradientExchange:
         own = next((bucket.work.failure for bucket in buckets if bucket.work.failure is not None), None)
         if own is not None:
             return own
-        if failed := [rank for _, rank, status in troubles if status == FAILED]:
-            return SyncError(f"gradients were not exchanged: rank {failed[0]} failed; its error tells why")
-        early = [rank for _, rank, status in troubles if status == NOT_STEPPED]
+        if failed := [rank for _, rank, status in troubles if status == FAILED and rank is not None]:
+            return not_exchanged(failed[0])
+        early = [rank for _, rank, status in troubles if status == NOT_STEPPED and rank is not None]
         if early or self._awaits_step:
-            return InvalidArgument(
-                f"backward() exchanged gradients on rank {early[0] if early else self.link.rank} before "
-                "optimizer.step() had applied the last ones, which would be lost; step after each backward(), or "
-                "accumulate under model.no_sync()"
-            )
+            return not_stepped(early[0] if early else self.link.rank)
         if not troubles:
             for bucket in buckets:
                 bucket.work.apply()
@@ -317,7 +317,8 @@ class GradientExchange:
                 bucket.work.buffer.fill_(torch.inf)
             self.skipped_steps += 1
             return None
-        return _not_finite(*(of_state or troubles)[0])
+        work, rank, status = (of_state or troubles)[0]
+        return not_finite(work.layout.names[tensor_of(status)], rank, of_state=bool(of_state))
 
 
 def sent_counts(numels: list[int], sparsity: float, ranks: int) -> list[int]:
@@ -330,47 +331,8 @@ def _on_bucket(exchange, bucket):  # type: ignore[no-untyped-def]  # DDP reads a
     return exchange.on_bucket(bucket)
 
 
-def _require_alike(said: list[list[int]], failure: Exception | None) -> None:
-    """Raise, on every rank, what is wrong with what the ranks said at the start of a backward pass."""
-    if failure is not None:
-        raise failure
-    sound, loaded, steps = zip(*said, strict=True)
-    if not all(sound):
-        raise SyncError(f"gradients were not exchanged: rank {sound.index(0)} refused; its error tells why")
-    if len({*loaded}) > 1 or len({*steps}) > 1:
-        other = next(rank for rank, one in enumerate(said) if one != said[0])
-        raise SpecMismatch(
-            f"rank 0 and rank {other} go on from different gradient states, after {steps[0]} and {steps[other]} steps"
-            + "".join(f"; rank {rank} alone loaded one" for rank in (0, other) if not loaded[other - rank])
-            + ". Call load_state_dict() with the same state on every rank"
-        )
-
-
 def _norm_of(buffer: Tensor) -> Tensor:
     """The 2-norm, float32, added up in float32 at least."""
     wide = torch.float64 if buffer.dtype == torch.float64 else torch.float32
     norm: Tensor = torch.linalg.vector_norm(buffer, dtype=wide)
     return norm.float()
-
-
-def _not_finite(work: BucketWork, rank: int | None, status: int) -> NonFinite:
-    name, where = work.layout.names[tensor_of(status)], "" if rank is None else f" on rank {rank}"
-    if is_of_state(status):
-        return NonFinite(
-            f"the momentum or the residual of parameter {name!r} holds NaN or infinity{where}, or would exceed float32 "
-            "with its gradient, which is finite; no parameter was changed. Go on from a state with load_state_dict()"
-        )
-    return NonFinite(
-        f"the gradient of parameter {name!r} holds NaN or infinity{where}; no parameter was changed. Lower the "
-        "learning rate, give a GradScaler to attach(), and go on from a state with load_state_dict()"
-    )
-
-
-def _raise_after_backward(failure: Exception) -> None:
-    """Raise from ``backward()``, of the type that it is, once DDP has ended its pass and can begin another."""
-    queue = Variable._execution_engine.queue_callback
-
-    def fail() -> NoReturn:
-        raise failure
-
-    queue(lambda: queue(fail))  # DDP queues the end of its pass after this hook, so between the two

@@ -119,7 +119,7 @@ def give_momentum_on_one_rank(rank: int, ranks: int, folder: Path) -> None:
     if rank == 0:
         parts[1].param_groups[0]["momentum"] = 0.9
     with pytest.raises(
-        InvalidArgument if rank == 0 else SyncError, match=r"SGD has momentum=0\.9|rank 0 refused; its error tells why"
+        InvalidArgument if rank == 0 else SyncError, match=r"SGD has momentum=0\.9|rank 0 failed; its error tells why"
     ):
         step_of(parts, 1, rank)
     parts[1].param_groups[0]["momentum"] = 0
@@ -133,7 +133,7 @@ def join(rank: int, ranks: int, folder: Path) -> None:
     with parts[0].join():
         step_of(parts, 0, rank)
     step_of(parts, 1, rank)
-    error, told = (SyncError, "rank 1 refused") if rank == 0 else (InvalidArgument, "no more batches, and others have")
+    error, told = (SyncError, "rank 1 failed") if rank == 0 else (InvalidArgument, "no more batches, and others have")
     with pytest.raises(error, match=told), parts[0].join():
         for step in range(2, 4 - rank):
             step_of(parts, step, rank)

@@ -1,0 +1,70 @@
+"""What is raised where gradients are not exchanged, the same on every rank but where it says who."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+from torch.autograd import Variable
+
+from geartrain.ams.values.errors import InvalidArgument, NonFinite, SpecMismatch, SyncError
+
+
+def require_alike(said: list[list[int]], failure: Exception | None) -> None:
+    """Raise, on every rank, what is wrong with what the ranks said at the start of a backward pass."""
+    if failure is not None:
+        raise failure
+    sound, loaded, steps = zip(*said, strict=True)
+    if not all(sound):
+        raise not_exchanged(sound.index(0))
+    if len({*loaded}) > 1 or len({*steps}) > 1:
+        other = next(rank for rank, one in enumerate(said) if one != said[0])
+        raise SpecMismatch(
+            f"rank 0 and rank {other} go on from different gradient states, after {steps[0]} and {steps[other]} steps"
+            + "".join(f"; rank {rank} alone loaded one" for rank in (0, other) if not loaded[other - rank])
+            + ". Call load_state_dict() with the same state on every rank"
+        )
+
+
+def not_exchanged(rank: int) -> SyncError:
+    """What the others are told where ``rank`` failed."""
+    return SyncError(f"gradients were not exchanged: rank {rank} failed; its error tells why")
+
+
+def not_stepped(rank: int) -> InvalidArgument:
+    """Gradients that a backward pass left are applied before the next one, or lost."""
+    return InvalidArgument(
+        f"backward() exchanged gradients on rank {rank} before optimizer.step() had applied the last ones, which would "
+        "be lost; step after each backward(), or accumulate under model.no_sync()"
+    )
+
+
+def no_more_batches() -> InvalidArgument:
+    """Of a rank that has left its loop while others step."""
+    return InvalidArgument(
+        "this rank has no more batches, and others have: in model.join() it would send zeros, and never what it "
+        "keeps. Give every rank as many batches: DistributedSampler pads or drops the last ones"
+    )
+
+
+def not_finite(name: str, rank: int | None, *, of_state: bool) -> NonFinite:
+    """Of the parameter ``name``; ``of_state``: no other gradient mends it. ``rank`` is None where it is not known."""
+    where = "" if rank is None else f" on rank {rank}"
+    if of_state:
+        return NonFinite(
+            f"the momentum or the residual of parameter {name!r} holds NaN or infinity{where}, or would exceed float32 "
+            "with its gradient, which is finite; no parameter was changed. Go on from a state with load_state_dict()"
+        )
+    return NonFinite(
+        f"the gradient of parameter {name!r} holds NaN or infinity{where}; no parameter was changed. Lower the "
+        "learning rate, give a GradScaler to attach(), and go on from a state with load_state_dict()"
+    )
+
+
+def raise_after_backward(failure: Exception) -> None:
+    """Raise from ``backward()``, of the type that it is, once DDP has ended its pass and can begin another."""
+    queue = Variable._execution_engine.queue_callback
+
+    def fail() -> NoReturn:
+        raise failure
+
+    queue(lambda: queue(fail))  # DDP queues the end of its pass after this hook, so between the two
