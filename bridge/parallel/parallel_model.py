@@ -205,9 +205,10 @@ class ParallelModel(nn.Module):
         batches = [
             micro_batch([inputs, dict(options)], part, count, samples, with_settings=True) for part in range(count)
         ]
-        layer.sink = parts = SplitParts(layer, sizes_of_parts(samples, count))
+        layer.sink = parts = SplitParts(layer, sizes_of_parts(samples, count), lambda: self.replicas.is_gathered)
         try:
             for one in batches:
+                self.replicas.gather_anew()
                 parts.compute(partial(self.output, *one))
         finally:
             layer.sink = None

@@ -68,7 +68,7 @@ class Replicas:
 
     def run(self, forward: Callable[[], Any]) -> Any:
         """``forward()``, after which a backward pass averages the gradients. Raises RankLost."""
-        self._not_gathered = set(map(id, self.sharded))
+        self.gather_anew()
         if self.ddp is None or not torch.is_grad_enabled():
             return forward()
         if self._hook is not None:
@@ -94,9 +94,13 @@ class Replicas:
         self._passes.forward_ends(output)
         return output
 
+    def gather_anew(self) -> None:
+        """All sharded parts are to be gathered, as a forward pass or one of a micro-batch begins."""
+        self._not_gathered = set(map(id, self.sharded))
+
     @property
     def is_gathered(self) -> bool:
-        """Whether the last forward pass has come behind all sharded parts, so that no rank gathers another."""
+        """Whether the forward pass has come behind all sharded parts, so that no rank gathers another."""
         return not self._not_gathered
 
     @contextlib.contextmanager

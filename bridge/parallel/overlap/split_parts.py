@@ -49,9 +49,10 @@ class SplitParts:
     Costs beside a pass without micro-batches an exchange of P integers, and one of a number for each of them.
     """
 
-    def __init__(self, layer: SplitLinear, samples: Sequence[int]) -> None:
-        """``samples``: how many each micro-batch of this rank has."""
-        self._layer, self._samples = layer, list(samples)
+    def __init__(self, layer: SplitLinear, samples: Sequence[int], may_tell: Callable[[], bool] = lambda: True) -> None:
+        """``samples``: how many each micro-batch of this rank has. ``may_tell()``: whether this rank, having failed in
+        the model, may tell the others, or they are in a collective of the model's own."""
+        self._layer, self._samples, self._may_tell = layer, list(samples), may_tell
         self._link = layer.shard.group.link
         self._gradients = _FeatureGradients(self._link)
         self._sizes: PartSizes | None = None
@@ -72,8 +73,8 @@ class SplitParts:
             if self._failure is None:
                 self._operations.append(self._checked(run()))
         except Exception as exc:  # of any kind: the others wait for this rank
-            if self._sizes is None:
-                raise  # the model tells them
+            if self._sizes is None or not self._may_tell():
+                raise  # the model tells them, if it can
             self._failure = exc
         if self._sizes is None or self._gathered is None:
             raise InvalidArgument(f"the model did not call its split layer {self._layer.layer_name!r}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +139,35 @@ def fail_where_nothing_is_split(rank: int, ranks: int, folder: Path) -> None:
             parallel(mine, own_labels)
 
 
+def fail_between_sharded_parts(rank: int, ranks: int, folder: Path) -> None:
+    """Others gather parameters then, and cannot be told: its own error comes out, and they find this rank gone."""
+    inputs, labels, sizes = samples(ranks)
+    mine, own_labels = own(inputs, sizes, rank), own(labels, sizes, rank)
+    scopes: dict[str, Scope] = {
+        "backbone.0": gt.Replicate(shard=True),
+        "backbone.2": gt.Replicate(shard=True),
+        "head": gt.Split(),
+    }
+    model = made(Classifier)
+    loss, calls = nn.CrossEntropyLoss(), count()
+    parallel = gt.parallelize(model, gt.mesh(), scopes, loss=loss, micro_batches=3 if folder.name == "parts" else 1)
+    parallel(mine, own_labels).backward()
+
+    def fail(*_: object) -> None:
+        if next(calls) == (1 if folder.name == "parts" else 0):
+            raise Broken
+
+    if rank == 0:
+        model.get_submodule("backbone.1").register_forward_hook(fail)
+        with pytest.raises(Broken):
+            parallel(mine, own_labels)
+        os._exit(0)
+    with pytest.raises(RankLost):
+        parallel(mine, own_labels)
+    (folder / f"told-{rank}").touch()
+    os._exit(0)  # the group is not whole
+
+
 def fail_in_a_loss(rank: int, ranks: int, folder: Path) -> None:
     del folder
     inputs, labels, sizes = samples(ranks)
@@ -264,6 +294,13 @@ def test_a_rank_that_fails_behind_the_head_tells_the_others(ranks: int, tmp_path
 
 def test_a_rank_that_fails_where_nothing_is_split_tells_the_others(tmp_path: Path) -> None:
     run_ranks(fail_where_nothing_is_split, 2, tmp_path)
+
+
+@pytest.mark.parametrize("folder", ["whole", "parts"])
+def test_a_rank_that_fails_between_sharded_parts_raises_its_own_error(folder: str, tmp_path: Path) -> None:
+    (tmp_path / folder).mkdir()
+    run_ranks(fail_between_sharded_parts, 2, tmp_path / folder)
+    assert (tmp_path / folder / "told-1").exists()
 
 
 def test_a_rank_that_fails_in_a_loss_of_its_own_tells_the_others(ranks: int, tmp_path: Path) -> None:
