@@ -116,8 +116,8 @@ Sparsity = Annotated[
     typer.Option(
         "--sparsity",
         help="Under torchrun, over a slow network: the part of the backbone's gradient that a rank keeps back in a "
-        "step and sends later, such as 0.999.",
-        show_default="0: all of it travels",
+        "step and sends later, such as 0.999; 0: all of it travels.",
+        show_default="0.0",
     ),
 ]
 Snapshots = Annotated[

@@ -49,6 +49,7 @@ def test_the_defaults_shown_are_those_of_the_recipe(command: str) -> None:
         "rebuild",
         "rows",
         "row_momentum",
+        "sparsity",
         "row_momentum_untouched",
     }
 
