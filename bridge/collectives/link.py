@@ -37,6 +37,20 @@ all_gather_tensor = getattr(dist, "all_gather_single", None) or dist.all_gather_
 reduce_scatter_tensor = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+_SHOWN = 5
+"""Of what ranks disagree on."""
+
+
+def _differences(first: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """Keys whose values differ, those of mappings within by "key['inner']", with both values; None: not there."""
+    for key in sorted({*first, *other}):
+        one, two = first.get(key), other.get(key)
+        if isinstance(one, Mapping) and isinstance(two, Mapping):
+            yield from ((f"{key}[{inner!r}]", *values) for inner, *values in _differences(one, two))
+        elif one != two:
+            yield key, one, two
+
+
 class RankLink:
     """The ranks of ``process_group`` (None: all of them); every rank makes the same calls in the same order.
 
@@ -114,11 +128,13 @@ class RankLink:
         """Raise SpecMismatch on every rank unless all of them give equal JSON values."""
         said = self.gather_json(dict(values))
         for rank, theirs in enumerate(said):
-            keys = [key for key in sorted({*said[0], *theirs}) if said[0].get(key) != theirs.get(key)]
-            if keys:
-                differences = "; ".join(
-                    f"{key} is {said[0].get(key)!r} on rank 0, {theirs.get(key)!r} on rank {rank}" for key in keys
-                )
+            unlike = [
+                f"{key} is {first!r} on rank 0, {other!r} on rank {rank}"
+                for key, first, other in _differences(said[0], theirs)
+            ]
+            if unlike:
+                more = f"; and {len(unlike) - _SHOWN} more" if len(unlike) > _SHOWN else ""
+                differences = "; ".join(unlike[:_SHOWN]) + more
                 raise SpecMismatch(f"the ranks disagree on {what}: {differences}. Give the same on every rank")
 
     def fail_together(

@@ -35,8 +35,9 @@ def lost_ranks_named(operation: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as exc:  # all of torch.distributed's errors; gloo raises no other
-        reason = next(iter(str(exc).splitlines()), type(exc).__name__)
+        reason, _, _ = next(iter(str(exc).splitlines()), type(exc).__name__).partition(". This is typically")
+        article = "an" if operation[0] in "aeiou" else "a"
         raise RankLost(
-            f"a rank died, or did not take part in an {operation} within the time limit of its process group: "
+            f"a rank died, or did not take part in {article} {operation} within the time limit of its process group: "
             f"{reason}. Look at the other ranks' logs; end all ranks and start them from the last snapshot"
         ) from exc

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
-from geartrain.ams.values.errors import InvalidArgument
+from geartrain.ams.values.errors import InvalidArgument, SyncError
 from geartrain.ams.values.text import quoted
 from geartrain.bridge.collectives.link import RankLink
 from geartrain.bridge.parallel.global_mean import LossFunction, mean_of_ranks, own_sum_of
@@ -87,6 +87,8 @@ class ParallelModel(nn.Module):
         self.micro_batches = micro_batches
         linear = [part for part in module.modules() if isinstance(part, SplitLinear)]
         self._parted = linear[0] if micro_batches > 1 else None
+        self._left_others: str | None = None
+        """The error of this rank that the others do not know of."""
         self.train(module.training)
 
     @property
@@ -146,7 +148,8 @@ class ParallelModel(nn.Module):
         ``torch.compile`` leaves it alone; compile parts, such as ``model.module.backbone``.
 
         Raises InvalidIds for labels (on a CPU), InvalidArgument, SpecMismatch where ranks differ, SyncError where
-        another rank failed, RankLost where one is gone, or failed between two sharded parts.
+        another rank failed, RankLost where one is gone. A rank that fails in a sharded part cannot tell
+        the others, who gather its next parameters: it refuses further calls (SyncError), and they wait until it ends.
         """
         if self.loss is None and labels is not None:
             inputs = _with_labels(inputs, labels)
@@ -154,11 +157,18 @@ class ParallelModel(nn.Module):
             labels = None
         if self._plans is not None and self.training:
             self._plans.saw(inputs, labels)
+        if self._left_others is not None:
+            raise SyncError(
+                "an earlier call failed on this rank while the others gathered sharded parameters, and could not be "
+                f"told ({self._left_others}); their step would go on with this one. End all ranks, and start them again"
+            )
         try:
             return self.replicas.run(lambda: self._run(inputs, labels, options))
         except Exception as exc:  # of any kind: the others wait for this rank
             if self.replicas.is_gathered:
                 self._agreement.tell(exc)
+            else:
+                self._left_others = f"{type(exc).__name__}: {exc}"
             raise
         finally:
             self._agreement.end()

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import xxhash
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from geartrain.ams.values.arguments import integer
 from geartrain.ams.values.errors import InvalidArgument
@@ -68,7 +69,10 @@ def parallelize(
         InvalidArgument: A scope, a layer that cannot be split, a parameter without a scope, or a model that is parallel
             already.
         SpecMismatch: Ranks were given different models, scopes or losses; on every rank.
+        SyncError: Another rank raised one of these.
     """
+    if not isinstance(mesh, Mesh):
+        raise InvalidArgument(f"mesh is {quoted(mesh)}; it must be what gt.mesh() returns")
     link = mesh.whole.link
     failure: Exception | None = None
     said: dict[str, Any] = {}
@@ -78,9 +82,8 @@ def parallelize(
         said = {**_description(model, found, loss, seed), "micro_batches": micro_batches}
     except Exception as exc:  # of any kind: the others wait for this rank
         failure = exc
-    link.require_equal({**said, "error": None if failure is None else str(failure)}, "gt.parallelize()")
-    if failure is not None:
-        raise failure
+    link.fail_together(failure, "gt.parallelize() changed nothing")
+    link.require_equal(said, "gt.parallelize()")
     if mesh.world_size > 1:
         let_optimizers_mix()
     if mesh.stages:
@@ -106,9 +109,12 @@ def _looked_up(
 ) -> ScopedModel:
     if not isinstance(model, nn.Module):
         raise InvalidArgument(f"model is {quoted(model)}; it must be a torch.nn.Module")
-    if not isinstance(mesh, Mesh):
-        raise InvalidArgument(f"mesh is {quoted(mesh)}; it must be what gt.mesh() returns")
     for name, part in model.named_modules():
+        if isinstance(part, DistributedDataParallel) or hasattr(part, "set_requires_gradient_sync"):  # fully_shard
+            raise InvalidArgument(
+                f"{name or 'the model'!r} is a {type(part).__name__}, whose gradients are averaged already. Give "
+                "gt.parallelize the module without it, with gt.Replicate() or gt.Replicate(shard=True) as its scope"
+            )
         if isinstance(part, ParallelModel | SplitLayer):
             raise InvalidArgument(
                 f"{name or 'the model'!r} is a {type(part).__name__}: gt.parallelize had it before. Call it once, with "

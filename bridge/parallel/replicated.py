@@ -152,8 +152,9 @@ def _unused(said: str, names: list[str]) -> str:
     numbers = [int(number) for number in listed[1].split()] if listed else []
     unused = ", ".join(repr(names[number]) for number in numbers if number < len(names)) or "some"
     return (
-        f"the last loss did not depend on parameters {unused}, so their gradients were not averaged over the ranks. "
-        "Freeze what is never used before gt.parallelize (requires_grad_(False)); add 0 * parameter.sum() to the "
+        f"the last loss did not depend on parameters {unused}, or its backward pass failed before it came to them, so "
+        "their gradients were not averaged over the ranks. If it failed, end all ranks and start them again. Else "
+        "freeze what is never used (requires_grad_(False)) before gt.parallelize, add 0 * parameter.sum() to the "
         "output for what is used at times"
     )
 

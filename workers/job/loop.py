@@ -95,8 +95,8 @@ class Trainer:
         self._sparsifier = sparsifier_of(recipe)
         if self._sparsifier is not None and ranks.world_size == 1:
             raise ConfigError(
-                f"sparsity is {recipe.sparsity!r}, and one process sends no gradients; start several (torchrun "
-                "--nproc-per-node 2 -m geartrain worker ...), or leave --sparsity out of a new run"
+                f"sparsity is {recipe.sparsity!r}, and one process sends no gradients; start several, to go on "
+                "with a run, too (torchrun --nproc-per-node 2 -m geartrain worker ...), or begin one without --sparsity"
             )
         self._rows = RowOptimizer(head)
 

@@ -81,6 +81,10 @@ class LogitsOperations(ABC):
                 raise InvalidArgument(_refused(f"{getattr(operation, '__name__', operation)} with a tensor"))
         return self.mapped(operation, arguments, options)
 
+    def __getitem__(self, key: object) -> NoReturn:
+        """Refuse it."""
+        raise InvalidArgument(_refused("indexing"))
+
     def __getattr__(self, name: str) -> NoReturn:
         """Refuse what only tensors have."""
         raise _NoSuchOperation(_refused(f".{name}"))

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from geartrain.ams.values.errors import InvalidArgument
@@ -75,15 +75,22 @@ class GradientExchange:
     Attributes: ``steps``, ``skipped_steps``, ``state``, ``link``, ``is_merged``.
     """
 
-    def __init__(self, settings: Settings, model: DistributedDataParallel, optimizer: Any, grad_scaler: Any) -> None:
-        """See ``TopKGradients.attach``."""
+    def __init__(
+        self,
+        settings: Settings,
+        model: DistributedDataParallel,
+        named: nn.Module,
+        optimizer: Any,
+        grad_scaler: Any,
+    ) -> None:
+        """See ``TopKGradients.attach``; ``named`` has the parameters of ``model`` by their names."""
         self.steps = 0
         self.skipped_steps = 0
         self.is_merged = True
         self._settings = settings
         self._scaler = grad_scaler if grad_scaler is not None and grad_scaler.is_enabled() else None
         self._may_be_unused = bool(model.find_unused_parameters or getattr(model, "static_graph", False))
-        parameters = trained_parameters(model)
+        parameters = trained_parameters(model, named)
         self._names = {id(parameter): name for name, parameter in parameters.items()}
         on_host = all(parameter.device.type == "cpu" for parameter in parameters.values())
         self.link = RankLink(model.process_group)
@@ -223,12 +230,12 @@ class GradientExchange:
         raise failure
 
     def _clipping(self, clip: float) -> Tensor:
-        """What makes the norm of this rank's gradient at most clip / √R; gradients may be scaled."""
+        """What makes the norm of this rank's gradient at most clip · √R; gradients may be scaled."""
         norms = torch.stack([_norm_of(one.work.buffer) for one in self._buckets])
         norm = torch.linalg.vector_norm(norms)
         if self._factor is not None:
             norm = norm * self._factor
-        most = clip / self.link.world_size**0.5
+        most = clip * self.link.world_size**0.5
         # A gradient that holds NaN stays so only where it does, so that its parameter is the one that is named.
         factor: Tensor = (most / norm).clamp(max=1).nan_to_num(0.0)
         return factor

@@ -14,7 +14,7 @@ from geartrain.bridge.collectives.link import RankLink
 from geartrain.bridge.collectives.traffic import Traffic
 from geartrain.bridge.parallel.topk.bucket import SgdSettings
 from geartrain.bridge.parallel.topk.exchange import GradientExchange, Settings
-from geartrain.bridge.parallel.topk.requirements import require_replicated
+from geartrain.bridge.parallel.topk.requirements import replicated_part
 
 
 class TopKGradients:
@@ -57,10 +57,10 @@ class TopKGradients:
             momentum: in [0, 1).
             nesterov: look ahead, as ``torch.optim.SGD`` does.
             weight_decay: added to the gradient, as ``torch.optim.SGD`` does; exact, for it needs no communication.
-            clip: each rank clips the 2-norm of its own gradient of all parameters to clip / √ranks before it
-                accumulates it (Lin 2017, section 3.2), so that of their mean is at most that, too: where ranks have
-                gradients alike, √ranks less than ``clip_grad_norm_`` would leave. Nothing is sent before the backward
-                pass has ended then, for the norm is not known earlier.
+            clip: each rank clips the 2-norm of its own gradient of all parameters to clip · √ranks before it
+                accumulates it, so that the mean of as many independent ones is at most about ``clip`` (Lin 2017,
+                section 3.2, of shares that carry 1 / ranks already). Of gradients that are alike it is up to √ranks
+                more. Nothing is sent before the backward pass has ended then, for the norm is not known earlier.
 
         Raises:
             InvalidArgument: a value is out of its range.
@@ -82,13 +82,15 @@ class TopKGradients:
         """Exchange the gradients of ``model`` in this way from now on; return self. Every rank calls it.
 
         Args:
-            model: a DistributedDataParallel without another communication hook, with parameters in float32 or bfloat16.
-                With ``find_unused_parameters`` or ``static_graph`` a gradient that is zero everywhere counts as that of
-                a parameter which took no part: its momentum and residual wait.
-            optimizer: trains all of its parameters, without momentum or weight decay: ``torch.optim.SGD(lr=...)``.
-            grad_scaler: the ``torch.amp.GradScaler`` of the loop, if it has one. Residuals are kept without its scale.
-                If a gradient of any rank holds NaN or infinity, the scaler skips the step on every rank, and momentum
-                and residuals are put back as they were.
+            model: a DistributedDataParallel without another communication hook, with parameters in float32 or bfloat16;
+                or what :func:`geartrain.parallelize` made, before its first step: then of the parts that are whole on
+                every rank. With ``find_unused_parameters`` or ``static_graph`` a gradient that is zero everywhere
+                counts as that of a parameter which took no part: its momentum and residual wait.
+            optimizer: trains all of those parameters, without momentum or weight decay: ``torch.optim.SGD(lr=...)``.
+                Split parts have another one, with momentum.
+            grad_scaler: the ``torch.amp.GradScaler`` of the loop, which has to be given if there is one. Residuals are
+                kept without its scale. If a gradient of any rank holds NaN or infinity, the scaler skips the step on
+                every rank, and momentum and residuals are put back as they were.
 
         Raises:
             InvalidArgument: one of these does not hold, or this object is attached already.
@@ -97,7 +99,7 @@ class TopKGradients:
         """
         if self._exchange is not None:
             raise InvalidArgument("this TopKGradients is attached to a model already; make another one for each model")
-        self._exchange = GradientExchange(self._settings, require_replicated(model), optimizer, grad_scaler)
+        self._exchange = GradientExchange(self._settings, *replicated_part(model), optimizer, grad_scaler)
         return self
 
     @property

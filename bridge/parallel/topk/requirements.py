@@ -17,23 +17,31 @@ _COMPILED = "_orig_mod."
 """torch.compile puts this before the names of parameters."""
 
 
-def require_replicated(model: object) -> DistributedDataParallel:
-    """``model`` itself. Raises InvalidArgument if no process group averages its gradients."""
+def replicated_part(model: object) -> tuple[DistributedDataParallel, nn.Module]:
+    """What averages the gradients of ``model``, and the module that names its parameters.
+
+    Raises InvalidArgument if no process group averages them.
+    """
     if isinstance(model, DistributedDataParallel):
-        return model
+        return model, model.module
+    ddp, module = getattr(model, "ddp", None), getattr(model, "module", None)
+    if isinstance(ddp, DistributedDataParallel) and isinstance(module, nn.Module):  # of gt.parallelize
+        return ddp, module
     raise InvalidArgument(
         f"model is {quoted(type(model).__name__)}; it must be a torch.nn.parallel.DistributedDataParallel, whose "
-        "gradients the ranks exchange: wrap the module in it first"
+        "gradients the ranks exchange: wrap the module in it first. What gt.parallelize made needs several ranks, and "
+        "a part that is gt.Replicate()"
     )
 
 
-def trained_parameters(model: DistributedDataParallel) -> dict[str, nn.Parameter]:
-    """The parameters whose gradients DDP exchanges, by the names they have in the module."""
+def trained_parameters(model: DistributedDataParallel, named: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters whose gradients DDP exchanges, by the names they have in ``named``."""
     ignored: set[str] = getattr(model, "parameters_to_ignore", set())
+    averaged = {id(one) for name, one in model.module.named_parameters() if one.requires_grad and name not in ignored}
     return {
         name.replace(_COMPILED, ""): parameter
-        for name, parameter in model.module.named_parameters()
-        if parameter.requires_grad and name not in ignored
+        for name, parameter in named.named_parameters()
+        if id(parameter) in averaged
     }
 
 

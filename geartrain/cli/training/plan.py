@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from geartrain.ams.values.errors import GeartrainError, InvalidArgument
+from geartrain.ams.values.errors import ConfigError, GeartrainError, InvalidArgument
 from geartrain.ams.values.optimizers.registry import OPTIMIZERS, optimizer_of
 from geartrain.cli.shared.options import Json
 
@@ -113,6 +113,10 @@ def plan(
         device=device,
     )
     step = None
+    if hardware is None and (sparsity is not None or micro_batches > 1):
+        raise ConfigError("--sparsity and --micro-batches are of a step: say what it runs on, too, by --hardware")
+    if micro_batches > batch_size:
+        raise ConfigError(f"--micro-batches is {micro_batches}; it must be at most the {batch_size} samples of a rank")
     if hardware is not None:
         if rows != "ranks":
             raise InvalidArgument(

@@ -161,6 +161,8 @@ def fail_between_sharded_parts(rank: int, ranks: int, folder: Path) -> None:
         model.get_submodule("backbone.1").register_forward_hook(fail)
         with pytest.raises(Broken):
             parallel(mine, own_labels)
+        with pytest.raises(SyncError, match=r"failed on this rank while the others gathered .*Broken"):
+            parallel(mine, own_labels)  # the others' step would be that one
         os._exit(0)
     with pytest.raises(RankLost):
         parallel(mine, own_labels)

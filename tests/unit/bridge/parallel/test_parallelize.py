@@ -214,7 +214,9 @@ def check_unused(rank: int, ranks: int, folder: Path) -> None:
     parallel = gt.parallelize(made(WithUnused), gt.mesh(), {"": gt.Replicate()}, loss=nn.CrossEntropyLoss())
     parallel(own(inputs, sizes, rank), own(labels, sizes, rank)).backward()
     parallel.zero_grad()
-    with pytest.raises(InvalidArgument, match=r"parameters 'unused.weight', 'unused.bias', so their gradients"):
+    with pytest.raises(
+        InvalidArgument, match=r"parameters 'unused.weight', 'unused.bias', or its backward pass failed"
+    ):
         parallel(own(inputs, sizes, rank), own(labels, sizes, rank))
 
 
@@ -425,12 +427,20 @@ def check_failures(rank: int, ranks: int, folder: Path) -> None:
     ):
         parallel(mine, own_labels)
     parallel(mine, own_labels).backward()
+    with pytest.raises(SpecMismatch) as raised:  # of what differs alone
+        gt.parallelize(made(Classifier, CLASSES + min(rank, 1)), gt.mesh(), FUSION)
+    assert "parameters['head.bias'] is '(10,)" in str(raised.value)
+    assert "backbone" not in str(raised.value)
+    with pytest.raises(InvalidArgument, match="mesh is 2; it must be what"):
+        gt.parallelize(made(Classifier), 2, FUSION)  # type: ignore[arg-type]
+    with pytest.raises(InvalidArgument, match="is a DistributedDataParallel, whose gradients are averaged already"):
+        gt.parallelize(nn.parallel.DistributedDataParallel(made(Classifier)), gt.mesh(), DATA_PARALLEL)
     plain = gt.parallelize(made(Classifier), gt.mesh(), DATA_PARALLEL, loss=nn.MSELoss(reduction="none"))
     with pytest.raises(InvalidArgument, match="reduction='none'"):
         plain(mine, torch.zeros(len(mine), CLASSES))
     with pytest.raises(SpecMismatch, match=r"the ranks disagree on gt.parallelize\(\): loss is"):
         gt.parallelize(made(Classifier), gt.mesh(), FUSION, loss=nn.CrossEntropyLoss(label_smoothing=0.1 * (rank + 1)))
-    with pytest.raises(SpecMismatch if rank else InvalidArgument):
+    with pytest.raises(SyncError if rank else InvalidArgument, match="rank 0 failed" if rank else "'bckbone'"):
         gt.parallelize(made(Classifier), gt.mesh(), {"bckbone": gt.Replicate()} if rank == 0 else FUSION)
 
 

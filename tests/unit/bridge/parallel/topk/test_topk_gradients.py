@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -232,7 +233,7 @@ def clip(rank: int, ranks: int, folder: Path) -> None:
         step_of(clipped, step, rank)
         large, small = gradients(step, rank)
         norm = float(torch.cat([large, small]).norm())
-        factor = min(1.0, 2.0 / ranks**0.5 / norm)
+        factor = min(1.0, 2.0 * ranks**0.5 / norm)
         assert factor < 1
         step_of(plain, step, rank, large=large * factor, small=small * factor)
     torch.testing.assert_close(clipped[0].module.large, plain[0].module.large)
@@ -241,6 +242,36 @@ def clip(rank: int, ranks: int, folder: Path) -> None:
 
 def test_a_rank_clips_the_norm_of_its_whole_gradient(tmp_path: Path) -> None:
     run_ranks(clip, 2, tmp_path)
+
+
+def attach_beside_a_split_head(rank: int, ranks: int, folder: Path) -> None:
+    """The replicated part of a parallel model, by the model's own names; dense, it trains as the whole does."""
+    del folder
+    torch.manual_seed(4)
+    plain = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 7))
+    inputs, labels = torch.randn(8, 6), torch.randint(7, (8,))
+    parallel = gt.parallelize(
+        copy.deepcopy(plain), gt.mesh(), {"0": gt.Replicate(), "1": gt.Split()}, loss=nn.CrossEntropyLoss()
+    )
+    sparse = torch.optim.SGD(parallel.module[0].parameters(), lr=LR)
+    head = torch.optim.SGD(parallel.module[1].parameters(), lr=LR, momentum=0.9)
+    topk = TopKGradients(sparsity=0.0, momentum=0.9).attach(parallel, sparse)
+    whole = torch.optim.SGD(plain.parameters(), lr=LR, momentum=0.9)
+    for _ in range(3):
+        for one in (sparse, head, whole):
+            one.zero_grad()
+        nn.functional.cross_entropy(plain(inputs), labels).backward()
+        parallel(inputs[rank::ranks], labels[rank::ranks]).backward()
+        for one in (sparse, head, whole):
+            one.step()
+    torch.testing.assert_close(parallel.module[0].weight, plain[0].weight)
+    torch.testing.assert_close(parallel.module[1].weight.full_tensor(), plain[1].weight)
+    topk.merge()
+    assert set(topk.state_dict()["momentum"]) == {"0.weight", "0.bias"}
+
+
+def test_a_parallel_model_has_its_replicated_part_sparsified(tmp_path: Path) -> None:
+    run_ranks(attach_beside_a_split_head, 2, tmp_path)
 
 
 def overflow(rank: int, ranks: int, folder: Path) -> None:
