@@ -8,10 +8,12 @@ import re
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from geartrain.ams.kernels._core import arm_failpoints
 from geartrain.ams.observe import failpoints
 from geartrain.ams.observe.failpoints import FAILPOINTS, VARIABLE, arm_from_environment, armed, reach, require_allowed
 from geartrain.ams.values.errors import ConfigError, InternalError
@@ -103,6 +105,14 @@ def test_what_cannot_be_armed_is_refused_by_name(text: str, complaint: str) -> N
         require_allowed(environ={VARIABLE: text})
 
 
+@pytest.fixture
+def disarmed() -> Iterator[None]:
+    """Afterwards, also in the compiled part: there an armed process asks Python, which other tests do not expect."""
+    yield
+    arm_failpoints(False)
+
+
+@pytest.mark.usefixtures("disarmed")
 def test_the_environment_arms_once_and_warns(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(failpoints, "_armed", {})
     monkeypatch.setattr(failpoints, "_read", set())
