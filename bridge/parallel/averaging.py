@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -24,13 +24,11 @@ class BackwardPasses:
     DDP averages once after a forward pass, when every gradient is there; what is added later stays that of the rank.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Hooks that learn of each gradient stay with the ``parameters``."""
         self._missing: set[int] = set()
         self._is_local = True
         self._ids = {id(one) for one in parameters}
-
-    def watch(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Learn of each gradient; the hooks stay with the parameters."""
         for parameter in parameters:
             parameter.register_post_accumulate_grad_hook(self._accumulated)  # type: ignore[no-untyped-call]
 
@@ -82,8 +80,7 @@ class AverageHook:
         """Called by DDP for each bucket in order, once its gradients are there."""
         if bucket.index() == 0:
             self._begun, self._failure = [], None
-        in_backward = torch._C._current_graph_task_id() >= 0  # else in model.join()
-        if bucket.is_last() and in_backward:  # before DDP's own, which waits for the futures at the end of the pass
+        if bucket.is_last():  # before DDP's own, which waits for the futures at the end of the pass
             Variable._execution_engine.queue_callback(self._finish)
         buffer = bucket.buffer().mul_(1 / self._link.world_size)
         pending = None
@@ -93,22 +90,9 @@ class AverageHook:
             self._failure = exc
         future: torch.futures.Future[Tensor] = torch.futures.Future()
         self._begun.append((future, buffer, pending))
-        if bucket.is_last() and not in_backward:
-            self._settle()
-            self._raise_failure()
         return future
 
     def _finish(self) -> None:
-        self._settle()
-        if self._failure is not None:  # DDP is to end its pass before
-            Variable._execution_engine.queue_callback(self._raise_failure)
-
-    def _raise_failure(self) -> None:
-        failure, self._failure = self._failure, None  # which would keep its caller's frames, and DDP in them
-        if failure is not None:
-            raise failure
-
-    def _settle(self) -> None:
         begun, self._begun = self._begun, []
         for future, buffer, pending in begun:
             try:
@@ -117,6 +101,13 @@ class AverageHook:
             except RankLost as exc:
                 self._failure = self._failure or exc
             future.set_result(buffer)
+        if self._failure is not None:  # DDP is to end its pass before
+            Variable._execution_engine.queue_callback(self._raise_failure)
+
+    def _raise_failure(self) -> NoReturn:
+        failure, self._failure = self._failure, None  # which would keep its caller's frames, and DDP in them
+        assert failure is not None
+        raise failure
 
 
 def _on_bucket(hook, bucket):  # type: ignore[no-untyped-def]  # DDP reads annotations, as objects
@@ -124,7 +115,7 @@ def _on_bucket(hook, bucket):  # type: ignore[no-untyped-def]  # DDP reads annot
 
 
 def name_lost_ranks(sharded: Any) -> None:
-    """Let what a lost rank ends in a module under ``fully_shard`` be RankLost; PyTorch before 2.9 has no way to."""
+    """Let what a lost rank ends in a module under ``fully_shard`` be RankLost; an older PyTorch has no way to."""
     if not hasattr(sharded, "set_custom_reduce_scatter"):
         return
     sharded.set_custom_all_gather(_AllGather())

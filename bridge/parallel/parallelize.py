@@ -63,7 +63,8 @@ def parallelize(
             gradients are the same to rounding, but for what batch norm and dropout make of a smaller batch. Memory is
             that of the whole batch. With class heads :class:`geartrain.MicroBatches` does it.
 
-    Costs one all-gather of what is given, and for values a broadcast of replicated and a send of split parts.
+    Costs an exchange and an all-gather of what is given, and for values a broadcast of replicated and a send of split
+    parts.
 
     Raises:
         InvalidArgument: A scope, a layer that cannot be split, a parameter without a scope, or a model that is parallel

@@ -59,7 +59,6 @@ class Replicas:
             self.ddp = DistributedDataParallel(holder, process_group=group.process_group)
             trained = [one for one in parameters if one.requires_grad]
             self._passes = BackwardPasses(trained)
-            self._passes.watch(trained)
             if all(one.device.type == "cpu" for one in trained):
                 self._hook = AverageHook(group.process_group)
         else:

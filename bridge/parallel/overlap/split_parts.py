@@ -49,7 +49,7 @@ class SplitParts:
     Costs beside a pass without micro-batches an exchange of P integers, and one of a number for each of them.
     """
 
-    def __init__(self, layer: SplitLinear, samples: Sequence[int], may_tell: Callable[[], bool] = lambda: True) -> None:
+    def __init__(self, layer: SplitLinear, samples: Sequence[int], may_tell: Callable[[], bool]) -> None:
         """``samples``: how many each micro-batch of this rank has. ``may_tell()``: whether this rank, having failed in
         the model, may tell the others, or they are in a collective of the model's own."""
         self._layer, self._samples, self._may_tell = layer, list(samples), may_tell

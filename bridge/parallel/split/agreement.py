@@ -15,8 +15,8 @@ _WHAT = ("the layer", "the width", "the dtype")
 _WHETHER = ("whether a gradient is wanted", "whether labels are given", "whether they train (model.train())")
 _NOTHING = [0] * (2 + len(_WHAT))
 
-
 LOSS, WHOLE, END = "the loss", "all classes of the own samples", "the end of the step"
+_MEETINGS = (LOSS, WHOLE, END)
 """Where the ranks meet besides the split layers."""
 
 
@@ -32,13 +32,13 @@ class StepAgreement:
         self._others_ask_next = False
         """Whether an exchange, not another collective, is what the other ranks come to next."""
         self._has_labels = self._trains = False
-        self.layers: list[str] = [LOSS, WHOLE, END]
+        self.layers: list[str] = list(_MEETINGS)
         """Names of the split layers, the same on every rank, behind these."""
 
     @property
     def has_layers(self) -> bool:
         """Whether a layer is split."""
-        return len(self.layers) > 3
+        return len(self.layers) > len(_MEETINGS)
 
     def begin(self, *, has_labels: bool = True, trains: bool = True) -> None:
         """A forward pass begins. Ranks must agree on both: they decide which collectives follow."""

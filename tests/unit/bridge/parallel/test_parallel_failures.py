@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import geartrain as gt
 from geartrain.ams.values.errors import InvalidArgument, RankLost, SpecMismatch, SyncError
 from geartrain.bridge.parallel.scopes import Scope
+from tests.support.dying import Dies
 from tests.support.rank_processes import run_ranks
 from tests.unit.bridge.parallel.test_parallelize import (
     DATA_PARALLEL,
@@ -251,20 +252,6 @@ def go_backward_as_allowed(rank: int, ranks: int, folder: Path) -> None:
     for _ in range(2):
         for loss in parallel(mine, own_labels):
             loss.backward()
-
-
-class Dies(torch.autograd.Function):
-    """Ends the process in the backward pass."""
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor) -> Tensor:
-        del ctx
-        return values.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> Tensor:
-        del ctx
-        os._exit(0)
 
 
 def die_in_backward(rank: int, ranks: int, folder: Path, scopes: dict[str, Scope]) -> None:

@@ -435,6 +435,10 @@ def check_failures(rank: int, ranks: int, folder: Path) -> None:
         gt.parallelize(made(Classifier), 2, FUSION)  # type: ignore[arg-type]
     with pytest.raises(InvalidArgument, match="is a DistributedDataParallel, whose gradients are averaged already"):
         gt.parallelize(nn.parallel.DistributedDataParallel(made(Classifier)), gt.mesh(), DATA_PARALLEL)
+    sharded = made(Classifier)
+    gt.parallelize(sharded, gt.mesh(), {"": gt.Replicate(shard=True)})
+    with pytest.raises(InvalidArgument, match="whose gradients are averaged already"):
+        gt.parallelize(sharded, gt.mesh(), DATA_PARALLEL)
     plain = gt.parallelize(made(Classifier), gt.mesh(), DATA_PARALLEL, loss=nn.MSELoss(reduction="none"))
     with pytest.raises(InvalidArgument, match="reduction='none'"):
         plain(mine, torch.zeros(len(mine), CLASSES))

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import geartrain as gt
 from geartrain.ams.values.errors import InvalidArgument, NonFinite, RankLost, SpecMismatch, SyncError
 from geartrain.bridge.parallel.topk import bucket, exchange
+from tests.support.dying import Dies
 from tests.support.rank_processes import run_ranks
 from tests.unit.bridge.parallel.topk.test_topk_gradients import LR, SIZE, SPARSITY, Made, Tensors, made, step_of
 
@@ -145,20 +146,6 @@ def test_joining_ranks_are_refused(tmp_path: Path) -> None:
 
 def test_a_rank_that_refuses_a_step_tells_the_others(tmp_path: Path) -> None:
     run_ranks(give_momentum_on_one_rank, 2, tmp_path)
-
-
-class Dies(torch.autograd.Function):
-    """Ends the process in the backward pass."""
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor) -> Tensor:
-        del ctx
-        return values.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> Tensor:
-        del ctx
-        os._exit(0)
 
 
 class DiesBetweenBuckets(Tensors):
