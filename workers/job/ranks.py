@@ -24,6 +24,13 @@ class JobRanks:
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
+    local_world_size: int = 1
+    """Those of this machine."""
+
+    @property
+    def launcher(self) -> str:
+        """What stands before ``geartrain`` in a command that starts as many; on each machine, if there are several."""
+        return "" if self.world_size == 1 else f"torchrun --nproc-per-node {self.local_world_size} -m "
 
     @property
     def is_first(self) -> bool:
@@ -89,7 +96,12 @@ def joined_ranks(device: str) -> Iterator[JobRanks]:
         yield JobRanks()
         return
     try:
-        ranks = JobRanks(int(os.environ["RANK"]), world_size, int(os.environ.get("LOCAL_RANK", "0")))
+        ranks = JobRanks(
+            int(os.environ["RANK"]),
+            world_size,
+            int(os.environ.get("LOCAL_RANK", "0")),
+            int(os.environ.get("LOCAL_WORLD_SIZE", world_size)),
+        )
     except KeyError as exc:
         raise ConfigError(f"WORLD_SIZE is {world_size}, but {exc} is not set; start the worker with torchrun") from exc
     on_cuda = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())

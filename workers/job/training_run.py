@@ -425,10 +425,8 @@ class TrainingRun:
         step, last = self._trainer.progress.step, self._snapshots.last
         scheduler = f" --scheduler {self._options.scheduler}" if self._options.scheduler else ""
         graph = f" --graph {self._options.graph}" if self._options.graph else ""
-        program = "geartrain worker"
-        if self._ranks.world_size > 1:
-            program = f"torchrun --nproc-per-node {self._ranks.world_size} -m {program}"
-        how = f"{program} {self._data.source['job']} --resume {self._options.out}{scheduler}{graph}"
+        command = f"{self._ranks.launcher}geartrain worker {self._data.source['job']}"
+        how = f"{command} --resume {self._options.out}{scheduler}{graph}"
         if last is None or last.progress.step != step:
             return (
                 f"Stopped at step {step}; saved is step {0 if last is None else last.progress.step}. Go on with: {how}"
