@@ -79,6 +79,9 @@ def test_plan_refuses_a_step_that_it_cannot_know() -> None:
     head = ["--classes", "1000", "--dim", "8"]
     with pytest.raises(gt.errors.InvalidArgument, match="Give --rows ranks, or leave --hardware out"):
         invoke("plan", *head, "--hardware", "h200")
+    for of_a_step in (["--sparsity", "0.9"], ["--micro-batches", "4"]):
+        with pytest.raises(gt.errors.ConfigError, match="say what it runs on, too, by --hardware"):
+            invoke("plan", *head, *of_a_step)
     with pytest.raises(gt.errors.InvalidArgument, match="no hardware is named 'h2000'; there are "):
         invoke("plan", *head, "--rows", "ranks", "--hardware", "h2000")
     with pytest.raises(gt.errors.ConfigError, match="the backbone 'resnet' is unknown"):

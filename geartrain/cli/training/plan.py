@@ -115,8 +115,6 @@ def plan(
     step = None
     if hardware is None and (sparsity is not None or micro_batches > 1):
         raise ConfigError("--sparsity and --micro-batches are of a step: say what it runs on, too, by --hardware")
-    if micro_batches > batch_size:
-        raise ConfigError(f"--micro-batches is {micro_batches}; it must be at most the {batch_size} samples of a rank")
     if hardware is not None:
         if rows != "ranks":
             raise InvalidArgument(
