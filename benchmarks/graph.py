@@ -27,7 +27,6 @@ from _clustered import clustered_rows
 from geartrain.ams.graph.building.builder import ArrayRows, build_neighbours
 from geartrain.ams.graph.building.neighbours import NeighbourTable
 from geartrain.ams.graph.service.store import graph_sizes
-from geartrain.ams.values.errors import ConfigError
 from geartrain.ams.values.placement import NUM_BUCKETS
 from geartrain.ams.values.text import counted
 
@@ -58,7 +57,9 @@ def results(full: bool = False) -> Iterator[dict[str, Any]]:
 
 
 def _against_faiss(case: str, rows: Rows, rounds: int) -> Iterator[dict[str, Any]]:
-    faiss = _faiss()
+    import faiss
+
+    faiss.omp_set_num_threads(THREADS)
     ours, theirs = [], []
     for _ in range(rounds):
         started = time.perf_counter()
@@ -73,15 +74,6 @@ def _against_faiss(case: str, rows: Rows, rounds: int) -> Iterator[dict[str, Any
     differing = _rows_that_differ(rows, table, lists)
     equal = 100 * (1 - len(differing) / len(rows))
     yield _result(f"{case}: rows with the same neighbours, up to ties", equal, "all", 100.0, "%", higher=True, target=1)
-
-
-def _faiss() -> Any:
-    try:
-        import faiss
-    except ImportError as exc:
-        raise ConfigError("bench graph compares with faiss, which is not installed; pip install '.[bench]'") from exc
-    faiss.omp_set_num_threads(THREADS)
-    return faiss
 
 
 def _faiss_lists(faiss: Any, rows: Rows) -> npt.NDArray[np.int64]:

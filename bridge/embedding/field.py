@@ -13,11 +13,13 @@ from geartrain.ams.values.admission.rules import Admission
 from geartrain.ams.values.arguments import integer
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.expiry.rules import Expiry
-from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
+from geartrain.ams.values.optimizers.registry import Adagrad, RowOptimizerSpec
 from geartrain.ams.values.specs import DTypeName, Initializer, Normal, TableSpec
 from geartrain.ams.values.text import counted, quoted
 
 Where = Literal["pull", "hosted"]
+DEFAULT_OPTIMIZER = Adagrad(lr=0.05)
+"""Its steps are long for ids that are seldom seen, and its slots as many as the rows."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ class Field:
     padding_id: int | None = None
     """An id that stands for none: passed over, and a zero vector where ids are not pooled."""
     optimizer: RowOptimizerSpec | None = None
-    """Of the table; None: the group's."""
+    """Of the table; None: the group's, or Adagrad at 0.05."""
     initializer: Initializer | None = None
     """Value of a row that was never pushed; None: normal, std 0.01."""
     num_rows: int | None = None
@@ -163,11 +165,6 @@ def _spec(table: str, name: str, members: Sequence[Field], optimizer: RowOptimiz
         raise InvalidArgument(
             f"no field of table {table!r} ({who}) has a dim; give one: gt.Field({sharing[0].name!r}, dim=16)"
         )
-    said.setdefault("optimizer", optimizer)
-    if said["optimizer"] is None:
-        raise InvalidArgument(
-            f"table {table!r} ({who}) has no optimizer; give the group one for all, optimizer=gt.Adagrad(0.05), or "
-            "the field"
-        )
+    said.setdefault("optimizer", DEFAULT_OPTIMIZER if optimizer is None else optimizer)
     said.setdefault("initializer", Normal())
     return TableSpec(name=name, seed=seed, **said)  # type: ignore[arg-type]

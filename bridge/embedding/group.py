@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from geartrain.ams.kernels.embedding import BadId, FeatureIds, Lookup
+from geartrain.ams.values.arguments import boolean
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
 from geartrain.ams.values.specs import TableSpec
@@ -20,7 +21,7 @@ from geartrain.bridge.embedding.batch_rows import BatchRows, pull
 from geartrain.bridge.embedding.dense_features import distinct_features, feature_vectors
 from geartrain.bridge.embedding.field import Field, table_specs
 from geartrain.bridge.embedding.hosted_bags import HostedLookup
-from geartrain.bridge.embedding.ids import BatchIds, ids_of_batch
+from geartrain.bridge.embedding.ids import BatchIds, bags_as_torch, ids_of_batch
 from geartrain.bridge.embedding.modes import SSP, BoundedLead, Mode, checked_mode
 from geartrain.bridge.embedding.trained_tables import TrainedTables
 from geartrain.bridge.embedding.update import EmbeddingUpdate
@@ -72,7 +73,7 @@ class EmbeddingGroup(nn.Module):
             cluster: Where the rows are.
             name: Comes before the names of the tables.
             fields: Of the model; those that name one table share its rows.
-            optimizer: Of every table whose fields name none.
+            optimizer: Of every table whose fields name none; None: ``Adagrad(lr=0.05)``.
             seed: Of the initial values.
             reuse: Open tables that are there with equal specs.
             mode: What several workers wait for. ``"async"``: nothing, a push applies when it arrives. ``"sync"``: the
@@ -283,8 +284,9 @@ class EmbeddingGroup(nn.Module):
 class Embedding(EmbeddingGroup):
     """The embedding of one field: its ids in, its vectors out. See :class:`EmbeddingGroup`.
 
-    users = gt.Embedding(cluster, "user", dim=18, optimizer=gt.Adagrad(0.05))
+    users = gt.Embedding(cluster, "user", dim=18)
     vectors_BD = users(ids_B)
+    vectors_BD = users(ids_N, offsets_B, weights_N)     # as nn.EmbeddingBag is called
     """
 
     def __init__(
@@ -293,11 +295,12 @@ class Embedding(EmbeddingGroup):
         name: str,
         dim: int,
         *,
-        optimizer: RowOptimizerSpec,
+        optimizer: RowOptimizerSpec | None = None,
         seed: int = 0,
         reuse: bool = False,
         mode: Mode = "async",
         process_group: dist.ProcessGroup | None = None,
+        include_last_offset: bool = False,
         **settings: Any,
     ) -> None:
         """Make its table. Raises as the group does.
@@ -306,14 +309,16 @@ class Embedding(EmbeddingGroup):
             cluster: Where the rows are.
             name: Of the table.
             dim: Width of the vectors.
-            optimizer: Of the rows.
+            optimizer: Of the rows; None: ``Adagrad(lr=0.05)``.
             seed: Of the initial values.
             reuse: Open the table if it is there with an equal spec.
             mode: What several workers wait for, as of :class:`EmbeddingGroup`.
             process_group: The ranks that step together, as there.
+            include_last_offset: Whether ``offsets`` of a call end with the number of ids, as of ``nn.EmbeddingBag``.
             settings: Those of a :class:`Field`.
         """
         field = Field(name, dim, **settings)
+        self.include_last_offset = boolean("include_last_offset", include_last_offset)
         super().__init__(
             cluster,
             name,
@@ -328,9 +333,17 @@ class Embedding(EmbeddingGroup):
     def _full_name(self, table: str) -> str:
         return table
 
-    def forward(self, ids: Any) -> Tensor:  # type: ignore[override]
-        """Look ids up, in any form that a field of :class:`EmbeddingGroup` takes; returns vectors as it does."""
-        return super().forward({self.fields[0].name: ids})[self.fields[0].name]
+    def forward(self, ids: Any, offsets: Any = None, per_sample_weights: Any = None) -> Tensor:  # type: ignore[override]
+        """Look ids up; returns vectors as :class:`EmbeddingGroup` does, and raises what it does.
+
+        Args:
+            ids: In any form that a field of a group takes.
+            offsets: Where each bag of ids [N] begins, [B] (with ``include_last_offset`` B + 1).
+            per_sample_weights: A number for each id, in their shape.
+        """
+        name = self.fields[0].name
+        given = bags_as_torch(ids, offsets, per_sample_weights, ends=self.include_last_offset, name=name)
+        return super().forward({name: given})[name]
 
     def vectors_of(self, pulled: BatchRows) -> Any:
         """See the base class."""

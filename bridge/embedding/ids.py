@@ -91,6 +91,28 @@ def _of_level(ids: BatchIds, nodes: Nodes | None, name: str) -> BatchIds:
     return replace(ids, nodes=nodes)
 
 
+def bags_as_torch(ids: Any, offsets: Any, weights: Any, *, ends: bool, name: str) -> Any:
+    """What a batch gives of one field, of the arguments of ``nn.EmbeddingBag``; ``ends``: the last offset ends the ids.
+
+    Offsets [B] are where bags begin. Without them ids [B, L] may have weights [B, L], and ids [B] weights [B]. Raises
+    InvalidIds, and InvalidArgument for weights of another shape.
+    """
+    if offsets is None and weights is None:
+        return ids
+    if offsets is not None:
+        bounds = _integers(offsets, name, "the offsets")
+        return (ids, bounds if ends else np.append(bounds, len(_integers(ids, name, "the ids"))), weights)
+    array, its_shape = _integers(ids, name, "the ids"), list(getattr(weights, "shape", np.shape(weights)))
+    if array.ndim not in (1, 2) or list(array.shape) != its_shape:
+        raise InvalidArgument(
+            f"the weights of field {name!r} have shape {its_shape} and its ids {list(array.shape)}; without offsets "
+            "both are [B], or [B, L]"
+        )
+    length = array.shape[1] if array.ndim == 2 else 1
+    flat = weights.reshape(-1) if isinstance(weights, Tensor) else np.reshape(weights, -1)
+    return array.reshape(-1), np.arange(len(array) + 1) * length, flat
+
+
 def batch_ids(given: Any, name: str) -> BatchIds:
     """The ids of one field: integers [B], or [B, L]; a jagged nested tensor; (values, offsets) or (values, offsets,
     weights) with B + 1 offsets; something with values() and lengths(). Raises InvalidIds that names the field.
@@ -138,7 +160,8 @@ def _ragged(values: Any, offsets: Any, weights: Any, name: str) -> BatchIds:
     if bounds[0] != 0 or bounds[-1] != len(ids):
         raise InvalidIds(
             f"the offsets of field {name!r} go from {bounds[0]} to {bounds[-1]}; they must go from 0 to the number of "
-            f"ids, {len(ids)}: B + 1 numbers, as torch's include_last_offset"
+            f"ids, {len(ids)}: B + 1 numbers, as torch's include_last_offset. (Where bags begin, B numbers, is what "
+            "gt.Embedding takes as offsets=)"
         )
     falls = np.flatnonzero(np.diff(bounds) < 0)
     if len(falls):

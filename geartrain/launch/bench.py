@@ -70,7 +70,7 @@ def run_bench(name: str, folder: Path, *, full: bool = False) -> Iterator[Result
         full: also what takes longer than a minute a case.
 
     Raises:
-        ConfigError: there is no such bench; lists those there are.
+        ConfigError: there is no such bench; lists those there are. Or a package is missing that it needs; names it.
         BrokenBench: a file has no ``results``, or one of its results lacks a field.
     """
     found = benches(folder)
@@ -82,10 +82,22 @@ def run_bench(name: str, folder: Path, *, full: bool = False) -> Iterator[Result
             f"{known}. 'geartrain bench' says what each measures"
         )
     for path in (folder / f"{file}.py" for file in chosen):
-        for result in _module(path).results(full=full):
-            if set(result) != set(Result.__annotations__):
-                raise BrokenBench(f"{path} yields {sorted(result)}; a result has {sorted(Result.__annotations__)}")
-            yield result
+        try:
+            for result in _module(path).results(full=full):
+                if set(result) != set(Result.__annotations__):
+                    raise BrokenBench(f"{path} yields {sorted(result)}; a result has {sorted(Result.__annotations__)}")
+                yield result
+        except ModuleNotFoundError as exc:
+            package = (exc.name or "").partition(".")[0]
+            if package not in EXTRAS:
+                raise
+            raise ConfigError(
+                f"bench {path.stem} needs {package}, which is not installed; pip install '.[{EXTRAS[package]}]'"
+            ) from exc
+
+
+EXTRAS = {"pyarrow": "data", "confluent_kafka": "kafka", "faiss": "bench", "matplotlib": "bench", "redis": "redis"}
+"""Modules that a bench may lack -> the extra of pyproject.toml that has them."""
 
 
 def machine() -> dict[str, object]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from typer.testing import CliRunner
 
 from geartrain.ams.values.errors import ConfigError
 from geartrain.cli.main import build_app
-from geartrain.launch.bench import BrokenBench, benches, run_bench
+from geartrain.launch.bench import EXTRAS, BrokenBench, benches, run_bench
 
 GOOD = """
 import _helper
@@ -89,6 +90,23 @@ def test_a_result_that_lacks_a_field_is_refused(folder: Path) -> None:
     (folder / "rows_a.py").write_text("def results(full=False):\n    yield {'case': 'x'}\n", encoding="utf-8")
     with pytest.raises(BrokenBench, match=r"rows_a\.py yields \['case'\]"):
         list(run_bench("rows", folder))
+
+
+@pytest.mark.parametrize(
+    "text", ["import pyarrow.parquet", "def results(full=False):\n    import pyarrow.parquet\n    yield {}"]
+)
+def test_a_bench_without_a_package_names_its_extra(folder: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)  # as where it is not installed
+    (folder / "rows_a.py").write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"bench rows_a needs pyarrow.*pip install '\.\[data\]'"):
+        list(run_bench("rows", folder))
+
+
+def test_every_extra_that_a_bench_names_is_one_of_the_project() -> None:
+    text = (Path(__file__).resolve().parents[3] / "pyproject.toml").read_text(encoding="utf-8")
+    extras = tomllib.loads(text)["project"]["optional-dependencies"]
+    for module, extra in EXTRAS.items():
+        assert any(one.startswith(module.replace("_", "-")) for one in extras[extra]), module
 
 
 def test_a_file_without_results_is_refused(folder: Path) -> None:

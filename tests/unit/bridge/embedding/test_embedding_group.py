@@ -221,8 +221,6 @@ def test_a_weight_that_is_no_number_and_ids_that_are_none_are_named(cluster: gt.
             fields(batch)
     with pytest.raises(gt.errors.InvalidArgument, match="share table 'a' and differ in dim: 2 and 3"):
         gt.EmbeddingGroup(cluster, "h", [gt.Field("a", dim=2), gt.Field("b", dim=3, table="a")], optimizer=gt.SGD(1.0))
-    with pytest.raises(gt.errors.InvalidArgument, match="has no optimizer"):
-        gt.EmbeddingGroup(cluster, "h", [gt.Field("a", dim=2)])
     with pytest.raises(gt.errors.TableExists):
         gt.EmbeddingGroup(cluster, "g", [gt.Field("new", dim=2), gt.Field("a", dim=2)], optimizer=gt.SGD(1.0))
     with pytest.raises(gt.errors.TableNotFound):
@@ -284,6 +282,45 @@ def test_joint_optimizer_and_norm_clipping_take_embeddings(cluster: gt.Cluster) 
     optimizer.step()
     after = one.table("t").pull(torch.arange(3))
     torch.testing.assert_close(after[1], before[1] - weight[0] * 0.1 / norm, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("pooling", ["sum", "mean"])
+def test_one_embedding_is_called_as_torch_is(cluster: gt.Cluster, pooling: Any) -> None:
+    """Offsets with and without the last one, an empty bag at the end, weights, ids [B, L]."""
+    one = gt.Embedding(cluster, "t", DIM, pooling=pooling)
+    ends = gt.Embedding(cluster, "t", DIM, pooling=pooling, include_last_offset=True, reuse=True)
+    rows = one.table("t").pull(torch.arange(ROWS))
+    ids, begins = torch.tensor([4, 1, 4, 2, 0]), torch.tensor([0, 2, 2, 5])
+    theirs = nn.EmbeddingBag.from_pretrained(rows, mode=pooling)
+    torch.testing.assert_close(one(ids, begins), theirs(ids, begins))
+    bounds = torch.tensor([0, 2, 2, 5, 5])
+    torch.testing.assert_close(ends(ids, offsets=bounds), theirs(ids, begins))
+    square = torch.tensor([[4, 1], [3, 3]])
+    torch.testing.assert_close(one(square), theirs(square))
+    if pooling == "sum":
+        weights = torch.rand(5)
+        torch.testing.assert_close(one(ids, begins, weights), theirs(ids, begins, weights))
+        torch.testing.assert_close(
+            one(square, per_sample_weights=weights[:4].view(2, 2)), theirs(square, None, weights[:4].view(2, 2))
+        )
+    with pytest.raises(gt.errors.InvalidArgument, match=r"weights of field 't' have shape \[3\] and its ids \[2, 2\]"):
+        one(square, per_sample_weights=torch.rand(3))
+    with pytest.raises(gt.errors.InvalidIds, match="offsets of field 't' go from 1 to 5"):
+        one(ids, torch.tensor([1, 2]))
+
+
+def test_an_embedding_trains_with_nothing_said_of_its_optimizer(cluster: gt.Cluster) -> None:
+    one = gt.Embedding(cluster, "t", DIM)
+    fields = gt.EmbeddingGroup(cluster, "g", [gt.Field("a", dim=2), gt.Field("b", dim=2, optimizer=gt.SGD(1.0))])
+    assert one.table("t").spec.optimizer == fields.table("a").spec.optimizer == gt.Adagrad(0.05)
+    assert fields.table("b").spec.optimizer == gt.SGD(1.0)
+    rows, wanted = gt.RowOptimizer(one), torch.randn(4, DIM)
+    for _ in range(200):
+        loss = (one(torch.arange(4)) - wanted).square().mean()
+        loss.backward()
+        rows.step()
+        rows.zero_grad()
+    assert float(loss.detach()) < 0.1 * float(wanted.square().mean())
 
 
 def test_a_batch_may_be_overwritten_before_its_backward_pass(cluster: gt.Cluster) -> None:
