@@ -26,6 +26,7 @@ from geartrain.ams.values.errors import (
     SchedulerUnavailable,
     StaleBucketMap,
 )
+from geartrain.ams.values.expiry.rules import import_rules
 from geartrain.ams.values.placement import BucketMap, buckets_of_shard
 from geartrain.ams.values.scheduler_messages import Heartbeat, LeaveCluster, Register
 
@@ -154,6 +155,7 @@ class ShardServer:
 
     def __init__(self, config: ServerConfig, models: HostedModels = MappingProxyType({})) -> None:
         """Hold the shards that ``config`` names; they host ``models``. Raises ConfigError."""
+        import_rules(config.rule_modules or ())
         self._config = config
         self._roots = SnapshotRoots("server", config.listen, config.snapshot_roots)
         self._models = models

@@ -126,6 +126,11 @@ def _root_list(value: object) -> object:
         raise ConfigError(f"{value!r} begins like a JSON list and is none: {exc}") from exc
 
 
+def _module_list(value: object) -> object:
+    """Split ``"my_package.rules,other.rules"``, as a flag or a variable of the environment says it."""
+    return value.strip("[]").split(",") if isinstance(value, str) else value
+
+
 def _snapshot_root(value: str) -> str:
     if not value.startswith("/") and "://" not in value:
         raise ConfigError(f"{value!r} is no root of snapshots; give an absolute folder, as /snapshots, or a URL")
@@ -138,6 +143,9 @@ Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Ports = Annotated[tuple[Annotated[int, Field(ge=0, le=65_535)], ...], BeforeValidator(_port_list)]
 Cpus = Annotated[tuple[Annotated[int, Field(ge=0, lt=MAX_CPUS)], ...], Field(min_length=1), BeforeValidator(_cpu_list)]
 SnapshotRootList = Annotated[tuple[Annotated[str, AfterValidator(_snapshot_root)], ...], BeforeValidator(_root_list)]
+Modules = Annotated[
+    tuple[Annotated[str, Field(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$")], ...], BeforeValidator(_module_list)
+]
 MessageBytes = Annotated[int, Field(ge=2 * MIB, le=(1 << 31) - 1)]
 
 
@@ -225,6 +233,8 @@ class ServerConfig(Section):
     """How long a synchronous push waits for the other ranks of its group."""
     snapshot_roots: SnapshotRootList | None = None
     """Where snapshots may be, as /snapshots,s3://bucket/runs; None: anywhere, on other than loopback nowhere."""
+    rule_modules: Modules | None = None
+    """Modules to import for their rules by which rows go (``@gt.expiry_rule``), as my_package.rules. None: none."""
     memory_bytes: int | None = Field(default=None, ge=MIB)
     """Most bytes of rows, slots and indexes; writes beyond it are refused. None: most of its container or machine."""
     cpus: Cpus | None = None

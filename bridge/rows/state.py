@@ -100,6 +100,8 @@ def _unpacked(value: Any, tensors: dict[str, Tensor]) -> Any:
             return {key: _unpacked(item, tensors) for key, item in content}
         case "$apart":
             name, shape, dtype = content
+            if not isinstance(vars(torch).get(dtype), torch.dtype):
+                raise ValueError(f"{dtype!r} is no dtype of torch")
             return StoredApart(name, tuple(shape), dtype)
         case "$tuple":
             return tuple(_unpacked(item, tensors) for item in content)

@@ -38,7 +38,12 @@ class FromBitmaps(nn.Module):
 
 
 def build_timm(name: str, *, channels: int, image_size: int, dim: int) -> nn.Module:
-    """A network of ``timm`` with random weights, whose last layer gives the features. Raises ConfigError."""
+    """A network of ``timm`` with random weights, whose last layer gives the features. Raises ConfigError.
+
+    ``name`` may come from a model's folder: it is one of timm's own, no place on disk or in a hub.
+    """
+    if ":" in name or "/" in name:
+        raise ConfigError(f"the backbone {TIMM}{name} is no name of a network of timm, as {TIMM}resnet18")
     try:
         import timm
     except (ImportError, RuntimeError) as exc:  # torchvision raises the latter if it was built for another torch

@@ -165,6 +165,9 @@ def restore_tables(
             raise SpecMismatch(f"table {name!r} is not in the snapshot {str(folder)!r}; it has {sorted(specs)}")
         if specs[name] != table.spec:
             raise SpecMismatch(f"table {name!r} is not as in the snapshot: its {table.spec.unlike(specs[name])}")
+    for spec in specs.values() if not tables else ():  # what is to be replaced is there still: see that all can be made
+        if spec.expiry is not None:
+            spec.expiry.require_usable()
     begin()
     owned = np.zeros(NUM_BUCKETS, np.bool_)
     owned[owned_buckets] = True

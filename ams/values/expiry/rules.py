@@ -9,24 +9,27 @@ import importlib
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
+from types import FunctionType
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from geartrain.ams.values.arguments import integer, real_number
-from geartrain.ams.values.errors import InvalidArgument
+from geartrain.ams.values.errors import ConfigError, InvalidArgument
 from geartrain.ams.values.expiry.expressions import Expression
 
 DEFAULT_EVERY = 1_000
 _ENTRY_POINT = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
-_MARK = "is_geartrain_expiry_rule"
 
 Mask = npt.NDArray[np.bool_]
 RuleFunction = TypeVar("RuleFunction", bound=Callable[..., Any])
+
+_FUNCTIONS: dict[str, Callable[[RowBlock], Any]] = {}
+"""By ``module:name``, the functions of this process that are marked as rules: all that a rule can name."""
 
 
 @dataclass(frozen=True)
@@ -145,8 +148,10 @@ class Rule(Expiry):
     ``gt.Rule("unseen_steps > 1000 and count < 3 and norm < 0.1")``: numbers, the names ``unseen_steps``,
     ``unseen_seconds``, ``count`` and ``norm``, ``+ - * /``, comparisons, ``and``, ``or``, ``not`` and parentheses.
 
-    ``gt.Rule("package.module:function")``: a function of a :class:`RowBlock` that gives a bool for each row. Shards
-    import the module, and the function carries :func:`expiry_rule`.
+    ``gt.Rule("package.module:function")``: a function of a :class:`RowBlock` that gives a bool for each row, below
+    :func:`expiry_rule`. Servers import its module because their setting ``server.rule_modules`` names it
+    (``--rule-modules package.module``); ``gt.local()`` has the modules that are imported already. What a client or a
+    snapshot names is looked up, never imported.
     """
 
     rule: str = field(kw_only=False)
@@ -182,25 +187,43 @@ class Rule(Expiry):
 
 
 def expiry_rule(function: RuleFunction) -> RuleFunction:
-    """Let a function decide which rows go: ``gt.Rule("package.module:function")``.
+    """Let a function at the top of a module decide which rows go: ``gt.Rule("package.module:function")``.
 
-    Without it a shard does not call a function that a client names.
+    Raises InvalidArgument for anything else.
     """
-    setattr(function, _MARK, True)
+    name = f"{getattr(function, '__module__', None)}:{getattr(function, '__qualname__', None)}"
+    if not isinstance(function, FunctionType) or not _ENTRY_POINT.fullmatch(name):
+        raise InvalidArgument(f"expiry rule {name} must be a function at the top of a module: def stale(rows): ...")
+    _FUNCTIONS[name] = function
     return function
 
 
+def import_rules(modules: Iterable[str]) -> None:
+    """Import the modules whose rules a server is to know. Raises ConfigError for one that has none."""
+    for module in modules:
+        why = "it has no function below @gt.expiry_rule"
+        try:
+            importlib.import_module(module)
+        except Exception as exc:  # whatever the user's module raises
+            why = f"{type(exc).__name__}: {exc}"
+        if not any(name.startswith(f"{module}:") for name in _FUNCTIONS):
+            raise ConfigError(
+                f"rule_modules names {module!r}, which gives no rule here: {why}; give the module whose functions "
+                "stand below @gt.expiry_rule, installed where the server runs or in a folder on PYTHONPATH"
+            )
+
+
 def _function(entry_point: str) -> Callable[[RowBlock], Any]:
-    module, _, name = entry_point.partition(":")
-    try:
-        found = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as exc:
+    found = _FUNCTIONS.get(entry_point)
+    if found is None:
+        known = ", ".join(sorted(_FUNCTIONS)) or "none"
+        module = entry_point.partition(":")[0]
         raise InvalidArgument(
-            f"expiry rule {entry_point} cannot be imported here ({exc}); install its module where the shards run"
-        ) from exc
-    if not callable(found) or not getattr(found, _MARK, False):
-        raise InvalidArgument(f"{entry_point} is no expiry rule; write @gt.expiry_rule above the function")
-    return found  # type: ignore[no-any-return]
+            f"expiry rule {entry_point} is not known here (known: {known}), and no code is imported because a client "
+            f"or a snapshot names it; start the servers with --rule-modules {module} (server.rule_modules), and write "
+            f"@gt.expiry_rule above the function. For gt.local() it is enough to import {module} first"
+        )
+    return found
 
 
 _KINDS: dict[str, type[Expiry]] = {kind.__name__: kind for kind in (Unseen, SmallerThan, Rule)}

@@ -73,6 +73,10 @@ def server(
     ] = None,
     cpus: Annotated[str | None, typer.Option(help="CPUs to keep to, as 0-3,6; by default all it is given.")] = None,
     snapshot_roots: SnapshotRoots = None,
+    rule_modules: Annotated[
+        str | None,
+        typer.Option(help="Modules with rules by which rows go (@gt.expiry_rule), as my_package.rules; imported here."),
+    ] = None,
     insecure: Insecure = None,
     mode: Mode = None,
     log_level: LogLevel = "info",
@@ -95,6 +99,7 @@ def server(
         ports=ports,
         cpus=cpus,
         snapshot_roots=snapshot_roots,
+        rule_modules=rule_modules,
         insecure=insecure,
     )
     given += configuration.flags(configuration.WHOLE, mode=mode)

@@ -128,6 +128,9 @@ def test_networks_of_timm_are_told_the_size_if_they_ask_for_it(monkeypatch: pyte
         assert backbone(torch.zeros(2, 3, 16, 16, dtype=torch.uint8)).shape == (2, 4)
     assert [settings.get("img_size") for settings in asked] == [16, 16, None]
     assert not any(settings["pretrained"] for settings in asked)
+    for place in ("hf-hub:somebody/model", "local-dir:/tmp/model"):
+        with pytest.raises(ConfigError, match="is no name of a network of timm"):
+            tried(f"timm:{place}")
     with pytest.raises(ConfigError, match="timm makes no backbone 'none'"):
         tried("timm:none")
     monkeypatch.setitem(sys.modules, "timm", None)

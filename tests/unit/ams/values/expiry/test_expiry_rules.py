@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from geartrain.ams.rpc.codec.specs import expiry_from_pb, expiry_to_pb
-from geartrain.ams.values.errors import InvalidArgument
+from geartrain.ams.values.errors import ConfigError, InvalidArgument
 from geartrain.ams.values.expiry.rules import (
     Expiry,
     RowBlock,
@@ -19,6 +21,7 @@ from geartrain.ams.values.expiry.rules import (
     Unseen,
     expiry_from_json,
     expiry_rule,
+    import_rules,
 )
 
 
@@ -81,7 +84,7 @@ def test_an_expression_says_what_it_says_in_python(rule: str, seed: int) -> None
 )
 def test_what_is_not_allowed_is_named(rule: str, why: str | None) -> None:
     if why is None:
-        with pytest.raises(InvalidArgument, match=r"nowhere.at_all:rule cannot be imported here"):
+        with pytest.raises(InvalidArgument, match=r"nowhere.at_all:rule is not known here"):
             Rule(rule).require_usable()
         return
     with pytest.raises(InvalidArgument, match=why):
@@ -128,13 +131,27 @@ def wrong_shape(rows: RowBlock) -> Any:
     return rows.ids > 0 if len(rows.ids) > 3 else [True]
 
 
-def test_a_function_that_is_marked_is_called_and_no_other() -> None:
+def test_a_function_that_is_marked_is_called_and_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert Rule(f"{__name__}:odd_ids").expired(block(count=[1, 1, 1])).tolist() == [False, True, False]
     with pytest.raises(InvalidArgument, match="gave list for 2 rows; it must give a numpy array of one bool"):
         Rule(f"{__name__}:wrong_shape").expired(block(count=[1, 1]))
     for other in ("os:abort", f"{__name__}:NAMES", f"{__name__}:block"):
-        with pytest.raises(InvalidArgument, match=r"is no expiry rule; write @gt.expiry_rule above the function"):
+        with pytest.raises(
+            InvalidArgument, match=r"not known here \(known: .*odd_ids.*write @gt.expiry_rule above the"
+        ):
             Rule(other).require_usable()
+    (tmp_path / "answers_all.py").write_text(
+        "def __getattr__(name):\n    return __getattr__\n\n\nis_geartrain_expiry_rule = 1\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(InvalidArgument, match="not known here"):
+        Rule("answers_all:anything").require_usable()
+    assert "answers_all" not in sys.modules
+    with pytest.raises(ConfigError, match=r"rule_modules names 'answers_all', which gives no rule here"):
+        import_rules(["answers_all"])
+    for wrong in (len, type("Rules", (), {"__call__": odd_ids})(), lambda rows: rows.ids > 0):
+        with pytest.raises(InvalidArgument, match="must be a function at the top of a module"):
+            expiry_rule(wrong)
 
 
 def test_a_rule_that_does_not_say_which_rows_go_cannot_be_made() -> None:
