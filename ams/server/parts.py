@@ -18,6 +18,8 @@ MAX_PARTS = 65_536
 STREAM_SHARE = 8
 """A stream that has a write here already gets room for more only within this share (1/n) of all room."""
 RETRY_AFTER_SECONDS = 0.2
+_PART_BYTES = 1024
+"""What a part takes beside its bytes, about: so that those without any have a bound, too."""
 _GROWTH = 2
 """Parts of an admitted write that are larger than its first one may use this times all room."""
 Payload = tuple[npt.NDArray[Any], ...]
@@ -33,7 +35,7 @@ class _Pending:
     room: int = 0
     """Bytes held for it, whether its parts are here or not."""
     size: int = 0
-    """Bytes of the parts that are here."""
+    """What the parts that are here take."""
     parts: dict[int, Payload] = field(default_factory=dict)
 
 
@@ -157,4 +159,4 @@ class PartBuffer:
 
 
 def _size(payload: Payload) -> int:
-    return sum(array.nbytes for array in payload)
+    return _PART_BYTES + sum(array.nbytes for array in payload)

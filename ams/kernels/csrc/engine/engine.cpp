@@ -294,6 +294,7 @@ void Engine::push_beside(std::span<const TablePush> pushes, int64_t threads, con
 std::optional<Done> Engine::push_jointly(const CallContext& context, ServedTable& table, const PushRequest& push,
                                          const Caller& caller) {
   table.require_factors(push);
+  table.require_width("gradients", push.dim);  // first of all: what its rows would be is what it may ask for
   const std::string& name = table.name();
   const RankWrite write{.push = push, .hosted = nullptr, .arrays = nullptr};
   if (groups_->is_applied(name, write)) return Done{0, true};
@@ -305,7 +306,7 @@ std::optional<Done> Engine::push_jointly(const CallContext& context, ServedTable
   try {
     const std::vector<const RankWrite*> parts = SyncGroups::parts(*joined.complete);
     are_hosted(name, parts);  // none is, for this one is not; throws if another is
-    const JointPush joint = joint_push(name, parts, table.rows().spec().counts_occurrences);
+    const JointPush joint = joint_push(parts, table.rows().spec().counts_occurrences);
     Interludes interludes(&turn_, caller.meanwhile);
     Pauses* const pauses = interludes.of(bytes_of(joint.push.count, joint.push.dim, joint.push.dtype));
     done = applied(table, [&] {

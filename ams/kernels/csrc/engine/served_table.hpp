@@ -55,6 +55,7 @@ class ServedTable {
   int64_t push(const PushRequest& request, Pauses* pauses = nullptr, const RowPlaces<char>* after = nullptr);
   // What `push` refuses without looking at ids and gradients.
   void require_factors(const PushRequest& request) const;
+  void require_width(const char* label, int64_t dim) const;
   int64_t assign(const AssignRequest& request, Pauses* pauses = nullptr);
 
   // Of pushes that say when their rows were pulled: how many came with so many writes applied between pull and push, at i those of i
@@ -83,7 +84,6 @@ class ServedTable {
   }
 
  private:
-  void require_width(const char* label, int64_t dim) const;
   void require_dtype(const char* label, DType dtype) const;
   void require_wire(const PullRequest& request) const;
 

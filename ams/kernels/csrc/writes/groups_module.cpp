@@ -17,6 +17,14 @@ class HostedUpdate : public HostedWrite {
 
   const nb::object& update() const { return *update_; }
 
+  size_t bytes() const override {
+    const WithInterpreter interpreter;
+    size_t sum = 0;
+    for (const nb::handle inputs : update_->attr("inputs"))
+      for (const nb::handle array : inputs.attr("arrays").attr("values")()) sum += nb::cast<size_t>(array.attr("nbytes"));
+    return sum;
+  }
+
   Fingerprint fingerprint(Fingerprint begin) const override {
     const WithInterpreter interpreter;
     const nb::callable sorted = nb::module_::import_("builtins").attr("sorted");
@@ -138,10 +146,11 @@ void bind_sync_groups(nb::module_& m) {
   nb::class_<SyncGroups>(m, "SyncGroups")
       .def(
           "__init__",
-          [](SyncGroups* self, double timeout_seconds, nb::object clock, size_t max_groups) {
-            new (self) SyncGroups(timeout_seconds, clock_of(std::move(clock), monotonic_seconds), max_groups);
+          [](SyncGroups* self, double timeout_seconds, nb::object clock, size_t max_groups, size_t max_waiting_bytes) {
+            new (self) SyncGroups(timeout_seconds, clock_of(std::move(clock), monotonic_seconds), max_groups, max_waiting_bytes);
           },
-          nb::arg("timeout_seconds"), nb::arg("clock") = nb::none(), nb::arg("max_groups") = kMaxGroups)
+          nb::arg("timeout_seconds"), nb::arg("clock") = nb::none(), nb::arg("max_groups") = kMaxGroups,
+          nb::arg("max_waiting_bytes") = 0)
       .def("is_applied", &is_applied, nb::arg("write"))
       .def("join", &join, nb::arg("context"), nb::arg("write"))
       .def("updates", &updates, nb::arg("update"))

@@ -12,6 +12,10 @@ namespace geartrain {
 namespace {
 
 size_t bytes_of(const PushRequest& push) { return static_cast<size_t>(push.count * push.dim) * item_bytes(push.dtype); }
+size_t bytes_of_ids(const PushRequest& push) { return static_cast<size_t>(push.count) * sizeof(int64_t); }
+size_t bytes_of_occurrences(const PushRequest& push) {
+  return push.batch.occurrences == nullptr ? 0 : static_cast<size_t>(push.count) * sizeof(uint32_t);
+}
 
 void add(std::string& bytes, uint64_t word) { bytes.append(reinterpret_cast<const char*>(&word), sizeof word); }
 void add(std::string& bytes, double number) { add(bytes, std::bit_cast<uint64_t>(number)); }
@@ -24,19 +28,6 @@ double sum_of_samples(const std::vector<const RankWrite*>& writes) {
   double total = 0;
   for (const RankWrite* write : writes) total += static_cast<double>(write->push.group->sample_count);
   return total;
-}
-
-int64_t common_width(const std::string& table, const std::vector<const RankWrite*>& writes) {
-  const PushRequest* widest = nullptr;
-  for (const RankWrite* write : writes) {
-    const PushRequest& push = write->push;
-    if (widest != nullptr && push.count != 0 && widest->count != 0 && push.dim != widest->dim)
-      throw Fault("InvalidRows", "gradients of table " + quoted(table) + " have width " + std::to_string(push.dim) + " on rank " +
-                                     std::to_string(push.group->rank) + " and " + std::to_string(widest->dim) + " on rank " +
-                                     std::to_string(widest->group->rank));
-    if (widest == nullptr || (widest->count == 0 && push.count != 0)) widest = &push;
-  }
-  return widest->dim;
 }
 
 // sums[places[i]] += gradients[i] * factor in order of i. A place that is new is the next one, from `next` on, and begins with it.
@@ -58,12 +49,16 @@ int64_t add_weighted(float* sums, const int64_t* places, int64_t next, const Pus
 
 }  // namespace
 
+size_t bytes_of(const RankWrite& write) {
+  if (write.hosted != nullptr) return write.hosted->bytes();
+  return bytes_of_ids(write.push) + bytes_of_occurrences(write.push) + bytes_of(write.push);
+}
+
 RankWrite copied(const RankWrite& write) {
   RankWrite copy = write;
   if (write.hosted != nullptr) return copy;
-  const size_t id_bytes = static_cast<size_t>(write.push.count) * sizeof(int64_t), row_bytes = bytes_of(write.push);
-  const size_t occurrences_bytes =
-      write.push.batch.occurrences == nullptr ? 0 : static_cast<size_t>(write.push.count) * sizeof(uint32_t);
+  const size_t id_bytes = bytes_of_ids(write.push), row_bytes = bytes_of(write.push);
+  const size_t occurrences_bytes = bytes_of_occurrences(write.push);
   const std::shared_ptr<char[]> bytes(new char[id_bytes + occurrences_bytes + row_bytes]);
   if (write.push.count != 0) {
     std::memcpy(bytes.get(), write.push.ids, id_bytes);
@@ -108,8 +103,8 @@ bool are_hosted(const std::string& table, const std::vector<const RankWrite*>& w
   return hosted != 0;
 }
 
-JointPush joint_push(const std::string& table, const std::vector<const RankWrite*>& writes, bool counts_occurrences) {
-  const int64_t width = common_width(table, writes);
+JointPush joint_push(const std::vector<const RankWrite*>& writes, bool counts_occurrences) {
+  const int64_t width = writes.front()->push.dim;
   const double samples = sum_of_samples(writes);
   std::vector<int64_t> ids;
   for (const RankWrite* write : writes) ids.insert(ids.end(), write->push.ids, write->push.ids + write->push.count);

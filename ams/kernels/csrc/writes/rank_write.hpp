@@ -17,6 +17,8 @@ class HostedWrite {
   virtual ~HostedWrite() = default;
   // What tells these inputs from others.
   virtual Fingerprint fingerprint(Fingerprint begin) const = 0;
+  // Of their arrays.
+  virtual size_t bytes() const = 0;
 };
 
 // Gradients, or the inputs of a hosted model.
@@ -25,6 +27,9 @@ struct RankWrite {
   std::shared_ptr<const HostedWrite> hosted;  // or null
   std::shared_ptr<const void> arrays;         // what keeps those of `push` alive; null: its caller does
 };
+
+// What its arrays take.
+size_t bytes_of(const RankWrite& write);
 
 // The same, in memory of its own.
 RankWrite copied(const RankWrite& write);
@@ -43,9 +48,9 @@ struct JointPush {
   PushRequest push;                    // of those arrays, by the numbers of the first rank
 };
 
-// Given in rank order: an id occurs as often as on all ranks together, and the step and the time are the latest; when its rows were pulled
+// Given in rank order, all of one width: an id occurs as often as on all ranks together, and the step and the time are the latest; when its rows were pulled
 // is not said, for each rank has pulled its own. Each rank's gradient is the mean over its samples, so that the joint mean is the sum weighted by sample
-// counts, which is made in rank order. Throws the Fault InvalidRows if they have different widths.
-JointPush joint_push(const std::string& table, const std::vector<const RankWrite*>& writes, bool counts_occurrences);
+// counts, which is made in rank order.
+JointPush joint_push(const std::vector<const RankWrite*>& writes, bool counts_occurrences);
 
 }  // namespace geartrain

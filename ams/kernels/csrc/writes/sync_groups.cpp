@@ -4,10 +4,13 @@
 #include <limits>
 
 #include "base/text.hpp"
+#include "machine/memory_budget.hpp"
 #include "writes/completed_writes.hpp"
 
 namespace geartrain {
 namespace {
+
+constexpr size_t kPartBytes = 1024;  // what one takes beside its arrays, about
 
 using Numbers = std::vector<std::pair<std::string, std::optional<double>>>;
 
@@ -94,8 +97,8 @@ Fault taken_over(const std::string& job, int64_t incarnation) {
 
 }  // namespace
 
-SyncGroups::SyncGroups(double timeout_seconds, Clock clock, size_t max_groups)
-    : timeout_seconds_(timeout_seconds), clock_(std::move(clock)), max_groups_(max_groups) {}
+SyncGroups::SyncGroups(double timeout_seconds, Clock clock, size_t max_groups, size_t max_waiting_bytes)
+    : timeout_seconds_(timeout_seconds), clock_(std::move(clock)), max_groups_(max_groups), max_waiting_bytes_(max_waiting_bytes) {}
 
 bool SyncGroups::is_applied(const std::string& table, const RankWrite& write) {
   const SyncGroup& member = member_of(write);
@@ -126,7 +129,11 @@ SyncGroups::Joined SyncGroups::join(const CallContext& context, const std::strin
   if (mine != its.waiting.end()) joined.replaced = RefusedPart{mine->second.context, replaced(table, member)};
   if (static_cast<int64_t>(its.waiting.size()) + !joined.replaced == its.world_size) joined.complete = &entry;
   // The fingerprint and its place now: once the rows have changed, nothing that could fail may come before `complete`.
-  Part part{context, joined.complete != nullptr ? write : copied(write), fingerprint_of(write)};
+  Part part{context, write, fingerprint_of(write), kPartBytes + bytes_of(write)};
+  if (joined.complete == nullptr) {
+    part.room = room_of(part.bytes, its, member.rank);
+    part.write = copied(write);
+  }
   its.applied.try_emplace(member.rank);
   if (its.waiting.empty()) its.deadline = clock_() + timeout_seconds_;
   its.stream = context.stream;
@@ -134,6 +141,28 @@ SyncGroups::Joined SyncGroups::join(const CallContext& context, const std::strin
   its.waiting.insert_or_assign(member.rank, std::move(part));
   groups_.hold(entry);
   return joined;
+}
+
+// Room for a part of a rank that waits, until the last owner lets go of it.
+std::shared_ptr<const void> SyncGroups::room_of(size_t bytes, const Group& group, int64_t rank) {
+  const size_t most =
+      max_waiting_bytes_ != 0 ? max_waiting_bytes_ : std::max(kLeastWaitingBytes, static_cast<size_t>(memory_limit()) / 8);
+  const auto mine = group.waiting.find(rank);
+  const size_t all = *waiting_bytes_ + bytes - (mine == group.waiting.end() ? 0 : mine->second.bytes);
+  if (all > most) {
+    size_t of_group = bytes;
+    for (const auto& [other, part] : group.waiting) of_group += other == rank ? 0 : part.bytes;
+    const auto say = [&](size_t taken) {
+      return std::to_string(taken) + " bytes of ranks that wait for others; a shard keeps at most " + std::to_string(most);
+    };
+    if (of_group > most)
+      throw Fault("MessageTooLarge", "this step of job " + quoted(group.job) + " in table " + quoted(group.table) + " needs room for " +
+                                         say(of_group) + ". Push fewer rows in a step, or add shards");
+    throw Fault("Busy", "this push needs room for " + say(all) + "; nothing of it was kept. Send it again", 0.2);
+  }
+  std::shared_ptr<const void> room(nullptr, [sum = waiting_bytes_, bytes](const void*) { *sum -= bytes; });
+  *waiting_bytes_ += bytes;
+  return room;
 }
 
 std::vector<const RankWrite*> SyncGroups::parts(const Groups::Entry& entry) {

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <map>
+#include <memory>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -18,6 +19,8 @@ namespace geartrain {
 inline constexpr int64_t kMaxWorldSize = 65'536;
 // Groups whose step a shard keeps: those that pushed last. A forgotten one is refused, as long as its name is known.
 inline constexpr size_t kMaxGroups = 4096;
+// What the parts that wait may take, at least: a server with more memory for rows gives them an eighth of that.
+inline constexpr size_t kLeastWaitingBytes = size_t{1} << 30;
 
 // The step that a group is at, as snapshots keep it.
 struct GroupStep {
@@ -41,6 +44,8 @@ class SyncGroups {
     CallContext context;
     RankWrite write;
     Fingerprint fingerprint;
+    size_t bytes = 0;
+    std::shared_ptr<const void> room = {};  // of the bytes of one that waits, among those of all
   };
   using Parts = std::map<int64_t, Part>;  // by rank
   struct Group {
@@ -61,13 +66,16 @@ class SyncGroups {
     std::optional<RefusedPart> replaced;  // the part of the same rank that waited, in whose place this one is
   };
 
-  explicit SyncGroups(double timeout_seconds, Clock clock = monotonic_seconds, size_t max_groups = kMaxGroups);
+  // `max_waiting_bytes`: what the parts that wait may take; 0: by what the rows of the process may.
+  explicit SyncGroups(double timeout_seconds, Clock clock = monotonic_seconds, size_t max_groups = kMaxGroups,
+                      size_t max_waiting_bytes = 0);
 
   // Whether the group's write was applied before: this part is a rank's retry of it. Throws the Fault StepMismatch if the rank is
   // not at its group's step, or writes something else than it did, InvalidArgument if it cannot belong to the group.
   bool is_applied(const std::string& table, const RankWrite& write);
   // Adds one rank's part. It is copied, unless it is the last one: whoever brings that calls `complete` or `abandon` before its
-  // arrays go. Throws the Fault StepMismatch if the ranks do not agree.
+  // arrays go. Throws the Fault StepMismatch if the ranks do not agree, Busy if there is no room for one more that waits,
+  // MessageTooLarge if there would be none without the other groups: the parts that wait stay.
   Joined join(const CallContext& context, const std::string& table, const RankWrite& write);
   // The group that `member` belongs to, begun at its step if it is new. Throws what `is_applied` does.
   Groups::Entry& group(const std::string& table, const SyncGroup& member);
@@ -99,10 +107,12 @@ class SyncGroups {
  private:
   Groups::Entry& begin(Group group);
   Fault missing(const Group& group) const;
+  std::shared_ptr<const void> room_of(size_t bytes, const Group& group, int64_t rank);
 
   const double timeout_seconds_;
   const Clock clock_;
-  const size_t max_groups_;
+  const size_t max_groups_, max_waiting_bytes_;
+  std::shared_ptr<size_t> waiting_bytes_ = std::make_shared<size_t>(0);
   Groups groups_;     // held: those for whose ranks somebody waits, in the order of their deadlines
   Groups forgotten_;  // without what was applied
 };

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from geartrain.ams.kernels.engine import SyncGroups
-from geartrain.ams.values.errors import InvalidArgument, StepMismatch
+from geartrain.ams.values.errors import Busy, InvalidArgument, MessageTooLarge, StepMismatch
 from geartrain.ams.values.shard_messages import CallContext, HostedInputs, Push, SyncGroup, UpdateHosted
 
 
@@ -180,3 +180,43 @@ def test_the_group_that_pushed_last_is_forgotten_last() -> None:
     for push in (replace(first, group=member(0, 1, job=job)) for job in "de"):
         assert not groups.is_applied(push)
     assert {job for _, job, _, _ in groups.steps()} == {"waits", "e"}
+
+
+@pytest.mark.parametrize("hosted", [False, True])
+def test_ranks_that_wait_have_room_until_they_wait_no_more_and_others_are_told_that_the_shard_is_busy(
+    hosted: bool,
+) -> None:
+    """Each part takes 2,268 or 848 bytes, and a KiB."""
+    now = 0.0
+    groups = SyncGroups(10.0, clock=lambda: now, max_waiting_bytes=8 << 10)
+
+    def join(rank: int, job: str, stream: str = "s") -> int:
+        write = replace(plain_update() if hosted else plain_push(), group=member(rank, 20, job=job))
+        return len(groups.join(CallContext(stream=f"{job}/{stream}", sequence=1, incarnation=1), write)[1])
+
+    fitting = 4 if hosted else 2
+    for _ in range(2):
+        for rank in range(fitting):
+            assert join(rank, "a") == 0
+            assert join(rank, "a") == 0  # in its own place
+        with pytest.raises(Busy, match="a shard keeps at most 8192") as busy:
+            join(0, "b")
+        assert busy.value.retry_after_seconds > 0
+        with pytest.raises(MessageTooLarge, match="this step of job 'a' in table 't' needs room for"):
+            join(8, "a")
+        now += 10.0
+        assert len(groups.expire()) == fitting
+    for leave in (lambda: groups.fence("a", 2, forget=False), lambda: groups.drop_table("t")):
+        join(0, "a")
+        join(0, "b")
+        leave()
+    for rank in range(fitting):
+        assert join(rank, "c") == 0
+
+
+def test_a_part_without_bytes_needs_room_too() -> None:
+    groups = SyncGroups(10.0, max_waiting_bytes=1 << 20)
+    empty = Push(table="t", ids=np.arange(0), gradients=np.ones((0, 2), np.float32))
+    with pytest.raises(MessageTooLarge):
+        for rank in range(2000):
+            groups.join(CallContext(), replace(empty, group=member(rank, 65_536)))
