@@ -438,6 +438,9 @@ class Engine:
     def close(self) -> None:
         """Refuse what comes from now on."""
 
+    def fail(self, reason: str) -> None:
+        """Refuse all from now on (InternalError): something of the shard is broken."""
+
     def end(self) -> None:
         """Refuse also what waits for the turn, which the caller has."""
 

@@ -285,6 +285,9 @@ class ShardServer:
         interval = min(self._config.heartbeat_seconds, held.lease.seconds / _BEATS_PER_LEASE)
         while not self._stopping.wait(interval):
             try:
+                if held.shard is not None and held.shard.end_reason is not None:
+                    self._end(held, f"shard {held.number} is broken: {held.shard.end_reason}")
+                    return
                 if not held.beat(self._scheduler):
                     self._end(held, f"shard {held.number} was taken over by another process while this one was silent")
                     return

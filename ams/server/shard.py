@@ -129,7 +129,10 @@ class Shard:
             expire=self._expire,
             refusal=lambda: ShardUnavailable(f"shard {shard} is shut down"),
             clock=clock,
+            on_end=self._refuse_all,
         )
+        self.end_reason: str | None = None
+        """Why it answers nothing any more, though it was not closed; None: it does."""
         self._restores = Restores(
             owned_buckets,
             self._tables,
@@ -237,6 +240,14 @@ class Shard:
             self.engine.end()
         self._files.shutdown(wait=True, cancel_futures=True)
         self._hosting.close()
+
+    def _refuse_all(self, error: GeartrainError) -> None:
+        """Raise ``error`` from every call from now on, and tell it to those who wait for other ranks."""
+        self.end_reason = str(error)
+        self.engine.fail(str(error))
+        with self.engine.turn:
+            for name in self._tables.names:
+                self._fail_waiting(name, error)
 
     # Everything below runs on the thread that has the turn.
 

@@ -8,6 +8,7 @@ thread.
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import queue
 import threading
@@ -20,6 +21,10 @@ from functools import partial
 from geartrain.ams.kernels.engine import Alarm, Place, Turn
 from geartrain.ams.values.errors import GeartrainError, InternalError, OutOfMemory, ShardUnavailable
 from geartrain.ams.values.shard_messages import CallContext, Reply, Request
+
+logger = logging.getLogger(__name__)
+
+_RETRY_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -36,7 +41,8 @@ class SingleWriter:
 
     Between calls the writer's own thread keeps to deadlines: it calls ``expire`` when the earliest, as
     ``next_deadline`` says it (None: there is none), is over on ``clock``. Both are called by whoever has the turn.
-    ``refusal`` makes the error of calls that come after :meth:`close`.
+    ``refusal`` makes the error of calls that come after :meth:`close`. ``on_end`` is told, on that thread, if it ends
+    before: whoever waits for a deadline would wait for ever.
     """
 
     def __init__(
@@ -50,6 +56,7 @@ class SingleWriter:
         expire: Callable[[], None],
         refusal: Callable[[], GeartrainError],
         clock: Callable[[], float],
+        on_end: Callable[[GeartrainError], None],
     ) -> None:
         self.turn = turn
         """Held by the thread at work: whoever holds it owns what ``perform`` changes."""
@@ -59,6 +66,7 @@ class SingleWriter:
         self._expire = expire
         self._refusal = refusal
         self._clock = clock
+        self._on_end = on_end
         self._alarm = alarm
         """When the own thread looks at the deadlines next, on the clock."""
         self._calls: queue.SimpleQueue[tuple[QueuedRequest, Place] | None] = queue.SimpleQueue()
@@ -116,7 +124,7 @@ class SingleWriter:
             return
         try:
             self._perform(call)
-        except Exception as error:
+        except BaseException as error:  # SystemExit, too: the next caller needs this thread
             if not call.future.done():
                 call.future.set_exception(as_ours(error, self._name))
 
@@ -125,21 +133,47 @@ class SingleWriter:
         return self._alarm.note(self._next_deadline())
 
     def _serve(self) -> None:
+        try:
+            self._serve_calls()
+        except BaseException as error:
+            logger.critical("the writer of %s has ended", self._name, exc_info=error)
+            self._end(InternalError(f"the writer of {self._name} has ended: {error!r}; its log says where"))
+
+    def _end(self, error: GeartrainError) -> None:
+        """Refuse all calls from now on: those in the queue, too."""
+        self._refusal = lambda: error
+        with self._gate:
+            self._closed = True
+        with contextlib.suppress(queue.Empty):
+            while True:
+                if (entry := self._calls.get_nowait()) is not None:
+                    entry[1].leave()
+                    entry[0].future.set_exception(error)
+        self._on_end(error)
+
+    def _serve_calls(self) -> None:
         while (entry := self._next_entry()) is not None:
             call, place = entry
             place.wait()
             try:
                 # Before the call, or a busy shard would never tell those who wait for a deadline.
                 if self._alarm.at <= self._clock():
-                    self._expire()
-                    deadline = self._next_deadline()
-                    self._alarm.at = math.inf if deadline is None else deadline
+                    self._keep_deadlines()
                 if call is not None:
                     self._answer(call)
                     self._note_deadline()
             finally:
                 place.leave()
             del entry, call, place  # the rows of a request are not kept until the next one arrives
+
+    def _keep_deadlines(self) -> None:
+        try:
+            self._expire()
+            deadline = self._next_deadline()
+        except BaseException:  # of one deadline; the others are to be kept
+            logger.exception("%s could not keep a deadline, and tries again in %g s", self._name, _RETRY_SECONDS)
+            deadline = self._clock() + _RETRY_SECONDS
+        self._alarm.at = math.inf if deadline is None else deadline
 
     def _next_entry(self) -> tuple[QueuedRequest | None, Place] | None:
         """The next call in the queue; no call but a place, if a deadline is over first; None: it was closed, and

@@ -18,6 +18,7 @@ from geartrain.ams.values.config import ClientConfig, SchedulerConfig, ServerCon
 from geartrain.ams.values.errors import InternalError
 from geartrain.ams.values.optimizers.registry import SGD
 from geartrain.ams.values.scheduler_messages import Beat
+from geartrain.ams.values.shard_messages import CallContext, Describe
 from geartrain.ams.values.specs import Constant
 
 DEADLINE_SECONDS = 30.0
@@ -113,3 +114,20 @@ def test_a_server_ends_with_its_last_shard_and_says_why(both: ShardServer, monke
     assert both.end_reason is not None
     for shard in (0, 1):
         assert f"shard {shard} was taken over by another process" in both.end_reason
+
+
+def test_a_shard_whose_writer_has_ended_is_served_no_more_and_the_process_ends_with_the_last(
+    scheduler: str, both: ShardServer
+) -> None:
+    def ended(*_: object) -> None:
+        raise SystemExit(3)
+
+    for number, left in ((0, ["lost", "up"]), (1, ["lost", "lost"])):
+        writer = next(held.shard._writer for held in both._held if held.shard and held.number == number)
+        writer._next_entry = ended  # type: ignore[assignment]
+        writer.submit(CallContext(), Describe())
+        if number == 0:
+            poll(lambda: both.shards == [1], "the shard is served no more")
+        poll(lambda left=left: states(scheduler) == left, "it counts as lost")  # type: ignore[misc]
+    assert both.wait(DEADLINE_SECONDS)
+    assert "shard 1 is broken: the writer of shard 1 has ended: SystemExit(3)" in (both.end_reason or "")

@@ -97,6 +97,7 @@ class Engine::Holding {
  public:
   Holding(Engine& engine, const Caller& caller, Turn::Use use = Turn::Use::anything) {
     if (!caller.has_turn) wait(engine, caller, use);
+    if (const Fault* failure = engine.failure_) throw *failure;
     if (engine.has_ended_) throw shut_down(engine);
     if (caller.has_left != nullptr && *caller.has_left) throw gone();
   }
@@ -123,6 +124,13 @@ Engine::Engine(int64_t shard, int64_t incarnation, int64_t cluster_version, std:
       lease_(std::move(lease)),
       completed_writes_(std::move(completed_writes)),
       groups_(std::move(groups)) {}
+
+// The first one stays: it may be read already.
+void Engine::fail(std::string reason) {
+  if (failure_ != nullptr) return;
+  kept_failure_ = std::make_unique<const Fault>("InternalError", std::move(reason));
+  failure_ = kept_failure_.get();
+}
 
 void Engine::check_fence(int64_t shard_incarnation, int64_t cluster_version) {
   check_lease();

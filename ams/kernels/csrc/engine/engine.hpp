@@ -86,6 +86,8 @@ class Engine {
   void close() { is_closed_ = true; }
   // Refuses those, too. By whoever has the turn.
   void end() { has_ended_ = true; }
+  // Refuses all of them so (InternalError): something of the shard is broken.
+  void fail(std::string reason);
 
   // Tables are changed by whoever has the turn and the interpreter lock, and read by whoever has either.
   void add_table(std::shared_ptr<ServedTable> table);
@@ -112,6 +114,8 @@ class Engine {
   std::atomic<int64_t> cluster_version_;
   std::atomic<bool> is_closed_{false};
   bool has_ended_ = false;
+  std::atomic<const Fault*> failure_{nullptr};
+  std::unique_ptr<const Fault> kept_failure_;
   const std::shared_ptr<Lease> lease_;
   const std::shared_ptr<CompletedWrites> completed_writes_;
   const std::shared_ptr<SyncGroups> groups_;

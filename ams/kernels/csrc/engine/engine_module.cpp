@@ -252,6 +252,7 @@ void bind_engine(nb::module_& m) {
            nb::arg("dtype_code"), nb::arg("ids_are_distinct"), nb::arg("waiter").none(), nb::arg("has_turn"))
       .def("close", &Engine::close)
       .def("end", &Engine::end)
+      .def("fail", &Engine::fail, nb::arg("reason"))
       .def("add_table", &Engine::add_table, nb::arg("table"))
       .def("remove_table", &Engine::remove_table, nb::arg("name"))
       .def("not_found", [](const Engine& engine, const std::string& name) { return error_of(engine.not_found(name)); },
