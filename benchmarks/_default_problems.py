@@ -1,23 +1,29 @@
-"""Four classification problems that need no download: pairs of letters, digits, misspelt words, few samples a class.
+"""Six classification problems: pairs of letters, digits, misspelt words, few samples a class, icons, English words.
 
-Each gives batches to train on and up to 20,000 samples held out, both functions of a seed, and a network.
+Each gives batches to train on and up to 20,000 samples held out, both functions of a seed, and a network. The first
+four need nothing but Geartrain, the last two the extra ``bench``: a font of icons, and a list of words.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 import itertools
 import math
 import string
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from fontTools.ttLib import TTFont
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from geartrain.ams.values.errors import ConfigError
 
 BATCH = 128
 TEST = 20_000
@@ -41,8 +47,9 @@ class Problem:
 
 
 def problems(seed: int, steps: int) -> list[Callable[[], Problem]]:
-    """All four, made when they are asked for."""
-    return [lambda make=make: make(seed, steps) for make in (_letters, _digits, _words, _few_samples)]  # type: ignore[misc]
+    """All six, made when they are asked for; the last two then raise ConfigError without the extra ``bench``."""
+    makers = (_letters, _digits, _words, _few_samples, _icons, _english)
+    return [lambda make=make: make(seed, steps) for make in makers]  # type: ignore[misc]
 
 
 def with_wrong_labels(problem: Problem, part: float, seed: int) -> Problem:
@@ -85,34 +92,56 @@ def _words(seed: int, steps: int) -> Problem:
     frequency = 1.0 / (10 + torch.arange(num_classes))
 
     def draw(labels: Tensor, generator: torch.Generator) -> Tensor:
-        random = np.random.default_rng(int(torch.randint(1 << 31, (1,), generator=generator)))
-        return torch.from_numpy(np.stack([_pieces(_misspelt(words[label], random)) for label in labels.tolist()]))
+        return _spellings(words, labels, generator)
 
     return _problem("misspelt words by Zipf", num_classes, dim, seed, steps, draw, lambda: _TextNetwork(dim), frequency)
 
 
 def _few_samples(seed: int, steps: int) -> Problem:
     """2,000 classes of five training samples each, seen again and again."""
-    num_classes, dim, width, each = 2000, 64, 32, 5
+    num_classes, dim, width = 2000, 64, 32
     generator = torch.Generator().manual_seed(7)
     centers_CW = torch.randn(num_classes, width, generator=generator)
     mixing_WW = torch.randn(width, width, generator=generator) / math.sqrt(width)
 
-    def noisy(labels: Tensor, generator: torch.Generator) -> Tensor:
+    def draw(labels: Tensor, generator: torch.Generator) -> Tensor:
         noisy = centers_CW[labels] + 0.55 * torch.randn(len(labels), width, generator=generator)
         return torch.tanh(noisy @ mixing_WW) + 0.1 * noisy
 
-    known = torch.Generator().manual_seed(1000 + seed)
-    labels_N = torch.arange(num_classes).repeat_interleave(each)
-    inputs_NW = noisy(labels_N, known)
-    order = torch.cat(
-        [torch.randperm(len(labels_N), generator=known) for _ in range(steps * BATCH // len(labels_N) + 1)]
-    )
-    batches = [(inputs_NW[part], labels_N[part]) for part in order.split(BATCH)[:steps]]
-    held_out = torch.Generator().manual_seed(2000 + seed)
-    labels = torch.randint(num_classes, (TEST,), generator=held_out)
-    test = noisy(labels, held_out), labels
-    return Problem("five samples a class", num_classes, dim, batches, test, lambda: _network(width, dim))
+    def backbone() -> nn.Module:
+        return _network(width, dim)
+
+    return _repeated("five samples a class", num_classes, dim, seed, steps, draw, backbone, each=5)
+
+
+def _icons(seed: int, steps: int) -> Problem:
+    """2,500 glyphs of one font, turned, sheared, scaled and with noise: ten images of each."""
+    bitmaps_CS = _icon_bitmaps(2500)
+    dim = 64
+
+    def draw(labels: Tensor, generator: torch.Generator) -> Tensor:
+        parts = []  # in pieces: grids of all samples at once are three times as large as they are
+        for some in labels.split(5000):
+            images = _distorted(bitmaps_CS[some], 1.0, generator)
+            parts.append((images + 0.3 * torch.randn(images.shape, generator=generator)).flatten(1))
+        return torch.cat(parts)
+
+    def backbone() -> nn.Module:
+        return _ConvNetwork(dim)
+
+    return _repeated("icons, ten images each", len(bitmaps_CS), dim, seed, steps, draw, backbone, each=10)
+
+
+def _english(seed: int, steps: int) -> Problem:
+    """3,000 frequent English words, of which two letters in five are wrong, missing or twice: ten spellings of each."""
+    num_classes, dim = 3000, 64
+    frequent = _extra("wordfreq").top_n_list("en", 20_000)
+    words = [word for word in frequent if word.isascii() and word.isalpha() and len(word) >= 5][:num_classes]
+
+    def draw(labels: Tensor, generator: torch.Generator) -> Tensor:
+        return _spellings(words, labels, generator, noise=0.4)
+
+    return _repeated("English words, ten spellings", num_classes, dim, seed, steps, draw, lambda: _TextNetwork(dim), 10)
 
 
 def _problem(
@@ -137,8 +166,42 @@ def _problem(
     return Problem(name, num_classes, dim, batches, test, backbone)
 
 
+def _repeated(
+    name: str,
+    num_classes: int,
+    dim: int,
+    seed: int,
+    steps: int,
+    draw: Draw,
+    backbone: Callable[[], nn.Module],
+    each: int,
+) -> Problem:
+    """``each`` training samples of a class, seen again and again."""
+    known = torch.Generator().manual_seed(1000 + seed)
+    labels_N = torch.arange(num_classes).repeat_interleave(each)
+    inputs_N = draw(labels_N, known)
+    passes = steps * BATCH // len(labels_N) + 1
+    order = torch.cat([torch.randperm(len(labels_N), generator=known) for _ in range(passes)])
+    batches = [(inputs_N[part], labels_N[part]) for part in order.split(BATCH)[:steps]]
+    held_out = torch.Generator().manual_seed(2000 + seed)
+    labels = torch.randint(num_classes, (TEST,), generator=held_out)
+    return Problem(name, num_classes, dim, batches, (draw(labels, held_out), labels), backbone)
+
+
 def _network(width: int, dim: int) -> nn.Module:
     return nn.Sequential(nn.Linear(width, 256), nn.ReLU(), nn.Linear(256, 128), nn.ReLU(), nn.Linear(128, dim))
+
+
+class _ConvNetwork(nn.Sequential):
+    """Three convolutions, a layer, batch normalisation after each, of flat pictures."""
+
+    def __init__(self, dim: int) -> None:
+        widths = (1, 8, 16, 32)
+        layers: list[nn.Module] = [nn.Unflatten(1, (1, SIDE, SIDE))]
+        for width, wider in itertools.pairwise(widths):
+            layers += [nn.Conv2d(width, wider, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(wider), nn.ReLU()]
+        side = math.ceil(SIDE / 2 ** (len(widths) - 1))
+        super().__init__(*layers, nn.Flatten(), nn.Linear(widths[-1] * side * side, dim), nn.BatchNorm1d(dim))
 
 
 class _TextNetwork(nn.Module):
@@ -154,10 +217,10 @@ class _TextNetwork(nn.Module):
         return out
 
 
-def _drawn(text: str) -> Tensor:
-    """[S, S], ink 1, by the font that comes with Pillow."""
+def _drawn(text: str, font: Any = None) -> Tensor:
+    """[S, S], ink 1, by ``font`` or the one that comes with Pillow."""
     image = Image.new("L", (2 * SIDE, 2 * SIDE))
-    font = _font(SIDE * 2 if len(text) == 1 else SIDE)
+    font = font or _font(SIDE * 2 if len(text) == 1 else SIDE)
     ImageDraw.Draw(image).text((SIDE, SIDE), text, fill=255, font=font, anchor="mm")
     return F.avg_pool2d(torch.from_numpy(np.array(image, np.float32))[None] / 255, 2)[0]
 
@@ -165,6 +228,27 @@ def _drawn(text: str) -> Tensor:
 @functools.cache
 def _font(size: int) -> Any:
     return ImageFont.load_default(size)
+
+
+@functools.cache
+def _icon_bitmaps(num: int) -> Tensor:
+    """[num, S, S]: that many different glyphs of Material Design Icons, from all over the font."""
+    path = next(Path(_extra("fonticon_mdi7").__file__).parent.rglob("*.ttf"))
+    characters = sorted(TTFont(path).getBestCmap())
+    font, found = ImageFont.truetype(str(path), 2 * SIDE), {}
+    for character in np.random.default_rng(5).permutation(characters):
+        bitmap = _drawn(chr(character), font)
+        found.setdefault(bitmap.numpy().tobytes(), bitmap)
+        if len(found) == num:
+            break
+    return torch.stack(list(found.values()))
+
+
+def _extra(package: str) -> Any:
+    try:
+        return importlib.import_module(package)
+    except ImportError as exc:
+        raise ConfigError(f"bench defaults needs {package}, which is not installed; pip install '.[bench]'") from exc
 
 
 def _distorted(images_NS: Tensor, strength: float, generator: torch.Generator) -> Tensor:
@@ -191,9 +275,14 @@ def _vocabulary(num: int) -> list[str]:
     return list(words)
 
 
-def _misspelt(word: str, random: np.random.Generator) -> str:
+def _spellings(words: list[str], labels: Tensor, generator: torch.Generator, noise: float = 0.2) -> Tensor:
+    random = np.random.default_rng(int(torch.randint(1 << 31, (1,), generator=generator)))
+    return torch.from_numpy(np.stack([_pieces(_misspelt(words[label], random, noise)) for label in labels.tolist()]))
+
+
+def _misspelt(word: str, random: np.random.Generator, noise: float = 0.2) -> str:
     letters = []
-    for letter, draw in zip(word, random.random(len(word)), strict=True):
+    for letter, draw in zip(word, random.random(len(word)) * (0.2 / noise), strict=True):
         if draw < 0.08:
             letters.append(string.ascii_lowercase[int(random.integers(26))])
         elif draw < 0.14:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+
+import geartrain as gt
 
 BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
 
@@ -25,14 +28,25 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def test_each_problem_is_a_function_of_its_seed(bench: Any) -> None:
-    assert len(bench.problems(0, 2)) == 4
+    assert len(bench.problems(0, 2)) == 6
     for first, again, other in zip(bench.problems(0, 2), bench.problems(0, 2), bench.problems(1, 2), strict=True):
-        one, two, three = first(), again(), other()
+        try:
+            one, two, three = first(), again(), other()
+        except gt.errors.ConfigError:  # the extra "bench" is not installed
+            continue
         assert len(one.batches) == 2 and len(one.test[1]) == 40
         assert int(one.test[1].min()) >= 0 and int(one.test[1].max()) < one.num_classes
         assert all(torch.equal(*pair) for pair in zip(one.test, two.test, strict=True))
         assert not torch.equal(one.test[0], three.test[0])
         assert one.backbone()(one.batches[0][0]).shape == (8, one.dim)
+
+
+def test_a_problem_whose_package_is_missing_names_the_extra(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    importlib.import_module("_default_problems")._icon_bitmaps.cache_clear()
+    for make, package in zip(bench.problems(0, 2)[4:], ("fonticon_mdi7", "wordfreq"), strict=True):
+        monkeypatch.setitem(sys.modules, package, None)
+        with pytest.raises(gt.errors.ConfigError, match=rf"needs {package}.*pip install '.\[bench\]'"):
+            make()
 
 
 def test_every_arm_is_trained_and_told(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
