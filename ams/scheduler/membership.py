@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from geartrain.ams.scheduler.pauses import PauseDetector
 from geartrain.ams.scheduler.state import Member, State
-from geartrain.ams.values.errors import ClusterNotReady, ConfigError, InvalidArgument
+from geartrain.ams.values.errors import ClusterNotReady, InvalidArgument, ShardHeld
 from geartrain.ams.values.scheduler_messages import ShardCondition, ShardEntry
 from geartrain.ams.values.text import counted
 
@@ -35,15 +35,28 @@ class Membership:
         if self._stops.was_stopped():
             self._forgive_silence()
 
-    def choose(self, shard: int | None, address: str, incarnation: int, *, has_past: bool) -> int:
+    def holder_at(self, address: str, shard: int | None, incarnation: int) -> int | None:
+        """Return the incarnation of another process that has the address of one that wants ``shard`` (None: any), and
+        may live.
+        """
+        for number in range(self._num_shards) if shard is None else (shard,):
+            member = self._state.members.get(number)
+            if member is not None and member.address == address and not self._is_free(number, incarnation):
+                return member.incarnation
+        return None
+
+    def choose(
+        self, shard: int | None, address: str, incarnation: int, *, has_past: bool, gone: int | None = None
+    ) -> int:
         """Return the shard that a process may hold: ``shard``, or if it is None one that is free.
 
-        ``has_past`` says whether it comes from an earlier scheduler. Raises ConfigError if a living process holds it,
-        or all of them; ClusterNotReady if that is not known yet; InvalidArgument if there is no such shard.
+        ``has_past`` says whether it comes from an earlier scheduler; ``gone`` is an incarnation that is known to have
+        ended. Raises ShardHeld if a living process holds it, or all of them; ClusterNotReady if that is not known yet;
+        InvalidArgument if there is no such shard.
         """
         if shard is None:
-            return self._free_shard(address, incarnation)
-        return self._claim(shard, address, incarnation, has_past=has_past)
+            return self._free_shard(address, incarnation, gone)
+        return self._claim(shard, incarnation, gone, has_past=has_past)
 
     def entries(self) -> list[ShardEntry]:
         """Every shard as it is now."""
@@ -67,13 +80,13 @@ class Membership:
         for member in self._state.members.values():
             member.last_heartbeat = self._clock()
 
-    def _claim(self, shard: int, address: str, incarnation: int, *, has_past: bool) -> int:
+    def _claim(self, shard: int, incarnation: int, gone: int | None, *, has_past: bool) -> int:
         if not 0 <= shard < self._num_shards:
             raise InvalidArgument(f"shard {shard} does not exist; this cluster has shards 0 … {self._num_shards - 1}")
         # After a restart of the scheduler a newcomer may be given the number of a shard that still holds its rows.
         if has_past and self._is_empty_newcomer(shard):
             return shard
-        if not self._is_free(shard, address, incarnation):
+        if not self._is_free(shard, incarnation, gone):
             raise self._held_error(f"shard {shard} is held", (shard,))
         return shard
 
@@ -83,16 +96,16 @@ class Membership:
             return False
         return all(schema.holders.get(shard) != member.incarnation for schema in self._state.schemas.values())
 
-    def _free_shard(self, address: str, incarnation: int) -> int:
+    def _free_shard(self, address: str, incarnation: int, gone: int | None) -> int:
         shards = range(self._num_shards)
         same = [s for s in shards if s in self._state.members and self._state.members[s].address == address]
         candidates: list[int] = [*same, *(s for s in shards if s not in self._state.members), *shards]
         for shard in candidates:
-            if self._is_free(shard, address, incarnation):
+            if self._is_free(shard, incarnation, gone):
                 return shard
         raise self._held_error(f"this cluster has {counted(self._num_shards, 'shard')}, all held", shards)
 
-    def _held_error(self, what: str, shards: Sequence[int]) -> ConfigError | ClusterNotReady:
+    def _held_error(self, what: str, shards: Sequence[int]) -> ShardHeld | ClusterNotReady:
         """The error for a newcomer that finds ``shards`` held."""
         unheard = [shard for shard in shards if not self._state.members[shard].is_heard]
         if unheard:
@@ -103,13 +116,14 @@ class Membership:
             )
         one = len(shards) == 1
         by = f"a living process at {self._state.members[shards[0]].address}" if one else "living processes"
-        return ConfigError(
-            f"{what} by {by}; a dead one's shard is free {self._lease_seconds:g} s after its last sign of life"
+        return ShardHeld(
+            f"{what} by {by}; a dead one's shard is free {self._lease_seconds:g} s after its last sign of life "
+            "('geartrain server --wait' waits for it)"
         )
 
-    def _is_free(self, shard: int, address: str, incarnation: int) -> bool:
+    def _is_free(self, shard: int, incarnation: int, gone: int | None = None) -> bool:
         member = self._state.members.get(shard)
-        if member is None or member.left or member.incarnation == incarnation or member.address == address:
+        if member is None or member.left or member.incarnation in (incarnation, gone):
             return True
         return bool(self._clock() - member.last_heartbeat > self._lease_seconds)
 

@@ -26,6 +26,7 @@ from geartrain.ams.values.errors import (
     ConfigError,
     GeartrainError,
     InvalidArgument,
+    ShardHeld,
     ShardRestarted,
     SpecMismatch,
     StaleBucketMap,
@@ -52,9 +53,11 @@ class Scheduler:
         store: KeyValueStore | None = None,
         clock: Callable[[], float] = time.monotonic,
         incarnations: Incarnations | None = None,
+        incarnations_at: Callable[[str], Collection[int]] = lambda _: (0,),
     ) -> None:
         """Go on from what ``store`` holds (None: nothing, and nothing is kept); number tables by ``incarnations``,
-        which data streams share (None: those of the store).
+        which data streams share (None: those of the store). ``incarnations_at`` asks who answers at an address (by
+        default the one that registers), and raises AttemptFailed if that is not to be known.
 
         Raises ConfigError (another number of shards, a newer format), StateDamaged.
         """
@@ -64,6 +67,8 @@ class Scheduler:
         self._open_carrier = open_carrier
         self.lease_seconds = lease_seconds
         self._clock = clock
+        self._incarnations_at = incarnations_at
+        self._asking = threading.Lock()
         store = MemoryStore() if store is None else store
         self._state = State(store, num_shards)
         self._incarnations = Incarnations(store) if incarnations is None else incarnations
@@ -97,18 +102,19 @@ class Scheduler:
         """Take a shard into the cluster, or take back one that knew an earlier scheduler.
 
         ``heartbeat_seconds`` is how often it means to send heartbeats, ``restoring_tables`` are the names of those of
-        its ``tables`` that are being restored, ``bucket_map`` is the one that it was given. Raises ConfigError if the
-        shard asked for, or every shard, is held by a living process; ClusterNotReady if that is not known yet, after a
-        restart; InvalidArgument if a number is none that a shard can have; StaleBucketMap if it holds its rows by
+        its ``tables`` that are being restored, ``bucket_map`` is the one that it was given. Raises ShardHeld if the
+        shard asked for, or every shard, is held by a living process; ClusterNotReady if that is not known yet;
+        InvalidArgument if a number is none that a shard can have; StaleBucketMap if it holds its rows by
         another map than the cluster's.
         """
         failpoints.reach("scheduler.register.before")
+        self._check_numbers(incarnation, cluster_version, heartbeat_seconds)
+        gone = self._gone_from(address, shard, incarnation)
         with self._lock:
-            self._check_numbers(incarnation, cluster_version, heartbeat_seconds)
             if cluster_version > 0:
                 self._check_map(bucket_map)
             self._membership.notice_own_stop()
-            chosen = self._membership.choose(shard, address, incarnation, has_past=cluster_version > 0)
+            chosen = self._membership.choose(shard, address, incarnation, has_past=cluster_version > 0, gone=gone)
             previous = self._state.members.get(chosen)
             version = max(self._state.cluster_version, cluster_version)
             if previous is not None and previous.incarnation != incarnation:
@@ -135,6 +141,38 @@ class Scheduler:
                 lease_seconds=self.lease_seconds,
                 bucket_map=self._state.bucket_map,
             )
+
+    def _gone_from(self, address: str, shard: int | None, incarnation: int) -> int | None:
+        """The incarnation that had the address of a newcomer and has ended; None: nobody had it.
+
+        One that died and was started again need not wait for its own lease. But two processes may have one address by
+        mistake, as two containers of a name have: so the old one is asked first. Raises ShardHeld if it answers,
+        ClusterNotReady if that is not known.
+        """
+        with self._lock:
+            self._membership.notice_own_stop()
+            holder = self._membership.holder_at(address, shard, incarnation)
+        if holder is None:
+            return None
+        unknown = f"whether the process that held a shard at {address} lives is not known yet: "
+        if not self._asking.acquire(blocking=False):  # heartbeats are answered by the threads that would wait here
+            raise ClusterNotReady(f"{unknown}another one is being asked; try again")
+        try:
+            found = self._incarnations_at(address)
+        except AttemptFailed as exc:
+            raise ClusterNotReady(f"{unknown}{exc}; it is free {self.lease_seconds:g} s after its last sign") from None
+        finally:
+            self._asking.release()
+        if holder in found:
+            raise ShardHeld(
+                f"another process serves a shard at {address}, and answers: give each server an address of its own "
+                "(--advertise, or the name of its container), or end that one"
+            )
+        if not found:
+            raise ClusterNotReady(
+                f"{unknown}nobody answers there; it is free {self.lease_seconds:g} s after its last sign of life"
+            )
+        return holder
 
     def _check_numbers(self, incarnation: int, cluster_version: int, heartbeat_seconds: float) -> None:
         """Refuse what would be taken over from a shard and leaves no room to count on."""

@@ -10,6 +10,7 @@ from geartrain.ams.rpc.client.shard import GrpcCarrier
 from geartrain.ams.rpc.server.binding import bind
 from geartrain.ams.rpc.server.server import GrpcServer
 from geartrain.ams.rpc.services import SCHEDULER
+from geartrain.ams.scheduler.ask_holder import incarnations_at
 from geartrain.ams.scheduler.data_streams import StreamLeases
 from geartrain.ams.scheduler.handlers import SchedulerHandlers
 from geartrain.ams.scheduler.incarnations import Incarnations
@@ -75,6 +76,7 @@ class SchedulerServer:
             lease_seconds=self._config.lease_seconds,
             store=store,
             incarnations=incarnations,
+            incarnations_at=incarnations_at,
         )
         self._server = GrpcServer(self._config.listen, self._config.max_message_bytes)
         self._server.add(

@@ -24,6 +24,7 @@ from geartrain.ams.values.errors import (
     ConfigError,
     GeartrainError,
     SchedulerUnavailable,
+    ShardHeld,
     StaleBucketMap,
 )
 from geartrain.ams.values.expiry.rules import import_rules
@@ -35,6 +36,8 @@ logger = logging.getLogger(__name__)
 REGISTER_TIMEOUT_SECONDS = 60.0
 _CALL_TIMEOUT_SECONDS = 5.0
 _RETRY_SECONDS = 0.2
+_HELD_RETRY_SECONDS = 1.0
+"""Of who waits for a shard that another process holds, which may be for days."""
 _PULSES_PER_LEASE = 10
 """How often a running process says so, at least."""
 _BEATS_PER_LEASE = 3
@@ -248,13 +251,14 @@ class ShardServer:
                 try:
                     held.join(self._scheduler)
                     break
-                except ClusterNotReady as exc:
-                    if time.monotonic() > deadline:
+                except (ClusterNotReady, ShardHeld) as exc:
+                    is_held = isinstance(exc, ShardHeld)
+                    if not self._config.wait and (is_held or time.monotonic() > deadline):
                         raise
                     if not is_told:
                         logger.info("waiting: %s", exc)
                     is_told = True
-                    if self._stopping.wait(_RETRY_SECONDS):
+                    if self._stopping.wait(_HELD_RETRY_SECONDS if is_held else _RETRY_SECONDS):
                         raise
                 except AttemptFailed as exc:
                     if time.monotonic() > deadline:

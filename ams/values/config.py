@@ -223,6 +223,8 @@ class ServerConfig(Section):
     """Shard to hold (the first of them, if several); None lets the scheduler choose."""
     shards: int = Field(default=1, ge=1, le=MAX_SHARDS)
     """Shards held by this process."""
+    wait: bool = False
+    """Wait, as long as it takes, for a shard that another process holds, or held until a moment ago."""
     ports: Ports | None = None
     """Port of each shard of the process, in order, in place of that of ``listen``; None: as ``listen`` says."""
     bulk_port: int = Field(default=0, ge=0, le=65535)

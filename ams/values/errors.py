@@ -7,6 +7,7 @@ GeartrainError
 │   ├── NonFinite                    NaN or infinity; nothing was changed anywhere
 │   └── SpecMismatch                 an existing table differs from the one asked for
 ├── ConfigError (ValueError)         a file, flag or environment variable that cannot be right
+│   └── ShardHeld                    a living process holds the shard that another one wants
 ├── TableExists                      create_table on a name in use without reuse=True
 ├── TableNotFound (LookupError)
 │   └── TableBeingRestored           nobody reads, writes or opens it before all of its rows are there
@@ -93,6 +94,10 @@ class SpecMismatch(InvalidArgument):
 
 class ConfigError(GeartrainError, ValueError):
     """A configuration file, flag or environment variable cannot be right."""
+
+
+class ShardHeld(ConfigError):
+    """A living process holds the shard that a server wants, or living ones hold all of them."""
 
 
 class TableExists(GeartrainError):

@@ -16,6 +16,7 @@ from geartrain.ams.client.factory import connect
 from geartrain.ams.rpc.carrier import AttemptFailed, NotSent
 from geartrain.ams.rpc.client.dial import dial
 from geartrain.ams.scheduler.service import SchedulerServer
+from geartrain.ams.server import role
 from geartrain.ams.server.role import ShardServer
 from geartrain.ams.values import errors
 from geartrain.ams.values.config import ClientConfig, SchedulerConfig, ServerConfig
@@ -190,6 +191,49 @@ def test_a_shard_held_by_a_living_process_is_refused_to_another(served: Callable
     second = ShardServer(ServerConfig(scheduler=cluster.address, shard=0))  # type: ignore[attr-defined]
     with pytest.raises(errors.ConfigError, match="held by a living process"):
         second.start()
+
+
+def test_a_shard_is_refused_to_a_process_that_has_the_address_of_its_living_holder(
+    served: Callable[..., object],
+) -> None:
+    cluster = served(1)
+    first = cluster.servers[0]  # type: ignore[attr-defined]
+    (address,) = first.bound_addresses
+    for shard in (0, None):
+        double = ShardServer(ServerConfig(scheduler=cluster.address, shard=shard, advertise=address))  # type: ignore[attr-defined]
+        with pytest.raises(errors.ShardHeld, match=f"another process serves a shard at {address}, and answers"):
+            double.start()
+    with connect(cluster.address, config=PATIENT) as ours:  # type: ignore[attr-defined]
+        ours.create_table("t", dim=1, optimizer=SGD(1.0)).pull(np.array([0]))
+        assert ours.status().cluster_version == 1
+
+
+def test_a_server_that_may_wait_takes_a_shard_once_its_holder_is_gone(
+    served: Callable[..., object], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level("INFO")
+    cluster = served(1)
+    holder, waits = cluster.servers[0], threading.Event()  # type: ignore[attr-defined]
+    monkeypatch.setattr("geartrain.ams.server.role._HELD_RETRY_SECONDS", 0.05)
+    join = role._HeldShard.join
+
+    def joining(self: role._HeldShard, scheduler: object) -> None:
+        try:
+            join(self, scheduler)  # type: ignore[arg-type]
+        except errors.ShardHeld:
+            waits.set()
+            raise
+
+    monkeypatch.setattr(role._HeldShard, "join", joining)
+    standby = ShardServer(ServerConfig(scheduler=cluster.address, shard=0, wait=True))  # type: ignore[attr-defined]
+    cluster.servers.append(standby)  # type: ignore[attr-defined]
+    starting = threading.Thread(target=standby.start)
+    starting.start()
+    assert waits.wait(30)
+    holder.stop(0)
+    starting.join()
+    assert standby.shards == [0]
+    assert "waiting: shard 0 is held by a living process" in caplog.text
 
 
 def test_a_port_in_use_is_named(served: Callable[..., object]) -> None:

@@ -71,6 +71,9 @@ def server(
     ports: Annotated[
         str | None, typer.Option(help="Port of each shard held, as 7001,7002, in place of that of --listen.")
     ] = None,
+    wait: Annotated[
+        bool | None, typer.Option("--wait", help="Wait for a shard that another process holds, or has just held.")
+    ] = None,
     cpus: Annotated[str | None, typer.Option(help="CPUs to keep to, as 0-3,6; by default all it is given.")] = None,
     snapshot_roots: SnapshotRoots = None,
     rule_modules: Annotated[
@@ -97,6 +100,7 @@ def server(
         shard=shard,
         shards=shards,
         ports=ports,
+        wait=wait,
         cpus=cpus,
         snapshot_roots=snapshot_roots,
         rule_modules=rule_modules,

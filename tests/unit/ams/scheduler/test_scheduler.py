@@ -6,7 +6,7 @@ import shutil
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from contextlib import closing
+from contextlib import AbstractContextManager, closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -40,9 +40,21 @@ class FakeCluster:
         self.unreachable: dict[str, int] = {}
         """Addresses that so many requests do not reach."""
         self.on_ask: Callable[[], None] = lambda: None
+        self.answers: set[int] | NotSent = {0}
+        """Incarnations of who answers at any address."""
         self.scheduler = Scheduler(
-            num_shards, self.open_carrier, lease_seconds=10, store=self.store, clock=lambda: self.now
+            num_shards,
+            self.open_carrier,
+            lease_seconds=10,
+            store=self.store,
+            clock=lambda: self.now,
+            incarnations_at=self.incarnations_at,
         )
+
+    def incarnations_at(self, address: str) -> set[int]:  # noqa: ARG002
+        if isinstance(self.answers, NotSent):
+            raise self.answers
+        return self.answers
 
     def open_carrier(self, address: str) -> FakeCarrier:
         return FakeCarrier(self, address)
@@ -106,6 +118,27 @@ def test_shards_are_given_out_in_order_and_refused_when_all_are_held() -> None:
         scheduler.register("h:9", None, incarnation=9)
     with pytest.raises(errors.InvalidArgument, match="0 … 1"):
         scheduler.register("h:9", 7, incarnation=9)
+
+
+@pytest.mark.parametrize(
+    ("answers", "refusal"),
+    [
+        ({101, 0}, pytest.raises(errors.ShardHeld, match="another process serves a shard at host:1, and answers")),
+        (NotSent("no reply in time"), pytest.raises(errors.ClusterNotReady, match=r"not known yet: no reply in time")),
+        (set(), pytest.raises(errors.ClusterNotReady, match="nobody answers there; it is free 10 s after")),
+    ],
+    ids=["answers", "silent", "nobody"],
+)
+def test_a_newcomer_with_the_address_of_a_holder_waits_until_that_is_known_to_be_gone(
+    answers: set[int] | NotSent, refusal: AbstractContextManager[object]
+) -> None:
+    cluster = FakeCluster()
+    cluster.register_both()
+    cluster.answers = answers
+    with refusal:
+        cluster.scheduler.register("host:1", 1, incarnation=201)
+    cluster.now = 11.0  # its lease is over, whoever answers
+    assert cluster.scheduler.register("host:1", 1, incarnation=201).shard == 1
 
 
 def test_a_shard_that_left_frees_its_place_and_its_successor_moves_the_cluster_version() -> None:
