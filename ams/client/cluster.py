@@ -329,7 +329,7 @@ class Cluster:
         job = JobContents(step=integer("step", step, 0), values=values or {}, files=files or {})
         return begin_snapshot(
             self._calls,
-            lambda: self._scheduler.describe().tables,
+            self._scheduler.describe,
             root,
             free_name(root, job.step) if name is None else name,
             job,
@@ -355,7 +355,7 @@ class Cluster:
         """
         return begin_export(
             self._calls,
-            lambda: self._scheduler.describe().tables,
+            self._scheduler.describe,
             tables,
             root,
             since=since,

@@ -394,7 +394,9 @@ class Shard:
     def _freeze(self, request: Freeze) -> Done:
         if self._freezes.renewed(request):
             return Done(duplicate=True)
-        tables = {name: self._tables.find(name) for name in request.tables or self._tables.names}
+        # One that was made for a restore belongs to it, and whoever restores it may be gone.
+        all_public = set(self._tables.names).difference(self._tables.unpublished)
+        tables = {name: self._tables.find(name) for name in request.tables or all_public}
         for name, table in tables.items():
             if not table.is_open:
                 raise SnapshotFailed(

@@ -17,6 +17,7 @@ from geartrain.ams.client.scheduler_calls import SchedulerCalls
 from geartrain.ams.client.table import Table
 from geartrain.ams.observe.failpoints import armed
 from geartrain.ams.scheduler.service import SchedulerServer
+from geartrain.ams.storage.snapshot.folder import open_snapshot
 from geartrain.ams.values.config import SchedulerConfig
 from geartrain.ams.values.errors import (
     InternalError,
@@ -27,7 +28,7 @@ from geartrain.ams.values.errors import (
     TableNotFound,
 )
 from geartrain.ams.values.optimizers.registry import SGD
-from geartrain.ams.values.shard_messages import CallContext, PublishTable, Restore
+from geartrain.ams.values.shard_messages import CallContext, Freeze, PublishTable, Restore
 from geartrain.ams.values.specs import Constant, TableSpec
 from tests.integration.conftest import ServedCluster
 
@@ -129,6 +130,53 @@ def test_what_a_dead_process_was_restoring_is_restored_by_another(
         ours.restore(path, replace=replace)
         assert (rows(ours) == 1).all()
         assert ours.status().incomplete_tables == ()
+
+
+@pytest.mark.parametrize("opened_by", [0, 1])
+def test_what_a_dead_process_was_restoring_is_in_nobodys_snapshot(
+    served: Callable[..., ServedCluster], tmp_path: Path, opened_by: int
+) -> None:
+    address = served(2).address
+    with connect(address) as ours, connect(address) as theirs:
+        path = make(ours, tmp_path / "theirs")
+        other = ours.create_table("other", dim=2, num_rows=64, optimizer=SGD(1.0), initializer=Constant(0))
+        other.push(IDS, -ONES)
+        made = theirs._scheduler.create_table(SPEC, for_restore=True, replace=True)  # and then it dies,
+        request = Restore(folder=str(path), tables=("t",), incarnations=(made.incarnation,))
+        theirs._calls.on_all_shards(request)
+        for shard in range(opened_by):  # or here
+            theirs._calls.deliver([(shard, PublishTable(table="t", incarnation=made.incarnation))], CallContext())
+        taken = ours.snapshot(tmp_path / "ours").result(60)
+        assert [table["name"] for table in open_snapshot(taken).manifest.tables] == ["other"]
+        assert open_snapshot(taken).verify() == []
+        with pytest.raises((SnapshotFailed, TableNotFound)):
+            ours.snapshot(tmp_path / "ours", tables=["t", "other"])
+        ours.restore(path)
+        taken = ours.snapshot(tmp_path / "ours").result(60)
+        assert len(open_snapshot(taken).manifest.tables) == 2
+
+
+def test_what_is_opened_while_a_snapshot_begins_is_in_it_as_a_whole_or_not_at_all(
+    served: Callable[..., ServedCluster], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address = served(2).address
+    with connect(address) as ours, connect(address) as theirs:
+        path = make(ours, tmp_path / "theirs")
+        theirs.create_table("other", dim=2, num_rows=64, optimizer=SGD(1.0))
+        with held_up(ours, path, tmp_path, "restore.publish.before") as restoring, armed(""):
+            begun = theirs._calls.on_all_shards
+
+            def then_open(request: Any, *arguments: Any, **settings: Any) -> Any:
+                outcomes = begun(request, *arguments, **settings)
+                if isinstance(request, Freeze):
+                    (tmp_path / "go").touch()
+                    restoring.result(60)
+                return outcomes
+
+            monkeypatch.setattr(theirs._calls, "on_all_shards", then_open)
+            taken = open_snapshot(theirs.snapshot(tmp_path / "ours").result(60))
+        assert [table["name"] for table in taken.manifest.tables] == ["other"]
+        assert {entry.table for entry in taken.manifest.files} <= {None, "other"}
 
 
 def test_a_restore_that_another_one_replaced_touches_nothing_of_it(

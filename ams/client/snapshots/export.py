@@ -19,8 +19,8 @@ from geartrain.ams.storage.snapshot.folder import Snapshot
 from geartrain.ams.storage.snapshot.store import Place, place
 from geartrain.ams.values.arguments import integer
 from geartrain.ams.values.errors import Busy, InvalidArgument, SnapshotDamaged, TableNotFound
+from geartrain.ams.values.scheduler_messages import ClusterView
 from geartrain.ams.values.shard_messages import CallContext
-from geartrain.ams.values.specs import TableSpec
 from geartrain.ams.values.text import quoted
 
 logger = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class PendingExport:
 
 def begin_export(
     calls: ShardCalls,
-    existing: Callable[[], Sequence[TableSpec]],
+    view: Callable[[], ClusterView],
     tables: str | Sequence[str],
     root: str | Path,
     *,
@@ -65,7 +65,7 @@ def begin_export(
     See :meth:`geartrain.ams.client.cluster.Cluster.export`.
     """
     root = place(root)
-    specs = {spec.name: spec for spec in existing()}
+    specs = {spec.name: spec for spec in view().tables}
     names = tables_named(tables, specs)
     for name in names:
         if specs[name].counts_steps:
@@ -85,7 +85,7 @@ def begin_export(
         try:
             pending = begin_snapshot(
                 calls,
-                existing,
+                view,
                 root,
                 version_name(number),
                 JobContents(step=number),

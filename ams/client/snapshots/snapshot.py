@@ -34,6 +34,7 @@ from geartrain.ams.values.errors import (
     TableNotFound,
 )
 from geartrain.ams.values.interrupts import shielded
+from geartrain.ams.values.scheduler_messages import ClusterView
 from geartrain.ams.values.shard_messages import FREEZE_LEASE_SECONDS, CallContext, Freeze, Thaw, WriteFrozen, Written
 from geartrain.ams.values.specs import TableSpec
 from geartrain.ams.values.text import quoted
@@ -142,7 +143,7 @@ def free_name(root: str | Path, step: int) -> str:
 
 def begin_snapshot(
     calls: ShardCalls,
-    existing: Callable[[], Sequence[TableSpec]],
+    view: Callable[[], ClusterView],
     root: str | Path,
     name: str,
     job: JobContents,
@@ -156,36 +157,37 @@ def begin_snapshot(
 ) -> PendingSnapshot:
     """Hold the present moment on every shard and begin to write it; returns as soon as it is held.
 
-    ``root`` must mean the same folder here and on every shard. ``existing`` asks which tables there are; ``tables``
-    are those to write, None: all. A shard that no longer knows what was written since ``parent``, a snapshot of the
-    same root, writes all of its rows. ``check_caller`` raises StaleClient if the scheduler knows that ``caller`` was
-    superseded. ``rows_alone``: a version of an export, without the optimizer's state; rather than end another snapshot
-    of the same tables it raises Busy. Raises InvalidArgument, TableNotFound, SnapshotNotFound, SnapshotDamaged (of the
-    parent), SnapshotFailed, ShardUnavailable, and StaleClient if ``caller`` was superseded.
+    ``root`` must mean the same folder here and on every shard. ``view`` asks which tables there are; ``tables`` are
+    those to write, None: all but what is being restored. A shard that no longer knows what was written since
+    ``parent``, a snapshot of the same root, writes all of its rows. ``check_caller`` raises StaleClient if the
+    scheduler knows that ``caller`` was superseded. ``rows_alone``: a version of an export, without the optimizer's
+    state; rather than end another snapshot of the same tables it raises Busy. Raises InvalidArgument, TableNotFound,
+    SnapshotNotFound, SnapshotDamaged (of the parent), SnapshotFailed, ShardUnavailable, and StaleClient if ``caller``
+    was superseded.
     """
     root = place(root)
     older = None if parent is None else _parent(root, parent)
-    before = existing()
-    if not before and not job.values and not job.files:
+    now = view()
+    if not now.tables and not job.values and not job.files:
         raise SnapshotFailed(
             "this cluster has no table, or none that is whole ('geartrain table list'): a snapshot would hold nothing, "
             "yet count as the newest. Create or restore tables first; a job without tables gives values= or files="
         )
-    chosen = None if tables is None else chosen_tables(tables, [spec.name for spec in before], "cluster")
+    chosen = _whole_tables(now) if tables is None else chosen_tables(tables, _names(now.tables), "cluster")
     staging = new_staging(root, name)
     parent_id = "" if older is None else older.manifest.moment_id
     freeze = Freeze(
-        snapshot_id=staging.id, tables=chosen or (), parent_id=parent_id, export_root=str(root) if rows_alone else ""
+        snapshot_id=staging.id, tables=chosen, parent_id=parent_id, export_root=str(root) if rows_alone else ""
     )
     hold = _Hold(calls, freeze, caller)
     try:
         hold.begin()
         # One that waited on a shard for another to end would hold moments far apart.
         all_of(calls.on_all_shards(freeze, recovery_seconds=0 if rows_alone else None, caller=caller))
-        specs = [spec for spec in existing() if chosen is None or spec.name in chosen]
-        changed = {spec.name for spec in specs}.intersection(spec.name for spec in before if spec not in specs)
+        specs = [spec for spec in view().tables if spec.name in chosen]
+        changed = {spec.name for spec in now.tables if spec.name in chosen and spec not in specs}
         if changed:
-            raise SnapshotFailed(f"tables {sorted(changed)} were made anew at that moment; take it again")
+            raise SnapshotFailed(f"tables {sorted(changed)} were dropped or made anew at that moment; take it again")
         write = WriteFrozen(snapshot_id=staging.id, folder=staging.path, rows_alone=rows_alone)
         work = calls.background(_finish, calls, staging, specs, job, older, caller, check_caller, graphs, hold, write)
     except BaseException:  # also Ctrl-C
@@ -221,10 +223,7 @@ def _finish(
             spec.name for spec in specs
         }
         if unknown:
-            raise SnapshotFailed(
-                f"tables {sorted(unknown)} came or went at that moment, or are incomplete since a shard was restarted "
-                "(geartrain table list says which): take it again, or drop those first"
-            )
+            raise SnapshotFailed(f"tables {sorted(unknown)} came or went at that moment: take it again")
         if older is not None:
             _require_parent(older)  # nor to what was pruned meanwhile
         files += [
@@ -256,6 +255,22 @@ def _finish(
     hold.end()
     _tell(calls, Thaw(snapshot_id=staging.id, kept=True))
     return path
+
+
+def _names(specs: Sequence[TableSpec]) -> tuple[str, ...]:
+    return tuple(spec.name for spec in specs)
+
+
+def _whole_tables(view: ClusterView) -> tuple[str, ...]:
+    """Names of all tables but those being restored. Raises SnapshotFailed if rows of one are gone, or may be."""
+    lost = sorted(set(view.incomplete_tables).difference(view.restoring_tables))
+    if lost or any(entry.state == "missing" for entry in view.shards):
+        raise SnapshotFailed(
+            f"tables {lost} are incomplete since a shard was restarted, or shards have not registered since the "
+            "scheduler began ('geartrain table list' and 'geartrain status' say which): take it again, or drop those "
+            "tables first"
+        )
+    return _names(view.tables)
 
 
 def _graph_files(

@@ -9,9 +9,10 @@ A *place* names a folder: an absolute Path, or a URL without a slash at its end.
 | its files | ``ROOT/NAME/`` | ``ROOT/NAME/ID/`` |
 | removed by | a rename to ``ROOT/.trash-NAME-ID/`` first | the removal of ``manifest.json`` first |
 
-An object store has no rename and no sync: an object is whole and safe, or not there, when its write returns. Every
-attempt writes under an ID of its own, so that a late write of one that was given up spoils no other. Of two that commit
-one name at once the later holds. ``ROOT/NAME/ID/`` has a copy of the manifest: taken to a local disk, it is a snapshot.
+An object store has no rename and no sync: an object is whole and safe, or not there, when its write returns. HDFS shows
+files that are half written, and renames in one step: there a file is written beside its place first. Every attempt
+writes under an ID of its own, so that a late write of one that was given up spoils no other. Of two that commit one
+name at once the later holds. ``ROOT/NAME/ID/`` has a copy of the manifest: taken to a local disk, it is a snapshot.
 Nothing is tried again here; fsspec's file systems have their own settings for that.
 """
 
@@ -30,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 import fsspec
 
 from geartrain.ams.observe import failpoints
-from geartrain.ams.storage.durable import create_folders, disk, remove_quietly, sync_folder, write_file
+from geartrain.ams.storage.durable import PART_PREFIX, create_folders, disk, remove_quietly, sync_folder, write_file
 from geartrain.ams.storage.snapshot.manifest import JOB, MANIFEST, MARKS
 from geartrain.ams.values.arguments import path_name
 from geartrain.ams.values.errors import InvalidArgument
@@ -44,6 +45,8 @@ Place = Path | str
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 SCHEMES = ("s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "hdfs")
 """Of the URLs that snapshots may lie below: object stores, and HDFS, each with the aliases that fsspec has for it."""
+_SHOWS_HALVES = ("hdfs",)
+"""Of these, those below which a file can be seen before all of it is there."""
 _LOCAL_SCHEMES = ("file", "local")
 _HOST = re.compile(r"([A-Za-z0-9._-]+@)?[A-Za-z0-9._-]+(:[0-9]{1,5})?")
 _PART = re.compile(r"[^\x00-\x1f\x7f\\?#]+")
@@ -294,6 +297,7 @@ class _UrlStore(SnapshotStore):
     def __init__(self, url: str) -> None:
         with _typed_argument(url):
             self._system: Any = fsspec.core.url_to_fs(url)[0]
+        self._shows_halves = url.partition("://")[0] in _SHOWS_HALVES
 
     def staging(self, root: Place, name: str, snapshot_id: str) -> str:
         return f"{root}/{name}/{snapshot_id}"
@@ -306,8 +310,12 @@ class _UrlStore(SnapshotStore):
             self._system.makedirs(str(staging), exist_ok=True)  # which does nothing where there are no folders
 
     def write(self, folder: Place, name: str, *parts: Buffer) -> None:
+        path = f"{folder}/{name}"
+        written = f"{folder}/{PART_PREFIX}{uuid.uuid4().hex}-{name}" if self._shows_halves else path
         with _as_os_error():
-            self._system.pipe_file(f"{folder}/{name}", b"".join(parts))
+            self._system.pipe_file(written, b"".join(parts))
+            if written != path:
+                self._system.mv(written, path)
 
     def drop(self, folder: Place, name: str) -> None:
         with _as_os_error():

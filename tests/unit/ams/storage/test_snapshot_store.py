@@ -12,6 +12,7 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
+from geartrain.ams.storage.snapshot import store
 from geartrain.ams.storage.snapshot.blocks import write_job_file
 from geartrain.ams.storage.snapshot.folder import latest, list_snapshots, new_staging, open_snapshot, prune
 from geartrain.ams.storage.snapshot.manifest import MANIFEST
@@ -117,6 +118,39 @@ def test_a_write_that_fails_anywhere_leaves_no_snapshot(
     if not isinstance(error, Died):
         take(root, "new", step=2)
         assert latest(root).name == "new"
+
+
+@pytest.mark.parametrize("error", [OSError("connection lost"), Died()], ids=repr)
+def test_where_half_a_file_can_be_seen_a_write_that_is_cut_off_leaves_no_snapshot(
+    root: str, take: Take, memory: MemoryFileSystem, error: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def renamed(self: MemoryFileSystem, source: str, target: str) -> None:
+        self.store[self._strip_protocol(target)] = self.store.pop(self._strip_protocol(source))
+
+    monkeypatch.setattr(MemoryFileSystem, "mv", renamed)
+    monkeypatch.setattr(store, "_SHOWS_HALVES", ("memory",))
+    take(root, "old", step=1)
+    calls = len(open_snapshot(f"{root}/old").manifest.files) + 2
+    whole = MemoryFileSystem.pipe_file
+    for at in range(calls):
+        numbers = itertools.count()
+
+        def half(self: MemoryFileSystem, path: str, value: bytes) -> None:
+            if next(numbers) == at:  # noqa: B023
+                whole(self, path, value[: len(value) // 2])
+                raise error
+            whole(self, path, value)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(MemoryFileSystem, "pipe_file", half)
+            with pytest.raises(Died if isinstance(error, Died) else SnapshotFailed):
+                take(root, "new", step=2)
+        assert names(root) == ["old"], at
+        assert latest(root).verify() == []
+    take(root, "new", step=2)
+    assert (latest(root).name, latest(root).verify()) == ("new", [])
+    prune(root, 1)
+    assert not any(path.startswith(f"{memory._strip_protocol(root)}/old") for path in memory.store)
 
 
 def test_a_late_write_of_an_attempt_that_was_given_up_spoils_nothing(root: str, take: Take) -> None:
