@@ -306,12 +306,13 @@ def open_snapshot(path: str | Path) -> Snapshot:
 
 
 def read_manifest(folder: Place) -> Manifest:
-    """Return the manifest of a snapshot. Raises SnapshotNotFound if there is no folder, SnapshotDamaged."""
+    """Return the manifest of a snapshot. Raises SnapshotNotFound if there is none, SnapshotDamaged."""
     try:
         return _manifest_in(folder)
     except SnapshotDamaged:
         with suppress(OSError):
-            _names_in(folder)  # one that went between two looks is not damaged
+            if not store_of(folder).exists(folder):  # one that went between two looks is not damaged
+                raise _not_found(folder) from None
         raise
 
 
@@ -335,7 +336,11 @@ def _names_in(folder: Place) -> list[str]:
     try:
         return store_of(folder).names(folder)
     except (FileNotFoundError, NotADirectoryError):
-        raise SnapshotNotFound(f"{folder} is not the folder of a snapshot") from None
+        raise _not_found(folder) from None
+
+
+def _not_found(folder: Place) -> SnapshotNotFound:
+    return SnapshotNotFound(f"{folder} is not the folder of a snapshot")
 
 
 def list_snapshots(root: str | Path) -> list[Listed]:

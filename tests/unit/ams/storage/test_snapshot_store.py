@@ -86,6 +86,25 @@ def test_every_damage_below_a_url_is_named(root: str, take: Take, memory: Memory
         open_snapshot(f"{root}/a")
 
 
+@pytest.mark.parametrize("look", ["names", "size", "read"])
+def test_a_snapshot_that_is_pruned_between_two_looks_is_not_there(
+    root: str, take: Take, look: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = take(root, "a")
+    kind = type(store.store_of(path))
+    real = getattr(kind, look)
+
+    def late(self: store.SnapshotStore, *args: Any) -> Any:
+        self.hide(path)  # as prune does it first: its other files are there still
+        monkeypatch.setattr(kind, look, real)
+        return real(self, *args)
+
+    monkeypatch.setattr(kind, look, late)
+    with pytest.raises(SnapshotNotFound, match="a is not the folder of a snapshot"):
+        open_snapshot(path)
+    assert names(root) == []
+
+
 class Died(BaseException):
     """The process ends here."""
 
