@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from geartrain.ams.client.cluster_status import ClusterStatus, describe_cluster
 from geartrain.ams.client.data_streams import DataStreams
+from geartrain.ams.client.leave_watch import LeaveWatch
 from geartrain.ams.client.other_roles import OtherRoles
 from geartrain.ams.client.scheduler_calls import SchedulerCalls
 from geartrain.ams.client.shard_calls import ShardCalls
@@ -72,6 +73,7 @@ class Cluster:
         self._close = close
         self._closed = False
         self._later_writes: weakref.WeakSet[LaterWrites] = weakref.WeakSet()
+        self._leave_watches: list[LeaveWatch] = []
         self._job_steps: weakref.WeakSet[JobSteps] = weakref.WeakSet()
         if stream.is_named:
             # Only the marks of numbered writes mean anything to a process that goes on under this name.
@@ -278,6 +280,17 @@ class Cluster:
         self._job_steps.add(steps)
         return steps
 
+    def watch_leaves(self, job: str) -> LeaveWatch | None:
+        """Say from now on that ``job`` trains, and hear which shards want to leave; None: they end with this process.
+
+        A server that is told to end waits until such jobs have taken a snapshot and are done.
+        """
+        if not self._calls.remote:
+            return None
+        watch = LeaveWatch(self._scheduler.carrier, checked_name("job", job), self._stream.incarnation)
+        self._leave_watches.append(watch)
+        return watch
+
     def acknowledge(self, sequence: int) -> None:
         """Say that no write numbered below ``sequence`` will be sent again, by this process or its successor.
 
@@ -422,6 +435,8 @@ class Cluster:
             self._close_all()
 
     def _close_all(self) -> None:
+        for watch in self._leave_watches:
+            watch.done()
         for steps in list(self._job_steps):
             steps.leave()
         self._roles.close()

@@ -134,7 +134,9 @@ def describe_cluster(
     def note(shard: int) -> Callable[[object], object]:
         return lambda _: answered.setdefault(shard, time.time())
 
-    carriers = {entry.shard: open_carrier(entry.address) for entry in view.shards if entry.state in ("up", "silent")}
+    carriers = {
+        entry.shard: open_carrier(entry.address) for entry in view.shards if entry.state not in ("lost", "missing")
+    }
     try:
         asked = {
             shard: carrier.submit(CallContext(), Describe(), _DESCRIBE_TIMEOUT_SECONDS)
@@ -172,7 +174,7 @@ def _joint_status(view: ClusterView, states: dict[int, ShardState], ahead: dict[
             ShardStatus(
                 shard=entry.shard,
                 address=entry.address,
-                state="silent" if state is None and entry.state == "up" else entry.state,
+                state="silent" if state is None and entry.state in ("up", "leaving") else entry.state,
                 incarnation=entry.incarnation,
                 rows=sum(table.rows for table in tables),
                 memory_bytes=sum(table.memory_bytes for table in tables),

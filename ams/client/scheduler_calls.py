@@ -161,12 +161,14 @@ def await_cluster(
 
 def remedy_for_absent(states: Iterable[ShardCondition], scheduler: str) -> str:
     """What to do about shards that are not up: one that was never there is started, one that is lost may come back."""
-    start = f"'geartrain server --scheduler {scheduler}'"
-    if {"silent", "lost"}.intersection(states):
+    start, states = f"'geartrain server --scheduler {scheduler}'", set(states)
+    if states & {"silent", "lost"}:
         return (
             "one that is lost or silent may be stopped or out of reach: let it go on, and it has its rows still. In "
             f"place of one that ended, start {start} ('geartrain up' does it by itself) and restore a snapshot"
         )
+    if "leaving" in states:
+        return f"one that is leaving ends once running jobs have taken a snapshot; start {start} in its place"
     return f"start them with {start}"
 
 

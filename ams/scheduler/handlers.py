@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from geartrain.ams.rpc.ping import PingHandler
 from geartrain.ams.scheduler.data_streams import StreamLeases
+from geartrain.ams.scheduler.running_jobs import RunningJobs
 from geartrain.ams.scheduler.scheduler import Scheduler
 from geartrain.ams.scheduler.worker_steps import WorkerSteps
 from geartrain.ams.values.config import split_address
@@ -24,9 +25,11 @@ from geartrain.ams.values.scheduler_messages import (
     DropClusterTable,
     FenceJob,
     Heartbeat,
+    JobsToAsk,
     LeaseStreams,
     LeaveCluster,
     LeaveSteps,
+    PrepareLeave,
     PublishClusterTables,
     Register,
     Registration,
@@ -38,6 +41,7 @@ from geartrain.ams.values.scheduler_messages import (
     StreamLease,
     StreamRenewal,
     TakeIncarnation,
+    TellJob,
     TellSteps,
 )
 from geartrain.ams.values.shard_messages import CallContext
@@ -57,11 +61,14 @@ class SchedulerHandlers:
         self._scheduler = scheduler
         self._streams = streams
         self._steps = steps
+        self._jobs = RunningJobs()
         self.by_request: Mapping[type[Rpc[Any]], Callable[[Any, WaitingCaller], Any]] = {
             Ping: PingHandler("scheduler"),
             Register: self._register,
             Heartbeat: self._heartbeat,
             LeaveCluster: self._leave,
+            PrepareLeave: self._prepare_leave,
+            TellJob: self._tell_job,
             DescribeCluster: self._describe,
             CreateClusterTable: self._create_table,
             DropClusterTable: self._drop_table,
@@ -101,6 +108,14 @@ class SchedulerHandlers:
 
     def _leave(self, leave: LeaveCluster, _: WaitingCaller) -> None:
         self._scheduler.leave(leave.shard, leave.incarnation)
+
+    def _prepare_leave(self, leave: PrepareLeave, _: WaitingCaller) -> JobsToAsk:
+        self._scheduler.prepare_leave(leave.shard, leave.incarnation)
+        return self._jobs.to_ask(was_restarted=self._scheduler.was_restarted)
+
+    def _tell_job(self, tell: TellJob, _: WaitingCaller) -> tuple[int, ...]:
+        self._jobs.tell(tell.job, tell.incarnation, done=tell.done)
+        return self._scheduler.leaving_shards()
 
     def _describe(self, _: DescribeCluster, __: WaitingCaller) -> ClusterView:
         return self._scheduler.describe()

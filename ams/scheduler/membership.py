@@ -131,4 +131,6 @@ class Membership:
         if member.left or age > self._lease_seconds:
             return "lost"
         patience = max(_SILENT_BEATS * member.heartbeat_seconds, self._lease_seconds / _SILENT_BEATS)
-        return "silent" if age > patience or not member.is_heard else "up"
+        if age > patience or not member.is_heard:
+            return "silent"
+        return "leaving" if member.is_leaving else "up"

@@ -71,6 +71,8 @@ class Scheduler:
         self._asking = threading.Lock()
         store = MemoryStore() if store is None else store
         self._state = State(store, num_shards)
+        self.was_restarted = bool(self._state.members)
+        """Whether there was a scheduler of this cluster before, from which jobs may be unheard."""
         self._incarnations = Incarnations(store) if incarnations is None else incarnations
         for schema in self._state.schemas.values():
             self._incarnations.hear(schema.spec.incarnation)
@@ -113,6 +115,7 @@ class Scheduler:
         with self._lock:
             if cluster_version > 0:
                 self._check_map(bucket_map)
+                self.was_restarted = True
             self._membership.notice_own_stop()
             chosen = self._membership.choose(shard, address, incarnation, has_past=cluster_version > 0, gone=gone)
             previous = self._state.members.get(chosen)
@@ -238,6 +241,18 @@ class Scheduler:
             member = self._state.members.get(shard)
             if member is not None and member.incarnation == incarnation:
                 self._state.keep(members={shard: dataclasses.replace(member, left=True)})
+
+    def prepare_leave(self, shard: int, incarnation: int) -> None:
+        """Note that a shard wants to leave: the cluster is not ready from now on, until another takes its place."""
+        with self._lock:
+            member = self._state.members.get(shard)
+            if member is not None and member.incarnation == incarnation:
+                member.is_leaving = True
+
+    def leaving_shards(self) -> tuple[int, ...]:
+        """Those that want to leave, and have not yet."""
+        with self._lock:
+            return tuple(entry.shard for entry in self._membership.entries() if entry.state == "leaving")
 
     def take_incarnation(self, chosen: int = 0) -> int:
         """Return an incarnation for a job or stream that begins, higher than all before; if ``chosen`` is not 0, that

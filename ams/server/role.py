@@ -14,6 +14,7 @@ from geartrain.ams.programs.hosted import HostedModels
 from geartrain.ams.rpc.carrier import AttemptFailed
 from geartrain.ams.rpc.client.scheduler import GrpcSchedulerCarrier
 from geartrain.ams.rpc.server.server import GrpcServer
+from geartrain.ams.server.leave import take_leave
 from geartrain.ams.server.machine import keep_large_buffers, keep_to_cpus, limit_row_memory, threads_per_shard
 from geartrain.ams.server.service import ShardService
 from geartrain.ams.server.shard import Shard, new_incarnation
@@ -226,7 +227,12 @@ class ShardServer:
         return self._ended.wait(timeout_seconds)
 
     def stop(self, grace_seconds: float = 5.0) -> None:
-        """Leave the cluster, finish the calls under way, end. Idempotent."""
+        """Leave the cluster, finish the calls under way, end. Idempotent.
+
+        Unless ``grace_seconds`` is 0, jobs that train are waited for first: they take a snapshot. Says what is lost.
+        """
+        if grace_seconds > 0 and self._started and not self._ended.is_set():
+            take_leave(self._scheduler, self._held, self._config.leave_timeout_seconds)
         self._stopping.set()
         if self._started:
             for thread in (*self._hearts, self._pulse):

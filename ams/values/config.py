@@ -231,6 +231,8 @@ class ServerConfig(Section):
     """Port of the process's first shard for bulk connections (TCP); each further one has the next. 0: free ones."""
     heartbeat_seconds: Seconds = 1.0
     """Interval between heartbeats to the scheduler."""
+    leave_timeout_seconds: float = Field(default=60.0, ge=0, allow_inf_nan=False)
+    """How long a server that is told to end waits for the snapshots of running jobs; 0: it does not."""
     sync_timeout_seconds: Seconds = 60.0
     """How long a synchronous push waits for the other ranks of its group."""
     snapshot_roots: SnapshotRootList | None = None

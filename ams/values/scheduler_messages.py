@@ -13,8 +13,9 @@ from geartrain.ams.values.shard_messages import CallContext
 from geartrain.ams.values.specs import TableSpec
 from geartrain.ams.values.text import counted
 
-ShardCondition = Literal["up", "silent", "lost", "missing"]
-"""Heartbeats arrive; some are missing; none for a whole lease, or it left; no process has registered."""
+ShardCondition = Literal["up", "silent", "lost", "missing", "leaving"]
+"""Heartbeats arrive; some are missing; none for a whole lease, or it left; no process has registered; it was told to
+end, and waits for the snapshots of running jobs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,6 +166,37 @@ class LeaveCluster(Rpc[None], name="Leave"):
 
     shard: int
     incarnation: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobsToAsk:
+    """Whose snapshots a shard waits for before it leaves."""
+
+    is_sure: bool
+    """The scheduler was not restarted so recently that a job may be unheard."""
+    waiting: tuple[str, ...] = ()
+    """Jobs that train."""
+    saved: tuple[str, ...] = ()
+    """Jobs that trained until a moment ago: they have taken their snapshot, or ended."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrepareLeave(Rpc[JobsToAsk]):
+    """A shard wants to leave; repeated until it does. From then on the cluster is not ready."""
+
+    shard: int
+    incarnation: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class TellJob(Rpc[tuple[int, ...]]):
+    """A job trains, and hears which shards want to leave."""
+
+    job: str
+    incarnation: int
+    """A higher one takes the place of a lower one."""
+    done: bool = False
+    """It trains no more: it has ended, or taken its snapshot and waits for the shards that follow."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -99,6 +99,10 @@ class Child:
         """Ask it to end."""
         self._process.terminate()
 
+    def kill(self) -> None:
+        """End it at once, unless it has ended."""
+        self._process.kill()
+
     def end(self, grace_seconds: float) -> bool:
         """Wait for it to end, kill it after ``grace_seconds``; return whether that was needed."""
         try:

@@ -109,9 +109,11 @@ class Launcher:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # Servers first, so that they can still take leave of the scheduler.
-        self._end(self._children[1:])
-        self._end(self._children[:1])
+        for number in (signal.SIGTERM, signal.SIGINT):  # whoever asks again waits for nobody's snapshot
+            signal.signal(number, lambda *_: [child.kill() for child in self._children])
+        # Servers first, so that they can still take leave of the scheduler, and jobs their snapshots.
+        self._end(self._children[1:], KILL_AFTER_SECONDS + self._server.leave_timeout_seconds)
+        self._end(self._children[:1], KILL_AFTER_SECONDS)
 
     def start(self) -> ClusterFacts | None:
         """Start every role; return once all shards serve, or with None if told to end meanwhile.
@@ -222,13 +224,13 @@ class Launcher:
             awaited.discard(event.child)
         return [child.facts for child in children if child.facts is not None]
 
-    def _end(self, children: Sequence[Child]) -> None:
+    def _end(self, children: Sequence[Child], seconds: float) -> None:
         for child in children:
             child.terminate()
-        deadline = time.monotonic() + KILL_AFTER_SECONDS
+        deadline = time.monotonic() + seconds
         for child in children:
             if child.end(max(0.0, deadline - time.monotonic())):
-                self._on_line(f"{child.name} | did not end within {KILL_AFTER_SECONDS:g} s: killed")
+                self._on_line(f"{child.name} | did not end within {seconds:g} s: killed")
 
 
 def _with_memory_shared(config: ClusterConfig) -> ClusterConfig:

@@ -39,9 +39,10 @@ def train_clicks(options: CtrOptions, console: Console) -> JobResult:
             # Once there is something to go back to, a role that is not back yet is worth another attempt, too.
             if isinstance(exc, GoBack):
                 loss = exc.loss
-            if loss is None or recoveries == options.max_recoveries:
+            is_planned = isinstance(exc, GoBack) and exc.is_planned
+            if loss is None or (recoveries == options.max_recoveries and not is_planned):
                 raise (exc.__cause__ if isinstance(exc, GoBack) and exc.__cause__ else exc) from None
-            recoveries += 1
+            recoveries += not is_planned
             options = replace(options, resume=True, overwrite=False, resume_steps=None)
 
 

@@ -84,6 +84,7 @@ class CtrRun:
             increments=options.increments,
             every_seconds=None if minutes is None else 60 * minutes,
             say=self._say,
+            watch=cluster.watch_leaves(job),
         )
 
     def _new_root(self) -> str:

@@ -61,9 +61,10 @@ def run_job(options: JobOptions, load: Callable[[Console], JobData], console: Co
             # torchrun the ranks come back together: torchrun starts them again.
             if isinstance(exc, GoBack) and "WORLD_SIZE" not in os.environ:
                 loss = exc.loss
-            if loss is None or recoveries == options.max_recoveries:
+            is_planned = isinstance(exc, GoBack) and exc.is_planned
+            if loss is None or (recoveries == options.max_recoveries and not is_planned):
                 raise (exc.__cause__ if isinstance(exc, GoBack) and exc.__cause__ else exc) from None
-            recoveries += 1
+            recoveries += not is_planned
             options = replace(options, resume=True, overwrite=False)
 
 
@@ -132,7 +133,7 @@ def _opened_rows(options: JobOptions, ranks: JobRanks, job: str, *, goes_on: boo
         if options.resume and ranks.is_first:
             # A process of this job that was only stopped must not go on beside it.
             cluster.fence(job, cluster.write_stream.incarnation)
-        yield JobRowsInCluster(cluster, ranks)
+        yield JobRowsInCluster(cluster, ranks, cluster.watch_leaves(job) if ranks.is_first else None)
 
 
 def _open_cluster(options: JobOptions, ranks: JobRanks, job: str, *, goes_on: bool) -> Cluster:

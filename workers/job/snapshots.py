@@ -5,17 +5,20 @@ They are also due after every so many steps: ``loop.py``. How a job goes on from
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
+from geartrain.ams.client.leave_watch import LeaveWatch
 from geartrain.ams.client.snapshots.snapshot import PendingSnapshot, free_name
 from geartrain.ams.storage.snapshot.folder import prune
 from geartrain.ams.values.errors import (
     GeartrainError,
     SchedulerUnavailable,
     ShardRestarted,
+    ShardUnavailable,
     SnapshotError,
     SnapshotFailed,
     StaleCluster,
@@ -25,6 +28,8 @@ from geartrain.ams.values.errors import (
 from geartrain.workers.job.state import Progress
 
 _WORTH_SAYING_SECONDS = 2.0
+_ASKED_AGAIN_SECONDS = 5.0
+"""After a snapshot that a leaving shard asked for has failed."""
 LOST = (ShardRestarted, Unavailable, StaleCluster)
 """What it means for a job that a role of its cluster died."""
 
@@ -40,9 +45,11 @@ class Loss:
 class GoBack(Exception):
     """A role was lost, and this job has a snapshot of its own to go on from; the cause says which."""
 
-    def __init__(self, loss: Loss) -> None:
+    def __init__(self, loss: Loss, *, is_planned: bool = False) -> None:
         super().__init__(loss)
         self.loss = loss
+        self.is_planned = is_planned
+        """A shard is about to end, and the snapshot was taken for that."""
 
 
 @dataclass(frozen=True)
@@ -92,13 +99,14 @@ class JobSnapshots(Generic[State]):
         increments: int = 0,
         every_seconds: float | None = None,
         say: Callable[[str], None],
+        watch: LeaveWatch | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``keep`` snapshots, and what they add to, stay in ``root``, which no other job may write to. Of several ranks
         that take part, the one that ``is_first`` removes the others.
 
         After one that holds all rows, ``increments`` hold only the rows written since the one before.
-        ``every_seconds`` one is due (None: never by the clock).
+        ``every_seconds`` one is due (None: never by the clock), and when ``watch`` hears that a shard wants to leave.
         """
         self._rows = rows
         self._root = root
@@ -109,6 +117,9 @@ class JobSnapshots(Generic[State]):
         self._chain: list[str] = []
         """Names of the newest one and of those it adds to, as far as this object took them; the oldest first."""
         self._say = say
+        self._watch = watch
+        self._asked = -math.inf
+        """When a leaving shard last asked for one."""
         self._clock = clock
         self._pending: tuple[PendingSnapshot, str, Moment] | None = None
         self._begun = clock()
@@ -118,15 +129,21 @@ class JobSnapshots(Generic[State]):
 
     @property
     def is_due(self) -> bool:
-        """Whether the last one was begun so long ago that it is time for another."""
+        """Whether the last one was begun so long ago that it is time for another, or a shard wants to leave."""
+        if self._leaving and self._clock() - self._asked >= _ASKED_AGAIN_SECONDS:
+            return True
         return self._every_seconds is not None and self._clock() - self._begun >= self._every_seconds
 
     def begin(self, state: State) -> None:
         """Hold this moment, and go on while it is written. Waits for the one before to be whole.
 
-        May raise what it means to lose a shard, which may as well show at the next push; not that a disk fails.
+        May raise what it means to lose a shard, which may as well show at the next push; not that a disk fails. Raises
+        GoBack once it is whole if a shard wants to leave: what would be trained from here on would go with it.
         """
         self.settle()
+        leaving = self._leaving
+        if leaving:
+            self._asked = self._clock()
         moment = Moment(state.progress, self._clock())
         self._begun = moment.seconds
         try:
@@ -138,6 +155,10 @@ class JobSnapshots(Generic[State]):
             self._tell(moment, exc)
             return
         self._pending = pending, name, moment
+        if leaving:
+            self.settle()
+            if self.last is moment:
+                self._make_way(leaving, moment)
 
     def settle(self) -> None:
         """Wait until what was begun is whole, or is known to have failed."""
@@ -156,6 +177,20 @@ class JobSnapshots(Generic[State]):
                 self._prune()
         if (waited := self._clock() - started) > _WORTH_SAYING_SECONDS:
             self._say(f"Waited {waited:.0f} s for the snapshot of step {moment.progress.step}; take them less often")
+
+    @property
+    def _leaving(self) -> tuple[int, ...]:
+        return () if self._watch is None else self._watch.leaving
+
+    def _make_way(self, leaving: tuple[int, ...], moment: Moment) -> None:
+        """Let shards leave, and go on from the snapshot once others have taken their places."""
+        assert self._watch is not None
+        step, which = moment.progress.step, f"shard {', '.join(map(str, leaving))}"
+        self._say(f"Step {step} is saved, since {which} is to end; waiting for what takes its place")
+        self._watch.done()
+        raise GoBack(Loss(step, time.time()), is_planned=True) from ShardUnavailable(
+            f"{which} was told to end, and step {step} is saved; start the job again once another has taken its place"
+        )
 
     def _prune(self) -> None:
         try:

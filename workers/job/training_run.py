@@ -116,6 +116,7 @@ class TrainingRun:
             increments=options.increments,
             every_seconds=None if minutes is None else 60 * minutes,
             say=self._say,
+            watch=rows.watch,
         )
 
     def _new_root(self) -> str:

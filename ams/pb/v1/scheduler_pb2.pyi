@@ -234,6 +234,109 @@ class LeaveReply(_message.Message):
 Global___LeaveReply: _TypeAlias = LeaveReply  # noqa: Y015
 
 @_typing.final
+class PrepareLeaveRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SHARD_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    shard: _builtins.int
+    incarnation: _builtins.int
+    def __init__(
+        self,
+        *,
+        shard: _builtins.int = ...,
+        incarnation: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "shard", b"shard"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrepareLeaveRequest: _TypeAlias = PrepareLeaveRequest  # noqa: Y015
+
+@_typing.final
+class PrepareLeaveReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    IS_SURE_FIELD_NUMBER: _builtins.int
+    WAITING_FIELD_NUMBER: _builtins.int
+    SAVED_FIELD_NUMBER: _builtins.int
+    is_sure: _builtins.bool
+    """The scheduler was not restarted so recently that a job may be unheard."""
+    @_builtins.property
+    def waiting(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Jobs that train."""
+
+    @_builtins.property
+    def saved(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Jobs that trained until a moment ago: they have taken their snapshot, or ended."""
+
+    def __init__(
+        self,
+        *,
+        is_sure: _builtins.bool = ...,
+        waiting: _abc.Iterable[_builtins.str] | None = ...,
+        saved: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_sure", b"is_sure", "saved", b"saved", "waiting", b"waiting"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrepareLeaveReply: _TypeAlias = PrepareLeaveReply  # noqa: Y015
+
+@_typing.final
+class TellJobRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    DONE_FIELD_NUMBER: _builtins.int
+    job: _builtins.str
+    incarnation: _builtins.int
+    """A higher one takes the place of a lower one."""
+    done: _builtins.bool
+    """It trains no more: it has ended, or taken its snapshot and waits for the shards that follow."""
+    def __init__(
+        self,
+        *,
+        job: _builtins.str = ...,
+        incarnation: _builtins.int = ...,
+        done: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "incarnation", b"incarnation", "job", b"job"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TellJobRequest: _TypeAlias = TellJobRequest  # noqa: Y015
+
+@_typing.final
+class TellJobReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LEAVING_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def leaving(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Shards that want to leave."""
+
+    def __init__(
+        self,
+        *,
+        leaving: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["leaving", b"leaving"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TellJobReply: _TypeAlias = TellJobReply  # noqa: Y015
+
+@_typing.final
 class DescribeClusterRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -269,6 +372,8 @@ class ShardEntry(_message.Message):
         """No heartbeat for a whole lease."""
         STATE_SILENT: ShardEntry._State.ValueType  # 4
         """Several heartbeats are missing, or the scheduler was restarted and has heard none yet."""
+        STATE_LEAVING: ShardEntry._State.ValueType  # 5
+        """It was told to end, and waits for the snapshots of running jobs."""
 
     class State(_State, metaclass=_StateEnumTypeWrapper): ...
     STATE_UNSPECIFIED: ShardEntry.State.ValueType  # 0
@@ -280,6 +385,8 @@ class ShardEntry(_message.Message):
     """No heartbeat for a whole lease."""
     STATE_SILENT: ShardEntry.State.ValueType  # 4
     """Several heartbeats are missing, or the scheduler was restarted and has heard none yet."""
+    STATE_LEAVING: ShardEntry.State.ValueType  # 5
+    """It was told to end, and waits for the snapshots of running jobs."""
 
     SHARD_FIELD_NUMBER: _builtins.int
     ADDRESS_FIELD_NUMBER: _builtins.int

@@ -55,6 +55,16 @@ class SchedulerStub:
                 request_serializer=geartrain_dot_ams_dot_pb_dot_v1_dot_scheduler__pb2.LeaveRequest.SerializeToString,
                 response_deserializer=geartrain_dot_ams_dot_pb_dot_v1_dot_scheduler__pb2.LeaveReply.FromString,
                 _registered_method=True)
+        self.PrepareLeave = channel.unary_unary(
+                '/geartrain.ams.v1.Scheduler/PrepareLeave',
+                request_serializer=geartrain_dot_ams_dot_pb_dot_v1_dot_scheduler__pb2.PrepareLeaveRequest.SerializeToString,
+                response_deserializer=geartrain_dot_ams_dot_pb_dot_v1_dot_scheduler__pb2.PrepareLeaveReply.FromString,
+                _registered_method=True)
+        self.TellJob = channel.unary_unary(
+                '/geartrain.ams.v1.Scheduler/TellJob',
+                request_serializer=geartrain_dot_ams_dot_pb_dot_v1_dot_scheduler__pb2.TellJobRequest.SerializeToString,
+                response_deserializer=geartrain_dot_ams_dot_pb_dot_v1_dot_scheduler__pb2.TellJobReply.FromString,
+                _registered_method=True)
         self.DescribeCluster = channel.unary_unary(
                 '/geartrain.ams.v1.Scheduler/DescribeCluster',
                 request_serializer=geartrain_dot_ams_dot_pb_dot_v1_dot_scheduler__pb2.DescribeClusterRequest.SerializeToString,
@@ -158,6 +168,20 @@ class SchedulerServicer:
 
     def Leave(self, request, context):
         """A shard leaves in good order.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PrepareLeave(self, request, context):
+        """A shard wants to leave: it is no more ready, and asks whose snapshots to wait for. Repeated until it leaves.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def TellJob(self, request, context):
+        """A job says that it trains, and hears which shards want to leave: it takes a snapshot for them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -290,6 +314,16 @@ def add_SchedulerServicer_to_server(servicer, server):
                     servicer.Leave,
                     request_deserializer=geartrain_dot_ams_dot_pb_dot_v1_dot_scheduler__pb2.LeaveRequest.FromString,
                     response_serializer=geartrain_dot_ams_dot_pb_dot_v1_dot_scheduler__pb2.LeaveReply.SerializeToString,
+            ),
+            'PrepareLeave': grpc.unary_unary_rpc_method_handler(
+                    servicer.PrepareLeave,
+                    request_deserializer=geartrain_dot_ams_dot_pb_dot_v1_dot_scheduler__pb2.PrepareLeaveRequest.FromString,
+                    response_serializer=geartrain_dot_ams_dot_pb_dot_v1_dot_scheduler__pb2.PrepareLeaveReply.SerializeToString,
+            ),
+            'TellJob': grpc.unary_unary_rpc_method_handler(
+                    servicer.TellJob,
+                    request_deserializer=geartrain_dot_ams_dot_pb_dot_v1_dot_scheduler__pb2.TellJobRequest.FromString,
+                    response_serializer=geartrain_dot_ams_dot_pb_dot_v1_dot_scheduler__pb2.TellJobReply.SerializeToString,
             ),
             'DescribeCluster': grpc.unary_unary_rpc_method_handler(
                     servicer.DescribeCluster,
@@ -475,6 +509,60 @@ class Scheduler:
             '/geartrain.ams.v1.Scheduler/Leave',
             geartrain_dot_ams_dot_pb_dot_v1_dot_scheduler__pb2.LeaveRequest.SerializeToString,
             geartrain_dot_ams_dot_pb_dot_v1_dot_scheduler__pb2.LeaveReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PrepareLeave(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/geartrain.ams.v1.Scheduler/PrepareLeave',
+            geartrain_dot_ams_dot_pb_dot_v1_dot_scheduler__pb2.PrepareLeaveRequest.SerializeToString,
+            geartrain_dot_ams_dot_pb_dot_v1_dot_scheduler__pb2.PrepareLeaveReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def TellJob(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/geartrain.ams.v1.Scheduler/TellJob',
+            geartrain_dot_ams_dot_pb_dot_v1_dot_scheduler__pb2.TellJobRequest.SerializeToString,
+            geartrain_dot_ams_dot_pb_dot_v1_dot_scheduler__pb2.TellJobReply.FromString,
             options,
             channel_credentials,
             insecure,

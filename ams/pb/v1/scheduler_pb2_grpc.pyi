@@ -40,6 +40,10 @@ class SchedulerStub:
     """A shard says that it lives."""
     Leave: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.LeaveRequest, _scheduler_pb2.LeaveReply]
     """A shard leaves in good order."""
+    PrepareLeave: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.PrepareLeaveRequest, _scheduler_pb2.PrepareLeaveReply]
+    """A shard wants to leave: it is no more ready, and asks whose snapshots to wait for. Repeated until it leaves."""
+    TellJob: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.TellJobRequest, _scheduler_pb2.TellJobReply]
+    """A job says that it trains, and hears which shards want to leave: it takes a snapshot for them."""
     DescribeCluster: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.DescribeClusterRequest, _scheduler_pb2.DescribeClusterReply]
     """The cluster as the scheduler sees it now."""
     CreateClusterTable: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.CreateClusterTableRequest, _scheduler_pb2.CreateClusterTableReply]
@@ -82,6 +86,10 @@ class SchedulerAsyncStub(SchedulerStub):
     """A shard says that it lives."""
     Leave: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.LeaveRequest, _scheduler_pb2.LeaveReply]  # type: ignore[assignment]
     """A shard leaves in good order."""
+    PrepareLeave: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.PrepareLeaveRequest, _scheduler_pb2.PrepareLeaveReply]  # type: ignore[assignment]
+    """A shard wants to leave: it is no more ready, and asks whose snapshots to wait for. Repeated until it leaves."""
+    TellJob: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.TellJobRequest, _scheduler_pb2.TellJobReply]  # type: ignore[assignment]
+    """A job says that it trains, and hears which shards want to leave: it takes a snapshot for them."""
     DescribeCluster: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.DescribeClusterRequest, _scheduler_pb2.DescribeClusterReply]  # type: ignore[assignment]
     """The cluster as the scheduler sees it now."""
     CreateClusterTable: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.CreateClusterTableRequest, _scheduler_pb2.CreateClusterTableReply]  # type: ignore[assignment]
@@ -145,6 +153,22 @@ class SchedulerServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_scheduler_pb2.LeaveReply, _abc.Awaitable[_scheduler_pb2.LeaveReply]]:
         """A shard leaves in good order."""
+
+    @_abc_1.abstractmethod
+    def PrepareLeave(
+        self,
+        request: _scheduler_pb2.PrepareLeaveRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_scheduler_pb2.PrepareLeaveReply, _abc.Awaitable[_scheduler_pb2.PrepareLeaveReply]]:
+        """A shard wants to leave: it is no more ready, and asks whose snapshots to wait for. Repeated until it leaves."""
+
+    @_abc_1.abstractmethod
+    def TellJob(
+        self,
+        request: _scheduler_pb2.TellJobRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_scheduler_pb2.TellJobReply, _abc.Awaitable[_scheduler_pb2.TellJobReply]]:
+        """A job says that it trains, and hears which shards want to leave: it takes a snapshot for them."""
 
     @_abc_1.abstractmethod
     def DescribeCluster(

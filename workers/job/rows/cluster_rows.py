@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from geartrain.ams.client.cluster import Cluster
+from geartrain.ams.client.leave_watch import LeaveWatch
 from geartrain.ams.client.snapshots.snapshot import PendingSnapshot
 from geartrain.ams.storage.snapshot.folder import Snapshot
 from geartrain.bridge.head.class_head import ClassHead
@@ -15,7 +16,8 @@ from geartrain.workers.recipes.recipe import Recipe, head_of
 class JobRowsInCluster:
     """Implements :class:`geartrain.workers.job.rows.job_rows.JobRows`. Snapshots are written while the job goes on."""
 
-    def __init__(self, cluster: Cluster, ranks: JobRanks) -> None:
+    def __init__(self, cluster: Cluster, ranks: JobRanks, watch: LeaveWatch | None = None) -> None:
+        self.watch = watch
         self._cluster = cluster
         self._ranks = ranks
         self._timed = TimedCluster(cluster)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from geartrain.ams.client.leave_watch import LeaveWatch
 from geartrain.ams.client.snapshots.snapshot import PendingSnapshot
 from geartrain.ams.storage.snapshot.folder import Snapshot
 from geartrain.bridge.head.class_head import ClassHead
@@ -19,6 +20,8 @@ class JobRows(Protocol):
 
     times: RowTimes
     """Time that the training waited for rows."""
+    watch: LeaveWatch | None
+    """Hears which shards want to leave; None: there are none, or another rank does."""
 
     def open(self, recipe: Recipe, table: str, num_classes: int, saved: Snapshot | None) -> ClassHead:
         """The head, with new rows, or those of ``saved`` in the place of whatever is there. Every rank calls it."""

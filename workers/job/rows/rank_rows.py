@@ -25,6 +25,7 @@ class JobRowsOnRanks:
         self._device = device
         self._head: ClassHead | None = None
         self.times = RowTimes()
+        self.watch = None
 
     def open(self, recipe: Recipe, table: str, num_classes: int, saved: Snapshot | None) -> ClassHead:
         """See ``JobRows``."""

@@ -1,0 +1,63 @@
+"""A job's ear at the scheduler: which shards want to leave, so that it takes a snapshot first.
+
+Cost: one RPC of some 50 bytes each way to the scheduler a second, from a thread of its own.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from contextlib import suppress
+
+from geartrain.ams.rpc.carrier import AttemptFailed, SchedulerCarrier
+from geartrain.ams.values.errors import GeartrainError
+from geartrain.ams.values.scheduler_messages import TellJob
+
+logger = logging.getLogger(__name__)
+
+_TELL_SECONDS = 1.0
+_ANSWER_SECONDS = 2.0
+
+
+class LeaveWatch:
+    """Says that a job trains until it is :meth:`done`. Thread-safe."""
+
+    def __init__(self, scheduler: SchedulerCarrier, job: str, incarnation: int) -> None:
+        self._scheduler, self._job, self._incarnation = scheduler, job, incarnation
+        self._ended = threading.Event()
+        self._silent_since: float | None = None
+        self.leaving: tuple[int, ...] = ()
+        """The shards that want to leave, as last heard."""
+        self._thread = threading.Thread(target=self._tell_again_and_again, name="geartrain-leave-watch", daemon=True)
+        self._thread.start()
+
+    @property
+    def silent_seconds(self) -> float:
+        """For how long the scheduler has not answered; 0: it did, when it was asked last."""
+        since = self._silent_since
+        return 0.0 if since is None else time.monotonic() - since
+
+    def done(self) -> None:
+        """Say that the job needs its rows no more: it has ended, or a snapshot has them. Idempotent."""
+        if self._ended.is_set():
+            return
+        self._ended.set()
+        with suppress(AttemptFailed, GeartrainError):  # it is forgotten soon
+            self._scheduler.call(TellJob(job=self._job, incarnation=self._incarnation, done=True), _ANSWER_SECONDS)
+        self._thread.join()
+
+    def _tell_again_and_again(self) -> None:
+        tell = TellJob(job=self._job, incarnation=self._incarnation)
+        while True:
+            began = time.monotonic()
+            try:
+                self.leaving = self._scheduler.call(tell, _ANSWER_SECONDS)
+                self._silent_since = None
+            except AttemptFailed:
+                self._silent_since = self._silent_since or began
+            except GeartrainError as exc:
+                logger.warning("the scheduler does not tell job %r which shards leave: %s", self._job, exc)
+                return
+            if self._ended.wait(_TELL_SECONDS):
+                return
