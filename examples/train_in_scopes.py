@@ -5,9 +5,9 @@ font that Pillow brings; nothing is downloaded.
 
 Run it:
     python examples/train_in_scopes.py
-    torchrun --nproc-per-node 2 examples/train_in_scopes.py --scopes replicated
-    torchrun --nproc-per-node 2 examples/train_in_scopes.py --scopes split
-    torchrun --nproc-per-node 2 examples/train_in_scopes.py --scopes sharded
+    torchrun --rdzv-backend loopback --nproc-per-node 2 examples/train_in_scopes.py --scopes replicated
+    torchrun --rdzv-backend loopback --nproc-per-node 2 examples/train_in_scopes.py --scopes split
+    torchrun --rdzv-backend loopback --nproc-per-node 2 examples/train_in_scopes.py --scopes sharded
 """
 
 import argparse

@@ -2,7 +2,7 @@
 # Starts the workers of this host under torchrun: one for each GPU, all of all hosts training in step.
 #
 #   SCHEDULER=10.0.0.1:7000 scripts/launch_worker.sh classify --data FOLDER --out RUN
-#   SCHEDULER=10.0.0.1:7000 NNODES=2 NODE_RANK=0 MASTER_ADDR=10.0.0.4 scripts/launch_worker.sh train.py ARG...
+#   SCHEDULER=10.0.0.1:7000 NNODES=2 NODE_RANK=0 MASTER_ADDR=10.0.0.4 INSECURE=1 scripts/launch_worker.sh train.py ARG...
 #
 # The arguments are those of 'geartrain worker', or a Python script of yours (it finds SCHEDULER in its environment).
 #
@@ -12,6 +12,7 @@
 #   NODE_RANK       number of this host, from 0 (given out by torchrun)
 #   MASTER_ADDR     host on which the workers meet, the same everywhere (needed if NNODES is not 1)
 #   MASTER_PORT     port there (29500)
+#   INSECURE        1: let several hosts meet, although whoever reaches MASTER_PORT then runs code there (refused)
 #   JOB_ID          name of the meeting, the same everywhere and another for each job (geartrain)
 #   MAX_RESTARTS    how often torchrun starts the workers again, from their last snapshot (0)
 #   OMP_NUM_THREADS threads of a worker (the cores of this host shared out)
@@ -43,8 +44,13 @@ esac
 
 torchrun=(-m torch.distributed.run "--nproc-per-node=$workers" "--max-restarts=${MAX_RESTARTS:-0}")
 if [ "$nodes" = 1 ]; then
-  torchrun+=(--standalone)
+  torchrun+=(--rdzv-backend=loopback) # of geartrain: --standalone listens on all addresses, and unpickles what comes
 else
+  risk="NNODES is $nodes, and torchrun's rendezvous of several hosts runs code that whoever reaches its port sends"
+  flags=()
+  insecure_flag
+  [ "${#flags[@]}" != 0 ] || die "$risk; accept that on a private network with INSECURE=1, or train on one host"
+  printf '%s: %s (INSECURE=1)\n' "$(basename "$0")" "$risk" >&2
   [ -n "${MASTER_ADDR:-}" ] || die "MASTER_ADDR is not set; $nodes hosts need one to meet on, as MASTER_ADDR=10.0.0.4"
   torchrun+=("--nnodes=$nodes" --rdzv-backend=c10d "--rdzv-endpoint=$MASTER_ADDR:${MASTER_PORT:-29500}")
   torchrun+=("--rdzv-id=${JOB_ID:-geartrain}")

@@ -103,9 +103,32 @@ def test_a_script_of_ones_own_runs_under_torchrun(tmp_path: Path) -> None:
     python.write_text('#!/bin/sh\nprintf "%s\\n" "$@" "$SCHEDULER" "$OMP_NUM_THREADS"\n')
     python.chmod(0o755)
     done = run("worker", str(script), "--lr=1", SCHEDULER="[::1]:1", NPROC_PER_NODE="1", PYTHON=str(python))
-    torchrun = ["torch.distributed.run", "--nproc-per-node=1", "--max-restarts=0", "--standalone"]
+    torchrun = ["torch.distributed.run", "--nproc-per-node=1", "--max-restarts=0", "--rdzv-backend=loopback"]
     threads = len(os.sched_getaffinity(0))
     assert done.stdout.split() == ["-m", *torchrun, str(script), "--lr=1", "[::1]:1", str(threads)], done.stderr
+
+
+LISTENERS = """
+import os, psutil, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+dist.all_reduce(torch.ones(1))
+for process in (os.getpid(), os.getppid()):
+    for one in psutil.Process(process).net_connections("inet"):
+        if one.status == psutil.CONN_LISTEN:
+            os.write(1, f"listens {one.laddr.ip}\\n".encode())  # whole, whatever the other rank prints
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def test_nothing_of_torchrun_and_its_ranks_listens_beyond_this_machine(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(LISTENERS)
+    done = run("worker", str(script), SCHEDULER="127.0.0.1:1", NPROC_PER_NODE="2", GLOO_SOCKET_IFNAME="none")
+    assert done.returncode == 0, done.stderr[-3000:]
+    told = done.stdout.splitlines()
+    assert len(told) >= 4  # the agent's store as either rank sees it, and gloo of each
+    assert set(told) == {"listens 127.0.0.1"}
 
 
 def test_environment_variables_become_flags(echo: str) -> None:
@@ -123,11 +146,13 @@ def test_environment_variables_become_flags(echo: str) -> None:
 
 def test_several_hosts_meet_at_the_master(echo: str) -> None:
     settings = {"SCHEDULER": "a:7000", "NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "m", "MAX_RESTARTS": "3"}
+    settings["INSECURE"] = "1"
     done = run("worker", "glyphs", PYTHON=echo, CUDA_VISIBLE_DEVICES="0,2,5", **settings)
     told = done.stdout.split()
     wanted = ["--nproc-per-node=3", "--nnodes=2", "--rdzv-endpoint=m:29500", "--node-rank=1", "--max-restarts=3"]
     assert set(wanted) <= set(told)
     assert told[-5:] == ["-m", "geartrain", "worker", "glyphs", "--scheduler=a:7000"]
+    assert "runs code that whoever reaches its port sends" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -145,7 +170,13 @@ def test_several_hosts_meet_at_the_master(echo: str) -> None:
         ("worker", [], {}, "what shall be trained"),
         ("worker", ["glyphs"], {"NPROC_PER_NODE": "2"}, "SCHEDULER is not set"),
         ("worker", ["glyphs"], {"NPROC_PER_NODE": "some"}, "NPROC_PER_NODE is 'some'"),
-        ("worker", ["glyphs"], {"NNODES": "2", "SCHEDULER": "a:1"}, "MASTER_ADDR is not set"),
+        ("worker", ["glyphs"], {"NNODES": "2", "SCHEDULER": "a:1", "INSECURE": "1"}, "MASTER_ADDR is not set"),
+        (
+            "worker",
+            ["glyphs"],
+            {"NNODES": "2", "SCHEDULER": "a:1", "MASTER_ADDR": "m"},
+            "runs code that whoever reaches",
+        ),
         ("worker", ["glyphs"], {"NNODES": "2:"}, "NNODES is '2:'"),
         ("worker", ["none.py"], {}, "none.py does not exist"),
         ("worker", ["glyphs"], {"PYTHON": "/no/python"}, "PYTHON is '/no/python'"),

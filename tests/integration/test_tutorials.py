@@ -151,7 +151,7 @@ def losses_of(command: str, folder: Path) -> list[float]:
         run_script(0, 1, folder, typed.split())
         ranks = 1
     else:
-        ranks = int(launcher.removeprefix("torchrun --nproc-per-node "))
+        ranks = int(launcher.removeprefix("torchrun --rdzv-backend loopback --nproc-per-node "))
         run_ranks(run_script, ranks, folder, typed.split())
     first, *others = [json.loads((folder / f"losses-{rank}-of-{ranks}.json").read_text()) for rank in range(ranks)]
     assert all(losses == first for losses in others)
@@ -178,7 +178,7 @@ def test_one_script_has_the_same_losses_on_one_device_replicated_split_and_shard
 
 
 def test_torchrun_starts_the_script_of_the_page(tmp_path: Path) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend", "loopback", "--nproc-per-node", "2"]
     script = DOCS.parent / "examples/train_in_scopes.py"
     done = subprocess.run(
         [*torchrun, str(script), "--scopes", "split", "--steps", "2"],

@@ -77,7 +77,7 @@ HOMES: dict[str, tuple[str, ...]] = {
     "confluent_kafka": ("workers/samples/kafka/*",),
     "lmdb": ("ams/storage/*/lmdb*.py",),
     "redis": ("ams/storage/*/redis*.py",),
-    "socket": ("ams/*", "geartrain/*"),
+    "socket": ("ams/*", "geartrain/*", "workers/loopback.py", "workers/rendezvous.py"),
     "pickle": (),
 }
 

@@ -32,6 +32,7 @@ from geartrain.workers.job.ranks import JobRanks
 from geartrain.workers.job.row_timing import RowTimes
 from geartrain.workers.job.state import JobState, Progress
 from geartrain.workers.loggers.protocol import Loggers
+from geartrain.workers.loopback import BACKEND
 from geartrain.workers.models.backbones import Projected, StrokeNet
 from geartrain.workers.models.discriminants import fit_projection
 from geartrain.workers.recipes.recipe import Recipe, optimizer_of, sparsifier_of
@@ -95,8 +96,9 @@ class Trainer:
         self._sparsifier = sparsifier_of(recipe)
         if self._sparsifier is not None and ranks.world_size == 1:
             raise ConfigError(
-                f"sparsity is {recipe.sparsity!r}, and one process sends no gradients; start several, to go on "
-                "with a run, too (torchrun --nproc-per-node 2 -m geartrain worker ...), or begin one without --sparsity"
+                f"sparsity is {recipe.sparsity!r}, and one process sends no gradients; start several, to go on with a "
+                f"run, too (torchrun --rdzv-backend {BACKEND} --nproc-per-node 2 -m geartrain worker ...), or begin "
+                "one without --sparsity"
             )
         self._rows = RowOptimizer(head)
 

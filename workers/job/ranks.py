@@ -8,13 +8,12 @@ import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.rendezvous import rendezvous
 
 from geartrain.ams.values.errors import ConfigError
+from geartrain.workers.loopback import BACKEND, open_address
 
 
 @dataclass(frozen=True)
@@ -30,7 +29,10 @@ class JobRanks:
     @property
     def launcher(self) -> str:
         """What stands before ``geartrain`` in a command that starts as many; on each machine, if there are several."""
-        return "" if self.world_size == 1 else f"torchrun --nproc-per-node {self.local_world_size} -m "
+        if self.world_size == 1:
+            return ""
+        meeting = f"--rdzv-backend {BACKEND} " if self.local_world_size == self.world_size else ""
+        return f"torchrun {meeting}--nproc-per-node {self.local_world_size} -m "
 
     @property
     def is_first(self) -> bool:
@@ -89,10 +91,11 @@ def joined_ranks(device: str) -> Iterator[JobRanks]:
     Who trains in it lets the model go before the end: DistributedDataParallel, even one that only awaits collection,
     keeps the threads of gloo, and those that outlive the interpreter abort the process.
 
-    Raises ConfigError if torchrun's variables are incomplete.
+    Raises ConfigError if torchrun's variables are incomplete, or if strangers could join.
     """
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if world_size == 1:
+        _require_closed_store()
         yield JobRanks()
         return
     try:
@@ -107,25 +110,38 @@ def joined_ranks(device: str) -> Iterator[JobRanks]:
     on_cuda = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
     if on_cuda:
         torch.cuda.set_device(ranks.local_rank)
-    store = _store_of_this_start(ranks)
-    dist.init_process_group("nccl" if on_cuda else "gloo", store=store, rank=ranks.rank, world_size=world_size)
+    _require_one_machine(ranks)
+    dist.init_process_group("nccl" if on_cuda else "gloo")
     try:
+        _require_closed_store()
         yield ranks
     finally:
         gc.collect()
         dist.destroy_process_group()
 
 
-def _store_of_this_start(ranks: JobRanks) -> Any:
-    """The store through which the ranks find each other, without what earlier starts left in it.
+_RISK = "torchrun's c10d rendezvous runs code that whoever reaches it sends"
 
-    torchrun keeps one store over its restarts, so that a rank may find the address that a dead one wrote and wait for
-    it (pytorch issue 135712). Agents of several nodes count restarts each for themselves: there, set
-    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun.
-    """
-    store, _, _ = next(rendezvous("env://", ranks.rank, ranks.world_size))
-    if int(os.environ.get("LOCAL_WORLD_SIZE", "0")) != ranks.world_size:
-        return store
-    return dist.PrefixStore(  # type: ignore[attr-defined]
-        f"start-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store
-    )
+
+def _require_one_machine(ranks: JobRanks) -> None:
+    """Raise ConfigError if the ranks meet over a network, unless the user has accepted that."""
+    if ranks.local_world_size != ranks.world_size and not _accepts_risk():
+        raise ConfigError(
+            f"the ranks are on several machines, and {_RISK}; accept that on a private network with INSECURE=1, or "
+            "train on one machine"
+        )
+
+
+def _require_closed_store() -> None:
+    """Raise ConfigError if other machines reach the store where the ranks met, unless the user has accepted that."""
+    port = int(os.environ.get("MASTER_PORT", "0"))
+    address = None if port == 0 or _accepts_risk() else open_address(port)
+    if address is not None:
+        raise ConfigError(
+            f"other machines reach the store of the ranks, {address} port {port}, and {_RISK}; start them with "
+            f"'torchrun --rdzv-backend {BACKEND} ...', or accept that on a private network with INSECURE=1"
+        )
+
+
+def _accepts_risk() -> bool:
+    return os.environ.get("INSECURE") == "1"

@@ -2,9 +2,45 @@
 
 from __future__ import annotations
 
-from geartrain.workers.job.ranks import JobRanks
+import socket
+
+import psutil
+import pytest
+
+from geartrain.ams.values.errors import ConfigError
+from geartrain.workers.job.ranks import JobRanks, joined_ranks
 
 
 def test_a_command_to_go_on_starts_as_many_processes_on_each_machine() -> None:
     assert JobRanks().launcher == ""
     assert JobRanks(3, 8, 1, local_world_size=2).launcher == "torchrun --nproc-per-node 2 -m "
+    assert JobRanks(0, 2, 0, local_world_size=2).launcher == "torchrun --rdzv-backend loopback --nproc-per-node 2 -m "
+
+
+def listening(address: str, monkeypatch: pytest.MonkeyPatch) -> socket.socket:
+    """A listener in the place of torchrun's store, as the only rank of a job is told of it."""
+    listener = socket.create_server((address, 0))
+    monkeypatch.setenv("MASTER_PORT", str(listener.getsockname()[1]))
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    return listener
+
+
+def test_ranks_do_not_train_where_other_machines_reach_their_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    addresses = [one for found in psutil.net_if_addrs().values() for one in found if one.family == socket.AF_INET]
+    if all(one.address.startswith("127.") for one in addresses):
+        pytest.skip("this machine has no address but loopback")
+    with listening("127.0.0.1", monkeypatch), joined_ranks("cpu") as ranks:
+        assert ranks.world_size == 1
+    with listening("0.0.0.0", monkeypatch):
+        with pytest.raises(ConfigError, match=r"runs code .* 'torchrun --rdzv-backend loopback"), joined_ranks("cpu"):
+            pass
+        monkeypatch.setenv("INSECURE", "1")
+        with joined_ranks("cpu"):
+            pass
+
+
+def test_ranks_of_several_machines_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": 0, "WORLD_SIZE": 4, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 2}.items():
+        monkeypatch.setenv(name, str(value))
+    with pytest.raises(ConfigError, match=r"several machines.*INSECURE=1"), joined_ranks("cpu"):
+        pass

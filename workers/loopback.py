@@ -1,0 +1,22 @@
+"""Where ranks of one machine meet, and whether strangers could join them."""
+
+from __future__ import annotations
+
+import socket
+from contextlib import suppress
+from ipaddress import ip_address
+from itertools import chain
+
+import psutil
+
+BACKEND = "loopback"
+"""The rendezvous of ``rendezvous.py``, by the name under which pyproject.toml tells torchrun of it."""
+
+
+def open_address(port: int) -> str | None:
+    """An address of this machine at which others reach a listener on ``port``; None if there is none."""
+    for one in chain.from_iterable(psutil.net_if_addrs().values()):
+        if one.family in (socket.AF_INET, socket.AF_INET6) and not ip_address(one.address).is_loopback:
+            with suppress(OSError), socket.create_connection((one.address, port), 1.0):
+                return str(one.address)
+    return None
