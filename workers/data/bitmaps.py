@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from io import BytesIO
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -24,8 +25,12 @@ MARGIN = 1
 """Pixels left free on each side of the ink."""
 LEAST_ASPECT = 0.5
 """A flat or narrow shape is scaled as if its short side were at least this part of the long one."""
-MAX_PIXELS = 64 << 20
+MAX_PIXELS = 16 << 20
+"""Of a decoded picture; each takes up to 16 bytes. JPEG of up to 4 times as many is decoded at half its size."""
+MAX_FILE_BYTES = 128 << 20
 IMAGE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"})
+FORMATS = ("PNG", "JPEG", "BMP", "GIF", "WEBP", "TIFF", "PPM")
+"""Of these suffixes. Pillow goes by content: it would start Ghostscript for an EPS called cat.png."""
 
 FITS: dict[str, Callable[[Image.Image, tuple[int, int]], Image.Image]] = {
     "stretch": lambda picture, size: picture.resize(size, Image.Resampling.BILINEAR),
@@ -136,13 +141,24 @@ def open_picture(path: Path) -> Image.Image:
     return decode_picture(path, str(path))
 
 
-def decode_picture(source: Path | BinaryIO, where: str) -> Image.Image:
+def require_file_bytes(size: int, where: str) -> None:
+    """Raise InvalidArgument unless a picture of ``size`` encoded bytes may be read."""
+    if size > MAX_FILE_BYTES:
+        raise InvalidArgument(f"{where} has {size:,} bytes, more than {MAX_FILE_BYTES:,}; scale it down")
+
+
+def decode_picture(source: Path | BytesIO, where: str) -> Image.Image:
     """The decoded picture in a file or its bytes. Raises InvalidArgument naming it as ``where`` if it is none."""
     try:
-        with Image.open(source) as picture:
+        require_file_bytes(source.stat().st_size if isinstance(source, Path) else source.getbuffer().nbytes, where)
+        with Image.open(source, formats=FORMATS) as picture:
+            width, height = picture.size
+            if width * height > MAX_PIXELS:
+                picture.draft(None, (width // 2, height // 2))  # changes a JPEG alone
             if picture.width * picture.height > MAX_PIXELS:
                 raise InvalidArgument(
-                    f"{where} has {picture.width} x {picture.height} pixels, more than {MAX_PIXELS:,}; scale it down"
+                    f"{where} has {width} x {height} pixels, more than {MAX_PIXELS:,} (a JPEG: {4 * MAX_PIXELS:,}); "
+                    "scale it down"
                 )
             picture.load()
             return ImageOps.exif_transpose(picture)  # a copy; cameras note how they were held

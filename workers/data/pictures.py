@@ -10,7 +10,7 @@ from pathlib import Path
 from PIL import Image
 
 from geartrain.ams.values.errors import InvalidArgument
-from geartrain.workers.data.bitmaps import decode_picture, open_picture
+from geartrain.workers.data.bitmaps import decode_picture, open_picture, require_file_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +45,7 @@ def read_file(picture: Picture) -> Image.Image:
 
 def read_part(picture: Picture) -> Image.Image:
     """Decode a picture whose encoded bytes are ``size`` of the file from ``offset`` on."""
+    require_file_bytes(picture.size, picture.where)
     with picture.path.open("rb") as file:
         file.seek(picture.offset)
         data = file.read(picture.size)

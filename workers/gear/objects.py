@@ -18,6 +18,7 @@ from geartrain.ams.values.errors import ConfigError, InvalidArgument
 from geartrain.ams.values.optimizers.registry import OPTIMIZERS, RowOptimizerSpec, optimizer_of
 from geartrain.ams.values.specs import Ids
 from geartrain.bridge.gear.samples import Decode, SampleSource
+from geartrain.workers.data.bitmaps import decode_picture
 
 SAMPLES_NAMESPACE = "samples"
 """Of samples in a store: write them with ``open_store(URL, namespace="samples")``."""
@@ -95,11 +96,9 @@ class SampleFolder:
 
 
 def decode_image(raw: bytes) -> Tensor:
-    """An image file as float32 [channels, height, width] in [0, 1]."""
-    from PIL import Image
-
-    with Image.open(BytesIO(raw)) as image:
-        pixels = np.asarray(image if image.mode in ("L", "RGB") else image.convert("RGB"), np.float32) / 255.0
+    """An image file as float32 [channels, height, width] in [0, 1]. Raises InvalidArgument if it is none."""
+    image = decode_picture(BytesIO(raw), "a sample")
+    pixels = np.asarray(image if image.mode in ("L", "RGB") else image.convert("RGB"), np.float32) / 255.0
     return torch.from_numpy(pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1).copy())
 
 

@@ -1,11 +1,14 @@
+import os
 from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image, ImageDraw, ImageFont
+from PIL import EpsImagePlugin, Image, ImageDraw, ImageFont
 
 from geartrain.ams.values.errors import ConfigError, InvalidArgument
-from geartrain.workers.data.bitmaps import Preprocessing, bright_ink, crop_ink, open_picture
+from geartrain.workers.data import bitmaps
+from geartrain.workers.data.bitmaps import IMAGE_SUFFIXES, Preprocessing, bright_ink, crop_ink, open_picture
+from geartrain.workers.gear.objects import decode_image
 
 INK = Preprocessing(kind="ink", size=32)
 
@@ -99,3 +102,41 @@ def test_a_file_that_is_no_image_is_named(tmp_path: Path) -> None:
     for path in (broken, text, tmp_path / "absent.png"):
         with pytest.raises(InvalidArgument, match=path.name):
             open_picture(path)
+
+
+def test_only_formats_of_images_are_decoded_whatever_a_file_is_called(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = tmp_path / "started"
+    ghostscript = tmp_path / "gs"
+    ghostscript.write_text(f"#!/bin/sh\ntouch {started}\nexit 1\n")
+    ghostscript.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setattr(EpsImagePlugin, "gs_binary", None)
+    (tmp_path / "cat.png").write_bytes(
+        b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage\n%%EOF\n"
+    )
+    with pytest.raises(InvalidArgument, match=r"cat\.png is not a readable image"):
+        open_picture(tmp_path / "cat.png")
+    with pytest.raises(InvalidArgument):
+        decode_image((tmp_path / "cat.png").read_bytes())
+    assert not started.exists()
+    for suffix in IMAGE_SUFFIXES:
+        letter().save(tmp_path / f"r{suffix}")
+        assert open_picture(tmp_path / f"r{suffix}").size == (160, 140)
+
+
+def test_pictures_have_bounds_of_pixels_and_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    large = Image.new("L", (4 << 10, (4 << 10) + 8), 255)  # some KiB on the disk
+    large.save(tmp_path / "large.png")
+    with pytest.raises(InvalidArgument, match=r"large\.png has 4096 x 4104 pixels, more than 16,777,216"):
+        open_picture(tmp_path / "large.png")
+    large.save(tmp_path / "large.jpg")
+    assert open_picture(tmp_path / "large.jpg").size == (2048, 2052)
+    Image.new("L", (10 << 10, 7 << 10)).save(tmp_path / "larger.jpg")
+    with pytest.raises(InvalidArgument, match=r"larger\.jpg has 10240 x 7168 pixels"):
+        open_picture(tmp_path / "larger.jpg")
+    letter().save(tmp_path / "r.png")
+    monkeypatch.setattr(bitmaps, "MAX_FILE_BYTES", 100)
+    with pytest.raises(InvalidArgument, match=r"r\.png has [\d,]+ bytes, more than 100"):
+        open_picture(tmp_path / "r.png")
