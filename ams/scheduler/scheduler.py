@@ -143,6 +143,7 @@ class Scheduler:
                 cluster_version=version,
                 lease_seconds=self.lease_seconds,
                 bucket_map=self._state.bucket_map,
+                highest_incarnation=self._incarnations.last,
             )
 
     def _gone_from(self, address: str, shard: int | None, incarnation: int) -> int | None:
@@ -233,7 +234,7 @@ class Scheduler:
                 member = self._state.members[shard]
             member.last_heartbeat = self._clock()
             member.is_heard = True
-            return Beat(cluster_version=version)
+            return Beat(cluster_version=version, highest_incarnation=self._incarnations.last)
 
     def leave(self, shard: int, incarnation: int) -> None:
         """Note that a shard goes in good order; its place is free at once."""

@@ -96,6 +96,7 @@ class _HeldShard:
         reply = scheduler.call(request, _CALL_TIMEOUT_SECONDS)
         if known is not None:
             known.cluster_version = reply.cluster_version
+            known.hear_incarnation(reply.highest_incarnation)
             self._confirm(began)
             return
         self.bucket_map = reply.bucket_map
@@ -110,6 +111,7 @@ class _HeldShard:
             lease=self.lease,
             models=self.models,
         )
+        self.shard.hear_incarnation(reply.highest_incarnation)
         self.service.serve(self.shard)
         self.server.ready()
         logger.info("shard %d of %d serves at %s", reply.shard, reply.num_shards, self.address)
@@ -133,6 +135,7 @@ class _HeldShard:
             self.join(scheduler)
         else:
             self.shard.cluster_version = reply.cluster_version
+            self.shard.hear_incarnation(reply.highest_incarnation)
             self._confirm(began)
         return True
 

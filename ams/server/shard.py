@@ -207,6 +207,10 @@ class Shard:
         if self.lease is not None:
             self.lease.check()
 
+    def hear_incarnation(self, highest: int) -> None:
+        """Note the highest that the scheduler has given out: callers may have numbers up to about that. Any thread."""
+        self._completed_writes.hear_given(highest)
+
     @property
     def highest_incarnation(self) -> int:
         """The highest of a job, stream or table that it has seen. Any thread."""
@@ -299,6 +303,7 @@ class Shard:
                     self._groups.require_step(request.table, request.required_sync)
                 return self._hosting.compute(table.rows, request)
             case CreateTable():
+                self._completed_writes.require_possible(f"table {request.spec.name!r}", request.spec.incarnation)
                 return self._tables.create(request.spec, for_restore=request.for_restore)
             case PublishTable():
                 return self._tables.publish(request.table, request.incarnation)

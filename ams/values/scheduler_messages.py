@@ -113,6 +113,8 @@ class Registration:
     """A shard that sends no heartbeat for this long counts as lost."""
     bucket_map: BucketMap
     """By which it is to hold its rows."""
+    highest_incarnation: int = 0
+    """That the scheduler has given out or heard of."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,6 +150,8 @@ class Beat:
     """The scheduler was restarted: register again."""
     replaced: bool = False
     """Another process holds the shard now."""
+    highest_incarnation: int = 0
+    """As in :class:`Registration`."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -172,7 +172,9 @@ def failing(rows: RowBlock) -> np.ndarray:
 def test_the_last_step_that_there_can_be_ends_no_shard(cluster: Cluster, rule: Expiry) -> None:
     table = cluster.create_table("t", dim=2, optimizer=SGD(1.0), expiry=rule)
     for _ in range(2):
-        table.push(np.arange(20), np.ones((20, 2), np.float32), step=2**63 - 1, unix_seconds=1e9)
+        table.push(np.arange(20), np.ones((20, 2), np.float32), step=2**62, unix_seconds=1e9)
+        with pytest.raises(errors.InvalidArgument, match=r"step is 4611686018427387905; it must lie in \[0, 2\^62\]"):
+            table.push(np.arange(20), np.ones((20, 2), np.float32), step=2**62 + 1)
         assert cluster.status().tables[0].rows == 20
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
+import grpc
 import numpy as np
 import pytest
 
 from geartrain.ams.client.factory import connect
+from geartrain.ams.pb.v1 import shard_pb2, shard_pb2_grpc, types_pb2
 from geartrain.ams.rpc.client.scheduler import GrpcSchedulerCarrier
 from geartrain.ams.scheduler.service import SchedulerServer
 from geartrain.ams.server.role import ShardServer
@@ -18,6 +21,7 @@ from geartrain.ams.values.errors import InvalidArgument, StaleClient
 from geartrain.ams.values.optimizers.registry import SGD
 from geartrain.ams.values.scheduler_messages import DescribeCluster, Register
 from geartrain.ams.values.specs import Constant
+from tests.support import frame_calls
 
 HOUR_NS = 3600 * 10**9
 PATIENT = ClientConfig(attempt_timeout_seconds=5, recovery_timeout_seconds=30)
@@ -100,3 +104,57 @@ def test_an_incarnation_beyond_all_clocks_is_refused_before_it_shuts_anybody_out
         with pytest.raises(InvalidArgument, match=r"at most 2\^62"):
             ours.fence("job", 2**63 - 1)
         ours.fence("job", ours.write_stream.incarnation)
+
+
+def tell_shards(addresses: list[str], way: str, **numbers: int) -> None:
+    """Push no rows as somebody of the job's name, or fence it, with whatever numbers. Raises RuntimeError: refused."""
+    for address in addresses:
+        with grpc.insecure_channel(address) as channel:
+            stub = shard_pb2_grpc.ShardStub(channel)
+            try:
+                if way == "fence":
+                    stub.Fence(shard_pb2.FenceRequest(job="job", incarnation=numbers["incarnation"]))
+                elif way == "message":
+                    context = types_pb2.CallContext(stream="job/rank0", **numbers)
+                    stub.Push(shard_pb2.PushRequest(context=context, table="t"))
+            except grpc.RpcError as error:
+                raise RuntimeError(error.details()) from error
+            if way in ("ring", "tcp"):
+                offer = stub.OpenDataPlane(shard_pb2.OpenDataPlaneRequest())
+                connection = frame_calls.dial(way, offer.socket, offer.secret, offer.port)
+                push = frame_calls.push("t", [], 1, stream="job/rank0", **numbers)
+                (told,) = frame_calls.ask(connection, push)
+                if "error" in told:
+                    raise RuntimeError(told["message"])
+
+
+def in_time(work: Callable[[], None]) -> None:
+    """Do ``work`` as often as it takes to be allowed: scheduler and shards hear of numbers by heartbeats."""
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            return work()
+        except (StaleClient, InvalidArgument, RuntimeError):
+            assert time.monotonic() < deadline
+
+
+def begin_job(address: str) -> None:
+    """Take the job over and push."""
+    with connect(address, config=PATIENT, stream="job/rank0") as ours:
+        ours.fence("job", ours.write_stream.incarnation)
+        ours.table("t").push(np.arange(4096), np.zeros((4096, 1), np.float32), sequence=1)
+
+
+@pytest.mark.parametrize("way", ["message", "ring", "tcp", "fence"])
+def test_no_number_that_a_stranger_tells_a_shard_stops_a_job_for_good(roles: Roles, way: str) -> None:
+    with connect(roles.address, config=PATIENT) as ours:
+        ours.create_table("t", dim=1, optimizer=SGD(1.0), num_rows=4096, initializer=Constant(0))
+        addresses = [entry.address for entry in ours.status().shards]
+    good = {"sequence": 1, "incarnation": 1, "oldest_unacknowledged": 0}
+    for number in (2**62, 2**62 + 2**32, 2**62 + 2**33):  # each the highest that is taken, after the one before
+        in_time(partial(tell_shards, addresses, way, **good | {"incarnation": number}))
+        in_time(partial(begin_job, roles.address))
+    for name in ("incarnation",) if way == "fence" else good:
+        with pytest.raises(RuntimeError, match=rf"{name}.* is {2**63 - 1}.*2\^62"):
+            tell_shards(addresses, way, **good | {"incarnation": 2**62 + 2**33, name: 2**63 - 1})
+    in_time(partial(begin_job, roles.address))

@@ -91,11 +91,14 @@ class RegisterReply(_message.Message):
     CLUSTER_VERSION_FIELD_NUMBER: _builtins.int
     LEASE_SECONDS_FIELD_NUMBER: _builtins.int
     BUCKET_MAP_FIELD_NUMBER: _builtins.int
+    HIGHEST_INCARNATION_FIELD_NUMBER: _builtins.int
     shard: _builtins.int
     num_shards: _builtins.int
     cluster_version: _builtins.int
     lease_seconds: _builtins.float
     """A shard that sends no heartbeat for this long counts as lost."""
+    highest_incarnation: _builtins.int
+    """The highest incarnation that the scheduler has given out or heard of: shards take none that is far beyond it."""
     @_builtins.property
     def bucket_map(self) -> Global___BucketMap:
         """Which buckets it owns."""
@@ -108,10 +111,11 @@ class RegisterReply(_message.Message):
         cluster_version: _builtins.int = ...,
         lease_seconds: _builtins.float = ...,
         bucket_map: Global___BucketMap | None = ...,
+        highest_incarnation: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["bucket_map", b"bucket_map"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket_map", b"bucket_map", "cluster_version", b"cluster_version", "lease_seconds", b"lease_seconds", "num_shards", b"num_shards", "shard", b"shard"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket_map", b"bucket_map", "cluster_version", b"cluster_version", "highest_incarnation", b"highest_incarnation", "lease_seconds", b"lease_seconds", "num_shards", b"num_shards", "shard", b"shard"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -176,21 +180,25 @@ class HeartbeatReply(_message.Message):
     UNKNOWN_FIELD_NUMBER: _builtins.int
     REPLACED_FIELD_NUMBER: _builtins.int
     CLUSTER_VERSION_FIELD_NUMBER: _builtins.int
+    HIGHEST_INCARNATION_FIELD_NUMBER: _builtins.int
     unknown: _builtins.bool
     """The scheduler does not know this shard (any more): register again."""
     replaced: _builtins.bool
     """Another process holds this shard now: stop serving."""
     cluster_version: _builtins.int
+    highest_incarnation: _builtins.int
+    """As in RegisterReply."""
     def __init__(
         self,
         *,
         unknown: _builtins.bool = ...,
         replaced: _builtins.bool = ...,
         cluster_version: _builtins.int = ...,
+        highest_incarnation: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster_version", b"cluster_version", "replaced", b"replaced", "unknown", b"unknown"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster_version", b"cluster_version", "highest_incarnation", b"highest_incarnation", "replaced", b"replaced", "unknown", b"unknown"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -18,6 +18,9 @@ namespace geartrain {
 // A client may be at most this many writes ahead of its oldest unacknowledged one.
 inline constexpr int64_t kWriteWindow = 1024;
 
+// The highest number that a caller may choose: as many are left for those who follow.
+inline constexpr int64_t kMostChosen = int64_t{1} << 62;
+
 // Who calls, and which past the caller believes in: CallContext of ams/values/shard_messages.py. 0 or empty: none, or any.
 struct CallContext {
   std::string stream;

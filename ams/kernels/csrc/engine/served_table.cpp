@@ -146,8 +146,8 @@ void ServedTable::require_factors(const PushRequest& request) const {
   if (!std::isfinite(static_cast<float>(request.scale)))
     throw Fault("InvalidArgument",
                 "scale is " + shown(request.scale) + "; it must be finite (as float32; a skipped step pushes nothing)");
-  if (const auto& step = request.batch.step; step && *step < 0)
-    throw Fault("InvalidArgument", "step is " + std::to_string(*step) + "; it must be >= 0");
+  if (const auto& step = request.batch.step; step && (*step < 0 || *step > kMostChosen))
+    throw Fault("InvalidArgument", "step is " + std::to_string(*step) + "; it must lie in [0, 2^62]");
   if (const auto& seconds = request.batch.unix_seconds; seconds && !(*seconds >= 0 && std::isfinite(*seconds)))
     throw Fault("InvalidArgument", "unix_seconds is " + shown(*seconds) + "; it must be finite and >= 0");
 }

@@ -10,6 +10,8 @@
 namespace geartrain {
 namespace {
 
+// Above what a caller may choose, and above what the scheduler was known to have given out: what it may have given out since.
+constexpr int64_t kGivenSince = int64_t{1} << 32;
 constexpr const char* kBeginAnew = "begin the job anew: cluster.fence(job, incarnation)";
 
 // Calls visit(job) for each job that a stream belongs to, from the widest on.
@@ -49,6 +51,11 @@ bool CompletedWrites::admit(const CallContext& context, Completion completion) {
   if (context.stream.empty() || sequence < 1)
     throw Fault("InvalidArgument", "a write needs a stream and a sequence >= 1 (stream " + quoted(context.stream) + ", sequence " +
                                        std::to_string(sequence) + "): they are what makes a retry apply once");
+  for (const auto& [name, number] : {std::pair("sequence", sequence), {"oldest_unacknowledged", context.oldest_unacknowledged}})
+    if (number > kMostChosen)
+      throw Fault("InvalidArgument", std::string(name) + " of stream " + quoted(context.stream) + " is " + std::to_string(number) +
+                                         "; it must be at most 2^62: number writes from 1");
+  require_possible("stream " + quoted(context.stream), context.incarnation);
   Streams::Entry& entry = current(context);
   Stream& stream = entry.value;
   forget_acknowledged(stream, context.oldest_unacknowledged, context.incarnation);
@@ -112,6 +119,7 @@ void CompletedWrites::fence(const std::string& job, int64_t incarnation, bool fo
   if (job.empty() || incarnation < 1)
     throw Fault("InvalidArgument",
                 "a fence needs a job and an incarnation >= 1 (job " + quoted(job) + ", " + std::to_string(incarnation) + ")");
+  require_possible("job " + quoted(job), incarnation);
   require_current(job, incarnation);
   fences_[job] = incarnation;
   note(incarnation);
@@ -123,6 +131,16 @@ void CompletedWrites::fence(const std::string& job, int64_t incarnation, bool fo
   streams_.for_each([&](Streams::Entry& entry) {
     if (belongs_to(entry.name, job)) forget_before(entry, incarnation);
   });
+}
+
+bool CompletedWrites::is_possible(int64_t incarnation) const {
+  return incarnation <= std::max<int64_t>(kMostChosen, given_) + kGivenSince;
+}
+
+void CompletedWrites::require_possible(const std::string& of_whom, int64_t incarnation) const {
+  if (!is_possible(incarnation))
+    throw Fault("InvalidArgument", "incarnation of " + of_whom + " is " + std::to_string(incarnation) +
+                                       "; it must be at most 2^62, or one that the scheduler gave out");
 }
 
 void CompletedWrites::require_current(const CallContext& context) const {
@@ -145,6 +163,7 @@ std::vector<std::pair<std::string, StreamWrites>> CompletedWrites::streams(const
 }
 
 void CompletedWrites::restore(const std::string& name, StreamWrites marked) {
+  if (!is_possible(marked.incarnation) || marked.oldest_unacknowledged > kMostChosen) return;
   int64_t begun = 0;
   for_each_job(name, [&](std::string_view job) { begun = std::max(begun, number_of(forgotten_, job)); });
   if (begun != 0) marked.incarnation = std::min(marked.incarnation, begun);

@@ -5,6 +5,7 @@
 // lower incarnation was superseded, and is refused (StaleClient). Snapshots hold what is known here as *marks*: freeze/marks.py.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <map>
@@ -48,7 +49,7 @@ class CompletedWrites {
 
   // Whether the write is new: then `applied` or `failed` completes it. A duplicate of an applied write is completed here; a
   // duplicate of one in flight joins it. Throws the Fault StaleClient if the caller was superseded, InvalidArgument if the write
-  // has no name.
+  // has no name, or numbers that nobody could follow.
   bool admit(const CallContext& context, Completion completion);
   // Remembers the write to `table`, and completes it for everyone who waits for it.
   void applied(const CallContext& context, const Done& done, std::string_view table);
@@ -63,6 +64,11 @@ class CompletedWrites {
   void fence(const std::string& job, int64_t incarnation, bool forget);
   // Throws the Fault StaleClient if the caller has a name and was superseded.
   void require_current(const CallContext& context) const;
+  // Throws the Fault InvalidArgument if an incarnation leaves too few above it, or is far beyond what the scheduler gave out: whoever
+  // it shuts out could never come back. `of_whom`: what it is of.
+  void require_possible(const std::string& of_whom, int64_t incarnation) const;
+  // The highest that the scheduler has given out. Any thread.
+  void hear_given(int64_t incarnation) { given_ = std::max<int64_t>(given_, incarnation); }
   // Writes to `table` will come: their marks take no more memory than `admit` does.
   void expect(std::string_view table) { table_of(table); }
 
@@ -70,7 +76,7 @@ class CompletedWrites {
   std::vector<std::pair<std::string, StreamWrites>> streams(const std::vector<std::string>& tables) const;
   // Adds what `streams` gave to what is known of a stream: the higher incarnation holds. Of a job that has gone back under a lower
   // incarnation than `marked` has, these are another cluster's numbers: they shut out nobody here, and are forgotten when the job
-  // goes back once more.
+  // goes back once more. Numbers that no write may have are passed over.
   void restore(const std::string& name, StreamWrites marked);
 
   // Of all streams and jobs that were ever here. Any thread.
@@ -108,6 +114,7 @@ class CompletedWrites {
   Waiting taken(Streams::Entry& entry, int64_t sequence);
   std::shared_ptr<const Table> table_of(std::string_view name);
   void require_current(const std::string& name, int64_t incarnation) const;
+  bool is_possible(int64_t incarnation) const;
   void forget_before(Streams::Entry& entry, int64_t incarnation);
   static void forget_acknowledged(Stream& stream, int64_t oldest_unacknowledged, int64_t incarnation);
   void note(int64_t incarnation);
@@ -119,7 +126,7 @@ class CompletedWrites {
   ByName<int64_t> fences_;     // lowest incarnation that may write, by job
   ByName<int64_t> forgotten_;  // incarnation below which the writes of a job were forgotten last: a repeated fence must spare those
                                // restored since
-  std::atomic<int64_t> highest_incarnation_{0};
+  std::atomic<int64_t> highest_incarnation_{0}, given_{0};
 };
 
 }  // namespace geartrain

@@ -1,7 +1,6 @@
 #include "writes/sync_groups.hpp"
 
 #include <algorithm>
-#include <limits>
 
 #include "base/text.hpp"
 #include "machine/memory_budget.hpp"
@@ -71,10 +70,9 @@ void require_rank(const SyncGroup& member) {
   if (member.world_size > kMaxWorldSize || member.rank < 0 || member.rank >= member.world_size)
     throw Fault("InvalidArgument", "rank " + std::to_string(member.rank) + " of world_size " + std::to_string(member.world_size) +
                                        " is not a rank of a group");
-  constexpr int64_t kLastSequence = std::numeric_limits<int64_t>::max() - 1;  // the next one is counted, too
-  if (member.sequence < 1 || member.sequence > kLastSequence)
+  if (member.sequence < 1 || member.sequence > kMostChosen)
     throw Fault("InvalidArgument", "sequence " + std::to_string(member.sequence) + " of job " + quoted(member.job) +
-                                       " must lie in [1, 2**63 - 2]");
+                                       " must lie in [1, 2^62]");
 }
 
 void require_at_step(const std::string& table, const SyncGroup& member, int64_t next_sequence) {
@@ -235,7 +233,7 @@ std::vector<GroupStep> SyncGroups::steps() const {
 
 void SyncGroups::restore(const GroupStep& step) {
   const std::string key = key_of(step.table, step.job);
-  if (groups_.find(key) != nullptr) return;
+  if (step.next_sequence > kMostChosen || groups_.find(key) != nullptr) return;
   if (Groups::Entry* past = forgotten_.find(key); past != nullptr) forgotten_.erase(*past);  // the rows are those of this step
   begin({.table = step.table, .job = step.job, .world_size = step.world_size, .next_sequence = step.next_sequence});
 }

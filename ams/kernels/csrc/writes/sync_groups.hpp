@@ -96,7 +96,7 @@ class SyncGroups {
   std::vector<CallContext> drop_table(const std::string& table);
 
   std::vector<GroupStep> steps() const;
-  // Lets a group go on at `step`, unless it has begun already.
+  // Lets a group go on at `step`, unless it has begun already, or no part can have its number.
   void restore(const GroupStep& step);
 
   // When the first incomplete group runs out of time, on the clock; none if none waits.

@@ -76,6 +76,8 @@ void bind_completed_writes(nb::module_& m) {
           "require_current",
           [](const CompletedWrites& writes, nb::handle context) { writes.require_current(context_of(context)); },
           nb::arg("context"))
+      .def("require_possible", &CompletedWrites::require_possible, nb::arg("of_whom"), nb::arg("incarnation"))
+      .def("hear_given", &CompletedWrites::hear_given, nb::arg("incarnation"))
       .def("streams", &streams, nb::arg("tables"))
       .def("restore", &restore_stream, nb::arg("name"), nb::arg("marked"))
       .def_prop_ro("highest_incarnation", &CompletedWrites::highest_incarnation)
