@@ -49,7 +49,7 @@ _INT64 = np.dtype(np.int64)
 
 
 def isa() -> str:
-    """Name the instruction set in use: ``baseline``, ``avx2`` or ``avx512`` (``GEARTRAIN_ISA`` forces one)."""
+    """Name the instruction set in use: ``baseline``, ``avx2``, ``avx512`` or ``amx`` (``GEARTRAIN_ISA`` forces one)."""
     return _core.isa
 
 

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import functools
+import os
 
 import torch
 
-from geartrain.ams.kernels.ops import has_bfloat16_class_pass
+from geartrain.ams.kernels.ops import has_bfloat16_class_pass, isa
+
+_TORCH_LIMITS = {"baseline": ("default", "SSE41"), "avx2": ("avx2", "AVX2"), "avx512": ("avx512", "AVX512_CORE")}
+if os.environ.get("GEARTRAIN_ISA") and isa() in _TORCH_LIMITS:
+    # Whoever holds us to a class of processors means the whole run. torch reads these at its first operation.
+    for name, value in zip(("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA"), _TORCH_LIMITS[isa()], strict=True):
+        os.environ.setdefault(name, value)
 
 
 def has_fast_bfloat16(device: torch.device) -> bool:
@@ -14,7 +21,7 @@ def has_fast_bfloat16(device: torch.device) -> bool:
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0)
     if device.type == "cpu":
-        return bool(torch.cpu._is_amx_tile_supported())
+        return has_bfloat16_class_pass()
     return False
 
 

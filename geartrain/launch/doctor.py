@@ -103,7 +103,7 @@ def check_core() -> Finding:
     try:
         from geartrain.ams.kernels import ops
 
-        uses = f"{ops.isa()}{' and AMX' if ops.has_bfloat16_class_pass() else ''}, rows ahead in {ops.lookahead()}"
+        uses = f"{ops.isa()}, rows ahead in {ops.lookahead()}"
     except (ImportError, AttributeError) as exc:  # or it is of an earlier version
         return Finding("core", "fail", f"the compiled core does not load: {exc}", "build it anew: pip install -e .")
     names = [name for name in ("GEARTRAIN_ISA", "GEARTRAIN_LOOKAHEAD") if os.environ.get(name)]

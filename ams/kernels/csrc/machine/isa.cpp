@@ -4,6 +4,12 @@
 #include <stdexcept>
 #include <string>
 
+#if defined(GEARTRAIN_COMPILES_AMX) && defined(__linux__)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 namespace geartrain {
 namespace {
 
@@ -17,25 +23,53 @@ Isa best_isa() {
   return Isa::baseline;
 }
 
-Isa choose_isa() {
+#if defined(GEARTRAIN_COMPILES_AMX) && defined(__linux__)
+// Whether the CPU has the instructions, and the system lets this process use the registers (Linux asks for a wish to be said).
+bool may_use_amx() {
+  constexpr unsigned kAmxBfloat16 = 1u << 22, kAmxTile = 1u << 24, kAvx512Bfloat16 = 1u << 5, kOsxsave = 1u << 27;
+  constexpr unsigned kTileState = 3u << 17;  // of XCR0: configuration and data
+  constexpr int kAskForState = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  if (best_isa() != Isa::avx512 || !__get_cpuid(1, &a, &b, &c, &d) || (c & kOsxsave) == 0) return false;
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & kAmxBfloat16) == 0 || (d & kAmxTile) == 0) return false;
+  if (!__get_cpuid_count(7, 1, &a, &b, &c, &d) || (a & kAvx512Bfloat16) == 0) return false;
+  unsigned low = 0, high = 0;
+  asm volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+  return (low & kTileState) == kTileState && syscall(SYS_arch_prctl, kAskForState, kTileData) == 0;
+}
+#else
+bool may_use_amx() { return false; }
+#endif
+
+struct Choice {
+  Isa isa;
+  bool amx;
+};
+
+Choice choose() {
   const char* wish = std::getenv("GEARTRAIN_ISA");
-  if (wish == nullptr || *wish == '\0') return best_isa();
-  for (Isa isa : {Isa::baseline, Isa::avx2, Isa::avx512}) {
-    if (std::string(wish) != isa_name(isa)) continue;
-    if (isa > best_isa())
-      throw std::runtime_error(std::string("GEARTRAIN_ISA=") + wish + ", but this CPU has no more than " +
-                               isa_name(best_isa()) + "; unset it or name that");
-    return isa;
-  }
-  throw std::runtime_error(std::string("GEARTRAIN_ISA=") + wish + " is unknown; it must be baseline, avx2 or avx512");
+  const Isa best = best_isa();
+  if (wish == nullptr || *wish == '\0') return {best, may_use_amx()};
+  const std::string name(wish);
+  if (name == "amx" && may_use_amx()) return {best, true};
+  for (Isa isa : {Isa::baseline, Isa::avx2, Isa::avx512})
+    if (name == isa_name(isa) && isa <= best) return {isa, false};
+  if (name != "baseline" && name != "avx2" && name != "avx512" && name != "amx")
+    throw std::runtime_error("GEARTRAIN_ISA=" + name + " is unknown; it must be baseline, avx2, avx512 or amx");
+  throw std::runtime_error("GEARTRAIN_ISA=" + name + ", but this CPU has no more than " + isa_name(best) +
+                           "; unset it or name that");
+}
+
+const Choice& choice() {
+  static const Choice chosen = choose();
+  return chosen;
 }
 
 }  // namespace
 
-Isa active_isa() {
-  static const Isa isa = choose_isa();
-  return isa;
-}
+Isa active_isa() { return choice().isa; }
+
+bool uses_amx() { return choice().amx; }
 
 bool has_fused_multiply_add() {
 #if defined(__x86_64__)

@@ -1,13 +1,16 @@
-// Run-time choice of the instruction set. Every choice gives the same bits; GEARTRAIN_ISA forces one for the tests.
+// Run-time choice of the instruction set. Every choice gives the same bits, but for products in bfloat16 (Isa::amx);
+// GEARTRAIN_ISA forces one for the tests.
 #pragma once
 
 namespace geartrain {
 
 enum class Isa : int { baseline = 0, avx2 = 1, avx512 = 2 };
 
-// The instruction set in use: the best this CPU has, or GEARTRAIN_ISA=baseline|avx2|avx512, read once.
-// Throws std::runtime_error if the variable names an unknown or unsupported one.
+// The instruction set in use: the best this CPU has, or GEARTRAIN_ISA=baseline|avx2|avx512|amx, read once. Vectors are
+// those of avx512 under amx, too. Throws std::runtime_error if the variable names an unknown or unsupported one.
 Isa active_isa();
+// Whether the matrix unit for bfloat16 is in use: `active_isa` is avx512, and GEARTRAIN_ISA is amx or not given.
+bool uses_amx();
 const char* isa_name(Isa isa);
 bool has_fused_multiply_add();
 

@@ -119,7 +119,7 @@ nb::tuple bytes_with_room(const nb::bytes& head, int64_t room) {
 NB_MODULE(_core, m) {
   using namespace geartrain;
   m.doc() = "Row storage kernels of Geartrain; geartrain.ams.kernels.ops is the typed face.";
-  m.attr("isa") = isa_name(active_isa());
+  m.attr("isa") = uses_amx() ? "amx" : isa_name(active_isa());
   m.attr("hash_seed") = hash_seed;
   m.attr("lookahead") = lookahead_name(active_lookahead());
   // A table that a script still holds when the interpreter ends is no leak worth a page of warnings.

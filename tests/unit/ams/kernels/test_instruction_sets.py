@@ -17,7 +17,7 @@ from geartrain.ams.tables.row_table import RowTable
 from geartrain.ams.values.optimizers.registry import OPTIMIZERS, Momentum, optimizer_of
 from geartrain.ams.values.specs import Constant, Normal, TableSpec, Uniform
 
-INSTRUCTION_SETS = ["baseline", "avx2", "avx512"]
+INSTRUCTION_SETS = ["baseline", "avx2", "avx512", "amx"]
 
 
 def digest() -> str:
@@ -106,12 +106,12 @@ def test_an_unknown_way_to_ask_for_rows_is_refused_by_name() -> None:
 def test_an_unknown_instruction_set_is_refused_by_name() -> None:
     ran = run_with(GEARTRAIN_ISA="sse9")
     assert ran.returncode != 0
-    assert "GEARTRAIN_ISA=sse9 is unknown; it must be baseline, avx2 or avx512" in ran.stderr
+    assert "GEARTRAIN_ISA=sse9 is unknown; it must be baseline, avx2, avx512 or amx" in ran.stderr
 
 
 @pytest.mark.skipif(ops.isa() == "baseline", reason="only one instruction set here")
 def test_the_best_instruction_set_is_the_default() -> None:
-    assert ops.isa() in {"avx2", "avx512"}
+    assert ops.isa() in {"avx2", "avx512", "amx"}
 
 
 if __name__ == "__main__":
