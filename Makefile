@@ -19,7 +19,7 @@ PIP := PIP_CONSTRAINT=$(CURDIR)/constraints.txt PIP_BUILD_CONSTRAINT=$(CURDIR)/c
 	PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip
 PIP_INSTALL := $(PIP) install $(PIP_ARGS)
 
-.PHONY: help quickstart install wheel wheel-check dev test sanitize docs campaign lint format proto bench examples-check gpu-check compose-check links clean
+.PHONY: help quickstart install wheel wheel-check dev test processors sanitize docs campaign lint format proto bench examples-check gpu-check compose-check links clean
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
@@ -71,6 +71,18 @@ docs: dev links  ## the documentation site in site/, strictly: a broken link or 
 	@echo "Building the site takes half a minute."
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build -q
 	@echo "site/index.html; with its search: $(BIN)/python -m http.server -d site"
+
+# What asserts how well something learned.
+TRAINING := $(addprefix tests/,$(addprefix integration/test_,classify_and_predict.py click_examples.py knn_job.py hosted_job.py \
+	quickstart_small.py quickstart_signs.py sixteen_bit_heads.py) unit/bridge/head/test_precision.py unit/bridge/head/test_statistics.py \
+	unit/workers/ctr unit/workers/models unit/examples)
+processors: dev links  ## tests that train, as each class of processor that this one can be, with other random numbers, too
+	@set -e; for isa in baseline avx2 avx512 amx; do \
+		GEARTRAIN_ISA=$$isa $(BIN)/python -c 'import geartrain.ams.kernels.ops' 2>/dev/null || { echo "== $$isa: not this processor"; continue; }; \
+		for shift in 0 1 2; do \
+			echo "== $$isa, random numbers $$shift"; \
+			GEARTRAIN_ISA=$$isa $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile --perturb $$shift $(TRAINING) $(PYTEST_ARGS); \
+		done; done
 
 sanitize: dev  ## the C++ core under AddressSanitizer, UBSan and ThreadSanitizer (PYTEST_ARGS: other tests than its own)
 	$(BIN)/python scripts/sanitize.py $(PYTEST_ARGS)

@@ -78,15 +78,24 @@ def memory_urls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(snapshot_store, "SCHEMES", (*snapshot_store.SCHEMES, "memory"))
 
 
-def pytest_configure() -> None:
-    """Let Ctrl-C reach tests and their children where the shell started us in the background, which ignores it."""
+def pytest_configure(config: pytest.Config) -> None:
+    """Shift torch's seeds by ``--perturb``.
+
+    Let Ctrl-C reach tests and their children where the shell started us in the background, which ignores it.
+    """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if shift := config.getoption("--perturb"):
+        import torch
+
+        seeded = torch.manual_seed
+        torch.manual_seed = lambda seed: seeded(int(seed) + shift)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Take ``--slow``."""
+    """Take ``--slow`` and ``--perturb``."""
     parser.addoption("--slow", action="store_true", help="run the tests that are marked slow, too")
+    parser.addoption("--perturb", type=int, default=0, help="other random numbers of torch: does a test hold by luck?")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

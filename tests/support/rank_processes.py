@@ -40,6 +40,7 @@ def _run(
 ) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=ranks)
+    dist.barrier()  # gloo fails where a rank leaves while another is still connecting to it
     try:
         function(rank, ranks, folder, *arguments)
     finally:
