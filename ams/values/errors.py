@@ -5,6 +5,7 @@ GeartrainError
 │   ├── InvalidIds                   negative, out-of-range or wrongly typed ids or labels
 │   ├── InvalidRows                  wrong width, shape or dtype of rows or gradients
 │   ├── NonFinite                    NaN or infinity; nothing was changed anywhere
+│   │   └── TrainingDiverged         a job's values went beyond all numbers: names step, model kept, rates to try
 │   └── SpecMismatch                 an existing table differs from the one asked for
 ├── ConfigError (ValueError)         a file, flag or environment variable that cannot be right
 │   └── ShardHeld                    a living process holds the shard that another one wants
@@ -86,6 +87,10 @@ class NonFinite(InvalidArgument):
     The first is found before anything is sent: nothing was changed on any shard. The second only the shard that holds
     the row can see: it changed nothing, other shards may have applied their part.
     """
+
+
+class TrainingDiverged(NonFinite):
+    """A job's values grew beyond all numbers. The best model that it had kept, if it keeps one, is the one written."""
 
 
 class SpecMismatch(InvalidArgument):

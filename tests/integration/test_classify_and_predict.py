@@ -28,7 +28,7 @@ from typer.testing import CliRunner
 
 from geartrain.ams.storage.snapshot.folder import latest, list_snapshots
 from geartrain.ams.storage.snapshot.manifest import JOB, ROWS
-from geartrain.ams.values.errors import ConfigError, InvalidArgument, ModelDamaged
+from geartrain.ams.values.errors import ConfigError, InvalidArgument, ModelDamaged, TrainingDiverged
 from geartrain.ams.values.optimizers.sparse_momentum import Untouched
 from geartrain.cli.main import build_app
 from geartrain.workers.data.bitmaps import Preprocessing
@@ -221,7 +221,7 @@ def test_a_training_that_harms_leaves_the_start_as_the_model_and_says_so(images:
     assert best == start and best["step"] == 0
     assert report["held_out"]["validation"]["top1"] == best["validation_top1"] > 0.7
 
-    fine, report = said_by(tmp_path / "fine", images)
+    fine, report = said_by(tmp_path / "fine", images, recipe=replace(RECIPE, imprint=False))  # begins at chance
     assert "The model is that of step " in fine
     assert report["model"]["best"]["step"] > 0
     assert report["held_out"]["validation"]["top1"] == report["model"]["best"]["validation_top1"]
@@ -278,6 +278,24 @@ def test_a_model_scores_as_it_was_trained(margin: str, images: Path, tmp_path: P
     assert code == 0
     score = json.loads(out)[0]["best"][0]["score"]
     assert score > 1 if margin == "none" else score < 1.001
+
+
+@pytest.mark.parametrize("seed", range(1, 5))
+def test_training_without_a_margin_holds_with_other_random_numbers(seed: int, images: Path, tmp_path: Path) -> None:
+    _, report = said_by(tmp_path / "run", images, recipe=replace(RECIPE, margin="none", seed=seed))
+    assert report["held_out"]["validation"]["top1"] > 0.7
+
+
+def test_a_training_that_diverges_keeps_its_best_model_and_offers_a_lower_rate(images: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    ruinous = replace(RECIPE, margin="none", lr=30.0, row_lr=30.0, row_momentum=0.9)
+    with pytest.raises(TrainingDiverged, match=r"diverged at step \d+ \(.*best before.* such as --lr 10 \(it was 30\)"):
+        said_by(out, images, recipe=ruinous)
+    report = json.loads((out / "report.json").read_text())
+    assert 0 < report["diverged_at"] < RECIPE.steps and report["model"]["best"]["step"] < report["diverged_at"]
+    assert report["held_out"]["validation"]["top1"] == report["model"]["best"]["validation_top1"]
+    code, _, _ = invoke("predict", str(out / "model"), str(images / "cross" / "0.png"))
+    assert code == 0
 
 
 @pytest.mark.parametrize("memory_bytes", [1 << 30, 0])

@@ -16,7 +16,7 @@ from geartrain.ams.client.snapshots.snapshot import PendingSnapshot
 from geartrain.ams.observe import failpoints
 from geartrain.ams.storage.snapshot.folder import Snapshot
 from geartrain.ams.storage.snapshot.store import place
-from geartrain.ams.values.errors import ConfigError
+from geartrain.ams.values.errors import ConfigError, NonFinite
 from geartrain.ams.values.text import counted
 from geartrain.workers.atomic import write_json
 from geartrain.workers.ctr.designs import Design, layout_of
@@ -29,7 +29,7 @@ from geartrain.workers.ctr.state import CtrState
 from geartrain.workers.job.folder import Run, put_aside, read_run, write_run
 from geartrain.workers.job.live import LiveLine
 from geartrain.workers.job.options import JobResult
-from geartrain.workers.job.report import versions
+from geartrain.workers.job.report import diverged, versions
 from geartrain.workers.job.snapshots import LOST, GoBack, JobSnapshots, Loss, Moment
 from geartrain.workers.job.state import Progress
 from geartrain.workers.loggers.protocol import Loggers
@@ -158,6 +158,11 @@ class CtrRun:
             if self._snapshots.last is not None:
                 raise GoBack(Loss(trainer.progress.step, time.time())) from exc
             raise
+        except NonFinite as exc:
+            step, last = trainer.progress.step, self._snapshots.last
+            kept = "" if last is None else f"its newest snapshot is that of step {last.progress.step}"
+            rates = {"--lr": trainer.recipe.lr, "--row-lr": trainer.recipe.row_lr}
+            raise diverged(exc, step, kept, rates) from exc
         finally:
             events.close()
 

@@ -101,6 +101,7 @@ class Trainer:
                 "one without --sparsity"
             )
         self._rows = RowOptimizer(head)
+        self._row_lr = self._rows.param_groups[0]["lr"]
 
     @property
     def train_seconds(self) -> float:
@@ -230,7 +231,7 @@ class Trainer:
         stage = self.progress
         factor = self.recipe.rate_factor(step - stage.stage_start, stage.stage_steps)
         self._optimizer.param_groups[0]["lr"] = self.recipe.lr * factor
-        self._rows.param_groups[0]["lr"] = self.recipe.row_lr * factor
+        self._rows.param_groups[0]["lr"] = self._row_lr * factor
         if step and self._order.epoch(step) != self._order.epoch(step - 1):
             self.head.next_epoch()  # decided by the step alone: a resumed run builds its graph when it would have
         if self.head.select.has_graph:

@@ -15,6 +15,7 @@ import PIL
 import torch
 from torch import nn
 
+from geartrain.ams.values.errors import NonFinite, TrainingDiverged
 from geartrain.ams.values.text import counted
 from geartrain.bridge.head.class_head import ClassHead
 from geartrain.workers.atomic import write_json
@@ -108,11 +109,13 @@ def write_report(
     unreadable: list[str],
     bfloat16: bool,
     lr: float,
+    diverged_at: int | None = None,
 ) -> dict[str, Any]:
     """Write ``report.json`` and ``mistakes.png``; return the report. The evaluation began at ``started``.
 
     ``model`` says which model was kept (:meth:`BestModel.training`); empty if there was no validation to choose by.
-    ``unreadable`` names the images that were left out, ``lr`` is the peak learning rate.
+    ``unreadable`` names the images that were left out, ``lr`` is the peak learning rate,
+    ``diverged_at`` the step at which the training ended for want of finite values.
     """
     report = {
         "held_out": {name: result.summary() for name, result in answers.items()},
@@ -122,12 +125,24 @@ def write_report(
         "versions": versions(device, bfloat16=bfloat16),
         **({"model": model} if model else {}),
         "lr": lr,
+        **({} if diverged_at is None else {"diverged_at": diverged_at}),
         **({"sweep": json.loads((out / SWEEP).read_text(encoding="utf-8"))} if (out / SWEEP).exists() else {}),
         **({"unreadable": unreadable} if unreadable else {}),
     }
     draw_mistakes(out / "mistakes.png", answers, train, class_names, ink=ink)
     write_json(out / "report.json", report)
     return report
+
+
+def diverged(exc: NonFinite, step: int, kept: str, rates: Mapping[str, float]) -> TrainingDiverged:
+    """What a job raises that met NaN at ``step``: ``kept`` says what is left, ``rates`` are those that it had."""
+    what, _, _ = str(exc).partition("; ")  # without the remedy: this is one
+    lower = " ".join(f"{flag} {float(f'{rate / 3:.1g}'):g}" for flag, rate in rates.items())
+    had = ", ".join(f"{rate:g}" for rate in rates.values())
+    return TrainingDiverged(
+        f"the training diverged at step {step} ({what}){f'; {kept}' if kept else ''}. Start again with a lower rate, "
+        f"such as {lower} (it was {had})"
+    )
 
 
 def versions(device: torch.device, *, bfloat16: bool) -> dict[str, str]:

@@ -15,7 +15,7 @@ from torch import nn
 from geartrain.ams.observe import failpoints
 from geartrain.ams.storage.snapshot.folder import Snapshot
 from geartrain.ams.storage.snapshot.store import place
-from geartrain.ams.values.errors import ConfigError
+from geartrain.ams.values.errors import ConfigError, NonFinite, TrainingDiverged
 from geartrain.ams.values.text import counted
 from geartrain.bridge.rows.native_types import has_fast_bfloat16
 from geartrain.bridge.rows.state import random_state, state_from_bytes, state_to_bytes
@@ -26,7 +26,7 @@ from geartrain.workers.job.live import LiveLine
 from geartrain.workers.job.loop import Trainer
 from geartrain.workers.job.options import JobData, JobOptions, JobResult
 from geartrain.workers.job.ranks import JobRanks
-from geartrain.workers.job.report import Evaluation, write_report
+from geartrain.workers.job.report import Evaluation, diverged, write_report
 from geartrain.workers.job.rows.job_rows import JobRows
 from geartrain.workers.job.snapshots import LOST, GoBack, JobSnapshots, Loss, Moment
 from geartrain.workers.job.state import JobState, Progress, find_state, state_of
@@ -194,22 +194,17 @@ class TrainingRun:
             self._best = BestModel(folder, self._job, evaluation.look, self._write_model, tell)
         try:
             self._begin(evaluation, stop)
-            with LiveLine(self._console, trainer.progress.stage_start + trainer.progress.stage_steps) as line:
-                finished = trainer.run(
-                    stop=stop,
-                    due=self._is_due,
-                    save=self._save,
-                    look=partial(self._consider, TRAINED),
-                    line=line if first else None,
-                    events=events,
-                )
-            if finished and not was_complete:
-                self._consider(TRAINED)
-                if self._recipe.imprint:
-                    trainer.imprint()
-                    self._consider(IMPRINTED)
-            elif finished and self._best is not None and self._best.best is None:  # the model that was there is lost
-                self._consider(IMPRINTED if self._recipe.imprint else TRAINED)
+            try:
+                finished = self._train(stop, events)
+                if finished and not was_complete:
+                    self._consider(TRAINED)
+                    if self._recipe.imprint:
+                        trainer.imprint()
+                        self._consider(IMPRINTED)
+                elif finished and self._best is not None and self._best.best is None:  # the model there is lost
+                    self._consider(IMPRINTED if self._recipe.imprint else TRAINED)
+            except NonFinite as exc:
+                raise self._diverged(exc, evaluation, seconds) from exc
             self._save(last=True)
             report = self._conclude(evaluation, seconds) if self._takes_part and finished else None
             if report is not None:
@@ -227,6 +222,30 @@ class TrainingRun:
             raise
         finally:
             events.close()
+
+    def _train(self, stop: Callable[[], bool], events: Loggers) -> bool:
+        """To the end of the stage; False if it was stopped before."""
+        stage = self._trainer.progress
+        with LiveLine(self._console, stage.stage_start + stage.stage_steps) as line:
+            return self._trainer.run(
+                stop=stop,
+                due=self._is_due,
+                save=self._save,
+                look=partial(self._consider, TRAINED),
+                line=line if self._ranks.is_first else None,
+                events=events,
+            )
+
+    def _diverged(self, exc: NonFinite, evaluation: Evaluation, seconds: dict[str, float]) -> TrainingDiverged:
+        """What to raise where values have gone beyond all numbers, once the best model so far has its report."""
+        kept = (
+            f"its newest snapshot is that of step {self._snapshots.last.progress.step}" if self._snapshots.last else ""
+        )
+        if self._best is not None and self._best.best is not None:
+            self._conclude(evaluation, seconds, diverged_at=self._trainer.progress.step)
+            kept = f"the model in {self._options.out} is that of step {self._best.best.step}, the best before"
+        self._ranks.any(False)  # torchrun ends the others with the first to fail: not while the report is written
+        return diverged(exc, self._trainer.progress.step, kept, {"--lr": self._recipe.lr * self._recipe.rate})
 
     def _asked_here(self, events: Loggers) -> Evaluation:
         """Of the held-out images; another rank that takes part has none of its own to ask about."""
@@ -368,7 +387,9 @@ class TrainingRun:
             random=[state_from_bytes(of_rank) for of_rank in random],
         )
 
-    def _conclude(self, evaluation: Evaluation, seconds: dict[str, float]) -> dict[str, Any] | None:
+    def _conclude(
+        self, evaluation: Evaluation, seconds: dict[str, float], diverged_at: int | None = None
+    ) -> dict[str, Any] | None:
         """Evaluate, draw the mistakes, write the report; None on a rank that only takes part in the evaluation."""
         if not self._ranks.is_first:
             if not self._data.chooses_model:
@@ -392,9 +413,10 @@ class TrainingRun:
             bfloat16=self._bfloat16,
             lr=self._recipe.lr * self._recipe.rate,
             unreadable=sorted(self._data.unreadable.found),
+            diverged_at=diverged_at,
         )
         self._say_unreadable()
-        for line in [] if self._best is None else self._best.verdict():
+        for line in [] if self._best is None or diverged_at is not None else self._best.verdict():
             self._say(line)
         self._say(f"Trained in {trainer.train_seconds:.0f} s. Model, report and mistakes are in {out}")
         return report

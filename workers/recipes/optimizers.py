@@ -19,6 +19,8 @@ class JobOptimizer(ABC):
     """Whether a recipe may give the class centers momentum."""
     is_sparsifiable: bool
     """Whether the ranks may exchange only the largest elements of the backbone's gradients."""
+    is_for_cosines: bool = False
+    """Whether it trains class centers well under a margin alone."""
     usual_rate: float | None = None
     """Where no trials are made and nobody says one; None: the recipe's."""
 
@@ -34,7 +36,7 @@ class JobOptimizer(ABC):
 
 
 class _Sgd(JobOptimizer):
-    takes_row_momentum = is_sparsifiable = True
+    takes_row_momentum = is_sparsifiable = is_for_cosines = True
 
     def of_backbone(
         self, parameters: Iterable[nn.Parameter], *, lr: float, momentum: float, weight_decay: float

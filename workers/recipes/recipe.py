@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, get_args
 
 import torch
@@ -17,6 +17,7 @@ from geartrain.ams.values.optimizers.sparse_momentum import Untouched
 from geartrain.ams.values.specs import Normal
 from geartrain.bridge.head.backends.registry import ROW_BACKENDS
 from geartrain.bridge.head.class_head import ClassHead
+from geartrain.bridge.head.defaults import default_optimizer
 from geartrain.bridge.head.loss.samples import LossSettings
 from geartrain.bridge.head.selection.knn_selection import KNNSoftmax
 from geartrain.bridge.head.sub_centers import check_sub_centers, require_margin
@@ -47,7 +48,8 @@ class Recipe:
     lr: float = 0.2
     """Peak learning rate of the backbone."""
     row_lr: float = 0.2
-    """Peak learning rate of the class centers."""
+    """Peak learning rate of the class centers; without a margin, where they learn by AdamW, 1/200 of it (at a full
+    softmax, else more, as a head's own rate)."""
     rate: float = 1.0
     """Multiplies both: what trials found, since a table keeps the rate that it was made with."""
     row_momentum: float = 0.0
@@ -172,8 +174,15 @@ def selection_of(recipe: Recipe) -> Selection:
     return FullSoftmax() if recipe.sample_rate == 1 else SELECTIONS[recipe.select](recipe)
 
 
-def row_optimizer_of(recipe: Recipe) -> RowOptimizerSpec:
-    """What to give the head as ``optimizer``."""
+def row_optimizer_of(recipe: Recipe, num_classes: int) -> RowOptimizerSpec:
+    """What to give the head as ``optimizer``.
+
+    Without a margin nothing bounds the rows' lengths, and plain SGD at the rate that cosines want lets them grow
+    without end: there it is what a head takes by itself, at a rate as far from its own as ``row_lr`` is from ours.
+    """
+    if margin_of(recipe.margin) is None and JOB_OPTIMIZERS[recipe.optimizer].is_for_cosines and not recipe.row_momentum:
+        usual = default_optimizer(selection_of(recipe), num_classes)
+        return replace(usual, lr=usual.lr * recipe.row_lr / Recipe.row_lr)
     return JOB_OPTIMIZERS[recipe.optimizer].of_rows(
         lr=recipe.row_lr, momentum=recipe.row_momentum, untouched=recipe.row_momentum_untouched
     )
@@ -208,16 +217,17 @@ def head_of(
     sync: bool = False,
 ) -> ClassHead:
     """The class head of a recipe, whose rows are in ``table`` of ``cluster``, or on the ranks."""
+    margin = margin_of(recipe.margin)
     return ClassHead(
         cluster,
         table,
         num_classes=num_classes,
         dim=recipe.dim,
         select=selection_of(recipe),
-        margin=margin_of(recipe.margin),
+        margin=margin,
         sub_centers=recipe.sub_centers,
-        optimizer=row_optimizer_of(recipe),
-        initializer=Normal(),
+        optimizer=row_optimizer_of(recipe, num_classes),
+        initializer=None if margin is None else Normal(),
         rows=recipe.rows,
         seed=recipe.seed,
         reuse=reuse,

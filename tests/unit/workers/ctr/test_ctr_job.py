@@ -12,6 +12,7 @@ from rich.console import Console
 
 import geartrain as gt
 from geartrain.ams.storage.snapshot.folder import list_snapshots
+from geartrain.ams.values.errors import TrainingDiverged
 from geartrain.workers.ctr import job as ctr_job
 from geartrain.workers.ctr.designs import crossed
 from geartrain.workers.ctr.job import train_clicks
@@ -69,6 +70,11 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(
 
     further = train_clicks(CtrOptions(**{**vars(resumed), "resume_steps": 7}), QUIET)
     assert further.step == 67
+
+
+def test_a_run_that_diverges_says_where_and_offers_lower_rates(tmp_path: Path, data: Path) -> None:
+    with pytest.raises(TrainingDiverged, match=r"diverged at step \d+ .* step \d+\. .* --lr 3e\+29 --row-lr 0\.03 "):
+        train_clicks(options(tmp_path / "run", data, lr=1e30), QUIET)
 
 
 class _Asked:
