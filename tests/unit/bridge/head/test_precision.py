@@ -19,8 +19,6 @@ from geartrain.bridge.head.loss.margins.angular import ArcFace
 from geartrain.bridge.rows.optimizer import RowOptimizer
 
 CLASSES, DIM, INPUTS, BATCH, STEPS = 60, 16, 12, 32, 60
-TOLERANCES: dict[DTypeName, float] = {"float32": 0.005, "float16": 0.01, "bfloat16": 0.05}
-"""How far the mean loss of the last ten steps may be from that of float32 throughout: 11 bits of a row, and 8."""
 
 
 class Network(nn.Module):
@@ -124,7 +122,9 @@ def test_sixteen_bits_train_as_float32_does(
             assert torch.isfinite(head.weights()).all()
     assert np.isfinite(losses).all()
     assert losses[-10:].mean() < 0.2 * losses[:5].mean()  # 0.08 to 0.12, as random numbers fall
-    assert losses[-10:].mean() == pytest.approx(single[-10:].mean(), rel=TOLERANCES[dtype])
+    # Rounding is all that differs in the first steps; later it is the path that a training takes, whatever turned it.
+    np.testing.assert_allclose(losses[:20], single[:20], rtol=0.03)
+    assert losses[-10:].mean() == pytest.approx(single[-10:].mean(), rel=0.1)
     assert {str(parameter.dtype) for parameter in (net.first.weight, net.last.weight)} == {str(network)}
     assert net.norm.weight.dtype == net.norm.running_mean.dtype == torch.float32  # type: ignore[union-attr]
     spec = head.table.spec
