@@ -14,7 +14,7 @@ from geartrain.ams.client.cluster_status import ClusterStatus, describe_cluster
 from geartrain.ams.client.data_streams import DataStreams
 from geartrain.ams.client.leave_watch import LeaveWatch
 from geartrain.ams.client.other_roles import OtherRoles
-from geartrain.ams.client.scheduler_calls import SchedulerCalls
+from geartrain.ams.client.scheduler_calls import SNAPSHOT_SECONDS, SchedulerCalls
 from geartrain.ams.client.shard_calls import ShardCalls
 from geartrain.ams.client.snapshots.export import PendingExport, begin_export
 from geartrain.ams.client.snapshots.restore import restore_snapshot
@@ -342,7 +342,7 @@ class Cluster:
         job = JobContents(step=integer("step", step, 0), values=values or {}, files=files or {})
         return begin_snapshot(
             self._calls,
-            self._scheduler.describe,
+            lambda: self._scheduler.describe(SNAPSHOT_SECONDS),
             root,
             free_name(root, job.step) if name is None else name,
             job,

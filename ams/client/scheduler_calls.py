@@ -40,6 +40,8 @@ logger = logging.getLogger(__name__)
 R = TypeVar("R")
 
 _POLL_SECONDS = 0.05
+SNAPSHOT_SECONDS = 5.0
+"""How long a snapshot, for which a training stands still, waits for a scheduler that does not answer."""
 _TOLD_AFTER_SECONDS = 1.0
 """Who waits for a cluster for so long is told for whom."""
 
@@ -53,9 +55,9 @@ class SchedulerCalls:
         self._calls = calls
         self._stream = stream
 
-    def describe(self) -> ClusterView:
-        """The cluster as it is now."""
-        return self._ask(DescribeCluster(), "")
+    def describe(self, timeout_seconds: float | None = None) -> ClusterView:
+        """The cluster as it is now; asked for at most so long, by default for ``attempt_timeout_seconds``."""
+        return self._ask(DescribeCluster(), "", timeout_seconds=timeout_seconds)
 
     def table(self, name: str) -> TableSpec:
         """The spec of a table that can be opened.
@@ -107,15 +109,18 @@ class SchedulerCalls:
     def check_caller(self) -> None:
         """Raise StaleClient if the scheduler knows that this process was superseded."""
         if (caller := self._stream.caller) is not None:
-            self._ask(CheckCaller(caller=caller), "")
+            self._ask(CheckCaller(caller=caller), "", timeout_seconds=SNAPSHOT_SECONDS)
 
-    def _ask(self, request: Rpc[R], unknown: str, *, asks_shards: bool = False) -> R:
+    def _ask(
+        self, request: Rpc[R], unknown: str, *, asks_shards: bool = False, timeout_seconds: float | None = None
+    ) -> R:
         """``unknown`` says what is not known if no answer comes."""
         self._calls.require_usable()
         naming: AbstractContextManager[None] = self._calls.naming_silent_shards() if asks_shards else nullcontext()
         try:
             with naming:
-                return self.carrier.call(request, self._calls.config.attempt_timeout_seconds)
+                longest = self._calls.config.attempt_timeout_seconds
+                return self.carrier.call(request, min(longest, timeout_seconds or longest))
         except AttemptFailed as exc:
             raise SchedulerUnavailable(f"{exc}; {unknown}" if unknown else str(exc)) from None
 

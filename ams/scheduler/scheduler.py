@@ -278,6 +278,16 @@ class Scheduler:
             self._membership.notice_own_stop()
             return self._view()
 
+    def readiness(self) -> dict[str, bool]:
+        """What the cluster is ready for, by the names of health services."""
+        view = self.describe()
+        found = {
+            "shards": view.ready,
+            "complete": set(view.incomplete_tables) <= set(view.restoring_tables),
+            "restored": not view.restoring_tables,
+        }
+        return {**found, "ready": all(found.values())}
+
     def create_table(
         self,
         spec: TableSpec,

@@ -83,11 +83,17 @@ class SchedulerServer:
             bind(SCHEDULER, SchedulerHandlers(scheduler, streams, steps).by_request),
             lanes=dict.fromkeys(_MEMBERSHIP, self._membership) | dict.fromkeys(_TABLES, self._tables),
         )
-        self._server.start()
-        self._server.ready()
+        server = self._server
+
+        def tell_readiness() -> None:
+            server.tell(scheduler.readiness())
+
+        tell_readiness()
+        server.start()
+        server.ready()
         # Each in the queue of the calls that it speaks for: if these wait, so does the pulse.
         calls = self._server.calls
-        pulses = {scheduler.pulse: self._membership, streams.pulse: calls, steps.pulse: calls}
+        pulses = {scheduler.pulse: self._membership, streams.pulse: calls, steps.pulse: calls, tell_readiness: calls}
         self._pulse = threading.Thread(target=self._run_pulse, args=(pulses,), name="pulse", daemon=True)
         self._pulse.start()
         return self._server.address

@@ -71,6 +71,7 @@ class _HeldShard:
         self.lease: Lease | None = None
         self.bucket_map: BucketMap | None = None
         """By which it holds its rows: as it was given when it joined first."""
+        self.tell_readiness()
 
     @property
     def number(self) -> int:
@@ -114,7 +115,18 @@ class _HeldShard:
         self.shard.hear_incarnation(reply.highest_incarnation)
         self.service.serve(self.shard)
         self.server.ready()
+        self.tell_readiness()
         logger.info("shard %d of %d serves at %s", reply.shard, reply.num_shards, self.address)
+
+    def tell_readiness(self) -> None:
+        """Let health say what the shard is ready for."""
+        restored = self.shard is not None and not self.shard.restoring_tables
+        try:
+            if is_ready := restored and self.lease is not None:
+                self.lease.check()
+        except GeartrainError:  # it was stopped for too long, and waits for the scheduler's word
+            is_ready = False
+        self.server.tell({"restored": restored, "ready": is_ready})
 
     def beat(self, scheduler: GrpcSchedulerCarrier) -> bool:
         """Send a heartbeat; return False if another process holds the shard now."""
@@ -288,8 +300,10 @@ class ShardServer:
     def _run_pulse(self) -> None:
         interval = min(lease.seconds for lease in self._leases) / _PULSES_PER_LEASE
         while not self._stopping.wait(interval):
-            for lease in self._leases:
-                lease.pulse()
+            for held in list(self._held):
+                if held.lease is not None:
+                    held.lease.pulse()
+                    held.tell_readiness()
 
     def _beat(self, held: _HeldShard) -> None:
         """Say again and again that one shard lives; what keeps its heartbeats up costs no other shard its lease."""

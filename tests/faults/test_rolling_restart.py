@@ -1,4 +1,4 @@
-"""Servers that are told to end let running jobs take a snapshot first: no step is lost."""
+"""Roles that are ended or stopped while jobs train: servers let them save first, the scheduler keeps nobody."""
 
 from __future__ import annotations
 
@@ -9,9 +9,14 @@ import psutil
 import pytest
 import torch
 
+import geartrain as gt
+from geartrain.ams.client import cluster as cluster_module
 from geartrain.ams.client import leave_watch
 from geartrain.ams.client.cluster import Cluster
 from geartrain.ams.client.leave_watch import LeaveWatch
+from geartrain.ams.storage.snapshot.folder import list_snapshots
+from geartrain.ams.values.errors import SchedulerUnavailable
+from geartrain.workers.job import snapshots
 from geartrain.workers.job.loop import Trainer
 from tests.faults.test_job_recovery import STEPS, images, one_thread, train
 from tests.integration.test_classify_and_predict import assert_same_models
@@ -58,3 +63,47 @@ def test_a_rolling_restart_of_all_shards_loses_no_step(
         assert f"shard {shard} ends with its rows: 'rolled-" in log
     assert "Saved first: rolled-" in log and "What is in no snapshot is lost" in log
     assert_same_models(straight, rolled)
+
+
+def test_a_training_goes_on_without_its_snapshots_while_the_scheduler_is_stopped(
+    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watches: list[LeaveWatch] = []
+    watching, whole = Cluster.watch_leaves, Trainer._step
+    took: list[float] = []
+
+    def watch(self: Cluster, job: str) -> LeaveWatch | None:
+        watches.append(found := watching(self, job))  # type: ignore[arg-type]
+        return found
+
+    def step(self: Trainer, number: int) -> torch.Tensor:
+        if number == 3:
+            scheduler.suspend()
+            began = time.monotonic()
+            with pytest.raises(SchedulerUnavailable), connected.pop() as cluster:
+                cluster.snapshot(tmp_path / "own")
+            took.append(time.monotonic() - began)
+            while watches[-1].silent_seconds <= 1.0:
+                time.sleep(0.01)
+        if number == 17:
+            scheduler.resume()
+            while watches[-1].silent_seconds:
+                time.sleep(0.01)
+        return whole(self, number)
+
+    monkeypatch.setattr(leave_watch, "_TELL_SECONDS", 0.05)
+    monkeypatch.setattr(leave_watch, "_ANSWER_SECONDS", 1.0)
+    monkeypatch.setattr(snapshots, "SILENT_SECONDS", 1.0)
+    monkeypatch.setattr(cluster_module, "SNAPSHOT_SECONDS", 0.5)
+    monkeypatch.setattr(Cluster, "watch_leaves", watch)
+    monkeypatch.setattr(Trainer, "_step", step)
+    with up("--shards=1") as running:
+        scheduler = psutil.Process(running.facts["pids"]["scheduler"])
+        connected = [gt.connect(running.facts["scheduler"])]
+        result, told = train(tmp_path / "run", images, scheduler=running.facts["scheduler"], max_recoveries=0)
+    assert result.finished
+    for missed in (5, 10, 15):
+        assert f"No snapshot of step {missed}, training goes on: the scheduler has not answered for" in told
+    assert took[0] < 20  # rather than the 30 s of an attempt
+    kept = [listed.name for listed in list_snapshots(tmp_path / "run" / "snapshots")]
+    assert kept == [f"step-{STEPS:09}", "step-000000020"]

@@ -28,6 +28,8 @@ from geartrain.ams.values.errors import (
 from geartrain.workers.job.state import Progress
 
 _WORTH_SAYING_SECONDS = 2.0
+SILENT_SECONDS = 4.0
+"""A scheduler that has not answered for so long is not asked by snapshots."""
 _ASKED_AGAIN_SECONDS = 5.0
 """After a snapshot that a leaving shard asked for has failed."""
 LOST = (ShardRestarted, Unavailable, StaleCluster)
@@ -146,6 +148,10 @@ class JobSnapshots(Generic[State]):
             self._asked = self._clock()
         moment = Moment(state.progress, self._clock())
         self._begun = moment.seconds
+        silent = 0.0 if self._watch is None else self._watch.silent_seconds
+        if silent > SILENT_SECONDS:  # to ask it would stop the training for nothing
+            self._tell(moment, SchedulerUnavailable(f"the scheduler has not answered for {silent:.0f} s"))
+            return
         try:
             name = free_name(self._root, state.progress.step)  # taken, if it went back behind a damaged one
             parent = self._chain[-1] if 0 < len(self._chain) <= self._increments else None

@@ -6,10 +6,12 @@ import grpc
 from grpc_health.v1 import health_pb2
 
 
-def is_serving(address: str, timeout_seconds: float = 2.0) -> bool:
-    """Return whether the role at ``"host:port"`` answers that it serves. One RPC; False if nobody answers in time."""
+def is_serving(address: str, timeout_seconds: float = 2.0, service: str = "") -> bool:
+    """Return whether the role at ``"host:port"`` answers that it serves, or that ``service`` of it does. One RPC; False
+    if nobody answers in time, or there is no such service.
+    """
     try:
-        return bool(_check(address, timeout_seconds).status == health_pb2.HealthCheckResponse.SERVING)
+        return bool(_check(address, timeout_seconds, service).status == health_pb2.HealthCheckResponse.SERVING)
     except grpc.RpcError:
         return False
 
@@ -24,12 +26,14 @@ def answers(address: str, timeout_seconds: float = 2.0) -> bool:
     return True
 
 
-def _check(address: str, timeout_seconds: float) -> health_pb2.HealthCheckResponse:
+def _check(address: str, timeout_seconds: float, service: str = "") -> health_pb2.HealthCheckResponse:
     with grpc.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
         check = channel.unary_unary(
             "/grpc.health.v1.Health/Check",
             request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
             response_deserializer=health_pb2.HealthCheckResponse.FromString,
         )
-        reply: health_pb2.HealthCheckResponse = check(health_pb2.HealthCheckRequest(), timeout=timeout_seconds)
+        reply: health_pb2.HealthCheckResponse = check(
+            health_pb2.HealthCheckRequest(service=service), timeout=timeout_seconds
+        )
         return reply

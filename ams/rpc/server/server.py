@@ -102,6 +102,12 @@ class GrpcServer:
         for service in ("", *self._services):
             self._health.set(service, health_pb2.HealthCheckResponse.SERVING)
 
+    def tell(self, readiness: Mapping[str, bool]) -> None:
+        """Let health say of more services, by name, whether each is SERVING: what the role is ready for."""
+        for service, is_serving in readiness.items():
+            status = health_pb2.HealthCheckResponse
+            self._health.set(service, status.SERVING if is_serving else status.NOT_SERVING)
+
     def stop(self, grace_seconds: float) -> None:
         """Refuse new calls, give those under way ``grace_seconds``, then end. Blocks until it is done."""
         self._health.enter_graceful_shutdown()

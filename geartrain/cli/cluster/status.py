@@ -147,17 +147,26 @@ def _print_graphs(graphs: GraphsState, address: str, pongs: dict[str, Pong]) -> 
 
 def health(
     address: Annotated[str, typer.Argument(help="host:port of a scheduler, a server, a graph service or a slow gear.")],
+    service: Annotated[
+        str, typer.Option(help="What it shall be ready for: ready, shards, complete, restored; by default: to answer.")
+    ] = "",
     timeout_seconds: Annotated[float, typer.Option(min=0, help="How long to wait for an answer.")] = 2.0,
     as_json: Json = False,
 ) -> None:
-    """Ask one role whether it serves (gRPC health protocol); exits with 1 if it does not."""
+    """Ask one role whether it serves (gRPC health protocol); exits with 1 if it does not.
+
+    A scheduler serves while shards are absent. With --service it is asked for more: "shards" (all are up), "complete"
+    (no table has lost rows), "restored" (none is being restored), "ready" (all of these). Servers know "restored" and
+    "ready".
+    """
     from geartrain.ams.rpc.client.health import is_serving
     from geartrain.ams.values.config import split_address
 
     split_address(address)
-    serving = is_serving(address, timeout_seconds)
-    facts = {"address": address, "serving": serving}
-    print(json.dumps(facts) if as_json else f"{address}: {'serving' if serving else 'not serving'}")
+    serving = is_serving(address, timeout_seconds, service)
+    facts = {"address": address, "serving": serving} | ({"service": service} if service else {})
+    what = f"{address}{f' ({service})' if service else ''}"
+    print(json.dumps(facts) if as_json else f"{what}: {'serving' if serving else 'not serving'}")
     if not serving:
         raise typer.Exit(1)
 
