@@ -7,6 +7,8 @@
 #   SCHEDULER   HOST:PORT of the scheduler (needed)
 #   LISTEN      HOST:PORT to serve on; port 0 picks a free one, as it does for the further SHARDS (127.0.0.1:0)
 #   ADVERTISE   HOST:PORT for clients, if not the one bound
+#   DATA_PORT   port for rows of the host's first shard, the same for every server of a host; each further one takes the
+#               next (free ones)
 #   SHARDS      shards to hold in this process (1)
 #   SNAPSHOT_ROOTS
 #               folders and URLs, with commas between, below which snapshots are read and written (needed for snapshots
@@ -28,6 +30,7 @@ flag scheduler "$scheduler"
 flag listen "${LISTEN:-}"
 flag advertise "${ADVERTISE:-}"
 flag shards "${SHARDS:-}"
+flag data-port "${DATA_PORT:-}"
 flag snapshot-roots "${SNAPSHOT_ROOTS:-}"
 insecure_flag
 find_python

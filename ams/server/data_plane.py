@@ -12,6 +12,9 @@ from geartrain.ams.values.shard_messages import DataPlaneOffer
 
 logger = logging.getLogger(__name__)
 
+_PORTS_TRIED = 64
+"""From the host's data port on: as many shards as one host may hold, each with a port of its own."""
+
 
 class DataPlanePort:
     """Where clients connect for pulls, pushes and assigns of one shard. Thread-safe.
@@ -22,7 +25,8 @@ class DataPlanePort:
     def __init__(self, shard: Callable[[], Shard], host: str, port: int) -> None:
         """``shard`` may raise a GeartrainError: then nothing is offered.
 
-        Clients of other machines connect to ``host`` and ``port``, 0: a free one; no ``host``: there are none.
+        Clients of other machines connect to ``host`` and ``port``, or one of the next if other shards have that; 0: a
+        free one; no ``host``: there are none.
         """
         self._shard = shard
         self._host, self._port = host, port
@@ -44,13 +48,15 @@ class DataPlanePort:
         return DataPlaneOffer(socket=socket, secret=secret, port=port)
 
     def _listening(self, handler: _core.Handler) -> _core.DataServer:
-        try:
-            return _core.DataServer(handler, host=self._host, port=self._port, warn=logger.warning)
-        except (OSError, RuntimeError) as exc:
-            logger.warning(
-                "rows of other machines' clients travel in messages: %s (%s:%d)", exc, self._host, self._port
-            )
-            return _core.DataServer(handler, warn=logger.warning)
+        last = min(self._port + _PORTS_TRIED - 1, 65_535) if self._port else 0
+        failure: Exception | None = None
+        for port in range(self._port, last + 1):
+            try:
+                return _core.DataServer(handler, host=self._host, port=port, warn=logger.warning)
+            except (OSError, RuntimeError) as exc:
+                failure = exc
+        logger.warning("rows of other machines' clients travel in messages: %s (%s:%d)", failure, self._host, last)
+        return _core.DataServer(handler, warn=logger.warning)
 
     @property
     def num_connections(self) -> int:

@@ -55,13 +55,12 @@ class _HeldShard:
         wanted: int | None,
         models: HostedModels,
         roots: SnapshotRoots,
-        bulk_port: int,
     ) -> None:
         self.config = config
         self.models = models
         self.wanted = wanted
         self.service = ShardService(
-            config.max_message_bytes, roots, host=split_address(config.listen)[0], port=bulk_port
+            config.max_message_bytes, roots, host=split_address(config.listen)[0], port=config.data_port
         )
         self.server = GrpcServer(listen, config.max_message_bytes)
         self.server.add(self.service.bound, waiting=self.service.waiting_methods)
@@ -209,8 +208,7 @@ class ShardServer:
                 if self._config.ports is not None:
                     listen = f"{host}:{self._config.ports[index]}"
                 wanted = None if self._config.shard is None else self._config.shard + index
-                bulk_port = self._config.bulk_port and self._config.bulk_port + index
-                held = _HeldShard(self._config, listen, wanted, self._models, self._roots, bulk_port)
+                held = _HeldShard(self._config, listen, wanted, self._models, self._roots)
                 self._held.append(held)
                 held.server.start()
             self._join_all()

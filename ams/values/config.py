@@ -227,8 +227,8 @@ class ServerConfig(Section):
     """Wait, as long as it takes, for a shard that another process holds, or held until a moment ago."""
     ports: Ports | None = None
     """Port of each shard of the process, in order, in place of that of ``listen``; None: as ``listen`` says."""
-    bulk_port: int = Field(default=0, ge=0, le=65535)
-    """Port of the process's first shard for bulk connections (TCP); each further one has the next. 0: free ones."""
+    data_port: int = Field(default=0, ge=0, le=65535)
+    """Port for bulk connections (TCP) of the host's first shard; each further one takes the next. 0: any free ones."""
     heartbeat_seconds: Seconds = 1.0
     """Interval between heartbeats to the scheduler."""
     leave_timeout_seconds: float = Field(default=60.0, ge=0, allow_inf_nan=False)
@@ -259,11 +259,6 @@ class ServerConfig(Section):
             )
         if self.ports is not None and len(self.ports) != self.shards:
             raise ConfigError(f"ports names {len(self.ports)} ports, but the process holds {self.shards} shards")
-        if self.bulk_port and self.bulk_port + self.shards - 1 > 65_535:
-            raise ConfigError(
-                f"bulk_port is {self.bulk_port}; with {self.shards} shards, a port each, it is at most "
-                f"{65_536 - self.shards}"
-            )
         return self
 
 

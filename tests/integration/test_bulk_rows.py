@@ -101,6 +101,16 @@ def test_a_shard_that_shares_no_memory_has_bulk_connections(
     ]
 
 
+def test_shards_of_a_host_take_one_data_port_after_the_other(served: Served) -> None:
+    with ExitStack() as stack:
+        taken = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        first = taken.getsockname()[1]
+        cluster = served(2, data_port=first)  # of two processes, as far as they know
+        stack.enter_context(connected(cluster, shared_memory=False))
+        ports = [server._held[0].service.data_plane.offer().port for server in cluster.servers]
+        assert first < ports[0] < ports[1] < first + 64
+
+
 @pytest.mark.parametrize("way", ["port in use", "refusal", "older shard", "no way there"])
 def test_a_shard_without_bulk_connections_is_asked_once(
     served: Served,
@@ -117,7 +127,8 @@ def test_a_shard_without_bulk_connections_is_asked_once(
     with ExitStack() as stack:
         if way == "port in use":
             taken = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-            settings["bulk_port"] = taken.getsockname()[1]
+            settings["data_port"] = taken.getsockname()[1]
+            monkeypatch.setattr("geartrain.ams.server.data_plane._PORTS_TRIED", 1)
             reason = "no place and secret"
         elif way == "refusal":
             monkeypatch.setattr(DataPlanePort, "offer", lambda _: DataPlaneOffer(reason="there are too many"))

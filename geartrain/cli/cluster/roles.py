@@ -71,6 +71,10 @@ def server(
     ports: Annotated[
         str | None, typer.Option(help="Port of each shard held, as 7001,7002, in place of that of --listen.")
     ] = None,
+    data_port: Annotated[
+        int | None,
+        typer.Option("--data-port", help="Port for rows of the host's first shard; each further one takes the next."),
+    ] = None,
     wait: Annotated[
         bool | None, typer.Option("--wait", help="Wait for a shard that another process holds, or has just held.")
     ] = None,
@@ -100,6 +104,7 @@ def server(
         shard=shard,
         shards=shards,
         ports=ports,
+        data_port=data_port,
         wait=wait,
         cpus=cpus,
         snapshot_roots=snapshot_roots,

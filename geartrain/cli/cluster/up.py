@@ -25,6 +25,10 @@ def up(
     scheduler_listen: Annotated[
         str | None, typer.Option("--scheduler-listen", help="host:port of the scheduler; port 0 picks a free one.")
     ] = None,
+    data_port: Annotated[
+        int | None,
+        typer.Option("--data-port", help="Port for rows of the first shard; each further one takes the next."),
+    ] = None,
     graph: Annotated[bool, typer.Option("--graph", help="Start a graph service, too.")] = False,
     graph_listen: Annotated[
         str | None, typer.Option("--graph-listen", help="host:port of the graph service; port 0 picks a free one.")
@@ -46,7 +50,7 @@ def up(
     state = None if data is None else str(data.absolute() / "scheduler")
     given = configuration.flags("scheduler", data=state, insecure=insecure)
     given += configuration.flags("scheduler", prefix="scheduler-", listen=scheduler_listen)
-    given += configuration.flags("server", insecure=insecure)
+    given += configuration.flags("server", insecure=insecure, data_port=data_port)
     if graph or graph_listen is not None:
         kept = None if data is None else str(data.absolute() / "graph")
         given += configuration.flags("graph", data=kept, insecure=insecure)
