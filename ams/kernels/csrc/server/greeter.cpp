@@ -115,16 +115,23 @@ void Greeter::run() {
   std::array<epoll_event, 64> events;
   while (!is_closing_) {
     const int count = epoll_wait(epoll_.get(), events.data(), static_cast<int>(events.size()), millis_to_wait());
-    for (int i = 0; i < count; ++i) {
-      const int fd = events[static_cast<size_t>(i)].data.fd;
-      try {
-        if (fd == near_.get()) accept_guests(near_);
-        else if (fd == far_.get()) accept_guests(far_);
-        else if (guests_.contains(fd)) greet(fd);
-      } catch (const std::exception&) {  // nobody whom we know, or no memory for it
-        guests_.erase(fd);
+    const auto with_each = [&](const auto& work) {
+      for (int i = 0; i < count; ++i) {
+        const int fd = events[static_cast<size_t>(i)].data.fd;
+        try {
+          work(fd);
+        } catch (const std::exception&) {  // nobody whom we know, or no memory for it
+          guests_.erase(fd);
+        }
       }
-    }
+    };
+    with_each([this](int fd) {  // first: they may have to go for those who come
+      if (guests_.contains(fd)) greet(fd);
+    });
+    with_each([this](int fd) {
+      for (const OwnedFd* one : {&near_, &far_})
+        if (fd == one->get()) accept_guests(*one);
+    });
     const auto now = Clock::now();
     std::erase_if(guests_, [&](const auto& one) { return one.second.until <= now; });
     if (!is_resting_ || rests_until_ > now) continue;
@@ -146,12 +153,24 @@ void Greeter::accept_guests(const OwnedFd& listener) {
       return;
     }
     const bool is_near = &listener == &near_;
-    const auto others = std::ranges::count_if(guests_, [&](const auto& one) { return one.second.is_near == is_near; });
-    if (static_cast<size_t>(others) >= kMostGuests || (is_near && !is_same_user(socket.get()))) continue;
+    if (is_near && !is_same_user(socket.get())) continue;
+    make_room(is_near);
     const int fd = socket.get();
     watch(fd, EPOLLIN, EPOLL_CTL_ADD);
     guests_.emplace(fd, Guest{std::move(socket), is_near, Clock::now() + greeting_, {}});
   }
+}
+
+// Who says nothing goes for who comes: the oldest, for whoever means to be greeted speaks at once.
+void Greeter::make_room(bool is_near) {
+  size_t others = 0;
+  auto oldest = guests_.end();
+  for (auto one = guests_.begin(); one != guests_.end(); ++one) {
+    if (one->second.is_near != is_near) continue;
+    ++others;
+    if (oldest == guests_.end() || one->second.until < oldest->second.until) oldest = one;
+  }
+  if (others >= kMostGuests) guests_.erase(oldest);
 }
 
 // Who wants to connect stays in the system's line meanwhile, which would wake this thread without end.

@@ -47,6 +47,7 @@ class Greeter {
 
   void run();
   void accept_guests(const OwnedFd& listener);
+  void make_room(bool is_near);
   void rest(int error);
   void greet(int fd);
   bool is_offered(const char* hello);

@@ -13,6 +13,7 @@
 #include <array>
 #include <cerrno>
 #include <cstddef>
+#include <functional>
 #include <new>
 #include <stdexcept>
 #include <system_error>
@@ -29,6 +30,7 @@ namespace {
 
 constexpr int kListenLine = 64;
 constexpr std::chrono::microseconds kLookInterval{200};  // at sockets, while there are requests
+constexpr int kSlowShare = 3;  // of silence_seconds: in which a request comes, or replies are taken, where others want the memory
 constexpr double kPatienceShare = 0.8;                   // of the time that a caller waits; then it is told to ask again
 
 [[noreturn]] void fail(const char* what) { throw std::system_error(errno, std::generic_category(), what); }
@@ -162,19 +164,38 @@ bool DataServer::serve_held_streams() {
   return !fds.empty();
 }
 
-// In the order in which they came. Who has waited for too long is refused wherever it stands.
+// First who has the least room already, all connections of its machine together; of these who came first. Who has waited for too
+// long is refused wherever it stands.
 void DataServer::let_streams_in() {
   const auto now = Clock::now();
-  std::vector<int> left;
-  for (const int fd : std::exchange(waiting_streams_, {})) {
-    const auto stream = streams_.find(fd);
-    if (stream == streams_.end() || !stream->second->waits_for_memory()) continue;
-    if ((left.empty() || stream->second->waits_until() <= now) && stream->second->let_in())
-      serve_stream(*stream->second, EPOLLIN);
-    else
-      left.push_back(fd);
+  for (bool has_let_in = true; has_let_in;) {
+    has_let_in = false;
+    sort_waiting_streams();
+    std::vector<int> left;
+    for (const int fd : std::exchange(waiting_streams_, {})) {
+      const auto stream = streams_.find(fd);
+      if (stream == streams_.end() || !stream->second->waits_for_memory()) continue;
+      const bool is_next = left.empty() && !has_let_in;
+      if ((is_next || stream->second->waits_until() <= now) && stream->second->let_in()) {
+        has_let_in = true;
+        serve_stream(*stream->second, EPOLLIN);
+      } else {
+        left.push_back(fd);
+      }
+    }
+    waiting_streams_.insert(waiting_streams_.begin(), left.begin(), left.end());  // before those that came meanwhile
   }
-  waiting_streams_.insert(waiting_streams_.begin(), left.begin(), left.end());  // before those that came meanwhile
+}
+
+void DataServer::sort_waiting_streams() {
+  if (waiting_streams_.size() < 2) return;
+  std::unordered_map<std::string, size_t> received;
+  for (const auto& [fd, peer] : streams_) received[peer->host()] += peer->received();
+  const auto of = [&](int fd) {
+    const auto stream = streams_.find(fd);
+    return stream == streams_.end() ? 0 : received[stream->second->host()];
+  };
+  std::ranges::stable_sort(waiting_streams_, std::less<>(), of);
 }
 
 bool DataServer::is_asked() {
@@ -301,11 +322,22 @@ void DataServer::flush_streams() {
   }
 }
 
-// Ends connections that are silent; tells callers whose time is nearly over that others are waited for.
+// Whether somebody lacks memory, or soon will.
+bool DataServer::is_memory_wanted() const { return memory_->num_waiting != 0 || memory_->used > memory_->most / 2; }
+
+// Ends connections that are silent, or slow where others want their memory; tells callers whose time is nearly over that others are
+// waited for.
 void DataServer::expire() {
   const auto now = Clock::now();
-  const auto silent = now - duration_of(limits_.silence_seconds);
-  std::erase_if(streams_, [&](const auto& one) { return !one.second->is_at_work() && one.second->is_silent_since(silent); });
+  const auto silence = duration_of(limits_.silence_seconds), patience = silence / kSlowShare;
+  const bool is_wanted = is_memory_wanted(), of_requests = memory_->used <= memory_->most / 2;
+  const bool was_away = now - looked_at_ > patience / 5;  // and could take nothing
+  std::erase_if(streams_, [&](const auto& one) {
+    TcpPeer& peer = *one.second;
+    if (peer.is_at_work()) return false;
+    if (!is_wanted || was_away) peer.forgive();
+    return peer.is_silent_since(now - silence) || (is_wanted && peer.is_slow(of_requests, now, patience));
+  });
   std::erase_if(waiting_, [&](const auto& one) {
     if (one.first <= now) one.second->answer_now();
     return !one.second->is_waiting();
@@ -316,7 +348,10 @@ int DataServer::millis_to_wait() const {
   if (waiting_.empty() && streams_.empty()) return -1;
   auto first = Clock::time_point::max();
   for (const auto& [until, call] : waiting_) first = std::min(first, until);
-  if (!streams_.empty()) first = std::min(first, Clock::now() + duration_of(limits_.silence_seconds / 2));
+  if (!streams_.empty()) {
+    const double seconds = is_memory_wanted() ? limits_.silence_seconds / kSlowShare / 20 : limits_.silence_seconds / 2;
+    first = std::min(first, Clock::now() + duration_of(seconds));
+  }
   for (const int fd : waiting_streams_)
     if (const auto stream = streams_.find(fd); stream != streams_.end() && stream->second->waits_for_memory())
       first = std::min(first, stream->second->waits_until());

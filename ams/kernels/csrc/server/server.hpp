@@ -71,6 +71,8 @@ class DataServer : private Meanwhile {
   bool serve_requests();
   bool serve_held_streams();
   void let_streams_in();
+  void sort_waiting_streams();
+  bool is_memory_wanted() const;
   bool has_requests() const;
   bool is_asked() override;
   void serve_pulls(bool has_turn) noexcept override;

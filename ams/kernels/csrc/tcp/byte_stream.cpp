@@ -72,6 +72,17 @@ bool ByteStream::wait(bool for_writing, int millis) const {
   return poll(&one, 1, millis) > 0 && (one.revents & (POLLIN | POLLERR | POLLHUP)) != 0;
 }
 
+std::string ByteStream::host() const {
+  sockaddr_storage address{};
+  socklen_t bytes = sizeof(address);
+  if (getpeername(fd(), reinterpret_cast<sockaddr*>(&address), &bytes) != 0) return {};
+  if (address.ss_family == AF_INET)
+    return {reinterpret_cast<const char*>(&reinterpret_cast<const sockaddr_in&>(address).sin_addr), sizeof(in_addr)};
+  const auto& its = reinterpret_cast<const sockaddr_in6&>(address).sin6_addr;
+  const auto* begin = reinterpret_cast<const char*>(&its);
+  return IN6_IS_ADDR_V4MAPPED(&its) ? std::string(begin + 12, 4) : std::string(begin, 8);
+}
+
 bool ByteStream::has_ended() const {
   pollfd one{fd(), POLLRDHUP, 0};
   return poll(&one, 1, 0) > 0;

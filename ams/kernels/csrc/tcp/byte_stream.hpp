@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstddef>
+#include <string>
 
 #include "carriers/forks.hpp"
 
@@ -20,6 +21,8 @@ class ByteStream {
   size_t write(const char* from, size_t bytes);
   // Until something can be read, or (`for_writing`) written, or so many milliseconds (-1: any number) are over. Whether it can be read.
   bool wait(bool for_writing, int millis) const;
+  // What tells the machine of the other end from others: its address, or of one of IPv6 the network's half; empty if it has gone.
+  std::string host() const;
   // Whether the other end has ended it, though there may be more to read.
   bool has_ended() const;
   // Ends it in both directions; the descriptor stays.

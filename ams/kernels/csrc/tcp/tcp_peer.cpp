@@ -138,7 +138,9 @@ bool TcpPeer::flush() {
   try {
     const size_t before = outbox_->num_bytes();
     outbox_->flush(stream_);
-    if (outbox_->num_bytes() != before || before == 0) moved_at_ = Clock::now();
+    const size_t after = outbox_->num_bytes();
+    if (after < before) window_moved_ += before - after;
+    if (after != before || before == 0) moved_at_ = Clock::now();
     return true;
   } catch (const std::exception&) {
     return false;
@@ -169,6 +171,7 @@ bool TcpPeer::receive(const std::shared_ptr<Handler>& handler, const Waits& wait
       }
       if (received == 0) return true;
       turn += received;
+      window_moved_ += received;
       moved_at_ = Clock::now();
       if (header_bytes_ == header_bytes_of_.size() && body_got_ == header_.body_bytes) {
         perform(handler, waits, moment);
@@ -179,6 +182,25 @@ bool TcpPeer::receive(const std::shared_ptr<Handler>& handler, const Waits& wait
   } catch (const std::exception&) {  // it has gone, or sent a damaged header
     return false;
   }
+}
+
+bool TcpPeer::is_slow(bool of_requests, Clock::time_point now, Clock::duration patience) {
+  const size_t claim = of_requests ? counted_ : counted_ + outbox_->num_bytes();
+  if (claim == 0 || is_at_work_ || held_) {
+    forgive();
+    return false;
+  }
+  if (!window_began_) {
+    window_began_ = now;
+    window_moved_ = 0;
+    return false;
+  }
+  const auto passed = now - *window_began_;
+  if (passed < patience / 5) return false;
+  const double share = std::chrono::duration<double>(passed) / std::chrono::duration<double>(patience);
+  const bool is_slow = static_cast<double>(window_moved_) < static_cast<double>(claim) * share;
+  forgive();
+  return is_slow && !stream_.wait(false, 0);  // what has come and was not read yet is not its fault
 }
 
 void TcpPeer::begin_body() {

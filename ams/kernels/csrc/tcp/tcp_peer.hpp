@@ -9,6 +9,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <string>
 
 #include "carriers/served_call.hpp"
 #include "tcp/buffers.hpp"
@@ -70,7 +71,7 @@ class TcpPeer {
   using Waits = std::function<void(std::shared_ptr<ServedCall>)>;
 
   TcpPeer(ByteStream stream, std::shared_ptr<FrameMemory> memory, std::shared_ptr<OwnedFd> wake)
-      : stream_(std::move(stream)), outbox_(std::make_shared<Outbox>(std::move(memory), std::move(wake))) {}
+      : stream_(std::move(stream)), host_(stream_.host()), outbox_(std::make_shared<Outbox>(std::move(memory), std::move(wake))) {}
   ~TcpPeer();
   int fd() const { return stream_.fd(); }
   // Sends the answer to the hello. Whether it was taken.
@@ -92,6 +93,14 @@ class TcpPeer {
   bool has_replies() { return outbox_->is_due(); }
   // Whether it takes too few replies for its requests to be read.
   bool is_full() { return outbox_->num_bytes() > kMostOutbox; }
+  // The machine that it is of.
+  const std::string& host() const { return host_; }
+  // Bytes that it has of the room for large requests.
+  size_t received() const { return counted_; }
+  // Asked again and again while others want memory: whether it has some, for a request that comes (`of_requests`) or for replies, and moves
+  // so little that all of it would take longer than `patience`. Looks at a fifth of that at a time, from its first question on.
+  bool is_slow(bool of_requests, Clock::time_point now, Clock::duration patience);
+  void forgive() { window_began_.reset(); }
   // Whether it neither sends the rest of a frame nor takes its replies since then.
   bool is_silent_since(Clock::time_point time) {
     return (header_bytes_ != 0 || has_replies()) && !waits_for_memory() && moved_at_ < time;
@@ -108,7 +117,10 @@ class TcpPeer {
   void perform(const std::shared_ptr<Handler>& handler, const Waits& waits, const Moment& moment);
 
   ByteStream stream_;
+  const std::string host_;
   const std::shared_ptr<Outbox> outbox_;
+  std::optional<Clock::time_point> window_began_;
+  size_t window_moved_ = 0;  // bytes, since then
   Clock::time_point moved_at_ = Clock::now();
   std::array<char, sizeof(FrameHeader)> header_bytes_of_;
   size_t header_bytes_ = 0;

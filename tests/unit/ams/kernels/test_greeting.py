@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 
 import pytest
 
@@ -32,6 +34,16 @@ def test_a_shard_that_is_at_work_greets_who_comes(handler: _core.ToyHandler, way
     assert held.wait(SOON)
     assert ask(late, pull("rows", [3]))[0]["rows"] == expected([3])
     server.close()
+
+
+def test_strangers_who_say_nothing_keep_nobody_from_connecting_by_tcp(handler: _core.ToyHandler) -> None:
+    server = _core.DataServer(handler, host="127.0.0.1", greeting_seconds=60.0)
+    _, _, port = server.offer()
+    with ExitStack() as stack:
+        stack.callback(server.close)
+        for _ in range(200):
+            stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+        assert ask(dial("tcp", *server.offer()), pull("rows", [3]))[0]["rows"] == expected([3])
 
 
 CROWDED = """

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import partial
 
 import pytest
 
@@ -90,3 +95,86 @@ def test_who_goes_while_it_waits_or_sends_makes_room(
     half_sent[0].close()
     assert waiting.wait(SOON)
     assert handler.num_writes == 1
+
+
+def greeted(server: _core.DataServer, source: str = "127.0.0.1") -> socket.socket:
+    """A connection whose bytes are the test's own, from an address of this machine."""
+    _, secret, port = server.offer()
+    client = socket.create_connection(("127.0.0.1", port), source_address=(source, 0))
+    client.settimeout(SOON)
+    client.sendall(frame_codec.header(3, 0, 0, 32) + secret)
+    assert client.recv(64, socket.MSG_WAITALL) == frame_codec.header(3, 0, 0, 0)
+    return client
+
+
+def dribble(work: Callable[[], bytes | int], over: threading.Event) -> str:
+    """Send or take a little again and again, until the shard has ended the connection; what that was."""
+    try:
+        while not over.wait(0.005):
+            if work() in (b"", 0):
+                return "ended"
+    except OSError:
+        return "ended"
+    return "is there still"
+
+
+def test_who_sends_a_large_request_slowly_is_let_go_of_when_another_waits_for_room(handler: _core.ToyHandler) -> None:
+    server = _core.DataServer(handler, host="127.0.0.1", most_received_bytes=1 << 20, silence_seconds=6.0)
+    frame = frame_codec.request(1, 0, [push("rows", ROWS)])
+    over = threading.Event()
+    with ExitStack() as stack:
+        stack.callback(server.close)
+        threads = stack.enter_context(ThreadPoolExecutor(3))
+        stack.callback(over.set)
+        slow = [stack.enter_context(greeted(server)) for _ in range(3)]
+        for client in slow:
+            client.sendall(frame[:200])
+        ends = [threads.submit(dribble, partial(client.send, b"\0"), over) for client in slow]
+        ours = connect(server)
+        for _ in range(3):
+            assert ask(ours, push("rows", ROWS), seconds=20 * SOON)[0]["created"] == len(ROWS)
+        assert [end.result(SOON) for end in ends] == ["ended"] * 3
+    assert handler.num_writes == 3
+
+
+def test_who_takes_large_replies_slowly_is_let_go_of_when_there_is_little_room_for_others(
+    handler: _core.ToyHandler,
+) -> None:
+    server = _core.DataServer(handler, host="127.0.0.1", most_bytes=64 << 20, silence_seconds=6.0)
+    frame = frame_codec.request(1, 0, [pull("rows", range(10_000), 1_000)])
+    over = threading.Event()
+    with ExitStack() as stack:
+        stack.callback(server.close)
+        threads = stack.enter_context(ThreadPoolExecutor(1))
+        stack.callback(over.set)
+        slow = stack.enter_context(greeted(server))
+        slow.sendall(frame)
+        assert slow.recv(64, socket.MSG_WAITALL)[:4] == b"GTRF"
+        threads.submit(dribble, partial(slow.recv, 1), over)
+        ours, deadline = connect(server), time.monotonic() + SOON
+        while "error" in (told := ask(ours, pull("rows", range(10_000), 1_000))[0]):
+            assert told["error"] == "Busy" and time.monotonic() < deadline
+        assert server.num_connections == 1
+
+
+def test_who_has_many_connections_takes_the_turn_of_no_other_machine(
+    server: _core.DataServer, handler: _core.ToyHandler, half_sent: tuple[socket.socket, bytes]
+) -> None:
+    """Of 127.0.0.1 one request is under way, and three wait; of 127.0.0.2 one, which came last."""
+    frame = frame_codec.request(1, SOON, [push("rows", ROWS)])
+    with ExitStack() as stack:
+        many = [stack.enter_context(greeted(server)) for _ in range(3)]
+        other = stack.enter_context(greeted(server, "127.0.0.2"))
+        for client in (*many, other):
+            client.sendall(frame[:64])
+            ask(connect(server), pull("rows", [1]))  # the shard has read it
+        other.sendall(frame[64:])
+        client, rest = half_sent
+        client.sendall(rest)
+        assert client.recv(64, socket.MSG_WAITALL)[:4] == b"GTRF"
+        assert other.recv(64, socket.MSG_WAITALL)[:4] == b"GTRF"  # though none of the three has sent its rest
+        for client in many:
+            client.sendall(frame[64:])
+        for client in many:
+            assert client.recv(64, socket.MSG_WAITALL)[:4] == b"GTRF"
+    assert handler.num_writes == 5
