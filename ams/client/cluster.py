@@ -91,7 +91,7 @@ class Cluster:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if kind is not None and not issubclass(kind, Exception) and not self._calls.is_forked:
-            self._give_up()  # Ctrl-C or an exit: whoever waits for a dead shard in the background waits no longer
+            self.give_up()  # Ctrl-C or an exit: whoever waits for a dead shard in the background waits no longer
         if kind is not None and not self._calls.is_forked:
             try:
                 self._finish_writes()
@@ -443,12 +443,20 @@ class Cluster:
         try:
             self._calls.close()
         except BaseException:  # Ctrl-C while background calls wait for a shard
-            self._give_up()
+            self.give_up()
             raise
         finally:
             self._scheduler.carrier.close()
             self._close()
 
-    def _give_up(self) -> None:
+    @property
+    def waits_for_shard(self) -> bool:
+        """Whether a call waits for a shard that does not answer. Waits for nothing itself."""
+        return self._calls.silence.has_named
+
+    def give_up(self) -> None:
+        """End every wait for a shard: calls under way fail soon with Unavailable, also those in the background, and
+        later ones at once. From any thread.
+        """
         self._calls.give_up()
         self._close()  # embedded shards answer, with an error, whoever waits for the other ranks of a step

@@ -129,21 +129,22 @@ class ShardCalls:
         recovery_seconds: float | None = None,
         begun: Sequence[BaseException | None] = (),
         again: RowAttempt | None = None,
+        patience: ShardPatience | None = None,
     ) -> list[Outcome]:
         """Make all calls side by side, each retried while that can help; return replies and errors in order.
 
         An attempt may take ``timeout_seconds``, or the client's ``attempt_timeout_seconds``; a shard that does not
         answer is waited for ``recovery_seconds`` (0: it is asked once), or the client's ``recovery_timeout_seconds``.
         ``begun`` says what first attempts elsewhere have ended with, of each call; None: it had none. Calls that are
-        made once more go by ``again``, where that leads to the shard.
+        made once more go by ``again``, where that leads to the shard. What of ``patience`` earlier calls have left is
+        all that is waited (:meth:`patience`).
 
         Returns only when no carrier uses the requests' arrays any more. So it is, too, if Ctrl-C breaks it off (but a
         second one does not wait for that): what is under way is not sent again then, and whether it was done is
         unknown.
         """
         self.require_usable()
-        recovery_seconds = self.config.recovery_timeout_seconds if recovery_seconds is None else recovery_seconds
-        patience = _Patience(recovery_seconds, self._given_up)  # one for all, or dead shards would add up
+        patience = patience or self.patience(recovery_seconds)  # one for all, or dead shards would add up
         if not is_on_main_thread():
             return self._deliver(calls, context, timeout_seconds, patience, begun, again)
         buffer_leases = []
@@ -164,12 +165,19 @@ class ShardCalls:
             if_broken_off=break_off,
         )
 
+    def patience(self, recovery_seconds: float | None = None) -> ShardPatience:
+        """How long calls that belong together wait for shards, all in all; None: the client's
+        ``recovery_timeout_seconds``.
+        """
+        seconds = self.config.recovery_timeout_seconds if recovery_seconds is None else recovery_seconds
+        return ShardPatience(seconds, self._given_up)
+
     def _deliver(
         self,
         calls: Sequence[tuple[int, Request]],
         context: CallContext,
         timeout_seconds: float | None,
-        patience: _Patience,
+        patience: ShardPatience,
         begun: Sequence[BaseException | None],
         again: RowAttempt | None,
     ) -> list[Outcome]:
@@ -354,7 +362,7 @@ class ShardCalls:
     def _attempt_seconds(self, timeout_seconds: float | None) -> float:
         return self.config.attempt_timeout_seconds if timeout_seconds is None else timeout_seconds
 
-    def _settle(self, shard: int, future: Future[Reply], patience: _Patience, again: Callable[[], Reply]) -> Reply:
+    def _settle(self, shard: int, future: Future[Reply], patience: ShardPatience, again: Callable[[], Reply]) -> Reply:
         has_looked = False
         ask: Callable[[], Reply] = future.result
         while True:
@@ -434,8 +442,8 @@ def _ended_with(error: BaseException) -> Future[Reply]:
     return future
 
 
-class _Patience:
-    """Waits between attempts, longer each time, until the time is used up."""
+class ShardPatience:
+    """Waits between attempts, longer each time, until the time is used up. Of one caller: not thread-safe."""
 
     def __init__(self, seconds: float, given_up: threading.Event) -> None:
         self.seconds = seconds

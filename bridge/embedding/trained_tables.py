@@ -12,7 +12,7 @@ from geartrain.ams.values.errors import SpecMismatch
 from geartrain.ams.values.specs import Ids, TableSpec
 from geartrain.bridge.embedding.update import EmbeddingUpdate
 from geartrain.bridge.rows.keeper import RowKeeper
-from geartrain.bridge.rows.same_rows import LABELS, identity_of, require_same_rows
+from geartrain.bridge.rows.same_rows import LABELS, identities_of, require_same_rows
 
 if TYPE_CHECKING:
     from geartrain.ams.client.cluster import Cluster
@@ -35,15 +35,12 @@ class TrainedTables(nn.Module):
         self._recent[place] = ids[:LABELS]
 
     def get_extra_state(self) -> dict[str, Any]:
-        """Names, step, and what tells the rows from others, which are in snapshots. A small pull a table."""
+        """Names, step, and what tells the rows from others, which are in snapshots. One small pull of all tables."""
         self.row_update.flush()
-        return {
-            "step": self.row_update.step,
-            "tables": {
-                table.spec.name: {"dim": table.spec.dim, "rows": identity_of(table, recent.copy())}
-                for table, recent in zip(self.row_update.tables, self._recent, strict=True)
-            },
-        }
+        tables = self.row_update.tables
+        rows = identities_of(tables, self._recent)
+        named = {table.spec.name: {"dim": table.spec.dim, "rows": own} for table, own in zip(tables, rows, strict=True)}
+        return {"step": self.row_update.step, "tables": named}
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
         """Raises SpecMismatch if it was saved with other rows than are here, whatever ``strict``."""

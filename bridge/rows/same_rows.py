@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from geartrain.ams.client.table import Table, pull_together
 from geartrain.ams.kernels.sampling import sample_ids
 from geartrain.ams.values.errors import GeartrainError, SpecMismatch
 from geartrain.ams.values.specs import Ids
@@ -29,14 +30,35 @@ def identity_of(table: ReadableTable, recent_labels: Ids) -> dict[str, Any]:
 
     Where rows cannot be read (the cluster is closed) it is the incarnation alone: the rest of a model can be saved.
     """
+    ids = _looked_at(table, recent_labels)
+    try:
+        return _identity(table, ids, _pulled(table, ids))
+    except GeartrainError:
+        return _identity(table)
+
+
+def identities_of(tables: Sequence[Table], recent_ids: Sequence[Ids]) -> list[dict[str, Any]]:
+    """:func:`identity_of` each of several tables of a cluster, in one pull: so a dead shard is waited for once."""
+    looked_at = [_looked_at(table, recent) for table, recent in zip(tables, recent_ids, strict=True)]
+    rows = [_room(table, ids) for table, ids in zip(tables, looked_at, strict=True)]
+    try:
+        pull_together(list(zip(tables, looked_at, rows, strict=True)))
+    except GeartrainError:
+        return [_identity(table) for table in tables]
+    return [_identity(*one) for one in zip(tables, looked_at, rows, strict=True)]
+
+
+def _looked_at(table: ReadableTable, recent_labels: Ids) -> Ids:
     num_rows = table.spec.num_rows  # of a hashed table nobody here knows which others there are
     others = np.arange(OTHERS) if num_rows is None else sample_ids(num_rows, min(OTHERS, num_rows), 0, 0)
-    ids = np.unique(np.concatenate([recent_labels[:LABELS], others]))
+    return np.unique(np.concatenate([recent_labels[:LABELS], others]))
+
+
+def _identity(table: ReadableTable, ids: Ids | None = None, rows: npt.NDArray[Any] | None = None) -> dict[str, Any]:
     identity: dict[str, Any] = {"incarnation": incarnation_of(table)}
-    try:
-        return {**identity, "ids": ids.tolist(), "row_digests": row_digests(_pulled(table, ids))}
-    except GeartrainError:
-        return identity
+    return (
+        identity if ids is None or rows is None else identity | {"ids": ids.tolist(), "row_digests": row_digests(rows)}
+    )
 
 
 def require_same_rows(table: ReadableTable, identity: Mapping[str, Any] | None) -> None:
@@ -67,6 +89,10 @@ def other_rows(name: str) -> SpecMismatch:
 
 
 def _pulled(table: ReadableTable, ids: Ids) -> npt.NDArray[Any]:
-    rows = np.empty((len(ids), table.spec.dim), table.spec.numpy_dtype)
+    rows = _room(table, ids)
     table.pull_into(ids, rows)
     return rows
+
+
+def _room(table: ReadableTable, ids: Ids) -> npt.NDArray[Any]:
+    return np.empty((len(ids), table.spec.dim), table.spec.numpy_dtype)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from itertools import count
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 from geartrain.workers.data.bitmaps import Preprocessing
+from geartrain.workers.job.interruption import Interruption
 from geartrain.workers.job.options import JobOptions
 from geartrain.workers.recipes import jobs
 from geartrain.workers.recipes.recipe import Recipe
@@ -43,12 +44,22 @@ def train(out: Path, images: Path, said: io.StringIO, recipe: Recipe, **settings
 def stop_after(steps: int) -> Callable[[], object]:
     """In the place of ``interruption``: told to stop when so many steps are done."""
 
-    @contextmanager
-    def interruption() -> Iterator[Callable[[], bool]]:
+    def interruption() -> AbstractContextManager[Interruption]:
         asked = count()
-        yield lambda: next(asked) >= steps
+        return nullcontext(Told(lambda: next(asked) >= steps))
 
     return interruption
+
+
+class Told(Interruption):
+    """Told to stop by a test."""
+
+    def __init__(self, told: Callable[[], bool]) -> None:
+        super().__init__()
+        self._told = told
+
+    def __call__(self) -> bool:
+        return self._told()
 
 
 def rows_of(run: Path) -> torch.Tensor:

@@ -11,8 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,6 +36,7 @@ from geartrain.workers.job import job
 from geartrain.workers.job.options import JobOptions, JobResult
 from geartrain.workers.recipes import jobs
 from geartrain.workers.recipes.recipe import Recipe
+from tests.integration.small_job import stop_after
 
 QUIET = Console(file=io.StringIO())
 SHAPES = ("circle", "cross", "square", "triangle")
@@ -95,21 +95,6 @@ def invoke(*arguments: str) -> tuple[int, str, str]:
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     return result.exit_code, result.stdout, result.stderr
-
-
-def stop_after(steps: int) -> Callable[[], object]:
-    @contextmanager
-    def interruption() -> Iterator[Callable[[], bool]]:
-        asked = 0
-
-        def stop() -> bool:
-            nonlocal asked
-            asked += 1
-            return asked > steps
-
-        yield stop
-
-    return interruption
 
 
 def assert_same_state(expected: Path, found: Path) -> None:
@@ -342,7 +327,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on(images: Path, tmp_path: Path) -> Non
                     process.send_signal(signal.SIGINT)
                     break
             lines += process.stdout.readlines()
-            assert process.wait(timeout=60) == 130
+            assert process.wait(timeout=60) == 3
         finally:
             process.kill()
     assert f"geartrain worker classify --resume {out}" in "".join(lines)

@@ -16,7 +16,7 @@ from geartrain.workers.ctr.run import CtrRun
 from geartrain.workers.ctr.samples.sources import load_samples
 from geartrain.workers.ctr.state import newest_state
 from geartrain.workers.job.folder import read_run, require_new_run, require_new_snapshots, sole_trainer
-from geartrain.workers.job.interruption import interruption
+from geartrain.workers.job.interruption import Interruption, Stopped, interruption
 from geartrain.workers.job.options import JobResult
 from geartrain.workers.job.snapshots import LOST, GoBack, Loss
 
@@ -31,14 +31,26 @@ def train_clicks(options: CtrOptions, console: Console) -> JobResult:
             require_new_run(options.out)
         if options.snapshots is not None:
             require_new_snapshots(options.snapshots)
+    with interruption() as stop:
+        return _run_to_the_end(options, console, stop)
+
+
+def _run_to_the_end(options: CtrOptions, console: Console, stop: Interruption) -> JobResult:
+    """Attempt it until it has ended, or cannot go on."""
     recoveries, loss = 0, None
     while True:
         try:
-            return _attempt(options, console, loss)
+            return _attempt(options, console, loss, stop)
+        except Stopped:
+            if not options.resume:
+                raise
+            return _stopped(options, console, loss)
         except (GoBack, *LOST) as exc:
             # Once there is something to go back to, a role that is not back yet is worth another attempt, too.
             if isinstance(exc, GoBack):
                 loss = exc.loss
+            if loss is not None and stop():
+                return _stopped(options, console, loss)
             is_planned = isinstance(exc, GoBack) and exc.is_planned
             if loss is None or (recoveries == options.max_recoveries and not is_planned):
                 raise (exc.__cause__ if isinstance(exc, GoBack) and exc.__cause__ else exc) from None
@@ -46,7 +58,14 @@ def train_clicks(options: CtrOptions, console: Console) -> JobResult:
             options = replace(options, resume=True, overwrite=False, resume_steps=None)
 
 
-def _attempt(options: CtrOptions, console: Console, loss: Loss | None) -> JobResult:
+def _stopped(options: CtrOptions, console: Console, loss: Loss | None) -> JobResult:
+    """A signal came between two attempts: what is saved is what the earlier one has saved."""
+    said = f"Stopped before it went on from its newest snapshot. Go on with: {options.go_on()}"
+    console.print(said, highlight=False, soft_wrap=True)
+    return JobResult(False, None, 0 if loss is None else loss.step)
+
+
+def _attempt(options: CtrOptions, console: Console, loss: Loss | None, stop: Interruption) -> JobResult:
     with ExitStack() as stack:
         stack.enter_context(sole_trainer(options.out))
         saved = None
@@ -60,9 +79,9 @@ def _attempt(options: CtrOptions, console: Console, loss: Loss | None) -> JobRes
             # A process of this run that was only stopped must not go on beside it.
             cluster.fence(job, cluster.write_stream.incarnation)
             cluster.restore(saved[0].path, replace=True)
-        stop = stack.enter_context(interruption())
         run = CtrRun(options, str(source), samples, cluster, job, saved, console, loss)
-        return run.execute(stop)
+        with stop.in_order(cluster):
+            return run.execute(stop)
 
 
 def _opened(options: CtrOptions, job: str, *, goes_on: bool) -> Cluster:

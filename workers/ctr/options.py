@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 
 from geartrain.ams.values.errors import ConfigError
 from geartrain.workers.ctr.recipe import CtrRecipe
+from geartrain.workers.job.options import CACHE
 from geartrain.workers.loggers.registry import require_loggers
 
 
@@ -19,7 +21,7 @@ class CtrOptions:
     recipe: CtrRecipe
     data: str | None = None
     """``movielens``, ``flights``, a Parquet file or folder, or a folder of MovieLens; None: that of the resumed run."""
-    cache: Path = Path(".cache")
+    cache: Path = CACHE
     """Where what is downloaded is kept."""
     resume: bool = False
     """Go on with the run in ``out``: to the end of its stage, or if that was reached, through another one."""
@@ -42,6 +44,12 @@ class CtrOptions:
     max_recoveries: int = 10
     """How often the run goes back to its last snapshot when shards were lost, before it gives up."""
     loggers: tuple[str, ...] = ("tensorboard",)
+
+    def go_on(self) -> str:
+        """What a person types to go on with the run."""
+        cache = "" if self.cache == CACHE else f" --cache {quote(str(self.cache))}"
+        scheduler = f" --scheduler {self.scheduler}" if self.scheduler else ""
+        return f"geartrain worker ctr --resume {self.out}{cache}{scheduler}"
 
     def __post_init__(self) -> None:
         """Raises ConfigError that names the value."""

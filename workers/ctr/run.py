@@ -30,7 +30,7 @@ from geartrain.workers.job.folder import Run, put_aside, read_run, write_run
 from geartrain.workers.job.live import LiveLine
 from geartrain.workers.job.options import JobResult
 from geartrain.workers.job.report import diverged, versions
-from geartrain.workers.job.snapshots import LOST, GoBack, JobSnapshots, Loss, Moment
+from geartrain.workers.job.snapshots import LOST, GoBack, JobSnapshots, Loss, Moment, stopped_line
 from geartrain.workers.job.state import Progress
 from geartrain.workers.loggers.protocol import Loggers
 from geartrain.workers.loggers.registry import open_loggers
@@ -153,6 +153,9 @@ class CtrRun:
             self._drop_rows()
             return JobResult(finished, report, trainer.progress.step)
         except LOST as exc:
+            if stop() and self._snapshots.last is not None:
+                self._say(self._stopped_line())
+                return JobResult(False, None, trainer.progress.step)
             what, _, _ = str(exc).partition("; ")  # without the remedy: this run has its own
             self._say(f"Lost a part of the cluster at step {trainer.progress.step}: {what}")
             if self._snapshots.last is not None:
@@ -183,10 +186,7 @@ class CtrRun:
         self._say(f"Going on at step {trainer.progress.step}{lost}")
 
     def _stopped_line(self) -> str:
-        where = f" --scheduler {self._options.scheduler}" if self._options.scheduler else ""
-        step, last = self._trainer.progress.step, self._snapshots.last
-        saved = "saved" if last is not None and last.progress.step == step else "this step could not be saved"
-        return f"Stopped at step {step}; {saved}. Go on with: geartrain worker ctr --resume {self._options.out}{where}"
+        return stopped_line(self._trainer.progress.step, self._snapshots.last, self._options.go_on())
 
     def _save(self, events: Loggers) -> None:
         events.flush()  # what is logged of the steps that the snapshot holds stays as surely as it

@@ -26,7 +26,7 @@ from geartrain.ams.values.errors import ConfigError
 from geartrain.bridge.head.backends.registry import ROW_BACKENDS
 from geartrain.workers.devices import choose_device
 from geartrain.workers.job.folder import has_snapshot, read_run, require_new_run, sole_trainer
-from geartrain.workers.job.interruption import interruption
+from geartrain.workers.job.interruption import Interruption, Stopped, interruption
 from geartrain.workers.job.options import JobData, JobOptions, JobResult
 from geartrain.workers.job.ranks import JobRanks, joined_ranks
 from geartrain.workers.job.rows.cluster_rows import JobRowsInCluster
@@ -46,11 +46,29 @@ def run_job(options: JobOptions, load: Callable[[Console], JobData], console: Co
     started = time.perf_counter()
     if not options.resume and not options.overwrite and not _is_restart():
         require_new_run(options.out)
+    with ExitStack() as stack:
+        # Of ranks only the steps end in good order: torchrun ends those that wait for each other.
+        stop = stack.enter_context(interruption()) if "WORLD_SIZE" not in os.environ else None
+        return _run_to_the_end(options, load, console, started, stop)
+
+
+def _run_to_the_end(
+    options: JobOptions,
+    load: Callable[[Console], JobData],
+    console: Console,
+    started: float,
+    stop: Interruption | None,
+) -> JobResult:
+    """Attempt it until it has ended, or cannot go on."""
     recoveries = 0
     loss: Loss | None = None
     while True:
         try:
-            return _run_once(options, load, console, started, loss)
+            return _run_once(options, load, console, started, loss, stop)
+        except Stopped:
+            if not options.resume:
+                raise
+            return _stopped(options, console, loss)
         except FileNotFoundError as exc:
             if exc.filename is None or not _is_gone(options.out, Path(os.fsdecode(exc.filename))):
                 raise
@@ -59,8 +77,10 @@ def run_job(options: JobOptions, load: Callable[[Console], JobData], console: Co
         except (GoBack, *LOST) as exc:
             # Once there is something to go back to, a role that is not back yet is worth another attempt too. Under
             # torchrun the ranks come back together: torchrun starts them again.
-            if isinstance(exc, GoBack) and "WORLD_SIZE" not in os.environ:
+            if isinstance(exc, GoBack) and stop is not None:
                 loss = exc.loss
+            if loss is not None and stop is not None and stop():
+                return _stopped(options, console, loss)
             is_planned = isinstance(exc, GoBack) and exc.is_planned
             if loss is None or (recoveries == options.max_recoveries and not is_planned):
                 raise (exc.__cause__ if isinstance(exc, GoBack) and exc.__cause__ else exc) from None
@@ -68,11 +88,23 @@ def run_job(options: JobOptions, load: Callable[[Console], JobData], console: Co
             options = replace(options, resume=True, overwrite=False)
 
 
+def _stopped(options: JobOptions, console: Console, loss: Loss | None) -> JobResult:
+    """A signal came between two attempts: what is saved is what the earlier one has saved."""
+    said = f"Stopped before it went on from its newest snapshot. Go on with: {options.go_on()}"
+    console.print(said, highlight=False, soft_wrap=True)
+    return JobResult(False, None, 0 if loss is None else loss.step)
+
+
 def _run_once(
-    options: JobOptions, load: Callable[[Console], JobData], console: Console, started: float, loss: Loss | None
+    options: JobOptions,
+    load: Callable[[Console], JobData],
+    console: Console,
+    started: float,
+    loss: Loss | None,
+    stop: Interruption | None,
 ) -> JobResult:
     with joined_ranks(options.device) as ranks:
-        return _run_on(ranks, options, load, console, started, loss)  # its model is gone with its frame
+        return _run_on(ranks, options, load, console, started, loss, stop)  # its model is gone with its frame
 
 
 def _run_on(
@@ -82,6 +114,7 @@ def _run_on(
     console: Console,
     started: float,
     loss: Loss | None,
+    stop: Interruption | None,
 ) -> JobResult:
     with ExitStack() as stack:
         console = console if ranks.is_first else Console(quiet=True)
@@ -93,9 +126,10 @@ def _run_on(
         job = _job_name(options, ranks)
         again = loss is not None or _is_restart()
         rows = stack.enter_context(_opened_rows(options, ranks, job, goes_on=again))
-        stop = stack.enter_context(interruption())
         run = TrainingRun(job, options, data, rows, ranks, console, launch=launch_name(), again=again, loss=loss)
-        return run.execute(stop, {"data": time.perf_counter() - started})
+        stop = stop or stack.enter_context(interruption())
+        with stop.in_order(rows.cluster):
+            return run.execute(stop, {"data": time.perf_counter() - started})
 
 
 def _is_gone(out: Path, file: Path) -> bool:

@@ -13,6 +13,8 @@ from geartrain.workers.data.images import Images, Unreadable
 from geartrain.workers.loggers.registry import require_loggers
 from geartrain.workers.recipes.recipe import PLACES, Recipe
 
+CACHE = Path(".cache")
+"""Where downloads are kept unless another folder is named."""
 DTYPES = ("auto", "float32", "bfloat16")
 
 
@@ -73,6 +75,14 @@ class JobOptions:
     """Whether a new run finds its learning rate by short trials; else the recipe's is taken."""
     backbone: str | None = None
     """The backbone that the person named: only then is code of their own imported."""
+    command: str = "classify"
+    """Of ``geartrain worker``, with what it must be told again to go on."""
+
+    def go_on(self, launcher: str = "") -> str:
+        """What a person types to go on with the run; ``launcher`` is that of the ranks."""
+        scheduler = f" --scheduler {self.scheduler}" if self.scheduler else ""
+        graph = f" --graph {self.graph}" if self.graph else ""
+        return f"{launcher}geartrain worker {self.command} --resume {self.out}{scheduler}{graph}"
 
     def __post_init__(self) -> None:
         if self.keep_snapshots < 1:
@@ -93,6 +103,8 @@ class JobResult:
     """How a job ended."""
 
     finished: bool
-    """False: it was interrupted, and can be resumed."""
+    """False: a signal stopped it."""
     report: dict[str, Any] | None
     step: int
+    is_saved: bool = True
+    """Whether it can be gone on with."""

@@ -63,6 +63,13 @@ class Moment:
     """On the clock."""
 
 
+def stopped_line(step: int, last: Moment | None, go_on: str) -> str:
+    """What a run that a signal ended at ``step`` says: what is saved, and what to type."""
+    if last is None or last.progress.step != step:
+        return f"Stopped at step {step}; saved is step {0 if last is None else last.progress.step}. Go on with: {go_on}"
+    return f"Stopped at step {step} and saved. Go on with: {go_on}"
+
+
 class StateOfJob(Protocol):
     """What a job goes on from, as far as its snapshots ask."""
 

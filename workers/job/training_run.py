@@ -28,7 +28,7 @@ from geartrain.workers.job.options import JobData, JobOptions, JobResult
 from geartrain.workers.job.ranks import JobRanks
 from geartrain.workers.job.report import Evaluation, diverged, write_report
 from geartrain.workers.job.rows.job_rows import JobRows
-from geartrain.workers.job.snapshots import LOST, GoBack, JobSnapshots, Loss, Moment
+from geartrain.workers.job.snapshots import LOST, GoBack, JobSnapshots, Loss, Moment, stopped_line
 from geartrain.workers.job.state import JobState, Progress, find_state, state_of
 from geartrain.workers.job.sweep import MOST_CLASSES, best_rate, find_rate, write_trials
 from geartrain.workers.loggers.protocol import Loggers
@@ -216,6 +216,9 @@ class TrainingRun:
                 self._drop_rows()
             return JobResult(finished, report, trainer.progress.step)
         except LOST as exc:
+            if stop() and self._snapshots.last is not None:
+                self._say(self._stopped_line())
+                return JobResult(False, None, trainer.progress.step)
             what, _, _ = str(exc).partition("; ")  # without the remedy: this job has its own
             self._say(f"Lost a part of the cluster at step {trainer.progress.step}: {what}")
             self._go_back(exc)
@@ -445,16 +448,8 @@ class TrainingRun:
             raise GoBack(Loss(self._trainer.progress.step, time.time())) from exc
 
     def _stopped_line(self) -> str:
-        step, last = self._trainer.progress.step, self._snapshots.last
-        scheduler = f" --scheduler {self._options.scheduler}" if self._options.scheduler else ""
-        graph = f" --graph {self._options.graph}" if self._options.graph else ""
-        command = f"{self._ranks.launcher}geartrain worker {self._data.source['job']}"
-        how = f"{command} --resume {self._options.out}{scheduler}{graph}"
-        if last is None or last.progress.step != step:
-            return (
-                f"Stopped at step {step}; saved is step {0 if last is None else last.progress.step}. Go on with: {how}"
-            )
-        return f"Stopped at step {step} and saved. Go on with: {how}"
+        go_on = self._options.go_on(self._ranks.launcher)
+        return stopped_line(self._trainer.progress.step, self._snapshots.last, go_on)
 
     def _say(self, line: str) -> None:
         self._console.print(line, highlight=False, soft_wrap=True)

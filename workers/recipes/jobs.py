@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from rich.console import Console
@@ -12,7 +13,7 @@ from geartrain.ams.values.errors import ConfigError
 from geartrain.workers.data.folder import MEMORY_BYTES, load_folder
 from geartrain.workers.job.folder import read_run, require_folder
 from geartrain.workers.job.job import run_job
-from geartrain.workers.job.options import JobData, JobOptions, JobResult
+from geartrain.workers.job.options import CACHE, JobData, JobOptions, JobResult
 from geartrain.workers.job.state import find_state
 from geartrain.workers.recipes.glyphs import load_glyphs
 
@@ -22,6 +23,7 @@ GLYPH_SIZE = 32
 def train_glyphs(options: JobOptions, *, cache: Path, num_classes: int | None, console: Console) -> JobResult:
     """Train on characters of the pip-installed fonts; held-out families are the test."""
     require_folder(cache, "--cache")
+    options = replace(options, command="glyphs" if cache == CACHE else f"glyphs --cache {quote(str(cache))}")
     if options.resume:
         options, source = resumed(options, "glyphs")
         num_classes = source["num_classes"]
@@ -45,6 +47,8 @@ def train_folder(
 ) -> JobResult:
     """Train on a person's images (see ``load_folder``); the held-out part of each class chooses the model."""
     seed = options.recipe.seed
+    if options.backbone is not None and ":" in options.backbone:  # code is imported only if it is named again
+        options = replace(options, command=f"classify --backbone {options.backbone}")
     if options.resume:
         options, source = resumed(options, "classify")
         folder, held_out, seed = folder or Path(source["folder"]), source["held_out"], source["split_seed"]

@@ -87,11 +87,12 @@ def train_tree(options: TdmOptions, console: Console) -> JobResult:
         stack.callback(events.close)
         run = _TreeRun(options, samples, liked, cluster, job, console, events)
         stack.callback(run.drop_rows)
-        for tree in range(1 + options.recipe.rebuilds):
-            if not run.train(tree, stop):
-                console.print(f"Stopped at step {run.step}; nothing is saved", highlight=False)
-                return JobResult(False, None, run.step)
-        return JobResult(True, run.report(), run.step)
+        with stop.in_order(cluster):
+            for tree in range(1 + options.recipe.rebuilds):
+                if not run.train(tree, stop):
+                    console.print(f"Stopped at step {run.step}; nothing is saved", highlight=False)
+                    return JobResult(False, None, run.step, is_saved=False)
+            return JobResult(True, run.report(), run.step)
 
 
 class _TreeRun:

@@ -61,6 +61,9 @@ class RetriedCalls(Protocol):
     def require_usable(self) -> None:
         """Raise Unavailable if no call can be made from here."""
 
+    def patience(self) -> Any:
+        """How long calls that belong together wait for shards, all in all."""
+
     def deliver(
         self,
         calls: Sequence[Call],
@@ -68,10 +71,11 @@ class RetriedCalls(Protocol):
         *,
         begun: Sequence[BaseException | None] = (),
         again: RowAttempt | None = None,
+        patience: Any = None,
     ) -> list[Reply | BaseException]:
         """Make all calls, each retried while that can help, after first attempts that ended as ``begun`` says.
 
-        ``again`` is tried first when a call is made once more.
+        ``again`` is tried first when a call is made once more. No longer is waited than ``patience`` has left.
         """
 
     def read(
@@ -223,11 +227,11 @@ class RowCalls:
         """Send the calls of a write. False: not now; see :class:`Sendable`."""
         return self._client.begin_write(parts.prepared, context, self._seconds, future)
 
-    def delivered(self, parts: RowParts, context: CallContext, reply: Any) -> Delivered:
+    def delivered(self, parts: RowParts, context: CallContext, reply: Any, patience: Any = None) -> Delivered:
         """What the calls of :meth:`begin_write` have come to, once each is retried that has not come to its end."""
         if isinstance(reply, tuple) and not self._calls.silence.has_named:
             return Delivered(Done(created=reply[0], duplicate=reply[1]), [])
-        return self._deliver_again(parts, context, reply)
+        return self._deliver_again(parts, context, reply, patience)
 
     def _pulled(self, table: TableFacts, ids: Ids, undone: list[tuple[int, Any]] | None) -> bool:
         """Whether the first attempt has read all rows."""
@@ -266,14 +270,15 @@ class RowCalls:
     def deliver_together(self, writes: Sequence[tuple[RowParts, CallContext]]) -> list[Delivered]:
         """Make the calls of several writes: one request to each shard for all that go there for the first time."""
         self._calls.require_usable()
+        patience = self._calls.patience()
         if not self._has_a_way():
-            return [self._deliver_again(parts, context, None) for parts, context in writes]
+            return [self._deliver_again(parts, context, None, patience) for parts, context in writes]
         fresh = [write for write in writes if write[0].shards is None]
         replies = iter(self._written(fresh) if fresh else ())
         delivered = []
         for parts, context in writes:
             reply = next(replies) if parts.shards is None else self._written([(parts, context)], parts.shards)[0]
-            delivered.append(self.delivered(parts, context, reply))
+            delivered.append(self.delivered(parts, context, reply, patience))
         return delivered
 
     def deliver_and_pull(
@@ -317,7 +322,7 @@ class RowCalls:
         return len(self._unconnected) < len(self._carriers)
 
     def _deliver_again(
-        self, parts: RowParts, context: CallContext, reply: list[Any] | tuple[int, bool] | None
+        self, parts: RowParts, context: CallContext, reply: list[Any] | tuple[int, bool] | None, patience: Any
     ) -> Delivered:
         """Make the calls that the first attempt left undone; None: there was none."""
         if isinstance(reply, tuple):
@@ -330,7 +335,7 @@ class RowCalls:
 
         calls, once_more = parts.calls(), partial(self._attempt, write)
         if reply is None:
-            return joint(calls, self._calls.deliver(calls, context, again=once_more))
+            return joint(calls, self._calls.deliver(calls, context, again=once_more, patience=patience))
         outcomes: list[object] = [
             Done(created=one[0], duplicate=one[1]) if isinstance(one, tuple) else None for one in reply
         ]
@@ -338,7 +343,7 @@ class RowCalls:
         self._heard([shard for shard, _ in calls], [calls[n][0] for n in again])
         begun = [self._error(calls[n][0], reply[n]) for n in again]
         undone = [calls[n] for n in again]
-        settled = self._calls.deliver(undone, context, begun=begun, again=once_more)
+        settled = self._calls.deliver(undone, context, begun=begun, again=once_more, patience=patience)
         for n, outcome in zip(again, settled, strict=True):
             outcomes[n] = outcome
         return joint(calls, outcomes)

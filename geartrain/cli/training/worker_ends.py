@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
     from geartrain.workers.job.options import JobResult
 
-INTERRUPTED = 130
+STOPPED, INTERRUPTED = 3, 130
+"""Exit codes of a training that a signal ended: saved, and with nothing saved."""
 
 
 def refuse_with_resume(resume: Path | None, **given: object) -> None:
@@ -56,4 +57,4 @@ def end(result: JobResult, as_json: bool) -> None:
     if as_json and result.report is not None:
         print(json.dumps(result.report))
     if not result.finished:
-        raise typer.Exit(INTERRUPTED)
+        raise typer.Exit(STOPPED if result.is_saved else INTERRUPTED)

@@ -18,7 +18,7 @@ class JobRowsInCluster:
 
     def __init__(self, cluster: Cluster, ranks: JobRanks, watch: LeaveWatch | None = None) -> None:
         self.watch = watch
-        self._cluster = cluster
+        self.cluster = cluster
         self._ranks = ranks
         self._timed = TimedCluster(cluster)
         self.times = self._timed.times
@@ -26,14 +26,14 @@ class JobRowsInCluster:
     def open(self, recipe: Recipe, table: str, num_classes: int, saved: Snapshot | None) -> ClassHead:
         """See ``JobRows``."""
         if saved is not None and self._ranks.is_first:
-            self._cluster.restore(saved.path, replace=True)
+            self.cluster.restore(saved.path, replace=True)
         self._ranks.any(False)  # no rank may look for the table before it is there
         sync = self._ranks.world_size > 1
         return head_of(recipe, self._timed, table, num_classes, reuse=saved is not None, sync=sync)
 
     def begin_snapshot(self, root: str, name: str, *, parent: str | None, state: JobState) -> PendingSnapshot:
         """See ``JobRows``."""
-        return self._cluster.snapshot(
+        return self.cluster.snapshot(
             root,
             name,
             parent=parent,
@@ -46,4 +46,4 @@ class JobRowsInCluster:
 
     def drop(self, table: str) -> None:
         """See ``JobRows``."""
-        self._cluster.drop_table(table)
+        self.cluster.drop_table(table)

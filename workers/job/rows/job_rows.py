@@ -8,6 +8,7 @@ from geartrain.ams.client.leave_watch import LeaveWatch
 from geartrain.ams.client.snapshots.snapshot import PendingSnapshot
 from geartrain.ams.storage.snapshot.folder import Snapshot
 from geartrain.bridge.head.class_head import ClassHead
+from geartrain.workers.job.interruption import Awaited
 from geartrain.workers.job.row_timing import RowTimes
 from geartrain.workers.job.state import JobState
 from geartrain.workers.recipes.recipe import Recipe
@@ -22,6 +23,8 @@ class JobRows(Protocol):
     """Time that the training waited for rows."""
     watch: LeaveWatch | None
     """Hears which shards want to leave; None: there are none, or another rank does."""
+    cluster: Awaited | None
+    """What may be waited for."""
 
     def open(self, recipe: Recipe, table: str, num_classes: int, saved: Snapshot | None) -> ClassHead:
         """The head, with new rows, or those of ``saved`` in the place of whatever is there. Every rank calls it."""

@@ -26,6 +26,7 @@ class JobRowsOnRanks:
         self._head: ClassHead | None = None
         self.times = RowTimes()
         self.watch = None
+        self.cluster = None
 
     def open(self, recipe: Recipe, table: str, num_classes: int, saved: Snapshot | None) -> ClassHead:
         """See ``JobRows``."""

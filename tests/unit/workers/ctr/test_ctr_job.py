@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from geartrain.workers.ctr.metrics import auc, calibration, log_loss
 from geartrain.workers.ctr.options import CtrOptions
 from geartrain.workers.ctr.recipe import MODELS, CtrRecipe, recipe_for
 from geartrain.workers.ctr.samples.click_samples import PADDING
+from tests.integration.small_job import Told
 from tests.support.command_line import typed
 from tests.support.movielens_files import write_movielens
 
@@ -59,7 +61,7 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(
 
     steps = iter(range(25))
     with monkeypatch.context() as patch:
-        patch.setattr(ctr_job, "interruption", lambda: _Asked(lambda: next(steps, None) is None))
+        patch.setattr(ctr_job, "interruption", lambda: nullcontext(Told(lambda: next(steps, None) is None)))
         stopped = train_clicks(options(tmp_path / "run", data, dropout=0.2), QUIET)
     assert (stopped.finished, stopped.step) == (False, 25)
     resumed = CtrOptions(out=tmp_path / "run", recipe=CtrRecipe(), resume=True, loggers=())
@@ -75,19 +77,6 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(
 def test_a_run_that_diverges_says_where_and_offers_lower_rates(tmp_path: Path, data: Path) -> None:
     with pytest.raises(TrainingDiverged, match=r"diverged at step \d+ .* step \d+\. .* --lr 3e\+29 --row-lr 0\.03 "):
         train_clicks(options(tmp_path / "run", data, lr=1e30), QUIET)
-
-
-class _Asked:
-    """Stands in for the signals."""
-
-    def __init__(self, stop: Any) -> None:
-        self._stop = stop
-
-    def __enter__(self) -> Any:
-        return self._stop
-
-    def __exit__(self, *_: object) -> None:
-        pass
 
 
 @pytest.mark.parametrize(
