@@ -1,5 +1,8 @@
 """Imprinting: class centers from the mean features of their images (Qi, Brown and Lowe 2018), a strong start.
 
+What all means share tells no class from another, and centers that have it lie on each other: of an untrained backbone
+at cosines of 0.97, which training has to part first. Where it is most of them, it is taken off.
+
 Legend: N images of a batch, D width, S classes.
 """
 
@@ -28,6 +31,10 @@ from geartrain.bridge.rows.ranks import run_together
 from geartrain.bridge.rows.tables import TORCH_DTYPES, ReadableTable
 
 _BAR_AFTER_SECONDS = 2.0
+_SHARED_COSINE = 0.5
+"""Means that have a larger one to each other, on average, share a direction."""
+_LEAST_OWN = 1e-4
+"""Part of a mean's length: what is its own is no more than rounding below it."""
 _BYTES_AT_ONCE = 32 << 20
 """Of sums that are made into rows and assigned; not from ``memory_bytes``, in which ranks may differ."""
 
@@ -56,18 +63,9 @@ def imprint_rows(
     ):
         what = f"the classes of table {table.spec.name!r} were not imprinted"
         _together(ranks, lambda: _read_all(sums, loader, backbone, dim, living, report), what)
-        classes_at_once = max(1, _BYTES_AT_ONCE // (4 * dim))
-        for first in range(0, num_classes, classes_at_once):
-            met = sums.met(first, first + classes_at_once)
-            if ranks is not None:
-                met = ranks.sum(torch.from_numpy(met.astype(np.int32))).numpy() > 0
-            ids = np.flatnonzero(met).astype(np.int64, copy=False) + first
-            if not len(ids):
-                continue
-            sums_SD = _together(ranks, functools.partial(sums.of, ids), f"from class {first} on {what}")
-            if ranks is not None:
-                sums_SD = ranks.sum(sums_SD)
-            write = functools.partial(_assign, table, ids, sums_SD)
+        shared_D = _shared_direction(_sums_by_ids(sums, ranks, num_classes, dim, what), living)
+        for ids, sums_SD in _sums_by_ids(sums, ranks, num_classes, dim, what):
+            write = functools.partial(_assign, table, ids, sums_SD, shared_D)
             if ranks is None:
                 imprinted += write(writes=True)
             else:
@@ -75,6 +73,37 @@ def imprint_rows(
                     functools.partial(write, writes=True), functools.partial(write, writes=False)
                 )
     return imprinted
+
+
+def _sums_by_ids(
+    sums: ClassSums, ranks: Peers | None, num_classes: int, dim: int, what: str
+) -> Iterator[tuple[Ids, Tensor]]:
+    """Ids [S] of classes with images, rising, and their sums [S, D] over all ranks, part by part."""
+    classes_at_once = max(1, _BYTES_AT_ONCE // (4 * dim))
+    for first in range(0, num_classes, classes_at_once):
+        met = sums.met(first, first + classes_at_once)
+        if ranks is not None:
+            met = ranks.sum(torch.from_numpy(met.astype(np.int32))).numpy() > 0
+        ids = np.flatnonzero(met).astype(np.int64, copy=False) + first
+        if not len(ids):
+            continue
+        sums_SD = _together(ranks, functools.partial(sums.of, ids), f"from class {first} on {what}")
+        yield ids, sums_SD if ranks is None else ranks.sum(sums_SD)
+
+
+def _shared_direction(parts: Iterable[tuple[Ids, Tensor]], living: LiveClasses) -> Tensor | None:
+    """The direction [D] of the mean of unit means, if those of most living classes lie along it; None: they do not.
+
+    Of a few classes among others it is theirs rather than everybody's.
+    """
+    num, total_D = 0, torch.zeros(())
+    for _, sums_SD in parts:
+        units_SD = nn.functional.normalize(sums_SD.double(), eps=NORM_FLOOR)
+        num, total_D = num + len(units_SD), total_D + units_SD.sum(0)
+    if num < 2 or 2 * num < living.num_living:
+        return None
+    cosine = (float(total_D @ total_D) - num) / (num * (num - 1))
+    return nn.functional.normalize(total_D, dim=0) if cosine > _SHARED_COSINE else None
 
 
 def _together(ranks: Peers | None, action: Callable[[], T], what: str) -> T:
@@ -123,13 +152,17 @@ def features_of(loader: Loader, backbone: nn.Module, dim: int, living: LiveClass
         yield features.to("cpu", torch.float32), torch.from_numpy(checked)
 
 
-def _assign(table: ReadableTable, ids: Ids, sums_SD: Tensor, *, writes: bool) -> int:
+def _assign(table: ReadableTable, ids: Ids, sums_SD: Tensor, shared_D: Tensor | None, *, writes: bool) -> int:
     """Assign those of the classes that have a direction; return how many they are."""
     lengths_S = torch.linalg.vector_norm(sums_SD, dim=1)
     if not bool(torch.isfinite(lengths_S).all()):
         bad = int(ids[int((~torch.isfinite(lengths_S)).nonzero()[0])])
         raise NonFinite(f"the sum of the features of class {bad} is beyond float32; check the backbone and its input")
     seen_S = lengths_S > NORM_FLOOR
+    if shared_D is not None:
+        wide_SD = sums_SD.double()
+        sums_SD = (wide_SD - torch.outer(wide_SD @ shared_D, shared_D)).float()
+        seen_S &= torch.linalg.vector_norm(sums_SD, dim=1) > _LEAST_OWN * lengths_S
     if writes and bool(seen_S.any()):
         rows_SD = sums_SD[seen_S]
         normalise_(rows_SD)

@@ -251,7 +251,7 @@ def test_predict_equals_brute_force(margin: ArcFace | None, monkeypatch: pytest.
 
 
 def test_imprinted_centers_are_the_unit_mean_features() -> None:
-    head, table = make_head(num_classes=6, dim=4)
+    head, table = make_head(num_classes=8, dim=4)
     before = table.rows.copy()
     backbone = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.9)).train()
     generator = torch.Generator().manual_seed(0)

@@ -79,6 +79,41 @@ def test_the_rate_makes_up_for_the_steps_in_which_a_drawn_class_is_not_active(
         assert gt.RowOptimizer(head).param_groups[0]["lr"] == pytest.approx(rate)
 
 
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"num_classes": 10}, gt.SparseMomentum(lr=5e-4)),
+        ({"num_classes": 2000}, gt.SparseMomentum(lr=0.1)),
+        ({"num_classes": 2_000_000}, gt.SparseMomentum(lr=0.2)),
+        ({"num_classes": 2000, "select": gt.PartialFC(0.25)}, gt.SparseMomentum(lr=0.1)),
+        ({"num_classes": 2_000_000, "num_living": 10}, gt.SparseMomentum(lr=5e-4)),
+        ({"num_classes": 2000, "reduction": "sum"}, gt.AdamW(1e-3)),
+        ({"num_classes": 2000, "optimizer": gt.AdamW(1e-3)}, gt.AdamW(1e-3)),
+    ],
+)
+def test_rows_under_a_margin_learn_by_momentum_at_the_rate_of_their_number(
+    settings: dict[str, Any], expected: Any
+) -> None:
+    head = gt.ClassHead(FakeCluster(), "h", dim=DIM, margin=gt.ArcFace(), **settings)
+    assert head.table.spec.optimizer == expected
+
+
+def test_rows_under_a_margin_turn_as_fast_whatever_the_number_of_classes_and_the_batch() -> None:
+    turned = []
+    for num_classes, size in ((10, 100), (10, 1000), (1000, 2000)):
+        generator = torch.Generator().manual_seed(1)
+        labels = torch.arange(size) % num_classes
+        features = torch.randn(num_classes, 32, generator=generator)[labels]
+        with gt.local(1) as cluster:
+            head = gt.ClassHead(cluster, "h", num_classes=num_classes, dim=32, margin=gt.ArcFace())
+            before, rows = head.weights(), gt.RowOptimizer(head)
+            head(features, labels).backward()
+            rows.step()
+            cosines = F.cosine_similarity(before.double(), head.weights().double())
+        turned.append(float(cosines.clamp(-1, 1).acos().mean()))
+    assert max(turned) < 2 * min(turned), turned
+
+
 def test_labels_of_a_batch_count_as_active_for_the_rate_of_few_classes() -> None:
     with gt.local(1) as cluster:
         head = gt.ClassHead(cluster, "h", num_classes=10, dim=DIM, select=gt.PartialFC(0.1))

@@ -112,6 +112,32 @@ def test_a_disk_without_room_leaves_every_class_as_it_was(monkeypatch: pytest.Mo
     np.testing.assert_array_equal(table.rows, before)
 
 
+def test_what_all_means_share_is_taken_off() -> None:
+    (head, table), common = make_head(), 50 * torch.ones(DIM)
+    own = torch.randn(CLASSES, DIM, generator=torch.Generator().manual_seed(0))
+    assert head.imprint([(common + own, torch.arange(CLASSES))], nn.Identity()) == CLASSES
+    rows = torch.from_numpy(table.rows).double()
+    direction = nn.functional.normalize(nn.functional.normalize(common + own).double().sum(0), dim=0)
+    assert float((rows @ direction).abs().max()) < 1e-5
+    torch.testing.assert_close(rows.norm(dim=1), torch.ones(CLASSES, dtype=torch.float64), rtol=1e-5, atol=0)
+    assert abs(float((rows @ rows.T).fill_diagonal_(0).mean())) < 0.02
+    found = (nn.functional.normalize(common + own).double() @ rows.T).argmax(1)
+    assert float((found == torch.arange(CLASSES)).double().mean()) > 0.9
+
+
+def test_a_few_classes_among_others_keep_what_they_share() -> None:
+    (head, table), features = make_head(), torch.ones(3, DIM) + 0.01 * torch.eye(3, DIM)
+    assert head.imprint([(features, torch.arange(3))], nn.Identity()) == 3
+    np.testing.assert_allclose(table.rows[:3], nn.functional.normalize(features).numpy(), rtol=1e-5)
+
+
+def test_features_that_are_all_alike_change_nothing_and_imprint_says_so() -> None:
+    head, table = make_head()
+    before = table.rows.copy()
+    assert head.imprint([(torch.rand(1, DIM).expand(CLASSES, DIM), torch.arange(CLASSES))], nn.Identity()) == 0
+    np.testing.assert_array_equal(table.rows, before)
+
+
 def test_ranks_imprint_the_classes_that_any_of_them_has(tmp_path: Path) -> None:
     run_ranks(_imprint_shares, 2, tmp_path)
 

@@ -64,7 +64,7 @@ def test_batches_can_be_read_again() -> None:
         assert [labels.tolist() for _, labels in batches] == [[0, 1], [2, 3], [4]]
 
     with gt.local() as cluster:
-        head = gt.ClassHead(cluster, "h", num_classes=5, dim=1024)
+        head = gt.ClassHead(cluster, "h", num_classes=20, dim=1024)
         assert head.imprint(batches, Scaled(), memory_bytes=1) == 0  # black pictures have no direction
         white = ImageSet(images.bitmaps + 255, images.labels).batches(2, torch.device("cpu"))
         assert head.imprint(white, Scaled(), memory_bytes=2 * 4 * 1024) == 5
