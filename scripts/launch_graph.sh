@@ -27,4 +27,4 @@ flag data "${DATA:-}"
 flag snapshot-roots "${SNAPSHOT_ROOTS:-}"
 insecure_flag
 find_python
-exec "$PYTHON" -m geartrain graph "${flags[@]}" "$@"
+exec "$PYTHON" -P -m geartrain graph "${flags[@]}" "$@"

@@ -27,4 +27,4 @@ flag listen "${LISTEN:-}"
 flag data "${DATA:-}"
 insecure_flag
 find_python
-exec "$PYTHON" -m geartrain scheduler "${flags[@]}" "$@"
+exec "$PYTHON" -P -m geartrain scheduler "${flags[@]}" "$@"

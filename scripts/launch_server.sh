@@ -34,4 +34,4 @@ flag data-port "${DATA_PORT:-}"
 flag snapshot-roots "${SNAPSHOT_ROOTS:-}"
 insecure_flag
 find_python
-exec "$PYTHON" -m geartrain server "${flags[@]}" "$@"
+exec "$PYTHON" -P -m geartrain server "${flags[@]}" "$@"

@@ -39,4 +39,4 @@ flag store "${STORE:-}"
 flag device "${DEVICE:-}"
 insecure_flag
 find_python
-exec "$PYTHON" -m geartrain slowgear "${flags[@]}" "$@"
+exec "$PYTHON" -P -m geartrain slowgear "${flags[@]}" "$@"

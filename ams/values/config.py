@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import ipaddress
 import json
+import re
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal, Self
 
@@ -32,6 +33,9 @@ _GRPC_SCHEMES = ("unix", "unix-abstract", "vsock", "dns", "ipv4", "ipv6", "xds",
 """What gRPC reads before a colon as the kind of an address: ``unix:7000`` is a socket in a folder, no host."""
 
 
+_HOST = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*|[0-9A-Fa-f:.]+(%[A-Za-z0-9._-]+)?")
+
+
 def split_address(address: str) -> tuple[str, int]:
     """Split ``"host:port"`` or ``"[ipv6]:port"`` into host and port (0 … 65535).
 
@@ -49,6 +53,8 @@ def split_address(address: str) -> tuple[str, int]:
         raise ConfigError(f"address {address!r} has a bare IPv6 host; write it in brackets, as '[::1]:7000'")
     if not colon or not host or host != host.strip() or "/" in host:
         raise ConfigError(f"address {address!r} is not of the form 'host:port', for example '127.0.0.1:7000'")
+    if not _HOST.fullmatch(host):  # what one process tells another is printed for people: no escape sequences
+        raise ConfigError(f"address {address!r} has host {host!r}; it must be a name of letters, digits, .-_ or an IP")
     if host in _GRPC_SCHEMES:
         raise ConfigError(f"address {address!r} has host {host!r}, which gRPC takes for a kind of address; use another")
     if not (port.isascii() and port.isdigit() and int(port) <= 65_535):
@@ -306,7 +312,7 @@ class SlowGearConfig(Section):
     dim: int | None = Field(default=None, ge=1)
     """Width of a dense feature."""
     store: str = "memory"
-    """Where features are kept, and shared among slow gears: 'memory', 'lmdb:FOLDER', 'redis://HOST:PORT/0'."""
+    """For features, shared by slow gears: memory, lmdb:FOLDER, redis://HOST:PORT/0 (?password_file=FILE)."""
     store_bytes: int = Field(default=1 << 30, ge=1 << 16)
     """Most bytes of features in the store; a Redis server bounds itself."""
     device: str = "cpu"

@@ -2,12 +2,32 @@
 
 from __future__ import annotations
 
+import re
+
 _LONGEST_QUOTED = 80
+# Neither passwords before @, of which one with /, ? or # puts that behind it, nor what is asked for behind ?.
+_SHOWN_URL = re.compile(
+    r"([a-z][a-z0-9+.-]*://)(?:(?:(?![@/?#])[!-~])*@)?((?:[A-Za-z0-9._-]*|\[[0-9A-Fa-f:.]+\])(?::\d+)?(?:/[^@?#]*)?)(?:\?[^@#]*)?"
+)
 
 
 def counted(number: int, noun: str, plural: str | None = None) -> str:
     """``1 shard``, ``2 shards``, ``40,992 classes``; ``plural`` where it is not the noun with an s."""
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
+
+
+def printable(text: str) -> str:
+    """The text with whatever is no letter of a line written out, as ``\\x1b``: terminals would obey it."""
+    return "".join(one if one.isprintable() or one == "\n" else repr(one)[1:-1] for one in text)
+
+
+def shown_url(url: str) -> str:
+    """What messages may show of a URL: scheme, host, port and path; its scheme if a password may be there."""
+    found = _SHOWN_URL.fullmatch(url)
+    if found is not None:
+        return printable(found[1] + found[2])
+    scheme, mark, _ = url.partition("://")
+    return f"{scheme}://..." if mark and scheme.isalpha() else "..."
 
 
 def quoted(name: object) -> str:

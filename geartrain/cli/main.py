@@ -17,6 +17,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 from geartrain.ams.values.errors import ConfigError, GeartrainError, InvalidArgument, NonFinite, SourceError
+from geartrain.ams.values.text import printable
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 FAILED, WRONG_USAGE = 1, 2
@@ -115,7 +116,7 @@ def main() -> None:
     try:
         build_app(sys.argv[1:])()
     except GeartrainError as error:
-        print(f"{ERROR_PREFIX}{error}", file=sys.stderr)
+        print(printable(f"{ERROR_PREFIX}{error}"), file=sys.stderr)  # it may quote what another process said
         sys.exit(exit_code(error))
     except OSError as error:
         if error.filename is not None:

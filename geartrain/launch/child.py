@@ -56,7 +56,7 @@ class Child:
         self._on_ready = on_ready
         self._on_exit = on_exit
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "geartrain", *arguments, "--end-with-parent"],
+            [sys.executable, "-P", "-m", "geartrain", *arguments, "--end-with-parent"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

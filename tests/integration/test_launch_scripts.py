@@ -133,15 +133,15 @@ def test_nothing_of_torchrun_and_its_ranks_listens_beyond_this_machine(tmp_path:
 
 def test_environment_variables_become_flags(echo: str) -> None:
     server = run("server", "--log-level=debug", PYTHON=echo, SCHEDULER="a:7000", LISTEN="b:0", SHARDS="3", INSECURE="1")
-    expected = ["-m", "geartrain", "server", "--scheduler=a:7000", "--listen=b:0", "--shards=3", "--insecure"]
+    expected = ["-P", "-m", "geartrain", "server", "--scheduler=a:7000", "--listen=b:0", "--shards=3", "--insecure"]
     assert server.stdout.split() == [*expected, "--log-level=debug"]
     part = {"NAME": "image", "MODULE": "m:build", "SAMPLES": "folder:/x", "DIM": "64"}
     gear = run("slowgear", "-m", "4", PYTHON=echo, SCHEDULER="a:7000", STORE="redis://r:6379/0", **part)
     told = ["--name=image", "--module=m:build", "--samples=folder:/x", "--dim=64", "--store=redis://r:6379/0"]
-    assert gear.stdout.split() == ["-m", "geartrain", "slowgear", "--scheduler=a:7000", *told, "-m", "4"]
+    assert gear.stdout.split() == ["-P", "-m", "geartrain", "slowgear", "--scheduler=a:7000", *told, "-m", "4"]
     for role in ("graph", "server"):
         told = run(role, PYTHON=echo, SCHEDULER="a:7000", SNAPSHOT_ROOTS="/a,s3://b/c").stdout.split()
-        assert told == ["-m", "geartrain", role, "--scheduler=a:7000", "--snapshot-roots=/a,s3://b/c"]
+        assert told == ["-P", "-m", "geartrain", role, "--scheduler=a:7000", "--snapshot-roots=/a,s3://b/c"]
 
 
 def test_several_hosts_meet_at_the_master(echo: str) -> None:

@@ -30,7 +30,7 @@ def download_packages(names: Sequence[str], requirements: Path, folder: Path, sa
     pinned = pinned_requirements(requirements.read_text(encoding="utf-8"))
     wanted = folder / "wanted.txt"
     wanted.write_text("\n".join(pinned[name] for name in names) + "\n", encoding="utf-8")
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
+    command = [sys.executable, "-P", "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
     command += ["--require-hashes", "--dest", str(folder), "--requirement", str(wanted)]
     command += shlex.split(os.environ.get("PIP_ARGS", ""))
     result = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from geartrain.ams.values.errors import ConfigError
+from geartrain.ams.values.text import shown_url
 
 TAG = "geartrain.job"
 EXPERIMENT = "geartrain"
@@ -43,7 +44,9 @@ class MlflowLogger:
             self._run_id = run.info.run_id
             histories = [self._client.get_metric_history(self._run_id, metric) for metric in run.data.metrics]
         except MlflowException as exc:
-            raise ConfigError(f"MLflow takes no run at {address}: {exc}; MLFLOW_TRACKING_URI names another") from exc
+            shown = shown_url(address)
+            said = str(exc).replace(address, shown)
+            raise ConfigError(f"MLflow takes no run at {shown}: {said}; MLFLOW_TRACKING_URI names another") from exc
         self._there = {(metric.key, metric.step) for history in histories for metric in history}
 
     def scalars(self, group: str, values: Mapping[str, float], step: int) -> None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from urllib.parse import urlsplit
-
 from geartrain.ams.storage.features.store import DEFAULT_RECORD_SECONDS, FeatureStore, checked_namespace
 from geartrain.ams.values.errors import ConfigError, InvalidArgument
+from geartrain.ams.values.text import shown_url
 
 _NO_REDIS = "a redis:// store needs the package redis: pip install 'geartrain[redis]'; or give memory or lmdb:FOLDER"
 
@@ -19,6 +18,9 @@ def open_store(
     timeout_seconds: float = 5.0,
 ) -> FeatureStore:
     """Open ``"memory"``, ``"lmdb:FOLDER"`` or ``"redis://HOST:PORT/DB"`` (``rediss://``, ``unix://SOCKET?db=0`` too).
+
+    A password lies in a file, ``"redis://USER@HOST:PORT/0?password_file=/run/secrets/redis"``: one in the URL itself
+    is seen by whoever lists processes.
 
     Args:
         url: what to open. Memory ends with the process; a folder is held by one process at a time; a Redis server is
@@ -46,7 +48,7 @@ def open_store(
         from geartrain.ams.storage.features.lmdb_features import LmdbFeatures
 
         return LmdbFeatures(url.removeprefix("lmdb:"), namespace, max_bytes=max_bytes)
-    if urlsplit(url).scheme in ("redis", "rediss", "unix"):
+    if url.startswith(("redis://", "rediss://", "unix://")):
         if max_bytes is not None:
             raise InvalidArgument(
                 f"max_bytes is {max_bytes}; a Redis server bounds itself for all who share it: start it with "
@@ -57,4 +59,4 @@ def open_store(
         except ImportError as exc:
             raise ConfigError(_NO_REDIS) from exc
         return RedisFeatures(url, namespace, record_seconds=record_seconds, timeout_seconds=timeout_seconds)
-    raise ConfigError(f"{url!r} names no store; give memory, lmdb:FOLDER or redis://HOST:PORT/DB")
+    raise ConfigError(f"{shown_url(url)!r} names no store; give memory, lmdb:FOLDER or redis://HOST:PORT/DB")

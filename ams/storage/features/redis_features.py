@@ -9,8 +9,9 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import parse_qsl, urlencode
 
 import numpy as np
 import redis
@@ -27,9 +28,11 @@ from geartrain.ams.storage.features.store import (
 )
 from geartrain.ams.values.errors import ConfigError, InvalidArgument, StateFailed, StoreUnavailable
 from geartrain.ams.values.specs import Ids
+from geartrain.ams.values.text import shown_url
 
 _WRITTEN_AT_ONCE = 1000
 _READ_BYTES = 1 << 20
+_PASSWORD_FILE = "password_file"
 Reply = object
 
 
@@ -60,17 +63,24 @@ class RedisFeatures:
         self._prefix = f"geartrain:{namespace}:".encode()
         self._expiry = b"" if record_seconds is None else _argument(b"PX") + _argument(b"%d" % (record_seconds * 1000))
         self._counters = Counters()
-        self._shown_url = without_password(url)
+        self._shown_url = shown_url(url)
+        if self._shown_url.endswith("..."):
+            raise ConfigError(
+                f"{self._shown_url!r} is no Redis URL, or its password has @, /, ? or #; give redis://HOST:PORT/DB and "
+                "keep the password in a file: redis://HOST:PORT/0?password_file=/run/secrets/redis"
+            )
+        url, password = _password_of_file(url)
         try:
             self._pool = redis.ConnectionPool.from_url(
                 url,
+                **password,
                 socket_timeout=timeout_seconds,
                 socket_connect_timeout=timeout_seconds,
                 socket_read_size=_READ_BYTES,
                 retry=Retry(NoBackoff(), 0),
             )
-        except ValueError as exc:
-            raise ConfigError(f"{self._shown_url!r} is no Redis URL: {exc}; give redis://HOST:PORT/DB") from exc
+        except (ValueError, TypeError):  # which may quote the URL
+            raise ConfigError(f"{self._shown_url!r} is no Redis URL; give redis://HOST:PORT/DB") from None
         self._call(b"*1\r\n" + _argument(b"PING"))
 
     def read(self, ids: Ids) -> list[bytes | None]:
@@ -142,6 +152,8 @@ class RedisFeatures:
     def _translated(self) -> Iterator[None]:
         try:
             yield
+        except redis.AuthenticationError as exc:
+            raise StateFailed(f"the Redis server {self._shown_url} refused: {exc}") from exc
         except (redis.ConnectionError, redis.TimeoutError) as exc:
             raise StoreUnavailable(
                 f"the Redis server {self._shown_url} does not answer: {exc}; see that it runs and can be reached from "
@@ -157,7 +169,7 @@ def refusal(error: redis.RedisError) -> str:
     if said.startswith("DENIED"):  # of which it says a whole page
         return (
             "it is in protected mode, in which it takes nobody from another machine; on a private network start it "
-            "with --protected-mode no, or give it a password and say that in the URL, redis://:PASSWORD@HOST:PORT/0"
+            "with --protected-mode no, or give it a password and name a file that holds it, redis://HOST:PORT/0?password_file=FILE"
         )
     if "maxmemory" in said:
         return f"{said}; raise its maxmemory, or start it with --maxmemory-policy volatile-lru"
@@ -182,7 +194,18 @@ def _argument(value: bytes) -> bytes:
     return b"$%d\r\n%b\r\n" % (len(value), value)
 
 
-def without_password(url: str) -> str:
-    """The URL as messages may show it."""
-    credentials, _, _ = urlsplit(url).netloc.rpartition("@")
-    return url.replace(f"{credentials}@", "", 1) if credentials else url
+def _password_of_file(url: str) -> tuple[str, dict[str, str]]:
+    """The URL without ``password_file``, and the password that is the first line there. Raises ConfigError."""
+    place, _, query = url.partition("?")
+    options = parse_qsl(query, keep_blank_values=True)
+    path = dict(options).get(_PASSWORD_FILE)
+    if path is None:
+        return url, {}
+    rest = urlencode([(name, value) for name, value in options if name != _PASSWORD_FILE])
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as exc:
+        raise ConfigError(f"{_PASSWORD_FILE} is {path!r}, which cannot be read: {exc}") from exc
+    if not lines or not lines[0]:
+        raise ConfigError(f"{_PASSWORD_FILE} is {path!r}, whose first line is empty; write the password there")
+    return f"{place}?{rest}" if rest else place, {"password": lines[0]}

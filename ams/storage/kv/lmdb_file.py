@@ -80,7 +80,7 @@ def check_structure(path: Path, remedy: str, *, first_map_bytes: int) -> None:
     if not path.exists():
         return
     seconds = _SHORTEST_WALK_SECONDS + path.stat().st_size / _WALKED_BYTES_PER_SECOND
-    command = [sys.executable, "-m", __name__, str(path), str(first_map_bytes)]
+    command = [sys.executable, "-P", "-m", __name__, str(path), str(first_map_bytes)]
     try:
         walked = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
         why = walked.stderr.strip().splitlines()[-1:] or [f"reading it ends with {walked.returncode}"]

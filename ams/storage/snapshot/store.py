@@ -35,7 +35,7 @@ from geartrain.ams.storage.durable import PART_PREFIX, create_folders, disk, rem
 from geartrain.ams.storage.snapshot.manifest import JOB, MANIFEST, MARKS
 from geartrain.ams.values.arguments import path_name
 from geartrain.ams.values.errors import InvalidArgument
-from geartrain.ams.values.text import quoted
+from geartrain.ams.values.text import quoted, shown_url
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -80,17 +80,21 @@ def parse_place(path: str | Path) -> Place:
     protocol, _, rest = path.partition("://")
     if "::" in path or protocol not in (*SCHEMES, *_LOCAL_SCHEMES):
         legal = ", ".join(f"{scheme}://" for scheme in (*SCHEMES, _LOCAL_SCHEMES[0]))
-        raise InvalidArgument(f"{quoted(path)} is no place for snapshots; give a folder, or one URL of {legal}")
+        raise InvalidArgument(f"{_shown(path)} is no place for snapshots; give a folder, or one URL of {legal}")
     if protocol in _LOCAL_SCHEMES:
         return Path(fsspec.core.url_to_fs(path)[1])
     host, *parts = rest.rstrip("/").split("/")
     has_host = _HOST.fullmatch(host) or (protocol == "hdfs" and not host and parts)  # of HDFS there may be a default
     if not has_host or any(part in (".", "..") or not _PART.fullmatch(part) for part in parts):
         raise InvalidArgument(
-            f"{quoted(path)} is no place for snapshots; after {protocol}:// give a bucket, or a host, and a path "
+            f"{_shown(path)} is no place for snapshots; after {protocol}:// give a bucket, or a host, and a path "
             "without empty parts, '.', '..', options (?, #), passwords, backslashes and control characters"
         )
     return path.rstrip("/")
+
+
+def _shown(path: str) -> str:
+    return quoted(shown_url(path) if "@" in path or "?" in path else path)
 
 
 def within(folder: Place, name: str) -> Place:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from geartrain.ams.values.text import counted
+from geartrain.ams.values.text import counted, printable
 from geartrain.cli.cluster.table import why_incomplete
 from geartrain.cli.shared import configuration
 from geartrain.cli.shared.options import ConfigFile, GraphAddress, Json, SchedulerAddress
@@ -56,7 +56,7 @@ def status(
             _print_graphs(graphs, str(config.client.graph), pongs)
     complaints = [*silent, *([] if complaint is None else [complaint])]
     for line in complaints:
-        print(line, file=sys.stderr)
+        print(printable(line), file=sys.stderr)
     if not found.ready or complaints:
         raise typer.Exit(1)
 
@@ -86,12 +86,14 @@ def _pongs(scheduler: str, found: ClusterStatus, gears: list[GearState], config:
 
 def _age(pong: Pong | None) -> str:
     """`` (pid 12, version 0.1.0, up 12 s)``."""
-    return "" if pong is None else f" (pid {pong.pid}, version {pong.version}, up {pong.uptime_seconds:.0f} s)"
+    return (
+        "" if pong is None else f" (pid {pong.pid}, version {printable(pong.version)}, up {pong.uptime_seconds:.0f} s)"
+    )
 
 
 def _print_gears(gears: list[GearState], pongs: dict[str, Pong]) -> None:
     for name in sorted({gear.name for gear in gears}):
-        print(f"slow gears of {name}")
+        print(f"slow gears of {printable(name)}")
         for gear in gears:
             if gear.name == name:
                 print(f"  {gear_line(gear)}{_age(pongs.get(gear.address))}")
@@ -114,10 +116,10 @@ def gear_line(gear: GearState) -> str:
     rate = f"{100 * gear.cache_hits / asked:.0f} % of {asked:,} from its cache" if asked else "no feature asked for"
     account = gear.account
     dropped = account.dropped_stale + account.dropped_failed + account.non_finite
-    error = f"; does not apply what is due: {gear.error}" if gear.error else ""
+    error = f"; does not apply what is due: {printable(gear.error)}" if gear.error else ""
     return (
-        f"{gear.address}: {counted(len(gear.partitions), 'partition')}, dense version {gear.dense_version}, {rate}, "
-        f"{gear.queued_ids} ids queued; gradients: {account.received:,} received, {account.applied:,} applied, "
+        f"{printable(gear.address)}: {counted(len(gear.partitions), 'partition')}, dense version {gear.dense_version}, "
+        f"{rate}, {gear.queued_ids} ids queued; gradients: {account.received:,} received, {account.applied:,} applied, "
         f"{account.waiting:,} waiting, {account.due:,} due, {dropped:,} dropped{error}"
     )
 
@@ -202,13 +204,13 @@ def _shard_table(found: ClusterStatus, pongs: dict[str, Pong]) -> Table:
         table.add_row(
             str(shard.shard),
             shard.state,
-            shard.address,
+            printable(shard.address),
             f"{shard.rows:,}",
             f"{shard.memory_bytes / 2**20:.1f}",
             f"{shard.uptime_seconds:.0f}",
             "" if shard.state == "missing" else f"{shard.heartbeat_age_seconds:.1f}",
             str(pongs[shard.address].pid) if shard.address in pongs else "",
-            pongs[shard.address].version if shard.address in pongs else "",
+            printable(pongs[shard.address].version) if shard.address in pongs else "",
         )
     return table
 

@@ -19,7 +19,7 @@ app = typer.Typer(no_args_is_help=True, help="Show or check the configuration.")
 def show(file: ConfigFile = None, as_json: Json = False) -> None:
     """Print the configuration in force: defaults, then the file, then GEARTRAIN_SECTION__KEY from the environment."""
     config = configuration.load(file)
-    print(json.dumps(config.model_dump(), indent=2) if as_json else configuration.to_yaml(config))
+    print(json.dumps(configuration.to_plain(config), indent=2) if as_json else configuration.to_yaml(config))
 
 
 @app.command()

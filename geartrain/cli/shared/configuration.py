@@ -30,6 +30,7 @@ from geartrain.ams.values.config import (
     suggestion,
 )
 from geartrain.ams.values.errors import ConfigError
+from geartrain.ams.values.text import shown_url
 
 PREFIX = "GEARTRAIN_"
 DELIMITER = "__"
@@ -93,15 +94,29 @@ def load(
     return _build(WHOLE, ClusterConfig, found, built)
 
 
+def to_plain(config: ClusterConfig) -> dict[str, Any]:
+    """The whole configuration by section, as people may see it: of URLs what holds no password."""
+    plain: dict[str, Any] = _without_secrets(config.model_dump())
+    return plain
+
+
+def _without_secrets(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_secrets(one) for key, one in value.items()}
+    if isinstance(value, tuple | list):
+        return [_without_secrets(one) for one in value]
+    return shown_url(value) if isinstance(value, str) and "//" in value else value
+
+
 def to_yaml(config: ClusterConfig) -> str:
-    """Return the whole configuration as a commented YAML file that :func:`load` reads back to an equal one."""
-    lines = [f"{key}: {json.dumps(getattr(config, key))}  # {_description(key)}" for key in WHOLE_KEYS]
+    """Return the whole configuration as a commented YAML file, which :func:`load` reads; URLs as :func:`to_plain`."""
+    plain = to_plain(config)
+    lines = [f"{key}: {json.dumps(plain[key])}  # {_description(key)}" for key in WHOLE_KEYS]
     lines.append("")
     for name, section in SECTIONS.items():
         lines.append(f"{name}:  # {(section.__doc__ or '').strip()}")
-        values = getattr(config, name)
         for key, field in section.model_fields.items():
-            lines.append(f"  {key}: {json.dumps(getattr(values, key))}  # {field.description}")
+            lines.append(f"  {key}: {json.dumps(plain[name][key])}  # {field.description}")
         lines.append("")
     return "\n".join(lines)
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -178,10 +179,33 @@ def test_wrong_settings_name_the_remedy(child: RedisChild) -> None:
         open_store("redis://host:port/0")
 
 
-def test_a_password_is_not_shown() -> None:
-    with pytest.raises(StoreUnavailable) as caught:
-        open_store("redis://user:secret@127.0.0.1:1/0", timeout_seconds=1.0)
-    assert "redis://127.0.0.1:1/0" in str(caught.value) and "secret" not in str(caught.value)
+@pytest.mark.parametrize("password", ["secret", "se%23cret", "se#cret", "se/cret", "se?cret", "se@cret", "6379#secret"])
+@pytest.mark.parametrize(
+    "form", ["redis://user:{}@127.0.0.1:1/0", "redis://127.0.0.1:1/0?password={}", "rediss://{}@h:x/0", "redi://{}@h"]
+)
+def test_a_password_is_not_shown(form: str, password: str) -> None:
+    with pytest.raises((StoreUnavailable, ConfigError)) as caught:
+        open_store(form.format(password), timeout_seconds=1.0)
+    assert "cret" not in str(caught.value).replace("/run/secrets", "")
+
+
+def test_a_password_comes_from_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "password"
+    file.write_text("se/cr#t?\n")
+    rights = ["~geartrain:*", "-@all", "+ping", "+mget", "+set", "+del"]
+    user = ["--user", "gear", "on", ">se/cr#t?", *rights, "--user", "default", "off"]
+    with running_redis(*user) as child:
+        with pytest.raises(StateFailed, match="refused"):
+            open_store(child.url)
+        store = open_store(f"unix://gear@{child.path}?db=0&password_file={file}")
+        store.write(IDS, VALUES)
+        assert store.read(IDS) == VALUES
+        store.remove(IDS)
+        store.close()
+    file.write_text("\nsecret")
+    for path, complaint in ((file, "first line is empty"), (tmp_path / "absent", "cannot be read")):
+        with pytest.raises(ConfigError, match=complaint):
+            open_store(f"redis://127.0.0.1:1/0?password_file={path}")
 
 
 def test_a_missing_package_is_a_configuration_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -225,7 +225,10 @@ def test_a_url_of_another_kind_or_with_options_is_a_typed_error(url: str, monkey
     monkeypatch.setattr(fsspec.spec._Cached, "__call__", opened)
     with pytest.raises(InvalidArgument) as caught:
         list_snapshots(url)
-    assert repr(url) in str(caught.value)
+    if "secret" in url or "?" in url:
+        assert "secret" not in str(caught.value) and "versionId" not in str(caught.value)
+    else:
+        assert repr(url) in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -267,3 +267,18 @@ def test_roots_of_snapshots_come_as_a_list_or_as_text_and_reach_child_processes(
 def test_a_root_of_snapshots_that_is_neither_a_whole_path_nor_a_url_is_refused(roots: object) -> None:
     with pytest.raises(ConfigError, match="snapshot_roots"):
         ServerConfig(snapshot_roots=roots)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("host", ["a\x1b[2J", "a\u202eb", "a b", "a\x00", "-a", "[::1\x1b]", "ä"])
+def test_a_host_is_a_printable_name(host: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        split_address(f"{host}:7000")
+    assert str(caught.value).isprintable()
+
+
+def test_a_password_in_a_setting_is_not_shown_and_reaches_child_processes() -> None:
+    url = "redis://gear:secret@redis:6379/0?password=secret"
+    config = configuration.load(None, configuration.flags("slowgear", store=url, samples=url), NO_ENVIRONMENT)
+    for text in (configuration.to_yaml(config), str(configuration.to_plain(config))):
+        assert "secret" not in text and "redis://redis:6379/0" in text
+    assert configuration.load(None, environ=configuration.to_environment(config, NO_ENVIRONMENT)) == config

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from geartrain.ams.values.text import counted, quoted
+import pytest
+
+from geartrain.ams.values.text import counted, printable, quoted, shown_url
 
 
 def test_one_is_not_a_plural() -> None:
@@ -16,3 +18,27 @@ def test_a_very_long_name_is_cut_and_its_length_said() -> None:
     long = quoted("x" * 100_000)
     assert len(long) < 120
     assert "(100,000 characters)" in long
+
+
+def test_what_a_terminal_would_obey_is_written_out() -> None:
+    assert printable("a\x1b[2Jb\x9bc\u202ed\r") == r"a\x1b[2Jb\x9bc\u202ed\r"
+    assert printable("Größe 3 µs\n") == "Größe 3 µs\n"
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("redis://redis:6379/0", "redis://redis:6379/0"),
+        ("redis://user:secret@redis:6379/0", "redis://redis:6379/0"),
+        ("redis://:se%23cret@[::1]:6379/0", "redis://[::1]:6379/0"),
+        ("redis://redis:6379/0?password=secret", "redis://redis:6379/0"),
+        ("unix://user:secret@/run/redis.sock?db=0&password=secret", "unix:///run/redis.sock"),
+        ("s3://bucket/a b/ü", "s3://bucket/a b/ü"),
+        *((f"redis://:sec{one}ret@redis:6379/0", "redis://...") for one in "@/?# ü\x1b"),
+        *((f"redis://1{one}2secret@redis/0", "redis://...") for one in "/?#"),
+        ("redis://redis/0#secret", "redis://..."),
+        ("redis:secret@redis/0", "..."),
+    ],
+)
+def test_of_a_url_only_what_can_be_no_password_is_shown(url: str, shown: str) -> None:
+    assert shown_url(url) == shown
