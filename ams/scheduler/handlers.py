@@ -104,7 +104,7 @@ class SchedulerHandlers:
 
     def _heartbeat(self, beat: Heartbeat, _: WaitingCaller) -> Beat:
         self._scheduler.hear_incarnation(beat.highest_incarnation)
-        return self._scheduler.heartbeat(beat.shard, beat.incarnation)
+        return self._scheduler.heartbeat(beat.shard, beat.incarnation, beat.memory_pool)
 
     def _leave(self, leave: LeaveCluster, _: WaitingCaller) -> None:
         self._scheduler.leave(leave.shard, leave.incarnation)

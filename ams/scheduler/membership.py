@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from geartrain.ams.scheduler.pauses import PauseDetector
@@ -11,6 +13,7 @@ from geartrain.ams.values.scheduler_messages import ShardCondition, ShardEntry
 from geartrain.ams.values.text import counted
 
 _SILENT_BEATS = 3
+_COUNT_SECONDS = 1.0
 
 
 class Membership:
@@ -23,6 +26,9 @@ class Membership:
         self._clock = clock
         self._started = clock()
         self._stops = PauseDetector(lease_seconds / 2, clock)
+        self._pools: Counter[str] = Counter()
+        """Shards of each memory pool."""
+        self._counted = -math.inf
         self._forgive_silence()  # they may live, unheard as long as there was no scheduler
 
     def pulse(self) -> None:
@@ -61,6 +67,14 @@ class Membership:
     def entries(self) -> list[ShardEntry]:
         """Every shard as it is now."""
         return [self._entry(shard) for shard in range(self._num_shards)]
+
+    def living_in(self, memory_pool: str) -> int:
+        """How many shards that may live lie in a memory pool, as counted within a second; 0 if that has no name."""
+        if self._clock() - self._counted > _COUNT_SECONDS:  # not at every heartbeat of thousands
+            members = self._state.members
+            self._pools = Counter(members[shard].memory_pool for shard in members if not self._is_free(shard, 0))
+            self._counted = self._clock()
+        return self._pools[memory_pool] if memory_pool else 0
 
     def _entry(self, shard: int) -> ShardEntry:
         member = self._state.members.get(shard)

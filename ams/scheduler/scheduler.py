@@ -220,8 +220,8 @@ class Scheduler:
                 changed[spec.name] = dataclasses.replace(schema, holders=schema.holders | {shard: incarnation})
         return changed
 
-    def heartbeat(self, shard: int, incarnation: int) -> Beat:
-        """Note that a shard lives."""
+    def heartbeat(self, shard: int, incarnation: int, memory_pool: str = "") -> Beat:
+        """Note that a shard lives, and in which memory pool."""
         with self._lock:
             version = self._state.cluster_version
             member = self._state.members.get(shard)
@@ -234,7 +234,12 @@ class Scheduler:
                 member = self._state.members[shard]
             member.last_heartbeat = self._clock()
             member.is_heard = True
-            return Beat(cluster_version=version, highest_incarnation=self._incarnations.last)
+            member.memory_pool = memory_pool
+            return Beat(
+                pool_shards=self._membership.living_in(memory_pool),
+                cluster_version=version,
+                highest_incarnation=self._incarnations.last,
+            )
 
     def leave(self, shard: int, incarnation: int) -> None:
         """Note that a shard goes in good order; its place is free at once."""

@@ -38,6 +38,8 @@ class Member:
     """How often it means to send heartbeats; 0: not known."""
     is_heard: bool = True
     """Has given a sign of life to this scheduler process."""
+    memory_pool: str = ""
+    """In which its rows lie; empty: not known."""
     is_leaving: bool = False
     """Was told to end, and waits for the snapshots of running jobs."""
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import os
+import socket
 from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from geartrain.ams.kernels.memory import set_memory_limit
 from geartrain.ams.values.config import MIB
@@ -65,12 +67,12 @@ def keep_large_buffers() -> bool:
     return bool(mallopt(_M_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD) and mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES))
 
 
-def limit_row_memory(memory_bytes: int | None) -> int:
-    """Bound the memory of the rows of this process, in bytes, and return it. None: by what the container, or else the
-    machine, has.
+def limit_row_memory(memory_bytes: int | None, share: float = 1.0) -> int:
+    """Bound the memory of the rows of this process, in bytes, and return it. None: by its ``share`` of what the
+    container, or else the machine, has.
     """
     if memory_bytes is None:
-        memory_bytes = default_row_memory(available_memory())
+        memory_bytes = int(default_row_memory(memory_pool().num_bytes) * share)
     set_memory_limit(memory_bytes)
     return memory_bytes
 
@@ -80,22 +82,34 @@ def default_row_memory(total: int) -> int:
     return max(total // 2, total * 9 // 10 - _BESIDE_ROWS_BYTES)
 
 
-def available_memory(root: Path = Path("/")) -> int:
-    """Return the bytes that this process may have: those of the machine, or the least limit of a cgroup that it is in.
+class MemoryPool(NamedTuple):
+    """Memory that processes share."""
+
+    num_bytes: int
+    name: str
+    """The same for all processes that share it, whatever containers they are in, and no others."""
+
+
+def memory_pool(root: Path = Path("/")) -> MemoryPool:
+    """Return what this process may have: the memory of the machine, or the least limit of a cgroup that it is in.
 
     ``root`` is where ``proc`` and ``sys`` are.
     """
     physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min([physical, *_cgroup_limits(root)])
+    try:
+        machine = (root / "proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        machine = socket.gethostname()
+    return min([MemoryPool(physical, machine), *_cgroup_limits(root, machine)], key=lambda pool: pool.num_bytes)
 
 
-def _cgroup_limits(root: Path) -> list[int]:
+def _cgroup_limits(root: Path, machine: str) -> list[MemoryPool]:
     """Limits of the memory cgroups (v1 and v2) of this process and of all that they lie in."""
     try:
         entries = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
         return []
-    limits: list[int] = []
+    limits: list[MemoryPool] = []
     mounts = root / "sys/fs/cgroup"
     for entry in entries:
         _, controllers, path = entry.split(":", 2)
@@ -110,5 +124,6 @@ def _cgroup_limits(root: Path) -> list[int]:
         for folder in folders:
             for group in [inner, *inner.parents]:
                 with suppress(OSError, ValueError):  # no such file, or "max"
-                    limits.append(int((folder / group / file).read_text()))
+                    limit, inode = int((folder / group / file).read_text()), (folder / group).stat().st_ino
+                    limits.append(MemoryPool(limit, f"{machine}/{inode}"))  # paths differ between containers
     return limits

@@ -15,7 +15,13 @@ from geartrain.ams.rpc.carrier import AttemptFailed
 from geartrain.ams.rpc.client.scheduler import GrpcSchedulerCarrier
 from geartrain.ams.rpc.server.server import GrpcServer
 from geartrain.ams.server.leave import take_leave
-from geartrain.ams.server.machine import keep_large_buffers, keep_to_cpus, limit_row_memory, threads_per_shard
+from geartrain.ams.server.machine import (
+    keep_large_buffers,
+    keep_to_cpus,
+    limit_row_memory,
+    memory_pool,
+    threads_per_shard,
+)
 from geartrain.ams.server.service import ShardService
 from geartrain.ams.server.shard import Shard, new_incarnation
 from geartrain.ams.storage.snapshot.roots import SnapshotRoots
@@ -31,6 +37,7 @@ from geartrain.ams.values.errors import (
 from geartrain.ams.values.expiry.rules import import_rules
 from geartrain.ams.values.placement import BucketMap, buckets_of_shard
 from geartrain.ams.values.scheduler_messages import Heartbeat, LeaveCluster, Register
+from geartrain.ams.values.text import counted
 
 logger = logging.getLogger(__name__)
 
@@ -55,8 +62,12 @@ class _HeldShard:
         wanted: int | None,
         models: HostedModels,
         roots: SnapshotRoots,
+        memory_pool: str,
     ) -> None:
         self.config = config
+        self.memory_pool = memory_pool
+        self.pool_shards = 0
+        """Shards that share the memory, as last heard; 0: not known."""
         self.models = models
         self.wanted = wanted
         self.service = ShardService(
@@ -136,6 +147,7 @@ class _HeldShard:
             shard=self.shard.shard,
             incarnation=self.incarnation,
             highest_incarnation=self.shard.highest_incarnation,
+            memory_pool=self.memory_pool,
         )
         reply = scheduler.call(alive, _CALL_TIMEOUT_SECONDS)
         failpoints.reach("lease.heartbeat.after")
@@ -148,6 +160,7 @@ class _HeldShard:
             self.shard.cluster_version = reply.cluster_version
             self.shard.hear_incarnation(reply.highest_incarnation)
             self._confirm(began)
+            self.pool_shards = reply.pool_shards
         return True
 
     def close(self, grace_seconds: float) -> None:
@@ -184,6 +197,9 @@ class ShardServer:
         self._hearts: list[threading.Thread] = []
         """One for each shard."""
         self._ending = threading.Lock()
+        self._sharing = threading.Lock()
+        self._pool_shards = 0
+        """By which the memory was last divided; 0: it was not."""
         self._end_reasons: list[str] = []
         """Why shards are served no more."""
         self._pulse = threading.Thread(target=self._run_pulse, name="pulse", daemon=True)
@@ -200,6 +216,7 @@ class ShardServer:
             keep_to_cpus(self._config.cpus)
         keep_large_buffers()
         memory_bytes = limit_row_memory(self._config.memory_bytes)
+        pool = memory_pool().name
         host, _ = split_address(self._config.listen)
         host = f"[{host}]" if ":" in host else host
         try:
@@ -208,7 +225,7 @@ class ShardServer:
                 if self._config.ports is not None:
                     listen = f"{host}:{self._config.ports[index]}"
                 wanted = None if self._config.shard is None else self._config.shard + index
-                held = _HeldShard(self._config, listen, wanted, self._models, self._roots)
+                held = _HeldShard(self._config, listen, wanted, self._models, self._roots, pool)
                 self._held.append(held)
                 held.server.start()
             self._join_all()
@@ -316,6 +333,7 @@ class ShardServer:
                 if not held.beat(self._scheduler):
                     self._end(held, f"shard {held.number} was taken over by another process while this one was silent")
                     return
+                self._share_memory(held.pool_shards)
                 silent = False
             except AttemptFailed as exc:
                 if not silent:
@@ -328,6 +346,18 @@ class ShardServer:
                 logger.warning("heartbeat of shard %d failed: %s", held.number, exc)
             except Exception:  # a defect here must not cost the shard its lease
                 logger.exception("heartbeat of shard %d failed", held.number)
+
+    def _share_memory(self, pool_shards: int) -> None:
+        """Let rows take this process's share of what they may, unless a setting says how much."""
+        with self._sharing:
+            if self._config.memory_bytes is not None or pool_shards in (0, self._pool_shards):
+                return
+            self._pool_shards = pool_shards
+            others = max(0, pool_shards - len(self._held))
+            memory_bytes = limit_row_memory(None, len(self._held) / (len(self._held) + others))
+        logger.info(
+            "rows may take %d MiB: the memory is that of %s", memory_bytes // MIB, counted(pool_shards, "shard")
+        )
 
     def _end(self, held: _HeldShard, reason: str) -> None:
         """Serve one shard no more and forget its rows, which are nobody's now; the server ends with the last."""

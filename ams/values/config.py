@@ -246,7 +246,7 @@ class ServerConfig(Section):
     rule_modules: Modules | None = None
     """Modules to import for their rules by which rows go (``@gt.expiry_rule``), as my_package.rules. None: none."""
     memory_bytes: int | None = Field(default=None, ge=MIB)
-    """Most bytes of rows, slots and indexes; writes beyond it are refused. None: most of its container or machine."""
+    """Most bytes of rows, slots and indexes; writes beyond are refused. None: a share of its container or machine."""
     cpus: Cpus | None = None
     """CPUs that all threads of the process keep to, as 0-3,6; None: those that the system gives it."""
     threads: int | None = Field(default=None, ge=1, le=256)

@@ -150,6 +150,8 @@ class Beat:
     """The scheduler was restarted: register again."""
     replaced: bool = False
     """Another process holds the shard now."""
+    pool_shards: int = 0
+    """Living shards in the memory pool that the heartbeat named; 0: it named none."""
     highest_incarnation: int = 0
     """As in :class:`Registration`."""
 
@@ -162,6 +164,8 @@ class Heartbeat(Rpc[Beat]):
     incarnation: int
     highest_incarnation: int = 0
     """As in :class:`Register`."""
+    memory_pool: str = ""
+    """A name of the memory (of a machine, or a container) that its process shares with others; empty: not said."""
 
 
 @dataclass(frozen=True, kw_only=True)

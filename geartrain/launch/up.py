@@ -16,8 +16,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from geartrain.ams.observe import failpoints
-from geartrain.ams.server.machine import available_memory, default_row_memory
-from geartrain.ams.values.config import MIB, ClusterConfig, split_address
+from geartrain.ams.values.config import ClusterConfig, split_address
 from geartrain.ams.values.errors import ConfigError, GeartrainError
 from geartrain.cli.shared import configuration
 from geartrain.launch.child import Child
@@ -93,7 +92,7 @@ class Launcher:
         self._listen = {_SCHEDULER: config.scheduler.listen, _GRAPH: config.graph.listen}
         self._has_graph = graph
         self._on_line = on_line
-        self._environ = configuration.to_environment(_with_memory_shared(config))
+        self._environ = configuration.to_environment(config)
         self._events: queue.SimpleQueue[Ready | Exited | signal.Signals] = queue.SimpleQueue()
         self._children: list[Child] = []
         self._restarts: dict[str, list[float]] = {}
@@ -110,7 +109,7 @@ class Launcher:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):  # whoever asks again waits for nobody's snapshot
-            signal.signal(number, lambda *_: [child.kill() for child in self._children])
+            signal.signal(number, lambda *_: self._kill())
         # Servers first, so that they can still take leave of the scheduler, and jobs their snapshots.
         self._end(self._children[1:], KILL_AFTER_SECONDS + self._server.leave_timeout_seconds)
         self._end(self._children[:1], KILL_AFTER_SECONDS)
@@ -224,6 +223,10 @@ class Launcher:
             awaited.discard(event.child)
         return [child.facts for child in children if child.facts is not None]
 
+    def _kill(self) -> None:
+        for child in self._children:
+            child.kill()
+
     def _end(self, children: Sequence[Child], seconds: float) -> None:
         for child in children:
             child.terminate()
@@ -231,14 +234,6 @@ class Launcher:
         for child in children:
             if child.end(max(0.0, deadline - time.monotonic())):
                 self._on_line(f"{child.name} | did not end within {seconds:g} s: killed")
-
-
-def _with_memory_shared(config: ClusterConfig) -> ClusterConfig:
-    """Several servers share what one would take for its rows."""
-    if config.server.memory_bytes is not None or config.num_servers == 1:
-        return config
-    share = max(MIB, default_row_memory(available_memory()) // config.num_servers)
-    return config.model_copy(update={"server": config.server.model_copy(update={"memory_bytes": share})})
 
 
 def _failure(child: Child, what: str) -> ChildFailed:

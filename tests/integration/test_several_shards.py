@@ -87,10 +87,10 @@ def test_a_shard_that_was_taken_over_ends_alone(
         before = ours.status().shards
         whole = Scheduler.heartbeat
 
-        def heartbeat(self: Scheduler, shard: int, incarnation: int) -> Beat:
+        def heartbeat(self: Scheduler, shard: int, incarnation: int, memory_pool: str) -> Beat:
             if shard == 0 and incarnation == first:
                 return Beat(cluster_version=1, replaced=True)
-            return whole(self, shard, incarnation)
+            return whole(self, shard, incarnation, memory_pool)
 
         first, second = (shard.incarnation for shard in before)
         monkeypatch.setattr(Scheduler, "heartbeat", heartbeat)

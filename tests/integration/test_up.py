@@ -125,7 +125,8 @@ def test_a_signal_ends_everything_in_good_order(number: signal.Signals) -> None:
         running.assert_no_child_is_left()
 
 
-def test_a_child_that_cannot_end_is_killed_after_a_while() -> None:
+def test_a_child_that_cannot_end_is_killed_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GEARTRAIN_SERVER__LEAVE_TIMEOUT_SECONDS", "0")
     with up("--shards=1") as running:
         psutil.Process(running.facts["pids"]["server 0"]).suspend()
         running.process.terminate()

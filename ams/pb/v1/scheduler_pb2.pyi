@@ -154,20 +154,24 @@ class HeartbeatRequest(_message.Message):
     SHARD_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
     HIGHEST_INCARNATION_FIELD_NUMBER: _builtins.int
+    MEMORY_POOL_FIELD_NUMBER: _builtins.int
     shard: _builtins.int
     incarnation: _builtins.int
     highest_incarnation: _builtins.int
     """As in RegisterRequest."""
+    memory_pool: _builtins.str
+    """A name of the memory (of a machine, or a container) that its process shares with others. Empty: not said."""
     def __init__(
         self,
         *,
         shard: _builtins.int = ...,
         incarnation: _builtins.int = ...,
         highest_incarnation: _builtins.int = ...,
+        memory_pool: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["highest_incarnation", b"highest_incarnation", "incarnation", b"incarnation", "shard", b"shard"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["highest_incarnation", b"highest_incarnation", "incarnation", b"incarnation", "memory_pool", b"memory_pool", "shard", b"shard"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -180,12 +184,15 @@ class HeartbeatReply(_message.Message):
     UNKNOWN_FIELD_NUMBER: _builtins.int
     REPLACED_FIELD_NUMBER: _builtins.int
     CLUSTER_VERSION_FIELD_NUMBER: _builtins.int
+    POOL_SHARDS_FIELD_NUMBER: _builtins.int
     HIGHEST_INCARNATION_FIELD_NUMBER: _builtins.int
     unknown: _builtins.bool
     """The scheduler does not know this shard (any more): register again."""
     replaced: _builtins.bool
     """Another process holds this shard now: stop serving."""
     cluster_version: _builtins.int
+    pool_shards: _builtins.int
+    """Living shards in the memory pool that the request named. 0: it named none."""
     highest_incarnation: _builtins.int
     """As in RegisterReply."""
     def __init__(
@@ -194,11 +201,12 @@ class HeartbeatReply(_message.Message):
         unknown: _builtins.bool = ...,
         replaced: _builtins.bool = ...,
         cluster_version: _builtins.int = ...,
+        pool_shards: _builtins.int = ...,
         highest_incarnation: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster_version", b"cluster_version", "highest_incarnation", b"highest_incarnation", "replaced", b"replaced", "unknown", b"unknown"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster_version", b"cluster_version", "highest_incarnation", b"highest_incarnation", "pool_shards", b"pool_shards", "replaced", b"replaced", "unknown", b"unknown"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

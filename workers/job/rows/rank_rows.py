@@ -6,6 +6,7 @@ from concurrent.futures import Future
 
 import torch
 
+from geartrain.ams.client.leave_watch import LeaveWatch
 from geartrain.ams.client.snapshots.snapshot import PendingSnapshot
 from geartrain.ams.storage.snapshot.folder import Snapshot
 from geartrain.ams.storage.snapshot.store import Place
@@ -25,7 +26,7 @@ class JobRowsOnRanks:
         self._device = device
         self._head: ClassHead | None = None
         self.times = RowTimes()
-        self.watch = None
+        self.watch: LeaveWatch | None = None
         self.cluster = None
 
     def open(self, recipe: Recipe, table: str, num_classes: int, saved: Snapshot | None) -> ClassHead:

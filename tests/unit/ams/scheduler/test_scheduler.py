@@ -141,6 +141,18 @@ def test_a_newcomer_with_the_address_of_a_holder_waits_until_that_is_known_to_be
     assert cluster.scheduler.register("host:1", 1, incarnation=201).shard == 1
 
 
+def test_a_shard_is_told_how_many_share_its_memory() -> None:
+    cluster = FakeCluster(num_shards=4)
+    for shard, pool in enumerate(("a", "a", "b", "a")):
+        cluster.scheduler.register(f"host:{shard}", shard, incarnation=100 + shard)
+        cluster.scheduler.heartbeat(shard, 100 + shard, pool)
+    cluster.now = 2.0
+    assert [cluster.scheduler.heartbeat(0, 100, pool).pool_shards for pool in ("a", "")] == [3, 0]
+    cluster.scheduler.leave(3, 103)
+    cluster.now = 4.0
+    assert cluster.scheduler.heartbeat(0, 100, "a").pool_shards == 2
+
+
 def test_a_shard_that_left_frees_its_place_and_its_successor_moves_the_cluster_version() -> None:
     cluster = FakeCluster()
     cluster.register_both()

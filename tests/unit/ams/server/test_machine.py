@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from geartrain.ams.server.machine import available_memory, default_row_memory, keep_to_cpus
+from geartrain.ams.server.machine import default_row_memory, keep_to_cpus, memory_pool
 from geartrain.ams.values.errors import ConfigError
 
 GIB = 1 << 30
@@ -22,7 +22,8 @@ def write(root: Path, path: str, text: str) -> None:
 
 
 def test_without_cgroups_it_is_the_memory_of_the_machine(tmp_path: Path) -> None:
-    assert available_memory(tmp_path) == psutil.virtual_memory().total
+    assert memory_pool(tmp_path).num_bytes == psutil.virtual_memory().total
+    assert memory_pool(tmp_path).name == memory_pool(tmp_path / "of another container").name
 
 
 @pytest.mark.parametrize(
@@ -51,7 +52,18 @@ def test_it_is_the_least_limit_of_the_cgroups_around_the_process(
     write(tmp_path, "proc/self/cgroup", f"{cgroup}\n")
     for path, limit in files.items():
         write(tmp_path, path, f"{limit}\n")
-    assert available_memory(tmp_path) == GIB
+    assert memory_pool(tmp_path).num_bytes == GIB
+
+
+def test_processes_share_a_pool_where_one_cgroup_limits_them(tmp_path: Path) -> None:
+    names = {}
+    for box, limits in {"a": GIB, "b": GIB, "c": None, "d": None}.items():
+        write(tmp_path, "sys/fs/cgroup/pod/memory.max", f"{2 * GIB}\n")
+        write(tmp_path, f"sys/fs/cgroup/pod/{box}/memory.max", f"{limits or 'max'}\n")
+        write(tmp_path, "proc/self/cgroup", f"0::/pod/{box}\n")
+        names[box] = memory_pool(tmp_path).name
+    assert names["c"] == names["d"]
+    assert len(set(names.values())) == 3
 
 
 def test_a_share_is_left_for_what_is_not_rows() -> None:
