@@ -156,14 +156,14 @@ class ShardService:
 
     def _write_frozen(self, write: WriteFrozen, call: Call) -> Any:
         checked_snapshot_id("snapshot_id", write.snapshot_id)
-        return self._ask(replace(write, folder=str(self._roots.resolve(write.folder))), call)
+        return self._ask(replace(write, folder=self._roots.resolve(write.folder, call.user)), call)
 
     def _thaw(self, thaw: Thaw, call: Call) -> Any:
         checked_snapshot_id("snapshot_id", thaw.snapshot_id)
         return self._ask(thaw, call)
 
     def _restore(self, restore: Restore, call: Call) -> Any:
-        return self._ask(replace(restore, folder=str(self._roots.resolve(restore.folder))), call)
+        return self._ask(replace(restore, folder=self._roots.resolve(restore.folder, call.user)), call)
 
     def _fence(self, fence: Fence, call: Call) -> Any:
         done = self._ask(fence, call)

@@ -71,7 +71,7 @@ def write_file(path: Path, *parts: Buffer) -> None:
     synced."""
     part = path.with_name(f"{PART_PREFIX}{uuid.uuid4().hex}-{path.name}")
     try:
-        with part.open("wb") as file:
+        with part.open("xb") as file:
             for data in parts:
                 disk.write(file, data)
             failpoints.reach("file.sync.before")

@@ -242,7 +242,7 @@ class ServerConfig(Section):
     sync_timeout_seconds: Seconds = 60.0
     """How long a synchronous push waits for the other ranks of its group."""
     snapshot_roots: SnapshotRootList | None = None
-    """Where snapshots may be, as /snapshots,s3://bucket/runs; None: anywhere, on other than loopback nowhere."""
+    """Where snapshots may be, as /snapshots,s3://bucket/runs; None: anywhere for its own user, off loopback nowhere."""
     rule_modules: Modules | None = None
     """Modules to import for their rules by which rows go (``@gt.expiry_rule``), as my_package.rules. None: none."""
     memory_bytes: int | None = Field(default=None, ge=MIB)
@@ -280,7 +280,7 @@ class GraphConfig(Section):
     memory_bytes: int = Field(default=8 << 30, ge=1 << 16)
     """For rows and candidates while a graph is built; with less than all rows need, they are read more than once."""
     snapshot_roots: SnapshotRootList | None = None
-    """Where snapshots may be, as /snapshots,s3://bucket/runs; None: anywhere, on other than loopback nowhere."""
+    """Where snapshots may be, as /snapshots,s3://bucket/runs; None: anywhere for its own user, off loopback nowhere."""
     insecure: bool = False
     """Serve on a non-loopback address without encryption or authentication."""
     max_message_bytes: MessageBytes = MAX_MESSAGE_BYTES

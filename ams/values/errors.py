@@ -289,8 +289,9 @@ class SnapshotTooNew(SnapshotDamaged):
 
 
 class SnapshotRefused(SnapshotError):
-    """A role does not read or write snapshots in this place. The message names its setting ``snapshot_roots``.
+    """A role does not read or write snapshots in this place, or not for another user.
 
+    The message names its setting ``snapshot_roots``.
     It says the same whether or not there is anything in that place.
     """
 

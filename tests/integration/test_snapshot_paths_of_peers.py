@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
+import shutil
 import socket
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +21,24 @@ import pytest
 from geartrain.ams.client.cluster import Cluster
 from geartrain.ams.client.factory import connect
 from geartrain.ams.graph.service.role import GraphServer
+from geartrain.ams.observe.failpoints import armed
 from geartrain.ams.pb.v1 import graph_pb2, scheduler_pb2, shard_pb2
 from geartrain.ams.rpc.client.gear import GrpcGearCarrier
 from geartrain.ams.rpc.services import GRAPH, SCHEDULER, SHARD
 from geartrain.ams.server.role import ShardServer
 from geartrain.ams.storage.snapshot import roots as snapshot_roots
+from geartrain.ams.storage.snapshot.folder import open_snapshot
+from geartrain.ams.storage.snapshot.manifest import Parent, encode_manifest
 from geartrain.ams.values.config import ClientConfig, GraphConfig, ServerConfig
-from geartrain.ams.values.errors import ConfigError, GeartrainError, SnapshotRefused, error_named
+from geartrain.ams.values.errors import (
+    ConfigError,
+    GeartrainError,
+    SnapshotDamaged,
+    SnapshotFailed,
+    SnapshotNotFound,
+    SnapshotRefused,
+    error_named,
+)
 from geartrain.ams.values.optimizers.registry import SGD
 from geartrain.launch.graph_role import ConnectedCluster
 from tests.integration.conftest import ServedCluster
@@ -54,7 +70,8 @@ class Roles:
         self.table = self.cluster.create_table("t", dim=8, num_rows=100, optimizer=SGD(0.1))
         self.table.assign(IDS, ROWS)
         self.cluster.graph.build("t", 4)
-        shard = stack.enter_context(grpc.insecure_channel(self.cluster.status().shards[0].address))
+        self.addresses = {SHARD.name: self.cluster.status().shards[0].address, GRAPH.name: listening}
+        shard = stack.enter_context(grpc.insecure_channel(self.addresses[SHARD.name]))
         graph = stack.enter_context(grpc.insecure_channel(listening))
         self._ways = {SHARD.name: shard, GRAPH.name: graph}
 
@@ -169,6 +186,115 @@ def test_a_role_that_others_reach_and_that_has_no_roots_refuses_snapshots_and_se
     assert list(tmp_path.iterdir()) == []
     ours.table.push(IDS, np.zeros((100, 8), np.float32))
     np.testing.assert_array_equal(ours.table.pull(IDS), ROWS)
+
+
+def swap(folder: Path, outside: Path) -> None:
+    """Put a link to a folder outside in the place of one that was looked at already."""
+    folder.rename(folder.with_name(f"{folder.name}.was"))
+    folder.symlink_to(outside)
+
+
+def when_begun(
+    pool: ThreadPoolExecutor, work: Callable[[], Any], passes: Any, place: str, then: Callable[[], None]
+) -> Any:
+    """What becomes of ``work`` if ``then`` happens where it waits."""
+    done = pool.submit(work)
+    while not passes.fired[place]:
+        assert not done.done(), done.result()
+    then()
+    return done.exception(60)
+
+
+@pytest.mark.parametrize("has_roots", [True, False])
+def test_a_folder_that_becomes_a_link_leads_nowhere(
+    roles: Callable[..., Roles], tmp_path: Path, has_roots: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if has_roots:
+        monkeypatch.setattr(snapshot_roots, "is_loopback", lambda _: False)
+    root, outside = tmp_path / "root", tmp_path / "outside"
+    root.mkdir()
+    outside.mkdir()
+    ours = roles(*([str(root)] if has_roots else []))
+    kept = ours.cluster.snapshot(root, "kept").result(60)
+    with ThreadPoolExecutor(1) as pool, armed(f"block.write.before=pause({tmp_path / 'write'})") as passes:
+
+        def write() -> None:
+            (staging,) = root.glob(".staging-*")
+            swap(staging, outside)
+            (tmp_path / "write").touch()
+
+        error = when_begun(pool, ours.cluster.snapshot(root, "a").result, passes, "block.write.before", write)
+        assert isinstance(error, SnapshotFailed), error
+    assert list(outside.iterdir()) == []
+    copy = outside / "copy"
+    shutil.copytree(kept, copy)
+    with ThreadPoolExecutor(1) as pool, armed(f"restore.block.before=pause({tmp_path / 'read'})") as passes:
+
+        def read() -> None:
+            swap(Path(str(kept)), copy)
+            (tmp_path / "read").touch()
+
+        restoring = lambda: ours.cluster.restore(kept, replace=True)  # noqa: E731
+        error = when_begun(pool, restoring, passes, "restore.block.before", read)
+        assert isinstance(error, SnapshotDamaged | SnapshotNotFound), error
+
+
+_AS_ANOTHER_USER = """
+import encodings.idna, os, socket, sys, threading
+os.setgid(65534)
+os.setuid(65534)
+def carry(one, other):
+    while data := one.recv(65536):
+        other.sendall(data)
+    other.shutdown(socket.SHUT_WR)
+listener = socket.create_server(("127.0.0.1", 0))
+print(listener.getsockname()[1], flush=True)
+while True:
+    near, far = listener.accept()[0], socket.create_connection(("127.0.0.1", int(sys.argv[1])))
+    for pair in ((near, far), (far, near)):
+        threading.Thread(target=carry, args=pair, daemon=True).start()
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root makes a process of another user")
+def test_another_user_of_the_machine_names_no_folder(roles: Callable[..., Roles], tmp_path: Path) -> None:
+    ours = roles()
+    path = ours.cluster.snapshot(tmp_path, "a").result(60)
+    (staging := tmp_path / f".staging-b-{ID}").mkdir()
+    with contextlib.ExitStack() as stack:
+        for service, address in ours.addresses.items():
+            proxy = subprocess.Popen(
+                [sys.executable, "-I", "-S", "-c", _AS_ANOTHER_USER, address.rpartition(":")[2]],
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            stack.callback(proxy.communicate)
+            stack.callback(proxy.kill)
+            assert proxy.stdout is not None
+            port = int(proxy.stdout.readline())
+            ours._ways[service] = stack.enter_context(grpc.insecure_channel(f"127.0.0.1:{port}"))
+        for folder in (str(path), str(staging)):
+            for error in ours.refusals(folder):
+                assert isinstance(error, SnapshotRefused)
+                assert re.search(r"is of user 65534, and user 0 runs this .*(server|graph)\.snapshot_roots", str(error))
+    assert list(staging.iterdir()) == []
+
+
+def test_a_snapshot_adds_to_none_that_lies_elsewhere(roles: Callable[..., Roles], tmp_path: Path) -> None:
+    ours = roles()
+    root = tmp_path / "root"
+    ours.cluster.snapshot(root, "a").result(60)
+    ours.table.push(IDS[:3], np.ones((3, 8), np.float32))
+    path = Path(str(ours.cluster.snapshot(root, "b", parent="a").result(60)))
+    (tmp_path / "elsewhere").mkdir()
+    (root / "a").rename(tmp_path / "elsewhere" / "a")
+    manifest = open_snapshot(path).manifest
+    assert manifest.parent is not None
+    parent = Parent.model_construct(name="../elsewhere/a", id=manifest.parent.id)
+    (path / "manifest.json").write_bytes(encode_manifest(manifest.model_copy(update={"parent": parent})))
+    with pytest.raises(SnapshotDamaged, match=r"parent.*\.\./elsewhere/a"):
+        ours.cluster.restore(path, replace=True)
+    assert isinstance(ours.refusals(str(path))[1], SnapshotDamaged)
 
 
 def test_an_id_of_a_snapshot_is_32_hexadecimal_digits(roles: Callable[..., Roles], tmp_path: Path) -> None:

@@ -96,20 +96,20 @@ class GraphService:
     def _forget(self, request: ForgetGraph, _: Call) -> None:
         self._graphs.forget(request.table)
 
-    def _write(self, request: WriteGraphs, _: Call) -> tuple[str, ...]:
-        folder = str(self._roots.resolve(request.folder))
+    def _write(self, request: WriteGraphs, call: Call) -> tuple[str, ...]:
+        folder = self._roots.resolve(request.folder, call.user)
         snapshot_id = checked_snapshot_id("snapshot_id", request.snapshot_id)
         entries = self._graphs.write_snapshot(folder, snapshot_id, request.tables)
         return tuple(entry.model_dump_json() for entry in entries)
 
-    def _restore(self, request: RestoreGraphs, _: Call) -> tuple[str, ...]:
+    def _restore(self, request: RestoreGraphs, call: Call) -> tuple[str, ...]:
         if len(request.incarnations) != len(request.tables):
             raise InvalidArgument(
                 f"{len(request.tables)} tables are to have their graphs restored, with {len(request.incarnations)} "
                 "incarnations; each table needs one"
             )
         tables = dict(zip(request.tables, request.incarnations, strict=True))
-        return tuple(self._graphs.restore_snapshot(str(self._roots.resolve(request.folder)), tables))
+        return tuple(self._graphs.restore_snapshot(self._roots.resolve(request.folder, call.user), tables))
 
 
 class GraphServer:

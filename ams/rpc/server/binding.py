@@ -9,6 +9,7 @@ from typing import Any
 
 import grpc
 
+from geartrain.ams.rpc.server.peer_user import user_of_peer
 from geartrain.ams.rpc.server.server import Bound, BytesMethod, BytesStream
 from geartrain.ams.rpc.services import Method, Service
 from geartrain.ams.values.rpc import Rpc
@@ -21,6 +22,10 @@ class Call:
 
     context: CallContext
     servicer: grpc.ServicerContext
+
+    def user(self) -> int | None:
+        """Whose process called from this machine; None: that is not known."""
+        return user_of_peer(self.servicer.peer())
 
     def require_waiting(self) -> None:
         """End a call whose caller waits no longer: what it asks for now would come as a surprise."""

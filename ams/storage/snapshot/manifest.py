@@ -53,6 +53,8 @@ counters [R, B] and waiting [R] of filters, and num_pushes [1]."""
 GRAPH = "graph"
 """Kind of the blocks of a class table's graph."""
 MAX_MANIFEST_BYTES = 1 << 30
+SNAPSHOT_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}"
+"""Of a snapshot, and of a file of the job."""
 _DIGEST = "xxh3_128"
 
 Hex128 = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
@@ -106,7 +108,7 @@ class Parent(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
-    name: str
+    name: Annotated[str, Field(pattern=f"^{SNAPSHOT_NAME}$")]
     id: Hex128
 
 
@@ -201,7 +203,7 @@ def block_path(kind: str, table: str, shard: int, index: int) -> str:
 
 def job_path(name: str) -> str:
     """Return the name of the file that holds the job's ``name``. Raises InvalidArgument."""
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
+    if not re.fullmatch(SNAPSHOT_NAME, name):
         raise InvalidArgument(
             f"name is {name!r}; it must be 1 to 100 of A-Z, a-z, 0-9 and ._- and begin with a letter or digit"
         )

@@ -1,8 +1,9 @@
 """What a role lets other processes say of snapshots: places below its roots, and ids.
 
 A role reads and writes snapshots with its own rights, wherever a peer tells it to. So a peer names a place by a path or
-URL of a known kind (``snapshot_store.place``), and a role that other machines can reach only takes those that lie below
-its setting ``snapshot_roots``.
+URL of a known kind (``snapshot_store.place``), which lies below the role's setting ``snapshot_roots``. Without that
+setting a role on loopback takes any place from processes of the user that runs it, who could go there anyway, and none
+from others. A folder is reached part by part without following links, whatever becomes of them after the look.
 """
 
 from __future__ import annotations
@@ -10,10 +11,10 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from geartrain.ams.storage.snapshot.store import Place, parse_place, place
+from geartrain.ams.storage.snapshot.store import Place, RealName, parse_place, place
 from geartrain.ams.values.config import is_loopback
 from geartrain.ams.values.errors import ConfigError, InvalidArgument, SnapshotRefused
 from geartrain.ams.values.text import quoted
@@ -29,16 +30,16 @@ class SnapshotRoots:
     """The places below which a role reads and writes snapshots for its peers. Thread-safe."""
 
     def __init__(self, role: str, listen: str, roots: Sequence[str] | None) -> None:
-        """``role`` is the section of the settings, ``listen`` its address; None as ``roots``: anywhere if nobody but
-        this machine can reach it, else nowhere, which is logged.
+        """``role`` is the section of the settings, ``listen`` its address; None as ``roots``: anywhere for the
+        own user if nobody but this machine can reach it, else nowhere, which is logged.
 
         Raises ConfigError if a root is not an absolute path or a URL of a known kind.
         """
         self._setting = f"{role}.snapshot_roots"
         self._flag = f"--snapshot-roots FOLDER of 'geartrain {role}'"
         self._roots = None if roots is None else tuple(self._root(root) for root in roots)
-        self._is_open = roots is None and is_loopback(listen)
-        if self._roots is None and not self._is_open:
+        self._is_own = roots is None and is_loopback(listen)
+        if self._roots is None and not self._is_own:
             logger.warning(
                 "%s is not set and %s can be reached from other machines: snapshots are refused here; name the folders "
                 "or URLs that hold them (%s)",
@@ -47,15 +48,23 @@ class SnapshotRoots:
                 self._flag,
             )
 
-    def resolve(self, named: str) -> Place:
-        """Return the place that a peer names, without symbolic links and ``..``.
+    def resolve(self, named: str, user: Callable[[], int | None]) -> str:
+        """Return the place that a peer names, without symbolic links and ``..``; ``user`` says whose process it is.
 
         Raises InvalidArgument for what can be no place of a snapshot, and SnapshotRefused for one outside the roots;
         neither depends on what is there.
         """
-        if self._is_open:
-            return place(named)
         shown = repr(named[:_MOST_SHOWN])
+        if self._is_own:
+            if (asking := user()) not in (os.geteuid(), 0):
+                who = "of a user who is not known" if asking is None else f"of user {asking}"
+                raise SnapshotRefused(
+                    f"{shown} is refused: the process that names it is {who}, and user {os.geteuid()} runs this "
+                    f"{self._setting.partition('.')[0]}; others read and write snapshots only below its setting "
+                    f"{self._setting}, which is not set; set it there ({self._flag}) and start it again"
+                )
+            found = place(named)
+            return RealName(os.path.realpath(found)) if isinstance(found, Path) else found
         if self._roots is None:
             raise SnapshotRefused(
                 f"{shown} is refused: this {self._setting.partition('.')[0]} listens beyond its own machine, "
@@ -76,7 +85,7 @@ class SnapshotRoots:
                 f"{shown} is refused: it does not lie below {self._setting} ({roots}); take snapshots into a "
                 f"folder below those, or add its root there ({self._flag})"
             )
-        return place(str(found))
+        return RealName(found) if isinstance(found, Path) else str(place(found))
 
     def _root(self, text: str) -> Place:
         try:

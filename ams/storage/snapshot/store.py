@@ -18,6 +18,7 @@ Nothing is tried again here; fsspec's file systems have their own settings for t
 
 from __future__ import annotations
 
+import os
 import re
 import stat
 import uuid
@@ -25,14 +26,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime
-from pathlib import Path
+from pathlib import Path, PosixPath
 from typing import TYPE_CHECKING, Any
 
 import fsspec
 
 from geartrain.ams.observe import failpoints
 from geartrain.ams.storage.durable import PART_PREFIX, create_folders, disk, remove_quietly, sync_folder, write_file
-from geartrain.ams.storage.snapshot.manifest import JOB, MANIFEST, MARKS
+from geartrain.ams.storage.snapshot.manifest import JOB, MANIFEST, MARKS, SNAPSHOT_NAME
 from geartrain.ams.values.arguments import path_name
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.text import quoted, shown_url
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
 
 Place = Path | str
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 SCHEMES = ("s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "hdfs")
 """Of the URLs that snapshots may lie below: object stores, and HDFS, each with the aliases that fsspec has for it."""
 _SHOWS_HALVES = ("hdfs",)
@@ -51,6 +51,16 @@ _LOCAL_SCHEMES = ("file", "local")
 _HOST = re.compile(r"([A-Za-z0-9._-]+@)?[A-Za-z0-9._-]+(:[0-9]{1,5})?")
 _PART = re.compile(r"[^\x00-\x1f\x7f\\?#]+")
 _STAGING, _TRASH = ".staging-", ".trash-"
+
+
+class RealPath(PosixPath):
+    """A local folder that another process named, without links: one that appears on the way to it is not followed."""
+
+
+class RealName(str):
+    """The text of a :class:`RealPath`, which :func:`place` returns for it: how it is handed on in a request."""
+
+    __slots__ = ()
 
 
 def place(path: str | Path) -> Place:
@@ -72,6 +82,8 @@ def parse_place(path: str | Path) -> Place:
     as templates. So a URL is one of :data:`SCHEMES` or ``file://``, a bucket or host, and a plain path: no chain
     (``::``), no options, no password. Raises InvalidArgument.
     """
+    if isinstance(path, RealPath | RealName):
+        return RealPath(path)
     path = path_name("path", path, "the name of a folder, or a URL")
     if "\0" in str(path):
         raise InvalidArgument(f"path is {quoted(path)}; a name has no zero bytes")
@@ -114,7 +126,7 @@ def name_of(folder: Place) -> str:
 
 def is_name(name: object) -> bool:
     """Whether a snapshot may be called so."""
-    return isinstance(name, str) and _NAME.fullmatch(name) is not None
+    return isinstance(name, str) and re.fullmatch(SNAPSHOT_NAME, name) is not None
 
 
 def store_of(folder: Place) -> SnapshotStore:
@@ -211,10 +223,12 @@ class _LocalStore(SnapshotStore):
         disk.create_folder(Path(staging))  # not synced, which would keep a step waiting: its final name is
 
     def write(self, folder: Place, name: str, *parts: Buffer) -> None:
-        write_file(Path(folder) / name, *parts)
+        with _opened(folder) as here:
+            write_file(here / name, *parts)
 
     def drop(self, folder: Place, name: str) -> None:
-        (Path(folder) / name).unlink()
+        with _opened(folder) as here:
+            (here / name).unlink()
 
     def sync(self, folder: Place) -> None:
         sync_folder(Path(folder))
@@ -232,20 +246,29 @@ class _LocalStore(SnapshotStore):
             raise
 
     def exists(self, folder: Place) -> bool:
-        return Path(folder).exists()
+        try:
+            with _opened(folder) as here:
+                return here.exists()
+        except (FileNotFoundError, NotADirectoryError):
+            return False
 
     def files_of(self, folder: Place, snapshot_id: str) -> Place:  # noqa: ARG002
         return folder
 
     def names(self, folder: Place) -> list[str]:
-        return [child.name for child in Path(folder).iterdir()]
+        with _opened(folder) as here:
+            return [child.name for child in here.iterdir()]
 
     def size(self, folder: Place, name: str) -> int | None:
-        status = (Path(folder) / name).lstat()
+        with _opened(folder) as here:
+            status = (here / name).lstat()
         return status.st_size if stat.S_ISREG(status.st_mode) else None
 
     def read(self, folder: Place, name: str) -> bytes:
-        return (Path(folder) / name).read_bytes()
+        with _opened(folder) as here:
+            descriptor = os.open(here / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)  # a pipe would be waited for
+        with os.fdopen(descriptor, "rb") as file:
+            return file.read()
 
     def first_written(self, folder: Place) -> float:
         return min((child.lstat().st_mtime for child in Path(folder).iterdir()), default=float("inf"))
@@ -295,6 +318,28 @@ class _LocalStore(SnapshotStore):
             with suppress(OSError):
                 (folder / MANIFEST).unlink()
         remove_quietly(folder)
+
+
+@contextmanager
+def _opened(folder: Place) -> Iterator[Path]:
+    """The folder, by a path that leads to it alone: of a :class:`RealPath` each part is opened in the one before."""
+    if not isinstance(folder, RealPath):
+        yield Path(folder)
+        return
+    descriptor = os.open("/", os.O_PATH | os.O_DIRECTORY)
+    try:
+        for part in folder.parts[1:]:
+            if part == "..":
+                raise NotADirectoryError(f"{folder} has '..'")
+            inner = os.open(part, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=descriptor)
+            os.close(descriptor)
+            descriptor = inner
+        yield Path(f"/proc/self/fd/{descriptor}")
+    except OSError as exc:
+        exc.filename = exc.filename2 = None  # of this process alone
+        raise
+    finally:
+        os.close(descriptor)
 
 
 class _UrlStore(SnapshotStore):

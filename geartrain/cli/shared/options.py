@@ -39,7 +39,7 @@ SnapshotRoots = Annotated[
     typer.Option(
         "--snapshot-roots",
         help="Folders and URLs below which it reads and writes snapshots, as /snapshots,s3://bucket/runs; needed for "
-        "them on an address that other machines can reach.",
+        "them on an address that other machines can reach, and for other users of this one.",
     ),
 ]
 SchedulerAddress = Annotated[str | None, typer.Option("--scheduler", help="host:port of the scheduler.")]
