@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import redis
+import yaml
 
 from geartrain.ams.storage.features.factory import open_store
 from geartrain.ams.storage.features.redis_features import refusal
@@ -20,6 +21,7 @@ from geartrain.ams.storage.features.store import FeatureStore
 from geartrain.ams.values.errors import ConfigError, InvalidArgument, StateFailed, StoreUnavailable
 from tests.redis_child import RedisChild, running_redis
 
+COMPOSE = Path(__file__).resolve().parents[4] / "docker-compose.yml"
 IDS = np.arange(5)
 VALUES = [b"value %d" % one for one in range(5)]
 
@@ -177,6 +179,28 @@ def test_wrong_settings_name_the_remedy(child: RedisChild) -> None:
         open_store(child.url, timeout_seconds=-1)
     with pytest.raises(ConfigError, match="is no Redis URL"):
         open_store("redis://host:port/0")
+
+
+def test_the_redis_of_the_containers_does_what_a_store_asks_and_runs_no_script() -> None:
+    services = yaml.safe_load(COMPOSE.read_text())["services"]
+    with running_redis(*services["redis"]["command"][1:]) as child:
+        store = open_store(child.url)
+        store.write(IDS, VALUES)
+        assert store.read(IDS) == VALUES
+        store.remove(IDS)
+        assert store.read(IDS) == [None] * len(IDS)
+        store.close()
+        stranger = client(child)
+        for command in (("EVAL", "return 1", 0), ("CONFIG", "GET", "dir"), ("SET", "other", 1), ("FLUSHALL",)):
+            with pytest.raises(redis.exceptions.NoPermissionError):
+                stranger.execute_command(*command)
+        stranger.close()
+
+
+def test_every_container_has_a_limit_of_memory_and_redis_a_full_version() -> None:
+    services = yaml.safe_load(COMPOSE.read_text())["services"]
+    assert [name for name, service in services.items() if "mem_limit" not in service] == []
+    assert re.fullmatch(r"redis:\d+\.\d+\.\d+", services["redis"]["image"])
 
 
 @pytest.mark.parametrize("password", ["secret", "se%23cret", "se#cret", "se/cret", "se?cret", "se@cret", "6379#secret"])
