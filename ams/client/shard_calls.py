@@ -396,7 +396,7 @@ class ShardCalls:
                     self._look_again(shard)
                     ask = again
                     continue
-                if patience.is_fresh:
+                if patience.is_fresh and self.silence.tell(self.peer(shard)):  # once for all tables and threads
                     address = self._view.shards[shard].address
                     logger.warning(
                         "shard %d at %s does not answer, waiting for it up to %g s: %s",
@@ -405,7 +405,6 @@ class ShardCalls:
                         patience.seconds,
                         exc,
                     )
-                    self.silence.told(self.peer(shard))
                 if not patience.pause():
                     address = self._view.shards[shard].address
                     raise ShardUnavailable(

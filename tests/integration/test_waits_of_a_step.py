@@ -50,3 +50,18 @@ def test_the_state_of_many_tables_waits_for_a_dead_shard_once(
             rest = group.state_dict()
         assert caplog.text.count("does not answer, waiting for it up to 0.5 s") == 1, caplog.text
         assert rest.keys() == whole.keys() and "row_digests" not in str(rest)
+
+
+def test_a_dead_shard_is_named_once_however_many_calls_meet_it(
+    served: Callable[..., ServedCluster], caplog: pytest.LogCaptureFixture
+) -> None:
+    cluster = served(2)
+    config = ClientConfig(attempt_timeout_seconds=5.0, recovery_timeout_seconds=0.3)
+    with gt.connect(cluster.address, config=config) as client:
+        tables = [client.create_table(f"t{n}", dim=4, optimizer=gt.SGD(0.1)) for n in range(TABLES)]
+        cluster.servers[1].stop(0)
+        with caplog.at_level(logging.WARNING):
+            for table in tables:
+                with pytest.raises(ShardUnavailable):
+                    table.pull(IDS)
+        assert caplog.text.count("does not answer, waiting for it") == 1, caplog.text

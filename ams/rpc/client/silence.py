@@ -59,10 +59,12 @@ class SilenceLog:
         if was_named:
             logger.warning("%s at %s answers again", peer.name, peer.address)
 
-    def told(self, peer: Peer) -> None:
-        """Somebody was told that it does not answer, and need not be told again."""
+    def tell(self, peer: Peer) -> bool:
+        """Whether people are to be told that it does not answer: they were not since it was heard last."""
         with self._lock:
+            is_new = peer not in self._named
             self._named.add(peer)
+        return is_new
 
     def ask(self, silent: Callable[[], Sequence[Peer]], wait: str) -> None:
         """Ask the peers that ``silent`` returns for their health, side by side, and log those that do not answer, were
@@ -85,10 +87,8 @@ class SilenceLog:
                 self._name(peer, wait)
 
     def _name(self, peer: Peer, wait: str) -> None:
-        with self._lock:
-            if peer in self._named:
-                return
-            self._named.add(peer)
+        if not self.tell(peer):
+            return
         logger.warning(
             "%s at %s does not answer; waiting for it %s. Its process may be stopped or its machine out of reach "
             "('%s')",
