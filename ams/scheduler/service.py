@@ -9,6 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from geartrain.ams.rpc.client.shard import GrpcCarrier
 from geartrain.ams.rpc.server.binding import bind
 from geartrain.ams.rpc.server.server import GrpcServer
+from geartrain.ams.rpc.server.threads import CallThreads
 from geartrain.ams.rpc.services import SCHEDULER
 from geartrain.ams.scheduler.ask_holder import incarnations_at
 from geartrain.ams.scheduler.data_streams import StreamLeases
@@ -39,8 +40,8 @@ class SchedulerServer:
         self._config = config
         self._server: GrpcServer | None = None
         self._pulse: threading.Thread | None = None
-        self._membership = ThreadPoolExecutor(_MEMBERSHIP_THREADS, thread_name_prefix="membership")
-        self._tables = ThreadPoolExecutor(_TABLE_THREADS, thread_name_prefix="tables")
+        self._membership = CallThreads(_MEMBERSHIP_THREADS, "membership")
+        self._tables = CallThreads(_TABLE_THREADS, "tables")
         self._store: KeyValueStore | None = None
         self._stopping = threading.Event()
         self._ended = threading.Event()
@@ -78,7 +79,9 @@ class SchedulerServer:
             incarnations=incarnations,
             incarnations_at=incarnations_at,
         )
-        self._server = GrpcServer(self._config.listen, self._config.max_message_bytes)
+        self._server = GrpcServer(
+            self._config.listen, self._config.max_message_bytes, reflection=self._config.reflection
+        )
         self._server.add(
             bind(SCHEDULER, SchedulerHandlers(scheduler, streams, steps).by_request),
             lanes=dict.fromkeys(_MEMBERSHIP, self._membership) | dict.fromkeys(_TABLES, self._tables),
@@ -120,6 +123,7 @@ class SchedulerServer:
             self._server.stop(grace_seconds)
             self._server = None
         for lane in (self._membership, self._tables):
+            lane.close()
             lane.shutdown(wait=False)
         self._ended.set()
         if self._store is not None:

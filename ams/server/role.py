@@ -73,7 +73,7 @@ class _HeldShard:
         self.service = ShardService(
             config.max_message_bytes, roots, host=split_address(config.listen)[0], port=config.data_port
         )
-        self.server = GrpcServer(listen, config.max_message_bytes)
+        self.server = GrpcServer(listen, config.max_message_bytes, reflection=config.reflection)
         self.server.add(self.service.bound, waiting=self.service.waiting_methods)
         self.address = config.advertise or _reachable(self.server.address)
         self.incarnation = new_incarnation()

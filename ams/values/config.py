@@ -207,6 +207,8 @@ class SchedulerConfig(Section):
     """Folder of its own for its state, so that a restarted scheduler goes on where it was; None: in memory."""
     insecure: bool = False
     """Serve on a non-loopback address without encryption or authentication."""
+    reflection: bool = False
+    """Tell whoever asks which services and messages there are (gRPC reflection), as grpcurl does."""
     max_message_bytes: MessageBytes = MAX_MESSAGE_BYTES
     """Largest message accepted, in bytes."""
 
@@ -253,6 +255,8 @@ class ServerConfig(Section):
     """Most threads that work on one large request to a shard. None: CPUs of the process / its shards, at most 4."""
     insecure: bool = False
     """Serve on a non-loopback address without encryption or authentication."""
+    reflection: bool = False
+    """Tell whoever asks which services and messages there are (gRPC reflection), as grpcurl does."""
     max_message_bytes: MessageBytes = MAX_MESSAGE_BYTES
     """Largest message accepted, in bytes."""
 
@@ -283,6 +287,8 @@ class GraphConfig(Section):
     """Where snapshots may be, as /snapshots,s3://bucket/runs; None: anywhere for its own user, off loopback nowhere."""
     insecure: bool = False
     """Serve on a non-loopback address without encryption or authentication."""
+    reflection: bool = False
+    """Tell whoever asks which services and messages there are (gRPC reflection), as grpcurl does."""
     max_message_bytes: MessageBytes = MAX_MESSAGE_BYTES
     """Largest message accepted, in bytes."""
 
@@ -347,6 +353,8 @@ class SlowGearConfig(Section):
     """How often the updates of other slow gears are looked for; with fast gears in sync mode: 0."""
     insecure: bool = False
     """Serve on a non-loopback address without encryption or authentication."""
+    reflection: bool = False
+    """Tell whoever asks which services and messages there are (gRPC reflection), as grpcurl does."""
     max_message_bytes: MessageBytes = MAX_MESSAGE_BYTES
     """Largest message accepted, in bytes."""
 

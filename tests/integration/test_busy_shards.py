@@ -43,7 +43,7 @@ def test_more_writers_than_the_buffer_of_parts_has_room_for_are_all_applied_once
 
     later = [0.0]
     # Room for two writes of three parts, all of it held by one whose sender is silent.
-    service._parts = Crowded(max_bytes=400_000, clock=lambda: time.monotonic() + later[0])
+    service._parts = Crowded(max_bytes=410_000, clock=lambda: time.monotonic() + later[0])
     silent = CallContext(stream="silent", incarnation=1, sequence=1, oldest_unacknowledged=1)
     assert service._parts.add(silent, 0, 2, (np.arange(1000), np.zeros((1000, 48), np.float32))) is None
     ids = np.arange(ROWS)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 
+import grpc
 import numpy as np
 import pytest
 
@@ -131,3 +133,32 @@ def test_a_shard_whose_writer_has_ended_is_served_no_more_and_the_process_ends_w
         poll(lambda left=left: states(scheduler) == left, "it counts as lost")  # type: ignore[misc]
     assert both.wait(DEADLINE_SECONDS)
     assert "shard 1 is broken: the writer of shard 1 has ended: SystemExit(3)" in (both.end_reason or "")
+
+
+def test_strangers_who_begin_heartbeats_and_send_none_keep_no_shard_out_and_no_dead_one_up(
+    scheduler: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    over = threading.Event()
+
+    def no_message() -> Iterator[bytes]:
+        over.wait(2 * DEADLINE_SECONDS)
+        yield from ()
+
+    with ExitStack() as stack:
+        stack.callback(over.set)
+        strangers = []
+        for number in range(64):
+            if number % 16 == 0:
+                options = [("grpc.use_local_subchannel_pool", 1)]
+                channel = stack.enter_context(grpc.insecure_channel(scheduler, options))
+            method = "/geartrain.ams.v1.Scheduler/" + ("Register" if number % 2 else "Heartbeat")
+            strangers.append(channel.stream_unary(method).future(no_message()))
+        server = ShardServer(ServerConfig(scheduler=scheduler, shards=2, heartbeat_seconds=0.05))
+        stack.callback(server.stop, 0)
+        server.start()
+        assert states(scheduler) == ["up", "up"]
+        dead = threading.Event()
+        monkeypatch.setattr(_HeldShard, "beat", lambda *_: dead.wait(2 * DEADLINE_SECONDS))
+        stack.callback(dead.set)
+        poll(lambda: states(scheduler) == ["lost", "lost"], "those without heartbeats count as lost")
+        assert len(strangers) == 64

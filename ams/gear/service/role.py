@@ -107,7 +107,9 @@ class GearServer:
 
     def bind(self) -> str:
         """Bind; return the address. Raises ConfigError (the port is in use)."""
-        self._server = GrpcServer(self._config.listen, self._config.max_message_bytes)
+        self._server = GrpcServer(
+            self._config.listen, self._config.max_message_bytes, reflection=self._config.reflection
+        )
         return self._server.address
 
     def serve(self, handler: GearHandler) -> None:

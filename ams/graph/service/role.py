@@ -155,7 +155,7 @@ class GraphServer:
             store, builds = GraphStore(self._store), Path(config.data) / "builds"
         self._graphs = Graphs(self._cluster, store=store, builds=builds, memory_bytes=config.memory_bytes)
         self._service = GraphService(self._graphs, self._roots)
-        self._server = GrpcServer(config.listen, config.max_message_bytes)
+        self._server = GrpcServer(config.listen, config.max_message_bytes, reflection=config.reflection)
         self._server.add(bind(GRAPH, self._service.by_request))
         self._server.start()
         self._server.ready()

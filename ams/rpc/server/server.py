@@ -17,6 +17,7 @@ from grpc_reflection.v1alpha import reflection
 
 from geartrain.ams.kernels.engine import Waiter
 from geartrain.ams.rpc.channel import WAITS_KEY, channel_options
+from geartrain.ams.rpc.server.threads import CallThreads, message_is_here
 from geartrain.ams.rpc.server.waiting import BeginMethod, WaitingCalls
 from geartrain.ams.rpc.status import abort
 from geartrain.ams.values.config import split_address
@@ -42,10 +43,10 @@ class Bound(NamedTuple):
 
 
 class GrpcServer:
-    """A bound port that serves one service, with health and reflection."""
+    """A bound port that serves one service, with health, and reflection where it is asked for."""
 
-    def __init__(self, listen: str, max_message_bytes: int) -> None:
-        self.calls = ThreadPoolExecutor(MAX_CONCURRENT_CALLS, thread_name_prefix="grpc")
+    def __init__(self, listen: str, max_message_bytes: int, *, reflection: bool = False) -> None:
+        self.calls = CallThreads(MAX_CONCURRENT_CALLS, "grpc")
         """Runs the methods that have no lane of their own."""
         self._server = grpc.server(self.calls, options=channel_options(max_message_bytes))
         self._waiting = WaitingCalls(self.calls)
@@ -58,11 +59,12 @@ class GrpcServer:
             raise ConfigError(_refusal(listen, host, port))
         self.address = f"[{host}]:{bound}" if ":" in host else f"{host}:{bound}"
         self._health = health.HealthServicer()
-        self._health_lane = ThreadPoolExecutor(_HEALTH_THREADS, thread_name_prefix="grpc-health")
+        self._health_lane = CallThreads(_HEALTH_THREADS, "grpc-health")
         # A server whose threads all wait is busy, not dead.
         self._health.Check = _on_lane(self._health.Check, self._health_lane)  # type: ignore[method-assign]
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self._services: list[str] = []
+        self._has_reflection = reflection
 
     def add(
         self,
@@ -92,8 +94,9 @@ class GrpcServer:
 
     def start(self) -> None:
         """Accept calls. Health says NOT_SERVING until :meth:`ready`."""
-        names = (*self._services, health.SERVICE_NAME, reflection.SERVICE_NAME)
-        reflection.enable_server_reflection(names, self._server)
+        if self._has_reflection:
+            names = (*self._services, health.SERVICE_NAME, reflection.SERVICE_NAME)
+            reflection.enable_server_reflection(names, self._server)
         self._health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
         self._server.start()
 
@@ -113,6 +116,8 @@ class GrpcServer:
         self._health.enter_graceful_shutdown()
         self._server.stop(grace_seconds).wait()
         self._waiting.close()
+        for threads in (self.calls, self._health_lane):
+            threads.close()
         self._health_lane.shutdown(wait=False)
 
 
@@ -189,6 +194,7 @@ def _on_lane(method: Callable[..., Any], lane: ThreadPoolExecutor | None) -> Cal
 
 def _typed(method: BytesMethod) -> BytesMethod:
     def answer(data: bytes, servicer_context: grpc.ServicerContext) -> bytes:
+        message_is_here()
         try:
             return method(data, servicer_context)
         except GeartrainError as error:
@@ -201,6 +207,7 @@ def _typed(method: BytesMethod) -> BytesMethod:
 
 def _typed_stream(stream: BytesStream) -> BytesStream:
     def answer(data: bytes, servicer_context: grpc.ServicerContext) -> Iterator[bytes]:
+        message_is_here()
         try:
             yield from stream(data, servicer_context)
         except GeartrainError as error:

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import grpc
 
+from geartrain.ams.rpc.server.threads import message_is_here
 from geartrain.ams.rpc.status import status_of
 from geartrain.ams.values.errors import GeartrainError, InternalError, StepPending
 
@@ -62,6 +63,7 @@ class WaitingCalls:
         """Return what serves a method that ``begin`` begins."""
 
         def answer(data: bytes, servicer_context: grpc.ServicerContext, send: Send) -> None:
+            message_is_here()
             call = _Call(servicer_context, send)
             try:
                 begun = begin(data, servicer_context)

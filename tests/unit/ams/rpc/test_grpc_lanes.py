@@ -10,6 +10,7 @@ from contextlib import ExitStack
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from geartrain.ams.rpc.server import server as grpc_server
 from geartrain.ams.rpc.server.server import Bound, GrpcServer
@@ -58,3 +59,16 @@ def test_health_is_answered_while_all_other_threads_wait(blocked: grpc.Channel) 
     asked = health_pb2.HealthCheckRequest(service="s")
     reply = health_pb2_grpc.HealthStub(blocked).Check(asked, timeout=DEADLINE_SECONDS)
     assert reply.status == health_pb2.HealthCheckResponse.SERVING
+
+
+def test_services_are_listed_where_reflection_is_asked_for() -> None:
+    server = GrpcServer("127.0.0.1:0", 1 << 20, reflection=True)
+    server.add(Bound("s", {}))
+    server.start()
+    try:
+        with grpc.insecure_channel(server.address) as channel:
+            ask = iter([reflection_pb2.ServerReflectionRequest(list_services="")])
+            (listed,) = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(ask)
+            assert "s" in [entry.name for entry in listed.list_services_response.service]
+    finally:
+        server.stop(0)

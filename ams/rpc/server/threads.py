@@ -1,0 +1,145 @@
+"""Threads of a gRPC server, which no caller can hold who begins calls and does not send their messages.
+
+grpcio gives a call its thread when it begins, and lets it wait there for the message, for as long as the caller likes;
+what has come of the message is kept meanwhile. Here only a few calls read their messages at once, the others wait in
+line: connections whose messages come go first, then machines and connections that have few. Who takes too long over it
+is ended: soon where others wait, at the latest after :data:`MESSAGE_SECONDS`. A call whose message is there counts no
+more; it waits for one of the threads that work.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+MOST_READING = 8
+"""Calls that read their messages at once. Each may hold a message of max_message_bytes."""
+MESSAGE_SECONDS = 30.0
+"""For a message to be there."""
+_CROWDED_SECONDS = 2.0
+"""The same where others wait; the more wait, the less."""
+_LOOK_SECONDS, _IDLE_LOOK_SECONDS = 0.1, 1.0
+
+
+@dataclass(eq=False)
+class _Call:
+    handle: Any
+    """Of grpcio, to end it."""
+    peer: str
+    work: Callable[[], Any]
+    done: Future[Any] = field(default_factory=Future)
+    began: float | None = None
+    """When it had a thread."""
+    has_slot: bool = False
+
+    @property
+    def host(self) -> str:
+        """Of "ipv4:1.2.3.4:567" what stands before the port."""
+        return self.peer.rpartition(":")[0]
+
+
+_at_work = threading.local()
+
+
+def message_is_here() -> None:
+    """Note that the call of this thread has its message, and wait until its work may begin."""
+    begin = getattr(_at_work, "begin", None)
+    if begin is not None:
+        begin()
+
+
+class CallThreads(ThreadPoolExecutor):
+    """Threads for the work of ``most_calls`` calls of a server at once, and for those that read their messages.
+
+    Thread-safe.
+    """
+
+    def __init__(self, most_calls: int, name: str) -> None:
+        super().__init__(most_calls + MOST_READING, thread_name_prefix=name)
+        self._slots = threading.Semaphore(most_calls)
+        self._changed = threading.Condition()
+        self._line: list[_Call] = []
+        self._reading: set[_Call] = set()
+        self._ended: Counter[str] = Counter()
+        """By connection, while calls wait in line: those whose messages did not come."""
+        self._is_over = False
+        self._watch = threading.Thread(target=self._end_slow_ones, name=f"{name}-watch", daemon=True)
+        self._watch.start()
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Let a thread do something: what is no call of grpcio's counts as work."""
+        handle = next((arg.call for arg in args if hasattr(arg, "call_details")), None)
+        if handle is None:
+            return super().submit(self._work, fn, args, kwargs)
+        call = _Call(handle, handle.peer().decode(), partial(fn, *args, **kwargs))
+        with self._changed:
+            self._line.append(call)
+            self._begin()
+            if self._line:
+                self._changed.notify()
+        return call.done
+
+    def close(self) -> None:
+        """End the thread that looks for slow calls. Idempotent."""
+        with self._changed:
+            self._is_over = True
+            self._changed.notify()
+
+    def _work(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        with self._slots:
+            return fn(*args, **kwargs)
+
+    def _begin(self) -> None:
+        """Let those read whose turn it is."""
+        while self._line and len(self._reading) < MOST_READING:
+            of_host = Counter(one.host for one in self._reading)
+            of_peer = Counter(one.peer for one in self._reading)
+            call = min(self._line, key=lambda one: (self._ended[one.peer], of_host[one.host], of_peer[one.peer]))
+            if of_peer[call.peer] and of_host[call.host] >= MOST_READING // 2:
+                return
+            self._line.remove(call)
+            self._reading.add(call)
+            super().submit(self._run, call)
+
+    def _leave(self, call: _Call) -> None:
+        with self._changed:
+            if call in self._reading:
+                self._reading.remove(call)
+                self._begin()
+
+    def _run(self, call: _Call) -> None:
+        def begin() -> None:
+            self._leave(call)
+            self._slots.acquire()
+            call.has_slot = True
+
+        call.began, _at_work.begin = time.monotonic(), begin
+        try:
+            call.work()
+        finally:
+            _at_work.begin = None
+            if call.has_slot:
+                self._slots.release()
+            self._leave(call)
+            call.done.set_result(None)
+
+    def _end_slow_ones(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait(_LOOK_SECONDS if self._reading else _IDLE_LOOK_SECONDS)
+                if self._is_over:
+                    return
+                seconds = _CROWDED_SECONDS / (1 + len(self._line) / 8) if self._line else MESSAGE_SECONDS
+                until = time.monotonic() - max(seconds, _LOOK_SECONDS)
+                slow = [one for one in self._reading if one.began is not None and one.began < until]
+                self._ended.update(one.peer for one in slow)
+                if not self._line:
+                    self._ended.clear()
+            for call in slow:
+                call.handle.cancel()
