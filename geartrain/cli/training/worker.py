@@ -72,8 +72,8 @@ def glyphs(
 ) -> None:
     """Learn to read 40,992 CJK characters and Hangul syllables from fonts, and test on fonts never seen.
 
-    Without --scheduler the rows live in this process. Under torchrun the ranks train in step (with --scheduler, or
-    --rows ranks).
+    Without --scheduler the rows live in this process. Under 'torchrun --rdzv-backend loopback' the ranks train in step
+    (with --scheduler, or --rows ranks).
     """
     own: dict[str, Any] = {
         "batch_size": batch_size,
