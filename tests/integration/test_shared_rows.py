@@ -212,13 +212,13 @@ def test_ranks_meet_through_shared_memory_and_one_that_waits_long_asks_again(
     served: Served, messages: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told = threading.Semaphore(0)
-    begin_anew = shard_calls._Patience.begin_anew
+    begin_anew = shard_calls.ShardPatience.begin_anew
 
-    def telling(self: shard_calls._Patience) -> None:  # after StepPending
+    def telling(self: shard_calls.ShardPatience) -> None:  # after StepPending
         told.release()
         begin_anew(self)
 
-    monkeypatch.setattr(shard_calls._Patience, "begin_anew", telling)
+    monkeypatch.setattr(shard_calls.ShardPatience, "begin_anew", telling)
     with connected(served(1)) as ours:
         ours._calls.config = ours._calls.config.model_copy(
             update={"attempt_timeout_seconds": 0.3, "recovery_timeout_seconds": 0.0}

@@ -315,5 +315,5 @@ def inject(patch: pytest.MonkeyPatch, network: Network, clock: Clock) -> FaultyD
         clock.now += PAUSE_SECONDS
         return True
 
-    patch.setattr(shard_calls_module._Patience, "pause", pause)
+    patch.setattr(shard_calls_module.ShardPatience, "pause", pause)
     return FaultyDisk(patch)
