@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -28,6 +29,8 @@ from geartrain.ams.values.shard_messages import CallContext, jobs_of
 MAX_STREAMS = 4096
 MOST_READ = 2**62
 """Largest epoch or position of a cursor."""
+_MOST_GONE = 256
+"""Workers without a lease that a job remembers: names are new for each process where containers make them."""
 _KIND, _FENCE = "streams", "fence"
 
 
@@ -45,7 +48,7 @@ class _Job:
     workers: dict[str, _Worker] = field(default_factory=dict)
     """Those with a lease."""
     incarnations: dict[str, int] = field(default_factory=dict)
-    """The highest of each worker that ever had one."""
+    """The highest of each worker that has a lease, and of the last that had one; the latest at the end."""
     data: str = ""
     """What the streams are parts of, in the words of the first worker that said so."""
     expected_workers: int = 1
@@ -80,12 +83,21 @@ class _Job:
         self.workers.pop(worker, None)
         self.holders = [None if holder == worker else holder for holder in self.holders]
 
+    def note(self, worker: str, incarnation: int) -> None:
+        """Note who has a lease now; of those who have none any more the earliest is forgotten."""
+        self.incarnations.pop(worker, None)
+        self.incarnations[worker] = incarnation
+        gone = [name for name in self.incarnations if name not in self.workers]
+        for name in gone[: max(0, len(gone) - _MOST_GONE)]:
+            del self.incarnations[name]
+
     def share(self, worker: str, now: float) -> int:
         """How many streams a worker should hold: as many as each other, or one more."""
         count = max(len(self.workers), self.expected_workers if now < self.expected_until else 0)
         least, more = divmod(len(self.cursors), count)
         # Those who hold most keep the odd ones, so that the fewest move.
-        order = sorted(self.workers, key=lambda name: (-len(self.held_by(name)), name))
+        held = Counter(self.holders)
+        order = sorted(self.workers, key=lambda name: (-held[name], name))
         return least + (order.index(worker) < more)
 
 
@@ -167,7 +179,7 @@ class StreamLeases:
                 changed.expected_until = now + self.lease_seconds
             changed.expected_workers = num_workers
             changed.workers[worker] = _Worker(incarnation, now + self.lease_seconds)
-            changed.incarnations[worker] = incarnation
+            changed.note(worker, incarnation)
             if len(changed.workers) >= num_workers:
                 changed.expected_until = float("-inf")  # all have come
             missing = changed.share(worker, now) - len(changed.held_by(worker))
