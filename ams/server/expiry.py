@@ -16,6 +16,8 @@ logger = logging.getLogger(__name__)
 
 _NEVER = 2**63 - 1
 _NOW = 0.0
+_LEAP_SECONDS = 3600
+"""Of one push, for rules that do not say after how many seconds to look."""
 
 
 @dataclass
@@ -24,7 +26,11 @@ class ExpiryPass:
 
     clock: TableClock
     """Of its beginning."""
+    only_counts: bool
+    """Whether no row goes, for it is to be known first how many would."""
     position: int = 0
+    looked_at: int = 0
+    found: int = 0
 
 
 class ExpirySchedule:
@@ -32,6 +38,10 @@ class ExpirySchedule:
 
     A look at all rows begins when a table's clock has come to a multiple of ``every``, and is done in blocks; others
     have the turn in between.
+
+    Where one push moved the clock by more than that, most rows may be old at once, though nobody gave them up: a
+    worker counts or dates its pushes wrongly, a snapshot is old, a job stood still. Then they are counted first, and
+    none goes if those are most of the table: until most were pushed again, or somebody asks for it.
     """
 
     def __init__(self, tables: ShardTables, check_lease: Callable[[], None]) -> None:
@@ -50,14 +60,35 @@ class ExpirySchedule:
         expiry, served = table.spec.expiry, table.rows.served
         assert expiry is not None
         if table.expiry_pass is None:
-            table.expiry_pass = ExpiryPass(table.rows.clock)
+            leap = table.rows.take_leap()
+            most_seconds = expiry.every_seconds or _LEAP_SECONDS
+            table.expiry_doubtful |= leap.step > expiry.every or leap.seconds > most_seconds
+            table.expiry_pass = ExpiryPass(table.rows.clock, only_counts=table.expiry_doubtful)
             served.expiry_step = served.expiry_seconds = _NEVER
         under_way = table.expiry_pass
         try:
             self._check_lease()
-            found = expire_block(table.rows, expiry, under_way.position, under_way.clock)
-            _count(table, found)
+            found = expire_block(
+                table.rows, expiry, under_way.position, under_way.clock, dry_run=under_way.only_counts
+            )
             under_way.position = found.position
+            under_way.looked_at += found.looked_at
+            under_way.found += found.expired
+            if not under_way.only_counts:
+                _count(table, found)
+            elif found.position < 0 and 2 * under_way.found <= under_way.looked_at:
+                table.expiry_doubtful = False
+                table.expiry_pass = ExpiryPass(under_way.clock, only_counts=False)
+                return
+            elif found.position < 0:
+                logger.warning(
+                    "table %r: the clock that pushes said leapt, and its expiry would take %d of %d rows here at once; "
+                    "none goes before most were pushed again, or 'geartrain table expire %s' takes them",
+                    table.spec.name,
+                    under_way.found,
+                    under_way.looked_at,
+                    table.spec.name,
+                )
         except BaseException:  # whatever a rule of somebody's own does
             logger.exception("expiry of table %r was given up until it is due again", table.spec.name)
             under_way.position = -1
@@ -82,6 +113,7 @@ class ExpirySchedule:
         found = expire_block(table.rows, expiry, request.position, table.rows.clock, dry_run=request.dry_run)
         if not request.dry_run:
             _count(table, found)
+            table.expiry_doubtful &= found.position >= 0 or expiry != table.spec.expiry
         return found
 
 

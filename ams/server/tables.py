@@ -39,6 +39,8 @@ class ShardTable:
         """What gives, or gave, it the rows of a snapshot."""
         self.expiry_pass: Any = None
         """The look for rows that are to go that is under way: an :class:`~geartrain.ams.server.expiry.ExpiryPass`."""
+        self.expiry_doubtful = False
+        """Whether the clock leapt, so that expiry would take rows that were in use: most of them do not go unasked."""
         self.expired = 0
         """Rows that went by a rule, since the table was made here."""
         if rows.spec.expiry is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import os
+import time
 from numbers import Real
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from geartrain.ams.values.text import quoted
 
 MAX_NAME = 200
 """Characters of the name of a stream, job or worker."""
+SECONDS_AHEAD = 3600.0
+"""How far the time that a push says may be ahead of the clock of whoever takes it."""
 
 
 def integer(name: str, value: object, least: int, most: int | None = None) -> int:
@@ -51,6 +54,18 @@ def path_name(name: str, value: object, what: str) -> str | Path:
     if not isinstance(text, str) or not text:
         raise InvalidArgument(f"{name} is {quoted(value)}; it must be {what}")
     return os.path.expanduser(text)  # noqa: PTH111 - it may be a URL
+
+
+def checked_time(seconds: float, whose: str) -> None:
+    """Raise InvalidArgument if seconds since 1970, told by a push, are more than SECONDS_AHEAD ahead: they would make
+    all rows of a table old at once, and for good. ``whose`` clock it is that says so.
+    """
+    ahead = seconds - time.time()
+    if ahead > SECONDS_AHEAD:
+        raise InvalidArgument(
+            f"unix_seconds is {seconds!r}, by the clock of {whose} {ahead / 3600:.1f} hours ahead, of which 1 is "
+            "allowed; give seconds as time.time() does, or set the clock of the worker's machine or the shard's"
+        )
 
 
 def real_number(name: str, value: object) -> float:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,13 +18,17 @@ from typer.testing import CliRunner
 import geartrain as gt
 from geartrain.ams.client.cluster import Cluster
 from geartrain.ams.client.factory import local
+from geartrain.ams.client.rows import batch
 from geartrain.ams.client.table import Table
+from geartrain.ams.server.freeze.marks import restore_clocks
 from geartrain.ams.server.shard import Shard
+from geartrain.ams.tables.row_table import RowTable
 from geartrain.ams.values import errors
 from geartrain.ams.values.expiry.rules import Expiry, RowBlock, Rule, SmallerThan, Unseen, expiry_rule
 from geartrain.ams.values.optimizers.registry import SGD
 from geartrain.ams.values.shard_messages import BatchFacts, CallContext, CreateTable
 from geartrain.ams.values.specs import Constant, TableSpec
+from geartrain.bridge.embedding import hosted_bags
 from geartrain.bridge.embedding.field import Field
 from geartrain.bridge.embedding.group import EmbeddingGroup
 from geartrain.bridge.rows.optimizer import RowOptimizer
@@ -64,7 +71,8 @@ def test_rows_that_nobody_pushed_for_so_many_steps_go(cluster: Cluster, num_rows
     for step in range(1, 10):
         push(table, range(step * 20, 200), step=step)  # shards' clocks go on by what they get
     assert expired(cluster) == 0
-    push(table, range(100, 200), step=15)
+    for step in range(10, 16):
+        push(table, range(100, 200), step=step)
     wait_for(cluster, 80 + 20)  # last seen at steps 0 to 4
     assert there(table, every) == list(range(100, 200))
     np.testing.assert_array_equal(table.pull(np.arange(100)), np.full((100, DIM), 2, np.float32))
@@ -81,6 +89,105 @@ def test_rows_go_by_the_time_that_pushes_say(cluster: Cluster) -> None:
     push(table, range(90, 200), seconds=1e9 + 4000)
     wait_for(cluster, 50)
     assert there(table, range(200)) == list(range(50, 200))
+
+
+def test_rows_of_a_worker_that_joined_later_are_as_new_as_those_of_the_first(cluster: Cluster) -> None:
+    table = cluster.create_table("t", dim=DIM, optimizer=SGD(0.1), expiry=Unseen(steps=500, every=100))
+    for step in range(10_000, 10_700, 10):
+        push(table, range(100), step=step)
+        push(table, range(100, 200), step=step - 10_000)
+    assert table.expire() == (200, 0)
+    push(table, range(100), step=10_700)
+    assert there(table, range(200)) == list(range(200))
+    assert expired(cluster) == 0
+
+
+HOUR = 3600
+DAY = 24 * HOUR
+
+
+@pytest.mark.parametrize("wrong", [lambda now: 1000 * now, lambda now: now + 40 * DAY], ids=["millis", "40 days"])
+def test_a_time_that_has_not_come_yet_is_refused(cluster: Cluster, wrong: Callable[[float], float]) -> None:
+    table = cluster.create_table("t", dim=DIM, optimizer=SGD(0.1), expiry=Unseen(seconds=30 * DAY))
+    push(table, range(100), seconds=time.time() + 60)
+    with pytest.raises(errors.InvalidArgument, match=r"unix_seconds is .*time\.time\(\)"):
+        push(table, range(100), seconds=wrong(time.time()))
+    push(table, range(100, 200), seconds=time.time() + 60)
+    assert there(table, range(200)) == list(range(200))
+
+
+def test_a_shard_refuses_a_time_that_its_own_clock_has_not_come_to(cluster: Cluster, monkeypatch: Any) -> None:
+    table = cluster.create_table("t", dim=DIM, optimizer=SGD(0.1), expiry=Unseen(seconds=30 * DAY))
+    fields = EmbeddingGroup(
+        cluster, "m", [Field("item", dim=DIM, expiry=Unseen(seconds=30 * DAY), where="hosted")], optimizer=SGD(0.1)
+    )
+    rows = RowOptimizer(fields)
+    now = time.time()
+    monkeypatch.setattr(batch, "time", SimpleNamespace(time=lambda: now + 40 * DAY))
+    monkeypatch.setattr(hosted_bags, "time", SimpleNamespace(time=lambda: now + 40 * DAY))
+    with pytest.raises(errors.InvalidArgument, match=r"unix_seconds is .*clock of"):
+        table.push(np.arange(100), np.ones((100, DIM), np.float32))
+    fields({"item": torch.arange(10).reshape(2, 5)})["item"].sum().backward()
+    with pytest.raises(errors.InvalidArgument, match=r"unix_seconds is .*clock of"):
+        rows.step()
+    monkeypatch.undo()
+    rows.zero_grad()
+    table.push(np.arange(100), np.ones((100, DIM), np.float32))
+    assert [one.rows for one in cluster.status().tables] == [100, 0]
+
+
+def test_a_leap_of_the_clock_takes_no_table(caplog: pytest.LogCaptureFixture) -> None:
+    now = time.time()
+    with local(2) as cluster:
+        table = cluster.create_table("t", dim=DIM, optimizer=SGD(0.1), expiry=Unseen(seconds=DAY))
+        push(table, range(1000), seconds=now - 60 * DAY)
+        push(table, range(100), seconds=now)  # the job stood still for two months
+        assert cluster.status().tables[0].rows == 1000
+        assert "geartrain table expire t" in caplog.text
+        for hours in range(1, 30):
+            push(table, range(100, 300), seconds=now - 30 * HOUR + hours * HOUR)
+        assert cluster.status().tables[0].rows == 1000
+        assert table.expire(dry_run=True) == (1000, 700)
+        for _ in range(3):
+            assert cluster.status().tables[0].rows == 1000
+        assert table.expire() == (1000, 700)
+        assert there(table, range(1000)) == list(range(300))
+
+
+def test_a_leap_of_the_clock_takes_rows_once_most_are_pushed_again() -> None:
+    with local(1) as cluster:
+        table = cluster.create_table("t", dim=DIM, optimizer=SGD(0.1), expiry=Unseen(steps=10, every=10))
+        push(table, range(1000), step=1)
+        for step in range(1_000_001, 1_000_041):
+            push(table, range(499), step=step)
+        assert cluster.status().tables[0].rows == 1000
+        for step in range(1_000_041, 1_000_061):
+            push(table, range(500), step=step)
+        wait_for(cluster, 500)
+        for step in range(1_000_061, 1_000_081):  # and from then on as ever
+            push(table, range(50), step=step)
+        wait_for(cluster, 950)
+
+
+@pytest.mark.parametrize("rule", [Unseen(seconds=DAY), Rule(f"unseen_seconds > {DAY}", every=1)])
+def test_an_old_snapshot_keeps_its_rows_when_training_goes_on(tmp_path: Path, rule: Expiry) -> None:
+    now = time.time()
+    with local(2) as cluster:
+        table = cluster.create_table("t", dim=DIM, optimizer=SGD(0.1), expiry=rule)
+        push(table, range(1000), seconds=now - 60 * DAY, step=3)
+        path = cluster.snapshot(tmp_path, "s").result(60)
+    with local(3) as cluster:
+        cluster.restore(path)
+        push(cluster.table("t"), range(100), seconds=now, step=4)
+        for _ in range(3):
+            assert cluster.status().tables[0].rows == 1000
+
+
+def test_a_snapshot_of_a_time_that_has_not_come_yet_goes_on_at_the_present() -> None:
+    table = RowTable(TableSpec(name="t", dim=1, optimizer=SGD(0.1), expiry=Unseen(seconds=DAY)), np.arange(4096))
+    restore_clocks([{"streams": {}, "groups": [], "clocks": {"t": (7, 2**32 - 1)}}], {"t": table})
+    assert table.clock.step == 7
+    assert abs(table.clock.seconds - time.time()) < 2 * HOUR
 
 
 @expiry_rule
@@ -135,7 +242,7 @@ def test_a_table_is_asked_only_for_what_it_knows(cluster: Cluster) -> None:
 def test_nobody_waits_for_more_than_a_block() -> None:
     shard = Shard(0, np.arange(4096), incarnation=1)
     try:
-        spec = TableSpec(name="t", dim=1, optimizer=SGD(0.1), expiry=Unseen(steps=1, every=1))
+        spec = TableSpec(name="t", dim=1, optimizer=SGD(0.1), expiry=Unseen(steps=1, every=2))
         shard.run(CallContext(), CreateTable(spec=spec)).result()
         with shard.engine.turn:  # what the shard's own thread would do meanwhile waits
             table = shard._tables.find("t")
@@ -205,6 +312,31 @@ def test_a_field_has_a_rule() -> None:
         for _ in range(3):
             assert cluster.status().tables[0].rows <= 200
         assert cluster.status().tables[0].expired > 100
+
+
+@pytest.mark.parametrize("where", ["pull", "hosted"])
+@pytest.mark.parametrize("cluster", ["local-1", "grpc-1"], indirect=True)
+def test_expiry_begins_without_a_call_that_queues(cluster: Cluster, where: str) -> None:
+    rule = Unseen(steps=5, every=10)
+    names = ["item", "user"]  # two, which an embedded cluster pushes side by side
+    fields = EmbeddingGroup(
+        cluster, "m", [Field(name, dim=DIM, expiry=rule, where=where) for name in names], optimizer=SGD(0.1)
+    )
+    rows = RowOptimizer(fields)
+
+    def train() -> None:
+        for step in range(31):
+            ids = torch.arange(step * 10, step * 10 + 10).reshape(2, 5)
+            vectors = fields(dict.fromkeys(names, ids))
+            sum(vectors[name].sum() for name in names).backward()
+            rows.step()
+
+    with ThreadPoolExecutor(1) as beside:  # calls of the main thread queue
+        beside.submit(train).result()
+        deadline = time.monotonic() + 30
+        while any(one.expired < 240 for one in beside.submit(cluster.status).result().tables):
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
 
 
 def test_the_command_line_says_how_many(served: Callable[..., ServedCluster]) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from geartrain.ams.client.rows.row_parts import Batch
-from geartrain.ams.values.arguments import integer, real_number
+from geartrain.ams.values.arguments import checked_time, integer, real_number
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.specs import TableSpec
 
@@ -47,6 +47,7 @@ def batch_of(spec: TableSpec, count: int, given: BatchSettings) -> Batch | None:
         seconds = real_number("unix_seconds", seconds)
         if not (math.isfinite(seconds) and seconds >= 0):
             raise InvalidArgument(f"unix_seconds is {seconds!r}; it must be finite and >= 0, as time.time() is")
+        checked_time(seconds, "this process")
     if not spec.asks_for_clock:
         step = seconds = None
     elif seconds is None:

@@ -20,6 +20,7 @@ had those steps without a gradient.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -27,6 +28,7 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from geartrain.ams.kernels.engine import CompletedWrites, SyncGroups
 from geartrain.ams.tables.row_table import RowTable, TableClock, TableSteps
+from geartrain.ams.values.arguments import SECONDS_AHEAD
 from geartrain.ams.values.errors import InvalidArgument, SnapshotDamaged
 
 _STEPS = TypeAdapter(TableSteps)
@@ -151,11 +153,13 @@ def clocks_of(tables: Mapping[str, RowTable]) -> dict[str, TableClock]:
 
 
 def restore_clocks(sources: Sequence[Mapping[str, Any]], tables: Mapping[str, RowTable]) -> None:
-    """Let restored tables go on from the latest of their sources' clocks."""
+    """Let restored tables go on from the latest of their sources' clocks; at the present, where that has not come."""
+    present = int(time.time())
     for source in sources:
         for name, clock in ShardMarks.model_validate(source).clocks.items():
             if name in tables:
-                tables[name].advance_clock(clock)
+                seconds = clock.seconds if clock.seconds <= present + SECONDS_AHEAD else present
+                tables[name].advance_clock(clock._replace(seconds=seconds))
 
 
 def steps_of(tables: Mapping[str, RowTable]) -> dict[str, TableSteps]:

@@ -5,12 +5,16 @@
 #include <stdexcept>
 #include <utility>
 
+#include "base/clock.hpp"
 #include "base/text.hpp"
 
 namespace geartrain {
 namespace {
 
 constexpr const char* kDTypeNames[] = {"float32", "float16", "bfloat16"};
+
+// What pushes say of the time must not be later: it would make all rows old at once, and for good.
+constexpr double kSecondsAhead = 3600;
 
 const char* name_of(DType dtype) { return kDTypeNames[static_cast<int>(dtype)]; }
 
@@ -150,6 +154,11 @@ void ServedTable::require_factors(const PushRequest& request) const {
     throw Fault("InvalidArgument", "step is " + std::to_string(*step) + "; it must lie in [0, 2^62]");
   if (const auto& seconds = request.batch.unix_seconds; seconds && !(*seconds >= 0 && std::isfinite(*seconds)))
     throw Fault("InvalidArgument", "unix_seconds is " + shown(*seconds) + "; it must be finite and >= 0");
+  else if (seconds && *seconds > clock_seconds(CLOCK_REALTIME) + kSecondsAhead)  // in the words of `checked_time` in Python
+    throw Fault("InvalidArgument", "unix_seconds is " + shown(*seconds) + ", by the clock of this shard " +
+                                       fixed_point((*seconds - clock_seconds(CLOCK_REALTIME)) / 3600, 1) +
+                                       " hours ahead, of which 1 is allowed; give seconds as time.time() does, or set the clock of "
+                                       "the worker's machine or the shard's");
 }
 
 void ServedTable::note_staleness(const BatchFacts& batch) {

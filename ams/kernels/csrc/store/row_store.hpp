@@ -137,6 +137,8 @@ class RowStore {
   // Of tables that keep lives (row_store_life.cpp).
   LifeClock clock() const;
   void advance_clock(const LifeClock& clock);
+  // The farthest that one push moved each of the clock's numbers since this was asked last.
+  LifeClock take_leap();
   // Copies ids and lives of up to `most` rows from a position on, in order of position; returns how many, and moves `position` on, to -1
   // once there are no more.
   int64_t read_lives(int64_t& position, int64_t most, int64_t* ids, RowLife* lives) const;
@@ -237,7 +239,7 @@ class RowStore {
   std::optional<SlabArray> slots_;
   std::optional<SlabArray> row_steps_;  // int64: where untouched rows move its last step, else the number of its updates
   std::optional<SlabArray> lives_;      // RowLife, by item
-  LifeClock clock_;
+  LifeClock clock_, leap_;
   int64_t most_rows_ = INT64_MAX, num_evicted_ = 0;
   std::optional<StepHistory> steps_;
   int64_t sweep_at_ = 0;     // the position that the sweep for old rows comes to next

@@ -1,6 +1,7 @@
 // The part of a row store that knows of each row when it was last pushed and how often, and evicts rows where there is no room.
 #include <algorithm>
 #include <numeric>
+#include <utility>
 
 #include "machine/lookahead.hpp"
 #include "machine/too_many_ids.hpp"
@@ -24,6 +25,11 @@ void RowStore::advance_clock(const LifeClock& clock) {
   clock_.advance(clock);
 }
 
+LifeClock RowStore::take_leap() {
+  std::unique_lock lock(mutex_);
+  return std::exchange(leap_, {});
+}
+
 int64_t RowStore::num_evicted() const {
   std::shared_lock lock(mutex_);
   return num_evicted_;
@@ -44,20 +50,23 @@ int64_t RowStore::read_lives(int64_t& position, int64_t most, int64_t* ids, RowL
   return count;
 }
 
-// A push that does not say when it is, is when the last one was.
+// A push that does not say when it is, is when the last one was. Rows are as new as the table's clock, whatever their own worker counts:
+// one that joined later than others is behind them for good.
 void RowStore::note_seen(const std::vector<int64_t>& positions, const BatchFacts& batch, bool counts) {
   constexpr size_t kAhead = 16;
   constexpr double kLast = UINT32_MAX;
-  LifeClock seen = clock_;
-  if (batch.step) seen.step = *batch.step;
-  if (batch.unix_seconds) seen.seconds = static_cast<int64_t>(std::min(*batch.unix_seconds, kLast));
-  clock_.advance(seen);
+  const LifeClock before = clock_;
+  LifeClock said = before;
+  if (batch.step) said.step = *batch.step;
+  if (batch.unix_seconds) said.seconds = static_cast<int64_t>(std::min(*batch.unix_seconds, kLast));
+  clock_.advance(said);
+  leap_.advance({clock_.step - before.step, clock_.seconds - before.seconds});
   if (!lives_) return;
   for (size_t i = 0; i < positions.size(); ++i) {
     if (i + kAhead < positions.size()) prefetch_bytes(lives_->at(item_at(positions[i + kAhead])), sizeof(RowLife));
     RowLife& life = life_at(item_at(positions[i]));
-    life.step = std::max(life.step, seen.step);
-    life.seconds = std::max(life.seconds, static_cast<uint32_t>(seen.seconds));
+    life.step = clock_.step;
+    life.seconds = static_cast<uint32_t>(clock_.seconds);
     if (counts) add_occurrences(life.count, batch.occurrences_of(static_cast<int64_t>(i)));
   }
 }

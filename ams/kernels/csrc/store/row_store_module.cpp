@@ -193,8 +193,7 @@ nb::tuple read_lives(const RowStore& store, int64_t position, const IdOutput& id
   return nb::make_tuple(count, position);
 }
 
-nb::tuple clock_of_rows(const RowStore& store) {
-  const LifeClock clock = store.clock();
+nb::tuple as_tuple(const LifeClock& clock) {
   return nb::make_tuple(clock.step, clock.seconds);
 }
 
@@ -350,7 +349,8 @@ void bind_row_store(nb::module_& m) {
       .def("read_lives", &read_lives, nb::arg("position"), nb::arg("ids").noconvert(), nb::arg("lives").noconvert().none())
       .def("advance_clock", [](RowStore& store, int64_t step, int64_t seconds) { store.advance_clock({step, seconds}); },
            nb::arg("step"), nb::arg("seconds"))
-      .def_prop_ro("clock", &clock_of_rows)
+      .def_prop_ro("clock", [](const RowStore& store) { return as_tuple(store.clock()); })
+      .def("take_leap", [](RowStore& store) { return as_tuple(store.take_leap()); })
       .def_prop_ro("most_rows", &RowStore::most_rows)
       .def_prop_ro("num_evicted", &RowStore::num_evicted)
       .def("step_state", &step_state)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from geartrain.ams.tables.row_table import RowTable
+from geartrain.ams.tables.row_table import RowTable, TableClock
 from geartrain.ams.tables.stored_rows import StoredRows
 from geartrain.ams.values.errors import InvalidArgument, TableFull
 from geartrain.ams.values.expiry.rules import SmallerThan, Unseen
@@ -56,7 +56,7 @@ def test_a_row_knows_when_it_was_seen_and_how_often() -> None:
     late = 10**9 + 5
     assert table.clock == (7, late)
     assert lives_of(table) == {
-        1: (6, late, 2**32 - 1),
+        1: (7, late, 2**32 - 1),
         2: (7, late, 2),
         3: (7, late, 1),
         4: (7, late, 1),
@@ -64,7 +64,20 @@ def test_a_row_knows_when_it_was_seen_and_how_often() -> None:
     }
     table.remove(np.array([1]))
     push(table, [1], step=1)
-    assert lives_of(table)[1] == (1, late, 1), "what was known of a row goes with it"
+    assert lives_of(table)[1] == (7, late, 1), "what was known of a row goes with it"
+    push(table, [2], step=9, seconds=1e9)
+    assert lives_of(table)[2] == (9, late, 3)
+
+
+def test_a_table_knows_how_far_one_push_moved_its_clock() -> None:
+    table = make_table()
+    for step, seconds in ((5, 1e9), (7, 1e9 + 50), (6, 1e9 + 20), (8, 1e9 + 60)):
+        push(table, [1], step=step, seconds=seconds)
+    assert table.take_leap() == (5, 10**9)
+    assert table.take_leap() == (0, 0)
+    table.advance_clock(TableClock(100, 10**9 + 60))  # of a snapshot: no push moved it
+    push(table, [1], step=103)
+    assert table.take_leap() == (3, 0)
 
 
 def test_a_table_that_does_not_ask_keeps_nothing_of_it() -> None:
