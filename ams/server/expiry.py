@@ -68,9 +68,7 @@ class ExpirySchedule:
         under_way = table.expiry_pass
         try:
             self._check_lease()
-            found = expire_block(
-                table.rows, expiry, under_way.position, under_way.clock, dry_run=under_way.only_counts
-            )
+            found = expire_block(table.rows, expiry, under_way.position, under_way.clock, dry_run=under_way.only_counts)
             under_way.position = found.position
             under_way.looked_at += found.looked_at
             under_way.found += found.expired

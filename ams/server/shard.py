@@ -169,11 +169,7 @@ class Shard:
 
         On the main thread it is :meth:`submit`.
         """
-        # A part of a synchronous write waits for the others, a freeze for its owner.
-        sets_deadline = isinstance(request, Freeze) or (
-            isinstance(request, Push | UpdateHosted) and request.group is not None
-        )
-        return self._writer.run(context, request, sets_deadline=sets_deadline)
+        return self._writer.run(context, request)
 
     @property
     def cluster_version(self) -> int:

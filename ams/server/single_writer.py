@@ -89,11 +89,11 @@ class SingleWriter:
                 self._calls.put((call, self.turn.enter()))
         return call.future
 
-    def run(self, context: CallContext, request: Request, *, sets_deadline: bool) -> Future[Reply]:
+    def run(self, context: CallContext, request: Request) -> Future[Reply]:
         """:meth:`submit`, but done on this thread, before it returns, if nothing else is waiting or at work.
 
         On the main thread it is :meth:`submit`: Python interrupts that one anywhere, also between a change and its
-        mark. ``sets_deadline`` says whether the request may bring a deadline forward.
+        mark.
         """
         if threading.current_thread() is threading.main_thread():
             return self.submit(context, request)
@@ -104,7 +104,7 @@ class SingleWriter:
         call = QueuedRequest(context, request, Future())
         try:
             self._answer(call)
-            is_earlier = sets_deadline and self._note_deadline()
+            is_earlier = self._note_deadline()
         finally:
             self.turn.release()
         if is_earlier:

@@ -291,11 +291,15 @@ void Engine::push_beside(std::span<const TablePush> pushes, int64_t threads, con
       each.outcome = fault_in_flight(name_);
     }
   });
+  bool is_earlier = false;
   for (const Begun& each : begun) {
     const TablePush& one = *each.one;
+    if (each.table->is_expiry_due() && alarm_.note(kAtOnce)) is_earlier = true;
     if (const Done* done = std::get_if<Done>(&each.outcome)) completed_writes_->applied(*one.context, *done, *one.table);
     else completed_writes_->failed(*one.context, std::get<Fault>(each.outcome));
   }
+  holding.reset();
+  if (is_earlier) alarm_.ring();
 }
 
 // Adds one rank's part; the last one applies those of all, and completes them.
