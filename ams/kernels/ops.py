@@ -32,7 +32,6 @@ __all__ = [
     "first_outside",
     "isa",
     "merge_duplicates",
-    "merged",
     "num_distinct",
     "route",
     "sample_permutation",
@@ -126,6 +125,8 @@ def merge_duplicates(ids: Ids, rows: npt.NDArray[Any] | None = None) -> tuple[Id
     bits, code = (None, 0) if rows is None else as_bits(rows)
     if bits is not None and (bits.ndim != 2 or len(bits) != len(ids)):
         raise InvalidRows(f"rows has shape {list(bits.shape)}; it must be [{len(ids)}, D], one row per id")
+    if _core.is_rising(ids):  # as those of our own clients often do
+        return ids, np.arange(len(ids)), rows
     distinct, inverse = np.empty_like(ids), np.empty_like(ids)
     num_distinct = _core.merge_ids(ids, distinct, inverse)
     if num_distinct == len(ids):
@@ -137,19 +138,8 @@ def merge_duplicates(ids: Ids, rows: npt.NDArray[Any] | None = None) -> tuple[Id
     return distinct[:num_distinct], inverse, sums
 
 
-def merged(ids: Ids, rows: npt.NDArray[Any]) -> tuple[Ids, npt.NDArray[Any]]:
-    """:func:`merge_duplicates` for who needs no places: distinct ids and the sums of their rows.
-
-    One look at each id where they rise, as those of our own clients often do.
-    """
-    if _core.is_rising(checked_ids(ids)):
-        return ids, rows
-    distinct, _, sums = merge_duplicates(ids, rows)
-    return distinct, sums
-
-
 def num_distinct(ids: Ids) -> int:
-    """Count the distinct ids. As cheap as :func:`merged` where they rise."""
+    """Count the distinct ids. One look at each where they rise."""
     return len(ids) if _core.is_rising(checked_ids(ids)) else len(merge_duplicates(ids)[0])
 
 

@@ -10,6 +10,7 @@ from geartrain.ams.server.tables import ShardTable, ShardTables
 from geartrain.ams.tables.expiry import expire_block
 from geartrain.ams.tables.row_table import TableClock
 from geartrain.ams.values.errors import InvalidArgument
+from geartrain.ams.values.expiry.rules import Expiry
 from geartrain.ams.values.shard_messages import Expire, Expired
 
 logger = logging.getLogger(__name__)
@@ -60,9 +61,7 @@ class ExpirySchedule:
         expiry, served = table.spec.expiry, table.rows.served
         assert expiry is not None
         if table.expiry_pass is None:
-            leap = table.rows.take_leap()
-            most_seconds = expiry.every_seconds or _LEAP_SECONDS
-            table.expiry_doubtful |= leap.step > expiry.every or leap.seconds > most_seconds
+            table.expiry_doubtful |= _is_leap(expiry, table.rows.take_leap())
             table.expiry_pass = ExpiryPass(table.rows.clock, only_counts=table.expiry_doubtful)
             served.expiry_step = served.expiry_seconds = _NEVER
         under_way = table.expiry_pass
@@ -113,6 +112,11 @@ class ExpirySchedule:
             _count(table, found)
             table.expiry_doubtful &= found.position >= 0 or expiry != table.spec.expiry
         return found
+
+
+def _is_leap(expiry: Expiry, leap: TableClock) -> bool:
+    most = {"unseen_steps": (leap.step, expiry.every), "unseen_seconds": (leap.seconds, expiry.every_seconds)}
+    return any(moved > (usual or _LEAP_SECONDS) for moved, usual in map(most.__getitem__, expiry.goes_by))
 
 
 def _wants(table: ShardTable) -> bool:

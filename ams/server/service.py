@@ -38,6 +38,7 @@ from geartrain.ams.values.errors import (
 from geartrain.ams.values.rpc import Ping
 from geartrain.ams.values.shard_messages import (
     Assign,
+    BatchFacts,
     CallContext,
     ComputeHosted,
     CreateTable,
@@ -205,9 +206,7 @@ class ShardService:
         return _incomplete() if asked is None else self._begun_push(*asked)
 
     def _begun_push(self, context: CallContext, push: Push) -> Begun:
-        # Our own client sends each id once; a foreign one may not.
-        ids, gradients = ops.merged(push.ids, push.gradients)
-        return self._begun(context, replace(push, ids=ids, gradients=gradients))
+        return self._begun(context, _with_distinct_ids(push))
 
     def _asked_push(self, data: bytes) -> tuple[CallContext, Push] | None:
         """Who asks for which push; None: parts of it are missing."""
@@ -360,12 +359,29 @@ def _split(kind: type[Request], data: bytes) -> tuple[Any, Raw, CallContext]:
     return header, raw, context_from_pb(header.context)  # type: ignore[attr-defined]
 
 
+def _with_distinct_ids(push: Push) -> Push:
+    """Our own client sends each id once; a foreign one may not."""
+    ids, places, gradients = ops.merge_duplicates(push.ids, push.gradients)
+    if len(ids) == len(push.ids):
+        return push
+    batch = BatchFacts() if push.batch is None else push.batch
+    if batch.occurrences is not None:
+        _require_one_each(batch.occurrences, len(places))
+    occurrences = np.bincount(places, batch.occurrences, len(ids))
+    batch = replace(batch, occurrences=np.minimum(occurrences, 2**32 - 1).astype(np.uint32))
+    return replace(push, ids=ids, gradients=gradients, batch=batch)
+
+
 def _occurrences(header: shard_pb2.PushRequest, num_ids: int) -> npt.NDArray[np.uint32]:
     """Those of the ids of one part [N]; of another none may be said. Raises InvalidRows."""
     said = np.frombuffer(header.batch.occurrences, "<u4") if header.batch.occurrences else np.ones(num_ids, np.uint32)
-    if len(said) != num_ids:
-        raise InvalidRows(f"{len(said)} occurrences for {num_ids} ids; there must be one per id")
+    _require_one_each(said, num_ids)
     return said
+
+
+def _require_one_each(occurrences: npt.NDArray[np.uint32], num_ids: int) -> None:
+    if len(occurrences) != num_ids:
+        raise InvalidRows(f"{len(occurrences)} occurrences for {num_ids} ids; there must be one per id")
 
 
 def _payload(raw: Raw, dim: int, dtype: np.dtype[Any]) -> tuple[Ids, npt.NDArray[Any]]:

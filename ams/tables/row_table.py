@@ -126,13 +126,16 @@ class RowTable:
         counted = self._store.refused()
         return Refused() if counted is None else Refused(*counted[:3])
 
-    def frozen_admission(self) -> CountedIds | None:
-        """What admission had counted at the moment of the freeze; None: the table admits every id. Any thread."""
-        counted = self._store.frozen_admission()
+    def frozen_admission(self, start: int = 0, most_bytes: int = 2**62) -> tuple[CountedIds, int] | None:
+        """What admission had counted at the moment of the freeze, about ``most_bytes`` of it from a range on, and the
+        range to go on at, -1: that was all. None: the table admits every id. Any thread, while it is frozen.
+        """
+        counted = self._store.frozen_admission(start, most_bytes)
         if counted is None:
             return None
-        num_pushes, ranges, counters, waiting = counted
-        return CountedIds(num_pushes, np.asarray(ranges, np.int64), counters, np.asarray(waiting, np.int64))
+        num_pushes, ranges, counters, waiting, following = counted
+        arrays = np.asarray(ranges, np.int64), counters, np.asarray(waiting, np.int64)
+        return CountedIds(num_pushes, *arrays), following
 
     def restore_admission(self, counted: CountedIds, owned: npt.NDArray[np.bool_]) -> None:
         """Take up what :meth:`frozen_admission` gave, of this table or of another shard's part of it: what is of the

@@ -55,6 +55,14 @@ def failpoints(seed: int, folder: Path) -> int:
     return 1
 
 
+def jobs(seed: int, folder: Path) -> int:
+    """Two jobs on one cluster, one of which is killed and goes back."""
+    from tests.faults.two_jobs import run_two_jobs
+
+    folder.mkdir(parents=True, exist_ok=True)
+    return run_two_jobs(seed, folder)
+
+
 def stops(seed: int, folder: Path) -> int:
     """SIGSTOP of a shard past its lease."""
     from tests.faults.stops import run_stop
@@ -137,6 +145,7 @@ def all_faults() -> list[Fault]:
             run=failpoints,
             skip=no_failpoints,
         ),
+        Fault(name="jobs", unit="deaths", target=500, share=0.15, run=jobs),
         Fault(name="stops", unit="stops", target=20, share=0.05, run=stops),
         Fault(name="proxies", unit="pushes", target=50_000, share=0.25, run=proxies, timeout_seconds=600),
         Fault(name="shared", unit="pushes", target=5_000, share=0.1, run=shared),

@@ -15,6 +15,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -105,6 +106,9 @@ class Job:
     address: str
     root: Path
     config: ClientConfig = PATIENT
+    table: str = "t"
+    stream: str | None = None
+    """Named, it numbers its pushes by its steps, anew when it goes back."""
     log: Callable[[str], object] = lambda _: None
     """Told ``push N`` once N pushes are acknowledged, and ``back`` before the rows are replaced."""
     acknowledged: int = 0
@@ -142,20 +146,25 @@ class Job:
 
     def _begin(self) -> tuple[Cluster, Table, int]:
         self._opened.close()
-        cluster = self._opened.enter_context(connect(self.address, config=self.config))
+        cluster = self._opened.enter_context(connect(self.address, config=self.config, stream=self.stream))
         self.log("back")
+        if self.stream is not None:
+            cluster.fence(self.stream, cluster.write_stream.incarnation)
         if not list_snapshots(self.root):
-            cluster.drop_table("t")
+            cluster.drop_table(self.table)
             create = {"dim": DIM, "optimizer": SGD(1.0), "num_rows": NUM_ROWS, "initializer": Constant(0)}
-            return cluster, cluster.create_table("t", **create), 0  # type: ignore[arg-type]
+            return cluster, cluster.create_table(self.table, **create), 0  # type: ignore[arg-type]
         step = cluster.restore(latest(self.root).path, replace=True).manifest.step  # whatever was left of it
-        table = cluster.table("t")
+        table = cluster.table(self.table)
         self._check(table, step)
         return cluster, table, step
 
     def _step(self, cluster: Cluster, table: Table, step: int) -> int:
         """One step; returns the next one, or -1 to go back."""
-        write = table.prepare_push(*gradients_of(self.seed, step))
+        sequence = None
+        if self.stream is not None:
+            cluster.acknowledge(sequence := step + 1)
+        write = table.prepare_push(*gradients_of(self.seed, step), sequence=sequence)
         try:
             write.send()
         except Unavailable:
@@ -175,7 +184,7 @@ class Job:
         if any(listed.name == f"step-{step:09}" for listed in list_snapshots(self.root)):
             return  # from before this job went back
         try:
-            cluster.snapshot(self.root, step=step).result(60)
+            cluster.snapshot(self.root, step=step, tables=[self.table]).result(60)
             prune(self.root, KEEP)
         except SnapshotFailed:
             pass  # training goes on; what is listed is checked at the end
@@ -184,10 +193,10 @@ class Job:
         self.wrong_rows += int((table.pull(IDS) != rows_at(self.seed, step)).any(axis=1).sum())
 
 
-def work(pipe: Connection, seed: int, address: str, root: str, log: str) -> None:
+def work(pipe: Connection, seed: int, address: str, root: str, log: str, **settings: Any) -> None:
     """:class:`Job` in a process of its own."""
     with Path(log).open("ab", buffering=0) as file:
-        Job(seed, address, Path(root), log=lambda line: file.write(f"{line}\n".encode())).run()
+        Job(seed, address, Path(root), log=lambda line: file.write(f"{line}\n".encode()), **settings).run()
     pipe.close()
 
 

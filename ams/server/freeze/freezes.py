@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from geartrain.ams.observe import failpoints
+from geartrain.ams.server.freeze.marks import HeldMarks
 from geartrain.ams.storage.snapshot.blocks import BLOCK_BYTES, plan_blocks, write_block, write_marks
 from geartrain.ams.storage.snapshot.manifest import ADMISSION, EXPORT, REMOVED, ROWS, FileEntry
 from geartrain.ams.tables.row_table import RowTable
@@ -47,7 +48,7 @@ class FrozenTables:
         snapshot_id: str,
         tables: Mapping[str, RowTable],
         *,
-        marks: Mapping[str, Any],
+        marks: HeldMarks,
         parent_id: str = "",
         export_root: str = "",
     ) -> None:
@@ -87,7 +88,7 @@ class FrozenTables:
         self._require_frozen()
         entries: list[FileEntry] = []
         if not rows_alone:
-            entries.append(write_marks(folder, snapshot_id=self.snapshot_id, shard=shard, values=self._marks))
+            entries.append(write_marks(folder, snapshot_id=self.snapshot_id, shard=shard, values=self._marks.to_json()))
         with ThreadPoolExecutor(_WRITERS, thread_name_prefix=f"shard-{shard}-blocks") as pool:
             for name, table in self._tables.items():
                 written = 0
@@ -131,18 +132,20 @@ class FrozenTables:
             )
 
     def _write_admission(self, folder: str, shard: int, table: RowTable) -> Iterator[FileEntry]:
-        with self._lock:
-            self._require_frozen()
-            counted = table.frozen_admission()
-        if counted is None:
-            return
-        at_once = max(1, BLOCK_BYTES // max(1, counted.counters.shape[1]))
-        for index, start in enumerate(range(0, max(1, len(counted.ranges)), at_once)):
-            here = slice(start, start + at_once)
+        start = index = 0
+        while start >= 0:
+            with self._lock:
+                self._require_frozen()
+                found = table.frozen_admission(start, BLOCK_BYTES)
+            if found is None:
+                return
+            counted, start = found
+            if index and not len(counted.ranges):
+                continue
             arrays: dict[str, npt.NDArray[Any]] = {
-                "ranges": counted.ranges[here],
-                "counters": counted.counters[here],
-                "waiting": counted.waiting[here],
+                "ranges": counted.ranges,
+                "counters": counted.counters,
+                "waiting": counted.waiting,
                 "num_pushes": np.array([counted.num_pushes], np.int64),
             }
             yield write_block(
@@ -154,6 +157,7 @@ class FrozenTables:
                 index=index,
                 arrays=arrays,
             )
+            index += 1
 
     def thaw(self, *, kept: bool) -> None:
         """Let go of the moment; ``kept`` says whether the snapshot was completed. Idempotent."""
@@ -239,8 +243,8 @@ class Freezes:
         self._renew(request.snapshot_id)
         return True
 
-    def begin(self, request: Freeze, tables: Mapping[str, RowTable], marks: Mapping[str, Any]) -> Done:
-        """Hold ``tables`` as they are now, with the JSON values ``marks``; end other freezes of the same tables, whose
+    def begin(self, request: Freeze, tables: Mapping[str, RowTable], marks: HeldMarks) -> Done:
+        """Hold ``tables`` as they are now, with ``marks``; end other freezes of the same tables, whose
         owner is gone or has given them up. For an export those alone that the same one left behind; where there is
         another it is refused (Busy).
         """

@@ -26,12 +26,13 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
-from geartrain.ams.kernels.engine import CompletedWrites, SyncGroups
+from geartrain.ams.kernels.engine import CompletedWrites, HeldStreams, SyncGroups
 from geartrain.ams.tables.row_table import RowTable, TableClock, TableSteps
 from geartrain.ams.values.arguments import SECONDS_AHEAD
 from geartrain.ams.values.errors import InvalidArgument, SnapshotDamaged
 
 _STEPS = TypeAdapter(TableSteps)
+_CLOCKS = TypeAdapter(dict[str, TableClock])
 
 
 class CompletedWrite(NamedTuple):
@@ -74,6 +75,18 @@ class ShardMarks(BaseModel):
     """By table, the largest step and time that pushes said, where there are such."""
 
 
+class HeldMarks:
+    """The marks of one moment. Held in the shard's turn; :meth:`to_json` takes 30 times as long, and may follow it."""
+
+    def __init__(self, streams: HeldStreams, others: dict[str, Any]) -> None:
+        self._streams = streams
+        self._others = others
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON values, those of a :class:`ShardMarks`. Any thread."""
+        return {"streams": dict(self._streams), **self._others}
+
+
 def held_marks(
     completed_writes: CompletedWrites,
     groups: SyncGroups,
@@ -81,37 +94,47 @@ def held_marks(
     steps: Mapping[str, TableSteps] | None = None,
     writes: Mapping[str, int] | None = None,
     clocks: Mapping[str, TableClock] | None = None,
-) -> dict[str, Any]:
-    """Return the marks, numbers of writes and clocks of ``tables``, and the steps of those that count them, as JSON."""
+) -> HeldMarks:
+    """Return the marks, numbers of writes and clocks of ``tables``, and the steps of those that count them.
+
+    A stream that never wrote to one of them is not among them: its numbers are of no concern to who restores these.
+    """
     held = ShardMarks(
-        streams={
-            name: StreamWrites(incarnation, oldest, [CompletedWrite(*write) for write in done])
-            for name, (incarnation, oldest, done) in completed_writes.streams(tables).items()
-        },
+        streams={},
         groups=[step for step in map(GroupStep._make, groups.steps()) if step.table in tables],
         steps=dict(steps or {}),
         writes=dict(writes or {}),
         clocks=dict(clocks or {}),
     )
     left_out = {name for name, there in (("steps", steps), ("clocks", clocks)) if not there}
-    return held.model_dump(mode="json", exclude=left_out)
+    return HeldMarks(completed_writes.streams(tables), held.model_dump(mode="json", exclude={"streams", *left_out}))
 
 
-def restore_marks(
-    sources: Sequence[dict[str, Any]], tables: Collection[str], completed_writes: CompletedWrites, groups: SyncGroups
-) -> None:
-    """Merge what the source shards knew of ``tables`` into a shard that has their rows now. Raises SnapshotDamaged."""
-    try:
-        known = [ShardMarks.model_validate(source) for source in sources]
-    except ValidationError as exc:
-        raise SnapshotDamaged(f"the marks of the snapshot are not of this version of Geartrain: {exc}") from exc
-    for name in sorted({name for source in known for name in source.streams}):
-        completed_writes.restore(name, merged_stream([source.streams.get(name) for source in known], tables))
-    steps: dict[tuple[str, str], list[GroupStep]] = {}
-    for step in (step for source in known for step in source.groups if step.table in tables):
-        steps.setdefault((step.table, step.job), []).append(step)
-    for found in steps.values():
-        groups.restore(min(found, key=lambda step: step.next_sequence))
+class RestoredMarks:
+    """What the source shards knew of ``tables``, merged, for a shard that has their rows. Made before its turn: that
+    takes longer than :meth:`apply`.
+    """
+
+    def __init__(self, sources: Sequence[dict[str, Any]], tables: Collection[str]) -> None:
+        """Raises SnapshotDamaged."""
+        try:
+            known = [ShardMarks.model_validate(source) for source in sources]
+        except ValidationError as exc:
+            raise SnapshotDamaged(f"the marks of the snapshot are not of this version of Geartrain: {exc}") from exc
+        self._tables = tables
+        names = sorted({name for source in known for name in source.streams})
+        self._streams = {name: merged_stream([one.streams.get(name) for one in known], tables) for name in names}
+        steps: dict[tuple[str, str], list[GroupStep]] = {}
+        for step in (step for source in known for step in source.groups if step.table in tables):
+            steps.setdefault((step.table, step.job), []).append(step)
+        self._steps = [min(found, key=lambda step: step.next_sequence) for found in steps.values()]
+
+    def apply(self, completed_writes: CompletedWrites, groups: SyncGroups) -> None:
+        """Let the shard know it, in its turn."""
+        for name, marked in self._streams.items():
+            completed_writes.restore(name, marked, self._tables)
+        for step in self._steps:
+            groups.restore(step)
 
 
 def writes_before(sources: Sequence[Mapping[str, Any]], table: str) -> int:
@@ -156,7 +179,7 @@ def restore_clocks(sources: Sequence[Mapping[str, Any]], tables: Mapping[str, Ro
     """Let restored tables go on from the latest of their sources' clocks; at the present, where that has not come."""
     present = int(time.time())
     for source in sources:
-        for name, clock in ShardMarks.model_validate(source).clocks.items():
+        for name, clock in _CLOCKS.validate_python(source.get("clocks", {})).items():
             if name in tables:
                 seconds = clock.seconds if clock.seconds <= present + SECONDS_AHEAD else present
                 tables[name].advance_clock(clock._replace(seconds=seconds))

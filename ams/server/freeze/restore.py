@@ -13,7 +13,7 @@ import numpy.typing as npt
 from geartrain.ams.kernels.engine import CompletedWrites, SyncGroups, Turn
 from geartrain.ams.observe import failpoints
 from geartrain.ams.server.freeze.freezes import Freezes
-from geartrain.ams.server.freeze.marks import restore_clocks, restore_marks, restore_steps, writes_before
+from geartrain.ams.server.freeze.marks import RestoredMarks, restore_clocks, restore_steps, writes_before
 from geartrain.ams.server.tables import RestoreWork, ShardTable, ShardTables
 from geartrain.ams.storage.snapshot.chain import Layer, is_among, layers_of
 from geartrain.ams.storage.snapshot.folder import Snapshot, open_snapshot
@@ -86,8 +86,9 @@ class Restores:
         sources = marks_for(folder, self._owned_buckets)
         if not tables:  # asked whether it can be read here
             return Done()
+        marks = RestoredMarks(sources, rows)
         with turn:
-            restore_marks(sources, rows, self._completed_writes, self._groups)
+            marks.apply(self._completed_writes, self._groups)
             restore_steps(sources, rows)
             restore_clocks(sources, rows)
             for name, table in tables.items():

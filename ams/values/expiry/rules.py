@@ -9,7 +9,7 @@ import importlib
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from types import FunctionType
@@ -76,6 +76,11 @@ class Expiry(ABC):
         """Seconds of the table's clock after which it looks at the latest; None: only steps count."""
         return None
 
+    @property
+    def goes_by(self) -> Collection[str]:
+        """Which of ``unseen_steps`` and ``unseen_seconds`` of a :class:`RowBlock` it may ask for."""
+        return ()
+
     @abstractmethod
     def expired(self, rows: RowBlock) -> Mask:
         """[N]: which of them go."""
@@ -113,6 +118,11 @@ class Unseen(Expiry):
     def every_seconds(self) -> float | None:
         """A quarter of ``seconds``, so that rows are gone soon after these are over."""
         return None if self.seconds is None else max(1.0, self.seconds / 4)
+
+    @property
+    def goes_by(self) -> Collection[str]:
+        """See :class:`Expiry`."""
+        return ("unseen_seconds",) if self.steps is None else ("unseen_steps",)
 
     def expired(self, rows: RowBlock) -> Mask:
         """See :class:`Expiry`."""
@@ -166,6 +176,12 @@ class Rule(Expiry):
     @property
     def _is_entry_point(self) -> bool:
         return _ENTRY_POINT.fullmatch(self.rule) is not None
+
+    @property
+    def goes_by(self) -> Collection[str]:
+        """See :class:`Expiry`."""
+        both = ("unseen_steps", "unseen_seconds")
+        return both if self._is_entry_point else [name for name in both if name in self.rule]
 
     def expired(self, rows: RowBlock) -> Mask:
         """See :class:`Expiry`. Raises InvalidArgument if a user's function does not give a bool for each row."""

@@ -137,7 +137,7 @@ class RowStore {
   // Of tables that keep lives (row_store_life.cpp).
   LifeClock clock() const;
   void advance_clock(const LifeClock& clock);
-  // The farthest that one push moved each of the clock's numbers since this was asked last.
+  // The farthest that one push moved each of the clock's numbers, while there were other rows, since this was asked last.
   LifeClock take_leap();
   // Copies ids and lives of up to `most` rows from a position on, in order of position; returns how many, and moves `position` on, to -1
   // once there are no more.

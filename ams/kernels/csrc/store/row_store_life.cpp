@@ -60,7 +60,8 @@ void RowStore::note_seen(const std::vector<int64_t>& positions, const BatchFacts
   if (batch.step) said.step = *batch.step;
   if (batch.unix_seconds) said.seconds = static_cast<int64_t>(std::min(*batch.unix_seconds, kLast));
   clock_.advance(said);
-  leap_.advance({clock_.step - before.step, clock_.seconds - before.seconds});
+  if (num_rows_there() > static_cast<int64_t>(positions.size()))  // others, which are older by that
+    leap_.advance({clock_.step - before.step, clock_.seconds - before.seconds});
   if (!lives_) return;
   for (size_t i = 0; i < positions.size(); ++i) {
     if (i + kAhead < positions.size()) prefetch_bytes(lives_->at(item_at(positions[i + kAhead])), sizeof(RowLife));

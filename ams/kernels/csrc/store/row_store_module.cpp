@@ -253,33 +253,40 @@ bool is_zero(const char* bytes, size_t count) {
   return bytes[0] == 0 && std::memcmp(bytes, bytes + 1, count - 1) == 0;
 }
 
-// (pushes, numbers of ranges, their counters as bytes [R, B], ids that wait in each); None: the table admits every id, or nothing is frozen.
-nb::object frozen_admission(const RowStore& store) {
+// (pushes, numbers of ranges, their counters as bytes [R, B], ids that wait in each, the range to go on at or -1): a piece of about
+// `most_bytes`, from range `start` on. None: the table admits every id, or nothing is frozen. No thaw may come meanwhile.
+nb::object frozen_admission(const RowStore& store, int64_t start, int64_t most_bytes) {
   const auto& state = store.frozen_admission();
   if (!state) return nb::none();
+  require(start >= 0, "start must be >= 0");
+  int64_t from = start;
   std::vector<int64_t> numbers, waiting;
   const Admission& admission = *store.admission();
   const size_t width = admission.range_bytes();
-  const auto each_range = [&](const auto& visit) {
-    for (size_t slab = 0; slab < state->slabs.size(); ++slab)
-      for (int64_t i = 0; state->slabs[slab] != nullptr && i < admission.slab_ranges(); ++i)
-        visit(static_cast<int64_t>(slab) * admission.slab_ranges() + i, *state->slabs[slab], static_cast<size_t>(i));
-  };
-  each_range([&](int64_t range, const FilterSlab& slab, size_t i) {
-    if (slab.num_waiting[i] == 0 && is_zero(slab.bytes() + i * width, width)) return;
-    numbers.push_back(range);
-    waiting.push_back(slab.num_waiting[i]);
-  });
-  const size_t count = numbers.size();
-  std::unique_ptr<uint8_t[]> bytes(new uint8_t[std::max<size_t>(1, count * width)]);
-  size_t next = 0;
-  each_range([&](int64_t range, const FilterSlab& slab, size_t i) {
-    if (next == count || numbers[next] != range) return;
-    std::memcpy(bytes.get() + next++ * width, slab.bytes() + i * width, width);
-  });
+  const int64_t slab_ranges = admission.slab_ranges(), num_ranges = static_cast<int64_t>(state->slabs.size()) * slab_ranges;
+  const int64_t most = std::max<int64_t>(1, most_bytes / static_cast<int64_t>(width));
+  std::unique_ptr<uint8_t[]> bytes;
+  {
+    WithoutInterpreter release;
+    for (int64_t looked_at = 0; from < num_ranges && looked_at < most; ++from) {
+      const auto& slab = state->slabs[static_cast<size_t>(from / slab_ranges)];
+      if (slab == nullptr) continue;
+      ++looked_at;
+      const auto i = static_cast<size_t>(from % slab_ranges);
+      if (slab->num_waiting[i] == 0 && is_zero(slab->bytes() + i * width, width)) continue;
+      numbers.push_back(from);
+      waiting.push_back(slab->num_waiting[i]);
+    }
+    bytes.reset(new uint8_t[std::max<size_t>(1, numbers.size() * width)]);
+    for (size_t n = 0; n < numbers.size(); ++n) {
+      const auto& slab = state->slabs[static_cast<size_t>(numbers[n] / slab_ranges)];
+      std::memcpy(bytes.get() + n * width, slab->bytes() + static_cast<size_t>(numbers[n] % slab_ranges) * width, width);
+    }
+  }
   uint8_t* const data = bytes.get();
   const nb::capsule owner(bytes.release(), [](void* held) noexcept { delete[] static_cast<uint8_t*>(held); });
-  return nb::make_tuple(state->num_pushes, numbers, nb::ndarray<nb::numpy, uint8_t, nb::ndim<2>>(data, {count, width}, owner), waiting);
+  return nb::make_tuple(state->num_pushes, numbers, nb::ndarray<nb::numpy, uint8_t, nb::ndim<2>>(data, {numbers.size(), width}, owner),
+                        waiting, from < num_ranges ? from : -1);
 }
 
 void restore_admission(RowStore& store, int64_t num_pushes, const std::vector<int64_t>& ranges,
@@ -325,7 +332,7 @@ void bind_row_store(nb::module_& m) {
            nb::arg("present").noconvert().none())
       .def("push", &push, nb::arg("ids").noconvert(), nb::arg("gradients").noconvert(), nb::arg("dtype_code"),
            nb::arg("optimizer"), nb::arg("lr"), nb::arg("scale"), nb::arg("ends_step"), nb::arg("batch").none() = nb::none())
-      .def("frozen_admission", &frozen_admission)
+      .def("frozen_admission", &frozen_admission, nb::arg("start"), nb::arg("most_bytes"))
       .def("restore_admission", &restore_admission, nb::arg("num_pushes"), nb::arg("ranges"), nb::arg("counters").noconvert(), nb::arg("waiting"))
       .def("refused", &refused)
       .def("check_push", &check_push, nb::arg("ids").noconvert(), nb::arg("gradients").noconvert(), nb::arg("dtype_code"),

@@ -254,9 +254,9 @@ int64_t RowStore::assign(const int64_t* ids, int64_t count, const char* rows, Pa
       if (max_abs_bits(row_of(rows, i, bytes), static_cast<size_t>(spec_.dim)) >= kInfinityBits)
         throw Refusal{Reason::non_finite, i};
   }
+  before_writes(found.positions, unlocked.get());
   make_way(found);
   reserve(found.missing);
-  before_writes(found.positions, unlocked.get());
   bounds_.row = std::max(bounds_.row, std::bit_cast<float>(found.largest));
   const int64_t* positions = found.positions.data();
   const std::optional<int64_t> number = number_when_assigned();

@@ -80,6 +80,7 @@ bool CompletedWrites::admit(const CallContext& context, Completion completion) {
   std::map<int64_t, Applied> mark;
   mark.try_emplace(sequence);
   Waiting first{.completions = {}, .mark = mark.extract(mark.begin())};
+  stream.tables.reserve(stream.tables.size() + stream.waiting.size() + 1);  // of which `applied` takes one
   first.completions.push_back(std::move(completion));
   stream.waiting.emplace(sequence, std::move(first));
   streams_.hold(entry);
@@ -92,6 +93,7 @@ void CompletedWrites::applied(const CallContext& context, const Done& done, std:
   Waiting waiting = taken(entry, context.sequence);
   if (waiting.mark.empty()) throw Fault("InternalError", named(context) + " ends and was not admitted");
   waiting.mark.mapped() = Applied{context.incarnation, done.created, table_of(table)};
+  note_table(entry.value, waiting.mark.mapped().table);
   entry.value.done.insert(std::move(waiting.mark));
   failpoint("shard.mark.after");
   const Outcome outcome = done;
@@ -147,22 +149,22 @@ void CompletedWrites::require_current(const CallContext& context) const {
   if (!context.stream.empty()) require_current(context.stream, context.incarnation);
 }
 
-std::vector<std::pair<std::string, StreamWrites>> CompletedWrites::streams(const std::vector<std::string>& tables) const {
+std::vector<HeldStream> CompletedWrites::streams(const std::vector<std::string>& tables) const {
   std::unordered_set<const Table*> wanted;
   for (const std::string& name : tables)
     if (const auto found = tables_.find(name); found != tables_.end()) wanted.insert(found->second.get());
-  std::vector<std::pair<std::string, StreamWrites>> known;
-  known.reserve(streams_.size());
+  std::vector<HeldStream> known;
   streams_.for_each([&](const Streams::Entry& entry) {
     const Stream& stream = entry.value;
-    StreamWrites& held = known.emplace_back(entry.name, StreamWrites{stream.incarnation, stream.oldest_unacknowledged, {}}).second;
+    if (std::ranges::none_of(stream.tables, [&](const auto& table) { return wanted.contains(table.get()); })) return;
+    HeldStream& held = known.emplace_back(HeldStream{entry.name, stream.incarnation, stream.oldest_unacknowledged, {}});
     for (const auto& [sequence, write] : stream.done)
-      if (wanted.contains(write.table.get())) held.done.push_back({sequence, write.created, write.table->name});
+      if (wanted.contains(write.table.get())) held.done.push_back({sequence, write.created, write.table});
   });
   return known;
 }
 
-void CompletedWrites::restore(const std::string& name, StreamWrites marked) {
+void CompletedWrites::restore(const std::string& name, StreamWrites marked, const std::vector<std::string>& tables) {
   if (!is_possible(marked.incarnation) || marked.oldest_unacknowledged > kMostChosen) return;
   int64_t begun = 0;
   for_each_job(name, [&](std::string_view job) { begun = std::max(begun, number_of(forgotten_, job)); });
@@ -172,7 +174,8 @@ void CompletedWrites::restore(const std::string& name, StreamWrites marked) {
   Stream& stream = (entry != nullptr ? *entry : begin(name)).value;
   stream.incarnation = std::max(stream.incarnation, marked.incarnation);
   note(marked.incarnation);
-  forget_acknowledged(stream, marked.oldest_unacknowledged, marked.incarnation);
+  for (const std::string& table : tables) note_table(stream, table_of(table));
+  if (begun == 0) forget_acknowledged(stream, marked.oldest_unacknowledged, marked.incarnation);
   for (const CompletedWrite& write : marked.done) {
     if (write.sequence < stream.oldest_unacknowledged) continue;
     const auto known = stream.done.find(write.sequence);
@@ -240,6 +243,13 @@ void CompletedWrites::forget_before(Streams::Entry& entry, int64_t incarnation) 
   std::erase_if(stream.done, [&](const auto& write) { return write.second.incarnation < incarnation; });
   if (stream.acknowledged_by < incarnation) stream.oldest_unacknowledged = 0;
   if (stream.incarnation < incarnation && stream.waiting.empty()) streams_.erase(entry);
+}
+
+void CompletedWrites::note_table(Stream& stream, const std::shared_ptr<const Table>& table) {
+  const auto place = std::ranges::lower_bound(stream.tables, table);
+  if (place != stream.tables.end() && *place == table) return;
+  stream.tables.insert(place, table);
+  std::erase_if(stream.tables, [](const auto& one) { return one->is_dropped; });
 }
 
 void CompletedWrites::forget_acknowledged(Stream& stream, int64_t oldest_unacknowledged, int64_t incarnation) {

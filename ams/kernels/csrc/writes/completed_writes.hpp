@@ -35,6 +35,24 @@ struct CompletedWrite {
   std::string table;
 };
 
+// The table that writes went to: one object for all of them, so that a drop tells them all.
+struct WrittenTable {
+  std::string name;
+  bool is_dropped = false;
+};
+
+// What a shard knew of a stream at one moment, for snapshots. Read by any thread: the name of a table does not change.
+struct HeldStream {
+  struct Write {
+    int64_t sequence, created;
+    std::shared_ptr<const WrittenTable> table;
+  };
+  std::string name;
+  int64_t incarnation = 0;
+  int64_t oldest_unacknowledged = 0;
+  std::vector<Write> done;
+};
+
 // What a shard knows of a stream, as snapshots keep it.
 struct StreamWrites {
   int64_t incarnation = 0;
@@ -72,23 +90,20 @@ class CompletedWrites {
   // Writes to `table` will come: their marks take no more memory than `admit` does.
   void expect(std::string_view table) { table_of(table); }
 
-  // What is known of each stream, of the writes applied those to `tables`.
-  std::vector<std::pair<std::string, StreamWrites>> streams(const std::vector<std::string>& tables) const;
-  // Adds what `streams` gave to what is known of a stream: the higher incarnation holds. Of a job that has gone back under a lower
-  // incarnation than `marked` has, these are another cluster's numbers: they shut out nobody here, and are forgotten when the job
-  // goes back once more. Numbers that no write may have are passed over.
-  void restore(const std::string& name, StreamWrites marked);
+  // What is known of each stream that wrote to one of `tables`, of its writes those to them.
+  std::vector<HeldStream> streams(const std::vector<std::string>& tables) const;
+  // Adds what `streams` gave to what is known of a stream that wrote to `tables`: the higher incarnation holds. Of a job that has gone
+  // back under a lower incarnation than `marked` has, these are another cluster's numbers: they shut out nobody here, and are forgotten
+  // when the job goes back once more. What a stream had acknowledged before it was forgotten here says nothing of its numbers since. Numbers
+  // that no write may have are passed over.
+  void restore(const std::string& name, StreamWrites marked, const std::vector<std::string>& tables);
 
   // Of all streams and jobs that were ever here. Any thread.
   int64_t highest_incarnation() const { return highest_incarnation_; }
   size_t num_forgotten_streams() const { return forgotten_streams_.size(); }
 
  private:
-  // The table that writes went to: one object for all of them, so that a drop tells them all.
-  struct Table {
-    std::string name;
-    bool is_dropped = false;
-  };
+  using Table = WrittenTable;
   struct Applied {
     int64_t incarnation = 0;
     int64_t created = 0;
@@ -105,6 +120,7 @@ class CompletedWrites {
     int64_t acknowledged_by = 0;  // incarnation that said so
     std::map<int64_t, Applied> done;
     std::map<int64_t, Waiting> waiting;
+    std::vector<std::shared_ptr<const Table>> tables;  // that it ever wrote to, by address; dropped ones may be among them
   };
   using Streams = RecencyMap<Stream>;
 
@@ -116,6 +132,7 @@ class CompletedWrites {
   void require_current(const std::string& name, int64_t incarnation) const;
   bool is_possible(int64_t incarnation) const;
   void forget_before(Streams::Entry& entry, int64_t incarnation);
+  static void note_table(Stream& stream, const std::shared_ptr<const Table>& table);
   static void forget_acknowledged(Stream& stream, int64_t oldest_unacknowledged, int64_t incarnation);
   void note(int64_t incarnation);
 

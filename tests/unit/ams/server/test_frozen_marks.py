@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import time
 from concurrent.futures import Future
 
 import numpy as np
 import pytest
 
 from geartrain.ams.kernels.engine import CompletedWrites, SyncGroups
-from geartrain.ams.server.freeze.marks import CompletedWrite, StreamWrites, held_marks, merged_stream, restore_marks
+from geartrain.ams.server.freeze.marks import CompletedWrite, RestoredMarks, StreamWrites, held_marks, merged_stream
 from geartrain.ams.values.errors import SnapshotDamaged, StaleClient, StepMismatch
 from geartrain.ams.values.shard_messages import CallContext, Done, Push, Reply, SyncGroup
 
@@ -29,8 +30,8 @@ def restored(
     *sources: CompletedWrites, tables: tuple[str, ...] = ("t",), into: CompletedWrites | None = None
 ) -> CompletedWrites:
     target = CompletedWrites() if into is None else into
-    held = [json.loads(json.dumps(held_marks(source, SyncGroups(1.0), tables))) for source in sources]
-    restore_marks(held, tables, target, SyncGroups(1.0))
+    held = [json.loads(json.dumps(held_marks(source, SyncGroups(1.0), tables).to_json())) for source in sources]
+    RestoredMarks(held, tables).apply(target, SyncGroups(1.0))
     return target
 
 
@@ -63,6 +64,47 @@ def test_only_writes_to_the_restored_tables_count() -> None:
     assert [apply(restored(marks), sequence) for sequence in (1, 2)] == [False, True]
 
 
+def test_streams_that_wrote_to_other_tables_are_in_no_snapshot() -> None:
+    marks = CompletedWrites()
+    for stream_name, table in (("a", "t"), ("b", "u"), ("c", "t"), ("c", "u")):
+        context = CallContext(stream=stream_name, sequence=1 + (table == "u"), oldest_unacknowledged=1)
+        marks.admit(context, Future())
+        marks.applied(context, Done(), table)
+    held = held_marks(marks, SyncGroups(1.0), ["t"]).to_json()
+    assert {name: [write[0] for write in done] for name, (_, _, done) in held["streams"].items()} == {
+        "a": [1],
+        "c": [1],
+    }
+    copy = restored(marks)
+    again = held_marks(copy, SyncGroups(1.0), ["t", "u"]).to_json()
+    assert set(again["streams"]) == {"a", "c"}, "they wrote to it before"
+    marks.dropped("t")
+    assert not held_marks(marks, SyncGroups(1.0), ["t"]).to_json()["streams"]
+
+
+def test_marks_are_those_of_the_moment_at_which_they_were_held() -> None:
+    marks = CompletedWrites()
+    apply(marks, 1)
+    held = held_marks(marks, SyncGroups(1.0), ["t"])
+    apply(marks, 2, oldest=2)
+    marks.dropped("t")
+    assert held.to_json()["streams"] == {"s": (1, 1, [(1, 1, "t")])}
+
+
+def test_holding_marks_takes_little_of_the_shards_turn() -> None:
+    marks = CompletedWrites()
+    for number in range(100):
+        for sequence in range(1, 501):
+            context = CallContext(stream=f"job/rank{number}", sequence=sequence, oldest_unacknowledged=1)
+            marks.admit(context, Future())
+            marks.applied(context, Done(), "t")
+    began = time.thread_time()
+    held = held_marks(marks, SyncGroups(1.0), ["t"])
+    in_the_turn = time.thread_time() - began
+    assert sum(len(done) for _, _, done in held.to_json()["streams"].values()) == 50_000
+    assert in_the_turn < (time.thread_time() - began) / 3
+
+
 def stream(*done: int, oldest: int = 1, incarnation: int = 1) -> StreamWrites:
     return StreamWrites(incarnation, oldest, [CompletedWrite(sequence, 1, "t") for sequence in done])
 
@@ -91,17 +133,17 @@ def test_a_sync_group_goes_on_at_its_step() -> None:
         groups.join(CallContext(), push(rank, 7))
     groups.complete(push(0, 7))
     target = SyncGroups(1.0)
-    restore_marks([held_marks(CompletedWrites(), groups, ["t"])], ["t"], CompletedWrites(), target)
+    RestoredMarks([held_marks(CompletedWrites(), groups, ["t"]).to_json()], ["t"]).apply(CompletedWrites(), target)
     assert target.is_applied(push(0, 7)), "a retry of the last step"
     assert not target.is_applied(push(0, 8))
     with pytest.raises(StepMismatch):
         target.is_applied(push(0, 9))
     assert not target.is_applied(push(0, 1, job="another"))  # begins at its own numbering
     nothing = SyncGroups(1.0)
-    restore_marks([held_marks(CompletedWrites(), groups, ["u"])], ["u"], CompletedWrites(), nothing)
+    RestoredMarks([held_marks(CompletedWrites(), groups, ["u"]).to_json()], ["u"]).apply(CompletedWrites(), nothing)
     assert nothing.steps() == []
 
 
 def test_marks_of_another_version_are_a_typed_error() -> None:
     with pytest.raises(SnapshotDamaged, match="not of this version"):
-        restore_marks([{"streams": 1}], ["t"], CompletedWrites(), SyncGroups(1.0))
+        RestoredMarks([{"streams": 1}], ["t"])

@@ -15,6 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from geartrain.ams.kernels import ops
+from geartrain.ams.pb.v1 import shard_pb2, types_pb2
+from geartrain.ams.rpc.codec import framing
+from geartrain.ams.server.service import ShardService
 from geartrain.ams.server.shard import Shard
 from geartrain.ams.values.admission.rules import MinCount
 from geartrain.ams.values.errors import InvalidRows, StepMismatch
@@ -143,7 +146,28 @@ def test_a_rank_that_begins_anew_may_tell_another_time_but_no_other_step_or_occu
 
     told(0)
     assert told(1) == Done(created=1)
-    assert told(0, unix_seconds=2e9).duplicate
+    assert told(0, unix_seconds=1.5e9).duplicate
     for other in ({"step": 8}, {"occurrences": np.array([2], np.uint32)}):
         with pytest.raises(StepMismatch):
             told(0, **other)
+
+
+@pytest.mark.parametrize(("told", "rows"), [([1, 1, 1], [0.0, 0.0]), ([2, 1, 2], [-2.0, 0.0]), (None, [0.0, 0.0])])
+def test_equal_ids_of_a_rank_that_sends_messages_are_summed_with_their_occurrences(
+    shard: Shard, told: list[int] | None, rows: list[float]
+) -> None:
+    name = f"equal{told}"
+    spec = TableSpec(name=name, dim=1, optimizer=SGD(1.0), admission=MinCount(4), initializer=Constant(0.0))
+    shard.submit(CallContext(), CreateTable(spec=spec)).result(10)
+    service = ShardService(1 << 20)
+    service.serve(shard)
+    header = shard_pb2.PushRequest(
+        table=name,
+        context=types_pb2.CallContext(stream=name, sequence=1),
+        group=types_pb2.SyncGroup(job=name, world_size=1, sequence=1, sample_count=1),
+    )
+    if told is not None:
+        header.batch.occurrences = np.array(told, np.uint32).tobytes()
+    data = framing.encode_framed(header, [(14, np.array([1, 2, 1])), (15, np.ones((3, 1), np.float32))])
+    service.begin_push(bytes(data), None).reply.result(10)  # type: ignore[arg-type]
+    np.testing.assert_array_equal(rows_of(shard, name, np.array([1, 2]), 1)[:, 0], rows)

@@ -90,11 +90,11 @@ def test_an_id_gets_its_row_at_the_push_that_brings_its_nth_occurrence(
                 rows = {i: row for i, row in rows.items() if i not in argument}
         elif what == "freeze" and frozen is None:
             table.freeze()
-            frozen = table.frozen_admission()
+            frozen = frozen_admission(table)
             assert frozen is not None
             frozen = frozen._replace(counters=frozen.counters.copy())
         elif what == "thaw" and frozen is not None:
-            after = table.frozen_admission()
+            after = frozen_admission(table)
             assert after is not None
             for one, other in zip(frozen, after, strict=True):
                 np.testing.assert_array_equal(one, other)  # what was counted meanwhile is not in it
@@ -102,7 +102,7 @@ def test_an_id_gets_its_row_at_the_push_that_brings_its_nth_occurrence(
             frozen = None
         elif what == "move" and frozen is None:
             table.freeze()
-            counted, kept = table.frozen_admission(), table.read_frozen(12)
+            counted, kept = frozen_admission(table), table.read_frozen(12)
             table.thaw(kept=True)
             table = make_table(MinCount(n, SMALL), num_rows=num_rows, dtype=dtype)
             table.restore(*kept)
@@ -150,7 +150,7 @@ def test_shards_that_share_out_a_table_anew_forget_no_occurrence() -> None:
             counted = []
             for one in shards:
                 one.freeze()
-                state = one.frozen_admission()
+                state = frozen_admission(one)
                 assert state is not None
                 counted.append(state)
             placement = even_placement(number)
@@ -163,6 +163,31 @@ def test_shards_that_share_out_a_table_anew_forget_no_occurrence() -> None:
                 if number > 1:
                     assert push(table, own) == 0
         assert push(shards[0], ids) == len(ids)
+
+
+def test_what_was_counted_is_read_in_pieces() -> None:
+    table = make_table(MinCount(4, 1 << 18))
+    push(table, np.arange(0, 60_000_000, 1_000_003))
+    table.freeze()
+    whole = frozen_admission(table)
+    assert whole is not None
+    pieces, start = [], 0
+    while start >= 0:
+        found = table.frozen_admission(start, 3 * whole.counters.shape[1])
+        assert found is not None
+        piece, start = found
+        assert len(piece.ranges) <= 3
+        pieces.append(piece)
+    assert len(pieces) > 5
+    for name in ("ranges", "counters", "waiting"):
+        joined = np.concatenate([getattr(piece, name) for piece in pieces])
+        np.testing.assert_array_equal(joined, getattr(whole, name))
+
+
+def frozen_admission(table: RowTable) -> CountedIds | None:
+    found = table.frozen_admission()
+    assert found is None or found[1] == -1
+    return found and found[0]
 
 
 def _owned(table: RowTable, ids: Ids) -> npt.NDArray[np.bool_]:
@@ -182,7 +207,7 @@ def test_each_occurrence_admits_with_its_probability_and_the_same_pushes_admit_t
     np.testing.assert_array_equal(*(pulled(table, ids)[1] for table in tables))
     assert tables[0].refused.ids == 0 and tables[0].refused.gradients > 300_000
     tables[0].freeze()
-    state = tables[0].frozen_admission()
+    state = frozen_admission(tables[0])
     assert state is not None and state.num_pushes == 3
     again = make_table(Probability(0.1))
     again.restore_admission(state, EVERY)
@@ -203,7 +228,7 @@ def test_a_filter_of_another_size_is_not_taken_up() -> None:
     table = make_table(MinCount(2, SMALL))
     push(table, np.arange(5))
     table.freeze()
-    state = table.frozen_admission()
+    state = frozen_admission(table)
     assert state is not None
     with pytest.raises(InvalidArgument, match="not what table 't' has counted"):
         make_table(MinCount(2, 3 * SMALL // 2)).restore_admission(state, EVERY)
