@@ -184,6 +184,10 @@ def test_a_worker_whose_job_was_taken_over_neither_trains_on_nor_saves(
         def step(self: Trainer, number: int) -> torch.Tensor:
             loss = whole(self, number)
             if number == at:  # another process resumes the job while this one stands still
+                while not any(
+                    one.name == f"step-{5:09}" for one in list_snapshots(tmp_path / f"run-{at}" / "snapshots")
+                ):
+                    time.sleep(0.01)  # it is written beside the steps
                 with gt.connect(scheduler) as successor:
                     successor.fence(self.head.name, time.time_ns())
             return loss
