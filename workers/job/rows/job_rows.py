@@ -23,8 +23,11 @@ class JobRows(Protocol):
     """Time that the training waited for rows."""
     watch: LeaveWatch | None
     """Hears which shards want to leave; None: there are none, or another rank does."""
-    cluster: Awaited | None
-    """What may be waited for."""
+
+    @property
+    def cluster(self) -> Awaited | None:
+        """What may be waited for."""
+        ...
 
     def open(self, recipe: Recipe, table: str, num_classes: int, saved: Snapshot | None) -> ClassHead:
         """The head, with new rows, or those of ``saved`` in the place of whatever is there. Every rank calls it."""
