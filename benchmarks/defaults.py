@@ -28,13 +28,22 @@ import geartrain as gt
 from geartrain.bridge.head.loss.margins.scale import with_scale
 
 SEEDS, STEPS = 3, 400
-ALLOWED_POINTS, ALLOWED_POINTS_OF_SCALE = 0.5, 2.0
+ALLOWED_POINTS, ALLOWED_POINTS_OF_SCALE, ALLOWED_POINTS_OF_GRAPH = 0.5, 2.0, 1.0
 THREADS = 2
 LINEAR, DEFAULT, ARCFACE, BY_HAND = "nn.Linear", "ClassHead", "ArcFace()", "20 lines"
 LAYERS = {LINEAR: torch.optim.AdamW, "nn.Linear, row-wise AdamW": RowWiseAdamW}
 """What trains the weights of a plain layer."""
 SCALES = {f"ArcFace({scale})": {"margin": gt.ArcFace(scale)} for scale in (16, 32, 64)}
-ARMS: dict[str, dict[str, Any]] = {LINEAR: {}, DEFAULT: {}, ARCFACE: {"margin": gt.ArcFace()}, **SCALES, BY_HAND: {}}
+RANDOM, NEAREST = "ArcFace(), PartialFC(0.1)", "ArcFace(), KNNSoftmax(0.1)"
+ARMS: dict[str, dict[str, Any]] = {
+    LINEAR: {},
+    DEFAULT: {},
+    ARCFACE: {"margin": gt.ArcFace()},
+    **SCALES,
+    BY_HAND: {},
+    RANDOM: {"margin": gt.ArcFace(), "select": gt.PartialFC(0.1)},
+    NEAREST: {"margin": gt.ArcFace(), "select": gt.KNNSoftmax(0.1)},
+}
 """Name -> arguments of the head."""
 IMPRINTED: dict[str, dict[str, Any]] = {"imprinted": {}, "ArcFace(), imprinted": {"margin": gt.ArcFace()}}
 """Whose rows begin as means of the untrained network's features -> arguments of the head."""
@@ -63,7 +72,10 @@ OTHERS: dict[str, dict[str, Any]] = {
     "CosFace()": {"margin": gt.CosFace()},
     "CosFace(margin=0)": {"margin": gt.CosFace(margin=0.0)},
     "ArcFace(margin=0.2)": {"margin": gt.ArcFace(margin=0.2)},
-    "ArcFace(), PartialFC(0.1)": {"margin": gt.ArcFace(), "select": gt.PartialFC(0.1)},
+    **{
+        f"ArcFace(), KNNSoftmax(0.1, near={near})": {"margin": gt.ArcFace(), "select": gt.KNNSoftmax(0.1, near=near)}
+        for near in (0.25, 0.5, 1.0)
+    },
     "ArcFace(), AdamW(1e-3)": {"margin": gt.ArcFace(), "optimizer": gt.AdamW(1e-3)},
     "ArcFace(), AdamW(1e-2)": {"margin": gt.ArcFace(), "optimizer": gt.AdamW(1e-2)},
     "ArcFace(), SparseMomentum(0.1)": {"margin": gt.ArcFace(), "optimizer": gt.SparseMomentum(0.1)},
@@ -118,6 +130,9 @@ def cases(accuracies: Accuracies) -> list[dict[str, Any]]:
         case = f"{problem}: margin=ArcFace() with nothing said ({_told(arms[ARCFACE], arms[BY_HAND])})"
         rival = "ArcFace(16) in 20 lines, rows from N(0, 0.01), AdamW"
         found.append(_case(case, arms[ARCFACE], rival, arms[BY_HAND], ALLOWED_POINTS_OF_SCALE))
+    for problem, arms in accuracies.items():
+        case = f"{problem}: KNNSoftmax(0.1) with nothing said ({_told(arms[NEAREST], arms[RANDOM])})"
+        found.append(_case(case, arms[NEAREST], RANDOM, arms[RANDOM], ALLOWED_POINTS_OF_GRAPH))
     return found
 
 

@@ -39,7 +39,7 @@ from geartrain.workers.recipes.recipe import Recipe
 DIM = 128
 BATCH = 256
 THREADS = 2
-SELECT = KNNSoftmax(active=0.1, k=32)
+SELECT = KNNSoftmax(active=0.1, k=32, rebuild="epoch", near=1.0)
 SIZES: dict[int, float | None] = {100_000: None, 400_000: None, 1_000_000: 4.0}
 """Classes -> the ratio of head steps that we promise."""
 GRAPH_SIZE = 100_000

@@ -70,6 +70,8 @@ class Ranking:
     seed: int
     neighbours: Any = None
     """The ``NeighbourTable`` that comes before the permutation; None: nothing."""
+    num_near: int | None = None
+    """Labels and neighbours, where the permutation has the other places at least; None: the budget."""
 
 
 class Selection(ABC):

@@ -87,7 +87,9 @@ def test_a_device_chooses_the_classes_that_the_host_chooses(with_graph: bool) ->
         np.testing.assert_array_equal(found.cpu().numpy(), table.select(labels, budget, seed=5, step=step))
 
 
-@pytest.mark.parametrize("select", [gt.KNNSoftmax(0.2, k=8), gt.PartialFC(0.2), gt.FullSoftmax()], ids=repr)
+@pytest.mark.parametrize(
+    "select", [gt.KNNSoftmax(0.2, k=8, rebuild="epoch"), gt.PartialFC(0.2), gt.FullSoftmax()], ids=repr
+)
 def test_no_host_waits_in_a_step(select: gt.KNNSoftmax | gt.PartialFC | gt.FullSoftmax) -> None:
     head = gt.ClassHead(
         None, "t", num_classes=CLASSES, dim=DIM, select=select, margin=gt.ArcFace(scale=64), rows="ranks"

@@ -73,7 +73,7 @@ class Recipe:
     neighbours: int = 32
     """Kept of each class by ``knn``."""
     rebuild: str = "epoch"
-    """When ``knn`` builds its graph anew: ``epoch``, ``background`` or a number of steps."""
+    """When ``knn`` builds its graph anew: ``auto``, ``epoch``, ``background`` or a number of steps."""
     rows: str = "pull"
     """Where the work on the class centers is done: ``pull`` (here; they travel), ``hosted`` (beside them, on the
     shards; features travel) or ``ranks`` (the ranks hold them, and there is no cluster)."""
@@ -139,8 +139,11 @@ class Recipe:
             raise ConfigError(
                 "select is 'knn' and sample_rate is 1, the full softmax; give less of the classes (--active 0.1)"
             )
-        if self.rebuild not in ("epoch", "background") and not (self.rebuild.isdecimal() and int(self.rebuild) >= 1):
-            raise ConfigError(f"rebuild is {self.rebuild!r}; it must be 'epoch', 'background' or a number of steps")
+        is_steps = self.rebuild.isdecimal() and int(self.rebuild) >= 1
+        if self.rebuild not in ("auto", "epoch", "background") and not is_steps:
+            raise ConfigError(
+                f"rebuild is {self.rebuild!r}; it must be 'auto', 'epoch', 'background' or a number of steps"
+            )
         check_sub_centers(self.sub_centers, self.dim, selection_of(self), LossSettings())
         require_margin(margin_of(self.margin), self.sub_centers)
         if not 0 <= self.seed < 2**31:

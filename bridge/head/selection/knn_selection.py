@@ -2,8 +2,8 @@
 
 The graph of nearest class centers is built from the rows as they are then: on rank 0, or by the graph service of the
 cluster if that has one, and sent to all; of rows that lie on ranks, by all of them together. It is used until it is
-built anew, and so older than the rows it stands for;
-``graph_age`` says by how many updates.
+built anew, and so older than the rows it stands for; ``graph_age`` says by how many updates. By default there is none
+of the first rows, which say nothing of each other: until then the negatives are drawn at random.
 
 Legend: B labels, C classes, D width, k neighbours of a class.
 """
@@ -11,6 +11,7 @@ Legend: B labels, C classes, D width, k neighbours of a class.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, final
@@ -21,7 +22,7 @@ import torch
 from geartrain.ams.graph.building.neighbours import NeighbourTable
 from geartrain.ams.graph.building.table_rows import TableRows
 from geartrain.ams.programs.class_lifecycle import LiveClasses
-from geartrain.ams.programs.selection import ActiveClasses, Ranking, Selection
+from geartrain.ams.programs.selection import ActiveClasses, Ranking, Selection, positives_and_sample
 from geartrain.ams.values.errors import GeartrainError, InvalidArgument, SpecMismatch
 from geartrain.ams.values.specs import Ids
 from geartrain.bridge.head.backends.backend import GraphSource, Peers, RowBackend
@@ -34,44 +35,66 @@ from geartrain.bridge.rows.tables import ReadableTable
 
 logger = logging.getLogger(__name__)
 
+SHARE = 0.1
+"""Of the training that building graphs takes with ``rebuild="auto"``."""
+SHORT_SECONDS = 1.0
+"""A build of so many seconds may take more: by the operations alone a resumed run builds when it would have."""
+OLD = 5
+"""A graph is old where so many builds might have been made since."""
+
 
 @final
 @dataclass(frozen=True)
 class KNNSoftmax(Selection):
     """The labels and their nearest classes, cut or filled up to round(active · C); given to a head as ``select``.
 
-    After the distinct labels come the nearest neighbour of each, then the second ones, and so on; if all ``k`` of each
-    are less than the budget, random other classes fill it. Labels are always kept: if they alone are more than the
-    budget, they enlarge it. The active classes are a function of (labels, seed, step, graph), on every rank the same.
+    After the distinct labels come the nearest neighbour of each, then the second ones, and so on, up to ``near`` of the
+    places that labels leave; random other classes have the rest. Labels are always kept: if they alone are more than
+    the budget, they enlarge it. The active classes are a function of (labels, seed, step, graph), on every rank the
+    same.
 
     Building costs 2·C²·D operations and one pull of all rows, in 4·C·k bytes beside them; ranks are sent 4·C·k bytes. A
     cluster with a graph service (``client.graph``) builds there, unless classes are retired. With rows on the ranks it
     costs each of R ranks 2·C²·D / R operations (``rank_ring.py``), and each keeps the whole graph, 4·C·k + 8·C bytes of
     its host and, if its rows are on a device, as many there, where it selects (``torch_selection.py``). A step costs
-    O(active). The first graph is built by the first training forward. With ``"background"`` rows move while they are
-    read: a graph that does not hold all of them in memory is of a mixture of their versions.
+    O(active). With ``"background"`` rows move while they are read: a graph that does not hold all of them in memory is
+    of a mixture of their versions.
     """
 
     active: float = 0.1
     """Part of the classes that is active, in (0, 1]; 1 is the full softmax, which needs no graph."""
     k: int = 32
     """Neighbours kept of each class; a class has at most C − 1. Enough is active · C / (distinct labels)."""
-    rebuild: str | int = "epoch"
-    """When the graph is built anew: ``"epoch"`` by the first step after ``head.next_epoch()``; a number, by the first
-    step so many updates after the last time; ``"background"`` beside the training, begun by ``head.next_epoch()`` and
-    taken into use by the first step after it is there."""
+    rebuild: str | int = "auto"
+    """When the graph is built. ``"auto"``: as soon as that takes a tenth of what the steps since the last time took,
+    counted in operations (C² against 6·P·A a step of P distinct labels and A active classes), so that every rank and a
+    resumed run find the same step; and by the first step after ``head.next_epoch()``. Until the first one all negatives
+    are random, as with :class:`PartialFC`; ``head.rebuild_graph()`` makes one of rows that say something from the start
+    (imprinted, or trained before). Where a build takes more than a second and a tenth of the time by the clock, the
+    next ones are made half as often: ranks agree on it and it is part of the head's state, but another run may find
+    otherwise. The others build the first one in the first training forward. ``"epoch"``: then by the first step after
+    ``head.next_epoch()``. A number: by the first step so many updates after the last time, whatever it takes.
+    ``"background"``: beside the training, begun by ``head.next_epoch()`` and taken into use by the first step after it
+    is there."""
     seed: int = 0
     """Key of the filling, with the step; an unsigned 64-bit integer."""
+    near: float = 0.125
+    """Part of the negatives that the graph may choose, in [0, 1]; the others are random. Few negatives that are all
+    near teach a network little of the other classes (``geartrain bench defaults``)."""
     takes_sub_centers: ClassVar = False
 
     def __post_init__(self) -> None:
         if not 0.0 < self.active <= 1.0:
             raise InvalidArgument(f"active is {self.active!r}; it must lie in (0, 1]")
+        if not 0.0 <= self.near <= 1.0:
+            raise InvalidArgument(f"near is {self.near!r}; it must lie in [0, 1]")
         if isinstance(self.k, bool) or not isinstance(self.k, int) or self.k < 1:
             raise InvalidArgument(f"k is {self.k!r}; it must be an integer >= 1, the neighbours kept of each class")
         is_steps = isinstance(self.rebuild, int) and not isinstance(self.rebuild, bool) and self.rebuild >= 1
-        if not is_steps and self.rebuild not in ("epoch", "background"):
-            raise InvalidArgument(f"rebuild is {self.rebuild!r}; it must be 'epoch', 'background' or a number >= 1")
+        if not is_steps and self.rebuild not in ("auto", "epoch", "background"):
+            raise InvalidArgument(
+                f"rebuild is {self.rebuild!r}; it must be 'auto', 'epoch', 'background' or a number >= 1"
+            )
         if not 0 <= self.seed < 2**64:
             raise InvalidArgument(f"seed is {self.seed!r}; it must lie in [0, 2**64)")
 
@@ -82,6 +105,10 @@ class KNNSoftmax(Selection):
     def select(self, labels: Ids, num_classes: int, step: int) -> ActiveClasses:  # noqa: ARG002
         """InvalidArgument: it needs the graph of a head's rows."""
         raise InvalidArgument("KNNSoftmax selects by the graph of a head's rows; ask the head's select for a choice")
+
+    def steps_between_draws(self, num_classes: int) -> float:
+        """num_classes / budget, on average."""
+        return num_classes / self.budget(num_classes)
 
     def neighbours_of(self, num_classes: int) -> int:
         """``k``, unless all classes are active."""
@@ -128,7 +155,7 @@ class KNNSelection(Selection):
         self.living = LiveClasses(table.spec.num_rows or 0)
         """The classes that the head has; :meth:`follow` changes them."""
         self.graph: Graph | None = None
-        """The one in use; None before the first training step."""
+        """The one in use; None before the first: negatives are random."""
         self.on_progress: Progress | None = None
         """Called while a graph is built, on every rank that builds."""
         self.enlarged = 0
@@ -139,6 +166,14 @@ class KNNSelection(Selection):
         self._step = step
         self._is_due = False
         self._prepared: int | None = None
+        self._is_training = False
+        """Whether the next choice is that of a training step."""
+        self._work = 0
+        """Pairs of labels and active classes in the training steps since the last build."""
+        self._patience = 1
+        """How many times rarer than by operations graphs are built, because the clock says so."""
+        self._built_at = time.monotonic()
+        self._has_warned = False
         self._pending: Building | None = None
         self._ending: Building | None = None
         """The last one that was cancelled: a service builds one graph of a table at a time."""
@@ -158,34 +193,52 @@ class KNNSelection(Selection):
         return self.settings.budget(num_classes)
 
     def select(self, labels: Ids, num_classes: int, step: int) -> ActiveClasses:
-        """Active classes for the labels [B] (of all ranks), all in numbers of the living classes. Builds the graph if
-        there is none; with ranks, which would have to do so together, that is InvalidArgument."""
+        """Active classes for the labels [B] (of all ranks), all in numbers of the living classes. But for "auto" builds
+        the graph if there is none; with ranks, which would have to do so together, that is InvalidArgument."""
         budget = self.budget(num_classes)
         if budget >= num_classes:
             return ActiveClasses(num_classes)
-        ids = self.graph_in_use().table.select(labels, budget, seed=self.settings.seed, step=step)
-        self.enlarged += len(ids) > budget
-        return ActiveClasses(len(ids), ids)
+        num_labels = len(np.unique(labels))
+        self._note(num_labels, budget)
+        if (table := self._table_in_use()) is None:
+            return positives_and_sample(labels, num_classes, budget, self.settings.seed, step)
+        ids = table.select(labels, self._num_near(num_labels, budget), seed=self.settings.seed, step=step)
+        return positives_and_sample(ids, num_classes, budget, self.settings.seed, step)
+
+    def _num_near(self, num_labels: int, budget: int) -> int:
+        """Labels and neighbours that are active, at most."""
+        return num_labels + round(self.settings.near * max(0, budget - num_labels))
 
     def ranking(self, num_labels: int, num_classes: int) -> Ranking:
         """The labels, their neighbours, then the permutation."""
         budget = self.budget(num_classes)
-        self.enlarged += num_labels > budget
+        self._note(num_labels, budget)
         takes_all = max(budget, num_labels) >= num_classes
-        return Ranking(self.settings.seed, None if takes_all else self.graph_in_use().table)
+        table = None if takes_all else self._table_in_use()
+        return Ranking(self.settings.seed, table, None if table is None else self._num_near(num_labels, budget))
 
-    def graph_in_use(self) -> Graph:
-        """The graph to select by; see :meth:`select`."""
+    def _table_in_use(self) -> NeighbourTable | None:
+        """What to select by; see :meth:`select`."""
         self._drop_graph_of_others()
-        if self.graph is None:
+        if self.graph is None and not self._begins_at_random:
             if self._ranks is not None:
                 raise InvalidArgument(
                     f"table {self._table.spec.name!r} has no graph yet, and ranks build it together: train a step, or "
                     "call head.rebuild_graph() on every rank, before this evaluation"
                 )
             self.rebuild_graph()
-        assert self.graph is not None
-        return self.graph
+        return None if self.graph is None else self.graph.table
+
+    @property
+    def _begins_at_random(self) -> bool:
+        return self.settings.rebuild == "auto"
+
+    def _note(self, num_labels: int, budget: int) -> None:
+        """Count the work of a training step, whose labels are those of all ranks: every rank counts the same."""
+        self.enlarged += num_labels > budget
+        if self._is_training:
+            self._is_training = False
+            self._work += num_labels * max(budget, num_labels)
 
     def prepare(self) -> None:
         """Before a training step selects: build or exchange the graph if that is due.
@@ -196,20 +249,26 @@ class KNNSelection(Selection):
         step = self._step()
         if self.budget(self._num_classes) >= self._num_classes:
             return
+        self._is_training = True
         self._drop_graph_of_others()
-        if step == self._prepared and self.graph is not None:
+        if step == self._prepared:
             return
-        if self.graph is None or self._is_old(step):
-            self.rebuild_graph()
-        elif self.settings.rebuild == "background":
+        if self.settings.rebuild == "background" and self.graph is not None:
             self._take_finished()
             if self._is_due and self._pending is None:
                 self._begin()
+        elif self._is_due or (self.graph is None and not self._begins_at_random):
+            self.rebuild_graph()
+        elif self.settings.rebuild == "auto" and self._affordable_builds >= self._patience:
+            self._build_in_time()
+        elif isinstance(self.settings.rebuild, int) and (self.graph_age or 0) >= self.settings.rebuild:
+            self.rebuild_graph()
+        self._warn_of_age()
         self._prepared = step
 
     def next_epoch(self) -> None:
         """A pass over the data ends: the graph is due, unless it is rebuilt by steps. Every rank says so."""
-        self._is_due = self.settings.rebuild in ("epoch", "background")
+        self._is_due = not isinstance(self.settings.rebuild, int)
 
     def rebuild_graph(self) -> None:
         """Build the graph now, from the rows as they are. Every rank calls it."""
@@ -249,7 +308,7 @@ class KNNSelection(Selection):
                     self._table.spec.name,
                     exc,
                 )
-                self.graph = None
+                self._lose_graph()
                 return
             table = with_new(table, new, nearest.reshape(len(new), -1))
         self.graph = Graph(table, graph.version + 1, graph.step, living.fingerprint)
@@ -274,7 +333,11 @@ class KNNSelection(Selection):
                 self._table.spec.name,
                 self.graph.version,
             )
-            self.graph = None
+            self._lose_graph()
+
+    def _lose_graph(self) -> None:
+        """The next training step builds another one."""
+        self.graph, self._prepared, self._is_due = None, None, True
 
     def cancel(self) -> None:
         """End a build in the background; the graph in use stays, and is due again. Every rank calls it."""
@@ -294,7 +357,7 @@ class KNNSelection(Selection):
         found = {"version": 0, "step": 0, "classes": 0}
         if graph is not None:
             found = {"version": graph.version, "step": graph.step, "classes": graph.classes}
-        return {**found, "is_due": is_due}
+        return {**found, "is_due": is_due, "work": self._work, "patience": self._patience}
 
     def resume(self, state: Mapping[str, Any] | None, living: LiveClasses) -> None:
         """Go on with the graph of :meth:`state` if it is here, else log that the next step builds another one."""
@@ -304,12 +367,15 @@ class KNNSelection(Selection):
         self.cancel()
         self._prepared = None
         self._is_due = bool(state["is_due"])
+        self._work, self._patience = int(state.get("work", 0)), int(state.get("patience", 1))
+        self._built_at = time.monotonic()
         found = (self.graph.version, self.graph.step, self.graph.classes) if self.graph else (0, 0, 0)
         saved = (int(state["version"]), int(state["step"]), int(state.get("classes", 0)))
         if found == saved:
             return
         self.graph = None
         if saved[0]:
+            self._is_due = True
             logger.warning(
                 "table %r: graph version %d of step %d is not in this process; the next step builds one from the rows "
                 "of step %d",
@@ -359,11 +425,33 @@ class KNNSelection(Selection):
     def _num_classes(self) -> int:
         return self.living.num_living
 
-    def _is_old(self, step: int) -> bool:
-        assert self.graph is not None
-        if isinstance(self.settings.rebuild, int):
-            return step - self.graph.step >= self.settings.rebuild
-        return self._is_due and self.settings.rebuild == "epoch"
+    @property
+    def _affordable_builds(self) -> float:
+        """How many builds, of C²·D operations, take ``SHARE`` of the steps since the last one, of 6·P·A·D each."""
+        return SHARE * 6 * self._work / self._num_classes**2
+
+    def _build_in_time(self) -> None:
+        """Build; where that takes too long a part of the time, be patient from now on. With ranks one exchange."""
+        began = time.monotonic()
+        trained = began - self._built_at
+        self.rebuild_graph()
+        seconds = self._built_at - began
+        is_slow = seconds > max(SHORT_SECONDS, SHARE * trained)
+        if is_slow if self._ranks is None else self._ranks.agree(is_slow):
+            self._patience *= 2
+
+    def _warn_of_age(self) -> None:
+        if self._has_warned or self.settings.rebuild not in ("epoch", "background") or self._affordable_builds < OLD:
+            return
+        self._has_warned = True
+        logger.warning(
+            "table %r: the graph of KNN softmax is %s updates old, time enough for %d in a tenth of it; call "
+            "head.next_epoch() after each pass over the data, or say rebuild='auto' instead of %r",
+            self._table.spec.name,
+            self.graph_age,
+            self._affordable_builds,
+            self.settings.rebuild,
+        )
 
     def _begin(self) -> None:
         """Begin to build beside the training."""
@@ -394,3 +482,4 @@ class KNNSelection(Selection):
         version = 1 if self.graph is None else self.graph.version + 1
         self.graph = Graph(table, version, step, self.living.fingerprint)
         self._is_due = False
+        self._work, self._built_at = 0, time.monotonic()

@@ -47,7 +47,7 @@ Rebuild = Annotated[
     typer.Option(
         "--rebuild",
         help="With --select knn: when to look for the neighbours anew: epoch, background (the same, beside the "
-        "training) or a number of steps.",
+        "training), auto (for a tenth of the training, and at epochs) or a number of steps.",
         show_default="epoch",
     ),
 ]

@@ -58,11 +58,12 @@ def test_every_arm_is_trained_and_told(bench: Any, monkeypatch: pytest.MonkeyPat
     assert name == "digits, 10 classes" and list(arms) == list(bench.ARMS)
     assert arms["nn.Linear"] == pytest.approx(arms["ClassHead"], abs=2.6)  # one step apart by what a bias does
     assert "| nn.Linear |" in bench.table(found)
-    assert [one["target"] for one in bench.cases(found)] == [1.0, 1.0, 1.0]
+    assert [one["target"] for one in bench.cases(found)] == [1.0] * 4
 
 
 def test_what_is_allowed_counts_for_us(bench: Any) -> None:
     arms = {arm: [50.0, 52.0] for arm in bench.ARMS}
-    first, last, by_hand = bench.cases({"p": arms})
+    first, last, by_hand, near = bench.cases({"p": arms})
     assert (first["ours"], first["theirs"], first["ratio"]) == (51.0, 50.5, 1.01)
     assert (last["theirs"], last["ratio"]) == (by_hand["theirs"], by_hand["ratio"]) == (49.0, 1.041)
+    assert near["theirs"] == 50.0

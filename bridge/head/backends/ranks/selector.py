@@ -80,8 +80,11 @@ class RankSelector:
             if budget >= living.num_living:
                 active_A = ids.all_L()
             else:
-                labels, lists = upload(labels_P, table.device), self._on_device(ranking)
-                active_A = ids.of(select_on(labels, lists, living.num_living, budget, seed=ranking.seed, step=step))
+                active, lists = upload(labels_P, table.device), self._on_device(ranking)
+                for places in dict.fromkeys((ranking.num_near or budget, budget)):
+                    active = select_on(active, lists, living.num_living, places, seed=ranking.seed, step=step)
+                    lists = None
+                active_A = ids.of(active)
             here_A = self._here(active_A)
         if self._stream is not None and here_A.numbers_A is not None:
             here_A.numbers_A.record_stream(torch.cuda.current_stream(table.device))

@@ -190,12 +190,12 @@ def test_a_module_without_rows_is_a_model_too_and_what_wraps_a_part_is_looked_th
 
 
 def test_a_graph_of_nearest_classes_comes_back(cluster: gt.Cluster, tmp_path: Path) -> None:
-    first = Trainer(cluster, select=gt.KNNSoftmax(active=0.5, k=4))
+    first = Trainer(cluster, select=gt.KNNSoftmax(active=0.5, k=4, rebuild="epoch"))
     first.train(range(2))
     gt.save(first.model, tmp_path / "model", state=first.state)
     expected = first.train(range(2, 4))
     with gt.local() as elsewhere:
-        second = Trainer(elsewhere, select=gt.KNNSoftmax(active=0.5, k=4))
+        second = Trainer(elsewhere, select=gt.KNNSoftmax(active=0.5, k=4, rebuild="epoch"))
         gt.load(second.model, tmp_path / "model", state=second.state)
         assert second.train(range(2, 4)) == expected
 

@@ -65,6 +65,7 @@ def test_all_classes_are_active_up_to_so_many_and_a_corrected_sample_beyond() ->
     [
         ({}, 1e-3),
         ({"select": gt.PartialFC(0.25)}, 4e-3),
+        ({"select": gt.KNNSoftmax(0.25)}, 4e-3),
         ({"select": gt.PartialFC(0.1, min_active=1000)}, 2e-3),
         ({"select": gt.PartialFC(0.25), "num_living": 30}, 1e-3),
         ({"select": gt.PartialFC(0.25), "optimizer": gt.AdamW()}, 1e-3),

@@ -74,7 +74,7 @@ def test_the_chosen_classes_are_those_of_the_specification(
 def knn_of(table: NeighbourTable, budget: float, living: LiveClasses, seed: int) -> KNNSelection:
     """A selection that has this graph."""
     knn = KNNSelection(
-        KNNSoftmax(budget, k=table.k, seed=seed),
+        KNNSoftmax(budget, k=table.k, seed=seed, near=1.0),
         SimpleNamespace(spec=SimpleNamespace(num_rows=living.num_classes, name="t")),  # type: ignore[arg-type]
         None,
         lambda: 0,
@@ -154,7 +154,7 @@ def test_nothing_is_asked_of_the_device_between_labels_and_targets() -> None:
         torch.arange(3).sum().item()
 
 
-SELECTIONS = [FullSoftmax(), PartialFC(0.3, seed=4), KNNSoftmax(0.3, k=4, rebuild=2, seed=4)]
+SELECTIONS = [FullSoftmax(), PartialFC(0.3, seed=4), KNNSoftmax(0.3, k=4, rebuild=2, seed=4, near=1.0)]
 
 
 def train(select: Any, share: slice, *, on_device: bool) -> tuple[list[float], torch.Tensor]:

@@ -215,7 +215,7 @@ def test_training_makes_a_new_class_recognised(cluster: Any) -> None:
 @pytest.mark.parametrize("rows", ["pull", "hosted"])
 def test_a_snapshot_goes_on_with_the_same_classes(rows: str, tmp_path: Path) -> None:
     def build(cluster: Any, reuse: bool = False) -> ClassHead:
-        return make_head(cluster, rows, select=KNNSoftmax(active=0.4, k=4), reuse=reuse)
+        return make_head(cluster, rows, select=KNNSoftmax(active=0.4, k=4, rebuild="epoch", near=1.0), reuse=reuse)
 
     with local(2) as cluster:
         head = build(cluster)
@@ -251,7 +251,7 @@ def neighbours_of(head: ClassHead) -> dict[int, list[int]]:
 
 
 def test_the_graph_follows_at_once(cluster: Any) -> None:
-    head = make_head(cluster, select=KNNSoftmax(active=0.4, k=4))
+    head = make_head(cluster, select=KNNSoftmax(active=0.4, k=4, rebuild="epoch", near=1.0))
     select = head.select
     assert isinstance(select, KNNSelection)
     train(head, 1)
@@ -285,7 +285,7 @@ def test_the_graph_follows_at_once(cluster: Any) -> None:
 
 
 def test_a_graph_of_other_classes_is_built_anew(cluster: Any, caplog: pytest.LogCaptureFixture) -> None:
-    head = make_head(cluster, select=KNNSoftmax(active=0.4, k=4))
+    head = make_head(cluster, select=KNNSoftmax(active=0.4, k=4, rebuild="epoch", near=1.0))
     assert isinstance(head.select, KNNSelection)
     train(head, 1)
     state, graph = head.state_dict(), head.select.graph_to_bytes()
@@ -305,7 +305,7 @@ def test_classes_live_once_where_their_neighbours_are_not_found(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     cluster = FakeCluster()
-    head = make_head(cluster, select=KNNSoftmax(active=0.4, k=4))
+    head = make_head(cluster, select=KNNSoftmax(active=0.4, k=4, rebuild="epoch", near=1.0))
     train(head, 1)
     with monkeypatch.context() as gone:
         gone.setattr(cluster.tables["classes"], "pull_into_async", _no_answer)
@@ -438,7 +438,7 @@ def _change_on_a_rank(rank: int, folder: str) -> None:
     pulled.add_classes(1, rows=torch.ones(1, DIM))
     wrote = (pulled.weights(torch.tensor([2])) == 1).all()  # each has a fake table of its own: rank 0 writes
     assert bool(wrote) == (rank == 0)
-    near = make_head(FakeCluster(), "pull", sync=True, select=KNNSoftmax(active=0.4, k=4))
+    near = make_head(FakeCluster(), "pull", sync=True, select=KNNSoftmax(active=0.4, k=4, rebuild="epoch", near=1.0))
     near.rebuild_graph()
     near.retire_classes(torch.tensor([7]))
     near.add_classes(2, rows=near.weights(torch.tensor([10, 30])) + 1e-3)
@@ -461,7 +461,7 @@ def test_ranks_refuse_a_retired_label_and_other_classes_together(tmp_path: Path)
 
 
 def _batches_on_a_rank(rank: int, _ranks: int, _folder: Path) -> None:
-    for select in (PartialFC(0.3, seed=5), KNNSoftmax(active=0.4, k=4)):
+    for select in (PartialFC(0.3, seed=5), KNNSoftmax(active=0.4, k=4, rebuild="epoch", near=1.0)):
         head = make_head(FakeCluster(), "pull", sync=True, select=select)
         features, labels = batch_of(head, 0)
         wrong = labels.clone()

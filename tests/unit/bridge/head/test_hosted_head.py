@@ -208,7 +208,7 @@ def test_one_class_and_one_sample() -> None:
 
 def test_a_selection_without_a_rule_tells_each_shard_its_ids() -> None:
     with local(3) as cluster:
-        heads = both(cluster, select=KNNSoftmax(active=0.3, k=4))
+        heads = both(cluster, select=KNNSoftmax(active=0.3, k=4, rebuild="epoch", near=1.0))
         found = []
         for head in heads:
             features, labels = batch()
@@ -222,7 +222,7 @@ def test_a_selection_without_a_rule_tells_each_shard_its_ids() -> None:
 
 def test_an_update_is_of_the_classes_that_the_loss_was_of() -> None:
     with local(2) as cluster:
-        heads = both(cluster, select=KNNSoftmax(active=0.01, k=8))
+        heads = both(cluster, select=KNNSoftmax(active=0.01, k=8, rebuild="epoch", near=1.0))
         for head in heads:
             head(*batch()).backward()
             before = head.weights()
@@ -237,7 +237,7 @@ def test_an_update_is_of_the_classes_that_the_loss_was_of() -> None:
 def test_a_batch_of_many_labels_is_counted_once() -> None:
     config = ClientConfig(part_bytes=64 << 10)
     with local(2, config=config) as cluster:
-        for head in both(cluster, select=KNNSoftmax(active=0.01, k=8)):
+        for head in both(cluster, select=KNNSoftmax(active=0.01, k=8, rebuild="epoch", near=1.0)):
             head(*batch(1300)).backward()
             RowOptimizer(head).step()
             assert isinstance(head.select, KNNSelection) and head.select.enlarged == 1

@@ -13,10 +13,13 @@ import torch
 
 import geartrain as gt
 from geartrain.ams.graph.building.neighbours import NeighbourTable
+from geartrain.ams.programs.selection import positives_and_sample
 from geartrain.ams.values.errors import InvalidArgument, SpecMismatch
+from geartrain.bridge.head.backends.ranks.active_rows import DeviceActive
+from geartrain.bridge.head.backends.ranks.selector import RankSelector
 from geartrain.bridge.head.class_head import ClassHead
 from geartrain.bridge.head.loss.margins.angular import CombinedMargin, CosFace
-from geartrain.bridge.head.selection import graph_build
+from geartrain.bridge.head.selection import graph_build, knn_selection
 from geartrain.bridge.head.selection.knn_selection import KNNSelection, KNNSoftmax
 from geartrain.bridge.rows.optimizer import RowOptimizer
 from tests.support.plain_graph import plain_build, use_plain_graphs
@@ -68,7 +71,7 @@ def train(head: ClassHead, steps: int = 1) -> list[float]:
 
 
 def test_the_labels_nearest_classes_are_active_and_only_then_random_ones() -> None:
-    head = make_head(KNNSoftmax(active=0.25, k=2))
+    head = make_head(KNNSoftmax(active=0.25, k=2, rebuild="epoch", near=1.0))
     active = selection(head).select(LABELS, CLASSES, 0)
     graph = selection(head).graph
     assert graph is not None
@@ -81,16 +84,39 @@ def test_the_labels_nearest_classes_are_active_and_only_then_random_ones() -> No
 
 
 def test_a_small_budget_takes_the_nearest_of_each_label_first() -> None:
-    head = make_head(KNNSoftmax(active=4 / CLASSES, k=5))
+    head = make_head(KNNSoftmax(active=4 / CLASSES, k=5, rebuild="epoch", near=1.0))
     ids = selection(head).select(np.array([10], np.int64), CLASSES, 0).ids
     graph = selection(head).graph
     assert graph is not None
     assert set(ids.tolist()) == {10, *graph.table.row(10)[:3].tolist()}
 
 
+@pytest.mark.parametrize("near", [0.0, 0.25, 1.0])
+def test_so_many_of_the_negatives_are_near_and_the_others_random_on_every_device(near: float) -> None:
+    head = make_head(KNNSoftmax(active=0.5, k=20, near=near))
+    head.rebuild_graph()
+    select = selection(head)
+    assert select.graph is not None
+    active = select.select(LABELS, CLASSES, 5)
+    table, first = select.graph.table, 3 + round(near * 27)
+    nearest = table.select(LABELS, first, seed=0, step=5)
+    others = positives_and_sample(nearest, CLASSES, 30, 0, 5)
+    assert active.ids.tolist() == others.ids.tolist() and active.num == 30
+
+    labels_P = np.unique(LABELS)
+    ranking = select.ranking(3, CLASSES)
+    assert (ranking.neighbours, ranking.num_near) == (table, first)
+    with_rows = make_head(select.settings, cluster=None, rows="ranks")
+    selector = RankSelector(with_rows.backend.table, select)  # type: ignore[arg-type]
+    selector.on_device = True
+    num, here = selector.choose(labels_P, select.living, 5)
+    assert isinstance(here, DeviceActive) and here.numbers_A is not None
+    assert (num, here.numbers_A.tolist()) == (30, active.ids.tolist())
+
+
 def test_the_graph_is_that_of_the_normalised_rows() -> None:
     cluster = FakeCluster()
-    head = make_head(KNNSoftmax(k=3), cluster=cluster)
+    head = make_head(KNNSoftmax(k=3, rebuild="epoch", near=1.0), cluster=cluster)
     rows = cluster.tables["classes"].rows
     rows[5] = 0.001 * rows[9]  # the same direction, another length
     head.rebuild_graph()
@@ -100,7 +126,7 @@ def test_the_graph_is_that_of_the_normalised_rows() -> None:
 
 def test_loss_and_gradients_are_those_of_a_softmax_over_the_active_classes() -> None:
     cluster = FakeCluster()
-    head = make_head(KNNSoftmax(active=0.3, k=4), cluster=cluster)
+    head = make_head(KNNSoftmax(active=0.3, k=4, rebuild="epoch", near=1.0), cluster=cluster)
     table = cluster.tables["classes"]
     before = torch.from_numpy(table.rows.copy())
     features = torch.randn(4, DIM, generator=torch.Generator().manual_seed(1)).requires_grad_()
@@ -119,27 +145,138 @@ def test_loss_and_gradients_are_those_of_a_softmax_over_the_active_classes() -> 
 
 
 def test_labels_that_are_more_than_the_budget_enlarge_it() -> None:
-    head = make_head(KNNSoftmax(active=0.02, k=4))
+    head = make_head(KNNSoftmax(active=0.02, k=4, rebuild="epoch", near=1.0))
     labels = np.arange(0, 20, 2, dtype=np.int64)
     np.testing.assert_array_equal(selection(head).select(labels, CLASSES, 0).ids, labels)
     assert selection(head).enlarged == 1
 
 
 def test_more_neighbours_than_classes_are_all_of_them() -> None:
-    head = make_head(KNNSoftmax(active=0.5, k=1000))
+    head = make_head(KNNSoftmax(active=0.5, k=1000, rebuild="epoch", near=1.0))
     assert selection(head).select(LABELS, CLASSES, 0).num == 30
 
 
 @pytest.mark.parametrize(("classes", "active"), [(1, 0.1), (60, 1.0)])
 def test_a_head_whose_classes_are_all_active_builds_no_graph(classes: int, active: float) -> None:
-    head = make_head(KNNSoftmax(active=active), classes=classes)
+    head = make_head(KNNSoftmax(active=active, rebuild="epoch", near=1.0), classes=classes)
     head(torch.randn(2, DIM), torch.zeros(2, dtype=torch.int64)).backward()
     assert version(head) == 0
     assert selection(head).select(np.zeros(1, np.int64), classes, 0).num == classes
 
 
+def steps_of_builds(active: float, steps: int) -> list[int]:
+    """Where each build costs a tenth of the steps since the last one: C² operations, 6·P·A a step, all times D."""
+    found, work = [], 0
+    for step in range(steps):
+        if 0.6 * work >= CLASSES**2:
+            found.append(step)
+            work = 0
+        work += len(np.unique(labels_of(step))) * round(active * CLASSES)
+    return found
+
+
+def labels_of(step: int) -> np.ndarray:
+    generator = torch.Generator().manual_seed(step)
+    torch.randn(4, DIM, generator=generator)
+    return torch.randint(CLASSES, (4,), generator=generator).numpy()
+
+
+def built_at(head: ClassHead) -> int | None:
+    graph = selection(head).graph
+    return None if graph is None else graph.step
+
+
+@pytest.mark.parametrize("rows", ["pull", "hosted", "ranks"])
+def test_with_nothing_said_graphs_take_a_tenth_of_the_training(rows: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()  # the builders of each way
+    with gt.local() as cluster:
+        head = make_head(KNNSoftmax(0.5, k=4), cluster=None if rows == "ranks" else cluster, rows=rows)
+        seen: list[int | None] = []
+        for _ in range(130):
+            train(head)
+            seen.append(built_at(head))
+            if head.step % 7 == 0:  # what is looked at between steps counts nothing
+                head.eval()(torch.randn(3, DIM), torch.tensor([1, 2, 3]))
+                head.train()
+    expected = steps_of_builds(0.5, 130)
+    assert len(expected) == 2
+    assert [step for step in dict.fromkeys(seen) if step is not None] == expected
+    assert all(step is None or number >= step for number, step in enumerate(seen))
+
+
+def test_until_there_is_a_graph_the_negatives_are_random() -> None:
+    cluster = FakeCluster()
+    head = make_head(KNNSoftmax(0.5, k=4, seed=9), cluster=cluster)
+    first = steps_of_builds(0.5, 100)[0]
+    for step in range(first + 1):
+        train(head)
+        expected = positives_and_sample(labels_of(step), CLASSES, 30, 9, step).ids
+        pushed = cluster.tables["classes"].pushes[-1].ids
+        assert (pushed.tolist() == expected.tolist()) == (step < first)
+
+
+def test_a_resumed_head_builds_its_graph_when_it_would_have() -> None:
+    cluster = FakeCluster()
+    head = make_head(KNNSoftmax(0.5, k=4), cluster=cluster)
+    first = steps_of_builds(0.5, 100)[0]
+    train(head, first - 3)
+    state, rows = head.get_extra_state(), cluster.tables["classes"].rows.copy()
+    expected = train(head, 6)
+
+    again_cluster = FakeCluster()
+    again = make_head(KNNSoftmax(0.5, k=4), cluster=again_cluster)
+    again_cluster.tables["classes"].rows[:] = rows
+    again.set_extra_state(state)
+    assert train(again, 6) == expected
+    assert built_at(again) == built_at(head) == first
+
+
+def test_with_nothing_said_an_epoch_that_ends_renews_the_graph_too() -> None:
+    head = make_head(KNNSoftmax(0.5))
+    train(head, 2)
+    assert version(head) == 0
+    head.next_epoch()
+    train(head)
+    assert (version(head), built_at(head)) == (1, 2)
+
+
+def slow_builds(seconds: float) -> Any:
+    """A clock of builds that take so long, and of steps that take nothing."""
+
+    class Clock:
+        now = 0.0
+
+        def monotonic(self) -> float:
+            Clock.now += seconds
+            return Clock.now
+
+    return Clock()
+
+
+@pytest.mark.parametrize(("seconds", "patience"), [(0.2, 1), (5.0, 2)])
+def test_builds_that_take_long_by_the_clock_are_made_half_as_often(
+    seconds: float, patience: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head = make_head(KNNSoftmax(0.5, k=4))
+    monkeypatch.setattr(knn_selection, "time", slow_builds(seconds))
+    first, second, *_ = steps_of_builds(0.5, 200)
+    train(head, first + 1)
+    assert head.get_extra_state()["graph"]["patience"] == patience
+    train(head, second - first)
+    assert (built_at(head) == second) == (patience == 1)
+
+
+@pytest.mark.parametrize("rebuild", ["epoch", "auto"])
+def test_a_graph_that_nobody_has_renewed_for_long_is_told_of_once(
+    rebuild: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    head = make_head(KNNSoftmax(0.9, k=4, rebuild=rebuild, near=1.0))
+    train(head, 200)
+    assert caplog.text.count("call head.next_epoch()") == (1 if rebuild == "epoch" else 0)
+
+
 def test_by_epochs_the_graph_is_built_by_the_first_step_of_each() -> None:
-    head = make_head(KNNSoftmax())
+    head = make_head(KNNSoftmax(rebuild="epoch", near=1.0))
     assert selection(head).graph_age is None
     train(head, 3)
     assert (version(head), selection(head).graph_age) == (1, 3)
@@ -150,7 +287,7 @@ def test_by_epochs_the_graph_is_built_by_the_first_step_of_each() -> None:
 
 
 def test_by_steps_the_graph_is_built_after_so_many() -> None:
-    head = make_head(KNNSoftmax(rebuild=3))
+    head = make_head(KNNSoftmax(rebuild=3, near=1.0))
     seen = []
     for _ in range(7):
         train(head)
@@ -159,7 +296,7 @@ def test_by_steps_the_graph_is_built_after_so_many() -> None:
 
 
 def test_micro_batches_of_one_step_share_their_graph() -> None:
-    head = make_head(KNNSoftmax())
+    head = make_head(KNNSoftmax(rebuild="epoch", near=1.0))
     train(head)
     head(torch.randn(2, DIM), torch.tensor([1, 2])).backward()
     head.next_epoch()
@@ -168,7 +305,7 @@ def test_micro_batches_of_one_step_share_their_graph() -> None:
 
 
 def test_evaluation_neither_builds_anew_nor_moves_on() -> None:
-    head = make_head(KNNSoftmax())
+    head = make_head(KNNSoftmax(rebuild="epoch", near=1.0))
     train(head)
     head.next_epoch()
     head.eval()
@@ -179,7 +316,7 @@ def test_evaluation_neither_builds_anew_nor_moves_on() -> None:
 
 
 def test_in_the_background_the_old_graph_is_used_until_the_new_one_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    head = make_head(KNNSoftmax(rebuild="background"))
+    head = make_head(KNNSoftmax(rebuild="background", near=1.0))
     train(head)
     may_build, built = threading.Event(), threading.Event()
 
@@ -204,7 +341,7 @@ def test_in_the_background_the_old_graph_is_used_until_the_new_one_is_there(monk
 
 
 def test_an_epoch_that_ends_while_a_graph_is_built_begins_the_next_one() -> None:
-    head = make_head(KNNSoftmax(rebuild="background"))
+    head = make_head(KNNSoftmax(rebuild="background", near=1.0))
     train(head)
     head.next_epoch()
     train(head)
@@ -218,7 +355,7 @@ def test_an_epoch_that_ends_while_a_graph_is_built_begins_the_next_one() -> None
 
 
 def test_a_build_that_fails_in_the_background_is_told_by_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    head = make_head(KNNSoftmax(rebuild="background"))
+    head = make_head(KNNSoftmax(rebuild="background", near=1.0))
     train(head)
 
     def fail(*_: Any) -> NeighbourTable:
@@ -235,7 +372,7 @@ def test_a_build_that_fails_in_the_background_is_told_by_the_next_step(monkeypat
 
 def test_a_head_that_was_given_its_graph_goes_on_as_if_it_had_not_stopped() -> None:
     cluster = FakeCluster()
-    head = make_head(KNNSoftmax(active=0.2, k=4), cluster=cluster)
+    head = make_head(KNNSoftmax(active=0.2, k=4, rebuild="epoch", near=1.0), cluster=cluster)
     train(head, 3)
     state, graph = head.get_extra_state(), selection(head).graph_to_bytes()
     rows = cluster.tables["classes"].rows.copy()
@@ -243,7 +380,7 @@ def test_a_head_that_was_given_its_graph_goes_on_as_if_it_had_not_stopped() -> N
     expected = train(head, 3)
 
     again_cluster = FakeCluster()
-    again = make_head(KNNSoftmax(active=0.2, k=4), cluster=again_cluster)
+    again = make_head(KNNSoftmax(active=0.2, k=4, rebuild="epoch", near=1.0), cluster=again_cluster)
     again_cluster.tables["classes"].rows[:] = rows
     selection(again).graph_from_bytes(graph)
     again.set_extra_state(state)
@@ -252,9 +389,9 @@ def test_a_head_that_was_given_its_graph_goes_on_as_if_it_had_not_stopped() -> N
 
 
 def test_a_head_without_the_graph_of_its_state_says_so_and_builds_one(caplog: pytest.LogCaptureFixture) -> None:
-    head = make_head(KNNSoftmax())
+    head = make_head(KNNSoftmax(rebuild="epoch", near=1.0))
     train(head, 2)
-    again = make_head(KNNSoftmax())
+    again = make_head(KNNSoftmax(rebuild="epoch", near=1.0))
     train(again, 3)
     again.rebuild_graph()
     assert version(again) == 2
@@ -266,12 +403,12 @@ def test_a_head_without_the_graph_of_its_state_says_so_and_builds_one(caplog: py
 
 
 def test_an_epoch_that_ended_before_the_save_is_not_forgotten() -> None:
-    head = make_head(KNNSoftmax())
+    head = make_head(KNNSoftmax(rebuild="epoch", near=1.0))
     train(head)
     head.next_epoch()
     graph = selection(head).graph_to_bytes()
     assert graph is not None
-    again = make_head(KNNSoftmax())
+    again = make_head(KNNSoftmax(rebuild="epoch", near=1.0))
     selection(again).graph_from_bytes(graph)
     again.set_extra_state(head.get_extra_state())
     train(again)
@@ -279,11 +416,11 @@ def test_an_epoch_that_ended_before_the_save_is_not_forgotten() -> None:
 
 
 def test_a_graph_of_other_classes_is_refused() -> None:
-    head = make_head(KNNSoftmax())
+    head = make_head(KNNSoftmax(rebuild="epoch", near=1.0))
     head.rebuild_graph()
     graph = selection(head).graph_to_bytes()
     assert graph is not None
-    other = make_head(KNNSoftmax(), classes=61)
+    other = make_head(KNNSoftmax(rebuild="epoch", near=1.0), classes=61)
     with pytest.raises(SpecMismatch, match="60 classes"):
         selection(other).graph_from_bytes(graph)
     with pytest.raises(InvalidArgument, match="graph_to_bytes"):
@@ -291,7 +428,7 @@ def test_a_graph_of_other_classes_is_refused() -> None:
 
 
 def test_progress_is_told() -> None:
-    head = make_head(KNNSoftmax())
+    head = make_head(KNNSoftmax(rebuild="epoch", near=1.0))
     told: list[tuple[int, int]] = []
     selection(head).on_progress = lambda done, total: told.append((done, total))
     train(head)
@@ -310,6 +447,7 @@ def test_progress_is_told() -> None:
         ({"rebuild": 0}, "rebuild"),
         ({"rebuild": True}, "rebuild"),
         ({"seed": -1}, "seed"),
+        ({"near": 1.5}, "near"),
     ],
 )
 def test_impossible_settings_are_refused(settings: dict[str, Any], word: str) -> None:
@@ -335,7 +473,7 @@ def run_rank(rank: int, ranks: int, folder: Path) -> None:
 
     graph_build.build_graph = counted_build  # type: ignore[assignment]
     cluster = FakeCluster(seed=rank)  # ranks that built for themselves would find other neighbours
-    head = make_head(KNNSoftmax(active=0.2, k=3, rebuild="background"), cluster=cluster, sync=True)
+    head = make_head(KNNSoftmax(active=0.2, k=3, rebuild="background", near=1.0), cluster=cluster, sync=True)
     rows, active = RowOptimizer(head), []
     with pytest.raises(InvalidArgument, match="ranks build it together"):
         head.eval()(torch.zeros(1, DIM), torch.tensor([0]))
@@ -371,11 +509,38 @@ def test_ranks_share_one_graph_that_the_first_one_builds(tmp_path: Path) -> None
     assert second["facts"].tolist() == [2, 3, 0]
 
 
+def run_rank_by_work(rank: int, ranks: int, folder: Path) -> None:
+    del ranks
+    graph_build.build_graph = plain_build  # type: ignore[assignment]
+    knn_selection.time = slow_builds(5.0 if rank == 0 else 0.0)  # type: ignore[assignment]
+    head = make_head(KNNSoftmax(0.5, k=4), cluster=FakeCluster(seed=rank), sync=True)
+    rows, seen = RowOptimizer(head), []
+    for step in range(90):
+        generator = torch.Generator().manual_seed(step)
+        labels = torch.randint(CLASSES, (8,), generator=generator)[4 * rank : 4 * rank + 4]
+        head(torch.randn(4, DIM, generator=generator), labels).backward()
+        rows.step()
+        rows.zero_grad()
+        if rank == 0:
+            head.eval()(torch.randn(3, DIM), torch.tensor([1, 2, 3]))  # the others do not
+            head.train()
+        seen.append(-1 if (built := built_at(head)) is None else built)
+    np.savez(f"{folder}/rank{rank}.npz", seen=seen, patience=head.get_extra_state()["graph"]["patience"])
+
+
+def test_ranks_decide_alike_when_a_graph_is_built_whatever_their_clocks_say(tmp_path: Path) -> None:
+    run_ranks(run_rank_by_work, 2, tmp_path)
+    first, second = (np.load(tmp_path / f"rank{rank}.npz") for rank in range(2))
+    np.testing.assert_array_equal(first["seen"], second["seen"])
+    assert first["seen"][-1] > 0
+    assert first["patience"] == second["patience"] > 1
+
+
 @pytest.mark.parametrize("num_shards", [1, 2])
 def test_an_embedded_run_with_the_same_seed_is_the_same_run(num_shards: int) -> None:
     def losses() -> list[float]:
         with gt.local(num_shards) as cluster:
-            head = make_head(KNNSoftmax(active=0.2, k=4, rebuild=3, seed=5), cluster=cluster)
+            head = make_head(KNNSoftmax(active=0.2, k=4, rebuild=3, seed=5, near=1.0), cluster=cluster)
             return train(head, 8)
 
     assert losses() == losses()

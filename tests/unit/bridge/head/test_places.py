@@ -42,7 +42,7 @@ SELECTIONS: dict[str, FullSoftmax | PartialFC | KNNSoftmax] = {
     "full": FullSoftmax(),
     "partial": PartialFC(0.3, seed=5),
     "corrected": PartialFC(0.3, seed=5, corrected=True),
-    "knn": KNNSoftmax(0.2, k=3, rebuild=REBUILD, seed=5),
+    "knn": KNNSoftmax(0.2, k=3, rebuild=REBUILD, seed=5, near=1.0),
 }
 MARGINS: dict[str, Margin | None] = {
     "arcface": ArcFace(16, 0.3),

@@ -98,7 +98,7 @@ CLASSES, DIM, BATCH = 61, 8, 12
 
 
 def knn_head(rebuild: int | str = "epoch", seed: int = 3) -> tuple[ClassHead, KNNSelection]:
-    select = KNNSoftmax(active=0.2, k=3, rebuild=rebuild)
+    select = KNNSoftmax(active=0.2, k=3, rebuild=rebuild, near=1.0)
     settings: dict[str, Any] = {"margin": ArcFace(scale=64), "optimizer": SparseMomentum(0.1), "initializer": Normal()}
     head = ClassHead(None, "faces", num_classes=CLASSES, dim=DIM, select=select, rows="ranks", seed=seed, **settings)
     assert isinstance(head.select, KNNSelection)

@@ -24,7 +24,7 @@ GONE = torch.tensor([0, 1, 20, 33, 34, 60])
 
 
 def make_head() -> tuple[ClassHead, KNNSelection]:
-    select = KNNSoftmax(active=0.2, k=3)
+    select = KNNSoftmax(active=0.2, k=3, rebuild="epoch", near=1.0)
     settings: dict[str, Any] = {"margin": ArcFace(scale=64), "optimizer": SparseMomentum(0.1), "initializer": Normal()}
     sizes = {"num_classes": CLASSES, "dim": DIM, "num_living": 58}
     head = ClassHead(None, "faces", select=select, rows="ranks", seed=3, **sizes, **settings)
