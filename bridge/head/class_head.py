@@ -37,7 +37,7 @@ from geartrain.bridge.head.head_state import HeadSize, require_loadable, resume_
 from geartrain.bridge.head.imprint import features_of, imprint_rows, in_eval_mode
 from geartrain.bridge.head.loss.feature_parts import FeatureParts, parts_loss
 from geartrain.bridge.head.loss.margins.margin import AnyMargin
-from geartrain.bridge.head.loss.margins.scale import scale_of
+from geartrain.bridge.head.loss.margins.scale import automatic_scale, scale_of
 from geartrain.bridge.head.loss.samples import LossSettings, Reduction
 from geartrain.bridge.head.loss.statistics import LearningWatch, StepStatistics
 from geartrain.bridge.head.sub_centers import check_sub_centers, dominant_centers, require_margin
@@ -121,7 +121,8 @@ class ClassHead(nn.Module):
                 the logits without it.
             optimizer: Applied where the rows are. None: AdamW at 1e-3, or where a sample of the classes is drawn (and
                 none come and go) at 1e-3 times ``num_classes`` / active ones; its slots are twice the rows. None with a
-                margin (and no ``reduction="sum"``): SparseMomentum at 0.2, of C < 4,000 living classes at C / 20,000.
+                margin whose scale is at most the automatic one (and no ``reduction="sum"``): SparseMomentum at 0.2, of
+                C < 4,000 living classes at C / 20,000.
             rows: Where the work on them is done. ``"pull"``: here, rows travel from the cluster. ``"hosted"``: beside
                 the rows; features travel to the shards (costs: ``hosted_rows.py``). ``"ranks"``: the ranks of
                 ``process_group`` hold C / ranks classes each on their devices; labels and features are all-gathered.
@@ -151,7 +152,9 @@ class ClassHead(nn.Module):
         self.bias = boolean("bias", bias)
         self._loss = LossSettings(reduction=reduction, ignore_index=ignore_index, label_smoothing=label_smoothing)
         self.sub_centers = check_sub_centers(sub_centers, dim, check_selection(select), self._loss)
-        if optimizer is None and margin is not None and reduction != "sum":  # of a sum, gradients are a batch larger
+        margin = self._checked(margin)
+        suits_momentum = margin is not None and scale_of(margin) <= automatic_scale(num_classes)
+        if optimizer is None and suits_momentum and reduction != "sum":  # of a sum, gradients are a batch larger
             optimizer = margin_optimizer(num_classes if num_living is None else num_living)
         elif optimizer is None:
             optimizer = default_optimizer(select, num_classes) if num_living is None else DEFAULT_OPTIMIZER
@@ -163,7 +166,7 @@ class ClassHead(nn.Module):
             bias=self.bias,
             sub_centers=self.sub_centers,
             select=select,
-            margin=self._checked(margin),
+            margin=margin,
             loss=self._loss,
             optimizer=optimizer,
             dtype=dtype,

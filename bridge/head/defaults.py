@@ -38,6 +38,7 @@ def margin_optimizer(num_classes: int) -> SparseMomentum:
     the features, whose common direction they would follow. Adam's step does not shrink with the gradient. Before a row
     has met a sample of its class, it turns as far along the gradient that all classes share as it will for its own
     later: at the rate of ``DEFAULT_OPTIMIZER`` rows of their first length learn slowly, at ten times that, not at all.
+    For scales up to the automatic one: at 24 and 32 some problems learnt nothing at this rate.
     """
     return SparseMomentum(lr=_MARGIN_RATE * min(1.0, num_classes / _CLASSES_OF_MARGIN_RATE))
 

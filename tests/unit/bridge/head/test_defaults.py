@@ -88,6 +88,8 @@ def test_the_rate_makes_up_for_the_steps_in_which_a_drawn_class_is_not_active(
         ({"num_classes": 2_000_000}, gt.SparseMomentum(lr=0.2)),
         ({"num_classes": 2000, "select": gt.PartialFC(0.25)}, gt.SparseMomentum(lr=0.1)),
         ({"num_classes": 2_000_000, "num_living": 10}, gt.SparseMomentum(lr=5e-4)),
+        ({"num_classes": 2000, "margin": gt.CosFace(16)}, gt.SparseMomentum(lr=0.1)),
+        ({"num_classes": 2000, "margin": gt.ArcFace(32)}, gt.AdamW(1e-3)),
         ({"num_classes": 2000, "reduction": "sum"}, gt.AdamW(1e-3)),
         ({"num_classes": 2000, "optimizer": gt.AdamW(1e-3)}, gt.AdamW(1e-3)),
     ],
@@ -95,7 +97,7 @@ def test_the_rate_makes_up_for_the_steps_in_which_a_drawn_class_is_not_active(
 def test_rows_under_a_margin_learn_by_momentum_at_the_rate_of_their_number(
     settings: dict[str, Any], expected: Any
 ) -> None:
-    head = gt.ClassHead(FakeCluster(), "h", dim=DIM, margin=gt.ArcFace(), **settings)
+    head = gt.ClassHead(FakeCluster(), "h", dim=DIM, **{"margin": gt.ArcFace(), **settings})
     assert head.table.spec.optimizer == expected
 
 
