@@ -1,7 +1,8 @@
 """The command line: which commands there are, and how their errors reach a person.
 
 A command's module is imported only when it is the one typed, so that roles start fast and never load torch.
-Exit codes: 0 done, 1 failed at run time, 2 wrong usage: arguments, input or configuration that cannot be right.
+Exit codes: 0 done, 1 failed at run time, 2 wrong usage: arguments, input or configuration that cannot be right; of a
+training 3 stopped by a signal and saved, 4 its cluster is lost.
 """
 
 from __future__ import annotations
@@ -16,11 +17,20 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
-from geartrain.ams.values.errors import ConfigError, GeartrainError, InvalidArgument, NonFinite, SourceError
+from geartrain.ams.values.errors import (
+    ConfigError,
+    GeartrainError,
+    InvalidArgument,
+    NonFinite,
+    ShardRestarted,
+    SourceError,
+    StaleCluster,
+    Unavailable,
+)
 from geartrain.ams.values.text import printable
 
 Command = TypeVar("Command", bound=Callable[..., Any])
-FAILED, WRONG_USAGE = 1, 2
+FAILED, WRONG_USAGE, LOST_CLUSTER = 1, 2, 4
 ERROR_PREFIX = "error: "
 """Begins the line on stderr with which a command fails."""
 
@@ -117,7 +127,8 @@ def main() -> None:
         build_app(sys.argv[1:])()
     except GeartrainError as error:
         print(printable(f"{ERROR_PREFIX}{error}"), file=sys.stderr)  # it may quote what another process said
-        sys.exit(exit_code(error))
+        is_lost = sys.argv[1:2] == ["worker"] and isinstance(error, ShardRestarted | StaleCluster | Unavailable)
+        sys.exit(LOST_CLUSTER if is_lost else exit_code(error))
     except OSError as error:
         if error.filename is not None:
             print(f"{ERROR_PREFIX}{os.fsdecode(error.filename)}: {error.strerror}", file=sys.stderr)

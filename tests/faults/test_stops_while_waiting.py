@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ import pytest
 from tests.faults.children import Child, serve
 from tests.support.movielens_files import write_movielens
 
-STOPPED = 3
+STOPPED, LOST_CLUSTER = 3, 4
 _WORKER = """
 from functools import partial
 from geartrain.cli.main import main
@@ -51,7 +52,7 @@ def read_until(process: subprocess.Popen[str], text: str) -> str:
 
 
 def rest_of(process: subprocess.Popen[str]) -> str:
-    said, _ = process.communicate(timeout=30)
+    said, _ = process.communicate(timeout=90)
     return said
 
 
@@ -102,3 +103,11 @@ def test_a_stop_is_remembered_when_a_job_goes_back(cluster: Cluster, tmp_path: P
         said = rest_of(process)
     assert process.returncode == STOPPED, said
     assert f"Go on with: geartrain worker ctr --resume {out}" in said, said
+
+
+def test_a_training_without_its_cluster_says_so_by_its_exit_code(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        nobody = f"127.0.0.1:{closed.getsockname()[1]}"
+    with worker(tmp_path / "run", write_movielens(tmp_path / "films"), nobody) as process:
+        said = rest_of(process)
+    assert process.returncode == LOST_CLUSTER, said

@@ -11,11 +11,18 @@ from rich.console import Console
 from geartrain.ams.client.cluster import Cluster
 from geartrain.ams.client.factory import connect, local
 from geartrain.ams.values.config import ClientConfig
+from geartrain.workers.continuing import result_of_ended, with_its_run
 from geartrain.workers.ctr.options import CtrOptions
 from geartrain.workers.ctr.run import CtrRun
 from geartrain.workers.ctr.samples.sources import load_samples
-from geartrain.workers.ctr.state import newest_state
-from geartrain.workers.job.folder import read_run, require_new_run, require_new_snapshots, sole_trainer
+from geartrain.workers.ctr.state import CtrState, newest_state
+from geartrain.workers.job.folder import (
+    read_run,
+    require_new_run,
+    require_new_snapshots,
+    require_same,
+    sole_trainer,
+)
 from geartrain.workers.job.interruption import Interruption, Stopped, interruption
 from geartrain.workers.job.options import JobResult
 from geartrain.workers.job.snapshots import LOST, GoBack, Loss
@@ -26,8 +33,12 @@ def train_clicks(options: CtrOptions, console: Console) -> JobResult:
 
     A run that loses a role of its cluster goes back to its newest snapshot and on from there.
     """
+    options = with_its_run(options, console)
+    if (ended := result_of_ended(options, console)) is not None:
+        _require_stated(options, newest_state(read_run(options.out).snapshots)[1])
+        return ended
     if not options.resume:
-        if not options.overwrite:
+        if not options.overwrite and not options.continues:
             require_new_run(options.out)
         if options.snapshots is not None:
             require_new_snapshots(options.snapshots)
@@ -71,6 +82,7 @@ def _attempt(options: CtrOptions, console: Console, loss: Loss | None, stop: Int
         saved = None
         if options.resume:
             saved = newest_state(read_run(options.out).snapshots, allow_fallback=options.allow_fallback)
+            _require_stated(options, saved[1])
         source = options.data if saved is None else saved[1].data["source"]
         samples = load_samples(source, options.cache, lambda line: console.print(line, highlight=False))
         job = f"{options.out.name or 'run'}-{secrets.randbits(32):08x}" if saved is None else saved[1].progress.table
@@ -82,6 +94,12 @@ def _attempt(options: CtrOptions, console: Console, loss: Loss | None, stop: Int
         run = CtrRun(options, str(source), samples, cluster, job, saved, console, loss)
         with stop.in_order(cluster):
             return run.execute(stop)
+
+
+def _require_stated(options: CtrOptions, saved: CtrState) -> None:
+    """Raise ConfigError if a run that continues was begun otherwise than the person says."""
+    if options.continues:
+        require_same(options.stated, options.recipe, saved.recipe, options.out)
 
 
 def _opened(options: CtrOptions, job: str, *, goes_on: bool) -> Cluster:

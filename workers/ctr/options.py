@@ -27,6 +27,10 @@ class CtrOptions:
     """Go on with the run in ``out``: to the end of its stage, or if that was reached, through another one."""
     resume_steps: int | None = None
     """Steps of that other stage; as many as before by default."""
+    continues: bool = False
+    """Go on with the run in ``out`` or in ``snapshots`` to the end of its stage; begin it if there is none."""
+    stated: tuple[str, ...] = ()
+    """Fields of the recipe that the person gave: a run that continues has them already, or is refused."""
     allow_fallback: bool = False
     """When resuming, take the newest sound snapshot if the newest one is damaged."""
     overwrite: bool = False
@@ -40,7 +44,8 @@ class CtrOptions:
     increments: int = 0
     """Snapshots of only the rows written since the one before, between two of all rows."""
     scheduler: str | None = None
-    """host:port of a cluster's scheduler; by default one shard is embedded in this process."""
+    """host:port of a cluster's scheduler; by default that of the resumed run, or one shard is embedded in this process
+    ("none": so, though the run had its rows in a cluster)."""
     max_recoveries: int = 10
     """How often the run goes back to its last snapshot when shards were lost, before it gives up."""
     loggers: tuple[str, ...] = ("tensorboard",)

@@ -175,7 +175,7 @@ class CtrRun:
             what = "of the training part are kept to choose by" if trainer.recipe.validation else "are held out"
             counts = f"{counted(len(self._train), 'sample')}; {len(self._test):,} {what}"
             self._say(f"Training {trainer.recipe.model} on {counts} ({trainer.recipe.split})")
-            self._snapshots.require(trainer.state(self._data))
+            self._snapshots.require(self._state())
             return
         snapshot, state = self._saved
         self._snapshots.last = Moment(state.progress, time.monotonic())
@@ -185,6 +185,9 @@ class CtrRun:
             lost = f": {steps} ({self._loss.unix_seconds - snapshot.manifest.created:.0f} s) were lost"
         self._say(f"Going on at step {trainer.progress.step}{lost}")
 
+    def _state(self) -> CtrState:
+        return replace(self._trainer.state(self._data), scheduler=self._options.scheduler)
+
     def _stopped_line(self) -> str:
         return stopped_line(self._trainer.progress.step, self._snapshots.last, self._options.go_on())
 
@@ -192,13 +195,14 @@ class CtrRun:
         events.flush()  # what is logged of the steps that the snapshot holds stays as surely as it
         if self._snapshots.last is None or self._snapshots.last.progress != self._trainer.progress:
             failpoints.reach("job.save.before")
-            self._snapshots.begin(self._trainer.state(self._data))
+            self._snapshots.begin(self._state())
             failpoints.reach("job.save.after")
 
     def _note_stage(self, *, ended: bool) -> None:
         progress = self._trainer.progress
         end = progress.stage_start + progress.stage_steps
-        write_run(self._options.out, replace(read_run(self._options.out), stage_end=end, ended=ended))
+        run = replace(read_run(self._options.out), stage_end=end, ended=ended, scheduler=self._options.scheduler)
+        write_run(self._options.out, run)
 
     def _report(self, events: Loggers) -> dict[str, Any]:
         trainer, out, started = self._trainer, self._options.out, time.perf_counter()

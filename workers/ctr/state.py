@@ -34,6 +34,8 @@ class CtrState:
     """``state_dict`` of the embeddings: what tells their rows from others."""
     random: dict[str, Tensor]
     """State of torch's generators."""
+    scheduler: str | None = None
+    """Of the cluster that has the rows; None: the worker has them."""
 
     def values(self) -> dict[str, Any]:
         """Return the part that is JSON."""
@@ -43,6 +45,7 @@ class CtrState:
             "progress": asdict(self.progress),
             "cursor": self.cursor.to_json(),
             "data": self.data,
+            "scheduler": self.scheduler,
         }
 
     def files(self) -> dict[str, bytes]:

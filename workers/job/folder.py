@@ -16,17 +16,21 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from geartrain.ams.storage.snapshot.folder import list_snapshots
-from geartrain.ams.values.errors import ConfigError
+from geartrain.ams.storage.snapshot.store import place
+from geartrain.ams.values.errors import ConfigError, SnapshotDamaged
 from geartrain.workers.atomic import previous_folder, write_json
 
 _FOLDERS = ("model", "events", "wandb", "mlruns", "snapshots")
 _RUN = "run.json"
+HERE = "none"
+"""In the place of a scheduler's address: the worker has the rows."""
 _FILES = (_RUN, "sweep.json", "report.json", "mistakes.png", "calibration.png")
 
 
@@ -46,6 +50,8 @@ class Run:
     """Step at which its current or last stage ends."""
     ended: bool = True
     """Whether that stage was trained, evaluated and reported."""
+    scheduler: str | None = None
+    """host:port of the scheduler of the cluster that has its rows; None: the worker has them."""
 
 
 def write_run(folder: Path, run: Run) -> None:
@@ -87,6 +93,79 @@ def require_new_run(folder: Path) -> None:
         f"{folder} already holds a run{'' if can_go_on else ' that took no snapshot'}; "
         f"{go_on}give another --out, or replace it with --overwrite"
     )
+
+
+def find_run(out: Path, snapshots: str | None, *, allow_fallback: bool) -> Run | None:
+    """The run that ``--continue`` goes on with; None: there is none yet, or it has saved nothing, and begins.
+
+    It is that of ``out``. Where that is not there any more, it is made anew from the newest snapshot in ``snapshots``
+    (``out``/snapshots by default). Raises ConfigError if ``out`` holds something else, or a run with other snapshots.
+    """
+    require_folder(out, "--out")
+    root = str(place(snapshots or out / "snapshots"))
+    if (out / _RUN).exists():
+        run = read_run(out)
+        if snapshots is not None and root != run.snapshots:
+            raise ConfigError(f"the snapshots of the run in {out} are in {run.snapshots}, not in {root}; leave it out")
+        return run if has_snapshot(run) else None
+    listed = list_snapshots(root)
+    if not listed:
+        require_new_run(out)
+        return None
+    newest = next(
+        (one.snapshot for one in listed if one.snapshot is not None and (allow_fallback or one is listed[0])), None
+    )
+    if newest is None:
+        raise listed[0].damage or SnapshotDamaged(f"{listed[0].path} is damaged")
+    saved = newest.manifest.job
+    if "progress" not in saved:
+        raise ConfigError(f"{newest.path} was not taken by 'geartrain worker'; give another --snapshots")
+    progress = saved["progress"]
+    run = Run(
+        job=progress["table"],
+        snapshots=root,
+        launch=None,
+        stage_end=progress["stage_start"] + progress["stage_steps"],
+        ended=False,
+        scheduler=saved.get("scheduler"),
+    )
+    out.mkdir(parents=True, exist_ok=True)
+    write_run(out, run)
+    return run
+
+
+def read_report(out: Path) -> dict[str, Any] | None:
+    """The report of the run in ``out``, if it has ended."""
+    try:
+        report: dict[str, Any] = json.loads((out / "report.json").read_text(encoding="utf-8"))
+        return report
+    except (OSError, ValueError):
+        return None
+
+
+def cluster_of(given: str | None, run: Run | None, say: Callable[[str], None]) -> str | None:
+    """The scheduler of the cluster for the rows of a run; None: they are in this process.
+
+    The one that is ``given``, or :data:`HERE`; else that in which the run has its rows.
+    """
+    if given is None:
+        return None if run is None else run.scheduler
+    scheduler = None if given == HERE else given
+    if run is not None and scheduler != run.scheduler:
+        before, now = (f"the cluster of {one}" if one else "the worker" for one in (run.scheduler, scheduler))
+        say(f"The rows of the run were in {before}; from now on they are in {now}")
+    return scheduler
+
+
+def require_same(stated: Iterable[str], mine: object, saved: object, out: Path) -> None:
+    """Raise ConfigError if what the person has ``stated`` for ``--continue`` is not what the run was begun with."""
+    for name in stated:
+        now, begun = getattr(mine, name), getattr(saved, name)
+        if now != begun:
+            raise ConfigError(
+                f"{name} is {now!r}, but the run in {out} was begun with {begun!r}; give that, or leave it out, or "
+                "start a new run (another --out and --snapshots)"
+            )
 
 
 def require_new_snapshots(root: str) -> None:

@@ -44,8 +44,6 @@ def run_job(options: JobOptions, load: Callable[[Console], JobData], console: Co
     Raises ConfigError, before anything is written, if ``options.out`` holds a run that was not meant to be replaced.
     """
     started = time.perf_counter()
-    if not options.resume and not options.overwrite and not _is_restart():
-        require_new_run(options.out)
     with ExitStack() as stack:
         # Of ranks only the steps end in good order: torchrun ends those that wait for each other.
         stop = stack.enter_context(interruption()) if "WORLD_SIZE" not in os.environ else None
@@ -119,12 +117,13 @@ def _run_on(
     with ExitStack() as stack:
         console = console if ranks.is_first else Console(quiet=True)
         _require_place(options, ranks)
-        options = _after_restart(options, ranks)
+        is_restart = ranks.any(_is_restart())  # of a machine that took another's place it is the first start
+        options = _after_restart(options, ranks, is_restart=is_restart)
         if options.scheduler is None and ranks.is_first:
             stack.enter_context(sole_trainer(options.out))  # with a cluster, fences do this
         data = _load_in_turn(load, ranks, console)
         job = _job_name(options, ranks)
-        again = loss is not None or _is_restart()
+        again = loss is not None or is_restart
         rows = stack.enter_context(_opened_rows(options, ranks, job, goes_on=again))
         run = TrainingRun(job, options, data, rows, ranks, console, launch=launch_name(), again=again, loss=loss)
         stop = stop or stack.enter_context(interruption())
@@ -235,15 +234,20 @@ def _is_restart() -> bool:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
 
-def _after_restart(options: JobOptions, ranks: JobRanks) -> JobOptions:
+def _after_restart(options: JobOptions, ranks: JobRanks, *, is_restart: bool) -> JobOptions:
     """Go on with what this very torchrun began, if it started us again. Any other run stays as it is."""
-    if options.resume or not _is_restart():
+    if options.resume:
+        return options
+    if not is_restart:
+        if not options.overwrite and not options.continues:
+            require_new_run(options.out)
         return options
     is_ours = can_go_on = False
+    began = min(float(one) for one in ranks.gather(repr(_agent_began()).encode()))
     if ranks.is_first:
         try:
             run = read_run(options.out)
-            is_ours = run.launch is not None and run.launch == launch_name() and run.began >= _agent_began()
+            is_ours = run.launch is not None and run.launch == launch_name() and run.began >= began
             can_go_on = is_ours and has_snapshot(run)
         except ConfigError:
             pass  # it died before it had written anything
@@ -251,6 +255,6 @@ def _after_restart(options: JobOptions, ranks: JobRanks) -> JobOptions:
         return replace(options, resume=True, overwrite=False)
     if ranks.any(is_ours):
         return replace(options, overwrite=False)  # what little is there is our own
-    if not options.overwrite:
+    if not options.overwrite and not options.continues:
         require_new_run(options.out)
     return options

@@ -78,6 +78,8 @@ class JobState:
     """State of torch's generators on each rank."""
     graph: bytes | None = None
     """The graph that the head selects by, so that a resumed job goes on with the same one."""
+    scheduler: str | None = None
+    """Of the cluster that has the rows; None: the worker has them."""
     gradients: dict[str, Any] | None = None
     """``state_dict`` of ``gt.TopKGradients``, if the backbone's gradients are sparsified. Taking it
     gives each rank the mean of all, so a run is that of another to the bit if both take snapshots at the same steps."""
@@ -94,6 +96,7 @@ class JobState:
             "backbone_settings": self.backbone_settings,
             "head": self.head,
             "world_size": len(self.random),
+            "scheduler": self.scheduler,
         }
 
     def files(self) -> dict[str, bytes]:

@@ -265,13 +265,16 @@ class TrainingRun:
         if self._options.overwrite and (aside := put_aside(self._options.out)) is not None:
             self._say(f"The run that was in {self._options.out} is now in {aside}")
         self._options.out.mkdir(parents=True, exist_ok=True)
-        write_run(self._options.out, Run(job=self._job, snapshots=root, launch=self._launch, began=time.time()))
+        began, scheduler = time.time(), self._options.scheduler
+        run = Run(job=self._job, snapshots=root, launch=self._launch, began=began, scheduler=scheduler)
+        write_run(self._options.out, run)
         self._note_stage(ended=False)
 
     def _note_stage(self, *, ended: bool) -> None:
         progress = self._trainer.progress
         end = progress.stage_start + progress.stage_steps
-        write_run(self._options.out, replace(read_run(self._options.out), stage_end=end, ended=ended))
+        run = replace(read_run(self._options.out), stage_end=end, ended=ended, scheduler=self._options.scheduler)
+        write_run(self._options.out, run)
 
     def _begin(self, evaluation: Evaluation, stop: Callable[[], bool]) -> None:
         if self._saved is None:
@@ -386,6 +389,7 @@ class TrainingRun:
             optimizer=trainer.optimizer_state(),
             gradients=trainer.gradient_state(),
             head=self._head.get_extra_state(),
+            scheduler=self._options.scheduler,
             graph=self._head.select.graph_to_bytes(),
             random=[state_from_bytes(of_rank) for of_rank in random],
         )

@@ -10,8 +10,9 @@ from typing import Any
 from rich.console import Console
 
 from geartrain.ams.values.errors import ConfigError
+from geartrain.workers.continuing import result_of_ended, with_its_run
 from geartrain.workers.data.folder import MEMORY_BYTES, load_folder
-from geartrain.workers.job.folder import read_run, require_folder
+from geartrain.workers.job.folder import read_run, require_folder, require_same
 from geartrain.workers.job.job import run_job
 from geartrain.workers.job.options import CACHE, JobData, JobOptions, JobResult
 from geartrain.workers.job.state import find_state
@@ -24,9 +25,12 @@ def train_glyphs(options: JobOptions, *, cache: Path, num_classes: int | None, c
     """Train on characters of the pip-installed fonts; held-out families are the test."""
     require_folder(cache, "--cache")
     options = replace(options, command="glyphs" if cache == CACHE else f"glyphs --cache {quote(str(cache))}")
+    options = with_its_run(options, console)
     if options.resume:
         options, source = resumed(options, "glyphs")
         num_classes = source["num_classes"]
+        if (ended := result_of_ended(options, console)) is not None:
+            return ended
 
     def load(console: Console) -> JobData:
         data = load_glyphs(cache, options.preprocessing.size, num_classes, console)
@@ -49,8 +53,11 @@ def train_folder(
     seed = options.recipe.seed
     if options.backbone is not None and ":" in options.backbone:  # code is imported only if it is named again
         options = replace(options, command=f"classify --backbone {options.backbone}")
+    options = with_its_run(options, console)
     if options.resume:
         options, source = resumed(options, "classify")
+        if (ended := result_of_ended(options, console)) is not None:
+            return ended
         folder, held_out, seed = folder or Path(source["folder"]), source["held_out"], source["split_seed"]
         # As the data were read before: what was left out then has no place in the order of the images.
         skip_unreadable = source.get("skip_unreadable", skip_unreadable)
@@ -101,4 +108,7 @@ def resumed(options: JobOptions, job: str) -> tuple[JobOptions, dict[str, Any]]:
         raise ConfigError(
             f"{options.out} was trained by 'geartrain worker {state.data.get('job')}', not '{job}'; resume it so"
         )
-    return replace(options, recipe=state.recipe, preprocessing=state.preprocessing), state.data
+    if options.continues:
+        require_same(options.stated, options.recipe, state.recipe, options.out)
+        require_same(options.stated_look, options.preprocessing, state.preprocessing, options.out)
+    return replace(options, recipe=state.recipe, preprocessing=state.preprocessing, sweep=False), state.data

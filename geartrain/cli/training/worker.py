@@ -34,11 +34,15 @@ app = typer.Typer(
 FEW_CLASSES = {"sample_rate": 1.0, "batch_size": 64, "steps": 300, "warmup_steps": 20}
 """What differs from the recipe for a person's images: all classes are active, and small batches see them often."""
 
+_LOOKS = {"look": "kind", "image_size": "size", "fit": "fit", "grey": "channels"}
+"""Flags about pictures, and the field of the preprocessing that each sets."""
+
 
 @app.command()
 def glyphs(
     out: Annotated[Path | None, option.out("runs/glyphs")] = None,
     resume: option.Resume = None,
+    continues: option.Continue = False,
     overwrite: option.Overwrite = False,
     steps: Annotated[int | None, option.steps(600)] = None,
     batch_size: Annotated[int | None, option.batch_size(256)] = None,
@@ -92,12 +96,24 @@ def glyphs(
     console = console_of(as_json)
     kept = _Kept(snapshots, snapshot_minutes, keep, increments, allow_fallback)
     options = _options(
-        out or Path("runs/glyphs"), resume, overwrite, steps, kept, (scheduler, graph), rows, device, mode, logger
+        out or Path("runs/glyphs"),
+        (resume, continues),
+        overwrite,
+        steps,
+        kept,
+        (scheduler, graph),
+        rows,
+        device,
+        mode,
+        logger,
     )
-    recipe = _recipe(options.recipe, steps=steps, **own)
+    recipe, stated = _recipe(options.recipe, steps=steps, **own)
     from geartrain.workers.recipes.jobs import train_glyphs
 
-    end(train_glyphs(replace(options, recipe=recipe), cache=cache, num_classes=classes, console=console), as_json)
+    end(
+        train_glyphs(replace(options, recipe=recipe, stated=stated), cache=cache, num_classes=classes, console=console),
+        as_json,
+    )
 
 
 @app.command()
@@ -112,6 +128,7 @@ def classify(
     ] = None,
     out: Annotated[Path | None, option.out("runs/classify")] = None,
     resume: option.Resume = None,
+    continues: option.Continue = False,
     overwrite: option.Overwrite = False,
     steps: Annotated[int | None, option.steps(300)] = None,
     batch_size: Annotated[int | None, option.batch_size(64)] = None,
@@ -191,7 +208,16 @@ def classify(
     console = console_of(as_json)
     kept = _Kept(snapshots, snapshot_minutes, keep, increments, allow_fallback)
     options = _options(
-        out or Path("runs/classify"), resume, overwrite, steps, kept, (scheduler, graph), rows, device, mode, logger
+        out or Path("runs/classify"),
+        (resume, continues),
+        overwrite,
+        steps,
+        kept,
+        (scheduler, graph),
+        rows,
+        device,
+        mode,
+        logger,
     )
     from geartrain.workers.data.bitmaps import Preprocessing
     from geartrain.workers.data.folder import MEMORY_BYTES
@@ -203,7 +229,7 @@ def classify(
         own["imprint"] = backbone is None or not backbone.startswith(("iresnet", "timm:"))
     if lr is None and optimizer in JOB_OPTIMIZERS and JOB_OPTIMIZERS[optimizer].usual_rate is not None:
         own["lr"] = JOB_OPTIMIZERS[optimizer].usual_rate
-    recipe = _recipe(replace(options.recipe, **few), steps=steps, backbone=backbone, **own)
+    recipe, stated = _recipe(replace(options.recipe, **few), steps=steps, backbone=backbone, **own)
     preprocessing = Preprocessing(
         kind="ink" if look == "ink" else "photo",
         size=64 if image_size is None else image_size,
@@ -213,7 +239,9 @@ def classify(
     options = replace(
         options,
         recipe=recipe,
+        stated=stated,
         preprocessing=preprocessing,
+        stated_look=tuple(_LOOKS[name] for name, value in of_images.items() if name in _LOOKS and value is not None),
         sweep=lr is None and resume is None,
         dtype=dtype,
         backbone=backbone,
@@ -242,7 +270,7 @@ class _Kept:
 
 def _options(
     out: Path,
-    resume: Path | None,
+    goes_on: tuple[Path | None, bool],
     overwrite: bool,
     steps: int | None,
     kept: _Kept,
@@ -252,13 +280,13 @@ def _options(
     mode: str | None,
     logger: list[str] | None,
 ) -> JobOptions:
-    scheduler, graph = roles
+    (scheduler, graph), (resume, continues) = roles, goes_on
     given = configuration.flags(configuration.WHOLE, mode=mode) + configuration.flags("client", graph=graph)
     config = configuration.load(None, given)
     failpoints.arm_from_environment(config.mode)
-    if graph is not None and scheduler is None:
+    if graph is not None and scheduler is None and resume is None and not continues:
         raise ConfigError(f"--graph is {graph}, but the rows are in this process; give --scheduler, or no --graph")
-    refuse_contradictions(resume, overwrite=overwrite, allow_fallback=kept.allow_fallback)
+    refuse_contradictions(resume, continues=continues, overwrite=overwrite, allow_fallback=kept.allow_fallback)
     from geartrain.workers.data.bitmaps import Preprocessing
     from geartrain.workers.job.options import JobOptions
     from geartrain.workers.recipes.recipe import Recipe
@@ -268,6 +296,7 @@ def _options(
         recipe=Recipe(),
         preprocessing=Preprocessing(),
         resume=resume is not None,
+        continues=continues,
         resume_steps=steps,
         overwrite=overwrite,
         allow_fallback=kept.allow_fallback,
@@ -277,17 +306,21 @@ def _options(
         increments=kept.increments,
         scheduler=scheduler,
         rows=rows,
-        graph=None if scheduler is None else config.client.graph,
+        graph=graph if scheduler is None else config.client.graph,
         device=device,
         loggers=loggers_of(logger),
     )
 
 
-def _recipe(recipe: Recipe, *, snapshot_steps: int | None, augment: str | None = None, **given: Any) -> Recipe:
+def _recipe(
+    recipe: Recipe, *, snapshot_steps: int | None, augment: str | None = None, **given: Any
+) -> tuple[Recipe, tuple[str, ...]]:
+    """The recipe as it was given, and the names of its fields that were."""
     given["row_lr"] = given["lr"]
     given["save_every"] = snapshot_steps
     given["augmentation"] = None if augment is None else recipe.augmentation.changed(augment)
-    return replace(recipe, **{name: value for name, value in given.items() if value is not None})
+    stated = {name: value for name, value in given.items() if value is not None}
+    return replace(recipe, **stated), tuple(stated)
 
 
 app.command()(ctr)

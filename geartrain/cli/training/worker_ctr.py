@@ -62,6 +62,7 @@ def ctr(
     ] = None,
     out: Annotated[Path | None, option.out("runs/ctr")] = None,
     resume: option.Resume = None,
+    continues: option.Continue = False,
     overwrite: option.Overwrite = False,
     steps: Annotated[int | None, option.steps("960; of flights 1000")] = None,
     batch_size: Annotated[
@@ -119,7 +120,7 @@ def ctr(
         "snapshot_steps": snapshot_steps,
     }
     refuse_with_resume(resume, **own, data=data, out=out, snapshots=snapshots)
-    refuse_contradictions(resume, overwrite=overwrite, allow_fallback=allow_fallback)
+    refuse_contradictions(resume, continues=continues, overwrite=overwrite, allow_fallback=allow_fallback)
     config = configuration.load(None, configuration.flags(configuration.WHOLE, mode=mode))
     failpoints.arm_from_environment(config.mode)
     from geartrain.workers.ctr.job import train_clicks  # loads torch
@@ -136,6 +137,8 @@ def ctr(
         data=data,
         cache=cache,
         resume=resume is not None,
+        continues=continues,
+        stated=tuple(given) if model is None else (*given, "model"),
         resume_steps=steps,
         allow_fallback=allow_fallback,
         overwrite=overwrite,

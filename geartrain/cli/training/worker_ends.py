@@ -30,12 +30,17 @@ def refuse_with_resume(resume: Path | None, **given: object) -> None:
         )
 
 
-def refuse_contradictions(resume: Path | None, *, overwrite: bool, allow_fallback: bool) -> None:
+def refuse_contradictions(resume: Path | None, *, continues: bool, overwrite: bool, allow_fallback: bool) -> None:
     """A run either goes on or begins."""
+    if continues and (resume is not None or overwrite):
+        other = "--overwrite" if overwrite else "--resume"
+        raise ConfigError(f"--continue goes on with a run or begins it, {other} does one of both; give one of the two")
     if resume is not None and overwrite:
         raise ConfigError(f"--overwrite would replace the run that --resume {resume} goes on with; give one of the two")
-    if allow_fallback and resume is None:
-        raise ConfigError("--allow-fallback chooses among the snapshots of a run; give it with --resume RUN")
+    if allow_fallback and resume is None and not continues:
+        raise ConfigError(
+            "--allow-fallback chooses among the snapshots of a run; give it with --resume RUN or --continue"
+        )
 
 
 def loggers_of(names: list[str] | None) -> tuple[str, ...]:

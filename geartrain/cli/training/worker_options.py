@@ -69,6 +69,14 @@ Resume = Annotated[
         show_default="a new run",
     ),
 ]
+Continue = Annotated[
+    bool,
+    typer.Option(
+        "--continue",
+        help="Go on with the run in --out, or with the snapshots in --snapshots where --out is lost; begin it if there "
+        "is none. The same command may be given again and again: it trains to the run's end, and then does nothing.",
+    ),
+]
 Overwrite = Annotated[
     bool, typer.Option("--overwrite", help="Start over in --out; the run there is put aside as OUT.previous.")
 ]
@@ -83,7 +91,13 @@ SweptLr = Annotated[
     ),
 ]
 Scheduler = Annotated[
-    str | None, typer.Option("--scheduler", help="host:port of the scheduler.", show_default="rows in this process")
+    str | None,
+    typer.Option(
+        "--scheduler",
+        help="host:port of the scheduler of a cluster for the rows; none: in this process, also those of a resumed run "
+        "that had them in a cluster.",
+        show_default="that of the resumed run; rows in this process",
+    ),
 ]
 Graph = Annotated[
     str | None,
@@ -97,7 +111,10 @@ Increments = Annotated[
     int, typer.Option("--increments", min=0, help="Snapshots of only the rows written since, between two of all rows.")
 ]
 AllowFallback = Annotated[
-    bool, typer.Option("--allow-fallback", help="With --resume: if the newest snapshot is damaged, take one before it.")
+    bool,
+    typer.Option(
+        "--allow-fallback", help="With --resume or --continue: if the newest snapshot is damaged, take one before it."
+    ),
 ]
 RowMomentum = Annotated[
     float | None, typer.Option("--row-momentum", help="Momentum of the class centers.", show_default="0.0")
