@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -27,21 +27,23 @@ _CROWDED_SECONDS = 2.0
 _LOOK_SECONDS, _IDLE_LOOK_SECONDS = 0.1, 1.0
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class _Call:
     handle: Any
     """Of grpcio, to end it."""
-    peer: str
     work: Callable[[], Any]
-    done: Future[Any] = field(default_factory=Future)
     began: float | None = None
     """When it had a thread."""
     has_slot: bool = False
 
     @property
-    def host(self) -> str:
-        """Of "ipv4:1.2.3.4:567" what stands before the port."""
-        return self.peer.rpartition(":")[0]
+    def peer(self) -> str:
+        """Its connection, as "ipv4:1.2.3.4:567"."""
+        return str(self.handle.peer().decode())
+
+
+def _host(peer: str) -> str:
+    return peer.rpartition(":")[0]
 
 
 _at_work = threading.local()
@@ -49,9 +51,9 @@ _at_work = threading.local()
 
 def message_is_here() -> None:
     """Note that the call of this thread has its message, and wait until its work may begin."""
-    begin = getattr(_at_work, "begin", None)
-    if begin is not None:
-        begin()
+    call = getattr(_at_work, "call", None)
+    if call is not None:
+        _at_work.threads.begin_work(call)
 
 
 class CallThreads(ThreadPoolExecutor):
@@ -77,13 +79,21 @@ class CallThreads(ThreadPoolExecutor):
         handle = next((arg.call for arg in args if hasattr(arg, "call_details")), None)
         if handle is None:
             return super().submit(self._work, fn, args, kwargs)
-        call = _Call(handle, handle.peer().decode(), partial(fn, *args, **kwargs))
+        call = _Call(handle, partial(fn, *args, **kwargs))
         with self._changed:
+            if not self._line and len(self._reading) < MOST_READING // 2:  # nobody has too many
+                self._reading.add(call)
+                return super().submit(self._run, call)
             self._line.append(call)
             self._begin()
-            if self._line:
-                self._changed.notify()
-        return call.done
+            self._changed.notify()
+        return Future()  # which nobody asks
+
+    def begin_work(self, call: _Call) -> None:
+        """Note that a call has its message; wait for its turn to work."""
+        self._leave(call)
+        self._slots.acquire()
+        call.has_slot = True
 
     def close(self) -> None:
         """End the thread that looks for slow calls. Idempotent."""
@@ -98,10 +108,16 @@ class CallThreads(ThreadPoolExecutor):
     def _begin(self) -> None:
         """Let those read whose turn it is."""
         while self._line and len(self._reading) < MOST_READING:
-            of_host = Counter(one.host for one in self._reading)
             of_peer = Counter(one.peer for one in self._reading)
-            call = min(self._line, key=lambda one: (self._ended[one.peer], of_host[one.host], of_peer[one.peer]))
-            if of_peer[call.peer] and of_host[call.host] >= MOST_READING // 2:
+            of_host = Counter(map(_host, of_peer.elements()))
+
+            def rank(call: _Call, of_host: Counter[str] = of_host, of_peer: Counter[str] = of_peer) -> tuple[int, ...]:
+                peer = call.peer
+                return self._ended[peer], of_host[_host(peer)], of_peer[peer]
+
+            call = min(self._line, key=rank)
+            _, others_of_host, others_of_peer = rank(call)
+            if others_of_peer and others_of_host >= MOST_READING // 2:
                 return
             self._line.remove(call)
             self._reading.add(call)
@@ -109,25 +125,20 @@ class CallThreads(ThreadPoolExecutor):
 
     def _leave(self, call: _Call) -> None:
         with self._changed:
-            if call in self._reading:
-                self._reading.remove(call)
+            self._reading.discard(call)
+            if self._line:
                 self._begin()
 
     def _run(self, call: _Call) -> None:
-        def begin() -> None:
-            self._leave(call)
-            self._slots.acquire()
-            call.has_slot = True
-
-        call.began, _at_work.begin = time.monotonic(), begin
+        call.began, _at_work.call, _at_work.threads = time.monotonic(), call, self
         try:
             call.work()
         finally:
-            _at_work.begin = None
+            _at_work.call = None
             if call.has_slot:
                 self._slots.release()
-            self._leave(call)
-            call.done.set_result(None)
+            else:
+                self._leave(call)
 
     def _end_slow_ones(self) -> None:
         while True:
