@@ -6,7 +6,7 @@
 #
 # The arguments are those of 'geartrain worker', or a Python script of yours (it finds SCHEDULER in its environment).
 #
-#   SCHEDULER       HOST:PORT of the scheduler (needed; a single worker may do without: its rows are then its own)
+#   SCHEDULER       HOST:PORT of the scheduler (needed, but for a single worker, whose rows are its own, and for --rows ranks)
 #   NPROC_PER_NODE  workers on this host (the GPUs in CUDA_VISIBLE_DEVICES, or that nvidia-smi lists, or 1)
 #   NNODES          hosts, or MIN:MAX for a number that may change (1)
 #   NODE_RANK       number of this host, from 0 (given out by torchrun)
@@ -57,7 +57,11 @@ else
   [ -z "${NODE_RANK:-}" ] || torchrun+=("--node-rank=$NODE_RANK")
   export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 # hosts count restarts each for themselves, see workers/job/ranks.py
 fi
-if [ -n "${SCHEDULER:-}" ] || [ "$nodes" != 1 ] || [ "$workers" -gt 1 ]; then
+case " $* " in
+  *" --rows ranks "* | *" --rows=ranks "*) needs_cluster= ;;
+  *) needs_cluster=1 ;;
+esac
+if [ -n "${SCHEDULER:-}" ] || { [ -n "$needs_cluster" ] && { [ "$nodes" != 1 ] || [ "$workers" -gt 1 ]; }; }; then
   need_address SCHEDULER "${SCHEDULER:-}" "the cluster whose rows the workers share"
 fi
 

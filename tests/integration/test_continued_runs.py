@@ -118,3 +118,9 @@ def test_a_run_remembers_its_cluster_and_moves_when_it_is_told_to(
     code, said, _ = invoke(*resume, "--scheduler", "none")
     assert code == 0 and f"were in the cluster of {address}; from now on they are in the worker" in said, said
     assert len(asked) == 3 and read_run(tmp_path / "run").scheduler is None
+
+
+def test_ranks_of_a_job_of_one_process_hear_so(ctr: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="'geartrain worker ctr' trains in one process, and torchrun has started 2"):
+        invoke(*ctr)

@@ -20,6 +20,7 @@ from geartrain.workers.job.folder import (
     read_run,
     require_new_run,
     require_new_snapshots,
+    require_one_process,
     require_same,
     sole_trainer,
 )
@@ -33,6 +34,7 @@ def train_clicks(options: CtrOptions, console: Console) -> JobResult:
 
     A run that loses a role of its cluster goes back to its newest snapshot and on from there.
     """
+    require_one_process("ctr")
     options = with_its_run(options, console)
     if (ended := result_of_ended(options, console)) is not None:
         _require_stated(options, newest_state(read_run(options.out).snapshots)[1])

@@ -177,6 +177,16 @@ def require_new_snapshots(root: str) -> None:
         )
 
 
+def require_one_process(job: str) -> None:
+    """Raise ConfigError if torchrun started several processes for a job that one trains."""
+    processes = os.environ.get("WORLD_SIZE", "1")
+    if processes != "1":
+        raise ConfigError(
+            f"'geartrain worker {job}' trains in one process, and torchrun has started {processes}; start it without "
+            "torchrun, or with --nproc-per-node 1"
+        )
+
+
 @contextmanager
 def sole_trainer(folder: Path) -> Iterator[None]:
     """Hold the run folder against other processes of this machine, making it if it is not there.

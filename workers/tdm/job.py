@@ -28,7 +28,7 @@ from geartrain.workers.atomic import write_json
 from geartrain.workers.ctr.samples.click_samples import PADDING, ClickSamples
 from geartrain.workers.ctr.samples.sources import load_samples
 from geartrain.workers.data.streams import JointOrder
-from geartrain.workers.job.folder import put_aside, require_new_run, sole_trainer
+from geartrain.workers.job.folder import put_aside, require_new_run, require_one_process, sole_trainer
 from geartrain.workers.job.interruption import interruption
 from geartrain.workers.job.live import LiveLine
 from geartrain.workers.job.options import JobResult
@@ -70,6 +70,7 @@ def train_tree(options: TdmOptions, console: Console) -> JobResult:
 
     It takes no snapshots: one that is interrupted leaves nothing.
     """
+    require_one_process("tdm")
     if not options.overwrite:
         require_new_run(options.out)
     with ExitStack() as stack:
