@@ -68,9 +68,9 @@ def heard(monkeypatch: pytest.MonkeyPatch) -> Heard:
     heard = Heard()
     heartbeat, create = Scheduler.heartbeat, Scheduler.create_table
 
-    def noted_heartbeat(self: Scheduler, shard: int, incarnation: int) -> Beat:
+    def noted_heartbeat(self: Scheduler, shard: int, incarnation: int, memory_pool: str = "") -> Beat:
         heard.beats.append(incarnation)
-        return heartbeat(self, shard, incarnation)
+        return heartbeat(self, shard, incarnation, memory_pool)
 
     def noted_create(self: Scheduler, spec, **arguments):  # type: ignore[no-untyped-def]
         heard.changes.append(spec.name)
