@@ -117,7 +117,7 @@ def find_run(out: Path, snapshots: str | None, *, allow_fallback: bool) -> Run |
     )
     if newest is None:
         raise listed[0].damage or SnapshotDamaged(f"{listed[0].path} is damaged")
-    saved = newest.manifest.job
+    saved: dict[str, Any] = newest.manifest.job
     if "progress" not in saved:
         raise ConfigError(f"{newest.path} was not taken by 'geartrain worker'; give another --snapshots")
     progress = saved["progress"]

@@ -80,11 +80,11 @@ class RankSelector:
             if budget >= living.num_living:
                 active_A = ids.all_L()
             else:
-                active, lists = upload(labels_P, table.device), self._on_device(ranking)
+                chosen_A, lists = upload(labels_P, table.device), self._on_device(ranking)
                 for places in dict.fromkeys((ranking.num_near or budget, budget)):
-                    active = select_on(active, lists, living.num_living, places, seed=ranking.seed, step=step)
+                    chosen_A = select_on(chosen_A, lists, living.num_living, places, seed=ranking.seed, step=step)
                     lists = None
-                active_A = ids.of(active)
+                active_A = ids.of(chosen_A)
             here_A = self._here(active_A)
         if self._stream is not None and here_A.numbers_A is not None:
             here_A.numbers_A.record_stream(torch.cuda.current_stream(table.device))
