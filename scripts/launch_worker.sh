@@ -2,14 +2,13 @@
 # Starts the workers of this host under torchrun: one for each GPU, all of all hosts training in step.
 #
 #   SCHEDULER=10.0.0.1:7000 scripts/launch_worker.sh classify --data FOLDER --out RUN
-#   SCHEDULER=10.0.0.1:7000 NNODES=2 NODE_RANK=0 MASTER_ADDR=10.0.0.4 INSECURE=1 scripts/launch_worker.sh train.py ARG...
+#   SCHEDULER=10.0.0.1:7000 NNODES=2 MASTER_ADDR=10.0.0.4 INSECURE=1 scripts/launch_worker.sh train.py ARG...
 #
 # The arguments are those of 'geartrain worker', or a Python script of yours (it finds SCHEDULER in its environment).
 #
 #   SCHEDULER       HOST:PORT of the scheduler (needed, but for a single worker, whose rows are its own, and for --rows ranks)
 #   NPROC_PER_NODE  workers on this host (the GPUs in CUDA_VISIBLE_DEVICES, or that nvidia-smi lists, or 1)
 #   NNODES          hosts, or MIN:MAX for a number that may change (1)
-#   NODE_RANK       number of this host, from 0 (given out by torchrun)
 #   MASTER_ADDR     host on which the workers meet, the same everywhere (needed if NNODES is not 1)
 #   MASTER_PORT     port there (29500)
 #   INSECURE        1: let several hosts meet, although whoever reaches MASTER_PORT then runs code there (refused)
@@ -54,7 +53,6 @@ else
   [ -n "${MASTER_ADDR:-}" ] || die "MASTER_ADDR is not set; $nodes hosts need one to meet on, as MASTER_ADDR=10.0.0.4"
   torchrun+=("--nnodes=$nodes" --rdzv-backend=c10d "--rdzv-endpoint=$MASTER_ADDR:${MASTER_PORT:-29500}")
   torchrun+=("--rdzv-id=${JOB_ID:-geartrain}")
-  [ -z "${NODE_RANK:-}" ] || torchrun+=("--node-rank=$NODE_RANK")
   export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 # hosts count restarts each for themselves, see workers/job/ranks.py
 fi
 case " $* " in
