@@ -34,6 +34,7 @@ from geartrain.ams.server.service import ShardService
 from geartrain.ams.server.shard import Shard
 from geartrain.ams.storage.durable import Disk, disk
 from geartrain.ams.storage.kv.store import MemoryStore
+from geartrain.ams.storage.snapshot.roots import SnapshotRoots
 from geartrain.ams.values.config import ClientConfig
 from geartrain.ams.values.errors import GeartrainError
 from geartrain.ams.values.placement import buckets_of_shard
@@ -243,7 +244,7 @@ class SimulatedCluster:
             cluster_version=registration.cluster_version,
             clock=self.clock.monotonic,
         )
-        service = ShardService(1 << 20)
+        service = ShardService(1 << 20, SnapshotRoots("server", "127.0.0.1:0", ["/"]))  # nobody is at the other end
         service._parts = PartBuffer(clock=self.clock.monotonic)
         service.serve(shard)
         self.shards[number] = shard
