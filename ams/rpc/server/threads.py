@@ -3,8 +3,9 @@
 grpcio gives a call its thread when it begins, and lets it wait there for the message, for as long as the caller likes;
 what has come of the message is kept meanwhile. Here only a few calls read their messages at once, the others wait in
 line: connections whose messages come go first, then machines and connections that have few. Who takes too long over it
-is ended: soon where others wait, at the latest after :data:`MESSAGE_SECONDS`. A call whose message is there counts no
-more; it waits for one of the threads that work.
+is ended: soon where others wait, at the latest after :data:`MESSAGE_SECONDS`. But half of those that read, the first,
+have all that time: where a network is slow for all of them nobody's message would ever be there. A call whose message
+is there counts no more; it waits for one of the threads that work.
 """
 
 from __future__ import annotations
@@ -140,15 +141,21 @@ class CallThreads(ThreadPoolExecutor):
             else:
                 self._leave(call)
 
+    def _patience(self, place: int) -> float:
+        """How long a call may read where so many read that began before it."""
+        if not self._line or place < MOST_READING // 2:
+            return MESSAGE_SECONDS
+        return max(_CROWDED_SECONDS / (1 + len(self._line) / 8), _LOOK_SECONDS)
+
     def _end_slow_ones(self) -> None:
         while True:
             with self._changed:
                 self._changed.wait(_LOOK_SECONDS if self._reading else _IDLE_LOOK_SECONDS)
                 if self._is_over:
                     return
-                seconds = _CROWDED_SECONDS / (1 + len(self._line) / 8) if self._line else MESSAGE_SECONDS
-                until = time.monotonic() - max(seconds, _LOOK_SECONDS)
-                slow = [one for one in self._reading if one.began is not None and one.began < until]
+                now = time.monotonic()
+                begun = sorted((one.began, id(one), one) for one in self._reading if one.began is not None)
+                slow = [one for n, (began, _, one) in enumerate(begun) if now - began > self._patience(n)]
                 self._ended.update(one.peer for one in slow)
                 if not self._line:
                     self._ended.clear()

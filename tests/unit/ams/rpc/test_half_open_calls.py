@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 
 import grpc
 import pytest
@@ -117,3 +118,26 @@ def test_a_call_that_is_at_work_for_long_is_not_ended(stack: ExitStack, monkeypa
     threading.Event().wait(0.2)  # several looks
     go_on.set()
     assert [call.result(SECONDS) for call in calls] == [b"data"] * 8
+
+
+def test_where_a_network_is_slow_for_everybody_messages_arrive_all_the_same(
+    stack: ExitStack, server: GrpcServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(call_threads, "_CROWDED_SECONDS", 0.02)
+    monkeypatch.setattr(call_threads, "_LOOK_SECONDS", 0.01)
+    waited = threading.Event()
+
+    def slow_message() -> Iterator[bytes]:
+        waited.wait(0.2)
+        yield b"data"
+
+    def ask(channel: grpc.Channel) -> bool:
+        for _ in range(100):
+            with suppress(grpc.RpcError):
+                return bool(channel.stream_unary("/s/Echo")(slow_message(), timeout=SECONDS) == b"data")
+        return False
+
+    options = [("grpc.use_local_subchannel_pool", 1)]
+    channels = [stack.enter_context(grpc.insecure_channel(server.address, options)) for _ in range(16)]
+    with ThreadPoolExecutor(len(channels)) as clients:
+        assert all(clients.map(ask, channels))
