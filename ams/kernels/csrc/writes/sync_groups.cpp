@@ -156,11 +156,12 @@ std::shared_ptr<const void> SyncGroups::room_of(size_t bytes, const Group& group
     if (of_group > most)
       throw Fault("MessageTooLarge", "this step of job " + quoted(group.job) + " in table " + quoted(group.table) + " needs room for " +
                                          say(of_group) + ". Push fewer rows in a step, or add shards");
-    throw Fault("Busy", "this push needs room for " + say(all) + "; nothing of it was kept. Send it again", 0.2);
+    // The step that has waited longest goes on: else parts of many tables, each of which lacks another rank's, would wait for ever.
+    if (&groups_.first_held()->value != &group)
+      throw Fault("Busy", "this push needs room for " + say(all) + "; nothing of it was kept. Send it again", 0.2);
   }
-  std::shared_ptr<const void> room(nullptr, [sum = waiting_bytes_, bytes](const void*) { *sum -= bytes; });
-  *waiting_bytes_ += bytes;
-  return room;
+  *waiting_bytes_ += bytes;  // before: it is taken back if there is no memory for the note
+  return {nullptr, [sum = waiting_bytes_, bytes](const void*) { *sum -= bytes; }};
 }
 
 std::vector<const RankWrite*> SyncGroups::parts(const Groups::Entry& entry) {

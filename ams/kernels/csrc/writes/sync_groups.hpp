@@ -19,7 +19,8 @@ namespace geartrain {
 inline constexpr int64_t kMaxWorldSize = 65'536;
 // Groups whose step a shard keeps: those that pushed last. A forgotten one is refused, as long as its name is known.
 inline constexpr size_t kMaxGroups = 4096;
-// What the parts that wait may take, at least: a server with more memory for rows gives them an eighth of that.
+// What the parts that wait may take, at least: a server with more memory for rows gives them an eighth of that. The step that has
+// waited longest may take as much again, so that it ends.
 inline constexpr size_t kLeastWaitingBytes = size_t{1} << 30;
 
 // The step that a group is at, as snapshots keep it.

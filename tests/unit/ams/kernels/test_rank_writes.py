@@ -214,6 +214,29 @@ def test_ranks_that_wait_have_room_until_they_wait_no_more_and_others_are_told_t
         assert join(rank, "c") == 0
 
 
+def test_ranks_that_wait_in_several_tables_complete_one_though_one_rank_has_taken_all_room() -> None:
+    """As ranks push all tables of a step at once: nothing would go before their time were over."""
+    groups = SyncGroups(10.0, max_waiting_bytes=8 << 10)
+
+    def join(rank: int, job: str) -> bool:
+        write = replace(plain_push(), group=member(rank, 3, job=job))
+        _, callers = groups.join(CallContext(stream=f"{job}/s", sequence=1, incarnation=1), write)
+        if callers:
+            groups.complete(write)
+        return bool(callers)
+
+    waiting = []
+    with pytest.raises(Busy):
+        for job in "abcdef":
+            join(0, job)
+            waiting.append(job)
+    for job in waiting:
+        assert not join(1, job)
+        with pytest.raises(Busy):
+            join(0, "g")
+        assert join(2, job)
+
+
 def test_a_part_without_bytes_needs_room_too() -> None:
     groups = SyncGroups(10.0, max_waiting_bytes=1 << 20)
     empty = Push(table="t", ids=np.arange(0), gradients=np.ones((0, 2), np.float32))
