@@ -200,7 +200,8 @@ bool TcpPeer::is_slow(bool of_requests, Clock::time_point now, Clock::duration p
   const double share = std::chrono::duration<double>(passed) / std::chrono::duration<double>(patience);
   const bool is_slow = static_cast<double>(window_moved_) < static_cast<double>(claim) * share;
   forgive();
-  return is_slow && !stream_.wait(false, 0);  // what has come and was not read yet is not its fault
+  // That what has come of a request was not read yet is not its fault, unless that is for its replies.
+  return is_slow && (counted_ == 0 || is_full() || !stream_.wait(false, 0));
 }
 
 void TcpPeer::begin_body() {

@@ -157,6 +157,28 @@ def test_who_takes_large_replies_slowly_is_let_go_of_when_there_is_little_room_f
         assert server.num_connections == 1
 
 
+def test_who_asks_on_and_takes_no_replies_is_let_go_of_when_there_is_little_room_for_others(
+    handler: _core.ToyHandler,
+) -> None:
+    """It is not read any more, so that something of its own lies unread, which is not the shard's fault."""
+    server = _core.DataServer(handler, host="127.0.0.1", most_bytes=80 << 20, silence_seconds=6.0)
+    frame = frame_codec.request(1, 0, [pull("rows", range(1_000), 1_000)])
+    over = threading.Event()
+    with ExitStack() as stack:
+        stack.callback(server.close)
+        threads = stack.enter_context(ThreadPoolExecutor(1))
+        stack.callback(over.set)
+        slow = stack.enter_context(greeted(server))
+        slow.sendall(frame * 60)
+        assert slow.recv(64, socket.MSG_WAITALL)[:4] == b"GTRF"
+        end = threads.submit(dribble, lambda: len(slow.recv(1 << 14)), over)
+        ours, deadline = connect(server), time.monotonic() + SOON
+        while server.num_connections > 1 and time.monotonic() < deadline:
+            ask(ours, pull("rows", range(4_000), 1_000))
+        assert server.num_connections == 1
+        assert end.result(SOON) == "ended"
+
+
 def test_who_has_many_connections_takes_the_turn_of_no_other_machine(
     server: _core.DataServer, handler: _core.ToyHandler, half_sent: tuple[socket.socket, bytes]
 ) -> None:
