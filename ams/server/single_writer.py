@@ -148,7 +148,8 @@ class SingleWriter:
             while True:
                 if (entry := self._calls.get_nowait()) is not None:
                     entry[1].leave()
-                    entry[0].future.set_exception(error)
+                    if entry[0].future.set_running_or_notify_cancel():
+                        entry[0].future.set_exception(error)
         self._on_end(error)
 
     def _serve_calls(self) -> None:

@@ -109,6 +109,7 @@ def test_whoever_waits_when_the_writer_ends_is_told(shard: Shard, monkeypatch: p
     monkeypatch.setattr(shard, "_next_deadline", raising(SystemExit(3)))
     monkeypatch.setattr(shard._writer, "_next_deadline", raising(SystemExit(3)))
     with shard.engine.turn:
-        queued = [shard.submit(CallContext(), Describe()) for _ in range(3)]
-    for future in (waiting, *queued[1:]):
+        queued = [shard.submit(CallContext(), Describe()) for _ in range(4)]
+        assert queued[1].cancel()  # whose caller has gone
+    for future in (waiting, *queued[2:]):
         assert isinstance(future.exception(SECONDS), InternalError)
