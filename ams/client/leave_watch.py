@@ -43,9 +43,9 @@ class LeaveWatch:
         if self._ended.is_set():
             return
         self._ended.set()
+        self._thread.join()  # first: a word under way that it trains would be heard as that it trains again
         with suppress(AttemptFailed, GeartrainError):  # it is forgotten soon
             self._scheduler.call(TellJob(job=self._job, incarnation=self._incarnation, done=True), _ANSWER_SECONDS)
-        self._thread.join()
 
     def _tell_again_and_again(self) -> None:
         tell = TellJob(job=self._job, incarnation=self._incarnation)

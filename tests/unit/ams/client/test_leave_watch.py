@@ -1,0 +1,41 @@
+"""A job says that it trains, until it is done."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from geartrain.ams.client.leave_watch import LeaveWatch
+
+SECONDS = 60.0
+LATER = 0.2
+
+
+class Scheduler:
+    """Hears what is told; a word that a job trains takes its time."""
+
+    def __init__(self) -> None:
+        self.heard: list[bool] = []
+        self.is_asked, self.is_done = threading.Event(), threading.Event()
+
+    def call(self, tell: Any, _: float) -> tuple[int, ...]:
+        if not tell.done:
+            self.is_asked.set()
+            self.is_done.wait(LATER)
+        self.heard.append(tell.done)
+        if tell.done:
+            self.is_done.set()
+        return ()
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+def test_that_a_job_is_done_is_its_last_word() -> None:
+    scheduler = Scheduler()
+    watch = LeaveWatch(scheduler, "j", 1)  # type: ignore[arg-type]
+    assert scheduler.is_asked.wait(SECONDS)
+    watch.done()
+    watch.done()
+    assert scheduler.heard[-1]
+    assert scheduler.heard.count(True) == 1
