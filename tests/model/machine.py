@@ -188,9 +188,9 @@ class ClusterMachine(RuleBasedStateMachine):
             case "DropTable":
                 shard.drop(header.table, header.incarnation)
             case "Freeze":
-                return shard.freeze(header.snapshot_id)
+                return shard.freeze(header.snapshot_id, tuple(header.tables))
             case "WriteFrozen":
-                if shard.frozen != header.snapshot_id:
+                if header.snapshot_id not in shard.frozen:
                     return Refused("nothing is held for this snapshot")
                 if self.disk.at is not None or not Path(header.folder).exists():
                     return EITHER
@@ -409,7 +409,9 @@ class ClusterMachine(RuleBasedStateMachine):
         if begun.name in listed:
             assert listed[begun.name].snapshot is not None
             assert listed[begun.name].snapshot.verify() == []
-            self.taken.append(Taken(path, begun.content))
+            # Of all that was whole when it began: what was being restored is left out.
+            whole = {table["name"] for table in listed[begun.name].snapshot.manifest.tables}
+            self.taken.append(Taken(path, {name: one for name, one in begun.content.items() if name in whole}))
 
     @precondition(lambda self: self.begun)
     @rule(which=small)

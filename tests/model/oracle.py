@@ -87,9 +87,8 @@ class OracleShard:
     oldest: dict[str, int] = field(default_factory=dict)
     """What each stream has said to be its oldest unacknowledged write."""
     parts: dict[tuple[str, int, int], dict[int, tuple[np.ndarray, np.ndarray]]] = field(default_factory=dict)
-    frozen: str = ""
-    held: list[OracleTable] = field(default_factory=list)
-    """Tables of that snapshot."""
+    frozen: dict[str, list[OracleTable]] = field(default_factory=dict)
+    """Tables of each snapshot whose moment is held."""
     ended: set[str] = field(default_factory=set)
     """Snapshots whose freeze has ended here."""
 
@@ -140,27 +139,32 @@ class OracleShard:
             held.push(ids, values) if kind == "Push" else held.assign(ids, values)
         return None
 
-    def freeze(self, snapshot: str) -> Refused | None:
+    def freeze(self, snapshot: str, names: tuple[str, ...]) -> Refused | None:
+        """``names`` of tables; none: all that are not being restored."""
         if snapshot in self.ended:
             return Refused("this snapshot's moment is over")
-        if self.frozen != snapshot:
-            if not all(table.is_open for table in self.tables.values()):
-                return Refused("a table is being restored")
-            self.thaw(self.frozen)
-            self.frozen, self.held = snapshot, list(self.tables.values())
+        if snapshot in self.frozen:
+            return None
+        if any(name not in self.tables or not self.tables[name].is_open for name in names):
+            return Refused("a table is not there, or is being restored")
+        held = [table for name, table in self.tables.items() if (name in names if names else table.is_open)]
+        for other, tables in list(self.frozen.items()):
+            if not names or any(one is table for one in tables for table in held):
+                self.thaw(other)
+        self.frozen[snapshot] = held
         return None
 
     def drop(self, table: str, incarnation: int) -> None:
         if table in self.tables and incarnation not in (0, self.tables[table].spec.incarnation):
             return
         dropped = self.tables.pop(table, None)
-        if any(dropped is held for held in self.held):
-            self.thaw(self.frozen)
+        for snapshot, tables in list(self.frozen.items()):
+            if any(dropped is held for held in tables):
+                self.thaw(snapshot)
 
     def thaw(self, snapshot: str) -> None:
         self.ended.add(snapshot)
-        if self.frozen == snapshot:
-            self.frozen, self.held = "", []
+        self.frozen.pop(snapshot, None)
 
     def restore(
         self, folder: str, content: Content | None, names: tuple[str, ...], incarnations: tuple[int, ...]
