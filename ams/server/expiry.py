@@ -40,9 +40,10 @@ class ExpirySchedule:
     A look at all rows begins when a table's clock has come to a multiple of ``every``, and is done in blocks; others
     have the turn in between.
 
-    Where one push moved the clock by more than that, most rows may be old at once, though nobody gave them up: a
-    worker counts or dates its pushes wrongly, a snapshot is old, a job stood still. Then they are counted first, and
-    none goes if those are most of the table: until most were pushed again, or somebody asks for it.
+    Where one push moved the clock by more than that, and than a quarter of the steps after which rows go, most rows may
+    be old at once, though nobody gave them up: a worker counts or dates its pushes wrongly, a snapshot is old, a job
+    stood still. Then they are counted first, and none goes if those are most of the table: until most were pushed
+    again, or somebody asks for it.
     """
 
     def __init__(self, tables: ShardTables, check_lease: Callable[[], None]) -> None:
@@ -115,7 +116,7 @@ class ExpirySchedule:
 
 
 def _is_leap(expiry: Expiry, leap: TableClock) -> bool:
-    most = {"unseen_steps": (leap.step, expiry.every), "unseen_seconds": (leap.seconds, expiry.every_seconds)}
+    most = {"unseen_steps": (leap.step, expiry.leap_steps), "unseen_seconds": (leap.seconds, expiry.every_seconds)}
     return any(moved > (usual or _LEAP_SECONDS) for moved, usual in map(most.__getitem__, expiry.goes_by))
 
 

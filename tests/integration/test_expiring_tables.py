@@ -169,6 +169,15 @@ def test_a_leap_of_the_clock_takes_rows_once_most_are_pushed_again() -> None:
         wait_for(cluster, 950)
 
 
+def test_rows_go_from_a_table_that_is_pushed_at_few_steps_though_most_are_old() -> None:
+    with local(1) as cluster:
+        table = cluster.create_table("t", dim=DIM, optimizer=SGD(0.1), expiry=Unseen(steps=100, every=10))
+        push(table, range(1000), step=1)
+        for step in range(20, 200, 20):
+            push(table, range(1000, 1010), step=step)
+        wait_for(cluster, 1000)
+
+
 @pytest.mark.parametrize("rule", [Unseen(seconds=DAY), Rule(f"unseen_seconds > {DAY}", every=1)])
 def test_an_old_snapshot_keeps_its_rows_when_training_goes_on(tmp_path: Path, rule: Expiry) -> None:
     now = time.time()

@@ -77,6 +77,11 @@ class Expiry(ABC):
         return None
 
     @property
+    def leap_steps(self) -> int:
+        """Steps by which one push may move the table's clock without a doubt that rows are old."""
+        return self.every
+
+    @property
     def goes_by(self) -> Collection[str]:
         """Which of ``unseen_steps`` and ``unseen_seconds`` of a :class:`RowBlock` it may ask for."""
         return ()
@@ -118,6 +123,11 @@ class Unseen(Expiry):
     def every_seconds(self) -> float | None:
         """A quarter of ``seconds``, so that rows are gone soon after these are over."""
         return None if self.seconds is None else max(1.0, self.seconds / 4)
+
+    @property
+    def leap_steps(self) -> int:
+        """At least a quarter of ``steps``: a table may not be pushed at each step."""
+        return max(self.every, (self.steps or 0) // 4)
 
     @property
     def goes_by(self) -> Collection[str]:
