@@ -147,6 +147,10 @@ def require_file_bytes(size: int, where: str) -> None:
         raise InvalidArgument(f"{where} has {size:,} bytes, more than {MAX_FILE_BYTES:,}; scale it down")
 
 
+def _too_large(found: str) -> InvalidArgument:
+    return InvalidArgument(f"{found} {MAX_PIXELS:,} (a JPEG: {4 * MAX_PIXELS:,}); scale it down")
+
+
 def decode_picture(source: Path | BytesIO, where: str) -> Image.Image:
     """The decoded picture in a file or its bytes. Raises InvalidArgument naming it as ``where`` if it is none."""
     try:
@@ -156,13 +160,15 @@ def decode_picture(source: Path | BytesIO, where: str) -> Image.Image:
             if width * height > MAX_PIXELS:
                 picture.draft(None, (width // 2, height // 2))  # changes a JPEG alone
             if picture.width * picture.height > MAX_PIXELS:
-                raise InvalidArgument(
-                    f"{where} has {width} x {height} pixels, more than {MAX_PIXELS:,} (a JPEG: {4 * MAX_PIXELS:,}); "
-                    "scale it down"
-                )
+                raise _too_large(f"{where} has {width} x {height} pixels, more than")
             picture.load()
             return ImageOps.exif_transpose(picture)  # a copy; cameras note how they were held
-    except (UnidentifiedImageError, OSError, ValueError, SyntaxError, Image.DecompressionBombError) as exc:
+    except Image.DecompressionBombError as exc:
+        raise _too_large(f"{where} has far more pixels than") from exc
+    except UnidentifiedImageError as exc:
+        taken = ", ".join(FORMATS)
+        raise InvalidArgument(f"{where} is not a readable image ({taken}); replace or remove it") from exc
+    except (OSError, ValueError, SyntaxError) as exc:
         if isinstance(exc, InvalidArgument):
             raise
         raise InvalidArgument(f"{where} is not a readable image ({exc}); replace or remove it") from exc

@@ -245,9 +245,9 @@ def _function(entry_point: str) -> Callable[[RowBlock], Any]:
         known = ", ".join(sorted(_FUNCTIONS)) or "none"
         module = entry_point.partition(":")[0]
         raise InvalidArgument(
-            f"expiry rule {entry_point} is not known here (known: {known}), and no code is imported because a client "
-            f"or a snapshot names it; start the servers with --rule-modules {module} (server.rule_modules), and write "
-            f"@gt.expiry_rule above the function. For gt.local() it is enough to import {module} first"
+            f"expiry rule {entry_point} is not known here (known: {known}); define the function at the top of {module} "
+            f"below @gt.expiry_rule, and start the servers with --rule-modules {module} (server.rule_modules; for "
+            f"gt.local(), import {module} first). No code is imported because a client or a snapshot names it"
         )
     return found
 

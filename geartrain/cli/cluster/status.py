@@ -163,8 +163,11 @@ def health(
     """
     from geartrain.ams.rpc.client.health import is_serving
     from geartrain.ams.values.config import split_address
+    from geartrain.ams.values.errors import ConfigError
 
     split_address(address)
+    if service not in ("", "ready", "shards", "complete", "restored"):
+        raise ConfigError(f"--service is {service!r}; it must be ready, shards, complete or restored")
     serving = is_serving(address, timeout_seconds, service)
     facts = {"address": address, "serving": serving} | ({"service": service} if service else {})
     what = f"{address}{f' ({service})' if service else ''}"

@@ -136,6 +136,10 @@ def test_pictures_have_bounds_of_pixels_and_bytes(tmp_path: Path, monkeypatch: p
     Image.new("L", (10 << 10, 7 << 10)).save(tmp_path / "larger.jpg")
     with pytest.raises(InvalidArgument, match=r"larger\.jpg has 10240 x 7168 pixels"):
         open_picture(tmp_path / "larger.jpg")
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1 << 10)  # twice of it Pillow itself refuses to open
+    with pytest.raises(InvalidArgument, match=r"large\.png has far more pixels than 16,777,216"):
+        open_picture(tmp_path / "large.png")
+    monkeypatch.undo()
     letter().save(tmp_path / "r.png")
     monkeypatch.setattr(bitmaps, "MAX_FILE_BYTES", 100)
     with pytest.raises(InvalidArgument, match=r"r\.png has [\d,]+ bytes, more than 100"):

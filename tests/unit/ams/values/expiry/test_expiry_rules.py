@@ -137,7 +137,7 @@ def test_a_function_that_is_marked_is_called_and_no_other(tmp_path: Path, monkey
         Rule(f"{__name__}:wrong_shape").expired(block(count=[1, 1]))
     for other in ("os:abort", f"{__name__}:NAMES", f"{__name__}:block"):
         with pytest.raises(
-            InvalidArgument, match=r"not known here \(known: .*odd_ids.*write @gt.expiry_rule above the"
+            InvalidArgument, match=r"not known here \(known: .*odd_ids.*below @gt.expiry_rule, and start"
         ):
             Rule(other).require_usable()
     (tmp_path / "answers_all.py").write_text(
