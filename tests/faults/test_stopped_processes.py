@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -92,10 +93,10 @@ def test_a_stopped_server_whose_shard_was_taken_answers_nothing_and_ends(
         stack.callback(successor.stop, 0)
         refused, whole = threading.Event(), Scheduler.heartbeat
 
-        def heartbeat(self: Scheduler, shard: int, incarnation: int) -> Beat:
+        def heartbeat(self: Scheduler, shard: int, incarnation: int, *told: Any) -> Beat:
             if incarnation == old:  # answered only after the request below
                 refused.wait(DEADLINE_SECONDS)
-            return whole(self, shard, incarnation)
+            return whole(self, shard, incarnation, *told)
 
         monkeypatch.setattr(Scheduler, "heartbeat", heartbeat)
         zombie = GrpcCarrier(address)

@@ -21,7 +21,7 @@ def test_a_job_that_does_not_save_is_waited_for_as_long_as_was_said(
     served: Callable[..., ServedCluster], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("geartrain.ams.client.leave_watch._TELL_SECONDS", 0.02)
-    cluster = served(1, leave_timeout_seconds=1.0)
+    cluster = served(1, leave_timeout_seconds=4.0)
     with connect(cluster.address, stream="slow/rank0") as ours:
         ours.create_table("t", dim=1, optimizer=SGD(1.0)).push(np.arange(7), np.ones((7, 1), np.float32))
         watch = ours.watch_leaves("slow")
@@ -35,7 +35,7 @@ def test_a_job_that_does_not_save_is_waited_for_as_long_as_was_said(
             connect(cluster.address, config=IMPATIENT)
         ending.join()
     assert (
-        "shard 0 ends with its rows: 't' (7 rows). Not saved within 1 s: slow; what is in no snapshot is" in caplog.text
+        "shard 0 ends with its rows: 't' (7 rows). Not saved within 4 s: slow; what is in no snapshot is" in caplog.text
     )
 
 
