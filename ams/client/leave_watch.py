@@ -29,6 +29,7 @@ class LeaveWatch:
         self._silent_since: float | None = None
         self.leaving: tuple[int, ...] = ()
         """The shards that want to leave, as last heard."""
+        self._tell()  # before anything is trained: a shard that is told to end next knows whom to wait for
         self._thread = threading.Thread(target=self._tell_again_and_again, name="geartrain-leave-watch", daemon=True)
         self._thread.start()
 
@@ -48,16 +49,18 @@ class LeaveWatch:
             self._scheduler.call(TellJob(job=self._job, incarnation=self._incarnation, done=True), _ANSWER_SECONDS)
 
     def _tell_again_and_again(self) -> None:
-        tell = TellJob(job=self._job, incarnation=self._incarnation)
-        while True:
-            began = time.monotonic()
-            try:
-                self.leaving = self._scheduler.call(tell, _ANSWER_SECONDS)
-                self._silent_since = None
-            except AttemptFailed:
-                self._silent_since = self._silent_since or began
-            except GeartrainError as exc:
-                logger.warning("the scheduler does not tell job %r which shards leave: %s", self._job, exc)
-                return
-            if self._ended.wait(_TELL_SECONDS):
-                return
+        while not self._ended.wait(_TELL_SECONDS) and self._tell():
+            pass
+
+    def _tell(self) -> bool:
+        """Once; return whether there is a use in doing it again."""
+        began = time.monotonic()
+        try:
+            self.leaving = self._scheduler.call(TellJob(job=self._job, incarnation=self._incarnation), _ANSWER_SECONDS)
+            self._silent_since = None
+        except AttemptFailed:
+            self._silent_since = self._silent_since or began
+        except GeartrainError as exc:
+            logger.warning("the scheduler does not tell job %r which shards leave: %s", self._job, exc)
+            return False
+        return True

@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from typing import Any
 
+import pytest
+
 from geartrain.ams.client.leave_watch import LeaveWatch
 
 SECONDS = 60.0
@@ -31,9 +33,12 @@ class Scheduler:
         """Nothing to close."""
 
 
-def test_that_a_job_is_done_is_its_last_word() -> None:
+def test_that_a_job_is_done_is_its_last_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("geartrain.ams.client.leave_watch._TELL_SECONDS", 0.01)
     scheduler = Scheduler()
     watch = LeaveWatch(scheduler, "j", 1)  # type: ignore[arg-type]
+    assert scheduler.heard == [False]  # it is known from the first moment on
+    scheduler.is_asked.clear()
     assert scheduler.is_asked.wait(SECONDS)
     watch.done()
     watch.done()
