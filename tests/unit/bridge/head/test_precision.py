@@ -18,7 +18,10 @@ from geartrain.bridge.head.class_head import ClassHead
 from geartrain.bridge.head.loss.margins.angular import ArcFace
 from geartrain.bridge.rows.optimizer import RowOptimizer
 
-CLASSES, DIM, INPUTS, BATCH, STEPS = 60, 16, 12, 32, 60
+CLASSES, DIM, INPUTS, BATCH, STEPS = 60, 16, 12, 32, 80
+TOLERANCES: dict[DTypeName, float] = {"float32": 0.002, "float16": 0.002, "bfloat16": 0.005}
+"""How far the mean loss of the first 20 steps may be from that of float32 throughout: 11 bits of a row, and 8. Rounding
+is all that differs there; later it is the path that a training takes, whatever turned it."""
 
 
 class Network(nn.Module):
@@ -82,7 +85,7 @@ def train(cluster: Any, network: torch.dtype, dtype: DTypeName) -> tuple[np.ndar
                 parameter.copy_(master)
         losses.append(float(loss.detach()))
     assert head.step == STEPS  # nothing overflowed
-    assert scaler.get_scale() == 2.0**13
+    assert scaler.get_scale() == 2.0 ** (10 + STEPS // 20)
     return np.array(losses), net, head
 
 
@@ -121,9 +124,8 @@ def test_sixteen_bits_train_as_float32_does(
             losses, net, head = train(cluster, network, dtype)
             assert torch.isfinite(head.weights()).all()
     assert np.isfinite(losses).all()
-    assert losses[-10:].mean() < 0.2 * losses[:5].mean()  # 0.08 to 0.12, as random numbers fall
-    # Rounding is all that differs in the first steps; later it is the path that a training takes, whatever turned it.
-    np.testing.assert_allclose(losses[:20], single[:20], rtol=0.03)
+    assert losses[-10:].mean() < 0.1 * losses[:5].mean()
+    assert losses[:20].mean() == pytest.approx(single[:20].mean(), rel=TOLERANCES[dtype])
     assert losses[-10:].mean() == pytest.approx(single[-10:].mean(), rel=0.1)
     assert {str(parameter.dtype) for parameter in (net.first.weight, net.last.weight)} == {str(network)}
     assert net.norm.weight.dtype == net.norm.running_mean.dtype == torch.float32  # type: ignore[union-attr]
