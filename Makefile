@@ -19,7 +19,7 @@ PIP := PIP_CONSTRAINT=$(CURDIR)/constraints.txt PIP_BUILD_CONSTRAINT=$(CURDIR)/c
 	PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip
 PIP_INSTALL := $(PIP) install $(PIP_ARGS)
 
-.PHONY: help quickstart install wheel wheel-check dev test processors sanitize docs campaign lint format proto bench examples-check gpu-check compose-check links clean
+.PHONY: help quickstart install wheel wheel-check dev test processors sanitize docs campaign lint format size proto bench examples-check gpu-check compose-check links clean
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
@@ -101,6 +101,9 @@ lint: dev links  ## ruff and mypy, as CI runs them
 format: dev  ## let ruff mend what it can
 	$(BIN)/ruff check --fix $(SOURCES)
 	$(BIN)/ruff format $(SOURCES)
+
+size:  ## code lines and tokens by capability, beside their ceilings
+	@$(or $(wildcard $(BIN)/python),$(PYTHON)) scripts/size.py
 
 proto: dev  ## the stubs in ams/pb/v1, anew from proto/
 	$(BIN)/python scripts/generate_protos.py
