@@ -19,75 +19,11 @@ from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.specs import Ids
 from geartrain.bridge.head.loss.margins.margin import Margin, NegativesMargin, TargetLogits, changes_negatives
 from geartrain.bridge.head.loss.margins.scale import scale_of
-from geartrain.bridge.head.loss.scratch import Scratch
-from geartrain.bridge.rows.native_types import gives_float32_products, product_type
+from geartrain.bridge.placements.workspace import Arithmetic
 from geartrain.bridge.rows.transfers import upload
 
 NORM_FLOOR = 1e-12
 """Lengths below this count as this, as in ``torch.nn.functional.normalize``."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Arithmetic:
-    """Where and in which types a pass computes."""
-
-    device: torch.device
-    compute: torch.dtype
-    """Of statistics, sums and gradients."""
-    matmul: torch.dtype
-    """Of the operands of the large products."""
-
-    @staticmethod
-    def of(features: Tensor) -> Arithmetic:
-        """The types that ``features`` and the current autocast state ask for, but none that make a CPU slower."""
-        kind = features.device.type
-        compute = torch.float64 if features.dtype == torch.float64 else torch.float32
-        autocast = torch.is_autocast_enabled(kind)
-        matmul = product_type(features.device, torch.get_autocast_dtype(kind), compute) if autocast else compute
-        return Arithmetic(device=features.device, compute=compute, matmul=matmul)
-
-
-class Workspace:
-    """Scratch tensors of one thread, in the types of one pass."""
-
-    def __init__(self, arithmetic: Arithmetic, scratch: Scratch) -> None:
-        self.arithmetic = arithmetic
-        self._scratch = scratch
-
-    def empty(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Uninitialised tensor in the compute dtype (or ``dtype``); it lasts until ``name`` is asked for again."""
-        return self._scratch.view(name, shape, dtype or self.arithmetic.compute, self.arithmetic.device)
-
-    def narrow(self, name: str, tensor: Tensor) -> Tensor:
-        """``tensor`` as an operand of a product."""
-        if tensor.dtype == self.arithmetic.matmul:
-            return tensor
-        narrowed = self.empty(name, *tensor.shape, dtype=self.arithmetic.matmul)
-        narrowed.copy_(tensor)
-        return narrowed
-
-    def load_rows(self, rows_ND: Tensor, *, blocking: bool) -> Tensor:
-        """The rows on the device in the compute dtype: themselves if they are so already, else a scratch copy."""
-        if rows_ND.device == self.arithmetic.device and rows_ND.dtype == self.arithmetic.compute:
-            return rows_ND
-        loaded_ND = self.empty("rows", *rows_ND.shape)
-        loaded_ND.copy_(rows_ND, non_blocking=not blocking)
-        return loaded_ND
-
-    def product(self, name: str, left: Tensor, right: Tensor) -> Tensor:
-        """``left`` @ ``right``, both in the matmul dtype, as a scratch tensor in the compute dtype."""
-        return self.product_into(self.empty(name, left.shape[0], right.shape[1]), left, right)
-
-    def product_into(self, out: Tensor, left: Tensor, right: Tensor) -> Tensor:
-        """Write ``left`` @ ``right``, both in the matmul dtype, to ``out`` in the compute dtype; no sum is rounded.
-
-        Where the device cannot give such sums the operands are widened: exact, and slow.
-        """
-        if left.dtype == out.dtype:
-            return torch.mm(left, right, out=out)
-        if gives_float32_products(left.device, left.dtype):
-            return torch.mm(left, right, out_dtype=out.dtype, out=out)
-        return torch.mm(left.to(out.dtype), right.to(out.dtype), out=out)
 
 
 def inverse_lengths(rows_ND: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 import geartrain as gt
-from geartrain.bridge.head.backends.ranks.rank_table import RankTable
+from geartrain.bridge.placements.device_rows import DeviceRows
 from geartrain.launch.hosting import local
 
 
@@ -55,7 +55,7 @@ def _head(cluster: Any, name: str, case: dict[str, Any]) -> gt.ClassHead:
 def _touch_every_row(head: gt.ClassHead, rows: str) -> None:
     """Every row exists, and its momentum was touched."""
     if rows == "ranks":
-        assert isinstance(head.table, RankTable)
+        assert isinstance(head.table, DeviceRows)
         assert head.table.slots_LD is not None
         head.table.slots_LD.fill_(1e-3)
         return
@@ -65,7 +65,7 @@ def _touch_every_row(head: gt.ClassHead, rows: str) -> None:
 
 
 def _table_bytes(head: gt.ClassHead, cluster: Any) -> int:
-    if isinstance(head.table, RankTable):
+    if isinstance(head.table, DeviceRows):
         assert head.table.slots_LD is not None
         steps_L = head.table.steps_L
         return head.table.rows_LD.nbytes + head.table.slots_LD.nbytes + (0 if steps_L is None else steps_L.nbytes)

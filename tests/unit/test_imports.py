@@ -35,14 +35,15 @@ BRIDGE_USES = ("client", "values", "kernels", "programs")
 BRIDGE_ROOMS: dict[str, tuple[str, ...]] = {
     "rows": (),
     "dense": ("rows",),
-    "embedding": ("rows",),
+    "embedding": ("rows", "placements"),
     "pipeline": ("rows", "embedding"),
     "models": (),
     "retrieval": ("embedding", "models"),
     "gear": ("rows", "dense"),
     "collectives": ("rows",),
-    "head": ("rows", "collectives"),
-    "parallel": ("rows", "collectives", "head"),
+    "placements": ("rows", "collectives"),
+    "head": ("rows", "collectives", "placements"),
+    "parallel": ("rows", "collectives", "placements", "head"),
     "optim": ("collectives",),
     "checkpoint": ("rows", "collectives", "dense"),
 }
@@ -54,7 +55,8 @@ ALSO: dict[str, tuple[str, ...]] = {
     "ams/client/embedded.py": ("server", "scheduler"),  # the services on threads of the client's process
     "ams/client/snapshots/follower.py": ("tables",),  # rows are kept as a shard keeps them
     "bridge/head/*": ("graph", "storage"),  # a head builds graphs of its rows, and knows its rows again by snapshots
-    "bridge/head/backends/ranks/*": ("tables", "server"),  # it is the shard of the rows that its rank keeps
+    "bridge/placements/*": ("tables", "server", "storage"),  # it is the shard of the rows that a rank keeps
+    "bridge/head/backends/ranks/*": ("tables",),  # steps of such rows, as a checkpoint says them
     "bridge/head/sub_centers.py": ("tables",),  # what rows are before anything is written
     "bridge/checkpoint/*": ("storage", "observe"),  # rows of a saved model are snapshots
     "bridge/parallel/split/first_values.py": ("tables",),  # the same values as rows of tables have

@@ -25,7 +25,7 @@ LARGEST_ROOM = 14
 OPTIONAL: dict[str, tuple[tuple[str, ...], str, str]] = {
     "geartrain.ams.rpc.payload.data_plane": (("ams/rpc",), "rows_grpc.py", "shared memory"),
     "geartrain.ams.storage.snapshot.chain": (
-        ("ams/storage/snapshot", "ams/server", "ams/client", "bridge/head/backends/ranks"),
+        ("ams/storage/snapshot", "ams/server", "ams/client", "bridge/placements"),
         "snapshot_dirty.py",
         "dirty",
     ),

@@ -17,7 +17,7 @@ from typing import Generic, TypeVar
 import torch
 from torch.profiler import record_function
 
-from geartrain.bridge.head.loss.scratch import Scratch
+from geartrain.bridge.placements.workspace import Scratch
 
 T = TypeVar("T")
 R = TypeVar("R")

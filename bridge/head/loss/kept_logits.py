@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from geartrain.bridge.head.batch import Batch
-from geartrain.bridge.head.loss.scratch import Buffer, BufferPool
+from geartrain.bridge.placements.workspace import Buffer, BufferPool
 
 
 def kept_rows(num_rows: int, chunk_rows: int, row_bytes: int, keep_bytes: int) -> int:

@@ -21,10 +21,10 @@ from geartrain.ams.programs.selection import ActiveClasses, SamplingCorrection
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.specs import Ids
 from geartrain.bridge.head.backends.pull.stream import Block, RowStream
-from geartrain.bridge.head.batch import Batch, Targets, Workspace, chunk_bounds
+from geartrain.bridge.head.batch import Batch, Targets, chunk_bounds
 from geartrain.bridge.head.loss.chunk_pass import ChunkPass
 from geartrain.bridge.head.loss.chunk_pool import CHUNKS, Running
-from geartrain.bridge.head.loss.scratch import Buffer, BufferPool, Scratch, wait_for_copies
+from geartrain.bridge.placements.workspace import Buffer, BufferPool, Scratch, Workspace, wait_for_copies
 from geartrain.bridge.rows.gradient_carrier import squared_sum
 from geartrain.bridge.rows.ranks import Ranks
 from geartrain.bridge.rows.row_update import PushWriter, RowGradient

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from geartrain.ams.graph.building.neighbours import NeighbourTable
 from geartrain.ams.programs.class_lifecycle import LiveClasses
 from geartrain.ams.values.specs import Ids
-from geartrain.bridge.head.backends.ranks.rank_table import RankTable
+from geartrain.bridge.placements.device_rows import DeviceRows
 
 Progress = Callable[[int, int], None]
 
@@ -22,7 +22,7 @@ Progress = Callable[[int, int], None]
 class RankGraphs:
     """Builds one graph after the other, on threads or not; ranks speak of it on a process group of its own."""
 
-    def __init__(self, table: RankTable) -> None:
+    def __init__(self, table: DeviceRows) -> None:
         """Every rank makes it: a new process group."""
         self._table = table
         self._link = table.link.apart()

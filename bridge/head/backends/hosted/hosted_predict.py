@@ -12,7 +12,8 @@ from geartrain.ams.programs.class_head import TOP
 from geartrain.ams.programs.class_lifecycle import LiveClasses
 from geartrain.ams.programs.top_classes import MOST_ANSWERS
 from geartrain.ams.values.shard_messages import HostedInputs
-from geartrain.bridge.head.batch import Arithmetic, normalise_
+from geartrain.bridge.head.batch import normalise_
+from geartrain.bridge.placements.workspace import Arithmetic
 from geartrain.bridge.rows.tables import HeadCalls
 
 _BYTES_PER_ANSWER = 12

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from geartrain.ams.programs.selection import ActiveClasses
 from geartrain.bridge.head.backends.pull.stream import Block, RowStream
-from geartrain.bridge.head.batch import Arithmetic, Workspace, chunk_bounds, chunk_rows_for, normalise_
+from geartrain.bridge.head.batch import chunk_bounds, chunk_rows_for, normalise_
 from geartrain.bridge.head.loss.chunk_pool import CHUNKS
-from geartrain.bridge.head.loss.scratch import BufferPool, Scratch
 from geartrain.bridge.head.sub_centers import scores_of_classes
+from geartrain.bridge.placements.workspace import Arithmetic, BufferPool, Scratch, Workspace
 from geartrain.bridge.rows.tables import ReadableTable
 
 SAMPLES_AT_ONCE = 1024

@@ -17,13 +17,13 @@ from geartrain.bridge.head.backends.pull import streamed_rows
 from geartrain.bridge.head.backends.pull.held_rows import HeldRows
 from geartrain.bridge.head.backends.pull.inference import top_classes
 from geartrain.bridge.head.backends.pull.streamed_rows import StreamedRows
-from geartrain.bridge.head.batch import Arithmetic, Batch, Targets
+from geartrain.bridge.head.batch import Batch, Targets
 from geartrain.bridge.head.checks import check_finite
 from geartrain.bridge.head.loss.chunk_pass import chunk_rows_on
 from geartrain.bridge.head.loss.margins.margin import Margin
-from geartrain.bridge.head.loss.scratch import BufferPool
 from geartrain.bridge.head.loss.statistics import LOOKS_EVERY
 from geartrain.bridge.head.memory_plan import MemoryPart, MemoryPlan, id_arrays, in_step
+from geartrain.bridge.placements.workspace import Arithmetic, BufferPool
 
 LOGITS_CACHE_BYTES = 26 << 20
 """Unless the head says another number: the active rows are held beside them."""

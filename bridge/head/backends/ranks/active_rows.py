@@ -18,8 +18,8 @@ from torch import Tensor
 
 from geartrain.ams.programs.selection import ActiveClasses
 from geartrain.ams.values.specs import Ids
-from geartrain.bridge.head.backends.ranks.rank_table import Place
 from geartrain.bridge.head.batch import DeviceTargets, Targets
+from geartrain.bridge.placements.device_rows import RowIndex
 from geartrain.bridge.rows.transfers import upload
 
 
@@ -58,7 +58,7 @@ class LocalPlaces:
 
     numbers_A: Tensor | None
 
-    def chunk(self, start: int, stop: int) -> Place:
+    def chunk(self, start: int, stop: int) -> RowIndex:
         """The rows at positions ``start`` … ``stop`` − 1."""
         return slice(start, stop) if self.numbers_A is None else self.numbers_A[start:stop]
 

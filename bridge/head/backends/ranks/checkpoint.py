@@ -20,7 +20,7 @@ from geartrain.ams.values.specs import TableSpec
 if TYPE_CHECKING:
     from geartrain.ams.programs.selection import Selection
     from geartrain.bridge.head.backends.backend import HeadState
-    from geartrain.bridge.head.backends.ranks.rank_table import RankTable
+    from geartrain.bridge.placements.device_rows import DeviceRows
 
 
 class RowsOnRanks(Protocol):
@@ -29,7 +29,7 @@ class RowsOnRanks(Protocol):
     process_group: dist.ProcessGroup | None
 
     @property
-    def table(self) -> RankTable:
+    def table(self) -> DeviceRows:
         """This rank's part of the rows."""
         ...
 

@@ -24,13 +24,13 @@ from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
 from geartrain.ams.values.specs import Ids
 from geartrain.bridge.head.backends.ranks.active_rows import LocalActive
-from geartrain.bridge.head.backends.ranks.rank_table import Place, RankTable
 from geartrain.bridge.head.backends.ranks.softmax import RankSoftmax
-from geartrain.bridge.head.batch import Batch, Workspace, chunk_bounds
+from geartrain.bridge.head.batch import Batch, chunk_bounds
 from geartrain.bridge.head.loss.chunk_pass import ChunkPass, pass_for
 from geartrain.bridge.head.loss.chunk_pool import CHUNKS
 from geartrain.bridge.head.loss.kept_logits import KeptLogits
-from geartrain.bridge.head.loss.scratch import Scratch
+from geartrain.bridge.placements.device_rows import DeviceRows, RowIndex
+from geartrain.bridge.placements.workspace import Scratch, Workspace
 from geartrain.bridge.rows.gradient_carrier import squared_sum
 from geartrain.bridge.rows.transfers import upload
 
@@ -51,7 +51,7 @@ class RankRows:
 
     def __init__(
         self,
-        table: RankTable,
+        table: DeviceRows,
         active: LocalActive,
         batch: Batch,
         numbers_B: Ids,
@@ -168,7 +168,7 @@ class RankFactors:
 class RankGradient:
     """Row gradients as the factors they are made of; memory O(B·D) a micro-batch and the kept logits."""
 
-    def __init__(self, table: RankTable, factors: list[RankFactors]) -> None:
+    def __init__(self, table: DeviceRows, factors: list[RankFactors]) -> None:
         self._table = table
         self._factors = factors
 
@@ -191,8 +191,8 @@ class RankGradient:
         """
         table = self._table
 
-        def update(work: Workspace, place: Place, gradient_ND: Tensor) -> None:
-            table.update(work, place, gradient_ND, optimizer, scale)
+        def update(work: Workspace, index: RowIndex, gradient_ND: Tensor) -> None:
+            table.update(work, index, gradient_ND, optimizer, scale)
 
         self._over_chunks(update, use_kept=True)
         table.end_step(optimizer.lr)
@@ -203,8 +203,8 @@ class RankGradient:
     def squared_norm(self) -> float:
         """Σ g² over the rows of all ranks: makes the gradient once more. Collective: an all-reduce of one number."""
 
-        def squares(work: Workspace, place: Place, gradient_ND: Tensor) -> Tensor:
-            del work, place
+        def squares(work: Workspace, index: RowIndex, gradient_ND: Tensor) -> Tensor:
+            del work, index
             return squared_sum(gradient_ND)
 
         parts = self._over_chunks(squares, use_kept=False)
@@ -217,8 +217,8 @@ class RankGradient:
             factors.kept.give_back()
         self._factors = []
 
-    def _over_chunks(self, action: Callable[[Workspace, Place, Tensor], T], *, use_kept: bool) -> list[T]:
-        """Results of ``action(work, place, gradient_ND)``, whose tensor is scratch, chunk after chunk."""
+    def _over_chunks(self, action: Callable[[Workspace, RowIndex, Tensor], T], *, use_kept: bool) -> list[T]:
+        """Results of ``action(work, index, gradient_ND)``, whose tensor is scratch, chunk after chunk."""
         table, factors = self._table, self._factors
         arithmetic = factors[0].batch.arithmetic
         active = factors[0].active
@@ -231,15 +231,15 @@ class RankGradient:
         def run(scratch: Scratch, chunk: tuple[int, int]) -> T:
             work = Workspace(arithmetic, scratch)
             start, stop = chunk
-            place = places.chunk(start, stop)
-            gradient_ND = table.load(work, place, name="gradient")
+            index = places.chunk(start, stop)
+            gradient_ND = table.load(work, index, name="gradient")
             kept = factors[0].kept.chunk(start, stop) if use_kept else None
             parts[0].overwrite(work, gradient_ND, start, stop, kept)
             for part in parts[1:]:
-                more_ND = table.load(work, place, name="further gradient")
+                more_ND = table.load(work, index, name="further gradient")
                 part.overwrite(work, more_ND, start, stop, None)
                 gradient_ND += more_ND
-            return action(work, place, gradient_ND)
+            return action(work, index, gradient_ND)
 
         chunks = chunk_bounds(active.num, chunk_pass.chunk_rows)
         if not chunks:

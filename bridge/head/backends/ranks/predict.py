@@ -11,15 +11,15 @@ from torch import Tensor
 
 from geartrain.ams.programs.selection import ActiveClasses
 from geartrain.bridge.head.backends.ranks.active_rows import HostActive
-from geartrain.bridge.head.backends.ranks.rank_table import RankTable
-from geartrain.bridge.head.batch import Arithmetic, Workspace, chunk_bounds, chunk_rows_for, normalise_
+from geartrain.bridge.head.batch import chunk_bounds, chunk_rows_for, normalise_
 from geartrain.bridge.head.loss.chunk_pool import CHUNKS
-from geartrain.bridge.head.loss.scratch import Scratch
 from geartrain.bridge.head.sub_centers import scores_of_classes
+from geartrain.bridge.placements.device_rows import DeviceRows
+from geartrain.bridge.placements.workspace import Arithmetic, Scratch, Workspace
 
 
 def top_classes_on_ranks(
-    table: RankTable,
+    table: DeviceRows,
     active: ActiveClasses,
     features_SD: Tensor,
     k: int,
@@ -53,7 +53,7 @@ def top_classes_on_ranks(
 
 
 def _top_here(
-    table: RankTable,
+    table: DeviceRows,
     active: HostActive,
     query_BD: Tensor,
     k: int,

@@ -28,11 +28,8 @@ from geartrain.bridge.head.backends.ranks.checkpoint import ShardedRows
 from geartrain.bridge.head.backends.ranks.parts import rows_of_parts
 from geartrain.bridge.head.backends.ranks.passes import RankRows
 from geartrain.bridge.head.backends.ranks.predict import top_classes_on_ranks
-from geartrain.bridge.head.backends.ranks.rank_table import RankTable
 from geartrain.bridge.head.backends.ranks.selector import RankSelector
-from geartrain.bridge.head.backends.ranks.snapshot import restore_rows, snapshot_rows
 from geartrain.bridge.head.backends.ranks.update import Agreed, RankStep, RankUpdate, named
-from geartrain.bridge.head.batch import Arithmetic
 from geartrain.bridge.head.head_state import require_same_columns
 from geartrain.bridge.head.loss.chunk_pass import chunk_rows_on
 from geartrain.bridge.head.loss.feature_parts import FeatureParts
@@ -41,6 +38,9 @@ from geartrain.bridge.head.loss.margins.head_margin import HeadMargin
 from geartrain.bridge.head.loss.samples import CountedSamples
 from geartrain.bridge.head.memory_plan import COMPUTE_BYTES, MemoryPart, MemoryPlan, in_step
 from geartrain.bridge.head.selection.rank_graph import RankGraphs
+from geartrain.bridge.placements.device_rows import DeviceRows
+from geartrain.bridge.placements.device_snapshot import restore_rows, snapshot_rows
+from geartrain.bridge.placements.workspace import Arithmetic
 from geartrain.bridge.rows.keeper import RowKeeper
 from geartrain.bridge.rows.same_rows import OTHERS, other_rows, row_digests
 from geartrain.bridge.rows.tables import as_numpy
@@ -84,7 +84,7 @@ class RankBackend:
         row_bytes = joint * plan.sub_centers * COMPUTE_BYTES
         keep_bytes = logits_bytes(plan.logits_cache_bytes, LOGITS_CACHE_BYTES)
         kept = kept_rows(-(-plan.active // plan.ranks), chunk_rows, row_bytes, keep_bytes) * row_bytes
-        copies = RankTable.chunk_copies(plan.spec, plan.device, picked=plan.active < plan.num_classes)
+        copies = DeviceRows.chunk_copies(plan.spec, plan.device, picked=plan.active < plan.num_classes)
         return in_step(
             "rank",
             ("kept logits", kept, "A·B·4, at most logits_cache_bytes"),
@@ -257,7 +257,7 @@ class _RankRows(RowKeeper):
         self._backend.restore(path)
 
 
-def _open_table(settings: HeadSettings, link: RankLink) -> RankTable:
+def _open_table(settings: HeadSettings, link: RankLink) -> DeviceRows:
     try:
         spec = TableSpec(
             name=settings.name,
@@ -281,4 +281,4 @@ def _open_table(settings: HeadSettings, link: RankLink) -> RankTable:
         "sub_centers": settings.sub_centers,
     }
     link.require_equal(said, f"table {settings.name!r}")
-    return RankTable(spec, link, link.device)
+    return DeviceRows(spec, link, link.device)

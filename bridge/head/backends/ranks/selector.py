@@ -20,16 +20,16 @@ from geartrain.ams.programs.class_lifecycle import LiveClasses
 from geartrain.ams.programs.selection import Ranking, Selection
 from geartrain.ams.values.specs import Ids
 from geartrain.bridge.head.backends.ranks.active_rows import DeviceActive, HostActive
-from geartrain.bridge.head.backends.ranks.rank_table import RankTable
 from geartrain.bridge.head.memory_plan import MemoryPart, MemoryPlan, in_step
 from geartrain.bridge.head.selection.torch_selection import TorchGraph, choice_bytes, select_on
+from geartrain.bridge.placements.device_rows import DeviceRows
 from geartrain.bridge.rows.transfers import upload
 
 
 class RankSelector:
     """Chooses the classes of one head, step after step. Not thread-safe."""
 
-    def __init__(self, table: RankTable, select: Selection) -> None:
+    def __init__(self, table: DeviceRows, select: Selection) -> None:
         self.on_device: bool | None = None
         """Where to choose; None: on the device if the rows are on one that is no CPU."""
         self._table = table

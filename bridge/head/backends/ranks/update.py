@@ -28,15 +28,16 @@ from geartrain.ams.values.errors import (
 from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
 from geartrain.ams.values.specs import Ids
 from geartrain.bridge.head.backends.ranks.passes import RankGradient, RankRows
-from geartrain.bridge.head.backends.ranks.rank_table import RankTable
 from geartrain.bridge.head.backends.ranks.selector import RankSelector
-from geartrain.bridge.head.batch import Arithmetic, Batch
+from geartrain.bridge.head.batch import Batch
 from geartrain.bridge.head.biases import with_ones
 from geartrain.bridge.head.checks import check_features, check_finite
 from geartrain.bridge.head.loss.margins.head_margin import HeadMargin, JointBatch
 from geartrain.bridge.head.loss.samples import CountedSamples, LossSettings
 from geartrain.bridge.head.loss.statistics import LOOKS_EVERY
 from geartrain.bridge.head.sub_centers import largest_cosines
+from geartrain.bridge.placements.device_rows import DeviceRows
+from geartrain.bridge.placements.workspace import Arithmetic
 from geartrain.bridge.rows.pending import PendingUpdate
 from geartrain.bridge.rows.ranks import float_bits, float_of
 from geartrain.bridge.rows.transfers import Readback, upload
@@ -66,9 +67,9 @@ class RankUpdate(PendingUpdate[RankGradient]):
     do as in a step without a gradient.
     """
 
-    table: RankTable
+    table: DeviceRows
 
-    def __init__(self, table: RankTable) -> None:
+    def __init__(self, table: DeviceRows) -> None:
         super().__init__()
         self.table = table
         self.takes_any_step = False
@@ -288,7 +289,7 @@ class RankStep:
             )
 
 
-def _target_cos(table: RankTable, unit_BD: Tensor, numbers_B: Ids) -> Tensor:
+def _target_cos(table: DeviceRows, unit_BD: Tensor, numbers_B: Ids) -> Tensor:
     """Cosines [B] of unit features and the rows of their classes, which ranks hold: an all-reduce of B numbers."""
     places = np.flatnonzero((numbers_B >= 0) & (numbers_B < table.num_local))
     here = upload(places, unit_BD.device)

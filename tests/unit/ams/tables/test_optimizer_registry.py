@@ -25,7 +25,7 @@ from geartrain.ams.values.optimizers.registry import (
     optimizer_of,
 )
 from geartrain.ams.values.specs import TableSpec
-from geartrain.bridge.head.backends.ranks.optimizers.registry import TENSOR_OPTIMIZERS
+from geartrain.bridge.placements.optimizers import TENSOR_OPTIMIZERS
 
 BEFORE_NAMES: dict[str, RowOptimizerSpec] = {
     '{"kind": "SGD", "lr": 0.1, "weight_decay": 0.01}': SGD(0.1, 0.01),

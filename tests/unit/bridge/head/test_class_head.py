@@ -20,10 +20,10 @@ from geartrain.ams.programs.selection import FullSoftmax, PartialFC
 from geartrain.ams.values.errors import InvalidArgument, InvalidIds, InvalidRows, NonFinite, SpecMismatch, TableExists
 from geartrain.ams.values.optimizers.registry import SGD, SparseMomentum
 from geartrain.ams.values.specs import Normal
-from geartrain.bridge.head import batch as batch_module
 from geartrain.bridge.head.class_head import ClassHead
 from geartrain.bridge.head.loss import chunk_pass
 from geartrain.bridge.head.loss.margins.angular import ArcFace, CosFace
+from geartrain.bridge.placements import workspace as workspace_module
 from geartrain.bridge.rows import native_types
 from geartrain.bridge.rows.optimizer import RowOptimizer
 from tests.support.reference import UNIT_SGD, FakeCluster, FakeTable, merged_gradient
@@ -164,7 +164,7 @@ def test_predict_refuses_features_that_are_not_finite() -> None:
 
 @pytest.mark.parametrize("select", [FullSoftmax(), PartialFC(0.3)])
 def test_bfloat16_autocast_stays_near_float32(select: FullSoftmax | PartialFC, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch_module, "product_type", lambda _device, wanted, _compute: wanted)  # as on a GPU
+    monkeypatch.setattr(workspace_module, "product_type", lambda _device, wanted, _compute: wanted)  # as on a GPU
     exact, exact_table = make_head(select=select, margin=CosFace(scale=16, margin=0.2))
     rough, rough_table = make_head(select=select, margin=CosFace(scale=16, margin=0.2))
     features, labels = batch(64)

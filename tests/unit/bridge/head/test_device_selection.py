@@ -22,13 +22,13 @@ from geartrain.ams.values.optimizers.registry import SparseMomentum
 from geartrain.ams.values.specs import Normal
 from geartrain.bridge.head.backends.ranks.active_rows import DeviceActive, HostActive
 from geartrain.bridge.head.backends.ranks.rank_backend import RankBackend
-from geartrain.bridge.head.backends.ranks.rank_table import class_range
 from geartrain.bridge.head.backends.ranks.selector import RankSelector
 from geartrain.bridge.head.class_head import ClassHead
 from geartrain.bridge.head.loss.margins.angular import ArcFace
 from geartrain.bridge.head.selection.knn_selection import KNNSelection, KNNSoftmax
 from geartrain.bridge.head.selection.torch_sampling import sample_ids_on
 from geartrain.bridge.head.selection.torch_selection import TorchGraph, select_on
+from geartrain.bridge.placements.device_rows import row_range
 from geartrain.bridge.rows.optimizer import RowOptimizer
 from tests.support.rank_processes import run_ranks
 
@@ -99,7 +99,7 @@ def test_a_device_chooses_of_living_classes_what_the_host_does_on_every_rank(
         knn_of(data.draw(graphs(living.num_living)), share, living, seed),
     ):
         for rank in range(world_size):
-            first, stop = class_range(num_classes, world_size, rank)
+            first, stop = row_range(num_classes, world_size, rank)
             table: Any = SimpleNamespace(
                 device=CPU, link=SimpleNamespace(world_size=world_size), first=first, stop=stop, num_local=stop - first
             )

@@ -26,10 +26,10 @@ from geartrain.ams.values.errors import (
 )
 from geartrain.ams.values.optimizers.registry import SparseMomentum
 from geartrain.ams.values.specs import Normal
-from geartrain.bridge.head.backends.ranks.rank_table import RankTable
 from geartrain.bridge.head.class_head import ClassHead
 from geartrain.bridge.head.loss.margins.angular import CosFace
 from geartrain.bridge.head.selection.knn_selection import KNNSelection, KNNSoftmax
+from geartrain.bridge.placements.device_rows import DeviceRows
 from geartrain.bridge.rows.optimizer import RowOptimizer
 from geartrain.bridge.rows.state import state_from_bytes, state_to_bytes
 from geartrain.launch.hosting import local
@@ -176,7 +176,7 @@ def test_a_retired_class_keeps_no_momentum(cluster: Any) -> None:
     alone = make_head(None, "ranks")
     train(alone, 2)
     alone.retire_classes(gone)
-    assert isinstance(alone.table, RankTable)
+    assert isinstance(alone.table, DeviceRows)
     assert alone.table.slots_LD is not None
     assert not alone.table.slots_LD[gone].any()
     assert alone.table.slots_LD[6].any()

@@ -14,11 +14,11 @@ from torch.nn import functional as F
 
 import geartrain as gt
 from geartrain.ams.values.errors import InvalidArgument
-from geartrain.bridge.head.batch import Arithmetic, Batch, Targets, Workspace
+from geartrain.bridge.head.batch import Batch, Targets
 from geartrain.bridge.head.loss.chunk_pass import pass_for
 from geartrain.bridge.head.loss.margins.margin import changes_negatives
 from geartrain.bridge.head.loss.margins.scale import automatic_scale
-from geartrain.bridge.head.loss.scratch import Scratch
+from geartrain.bridge.placements.workspace import Arithmetic, Scratch, Workspace
 from tests.support.margin_twins import MarginTwin, margin_batch
 from tests.support.rank_processes import run_ranks
 from tests.support.reference import sampled_weights

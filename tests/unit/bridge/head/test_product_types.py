@@ -14,19 +14,19 @@ import numpy as np
 import pytest
 import torch
 
-import geartrain.bridge.head.batch as batch_module
 from geartrain.ams.client.factory import local
 from geartrain.ams.programs.selection import FullSoftmax
 from geartrain.ams.values.optimizers.registry import SGD
 from geartrain.ams.values.specs import Normal
 from geartrain.bridge.head.backends.ranks.softmax import RankSoftmax
-from geartrain.bridge.head.batch import Arithmetic, Batch, Targets, Workspace
+from geartrain.bridge.head.batch import Batch, Targets
 from geartrain.bridge.head.class_head import ClassHead
 from geartrain.bridge.head.loss import chunk_pass
 from geartrain.bridge.head.loss.chunk_pass import TensorPass, pass_for
 from geartrain.bridge.head.loss.margins.angular import ArcFace, CombinedMargin, CosFace
-from geartrain.bridge.head.loss.scratch import Scratch
 from geartrain.bridge.head.loss.softmax import OnlineSoftmax
+from geartrain.bridge.placements import workspace as workspace_module
+from geartrain.bridge.placements.workspace import Arithmetic, Scratch, Workspace
 from geartrain.bridge.rows import native_types
 from geartrain.bridge.rows.optimizer import RowOptimizer
 from tests.support.reference import plain_gradients
@@ -41,7 +41,7 @@ FEATURES = {torch.float16: 0.0005, torch.bfloat16: 0.003}
 
 @pytest.fixture
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch_module, "product_type", lambda _device, wanted, _compute: wanted)
+    monkeypatch.setattr(workspace_module, "product_type", lambda _device, wanted, _compute: wanted)
 
 
 def raise_log_sum(monkeypatch: pytest.MonkeyPatch, count: float) -> None:

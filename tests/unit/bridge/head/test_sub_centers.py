@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import geartrain as gt
-from geartrain.bridge.head.batch import Arithmetic, Batch, DeviceTargets, Targets, Workspace
+from geartrain.bridge.head.batch import Batch, DeviceTargets, Targets
 from geartrain.bridge.head.loss.chunk_pass import TensorPass
-from geartrain.bridge.head.loss.scratch import Scratch
 from geartrain.bridge.head.loss.softmax import OnlineSoftmax
 from geartrain.bridge.head.sub_centers import at_centers, nearest_centers
+from geartrain.bridge.placements.workspace import Arithmetic, Scratch, Workspace
 from tests.support.margin_twins import MarginTwin
 from tests.support.rank_processes import run_ranks
 from tests.support.reference import sampled_weights

@@ -9,9 +9,9 @@ import torch
 
 from geartrain.ams.programs.selection import PartialFC
 from geartrain.ams.values.specs import Normal
-from geartrain.bridge.head.backends.ranks.rank_table import RankTable
 from geartrain.bridge.head.class_head import ClassHead
 from geartrain.bridge.head.loss.margins.angular import ArcFace, CosFace
+from geartrain.bridge.placements.device_rows import DeviceRows
 from geartrain.bridge.rows.optimizer import RowOptimizer
 from tests.support.rank_processes import run_ranks
 from tests.support.reference import UNIT_SGD, FakeCluster, FakeTable, merged_gradient
@@ -114,7 +114,7 @@ def change_with_unequal_losses(rank: int, ranks: int, folder: Path) -> None:
             rows="ranks",
             logits_cache_bytes=kept_bytes,
         )
-        assert isinstance(head.table, RankTable)
+        assert isinstance(head.table, DeviceRows)
         before = head.table.rows_LD.clone()
         features, labels = batch(rank)
         (head(features.requires_grad_(), labels) * (1 + rank)).backward()

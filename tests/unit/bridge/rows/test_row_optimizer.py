@@ -17,9 +17,9 @@ from geartrain.ams.programs.selection import FullSoftmax, PartialFC
 from geartrain.ams.values.errors import InvalidArgument, NonFinite, ShardUnavailable, TableNotFound
 from geartrain.ams.values.optimizers.registry import SGD
 from geartrain.ams.values.specs import Normal
-from geartrain.bridge.head.backends.ranks.rank_table import RankTable
 from geartrain.bridge.head.class_head import ClassHead
 from geartrain.bridge.head.loss.margins.angular import CosFace
+from geartrain.bridge.placements.device_rows import DeviceRows
 from geartrain.bridge.rows.optimizer import RowOptimizer
 from tests.support.reference import UNIT_SGD, FakeCluster, FakeTable, merged_gradient
 
@@ -84,7 +84,7 @@ def test_micro_batches_with_other_active_classes_on_a_rank_are_summed_by_class()
             rows="ranks",
             select=PartialFC(0.5),  # two chunks
         )
-        assert isinstance(head.table, RankTable)
+        assert isinstance(head.table, DeviceRows)
         before = head.table.rows_LD.clone()
         for seed in seeds:
             head(*batch(9, seed)).backward()

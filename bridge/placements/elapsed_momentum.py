@@ -28,7 +28,7 @@ _OVERDUE_SHARE, _SWEEP_SHARE = 2, 4
 """As on a shard: a row is caught up half a window after its last step, by a sweep that takes about a quarter of one."""
 
 
-class RankSteps:
+class ElapsedSteps:
     """The steps that rows count in, the same on every rank, and what they do to rows.
 
     Host memory: 4 bytes a step remembered, of which there are at most about 20,000; 32 more on the host and as many on

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import geartrain as gt
-from geartrain.bridge.head.loss import scratch
-from geartrain.bridge.head.loss.scratch import Scratch
+from geartrain.bridge.placements import workspace
+from geartrain.bridge.placements.workspace import Scratch
 
 CPU = torch.device("cpu")
 NUM_CLASSES = 2 * 3072 + 100
@@ -30,13 +30,13 @@ def one_thread() -> Any:
 def allocated(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Bytes of each piece of memory that is asked for."""
     sizes: list[int] = []
-    allocate: Callable[..., torch.Tensor] = scratch._allocate
+    allocate: Callable[..., torch.Tensor] = workspace._allocate
 
     def noted(num_bytes: int, *arguments: Any, **named: Any) -> torch.Tensor:
         sizes.append(num_bytes)
         return allocate(num_bytes, *arguments, **named)
 
-    monkeypatch.setattr(scratch, "_allocate", noted)
+    monkeypatch.setattr(workspace, "_allocate", noted)
     return sizes
 
 

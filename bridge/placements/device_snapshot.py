@@ -26,13 +26,13 @@ from geartrain.ams.storage.snapshot.store import Place, place, within
 from geartrain.ams.values.errors import SnapshotError, SnapshotFailed, SpecMismatch, TableNotFound
 from geartrain.ams.values.placement import BUCKET_ORDER, NUM_BUCKETS, ONE_OWNER, bucket_of
 from geartrain.ams.values.specs import Ids, TableSpec
-from geartrain.bridge.head.backends.ranks.rank_table import RankTable, as_tensor
+from geartrain.bridge.placements.device_rows import DeviceRows, as_tensor
 from geartrain.bridge.rows.ranks import run_together
 from geartrain.bridge.rows.tables import as_numpy
 
 
 def snapshot_rows(
-    table: RankTable,
+    table: DeviceRows,
     root: str | Path,
     name: str,
     *,
@@ -85,7 +85,7 @@ def snapshot_rows(
     return within(place(root), name)
 
 
-def _commit(table: RankTable, staging: Staging, written: list[Any], step: int, values: Mapping[str, Any]) -> None:
+def _commit(table: DeviceRows, staging: Staging, written: list[Any], step: int, values: Mapping[str, Any]) -> None:
     entries = [FileEntry.model_validate_json(text) for part in written for text in part]
     staging.commit(
         step=step,
@@ -98,7 +98,7 @@ def _commit(table: RankTable, staging: Staging, written: list[Any], step: int, v
     )
 
 
-def _write(table: RankTable, folder: str, snapshot_id: str) -> Iterator[FileEntry]:
+def _write(table: DeviceRows, folder: str, snapshot_id: str) -> Iterator[FileEntry]:
     """Write this rank's rows in the order of their buckets."""
     spec = table.spec
     most = max(1, BLOCK_BYTES // (8 + spec.row_bytes + spec.slot_bytes + spec.step_bytes))
@@ -121,14 +121,14 @@ def _write(table: RankTable, folder: str, snapshot_id: str) -> Iterator[FileEntr
         )
 
 
-def _marks(table: RankTable, folder: str, snapshot_id: str) -> FileEntry:
+def _marks(table: DeviceRows, folder: str, snapshot_id: str) -> FileEntry:
     """Write what a shard's marks would say: no writes of anybody's, and the steps, which every rank has counted."""
     steps = {} if table.steps is None else {table.spec.name: table.steps.state}
     values = ShardMarks(streams={}, groups=[], steps=steps).model_dump(mode="json")
     return write_marks(folder, snapshot_id=snapshot_id, shard=0, values=values)
 
 
-def _arrays(table: RankTable, ids: Ids) -> dict[str, np.ndarray]:
+def _arrays(table: DeviceRows, ids: Ids) -> dict[str, np.ndarray]:
     numbers = torch.from_numpy(ids - table.first).to(table.device)
     arrays = {"ids": ids, "rows": as_numpy(table.rows_LD[numbers].cpu())}
     if table.slots_LD is not None:
@@ -138,7 +138,7 @@ def _arrays(table: RankTable, ids: Ids) -> dict[str, np.ndarray]:
     return arrays
 
 
-def restore_rows(table: RankTable, path: str | Path) -> Snapshot:
+def restore_rows(table: DeviceRows, path: str | Path) -> Snapshot:
     """Read this rank's rows and slots from a snapshot that ranks or a cluster wrote; return the snapshot.
 
     Rows that it has not have their initial value. Every rank reads all blocks of the table and keeps its own rows. If
@@ -162,7 +162,7 @@ def restore_rows(table: RankTable, path: str | Path) -> Snapshot:
         raise
 
 
-def _require_spec(table: RankTable, snapshot: Snapshot) -> None:
+def _require_spec(table: DeviceRows, snapshot: Snapshot) -> None:
     specs = {spec.name: spec for spec in (TableSpec.from_dict(fields) for fields in snapshot.manifest.tables)}
     found = specs.get(table.spec.name)
     if found is None:
@@ -172,7 +172,7 @@ def _require_spec(table: RankTable, snapshot: Snapshot) -> None:
         raise SpecMismatch(f"table {found.name!r} of {snapshot.path} is {found}, the head's {table.spec}")
 
 
-def _read(table: RankTable, snapshot: Snapshot) -> None:
+def _read(table: DeviceRows, snapshot: Snapshot) -> None:
     every, none = np.ones(NUM_BUCKETS, np.bool_), np.empty(0, np.int64)
     layers = layers_of(snapshot.chain(), table.spec.name)
     removed = [np.concatenate([none, *layer.removed_ids(every, dense=True)]) for layer in layers]
@@ -192,7 +192,7 @@ def _read(table: RankTable, snapshot: Snapshot) -> None:
             )
 
 
-def _require_fit(table: RankTable, entry: FileEntry, snapshot: Snapshot, arrays: Mapping[str, Any]) -> None:
+def _require_fit(table: DeviceRows, entry: FileEntry, snapshot: Snapshot, arrays: Mapping[str, Any]) -> None:
     spec, slots, steps = table.spec, arrays.get("slots"), arrays.get("steps")
     num = len(arrays["ids"])
     fits = (

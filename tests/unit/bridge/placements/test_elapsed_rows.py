@@ -18,12 +18,11 @@ from geartrain.ams.tables.row_table import RowTable
 from geartrain.ams.values.errors import InvalidArgument, SnapshotDamaged
 from geartrain.ams.values.optimizers.registry import SparseMomentum
 from geartrain.ams.values.specs import DTypeName, TableSpec
-from geartrain.bridge.head.backends.ranks.elapsed_momentum import RankSteps
-from geartrain.bridge.head.backends.ranks.rank_table import RankTable, as_tensor
-from geartrain.bridge.head.batch import Arithmetic, Workspace
 from geartrain.bridge.head.class_head import ClassHead
-from geartrain.bridge.head.loss.scratch import Scratch
 from geartrain.bridge.head.selection.rank_graph import RankGraphs
+from geartrain.bridge.placements.device_rows import DeviceRows, as_tensor
+from geartrain.bridge.placements.elapsed_momentum import ElapsedSteps
+from geartrain.bridge.placements.workspace import Arithmetic, Scratch, Workspace
 from tests.support.rank_processes import run_ranks
 
 CLASSES, DIM, BATCH, STEPS = 203, 8, 12, 30
@@ -73,7 +72,7 @@ def test_a_head_on_ranks_is_one_that_pulls(dtype: DTypeName) -> None:
             train(head, range(STEPS), classes=20)
         assert_alike(ours.weights(), pulled.weights(), dtype)
         # Weight decay alone has moved even those that no step had: they are in no gradient, only in the steps.
-        assert isinstance(ours.table, RankTable) and ours.table.steps_L is not None
+        assert isinstance(ours.table, DeviceRows) and ours.table.steps_L is not None
         last = ours.table.steps_L
         assert bool((last < STEPS).any()) and not torch.equal(ours.weights()[last < STEPS], initial[last < STEPS])
         features = torch.randn(5, DIM, generator=torch.Generator().manual_seed(99))
@@ -95,7 +94,7 @@ def test_a_head_on_ranks_is_one_that_pulls(dtype: DTypeName) -> None:
 @pytest.mark.parametrize("compute", [torch.float32, torch.float64])
 def test_rows_equal_those_of_torchs_dense_momentum(compute: torch.dtype) -> None:
     spec = TableSpec(name="t", dim=DIM, num_rows=60, optimizer=ELAPSED, seed=3, initializer=gt.Normal(std=0.1))
-    table = RankTable(spec, cast(Any, SimpleNamespace(world_size=1, rank=0)), torch.device("cpu"))
+    table = DeviceRows(spec, cast(Any, SimpleNamespace(world_size=1, rank=0)), torch.device("cpu"))
     weights = nn.Parameter(table.current_rows(slice(None)).double())
     reference = torch.optim.SGD([weights], 0.5, momentum=0.9, weight_decay=1e-3)
     work = Workspace(Arithmetic.of(torch.empty(0, dtype=compute)), Scratch())
@@ -124,7 +123,7 @@ def test_what_is_read_has_the_bits_of_a_pull_by_compiled_code_and_by_pytorch(
 ) -> None:
     optimizer = SparseMomentum(0.1, 0.9, weight_decay, untouched="elapsed")
     spec = TableSpec(name="t", dim=21, num_rows=50, optimizer=optimizer, dtype=dtype, slot_dtype=dtype)
-    table = RankTable(spec, cast(Any, SimpleNamespace(world_size=1, rank=0)), torch.device("cpu"))
+    table = DeviceRows(spec, cast(Any, SimpleNamespace(world_size=1, rank=0)), torch.device("cpu"))
     shard = RowTable(spec, np.arange(4096))
     work = Workspace(Arithmetic.of(torch.empty(0)), Scratch())
     random = np.random.default_rng(1)
@@ -150,7 +149,7 @@ def test_what_is_read_has_the_bits_of_a_pull_by_compiled_code_and_by_pytorch(
 @pytest.mark.parametrize("compiled", [True, False])
 def test_a_step_that_a_snapshot_cut_in_two_gives_the_sum_of_both_gradients(compiled: bool) -> None:
     spec = TableSpec(name="t", dim=4, num_rows=5, optimizer=ELAPSED)
-    table = RankTable(spec, cast(Any, SimpleNamespace(world_size=1, rank=0)), torch.device("cpu"))
+    table = DeviceRows(spec, cast(Any, SimpleNamespace(world_size=1, rank=0)), torch.device("cpu"))
     shard = RowTable(spec, np.arange(4096))
     ids, gradients = np.arange(3), np.ones((3, 4), np.float32)
     shard.push(ids, gradients, lr=0.3)
@@ -178,10 +177,10 @@ def test_a_sweep_bounds_the_steps_that_are_remembered(dtype: DTypeName, weight_d
     optimizer = SparseMomentum(0.1, 0.9, weight_decay, untouched="elapsed")
     spec = TableSpec(name="t", dim=4, num_rows=51, optimizer=optimizer, dtype=dtype, slot_dtype=dtype)
     tables = [
-        RankTable(spec, cast(Any, SimpleNamespace(world_size=2, rank=rank)), torch.device("cpu")) for rank in range(2)
+        DeviceRows(spec, cast(Any, SimpleNamespace(world_size=2, rank=rank)), torch.device("cpu")) for rank in range(2)
     ]
     for table in tables:
-        table.steps = RankSteps(spec, 26, table.device, window=16)
+        table.steps = ElapsedSteps(spec, 26, table.device, window=16)
     exact = RowTable(spec, np.arange(4096))
     work = Workspace(Arithmetic.of(torch.empty(0)), Scratch())
     for step in range(80):

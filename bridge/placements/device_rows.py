@@ -1,6 +1,6 @@
-"""Class rows and their slots in the memory of the ranks' devices: consecutive classes on each.
+"""Rows and their slots in the memory of the ranks' devices: consecutive ids on each.
 
-Legend: C classes, L of them on this rank, D width, N rows of a call. Rows are numbered from the rank's first class.
+Legend: C rows in all, L of them on this rank, D width, N rows of a call. Rows are numbered from the rank's first id.
 """
 
 from __future__ import annotations
@@ -22,12 +22,10 @@ from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
 from geartrain.ams.values.shard_messages import Done, SyncGroup
 from geartrain.ams.values.specs import Ids, TableSpec
 from geartrain.bridge.collectives.link import RankLink
-from geartrain.bridge.head.backends.ranks.elapsed_momentum import RESTING, RankSteps
-from geartrain.bridge.head.backends.ranks.optimizers.registry import update_rows
-from geartrain.bridge.head.backends.ranks.optimizers.step import RowStep
-from geartrain.bridge.head.backends.ranks.rounding import ROW, SLOT, round_rows, rounding_key
-from geartrain.bridge.head.batch import Workspace
-from geartrain.bridge.head.loss.scratch import BufferPool
+from geartrain.bridge.placements.elapsed_momentum import RESTING, ElapsedSteps
+from geartrain.bridge.placements.optimizers import RowStep, update_rows
+from geartrain.bridge.placements.rounding import ROW, SLOT, round_rows, rounding_key
+from geartrain.bridge.placements.workspace import BufferPool, Workspace
 from geartrain.bridge.rows.tables import TORCH_DTYPES, as_numpy
 
 BLOCK_BYTES = 8 << 20
@@ -37,20 +35,20 @@ _ROUNDING_WIDTHS = 7
 _ELAPSED_WIDTHS = 8
 """Chunks of float32 that catching up rows and slots takes on a device: four of float64."""
 
-Place = slice | Tensor
+RowIndex = slice | Tensor
 """Rows of this rank: consecutive ones, or their numbers [N] int64 on the device, distinct."""
 
 
-def class_range(num_classes: int, world_size: int, rank: int) -> tuple[int, int]:
-    """First class of a rank and of the next: as ``torch.chunk`` and DTensors cut, ceil(C / ranks) classes on each, and
+def row_range(num_rows: int, world_size: int, rank: int) -> tuple[int, int]:
+    """First id of a rank and of the next: as ``torch.chunk`` and DTensors cut, ceil(C / ranks) on each, and
     fewer, if need be none, on the last."""
-    share = -(-num_classes // world_size)
-    first = min(rank * share, num_classes)
-    return first, min(first + share, num_classes)
+    share = -(-num_rows // world_size)
+    first = min(rank * share, num_rows)
+    return first, min(first + share, num_rows)
 
 
-class RankTable:
-    """The rows of classes ``first`` … ``stop`` − 1, with their slots, on ``device``.
+class DeviceRows:
+    """The rows of ids ``first`` … ``stop`` − 1, with their slots, on ``device``.
 
     Memory: L · D · (bytes of a row's value + bytes of its slots'), and 8 · L with Adam, with 16 bits, and where rows
     move that a step does not touch: those are kept as of their last step. The first values are those of an AMS table of
@@ -60,7 +58,7 @@ class RankTable:
     def __init__(self, spec: TableSpec, link: RankLink, device: torch.device) -> None:
         self.spec = spec
         self.link = link
-        self.first, self.stop = class_range(spec.num_rows or 0, link.world_size, link.rank)
+        self.first, self.stop = row_range(spec.num_rows or 0, link.world_size, link.rank)
         with torch.inference_mode(False):
             self.rows_LD = _empty(self.num_local, spec.dim, TORCH_DTYPES[spec.dtype], device)
             self.slots_LD = (
@@ -69,8 +67,8 @@ class RankTable:
             self.steps_L = torch.zeros(self.num_local, dtype=torch.int64, device=device) if spec.step_bytes else None
             """How often each row was updated, where that counts: with Adam, and for the rounding of 16 bits. Where
             untouched rows move, the last step of each."""
-        share = class_range(spec.num_rows or 0, link.world_size, 0)[1]
-        self.steps = RankSteps(spec, share, device) if spec.counts_steps else None
+        share = row_range(spec.num_rows or 0, link.world_size, 0)[1]
+        self.steps = ElapsedSteps(spec, share, device) if spec.counts_steps else None
         """Those that untouched rows move in; None where they are frozen."""
         self.refused = torch.zeros((), dtype=torch.int64, device=device)
         """Rows that an update would have carried beyond their type since the last look; they were left as they were."""
@@ -87,7 +85,7 @@ class RankTable:
         """Chunks of float32 that a thread holds in a step, and half a one for what the allocator keeps.
 
         On a CPU, where compiled code updates rows where they lie: the gradient, and rows of the forward pass that
-        cannot be read in place (some are ``picked``). Elsewhere those of the step too: rows and slots, what 16 bits are
+        cannot be read in index (some are ``picked``). Elsewhere those of the step too: rows and slots, what 16 bits are
         rounded with, and what rows are caught up with.
         """
         narrow, moves = spec.dtype != "float32", spec.counts_steps
@@ -143,12 +141,12 @@ class RankTable:
             self.rows_LD[start:stop].copy_(as_tensor(out, self.rows_LD.dtype))
 
     def local(self, ids: Ids) -> tuple[Ids, Tensor]:
-        """Which of the class ids [N] are here (places among them), and their row numbers on the device."""
+        """Which of the ids [N] are here (places among them), and their row numbers on the device."""
         places = np.flatnonzero((ids >= self.first) & (ids < self.stop)).astype(np.int64)
         return places, torch.from_numpy(ids[places] - self.first).to(self.device)
 
     def pull_into(self, ids: Ids, out: npt.NDArray[Any], *, required_sync: SyncGroup | None = None) -> None:
-        """Write the rows of class ids [N], the same on every rank, to ``out`` [N, D]: one all-reduce of N · D values.
+        """Write the rows of ids [N], the same on every rank, to ``out`` [N, D]: one all-reduce of N · D values.
 
         Every rank calls it; with one rank nothing travels.
         """
@@ -197,11 +195,11 @@ class RankTable:
         """Whether ``rows_LD`` are the rows as they are now, in ``dtype``."""
         return self.steps is None and self.rows_LD.dtype == dtype
 
-    def current_rows(self, place: Place) -> Tensor:
+    def current_rows(self, index: RowIndex) -> Tensor:
         """A copy of rows [N, D] as they are now, in their storage type: what a shard's pull gives."""
         if self.steps is None or self.slots_LD is None or self.steps_L is None:
-            return self.rows_LD[place].clone() if isinstance(place, slice) else self.rows_LD[place]
-        numbers_N = self._numbers(place)
+            return self.rows_LD[index].clone() if isinstance(index, slice) else self.rows_LD[index]
+        numbers_N = self._numbers(index)
         out_ND = self.rows_LD.new_empty(len(numbers_N), self.spec.dim)
         block = max(1, BLOCK_BYTES // (8 * self.spec.dim))
         for start in range(0, len(numbers_N), block):
@@ -210,39 +208,39 @@ class RankTable:
             out_ND[start : start + block] = moved_BD.float()
         return out_ND
 
-    def _numbers(self, place: Place) -> Tensor:
-        return torch.arange(*place.indices(self.num_local), device=self.device) if isinstance(place, slice) else place
+    def _numbers(self, index: RowIndex) -> Tensor:
+        return torch.arange(*index.indices(self.num_local), device=self.device) if isinstance(index, slice) else index
 
-    def load(self, work: Workspace, place: Place, *, name: str) -> Tensor:
+    def load(self, work: Workspace, index: RowIndex, *, name: str) -> Tensor:
         """A copy of rows [N, D] as they are now, in the compute dtype, as scratch called ``name``."""
         if self.steps is None:
-            return self._loaded(work, self.rows_LD, place, name)
+            return self._loaded(work, self.rows_LD, index, name)
         if self.device.type != "cpu" or work.arithmetic.compute != torch.float32:
-            rows_ND = self.current_rows(place)
+            rows_ND = self.current_rows(index)
             return work.empty(name, *rows_ND.shape).copy_(rows_ND)
-        rows_LD, slots_LD, steps_L, numbers, _ = self._arrays_of(place)
+        rows_LD, slots_LD, steps_L, numbers, _ = self._arrays_of(index)
         assert slots_LD is not None and steps_L is not None
         num = len(rows_LD) if numbers is None else len(numbers)
         out_ND = work.empty(name, num, self.spec.dim)
         array_update.read(rows_LD, slots_LD, steps_L, numbers, out_ND.numpy(), catch_up=self.steps.catch_up)
         return out_ND
 
-    def _loaded(self, work: Workspace, stored_LD: Tensor, place: Place, name: str) -> Tensor:
-        if isinstance(place, slice):
-            stored_ND = stored_LD[place]
+    def _loaded(self, work: Workspace, stored_LD: Tensor, index: RowIndex, name: str) -> Tensor:
+        if isinstance(index, slice):
+            stored_ND = stored_LD[index]
             return work.empty(name, *stored_ND.shape).copy_(stored_ND)
-        shape = (len(place), stored_LD.shape[1])
+        shape = (len(index), stored_LD.shape[1])
         if stored_LD.dtype == work.arithmetic.compute:
             out_ND = work.empty(name, *shape)
             if not _is_compiled(stored_LD):
-                return torch.index_select(stored_LD, 0, place, out=out_ND)
-            array_update.gather(stored_LD.numpy(), place.numpy(), out_ND.numpy())
+                return torch.index_select(stored_LD, 0, index, out=out_ND)
+            array_update.gather(stored_LD.numpy(), index.numpy(), out_ND.numpy())
             return out_ND
         narrow_ND = work.empty(f"stored {name}", *shape, dtype=stored_LD.dtype)
-        return work.empty(name, *shape).copy_(torch.index_select(stored_LD, 0, place, out=narrow_ND))
+        return work.empty(name, *shape).copy_(torch.index_select(stored_LD, 0, index, out=narrow_ND))
 
     def update(
-        self, work: Workspace, place: Place, gradient_ND: Tensor, optimizer: RowOptimizerSpec, scale: Tensor
+        self, work: Workspace, index: RowIndex, gradient_ND: Tensor, optimizer: RowOptimizerSpec, scale: Tensor
     ) -> None:
         """One step of ``optimizer`` (the table's, or it with other numbers) with ``scale`` (0-dim) times the gradient.
 
@@ -251,22 +249,22 @@ class RankTable:
         its slot, and is counted in ``refused``.
         """
         if self.device.type == "cpu" and gradient_ND.dtype == torch.float32:
-            self._update_compiled(place, gradient_ND, optimizer, float(scale))
+            self._update_compiled(index, gradient_ND, optimizer, float(scale))
             return
         gradient_ND.mul_(scale)
-        rows_ND = self._loaded(work, self.rows_LD, place, "updated rows")
-        steps_N = None if self.steps_L is None else self.steps_L[place] + 1
-        slots_ND = None if self.slots_LD is None else self._loaded(work, self.slots_LD, place, "slots")
+        rows_ND = self._loaded(work, self.rows_LD, index, "updated rows")
+        steps_N = None if self.steps_L is None else self.steps_L[index] + 1
+        slots_ND = None if self.slots_LD is None else self._loaded(work, self.slots_LD, index, "slots")
         if self.steps is not None:
             assert slots_ND is not None and steps_N is not None
             last_N, steps_N = steps_N - 1, torch.full_like(steps_N, self.steps.now + 1)
             self.steps.update(rows_ND, slots_ND, last_N, gradient_ND, optimizer.lr)
         else:
             update_rows(optimizer, RowStep(rows_ND, slots_ND, gradient_ND, optimizer.lr, steps_N))
-        rows_ND = self._as_stored(work, place, steps_N, rows_ND, self.rows_LD, ROW)
+        rows_ND = self._as_stored(work, index, steps_N, rows_ND, self.rows_LD, ROW)
         if slots_ND is not None and self.slots_LD is not None:
-            slots_ND = self._as_stored(work, place, steps_N, slots_ND, self.slots_LD, SLOT)
-        self._store(work, place, rows_ND, slots_ND, steps_N)
+            slots_ND = self._as_stored(work, index, steps_N, slots_ND, self.slots_LD, SLOT)
+        self._store(work, index, rows_ND, slots_ND, steps_N)
 
     def end_step(self, lr: float) -> None:
         """One step is over, that of all updates since the last one: where untouched rows move, by ``lr``, they do.
@@ -275,43 +273,45 @@ class RankTable:
         """
         if self.steps is None:
             return
-        place = self.steps.sweep()
-        self._bring_up(self.steps, slice(place.start, min(place.stop, self.num_local)))
+        index = self.steps.sweep()
+        self._bring_up(self.steps, slice(index.start, min(index.stop, self.num_local)))
         self.steps.end_step(lr)
 
-    def _bring_up(self, steps: RankSteps, place: slice) -> None:
+    def _bring_up(self, steps: ElapsedSteps, index: slice) -> None:
         """Write what those of the rows have become whose last step is long ago."""
         assert self.slots_LD is not None and self.steps_L is not None
-        last_N = self.steps_L[place]
+        last_N = self.steps_L[index]
         overdue_N = steps.are_overdue(last_N)
         if self.device.type == "cpu" and not bool(overdue_N.any()):  # to look would make the host wait for a device
             return
-        old_ND, old_slots_ND = self.rows_LD[place], self.slots_LD[place]
+        old_ND, old_slots_ND = self.rows_LD[index], self.slots_LD[index]
         rows_ND, slots_ND = steps.moved(old_ND, old_slots_ND, last_N)
-        ids_N, now_N = self._numbers(place) + self.first, torch.full_like(last_N, steps.now)
+        ids_N, now_N = self._numbers(index) + self.first, torch.full_like(last_N, steps.now)
         rows_ND = round_rows(rows_ND, old_ND.dtype, key=self._key, ids_N=ids_N, numbers_N=now_N, part=ROW)
         slots_ND = round_rows(slots_ND, old_slots_ND.dtype, key=self._key, ids_N=ids_N, numbers_N=now_N, part=SLOT)
         if not steps.moves_rows_at_rest:
             now_N = torch.where((slots_ND != 0).any(1), now_N, RESTING)
-        self.rows_LD[place] = torch.where(overdue_N.unsqueeze(1), rows_ND, old_ND)
-        self.slots_LD[place] = torch.where(overdue_N.unsqueeze(1), slots_ND, old_slots_ND)
-        self.steps_L[place] = torch.where(overdue_N, now_N, last_N)
+        self.rows_LD[index] = torch.where(overdue_N.unsqueeze(1), rows_ND, old_ND)
+        self.slots_LD[index] = torch.where(overdue_N.unsqueeze(1), slots_ND, old_slots_ND)
+        self.steps_L[index] = torch.where(overdue_N, now_N, last_N)
 
-    def _arrays_of(self, place: Place) -> tuple[npt.NDArray[Any], npt.NDArray[Any] | None, Ids | None, Ids | None, int]:
+    def _arrays_of(
+        self, index: RowIndex
+    ) -> tuple[npt.NDArray[Any], npt.NDArray[Any] | None, Ids | None, Ids | None, int]:
         """Rows, slots and steps for compiled code, which rows of them (None: all), and the id of the first."""
         rows_LD, slots_LD, steps_L, numbers, first = self.rows_LD, self.slots_LD, self.steps_L, None, self.first
-        if isinstance(place, slice):
-            first += place.indices(self.num_local)[0]
-            rows_LD = rows_LD[place]
-            slots_LD = None if slots_LD is None else slots_LD[place]
-            steps_L = None if steps_L is None else steps_L[place]
+        if isinstance(index, slice):
+            first += index.indices(self.num_local)[0]
+            rows_LD = rows_LD[index]
+            slots_LD = None if slots_LD is None else slots_LD[index]
+            steps_L = None if steps_L is None else steps_L[index]
         else:
-            numbers = place.numpy()
+            numbers = index.numpy()
         slots = None if slots_LD is None else as_numpy(slots_LD)
         return as_numpy(rows_LD), slots, None if steps_L is None else steps_L.numpy(), numbers, first
 
-    def _update_compiled(self, place: Place, gradient_ND: Tensor, optimizer: RowOptimizerSpec, scale: float) -> None:
-        rows_LD, slots_LD, steps_L, numbers, first = self._arrays_of(place)
+    def _update_compiled(self, index: RowIndex, gradient_ND: Tensor, optimizer: RowOptimizerSpec, scale: float) -> None:
+        rows_LD, slots_LD, steps_L, numbers, first = self._arrays_of(index)
         refused = array_update.update(
             self.spec,
             rows_LD,
@@ -329,7 +329,7 @@ class RankTable:
                 self.refused += refused
 
     def _as_stored(
-        self, work: Workspace, place: Place, steps_N: Tensor | None, values_ND: Tensor, stored_LD: Tensor, part: int
+        self, work: Workspace, index: RowIndex, steps_N: Tensor | None, values_ND: Tensor, stored_LD: Tensor, part: int
     ) -> Tensor:
         """The values in the storage type of ``stored_LD``."""
         if values_ND.dtype == stored_LD.dtype:
@@ -337,11 +337,11 @@ class RankTable:
         if stored_LD.dtype == torch.float32 or steps_N is None:
             name = f"part {part} to store"
             return work.empty(name, *values_ND.shape, dtype=stored_LD.dtype).copy_(values_ND)
-        ids_N = self._numbers(place) + self.first
+        ids_N = self._numbers(index) + self.first
         return round_rows(values_ND, stored_LD.dtype, key=self._key, ids_N=ids_N, numbers_N=steps_N, part=part)
 
     def _store(
-        self, work: Workspace, place: Place, rows_ND: Tensor, slots_ND: Tensor | None, steps_N: Tensor | None
+        self, work: Workspace, index: RowIndex, rows_ND: Tensor, slots_ND: Tensor | None, steps_N: Tensor | None
     ) -> None:
         total_N = _sums(work, rows_ND)
         if slots_ND is not None:
@@ -350,16 +350,16 @@ class RankTable:
         # To look would make the host wait for a device.
         if self.device.type != "cpu" or bool(bad_N.any()):
             self.refused += bad_N.sum()
-            rows_ND = torch.where(bad_N.unsqueeze(1), self.rows_LD[place], rows_ND)
+            rows_ND = torch.where(bad_N.unsqueeze(1), self.rows_LD[index], rows_ND)
             if slots_ND is not None and self.slots_LD is not None:
-                slots_ND = torch.where(bad_N.unsqueeze(1), self.slots_LD[place], slots_ND)
+                slots_ND = torch.where(bad_N.unsqueeze(1), self.slots_LD[index], slots_ND)
             if steps_N is not None and self.steps_L is not None:
-                steps_N = torch.where(bad_N, self.steps_L[place], steps_N)
-        _put(self.rows_LD, place, rows_ND)
+                steps_N = torch.where(bad_N, self.steps_L[index], steps_N)
+        _put(self.rows_LD, index, rows_ND)
         if slots_ND is not None and self.slots_LD is not None:
-            _put(self.slots_LD, place, slots_ND)
+            _put(self.slots_LD, index, slots_ND)
         if steps_N is not None and self.steps_L is not None:
-            _put(self.steps_L, place, steps_N)
+            _put(self.steps_L, index, steps_N)
 
 
 def _is_compiled(tensor: Tensor) -> bool:
@@ -374,11 +374,11 @@ def _sums(work: Workspace, values_ND: Tensor) -> Tensor:
     return values_ND.sum(1, dtype=torch.float32)
 
 
-def _put(stored_LD: Tensor, place: Place, values_ND: Tensor) -> None:
-    if isinstance(place, slice):
-        stored_LD[place] = values_ND
+def _put(stored_LD: Tensor, index: RowIndex, values_ND: Tensor) -> None:
+    if isinstance(index, slice):
+        stored_LD[index] = values_ND
     else:
-        stored_LD.index_copy_(0, place, values_ND)
+        stored_LD.index_copy_(0, index, values_ND)
 
 
 def _empty(num_rows: int, dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:

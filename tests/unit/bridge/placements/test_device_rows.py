@@ -28,11 +28,10 @@ from geartrain.ams.values.optimizers.registry import (
     SparseMomentum,
 )
 from geartrain.ams.values.specs import DTypeName, TableSpec
-from geartrain.bridge.head.backends.ranks import rank_table
-from geartrain.bridge.head.backends.ranks.rank_table import RankTable
-from geartrain.bridge.head.backends.ranks.rounding import ROW, SLOT, round_rows, rounding_key
-from geartrain.bridge.head.batch import Arithmetic, Workspace
-from geartrain.bridge.head.loss.scratch import Scratch
+from geartrain.bridge.placements import device_rows
+from geartrain.bridge.placements.device_rows import DeviceRows
+from geartrain.bridge.placements.rounding import ROW, SLOT, round_rows, rounding_key
+from geartrain.bridge.placements.workspace import Arithmetic, Scratch, Workspace
 from geartrain.bridge.rows.tables import TORCH_DTYPES, as_numpy
 
 
@@ -40,7 +39,7 @@ from geartrain.bridge.rows.tables import TORCH_DTYPES, as_numpy
 @pytest.mark.parametrize(("rank", "num_local"), [(0, 1), (1, 0)])
 def test_a_rank_may_have_no_class(dtype: DTypeName, rank: int, num_local: int) -> None:
     spec = TableSpec(name="t", dim=5, num_rows=1, optimizer=SparseMomentum(0.1), dtype=dtype, slot_dtype=dtype)
-    table = RankTable(spec, cast(Any, SimpleNamespace(world_size=2, rank=rank)), torch.device("cpu"))
+    table = DeviceRows(spec, cast(Any, SimpleNamespace(world_size=2, rank=rank)), torch.device("cpu"))
     assert table.rows_LD.shape == (num_local, 5) and table.slots_LD is not None
     table.assign(np.zeros(1, np.int64), np.ones((1, 5), spec.numpy_dtype))
     assert (table.rows_LD == 1).all() and (table.slots_LD == 0).all()
@@ -63,15 +62,15 @@ OPTIMIZERS = [
 ]
 
 
-def _shard_and_ranks(optimizer: RowOptimizerSpec, dtype: DTypeName) -> tuple[RowTable, list[RankTable]]:
+def _shard_and_ranks(optimizer: RowOptimizerSpec, dtype: DTypeName) -> tuple[RowTable, list[DeviceRows]]:
     slot_dtype: DTypeName = dtype if optimizer.takes_narrow_slots else "float32"
     spec = TableSpec(name="t", dim=21, num_rows=50, optimizer=optimizer, dtype=dtype, slot_dtype=slot_dtype, seed=5)
     links = [cast(Any, SimpleNamespace(world_size=2, rank=rank)) for rank in range(2)]
-    return RowTable(spec, np.arange(4096)), [RankTable(spec, link, torch.device("cpu")) for link in links]
+    return RowTable(spec, np.arange(4096)), [DeviceRows(spec, link, torch.device("cpu")) for link in links]
 
 
 def _push(
-    ranks: list[RankTable], ids: np.ndarray, gradients: np.ndarray, optimizer: RowOptimizerSpec, *, by_number: bool
+    ranks: list[DeviceRows], ids: np.ndarray, gradients: np.ndarray, optimizer: RowOptimizerSpec, *, by_number: bool
 ) -> None:
     work = Workspace(Arithmetic.of(torch.empty(0, dtype=torch.from_numpy(gradients).dtype)), Scratch())
     for rank in ranks:
@@ -84,7 +83,7 @@ def _push(
 def _stored(shard: RowTable) -> tuple[torch.Tensor, torch.Tensor]:
     out = np.empty((50, 21), shard.spec.numpy_dtype)
     shard.pull(np.arange(50), out)
-    rows = rank_table.as_tensor(out, TORCH_DTYPES[shard.spec.dtype])
+    rows = device_rows.as_tensor(out, TORCH_DTYPES[shard.spec.dtype])
     shard.freeze()
     slots = shard.read_frozen(50).slots
     shard.thaw(kept=True)
@@ -203,14 +202,14 @@ def test_sixteen_bits_are_summed_in_scratch_and_not_in_a_copy_of_pytorchs(dtype:
     work = Workspace(Arithmetic.of(torch.empty(0)), Scratch())
     values = torch.arange(12, dtype=dtype).view(3, 4)
     with _InputsOfSums() as noted:
-        sums = rank_table._sums(work, values)
+        sums = device_rows._sums(work, values)
     assert (sums.dtype, sums.tolist()) == (torch.float32, [6, 22, 38])
     assert noted.dtypes == [torch.float32]  # of another type it would make a copy of all
 
 
 def test_rows_that_move_leave_no_memory_behind_on_the_old_device() -> None:
     spec = TableSpec(name="t", dim=4, num_rows=3, optimizer=SparseMomentum(0.1))
-    table = RankTable(spec, cast(Any, SimpleNamespace(world_size=1, rank=0)), torch.device("cpu"))
+    table = DeviceRows(spec, cast(Any, SimpleNamespace(world_size=1, rank=0)), torch.device("cpu"))
     buffer = table.pool.take(1000, table.device)
     left = weakref.ref(buffer)
     table.pool.give_back(buffer)

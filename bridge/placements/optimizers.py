@@ -1,0 +1,181 @@
+"""The optimizers of rows on devices, in tensor operations and in the dtype of the operands.
+
+Each computes what its specification in ``ams/values/optimizers`` says. Legend: N rows of a call, D width, S numbers of
+a row's slots. What is one number a row, like the step's t, is [N, 1].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from geartrain.ams.values.optimizers.adagrad import Adagrad
+from geartrain.ams.values.optimizers.adam import Adam
+from geartrain.ams.values.optimizers.adamw import AdamW
+from geartrain.ams.values.optimizers.ftrl import FTRL, SMALLEST_RATE
+from geartrain.ams.values.optimizers.momentum import Momentum
+from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
+from geartrain.ams.values.optimizers.rmsprop import RMSProp
+from geartrain.ams.values.optimizers.rowwise import RowWiseAdagrad, RowWiseAdam
+from geartrain.ams.values.optimizers.sgd import SGD
+from geartrain.ams.values.optimizers.sparse_momentum import SparseMomentum
+
+
+@dataclass(frozen=True)
+class RowStep:
+    """One update of distinct rows. Rows and slots are changed in place, the gradient may be overwritten."""
+
+    rows_ND: Tensor
+    slots_ND: Tensor | None
+    """[N, S], one slot after the other; None where there are none."""
+    gradient_ND: Tensor
+    lr: float
+    updates_N: Tensor | None
+    """Number of each row's update, from 1; None where nothing counts them."""
+
+    @property
+    def slots(self) -> Tensor:
+        """[N, S]."""
+        assert self.slots_ND is not None
+        return self.slots_ND
+
+    @property
+    def t(self) -> Tensor:
+        """Number of each row's update, float64 [N, 1]."""
+        assert self.updates_N is not None
+        return self.updates_N.double().unsqueeze(1)
+
+    def decay_gradient(self, weight_decay: float) -> Tensor:
+        """Add ``weight_decay`` · rows to the gradient, and return it."""
+        return self.gradient_ND.add_(self.rows_ND, alpha=weight_decay) if weight_decay else self.gradient_ND
+
+
+def sgd(optimizer: SGD, step: RowStep) -> None:
+    step.rows_ND.add_(step.decay_gradient(optimizer.weight_decay), alpha=-step.lr)
+
+
+def momentum(optimizer: Momentum, step: RowStep) -> None:
+    velocity_ND, gradient_ND = step.slots, step.decay_gradient(optimizer.weight_decay)
+    velocity_ND.mul_(optimizer.momentum).add_(gradient_ND)
+    change_ND = gradient_ND.add_(velocity_ND, alpha=optimizer.momentum) if optimizer.nesterov else velocity_ND
+    step.rows_ND.add_(change_ND, alpha=-step.lr)
+
+
+def sparse_momentum(optimizer: SparseMomentum, step: RowStep) -> None:
+    """Where untouched rows move, ``elapsed_momentum.py`` updates them."""
+    momentum(Momentum(optimizer.lr, optimizer.momentum, optimizer.weight_decay), step)
+
+
+def adam(optimizer: Adam, step: RowStep) -> None:
+    adam_moments(optimizer.betas, optimizer.eps, step.decay_gradient(optimizer.weight_decay), step)
+
+
+def adam_moments(betas: tuple[float, float], eps: float, gradient_ND: torch.Tensor, step: RowStep) -> None:
+    """Move the moments by ``gradient_ND``, and the rows by them."""
+    beta1, beta2 = betas
+    first_ND, second_ND = step.slots.chunk(2, dim=1)
+    first_ND.mul_(beta1).add_(gradient_ND, alpha=1 - beta1)
+    second_ND.mul_(beta2).addcmul_(gradient_ND, gradient_ND, value=1 - beta2)
+    dtype = step.rows_ND.dtype
+    step_size = (step.lr / (1 - beta1**step.t)).to(dtype)
+    inverse_root = (1 - beta2**step.t).rsqrt().to(dtype)
+    divisor_ND = torch.sqrt(second_ND, out=gradient_ND).mul_(inverse_root).add_(eps)
+    step.rows_ND.sub_(torch.div(first_ND, divisor_ND, out=gradient_ND).mul_(step_size))
+
+
+def adamw(optimizer: AdamW, step: RowStep) -> None:
+    step.rows_ND.mul_(1 - step.lr * optimizer.weight_decay)
+    adam_moments(optimizer.betas, optimizer.eps, step.gradient_ND, step)
+
+
+def adagrad(optimizer: Adagrad, step: RowStep) -> None:
+    gradient_ND, total_ND = step.decay_gradient(optimizer.weight_decay), step.slots
+    total_ND.addcmul_(gradient_ND, gradient_ND)
+    root_ND = torch.sqrt(total_ND + optimizer.initial_accumulator_value).add_(optimizer.eps)
+    change_ND = gradient_ND.div_(root_ND)
+    if optimizer.counts_updates:
+        change_ND.mul_((1 / (1 + (step.t - 1) * optimizer.lr_decay)).to(change_ND.dtype))
+    step.rows_ND.add_(change_ND, alpha=-step.lr)
+
+
+def rmsprop(optimizer: RMSProp, step: RowStep) -> None:
+    gradient_ND = step.decay_gradient(optimizer.weight_decay)
+    *others, square_ND = step.slots.chunk(len(optimizer.slots), dim=1)
+    square_ND.mul_(optimizer.alpha).addcmul_(gradient_ND, gradient_ND, value=1 - optimizer.alpha)
+    variance_ND = square_ND
+    if optimizer.centered:
+        mean_ND = others.pop().mul_(optimizer.alpha).add_(gradient_ND, alpha=1 - optimizer.alpha)
+        variance_ND = square_ND.addcmul(mean_ND, mean_ND, value=-1).clamp_(min=0)
+    change_ND = gradient_ND.div_(torch.sqrt(variance_ND).add_(optimizer.eps))
+    if others:
+        change_ND = others.pop().mul_(optimizer.momentum).add_(change_ND)
+    step.rows_ND.add_(change_ND, alpha=-step.lr)
+
+
+def ftrl(optimizer: FTRL, step: RowStep) -> None:
+    held_ND, n_ND = step.slots.chunk(2, dim=1)
+    n_ND.addcmul_(step.gradient_ND, step.gradient_ND)
+    root_ND = torch.sqrt(n_ND).add_(optimizer.beta)
+    rate_ND = step.lr / root_ND
+    pull_ND = step.gradient_ND.add_(held_ND)
+    target_ND = step.rows_ND - rate_ND * pull_ND
+    # Of the weights that become 0, before they do. A rate of 0 makes none so but those that are.
+    held_ND.copy_(pull_ND.sub_(root_ND.mul_(step.rows_ND).div_(max(step.lr, SMALLEST_RATE))))
+    held_ND.clamp_(-optimizer.l1, optimizer.l1)
+    size_ND = target_ND.abs().sub_(optimizer.l1 * rate_ND)
+    weight_ND = torch.copysign(size_ND / (1 + optimizer.l2 * rate_ND), target_ND)
+    is_zero_ND = size_ND <= 0
+    balance_ND = torch.sign(target_ND).mul_(-optimizer.l1).sub_(weight_ND, alpha=optimizer.l2)
+    held_ND.copy_(torch.where(is_zero_ND, held_ND, balance_ND))
+    step.rows_ND.copy_(weight_ND.masked_fill_(is_zero_ND, 0))
+
+
+def rowwise_adagrad(optimizer: RowWiseAdagrad, step: RowStep) -> None:
+    gradient_ND, total_N = step.decay_gradient(optimizer.weight_decay), step.slots
+    total_N.add_(_mean_square(gradient_ND))
+    rate_N = torch.sqrt(total_N + optimizer.initial_accumulator_value).add_(optimizer.eps).reciprocal_()
+    if optimizer.counts_updates:
+        rate_N.mul_((1 / (1 + (step.t - 1) * optimizer.lr_decay)).to(rate_N.dtype))
+    step.rows_ND.add_(gradient_ND.mul_(rate_N), alpha=-step.lr)
+
+
+def rowwise_adam(optimizer: RowWiseAdam, step: RowStep) -> None:
+    (beta1, beta2), gradient_ND = optimizer.betas, step.gradient_ND
+    dim, dtype = gradient_ND.shape[1], gradient_ND.dtype
+    first_ND, second_N = step.slots[:, :dim], step.slots[:, dim:]
+    first_ND.mul_(beta1).add_(gradient_ND, alpha=1 - beta1)
+    second_N.mul_(beta2).add_(_mean_square(gradient_ND), alpha=1 - beta2)
+    inverse_root = (1 - beta2**step.t).rsqrt().to(dtype)
+    rate_N = torch.sqrt(second_N).mul_(inverse_root).add_(optimizer.eps).reciprocal_()
+    step_size = (step.lr / (1 - beta1**step.t)).to(dtype)
+    step.rows_ND.mul_(1 - step.lr * optimizer.weight_decay)
+    step.rows_ND.sub_(torch.mul(first_ND, rate_N, out=gradient_ND).mul_(step_size))
+
+
+def _mean_square(gradient_ND: torch.Tensor) -> torch.Tensor:
+    """[N, 1]."""
+    norm_N: torch.Tensor = torch.linalg.vector_norm(gradient_ND, dim=1, keepdim=True)
+    return norm_N.square_().div_(gradient_ND.shape[1])
+
+
+TENSOR_OPTIMIZERS: dict[str, Callable[[Any, RowStep], None]] = {
+    "sgd": sgd,
+    "momentum": momentum,
+    "sparse_momentum": sparse_momentum,
+    "adam": adam,
+    "adagrad": adagrad,
+    "adamw": adamw,
+    "rowwise_adagrad": rowwise_adagrad,
+    "rowwise_adam": rowwise_adam,
+    "rmsprop": rmsprop,
+    "ftrl": ftrl,
+}
+
+
+def update_rows(optimizer: RowOptimizerSpec, step: RowStep) -> None:
+    """Make one update as ``optimizer.updated`` specifies it."""
+    TENSOR_OPTIMIZERS[optimizer.name](optimizer, step)

@@ -1,0 +1,144 @@
+"""Memory that steps use again and the types in which they compute: fresh pages cost more than arithmetic on a CPU."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from geartrain.bridge.rows.native_types import gives_float32_products, product_type
+
+_FREE_BUFFERS_KEPT = 4
+_SMALL_USES = 64
+
+
+def _allocate(num_bytes: int, device: torch.device, *, pinned: bool = False) -> Tensor:
+    # A tensor born in inference mode could not be written to outside it.
+    with torch.inference_mode(False):
+        return torch.empty(num_bytes, dtype=torch.uint8, device=device, pin_memory=pinned)
+
+
+def wait_for_copies(device: torch.device) -> None:
+    """Wait until no copy between ``device`` and the host is under way, before host memory serves another purpose."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+class Scratch:
+    """Named scratch tensors; asking for a name again invalidates the tensor given before. Belongs to one thread."""
+
+    def __init__(self) -> None:
+        self._flat: dict[tuple[str, torch.device], Tensor] = {}
+        self._small_uses: dict[tuple[str, torch.device], int] = {}
+        """How often in a row less than a quarter of it would have done."""
+
+    def view(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Uninitialised contiguous tensor of this shape, in memory that is kept under ``name``."""
+        num_bytes = math.prod(shape) * dtype.itemsize
+        flat = self._flat.get((name, device))
+        small_uses = 0
+        if flat is not None and len(flat) > 4 * num_bytes:  # the last chunk, or another head
+            small_uses = self._small_uses[name, device] + 1
+        if flat is None or len(flat) < num_bytes or small_uses > _SMALL_USES:
+            flat, small_uses = _allocate(num_bytes, device), 0
+            self._flat[name, device] = flat
+        self._small_uses[name, device] = small_uses
+        return flat[:num_bytes].view(dtype).view(shape)
+
+
+class Buffer:
+    """A lent piece of memory; :meth:`BufferPool.give_back` it when nothing refers to its tensors any more."""
+
+    def __init__(self, flat: Tensor) -> None:
+        self.flat = flat
+
+    def tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Contiguous tensor of this shape, at the start of the buffer."""
+        num_bytes = math.prod(shape) * dtype.itemsize
+        return self.flat[:num_bytes].view(dtype).view(shape)
+
+
+class BufferPool:
+    """Lends buffers and keeps those given back for the next step; one that never comes back is simply collected."""
+
+    def __init__(self) -> None:
+        self._free: list[Buffer] = []
+
+    def take(self, num_bytes: int, device: torch.device, *, pinned: bool = False) -> Buffer:
+        """Lend a buffer of at least ``num_bytes``; ``pinned`` asks for page-locked host memory."""
+        for buffer in self._free:
+            flat = buffer.flat
+            if num_bytes <= len(flat) <= 2 * num_bytes and flat.device == device and flat.is_pinned() == pinned:
+                self._free.remove(buffer)
+                return buffer
+        return Buffer(_allocate(num_bytes, device, pinned=pinned))
+
+    def give_back(self, buffer: Buffer) -> None:
+        """Keep the buffer for the next :meth:`take`."""
+        self._free.append(buffer)
+        del self._free[:-_FREE_BUFFERS_KEPT]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arithmetic:
+    """Where and in which types a pass computes."""
+
+    device: torch.device
+    compute: torch.dtype
+    """Of statistics, sums and gradients."""
+    matmul: torch.dtype
+    """Of the operands of the large products."""
+
+    @staticmethod
+    def of(features: Tensor) -> Arithmetic:
+        """The types that ``features`` and the current autocast state ask for, but none that make a CPU slower."""
+        kind = features.device.type
+        compute = torch.float64 if features.dtype == torch.float64 else torch.float32
+        autocast = torch.is_autocast_enabled(kind)
+        matmul = product_type(features.device, torch.get_autocast_dtype(kind), compute) if autocast else compute
+        return Arithmetic(device=features.device, compute=compute, matmul=matmul)
+
+
+class Workspace:
+    """Scratch tensors of one thread, in the types of one pass."""
+
+    def __init__(self, arithmetic: Arithmetic, scratch: Scratch) -> None:
+        self.arithmetic = arithmetic
+        self._scratch = scratch
+
+    def empty(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Uninitialised tensor in the compute dtype (or ``dtype``); it lasts until ``name`` is asked for again."""
+        return self._scratch.view(name, shape, dtype or self.arithmetic.compute, self.arithmetic.device)
+
+    def narrow(self, name: str, tensor: Tensor) -> Tensor:
+        """``tensor`` as an operand of a product."""
+        if tensor.dtype == self.arithmetic.matmul:
+            return tensor
+        narrowed = self.empty(name, *tensor.shape, dtype=self.arithmetic.matmul)
+        narrowed.copy_(tensor)
+        return narrowed
+
+    def load_rows(self, rows_ND: Tensor, *, blocking: bool) -> Tensor:
+        """The rows on the device in the compute dtype: themselves if they are so already, else a scratch copy."""
+        if rows_ND.device == self.arithmetic.device and rows_ND.dtype == self.arithmetic.compute:
+            return rows_ND
+        loaded_ND = self.empty("rows", *rows_ND.shape)
+        loaded_ND.copy_(rows_ND, non_blocking=not blocking)
+        return loaded_ND
+
+    def product(self, name: str, left: Tensor, right: Tensor) -> Tensor:
+        """``left`` @ ``right``, both in the matmul dtype, as a scratch tensor in the compute dtype."""
+        return self.product_into(self.empty(name, left.shape[0], right.shape[1]), left, right)
+
+    def product_into(self, out: Tensor, left: Tensor, right: Tensor) -> Tensor:
+        """Write ``left`` @ ``right``, both in the matmul dtype, to ``out`` in the compute dtype; no sum is rounded.
+
+        Where the device cannot give such sums the operands are widened: exact, and slow.
+        """
+        if left.dtype == out.dtype:
+            return torch.mm(left, right, out=out)
+        if gives_float32_products(left.device, left.dtype):
+            return torch.mm(left, right, out_dtype=out.dtype, out=out)
+        return torch.mm(left.to(out.dtype), right.to(out.dtype), out=out)
