@@ -87,13 +87,7 @@ OTHERS: dict[str, dict[str, Any]] = {
 }
 WIRES: dict[str, dict[str, Any]] = {
     "float32": {},
-    **{
-        f"{dtype}{'' if feedback else ' without feedback'}": {
-            "wire_dtype": gt.WireFormat(dtype, error_feedback=feedback)
-        }
-        for dtype in ("bfloat16", "float16")
-        for feedback in (True, False)
-    },
+    **{dtype: {"wire_dtype": dtype} for dtype in ("bfloat16", "float16")},
 }
 """In which type rows travel -> arguments of the head."""
 HEADS: dict[str, dict[str, Any]] = {

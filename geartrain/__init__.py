@@ -34,7 +34,7 @@ if TYPE_CHECKING:
         RowWiseAdam,
         SparseMomentum,
     )
-    from geartrain.ams.values.specs import Constant, Normal, TableSpec, Uniform, WireFormat
+    from geartrain.ams.values.specs import Constant, Normal, TableSpec, Uniform
     from geartrain.ams.values.strings import hash_strings
     from geartrain.bridge.checkpoint.loading import load
     from geartrain.bridge.checkpoint.saving import save
@@ -162,7 +162,6 @@ __all__ = [
     "TreeSamples",
     "Uniform",
     "Unseen",
-    "WireFormat",
     "__version__",
     "attach",
     "auto_plan",
@@ -214,7 +213,7 @@ _HOMES = {
         "RMSProp",
         "FTRL",
     ),
-    "geartrain.ams.values.specs": ("Constant", "Normal", "TableSpec", "Uniform", "WireFormat"),
+    "geartrain.ams.values.specs": ("Constant", "Normal", "TableSpec", "Uniform"),
     "geartrain.ams.values.strings": ("hash_strings",),
     "geartrain.bridge.checkpoint.loading": ("load",),
     "geartrain.bridge.checkpoint.saving": ("save",),

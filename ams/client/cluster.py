@@ -33,7 +33,7 @@ from geartrain.ams.values.gear_messages import Freshness
 from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
 from geartrain.ams.values.scheduler_messages import ClusterView, StepWorker
 from geartrain.ams.values.shard_messages import Fence
-from geartrain.ams.values.specs import DTypeName, Initializer, Normal, TableSpec, WireDType, wire_format
+from geartrain.ams.values.specs import DTypeName, Initializer, Normal, TableSpec, checked_wire_dtype
 
 if TYPE_CHECKING:
     from geartrain.ams.gear.client.remote import RemoteGears
@@ -145,7 +145,7 @@ class Cluster:
         expiry: Expiry | None = None,
         max_bytes: int | None = None,
         reuse: bool = False,
-        wire_dtype: WireDType | None = None,
+        wire_dtype: DTypeName | None = None,
     ) -> Table:
         """Make a table on every shard and return it.
 
@@ -185,16 +185,15 @@ class Cluster:
             expiry=expiry,
             max_bytes=max_bytes,
         )
-        wire_format(wire_dtype, name, dtype)  # before there is a table
+        checked_wire_dtype(wire_dtype, name, dtype)  # before there is a table
         return Table(self._scheduler.create_table(spec, reuse=reuse), self._calls, self._stream, wire_dtype)
 
-    def table(self, name: str, *, wire_dtype: WireDType | None = None) -> Table:
+    def table(self, name: str, *, wire_dtype: DTypeName | None = None) -> Table:
         """Return an existing table.
 
         With ``wire_dtype="bfloat16"`` or ``"float16"`` the rows of a float32 table that are pulled, and gradients that
-        are pushed, travel in 16 bits: half the bytes. What rounding cuts off a gradient is added to the next one of the
-        same id; ``gt.WireFormat`` says how much memory that may take, or that it is lost. That is a choice of this
-        client, not of the table: others may make another one.
+        are pushed, travel in 16 bits: half the bytes, rounded to the nearest. That is a choice of this client, not of
+        the table: others may make another one.
 
         Raises TableNotFound, TableBeingRestored, ShardRestarted if a shard has lost its part of it, ClusterNotReady
         if that is not known because shards have not registered yet, and InvalidArgument.

@@ -46,7 +46,7 @@ from geartrain.ams.values.shard_messages import (
     ShardState,
     SyncGroup,
 )
-from geartrain.ams.values.specs import Ids, TableSpec, WireDType, WireFormat, wire_format
+from geartrain.ams.values.specs import DTypeName, Ids, TableSpec, checked_wire_dtype
 from geartrain.ams.values.text import counted
 
 
@@ -59,40 +59,31 @@ class Table:
     """
 
     def __init__(
-        self, spec: TableSpec, calls: ShardCalls, stream: ClientStream, wire_dtype: WireDType | None = None
+        self, spec: TableSpec, calls: ShardCalls, stream: ClientStream, wire_dtype: DTypeName | None = None
     ) -> None:
         self.spec = spec
         self._calls = calls
         self._stream = stream
-        self._wire = wire = wire_format(wire_dtype, spec.name, spec.dtype)
-        self._facts = facts_of(spec, wire)
+        self.wire_dtype = checked_wire_dtype(wire_dtype, spec.name, spec.dtype)
+        """How pulled rows and pushed gradients travel; None: in the table's type."""
+        self._facts = facts_of(spec, self.wire_dtype)
         self._dtype = spec.numpy_dtype
-        self._writes = TableWrites(spec, self._facts, calls, stream, wire)
+        self._writes = TableWrites(spec, self._facts, calls, stream)
 
     def __repr__(self) -> str:
         rows = "hashed" if self.spec.num_rows is None else counted(self.spec.num_rows, "row")
-        wire = "" if self._wire is None else f", wire_dtype={self._wire.dtype!r}"
+        wire = "" if self.wire_dtype is None else f", wire_dtype={self.wire_dtype!r}"
         spec = self.spec
         return f"Table({spec.name!r}, {rows}, dim={spec.dim}, {spec.dtype}, {spec.optimizer}{wire})"
-
-    @property
-    def wire_format(self) -> WireFormat | None:
-        """How pulled rows and pushed gradients travel; None: in the table's type."""
-        return self._wire
-
-    @property
-    def residual_bytes(self) -> int:
-        """Memory of this process for what rounding cut off the gradients of ids, index included."""
-        return self._writes.residual_bytes
 
     @property
     def write_log(self) -> WriteLog:
         """Which rows this client writes, of all its tables."""
         return self._calls.rows.write_log
 
-    def with_wire(self, wire_dtype: WireDType | None) -> Self:
-        """The same table, whose rows travel as ``"bfloat16"``, ``"float16"``, a :class:`geartrain.WireFormat` says, or,
-        with None, as they are. Nothing that was cut off is taken along. Raises InvalidArgument.
+    def with_wire(self, wire_dtype: DTypeName | None) -> Self:
+        """The same table, whose rows travel as ``"bfloat16"``, ``"float16"`` or, with None, as they are. Raises
+        InvalidArgument.
         """
         return type(self)(self.spec, self._calls, self._stream, wire_dtype)
 

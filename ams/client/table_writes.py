@@ -15,37 +15,24 @@ from geartrain.ams.client.rows.row_parts import CHECK_FINITE, NO_CHECK, Delivere
 from geartrain.ams.client.shard_calls import ShardCalls
 from geartrain.ams.client.writes import ClientStream, Numbers, Pending, RowWrite, Write
 from geartrain.ams.kernels import ops
-from geartrain.ams.kernels._core import Residuals, ScatteredRows, TableFacts
+from geartrain.ams.kernels._core import ScatteredRows, TableFacts
 from geartrain.ams.values.arguments import real_number
 from geartrain.ams.values.arrays import ids_array, rows_array
 from geartrain.ams.values.errors import InvalidArgument, NonFinite
 from geartrain.ams.values.optimizers.spec import NO_SCALARS
 from geartrain.ams.values.shard_messages import Assign, BatchFacts, CallContext, Done, Push, Remove, SyncGroup
-from geartrain.ams.values.specs import Ids, TableSpec, WireFormat
+from geartrain.ams.values.specs import Ids, TableSpec
 from geartrain.ams.values.text import counted
 
 
 class TableWrites:
     """Thread-safe. Arguments and errors are those of :class:`~geartrain.ams.client.table.Table`."""
 
-    def __init__(
-        self, spec: TableSpec, facts: TableFacts, calls: ShardCalls, stream: ClientStream, wire: WireFormat | None
-    ) -> None:
+    def __init__(self, spec: TableSpec, facts: TableFacts, calls: ShardCalls, stream: ClientStream) -> None:
         self._spec = spec
         self._facts = facts
         self._calls = calls
         self._stream = stream
-        self._residuals: Residuals | None = None
-        """What rounding cut off the gradients that were pushed."""
-        if wire is not None and wire.error_feedback:
-            most_ids = 2**31 if spec.num_rows is None else spec.num_rows
-            self._residuals = Residuals(spec.dim, wire.residual_bytes, most_ids)
-        self._residuals_of = self._incarnation
-
-    @property
-    def residual_bytes(self) -> int:
-        """Memory for what rounding cut off the gradients of ids, index included."""
-        return 0 if self._residuals is None else self._residuals.memory_bytes
 
     @property
     def _incarnation(self) -> int:
@@ -107,16 +94,8 @@ class TableWrites:
             step_goes_on=step_goes_on,
             are_distinct=known_distinct,
             batch=said,
-            residuals=self._current_residuals(),
         )
         return self._write(parts, numbers, checked)
-
-    def _current_residuals(self) -> Residuals | None:
-        """Nothing that was cut off gradients of rows from before a restore is added to those of the restored ones."""
-        if self._residuals is not None and self._residuals_of != self._incarnation:
-            self._residuals.clear()
-            self._residuals_of = self._incarnation
-        return self._residuals
 
     def assign(self, ids: Any, rows: Any, sequence: int | None) -> RowWrite:
         """Check rows [N, dim] that overwrite others, and cut them."""
@@ -170,11 +149,7 @@ class TableWrites:
 
     def _write(self, parts: RowParts, numbers: Numbers, ids: Ids) -> RowWrite:
         # A write means the table there is when it is prepared: half of it may be lost with a table restored since.
-        try:
-            return RowWrite(numbers, parts, self._calls.rows, self._incarnation, (self._spec.name, ids))
-        except BaseException:  # broken off while it waited for its number
-            parts.take_back()
-            raise
+        return RowWrite(numbers, parts, self._calls.rows, self._incarnation, (self._spec.name, ids))
 
 
 def send_once(write: Write) -> Done:

@@ -247,8 +247,6 @@ class Write:
         self._table_incarnation = table_incarnation
         self._created = 0
         self._duplicate = False
-        self._was_begun = False
-        """Whether it may have been sent."""
         begun: list[int] = []
         # Nobody can send what nobody holds: else a number would stay open for ever.
         weakref.finalize(self, _end_all, numbers, begun).atexit = False
@@ -272,7 +270,6 @@ class Write:
 
     def _begin(self) -> CallContext:
         failpoints.reach("client.send.before")
-        self._was_begun = True
         return self._numbers.context(self._sequence, self._table_incarnation)
 
     def _end(self, delivered: Delivered | None) -> Done:
@@ -356,9 +353,6 @@ class RowWrite(Write):
             self._rows.write_log.end(self._logged)
 
     def abandon(self) -> None:
-        """See :meth:`Write.abandon`. One that was never sent leaves what rounding cut off as it was before it."""
-        if isinstance(self._pending, RowParts) and not self._was_begun:
-            self._pending.take_back()
         super().abandon()
         self._is_over()
 
@@ -389,9 +383,7 @@ class RowWrite(Write):
             nonlocal context
             self.announce()
             context = self._numbers.context(self._sequence, self._table_incarnation)
-            self._was_begun = True
-            self._was_begun = self._rows.begin_write(parts, context, future)
-            return self._was_begun
+            return self._rows.begin_write(parts, context, future)
 
         def finish(reply: Any) -> Done:
             try:

@@ -759,18 +759,6 @@ class ScatteredRows:
     def place(self, rows: npt.NDArray[np.float32], numbers: npt.NDArray[np.int64] | None) -> None:
         """Write rows [N, dim]: those of these numbers (None: all)."""
 
-class Residuals:
-    """What rounding cut off the gradients of ids, at most ``most_bytes`` of it."""
-
-    def __init__(self, dim: int, most_bytes: int, most_ids: int) -> None: ...
-    def clear(self) -> None: ...
-    @property
-    def num_ids(self) -> int: ...
-    @property
-    def num_dropped(self) -> int: ...
-    @property
-    def memory_bytes(self) -> int: ...
-
 _Writes = TypeVar("_Writes")
 _Batch = tuple[npt.NDArray[np.uint32] | None, int | None, float | None, _Writes | None]
 """Occurrences [N], step, unix seconds, and the writes of each shard when its rows were pulled (-1: they were not)."""
@@ -792,11 +780,9 @@ class PreparedWrite:
         group: SyncGroup | None,
         step_goes_on: bool,
         every_shard: bool,
-        residuals: Residuals | None,
         are_distinct: bool = False,
         batch: _Batch[Sequence[int]] | None = None,
     ) -> None: ...
-    def take_back(self) -> None: ...
     @property
     def num_parts(self) -> int: ...
     def keep_rows(self) -> None:

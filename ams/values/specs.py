@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from geartrain.ams.values.admission.rules import Admission, admission_from_json, admission_to_json, require_admission
-from geartrain.ams.values.arguments import boolean, integer, real_number
+from geartrain.ams.values.arguments import integer, real_number
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.expiry.rules import Expiry, expiry_from_json
 from geartrain.ams.values.optimizers.registry import optimizer_from_json, optimizer_to_json, require_optimizer
@@ -276,56 +276,18 @@ def _of_kind(kinds: Mapping[str, type[Any]], fields: Mapping[str, Any]) -> Any:
     return kinds[fields["kind"]](**{name: value for name, value in fields.items() if name != "kind"})
 
 
-RESIDUAL_BYTES = 256 << 20
-"""Unless a client says another number."""
-INDEX_BYTES = 84
-"""Of an id whose residual is kept, at most."""
-
-
-@dataclass(frozen=True)
-class WireFormat:
-    """Rows of a float32 table travel in 16 bits: ``wire_dtype="bfloat16"`` is ``wire_dtype=WireFormat("bfloat16")``.
-
-    Pulled rows are rounded to the nearest; the table keeps its float32. Of a gradient that is pushed, what rounding
-    cuts off is kept here and added to the next one of the same id, so that nothing is lost but for the last bits.
-    """
-
-    dtype: DTypeName
-    """``"bfloat16"``, which has the range of float32 and 8 bits, or ``"float16"``: 11 bits, up to 65,504."""
-    error_feedback: bool = True
-    """False: what is cut off is lost, and no memory is needed for it."""
-    residual_bytes: int = RESIDUAL_BYTES
-    """What is cut off takes 4·D bytes and about 84 for each id, at most so many in all. Where they do not suffice, the
-    ids that were pushed longest ago lose theirs."""
-
-    def bytes_of(self, spec: TableSpec) -> int:
-        """What is cut off takes for all rows of a table of dense ids; of another one all there may be."""
-        return self.residual_bytes if spec.num_rows is None else spec.num_rows * (4 * spec.dim + INDEX_BYTES)
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.dtype, str) or self.dtype not in DTYPES:
-            raise InvalidArgument(f"wire_dtype is {self.dtype!r}; it must be one of {', '.join(map(repr, DTYPES))}")
-        boolean("error_feedback", self.error_feedback)
-        integer("residual_bytes", self.residual_bytes, 1)
-
-
-WireDType = DTypeName | WireFormat
-"""What ``wire_dtype=`` takes."""
-
-
-def wire_format(wire_dtype: WireDType | None, table: str, dtype: DTypeName) -> WireFormat | None:
-    """How rows of a table of ``dtype`` travel for who asks for ``wire_dtype``; None: as they are.
+def checked_wire_dtype(wire_dtype: DTypeName | None, table: str, dtype: DTypeName) -> DTypeName | None:
+    """The type that rows of a table of ``dtype`` travel in for who asks for ``wire_dtype``; None: their own.
 
     Raises InvalidArgument: rows of 16 bits travel as nothing else.
     """
-    if wire_dtype is None:
+    if wire_dtype is None or wire_dtype == dtype:
         return None
-    wire = wire_dtype if isinstance(wire_dtype, WireFormat) else WireFormat(wire_dtype)
-    if wire.dtype == dtype:
-        return None
+    if not isinstance(wire_dtype, str) or wire_dtype not in DTYPES:
+        raise InvalidArgument(f"wire_dtype is {wire_dtype!r}; it must be one of {', '.join(map(repr, DTYPES))}")
     if dtype != "float32":
         raise InvalidArgument(
-            f"wire_dtype is {wire.dtype!r}, and the rows of table {table!r} are {dtype}: they travel as they are. "
+            f"wire_dtype is {wire_dtype!r}, and the rows of table {table!r} are {dtype}: they travel as they are. "
             "Leave wire_dtype out; it is for tables of float32"
         )
-    return wire
+    return wire_dtype

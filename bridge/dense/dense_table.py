@@ -19,7 +19,7 @@ from geartrain.ams.client.writes import RowWrite
 from geartrain.ams.values.errors import InvalidArgument, NonFinite, SyncError, TableNotFound
 from geartrain.ams.values.optimizers.registry import Adam, RowOptimizerSpec
 from geartrain.ams.values.shard_messages import Done
-from geartrain.ams.values.specs import WireDType, wire_format
+from geartrain.ams.values.specs import DTypeName, checked_wire_dtype
 from geartrain.bridge.dense.attached import DenseRows, note
 from geartrain.bridge.dense.factory import Store, open_stores, width_of
 from geartrain.bridge.dense.host_values import HostValues
@@ -336,7 +336,7 @@ def attach(
     dim: int | None = None,
     process_group: dist.ProcessGroup | None = None,
     wait_seconds: float = 60.0,
-    wire_dtype: WireDType | None = None,
+    wire_dtype: DTypeName | None = None,
 ) -> DenseTable:
     """Put the weights of ``module`` into ``cluster`` and train them there; return what steps them.
 
@@ -364,8 +364,7 @@ def attach(
             process alone.
         wait_seconds: How long ``reuse`` waits.
         wire_dtype: ``"bfloat16"`` or ``"float16"``: parameters and gradients travel in 16 bits, half the bytes. The
-            shards keep float32, the module has what arrives. What rounding cuts off gradients is kept here (4·P bytes)
-            and added to the next ones, unless ``gt.WireFormat`` says otherwise. Buffers travel as they are.
+            shards keep float32, the module has what arrives. Buffers travel as they are.
 
     Raises:
         TableExists: The name is taken, and not ``reuse``.
@@ -378,7 +377,7 @@ def attach(
         raise InvalidArgument(f"mode is {mode!r}; it must be 'async' or 'sync'")
     if process_group is not None and mode != "sync":
         raise InvalidArgument(f"mode is {mode!r} and a process_group was given; ranks step together in mode='sync'")
-    wire_format(wire_dtype, name, "float32")  # before there is a table
+    checked_wire_dtype(wire_dtype, name, "float32")  # before there is a table
     tensors = ModuleTensors(module)
     width = width_of(cluster, name, dim, reuse=reuse)
     trained = Layout({key: one.shape for key, one in tensors.trained.items()}, width)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from torch import Tensor
@@ -14,7 +14,7 @@ from geartrain.ams.client.cluster import Cluster
 from geartrain.ams.client.table import Table
 from geartrain.ams.values.errors import ClusterNotReady, SpecMismatch, TableExists, TableNotFound
 from geartrain.ams.values.optimizers.registry import SGD, RowOptimizerSpec
-from geartrain.ams.values.specs import Constant, WireDType, WireFormat
+from geartrain.ams.values.specs import Constant, DTypeName
 from geartrain.bridge.dense.layout import Layout
 from geartrain.bridge.rows.tables import as_numpy
 
@@ -39,10 +39,9 @@ class Store:
         """Ids of all rows [R]."""
         return np.arange(self.layout.num_rows, dtype=np.int64)
 
-    def with_wire(self, wire_dtype: WireDType) -> Store:
-        """The same, whose rows travel so; what rounding cuts off gradients has the parameters' shape."""
-        wire = wire_dtype if isinstance(wire_dtype, WireFormat) else WireFormat(wire_dtype)
-        return Store(self.table.with_wire(replace(wire, residual_bytes=wire.bytes_of(self.table.spec))), self.layout)
+    def with_wire(self, wire_dtype: DTypeName) -> Store:
+        """The same, whose rows travel so."""
+        return Store(self.table.with_wire(wire_dtype), self.layout)
 
     def assign(self, rows_RD: Tensor) -> None:
         """Overwrite all rows: one write."""

@@ -19,7 +19,7 @@ from geartrain.ams.storage.snapshot.store import Place
 from geartrain.ams.values.arguments import boolean, integer
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
-from geartrain.ams.values.specs import MAX_DIM, DTypeName, Initializer, WireDType
+from geartrain.ams.values.specs import MAX_DIM, DTypeName, Initializer
 from geartrain.bridge.head.autograd_node import HeadCall, head_loss
 from geartrain.bridge.head.backends.backend import HeadSettings, RowBackend
 from geartrain.bridge.head.backends.registry import backend_named
@@ -89,7 +89,7 @@ class ClassHead(nn.Module):
         process_group: dist.ProcessGroup | None = None,
         rows_cache_bytes: int = 64 << 20,
         logits_cache_bytes: int | None = None,
-        wire_dtype: WireDType | None = None,
+        wire_dtype: DTypeName | None = None,
     ) -> None:
         """Create the table ``name`` of ``num_classes`` rows of width ``dim`` (or open it with ``reuse``).
 
@@ -139,9 +139,7 @@ class ClassHead(nn.Module):
             logits_cache_bytes: So many bytes of logits are kept instead of computed again; None: 26 MiB, on ranks 64
                 MiB.
             wire_dtype: With ``rows="pull"`` and float32 rows: the type in which rows and gradients of a step travel,
-                ``"bfloat16"`` or ``"float16"``, half the bytes; what rounding cuts off a gradient is added to the next
-                one of its class. ``gt.WireFormat`` says how much memory that takes, or that it is lost. Predictions,
-                graphs and exports read float32.
+                ``"bfloat16"`` or ``"float16"``, half the bytes. Predictions, graphs and exports read float32.
 
         Raises TableExists, SpecMismatch, InvalidArgument.
         """

@@ -18,7 +18,7 @@ from geartrain.ams.values.arguments import integer
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
 from geartrain.ams.values.placement import MAX_SHARDS
-from geartrain.ams.values.specs import DTypeName, TableSpec, WireDType, wire_format
+from geartrain.ams.values.specs import DTypeName, TableSpec, checked_wire_dtype
 from geartrain.ams.values.text import counted
 from geartrain.bridge.head.backends.registry import backend_named
 from geartrain.bridge.head.defaults import DEFAULT_OPTIMIZER, DEFAULT_SELECT
@@ -147,7 +147,7 @@ def memory_report(
     num_threads: int | None = None,
     rows_cache_bytes: int = 64 << 20,
     logits_cache_bytes: int | None = None,
-    wire_dtype: WireDType | None = None,
+    wire_dtype: DTypeName | None = None,
 ) -> MemoryReport:
     """Bytes that a head of these settings takes, by part; the arguments are those of :class:`ClassHead`, and some more.
 
@@ -209,7 +209,7 @@ def memory_report(
         threads=(num_threads or torch.get_num_threads()) if device == "cpu" else 1,
         rows_cache_bytes=rows_cache_bytes,
         logits_cache_bytes=logits_cache_bytes,
-        wire=wire_format(wire_dtype, "plan", dtype),
+        wire=checked_wire_dtype(wire_dtype, "plan", dtype),
     )
     parts = plan.table() + backend.step_memory(plan)
     if plan.neighbours:

@@ -14,7 +14,7 @@ import torch
 
 from geartrain.ams.kernels.full_table import FullDenseTable
 from geartrain.ams.values.placement import buckets_of_shard, even_placement
-from geartrain.ams.values.specs import DTYPES, TableSpec, WireFormat
+from geartrain.ams.values.specs import DTYPES, DTypeName, TableSpec
 
 Holder = Literal["shard", "rank"]
 
@@ -57,7 +57,7 @@ class MemoryPlan:
     threads: int
     rows_cache_bytes: int
     logits_cache_bytes: int | None
-    wire: WireFormat | None = None
+    wire: DTypeName | None = None
     """How rows travel; None: as they are."""
 
     @property
@@ -101,14 +101,7 @@ class MemoryPlan:
         """Of a rank whose gradients, ``push_bytes`` of float32 in a push, travel in 16 bits."""
         if self.wire is None:
             return []
-        parts = in_step("rank", ("gradients in 16 bits", push_bytes // 2, "A·D·2"))
-        if self.wire.error_feedback:
-            size = min(self.wire.residual_bytes, self.wire.bytes_of(self.spec))
-            formula = "C·(D·4 + 84), at most residual_bytes"
-            parts.append(
-                MemoryPart(name="cut off by rounding", holder="rank", bytes=size, standing=True, formula=formula)
-            )
-        return parts
+        return in_step("rank", ("gradients in 16 bits", push_bytes // 2, "A·D·2"))
 
     def batch_parts(
         self, batch: int, sums: int, chunk_rows: int, *, row_copies: float, others: int

@@ -15,7 +15,7 @@ from geartrain.ams.client.hosted_calls import InputsOfShard
 from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
 from geartrain.ams.values.scheduler_messages import ClusterView
 from geartrain.ams.values.shard_messages import Arrays, Done, SyncGroup
-from geartrain.ams.values.specs import DTYPES, Ids, Initializer, TableSpec, WireDType
+from geartrain.ams.values.specs import DTYPES, DTypeName, Ids, Initializer, TableSpec
 
 TORCH_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -126,7 +126,7 @@ class HeadTable(ReadableTable, Protocol):
         """
         ...
 
-    def with_wire(self, wire_dtype: WireDType | None) -> Self:
+    def with_wire(self, wire_dtype: DTypeName | None) -> Self:
         """The same table, whose rows travel so."""
         ...
 

@@ -23,7 +23,6 @@ PUBLIC_NAMES = {
     "Table",
     "TableFollower",
     "TableSpec",
-    "WireFormat",
     "SGD",
     "Momentum",
     "SparseMomentum",

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from geartrain.ams.client.hosted_calls import InputsOfShard
 from geartrain.ams.values.scheduler_messages import ClusterView
 from geartrain.ams.values.shard_messages import Arrays, Done, SyncGroup
-from geartrain.ams.values.specs import Ids, TableSpec, WireDType
+from geartrain.ams.values.specs import DTypeName, Ids, TableSpec
 from geartrain.bridge.rows.tables import HeadCalls, HeadCluster, HeadTable, HeadWrite, TableWrite
 
 
@@ -96,7 +96,7 @@ class TimedTable:
         """See ``Table.assign``."""
         return self._table.assign(ids, rows)
 
-    def with_wire(self, wire_dtype: WireDType | None) -> TimedTable:
+    def with_wire(self, wire_dtype: DTypeName | None) -> TimedTable:
         """See ``Table.with_wire``."""
         return TimedTable(self._table.with_wire(wire_dtype), self._times)
 

@@ -23,7 +23,7 @@ from geartrain.ams.client.rows.row_futures import RowFuture, RowFutures, Sendabl
 from geartrain.ams.client.rows.row_parts import Call, Delivered, PartRequest, RowParts, Shards, joint, row_parts
 from geartrain.ams.client.rows.write_log import WriteLog
 from geartrain.ams.kernels import ops
-from geartrain.ams.kernels._core import PreparedWrite, Residuals, RowsClient, ScatteredRows, TableFacts
+from geartrain.ams.kernels._core import PreparedWrite, RowsClient, ScatteredRows, TableFacts
 from geartrain.ams.rpc.carrier import AttemptFailed, ShardCarrier
 from geartrain.ams.rpc.client.silence import Peer, SilenceWatch
 from geartrain.ams.rpc.local import LocalCarrier
@@ -248,19 +248,15 @@ class RowCalls:
         check: int,
         request: PartRequest,
         every_shard: bool = False,
-        residuals: Residuals | None = None,
         **settings: Any,
     ) -> RowParts:
         """Merge equal ids of a push, look at the numbers, round them to the type they travel in, and cut the rows by
         shard. They stay the caller's.
 
-        ``request`` makes the request of a part, ``settings`` are those of all; ``residuals`` are what rounding cut off
-        earlier pushes. Raises NonFinite, OutOfMemory.
+        ``request`` makes the request of a part, ``settings`` are those of all. Raises NonFinite.
         """
         bits, code = (rows, 0) if isinstance(rows, ScatteredRows) else ops.as_bits(rows)
-        prepared = PreparedWrite(
-            self._client, table, ids, bits, code, check=check, every_shard=every_shard, residuals=residuals, **settings
-        )
+        prepared = PreparedWrite(self._client, table, ids, bits, code, check=check, every_shard=every_shard, **settings)
         return RowParts(prepared, request)
 
     def deliver(self, parts: RowParts | Sequence[Call], context: CallContext) -> Delivered:

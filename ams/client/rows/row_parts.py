@@ -11,7 +11,7 @@ import numpy.typing as npt
 from geartrain.ams.kernels import ops
 from geartrain.ams.kernels._core import PreparedWrite, TableFacts
 from geartrain.ams.values.shard_messages import Assign, BatchFacts, Done, Push, Request
-from geartrain.ams.values.specs import DTYPES, Ids, TableSpec, WireFormat
+from geartrain.ams.values.specs import DTYPES, DTypeName, Ids, TableSpec
 
 Call = tuple[int, Request]
 Shards = Sequence[int]
@@ -25,10 +25,10 @@ NO_CHECK, CHECK_PRODUCT, CHECK_FINITE = 0, 1, 2
 """What is looked for in the rows of a write: nothing; that the largest times ``scale`` is finite; that all are, too."""
 
 
-def facts_of(spec: TableSpec, wire: WireFormat | None) -> TableFacts:
-    """Return what compiled code knows of a table; ``wire``: how its rows travel, None: as they are."""
+def facts_of(spec: TableSpec, wire_dtype: DTypeName | None) -> TableFacts:
+    """Return what compiled code knows of a table; ``wire_dtype``: the type its rows travel in, None: as they are."""
     code = ops.DTYPE_CODES[spec.numpy_dtype]
-    wire_code = code if wire is None else ops.DTYPE_CODES[DTYPES[wire.dtype]]
+    wire_code = code if wire_dtype is None else ops.DTYPE_CODES[DTYPES[wire_dtype]]
     return TableFacts(spec.name, spec.dim, code, spec.num_rows is not None, wire_code, spec.counts_occurrences)
 
 
@@ -73,10 +73,6 @@ class RowParts:
     def only(self, shards: Shards) -> RowParts:
         """Those that go to some shards."""
         return RowParts(self.prepared, self._request, shards)
-
-    def take_back(self) -> None:
-        """It was never sent, and will not be: what rounding cuts off later gradients is as if it had not been made."""
-        self.prepared.take_back()
 
     def calls(self) -> list[Call]:
         """The same as requests of Python, with arrays of their own."""

@@ -22,7 +22,7 @@ from geartrain.ams.storage.snapshot.store import Place
 from geartrain.ams.values.arguments import integer
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
-from geartrain.ams.values.specs import DTypeName, Initializer, WireDType
+from geartrain.ams.values.specs import DTypeName, Initializer
 from geartrain.bridge.head.autograd_node import HeadCall
 from geartrain.bridge.head.loss.feature_parts import FeatureParts
 from geartrain.bridge.head.loss.margins.head_margin import HeadMargin
@@ -68,7 +68,7 @@ class HeadSettings:
     rows_cache_bytes: int
     logits_cache_bytes: int | None
     """None: the backend's own."""
-    wire_dtype: WireDType | None
+    wire_dtype: DTypeName | None
     """How rows travel; None: as they are."""
 
     @property

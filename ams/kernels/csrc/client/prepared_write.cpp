@@ -76,10 +76,8 @@ void widen_rows(const RowPlaces<char>& to, const char* from, int64_t count, size
 }
 
 PreparedWrite::PreparedWrite(const TableFacts& table, const Placement& placement, const int64_t* ids,
-                             const RowPlaces<const char>& rows, int64_t count, DType dtype, WriteSettings settings, RowCheck check,
-                             std::shared_ptr<Residuals> residuals)
-    : table_(table.name), dim_(table.dim), dtype_(dtype), rows_(rows), settings_(std::move(settings)), residuals_(std::move(residuals)),
-      counts_occurrences_(table.counts_occurrences) {
+                             const RowPlaces<const char>& rows, int64_t count, DType dtype, WriteSettings settings, RowCheck check)
+    : table_(table.name), dim_(table.dim), dtype_(dtype), rows_(rows), settings_(std::move(settings)), counts_occurrences_(table.counts_occurrences) {
   if (counts_occurrences_ && settings_.batch.occurrences != nullptr)
     occurrences_.assign(settings_.batch.occurrences, settings_.batch.occurrences + count);
   settings_.batch.occurrences = nullptr;
@@ -113,7 +111,6 @@ BatchFacts PreparedWrite::batch_of(const ShardPart& part) const {
 }
 
 void PreparedWrite::keep_rows() {
-  from_.reset();
   if (kept_ || rounded_ || is_merged()) return;
   kept_.reset(new char[std::max<size_t>(1, static_cast<size_t>(num_rows_) * row_bytes())]);
   copy_rows(kept_.get(), rows_, num_rows_, row_bytes());
@@ -174,33 +171,26 @@ void PreparedWrite::require_finite_product(int64_t count) const {
 
 // A retry sends the same bytes: they are made once.
 void PreparedWrite::round(const int64_t* ids, int64_t count, DType wire) {
-  if (dtype_ == wire && residuals_ == nullptr) return;
+  if (dtype_ == wire) return;
   const Kernels& k = kernels();
+  const DefaultFloatMode float_mode;
   rounded_.reset(new uint16_t[std::max<size_t>(1, static_cast<size_t>(count * dim_))]);
-  if (residuals_ != nullptr) {
-    require_within(ids, count, wire);
-    const RoundedGradients from{ids, count, rows_, dtype_, wire, static_cast<float>(settings_.scale)};
-    residuals_->round(from, rounded_.get());
-    from_ = from;
-  } else {
-    const DefaultFloatMode float_mode;
-    constexpr size_t kBlock = 1024;
-    float wide[kBlock];
-    uint32_t largest = 0;
-    uint16_t* out = rounded_.get();
-    each_block(count, [&](const char* rows, int64_t num_rows) {
-      const size_t numbers = static_cast<size_t>(num_rows * dim_);
-      for (size_t begin = 0; begin < numbers; begin += kBlock) {
-        const size_t size = std::min(kBlock, numbers - begin);
-        const char* values = rows + begin * item_bytes(dtype_);
-        if (dtype_ != DType::float32) k.load[static_cast<int>(dtype_)](wide, values, size);
-        k.store[static_cast<int>(wire)](out, dtype_ == DType::float32 ? reinterpret_cast<const float*>(values) : wide, size);
-        largest = std::max(largest, k.max_abs_bits[static_cast<int>(wire)](out, size));
-        out += size;
-      }
-    });
-    if (!(std::bit_cast<float>(largest) <= static_cast<float>(largest_of(wire)))) require_within(ids, count, wire);
-  }
+  constexpr size_t kBlock = 1024;
+  float wide[kBlock];
+  uint32_t largest = 0;
+  uint16_t* out = rounded_.get();
+  each_block(count, [&](const char* rows, int64_t num_rows) {
+    const size_t numbers = static_cast<size_t>(num_rows * dim_);
+    for (size_t begin = 0; begin < numbers; begin += kBlock) {
+      const size_t size = std::min(kBlock, numbers - begin);
+      const char* values = rows + begin * item_bytes(dtype_);
+      if (dtype_ != DType::float32) k.load[static_cast<int>(dtype_)](wide, values, size);
+      k.store[static_cast<int>(wire)](out, dtype_ == DType::float32 ? reinterpret_cast<const float*>(values) : wide, size);
+      largest = std::max(largest, k.max_abs_bits[static_cast<int>(wire)](out, size));
+      out += size;
+    }
+  });
+  if (!(std::bit_cast<float>(largest) <= static_cast<float>(largest_of(wire)))) require_within(ids, count, wire);
   rows_ = {reinterpret_cast<const char*>(rounded_.get())};
   dtype_ = wire;
 }
@@ -236,11 +226,6 @@ void PreparedWrite::require_within(const int64_t* ids, int64_t count, DType wire
                                (is_float16 ? "use wire_dtype=\"bfloat16\", which has that of float32, or scale the loss less"
                                            : "scale the loss less") +
                                ". Nothing was sent");
-}
-
-void PreparedWrite::take_back() {
-  if (from_) residuals_->take_back(*from_, rounded_.get());
-  from_.reset();
 }
 
 Operation PreparedWrite::operation(const ShardPart& part, const CallContext& context) const {

@@ -11,7 +11,6 @@
 
 #include "base/copy_row.hpp"
 #include "base/row_places.hpp"
-#include "client/residuals.hpp"
 #include "frames/frame.hpp"
 
 namespace geartrain {
@@ -87,11 +86,10 @@ enum class RowCheck { none, product, finite };  // product: of the largest with 
 class PreparedWrite {
  public:
   // `ids` [count] and `rows` [count, dim] stay the caller's, and as they are, while this lives. Those of an assign are distinct, and
-  // of rows that do not lie one after the other they rise. Gradients of a table whose wire is narrower are rounded to it, once;
-  // `residuals` (or null) are those of the table. Throws the Faults NonFinite (also for what is beyond the range of the wire),
-  // InvalidArgument and OutOfMemory.
+  // of rows that do not lie one after the other they rise. Gradients of a table whose wire is narrower are rounded to it, once.
+  // Throws the Faults NonFinite (also for what is beyond the range of the wire) and InvalidArgument.
   PreparedWrite(const TableFacts& table, const Placement& placement, const int64_t* ids, const RowPlaces<const char>& rows,
-                int64_t count, DType dtype, WriteSettings settings, RowCheck check, std::shared_ptr<Residuals> residuals);
+                int64_t count, DType dtype, WriteSettings settings, RowCheck check);
   PreparedWrite(const PreparedWrite&) = delete;
   PreparedWrite& operator=(const PreparedWrite&) = delete;
 
@@ -110,8 +108,6 @@ class PreparedWrite {
   const std::optional<SyncGroup>& group() const { return settings_.group; }
   bool is_merged() const { return !sums_.empty(); }
   int64_t num_rows() const { return num_rows_; }
-  // It will never be sent, nor was it: residuals are as before it. Idempotent.
-  void take_back();
   int64_t dim() const { return dim_; }
   DType dtype() const { return dtype_; }
   size_t row_bytes() const { return static_cast<size_t>(dim_) * item_bytes(dtype_); }
@@ -137,8 +133,6 @@ class PreparedWrite {
   std::vector<int64_t> merged_ids_;
   std::vector<float> sums_;
   std::unique_ptr<uint16_t[]> rounded_;
-  std::shared_ptr<Residuals> residuals_;
-  std::optional<RoundedGradients> from_;  // what residuals have been told of
   std::optional<CutIds> cut_;
   bool counts_occurrences_;
   std::vector<uint32_t> occurrences_;  // part by part; none: each id was there once, or nobody asks

@@ -218,7 +218,7 @@ void fill_batch(WriteSettings& settings, const BatchFactsGiven& given, size_t co
 template <class Rows>
 void prepare(PreparedWrite* self, const RowsClient& client, const TableFacts& table, const IdArray& ids, const Rows& rows, int dtype_code,
              bool is_assign, int check, std::optional<double> lr, double scale, nb::handle scalars, nb::handle group, bool step_goes_on,
-             bool every_shard, std::shared_ptr<Residuals> residuals, bool are_distinct, const std::optional<BatchFactsGiven>& batch) {
+             bool every_shard, bool are_distinct, const std::optional<BatchFactsGiven>& batch) {
   require(check >= 0 && check <= static_cast<int>(RowCheck::finite), "check must be 0, 1 or 2");
   size_t num_rows = 0, row_bytes = 0;
   DType dtype = DType::float32;
@@ -248,7 +248,7 @@ void prepare(PreparedWrite* self, const RowsClient& client, const TableFacts& ta
   const WithoutInterpreter release;
   if constexpr (std::is_same_v<Rows, ScatteredRows>) rows.gather();
   new (self) PreparedWrite(table, client.placement(), ids.data(), places, static_cast<int64_t>(ids.size()), dtype, std::move(settings),
-                           static_cast<RowCheck>(check), std::move(residuals));
+                           static_cast<RowCheck>(check));
 }
 
 nb::list write(RowsClient& client, const std::vector<std::pair<const PreparedWrite*, nb::object>>& calls, double seconds,
@@ -380,17 +380,10 @@ void bind_rows_client(nb::module_& m) {
            [](const RowsClient& client, double seconds) { return client.waiting(std::chrono::steady_clock::now() - duration_of(seconds)); },
            nb::arg("seconds"))
       .def("nudge", &RowsClient::nudge, nb::call_guard<WithoutInterpreter>());
-  nb::class_<Residuals>(m, "Residuals")
-      .def(nb::init<int64_t, int64_t, int64_t>(), nb::arg("dim"), nb::arg("most_bytes"), nb::arg("most_ids"))
-      .def("clear", &Residuals::clear)
-      .def_prop_ro("num_ids", &Residuals::size)
-      .def_prop_ro("num_dropped", &Residuals::num_dropped)
-      .def_prop_ro("memory_bytes", &Residuals::memory_bytes);
   const auto add_prepare = [](nb::class_<PreparedWrite>& write, auto* prepare) {
     write.def("__init__", prepare, nb::arg("client"), nb::arg("table"), nb::arg("ids").noconvert(), nb::arg("rows").noconvert(),
               nb::arg("dtype_code"), nb::kw_only(), nb::arg("is_assign"), nb::arg("check"), nb::arg("lr").none(), nb::arg("scale"),
-              nb::arg("scalars"), nb::arg("group").none(), nb::arg("step_goes_on"), nb::arg("every_shard"), nb::arg("residuals").none(),
-              nb::arg("are_distinct") = false, nb::arg("batch") = nb::none(),
+              nb::arg("scalars"), nb::arg("group").none(), nb::arg("step_goes_on"), nb::arg("every_shard"), nb::arg("are_distinct") = false, nb::arg("batch") = nb::none(),
               nb::keep_alive<1, 4>(), nb::keep_alive<1, 5>());
   };
   nb::class_<PreparedWrite> write(m, "PreparedWrite");
@@ -398,7 +391,6 @@ void bind_rows_client(nb::module_& m) {
   add_prepare(write, &prepare<ScatteredRows>);
   write
       .def("keep_rows", &PreparedWrite::keep_rows, nb::call_guard<WithoutInterpreter>())
-      .def("take_back", &PreparedWrite::take_back, nb::call_guard<WithoutInterpreter>())
       .def("part", &part_of, nb::arg("index"))
       .def_prop_ro("num_parts", [](const PreparedWrite& write) { return write.parts().size(); })
       .def_prop_ro("shards", [](const PreparedWrite& write) {

@@ -72,22 +72,6 @@ GEARTRAIN_INLINE void add_body(float* __restrict out, const float* __restrict in
   for (size_t i = 0; i < count; ++i) out[i] += in[i];
 }
 
-template <DType dtype>
-GEARTRAIN_INLINE void feed_back_body(uint16_t* __restrict out, float* __restrict cut_off, const float* __restrict gradient, size_t count,
-                                     float scale) {
-  constexpr float most = static_cast<float>(largest_of(dtype)), finite = static_cast<float>(largest_of(DType::float32));
-  const float inverse = 1.0f / scale;
-  for (size_t i = 0; i < count; ++i) {
-    float value = gradient[i] + cut_off[i] * inverse;
-    value = value < finite ? value : finite;
-    value = value > -finite ? value : -finite;
-    float sent = value < most ? value : most;
-    sent = sent > -most ? sent : -most;
-    out[i] = narrow<dtype>(sent);
-    cut_off[i] = (value - widen<dtype>(out[i])) * scale;
-  }
-}
-
 GEARTRAIN_INLINE Ranges add_late_body(float* __restrict row, float* __restrict slot, const float* __restrict gradient, size_t count,
                                       PushFactors push) {
   Largest largest_row, largest_slot;
@@ -160,7 +144,6 @@ constexpr Kernels kernels_for(Isa isa) {
       .max_abs_bits = {Versions<&max_abs_bits_body<kF32>>::pick(isa), Versions<&max_abs_bits_body<kF16>>::pick(isa),
                        Versions<&max_abs_bits_body<kBF16>>::pick(isa)},
       .copy_streaming = isa == Isa::baseline ? &copy_plain : copy_streaming_avx2,
-      .feed_back = {nullptr, Versions<&feed_back_body<kF16>>::pick(isa), Versions<&feed_back_body<kBF16>>::pick(isa)},
       .add = Versions<&add_body>::pick(isa),
   };
 }

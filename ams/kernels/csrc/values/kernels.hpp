@@ -38,9 +38,6 @@ struct Kernels {
   uint32_t (*max_abs_bits[kNumDTypes])(const void* in, size_t count);
   // Copies past the caches; `finish_streaming` must follow before another thread may look.
   void (*copy_streaming)(char* out, const char* in, size_t bytes);
-  // Error feedback:  v = gradient + cut_off / scale;  out = v in 16 bits;  cut_off = (v - out) * scale. Round to nearest even; what
-  // exceeds the type's range is cut off, too. Index: DType, but float32.
-  void (*feed_back[kNumDTypes])(uint16_t* out, float* cut_off, const float* gradient, size_t count, float scale);
   // out += in.
   void (*add)(float* out, const float* in, size_t count);
 };

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from geartrain.ams.programs.selection import FullSoftmax, SamplingCorrection
 from geartrain.ams.values.shard_messages import SyncGroup
-from geartrain.ams.values.specs import Ids, wire_format
+from geartrain.ams.values.specs import Ids, checked_wire_dtype
 from geartrain.bridge.head.autograd_node import RowsPass
 from geartrain.bridge.head.backends.backend import HeadSettings, logits_bytes
 from geartrain.bridge.head.backends.cluster_backend import ClusterBackend
@@ -43,7 +43,7 @@ class PullBackend(ClusterBackend):
         self.keeps_logits_bytes = logits_bytes(settings.logits_cache_bytes, LOGITS_CACHE_BYTES)
         self._rows_cache_bytes = settings.rows_cache_bytes
         self._pool = BufferPool()
-        wire_format(settings.wire_dtype, settings.name, settings.dtype)  # before there is a table
+        checked_wire_dtype(settings.wire_dtype, settings.name, settings.dtype)  # before there is a table
         super().__init__(settings)
 
     @classmethod

@@ -72,7 +72,7 @@ def prepared(
 ) -> _core.PreparedWrite:
     defaults: dict[str, Any] = {"is_assign": False, "check": 2, "lr": None, "scale": 1.0, "scalars": {}, "group": None}
     bits, code = ops.as_bits(rows)
-    rest = defaults | {"step_goes_on": False, "every_shard": False, "residuals": None} | settings
+    rest = defaults | {"step_goes_on": False, "every_shard": False} | settings
     return _core.PreparedWrite(client, facts_of(name, is_dense=is_dense), ids, bits, code, **rest)
 
 
