@@ -15,7 +15,6 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 SOURCES = REPOSITORY / "proto"
 PACKAGE = Path("geartrain/ams/pb/v1")
 STUBS = REPOSITORY / "ams" / "pb" / "v1"
-SUFFIXES = ("_pb2.py", "_pb2.pyi", "_pb2_grpc.py", "_pb2_grpc.pyi")
 
 
 def generate(target: Path) -> list[Path]:
@@ -33,8 +32,8 @@ def generate(target: Path) -> list[Path]:
             f"--proto_path={SOURCES}",
             f"--proto_path={well_known}",
             f"--plugin=protoc-gen-mypy={plugins / 'protoc-gen-mypy'}",
-            f"--plugin=protoc-gen-mypy_grpc={plugins / 'protoc-gen-mypy_grpc'}",
-            *(f"--{kind}_out={folder}" for kind in ("python", "grpc_python", "mypy", "mypy_grpc")),
+            f"--python_out={folder}",
+            f"--mypy_out={folder}",
             *map(str, protos),
         ]
         if protoc.main(arguments) != 0:
@@ -47,7 +46,7 @@ def generate(target: Path) -> list[Path]:
 def stale(target: Path, made: list[Path]) -> list[Path]:
     """Return the stubs in ``target`` that no ``.proto`` stands behind any more."""
     names = {path.name for path in made}
-    return sorted(p for p in target.iterdir() if p.name.endswith(SUFFIXES) and p.name not in names)
+    return sorted(p for p in target.iterdir() if "_pb2" in p.name and p.name not in names)
 
 
 def main() -> None:

@@ -6,13 +6,14 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import grpc
 import numpy as np
 import pytest
 
 from geartrain.ams.client.factory import connect
-from geartrain.ams.pb.v1 import shard_pb2, shard_pb2_grpc, types_pb2
+from geartrain.ams.pb.v1 import shard_pb2, types_pb2
 from geartrain.ams.rpc.client.scheduler import GrpcSchedulerCarrier
 from geartrain.ams.scheduler.service import SchedulerServer
 from geartrain.ams.server.role import ShardServer
@@ -106,21 +107,30 @@ def test_an_incarnation_beyond_all_clocks_is_refused_before_it_shuts_anybody_out
         ours.fence("job", ours.write_stream.incarnation)
 
 
+def call(channel: grpc.Channel, method: str, request: Any, reply: Any) -> Any:
+    return channel.unary_unary(
+        f"/geartrain.ams.v1.Shard/{method}",
+        request_serializer=type(request).SerializeToString,
+        response_deserializer=reply.FromString,
+    )(request)
+
+
 def tell_shards(addresses: list[str], way: str, **numbers: int) -> None:
     """Push no rows as somebody of the job's name, or fence it, with whatever numbers. Raises RuntimeError: refused."""
     for address in addresses:
         with grpc.insecure_channel(address) as channel:
-            stub = shard_pb2_grpc.ShardStub(channel)
             try:
                 if way == "fence":
-                    stub.Fence(shard_pb2.FenceRequest(job="job", incarnation=numbers["incarnation"]))
+                    request = shard_pb2.FenceRequest(job="job", incarnation=numbers["incarnation"])
+                    call(channel, "Fence", request, shard_pb2.WriteReply)
                 elif way == "message":
                     context = types_pb2.CallContext(stream="job/rank0", **numbers)
-                    stub.Push(shard_pb2.PushRequest(context=context, table="t"))
+                    call(channel, "Push", shard_pb2.PushRequest(context=context, table="t"), shard_pb2.WriteReply)
             except grpc.RpcError as error:
                 raise RuntimeError(error.details()) from error
             if way in ("ring", "tcp"):
-                offer = stub.OpenDataPlane(shard_pb2.OpenDataPlaneRequest())
+                request = shard_pb2.OpenDataPlaneRequest()
+                offer = call(channel, "OpenDataPlane", request, shard_pb2.OpenDataPlaneReply)
                 connection = frame_calls.dial(way, offer.socket, offer.secret, offer.port)
                 push = frame_calls.push("t", [], 1, stream="job/rank0", **numbers)
                 (told,) = frame_calls.ask(connection, push)

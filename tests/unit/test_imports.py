@@ -89,7 +89,7 @@ def product_files() -> Iterator[Path]:
         for path in sorted((REPOSITORY / folder).rglob("*.py")):
             relative = path.relative_to(REPOSITORY)
             is_link = relative.parts[0] == "geartrain" and relative.parts[1] in FOLDERS
-            if not is_link and not relative.name.endswith(("_pb2.py", "_pb2_grpc.py")):
+            if not is_link and not relative.name.endswith("_pb2.py"):
                 yield relative
 
 
