@@ -387,8 +387,7 @@ class Cluster:
         process; a dense module once it is refreshed (``refresh()``). Heads of several ranks and slow gears are made
         anew. Other processes must open theirs anew (:meth:`table`): until then they get TableNotFound, so that nobody
         writes into what is restored. A write that the restored rows hold is recognised if it is sent again (exactly
-        on the same number of shards, at a step boundary on another one, and where a version before snapshots of format
-        4 wrote it), and sync groups go on at their step.
+        on the same number of shards, at a step boundary on another one), and sync groups go on at their step.
         Raises TableExists (a job never goes on with other rows by accident), TableNotFound (``tables`` names one that
         the snapshot has not), SnapshotNotFound, SnapshotRefused (a server does not read there: ``snapshot_roots``),
         SnapshotDamaged (naming the file; checked before any of its rows is written), ShardUnavailable,

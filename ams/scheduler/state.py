@@ -18,6 +18,7 @@ from geartrain.ams.storage.kv.store import KeyValueStore
 from geartrain.ams.values.errors import ConfigError, StateDamaged
 from geartrain.ams.values.placement import BucketMap, even_placement, placement_from_bytes, placement_to_bytes
 from geartrain.ams.values.specs import TableSpec
+from geartrain.ams.values.text import other_format
 
 FORMAT = 1
 _LONGEST_NAME_BYTES = 300
@@ -117,10 +118,9 @@ class State:
     def _read(self, values: Mapping[str, bytes], num_shards: int) -> BucketMap:
         """Take over what was kept, and return its bucket map, by which rows lie."""
         cluster = _parsed("cluster", values.get("cluster"))
-        if cluster["format"] > FORMAT:
+        if cluster["format"] != FORMAT:
             raise ConfigError(
-                f"the scheduler's state is of format {cluster['format']}, this Geartrain reads up to {FORMAT}; "
-                "upgrade it, or give an empty data folder"
+                f"the scheduler's state {other_format(cluster['format'], FORMAT)}, or give an empty data folder"
             )
         if cluster["num_shards"] != num_shards:
             raise ConfigError(
@@ -141,11 +141,10 @@ class State:
                 self.members[shard] = Member(**fields, is_heard=False)
             elif kind == "schema":
                 fields = _parsed(key, value)
-                spec = TableSpec.from_dict(fields["spec"] | {"incarnation": fields.get("incarnation", 0)})
+                spec = TableSpec.from_dict(fields["spec"] | {"incarnation": fields["incarnation"]})
                 holders = {int(shard): incarnation for shard, incarnation in fields["holders"].items()}
-                for_restore = fields.get("for_restore", False)
-                self.schemas[spec.name] = Schema(spec, holders, fields["is_unsettled"], for_restore)
-        return BucketMap(placed.get("version", 1), bucket_shards)  # which was not kept when there was but one
+                self.schemas[spec.name] = Schema(spec, holders, fields["is_unsettled"], fields["for_restore"])
+        return BucketMap(placed["version"], bucket_shards)
 
 
 def key_of(kind: str, name: str) -> str:

@@ -46,7 +46,7 @@ GeartrainError
 ├── ModelDamaged                     a file of a saved model is missing, changed or another's: names the file
 ├── SnapshotError
 │   ├── SnapshotDamaged              a file is missing, changed or another's: names file, shard, table and rows
-│   │   └── SnapshotTooNew           written by a later version of Geartrain, in a format that this one does not know
+│   │   └── SnapshotOfOtherFormat    written by another version of Geartrain, in a format that this one does not read
 │   ├── SnapshotRefused              a role does not read or write snapshots there: names its snapshot_roots
 │   ├── SnapshotFailed               one could not be written or removed; older ones are as they were
 │   └── SnapshotNotFound (LookupError)
@@ -284,8 +284,8 @@ class SnapshotDamaged(SnapshotError):
     """
 
 
-class SnapshotTooNew(SnapshotDamaged):
-    """A later version of Geartrain wrote the snapshot, in a format that this one does not know. It may be sound."""
+class SnapshotOfOtherFormat(SnapshotDamaged):
+    """Another version of Geartrain wrote the snapshot, in a format that this one does not read. It may be sound."""
 
 
 class SnapshotRefused(SnapshotError):

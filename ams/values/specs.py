@@ -243,7 +243,7 @@ class TableSpec:
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> Self:
-        """Return what :meth:`to_dict` wrote, here or in an older version. Raises InvalidArgument."""
+        """Return what :meth:`to_dict` wrote. Raises InvalidArgument."""
         try:
             return cls(
                 **{

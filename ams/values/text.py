@@ -37,3 +37,8 @@ def quoted(name: object) -> str:
         return text
     length = len(name) if isinstance(name, str) else len(text)
     return f"{text[:_LONGEST_QUOTED]}... ({counted(length, 'character')})"
+
+
+def other_format(found: object, read: object) -> str:
+    """What is wrong with a file of another format than the one that is read, and what to do, after its name."""
+    return f"has format {found!r}; this version of Geartrain reads format {read!r}. Use the version that wrote it"

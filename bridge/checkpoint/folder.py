@@ -27,12 +27,11 @@ from geartrain.ams.storage.snapshot.folder import Snapshot, open_snapshot
 from geartrain.ams.storage.snapshot.manifest import seal_json, unseal_json
 from geartrain.ams.values.arguments import path_name
 from geartrain.ams.values.errors import ConfigError, InvalidArgument, ModelDamaged, SnapshotError
+from geartrain.ams.values.text import other_format
 from geartrain.bridge.checkpoint.rank_rows import RankFile
 from geartrain.bridge.rows.state import state_from_bytes, state_to_bytes
 
 FORMAT = 1
-_FORMAT_OF_RANKS = 2
-"""Of a model some tensors of which lie in files of ranks: earlier versions know none."""
 MODEL = "model.json"
 _ID = r"[0-9a-f]{32}"
 _OURS = re.compile(
@@ -108,14 +107,14 @@ def write_state(folder: Path, model_id: str, state: Any) -> tuple[int, str]:
 def publish(folder: Path, record: ModelRecord) -> None:
     """Make what was written the model of the folder, in one step. Raises InvalidArgument, OSError."""
     content = {
-        "format": _FORMAT_OF_RANKS if record.pieces else FORMAT,
+        "format": FORMAT,
         "created": time.time(),
         "id": record.id,
         "state": {"file": record.state_file, "bytes": record.state_bytes, "xxh3_128": record.state_xxh3_128},
         "rows": [vars(rows) for rows in record.rows],
         "modules": record.modules,
         "about": record.about,
-        **({"pieces": [vars(piece) for piece in record.pieces]} if record.pieces else {}),
+        "pieces": [vars(piece) for piece in record.pieces],
     }
     data = seal_json(content)
     sync_folder(folder)
@@ -130,7 +129,7 @@ def sweep(folder: Path) -> None:
     if os.path.lexists(folder / MODEL):
         try:
             kept = read_record(folder).id
-        except (ConfigError, ModelDamaged):  # its files may be all that is left of it, or those of a later version
+        except (ConfigError, ModelDamaged):  # its files may be all that is left of it, or those of another version
             return
     for path in folder.iterdir() if folder.is_dir() else ():
         match = _OURS.fullmatch(path.name)
@@ -143,7 +142,7 @@ def sweep(folder: Path) -> None:
 
 
 def read_record(folder: Path) -> ModelRecord:
-    """Raises ConfigError if no model was saved there, or by a later version; ModelDamaged."""
+    """Raises ConfigError if no model was saved there, or in another format; ModelDamaged."""
     path = folder / MODEL
     try:
         data = path.read_bytes()
@@ -155,10 +154,8 @@ def read_record(folder: Path) -> ModelRecord:
         content = unseal_json(data)
     except ValueError as exc:
         raise ModelDamaged(f"{path} is damaged: {exc}; {_REMEDY}") from exc
-    if content.get("format") not in (FORMAT, _FORMAT_OF_RANKS):
-        raise ConfigError(
-            f"{path} has format {content.get('format')!r}; this version reads formats {FORMAT} and {_FORMAT_OF_RANKS}"
-        )
+    if content.get("format") != FORMAT:
+        raise ConfigError(f"{path} {other_format(content.get('format'), FORMAT)}, or save the model again")
     try:
         return ModelRecord(
             id=content["id"],
@@ -166,7 +163,7 @@ def read_record(folder: Path) -> ModelRecord:
             state_xxh3_128=content["state"]["xxh3_128"],
             rows=[SavedRows(**rows) for rows in content["rows"]],
             modules=content["modules"],
-            pieces=[RankFile(**piece) for piece in content.get("pieces", [])],
+            pieces=[RankFile(**piece) for piece in content["pieces"]],
             about=content["about"],
         )
     except (KeyError, TypeError) as exc:
@@ -186,7 +183,7 @@ def read_state(folder: Path, record: ModelRecord) -> Any:
 
 
 def open_rows(folder: Path, rows: SavedRows) -> Snapshot:
-    """One of the snapshots of the folder. Raises ModelDamaged, SnapshotDamaged, SnapshotTooNew."""
+    """One of the snapshots of the folder. Raises ModelDamaged, SnapshotDamaged."""
     try:
         snapshot = open_snapshot(folder / rows.folder)
     except SnapshotError as exc:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from geartrain.ams.storage.snapshot.folder import Snapshot, latest, list_snapshots
 from geartrain.ams.values.errors import ConfigError, InvalidArgument, SnapshotDamaged
+from geartrain.ams.values.text import other_format
 from geartrain.bridge.rows.state import state_from_bytes, state_to_bytes
 from geartrain.workers.ctr.recipe import CtrRecipe
 from geartrain.workers.data.streams import ReadingPosition
@@ -58,7 +59,8 @@ class CtrState:
         """Read the state beside the rows of ``snapshot``. Raises SnapshotDamaged, and ConfigError if it has none."""
         values: Mapping[str, Any] = snapshot.manifest.job
         if values.get("format") != FORMAT:
-            raise ConfigError(f"{snapshot.path} was not taken by 'geartrain worker ctr' of this version")
+            why = other_format(values.get("format"), FORMAT)
+            raise ConfigError(f"the job's state in {snapshot.path} {why}, or give one of 'geartrain worker ctr'")
         try:
             return cls(
                 recipe=CtrRecipe.from_json(values["recipe"]),

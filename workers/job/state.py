@@ -17,6 +17,7 @@ from torch import Tensor
 from geartrain.ams.storage.snapshot.folder import Snapshot, latest, list_snapshots, open_snapshot
 from geartrain.ams.storage.snapshot.store import place, within
 from geartrain.ams.values.errors import ConfigError, InvalidArgument, SnapshotDamaged
+from geartrain.ams.values.text import other_format
 from geartrain.bridge.rows.state import state_from_bytes, state_to_bytes
 from geartrain.workers.data.bitmaps import Preprocessing
 from geartrain.workers.data.streams import ReadingPosition
@@ -116,7 +117,8 @@ class JobState:
         """Read the state of the job that took ``snapshot``. Raises SnapshotDamaged, and ConfigError if no job did."""
         values: Mapping[str, Any] = snapshot.manifest.job
         if values.get("format") != FORMAT or "progress" not in values:
-            raise ConfigError(f"{snapshot.path} was not taken by 'geartrain worker' of this version; give another one")
+            why = other_format(values.get("format"), FORMAT)
+            raise ConfigError(f"the job's state in {snapshot.path} {why}, or give one of 'geartrain worker'")
         files = snapshot.job_files()
         try:
             state = cls(

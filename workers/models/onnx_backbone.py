@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from geartrain.ams.storage.snapshot.manifest import seal_json, unseal_json
 from geartrain.ams.values.errors import ConfigError, InvalidArgument, ModelDamaged
-from geartrain.ams.values.text import quoted
+from geartrain.ams.values.text import other_format, quoted
 from geartrain.workers.atomic import complete_folder, replacing_folder, write_json
 
 Inputs = Tensor | tuple[Any, ...] | Mapping[str, Any]
@@ -192,7 +192,7 @@ def read(folder: Path) -> Exported:
     try:
         config = unseal_json((folder / _CONFIG).read_bytes())
         if config["kind"] != KIND or config["format"] != FORMAT:
-            raise ConfigError(f"{folder / _CONFIG} has format {config['format']!r}; this version reads {FORMAT}")
+            raise ConfigError(f"{folder / _CONFIG} {other_format(config['format'], FORMAT)}, or export the model again")
         for name in _FILES:
             if _checksum(folder / name) != config["xxh3_128_of"][name]:
                 raise ModelDamaged(f"{folder / name} is damaged: its checksum in {_CONFIG} is another; {_REMEDY}")

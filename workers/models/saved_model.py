@@ -14,7 +14,6 @@ snapshots (:mod:`geartrain.workers.job.state`).
 from __future__ import annotations
 
 import json
-import logging
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,17 +26,14 @@ from torch import Tensor, nn
 
 from geartrain.ams.storage.snapshot.manifest import seal_json, unseal_json
 from geartrain.ams.values.errors import ConfigError, ModelDamaged
+from geartrain.ams.values.text import other_format
 from geartrain.bridge.head.class_head import ClassHead
 from geartrain.bridge.head.weights import write_centers
 from geartrain.workers.atomic import complete_folder, replacing_folder, write_json
 from geartrain.workers.data.bitmaps import Preprocessing
 from geartrain.workers.models.backbones import build_backbone
 
-logger = logging.getLogger(__name__)
-
-FORMAT = 2
-_WITHOUT_CHECKSUMS = 1
-"""The format before, which can still be read."""
+FORMAT = 1
 _CONFIG = "config.json"
 _BACKBONE, _CENTERS, _CLASSES = "backbone.safetensors", "centers.safetensors", "classes.json"
 _FILES = (_BACKBONE, _CENTERS, _CLASSES)
@@ -45,7 +41,8 @@ _TENSOR = "centers"
 """In the file of that name."""
 COSINE, PRODUCT = "cosine of feature and class center", "product of feature and class center"
 _CHUNK_BYTES = 1 << 20
-_REMEDY = "bring it back from a copy, or train on: 'geartrain worker ... --resume RUN' saves the model anew at its end"
+_AGAIN = "train on: 'geartrain worker ... --resume RUN' saves the model anew at its end"
+_REMEDY = f"bring it back from a copy, or {_AGAIN}"
 
 
 @dataclass(frozen=True)
@@ -117,15 +114,13 @@ def load_model(folder: Path, *, backbone: str | None = None) -> Model:
 
     A backbone of the person's own (``package.module:function``) is imported only if it is named as ``backbone``.
 
-    One saved by a version without checksums is read unchecked, which is logged. Raises ConfigError (not the folder of a
-    model, or of a newer version), ModelDamaged (names the file). One more read of every file than without checksums.
+    Raises ConfigError (not the folder of a model, or one of another format), ModelDamaged (names the file).
     """
     folder = _of_run(complete_folder(folder))
     config = _read_config(folder / _CONFIG)
     try:
-        if config["format"] != _WITHOUT_CHECKSUMS:
-            for name in _FILES:
-                _require_checksum(folder / name, config["xxh3_128_of"][name])
+        for name in _FILES:
+            _require_checksum(folder / name, config["xxh3_128_of"][name])
         name, settings = config["backbone"]["name"], config["backbone"]["settings"]
         network = build_backbone(name, settings, own=backbone)
         network.load_state_dict(_read_tensors(folder / _BACKBONE))
@@ -168,32 +163,10 @@ def _read_config(path: Path) -> dict[str, Any]:
     try:
         config = unseal_json(data)
     except ValueError as exc:
-        found = _without_checksum(data)
-        if "format" in found and found["format"] != _WITHOUT_CHECKSUMS:
-            raise ConfigError(
-                f"{path} has format {found['format']!r}; this version reads formats {_WITHOUT_CHECKSUMS} and {FORMAT}"
-            ) from exc
-        if found:
-            logger.warning(
-                "%s was saved without checksums: damage to its files would not be found. 'geartrain worker ... "
-                "--resume RUN' saves it anew, with them",
-                path.parent,
-            )
-            return found
         raise ModelDamaged(f"{path} is damaged: {exc}; {_REMEDY}") from exc
     if config.get("format") != FORMAT:
-        raise ConfigError(f"{path} has format {config.get('format')!r}; this version reads format {FORMAT}")
+        raise ConfigError(f"{path} {other_format(config.get('format'), FORMAT)}, or {_AGAIN}")
     return config
-
-
-def _without_checksum(data: bytes) -> dict[str, Any]:
-    """What a file that was written without a checksum says; nothing, if it is no such file."""
-    try:
-        found = json.loads(data)
-    except ValueError:
-        return {}
-    # With a checksum it is one of ours that is damaged, and its word counts for nothing.
-    return found if isinstance(found, dict) and "xxh3_128" not in found else {}
 
 
 def _require_checksum(path: Path, expected: str) -> None:

@@ -161,9 +161,6 @@ class Recipe:
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Recipe:
         """The recipe that :meth:`to_json` wrote. Raises ConfigError for fields this version does not know."""
-        if not isinstance(values.get("margin", ""), str):  # the two numbers of CosFace, as format 1 began
-            rest = {name: value for name, value in values.items() if name != "scale"}
-            values = {**rest, "margin": f"cosface:{values['scale']!r},{values['margin']!r}"}
         unknown = set(values) - {known.name for known in fields(cls)}
         if unknown:
             raise ConfigError(

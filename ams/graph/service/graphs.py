@@ -337,7 +337,7 @@ class Graphs:
         found = self._loaded.get(table)
         if found is None and self._store is not None:
             with self._store_lock:
-                found = self._store.load_table(table)
+                found = self._store.load(table)
                 if found is not None:
                     self._loaded[table] = found
         if found is not None:

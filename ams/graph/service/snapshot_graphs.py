@@ -1,8 +1,5 @@
 """Graphs in snapshots: blocks of the lists of some classes, by rising index and class; the first one also says what the
 graph is. They are those of shard 0, since one service writes and reads them all.
-
-Before format 4 they were cut to the shards: those of a shard hold the lists of the classes it owned
-(:func:`owned_classes`).
 """
 
 from __future__ import annotations
@@ -13,12 +10,11 @@ import json
 import numpy as np
 
 from geartrain.ams.graph.building.neighbours import NeighbourIds, NeighbourTable, id_dtype
-from geartrain.ams.graph.service.store import NeighbourPart, RowsVersion, join_parts
+from geartrain.ams.graph.service.store import RowsVersion
 from geartrain.ams.storage.snapshot.blocks import BLOCK_BYTES, write_block
 from geartrain.ams.storage.snapshot.folder import Snapshot
 from geartrain.ams.storage.snapshot.manifest import GRAPH, FileEntry
 from geartrain.ams.values.errors import GeartrainError, SnapshotDamaged
-from geartrain.ams.values.placement import ONE_OWNER
 
 __all__ = ["read_graph", "write_graph"]
 
@@ -48,12 +44,16 @@ def read_graph(snapshot: Snapshot, table: str) -> tuple[NeighbourTable, RowsVers
     entries = [entry for entry in snapshot.manifest.files if entry.kind == GRAPH and entry.table == table]
     if not entries:
         return None
-    shards = sorted({entry.shard for entry in entries if entry.shard is not None})
     try:
-        found = [_read_part(snapshot, [one for one in entries if one.shard == shard]) for shard in shards]
-        version = found[0][1]
-        owners = ONE_OWNER if shards == [0] else snapshot.manifest.bucket_shards
-        return join_parts([part for part, _ in found], owners), version
+        blocks = [snapshot.read(entry) for entry in sorted(entries, key=lambda entry: entry.index)]
+        facts = json.loads(blocks[0]["facts"].tobytes())
+        lengths = np.concatenate([block["lengths"] for block in blocks])
+        neighbours: NeighbourIds = np.concatenate([block["neighbours"] for block in blocks])
+        offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+        if len(lengths) != facts["num_classes"]:
+            raise ValueError(f"they list {len(lengths)} of {facts['num_classes']} classes")
+        table_of_ids = neighbours.astype(id_dtype(len(lengths)), copy=False)
+        return NeighbourTable(offsets, table_of_ids, int(facts["k"])), RowsVersion(**facts["rows"])
     except SnapshotDamaged:
         raise
     except (GeartrainError, KeyError, TypeError, ValueError, IndexError) as exc:
@@ -61,17 +61,3 @@ def read_graph(snapshot: Snapshot, table: str) -> tuple[NeighbourTable, RowsVers
             f"{snapshot.path}: the blocks of the graph of table {table!r} do not make one ({exc}). Use another "
             "snapshot, or restore without a graph service and build the graph anew"
         ) from exc
-
-
-def _read_part(snapshot: Snapshot, entries: list[FileEntry]) -> tuple[NeighbourPart, RowsVersion]:
-    blocks = [snapshot.read(entry) for entry in sorted(entries, key=lambda entry: entry.index)]
-    facts = json.loads(blocks[0]["facts"].tobytes())
-    num_classes = int(facts["num_classes"])
-    lengths = np.concatenate([block["lengths"] for block in blocks])
-    neighbours: NeighbourIds = np.concatenate([block["neighbours"] for block in blocks]).astype(
-        id_dtype(num_classes), copy=False
-    )
-    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-    if offsets[-1] != len(neighbours):
-        raise ValueError(f"lists of {offsets[-1]} neighbours, {len(neighbours)} are there")
-    return NeighbourPart(offsets, neighbours, int(facts["k"]), num_classes), RowsVersion(**facts["rows"])

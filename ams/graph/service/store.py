@@ -1,10 +1,10 @@
-"""A table of neighbours on disk: cut per shard, versioned with the rows it was built from.
+"""A table of neighbours on disk, versioned with the rows it was built from.
 
 Kept in a ``KeyValueStore`` of ``ams/storage/kv``: arrays in chunks under keys of their own (LMDB seals each
 with its XXH3 and names the one that is damaged), and a head that is written last, in one step with the removal of the
 older table. So a save that is cut short leaves the older table.
 
-Legend: C classes, P classes of a part, E entries of its lists, k neighbours, S shards.
+Legend: C classes, P classes of a shard, k neighbours.
 """
 
 from __future__ import annotations
@@ -20,11 +20,10 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from geartrain.ams.graph.building.neighbours import NeighbourIds, NeighbourTable, id_dtype
+from geartrain.ams.graph.building.neighbours import NeighbourTable, id_dtype
 from geartrain.ams.storage.kv.store import REMEDY, KeyValueStore
-from geartrain.ams.values.errors import InvalidArgument, StateDamaged
-from geartrain.ams.values.placement import NUM_BUCKETS, BucketShards, bucket_of
-from geartrain.ams.values.specs import Ids
+from geartrain.ams.values.errors import StateDamaged
+from geartrain.ams.values.placement import NUM_BUCKETS
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -32,11 +31,8 @@ if TYPE_CHECKING:
 __all__ = [
     "GraphSizes",
     "GraphStore",
-    "NeighbourPart",
     "RowsVersion",
     "graph_sizes",
-    "join_parts",
-    "owned_classes",
 ]
 
 CHUNK_BYTES = 4 << 20
@@ -64,63 +60,13 @@ class RowsVersion:
     """Number of the class table, which tells it from others of its name; 0: kept by a version that did not note it."""
 
 
-@dataclass(frozen=True, eq=False)
-class NeighbourPart:
-    """The lists of some classes; which they are follows from the placement (:func:`owned_classes`).
-
-    Memory: 8 · (P + 1) + 4 · E bytes (8 · E from 2**31 classes on).
-    """
-
-    offsets: Ids
-    """[P + 1]."""
-    neighbours: NeighbourIds
-    """[E] class ids of the whole table, best first in each list."""
-    k: int
-    num_classes: int
-    """C, of the whole table."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory of both arrays."""
-        return self.offsets.nbytes + self.neighbours.nbytes
-
-
-def owned_classes(num_classes: int, bucket_shards: BucketShards, shard: int) -> Ids:
-    """The classes [P] in the buckets that ``shard`` owns, rising."""
-    classes = np.arange(num_classes, dtype=np.int64)
-    owned: Ids = classes[bucket_shards[bucket_of(classes, dense=True)] == shard]
-    return owned
-
-
-def join_parts(parts: Sequence[NeighbourPart], bucket_shards: BucketShards) -> NeighbourTable:
-    """Put the parts of shards 0 … S - 1 together again. Raises InvalidArgument if they are not of one table."""
-    num_classes, k = parts[0].num_classes, parts[0].k
-    owned = [owned_classes(num_classes, bucket_shards, shard) for shard in range(len(parts))]
-    if sum(map(len, owned)) != num_classes:
-        raise InvalidArgument(f"{len(parts)} parts were given, but the placement has classes on other shards too")
-    lengths = np.zeros(num_classes, np.int64)
-    for shard, (part, classes) in enumerate(zip(parts, owned, strict=True)):
-        if (part.num_classes, part.k, len(part.offsets) - 1) != (num_classes, k, len(classes)):
-            raise InvalidArgument(
-                f"the part of shard {shard} has {len(part.offsets) - 1} lists of {part.num_classes} classes, k "
-                f"{part.k}; with this placement it must have {len(classes)} of {num_classes}, k {k}"
-            )
-        lengths[classes] = np.diff(part.offsets)
-    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-    neighbours = np.empty(int(offsets[-1]), id_dtype(num_classes))
-    for part, classes in zip(parts, owned, strict=True):
-        shifts = np.repeat(offsets[classes] - part.offsets[:-1], np.diff(part.offsets))
-        neighbours[np.arange(len(part.neighbours)) + shifts] = part.neighbours
-    return NeighbourTable(offsets, neighbours, k)
-
-
 @dataclass(frozen=True)
 class GraphSizes:
     """Bytes of a table of neighbours; ``print`` it."""
 
     whole_bytes: int
     shard_bytes: tuple[int, ...]
-    """Of the part of each shard."""
+    """Of the lists of the classes of each shard."""
 
     def __str__(self) -> str:
         """Such as "graph 372.53 GiB, on 256 shards 1.46 GiB each at most"."""
@@ -145,8 +91,8 @@ class GraphStore:
     def __init__(self, store: KeyValueStore) -> None:
         self._store = store
 
-    def save(self, part: NeighbourPart | NeighbourTable, version: RowsVersion) -> None:
-        """Keep a table or part in place of the one of the same class table, all or nothing.
+    def save(self, graph: NeighbourTable, version: RowsVersion) -> None:
+        """Keep a table in place of the one of the same class table, all or nothing.
 
         Raises StateFailed; then the older one is as it was.
         """
@@ -154,11 +100,11 @@ class GraphStore:
         values = self._store.read_all()
         older = _head(values, version.table)
         generation = 0 if older is None else int(older["generation"]) + 1
-        arrays = {name: getattr(part, name) for name in _ARRAYS}
+        arrays = {name: getattr(graph, name) for name in _ARRAYS}
         head = {
             "rows": dataclasses.asdict(version),
-            "k": part.k,
-            "num_classes": part.num_classes,
+            "k": graph.k,
+            "num_classes": graph.num_classes,
             "generation": generation,
             "arrays": {name: [array.dtype.str, len(array), _sum(array)] for name, array in arrays.items()},
         }
@@ -169,8 +115,8 @@ class GraphStore:
         gone: dict[str, bytes | None] = {key: None for key in values if key.startswith(kept)}
         self._store.write({**gone, f"{prefix}head": json.dumps(head, sort_keys=True).encode()})
 
-    def load(self, table: str) -> tuple[NeighbourPart, RowsVersion] | None:
-        """The part (or whole) kept for a class table and the version of its rows; None if there is none.
+    def load(self, table: str) -> tuple[NeighbourTable, RowsVersion] | None:
+        """The table kept for a class table and the version of its rows; None if there is none.
 
         Raises StateDamaged, naming the key.
         """
@@ -179,22 +125,8 @@ class GraphStore:
         if head is None:
             return None
         prefix = f"{_prefix(table)}{head['generation']}/"
-        arrays = [_load_array(values, f"{prefix}{name}", *head["arrays"][name]) for name in _ARRAYS]
-        part = NeighbourPart(arrays[0], arrays[1], int(head["k"]), int(head["num_classes"]))
-        return part, RowsVersion(**head["rows"])
-
-    def load_table(self, table: str) -> tuple[NeighbourTable, RowsVersion] | None:
-        """As :meth:`load`, of a table that was saved whole. Raises StateDamaged; InvalidArgument if it is a part."""
-        found = self.load(table)
-        if found is None:
-            return None
-        part, version = found
-        if len(part.offsets) != part.num_classes + 1:
-            raise InvalidArgument(
-                f"the graph of {table!r} kept here is a part: {len(part.offsets) - 1} of {part.num_classes} lists; "
-                "load the parts of all shards and join them"
-            )
-        return NeighbourTable(part.offsets, part.neighbours, part.k), version
+        offsets, neighbours = (_load_array(values, f"{prefix}{name}", *head["arrays"][name]) for name in _ARRAYS)
+        return NeighbourTable(offsets, neighbours, int(head["k"])), RowsVersion(**head["rows"])
 
     def tables(self) -> list[str]:
         """The class tables that something is kept for, sorted."""

@@ -1,8 +1,8 @@
 """The marks of a shard in a snapshot: which writes its rows hold, and which step each sync group and table is at.
 
 A shard reads the marks of every shard that wrote rows for it. With the bucket map unchanged that is one, and what holds
-is exact: a write is known to be applied if, and only if, the restored rows hold it. With another map (another number of
-shards, or a snapshot of before format 4, when buckets lay in turn), each source holds a part of a write's rows:
+is exact: a write is known to be applied if, and only if, the restored rows hold it. With another map, that of
+another number of shards, each source holds a part of a write's rows:
 
 - At a step boundary, where every write sent was answered, nothing can be sent again and the groups agree.
 - In the middle of a step a write counts as applied only if all sources have it, or were told that it is acknowledged.
@@ -70,7 +70,7 @@ class ShardMarks(BaseModel):
     steps: dict[str, TableSteps] = {}
     """By table, where untouched rows move. Left out if there are none."""
     writes: dict[str, int] = {}
-    """By table, the writes applied to it. Older snapshots have none."""
+    """By table, the writes applied to it."""
     clocks: dict[str, TableClock] = {}
     """By table, the largest step and time that pushes said, where there are such."""
 

@@ -47,7 +47,7 @@ from geartrain.ams.values.errors import (
     SnapshotError,
     SnapshotFailed,
     SnapshotNotFound,
-    SnapshotTooNew,
+    SnapshotOfOtherFormat,
 )
 from geartrain.ams.values.placement import BucketShards
 from geartrain.ams.values.text import counted
@@ -300,7 +300,7 @@ def new_staging(root: str | Path, name: str) -> Staging:
 
 
 def open_snapshot(path: str | Path) -> Snapshot:
-    """Read a snapshot's manifest. Raises SnapshotNotFound, SnapshotDamaged if the manifest is, SnapshotTooNew."""
+    """Read a snapshot's manifest. Raises SnapshotNotFound, SnapshotDamaged (the manifest is), SnapshotOfOtherFormat."""
     folder = place(path)
     return Snapshot(folder, read_manifest(folder))
 
@@ -326,8 +326,8 @@ def _manifest_in(folder: Place) -> Manifest:
         return decode_manifest(store.read(folder, MANIFEST))
     except OSError as exc:
         raise SnapshotDamaged(f"{path} is damaged: it cannot be read ({exc}). {_INSTEAD}") from exc
-    except SnapshotTooNew as exc:
-        raise SnapshotTooNew(f"{path} cannot be used: {exc}, or use another snapshot") from None
+    except SnapshotOfOtherFormat as exc:
+        raise SnapshotOfOtherFormat(f"{path} {exc}, or use another snapshot") from None
     except ValueError as exc:
         raise SnapshotDamaged(f"{path} is damaged: {exc}. {_INSTEAD}") from exc
 

@@ -10,24 +10,22 @@ import base64
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-import numpy as np
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
 
-from geartrain.ams.values.errors import InvalidArgument, SnapshotTooNew
+from geartrain.ams.values.errors import InvalidArgument, SnapshotOfOtherFormat
 from geartrain.ams.values.placement import (
-    MAX_SHARDS,
     NUM_BUCKETS,
     BucketShards,
     placement_from_bytes,
     placement_to_bytes,
 )
+from geartrain.ams.values.text import other_format
 
-FORMAT: Literal[5] = 5
-"""What is written. :data:`_UPGRADES` says how the older ones differ."""
+FORMAT: Literal[1] = 1
 MANIFEST = "manifest.json"
 JOB = "job"
 """Kind of the job's files, opaque here."""
@@ -126,8 +124,8 @@ class Manifest(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
-    format: Literal[5] = FORMAT
-    """Version of the folder's layout. One that was read is of this one by then."""
+    format: Literal[1] = FORMAT
+    """Of the folder's layout."""
     id: Hex128
     """Identity of the snapshot, also inside every block."""
     step: Count
@@ -224,48 +222,14 @@ def encode_manifest(manifest: Manifest) -> bytes:
 
 
 def decode_manifest(data: bytes) -> Manifest:
-    """Return what :func:`encode_manifest` wrote, in this version of Geartrain or an earlier one.
-
-    Raises SnapshotTooNew for a format that a later one writes, ValueError saying what is wrong.
-    """
+    """Return what :func:`encode_manifest` wrote. Raises SnapshotOfOtherFormat, ValueError saying what is wrong."""
     content = unseal_json(data)
-    found = content.get("format")
-    if not isinstance(found, int) or isinstance(found, bool) or found < 1:
-        raise ValueError(f"it has format {found!r}; formats are numbered from 1")
-    if found > FORMAT:
-        raise SnapshotTooNew(
-            f"it is of format {found}, and this version of Geartrain reads formats 1 to {FORMAT}; use the version that "
-            "wrote it, or a later one"
-        )
-    for upgrade in _UPGRADES[found - 1 :]:
-        content = upgrade(content)
+    if content.get("format") != FORMAT:
+        raise SnapshotOfOtherFormat(other_format(content.get("format"), FORMAT))
     try:
-        return Manifest.model_validate(content | {"format": FORMAT})
+        return Manifest.model_validate(content)
     except (ValidationError, InvalidArgument) as exc:
         raise ValueError(f"its content is not legal: {in_words(exc)}") from exc
-
-
-def _as_it_is(content: dict[str, Any]) -> dict[str, Any]:
-    """What a format added may be left out, and then means what it was before."""
-    return content
-
-
-def _with_placement(content: dict[str, Any]) -> dict[str, Any]:
-    """Shards had the buckets in turn, and a manifest did not say so."""
-    num_shards = content.get("num_shards")
-    if not isinstance(num_shards, int) or not 1 <= num_shards <= MAX_SHARDS:
-        return content  # which the checks of all manifests refuse
-    in_turn = (np.arange(NUM_BUCKETS) % num_shards).astype(np.uint16)
-    return {**content, "placement": encode_placement(in_turn)}
-
-
-_UPGRADES: tuple[Callable[[dict[str, Any]], dict[str, Any]], ...] = (
-    _as_it_is,  # format 2: parents and deltas
-    _as_it_is,  # format 3: writers
-    _with_placement,  # format 4: the bucket map, and the buckets of each block
-    _as_it_is,  # format 5: rows that were removed
-)
-"""The n-th makes the content of a manifest of format n + 1 out of that of format n, counted from 1."""
 
 
 def encode_placement(bucket_shards: BucketShards) -> str:

@@ -105,12 +105,5 @@ def optimizer_to_json(optimizer: RowOptimizerSpec) -> dict[str, Any]:
 
 
 def optimizer_from_json(fields: Mapping[str, Any]) -> RowOptimizerSpec:
-    """Return the optimizer of these JSON values. Raises InvalidArgument, KeyError, TypeError.
-
-    Snapshots and states of schedulers before names and scalars have the class and its fields: ``{"kind": "SGD", "lr":
-    0.1, "weight_decay": 0.0}``.
-    """
-    if "kind" not in fields:
-        return optimizer_of(fields["name"], fields["scalars"])
-    kinds = {kind.__name__: kind for kind in OPTIMIZERS.values()}
-    return kinds[fields["kind"]](**{name: value for name, value in fields.items() if name != "kind"})
+    """Return the optimizer of these JSON values. Raises InvalidArgument, KeyError, TypeError."""
+    return optimizer_of(fields["name"], fields["scalars"])

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from geartrain.ams.values.errors import SourceDamaged
+from geartrain.ams.values.text import other_format
 
 COUNTS = "num_children"
 """Column of every level but the last: of each node, how many nodes of the next level are its."""
@@ -37,7 +38,7 @@ def levels_in(schema: Any, file: str) -> tuple[tuple[str, ...], str]:
         said = json.loads(text)
         if said["format"] == _FORMAT and said["level"] in said["levels"]:
             return tuple(said["levels"]), said["level"]
-        why = f"format {said['format']}, level {said['level']!r}"
+        why = f"level {said['level']!r}" if said["format"] == _FORMAT else other_format(said["format"], _FORMAT)
     except (ValueError, KeyError, TypeError) as exc:
         why = repr(exc)
     raise SourceDamaged(f"{file} has sample trees that this version of Geartrain cannot read ({why})")

@@ -1,4 +1,4 @@
-"""Tables of neighbours on disk: they come back as they were, cut per shard, or the damage is named."""
+"""Tables of neighbours on disk: they come back as they were, or the damage is named."""
 
 from __future__ import annotations
 
@@ -6,37 +6,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from geartrain.ams.graph.building.neighbours import NeighbourTable
 from geartrain.ams.graph.service import store as graph_store
-from geartrain.ams.graph.service.store import (
-    GraphStore,
-    NeighbourPart,
-    RowsVersion,
-    graph_sizes,
-    join_parts,
-    owned_classes,
-)
+from geartrain.ams.graph.service.store import GraphStore, RowsVersion, graph_sizes
 from geartrain.ams.storage.kv.lmdb_store import LmdbStore
 from geartrain.ams.storage.kv.store import MemoryStore
-from geartrain.ams.values.errors import InvalidArgument, StateDamaged, StateFailed
-from geartrain.ams.values.placement import BucketShards, even_placement
+from geartrain.ams.values.errors import StateDamaged, StateFailed
 
 
 def table_of(num_classes: int, k: int, seed: int = 0) -> NeighbourTable:
     random = np.random.default_rng(seed)
     ids = random.integers(0, num_classes, num_classes * k).astype(np.int32)
     return NeighbourTable(np.arange(num_classes + 1, dtype=np.int64) * k, ids, k)
-
-
-def cut_lists(table: NeighbourTable, placement: BucketShards, shard: int) -> NeighbourPart:
-    """The lists of the classes that a shard owns, as snapshots before format 4 have them."""
-    classes = owned_classes(table.num_classes, placement, shard)
-    lists = [table.row(int(one)) for one in classes]
-    offsets = np.cumsum([0, *map(len, lists)]).astype(np.int64)
-    return NeighbourPart(offsets, np.concatenate([[], *lists]).astype(np.int32), table.k, table.num_classes)
 
 
 VERSION = RowsVersion(table="faces", table_version=7, fingerprint="ab")
@@ -54,7 +36,7 @@ def test_a_table_survives_its_process_with_the_version_of_its_rows(tmp_path: Pat
     GraphStore(kept).save(table, VERSION)
     kept.close()
     again = LmdbStore(tmp_path)
-    found = GraphStore(again).load_table("faces")
+    found = GraphStore(again).load("faces")
     assert found is not None and found[1] == VERSION and found[0].k == 5
     np.testing.assert_array_equal(found[0].neighbours, table.neighbours)
     np.testing.assert_array_equal(found[0].offsets, table.offsets)
@@ -109,51 +91,11 @@ def test_a_save_that_is_cut_short_leaves_the_older_table() -> None:
     pytest.fail("the save never ended")
 
 
-@settings(max_examples=40, deadline=None)
-@given(num_classes=st.integers(1, 9000), k=st.integers(1, 4), num_shards=st.integers(1, 6), seed=st.integers(0, 99))
-def test_parts_hold_the_lists_of_owned_classes_and_join_to_the_table(
-    num_classes: int, k: int, num_shards: int, seed: int
-) -> None:
-    table = table_of(num_classes, k, seed)
-    placement = np.random.default_rng(seed).integers(0, num_shards, 4096).astype(np.uint16)
-    parts = [cut_lists(table, placement, shard) for shard in range(num_shards)]
-    for shard, part in enumerate(parts):
-        classes = owned_classes(num_classes, placement, shard)
-        assert set(placement[classes % 4096].tolist()) <= {shard}
-        for place in range(0, len(classes), 97):
-            listed = part.neighbours[part.offsets[place] : part.offsets[place + 1]]
-            assert listed.tolist() == table.row(int(classes[place])).tolist()
-    joined = join_parts(parts, placement)
-    np.testing.assert_array_equal(joined.offsets, table.offsets)
-    np.testing.assert_array_equal(joined.neighbours, table.neighbours)
-    if k < num_classes:
-        sizes = graph_sizes(num_classes, k, np.bincount(placement, minlength=num_shards).tolist())
-        assert sizes.whole_bytes == table.num_bytes
-        assert sum(sizes.shard_bytes) == sum(part.num_bytes for part in parts)
-        assert sizes.shard_bytes == pytest.approx([part.num_bytes for part in parts], abs=200 * (8 + 4 * k))
-
-
 def test_the_graph_of_the_paper_shrinks_as_it_says() -> None:
     sizes = graph_sizes(100_000_000, 1000, [16] * 256)
     assert sizes.whole_bytes / 2**30 == pytest.approx(372 + 0.745, abs=1)
     assert max(sizes.shard_bytes) / 2**30 == pytest.approx(1.45, abs=0.02)
     assert str(sizes) == "graph 373.27 GiB, on 256 shards 1.46 GiB each at most"
-
-
-def test_a_part_is_kept_too_and_is_no_table() -> None:
-    table, placement = table_of(5001, 3), even_placement(2)
-    graphs = [GraphStore(MemoryStore()) for _ in range(2)]
-    for shard, graph in enumerate(graphs):
-        graph.save(cut_lists(table, placement, shard), VERSION)
-    loaded = [graph.load("faces") for graph in graphs]
-    joined = join_parts([found[0] for found in loaded if found is not None], placement)
-    np.testing.assert_array_equal(joined.neighbours, table.neighbours)
-    with pytest.raises(InvalidArgument, match=r"is a part: 25\d\d of 5001 lists"):
-        graphs[0].load_table("faces")
-    with pytest.raises(InvalidArgument, match="on other shards too"):
-        join_parts([cut_lists(table, placement, 0)], placement)
-    with pytest.raises(InvalidArgument, match="part of shard 1 has"):
-        join_parts([cut_lists(table, placement, 0)] * 2, placement)
 
 
 def test_damage_of_any_value_is_found_and_named(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from geartrain.ams.storage.snapshot.folder import latest, list_snapshots, open_snapshot, prune
 from geartrain.ams.storage.snapshot.manifest import MANIFEST
-from geartrain.ams.values.errors import SnapshotDamaged, SnapshotTooNew
+from geartrain.ams.values.errors import SnapshotDamaged, SnapshotOfOtherFormat
 
 Take = Callable[..., Path]
 Damage = Callable[[Path, random.Random], set[str]]
@@ -163,18 +163,14 @@ def test_another_format_is_refused_by_name(tmp_path: Path, take: Take) -> None:
     path = take(tmp_path, "a") / MANIFEST
     content = open_snapshot(path.parent).manifest.model_dump(mode="json")
     path.write_bytes(m.seal_json({**content, "format": 6, "new": []}))
-    with pytest.raises(SnapshotTooNew, match=r"a/manifest\.json cannot be used: it is of format 6"):
+    with pytest.raises(SnapshotOfOtherFormat, match=r"a/manifest\.json has format 6; .* reads format 1\. Use"):
         open_snapshot(path.parent)
     take(tmp_path, "older", step=0)
     assert [listed.name for listed in list_snapshots(tmp_path)] == ["a", "older"]
-    with pytest.raises(SnapshotTooNew, match="format 6"):
+    with pytest.raises(SnapshotOfOtherFormat, match="format 6"):
         latest(tmp_path)
     assert latest(tmp_path, allow_fallback=True).name == "older"
     assert prune(tmp_path, 1) == [] and path.exists()
-    for nonsense in (0, -1, True, "4", None):
-        path.write_bytes(m.seal_json({**content, "format": nonsense}))
-        with pytest.raises(SnapshotDamaged, match="formats are numbered from 1"):
-            open_snapshot(path.parent)
 
 
 @pytest.mark.parametrize("change", [{"placement": ""}, {"placement": "AAA="}, {"placement": "%"}, {"num_shards": 1}])

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
-import xxhash
-
-from geartrain.ams.storage.snapshot.folder import latest, list_snapshots, open_snapshot, prune
+from geartrain.ams.storage.snapshot.folder import latest, list_snapshots, prune
 from geartrain.ams.storage.snapshot.manifest import Writer
 from tests.unit.ams.storage.conftest import Take
 
@@ -41,17 +38,3 @@ def test_those_of_other_streams_and_of_nobody_are_sorted_by_step(tmp_path: Path,
     take(tmp_path, "b", step=20, writer=by(2, "another/rank0"))
     take(tmp_path, "c", step=25)
     assert names(tmp_path) == ["a", "c", "b"]
-
-
-def test_a_manifest_of_an_earlier_format_is_readable(tmp_path: Path, take: Take) -> None:
-    path = take(tmp_path, "a", step=30)
-    manifest = path / "manifest.json"
-    content = json.loads(manifest.read_bytes())
-    for unknown in ("xxh3_128", "writer"):
-        del content[unknown]
-    content["format"] = 2
-    text = json.dumps(content, sort_keys=True, ensure_ascii=False, allow_nan=False)
-    content["xxh3_128"] = xxhash.xxh3_128_hexdigest(text.encode())
-    manifest.write_text(json.dumps(content, sort_keys=True, ensure_ascii=False, allow_nan=False, indent=1) + "\n")
-    assert open_snapshot(path).manifest.writer is None
-    assert open_snapshot(path).verify() == []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import shutil
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from geartrain.ams.storage.snapshot.manifest import seal_json, unseal_json
 from geartrain.ams.values.errors import ConfigError, ModelDamaged
 from geartrain.workers.data.bitmaps import Preprocessing
 from geartrain.workers.models.backbones import build_backbone
@@ -68,17 +68,10 @@ def test_a_file_that_is_missing_or_of_another_model_is_named(name: str, tmp_path
         load_model(model)
 
 
-def test_a_model_saved_without_checksums_is_read_with_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    first = load_model(saved(tmp_path / "model"))
-    config = tmp_path / "model" / "config.json"
-    old = {key: value for key, value in json.loads(config.read_text()).items() if not key.startswith("xxh3")}
-    config.write_text(json.dumps({**old, "format": 1}))
-    assert load_model(config.parent).class_names == first.class_names
-    assert "was saved without checksums" in caplog.text
-    config.write_text(json.dumps({**old, "format": 3}))
-    with pytest.raises(ConfigError, match="has format 3; this version reads formats 1 and 2"):
+def test_a_model_of_another_format_is_refused(tmp_path: Path) -> None:
+    config = saved(tmp_path / "model") / "config.json"
+    config.write_bytes(seal_json({**unseal_json(config.read_bytes()), "format": 3}))
+    with pytest.raises(ConfigError, match=r"has format 3; .* reads format 1\. Use .*, or train on"):
         load_model(config.parent)
     config.unlink()
     with pytest.raises(ConfigError, match=r"config\.json does not exist"):
