@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import random
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -16,6 +15,7 @@ from typing import Any
 
 from geartrain.ams.client.rows.row_calls import RowAttempt, RowCalls
 from geartrain.ams.rpc.carrier import AttemptFailed, ShardCarrier
+from geartrain.ams.rpc.client.patience import Patience
 from geartrain.ams.rpc.client.silence import Peer, SilenceWatch
 from geartrain.ams.values.config import ClientConfig
 from geartrain.ams.values.errors import (
@@ -35,8 +35,6 @@ from geartrain.ams.values.specs import TableSpec
 Outcome = Reply | BaseException
 logger = logging.getLogger(__name__)
 
-_FIRST_BACKOFF_SECONDS = 0.05
-_LONGEST_BACKOFF_SECONDS = 1.0
 _LEAST_SECONDS = 0.05
 """To send a call another way whose connection was lost."""
 _FAREWELL_SECONDS = 1.0
@@ -129,7 +127,7 @@ class ShardCalls:
         recovery_seconds: float | None = None,
         begun: Sequence[BaseException | None] = (),
         again: RowAttempt | None = None,
-        patience: ShardPatience | None = None,
+        patience: CallPatience | None = None,
     ) -> list[Outcome]:
         """Make all calls side by side, each retried while that can help; return replies and errors in order.
 
@@ -154,7 +152,7 @@ class ShardCalls:
                 calls[number] = shard, replace(request, buffer_lease=buffer_leases[-1])
 
         def break_off() -> None:
-            patience.end()
+            patience.has_ended = True
             for buffer_lease in buffer_leases:
                 buffer_lease.end()
             for buffer_lease in buffer_leases:
@@ -165,19 +163,19 @@ class ShardCalls:
             if_broken_off=break_off,
         )
 
-    def patience(self, recovery_seconds: float | None = None) -> ShardPatience:
+    def patience(self, recovery_seconds: float | None = None) -> CallPatience:
         """How long calls that belong together wait for shards, all in all; None: the client's
         ``recovery_timeout_seconds``.
         """
         seconds = self.config.recovery_timeout_seconds if recovery_seconds is None else recovery_seconds
-        return ShardPatience(seconds, self._given_up)
+        return CallPatience(seconds, given_up=self._given_up)
 
     def _deliver(
         self,
         calls: Sequence[tuple[int, Request]],
         context: CallContext,
         timeout_seconds: float | None,
-        patience: ShardPatience,
+        patience: CallPatience,
         begun: Sequence[BaseException | None],
         again: RowAttempt | None,
     ) -> list[Outcome]:
@@ -362,7 +360,7 @@ class ShardCalls:
     def _attempt_seconds(self, timeout_seconds: float | None) -> float:
         return self.config.attempt_timeout_seconds if timeout_seconds is None else timeout_seconds
 
-    def _settle(self, shard: int, future: Future[Reply], patience: ShardPatience, again: Callable[[], Reply]) -> Reply:
+    def _settle(self, shard: int, future: Future[Reply], patience: CallPatience, again: Callable[[], Reply]) -> Reply:
         has_looked = False
         ask: Callable[[], Reply] = future.result
         while True:
@@ -441,44 +439,13 @@ def _ended_with(error: BaseException) -> Future[Reply]:
     return future
 
 
-class ShardPatience:
-    """Waits between attempts, longer each time, until the time is used up. Of one caller: not thread-safe."""
+class CallPatience(Patience):
+    """The patience of one call, which ends with its caller."""
 
-    def __init__(self, seconds: float, given_up: threading.Event) -> None:
-        self.seconds = seconds
-        self._has_ended = False
-        self._given_up = given_up
-        self._deadline: float | None = None
-        self._backoff = _FIRST_BACKOFF_SECONDS
-
-    def end(self) -> None:
-        """Nobody waits any more: nothing is sent again."""
-        self._has_ended = True
+    has_ended = False
+    """Nobody waits any more: nothing is sent again."""
 
     def require_a_caller(self) -> None:
         """Raise BrokenOff if nobody waits any more."""
-        if self._has_ended:
+        if self.has_ended:
             raise BrokenOff("the caller has gone")
-
-    @property
-    def is_fresh(self) -> bool:
-        """Whether nothing was waited for yet."""
-        return self._deadline is None and self.seconds > 0
-
-    def begin_anew(self) -> None:
-        """Forget what was waited for: there was an answer. Pauses a moment, for others were answered with it."""
-        self._deadline, self._backoff = None, _FIRST_BACKOFF_SECONDS
-        self._given_up.wait(self._backoff * random.uniform(0.5, 1.0))
-
-    def pause(self, at_least_seconds: float = 0.0) -> bool:
-        """Wait before the next attempt; False: the time is used up."""
-        if self._deadline is None:  # counted from the first failure
-            self._deadline = time.monotonic() + self.seconds
-        left = self._deadline - time.monotonic()
-        if left <= 0:
-            return False
-        # Jitter keeps the workers of a job from knocking all at once.
-        wait = max(self._backoff * random.uniform(0.5, 1.0), at_least_seconds * random.uniform(1.0, 1.5))
-        self._given_up.wait(min(left, wait))
-        self._backoff = min(_LONGEST_BACKOFF_SECONDS, self._backoff * 2)
-        return True

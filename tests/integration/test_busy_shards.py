@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from geartrain.ams.client.factory import connect
-from geartrain.ams.client.shard_calls import ShardPatience
+from geartrain.ams.rpc.client.patience import Patience
 from geartrain.ams.server.parts import PartBuffer
 from geartrain.ams.server.service import ShardService
 from geartrain.ams.server.shard import Shard
@@ -71,9 +71,9 @@ def test_a_busy_shard_is_asked_again_when_it_says_and_the_last_word_is_its_own(
 ) -> None:
     cluster = served(1)
     pauses: list[float] = []
-    whole = ShardPatience.pause
+    whole = Patience.pause
     monkeypatch.setattr(
-        ShardPatience, "pause", lambda self, at_least: (pauses.append(at_least), whole(self, at_least / 100))[1]
+        Patience, "pause", lambda self, at_least: (pauses.append(at_least), whole(self, at_least / 100))[1]
     )
     busy = 2
 

@@ -12,11 +12,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from geartrain.ams.client import shard_calls
 from geartrain.ams.client.cluster import Cluster
 from geartrain.ams.client.factory import connect
 from geartrain.ams.client.table import Table
 from geartrain.ams.kernels import _core
+from geartrain.ams.rpc.client.patience import Patience
 from geartrain.ams.rpc.payload import data_plane
 from geartrain.ams.rpc.payload.data_plane import DataPlane
 from geartrain.ams.server.data_plane import DataPlanePort
@@ -212,13 +212,13 @@ def test_ranks_meet_through_shared_memory_and_one_that_waits_long_asks_again(
     served: Served, messages: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told = threading.Semaphore(0)
-    begin_anew = shard_calls.ShardPatience.begin_anew
+    begin_anew = Patience.begin_anew
 
-    def telling(self: shard_calls.ShardPatience) -> None:  # after StepPending
+    def telling(self: Patience) -> None:  # after StepPending
         told.release()
         begin_anew(self)
 
-    monkeypatch.setattr(shard_calls.ShardPatience, "begin_anew", telling)
+    monkeypatch.setattr(Patience, "begin_anew", telling)
     with connected(served(1)) as ours:
         ours._calls.config = ours._calls.config.model_copy(
             update={"attempt_timeout_seconds": 0.3, "recovery_timeout_seconds": 0.0}

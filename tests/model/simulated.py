@@ -17,11 +17,11 @@ from typing import Any, BinaryIO, Literal
 import grpc
 import pytest
 
-from geartrain.ams.client import shard_calls as shard_calls_module
 from geartrain.ams.client.cluster import Cluster
 from geartrain.ams.client.embedded import LocalScheduler
 from geartrain.ams.client.snapshots import snapshot as snapshot_module
 from geartrain.ams.client.writes import ClientStream, WriteStream
+from geartrain.ams.rpc.client.patience import Patience
 from geartrain.ams.rpc.client.shard import GrpcCarrier
 from geartrain.ams.rpc.client.silence import SilenceLog
 from geartrain.ams.rpc.status import abort
@@ -310,11 +310,11 @@ def inject(patch: pytest.MonkeyPatch, network: Network, clock: Clock) -> FaultyD
     patch.setattr(SilenceLog, "ask", lambda *_: None)  # which measures real time
 
     def pause(patience: Any, at_least_seconds: float = 0.0) -> bool:  # noqa: ARG001
-        patience._deadline = patience._deadline or clock.now + CONFIG.recovery_timeout_seconds
-        if clock.now >= patience._deadline:
+        patience._began = patience._began or clock.now
+        if clock.now >= patience._began + CONFIG.recovery_timeout_seconds:
             return False
         clock.now += PAUSE_SECONDS
         return True
 
-    patch.setattr(shard_calls_module.ShardPatience, "pause", pause)
+    patch.setattr(Patience, "pause", pause)
     return FaultyDisk(patch)

@@ -15,11 +15,11 @@ from typing import TypeVar
 import numpy as np
 
 from geartrain.ams.gear.client.ledger import GearLedger
-from geartrain.ams.gear.client.patience import Patience
 from geartrain.ams.gear.client.pending_delivery import DeliveryPart, PendingDelivery, routes
 from geartrain.ams.gear.partitions import NUM_PARTITIONS
 from geartrain.ams.rpc.carrier import AttemptFailed, NotSent
 from geartrain.ams.rpc.client.gear import GrpcGearCarrier
+from geartrain.ams.rpc.client.patience import Patience
 from geartrain.ams.values.config import ClientConfig
 from geartrain.ams.values.errors import (
     GeartrainError,
@@ -51,6 +51,7 @@ _BYTES_BESIDE = 24
 _PASSING = (AttemptFailed, NotHolder, GearUnavailable)
 """What may be another way in a moment."""
 _DESCRIBE_SECONDS = 5.0
+_LONGEST_PAUSE_SECONDS = 0.5
 _LEASES = 1.5
 """The partitions of a slow gear that died are free after one lease; the others need a moment to take them."""
 
@@ -129,7 +130,7 @@ class RemoteGears:
                 try:
                     reply = call()
                 except _PASSING as exc:
-                    patience.note(exc)
+                    patience.error = exc
                     unanswered.append(places)
                     continue
                 vectors_KD[places], versions[places], times[places] = reply.vectors_KD, reply.versions, reply.times
@@ -137,7 +138,7 @@ class RemoteGears:
                 self._heard(address, reply.dense_version)
             left = np.concatenate([np.empty(0, np.int64), *unanswered])
             if len(left):
-                patience.pause()
+                self._pause(patience)
                 self._look()
         return FeatureReply(
             vectors_KD=vectors_KD,
@@ -165,10 +166,10 @@ class RemoteGears:
                         self._taken(before, call(), delivery.sequence)
                         parts.remove(part)
                     except _PASSING as exc:
-                        patience.note(exc)
+                        patience.error = exc
                         left.append((before, part, exc))
                 if left:
-                    patience.pause()
+                    self._pause(patience)
                     self._look()
                 for before, part, error in left:
                     parts.remove(part)
@@ -191,9 +192,9 @@ class RemoteGears:
                     self._heard(address, call())
                     done.add(address)
                 except _PASSING as exc:
-                    patience.note(exc)
+                    patience.error = exc
             if not done >= set(left):
-                patience.pause()
+                self._pause(patience)
                 self._look()
 
     def account(self, source: str | None = None) -> GearAccount:
@@ -219,11 +220,11 @@ class RemoteGears:
                 self._look(required=True)
                 states, silent = self._describe([])
             except (AttemptFailed, SchedulerUnavailable) as exc:
-                patience.note(exc)
+                patience.error = exc
                 states, silent = [], []
             if states and not silent and None not in self._holders:
                 break
-            patience.pause()
+            self._pause(patience)
         for state in states:
             if state.dim != self._dim:
                 raise InvalidArgument(
@@ -375,5 +376,23 @@ class RemoteGears:
                 self._versions[address] = dense_version
 
     def _patience(self) -> Patience:
-        seconds = self._config.recovery_timeout_seconds
-        return Patience(self._name, lambda: max(seconds, _LEASES * self._lease_seconds) if seconds else 0.0)
+        return Patience(self._config.recovery_timeout_seconds, longest_pause_seconds=_LONGEST_PAUSE_SECONDS)
+
+    def _pause(self, patience: Patience) -> None:
+        """Wait a little before the next attempt. Raises GearUnavailable when it has been long enough."""
+        if patience.seconds:  # how long a lease is, is known once the holders are
+            patience.seconds = max(self._config.recovery_timeout_seconds, _LEASES * self._lease_seconds)
+        if patience.is_fresh:
+            logger.warning(
+                "slow gears of %r: %s; waiting up to %g s (the ids of one that died are free when its lease ends: "
+                "scheduler setting stream_lease_seconds)",
+                self._name,
+                patience.error or "some ids have no holder",
+                patience.seconds,
+            )
+        if not patience.pause():
+            raise GearUnavailable(
+                f"the slow gears of {self._name!r} did not answer for all ids within {patience.seconds:g} s: "
+                f"{patience.error or 'some partitions have no holder'}. Start them with 'geartrain slowgear', or raise "
+                "the client setting recovery_timeout_seconds (it is waited for one and a half leases at least)"
+            ) from patience.error

@@ -11,6 +11,7 @@ from geartrain.ams.graph.building.neighbours import NeighbourTable
 from geartrain.ams.graph.client.calls import Progress
 from geartrain.ams.rpc.carrier import AttemptFailed
 from geartrain.ams.rpc.client.graph import GrpcGraphCarrier
+from geartrain.ams.rpc.client.patience import Patience
 from geartrain.ams.storage.snapshot.manifest import FileEntry
 from geartrain.ams.values.config import ClientConfig
 from geartrain.ams.values.errors import Cancelled, GraphUnavailable, InvalidArgument, InvalidIds
@@ -34,7 +35,6 @@ __all__ = ["RemoteGraphs"]
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-_AGAIN_SECONDS = 0.2
 
 
 class RemoteGraphs:
@@ -142,16 +142,14 @@ class RemoteGraphs:
     ) -> T:
         """Call until there is an answer; ``heard`` tells when (time.monotonic) there was a sign of life on the way."""
         wait = self._config.recovery_timeout_seconds if recovery_seconds is None else recovery_seconds
-        began = time.monotonic()
-        told = False
+        patience = Patience(wait)
+        patience.count_from(time.monotonic())
         while True:
             try:
                 return call()
             except AttemptFailed as exc:
-                silent = time.monotonic() - max(began, heard())
-                if silent >= wait:
-                    raise GraphUnavailable(f"{exc} (for {silent:.1f} s); {self._remedy}") from None
-                if not told:
+                patience.count_from(heard())
+                if patience.is_fresh:
                     logger.warning("%s; trying again for up to %g s. Else %s", exc, wait, self._remedy)
-                    told = True
-            time.sleep(_AGAIN_SECONDS)
+                if not patience.pause():
+                    raise GraphUnavailable(f"{exc} (for {wait:g} s); {self._remedy}") from None
