@@ -1,7 +1,7 @@
 """The class head as a hosted model: what a shard computes of the last layer beside its class rows.
 
 For its active classes: unit rows, logits, the online log-sum-exp with its row-weighted sum, and, once the client has
-joined the shards' sums, the row gradients (formulas: ``heads/softmax.py``, ``heads/chunk_pass.py``). Margins touch the
+joined the shards' sums, the row gradients (formulas: ``bridge/head/loss``). Margins touch the
 target logits alone, which the client makes from the target rows. Runs in a shard process: numpy and the compiled class
 pass, never torch. Rows, sums and gradients are float32, the sums of exponentials float64.
 

@@ -15,10 +15,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from geartrain.ams.programs.selection import positives_and_sample
 from geartrain.ams.values.errors import InvalidArgument, InvalidIds, InvalidRows
+from geartrain.bridge.collectives.cross_entropy import LocalLabels, split_cross_entropy
+from geartrain.bridge.collectives.link import RankLink
 from geartrain.bridge.head.checks import check_labels
 from geartrain.bridge.head.loss.margins.angular import CombinedMargin
 from geartrain.bridge.head.loss.margins.scale import scale_of
@@ -84,16 +85,15 @@ def margin_cross_entropy(
         raise InvalidIds(f"labels are {found}; they must be a torch.int64 tensor [{len(logits)}], one per sample")
     if labels.device != logits.device:
         raise InvalidIds(f"labels are on {labels.device}, logits on {logits.device}; move them to one device")
-    before, total = _span(logits.shape[1], logits.device, group)
+    link = None if group is None else RankLink(group)
+    before, total = _span(logits.shape[1], logits.device, link)
     if labels.device.type == "cpu":
         check_labels(labels, len(labels), int(total), ignore_index)
     counts_B = _counts(weight, logits)
     if ignore_index is not None:
         counted_B = labels != ignore_index
         labels, counts_B = labels.where(counted_B, 0), counts_B * counted_B
-    loss_B: Tensor = _MarginCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        logits, labels - before, margin, smoothing, total, group
-    )
+    loss_B = _losses(logits, labels - before, margin, smoothing, total, link)
     loss_B = (loss_B * counts_B).masked_fill(counts_B == 0, 0.0)
     if reduction == "none":
         return loss_B
@@ -117,63 +117,47 @@ def _counts(weight: Tensor | None, logits: Tensor) -> Tensor:
     return weight.to(compute)
 
 
-class _MarginCrossEntropy(torch.autograd.Function):
-    """Losses [B] of logits [B, C_local] and labels counted from the first of these columns."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        cos_BC: Tensor,
-        labels_B: Tensor,
-        margin: CombinedMargin,
-        smoothing: float,
-        num_classes: Tensor,
-        group: dist.ProcessGroup | None,
-    ) -> Tensor:
-        compute = torch.float64 if cos_BC.dtype == torch.float64 else torch.float32
-        inside_B = (labels_B >= 0) & (labels_B < cos_BC.shape[1])
-        columns = labels_B.clamp(0, cos_BC.shape[1] - 1).unsqueeze(1)
-        target_B, slope_B, *_ = margin.target(cos_BC.gather(1, columns).squeeze(1).to(compute))
-        logits_BC = cos_BC.to(compute) * scale_of(margin)
-        own_B = torch.where(inside_B, target_B, logits_BC.gather(1, columns).squeeze(1))
-        logits_BC.scatter_(1, columns, own_B.unsqueeze(1))
-        highest_B = logits_BC.amax(1)
-        if group is not None:
-            dist.all_reduce(highest_B, dist.ReduceOp.MAX, group=group)
-        exponentials_BC = logits_BC.sub_(highest_B.unsqueeze(1)).exp_()
-        nothing_B = torch.zeros_like(target_B)
-        own_sums = [exponentials_BC.sum(1), torch.where(inside_B, target_B, nothing_B), inside_B.to(compute)]
-        if smoothing:
-            own_sums.append(cos_BC.sum(1, dtype=compute) * scale_of(margin))
-        sums = torch.stack(own_sums)
-        if group is not None:
-            dist.all_reduce(sums, group=group)
-        sum_B, target_B, owners_B = sums[:3]
-        losses_B: Tensor = highest_B + sum_B.log() - target_B
-        if smoothing:
-            losses_B += smoothing * (target_B - sums[3] / num_classes)
-        # Where no rank holds the label neither the loss nor its gradient may look right.
-        valid_B = torch.where(owners_B == 1, 1.0, torch.nan).to(compute)
-        ctx.save_for_backward(exponentials_BC.div_(sum_B.unsqueeze(1)), columns, inside_B, slope_B, valid_B)
-        ctx.scale, ctx.dtype = scale_of(margin), cos_BC.dtype
-        ctx.smoothing, ctx.class_smoothing = smoothing, smoothing / num_classes.to(compute)
-        losses_B.mul_(valid_B)
+def _losses(
+    cos_BC: Tensor,
+    places_B: Tensor,
+    margin: CombinedMargin,
+    smoothing: float,
+    num_classes: Tensor,
+    link: RankLink | None,
+) -> Tensor:
+    """Losses [B]; ``places_B`` are labels counted from the first class here."""
+    compute = torch.float64 if cos_BC.dtype == torch.float64 else torch.float32
+    inside_B = (places_B >= 0) & (places_B < cos_BC.shape[1])
+    columns = places_B.clamp(0, cos_BC.shape[1] - 1).unsqueeze(1)
+    cos_B = cos_BC.gather(1, columns).squeeze(1).to(compute)
+    made = margin.target(cos_B.detach())
+    # The value and the derivative are those of the margin, which knows both.
+    target_B = made.logits_B + made.by_cos_B * (cos_B - cos_B.detach())
+    plain_BC = cos_BC.to(compute) * scale_of(margin)
+    mean_B = plain_BC.sum(1) / num_classes if smoothing else None
+    own_B = torch.where(inside_B, target_B, plain_BC.gather(1, columns).squeeze(1))
+    logits_BC = plain_BC.scatter(1, columns, own_B.unsqueeze(1))
+    ones_B = torch.ones_like(target_B)
+    labels = LocalLabels(places_B=places_B, counts_B=ones_B.bool(), weights_B=ones_B)
+    losses_B = split_cross_entropy(logits_BC, labels, link)
+    if mean_B is None:
         return losses_B
+    spread_B = torch.where(inside_B, target_B, 0.0) - mean_B
+    return losses_B + smoothing * _SumOverRanks.apply(spread_B, link)  # type: ignore[no-untyped-call]
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """The sum over the ranks, each of which has the same loss: the derivative is that by its own part."""
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, upstream_B: Tensor) -> tuple[Tensor, None, None, None, None, None]:
-        probability_BC, columns, inside_B, slope_B, valid_B = ctx.saved_tensors
-        upstream_B = upstream_B * valid_B
-        gradient_BC = probability_BC * (upstream_B * ctx.scale).unsqueeze(1)
-        probability_B = probability_BC.gather(1, columns).squeeze(1)
-        target_B = (probability_B - 1 + ctx.smoothing) * slope_B * upstream_B
-        if ctx.smoothing:
-            spread_B = upstream_B * (ctx.scale * ctx.class_smoothing)
-            gradient_BC.sub_(spread_B.unsqueeze(1))
-            target_B = target_B - spread_B
-        own_B = torch.where(inside_B, target_B, gradient_BC.gather(1, columns).squeeze(1))
-        return gradient_BC.scatter_(1, columns, own_B.unsqueeze(1)).to(ctx.dtype), None, None, None, None, None
+    def forward(ctx: Any, part_B: Tensor, link: RankLink | None) -> Tensor:
+        del ctx
+        return part_B.clone() if link is None else link.sum(part_B)
+
+    @staticmethod
+    def backward(ctx: Any, upstream_B: Tensor) -> tuple[Tensor, None]:
+        del ctx
+        return upstream_B, None
 
 
 def class_center_sample(
@@ -214,28 +198,25 @@ def class_center_sample(
             raise InvalidArgument(f"{name} is {value!r}; it must be an integer >= {least}")
     if not 0 <= seed < 2**64:
         raise InvalidArgument(f"seed is {seed!r}; it must lie in [0, 2**64)")
-    rank = 0 if group is None else dist.get_rank(group)
+    link = None if group is None else RankLink(group)
+    rank = 0 if link is None else link.rank
     device = labels.device if isinstance(labels, Tensor) else torch.device("cpu")
-    before, total = (int(number) for number in _span(num_classes, device, group))
+    before, total = (int(number) for number in _span(num_classes, device, link))
     all_labels = check_labels(labels, len(labels), total)
     own = all_labels[(all_labels >= before) & (all_labels < before + num_classes)] - before
     active = positives_and_sample(own, num_classes, num_samples, (seed + rank) % 2**64, step)
-    first, _ = _span(active.num, device, group)
+    first, _ = _span(active.num, device, link)
     positions_B = np.zeros(len(all_labels), np.int64)
     mine = (all_labels >= before) & (all_labels < before + num_classes)
     positions_B[mine] = active.positions(own) + int(first)
     remapped_B = torch.from_numpy(positions_B).to(device)
-    if group is not None:
-        dist.all_reduce(remapped_B, group=group)
-    return remapped_B, torch.from_numpy(active.ids).to(device)
+    return remapped_B if link is None else link.sum(remapped_B), torch.from_numpy(active.ids).to(device)
 
 
-def _span(count: int, device: torch.device, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
+def _span(count: int, device: torch.device, link: RankLink | None) -> tuple[Tensor, Tensor]:
     """(sum over the ranks before this one, sum over all ranks) of ``count``, both 0-dim int64 on the device."""
     own = torch.tensor([count], dtype=torch.int64, device=device)
-    if group is None:
+    if link is None:
         return torch.zeros((), dtype=torch.int64, device=device), own.sum()
-    counts = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(counts, own, group=group)
-    counts_R = torch.cat(counts)
-    return counts_R[: dist.get_rank(group)].sum(), counts_R.sum()
+    counts_R = link.gather(own, [1] * link.world_size)
+    return counts_R[: link.rank].sum(), counts_R.sum()

@@ -12,10 +12,14 @@ Legend: B samples, D width, P parts.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from geartrain.ams.programs.class_head import LOG2_E, NO_LOGIT
+from geartrain.bridge.collectives.cross_entropy import joint_sums
+from geartrain.bridge.collectives.link import RankLink
 from geartrain.bridge.head.batch import Batch
 
 
@@ -56,10 +60,24 @@ class PartialSums:
 
 
 class OnlineSoftmax:
-    """Several partial sums, so that chunks can be worked on side by side; added up in a fixed order."""
+    """Several partial sums, so that chunks can be worked on side by side; added up in a fixed order.
 
-    def __init__(self, batch: Batch, num_parts: int, *, want_gradient: bool) -> None:
+    Over ranks that hold the rows, ``link``, the batch is of all of them, ``sizes`` samples of each. Collectives then:
+    those of :func:`~geartrain.bridge.collectives.cross_entropy.joint_sums`, of 2·B numbers (3·B with smoothed labels)
+    and of B where exponents are shifted, and the reduce-scatter of B·D for the feature gradients.
+    """
+
+    def __init__(
+        self,
+        batch: Batch,
+        num_parts: int,
+        *,
+        want_gradient: bool,
+        link: RankLink | None = None,
+        sizes: Sequence[int] = (),
+    ) -> None:
         self._batch = batch
+        self._link, self._sizes = link, sizes
         rows, width = batch.features_BD.shape
         compute, device = batch.arithmetic.compute, batch.arithmetic.device
         self.target_rows_BD = torch.zeros_like(batch.features_BD)
@@ -85,33 +103,51 @@ class OnlineSoftmax:
         )
 
     def finish(self) -> tuple[Tensor, Tensor | None]:
-        """Return the losses [B] and the gradient of each by its features [B, D]; fill in the batch."""
-        batch, target_rows_BD = self._batch, self.target_rows_BD
-        cos_B = (batch.features_BD * target_rows_BD).sum(1)
-        target = batch.target_logits(cos_B)
+        """Losses of the rank's own samples [S], each one's gradient by its features [S, D]; fill in the batch."""
+        losses_S, part_BD = self.finish_part()
+        if part_BD is None or self._link is None:
+            return losses_S, None if part_BD is None else own_gradient(self._batch, part_BD, self._own)
+        return losses_S, own_gradient(self._batch, self._link.sum_to_owners(part_BD, self._sizes), self._own)
+
+    def finish_part(self) -> tuple[Tensor, Tensor | None]:
+        """:meth:`finish` before the reduce-scatter: what this rank's rows add to every sample's gradient [B, D].
+
+        The sum over the ranks is what :func:`own_gradient` takes.
+        """
+        batch, own = self._batch, self._own
         shift_B, sum_B, weighted_BD = self._joint()
-        batch.target_B, batch.highest_B = cos_B, self._highest(shift_B)
+        cos_B = (batch.features_BD * self.target_rows_BD).sum(1)
+        mean_row_D = self._mean_row()  # this rank's part of it
+        means = [] if mean_row_D is None else [batch.features_BD @ mean_row_D * batch.scale]
+        highest_B = None if self.highest_PB is None else self.highest_PB.amax(0)
+        joint_B, (sum_B, joint_cos_B, *means), highest_B = joint_sums(
+            self._link, shift_B, sum_B, [cos_B, *means], exp=torch.exp2, shifted=batch.shifted, highest_B=highest_B
+        )
+        cos_B, means = joint_cos_B.to(cos_B.dtype), [mean.to(cos_B.dtype) for mean in means]
+        if highest_B is None and batch.shift_is_highest:
+            highest_B = joint_B
+        batch.target_B, batch.highest_B = cos_B[own], None if highest_B is None else highest_B[own] / batch.logit_factor
+        shift_B, joint_B = shift_beside_target(shift_B, sum_B), shift_beside_target(joint_B, sum_B)
+        target = batch.target_logits(cos_B)
         target2_B = target.logits_B * LOG2_E
-        shift_B = shift_beside_target(shift_B, sum_B)
-        highest_B = torch.maximum(shift_B, target2_B)
-        total_B = sum_B * torch.exp2(shift_B - highest_B) + torch.exp2(target2_B - highest_B)
-        batch.lse2_B = (highest_B + torch.log2(total_B)).to(cos_B.dtype)
-        mean_row_D = self._mean_row()
-        mean_logits_B = None if mean_row_D is None else batch.features_BD @ mean_row_D * batch.scale
-        losses_B = batch.take_target_weights(target, (batch.lse2_B - target2_B) / LOG2_E, mean_logits_B)
+        top_B = torch.maximum(joint_B, target2_B)
+        total_B = sum_B * torch.exp2(joint_B - top_B) + torch.exp2(target2_B - top_B)
+        batch.lse2_B = (top_B + torch.log2(total_B)).to(cos_B.dtype)
+        losses_B = batch.take_target_weights(target, (batch.lse2_B - target2_B) / LOG2_E, *means)
         if weighted_BD is None:
-            return losses_B, None
+            return losses_B[own], None
         gradient_BD = weighted_BD.mul_(torch.exp2(shift_B - batch.lse2_B).unsqueeze(1))
-        gradient_BD.addcmul_(target_rows_BD, batch.target_weight_B.unsqueeze(1))
+        gradient_BD.addcmul_(self.target_rows_BD, batch.target_weight_B.unsqueeze(1))
         if mean_row_D is not None:
             gradient_BD.sub_(mean_row_D * batch.smoothing)
-        return losses_B, through_normalisation(gradient_BD.mul_(batch.scale), batch)
+        return losses_B[own], gradient_BD
 
-    def _highest(self, shift_B: Tensor) -> Tensor | None:
-        """Largest cosine (logit without a margin) [B] of the others, where it is known."""
-        if self.highest_PB is not None:
-            return self.highest_PB.amax(0) / self._batch.logit_factor
-        return shift_B / self._batch.logit_factor if self._batch.shift_is_highest else None
+    @property
+    def _own(self) -> slice:
+        if self._link is None:
+            return slice(None)
+        first = sum(self._sizes[: self._link.rank])
+        return slice(first, first + self._sizes[self._link.rank])
 
     def _mean_row(self) -> Tensor | None:
         """Mean [D] of the (unit) rows of all classes, compute dtype; None without smoothing."""
@@ -150,13 +186,17 @@ def shift_beside_target(shift_B: Tensor, sum_B: Tensor) -> Tensor:
     return torch.where(sum_B == 0, NO_LOGIT, shift_B)
 
 
-def through_normalisation(gradient_BD: Tensor, batch: Batch) -> Tensor:
-    """Gradient with respect to x from that with respect to x̂ and that of the batch with respect to |x|; in place."""
+def own_gradient(batch: Batch, summed_SD: Tensor, own: slice) -> Tensor:
+    """The gradients of losses by this rank's features at ``own`` in the batch, from the sum over ranks; in place.
+
+    From that with respect to x̂ and that of the batch with respect to |x|.
+    """
+    summed_SD.mul_(batch.scale)
     if batch.inverse_lengths_B is None:
-        return gradient_BD
-    x_BD = batch.features_BD
-    gradient_BD.sub_(x_BD * (gradient_BD * x_BD).sum(1, keepdim=True))
-    gradient_BD.mul_(batch.inverse_lengths_B.unsqueeze(1))
+        return summed_SD
+    x_SD = batch.features_BD[own]
+    summed_SD.sub_(x_SD * (summed_SD * x_SD).sum(1, keepdim=True))
+    summed_SD.mul_(batch.inverse_lengths_B[own].unsqueeze(1))
     if batch.norm_weight_B is not None:
-        gradient_BD.addcmul_(x_BD, batch.norm_weight_B.unsqueeze(1))
-    return gradient_BD
+        summed_SD.addcmul_(x_SD, batch.norm_weight_B[own].unsqueeze(1))
+    return summed_SD

@@ -19,10 +19,11 @@ from torch.autograd.function import once_differentiable
 
 from geartrain.ams.values.errors import InvalidArgument, InvalidRows
 from geartrain.ams.values.text import quoted
+from geartrain.bridge.collectives.cross_entropy import without_autocast
 from geartrain.bridge.collectives.link import RankLink
 from geartrain.bridge.collectives.parts import GatheredParts, PartSizes, SummedParts
 from geartrain.bridge.collectives.pending import Pending
-from geartrain.bridge.parallel.split.layer import autocast_dtype, without_autocast
+from geartrain.bridge.parallel.split.layer import autocast_dtype
 from geartrain.bridge.parallel.split.linear import SplitLinear
 from geartrain.bridge.parallel.split.logits import LogitsOperations, SplitLogits
 

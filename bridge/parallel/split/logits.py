@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from geartrain.ams.values.errors import InvalidArgument
+from geartrain.bridge.collectives.cross_entropy import LocalLabels, split_cross_entropy
 from geartrain.bridge.parallel.split.agreement import LOSS, WHOLE, StepAgreement
-from geartrain.bridge.parallel.split.cross_entropy import SplitLoss, split_cross_entropy
 from geartrain.bridge.parallel.split.labels import check_labels
 from geartrain.bridge.parallel.split.shard import RowShard
 from geartrain.bridge.parallel.split.travel import whole_rows
@@ -212,16 +212,47 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    agreement = logits.agreement
-    loss = SplitLoss(logits.shard, weight, ignore_index, label_smoothing, reduction, logits.sizes)
+    agreement, shard = logits.agreement, logits.shard
     if size_average is not None or reduce is not None:
         raise InvalidArgument(
             "size_average and reduce are given; cross entropy over split logits takes reduction alone"
         )
-    loss.check()
+    _check_loss(reduction, label_smoothing, weight, shard.num)
     logits.memory.use()
-    agreement.meet(LOSS, lambda: check_labels(target, logits.shape[0], logits.shard.num, ignore_index))
-    labels_B = logits.shard.group.link.gather(target.to(logits.device), logits.sizes)
-    value = split_cross_entropy(logits.local_BL, labels_B, loss, takes_memory=logits.memory.take)
+    agreement.meet(LOSS, lambda: check_labels(target, logits.shape[0], shard.num, ignore_index))
+    labels_B = shard.group.link.gather(target.to(logits.device), logits.sizes)
+    counts_B = labels_B != ignore_index
+    compute = torch.float64 if logits.local_BL.dtype == torch.float64 else torch.float32
+    weight_C = None if weight is None else weight.detach().to(logits.device, compute)
+    weights_B = counts_B.to(compute)
+    if weight_C is not None:
+        weights_B = weights_B * weight_C[labels_B.clamp(0, shard.num - 1)]
+    labels = LocalLabels(
+        places_B=labels_B - shard.first,
+        counts_B=counts_B,
+        weights_B=weights_B,
+        smoothing=label_smoothing,
+        num_classes=shard.num,
+        weight_L=None if weight_C is None else weight_C[shard.first : shard.stop],
+        total_weight=float(shard.num) if weight_C is None else weight_C.sum(),
+    )
+    losses_B = split_cross_entropy(logits.local_BL, labels, shard.group.link, takes_memory=logits.memory.take)
+    value = losses_B.sum() / weights_B.sum() if reduction == "mean" else losses_B.sum()
     agreement.collectives_end()
     return value
+
+
+def _check_loss(reduction: str, smoothing: float, weight: Tensor | None, num_classes: int) -> None:
+    """Raise InvalidArgument for what cannot be; the same on every rank."""
+    if reduction not in ("mean", "sum"):
+        raise InvalidArgument(
+            f"reduction is {reduction!r}; cross entropy over split logits takes 'mean' or 'sum', over the samples of "
+            "all ranks"
+        )
+    if not 0 <= smoothing <= 1:
+        raise InvalidArgument(f"label_smoothing is {smoothing!r}; it must be in [0, 1]")
+    if weight is not None and weight.shape != (num_classes,):
+        raise InvalidArgument(
+            f"weight has shape {tuple(weight.shape)}; it must be one number for each of the {num_classes} classes, on "
+            "every rank"
+        )

@@ -21,11 +21,11 @@ from geartrain.ams.values.specs import Ids
 from geartrain.bridge.collectives.parts import GatheredParts, PartSizes, SummedParts
 from geartrain.bridge.collectives.pending import Pending
 from geartrain.bridge.head.backends.ranks.passes import RankRows
-from geartrain.bridge.head.backends.ranks.softmax import RankSoftmax, own_gradient
 from geartrain.bridge.head.backends.ranks.update import Agreed, RankStep
 from geartrain.bridge.head.checks import check_finite
 from geartrain.bridge.head.loss.feature_parts import FeatureParts
 from geartrain.bridge.head.loss.samples import CountedSamples
+from geartrain.bridge.head.loss.softmax import OnlineSoftmax, own_gradient
 
 
 class PartedRows(RankRows):
@@ -42,7 +42,7 @@ class PartedRows(RankRows):
         self._summed: SummedParts | None = None
         self._taken: dict[int, Tensor] = {}
 
-    def _finish(self, softmax: RankSoftmax) -> tuple[Tensor, Tensor | None]:
+    def _finish(self, softmax: OnlineSoftmax) -> tuple[Tensor, Tensor | None]:
         losses_S, part_BD = softmax.finish_part()
         if part_BD is not None:
             # One of several sums in one piece of memory, which would otherwise stay whole until the backward pass.

@@ -24,11 +24,11 @@ from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
 from geartrain.ams.values.specs import Ids
 from geartrain.bridge.head.backends.ranks.active_rows import LocalActive
-from geartrain.bridge.head.backends.ranks.softmax import RankSoftmax
 from geartrain.bridge.head.batch import Batch, chunk_bounds
 from geartrain.bridge.head.loss.chunk_pass import ChunkPass, pass_for
 from geartrain.bridge.head.loss.chunk_pool import CHUNKS
 from geartrain.bridge.head.loss.kept_logits import KeptLogits
+from geartrain.bridge.head.loss.softmax import OnlineSoftmax
 from geartrain.bridge.placements.device_rows import DeviceRows, RowIndex
 from geartrain.bridge.placements.workspace import Scratch, Workspace
 from geartrain.bridge.rows.gradient_carrier import squared_sum
@@ -77,13 +77,13 @@ class RankRows:
     def forward(self, *, want_gradient: bool, keep_bytes: int) -> tuple[Tensor, Tensor | None]:
         """Losses of the own samples [S] and feature gradients [S, D]; keeps logits of up to ``keep_bytes``.
 
-        Collective: see :class:`RankSoftmax`.
+        Collective: see :class:`OnlineSoftmax`.
         """
         table, batch, arithmetic = self._table, self.batch, self.batch.arithmetic
         chunks = chunk_bounds(self._active.num, self._pass.chunk_rows)
         num_parts = max(1, min(PARTS, len(chunks)))
         joint_want = want_gradient or self._wants_gradient  # another rank's features may need theirs
-        softmax = RankSoftmax(batch, num_parts, want_gradient=joint_want, link=table.link, sizes=self._sizes)
+        softmax = OnlineSoftmax(batch, num_parts, want_gradient=joint_want, link=table.link, sizes=self._sizes)
         if self._pass.keeps_logits:
             self._kept.reserve(batch, self._active.num, self._pass.chunk_rows, keep_bytes)
         places = self._active.places(table.device)
@@ -105,7 +105,7 @@ class RankRows:
         losses_S, gradient_SD = self._finish(softmax)
         return losses_S, gradient_SD if want_gradient else None
 
-    def _finish(self, softmax: RankSoftmax) -> tuple[Tensor, Tensor | None]:
+    def _finish(self, softmax: OnlineSoftmax) -> tuple[Tensor, Tensor | None]:
         if self._table.link.world_size > 1:
             return softmax.finish()
         # Alone, nobody else is waited for in there, and what follows wants every core.

@@ -6,16 +6,16 @@ import math
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.nn import functional as F
 
 import geartrain as gt
 from geartrain.ams.values.errors import InvalidArgument, InvalidIds, InvalidRows
-from geartrain.bridge.head.loss.functional import _MarginCrossEntropy
+from geartrain.bridge.collectives.cross_entropy import LocalLabels, split_cross_entropy
+from geartrain.bridge.collectives.link import RankLink
+from tests.support.rank_processes import run_ranks
 
 MARGINS = {
     "arcface": (1.0, 0.5, 0.0),
@@ -36,16 +36,19 @@ def batch(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     return cosines, torch.tensor([0, 10, 3, 3, 2, 7, 5])
 
 
-def plain(cosines: torch.Tensor, labels: torch.Tensor, m1: float, m2: float, m3: float) -> torch.Tensor:
-    """Losses [B], written out sample by sample."""
-    losses = []
+def plain(
+    cosines: torch.Tensor, labels: torch.Tensor, m1: float, m2: float, m3: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Losses [B] and logits of the targets [B], written out sample by sample."""
+    losses, targets = [], []
     for row, label in zip(cosines, labels.tolist(), strict=True):
         angle = m1 * torch.acos(row[label]) + m2
         k = math.floor(float(angle.detach()) / math.pi)
         target = (-1) ** k * torch.cos(angle) - 2 * k - m3
         logits = SCALE * torch.cat([row[:label], target[None], row[label + 1 :]])
         losses.append(torch.logsumexp(logits, 0) - logits[label])
-    return torch.stack(losses)
+        targets.append(logits[label])
+    return torch.stack(losses), torch.stack(targets)
 
 
 @pytest.mark.parametrize("margins", MARGINS.values(), ids=MARGINS)
@@ -54,7 +57,7 @@ def test_loss_and_gradient_are_those_of_the_formula(margins: tuple[float, float,
     cosines, labels = batch()
     ours, theirs = cosines.clone().requires_grad_(), cosines.clone().requires_grad_()
     found = gt.margin_cross_entropy(ours, labels, *margins, SCALE, reduction=reduction)
-    losses = plain(theirs, labels, *margins)
+    losses, _ = plain(theirs, labels, *margins)
     expected = losses if reduction == "none" else getattr(losses, reduction)()
     torch.testing.assert_close(found, expected)
     weights = torch.arange(1.0, 8.0, dtype=torch.float64) if reduction == "none" else torch.tensor(2.0)
@@ -108,9 +111,8 @@ def test_a_label_that_nobody_could_look_at_poisons_its_sample_alone() -> None:
     cosines, labels = batch()
     labels[2] = CLASSES  # as on a GPU, where looking would stall
     cosines.requires_grad_()
-    losses = _MarginCrossEntropy.apply(
-        cosines, labels, gt.CombinedMargin(SCALE), 0.0, torch.tensor(cosines.shape[1]), None
-    )
+    ones = torch.ones(len(labels), dtype=torch.float64)
+    losses = split_cross_entropy(cosines, LocalLabels(places_B=labels, counts_B=ones.bool(), weights_B=ones), None)
     losses.sum().backward()
     assert cosines.grad is not None
     for found in (losses, cosines.grad[:, 0]):
@@ -133,50 +135,67 @@ def test_positives_are_all_kept_and_there_are_no_more_classes_than_all(num_sampl
     assert sampled[remapped].tolist() == [900, 5, 17]
 
 
-def train_one_rank(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
-    group = dist.group.WORLD
+def compare_with_torch(rank: int, ranks: int, folder: Path) -> None:
+    del folder
     cosines, labels = batch()
-    own = cosines[:, BOUNDS[rank] : BOUNDS[rank + 1]].clone().requires_grad_()
-    loss = gt.margin_cross_entropy(own, labels, *MARGINS["all"], SCALE, group, label_smoothing=0.1)
-    loss.backward()
-    width = BOUNDS[rank + 1] - BOUNDS[rank]
-    remapped, sampled = gt.class_center_sample(labels, width, 3, seed=1, step=2, group=group)
-    try:
-        gt.margin_cross_entropy(own, labels + 1, group=group)
-        refused = ""
-    except InvalidIds as error:
-        refused = str(error)
-    assert own.grad is not None
-    np.savez(
-        f"{folder}/rank{rank}.npz",
-        loss=loss.detach().numpy(),
-        gradient=own.grad.numpy(),
-        remapped=remapped.numpy(),
-        sampled=sampled.numpy(),
-        refused=refused,
-    )
-    dist.destroy_process_group()
+    labels[2] = -100
+    bounds = [0, 3, 7, CLASSES] if ranks == 3 else [0, *([3] if ranks == 2 else []), CLASSES]
+    here = slice(bounds[rank], bounds[rank + 1])
+    link = RankLink()
+    weight_C = torch.linspace(0.0, 2.0, CLASSES, dtype=torch.float64)
+    upstream_B = torch.linspace(-1.0, 2.0, len(labels), dtype=torch.float64)
+    for smoothing in (0.0, 0.2):
+        for weights in (None, weight_C):
+            whole = (cosines * SCALE).requires_grad_()
+            expected = F.cross_entropy(whole, labels, weights, reduction="none", label_smoothing=smoothing)
+            (expected * upstream_B).sum().backward()
+            own = (cosines * SCALE)[:, here].requires_grad_()
+            counts = labels != -100
+            given = LocalLabels(
+                places_B=labels - here.start,
+                counts_B=counts,
+                weights_B=counts.double() if weights is None else counts * weight_C[labels.clamp(0)],
+                smoothing=smoothing,
+                num_classes=CLASSES,
+                weight_L=None if weights is None else weight_C[here],
+                total_weight=float(CLASSES) if weights is None else weight_C.sum(),
+            )
+            found = split_cross_entropy(own, given, link)
+            (found * upstream_B).sum().backward()
+            torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(own.grad, whole.grad[:, here], rtol=1e-12, atol=1e-12)  # type: ignore[index]
+        whole = cosines.clone().requires_grad_()
+        kept = labels != -100
+        losses, targets = plain(whole[kept], labels[kept], *MARGINS["all"])
+        expected = (losses + smoothing * (targets - SCALE * whole[kept].mean(1))).mean()
+        expected.backward()
+        own = cosines[:, here].clone().requires_grad_()
+        group = dist.group.WORLD
+        loss = gt.margin_cross_entropy(own, labels, *MARGINS["all"], SCALE, group, label_smoothing=smoothing)
+        loss.backward()
+        torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(own.grad, whole.grad[:, here], rtol=1e-9, atol=1e-12)  # type: ignore[index]
+    with pytest.raises(InvalidIds, match=r"label 11 at index 1 is outside \[0, 11\)"):
+        gt.margin_cross_entropy(own, labels + 1, ignore_index=-99, group=group)
 
 
-def test_classes_on_two_ranks_are_one_layer(tmp_path: Path) -> None:
-    mp.spawn(train_one_rank, args=(str(tmp_path),), nprocs=2)  # type: ignore[no-untyped-call]
-    ranks = [np.load(tmp_path / f"rank{rank}.npz") for rank in range(2)]
-    cosines, labels = batch()
-    whole = cosines.clone().requires_grad_()
-    expected = gt.margin_cross_entropy(whole, labels, *MARGINS["all"], SCALE, label_smoothing=0.1)
-    expected.backward()
-    expected = expected.detach()
-    for rank in ranks:
-        np.testing.assert_allclose(rank["loss"], float(expected), rtol=1e-12)
-        assert "label 11 at index 1 is outside [0, 11)" in str(rank["refused"])
-    assert whole.grad is not None
-    np.testing.assert_allclose(np.concatenate([rank["gradient"] for rank in ranks], 1), whole.grad.numpy(), rtol=1e-9)
-    joint = np.concatenate([rank["sampled"] + BOUNDS[number] for number, rank in enumerate(ranks)])
-    for rank in ranks:
-        assert joint[rank["remapped"]].tolist() == labels.tolist()
-    assert [len(rank["sampled"]) for rank in ranks] == [3, 4]  # of the first rank all, of the second four positives
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_classes_on_several_ranks_are_one_layer(ranks: int, tmp_path: Path) -> None:
+    run_ranks(compare_with_torch, ranks, tmp_path)
+
+
+def sample_on_a_rank(rank: int, ranks: int, folder: Path) -> None:
+    del folder
+    labels, width = batch()[1], BOUNDS[rank + 1] - BOUNDS[rank]
+    remapped, sampled = gt.class_center_sample(labels, width, 3, seed=1, step=2, group=dist.group.WORLD)
+    joint = [None] * ranks
+    dist.all_gather_object(joint, sampled + BOUNDS[rank])
+    assert torch.cat(joint)[remapped].tolist() == labels.tolist()  # type: ignore[arg-type]
+    assert len(sampled) == (3, 4)[rank]  # of the first rank all, of the second four positives
+
+
+def test_classes_of_two_ranks_are_sampled_together(tmp_path: Path) -> None:
+    run_ranks(sample_on_a_rank, 2, tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,6 @@ from geartrain.ams.client.factory import local
 from geartrain.ams.programs.selection import FullSoftmax
 from geartrain.ams.values.optimizers.registry import SGD
 from geartrain.ams.values.specs import Normal
-from geartrain.bridge.head.backends.ranks.softmax import RankSoftmax
 from geartrain.bridge.head.batch import Batch, Targets
 from geartrain.bridge.head.class_head import ClassHead
 from geartrain.bridge.head.loss import chunk_pass
@@ -46,16 +45,15 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def raise_log_sum(monkeypatch: pytest.MonkeyPatch, count: float) -> None:
     """Make every sample's log-sum-exp that of a head with ``count`` active classes."""
-    for softmax in (OnlineSoftmax, RankSoftmax):
-        finish = softmax.finish
+    finish = OnlineSoftmax.finish
 
-        @functools.wraps(finish)
-        def raised(self: Any, finish: Any = finish) -> Any:
-            result = finish(self)
-            self._batch.lse2_B += math.log2(count / ROWS)
-            return result
+    @functools.wraps(finish)
+    def raised(self: Any) -> Any:
+        result = finish(self)
+        self._batch.lse2_B += math.log2(count / ROWS)
+        return result
 
-        monkeypatch.setattr(softmax, "finish", raised)
+    monkeypatch.setattr(OnlineSoftmax, "finish", raised)
 
 
 def sample() -> tuple[torch.Tensor, torch.Tensor]:

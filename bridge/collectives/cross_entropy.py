@@ -1,0 +1,208 @@
+"""Cross entropy over classes that lie on several ranks: one maximum and one sum over the ranks, per sample.
+
+Of a [B, C] matrix of logits only some numbers a sample travel (PLSC, section 2; partial FC): the largest logit, the sum
+of exponentials and the logit of the target, which one rank has.
+
+The formula is that of ``torch.nn.functional.cross_entropy`` with class indices. With p the softmax of logits z, label
+y, class weights w (1 without), smoothing ε over C classes:
+
+    loss = (1 − ε) w_y (lse − z_y) + ε/C Σ_c w_c (lse − z_c)
+    ∂loss/∂z_c = ((1 − ε) w_y + ε/C Σ w) p_c − (1 − ε) w_y [c = y] − ε/C w_c
+
+Time O(B·L); memory beside the logits O(B) and some chunks. Sums are float32, of float64 logits float64.
+
+Legend: B samples of all ranks, C classes, L of them here, N rows of a chunk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from geartrain.ams.values.errors import InvalidArgument
+from geartrain.bridge.collectives.link import RankLink
+
+_CHUNK = {"cpu": 1 << 19}
+"""Logits that are worked on at a time: on a CPU they stay in its cache."""
+_DEVICE_CHUNK = 1 << 26
+
+
+def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Every operation inside computes in the type that it is given."""
+    if not torch.amp.is_autocast_available(device.type):
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, enabled=False)
+
+
+def joint_sums(
+    link: RankLink | None,
+    shift_B: Tensor,
+    sum_B: Tensor,
+    others: Sequence[Tensor],
+    *,
+    exp: Callable[[Tensor], Tensor] = torch.exp,
+    shifted: bool = True,
+    highest_B: Tensor | None = None,
+) -> tuple[Tensor, list[Tensor], Tensor | None]:
+    """Sums over the classes of all ranks, of those that each rank took of ``exp``(logit − its own shift).
+
+    Returns the joint shift [B]; the sums [B] under it and of each of ``others``, in the type of ``sum_B``; and the
+    maximum of ``highest_B`` [B], if that is given. ``shifted``: whether the shifts differ. Two all-reduces (one, where
+    there is no maximum to find); None: this process has all classes.
+    """
+    if link is None:
+        return shift_B, [sum_B, *others], highest_B
+    maxima = [*([shift_B] if shifted else []), *([] if highest_B is None else [highest_B])]
+    joint_maxima = link.max(torch.stack(maxima)) if maxima else None
+    top_B = joint_maxima[0] if joint_maxima is not None and shifted else shift_B
+    base_B = torch.where(torch.isfinite(top_B), top_B, 0.0)
+    sums = link.sum(torch.stack([sum_B * exp(shift_B - base_B), *(other.to(sum_B.dtype) for other in others)]))
+    return top_B, list(sums), None if highest_B is None or joint_maxima is None else joint_maxima[-1]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class LocalLabels:
+    """The labels of all samples, as the rank sees them that has the classes of the logits."""
+
+    places_B: Tensor
+    """Columns of the labels, int64; outside of them: another rank has the class."""
+    counts_B: Tensor
+    """Whether the sample is not ignored, bool."""
+    weights_B: Tensor
+    """What each sample counts, in the dtype of the losses; 0 where it is ignored."""
+    smoothing: float = 0.0
+    num_classes: int = 1
+    """Of all ranks, over which labels are smoothed."""
+    weight_L: Tensor | None = None
+    """What each class here counts in smoothed labels; None: 1."""
+    total_weight: Tensor | float = 1.0
+    """Of all classes."""
+
+
+def split_cross_entropy(
+    local_BL: Tensor,
+    labels: LocalLabels,
+    link: RankLink | None,
+    *,
+    takes_memory: Callable[[], bool] = lambda: False,
+) -> Tensor:
+    """The losses [B] over the classes of all ranks, the same on each; NaN where no rank has a label that counts.
+
+    ``local_BL`` are the logits of the classes that are here. Two all-reduces, of B and of 3·B numbers (4·B with
+    smoothing); None: all classes are here. The backward pass asks ``takes_memory()`` whether it may write the gradient
+    over the logits, which nobody may read then.
+    """
+    losses: Tensor = _SplitCrossEntropy.apply(local_BL, labels, link, takes_memory)  # type: ignore[no-untyped-call]
+    return losses
+
+
+class _SplitCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, local_BL: Tensor, labels: LocalLabels, link: RankLink | None, takes_memory: Callable[[], bool]
+    ) -> Tensor:
+        with without_autocast(local_BL.device):
+            samples = _Samples(local_BL, labels, link)
+            losses_B, ctx.lse_B = samples.losses(local_BL)
+        ctx.samples, ctx.takes_memory = samples, takes_memory
+        ctx.save_for_backward(local_BL)
+        return losses_B
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, upstream_B: Tensor) -> tuple[Tensor, None, None, None]:
+        if ctx.lse_B is None:
+            raise InvalidArgument(
+                "backward ran a second time over the loss of split logits, whose memory now holds their gradient; "
+                "compute the loss again (retain_graph does not help)"
+            )
+        (local_BL,) = ctx.saved_tensors
+        in_place = ctx.takes_memory()
+        out_BL = local_BL.detach() if in_place else torch.empty_like(local_BL)
+        with without_autocast(local_BL.device):
+            ctx.samples.write_gradient(local_BL.detach(), ctx.lse_B, upstream_B, out_BL)
+        if in_place:
+            ctx.lse_B = None
+        return out_BL, None, None, None
+
+
+class _Samples:
+    """The samples of one loss, as this rank sees them."""
+
+    def __init__(self, local_BL: Tensor, labels: LocalLabels, link: RankLink | None) -> None:
+        self._labels, self._link = labels, link
+        self._sum_dtype = torch.float64 if local_BL.dtype == torch.float64 else torch.float32
+        num_local = local_BL.shape[1]
+        self._counts_B = labels.counts_B
+        self._is_here_B = self._counts_B & (labels.places_B >= 0) & (labels.places_B < num_local)
+        self._places_B = labels.places_B.clamp(0, max(0, num_local - 1))
+        self._spread_B = self._counts_B.to(self._sum_dtype) * (labels.smoothing / labels.num_classes)
+        """What of a sample goes to each class."""
+
+    def losses(self, local_BL: Tensor) -> tuple[Tensor, Tensor]:
+        """The losses [B], and the logarithm of the sum of exponentials [B] over all classes."""
+        labels = self._labels
+        if not len(local_BL):
+            return labels.weights_B.clone(), labels.weights_B
+        highest_B, sums_B, weighted_B = self._local_sums(local_BL)
+        others = [self._target_logits(local_BL), self._is_here_B, *([weighted_B] if labels.smoothing else [])]
+        top_B, (sum_B, target_B, owners_B, *weighted), _ = joint_sums(self._link, highest_B, sums_B, others)
+        lse_B = torch.where(torch.isfinite(top_B), top_B, 0.0) + torch.log(sum_B)
+        lse_B = torch.where(~self._counts_B | (owners_B > 0), lse_B, torch.nan)
+        losses_B = (1 - labels.smoothing) * labels.weights_B * (lse_B - target_B)
+        if labels.smoothing:
+            losses_B = losses_B + self._spread_B * (labels.total_weight * lse_B - weighted[0])
+        return torch.where(self._counts_B, losses_B, 0.0), lse_B
+
+    def write_gradient(self, local_BL: Tensor, lse_B: Tensor, upstream_B: Tensor, out_BL: Tensor) -> None:
+        """Write the derivative by the logits to ``out_BL``, which may be their own memory."""
+        labels, upstream_B = self._labels, upstream_B.to(self._sum_dtype)
+        own_B = (1 - labels.smoothing) * labels.weights_B * upstream_B
+        spread_B = self._spread_B * upstream_B
+        all_B = own_B + spread_B * labels.total_weight if labels.smoothing else own_B
+        hot_B = torch.where(self._is_here_B, -own_B, 0.0)
+        for rows in self._chunks(local_BL):
+            logits_NL = local_BL[rows].to(self._sum_dtype)
+            work_NL = out_BL[rows] if out_BL.dtype == self._sum_dtype else torch.empty_like(logits_NL)
+            torch.sub(logits_NL, lse_B[rows].unsqueeze(1), out=work_NL)
+            work_NL.exp_().mul_(all_B[rows].unsqueeze(1))
+            if labels.smoothing and labels.weight_L is None:
+                work_NL.sub_(spread_B[rows].unsqueeze(1))
+            elif labels.weight_L is not None and labels.smoothing:
+                work_NL.addcmul_(spread_B[rows].unsqueeze(1), labels.weight_L, value=-1)
+            if work_NL.shape[1]:
+                work_NL.scatter_add_(1, self._places_B[rows].unsqueeze(1), hot_B[rows].unsqueeze(1))
+            if work_NL.data_ptr() != out_BL[rows].data_ptr():
+                out_BL[rows] = work_NL
+
+    def _local_sums(self, local_BL: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Of each sample over the classes here: the largest logit, Σ exp(z − largest), Σ w·z."""
+        highest_B = local_BL.new_full(local_BL.shape[:1], -torch.inf, dtype=self._sum_dtype)
+        sums_B, weighted_B = torch.zeros_like(highest_B), torch.zeros_like(highest_B)
+        weight_L = self._labels.weight_L
+        for chunk in self._chunks(local_BL) if local_BL.shape[1] else ():
+            logits_NL = local_BL[chunk].detach().to(self._sum_dtype)
+            highest_B[chunk] = most_N = logits_NL.amax(1)
+            if self._labels.smoothing:
+                weighted_B[chunk] = logits_NL.sum(1) if weight_L is None else logits_NL @ weight_L
+            base_N = torch.where(torch.isfinite(most_N), most_N, 0.0)
+            sums_B[chunk] = (logits_NL - base_N.unsqueeze(1)).exp_().sum(1)
+        return highest_B, sums_B, weighted_B
+
+    def _target_logits(self, local_BL: Tensor) -> Tensor:
+        """That of each sample's label where it is here, else 0."""
+        if not local_BL.shape[1]:
+            return torch.zeros_like(self._spread_B)
+        target_B = local_BL.detach().gather(1, self._places_B.unsqueeze(1)).squeeze(1).to(self._sum_dtype)
+        return torch.where(self._is_here_B, target_B, 0.0)
+
+    @staticmethod
+    def _chunks(local_BL: Tensor) -> list[slice]:
+        rows, here = local_BL.shape
+        step = max(1, _CHUNK.get(local_BL.device.type, _DEVICE_CHUNK) // max(1, here))
+        return [slice(start, start + step) for start in range(0, rows, step)]
