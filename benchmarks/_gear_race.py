@@ -26,19 +26,15 @@ class Trainer(Protocol):
 
     def step(self, views: Views) -> None:
         """One update."""
-        ...
 
     def drain(self) -> None:
         """Return when nothing that was begun is still computed elsewhere."""
-        ...
 
     def auc(self) -> float:
         """On the test views."""
-        ...
 
     def close(self) -> None:
         """End it."""
-        ...
 
 
 @dataclass

@@ -47,7 +47,6 @@ class LaterWrites(Protocol):
 
     def wait(self) -> None:
         """Wait until none is under way. Raises an error of theirs that nobody has seen."""
-        ...
 
 
 class Cluster:

@@ -35,28 +35,22 @@ class HostedRows(Protocol):
     @property
     def spec(self) -> TableSpec:
         """What the table is."""
-        ...
 
     @property
     def num_owned(self) -> int:
         """Ids of a dense table that this shard owns. Raises InvalidArgument for a hashed table."""
-        ...
 
     def owned_ids(self, start: int, stop: int) -> Ids:
         """Owned ids number ``start`` … ``stop`` − 1, rising, int64; the table is dense."""
-        ...
 
     def owns(self, ids: Ids) -> npt.NDArray[np.bool_]:
         """Whether this shard owns each of ``ids`` [N], bool [N]."""
-        ...
 
     def read(self, ids: Ids) -> Float32:
         """The rows [N, D] of owned ``ids`` [N] as a float32 copy; those never written have their initial value."""
-        ...
 
     def side_by_side(self, function: Callable[[T], R], items: Sequence[T]) -> list[R]:
         """Results of ``function(item)`` in order, on the threads that the shard may use."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,12 +80,10 @@ class HostedModel(Protocol):
 
         Raises InvalidArgument, InvalidIds or InvalidRows for inputs that do not fit the table.
         """
-        ...
 
     def gradients(self, rows: HostedRows, inputs: Sequence[HostedInputs]) -> Gradients:
         """The gradients of an update, summed over the inputs, each times its ``weight``. Raises as :meth:`compute`,
         and NonFinite."""
-        ...
 
 
 HostedModels = Mapping[str, HostedModel]

@@ -205,27 +205,21 @@ class GearPort(Protocol):
     @property
     def dense_version(self) -> int:
         """The highest dense version that was heard of."""
-        ...
 
     def features(self, ids: Ids) -> FeatureReply:
         """Dense features of distinct ids [K] int64. Ids that have none are in ``failures``; the others live."""
-        ...
 
     def deliver(self, delivery: Delivery) -> GearAccount:
         """Hand gradients over; in sync mode return when every update that they made due is applied."""
-        ...
 
     def flush(self) -> None:
         """Apply every gradient that waits, partial batches with their true count. Returns when that is done."""
-        ...
 
     def account(self, source: str | None = None) -> GearAccount:
         """What became of the gradients of one fast gear; None: of all."""
-        ...
 
     def close(self) -> None:
         """Let go of what it holds; what waits in slow gears of this process is applied first. Idempotent."""
-        ...
 
 
 class GearHandler(Protocol):
@@ -234,21 +228,17 @@ class GearHandler(Protocol):
     @property
     def name(self) -> str:
         """The dense part."""
-        ...
 
     @property
     def dim(self) -> int:
         """Width of its features."""
-        ...
 
     @property
     def dense_version(self) -> int:
         """Of the weights held now."""
-        ...
 
     def features(self, ids: Ids, freshness: Freshness) -> FeatureReply:
         """Dense features of distinct ids. Raises NotHolder."""
-        ...
 
     def deliver(self, delivery: Delivery, *, wait: bool, sent_to: str) -> Taken:
         """Take gradients; with ``wait`` apply what they make due. ``sent_to``: the process that was sent them before
@@ -256,19 +246,15 @@ class GearHandler(Protocol):
 
         Raises NotHolder, StaleClient (a lower incarnation of the source).
         """
-        ...
 
     def flush(self) -> None:
         """See :class:`GearPort`."""
-        ...
 
     def describe(self, sources: Sequence[str]) -> GearState:
         """How it is; the account is that of these sources, of all if there are none."""
-        ...
 
     def take_over(self, process: str, accounts: Mapping[str, GearAccount]) -> None:
         """Answer from now on for what became of the gradients of a slow gear that leaves. Idempotent."""
-        ...
 
 
 def process_at(address: str, incarnation: int) -> str:

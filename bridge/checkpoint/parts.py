@@ -30,11 +30,9 @@ class DividedState(Protocol):
     @property
     def saving_ranks(self) -> RankGroup:
         """Those ranks."""
-        ...
 
     def merge(self) -> None:
         """Give every rank the parts of all; every rank calls it."""
-        ...
 
 
 class PlainNames:

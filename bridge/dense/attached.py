@@ -22,11 +22,9 @@ class Attachment(Protocol):
     @property
     def row_keeper(self) -> RowKeeper:
         """What saving and loading do with its tables."""
-        ...
 
     def refresh(self) -> bool:
         """Pull the values; True if there were others."""
-        ...
 
 
 _attached: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Attachment]] = weakref.WeakKeyDictionary()

@@ -61,15 +61,12 @@ class FeatureCache(Protocol):
 
     def lookup(self, ids: Ids, *, now: float, dense_version: int) -> tuple[DenseFeatures, npt.NDArray[np.bool_]]:
         """The features of ids, and which of them are there."""
-        ...
 
     def insert(self, ids: Ids, features: DenseFeatures) -> None:
         """Keep features."""
-        ...
 
     def report(self) -> dict[str, Any]:
         """``hits``, ``misses`` and more."""
-        ...
 
 
 class FreshnessCounts:

@@ -28,7 +28,6 @@ class SampleStore(Protocol):
 
     def read(self, ids: Ids) -> list[bytes | None]:
         """The bytes of each id; None: there is none."""
-        ...
 
 
 SampleSource = Callable[[int], Any] | SampleStore | Tensor | Any

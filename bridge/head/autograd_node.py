@@ -21,11 +21,9 @@ class RowsPass(Protocol):
     @property
     def batch(self) -> Batch:
         """What the pass is of; after :meth:`forward` it holds what was seen."""
-        ...
 
     def forward(self, *, want_gradient: bool, keep_bytes: int) -> tuple[Tensor, Tensor | None]:
         """Losses [S] and the gradient of each by its features [S, D]; logits of up to ``keep_bytes`` may be kept."""
-        ...
 
     def gradient(self, upstream: Tensor) -> tuple[Any, Tensor]:
         """The row gradients; also a number that is finite only if all of them are.
@@ -33,11 +31,9 @@ class RowsPass(Protocol):
         ``upstream`` is the derivative by the mean loss (0-dim), that of all ranks where they train together, or by the
         loss of each sample of this rank [S].
         """
-        ...
 
     def discard(self) -> None:
         """Let go of everything when no row gradient is wanted."""
-        ...
 
 
 @dataclass

@@ -36,7 +36,6 @@ class PlanMaker(Protocol):
 
     def saw(self, inputs: Any, labels: Any) -> None:
         """The model is called with them: a rank's batch."""
-        ...
 
     def plan(
         self,
@@ -50,7 +49,6 @@ class PlanMaker(Protocol):
         micro_batches: int,
     ) -> Plan:
         """Of the batch that was seen; None: hardware measured here, AdamW."""
-        ...
 
 
 class ParallelModel(nn.Module):

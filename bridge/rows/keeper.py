@@ -21,11 +21,9 @@ class RankGroup(FailsTogether, Protocol):
     @property
     def rank(self) -> int:
         """This one."""
-        ...
 
     def exchange(self, values: Sequence[int]) -> list[list[int]]:
         """The numbers of every rank, in rank order; as many on each."""
-        ...
 
 
 class RowKeeper(ABC):

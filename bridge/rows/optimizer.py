@@ -166,7 +166,6 @@ class Clippable(Protocol):
 
     def clippable(self) -> list[Tensor]:
         """The parameters whose ``grad`` counts and is scaled in place. May raise InvalidArgument: nobody can clip."""
-        ...
 
 
 @runtime_checkable
@@ -176,7 +175,6 @@ class HoldsRows(Protocol):
     @property
     def rows(self) -> RowOptimizer:
         """That of the rows."""
-        ...
 
 
 Rows = RowOptimizer | HoldsRows | Clippable

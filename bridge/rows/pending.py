@@ -30,20 +30,16 @@ class CollectedGradient(Protocol):
 
     def merge(self, other: Any) -> None:
         """Add the gradient of another micro-batch, of the same kind, which is used up."""
-        ...
 
     @property
     def squares(self) -> Tensor | None:
         """Σ g² over all rows (0-dim, float64) if they lie in this process's memory."""
-        ...
 
     def squared_norm(self) -> float:
         """Σ g² over all rows, in float64."""
-        ...
 
     def discard(self) -> None:
         """Give the memory back."""
-        ...
 
 
 G = TypeVar("G", bound=CollectedGradient)
@@ -249,7 +245,6 @@ class Pace(Protocol):
 
     def step_done(self) -> None:
         """A step of this worker was applied, or skipped. May wait for others."""
-        ...
 
 
 class Background(Protocol):
@@ -261,23 +256,18 @@ class Background(Protocol):
     @property
     def is_clean(self) -> bool:
         """Whether every push was applied, or given up."""
-        ...
 
     def submit(self, writes: Sequence[TableWrite]) -> None:
         """Send the pushes of one step, some time."""
-        ...
 
     def wait(self, most: int = 0) -> None:
         """Wait until the pushes of at most so many steps are under way. Raises an error that is news."""
-        ...
 
     def settle(self) -> None:
         """Raise an error that is news; after one that was raised, send again what is left."""
-        ...
 
     def drop(self) -> None:
         """Give up what is left after an error that was raised."""
-        ...
 
 
 @runtime_checkable
@@ -292,7 +282,6 @@ class RowModule(Protocol):
     @property
     def row_update(self) -> PendingUpdate[Any]:
         """What waits for the step; the same object for the module's whole life."""
-        ...
 
 
 def require_row_module(module: object) -> PendingUpdate[Any]:

@@ -45,7 +45,6 @@ class FailsTogether(Protocol):
 
     def fail_together(self, failure: Exception | None, what: str) -> None:
         """Raise on every rank if any gives a ``failure``: its own there, elsewhere that ``what`` did not happen."""
-        ...
 
 
 def run_together(ranks: FailsTogether, action: Callable[[], T], what: str) -> T:

@@ -37,19 +37,15 @@ class PushWriter(Protocol):
 
         ``goes_on``: more pushes of the same step follow. ``known_finite``: none of them need be looked for.
         """
-        ...
 
     def prepare_write(self, make: Callable[[PushSettings], HeadWrite]) -> None:
         """:meth:`prepare` a write made of these settings instead."""
-        ...
 
     def send_behind(self) -> None:
         """Begin to send the prepared push in the background."""
-        ...
 
     def settle(self) -> None:
         """Return once the prepared push is applied; after an error it is still prepared, to be sent again."""
-        ...
 
 
 class RowGradient(CollectedGradient, Protocol):
@@ -57,11 +53,9 @@ class RowGradient(CollectedGradient, Protocol):
 
     def push(self, writer: PushWriter) -> None:
         """Send all of it; a second call after an error goes on behind what was prepared."""
-        ...
 
     def joint_squared_norm(self, ranks: Ranks, weight: float) -> float:
         """Σ g² over all rows of the sum over the ranks of ``weight`` · gradient, the same on each. Collective."""
-        ...
 
 
 @runtime_checkable
@@ -70,7 +64,6 @@ class SinglePush(Protocol):
 
     def prepare(self, writer: PushWriter) -> None:
         """Prepare the push, once."""
-        ...
 
 
 class RowUpdate(PendingUpdate[RowGradient]):

@@ -25,11 +25,9 @@ class HeadWrite(Protocol):
 
     def send(self) -> Done:
         """Send it to the shards that have not answered."""
-        ...
 
     def abandon(self) -> None:
         """Give it up."""
-        ...
 
 
 class TableWrite(HeadWrite, Protocol):
@@ -38,15 +36,12 @@ class TableWrite(HeadWrite, Protocol):
     @property
     def is_sent(self) -> bool:
         """Whether all shards have answered."""
-        ...
 
     def announce(self) -> None:
         """Let those who keep rows know that these change from now on."""
-        ...
 
     def send_with(self, others: Sequence[Any]) -> None:
         """Send it, and other pushes of rows, in one request to each shard. Raises the first error of all."""
-        ...
 
 
 class ReadableTable(Protocol):
@@ -55,21 +50,17 @@ class ReadableTable(Protocol):
     @property
     def spec(self) -> TableSpec:
         """What the table is."""
-        ...
 
     def pull_into(self, ids: Ids, out: npt.NDArray[Any], *, required_sync: SyncGroup | None = None) -> None:
         """Write the rows of ``ids`` to ``out`` [N, D]."""
-        ...
 
     def pull_into_async(
         self, ids: Ids, out: npt.NDArray[Any], *, required_sync: SyncGroup | None = None
     ) -> Future[None]:
         """Begin :meth:`pull_into`."""
-        ...
 
     def assign(self, ids: Ids, rows: npt.NDArray[Any]) -> Done:
         """Overwrite rows."""
-        ...
 
 
 class HeadCalls(Protocol):
@@ -78,16 +69,13 @@ class HeadCalls(Protocol):
     @property
     def part_bytes(self) -> int:
         """What the inputs of one call, and its answer, should not exceed."""
-        ...
 
     @property
     def view(self) -> ClusterView:
         """The shards, and which buckets are whose."""
-        ...
 
     def compute(self, operation: str, inputs: InputsOfShard, *, required_sync: SyncGroup | None = None) -> list[Arrays]:
         """What the model makes of the inputs on each shard."""
-        ...
 
     def prepare_update(
         self,
@@ -99,7 +87,6 @@ class HeadCalls(Protocol):
         group: SyncGroup | None = None,
     ) -> HeadWrite:
         """Number an update; nothing travels yet."""
-        ...
 
 
 class HeadTable(ReadableTable, Protocol):
@@ -124,15 +111,12 @@ class HeadTable(ReadableTable, Protocol):
         ``step_goes_on``: more pushes of the same step follow. ``known_finite``: none need be looked for.
         ``known_distinct``: no id occurs twice.
         """
-        ...
 
     def with_wire(self, wire_dtype: DTypeName | None) -> Self:
         """The same table, whose rows travel so."""
-        ...
 
     def hosted(self, model: str) -> HeadCalls:
         """The way to a hosted model beside the rows."""
-        ...
 
 
 class HeadCluster(Protocol):
@@ -152,7 +136,6 @@ class HeadCluster(Protocol):
         reuse: bool = False,
     ) -> Any:
         """Make a table, or open an equal one with ``reuse``."""
-        ...
 
 
 def as_numpy(tensor: Tensor) -> npt.NDArray[Any]:

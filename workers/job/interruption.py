@@ -26,11 +26,9 @@ class Awaited(Protocol):
     @property
     def waits_for_shard(self) -> bool:
         """Whether a call waits for a shard that does not answer."""
-        ...
 
     def give_up(self) -> None:
         """End every wait for a shard: no call succeeds any more."""
-        ...
 
 
 class Interruption:

@@ -76,7 +76,6 @@ class StateOfJob(Protocol):
     @property
     def progress(self) -> Progress:
         """How far it has come."""
-        ...
 
 
 State = TypeVar("State", bound=StateOfJob)
@@ -88,7 +87,6 @@ class SnapshotTaker(Protocol[State_contra]):
 
     def begin_snapshot(self, root: str, name: str, *, parent: str | None, state: State_contra) -> PendingSnapshot:
         """Hold the rows and ``state`` as the snapshot ``root``/``name``; with a ``parent``, the rows written since."""
-        ...
 
 
 class JobSnapshots(Generic[State]):

@@ -15,15 +15,12 @@ class RunLogger(Protocol):
 
     def scalars(self, group: str, values: Mapping[str, float], step: int) -> None:
         """Log ``group/name`` for every value."""
-        ...
 
     def flush(self) -> None:
         """Put what is pending where a kill does not reach it: a snapshot of the run is about to be taken."""
-        ...
 
     def close(self) -> None:
         """The process ends, well or not."""
-        ...
 
 
 class Loggers:

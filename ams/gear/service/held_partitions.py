@@ -30,15 +30,12 @@ class Leases(Protocol):
 
     def lease(self) -> StreamLease:
         """Take what is this gear's share."""
-        ...
 
     def commit(self) -> StreamRenewal:
         """Prolong the lease."""
-        ...
 
     def release(self, streams: Sequence[int] | None = None) -> None:
         """Give partitions back; None: all."""
-        ...
 
 
 class HeldPartitions:

@@ -20,11 +20,9 @@ class PulledTable(Protocol):
     @property
     def spec(self) -> TableSpec:
         """What the table is."""
-        ...
 
     def pull_into_async(self, ids: Ids, out: npt.NDArray[Any]) -> Future[None]:
         """Begin to write the rows of ``ids`` to ``out`` [N, D]."""
-        ...
 
 
 class Numbering(Protocol):
@@ -33,11 +31,9 @@ class Numbering(Protocol):
     @property
     def num_living(self) -> int:
         """How many."""
-        ...
 
     def ids(self, numbers: Ids) -> Ids:
         """Ids [N] of these numbers [N]."""
-        ...
 
 
 class TableRows:

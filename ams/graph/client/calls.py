@@ -52,11 +52,9 @@ class GraphCalls(Protocol):
             Cancelled: ``cancelled`` was true, or somebody else ended the build.
             ShardUnavailable, SchedulerUnavailable, StateFailed: The rows could not be read, or the graph not kept.
         """
-        ...
 
     def cancel(self, table: str) -> bool:
         """End the build of a table; return whether there was one. The graph that was there stays."""
-        ...
 
     def select(self, table: str, labels: Ids, budget: int, *, seed: int, step: int, version: int | None = None) -> Ids:
         """Choose the active classes of a batch where the graph is: see :meth:`NeighbourTable.select`, which gives the
@@ -64,22 +62,18 @@ class GraphCalls(Protocol):
 
         Raises GraphNotFound, SpecMismatch if the graph is not ``version``, InvalidArgument, InvalidIds, StateDamaged.
         """
-        ...
 
     def describe(self) -> GraphsState:
         """All graphs, with their age, and all builds under way. One request to each shard."""
-        ...
 
     def load(self, table: str) -> tuple[NeighbourTable, GraphInfo]:
         """The whole graph of a table, for a client that selects by itself: 8 · (C + 1) + 4 · C · min(k, C - 1) bytes.
 
         Its age is not filled in. Raises GraphNotFound, StateDamaged, ProtocolError if it came damaged.
         """
-        ...
 
     def forget(self, table: str) -> None:
         """Drop the graph of a table, if there is one, and end its build."""
-        ...
 
     def write_snapshot(self, folder: str, snapshot_id: str, tables: Mapping[str, int]) -> list[FileEntry]:
         """Write the graphs of ``tables`` (name -> number of classes) into a staging folder.
@@ -87,7 +81,6 @@ class GraphCalls(Protocol):
         A table without a graph, or with one of another number of classes, is passed over. Raises StateDamaged,
         SnapshotFailed.
         """
-        ...
 
     def restore_snapshot(self, folder: str, tables: Mapping[str, int]) -> list[str]:
         """Take the graphs of ``tables`` (name -> incarnation, as restored) from a snapshot; return which of them had
@@ -95,8 +88,6 @@ class GraphCalls(Protocol):
 
         Raises SnapshotDamaged, StateFailed.
         """
-        ...
 
     def close(self) -> None:
         """End what runs here. Idempotent."""
-        ...

@@ -79,7 +79,6 @@ class TableReader(Protocol):
 
     def table(self, name: str) -> PulledTable:
         """An existing table. Raises TableNotFound."""
-        ...
 
 
 class RowCluster(Protocol):
@@ -87,19 +86,15 @@ class RowCluster(Protocol):
 
     def reading(self) -> AbstractContextManager[TableReader]:
         """Open it to read rows for one build. Raises SchedulerUnavailable, ClusterNotReady."""
-        ...
 
     def status(self) -> ClusterState:
         """Describe it, soon or not at all. Raises Unavailable."""
-        ...
 
     def table_incarnations(self) -> Mapping[str, int]:
         """The numbers of its tables by name, soon or not at all: one request to the scheduler. Raises Unavailable."""
-        ...
 
     def close(self) -> None:
         """Close what is open of it between builds. Idempotent."""
-        ...
 
 
 class Graphs:

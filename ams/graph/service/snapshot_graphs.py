@@ -48,12 +48,12 @@ def read_graph(snapshot: Snapshot, table: str) -> tuple[NeighbourTable, RowsVers
         blocks = [snapshot.read(entry) for entry in sorted(entries, key=lambda entry: entry.index)]
         facts = json.loads(blocks[0]["facts"].tobytes())
         lengths = np.concatenate([block["lengths"] for block in blocks])
-        neighbours: NeighbourIds = np.concatenate([block["neighbours"] for block in blocks])
+        neighbours = np.concatenate([block["neighbours"] for block in blocks])
         offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
         if len(lengths) != facts["num_classes"]:
             raise ValueError(f"they list {len(lengths)} of {facts['num_classes']} classes")
-        table_of_ids = neighbours.astype(id_dtype(len(lengths)), copy=False)
-        return NeighbourTable(offsets, table_of_ids, int(facts["k"])), RowsVersion(**facts["rows"])
+        ids: NeighbourIds = neighbours.astype(id_dtype(len(lengths)), copy=False)
+        return NeighbourTable(offsets, ids, int(facts["k"])), RowsVersion(**facts["rows"])
     except SnapshotDamaged:
         raise
     except (GeartrainError, KeyError, TypeError, ValueError, IndexError) as exc:

@@ -98,45 +98,35 @@ class Peers(Protocol):
     def acts(self) -> bool:
         """Whether this rank runs the ``action`` of :meth:`first_then_others`: rank 0 for rows in a cluster, every rank
         for rows that it holds."""
-        ...
 
     @property
     def world_size(self) -> int:
         """How many."""
-        ...
 
     @property
     def rank(self) -> int:
         """This one."""
-        ...
 
     def first_then_others(self, action: Callable[[], T], others: Callable[[], T]) -> T:
         """Run ``action`` where :attr:`acts`, then ``others`` elsewhere."""
-        ...
 
     def write_together(self, action: Callable[[], None], what: str) -> None:
         """Run ``action``, which writes rows, where :attr:`acts`; if it fails raise on every rank, ``what`` failed."""
-        ...
 
     def fail_together(self, failure: Exception | None, what: str) -> None:
         """Raise on every rank if any gives a ``failure``: its own there, elsewhere that ``what`` failed."""
-        ...
 
     def exchange(self, values: Sequence[int]) -> list[list[int]]:
         """The numbers of every rank, in rank order; as many on each."""
-        ...
 
     def agree(self, value: bool) -> bool:
         """One answer for all ranks: rank 0's, or whether all say so."""
-        ...
 
     def array_from_first(self, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """What those that :attr:`acts` have, on every rank: a vector of int64 or int32."""
-        ...
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Sum over the ranks, on the device of ``tensor``."""
-        ...
 
 
 class GraphRows(Protocol):
@@ -145,13 +135,11 @@ class GraphRows(Protocol):
     @property
     def one_at_a_time(self) -> bool:
         """Whether a build waits until the one before it, which was cancelled, has ended."""
-        ...
 
     def build(
         self, k: int, progress: Callable[[int, int], None] | None, cancelled: Callable[[], bool]
     ) -> NeighbourTable:
         """The graph of ``k`` neighbours; ``progress(done, total)`` is called meanwhile."""
-        ...
 
 
 class GraphSource(Protocol):
@@ -159,7 +147,6 @@ class GraphSource(Protocol):
 
     def rows(self, living: LiveClasses, step: int) -> GraphRows:
         """Those of the living classes, as they are at ``step``."""
-        ...
 
 
 class HeadState(Protocol):
@@ -167,11 +154,9 @@ class HeadState(Protocol):
 
     def get_extra_state(self) -> dict[str, Any]:
         """As JSON values."""
-        ...
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
         """Go on from it."""
-        ...
 
 
 class RowBackend(Protocol):
@@ -188,46 +173,37 @@ class RowBackend(Protocol):
 
     def __init__(self, settings: HeadSettings) -> None:
         """Make the table, or open it. Raises TableExists, SpecMismatch, InvalidArgument."""
-        ...
 
     @classmethod
     def step_memory(cls, plan: MemoryPlan) -> list[MemoryPart]:
         """What such rows take beside the table, by part."""
-        ...
 
     @property
     def table(self) -> ReadableTable:
         """The rows themselves."""
-        ...
 
     @property
     def select(self) -> Selection:
         """What chooses the active classes, bound to these rows."""
-        ...
 
     @property
     def update(self) -> PendingUpdate[Any]:
         """Row gradients that wait for the step."""
-        ...
 
     @property
     def peers(self) -> Peers | None:
         """The ranks that train the rows together."""
-        ...
 
     @property
     def own_classes(self) -> range:
         """The classes whose rows this process writes: all, or those that it holds."""
-        ...
 
     @property
     def reads_together(self) -> bool:
         """Whether every rank takes part in every read of rows."""
-        ...
 
     def graph_source(self) -> GraphSource:
         """Rows for the graphs of a selection. Every rank asks at once."""
-        ...
 
     def begin(
         self, features: Tensor, labels: Tensor, weight: Tensor | None, *, in_training: bool, want_rows: bool
@@ -237,59 +213,46 @@ class RowBackend(Protocol):
         ``weight`` is what each sample counts (None: 1), ``in_training`` the head's mode, ``want_rows`` whether row
         gradients will follow.
         """
-        ...
 
     @property
     def takes_parts(self) -> bool:
         """Whether features may come part by part, and travel beside what is computed."""
-        ...
 
     def require_same_parts(self, settings: Mapping[str, Any]) -> None:
         """Raise SpecMismatch on every rank unless all of them will divide batches alike, by these JSON values."""
-        ...
 
     def begin_parts(
         self, parts: FeatureParts, labels: Tensor, weight: Tensor | None, *, in_training: bool, want_rows: bool
     ) -> HeadCall:
         """:meth:`begin`, where :attr:`takes_parts`; lets ``parts`` compute the features, and says where their gradients
         will be (:class:`~geartrain.bridge.head.loss.feature_parts.PartGradients`)."""
-        ...
 
     def predict(self, features: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """Scores [B, k] and ids [B, k] of the best classes."""
-        ...
 
     def identity(self) -> dict[str, Any] | None:
         """What tells the rows from others (:mod:`~geartrain.bridge.rows.same_rows`), where a state is to name it."""
-        ...
 
     def require_rows(self, identity: Mapping[str, Any] | None) -> None:
         """Raise SpecMismatch unless the rows are those of :meth:`identity`; a state_dict is about to be loaded."""
-        ...
 
     def require_step(self, step: int) -> None:
         """Raise SpecMismatch if the rows are known to be of another step than a state that is about to be loaded."""
-        ...
 
     def sharded_rows(self, head: HeadState) -> Stateful:
         """The rows for torch.distributed.checkpoint, if they are here. Raises InvalidArgument for rows in a cluster."""
-        ...
 
     @property
     def keeper(self) -> RowKeeper:
         """What saving and loading a model do with the rows."""
-        ...
 
     def move_with(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Follow ``module.to(device)``: ``fn`` is what that does to each tensor."""
-        ...
 
     def snapshot(
         self, root: str | Path, name: str, *, step: int, values: Mapping[str, Any], files: Mapping[str, bytes]
     ) -> Place:
         """Write the rows, if they are here. Raises InvalidArgument for rows in a cluster."""
-        ...
 
     def restore(self, path: str | Path) -> Snapshot:
         """Read the rows, if they are here. Raises InvalidArgument for rows in a cluster."""
-        ...

@@ -40,11 +40,9 @@ class ChunkPass(Protocol):
     @property
     def whole(self) -> WholePass | None:
         """This pass, if it can work in one call on all rows where they are."""
-        ...
 
     def forward(self, work: Workspace, sums: PartialSums, rows_ND: Tensor, start: int, kept_NB: Tensor | None) -> None:
         """Add the chunk whose first row is at position ``start`` to ``sums``; write its logits to ``kept_NB``."""
-        ...
 
     def overwrite(
         self, work: Workspace, rows_ND: Tensor, start: int, factor: Tensor, kept_NB: Tensor | None = None
@@ -53,7 +51,6 @@ class ChunkPass(Protocol):
 
         Called once the forward pass is finished. Returns a sum that is finite only if all of it is (0-dim).
         """
-        ...
 
 
 class WholePass(Protocol):
@@ -61,15 +58,12 @@ class WholePass(Protocol):
 
     def num_parts(self, num_rows: int) -> int:
         """Parts of sums for :meth:`forward_all`."""
-        ...
 
     def forward_all(self, softmax: OnlineSoftmax, rows_AD: Tensor, kept_KB: Tensor | None, *, threads: int) -> None:
         """:meth:`ChunkPass.forward` for all rows; writes what is kept of the first K rows to ``kept_KB``."""
-        ...
 
     def overwrite_all(self, rows_AD: Tensor, factor: Tensor, kept_KB: Tensor | None, *, threads: int) -> Tensor:
         """:meth:`ChunkPass.overwrite` for all rows, the first K of them from what was kept."""
-        ...
 
 
 def pass_for(batch: Batch, weights_B: Tensor | None = None) -> ChunkPass:

@@ -27,11 +27,9 @@ class PartGradients(Protocol):
 
     def begin(self) -> None:
         """Let them travel; every rank does in its backward pass. Once."""
-        ...
 
     def take(self, part: int) -> Tensor:
         """Those of one part [S, D or more]. The last part is asked for first. Raises RankLost."""
-        ...
 
 
 class FeatureParts:

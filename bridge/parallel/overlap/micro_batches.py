@@ -38,7 +38,6 @@ class TakesParts(Protocol):
 
     def loss_of_parts(self, parts: FeatureParts, labels: Tensor, weight: Tensor | None = None) -> Tensor:
         """As a call with the features of all parts."""
-        ...
 
 
 class MicroBatches(nn.Module):

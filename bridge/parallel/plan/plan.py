@@ -20,11 +20,9 @@ class PlanSource(Protocol):
 
     def changed(self, *, batch: int | None = None, **fields: Any) -> PlanSource:
         """The same with another batch of a rank, or other fields."""
-        ...
 
     def plan(self) -> Plan:
         """Make it."""
-        ...
 
 
 MOST_SAMPLES = 65_536

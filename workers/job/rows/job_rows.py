@@ -27,16 +27,12 @@ class JobRows(Protocol):
     @property
     def cluster(self) -> Awaited | None:
         """What may be waited for."""
-        ...
 
     def open(self, recipe: Recipe, table: str, num_classes: int, saved: Snapshot | None) -> ClassHead:
         """The head, with new rows, or those of ``saved`` in the place of whatever is there. Every rank calls it."""
-        ...
 
     def begin_snapshot(self, root: str, name: str, *, parent: str | None, state: JobState) -> PendingSnapshot:
         """Hold the rows and ``state`` as the snapshot ``root``/``name``; with a ``parent``, the rows written since."""
-        ...
 
     def drop(self, table: str) -> None:
         """Leave their memory to others: the job has ended, and a snapshot has them."""
-        ...

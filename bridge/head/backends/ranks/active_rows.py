@@ -29,27 +29,21 @@ class LocalActive(Protocol):
     @property
     def num(self) -> int:
         """A."""
-        ...
 
     def targets(self, numbers_B: Ids) -> Targets | DeviceTargets:
         """Where the row of each sample's label is among them; labels of other ranks have numbers outside [0, L)."""
-        ...
 
     def offsets(self, numbers_B: Ids, log2_weight: float) -> Tensor:
         """[A] float32 on the device: 0 for the rows of the labels, ``log2_weight`` for the others."""
-        ...
 
     def union(self, other: Self) -> Self:
         """Those active in either."""
-        ...
 
     def holds(self, union: Self, device: torch.device) -> Tensor:
         """Which of a larger set's are in this one, bool on the device."""
-        ...
 
     def places(self, device: torch.device) -> LocalPlaces:
         """Where chunks of them lie."""
-        ...
 
 
 @dataclass(frozen=True, eq=False)

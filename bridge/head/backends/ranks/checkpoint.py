@@ -31,20 +31,16 @@ class RowsOnRanks(Protocol):
     @property
     def table(self) -> DeviceRows:
         """This rank's part of the rows."""
-        ...
 
     @property
     def select(self) -> Selection:
         """What may have a graph."""
-        ...
 
     def rows_are_of(self, step: int) -> None:
         """Note that the rows were read, as they were at ``step``."""
-        ...
 
     def require_rows(self, identity: Mapping[str, Any] | None) -> None:
         """Raise SpecMismatch unless the rows are those of ``identity``."""
-        ...
 
 
 class ShardedRows:

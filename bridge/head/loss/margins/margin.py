@@ -55,7 +55,6 @@ class Margin(Protocol):
     def scale(self) -> float | None:
         """Multiplies every logit; finite and > 0. None, of a dataclass: :func:`~.scale.automatic_scale`, once a head
         has it."""
-        ...
 
     def target(
         self, cos_B: Tensor, norms_B: Tensor, labels_B: Tensor
@@ -68,7 +67,6 @@ class Margin(Protocol):
             norms_B: |x|, the lengths of the features before they are normalised, in the same dtype; at least 1e-12.
             labels_B: int64, ids of the classes.
         """
-        ...
 
 
 class NegativesMargin(Margin, Protocol):
@@ -83,7 +81,6 @@ class NegativesMargin(Margin, Protocol):
         A class with the logit −∞ takes no part in that sample's sum. What is returned at a sample's own class is not
         looked at. What the margin knows of the samples it keeps from ``begin``; that counts as constant.
         """
-        ...
 
 
 class AdaptiveMargin(Protocol):
@@ -103,11 +100,9 @@ class AdaptiveMargin(Protocol):
     @property
     def scale(self) -> float | None:
         """See :class:`Margin`; the largest that it takes."""
-        ...
 
     def begin(self, batch: MarginBatch) -> Margin:
         """The margin of the forward pass over this batch. With ranks every rank is asked."""
-        ...
 
 
 AnyMargin = Margin | AdaptiveMargin
