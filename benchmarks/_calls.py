@@ -1,4 +1,4 @@
-"""What the benches of calls have in common: the ways that rows take, one cluster's tables, the line of a result."""
+"""What the benches of calls have in common: the ways that rows take, one cluster's tables."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from _up import running_cluster
 import geartrain as gt
 from geartrain.ams.kernels import _core
 from geartrain.ams.values.specs import Ids
-from geartrain.launch.bench import Result
 
 WAYS = {"same host": gt.ClientConfig(), "TCP": gt.ClientConfig(shared_memory=False)}
 """How rows come from a shard of another process, and the client for it. TCP goes over loopback here."""
@@ -88,23 +87,3 @@ def draws(num_rows: int, num_ids: int, *, batches: int = 16) -> Callable[[], Ids
     drawn = [random.choice(num_rows, num_ids, replace=False).astype(np.int64) for _ in range(batches)]
     endless = itertools.cycle(drawn)
     return lambda: next(endless)
-
-
-def result(
-    case: str, ours: float, rival: str, theirs: float, unit: str, *, target: float | None, more_is_better: bool = False
-) -> Result:
-    """A line of a bench; the ratio is above 1 where we win."""
-    ratio = ours / theirs if more_is_better else theirs / ours
-    return Result(
-        case=case,
-        ours=_rounded(ours),
-        rival=rival,
-        theirs=_rounded(theirs),
-        unit=unit,
-        ratio=_rounded(ratio),
-        target=target,
-    )
-
-
-def _rounded(figure: float) -> float:
-    return float(f"{figure:.4g}")

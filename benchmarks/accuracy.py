@@ -23,7 +23,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from _common import result
 
+from geartrain.launch.bench import Result
 from geartrain.workers.recipes.recipe import Recipe
 
 FOLDER = Path(".cache") / "accuracy"
@@ -50,7 +52,7 @@ class Difference:
     """Of the mean, over the pairs; NaN of a single pair."""
 
 
-def results(full: bool = False) -> Iterator[dict[str, Any]]:
+def results(full: bool = False) -> Iterator[Result]:
     """The cases of ``geartrain bench accuracy``; ``full`` takes twice as many seeds."""
     reports = run_all(SEEDS * (2 if full else 1), steps=Recipe().steps, classes=None)
     print(table(reports))
@@ -100,7 +102,7 @@ def table(reports: Reports) -> str:
     return "\n".join(lines)
 
 
-def _results(reports: Reports) -> Iterator[dict[str, Any]]:
+def _results(reports: Reports) -> Iterator[Result]:
     others = [name for name in reports if name != BASE]
     for name in others:
         for test in reports[BASE][0]["held_out"]:
@@ -108,13 +110,13 @@ def _results(reports: Reports) -> Iterator[dict[str, Any]]:
             case = f"{name}, {test}, {len(reports[name])} seeds: distance of top-1 from {BASE}"
             case += f" ({delta.mean:+.2f} ± {delta.standard_error:.2f})"
             target = 1.0 if name.startswith("KNN") else None
-            yield _case(case, abs(delta.mean), "allowed", ALLOWED_POINTS, "points", target)
+            yield result(case, max(abs(delta.mean), 1e-3), "allowed", ALLOWED_POINTS, "points", target=target)
     theirs = statistics.median(report["train_seconds"] for report in reports[BASE])
     for name in others:
         ours = statistics.median(report["train_seconds"] for report in reports[name])
         graph = statistics.median(_graph_seconds(report) for report in reports[name])
         case = f"{name}: training, {graph:.1f} s for the graph included"
-        yield _case(case, ours, BASE, theirs, "s", None)
+        yield result(case, ours, BASE, theirs, "s")
 
 
 def _report(arguments: list[str]) -> dict[str, Any]:
@@ -142,18 +144,6 @@ def _line(report: dict[str, Any]) -> str:
 
 def _graph_seconds(report: dict[str, Any]) -> float:
     return float(report["phases"].get("graph", 0.0))
-
-
-def _case(case: str, ours: float, rival: str, theirs: float, unit: str, target: float | None) -> dict[str, Any]:
-    return {
-        "case": case,
-        "ours": round(ours, 3),
-        "rival": rival,
-        "theirs": round(theirs, 3),
-        "unit": unit,
-        "ratio": round(theirs / max(ours, 1e-3), 2),
-        "target": target,
-    }
 
 
 def main(

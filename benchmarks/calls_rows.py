@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
-from _calls import WAYS, draws, result, tables
+from _calls import WAYS, draws, tables
+from _common import median_seconds, result
 from _redis_server import redis_client
-from _turns import median_seconds
 
 import geartrain as gt
 from geartrain.ams.values.specs import Ids

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+from _common import result
 from _torch_clicks import both_aucs
 
 from geartrain.launch.bench import Result
@@ -34,12 +35,5 @@ def _case(data: str, split: str) -> Result:
     found = np.array([both_aucs(samples, replace(recipe, seed=seed)) for seed in SEEDS])
     print(f"{data}, {split}: ours and torch's by seed {found.round(4).tolist()}", flush=True)
     ours, theirs = found.mean(0)
-    return Result(
-        case=f"AUC of DeepFM, {data}, {split}, {len(SEEDS)} seeds",
-        ours=ours,
-        rival="nn.EmbeddingBag, SparseAdam, the same network",
-        theirs=theirs,
-        unit="AUC",
-        ratio=ours / theirs,
-        target=(theirs - LESS) / theirs,
-    )
+    case, rival = f"AUC of DeepFM, {data}, {split}, {len(SEEDS)} seeds", "nn.EmbeddingBag, SparseAdam, the same network"
+    return result(case, ours, rival, theirs, "AUC", target=(theirs - LESS) / theirs, more_is_better=True)

@@ -19,20 +19,19 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from _common import result, threads
 from _default_problems import Problem, problems, with_wrong_labels
-from _row_wise_adamw import RowWiseAdamW
 from torch import nn
 from torch.nn import functional as F
 
 import geartrain as gt
 from geartrain.bridge.head.loss.margins.scale import with_scale
+from geartrain.launch.bench import Result
 
 SEEDS, STEPS = 3, 400
 ALLOWED_POINTS, ALLOWED_POINTS_OF_SCALE, ALLOWED_POINTS_OF_GRAPH = 0.5, 2.0, 1.0
 THREADS = 2
 LINEAR, DEFAULT, ARCFACE, BY_HAND = "nn.Linear", "ClassHead", "ArcFace()", "20 lines"
-LAYERS = {LINEAR: torch.optim.AdamW, "nn.Linear, row-wise AdamW": RowWiseAdamW}
-"""What trains the weights of a plain layer."""
 SCALES = {f"ArcFace({scale})": {"margin": gt.ArcFace(scale)} for scale in (16, 32, 64)}
 RANDOM, NEAREST = "ArcFace(), PartialFC(0.1)", "ArcFace(), KNNSoftmax(0.1)"
 ARMS: dict[str, dict[str, Any]] = {
@@ -47,69 +46,19 @@ ARMS: dict[str, dict[str, Any]] = {
 """Name -> arguments of the head."""
 IMPRINTED: dict[str, dict[str, Any]] = {"imprinted": {}, "ArcFace(), imprinted": {"margin": gt.ArcFace()}}
 """Whose rows begin as means of the untrained network's features -> arguments of the head."""
-OTHERS: dict[str, dict[str, Any]] = {
-    "bias=True": {"bias": True},
-    "PartialFC(0.5)": {"select": gt.PartialFC(0.5)},
-    "PartialFC(0.1)": {"select": gt.PartialFC(0.1)},
-    "PartialFC(0.1, corrected=False), AdamW(1e-3)": {
-        "select": gt.PartialFC(0.1, corrected=False),
-        "optimizer": gt.AdamW(1e-3),
-    },
-    "AdamW(3e-4)": {"optimizer": gt.AdamW(3e-4)},
-    "AdamW(3e-3)": {"optimizer": gt.AdamW(3e-3)},
-    "SparseMomentum(0.1)": {"optimizer": gt.SparseMomentum(0.1)},
-    "SparseMomentum(1)": {"optimizer": gt.SparseMomentum(1.0)},
-    **{
-        f"PartialFC({rate}), {name}": {"select": gt.PartialFC(rate), "optimizer": optimizer}
-        for rate in (0.5, 0.1)
-        for name, optimizer in {
-            "AdamW(1e-3)": gt.AdamW(1e-3),
-            "Adagrad(0.05)": gt.Adagrad(0.05),
-            "SparseMomentum(0.1)": gt.SparseMomentum(0.1),
-        }.items()
-    },
-    "Normal(std=0.01)": {"initializer": gt.Normal(std=0.01)},
-    "CosFace()": {"margin": gt.CosFace()},
-    "CosFace(margin=0)": {"margin": gt.CosFace(margin=0.0)},
-    "ArcFace(margin=0.2)": {"margin": gt.ArcFace(margin=0.2)},
-    **{
-        f"ArcFace(), KNNSoftmax(0.1, near={near})": {"margin": gt.ArcFace(), "select": gt.KNNSoftmax(0.1, near=near)}
-        for near in (0.25, 0.5, 1.0)
-    },
-    "ArcFace(), AdamW(1e-3)": {"margin": gt.ArcFace(), "optimizer": gt.AdamW(1e-3)},
-    "ArcFace(), AdamW(1e-2)": {"margin": gt.ArcFace(), "optimizer": gt.AdamW(1e-2)},
-    "ArcFace(), SparseMomentum(0.1)": {"margin": gt.ArcFace(), "optimizer": gt.SparseMomentum(0.1)},
-    "ArcFace(), Normal(std=0.01)": {"margin": gt.ArcFace(), "initializer": gt.Normal(std=0.01)},
-    **{f"ArcFace({scale})": {"margin": gt.ArcFace(scale)} for scale in (4, 8, 12, 24)},
-    **{f"ArcFace(), sub_centers={k}": {"margin": gt.ArcFace(), "sub_centers": k} for k in (2, 3)},
-    **IMPRINTED,
-    **{layer: {} for layer in LAYERS},
-}
-WIRES: dict[str, dict[str, Any]] = {
-    "float32": {},
-    **{dtype: {"wire_dtype": dtype} for dtype in ("bfloat16", "float16")},
-}
-"""In which type rows travel -> arguments of the head."""
-HEADS: dict[str, dict[str, Any]] = {
-    "AdamW(1e-3)": {"optimizer": gt.AdamW(1e-3)},
-    "ArcFace(), SparseMomentum(0.1)": OTHERS["ArcFace(), SparseMomentum(0.1)"],
-}
-"""Those whose rows travel so -> their arguments."""
-OTHERS |= {
-    f"{head}, {wire}": {**settings, **travels} for head, settings in HEADS.items() for wire, travels in WIRES.items()
-}
+WRITTEN = "or arguments of the head, such as 'margin=gt.ArcFace(8), sub_centers=3'"
 Accuracies = dict[str, dict[str, list[float]]]
 """Problem -> arm -> per cent, seed by seed."""
 
 
-def results(full: bool = False) -> Iterator[dict[str, Any]]:
+def results(full: bool = False) -> Iterator[Result]:
     """The cases of ``geartrain bench defaults``; ``full`` takes three times as many steps, and twice the seeds."""
     accuracies = run_all(list(ARMS), seeds=SEEDS * (2 if full else 1), steps=STEPS * (3 if full else 1))
     print(table(accuracies), file=sys.stderr)
     yield from cases(accuracies)
 
 
-def cases(accuracies: Accuracies) -> list[dict[str, Any]]:
+def cases(accuracies: Accuracies) -> list[Result]:
     """What is promised: the default head beside nn.Linear, the margin beside the best of three scales and 20 lines."""
     found = []
     for problem, arms in accuracies.items():
@@ -134,10 +83,8 @@ def run_all(
     arms: list[str], *, seeds: int, steps: int, wrong_labels: float = 0.0, num_problems: int | None = None
 ) -> Accuracies:
     """Train every arm on the first ``num_problems`` (None: all); a part of the training labels is drawn at random."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(THREADS)
     accuracies: Accuracies = {}
-    try:
+    with threads(THREADS):
         for seed in range(seeds):
             for make in problems(seed, steps)[:num_problems]:
                 problem = with_wrong_labels(make(), wrong_labels, seed)
@@ -148,8 +95,6 @@ def run_all(
                     known[what] = known[what] if what in known else 100 * _accuracy(problem, arm, seed)
                     own.setdefault(arm, []).append(known[what])
                     print(f"{problem.name}, seed {seed}, {arm}: {own[arm][-1]:.2f} %", file=sys.stderr, flush=True)
-    finally:
-        torch.set_num_threads(threads)
     return accuracies
 
 
@@ -163,11 +108,17 @@ def table(accuracies: Accuracies) -> str:
     return "\n".join(lines)
 
 
+def _settings(arm: str) -> dict[str, Any]:
+    """Arguments of the head: of a known arm, or as they are written."""
+    known = ARMS | IMPRINTED
+    return known[arm] if arm in known else eval(f"dict({arm})", {"gt": gt})
+
+
 def _what_trains(problem: Problem, arm: str) -> str:
     """The same for arms that do the same: ArcFace(), whose scale is automatic, and ArcFace of that scale."""
-    if arm in LAYERS or arm in IMPRINTED or arm == BY_HAND:
+    if arm in (LINEAR, BY_HAND, *IMPRINTED):
         return arm
-    settings = {**ARMS, **OTHERS}[arm]
+    settings = _settings(arm)
     margin = settings.get("margin")
     return repr({**settings, "margin": None if margin is None else with_scale(margin, problem.num_classes)})
 
@@ -175,11 +126,11 @@ def _what_trains(problem: Problem, arm: str) -> str:
 def _accuracy(problem: Problem, arm: str, seed: int) -> float:
     torch.manual_seed(seed)
     backbone = problem.backbone()
-    if arm in LAYERS:
-        return _of_linear(problem, backbone, seed, arm)
+    if arm == LINEAR:
+        return _of_linear(problem, backbone, seed)
     if arm == BY_HAND:
         return _of_twenty_lines(problem, backbone)
-    settings = {**ARMS, **OTHERS}[arm]
+    settings = _settings(arm)
     with gt.local() as cluster:
         head = gt.ClassHead(cluster, "classes", num_classes=problem.num_classes, dim=problem.dim, seed=seed, **settings)
         if arm in IMPRINTED:
@@ -194,18 +145,16 @@ def _accuracy(problem: Problem, arm: str, seed: int) -> float:
         return _top1(problem, backbone, lambda features: head.predict(features, k=1)[1][:, 0])
 
 
-def _of_linear(problem: Problem, backbone: nn.Module, seed: int, arm: str) -> float:
+def _of_linear(problem: Problem, backbone: nn.Module, seed: int) -> float:
     layer = nn.Linear(problem.dim, problem.num_classes)
     with gt.local() as cluster, torch.no_grad():  # its first weights are the head's, so that chance parts them less
         head = gt.ClassHead(cluster, "classes", num_classes=problem.num_classes, dim=problem.dim, seed=seed)
         layer.weight.copy_(head.weights())
-    others = torch.optim.AdamW([*backbone.parameters(), layer.bias], lr=1e-3)
-    optimizers = [others, LAYERS[arm]([layer.weight], lr=1e-3)]
+    optimizer = torch.optim.AdamW([*backbone.parameters(), *layer.parameters()], lr=1e-3)
     for inputs, labels in problem.batches:
         F.cross_entropy(layer(backbone(inputs)), labels).backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
     return _top1(problem, backbone, lambda features: layer(features).argmax(1))
 
 
@@ -241,27 +190,20 @@ def _told(ours: list[float], theirs: list[float]) -> str:
     return f"{statistics.mean(points):+.2f} ± {error:.2f}"
 
 
-def _case(case: str, ours: list[float], rival: str, theirs: list[float], allowed: float) -> dict[str, Any]:
+def _case(case: str, ours: list[float], rival: str, theirs: list[float], allowed: float) -> Result:
     mine, other = statistics.mean(ours), statistics.mean(theirs)
-    return {
-        "case": f"{case} points, {len(ours)} seeds",
-        "ours": round(mine, 2),
-        "rival": f"{rival}, less {allowed}",
-        "theirs": round(other - allowed, 2),
-        "unit": "%",
-        "ratio": round(mine / max(other - allowed, 1e-3), 3),
-        "target": 1.0,
-    }
+    case, rival, other = f"{case} points, {len(ours)} seeds", f"{rival}, less {allowed}", max(other - allowed, 1e-3)
+    return result(case, mine, rival, other, "%", target=1.0, more_is_better=True)
 
 
 def main(
-    arms: Annotated[list[str] | None, typer.Argument(help=f"Some of: {'; '.join([*ARMS, *OTHERS])}.")] = None,
+    arms: Annotated[list[str] | None, typer.Argument(help=f"{'; '.join([*ARMS, *IMPRINTED])}; {WRITTEN}.")] = None,
     steps: Annotated[int, typer.Option(min=1, help="Of a run.")] = STEPS,
     seeds: Annotated[int, typer.Option(min=1, help="Runs of each arm.")] = SEEDS,
     wrong_labels: Annotated[float, typer.Option(min=0, max=1, help="Part of the labels drawn at random.")] = 0.0,
 ) -> None:
     """Print the table of accuracies."""
-    print(table(run_all(arms or [*ARMS, *OTHERS], steps=steps, seeds=seeds, wrong_labels=wrong_labels)))
+    print(table(run_all(arms or list(ARMS), steps=steps, seeds=seeds, wrong_labels=wrong_labels)))
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
 from contextlib import contextmanager
 
-from _calls import result
+from _common import result
 from _fccs_task import (
     ADAM,
     CONSTANT,

@@ -19,16 +19,18 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
+from _common import result, threads
 from _conventional_gear import ConventionalTrainer
 from _gear_formula import predicted
 from _gear_race import Runner, close, equal_steps, first, keep
 from _gear_task import BATCH, THREADS, blocks_for, fast_step, least_seconds, page_views, recurring
 from _gear_trainer import GearTrainer, TrainingClock
 from gear_data.page_views import PageViews, Views
+
+from geartrain.launch.bench import Result
 
 COST_RATIO = 20.0
 PAPER_STEP_SECONDS = 282 / 500
@@ -60,19 +62,15 @@ class Costs:
         return f"dense part {self.ratio:.0f} x the sparse part's cost, clock x {self.speed:.1f}"
 
 
-def results(full: bool = False) -> Iterator[dict[str, Any]]:
+def results(full: bool = False) -> Iterator[Result]:
     """The cases of ``geartrain bench gear``; ``full`` has four times as many steps."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(THREADS)
-    try:
+    with threads(THREADS):
         data = page_views()
         blocks, ratio = blocks_for(COST_RATIO, data)
         speed = PAPER_STEP_SECONDS / conventional_step_seconds(data, blocks)
         costs = Costs(blocks, ratio, gear_overhead(data, blocks), speed)
         yield from throughput(data, costs, num_ids=THROUGHPUT_IDS * (4 if full else 1))
         yield from expiry(data, costs, steps=STEPS * (4 if full else 1))
-    finally:
-        torch.set_num_threads(threads)
 
 
 def conventional_step_seconds(data: PageViews, blocks: int, rounds: int = 7) -> float:
@@ -96,7 +94,7 @@ def gear_overhead(data: PageViews, blocks: int, rounds: int = 40) -> float:
     return max(0.0, joined / alone - 1)
 
 
-def throughput(data: PageViews, costs: Costs, *, num_ids: int) -> Iterator[dict[str, Any]]:
+def throughput(data: PageViews, costs: Costs, *, num_ids: int) -> Iterator[Result]:
     """Every id exactly 50 times; what still waits at the end is part of the time."""
     batches = list(recurring(data, num_ids, RECURRENCES, seed=0))
     rows = []
@@ -112,20 +110,16 @@ def throughput(data: PageViews, costs: Costs, *, num_ids: int) -> Iterator[dict[
         passes = math.ceil(RECURRENCES / gradients_per_id)  # of each id, backward: the last one is not full
         row = _row(data, batches, costs, THROUGHPUT_EXPIRE, RECURRENCES / passes, gear, rival, hits)
         rows.append({**row, "M": gradients_per_id})
-        yield {
-            "case": f"{len(batches)} steps, each of {num_ids} ids {RECURRENCES} times, M={gradients_per_id}, expiry "
-            f"{THROUGHPUT_EXPIRE:g} s (hit rate {hits:.2f}); {costs}",
-            "ours": round(len(batches) / gear, 1),
-            "rival": ConventionalTrainer.name,
-            "theirs": round(len(batches) / rival, 1),
-            "unit": "steps/s",
-            "ratio": round(rival / gear, 2),
-            "target": target,
-        }
+        case = (
+            f"{len(batches)} steps, each of {num_ids} ids {RECURRENCES} times, M={gradients_per_id}, expiry "
+            f"{THROUGHPUT_EXPIRE:g} s (hit rate {hits:.2f}); {costs}"
+        )
+        ours, theirs = (len(batches) / seconds for seconds in (gear, rival))
+        yield result(case, ours, ConventionalTrainer.name, theirs, "steps/s", target=target, more_is_better=True)
     keep("throughput", {"setting": f"{costs}, overhead {costs.overhead:.2f}", "rows": rows})
 
 
-def expiry(data: PageViews, costs: Costs, *, steps: int) -> Iterator[dict[str, Any]]:
+def expiry(data: PageViews, costs: Costs, *, steps: int) -> Iterator[Result]:
     """The paper's Table 2: the same page views at every expiry, and conventionally."""
     batches = first(data.train.batches(BATCH, seed=0, passes=10), steps)
     runners = [_gear(data, costs, seconds, EXPIRY_M) for seconds in EXPIRIES]
@@ -140,17 +134,10 @@ def expiry(data: PageViews, costs: Costs, *, steps: int) -> Iterator[dict[str, A
         for expire, taken, hit in zip(EXPIRIES, seconds, hits, strict=False)
     ]
     keep("expiry", {"setting": f"{costs}, overhead {costs.overhead:.2f}", "rows": rows})
-    one = EXPIRIES.index(1.0)
     for expire, taken, hit in zip(EXPIRIES, seconds, hits, strict=False):
-        yield {
-            "case": f"{steps} steps of page views, M={EXPIRY_M}, expiry {expire:g} s (hit rate {hit:.2f}); {costs}",
-            "ours": round(taken, 2),
-            "rival": "expiry 1 s",
-            "theirs": round(seconds[one], 2),
-            "unit": "s",
-            "ratio": round(seconds[one] / taken, 2),
-            "target": round(EXPIRY_TARGET, 2) if expire == 20.0 else None,
-        }
+        case = f"{steps} steps of page views, M={EXPIRY_M}, expiry {expire:g} s (hit rate {hit:.2f}); {costs}"
+        target = EXPIRY_TARGET if expire == 20.0 else None
+        yield result(case, taken, "expiry 1 s", seconds[EXPIRIES.index(1.0)], "s", target=target)
 
 
 def _gear(data: PageViews, costs: Costs, expire: float, gradients_per_id: int) -> Runner:

@@ -14,14 +14,15 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterator
-from typing import Any
 
-import torch
+from _common import result, threads
 from _conventional_gear import ConventionalTrainer
 from _gear_race import Runner, close, equal_seconds, equal_steps, first, keep, row_of_curves
 from _gear_task import BATCH, THREADS, blocks_for, page_views
 from _gear_trainer import GearTrainer, StepClock, TrainingClock
 from gear import COST_RATIO, PAPER_STEP_SECONDS, conventional_step_seconds
+
+from geartrain.launch.bench import Result
 
 GRADIENTS_PER_ID = 4
 SPEED_UPS = {4: 2.5, 16: 5.0}
@@ -36,20 +37,15 @@ SHALLOW_BLOCKS = 1
 ALLOWED_POINTS = 0.5
 
 
-def results(full: bool = False) -> Iterator[dict[str, Any]]:
+def results(full: bool = False) -> Iterator[Result]:
     """The cases of ``geartrain bench gear_accuracy``; ``full`` trains longer, and with M=16, too."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(THREADS)
-    try:
+    with threads(THREADS):
         yield from at_equal_time(SECONDS * (4 if full else 1))
         for gradients_per_id in SPEED_UPS if full else [GRADIENTS_PER_ID]:
             yield at_equal_steps(gradients_per_id, SEEDS, STEPS * (2 if full else 1))
-        yield with_company(STEPS)
-    finally:
-        torch.set_num_threads(threads)
 
 
-def at_equal_time(seconds: float, *, seed: int = 0) -> Iterator[dict[str, Any]]:
+def at_equal_time(seconds: float, *, seed: int = 0) -> Iterator[Result]:
     """Both have so many seconds; the curve is tested ten times on the way."""
     data = page_views()
     blocks, ratio = blocks_for(COST_RATIO, data)
@@ -62,29 +58,16 @@ def at_equal_time(seconds: float, *, seed: int = 0) -> Iterator[dict[str, Any]]:
     keep("equal_time", {"setting": setting, "curves": row_of_curves(runners)})
     gear, rival = runners
     ours, theirs = gear.curve[-1][2], rival.curve[-1][2]
-    yield {
-        "case": f"AUC after {seconds:g} s each ({gear.steps} and {rival.steps} steps), {setting}, clock x {speed:.1f}",
-        "ours": round(100 * ours, 2),
-        "rival": ConventionalTrainer.name,
-        "theirs": round(100 * theirs, 2),
-        "unit": "points",
-        "ratio": round(ours / theirs, 4),
-        "target": 1.0,
-    }
+    case = f"AUC after {seconds:g} s each ({gear.steps} and {rival.steps} steps), {setting}, clock x {speed:.1f}"
+    name = ConventionalTrainer.name
+    yield result(case, 100 * ours, name, 100 * theirs, "points", target=1.0, more_is_better=True)
     reached = next((taken for taken, _, auc in gear.curve if auc >= theirs), None)
     if reached:
-        yield {
-            "case": f"seconds to the AUC of the rival's end, {100 * theirs:.2f}; {setting}",
-            "ours": round(reached, 2),
-            "rival": ConventionalTrainer.name,
-            "theirs": round(rival.seconds, 2),
-            "unit": "s",
-            "ratio": round(rival.seconds / reached, 2),
-            "target": None,
-        }
+        case = f"seconds to the AUC of the rival's end, {100 * theirs:.2f}; {setting}"
+        yield result(case, reached, name, rival.seconds, "s")
 
 
-def at_equal_steps(gradients_per_id: int, seeds: int, steps: int) -> dict[str, Any]:
+def at_equal_steps(gradients_per_id: int, seeds: int, steps: int) -> Result:
     """The same batches for both, seed by seed; what is compared is the mean of the differences."""
     data = page_views()
     differences, curves = [], []
@@ -100,42 +83,9 @@ def at_equal_steps(gradients_per_id: int, seeds: int, steps: int) -> dict[str, A
     keep(f"equal_steps_{gradients_per_id}", {"setting": setting, "seeds": curves})
     mean = statistics.mean(differences)
     error = statistics.stdev(differences) / math.sqrt(seeds) if seeds > 1 else math.nan
-    return {
-        "case": f"AUC after {steps} steps each, {seeds} seeds, {setting}: distance from conventional "
-        f"({mean:+.2f} ± {error:.2f})",
-        "ours": round(max(0.0, -mean), 3),
-        "rival": "allowed",
-        "theirs": ALLOWED_POINTS,
-        "unit": "points",
-        "ratio": round(ALLOWED_POINTS / max(-mean, 1e-2), 2),
-        "target": 1.0 if gradients_per_id == GRADIENTS_PER_ID else None,
-    }
-
-
-def with_company(steps: int, *, gradients_per_id: int = 16) -> dict[str, Any]:
-    """Dense updates of 128 ids each against one in every step, of the few ids that are ready by then."""
-    clocks = [StepClock(PAPER_STEP_SECONDS / SPEED_UPS[gradients_per_id]) for _ in range(2)]
-    runners = [
-        Runner(f"ids_per_update={count}", _gear(SHALLOW_BLOCKS, clock, 0, gradients_per_id, count), clock)
-        for count, clock in zip((BATCH, 1), clocks, strict=True)
-    ]
-    equal_steps(runners, first(page_views().train.batches(BATCH, seed=0, passes=1000), steps), test_every=steps)
-    updates = [runner.trainer.dense_version for runner in runners]  # type: ignore[attr-defined]
-    close(runners)
-    ours, theirs = (runner.curve[-1][2] for runner in runners)
-    keep(
-        "company", {"steps": steps, "M": gradients_per_id, "rows": [[BATCH, updates[0], ours], [1, updates[1], theirs]]}
-    )
-    return {
-        "case": f"AUC after {steps} steps, M={gradients_per_id}, expiry {EXPIRE_SECONDS:g} s, {updates[0]} updates "
-        f"of {BATCH} ids each",
-        "ours": round(100 * ours, 2),
-        "rival": f"{updates[1]} updates, ids_per_update=1",
-        "theirs": round(100 * theirs, 2),
-        "unit": "points",
-        "ratio": round(ours / theirs, 4),
-        "target": None,
-    }
+    case = f"AUC after {steps} steps each, {seeds} seeds, {setting}: below the rival ({mean:+.2f} ± {error:.2f})"
+    target = 1.0 if gradients_per_id == GRADIENTS_PER_ID else None
+    return result(case, max(-mean, 1e-2), "allowed", ALLOWED_POINTS, "points", target=target)
 
 
 def _gear(blocks: int, clock: TrainingClock, seed: int, gradients_per_id: int, ids_per_update: int) -> GearTrainer:

@@ -2,7 +2,7 @@
 
 The worker layer's rival is torch gathering rows whose positions are known already: no index, no stamps, no counts. The
 Redis layer's rival is redis-py's MGET of the same keys on the same server (with hiredis where that is installed): no
-seals, no decoding. A batcher's rival is numpy adding rows at positions that are known already.
+seals, no decoding.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from _common import median_seconds, result, threads
 from _redis_server import redis_client, socket_of
-from _turns import median_seconds
 
 from geartrain.ams.storage.features.factory import open_store
 from geartrain.bridge.gear.dense_cache import DenseFeatures, SharedCache, WorkerCache
-from geartrain.bridge.gear.gradient_batcher import GradientBatcher
+from geartrain.launch.bench import Result
 
 NUM_IDS = 1_000
 DIM = 64
@@ -31,20 +31,16 @@ GATHER_TARGET = 0.25
 MGET_TARGET = round(1 / 1.3, 3)
 
 
-def measure_worker_layer() -> list[dict[str, Any]]:
+def measure_worker_layer() -> list[Result]:
     """Lookup in the worker's own memory, in turns with a gather in each of torch's two forms.
 
     On one thread: torch would wake others for these 256 KB, which costs more than they copy.
     """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with threads(1):
         return _against_gathers()
-    finally:
-        torch.set_num_threads(threads)
 
 
-def _against_gathers() -> list[dict[str, Any]]:
+def _against_gathers() -> list[Result]:
     ids = _ids(CAPACITY)
     cache = WorkerCache(CAPACITY, DIM, expire_seconds=20.0)
     cache.insert(ids, _features(CAPACITY))
@@ -64,7 +60,7 @@ def _against_gathers() -> list[dict[str, Any]]:
     return [*results, _result(case, ours, "torch slab.index_select", theirs, GATHER_TARGET)]
 
 
-def measure_redis_layer() -> list[dict[str, Any]]:
+def measure_redis_layer() -> list[Result]:
     """Read and lookup through a Redis server, alternating with MGET; empty where Redis or its client is missing."""
     count = 20 * NUM_IDS
     ids = _ids(count)
@@ -76,7 +72,7 @@ def measure_redis_layer() -> list[dict[str, Any]]:
         cache.insert(ids, _features(count))
         places = _batches(count)
         batches = [ids[place] for place in places]
-        keys = [[b"geartrain:bench:" + int(one).to_bytes(8, "little") for one in batch] for batch in batches]
+        keys = [[b"geartrain:bench:" + int(key).to_bytes(8, "little") for key in batch] for batch in batches]
         assert all(cache.lookup(batch, now=NOW, dense_version=1)[1].all() for batch in batches)
         assert None not in client.mget(keys[0])
         read, mget_beside_read = _timed(lambda turn: store.read(batches[turn]), lambda turn: client.mget(keys[turn]))
@@ -88,25 +84,6 @@ def measure_redis_layer() -> list[dict[str, Any]]:
         _result("Redis store, read with seals", read, "redis-py MGET", mget_beside_read, MGET_TARGET),
         _result("Redis layer, lookup", lookup, "redis-py MGET", mget_beside_lookup, MGET_TARGET),
     ]
-
-
-def measure_batcher() -> list[dict[str, Any]]:
-    """An add of gradients to batches that wait already, in turns with numpy's indexed sum."""
-    ids = _ids(CAPACITY)
-    batcher = GradientBatcher(DIM, gradients_per_id=2**30)
-    gradients = np.random.default_rng(2).normal(size=(NUM_IDS, DIM)).astype(np.float32)
-    sums, places = np.zeros((CAPACITY, DIM), np.float32), _batches(CAPACITY)
-    versions = np.zeros(NUM_IDS, np.int64)
-    sequence = itertools.count()
-
-    def add(turn: int) -> object:
-        return batcher.add("bench", 1, next(sequence), ids[places[turn]], gradients, versions, dense_version=0)
-
-    def plain(turn: int) -> None:
-        sums[places[turn]] += gradients
-
-    ours, theirs = _timed(add, plain)
-    return [_result("gradient batcher, add", ours, "numpy sums[positions] += gradients", theirs, None)]
 
 
 def _ids(count: int) -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -129,20 +106,11 @@ def _timed(ours: Turn, theirs: Turn) -> tuple[float, float]:
     return mine, other
 
 
-def _result(case: str, ours: float, rival: str, theirs: float, target: float | None) -> dict[str, Any]:
-    return {
-        "case": f"{case}, {NUM_IDS:,} ids, D={DIM} fp32",
-        "ours": round(ours * 1e6, 1),
-        "rival": rival,
-        "theirs": round(theirs * 1e6, 1),
-        "unit": "us",
-        "ratio": round(theirs / ours, 3),
-        "target": target,
-    }
+def _result(case: str, ours: float, rival: str, theirs: float, target: float | None) -> Result:
+    return result(f"{case}, {NUM_IDS:,} ids, D={DIM} fp32", ours * 1e6, rival, theirs * 1e6, "us", target=target)
 
 
-def results(full: bool = False) -> Iterator[dict[str, Any]]:  # noqa: ARG001
+def results(full: bool = False) -> Iterator[Result]:  # noqa: ARG001
     """The cache cases of ``geartrain bench gear``."""
     yield from measure_worker_layer()
     yield from measure_redis_layer()
-    yield from measure_batcher()

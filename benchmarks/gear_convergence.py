@@ -8,13 +8,14 @@ worker had a machine: several workers on this one would only share its cores. Se
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
-import torch
+from _common import result, threads
 from _gear_race import keep
 from _gear_task import THREADS
 from _halves_task import BATCH, NUM_CLASSES, convergence
 from gear import EXPIRIES, PAPER_STEP_SECONDS
+
+from geartrain.launch.bench import Result
 
 ROUNDS = 400
 TEST_EVERY = 40
@@ -25,20 +26,16 @@ WORKERS_EXPIRE_SECONDS = 20.0
 Curve = list[tuple[int, float]]
 
 
-def results(full: bool = False) -> Iterator[dict[str, Any]]:
+def results(full: bool = False) -> Iterator[Result]:
     """The cases of ``geartrain bench gear_convergence``; ``full`` trains four times as long, over three seeds."""
     rounds, seeds = ROUNDS * (4 if full else 1), range(3 if full else 1)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(THREADS)
-    try:
+    with threads(THREADS):
         conventional = {count: [_run(count, rounds, None, seed) for seed in seeds] for count in WORKERS}
         yield from by_expiry(rounds, seeds, conventional[1])
         yield from by_workers(rounds, seeds, conventional)
-    finally:
-        torch.set_num_threads(threads)
 
 
-def by_expiry(rounds: int, seeds: range, conventional: list[Curve]) -> Iterator[dict[str, Any]]:
+def by_expiry(rounds: int, seeds: range, conventional: list[Curve]) -> Iterator[Result]:
     """One worker, every expiry."""
     curves = {f"expiry {expire:g} s": [_run(1, rounds, expire, seed) for seed in seeds] for expire in EXPIRIES}
     keep("by_expiry", {"conventional": conventional, **curves})
@@ -46,7 +43,7 @@ def by_expiry(rounds: int, seeds: range, conventional: list[Curve]) -> Iterator[
         yield _result(f"one worker, {name}", runs, conventional)
 
 
-def by_workers(rounds: int, seeds: range, conventional: dict[int, list[Curve]]) -> Iterator[dict[str, Any]]:
+def by_workers(rounds: int, seeds: range, conventional: dict[int, list[Curve]]) -> Iterator[Result]:
     """Several workers, gear training and conventional."""
     kept = {}
     for count in WORKERS:
@@ -68,20 +65,16 @@ def _run(num_workers: int, rounds: int, expire_seconds: float | None, seed: int)
     )
 
 
-def _result(name: str, ours: list[Curve], theirs: list[Curve]) -> dict[str, Any]:
+def _result(name: str, ours: list[Curve], theirs: list[Curve]) -> Result:
     """Mean accuracy along the run: how far up the curve lies, and not only where it ends."""
-    mine, rival = (100 * _mean_height(curves) for curves in (ours, theirs))
+    mine, other = (100 * _mean_height(curves) for curves in (ours, theirs))
     ends = [100 * sum(curve[-1][1] for curve in curves) / len(curves) for curves in (ours, theirs)]
-    return {
-        "case": f"mean top-1 along {ours[0][-1][0]} steps, {NUM_CLASSES} glyphs in halves, batch {BATCH}, "
-        f"M={GRADIENTS_PER_ID}, {name} (at the end {ends[0]:.1f} against {ends[1]:.1f})",
-        "ours": round(mine, 2),
-        "rival": "conventional training by as many workers",
-        "theirs": round(rival, 2),
-        "unit": "points",
-        "ratio": round(max(mine, 0.01) / max(rival, 0.01), 3),
-        "target": None,
-    }
+    case = (
+        f"mean top-1 along {ours[0][-1][0]} steps, {NUM_CLASSES} glyphs in halves, batch {BATCH}, "
+        f"M={GRADIENTS_PER_ID}, {name} (at the end {ends[0]:.1f} against {ends[1]:.1f})"
+    )
+    rival = "conventional training by as many workers"
+    return result(case, max(mine, 0.01), rival, max(other, 0.01), "points", more_is_better=True)
 
 
 def _mean_height(curves: list[Curve]) -> float:

@@ -23,12 +23,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from _clustered import clustered_rows
+from _common import result
 
 from geartrain.ams.graph.building.builder import ArrayRows, build_neighbours
 from geartrain.ams.graph.building.neighbours import NeighbourTable
 from geartrain.ams.graph.service.store import graph_sizes
 from geartrain.ams.values.placement import NUM_BUCKETS
 from geartrain.ams.values.text import counted
+from geartrain.launch.bench import Result
 
 DIM = 128
 K = 32
@@ -42,7 +44,7 @@ PAPER_CLASSES, PAPER_K, PAPER_SHARDS, PAPER_GIB = 100_000_000, 1000, 256, 1.45
 Rows = npt.NDArray[np.float32]
 
 
-def results(full: bool = False) -> Iterator[dict[str, Any]]:
+def results(full: bool = False) -> Iterator[Result]:
     """The cases of ``geartrain bench graph``; ``full`` adds 200,000 rows."""
     for num_rows, rounds in ((50_000, 3), (200_000, 1))[: 2 if full else 1]:
         case = f"exact graph of {num_rows:,} clustered rows, D={DIM}, k={K}"
@@ -56,7 +58,7 @@ def results(full: bool = False) -> Iterator[dict[str, Any]]:
     yield _largest_part()
 
 
-def _against_faiss(case: str, rows: Rows, rounds: int) -> Iterator[dict[str, Any]]:
+def _against_faiss(case: str, rows: Rows, rounds: int) -> Iterator[Result]:
     import faiss
 
     faiss.omp_set_num_threads(THREADS)
@@ -68,12 +70,11 @@ def _against_faiss(case: str, rows: Rows, rounds: int) -> Iterator[dict[str, Any
         started = time.perf_counter()
         lists = _faiss_lists(faiss, rows)
         theirs.append(time.perf_counter() - started)
-    yield _result(
-        case, statistics.median(ours), "faiss IndexFlatIP", statistics.median(theirs), "s", higher=False, target=1.0
-    )
+    yield result(case, statistics.median(ours), "faiss IndexFlatIP", statistics.median(theirs), "s", target=1.0)
     differing = _rows_that_differ(rows, table, lists)
     equal = 100 * (1 - len(differing) / len(rows))
-    yield _result(f"{case}: rows with the same neighbours, up to ties", equal, "all", 100.0, "%", higher=True, target=1)
+    same = f"{case}: rows with the same neighbours, up to ties"
+    yield result(same, equal, "all", 100.0, "%", target=1.0, more_is_better=True)
 
 
 def _faiss_lists(faiss: Any, rows: Rows) -> npt.NDArray[np.int64]:
@@ -102,11 +103,11 @@ def _rows_that_differ(rows: Rows, table: NeighbourTable, lists: npt.NDArray[np.i
     return differing
 
 
-def _memory(case: str, num_rows: int) -> dict[str, Any]:
+def _memory(case: str, num_rows: int) -> Result:
     child = subprocess.run([sys.executable, __file__, str(num_rows)], check=True, stdout=subprocess.PIPE, text=True)
     measured = json.loads(child.stdout)
     budget = num_rows * DIM * 4 / 2**20 + measured["table_mib"] + SLACK_MIB
-    return _result(f"{case}: memory", measured["peak_mib"], "budget", budget, "MiB", higher=False, target=1.0)
+    return result(f"{case}: memory", measured["peak_mib"], "budget", budget, "MiB", target=1.0)
 
 
 def _measure_memory(num_rows: int) -> dict[str, float]:
@@ -124,28 +125,12 @@ def _status_kib(key: str) -> int:
     return next(int(line.split()[1]) for line in status if line.startswith(f"{key}:"))
 
 
-def _largest_part() -> dict[str, Any]:
+def _largest_part() -> Result:
     sizes = graph_sizes(PAPER_CLASSES, PAPER_K, [NUM_BUCKETS // PAPER_SHARDS] * PAPER_SHARDS)
     whole = counted(PAPER_CLASSES, "class", "classes")
     case = f"graph of {whole}, k={PAPER_K}: {sizes.whole_bytes / 2**30:.0f} GiB whole, a part of {PAPER_SHARDS} shards"
     ours = max(sizes.shard_bytes) / 2**30
-    return _result(case, ours, "100M-class paper, 372 GB whole", PAPER_GIB, "GiB", higher=False, target=None)
-
-
-def _result(
-    case: str, ours: float, rival: str, theirs: float, unit: str, *, higher: bool, target: float | None
-) -> dict[str, Any]:
-    """``higher``: is better."""
-    ratio = ours / theirs if higher else theirs / ours
-    return {
-        "case": case,
-        "ours": round(ours, 3),
-        "rival": rival,
-        "theirs": round(theirs, 3),
-        "unit": unit,
-        "ratio": round(ratio, 4 if higher else 2),
-        "target": target,
-    }
+    return result(case, ours, "100M-class paper, 372 GB whole", PAPER_GIB, "GiB")
 
 
 if __name__ == "__main__":

@@ -19,12 +19,11 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
+from _common import median_seconds, result, threads
 from _published_partial_fc import PublishedPartialFC
-from _turns import median_seconds
 
 from geartrain.ams.client.cluster import Cluster
 from geartrain.ams.client.factory import local
@@ -34,67 +33,41 @@ from geartrain.ams.values.optimizers.registry import SparseMomentum
 from geartrain.bridge.head.class_head import ClassHead
 from geartrain.bridge.head.loss.margins.angular import ArcFace
 from geartrain.bridge.rows.optimizer import RowOptimizer
+from geartrain.launch.bench import Result
 
 NUM_CLASSES = 1_000_000
 DIM = 128
 BATCH = 128
 THREADS = 2
 MEMORY_BUDGET_MIB = 96.0
+RIVAL = "partial FC as published"
 _FILL_ROWS = 50_000
 
 Select = FullSoftmax | PartialFC
 Step = Callable[[torch.Tensor, torch.Tensor], object]
 
 
-def results(full: bool = False) -> Iterator[dict[str, Any]]:
+def results(full: bool = False) -> Iterator[Result]:
     """The cases of ``geartrain bench head``; ``full`` takes five times as many rounds."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(THREADS)
-    try:
+    with threads(THREADS):
         for select, rate, rounds, target in ((PartialFC(0.1), 0.1, 4, 5.0), (FullSoftmax(), 1.0, 1, 4.0)):
             for place in ("pull", "ranks"):
                 ours, theirs = _medians(select, rate, rounds * (5 if full else 1), place=place)
-                yield _time_result(f"{_case(select)}, rows={place!r}", ours, theirs, target)
+                yield result(f"{_case(select)}, rows={place!r}", ours * 1e3, RIVAL, theirs * 1e3, "ms", target=target)
         if has_bfloat16_class_pass():
             for select, rate, rounds in ((PartialFC(0.1), 0.1, 4), (FullSoftmax(), 1.0, 1)):
                 ours, theirs = _medians(select, rate, rounds * (5 if full else 1), bfloat16=True)
-                yield _time_result(f"{_case(select)}, bf16 compute", ours, theirs, 8.0)
+                yield result(f"{_case(select)}, bf16 compute", ours * 1e3, RIVAL, theirs * 1e3, "ms", target=8.0)
         for select in (PartialFC(0.1), FullSoftmax()):
-            yield _memory_result(select)
-    finally:
-        torch.set_num_threads(threads)
+            command = [sys.executable, __file__, "full" if isinstance(select, FullSoftmax) else "partial"]
+            mebibytes = float(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
+            case = f"extra resident memory of a {_case(select)}"
+            yield result(case, mebibytes, "budget", MEMORY_BUDGET_MIB, "MiB", target=1.0)
 
 
 def _case(select: Select) -> str:
     name = "full softmax" if isinstance(select, FullSoftmax) else f"partial FC {select.sample_rate}"
-    return f"{name}, {NUM_CLASSES:,} classes, D={DIM}, batch {BATCH}"
-
-
-def _time_result(case: str, ours: float, theirs: float, target: float) -> dict[str, Any]:
-    return {
-        "case": f"step of {case}",
-        "ours": round(ours * 1e3, 1),
-        "rival": "partial FC as published",
-        "theirs": round(theirs * 1e3, 1),
-        "unit": "ms",
-        "ratio": round(theirs / ours, 2),
-        "target": target,
-    }
-
-
-def _memory_result(select: Select) -> dict[str, Any]:
-    kind = "full" if isinstance(select, FullSoftmax) else "partial"
-    child = subprocess.run([sys.executable, __file__, kind], check=True, stdout=subprocess.PIPE, text=True)
-    ours = float(child.stdout)
-    return {
-        "case": f"extra resident memory of a step of {_case(select)}",
-        "ours": round(ours, 1),
-        "rival": "budget",
-        "theirs": MEMORY_BUDGET_MIB,
-        "unit": "MiB",
-        "ratio": round(MEMORY_BUDGET_MIB / ours, 2),
-        "target": 1.0,
-    }
+    return f"step of {name}, {NUM_CLASSES:,} classes, D={DIM}, batch {BATCH}"
 
 
 def _medians(

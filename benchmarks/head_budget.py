@@ -13,10 +13,10 @@ import resource
 import subprocess
 import sys
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import torch
+from _common import result
 from _published_partial_fc import PublishedPartialFC
 
 from geartrain.ams.client.factory import local
@@ -25,6 +25,7 @@ from geartrain.ams.values.optimizers.registry import SparseMomentum
 from geartrain.bridge.head.class_head import ClassHead
 from geartrain.bridge.head.loss.margins.angular import ArcFace
 from geartrain.bridge.rows.optimizer import RowOptimizer
+from geartrain.launch.bench import Result
 
 BUDGET_BYTES = 4 << 30
 DIM = 512
@@ -37,15 +38,17 @@ ATTEMPT_SECONDS = 600
 _FILL_ROWS = 50_000
 
 
-def results(full: bool = False) -> Iterator[dict[str, Any]]:
+def results(full: bool = False) -> Iterator[Result]:
     """The cases of ``geartrain bench head_budget``; none without ``full``."""
     for rate in (0.1, 1.0) if full else ():
         ours = most_classes("ours", rate)
         name = "full softmax" if rate == 1 else f"partial FC {rate}"
         case = f"most classes in {BUDGET_BYTES >> 30} GiB, {name}, D={DIM}, fp16 with momentum"
-        yield _result(case, ours, "partial FC as published, fp32", most_classes("float32", rate), 2.0)
+        theirs = most_classes("float32", rate)
+        yield result(case, ours, "partial FC as published, fp32", theirs, "classes", target=2.0, more_is_better=True)
         if rate < 1:
-            yield _result(case, ours, "partial FC, all in fp16", most_classes("float16", rate), None)
+            theirs = most_classes("float16", rate)
+            yield result(case, ours, "partial FC, all in fp16", theirs, "classes", more_is_better=True)
 
 
 def most_classes(who: str, rate: float) -> int:
@@ -65,18 +68,6 @@ def _fits(who: str, rate: float, num_classes: int) -> bool:
     done = subprocess.run(command, capture_output=True, timeout=ATTEMPT_SECONDS, check=False)
     print(f"{who}, rate {rate}, {num_classes:,} classes: exit {done.returncode}", flush=True)
     return done.returncode == 0
-
-
-def _result(case: str, ours: int, rival: str, theirs: int, target: float | None) -> dict[str, Any]:
-    return {
-        "case": case,
-        "ours": ours,
-        "rival": rival,
-        "theirs": theirs,
-        "unit": "classes",
-        "ratio": round(ours / max(theirs, 1), 2),
-        "target": target,
-    }
 
 
 def _batches(num_classes: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

@@ -1,10 +1,9 @@
 """A class head over 1M classes on two shards of other processes: rows that stay there (hosted) against rows that travel
-(pull): in messages, over bulk connections, as between machines, or through shared memory, as on one.
+(pull) by TCP, as between machines, or through shared memory, as on one.
 
-The heads train the same table (D=128, fp32, momentum) with the same batches, in turn. Bytes are those of this
-process's TCP connections, in both directions, as Linux counts them for each socket (``TCP_INFO``): messages, framing
-and all, and nothing of other processes. On one machine the bytes cost next to nothing, so that the times compare the
-work; between machines they come on top: bytes / bandwidth.
+The heads train the same table (D=128, fp32, momentum) with the same batches, in turn. Bytes are those of this process's
+TCP connections in both directions, as Linux counts them (``TCP_INFO``). On one machine bytes cost next to nothing, so
+the times compare the work; between machines they come on top: bytes / bandwidth.
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ import statistics
 import struct
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
+from _common import result, threads
 from _up import running_cluster
 
 from geartrain.ams.client.cluster import Cluster
@@ -33,6 +32,7 @@ from geartrain.ams.values.specs import Normal
 from geartrain.bridge.head.class_head import ClassHead
 from geartrain.bridge.head.loss.margins.angular import ArcFace
 from geartrain.bridge.rows.optimizer import RowOptimizer
+from geartrain.launch.bench import Result
 
 NUM_CLASSES = 1_000_000
 DIM = 128
@@ -40,38 +40,25 @@ BATCH = 128
 THREADS = 2
 SHARDS = 2
 FEWER_BYTES = 10.0
-CLIENTS = {
-    "messages": ClientConfig(shared_memory=False, bulk_connections=False),
-    "bulk connections": ClientConfig(shared_memory=False),
-    "shared memory": ClientConfig(),
+WAYS = {
+    "hosted": ("hosted", ClientConfig(shared_memory=False)),
+    "by TCP": ("pull", ClientConfig(shared_memory=False)),
+    "through shared memory": ("pull", ClientConfig()),
 }
-"""How rows travel."""
-WAYS = (("hosted", "messages"), ("pull", "messages"), ("pull", "bulk connections"), ("pull", "shared memory"))
-"""Where the rows are, and how they travel."""
+"""Where the rows are, and the client."""
 _FILL_ROWS = 50_000
 _BYTES_ACKED = struct.Struct("QQ")
 _OFFSET = 120
 """Of tcpi_bytes_acked and tcpi_bytes_received in ``struct tcp_info`` (linux/tcp.h)."""
 
 
-def results(full: bool = False) -> Iterator[dict[str, Any]]:
+def results(full: bool = False) -> Iterator[Result]:
     """The cases of ``geartrain bench head_hosted``; ``full`` takes five times as many rounds."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(THREADS)
-    try:
-        with _clusters() as clusters:
-            _fill(clusters["messages"])
-            for select, rounds in ((PartialFC(0.1), 9), (FullSoftmax(), 2)):
-                yield from _compare(clusters, select, rounds * (5 if full else 1))
-    finally:
-        torch.set_num_threads(threads)
-
-
-@contextmanager
-def _clusters() -> Iterator[dict[str, Cluster]]:
-    """One cluster as several clients see it, one for each of :data:`CLIENTS`."""
-    with running_cluster(SHARDS) as up, ExitStack() as ends:
-        yield {way: ends.enter_context(connect(up["scheduler"], config=config)) for way, config in CLIENTS.items()}
+    with threads(THREADS), running_cluster(SHARDS) as up, ExitStack() as ends:
+        clusters = [ends.enter_context(connect(up["scheduler"], config=config)) for _, config in WAYS.values()]
+        _fill(clusters[0])
+        for select, rounds in ((PartialFC(0.1), 9), (FullSoftmax(), 2)):
+            yield from _compare(clusters, select, rounds * (5 if full else 1))
 
 
 def _fill(cluster: Cluster) -> None:
@@ -86,10 +73,10 @@ def _optimizer() -> SparseMomentum:
     return SparseMomentum(lr=0.1, momentum=0.9)
 
 
-def _compare(clusters: dict[str, Cluster], select: FullSoftmax | PartialFC, rounds: int) -> Iterator[dict[str, Any]]:
+def _compare(clusters: list[Cluster], select: FullSoftmax | PartialFC, rounds: int) -> Iterator[Result]:
     heads = [
         ClassHead(
-            clusters[way],
+            cluster,
             "bench",
             num_classes=NUM_CLASSES,
             dim=DIM,
@@ -100,7 +87,7 @@ def _compare(clusters: dict[str, Cluster], select: FullSoftmax | PartialFC, roun
             rows=place,
             reuse=True,
         )
-        for place, way in WAYS
+        for cluster, (place, _) in zip(clusters, WAYS.values(), strict=True)
     ]
     seconds: list[list[float]] = [[] for _ in WAYS]
     travelled: list[list[int]] = [[] for _ in WAYS]
@@ -119,12 +106,11 @@ def _compare(clusters: dict[str, Cluster], select: FullSoftmax | PartialFC, roun
                 count.append(_tcp_bytes() - before)
     name = "full softmax" if isinstance(select, FullSoftmax) else f"partial FC {select.sample_rate}"
     case = f"{name}, {NUM_CLASSES:,} classes on {SHARDS} shards, D={DIM}, batch {BATCH}"
-    hosted, pulled, *_ = (statistics.median(count) / 1e6 for count in travelled)
-    yield _result(f"bytes of a step of {case}, hosted", hosted, pulled, "MB", FEWER_BYTES)
-    hosted, pulled, bulk, shared = (statistics.median(taken) * 1e3 for taken in seconds)
-    yield _result(f"step of {case}, hosted", hosted, pulled, "ms", None)
-    yield _result(f"step of {case}, pulled over bulk connections", bulk, pulled, "ms", None)
-    yield _result(f"step of {case}, pulled through shared memory", shared, pulled, "ms", None)
+    hosted, pulled, _ = (statistics.median(count) / 1e6 for count in travelled)
+    yield result(f"bytes of a step of {case}, hosted", hosted, "rows pulled by TCP", pulled, "MB", target=FEWER_BYTES)
+    hosted, pulled, shared = (statistics.median(taken) * 1e3 for taken in seconds)
+    yield result(f"step of {case}, hosted", hosted, "rows pulled by TCP", pulled, "ms")
+    yield result(f"step of {case}, pulled through shared memory", shared, "rows pulled by TCP", pulled, "ms")
 
 
 def _tcp_bytes() -> int:
@@ -137,15 +123,3 @@ def _tcp_bytes() -> int:
                     info = duplicate.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
                     total += sum(_BYTES_ACKED.unpack_from(info, _OFFSET))
     return total
-
-
-def _result(case: str, ours: float, theirs: float, unit: str, target: float | None) -> dict[str, Any]:
-    return {
-        "case": case,
-        "ours": round(ours, 3),
-        "rival": "rows pulled in messages",
-        "theirs": round(theirs, 3),
-        "unit": unit,
-        "ratio": round(theirs / ours, 2),
-        "target": target,
-    }

@@ -23,6 +23,9 @@ CLASS_BYTES = 2 * 2 * DIM
 
 def results(full: bool = False) -> Iterator[dict[str, Any]]:
     """The cases of ``geartrain bench head`` about memory."""
+    from _common import result  # not in the process that is measured
+
+    unit = "bytes a class"
     for rows, rate in [("ranks", 0.1), *([("ranks", 1.0), ("pull", 0.1)] if full else [])]:
         done = subprocess.run(
             [sys.executable, __file__, rows, str(rate)], stdout=subprocess.PIPE, text=True, check=True
@@ -30,20 +33,9 @@ def results(full: bool = False) -> Iterator[dict[str, Any]]:
         measured = json.loads(done.stdout)
         head = f"{CLASSES:,} x {DIM} float16 with momentum, rows={rows!r}"
         step = f"a step, batch {BATCH}, {rate:.0%} of the classes"
-        yield _case(f"{head}: kept", measured["kept"], "2,048 + 1 %", 1.01 * CLASS_BYTES)
-        yield _case(f"{head}: peak of {step}", measured["peak"], "1.1 x 2,048", 1.1 * CLASS_BYTES)
-
-
-def _case(case: str, ours: float, rival: str, theirs: float) -> dict[str, Any]:
-    return {
-        "case": case,
-        "ours": ours / CLASSES,
-        "rival": rival,
-        "theirs": theirs,
-        "unit": "bytes a class",
-        "ratio": theirs / (ours / CLASSES),
-        "target": 1.0,
-    }
+        yield result(f"{head}: kept", measured["kept"] / CLASSES, "2,048 + 1 %", 1.01 * CLASS_BYTES, unit, target=1.0)
+        peak = measured["peak"] / CLASSES
+        yield result(f"{head}: peak of {step}", peak, "1.1 x 2,048", 1.1 * CLASS_BYTES, unit, target=1.0)
 
 
 def _measure(rows: str, rate: float) -> dict[str, int]:

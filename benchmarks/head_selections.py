@@ -5,9 +5,8 @@ glyph backbone, forward and backward, with its optimizer. Full softmax and KNN s
 figures are medians; the paper's ratios of whole steps at these sizes are 1.2, 1.5 and 3.5.
 
 Rows lie in clusters (see ``_clustered.py``), and 32 neighbours of each class are looked for within its cluster: the
-exact graph of a million rows would take longer than the bench, and the time of a step does not depend on which classes
-the graph names. What the exact one costs is measured with ``full``, at 100,000 classes; it grows with the square of the
-classes.
+exact graph of a million rows would take longer than the bench (``geartrain bench graph``), and the time of a step does
+not depend on which classes the graph names.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from _clustered import clustered_rows, clusters_of
+from _common import result, threads
 
 from geartrain.ams.client.cluster import Cluster
 from geartrain.ams.client.factory import local
-from geartrain.ams.graph.building.builder import ArrayRows, build_neighbours
 from geartrain.ams.graph.building.neighbours import NeighbourTable
 from geartrain.ams.programs.selection import FullSoftmax
 from geartrain.ams.values.optimizers.registry import SparseMomentum
@@ -32,6 +31,7 @@ from geartrain.bridge.head.class_head import ClassHead
 from geartrain.bridge.head.loss.margins.angular import ArcFace
 from geartrain.bridge.head.selection.knn_selection import Graph, KNNSelection, KNNSoftmax
 from geartrain.bridge.rows.optimizer import RowOptimizer
+from geartrain.launch.bench import Result
 from geartrain.workers.models.backbones import build_backbone
 from geartrain.workers.recipes.jobs import GLYPH_SIZE
 from geartrain.workers.recipes.recipe import Recipe
@@ -42,48 +42,30 @@ THREADS = 2
 SELECT = KNNSoftmax(active=0.1, k=32, rebuild="epoch", near=1.0)
 SIZES: dict[int, float | None] = {100_000: None, 400_000: None, 1_000_000: 4.0}
 """Classes -> the ratio of head steps that we promise."""
-GRAPH_SIZE = 100_000
-STEPS_OF_A_GRAPH = 1000
 
 Step = Callable[[int, torch.Tensor], None]
 Rows = npt.NDArray[np.float32]
 
 
-def results(full: bool = False) -> Iterator[dict[str, Any]]:
-    """The cases of ``geartrain bench head_selections``; ``full`` takes five times as many rounds,
-    and builds an exact graph."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(THREADS)
-    try:
+def results(full: bool = False) -> Iterator[Result]:
+    """The cases of ``geartrain bench head_selections``; ``full`` takes five times as many rounds."""
+    with threads(THREADS):
         for num_classes, target in SIZES.items():
-            yield from _of_size(num_classes, target, rounds=15 if full else 3, exact=full)
-    finally:
-        torch.set_num_threads(threads)
+            yield from _of_size(num_classes, target, rounds=15 if full else 3)
 
 
-def _of_size(num_classes: int, target: float | None, *, rounds: int, exact: bool) -> Iterator[dict[str, Any]]:
+def _of_size(num_classes: int, target: float | None, *, rounds: int) -> Iterator[Result]:
     rows = clustered_rows(num_classes, DIM)
     graph = graph_within_clusters(rows, SELECT.k)
-    build_seconds = _build_seconds(rows) if exact and num_classes == GRAPH_SIZE else None
     with local() as cluster:
         heads = _heads(cluster, rows, graph)
         del rows, graph
         knn, everything = _medians((_head_step(heads[0]), _head_step(heads[1])), num_classes, rounds)
         whole = _medians((_whole_step(heads[0]), _whole_step(heads[1])), num_classes, rounds)
     case = f"KNN 10 %, {num_classes:,} classes, D={DIM}, batch {BATCH}"
-    yield _result(f"head step of {case}", knn, everything, target)
-    yield _result(f"whole step of {case}, with the glyph backbone", *whole, None)
-    if build_seconds is not None:
-        saved = STEPS_OF_A_GRAPH * (everything - knn)
-        yield {
-            "case": f"the exact graph of {num_classes:,} classes, k={SELECT.k}, built once",
-            "ours": round(build_seconds, 1),
-            "rival": f"what it saves in {STEPS_OF_A_GRAPH:,} steps",
-            "theirs": round(saved, 1),
-            "unit": "s",
-            "ratio": round(saved / build_seconds, 2),
-            "target": None,
-        }
+    yield result(f"head step of {case}", knn * 1e3, "full softmax", everything * 1e3, "ms", target=target)
+    ours, theirs = (1e3 * seconds for seconds in whole)
+    yield result(f"whole step of {case}, with the glyph backbone", ours, "full softmax", theirs, "ms")
 
 
 def graph_within_clusters(rows: Rows, k: int) -> NeighbourTable:
@@ -106,12 +88,6 @@ def graph_within_clusters(rows: Rows, k: int) -> NeighbourTable:
         neighbours[order[start:end]] = bucket[np.argsort(-cosines, axis=1, kind="stable")[:, :k]]
         start = end
     return NeighbourTable(np.arange(num_classes + 1, dtype=np.int64) * k, neighbours.reshape(-1), k)
-
-
-def _build_seconds(rows: Rows) -> float:
-    started = time.perf_counter()
-    build_neighbours(ArrayRows(rows), SELECT.k, num_threads=THREADS)
-    return time.perf_counter() - started
 
 
 def _heads(cluster: Cluster, rows: Rows, graph: NeighbourTable) -> tuple[ClassHead, ClassHead]:
@@ -174,15 +150,3 @@ def _medians(steps: tuple[Step, Step], num_classes: int, rounds: int) -> tuple[f
             if number:  # the first warms up
                 taken.append(time.perf_counter() - started)
     return statistics.median(seconds[0]), statistics.median(seconds[1])
-
-
-def _result(case: str, ours: float, theirs: float, target: float | None) -> dict[str, Any]:
-    return {
-        "case": case,
-        "ours": round(ours * 1e3, 1),
-        "rival": "full softmax",
-        "theirs": round(theirs * 1e3, 1),
-        "unit": "ms",
-        "ratio": round(theirs / ours, 2),
-        "target": target,
-    }

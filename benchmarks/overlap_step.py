@@ -21,7 +21,7 @@ from statistics import median
 
 import torch
 import torch.distributed as dist
-from _calls import result
+from _common import result
 from _rank_group import RankGroup, rank_group, why_no_links
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel

@@ -16,16 +16,17 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import psutil
+from _common import result
 
 from geartrain.ams.client.cluster import Cluster
 from geartrain.ams.client.cluster_status import cluster_status
 from geartrain.ams.client.factory import connect
 from geartrain.ams.values.errors import GeartrainError
 from geartrain.ams.values.optimizers.registry import SparseMomentum
+from geartrain.launch.bench import Result
 
 NUM_ROWS = 1_000_000
 DIM = 64
@@ -36,7 +37,7 @@ FOLDER = Path(".cache")
 """On the disk of the checkout; the system's temporary folder may be memory."""
 
 
-def results(full: bool = False) -> Iterator[dict[str, Any]]:
+def results(full: bool = False) -> Iterator[Result]:
     """The cases of ``geartrain bench recovery``; ``full`` kills three times as often."""
     FOLDER.mkdir(exist_ok=True)
     command = [sys.executable, "-m", "geartrain", "up", "--json", "--shards=1", "--scheduler-listen=127.0.0.1:0"]
@@ -62,9 +63,9 @@ def results(full: bool = False) -> Iterator[dict[str, Any]]:
             up.terminate()
     seconds, disk = statistics.median(whole), statistics.median(reads)
     rows = f"a shard of {NUM_ROWS:,} rows of {DIM} with momentum, {size / 2**20:.0f} MiB"
-    yield _case(f"{rows}: killed, started again, restored and serving", seconds, "budget", BUDGET_SECONDS, 1.0)
-    yield _case("of that, until it was registered again", statistics.median(restarts), "the whole", seconds, None)
-    yield _case(f"of that, the disk: {size / 2**20:.0f} MiB read cold and alone", disk, "the whole", seconds, None)
+    yield result(f"{rows}: killed, restored, serving", seconds, "budget", BUDGET_SECONDS, "s", target=1.0)
+    yield result("of that, until it was registered again", statistics.median(restarts), "the whole", seconds, "s")
+    yield result(f"of that, the disk: {size / 2**20:.0f} MiB read cold and alone", disk, "the whole", seconds, "s")
 
 
 def _fill(cluster: Cluster) -> None:
@@ -115,15 +116,3 @@ def _forget(path: Path) -> None:
         with file.open("rb") as opened:
             os.fsync(opened.fileno())
             os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-def _case(case: str, seconds: float, rival: str, theirs: float, target: float | None) -> dict[str, Any]:
-    return {
-        "case": case,
-        "ours": round(seconds, 2),
-        "rival": rival,
-        "theirs": round(theirs, 2),
-        "unit": "s",
-        "ratio": round(theirs / max(seconds, 1e-3), 2),
-        "target": target,
-    }

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
-from _turns import median_seconds
+from _common import median_seconds, result, threads
 
 from geartrain.ams.kernels import ops
 from geartrain.ams.tables.row_table import RowTable
@@ -55,12 +55,8 @@ def one_thread(measure: Callable[[int, int], Result]) -> Callable[[int, int], Re
 
     @functools.wraps(measure)
     def run(num_ids: int, calls: int) -> Result:
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-        try:
+        with threads(1):
             return measure(num_ids, calls)
-        finally:
-            torch.set_num_threads(threads)
 
     return run
 
@@ -86,7 +82,7 @@ def measure_pull(num_ids: int, calls: int) -> Result:
 
 @one_thread
 def measure_push(num_ids: int, calls: int) -> Result:
-    """``RowTable.push`` with SparseMomentum against the best of three torch chains."""
+    """``RowTable.push`` with SparseMomentum against the best of two torch chains."""
     table, rows, velocities = tables()
     generator = np.random.default_rng(2)
     gradients = torch.randn(num_ids, DIM, generator=torch.Generator().manual_seed(3)) * 1e-3
@@ -109,16 +105,10 @@ def measure_push(num_ids: int, calls: int) -> Result:
         velocities.index_copy_(0, sample[1], buffer)
         rows.index_copy_(0, sample[1], torch.index_select(rows, 0, sample[1]).add_(buffer, alpha=-LR))
 
-    def index_put(sample: Sample) -> None:
-        moved = velocities[sample[1]].mul_(MOMENTUM).add_(gradients)
-        velocities[sample[1]] = moved
-        rows[sample[1]] = rows[sample[1]].add_(moved, alpha=-LR)
-
     gradient_rows = gradients.numpy()
     chains = {
         "index_select, index_copy_, index_add_": select_copy_add,
         "index_select twice, index_copy_ twice": select_copy_copy,
-        "indexing and index_put_": index_put,
     }
     sides: list[Side] = [lambda sample: table.push(sample[0], gradient_rows), *chains.values()]
     ours, *theirs = _medians(sides, draw, num_ids, calls)
@@ -173,15 +163,8 @@ def _medians(sides: list[Side], draw: Callable[[], Sample], num_ids: int, calls:
 
 
 def _result(case: str, ours: float, rival: str, theirs: float, target: float, dtype: str = "fp32") -> Result:
-    return Result(
-        case=f"{case}, D={DIM} {dtype}, {NUM_ROWS} rows, hashed, 1 thread",
-        ours=ours * 1e3,
-        rival=rival,
-        theirs=theirs * 1e3,
-        unit="ms",
-        ratio=theirs / ours,
-        target=target,
-    )
+    case = f"{case}, D={DIM} {dtype}, {NUM_ROWS} rows, hashed, 1 thread"
+    return result(case, ours * 1e3, rival, theirs * 1e3, "ms", target=target)
 
 
 def results(full: bool = False) -> Iterator[Result]:  # noqa: ARG001

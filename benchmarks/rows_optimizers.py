@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
-from _calls import result
-from _turns import median_seconds
+from _common import median_seconds, result, threads
 
 from geartrain.ams.kernels import ops
 from geartrain.ams.tables.row_table import RowTable
@@ -130,12 +129,8 @@ def _filled(optimizer: RowOptimizerSpec, ids: Ids, rows: torch.Tensor) -> RowTab
 
 def results(full: bool = False) -> Iterator[Result]:  # noqa: ARG001
     """The cases of ``geartrain bench rows_optimizers``."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with threads(1):
         yield from _results()
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _results() -> Iterator[Result]:

@@ -15,14 +15,15 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+from _common import result
 
 from geartrain.ams.client.cluster import Cluster
 from geartrain.ams.client.factory import local
 from geartrain.ams.storage.snapshot.folder import prune
 from geartrain.ams.values.optimizers.registry import SparseMomentum
+from geartrain.launch.bench import Result
 
 NUM_ROWS = 1_000_000
 DIM = 64
@@ -34,7 +35,7 @@ FOLDER = Path(".cache")
 MEMORY = Path("/dev/shm")
 
 
-def results(full: bool = False) -> Iterator[dict[str, Any]]:
+def results(full: bool = False) -> Iterator[Result]:
     """The cases of ``geartrain bench snapshot``; ``full`` takes three times as many snapshots."""
     FOLDER.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(dir=FOLDER) as folder, local() as cluster:
@@ -54,9 +55,9 @@ def results(full: bool = False) -> Iterator[dict[str, Any]]:
             theirs.append(_dd(Path(folder), size))
             prune(folder, 1)
         case = f"of {NUM_ROWS:,} rows of {DIM} with momentum"
-        yield _pause(f"freeze {case}", max(freezes))
-        yield _pause(f"push of {PUSHED:,} rows beside a snapshot {case}, median wait", statistics.median(pushes))
-        yield _pause(f"the same, 99th percentile of {len(pushes)}", sorted(pushes)[int(0.99 * len(pushes))])
+        yield pause(f"freeze {case}", max(freezes))
+        yield pause(f"push of {PUSHED:,} rows beside a snapshot {case}, median wait", statistics.median(pushes))
+        yield pause(f"the same, 99th percentile of {len(pushes)}", sorted(pushes)[int(0.99 * len(pushes))])
         yield _rate(f"snapshot {case}, {size / 2**20:.0f} MiB, synced", size, ours, "dd conv=fdatasync", theirs)
         copies = [_beside_copy(cluster, number) for number in range(2 * rounds)]
         ours, theirs = [one for one, _ in copies], [other for _, other in copies]
@@ -110,27 +111,12 @@ def _dd(folder: Path, size: int) -> float:
     return seconds
 
 
-def _rate(case: str, size: int, ours: list[float], rival: str, theirs: list[float]) -> dict[str, Any]:
+def _rate(case: str, size: int, ours: list[float], rival: str, theirs: list[float]) -> Result:
     """``size`` bytes in so many seconds each."""
-    return {
-        "case": case,
-        "ours": round(size / 2**20 / statistics.median(ours), 1),
-        "rival": rival,
-        "theirs": round(size / 2**20 / statistics.median(theirs), 1),
-        "unit": "MiB/s",
-        "ratio": round(statistics.median(theirs) / statistics.median(ours), 2),
-        "target": 0.6,
-    }
+    mine, other = (size / 2**20 / statistics.median(seconds) for seconds in (ours, theirs))
+    return result(case, mine, rival, other, "MiB/s", target=0.6, more_is_better=True)
 
 
-def _pause(case: str, seconds: float) -> dict[str, Any]:
-    milliseconds = max(seconds * 1e3, 0.001)
-    return {
-        "case": case,
-        "ours": round(milliseconds, 2),
-        "rival": "budget of a step",
-        "theirs": PAUSE_BUDGET_MS,
-        "unit": "ms",
-        "ratio": round(PAUSE_BUDGET_MS / milliseconds, 2),
-        "target": 1.0,
-    }
+def pause(case: str, seconds: float) -> Result:
+    """What a writer waits for, against what a step may wait."""
+    return result(case, max(seconds * 1e3, 0.001), "budget of a step", PAUSE_BUDGET_MS, "ms", target=1.0)

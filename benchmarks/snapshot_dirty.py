@@ -16,18 +16,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from _common import result
+from snapshot import pause
 
 from geartrain.ams.client.cluster import Cluster
 from geartrain.ams.client.factory import local
 from geartrain.ams.storage.snapshot.folder import prune
 from geartrain.ams.values.optimizers.registry import SparseMomentum
+from geartrain.launch.bench import Result
 
 NUM_ROWS = 1_000_000
 DIM = 64
 PUSHED = 10_000
 ROUNDS = {0.01: 20, 0.1: 10, 1.0: 4}
 """Snapshots by share of the rows that is dirty."""
-PAUSE_BUDGET_MS = 20.0
 SIZE_BUDGET = 1.3
 ITEM_BYTES = 8 + 2 * 4 * DIM
 """Of an id, its row and its slot."""
@@ -35,7 +37,7 @@ FOLDER = Path(".cache")
 """On the disk of the checkout; the system's temporary folder may be memory."""
 
 
-def results(full: bool = False) -> Iterator[dict[str, Any]]:
+def results(full: bool = False) -> Iterator[Result]:
     """The cases of ``geartrain bench snapshot``; ``full`` takes three times as many snapshots."""
     FOLDER.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(dir=FOLDER) as folder, local() as cluster:
@@ -100,35 +102,13 @@ class _Worker:
         return time.perf_counter() - started
 
 
-def _case(case: str, pauses: list[float], waits: list[float], sizes: list[float]) -> Iterator[dict[str, Any]]:
-    yield _pause(f"pause, {case}, median", statistics.median(pauses))
-    yield _pause(f"the same, 99th percentile of {len(pauses)}", _p99(pauses))
-    yield _pause(f"push of {PUSHED:,} rows beside it, median wait", statistics.median(waits or [0.0]))
-    yield _pause(f"the same, 99th percentile of {len(waits)}", _p99(waits or [0.0]))
-    size = statistics.median(sizes)
-    yield {
-        "case": f"size, {case}",
-        "ours": round(size, 3),
-        "rival": "budget",
-        "theirs": SIZE_BUDGET,
-        "unit": "× the touched rows",
-        "ratio": round(SIZE_BUDGET / size, 2),
-        "target": 1.0,
-    }
+def _case(case: str, pauses: list[float], waits: list[float], sizes: list[float]) -> Iterator[Result]:
+    yield pause(f"pause, {case}, median", statistics.median(pauses))
+    yield pause(f"the same, 99th percentile of {len(pauses)}", _p99(pauses))
+    yield pause(f"push of {PUSHED:,} rows beside it, median wait", statistics.median(waits or [0.0]))
+    yield pause(f"the same, 99th percentile of {len(waits)}", _p99(waits or [0.0]))
+    yield result(f"size, {case}", statistics.median(sizes), "budget", SIZE_BUDGET, "× the touched rows", target=1.0)
 
 
 def _p99(seconds: list[float]) -> float:
     return sorted(seconds)[int(0.99 * len(seconds))]
-
-
-def _pause(case: str, seconds: float) -> dict[str, Any]:
-    milliseconds = max(seconds * 1e3, 0.001)
-    return {
-        "case": case,
-        "ours": round(milliseconds, 2),
-        "rival": "budget of a step",
-        "theirs": PAUSE_BUDGET_MS,
-        "unit": "ms",
-        "ratio": round(PAUSE_BUDGET_MS / milliseconds, 2),
-        "target": 1.0,
-    }

@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from _common import median_seconds, result, threads
 from _repeated_users import FIELDS, IDS, REPETITION, shuffle_rows, write_samples
-from _turns import median_seconds
 from torch import Tensor, nn
 
 import geartrain as gt
@@ -62,32 +62,17 @@ def curves(sides: Sides, folder: Path) -> Iterator[tuple[str, int, list[float]]]
 
 def _results(case: str, seconds: list[float], targets: dict[str, float] | None = None) -> Iterator[Result]:
     for rival, theirs in zip((PLAIN, TORCH), seconds[1:], strict=True):
-        yield Result(
-            case=f"{case}: sample trees",
-            ours=1e3 * seconds[0],
-            rival=rival,
-            theirs=1e3 * theirs,
-            unit="ms",
-            ratio=theirs / seconds[0],
-            target=None if targets is None else targets[rival],
-        )
+        target = None if targets is None else targets[rival]
+        yield result(f"{case}: sample trees", 1e3 * seconds[0], rival, 1e3 * theirs, "ms", target=target)
 
 
 def _bytes(plain: Path, trees: Path) -> Iterator[Result]:
     ours = sum(path.stat().st_size for path in trees.iterdir()) / COUNT
     mixed = plain.with_name("mixed.parquet")
     shuffle_rows(plain, mixed)
+    case = f"bytes of a sample on disk (zstd), {len(FIELDS)} fields, user {REPETITION} times: sample trees"
     for rival, path in (("Parquet, users side by side", plain), ("Parquet, samples mixed", mixed)):
-        theirs = path.stat().st_size / COUNT
-        yield Result(
-            case=f"bytes of a sample on disk (zstd), {len(FIELDS)} fields, user {REPETITION} times: sample trees",
-            ours=ours,
-            rival=rival,
-            theirs=theirs,
-            unit="bytes",
-            ratio=theirs / ours,
-            target=None,
-        )
+        yield result(case, ours, rival, path.stat().st_size / COUNT, "bytes")
 
 
 class Sides:
@@ -124,13 +109,9 @@ class Sides:
         def draw() -> list[Any]:
             return [] if reading else [next(own) for own in batches]
 
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1 if clock is time.process_time else threads)
-        try:
+        with threads(1 if clock is time.process_time else torch.get_num_threads()):
             sides = [side(number) for number in range(3)]
             return median_seconds(sides, draw, rounds=rounds, calls=calls, uncounted=calls // 4, clock=clock)
-        finally:
-            torch.set_num_threads(threads)
 
 
 def endless(samples: Any, batch_size: int) -> Iterator[Any]:

@@ -17,8 +17,8 @@ from typing import Literal
 
 import numpy as np
 import torch
-from _calls import WAYS, result
-from _turns import median_seconds
+from _calls import WAYS
+from _common import median_seconds, result
 from _up import running_cluster
 from torch import Tensor
 

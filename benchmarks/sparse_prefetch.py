@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from _calls import result
+from _common import result, threads
 from torch import Tensor, nn
 
 import geartrain as gt
@@ -37,14 +37,9 @@ Times = dict[str, list[float]]
 
 def results(full: bool = False) -> Iterator[Result]:
     """The pipeline's cases of ``geartrain bench sparse``; ``full`` takes four times as many turns."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with gt.local() as cluster:
-            for waits in (False, True):
-                yield from _cases(_Job(cluster, waits), ROUNDS * (4 if full else 1))
-    finally:
-        torch.set_num_threads(threads)
+    with threads(1), gt.local() as cluster:
+        for waits in (False, True):
+            yield from _cases(_Job(cluster, waits), ROUNDS * (4 if full else 1))
 
 
 def _cases(job: _Job, rounds: int) -> Iterator[Result]:

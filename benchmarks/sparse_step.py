@@ -12,8 +12,7 @@ from contextlib import ExitStack
 
 import numpy as np
 import torch
-from _calls import result
-from _turns import median_seconds
+from _common import median_seconds, result
 from _up import running_cluster
 from torch import Tensor, nn
 

@@ -22,7 +22,8 @@ from typing import NamedTuple
 
 import psutil
 import torch
-from _calls import client_processes, result
+from _calls import client_processes
+from _common import result
 from _repeated_users import REPETITION, write_samples
 from _up import running_cluster
 from sparse_compression import BATCH, COUNT, MODEL, PLAIN, Step, endless, our_step

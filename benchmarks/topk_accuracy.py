@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from _calls import result
+from _common import result
 from _default_problems import Problem, problems
 from _rank_group import RankGroup, rank_group
 from torch import Tensor, nn

@@ -16,8 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
-from _calls import result
-from _turns import median_seconds
+from _common import median_seconds, result, threads
 from torch import Tensor
 
 from geartrain.ams.kernels.gradients import take_largest
@@ -71,15 +70,11 @@ class Gradients:
 
 def results(full: bool = False) -> Iterator[Result]:  # noqa: ARG001
     """The cases of ``geartrain bench topk_selection``."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with threads(1):
         for name, numels in (("ResNet-50", resnet50()), ("transformer", transformer())):
             ks = counts(numels, SPARSITY)
             yield from _selections(name, numels, ks)
             yield from _steps(name, numels, ks)
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _selections(name: str, numels: list[int], ks: list[int]) -> Iterator[Result]:

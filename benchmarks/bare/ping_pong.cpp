@@ -1,16 +1,13 @@
 // The least that a call can cost: requests and replies of so many bytes between processes, and nothing done with them.
 //
-//   ping_pong CARRIER REQUEST_BYTES REPLY_BYTES CALLS CLIENTS IN_FLIGHT CALLER_SPIN SERVER_SPIN
-//             [HOST SERVER_NS CLIENT_NS]
+//   ping_pong CARRIER REQUEST_BYTES REPLY_BYTES CALLS CLIENTS CALLER_SPIN SERVER_SPIN
 //
-// CARRIER is shared_memory, unix or tcp. One process serves CLIENTS others, each of which makes CALLS calls. Both sides
+// CARRIER is shared_memory or tcp. One process serves CLIENTS others, each of which makes CALLS calls. Both sides
 // copy a message out of what carries it, and a message begins with the number of its call, which the caller checks.
 // Prints a line for each call of each client: the client and the nanoseconds since its call before was answered.
 //
 // shared_memory: a slot for each client, futexes; a side that waits spins for CALLER_SPIN or SERVER_SPIN microseconds
-// first. A slot carries one call, so IN_FLIGHT is 1. unix, tcp: blocking sockets (TCP_NODELAY); a client has IN_FLIGHT
-// requests under way, of which either the requests or the replies must be small. HOST is where the server listens, in
-// the network namespace of the file SERVER_NS; clients connect from CLIENT_NS.
+// first. tcp: blocking sockets (TCP_NODELAY) over loopback.
 #include <arpa/inet.h>
 #include <fcntl.h>
 #include <linux/futex.h>
@@ -47,8 +44,7 @@ struct Options {
   std::string carrier;
   size_t request_bytes, reply_bytes;
   long calls, clients;
-  long in_flight, caller_spin, server_spin;  // the latter in microseconds
-  const char *host = "127.0.0.1", *server_namespace = nullptr, *client_namespace = nullptr;
+  long caller_spin, server_spin;  // in microseconds
 };
 
 [[noreturn]] void fail(const char* what) {
@@ -165,38 +161,19 @@ struct SharedMemory {
   }
 };
 
-void enter(const char* network_namespace) {
-  if (network_namespace == nullptr) return;
-  const int file = open(network_namespace, O_RDONLY | O_CLOEXEC);
-  check(file >= 0 && setns(file, CLONE_NEWNET) == 0, network_namespace);
-  close(file);
-}
-
 struct Sockets {
   const Options& o;
   std::vector<std::pair<int, int>> ends;  // the server's and the client's, of each client
 
-  explicit Sockets(const Options& options) : o(options) { o.carrier == "unix" ? pair_up() : connect_all(); }
-
-  void pair_up() {
-    for (long i = 0; i < o.clients; ++i) {
-      int both[2];
-      check(socketpair(AF_UNIX, SOCK_STREAM, 0, both) == 0, "socketpair");
-      ends.emplace_back(both[0], both[1]);
-    }
-  }
-  // A socket stays in the namespace it was made in, so one process can make both ends.
-  void connect_all() {
-    enter(o.server_namespace);
+  explicit Sockets(const Options& options) : o(options) {
     sockaddr_in address{};
     address.sin_family = AF_INET;
-    check(inet_pton(AF_INET, o.host, &address.sin_addr) == 1, o.host);
+    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
     auto* name = reinterpret_cast<sockaddr*>(&address);
     socklen_t length = sizeof address;
     const int listener = socket(AF_INET, SOCK_STREAM, 0);
     check(bind(listener, name, length) == 0 && listen(listener, 128) == 0, "listen");
     check(getsockname(listener, name, &length) == 0, "getsockname");
-    enter(o.client_namespace);
     for (long i = 0; i < o.clients; ++i) {
       const int client = socket(AF_INET, SOCK_STREAM, 0);
       check(connect(client, name, length) == 0, "connect");
@@ -231,13 +208,13 @@ struct Sockets {
     }
     for (size_t left = waiting.size(); left > 0;) {
       if (waiting.size() > 1) check(poll(waiting.data(), waiting.size(), -1) > 0, "poll");
-      for (pollfd& one : waiting) {
-        if (one.fd < 0 || (waiting.size() > 1 && one.revents == 0)) continue;
-        if (get(one.fd, request.data(), request.size())) {
+      for (pollfd& end : waiting) {
+        if (end.fd < 0 || (waiting.size() > 1 && end.revents == 0)) continue;
+        if (get(end.fd, request.data(), request.size())) {
           memcpy(reply.data(), request.data(), sizeof(uint64_t));
-          put(one.fd, reply.data(), reply.size());
+          put(end.fd, reply.data(), reply.size());
         } else {
-          one.fd = -1;
+          end.fd = -1;
           --left;
         }
       }
@@ -248,15 +225,13 @@ struct Sockets {
   void call(long client, char* request, char* reply, int64_t* took) {
     const int end = ends[client].second;
     int64_t before = nanoseconds();
-    for (uint64_t asked = 0, answered = 0; answered < static_cast<uint64_t>(o.calls);) {
-      while (asked < static_cast<uint64_t>(o.calls) && asked - answered < static_cast<uint64_t>(o.in_flight)) {
-        memcpy(request, &++asked, sizeof asked);
-        put(end, request, o.request_bytes);
-      }
+    for (uint64_t number = 1; number <= static_cast<uint64_t>(o.calls); ++number) {
+      memcpy(request, &number, sizeof number);
+      put(end, request, o.request_bytes);
       check(get(end, reply, o.reply_bytes), "the server has closed");
-      check(memcmp(reply, &++answered, sizeof answered) == 0, "a reply to another call");
+      check(memcmp(reply, &number, sizeof number) == 0, "a reply to another call");
       const int64_t now = nanoseconds();
-      took[answered - 1] = now - before;
+      took[number - 1] = now - before;
       before = now;
     }
   }
@@ -300,7 +275,7 @@ void run(const Options& o, Carrier carrier) {
     const pid_t ended = wait(&status);
     good = ended > 0 && ended != server && status == 0;
   }
-  for (const pid_t one : processes) kill(one, SIGKILL);
+  for (const pid_t process : processes) kill(process, SIGKILL);
   while (wait(nullptr) > 0) continue;
   if (!good) exit(1);
   for (long i = 0; i < o.clients; ++i)
@@ -310,10 +285,8 @@ void run(const Options& o, Carrier carrier) {
 }  // namespace
 
 int main(int count, char** words) {
-  const bool elsewhere = count == 12;
-  if (count != 9 && !elsewhere) return fprintf(stderr, "arguments: see the head of ping_pong.cpp\n"), 2;
-  Options o{words[1], strtoul(words[2], nullptr, 10), strtoul(words[3], nullptr, 10), atol(words[4]), atol(words[5]),
-            atol(words[6]), atol(words[7]), atol(words[8])};
-  if (elsewhere) o.host = words[9], o.server_namespace = words[10], o.client_namespace = words[11];
+  if (count != 8) return fprintf(stderr, "arguments: see the head of ping_pong.cpp\n"), 2;
+  const Options o{words[1], strtoul(words[2], nullptr, 10), strtoul(words[3], nullptr, 10), atol(words[4]),
+                  atol(words[5]), atol(words[6]), atol(words[7])};
   o.carrier == "shared_memory" ? run(o, SharedMemory(o)) : run(o, Sockets(o));
 }

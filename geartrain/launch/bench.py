@@ -1,7 +1,7 @@
 """Runs the benches in ``benchmarks/`` of a checkout: ours against a rival in one run, as ratios.
 
-The bench ``rows`` is every file ``rows.py`` or ``rows_*.py`` there (a leading "_" marks a helper); ``rows_grpc`` is
-the one file of that name. Each has a function ``results(full=False)`` that yields :class:`Result` dictionaries; it
+The bench ``rows`` is every file ``rows.py`` or ``rows_*.py`` there (a leading "_" marks a helper); ``rows_inprocess``
+is the one file of that name. Each has a function ``results(full=False)`` that yields :class:`Result` dictionaries; it
 alternates ours and the rival and quotes medians. Benches are not part of the installed package: figures mean something
 only beside the source they come from.
 """

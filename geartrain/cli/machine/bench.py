@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def bench(
     name: Annotated[
         str | None,
-        typer.Argument(help="Which bench, or a file of one, for example rows or rows_grpc.", show_default="list them"),
+        typer.Argument(help="Which bench, or a file of one: rows, rows_inprocess.", show_default="list them"),
     ] = None,
     full: Annotated[bool, typer.Option("--full", help="Also cases that take longer than a minute.")] = False,
     folder: Annotated[Path, typer.Option(help="The benchmarks folder of a checkout.")] = Path("benchmarks"),

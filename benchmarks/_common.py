@@ -1,4 +1,6 @@
-"""How a bench times calls of milliseconds: the sides take turns of several calls, the first of which do not count.
+"""What benches share: how calls of milliseconds are timed, the line of a result, the number of threads.
+
+Sides take turns of several calls, the first of which do not count.
 
 Whoever follows another side finds the caches full of its bytes and pays for writing them back, which is little beside a
 call of 15 ms and much beside one of 2. A loop that trains calls one side again and again; so does a turn. Turns
@@ -9,8 +11,13 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TypeVar
+
+import torch
+
+from geartrain.launch.bench import Result
 
 Sample = TypeVar("Sample")
 
@@ -41,10 +48,48 @@ def median_seconds(
             taken = [_seconds(side, sample, clock) for sample in samples]
             if number:
                 seconds += taken[uncounted:]
-    return [statistics.median(one) for one in times]
+    return [statistics.median(seconds) for seconds in times]
 
 
 def _seconds(side: Callable[[Sample], object], sample: Sample, clock: Callable[[], float]) -> float:
     start = clock()
     side(sample)
     return clock() - start
+
+
+@contextmanager
+def threads(number: int) -> Iterator[None]:
+    """Let torch use so many threads during the block."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def result(
+    case: str,
+    ours: float,
+    rival: str,
+    theirs: float,
+    unit: str,
+    *,
+    target: float | None = None,
+    more_is_better: bool = False,
+) -> Result:
+    """A line of a bench; the ratio is above 1 where we win."""
+    ratio = ours / theirs if more_is_better else theirs / ours
+    return Result(
+        case=case,
+        ours=_rounded(ours),
+        rival=rival,
+        theirs=_rounded(theirs),
+        unit=unit,
+        ratio=_rounded(ratio),
+        target=None if target is None else round(target, 2),
+    )
+
+
+def _rounded(figure: float) -> float:
+    return float(f"{figure:.4g}")
