@@ -183,16 +183,30 @@ class Section(BaseModel):
         return f"{place}: {error_text(error)}" if place else error_text(error)
 
 
-def _refuse_open_network(listen: str, insecure: bool) -> None:
-    if not insecure and not is_loopback(listen):
-        raise ConfigError(
-            f"listen {listen!r} can be reached from other machines, and traffic is neither encrypted nor "
-            "authenticated; listen on 127.0.0.1, or accept the risk on a private network with --insecure "
-            "(insecure: true)"
-        )
+class RoleConfig(Section):
+    """What every role is told."""
+
+    listen: ListenAddress = "127.0.0.1:0"
+    """Address to serve on; port 0 picks a free one."""
+    insecure: bool = False
+    """Serve on a non-loopback address without encryption or authentication."""
+    reflection: bool = False
+    """Tell whoever asks which services and messages there are (gRPC reflection), as grpcurl does."""
+    max_message_bytes: MessageBytes = MAX_MESSAGE_BYTES
+    """Largest message accepted, in bytes."""
+
+    @model_validator(mode="after")
+    def _check_network(self) -> Self:
+        if not self.insecure and not is_loopback(self.listen):
+            raise ConfigError(
+                f"listen {self.listen!r} can be reached from other machines, and traffic is neither encrypted nor "
+                "authenticated; listen on 127.0.0.1, or accept the risk on a private network with --insecure "
+                "(insecure: true)"
+            )
+        return self
 
 
-class SchedulerConfig(Section):
+class SchedulerConfig(RoleConfig):
     """The scheduler: membership, placement, schemas."""
 
     listen: ListenAddress = "127.0.0.1:7000"
@@ -205,20 +219,9 @@ class SchedulerConfig(Section):
     """A worker that has committed nothing for this long loses its data streams to others."""
     data: str | None = Field(default=None, min_length=1)
     """Folder of its own for its state, so that a restarted scheduler goes on where it was; None: in memory."""
-    insecure: bool = False
-    """Serve on a non-loopback address without encryption or authentication."""
-    reflection: bool = False
-    """Tell whoever asks which services and messages there are (gRPC reflection), as grpcurl does."""
-    max_message_bytes: MessageBytes = MAX_MESSAGE_BYTES
-    """Largest message accepted, in bytes."""
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        _refuse_open_network(self.listen, self.insecure)
-        return self
 
 
-class ServerConfig(Section):
+class ServerConfig(RoleConfig):
     """A server: a process that holds one or more shards."""
 
     listen: ListenAddress = "127.0.0.1:0"
@@ -253,16 +256,9 @@ class ServerConfig(Section):
     """CPUs that all threads of the process keep to, as 0-3,6; None: those that the system gives it."""
     threads: int | None = Field(default=None, ge=1, le=256)
     """Most threads that work on one large request to a shard. None: CPUs of the process / its shards, at most 4."""
-    insecure: bool = False
-    """Serve on a non-loopback address without encryption or authentication."""
-    reflection: bool = False
-    """Tell whoever asks which services and messages there are (gRPC reflection), as grpcurl does."""
-    max_message_bytes: MessageBytes = MAX_MESSAGE_BYTES
-    """Largest message accepted, in bytes."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        _refuse_open_network(self.listen, self.insecure)
         if self.advertise is not None and self.shards > 1:
             raise ConfigError(
                 f"advertise {self.advertise!r} names one address, but the process holds {self.shards} shards"
@@ -272,7 +268,7 @@ class ServerConfig(Section):
         return self
 
 
-class GraphConfig(Section):
+class GraphConfig(RoleConfig):
     """The graph service: builds and keeps the neighbours of the classes of the cluster's class tables."""
 
     listen: ListenAddress = "127.0.0.1:7100"
@@ -285,24 +281,11 @@ class GraphConfig(Section):
     """For rows and candidates while a graph is built; with less than all rows need, they are read more than once."""
     snapshot_roots: SnapshotRootList | None = None
     """Where snapshots may be, as /snapshots,s3://bucket/runs; None: anywhere for its own user, off loopback nowhere."""
-    insecure: bool = False
-    """Serve on a non-loopback address without encryption or authentication."""
-    reflection: bool = False
-    """Tell whoever asks which services and messages there are (gRPC reflection), as grpcurl does."""
-    max_message_bytes: MessageBytes = MAX_MESSAGE_BYTES
-    """Largest message accepted, in bytes."""
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        _refuse_open_network(self.listen, self.insecure)
-        return self
 
 
-class SlowGearConfig(Section):
+class SlowGearConfig(RoleConfig):
     """A slow gear: serves the dense features of one dense part, and trains it."""
 
-    listen: ListenAddress = "127.0.0.1:0"
-    """Address to serve on; port 0 picks a free one."""
     scheduler: TargetAddress = "127.0.0.1:7000"
     """Where the scheduler of the cluster listens that holds the dense table."""
     advertise: TargetAddress | None = None
@@ -333,7 +316,7 @@ class SlowGearConfig(Section):
     """Older features are computed again."""
     max_version_lag: int | None = Field(default=None, ge=0)
     """Features more dense updates behind are computed again; None: any will do."""
-    gradients_per_id: int = Field(default=16, ge=1)
+    gradients_per_id: int = Field(default=16, ge=1, json_schema_extra={"flag": "-m"})
     """Gradients of an id that make one backward pass."""
     ids_per_update: int = Field(default=1, ge=1)
     """Ids with so many gradients that make a dense update worth while; about a batch's."""
@@ -351,17 +334,6 @@ class SlowGearConfig(Section):
     """How long a batch of features waits for more."""
     refresh_seconds: float = Field(default=0.2, ge=0, allow_inf_nan=False)
     """How often the updates of other slow gears are looked for; with fast gears in sync mode: 0."""
-    insecure: bool = False
-    """Serve on a non-loopback address without encryption or authentication."""
-    reflection: bool = False
-    """Tell whoever asks which services and messages there are (gRPC reflection), as grpcurl does."""
-    max_message_bytes: MessageBytes = MAX_MESSAGE_BYTES
-    """Largest message accepted, in bytes."""
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        _refuse_open_network(self.listen, self.insecure)
-        return self
 
 
 class ClientConfig(Section):

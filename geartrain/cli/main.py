@@ -8,7 +8,6 @@ training 3 stopped by a signal and saved, 4 its cluster is lost.
 from __future__ import annotations
 
 import errno
-import importlib
 import inspect
 import os
 import sys
@@ -28,34 +27,32 @@ from geartrain.ams.values.errors import (
     Unavailable,
 )
 from geartrain.ams.values.text import printable
+from geartrain.launch.roles import ROLES, load
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 FAILED, WRONG_USAGE, LOST_CLUSTER = 1, 2, 4
 ERROR_PREFIX = "error: "
 """Begins the line on stderr with which a command fails."""
 
-# command -> (module, its function or group), in the order of the help
+# command -> where its function or group is, in the order of the help; a role's is made of the registry of roles
 COMMANDS = {
-    "quickstart": ("geartrain.cli.training.quickstart", "quickstart"),
-    "up": ("geartrain.cli.cluster.up", "up"),
-    "status": ("geartrain.cli.cluster.status", "status"),
-    "worker": ("geartrain.cli.training.worker", "app"),
-    "table": ("geartrain.cli.cluster.table", "app"),
-    "snapshot": ("geartrain.cli.cluster.snapshot", "app"),
-    "predict": ("geartrain.cli.training.predict", "predict"),
-    "verify": ("geartrain.cli.training.verify", "verify"),
-    "scheduler": ("geartrain.cli.cluster.roles", "scheduler"),
-    "server": ("geartrain.cli.cluster.roles", "server"),
-    "graph": ("geartrain.cli.cluster.graph", "app"),
-    "slowgear": ("geartrain.cli.cluster.slowgear", "slowgear"),
-    "health": ("geartrain.cli.cluster.status", "health"),
-    "config": ("geartrain.cli.machine.config", "app"),
-    "doctor": ("geartrain.cli.machine.doctor", "doctor"),
-    "failpoints": ("geartrain.cli.cluster.failpoints", "failpoints"),
-    "export": ("geartrain.cli.training.export", "export"),
-    "samples": ("geartrain.cli.training.samples", "app"),
-    "plan": ("geartrain.cli.training.plan", "plan"),
-    "bench": ("geartrain.cli.machine.bench", "bench"),
+    "quickstart": "geartrain.cli.training.quickstart:quickstart",
+    "up": "geartrain.cli.cluster.up:command",
+    "status": "geartrain.cli.cluster.status:status",
+    "worker": "geartrain.cli.training.worker:app",
+    "table": "geartrain.cli.cluster.table:app",
+    "snapshot": "geartrain.cli.cluster.snapshot:app",
+    "predict": "geartrain.cli.training.predict:predict",
+    "verify": "geartrain.cli.training.verify:verify",
+    **dict.fromkeys(ROLES, "geartrain.cli.cluster.roles:command_of"),
+    "health": "geartrain.cli.cluster.status:health",
+    "config": "geartrain.cli.machine.config:app",
+    "doctor": "geartrain.cli.machine.doctor:doctor",
+    "failpoints": "geartrain.cli.cluster.failpoints:failpoints",
+    "export": "geartrain.cli.training.export:export",
+    "samples": "geartrain.cli.training.samples:app",
+    "plan": "geartrain.cli.training.plan:plan",
+    "bench": "geartrain.cli.machine.bench:bench",
 }
 
 
@@ -98,18 +95,24 @@ def build_app(arguments: Sequence[str]) -> typer.Typer:
         wrong with it.
         """
 
-    wanted = [arguments[0]] if arguments and arguments[0] in COMMANDS else list(COMMANDS)
-    for name in wanted:
-        module, attribute = COMMANDS[name]
-        command = getattr(importlib.import_module(module), attribute)
+    names = list(dict.fromkeys([*COMMANDS, *ROLES]))
+    for name in [arguments[0]] if arguments and arguments[0] in names else names:
+        command = _command(name)
         if isinstance(command, typer.Typer):
-            for one in (*command.registered_commands, command.registered_callback):
-                if one is not None and one.callback is not None:
-                    _rejoin_paragraphs(one.callback)
+            for registered in (*command.registered_commands, command.registered_callback):
+                if registered is not None and registered.callback is not None:
+                    _rejoin_paragraphs(registered.callback)
             app.add_typer(command, name=name)
         else:
             app.command(name)(_rejoin_paragraphs(command))
     return app
+
+
+def _command(name: str) -> Any:
+    if name in ROLES:
+        return load("geartrain.cli.cluster.roles:command_of")(ROLES[name])
+    command = load(COMMANDS[name])
+    return command() if name == "up" else command  # its flags name roles
 
 
 def _rejoin_paragraphs(function: Command) -> Command:

@@ -26,6 +26,7 @@ from geartrain.ams.values.config import ClientConfig, ClusterConfig, split_addre
 from geartrain.ams.values.errors import GeartrainError
 from geartrain.ams.values.text import counted
 from geartrain.launch.ports import is_taken, role_at, user_of
+from geartrain.launch.roles import ROLES
 
 State = Literal["ok", "warn", "fail"]
 
@@ -66,8 +67,8 @@ def examine(
     yield check_versions()
     yield check_core()
     yield check_gpu()
-    yield check_port("scheduler port", config.scheduler.listen)
-    yield check_port("server port", config.server.listen)
+    for name in ROLES:
+        yield check_port(f"{name} port", getattr(config, name).listen)
     yield from check_cluster(scheduler)
     yield from check_disk(folder, disk_gib)
     yield check_open_files()

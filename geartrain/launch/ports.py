@@ -11,6 +11,7 @@ import psutil
 from geartrain.ams.values.config import split_address
 from geartrain.ams.values.errors import ConfigError, GeartrainError
 from geartrain.ams.values.rpc import Ping, Pong
+from geartrain.launch.roles import ROLES
 
 _ANSWER_SECONDS = 1.0
 
@@ -61,10 +62,9 @@ def role_at(address: str) -> Pong | None:
     """Return what the role at ``"host:port"`` says of itself; None if none answers."""
     from geartrain.ams.rpc.carrier import AttemptFailed
     from geartrain.ams.rpc.client.calls import GrpcCalls
-    from geartrain.ams.rpc.services import GEAR, GRAPH, SCHEDULER, SHARD
 
-    for service in (SCHEDULER, SHARD, GRAPH, GEAR):
-        calls = GrpcCalls(service, "role", address)
+    for role in ROLES.values():
+        calls = GrpcCalls(role.rpc_service(), "role", address)
         try:
             return calls.call(Ping(), _ANSWER_SECONDS)
         except AttemptFailed:

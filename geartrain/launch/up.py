@@ -28,7 +28,6 @@ MAX_RESTARTS = 5
 """Restarts of one role within RESTART_WINDOW_SECONDS; one more, and the cluster ends."""
 RESTART_WINDOW_SECONDS = 600.0
 _SCHEDULER = "scheduler"
-_GRAPH = "graph"
 
 
 class ChildFailed(GeartrainError):
@@ -59,20 +58,20 @@ class ClusterFacts:
     """host:port of every shard, in order."""
     pids: dict[str, int]
     """Process id by role name."""
-    graph: str | None = None
-    """host:port of the graph service, if one was started."""
+    more: dict[str, str]
+    """host:port of every other role that was started, by its name."""
 
 
 class Launcher:
     """The processes of one cluster. A context manager: leaving it ends them all. Use it from the main thread."""
 
-    def __init__(self, config: ClusterConfig, on_line: Callable[[str], None], *, graph: bool = False) -> None:
+    def __init__(self, config: ClusterConfig, on_line: Callable[[str], None], more: Sequence[str] = ()) -> None:
         """Take the settings.
 
         Args:
             config: of the whole cluster; each server is told its shards, and its own port if one is given.
             on_line: gets every log line of every child, from threads of their own.
-            graph: whether to start a graph service.
+            more: roles to start when all shards serve; those that may are ``in_up`` in the registry.
 
         Raises:
             ConfigError: the shards cannot be divided among the servers, or several servers would share an address.
@@ -89,8 +88,7 @@ class Launcher:
                 "leave it out, or start the servers one by one with 'geartrain server'"
             )
         self._server = config.server
-        self._listen = {_SCHEDULER: config.scheduler.listen, _GRAPH: config.graph.listen}
-        self._has_graph = graph
+        self._listen = {name: str(getattr(config, name).listen) for name in (_SCHEDULER, *more)}
         self._on_line = on_line
         self._environ = configuration.to_environment(config)
         self._events: queue.SimpleQueue[Ready | Exited | signal.Signals] = queue.SimpleQueue()
@@ -121,8 +119,8 @@ class Launcher:
             ConfigError: a child cannot run with its settings, for example because its port is in use.
             ChildFailed: a child exited, or took longer than START_TIMEOUT_SECONDS.
         """
-        for name in (_SCHEDULER, _GRAPH) if self._has_graph else (_SCHEDULER,):
-            require_free(self._listen[name], f"--{name}-listen")
+        for name, listen in self._listen.items():
+            require_free(listen, f"--{name}-listen")
         deadline = time.monotonic() + START_TIMEOUT_SECONDS
         told = self._await_ready([self._spawn(_SCHEDULER, "scheduler")], deadline)
         if told is None:
@@ -133,13 +131,12 @@ class Launcher:
         if told is None:
             return None
         shards = tuple(address for facts in told for address in facts["addresses"])
-        graph = None
-        if self._has_graph:
-            told = self._await_ready([self._spawn(_GRAPH, "graph", f"--scheduler={scheduler}")], deadline)
-            if told is None:
-                return None
-            graph = str(told[0]["address"])
-        return ClusterFacts(scheduler, shards, {child.name: child.pid for child in self._children}, graph)
+        names = [name for name in self._listen if name != _SCHEDULER]
+        told = self._await_ready([self._spawn(name, name, f"--scheduler={scheduler}") for name in names], deadline)
+        if told is None:
+            return None
+        more = {name: str(facts["address"]) for name, facts in zip(names, told, strict=True)}
+        return ClusterFacts(scheduler, shards, {child.name: child.pid for child in self._children}, more)
 
     def wait(self, *, restart: bool = True) -> None:
         """Serve until told to end by SIGTERM or SIGINT; with ``restart`` start roles that die again where they were.
@@ -174,11 +171,11 @@ class Launcher:
         if dead.name in self._listen:
             host, port = split_address(self._listen[dead.name])[0], split_address(str(facts["address"]))[1]
             host = f"[{host}]" if ":" in host else host
-            return [*(one for one in dead.arguments if not one.startswith("--listen=")), f"--listen={host}:{port}"]
+            return [*_without("--listen", dead.arguments), f"--listen={host}:{port}"]
         if self._server.advertise is not None:
             return list(dead.arguments)
         ports = ",".join(str(split_address(str(address))[1]) for address in facts["addresses"])
-        return [*(one for one in dead.arguments if not one.startswith("--ports=")), f"--ports={ports}"]
+        return [*_without("--ports", dead.arguments), f"--ports={ports}"]
 
     def _spawn(self, name: str, *arguments: str) -> Child:
         child = self._child(name, arguments)
@@ -234,6 +231,10 @@ class Launcher:
         for child in children:
             if child.end(max(0.0, deadline - time.monotonic())):
                 self._on_line(f"{child.name} | did not end within {seconds:g} s: killed")
+
+
+def _without(flag: str, arguments: Sequence[str]) -> list[str]:
+    return [argument for argument in arguments if not argument.startswith(f"{flag}=")]
 
 
 def _failure(child: Child, what: str) -> ChildFailed:

@@ -33,7 +33,7 @@ def render() -> str:
     """Return the page: a table for each section."""
     whole = {key: ClusterConfig.model_fields[key] for key in configuration.WHOLE_KEYS}
     parts = [INTRODUCTION, "## Keys of no section", _table(whole)]
-    for name, section in configuration.SECTIONS.items():
+    for name, section in configuration.sections().items():
         parts += [f"## `{name}`", " ".join((section.__doc__ or "").split()), _table(section.model_fields)]
     return "\n\n".join(parts) + "\n"
 

@@ -23,7 +23,19 @@ from tests.integration.test_cli import role
 from tests.support.command_line import typed
 
 CHECKS = {
-    *("versions", "core", "gpu", "scheduler port", "server port", "cluster", "disk", "fsync", "open files"),
+    *(
+        "versions",
+        "core",
+        "gpu",
+        "scheduler port",
+        "server port",
+        "graph port",
+        "slowgear port",
+        "cluster",
+        "disk",
+        "fsync",
+        "open files",
+    ),
     *("shared memory", "huge pages", "machine", "failpoints"),
 }
 

@@ -19,7 +19,7 @@ from pydantic import BaseModel
 import geartrain
 from geartrain.ams.values import errors
 from geartrain.cli.main import COMMANDS, build_app
-from geartrain.cli.shared.configuration import SECTIONS
+from geartrain.cli.shared.configuration import sections
 from tests.support.pages import run
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -53,7 +53,7 @@ def test_every_public_name_command_setting_error_and_call_has_its_place(site: Pa
     assert {name for name in COMMANDS if f'id="geartrain-{name}"' not in cli} == set()
 
     configuration = (site / "reference" / "configuration.html").read_text(encoding="utf-8")
-    keys = {key for section in SECTIONS.values() for key in section.model_fields}
+    keys = {key for section in sections().values() for key in section.model_fields}
     assert {key for key in keys if f"<code>{key}</code>" not in configuration} == set()
 
     tree = (site / "reference" / "errors.html").read_text(encoding="utf-8")

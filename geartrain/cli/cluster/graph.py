@@ -1,94 +1,30 @@
-"""``geartrain graph``: the graph service as a process, and what a person asks of one."""
+"""``geartrain graph build``, ``cancel``, ``list``: what a person asks of a graph service that runs."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from geartrain.ams.observe import failpoints
-from geartrain.ams.values.config import GraphConfig
-from geartrain.ams.values.errors import ConfigError
+from geartrain.ams.values.config import ClusterConfig
+from geartrain.ams.values.errors import ConfigError, GraphUnavailable
 from geartrain.ams.values.text import counted
 from geartrain.cli.shared import configuration
-from geartrain.cli.shared.options import (
-    ConfigFile,
-    GraphAddress,
-    Insecure,
-    Json,
-    LogLevel,
-    Mode,
-    SchedulerAddress,
-    SnapshotRoots,
-    shows_defaults,
-)
-from geartrain.launch import role
-from geartrain.launch.logs import log_to_stderr
-from geartrain.launch.ports import require_free
+from geartrain.cli.shared.options import ConfigFile, GraphAddress, Json
+from geartrain.launch.roles import ROLES, Report
 
 if TYPE_CHECKING:
     from geartrain.ams.graph.client.remote import RemoteGraphs
     from geartrain.ams.values.graph_messages import GraphBuilding, GraphInfo
+    from geartrain.ams.values.rpc import Pong
 
-app = typer.Typer(
-    help="Run the graph service, which builds and keeps the nearest classes of every class; or ask one that runs."
-)
+app = typer.Typer(help=" ".join(ROLES["graph"].help.partition("\n\n")[0].split()))
 TableName = Annotated[str, typer.Argument(help="Name of the class table.")]
-
-
-@app.callback(invoke_without_command=True)
-@shows_defaults(GraphConfig)
-def graph(
-    context: typer.Context,
-    file: ConfigFile = None,
-    listen: Annotated[str | None, typer.Option(help="host:port to serve on; port 0 picks a free one.")] = None,
-    scheduler: SchedulerAddress = None,
-    data: Annotated[
-        str | None, typer.Option(help="Folder for graphs and unfinished builds; by default they are in memory.")
-    ] = None,
-    memory_bytes: Annotated[
-        int | None, typer.Option(help="For rows and candidates of a build; with less it reads rows more than once.")
-    ] = None,
-    snapshot_roots: SnapshotRoots = None,
-    insecure: Insecure = None,
-    mode: Mode = None,
-    log_level: LogLevel = "info",
-    end_with_parent: Annotated[bool, typer.Option("--end-with-parent", hidden=True)] = False,
-) -> None:
-    """Run the graph service, which builds and keeps the nearest classes of every class; or ask one that runs.
-
-    Prints one line of JSON when it serves: {"ready": "graph", "address": ..., "pid": ...}.
-    """
-    if context.invoked_subcommand is not None:
-        return
-    log_to_stderr(log_level)
-    if end_with_parent:
-        role.end_with_parent()
-    given = configuration.flags(
-        "graph",
-        listen=listen,
-        scheduler=scheduler,
-        data=data,
-        memory_bytes=memory_bytes,
-        snapshot_roots=snapshot_roots,
-        insecure=insecure,
-    )
-    given += configuration.flags(configuration.WHOLE, mode=mode)
-    whole = configuration.load(file, given)
-    failpoints.arm_from_environment(whole.mode)
-    from geartrain.ams.graph.service.role import GraphServer  # after the settings are known to be right: it is slower
-    from geartrain.launch.graph_role import ConnectedCluster
-
-    require_free(whole.graph.listen, "--listen")
-    role.warn_if_open(whole.graph.listen)
-    service = GraphServer(whole.graph, ConnectedCluster(whole.graph.scheduler, whole.client))
-    address = service.start()
-    role.serve("graph", service, address=address)
 
 
 @app.command()
@@ -137,6 +73,32 @@ def list_(file: ConfigFile = None, graph: GraphAddress = None, as_json: Json = F
         print(f"{building.table}: being built, {_percent(building)} after {building.seconds:.0f} s")
     if not state.graphs and not state.building:
         print("there is no graph")
+
+
+def report_of_graphs(config: ClusterConfig) -> Report | None:
+    """For ``geartrain status``: the graphs of the service that the client's settings name; None: they name none."""
+    from geartrain.ams.graph.client.remote import RemoteGraphs
+    from geartrain.cli.cluster.status import age
+
+    address = config.client.graph
+    if address is None:
+        return None
+    service = RemoteGraphs(address, config.client.model_copy(update={"recovery_timeout_seconds": 0.0}))
+    try:
+        found = service.describe()
+    except GraphUnavailable as exc:
+        return Report(addresses={}, facts={"graph_service": None}, show=lambda _: None, complaints=[str(exc)])
+    finally:
+        service.close()
+
+    def show(pongs: Mapping[str, Pong]) -> None:
+        counts = f"{counted(len(found.graphs), 'graph')}, {len(found.building)} being built"
+        print(f"graph service {address}{age(pongs.get(address))} · {counts}")
+        for info in found.graphs:
+            print(f"  {graph_line(info)}")
+
+    facts = {"graph_service": dataclasses.asdict(found)}
+    return Report(addresses={address: "graph"}, facts=facts, show=show)
 
 
 def graph_line(info: GraphInfo) -> str:

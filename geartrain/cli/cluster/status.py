@@ -6,23 +6,25 @@ import contextlib
 import dataclasses
 import json
 import sys
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from geartrain.ams.values.config import ClusterConfig, split_address
+from geartrain.ams.values.errors import ConfigError, GeartrainError
+from geartrain.ams.values.rpc import Ping, Pong
 from geartrain.ams.values.text import counted, printable
 from geartrain.cli.cluster.table import why_incomplete
 from geartrain.cli.shared import configuration
 from geartrain.cli.shared.options import ConfigFile, GraphAddress, Json, SchedulerAddress
+from geartrain.launch.roles import ROLES, Report, load
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from geartrain.ams.client.cluster_status import ClusterStatus
-    from geartrain.ams.values.config import ClientConfig
     from geartrain.ams.values.gear_messages import GearState
-    from geartrain.ams.values.graph_messages import GraphsState
-    from geartrain.ams.values.rpc import Pong
 
 _PING_SECONDS = 2.0
 
@@ -37,68 +39,78 @@ def status(
     process, its version and since when it is up; exits with 1 if it is not ready."""
     given = configuration.flags("server", scheduler=scheduler) + configuration.flags("client", graph=graph)
     config = configuration.load(file, given)
-    # After the settings are known to be right: it is slower.
-    from geartrain.ams.client.cluster_status import cluster_status, slow_gear_status
-
-    found = cluster_status(config.server.scheduler, config=config.client)
-    gears, silent = slow_gear_status(config.server.scheduler, config=config.client)
-    graphs, complaint = (None, None) if config.client.graph is None else _graphs(config.client.graph, config.client)
-    pongs = _pongs(config.server.scheduler, found, gears, config.client)
+    found = [load(role.report)(config) for role in ROLES.values() if role.report is not None]
+    reports: list[Report] = [report for report in found if report is not None]
+    pongs = _pongs({address: role for report in reports for address, role in report.addresses.items()})
     if as_json:
-        asked = {} if config.client.graph is None else {"graph_service": graphs and dataclasses.asdict(graphs)}
-        told = [dataclasses.asdict(gear) for gear in gears]
-        roles = [{"address": address, **dataclasses.asdict(pong)} for address, pong in pongs.items()]
-        print(json.dumps({**dataclasses.asdict(found), "slow_gears": told, **asked, "roles": roles}))
+        facts = {key: value for report in reports for key, value in report.facts.items()}
+        told = [{"address": address, **dataclasses.asdict(pong)} for address, pong in pongs.items()]
+        print(json.dumps({**facts, "roles": told}))
     else:
-        _print_tables(found, config.server.scheduler, pongs)
-        _print_gears(gears, pongs)
-        if graphs is not None:
-            _print_graphs(graphs, str(config.client.graph), pongs)
-    complaints = [*silent, *([] if complaint is None else [complaint])]
-    for line in complaints:
-        print(printable(line), file=sys.stderr)
-    if not found.ready or complaints:
+        for report in reports:
+            report.show(pongs)
+    complaints = [complaint for report in reports for complaint in report.complaints]
+    for complaint in complaints:
+        print(printable(complaint), file=sys.stderr)
+    if complaints or not all(report.ready for report in reports):
         raise typer.Exit(1)
 
 
-def _pongs(scheduler: str, found: ClusterStatus, gears: list[GearState], config: ClientConfig) -> dict[str, Pong]:
+def _pongs(addresses: Mapping[str, str]) -> dict[str, Pong]:
     """What each role says of itself, by address; all are asked at once. One of an earlier version says nothing."""
     from geartrain.ams.rpc.carrier import AttemptFailed
     from geartrain.ams.rpc.client.calls import GrpcCalls
-    from geartrain.ams.rpc.services import GEAR, GRAPH, SCHEDULER, SHARD
-    from geartrain.ams.values.errors import GeartrainError
-    from geartrain.ams.values.rpc import Ping
 
-    services = {gear.address: GEAR for gear in gears} | {
-        shard.address: SHARD for shard in found.shards if shard.address
-    }
-    services |= {config.graph: GRAPH} if config.graph is not None else {}
-    services[scheduler] = SCHEDULER
-    roles = {address: GrpcCalls(service, "role", address) for address, service in services.items()}
-    pending = {address: role.begin(Ping(), _PING_SECONDS) for address, role in roles.items()}
+    calls = {address: GrpcCalls(ROLES[role].rpc_service(), "role", address) for address, role in addresses.items()}
+    pending = {address: call.begin(Ping(), _PING_SECONDS) for address, call in calls.items()}
     pongs = {}
     for address, pong in pending.items():
         with contextlib.suppress(AttemptFailed, GeartrainError):
             pongs[address] = pong()
-        roles[address].close()
+        calls[address].close()
     return pongs
 
 
-def _age(pong: Pong | None) -> str:
+def age(pong: Pong | None) -> str:
     """`` (pid 12, version 0.1.0, up 12 s)``."""
     return (
         "" if pong is None else f" (pid {pong.pid}, version {printable(pong.version)}, up {pong.uptime_seconds:.0f} s)"
     )
 
 
-def _print_gears(gears: list[GearState], pongs: dict[str, Pong]) -> None:
-    for name in sorted({gear.name for gear in gears}):
-        print(f"slow gears of {printable(name)}")
-        for gear in gears:
-            if gear.name == name:
-                print(f"  {gear_line(gear)}{_age(pongs.get(gear.address))}")
-        if lost := lost_gradients([gear for gear in gears if gear.name == name]):
-            print(f"  lost with slow gears that died: {counted(lost, 'gradient')}")
+def report_of_cluster(config: ClusterConfig) -> Report:
+    """The scheduler, its servers and tables."""
+    from geartrain.ams.client.cluster_status import cluster_status
+
+    address = config.server.scheduler
+    found = cluster_status(address, config=config.client)
+    addresses = {shard.address: "server" for shard in found.shards if shard.address} | {address: "scheduler"}
+    return Report(
+        addresses=addresses,
+        facts=dataclasses.asdict(found),
+        show=lambda pongs: _print_tables(found, address, pongs),
+        ready=found.ready,
+    )
+
+
+def report_of_gears(config: ClusterConfig) -> Report:
+    """The slow gears that hold partitions of a dense part."""
+    from geartrain.ams.client.cluster_status import slow_gear_status
+
+    gears, silent = slow_gear_status(config.server.scheduler, config=config.client)
+
+    def show(pongs: Mapping[str, Pong]) -> None:
+        for name in sorted({gear.name for gear in gears}):
+            print(f"slow gears of {printable(name)}")
+            named = [gear for gear in gears if gear.name == name]
+            for gear in named:
+                print(f"  {gear_line(gear)}{age(pongs.get(gear.address))}")
+            if lost := lost_gradients(named):
+                print(f"  lost with slow gears that died: {counted(lost, 'gradient')}")
+
+    addresses = {gear.address: "slowgear" for gear in gears}
+    facts = {"slow_gears": [dataclasses.asdict(gear) for gear in gears]}
+    return Report(addresses=addresses, facts=facts, show=show, complaints=silent)
 
 
 def lost_gradients(gears: list[GearState]) -> int:
@@ -124,31 +136,10 @@ def gear_line(gear: GearState) -> str:
     )
 
 
-def _graphs(address: str, config: ClientConfig) -> tuple[GraphsState | None, str | None]:
-    """What the graph service has, or why that is not known."""
-    from geartrain.ams.graph.client.remote import RemoteGraphs
-    from geartrain.ams.values.errors import GraphUnavailable
-
-    service = RemoteGraphs(address, config.model_copy(update={"recovery_timeout_seconds": 0.0}))
-    try:
-        return service.describe(), None
-    except GraphUnavailable as exc:
-        return None, str(exc)
-    finally:
-        service.close()
-
-
-def _print_graphs(graphs: GraphsState, address: str, pongs: dict[str, Pong]) -> None:
-    from geartrain.cli.cluster.graph import graph_line
-
-    age = _age(pongs.get(address))
-    print(f"graph service {address}{age} · {counted(len(graphs.graphs), 'graph')}, {len(graphs.building)} being built")
-    for info in graphs.graphs:
-        print(f"  {graph_line(info)}")
-
-
 def health(
-    address: Annotated[str, typer.Argument(help="host:port of a scheduler, a server, a graph service or a slow gear.")],
+    address: Annotated[
+        str, typer.Argument(help=f"host:port of a role: {', '.join(role.title for role in ROLES.values())}.")
+    ],
     service: Annotated[
         str, typer.Option(help="What it shall be ready for: ready, shards, complete, restored; by default: to answer.")
     ] = "",
@@ -162,8 +153,6 @@ def health(
     "ready".
     """
     from geartrain.ams.rpc.client.health import is_serving
-    from geartrain.ams.values.config import split_address
-    from geartrain.ams.values.errors import ConfigError
 
     split_address(address)
     if service not in ("", "ready", "shards", "complete", "restored"):
@@ -176,17 +165,15 @@ def health(
         raise typer.Exit(1)
 
 
-def _print_tables(found: ClusterStatus, address: str, pongs: dict[str, Pong]) -> None:
+def _print_tables(found: ClusterStatus, address: str, pongs: Mapping[str, Pong]) -> None:
     from geartrain.ams.client.scheduler_calls import remedy_for_absent
     from geartrain.cli.shared.consoles import table_console
 
     console = table_console()
     up = sum(shard.state == "up" for shard in found.shards)
     state = "ready" if found.ready else "not ready"
-    age = _age(pongs.get(address))
-    console.print(
-        f"{state}: scheduler {address}{age} · {up} of {counted(found.num_shards, 'shard')} up", highlight=False
-    )
+    shards = f"{up} of {counted(found.num_shards, 'shard')} up"
+    console.print(f"{state}: scheduler {address}{age(pongs.get(address))} · {shards}", highlight=False)
     console.print(_shard_table(found, pongs))
     if not found.ready:
         advice = remedy_for_absent((shard.state for shard in found.shards), address)
@@ -197,7 +184,7 @@ def _print_tables(found: ClusterStatus, address: str, pongs: dict[str, Pong]) ->
         console.print(f"table {name}: {why_incomplete(found, name)}", highlight=False, markup=False)
 
 
-def _shard_table(found: ClusterStatus, pongs: dict[str, Pong]) -> Table:
+def _shard_table(found: ClusterStatus, pongs: Mapping[str, Pong]) -> Table:
     from rich.table import Table
 
     table = Table("shard", "state", "address", "rows", "memory MiB", "up s", "beat s ago", "pid", "version")

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
+import inspect
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from geartrain.ams.observe import failpoints
 from geartrain.ams.values.text import counted
+from geartrain.cli.cluster.roles import give_parameters
 from geartrain.cli.shared import configuration
 from geartrain.cli.shared.options import ConfigFile, Insecure, Json, Mode
+from geartrain.launch.roles import ROLES
 from geartrain.launch.up import ClusterFacts, Launcher
 
 
@@ -29,55 +32,86 @@ def up(
         int | None,
         typer.Option("--data-port", help="Port for rows of the first shard; each further one takes the next."),
     ] = None,
-    graph: Annotated[bool, typer.Option("--graph", help="Start a graph service, too.")] = False,
-    graph_listen: Annotated[
-        str | None, typer.Option("--graph-listen", help="host:port of the graph service; port 0 picks a free one.")
-    ] = None,
     restart: Annotated[
         bool, typer.Option("--restart/--no-restart", help="Start a role that dies again, or end the cluster.")
     ] = True,
     data: Annotated[
-        Path | None, typer.Option(help="Folder for what shall survive the cluster: FOLDER/scheduler, FOLDER/graph.")
+        Path | None, typer.Option(help="Folder for what shall survive the cluster, by role: FOLDER/scheduler, ...")
     ] = None,
     insecure: Insecure = None,
     mode: Mode = None,
     as_json: Json = False,
+    **more: Any,
 ) -> None:
     """Start a scheduler and its servers as processes of this machine, and end them on Ctrl-C or SIGTERM.
 
     Prints one line when every shard serves; the roles' logs go to stderr with their names before them.
     """
-    state = None if data is None else str(data.absolute() / "scheduler")
-    given = configuration.flags("scheduler", data=state, insecure=insecure)
-    given += configuration.flags("scheduler", prefix="scheduler-", listen=scheduler_listen)
-    given += configuration.flags("server", insecure=insecure, data_port=data_port)
-    if graph or graph_listen is not None:
-        kept = None if data is None else str(data.absolute() / "graph")
-        given += configuration.flags("graph", data=kept, insecure=insecure)
-        given += configuration.flags("graph", prefix="graph-", listen=graph_listen)
+    wanted = [name for name in _optional() if more[name] or more[f"{name}_listen"] is not None]
+    listens = {"scheduler": scheduler_listen, **{name: more[f"{name}_listen"] for name in wanted}}
+    given = configuration.flags("server", insecure=insecure, data_port=data_port)
+    for name, listen in listens.items():
+        state = (
+            str(data.absolute() / name) if data is not None and "data" in ROLES[name].settings.model_fields else None
+        )
+        given += configuration.flags(name, data=state, insecure=insecure)
+        given += configuration.flags(name, prefix=f"{name}-", listen=listen)
     if shards is not None:
         given.append(configuration.Setting("scheduler", "num_shards", shards, "flag --shards"))
     given += configuration.flags(configuration.WHOLE, mode=mode)
     config = configuration.load(file, given)
     failpoints.require_allowed(config.mode)  # here once, rather than by every child
-    with Launcher(config, on_line=_print_log_line, graph=graph or graph_listen is not None) as launcher:
+    with Launcher(config, _print_log_line, wanted) as launcher:
         facts = launcher.start()
         if facts is None:
             return
         if as_json:
-            print(json.dumps({"ready": "cluster", **dataclasses.asdict(facts)}), flush=True)
+            more = {name: facts.more.get(name) for name in _optional()}
+            told = {
+                "ready": "cluster",
+                "scheduler": facts.scheduler,
+                "shards": facts.shards,
+                "pids": facts.pids,
+                **more,
+            }
+            print(json.dumps(told), flush=True)
         else:
             print(_ready_line(facts), flush=True)
         launcher.wait(restart=restart)
 
 
+def _optional() -> list[str]:
+    return [name for name, role in ROLES.items() if role.in_up]
+
+
+def command() -> Callable[..., None]:
+    """``up`` with a flag for each role that it can start beside the cluster."""
+    parameters = {
+        name: (parameter.annotation, parameter.default)
+        for name, parameter in inspect.signature(up, eval_str=True).parameters.items()
+        if parameter.kind is not parameter.VAR_KEYWORD
+    }
+    for name in _optional():
+        title = ROLES[name].title
+        start = typer.Option(f"--{name}", help=f"Start a {title}, too.")
+        listen = typer.Option(f"--{name}-listen", help=f"host:port of the {title}; port 0 picks a free one.")
+        parameters |= {name: (Annotated[bool, start], False), f"{name}_listen": (Annotated[str | None, listen], None)}
+
+    def run(**given: Any) -> None:
+        up(**given)
+
+    run.__doc__ = up.__doc__
+    give_parameters(run, parameters)
+    return run
+
+
 def _ready_line(facts: ClusterFacts) -> str:
     """``ready: scheduler 127.0.0.1:7000 (pid 12) · 2 shards (pid 13, 14)``."""
     pids = dict(facts.pids)
-    scheduler, graph = pids.pop("scheduler"), pids.pop("graph", None)
+    scheduler = pids.pop("scheduler")
+    more = [f" · {ROLES[name].title} {address} (pid {pids.pop(name)})" for name, address in facts.more.items()]
     shards = f"{counted(len(facts.shards), 'shard')} (pid {', '.join(map(str, pids.values()))})"
-    more = "" if facts.graph is None else f" · graph service {facts.graph} (pid {graph})"
-    return f"ready: scheduler {facts.scheduler} (pid {scheduler}) · {shards}{more}"
+    return f"ready: scheduler {facts.scheduler} (pid {scheduler}) · {shards}{''.join(more)}"
 
 
 def _print_log_line(line: str) -> None:

@@ -16,21 +16,12 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 import yaml
-from pydantic import ValidationError
+from pydantic import ValidationError, create_model
 
-from geartrain.ams.values.config import (
-    ClientConfig,
-    ClusterConfig,
-    GraphConfig,
-    SchedulerConfig,
-    Section,
-    ServerConfig,
-    SlowGearConfig,
-    error_text,
-    suggestion,
-)
+from geartrain.ams.values.config import ClientConfig, ClusterConfig, Section, error_text, suggestion
 from geartrain.ams.values.errors import ConfigError
 from geartrain.ams.values.text import shown_url
+from geartrain.launch.roles import ROLES
 
 PREFIX = "GEARTRAIN_"
 DELIMITER = "__"
@@ -60,16 +51,14 @@ def flags(section: str, /, *, prefix: str = "", **values: object) -> list[Settin
     ]
 
 
-SECTIONS: dict[str, type[Section]] = {
-    "scheduler": SchedulerConfig,
-    "server": ServerConfig,
-    "graph": GraphConfig,
-    "slowgear": SlowGearConfig,
-    "client": ClientConfig,
-}
 WHOLE = ""
 """The section of the keys that are in none."""
-WHOLE_KEYS = tuple(key for key in ClusterConfig.model_fields if key not in SECTIONS)
+WHOLE_KEYS = ("mode",)
+
+
+def sections() -> dict[str, type[Section]]:
+    """The sections of the configuration by name: one for each role, and that of clients."""
+    return {**{name: role.settings for name, role in ROLES.items()}, "client": ClientConfig}
 
 
 def load(
@@ -90,8 +79,10 @@ def load(
         for setting in source:
             _require_known(setting)
             found[setting.section, setting.key] = setting
-    built: dict[str, Any] = {name: _build(name, section, found) for name, section in SECTIONS.items()}
-    return _build(WHOLE, ClusterConfig, found, built)
+    built: dict[str, Any] = {name: _build(name, section, found) for name, section in sections().items()}
+    more: dict[str, Any] = {name: (type(built[name]), ...) for name in built if name not in ClusterConfig.model_fields}
+    kind = create_model("ClusterConfig", __base__=ClusterConfig, **more) if more else ClusterConfig
+    return _build(WHOLE, kind, found, built)
 
 
 def to_plain(config: ClusterConfig) -> dict[str, Any]:
@@ -102,18 +93,18 @@ def to_plain(config: ClusterConfig) -> dict[str, Any]:
 
 def _without_secrets(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _without_secrets(one) for key, one in value.items()}
+        return {key: _without_secrets(item) for key, item in value.items()}
     if isinstance(value, tuple | list):
-        return [_without_secrets(one) for one in value]
+        return [_without_secrets(item) for item in value]
     return shown_url(value) if isinstance(value, str) and "//" in value else value
 
 
 def to_yaml(config: ClusterConfig) -> str:
     """Return the whole configuration as a commented YAML file, which :func:`load` reads; URLs as :func:`to_plain`."""
     plain = to_plain(config)
-    lines = [f"{key}: {json.dumps(plain[key])}  # {_description(key)}" for key in WHOLE_KEYS]
+    lines = [f"{key}: {json.dumps(plain[key])}  # {ClusterConfig.model_fields[key].description}" for key in WHOLE_KEYS]
     lines.append("")
-    for name, section in SECTIONS.items():
+    for name, section in sections().items():
         lines.append(f"{name}:  # {(section.__doc__ or '').strip()}")
         for key, field in section.model_fields.items():
             lines.append(f"  {key}: {json.dumps(plain[name][key])}  # {field.description}")
@@ -121,16 +112,12 @@ def to_yaml(config: ClusterConfig) -> str:
     return "\n".join(lines)
 
 
-def _description(key: str) -> str | None:
-    return ClusterConfig.model_fields[key].description
-
-
 def to_environment(config: ClusterConfig, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return ``environ`` with the whole configuration in it, for a child process that shall see exactly this one."""
     inherited = {name: value for name, value in environ.items() if not _is_setting(name)}
     values = {
         f"{PREFIX}{name}{DELIMITER}{key}".upper(): value if isinstance(value, str) else json.dumps(value)
-        for name in SECTIONS
+        for name in sections()
         for key, value in getattr(config, name).model_dump().items()
         if value is not None
     }
@@ -191,9 +178,10 @@ def _pairs(
 def _require_section(name: str, origin: str) -> type[Section]:
     if name == WHOLE:
         return ClusterConfig
-    if name not in SECTIONS:
-        raise ConfigError(f"{origin}: unknown section {name!r}; {suggestion(name, [*SECTIONS, *WHOLE_KEYS])}")
-    return SECTIONS[name]
+    known = sections()
+    if name not in known:
+        raise ConfigError(f"{origin}: unknown section {name!r}; {suggestion(name, [*known, *WHOLE_KEYS])}")
+    return known[name]
 
 
 def _require_known(setting: Setting) -> None:

@@ -24,29 +24,26 @@ role.serve("test", Stubborn())
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_the_same_signal_again_ends_a_role_that_is_still_stopping(number: signal.Signals) -> None:
+@pytest.mark.parametrize(
+    ("signals", "seconds", "code"),
+    [
+        ([signal.SIGTERM] * 2, None, 1),
+        ([signal.SIGINT] * 2, None, 1),
+        ([signal.SIGINT, signal.SIGTERM], 0.2, 0),  # a terminal and a parent that both tell it mean one end
+    ],
+)
+def test_the_same_signal_again_ends_a_role_that_is_still_stopping(
+    signals: list[signal.Signals], seconds: float | None, code: int
+) -> None:
     with subprocess.Popen(
-        [sys.executable, "-c", _ROLE.format(seconds=None)], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", _ROLE.format(seconds=seconds)], stdout=subprocess.PIPE, text=True
     ) as process:
         assert process.stdout is not None
         assert '"ready"' in process.stdout.readline()
-        process.send_signal(number)
+        process.send_signal(signals[0])
         assert process.stdout.readline() == "stopping\n"
-        process.send_signal(number)
-        assert process.wait(20) == 1
-
-
-def test_a_terminal_and_a_parent_that_both_tell_it_mean_one_end() -> None:
-    with subprocess.Popen(
-        [sys.executable, "-c", _ROLE.format(seconds=0.2)], stdout=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None
-        assert '"ready"' in process.stdout.readline()
-        process.send_signal(signal.SIGINT)
-        assert process.stdout.readline() == "stopping\n"
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(20) == 0
+        process.send_signal(signals[1])
+        assert process.wait(20) == code
 
 
 _ELSEWHERE = """

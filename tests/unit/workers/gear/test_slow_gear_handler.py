@@ -160,16 +160,8 @@ def test_it_leaves_when_all_is_applied_and_another_has_its_account(cluster: gt.C
     assert handlers.taken == {"me#7": {"fast": done}, "gone#3": {"fast": GearAccount(received=5, applied=5)}}
 
 
-def test_it_leaves_in_peace_if_nobody_takes_its_account(cluster: gt.Cluster, handlers: Handlers) -> None:
-    handlers.holders = ("me", "dead", None)
-    held = Held()
-    handler = handlers.make(engine_on(cluster), held)
-    handler.deliver(delivery(1), wait=False, sent_to="")
-    handler.drain()
-    assert held.left and applied(cluster) == [1] * IDS and not handlers.taken
-
-
 def test_a_delivery_under_way_is_applied_before_it_leaves(cluster: gt.Cluster, handlers: Handlers) -> None:
+    handlers.holders = ("me", "dead", None)  # in peace, though nobody takes its account
     engine, held = engine_on(cluster), Held()
     handler = handlers.make(engine, held)
     entered, go, add = threading.Event(), threading.Event(), engine.add
@@ -189,7 +181,7 @@ def test_a_delivery_under_way_is_applied_before_it_leaves(cluster: gt.Cluster, h
         go.set()
         delivering.result(30)
         draining.result(30)
-    assert applied(cluster) == [1] * IDS
+    assert applied(cluster) == [1] * IDS and not handlers.taken
 
 
 def test_it_leaves_although_its_module_fails(cluster: gt.Cluster, handlers: Handlers) -> None:
@@ -205,10 +197,12 @@ def test_it_leaves_although_its_module_fails(cluster: gt.Cluster, handlers: Hand
     assert held.left and not handlers.taken  # whoever took over its account would say forever that they wait
 
 
-def test_another_process_refuses_what_its_predecessor_may_have_counted(cluster: gt.Cluster, handlers: Handlers) -> None:
+def test_what_is_refused_shuts_nobody_out(cluster: gt.Cluster, handlers: Handlers) -> None:
     handler = handlers.make(engine_on(cluster), Held())
-    with pytest.raises(NotHolder, match="this slow gear is me#7"):
+    with pytest.raises(NotHolder, match="this slow gear is me#7"):  # its predecessor may have counted it
         handler.deliver(delivery(1), wait=True, sent_to="me#6")
+    with pytest.raises(InvalidIds, match="id 1 occurs 2 times"):
+        handler.deliver(replace(delivery(1, [1, 1]), incarnation=9), wait=False, sent_to="")
     assert handler.deliver(delivery(1), wait=True, sent_to="me#7").account.received == IDS
 
 
@@ -218,13 +212,6 @@ def test_it_tells_what_fast_gears_have_lost_with_others(cluster: gt.Cluster, han
     handler.deliver(delivery(1, source="fast\t+1", lost=5), wait=False, sent_to="")
     handler.deliver(delivery(1, source="other"), wait=False, sent_to="")
     assert handler.describe([]).lost == {"fast": 5, "other": 0}
-
-
-def test_a_delivery_that_is_refused_shuts_no_other_process_out(cluster: gt.Cluster, handlers: Handlers) -> None:
-    handler = handlers.make(engine_on(cluster), Held())
-    with pytest.raises(InvalidIds, match="id 1 occurs 2 times"):
-        handler.deliver(replace(delivery(1, [1, 1]), incarnation=9), wait=False, sent_to="")
-    assert handler.deliver(delivery(1), wait=False, sent_to="").account.received == IDS
 
 
 def test_one_that_lost_count_sends_fast_gears_elsewhere(

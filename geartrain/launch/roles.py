@@ -1,0 +1,164 @@
+"""The registry of roles: what the command line, ``up``, ``status``, ``doctor`` and ``health`` know of each.
+
+A new role is one entry here. What it runs stays in its own room and is imported when it starts, so that no role loads
+another's libraries.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from geartrain.ams.values.config import (
+    ClusterConfig,
+    GraphConfig,
+    RoleConfig,
+    SchedulerConfig,
+    ServerConfig,
+    SlowGearConfig,
+)
+from geartrain.ams.values.rpc import Pong
+
+if TYPE_CHECKING:
+    from geartrain.ams.rpc.services import Service
+    from geartrain.launch.role import RunningRole
+
+Started = tuple["RunningRole", dict[str, Any]]
+"""A role that serves, and what its ready line says of it."""
+
+
+@dataclass(kw_only=True)
+class Report:
+    """What ``geartrain status`` says of the processes of a role."""
+
+    addresses: Mapping[str, str]
+    """Address -> role of every process that is known."""
+    facts: dict[str, Any]
+    """For ``--json``."""
+    show: Callable[[Mapping[str, Pong]], None]
+    """Print it; given what each process says of itself, by address."""
+    complaints: list[str] = field(default_factory=list)
+    """Who does not answer."""
+    ready: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Role:
+    """A kind of process of a cluster. Texts ``module:name`` are imported when they are needed."""
+
+    name: str
+    """Of its command, its section of the configuration, its ready line, and its answer to a ping."""
+    title: str
+    """For people."""
+    settings: type[RoleConfig]
+    service: str
+    """Its :class:`~geartrain.ams.rpc.services.Service`."""
+    start: Callable[[ClusterConfig], Started]
+    help: str
+    """Of its command."""
+    commands: str | None = None
+    """A typer application of what a person asks of one that runs; None: nothing."""
+    in_up: bool = False
+    """``geartrain up --NAME`` starts one, with the cluster's scheduler."""
+    report: str | None = None
+    """A function ClusterConfig -> Report | None, for ``geartrain status``; None: another role's report has it."""
+
+    def rpc_service(self) -> Service:
+        """Load :attr:`service`."""
+        service: Service = load(self.service)
+        return service
+
+
+def load(place: str) -> Any:
+    """Import what ``module:name`` names."""
+    module, _, name = place.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def _start_scheduler(config: ClusterConfig) -> Started:
+    from geartrain.ams.scheduler.service import SchedulerServer
+
+    service = SchedulerServer(config.scheduler)
+    return service, {"address": service.start(), "num_shards": config.scheduler.num_shards}
+
+
+def _start_server(config: ClusterConfig) -> Started:
+    from geartrain.ams.programs.models import hosted_models
+    from geartrain.ams.server.role import ShardServer
+
+    service = ShardServer(config.server, hosted_models())
+    return service, {"addresses": service.start()}
+
+
+def _start_graph(config: ClusterConfig) -> Started:
+    from geartrain.ams.graph.service.role import GraphServer
+    from geartrain.launch.graph_role import ConnectedCluster
+
+    service = GraphServer(config.graph, ConnectedCluster(config.graph.scheduler, config.client))
+    return service, {"address": service.start()}
+
+
+def _start_slowgear(config: ClusterConfig) -> Started:
+    from geartrain.launch.slowgear_role import SlowGearRole
+
+    service = SlowGearRole(config.slowgear, config.client)
+    address = service.start()
+    return service, {"address": address, "name": service.name, "partitions": service.partitions}
+
+
+ROLES: dict[str, Role] = {
+    role.name: role
+    for role in (
+        Role(
+            name="scheduler",
+            title="scheduler",
+            settings=SchedulerConfig,
+            service="geartrain.ams.rpc.services:SCHEDULER",
+            start=_start_scheduler,
+            help="""Run the scheduler: membership, placement and tables of a cluster.
+
+Prints one line of JSON when it serves: {"ready": "scheduler", "address": ..., "num_shards": ..., "pid": ...}.""",
+            report="geartrain.cli.cluster.status:report_of_cluster",
+        ),
+        Role(
+            name="server",
+            title="server",
+            settings=ServerConfig,
+            service="geartrain.ams.rpc.services:SHARD",
+            start=_start_server,
+            help="""Run a server: a process that holds one or more shards.
+
+Prints one line of JSON when it has joined the cluster: {"ready": "server", "addresses": [...], "pid": ...}.""",
+        ),
+        Role(
+            name="graph",
+            title="graph service",
+            settings=GraphConfig,
+            service="geartrain.ams.rpc.services:GRAPH",
+            start=_start_graph,
+            help="""Run the graph service, which builds and keeps the nearest classes of every class; or ask one that
+runs.
+
+Prints one line of JSON when it serves: {"ready": "graph", "address": ..., "pid": ...}.""",
+            commands="geartrain.cli.cluster.graph:app",
+            in_up=True,
+            report="geartrain.cli.cluster.graph:report_of_graphs",
+        ),
+        Role(
+            name="slowgear",
+            title="slow gear",
+            settings=SlowGearConfig,
+            service="geartrain.ams.rpc.services:GEAR",
+            start=_start_slowgear,
+            help="""Run a slow gear: it serves the dense features of a module by id, and trains the module with their
+gradients.
+
+Start as many as you like: they share the ids out among them. SIGTERM: it applies what waits and gives its ids to the
+others. Prints one line of JSON when it serves: {"ready": "slowgear", "address": ..., "name": ..., "partitions": ...,
+"pid": ...}.""",
+            report="geartrain.cli.cluster.status:report_of_gears",
+        ),
+    )
+}
