@@ -27,7 +27,8 @@ from geartrain.bridge.checkpoint.parts import (
 )
 from geartrain.bridge.checkpoint.rank_rows import DividedRows, state_like
 from geartrain.bridge.checkpoint.warm_start import CommonParts, adopt_states, common_parts, restore_common
-from geartrain.bridge.rows.keeper import RankGroup, RowKeeper
+from geartrain.bridge.collectives.communicator import Communicator
+from geartrain.bridge.rows.keeper import RowKeeper
 from geartrain.bridge.rows.state import StoredApart
 
 logger = logging.getLogger(__name__)
@@ -157,7 +158,7 @@ class _Loading:
 
 
 def _restore(
-    folder: Path, rows: SavedRows, keepers: Mapping[str, RowKeeper], group: RankGroup | None, what: str
+    folder: Path, rows: SavedRows, keepers: Mapping[str, RowKeeper], group: Communicator | None, what: str
 ) -> None:
     """Put the rows of one snapshot where the modules have theirs."""
     path = folder / rows.folder

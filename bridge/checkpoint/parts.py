@@ -12,14 +12,13 @@ from torch.nn.parallel import DistributedDataParallel
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.text import quoted
 from geartrain.bridge.checkpoint.rank_rows import is_divided
-from geartrain.bridge.collectives.link import RankLink
+from geartrain.bridge.collectives.communicator import Communicator
 from geartrain.bridge.dense.attached import row_keeper_of
-from geartrain.bridge.rows.keeper import RankGroup, RowKeeper
-from geartrain.bridge.rows.ranks import run_together
+from geartrain.bridge.rows.keeper import RowKeeper
 
 T = TypeVar("T")
 
-_links: weakref.WeakKeyDictionary[Any, RankLink] = weakref.WeakKeyDictionary()
+_links: weakref.WeakKeyDictionary[Any, Communicator] = weakref.WeakKeyDictionary()
 """By DeviceMesh, for making one makes a process group where the ranks' own is NCCL's."""
 
 
@@ -28,7 +27,7 @@ class DividedState(Protocol):
     """What has a ``state_dict()`` of which each rank has a part, until all have merged theirs."""
 
     @property
-    def saving_ranks(self) -> RankGroup:
+    def saving_ranks(self) -> Communicator:
         """Those ranks."""
 
     def merge(self) -> None:
@@ -96,7 +95,7 @@ def divided_states(state: Mapping[str, Any] | None) -> list[DividedState]:
 
 def group_of(
     model: nn.Module, keepers: dict[str, RowKeeper], state: Mapping[str, Any] | None = None
-) -> RankGroup | None:
+) -> Communicator | None:
     """The ranks that save and load together: those that train rows or parameters together; None: this process alone.
 
     Those of a parallel model (``saving_ranks``), of DTensors, or of what ``state`` has. Every rank calls it.
@@ -106,22 +105,22 @@ def group_of(
             return keeper.peers
     parallel: Any = next((one for one in model.modules() if hasattr(type(one), "saving_ranks")), None)
     if parallel is not None:
-        ranks: RankGroup | None = parallel.saving_ranks
+        ranks: Communicator | None = parallel.saving_ranks
         return ranks
     divided: Any = next((one for one in model.parameters() if is_divided(one)), None)
     if divided is None or divided.device_mesh.ndim != 1:
         return next((one.saving_ranks for one in divided_states(state)), None)
     mesh = divided.device_mesh
     if mesh not in _links:
-        _links[mesh] = RankLink(mesh.get_group())
+        _links[mesh] = Communicator(mesh.get_group())
     return _links[mesh]
 
 
-def together(group: RankGroup | None, action: Callable[[], T], what: str) -> T:
+def together(group: Communicator | None, action: Callable[[], T], what: str) -> T:
     """Run ``action``, without collectives, on every rank; if it fails on one, all raise that ``what``."""
-    return action() if group is None else run_together(group, action, what)
+    return action() if group is None else group.run_together(action, what)
 
 
-def on_first(group: RankGroup | None, action: Callable[[], object], what: str) -> None:
+def on_first(group: Communicator | None, action: Callable[[], object], what: str) -> None:
     """:func:`together`, on the first rank alone; all wait for it."""
     together(group, action if group is None or group.rank == 0 else lambda: None, what)

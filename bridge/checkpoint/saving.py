@@ -34,7 +34,8 @@ from geartrain.bridge.checkpoint.parts import (
     together,
 )
 from geartrain.bridge.checkpoint.rank_rows import collect_pieces, set_apart, write_rows
-from geartrain.bridge.rows.keeper import RankGroup, RowKeeper
+from geartrain.bridge.collectives.communicator import Communicator
+from geartrain.bridge.rows.keeper import RowKeeper
 
 if TYPE_CHECKING:
     from geartrain.ams.client.cluster import Cluster
@@ -153,7 +154,7 @@ def _rows_name(model_id: str, before: list[SavedRows]) -> str:
     return f"rows-{model_id}-{len(before)}"
 
 
-def _new_id(group: RankGroup | None) -> str:
+def _new_id(group: Communicator | None) -> str:
     """32 hexadecimal digits, the same on every rank."""
     number = uuid.uuid4().int
     halves = [number >> 64 & _HALF, number & _HALF]

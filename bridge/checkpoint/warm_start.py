@@ -14,7 +14,8 @@ from geartrain.ams.values.errors import InvalidArgument, SpecMismatch
 from geartrain.ams.values.specs import TableSpec
 from geartrain.bridge.checkpoint.folder import ModelRecord, open_rows
 from geartrain.bridge.checkpoint.parts import PlainNames, on_first, together
-from geartrain.bridge.rows.keeper import RankGroup, RowKeeper
+from geartrain.bridge.collectives.communicator import Communicator
+from geartrain.bridge.rows.keeper import RowKeeper
 from geartrain.bridge.rows.state import StoredApart
 
 _EXTRA_STATE = "_extra_state"
@@ -94,7 +95,7 @@ def common_parts(
 
 
 def restore_common(
-    folder: Path, common: CommonParts, keepers: Mapping[str, RowKeeper], group: RankGroup | None, what: str
+    folder: Path, common: CommonParts, keepers: Mapping[str, RowKeeper], group: Communicator | None, what: str
 ) -> None:
     """Put the rows of the tables that both have where the model has its own."""
     for rows, names in common.tables.items():

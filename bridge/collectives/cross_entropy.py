@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from geartrain.ams.values.errors import InvalidArgument
-from geartrain.bridge.collectives.link import RankLink
+from geartrain.bridge.collectives.communicator import Communicator
 
 _CHUNK = {"cpu": 1 << 19}
 """Logits that are worked on at a time: on a CPU they stay in its cache."""
@@ -40,7 +40,7 @@ def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[
 
 
 def joint_sums(
-    link: RankLink | None,
+    link: Communicator | None,
     shift_B: Tensor,
     sum_B: Tensor,
     others: Sequence[Tensor],
@@ -87,7 +87,7 @@ class LocalLabels:
 def split_cross_entropy(
     local_BL: Tensor,
     labels: LocalLabels,
-    link: RankLink | None,
+    link: Communicator | None,
     *,
     takes_memory: Callable[[], bool] = lambda: False,
 ) -> Tensor:
@@ -104,7 +104,7 @@ def split_cross_entropy(
 class _SplitCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, local_BL: Tensor, labels: LocalLabels, link: RankLink | None, takes_memory: Callable[[], bool]
+        ctx: Any, local_BL: Tensor, labels: LocalLabels, link: Communicator | None, takes_memory: Callable[[], bool]
     ) -> Tensor:
         with without_autocast(local_BL.device):
             samples = _Samples(local_BL, labels, link)
@@ -134,7 +134,7 @@ class _SplitCrossEntropy(torch.autograd.Function):
 class _Samples:
     """The samples of one loss, as this rank sees them."""
 
-    def __init__(self, local_BL: Tensor, labels: LocalLabels, link: RankLink | None) -> None:
+    def __init__(self, local_BL: Tensor, labels: LocalLabels, link: Communicator | None) -> None:
         self._labels, self._link = labels, link
         self._sum_dtype = torch.float64 if local_BL.dtype == torch.float64 else torch.float32
         num_local = local_BL.shape[1]

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from geartrain.ams.values.errors import SyncError
-from geartrain.bridge.collectives.link import RankLink
-from geartrain.bridge.collectives.pending import Pending
+from geartrain.bridge.collectives.communicator import Communicator, Pending
 
 MOST_ON_THEIR_WAY = 2
 
@@ -56,7 +55,7 @@ class PartSizes:
 class GatheredParts:
     """The rows of all ranks, gathered part by part: one all-gather each, and one copy of what it brings."""
 
-    def __init__(self, link: RankLink, sizes: PartSizes, *, overlap: bool = True) -> None:
+    def __init__(self, link: Communicator, sizes: PartSizes, *, overlap: bool = True) -> None:
         """Without ``overlap`` each part is waited for at once."""
         self._link, self._sizes = link, sizes
         self._most = MOST_ON_THEIR_WAY if overlap else 0
@@ -112,7 +111,7 @@ class SummedParts:
     """
 
     def __init__(
-        self, link: RankLink, sizes: PartSizes, whole_BD: Tensor, order: Iterable[int], *, overlap: bool = True
+        self, link: Communicator, sizes: PartSizes, whole_BD: Tensor, order: Iterable[int], *, overlap: bool = True
     ) -> None:
         """Without ``overlap`` all of them are waited for at once. Raises RankLost."""
         self._link, self._sizes, self._whole_BD = link, sizes, whole_BD

@@ -10,7 +10,7 @@ from torch import nn
 from geartrain.ams.values.specs import TableSpec
 from geartrain.bridge.dense.factory import Store
 from geartrain.bridge.rows.keeper import RowKeeper
-from geartrain.bridge.rows.ranks import Ranks
+from geartrain.bridge.rows.ranks import SyncRanks
 
 if TYPE_CHECKING:
     from geartrain.ams.client.cluster import Cluster
@@ -45,7 +45,7 @@ def row_keeper_of(module: nn.Module) -> RowKeeper | None:
 class DenseRows(RowKeeper):
     """The tables of one module, of parameters and of what is not trained."""
 
-    def __init__(self, dense: Attachment, cluster: Cluster, stores: list[Store], ranks: Ranks | None) -> None:
+    def __init__(self, dense: Attachment, cluster: Cluster, stores: list[Store], ranks: SyncRanks | None) -> None:
         self._dense = dense
         self.cluster = cluster
         self._stores = stores

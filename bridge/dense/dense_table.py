@@ -27,7 +27,7 @@ from geartrain.bridge.dense.layout import Layout
 from geartrain.bridge.dense.module_buffers import ModuleBuffers
 from geartrain.bridge.dense.tensors import ModuleTensors
 from geartrain.bridge.dense.update import Update
-from geartrain.bridge.rows.ranks import Ranks
+from geartrain.bridge.rows.ranks import SyncRanks
 
 Mode = Literal["async", "sync"]
 _DEFAULT_OPTIMIZER = Adam()
@@ -47,7 +47,7 @@ class DenseTable(torch.optim.Optimizer):
     """GradScaler leaves its scale and what it found to :meth:`step`: ranks have to skip a step together."""
 
     def __init__(
-        self, cluster: Cluster, tensors: ModuleTensors, weights: Store, buffers: Store | None, ranks: Ranks | None
+        self, cluster: Cluster, tensors: ModuleTensors, weights: Store, buffers: Store | None, ranks: SyncRanks | None
     ) -> None:
         """Take the server's values. Use :func:`attach`."""
         self.row_keeper = DenseRows(self, cluster, [weights] if buffers is None else [weights, buffers], ranks)
@@ -383,7 +383,7 @@ def attach(
     trained = Layout({key: one.shape for key, one in tensors.trained.items()}, width)
     others = Layout({key: one.shape for key, one in tensors.others().items()}, width)
     joined = process_group is not None or (mode == "sync" and dist.is_initialized())
-    ranks = Ranks(name, process_group) if joined else None
+    ranks = SyncRanks(name, process_group) if joined else None
 
     def values() -> tuple[Tensor, Tensor]:
         rows_RD, other_rows_RD = trained.empty(), others.empty()

@@ -28,7 +28,7 @@ from geartrain.bridge.embedding.update import EmbeddingUpdate
 from geartrain.bridge.embedding.vector_shapes import out_of_range, shaped
 from geartrain.bridge.rows.eager import runs_eagerly
 from geartrain.bridge.rows.pending import RowModule
-from geartrain.bridge.rows.ranks import Ranks
+from geartrain.bridge.rows.ranks import SyncRanks
 
 if TYPE_CHECKING:
     from geartrain.ams.client.cluster import Cluster
@@ -104,7 +104,7 @@ class EmbeddingGroup(nn.Module):
             by_optimizer.setdefault(spec.optimizer, []).append(table)
         checked_mode(mode, process_group)
         joined = mode == "sync" and (process_group is not None or dist.is_initialized())
-        ranks = [Ranks(name, process_group) if joined else None for _ in by_optimizer]
+        ranks = [SyncRanks(name, process_group) if joined else None for _ in by_optimizer]
         made = _made_by_all(cluster, specs, next(iter(ranks)), reuse=reuse)
         self._lead = BoundedLead(cluster, name, mode) if isinstance(mode, SSP) else None
         hosted = {one.table_name for one in self.fields if one.where == "hosted"}
@@ -360,7 +360,7 @@ def _trained(
     cluster: Cluster,
     tables: Mapping[str, Table],
     hosted: Collection[str],
-    ranks: Ranks | None,
+    ranks: SyncRanks | None,
     pace: BoundedLead | None,
 ) -> TrainedTables:
     """The ``tables`` of one optimizer, by name; the bags of those ``hosted`` are pooled by the shards."""
@@ -370,7 +370,7 @@ def _trained(
 
 
 def _made_by_all(
-    cluster: Cluster, specs: Mapping[str, TableSpec], ranks: Ranks | None, *, reuse: bool
+    cluster: Cluster, specs: Mapping[str, TableSpec], ranks: SyncRanks | None, *, reuse: bool
 ) -> dict[str, Table]:
     """Where ranks step together the first makes the tables, and the others open them."""
     make = partial(_made, cluster, specs)

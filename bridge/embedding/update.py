@@ -17,7 +17,7 @@ from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
 from geartrain.ams.values.specs import Ids
 from geartrain.bridge.embedding.hosted_bags import HostedUpdate, ShardInputs, row_inputs
 from geartrain.bridge.rows.pending import Moment, Pace, PendingUpdate
-from geartrain.bridge.rows.ranks import Ranks
+from geartrain.bridge.rows.ranks import SyncRanks
 from geartrain.bridge.rows.row_update import PushSettings
 from geartrain.bridge.rows.same_rows import incarnation_of
 from geartrain.bridge.rows.tables import TableWrite
@@ -124,7 +124,7 @@ class EmbeddingUpdate(PendingUpdate[EmbeddingGradient]):
         tables: Sequence[Table],
         *,
         hosted: frozenset[int] = frozenset(),
-        ranks: Ranks | None = None,
+        ranks: SyncRanks | None = None,
         pace: Pace | None = None,
     ) -> None:
         """The tables have one optimizer; at the places ``hosted`` there are bags that shards pool. ``ranks`` train the

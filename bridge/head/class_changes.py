@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from geartrain.ams.programs.class_lifecycle import LiveClasses
 from geartrain.ams.values.errors import InvalidArgument, InvalidIds, InvalidRows, NonFinite, SpecMismatch, SyncError
 from geartrain.ams.values.specs import Ids
-from geartrain.bridge.head.backends.backend import Peers, RowBackend
+from geartrain.bridge.collectives.communicator import Communicator
+from geartrain.bridge.head.backends.backend import RowBackend
 from geartrain.bridge.head.backends.pull.stream import block_rows_for
 from geartrain.bridge.head.batch import NORM_FLOOR, normalise_
 from geartrain.bridge.head.checks import check_class_ids, check_labels
@@ -159,7 +160,7 @@ def _write(backend: RowBackend, num: int, write: Callable[[slice], None]) -> Non
         backend.peers.write_together(all_blocks, f"rows of table {backend.table.spec.name!r} were not written")
 
 
-def _agreed(peers: Peers | None, prepare: Callable[[], T], summary: Callable[[T], list[int]], what: str) -> T:
+def _agreed(peers: Communicator | None, prepare: Callable[[], T], summary: Callable[[T], list[int]], what: str) -> T:
     """What ``prepare`` makes, once every rank has made it and their summaries are equal: one exchange."""
     if peers is None:
         return prepare()

@@ -22,12 +22,11 @@ from torch import Tensor, nn
 from geartrain.ams.programs.class_lifecycle import LiveClasses
 from geartrain.ams.values.errors import NonFinite
 from geartrain.ams.values.specs import Ids
-from geartrain.bridge.head.backends.backend import Peers
+from geartrain.bridge.collectives.communicator import Communicator
 from geartrain.bridge.head.batch import NORM_FLOOR, normalise_
 from geartrain.bridge.head.checks import check_features, check_labels
 from geartrain.bridge.head.class_sums import ClassSums
 from geartrain.bridge.head.sub_centers import whole_rows
-from geartrain.bridge.rows.ranks import run_together
 from geartrain.bridge.rows.tables import TORCH_DTYPES, ReadableTable
 
 _BAR_AFTER_SECONDS = 2.0
@@ -45,7 +44,7 @@ Loader = Iterable[tuple[Tensor, Tensor]]
 @torch.no_grad()
 def imprint_rows(
     table: ReadableTable,
-    ranks: Peers | None,
+    ranks: Communicator | None,
     loader: Loader,
     backbone: nn.Module,
     memory_bytes: int,
@@ -76,7 +75,7 @@ def imprint_rows(
 
 
 def _sums_by_ids(
-    sums: ClassSums, ranks: Peers | None, num_classes: int, dim: int, what: str
+    sums: ClassSums, ranks: Communicator | None, num_classes: int, dim: int, what: str
 ) -> Iterator[tuple[Ids, Tensor]]:
     """Ids [S] of classes with images, rising, and their sums [S, D] over all ranks, part by part."""
     classes_at_once = max(1, _BYTES_AT_ONCE // (4 * dim))
@@ -106,8 +105,8 @@ def _shared_direction(parts: Iterable[tuple[Ids, Tensor]], living: LiveClasses) 
     return nn.functional.normalize(total_D, dim=0) if cosine > _SHARED_COSINE else None
 
 
-def _together(ranks: Peers | None, action: Callable[[], T], what: str) -> T:
-    return action() if ranks is None else run_together(ranks, action, what)
+def _together(ranks: Communicator | None, action: Callable[[], T], what: str) -> T:
+    return action() if ranks is None else ranks.run_together(action, what)
 
 
 def _read_all(

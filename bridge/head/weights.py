@@ -31,7 +31,6 @@ from geartrain.ams.values.specs import TableSpec
 from geartrain.bridge.head.backends.pull.stream import block_rows_for
 from geartrain.bridge.head.biases import with_zeros
 from geartrain.bridge.head.sub_centers import check_dominant
-from geartrain.bridge.rows.ranks import run_together
 from geartrain.bridge.rows.tables import TORCH_DTYPES, ReadableTable, as_numpy
 
 if TYPE_CHECKING:
@@ -118,7 +117,7 @@ def import_class_weights(
         _assign_all(table, parts, own)
     else:
         what = f"class weights of table {table.spec.name!r} were not imported"
-        parts = run_together(peers, lambda: _open_parts(_files(paths), table, wanted, key), what)
+        parts = peers.run_together(lambda: _open_parts(_files(paths), table, wanted, key), what)
         peers.write_together(lambda: _assign_all(table, parts, own), what)
     return [(part.path, part.num_rows) for part in parts]
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from geartrain.ams.values.arguments import integer, real_number
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.text import quoted
-from geartrain.bridge.collectives.link import RankLink
+from geartrain.bridge.collectives.communicator import Communicator
 from geartrain.bridge.optim.batch_plan import plan_of_epochs, plan_of_steps
 from geartrain.bridge.optim.step_batches import StepBatches
 
@@ -76,7 +76,7 @@ class FCCS:
         micro_batch: int,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
-        link = RankLink(process_group)
+        link = Communicator(process_group)
 
         def check() -> None:
             self._optimizers = _optimizers(optimizer)
@@ -128,7 +128,7 @@ class FCCS:
             InvalidArgument: a number is out of range, or there are too few samples for the initial part and a step.
             SpecMismatch: the ranks gave different numbers.
         """
-        link = RankLink(process_group)
+        link = Communicator(process_group)
         plan = _together(
             link,
             lambda: plan_of_epochs(
@@ -327,7 +327,7 @@ class FCCS:
             self._epoch, self._epoch_samples, skip = self._epoch + 1, 0, True
 
 
-def _together(link: RankLink, check: Callable[[], T]) -> T:
+def _together(link: Communicator, check: Callable[[], T]) -> T:
     """What ``check`` returns. If it raises InvalidArgument on a rank, all ranks raise."""
     failure, result = None, None
     try:

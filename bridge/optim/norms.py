@@ -7,10 +7,9 @@ from collections.abc import Hashable, Iterable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from geartrain.bridge.collectives.traffic import lost_ranks_named
+from geartrain.bridge.collectives.communicator import Communicator
 
 
 def local_part(tensor: Tensor, like: Tensor | None = None) -> Tensor:
@@ -46,8 +45,7 @@ def whole_norms(*parts: Iterable[tuple[Tensor, Tensor]]) -> list[Tensor]:
     for (mesh, sharded, _, _), places in alike.items():  # type: ignore[misc]
         squares = torch.stack([norms[place] for place in places]).square_()
         for dim in sharded:
-            with lost_ranks_named("all-reduce of norms"):
-                dist.all_reduce(squares, group=mesh.get_group(dim))
+            squares = Communicator(mesh.get_group(dim)).sum(squares)
         for place, norm in zip(places, squares.sqrt_().unbind(), strict=True):
             norms[place] = norm
     return norms

@@ -13,9 +13,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 from geartrain.ams.values.errors import InvalidArgument, RankLost
-from geartrain.bridge.collectives.link import RankLink, all_gather_tensor, reduce_scatter_tensor
-from geartrain.bridge.collectives.pending import Pending
-from geartrain.bridge.collectives.traffic import lost_ranks_named
+from geartrain.bridge.collectives.communicator import (
+    Communicator,
+    Pending,
+    all_gather_tensor,
+    lost_ranks_named,
+    reduce_scatter_tensor,
+)
 
 
 class BackwardPasses:
@@ -62,7 +66,7 @@ class AverageHook:
     """DDP's own averaging of gradients of a CPU, as a communication hook, so that a rank lost in it is RankLost."""
 
     def __init__(self, process_group: dist.ProcessGroup | None) -> None:
-        self._link = RankLink(process_group)
+        self._link = Communicator(process_group)
         self._begun: list[tuple[torch.futures.Future[Tensor], Tensor, Pending[Tensor] | None]] = []
         self._failure: Exception | None = None
 
@@ -131,7 +135,7 @@ class _AllGather(_Memory):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        with lost_ranks_named("all-gather"):
+        with lost_ranks_named("all-gather", group):
             work: dist.Work | None = all_gather_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
             return work
 
@@ -140,7 +144,7 @@ class _ReduceScatter(_Memory):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> dist.Work | None:
-        with lost_ranks_named("reduce-scatter"):
+        with lost_ranks_named("reduce-scatter", group):
             work: dist.Work | None = reduce_scatter_tensor(
                 output_tensor, input_tensor, op=op, group=group, async_op=async_op
             )

@@ -15,14 +15,14 @@ from torch.utils._pytree import tree_leaves
 
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.text import quoted
-from geartrain.bridge.collectives.link import RankLink
+from geartrain.bridge.collectives.communicator import Communicator
 
 LossFunction = Callable[[Any, Tensor], Tensor]
 
 
 class _MeanOfRanks(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, own_sum: Tensor, amount: Tensor | None, link: RankLink) -> Tensor:
+    def forward(ctx: Any, own_sum: Tensor, amount: Tensor | None, link: Communicator) -> Tensor:
         # Of one type, for a rank without samples does not know what the others' losses are of.
         own = own_sum.detach().double()
         amounts = torch.zeros_like(own) if amount is None else amount.to(own)
@@ -35,7 +35,7 @@ class _MeanOfRanks(torch.autograd.Function):
         return upstream * ctx.factor, None, None
 
 
-def mean_of_ranks(own_sum: Tensor, amount: Tensor | None, link: RankLink) -> Tensor:
+def mean_of_ranks(own_sum: Tensor, amount: Tensor | None, link: Communicator) -> Tensor:
     """Σ ``own_sum`` / Σ ``amount`` over the ranks (None: 1), the same number on each: one all-reduce of two numbers.
 
     Backward gives R times the derivative, for the gradients of replicated parts are averaged over the R ranks.

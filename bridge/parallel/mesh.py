@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.text import quoted
-from geartrain.bridge.collectives.link import RankLink, time_limit
+from geartrain.bridge.collectives.communicator import Communicator, time_limit
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -24,7 +24,7 @@ class MeshGroup:
 
     ranks: tuple[int, ...]
     """Their numbers among all ranks of the job."""
-    link: RankLink
+    link: Communicator
     process_group: dist.ProcessGroup | None
     """None: all ranks of the job, or a process alone."""
 
@@ -94,7 +94,7 @@ def mesh(stages: Sequence[Sequence[int]] | None = None) -> Mesh:
 
     Raises InvalidArgument for stages that do not fit the ranks, SpecMismatch on every rank if they differ.
     """
-    link = RankLink()
+    link = Communicator()
     failure: InvalidArgument | None = None
     lists: tuple[tuple[int, ...], ...] = ()
     try:
@@ -110,7 +110,7 @@ def mesh(stages: Sequence[Sequence[int]] | None = None) -> Mesh:
     for ranks in lists:
         group = dist.new_group(list(ranks), time_limit())  # every rank takes part in the making of every group
         if link.rank in ranks:
-            stage = MeshGroup(ranks, RankLink(group), group)
+            stage = MeshGroup(ranks, Communicator(group), group)
     return Mesh(whole, lists, stage)
 
 

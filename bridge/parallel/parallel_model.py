@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from geartrain.ams.values.errors import InvalidArgument, SyncError
 from geartrain.ams.values.text import quoted
-from geartrain.bridge.collectives.link import RankLink
+from geartrain.bridge.collectives.communicator import Communicator
 from geartrain.bridge.parallel.global_mean import LossFunction, mean_of_ranks, own_sum_of
 from geartrain.bridge.parallel.mesh import Mesh
 from geartrain.bridge.parallel.overlap.inputs import micro_batch, sizes_of_parts
@@ -95,7 +95,7 @@ class ParallelModel(nn.Module):
         return self.replicas.ddp
 
     @property
-    def saving_ranks(self) -> RankLink | None:
+    def saving_ranks(self) -> Communicator | None:
         """Who calls ``gt.save`` and ``gt.load`` of it together; None: one process."""
         return self.mesh.whole.link if self.mesh.world_size > 1 else None
 

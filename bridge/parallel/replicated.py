@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from geartrain.ams.values.errors import InvalidArgument
-from geartrain.bridge.collectives.traffic import lost_ranks_named
+from geartrain.bridge.collectives.communicator import lost_ranks_named
 from geartrain.bridge.parallel.averaging import AverageHook, BackwardPasses, name_lost_ranks
 from geartrain.bridge.parallel.mesh import MeshGroup
 from geartrain.bridge.parallel.scopes import Replicate, called_parts
@@ -88,7 +88,9 @@ class Replicas:
                 raise
             if "did not receive grad" in str(exc):
                 raise InvalidArgument(_unused(str(exc), self._names)) from exc
-            with lost_ranks_named("all-reduce"):  # what DDP itself asks the others, of its buckets and buffers
+            with lost_ranks_named(
+                "all-reduce", self.ddp.process_group
+            ):  # what DDP itself asks the others, of its buckets and buffers
                 raise exc
         self._passes.forward_ends(output)
         return output

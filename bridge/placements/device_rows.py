@@ -21,7 +21,7 @@ from geartrain.ams.values.errors import NonFinite
 from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
 from geartrain.ams.values.shard_messages import Done, SyncGroup
 from geartrain.ams.values.specs import Ids, TableSpec
-from geartrain.bridge.collectives.link import RankLink
+from geartrain.bridge.collectives.communicator import Communicator
 from geartrain.bridge.placements.elapsed_momentum import RESTING, ElapsedSteps
 from geartrain.bridge.placements.optimizers import RowStep, update_rows
 from geartrain.bridge.placements.rounding import ROW, SLOT, round_rows, rounding_key
@@ -55,7 +55,7 @@ class DeviceRows:
     the same specification, whatever the number of ranks.
     """
 
-    def __init__(self, spec: TableSpec, link: RankLink, device: torch.device) -> None:
+    def __init__(self, spec: TableSpec, link: Communicator, device: torch.device) -> None:
         self.spec = spec
         self.link = link
         self.first, self.stop = row_range(spec.num_rows or 0, link.world_size, link.rank)

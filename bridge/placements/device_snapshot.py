@@ -27,7 +27,6 @@ from geartrain.ams.values.errors import SnapshotError, SnapshotFailed, SpecMisma
 from geartrain.ams.values.placement import BUCKET_ORDER, NUM_BUCKETS, ONE_OWNER, bucket_of
 from geartrain.ams.values.specs import Ids, TableSpec
 from geartrain.bridge.placements.device_rows import DeviceRows, as_tensor
-from geartrain.bridge.rows.ranks import run_together
 from geartrain.bridge.rows.tables import as_numpy
 
 
@@ -156,7 +155,7 @@ def restore_rows(table: DeviceRows, path: str | Path) -> Snapshot:
         return snapshot
 
     try:
-        return run_together(table.link, read, f"{path} was not restored")
+        return table.link.run_together(read, f"{path} was not restored")
     except Exception:
         table.write_initial_values()
         raise

@@ -5,25 +5,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from geartrain.ams.values.errors import InternalError
 from geartrain.ams.values.specs import TableSpec
-from geartrain.bridge.rows.ranks import FailsTogether
+from geartrain.bridge.collectives.communicator import Communicator
 
 if TYPE_CHECKING:
     from geartrain.ams.client.cluster import Cluster
-
-
-class RankGroup(FailsTogether, Protocol):
-    """Ranks that save and load one model together."""
-
-    @property
-    def rank(self) -> int:
-        """This one."""
-
-    def exchange(self, values: Sequence[int]) -> list[list[int]]:
-        """The numbers of every rank, in rank order; as many on each."""
 
 
 class RowKeeper(ABC):
@@ -31,7 +20,7 @@ class RowKeeper(ABC):
 
     cluster: Cluster | None = None
     """Where the tables are; None: in this process and its peers, who :meth:`snapshot` and :meth:`restore` them."""
-    peers: RankGroup | None = None
+    peers: Communicator | None = None
     """The ranks that train the rows together."""
 
     @abstractmethod

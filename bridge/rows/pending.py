@@ -20,7 +20,7 @@ from geartrain.ams.values.optimizers.registry import RowOptimizerSpec, optimizer
 from geartrain.ams.values.optimizers.spec import require
 from geartrain.ams.values.text import quoted
 from geartrain.bridge.rows.gradient_carrier import FactorAlone, not_for_clippers
-from geartrain.bridge.rows.ranks import Ranks
+from geartrain.bridge.rows.ranks import SyncRanks
 from geartrain.bridge.rows.same_rows import incarnation_of
 from geartrain.bridge.rows.tables import ReadableTable, TableWrite
 
@@ -60,7 +60,7 @@ class PendingUpdate(ABC, Generic[G]):
     """
 
     table: ReadableTable
-    ranks: Ranks | None = None
+    ranks: SyncRanks | None = None
     pace: Pace | None = None
     """Told of every step, once for all updates that have the same; None: nobody waits."""
     background: Background | None = None

@@ -9,19 +9,19 @@ from __future__ import annotations
 import contextlib
 import secrets
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
 import xxhash
-from torch import Tensor
 
-from geartrain.ams.values.errors import SpecMismatch, SyncError
+from geartrain.ams.values.errors import RankLost, SpecMismatch, SyncError
 from geartrain.ams.values.shard_messages import SyncGroup
 from geartrain.ams.values.specs import Ids
+from geartrain.bridge.collectives.communicator import Communicator
 
 T = TypeVar("T")
 
@@ -40,53 +40,22 @@ def float_of(bits: int) -> float:
     return float(np.int64(bits).view(np.float64))
 
 
-class FailsTogether(Protocol):
-    """Ranks that tell one another of failures."""
+class SyncRanks(Communicator):
+    """The ranks that train rows of a cluster in step; every rank makes the same calls in the same order.
 
-    def fail_together(self, failure: Exception | None, what: str) -> None:
-        """Raise on every rank if any gives a ``failure``: its own there, elsewhere that ``what`` did not happen."""
-
-
-def run_together(ranks: FailsTogether, action: Callable[[], T], what: str) -> T:
-    """Run on every rank an ``action`` without collectives; if it fails on any, raise on all as ``fail_together``."""
-    results: list[T] = []
-    failure: Exception | None = None
-    try:
-        results.append(action())
-    except Exception as exc:  # of any kind: the others wait for this rank
-        failure = exc
-    ranks.fail_together(failure, what)
-    return results[0]
-
-
-class Ranks:
-    """The ranks that train one head together; every rank makes the same calls in the same order.
-
-    Attributes: ``world_size``, ``rank``, ``job`` (a name no other run has), ``sequence`` (of the next push, from 1).
+    Attributes: ``job`` (a name no other run has), ``sequence`` (of the next push, from 1).
     """
 
     def __init__(self, name: str, process_group: dist.ProcessGroup | None = None) -> None:
-        self._group = process_group
-        self.world_size = dist.get_world_size(process_group)
-        self.rank = dist.get_rank(process_group)
-        group = process_group or dist.group.WORLD
-        assert group is not None
-        self._first = dist.get_global_rank(group, 0)  # group_src, which would say the same, came with PyTorch 2.6
-        nccl = "nccl" in str(dist.get_backend(process_group))
-        self._device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
+        super().__init__(process_group)
         self._name = name
         self.begin_anew()
 
     def begin_anew(self) -> None:
         """Push as a run that no shard has heard of: the table is another one. Every rank calls it; one broadcast."""
-        nonce = self._from_first(secrets.randbits(62))
+        nonce = self.share(secrets.randbits(62))
         self.job = f"{self._name}/{nonce:016x}"
         self.sequence = 1
-
-    def _from_first(self, value: int) -> int:
-        shared = torch.tensor([value], dtype=torch.int64, device=self._device)
-        dist.broadcast(shared, self._first, group=self._group)
-        return int(shared.item())
 
     def first_then_others(self, action: Callable[[], T], others: Callable[[], T]) -> T:
         """Run ``action``, without collectives, on rank 0 and, once it succeeded, ``others`` on the other ranks.
@@ -100,11 +69,11 @@ class Ranks:
                     result = action()
                 succeeded = _SUCCEEDED
             finally:
-                self._from_first(succeeded)
+                self.share(succeeded)
             return result
-        while (said := self._from_first(_FAILED)) == _AT_WORK:
+        while (news := self.share(_FAILED)) == _AT_WORK:
             pass
-        if said == _FAILED:
+        if news == _FAILED:
             raise SyncError(f"rank 0 of {self.job} failed; its error tells why")
         return others()
 
@@ -124,9 +93,9 @@ class Ranks:
         ended = threading.Event()
 
         def tell() -> None:
-            with contextlib.suppress(RuntimeError):  # a rank is lost: what is said last meets that, too
+            with contextlib.suppress(RankLost):  # a rank is lost: the last share meets that, too
                 while not ended.wait(TELL_SECONDS):
-                    self._from_first(_AT_WORK)
+                    self.share(_AT_WORK)
 
         thread = threading.Thread(target=tell, name="geartrain-at-work", daemon=True)
         thread.start()
@@ -136,27 +105,18 @@ class Ranks:
             ended.set()
             thread.join()
 
-    def agree(self, value: bool) -> bool:
-        """Rank 0's ``value``, on every rank."""
-        return bool(self._from_first(int(value)))
-
-    def exchange(self, values: Sequence[int]) -> list[list[int]]:
-        """The numbers of every rank, in rank order; as many on each. Two all-gathers."""
-        said: list[list[int]] = self.gather_labels(np.array(values, np.int64)).reshape(self.world_size, -1).tolist()
-        return said
-
     def array_from_first(self, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """Rank 0's vector of int64 or int32, on every rank; the others give one of any length."""
-        length, is_wide = self._from_first(len(array)), self._from_first(int(array.itemsize == 8))
-        shared = torch.empty(length, dtype=torch.int64 if is_wide else torch.int32, device=self._device)
+        length, is_wide = self.share(len(array)), self.share(int(array.itemsize == 8))
+        shared = torch.empty(length, dtype=torch.int64 if is_wide else torch.int32, device="cpu")
         if self.rank == 0:
             shared.copy_(torch.from_numpy(array))
-        dist.broadcast(shared, self._first, group=self._group)
-        return np.asarray(shared.cpu().numpy())
+        self.take_from_first(shared)
+        return np.asarray(shared.numpy())
 
     def gather_labels(self, labels: Ids) -> Ids:
         """Labels of all ranks in rank order; batches may differ in size."""
-        return np.concatenate(self.gather_samples(labels)[0])
+        return np.concatenate(self.gather_rows(labels))
 
     def gather_samples(
         self,
@@ -174,58 +134,26 @@ class Ranks:
         """
         digest = xxhash.xxh3_64_intdigest(settings.encode()) >> 2
         numbers = [len(labels), failure is None, classes, digest, float_bits(amount)]
-        mine = torch.tensor(numbers, dtype=torch.int64, device=self._device)
-        said = [torch.empty_like(mine) for _ in range(self.world_size)]
-        dist.all_gather(said, mine, group=self._group)
-        counts, sound, fingerprints, digests, amounts = (
-            list(column) for column in zip(*(one.tolist() for one in said), strict=True)
-        )
+        counts, sound, fingerprints, digests, amounts = map(list, zip(*self.exchange(numbers), strict=True))
         if failure is not None:
             raise failure
         if 0 in sound:
             raise SyncError(f"rank {sound.index(0)} was given features or labels that it refused; its error tells why")
         if len(set(fingerprints)) > 1:
-            raise SpecMismatch(
-                "the ranks have different living classes; add, retire and load the same ones on every rank"
-            )
+            raise SpecMismatch("the ranks have different classes; add, retire and load the same ones on every rank")
         if len(set(digests)) > 1:
             other = next(rank for rank, its in enumerate(digests) if its != digest)
             raise SpecMismatch(
                 f"the ranks have different settings of {self._name!r}: here {settings}, others on rank {other}; give "
                 "the same on every rank"
             )
-        padded = torch.zeros(max(*counts, 1), dtype=torch.int64, device=self._device)
-        padded[: len(labels)] = torch.from_numpy(labels)
-        parts = [torch.empty_like(padded) for _ in counts]
-        dist.all_gather(parts, padded, group=self._group)
-        labels_of = [part[:count].cpu().numpy() for part, count in zip(parts, counts, strict=True)]
-        return labels_of, [float_of(bits) for bits in amounts]
+        parts = torch.split(self.gather(torch.from_numpy(labels), counts), counts)
+        return [part.numpy() for part in parts], [float_of(bits) for bits in amounts]
 
-    def gather_rows(self, rows: npt.NDArray[np.float32]) -> list[npt.NDArray[np.float32]]:
-        """The rows [N, W] of every rank, in rank order; N may differ. Two all-gathers, R · max(N) · W · 4 bytes."""
-        counts = self.gather_labels(np.array([len(rows)], np.int64)).tolist()
-        padded = torch.zeros(max(counts), rows.shape[1], device=self._device)
-        padded[: len(rows)] = torch.from_numpy(rows)
-        parts = [torch.empty_like(padded) for _ in counts]
-        dist.all_gather(parts, padded, group=self._group)
-        return [part[:count].cpu().numpy() for part, count in zip(parts, counts, strict=True)]
-
-    def fail_together(self, failure: Exception | None, what: str) -> None:
-        """Raise on every rank if any gives a ``failure``: its own there, SyncError elsewhere. Two all-gathers.
-
-        ``what`` did not happen, as the start of a sentence.
-        """
-        sound = self.gather_labels(np.array([failure is None], np.int64)).tolist()
-        if failure is not None:
-            raise failure
-        if 0 in sound:
-            raise SyncError(f"{what}: rank {sound.index(0)} failed; its error tells why")
-
-    def sum(self, tensor: Tensor) -> Tensor:
-        """Sum over the ranks, on the device of ``tensor``."""
-        shared = tensor.detach().to(self._device, copy=True)
-        dist.all_reduce(shared, group=self._group)
-        return shared.to(tensor.device)
+    def gather_rows(self, rows: npt.NDArray[Any]) -> list[npt.NDArray[Any]]:
+        """The rows [N, …] of every rank, in rank order; N may differ. Two all-gathers, of R · max(N) rows."""
+        counts = [count for (count,) in self.exchange([len(rows)])]
+        return [part.numpy() for part in torch.split(self.gather(torch.from_numpy(rows), counts), counts)]
 
     def sync_group(self, sample_count: int) -> SyncGroup:
         """This rank's part of the next write."""

@@ -14,7 +14,7 @@ from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
 from geartrain.ams.values.shard_messages import Done, SyncGroup
 from geartrain.ams.values.specs import Ids
 from geartrain.bridge.rows.pending import CollectedGradient, PendingUpdate
-from geartrain.bridge.rows.ranks import Ranks
+from geartrain.bridge.rows.ranks import SyncRanks
 from geartrain.bridge.rows.tables import HeadTable, HeadWrite, TableWrite
 
 
@@ -54,7 +54,7 @@ class RowGradient(CollectedGradient, Protocol):
     def push(self, writer: PushWriter) -> None:
         """Send all of it; a second call after an error goes on behind what was prepared."""
 
-    def joint_squared_norm(self, ranks: Ranks, weight: float) -> float:
+    def joint_squared_norm(self, ranks: SyncRanks, weight: float) -> float:
         """Σ g² over all rows of the sum over the ranks of ``weight`` · gradient, the same on each. Collective."""
 
 
@@ -71,7 +71,7 @@ class RowUpdate(PendingUpdate[RowGradient]):
 
     table: HeadTable
 
-    def __init__(self, table: HeadTable, ranks: Ranks | None) -> None:
+    def __init__(self, table: HeadTable, ranks: SyncRanks | None) -> None:
         super().__init__()
         self.table = table
         self.ranks = ranks
@@ -129,7 +129,7 @@ class _PushWriter:
     """The pushes of one step; implements :class:`PushWriter`."""
 
     def __init__(
-        self, table: HeadTable, ranks: Ranks | None, optimizer: RowOptimizerSpec, scale: float, samples: int
+        self, table: HeadTable, ranks: SyncRanks | None, optimizer: RowOptimizerSpec, scale: float, samples: int
     ) -> None:
         self._table = table
         self._ranks = ranks

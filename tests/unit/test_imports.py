@@ -33,14 +33,14 @@ BRIDGE_USES = ("client", "values", "kernels", "programs")
 
 # Inside bridge: which rooms a room may use, beside itself; only parallel training knows the class head.
 BRIDGE_ROOMS: dict[str, tuple[str, ...]] = {
-    "rows": (),
-    "dense": ("rows",),
-    "embedding": ("rows", "placements"),
+    "collectives": (),
+    "rows": ("collectives",),
+    "dense": ("rows", "collectives"),
+    "embedding": ("rows", "collectives", "placements"),
     "pipeline": ("rows", "embedding"),
     "models": (),
     "retrieval": ("embedding", "models"),
     "gear": ("rows", "dense"),
-    "collectives": ("rows",),
     "placements": ("rows", "collectives"),
     "head": ("rows", "collectives", "placements"),
     "parallel": ("rows", "collectives", "placements", "head"),

@@ -205,10 +205,10 @@ def _job_name(options: JobOptions, ranks: JobRanks) -> str:
 def _load_in_turn(load: Callable[[Console], JobData], ranks: JobRanks, console: Console) -> JobData:
     """The data; the first rank fills the caches, the others find them filled."""
     if not ranks.is_first:
-        ranks.any(False)
+        ranks.barrier("data loaded")
     data = load(console)
     if ranks.is_first:
-        ranks.any(False)
+        ranks.barrier("data loaded")
     return data
 
 
@@ -243,7 +243,7 @@ def _after_restart(options: JobOptions, ranks: JobRanks, *, is_restart: bool) ->
             require_new_run(options.out)
         return options
     is_ours = can_go_on = False
-    began = min(float(one) for one in ranks.gather(repr(_agent_began()).encode()))
+    began = min(ranks.gather_json(_agent_began()))
     if ranks.is_first:
         try:
             run = read_run(options.out)

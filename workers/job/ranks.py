@@ -7,24 +7,24 @@ import os
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from geartrain.ams.values.errors import ConfigError
+from geartrain.bridge.collectives.communicator import Communicator
 from geartrain.workers.loopback import BACKEND, open_address
 
 
-@dataclass(frozen=True)
-class JobRanks:
-    """This process among those of its job."""
+class JobRanks(Communicator):
+    """This process among those of its job.
 
-    rank: int = 0
-    world_size: int = 1
-    local_rank: int = 0
-    local_world_size: int = 1
-    """Those of this machine."""
+    Attributes: ``local_rank`` and ``local_world_size``, among those of this machine.
+    """
+
+    def __init__(self, local_rank: int = 0, local_world_size: int = 1) -> None:
+        super().__init__()
+        self.local_rank, self.local_world_size = local_rank, local_world_size
 
     @property
     def launcher(self) -> str:
@@ -39,49 +39,9 @@ class JobRanks:
         """Whether this process writes the files and speaks to the person."""
         return self.rank == 0
 
-    def share(self, value: int) -> int:
-        """Rank 0's ``value`` (below 2^63), on every rank."""
-        if self.world_size == 1:
-            return value
-        shared = torch.tensor([value], device=self._device())
-        dist.broadcast(shared, src=0)
-        return int(shared.item())
-
-    def any(self, value: bool) -> bool:
-        """Whether ``value`` is true on some rank."""
-        return self.any_of(value)[0]
-
-    def any_of(self, *values: bool) -> tuple[bool, ...]:
-        """For each value, whether it is true on some rank."""
-        if self.world_size == 1:
-            return values
-        shared = torch.tensor([int(value) for value in values], device=self._device())
-        dist.all_reduce(shared, dist.ReduceOp.MAX)
-        return tuple(bool(value) for value in shared.tolist())
-
-    def gather(self, data: bytes) -> list[bytes]:
-        """The ``data`` of all ranks in rank order, on every rank; lengths may differ."""
-        if self.world_size == 1:
-            return [data]
-        device = self._device()
-        sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(self.world_size)]
-        dist.all_gather(sizes, torch.tensor([len(data)], device=device))
-        lengths = [int(size.item()) for size in sizes]
-        padded = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
-        if data:  # torch makes no tensor of nothing
-            padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        parts = [torch.empty_like(padded) for _ in lengths]
-        dist.all_gather(parts, padded)
-        return [part[:length].cpu().numpy().tobytes() for part, length in zip(parts, lengths, strict=True)]
-
     def new_job_id(self) -> str:
         """Eight hexadecimal digits, the same on all ranks, that no other job has."""
         return f"{self.share(secrets.randbits(32)):08x}"
-
-    @staticmethod
-    def _device() -> torch.device:
-        nccl = "nccl" in str(dist.get_backend())
-        return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
 
 
 @contextmanager
@@ -98,38 +58,28 @@ def joined_ranks(device: str) -> Iterator[JobRanks]:
         _require_closed_store()
         yield JobRanks()
         return
-    try:
-        ranks = JobRanks(
-            int(os.environ["RANK"]),
-            world_size,
-            int(os.environ.get("LOCAL_RANK", "0")),
-            int(os.environ.get("LOCAL_WORLD_SIZE", world_size)),
-        )
-    except KeyError as exc:
-        raise ConfigError(f"WORLD_SIZE is {world_size}, but {exc} is not set; start the worker with torchrun") from exc
+    if "RANK" not in os.environ:
+        raise ConfigError(f"WORLD_SIZE is {world_size}, but 'RANK' is not set; start the worker with torchrun")
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     on_cuda = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
     if on_cuda:
-        torch.cuda.set_device(ranks.local_rank)
-    _require_one_machine(ranks)
+        torch.cuda.set_device(local_rank)
+    if local_world_size != world_size and not _accepts_risk():
+        raise ConfigError(
+            f"the ranks are on several machines, and {_RISK}; accept that on a private network with INSECURE=1, or "
+            "train on one machine"
+        )
     dist.init_process_group("nccl" if on_cuda else "gloo")
     try:
         _require_closed_store()
-        yield ranks
+        yield JobRanks(local_rank, local_world_size)
     finally:
         gc.collect()
         dist.destroy_process_group()
 
 
 _RISK = "torchrun's c10d rendezvous runs code that whoever reaches it sends"
-
-
-def _require_one_machine(ranks: JobRanks) -> None:
-    """Raise ConfigError if the ranks meet over a network, unless the user has accepted that."""
-    if ranks.local_world_size != ranks.world_size and not _accepts_risk():
-        raise ConfigError(
-            f"the ranks are on several machines, and {_RISK}; accept that on a private network with INSECURE=1, or "
-            "train on one machine"
-        )
 
 
 def _require_closed_store() -> None:

@@ -128,7 +128,7 @@ class TrainingRun:
         run, fallback = read_run(self._options.out), self._options.allow_fallback
         # One rank looks for the newest: a snapshot that appears meanwhile must not part them.
         newest = find_state(run.snapshots, self._job, allow_fallback=fallback) if self._ranks.is_first else None
-        name = self._ranks.gather(newest[0].name.encode() if newest else b"")[0].decode()
+        name = self._ranks.gather_json(newest[0].name if newest else "")[0]
         snapshot, state = newest or state_of(run.snapshots, name, self._job)
         if state.class_names != self._data.class_names:
             raise ConfigError(
@@ -211,7 +211,7 @@ class TrainingRun:
                 self._note_stage(ended=True)
             if not finished:
                 self._say(self._stopped_line())
-            self._ranks.any(False)  # the other ranks keep the cluster's clients alive until the first is done
+            self._ranks.barrier("end of the training")  # the other ranks keep their clients until the first is done
             if first:
                 self._drop_rows()
             return JobResult(finished, report, trainer.progress.step)
@@ -247,7 +247,9 @@ class TrainingRun:
         if self._best is not None and self._best.best is not None:
             self._conclude(evaluation, seconds, diverged_at=self._trainer.progress.step)
             kept = f"the model in {self._options.out} is that of step {self._best.best.step}, the best before"
-        self._ranks.any(False)  # torchrun ends the others with the first to fail: not while the report is written
+        self._ranks.barrier(
+            "report"
+        )  # torchrun ends the others with the first to fail: not while the report is written
         return diverged(exc, self._trainer.progress.step, kept, {"--lr": self._recipe.lr * self._recipe.rate})
 
     def _asked_here(self, events: Loggers) -> Evaluation:
@@ -376,7 +378,7 @@ class TrainingRun:
     def _state(self) -> JobState:
         """Every rank calls this at the same step; the first one's is whole."""
         trainer = self._trainer
-        random = self._ranks.gather(state_to_bytes(random_state(self._device)))
+        random = self._ranks.gather_bytes(state_to_bytes(random_state(self._device)))
         return JobState(
             recipe=self._recipe,
             preprocessing=self._options.preprocessing,

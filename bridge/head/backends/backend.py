@@ -5,12 +5,11 @@ Legend: B samples, C classes, D width, k answers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
-import numpy.typing as npt
 import torch.distributed as dist
 from torch import Tensor
 
@@ -23,6 +22,7 @@ from geartrain.ams.values.arguments import integer
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
 from geartrain.ams.values.specs import DTypeName, Initializer
+from geartrain.bridge.collectives.communicator import Communicator
 from geartrain.bridge.head.autograd_node import HeadCall
 from geartrain.bridge.head.loss.feature_parts import FeatureParts
 from geartrain.bridge.head.loss.margins.head_margin import HeadMargin
@@ -91,44 +91,6 @@ def require_no_wire(settings: HeadSettings, instead: str) -> None:
         )
 
 
-class Peers(Protocol):
-    """The ranks that train rows together; every rank makes the same calls in the same order."""
-
-    @property
-    def acts(self) -> bool:
-        """Whether this rank runs the ``action`` of :meth:`first_then_others`: rank 0 for rows in a cluster, every rank
-        for rows that it holds."""
-
-    @property
-    def world_size(self) -> int:
-        """How many."""
-
-    @property
-    def rank(self) -> int:
-        """This one."""
-
-    def first_then_others(self, action: Callable[[], T], others: Callable[[], T]) -> T:
-        """Run ``action`` where :attr:`acts`, then ``others`` elsewhere."""
-
-    def write_together(self, action: Callable[[], None], what: str) -> None:
-        """Run ``action``, which writes rows, where :attr:`acts`; if it fails raise on every rank, ``what`` failed."""
-
-    def fail_together(self, failure: Exception | None, what: str) -> None:
-        """Raise on every rank if any gives a ``failure``: its own there, elsewhere that ``what`` failed."""
-
-    def exchange(self, values: Sequence[int]) -> list[list[int]]:
-        """The numbers of every rank, in rank order; as many on each."""
-
-    def agree(self, value: bool) -> bool:
-        """One answer for all ranks: rank 0's, or whether all say so."""
-
-    def array_from_first(self, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """What those that :attr:`acts` have, on every rank: a vector of int64 or int32."""
-
-    def sum(self, tensor: Tensor) -> Tensor:
-        """Sum over the ranks, on the device of ``tensor``."""
-
-
 class GraphRows(Protocol):
     """The rows that one graph of nearest classes is built from."""
 
@@ -191,7 +153,7 @@ class RowBackend(Protocol):
         """Row gradients that wait for the step."""
 
     @property
-    def peers(self) -> Peers | None:
+    def peers(self) -> Communicator | None:
         """The ranks that train the rows together."""
 
     @property

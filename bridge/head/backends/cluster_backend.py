@@ -32,7 +32,7 @@ from geartrain.bridge.head.loss.samples import CountedSamples
 from geartrain.bridge.head.selection.served_graph import TableGraphs
 from geartrain.bridge.head.sub_centers import largest_cosines
 from geartrain.bridge.rows.keeper import RowKeeper
-from geartrain.bridge.rows.ranks import Ranks
+from geartrain.bridge.rows.ranks import SyncRanks
 from geartrain.bridge.rows.row_update import RowUpdate
 from geartrain.bridge.rows.same_rows import identity_of, require_same_rows
 from geartrain.bridge.rows.tables import TORCH_DTYPES, HeadTable, as_numpy
@@ -64,7 +64,7 @@ class ClusterBackend(ABC):
             )
         self.living = LiveClasses.first(settings.num_classes, settings.num_living)
         joined = settings.process_group is not None or (settings.sync and dist.is_initialized())
-        self.peers = ranks = Ranks(settings.name, settings.process_group) if joined else None
+        self.peers = ranks = SyncRanks(settings.name, settings.process_group) if joined else None
 
         def create(reuse: bool) -> HeadTable:
             table = cluster.create_table(
@@ -171,7 +171,7 @@ class ClusterBackend(ABC):
         """See :class:`geartrain.bridge.head.backends.backend.RowBackend`."""
 
     def _samples(
-        self, features: Tensor, labels: Tensor, weight: Tensor | None, ranks: Ranks | None
+        self, features: Tensor, labels: Tensor, weight: Tensor | None, ranks: SyncRanks | None
     ) -> tuple[CountedSamples, JointBatch, float]:
         """Checked samples of this rank, where they are among those of all, and what this rank's loss counts more than a
         part of all ranks that is as large as the others: ranks refuse a batch together, or some would wait."""

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from geartrain.ams.programs.selection import positives_and_sample
 from geartrain.ams.values.errors import InvalidArgument, InvalidIds, InvalidRows
+from geartrain.bridge.collectives.communicator import Communicator
 from geartrain.bridge.collectives.cross_entropy import LocalLabels, split_cross_entropy
-from geartrain.bridge.collectives.link import RankLink
 from geartrain.bridge.head.checks import check_labels
 from geartrain.bridge.head.loss.margins.angular import CombinedMargin
 from geartrain.bridge.head.loss.margins.scale import scale_of
@@ -85,7 +85,7 @@ def margin_cross_entropy(
         raise InvalidIds(f"labels are {found}; they must be a torch.int64 tensor [{len(logits)}], one per sample")
     if labels.device != logits.device:
         raise InvalidIds(f"labels are on {labels.device}, logits on {logits.device}; move them to one device")
-    link = None if group is None else RankLink(group)
+    link = None if group is None else Communicator(group)
     before, total = _span(logits.shape[1], logits.device, link)
     if labels.device.type == "cpu":
         check_labels(labels, len(labels), int(total), ignore_index)
@@ -123,7 +123,7 @@ def _losses(
     margin: CombinedMargin,
     smoothing: float,
     num_classes: Tensor,
-    link: RankLink | None,
+    link: Communicator | None,
 ) -> Tensor:
     """Losses [B]; ``places_B`` are labels counted from the first class here."""
     compute = torch.float64 if cos_BC.dtype == torch.float64 else torch.float32
@@ -150,7 +150,7 @@ class _SumOverRanks(torch.autograd.Function):
     """The sum over the ranks, each of which has the same loss: the derivative is that by its own part."""
 
     @staticmethod
-    def forward(ctx: Any, part_B: Tensor, link: RankLink | None) -> Tensor:
+    def forward(ctx: Any, part_B: Tensor, link: Communicator | None) -> Tensor:
         del ctx
         return part_B.clone() if link is None else link.sum(part_B)
 
@@ -198,7 +198,7 @@ def class_center_sample(
             raise InvalidArgument(f"{name} is {value!r}; it must be an integer >= {least}")
     if not 0 <= seed < 2**64:
         raise InvalidArgument(f"seed is {seed!r}; it must lie in [0, 2**64)")
-    link = None if group is None else RankLink(group)
+    link = None if group is None else Communicator(group)
     rank = 0 if link is None else link.rank
     device = labels.device if isinstance(labels, Tensor) else torch.device("cpu")
     before, total = (int(number) for number in _span(num_classes, device, link))
@@ -213,7 +213,7 @@ def class_center_sample(
     return remapped_B if link is None else link.sum(remapped_B), torch.from_numpy(active.ids).to(device)
 
 
-def _span(count: int, device: torch.device, link: RankLink | None) -> tuple[Tensor, Tensor]:
+def _span(count: int, device: torch.device, link: Communicator | None) -> tuple[Tensor, Tensor]:
     """(sum over the ranks before this one, sum over all ranks) of ``count``, both 0-dim int64 on the device."""
     own = torch.tensor([count], dtype=torch.int64, device=device)
     if link is None:

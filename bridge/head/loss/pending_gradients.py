@@ -26,7 +26,7 @@ from geartrain.bridge.head.loss.chunk_pass import ChunkPass
 from geartrain.bridge.head.loss.chunk_pool import CHUNKS, Running
 from geartrain.bridge.placements.workspace import Buffer, BufferPool, Scratch, Workspace, wait_for_copies
 from geartrain.bridge.rows.gradient_carrier import squared_sum
-from geartrain.bridge.rows.ranks import Ranks
+from geartrain.bridge.rows.ranks import SyncRanks
 from geartrain.bridge.rows.row_update import PushWriter, RowGradient
 from geartrain.bridge.rows.tables import HeadTable, as_numpy, gradient_view
 
@@ -132,7 +132,7 @@ class HeldGradient:
         """Σ g² over all rows, in float64."""
         return float(self.squares)
 
-    def joint_squared_norm(self, ranks: Ranks, weight: float) -> float:
+    def joint_squared_norm(self, ranks: SyncRanks, weight: float) -> float:
         """See :class:`RowGradient`. The ranks have the same active classes: an all-reduce of 4·A·D bytes, in parts."""
         wait_for_copies(self._device)
         parts = torch.split(self._gradients_AD, _ROWS_PER_SUM)
@@ -209,7 +209,7 @@ class FactoredGradient:
         stream.close()
         return total
 
-    def joint_squared_norm(self, ranks: Ranks, weight: float) -> float:
+    def joint_squared_norm(self, ranks: SyncRanks, weight: float) -> float:
         """See :class:`RowGradient`. Costs one more pull of all active rows, and an all-reduce of 4·A·D bytes.
 
         A rank that fails goes on in it with NaN, or the others would wait for it; then all raise.

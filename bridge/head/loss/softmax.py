@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from geartrain.ams.programs.class_head import LOG2_E, NO_LOGIT
+from geartrain.bridge.collectives.communicator import Communicator
 from geartrain.bridge.collectives.cross_entropy import joint_sums
-from geartrain.bridge.collectives.link import RankLink
 from geartrain.bridge.head.batch import Batch
 
 
@@ -73,7 +73,7 @@ class OnlineSoftmax:
         num_parts: int,
         *,
         want_gradient: bool,
-        link: RankLink | None = None,
+        link: Communicator | None = None,
         sizes: Sequence[int] = (),
     ) -> None:
         self._batch = batch

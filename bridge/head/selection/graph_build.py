@@ -10,7 +10,8 @@ from concurrent.futures import wait as wait_for
 import numpy as np
 
 from geartrain.ams.graph.building.neighbours import NeighbourTable
-from geartrain.bridge.head.backends.backend import GraphRows, Peers
+from geartrain.bridge.collectives.communicator import Communicator
+from geartrain.bridge.head.backends.backend import GraphRows
 
 Progress = Callable[[int, int], None]
 """Called with (done, total) while a graph is built; from a thread of its own in the background."""
@@ -48,7 +49,7 @@ def build_graph(rows: GraphRows, k: int, progress: Progress | None, cancelled: C
     return rows.build(k, progress, cancelled)
 
 
-def built_for_all(ranks: Peers | None, build: Callable[[], NeighbourTable]) -> NeighbourTable:
+def built_for_all(ranks: Communicator | None, build: Callable[[], NeighbourTable]) -> NeighbourTable:
     """What rank 0 builds, on every rank; ranks that hold the rows build together."""
     if ranks is None:
         return build()

@@ -25,7 +25,8 @@ from geartrain.ams.programs.class_lifecycle import LiveClasses
 from geartrain.ams.programs.selection import ActiveClasses, Ranking, Selection, positives_and_sample
 from geartrain.ams.values.errors import GeartrainError, InvalidArgument, SpecMismatch
 from geartrain.ams.values.specs import Ids
-from geartrain.bridge.head.backends.backend import GraphSource, Peers, RowBackend
+from geartrain.bridge.collectives.communicator import Communicator
+from geartrain.bridge.head.backends.backend import GraphSource, RowBackend
 from geartrain.bridge.head.selection.background import start_in_background
 from geartrain.bridge.head.selection.graph_build import Building, Progress, built_for_all
 from geartrain.bridge.head.selection.graph_change import nearest_classes, renumbered, with_new
@@ -143,7 +144,7 @@ class KNNSelection(Selection):
         self,
         settings: KNNSoftmax,
         table: ReadableTable,
-        ranks: Peers | None,
+        ranks: Communicator | None,
         step: Callable[[], int],
         source: GraphSource | None = None,
     ) -> None:
@@ -437,7 +438,7 @@ class KNNSelection(Selection):
         self.rebuild_graph()
         seconds = self._built_at - began
         is_slow = seconds > max(SHORT_SECONDS, SHARE * trained)
-        if is_slow if self._ranks is None else self._ranks.agree(is_slow):
+        if is_slow if self._ranks is None else self._ranks.agree(is_slow or not self._ranks.acts):
             self._patience *= 2
 
     def _warn_of_age(self) -> None:
@@ -471,7 +472,7 @@ class KNNSelection(Selection):
             return
         done = building.result.done()
         if self._ranks is not None:
-            done = self._ranks.agree(done)
+            done = self._ranks.agree(done or not self._ranks.acts)
         if done:
             self._pending = None
             is_due = self._is_due

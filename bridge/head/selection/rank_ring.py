@@ -26,7 +26,7 @@ from geartrain.ams.graph.building.recall import BlockProducts, CoreProducts, Rec
 from geartrain.ams.graph.building.rows import Floats
 from geartrain.ams.kernels import neighbours as ops
 from geartrain.ams.values.errors import Cancelled, InvalidArgument, NonFinite, SyncError
-from geartrain.bridge.collectives.link import RankLink
+from geartrain.bridge.collectives.communicator import Communicator
 
 __all__ = ["build_on_ring"]
 
@@ -37,7 +37,7 @@ Progress = Callable[[int, int], None]
 
 
 def build_on_ring(
-    link: RankLink,
+    link: Communicator,
     rows_LD: Floats,
     k: int,
     *,
@@ -155,7 +155,7 @@ class _Ring:
 
     held = False
 
-    def __init__(self, link: RankLink, own: Floats, sizes: list[int]) -> None:
+    def __init__(self, link: Communicator, own: Floats, sizes: list[int]) -> None:
         self._link, self.own, self._sizes = link, own, sizes
         self._firsts = np.cumsum([0, *sizes]).tolist()
         self.first: int = self._firsts[link.rank]

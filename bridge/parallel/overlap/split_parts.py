@@ -19,10 +19,9 @@ from torch.autograd.function import once_differentiable
 
 from geartrain.ams.values.errors import InvalidArgument, InvalidRows
 from geartrain.ams.values.text import quoted
+from geartrain.bridge.collectives.communicator import Communicator, Pending
 from geartrain.bridge.collectives.cross_entropy import without_autocast
-from geartrain.bridge.collectives.link import RankLink
 from geartrain.bridge.collectives.parts import GatheredParts, PartSizes, SummedParts
-from geartrain.bridge.collectives.pending import Pending
 from geartrain.bridge.parallel.split.layer import autocast_dtype
 from geartrain.bridge.parallel.split.linear import SplitLinear
 from geartrain.bridge.parallel.split.logits import LogitsOperations, SplitLogits
@@ -171,7 +170,7 @@ class SplitParts:
 class _FeatureGradients:
     """Gradients by the features of this rank, by micro-batch, on their way from all ranks."""
 
-    def __init__(self, link: RankLink) -> None:
+    def __init__(self, link: Communicator) -> None:
         self._link = link
         self.sizes: PartSizes | None = None
         self._summed: SummedParts | None = None

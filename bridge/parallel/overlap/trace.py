@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from geartrain.ams.values.arguments import path_name
 from geartrain.ams.values.errors import ConfigError, InvalidArgument
 from geartrain.ams.values.text import counted
-from geartrain.bridge.collectives.link import RankLink
+from geartrain.bridge.collectives.communicator import Communicator
 from geartrain.bridge.parallel.overlap.intervals import Interval, common, length
 
 _STEP = "geartrain::traced_step"
@@ -153,7 +153,7 @@ def trace_step(path: str | Path, process_group: dist.ProcessGroup | None = None)
         RankLost: a rank did not come to the end.
     """
     target = Path(path_name("path", path, "the name of a file for the trace, such as 'step.json'"))
-    link = RankLink(process_group)
+    link = Communicator(process_group)
     failure: Exception | None = None
     if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
         failure = InvalidArgument(

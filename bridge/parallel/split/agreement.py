@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from geartrain.ams.values.errors import SpecMismatch, SyncError
-from geartrain.bridge.collectives.link import RankLink
+from geartrain.bridge.collectives.communicator import Communicator
 
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32)
 _WHAT = ("the layer", "the width", "the dtype")
@@ -27,7 +27,7 @@ class StepAgreement:
     that fails in between says so in the exchange that the others wait in, so that all of them raise; see :meth:`tell`.
     """
 
-    def __init__(self, link: RankLink) -> None:
+    def __init__(self, link: Communicator) -> None:
         self._link = link
         self._others_ask_next = False
         """Whether an exchange, not another collective, is what the other ranks come to next."""

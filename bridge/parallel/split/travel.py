@@ -15,13 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from geartrain.bridge.collectives.link import RankLink
-from geartrain.bridge.collectives.pending import Pending
+from geartrain.bridge.collectives.communicator import Communicator, Pending
 
 
 class _AllSamples(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, own_SD: Tensor, arriving: Pending[Tensor], link: RankLink, sizes: Sequence[int]) -> Tensor:
+    def forward(
+        ctx: Any, own_SD: Tensor, arriving: Pending[Tensor], link: Communicator, sizes: Sequence[int]
+    ) -> Tensor:
         ctx.link, ctx.sizes, ctx.dtype = link, sizes, own_SD.dtype
         joint_BD = arriving.result()
         return joint_BD.view_as(joint_BD) if joint_BD is own_SD else joint_BD
@@ -37,7 +38,7 @@ class _AllSamples(torch.autograd.Function):
 
 class _OwnSamples(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, parts_BD: Tensor, link: RankLink, sizes: Sequence[int]) -> Tensor:
+    def forward(ctx: Any, parts_BD: Tensor, link: Communicator, sizes: Sequence[int]) -> Tensor:
         ctx.link, ctx.sizes = link, sizes
         own_SD = link.sum_to_owners(parts_BD, sizes)
         return own_SD.view_as(own_SD) if own_SD is parts_BD else own_SD
@@ -48,7 +49,7 @@ class _OwnSamples(torch.autograd.Function):
         return (joint_BD / ctx.link.world_size if ctx.link.world_size > 1 else joint_BD), None, None
 
 
-def all_samples(own_SD: Tensor, arriving: Pending[Tensor], link: RankLink, sizes: Sequence[int]) -> Tensor:
+def all_samples(own_SD: Tensor, arriving: Pending[Tensor], link: Communicator, sizes: Sequence[int]) -> Tensor:
     """The samples [B, D] of all ranks, which ``link.start_gather(own_SD, sizes)`` has begun to fetch.
 
     Backward: one reduce-scatter of B·D numbers (of 32 bits at least) and nothing else.
@@ -57,7 +58,7 @@ def all_samples(own_SD: Tensor, arriving: Pending[Tensor], link: RankLink, sizes
     return joint
 
 
-def own_samples(parts_BD: Tensor, link: RankLink, sizes: Sequence[int]) -> Tensor:
+def own_samples(parts_BD: Tensor, link: Communicator, sizes: Sequence[int]) -> Tensor:
     """Sum over the ranks of ``parts_BD``, of which each gets its own samples [S, D]: one reduce-scatter.
 
     Backward: one all-gather.
@@ -68,7 +69,7 @@ def own_samples(parts_BD: Tensor, link: RankLink, sizes: Sequence[int]) -> Tenso
 
 class _WholeRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, local_BL: Tensor, link: RankLink, sizes: Sequence[int], widths: Sequence[int]) -> Tensor:
+    def forward(ctx: Any, local_BL: Tensor, link: Communicator, sizes: Sequence[int], widths: Sequence[int]) -> Tensor:
         ctx.link, ctx.sizes, ctx.widths = link, sizes, widths
         own, here = sizes[link.rank], widths[link.rank]
         arrived = link.all_to_all(
@@ -86,7 +87,7 @@ class _WholeRows(torch.autograd.Function):
         return arrived.view(-1, here) / link.world_size, None, None, None
 
 
-def whole_rows(local_BL: Tensor, link: RankLink, sizes: Sequence[int], widths: Sequence[int]) -> Tensor:
+def whole_rows(local_BL: Tensor, link: Communicator, sizes: Sequence[int], widths: Sequence[int]) -> Tensor:
     """All columns [S, C] of the own samples, where ``widths`` of them lie on the ranks: one all-to-all; so backward."""
     if link.world_size == 1:
         return local_BL

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from geartrain.ams.values.errors import SpecMismatch, SyncError
-from geartrain.bridge.collectives.link import RankLink
+from geartrain.bridge.collectives.communicator import Communicator
 from geartrain.bridge.parallel.mesh import Mesh
 from geartrain.bridge.parallel.staged.dealing import Parcel, deal
 
@@ -77,7 +77,7 @@ class StageLink:
     waits: StageWaits = field(default_factory=StageWaits)
 
     @property
-    def link(self) -> RankLink:
+    def link(self) -> Communicator:
         """All ranks."""
         return self.mesh.whole.link
 

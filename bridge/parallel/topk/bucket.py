@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from geartrain.ams.values.errors import NonFinite
-from geartrain.bridge.collectives.link import RankLink
-from geartrain.bridge.collectives.pending import Pending
+from geartrain.bridge.collectives.communicator import Communicator, Pending
 from geartrain.bridge.parallel.topk.selection import GradientCompactor
 from geartrain.bridge.parallel.topk.state import GradientState, in_memory_order, taken_out
 
@@ -78,7 +77,7 @@ class BucketWork:
         layout: BucketLayout,
         buffer: Tensor,
         state: GradientState,
-        link: RankLink,
+        link: Communicator,
         *,
         update: SgdSettings,
         may_be_unused: bool,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from geartrain.ams.values.errors import InvalidArgument
-from geartrain.bridge.collectives.link import RankLink
+from geartrain.bridge.collectives.communicator import Communicator
 from geartrain.bridge.parallel.topk.bucket import (
     FAILED,
     NOT_STEPPED,
@@ -93,7 +93,7 @@ class GradientExchange:
         parameters = trained_parameters(model, named)
         self._names = {id(parameter): name for name, parameter in parameters.items()}
         on_host = all(parameter.device.type == "cpu" for parameter in parameters.values())
-        self.link = RankLink(model.process_group)
+        self.link = Communicator(model.process_group)
         self.link = self.link.apart() if on_host else self.link
         self._thread = ThreadPoolExecutor(1, "geartrain-topk") if on_host else None
         self._buckets: list[_Bucket] = []

@@ -10,8 +10,7 @@ from torch import nn
 
 from geartrain.ams.values.arguments import boolean, integer, real_number
 from geartrain.ams.values.errors import InvalidArgument
-from geartrain.bridge.collectives.link import RankLink
-from geartrain.bridge.collectives.traffic import Traffic
+from geartrain.bridge.collectives.communicator import Communicator, Traffic
 from geartrain.bridge.parallel.topk.bucket import SgdSettings
 from geartrain.bridge.parallel.topk.exchange import GradientExchange, Settings
 from geartrain.bridge.parallel.topk.requirements import replicated_part
@@ -132,7 +131,7 @@ class TopKGradients:
         self._attached.merge()
 
     @property
-    def saving_ranks(self) -> RankLink:
+    def saving_ranks(self) -> Communicator:
         """The ranks that save together: each has a part of the residuals."""
         return self._attached.link
 

@@ -10,7 +10,7 @@ import xxhash
 from torch import Tensor, nn
 
 from geartrain.ams.values.errors import NonFinite, SpecMismatch
-from geartrain.bridge.collectives.link import RankLink
+from geartrain.bridge.collectives.communicator import Communicator
 
 
 class GradientState:
@@ -36,7 +36,7 @@ class GradientState:
         """Names whose residual and decay were loaded, and are equal on all ranks until the next step."""
         self._kept: list[tuple[Tensor, Tensor]] = []
 
-    def average(self, link: RankLink) -> None:
+    def average(self, link: Communicator) -> None:
         """Give every rank the mean over the ranks, so that what waits in all of them stays the same in sum."""
         for tensors in (self.momentum, self.residual):
             for tensor in tensors.values():

@@ -27,7 +27,7 @@ class JobRowsInCluster:
         """See ``JobRows``."""
         if saved is not None and self._ranks.is_first:
             self.cluster.restore(saved.path, replace=True)
-        self._ranks.any(False)  # no rank may look for the table before it is there
+        self._ranks.barrier("rows restored")  # no rank may look for the table before it is there
         sync = self._ranks.world_size > 1
         return head_of(recipe, self._timed, table, num_classes, reuse=saved is not None, sync=sync)
 

@@ -32,7 +32,7 @@ from geartrain.bridge.head.batch import Batch, Targets
 from geartrain.bridge.head.loss.margins.margin import Margin
 from geartrain.bridge.head.loss.softmax import OnlineSoftmax, PartialSums
 from geartrain.bridge.placements.workspace import Arithmetic
-from geartrain.bridge.rows.ranks import Ranks
+from geartrain.bridge.rows.ranks import SyncRanks
 from geartrain.bridge.rows.row_update import PushWriter, RowGradient
 from geartrain.bridge.rows.tables import HeadCalls
 
@@ -213,7 +213,7 @@ class SummedBatch:
     target_weight_B: npt.NDArray[np.float32]
     weight_B: npt.NDArray[np.float32] | None = None
 
-    def of_ranks(self, ranks: Ranks) -> list[SummedBatch]:
+    def of_ranks(self, ranks: SyncRanks) -> list[SummedBatch]:
         """Those of every rank, in rank order. Collective: all-gathers of 4·(D + 3) + 8 bytes a sample."""
         weight_B = np.ones_like(self.lse2_B) if self.weight_B is None else self.weight_B
         columns = [one[:, None] for one in (self.lse2_B, self.target_weight_B, weight_B)]
@@ -308,7 +308,7 @@ class HostedGradient:
     squares = None
     """The shards know them."""
 
-    def joint_squared_norm(self, ranks: Ranks, weight: float) -> float:
+    def joint_squared_norm(self, ranks: SyncRanks, weight: float) -> float:
         """See :class:`RowGradient`. Every rank's samples go to rank 0, which asks the shards for all of them."""
         batches = [(one, one.samples().of_ranks(ranks)) for one in self._pending]
         mine = np.array([[weight * float(one.factor) for one in self._pending]], np.float32)

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.specs import Ids
+from geartrain.bridge.collectives.communicator import Pending
 from geartrain.bridge.collectives.parts import GatheredParts, PartSizes, SummedParts
-from geartrain.bridge.collectives.pending import Pending
 from geartrain.bridge.head.backends.ranks.passes import RankRows
 from geartrain.bridge.head.backends.ranks.update import Agreed, RankStep
 from geartrain.bridge.head.checks import check_finite

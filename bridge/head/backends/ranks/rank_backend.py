@@ -20,7 +20,7 @@ from geartrain.ams.storage.snapshot.folder import Snapshot
 from geartrain.ams.storage.snapshot.store import Place
 from geartrain.ams.values.errors import GeartrainError, SpecMismatch
 from geartrain.ams.values.specs import Ids, TableSpec
-from geartrain.bridge.collectives.link import RankLink
+from geartrain.bridge.collectives.communicator import Communicator
 from geartrain.bridge.head.autograd_node import HeadCall
 from geartrain.bridge.head.backends.backend import HeadSettings, HeadState, logits_bytes, require_no_wire
 from geartrain.bridge.head.backends.ranks import passes as rank_rows
@@ -67,7 +67,7 @@ class RankBackend:
         require_no_wire(settings, "the ranks hold them, and features and labels are gathered")
         self._logits_cache_bytes = logits_bytes(settings.logits_cache_bytes, LOGITS_CACHE_BYTES)
         self.living = LiveClasses.first(settings.num_classes, settings.num_living)
-        self.table = _open_table(settings, RankLink(settings.process_group))
+        self.table = _open_table(settings, Communicator(settings.process_group))
         self.process_group = settings.process_group
         self.peers = self.table.link
         self.update = RankUpdate(self.table)
@@ -257,7 +257,7 @@ class _RankRows(RowKeeper):
         self._backend.restore(path)
 
 
-def _open_table(settings: HeadSettings, link: RankLink) -> DeviceRows:
+def _open_table(settings: HeadSettings, link: Communicator) -> DeviceRows:
     try:
         spec = TableSpec(
             name=settings.name,

@@ -7,22 +7,20 @@ from typing import Any
 
 from torch import Tensor
 
-from geartrain.bridge.collectives.link import RankLink
-from geartrain.bridge.collectives.pending import Pending
-from geartrain.bridge.collectives.traffic import Traffic
+from geartrain.bridge.collectives.communicator import Communicator, Pending, Traffic
 from geartrain.bridge.parallel.plan.costs.collectives import FEATURE_GRADIENTS, FEATURES, Kind
 from geartrain.bridge.parallel.plan.costs.trace import StepTrace
 
 _INTEGER_BYTES = 8
 
 
-class DryLink(RankLink):
+class DryLink(Communicator):
     """Rank 0 of ``world_size`` ranks that all do the same; nothing travels, ``trace`` notes what would.
 
-    The bytes of a collective are those that :class:`RankLink` counts.
+    The bytes of a collective are those that :class:`Communicator` counts.
     """
 
-    def __init__(self, world_size: int, trace: StepTrace) -> None:  # no process group: nothing of RankLink's
+    def __init__(self, world_size: int, trace: StepTrace) -> None:  # no process group: nothing of Communicator's
         self.world_size, self.rank = world_size, 0
         self.traffic = Traffic()
         self._trace = trace
@@ -32,8 +30,9 @@ class DryLink(RankLink):
         self._note("all-gather", len(values) * _INTEGER_BYTES * self.world_size, "sizes and checks", on_host=True)
         return [list(values)] * self.world_size
 
-    def start_exchange(self, values: Sequence[int]) -> Pending[list[list[int]]]:
+    def start_exchange(self, values: Sequence[int], operation: str = "all-gather") -> Pending[list[list[int]]]:
         """As :meth:`exchange`."""
+        del operation
         return Pending.done(self.exchange(values))
 
     def gather_json(self, value: Any) -> list[Any]:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from geartrain.ams.values.text import counted
-from geartrain.bridge.collectives.link import RankLink, time_limit
+from geartrain.bridge.collectives.communicator import Communicator, time_limit
 from geartrain.bridge.parallel.plan.costs.collectives import Kind, sent_bytes
 from geartrain.bridge.parallel.plan.costs.dry_link import DryLink
 from geartrain.bridge.parallel.plan.costs.trace import StepTrace
@@ -32,7 +32,7 @@ _WARM_REPEATS = 101
 
 def measured_fields(process_group: Any, device: torch.device | str | None, *, alone: bool) -> dict[str, Any]:
     """Those of a ``Hardware``; see its ``measure``."""
-    link = DryLink(1, StepTrace()) if alone else RankLink(process_group)
+    link = DryLink(1, StepTrace()) if alone else Communicator(process_group)
     if device is None:
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
     clock = _Clock(link, torch.device(device))
@@ -60,7 +60,7 @@ def measured_fields(process_group: Any, device: torch.device | str | None, *, al
 class _Clock:
     """Times calls that all ranks make at once."""
 
-    def __init__(self, link: RankLink, device: torch.device) -> None:
+    def __init__(self, link: Communicator, device: torch.device) -> None:
         self._link = link
         self.device = device
 
@@ -123,7 +123,7 @@ def _product_rates(clock: _Clock) -> dict[str, float]:
     return rates
 
 
-def _link_rates(clock: _Clock, link: RankLink) -> dict[str, Any]:
+def _link_rates(clock: _Clock, link: Communicator) -> dict[str, Any]:
     ranks = link.world_size
     few, many = torch.ones(ranks, 2, device=clock.device), torch.ones(_LINK_BYTES // 4, device=clock.device)
     rows = many.view(ranks, -1) if many.numel() % ranks == 0 else many[: many.numel() // ranks * ranks].view(ranks, -1)
@@ -141,17 +141,17 @@ def _link_rates(clock: _Clock, link: RankLink) -> dict[str, Any]:
     return {"bandwidth": by_kind["all-reduce"], "latency_seconds": latency, "by_kind": by_kind}
 
 
-def _link_of_host(hosts: list[str], limit: timedelta | None) -> RankLink:
+def _link_of_host(hosts: list[str], limit: timedelta | None) -> Communicator:
     """The ranks of this host; every rank takes part in making each host's group."""
     own = None
     for host in dict.fromkeys(hosts):
         group = dist.new_group([rank for rank, other in enumerate(hosts) if other == host], limit)
         if host == platform.node():
             own = group
-    return RankLink(own)
+    return Communicator(own)
 
 
-def _overlap(clock: _Clock, link: RankLink) -> float:
+def _overlap(clock: _Clock, link: Communicator) -> float:
     """What part of a collective's time is free when it goes on beside a computation that takes as long."""
     rows = torch.ones(link.world_size, _LINK_BYTES // 4 // link.world_size, device=clock.device)
     side = torch.ones(256, 256, device=clock.device)

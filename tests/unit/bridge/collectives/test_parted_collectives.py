@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from geartrain.bridge.collectives.link import RankLink
+from geartrain.bridge.collectives.communicator import Communicator
 from geartrain.bridge.collectives.parts import GatheredParts, PartSizes, SummedParts
 from tests.support.rank_processes import run_ranks
 
@@ -19,7 +19,7 @@ def rows_of(rank: int) -> torch.Tensor:
 
 def gather_and_sum(rank: int, ranks: int, folder: Path) -> None:
     del folder
-    link = RankLink()
+    link = Communicator()
     joint = torch.cat([rows_of(other) for other in range(ranks)])
     mine = torch.split(rows_of(rank), SIZES[rank])
     for overlap in (True, False):

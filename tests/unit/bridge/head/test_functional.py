@@ -13,8 +13,8 @@ from torch.nn import functional as F
 
 import geartrain as gt
 from geartrain.ams.values.errors import InvalidArgument, InvalidIds, InvalidRows
+from geartrain.bridge.collectives.communicator import Communicator
 from geartrain.bridge.collectives.cross_entropy import LocalLabels, split_cross_entropy
-from geartrain.bridge.collectives.link import RankLink
 from tests.support.rank_processes import run_ranks
 
 MARGINS = {
@@ -141,7 +141,7 @@ def compare_with_torch(rank: int, ranks: int, folder: Path) -> None:
     labels[2] = -100
     bounds = [0, 3, 7, CLASSES] if ranks == 3 else [0, *([3] if ranks == 2 else []), CLASSES]
     here = slice(bounds[rank], bounds[rank + 1])
-    link = RankLink()
+    link = Communicator()
     weight_C = torch.linspace(0.0, 2.0, CLASSES, dtype=torch.float64)
     upstream_B = torch.linspace(-1.0, 2.0, len(labels), dtype=torch.float64)
     for smoothing in (0.0, 0.2):

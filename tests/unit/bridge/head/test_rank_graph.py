@@ -15,7 +15,7 @@ from geartrain.ams.kernels.reference import ops as reference
 from geartrain.ams.values.errors import Cancelled, InvalidArgument, NonFinite, SyncError
 from geartrain.ams.values.optimizers.registry import SparseMomentum
 from geartrain.ams.values.specs import Normal
-from geartrain.bridge.collectives.link import RankLink
+from geartrain.bridge.collectives.communicator import Communicator
 from geartrain.bridge.head.class_head import ClassHead
 from geartrain.bridge.head.loss.margins.angular import ArcFace
 from geartrain.bridge.head.selection import rank_ring
@@ -38,7 +38,7 @@ def share_of(rows: Floats, sizes: list[int], rank: int) -> Floats:
 
 def build_graphs(rank: int, ranks: int, folder: Path) -> None:
     rank_ring._BLOCK_ROWS = 16  # several blocks a rank
-    link, rows = RankLink().apart(), rows_of(120, 12)
+    link, rows = Communicator().apart(), rows_of(120, 12)
     lists = []
     for sizes in SHARES if ranks == 3 else [[75, 45]]:
         for products, memory in ((None, 1 << 30), (None, 1), (TorchProducts("cpu"), 1 << 30)):
@@ -69,7 +69,7 @@ def test_the_ring_builds_the_graph_of_the_rows_put_together(ranks: int, tmp_path
 
 def fail_on_one(rank: int, ranks: int, folder: Path) -> None:
     del ranks, folder
-    link, rows = RankLink().apart(), rows_of(60, 8)
+    link, rows = Communicator().apart(), rows_of(60, 8)
     bad = rows.copy()
     bad[45, 3] = np.nan
     with pytest.raises(NonFinite if rank == 1 else SyncError, match="class 45" if rank == 1 else "rank 1"):

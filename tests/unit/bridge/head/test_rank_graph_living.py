@@ -11,7 +11,7 @@ import torch
 from geartrain.ams.kernels.reference import ops as reference
 from geartrain.ams.values.optimizers.registry import SparseMomentum
 from geartrain.ams.values.specs import Normal
-from geartrain.bridge.collectives.link import RankLink
+from geartrain.bridge.collectives.communicator import Communicator
 from geartrain.bridge.head.class_head import ClassHead
 from geartrain.bridge.head.loss.margins.angular import ArcFace
 from geartrain.bridge.head.selection.knn_selection import KNNSelection, KNNSoftmax
@@ -74,7 +74,7 @@ def changes(rank: int, ranks: int, folder: Path) -> None:
 
 
 def test_the_graph_of_ranks_follows_classes_that_come_and_go(tmp_path: Path) -> None:
-    assert RankLink().world_size == 1
+    assert Communicator().world_size == 1
     changes(0, 1, tmp_path)
     alone = np.load(tmp_path / "losses-1-0.npy")
     for ranks in (2, 3):

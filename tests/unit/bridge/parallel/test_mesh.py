@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import geartrain as gt
 from geartrain.ams.values.errors import InvalidArgument, SpecMismatch
-from geartrain.bridge.collectives.link import time_limit
+from geartrain.bridge.collectives.communicator import time_limit
 from tests.support.rank_processes import run_ranks
 
 BAD = [

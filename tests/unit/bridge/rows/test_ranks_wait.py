@@ -15,7 +15,7 @@ from geartrain.ams.values.errors import InvalidArgument, NonFinite, SyncError
 from geartrain.bridge.head.class_head import ClassHead
 from geartrain.bridge.head.weights import import_class_weights
 from geartrain.bridge.rows import ranks as ranks_module
-from geartrain.bridge.rows.ranks import Ranks
+from geartrain.bridge.rows.ranks import SyncRanks
 from tests.support.rank_processes import run_ranks
 from tests.support.reference import UNIT_SGD, FakeCluster
 
@@ -25,7 +25,7 @@ LIMIT_SECONDS = 2.0
 def work_long(rank: int, num_ranks: int, folder: Path) -> None:
     ranks_module.TELL_SECONDS = 0.2
     group = dist.new_group(list(range(num_ranks)), timeout=datetime.timedelta(seconds=LIMIT_SECONDS))
-    ranks = Ranks("job", group)
+    ranks = SyncRanks("job", group)
 
     def build() -> str:
         threading.Event().wait(1.5 * LIMIT_SECONDS)
@@ -43,7 +43,7 @@ def work_long(rank: int, num_ranks: int, folder: Path) -> None:
 
     with pytest.raises(NonFinite if rank == 0 else SyncError):
         ranks.first_then_others(fail, take)
-    assert ranks.agree(rank == 0)  # all of them are at the same collective again
+    assert ranks.share(rank) == 0  # all of them are at the same collective again
 
 
 def test_the_others_wait_longer_than_the_limit_of_their_group_and_hear_of_a_failure(tmp_path: Path) -> None:
@@ -79,11 +79,11 @@ def _agree_in_a_subgroup(rank: int, ranks: int, folder: Path) -> None:
     dist.broadcast = of_torch_2_4  # type: ignore[assignment]
     group = dist.new_group([1, 2])
     if rank:
-        some = Ranks("job", group)
-        assert some.agree(rank == 1)
+        some = SyncRanks("job", group)
+        assert some.share(rank) == 1
         assert some.array_from_first(np.array([rank, 7])).tolist() == [1, 7]
-    every = Ranks("job")
-    assert every.agree(rank == 0)
+    every = SyncRanks("job")
+    assert every.share(rank) == 0
     assert every.world_size == ranks
 
 

@@ -14,7 +14,7 @@ from geartrain.ams.client.table import Table
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.bridge.rows.gradient_carrier import squared_sum
 from geartrain.bridge.rows.pending import RowModule
-from geartrain.bridge.rows.ranks import Ranks
+from geartrain.bridge.rows.ranks import SyncRanks
 from geartrain.bridge.rows.row_update import PushWriter, RowUpdate
 from geartrain.bridge.rows.tables import as_numpy
 
@@ -40,7 +40,7 @@ class VectorGradient:
     def squared_norm(self) -> float:
         return float(self.squares)
 
-    def joint_squared_norm(self, ranks: Ranks, weight: float) -> float:
+    def joint_squared_norm(self, ranks: SyncRanks, weight: float) -> float:
         raise AssertionError(f"there are no other ranks: {ranks}, {weight}")
 
     def push(self, writer: PushWriter) -> None:

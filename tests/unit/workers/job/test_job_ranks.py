@@ -13,8 +13,11 @@ from geartrain.workers.job.ranks import JobRanks, joined_ranks
 
 def test_a_command_to_go_on_starts_as_many_processes_on_each_machine() -> None:
     assert JobRanks().launcher == ""
-    assert JobRanks(3, 8, 1, local_world_size=2).launcher == "torchrun --nproc-per-node 2 -m "
-    assert JobRanks(0, 2, 0, local_world_size=2).launcher == "torchrun --rdzv-backend loopback --nproc-per-node 2 -m "
+    ranks = JobRanks(local_world_size=2)
+    ranks.world_size = 8
+    assert ranks.launcher == "torchrun --nproc-per-node 2 -m "
+    ranks.world_size = 2
+    assert ranks.launcher == "torchrun --rdzv-backend loopback --nproc-per-node 2 -m "
 
 
 def listening(address: str, monkeypatch: pytest.MonkeyPatch) -> socket.socket:

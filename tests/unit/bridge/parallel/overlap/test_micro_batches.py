@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import geartrain as gt
 from geartrain.ams.values.errors import InvalidArgument, InvalidRows, NonFinite, RankLost, SpecMismatch, SyncError
 from geartrain.bridge.collectives import parts as parts_module
-from geartrain.bridge.collectives.pending import Pending
+from geartrain.bridge.collectives.communicator import Pending
 from tests.support.rank_processes import run_ranks
 
 CLASSES, DIM, INPUTS, NUM = 41, 6, 5, 3
@@ -162,7 +162,7 @@ def follow_schedule(rank: int, ranks: int, folder: Path) -> None:
     monkeypatch = pytest.MonkeyPatch()
 
     def noting(kind: str) -> None:
-        start = getattr(parts_module.RankLink, f"start_{kind}")
+        start = getattr(parts_module.Communicator, f"start_{kind}")
 
         def begin(self: Any, tensor: Tensor, sizes: list[int]) -> Pending[Tensor]:
             if tensor.ndim < 2:
@@ -178,7 +178,7 @@ def follow_schedule(rank: int, ranks: int, folder: Path) -> None:
             pending.result = take
             return pending
 
-        monkeypatch.setattr(parts_module.RankLink, f"start_{kind}", begin)
+        monkeypatch.setattr(parts_module.Communicator, f"start_{kind}", begin)
 
     noting("gather")
     noting("sum_to_owners")

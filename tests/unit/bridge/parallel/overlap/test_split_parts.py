@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 import geartrain as gt
 from geartrain.ams.values.errors import InvalidArgument, InvalidIds, InvalidRows, SpecMismatch, SyncError
-from geartrain.bridge.collectives.link import RankLink
-from geartrain.bridge.collectives.pending import Pending
+from geartrain.bridge.collectives.communicator import Communicator, Pending
 from tests.support.rank_processes import run_ranks
 from tests.unit.bridge.parallel.test_parallelize import (
     CLASSES,
@@ -97,7 +96,7 @@ def check_travels_meanwhile(rank: int, ranks: int, folder: Path) -> None:
             noted.append("compute")
             return super().forward(inputs)
 
-    begin, result = RankLink.start_gather, Pending.result
+    begin, result = Communicator.start_gather, Pending.result
 
     def start_gather(self: Any, tensor: Tensor, sizes: Any) -> Any:
         pending = begin(self, tensor, sizes)
@@ -111,12 +110,12 @@ def check_travels_meanwhile(rank: int, ranks: int, folder: Path) -> None:
             noted.append("take")
         return result(self)
 
-    RankLink.start_gather, Pending.result = start_gather, taken  # type: ignore[method-assign]
+    Communicator.start_gather, Pending.result = start_gather, taken  # type: ignore[method-assign]
     try:
         parallel = gt.parallelize(made(Noted), gt.mesh(), FUSION, loss=nn.CrossEntropyLoss(), micro_batches=3)
         parallel(own(inputs, sizes, rank), own(labels, sizes, rank)).backward()
     finally:
-        RankLink.start_gather, Pending.result = begin, result  # type: ignore[method-assign]
+        Communicator.start_gather, Pending.result = begin, result  # type: ignore[method-assign]
     assert noted == ["compute", "begin", "compute", "begin", "compute", "take", "begin", "take", "take"]
 
 

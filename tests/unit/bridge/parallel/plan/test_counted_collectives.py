@@ -61,7 +61,7 @@ class WithHead(nn.Module):
 
 
 def of_ranks(plan: Plan) -> tuple[Counter[str], Counter[str]]:
-    """Calls and bytes by kind of what the ranks say to each other over a RankLink."""
+    """Calls and bytes by kind of what the ranks say to each other over a Communicator."""
     calls: Counter[str] = Counter()
     sizes: Counter[str] = Counter()
     for one in plan.collectives:

@@ -1,9 +1,8 @@
-"""What the ranks that hold parts of a layer say to each other, over torch.distributed (gloo, NCCL).
+"""What the ranks of a job say to each other, over torch.distributed (gloo, NCCL): the only place that asks it.
 
 Numbers that decide shapes travel between the hosts (gloo), so that nobody waits for a device; tensors travel between
-the devices. One rank, or none of torch.distributed, says nothing. What travels is counted (``traffic.py``). A
-collective that a lost rank ends raises RankLost: on gloo at once where its process died, else after the time limit of
-the group.
+the devices. One rank, or none of torch.distributed, says nothing. What travels is counted. A collective that a lost
+rank ends raises RankLost: on gloo at once where its process died, else after the time limit of the group.
 
 Legend: R ranks, B samples of all ranks, D width.
 """
@@ -11,21 +10,21 @@ Legend: R ranks, B samples of all ranks, D width.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from geartrain.ams.values.errors import GeartrainError, InvalidArgument, SpecMismatch, SyncError
-from geartrain.bridge.collectives.pending import Pending
-from geartrain.bridge.collectives.traffic import Traffic, lost_ranks_named
-from geartrain.bridge.rows.ranks import run_together
+from geartrain.ams.values.errors import GeartrainError, InvalidArgument, RankLost, SpecMismatch, SyncError
 
 T = TypeVar("T")
 
@@ -41,6 +40,71 @@ _SHOWN = 5
 """Of what ranks disagree on."""
 
 
+@dataclass
+class Traffic:
+    """What one rank took part in, by kind of operation ("all-gather", "all-reduce", ...). Not thread-safe."""
+
+    calls: Counter[str] = field(default_factory=Counter)
+    bytes: Counter[str] = field(default_factory=Counter)
+    """Of the tensor on one rank: of an all-gather what it gets, of a reduce-scatter what it gives."""
+
+    def count(self, operation: str, num_bytes: int) -> None:
+        """Note one operation."""
+        self.calls[operation] += 1
+        self.bytes[operation] += num_bytes
+
+    def clear(self) -> None:
+        """Begin anew."""
+        self.calls.clear()
+        self.bytes.clear()
+
+
+@contextlib.contextmanager
+def lost_ranks_named(operation: str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
+    """Turn what torch.distributed raises when a rank is gone or silent into RankLost, which names group and operation.
+
+    ``group`` (None: all ranks) is the one that ``operation`` is of.
+    """
+    try:
+        yield
+    except RuntimeError as exc:  # all of torch.distributed's errors; gloo raises no other
+        reason, _, _ = next(iter(str(exc).splitlines()), type(exc).__name__).partition(". This is typically")
+        article = "an" if operation[0] in "aeiou" else "a"
+        raise RankLost(
+            f"a rank died, or did not take part in {article} {operation} within the time limit of its process group, "
+            f"ranks {dist.get_process_group_ranks(group or dist.group.WORLD)}, as rank {dist.get_rank()} met: "
+            f"{reason}. Look at the other ranks' logs; end all ranks and start them from the last snapshot"
+        ) from exc
+
+
+class Pending(Generic[T]):
+    """The result of a collective that was begun; every rank asks for it, or none does."""
+
+    def __init__(
+        self, work: dist.Work | None, take: Callable[[], T], operation: str, group: dist.ProcessGroup | None = None
+    ) -> None:
+        """``work`` is waited for once, then ``take()`` makes the result. ``operation`` and ``group`` are for errors."""
+        self._work = work
+        self._take: Callable[[], T] | None = take
+        self._operation, self._group = operation, group
+        self._result: list[T] = []
+
+    @staticmethod
+    def done(result: T) -> Pending[T]:
+        """One that needs no waiting."""
+        return Pending(None, lambda: result, "")
+
+    def result(self) -> T:
+        """Wait for it (on CUDA: let the current stream wait). Raises RankLost."""
+        if self._take is not None:
+            if self._work is not None:
+                with lost_ranks_named(self._operation, self._group):
+                    self._work.wait()
+            self._result.append(self._take())
+            self._work = self._take = None
+        return self._result[0]
+
+
 def _differences(first: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
     """Keys whose values differ, those of mappings within by "key['inner']", with both values; None: not there."""
     for key in sorted({*first, *other}):
@@ -51,7 +115,7 @@ def _differences(first: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator
             yield key, one, two
 
 
-class RankLink:
+class Communicator:
     """The ranks of ``process_group`` (None: all of them); every rank makes the same calls in the same order.
 
     Attributes: ``world_size``, ``rank``, ``traffic`` (what this rank took part in).
@@ -61,7 +125,6 @@ class RankLink:
         self.world_size, self.rank = 1, 0
         self.traffic = Traffic()
         self._group = process_group
-        self._host_group = process_group
         self._is_gloo = True
         if not dist.is_initialized():
             if process_group is not None:
@@ -70,13 +133,17 @@ class RankLink:
         self.world_size, self.rank = dist.get_world_size(process_group), dist.get_rank(process_group)
         if self.rank < 0:
             raise InvalidArgument("this process is not of process_group; make the head on its ranks only")
-        backend = str(dist.get_backend(process_group))
-        self._is_gloo = backend == "gloo"
-        if self.world_size > 1 and "gloo" not in backend:
-            members = dist.get_process_group_ranks(process_group or dist.group.WORLD)
-            self._host_group = _gloo_group(members, process_group)
+        self._is_gloo = str(dist.get_backend(process_group)) == "gloo"
 
-    def apart(self) -> RankLink:
+    @functools.cached_property
+    def _host_group(self) -> dist.ProcessGroup | None:
+        """The group of the host's tensors, which NCCL does not carry; made where it is first needed."""
+        if self.world_size == 1 or "gloo" in str(dist.get_backend(self._group)):
+            return self._group
+        with lost_ranks_named("beginning of a gloo group", self._group):
+            return _gloo_group(dist.get_process_group_ranks(self._group or dist.group.WORLD), self._group)
+
+    def apart(self) -> Communicator:
         """The same ranks over a gloo group of their own, for a thread beside the training. Every rank calls it.
 
         It has the time limit of theirs.
@@ -84,7 +151,7 @@ class RankLink:
         if self.world_size == 1:
             return self
         members = dist.get_process_group_ranks(self._host_group or dist.group.WORLD)
-        return RankLink(_gloo_group(members, self._group))
+        return Communicator(_gloo_group(members, self._group))
 
     @property
     def device(self) -> torch.device:
@@ -93,36 +160,45 @@ class RankLink:
             return torch.device("cuda", torch.cuda.current_device())
         return torch.empty(0).device
 
+    def barrier(self, name: str) -> None:
+        """Return once every rank came here; ``name`` is told of a rank that did not. One all-gather of a byte."""
+        self.start_exchange([0], f"barrier ({name})").result()
+
     def exchange(self, values: Sequence[int]) -> list[list[int]]:
         """The numbers of every rank, in rank order; as many on each. One all-gather between the hosts."""
         return self.start_exchange(values).result()
 
-    def start_exchange(self, values: Sequence[int]) -> Pending[list[list[int]]]:
+    def start_exchange(self, values: Sequence[int], operation: str = "all-gather") -> Pending[list[list[int]]]:
         """Begin :meth:`exchange`; it goes on beside what is computed until its result is asked for."""
         if self.world_size == 1:
             return Pending.done([list(values)])
         mine = torch.tensor(values, dtype=torch.int64, device=_HOST)
         parts = [torch.empty_like(mine) for _ in range(self.world_size)]
-        with self._counted("all-gather", mine.nbytes * self.world_size):
+        with self._counted(operation, mine.nbytes * self.world_size):
             work = dist.all_gather(parts, mine, group=self._host_group, async_op=True)
 
         def take() -> list[list[int]]:
             return [[int(value) for value in part.tolist()] for part in parts]
 
-        return Pending(work, take, "all-gather")
+        return Pending(work, take, operation, self._group)
 
     def gather_json(self, value: Any) -> list[Any]:
         """The JSON value of every rank, in rank order. Two all-gathers between the hosts."""
+        return [json.loads(text) for text in self.gather_bytes(json.dumps(value).encode())]
+
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        """The ``data`` of every rank, in rank order; lengths may differ. Two all-gathers between the hosts."""
         if self.world_size == 1:
-            return [value]
-        text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        sizes = [size for (size,) in self.exchange([len(text)])]
-        padded = torch.zeros(max(sizes), dtype=torch.uint8, device=_HOST)
-        padded[: len(text)] = text
-        parts = [torch.empty_like(padded) for _ in sizes]
-        with self._counted("all-gather", padded.nbytes * self.world_size):
-            dist.all_gather(parts, padded, group=self._host_group)
-        return [json.loads(part[:size].numpy().tobytes()) for part, size in zip(parts, sizes, strict=True)]
+            return [data]
+        own = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+        sizes = [size for (size,) in self.exchange([len(data)])]
+        return [part.numpy().tobytes() for part in torch.split(self.gather(own, sizes), sizes)]
+
+    def share(self, value: int) -> int:
+        """Rank 0's ``value`` (below 2^63), on every rank. One broadcast between the hosts."""
+        shared = torch.tensor([value], device=_HOST)
+        self.take_from_first(shared)
+        return int(shared.item())
 
     def require_equal(self, values: Mapping[str, Any], what: str) -> None:
         """Raise SpecMismatch on every rank unless all of them give equal JSON values."""
@@ -149,6 +225,17 @@ class RankLink:
             raise failure
         if 0 in sound:
             raise error(f"{what}: rank {sound.index(0)} failed; its error tells why")
+
+    def run_together(self, action: Callable[[], T], what: str) -> T:
+        """Run on every rank an ``action`` without collectives; raise as :meth:`fail_together` if it fails on any."""
+        results: list[T] = []
+        failure: Exception | None = None
+        try:
+            results.append(action())
+        except Exception as exc:  # of any kind: the others wait for this rank
+            failure = exc
+        self.fail_together(failure, what)
+        return results[0]
 
     def gather(self, tensor: Tensor, sizes: Sequence[int]) -> Tensor:
         """The tensors [n_r, …] of all ranks, one behind the other: [Σ n_r, …]. One all-gather of R · max(n_r) rows."""
@@ -177,7 +264,7 @@ class RankLink:
             work = all_gather_tensor(
                 parts.view(torch.uint8), wire.view(torch.uint8), group=self._carrier(wire), async_op=True
             )
-        return Pending(work, take, "all-gather")
+        return Pending(work, take, "all-gather", self._group)
 
     def pass_on(self, block_LD: Tensor, room_LD: Tensor, num_expected: int) -> None:
         """Send ``block_LD`` to the next rank; write the ``num_expected`` rows of the previous one's to ``room_LD``.
@@ -221,22 +308,30 @@ class RankLink:
         ]
         self.traffic.count("send", sum(wire.nbytes for wire in wires))
         self.traffic.count("receive", sum(room.nbytes for room in rooms))
-        with lost_ranks_named(what):
+        with lost_ranks_named(what, self._group):
             works = dist.batch_isend_irecv(messages)
 
         def take() -> None:
-            with lost_ranks_named(what):
+            with lost_ranks_named(what, self._group):
                 for work in works:
                     work.wait()
             for (tensor, _), room in zip(arriving, rooms, strict=True):
                 if room is not tensor:
                     tensor.copy_(room)
 
-        return Pending(None, take, what)
+        return Pending(None, take, what, self._group)
 
     def agree(self, value: bool) -> bool:
         """Whether every rank says so."""
-        return all(said for (said,) in self.exchange([value]))
+        return all(values for (values,) in self.exchange([value]))
+
+    def any(self, value: bool) -> bool:
+        """Whether some rank says so."""
+        return self.any_of(value)[0]
+
+    def any_of(self, *values: bool) -> tuple[bool, ...]:
+        """For each value, whether it is true on some rank."""
+        return tuple(map(any, zip(*self.exchange(values), strict=True)))
 
     def max(self, tensor: Tensor) -> Tensor:
         """Elementwise maximum over the ranks: one all-reduce."""
@@ -255,7 +350,7 @@ class RankLink:
         device = tensor.device
         with self._counted("all-reduce", wire.nbytes):
             work = dist.all_reduce(wire, group=self._carrier(wire), async_op=True)
-        return Pending(work, lambda: wire.to(device), "all-reduce")
+        return Pending(work, lambda: wire.to(device), "all-reduce", self._group)
 
     def sum_to_owners(self, tensor_BD: Tensor, sizes: Sequence[int]) -> Tensor:
         """Sum over the ranks of [B, D], of which each rank gets its own samples [n_r, D]: one reduce-scatter."""
@@ -282,22 +377,22 @@ class RankLink:
             return Pending.done(out.to(device))
         with self._counted("reduce-scatter", wire.nbytes):
             work = reduce_scatter_tensor(out, wire, group=self._carrier(wire), async_op=True)
-        return Pending(work, take, "reduce-scatter")
+        return Pending(work, take, "reduce-scatter", self._group)
 
     def all_to_all(self, values: Tensor, leaving: Sequence[int], arriving: Sequence[int]) -> Tensor:
-        """Send the first ``leaving[0]`` numbers of ``values`` [N] to rank 0, the next to rank 1, …; one all-to-all.
+        """Send the first ``leaving[0]`` of ``values`` [N, …] to rank 0, the next to rank 1, …; one all-to-all.
 
-        Returns what arrives, ``arriving[r]`` numbers of each rank r in rank order.
+        Returns what arrives, ``arriving[r]`` of each rank r in rank order: [Σ arriving, …].
         """
         if self.world_size == 1:
             return values
         wire = values.detach().to(self._wire(values.device)).contiguous()
-        parts = wire.new_empty(sum(arriving))
-        width = wire.element_size()
+        parts = wire.new_empty(sum(arriving), *wire.shape[1:])
+        width = wire.element_size() * math.prod(wire.shape[1:])
         with self._counted("all-to-all", parts.nbytes):
             dist.all_to_all_single(
-                parts.view(torch.uint8),
-                wire.view(torch.uint8),
+                parts.view(-1).view(torch.uint8),
+                wire.view(-1).view(torch.uint8),
                 [num * width for num in arriving],
                 [num * width for num in leaving],
                 group=self._carrier(wire),
@@ -329,23 +424,24 @@ class RankLink:
         own = parts[self.rank]
         arriving = torch.empty_like(own, device=self._wire(own.device), memory_format=torch.contiguous_format)
         if len(own):
-            with lost_ranks_named("send"):
+            with lost_ranks_named("send", self._group):
                 dist.recv(arriving, self._global_rank(0), group=self._carrier(arriving))
         return arriving.to(own.device)
 
     @property
     def acts(self) -> bool:
-        """Every rank works on the rows that it holds."""
+        """Whether this rank runs the ``action`` of :meth:`first_then_others`: every rank, on the rows that it holds;
+        rank 0 where the rows are in a cluster (``SyncRanks``)."""
         return True
 
     def first_then_others(self, action: Callable[[], T], others: Callable[[], T]) -> T:
-        """Run ``action``: every rank does."""
+        """Run ``action`` where :attr:`acts`, then ``others`` elsewhere."""
         del others
         return action()
 
     def write_together(self, action: Callable[[], None], what: str) -> None:
         """Let every rank write the rows that it holds; raise as :meth:`fail_together` if it fails on any."""
-        run_together(self, action, what)
+        self.run_together(action, what)
 
     def array_from_first(self, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """The array itself: every rank has made the same."""
@@ -362,7 +458,7 @@ class RankLink:
     @contextlib.contextmanager
     def _counted(self, operation: str, num_bytes: int) -> Iterator[None]:
         self.traffic.count(operation, num_bytes)
-        with lost_ranks_named(operation):
+        with lost_ranks_named(operation, self._group):
             yield
 
     def _global_rank(self, rank: int) -> int:
