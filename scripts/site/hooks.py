@@ -60,8 +60,9 @@ def _generated(docs: Path) -> dict[str, str]:
         "reference/wire.md": wire_page.render(REPOSITORY / "proto"),
         "explanation/rooms.md": _rooms(),
         f"{DECISIONS}/index.md": _decisions(docs / DECISIONS),
-        "project/contributing.md": _from_root("CONTRIBUTING.md"),
-        "project/changelog.md": _from_root("CHANGELOG.md"),
+        "index.md": _from_root("README.md", ""),
+        "project/contributing.md": _from_root("CONTRIBUTING.md", "../"),
+        "project/changelog.md": _from_root("CHANGELOG.md", "../"),
     }
 
 
@@ -97,7 +98,8 @@ def _rooms() -> str:
     return "\n".join([*lines, "", ROOMS_ENDING])
 
 
-def _from_root(name: str) -> str:
-    """A page of the repository's root; its links to docs/ become links of the site."""
+def _from_root(name: str, to_docs: str) -> str:
+    """A page of the repository's root; its links become links of the site, ``to_docs`` away from its first page."""
     text = (REPOSITORY / name).read_text(encoding="utf-8")
-    return text.replace("](docs/", "](../").replace("](CHANGELOG.md", "](changelog.md")
+    text = re.sub(r"\]\((CHANGELOG|CONTRIBUTING)\.md", lambda found: f"]({to_docs}project/{found[1].lower()}.md", text)
+    return text.replace("](docs/decisions)", "](docs/decisions/index.md)").replace("](docs/", f"]({to_docs}")

@@ -91,7 +91,7 @@ def test_a_broken_link_a_missing_page_and_a_missing_docstring_fail_the_build(tmp
     for name in ("docs", "scripts/site", "geartrain", "ams", "bridge", "workers", "proto"):
         unneeded = shutil.ignore_patterns("__pycache__", "*.so", "*.cpp", "*.hpp")
         shutil.copytree(REPOSITORY / name, tmp_path / name, symlinks=True, ignore=unneeded)
-    for name in ("mkdocs.yml", "CONTRIBUTING.md", "CHANGELOG.md"):
+    for name in ("mkdocs.yml", "README.md", "CONTRIBUTING.md", "CHANGELOG.md"):
         shutil.copy(REPOSITORY / name, tmp_path)
     page = tmp_path / "docs" / "start" / "install.md"
     page.write_text(page.read_text(encoding="utf-8") + "\n[nowhere](nowhere.md)\n", encoding="utf-8")
@@ -147,7 +147,7 @@ def unknown_words(command: typer.core.TyperGroup, line: str) -> list[str]:
     return unknown
 
 
-@pytest.mark.parametrize("page", ["index.md", "start/your-loop.md", "how-to/snapshots.md", "explanation/gear.md"])
+@pytest.mark.parametrize("page", ["start/your-loop.md", "how-to/snapshots.md", "explanation/gear.md"])
 def test_the_examples_of_a_page_run_twice_and_each_prints_something(page: str, tmp_path: Path) -> None:
     blocks = [
         code for language, code in FENCE.findall((DOCS / page).read_text(encoding="utf-8")) if language == "python"
