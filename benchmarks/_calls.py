@@ -29,7 +29,7 @@ SPINS = {
 def tables(*, num_rows: int, dim: int, optimizer: Any, embedded: bool = True) -> Iterator[dict[str, gt.Table]]:
     """Tables with every row written, by way: "in the process", if ``embedded``; of one other shard, :data:`WAYS`."""
     with running_cluster() as up, ExitStack() as ends:
-        clusters = {way: ends.enter_context(gt.connect(up["scheduler"], config=one)) for way, one in WAYS.items()}
+        clusters = {way: ends.enter_context(gt.connect(up["scheduler"], config=item)) for way, item in WAYS.items()}
         if embedded:
             clusters = {"in the process": ends.enter_context(gt.local()), **clusters}
         found = {

@@ -68,7 +68,7 @@ def glyph_task() -> GlyphTask:
     seen = torch.stack([torch.bincount(test.labels, minlength=len(data.class_names)) for test in tests])
     complete = (seen > 0).all(dim=0).nonzero()[:, 0]
     classes = complete[torch.arange(NUM_CLASSES) * len(complete) // NUM_CLASSES]
-    held_out = ImageSet(torch.cat([one.bitmaps for one in tests]), torch.cat([one.labels for one in tests]))
+    held_out = ImageSet(torch.cat([test.bitmaps for test in tests]), torch.cat([test.labels for test in tests]))
     return GlyphTask(_of_classes(data.train, classes), _distorted(_of_classes(held_out, classes)))
 
 

@@ -139,8 +139,8 @@ def rank_group(
             ranks.append(ends.enter_context(_process([*prefix, sys.executable, __file__], own)))
         (port,) = _replies(ranks[:1])
         what = {"file": inspect.getfile(kind), "name": kind.__qualname__, "arguments": dict(arguments or {})}
-        for one in ranks:
-            _write(one, {**what, "port": port, "timeout_seconds": timeout_seconds})
+        for item in ranks:
+            _write(item, {**what, "port": port, "timeout_seconds": timeout_seconds})
         _replies(ranks)
         yield RankGroup(ranks, namespaces)
 

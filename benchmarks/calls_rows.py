@@ -52,7 +52,7 @@ def _push_of(table: gt.Table, gradients: np.ndarray[Any, Any]) -> Side:
 
 def _compare(operation: str, sides: dict[str, Side], rounds: int) -> Iterator[Result]:
     seconds = median_seconds(list(sides.values()), draws(NUM_ROWS, NUM_IDS), rounds=rounds)
-    millis = {side: 1e3 * one for side, one in zip(sides, seconds, strict=True)}
+    millis = {side: 1e3 * duration for side, duration in zip(sides, seconds, strict=True)}
     kind = "with SparseMomentum, " if operation == "push" else ""
     for way in WAYS:
         case = f"{operation} of {NUM_IDS:,} rows, D={DIM}, {kind}{way}"

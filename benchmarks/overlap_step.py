@@ -159,9 +159,9 @@ def results(full: bool = False) -> Iterator[Result]:  # noqa: ARG001
     with rank_group(Side, 2, bits_per_second=bits) as group:
         seconds, losses = _turns(group, rounds=4)
         hidden = {way: group.call("hidden", way=way)[0] for way in WAYS[:2]}
-    for one, other in ((WAYS[0], WAYS[1]), (WAYS[0], WAYS[2]), SPLIT_WAYS):
-        if not all(math.isclose(a, b, rel_tol=1e-4) for a, b in zip(losses[one], losses[other], strict=True)):
-            raise GeartrainError(f"losses differ: {losses[one]} {one}, {losses[other]} {other}")
+    for item, other in ((WAYS[0], WAYS[1]), (WAYS[0], WAYS[2]), SPLIT_WAYS):
+        if not all(math.isclose(a, b, rel_tol=1e-4) for a, b in zip(losses[item], losses[other], strict=True)):
+            raise GeartrainError(f"losses differ: {losses[item]} {item}, {losses[other]} {other}")
     case = f"2 ranks behind {bits / 1e6:.0f} Mbit/s, {PARTS} micro-batches of {SAMPLES // PARTS}, D = {DIM}: a step"
     ours = seconds["overlap"] * 1e3
     yield result(case, ours, "the same, each collective waited for", seconds["waited for"] * 1e3, "ms", target=TARGET)
@@ -178,10 +178,10 @@ def slow_bits() -> float:
     """The rate at which a step that waits communicates for a quarter of its time."""
     with rank_group(Side, 2, bits_per_second=FAST_BITS) as group:
         group.call("turn", way="waited for", steps=1)
-        before = [one.sent for one in group.interface_bytes()]
+        before = [count.sent for count in group.interface_bytes()]
         steps = group.call("turn", way="waited for", steps=3)
         sent = max(after.sent - first for after, first in zip(group.interface_bytes(), before, strict=True)) / 3
-    seconds = median(one[0] for one in steps[0])
+    seconds = median(step[0] for step in steps[0])
     return 8 * sent * (1 - SHARE) / (SHARE * seconds)
 
 

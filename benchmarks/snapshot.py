@@ -60,7 +60,7 @@ def results(full: bool = False) -> Iterator[Result]:
         yield pause(f"the same, 99th percentile of {len(pushes)}", sorted(pushes)[int(0.99 * len(pushes))])
         yield _rate(f"snapshot {case}, {size / 2**20:.0f} MiB, synced", size, ours, "dd conv=fdatasync", theirs)
         copies = [_beside_copy(cluster, number) for number in range(2 * rounds)]
-        ours, theirs = [one for one, _ in copies], [other for _, other in copies]
+        ours, theirs = [item for item, _ in copies], [other for _, other in copies]
         yield _rate(f"the same in memory ({MEMORY})", size, ours, "cp of the same files", theirs)
 
 

@@ -97,7 +97,7 @@ class Sides:
         """
         sources = [gt.TreeSamples(trees, batch_size=batch_size)]
         sources += [gt.ParquetSamples(plain, batch_size=batch_size) for _ in range(2)]
-        batches = [endless(one, batch_size) for one in sources]
+        batches = [endless(source, batch_size) for source in sources]
         calls = CALLS if batch_size <= 2 * BATCH else CALLS // 2
 
         def side(number: int) -> Step:
@@ -143,7 +143,7 @@ def our_step(
     fields = gt.EmbeddingGroup(
         cluster,
         name,
-        [gt.Field(one, dim=DIM) for one in FIELDS],
+        [gt.Field(field, dim=DIM) for field in FIELDS],
         optimizer=gt.Adagrad(LR),
         mode="async",
         per_node=is_split,
@@ -159,12 +159,12 @@ def our_step(
         dense = gt.attach(network, cluster, name=f"{name}/dense", optimizer=gt.Adagrad(LR), mode="async", reuse=True)
     rows = gt.RowOptimizer(fields)
     if makes_rows:
-        for one in FIELDS:
-            fields.table(one).push(np.arange(IDS), np.full((IDS, DIM), 1e-3, np.float32))
+        for field in FIELDS:
+            fields.table(field).push(np.arange(IDS), np.full((IDS, DIM), 1e-3, np.float32))
 
     def step(batch: Any) -> Tensor:
         vectors = fields(batch)
-        hidden = first(vectors, batch) if is_split else first(torch.cat([vectors[one] for one in FIELDS], dim=1))
+        hidden = first(vectors, batch) if is_split else first(torch.cat([vectors[field] for field in FIELDS], dim=1))
         loss = _loss(rest(hidden), batch["click"])
         loss.backward()
         dense.step()
@@ -179,12 +179,12 @@ def our_step(
 def _torch() -> Step:
     bags = [nn.EmbeddingBag(IDS, DIM, mode="sum", sparse=True) for _ in FIELDS]
     first, rest = nn.Linear(DIM * len(FIELDS), 200), _mlp()
-    sparse = torch.optim.Adagrad([one.weight for one in bags], lr=LR)
+    sparse = torch.optim.Adagrad([bag.weight for bag in bags], lr=LR)
     dense = torch.optim.Adagrad([*first.parameters(), *rest.parameters()], lr=LR)
 
     def step(batch: Any) -> None:
         offsets = torch.arange(len(batch["click"]))
-        vectors = [bag(batch[one], offsets) for bag, one in zip(bags, FIELDS, strict=True)]
+        vectors = [bag(batch[field], offsets) for bag, field in zip(bags, FIELDS, strict=True)]
         _loss(rest(first(torch.cat(vectors, dim=1))), batch["click"]).backward()
         sparse.step()
         dense.step()

@@ -41,11 +41,11 @@ def results(full: bool = False) -> Iterator[Result]:
         for dim in DIMS:
             sides = [_step(cluster, dim, where) for where in ("hosted", "pull")]
             for keys, draw in {"even keys": _even(), "Zipf keys": _zipf()}.items():
-                bytes_of = [_bytes_of(one, draw) for one in sides]
+                bytes_of = [_bytes_of(side, draw) for side in sides]
                 seconds = median_seconds(sides, draw, rounds=ROUNDS * (3 if full else 1), calls=4, uncounted=1)
                 case = f"{BATCH} histories of {LENGTH:,} ids, D={dim}, {keys}, {SHARDS} shards by TCP"
-                millis = [1e3 * one for one in seconds]
-                megabytes = [one / 1e6 for one in bytes_of]
+                millis = [1e3 * duration for duration in seconds]
+                megabytes = [item / 1e6 for item in bytes_of]
                 yield result(f"{case}: step", millis[0], RIVAL, millis[1], "ms", target=1.0)
                 yield result(f"{case}: bytes", megabytes[0], RIVAL, megabytes[1], "MB", target=BYTES_TARGET)
 

@@ -131,7 +131,7 @@ class _Job:
 
     def _compute(self, vectors: Batch) -> None:
         if self.waits:
-            torch.stack([one.sum() for one in vectors.values()]).sum().backward()
+            torch.stack([vector.sum() for vector in vectors.values()]).sum().backward()
             time.sleep(WAIT_SECONDS)
             return
         loss = self._network(torch.cat(list(vectors.values()), 1)).square().mean()

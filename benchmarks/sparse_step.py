@@ -58,7 +58,7 @@ def _draws() -> Callable[[], Batch]:
 
 def _loss(vectors: list[Tensor], upstream: Tensor) -> Tensor:
     """Something whose gradient differs for every vector."""
-    return torch.stack([(one * upstream).sum() for one in vectors]).sum()
+    return torch.stack([(vector * upstream).sum() for vector in vectors]).sum()
 
 
 def _ours(cluster: gt.Cluster) -> Callable[[Batch], None]:
@@ -83,7 +83,7 @@ def _fill(table: gt.Table) -> None:
 
 def _torch() -> Callable[[Batch], None]:
     bags = [nn.EmbeddingBag(IDS, DIM, mode="sum", sparse=True) for _ in NAMES]
-    optimizer = torch.optim.Adagrad([one.weight for one in bags], lr=LR)
+    optimizer = torch.optim.Adagrad([bag.weight for bag in bags], lr=LR)
     offsets, upstream = torch.arange(BATCH), torch.randn(BATCH, DIM)
 
     def step(batch: Batch) -> None:

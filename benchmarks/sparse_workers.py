@@ -89,10 +89,10 @@ def curve(
 
 def rates_of(turns: Sequence[Turn], shards_seconds: float) -> Rates:
     """What workers of these turns reach together; ``shards_seconds``: of processors, of all shards meanwhile."""
-    processors = shards_seconds + sum(one.processor_seconds for one in turns)
+    processors = shards_seconds + sum(turn.processor_seconds for turn in turns)
     return Rates(
-        a_second=sum(one.samples / one.seconds for one in turns),
-        a_processor_second=sum(one.samples for one in turns) / processors,
+        a_second=sum(turn.samples / turn.seconds for turn in turns),
+        a_processor_second=sum(turn.samples for turn in turns) / processors,
         shards_part=shards_seconds / processors,
     )
 
@@ -103,15 +103,15 @@ def _medians(turns: Sequence[Rates]) -> Rates:
 
 def _take_turn(workers: Sequence[Popen[str]], side: str, shards: Sequence[psutil.Process]) -> Rates:
     before = _processor_seconds(shards)
-    for one in workers:
-        assert one.stdin is not None
-        print(side, SECONDS, file=one.stdin, flush=True)
-    turns = [Turn(*json.loads(one.stdout.readline())) for one in workers if one.stdout is not None]
+    for worker in workers:
+        assert worker.stdin is not None
+        print(side, SECONDS, file=worker.stdin, flush=True)
+    turns = [Turn(*json.loads(worker.stdout.readline())) for worker in workers if worker.stdout is not None]
     return rates_of(turns, _processor_seconds(shards) - before)
 
 
 def _processor_seconds(processes: Sequence[psutil.Process]) -> float:
-    return sum(times.user + times.system for times in (one.cpu_times() for one in processes))
+    return sum(times.user + times.system for times in (process.cpu_times() for process in processes))
 
 
 def _serve_turns(address: str, plain: str, trees: str, batch_size: int, place: int) -> None:

@@ -112,9 +112,9 @@ def _measured(group: RankGroup, ways: tuple[str, ...], *, links: bool) -> tuple[
     sent = dict.fromkeys(ways, 0.0)
     for number in range(rounds + 1):
         for way in ways:
-            before = [one.sent for one in group.interface_bytes()] if links else [0, 0]
+            before = [count.sent for count in group.interface_bytes()] if links else [0, 0]
             by_rank = group.call("turn", way=way, steps=steps)
-            after = [one.sent for one in group.interface_bytes()] if links else [0, 0]
+            after = [count.sent for count in group.interface_bytes()] if links else [0, 0]
             if number:  # the first steps make buckets, and PowerSGD sends dense ones
                 seconds[way] += [max(step) for step in zip(*by_rank, strict=True)][1:]
                 sent[way] += max(now - then for now, then in zip(after, before, strict=True)) / (rounds * steps)

@@ -35,8 +35,8 @@ def draw_curves() -> None:
     with tempfile.TemporaryDirectory() as folder, gt.local() as cluster:
         for what, number, seconds in sparse_compression.curves(sparse_compression.Sides(cluster), Path(folder)):
             batch = number if what == "batch" else sparse_compression.BATCH
-            points.setdefault(what, []).append((number, [batch / one for one in seconds]))
-            print(what, number, *[f"{batch / one:,.0f}" for one in seconds], flush=True)
+            points.setdefault(what, []).append((number, [batch / duration for duration in seconds]))
+            print(what, number, *[f"{batch / duration:,.0f}" for duration in seconds], flush=True)
     figure, both = plt.subplots(1, 2, figsize=(8, 3.4), sharey=True)
     for axes, (what, own) in zip(both, points.items(), strict=True):
         for side, label in enumerate(SIDES):

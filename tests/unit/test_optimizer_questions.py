@@ -25,7 +25,7 @@ def questions(source: str) -> list[str]:
             asked = [node.cls]
         elif isinstance(node, ast.Compare):
             asked = [node.left, *node.comparators]
-        parts = [part for one in asked for part in ast.walk(one)]
+        parts = [part for item in asked for part in ast.walk(item)]
         kinds = {getattr(part, "id", getattr(part, "attr", "")) for part in parts}
         texts = {part.value for part in parts if isinstance(part, ast.Constant)}
         if kinds & KINDS or texts & OPTIMIZERS.keys():

@@ -127,9 +127,9 @@ def compiled_rooms_in_disorder(sources: Sources) -> list[str]:
         elif room and path != "python/module.cpp":
             used = re.findall(r'^#include "(\w+)/', source, flags=re.MULTILINE)
             found += [
-                f"{path} includes {one}, which lies above it"
-                for one in used
-                if one not in rooms[: rooms.index(room) + 1]
+                f"{path} includes {item}, which lies above it"
+                for item in used
+                if item not in rooms[: rooms.index(room) + 1]
             ]
     return found
 

@@ -52,7 +52,7 @@ def fields_of(message: Descriptor) -> Iterator[tuple[str, str]]:
 
 def is_record(node: ast.ClassDef) -> bool:
     """Whether a class only holds values: a dataclass or a NamedTuple."""
-    return any("dataclass" in ast.unparse(one) for one in node.decorator_list) or any(
+    return any("dataclass" in ast.unparse(item) for item in node.decorator_list) or any(
         "NamedTuple" in ast.unparse(base) for base in node.bases
     )
 
@@ -68,15 +68,19 @@ class Uses(ast.NodeVisitor):
         classes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
         self._records: dict[str, list[list[str]]] = {message: [] for message in messages}
         """Fields in order, of each class of a name."""
-        for one in filter(is_record, classes):
-            names = [s.target.id for s in one.body if isinstance(s, ast.AnnAssign) and isinstance(s.target, ast.Name)]
-            self._records.setdefault(one.name, []).append(names)
+        for class_ in filter(is_record, classes):
+            names = [
+                s.target.id for s in class_.body if isinstance(s, ast.AnnAssign) and isinstance(s.target, ast.Name)
+            ]
+            self._records.setdefault(class_.name, []).append(names)
         for tree in trees:
             self.visit(tree)
 
     def visit_Call(self, node: ast.Call) -> None:
         called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-        is_open = any(isinstance(one, ast.Starred) for one in node.args) or None in (one.arg for one in node.keywords)
+        is_open = any(isinstance(argument, ast.Starred) for argument in node.args) or None in (
+            keyword.arg for keyword in node.keywords
+        )
         num_given = None if is_open else len(node.args)
         for names in self._records.get(called, []):
             self.written.update(names[:num_given])
@@ -84,8 +88,8 @@ class Uses(ast.NodeVisitor):
             self.written.add(node.func.value.attr)
         if called == "HasField" and isinstance(node.args[0], ast.Constant):
             self.read.add(node.args[0].value)
-        for one in (node.func, *node.args):
-            self.visit(one)
+        for item in (node.func, *node.args):
+            self.visit(item)
         for keyword in node.keywords:
             self._handed_on.append(keyword.arg if keyword.arg and called in self._records else "")
             self.written.add(keyword.arg or "")

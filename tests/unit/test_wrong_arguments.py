@@ -78,8 +78,8 @@ def test_numbers_of_numpy_are_numbers() -> None:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[gt.Cluster]:
-    with gt.local(1) as one:
-        yield one
+    with gt.local(1) as cluster:
+        yield cluster
 
 
 IDS = np.arange(4)

@@ -31,14 +31,14 @@ def test_each_problem_is_a_function_of_its_seed(bench: Any) -> None:
     assert len(bench.problems(0, 2)) == 6
     for first, again, other in zip(bench.problems(0, 2), bench.problems(0, 2), bench.problems(1, 2), strict=True):
         try:
-            one, two, three = first(), again(), other()
+            first_made, again_made, other_made = first(), again(), other()
         except gt.errors.ConfigError:  # the extra "bench" is not installed
             continue
-        assert len(one.batches) == 2 and len(one.test[1]) == 40
-        assert int(one.test[1].min()) >= 0 and int(one.test[1].max()) < one.num_classes
-        assert all(torch.equal(*pair) for pair in zip(one.test, two.test, strict=True))
-        assert not torch.equal(one.test[0], three.test[0])
-        assert one.backbone()(one.batches[0][0]).shape == (8, one.dim)
+        assert len(first_made.batches) == 2 and len(first_made.test[1]) == 40
+        assert int(first_made.test[1].min()) >= 0 and int(first_made.test[1].max()) < first_made.num_classes
+        assert all(torch.equal(*pair) for pair in zip(first_made.test, again_made.test, strict=True))
+        assert not torch.equal(first_made.test[0], other_made.test[0])
+        assert first_made.backbone()(first_made.batches[0][0]).shape == (8, first_made.dim)
 
 
 def test_a_problem_whose_package_is_missing_names_the_extra(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,7 +58,7 @@ def test_every_arm_is_trained_and_told(bench: Any, monkeypatch: pytest.MonkeyPat
     assert name == "digits, 10 classes" and list(arms) == list(bench.ARMS)
     assert arms["nn.Linear"] == pytest.approx(arms["ClassHead"], abs=2.6)  # one step apart by what a bias does
     assert "| nn.Linear |" in bench.table(found)
-    assert [one["target"] for one in bench.cases(found)] == [1.0] * 4
+    assert [case["target"] for case in bench.cases(found)] == [1.0] * 4
 
 
 def test_what_is_allowed_counts_for_us(bench: Any) -> None:

@@ -72,7 +72,7 @@ def test_every_pass_asks_for_every_half_again_in_another_order() -> None:
     cut = halve(images(12))
     batches = list(cut.batches(4, seed=5, passes=3))
     passes = [torch.cat([batch.image_ids for batch in batches[n : n + 3]]).tolist() for n in (0, 3, 6)]
-    assert all(sorted(one) == list(range(12)) for one in passes)
+    assert all(sorted(pass_) == list(range(12)) for pass_ in passes)
     assert passes[0] != passes[1] != passes[2]
     again = [batch.image_ids.tolist() for batch in cut.batches(4, seed=5, passes=3)]
     assert again == [batch.image_ids.tolist() for batch in batches]

@@ -40,8 +40,8 @@ class Side:
         other = 1 - dist.get_rank()
         room = torch.empty_like(self.tensor)
         both = dist.batch_isend_irecv([dist.P2POp(dist.isend, self.tensor, other), dist.P2POp(dist.irecv, room, other)])
-        for one in both:
-            one.wait()
+        for item in both:
+            item.wait()
         return time.perf_counter() - began
 
     def fail(self, how: str) -> None:
@@ -89,7 +89,7 @@ def test_a_link_passes_what_its_rate_allows_and_is_counted(bench: Any) -> None:
             group.call("fail", how="end")
     least = (size * 4 - 2 * bench.BURST_BYTES) * 8 / rate
     assert seconds >= least  # both directions at once: one after the other would not tell
-    assert all(size * 4 <= one < size * 4 * 1.1 for both in moved for one in both)
+    assert all(size * 4 <= item < size * 4 * 1.1 for both in moved for item in both)
     assert psutil.Process().children(recursive=True) == before
 
 
