@@ -15,7 +15,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from geartrain.ams.scheduler.incarnations import Incarnations
 from geartrain.ams.scheduler.pauses import PauseDetector
@@ -56,15 +56,9 @@ class _Job:
     """So long streams are kept for ``expected_workers``, though fewer have come."""
 
     def copy(self) -> _Job:
-        return _Job(
-            list(self.cursors),
-            list(self.holders),
-            dict(self.workers),
-            dict(self.incarnations),
-            self.data,
-            self.expected_workers,
-            self.expected_until,
-        )
+        job = replace(self, cursors=list(self.cursors), holders=list(self.holders))
+        job.workers, job.incarnations = dict(self.workers), dict(self.incarnations)
+        return job
 
     @property
     def epoch(self) -> int:
@@ -141,7 +135,7 @@ class StreamLeases:
                 self._extend_all()
 
     def lease(
-        self, job: str, worker: str, incarnation: int, *, num_streams: int = 64, num_workers: int = 1, data: str = ""
+        self, job: str, worker: str, incarnation: int, num_streams: int = 64, num_workers: int = 1, data: str = ""
     ) -> StreamLease:
         """Give a worker its share of the free streams; return all that it holds, at their committed cursors.
 
@@ -413,6 +407,6 @@ def _from_json(value: bytes, deadline: float) -> tuple[str, _Job]:
         fields["holders"],
         {worker: _Worker(incarnation, deadline) for worker, incarnation in fields["workers"].items()},
         fields["incarnations"],
-        fields.get("data", ""),
+        fields["data"],
     )
     return fields["job"], job

@@ -16,9 +16,7 @@ from geartrain.ams.values.rpc import Ping, Rpc
 from geartrain.ams.values.scheduler_messages import (
     Beat,
     CheckCaller,
-    ClusterView,
     CreateClusterTable,
-    Cursor,
     DescribeCluster,
     DescribeHolders,
     DescribeStreams,
@@ -36,8 +34,6 @@ from geartrain.ams.values.scheduler_messages import (
     ReleaseStreams,
     RenewStreams,
     RestoreStreams,
-    StepsDone,
-    StreamHolders,
     StreamLease,
     StreamRenewal,
     TakeIncarnation,
@@ -60,30 +56,29 @@ class SchedulerHandlers:
     def __init__(self, scheduler: Scheduler, streams: StreamLeases, steps: WorkerSteps) -> None:
         self._scheduler = scheduler
         self._streams = streams
-        self._steps = steps
         self._jobs = RunningJobs()
         self.by_request: Mapping[type[Rpc[Any]], Callable[[Any, WaitingCaller], Any]] = {
             Ping: PingHandler("scheduler"),
             Register: self._register,
             Heartbeat: self._heartbeat,
-            LeaveCluster: self._leave,
+            LeaveCluster: lambda leave, _: scheduler.leave(leave.shard, leave.incarnation),
             PrepareLeave: self._prepare_leave,
             TellJob: self._tell_job,
-            DescribeCluster: self._describe,
+            DescribeCluster: lambda _, __: scheduler.describe(),
             CreateClusterTable: self._create_table,
             DropClusterTable: self._drop_table,
             PublishClusterTables: self._publish_tables,
-            TakeIncarnation: self._take_incarnation,
-            CheckCaller: self._check_caller,
-            FenceJob: self._fence_job,
+            TakeIncarnation: lambda take, _: scheduler.take_incarnation(take.chosen),
+            CheckCaller: lambda check, _: streams.require_current(check.caller),
+            FenceJob: lambda fence, _: streams.fence(fence.job, fence.incarnation),
             LeaseStreams: self._lease_streams,
             RenewStreams: self._renew_streams,
             ReleaseStreams: self._release_streams,
-            DescribeStreams: self._describe_streams,
-            DescribeHolders: self._describe_holders,
-            RestoreStreams: self._restore_streams,
-            TellSteps: self._tell_steps,
-            LeaveSteps: self._leave_steps,
+            DescribeStreams: lambda describe, _: streams.cursors(describe.job),
+            DescribeHolders: lambda describe, _: streams.holders(describe.job),
+            RestoreStreams: lambda restore, _: streams.restore(restore.job, restore.incarnation, restore.cursors),
+            TellSteps: lambda tell, _: steps.tell(tell.who, tell.done),
+            LeaveSteps: lambda leave, _: steps.leave(leave.who),
         }
 
     def _register(self, shard: Register, _: WaitingCaller) -> Registration:
@@ -106,9 +101,6 @@ class SchedulerHandlers:
         self._scheduler.hear_incarnation(beat.highest_incarnation)
         return self._scheduler.heartbeat(beat.shard, beat.incarnation, beat.memory_pool)
 
-    def _leave(self, leave: LeaveCluster, _: WaitingCaller) -> None:
-        self._scheduler.leave(leave.shard, leave.incarnation)
-
     def _prepare_leave(self, leave: PrepareLeave, _: WaitingCaller) -> JobsToAsk:
         self._scheduler.prepare_leave(leave.shard, leave.incarnation)
         return self._jobs.to_ask(was_restarted=self._scheduler.was_restarted)
@@ -116,9 +108,6 @@ class SchedulerHandlers:
     def _tell_job(self, tell: TellJob, _: WaitingCaller) -> tuple[int, ...]:
         self._jobs.tell(tell.job, tell.incarnation, done=tell.done)
         return self._scheduler.leaving_shards()
-
-    def _describe(self, _: DescribeCluster, __: WaitingCaller) -> ClusterView:
-        return self._scheduler.describe()
 
     def _create_table(self, create: CreateClusterTable, call: WaitingCaller) -> int:
         made = self._scheduler.create_table(
@@ -152,41 +141,11 @@ class SchedulerHandlers:
 
         return require
 
-    def _take_incarnation(self, take: TakeIncarnation, _: WaitingCaller) -> int:
-        return self._scheduler.take_incarnation(take.chosen)
-
-    def _check_caller(self, check: CheckCaller, _: WaitingCaller) -> None:
-        self._streams.require_current(check.caller)
-
-    def _fence_job(self, fence: FenceJob, _: WaitingCaller) -> None:
-        self._streams.fence(fence.job, fence.incarnation)
-
     def _lease_streams(self, lease: LeaseStreams, _: WaitingCaller) -> StreamLease:
-        return self._streams.lease(
-            *_who(lease), num_streams=lease.num_streams, num_workers=lease.num_workers, data=lease.data
-        )
+        return self._streams.lease(*lease.reader, lease.num_streams, lease.num_workers, lease.data)
 
     def _renew_streams(self, renew: RenewStreams, _: WaitingCaller) -> StreamRenewal:
-        return self._streams.renew(*_who(renew), renew.cursors)
+        return self._streams.renew(*renew.reader, renew.cursors)
 
     def _release_streams(self, release: ReleaseStreams, _: WaitingCaller) -> None:
-        self._streams.release(*_who(release), release.cursors, None if release.all else release.streams)
-
-    def _describe_streams(self, describe: DescribeStreams, _: WaitingCaller) -> dict[int, Cursor]:
-        return self._streams.cursors(describe.job)
-
-    def _describe_holders(self, describe: DescribeHolders, _: WaitingCaller) -> StreamHolders:
-        return self._streams.holders(describe.job)
-
-    def _restore_streams(self, restore: RestoreStreams, _: WaitingCaller) -> None:
-        self._streams.restore(restore.job, restore.incarnation, restore.cursors)
-
-    def _tell_steps(self, tell: TellSteps, _: WaitingCaller) -> StepsDone:
-        return self._steps.tell(tell.who, tell.done)
-
-    def _leave_steps(self, leave: LeaveSteps, _: WaitingCaller) -> None:
-        self._steps.leave(leave.who)
-
-
-def _who(request: LeaseStreams | RenewStreams | ReleaseStreams) -> tuple[str, str, int]:
-    return request.reader.job, request.reader.worker, request.reader.incarnation
+        self._streams.release(*release.reader, release.cursors, None if release.all else release.streams)

@@ -17,7 +17,7 @@ from geartrain.ams.scheduler.handlers import SchedulerHandlers
 from geartrain.ams.scheduler.incarnations import Incarnations
 from geartrain.ams.scheduler.scheduler import Scheduler
 from geartrain.ams.scheduler.worker_steps import WorkerSteps
-from geartrain.ams.storage.kv.store import KeyValueStore, LockedStore, MemoryStore
+from geartrain.ams.storage.kv.store import KeyValueStore, MemoryStore
 from geartrain.ams.values.config import SchedulerConfig
 
 _PULSES_PER_LEASE = 10
@@ -65,7 +65,7 @@ class SchedulerServer:
             raise
 
     def _start(self) -> str:
-        store = LockedStore(MemoryStore() if self._store is None else self._store)
+        store = MemoryStore() if self._store is None else self._store
         incarnations = Incarnations(store)
         streams = StreamLeases(store, self._config.stream_lease_seconds, incarnations=incarnations)
         steps = WorkerSteps(self._config.stream_lease_seconds)

@@ -15,11 +15,11 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from geartrain.ams.values.admission.rules import Admission, admission_from_json, admission_to_json, require_admission
+from geartrain.ams.values.admission.rules import Admission, MinCount, Probability, require_admission
 from geartrain.ams.values.arguments import integer, real_number
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.expiry.rules import Expiry, expiry_from_json
-from geartrain.ams.values.optimizers.registry import optimizer_from_json, optimizer_to_json, require_optimizer
+from geartrain.ams.values.optimizers.registry import optimizer_of, require_optimizer
 from geartrain.ams.values.optimizers.spec import RowOptimizerSpec, require, require_rate
 from geartrain.ams.values.text import quoted
 
@@ -226,9 +226,9 @@ class TableSpec:
         del agreed["incarnation"]
         return {
             **agreed,
-            "optimizer": optimizer_to_json(self.optimizer),
-            "initializer": {"kind": type(self.initializer).__name__, **asdict(self.initializer)},
-            "admission": admission_to_json(self.admission),
+            "optimizer": {"name": self.optimizer.name, "scalars": self.optimizer.scalars()},
+            "initializer": _with_kind(self.initializer),
+            "admission": None if self.admission is None else _with_kind(self.admission),
             "expiry": None if self.expiry is None else self.expiry.to_json(),
         }
 
@@ -245,20 +245,19 @@ class TableSpec:
     def from_dict(cls, fields: Mapping[str, Any]) -> Self:
         """Return what :meth:`to_dict` wrote. Raises InvalidArgument."""
         try:
-            return cls(
-                **{
-                    **fields,
-                    "optimizer": optimizer_from_json(fields["optimizer"]),
-                    "initializer": _of_kind(_INITIALIZERS, fields["initializer"]),
-                    "admission": admission_from_json(fields.get("admission")),
-                    "expiry": None if fields.get("expiry") is None else expiry_from_json(fields["expiry"]),
-                }
-            )
+            parts = {
+                "optimizer": optimizer_of(fields["optimizer"]["name"], fields["optimizer"]["scalars"]),
+                "initializer": _of_kind(_INITIALIZERS, fields["initializer"]),
+                "admission": fields["admission"] and _of_kind(_ADMISSIONS, fields["admission"]),
+                "expiry": fields["expiry"] and expiry_from_json(fields["expiry"]),
+            }
+            return cls(**{**fields, **parts})
         except (TypeError, KeyError, AttributeError) as exc:
             raise InvalidArgument(f"{dict(fields)!r} is not the specification of a table: {exc!r}") from exc
 
 
 _INITIALIZERS = {kind.__name__: kind for kind in (Constant, Uniform, Normal)}
+_ADMISSIONS = {kind.__name__: kind for kind in (Probability, MinCount)}
 
 
 def _differences(path: str, mine: Any, theirs: Any) -> Iterator[str]:
@@ -270,6 +269,10 @@ def _differences(path: str, mine: Any, theirs: Any) -> Iterator[str]:
             yield from _differences(name, getattr(mine, one.name), getattr(theirs, one.name))
     else:
         yield f"{path} is {mine!r}, not {theirs!r}"
+
+
+def _with_kind(value: Any) -> dict[str, Any]:
+    return {"kind": type(value).__name__, **asdict(value)}
 
 
 def _of_kind(kinds: Mapping[str, type[Any]], fields: Mapping[str, Any]) -> Any:

@@ -91,40 +91,45 @@ class PendingSnapshot:
         return self._work.result(timeout_seconds)
 
 
+@dataclass
 class _Hold:
     """Renews the leases of a freeze until the snapshot is done, and no longer than this process lives."""
 
-    def __init__(self, calls: ShardCalls, freeze: Freeze, caller: CallContext | None) -> None:
-        self._calls = calls
-        self._freeze = freeze
-        self._caller = caller
-        self._ended = threading.Event()
+    calls: ShardCalls
+    freeze: Freeze
+    caller: CallContext | None
+    check_caller: Callable[[], None]
+    graphs: GraphCalls | None
+    _ended: threading.Event = field(default_factory=threading.Event)
 
     def begin(self) -> None:
         """From now on."""
-        self._calls.held_snapshots.add(self._freeze.snapshot_id)
+        self.calls.held_snapshots.add(self.freeze.snapshot_id)
         renewing = threading.Thread(target=self._renew, name="geartrain-freeze", daemon=True)
         shielded(renewing.start)
 
     def end(self) -> None:
         """No more. Idempotent."""
         self._ended.set()
-        self._calls.held_snapshots.discard(self._freeze.snapshot_id)
+        self.calls.held_snapshots.discard(self.freeze.snapshot_id)
 
     def require_current(self) -> None:
-        """Raise StaleClient if a shard knows that this process was superseded; one that is silent is passed over."""
+        """Raise StaleClient if a shard or the scheduler knows that this process was superseded. Who is silent is passed
+        over."""
         for outcome in self._renewed():
             if isinstance(outcome, StaleClient):
                 raise outcome
+        with suppress(SchedulerUnavailable):  # the shards know as well
+            self.check_caller()
 
     def _renewed(self) -> list[Outcome]:
-        return self._calls.on_all_shards(self._freeze, _TELL_SECONDS, recovery_seconds=0, caller=self._caller)
+        return self.calls.on_all_shards(self.freeze, _TELL_SECONDS, recovery_seconds=0, caller=self.caller)
 
     def _renew(self) -> None:
         while not self._ended.wait(_RENEW_SECONDS):
             with suppress(GeartrainError):  # of a shard: the writing, or the commit, hears of it
                 self._renewed()
-            if self._calls.has_given_up:
+            if self.calls.has_given_up:
                 return
 
 
@@ -179,7 +184,7 @@ def begin_snapshot(
     freeze = Freeze(
         snapshot_id=staging.id, tables=chosen, parent_id=parent_id, export_root=str(root) if rows_alone else ""
     )
-    hold = _Hold(calls, freeze, caller)
+    hold = _Hold(calls, freeze, caller, check_caller, graphs)
     try:
         hold.begin()
         # One that waited on a shard for another to end would hold moments far apart.
@@ -189,7 +194,7 @@ def begin_snapshot(
         if changed:
             raise SnapshotFailed(f"tables {sorted(changed)} were dropped or made anew at that moment; take it again")
         write = WriteFrozen(snapshot_id=staging.id, folder=staging.path, rows_alone=rows_alone)
-        work = calls.background(_finish, calls, staging, specs, job, older, caller, check_caller, graphs, hold, write)
+        work = calls.background(_finish, hold, staging, specs, job, older, write)
     except BaseException:  # also Ctrl-C
         hold.end()
         _give_up(calls, staging)
@@ -198,17 +203,9 @@ def begin_snapshot(
 
 
 def _finish(
-    calls: ShardCalls,
-    staging: Staging,
-    specs: list[TableSpec],
-    job: JobContents,
-    older: Snapshot | None,
-    caller: CallContext | None,
-    check_caller: Callable[[], None],
-    graphs: GraphCalls | None,
-    hold: _Hold,
-    write: WriteFrozen,
+    hold: _Hold, staging: Staging, specs: list[TableSpec], job: JobContents, older: Snapshot | None, write: WriteFrozen
 ) -> Place:
+    calls, caller = hold.calls, hold.caller
     try:
         if older is not None:
             _require_parent(older)  # nothing is added to what cannot be restored
@@ -230,11 +227,9 @@ def _finish(
             write_job_file(staging.path, snapshot_id=staging.id, name=name, data=data)
             for name, data in job.files.items()
         ]
-        files += _graph_files(graphs, staging, specs, files)
+        files += _graph_files(hold.graphs, staging, specs, files)
         if caller is not None:  # it may have been stopped for long, and its job have gone on without it
             hold.require_current()
-            with suppress(SchedulerUnavailable):  # the shards know as well
-                check_caller()
         path = staging.commit(
             step=job.step,
             created=time.time(),

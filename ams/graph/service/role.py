@@ -16,7 +16,7 @@ from geartrain.ams.rpc.ping import PingHandler
 from geartrain.ams.rpc.server.binding import Call, Handlers, bind
 from geartrain.ams.rpc.server.server import GrpcServer
 from geartrain.ams.rpc.services import GRAPH
-from geartrain.ams.storage.kv.store import KeyValueStore, LockedStore
+from geartrain.ams.storage.kv.store import KeyValueStore
 from geartrain.ams.storage.snapshot.roots import SnapshotRoots, checked_snapshot_id
 from geartrain.ams.values.config import GraphConfig
 from geartrain.ams.values.errors import InvalidArgument, StateDamaged
@@ -147,7 +147,7 @@ class GraphServer:
             from geartrain.ams.storage.kv.lmdb_store import LmdbStore
 
             try:
-                self._store = LockedStore(LmdbStore(config.data))
+                self._store = LmdbStore(config.data)
             except StateDamaged as exc:
                 raise StateDamaged(
                     f"{exc}. (Here are graphs alone, which can be built again: move the folder away)"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -130,27 +130,25 @@ class Counters:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._hits = self._misses = self._damaged = self._written = self._evicted = 0
+        self._counts = StoreCounts()
 
     def read(self, values: Sequence[bytes | None], damaged: int = 0) -> None:
         """Records were asked for."""
         misses = values.count(None)
-        with self._lock:
-            self._hits += len(values) - misses
-            self._misses += misses
-            self._damaged += damaged
+        self._add(hits=len(values) - misses, misses=misses, damaged=damaged)
 
     def wrote(self, written: int, evicted: int = 0) -> None:
         """Records were kept, and others dropped for them."""
-        with self._lock:
-            self._written += written
-            self._evicted += evicted
+        self._add(written=written, evicted=evicted)
 
     def counts(self, records: int | None = None, stored_bytes: int | None = None) -> StoreCounts:
         """The counts now."""
+        return replace(self._counts, records=records, stored_bytes=stored_bytes)
+
+    def _add(self, **more: int) -> None:
         with self._lock:
-            return StoreCounts(
-                self._hits, self._misses, self._damaged, self._written, self._evicted, records, stored_bytes
+            self._counts = replace(
+                self._counts, **{name: getattr(self._counts, name) + number for name, number in more.items()}
             )
 
 

@@ -8,6 +8,7 @@ each transaction, which finds a store that fell back to an older one.
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import lmdb
 import xxhash
 
 from geartrain.ams.storage.kv.lmdb_file import check_structure, commit, lock_folder, open_environment
-from geartrain.ams.storage.kv.store import REMEDY, seal, unseal
+from geartrain.ams.storage.kv.store import REMEDY, apply_changes, seal, unseal
 from geartrain.ams.values.errors import StateDamaged, StateFailed
 
 _FILE = "state.lmdb"
@@ -33,6 +34,7 @@ class LmdbStore:
         self._path = self._folder / _FILE
         self._environment: lmdb.Environment | None = None
         self._failure: str | None = None
+        self._mutex = threading.Lock()
         self._values: dict[str, bytes] = {}
         self._sums: dict[str, int] = {}
         self._revision = 0
@@ -45,10 +47,15 @@ class LmdbStore:
 
     def read_all(self) -> dict[str, bytes]:
         """See :class:`KeyValueStore`."""
-        return dict(self._values)
+        with self._mutex:
+            return dict(self._values)
 
     def write(self, changes: Mapping[str, bytes | None]) -> None:
         """See :class:`KeyValueStore`."""
+        with self._mutex:
+            self._write(changes)
+
+    def _write(self, changes: Mapping[str, bytes | None]) -> None:
         if self._failure is not None:
             raise StateFailed(self._failure)
         sealed = {key: None if value is None else seal(key, value) for key, value in changes.items()}
@@ -66,11 +73,7 @@ class LmdbStore:
             self._failure = f"{self._path} could not be written: {exc}; mend the cause and start this role again"
             raise StateFailed(self._failure) from exc
         self._revision, self._sums = revision, sums
-        for key, value in changes.items():
-            if value is None:
-                self._values.pop(key, None)
-            else:
-                self._values[key] = value
+        apply_changes(self._values, changes)
 
     def close(self) -> None:
         """See :class:`KeyValueStore`."""

@@ -18,7 +18,7 @@ _SEAL_BYTES = 8
 
 
 class KeyValueStore(Protocol):
-    """Small state that outlives its process, or does not. Not thread-safe."""
+    """Small state that outlives its process, or does not. Thread-safe."""
 
     def read_all(self) -> dict[str, bytes]:
         """Return every value by its key. Raises StateDamaged, naming the key or the file."""
@@ -38,44 +38,29 @@ class MemoryStore:
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
-
-    def read_all(self) -> dict[str, bytes]:
-        """See :class:`KeyValueStore`."""
-        return dict(self._values)
-
-    def write(self, changes: Mapping[str, bytes | None]) -> None:
-        """See :class:`KeyValueStore`."""
-        for key, value in changes.items():
-            if value is None:
-                self._values.pop(key, None)
-            else:
-                self._values[key] = value
-
-    def close(self) -> None:
-        """See :class:`KeyValueStore`."""
-
-
-class LockedStore:
-    """A store that several threads may use."""
-
-    def __init__(self, store: KeyValueStore) -> None:
-        self._store = store
         self._lock = threading.Lock()
 
     def read_all(self) -> dict[str, bytes]:
         """See :class:`KeyValueStore`."""
         with self._lock:
-            return self._store.read_all()
+            return dict(self._values)
 
     def write(self, changes: Mapping[str, bytes | None]) -> None:
         """See :class:`KeyValueStore`."""
         with self._lock:
-            self._store.write(changes)
+            apply_changes(self._values, changes)
 
     def close(self) -> None:
         """See :class:`KeyValueStore`."""
-        with self._lock:
-            self._store.close()
+
+
+def apply_changes(values: dict[str, bytes], changes: Mapping[str, bytes | None]) -> None:
+    """Set these values (None: remove) in memory."""
+    for key, value in changes.items():
+        if value is None:
+            values.pop(key, None)
+        else:
+            values[key] = value
 
 
 def seal(key: str, value: bytes) -> bytes:

@@ -184,18 +184,7 @@ def damaged(folder: Place, entry: FileEntry, why: str) -> SnapshotDamaged:
     )
 
 
-def _write(
-    staging_path: str,
-    snapshot_id: str,
-    *parts: bytes | memoryview,
-    path: str,
-    kind: str,
-    table: str | None = None,
-    shard: int | None = None,
-    index: int = 0,
-    num_rows: int = 0,
-    buckets: list[int] | None = None,
-) -> FileEntry:
+def _write(staging_path: str, snapshot_id: str, *parts: bytes | memoryview, path: str, **labels: Any) -> FileEntry:
     staging = place(staging_path)
     store = store_of(staging)
     if not store.is_staging(staging, snapshot_id):
@@ -205,17 +194,8 @@ def _write(
         num_bytes += len(part)
         content.update(part)
     try:
-        entry = FileEntry(
-            path=path,
-            kind=kind,
-            table=table,
-            shard=shard,
-            index=index,
-            num_rows=num_rows,
-            bytes=num_bytes,
-            xxh3_128=content.hexdigest(),
-            buckets=buckets,
-        )
+        fields = {"table": None, "shard": None, "index": 0, "num_rows": 0, **labels}
+        entry = FileEntry(path=path, bytes=num_bytes, xxh3_128=content.hexdigest(), **fields)
     except ValidationError as exc:
         raise InvalidArgument(in_words(exc)) from exc
     try:

@@ -22,7 +22,6 @@ import os
 import re
 import stat
 import uuid
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime
@@ -129,111 +128,44 @@ def is_name(name: object) -> bool:
     return isinstance(name, str) and re.fullmatch(SNAPSHOT_NAME, name) is not None
 
 
-def store_of(folder: Place) -> SnapshotStore:
+def store_of(folder: Place) -> _LocalStore | _UrlStore:
     """Return what reads and writes there."""
     return _LocalStore() if isinstance(folder, Path) else _UrlStore(folder)
 
 
-class SnapshotStore(ABC):
-    """The folders of snapshots and their files. Every method may raise OSError."""
+class _LocalStore:
+    """The folders of snapshots and their files. Every method may raise OSError; :class:`_UrlStore` has the same."""
 
-    @abstractmethod
-    def staging(self, root: Place, name: str, snapshot_id: str) -> Place:
-        """The folder to write a snapshot in."""
-
-    @abstractmethod
-    def is_staging(self, folder: Place, snapshot_id: str) -> bool:
-        """Whether it is such a folder."""
-
-    @abstractmethod
-    def create(self, staging: Place) -> None:
-        """Create the folder and those above it."""
-
-    @abstractmethod
-    def write(self, folder: Place, name: str, *parts: Buffer) -> None:
-        """Write a file of these parts that appears whole and safe, or not at all; one of that name is replaced."""
-
-    @abstractmethod
-    def drop(self, folder: Place, name: str) -> None:
-        """Remove a file. Raises FileNotFoundError."""
-
-    @abstractmethod
-    def sync(self, folder: Place) -> None:
-        """Return once the names in the folder are safe."""
-
-    @abstractmethod
-    def publish(self, staging: Place, final: Place) -> None:
-        """Make what was written the snapshot ``final``; if that fails, there is none of that name."""
-
-    @abstractmethod
-    def exists(self, folder: Place) -> bool:
-        """Whether the place is taken."""
-
-    @abstractmethod
-    def files_of(self, folder: Place, snapshot_id: str) -> Place:
-        """The folder of a snapshot's files."""
-
-    @abstractmethod
-    def names(self, folder: Place) -> list[str]:
-        """What lies in a folder. Raises FileNotFoundError."""
-
-    @abstractmethod
-    def size(self, folder: Place, name: str) -> int | None:
-        """Bytes of a file; None if it is something else. Raises FileNotFoundError."""
-
-    @abstractmethod
-    def read(self, folder: Place, name: str) -> bytes:
-        """The content of a file. Raises FileNotFoundError."""
-
-    @abstractmethod
-    def first_written(self, folder: Place) -> float:
-        """When the oldest file of a snapshot was written, Unix time in seconds; infinity if that is not known."""
-
-    @abstractmethod
-    def snapshots(self, root: Place) -> list[str]:
-        """Names of the snapshots, or what remains of them. Raises FileNotFoundError if there is no such root."""
-
-    @abstractmethod
-    def discard(self, staging: Place) -> None:
-        """Remove what can be removed of a snapshot that was given up. Raises nothing."""
-
-    @abstractmethod
-    def hide(self, folder: Place) -> Place:
-        """Make a snapshot no snapshot, in one step; return where its files are to be removed."""
-
-    @abstractmethod
-    def remove(self, hidden: Place) -> None:
-        """Remove what :meth:`hide` returned."""
-
-    @abstractmethod
-    def sweep(self, root: Place, stale_before: float) -> None:
-        """Remove what is no snapshot and was last written before ``stale_before`` (Unix time in seconds)."""
-
-
-class _LocalStore(SnapshotStore):
     def staging(self, root: Place, name: str, snapshot_id: str) -> Path:
+        """The folder to write a snapshot in."""
         return Path(root) / f"{_STAGING}{name}-{snapshot_id}"
 
     def is_staging(self, folder: Place, snapshot_id: str) -> bool:
+        """Whether it is such a folder."""
         name = name_of(folder)
         return name.startswith(_STAGING) and name.endswith(f"-{snapshot_id}")
 
     def create(self, staging: Place) -> None:
+        """Create the folder and those above it."""
         create_folders(Path(staging).parent)
         disk.create_folder(Path(staging))  # not synced, which would keep a step waiting: its final name is
 
     def write(self, folder: Place, name: str, *parts: Buffer) -> None:
+        """Write a file of these parts that appears whole and safe, or not at all; one of that name is replaced."""
         with _opened(folder) as here:
             write_file(here / name, *parts)
 
     def drop(self, folder: Place, name: str) -> None:
+        """Remove a file. Raises FileNotFoundError."""
         with _opened(folder) as here:
             (here / name).unlink()
 
     def sync(self, folder: Place) -> None:
+        """Return once the names in the folder are safe."""
         sync_folder(Path(folder))
 
     def publish(self, staging: Place, final: Place) -> None:
+        """Make what was written the snapshot ``final``; if that fails, there is none of that name."""
         try:
             failpoints.reach("snapshot.rename.before")
             disk.rename(Path(staging), Path(final))
@@ -246,6 +178,7 @@ class _LocalStore(SnapshotStore):
             raise
 
     def exists(self, folder: Place) -> bool:
+        """Whether the place is taken."""
         try:
             with _opened(folder) as here:
                 return here.exists()
@@ -253,42 +186,52 @@ class _LocalStore(SnapshotStore):
             return False
 
     def files_of(self, folder: Place, snapshot_id: str) -> Place:  # noqa: ARG002
+        """The folder of a snapshot's files."""
         return folder
 
     def names(self, folder: Place) -> list[str]:
+        """What lies in a folder. Raises FileNotFoundError."""
         with _opened(folder) as here:
             return [child.name for child in here.iterdir()]
 
     def size(self, folder: Place, name: str) -> int | None:
+        """Bytes of a file; None if it is something else. Raises FileNotFoundError."""
         with _opened(folder) as here:
             status = (here / name).lstat()
         return status.st_size if stat.S_ISREG(status.st_mode) else None
 
     def read(self, folder: Place, name: str) -> bytes:
+        """The content of a file. Raises FileNotFoundError."""
         with _opened(folder) as here:
             descriptor = os.open(here / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)  # a pipe would be waited for
         with os.fdopen(descriptor, "rb") as file:
             return file.read()
 
     def first_written(self, folder: Place) -> float:
+        """When the oldest file of a snapshot was written, Unix time in seconds; infinity if that is not known."""
         return min((child.lstat().st_mtime for child in Path(folder).iterdir()), default=float("inf"))
 
     def snapshots(self, root: Place) -> list[str]:
+        """Names of the snapshots, or what remains of them. Raises FileNotFoundError if there is no such root."""
         return [name for name in self.names(root) if is_name(name) and self._is_snapshot(Path(root) / name)]
 
     def discard(self, staging: Place) -> None:
+        """Remove what can be removed of a snapshot that was given up. Raises nothing."""
         remove_quietly(Path(staging))
 
     def hide(self, folder: Place) -> Path:
+        """Make a snapshot no snapshot, in one step; return where its files are to be removed."""
         trash = Path(folder).with_name(f"{_TRASH}{name_of(folder)}-{uuid.uuid4().hex}")
         disk.rename(Path(folder), trash)
         sync_folder(trash.parent)
         return trash
 
     def remove(self, hidden: Place) -> None:
+        """Remove what :meth:`hide` returned."""
         disk.remove_folder(Path(hidden))
 
     def sweep(self, root: Place, stale_before: float) -> None:
+        """Remove what is no snapshot and was last written before ``stale_before`` (Unix time in seconds)."""
         if not Path(root).is_dir():
             return
         for child in sorted(Path(root).iterdir()):
@@ -342,7 +285,7 @@ def _opened(folder: Place) -> Iterator[Path]:
         os.close(descriptor)
 
 
-class _UrlStore(SnapshotStore):
+class _UrlStore:
     def __init__(self, url: str) -> None:
         with _typed_argument(url):
             self._system: Any = fsspec.core.url_to_fs(url)[0]

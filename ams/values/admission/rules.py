@@ -6,9 +6,7 @@ Values only, no state. Compiled code decides (``csrc/admission/admission.hpp``),
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from geartrain.ams.values.admission.filters import BLOCK_BYTES, best, rate_of
 from geartrain.ams.values.arguments import integer, real_number
@@ -118,7 +116,6 @@ class MinCount:
 
 
 Admission = Probability | MinCount
-_KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in (Probability, MinCount)}
 
 
 def require_admission(admission: object) -> None:
@@ -127,16 +124,3 @@ def require_admission(admission: object) -> None:
         raise InvalidArgument(
             f"admission is {quoted(admission)}; it must be gt.MinCount(3), gt.Probability(0.1), or None: every id"
         )
-
-
-def admission_to_json(admission: Admission | None) -> dict[str, Any] | None:
-    """Return it as JSON values."""
-    return None if admission is None else {"kind": type(admission).__name__, **asdict(admission)}
-
-
-def admission_from_json(values: Mapping[str, Any] | None) -> Admission | None:
-    """Return what :func:`admission_to_json` gave. Raises KeyError and TypeError for anything else."""
-    if values is None:
-        return None
-    made: Admission = _KINDS[values["kind"]](**{name: value for name, value in values.items() if name != "kind"})
-    return made

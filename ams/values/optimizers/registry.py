@@ -37,9 +37,7 @@ __all__ = [
     "RowWiseAdagrad",
     "RowWiseAdam",
     "SparseMomentum",
-    "optimizer_from_json",
     "optimizer_of",
-    "optimizer_to_json",
     "optimizer_with",
     "require_optimizer",
 ]
@@ -97,13 +95,3 @@ def require_optimizer(value: object) -> None:
         *others, last = (kind.__name__ for kind in OPTIMIZERS.values())
         kinds = f"{', '.join(others)} or {last}"
         raise InvalidArgument(f"optimizer is {value!r}; it must be an instance of {kinds}, all of geartrain")
-
-
-def optimizer_to_json(optimizer: RowOptimizerSpec) -> dict[str, Any]:
-    """Return JSON values for :func:`optimizer_from_json`."""
-    return {"name": optimizer.name, "scalars": optimizer.scalars()}
-
-
-def optimizer_from_json(fields: Mapping[str, Any]) -> RowOptimizerSpec:
-    """Return the optimizer of these JSON values. Raises InvalidArgument, KeyError, TypeError."""
-    return optimizer_of(fields["name"], fields["scalars"])

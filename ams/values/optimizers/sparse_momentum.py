@@ -79,13 +79,8 @@ class SparseMomentum(RowOptimizerSpec):
 
     def scalars(self) -> dict[str, float]:
         """See the base class."""
-        elapsed = float(self.untouched == "elapsed")
-        return {
-            "lr": float(self.lr),
-            "momentum": float(self.momentum),
-            "weight_decay": float(self.weight_decay),
-            "elapsed": elapsed,
-        }
+        numbers = {name: float(getattr(self, name)) for name in ("lr", "momentum", "weight_decay")}
+        return {**numbers, "elapsed": float(self.untouched == "elapsed")}
 
     @classmethod
     def from_scalars(cls, scalars: Mapping[str, float]) -> Self:

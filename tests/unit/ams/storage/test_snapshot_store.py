@@ -94,7 +94,7 @@ def test_a_snapshot_that_is_pruned_between_two_looks_is_not_there(
     kind = type(store.store_of(path))
     real = getattr(kind, look)
 
-    def late(self: store.SnapshotStore, *args: Any) -> Any:
+    def late(self: Any, *args: Any) -> Any:
         self.hide(path)  # as prune does it first: its other files are there still
         monkeypatch.setattr(kind, look, real)
         return real(self, *args)
