@@ -132,7 +132,14 @@ def _accuracy(problem: Problem, arm: str, seed: int) -> float:
         return _of_twenty_lines(problem, backbone)
     settings = _settings(arm)
     with gt.local() as cluster:
-        head = gt.ClassHead(cluster, "classes", num_classes=problem.num_classes, dim=problem.dim, seed=seed, **settings)
+        head = gt.ClassHead(
+            cluster,
+            "classes",
+            num_classes=problem.num_classes,
+            dim=problem.dim,
+            config=gt.HeadConfig(seed=seed),
+            **settings,
+        )
         if arm in IMPRINTED:
             head.imprint(problem.batches, backbone)
         network, rows = torch.optim.AdamW(backbone.parameters(), lr=1e-3), gt.RowOptimizer(head)
@@ -148,7 +155,9 @@ def _accuracy(problem: Problem, arm: str, seed: int) -> float:
 def _of_linear(problem: Problem, backbone: nn.Module, seed: int) -> float:
     layer = nn.Linear(problem.dim, problem.num_classes)
     with gt.local() as cluster, torch.no_grad():  # its first weights are the head's, so that chance parts them less
-        head = gt.ClassHead(cluster, "classes", num_classes=problem.num_classes, dim=problem.dim, seed=seed)
+        head = gt.ClassHead(
+            cluster, "classes", num_classes=problem.num_classes, dim=problem.dim, config=gt.HeadConfig(seed=seed)
+        )
         layer.weight.copy_(head.weights())
     optimizer = torch.optim.AdamW([*backbone.parameters(), *layer.parameters()], lr=1e-3)
     for inputs, labels in problem.batches:

@@ -23,6 +23,7 @@ from geartrain.ams.client.factory import local
 from geartrain.ams.programs.selection import FullSoftmax, PartialFC
 from geartrain.ams.values.optimizers.registry import SparseMomentum
 from geartrain.bridge.head.class_head import ClassHead
+from geartrain.bridge.head.config import HeadConfig
 from geartrain.bridge.head.loss.margins.angular import ArcFace
 from geartrain.bridge.rows.optimizer import RowOptimizer
 from geartrain.launch.bench import Result
@@ -87,8 +88,7 @@ def _train_ours(rate: float, num_classes: int) -> None:
             select=FullSoftmax() if rate == 1 else PartialFC(rate),
             margin=ArcFace(scale=64),
             optimizer=SparseMomentum(lr=0.1, momentum=0.9),
-            dtype="float16",
-            slot_dtype="float16",
+            config=HeadConfig(dtype="float16", slot_dtype="float16"),
         )
         block = _block().numpy()
         for start in range(0, num_classes, _FILL_ROWS):

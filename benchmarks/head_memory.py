@@ -57,8 +57,7 @@ def _measure(rows: str, rate: float) -> dict[str, int]:
                 margin=gt.ArcFace(scale=64),
                 optimizer=gt.SparseMomentum(lr=0.1),
                 rows=rows,
-                dtype="float16",
-                slot_dtype="float16",
+                config=gt.HeadConfig(dtype="float16", slot_dtype="float16"),
             )
 
         _train(head_of("small", 64, 8), 1)  # loads libraries and starts threads, which belong to no head

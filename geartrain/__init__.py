@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from geartrain.bridge.embedding.modes import SSP
     from geartrain.bridge.gear.slow_gear import SlowGear
     from geartrain.bridge.head.class_head import ClassHead
+    from geartrain.bridge.head.config import HeadConfig
     from geartrain.bridge.head.loss.functional import class_center_sample, margin_cross_entropy
     from geartrain.bridge.head.loss.margins.adaface import AdaFace
     from geartrain.bridge.head.loss.margins.angular import ArcFace, CombinedMargin, CosFace, SphereFace
@@ -123,6 +124,7 @@ __all__ = [
     "FullSoftmax",
     "GroupFollower",
     "Hardware",
+    "HeadConfig",
     "ItemTree",
     "KNNSoftmax",
     "KafkaSamples",
@@ -225,6 +227,7 @@ _HOMES = {
     "geartrain.bridge.embedding.modes": ("SSP",),
     "geartrain.bridge.gear.slow_gear": ("SlowGear",),
     "geartrain.bridge.head.class_head": ("ClassHead",),
+    "geartrain.bridge.head.config": ("HeadConfig",),
     "geartrain.bridge.head.loss.functional": ("class_center_sample", "margin_cross_entropy"),
     "geartrain.bridge.head.selection.knn_selection": ("KNNSoftmax",),
     "geartrain.bridge.head.loss.margins.adaface": ("AdaFace",),

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
+from typing import TYPE_CHECKING, Any, Never, NoReturn, SupportsIndex
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from geartrain.ams.programs.selection import Selection
@@ -19,13 +18,14 @@ from geartrain.ams.storage.snapshot.store import Place
 from geartrain.ams.values.arguments import boolean, integer
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
-from geartrain.ams.values.specs import MAX_DIM, DTypeName, Initializer
+from geartrain.ams.values.specs import MAX_DIM, Initializer
 from geartrain.bridge.head.autograd_node import HeadCall, head_loss
 from geartrain.bridge.head.backends.backend import HeadSettings, RowBackend
 from geartrain.bridge.head.backends.registry import backend_named
 from geartrain.bridge.head.biases import require_no_margin, with_ones
 from geartrain.bridge.head.checks import FIXED_SETTINGS, check_features, check_margin, check_selection, check_wanted_ids
 from geartrain.bridge.head.class_changes import add_classes, retire_classes
+from geartrain.bridge.head.config import HeadConfig, checked_config
 from geartrain.bridge.head.defaults import (
     DEFAULT_OPTIMIZER,
     DEFAULT_SELECT,
@@ -38,7 +38,6 @@ from geartrain.bridge.head.imprint import features_of, imprint_rows, in_eval_mod
 from geartrain.bridge.head.loss.feature_parts import FeatureParts, parts_loss
 from geartrain.bridge.head.loss.margins.margin import AnyMargin
 from geartrain.bridge.head.loss.margins.scale import automatic_scale, scale_of
-from geartrain.bridge.head.loss.samples import LossSettings, Reduction
 from geartrain.bridge.head.loss.statistics import LearningWatch, StepStatistics
 from geartrain.bridge.head.sub_centers import check_sub_centers, dominant_centers, require_margin
 from geartrain.bridge.rows.eager import runs_eagerly
@@ -75,21 +74,13 @@ class ClassHead(nn.Module):
         margin: AnyMargin | None = None,
         sub_centers: int = 1,
         bias: bool = False,
-        reduction: Reduction = "mean",
-        ignore_index: int | None = -100,
-        label_smoothing: float = 0.0,
         optimizer: RowOptimizerSpec | None = None,
         rows: str = "pull",
-        dtype: DTypeName = "float32",
-        slot_dtype: DTypeName = "float32",
         initializer: Initializer | None = None,
-        seed: int = 0,
         reuse: bool = False,
         sync: bool = False,
-        process_group: dist.ProcessGroup | None = None,
-        rows_cache_bytes: int = 64 << 20,
-        logits_cache_bytes: int | None = None,
-        wire_dtype: DTypeName | None = None,
+        config: HeadConfig | None = None,
+        **moved: Never,
     ) -> None:
         """Create the table ``name`` of ``num_classes`` rows of width ``dim`` (or open it with ``reuse``).
 
@@ -111,14 +102,6 @@ class ClassHead(nn.Module):
                 ArcFace): room for wrong labels and for several looks. With a margin only, and not with KNN softmax or
                 smoothed labels. Rows and slots take so many times the memory.
             bias: Whether each class has a bias, as in ``nn.Linear``: a last column of its row. Without a margin only.
-            reduction: ``"mean"`` over the samples (by their weights, if they have any), ``"sum"``, or ``"none"``: the
-                losses [B].
-            ignore_index: A sample with this label takes no part: its loss is 0, it activates no class, and no mean
-                counts it. None: there is no such label.
-            label_smoothing: So much of a sample's target, in [0, 1], is spread evenly over the classes, as
-                ``torch.nn.functional.cross_entropy`` does: over the active ones or, where the selection corrects its
-                logits, over all living ones (of which the active ones are an estimate). With a margin this part is over
-                the logits without it.
             optimizer: Applied where the rows are. None: AdamW at 1e-3, or where a sample of the classes is drawn (and
                 none come and go) at 1e-3 times ``num_classes`` / active ones; its slots are twice the rows. None with a
                 margin whose scale is at most the automatic one (and no ``reduction="sum"``): SparseMomentum at 0.2, of
@@ -127,32 +110,26 @@ class ClassHead(nn.Module):
                 the rows; features travel to the shards (costs: ``hosted_rows.py``). ``"ranks"``: the ranks of
                 ``process_group`` hold C / ranks classes each on their devices; labels and features are all-gathered.
                 Such rows are in no snapshot of a cluster: :meth:`snapshot` and :meth:`restore` are theirs.
-            dtype: Storage type of the rows: float32, float16 or bfloat16.
-            slot_dtype: That of their slots.
             initializer: Gives their first values; None: those of ``nn.Linear``, uniform in ±1/√dim.
-            seed: Of the initializer.
             reuse: Open a table that is there, if it has these settings.
             sync: Train together with the other ranks of torch.distributed, if that is initialised.
-            process_group: The ranks that train together; None: all of them, if ``sync`` or ``rows="ranks"`` says so.
-            rows_cache_bytes: With ``rows="pull"`` active rows of up to so many bytes are pulled once and held until the
-                step; more are streamed twice.
-            logits_cache_bytes: So many bytes of logits are kept instead of computed again; None: 26 MiB, on ranks 64
-                MiB.
-            wire_dtype: With ``rows="pull"`` and float32 rows: the type in which rows and gradients of a step travel,
-                ``"bfloat16"`` or ``"float16"``, half the bytes. Predictions, graphs and exports read float32.
+            config: What is seldom given: types of rows and slots, reduction, ignored and smoothed labels, seed, process
+                group, caches (:class:`geartrain.HeadConfig`).
+            moved: What ``config`` holds now: TypeError.
 
         Raises TableExists, SpecMismatch, InvalidArgument.
         """
         super().__init__()
+        config = checked_config(config, moved, "ClassHead")
         num_classes = integer("num_classes", num_classes, 1)
         self.num_classes = num_classes
         self.dim = dim = integer("dim", dim, 1, MAX_DIM)
         self.bias = boolean("bias", bias)
-        self._loss = LossSettings(reduction=reduction, ignore_index=ignore_index, label_smoothing=label_smoothing)
-        self.sub_centers = check_sub_centers(sub_centers, dim, check_selection(select), self._loss)
+        self._reduction = config.reduction
+        self.sub_centers = check_sub_centers(sub_centers, dim, check_selection(select), config)
         margin = self._checked(margin)
         suits_momentum = margin is not None and scale_of(margin) <= automatic_scale(num_classes)
-        if optimizer is None and suits_momentum and reduction != "sum":  # of a sum, gradients are a batch larger
+        if optimizer is None and suits_momentum and config.reduction != "sum":  # of a sum, gradients are a batch larger
             optimizer = margin_optimizer(num_classes if num_living is None else num_living)
         elif optimizer is None:
             optimizer = default_optimizer(select, num_classes) if num_living is None else DEFAULT_OPTIMIZER
@@ -165,19 +142,12 @@ class ClassHead(nn.Module):
             sub_centers=self.sub_centers,
             select=select,
             margin=margin,
-            loss=self._loss,
             optimizer=optimizer,
-            dtype=dtype,
-            slot_dtype=slot_dtype,
             initializer=initializer if initializer is not None else linear_initializer(dim),
-            seed=seed,
             cluster=cluster,
             reuse=boolean("reuse", reuse),
             sync=boolean("sync", sync),
-            process_group=process_group,
-            rows_cache_bytes=integer("rows_cache_bytes", rows_cache_bytes, 0),
-            logits_cache_bytes=logits_cache_bytes,
-            wire_dtype=wire_dtype,
+            config=config,
         )
         self._stats: StepStatistics | None = None
         self._watch = LearningWatch()
@@ -309,7 +279,7 @@ class ClassHead(nn.Module):
         with torch.inference_mode(False), torch.no_grad():
             call = self._backend.begin(features, labels, weight, in_training=self.training, want_rows=training)
         carrier = self.row_update.carrier_on(features.device)
-        loss = head_loss(features, carrier if training else carrier.detach(), call, self._loss.reduction)
+        loss = head_loss(features, carrier if training else carrier.detach(), call, self._reduction)
         self._note(call, training)
         return loss
 
@@ -329,7 +299,7 @@ class ClassHead(nn.Module):
         with torch.inference_mode(False), torch.no_grad():
             call = self._backend.begin_parts(parts, labels, weight, in_training=self.training, want_rows=training)
         carrier = self.row_update.carrier_on(parts.joined[0].device)
-        loss = parts_loss(parts, carrier if training else carrier.detach(), call, self._loss.reduction)
+        loss = parts_loss(parts, carrier if training else carrier.detach(), call, self._reduction)
         self._note(call, training)
         return loss
 

@@ -7,7 +7,7 @@ Legend: that of ``memory_plan.py``.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Never
 
 import torch
 
@@ -18,9 +18,10 @@ from geartrain.ams.values.arguments import integer
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
 from geartrain.ams.values.placement import MAX_SHARDS
-from geartrain.ams.values.specs import DTypeName, TableSpec, checked_wire_dtype
+from geartrain.ams.values.specs import TableSpec, checked_wire_dtype
 from geartrain.ams.values.text import counted
 from geartrain.bridge.head.backends.registry import backend_named
+from geartrain.bridge.head.config import HeadConfig, checked_config
 from geartrain.bridge.head.defaults import DEFAULT_OPTIMIZER, DEFAULT_SELECT
 from geartrain.bridge.head.memory_plan import Holder, MemoryPart, MemoryPlan
 
@@ -136,18 +137,15 @@ def memory_report(
     sub_centers: int = 1,
     bias: bool = False,
     rows: str = "pull",
-    dtype: DTypeName = "float32",
-    slot_dtype: DTypeName = "float32",
     optimizer: RowOptimizerSpec = DEFAULT_OPTIMIZER,
     select: Selection = DEFAULT_SELECT,
+    config: HeadConfig | None = None,
     batch_size: int = 128,
     num_shards: int = 1,
     num_ranks: int = 1,
     device: str = "cpu",
     num_threads: int | None = None,
-    rows_cache_bytes: int = 64 << 20,
-    logits_cache_bytes: int | None = None,
-    wire_dtype: DTypeName | None = None,
+    **moved: Never,
 ) -> MemoryReport:
     """Bytes that a head of these settings takes, by part; the arguments are those of :class:`ClassHead`, and some more.
 
@@ -161,22 +159,20 @@ def memory_report(
         sub_centers: Centers of a class; rows are so many times as wide.
         bias: Whether rows have one more column.
         rows: Name of the way that rows are worked on.
-        dtype: Of the rows.
-        slot_dtype: Of their slots.
         optimizer: Decides the slots.
         select: Decides how many classes are active.
+        config: Types of rows and slots, and what is kept in a step.
         batch_size: Of a rank.
         num_shards: Of the cluster.
         num_ranks: That train together.
         device: Of the features: "cpu" or "cuda".
         num_threads: PyTorch's; None: this process's.
-        rows_cache_bytes: Of active rows held.
-        logits_cache_bytes: Of logits kept.
-        wire_dtype: In which rows travel.
+        moved: What ``config`` holds now: TypeError.
 
     PLSC's formulas (its section 3 and 4), per card: weight and velocity C·D/R each, logits and their gradient
     A·B each; dense momentum has a gradient of C·D/R besides.
     """
+    config = checked_config(config, moved, "memory_report")
     backend = backend_named(rows)
     for name, value, most in (
         ("num_classes", num_classes, None),
@@ -192,8 +188,8 @@ def memory_report(
         dim=dim * centers + bias,
         num_rows=num_classes,
         optimizer=optimizer,
-        dtype=dtype,
-        slot_dtype=slot_dtype,
+        dtype=config.dtype,
+        slot_dtype=config.slot_dtype,
     )
     active = min(num_classes, max(select.budget(num_classes), min(num_classes, batch_size * num_ranks)))
     plan = MemoryPlan(
@@ -207,10 +203,9 @@ def memory_report(
         ranks=num_ranks,
         device=_checked_device(device),
         threads=(num_threads or torch.get_num_threads()) if device == "cpu" else 1,
-        rows_cache_bytes=rows_cache_bytes,
-        logits_cache_bytes=logits_cache_bytes,
-        wire=checked_wire_dtype(wire_dtype, "plan", dtype),
+        config=config,
     )
+    checked_wire_dtype(config.wire_dtype, "plan", config.dtype)
     parts = plan.table() + backend.step_memory(plan)
     if plan.neighbours:
         size = NeighbourTable.bytes_for(num_classes, plan.neighbours)
@@ -222,8 +217,8 @@ def memory_report(
         dim=dim,
         sub_centers=centers,
         rows=rows,
-        dtype=dtype,
-        slot_dtype=slot_dtype if spec.has_slots else None,
+        dtype=config.dtype,
+        slot_dtype=config.slot_dtype if spec.has_slots else None,
         batch_size=batch_size,
         num_active=active,
         num_shards=plan.shards,

@@ -14,7 +14,8 @@ import torch
 
 from geartrain.ams.kernels.full_table import FullDenseTable
 from geartrain.ams.values.placement import buckets_of_shard, even_placement
-from geartrain.ams.values.specs import DTYPES, DTypeName, TableSpec
+from geartrain.ams.values.specs import DTYPES, TableSpec
+from geartrain.bridge.head.config import HeadConfig
 
 Holder = Literal["shard", "rank"]
 
@@ -55,10 +56,7 @@ class MemoryPlan:
     device: torch.device
     """Of the features."""
     threads: int
-    rows_cache_bytes: int
-    logits_cache_bytes: int | None
-    wire: DTypeName | None = None
-    """How rows travel; None: as they are."""
+    config: HeadConfig
 
     @property
     def dim(self) -> int:
@@ -99,7 +97,7 @@ class MemoryPlan:
 
     def wire_parts(self, push_bytes: int) -> list[MemoryPart]:
         """Of a rank whose gradients, ``push_bytes`` of float32 in a push, travel in 16 bits."""
-        if self.wire is None:
+        if self.config.wire_dtype is None:
             return []
         return in_step("rank", ("gradients in 16 bits", push_bytes // 2, "A·D·2"))
 

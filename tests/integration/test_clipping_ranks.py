@@ -20,6 +20,7 @@ import geartrain as gt
 from geartrain.ams.client.factory import connect
 from geartrain.ams.values.errors import InvalidArgument, ShardUnavailable, SyncError
 from tests.integration.conftest import ServedCluster
+from tests.support.head_settings import head_settings
 from tests.support.rank_processes import run_ranks
 from tests.support.reference import FakeCluster, plain_loss
 
@@ -34,15 +35,17 @@ def make_head(cluster: Any, place: str) -> gt.ClassHead:
     return gt.ClassHead(
         None if place == "ranks" else cluster,
         place,
-        num_classes=CLASSES,
-        dim=DIM,
-        select=gt.PartialFC(0.6),
-        margin=MARGIN,
-        optimizer=gt.SGD(LR),
-        initializer=gt.Normal(std=1.0),
-        rows={"held": "pull", "streamed": "pull"}.get(place, place),
-        rows_cache_bytes=0 if place == "streamed" else 1 << 20,
-        **({} if place == "ranks" else {"sync": True}),
+        **head_settings(
+            num_classes=CLASSES,
+            dim=DIM,
+            select=gt.PartialFC(0.6),
+            margin=MARGIN,
+            optimizer=gt.SGD(LR),
+            initializer=gt.Normal(std=1.0),
+            rows={"held": "pull", "streamed": "pull"}.get(place, place),
+            rows_cache_bytes=0 if place == "streamed" else 1 << 20,
+            **({} if place == "ranks" else {"sync": True}),
+        ),
     )
 
 

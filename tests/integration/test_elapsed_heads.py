@@ -20,6 +20,7 @@ from geartrain.bridge.head.loss.margins.angular import CosFace
 from geartrain.bridge.head.weights import export_rows
 from geartrain.bridge.rows.optimizer import RowOptimizer
 from geartrain.launch.hosting import local
+from tests.support.head_settings import head_settings
 from tests.support.reference import plain_gradients
 
 CLASSES, DIM, BATCH, STEPS = 3000, 8, 12, 8
@@ -92,13 +93,15 @@ def make_head(cluster: Any, select: FullSoftmax | PartialFC, **settings: Any) ->
     return ClassHead(
         cluster,
         "classes",
-        num_classes=CLASSES,
-        dim=DIM,
-        select=select,
-        margin=MARGIN,
-        optimizer=OPTIMIZER,
-        initializer=Normal(std=0.3),
-        **settings,
+        **head_settings(
+            num_classes=CLASSES,
+            dim=DIM,
+            select=select,
+            margin=MARGIN,
+            optimizer=OPTIMIZER,
+            initializer=Normal(std=0.3),
+            **settings,
+        ),
     )
 
 

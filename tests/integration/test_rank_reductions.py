@@ -20,6 +20,7 @@ from torch.nn import functional as F
 import geartrain as gt
 from geartrain.ams.values.errors import InvalidArgument, SpecMismatch, SyncError
 from tests.integration.conftest import ServedCluster
+from tests.support.head_settings import head_settings
 from tests.support.rank_processes import run_ranks
 from tests.support.reference import UNIT_SGD, plain_logits, sampled_weights
 from tests.unit.bridge.head.test_reductions import BATCH, CLASSES, DIM, MARGINS, SELECTIONS, Question, close
@@ -140,13 +141,15 @@ def make_head(cluster: Any, place: str, name: str, **more: Any) -> gt.ClassHead:
     return gt.ClassHead(
         cluster,
         name,
-        num_classes=CLASSES,
-        dim=DIM,
-        optimizer=UNIT_SGD,
-        initializer=gt.Normal(std=0.5),
-        rows=place,
-        **({} if place == "ranks" else {"sync": True}),
-        **more,
+        **head_settings(
+            num_classes=CLASSES,
+            dim=DIM,
+            optimizer=UNIT_SGD,
+            initializer=gt.Normal(std=0.5),
+            rows=place,
+            **({} if place == "ranks" else {"sync": True}),
+            **more,
+        ),
     )
 
 

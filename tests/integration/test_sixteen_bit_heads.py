@@ -36,9 +36,7 @@ def head_of(cluster: Any, dtype: DTypeName, rows: str = "pull", sample_rate: flo
         optimizer=gt.SparseMomentum(lr=0.3, momentum=0.9, weight_decay=5e-4),
         initializer=gt.Normal(std=1.0),
         rows=rows,
-        dtype=dtype,
-        slot_dtype=dtype,
-        seed=1,
+        config=gt.HeadConfig(dtype=dtype, slot_dtype=dtype, seed=1),
     )
 
 

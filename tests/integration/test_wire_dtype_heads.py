@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 import geartrain as gt
 from geartrain.ams.values.errors import InvalidArgument, TableNotFound
+from tests.support.head_settings import head_settings
 
 CLASSES, DIM, BATCH, STEPS = 60, 16, 32, 12
 
@@ -19,7 +20,11 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
 
 def trained(cluster: gt.Cluster, name: str, **settings: object) -> gt.ClassHead:
     head = gt.ClassHead(
-        cluster, name, num_classes=CLASSES, dim=DIM, optimizer=gt.SGD(0.5), initializer=gt.Normal(std=0.1), **settings
+        cluster,
+        name,
+        **head_settings(
+            num_classes=CLASSES, dim=DIM, optimizer=gt.SGD(0.5), initializer=gt.Normal(std=0.1), **settings
+        ),
     )  # type: ignore[arg-type]
     rows = gt.RowOptimizer(head)
     for step in range(STEPS):
@@ -50,19 +55,21 @@ def test_only_rows_that_travel_have_a_wire() -> None:
     with gt.local() as cluster:
         for rows, owner in (("hosted", cluster), ("ranks", None)):
             with pytest.raises(InvalidArgument, match=r"wire_dtype is 'float16', and of head 'a' no rows travel"):
-                gt.ClassHead(owner, "a", num_classes=9, dim=4, rows=rows, wire_dtype="float16")
+                gt.ClassHead(owner, "a", num_classes=9, dim=4, rows=rows, config=gt.HeadConfig(wire_dtype="float16"))
         with pytest.raises(InvalidArgument, match="rows of table 'a' are bfloat16"):
-            gt.ClassHead(cluster, "a", num_classes=9, dim=4, dtype="bfloat16", wire_dtype="float16")
+            gt.ClassHead(
+                cluster, "a", num_classes=9, dim=4, config=gt.HeadConfig(dtype="bfloat16", wire_dtype="float16")
+            )
         with pytest.raises(TableNotFound):
             cluster.table("a")
-        head = gt.ClassHead(cluster, "a", num_classes=9, dim=4, wire_dtype="float16")
+        head = gt.ClassHead(cluster, "a", num_classes=9, dim=4, config=gt.HeadConfig(wire_dtype="float16"))
         with pytest.raises(InvalidArgument, match="wire_dtype of ClassHead 'a' cannot be set"):
             head.wire_dtype = None
 
 
 def test_a_plan_of_memory_counts_gradients_on_the_wire() -> None:
     def plan(**wire: object) -> dict[str, int]:
-        report = gt.memory_report(num_classes=100_000, dim=128, select=gt.PartialFC(0.1), **wire)  # type: ignore[arg-type]
+        report = gt.memory_report(**head_settings(num_classes=100_000, dim=128, select=gt.PartialFC(0.1), **wire))  # type: ignore[arg-type]
         return {part.name: part.bytes for part in report.parts}
 
     assert "gradients in 16 bits" not in plan()

@@ -47,8 +47,7 @@ def _head(cluster: Any, name: str, case: dict[str, Any]) -> gt.ClassHead:
         margin=gt.ArcFace(scale=64),
         optimizer=gt.SparseMomentum(lr=0.1),
         rows=rows,
-        dtype=case["dtype"],
-        slot_dtype=case.get("slot_dtype", "float32"),
+        config=gt.HeadConfig(dtype=case["dtype"], slot_dtype=case.get("slot_dtype", "float32")),
     )
 
 

@@ -48,6 +48,7 @@ PUBLIC_NAMES = {
     "attach",
     "DenseTable",
     "ClassHead",
+    "HeadConfig",
     "RowOptimizer",
     "SlowGear",
     "FullSoftmax",

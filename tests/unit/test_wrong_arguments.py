@@ -61,7 +61,7 @@ def test_a_dtype_in_place_of_its_name_is_refused_with_the_name(dtype: Any, name:
         with pytest.raises(InvalidArgument, match=said):
             cluster.create_table("t", dim=2, optimizer=gt.SGD(0.1), **{name: dtype})
         with pytest.raises(InvalidArgument, match=said):
-            gt.ClassHead(cluster, "t", num_classes=4, dim=2, **{name: dtype})
+            gt.ClassHead(cluster, "t", num_classes=4, dim=2, config=gt.HeadConfig(**{name: dtype}))
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, "half", None, ["float16"]])
@@ -146,14 +146,9 @@ READ_ONLY.flags.writeable = False
             "sync is 'x'; it must be True or False",
         ),
         (lambda it: gt.ClassHead(it.cluster, "h", **HEAD, reuse=1), "reuse is 1"),
-        (
-            lambda it: gt.ClassHead(it.cluster, "h", **HEAD, rows_cache_bytes="1"),
-            "rows_cache_bytes is '1'",
-        ),
-        (
-            lambda it: gt.ClassHead(it.cluster, "h", **HEAD, logits_cache_bytes=-1),
-            "logits_cache_bytes is -1",
-        ),
+        (lambda _: anything.HeadConfig(rows_cache_bytes="1"), "rows_cache_bytes is '1'"),
+        (lambda _: gt.HeadConfig(logits_cache_bytes=-1), "logits_cache_bytes is -1"),
+        (lambda it: gt.ClassHead(it.cluster, "h", **HEAD, config="x"), "config is 'x'; it must be a gt.HeadConfig"),
         (lambda it: gt.ClassHead(it.cluster, "k", num_classes=9, dim=4).predict(torch.ones(1, 4), "1"), "k is '1'"),
         (
             lambda it: gt.export_class_weights(gt.ClassHead(it.cluster, "e", num_classes=9, dim=4), None),
@@ -170,6 +165,14 @@ def test_arguments_of_calls_are_named(cluster: gt.Cluster, call: Callable[[Any],
     table = cluster.create_table("t", dim=3, optimizer=gt.SGD(1.0), reuse=True)
     with pytest.raises(GeartrainError, match=named):
         call(SimpleNamespace(cluster=cluster, table=table))
+
+
+def test_a_keyword_that_moved_names_the_setting_that_holds_it(cluster: gt.Cluster) -> None:
+    for call in (lambda **more: anything.ClassHead(cluster, "m", **more), anything.memory_report):
+        with pytest.raises(TypeError, match=r"config=gt.HeadConfig\(slot_dtype=...\)"):
+            call(**HEAD, slot_dtype="float16")
+        with pytest.raises(TypeError, match="unexpected keyword argument 'colour'"):
+            call(**HEAD, colour=1)
 
 
 def test_masked_values_are_no_numbers(cluster: gt.Cluster) -> None:

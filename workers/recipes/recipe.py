@@ -17,8 +17,8 @@ from geartrain.ams.values.optimizers.sparse_momentum import Untouched
 from geartrain.ams.values.specs import Normal
 from geartrain.bridge.head.backends.registry import ROW_BACKENDS
 from geartrain.bridge.head.class_head import ClassHead
+from geartrain.bridge.head.config import HeadConfig
 from geartrain.bridge.head.defaults import default_optimizer
-from geartrain.bridge.head.loss.samples import LossSettings
 from geartrain.bridge.head.selection.knn_selection import KNNSoftmax
 from geartrain.bridge.head.sub_centers import check_sub_centers, require_margin
 from geartrain.bridge.parallel.topk.hook import TopKGradients
@@ -144,7 +144,7 @@ class Recipe:
             raise ConfigError(
                 f"rebuild is {self.rebuild!r}; it must be 'auto', 'epoch', 'background' or a number of steps"
             )
-        check_sub_centers(self.sub_centers, self.dim, selection_of(self), LossSettings())
+        check_sub_centers(self.sub_centers, self.dim, selection_of(self), HeadConfig())
         require_margin(margin_of(self.margin), self.sub_centers)
         if not 0 <= self.seed < 2**31:
             raise ConfigError(f"seed is {self.seed!r}; it must lie in [0, 2^31)")
@@ -229,9 +229,9 @@ def head_of(
         optimizer=row_optimizer_of(recipe, num_classes),
         initializer=None if margin is None else Normal(),
         rows=recipe.rows,
-        seed=recipe.seed,
         reuse=reuse,
         sync=sync,
+        config=HeadConfig(seed=recipe.seed),
     )
 
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
-import torch.distributed as dist
 from torch import Tensor
 
 from geartrain.ams.graph.building.neighbours import NeighbourTable
@@ -18,16 +17,15 @@ from geartrain.ams.programs.class_lifecycle import LiveClasses
 from geartrain.ams.programs.selection import Selection
 from geartrain.ams.storage.snapshot.folder import Snapshot
 from geartrain.ams.storage.snapshot.store import Place
-from geartrain.ams.values.arguments import integer
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
-from geartrain.ams.values.specs import DTypeName, Initializer
+from geartrain.ams.values.specs import Initializer
 from geartrain.bridge.collectives.communicator import Communicator
 from geartrain.bridge.head.autograd_node import HeadCall
+from geartrain.bridge.head.config import HeadConfig
 from geartrain.bridge.head.loss.feature_parts import FeatureParts
 from geartrain.bridge.head.loss.margins.head_margin import HeadMargin
 from geartrain.bridge.head.loss.margins.margin import AnyMargin
-from geartrain.bridge.head.loss.samples import LossSettings
 from geartrain.bridge.head.memory_plan import MemoryPart, MemoryPlan
 from geartrain.bridge.rows.keeper import RowKeeper
 from geartrain.bridge.rows.pending import PendingUpdate
@@ -55,39 +53,37 @@ class HeadSettings:
     """Centers of a class, one after the other in its row."""
     select: Selection
     margin: AnyMargin | None
-    loss: LossSettings
     optimizer: RowOptimizerSpec
-    dtype: DTypeName
-    slot_dtype: DTypeName
     initializer: Initializer
-    seed: int
     cluster: HeadCluster | None
     reuse: bool
     sync: bool
-    process_group: dist.ProcessGroup | None
-    rows_cache_bytes: int
-    logits_cache_bytes: int | None
-    """None: the backend's own."""
-    wire_dtype: DTypeName | None
-    """How rows travel; None: as they are."""
+    config: HeadConfig
 
     @property
     def width(self) -> int:
         """Of a row."""
         return self.dim * self.sub_centers + self.bias
 
-
-def logits_bytes(given: int | None, otherwise: int) -> int:
-    """``logits_cache_bytes`` as it was given, or ``otherwise``. Raises InvalidArgument."""
-    return otherwise if given is None else integer("logits_cache_bytes", given, 0)
+    def table(self) -> dict[str, Any]:
+        """Arguments of a table, or of its spec, beside the name."""
+        return {
+            "dim": self.width,
+            "optimizer": self.optimizer,
+            "num_rows": self.num_classes,
+            "initializer": self.initializer,
+            "seed": self.config.seed,
+            "dtype": self.config.dtype,
+            "slot_dtype": self.config.slot_dtype,
+        }
 
 
 def require_no_wire(settings: HeadSettings, instead: str) -> None:
     """Raise InvalidArgument if a type is given for rows that do not travel; ``instead``: what does."""
-    if settings.wire_dtype is not None:
+    if settings.config.wire_dtype is not None:
         raise InvalidArgument(
-            f"wire_dtype is {settings.wire_dtype!r}, and of head {settings.name!r} no rows travel: {instead}. Leave it "
-            "out, or use rows='pull'"
+            f"wire_dtype is {settings.config.wire_dtype!r}, and of head {settings.name!r} no rows travel: {instead}. "
+            "Leave it out, or use rows='pull'"
         )
 
 

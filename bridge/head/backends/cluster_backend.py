@@ -63,28 +63,18 @@ class ClusterBackend(ABC):
                 "rows='ranks' none"
             )
         self.living = LiveClasses.first(settings.num_classes, settings.num_living)
-        joined = settings.process_group is not None or (settings.sync and dist.is_initialized())
-        self.peers = ranks = SyncRanks(settings.name, settings.process_group) if joined else None
+        group = settings.config.process_group
+        joined = group is not None or (settings.sync and dist.is_initialized())
+        self.peers = ranks = SyncRanks(settings.name, group) if joined else None
 
         def create(reuse: bool) -> HeadTable:
-            table = cluster.create_table(
-                settings.name,
-                dim=settings.width,
-                optimizer=settings.optimizer,
-                num_rows=settings.num_classes,
-                initializer=settings.initializer,
-                seed=settings.seed,
-                dtype=settings.dtype,
-                slot_dtype=settings.slot_dtype,
-                reuse=reuse,
-            )
-            return cast(HeadTable, table)
+            return cast(HeadTable, cluster.create_table(settings.name, **settings.table(), reuse=reuse))
 
         reuse = settings.reuse
         self.table: HeadTable = (
             create(reuse) if ranks is None else ranks.first_then_others(lambda: create(reuse), lambda: create(True))
         )
-        wire = settings.wire_dtype
+        wire = settings.config.wire_dtype
         self.step_table: HeadTable = self.table if wire is None else self.table.with_wire(wire)
         """The same, as its rows travel in a step; what reads rows to keep or to show them asks :attr:`table`."""
         self.update = RowUpdate(self.step_table, ranks)
@@ -178,7 +168,7 @@ class ClusterBackend(ABC):
         samples: CountedSamples | None = None
         failure: GeartrainError | None = None
         try:
-            samples = CountedSamples.of(features, labels, weight, self.settings.loss, self.settings.dim, self.living)
+            samples = CountedSamples.of(features, labels, weight, self.settings.config, self.settings.dim, self.living)
             if ranks is None:
                 check_finite(samples.features_SD)
                 if len(features) == 0:
@@ -205,7 +195,12 @@ class ClusterBackend(ABC):
     def _said(self) -> str:
         """The settings that decide which collectives a pass has, and what it is the loss of."""
         own = self.settings
-        parts = {"margin": self.margins.margin, "select": own.select, "loss": own.loss, "sub_centers": own.sub_centers}
+        parts = {
+            "margin": self.margins.margin,
+            "select": own.select,
+            "loss": own.config.loss,
+            "sub_centers": own.sub_centers,
+        }
         said = (f"{name} {_named(value)}" for name, value in parts.items())
         return f"{self.summary}, {', '.join(said)}"
 

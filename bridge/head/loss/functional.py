@@ -143,7 +143,8 @@ def _losses(
     if mean_B is None:
         return losses_B
     spread_B = torch.where(inside_B, target_B, 0.0) - mean_B
-    return losses_B + smoothing * _SumOverRanks.apply(spread_B, link)  # type: ignore[no-untyped-call]
+    joint_B: Tensor = _SumOverRanks.apply(spread_B, link)  # type: ignore[no-untyped-call]
+    return losses_B + smoothing * joint_B
 
 
 class _SumOverRanks(torch.autograd.Function):

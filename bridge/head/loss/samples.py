@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Literal, cast, get_args
+from typing import Any, Literal, cast, get_args
 
 import numpy as np
 import torch
@@ -64,6 +64,11 @@ class LossSettings:
     reduction: Reduction = "mean"
     ignore_index: int | None = -100
     label_smoothing: float = 0.0
+
+    @property
+    def loss(self) -> dict[str, Any]:
+        """What decides it, as JSON values."""
+        return {name: getattr(self, name) for name in ("reduction", "ignore_index", "label_smoothing")}
 
     def __post_init__(self) -> None:
         check_reduction(self.reduction)

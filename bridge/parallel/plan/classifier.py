@@ -15,8 +15,8 @@ from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
 from geartrain.ams.values.specs import DTypeName
 from geartrain.bridge.head.backends.backend import HeadSettings
+from geartrain.bridge.head.config import HeadConfig
 from geartrain.bridge.head.defaults import linear_initializer
-from geartrain.bridge.head.loss.samples import LossSettings
 from geartrain.bridge.parallel.plan.auto import plan_line, planned_candidates
 from geartrain.bridge.parallel.plan.build import OptimizerMaker, request_for
 from geartrain.bridge.parallel.plan.costs.head_costs import HeadSkeleton
@@ -144,17 +144,10 @@ def _settings(
         sub_centers=sub_centers,
         select=select,
         margin=None,
-        loss=LossSettings(),
         optimizer=optimizer,
-        dtype=dtype,
-        slot_dtype=slot_dtype,
         initializer=linear_initializer(dim),
-        seed=0,
         cluster=None,
         reuse=False,
         sync=False,
-        process_group=None,
-        rows_cache_bytes=0,
-        logits_cache_bytes=None,
-        wire_dtype=None,
+        config=HeadConfig(dtype=dtype, slot_dtype=slot_dtype, rows_cache_bytes=0),
     )

@@ -87,7 +87,8 @@ def plan(
     --hardware h200
     """
     from geartrain.ams.programs.selection import PartialFC
-    from geartrain.bridge.head.defaults import DEFAULT_OPTIMIZER, DEFAULT_SELECT  # loads torch
+    from geartrain.bridge.head.config import HeadConfig  # loads torch
+    from geartrain.bridge.head.defaults import DEFAULT_OPTIMIZER, DEFAULT_SELECT
     from geartrain.bridge.head.memory import memory_report
     from geartrain.bridge.head.selection.knn_selection import KNNSoftmax
 
@@ -95,16 +96,11 @@ def plan(
     chosen = DEFAULT_SELECT if sample_rate is None else PartialFC(sample_rate)
     select = chosen if k is None else KNNSoftmax(0.1 if sample_rate is None else sample_rate, k=k)
     row_optimizer = optimizer_of(optimizer or ("adam" if adam else with_momentum), {"lr": 0.1})
-    head = {
-        "num_classes": classes,
-        "dim": dim,
-        "sub_centers": sub_centers,
-        "dtype": dtype,
-        "slot_dtype": slot_dtype or "float32",
-        "select": select,
-    }
+    head = {"num_classes": classes, "dim": dim, "sub_centers": sub_centers, "select": select}
+    types = {"dtype": dtype, "slot_dtype": slot_dtype or "float32"}
     report = memory_report(
         **cast(Any, head),
+        config=HeadConfig(**cast(Any, types)),
         rows=cast(Any, rows),
         optimizer=row_optimizer,
         batch_size=batch_size,
@@ -123,7 +119,7 @@ def plan(
             )
         images = {"channels": channels, "image_size": image_size}
         settings = {"row_optimizer": row_optimizer, "micro_batches": micro_batches, "sparsity": sparsity}
-        step = _step(backbone, images, hardware, {**head, **settings, "ranks": ranks, "batch": batch_size})
+        step = _step(backbone, images, hardware, {**head, **types, **settings, "ranks": ranks, "batch": batch_size})
     if as_json:
         print(json.dumps({**report.to_json(), **({} if step is None else {"step": step.to_dict()})}))
     elif step is None:

@@ -10,7 +10,7 @@ from geartrain.ams.programs import class_head
 from geartrain.ams.values.shard_messages import SyncGroup
 from geartrain.ams.values.specs import Ids
 from geartrain.bridge.head.autograd_node import RowsPass
-from geartrain.bridge.head.backends.backend import HeadSettings, logits_bytes, require_no_wire
+from geartrain.bridge.head.backends.backend import HeadSettings, require_no_wire
 from geartrain.bridge.head.backends.cluster_backend import ClusterBackend
 from geartrain.bridge.head.backends.hosted.hosted_predict import hosted_top_classes
 from geartrain.bridge.head.backends.hosted.hosted_rows import Chosen, RowsOnShards
@@ -31,7 +31,6 @@ class HostedBackend(ClusterBackend):
     def __init__(self, settings: HeadSettings) -> None:
         """See :class:`ClusterBackend`."""
         require_no_wire(settings, "features do")
-        logits_bytes(settings.logits_cache_bytes, 0)  # to refuse what is none; shards keep no logits
         super().__init__(settings)
         self._calls = self.table.hosted(class_head.NAME)
 
@@ -64,7 +63,7 @@ class HostedBackend(ClusterBackend):
     ) -> RowsPass:
         is_corrected = self.select.corrects(margin)
         chosen = Chosen(self.select, self.living, self.update.step, all_labels, is_corrected)
-        smoothing = self.settings.loss.label_smoothing
+        smoothing = self.settings.config.label_smoothing
         centers = self.settings.sub_centers
         return RowsOnShards(self._calls, features, labels_B, margin, chosen, required, smoothing, centers)
 

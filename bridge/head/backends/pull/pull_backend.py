@@ -11,7 +11,7 @@ from geartrain.ams.programs.selection import FullSoftmax, SamplingCorrection
 from geartrain.ams.values.shard_messages import SyncGroup
 from geartrain.ams.values.specs import Ids, checked_wire_dtype
 from geartrain.bridge.head.autograd_node import RowsPass
-from geartrain.bridge.head.backends.backend import HeadSettings, logits_bytes
+from geartrain.bridge.head.backends.backend import HeadSettings
 from geartrain.bridge.head.backends.cluster_backend import ClusterBackend
 from geartrain.bridge.head.backends.pull import streamed_rows
 from geartrain.bridge.head.backends.pull.held_rows import HeldRows
@@ -19,6 +19,7 @@ from geartrain.bridge.head.backends.pull.inference import top_classes
 from geartrain.bridge.head.backends.pull.streamed_rows import StreamedRows
 from geartrain.bridge.head.batch import Batch, Targets
 from geartrain.bridge.head.checks import check_finite
+from geartrain.bridge.head.config import HeadConfig
 from geartrain.bridge.head.loss.chunk_pass import chunk_rows_on
 from geartrain.bridge.head.loss.margins.margin import Margin
 from geartrain.bridge.head.loss.statistics import LOOKS_EVERY
@@ -33,6 +34,10 @@ _WIDTHS = 12
 the next step; measured, in the processes of the tests."""
 
 
+def _kept_bytes(config: HeadConfig) -> int:
+    return LOGITS_CACHE_BYTES if config.logits_cache_bytes is None else config.logits_cache_bytes
+
+
 class PullBackend(ClusterBackend):
     """Implements :class:`geartrain.bridge.head.backends.backend.RowBackend`."""
 
@@ -40,18 +45,17 @@ class PullBackend(ClusterBackend):
 
     def __init__(self, settings: HeadSettings) -> None:
         """See :class:`ClusterBackend`."""
-        self.keeps_logits_bytes = logits_bytes(settings.logits_cache_bytes, LOGITS_CACHE_BYTES)
-        self._rows_cache_bytes = settings.rows_cache_bytes
+        self.keeps_logits_bytes = _kept_bytes(settings.config)
         self._pool = BufferPool()
-        checked_wire_dtype(settings.wire_dtype, settings.name, settings.dtype)  # before there is a table
+        checked_wire_dtype(settings.config.wire_dtype, settings.name, settings.config.dtype)  # before there is a table
         super().__init__(settings)
 
     @classmethod
     def step_memory(cls, plan: MemoryPlan) -> list[MemoryPart]:
         """A rank holds the active rows and overwrites them by their gradients, or streams them."""
         row_bytes = plan.spec.row_bytes
-        if plan.active * row_bytes <= plan.rows_cache_bytes:
-            keep_bytes = logits_bytes(plan.logits_cache_bytes, LOGITS_CACHE_BYTES)
+        if plan.active * row_bytes <= plan.config.rows_cache_bytes:
+            keep_bytes = _kept_bytes(plan.config)
             (buffers, formula), kept, sums = HeldRows.memory(plan, keep_bytes)
             push = buffers
         else:
@@ -86,13 +90,13 @@ class PullBackend(ClusterBackend):
         correction = SamplingCorrection.of(all_labels, active.num, living.num_living) if is_corrected else None
         stands_for = active.num if correction is None else living.num_living
         targets = Targets(active.positions(labels_B))
-        smoothing = self.settings.loss.label_smoothing
+        smoothing = self.settings.config.label_smoothing
         batch = Batch.of(features, targets, labels_B, margin, stands_for, Arithmetic.of(features), smoothing)
         batch.num_active = active.num
         batch.centers = self.settings.sub_centers
         batch.looks_for_highest = features.device.type == "cpu" or self.update.step % LOOKS_EVERY == 0
         batch.take_offsets(None if correction is None else correction.offsets(active))
-        if self.select.budget(living.num_living) * table.spec.row_bytes <= self._rows_cache_bytes:
+        if self.select.budget(living.num_living) * table.spec.row_bytes <= self.settings.config.rows_cache_bytes:
             return HeldRows(table, active, self._pool, batch, required)
         return StreamedRows(table, active, self._pool, batch, labels_B, required, correction)
 

@@ -22,7 +22,7 @@ from geartrain.ams.values.errors import GeartrainError, SpecMismatch
 from geartrain.ams.values.specs import Ids, TableSpec
 from geartrain.bridge.collectives.communicator import Communicator
 from geartrain.bridge.head.autograd_node import HeadCall
-from geartrain.bridge.head.backends.backend import HeadSettings, HeadState, logits_bytes, require_no_wire
+from geartrain.bridge.head.backends.backend import HeadSettings, HeadState, require_no_wire
 from geartrain.bridge.head.backends.ranks import passes as rank_rows
 from geartrain.bridge.head.backends.ranks.checkpoint import ShardedRows
 from geartrain.bridge.head.backends.ranks.parts import rows_of_parts
@@ -30,6 +30,7 @@ from geartrain.bridge.head.backends.ranks.passes import RankRows
 from geartrain.bridge.head.backends.ranks.predict import top_classes_on_ranks
 from geartrain.bridge.head.backends.ranks.selector import RankSelector
 from geartrain.bridge.head.backends.ranks.update import Agreed, RankStep, RankUpdate, named
+from geartrain.bridge.head.config import HeadConfig
 from geartrain.bridge.head.head_state import require_same_columns
 from geartrain.bridge.head.loss.chunk_pass import chunk_rows_on
 from geartrain.bridge.head.loss.feature_parts import FeatureParts
@@ -51,6 +52,10 @@ _WIDTHS = 9
 """Matrices [B, D] of all ranks beside the sums; measured, as those of ``pull_backend.py``."""
 
 
+def _kept_bytes(config: HeadConfig) -> int:
+    return LOGITS_CACHE_BYTES if config.logits_cache_bytes is None else config.logits_cache_bytes
+
+
 class RankBackend:
     """Implements :class:`geartrain.bridge.head.backends.backend.RowBackend`."""
 
@@ -65,10 +70,10 @@ class RankBackend:
         the hosts, and for KNN softmax a process group for its builds.
         """
         require_no_wire(settings, "the ranks hold them, and features and labels are gathered")
-        self._logits_cache_bytes = logits_bytes(settings.logits_cache_bytes, LOGITS_CACHE_BYTES)
+        self._logits_cache_bytes = _kept_bytes(settings.config)
         self.living = LiveClasses.first(settings.num_classes, settings.num_living)
-        self.table = _open_table(settings, Communicator(settings.process_group))
-        self.process_group = settings.process_group
+        self.table = _open_table(settings, Communicator(settings.config.process_group))
+        self.process_group = settings.config.process_group
         self.peers = self.table.link
         self.update = RankUpdate(self.table)
         self.select = settings.select.bound(self)
@@ -82,7 +87,7 @@ class RankBackend:
         joint = plan.batch * plan.ranks
         chunk_rows = chunk_rows_on(plan.device, plan.batch, plan.dim)
         row_bytes = joint * plan.sub_centers * COMPUTE_BYTES
-        keep_bytes = logits_bytes(plan.logits_cache_bytes, LOGITS_CACHE_BYTES)
+        keep_bytes = _kept_bytes(plan.config)
         kept = kept_rows(-(-plan.active // plan.ranks), chunk_rows, row_bytes, keep_bytes) * row_bytes
         copies = DeviceRows.chunk_copies(plan.spec, plan.device, picked=plan.active < plan.num_classes)
         return in_step(
@@ -197,7 +202,7 @@ class RankBackend:
             margins=self.margins,
             bias=self.settings.bias,
             centers=self.settings.sub_centers,
-            loss=self.settings.loss,
+            loss=self.settings.config,
             training=want_rows,
             adapts=in_training,
         )
@@ -259,16 +264,7 @@ class _RankRows(RowKeeper):
 
 def _open_table(settings: HeadSettings, link: Communicator) -> DeviceRows:
     try:
-        spec = TableSpec(
-            name=settings.name,
-            dim=settings.width,
-            optimizer=settings.optimizer,
-            num_rows=settings.num_classes,
-            initializer=settings.initializer,
-            seed=settings.seed,
-            dtype=settings.dtype,
-            slot_dtype=settings.slot_dtype,
-        )
+        spec = TableSpec(name=settings.name, **settings.table())
     except GeartrainError as exc:
         link.require_equal({"error": str(exc)}, f"table {settings.name!r}")
         raise
@@ -276,7 +272,7 @@ def _open_table(settings: HeadSettings, link: Communicator) -> DeviceRows:
         **spec.to_dict(),
         "select": named(settings.select),
         "margin": named(settings.margin),
-        "loss": repr(settings.loss),
+        "loss": settings.config.loss,
         "num_living": settings.num_living,
         "sub_centers": settings.sub_centers,
     }

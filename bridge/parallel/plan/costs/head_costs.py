@@ -64,13 +64,11 @@ class HeadSkeleton(nn.Module):
             sub_centers=settings.sub_centers,
             bias=settings.bias,
             rows="ranks",
-            dtype=settings.dtype,
-            slot_dtype=settings.slot_dtype,
             optimizer=settings.optimizer,
             select=settings.select,
             batch_size=batch,
             num_ranks=ranks,
-            logits_cache_bytes=settings.logits_cache_bytes,
+            config=settings.config,
         )
 
     def update(self, samples: int, ranks: int) -> list[Operation]:
@@ -99,7 +97,7 @@ class _HeadPass(torch.autograd.Function):
             trace.note(_product(rows, len(joint_BD), width, rows * width * element, exponentials=True))
         if head.settings.margin is None:
             link.max(joint_BD.new_empty(1, len(joint_BD)))
-        sums = 3 if head.settings.loss.label_smoothing else 2
+        sums = 3 if head.settings.config.label_smoothing else 2
         link.sum(joint_BD.new_empty(sums, len(joint_BD), dtype=torch.float64))
         if features_SD.requires_grad:
             link.sum_to_owners(joint_BD, sizes)

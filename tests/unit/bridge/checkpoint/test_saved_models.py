@@ -29,6 +29,7 @@ from geartrain.ams.values.errors import (
 )
 from geartrain.bridge.checkpoint import saving
 from tests.faults.children import Child
+from tests.support.head_settings import head_settings
 from tests.support.rank_processes import run_ranks
 from tests.unit.bridge.gear.test_slow_gear import DIM as GEAR_DIM
 from tests.unit.bridge.gear.test_slow_gear import SAMPLES, build
@@ -51,7 +52,7 @@ class Model(nn.Module):
             "optimizer": gt.SparseMomentum(0.5),
             **settings,
         }
-        self.head = gt.ClassHead(cluster, "classes", **settings)
+        self.head = gt.ClassHead(cluster, "classes", **head_settings(**settings))
 
     def forward(self, features: Tensor, labels: Tensor) -> Tensor:
         loss: Tensor = self.head(self.backbone(features), labels)

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import geartrain as gt
+from tests.support.head_settings import head_settings
 
 CLASSES, DIM = 40, 6
 PLACES = ["pull", "hosted", "ranks"]
@@ -20,7 +21,7 @@ PLACES = ["pull", "hosted", "ranks"]
 
 def made(cluster: Any, rows: str = "pull", name: str = "h", **settings: Any) -> gt.ClassHead:
     settings = {"num_classes": CLASSES, "dim": DIM, "bias": True, **settings}
-    return gt.ClassHead(None if rows == "ranks" else cluster, name, rows=rows, **settings)
+    return gt.ClassHead(None if rows == "ranks" else cluster, name, **head_settings(rows=rows, **settings))
 
 
 def linear_of(head: gt.ClassHead) -> nn.Linear:

@@ -26,13 +26,14 @@ from geartrain.bridge.head.loss.margins.angular import ArcFace, CosFace
 from geartrain.bridge.placements import workspace as workspace_module
 from geartrain.bridge.rows import native_types
 from geartrain.bridge.rows.optimizer import RowOptimizer
+from tests.support.head_settings import head_settings
 from tests.support.reference import UNIT_SGD, FakeCluster, FakeTable, merged_gradient
 
 
 def make_head(num_classes: int = 50, dim: int = 8, **settings: Any) -> tuple[ClassHead, FakeTable]:
     cluster = FakeCluster()
     defaults = {"select": PartialFC(0.1), "margin": ArcFace(scale=64), "optimizer": UNIT_SGD, "initializer": Normal()}
-    head = ClassHead(cluster, "classes", num_classes=num_classes, dim=dim, **{**defaults, **settings})
+    head = ClassHead(cluster, "classes", **head_settings(num_classes=num_classes, dim=dim, **{**defaults, **settings}))
     return head, cluster.tables["classes"]
 
 
@@ -379,7 +380,7 @@ def test_the_result_does_not_depend_on_the_number_of_threads() -> None:
 def test_a_head_over_real_shards_learns() -> None:
     with local(num_shards=2) as cluster:
         parts: dict[str, Any] = {"margin": CosFace(16, 0.1), "optimizer": SparseMomentum(0.1)}
-        head = ClassHead(cluster, "classes", num_classes=300, dim=16, select=PartialFC(0.3), **parts)
+        head = ClassHead(cluster, "classes", **head_settings(num_classes=300, dim=16, select=PartialFC(0.3), **parts))
         with pytest.raises(TableExists):
             ClassHead(cluster, "classes", num_classes=300, dim=16)
         rows = RowOptimizer(head)

@@ -11,11 +11,13 @@ from hypothesis import strategies as st
 from geartrain.ams.programs.selection import FullSoftmax, PartialFC
 from geartrain.ams.values.optimizers.registry import SGD
 from geartrain.bridge.head.class_head import ClassHead
+from geartrain.bridge.head.config import HeadConfig
 from geartrain.bridge.head.loss import chunk_pass
 from geartrain.bridge.head.loss.margins.angular import ArcFace, CombinedMargin, CosFace, SphereFace
 from geartrain.bridge.head.loss.margins.margin import Margin
 from geartrain.bridge.rows.optimizer import RowOptimizer
 from geartrain.launch.hosting import local
+from tests.support.head_settings import head_settings
 from tests.support.reference import UNIT_SGD, FakeCluster, merged_gradient, plain_gradients, sampled_weights
 
 MARGINS: list[Margin | None] = [
@@ -51,8 +53,7 @@ def check(
         select=select,
         margin=margin,
         optimizer=UNIT_SGD,
-        rows_cache_bytes=(1 << 40) if holds else 0,
-        logits_cache_bytes=keep_bytes,
+        config=HeadConfig(rows_cache_bytes=(1 << 40) if holds else 0, logits_cache_bytes=keep_bytes),
     )
     table = cluster.tables["classes"]
     features = torch.randn(batch, dim, dtype=dtype, requires_grad=True)
@@ -142,7 +143,7 @@ def test_the_feature_gradient_passes_gradcheck(margin: Margin | None, holds: boo
         dim=4,
         select=FullSoftmax(),
         margin=margin,
-        rows_cache_bytes=(1 << 40) if holds else 0,
+        config=HeadConfig(rows_cache_bytes=(1 << 40) if holds else 0),
     ).eval()
     features = torch.randn(5, 4, dtype=torch.float64, requires_grad=True, generator=torch.Generator().manual_seed(1))
     labels = torch.tensor([0, 19, 3, 3, 7])
@@ -161,7 +162,7 @@ def test_a_target_far_above_all_other_logits_leaves_them_in_the_loss(dtype: torc
         select=FullSoftmax(),
         margin=margin,
         optimizer=UNIT_SGD,
-        rows_cache_bytes=(1 << 40) if holds else 0,
+        config=HeadConfig(rows_cache_bytes=(1 << 40) if holds else 0),
     )
     cosines = np.array([0.5, -0.8, -0.7])
     cluster.tables["classes"].rows[:] = np.stack([cosines, np.sqrt(1 - cosines**2)], axis=1)
@@ -184,13 +185,15 @@ def test_a_class_of_another_micro_batch_keeps_its_gradient_however_far_above_the
         head = ClassHead(
             None if place == "ranks" else cluster,
             "classes",
-            num_classes=3,
-            dim=1,
-            select=PartialFC(sample_rate=0.01),  # the label alone
-            margin=None,
-            optimizer=SGD(1.0, weight_decay=0.01),  # moves the rows even where the loss does not
-            rows="pull" if place == "streamed" else place,
-            **({} if place in ("hosted", "ranks") else {"rows_cache_bytes": 0 if place == "streamed" else 1 << 20}),
+            **head_settings(
+                num_classes=3,
+                dim=1,
+                select=PartialFC(sample_rate=0.01),  # the label alone
+                margin=None,
+                optimizer=SGD(1.0, weight_decay=0.01),  # moves the rows even where the loss does not
+                rows="pull" if place == "streamed" else place,
+                **({} if place in ("hosted", "ranks") else {"rows_cache_bytes": 0 if place == "streamed" else 1 << 20}),
+            ),
         )
         head.table.assign(np.arange(3), rows)
         for own, label in zip(features, labels, strict=True):

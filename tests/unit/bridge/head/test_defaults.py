@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 import geartrain as gt
 from geartrain.bridge.head.loss.margins.scale import automatic_scale
+from tests.support.head_settings import head_settings
 from tests.support.reference import FakeCluster
 
 CLASSES, DIM = 40, 6
@@ -76,7 +77,7 @@ def test_the_rate_makes_up_for_the_steps_in_which_a_drawn_class_is_not_active(
     settings: dict[str, Any], rate: float
 ) -> None:
     with gt.local(1) as cluster:
-        head = gt.ClassHead(cluster, "h", num_classes=2000, dim=DIM, **settings)
+        head = gt.ClassHead(cluster, "h", **head_settings(num_classes=2000, dim=DIM, **settings))
         assert gt.RowOptimizer(head).param_groups[0]["lr"] == pytest.approx(rate)
 
 
@@ -97,7 +98,7 @@ def test_the_rate_makes_up_for_the_steps_in_which_a_drawn_class_is_not_active(
 def test_rows_under_a_margin_learn_by_momentum_at_the_rate_of_their_number(
     settings: dict[str, Any], expected: Any
 ) -> None:
-    head = gt.ClassHead(FakeCluster(), "h", dim=DIM, **{"margin": gt.ArcFace(), **settings})
+    head = gt.ClassHead(FakeCluster(), "h", **head_settings(dim=DIM, **{"margin": gt.ArcFace(), **settings}))
     assert head.table.spec.optimizer == expected
 
 
@@ -128,8 +129,8 @@ def test_as_many_classes_are_active_wherever_the_rows_are(rows: str) -> None:
     features, labels = batch(0)
     settings: dict[str, Any] = {"num_classes": CLASSES, "dim": DIM, "select": gt.PartialFC(0.01, min_active=25)}
     with gt.local(2) as cluster:
-        held = gt.ClassHead(cluster, "h", **settings)
-        head = gt.ClassHead(None if rows == "ranks" else cluster, "again", rows=rows, **settings)
+        held = gt.ClassHead(cluster, "h", **head_settings(**settings))
+        head = gt.ClassHead(None if rows == "ranks" else cluster, "again", **head_settings(rows=rows, **settings))
         head.table.assign(np.arange(CLASSES), held.weights().numpy())
         assert float(head(features, labels).detach()) == pytest.approx(float(held(features, labels).detach()))
         held.retire_classes(torch.arange(25, CLASSES))

@@ -33,6 +33,7 @@ from geartrain.bridge.placements.device_rows import DeviceRows
 from geartrain.bridge.rows.optimizer import RowOptimizer
 from geartrain.bridge.rows.state import state_from_bytes, state_to_bytes
 from geartrain.launch.hosting import local
+from tests.support.head_settings import head_settings
 from tests.support.rank_processes import run_ranks
 from tests.support.reference import FakeCluster, plain_gradients
 
@@ -53,12 +54,9 @@ def make_head(cluster: Any, rows: str = "pull", name: str = "classes", **setting
     return ClassHead(
         None if rows == "ranks" else cluster,
         name,
-        num_classes=CLASSES,
-        dim=DIM,
-        initializer=Normal(std=0.3),
-        seed=7,
-        rows=rows,
-        **{**defaults, **settings},
+        **head_settings(
+            num_classes=CLASSES, dim=DIM, initializer=Normal(std=0.3), seed=7, rows=rows, **{**defaults, **settings}
+        ),
     )
 
 
@@ -374,7 +372,7 @@ def test_nothing_changes_for_an_empty_list() -> None:
 
 def test_a_head_of_which_few_live_takes_memory_for_those_alone(cluster: Any) -> None:
     settings: dict[str, Any] = {"dim": 256, "select": PartialFC(0.5)}
-    head = ClassHead(cluster, "large", num_classes=40_000_000, num_living=100, **settings)
+    head = ClassHead(cluster, "large", **head_settings(num_classes=40_000_000, num_living=100, **settings))
     features = torch.randn(4, 256, requires_grad=True)
     head(features, torch.tensor([3, 50, 99, 0])).backward()
     RowOptimizer(head).step()

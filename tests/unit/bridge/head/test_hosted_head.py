@@ -22,6 +22,7 @@ from geartrain.bridge.head.loss.margins.angular import ArcFace, CosFace
 from geartrain.bridge.head.selection.knn_selection import KNNSelection, KNNSoftmax
 from geartrain.bridge.rows.optimizer import RowOptimizer
 from geartrain.launch.hosting import local
+from tests.support.head_settings import head_settings
 
 CLASSES, DIM = 5000, 8
 SELECTIONS = [FullSoftmax(), PartialFC(0.1)]
@@ -35,7 +36,7 @@ def head_of(cluster: Cluster, rows: str = "hosted", **settings: Any) -> ClassHea
         "optimizer": SparseMomentum(1.0, momentum=0.5),
         "initializer": Normal(std=0.3),
     }
-    return ClassHead(cluster, rows, rows=rows, **{**defaults, **settings})
+    return ClassHead(cluster, rows, **head_settings(rows=rows, **{**defaults, **settings}))
 
 
 def batch(size: int = 12, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:

@@ -18,6 +18,7 @@ from geartrain.ams.values.specs import Normal
 from geartrain.bridge.head.class_head import ClassHead
 from geartrain.bridge.head.class_sums import ClassSums
 from geartrain.bridge.head.loss.margins.angular import ArcFace
+from tests.support.head_settings import head_settings
 from tests.support.rank_processes import run_ranks
 from tests.support.reference import FakeCluster, FakeTable
 
@@ -29,7 +30,7 @@ A_FEW = 40 * (4 * DIM + 128)
 def make_head(**settings: Any) -> tuple[ClassHead, FakeTable]:
     cluster = FakeCluster()
     defaults = {"margin": ArcFace(scale=64), "optimizer": SparseMomentum(0.1), "initializer": Normal()}
-    head = ClassHead(cluster, "classes", num_classes=CLASSES, dim=DIM, **{**defaults, **settings})
+    head = ClassHead(cluster, "classes", **head_settings(num_classes=CLASSES, dim=DIM, **{**defaults, **settings}))
     return head, cluster.tables["classes"]
 
 
@@ -145,7 +146,9 @@ def test_ranks_imprint_the_classes_that_any_of_them_has(tmp_path: Path) -> None:
 def _imprint_shares(rank: int, _ranks: int, _folder: Path) -> None:
     for rows in ("pull", "ranks"):
         settings: dict[str, Any] = {"num_classes": CLASSES, "dim": DIM, "rows": rows}
-        head = ClassHead(FakeCluster() if rows == "pull" else None, "classes", sync=rows == "pull", **settings)
+        head = ClassHead(
+            FakeCluster() if rows == "pull" else None, "classes", **head_settings(sync=rows == "pull", **settings)
+        )
         before = head.weights()
         loader = Counted(images(seed=rank, batches=4))
         num = head.imprint(loader, nn.Identity(), memory_bytes=A_FEW if rank else 1 << 20)

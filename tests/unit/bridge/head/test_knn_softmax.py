@@ -22,6 +22,7 @@ from geartrain.bridge.head.loss.margins.angular import CombinedMargin, CosFace
 from geartrain.bridge.head.selection import graph_build, knn_selection
 from geartrain.bridge.head.selection.knn_selection import KNNSelection, KNNSoftmax
 from geartrain.bridge.rows.optimizer import RowOptimizer
+from tests.support.head_settings import head_settings
 from tests.support.plain_graph import plain_build, use_plain_graphs
 from tests.support.rank_processes import run_ranks
 from tests.support.reference import UNIT_SGD, FakeCluster, plain_gradients
@@ -39,12 +40,9 @@ def make_head(select: KNNSoftmax, *, cluster: Any = None, classes: int = CLASSES
     return ClassHead(
         cluster or FakeCluster(),
         "classes",
-        num_classes=classes,
-        dim=DIM,
-        select=select,
-        margin=CosFace(8, 0.2),
-        optimizer=UNIT_SGD,
-        **settings,
+        **head_settings(
+            num_classes=classes, dim=DIM, select=select, margin=CosFace(8, 0.2), optimizer=UNIT_SGD, **settings
+        ),
     )
 
 

@@ -19,6 +19,7 @@ from geartrain.bridge.head.loss.chunk_pass import pass_for
 from geartrain.bridge.head.loss.margins.margin import changes_negatives
 from geartrain.bridge.head.loss.margins.scale import automatic_scale
 from geartrain.bridge.placements.workspace import Arithmetic, Scratch, Workspace
+from tests.support.head_settings import head_settings
 from tests.support.margin_twins import MarginTwin, margin_batch
 from tests.support.rank_processes import run_ranks
 from tests.support.reference import sampled_weights
@@ -59,13 +60,15 @@ def make_head(cluster: gt.Cluster | None, margin: Any, **place: Any) -> gt.Class
     return gt.ClassHead(
         cluster,
         "classes",
-        num_classes=CLASSES,
-        dim=DIM,
-        margin=margin,
-        select=SELECT,
-        optimizer=gt.SGD(lr=0.5),
-        initializer=gt.Normal(std=0.3),
-        **place,
+        **head_settings(
+            num_classes=CLASSES,
+            dim=DIM,
+            margin=margin,
+            select=SELECT,
+            optimizer=gt.SGD(lr=0.5),
+            initializer=gt.Normal(std=0.3),
+            **place,
+        ),
     )
 
 
@@ -248,7 +251,7 @@ def test_a_sample_whose_other_classes_are_all_filtered_has_no_loss_and_moves_not
 def test_the_share_of_smoothed_labels_is_over_filtered_classes_too(above: float) -> None:
     margin = gt.FilteredMargin(gt.CosFace(scale=8, margin=0.2), above)
     settings: dict[str, Any] = {"label_smoothing": 0.1, "optimizer": gt.SGD(1.0), "rows": "ranks"}
-    head = gt.ClassHead(None, "c", num_classes=CLASSES, dim=DIM, margin=margin, **settings)
+    head = gt.ClassHead(None, "c", **head_settings(num_classes=CLASSES, dim=DIM, margin=margin, **settings))
     features, labels = batch(0, torch.float64)
     optimizer, w, x = gt.RowOptimizer(head), head.weights().double().requires_grad_(), features.clone().requires_grad_()
     loss = head(features.requires_grad_(), labels)

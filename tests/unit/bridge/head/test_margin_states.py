@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 import geartrain as gt
 from geartrain.ams.values.errors import InvalidArgument, SpecMismatch
+from tests.support.head_settings import head_settings
 
 CLASSES, DIM = 20, 4
 
@@ -32,7 +33,7 @@ class Growing:
 
 def make_head(margin: Any, cluster: gt.Cluster | None = None, **settings: Any) -> gt.ClassHead:
     settings = {"rows": "ranks" if cluster is None else "pull", "optimizer": gt.SGD(0.5), **settings}
-    return gt.ClassHead(cluster, "classes", num_classes=CLASSES, dim=DIM, margin=margin, **settings)
+    return gt.ClassHead(cluster, "classes", **head_settings(num_classes=CLASSES, dim=DIM, margin=margin, **settings))
 
 
 def train(head: gt.ClassHead, steps: range) -> list[float]:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import geartrain as gt
+from tests.support.head_settings import head_settings
 from tests.support.torch_twins import TORCH_TWINS
 
 CLASSES, DIM, BATCH, STEPS = 3_000, 8, 16, 4
@@ -26,13 +27,15 @@ def test_a_head_trains_as_a_linear_layer_does(settings: dict[str, Any], name: st
         head = gt.ClassHead(
             None if settings["rows"] == "ranks" else cluster,
             "t",
-            num_classes=CLASSES,
-            dim=DIM,
-            select=gt.FullSoftmax(),
-            margin=None,
-            optimizer=optimizer,
-            initializer=gt.Normal(std=0.1),
-            **settings,
+            **head_settings(
+                num_classes=CLASSES,
+                dim=DIM,
+                select=gt.FullSoftmax(),
+                margin=None,
+                optimizer=optimizer,
+                initializer=gt.Normal(std=0.1),
+                **settings,
+            ),
         )
         weights = nn.Parameter(head.weights().double())
         rows, reference = gt.RowOptimizer(head), of_torch(weights)

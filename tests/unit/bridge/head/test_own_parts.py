@@ -17,6 +17,7 @@ from geartrain.ams.values.specs import Ids
 from geartrain.bridge.head.backends.pull.pull_backend import PullBackend
 from geartrain.bridge.head.backends.ranks.rank_backend import RankBackend
 from geartrain.bridge.head.backends.registry import ROW_BACKENDS
+from tests.support.head_settings import head_settings
 
 CLASSES, DIM, BATCH = 60, 5, 12
 PLACES: list[dict[str, Any]] = [
@@ -79,7 +80,9 @@ class Strided(gt.Selection):
 def make_head(cluster: Any, place: dict[str, Any], **settings: Any) -> gt.ClassHead:
     settings = {"margin": Steep(), "select": Strided(), **settings, **place}
     on_device = settings.pop("on_device", None)
-    head = gt.ClassHead(cluster, "own", num_classes=CLASSES, dim=DIM, optimizer=gt.SGD(lr=0.5), **settings)
+    head = gt.ClassHead(
+        cluster, "own", **head_settings(num_classes=CLASSES, dim=DIM, optimizer=gt.SGD(lr=0.5), **settings)
+    )
     if on_device:
         assert isinstance(head.backend, RankBackend)
         head.backend.selector.on_device = True

@@ -31,6 +31,7 @@ from geartrain.bridge.head.loss.margins.margin import Margin
 from geartrain.bridge.head.selection.knn_selection import KNNSoftmax
 from geartrain.bridge.rows.optimizer import RowOptimizer
 from geartrain.launch.hosting import local as hosting_cluster
+from tests.support.head_settings import head_settings
 from tests.support.rank_processes import run_ranks
 from tests.support.reference import plain_gradients, sampled_weights
 
@@ -97,15 +98,17 @@ def make_head(cluster: Any, case: Case, rows: str, **settings: Any) -> ClassHead
     return ClassHead(
         cluster,
         "-".join(case),
-        num_classes=CLASSES,
-        dim=DIM,
-        select=SELECTIONS[select],
-        margin=MARGINS[margin],
-        optimizer=OPTIMIZERS[optimizer],
-        initializer=INITIAL,
-        seed=7,
-        rows=rows,
-        **settings,
+        **head_settings(
+            num_classes=CLASSES,
+            dim=DIM,
+            select=SELECTIONS[select],
+            margin=MARGINS[margin],
+            optimizer=OPTIMIZERS[optimizer],
+            initializer=INITIAL,
+            seed=7,
+            rows=rows,
+            **settings,
+        ),
     )
 
 

@@ -15,6 +15,7 @@ from geartrain.ams.programs.selection import PartialFC
 from geartrain.ams.values.optimizers.registry import SparseMomentum
 from geartrain.ams.values.specs import DTypeName, Normal
 from geartrain.bridge.head.class_head import ClassHead
+from geartrain.bridge.head.config import HeadConfig
 from geartrain.bridge.head.loss.margins.angular import ArcFace
 from geartrain.bridge.rows.optimizer import RowOptimizer
 
@@ -61,8 +62,7 @@ def train(cluster: Any, network: torch.dtype, dtype: DTypeName) -> tuple[np.ndar
         margin=ArcFace(16, 0.2),
         optimizer=SparseMomentum(lr=0.2, momentum=0.9, weight_decay=1e-4),
         rows="ranks" if cluster is None else "pull",
-        dtype=dtype,
-        slot_dtype=dtype,
+        config=HeadConfig(dtype=dtype, slot_dtype=dtype),
         initializer=Normal(std=0.1),
     )
     masters = [parameter.detach().float().clone().requires_grad_() for parameter in net.parameters()]

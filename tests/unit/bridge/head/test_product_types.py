@@ -28,6 +28,7 @@ from geartrain.bridge.placements import workspace as workspace_module
 from geartrain.bridge.placements.workspace import Arithmetic, Scratch, Workspace
 from geartrain.bridge.rows import native_types
 from geartrain.bridge.rows.optimizer import RowOptimizer
+from tests.support.head_settings import head_settings
 from tests.support.reference import plain_gradients
 
 ROWS, DIM, BATCH = 4096, 256, 64
@@ -82,14 +83,16 @@ def check_negatives(place: str, device: str, count: float, kind: torch.dtype) ->
         head = ClassHead(
             None if place == "ranks" else cluster,
             "classes",
-            num_classes=ROWS,
-            dim=DIM,
-            select=FullSoftmax(),
-            margin=CosFace(scale=64),
-            optimizer=SGD(lr=LR),
-            rows="ranks" if place == "ranks" else "pull",
-            initializer=Normal(std=1.0),
-            **{"rows_cache_bytes": 0} if place == "streamed" else {},
+            **head_settings(
+                num_classes=ROWS,
+                dim=DIM,
+                select=FullSoftmax(),
+                margin=CosFace(scale=64),
+                optimizer=SGD(lr=LR),
+                rows="ranks" if place == "ranks" else "pull",
+                initializer=Normal(std=1.0),
+                **{"rows_cache_bytes": 0} if place == "streamed" else {},
+            ),
         ).to(device)
         before = head.weights().clone()
         features, labels = sample()
@@ -140,7 +143,7 @@ def test_negatives_keep_their_gradients_in_the_compiled_pass(place: str, monkeyp
 
 def check_features(device: str, kind: torch.dtype, margin: CosFace | ArcFace) -> None:
     settings: dict[str, Any] = {"num_classes": ROWS, "dim": DIM, "select": FullSoftmax(), "rows": "ranks"}
-    head = ClassHead(None, "classes", margin=margin, **settings).to(device)
+    head = ClassHead(None, "classes", **head_settings(margin=margin, **settings)).to(device)
     features, labels = sample()
     with torch.autocast(device, dtype=kind):
         loss = head(features.to(device), labels.to(device))

@@ -25,6 +25,7 @@ from geartrain.bridge.head.selection.rank_graph import RankGraphs
 from geartrain.bridge.head.selection.rank_ring import build_on_ring
 from geartrain.bridge.rows.optimizer import RowOptimizer
 from geartrain.bridge.rows.state import state_from_bytes, state_to_bytes
+from tests.support.head_settings import head_settings
 from tests.support.rank_processes import run_ranks
 from tests.unit.bridge.head.test_graph_products import rows_of
 
@@ -100,7 +101,9 @@ CLASSES, DIM, BATCH = 61, 8, 12
 def knn_head(rebuild: int | str = "epoch", seed: int = 3) -> tuple[ClassHead, KNNSelection]:
     select = KNNSoftmax(active=0.2, k=3, rebuild=rebuild, near=1.0)
     settings: dict[str, Any] = {"margin": ArcFace(scale=64), "optimizer": SparseMomentum(0.1), "initializer": Normal()}
-    head = ClassHead(None, "faces", num_classes=CLASSES, dim=DIM, select=select, rows="ranks", seed=seed, **settings)
+    head = ClassHead(
+        None, "faces", **head_settings(num_classes=CLASSES, dim=DIM, select=select, rows="ranks", seed=seed, **settings)
+    )
     assert isinstance(head.select, KNNSelection)
     return head, head.select
 

@@ -17,6 +17,7 @@ from geartrain.bridge.head.loss.margins.angular import ArcFace
 from geartrain.bridge.head.selection.knn_selection import KNNSelection, KNNSoftmax
 from geartrain.bridge.rows.optimizer import RowOptimizer
 from geartrain.bridge.rows.state import state_from_bytes, state_to_bytes
+from tests.support.head_settings import head_settings
 from tests.support.rank_processes import run_ranks
 
 CLASSES, DIM, BATCH = 61, 8, 12
@@ -27,7 +28,7 @@ def make_head() -> tuple[ClassHead, KNNSelection]:
     select = KNNSoftmax(active=0.2, k=3, rebuild="epoch", near=1.0)
     settings: dict[str, Any] = {"margin": ArcFace(scale=64), "optimizer": SparseMomentum(0.1), "initializer": Normal()}
     sizes = {"num_classes": CLASSES, "dim": DIM, "num_living": 58}
-    head = ClassHead(None, "faces", select=select, rows="ranks", seed=3, **sizes, **settings)
+    head = ClassHead(None, "faces", **head_settings(select=select, rows="ranks", seed=3, **sizes, **settings))
     assert isinstance(head.select, KNNSelection)
     return head, head.select
 

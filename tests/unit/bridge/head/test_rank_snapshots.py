@@ -30,6 +30,7 @@ from geartrain.bridge.head.weights import export_class_weights, import_class_wei
 from geartrain.bridge.rows.optimizer import RowOptimizer
 from geartrain.bridge.rows.state import state_from_bytes, state_to_bytes
 from geartrain.launch import hosting
+from tests.support.head_settings import head_settings
 from tests.support.rank_processes import run_ranks
 
 CLASSES, DIM, BATCH = 101, 8, 12
@@ -53,15 +54,17 @@ def make_head(
     return ClassHead(
         cluster,
         "faces",
-        num_classes=CLASSES,
-        dim=DIM,
-        select=PartialFC(0.3),
-        margin=ArcFace(16, 0.3),
-        optimizer=optimizer,
-        rows=rows,
-        dtype=dtype,
-        slot_dtype=dtype if optimizer.takes_narrow_slots else "float32",
-        **settings,
+        **head_settings(
+            num_classes=CLASSES,
+            dim=DIM,
+            select=PartialFC(0.3),
+            margin=ArcFace(16, 0.3),
+            optimizer=optimizer,
+            rows=rows,
+            dtype=dtype,
+            slot_dtype=dtype if optimizer.takes_narrow_slots else "float32",
+            **settings,
+        ),
     )
 
 

@@ -18,6 +18,7 @@ import geartrain as gt
 from geartrain.ams.values.errors import InvalidArgument, InvalidIds
 from geartrain.bridge.head.loss.margins.angular import ArcFace, CosFace
 from geartrain.bridge.head.loss.margins.margin import Margin
+from tests.support.head_settings import head_settings
 from tests.support.reference import UNIT_SGD, FakeCluster, merged_gradient, plain_logits, sampled_weights
 
 CLASSES, DIM, BATCH = 60, 5, 12
@@ -103,16 +104,18 @@ class Question:
         head = gt.ClassHead(
             None if place["rows"] == "ranks" else cluster,
             f"head{id(self)}",
-            num_classes=CLASSES,
-            dim=DIM,
-            select=self.select,
-            margin=self.margin,
-            reduction=self.reduction,
-            label_smoothing=self.smoothing,
-            optimizer=UNIT_SGD,
-            initializer=gt.Normal(std=0.5),
-            **place,
-            **more,
+            **head_settings(
+                num_classes=CLASSES,
+                dim=DIM,
+                select=self.select,
+                margin=self.margin,
+                reduction=self.reduction,
+                label_smoothing=self.smoothing,
+                optimizer=UNIT_SGD,
+                initializer=gt.Normal(std=0.5),
+                **place,
+                **more,
+            ),
         )
         if on_device:
             head.backend.selector.on_device = True
@@ -271,12 +274,12 @@ def test_settings_that_are_none_are_refused() -> None:
         ({"label_smoothing": 1.1}, r"1.1; it must lie in \[0, 1\]"),
     ):
         with pytest.raises(InvalidArgument, match=message):
-            gt.ClassHead(FakeCluster(), "head", num_classes=CLASSES, dim=DIM, **settings_)
-    head = gt.ClassHead(FakeCluster(), "head", num_classes=CLASSES, dim=DIM, ignore_index=None)
+            gt.ClassHead(FakeCluster(), "head", **head_settings(num_classes=CLASSES, dim=DIM, **settings_))
+    head = gt.ClassHead(FakeCluster(), "head", num_classes=CLASSES, dim=DIM, config=gt.HeadConfig(ignore_index=None))
     with pytest.raises(InvalidIds, match="label -100 at index 2"):
         head(features, labels.index_fill(0, torch.tensor(2), -100))
     for name in ("reduction", "ignore_index", "label_smoothing"):
         with pytest.raises(InvalidArgument, match="make the head anew"):
             setattr(head, name, None)
-    zero = gt.ClassHead(FakeCluster(), "head", num_classes=CLASSES, dim=DIM, ignore_index=0)
+    zero = gt.ClassHead(FakeCluster(), "head", num_classes=CLASSES, dim=DIM, config=gt.HeadConfig(ignore_index=0))
     assert float(zero(features, torch.zeros_like(labels)).detach()) == 0.0

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import geartrain as gt
 from geartrain.ams.values.errors import InvalidArgument, SpecMismatch, TableNotFound
+from tests.support.head_settings import head_settings
 from tests.unit.bridge.gear.test_slow_gear import DIM as GEAR_DIM
 from tests.unit.bridge.gear.test_slow_gear import SAMPLES, build
 
@@ -27,7 +28,7 @@ def cluster() -> Iterator[gt.Cluster]:
 
 def make_head(cluster: gt.Cluster | None, **settings: Any) -> gt.ClassHead:
     settings = {"select": gt.PartialFC(0.5), "margin": gt.ArcFace(scale=64), "optimizer": gt.SGD(0.5), **settings}
-    return gt.ClassHead(cluster, "classes", num_classes=CLASSES, dim=DIM, **settings)
+    return gt.ClassHead(cluster, "classes", **head_settings(num_classes=CLASSES, dim=DIM, **settings))
 
 
 def batch(seed: int = 0) -> tuple[Tensor, Tensor]:

@@ -20,6 +20,7 @@ from geartrain.bridge.head.loss.chunk_pass import TensorPass
 from geartrain.bridge.head.loss.softmax import OnlineSoftmax
 from geartrain.bridge.head.sub_centers import at_centers, nearest_centers
 from geartrain.bridge.placements.workspace import Arithmetic, Scratch, Workspace
+from tests.support.head_settings import head_settings
 from tests.support.margin_twins import MarginTwin
 from tests.support.rank_processes import run_ranks
 from tests.support.reference import sampled_weights
@@ -51,7 +52,9 @@ OTHERS: list[Any] = [
 def made(cluster: Any, centers: int = 3, name: str = "h", **more: Any) -> gt.ClassHead:
     wanted: dict[str, Any] = {"num_classes": CLASSES, "dim": DIM, "margin": gt.ArcFace(scale=12, margin=0.3), **more}
     wanted = {"optimizer": gt.SGD(lr=0.5), "initializer": gt.Normal(std=0.3), **wanted}
-    return gt.ClassHead(None if wanted.get("rows") == "ranks" else cluster, name, sub_centers=centers, **wanted)
+    return gt.ClassHead(
+        None if wanted.get("rows") == "ranks" else cluster, name, **head_settings(sub_centers=centers, **wanted)
+    )
 
 
 def centers_of(head: gt.ClassHead) -> Tensor:

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 
 import geartrain as gt
 from geartrain.ams.values.errors import InvalidArgument, InvalidRows, NonFinite
+from tests.support.head_settings import head_settings
 
 CLASSES, DIM = 23, 8
 
@@ -36,7 +37,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def head_of(cluster: gt.Cluster, **settings: Any) -> gt.ClassHead:
     defaults = {"num_classes": CLASSES, "dim": DIM, "margin": gt.ArcFace(scale=64), "optimizer": gt.SparseMomentum(0.1)}
-    return gt.ClassHead(cluster, "w", **{**defaults, **settings})
+    return gt.ClassHead(cluster, "w", **head_settings(**{**defaults, **settings}))
 
 
 def matrix(rows: int = CLASSES, seed: int = 0) -> torch.Tensor:
@@ -89,7 +90,7 @@ def test_what_is_exported_is_imported_again_bit_by_bit(dtype: Any, cluster: gt.C
     assert exported.dtype == getattr(torch, dtype)
     assert torch.equal(exported, head.weights())
     assert [entry.name for entry in path.parent.iterdir()] == ["w.safetensors"]
-    again = gt.ClassHead(cluster, "again", num_classes=CLASSES, dim=DIM, dtype=dtype)
+    again = gt.ClassHead(cluster, "again", num_classes=CLASSES, dim=DIM, config=gt.HeadConfig(dtype=dtype))
     assert not torch.equal(again.weights(), exported)
     gt.import_class_weights(again, path)
     assert torch.equal(again.weights(), exported)
@@ -103,7 +104,9 @@ def test_momentum_starts_anew_and_training_goes_on(cluster: gt.Cluster, tmp_path
     rows.step()
     gt.import_class_weights(head, written(tmp_path, "npy", weights, 1))
     settings: dict[str, Any] = {"margin": gt.ArcFace(scale=64), "optimizer": gt.SparseMomentum(0.1)}
-    fresh = gt.ClassHead(cluster, "fresh", num_classes=CLASSES, dim=DIM, select=gt.FullSoftmax(), **settings)
+    fresh = gt.ClassHead(
+        cluster, "fresh", **head_settings(num_classes=CLASSES, dim=DIM, select=gt.FullSoftmax(), **settings)
+    )
     gt.import_class_weights(fresh, tmp_path)
     for each in (head, fresh):
         each(features, labels).backward()
@@ -127,7 +130,9 @@ def test_a_head_is_made_larger_by_importing_its_rows_into_one_of_more_ids(cluste
     assert torch.equal(larger.weights(torch.arange(CLASSES)), old.weights())
     assert larger.add_classes(2).tolist() == [CLASSES, CLASSES + 1]
     for settings in ({}, {"num_living": CLASSES + 1}):
-        other = gt.ClassHead(cluster, f"o{len(settings)}", num_classes=CLASSES + 5, dim=DIM, **settings)
+        other = gt.ClassHead(
+            cluster, f"o{len(settings)}", **head_settings(num_classes=CLASSES + 5, dim=DIM, **settings)
+        )
         with pytest.raises(InvalidRows, match=rf"or a larger one with num_living={CLASSES}$"):
             gt.import_class_weights(other, path)
 

@@ -145,7 +145,9 @@ def train_head(cluster: gt.Cluster, parts: int, *, scaled: bool = False) -> list
     """Three steps of a backbone and a class head over the same samples, in so many micro-batches."""
     torch.manual_seed(0)
     backbone = nn.Linear(WIDTH, 8)
-    head = gt.ClassHead(cluster, "sku", num_classes=CLASSES, dim=8, optimizer=gt.SparseMomentum(0.1), seed=3)
+    head = gt.ClassHead(
+        cluster, "sku", num_classes=CLASSES, dim=8, optimizer=gt.SparseMomentum(0.1), config=gt.HeadConfig(seed=3)
+    )
     optimizer = gt.joint(torch.optim.SGD(backbone.parameters(), lr=0.1, momentum=0.9), head)
     size = 24 // parts
     schedule = gt.FCCS(

@@ -23,6 +23,7 @@ from geartrain.bridge.head.selection.rank_graph import RankGraphs
 from geartrain.bridge.placements.device_rows import DeviceRows, as_tensor
 from geartrain.bridge.placements.elapsed_momentum import ElapsedSteps
 from geartrain.bridge.placements.workspace import Arithmetic, Scratch, Workspace
+from tests.support.head_settings import head_settings
 from tests.support.rank_processes import run_ranks
 
 CLASSES, DIM, BATCH, STEPS = 203, 8, 12, 30
@@ -33,15 +34,17 @@ def make_head(rows: str, cluster: Any = None, dtype: DTypeName = "float32", **se
     return ClassHead(
         cluster,
         "faces",
-        num_classes=CLASSES,
-        dim=DIM,
-        select=gt.PartialFC(0.2),
-        margin=gt.ArcFace(16, 0.3),
-        optimizer=ELAPSED,
-        rows=rows,
-        dtype=dtype,
-        slot_dtype=dtype,
-        **settings,
+        **head_settings(
+            num_classes=CLASSES,
+            dim=DIM,
+            select=gt.PartialFC(0.2),
+            margin=gt.ArcFace(16, 0.3),
+            optimizer=ELAPSED,
+            rows=rows,
+            dtype=dtype,
+            slot_dtype=dtype,
+            **settings,
+        ),
     )
 
 

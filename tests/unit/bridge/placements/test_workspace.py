@@ -59,8 +59,7 @@ def test_a_second_step_takes_no_new_memory(
             margin=gt.ArcFace(scale=64),
             optimizer=gt.SparseMomentum(lr=0.1),
             rows=rows,
-            dtype=dtype,
-            slot_dtype=dtype,
+            config=gt.HeadConfig(dtype=dtype, slot_dtype=dtype),
         )
         optimizer = gt.RowOptimizer(head)
         sizes = []

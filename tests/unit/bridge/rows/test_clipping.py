@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import geartrain as gt
 from geartrain.ams.client.cluster import Cluster
 from geartrain.ams.values.errors import InvalidArgument, NonFinite
+from tests.support.head_settings import head_settings
 from tests.support.reference import plain_loss
 from tests.unit.bridge.gear.test_slow_gear import DIM as GEAR_DIM
 from tests.unit.bridge.gear.test_slow_gear import SAMPLES, build
@@ -34,15 +35,17 @@ def make_head(cluster: Cluster, place: str, name: str = "classes", **settings: A
     return gt.ClassHead(
         None if place == "ranks" else cluster,
         name,
-        num_classes=CLASSES,
-        dim=DIM,
-        select=gt.FullSoftmax(),
-        margin=MARGIN,
-        optimizer=gt.SGD(LR),
-        initializer=gt.Normal(std=1.0),
-        rows={"held": "pull", "streamed": "pull"}.get(place, place),
-        rows_cache_bytes=0 if place == "streamed" else 1 << 20,
-        **settings,
+        **head_settings(
+            num_classes=CLASSES,
+            dim=DIM,
+            select=gt.FullSoftmax(),
+            margin=MARGIN,
+            optimizer=gt.SGD(LR),
+            initializer=gt.Normal(std=1.0),
+            rows={"held": "pull", "streamed": "pull"}.get(place, place),
+            rows_cache_bytes=0 if place == "streamed" else 1 << 20,
+            **settings,
+        ),
     )
 
 

@@ -21,6 +21,7 @@ from geartrain.ams.client.rows.row_parts import Delivered
 from geartrain.ams.values.errors import InvalidArgument, NonFinite, ShardUnavailable
 from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
 from geartrain.ams.values.shard_messages import Done
+from tests.support.head_settings import head_settings
 
 CLASSES, INPUTS, DIM, STEPS = 30, 6, 5, 14
 PLACES = ["held", "streamed", "hosted", "ranks"]
@@ -43,13 +44,15 @@ def make_head(cluster: Cluster, place: str = "held", name: str = "classes", **se
     return gt.ClassHead(
         None if place == "ranks" else cluster,
         name,
-        num_classes=CLASSES,
-        dim=DIM,
-        select=gt.FullSoftmax(),
-        initializer=gt.Normal(std=0.5),
-        rows={"held": "pull", "streamed": "pull"}.get(place, place),
-        rows_cache_bytes=0 if place == "streamed" else 1 << 20,
-        **settings,
+        **head_settings(
+            num_classes=CLASSES,
+            dim=DIM,
+            select=gt.FullSoftmax(),
+            initializer=gt.Normal(std=0.5),
+            rows={"held": "pull", "streamed": "pull"}.get(place, place),
+            rows_cache_bytes=0 if place == "streamed" else 1 << 20,
+            **settings,
+        ),
     )
 
 

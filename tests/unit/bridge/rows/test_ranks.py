@@ -10,6 +10,7 @@ import torch
 from geartrain.ams.programs.selection import PartialFC
 from geartrain.ams.values.specs import Normal
 from geartrain.bridge.head.class_head import ClassHead
+from geartrain.bridge.head.config import HeadConfig
 from geartrain.bridge.head.loss.margins.angular import ArcFace, CosFace
 from geartrain.bridge.placements.device_rows import DeviceRows
 from geartrain.bridge.rows.optimizer import RowOptimizer
@@ -112,7 +113,7 @@ def change_with_unequal_losses(rank: int, ranks: int, folder: Path) -> None:
             optimizer=UNIT_SGD,
             initializer=Normal(),
             rows="ranks",
-            logits_cache_bytes=kept_bytes,
+            config=HeadConfig(logits_cache_bytes=kept_bytes),
         )
         assert isinstance(head.table, DeviceRows)
         before = head.table.rows_LD.clone()

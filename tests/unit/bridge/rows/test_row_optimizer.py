@@ -21,6 +21,7 @@ from geartrain.bridge.head.class_head import ClassHead
 from geartrain.bridge.head.loss.margins.angular import CosFace
 from geartrain.bridge.placements.device_rows import DeviceRows
 from geartrain.bridge.rows.optimizer import RowOptimizer
+from tests.support.head_settings import head_settings
 from tests.support.reference import UNIT_SGD, FakeCluster, FakeTable, merged_gradient
 
 HELD, STREAMED = 1 << 30, 0
@@ -32,7 +33,7 @@ def make_head(
     cluster = cluster or FakeCluster()
     parts = {"select": PartialFC(0.1), "margin": CosFace(8, 0.1), "optimizer": UNIT_SGD, "initializer": Normal()}
     defaults = {"num_classes": 60, "dim": 5, **parts}
-    head = ClassHead(cluster, name, **{**defaults, **settings})
+    head = ClassHead(cluster, name, **head_settings(**{**defaults, **settings}))
     return head, cluster.tables[name]
 
 
@@ -110,7 +111,7 @@ def test_two_heads_in_one_model_are_pushed_each_to_its_table() -> None:
 
 def two_heads(cluster: Cluster) -> list[ClassHead]:
     settings: dict[str, Any] = {"num_classes": 60, "dim": 5, "optimizer": UNIT_SGD, "margin": CosFace(8, 0.1)}
-    return [ClassHead(cluster, name, select=FullSoftmax(), **settings) for name in ("first", "second")]
+    return [ClassHead(cluster, name, **head_settings(select=FullSoftmax(), **settings)) for name in ("first", "second")]
 
 
 def test_two_heads_send_one_request_to_each_shard(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ from geartrain.workers.models import onnx_backbone
 from geartrain.workers.models.backbones import build_backbone
 from geartrain.workers.models.saved_model import Model, save_model
 from geartrain.workers.models.saved_model import load_model as load_worker_model
+from tests.support.head_settings import head_settings
 
 CLASSES, DIM = 7, 5
 
@@ -69,7 +70,7 @@ def saved(folder: Path, **settings: Any) -> tuple[Path, Tensor, Tensor, Tensor]:
     with gt.local(num_shards=2) as cluster:
         model = nn.ModuleDict({"backbone": backbone(1)})
         settings = {"select": gt.FullSoftmax(), "num_classes": CLASSES, "dim": DIM, **settings}
-        model["head"] = head = gt.ClassHead(cluster, "classes", **settings)
+        model["head"] = head = gt.ClassHead(cluster, "classes", **head_settings(**settings))
         rows = gt.RowOptimizer(head)
         images = torch.randn(6, 4, generator=torch.Generator().manual_seed(3))
         for _ in range(3):

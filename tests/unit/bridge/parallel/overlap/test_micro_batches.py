@@ -18,6 +18,7 @@ import geartrain as gt
 from geartrain.ams.values.errors import InvalidArgument, InvalidRows, NonFinite, RankLost, SpecMismatch, SyncError
 from geartrain.bridge.collectives import parts as parts_module
 from geartrain.bridge.collectives.communicator import Pending
+from tests.support.head_settings import head_settings
 from tests.support.rank_processes import run_ranks
 
 CLASSES, DIM, INPUTS, NUM = 41, 6, 5, 3
@@ -40,7 +41,7 @@ def backbone(dtype: torch.dtype = torch.float64) -> nn.Sequential:
 
 
 def head_of(**settings: Any) -> gt.ClassHead:
-    return gt.ClassHead(None, "classes", num_classes=CLASSES, dim=DIM, rows="ranks", **settings)
+    return gt.ClassHead(None, "classes", **head_settings(num_classes=CLASSES, dim=DIM, rows="ranks", **settings))
 
 
 def batch(rank: int, step: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:

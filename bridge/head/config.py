@@ -1,0 +1,69 @@
+"""The settings of a head that few change, apart from those that every call of ``ClassHead`` names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+import torch.distributed as dist
+
+from geartrain.ams.values.arguments import integer
+from geartrain.ams.values.errors import InvalidArgument
+from geartrain.ams.values.specs import DTypeName
+from geartrain.ams.values.text import quoted
+from geartrain.bridge.head.loss.samples import LossSettings, Reduction
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadConfig(LossSettings):
+    """What a :class:`ClassHead` seldom is given: ``gt.ClassHead(..., config=gt.HeadConfig(dtype="float16"))``."""
+
+    reduction: Reduction = "mean"
+    """``"mean"`` over the samples (by their weights, if they have any), ``"sum"``, or ``"none"``: the losses [B]."""
+    ignore_index: int | None = -100
+    """A sample with this label takes no part: its loss is 0, it activates no class, and no mean counts it. None: there
+    is no such label."""
+    label_smoothing: float = 0.0
+    """So much of a sample's target, in [0, 1], is spread evenly over the classes, as
+    ``torch.nn.functional.cross_entropy`` does: over the active ones or, where the selection corrects its logits, over
+    all living ones (of which the active ones are an estimate). With a margin this part is over the logits without it.
+    """
+    dtype: DTypeName = "float32"
+    """Storage type of the rows: float32, float16 or bfloat16."""
+    slot_dtype: DTypeName = "float32"
+    """That of their slots."""
+    seed: int = 0
+    """Of the initializer."""
+    process_group: dist.ProcessGroup | None = None
+    """The ranks that train together; None: all of them, if ``sync`` or ``rows="ranks"`` says so."""
+    rows_cache_bytes: int = 64 << 20
+    """With ``rows="pull"`` active rows of up to so many bytes are pulled once and held until the step; more are
+    streamed twice."""
+    logits_cache_bytes: int | None = None
+    """So many bytes of logits are kept instead of computed again; None: 26 MiB, on ranks 64 MiB."""
+    wire_dtype: DTypeName | None = None
+    """With ``rows="pull"`` and float32 rows: the type in which rows and gradients of a step travel, ``"bfloat16"`` or
+    ``"float16"``, half the bytes. Predictions, graphs and exports read float32."""
+
+    def __post_init__(self) -> None:
+        """Raise InvalidArgument for a value out of range."""
+        super().__post_init__()
+        integer("rows_cache_bytes", self.rows_cache_bytes, 0)
+        if self.logits_cache_bytes is not None:
+            integer("logits_cache_bytes", self.logits_cache_bytes, 0)
+
+
+def checked_config(config: HeadConfig | None, moved: Mapping[str, object], what: str) -> HeadConfig:
+    """Return the settings, those of a head where None are given.
+
+    Raises InvalidArgument for what is none, and TypeError for keywords of ``what`` that it has not: ``moved``.
+    """
+    for name in moved:
+        if name in {field.name for field in fields(HeadConfig)}:
+            raise TypeError(f"{what} takes {name} in its config: {what}(..., config=gt.HeadConfig({name}=...))")
+        raise TypeError(f"{what}() got an unexpected keyword argument {name!r}")
+    if config is None:
+        return HeadConfig()
+    if not isinstance(config, HeadConfig):
+        raise InvalidArgument(f"config is {quoted(config)}; it must be a gt.HeadConfig")
+    return config
