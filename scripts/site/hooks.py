@@ -70,8 +70,8 @@ def _decisions(folder: Path) -> str:
     """The list of the decisions by their titles."""
     lines = ["# Decisions", "", "Choices that somebody could want to change: context, choice, measured reason.", ""]
     for path in sorted(folder.glob("[0-9]*.md")):
-        title = path.read_text(encoding="utf-8").splitlines()[0].lstrip("# ")
-        lines.append(f"- [{title}]({path.name})")
+        title, _, status, *_ = path.read_text(encoding="utf-8").splitlines()
+        lines.append(f"- [{title.lstrip('# ')}]({path.name}). {status.removeprefix('**Status.** ')}")
     return "\n".join(lines) + "\n"
 
 
