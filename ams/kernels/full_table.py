@@ -28,7 +28,8 @@ class FullDenseTable:
         """Tell it of a table with ``num_rows``; ``owned_buckets`` ascending, are the shard's."""
         assert spec.num_rows is not None
         item_bytes = spec.row_bytes + spec.slot_bytes + spec.step_bytes + spec.life_bytes
-        return cls(*_core.full_dense_table(owned_buckets, spec.num_rows, item_bytes), item_bytes)
+        rows, items, index_bytes = _core.full_dense_table(owned_buckets, spec.num_rows, item_bytes)
+        return cls(rows, items, index_bytes, item_bytes)
 
     @property
     def spare_bytes(self) -> int:

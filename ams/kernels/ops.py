@@ -205,7 +205,7 @@ def sample_permutation(num_ids: int, count: int, seed: int, step: int, first: in
 
 def select_neighbours(
     offsets: npt.NDArray[np.int64],
-    neighbours: npt.NDArray[np.int64 | np.int32],
+    neighbours: npt.NDArray[Any],
     labels: Ids,
     budget: int,
     *,

@@ -124,7 +124,9 @@ def compiled_rooms_in_disorder(sources: Sources) -> list[str]:
         room = path.rpartition("/")[0]
         if room and room not in rooms:
             found.append(f"README.md does not say what {room} is")
-        elif room and path != "python/module.cpp":
+        elif room != "bindings" and re.search(r"#include <(nanobind/|Python\.h)", source):
+            found.append(f"{path} knows Python, which the core does without")
+        elif room:
             used = re.findall(r'^#include "(\w+)/', source, flags=re.MULTILINE)
             found += [
                 f"{path} includes {item}, which lies above it"
@@ -167,6 +169,7 @@ def test_an_optional_mechanism_has_one_seam_and_a_bench() -> None:
         (rooms_without_a_sentence, {"ams/new/thing.py": ""}),
         (crowded_rooms, {f"ams/new/part{number}.py": "" for number in range(LARGEST_ROOM + 1)}),
         (compiled_rooms_in_disorder, {"README.md": "| `base` | Words. |", "new/thing.cpp": ""}),
+        (compiled_rooms_in_disorder, {"README.md": "| `base` | Words. |", "base/thing.hpp": "#include <Python.h>\n"}),
         (
             compiled_rooms_in_disorder,
             {"README.md": "| `base` | Words. |\n| `rows` | Rows. |", "base/thing.hpp": '#include "rows/row.hpp"\n'},

@@ -9,7 +9,7 @@
 #include "calls/fault.hpp"
 #include "machine/fan_out.hpp"
 #include "machine/pauses.hpp"
-#include "python/failpoint.hpp"
+#include "base/failpoint.hpp"
 #include "routing/merge_route.hpp"
 
 namespace geartrain {

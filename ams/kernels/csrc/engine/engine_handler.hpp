@@ -7,7 +7,7 @@
 
 #include "calls/handler.hpp"
 #include "engine/engine.hpp"
-#include "python/failpoint.hpp"
+#include "base/failpoint.hpp"
 
 namespace geartrain {
 

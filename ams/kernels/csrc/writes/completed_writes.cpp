@@ -5,7 +5,7 @@
 #include <unordered_set>
 
 #include "base/text.hpp"
-#include "python/failpoint.hpp"
+#include "base/failpoint.hpp"
 
 namespace geartrain {
 namespace {

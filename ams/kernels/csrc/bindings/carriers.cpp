@@ -5,11 +5,10 @@
 #include <nanobind/stl/vector.h>
 
 #include "frames/frame.hpp"
-#include "python/conversions.hpp"
-#include "python/module.hpp"
+#include "bindings/conversions.hpp"
+#include "bindings/module.hpp"
 #include "ring/ring_client.hpp"
 #include "server/server.hpp"
-#include "server/toy_handler.hpp"
 #include "tcp/tcp_client.hpp"
 
 namespace geartrain {
@@ -94,10 +93,8 @@ std::vector<int64_t> time_pulls(Connection& connection, const std::string& table
 }  // namespace
 
 void bind_carriers(nb::module_& m) {
-  static PyObject* lost = PyErr_NewException("geartrain.ams.kernels._core.ConnectionLost", PyExc_ConnectionError, nullptr);
-  static PyObject* full = PyErr_NewException("geartrain.ams.kernels._core.ConnectionFull", PyExc_RuntimeError, nullptr);
-  m.attr("ConnectionLost") = nb::borrow(lost);
-  m.attr("ConnectionFull") = nb::borrow(full);
+  static PyObject* lost = new_exception(m, "ConnectionLost", PyExc_ConnectionError);
+  static PyObject* full = new_exception(m, "ConnectionFull", PyExc_RuntimeError);
   nb::register_exception_translator([](const std::exception_ptr& error, void*) {
     try {
       std::rethrow_exception(error);
@@ -110,14 +107,6 @@ void bind_carriers(nb::module_& m) {
     }
   });
   nb::class_<Handler>(m, "Handler");
-  nb::class_<ToyHandler, Handler>(m, "ToyHandler")
-      .def(nb::init<>())
-      .def("await_held", &ToyHandler::await_held, nb::arg("seconds"), nb::call_guard<WithoutInterpreter>())
-      .def("release", &ToyHandler::release)
-      .def("answer_later", &ToyHandler::answer_later, nb::call_guard<WithoutInterpreter>())
-      .def("lose_lease", &ToyHandler::lose_lease)
-      .def_prop_ro("num_writes", &ToyHandler::num_writes)
-      .def_prop_ro("sum_written", &ToyHandler::sum_written);
   nb::class_<ServerOfPython>(m, "DataServer")
       .def(
           "__init__",

@@ -7,7 +7,7 @@
 
 #include "base/clock.hpp"
 #include "calls/call.hpp"
-#include "python/interpreter.hpp"
+#include "bindings/module.hpp"
 
 namespace geartrain {
 

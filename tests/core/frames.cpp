@@ -5,9 +5,9 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
-#include "frames/damage.hpp"
+#include "damage.hpp"
 #include "frames/frame.hpp"
-#include "python/module.hpp"
+#include "bindings/module.hpp"
 
 namespace geartrain {
 namespace {

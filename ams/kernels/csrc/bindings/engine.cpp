@@ -11,8 +11,9 @@
 #include "base/text.hpp"
 #include "engine/engine.hpp"
 #include "engine/engine_handler.hpp"
-#include "python/conversions.hpp"
-#include "python/module.hpp"
+#include "engine/turn.hpp"
+#include "bindings/conversions.hpp"
+#include "bindings/module.hpp"
 
 namespace geartrain {
 namespace {
@@ -63,8 +64,8 @@ void create_table(ServedTable* self, const std::string& name, int64_t incarnatio
 }
 
 // The error that a refusal of the table's rows is.
-nb::object refusal(const ServedTable& table, int reason, int64_t index, int64_t value, const std::string& label) {
-  return error_of(fault_of(Refusal{static_cast<Reason>(reason), index}, value, table.name(), table.rows().spec(), label));
+nb::any refusal(const ServedTable& table, int reason, int64_t index, int64_t value, const std::string& label) {
+  return any_of(error_of(fault_of(Refusal{static_cast<Reason>(reason), index}, value, table.name(), table.rows().spec(), label)));
 }
 
 int64_t count_of(size_t count) { return static_cast<int64_t>(count); }
@@ -145,12 +146,12 @@ class Reply {
 };
 
 template <class Write>
-nb::object written(Engine& engine, size_t bytes, const Waiter* waiter, bool has_turn, const Write& write) {
+nb::any written(Engine& engine, size_t bytes, const Waiter* waiter, bool has_turn, const Write& write) {
   const auto reply = std::make_shared<Reply>();
   ask_engine(engine, bytes, waiter, has_turn, [&](const Caller& caller) {
     write([reply](const Outcome& outcome) { reply->settle(outcome); }, caller);
   });
-  return reply->take();
+  return any_of(reply->take());
 }
 
 void require_a_row_each(const IdArray& ids, const Matrix& rows, const char* label, const std::string& table) {
@@ -172,7 +173,7 @@ Request request_of(const IdArray& ids, const Matrix& rows, int dtype_code, const
   return request;
 }
 
-nb::object push(Engine& engine, nb::handle context, const std::string& table, const IdArray& ids, const Matrix& gradients,
+nb::any push(Engine& engine, nb::handle context, const std::string& table, const IdArray& ids, const Matrix& gradients,
                 int dtype_code, std::optional<double> lr, double scale, nb::handle scalars, nb::handle group, bool step_goes_on,
                 nb::handle batch, bool ids_are_distinct, const Waiter* waiter, bool has_turn) {
   PushRequest request = request_of<PushRequest>(ids, gradients, dtype_code, "gradients", table);
@@ -189,7 +190,7 @@ nb::object push(Engine& engine, nb::handle context, const std::string& table, co
   });
 }
 
-nb::object assign(Engine& engine, nb::handle context, const std::string& table, const IdArray& ids, const Matrix& rows,
+nb::any assign(Engine& engine, nb::handle context, const std::string& table, const IdArray& ids, const Matrix& rows,
                   int dtype_code, bool ids_are_distinct, const Waiter* waiter, bool has_turn) {
   AssignRequest request = request_of<AssignRequest>(ids, rows, dtype_code, "rows", table);
   request.rows = static_cast<const char*>(rows.data());
@@ -198,6 +199,24 @@ nb::object assign(Engine& engine, nb::handle context, const std::string& table, 
     engine.assign(who, table, request, ids_are_distinct, completion, caller);
   });
 }
+
+
+// Never away: one thread may have several places, and waits for them in their order.
+void wait(Turn::Place& place) {
+  const WithoutInterpreter release;
+  place.wait();
+}
+
+void acquire(Turn& turn) {
+  Turn::Place place(turn);
+  {
+    const WithoutInterpreter release;
+    place.wait(look_for_signals);
+  }
+  place.keep();
+}
+
+void exit(Turn& turn, nb::handle, nb::handle, nb::handle) { turn.release(); }
 
 }  // namespace
 
@@ -255,9 +274,19 @@ void bind_engine(nb::module_& m) {
       .def("fail", &Engine::fail, nb::arg("reason"))
       .def("add_table", &Engine::add_table, nb::arg("table"))
       .def("remove_table", &Engine::remove_table, nb::arg("name"))
-      .def("not_found", [](const Engine& engine, const std::string& name) { return error_of(engine.not_found(name)); },
+      .def("not_found", [](const Engine& engine, const std::string& name) { return any_of(error_of(engine.not_found(name))); },
            nb::arg("name"));
   nb::class_<EngineHandler, Handler>(m, "EngineHandler").def(nb::init<std::shared_ptr<Engine>>(), nb::arg("engine"));
+  nb::class_<Turn::Place>(m, "Place").def("wait", &wait).def("leave", &Turn::Place::leave);
+  nb::class_<Turn>(m, "Turn")
+      .def(nb::init<>())
+      .def("try_acquire", &Turn::try_acquire)
+      .def("acquire", &acquire)
+      .def("release", &Turn::release)
+      .def_prop_ro("num_waiting", &Turn::num_waiting)
+      .def("__enter__", &acquire)
+      .def("__exit__", &exit, nb::arg().none(), nb::arg().none(), nb::arg().none())
+      .def("enter", [](Turn& turn) { return new Turn::Place(turn); }, nb::keep_alive<0, 1>());
 }
 
 }  // namespace geartrain

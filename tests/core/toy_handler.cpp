@@ -1,4 +1,4 @@
-#include "server/toy_handler.hpp"
+#include "toy_handler.hpp"
 
 #include <chrono>
 #include <cstring>

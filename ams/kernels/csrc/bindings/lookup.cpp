@@ -6,7 +6,7 @@
 #include <utility>
 #include <vector>
 
-#include "python/module.hpp"
+#include "bindings/module.hpp"
 #include "embedding/bag_sums.hpp"
 #include "embedding/lookup.hpp"
 
@@ -199,8 +199,7 @@ void spread_row_bags(const FloatMatrix& vectors, const Places& places, const Pla
 }  // namespace
 
 void bind_lookup(nb::module_& m) {
-  static PyObject* bad_id = PyErr_NewException("geartrain.ams.kernels._core.BadId", PyExc_ValueError, nullptr);
-  m.attr("BadId") = nb::borrow(bad_id);
+  static PyObject* bad_id = new_exception(m, "BadId", PyExc_ValueError);
   nb::register_exception_translator([](const std::exception_ptr& error, void*) {
     try {
       std::rethrow_exception(error);

@@ -1,9 +1,10 @@
-#include "python/conversions.hpp"
-
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>
 
 #include <string>
+
+#include "bindings/conversions.hpp"
+#include "bindings/module.hpp"
 
 namespace geartrain {
 namespace {
@@ -160,6 +161,17 @@ Clock clock_of(nb::object clock, double (*native)()) {
     const WithInterpreter interpreter;
     return nb::cast<double>((*held)());
   };
+}
+
+void bind_fault(nb::module_&) {
+  nb::register_exception_translator([](const std::exception_ptr& error, void*) {
+    try {
+      std::rethrow_exception(error);
+    } catch (const Fault& fault) {
+      const nb::object raised = error_of(fault);
+      PyErr_SetObject(raised.type().ptr(), raised.ptr());
+    }
+  });
 }
 
 }  // namespace geartrain

@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "gradients/top_k.hpp"
-#include "python/module.hpp"
+#include "bindings/module.hpp"
 
 namespace geartrain {
 namespace {

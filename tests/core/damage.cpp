@@ -1,4 +1,4 @@
-#include "frames/damage.hpp"
+#include "damage.hpp"
 
 #include <sys/mman.h>
 #include <unistd.h>

@@ -14,8 +14,8 @@
 
 #include "base/scattered_rows.hpp"
 #include "client/rows_client.hpp"
-#include "python/conversions.hpp"
-#include "python/module.hpp"
+#include "bindings/conversions.hpp"
+#include "bindings/module.hpp"
 
 namespace geartrain {
 namespace {
@@ -82,8 +82,8 @@ PullRequest pull_request(const TableFacts& table, const IdArray& ids, const Matr
 }
 
 // None: all is done; else what each shard says that has not brought its part to an end.
-nb::object python_of(const Undone& undone) {
-  if (undone.empty()) return nb::none();
+std::optional<nb::list> python_of(const Undone& undone) {
+  if (undone.empty()) return std::nullopt;
   nb::list parts;
   for (const auto& [shard, outcome] : undone) parts.append(nb::make_tuple(shard, python_of(outcome)));
   return parts;
@@ -105,7 +105,7 @@ nb::object python_of(const std::vector<PartOutcome>& parts) {
   return nb::make_tuple(joint.created, joint.duplicate);
 }
 
-nb::object pull(RowsClient& client, const TableFacts& table, int64_t table_incarnation, const IdArray& ids, const MatrixOutput& out,
+std::optional<nb::list> pull(RowsClient& client, const TableFacts& table, int64_t table_incarnation, const IdArray& ids, const MatrixOutput& out,
                 int dtype_code, const std::optional<Flags>& present, nb::handle required_sync, double seconds, nb::handle watch,
                 const std::vector<int64_t>& shards) {
   const PullRequest request = pull_request(table, ids, out, dtype_code, present, required_sync);
@@ -146,7 +146,7 @@ void place_scattered(const ScatteredRows& self, const Matrix& rows, const std::o
   self.scatter();
 }
 
-nb::object pull_scattered(RowsClient& client, const TableFacts& table, int64_t table_incarnation, const IdArray& ids,
+std::optional<nb::list> pull_scattered(RowsClient& client, const TableFacts& table, int64_t table_incarnation, const IdArray& ids,
                           const ScatteredRows& out, nb::handle required_sync, double seconds, nb::handle watch) {
   require(out.count() == static_cast<int64_t>(ids.size()) && table.dtype == DType::float32 &&
               out.row_bytes() == static_cast<size_t>(table.dim) * sizeof(float),
@@ -300,16 +300,16 @@ bool begin_write(RowsClient& client, const PreparedWrite& prepared, nb::handle c
 }
 
 // (tag, what pull() or write() says of it); None: there is none in so many seconds.
-nb::object next_reply(RowsClient& client, double seconds) {
+std::optional<nb::tuple> next_reply(RowsClient& client, double seconds) {
   const auto until = std::chrono::steady_clock::now() + duration_of(seconds);
   std::optional<RowsClient::Reply> reply;
   {
     const WithoutInterpreter release;
     reply = client.next_reply(until);
   }
-  if (!reply) return nb::none();
+  if (!reply) return std::nullopt;
   const nb::object tag = *static_cast<nb::object*>(reply->tag.get());
-  return nb::make_tuple(tag, std::visit([](const auto& outcome) { return python_of(outcome); }, reply->outcome));
+  return nb::make_tuple(tag, std::visit([](const auto& outcome) { return nb::cast(python_of(outcome)); }, reply->outcome));
 }
 
 template <class T>

@@ -7,7 +7,7 @@
 #include <nanobind/stl/optional.h>
 
 #include "machine/fan_out.hpp"
-#include "python/module.hpp"
+#include "bindings/module.hpp"
 #include "softmax/class_pass.hpp"
 
 namespace geartrain {

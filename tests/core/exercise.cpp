@@ -1,4 +1,4 @@
-// What the tests of the engine are made of: threads of no interpreter that push and pull.
+// What tests of the core are made of: threads of no interpreter that push and pull, frames, a handler without rows.
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 
@@ -10,7 +10,8 @@
 #include <vector>
 
 #include "engine/engine.hpp"
-#include "python/module.hpp"
+#include "bindings/module.hpp"
+#include "toy_handler.hpp"
 
 namespace geartrain {
 namespace {
@@ -81,7 +82,18 @@ nb::tuple exercise(Engine& engine, const std::string& table, const IdArray& ids,
 
 }  // namespace
 
-void bind_exercise(nb::module_& m) {
+void bind_frames(nb::module_& m);
+
+void bind_test_helpers(nb::module_& m) {
+  bind_frames(m);
+  nb::class_<ToyHandler, Handler>(m, "ToyHandler")
+      .def(nb::init<>())
+      .def("await_held", &ToyHandler::await_held, nb::arg("seconds"), nb::call_guard<WithoutInterpreter>())
+      .def("release", &ToyHandler::release)
+      .def("answer_later", &ToyHandler::answer_later, nb::call_guard<WithoutInterpreter>())
+      .def("lose_lease", &ToyHandler::lose_lease)
+      .def_prop_ro("num_writes", &ToyHandler::num_writes)
+      .def_prop_ro("sum_written", &ToyHandler::sum_written);
   m.def("exercise_engine", &exercise, nb::arg("engine"), nb::arg("table"), nb::arg("ids").noconvert(),
         nb::arg("gradients").noconvert(), nb::arg("rounds"), nb::arg("num_threads"), nb::kw_only(), nb::arg("holds_interpreter"),
         nb::arg("seconds"));

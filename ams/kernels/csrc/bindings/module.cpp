@@ -1,4 +1,4 @@
-#include "python/module.hpp"
+#include "bindings/module.hpp"
 
 #include <algorithm>
 
@@ -20,8 +20,7 @@ using AnyArray = nb::ndarray<nb::ro, nb::c_contig, nb::device::cpu>;
 constexpr int64_t kFewIds = 10'000;
 
 void bind_refusal(nb::module_& m) {
-  static PyObject* refused = PyErr_NewException("geartrain.ams.kernels._core.Refused", PyExc_ValueError, nullptr);
-  m.attr("Refused") = nb::borrow(refused);
+  static PyObject* refused = new_exception(m, "Refused", PyExc_ValueError);
   nb::register_exception_translator([](const std::exception_ptr& error, void*) {
     try {
       std::rethrow_exception(error);
@@ -127,22 +126,19 @@ NB_MODULE(_core, m) {
   bind_refusal(m);
   bind_memory_budget(m);
   bind_fault(m);
-  bind_frames(m);
   bind_carriers(m);
   bind_row_store(m);
-  bind_given_rows(m);
   bind_class_pass(m);
   bind_neighbours(m);
-  bind_neighbour_recall(m);
   bind_position_lru(m);
   bind_lookup(m);
   bind_gradients(m);
-  bind_turn(m);
+  bind_writes(m);
   bind_engine(m);
-  bind_exercise(m);
   bind_rows_client(m);
-  bind_engine_state(m);
-  bind_sync_groups(m);
+#ifdef GEARTRAIN_TEST_HELPERS
+  bind_test_helpers(m);
+#endif
   m.def(
       "is_rising", [](const IdArray& ids) { return is_rising(ids.data(), static_cast<int64_t>(ids.size())); },
       nb::arg("ids").noconvert(), nb::call_guard<WithoutInterpreter>());

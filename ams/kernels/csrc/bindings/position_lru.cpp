@@ -5,7 +5,7 @@
 
 #include "cache/freshness.hpp"
 #include "cache/position_lru.hpp"
-#include "python/module.hpp"
+#include "bindings/module.hpp"
 
 namespace geartrain {
 namespace {
