@@ -60,9 +60,12 @@ def write(
     ids = ops.checked_ids(request.ids)
     if isinstance(request, Assign):
         bits, code = _bits(request.rows, "rows")
-        return engine.assign(context, request.table, ids, bits, code, ids_are_distinct, waiter, has_turn)
+        assigned: Done | Future[Done] = engine.assign(
+            context, request.table, ids, bits, code, ids_are_distinct, waiter, has_turn
+        )
+        return assigned
     bits, code = _bits(request.gradients, "gradients")
-    return engine.push(
+    done: Done | Future[Done] = engine.push(
         context,
         request.table,
         ids,
@@ -78,6 +81,7 @@ def write(
         waiter,
         has_turn,
     )
+    return done
 
 
 def _bits(rows: npt.NDArray[Any], label: str) -> tuple[npt.NDArray[Any], int]:

@@ -216,7 +216,8 @@ class ShardTables:
 
     def not_found(self, name: str) -> GeartrainError:
         """The error for a name that has no table."""
-        return self._engine.not_found(name)
+        error: GeartrainError = self._engine.not_found(name)
+        return error
 
     def _note_specs(self) -> None:
         self.specs = tuple(table.spec for table in self._tables.values())
