@@ -2,38 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from geartrain.ams.kernels.embedding import BadId, FeatureIds, Lookup
 from geartrain.ams.values.arguments import boolean
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
-from geartrain.ams.values.specs import TableSpec
 from geartrain.ams.values.text import quoted
-from geartrain.bridge.embedding.autograd_node import LookupCall, Vectors
-from geartrain.bridge.embedding.batch_rows import BatchRows, pull
-from geartrain.bridge.embedding.dense_features import distinct_features, feature_vectors
-from geartrain.bridge.embedding.field import Field, table_specs
-from geartrain.bridge.embedding.hosted_bags import HostedLookup
-from geartrain.bridge.embedding.ids import BatchIds, bags_as_torch, ids_of_batch
-from geartrain.bridge.embedding.modes import SSP, BoundedLead, Mode, checked_mode
-from geartrain.bridge.embedding.trained_tables import TrainedTables
-from geartrain.bridge.embedding.update import EmbeddingUpdate
-from geartrain.bridge.embedding.vector_shapes import out_of_range, shaped
+from geartrain.bridge.embedding.field import Field
+from geartrain.bridge.embedding.group_rows import GivenBatch, GroupSettings, TrainedTables
+from geartrain.bridge.embedding.ids import bags_as_torch
+from geartrain.bridge.embedding.modes import Mode, checked_mode
+from geartrain.bridge.embedding.registry import group_rows_named
+from geartrain.bridge.embedding.vectors import distinct_features, feature_vectors, shaped
 from geartrain.bridge.rows.eager import runs_eagerly
 from geartrain.bridge.rows.pending import RowModule
-from geartrain.bridge.rows.ranks import SyncRanks
 
 if TYPE_CHECKING:
     from geartrain.ams.client.cluster import Cluster
-    from geartrain.ams.client.rows.write_log import WriteLog
-    from geartrain.ams.client.table import Table
     from geartrain.ams.client.worker_steps import JobSteps
 
 
@@ -56,7 +46,7 @@ class EmbeddingGroup(nn.Module):
 
     def __init__(
         self,
-        cluster: Cluster,
+        cluster: Cluster | None,
         name: str,
         fields: Sequence[Field],
         *,
@@ -66,11 +56,12 @@ class EmbeddingGroup(nn.Module):
         mode: Mode = "async",
         process_group: dist.ProcessGroup | None = None,
         per_node: bool = False,
+        rows: str = "pull",
     ) -> None:
         """Make the tables.
 
         Args:
-            cluster: Where the rows are.
+            cluster: Where the rows are; None with ``rows="ranks"``.
             name: Comes before the names of the tables.
             fields: Of the model; those that name one table share its rows.
             optimizer: Of every table whose fields name none; None: ``Adagrad(lr=0.05)``.
@@ -85,6 +76,13 @@ class EmbeddingGroup(nn.Module):
             per_node: Of a batch with levels (``gt.TreeSamples``, or samples with ``dedup``) ids are looked up and
                 pooled once for each of the N nodes of a level, and every sample is given its node's vector. True: the
                 vectors stay those of the nodes, [N, D], for ``gt.per_level`` and ``gt.LevelLinear``.
+            rows: ``"pull"``: the rows are in the cluster, and those of a batch travel. ``"ranks"``: they are on the
+                devices of the ranks (``process_group``; without torch.distributed this process alone), each table split
+                by its rows; the fields say ``num_rows``, and there is no cluster. Every rank looks up its own batch and
+                goes backward, and all step together: rows change by the mean of the gradients, weighted by samples
+                (bags), once. Rows move with ``.to(device)``. Cost of a step for N ids on a rank, whatever the number of
+                fields: one exchange of counts between the hosts, three all-to-alls (16·N bytes of ids, 4·D for
+                each bag and rank that has ids of it, and as much for its gradient) and an all-reduce of one number.
 
         Raises:
             InvalidArgument: The fields contradict each other, or lack something.
@@ -96,33 +94,25 @@ class EmbeddingGroup(nn.Module):
         self.name = name
         self.fields = tuple(fields)
         _require_fields(name, self.fields)
-        with_rows = [one for one in self.fields if one.features is None]
-        names = {one.table_name: self._full_name(one.table_name) for one in with_rows}
-        specs = table_specs(self.fields, names, optimizer, seed)
-        by_optimizer: dict[RowOptimizerSpec, list[str]] = {}
-        for table, spec in specs.items():
-            by_optimizer.setdefault(spec.optimizer, []).append(table)
-        checked_mode(mode, process_group)
-        joined = mode == "sync" and (process_group is not None or dist.is_initialized())
-        ranks = [SyncRanks(name, process_group) if joined else None for _ in by_optimizer]
-        made = _made_by_all(cluster, specs, next(iter(ranks)), reuse=reuse)
-        self._lead = BoundedLead(cluster, name, mode) if isinstance(mode, SSP) else None
-        hosted = {one.table_name for one in self.fields if one.where == "hosted"}
+        checked_mode(mode)
         self.cluster = cluster
         self.per_node = per_node
-        self.is_bounded = joined or self._lead is not None
-        """Whether the look-up of a step must see what others have pushed by then."""
         self.features = nn.ModuleList(distinct_features(self.fields))
         """Modules that some fields have their vectors from."""
-        self.pushes_rows_alone = not hosted and not self.features
-        """Whether a step sends nothing but pushes of rows."""
-        self.parts = nn.ModuleList(
-            _trained(cluster, {table: made[table] for table in tables}, hosted, its, self._lead)
-            for tables, its in zip(by_optimizer.values(), ranks, strict=True)
+        settings = GroupSettings(
+            cluster=cluster,
+            name=name,
+            fields=self.fields,
+            names={one.table_name: self._full_name(one.table_name) for one in self.fields if one.features is None},
+            optimizer=optimizer,
+            seed=seed,
+            reuse=reuse,
+            mode=mode,
+            process_group=process_group,
         )
-        in_order = [table for tables in by_optimizer.values() for table in tables]
-        self._tables = [made[table] for table in in_order]
-        self._table_of = {one.name: in_order.index(one.table_name) for one in with_rows}
+        self.rows = group_rows_named(rows)(settings)
+        """Where the rows are, and how they are looked up."""
+        self.parts = nn.ModuleList(self.rows.parts)
         self.register_buffer("_place", torch.empty(0), persistent=False)  # says where the vectors are wanted
 
     def _full_name(self, table: str) -> str:
@@ -134,16 +124,20 @@ class EmbeddingGroup(nn.Module):
         yield from cast("Iterator[RowModule]", iter(self.features))
 
     @property
-    def trained(self) -> list[TrainedTables]:
+    def trained(self) -> list[TrainedTables[Any]]:
         """The tables, those of one optimizer together."""
-        return cast("list[TrainedTables]", list(self.parts))
+        return list(self.rows.parts)
 
-    def table(self, field: str) -> Table:
-        """The table of a field, for pulls, pushes and assigns of one's own. Raises InvalidArgument."""
-        if field not in self._table_of:
-            names = ", ".join(map(repr, self._table_of))
-            raise InvalidArgument(f"there is no field {field!r} with a table; those that have one are {names}")
-        return self._tables[self._table_of[field]]
+    def table(self, field: str) -> Any:
+        """The table of a field: a :class:`~geartrain.ams.client.table.Table`, for pulls, pushes and assigns of one's
+        own; with ``rows="ranks"`` its ``pull`` and ``assign``, which every rank calls. Raises InvalidArgument.
+        """
+        names = {one.name: one.table_name for one in self.fields if one.features is None}
+        if field not in names:
+            raise InvalidArgument(
+                f"there is no field {field!r} with a table; those that have one are {', '.join(map(repr, names))}"
+            )
+        return self.rows.table(names[field])
 
     @property
     def worker_steps(self) -> JobSteps | None:
@@ -151,12 +145,7 @@ class EmbeddingGroup(nn.Module):
         wait for it any more, until its next training batch: before a long evaluation, or at its end; closing the
         cluster does so, too.
         """
-        return None if self._lead is None else self._lead.steps
-
-    @property
-    def write_logs(self) -> list[WriteLog]:
-        """Which rows this process writes, of the clusters of the tables."""
-        return list(dict.fromkeys(table.write_log for table in self._tables))
+        return self.rows.worker_steps
 
     def forward(self, batch: Any) -> dict[str, Tensor]:
         """Look the ids of a batch up.
@@ -177,95 +166,49 @@ class EmbeddingGroup(nn.Module):
             InvalidIds: Ids are no integers, negative or out of range, or offsets fall: names field, row and value.
             ShardUnavailable, ShardRestarted: see ``Table.pull``.
         """
-        pulled = self.merged(batch)
-        return self._shaped(pulled, self._looked_up(pulled))
+        merged = self.merged(batch)
+        return self._shaped(merged, self._looked_up(merged))
 
-    def merged(self, batch: Any) -> BatchRows:
-        """The ids of a batch as :meth:`forward` takes it, for :func:`~geartrain.bridge.embedding.batch_rows.pull` and
-        then :meth:`vectors_of`. Raises as forward does. Any thread may call it.
+    def merged(self, batch: Any) -> Any:
+        """The ids of a batch as :meth:`forward` takes it, whose rows may be pulled before :meth:`vectors_of`. Raises as
+        forward does. Any thread may call it.
         """
-        return self._merged(ids_of_batch(batch, [one.name for one in self.fields]))
+        return self.rows.merged(batch)
 
-    def vectors_of(self, pulled: BatchRows) -> Any:
+    def vectors_of(self, merged: Any) -> Any:
         """What :meth:`forward` returns, from rows that were pulled."""
-        return self._shaped(pulled, self._pooled(pulled))
+        return self._shaped(merged, self._vectors(merged))
 
-    def join(self) -> None:
-        """To be called before rows are pulled to be trained: with ``mode=gt.SSP(...)`` others wait from now on."""
-        if self._lead is not None and torch.is_grad_enabled():
-            self._lead.join()
-
-    def _shaped(self, pulled: BatchRows, vectors: Sequence[Tensor]) -> dict[str, Tensor]:
-        in_order = sorted(zip(self._in_order, pulled.given, vectors, strict=True), key=lambda one: one[0])
+    def _shaped(self, merged: GivenBatch, vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {
-            self.fields[number].name: shaped(self.fields[number], ids, own, per_node=self.per_node)
-            for number, ids, own in in_order
+            field.name: shaped(field, ids, vectors[field.name], per_node=self.per_node)
+            for field, ids in zip(self.fields, merged.given, strict=True)
         }
 
     @runs_eagerly
-    def _looked_up(self, pulled: BatchRows) -> tuple[Tensor, ...]:
+    def _looked_up(self, merged: GivenBatch) -> dict[str, Tensor]:
         for part in self.trained:
             part.row_update.flush()
-        self.join()
-        pull([pulled])
-        return self._pooled(pulled)
-
-    @property
-    def _in_order(self) -> list[int]:
-        """Numbers of the fields whose rows are pulled, then of the hosted ones, then of those that have features."""
-        return sorted(range(len(self.fields)), key=lambda number: self.fields[number].kind)
-
-    def _num_of(self, kind: int) -> int:
-        return sum(one.kind == kind for one in self.fields)
-
-    def _merged(self, given: Sequence[BatchIds]) -> BatchRows:
-        for field, ids in zip(self.fields, given, strict=True):
-            if field.pooling == "max" and ids.weights is not None:
-                raise InvalidArgument(f"field {field.name!r} has weights and pooling 'max', which takes none")
-            if field.where == "hosted" and ids.given_weights is not None:
-                raise InvalidArgument(
-                    f"the weights of field {field.name!r} need a gradient, which is made of the rows, and these stay "
-                    "where they are; detach() the weights, or give the field where='pull'"
-                )
-        order = self._in_order
-        given = [given[number] for number in order]
-        num_pulled, num_features = self._num_of(0), self._num_of(2)
-        with_rows = order[: len(order) - num_features]
-        features = [
-            FeatureIds(self._table_of[field.name], ids.values, ids.bags, ids.weights, field.pooling, field.padding_id)
-            for field, ids in zip((self.fields[number] for number in with_rows), given, strict=False)
-        ]
-        threads, first = torch.get_num_threads(), 0
-        try:
-            lookup = Lookup(features[:num_pulled], [table.spec.num_rows for table in self._tables], threads)
-            first = num_pulled
-            hosted = HostedLookup(features[first:], self._tables, threads) if features[first:] else None
-        except BadId as bad:
-            number, place = bad.args
-            field, feature = self.fields[order[first + number]], features[first + number]
-            raise out_of_range(field, feature, place, self._tables[feature.table].spec.num_rows) from None
-        return BatchRows(self._tables, features[:num_pulled], given, lookup, is_bounded=self.is_bounded, hosted=hosted)
+        self.rows.join()
+        self.rows.pull(merged)
+        return self._vectors(merged)
 
     @runs_eagerly
-    def _pooled(self, pulled: BatchRows) -> tuple[Tensor, ...]:
-        hosted, num_features = pulled.hosted, self._num_of(2)
-        given = pulled.given[: len(pulled.given) - num_features]
-        call = LookupCall(pulled.lookup, pulled.features, given, pulled.rows, pulled.pulled_at, self.trained, hosted)
+    def _vectors(self, merged: GivenBatch) -> dict[str, Tensor]:
         device = cast("Tensor", self._place).device
-        dense: list[Tensor] = []
-        if num_features:
-            own = [self.fields[number] for number in self._in_order[-num_features:]]
-            dense = feature_vectors(own, pulled.given[-num_features:], device)
-        if not torch.is_grad_enabled():
-            return (*call.vectors(device, want_gradient=False), *dense)
-        all_ids = iter(enumerate(pulled.ids))
-        for part in self.trained:
-            for place in range(len(part.row_update.tables)):
-                table, ids = next(all_ids)
-                part.note(place, hosted.ids_of(table) if hosted is not None and not len(ids) else ids)
-        carriers = [part.row_update.carrier for part in self.trained]
-        vectors: tuple[Tensor, ...] = Vectors.apply(call, device, *carriers, *call.weights)  # type: ignore[no-untyped-call]
-        return (*vectors, *dense)
+        names = [one.name for one in self.fields if one.features is None]
+        vectors = dict(zip(names, self.rows.vectors(merged, device), strict=True))
+        own = [(field, ids) for field, ids in zip(self.fields, merged.given, strict=True) if field.features is not None]
+        if own:
+            fields, given = zip(*own, strict=True)
+            found = feature_vectors(fields, given, device)
+            vectors |= {field.name: one for field, one in zip(fields, found, strict=True)}
+        return vectors
+
+    def _apply(self, *arguments: Any, **settings: Any) -> Any:
+        super()._apply(*arguments, **settings)  # type: ignore[no-untyped-call]
+        self.rows.move_to(cast("Tensor", self._place).device)
+        return self
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         """Neither copy nor pickle: rows are trained in one place."""
@@ -277,7 +220,7 @@ class EmbeddingGroup(nn.Module):
     def extra_repr(self) -> str:
         """The fields, for print()."""
         widths: dict[str, Any] = {one.name: one.features.dim for one in self.fields if one.features is not None}
-        widths |= {name: self._tables[table].spec.dim for name, table in self._table_of.items()}
+        widths |= {one.name: self.rows.specs[one.table_name].dim for one in self.fields if one.features is None}
         return "\n".join([repr(self.name), *(f"{one.name}: {widths[one.name]} × {one.pooling}" for one in self.fields)])
 
 
@@ -291,7 +234,7 @@ class Embedding(EmbeddingGroup):
 
     def __init__(
         self,
-        cluster: Cluster,
+        cluster: Cluster | None,
         name: str,
         dim: int,
         *,
@@ -300,13 +243,14 @@ class Embedding(EmbeddingGroup):
         reuse: bool = False,
         mode: Mode = "async",
         process_group: dist.ProcessGroup | None = None,
+        rows: str = "pull",
         include_last_offset: bool = False,
         **settings: Any,
     ) -> None:
         """Make its table. Raises as the group does.
 
         Args:
-            cluster: Where the rows are.
+            cluster: Where the rows are; None with ``rows="ranks"``.
             name: Of the table.
             dim: Width of the vectors.
             optimizer: Of the rows; None: ``Adagrad(lr=0.05)``.
@@ -314,6 +258,7 @@ class Embedding(EmbeddingGroup):
             reuse: Open the table if it is there with an equal spec.
             mode: What several workers wait for, as of :class:`EmbeddingGroup`.
             process_group: The ranks that step together, as there.
+            rows: Where the rows are, as there.
             include_last_offset: Whether ``offsets`` of a call end with the number of ids, as of ``nn.EmbeddingBag``.
             settings: Those of a :class:`Field`.
         """
@@ -328,6 +273,7 @@ class Embedding(EmbeddingGroup):
             reuse=reuse,
             mode=mode,
             process_group=process_group,
+            rows=rows,
         )
 
     def _full_name(self, table: str) -> str:
@@ -345,61 +291,12 @@ class Embedding(EmbeddingGroup):
         given = bags_as_torch(ids, offsets, per_sample_weights, ends=self.include_last_offset, name=name)
         return super().forward({name: given})[name]
 
-    def vectors_of(self, pulled: BatchRows) -> Any:
-        """See the base class."""
-        return super().vectors_of(pulled)[self.fields[0].name]
+    def vectors_of(self, merged: Any) -> Any:
+        """The vectors of the field."""
+        return super().vectors_of(merged)[self.fields[0].name]
 
 
 def _require_fields(name: str, fields: Sequence[Field]) -> None:
     for one in fields:
         if not isinstance(one, Field):
             raise InvalidArgument(f"a field of {name!r} is {quoted(one)}; it must be a gt.Field('user', dim=16)")
-
-
-def _trained(
-    cluster: Cluster,
-    tables: Mapping[str, Table],
-    hosted: Collection[str],
-    ranks: SyncRanks | None,
-    pace: BoundedLead | None,
-) -> TrainedTables:
-    """The ``tables`` of one optimizer, by name; the bags of those ``hosted`` are pooled by the shards."""
-    places = frozenset(place for place, table in enumerate(tables) if table in hosted)
-    in_order = list(tables.values())
-    return TrainedTables(cluster, in_order, EmbeddingUpdate(in_order, hosted=places, ranks=ranks, pace=pace))
-
-
-def _made_by_all(
-    cluster: Cluster, specs: Mapping[str, TableSpec], ranks: SyncRanks | None, *, reuse: bool
-) -> dict[str, Table]:
-    """Where ranks step together the first makes the tables, and the others open them."""
-    make = partial(_made, cluster, specs)
-    if ranks is None:
-        return make(reuse=reuse)
-    return ranks.first_then_others(partial(make, reuse=reuse), partial(make, reuse=True))
-
-
-def _made(cluster: Cluster, specs: Mapping[str, TableSpec], *, reuse: bool) -> dict[str, Table]:
-    made: dict[str, Table] = {}
-    try:
-        for table, spec in specs.items():
-            made[table] = cluster.create_table(
-                spec.name,
-                dim=spec.dim,
-                optimizer=spec.optimizer,
-                num_rows=spec.num_rows,
-                initializer=spec.initializer,
-                seed=spec.seed,
-                dtype=spec.dtype,
-                slot_dtype=spec.slot_dtype,
-                admission=spec.admission,
-                expiry=spec.expiry,
-                max_bytes=spec.max_bytes,
-                reuse=reuse,
-            )
-    except BaseException:
-        if not reuse:  # then all of them are of this call
-            for one in made.values():
-                cluster.drop_table(one.spec.name)
-        raise
-    return made

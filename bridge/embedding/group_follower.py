@@ -15,8 +15,8 @@ from geartrain.ams.kernels.embedding import BadId, FeatureIds, Lookup
 from geartrain.ams.values.errors import InvalidArgument, SpecMismatch
 from geartrain.ams.values.text import quoted
 from geartrain.bridge.embedding.field import Field
-from geartrain.bridge.embedding.ids import ids_of_batch
-from geartrain.bridge.embedding.vector_shapes import out_of_range, shaped
+from geartrain.bridge.embedding.ids import batch_ids, ids_of_batch
+from geartrain.bridge.embedding.vectors import out_of_range, require_no_max_weights, shaped
 from geartrain.bridge.rows.eager import runs_eagerly
 from geartrain.bridge.rows.transfers import upload
 
@@ -72,7 +72,7 @@ class GroupFollower(nn.Module):
     @runs_eagerly
     def forward(self, batch: Any) -> dict[str, Tensor]:
         """Look the ids of a batch up. Batch, vectors and errors are those of the group."""
-        given = ids_of_batch(batch, [one.name for one in self.fields])
+        given = ids_of_batch(batch, [one.name for one in self.fields], batch_ids)
         features = [
             FeatureIds(
                 self._tables.index(f"{self.name}/{field.table_name}"),
@@ -85,8 +85,7 @@ class GroupFollower(nn.Module):
             for field, ids in zip(self.fields, given, strict=True)
         ]
         for field, ids in zip(self.fields, given, strict=True):
-            if field.pooling == "max" and ids.weights is not None:
-                raise InvalidArgument(f"field {field.name!r} has weights and pooling 'max', which takes none")
+            require_no_max_weights(field, ids)
         specs = [self._followed.specs[table] for table in self._tables]
         try:
             lookup = Lookup(features, [spec.num_rows for spec in specs], torch.get_num_threads())

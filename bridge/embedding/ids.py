@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from geartrain.ams.kernels.embedding import Bags
 from geartrain.ams.values.arrays import as_array
@@ -19,6 +19,7 @@ from geartrain.ams.values.text import counted, quoted
 from geartrain.bridge.embedding.levels import Nodes, nodes_of
 
 Weights = npt.NDArray[np.float32]
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 def _is_jagged(given: Any) -> bool:
@@ -27,15 +28,15 @@ def _is_jagged(given: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class BatchIds:
-    """The ids of one field."""
+class FieldIds:
+    """The ids of one field, as arrays of the host (:class:`BatchIds`) or as tensors (:class:`TensorIds`)."""
 
-    values: Ids
-    """[N], C-contiguous."""
-    bags: Bags
+    values: Any
+    """[N] int64, C-contiguous."""
+    bags: Any
     """Offsets [B + 1], or how many ids each bag has."""
-    weights: Weights | None = None
-    """[N]."""
+    weights: Any = None
+    """[N] float32, or None."""
     given_weights: Tensor | None = None
     """The tensor that they were, where it needs a gradient."""
     is_vector: bool = False
@@ -55,10 +56,32 @@ class BatchIds:
         return len(self.values) // self.bags if isinstance(self.bags, int) else len(self.bags) - 1
 
 
-def ids_of_batch(batch: Any, names: list[str]) -> list[BatchIds]:
+@dataclass(frozen=True)
+class BatchIds(FieldIds):
+    """Arrays of the host."""
+
+    values: Ids
+    bags: Bags
+    weights: Weights | None = None
+
+
+@dataclass(frozen=True)
+class TensorIds(FieldIds):
+    """Tensors on one device."""
+
+    values: Tensor
+    bags: Tensor | int
+    weights: Tensor | None = None
+
+
+I = TypeVar("I", bound=FieldIds)  # noqa: E741
+
+
+def ids_of_batch(batch: Any, names: list[str], parse: Callable[[Any, str], I]) -> list[I]:
     """The ids of the fields ``names`` in a batch: a mapping, or something with keys(), values() and lengths().
 
-    Raises InvalidArgument for a batch without one of them, InvalidIds for ids of another kind.
+    ``parse`` makes those of one field: :func:`batch_ids` or :func:`tensor_ids`. Raises InvalidArgument for a batch
+    without one of them, InvalidIds for ids of another kind.
     """
     if not isinstance(batch, Mapping) and _is_jagged(batch):
         batch = _by_key(batch)
@@ -73,7 +96,7 @@ def ids_of_batch(batch: Any, names: list[str]) -> list[BatchIds]:
             f"the batch has no ids of field {missing[0]!r}; it has {', '.join(map(repr, batch)) or 'nothing'}. Give "
             "an empty bag to samples without any"
         )
-    given = [_of_level(batch_ids(batch[name], name), nodes_of(batch, name), name) for name in names]
+    given = [_of_level(parse(batch[name], name), nodes_of(batch, name), name) for name in names]
     for name, ids in zip(names, given, strict=True):
         if ids.num_samples != given[0].num_samples:
             raise InvalidIds(
@@ -83,7 +106,7 @@ def ids_of_batch(batch: Any, names: list[str]) -> list[BatchIds]:
     return given
 
 
-def _of_level(ids: BatchIds, nodes: Nodes | None, name: str) -> BatchIds:
+def _of_level(ids: I, nodes: Nodes | None, name: str) -> I:
     if nodes is None:
         return ids
     if ids.num_samples != nodes.count:
@@ -138,6 +161,49 @@ def batch_ids(given: Any, name: str) -> BatchIds:
     if array.ndim == 2:
         return BatchIds(array.reshape(-1), np.zeros(len(array) + 1, np.int64))
     raise InvalidIds(f"the ids of field {name!r} have shape {list(array.shape)}; they must be [B], [B, L], or jagged")
+
+
+def tensor_ids(given: Any, name: str, device: torch.device) -> TensorIds:
+    """What :func:`batch_ids` makes, on ``device``. Tensors are looked at in tensor operations; whatever else they are,
+    or lack, is for :func:`batch_ids` to take or to name.
+    """
+    found = _tensors_of(given)
+    if found is not None:
+        values, offsets, weights = found
+        if offsets is None and values.ndim in (1, 2) and (values.ndim == 1 or values.shape[1]):
+            flat = values.reshape(-1).to(device, torch.int64)
+            return TensorIds(flat, values.shape[1] if values.ndim == 2 else 1, is_vector=values.ndim == 1)
+        if offsets is not None and values.ndim == offsets.ndim == 1 and len(offsets):
+            values, offsets = values.to(device, torch.int64), offsets.to(device, torch.int64, copy=True)
+            ends = (offsets[0] == 0) & (offsets[-1] == len(values)) & (offsets.diff() >= 0).all()
+            own = None if weights is None else weights.detach().to(device, torch.float32, copy=True)
+            fits = own is None or (own.shape == values.shape and bool(torch.isfinite(own).all()))
+            if bool(ends) and fits:
+                return TensorIds(values, offsets, own, weights if own is not None and weights.requires_grad else None)
+    host = batch_ids(given, name)
+    bags = host.bags if isinstance(host.bags, int) else torch.from_numpy(host.bags).to(device)
+    weights = None if host.weights is None else torch.from_numpy(host.weights).to(device)
+    return TensorIds(torch.from_numpy(host.values).to(device), bags, weights, host.given_weights, host.is_vector)
+
+
+def _tensors_of(given: Any) -> tuple[Tensor, Tensor | None, Any] | None:
+    """Ids, offsets and weights, of what is tensors of integers; None: of something else."""
+    offsets = weights = None
+    if isinstance(given, Tensor) and given.is_nested and given.layout is torch.jagged:
+        if given.lengths() is not None:  # type: ignore[attr-defined]
+            return None
+        given, offsets = given.values(), given.offsets()
+    elif isinstance(given, tuple | list) and len(given) in (2, 3):
+        given, offsets, weights = (*given, None)[:3]
+    elif not isinstance(given, Tensor | np.ndarray | Mapping) and _is_jagged(given):
+        lengths = given.lengths()
+        weights = getattr(given, "weights_or_none", lambda: None)()
+        given = given.values()
+        offsets = nn.functional.pad(lengths.cumsum(0), (1, 0)) if isinstance(lengths, Tensor) else lengths
+    integers = (given,) if offsets is None else (given, offsets)
+    is_whole = all(isinstance(one, Tensor) and one.dtype in _INTEGERS and not one.is_nested for one in integers)
+    is_weighted = isinstance(weights, Tensor) and not weights.is_complex() and weights.dtype != torch.bool
+    return (given, offsets, weights) if is_whole and (weights is None or is_weighted) else None
 
 
 def _is_several(given: Any) -> bool:

@@ -14,7 +14,12 @@ from torch.utils import _pytree as pytree
 
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.text import quoted
-from geartrain.bridge.embedding.jagged import jagged_tensor
+
+try:
+    # Of its public name torch 2.13 warns every user: torch itself calls there what it tells others not to.
+    from torch.nested._internal.nested_tensor import nested_view_from_values_offsets as _view
+except ImportError:
+    _view = torch.nested.nested_tensor_from_jagged  # type: ignore[assignment]
 
 NO_NODES: Mapping[str, Nodes] = {}
 
@@ -158,3 +163,11 @@ class LevelLinear(nn.Module):
     def extra_repr(self) -> str:
         """The fields and widths, for print()."""
         return f"{self.widths} -> {len(self.weight)}"
+
+
+def jagged_tensor(values: Tensor, offsets: Tensor) -> Tensor:
+    """A nested tensor of layout torch.jagged [B, ?, ...] that is a view of ``values`` [N, ...].
+
+    ``offsets`` [B + 1] on the same device go from 0 to N; they are not checked.
+    """
+    return cast("Tensor", _view(values, offsets))  # type: ignore[no-untyped-call]

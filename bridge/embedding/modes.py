@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-import torch.distributed as dist
-
 from geartrain.ams.values.arguments import checked_name, integer, real_number
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.text import quoted
@@ -52,12 +50,10 @@ class SSP:
 Mode = Literal["async", "sync"] | SSP
 
 
-def checked_mode(mode: Mode, process_group: dist.ProcessGroup | None) -> Mode:
-    """Raise InvalidArgument unless it is a mode, and no group of processes is given to one that has none."""
+def checked_mode(mode: Mode) -> Mode:
+    """Raise InvalidArgument unless it is a mode."""
     if mode not in ("async", "sync") and not isinstance(mode, SSP):
         raise InvalidArgument(f"mode is {quoted(mode)}; it must be 'async', 'sync' or gt.SSP(staleness=3)")
-    if process_group is not None and mode != "sync":
-        raise InvalidArgument(f"mode is {mode!r} and a process_group was given; ranks step together in mode='sync'")
     return mode
 
 

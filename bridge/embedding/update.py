@@ -152,12 +152,6 @@ class EmbeddingUpdate(PendingUpdate[EmbeddingGradient]):
         """See the base class."""
         return self.generation, tuple(map(incarnation_of, self.tables))
 
-    def go_on_at(self, step: int) -> None:
-        """The tables were given the rows of that step: what is pending counts no more."""
-        self.discard()
-        self.step = step
-        self.generation += 1
-
     def require_no_step(self) -> None:
         """Raise InvalidArgument if a step has begun and not ended."""
         if self._writes is not None:
@@ -210,11 +204,6 @@ class EmbeddingUpdate(PendingUpdate[EmbeddingGradient]):
         """See the base class."""
         self._writes = None
         super().hand_over()
-
-    def flush(self) -> None:
-        """Wait for pushes that are under way in the background. Raises an error of theirs that is news."""
-        if self.background is not None:
-            self.background.wait()
 
     def apply(self, optimizer: RowOptimizerSpec) -> None:
         """Push what is pending, then forget it. After an error a second call sends what is left; none applies twice."""

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from geartrain.ams.values.arguments import integer
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.text import quoted
-from geartrain.bridge.embedding.batch_rows import BatchRows, pull, pull_again
 from geartrain.bridge.embedding.group import EmbeddingGroup
+from geartrain.bridge.embedding.lookups import BatchRows, pull, pull_again
 from geartrain.bridge.pipeline.background_pushes import BackgroundPushes
 from geartrain.bridge.pipeline.stages import Pipeline, StageTime, close, now
 
 if TYPE_CHECKING:
+    from geartrain.ams.client.cluster import Cluster
     from geartrain.ams.client.rows.write_log import WriteLog, WriteReader
     from geartrain.ams.client.table import Table
-    from geartrain.bridge.embedding.update import EmbeddingUpdate
+    from geartrain.bridge.rows.pending import PendingUpdate
 
 Stage = Callable[[Any], Any]
 _FORGOTTEN_SECONDS = 5.0
@@ -104,7 +105,7 @@ class Prefetch:
         return PrefetchRun(self)
 
     @property
-    def updates(self) -> list[EmbeddingUpdate]:
+    def updates(self) -> list[PendingUpdate[Any]]:
         """Those of all groups."""
         return [part.row_update for group in self._groups for part in group.trained]
 
@@ -133,7 +134,9 @@ class PrefetchRun(Iterator[tuple[Any, Any]]):
 
     def __init__(self, of: Prefetch) -> None:
         self._of = of
-        self._readers = {log: log.reader() for log in {log: None for group in of._groups for log in group.write_logs}}
+        self._readers = {
+            log: log.reader() for log in {log: None for group in of._groups for log in group.rows.write_logs}
+        }
         self._pushes: BackgroundPushes | None = None
         self._pipeline = Pipeline([f"prefetch-{name}" for name in list(of.times)[:-2]], of._depth)
         self._end = weakref.finalize(self, _end, self._pipeline, None, _FORGOTTEN_SECONDS)
@@ -187,7 +190,7 @@ class PrefetchRun(Iterator[tuple[Any, Any]]):
             begun = now()
             first = next(items)
             for group in of._groups:
-                group.join()
+                group.rows.join()
             self._push_later()
             times[0].count(begun)
             self._pipeline.start(
@@ -200,7 +203,7 @@ class PrefetchRun(Iterator[tuple[Any, Any]]):
 
     def _push_later(self) -> None:
         """Have steps send their pushes in the background, where rows may lack some."""
-        groups = [group for group in self._of._groups if group.pushes_rows_alone and not group.is_bounded]
+        groups = [group for group in self._of._groups if group.rows.pushes_rows_alone and not group.rows.is_bounded]
         if not self._of._staleness or not groups:
             return
         for update in self._of.updates:
@@ -211,7 +214,7 @@ class PrefetchRun(Iterator[tuple[Any, Any]]):
         self._end.detach()
         self._end = weakref.finalize(self, _end, self._pipeline, pushes, _FORGOTTEN_SECONDS)
         for group in groups:
-            group.cluster.wait_for(pushes)
+            cast("Cluster", group.cluster).wait_for(pushes)
             for part in group.trained:
                 part.row_update.background = pushes
 
@@ -222,7 +225,7 @@ class PrefetchRun(Iterator[tuple[Any, Any]]):
             if update.background is not None:
                 update.background.wait(missing)
         for group in self._of._groups:
-            group.join()
+            group.rows.join()
         touched = {log: reader.touched(ready.marks[log], missing=missing) for log, reader in self._readers.items()}
 
         def touched_ids(table: Table) -> Sequence[Any]:

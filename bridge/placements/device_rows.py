@@ -6,6 +6,7 @@ Legend: C rows in all, L of them on this rank, D width, N rows of a call. Rows a
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import Any
 
@@ -14,6 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from geartrain.ams.kernels.sampling import sample_ids
 from geartrain.ams.tables import array_update as array_update
 from geartrain.ams.tables.compiled_store import table_hash
 from geartrain.ams.tables.row_table import RowTable
@@ -26,6 +28,7 @@ from geartrain.bridge.placements.elapsed_momentum import RESTING, ElapsedSteps
 from geartrain.bridge.placements.optimizers import RowStep, update_rows
 from geartrain.bridge.placements.rounding import ROW, SLOT, round_rows, rounding_key
 from geartrain.bridge.placements.workspace import BufferPool, Workspace
+from geartrain.bridge.rows.same_rows import OTHERS, other_rows, row_digests
 from geartrain.bridge.rows.tables import TORCH_DTYPES, as_numpy
 
 BLOCK_BYTES = 8 << 20
@@ -67,8 +70,9 @@ class DeviceRows:
             self.steps_L = torch.zeros(self.num_local, dtype=torch.int64, device=device) if spec.step_bytes else None
             """How often each row was updated, where that counts: with Adam, and for the rounding of 16 bits. Where
             untouched rows move, the last step of each."""
-        share = row_range(spec.num_rows or 0, link.world_size, 0)[1]
-        self.steps = ElapsedSteps(spec, share, device) if spec.counts_steps else None
+        self.share = row_range(spec.num_rows or 0, link.world_size, 0)[1]
+        """Rows of each rank, fewer on the last."""
+        self.steps = ElapsedSteps(spec, self.share, device) if spec.counts_steps else None
         """Those that untouched rows move in; None where they are frozen."""
         self.refused = torch.zeros((), dtype=torch.int64, device=device)
         """Rows that an update would have carried beyond their type since the last look; they were left as they were."""
@@ -144,6 +148,29 @@ class DeviceRows:
         """Which of the ids [N] are here (places among them), and their row numbers on the device."""
         places = np.flatnonzero((ids >= self.first) & (ids < self.stop)).astype(np.int64)
         return places, torch.from_numpy(ids[places] - self.first).to(self.device)
+
+    def identity(self) -> dict[str, Any]:
+        """What :meth:`require_same` compares, as JSON values: some ids of this rank, and a hash of the row of each."""
+        numbers = sample_ids(self.num_local, min(OTHERS, self.num_local), 0, 0) if self.num_local else np.empty(0, int)
+        return {"incarnation": 0, "ids": (numbers + self.first).tolist(), "row_digests": self._digests(numbers)}
+
+    def require_same(self, identity: Mapping[str, Any] | None) -> None:
+        """Raise SpecMismatch unless those rows of ``identity`` that lie on this rank are as they were. None: any."""
+        said = identity or {}
+        given = dict(zip(said.get("ids", ()), said.get("row_digests", ()), strict=False))
+        ids = np.array([row for row in given if self.first <= row < self.stop], np.int64)
+        if self._digests(ids - self.first) != [given[row] for row in ids.tolist()]:
+            raise other_rows(self.spec.name)
+
+    def _digests(self, numbers: Ids) -> list[str]:
+        return row_digests(as_numpy(self.current_rows(torch.from_numpy(numbers).to(self.device)).cpu()))
+
+    def pull(self, ids: Any) -> Tensor:
+        """The rows [N, D] of ``ids`` [N], the same on every rank, on the host. Every rank calls it; one all-reduce."""
+        given = np.asarray(ids, np.int64)
+        out = np.empty((len(given), self.spec.dim), self.spec.numpy_dtype)
+        self.pull_into(given, out)
+        return as_tensor(out, self.rows_LD.dtype)
 
     def pull_into(self, ids: Ids, out: npt.NDArray[Any], *, required_sync: SyncGroup | None = None) -> None:
         """Write the rows of ids [N], the same on every rank, to ``out`` [N, D]: one all-reduce of N · D values.

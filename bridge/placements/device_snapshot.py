@@ -1,6 +1,6 @@
-"""Snapshots of class rows that lie on ranks, in the one format of all snapshots.
+"""Snapshots of rows that lie on ranks, in the one format of all snapshots.
 
-Ranks hold ranges of classes, not buckets, and write what one shard would: blocks of ranges of buckets. So any number of
+Ranks hold ranges of ids, not buckets, and write what one shard would: blocks of ranges of buckets. So any number of
 ranks and any cluster restores it, and ranks restore what a cluster wrote. ``root`` must mean the same folder on every
 rank.
 
@@ -10,7 +10,7 @@ Legend: L rows on this rank, N rows of a block.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from geartrain.ams.storage.snapshot.chain import layers_of
 from geartrain.ams.storage.snapshot.folder import Snapshot, Staging, new_staging, open_snapshot
 from geartrain.ams.storage.snapshot.manifest import MARKS, ROWS, FileEntry
 from geartrain.ams.storage.snapshot.store import Place, place, within
+from geartrain.ams.tables.row_table import TableSteps
 from geartrain.ams.values.errors import SnapshotError, SnapshotFailed, SpecMismatch, TableNotFound
 from geartrain.ams.values.placement import BUCKET_ORDER, NUM_BUCKETS, ONE_OWNER, bucket_of
 from geartrain.ams.values.specs import Ids, TableSpec
@@ -31,7 +32,7 @@ from geartrain.bridge.rows.tables import as_numpy
 
 
 def snapshot_rows(
-    table: DeviceRows,
+    tables: Sequence[DeviceRows],
     root: str | Path,
     name: str,
     *,
@@ -39,13 +40,13 @@ def snapshot_rows(
     values: Mapping[str, Any],
     files: Mapping[str, bytes],
 ) -> Place:
-    """Write the rows and slots of all ranks as the snapshot ``root``/``name``; return its folder, on every rank.
+    """Write the rows of all ranks as the snapshot ``root``/``name``; return its folder, on every rank.
 
     Every rank names the same folder and writes its rows there, synced; rank 0 adds ``values`` (JSON) and ``files`` and
     commits. If any rank fails, no snapshot appears and every rank raises: its own error, or SnapshotFailed. Memory: two
     blocks of 8 MiB.
     """
-    link = table.link
+    link = tables[0].link
     what = f"snapshot {name!r} was not written"
     staging: Staging | None = None
     entries: list[FileEntry] = []
@@ -61,10 +62,11 @@ def snapshot_rows(
         if told is not None:
             if (here := str(within(place(root), name))) != told[2]:
                 raise SpecMismatch(f"the snapshot is {here} on rank {link.rank}, {told[2]} on rank 0; name one folder")
-            entries = list(_write(table, told[0], told[1]))
+            entries = [entry for table in tables for entry in _write(table, told[0], told[1])]
             if link.rank == 0:
-                if table.steps is not None:
-                    entries.append(_marks(table, told[0], told[1]))
+                steps = {table.spec.name: table.steps.state for table in tables if table.steps is not None}
+                if steps:
+                    entries.append(_marks(steps, told[0], told[1]))
                 entries += [
                     write_job_file(told[0], snapshot_id=told[1], name=k, data=data) for k, data in files.items()
                 ]
@@ -75,7 +77,7 @@ def snapshot_rows(
         if staging is not None and None in written:
             staging.abandon()
         elif staging is not None:
-            _commit(table, staging, written, step, values)
+            _commit(tables, staging, written, step, values)
     except Exception as exc:
         failure = exc
     if None in written and failure is None:
@@ -84,14 +86,16 @@ def snapshot_rows(
     return within(place(root), name)
 
 
-def _commit(table: DeviceRows, staging: Staging, written: list[Any], step: int, values: Mapping[str, Any]) -> None:
+def _commit(
+    tables: Sequence[DeviceRows], staging: Staging, written: list[Any], step: int, values: Mapping[str, Any]
+) -> None:
     entries = [FileEntry.model_validate_json(text) for part in written for text in part]
     staging.commit(
         step=step,
         created=time.time(),
         num_shards=1,
         bucket_shards=ONE_OWNER,
-        tables=[table.spec.to_dict()],
+        tables=[table.spec.to_dict() for table in tables],
         files=sorted(entries, key=lambda entry: entry.path),
         job=values,
     )
@@ -120,9 +124,8 @@ def _write(table: DeviceRows, folder: str, snapshot_id: str) -> Iterator[FileEnt
         )
 
 
-def _marks(table: DeviceRows, folder: str, snapshot_id: str) -> FileEntry:
+def _marks(steps: dict[str, TableSteps], folder: str, snapshot_id: str) -> FileEntry:
     """Write what a shard's marks would say: no writes of anybody's, and the steps, which every rank has counted."""
-    steps = {} if table.steps is None else {table.spec.name: table.steps.state}
     values = ShardMarks(streams={}, groups=[], steps=steps).model_dump(mode="json")
     return write_marks(folder, snapshot_id=snapshot_id, shard=0, values=values)
 
@@ -137,27 +140,30 @@ def _arrays(table: DeviceRows, ids: Ids) -> dict[str, np.ndarray]:
     return arrays
 
 
-def restore_rows(table: DeviceRows, path: str | Path) -> Snapshot:
+def restore_rows(tables: Sequence[DeviceRows], path: str | Path) -> Snapshot:
     """Read this rank's rows and slots from a snapshot that ranks or a cluster wrote; return the snapshot.
 
-    Rows that it has not have their initial value. Every rank reads all blocks of the table and keeps its own rows. If
+    Rows that it has not have their initial value. Every rank reads all blocks of the tables and keeps its own rows. If
     any rank fails, every rank raises (its own error, or SyncError), and all rows have their initial values.
     """
 
     def read() -> Snapshot:
         snapshot = open_snapshot(path)
-        _require_spec(table, snapshot)
-        table.write_initial_values()
-        _read(table, snapshot)
-        if table.steps is not None:
-            marks = [snapshot.read_marks(entry) for entry in snapshot.manifest.files if entry.kind == MARKS]
-            restore_table_steps(marks, table.spec.name, table.steps.adopt)
+        for table in tables:
+            _require_spec(table, snapshot)
+        for table in tables:
+            table.write_initial_values()
+            _read(table, snapshot)
+            if table.steps is not None:
+                marks = [snapshot.read_marks(entry) for entry in snapshot.manifest.files if entry.kind == MARKS]
+                restore_table_steps(marks, table.spec.name, table.steps.adopt)
         return snapshot
 
     try:
-        return table.link.run_together(read, f"{path} was not restored")
+        return tables[0].link.run_together(read, f"{path} was not restored")
     except Exception:
-        table.write_initial_values()
+        for table in tables:
+            table.write_initial_values()
         raise
 
 
@@ -168,7 +174,7 @@ def _require_spec(table: DeviceRows, snapshot: Snapshot) -> None:
         known = ", ".join(map(repr, specs)) or "none"
         raise TableNotFound(f"{snapshot.path} has no table {table.spec.name!r}; its tables: {known}")
     if found != table.spec:
-        raise SpecMismatch(f"table {found.name!r} of {snapshot.path} is {found}, the head's {table.spec}")
+        raise SpecMismatch(f"table {found.name!r} of {snapshot.path} is {found}, here {table.spec}")
 
 
 def _read(table: DeviceRows, snapshot: Snapshot) -> None:

@@ -16,7 +16,7 @@ from geartrain.ams.values.arguments import integer
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.specs import Ids
 from geartrain.bridge.embedding.group import EmbeddingGroup
-from geartrain.bridge.embedding.jagged import jagged_tensor
+from geartrain.bridge.embedding.levels import jagged_tensor
 from geartrain.bridge.models.click_model import ClickModel
 from geartrain.bridge.retrieval.item_tree import ItemTree, leaf_ids
 

@@ -231,6 +231,17 @@ class PendingUpdate(ABC, Generic[G]):
         """Σ g² of ``factor`` · what is pending."""
         return pending.squared_norm() * factor**2
 
+    def go_on_at(self, step: int) -> None:
+        """The rows are those of that step now: what is pending counts no more."""
+        self.discard()
+        self.step = step
+        self.generation += 1
+
+    def flush(self) -> None:
+        """Wait for pushes that are under way in the background. Raises an error of theirs that is news."""
+        if self.background is not None:
+            self.background.wait()
+
     def discard(self) -> None:
         """Forget what is pending."""
         if self._pending is not None:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-_PRELOAD = [
+PRELOAD = [
     "torch._dynamo",
     "torch.distributed.tensor",
     "torch.distributed.checkpoint",
@@ -25,7 +25,7 @@ _PRELOAD = [
 
 def run_ranks(function: Callable[..., None], ranks: int, folder: Path, *arguments: Any) -> None:
     """Call ``function(rank, ranks, folder, *arguments)`` on each rank of a new process group; raise what one raises."""
-    multiprocessing.get_context("forkserver").set_forkserver_preload(_PRELOAD)
+    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOAD)
     meeting = folder / f"meeting-{function.__name__}-{ranks}-{len(list(folder.iterdir()))}"
     mp.start_processes(
         _run,

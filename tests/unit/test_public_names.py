@@ -51,7 +51,6 @@ PUBLIC_NAMES = {
     "HeadConfig",
     "RowOptimizer",
     "SlowGear",
-    "SlowGearConfig",
     "FullSoftmax",
     "PartialFC",
     "GroupFollower",

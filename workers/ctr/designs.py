@@ -19,7 +19,7 @@ from geartrain.ams.values.optimizers.registry import Adam
 from geartrain.ams.values.specs import Ids
 from geartrain.bridge.embedding.field import Field
 from geartrain.bridge.embedding.group import EmbeddingGroup
-from geartrain.bridge.embedding.jagged import jagged_tensor
+from geartrain.bridge.embedding.levels import jagged_tensor
 from geartrain.bridge.models.click_model import ClickModel
 from geartrain.bridge.models.crossmedia import CrossMedia
 from geartrain.bridge.models.deepfm import DeepFM

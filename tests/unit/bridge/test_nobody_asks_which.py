@@ -26,7 +26,16 @@ KINDS = {
         if isinstance(value, type) and (hasattr(value, "target") or hasattr(value, "begin"))
     ),
     *(backend.__name__ for backend in ROW_BACKENDS.values()),
-    *("DeviceRows", "RankUpdate", "Communicator", "SyncRanks", "RowUpdate", "GearUpdate", "CompiledPass", "TensorPass"),
+    *(
+        "DeviceRows",
+        "DeviceUpdate",
+        "Communicator",
+        "SyncRanks",
+        "RowUpdate",
+        "GearUpdate",
+        "CompiledPass",
+        "TensorPass",
+    ),
     *(class_head.ClassHead.__name__, "SlowGear", "DenseTable"),
 }
 

@@ -13,23 +13,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from geartrain.ams.kernels.sampling import sample_ids
 from geartrain.ams.programs.class_lifecycle import LiveClasses
 from geartrain.ams.programs.selection import FullSoftmax
 from geartrain.ams.storage.snapshot.folder import Snapshot
 from geartrain.ams.storage.snapshot.store import Place
 from geartrain.ams.values.errors import GeartrainError, SpecMismatch
-from geartrain.ams.values.specs import Ids, TableSpec
+from geartrain.ams.values.specs import TableSpec
 from geartrain.bridge.collectives.communicator import Communicator
 from geartrain.bridge.head.autograd_node import HeadCall
 from geartrain.bridge.head.backends.backend import HeadSettings, HeadState, require_no_wire
 from geartrain.bridge.head.backends.ranks import passes as rank_rows
 from geartrain.bridge.head.backends.ranks.checkpoint import ShardedRows
 from geartrain.bridge.head.backends.ranks.parts import rows_of_parts
-from geartrain.bridge.head.backends.ranks.passes import RankRows
+from geartrain.bridge.head.backends.ranks.passes import RankGradient, RankRows
 from geartrain.bridge.head.backends.ranks.predict import top_classes_on_ranks
 from geartrain.bridge.head.backends.ranks.selector import RankSelector
-from geartrain.bridge.head.backends.ranks.update import Agreed, RankStep, RankUpdate, named
+from geartrain.bridge.head.backends.ranks.update import Agreed, RankStep, named
 from geartrain.bridge.head.config import HeadConfig
 from geartrain.bridge.head.head_state import require_same_columns
 from geartrain.bridge.head.loss.chunk_pass import chunk_rows_on
@@ -41,10 +40,9 @@ from geartrain.bridge.head.memory_plan import COMPUTE_BYTES, MemoryPart, MemoryP
 from geartrain.bridge.head.selection.rank_graph import RankGraphs
 from geartrain.bridge.placements.device_rows import DeviceRows
 from geartrain.bridge.placements.device_snapshot import restore_rows, snapshot_rows
+from geartrain.bridge.placements.device_update import DeviceUpdate
 from geartrain.bridge.placements.workspace import Arithmetic
 from geartrain.bridge.rows.keeper import RowKeeper
-from geartrain.bridge.rows.same_rows import OTHERS, other_rows, row_digests
-from geartrain.bridge.rows.tables import as_numpy
 
 LOGITS_CACHE_BYTES = 64 << 20
 """Unless the head says another number: rows are not held beside them."""
@@ -75,7 +73,7 @@ class RankBackend:
         self.table = _open_table(settings, Communicator(settings.config.process_group))
         self.process_group = settings.config.process_group
         self.peers = self.table.link
-        self.update = RankUpdate(self.table)
+        self.update: DeviceUpdate[RankGradient] = DeviceUpdate(self.table)
         self.select = settings.select.bound(self)
         self.selector = RankSelector(self.table, self.select)
         self.margins = HeadMargin(settings.margin)
@@ -108,24 +106,11 @@ class RankBackend:
 
     def identity(self) -> dict[str, Any] | None:
         """Of rows of this rank: to read others would be a collective, and one rank alone may save a state."""
-        num = self.table.num_local
-        numbers = sample_ids(num, min(OTHERS, num), 0, 0) if num else np.empty(0, np.int64)
-        return {"incarnation": 0, "ids": (numbers + self.table.first).tolist(), "row_digests": self._digests(numbers)}
+        return self.table.identity()
 
     def require_rows(self, identity: Mapping[str, Any] | None) -> None:
         """Those of the state that lie on this rank."""
-        given = (
-            {}
-            if identity is None
-            else dict(zip(identity.get("ids", ()), identity.get("row_digests", ()), strict=False))
-        )
-        ids = np.array([row for row in given if row in self.own_classes], np.int64)
-        if self._digests(ids - self.table.first) != [given[row] for row in ids.tolist()]:
-            raise other_rows(self.table.spec.name)
-
-    def _digests(self, numbers: Ids) -> list[str]:
-        rows_ND = self.table.current_rows(torch.from_numpy(numbers).to(self.table.device))
-        return row_digests(as_numpy(rows_ND.cpu()))
+        self.table.require_same(identity)
 
     @property
     def keeper(self) -> RowKeeper:
@@ -149,12 +134,12 @@ class RankBackend:
         self, root: str | Path, name: str, *, step: int, values: Mapping[str, Any], files: Mapping[str, bytes]
     ) -> Place:
         """See ``ClassHead.snapshot``."""
-        return snapshot_rows(self.table, root, name, step=step, values=values, files=files)
+        return snapshot_rows([self.table], root, name, step=step, values=values, files=files)
 
     def restore(self, path: str | Path) -> Snapshot:
         """See ``ClassHead.restore``."""
         self.update.discard()
-        snapshot = restore_rows(self.table, path)
+        snapshot = restore_rows([self.table], path)
         self.rows_are_of(snapshot.manifest.step)
         return snapshot
 

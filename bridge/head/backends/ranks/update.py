@@ -25,7 +25,6 @@ from geartrain.ams.values.errors import (
     StepMismatch,
     SyncError,
 )
-from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
 from geartrain.ams.values.specs import Ids
 from geartrain.bridge.head.backends.ranks.passes import RankGradient, RankRows
 from geartrain.bridge.head.backends.ranks.selector import RankSelector
@@ -37,10 +36,10 @@ from geartrain.bridge.head.loss.samples import CountedSamples, LossSettings
 from geartrain.bridge.head.loss.statistics import LOOKS_EVERY
 from geartrain.bridge.head.sub_centers import largest_cosines
 from geartrain.bridge.placements.device_rows import DeviceRows
+from geartrain.bridge.placements.device_update import DeviceUpdate
 from geartrain.bridge.placements.workspace import Arithmetic
-from geartrain.bridge.rows.pending import PendingUpdate
 from geartrain.bridge.rows.ranks import float_bits, float_of
-from geartrain.bridge.rows.transfers import Readback, upload
+from geartrain.bridge.rows.transfers import upload
 
 Rows = TypeVar("Rows", bound=RankRows)
 
@@ -57,49 +56,6 @@ def named(setting: object) -> str:
             "dataclass, or give it a __repr__"
         )
     return repr(setting)
-
-
-class RankUpdate(PendingUpdate[RankGradient]):
-    """The update of rows on this rank's device: each chunk's gradient is made, applied and forgotten. Nothing travels.
-
-    On a CPU a gradient that is not finite is an error of the step, on every rank alike. A device is not looked at: such
-    a step changes no row, and the next call of the head raises NonFinite on every rank. Where untouched rows move, all
-    do as in a step without a gradient.
-    """
-
-    table: DeviceRows
-
-    def __init__(self, table: DeviceRows) -> None:
-        super().__init__()
-        self.table = table
-        self.takes_any_step = False
-        """Whether the rows were restored and not changed since, so that a state_dict may say which step they are of."""
-        self._refused = Readback()
-
-    def check_finite(self) -> None:
-        """Raise NonFinite if the pending gradients are not finite; on a CPU only."""
-        if self.table.device.type == "cpu":
-            super().check_finite()
-
-    def apply(self, optimizer: RowOptimizerSpec) -> None:
-        """Update the rows with what is pending by ``optimizer``, then forget it."""
-        if self._pending is None or self.carrier.grad is None:
-            return
-        self.table.is_written = True
-        with torch.inference_mode(False), torch.no_grad():
-            self._pending.apply(optimizer, self._factor()[0])
-            self._refused.begin(self.table.refused)
-        self.step += 1
-        self.takes_any_step = False
-        self.discard()
-
-    def take_refused(self) -> int:
-        """How many rows the updates since the last look left as they were. Waits for the last one, not for what was
-        begun after it.
-        """
-        if refused := self._refused.result():
-            self.table.refused.zero_()
-        return refused
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +80,7 @@ class Agreed:
 class RankStep:
     """What a rank is asked to do; every rank is asked at once."""
 
-    update: RankUpdate
+    update: DeviceUpdate[RankGradient]
     select: Selection
     selector: RankSelector
     living: LiveClasses

@@ -9,8 +9,7 @@ import torch
 from torch.fx import _symbolic_trace
 
 import geartrain as gt
-from geartrain.bridge.embedding.jagged import jagged_tensor
-from geartrain.bridge.embedding.levels import Nodes
+from geartrain.bridge.embedding.levels import Nodes, jagged_tensor
 
 OFFSETS = torch.tensor([0, 2, 2, 5])
 

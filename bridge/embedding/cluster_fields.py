@@ -1,0 +1,195 @@
+"""The rows of a group in the tables of a cluster: pulled, or pooled by the shards where a field is hosted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from geartrain.ams.kernels.embedding import BadId, FeatureIds, Lookup
+from geartrain.ams.values.errors import InvalidArgument
+from geartrain.ams.values.specs import Ids, TableSpec
+from geartrain.bridge.embedding.field import table_specs
+from geartrain.bridge.embedding.group_rows import GroupRows, GroupSettings, TableKeeper, TrainedTables, by_optimizer
+from geartrain.bridge.embedding.hosted_bags import HostedLookup
+from geartrain.bridge.embedding.ids import batch_ids, ids_of_batch
+from geartrain.bridge.embedding.lookups import BatchRows, LookupCall, Vectors, pull
+from geartrain.bridge.embedding.modes import SSP, BoundedLead
+from geartrain.bridge.embedding.update import EmbeddingUpdate
+from geartrain.bridge.embedding.vectors import out_of_range, require_no_max_weights
+from geartrain.bridge.rows.ranks import SyncRanks
+from geartrain.bridge.rows.same_rows import identities_of, require_same_rows
+
+if TYPE_CHECKING:
+    from geartrain.ams.client.cluster import Cluster
+    from geartrain.ams.client.table import Table
+
+
+class ClusterFields(GroupRows):
+    """Implements :class:`GroupRows`."""
+
+    summary = "the rows that a batch needs travel; any id"
+
+    def __init__(self, settings: GroupSettings) -> None:
+        """Raises as :class:`~geartrain.bridge.embedding.group.EmbeddingGroup` says."""
+        cluster = settings.cluster
+        if cluster is None:
+            raise InvalidArgument(f"{settings.name!r} has no cluster and rows='pull'; give one, or rows='ranks'")
+        self._fields = settings.fields
+        with_rows = [self._fields[number] for number in settings.with_rows]
+        self.specs = table_specs(self._fields, settings.names, settings.optimizer, settings.seed)
+        order = by_optimizer(self.specs)
+        group, mode = settings.process_group, settings.mode
+        if group is not None and mode != "sync":
+            raise InvalidArgument(
+                f"mode is {mode!r} and a process_group was given; ranks step together in mode='sync', or with "
+                "rows='ranks'"
+            )
+        joined = mode == "sync" and (group is not None or dist.is_initialized())
+        ranks = [SyncRanks(settings.name, group) if joined else None for _ in order]
+        made = _made_by_all(cluster, self.specs, ranks[0], reuse=settings.reuse)
+        self._lead = BoundedLead(cluster, settings.name, mode) if isinstance(mode, SSP) else None
+        self.worker_steps = None if self._lead is None else self._lead.steps
+        hosted = {one.table_name for one in with_rows if one.where == "hosted"}
+        self.is_bounded = joined or self._lead is not None
+        self.pushes_rows_alone = not hosted and len(with_rows) == len(self._fields)
+        self._parts: list[TrainedTables[EmbeddingUpdate]] = []
+        for tables, its_ranks in zip(order, ranks, strict=True):
+            places = frozenset(place for place, table in enumerate(tables) if table in hosted)
+            own = [made[table] for table in tables]
+            update = EmbeddingUpdate(own, hosted=places, ranks=its_ranks, pace=self._lead)
+            self._parts.append(TrainedTables(update, ClusterTables(cluster, update)))
+        self.parts = self._parts
+        self._names = [table for tables in order for table in tables]
+        self._tables = [made[table] for table in self._names]
+        self.write_logs = list(dict.fromkeys(table.write_log for table in self._tables))
+        # Those whose rows are pulled come first.
+        self._order = sorted(settings.with_rows, key=lambda number: self._fields[number].where == "hosted")
+        self._num_pulled = sum(one.where != "hosted" for one in with_rows)
+
+    def table(self, name: str) -> Table:
+        return self._tables[self._names.index(name)]
+
+    def join(self) -> None:
+        if self._lead is not None and torch.is_grad_enabled():
+            self._lead.join()
+
+    def merged(self, batch: Any) -> BatchRows:
+        given = ids_of_batch(batch, [one.name for one in self._fields], batch_ids)
+        for field, ids in zip(self._fields, given, strict=True):
+            require_no_max_weights(field, ids)
+            if field.where == "hosted" and ids.given_weights is not None:
+                raise InvalidArgument(
+                    f"the weights of field {field.name!r} need a gradient, which is made of the rows, and these stay "
+                    "where they are; detach() the weights, or give the field where='pull'"
+                )
+        own = [(self._fields[number], given[number]) for number in self._order]
+        features = [
+            FeatureIds(
+                self._names.index(field.table_name), ids.values, ids.bags, ids.weights, field.pooling, field.padding_id
+            )
+            for field, ids in own
+        ]
+        threads, first = torch.get_num_threads(), 0
+        try:
+            lookup = Lookup(features[: self._num_pulled], [table.spec.num_rows for table in self._tables], threads)
+            first = self._num_pulled
+            hosted = HostedLookup(features[first:], self._tables, threads) if features[first:] else None
+        except BadId as bad:
+            number, place = bad.args
+            feature = features[first + number]
+            num_rows = self._tables[feature.table].spec.num_rows
+            raise out_of_range(own[first + number][0], feature, place, num_rows) from None
+        return BatchRows(
+            self._tables, features[: self._num_pulled], given, lookup, is_bounded=self.is_bounded, hosted=hosted
+        )
+
+    def pull(self, merged: BatchRows) -> None:
+        pull([merged])
+
+    def vectors(self, merged: BatchRows, device: torch.device) -> Sequence[Tensor]:
+        hosted = merged.hosted
+        given = [merged.given[number] for number in self._order]
+        call = LookupCall(merged.lookup, merged.features, given, merged.rows, merged.pulled_at, self._parts, hosted)
+        found: Sequence[Tensor]
+        if torch.is_grad_enabled():
+            all_ids = iter(enumerate(merged.ids))
+            for part in self._parts:
+                for place in range(len(part.row_update.tables)):
+                    table, ids = next(all_ids)
+                    part.note(place, hosted.ids_of(table) if hosted is not None and not len(ids) else ids)
+            carriers = [part.row_update.carrier for part in self._parts]
+            found = Vectors.apply(call, device, *carriers, *call.weights)  # type: ignore[no-untyped-call]
+        else:
+            found = call.vectors(device, want_gradient=False)
+        in_order = dict(zip(self._order, found, strict=True))
+        return [in_order[number] for number in sorted(self._order)]
+
+
+class ClusterTables(TableKeeper):
+    """Those of a cluster."""
+
+    def __init__(self, cluster: Cluster, update: EmbeddingUpdate) -> None:
+        self.cluster = cluster
+        self.peers = update.ranks
+        self._update = update
+
+    def specs(self) -> list[TableSpec]:
+        return [table.spec for table in self._update.tables]
+
+    def is_trained(self) -> bool:
+        return any(max(table.versions()) > 0 for table in self._update.tables)
+
+    def identities(self, recent: Sequence[Ids]) -> list[dict[str, Any]]:
+        return identities_of(self._update.tables, recent)
+
+    def require_same(self, identities: Mapping[str, Any]) -> None:
+        for table in self._update.tables:
+            require_same_rows(table, identities[table.spec.name])
+
+    def go_on(self) -> None:
+        if self._update.ranks is not None:
+            self._update.ranks.begin_anew()
+
+    def adopt_states(self, states: Sequence[Mapping[str, Any]]) -> None:
+        self._update.go_on_at(max((int(state["step"]) for state in states), default=0))
+
+
+def _made_by_all(
+    cluster: Cluster, specs: Mapping[str, TableSpec], ranks: SyncRanks | None, *, reuse: bool
+) -> dict[str, Table]:
+    """Where ranks step together the first makes the tables, and the others open them."""
+    make = partial(_made, cluster, specs)
+    if ranks is None:
+        return make(reuse=reuse)
+    return ranks.first_then_others(partial(make, reuse=reuse), partial(make, reuse=True))
+
+
+def _made(cluster: Cluster, specs: Mapping[str, TableSpec], *, reuse: bool) -> dict[str, Table]:
+    made: dict[str, Table] = {}
+    try:
+        for table, spec in specs.items():
+            made[table] = cluster.create_table(
+                spec.name,
+                dim=spec.dim,
+                optimizer=spec.optimizer,
+                num_rows=spec.num_rows,
+                initializer=spec.initializer,
+                seed=spec.seed,
+                dtype=spec.dtype,
+                slot_dtype=spec.slot_dtype,
+                admission=spec.admission,
+                expiry=spec.expiry,
+                max_bytes=spec.max_bytes,
+                reuse=reuse,
+            )
+    except BaseException:
+        if not reuse:  # then all of them are of this call
+            for one in made.values():
+                cluster.drop_table(one.spec.name)
+        raise
+    return made

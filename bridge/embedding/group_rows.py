@@ -1,0 +1,176 @@
+"""What a group of embeddings asks of its rows, wherever they lie."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from geartrain.ams.values.errors import SpecMismatch
+from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
+from geartrain.ams.values.specs import Ids, TableSpec
+from geartrain.bridge.embedding.field import Field
+from geartrain.bridge.embedding.ids import FieldIds
+from geartrain.bridge.embedding.modes import Mode
+from geartrain.bridge.rows.keeper import RowKeeper
+from geartrain.bridge.rows.pending import PendingUpdate
+from geartrain.bridge.rows.same_rows import LABELS
+
+if TYPE_CHECKING:
+    from geartrain.ams.client.cluster import Cluster
+    from geartrain.ams.client.rows.write_log import WriteLog
+    from geartrain.ams.client.worker_steps import JobSteps
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupSettings:
+    """What a group was made of."""
+
+    cluster: Cluster | None
+    name: str
+    fields: Sequence[Field]
+    """All of them."""
+    names: Mapping[str, str]
+    """Names of the tables, by :attr:`Field.table_name`."""
+    optimizer: RowOptimizerSpec | None
+    seed: int
+    reuse: bool
+    mode: Mode
+    process_group: dist.ProcessGroup | None
+
+    @property
+    def with_rows(self) -> list[int]:
+        """Numbers of the fields that have rows."""
+        return [number for number, field in enumerate(self.fields) if field.features is None]
+
+
+class GivenBatch(Protocol):
+    """The ids of a batch, and rows that were pulled ahead where there are such."""
+
+    @property
+    def given(self) -> Sequence[FieldIds]:
+        """Those of all fields."""
+        ...
+
+
+class GroupRows(ABC):
+    """The rows of a group in one place. A way of one's own is a subclass in ``registry.py``."""
+
+    summary: ClassVar[str]
+    """For whoever gave a name that is none."""
+    parts: Sequence[TrainedTables[Any]]
+    """The tables of one optimizer together."""
+    specs: dict[str, TableSpec]
+    """By :attr:`Field.table_name`."""
+    write_logs: list[WriteLog]
+    """Which rows of clusters this process writes."""
+    pushes_rows_alone = False
+    """Whether a step sends nothing but pushes of rows, which may be sent in the background."""
+    is_bounded = False
+    """Whether the look-up of a step must see what others have pushed by then."""
+    worker_steps: JobSteps | None = None
+    """How far this worker is among others that wait for one another."""
+
+    @abstractmethod
+    def __init__(self, settings: GroupSettings) -> None:
+        """Make or open the tables."""
+
+    @abstractmethod
+    def table(self, name: str) -> Any:
+        """The table of this :attr:`Field.table_name`."""
+
+    @abstractmethod
+    def merged(self, batch: Any) -> Any:
+        """The ids of a batch, a :class:`GivenBatch`. Any thread may call it."""
+
+    @abstractmethod
+    def pull(self, merged: Any) -> None:
+        """Read rows that have to be here before :meth:`vectors`."""
+
+    @abstractmethod
+    def vectors(self, merged: Any, device: torch.device) -> Sequence[Tensor]:
+        """The vectors [V, D] of the fields that have rows, in their order, float32; gradients go to the rows."""
+
+    def join(self) -> None:  # noqa: B027
+        """Rows are about to be looked up to be trained: others that wait for one another wait for this worker."""
+
+    def move_to(self, device: torch.device) -> None:  # noqa: B027
+        """The module goes to a device."""
+
+
+def by_optimizer(specs: Mapping[str, TableSpec]) -> list[list[str]]:
+    """The tables of each optimizer, in order of first appearance."""
+    found: dict[RowOptimizerSpec, list[str]] = {}
+    for table, spec in specs.items():
+        found.setdefault(spec.optimizer, []).append(table)
+    return list(found.values())
+
+
+U = TypeVar("U", bound=PendingUpdate[Any])
+
+
+class TableKeeper(RowKeeper):
+    """The rows of several tables, as a state_dict knows them again."""
+
+    @abstractmethod
+    def identities(self, recent: Sequence[Ids]) -> list[dict[str, Any]]:
+        """What tells the rows of each table from others, as JSON values; ``recent`` are ids that were trained."""
+
+    @abstractmethod
+    def require_same(self, identities: Mapping[str, Any]) -> None:
+        """Raise SpecMismatch unless the rows are those of the :meth:`identities`, by name of the table."""
+
+
+class TrainedTables(nn.Module, Generic[U]):
+    """A :class:`~geartrain.bridge.rows.pending.RowModule` of several tables with one optimizer."""
+
+    def __init__(self, update: U, keeper: TableKeeper) -> None:
+        """Both of the same tables."""
+        super().__init__()
+        self.row_update = update
+        self.row_keeper = keeper
+        self._specs = keeper.specs()
+        self._recent: list[Ids] = [np.empty(0, np.int64) for _ in self._specs]
+        """Some ids of the last batch, whose rows have certainly moved."""
+
+    def note(self, place: int, ids: Ids) -> None:
+        """``ids`` are looked up to be trained."""
+        self._recent[place] = ids[:LABELS]
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """Names, step, and what tells the rows from others, which are in snapshots. One small pull of all tables."""
+        self.row_update.flush()
+        rows = self.row_keeper.identities(self._recent)
+        named = {spec.name: {"dim": spec.dim, "rows": own} for spec, own in zip(self._specs, rows, strict=True)}
+        return {"step": self.row_update.step, "tables": named}
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
+        """Raises SpecMismatch if it was saved with other rows than are here, whatever ``strict``."""
+        state = state_dict.get(f"{prefix}_extra_state")
+        if isinstance(state, Mapping):
+            self._require_tables(state)
+            self.row_keeper.require_same({name: one["rows"] for name, one in state["tables"].items()})
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
+
+    def set_extra_state(self, state: Mapping[str, Any]) -> None:
+        """Go on at the saved step. Raises SpecMismatch for other tables."""
+        self._require_tables(state)
+        self.row_update.go_on_at(int(state["step"]))
+
+    def _require_tables(self, state: Mapping[str, Any]) -> None:
+        mine = {spec.name: spec.dim for spec in self._specs}
+        saved = {name: one["dim"] for name, one in state["tables"].items()}
+        if mine != saved:
+            raise SpecMismatch(
+                f"the saved embeddings have tables and dims {saved}, these {mine}; create them with the saved fields"
+            )
+
+    def extra_repr(self) -> str:
+        """The tables, for print()."""
+        return self.row_update.name

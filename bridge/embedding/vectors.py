@@ -1,0 +1,124 @@
+"""The vectors of a field from those of its ids, in tensor operations: pooled, shaped for the caller, or computed by a
+module in the place of a table (a slow gear, from images).
+
+Legend: N ids of a field that are no padding, B bags, D width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from geartrain.ams.kernels.embedding import FeatureIds
+from geartrain.ams.values.errors import InvalidArgument, InvalidIds
+from geartrain.bridge.embedding.field import Field
+from geartrain.bridge.embedding.ids import FieldIds
+from geartrain.bridge.embedding.levels import jagged_tensor
+
+
+def shaped(field: Field, ids: FieldIds, vectors: Tensor, *, per_node: bool = False) -> Tensor:
+    """Vectors [V, D] of a field: [B, D], [B, L, D], or jagged [B, ?, D] where its ids are not pooled. Of a batch with
+    levels they are those of the samples, with ``per_node`` those of the nodes.
+    """
+    found = _shaped(field, ids, vectors)
+    return found if ids.nodes is None or per_node else ids.nodes.expand(found)
+
+
+def _shaped(field: Field, ids: FieldIds, vectors: Tensor) -> Tensor:
+    if field.pooling is not None or ids.is_vector:
+        return vectors
+    if isinstance(ids.bags, int):
+        return vectors.view(-1, ids.bags, vectors.shape[1])
+    return jagged_tensor(vectors, torch.as_tensor(ids.bags).to(vectors.device))
+
+
+def out_of_range(field: Field, feature: FeatureIds, place: int, num_rows: int | None) -> InvalidIds:
+    """The error for the id at ``place`` among those of a field, whose table takes ids below ``num_rows``."""
+    if isinstance(feature.bags, int):
+        row = place // feature.bags
+    else:
+        row = int(np.searchsorted(feature.bags, place, side="right")) - 1
+    hint = (
+        "" if feature.padding_id is not None else f"; if it stands for no id, say so: padding_id={feature.ids[place]}"
+    )
+    return InvalidIds(
+        f"id {feature.ids[place]} of field {field.name!r} in row {row} is out of range; ids lie in "
+        f"[0, {2**63 if num_rows is None else num_rows}){hint}"
+    )
+
+
+def require_no_max_weights(field: Field, ids: FieldIds) -> None:
+    """Raise InvalidArgument for weights that the pooling does not take."""
+    if field.pooling == "max" and ids.weights is not None:
+        raise InvalidArgument(f"field {field.name!r} has weights and pooling 'max', which takes none")
+
+
+def distinct_features(fields: Sequence[Field]) -> list[Any]:
+    """The modules that fields have their vectors from, each once."""
+    return list({id(one.features): one.features for one in fields if one.features is not None}.values())
+
+
+def feature_vectors(fields: Sequence[Field], given: Sequence[FieldIds], device: torch.device) -> list[Tensor]:
+    """The vectors of each field as the others have them, [B, D], or [N, D] of ids that are not pooled, padding
+    included. Each module is asked once, for the ids of all its fields.
+    """
+    counted = [counted_places(field, ids) for field, ids in zip(fields, given, strict=True)]
+    found: dict[int, Tensor] = {}
+    for features in distinct_features(fields):
+        own = [number for number, field in enumerate(fields) if field.features is features]
+        ids = torch.cat([torch.as_tensor(given[number].values)[counted[number]] for number in own]).to(device)
+        vectors_ND = features(ids) if len(ids) else torch.zeros(0, features.dim, device=device)
+        found.update(zip(own, vectors_ND.split([len(counted[number]) for number in own]), strict=True))
+    return [
+        pooled(field, ids, found[number], counted[number])
+        for number, (field, ids) in enumerate(zip(fields, given, strict=True))
+    ]
+
+
+def counted_places(field: Field, ids: FieldIds) -> Tensor:
+    """The places of ids that are no padding."""
+    values = torch.as_tensor(ids.values)
+    if field.padding_id is None:
+        return torch.arange(len(values), device=values.device)
+    return (values != field.padding_id).nonzero().squeeze(1)
+
+
+def bag_of_each(ids: FieldIds) -> Tensor:
+    """The bag of each id [N]."""
+    values = torch.as_tensor(ids.values)
+    if isinstance(ids.bags, int):
+        return torch.arange(len(values), device=values.device) // ids.bags
+    lengths = torch.as_tensor(ids.bags).diff()
+    return torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
+
+
+def pooled(field: Field, ids: FieldIds, vectors_ND: Tensor, counted: Tensor) -> Tensor:
+    """The vectors of a field, of those of its ids at the places ``counted``."""
+    device, places = vectors_ND.device, counted.to(vectors_ND.device)
+    weights = None if ids.weights is None else torch.as_tensor(ids.weights)
+    weights = ids.given_weights if ids.given_weights is not None else weights
+    weights_N = None if weights is None else weights.to(device, torch.float32)[places]
+    weighted_ND = vectors_ND if weights_N is None else vectors_ND * weights_N[:, None]
+    if field.pooling is None:
+        return weighted_ND.new_zeros(len(ids.values), vectors_ND.shape[1]).index_copy(0, places, weighted_ND)
+    bag_N = bag_of_each(ids)[counted].to(device)
+    none_BD = weighted_ND.new_zeros(ids.num_bags, vectors_ND.shape[1])
+    if field.pooling == "max":
+        return none_BD.scatter_reduce(0, bag_N[:, None].expand_as(vectors_ND), vectors_ND, "amax", include_self=False)
+    sums_BD = none_BD.index_add(0, bag_N, weighted_ND)
+    if field.pooling == "sum":
+        return sums_BD
+    return sums_BD * pooling_factors(field, ids.num_bags, bag_N, weights_N)[:, None]
+
+
+def pooling_factors(field: Field, num_bags: int, bag_N: Tensor, weights_N: Tensor | None) -> Tensor:
+    """What the sum of each bag is multiplied by under pooling "mean" and "sqrtn" [B]: 1 / Σ w or 1 / √Σ w²; 0 for 0."""
+    ones_N = torch.ones(len(bag_N), device=bag_N.device) if weights_N is None else weights_N
+    totals_B = ones_N.new_zeros(num_bags).index_add(0, bag_N, ones_N if field.pooling == "mean" else ones_N**2)
+    is_none = totals_B == 0
+    by_B = torch.where(is_none, 1.0, totals_B)
+    return torch.where(is_none, 0.0, 1.0 / (by_B if field.pooling == "mean" else by_B.sqrt()))

@@ -1,0 +1,72 @@
+"""The update of rows on the ranks' devices: applied where the rows are, nothing travels."""
+
+from __future__ import annotations
+
+from typing import Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
+from geartrain.bridge.placements.device_rows import DeviceRows
+from geartrain.bridge.rows.pending import CollectedGradient, PendingUpdate
+from geartrain.bridge.rows.transfers import Readback
+
+
+class DeviceGradient(CollectedGradient, Protocol):
+    """Row gradients that are applied on this rank's device."""
+
+    def apply(self, optimizer: RowOptimizerSpec, scale: Tensor) -> None:
+        """Update the rows and slots by ``optimizer`` with ``scale`` (0-dim) times the gradient; that ends the step."""
+        ...
+
+
+D = TypeVar("D", bound=DeviceGradient)
+
+
+class DeviceUpdate(PendingUpdate[D]):
+    """The update of one or several tables on this rank's device, which one optimizer trains.
+
+    On a CPU a gradient that is not finite is an error of the step, on every rank alike. A device is not looked at: such
+    a step changes no row, and the next call of the module raises NonFinite on every rank. Where untouched rows move,
+    all do as in a step without a gradient.
+    """
+
+    table: DeviceRows
+
+    def __init__(self, *tables: DeviceRows) -> None:
+        super().__init__()
+        self.tables = tables
+        self.table = tables[0]
+        self.takes_any_step = False
+        """Whether the rows were restored and not changed since, so that a state_dict may say which step they are of."""
+        self._refused = [Readback() for _ in tables]
+
+    def check_finite(self) -> None:
+        """Raise NonFinite if the pending gradients are not finite; on a CPU only."""
+        if self.table.device.type == "cpu":
+            super().check_finite()
+
+    def apply(self, optimizer: RowOptimizerSpec) -> None:
+        """Update the rows with what is pending by ``optimizer``, then forget it."""
+        if self._pending is None or self.carrier.grad is None:
+            return
+        with torch.inference_mode(False), torch.no_grad():
+            self._pending.apply(optimizer, self._factor()[0])
+        for table, refused in zip(self.tables, self._refused, strict=True):
+            table.is_written = True
+            refused.begin(table.refused)
+        self.step += 1
+        self.takes_any_step = False
+        self.discard()
+
+    def take_refused(self) -> int:
+        """How many rows the updates since the last look left as they were. Waits for the last one, not for what was
+        begun after it.
+        """
+        total = 0
+        for table, refused in zip(self.tables, self._refused, strict=True):
+            if count := refused.result():
+                table.refused.zero_()
+            total += count
+        return total
