@@ -89,13 +89,11 @@ class GearTrainer:
             dim=DIM,
             expire_seconds=expire_seconds,
             gradients_per_id=gradients_per_id,
-            ids_per_update=ids_per_update,
             mode=mode,
-            train_mode="never",
             build=lambda: build_dense(blocks, seed),
             samples=data.pictures,
             optimizer=gt.Adam(lr),
-            clock=clock,
+            config=gt.SlowGearConfig(ids_per_update=ids_per_update, train_mode="never", clock=clock),
         )
         self.fast = build_fast(data, seed)
         self._blocks = blocks

@@ -98,13 +98,12 @@ class HalvesWorker:
                 dim=DIM,
                 expire_seconds=expire_seconds,
                 gradients_per_id=gradients_per_id,
-                ids_per_update=BATCH,
                 mode="sync",
                 build=lambda: self._dense,
                 samples=data.train.bottoms,
                 optimizer=gt.Adam(LEARNING_RATE),
                 reuse=True,
-                clock=clock,
+                config=gt.SlowGearConfig(ids_per_update=BATCH, clock=clock),
             )
             self._steps.append(gt.RowOptimizer(self.gear))
 

@@ -46,7 +46,7 @@ def _against_gathers() -> list[Result]:
     cache.insert(ids, _features(CAPACITY))
     slab = torch.randn(CAPACITY, DIM)
     places = _batches(CAPACITY)
-    batches = [torch.from_numpy(ids[place]) for place in places]
+    batches = [ids[place] for place in places]
     positions = [torch.from_numpy(place) for place in places]
     assert all(cache.lookup(batch, now=NOW, dense_version=1)[1].all() for batch in batches)
 
@@ -96,7 +96,7 @@ def _batches(count: int) -> list[np.ndarray[Any, np.dtype[np.int64]]]:
 
 
 def _features(count: int) -> DenseFeatures:
-    return DenseFeatures(torch.randn(count, DIM), np.zeros(count, np.int64), np.full(count, NOW - 1.0))
+    return DenseFeatures(torch.randn(count, DIM).numpy(), np.zeros(count, np.int64), np.full(count, NOW - 1.0))
 
 
 def _timed(ours: Turn, theirs: Turn) -> tuple[float, float]:

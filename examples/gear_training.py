@@ -83,8 +83,10 @@ def main(arguments: list[str] | None = None) -> float:
         "build": build,
         "samples": data.pictures.float() / 255,
         "optimizer": gt.Adam(1e-3),
-        "ids_per_update": BATCH,  # a dense update is worth while for as many ids as a batch has
-        "train_mode": "never",  # no layer of the dense part is another one in training
+        "config": gt.SlowGearConfig(
+            ids_per_update=BATCH,  # a dense update is worth while for as many ids as a batch has
+            train_mode="never",  # no layer of the dense part is another one in training
+        ),
     }
     with gt.connect(chosen.scheduler) if chosen.scheduler else gt.local() as cluster:
         image = gt.SlowGear(

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from geartrain.bridge.embedding.group_follower import GroupFollower
     from geartrain.bridge.embedding.levels import LevelLinear, per_level
     from geartrain.bridge.embedding.modes import SSP
+    from geartrain.bridge.gear.config import SlowGearConfig
     from geartrain.bridge.gear.slow_gear import SlowGear
     from geartrain.bridge.head.class_head import ClassHead
     from geartrain.bridge.head.config import HeadConfig
@@ -150,6 +151,7 @@ __all__ = [
     "ScheduledMargin",
     "Selection",
     "SlowGear",
+    "SlowGearConfig",
     "SmallerThan",
     "SparseMomentum",
     "SphereFace",
@@ -225,6 +227,7 @@ _HOMES = {
     "geartrain.bridge.embedding.levels": ("LevelLinear", "per_level"),
     "geartrain.bridge.embedding.group_follower": ("GroupFollower",),
     "geartrain.bridge.embedding.modes": ("SSP",),
+    "geartrain.bridge.gear.config": ("SlowGearConfig",),
     "geartrain.bridge.gear.slow_gear": ("SlowGear",),
     "geartrain.bridge.head.class_head": ("ClassHead",),
     "geartrain.bridge.head.config": ("HeadConfig",),

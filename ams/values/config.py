@@ -283,7 +283,7 @@ class GraphConfig(RoleConfig):
     """Where snapshots may be, as /snapshots,s3://bucket/runs; None: anywhere for its own user, off loopback nowhere."""
 
 
-class SlowGearConfig(RoleConfig):
+class SlowGearRoleConfig(RoleConfig):
     """A slow gear: serves the dense features of one dense part, and trains it."""
 
     scheduler: TargetAddress = "127.0.0.1:7000"
@@ -385,7 +385,7 @@ class ClusterConfig(Section):
     """Every server; each is told its own shard and listen address by whoever starts it."""
     graph: GraphConfig = GraphConfig()
     """The graph service, if there is one."""
-    slowgear: SlowGearConfig = SlowGearConfig()
+    slowgear: SlowGearRoleConfig = SlowGearRoleConfig()
     """The slow gears of one dense part, if there are any."""
     client: ClientConfig = ClientConfig()
     """Every client."""

@@ -20,24 +20,23 @@ Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
 
 
-OUTCOMES = tuple(one.name for one in fields(GearAccount))
+OUTCOMES = tuple(outcome.name for outcome in fields(GearAccount))
 
 
 @dataclass
-class TakenBatch:
-    """A batch that is out for a backward pass."""
+class DueBatch:
+    """Gradients for one backward pass of the dense part."""
 
-    number: int
     ids: Ids
-    """[K]"""
-    sums: Floats
-    """[K, D]"""
+    """[K] distinct, the first that became due first."""
+    gradients: Floats
+    """[K, D] mean or sum, finite."""
     counts: npt.NDArray[np.int64]
-    """[K, S] gradients by source."""
+    """[K, S] how many gradients of each source each stands for."""
     versions: npt.NDArray[np.int64]
-    """[K] the lowest version of a feature that a gradient is against."""
-    lr: float
-    """Of the newest gradient that came with one; NaN: none did."""
+    """[K] the lowest dense version of a feature that one of them is against."""
+    lr: float | None
+    """Learning rate of the newest gradient that came with one; None: none did."""
 
 
 class BatchState:
@@ -50,9 +49,8 @@ class BatchState:
         self.dim = dim
         self.gradients_per_id = gradients_per_id
         self.ids_per_update = ids_per_update
-        self.number = 0
-        """Of the last batch taken."""
-        self.taken: TakenBatch | None = None
+        self.taken: DueBatch | None = None
+        """The batch that is out for a backward pass."""
         self.last_sequences: dict[str, int] = {}
         """Of the last add of each source that counted."""
         self.sources: dict[str, int] = {}
@@ -145,58 +143,34 @@ class BatchState:
         """The clock was set back: nothing came later than it says now."""
         np.minimum(self._first_times, now, out=self._first_times)
 
-    def due_ids(self, limit: int | None) -> Ids:
-        """Ids whose batch is due, the first that became so first; at most ``limit``."""
-        return self._ids[self._due_positions()[:limit]]
-
-    @property
-    def num_due(self) -> int:
-        """Ids whose batch is due."""
-        return sum(map(len, self._due))
-
-    def sums(self, ids: Ids) -> tuple[Floats, npt.NDArray[np.int64]]:
-        """Sums [N, D] and counts [N] of ids that have them."""
-        positions = self._index.find(ids, touch=False)
-        return self._sums[positions], self._counts[positions].sum(1)
-
-    def take(self, ids: Ids) -> TakenBatch:
-        """Take the due batches of these ids [K] out. There must be none out."""
+    def take(self, *, mean: bool) -> None:
+        """Take the due batches out, the first that became so first; there must be none out. One whose sum is beyond
+        float32 is dropped as not finite."""
         assert self.taken is None
-        positions = self._release(ids)
-        self.number += 1
-        newest = positions[np.argmax(self._last_add[positions])]
-        lr = float(self._lrs[newest]) if self._last_add[newest] else float("nan")
-        self.taken = TakenBatch(
-            self.number, ids, self._sums[positions], self._counts[positions], self._versions[positions], lr
-        )
-        return self.taken
+        ids = self._ids[np.concatenate([np.empty(0, np.int64), *self._due])]
+        if not len(ids):
+            return
+        positions = self._index.remove(ids)
+        self._is_due[positions] = False
+        self._due = []
+        counts, gradients = self._counts[positions], self._sums[positions]
+        if mean:
+            gradients /= counts.sum(1).astype(np.float32)[:, None]
+        finite = np.isfinite(gradients).all(1)
+        if not finite.all():
+            self._move("due", "non_finite", counts[~finite])
+            ids, positions, counts, gradients = ids[finite], positions[finite], counts[finite], gradients[finite]
+        if len(ids):
+            newest = positions[np.argmax(self._last_add[positions])]
+            lr = float(self._lrs[newest]) if self._last_add[newest] else None
+            self.taken = DueBatch(ids, gradients, counts, self._versions[positions], lr)
 
-    def discard(self, ids: Ids) -> None:
-        """Drop the due batches of these ids as not finite."""
-        self._move("due", "non_finite", self._counts[self._release(ids)])
-
-    def fail(self, ids: Ids) -> None:
-        """Drop these ids of the batch that is out; if no id is left, it is settled."""
-        taken = self.taken
-        assert taken is not None
-        gone = np.isin(taken.ids, ids)
-        self._move("due", "dropped_failed", taken.counts[gone])
-        kept = ~gone
-        self.taken = None
-        if kept.any():
-            self.taken = TakenBatch(
-                taken.number,
-                taken.ids[kept],
-                taken.sums[kept],
-                taken.counts[kept],
-                taken.versions[kept],
-                taken.lr,
-            )
-
-    def settle(self) -> None:
-        """The batch that is out was applied."""
+    def settle(self, failed: Ids) -> None:
+        """The batch that is out was applied, but for the gradients of ``failed`` ids, which are dropped."""
         assert self.taken is not None
-        self._move("due", "applied", self.taken.counts)
+        gone = np.isin(self.taken.ids, failed)
+        self._move("due", "dropped_failed", self.taken.counts[gone])
+        self._move("due", "applied", self.taken.counts[~gone])
         self.taken = None
 
     def account(self, source: str | None) -> GearAccount:
@@ -274,18 +248,6 @@ class BatchState:
             self._is_due[positions] = True
             self._due.append(positions)
             self._move("waiting", "due", self._counts[positions])
-
-    def _due_positions(self) -> Positions:
-        positions = np.concatenate([np.empty(0, np.int64), *self._due])
-        self._due = [positions]
-        return positions
-
-    def _release(self, ids: Ids) -> Positions:
-        positions = self._index.remove(ids)
-        self._is_due[positions] = False
-        due = self._due_positions()
-        self._due = [due[self._is_due[due]]]
-        return positions
 
     def _move(self, origin: str, outcome: str, counts: npt.NDArray[np.int64]) -> None:
         by_source = counts.sum(0)

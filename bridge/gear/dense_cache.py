@@ -17,25 +17,18 @@ from __future__ import annotations
 
 import math
 import threading
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
 from geartrain.ams.kernels.freshness import Judged, judge
-from geartrain.ams.kernels.ops import merge_duplicates
 from geartrain.ams.kernels.position_lru import PositionLru, Positions
 from geartrain.ams.storage.features.store import FeatureStore
-from geartrain.ams.values.arrays import ids_array
-from geartrain.ams.values.errors import InvalidArgument, InvalidRows
+from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.specs import Ids
 
-Clock = Callable[[], float]
 Hits = npt.NDArray[np.bool_]
 
 AGE_EDGES = tuple(10.0 ** (exponent / 4) for exponent in range(-12, 25))
@@ -48,8 +41,8 @@ LAG_EDGES = tuple(2**exponent for exponent in range(25))
 class DenseFeatures:
     """Dense features of N ids."""
 
-    vectors: Tensor
-    """float32 [N, D]."""
+    vectors: npt.NDArray[np.float32]
+    """[N, D]."""
     versions: npt.NDArray[np.int64]
     """[N] the dense version each was computed under; -1 where there is none."""
     times: npt.NDArray[np.float64]
@@ -130,81 +123,40 @@ class FreshnessCounts:
 class WorkerCache:
     """The features that this process used last, without a network. Thread-safe.
 
-    One tensor [capacity + 1, D] and stamps by position; the least recently used entry is overwritten. Memory:
+    One array [capacity + 1, D] and stamps by position; the least recently used entry is overwritten. Memory:
     capacity × (4 D + 80) bytes. A lookup costs a gather of its rows and about 60 ns an id.
     """
 
-    def __init__(
-        self,
-        capacity: int,
-        dim: int,
-        *,
-        expire_seconds: float,
-        max_version_lag: int | None = None,
-        device: torch.device | str = "cpu",
-        clock: Clock = time.time,
-    ) -> None:
+    def __init__(self, capacity: int, dim: int, *, expire_seconds: float, max_version_lag: int | None = None) -> None:
         """Raises InvalidArgument for a value outside its range."""
-        self._dim = _checked_dim(dim)
         self._index = PositionLru(capacity)
         # One row more than positions: what is not there reads it.
-        self._vectors = torch.zeros(capacity + 1, dim, device=device)
-        self._rows = self._vectors.numpy() if self._vectors.device.type == "cpu" else None
+        self._vectors = np.zeros((capacity + 1, _checked_dim(dim)), np.float32)
         self._versions = np.full(capacity + 1, -1, np.int64)
         self._times = np.full(capacity + 1, -math.inf)
         self._counts = FreshnessCounts(expire_seconds, max_version_lag)
         self._evicted = 0
-        self._clock = clock
         self._lock = threading.Lock()
 
-    def lookup(self, ids: Tensor | Ids, *, now: float | None = None, dense_version: int) -> tuple[DenseFeatures, Hits]:
-        """Return the features of ids [N], on the cache's device, and which of them are hits [N].
-
-        The rows of misses mean nothing. Ids may repeat.
-
-        Args:
-            ids: int64 [N], tensor or array.
-            now: unix seconds; None: the clock's.
-            dense_version: the newest one that the caller knows of.
-
-        Raises:
-            InvalidIds: they are no integers >= 0, or not [N].
-        """
-        array = _ids_of(ids)
-        now = self._clock() if now is None else now
+    def lookup(self, ids: Ids, *, now: float, dense_version: int) -> tuple[DenseFeatures, Hits]:
+        """See :class:`FeatureCache`."""
         with self._lock:
-            positions = self._index.find(array, touch=True)
+            positions = self._index.find(ids, touch=True)
             positions[positions < 0] = self._index.capacity
             judged = self._counts.judge(positions, self._versions, self._times, now, dense_version)
-            vectors = self._gathered(positions)
+            vectors = self._vectors.take(positions, axis=0)
         return DenseFeatures(vectors, judged.versions, judged.times), judged.hits
 
-    def insert(self, ids: Tensor | Ids, features: DenseFeatures) -> None:
-        """Keep these features [N, D], in place of older entries; of a repeated id the last counts.
-
-        Raises InvalidIds, InvalidRows.
-        """
-        array = _ids_of(ids)
-        _check_features(features, len(array), self._dim)
-        kept = _last_of_each(array)[-self._index.capacity :]
-        vectors = features.vectors.detach()
-        if len(kept) < len(array):
-            vectors = vectors[torch.from_numpy(kept).to(vectors.device)]
-        vectors = vectors.to(self._vectors.device, self._vectors.dtype)
+    def insert(self, ids: Ids, features: DenseFeatures) -> None:
+        """See :class:`FeatureCache`."""
+        last = slice(-self._index.capacity, None)
         with self._lock:
-            positions, evicted = self._index.place(array[kept])
+            positions, evicted = self._index.place(ids[last])
             self._evicted += evicted
             self._times[positions] = -math.inf  # if what follows fails they are not there, rather than another id's
-            rows = torch.from_numpy(positions).to(self._vectors.device)
-            self._vectors.index_copy_(0, rows, vectors)
-            self._versions[positions] = features.versions[kept]
-            self._times[positions] = features.times[kept]
-
-    def _gathered(self, positions: Positions) -> Tensor:
-        if self._rows is None:
-            return self._vectors.index_select(0, torch.from_numpy(positions).to(self._vectors.device))
-        # numpy copies a thousand rows before torch has woken its threads.
-        return torch.from_numpy(self._rows.take(positions, axis=0))
+            self._vectors[positions] = features.vectors[last]
+            self._versions[positions] = features.versions[last]
+            self._times[positions] = features.times[last]
 
     def clear(self) -> None:
         """Forget all entries; the counts stay."""
@@ -237,40 +189,32 @@ class SharedCache:
         *,
         expire_seconds: float,
         max_version_lag: int | None = None,
-        clock: Clock = time.time,
     ) -> None:
         """Raises InvalidArgument for a value outside its range. The store stays the caller's to close."""
-        self._dim = _checked_dim(dim)
-        self._record = np.dtype([("version", "<i8"), ("time", "<f8"), ("vector", "<f4", (dim,))])
+        self._record = np.dtype([("version", "<i8"), ("time", "<f8"), ("vector", "<f4", (_checked_dim(dim),))])
         self._absent = np.zeros(1, self._record)
         self._absent["version"], self._absent["time"] = -1, -math.inf
         self._store = store
         self._counts = FreshnessCounts(expire_seconds, max_version_lag)
         self._foreign = 0
-        self._clock = clock
         self._lock = threading.Lock()
 
-    def lookup(self, ids: Tensor | Ids, *, now: float | None = None, dense_version: int) -> tuple[DenseFeatures, Hits]:
-        """See :meth:`WorkerCache.lookup`; vectors are on the CPU. Also raises StoreUnavailable, StateDamaged."""
-        array = _ids_of(ids)
-        values = self._store.read(array)
-        now = self._clock() if now is None else now
-        records, foreign = self._decoded(values)
+    def lookup(self, ids: Ids, *, now: float, dense_version: int) -> tuple[DenseFeatures, Hits]:
+        """See :class:`FeatureCache`. Raises StoreUnavailable, StateDamaged."""
+        records, foreign = self._decoded(self._store.read(ids))
         versions, times = records["version"].copy(), records["time"].copy()
         with self._lock:
             judged = self._counts.judge(None, versions, times, now, dense_version)
             self._foreign += foreign
-        return DenseFeatures(torch.from_numpy(records["vector"].copy()), versions, times), judged.hits
+        return DenseFeatures(records["vector"].copy(), versions, times), judged.hits
 
-    def insert(self, ids: Tensor | Ids, features: DenseFeatures) -> None:
-        """See :meth:`WorkerCache.insert`. Also raises StoreUnavailable, StateFailed."""
-        array = _ids_of(ids)
-        _check_features(features, len(array), self._dim)
-        records = np.empty(len(array), self._record)
+    def insert(self, ids: Ids, features: DenseFeatures) -> None:
+        """See :class:`FeatureCache`. Raises StoreUnavailable, StateFailed."""
+        records = np.empty(len(ids), self._record)
         records["version"], records["time"] = features.versions, features.times
-        records["vector"] = features.vectors.detach().float().cpu().numpy()
+        records["vector"] = features.vectors
         data, size = records.tobytes(), self._record.itemsize
-        self._store.write(array, [data[start : start + size] for start in range(0, len(data), size)])
+        self._store.write(ids, [data[start : start + size] for start in range(0, len(data), size)])
 
     def report(self) -> dict[str, Any]:
         """Hits, misses, histograms of the hits' age and version lag, records of another width, the store's counts."""
@@ -289,35 +233,7 @@ class SharedCache:
         return records, len(values) - len(whole) - values.count(None)
 
 
-def _ids_of(ids: Tensor | Ids) -> Ids:
-    """Return ids [N] as they are if they are legal; else as ``ids_array``, which also words what is wrong."""
-    array = ids.detach().cpu().numpy() if isinstance(ids, Tensor) else ids
-    is_plain = isinstance(array, np.ndarray) and array.dtype == np.int64 and array.ndim == 1
-    if is_plain and array.flags.c_contiguous and array.min(initial=0) >= 0:
-        return array
-    return ids_array(array, None)
-
-
 def _checked_dim(dim: int) -> int:
     if dim < 1:
         raise InvalidArgument(f"dim is {dim}; it must be at least 1")
     return dim
-
-
-def _check_features(features: DenseFeatures, num_ids: int, dim: int) -> None:
-    shape = tuple(features.vectors.shape)
-    if shape != (num_ids, dim):
-        raise InvalidRows(f"vectors have shape {shape}; {num_ids} ids of dim {dim} need ({num_ids}, {dim})")
-    for name, stamps in (("versions", features.versions), ("times", features.times)):
-        if stamps.shape != (num_ids,):
-            raise InvalidRows(f"{name} have shape {stamps.shape}; {num_ids} ids need ({num_ids},)")
-
-
-def _last_of_each(ids: Ids) -> npt.NDArray[np.int64]:
-    """The index of the last occurrence of each id, ascending."""
-    distinct, inverse, _ = merge_duplicates(ids)
-    if len(distinct) == len(ids):
-        return np.arange(len(ids))
-    last = np.empty(len(distinct), np.int64)
-    last[inverse] = np.arange(len(ids))  # numpy assigns in order
-    return np.sort(last)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,10 +17,9 @@ from torch import Tensor, nn
 from geartrain.ams.values.errors import GeartrainError, InvalidArgument, ModuleFailed, NonFinite, SampleDamaged
 from geartrain.ams.values.gear_messages import Failure, without
 from geartrain.ams.values.specs import Ids
+from geartrain.bridge.gear.config import SlowGearConfig
 from geartrain.bridge.gear.samples import SHOWN, Samples
 
-TrainMode = Literal["backward", "always", "never"]
-TRAIN_MODES = ("backward", "always", "never")
 _HALF_SCALE = 4096.0
 """What float16 gradients are multiplied by on their way, so that small ones are not lost."""
 
@@ -42,29 +41,21 @@ class DensePass:
         module: nn.Module,
         samples: Samples,
         dim: int,
+        config: SlowGearConfig,
         *,
         device: torch.device | str | None = None,
-        autocast: torch.dtype | None = None,
-        train_mode: TrainMode = "backward",
-        max_batch: int = 256,
     ) -> None:
-        """``device`` None: where the module is. Raises InvalidArgument."""
-        if train_mode not in TRAIN_MODES:
-            raise InvalidArgument(f"train_mode is {train_mode!r}; it must be one of {', '.join(TRAIN_MODES)}")
-        if max_batch < 1 or dim < 1:
-            raise InvalidArgument(f"max_batch is {max_batch}, dim is {dim}; both must be >= 1")
-        if autocast not in (None, torch.bfloat16, torch.float16):
-            raise InvalidArgument(f"autocast is {autocast}; it must be torch.bfloat16, torch.float16 or None")
+        """``device`` None: where the module is."""
         first = next(module.parameters(), None)
         own = torch.device("cpu") if first is None else first.device
         self.device = own if device is None else torch.device(device)
         self.module = module.to(self.device)
         self.dim = dim
-        self.max_batch = max_batch
+        self.max_batch = config.max_batch
         self.lock = threading.RLock()
         self._samples = samples
-        self._autocast = autocast
-        self._train_mode = train_mode
+        self._autocast = config.autocast
+        self._train_mode = config.train_mode
         self.on_recomputed: Callable[[Ids, Tensor], None] | None = None
         """Given the ids [B] and features [B, D] of every backward pass, unless ``train_mode="backward"`` makes them
         others than those of :meth:`features`."""
@@ -159,7 +150,7 @@ class DensePass:
                 raise
             return failures | self._backward_halves(ids, gradients_BD)
         if len(ids) == 1:
-            return failures | (bad or {int(ids[0]): Failure(NonFinite.__name__, _not_finite(int(ids[0]), "gradient"))})
+            return failures | (bad or _not_finite(ids, "gradient"))
         if not bad or self._spoils(bad, ids, self._train_mode != "never"):
             return failures | self._backward_halves(ids, gradients_BD)
         rest = without(ids, bad)  # the others go on without them
@@ -187,7 +178,7 @@ class DensePass:
         return len(failed) == len(ids) and in_training and bool(self._norms())
 
     def _norms(self) -> list[nn.Module]:
-        return [one for one in self.module.modules() if isinstance(one, nn.modules.batchnorm._BatchNorm)]
+        return [module for module in self.module.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
 
     def _try_backward(
         self, ids: Ids, batch: Tensor, gradients_BD: Tensor, autocast: torch.dtype | None
@@ -288,18 +279,16 @@ def _halves(ids: Ids) -> tuple[slice, slice]:
 def _raised(ids: Ids, error: Exception) -> dict[int, Failure]:
     words = f"{type(error).__name__}: {error}"[:SHOWN]
     return {
-        int(one): Failure(SampleDamaged.__name__, f"the dense part fails on the sample of id {one}: {words}")
-        for one in ids
+        number: Failure(SampleDamaged.__name__, f"the dense part fails on the sample of id {number}: {words}")
+        for number in ids.tolist()
     }
 
 
-def _not_finite(one: int, what: str) -> str:
-    return f"the {what} of id {one} is not finite; lower the learning rate, or look at its sample"
+def _not_finite(ids: Ids, what: str) -> dict[int, Failure]:
+    reason = "is not finite; lower the learning rate, or look at its sample"
+    return {number: Failure(NonFinite.__name__, f"the {what} of id {number} {reason}") for number in ids.tolist()}
 
 
 def _non_finite(ids: Ids, vectors_BD: Tensor) -> dict[int, Failure]:
     finite = torch.isfinite(vectors_BD.detach()).all(dim=1)
-    if bool(finite.all()):
-        return {}
-    bad = ids[~finite.cpu().numpy()]
-    return {int(one): Failure(NonFinite.__name__, _not_finite(int(one), "dense feature")) for one in bad}
+    return {} if bool(finite.all()) else _not_finite(ids[~finite.cpu().numpy()], "dense feature")

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -38,10 +36,12 @@ from geartrain.ams.values.gear_messages import (
 from geartrain.ams.values.specs import Ids
 from geartrain.ams.values.text import counted
 from geartrain.bridge.dense.dense_table import DenseTable
+from geartrain.bridge.gear.batch_state import DueBatch
 from geartrain.bridge.gear.coalescer import Coalescer
+from geartrain.bridge.gear.config import SlowGearConfig
 from geartrain.bridge.gear.dense_cache import DenseFeatures, FeatureCache
 from geartrain.bridge.gear.dense_pass import DensePass
-from geartrain.bridge.gear.gradient_batcher import DueBatch, GradientBatcher
+from geartrain.bridge.gear.gradient_batcher import GradientBatcher
 from geartrain.bridge.gear.update_thread import UpdateThread
 
 logger = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ _MAX_DUE = 65_536
 class _Begun:
     """A batch whose gradients are in ``.grad`` of the parameters: what is repeated after an error goes on from here."""
 
-    number: int
+    batch: DueBatch
     failures: dict[int, Failure]
     is_pushed: bool = False
     """Pushed again, it would count again."""
@@ -76,14 +76,11 @@ class DenseEngine:
         dense_pass: DensePass,
         dense: DenseTable,
         batcher: GradientBatcher,
+        config: SlowGearConfig,
         *,
         cache: FeatureCache | None = None,
         worker_cache: FeatureCache | None = None,
         mode: Mode = "sync",
-        tick_seconds: float = 1.0,
-        max_wait_seconds: float = 0.0,
-        refresh_seconds: float = 1.0,
-        clock: Callable[[], float] = time.time,
     ) -> None:
         """Begin with no gradients and no features.
 
@@ -91,6 +88,7 @@ class DenseEngine:
             dense_pass: the module and its samples.
             dense: the module's weights in the cluster.
             batcher: collects the gradients.
+            config: of the slow gear.
             cache: where features are looked up and kept; None: nowhere.
             worker_cache: that of a fast gear in this process. What a backward pass had to compute again goes into both
                 caches (but see ``train_mode`` of the pass), so that an id whose gradients come in time is seldom
@@ -98,39 +96,27 @@ class DenseEngine:
             mode: ``"sync"``: dense updates are made by the thread that delivers, before its call returns. ``"async"``:
                 by a thread of their own; a delivery waits only while 65,536 gradients are due, so that they cannot
                 pile up.
-            tick_seconds: with ``"async"``: how often it is looked for batches that have waited for too long.
-            max_wait_seconds: how long a batch of features waits for company.
-            refresh_seconds: other slow gears' updates are looked for at most so often; with 0 before features are
-                computed, not before backward passes, so that slow gears which serve one step take its gradients at the
-                weights of its features.
-            clock: unix seconds.
-
-        Raises:
-            InvalidArgument: a value outside its range.
         """
-        if not (max_wait_seconds >= 0 and refresh_seconds >= 0):
-            raise InvalidArgument(
-                f"max_wait_seconds is {max_wait_seconds}, refresh_seconds {refresh_seconds}; both must be >= 0"
-            )
         self.batcher = batcher
         self.cache = cache
-        self._caches = [one for one in (cache, worker_cache) if one is not None]
+        self._caches = [kept for kept in (cache, worker_cache) if kept is not None]
         dense_pass.on_recomputed = self._keep_recomputed if self._caches else None
         self._pass = dense_pass
         self._dense = dense
-        self._refresh_seconds = refresh_seconds
-        self._clock = clock
+        self._refresh_seconds = config.refresh_seconds
+        self._clock = config.clock
         self._refreshed: float | None = None
         self._applying = threading.Lock()
         self._begun: _Begun | None = None
         self._incarnations: dict[str, int] = {}
         self._adding = threading.Lock()
         self._asked = Coalescer(
-            self._compute, _part_of, max_ids=dense_pass.max_batch, max_wait_seconds=max_wait_seconds
+            self._compute, _part_of, max_ids=config.max_batch, max_wait_seconds=config.max_wait_seconds
         )
         self._is_closed = False
         self._updates = None
         if mode == "async":
+            tick_seconds = max(0.01, min(1.0, (config.flush_seconds or 4.0) / 4))
             self._updates = UpdateThread(self.apply_due, lambda: self.account().due, tick_seconds=tick_seconds)
 
     @property
@@ -171,7 +157,7 @@ class DenseEngine:
             hit = hit & (freshness.max_version_lag >= np.abs(version - found.versions))
         if hit.all():
             return FeatureReply(
-                vectors_KD=found.vectors.numpy(),
+                vectors_KD=found.vectors,
                 versions=found.versions,
                 times=found.times,
                 failures={},
@@ -202,20 +188,12 @@ class DenseEngine:
                     f"incarnation {delivery.incarnation} of fast gear {family!r} was superseded by {latest}: another "
                     "process has its name; stop this one"
                 )
-            self.batcher.add(
-                delivery.source,
-                delivery.sequence,
-                delivery.ids,
-                delivery.gradients_KD,
-                delivery.versions,
-                dense_version=self.dense_version,
-                lr=delivery.lr,
-            )
+            self.batcher.add(delivery, self.dense_version)
             self._incarnations[family] = delivery.incarnation
 
     def has_counted(self, delivery: Delivery) -> bool:
         """Whether it was counted before: it is sent again because the answer was lost."""
-        return self.batcher.has_counted(delivery.source, delivery.sequence)
+        return self.batcher.has_counted(delivery)
 
     def apply_soon(self, *, wait: bool = False) -> None:
         """Have applied what is due: with ``wait``, or in sync mode, before this returns."""
@@ -225,26 +203,24 @@ class DenseEngine:
             self._updates.wake()
             self._updates.wait_until_due(_MAX_DUE)
 
-    def apply_due(self, limit: int | None = None) -> bool:
+    def apply_due(self) -> bool:
         """Make one dense update of the gradients that are due; False if there are none.
 
         After an error the batch is still due: the next call goes on with it.
         """
         with self._applying:
-            batch = self.batcher.due(limit)
+            batch = self.batcher.due()
             if batch is None:
                 return False
             failures = self._update(batch)
             if failures:
-                self.batcher.failed(batch.number, {one: failure.reason for one, failure in failures.items()})
                 logger.warning(
-                    "%d of %d ids have no part in dense update %d: %s",
+                    "%d of %d ids have no part in a dense update: %s",
                     len(failures),
                     len(batch.ids),
-                    batch.number,
                     next(iter(failures.values())).reason,
                 )
-            self.batcher.done(batch.number)
+            self.batcher.settle(failures)
             return True
 
     def apply_all(self) -> None:
@@ -261,15 +237,12 @@ class DenseEngine:
         """What became of the gradients of ``source``; None: of all."""
         return self.batcher.account(source)
 
-    def family_account(self, family: str | None) -> GearAccount:
-        """What became of the gradients of all series of deliveries of a fast gear; None: of all fast gears."""
-        if family is None:
-            return self.account()
-        return family_accounts(self.batcher).get(family, GearAccount())
-
     def families(self) -> dict[str, GearAccount]:
-        """What became of the gradients of every fast gear that has delivered."""
-        return family_accounts(self.batcher)
+        """What became of the gradients of every fast gear that has delivered, all its series of deliveries together."""
+        found: dict[str, GearAccount] = {}
+        for source, account in self.batcher.accounts().items():
+            found[family_of(source)] = found.get(family_of(source), GearAccount()) + account
+        return found
 
     def close(self) -> None:
         """See :class:`GearPort`. After an error what waits is still there: close again, or look at the account.
@@ -297,12 +270,11 @@ class DenseEngine:
 
     def _update(self, batch: DueBatch) -> dict[int, Failure]:
         begun = self._begun
-        if begun is None or begun.number != batch.number:
+        if begun is None or begun.batch is not batch:
             if self._refresh_seconds > 0:  # else features are always of the newest weights, and gradients of the same
                 with self._pass.lock:
                     self._refresh()
-            failures = self._pass.backward(batch.ids, torch.from_numpy(np.ascontiguousarray(batch.gradients)))
-            begun = self._begun = _Begun(batch.number, failures)
+            begun = self._begun = _Begun(batch, self._pass.backward(batch.ids, torch.from_numpy(batch.gradients)))
         with self._pass.lock:
             if len(begun.failures) < len(batch.ids):
                 if not begun.is_pushed:
@@ -310,7 +282,7 @@ class DenseEngine:
                         self._dense.push(lr=batch.lr)
                     except NonFinite as exc:  # the sum, or what it would make of the weights: it never will be
                         self._dense.zero_grad()
-                        return begun.failures | {int(one): Failure(NonFinite.__name__, str(exc)) for one in batch.ids}
+                        return begun.failures | dict.fromkeys(batch.ids.tolist(), Failure(NonFinite.__name__, str(exc)))
                     begun.is_pushed = True
                 self._refresh(needed=True)
             return begun.failures
@@ -357,24 +329,13 @@ class DenseEngine:
         )
 
 
-def family_accounts(batcher: GradientBatcher) -> dict[str, GearAccount]:
-    """What became of the gradients of each fast gear, all its series of deliveries together."""
-    found: dict[str, GearAccount] = {}
-    for source in batcher.report()["sources"]:
-        family = family_of(source)
-        found[family] = found.get(family, GearAccount()) + batcher.account(source)
-    return found
-
-
 def as_features(reply: FeatureReply, chosen: npt.NDArray[np.bool_]) -> DenseFeatures:
     """Those features of a reply, as caches take them."""
-    return DenseFeatures(
-        vectors=torch.from_numpy(reply.vectors_KD[chosen]), versions=reply.versions[chosen], times=reply.times[chosen]
-    )
+    return DenseFeatures(vectors=reply.vectors_KD[chosen], versions=reply.versions[chosen], times=reply.times[chosen])
 
 
 def _part_of(reply: FeatureReply, positions: Ids, ids: Ids) -> FeatureReply:
-    failed = {int(one): reply.failures[int(one)] for one in ids if int(one) in reply.failures} if reply.failures else {}
+    failed = {number: reply.failures[number] for number in ids.tolist() if number in reply.failures}
     return FeatureReply(
         vectors_KD=reply.vectors_KD[positions],
         versions=reply.versions[positions],
@@ -385,7 +346,7 @@ def _part_of(reply: FeatureReply, positions: Ids, ids: Ids) -> FeatureReply:
 
 
 def _joined(found: DenseFeatures, hit: npt.NDArray[np.bool_], fresh: FeatureReply) -> FeatureReply:
-    vectors_KD, versions, times = found.vectors.numpy().copy(), found.versions.copy(), found.times.copy()
+    vectors_KD, versions, times = found.vectors.copy(), found.versions.copy(), found.times.copy()
     vectors_KD[~hit], versions[~hit], times[~hit] = fresh.vectors_KD, fresh.versions, fresh.times
     return FeatureReply(
         vectors_KD=vectors_KD,

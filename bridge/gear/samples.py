@@ -51,8 +51,6 @@ class Samples:
             )
         if self._store is not None and decode is None:
             raise InvalidArgument("samples are bytes of a store: say what makes a tensor of them with decode=")
-        if cache_bytes < 0:
-            raise InvalidArgument(f"cache_bytes is {cache_bytes}; it must be >= 0 (0: keep no sample)")
         self._function: Any = source
         self._decode = decode
         self._cache = _Kept(cache_bytes)
@@ -64,20 +62,20 @@ class Samples:
         if self._rows is not None:
             return self._rows_of(ids)
         with self._lock:
-            found = {int(one): kept for one in ids if (kept := self._cache.find(int(one))) is not None}
-        missing = [int(one) for one in ids if int(one) not in found]
+            found = {number: kept for number in ids.tolist() if (kept := self._cache.find(number)) is not None}
+        missing = [number for number in ids.tolist() if number not in found]
         failures: dict[int, Failure] = {}
-        for one, raw in zip(missing, self._raw(missing, failures), strict=True):
-            if one not in failures:
-                self._take(one, raw, found, failures)
-        good = [found[int(one)] for one in ids if int(one) in found]
+        for number, raw in zip(missing, self._raw(missing, failures), strict=True):
+            if number not in failures:
+                self._take(number, raw, found, failures)
+        good = [found[number] for number in ids.tolist() if number in found]
         return (torch.stack(good) if good else None), failures
 
     def _rows_of(self, ids: Ids) -> tuple[Tensor | None, dict[int, Failure]]:
         assert self._rows is not None
         beyond = ids[(ids < 0) | (ids >= len(self._rows))]
         reason = f"there are samples of ids 0 … {len(self._rows) - 1}, not of"
-        failures = {int(one): Failure(SampleNotFound.__name__, f"{reason} {one}") for one in beyond}
+        failures = {number: Failure(SampleNotFound.__name__, f"{reason} {number}") for number in beyond.tolist()}
         if failures:
             ids = ids[(ids >= 0) & (ids < len(self._rows))]
         return (self._rows[torch.from_numpy(ids)] if len(ids) else None), failures
@@ -86,39 +84,39 @@ class Samples:
         if self._store is not None:
             found: list[Any] = self._store.read(np.array(ids, np.int64)) if ids else []
             return found
-        return [self._called(one, failures) for one in ids]
+        return [self._called(number, failures) for number in ids]
 
-    def _called(self, one: int, failures: dict[int, Failure]) -> Any:
+    def _called(self, number: int, failures: dict[int, Failure]) -> Any:
         try:
-            return self._function(one)
+            return self._function(number)
         except LookupError:
             return None
         except Exception as exc:  # of the user's function, whatever it is: the other ids live
-            failures[one] = _damaged(one, exc)
+            failures[number] = _damaged(number, exc)
             return None
 
-    def _take(self, one: int, raw: Any, found: dict[int, Tensor], failures: dict[int, Failure]) -> None:
+    def _take(self, number: int, raw: Any, found: dict[int, Tensor], failures: dict[int, Failure]) -> None:
         if raw is None:
-            failures[one] = Failure(SampleNotFound.__name__, f"id {one} has no sample")
+            failures[number] = Failure(SampleNotFound.__name__, f"id {number} has no sample")
             return
         try:
             sample = torch.as_tensor(raw if self._decode is None else self._decode(raw))
         except Exception as exc:  # of the user's decoder
-            failures[one] = _damaged(one, exc)
+            failures[number] = _damaged(number, exc)
             return
         with self._lock:
             self._shape = self._shape or tuple(sample.shape)
             if tuple(sample.shape) != self._shape:
-                reason = f"the sample of id {one} has shape {tuple(sample.shape)}, that of others {self._shape}"
-                failures[one] = Failure(SampleDamaged.__name__, reason)
+                reason = f"the sample of id {number} has shape {tuple(sample.shape)}, that of others {self._shape}"
+                failures[number] = Failure(SampleDamaged.__name__, reason)
                 return
-            found[one] = sample
-            self._cache.keep(one, sample)
+            found[number] = sample
+            self._cache.keep(number, sample)
 
 
-def _damaged(one: int, exc: Exception) -> Failure:
+def _damaged(number: int, exc: Exception) -> Failure:
     words = f"{type(exc).__name__}: {exc}"[:SHOWN]
-    return Failure(SampleDamaged.__name__, f"the sample of id {one} cannot be read: {words}")
+    return Failure(SampleDamaged.__name__, f"the sample of id {number} cannot be read: {words}")
 
 
 class _Kept:
@@ -129,17 +127,17 @@ class _Kept:
         self._bytes = 0
         self._samples: OrderedDict[int, Tensor] = OrderedDict()
 
-    def find(self, one: int) -> Tensor | None:
-        sample = self._samples.get(one)
+    def find(self, number: int) -> Tensor | None:
+        sample = self._samples.get(number)
         if sample is not None:
-            self._samples.move_to_end(one)
+            self._samples.move_to_end(number)
         return sample
 
-    def keep(self, one: int, sample: Tensor) -> None:
+    def keep(self, number: int, sample: Tensor) -> None:
         if sample.nbytes > self._max_bytes:
             return
-        if one not in self._samples:  # two threads may have read the same one
+        if number not in self._samples:  # two threads may have read it
             self._bytes += sample.nbytes
-        self._samples[one] = sample
+        self._samples[number] = sample
         while self._bytes > self._max_bytes:
             self._bytes -= self._samples.popitem(last=False)[1].nbytes

@@ -5,11 +5,10 @@ Legend: D width of a dense feature, K distinct ids, N ids of a call.
 
 from __future__ import annotations
 
-import time
 import uuid
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import fields
 from typing import Any, Literal
 
 import numpy as np
@@ -21,19 +20,20 @@ from geartrain.ams.client.cluster import Cluster
 from geartrain.ams.client.table import Table
 from geartrain.ams.kernels import ops
 from geartrain.ams.values.errors import InvalidArgument, InvalidIds, SpecMismatch
-from geartrain.ams.values.gear_messages import FeatureReply, Freshness, GearAccount, GearPort, first_error, without
+from geartrain.ams.values.gear_messages import Freshness, GearAccount, GearPort, first_error, without
 from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
 from geartrain.ams.values.specs import Ids, TableSpec
 from geartrain.bridge.dense.factory import BUFFERS_SUFFIX
+from geartrain.bridge.gear.config import HERE, SlowGearConfig
 from geartrain.bridge.gear.dense_cache import WorkerCache
-from geartrain.bridge.gear.dense_pass import TrainMode
 from geartrain.bridge.gear.engine import DenseEngine, as_features
-from geartrain.bridge.gear.factory import EngineSettings, open_engine, open_pass, open_remote
+from geartrain.bridge.gear.factory import open_engine, open_pass, open_remote
 from geartrain.bridge.gear.gear_update import GearGradient, GearUpdate
 from geartrain.bridge.gear.samples import Decode, SampleSource
 from geartrain.bridge.rows.eager import runs_eagerly
 from geartrain.bridge.rows.keeper import RowKeeper
 
+_DEFAULTS = SlowGearConfig()
 _NO_FEATURE = -1
 """In place of the dense version of a feature that is not there."""
 
@@ -67,18 +67,9 @@ class SlowGear(nn.Module):
         decode: Decode | None = None,
         optimizer: RowOptimizerSpec | None = None,
         reuse: bool = False,
-        ids_per_update: int = 1,
-        reduction: Literal["mean", "sum"] = "mean",
-        flush_seconds: float | None = None,
-        stale: Literal["apply", "scale", "drop"] = "apply",
-        max_gradient_lag: int | None = None,
-        train_mode: TrainMode = "backward",
-        autocast: torch.dtype | None = None,
         device: torch.device | str | None = None,
-        max_batch: int = 256,
-        cache_ids: int = 65_536,
-        sample_cache_bytes: int = 256 << 20,
-        clock: Callable[[], float] = time.time,
+        config: SlowGearConfig = _DEFAULTS,
+        **moved: Any,
     ) -> None:
         """Find the slow gears of the dense part ``name``, or make one here.
 
@@ -102,22 +93,9 @@ class SlowGear(nn.Module):
             decode: what makes a tensor of the bytes of a sample.
             optimizer: of the dense table (*); None: ``gt.SGD(0.01)``.
             reuse: open the dense table if it is there; else it must not be.
-            ids_per_update: ids with M gradients wait for so many of their kind (*); the size of a batch makes few good
-                updates instead of many noisy ones (see :mod:`~geartrain.bridge.gear.gradient_batcher`).
-            reduction: of the M gradients (*). ``"mean"`` is of M steps, so it divides an SGD learning rate by M against
-                M updates.
-            flush_seconds: the longest that a gradient waits for others of its id (*; with ``mode="sync"`` looked at by
-                the next step); None: no bound.
-            stale: what becomes of gradients of features too many dense updates old (*).
-            max_gradient_lag: with ``stale="drop"``: so many (*).
-            train_mode: see :class:`~geartrain.bridge.gear.dense_pass.DensePass` (*). With "always" or "never" what a
-                backward pass computed again is a fresh feature, too.
-            autocast: mixed precision of the module (*).
             device: where the module runs (*).
-            max_batch: most ids of one device batch (*).
-            cache_ids: features kept in this process.
-            sample_cache_bytes: decoded samples kept in this process.
-            clock: unix seconds.
+            config: rarer settings (*): :class:`geartrain.SlowGearConfig`.
+            moved: nothing.
 
         Raises:
             InvalidArgument: a value outside its range.
@@ -125,6 +103,9 @@ class SlowGear(nn.Module):
             GearUnavailable: no slow gear holds a partition in time.
         """
         super().__init__()
+        for key in moved:
+            known = f": config=gt.SlowGearConfig({key}=...)" if hasattr(config, key) else ""
+            raise TypeError(f"SlowGear takes no argument {key!r}{known}")
         if on_missing not in ("error", "zeros") or mode not in ("async", "sync"):
             raise InvalidArgument(
                 f"on_missing is {on_missing!r}, mode {mode!r}; they are 'error' or 'zeros', and 'async' or 'sync'"
@@ -136,10 +117,8 @@ class SlowGear(nn.Module):
         self.name = name
         self.dim = dim
         self.on_missing = on_missing
-        self._clock = clock
-        self._cache = WorkerCache(
-            cache_ids, dim, expire_seconds=expire_seconds, max_version_lag=max_version_lag, clock=clock
-        )
+        self._clock = config.clock
+        self._cache = WorkerCache(config.cache_ids, dim, expire_seconds=expire_seconds, max_version_lag=max_version_lag)
         self._open: Callable[[bool], DenseEngine] | None = None
         """Makes the slow gear of this process; None: slow gears are elsewhere."""
         self._cluster = cluster
@@ -147,43 +126,26 @@ class SlowGear(nn.Module):
         self.table: Table
         engine: DenseEngine | None = None
         if build is not None:
-            settings = EngineSettings(
-                dim=dim,
-                optimizer=optimizer,
-                gradients_per_id=gradients_per_id,
-                ids_per_update=ids_per_update,
-                reduction=reduction,
-                flush_seconds=flush_seconds,
-                stale=stale,
-                max_gradient_lag=max_gradient_lag,
-                train_mode=train_mode,
-                autocast=autocast,
-                device=device,
-                max_batch=max_batch,
-                sample_cache_bytes=sample_cache_bytes,
-            )
-            dense_pass = open_pass(build, samples, decode, settings)
+            dense_pass = open_pass(build, samples, decode, dim, config, device)
 
             def open_here(reuse: bool) -> DenseEngine:
-                reusing = replace(settings, reuse=reuse)
-                return open_engine(cluster, name, dense_pass, reusing, mode=mode, worker_cache=self._cache, clock=clock)
+                return open_engine(
+                    cluster,
+                    name,
+                    dense_pass,
+                    config,
+                    gradients_per_id=gradients_per_id,
+                    optimizer=optimizer,
+                    reuse=reuse,
+                    mode=mode,
+                    worker_cache=self._cache,
+                )
 
             self._open = open_here
             engine = self._open(reuse)
             self._port, self.table = engine, cluster.table(name)
         else:
-            _refuse_settings(
-                optimizer=optimizer is not None,
-                decode=decode is not None,
-                device=device is not None,
-                autocast=autocast is not None,
-                ids_per_update=ids_per_update != 1,
-                reduction=reduction != "mean",
-                flush_seconds=flush_seconds is not None,
-                stale=stale != "apply",
-                max_gradient_lag=max_gradient_lag is not None,
-                train_mode=train_mode != "backward",
-            )
+            _refuse_settings(config, {"optimizer": optimizer, "decode": decode, "device": device})
             fresh = Freshness(expire_seconds, max_version_lag)
             self._port, self.table = open_remote(cluster, name, dim, mode, fresh, gradients_per_id)
         stream = cluster.write_stream
@@ -279,27 +241,16 @@ class SlowGear(nn.Module):
     def _features(self, ids: Ids) -> tuple[Tensor, npt.NDArray[np.int64]]:
         """Vectors [K, D] of distinct ids, and the dense version of each; :data:`_NO_FEATURE` where there is none."""
         found, hit = self._cache.lookup(ids, now=self._clock(), dense_version=self._port.dense_version)
-        if hit.all():
-            return found.vectors, found.versions
-        missing = ids[~hit]
-        reply = self._port.features(missing)
-        good = self._kept(missing, reply)
-        if reply.failures and self.on_missing == "error":
-            raise first_error(reply.failures, "that")
-        fresh_KD = torch.from_numpy(reply.vectors_KD)
-        versions = np.where(good, reply.versions, _NO_FEATURE)
-        if not hit.any():
-            return fresh_KD, versions
-        vectors_KD, all_versions = found.vectors.clone(), np.array(found.versions)
-        vectors_KD[torch.from_numpy(~hit)] = fresh_KD
-        all_versions[~hit] = versions
-        return vectors_KD, all_versions
-
-    def _kept(self, ids: Ids, reply: FeatureReply) -> npt.NDArray[np.bool_]:
-        """Cache what came, also when some ids have failed; say which have not."""
-        good = without(ids, reply.failures)
-        self._cache.insert(ids[good], as_features(reply, good))
-        return good
+        if not hit.all():
+            missing = ids[~hit]
+            reply = self._port.features(missing)
+            good = without(missing, reply.failures)
+            self._cache.insert(missing[good], as_features(reply, good))  # also when some ids have failed
+            if reply.failures and self.on_missing == "error":
+                raise first_error(reply.failures, "that")
+            found.vectors[~hit] = reply.vectors_KD
+            found.versions[~hit] = np.where(good, reply.versions, _NO_FEATURE)
+        return torch.from_numpy(found.vectors), found.versions
 
 
 class _GearRows(RowKeeper):
@@ -351,10 +302,15 @@ class _Delivered(torch.autograd.Function):
         return None, None, None, None, None
 
 
-def _refuse_settings(**given: bool) -> None:
+def _refuse_settings(config: SlowGearConfig, given: Mapping[str, object]) -> None:
     """What slow gears of other processes are told when they are started."""
-    if any(given.values()):
-        names = [name for name, is_given in given.items() if is_given]
+    names = [name for name, value in given.items() if value is not None]
+    names += [
+        setting.name
+        for setting in fields(config)
+        if setting.name not in HERE and getattr(config, setting.name) != setting.default
+    ]
+    if names:
         flags = " ".join(f"--{name.replace('_', '-')}" for name in names)
         raise InvalidArgument(
             f"{', '.join(names)}: without build= the slow gears are other processes; start them with 'geartrain "

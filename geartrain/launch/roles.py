@@ -17,7 +17,7 @@ from geartrain.ams.values.config import (
     RoleConfig,
     SchedulerConfig,
     ServerConfig,
-    SlowGearConfig,
+    SlowGearRoleConfig,
 )
 from geartrain.ams.values.rpc import Pong
 
@@ -149,7 +149,7 @@ Prints one line of JSON when it serves: {"ready": "graph", "address": ..., "pid"
         Role(
             name="slowgear",
             title="slow gear",
-            settings=SlowGearConfig,
+            settings=SlowGearRoleConfig,
             service="geartrain.ams.rpc.services:GEAR",
             start=_start_slowgear,
             help="""Run a slow gear: it serves the dense features of a module by id, and trains the module with their

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import fields
 
 import torch
 
@@ -16,11 +17,12 @@ from geartrain.ams.gear.service.held_partitions import HeldPartitions, Ticker
 from geartrain.ams.gear.service.role import GearServer
 from geartrain.ams.rpc.client.gear import GrpcGearCarrier
 from geartrain.ams.storage.features.factory import open_store
-from geartrain.ams.values.config import ClientConfig, SlowGearConfig
+from geartrain.ams.values.config import ClientConfig, SlowGearRoleConfig
 from geartrain.ams.values.errors import ConfigError, SpecMismatch
 from geartrain.ams.values.scheduler_messages import StreamHolders
+from geartrain.bridge.gear.config import SlowGearConfig
 from geartrain.bridge.gear.dense_cache import FeatureCache, SharedCache
-from geartrain.bridge.gear.factory import EngineSettings, open_engine, open_pass
+from geartrain.bridge.gear.factory import open_engine, open_pass
 from geartrain.workers.devices import choose_device
 from geartrain.workers.gear.handler import SlowGearHandler
 from geartrain.workers.gear.objects import load_function, open_samples, optimizer_named
@@ -35,7 +37,7 @@ _POLL_SECONDS = 0.02
 class SlowGearRole:
     """One slow gear: start, serve until stopped."""
 
-    def __init__(self, config: SlowGearConfig, client: ClientConfig) -> None:
+    def __init__(self, config: SlowGearRoleConfig, client: ClientConfig) -> None:
         """Raises ConfigError: it is not said what it is to serve, or what is said cannot be loaded."""
         for key in ("name", "module", "samples", "dim"):
             if getattr(config, key) is None:
@@ -47,6 +49,9 @@ class SlowGearRole:
         self._client = client.model_copy(update={"graph": None} | patient)
         self._build = load_function(str(config.module), "module")
         self._samples, self._decode = open_samples(str(config.samples), config.decode)
+        self._optimizer = optimizer_named(config.optimizer)
+        self._device = choose_device(config.device)
+        self._dim = config.dim or 1
         self._settings = _settings(config)
         self._server = GearServer(config)
         self.end_reason: str | None = None
@@ -95,10 +100,19 @@ class SlowGearRole:
         self._opened.callback(partitions.leave)  # also if it cannot start: nobody waits for its lease to run out
         ticker = Ticker(lambda: self._tick(partitions), lambda: partitions.tick_seconds, self._end)
         self._opened.callback(ticker.stop)
-        settings = self._settings
-        dense_pass = open_pass(self._build, self._samples, self._decode, settings)
+        dense_pass = open_pass(self._build, self._samples, self._decode, self._dim, self._settings, self._device)
         self._await_partitions(partitions)
-        engine = open_engine(joined, self.name, dense_pass, settings, mode="async", cache=self._cache())
+        engine = open_engine(
+            joined,
+            self.name,
+            dense_pass,
+            self._settings,
+            gradients_per_id=config.gradients_per_id,
+            optimizer=self._optimizer,
+            reuse=True,
+            mode="async",
+            cache=self._cache(),
+        )
         handler = SlowGearHandler(
             self.name,
             address,
@@ -149,27 +163,15 @@ class SlowGearRole:
         self._opened.callback(store.close)
         return SharedCache(
             store,
-            self._settings.dim,
+            self._dim,
             expire_seconds=config.expire_seconds,
             max_version_lag=config.max_version_lag,
         )
 
 
-def _settings(config: SlowGearConfig) -> EngineSettings:
-    return EngineSettings(
-        dim=config.dim or 1,
-        optimizer=optimizer_named(config.optimizer),
-        reuse=True,
-        gradients_per_id=config.gradients_per_id,
-        ids_per_update=config.ids_per_update,
-        reduction=config.reduction,
-        flush_seconds=config.flush_seconds,
-        stale=config.stale,
-        max_gradient_lag=config.max_gradient_lag,
-        train_mode=config.train_mode,
-        autocast=_DTYPES[config.autocast],
-        device=choose_device(config.device),
-        max_batch=config.max_batch,
-        max_wait_seconds=config.max_wait_millis / 1000,
-        refresh_seconds=config.refresh_seconds,
+def _settings(config: SlowGearRoleConfig) -> SlowGearConfig:
+    same = {setting.name for setting in fields(SlowGearConfig)} & set(SlowGearRoleConfig.model_fields)
+    given = {name: getattr(config, name) for name in same}
+    return SlowGearConfig(
+        **given | {"autocast": _DTYPES[config.autocast], "max_wait_seconds": config.max_wait_millis / 1000}
     )

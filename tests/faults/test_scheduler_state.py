@@ -11,14 +11,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 from geartrain.ams.client.cluster_status import cluster_status
 from geartrain.ams.client.factory import connect
-from geartrain.ams.scheduler.service import SchedulerServer
 from geartrain.ams.server.role import ShardServer
 from geartrain.ams.values import errors
-from geartrain.ams.values.config import ClientConfig, SchedulerConfig, ServerConfig
+from geartrain.ams.values.config import ClientConfig, ServerConfig
 from geartrain.ams.values.optimizers.registry import SGD
 
 CONFIG = ClientConfig(
@@ -77,24 +75,3 @@ def test_what_a_killed_scheduler_acknowledged_is_there_when_it_is_started_again(
     server.stop(0)
     with scheduler_process(tmp_path, listen=address):  # its shard is gone: nobody else can tell it
         assert {table.name for table in cluster_status(address).tables} >= {*made, interrupted}
-
-
-def test_damaged_state_is_named_and_stops_the_start(tmp_path: Path) -> None:
-    config = SchedulerConfig(listen="127.0.0.1:0", data=str(tmp_path))
-    first = SchedulerServer(config)
-    first.start()
-    with pytest.raises(errors.ConfigError, match="in use by another living process"):
-        SchedulerServer(config).start()
-    first.stop(0)
-    path = tmp_path / "state.lmdb"
-    path.write_bytes(path.read_bytes().replace(b'"cluster_version": 1', b'"cluster_version": 9'))
-    with pytest.raises(errors.StateDamaged, match="the value of key 'version' is damaged"):
-        SchedulerServer(config).start()
-
-
-def test_another_number_of_shards_is_refused(tmp_path: Path) -> None:
-    first = SchedulerServer(SchedulerConfig(listen="127.0.0.1:0", data=str(tmp_path), num_shards=2))
-    first.start()
-    first.stop(0)
-    with pytest.raises(errors.ConfigError, match="num_shards is 1, but"):
-        SchedulerServer(SchedulerConfig(listen="127.0.0.1:0", data=str(tmp_path))).start()

@@ -206,32 +206,6 @@ def test_a_worker_that_was_stopped_while_its_job_was_taken_over_changes_nothing(
         connect(cluster.address, config=PATIENT, stream="job/rank0", incarnation=1)  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("flags", [(), ("numbered",)])
-def test_a_worker_that_connects_under_a_name_takes_it_over(cluster: Cluster, flags: tuple[str, ...]) -> None:
-    with writer(cluster, 1, 1, 1_000_000, *flags) as old:
-        read_until(old, "10")
-        connect(cluster.address, config=PATIENT, stream="job/rank0", incarnation=2).close()  # type: ignore[attr-defined]
-        told, _ = old.communicate(timeout=DEADLINE_SECONDS)
-    assert told.splitlines()[-1].startswith("StaleClient")
-
-
-def test_steps_that_a_restarted_worker_repeats_are_applied_once(cluster: Cluster) -> None:
-    killed_after = 40
-    with writer(cluster, 1, 1, 1_000_000, "numbered") as old:
-        read_until(old, str(killed_after))
-        old.kill()
-        assert old.stdout is not None
-        acknowledged = killed_after + len(old.stdout.readlines())
-    last = acknowledged + 20  # beyond what was on its way
-    with writer(cluster, 2, acknowledged - 30, last, "numbered") as new:
-        read_until(new, str(last))
-    np.testing.assert_array_equal(cluster.table("t").pull(IDS), np.full((64, 1), last * (last + 1) / 2))
-    cluster.fence("job", 3)  # back to the beginning: the same numbers are new writes
-    with writer(cluster, 3, 1, 10, "numbered") as anew:
-        read_until(anew, "10")
-    np.testing.assert_array_equal(cluster.table("t").pull(IDS), np.full((64, 1), last * (last + 1) / 2 + 55))
-
-
 def test_a_numbered_write_needs_a_name_and_stays_in_the_window() -> None:
     with local() as nameless, local(stream="job") as named:
         for cluster in (nameless, named):

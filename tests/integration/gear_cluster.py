@@ -8,7 +8,7 @@ from typing import Any
 
 from geartrain.ams.scheduler.service import SchedulerServer
 from geartrain.ams.server.role import ShardServer
-from geartrain.ams.values.config import ClientConfig, SchedulerConfig, ServerConfig, SlowGearConfig
+from geartrain.ams.values.config import ClientConfig, SchedulerConfig, ServerConfig, SlowGearRoleConfig
 from geartrain.launch.slowgear_role import SlowGearRole
 
 CLIENT = ClientConfig(attempt_timeout_seconds=10.0, recovery_timeout_seconds=20.0)
@@ -36,7 +36,7 @@ class GearCluster:
         return role, address
 
 
-def gear_config(scheduler: str, **settings: Any) -> SlowGearConfig:
+def gear_config(scheduler: str, **settings: Any) -> SlowGearRoleConfig:
     """Settings of a slow gear of the small dense part."""
     given: dict[str, Any] = {
         "scheduler": scheduler,
@@ -48,7 +48,7 @@ def gear_config(scheduler: str, **settings: Any) -> SlowGearConfig:
         "max_wait_millis": 0.0,
         "refresh_seconds": 0.0,
     }
-    return SlowGearConfig(**(given | settings))
+    return SlowGearRoleConfig(**(given | settings))
 
 
 @contextmanager

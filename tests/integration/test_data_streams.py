@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 
 import pytest
@@ -34,29 +33,6 @@ def test_two_workers_share_the_streams_of_a_job(cluster: Cluster) -> None:
     assert kept == dict.fromkeys(range(8), Cursor(0, 0)) | {mine[0]: Cursor(0, 12), mine[1]: Cursor(1, 0)}
     assert second.commit().can_lease
     assert second.lease().cursors == kept
-
-
-def test_a_job_goes_back_to_the_cursors_of_a_snapshot_and_its_past_is_shut_out(cluster: Cluster) -> None:
-    old, new = (cluster.streams("job", worker="a", num_streams=2, incarnation=number) for number in (1, 2))
-    old.lease()
-    snapshot = old.cursors()
-    old.commit({0: Cursor(0, 5)})
-    cluster.fence("job", 2)
-    new.restore(json.loads(json.dumps(snapshot)))
-    with pytest.raises(errors.StaleClient, match="superseded by 2"):
-        old.commit({0: Cursor(0, 9)})
-    assert new.lease().cursors == snapshot
-
-
-def test_a_cursor_that_is_none_is_refused(cluster: Cluster) -> None:
-    streams = cluster.streams("job", worker="a", num_streams=2)
-    streams.lease()
-    with pytest.raises(errors.InvalidArgument, match=r"from 0 on|does not follow"):
-        streams.commit({0: Cursor(0, -1)})
-    with pytest.raises(errors.InvalidArgument, match="cursors map a stream"):
-        streams.commit({0: 5})  # type: ignore[dict-item]
-    with pytest.raises(errors.InvalidArgument, match="job is 'a//b'"):
-        cluster.streams("a//b", worker="a")
 
 
 def test_a_scheduler_that_is_away_costs_no_lease(served: Callable[..., object]) -> None:

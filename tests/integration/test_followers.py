@@ -66,24 +66,6 @@ def num_rows(path: Any) -> int:
     return sum(entry.num_rows for entry in open_snapshot(path).manifest.files)
 
 
-@pytest.mark.parametrize("cluster", ["local-3", "grpc-2"], indirect=True)
-def test_a_follower_catches_up_over_any_number_of_versions(cluster: Cluster, tmp_path: Path) -> None:
-    for name in TABLES:
-        make(cluster, name)
-    write(cluster, 0, count=300)
-    assert cluster.export("*", tmp_path / "e").result(60) == 1
-    always, late = FollowedTables(tmp_path / "e"), FollowedTables(tmp_path / "e")
-    for seed in (1, 2, 3):
-        write(cluster, seed)
-        remove(cluster, seed + 10)
-        pending = cluster.export(TABLES, tmp_path / "e")
-        assert pending.result(60) == always.refresh() == seed + 1
-        assert num_rows(pending.path) <= 70, "more than was written or removed was exported"
-        assert [contents(always, name) for name in TABLES] == [contents(cluster, name) for name in TABLES]
-    assert (late.version, late.refresh(), late.refresh()) == (1, 4, None)
-    assert [contents(late, name) for name in TABLES] == [contents(cluster, name) for name in TABLES]
-
-
 def test_a_base_is_read_only_where_deltas_do_not_lead_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[str] = []
     whole = Snapshot.read
@@ -298,36 +280,6 @@ def test_a_damaged_delta_is_passed_over_once_there_is_a_base_after_it(tmp_path: 
         assert contents(follower, "hashed") == contents(cluster, "hashed")
 
 
-def test_a_shard_that_was_not_told_of_a_version_writes_all_of_its_rows_in_the_next(tmp_path: Path) -> None:
-    with local(2) as cluster:
-        for name in TABLES:
-            make(cluster, name)
-        write(cluster, 0, count=300)
-        with pytest.MonkeyPatch.context() as patch:
-            whole = Freezes.end
-
-            def end(freezes: Freezes, snapshot_id: str, *, kept: bool) -> None:
-                if freezes._shard == 0:
-                    whole(freezes, snapshot_id, kept=kept)
-
-            patch.setattr(Freezes, "end", end)
-            cluster.export("*", tmp_path).result(60)
-        follower = FollowedTables(tmp_path)
-        for seed in (1, 2):
-            write(cluster, seed)
-            remove(cluster, seed + 10, count=150)
-            pending = cluster.export("*", tmp_path)
-            assert pending.result(60) == seed + 1
-            newest = open_snapshot(pending.path)
-            assert follower.refresh() == seed + 1
-            assert set(map(tuple, newest.manifest.deltas.values())) == {(0,) if seed == 1 else (0, 1)}
-            assert [contents(follower, name) for name in TABLES] == [contents(cluster, name) for name in TABLES]
-        compact_export(tmp_path)
-        assert [contents(FollowedTables(tmp_path), name) for name in TABLES] == [
-            contents(follower, name) for name in TABLES
-        ]
-
-
 def test_rows_are_listed_while_a_table_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with local(2) as cluster:
         make(cluster, "hashed")
@@ -353,22 +305,6 @@ def test_rows_are_listed_while_a_table_is_made_anew(tmp_path: Path, monkeypatch:
         assert follower.refresh() == 2
         lister.join()
         assert listed[0] in (before[1], contents(cluster, "hashed")[1])
-
-
-def test_chains_of_snapshots_and_exports_do_not_make_each_other_whole(tmp_path: Path) -> None:
-    with local(2) as cluster:
-        make(cluster, "hashed")
-        write(cluster, 0, "hashed", count=300)
-        parent = cluster.snapshot(tmp_path / "s", "0").result(60)
-        for root in ("a", "b"):
-            cluster.export("hashed", tmp_path / root).result(60)
-        for seed in range(1, 20):
-            write(cluster, seed, "hashed", count=3)
-            assert num_rows(_written(cluster, tmp_path / "a")) == 3
-            if seed % 5 == 0:
-                assert 3 < num_rows(_written(cluster, tmp_path / "b")) <= 15
-        path = cluster.snapshot(tmp_path / "s", "1", parent=parent).result(60)
-        assert num_rows(path) <= 60, "the snapshots made of exports forgot their parent"
 
 
 def _written(cluster: Cluster, root: Path) -> Any:

@@ -19,7 +19,7 @@ from geartrain.ams.server.freeze.freezes import Freezes
 from geartrain.ams.storage.durable import disk
 from geartrain.ams.storage.snapshot.compaction import compact
 from geartrain.ams.storage.snapshot.folder import latest, list_snapshots, open_snapshot, prune
-from geartrain.ams.storage.snapshot.manifest import ROWS, FileEntry
+from geartrain.ams.storage.snapshot.manifest import ROWS
 from geartrain.ams.tables.moments import MOST_MOMENTS
 from geartrain.ams.values import errors
 from geartrain.ams.values.optimizers.registry import SparseMomentum
@@ -102,65 +102,6 @@ def test_an_increment_is_not_much_larger_than_the_rows_it_holds(tmp_path: Path) 
     assert size <= 1.3 * 100 * (8 + 2 * 64 * 4)
 
 
-def test_rows_of_an_increment_that_failed_are_in_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    with local(2) as cluster:
-        for name in ("dense", "hashed"):
-            make(cluster, name)
-        write(cluster, 0, count=300)
-        cluster.snapshot(tmp_path, "a").result(60)
-        write(cluster, 1)
-        for parent in ("a", None):
-            with monkeypatch.context() as patched:
-                patched.setattr(disk, "write", full)
-                with pytest.raises(errors.SnapshotFailed, match="No space left"):
-                    cluster.snapshot(tmp_path, "failed", parent=parent).result(60)
-            write(cluster, 2)
-        path = cluster.snapshot(tmp_path, "b", parent="a").result(60)
-        assert open_snapshot(path).manifest.deltas == {"dense": [0, 1], "hashed": [0, 1]}
-        assert restored(tmp_path, path, 3) == contents(cluster, tmp_path)
-
-
-def test_a_table_made_anew_shows_no_row_of_the_old_one(tmp_path: Path) -> None:
-    with local(2) as cluster:
-        for name in ("dense", "hashed"):
-            make(cluster, name)
-        write(cluster, 0, count=300)
-        cluster.snapshot(tmp_path, "a").result(60)
-        cluster.drop_table("hashed")
-        make(cluster, "hashed")
-        write(cluster, 1)
-        path = cluster.snapshot(tmp_path, "b", parent="a").result(60)
-        assert open_snapshot(path).manifest.deltas == {"dense": [0, 1]}
-        found = restored(tmp_path, path, 3)
-        assert found == contents(cluster, tmp_path)
-        assert (len(found["dense"]) >= 300, len(found["hashed"])) == (True, 20)
-
-
-def test_increments_of_several_chains_each_hold_what_was_written_since_their_parent(tmp_path: Path) -> None:
-    with local(1) as cluster:
-        make(cluster, "dense")
-        written: dict[str, set[int]] = {}
-        for step, (name, parent) in enumerate(
-            [("a", None), ("other", None), ("b", "a"), ("c", "a"), ("o2", "other"), ("d", "c")]
-        ):
-            before = contents_in_place(cluster)
-            write(cluster, step, "dense", count=5)
-            changed = {i for i, row in enumerate(contents_in_place(cluster)) if row != before[i]}
-            path = cluster.snapshot(tmp_path, name, parent=parent).result(60)
-            for since in written.values():
-                since.update(changed)
-            assert (open_snapshot(path).manifest.parent is not None) == (parent is not None)
-            assert num_rows(path) >= len(changed)
-            if parent is not None:
-                held = {i for entry in rows_of(path) for i in open_snapshot(path).read(entry)["ids"].tolist()}
-                assert {i for i in held if i < 100} == written[parent]
-            written[name] = set()
-            assert restored(tmp_path, path, 2) == contents(cluster, tmp_path)
-
-
 def test_an_increment_on_a_snapshot_long_past_is_whole(tmp_path: Path) -> None:
     with local(1) as cluster:
         make(cluster, "dense")
@@ -177,10 +118,6 @@ def test_an_increment_on_a_snapshot_long_past_is_whole(tmp_path: Path) -> None:
             cluster.snapshot(tmp_path, "e", parent="nowhere")
         with pytest.raises(errors.InvalidArgument, match=r"parent is .*elsewhere.*must be a snapshot in"):
             cluster.snapshot(tmp_path, "e", parent=tmp_path / "elsewhere" / "a")
-
-
-def rows_of(path: Path) -> list[FileEntry]:
-    return [entry for entry in open_snapshot(path).manifest.files if entry.kind == ROWS]
 
 
 def test_a_shard_that_was_not_told_of_the_parent_writes_all_its_rows(
@@ -338,24 +275,3 @@ def test_what_a_chain_restores_is_the_live_table(operations: list[tuple[str, str
 
 def _full(*_: Any) -> None:
     raise OSError(28, "No space left on device")
-
-
-@over_few_carriers
-@pytest.mark.usefixtures("memory_urls")
-@pytest.mark.parametrize("prefix", ["memory://bucket", "file://"])
-def test_a_chain_lives_below_a_url(cluster: Cluster, tmp_path: Path, prefix: str) -> None:
-    root = f"{prefix}{tmp_path}/chain"
-    for name in ("dense", "hashed"):
-        make(cluster, name)
-    write(cluster, 0, count=300)
-    parent = cluster.snapshot(root, "a", files={"x": b"12"}).result(60)
-    write(cluster, 1)
-    path = cluster.snapshot(root, "b", step=1, parent=parent).result(60)
-    live = contents(cluster, tmp_path)
-    for one in (path, compact(root, "b"), latest(root).path):
-        assert restored(tmp_path, one, 3) == live
-    cluster.restore(f"{root}/b", replace=True)
-    assert contents(cluster, tmp_path) == live
-    with pytest.raises(errors.SnapshotNotFound, match="is no snapshot but holds some: b-whole, b, a"):
-        cluster.restore(root)
-    assert prune(root, 1) == ["b", "a"]

@@ -82,20 +82,6 @@ def test_a_shard_that_came_back_empty_is_not_mistaken_for_the_old_one(served: Ca
         anew.create_table("t", dim=4, optimizer=SGD(1.0), num_rows=4096).pull(np.arange(4096))
 
 
-def test_a_restarted_scheduler_learns_shards_and_tables_from_the_shards(served: Callable[..., object]) -> None:
-    cluster = served(2)
-    with connect(cluster.address, config=PATIENT) as ours:  # type: ignore[attr-defined]
-        table = ours.create_table("t", dim=4, optimizer=SGD(1.0), num_rows=4096)
-        table.push(np.array([7]), np.ones((1, 4), np.float32))
-        row = table.pull(np.array([7]))
-        cluster.scheduler.stop(0)  # type: ignore[attr-defined]
-        cluster.scheduler = SchedulerServer(SchedulerConfig(listen=cluster.address, num_shards=2))  # type: ignore[attr-defined]
-        cluster.scheduler.start()  # type: ignore[attr-defined]
-        np.testing.assert_array_equal(table.pull(np.array([7])), row)
-    with connect(cluster.address, config=PATIENT) as anew:  # type: ignore[attr-defined]
-        np.testing.assert_array_equal(anew.table("t").pull(np.array([7])), row)
-
-
 def test_a_new_scheduler_does_not_deny_a_table_before_all_shards_have_spoken(served: Callable[..., object]) -> None:
     cluster = served(2)
     with connect(cluster.address, config=PATIENT) as ours:  # type: ignore[attr-defined]
@@ -184,13 +170,6 @@ def test_a_short_attempt_ends_with_its_connection_so_that_nothing_is_known_to_be
 def test_a_scheduler_that_is_not_there_is_named() -> None:
     with pytest.raises(errors.SchedulerUnavailable, match=r"127\.0\.0\.1:1"):
         connect("127.0.0.1:1", config=IMPATIENT)
-
-
-def test_a_shard_held_by_a_living_process_is_refused_to_another(served: Callable[..., object]) -> None:
-    cluster = served(1)
-    second = ShardServer(ServerConfig(scheduler=cluster.address, shard=0))  # type: ignore[attr-defined]
-    with pytest.raises(errors.ConfigError, match="held by a living process"):
-        second.start()
 
 
 def test_a_shard_is_refused_to_a_process_that_has_the_address_of_its_living_holder(

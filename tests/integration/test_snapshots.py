@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from geartrain.ams.client.cluster import Cluster
 from geartrain.ams.client.factory import connect, local
 from geartrain.ams.client.shard_calls import ShardCalls
 from geartrain.ams.server.freeze import freezes
-from geartrain.ams.storage.durable import disk
 from geartrain.ams.storage.snapshot.folder import latest, list_snapshots
 from geartrain.ams.values import errors
 from geartrain.ams.values.config import ClientConfig
@@ -89,100 +87,12 @@ def test_the_table_version_goes_on_after_a_restore(cluster: Cluster, tmp_path: P
                 assert last.table("t").version() == 4
 
 
-def test_a_snapshot_is_restored_through_the_same_carrier(cluster: Cluster, tmp_path: Path) -> None:
-    make_tables(cluster)
-    train(cluster, range(3))
-    before, path = rows(cluster), cluster.snapshot(tmp_path, "a").result(60)
-    train(cluster, range(3, 5))
-    with pytest.raises(errors.TableExists, match=r"'dense' .* exists already; drop it"):
-        cluster.restore(path)
-    for name in ("dense", "hashed"):
-        cluster.drop_table(name)
-    cluster.restore(path)
-    assert_same(rows(cluster), before)
-    present = cluster.table("dense").present(np.arange(5_000))
-    assert set(np.flatnonzero(present)) <= set(IDS.tolist()), "a row came to be that was never written"
-
-
-@over_few_carriers
-def test_damage_is_named_and_nothing_of_the_snapshot_stays(cluster: Cluster, tmp_path: Path) -> None:
-    make_tables(cluster)
-    train(cluster, range(2))
-    path = cluster.snapshot(tmp_path, "a").result(60)
-    block = sorted(path.glob("rows-hashed-*"))[-1]
-    data = bytearray(block.read_bytes())
-    data[len(data) // 2] ^= 16
-    block.write_bytes(data)
-    for name in ("dense", "hashed"):
-        cluster.drop_table(name)
-    with pytest.raises(errors.SnapshotDamaged, match=rf"{block.name}.*checksum.*table 'hashed'"):
-        cluster.restore(path)
-    assert cluster.status().tables == ()
-    with pytest.raises(errors.SnapshotNotFound):
-        cluster.restore(tmp_path / "b")
-
-
-def test_a_snapshot_that_cannot_be_written_leaves_training_and_the_last_one_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with local(2) as cluster:
-        make_tables(cluster)
-        train(cluster, range(2))
-        cluster.snapshot(tmp_path, step=2).result(60)
-        before = rows(cluster)
-
-        def full(*_: Any) -> None:
-            raise OSError(28, "No space left on device")
-
-        with monkeypatch.context() as patched:
-            patched.setattr(disk, "write", full)
-            pending = cluster.snapshot(tmp_path, step=3)
-            with pytest.raises(errors.SnapshotFailed, match=r"No space left.*Free space"):
-                pending.result(60)
-        assert [listed.name for listed in list_snapshots(tmp_path)] == ["step-000000002"]
-        assert not list(tmp_path.glob(".staging-*"))
-        assert_same(rows(cluster), before)
-        train(cluster, range(2, 4))
-        moment = rows(cluster)
-        cluster.snapshot(tmp_path, step=4).result(60)
-        newest = latest(tmp_path)
-    with local(3) as other:
-        other.restore(newest.path)
-        assert_same(rows(other), moment)
-
-
-def test_a_name_is_used_once_and_names_are_checked(tmp_path: Path) -> None:
-    with local() as cluster:
-        cluster.create_table("t", dim=2, optimizer=SGD(1.0), initializer=Constant(0))
-        cluster.snapshot(tmp_path, "a").result(60)
-        with pytest.raises(errors.SnapshotFailed, match="already exists"):
-            cluster.snapshot(tmp_path, "a")
-        with pytest.raises(errors.InvalidArgument, match=r"name is '\.\./a'"):
-            cluster.snapshot(tmp_path, "../a")
-        with pytest.raises(errors.InvalidArgument, match="JSON"):
-            cluster.snapshot(tmp_path, "b", values={"x": float("nan")}).result(60)
-        cluster.snapshot(tmp_path, "b").result(60)  # no freeze was left behind
-
-
 def test_a_script_that_runs_again_snapshots_the_same_step_under_another_name(tmp_path: Path) -> None:
     for name in ("step-000000007", "step-000000007-2", "step-000000007-3"):
         with local() as cluster:
             cluster.create_table("t", dim=2, optimizer=SGD(1.0))
             assert cluster.snapshot(tmp_path, step=7).result(60).name == name
     assert latest(tmp_path).name == name
-
-
-def test_a_newer_snapshot_supersedes_one_whose_owner_is_gone(tmp_path: Path) -> None:
-    from geartrain.ams.values.shard_messages import Freeze
-
-    with local() as cluster:
-        table = cluster.create_table("t", dim=2, optimizer=SGD(1.0), initializer=Constant(0))
-        cluster._calls.on_all_shards(Freeze(snapshot_id="0" * 32))
-        table.push(np.arange(9), np.ones((9, 2), np.float32))
-        path = cluster.snapshot(tmp_path, "a").result(60)
-    with local() as other:
-        other.restore(path)
-        assert (other.table("t").pull(np.arange(9)) == -1).all()
 
 
 @over_few_carriers
@@ -256,18 +166,6 @@ def test_snapshots_of_different_tables_do_not_end_one_another(
         assert_same(rows(other), before)
 
 
-@over_few_carriers
-def test_a_job_goes_back_over_the_rows_that_are_there(cluster: Cluster, tmp_path: Path) -> None:
-    make_tables(cluster)
-    train(cluster, range(2))
-    before, path = rows(cluster), cluster.snapshot(tmp_path, "a").result(60)
-    train(cluster, range(2, 5))
-    cluster.table("hashed").push(np.array([10**9]), np.ones((1, 6), np.float32))
-    cluster.restore(path, replace=True)
-    assert_same(rows(cluster), before)
-    assert not cluster.table("hashed").present(np.array([10**9])).any(), "a row of the dropped table came back"
-
-
 def test_who_restored_a_table_goes_on_with_it_and_others_open_it_again(
     served: Callable[..., Any], tmp_path: Path
 ) -> None:
@@ -302,25 +200,6 @@ def test_a_table_of_other_settings_that_was_restored_is_none_that_was_open(clust
     with pytest.raises(errors.TableNotFound, match="or make its head, dense module or slow gear anew"):
         other.push(np.arange(50), np.ones((50, 2), np.float32))
     assert not cluster.table("t").present(np.arange(50)).any()
-
-
-def test_others_who_write_meanwhile_do_not_spoil_a_restore(served: Callable[..., Any], tmp_path: Path) -> None:
-    address = served(2).address
-    with connect(address) as ours, connect(address) as theirs, ThreadPoolExecutor(1) as pool:
-        table = ours.create_table("t", dim=2, optimizer=SGD(1.0), num_rows=50, initializer=Constant(0))
-        other, (everything, ones) = theirs.table("t"), (np.arange(50), np.ones((50, 2), np.float32))
-        table.push(everything, ones)
-        path = ours.snapshot(tmp_path).result(60)
-
-        def write_until_refused() -> None:
-            with pytest.raises(errors.TableNotFound):
-                while True:
-                    other.push(everything, ones)
-
-        writing = pool.submit(write_until_refused)
-        ours.restore(path, replace=True)
-        writing.result(60)
-        np.testing.assert_array_equal(table.pull(everything), -ones)
 
 
 @over_few_carriers

@@ -24,7 +24,7 @@ def test_a_superseded_process_commits_no_snapshot(
 ) -> None:
     address, root, go = served(2).address, tmp_path / "snapshots", tmp_path / "go"
     if who_knows == "the scheduler":
-        monkeypatch.setattr(snapshots._Hold, "require_current", lambda _: None)
+        monkeypatch.setattr(snapshots._Hold, "_renewed", lambda _: [])
     else:
         monkeypatch.setattr(SchedulerCalls, "check_caller", lambda _: None)
     with connect(address, stream="job/rank0", incarnation=1) as old:

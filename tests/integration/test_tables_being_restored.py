@@ -179,20 +179,6 @@ def test_what_is_opened_while_a_snapshot_begins_is_in_it_as_a_whole_or_not_at_al
         assert {entry.table for entry in taken.manifest.files} <= {None, "other"}
 
 
-def test_a_restore_that_another_one_replaced_touches_nothing_of_it(
-    served: Callable[..., ServedCluster], tmp_path: Path
-) -> None:
-    address = served(2).address
-    with connect(address) as ours, connect(address) as theirs:
-        path = make(ours, tmp_path)
-        with held_up(ours, path, tmp_path, "restore.publish.before") as restoring, armed(""):
-            theirs.restore(path)
-            theirs.table("t").push(IDS, -ONES)
-        with pytest.raises(TableNotFound, match="another restore took its place"):
-            restoring.result(60)
-        assert (rows(theirs) == 2).all()
-
-
 def test_a_restore_that_cannot_be_published_leaves_none_of_its_tables(
     served: Callable[..., ServedCluster], tmp_path: Path
 ) -> None:

@@ -1,17 +1,34 @@
-"""A dense table and a batcher that are as plain as can be: an engine's counterparts in tests."""
+"""An engine over a dense table that is as plain as can be, and what is delivered to it in tests."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from types import SimpleNamespace
+from collections.abc import Collection
+from dataclasses import fields
 from typing import Any
 
+import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+import geartrain as gt
 from geartrain.ams.values.errors import ShardUnavailable
-from geartrain.ams.values.gear_messages import GearAccount
+from geartrain.ams.values.gear_messages import Delivery
+from geartrain.bridge.gear.dense_pass import DensePass
+from geartrain.bridge.gear.engine import DenseEngine
+from geartrain.bridge.gear.gradient_batcher import GradientBatcher
+from geartrain.bridge.gear.samples import Samples
+
+IMAGES = torch.randn(20, 5, generator=torch.Generator().manual_seed(1))
+DIM = 3
+
+
+def configured(settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings of a slow gear, those of its configuration in an object of their own."""
+    names = {setting.name for setting in fields(gt.SlowGearConfig)}
+    rarer = {name: value for name, value in settings.items() if name in names}
+    return {name: value for name, value in settings.items() if name not in names} | {
+        "config": gt.SlowGearConfig(**rarer)
+    }
 
 
 class PlainDense:
@@ -41,42 +58,38 @@ class PlainDense:
         self.version += 1
 
 
-@dataclass
-class PlainBatcher:
+class RecordingBatcher(GradientBatcher):
     """Every delivery is due at once."""
 
-    batches: list[Any] = field(default_factory=list)
-    finished: list[int] = field(default_factory=list)
-    failures: dict[int, str] = field(default_factory=dict)
-    received: int = 0
-    applied: int = 0
+    def __init__(self, config: gt.SlowGearConfig) -> None:
+        super().__init__(DIM, 1, config)
+        self.failed: list[int] = []
+        self.settled = 0
 
-    def add(self, _source: str, _sequence: int, ids: Any, gradients: Any, _: Any, **more: Any):
-        number = len(self.batches) + len(self.finished) + 1
-        self.batches.append(SimpleNamespace(number=number, ids=ids, gradients=gradients, lr=more["lr"]))
-        self.received += len(ids)
+    def settle(self, failed: Collection[int] = ()) -> None:
+        super().settle(failed)
+        self.failed += failed
+        self.settled += 1
 
-    def due(self, _: int | None = None) -> Any:
-        return self.batches[0] if self.batches else None
 
-    def flush(self) -> None:
-        pass
+def engine_of(
+    module: nn.Module, samples: Any, mode: Any = "sync", **settings: Any
+) -> tuple[DenseEngine, PlainDense, RecordingBatcher]:
+    config = gt.SlowGearConfig(clock=lambda: 100.0, **settings)
+    dense, batcher = PlainDense(module), RecordingBatcher(config)
+    dense_pass = DensePass(module, Samples(samples), DIM, config)
+    return DenseEngine(dense_pass, dense, batcher, config, mode=mode), dense, batcher  # type: ignore[arg-type]
 
-    def done(self, number: int) -> None:
-        self.applied += len(self.batches.pop(0).ids)
-        self.finished.append(number)
 
-    def failed(self, _: int, ids: Mapping[int, str]) -> None:
-        self.failures.update(ids)
+def delivery(ids: Any, gradients: Tensor | None = None, sequence: int = 1, **others: Any) -> Delivery:
+    given: dict[str, Any] = {"source": "fast", "incarnation": 1, "lr": None, "versions": np.zeros(len(ids), np.int64)}
+    gradients = torch.ones(len(ids), DIM) if gradients is None else gradients
+    given |= {"sequence": sequence, "ids": np.array(ids, np.int64), "gradients_KD": gradients.numpy()}
+    return Delivery(**given | others)
 
-    def has_counted(self, _source: str, _sequence: int) -> bool:
-        return False
 
-    def account(self, _: str | None = None) -> GearAccount:
-        waiting = self.received - self.applied
-        return GearAccount(
-            received=self.received,
-            due=waiting,
-            applied=self.applied - len(self.failures),
-            dropped_failed=len(self.failures),
-        )
+def assert_trained(module: nn.Module, reference: nn.Module, ids: list[int], gradients: Tensor, lr: float = 0.1) -> None:
+    """``module`` is ``reference`` after one update by the gradients of these ids."""
+    reference(IMAGES[ids]).backward(gradients)
+    for mine, theirs in zip(module.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs - lr * theirs.grad)

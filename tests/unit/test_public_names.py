@@ -51,6 +51,7 @@ PUBLIC_NAMES = {
     "HeadConfig",
     "RowOptimizer",
     "SlowGear",
+    "SlowGearConfig",
     "FullSoftmax",
     "PartialFC",
     "GroupFollower",

@@ -162,7 +162,7 @@ class SlowGearHandler:
     def _hand_over(self) -> None:
         """Tell another slow gear what became of the gradients, before this one's partitions are free."""
         accounts = {**self._taken_over, self._process: self._engine.families()}
-        for address in sorted({one for one in self._holders().holders if one and one != self._address}):
+        for address in sorted({holder for holder in self._holders().holders if holder} - {self._address}):
             peer = self._open_peer(address)
             try:
                 for process, handed in accounts.items():
@@ -181,7 +181,8 @@ class SlowGearHandler:
                 for source, account in accounts.items()
                 if family in (None, source)
             ]
-        return sum(handed, self._engine.family_account(family))
+        own = self._engine.account() if family is None else self._engine.families().get(family, GearAccount())
+        return sum(handed, own)
 
     @contextmanager
     def _counted(self) -> Iterator[None]:

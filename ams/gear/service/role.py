@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,7 +14,7 @@ from geartrain.ams.rpc.ping import PingHandler
 from geartrain.ams.rpc.server.binding import Call, Handlers, bind
 from geartrain.ams.rpc.server.server import GrpcServer
 from geartrain.ams.rpc.services import GEAR
-from geartrain.ams.values.config import SlowGearConfig
+from geartrain.ams.values.config import SlowGearRoleConfig
 from geartrain.ams.values.errors import InvalidArgument, InvalidRows, MessageTooLarge
 from geartrain.ams.values.gear_messages import (
     AskFeatures,
@@ -70,6 +71,11 @@ class GearService:
             delivery = replace(delivery, gradients_KD=np.empty((0, dim), np.float32))
         if delivery.gradients_KD.shape[1] != dim:
             raise InvalidRows(f"gradients have width {delivery.gradients_KD.shape[1]}, the features have {dim}")
+        require_distinct(delivery.ids)
+        if delivery.lr is not None and not (math.isfinite(delivery.lr) and delivery.lr >= 0):
+            raise InvalidArgument(
+                f"lr is {delivery.lr!r}; it must be finite and >= 0, or None for the dense table's own"
+            )
         self._require_name(push.name)
         return self._handler.deliver(delivery, wait=push.wait, sent_to=push.sent_to)
 
@@ -100,7 +106,7 @@ class GearService:
 class GearServer:
     """A slow gear on the network: start, serve until stopped."""
 
-    def __init__(self, config: SlowGearConfig) -> None:
+    def __init__(self, config: SlowGearRoleConfig) -> None:
         self._config = config
         self._server: GrpcServer | None = None
         self._ended = threading.Event()

@@ -190,17 +190,6 @@ def test_a_fence_ends_the_leases_of_lower_incarnations_and_outlives_the_schedule
     job.streams.lease("others", "a", 2)
 
 
-def test_a_restarted_scheduler_knows_cursors_and_leases() -> None:
-    job = Clocked(num_streams=2)
-    job.lease("a")
-    job.commit("a", {0: (0, 4)})
-    job.now = 9
-    job.restart()
-    job.now = 18
-    assert job.commit("a", {1: (0, 1)}).held == (0, 1)
-    assert job.streams.cursors("job") == {0: (0, 4), 1: (0, 1)}
-
-
 def test_a_stop_of_the_scheduler_costs_nobody_a_lease() -> None:
     job = Clocked(num_streams=2)
     job.streams.pulse()

@@ -11,7 +11,7 @@ import pytest
 
 from geartrain.ams.storage.features import lmdb_features as feature_lmdb
 from geartrain.ams.storage.features.lmdb_features import LmdbFeatures
-from geartrain.ams.values.errors import ConfigError, StateDamaged, StateFailed
+from geartrain.ams.values.errors import StateDamaged
 
 IDS = np.arange(200)
 VALUES = [b"value %d " % one * 20 for one in range(200)]
@@ -47,23 +47,6 @@ def test_a_large_store_grows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     again = LmdbFeatures(tmp_path, "features")
     assert again.read(np.array([49])) == [bytes(100_000)]
     again.close()
-
-
-def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
-    store = LmdbFeatures(tmp_path, "features")
-    with pytest.raises(ConfigError, match=r"in use by another living process; .*share a Redis server"):
-        LmdbFeatures(tmp_path, "features")
-    LmdbFeatures(tmp_path, "other").close()
-    store.close()
-    LmdbFeatures(tmp_path, "features").close()
-    with pytest.raises(StateFailed, match="was closed"):
-        store.read(IDS)
-
-
-def test_a_file_is_no_folder(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("x")
-    with pytest.raises(ConfigError, match="cannot be used"):
-        LmdbFeatures(tmp_path / "file", "features")
 
 
 def test_a_damaged_record_is_a_counted_miss(tmp_path: Path) -> None:

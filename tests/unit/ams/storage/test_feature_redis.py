@@ -121,12 +121,6 @@ def test_a_server_that_is_gone_is_a_typed_error_and_found_again(child: RedisChil
     assert store.read(IDS) == VALUES
 
 
-def test_a_server_that_was_started_again_costs_no_error(child: RedisChild, store: FeatureStore) -> None:
-    child.stop()
-    child.start()
-    assert store.read(IDS) == [None] * 5
-
-
 def test_a_connection_that_breaks_in_between_costs_no_error(
     store: FeatureStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -54,27 +54,11 @@ def array(*ids: int) -> np.ndarray:
     return np.array(ids, np.int64)
 
 
-def test_a_store_shows_what_was_last_written(opened: Open) -> None:
-    store = opened()
-    assert store.read(array(1, 2)) == [None, None]
-    store.write(array(1, 2**63 - 1, 0), [b"one", b"", b"x" * 5000])
-    assert store.read(array(2**63 - 1, 1, 7, 1, 0)) == [b"", b"one", None, b"one", b"x" * 5000]
-    store.write(array(1, 5, 1), [b"first", b"five", b"last"])
-    store.remove(array(2**63 - 1, 77))
-    assert store.read(array(1, 5, 2**63 - 1)) == [b"last", b"five", None]
-
-
 def test_no_ids_are_no_work(opened: Open) -> None:
     store = opened()
     store.write(array(), [])
     store.remove(array())
     assert store.read(array()) == []
-
-
-def test_namespaces_are_apart(opened: Open) -> None:
-    one, other = opened("a"), opened("b")
-    one.write(array(1), [b"one"])
-    assert other.read(array(1)) == [None] and one.read(array(1)) == [b"one"]
 
 
 def test_it_counts_hits_and_misses(opened: Open) -> None:

@@ -90,16 +90,6 @@ def test_a_failing_disk_where_there_was_no_root_leaves_no_snapshot(tmp_path: Pat
         assert list_snapshots(root / "deep") == []
 
 
-def test_a_commit_that_fails_removes_its_staging_folder(tmp_path: Path, take: Take) -> None:
-    calls = calls_of_a_take(tmp_path, take)
-    for at in range(calls - 6, calls):  # manifest written, synced, renamed; staging synced, renamed; root synced
-        with pytest.MonkeyPatch.context() as patch:
-            Fault(patch, os_error(errno.ENOSPC), at)
-            with pytest.raises(SnapshotFailed, match="Free space"):
-                take(tmp_path, "failed")
-        assert [path.name for path in tmp_path.iterdir()] == ["counted"]
-
-
 def test_a_process_that_dies_anywhere_leaves_only_whole_snapshots(tmp_path: Path, take: Take) -> None:
     seen = set()
     for at in range(calls_of_a_take(tmp_path, take)):

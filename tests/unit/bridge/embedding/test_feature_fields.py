@@ -31,8 +31,8 @@ def cluster() -> Iterator[gt.Cluster]:
 @pytest.fixture
 def image(cluster: gt.Cluster) -> Iterator[gt.SlowGear]:
     """Ordinary back-propagation, step by step."""
-    settings: dict[str, Any] = {"expire_seconds": 0, "gradients_per_id": 1, "mode": "sync", "reduction": "sum"}
-    settings |= {"ids_per_update": 1, "optimizer": gt.SGD(0.5), "train_mode": "never"}
+    settings: dict[str, Any] = {"expire_seconds": 0, "gradients_per_id": 1, "mode": "sync"}
+    settings |= {"optimizer": gt.SGD(0.5), "config": gt.SlowGearConfig(reduction="sum", train_mode="never")}
     made = gt.SlowGear(cluster, "image", dim=DIM, build=network, samples=PIXELS, **settings)
     yield made
     made.close()

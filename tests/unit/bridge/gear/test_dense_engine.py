@@ -11,15 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from geartrain.ams.values.errors import InvalidArgument, ModuleFailed, NonFinite, ShardUnavailable, StoreUnavailable
-from geartrain.ams.values.gear_messages import Delivery
-from geartrain.bridge.gear.dense_pass import DensePass
-from geartrain.bridge.gear.engine import DenseEngine
+from geartrain.ams.values.errors import InvalidArgument, ModuleFailed, NonFinite, StoreUnavailable
 from geartrain.bridge.gear.samples import Samples
-from tests.support.gear_fakes import PlainBatcher, PlainDense
-
-DIM = 3
-IMAGES = torch.randn(20, 5, generator=torch.Generator().manual_seed(1))
+from tests.support import gear_fakes
+from tests.support.gear_fakes import DIM, IMAGES, assert_trained, delivery
 
 
 class Counted(nn.Linear):
@@ -47,14 +42,8 @@ def sample(one: int) -> Tensor | None:
     return IMAGES[one]
 
 
-Parts = tuple[DenseEngine, PlainDense, PlainBatcher]
-
-
-def engine_of(module: nn.Module, samples: Any = sample, **settings: Any) -> Parts:
-    named = {key: settings.pop(key) for key in ("mode", "tick_seconds", "max_wait_seconds") if key in settings}
-    dense, batcher = PlainDense(module), PlainBatcher()
-    dense_pass = DensePass(module, Samples(samples), DIM, **settings)
-    return DenseEngine(dense_pass, dense, batcher, clock=lambda: 100.0, **named), dense, batcher
+def engine_of(module: nn.Module, samples: Any = sample, **settings: Any) -> Any:
+    return gear_fakes.engine_of(module, samples, **settings)
 
 
 class Fragile(Counted):
@@ -66,18 +55,6 @@ class Fragile(Counted):
         return super().forward(batch)
 
 
-def delivery(ids: list[int], gradients: Tensor, lr: float | None = None) -> Delivery:
-    return Delivery(
-        source="fast",
-        incarnation=1,
-        sequence=1,
-        ids=np.array(ids),
-        gradients_KD=gradients.numpy(),
-        versions=np.zeros(len(ids), np.int64),
-        lr=lr,
-    )
-
-
 @pytest.mark.parametrize("samples", [sample, IMAGES, IMAGES.numpy()], ids=["function", "tensor", "array"])
 def test_features_are_those_of_the_module(samples: Any) -> None:
     module = Counted()
@@ -87,6 +64,8 @@ def test_features_are_those_of_the_module(samples: Any) -> None:
     assert not reply.failures and module.batches == [4, 2]
     torch.testing.assert_close(torch.from_numpy(reply.vectors_KD), module(IMAGES[ids]).detach())
     assert reply.times.tolist() == [100.0] * 6 and reply.versions.tolist() == [0] * 6
+    if samples is not sample:
+        assert engine.features(np.array([20, 4])).failures[20].error == "SampleNotFound"
 
 
 def test_requests_of_several_threads_become_one_device_batch() -> None:
@@ -98,24 +77,6 @@ def test_requests_of_several_threads_become_one_device_batch() -> None:
     assert module.batches == [6]
     for ids, reply in zip(parts, replies, strict=True):
         torch.testing.assert_close(torch.from_numpy(reply.vectors_KD), module(IMAGES[ids]).detach())
-
-
-def test_a_thread_that_fails_takes_the_others_of_its_batch_with_it_and_no_more() -> None:
-    module = Fragile()
-    engine, _, _ = engine_of(module)
-    with pytest.raises(ModuleFailed, match="every sample of a batch of 1: RuntimeError: device lost"):
-        engine.features(np.array([1]))
-    module.broken = False
-    assert not engine.features(np.array([1])).failures
-
-
-def test_samples_that_the_module_does_not_take_are_said_to_be_the_reason() -> None:
-    engine, _, _ = engine_of(Counted(), torch.zeros(20, 3))
-    with pytest.raises(
-        ModuleFailed,
-        match=r"fails on every sample of a batch of 3: RuntimeError: .*; see that its module takes what samples=",
-    ):
-        engine.features(np.array([1, 2, 3]))
 
 
 def test_ids_without_a_feature_are_named_and_the_others_live() -> None:
@@ -130,39 +91,23 @@ def test_ids_without_a_feature_are_named_and_the_others_live() -> None:
     assert not reply.vectors_KD[[1, 2, 4, 5]].any()
 
 
-def test_an_id_outside_the_tensor_of_samples_has_none() -> None:
-    engine, _, _ = engine_of(Counted(), IMAGES)
-    reply = engine.features(np.array([20, 4]))
-    assert list(reply.failures) == [20] and reply.failures[20].error == "SampleNotFound"
-
-
 def test_one_update_is_the_sum_over_ids_at_todays_weights() -> None:
     module, reference = Counted(), Counted()
     engine, dense, batcher = engine_of(module, max_batch=2)
     ids, gradients = [4, 9, 2], torch.randn(3, DIM)
     engine.add(delivery(ids, gradients, lr=0.5))
     assert engine.apply_due() and not engine.apply_due()
-    reference(IMAGES[ids]).backward(gradients)
-    with torch.no_grad():
-        for parameter in reference.parameters():
-            parameter -= 0.5 * parameter.grad
-    for mine, theirs in zip(module.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(mine, theirs)
-    assert dense.pushed == [0.5] and batcher.finished == [1] and engine.account().applied == 3
+    assert_trained(module, reference, ids, gradients, lr=0.5)
+    assert dense.pushed == [0.5] and batcher.settled == 1 and engine.account().applied == 3
 
 
 def test_an_id_that_fails_in_the_backward_pass_is_counted_and_the_others_are_applied() -> None:
     module, reference = Counted(), Counted()
     engine, _, batcher = engine_of(module)
-    engine.add(delivery([4, 404, 2, 666, 500], torch.ones(5, DIM)))
+    engine.add(delivery([4, 404, 2, 666, 500]))
     engine.apply_all()
-    assert set(batcher.failures) == {404, 666, 500}
-    reference(IMAGES[[4, 2]]).backward(torch.ones(2, DIM))
-    with torch.no_grad():
-        for parameter in reference.parameters():
-            parameter -= 0.1 * parameter.grad
-    for mine, theirs in zip(module.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(mine, theirs)
+    assert set(batcher.failed) == {404, 666, 500}
+    assert_trained(module, reference, [4, 2], torch.ones(2, DIM))
     account = engine.account()
     assert account.adds_up and account.applied == 2 and account.dropped_failed == 3
 
@@ -180,21 +125,10 @@ def test_a_gradient_that_spoils_the_sum_is_found_among_many() -> None:
             return torch.sqrt(root * self.weight.sum()) + batch @ self.weight
 
     engine, _, batcher = engine_of(Steep())
-    engine.add(delivery(list(range(20)), torch.ones(20, DIM)))
+    engine.add(delivery(range(20)))
     engine.apply_all()
-    assert list(batcher.failures) == [13] and "13" in batcher.failures[13]
+    assert batcher.failed == [13]
     assert engine.account().applied == 19
-
-
-def test_an_update_that_failed_is_repeated() -> None:
-    engine, dense, batcher = engine_of(Counted())
-    engine.add(delivery([1, 2], torch.ones(2, DIM)))
-    dense.fails = 1
-    with pytest.raises(ShardUnavailable):
-        engine.apply_due()
-    assert batcher.finished == [] and engine.account().due == 2
-    assert engine.apply_due()
-    assert dense.pushed == [None, None] and batcher.finished == [1]
 
 
 class Normed(nn.Sequential):
@@ -213,7 +147,7 @@ def test_when_batch_statistics_apply_and_when_they_are_learned(train_mode: Any) 
     assert torch.equal(module[1].running_mean, mean)  # features never teach it
     reference = Normed().train(train_mode == "always")
     torch.testing.assert_close(vectors, reference(IMAGES[ids]).detach())
-    engine.add(delivery(list(ids), torch.ones(8, DIM)))
+    engine.add(delivery(ids))
     engine.apply_all()
     assert torch.equal(module[1].running_mean, mean) == (train_mode == "never")
 
@@ -233,7 +167,7 @@ def test_mixed_precision_gives_float32_features_and_about_the_same_update(dtype:
     exact.backward(torch.full((3, DIM), 1e-3))
     change = (module.weight - Counted().weight) / -0.1
     torch.testing.assert_close(change, reference.weight.grad, rtol=0.05, atol=1e-5)
-    assert not batcher.failures
+    assert not batcher.failed
 
 
 def test_a_float16_overflow_is_computed_again_in_float32() -> None:
@@ -242,7 +176,7 @@ def test_a_float16_overflow_is_computed_again_in_float32() -> None:
     before = module.weight.detach().clone()
     engine.add(delivery([1, 2], torch.full((2, DIM), 1e4)))  # times the scale: beyond float16
     engine.apply_all()
-    assert not batcher.failures and not torch.equal(module.weight, before)
+    assert not batcher.failed and not torch.equal(module.weight, before)
 
 
 def test_a_module_of_another_width_is_named() -> None:
@@ -314,10 +248,10 @@ def test_an_update_that_can_never_be_is_counted_as_failed() -> None:
         raise NonFinite("row 3 would be infinite")
 
     dense.push = refuse  # type: ignore[method-assign]
-    engine.add(delivery([1, 2], torch.ones(2, DIM)))
-    assert engine.apply_due() and set(batcher.failures) == {1, 2}
+    engine.add(delivery([1, 2]))
+    assert engine.apply_due() and batcher.failed == [1, 2]
     dense.push = plain  # type: ignore[method-assign]
-    engine.add(delivery([3], torch.ones(1, DIM)))
+    engine.add(delivery([3], sequence=2))
     assert engine.apply_due() and engine.account().adds_up and engine.account().applied == 1
 
 
@@ -344,8 +278,8 @@ def test_a_cache_that_fails_costs_time_and_no_feature(caplog: pytest.LogCaptureF
 
 def test_the_thread_of_updates_outlives_what_the_module_raises() -> None:
     module = Fragile()
-    engine, _, _ = engine_of(module, mode="async", tick_seconds=0.01)
-    engine.deliver(delivery([1], torch.ones(1, DIM)))
+    engine, _, _ = engine_of(module, mode="async", flush_seconds=0.04)
+    engine.deliver(delivery([1]))
     while engine.update_error is None:
         threading.Event().wait(0.001)
     assert engine._updates is not None

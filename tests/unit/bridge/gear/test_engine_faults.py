@@ -16,15 +16,11 @@ from torch import Tensor, nn
 
 import geartrain as gt
 from geartrain.ams.values.errors import InvalidArgument, ModuleFailed, ShardUnavailable
-from geartrain.ams.values.gear_messages import Delivery
 from geartrain.bridge.gear.coalescer import Coalescer
-from geartrain.bridge.gear.dense_pass import DensePass
-from geartrain.bridge.gear.engine import DenseEngine
 from geartrain.bridge.gear.samples import Samples
-from tests.support.gear_fakes import PlainBatcher, PlainDense
+from tests.support import gear_fakes
+from tests.support.gear_fakes import DIM, IMAGES, delivery
 
-DIM = 3
-IMAGES = torch.randn(20, 5, generator=torch.Generator().manual_seed(1))
 NAN, ODD = 13, 17
 
 
@@ -51,30 +47,13 @@ def sample(one: int) -> Tensor:
     return torch.full((5,), float("nan")) if one == NAN else IMAGES[one]
 
 
-def engine_of(module: nn.Module, **settings: Any) -> tuple[DenseEngine, PlainDense, PlainBatcher]:
-    dense, batcher = PlainDense(module), PlainBatcher()
-    mode = settings.pop("mode", "sync")
-    dense_pass = DensePass(module, Samples(sample), DIM, **settings)
-    return DenseEngine(dense_pass, dense, batcher, mode=mode, clock=lambda: 100.0), dense, batcher
-
-
-def add(engine: DenseEngine, ids: list[int]) -> None:
-    engine.add(
-        Delivery(
-            source="fast",
-            incarnation=1,
-            sequence=1,
-            ids=np.array(ids),
-            gradients_KD=np.ones((len(ids), DIM), np.float32),
-            versions=np.zeros(len(ids), np.int64),
-            lr=None,
-        )
-    )
+def engine_of(module: nn.Module, **settings: Any) -> Any:
+    return gear_fakes.engine_of(module, sample, **settings)
 
 
 def test_an_update_whose_new_weights_cannot_be_pulled_is_not_pushed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, dense, batcher = engine_of(Picky())
-    add(engine, [1, 2])
+    engine.add(delivery([1, 2]))
     refreshes = [0]
 
     def refresh() -> bool:
@@ -86,19 +65,19 @@ def test_an_update_whose_new_weights_cannot_be_pulled_is_not_pushed_again(monkey
     monkeypatch.setattr(dense, "refresh", refresh)
     with pytest.raises(ShardUnavailable):
         engine.apply_due()
-    assert batcher.finished == []
-    assert engine.apply_due() and batcher.finished == [1]
+    assert batcher.settled == 0
+    assert engine.apply_due() and batcher.settled == 1
     assert len(dense.pushed) == 1 and dense.version == 1
 
 
 def test_what_is_repeated_is_what_was_begun(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, dense, batcher = engine_of(Normed())
-    add(engine, [1, 2, 3])
+    engine.add(delivery([1, 2, 3]))
     dense.fails = 1
     with pytest.raises(ShardUnavailable):
         engine.apply_due()
     monkeypatch.setattr(Samples, "batch", lambda *_: pytest.fail("its gradient is known"))
-    assert engine.apply_due() and batcher.finished == [1]
+    assert engine.apply_due() and batcher.settled == 1
     assert int(dense.module[1].num_batches_tracked) == 1  # type: ignore[index]
 
 
@@ -109,9 +88,9 @@ def test_a_sample_that_is_not_finite_spoils_neither_statistics_nor_the_others_of
     ids = [0, 1, 2, NAN, 4, 5, 6, 7]
     reply = engine.features(np.array(ids))
     assert list(reply.failures) == [NAN] and np.isfinite(reply.vectors_KD).all()
-    add(engine, ids)
+    engine.add(delivery(ids))
     engine.apply_all()
-    assert list(batcher.failures) == [NAN] and engine.account().applied == 7
+    assert batcher.failed == [NAN] and engine.account().applied == 7
     assert all(bool(torch.isfinite(value).all()) for value in module.state_dict().values())
     assert int(module[1].num_batches_tracked) > 0
 
@@ -122,11 +101,11 @@ def test_one_sample_alone_takes_the_statistics_that_were_learned(train_mode: Any
     engine, _, batcher = engine_of(module, train_mode=train_mode)
     vectors = torch.from_numpy(engine.features(np.array([3])).vectors_KD)
     torch.testing.assert_close(vectors, reference(IMAGES[[3]]).detach())
-    add(engine, [3])
+    engine.add(delivery([3]))
     engine.apply_all()
     reference(IMAGES[[3]]).sum().backward()
     torch.testing.assert_close(module[0].weight.grad, reference[0].weight.grad)
-    assert batcher.finished == [1] and torch.equal(module[1].running_mean, reference[1].running_mean)
+    assert batcher.settled == 1 and torch.equal(module[1].running_mean, reference[1].running_mean)
 
 
 def test_a_batch_is_cut_into_parts_of_about_the_same_size() -> None:
@@ -134,7 +113,7 @@ def test_a_batch_is_cut_into_parts_of_about_the_same_size() -> None:
     module = Picky()
     module.register_forward_pre_hook(lambda _, given: sizes.append(len(given[0])))
     engine, _, _ = engine_of(module, max_batch=8)
-    add(engine, [0, 1, 2, 3, 4, 5, 6, 7, 8])
+    engine.add(delivery([0, 1, 2, 3, 4, 5, 6, 7, 8]))
     engine.apply_all()
     assert sizes == [5, 4]
 
@@ -144,9 +123,9 @@ def test_a_sample_that_the_module_cannot_take_is_blamed_alone() -> None:
     reply = engine.features(np.array([0, 1, ODD, 2, 4]))
     assert list(reply.failures) == [ODD] and "index out of range" in reply.failures[ODD].reason
     torch.testing.assert_close(reply.vectors_KD[[0, 1, 3, 4]], engine.features(np.array([0, 1, 2, 4])).vectors_KD)
-    add(engine, [0, 1, ODD, 2, 4])
+    engine.add(delivery([0, 1, ODD, 2, 4]))
     engine.apply_all()
-    assert list(batcher.failures) == [ODD] and engine.account().applied == 4
+    assert batcher.failed == [ODD] and engine.account().applied == 4
     with pytest.raises(ModuleFailed, match="IndexError"):
         engine.features(np.array([ODD]))
 
@@ -155,11 +134,11 @@ def test_what_the_module_raises_of_every_sample_is_nobodys_fault(monkeypatch: py
     engine, _, batcher = engine_of(Picky())
     with monkeypatch.context() as patch:
         patch.setattr(Picky, "forward", lambda *_: (_ for _ in ()).throw(RuntimeError("device lost")))
-        add(engine, [0, 1, 2])
+        engine.add(delivery([0, 1, 2]))
         for failing in (lambda: engine.features(np.arange(3)), engine.apply_due):
-            with pytest.raises(ModuleFailed, match="device lost"):
+            with pytest.raises(ModuleFailed, match="of 3: RuntimeError: device lost; see that its module takes"):
                 failing()
-    assert engine.apply_due() and batcher.finished == [1] and not batcher.failures
+    assert engine.apply_due() and batcher.settled == 1 and not batcher.failed
 
 
 def test_an_interrupted_thread_takes_no_others_with_it() -> None:
@@ -189,7 +168,7 @@ def test_an_interrupted_thread_takes_no_others_with_it() -> None:
 
 def test_what_cannot_be_applied_at_the_end_is_kept_for_another_try() -> None:
     engine, dense, _ = engine_of(Picky())
-    add(engine, [1, 2])
+    engine.add(delivery([1, 2]))
     dense.fails = 1
     with pytest.raises(ShardUnavailable):
         engine.close()
@@ -215,7 +194,7 @@ def test_nobody_has_to_close_a_slow_gear_but_is_told_of_what_was_left(caplog: py
 
 _UNCLOSED = """
 import threading, numpy, torch
-from tests.unit.bridge.gear.test_engine_faults import Picky, add, engine_of
+from tests.unit.bridge.gear.test_engine_faults import Picky, delivery, engine_of
 
 class Busy(Picky):
     def forward(self, batch):
@@ -226,7 +205,7 @@ class Busy(Picky):
 
 started = threading.Event()
 engine, _, _ = engine_of(Busy(), mode="async")
-add(engine, [1, 2])
+engine.add(delivery([1, 2]))
 engine.apply_soon()
 started.wait(30)
 """

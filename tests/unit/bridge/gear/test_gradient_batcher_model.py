@@ -7,15 +7,15 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from geartrain.ams.values.gear_messages import GearAccount
-from geartrain.bridge.gear.gradient_batcher import DueBatch, GradientBatcher
+import geartrain as gt
+from geartrain.ams.values.gear_messages import Delivery, GearAccount
+from geartrain.bridge.gear.gradient_batcher import GradientBatcher
 
 DIM = 2
 SOURCES = ("a", "b", "c")
@@ -35,18 +35,6 @@ class Batch:
     is_due: bool = False
 
 
-@dataclass
-class Call:
-    """One add, as it may be sent again."""
-
-    source: str
-    sequence: int
-    ids: np.ndarray
-    gradients: np.ndarray
-    versions: np.ndarray
-    dense_version: int
-
-
 class BatcherMachine(RuleBasedStateMachine):
     @initialize(
         gradients_per_id=st.integers(1, 3),
@@ -64,21 +52,20 @@ class BatcherMachine(RuleBasedStateMachine):
         stale: tuple[str, int | None],
     ) -> None:
         self.now = 1000.0
-        self.settings: dict[str, Any] = {
-            "gradients_per_id": gradients_per_id,
-            "ids_per_update": ids_per_update,
-            "reduction": reduction,
-            "flush_seconds": flush_seconds,
-            "stale": stale[0],
-            "max_gradient_lag": stale[1],
-            "clock": lambda: self.now,
-        }
-        self.ours = GradientBatcher(DIM, **self.settings)
+        self.gradients_per_id = gradients_per_id
+        self.config = gt.SlowGearConfig(
+            ids_per_update=ids_per_update,
+            reduction=reduction,  # type: ignore[arg-type]
+            flush_seconds=flush_seconds,
+            stale=stale[0],  # type: ignore[arg-type]
+            max_gradient_lag=stale[1],
+            clock=lambda: self.now,
+        )
+        self.ours = GradientBatcher(DIM, gradients_per_id, self.config)
         self.batches: dict[int, Batch] = {}
         self.fates: dict[str, Counter[str]] = {source: Counter() for source in SOURCES}
-        self.last: dict[str, Call] = {}
+        self.last: dict[str, tuple[Delivery, int]] = {}
         self.out: dict[int, list[Gradient]] = {}
-        self.number = 0
         self.dense_version = 5
         self.rng = np.random.default_rng(0)
 
@@ -93,51 +80,48 @@ class BatcherMachine(RuleBasedStateMachine):
     )
     def add(self, source: str, ids: list[int], gap: int, bad: set[int], lag: int) -> None:
         before = self.last.get(source)
-        sequence = (before.sequence if before else 0) + gap
         gradients = self.rng.normal(size=(len(ids), DIM)).astype(np.float32)
-        for row, one in enumerate(ids):
-            if one in bad:
-                gradients[row, one % DIM] = [np.nan, np.inf, -np.inf][one % 3]
-        versions = self.dense_version - lag + np.arange(len(ids)) % 3
-        call = Call(source, sequence, np.array(ids, np.int64), gradients, versions, self.dense_version)
-        self.last[source] = call
-        self.expect(call)
-        self.send(call)
-
-    def send(self, call: Call) -> GearAccount:
-        return self.ours.add(
-            call.source,
-            call.sequence,
-            call.ids,
-            call.gradients,
-            call.versions,
-            dense_version=call.dense_version,
+        for row, number in enumerate(ids):
+            if number in bad:
+                gradients[row, number % DIM] = [np.nan, np.inf, -np.inf][number % 3]
+        delivery = Delivery(
+            source=source,
+            incarnation=1,
+            sequence=(before[0].sequence if before else 0) + gap,
+            ids=np.array(ids, np.int64),
+            gradients_KD=gradients,
+            versions=self.dense_version - lag + np.arange(len(ids)) % 3,
+            lr=None,
         )
+        self.last[source] = delivery, self.dense_version
+        self.expect(delivery)
+        self.ours.add(delivery, self.dense_version)
 
-    def expect(self, call: Call) -> None:
+    def expect(self, delivery: Delivery) -> None:
         self.look()
-        fates = self.fates[call.source]
-        for one, row, version in zip(call.ids.tolist(), call.gradients, call.versions.tolist(), strict=True):
+        fates = self.fates[delivery.source]
+        rows, versions = delivery.gradients_KD, delivery.versions.tolist()
+        for number, row, version in zip(delivery.ids.tolist(), rows, versions, strict=True):
             fates["received"] += 1
-            lag = max(0, call.dense_version - version)
+            lag = max(0, self.dense_version - version)
             if not np.isfinite(row).all():
                 fates["non_finite"] += 1
-            elif self.settings["stale"] == "drop" and lag > self.settings["max_gradient_lag"]:
+            elif self.config.max_gradient_lag is not None and lag > self.config.max_gradient_lag:
                 fates["dropped_stale"] += 1
             else:
-                factor = 1 / (1 + lag) if self.settings["stale"] == "scale" else 1.0
-                batch = self.batches.setdefault(one, Batch(self.now))
-                batch.gradients.append(Gradient(call.source, factor * row.astype(np.float64)))
-        least = self.settings["gradients_per_id"]
+                factor = 1 / (1 + lag) if self.config.stale == "scale" else 1.0
+                batch = self.batches.setdefault(number, Batch(self.now))
+                batch.gradients.append(Gradient(delivery.source, factor * row.astype(np.float64)))
+        least = self.gradients_per_id
         full = [b for b in self.batches.values() if not b.is_due and len(b.gradients) >= least]
-        if sum(len(batch.gradients) for batch in full) >= self.settings["ids_per_update"] * least:
+        if sum(len(batch.gradients) for batch in full) >= self.config.ids_per_update * least:
             for batch in full:
                 batch.is_due = True
 
     @rule(source=st.sampled_from(SOURCES))
     def retry(self, source: str) -> None:
         if source in self.last:
-            self.send(self.last[source])
+            self.ours.add(*self.last[source])
 
     @rule(updates=st.integers(1, 2))
     def train(self, updates: int) -> None:
@@ -154,37 +138,31 @@ class BatcherMachine(RuleBasedStateMachine):
 
     # What is taken
 
-    @rule(limit=st.none() | st.integers(1, 4))
-    def due(self, limit: int | None) -> None:
-        batch: DueBatch | None = self.ours.due(limit)
+    @rule()
+    def due(self) -> None:
+        batch = self.ours.due()
         if not self.out:
             self.look()
             self.close_overdue()
-            self.take(batch, limit)
+            due = {number for number, waiting in self.batches.items() if waiting.is_due}
+            taken = [] if batch is None else batch.ids.tolist()
+            assert set(taken) == due and len(taken) == len(due)
+            self.out = {number: self.batches.pop(number).gradients for number in taken}
         if batch is None:
             assert not self.out
             return
-        assert batch.number == self.number
         assert batch.ids.tolist() == list(self.out)
-        for one, row, count in zip(batch.ids.tolist(), batch.gradients, batch.counts.tolist(), strict=True):
-            values = [gradient.value for gradient in self.out[one]]
-            expected = np.sum(values, axis=0) / (len(values) if self.settings["reduction"] == "mean" else 1)
+        for number, row, count in zip(batch.ids.tolist(), batch.gradients, batch.counts.sum(1).tolist(), strict=True):
+            values = [gradient.value for gradient in self.out[number]]
+            expected = np.sum(values, axis=0) / (len(values) if self.config.reduction == "mean" else 1)
             np.testing.assert_allclose(row, expected, rtol=1e-5, atol=1e-5)
             assert row.dtype == np.float32 and count == len(values)
 
     def close_overdue(self) -> None:
-        flush_seconds = self.settings["flush_seconds"]
+        flush_seconds = self.config.flush_seconds
         for batch in self.batches.values():
             if flush_seconds is not None and batch.first <= self.now - flush_seconds:
                 batch.is_due = True
-
-    def take(self, batch: DueBatch | None, limit: int | None) -> None:
-        due = {one for one, waiting in self.batches.items() if waiting.is_due}
-        expected = len(due) if limit is None else min(limit, len(due))
-        taken = [] if batch is None else batch.ids.tolist()
-        assert len(taken) == expected and set(taken) <= due
-        self.number += bool(taken)
-        self.out = {one: self.batches.pop(one).gradients for one in taken}
 
     @rule()
     def flush(self) -> None:
@@ -193,30 +171,14 @@ class BatcherMachine(RuleBasedStateMachine):
             batch.is_due = True
 
     @precondition(lambda self: self.out)
-    @rule()
-    def done(self) -> None:
-        self.ours.done(self.number)
-        self.settle(self.out, "applied")
-
-    @precondition(lambda self: self.out)
-    @rule(places=st.sets(st.integers(0, 6), min_size=1), other=IDS)
-    def fail(self, places: set[int], other: list[int]) -> None:
-        ids = [*(one for place, one in enumerate(self.out) if place in places), *other]
-        self.ours.failed(self.number, dict.fromkeys(ids, "no sample"))
-        self.settle({one: self.out[one] for one in ids if one in self.out}, "dropped_failed")
-
-    @precondition(lambda self: self.number)
-    @rule()
-    def repeat_done(self) -> None:
-        if not self.out:
-            self.ours.done(self.number)
-            self.ours.failed(self.number, {1: "no sample"})
-
-    def settle(self, gradients: dict[int, list[Gradient]], fate: str) -> None:
-        for one, some in gradients.items():
-            for gradient in some:
-                self.fates[gradient.source][fate] += 1
-            self.out = {other: rest for other, rest in self.out.items() if other != one}
+    @rule(places=st.sets(st.integers(0, 6)), other=IDS)
+    def settle(self, places: set[int], other: list[int]) -> None:
+        failed = {*(number for place, number in enumerate(self.out) if place in places), *other}
+        self.ours.settle(failed)
+        for number, gradients in self.out.items():
+            for gradient in gradients:
+                self.fates[gradient.source]["dropped_failed" if number in failed else "applied"] += 1
+        self.out = {}
 
     @invariant()
     def the_account_adds_up(self) -> None:
@@ -235,7 +197,7 @@ class BatcherMachine(RuleBasedStateMachine):
             assert account.waiting + account.due == in_hand
             for fate in ("applied", "dropped_stale", "dropped_failed", "non_finite"):
                 assert getattr(account, fate) == fates[fate], fate
-            if self.settings["flush_seconds"] is None:
+            if self.config.flush_seconds is None:
                 assert account.waiting == sum(g.source == source for g in waiting)
             total += account
         assert total == self.ours.account()

@@ -21,6 +21,7 @@ from geartrain.ams.values.errors import (
     SpecMismatch,
 )
 from geartrain.bridge.gear.gear_update import GearGradient
+from tests.support.gear_fakes import configured
 
 DIM, IDS = 4, 12
 SAMPLES = torch.randn(IDS, 6, generator=torch.Generator().manual_seed(5))
@@ -88,7 +89,7 @@ def test_conventional_training_is_a_setting(cluster: gt.Cluster, optimizer: str,
         build=building,
         samples=SAMPLES,
         optimizer=rule,
-        max_batch=max_batch,
+        config=gt.SlowGearConfig(max_batch=max_batch),
         **CONVENTIONAL,
     )
     fast = fast_part()
@@ -155,7 +156,7 @@ def test_what_a_backward_pass_computed_again_is_not_computed_once_more(
 
 def slow_gear(cluster: gt.Cluster, **settings: Any) -> gt.SlowGear:
     given: dict[str, Any] = {"dim": DIM, "build": build, "samples": SAMPLES, "optimizer": gt.SGD(0.1)}
-    return gt.SlowGear(cluster, "image", **(given | settings))
+    return gt.SlowGear(cluster, "image", **configured(given | settings))
 
 
 def delivered(image: gt.SlowGear, rows: gt.RowOptimizer, ids: list[int], factor: float = 1.0) -> None:
@@ -363,18 +364,28 @@ def test_its_state_is_its_name_and_step(cluster: gt.Cluster) -> None:
         ({"mode": "later"}, "mode 'later'"),
         ({"samples": None}, "both build= and samples="),
         ({"samples": None, "build": None, "optimizer": None}, "no slow gears"),
-        ({"samples": None, "build": None, "stale": "drop"}, "optimizer, stale: .*slowgear --optimizer --stale'"),
+        ({"samples": None, "build": None, "stale": "scale"}, "optimizer, stale: .*slowgear --optimizer --stale'"),
         ({"gradients_per_id": 0}, "gradients_per_id is 0"),
         ({"expire_seconds": -1.0}, "expire_seconds is -1.0"),
         ({"train_mode": "often"}, "train_mode is 'often'"),
         ({"build": lambda: 3}, "build.. returned int"),
         ({"max_batch": 0}, "max_batch is 0"),
+        ({"ids_per_update": 0}, "ids_per_update is 0"),
+        ({"reduction": "max"}, "reduction is 'max'"),
+        ({"flush_seconds": -1}, "flush_seconds is -1"),
+        ({"stale": "drop"}, "stale='drop' needs it"),
+        ({"max_gradient_lag": 3}, "stale='drop' needs it"),
     ],
 )
 def test_wrong_settings_are_named(cluster: gt.Cluster, settings: dict[str, Any], complaint: str) -> None:
     with pytest.raises(InvalidArgument, match=complaint):
         slow_gear(cluster, **settings)
     assert cluster.status().tables == ()
+
+
+def test_an_argument_that_moved_names_its_setting(cluster: gt.Cluster) -> None:
+    with pytest.raises(TypeError, match=r"'stale': config=gt.SlowGearConfig\(stale=...\)"):
+        gt.SlowGear(cluster, "image", dim=DIM, stale="drop")
 
 
 @pytest.mark.parametrize("ids", [torch.tensor([1.0]), torch.tensor([True]), torch.tensor([-1]), [1]])
