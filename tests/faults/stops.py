@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -25,6 +20,7 @@ from geartrain.ams.values.errors import GeartrainError
 from geartrain.ams.values.placement import bucket_of
 from tests.faults.kills import JobProcess, Oracle, rows_of
 from tests.faults.pusher import AT_ONCE, DIM, PUSHES, SPEC
+from tests.support.role_process import RoleProcess
 
 GONE_WITHIN_SECONDS = 30.0
 
@@ -50,7 +46,7 @@ def run_stop(seed: int, folder: Path) -> Outcome:
     folder.mkdir(parents=True, exist_ok=True)
     oracle = Oracle(folder, seed)
     with ExitStack() as stack:
-        scheduler = _Role(stack, "scheduler", "--num-shards=2")
+        scheduler = _role(stack, "scheduler", "--num-shards=2")
         servers = [_server(stack, scheduler, shard) for shard in range(2)]
         old_client = stack.enter_context(connect(scheduler.address, config=_QUICK))
         job = JobProcess(scheduler.address, folder, seed, "new")
@@ -58,13 +54,13 @@ def run_stop(seed: int, folder: Path) -> Outcome:
         number, kind = chance.randrange(2, PUSHES - AT_ONCE), chance.choice(["begin", "ack"])
         moment = str(job.until(lambda event: event.get(kind) == number))
         stopped = chance.randrange(2)
-        servers[stopped].send(signal.SIGSTOP)
+        servers[stopped].process.send_signal(signal.SIGSTOP)
         while cluster_status(scheduler.address).shards[stopped].state != "lost":
             time.sleep(0.05)
         _server(stack, scheduler, stopped)
         goes_on_early = chance.random() < 0.5
         if goes_on_early:
-            servers[stopped].send(signal.SIGCONT)
+            servers[stopped].process.send_signal(signal.SIGCONT)
         while "done" not in (event := job.next()):
             if "back" in event:
                 with connect(scheduler.address, config=_QUICK) as cluster:
@@ -72,9 +68,9 @@ def run_stop(seed: int, folder: Path) -> Outcome:
             if "back" in event or "lost" in event:
                 job.go_on()
         if not goes_on_early:
-            servers[stopped].send(signal.SIGCONT)
+            servers[stopped].process.send_signal(signal.SIGCONT)
         refused = _refused_by_the_zombie(old_client, stopped)
-        assert servers[stopped].ends_within(GONE_WITHIN_SECONDS), "a process that was replaced serves on"
+        servers[stopped].process.wait(GONE_WITHIN_SECONDS)  # a process that was replaced serves nobody
         with connect(scheduler.address, config=_QUICK) as cluster:
             oracle.require_exact(rows_of(cluster), range(1, PUSHES + 1))
     return Outcome(seed, moment, refused, time.monotonic() - start)
@@ -101,39 +97,10 @@ def _refused_by_the_zombie(client: Cluster, shard: int) -> int:
     return refused
 
 
-class _Role:
-    """One role process. It ends with this one, or when it is closed."""
-
-    def __init__(self, stack: ExitStack, *arguments: str) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "geartrain", *arguments, "--listen=127.0.0.1:0"],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            env={**os.environ, "GEARTRAIN_SCHEDULER__LEASE_SECONDS": "1", "GEARTRAIN_SERVER__HEARTBEAT_SECONDS": "0.2"},
-        )
-        stack.callback(self._close)
-        assert self._process.stdout is not None
-        self._facts: dict[str, Any] = json.loads(self._process.stdout.readline())
-
-    @property
-    def address(self) -> str:
-        return str(self._facts["address"])
-
-    def send(self, number: signal.Signals) -> None:
-        self._process.send_signal(number)
-
-    def ends_within(self, seconds: float) -> bool:
-        try:
-            self._process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            return False
-        return True
-
-    def _close(self) -> None:
-        self._process.kill()
-        self._process.communicate()
+def _role(stack: ExitStack, *arguments: str) -> RoleProcess:
+    quick = {"GEARTRAIN_SCHEDULER__LEASE_SECONDS": "1", "GEARTRAIN_SERVER__HEARTBEAT_SECONDS": "0.2"}
+    return stack.enter_context(RoleProcess(*arguments, "--listen=127.0.0.1:0", **quick))
 
 
-def _server(stack: ExitStack, scheduler: _Role, shard: int) -> _Role:
-    return _Role(stack, "server", f"--scheduler={scheduler.address}", f"--shard={shard}")
+def _server(stack: ExitStack, scheduler: RoleProcess, shard: int) -> RoleProcess:
+    return _role(stack, "server", f"--scheduler={scheduler.address}", f"--shard={shard}")

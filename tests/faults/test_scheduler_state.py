@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -18,31 +13,18 @@ from geartrain.ams.server.role import ShardServer
 from geartrain.ams.values import errors
 from geartrain.ams.values.config import ClientConfig, ServerConfig
 from geartrain.ams.values.optimizers.registry import SGD
+from tests.support.role_process import RoleProcess
 
 CONFIG = ClientConfig(
     attempt_timeout_seconds=10, recovery_timeout_seconds=30, connect_timeout_seconds=30, refused_timeout_seconds=30
 )
 
 
-@contextmanager
-def scheduler_process(folder: Path, listen: str = "127.0.0.1:0") -> Iterator[tuple[subprocess.Popen[str], str]]:
-    process = subprocess.Popen(
-        [sys.executable, "-m", "geartrain", "scheduler", f"--data={folder}", f"--listen={listen}"],
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert process.stdout is not None
-        yield process, json.loads(process.stdout.readline())["address"]
-    finally:
-        process.kill()
-        process.communicate()
-
-
 def test_what_a_killed_scheduler_acknowledged_is_there_when_it_is_started_again(tmp_path: Path) -> None:
     made: list[str] = []
     enough = threading.Event()
-    with scheduler_process(tmp_path) as (process, address):
+    with RoleProcess("scheduler", f"--data={tmp_path}", "--listen=127.0.0.1:0") as scheduler:
+        address = scheduler.address
         server = ShardServer(ServerConfig(scheduler=address, heartbeat_seconds=0.05))
         server.start()
         cluster = connect(address, config=CONFIG)
@@ -60,10 +42,10 @@ def test_what_a_killed_scheduler_acknowledged_is_there_when_it_is_started_again(
         maker = threading.Thread(target=make_tables)
         maker.start()
         assert enough.wait(30)
-        process.kill()
+        scheduler.process.kill()
         maker.join(30)
         before = cluster.num_shards
-    with scheduler_process(tmp_path, listen=address):
+    with RoleProcess("scheduler", f"--data={tmp_path}", f"--listen={address}"):
         table = connect(address, config=CONFIG).table(made[-1])
         table.push(np.arange(3), np.ones((3, 1), np.float32))
         with connect(address, config=CONFIG) as anew:
@@ -73,5 +55,6 @@ def test_what_a_killed_scheduler_acknowledged_is_there_when_it_is_started_again(
             anew.create_table(interrupted, dim=7, optimizer=SGD(1.0)).pull(np.arange(3))
     cluster.close()
     server.stop(0)
-    with scheduler_process(tmp_path, listen=address):  # its shard is gone: nobody else can tell it
+    # Its shard is gone: nobody else can tell it.
+    with RoleProcess("scheduler", f"--data={tmp_path}", f"--listen={address}"):
         assert {table.name for table in cluster_status(address).tables} >= {*made, interrupted}

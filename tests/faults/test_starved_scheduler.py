@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -32,6 +28,7 @@ from geartrain.ams.values.config import ClientConfig, SchedulerConfig, ServerCon
 from geartrain.ams.values.optimizers.registry import SGD
 from geartrain.ams.values.scheduler_messages import Beat, Register, Registration
 from geartrain.ams.values.specs import Constant
+from tests.support.role_process import RoleProcess
 
 DEADLINE_SECONDS = 30.0
 LEASE_SECONDS = 1.0
@@ -92,26 +89,15 @@ def scheduler(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     server.stop(0)
 
 
-@contextmanager
-def busy_server(scheduler: str, free: Path) -> Iterator[subprocess.Popen[str]]:
+def busy_server(scheduler: str, free: Path) -> RoleProcess:
     """A server process whose replies to changes wait, from the third on, until the file ``free`` exists."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "geartrain", "server", f"--scheduler={scheduler}", "--shard=0"],
-        env=os.environ
-        | {
-            "GEARTRAIN_SERVER__HEARTBEAT_SECONDS": "0.1",
-            "GEARTRAIN_FAILPOINTS": f"shard.reply.before=pause({free})@3",
-        },
-        stdout=subprocess.PIPE,
-        text=True,
+    return RoleProcess(
+        "server",
+        f"--scheduler={scheduler}",
+        "--shard=0",
+        GEARTRAIN_SERVER__HEARTBEAT_SECONDS="0.1",
+        GEARTRAIN_FAILPOINTS=f"shard.reply.before=pause({free})@3",
     )
-    try:
-        assert process.stdout is not None
-        json.loads(process.stdout.readline())
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
 
 
 def test_heartbeats_are_heard_while_every_change_of_tables_waits_for_a_busy_shard(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import signal
 import subprocess
 import sys
@@ -31,6 +29,7 @@ from geartrain.ams.values.optimizers.registry import SGD
 from geartrain.ams.values.scheduler_messages import Beat
 from geartrain.ams.values.shard_messages import CallContext, Push
 from geartrain.ams.values.specs import Constant
+from tests.support.role_process import RoleProcess
 
 DEADLINE_SECONDS = 30.0
 WRITER = str(Path(__file__).with_name("named_writer.py"))
@@ -54,22 +53,8 @@ def scheduler() -> Iterator[str]:
     server.stop(0)
 
 
-@contextmanager
-def server_process(scheduler: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A server process and the address of its shard."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "geartrain", "server", f"--scheduler={scheduler}", "--shard=0"],
-        env=os.environ | {"GEARTRAIN_SERVER__HEARTBEAT_SECONDS": "0.1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert process.stdout is not None
-        yield process, json.loads(process.stdout.readline())["addresses"][0]
-    finally:
-        process.kill()
-        process.communicate()
+def server_process(scheduler: str) -> RoleProcess:
+    return RoleProcess("server", f"--scheduler={scheduler}", "--shard=0", GEARTRAIN_SERVER__HEARTBEAT_SECONDS="0.1")
 
 
 def stop_until_lost(process: subprocess.Popen[str], scheduler: str) -> None:
@@ -81,7 +66,8 @@ def test_a_stopped_server_whose_shard_was_taken_answers_nothing_and_ends(
     scheduler: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with ExitStack() as stack:
-        process, address = stack.enter_context(server_process(scheduler))
+        server = stack.enter_context(server_process(scheduler))
+        process, address = server.process, server.address
         ours = stack.enter_context(connect(scheduler, config=PATIENT))
         table = ours.create_table("t", dim=2, optimizer=SGD(1.0), num_rows=64, initializer=Constant(0))
         for _ in range(5):
@@ -122,7 +108,8 @@ def test_a_stopped_server_whose_shard_was_taken_answers_nothing_and_ends(
 
 
 def test_a_stopped_server_whose_shard_nobody_took_goes_on_with_every_row(scheduler: str) -> None:
-    with server_process(scheduler) as (process, _), connect(scheduler, config=PATIENT) as ours:
+    with server_process(scheduler) as server, connect(scheduler, config=PATIENT) as ours:
+        process = server.process
         table = ours.create_table("t", dim=2, optimizer=SGD(1.0), num_rows=64, initializer=Constant(0))
         table.push(IDS, ONES)
         stop_until_lost(process, scheduler)
@@ -137,7 +124,7 @@ def test_a_server_stopped_for_a_moment_is_waited_for_when_a_table_is_made_or_dro
         scheduler = SchedulerServer(SchedulerConfig(listen="127.0.0.1:0", num_shards=1, lease_seconds=60))
         address = scheduler.start()
         stack.callback(scheduler.stop, 0)
-        process, _ = stack.enter_context(server_process(address))
+        process = stack.enter_context(server_process(address)).process
         ours = stack.enter_context(connect(address, config=PATIENT))
         aside = stack.enter_context(ThreadPoolExecutor())
         for change in (lambda: ours.create_table("t", dim=2, optimizer=SGD(1.0)), lambda: ours.drop_table("t")):

@@ -7,14 +7,13 @@ import json
 import logging
 import os
 import re
-import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,51 +31,25 @@ from geartrain.ams.values.errors import SchedulerUnavailable, SnapshotFailed, Ta
 from geartrain.ams.values.optimizers.registry import SGD
 from geartrain.launch.hosting import local
 from tests.integration.conftest import ServedCluster
+from tests.support.role_process import RoleProcess
 
 IDS = np.arange(500)
-ENVIRONMENT = {
-    **os.environ,
+SETTINGS = {
     "GEARTRAIN_SCHEDULER__LEASE_SECONDS": "60",
     "GEARTRAIN_SERVER__HEARTBEAT_SECONDS": "0.2",
     "GEARTRAIN_CLIENT__ATTEMPT_TIMEOUT_SECONDS": "20",
 }
 
 
-class Role:
-    """A role process that can be stopped."""
-
-    def __init__(self, stack: ExitStack, *arguments: str) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "geartrain", *arguments, "--listen=127.0.0.1:0"],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            env=ENVIRONMENT,
-        )
-        stack.callback(self._end)
-        assert self.process.stdout is not None
-        self.facts: dict[str, Any] = json.loads(self.process.stdout.readline())
-
-    def _end(self) -> None:
-        self.process.kill()
-        self.process.communicate()
-
-    @contextmanager
-    def stopped(self) -> Iterator[None]:
-        """The process does nothing while the block lasts."""
-        self.process.send_signal(signal.SIGSTOP)
-        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED)
-        try:
-            yield
-        finally:
-            self.process.send_signal(signal.SIGCONT)
+def role(stack: ExitStack, *arguments: str) -> RoleProcess:
+    return stack.enter_context(RoleProcess(*arguments, "--listen=127.0.0.1:0", **SETTINGS))
 
 
 class Roles:
     def __init__(self, stack: ExitStack) -> None:
-        self.scheduler = Role(stack, "scheduler", "--num-shards=2")
+        self.scheduler = role(stack, "scheduler", "--num-shards=2")
         self.address = str(self.scheduler.facts["address"])
-        self.servers = [Role(stack, "server", f"--scheduler={self.address}", f"--shard={shard}") for shard in range(2)]
+        self.servers = [role(stack, "server", f"--scheduler={self.address}", f"--shard={shard}") for shard in range(2)]
 
     def shard(self, number: int) -> str:
         return str(self.servers[number].facts["addresses"][0])
@@ -194,7 +167,12 @@ def test_a_port_that_refuses_is_not_tried_for_long() -> None:
 def started(*arguments: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "geartrain", *arguments]
     return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True, env=ENVIRONMENT
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        stdin=subprocess.DEVNULL,
+        text=True,
+        env={**os.environ, **SETTINGS},
     )
 
 
