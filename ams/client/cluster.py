@@ -31,7 +31,7 @@ from geartrain.ams.values.errors import GeartrainError, GraphUnavailable, Schedu
 from geartrain.ams.values.expiry.rules import Expiry
 from geartrain.ams.values.gear_messages import Freshness
 from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
-from geartrain.ams.values.scheduler_messages import ClusterView, StepWorker
+from geartrain.ams.values.scheduler_messages import ClusterView, JobWorker
 from geartrain.ams.values.shard_messages import Fence
 from geartrain.ams.values.specs import DTypeName, Initializer, Normal, TableSpec, checked_wire_dtype
 
@@ -273,7 +273,7 @@ class Cluster:
         checked_name("job", job)
         stream = self._stream
         name = worker_name(job, stream.name if stream.is_named else None) if worker is None else worker
-        who = StepWorker(job, checked_name("worker", name), stream.incarnation)
+        who = JobWorker(job, checked_name("worker", name), stream.incarnation)
         steps = JobSteps(self._scheduler.carrier, who, self._config)
         self._job_steps.add(steps)
         return steps

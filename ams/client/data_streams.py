@@ -12,11 +12,11 @@ from geartrain.ams.values.scheduler_messages import (
     Cursor,
     DescribeHolders,
     DescribeStreams,
+    JobWorker,
     LeaseStreams,
     ReleaseStreams,
     RenewStreams,
     RestoreStreams,
-    StreamHolder,
     StreamHolders,
     StreamLease,
     StreamRenewal,
@@ -49,7 +49,7 @@ class DataStreams:
         timeout_seconds: float,
     ) -> None:
         self._scheduler = scheduler
-        self._reader = StreamHolder(job, worker, incarnation)
+        self._reader = JobWorker(job, worker, incarnation)
         self._num_streams, self._num_workers, self._data = num_streams, num_workers, data
         self._timeout_seconds = timeout_seconds
 

@@ -20,7 +20,7 @@ from contextlib import suppress
 from geartrain.ams.rpc.carrier import AttemptFailed, SchedulerCarrier
 from geartrain.ams.values.config import ClientConfig
 from geartrain.ams.values.errors import GeartrainError, SchedulerUnavailable, StaleClient, WorkerStalled
-from geartrain.ams.values.scheduler_messages import LeaveSteps, StepsDone, StepWorker, TellSteps
+from geartrain.ams.values.scheduler_messages import JobWorker, LeaveSteps, StepsDone, TellSteps
 from geartrain.ams.values.text import counted
 
 logger = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ class JobSteps:
     After a pause longer than the lease it goes on at the slowest's step, as a worker that joins.
     """
 
-    def __init__(self, scheduler: SchedulerCarrier, who: StepWorker, config: ClientConfig) -> None:
+    def __init__(self, scheduler: SchedulerCarrier, who: JobWorker, config: ClientConfig) -> None:
         self._scheduler, self._who, self._config = scheduler, who, config
         self._known = StepsDone(done=0, slowest=0, lease_seconds=0.0)
         self._renewal: _Renewal | None = None
@@ -139,7 +139,7 @@ class JobSteps:
 class _Renewal:
     """Renews a lease from a thread, and leaves when it ends. Knows nobody who could keep it alive."""
 
-    def __init__(self, scheduler: SchedulerCarrier, who: StepWorker, known: StepsDone) -> None:
+    def __init__(self, scheduler: SchedulerCarrier, who: JobWorker, known: StepsDone) -> None:
         self.done = known.done
         self._scheduler, self._who = scheduler, who
         self._pause_seconds = known.lease_seconds / 3

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from geartrain.ams.scheduler.pauses import PauseDetector
 from geartrain.ams.values.arguments import checked_name
 from geartrain.ams.values.errors import InvalidArgument, StaleClient
-from geartrain.ams.values.scheduler_messages import SlowWorker, StepsDone, StepWorker
+from geartrain.ams.values.scheduler_messages import JobWorker, SlowWorker, StepsDone
 
 _MOST_DONE = 2**62
 _NAMED = 8
@@ -69,7 +69,7 @@ class WorkerSteps:
             if self._stops.pulse():
                 self._extend_all()
 
-    def tell(self, who: StepWorker, done: int | None) -> StepsDone:
+    def tell(self, who: JobWorker, done: int | None) -> StepsDone:
         """Note that a worker has ``done`` so many steps (None: it joins), and prolong its lease.
 
         Raises StaleClient (a higher incarnation of the worker has come), InvalidArgument.
@@ -88,7 +88,7 @@ class WorkerSteps:
                 worker.done, worker.since = done, now
             return self._said(job, worker, now)
 
-    def leave(self, who: StepWorker) -> None:
+    def leave(self, who: JobWorker) -> None:
         """Have nobody wait for a worker any more."""
         with self._lock:
             job = self._jobs.get(who.job)
@@ -98,7 +98,7 @@ class WorkerSteps:
                 if not job.workers:
                     del self._jobs[who.job]
 
-    def _worker(self, job: _Job, who: StepWorker, done: int | None, now: float) -> _Worker:
+    def _worker(self, job: _Job, who: JobWorker, done: int | None, now: float) -> _Worker:
         """The one that tells; it joins if it is not known, or not under this incarnation."""
         known = job.workers.get(who.worker)
         if known is not None and known.incarnation > who.incarnation:

@@ -94,8 +94,9 @@ def _target_address(value: str) -> str:
     return value
 
 
-def _port_list(value: object) -> object:
-    """Split ``"7001,7002"``, as a flag or a variable of the environment says it; one number is a list, too."""
+def _text_list(value: object) -> object:
+    """Split ``"7001,7002"`` or ``"my_package.rules,other.rules"``, as a flag or a variable of the environment says it;
+    one number is a list, too."""
     if isinstance(value, int):
         return (value,)
     return value.strip("[]").split(",") if isinstance(value, str) else value
@@ -132,11 +133,6 @@ def _root_list(value: object) -> object:
         raise ConfigError(f"{value!r} begins like a JSON list and is none: {exc}") from exc
 
 
-def _module_list(value: object) -> object:
-    """Split ``"my_package.rules,other.rules"``, as a flag or a variable of the environment says it."""
-    return value.strip("[]").split(",") if isinstance(value, str) else value
-
-
 def _snapshot_root(value: str) -> str:
     if not value.startswith("/") and "://" not in value:
         raise ConfigError(f"{value!r} is no root of snapshots; give an absolute folder, as /snapshots, or a URL")
@@ -146,11 +142,11 @@ def _snapshot_root(value: str) -> str:
 ListenAddress = Annotated[str, AfterValidator(_listen_address)]
 TargetAddress = Annotated[str, AfterValidator(_target_address)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Ports = Annotated[tuple[Annotated[int, Field(ge=0, le=65_535)], ...], BeforeValidator(_port_list)]
+Ports = Annotated[tuple[Annotated[int, Field(ge=0, le=65_535)], ...], BeforeValidator(_text_list)]
 Cpus = Annotated[tuple[Annotated[int, Field(ge=0, lt=MAX_CPUS)], ...], Field(min_length=1), BeforeValidator(_cpu_list)]
 SnapshotRootList = Annotated[tuple[Annotated[str, AfterValidator(_snapshot_root)], ...], BeforeValidator(_root_list)]
 Modules = Annotated[
-    tuple[Annotated[str, Field(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$")], ...], BeforeValidator(_module_list)
+    tuple[Annotated[str, Field(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$")], ...], BeforeValidator(_text_list)
 ]
 MessageBytes = Annotated[int, Field(ge=2 * MIB, le=(1 << 31) - 1)]
 

@@ -269,8 +269,8 @@ class FenceJob(Rpc[None]):
     incarnation: int
 
 
-class StreamHolder(NamedTuple):
-    """Who reads. A higher incarnation takes the place of a lower one of the same worker."""
+class JobWorker(NamedTuple):
+    """Who reads, or does steps of a job. A higher incarnation takes the place of a lower one of the same worker."""
 
     job: str
     worker: str
@@ -281,7 +281,7 @@ class StreamHolder(NamedTuple):
 class LeaseStreams(Rpc[StreamLease]):
     """Take a worker's share of a job's free data streams."""
 
-    reader: StreamHolder
+    reader: JobWorker
     num_streams: int
     """Of the job; the same in every request."""
     num_workers: int
@@ -294,7 +294,7 @@ class LeaseStreams(Rpc[StreamLease]):
 class RenewStreams(Rpc[StreamRenewal]):
     """Commit cursors and prolong the lease."""
 
-    reader: StreamHolder
+    reader: JobWorker
     cursors: Mapping[int, Cursor]
 
 
@@ -302,7 +302,7 @@ class RenewStreams(Rpc[StreamRenewal]):
 class ReleaseStreams(Rpc[None]):
     """Commit cursors and give streams back."""
 
-    reader: StreamHolder
+    reader: JobWorker
     cursors: Mapping[int, Cursor]
     streams: tuple[int, ...] = ()
     all: bool = False
@@ -330,14 +330,6 @@ class RestoreStreams(Rpc[None]):
     job: str
     incarnation: int
     cursors: Mapping[int, Cursor]
-
-
-class StepWorker(NamedTuple):
-    """Who does steps of a job. A higher incarnation takes the place of a lower one of the same name."""
-
-    job: str
-    worker: str
-    incarnation: int
 
 
 class SlowWorker(NamedTuple):
@@ -368,7 +360,7 @@ class StepsDone:
 class TellSteps(Rpc[StepsDone]):
     """Say how many steps a worker has done, and prolong its lease."""
 
-    who: StepWorker
+    who: JobWorker
     done: int | None = None
     """None: it joins, at the steps of the slowest."""
 
@@ -377,4 +369,4 @@ class TellSteps(Rpc[StepsDone]):
 class LeaveSteps(Rpc[None]):
     """Have nobody wait for a worker any more."""
 
-    who: StepWorker
+    who: JobWorker

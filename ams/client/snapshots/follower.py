@@ -92,12 +92,8 @@ class FollowedTables:
 
         numpy arrays and torch tensors are taken, and answered in kind. Raises InvalidIds.
         """
-        with self._readers.reading():
-            found = self._table(table)
-            checked = ids_array(ids, found.spec.num_rows)
-            out = np.empty((len(checked), found.spec.dim), found.spec.numpy_dtype)
-            found.pull(checked, out)
-        return like(out, ids)
+        checked = ids_array(ids, self._table(table).spec.num_rows)
+        return like(self.pull_together({table: checked})[table], ids)
 
     def pull_together(self, tables: Mapping[str, Ids]) -> dict[str, Rows]:
         """Read rows of several tables, all of one version: ids [N] of each -> rows [N, dim]."""

@@ -27,11 +27,11 @@ from geartrain.ams.values.scheduler_messages import (
     DescribeCluster,
     DescribeHolders,
     DescribeStreams,
+    JobWorker,
     Register,
     Registration,
     RenewStreams,
     ShardEntry,
-    StreamHolder,
     StreamHolders,
 )
 from geartrain.ams.values.shard_messages import (
@@ -75,7 +75,7 @@ def view(bucket_shards: Any) -> ClusterView:
         (SCHEDULER, CreateClusterTable(spec=SPEC, reuse=True, caller=CALLER)),
         (SCHEDULER, CreateClusterTable(spec=SPEC)),
         (SCHEDULER, CheckCaller(caller=CALLER)),
-        (SCHEDULER, RenewStreams(reader=StreamHolder("j", "w", 4), cursors={3: Cursor(1, 2), 0: Cursor(0, 0)})),
+        (SCHEDULER, RenewStreams(reader=JobWorker("j", "w", 4), cursors={3: Cursor(1, 2), 0: Cursor(0, 0)})),
         (GRAPH, WriteGraphs(snapshot_id="x", folder="/f", tables={"t": 9, "u": 0})),
         (GEAR, HandOver(name="n", process="p", accounts={"s": GearAccount(received=4, applied=4)})),
     ],

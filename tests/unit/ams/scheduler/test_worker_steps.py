@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from geartrain.ams.scheduler.worker_steps import WorkerSteps
 from geartrain.ams.values.errors import InvalidArgument, StaleClient
-from geartrain.ams.values.scheduler_messages import StepsDone, StepWorker
+from geartrain.ams.values.scheduler_messages import JobWorker, StepsDone
 
 LEASE = 10.0
 
@@ -23,8 +23,8 @@ class Clock:
         return self.now
 
 
-def worker(name: str, incarnation: int = 1) -> StepWorker:
-    return StepWorker("ctr", name, incarnation)
+def worker(name: str, incarnation: int = 1) -> JobWorker:
+    return JobWorker("ctr", name, incarnation)
 
 
 def started(clock: Clock) -> WorkerSteps:
@@ -97,7 +97,7 @@ def test_what_cannot_be_a_step_is_refused() -> None:
     with pytest.raises(InvalidArgument, match="worker 'a' has done -1 steps"):
         steps.tell(worker("a"), -1)
     with pytest.raises(InvalidArgument, match="job is ''"):
-        steps.tell(StepWorker("", "a", 1), None)
+        steps.tell(JobWorker("", "a", 1), None)
 
 
 def test_a_restarted_scheduler_says_nothing_of_the_slowest_that_is_not_sure() -> None:
