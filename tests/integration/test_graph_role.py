@@ -179,7 +179,7 @@ def test_somebody_else_can_cancel_a_build(
         assert json.loads(capsys.readouterr().out)["k"] == 4
 
 
-def test_damage_on_disk_is_named_and_an_empty_folder_is_enough_to_build_again(
+def test_damage_on_disk_is_named_and_built_again_and_a_folder_has_one_service(
     served: Callable[..., ServedCluster], tmp_path: Path
 ) -> None:
     address = served(1).address
@@ -187,16 +187,22 @@ def test_damage_on_disk_is_named_and_an_empty_folder_is_enough_to_build_again(
         with_faces(cluster)
         cluster.graph.build("faces", 5)
         neighbours = cluster.graph.load("faces")[0].neighbours
-    path = tmp_path / "a" / "state.lmdb"
+    (path,) = (tmp_path / "a" / "graphs").iterdir()
     data = bytearray(path.read_bytes())
-    data[data.index(neighbours[:200].tobytes()) + 100] ^= 1
+    data[-100] ^= 1
     path.write_bytes(bytes(data))
-    server = GraphServer(GraphConfig(listen="127.0.0.1:0", data=str(tmp_path / "a")), ConnectedCluster(address, QUICK))
-    with pytest.raises(StateDamaged, match=r"graph/faces/0/neighbours/000000.* move the folder away"):
-        server.start()
-    with graph_role(address, tmp_path / "b") as (_, graph), connected(address, graph) as cluster:
+    with graph_role(address, tmp_path / "a") as (_, graph), connected(address, graph) as cluster:
+        with pytest.raises(StateDamaged, match=rf"'faces': {path} is damaged"):
+            cluster.graph.load("faces")
+        assert cluster.graph.describe().graphs == ()
         cluster.graph.build("faces", 5)
         np.testing.assert_array_equal(cluster.graph.load("faces")[0].neighbours, neighbours)
+    with graph_role(address, tmp_path / "a"):
+        server = GraphServer(
+            GraphConfig(listen="127.0.0.1:0", data=str(tmp_path / "a")), ConnectedCluster(address, QUICK)
+        )
+        with pytest.raises(ConfigError, match="in use by another"):
+            server.start()
 
 
 def test_a_service_whose_graphs_take_long_to_load_is_there(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import wait as wait_for
@@ -16,10 +18,9 @@ from geartrain.ams.rpc.ping import PingHandler
 from geartrain.ams.rpc.server.binding import Call, Handlers, bind
 from geartrain.ams.rpc.server.server import GrpcServer
 from geartrain.ams.rpc.services import GRAPH
-from geartrain.ams.storage.kv.store import KeyValueStore
 from geartrain.ams.storage.snapshot.roots import SnapshotRoots, checked_snapshot_id
 from geartrain.ams.values.config import GraphConfig
-from geartrain.ams.values.errors import InvalidArgument, StateDamaged
+from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.graph_messages import (
     BuildGraph,
     BuildProgress,
@@ -123,7 +124,7 @@ class GraphServer:
         self._server: GrpcServer | None = None
         self._service: GraphService | None = None
         self._graphs: Graphs | None = None
-        self._store: KeyValueStore | None = None
+        self._folder_lock: int | None = None
         self._ended = threading.Event()
         self.end_reason: str | None = None
         """Why it ended by itself: it never does."""
@@ -131,7 +132,7 @@ class GraphServer:
     def start(self) -> str:
         """Bind and serve; return the address.
 
-        Raises ConfigError (the port or the data folder is in use), StateDamaged (names the key).
+        Raises ConfigError (the port or the data folder is in use).
         """
         try:
             return self._start()
@@ -144,15 +145,11 @@ class GraphServer:
         store = builds = None
         if config.data is not None:
             # Loaded only where it is wanted.
-            from geartrain.ams.storage.kv.lmdb_store import LmdbStore
+            from geartrain.ams.storage.kv.lmdb_file import lock_folder
 
-            try:
-                self._store = LmdbStore(config.data)
-            except StateDamaged as exc:
-                raise StateDamaged(
-                    f"{exc}. (Here are graphs alone, which can be built again: move the folder away)"
-                ) from exc
-            store, builds = GraphStore(self._store), Path(config.data) / "builds"
+            folder = Path(config.data)
+            self._folder_lock = lock_folder(folder, "end that one, or give another folder")
+            store, builds = GraphStore(folder / "graphs"), folder / "builds"
         self._graphs = Graphs(self._cluster, store=store, builds=builds, memory_bytes=config.memory_bytes)
         self._service = GraphService(self._graphs, self._roots)
         self._server = GrpcServer(config.listen, config.max_message_bytes, reflection=config.reflection)
@@ -175,9 +172,9 @@ class GraphServer:
             steps.append(lambda: server.stop(grace_seconds))
         if self._graphs is not None:
             steps.append(self._graphs.close)
-        if self._store is not None:
-            steps.append(self._store.close)
-        self._service = self._server = self._graphs = self._store = None
+        if self._folder_lock is not None:
+            steps.append(functools.partial(os.close, self._folder_lock))
+        self._service = self._server = self._graphs = self._folder_lock = None
         for step in steps:
             step()
         self._ended.set()

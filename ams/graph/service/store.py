@@ -1,8 +1,4 @@
-"""A table of neighbours on disk, versioned with the rows it was built from.
-
-Kept in a ``KeyValueStore`` of ``ams/storage/kv``: arrays in chunks under keys of their own (LMDB seals each
-with its XXH3 and names the one that is damaged), and a head that is written last, in one step with the removal of the
-older table. So a save that is cut short leaves the older table.
+"""Tables of neighbours on disk, a file each, versioned with the rows they were built from.
 
 Legend: C classes, P classes of a shard, k neighbours.
 """
@@ -10,23 +6,19 @@ Legend: C classes, P classes of a shard, k neighbours.
 from __future__ import annotations
 
 import dataclasses
-import json
-import re
-from collections.abc import Iterator, Mapping, Sequence
+import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import xxhash
 
 from geartrain.ams.graph.building.neighbours import NeighbourTable, id_dtype
-from geartrain.ams.storage.kv.store import REMEDY, KeyValueStore
-from geartrain.ams.values.errors import StateDamaged
+from geartrain.ams.storage.array_file import read_arrays, read_head, write_arrays
+from geartrain.ams.storage.durable import create_folders, sync_folder
+from geartrain.ams.values.errors import StateDamaged, StateFailed
 from geartrain.ams.values.placement import NUM_BUCKETS
-
-if TYPE_CHECKING:
-    from typing_extensions import Buffer
 
 __all__ = [
     "GraphSizes",
@@ -35,9 +27,7 @@ __all__ = [
     "graph_sizes",
 ]
 
-CHUNK_BYTES = 4 << 20
-_WRITE_BYTES = 64 << 20
-_ARRAYS = ("offsets", "neighbours")
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,124 +76,48 @@ def graph_sizes(num_classes: int, k: int, num_buckets: Sequence[int]) -> GraphSi
 
 
 class GraphStore:
-    """Tables of neighbours in a store, one for each class table. As thread-safe as the store is."""
+    """Tables of neighbours in a folder, one for each class table."""
 
-    def __init__(self, store: KeyValueStore) -> None:
-        self._store = store
+    def __init__(self, folder: Path) -> None:
+        create_folders(folder)
+        self._folder = folder
 
     def save(self, graph: NeighbourTable, version: RowsVersion) -> None:
-        """Keep a table in place of the one of the same class table, all or nothing.
-
-        Raises StateFailed; then the older one is as it was.
-        """
-        prefix = _prefix(version.table)
-        values = self._store.read_all()
-        older = _head(values, version.table)
-        generation = 0 if older is None else int(older["generation"]) + 1
-        arrays = {name: getattr(graph, name) for name in _ARRAYS}
-        head = {
-            "rows": dataclasses.asdict(version),
-            "k": graph.k,
-            "num_classes": graph.num_classes,
-            "generation": generation,
-            "arrays": {name: [array.dtype.str, len(array), _sum(array)] for name, array in arrays.items()},
-        }
-        kept = f"{prefix}{generation - 1}/"
-        leftover = [key for key in values if key.startswith(prefix) and not key.startswith((kept, f"{prefix}head"))]
-        for batch in _batches(arrays, f"{prefix}{generation}/", leftover):
-            self._store.write(batch)
-        gone: dict[str, bytes | None] = {key: None for key in values if key.startswith(kept)}
-        self._store.write({**gone, f"{prefix}head": json.dumps(head, sort_keys=True).encode()})
+        """Keep a table in place of the one of the same class table, all or nothing. Raises StateFailed."""
+        head = {"rows": dataclasses.asdict(version), "k": graph.k}
+        arrays = {"offsets": graph.offsets, "neighbours": graph.neighbours}
+        write_arrays(self._path(version.table), head, arrays, "free space there, or give another folder")
 
     def load(self, table: str) -> tuple[NeighbourTable, RowsVersion] | None:
-        """The table kept for a class table and the version of its rows; None if there is none.
-
-        Raises StateDamaged, naming the key.
-        """
-        values = self._store.read_all()
-        head = _head(values, table)
-        if head is None:
+        """The table kept for a class table and the version of its rows; None if there is none. Raises StateDamaged."""
+        try:
+            head, arrays = read_arrays(self._path(table))
+        except FileNotFoundError:
             return None
-        prefix = f"{_prefix(table)}{head['generation']}/"
-        offsets, neighbours = (_load_array(values, f"{prefix}{name}", *head["arrays"][name]) for name in _ARRAYS)
-        return NeighbourTable(offsets, neighbours, int(head["k"])), RowsVersion(**head["rows"])
+        except (OSError, StateDamaged) as exc:
+            raise StateDamaged(f"the graph of table {table!r}: {exc}; build it again") from exc
+        return NeighbourTable(arrays["offsets"], arrays["neighbours"], int(head["k"])), RowsVersion(**head["rows"])
 
     def tables(self) -> list[str]:
         """The class tables that something is kept for, sorted."""
-        heads = [json.loads(value) for key, value in self._store.read_all().items() if _is_head(key)]
-        return sorted(str(head["rows"]["table"]) for head in heads)
+        found = []
+        for path in self._folder.glob("*.graph"):
+            try:
+                found.append(str(read_head(path)["rows"]["table"]))
+            except (OSError, StateDamaged, LookupError) as exc:
+                _log.warning("%s is no graph that can be read: %r", path, exc)
+        return sorted(found)
 
     def remove(self, table: str) -> None:
         """Remove what is kept for a class table, if anything. Raises StateFailed."""
-        gone: dict[str, bytes | None] = {k: None for k in self._store.read_all() if k.startswith(_prefix(table))}
-        if gone:
-            self._store.write(gone)
+        try:
+            self._path(table).unlink(missing_ok=True)
+            sync_folder(self._folder)
+        except OSError as exc:
+            raise StateFailed(f"{self._path(table)} could not be removed: {exc.strerror}") from exc
 
-
-def _prefix(table: str) -> str:
-    """How the keys of a table begin: with its name where that is short and plain, else with a digest of it."""
-    is_plain = re.fullmatch(r"[\w.-]{1,100}", table, re.ASCII)
-    return f"graph/{table if is_plain else '~' + xxhash.xxh3_128_hexdigest(table.encode())}/"
-
-
-def _is_head(key: str) -> bool:
-    return key.startswith("graph/") and key.endswith("/head")
-
-
-def _head(values: Mapping[str, bytes], table: str) -> dict[str, Any] | None:
-    value = values.get(f"{_prefix(table)}head")
-    if value is None:
-        return None
-    head: dict[str, Any] = json.loads(value)
-    return head
-
-
-def _chunks(array: npt.NDArray[Any]) -> Iterator[Buffer]:
-    data = np.ascontiguousarray(array).view(np.uint8)
-    for start in range(0, len(data), CHUNK_BYTES):
-        yield data[start : start + CHUNK_BYTES].data
-
-
-def _sum(array: npt.NDArray[Any]) -> str:
-    seen = xxhash.xxh3_64()
-    for chunk in _chunks(array):
-        seen.update(chunk)
-    return seen.hexdigest()
-
-
-def _batches(
-    arrays: Mapping[str, npt.NDArray[Any]], prefix: str, leftover: Sequence[str]
-) -> Iterator[dict[str, bytes | None]]:
-    """Changes of at most 64 MiB each, so that no table is in memory twice. What a save left half done goes first."""
-    batch: dict[str, bytes | None] = dict.fromkeys(leftover)
-    if batch:
-        yield batch
-    batch, size = {}, 0
-    for name, array in arrays.items():
-        for number, chunk in enumerate(_chunks(array)):
-            batch[f"{prefix}{name}/{number:06d}"] = bytes(chunk)
-            size += CHUNK_BYTES
-            if size >= _WRITE_BYTES:
-                yield batch
-                batch, size = {}, 0
-    if batch:
-        yield batch
-
-
-def _load_array(values: Mapping[str, bytes], prefix: str, dtype: str, length: int, checksum: str) -> npt.NDArray[Any]:
-    array = np.empty(length, np.dtype(dtype))
-    data, at = array.view(np.uint8), 0
-    for number in range(-(-len(data) // CHUNK_BYTES)):
-        key = f"{prefix}/{number:06d}"
-        chunk, room = values.get(key), min(CHUNK_BYTES, len(data) - at)
-        if chunk is None or len(chunk) != room:
-            found = "missing" if chunk is None else f"of {len(chunk)} bytes instead of {room}"
-            raise StateDamaged(f"the graph's value of key {key!r} is {found}; build the graph again, or {REMEDY}")
-        data[at : at + room] = np.frombuffer(chunk, np.uint8)
-        at += room
-    if _sum(array) != checksum:
-        raise StateDamaged(f"the graph's values of keys {prefix}/… are of another graph; build it again, or {REMEDY}")
-    return array
+    def _path(self, table: str) -> Path:
+        return self._folder / f"{xxhash.xxh3_128_hexdigest(table.encode())}.graph"
 
 
 def _gib(size: int) -> str:

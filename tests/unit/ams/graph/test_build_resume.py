@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -68,33 +66,6 @@ def test_a_cancelled_build_goes_on_where_it_was(
     marks.clear()
     build(tmp_path / "other")
     assert whole_marks == len(marks)
-
-
-def test_a_killed_build_goes_on_where_it_was(tmp_path: Path) -> None:
-    script = f"""
-import os, signal, numpy as np
-from pathlib import Path
-from geartrain.ams.graph.building import builder
-builder.SAVE_SECONDS = 0.0
-seen = []
-def progress(done, total):
-    seen.append(done)
-    if len(seen) == 27:
-        os.kill(os.getpid(), signal.SIGKILL)
-rows = np.random.default_rng(7).standard_normal((1500, 16)).astype(np.float32)
-source, folder = builder.ArrayRows(rows), Path({str(tmp_path)!r})
-builder.build_neighbours(source, 5, memory_bytes={MEMORY}, resume=folder, progress=progress)
-"""
-    died = subprocess.run([sys.executable, "-c", script], timeout=120, check=False, capture_output=True, text=True)
-    assert died.returncode == -9, died.stderr
-    assert sorted(path.suffix for path in tmp_path.iterdir())[-1] == ".running"
-    with pytest.MonkeyPatch.context() as patch:
-        marks = computed(patch)
-        expected, _ = build(tmp_path / "whole")
-        total = len(marks)
-        found, _ = build(tmp_path)
-        assert len(marks) == total + total - 26  # the last step before the kill was not saved
-    assert found == expected
 
 
 def test_a_finished_build_is_found_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,6 @@ from geartrain.ams.graph.building.builder import ArrayRows, build_neighbours
 from geartrain.ams.graph.building.neighbours import NeighbourTable
 from geartrain.ams.graph.service.graphs import Build, Graphs
 from geartrain.ams.graph.service.store import GraphStore, RowsVersion
-from geartrain.ams.storage.kv.store import MemoryStore
 from geartrain.ams.storage.snapshot.folder import new_staging
 from geartrain.ams.values.errors import Cancelled, GraphNotFound
 from geartrain.ams.values.placement import even_placement
@@ -33,8 +32,8 @@ class SlowGraphs(Graphs):
 
 
 @pytest.fixture
-def graphs() -> Iterator[SlowGraphs]:
-    made = SlowGraphs(FakeCluster(), store=GraphStore(MemoryStore()))
+def graphs(tmp_path: Path) -> Iterator[SlowGraphs]:
+    made = SlowGraphs(FakeCluster(), store=GraphStore(tmp_path / "graphs"))
     made.may_keep, made.is_built = threading.Event(), threading.Event()
     made.may_keep.set()
     yield made
