@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from geartrain.ams.kernels.embedding import BadId, FeatureIds, Lookup
+from geartrain.ams.kernels.embedding import BadId, Lookup
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.specs import Ids, TableSpec
 from geartrain.bridge.embedding.field import table_specs
@@ -20,7 +20,7 @@ from geartrain.bridge.embedding.ids import batch_ids, ids_of_batch
 from geartrain.bridge.embedding.lookups import BatchRows, LookupCall, Vectors, pull
 from geartrain.bridge.embedding.modes import SSP, BoundedLead
 from geartrain.bridge.embedding.update import EmbeddingUpdate
-from geartrain.bridge.embedding.vectors import out_of_range, require_no_max_weights
+from geartrain.bridge.embedding.vectors import feature_ids, out_of_range, require_no_max_weights, weighted
 from geartrain.bridge.rows.ranks import SyncRanks
 from geartrain.bridge.rows.same_rows import identities_of, require_same_rows
 
@@ -88,12 +88,7 @@ class ClusterFields(GroupRows):
                     "where they are; detach() the weights, or give the field where='pull'"
                 )
         own = [(self._fields[number], given[number]) for number in self._order]
-        features = [
-            FeatureIds(
-                self._names.index(field.table_name), ids.values, ids.bags, ids.weights, field.pooling, field.padding_id
-            )
-            for field, ids in own
-        ]
+        features = [feature_ids(self._names.index(field.table_name), field, ids) for field, ids in own]
         threads, first = torch.get_num_threads(), 0
         try:
             lookup = Lookup(features[: self._num_pulled], [table.spec.num_rows for table in self._tables], threads)
@@ -123,10 +118,13 @@ class ClusterFields(GroupRows):
                     table, ids = next(all_ids)
                     part.note(place, hosted.ids_of(table) if hosted is not None and not len(ids) else ids)
             carriers = [part.row_update.carrier for part in self._parts]
-            found = Vectors.apply(call, device, *carriers, *call.weights)  # type: ignore[no-untyped-call]
+            found = Vectors.apply(call, device, *carriers)  # type: ignore[no-untyped-call]
         else:
             found = call.vectors(device, want_gradient=False)
-        in_order = dict(zip(self._order, found, strict=True))
+        in_order = {
+            number: weighted(self._fields[number], ids, vectors)
+            for number, ids, vectors in zip(self._order, given, found, strict=True)
+        }
         return [in_order[number] for number in sorted(self._order)]
 
 

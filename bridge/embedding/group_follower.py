@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from geartrain.ams.client.snapshots.follower import FollowedTables
-from geartrain.ams.kernels.embedding import BadId, FeatureIds, Lookup
+from geartrain.ams.kernels.embedding import BadId, Lookup
 from geartrain.ams.values.errors import InvalidArgument, SpecMismatch
 from geartrain.ams.values.text import quoted
 from geartrain.bridge.embedding.field import Field
 from geartrain.bridge.embedding.ids import batch_ids, ids_of_batch
-from geartrain.bridge.embedding.vectors import out_of_range, require_no_max_weights, shaped
+from geartrain.bridge.embedding.vectors import feature_ids, out_of_range, require_no_max_weights, shaped, weighted
 from geartrain.bridge.rows.eager import runs_eagerly
 from geartrain.bridge.rows.transfers import upload
 
@@ -74,14 +74,7 @@ class GroupFollower(nn.Module):
         """Look the ids of a batch up. Batch, vectors and errors are those of the group."""
         given = ids_of_batch(batch, [one.name for one in self.fields], batch_ids)
         features = [
-            FeatureIds(
-                self._tables.index(f"{self.name}/{field.table_name}"),
-                ids.values,
-                ids.bags,
-                ids.weights,
-                field.pooling,
-                field.padding_id,
-            )
+            feature_ids(self._tables.index(f"{self.name}/{field.table_name}"), field, ids)
             for field, ids in zip(self.fields, given, strict=True)
         ]
         for field, ids in zip(self.fields, given, strict=True):
@@ -99,7 +92,7 @@ class GroupFollower(nn.Module):
         lookup.pool(rows, out=out, keep_maxima=False)
         device = cast("Tensor", self._place).device
         return {
-            field.name: shaped(field, ids, upload(vectors, device))
+            field.name: shaped(field, ids, weighted(field, ids, upload(vectors, device)))
             for field, ids, vectors in zip(self.fields, given, out, strict=True)
         }
 

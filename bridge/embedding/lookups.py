@@ -130,28 +130,24 @@ class LookupCall:
         self._hosted = hosted
         self._lookup = lookup
         self._features = features
-        self._given = given
         self._rows = rows
         self._dims = [one.shape[1] for one in rows]
         self._pulled_at = pulled_at
         self._parts = parts
         self._moments = [part.row_update.moment for part in parts]
         self._num_samples = max((one.num_samples for one in given), default=0)
-        self.weights = [one.given_weights for one in given if one.given_weights is not None]
-        """Those that need a gradient."""
 
     def vectors(self, device: torch.device, *, want_gradient: bool) -> tuple[Tensor, ...]:
         """The vectors [V, D] of each feature, and of each hosted one, float32, on ``device``."""
         out = [np.empty((one.num_vectors, self._dims[one.table]), np.float32) for one in self._features]
         self._lookup.pool(self._rows, out=out, keep_maxima=want_gradient)
-        if not self.weights:
-            self._rows = ()  # none of them is needed again
+        self._rows = ()  # none of them is needed again
         if self._hosted is not None:
             out += self._hosted.vectors()
         return tuple(upload(one, device) for one in out)
 
-    def queue_row_gradients(self, upstream: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Add the gradients of the rows to their updates; return those of :attr:`weights`."""
+    def queue_row_gradients(self, upstream: Sequence[Tensor | None]) -> None:
+        """Add the gradients of the rows to their updates."""
         for part, moment in zip(self._parts, self._moments, strict=True):
             if part.row_update.moment != moment:
                 raise InvalidArgument(
@@ -159,18 +155,7 @@ class LookupCall:
                     "backward; look the ids up again"
                 )
             part.row_update.require_no_step()  # of all of them, before any takes something
-        gradients = [None if one is None else _host(one) for one in upstream]
-        self._add(gradients)
-        both = enumerate(zip(self._features, self._given, gradients, strict=False))  # hosted ones come behind them
-        return [
-            None
-            if gradient is None
-            else _weight_gradient(
-                feature, self._lookup.places_of(place), self._rows[feature.table], gradient, one.given_weights
-            )
-            for place, (feature, one, gradient) in both
-            if one.given_weights is not None
-        ]
+        self._add([None if one is None else _host(one) for one in upstream])
 
     def _add(self, every: Sequence[Floats | None]) -> None:
         gradients, of_bags = every[: len(self._features)], every[len(self._features) :]
@@ -230,54 +215,28 @@ def _squares_of(rows: Floats) -> float:
     return float(np.vdot(wide, wide))
 
 
-def _weight_gradient(
-    feature: FeatureIds,
-    places: npt.NDArray[np.int32],
-    rows: npt.NDArray[Any],
-    gradient: Floats,
-    given: Tensor,
-) -> Tensor:
-    """∂/∂w of Σ w·x, Σ w·x / Σ w and Σ w·x / √Σ w², along ``gradient`` [V, D]; 0 for padding."""
-    weights = np.asarray(feature.weights, np.float64)
-    counts = feature.bags if isinstance(feature.bags, int) else np.diff(feature.bags)
-    num_bags = len(weights) if feature.pooling is None else len(gradient)
-    bag = np.arange(len(weights)) if feature.pooling is None else np.repeat(np.arange(num_bags), counts)
-    is_there = places >= 0
-    values = (
-        rows[np.where(is_there, places, 0)].astype(np.float64) if len(rows) else np.zeros((len(places), rows.shape[1]))
-    )
-    along = np.einsum("nd,nd->n", values, gradient[bag].astype(np.float64)) * is_there  # of each x
-    if feature.pooling in ("mean", "sqrtn"):
-        by = weights * is_there if feature.pooling == "sqrtn" else is_there.astype(np.float64)
-        sums = np.bincount(bag, weights * (by if feature.pooling == "sqrtn" else is_there), num_bags)
-        pooled = np.bincount(bag, weights * along, num_bags)  # of Σ w·x
-        with np.errstate(divide="ignore", invalid="ignore"):
-            if feature.pooling == "mean":
-                along = along / sums[bag] - (pooled / sums**2)[bag] * by
-            else:
-                along = along / np.sqrt(sums)[bag] - (pooled / sums**1.5)[bag] * by
-        along = np.where(is_there & (sums[bag] != 0), along, 0.0)
-    return torch.from_numpy(along).to(given)
-
-
 class Vectors(torch.autograd.Function):
     """Vectors of all features; backward queues the row gradients."""
 
     @staticmethod
-    def forward(ctx: Any, call: LookupCall, device: torch.device, *joined: Tensor) -> tuple[Tensor, ...]:
-        """``joined`` are carriers and weights, there so that the vectors need a gradient."""
-        ctx.call = call
-        ctx.num_carriers = len(joined) - len(call.weights)
+    def forward(ctx: Any, call: LookupCall, device: torch.device, *carriers: Tensor) -> tuple[Tensor, ...]:
+        """``carriers`` are there so that the vectors need a gradient."""
+        ctx.call, ctx.num_carriers = call, len(carriers)
         ctx.set_materialize_grads(False)
         return call.vectors(device, want_gradient=True)
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Queue the row gradients; return those of the weights."""
-        if torch.is_grad_enabled():  # by create_graph=True: the gradient would silently count as a constant
-            raise InvalidArgument(
-                "embeddings have no second derivatives: create_graph=True cannot go through their rows; take the "
-                "gradient without it"
-            )
-        weights = ctx.call.queue_row_gradients(upstream)
-        return (None, None, *[None] * ctx.num_carriers, *weights)
+        """Queue the row gradients."""
+        require_first_derivative()
+        ctx.call.queue_row_gradients(upstream)
+        return (None, None, *[None] * ctx.num_carriers)
+
+
+def require_first_derivative() -> None:
+    """Raise InvalidArgument within a backward pass by create_graph=True: the gradient would count as a constant."""
+    if torch.is_grad_enabled():
+        raise InvalidArgument(
+            "embeddings have no second derivatives: create_graph=True cannot go through their rows; take the "
+            "gradient without it"
+        )

@@ -29,6 +29,7 @@ from geartrain.bridge.collectives.communicator import Communicator
 from geartrain.bridge.embedding.field import Field, table_specs
 from geartrain.bridge.embedding.group_rows import GroupRows, GroupSettings, TableKeeper, TrainedTables, by_optimizer
 from geartrain.bridge.embedding.ids import TensorIds, ids_of_batch, tensor_ids
+from geartrain.bridge.embedding.lookups import require_first_derivative
 from geartrain.bridge.embedding.modes import SSP
 from geartrain.bridge.embedding.vectors import (
     bag_of_each,
@@ -287,11 +288,7 @@ class _Vectors(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[None, ...]:
-        if torch.is_grad_enabled():  # by create_graph=True: the gradient would silently count as a constant
-            raise InvalidArgument(
-                "embeddings have no second derivatives: create_graph=True cannot go through their rows; take the "
-                "gradient without it"
-            )
+        require_first_derivative()
         ctx.call.queue_row_gradients(upstream)
         return (None, *[None] * ctx.num_carriers)
 

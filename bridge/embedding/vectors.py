@@ -16,7 +16,7 @@ from torch import Tensor
 from geartrain.ams.kernels.embedding import FeatureIds
 from geartrain.ams.values.errors import InvalidArgument, InvalidIds
 from geartrain.bridge.embedding.field import Field
-from geartrain.bridge.embedding.ids import FieldIds
+from geartrain.bridge.embedding.ids import BatchIds, FieldIds
 from geartrain.bridge.embedding.levels import jagged_tensor
 
 
@@ -122,3 +122,18 @@ def pooling_factors(field: Field, num_bags: int, bag_N: Tensor, weights_N: Tenso
     is_none = totals_B == 0
     by_B = torch.where(is_none, 1.0, totals_B)
     return torch.where(is_none, 0.0, 1.0 / (by_B if field.pooling == "mean" else by_B.sqrt()))
+
+
+def feature_ids(table: int, field: Field, ids: BatchIds) -> FeatureIds:
+    """What compiled code looks up: pooled, or each id by itself where :func:`weighted` is to pool the vectors."""
+    if ids.given_weights is not None:
+        return FeatureIds(table, ids.values, ids.bags, None, None, field.padding_id)
+    return FeatureIds(table, ids.values, ids.bags, ids.weights, field.pooling, field.padding_id)
+
+
+def weighted(field: Field, ids: FieldIds, vectors: Tensor) -> Tensor:
+    """The vectors of a field, pooled here in tensor operations where the weights need a gradient."""
+    if ids.given_weights is None:
+        return vectors
+    counted = counted_places(field, ids).to(vectors.device)
+    return pooled(field, ids, vectors[counted], counted)

@@ -27,27 +27,6 @@ class PushSettings(TypedDict):
     group: SyncGroup | None
 
 
-class PushWriter(Protocol):
-    """Makes pushes one after the other, each applied once."""
-
-    def prepare(
-        self, ids: Ids, gradients: npt.NDArray[Any], *, goes_on: bool = False, known_finite: bool = False
-    ) -> None:
-        """Settle the last push, then check and number that of the gradients [N, D] of distinct ids [N].
-
-        ``goes_on``: more pushes of the same step follow. ``known_finite``: none of them need be looked for.
-        """
-
-    def prepare_write(self, make: Callable[[PushSettings], HeadWrite]) -> None:
-        """:meth:`prepare` a write made of these settings instead."""
-
-    def send_behind(self) -> None:
-        """Begin to send the prepared push in the background."""
-
-    def settle(self) -> None:
-        """Return once the prepared push is applied; after an error it is still prepared, to be sent again."""
-
-
 class RowGradient(CollectedGradient, Protocol):
     """Those of rows in a cluster."""
 
@@ -75,7 +54,7 @@ class RowUpdate(PendingUpdate[RowGradient]):
         super().__init__()
         self.table = table
         self.ranks = ranks
-        self._writer: _PushWriter | None = None
+        self._writer: PushWriter | None = None
 
     def apply(self, optimizer: RowOptimizerSpec) -> None:
         """Push what is pending to be applied by ``optimizer``, then forget it.
@@ -99,10 +78,10 @@ class RowUpdate(PendingUpdate[RowGradient]):
             return () if writer.table_write is None else (writer.table_write,)
 
     @contextmanager
-    def _writing(self, optimizer: RowOptimizerSpec) -> Iterator[_PushWriter]:
+    def _writing(self, optimizer: RowOptimizerSpec) -> Iterator[PushWriter]:
         """What makes the pushes of this step."""
         if self._writer is None:
-            self._writer = _PushWriter(self.table, self.ranks, optimizer, float(self._factor()), self._samples)
+            self._writer = PushWriter(self.table, self.ranks, optimizer, float(self._factor()), self._samples)
         try:
             yield self._writer
         except BaseException:
@@ -125,8 +104,8 @@ class RowUpdate(PendingUpdate[RowGradient]):
         super().discard()
 
 
-class _PushWriter:
-    """The pushes of one step; implements :class:`PushWriter`."""
+class PushWriter:
+    """The pushes of one step, one after the other, each applied once."""
 
     def __init__(
         self, table: HeadTable, ranks: SyncRanks | None, optimizer: RowOptimizerSpec, scale: float, samples: int
@@ -147,6 +126,11 @@ class _PushWriter:
     def prepare(
         self, ids: Ids, gradients: npt.NDArray[Any], *, goes_on: bool = False, known_finite: bool = False
     ) -> None:
+        """Settle the last push, then check and number that of the gradients [N, D] of distinct ids [N].
+
+        ``goes_on``: more pushes of the same step follow. ``known_finite``: none of them need be looked for.
+        """
+
         def make(settings: PushSettings) -> HeadWrite:
             self.table_write = self._table.prepare_push(
                 ids, gradients, **settings, step_goes_on=goes_on, known_finite=known_finite
@@ -169,10 +153,12 @@ class _PushWriter:
         self.begun = True
 
     def send_behind(self) -> None:
+        """Begin to send the prepared push in the background."""
         if self._write is not None:
             self._sending = self._background.submit(self._write.send)
 
     def settle(self) -> None:
+        """Return once the prepared push is applied; after an error it is still prepared, to be sent again."""
         if self._write is None:
             return
         sending, self._sending = self._sending, None
@@ -185,6 +171,7 @@ class _PushWriter:
             self._ranks.sequence += 1
 
     def abandon(self) -> None:
+        """Give up what was not sent."""
         if self._sending is not None:
             wait([self._sending])
         if self._write is not None:

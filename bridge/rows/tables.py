@@ -134,7 +134,7 @@ class HeadCluster(Protocol):
         dtype: Any = "float32",
         slot_dtype: Any = "float32",
         reuse: bool = False,
-    ) -> Any:
+    ) -> HeadTable:
         """Make a table, or open an equal one with ``reuse``."""
 
 

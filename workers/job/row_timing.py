@@ -148,6 +148,9 @@ class _TimedTableWrite(_TimedWrite):
     def is_sent(self) -> bool:
         return self._table_write.is_sent
 
+    def announce(self) -> None:
+        self._table_write.announce()
+
     def send_with(self, others: Sequence[Any]) -> None:
         plain = [one._table_write if isinstance(one, _TimedTableWrite) else one for one in others]
         with self._times.pushing():

@@ -68,7 +68,7 @@ class ClusterBackend(ABC):
         self.peers = ranks = SyncRanks(settings.name, group) if joined else None
 
         def create(reuse: bool) -> HeadTable:
-            return cast(HeadTable, cluster.create_table(settings.name, **settings.table(), reuse=reuse))
+            return cluster.create_table(settings.name, **settings.table(), reuse=reuse)
 
         reuse = settings.reuse
         self.table: HeadTable = (
