@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
 
+from geartrain.ams.kernels.engine import Engine
 from geartrain.ams.server.tables import ShardTable, ShardTables
 from geartrain.ams.tables.expiry import expire_block
 from geartrain.ams.tables.row_table import TableClock
@@ -46,9 +46,9 @@ class ExpirySchedule:
     again, or somebody asks for it.
     """
 
-    def __init__(self, tables: ShardTables, check_lease: Callable[[], None]) -> None:
+    def __init__(self, tables: ShardTables, engine: Engine) -> None:
         self._tables = tables
-        self._check_lease = check_lease
+        self._engine = engine
 
     def next_deadline(self) -> float | None:
         """When to call :meth:`look`, on any clock: at once, or None: nothing is to be done."""
@@ -67,18 +67,15 @@ class ExpirySchedule:
             served.expiry_step = served.expiry_seconds = _NEVER
         under_way = table.expiry_pass
         try:
-            self._check_lease()
-            found = expire_block(table.rows, expiry, under_way.position, under_way.clock, dry_run=under_way.only_counts)
+            found = self._block(table, expiry, under_way.position, under_way.clock, dry_run=under_way.only_counts)
             under_way.position = found.position
             under_way.looked_at += found.looked_at
             under_way.found += found.expired
-            if not under_way.only_counts:
-                _count(table, found)
-            elif found.position < 0 and 2 * under_way.found <= under_way.looked_at:
+            if found.position < 0 and under_way.only_counts and 2 * under_way.found <= under_way.looked_at:
                 table.expiry_doubtful = False
                 table.expiry_pass = ExpiryPass(under_way.clock, only_counts=False)
                 return
-            elif found.position < 0:
+            if found.position < 0 and under_way.only_counts:
                 logger.warning(
                     "table %r: the clock that pushes said leapt, and its expiry would take %d of %d rows here at once; "
                     "none goes before most were pushed again, or 'geartrain table expire %s' takes them",
@@ -107,11 +104,20 @@ class ExpirySchedule:
         if request.position < 0:
             raise InvalidArgument(f"position is {request.position}; it must be 0, or what the last reply said")
         expiry.require_usable()
-        self._check_lease()
-        found = expire_block(table.rows, expiry, request.position, table.rows.clock, dry_run=request.dry_run)
+        found = self._block(table, expiry, request.position, table.rows.clock, dry_run=request.dry_run)
         if not request.dry_run:
-            _count(table, found)
             table.expiry_doubtful &= found.position >= 0 or expiry != table.spec.expiry
+        return found
+
+    def _block(self, table: ShardTable, expiry: Expiry, position: int, clock: TableClock, *, dry_run: bool) -> Expired:
+        found = Expired(position=-1)
+
+        def apply() -> int:
+            nonlocal found
+            found = expire_block(table.rows, expiry, position, clock, dry_run=dry_run)
+            return 0 if dry_run else found.expired
+
+        table.expired += self._engine.expire(table.spec.name, apply)
         return found
 
 
@@ -122,9 +128,3 @@ def _is_leap(expiry: Expiry, leap: TableClock) -> bool:
 
 def _wants(table: ShardTable) -> bool:
     return table.is_open and not table.rows.torn and (table.expiry_pass is not None or table.rows.served.is_expiry_due)
-
-
-def _count(table: ShardTable, found: Expired) -> None:
-    if found.expired:
-        table.expired += found.expired
-        table.writes += 1

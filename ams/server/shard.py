@@ -12,8 +12,9 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import MappingProxyType
+from typing import Any
 
-from geartrain.ams.kernels.engine import CompletedWrites, Engine, Lease, SyncGroups, Waiter
+from geartrain.ams.kernels.engine import CompletedWrites, Engine, Kind, Lease, SyncGroups, Waiter
 from geartrain.ams.observe import failpoints
 from geartrain.ams.programs.hosted import HostedModels
 from geartrain.ams.server import row_requests
@@ -23,7 +24,7 @@ from geartrain.ams.server.freeze.marks import clocks_of, held_marks, steps_of
 from geartrain.ams.server.freeze.restore import Restores
 from geartrain.ams.server.hosting import Hosting, joint_update
 from geartrain.ams.server.single_writer import QueuedRequest, SingleWriter, as_ours, pass_on
-from geartrain.ams.server.tables import ShardTable, ShardTables
+from geartrain.ams.server.tables import ShardTables
 from geartrain.ams.values.errors import (
     GeartrainError,
     InternalError,
@@ -116,7 +117,7 @@ class Shard:
         self._clock = clock
         self._started = clock()
         self._tables = ShardTables(shard, owned_buckets, threads, self.engine)
-        self._expiry = ExpirySchedule(self._tables, self.check_lease)
+        self._expiry = ExpirySchedule(self._tables, self.engine)
         self._hosting = Hosting(models, owned_buckets, threads)
         self._files = ThreadPoolExecutor(1, thread_name_prefix=f"shard-{shard}-files")
         self._freezes = Freezes(shard, freeze_lease_seconds, clock, self._files)
@@ -234,7 +235,7 @@ class Shard:
         with self.engine.turn:
             error = ShardUnavailable(f"shard {self.shard} was shut down before its sync group met")
             for name in self._tables.names:
-                self._fail_waiting(name, error)
+                self.engine.fail_waiting(name, error)
             for snapshot_id in self._freezes.snapshots:
                 self._freezes.end(snapshot_id, kept=False)
             self.engine.end()
@@ -247,7 +248,7 @@ class Shard:
         self.engine.fail(str(error))
         with self.engine.turn:
             for name in self._tables.names:
-                self._fail_waiting(name, error)
+                self.engine.fail_waiting(name, error)
 
     # Everything below runs on the thread that has the turn.
 
@@ -256,8 +257,7 @@ class Shard:
         return min((one for one in deadlines if one is not None), default=None)
 
     def _expire(self) -> None:
-        for context, error in self._groups.expire():
-            self._completed_writes.failed(context, error)
+        self.engine.expire_groups()
         self._freezes.end_silent()
         self._expiry.look()
 
@@ -267,9 +267,11 @@ class Shard:
             return
         self.check_fence(call.context)
         if isinstance(request := call.request, UpdateHosted):
-            self._write(call, request.table, lambda table: self._update_hosted(call.context, request, table))
+            self._update_hosted(call, request)
         elif isinstance(request, Remove):
-            self._write(call, request.table, lambda table: self._remove(table, request))
+            self._write(
+                call, request.table, Kind.remove, lambda: self._tables.find(request.table).rows.remove(request.ids)
+            )
         elif isinstance(call.request, WriteFrozen | Restore):
             self._completed_writes.require_current(call.context)
             pass_on(self._begin_files(call.request), call.future)
@@ -315,82 +317,51 @@ class Shard:
                 self._freezes.end(request.snapshot_id, kept=request.kept)
                 return Done()
             case Fence():
-                return self._fence(request)
+                self.engine.fence(request.job, request.incarnation, request.forget)
+                return Done()
             case Expire():
                 self._completed_writes.require_current(context)
                 return self._expiry.command(self._tables.open(request.table, context), request)
             case _:
                 raise InternalError(f"shard {self.shard} has no answer to {type(request).__name__}")
 
-    def _write(self, call: QueuedRequest, name: str, apply: Callable[[ShardTable], int | None]) -> None:
-        """As the engine makes a write: once. ``apply`` returns the rows created, or None: others will complete it."""
-        if (present := self._tables.get(name)) is not None:
-            # Not even as a repetition: the rows of the write it repeats are gone.
-            present.rows.served.require_open(call.context.table_incarnation)
-        if not self._completed_writes.admit(call.context, call.future):
-            return
-        try:
-            table = self._tables.find(name)
-            failpoints.reach("shard.apply.before")
-            created = apply(table)
-            if created is None:
-                return
-            failpoints.reach("shard.apply.after")
-            table.writes += 1
-        except BaseException as error:
-            self._completed_writes.failed(call.context, as_ours(error, self._name))
-            return
-        self._completed_writes.applied(call.context, Done(created=created), name)
+    def _update_hosted(self, call: QueuedRequest, update: UpdateHosted) -> None:
+        _check_settings(update)
 
-    def _remove(self, table: ShardTable, request: Remove) -> int:
-        self.check_lease()
-        return table.rows.remove(request.ids)
+        def apply(update: UpdateHosted) -> int:
+            return self._hosting.update(self._tables.find(update.table).rows, update, self.check_lease)
 
-    def _update_hosted(self, context: CallContext, request: UpdateHosted, table: ShardTable) -> int | None:
-        _check_settings(request)
-        if request.group is not None:
-            self._update_jointly(context, request, table)
-            return None
-        return self._hosting.update(table.rows, request, self.check_lease)
+        if update.group is None:
+            self._write(call, update.table, Kind.hosted, lambda: apply(update))
+        else:
+            joint = self._told(lambda updates: apply(joint_update(updates)))
+            self.engine.update_jointly(call.context, update, call.future, joint)
 
-    def _update_jointly(self, context: CallContext, update: UpdateHosted, table: ShardTable) -> None:
-        if self._groups.is_applied(update):
-            self._completed_writes.applied(context, Done(duplicate=True), update.table)
-            return
-        replaced, callers = self._groups.join(context, update)
-        if replaced is not None:  # or its caller, if it still lives, would ask for its reply for ever
-            self._completed_writes.failed(*replaced)
-        if not callers:
-            return
-        try:
-            joint = joint_update(self._groups.updates(update))
-            created = self._hosting.update(table.rows, joint, self.check_lease)
-            failpoints.reach("shard.apply.after")
-        except BaseException as error:
-            self._groups.abandon(update)
-            for caller in callers:
-                self._completed_writes.failed(caller, as_ours(error, self._name))
-            return
-        table.writes += 1
-        self._groups.complete(update)
-        for caller in callers:
-            self._completed_writes.applied(caller, Done(created=created), update.table)
+    def _write(self, call: QueuedRequest, table: str, kind: Kind, apply: Callable[[], int]) -> None:
+        """Let the engine do a write: once. ``apply`` returns the rows that came or went."""
+        self.engine.write(call.context, table, kind, call.future, self._told(apply))
+
+    def _told(self, apply: Callable[..., int]) -> Callable[..., int]:
+        """``apply`` for the engine: it takes our errors, as callers are to get them."""
+
+        def told(*arguments: Any) -> int:
+            try:
+                return apply(*arguments)
+            except BaseException as error:
+                raise as_ours(error, self._name) from None
+
+        return told
 
     def _drop(self, name: str, incarnation: int) -> Done:
         table = self._tables.get(name)
         if table is not None and incarnation not in (0, table.spec.incarnation):
             return Done(duplicate=True)
-        self._fail_waiting(name, self._tables.not_found(name))
+        self.engine.fail_waiting(name, self._tables.not_found(name))
         if not self._tables.remove(name):
             return Done(duplicate=True)
         self._completed_writes.dropped(name)
         self._freezes.end_of_table(name)  # whoever took it may be gone, and its rows would be held for good
         return Done()
-
-    def _fail_waiting(self, table: str, error: GeartrainError) -> None:
-        """Forget the sync groups of a table; tell the ranks that wait there."""
-        for context in self._groups.drop_table(table):
-            self._completed_writes.failed(context, error)
 
     def _freeze(self, request: Freeze) -> Done:
         if self._freezes.renewed(request):
@@ -407,14 +378,6 @@ class Shard:
         writes = {name: table.all_writes for name, table in tables.items()}
         marks = held_marks(self._completed_writes, self._groups, rows, steps_of(rows), writes, clocks_of(rows))
         return self._freezes.begin(request, rows, marks)
-
-    def _fence(self, fence: Fence) -> Done:
-        self._completed_writes.fence(fence.job, fence.incarnation, forget=False)
-        for context, error in self._groups.fence(fence.job, fence.incarnation, forget=fence.forget):
-            self._completed_writes.failed(context, error)
-        if fence.forget:
-            self._completed_writes.fence(fence.job, fence.incarnation, forget=True)
-        return Done()
 
     def _describe(self) -> ShardState:
         return ShardState(

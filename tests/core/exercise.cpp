@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "engine/engine.hpp"
+#include "bindings/conversions.hpp"
 #include "bindings/module.hpp"
 #include "toy_handler.hpp"
 
@@ -83,9 +84,19 @@ nb::tuple exercise(Engine& engine, const std::string& table, const IdArray& ids,
 }  // namespace
 
 void bind_frames(nb::module_& m);
+void bind_groups(nb::module_& m);
 
 void bind_test_helpers(nb::module_& m) {
   bind_frames(m);
+  bind_groups(m);
+  // Calls told(kind, table, rows, evicted) of every write that leaves the engine.
+  m.def("observe_writes", [](Engine& engine, nb::callable told) {
+    engine.observe([held = kept(std::move(told))](const RowChange& change) {
+      const WithInterpreter interpreter;
+      constexpr const char* kinds[] = {"push", "assign", "remove", "expire", "hosted"};
+      (*held)(kinds[static_cast<int>(change.kind)], change.table, change.rows, change.evicted);
+    });
+  });
   nb::class_<ToyHandler, Handler>(m, "ToyHandler")
       .def(nb::init<>())
       .def("await_held", &ToyHandler::await_held, nb::arg("seconds"), nb::call_guard<WithoutInterpreter>())

@@ -1,4 +1,5 @@
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 
 #include <string>
@@ -88,16 +89,6 @@ SyncGroup group_of(nb::handle group) {
           .sample_count = number_of(group, GEARTRAIN_NAME("sample_count"))};
 }
 
-Done done_of(nb::handle done) { return {number_of(done, GEARTRAIN_NAME("created")), nb::cast<bool>(nb::getattr(done, GEARTRAIN_NAME("duplicate")))}; }
-
-nb::object python_of(const CallContext& context) {
-  return of_messages("CallContext")(
-      nb::arg("stream") = text_of(context.stream), nb::arg("incarnation") = context.incarnation,
-      nb::arg("sequence") = context.sequence, nb::arg("oldest_unacknowledged") = context.oldest_unacknowledged,
-      nb::arg("shard_incarnation") = context.shard_incarnation, nb::arg("cluster_version") = context.cluster_version,
-      nb::arg("table_incarnation") = context.table_incarnation);
-}
-
 nb::object python_of(const Done& done) {
   return done_class()(nb::arg("created") = done.created, nb::arg("duplicate") = done.duplicate);
 }
@@ -161,6 +152,48 @@ Clock clock_of(nb::object clock, double (*native)()) {
     const WithInterpreter interpreter;
     return nb::cast<double>((*held)());
   };
+}
+
+size_t HostedUpdate::bytes() const {
+  const WithInterpreter interpreter;
+  size_t sum = 0;
+  for (const nb::handle inputs : update_->attr("inputs"))
+    for (const nb::handle array : inputs.attr("arrays").attr("values")()) sum += nb::cast<size_t>(array.attr("nbytes"));
+  return sum;
+}
+
+Fingerprint HostedUpdate::fingerprint(Fingerprint begin) const {
+  const WithInterpreter interpreter;
+  const nb::callable sorted = nb::module_::import_("builtins").attr("sorted");
+  Fingerprint seen = begin;
+  for (const nb::handle inputs : update_->attr("inputs")) {
+    const nb::object arrays = inputs.attr("arrays"), names = sorted(arrays);
+    nb::list told;
+    told.append(update_->attr("model"));
+    told.append(sorted(inputs.attr("settings").attr("items")()));
+    for (const char* number : {"seed", "step", "weight"}) told.append(inputs.attr(number));
+    for (const nb::handle name : names)
+      told.append(nb::make_tuple(name, arrays[name].attr("dtype").attr("name"), arrays[name].attr("shape")));
+    const nb::str text = nb::repr(told);
+    seen = murmur3(text.c_str(), static_cast<size_t>(nb::len(text.attr("encode")())), seen);
+    for (const nb::handle name : names) {
+      const auto array = nb::cast<nb::ndarray<nb::ro, nb::c_contig, nb::device::cpu>>(arrays[name]);
+      seen = geartrain::fingerprint(array.data(), array.nbytes(), seen);
+    }
+  }
+  return seen;
+}
+
+RankWrite rank_write_of(nb::object update) {
+  RankWrite write;
+  PushRequest& push = write.push;
+  push.group = group_of(update.attr("group"));
+  push.lr = nb::cast<std::optional<double>>(update.attr("lr"));
+  push.scale = nb::cast<double>(update.attr("scale"));
+  push.step_goes_on = nb::cast<bool>(update.attr("step_goes_on"));
+  push.scalars = scalars_of(update.attr("optimizer_scalars"));
+  write.hosted = std::make_shared<HostedUpdate>(std::move(update));
+  return write;
 }
 
 void bind_fault(nb::module_&) {

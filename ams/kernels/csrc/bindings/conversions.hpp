@@ -8,6 +8,7 @@
 #include "base/clock.hpp"
 #include "calls/call.hpp"
 #include "bindings/module.hpp"
+#include "writes/rank_write.hpp"
 
 namespace geartrain {
 
@@ -24,12 +25,24 @@ SyncGroup group_of(nb::handle group);
 Scalars scalars_of(nb::handle numbers);  // a mapping
 // Of a push of `count` ids, or None: nothing is said. Its occurrences stay those of `batch`.
 BatchFacts batch_of(nb::handle batch, size_t count);
-Done done_of(nb::handle done);
-nb::object python_of(const CallContext& context);
 nb::object python_of(const Done& done);
 
 // Keeps an object alive, and may be destroyed on any thread, with or without the interpreter lock.
 std::shared_ptr<nb::object> kept(nb::object object);
+
+// The inputs of an UpdateHosted of ams/values/shard_messages.py.
+class HostedUpdate : public HostedWrite {
+ public:
+  explicit HostedUpdate(nb::object update) : update_(kept(std::move(update))) {}
+  const nb::object& update() const { return *update_; }
+  size_t bytes() const override;
+  Fingerprint fingerprint(Fingerprint begin) const override;
+
+ private:
+  std::shared_ptr<nb::object> update_;
+};
+// One rank's part of it. Throws Faults.
+RankWrite rank_write_of(nb::object update);
 
 // Settles a concurrent.futures.Future with Done or an error.
 Completion completion_of(nb::object future);

@@ -201,6 +201,31 @@ nb::any assign(Engine& engine, nb::handle context, const std::string& table, con
 }
 
 
+// What Python raises is the fault that the write ends with.
+template <class... Arguments>
+int64_t call_of(const nb::callable& apply, const Arguments&... arguments) {
+  try {
+    return nb::cast<int64_t>(apply(arguments...));
+  } catch (nb::python_error& error) {
+    throw fault_of(error.value());
+  }
+}
+
+void write(Engine& engine, nb::handle context, const std::string& table, RowChange::Kind kind, nb::object future, const nb::callable& apply) {
+  engine.write(context_of(context), table, kind, completion_of(std::move(future)), [&] { return call_of(apply); });
+}
+
+void update_jointly(Engine& engine, nb::handle context, nb::object update, nb::object future, const nb::callable& apply) {
+  const std::string table = nb::cast<std::string>(update.attr("table"));
+  engine.update_jointly(context_of(context), table, rank_write_of(std::move(update)), completion_of(std::move(future)),
+                        [&](const Engine::Parts& parts) {
+                          if (!are_hosted(table, parts)) throw std::logic_error("the parts are pushes");
+                          nb::list updates;
+                          for (const RankWrite* part : parts) updates.append(dynamic_cast<const HostedUpdate&>(*part->hosted).update());
+                          return call_of(apply, updates);
+                        });
+}
+
 // Never away: one thread may have several places, and waits for them in their order.
 void wait(Turn::Place& place) {
   const WithoutInterpreter release;
@@ -245,6 +270,7 @@ void bind_engine(nb::module_& m) {
         const auto end = std::find_if(all.rbegin(), all.rend(), [](int64_t count) { return count != 0; }).base();
         return std::vector<int64_t>(all.begin(), end);
       });
+  nb::enum_<RowChange::Kind>(m, "Kind").value("remove", RowChange::Kind::remove).value("hosted", RowChange::Kind::hosted);
   nb::class_<Alarm>(m, "Alarm")
       .def_prop_rw("at", &Alarm::at, &Alarm::set)
       .def("note", &Alarm::note, nb::arg("deadline").none())
@@ -269,6 +295,18 @@ void bind_engine(nb::module_& m) {
            nb::arg("batch").none(), nb::arg("ids_are_distinct"), nb::arg("waiter").none(), nb::arg("has_turn"))
       .def("assign", &assign, nb::arg("context"), nb::arg("table"), nb::arg("ids").noconvert(), nb::arg("rows").noconvert(),
            nb::arg("dtype_code"), nb::arg("ids_are_distinct"), nb::arg("waiter").none(), nb::arg("has_turn"))
+      .def("write", &write, nb::arg("context"), nb::arg("table"), nb::arg("kind"), nb::arg("future"), nb::arg("apply"))
+      .def("update_jointly", &update_jointly, nb::arg("context"), nb::arg("update"), nb::arg("future"), nb::arg("apply"))
+      .def("expire",
+           [](Engine& engine, const std::string& table, nb::callable apply) {
+             return engine.expire(table, [&] { return nb::cast<int64_t>(apply()); });
+           },
+           nb::arg("table"), nb::arg("apply"))
+      .def("expire_groups", &Engine::expire_groups)
+      .def("fence", &Engine::fence, nb::arg("job"), nb::arg("incarnation"), nb::arg("forget"))
+      .def("fail_waiting",
+           [](Engine& engine, const std::string& table, nb::handle error) { engine.fail_waiting(table, fault_of(error)); },
+           nb::arg("table"), nb::arg("error"))
       .def("close", &Engine::close)
       .def("end", &Engine::end)
       .def("fail", &Engine::fail, nb::arg("reason"))

@@ -204,13 +204,56 @@ void Engine::write(const CallContext& context, const std::string& name, const Co
   if (done) completed_writes_->applied(context, *done, name);
 }
 
-template <class Apply>
-Done Engine::applied(ServedTable& table, const Apply& apply) {
+// Calls change(), which changes rows and returns how many came or went.
+template <class Change>
+int64_t Engine::changed(const Change& change) {
   check_lease();
-  const int64_t created = apply();
+  const int64_t rows = change();
   failpoint("shard.apply.after");
+  return rows;
+}
+
+// The one exit of writes: whatever changed rows of a table passes here, once, in the order in which it was applied.
+Done Engine::leave(ServedTable& table, Kind kind, int64_t rows) {
   ++table.writes;
-  return {created, false};
+  if (observer_) {
+    const int64_t evicted = table.rows().num_evicted();
+    observer_({kind, table.name(), rows, evicted - std::exchange(table.evicted, evicted)});
+  }
+  return {rows, false};
+}
+
+void Engine::write(const CallContext& context, const std::string& table, Kind kind, const Completion& completion, const Apply& apply) {
+  write(context, table, completion, {.has_turn = true},
+        [&](ServedTable& found) -> std::optional<Done> { return leave(found, kind, changed(apply)); });
+}
+
+void Engine::update_jointly(const CallContext& context, const std::string& table, const RankWrite& part, const Completion& completion,
+                            const std::function<int64_t(const Parts& parts)>& apply) {
+  write(context, table, completion, {.has_turn = true},
+        [&](ServedTable& found) { return join(context, found, Kind::hosted, part, apply); });
+}
+
+void Engine::expire_groups() {
+  for (const RefusedPart& part : groups_->expire()) completed_writes_->failed(part.context, part.fault);
+}
+
+void Engine::fence(const std::string& job, int64_t incarnation, bool forget) {
+  completed_writes_->fence(job, incarnation, false);
+  for (const RefusedPart& part : groups_->fence(job, incarnation, forget)) completed_writes_->failed(part.context, part.fault);
+  if (forget) completed_writes_->fence(job, incarnation, true);
+}
+
+void Engine::fail_waiting(const std::string& table, const Fault& fault) {
+  for (const CallContext& context : groups_->drop_table(table)) completed_writes_->failed(context, fault);
+}
+
+int64_t Engine::expire(const std::string& table, const Apply& apply) {
+  check_lease();
+  ServedTable& found = find(table);
+  const int64_t gone = apply();
+  if (gone != 0) leave(found, Kind::expire, gone);
+  return gone;
 }
 
 void Engine::push(const CallContext& context, const std::string& table, const PushRequest& request, bool ids_are_distinct,
@@ -230,13 +273,24 @@ void Engine::push(const CallContext& context, const std::string& table, const Pu
       const RowStoreSpec& spec = found.rows().spec();
       const bool fits = after != nullptr && !spec.counts_steps() && after->dtype == spec.dtype && push.count == request.count;
       const RowPlaces<char>* const rows = fits ? &after->rows : nullptr;
-      const Done done =
-          applied(found, [&] { return found.push(push, interludes.of(bytes_of(push.count, push.dim, push.dtype)), rows); });
+      const Done done = leave(found, Kind::push, changed([&] {
+        return found.push(push, interludes.of(bytes_of(push.count, push.dim, push.dtype)), rows);
+      }));
       if (fits) after->writes = found.all_writes();
       is_earlier = found.is_expiry_due() && alarm_.note(kAtOnce);
       return done;
     }
-    const std::optional<Done> done = push_jointly(context, found, push, caller);
+    found.require_factors(push);
+    found.require_width("gradients", push.dim);  // first of all: what its rows would be is what it may ask for
+    const RankWrite part{.push = push, .hosted = nullptr, .arrays = nullptr};
+    const std::optional<Done> done = join(context, found, Kind::push, part, [&](const Parts& parts) {
+      are_hosted(found.name(), parts);  // none is, for this one is not; throws if another is
+      const JointPush joint = joint_push(parts, found.rows().spec().counts_occurrences);
+      Interludes interludes(&turn_, caller.meanwhile);
+      const int64_t created = found.push(joint.push, interludes.of(bytes_of(joint.push.count, joint.push.dim, joint.push.dtype)));
+      for (const RankWrite* each : parts) found.note_staleness(each->push.batch);
+      return created;
+    });
     is_earlier = alarm_.note(found.is_expiry_due() ? kAtOnce : groups_->next_deadline());
     return done;
   });
@@ -286,7 +340,7 @@ void Engine::push_beside(std::span<const TablePush> pushes, int64_t threads, con
   deal_out(static_cast<int64_t>(begun.size()), threads, [&](int64_t number, int64_t) {
     Begun& each = begun[static_cast<size_t>(number)];
     try {
-      each.outcome = applied(*each.table, [&] { return each.table->push(each.one->push); });
+      each.outcome = Done{changed([&] { return each.table->push(each.one->push); }), false};
     } catch (const std::exception&) {
       each.outcome = fault_in_flight(name_);
     }
@@ -295,7 +349,8 @@ void Engine::push_beside(std::span<const TablePush> pushes, int64_t threads, con
   for (const Begun& each : begun) {
     const TablePush& one = *each.one;
     if (each.table->is_expiry_due() && alarm_.note(kAtOnce)) is_earlier = true;
-    if (const Done* done = std::get_if<Done>(&each.outcome)) completed_writes_->applied(*one.context, *done, *one.table);
+    if (const Done* done = std::get_if<Done>(&each.outcome))
+      completed_writes_->applied(*one.context, leave(*each.table, Kind::push, done->created), *one.table);
     else completed_writes_->failed(*one.context, std::get<Fault>(each.outcome));
   }
   holding.reset();
@@ -303,35 +358,23 @@ void Engine::push_beside(std::span<const TablePush> pushes, int64_t threads, con
 }
 
 // Adds one rank's part; the last one applies those of all, and completes them.
-std::optional<Done> Engine::push_jointly(const CallContext& context, ServedTable& table, const PushRequest& push,
-                                         const Caller& caller) {
-  table.require_factors(push);
-  table.require_width("gradients", push.dim);  // first of all: what its rows would be is what it may ask for
+std::optional<Done> Engine::join(const CallContext& context, ServedTable& table, Kind kind, const RankWrite& part,
+                                 const std::function<int64_t(const Parts& parts)>& apply) {
   const std::string& name = table.name();
-  const RankWrite write{.push = push, .hosted = nullptr, .arrays = nullptr};
-  if (groups_->is_applied(name, write)) return Done{0, true};
-  const SyncGroups::Joined joined = groups_->join(context, name, write);
+  if (groups_->is_applied(name, part)) return Done{0, true};
+  const SyncGroups::Joined joined = groups_->join(context, name, part);
   // Or its caller, if it still lives, would ask for its reply for ever.
   if (joined.replaced) completed_writes_->failed(joined.replaced->context, joined.replaced->fault);
   if (joined.complete == nullptr) return std::nullopt;
   Done done;
   try {
-    const std::vector<const RankWrite*> parts = SyncGroups::parts(*joined.complete);
-    are_hosted(name, parts);  // none is, for this one is not; throws if another is
-    const JointPush joint = joint_push(parts, table.rows().spec().counts_occurrences);
-    Interludes interludes(&turn_, caller.meanwhile);
-    Pauses* const pauses = interludes.of(bytes_of(joint.push.count, joint.push.dim, joint.push.dtype));
-    done = applied(table, [&] {
-      const int64_t created = table.push(joint.push, pauses);
-      for (const RankWrite* part : parts) table.note_staleness(part->push.batch);
-      return created;
-    });
+    done = leave(table, kind, changed([&] { return apply(SyncGroups::parts(*joined.complete)); }));
   } catch (const std::exception&) {
     const Fault fault = fault_in_flight(name_);
-    for (const auto& [rank, part] : groups_->abandon(*joined.complete)) completed_writes_->failed(part.context, fault);
+    for (const auto& [rank, waiting] : groups_->abandon(*joined.complete)) completed_writes_->failed(waiting.context, fault);
     return std::nullopt;
   }
-  for (const auto& [rank, part] : groups_->complete(*joined.complete)) completed_writes_->applied(part.context, done, name);
+  for (const auto& [rank, waiting] : groups_->complete(*joined.complete)) completed_writes_->applied(waiting.context, done, name);
   return std::nullopt;
 }
 
@@ -350,7 +393,7 @@ void Engine::assign(const CallContext& context, const std::string& table, const 
                                      (request.count - num_distinct == 1 ? " duplicate" : " duplicates"));
     Interludes interludes(&turn_, caller.meanwhile);
     Pauses* const pauses = interludes.of(bytes_of(request.count, request.dim, request.dtype));
-    return applied(found, [&] { return found.assign(request, pauses); });
+    return leave(found, Kind::assign, changed([&] { return found.assign(request, pauses); }));
   });
 }
 

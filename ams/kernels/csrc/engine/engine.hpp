@@ -4,6 +4,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <span>
@@ -27,6 +28,15 @@ struct Caller {
   Turn::Look look;                              // see Turn::Look
   bool has_turn = false;                        // has it already, and keeps it
   Meanwhile* meanwhile = nullptr;               // whom else the thread serves
+};
+
+// A write that was applied, as it left the engine.
+struct RowChange {
+  enum class Kind { push, assign, remove, expire, hosted };
+  Kind kind;
+  const std::string& table;
+  int64_t rows = 0;     // that a write created, or that went
+  int64_t evicted = 0;  // that went to make room for it
 };
 
 // Thread-safe but for what says otherwise. No interpreter lock is needed, and who calls must not have it unless he has the turn.
@@ -65,6 +75,24 @@ class Engine {
   void assign(const CallContext& context, const std::string& table, const AssignRequest& request, bool ids_are_distinct,
               const Completion& completion, const Caller& caller = {});
 
+  // Writes of which Python knows how they are done, in a turn: `apply` changes rows and returns how many came or went.
+  using Kind = RowChange::Kind;
+  using Apply = std::function<int64_t()>;
+  void write(const CallContext& context, const std::string& table, Kind kind, const Completion& completion, const Apply& apply);
+  // One rank's part of a write by a hosted model. The last one applies those of all, `parts` in rank order.
+  using Parts = std::vector<const RankWrite*>;
+  void update_jointly(const CallContext& context, const std::string& table, const RankWrite& part, const Completion& completion,
+                      const std::function<int64_t(const Parts& parts)>& apply);
+  // Rows that go by a rule of the table, without a caller. If none does it is no write. Returns how many. Throws ShardUnavailable, and what `apply` does.
+  int64_t expire(const std::string& table, const Apply& apply);
+  // Tell those that wait for other ranks that they wait no more: whose time is up; of streams that a fence shuts out, see
+  // CompletedWrites::fence; in a table.
+  void expire_groups();
+  void fence(const std::string& job, int64_t incarnation, bool forget);
+  void fail_waiting(const std::string& table, const Fault& fault);
+  // Told of every change of rows, in the order in which they are applied: pushes by ranks once, as one.
+  void observe(std::function<void(const RowChange&)> observer) { observer_ = std::move(observer); }
+
   // Those of one table, of several in one turn, on up to `threads` threads: of no groups, of distinct ids, no larger than a block,
   // and pushes to different tables.
   struct TablePull {
@@ -101,10 +129,11 @@ class Engine {
   ServedTable* find_or_null(const std::string& name) const;
   ServedTable& find(const std::string& name) const;
   ServedTable* admitted(const CallContext& context, const std::string& name, const Completion& completion);
-  template <class Apply>
-  Done applied(ServedTable& table, const Apply& apply);
-  std::optional<Done> push_jointly(const CallContext& context, ServedTable& table, const PushRequest& push,
-                                   const Caller& caller);
+  template <class Change>
+  int64_t changed(const Change& change);
+  Done leave(ServedTable& table, Kind kind, int64_t rows);
+  std::optional<Done> join(const CallContext& context, ServedTable& table, Kind kind, const RankWrite& part,
+                           const std::function<int64_t(const Parts& parts)>& apply);
   template <class Write>
   void write(const CallContext& context, const std::string& table, const Completion& completion, const Caller& caller,
              const Write& write);
@@ -121,6 +150,7 @@ class Engine {
   const std::shared_ptr<SyncGroups> groups_;
   Turn turn_;
   Alarm alarm_;
+  std::function<void(const RowChange&)> observer_;
   std::vector<std::shared_ptr<ServedTable>> tables_;  // as they were made
   std::unordered_map<std::string, ServedTable*> tables_by_name_;
 };

@@ -72,6 +72,7 @@ class ServedTable {
   std::string torn;  // why its rows are of no one moment, if a write was cut off; else empty
   int64_t writes = 0;         // since it was made here
   int64_t writes_before = 0;  // those of the snapshot that it was restored from
+  int64_t evicted = 0;        // rows, when the last write left
   int64_t all_writes() const { return writes_before + writes; }
 
   // What the clock that pushes move on must come to for somebody to look for rows that are to go.

@@ -20,7 +20,6 @@ from geartrain.ams.values.errors import (
     InternalError,
     InvalidArgument,
     NonFinite,
-    RankMissing,
     ShardUnavailable,
     StepMismatch,
 )
@@ -37,7 +36,6 @@ from geartrain.ams.values.shard_messages import (
     Freeze,
     HostedInputs,
     Pull,
-    Push,
     Reply,
     Request,
     SyncGroup,
@@ -370,22 +368,3 @@ def test_a_rank_without_samples_still_counts(shard: Shard) -> None:
     shard.submit(by(1), update(1.0, group=member(1, 2))).result(10)
     first.result(10)
     assert (rows(shard) == -1).all()
-
-
-def test_ranks_that_differ_about_where_the_rows_are_fail_together(shard: Shard) -> None:
-    push = Push(table="t", ids=np.array([1]), gradients=np.ones((1, DIM), np.float32), group=member(0, 1))
-    waiting = shard.submit(by(0), push)
-    with pytest.raises(StepMismatch, match="rows="):
-        shard.submit(by(1), update(1.0, group=member(1, 1))).result(10)
-    with pytest.raises(StepMismatch, match="rows="):
-        waiting.result(10)
-    assert (rows(shard) == 0).all()
-
-
-def test_a_missing_rank_ends_in_an_error(model: Add) -> None:
-    shard = make_shard(model, sync_timeout_seconds=0.01)
-    try:
-        with pytest.raises(RankMissing):
-            shard.submit(by(0), update(1.0, group=member(0, 1))).result(10)
-    finally:
-        shard.close()

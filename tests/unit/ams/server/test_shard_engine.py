@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ import pytest
 from geartrain.ams.kernels import _core
 from geartrain.ams.kernels._core import exercise_engine
 from geartrain.ams.kernels.engine import Waiter
+from geartrain.ams.programs.hosted import Gradients
 from geartrain.ams.server import row_requests
 from geartrain.ams.server.shard import Shard
 from geartrain.ams.values.errors import (
@@ -25,19 +27,24 @@ from geartrain.ams.values.errors import (
     TableBeingRestored,
     being_restored,
 )
+from geartrain.ams.values.expiry.rules import Unseen
 from geartrain.ams.values.optimizers.registry import OPTIMIZERS, SGD, Momentum, RowOptimizerSpec, SparseMomentum
 from geartrain.ams.values.shard_messages import (
     Assign,
+    BatchFacts,
     CallContext,
     CreateTable,
     Describe,
     Done,
+    Expire,
     Freeze,
     Pull,
     Push,
+    Remove,
     ShardState,
     SyncGroup,
     Thaw,
+    UpdateHosted,
 )
 from geartrain.ams.values.specs import Constant, TableSpec
 from tests.support import frame_calls
@@ -279,3 +286,55 @@ def test_a_rank_that_waits_in_vain_is_told_by_the_shards_own_thread() -> None:
             waiting.result(30)
     finally:
         shard.close()
+
+
+class OnesForTwo:
+    """A hosted model that pushes ones to ids 1 and 2."""
+
+    def compute(self, *_: Any) -> Any:
+        raise NotImplementedError
+
+    def gradients(self, *_: Any) -> Gradients:
+        return Gradients(
+            chunks=[0], ids=lambda _: np.array([1, 2]), make=lambda _: ONES[:2], num_rows=2, largest=1.0, batch=None
+        )
+
+
+def test_every_change_of_a_row_leaves_through_one_exit_in_the_order_of_the_calls() -> None:
+    shard = Shard(0, np.arange(4096), incarnation=1, models={"ones": OnesForTwo()})
+    spec = TableSpec(name="t", dim=DIM, optimizer=SGD(1.0), max_bytes=20_000, expiry=Unseen(steps=10**6))
+    shard.submit(CallContext(), CreateTable(spec=spec)).result(10)
+    seen: list[tuple[str, str, int, int]] = []
+    _core.observe_writes(shard.engine, lambda *change: seen.append(change))
+    numbers = itertools.count(1)
+
+    def write(*requests: Any) -> None:
+        number = next(numbers)
+        for stream, request in enumerate(requests):
+            context = CallContext(stream=f"job/{stream}", incarnation=1, sequence=number, oldest_unacknowledged=number)
+            for _ in range(2):  # a write that comes twice leaves once
+                waiting.append(shard.submit(context, request))
+        while waiting:
+            waiting.pop().result(10)
+
+    waiting: list[Future[Any]] = []
+    push = Push(table="t", ids=np.array([1]), gradients=ONES[:1], batch=BatchFacts(step=1))
+    hosted = UpdateHosted(table="t", model="ones", inputs=())
+    groups = [SyncGroup(job="job", world_size=2, rank=rank, sequence=1, sample_count=1) for rank in range(2)]
+    write(push)
+    write(Assign(table="t", ids=np.array([3]), rows=ONES[:1]))
+    write(hosted)
+    write(Remove(table="t", ids=np.array([1, 3, 9])))
+    write(*(replace(hosted, group=group) for group in groups))
+    write(*(replace(push, group=replace(group, sequence=2), batch=BatchFacts(step=9)) for group in groups))
+    shard.submit(CallContext(), Expire(table="t", expiry=Unseen(steps=2))).result(10)
+    state = shard.submit(CallContext(), Describe()).result(10)
+    assert isinstance(state, ShardState)
+    for step in range(3, 7):  # 208 rows have room
+        ids, ones = np.arange(100 * step, 100 * step + 100), np.ones((100, DIM), np.float32)
+        write(Push(table="t", ids=ids, gradients=ones, batch=BatchFacts(step=step)))
+    kinds = [(kind, rows) for kind, _, rows, _ in seen[:7]]
+    assert kinds[:6] == [("push", 1), ("assign", 1), ("hosted", 1), ("remove", 2), ("hosted", 1), ("push", 0)]
+    assert kinds[6] == ("expire", 1) and state.tables[0].writes == 7
+    assert [evicted > 0 for *_, evicted in seen] == [False] * 9 + [True] * 2
+    shard.close()

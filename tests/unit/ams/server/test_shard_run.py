@@ -128,20 +128,6 @@ def test_what_arrives_behind_queued_requests_waits_its_turn(
         assert (out == 2).all(), "the pull overtook a push"
 
 
-def test_the_last_part_of_a_synchronous_push_applies_all_of_them_once(shard: Shard) -> None:
-    def part(rank: int) -> SyncGroup:
-        return SyncGroup(job="j", world_size=2, rank=rank, sequence=1, sample_count=1)
-
-    first = on_a_thread(lambda: shard.run(*push(1, part(0))))
-    assert not first.done()
-    second = shard.run(CallContext(stream="other", incarnation=1, sequence=1), push(1, part(1))[1])
-    assert first.result(timeout=10) == second.result(timeout=10)
-    state = shard.submit(CallContext(), Describe()).result(timeout=10)
-    assert isinstance(state, ShardState)
-    assert state.tables[0].writes == 1
-    assert (rows(shard) == 1).all()
-
-
 def until_idle(shard: Shard) -> None:
     with shard.engine.turn:  # behind whatever is at work
         pass
@@ -157,19 +143,6 @@ def test_a_freeze_that_ran_on_its_callers_thread_ends_when_nobody_renews_it() ->
         assert future.done()
         assert shard.held_snapshots == ("a",)
         until(lambda: not shard.held_snapshots)
-    finally:
-        shard.close()
-
-
-def test_a_rank_that_ran_on_its_callers_thread_hears_who_is_missing() -> None:
-    shard = Shard(0, np.arange(4096), incarnation=1, sync_timeout_seconds=0.3)
-    try:
-        shard.submit(CallContext(), CreateTable(spec=SPEC)).result(timeout=10)
-        until_idle(shard)
-        group = SyncGroup(job="j", world_size=2, rank=1, sequence=1, sample_count=1)
-        waiting = on_a_thread(lambda: shard.run(*push(1, group)))
-        with pytest.raises(RankMissing, match=r"ranks \[0\]"):
-            waiting.result(timeout=30)
     finally:
         shard.close()
 

@@ -13,7 +13,7 @@ from geartrain.ams.server.shard import Shard
 from geartrain.ams.values.errors import InvalidArgument, NonFinite, RankMissing, StaleClient, StepMismatch
 from geartrain.ams.values.optimizers.registry import SGD
 from geartrain.ams.values.placement import buckets_of_shard, even_placement
-from geartrain.ams.values.shard_messages import Assign, CallContext, CreateTable, Done, Fence, Pull, Push, SyncGroup
+from geartrain.ams.values.shard_messages import CallContext, CreateTable, Done, Fence, Pull, Push, SyncGroup
 from geartrain.ams.values.specs import Constant, TableSpec
 
 SPEC = TableSpec(name="t", dim=2, optimizer=SGD(1.0), initializer=Constant(0.0))
@@ -179,18 +179,6 @@ def test_closing_the_shard_answers_those_who_wait(shard: Shard) -> None:
     shard.close()
     with pytest.raises(ConnectionError, match="shut down"):
         waiting.result(10)
-
-
-def test_writes_of_a_stream_are_applied_once_though_retried(shard: Shard) -> None:
-    plain = Push(table="t", ids=np.array([1]), gradients=np.ones((1, 2), np.float32))
-    replies = [shard.submit(context(0, 1), plain).result(10) for _ in range(3)]
-    assert [reply.duplicate for reply in replies] == [False, True, True]
-    assert pulled(shard, [1]) == [-1.0]
-    assigned = Assign(table="t", ids=np.array([1]), rows=np.full((1, 2), 5, np.float32))
-    shard.submit(context(0, 2), assigned).result(10)
-    shard.submit(context(0, 3), plain).result(10)
-    shard.submit(context(0, 2), assigned).result(10)
-    assert pulled(shard, [1]) == [4.0]
 
 
 def test_a_busy_shard_still_tells_the_ranks_that_wait() -> None:

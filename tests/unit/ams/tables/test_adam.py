@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from geartrain.ams.kernels.reference.ops import initial_row
 from geartrain.ams.kernels.reference.row_table import ReferenceTable
-from geartrain.ams.rpc.codec.specs import spec_from_pb, spec_to_pb
 from geartrain.ams.tables.compiled_store import table_hash
 from geartrain.ams.tables.row_table import RowTable
-from geartrain.ams.values.errors import InvalidArgument, InvalidRows, NonFinite
+from geartrain.ams.values.errors import InvalidRows, NonFinite
 from geartrain.ams.values.optimizers.adam import Adam, power
 from geartrain.ams.values.optimizers.spec import UpdateStep
-from geartrain.ams.values.specs import Constant, DTypeName, Normal, TableSpec
+from geartrain.ams.values.specs import DTypeName, Normal, TableSpec
 
 ALL_BUCKETS = np.arange(4096)
 SETTINGS = [
@@ -70,28 +64,6 @@ def test_rows_follow_torch_in_float64_while_the_learning_rate_changes(optimizer:
     np.testing.assert_allclose(pulled(ours, ids), weights.detach().numpy(), rtol=2e-4, atol=2e-5)
 
 
-def test_a_row_counts_its_own_updates() -> None:
-    table, _ = make(Adam(0.5, eps=1e-12))
-    gradient = np.full((1, 5), 3.0, np.float32)
-    for _ in range(3):
-        table.push(np.array([1]), gradient)
-    start = pulled(table, np.array([2]))
-    table.push(np.array([2]), gradient)
-    np.testing.assert_allclose(pulled(table, np.array([2])), start - 0.5, rtol=1e-6)  # a first step is lr · sign(g)
-    assert {row_id: t for row_id, (_, _, t) in frozen(table).items()} == {1: 3, 2: 1}
-
-
-def test_an_assigned_row_begins_anew() -> None:
-    table, _ = make(Adam(1.0, eps=1e-12))
-    ids, ones = np.array([9]), np.ones((1, 5), np.float32)
-    for _ in range(4):
-        table.push(ids, ones)
-    table.assign(ids, ones * 0)
-    assert frozen(table)[9] == (bytes(20), bytes(40), 0)
-    table.push(ids, -ones * 1e-3)
-    np.testing.assert_allclose(pulled(table, ids), ones, rtol=1e-6)
-
-
 @pytest.mark.parametrize(
     ("gradient", "scale"), [(1e21, 1.0), (1e15, 1e6), (3e38, 1.0), (np.inf, 1.0), (np.nan, 1.0)], ids=str
 )
@@ -107,83 +79,6 @@ def test_a_second_moment_beyond_float32_is_refused_and_nothing_changes(gradient:
     assert frozen(table) == before
     table.push(np.array([1, 2, 3]), np.full((3, 5), 1e18, np.float32))
     assert np.isfinite(pulled(table, np.arange(4))).all()
-
-
-def test_second_moments_are_refused_when_they_add_up_beyond_float32() -> None:
-    optimizer = Adam(1e-3, (0.9, 0.5))
-    table, _ = make(optimizer, dim=1)
-    ids, gradient = np.array([4]), np.full((1, 1), 2.6e19, np.float32)  # 0.5 · g² = 3.38e38 is the end of float32
-    make(optimizer, dim=1)[0].push(ids, gradient)
-    table.push(ids, gradient * np.float32(0.8))
-    table.push(ids, gradient * np.float32(0.8))
-    before = frozen(table)
-    with pytest.raises(NonFinite):
-        table.push(ids, gradient)
-    assert frozen(table) == before
-
-
-def test_a_row_that_would_leave_float16_is_refused() -> None:
-    table, _ = make(Adam(40_000.0), dtype="float16")
-    ids, ones = np.array([7]), np.ones((1, 5), np.float32)
-    table.push(ids, ones)
-    before = frozen(table)
-    with pytest.raises(NonFinite, match="beyond the range of float16 rows"):
-        table.push(ids, ones)
-    assert frozen(table) == before
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    optimizer=st.sampled_from(SETTINGS),
-    dtype=st.sampled_from(["float32", "float16", "bfloat16"]),
-    first=st.floats(0, 2.0**70, width=32),
-    largest=st.floats(0, 2.0**70, width=32),
-    scale=st.floats(-4, 4, width=32),
-    lr=st.sampled_from([0.0, 1e-3, 1.0, 1e30]),
-)
-def test_a_promise_is_kept(
-    optimizer: Adam, dtype: DTypeName, first: float, largest: float, scale: float, lr: float
-) -> None:
-    table, _ = make(optimizer, dtype=dtype)
-    ids, unit = np.arange(3), np.array([[1, -1, 0.3, 0, 1]] * 3, np.float32)
-    try:
-        table.push(ids, unit * np.float32(first), lr=lr)
-    except NonFinite:
-        return
-    if table.cannot_overflow(largest, lr=lr, scale=scale):
-        table.check_push(ids, unit * np.float32(largest), lr=lr, scale=scale)
-        table.push(ids, unit * np.float32(largest), lr=lr, scale=scale)
-    assert np.isfinite(pulled(table, ids).astype(np.float32)).all()
-
-
-def test_a_restored_table_goes_on_to_the_same_bits() -> None:
-    first, _ = make(Adam(0.05, weight_decay=0.01))
-    last, _ = make(Adam(0.05, weight_decay=0.01))
-    generator = np.random.default_rng(4)
-
-    def step(*tables: RowTable) -> None:
-        ids = generator.permutation(30)[:12]
-        gradients = generator.standard_normal((12, 5)).astype(np.float32)
-        for table in tables:
-            table.push(ids, gradients)
-
-    for _ in range(5):
-        step(first)
-    first.freeze()
-    moment = [first.read_frozen(7)]
-    step(first)  # a write beside the reading is not in it
-    while len((part := first.read_frozen(7)).ids):
-        moment.append(part)
-    first.thaw(kept=True)
-    for part in moment:
-        last.restore(*part)
-    again, _ = make(Adam(0.05, weight_decay=0.01))
-    for part in moment:
-        again.restore(*part)
-    assert frozen(again) == frozen(last)
-    for _ in range(5):
-        step(last, again)
-    assert frozen(again) == frozen(last)
 
 
 @pytest.mark.parametrize("place", [0, 9])
@@ -216,40 +111,6 @@ def test_state_that_is_not_adams_is_refused() -> None:
     assert table.num_present == 0
 
 
-@pytest.mark.parametrize(
-    ("wrong", "text"),
-    [
-        ({"betas": (0.9, 1.0)}, r"betas is \(0.9, 1.0\); each must lie in \[0, 1\)"),
-        ({"betas": 0.9}, "must be a pair"),
-        ({"eps": 0.0}, "eps is 0.0"),
-        ({"eps": 1e-40}, "eps is 1e-40"),
-        ({"lr": -1.0}, "lr is -1.0"),
-        ({"weight_decay": float("nan")}, "weight_decay is nan"),
-    ],
-    ids=str,
-)
-def test_settings_out_of_range_are_refused(wrong: dict[str, float], text: str) -> None:
-    with pytest.raises(InvalidArgument, match=text):
-        Adam(**wrong)  # type: ignore[arg-type]
-
-
-def test_moments_of_16_bits_are_refused() -> None:
-    with pytest.raises(InvalidArgument, match="slot_dtype is 'bfloat16'; Adam's must be 'float32'"):
-        TableSpec(name="t", dim=2, optimizer=Adam(), slot_dtype="bfloat16")
-
-
-def test_a_spec_survives_json_and_the_wire() -> None:
-    spec = TableSpec(name="t", dim=2, optimizer=Adam(0.1, (0.8, 0.99), 1e-6, 0.2), initializer=Constant(0.0))
-    assert TableSpec.from_dict(json.loads(json.dumps(spec.to_dict()))) == spec
-    assert spec_from_pb(spec_to_pb(spec)) == spec
-    assert (spec.slot_dim, spec.slot_bytes, spec.step_bytes) == (4, 16, 8)
-
-
 @pytest.mark.parametrize("exponent", [0, 1, 2, 3, 1000, 12_345, 2**53])
 def test_a_power_is_right_to_its_last_places(exponent: int) -> None:
     assert power(0.999, exponent) == pytest.approx(0.999**exponent, rel=1e-11)
-
-
-def test_a_row_never_written_has_its_initial_value() -> None:
-    table, _ = make(Adam(0.1))
-    np.testing.assert_array_equal(pulled(table, np.array([6]))[0], initial_row(Normal(), 3, table_hash("t"), 6, 5))

@@ -96,24 +96,6 @@ def test_pull_creates_nothing_and_says_what_is_there() -> None:
         assert table.num_present == 2
 
 
-def test_assign_forgets_the_momentum() -> None:
-    table, _ = make(SparseMomentum(1.0, momentum=0.5))
-    ids, ones = np.array([9]), np.ones((1, 5), np.float32)
-    table.push(ids, ones)
-    table.assign(ids, ones * 0)
-    table.push(ids, ones)
-    np.testing.assert_array_equal(pulled(table, ids), -ones)
-
-
-def test_rows_outside_a_push_are_frozen() -> None:
-    table, _ = make(SparseMomentum(0.1, weight_decay=0.1))
-    ids = np.arange(10)
-    table.push(ids, np.ones((10, 5), np.float32))
-    before = pulled(table, ids)
-    table.push(ids[:4], np.ones((4, 5), np.float32))
-    assert_same_bits(pulled(table, ids[4:]), before[4:])
-
-
 def owned_ids(owned: np.ndarray, dense: bool) -> Iterator[int]:
     keep = set(owned.tolist())
     return (i for i in itertools.count() if int(reference.bucket_of(np.array([i]), dense)[0]) in keep)
