@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 from typing import cast
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -223,11 +222,6 @@ class Batch:
     def offsets(self, start: int, num_rows: int) -> Tensor | None:
         """Those of ``num_rows`` rows from position ``start`` on."""
         return None if self.offsets_A is None else self.offsets_A[start : start + num_rows]
-
-    def take_offsets(self, offsets: npt.NDArray[np.float32] | None) -> None:
-        """Set them, from the host."""
-        if offsets is not None:
-            self.offsets_A = torch.from_numpy(offsets).to(self.arithmetic.device, self.arithmetic.compute)
 
     @property
     def size(self) -> int:

@@ -13,8 +13,9 @@ Legend: A active rows, B samples, D width, K rows kept, N rows of one chunk, S r
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any
 
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -22,48 +23,9 @@ from geartrain.ams.kernels.ops import ClassPass, has_bfloat16_class_pass
 from geartrain.ams.programs.class_head import LOG2_E
 from geartrain.ams.values.specs import Ids
 from geartrain.bridge.head.batch import Batch, DeviceTargets, Targets, chunk_rows_for, inverse_lengths
-from geartrain.bridge.head.loss.softmax import OnlineSoftmax, PartialSums
+from geartrain.bridge.head.loss.softmax import PartialSums
 from geartrain.bridge.head.sub_centers import at_centers, nearest_centers
 from geartrain.bridge.placements.workspace import Workspace
-
-
-class ChunkPass(Protocol):
-    """What is done with the chunks of one batch. Rows [N, D] come in the compute dtype, on the features' device."""
-
-    chunk_rows: int
-    """Rows of a chunk that suit it."""
-    keeps_logits: bool
-    """Whether keeping logits is faster than making them again."""
-    spreads_operations: bool
-    """Whether its operations would each take all of PyTorch's threads."""
-
-    @property
-    def whole(self) -> WholePass | None:
-        """This pass, if it can work in one call on all rows where they are."""
-
-    def forward(self, work: Workspace, sums: PartialSums, rows_ND: Tensor, start: int, kept_NB: Tensor | None) -> None:
-        """Add the chunk whose first row is at position ``start`` to ``sums``; write its logits to ``kept_NB``."""
-
-    def overwrite(
-        self, work: Workspace, rows_ND: Tensor, start: int, factor: Tensor, kept_NB: Tensor | None = None
-    ) -> Tensor:
-        """Overwrite the rows by their gradient times ``factor`` (0-dim) / scale.
-
-        Called once the forward pass is finished. Returns a sum that is finite only if all of it is (0-dim).
-        """
-
-
-class WholePass(Protocol):
-    """What is done with all rows [A, D] of a step at once, in the compute dtype, on the features' device."""
-
-    def num_parts(self, num_rows: int) -> int:
-        """Parts of sums for :meth:`forward_all`."""
-
-    def forward_all(self, softmax: OnlineSoftmax, rows_AD: Tensor, kept_KB: Tensor | None, *, threads: int) -> None:
-        """:meth:`ChunkPass.forward` for all rows; writes what is kept of the first K rows to ``kept_KB``."""
-
-    def overwrite_all(self, rows_AD: Tensor, factor: Tensor, kept_KB: Tensor | None, *, threads: int) -> Tensor:
-        """:meth:`ChunkPass.overwrite` for all rows, the first K of them from what was kept."""
 
 
 def pass_for(batch: Batch, weights_B: Tensor | None = None) -> ChunkPass:
@@ -87,12 +49,18 @@ def chunk_rows_on(device: torch.device, batch: int, dim: int) -> int:
 
 
 def parts_for(num_rows: int, batch: int, dim: int) -> int:
-    """See :meth:`CompiledPass.num_parts`. The result does not depend on the number of threads, so that no sum does."""
+    """Parts of sums of a compiled pass over all rows: as many as let threads share it evenly, of 2 MiB of sums or 8.
+
+    The result does not depend on the number of threads, so that no sum does.
+    """
     return max(1, min(32, max(8, (2 << 20) // (4 * max(1, batch * dim))), num_rows // 1024))
 
 
 class CompiledPass:
-    """``class_pass.hpp`` of the kernels: a tile of rows stays in the cache from its normalisation to its gradient."""
+    """``class_pass.hpp`` of the kernels: a tile of rows stays in the cache from its normalisation to its gradient.
+
+    It can work on all rows of a step in one call, by ``threads`` and without Python in between.
+    """
 
     chunk_rows = 3072
     keeps_logits = True
@@ -107,115 +75,64 @@ class CompiledPass:
             logit_factor=batch.logit_factor,
             normalised=batch.margin is not None,
             bfloat16=batch.arithmetic.matmul == torch.bfloat16,
-            weights=None if weights_B is None else weights_B.numpy(),
+            weights=_array(weights_B),
             centers=batch.centers,
         )
 
-    @property
-    def whole(self) -> WholePass:
-        """Itself."""
-        return self
-
-    def forward(self, work: Workspace, sums: PartialSums, rows_ND: Tensor, start: int, kept_NB: Tensor | None) -> None:
-        """See :class:`ChunkPass`."""
-        del work
-        shift_PB = None if sums.shift_B is None else sums.shift_B.unsqueeze(0)
-        weighted_PBD = None if sums.weighted_BD is None else sums.weighted_BD.unsqueeze(0)
-        self._forward(
-            rows_ND,
-            start,
-            sums.target_rows_BD,
-            shift_PB,
-            sums.sum_B.unsqueeze(0),
-            weighted_PBD,
-            kept_NB,
-            None if sums.row_sum_D is None else sums.row_sum_D.unsqueeze(0),
-            None if sums.highest_B is None else sums.highest_B.unsqueeze(0),
-            threads=1,
-        )
-
-    def overwrite(
-        self, work: Workspace, rows_ND: Tensor, start: int, factor: Tensor, kept_NB: Tensor | None = None
-    ) -> Tensor:
-        """See :class:`ChunkPass`."""
-        del work
-        return self._overwrite(rows_ND, start, factor, kept_NB, threads=1)
-
-    def num_parts(self, num_rows: int) -> int:
-        """Parts for :meth:`forward_all`: as many as let threads share the work evenly, of 2 MiB of sums or 8."""
-        return parts_for(num_rows, self._batch.size, self._batch.features_BD.shape[1])
-
-    def forward_all(self, softmax: OnlineSoftmax, rows_AD: Tensor, kept_KB: Tensor | None, *, threads: int) -> None:
-        """:meth:`forward` for all rows of a step, as many parts as ``softmax`` has side by side; no Python in between.
-
-        Writes what is kept of the first K rows to ``kept_KB``.
-        """
-        self._forward(
-            rows_AD,
-            0,
-            softmax.target_rows_BD,
-            softmax.shift_PB,
-            softmax.sum_PB,
-            softmax.weighted_PBD,
-            kept_KB,
-            softmax.row_sum_PD,
-            softmax.highest_PB,
-            threads=threads,
-        )
-
-    def overwrite_all(self, rows_AD: Tensor, factor: Tensor, kept_KB: Tensor | None, *, threads: int) -> Tensor:
-        """:meth:`overwrite` for all rows of a step, the first K of them from what was kept."""
-        return self._overwrite(rows_AD, 0, factor, kept_KB, threads=threads)
-
-    def _forward(
+    def forward(
         self,
+        work: Workspace | None,
+        sums: PartialSums,
         rows_ND: Tensor,
         start: int,
-        target_rows_BD: Tensor,
-        shift_PB: Tensor | None,
-        sum_PB: Tensor,
-        weighted_PBD: Tensor | None,
         kept_KB: Tensor | None,
-        row_sum_PD: Tensor | None,
-        highest_PB: Tensor | None,
         *,
-        threads: int,
+        threads: int = 1,
     ) -> None:
+        """See :data:`ChunkPass`."""
+        del work
         samples, rows = self._targets(start, start + len(rows_ND))
-        offsets_N = self._batch.offsets(start, len(rows_ND))
         self._compiled.forward(
             rows_ND.numpy(),
             target_rows=rows,
             target_samples=samples,
-            target_out=target_rows_BD.numpy(),
-            shift=None if shift_PB is None else shift_PB.numpy(),
-            sum=sum_PB.numpy(),
-            weighted=None if weighted_PBD is None else weighted_PBD.numpy(),
-            kept=None if kept_KB is None else kept_KB.numpy(),
+            target_out=sums.target_rows_BD.numpy(),
+            shift=_array(sums.shift_PB),
+            sum=sums.sum_PB.numpy(),
+            weighted=_array(sums.weighted_PBD),
+            kept=_array(kept_KB),
             threads=threads,
-            offsets=None if offsets_N is None else offsets_N.numpy(),
-            row_sum=None if row_sum_PD is None else row_sum_PD.numpy(),
-            highest=None if highest_PB is None else highest_PB.numpy(),
+            offsets=_array(self._batch.offsets(start, len(rows_ND))),
+            row_sum=_array(sums.row_sum_PD),
+            highest=_array(sums.highest_PB),
         )
 
-    def _overwrite(
-        self, rows_ND: Tensor, start: int, factor: Tensor, kept_KB: Tensor | None, *, threads: int
+    def overwrite(
+        self,
+        work: Workspace | None,
+        rows_ND: Tensor,
+        start: int,
+        factor: Tensor,
+        kept_KB: Tensor | None = None,
+        *,
+        threads: int = 1,
     ) -> Tensor:
+        """See :data:`ChunkPass`."""
+        del work
         batch = self._batch
         samples, rows = self._targets(start, start + len(rows_ND))
-        offsets_N = batch.offsets(start, len(rows_ND))
         check = self._compiled.overwrite(
             rows_ND.numpy(),
             target_rows=rows,
             target_samples=samples,
             log_sum=batch.lse2_B.numpy(),
             target_weight=batch.target_weight_B.numpy(),
-            kept=None if kept_KB is None else kept_KB.numpy(),
+            kept=_array(kept_KB),
             factor=float(factor),
             kept_exponentials=not batch.shifted,
             threads=threads,
-            offsets=None if offsets_N is None else offsets_N.numpy(),
-            common=None if self._common_D is None else self._common_D.numpy(),
+            offsets=_array(batch.offsets(start, len(rows_ND))),
+            common=_array(self._common_D),
         )
         return torch.tensor(check)
 
@@ -223,6 +140,10 @@ class CompiledPass:
         targets = self._batch.targets
         assert isinstance(targets, Targets), "a compiled pass is the host's"
         return targets.within(start, stop)
+
+
+def _array(tensor: Tensor | None) -> npt.NDArray[Any] | None:
+    return None if tensor is None else tensor.numpy()
 
 
 _LIFT = 15
@@ -240,7 +161,6 @@ class TensorPass:
     """
 
     spreads_operations = True
-    whole = None
 
     def __init__(self, batch: Batch, weights_B: Tensor | None = None) -> None:
         """See :func:`pass_for`."""
@@ -260,46 +180,47 @@ class TensorPass:
         self._key_BD = key_BD.to(arithmetic.matmul)
 
     def forward(self, work: Workspace, sums: PartialSums, rows_ND: Tensor, start: int, kept_NB: Tensor | None) -> None:
-        """See :class:`ChunkPass`."""
+        """See :data:`ChunkPass`."""
         unit_SD, _ = self._unit_rows(work, rows_ND.view(-1, self._dim))
         operand_SD = work.narrow("narrow rows", unit_SD)
         logits_SB = work.product("logits", operand_SD, self._query_BD.t())
         if self._centers > 1 and kept_NB is not None:
             kept_NB.view_as(logits_SB).copy_(logits_SB)
         logits_NB, chosen_NB = self._nearest(logits_SB)
-        if sums.row_sum_D is not None:
+        if sums.row_sum_PD is not None:
             stood_for_N = self._stood_for(start, unit_SD)
-            sums.row_sum_D += unit_SD.sum(0) if stood_for_N is None else stood_for_N @ unit_SD
+            sums.row_sum_PD += unit_SD.sum(0) if stood_for_N is None else stood_for_N @ unit_SD
         found = self._targets(start, len(rows_ND))
         if found is not None:  # in no sum, so that they must not raise the shift: the others might vanish beside them
             found.at_centers(chosen_NB, self._centers).note_rows(unit_SD, sums.target_rows_BD)
             found.fill(logits_NB, -torch.inf)
-        if sums.highest_B is not None:
-            torch.maximum(sums.highest_B, logits_NB.amax(0), out=sums.highest_B)
+        if sums.highest_PB is not None:
+            torch.maximum(sums.highest_PB[0], logits_NB.amax(0), out=sums.highest_PB[0])
         slopes_NB = self._change(logits_NB, start, found)
         if self._centers == 1 and kept_NB is not None:
             kept_NB.copy_(logits_NB)
-        if sums.shift_B is not None:
-            highest_B = torch.maximum(logits_NB.amax(0), sums.shift_B)
+        if sums.shift_PB is not None:
+            highest_B = torch.maximum(logits_NB.amax(0), sums.shift_PB[0])
             sums.lift(highest_B)
             logits_NB.sub_(highest_B - _LIFT if self._lifts else highest_B)
         logits_NB.exp2_()
-        undone = 2.0**-_LIFT if self._lifts else 1.0
-        sums.sum_B.add_(logits_NB.sum(0), alpha=undone)
-        if sums.weighted_BD is None:
+        unlift = 2.0**-_LIFT if self._lifts else 1.0
+        sums.sum_PB[0].add_(logits_NB.sum(0), alpha=unlift)
+        if sums.weighted_PBD is None:
             return
         if slopes_NB is not None:
             logits_NB.mul_(slopes_NB)
         operand_SB = work.narrow("narrow exponentials", self._at_centers(logits_NB, chosen_NB))
-        if operand_SB.dtype == sums.weighted_BD.dtype:
-            sums.weighted_BD.addmm_(operand_SB.t(), operand_SD)
+        weighted_BD = sums.weighted_PBD[0]
+        if operand_SB.dtype == weighted_BD.dtype:
+            weighted_BD.addmm_(operand_SB.t(), operand_SD)
         else:
-            sums.weighted_BD.add_(work.product("part", operand_SB.t(), operand_SD), alpha=undone)
+            weighted_BD.add_(work.product("part", operand_SB.t(), operand_SD), alpha=unlift)
 
     def overwrite(
         self, work: Workspace, rows_ND: Tensor, start: int, factor: Tensor, kept_NB: Tensor | None = None
     ) -> Tensor:
-        """See :class:`ChunkPass`."""
+        """See :data:`ChunkPass`."""
         batch, rows_SD = self._batch, rows_ND.view(-1, self._dim)
         unit_SD, inverse_S = self._unit_rows(work, rows_SD)
         slopes_NB = None
@@ -437,3 +358,14 @@ class _Found:
         if self.here is not None:
             weighted.masked_fill_(~self.here.unsqueeze(1), 0.0)
         gradient_ND.index_put_((self.rows,), weighted, accumulate=True)
+
+
+ChunkPass = CompiledPass | TensorPass
+"""What is done with the chunks of one batch. Rows [N, D] come in the compute dtype, on the features' device.
+
+``forward`` adds the chunk whose first row is at position ``start`` to one part of the sums, and writes its logits to
+``kept``. Once the forward pass is finished ``overwrite`` overwrites the rows by their gradient times ``factor`` (0-dim)
+/ scale, and returns a sum that is finite only if all of it is (0-dim). ``chunk_rows`` suit it; ``keeps_logits``:
+whether that is faster than making them again; ``spreads_operations``: whether its operations would each take all of
+PyTorch's threads.
+"""

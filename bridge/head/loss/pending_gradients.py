@@ -8,22 +8,23 @@ Legend: A active rows, B samples, D width, N rows of a chunk.
 from __future__ import annotations
 
 import math
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from geartrain.ams.programs.selection import ActiveClasses, SamplingCorrection
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.specs import Ids
+from geartrain.bridge.head.backends.active_rows import HostActive, LocalActive, take_offsets
 from geartrain.bridge.head.backends.pull.stream import Block, RowStream
-from geartrain.bridge.head.batch import Batch, Targets, chunk_bounds
+from geartrain.bridge.head.batch import Batch, chunk_bounds
 from geartrain.bridge.head.loss.chunk_pass import ChunkPass
 from geartrain.bridge.head.loss.chunk_pool import CHUNKS, Running
+from geartrain.bridge.head.loss.kept_logits import KeptLogits
 from geartrain.bridge.placements.workspace import Buffer, BufferPool, Scratch, Workspace, wait_for_copies
 from geartrain.bridge.rows.gradient_carrier import squared_sum
 from geartrain.bridge.rows.ranks import SyncRanks
@@ -41,27 +42,12 @@ def _step_stopped(prepared: int, num: int) -> InvalidArgument:
     )
 
 
-def _union(first: ActiveClasses, second: ActiveClasses) -> ActiveClasses:
-    if first.sorted_ids is None:
-        return first
-    if second.sorted_ids is None:
-        return second
-    ids = np.union1d(first.sorted_ids, second.sorted_ids)
-    return ActiveClasses(len(ids), ids)
-
-
-def _are_same(first: ActiveClasses, second: ActiveClasses) -> bool:
-    if first.sorted_ids is None or second.sorted_ids is None:
-        return first.sorted_ids is second.sorted_ids
-    return np.array_equal(first.sorted_ids, second.sorted_ids)
-
-
 class HeldGradient:
     """Gradients [A, D] of the active classes, in memory."""
 
     def __init__(
         self,
-        active: ActiveClasses,
+        active: HostActive,
         gradients_AD: Tensor,
         buffer: Buffer,
         pool: BufferPool,
@@ -88,16 +74,17 @@ class HeldGradient:
         wait_for_copies(self._device)
         self._squares = None
         self._checksum = None  # a sum may be infinite where its terms are not
-        if not _are_same(self._active, other._active):
-            self._widen(_union(self._active, other._active))
-        if _are_same(self._active, other._active):
+        union = self._active.union(other._active)
+        if union.num > self._active.num:
+            self._widen(union)
+        if union.num == other._active.num:
             self._gradients_AD += other._gradients_AD
         else:
             positions = torch.from_numpy(self._active.positions(other._active.ids))
             self._gradients_AD.index_add_(0, positions, other._gradients_AD)
         other.discard()
 
-    def _widen(self, active: ActiveClasses) -> None:
+    def _widen(self, active: HostActive) -> None:
         dim = self._gradients_AD.shape[1]
         num_bytes = active.num * dim * self._gradients_AD.dtype.itemsize
         buffer = self._pool.take(num_bytes, torch.device("cpu"), pinned=self._device.type == "cuda")
@@ -144,20 +131,87 @@ class HeldGradient:
         self._pool.give_back(self._buffer)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Factors:
     """One batch and what its row gradients are multiplied by."""
 
     batch: Batch
     chunk_pass: ChunkPass
-    active: ActiveClasses
+    active: LocalActive
     labels_B: Ids
-    correction: SamplingCorrection | None
+    """Of the batch, as numbers of rows."""
+    positives: Ids
+    """The labels whose logits are not corrected: those of all ranks."""
+    log2_weight: float
+    """Added to the logits, to base 2, of the other active classes."""
     factor: Tensor
     """See ``Batch.row_factors``; the samples' weights are in the pass."""
+    kept: KeptLogits | None = None
+    """Used up by the step."""
 
 
 class FactoredGradient:
+    """Row gradients as the factors they are made of, of one or several micro-batches; memory O(B·D) each."""
+
+    squares = None
+    """They never lie in memory together."""
+
+    def __init__(self, factors: Factors) -> None:
+        self._factors = [factors]
+        self._active = factors.active
+
+    def merge(self, other: Any) -> None:
+        """Add the gradient of another micro-batch, which is used up."""
+        assert isinstance(other, FactoredGradient), "a head either holds its rows or streams them"
+        mine, its = (gradient._factors[0].batch.arithmetic for gradient in (self, other))
+        if mine != its:
+            raise InvalidArgument(
+                f"micro-batches of one step were computed in different types or places: {mine} and {its}; "
+                "use the same autocast, dtype and device until step()"
+            )
+        self._factors += other._factors
+        self._active = self._active.union(other._active)
+
+    def _parts(self) -> tuple[list[BatchPart], ChunkPass]:
+        """The gradients of all batches over the union of their classes, and the pass with the smallest chunks."""
+        parts = [BatchPart(factors, self._active) for factors in self._factors]
+        return parts, min(
+            (factors.chunk_pass for factors in self._factors), key=lambda chunk_pass: chunk_pass.chunk_rows
+        )
+
+
+class BatchPart:
+    """The row gradients of one batch within the union of the active classes of several."""
+
+    def __init__(self, factors: Factors, union: LocalActive) -> None:
+        self._factors = factors
+        self._absent_U: Tensor | None = None
+        if union.num == factors.active.num:
+            return
+        factors.batch.targets = union.targets(factors.labels_B)
+        take_offsets(factors.batch, union, factors.positives, factors.log2_weight)
+        self._absent_U = ~factors.active.holds(union, factors.batch.arithmetic.device)
+
+    def overwrite(self, work: Workspace, rows_ND: Tensor, start: int, kept_NB: Tensor | None = None) -> None:
+        """Overwrite the rows from position ``start`` on by their gradients."""
+        self._factors.chunk_pass.overwrite(work, rows_ND, start, self._factors.factor, kept_NB)
+        if self._absent_U is not None:  # nothing bounds their exponentials: they may be infinite or NaN here
+            rows_ND.masked_fill_(self._absent_U[start : start + len(rows_ND)].unsqueeze(1), 0.0)
+
+
+def overwrite_by_sum(
+    work: Workspace, parts: Sequence[BatchPart], rows_ND: Tensor, start: int, kept_NB: Tensor | None = None
+) -> None:
+    """Overwrite the rows by the sum of their gradients over several micro-batches."""
+    plain_ND = work.empty("plain rows", *rows_ND.shape).copy_(rows_ND) if len(parts) > 1 else rows_ND
+    parts[0].overwrite(work, rows_ND, start, kept_NB)
+    for part in parts[1:]:
+        more_ND = work.empty("further gradient", *rows_ND.shape).copy_(plain_ND)
+        part.overwrite(work, more_ND, start)
+        rows_ND += more_ND
+
+
+class StreamedGradient(FactoredGradient):
     """Gradients of more rows than fit: each block is pulled again at the step, its gradient made and pushed by itself.
 
     Costs one pull and one push per block; memory O(B·D) until the step, four blocks during it. With asynchronous
@@ -166,26 +220,16 @@ class FactoredGradient:
     """
 
     def __init__(self, table: HeadTable, pool: BufferPool, factors: Factors) -> None:
+        super().__init__(factors)
         self._table = table
         self._pool = pool
-        self._factors = [factors]
-        self._active = factors.active
         self._prepared = 0
 
     def merge(self, other: RowGradient) -> None:
         """Add the gradient of another micro-batch, which is used up."""
-        assert isinstance(other, FactoredGradient), "a head either holds its rows or streams them"
         if self._prepared:
             raise _step_stopped(self._prepared, self._active.num)
-        mine, its = (one._factors[0].batch.arithmetic for one in (self, other))
-        if mine != its:
-            raise InvalidArgument(
-                f"micro-batches of one step were computed in different types or places: {mine} and {its}; "
-                "use the same autocast, dtype and device until step()"
-            )
-        self._factors += other._factors
-        if not _are_same(self._active, other._active):
-            self._active = _union(self._active, other._active)
+        super().merge(other)
 
     def push(self, writer: PushWriter) -> None:
         """Send block after block; a second call goes on behind the last block that was prepared."""
@@ -197,9 +241,6 @@ class FactoredGradient:
                 writer.send_behind()
         writer.settle()
         stream.close()
-
-    squares = None
-    """They never lie in memory together."""
 
     def squared_norm(self) -> float:
         """Σ g² over all rows, in float64; costs one more pull of all active rows."""
@@ -234,22 +275,19 @@ class FactoredGradient:
         """Nothing is held but the factors."""
 
     def _stream(self) -> RowStream:
+        assert isinstance(self._active, HostActive), "rows of a cluster are named by the host"
         return RowStream(self._table, self._active, self._pool, self._factors[0].batch.arithmetic.device)
 
     def _blocks(self, stream: RowStream, first: int) -> Generator[tuple[int, Ids, Tensor]]:
         """(stop, ids [N], gradients [N, D]) of block after block; the next is worked on meanwhile."""
         arithmetic = self._factors[0].batch.arithmetic
-        parts = [_Part(factors, self._active) for factors in self._factors]
-        chunk_pass = min((factors.chunk_pass for factors in self._factors), key=lambda one: one.chunk_rows)
+        parts, chunk_pass = self._parts()
 
         def overwrite(scratch: Scratch, item: tuple[Block, tuple[int, int]]) -> None:
             block, (low, high) = item
             work = Workspace(arithmetic, scratch)
             rows_ND = work.load_rows(block.rows_ND[low:high], blocking=True)
-            if len(parts) == 1:
-                parts[0].overwrite(work, rows_ND, block.start + low, block.ids[low:high])
-            else:
-                _overwrite_by_sum(work, parts, rows_ND, block.start + low, block.ids[low:high])
+            overwrite_by_sum(work, parts, rows_ND, block.start + low)
             out_ND = gradient_view(block.rows_ND[low:high])
             if rows_ND.data_ptr() != out_ND.data_ptr():
                 out_ND.copy_(rows_ND)
@@ -269,31 +307,3 @@ class FactoredGradient:
 def _finished(block: Block, running: Running[None]) -> tuple[int, Ids, Tensor]:
     running.wait()
     return block.stop, block.ids, gradient_view(block.rows_ND)
-
-
-def _overwrite_by_sum(work: Workspace, parts: list[_Part], rows_ND: Tensor, start: int, ids: Ids) -> None:
-    """Overwrite the rows by the sum of their gradients over several micro-batches."""
-    total_ND = work.empty("sum", *rows_ND.shape).zero_()
-    for part in parts:
-        copy_ND = work.empty("copied rows", *rows_ND.shape).copy_(rows_ND)
-        part.overwrite(work, copy_ND, start, ids)
-        total_ND += copy_ND
-    rows_ND.copy_(total_ND)
-
-
-class _Part:
-    """The row gradients of one batch within the union of the active classes of several."""
-
-    def __init__(self, factors: Factors, union: ActiveClasses) -> None:
-        self._factors = factors
-        self._is_whole = _are_same(factors.active, union)
-        if not self._is_whole:
-            factors.batch.targets = Targets(union.positions(factors.labels_B))
-            factors.batch.take_offsets(None if factors.correction is None else factors.correction.offsets(union))
-
-    def overwrite(self, work: Workspace, rows_ND: Tensor, start: int, ids: Ids) -> None:
-        factors = self._factors
-        factors.chunk_pass.overwrite(work, rows_ND, start, factors.factor)
-        if not self._is_whole:
-            absent = np.isin(ids, factors.active.ids, invert=True)
-            rows_ND[torch.from_numpy(absent).to(rows_ND.device)] = 0

@@ -13,6 +13,7 @@ Legend: B samples, D width, P parts.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -23,40 +24,37 @@ from geartrain.bridge.collectives.cross_entropy import joint_sums
 from geartrain.bridge.head.batch import Batch
 
 
+@dataclass(eq=False)
 class PartialSums:
-    """Running sums over some chunks, which a :class:`~.chunk_pass.ChunkPass` adds one after the other."""
+    """Running sums over some chunks, P of them side by side, to which a :class:`~.chunk_pass.ChunkPass` adds."""
 
-    def __init__(
-        self,
-        target_rows_BD: Tensor,
-        shift_B: Tensor | None,
-        sum_B: Tensor,
-        weighted_BD: Tensor | None,
-        row_sum_D: Tensor | None = None,
-        highest_B: Tensor | None = None,
-    ) -> None:
-        self.target_rows_BD = target_rows_BD
-        """The (unit) rows of the targets met so far."""
-        self.shift_B = shift_B
-        """Largest logit to base 2 met so far, targets left out; None: exponentials need no shift."""
-        self.sum_B = sum_B
-        """Sum of exp2(logit − shift)."""
-        self.weighted_BD = weighted_BD
-        """The same sum weighted by the (unit) rows."""
-        self.row_sum_D = row_sum_D
-        """Sum of the (unit) rows, each as often as classes that it stands for, float64; None: not wanted."""
-        self.highest_B = highest_B
-        """Largest logit to base 2 without offsets, targets left out; None: it is the shift, or not looked for."""
+    target_rows_BD: Tensor
+    """The (unit) rows of the targets met so far."""
+    shift_PB: Tensor | None
+    """Largest logit to base 2 met so far, targets left out; None: exponentials need no shift."""
+    sum_PB: Tensor
+    """Sum of exp2(logit − shift), float64."""
+    weighted_PBD: Tensor | None
+    """The same sum weighted by the (unit) rows."""
+    row_sum_PD: Tensor | None
+    """Sum of the (unit) rows, each as often as classes that it stands for, float64; None: not wanted."""
+    highest_PB: Tensor | None
+    """Largest logit to base 2 without offsets, targets left out; None: it is the shift, or not looked for."""
+
+    def part(self, number: int) -> PartialSums:
+        """One of them; the same memory."""
+        parts = (self.shift_PB, self.sum_PB, self.weighted_PBD, self.row_sum_PD, self.highest_PB)
+        return PartialSums(self.target_rows_BD, *(None if of is None else of[number : number + 1] for of in parts))  # type: ignore[arg-type]
 
     def lift(self, shift_B: Tensor) -> None:
-        """Express the sums with a shift that is nowhere below the present one."""
-        if self.shift_B is None:
+        """Express the sums with a shift [B] that is nowhere below the present ones."""
+        if self.shift_PB is None:
             return
-        shrink_B = torch.exp2(self.shift_B - shift_B)
-        self.sum_B *= shrink_B
-        if self.weighted_BD is not None:
-            self.weighted_BD *= shrink_B.unsqueeze(1)
-        self.shift_B = shift_B
+        shrink_PB = torch.exp2(self.shift_PB - shift_B)
+        self.sum_PB.mul_(shrink_PB)
+        if self.weighted_PBD is not None:
+            self.weighted_PBD.mul_(shrink_PB.unsqueeze(2))
+        self.shift_PB.copy_(shift_B.expand_as(self.shift_PB))
 
 
 class OnlineSoftmax:
@@ -80,27 +78,20 @@ class OnlineSoftmax:
         self._link, self._sizes = link, sizes
         rows, width = batch.features_BD.shape
         compute, device = batch.arithmetic.compute, batch.arithmetic.device
-        self.target_rows_BD = torch.zeros_like(batch.features_BD)
-        self.shift_PB = torch.full((num_parts, rows), NO_LOGIT, dtype=compute, device=device) if batch.shifted else None
-        self.sum_PB = torch.zeros(num_parts, rows, dtype=torch.float64, device=device)
-        self.weighted_PBD = _zeros(num_parts, rows, width, compute, device) if want_gradient else None
-        self.row_sum_PD = torch.zeros(num_parts, width, dtype=torch.float64, device=device) if batch.smoothing else None
-        self.highest_PB = (
-            torch.full((num_parts, rows), NO_LOGIT, dtype=compute, device=device) if batch.notes_highest else None
-        )
-        self.parts = [self._part(number) for number in range(num_parts)]
-        """The same memory, part by part."""
 
-    def _part(self, number: int) -> PartialSums:
-        shift_PB, weighted_PBD, row_sum_PD = self.shift_PB, self.weighted_PBD, self.row_sum_PD
-        return PartialSums(
-            self.target_rows_BD,
-            None if shift_PB is None else shift_PB[number],
-            self.sum_PB[number],
-            None if weighted_PBD is None else weighted_PBD[number],
-            None if row_sum_PD is None else row_sum_PD[number],
-            None if self.highest_PB is None else self.highest_PB[number],
+        def per_sample(value: float, dtype: torch.dtype) -> Tensor:
+            return torch.full((num_parts, rows), value, dtype=dtype, device=device)
+
+        self.sums = PartialSums(
+            target_rows_BD=torch.zeros_like(batch.features_BD),
+            shift_PB=per_sample(NO_LOGIT, compute) if batch.shifted else None,
+            sum_PB=per_sample(0.0, torch.float64),
+            weighted_PBD=_zeros(num_parts, rows, width, compute, device) if want_gradient else None,
+            row_sum_PD=torch.zeros(num_parts, width, dtype=torch.float64, device=device) if batch.smoothing else None,
+            highest_PB=per_sample(NO_LOGIT, compute) if batch.notes_highest else None,
         )
+        self.parts = [self.sums.part(number) for number in range(num_parts)]
+        """The same memory, part by part."""
 
     def finish(self) -> tuple[Tensor, Tensor | None]:
         """Losses of the rank's own samples [S], each one's gradient by its features [S, D]; fill in the batch."""
@@ -114,12 +105,12 @@ class OnlineSoftmax:
 
         The sum over the ranks is what :func:`own_gradient` takes.
         """
-        batch, own = self._batch, self._own
+        batch, own, sums = self._batch, self._own, self.sums
         shift_B, sum_B, weighted_BD = self._joint()
-        cos_B = (batch.features_BD * self.target_rows_BD).sum(1)
+        cos_B = (batch.features_BD * sums.target_rows_BD).sum(1)
         mean_row_D = self._mean_row()  # this rank's part of it
         means = [] if mean_row_D is None else [batch.features_BD @ mean_row_D * batch.scale]
-        highest_B = None if self.highest_PB is None else self.highest_PB.amax(0)
+        highest_B = None if sums.highest_PB is None else sums.highest_PB.amax(0)
         joint_B, (sum_B, joint_cos_B, *means), highest_B = joint_sums(
             self._link, shift_B, sum_B, [cos_B, *means], exp=torch.exp2, shifted=batch.shifted, highest_B=highest_B
         )
@@ -137,7 +128,7 @@ class OnlineSoftmax:
         if weighted_BD is None:
             return losses_B[own], None
         gradient_BD = weighted_BD.mul_(torch.exp2(shift_B - batch.lse2_B).unsqueeze(1))
-        gradient_BD.addcmul_(self.target_rows_BD, batch.target_weight_B.unsqueeze(1))
+        gradient_BD.addcmul_(sums.target_rows_BD, batch.target_weight_B.unsqueeze(1))
         if mean_row_D is not None:
             gradient_BD.sub_(mean_row_D * batch.smoothing)
         return losses_B[own], gradient_BD
@@ -151,22 +142,21 @@ class OnlineSoftmax:
 
     def _mean_row(self) -> Tensor | None:
         """Mean [D] of the (unit) rows of all classes, compute dtype; None without smoothing."""
-        if self.row_sum_PD is None:
+        if self.sums.row_sum_PD is None:
             return None
-        return (self.row_sum_PD.sum(0) / max(1.0, self._batch.spread_over)).to(self.target_rows_BD.dtype)
+        mean_D = self.sums.row_sum_PD.sum(0) / max(1.0, self._batch.spread_over)
+        return mean_D.to(self._batch.arithmetic.compute)
 
     def _joint(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """(shift [B], sum [B], weighted sum [B, D]) over all parts."""
-        first = self.parts[0]
-        shifts = [part.shift_B for part in self.parts if part.shift_B is not None]
-        shift_B = torch.stack(shifts).amax(0) if shifts else torch.zeros_like(self._batch.features_BD[:, 0])
-        for part in self.parts:
-            part.lift(shift_B)
-        for part in self.parts[1:]:
-            first.sum_B += part.sum_B
-            if first.weighted_BD is not None and part.weighted_BD is not None:
-                first.weighted_BD += part.weighted_BD
-        return shift_B, first.sum_B, first.weighted_BD
+        sums = self.sums
+        shift_B = torch.zeros_like(self._batch.features_BD[:, 0]) if sums.shift_PB is None else sums.shift_PB.amax(0)
+        sums.lift(shift_B)
+        if sums.weighted_PBD is None:
+            return shift_B, sums.sum_PB.sum(0), None
+        for weighted_BD in sums.weighted_PBD[1:]:
+            sums.weighted_PBD[0] += weighted_BD
+        return shift_B, sums.sum_PB.sum(0), sums.weighted_PBD[0]
 
 
 def _zeros(parts: int, rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:

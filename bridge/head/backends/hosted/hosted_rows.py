@@ -119,8 +119,8 @@ class RowsOnShards:
             for sums, arrays in zip(softmax.parts, answers, strict=True):
                 _fill(sums, arrays, part.start, part.stop)
                 batch.num_active += int(arrays["num_active"][0]) if part.start == 0 else 0
-                if sums.row_sum_D is not None and part.start == 0:
-                    sums.row_sum_D.copy_(torch.tensor(arrays["row_sum"]))
+                if sums.row_sum_PD is not None and part.start == 0:
+                    sums.row_sum_PD[0].copy_(torch.tensor(arrays["row_sum"]))
                     spread_over += float(arrays["row_weight"][0])
         batch.spread_over = spread_over
         losses_B, gradient_BD = softmax.finish()
@@ -239,13 +239,11 @@ class _Part:
 
 def _fill(sums: PartialSums, arrays: Any, start: int, stop: int) -> None:
     """Take over what one shard answered for samples ``start`` … ``stop`` − 1."""
-    assert sums.shift_B is not None
-    sums.shift_B[start:stop] = torch.tensor(arrays["shift"])
-    sums.sum_B[start:stop] = torch.tensor(arrays["sum"])
-    if sums.highest_B is not None:
-        sums.highest_B[start:stop] = torch.tensor(arrays["highest"])
-    if sums.weighted_BD is not None:
-        sums.weighted_BD[start:stop] = torch.tensor(arrays["weighted"]).to(sums.weighted_BD)
+    for name, values_PB in (("shift", sums.shift_PB), ("sum", sums.sum_PB), ("highest", sums.highest_PB)):
+        if values_PB is not None:
+            values_PB[0, start:stop] = torch.tensor(arrays[name])
+    if sums.weighted_PBD is not None:
+        sums.weighted_PBD[0, start:stop] = torch.tensor(arrays["weighted"]).to(sums.weighted_PBD)
     samples = torch.tensor(arrays["target_samples"]) + start
     sums.target_rows_BD[samples.to(sums.target_rows_BD.device)] = torch.tensor(arrays["target_rows"]).to(
         sums.target_rows_BD

@@ -8,10 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from geartrain.ams.programs.selection import ActiveClasses
 from geartrain.ams.values.shard_messages import SyncGroup
+from geartrain.bridge.head.backends.active_rows import HostActive
 from geartrain.bridge.head.batch import Batch, chunk_bounds
-from geartrain.bridge.head.loss.chunk_pass import ChunkPass, chunk_rows_on, parts_for, pass_for
+from geartrain.bridge.head.loss.chunk_pass import ChunkPass, CompiledPass, chunk_rows_on, parts_for, pass_for
 from geartrain.bridge.head.loss.chunk_pool import CHUNKS
 from geartrain.bridge.head.loss.kept_logits import KeptLogits, kept_rows
 from geartrain.bridge.head.loss.pending_gradients import HeldGradient
@@ -29,7 +29,7 @@ class HeldRows:
     """The rows of one forward pass. Costs one pull; memory A·D of the table's type plus the kept logits."""
 
     def __init__(
-        self, table: HeadTable, active: ActiveClasses, pool: BufferPool, batch: Batch, required_sync: SyncGroup | None
+        self, table: HeadTable, active: HostActive, pool: BufferPool, batch: Batch, required_sync: SyncGroup | None
     ) -> None:
         self.batch = batch
         self._active = active
@@ -46,7 +46,7 @@ class HeldRows:
     def _take(self, chunk_pass: ChunkPass) -> None:
         self._pass = chunk_pass
         as_they_are = self._rows_AD.dtype == self.batch.arithmetic.compute
-        self._walk = chunk_pass.whole if as_they_are else None
+        self._walk = chunk_pass if as_they_are and isinstance(chunk_pass, CompiledPass) else None
         """The pass, if it can work on all rows where they are, in one call."""
 
     @staticmethod
@@ -66,8 +66,9 @@ class HeldRows:
             chunk_rows = self._pass.chunk_rows if self._walk is None else 1
             self._kept.reserve(batch, self._active.num, chunk_rows, keep_bytes)
         if self._walk is not None:
-            softmax = OnlineSoftmax(batch, self._walk.num_parts(self._active.num), want_gradient=want_gradient)
-            self._walk.forward_all(softmax, self._rows_AD, self._kept.all_KB, threads=CHUNKS.num_threads)
+            num_parts = parts_for(self._active.num, *batch.features_BD.shape)
+            softmax = OnlineSoftmax(batch, num_parts, want_gradient=want_gradient)
+            self._walk.forward(None, softmax.sums, self._rows_AD, 0, self._kept.all_KB, threads=CHUNKS.num_threads)
             return CHUNKS.apart(softmax.finish, device)
         softmax = OnlineSoftmax(batch, min(PARTS, len(self._chunks)), want_gradient=want_gradient)
 
@@ -88,7 +89,9 @@ class HeldRows:
         if weights_B is not None:
             self._take(pass_for(batch, weights_B))
         if self._walk is not None:
-            checksum = self._walk.overwrite_all(self._rows_AD, factor, self._kept.all_KB, threads=CHUNKS.num_threads)
+            checksum = self._walk.overwrite(
+                None, self._rows_AD, 0, factor, self._kept.all_KB, threads=CHUNKS.num_threads
+            )
             self._kept.give_back()
             return HeldGradient(self._active, out_AD, self._buffer, self._pool, arithmetic.device, checksum), checksum
 

@@ -11,13 +11,14 @@ from geartrain.ams.programs.selection import FullSoftmax, SamplingCorrection
 from geartrain.ams.values.shard_messages import SyncGroup
 from geartrain.ams.values.specs import Ids, checked_wire_dtype
 from geartrain.bridge.head.autograd_node import RowsPass
+from geartrain.bridge.head.backends.active_rows import HostActive, take_offsets
 from geartrain.bridge.head.backends.backend import HeadSettings
 from geartrain.bridge.head.backends.cluster_backend import ClusterBackend
 from geartrain.bridge.head.backends.pull import streamed_rows
 from geartrain.bridge.head.backends.pull.held_rows import HeldRows
 from geartrain.bridge.head.backends.pull.inference import top_classes
 from geartrain.bridge.head.backends.pull.streamed_rows import StreamedRows
-from geartrain.bridge.head.batch import Batch, Targets
+from geartrain.bridge.head.batch import Batch
 from geartrain.bridge.head.checks import check_finite
 from geartrain.bridge.head.config import HeadConfig
 from geartrain.bridge.head.loss.chunk_pass import chunk_rows_on
@@ -85,20 +86,22 @@ class PullBackend(ClusterBackend):
         required: SyncGroup | None,
     ) -> RowsPass:
         living, table = self.living, self.step_table
-        active = living.select(self.select, all_labels, self.update.step)
+        chosen = living.select(self.select, all_labels, self.update.step)
+        active = HostActive(chosen.num, chosen.sorted_ids)
         is_corrected = self.select.corrects(margin)
         correction = SamplingCorrection.of(all_labels, active.num, living.num_living) if is_corrected else None
-        stands_for = active.num if correction is None else living.num_living
-        targets = Targets(active.positions(labels_B))
-        smoothing = self.settings.config.label_smoothing
+        stands_for, log2_weight = (
+            (active.num, 0.0) if correction is None else (living.num_living, correction.log2_weight)
+        )
+        targets, smoothing = active.targets(labels_B), self.settings.config.label_smoothing
         batch = Batch.of(features, targets, labels_B, margin, stands_for, Arithmetic.of(features), smoothing)
         batch.num_active = active.num
         batch.centers = self.settings.sub_centers
         batch.looks_for_highest = features.device.type == "cpu" or self.update.step % LOOKS_EVERY == 0
-        batch.take_offsets(None if correction is None else correction.offsets(active))
+        take_offsets(batch, active, all_labels, log2_weight)
         if self.select.budget(living.num_living) * table.spec.row_bytes <= self.settings.config.rows_cache_bytes:
             return HeldRows(table, active, self._pool, batch, required)
-        return StreamedRows(table, active, self._pool, batch, labels_B, required, correction)
+        return StreamedRows(table, active, self._pool, batch, labels_B, all_labels, log2_weight, required)
 
     def predict(self, features: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """See :class:`geartrain.bridge.head.backends.backend.RowBackend`."""

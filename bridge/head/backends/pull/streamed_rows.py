@@ -9,14 +9,14 @@ from threading import Lock
 
 from torch import Tensor
 
-from geartrain.ams.programs.selection import ActiveClasses, SamplingCorrection
 from geartrain.ams.values.shard_messages import SyncGroup
 from geartrain.ams.values.specs import Ids
+from geartrain.bridge.head.backends.active_rows import HostActive
 from geartrain.bridge.head.backends.pull.stream import NUM_BUFFERS, Block, RowStream, block_rows_for
 from geartrain.bridge.head.batch import Batch, chunk_bounds
 from geartrain.bridge.head.loss.chunk_pass import pass_for
 from geartrain.bridge.head.loss.chunk_pool import CHUNKS, Running
-from geartrain.bridge.head.loss.pending_gradients import FactoredGradient, Factors
+from geartrain.bridge.head.loss.pending_gradients import Factors, StreamedGradient
 from geartrain.bridge.head.loss.softmax import OnlineSoftmax
 from geartrain.bridge.head.memory_plan import MemoryPlan
 from geartrain.bridge.placements.workspace import BufferPool, Scratch, Workspace
@@ -32,12 +32,13 @@ class StreamedRows:
     def __init__(
         self,
         table: HeadTable,
-        active: ActiveClasses,
+        active: HostActive,
         pool: BufferPool,
         batch: Batch,
         labels_B: Ids,
+        positives: Ids,
+        log2_weight: float,
         required_sync: SyncGroup | None,
-        correction: SamplingCorrection | None = None,
     ) -> None:
         self._table = table
         self._active = active
@@ -45,7 +46,7 @@ class StreamedRows:
         self.batch = batch
         self._labels_B = labels_B
         self._required_sync = required_sync
-        self._correction = correction
+        self._positives, self._log2_weight = positives, log2_weight
         self._pass = pass_for(batch)
 
     @staticmethod
@@ -81,7 +82,7 @@ class StreamedRows:
         stream.close()
         return softmax.finish()
 
-    def gradient(self, upstream: Tensor) -> tuple[FactoredGradient, Tensor]:
+    def gradient(self, upstream: Tensor) -> tuple[StreamedGradient, Tensor]:
         """The row gradients in factored form; also a sum that is finite only if all of it is."""
         batch = self.batch
         factor, weights_B = batch.row_factors(upstream)
@@ -91,10 +92,11 @@ class StreamedRows:
             chunk_pass=self._pass if weights_B is None else pass_for(batch, weights_B),
             active=self._active,
             labels_B=self._labels_B,
-            correction=self._correction,
+            positives=self._positives,
+            log2_weight=self._log2_weight,
             factor=factor,
         )
-        return FactoredGradient(self._table, self._pool, factors), checksum
+        return StreamedGradient(self._table, self._pool, factors), checksum
 
     def discard(self) -> None:
         """Nothing is held."""

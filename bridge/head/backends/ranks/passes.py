@@ -13,21 +13,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
 from geartrain.ams.values.specs import Ids
-from geartrain.bridge.head.backends.ranks.active_rows import LocalActive
+from geartrain.bridge.head.backends.active_rows import LocalActive, take_offsets
 from geartrain.bridge.head.batch import Batch, chunk_bounds
-from geartrain.bridge.head.loss.chunk_pass import ChunkPass, pass_for
+from geartrain.bridge.head.loss.chunk_pass import pass_for
 from geartrain.bridge.head.loss.chunk_pool import CHUNKS
 from geartrain.bridge.head.loss.kept_logits import KeptLogits
+from geartrain.bridge.head.loss.pending_gradients import FactoredGradient, Factors, overwrite_by_sum
 from geartrain.bridge.head.loss.softmax import OnlineSoftmax
 from geartrain.bridge.placements.device_rows import DeviceRows, RowIndex
 from geartrain.bridge.placements.workspace import Scratch, Workspace
@@ -38,12 +37,6 @@ T = TypeVar("T")
 
 PARTS = 8
 """Sums that are kept apart and added in order, whatever the number of threads: the result does not depend on it."""
-
-
-def take_offsets(batch: Batch, active: LocalActive, numbers_B: Ids, log2_weight: float) -> None:
-    """Let the sampled ones of the active classes, all but those of the labels, weigh more."""
-    if log2_weight:
-        batch.offsets_A = active.offsets(numbers_B, log2_weight).to(batch.arithmetic.device, batch.arithmetic.compute)
 
 
 class RankRows:
@@ -120,16 +113,17 @@ class RankRows:
         factor, weights_B = batch.row_factors(self._joint_upstream(upstream.detach()))
         chunk_pass = self._pass if weights_B is None else pass_for(batch, weights_B)
         checksum = factor + batch.lse2_B.sum() + batch.target_weight_B.sum()
-        factors = RankFactors(
+        factors = Factors(
             batch=batch,
             chunk_pass=chunk_pass,
             active=self._active,
-            numbers_B=self._numbers_B,
+            labels_B=self._numbers_B,
+            positives=self._numbers_B,
             log2_weight=self._log2_weight,
             factor=factor,
             kept=self._kept,
         )
-        return RankGradient(self._table, [factors]), checksum
+        return RankGradient(self._table, factors), checksum
 
     def _joint_upstream(self, upstream: Tensor) -> Tensor:
         """That of the mean over all ranks (0-dim) if it is known to be the same on each, else that of each sample."""
@@ -149,40 +143,22 @@ class RankRows:
         self._kept.give_back()
 
 
-@dataclass(kw_only=True, eq=False)
-class RankFactors:
-    """One batch and what its row gradients are multiplied by."""
+class RankGradient(FactoredGradient):
+    """Row gradients as the factors they are made of, and the kept logits."""
 
-    batch: Batch
-    chunk_pass: ChunkPass
-    active: LocalActive
-    numbers_B: Ids
-    log2_weight: float
-    """Added to the logits, to base 2, of sampled classes."""
-    factor: Tensor
-    """See ``Batch.row_factors``; the samples' weights are in the pass."""
-    kept: KeptLogits
-    """Used up by the step."""
-
-
-class RankGradient:
-    """Row gradients as the factors they are made of; memory O(B·D) a micro-batch and the kept logits."""
-
-    def __init__(self, table: DeviceRows, factors: list[RankFactors]) -> None:
+    def __init__(self, table: DeviceRows, factors: Factors) -> None:
+        super().__init__(factors)
         self._table = table
-        self._factors = factors
 
     def merge(self, other: RankGradient) -> None:
         """Add the gradient of another micro-batch, which is used up."""
-        mine, its = (one._factors[0].batch.arithmetic for one in (self, other))
-        if mine != its:
-            raise InvalidArgument(
-                f"micro-batches of one step were computed in different types or places: {mine} and {its}; "
-                "use the same autocast, dtype and device until step()"
-            )
-        self._factors += other._factors
+        super().merge(other)
+        self._give_back()
+
+    def _give_back(self) -> None:
         for factors in self._factors:
-            factors.kept.give_back()
+            if factors.kept is not None:
+                factors.kept.give_back()
 
     def apply(self, optimizer: RowOptimizerSpec, scale: Tensor) -> None:
         """Update the rows and slots by ``optimizer`` with ``scale`` (0-dim) times the gradient; that ends the step.
@@ -197,9 +173,6 @@ class RankGradient:
         self._over_chunks(update, use_kept=True)
         table.end_step(optimizer.lr)
 
-    squares = None
-    """They never lie in memory together."""
-
     def squared_norm(self) -> float:
         """Σ g² over the rows of all ranks: makes the gradient once more. Collective: an all-reduce of one number."""
 
@@ -213,53 +186,25 @@ class RankGradient:
 
     def discard(self) -> None:
         """Let go of the factors."""
-        for factors in self._factors:
-            factors.kept.give_back()
+        self._give_back()
         self._factors = []
 
     def _over_chunks(self, action: Callable[[Workspace, RowIndex, Tensor], T], *, use_kept: bool) -> list[T]:
         """Results of ``action(work, index, gradient_ND)``, whose tensor is scratch, chunk after chunk."""
-        table, factors = self._table, self._factors
-        arithmetic = factors[0].batch.arithmetic
-        active = factors[0].active
-        for other in factors[1:]:
-            active = active.union(other.active)
-        parts = [_Part(one, active) for one in factors]
-        chunk_pass = min((one.chunk_pass for one in factors), key=lambda one: one.chunk_rows)
+        table, active = self._table, self._active
+        arithmetic, kept_logits = self._factors[0].batch.arithmetic, self._factors[0].kept
+        parts, chunk_pass = self._parts()
         places = active.places(table.device)
 
         def run(scratch: Scratch, chunk: tuple[int, int]) -> T:
             work = Workspace(arithmetic, scratch)
-            start, stop = chunk
-            index = places.chunk(start, stop)
-            gradient_ND = table.load(work, index, name="gradient")
-            kept = factors[0].kept.chunk(start, stop) if use_kept else None
-            parts[0].overwrite(work, gradient_ND, start, stop, kept)
-            for part in parts[1:]:
-                more_ND = table.load(work, index, name="further gradient")
-                part.overwrite(work, more_ND, start, stop, None)
-                gradient_ND += more_ND
-            return action(work, index, gradient_ND)
+            place = places.chunk(*chunk)
+            gradient_ND = table.load(work, place, name="gradient")
+            kept = kept_logits.chunk(*chunk) if use_kept and kept_logits is not None else None
+            overwrite_by_sum(work, parts, gradient_ND, chunk[0], kept)
+            return action(work, place, gradient_ND)
 
         chunks = chunk_bounds(active.num, chunk_pass.chunk_rows)
         if not chunks:
             return []
         return CHUNKS.map(run, chunks, arithmetic.device)
-
-
-class _Part:
-    """The row gradients of one batch within the union of the active classes of several."""
-
-    def __init__(self, factors: RankFactors, union: LocalActive) -> None:
-        self._factors = factors
-        self._absent_U: Tensor | None = None
-        if union is factors.active or union.num == factors.active.num:
-            return
-        factors.batch.targets = union.targets(factors.numbers_B)
-        take_offsets(factors.batch, union, factors.numbers_B, factors.log2_weight)
-        self._absent_U = ~factors.active.holds(union, factors.batch.arithmetic.device)
-
-    def overwrite(self, work: Workspace, rows_ND: Tensor, start: int, stop: int, kept_NB: Tensor | None) -> None:
-        self._factors.chunk_pass.overwrite(work, rows_ND, start, self._factors.factor, kept_NB)
-        if self._absent_U is not None:  # nothing bounds their exponentials: they may be infinite or NaN here
-            rows_ND.masked_fill_(self._absent_U[start:stop].unsqueeze(1), 0.0)

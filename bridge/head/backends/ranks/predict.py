@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from geartrain.ams.programs.selection import ActiveClasses
-from geartrain.bridge.head.backends.ranks.active_rows import HostActive
+from geartrain.bridge.head.backends.active_rows import HostActive
 from geartrain.bridge.head.batch import chunk_bounds, chunk_rows_for, normalise_
 from geartrain.bridge.head.loss.chunk_pool import CHUNKS
 from geartrain.bridge.head.sub_centers import scores_of_classes

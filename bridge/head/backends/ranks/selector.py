@@ -19,7 +19,7 @@ from geartrain.ams.graph.building.neighbours import NeighbourTable
 from geartrain.ams.programs.class_lifecycle import LiveClasses
 from geartrain.ams.programs.selection import Ranking, Selection
 from geartrain.ams.values.specs import Ids
-from geartrain.bridge.head.backends.ranks.active_rows import DeviceActive, HostActive
+from geartrain.bridge.head.backends.active_rows import DeviceActive, HostActive
 from geartrain.bridge.head.memory_plan import MemoryPart, MemoryPlan, in_step
 from geartrain.bridge.head.selection.torch_selection import TorchGraph, choice_bytes, select_on
 from geartrain.bridge.placements.device_rows import DeviceRows
@@ -70,7 +70,7 @@ class RankSelector:
         if ranking is None:
             active = living.select(self._select, labels_B, step)
             here = HostActive.of(active, table.first, table.stop)
-            numbers_A = None if here.numbers_A is None else upload(here.numbers_A, table.device)
+            numbers_A = None if here.sorted_ids is None else upload(here.sorted_ids, table.device)
             return active.num, DeviceActive(here.num, numbers_A, table.device)
         budget = max(self._select.budget(living.num_living), len(labels_P))
         if budget >= living.num_living and living.are_all:

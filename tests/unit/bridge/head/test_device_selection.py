@@ -20,7 +20,7 @@ from geartrain.ams.programs.class_lifecycle import LiveClasses
 from geartrain.ams.programs.selection import FullSoftmax, PartialFC
 from geartrain.ams.values.optimizers.registry import SparseMomentum
 from geartrain.ams.values.specs import Normal
-from geartrain.bridge.head.backends.ranks.active_rows import DeviceActive, HostActive
+from geartrain.bridge.head.backends.active_rows import DeviceActive, HostActive
 from geartrain.bridge.head.backends.ranks.rank_backend import RankBackend
 from geartrain.bridge.head.backends.ranks.selector import RankSelector
 from geartrain.bridge.head.class_head import ClassHead
@@ -121,7 +121,7 @@ def test_a_device_chooses_of_living_classes_what_the_host_does_on_every_rank(
 
 
 def host_numbers(active: HostActive) -> np.ndarray[Any, Any]:
-    return np.arange(active.num) if active.numbers_A is None else active.numbers_A
+    return active.ids
 
 
 class NoAnswers(TorchDispatchMode):

@@ -192,10 +192,10 @@ def test_a_hard_class_does_not_hide_all_others_from_a_feature() -> None:
     softmax = OnlineSoftmax(batch, 1, want_gradient=True)
     pass_for(batch).forward(Workspace(batch.arithmetic, Scratch()), softmax.parts[0], rows, 0, None)
     sums = softmax.parts[0]
-    assert sums.weighted_BD is not None
+    assert sums.weighted_PBD is not None
     unit = torch.nn.functional.normalize(rows.double())
     expected = torch.exp(64 * unit[:, 0] - 17) @ unit  # beside the hard class
-    torch.testing.assert_close(sums.weighted_BD[0].double(), expected, rtol=0.01, atol=1e-12)
+    torch.testing.assert_close(sums.weighted_PBD[0, 0].double(), expected, rtol=0.01, atol=1e-12)
 
 
 @pytest.mark.parametrize("margin", [CosFace(scale=64), None])

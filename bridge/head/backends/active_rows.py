@@ -10,7 +10,6 @@ Legend: B samples of all ranks, L rows on this rank, A active ones of them, D wi
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol, Self
 
 import numpy as np
 import torch
@@ -18,32 +17,9 @@ from torch import Tensor
 
 from geartrain.ams.programs.selection import ActiveClasses
 from geartrain.ams.values.specs import Ids
-from geartrain.bridge.head.batch import DeviceTargets, Targets
+from geartrain.bridge.head.batch import Batch, DeviceTargets, Targets
 from geartrain.bridge.placements.device_rows import RowIndex
 from geartrain.bridge.rows.transfers import upload
-
-
-class LocalActive(Protocol):
-    """The active classes among this rank's rows, in rising order; those of one step are all of one kind."""
-
-    @property
-    def num(self) -> int:
-        """A."""
-
-    def targets(self, numbers_B: Ids) -> Targets | DeviceTargets:
-        """Where the row of each sample's label is among them; labels of other ranks have numbers outside [0, L)."""
-
-    def offsets(self, numbers_B: Ids, log2_weight: float) -> Tensor:
-        """[A] float32 on the device: 0 for the rows of the labels, ``log2_weight`` for the others."""
-
-    def union(self, other: Self) -> Self:
-        """Those active in either."""
-
-    def holds(self, union: Self, device: torch.device) -> Tensor:
-        """Which of a larger set's are in this one, bool on the device."""
-
-    def places(self, device: torch.device) -> LocalPlaces:
-        """Where chunks of them lie."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,12 +34,8 @@ class LocalPlaces:
 
 
 @dataclass(frozen=True, eq=False)
-class HostActive:
-    """Implements :class:`LocalActive` with arrays of the host."""
-
-    num: int
-    numbers_A: Ids | None
-    """Row numbers, rising; None: all rows."""
+class HostActive(ActiveClasses):
+    """Those of the active classes that are here, as arrays of the host: row numbers, in a cluster ids."""
 
     @staticmethod
     def of(active: ActiveClasses, first: int, stop: int) -> HostActive:
@@ -73,49 +45,49 @@ class HostActive:
         low, high = np.searchsorted(active.sorted_ids, (first, stop))
         return HostActive(int(high - low), active.sorted_ids[low:high] - first)
 
-    def positions(self, numbers_B: Ids) -> Ids:
+    def positions(self, labels_B: Ids) -> Ids:
         """Position of each row number [B] among the active; −1 for the rows of other ranks (numbers outside [0, L))."""
-        if self.numbers_A is None:
-            return np.where((numbers_B >= 0) & (numbers_B < self.num), numbers_B, -1)
-        found = np.searchsorted(self.numbers_A, numbers_B)
+        if self.sorted_ids is None:
+            return np.where((labels_B >= 0) & (labels_B < self.num), labels_B, -1)
+        found = np.searchsorted(self.sorted_ids, labels_B)
         clipped = np.minimum(found, max(self.num - 1, 0))
-        here = self.numbers_A[clipped] == numbers_B if self.num else np.zeros(len(numbers_B), np.bool_)
+        here = self.sorted_ids[clipped] == labels_B if self.num else np.zeros(len(labels_B), np.bool_)
         return np.where(here, clipped, -1)
 
     def targets(self, numbers_B: Ids) -> Targets:
-        """See :class:`LocalActive`."""
+        """Where the row of each sample's label is among them; labels of other ranks have numbers outside [0, L)."""
         return Targets(self.positions(numbers_B))
 
     def offsets(self, numbers_B: Ids, log2_weight: float) -> Tensor:
-        """See :class:`LocalActive`."""
+        """[A] float32: 0 for the rows of the labels, ``log2_weight`` for the others."""
         positions = self.positions(numbers_B)
         offsets = np.full(self.num, log2_weight, np.float32)
         offsets[positions[positions >= 0]] = 0.0
         return torch.from_numpy(offsets)
 
-    def union(self, other: HostActive) -> HostActive:
-        """See :class:`LocalActive`."""
-        if self.numbers_A is None or other.numbers_A is None:
-            return self if self.numbers_A is None else other
-        if np.array_equal(self.numbers_A, other.numbers_A):
+    def union(self, other: LocalActive) -> HostActive:
+        """Those active in either; itself, if it has all of them."""
+        assert isinstance(other, HostActive), "those of one step are of one kind"
+        if self.sorted_ids is None or other.sorted_ids is None:
+            return self if self.sorted_ids is None else other
+        if np.array_equal(self.sorted_ids, other.sorted_ids):
             return self
-        numbers = np.union1d(self.numbers_A, other.numbers_A)
+        numbers = np.union1d(self.sorted_ids, other.sorted_ids)
         return HostActive(len(numbers), numbers)
 
-    def holds(self, union: HostActive, device: torch.device) -> Tensor:
-        """See :class:`LocalActive`."""
-        assert self.numbers_A is not None, "a part of the union"
-        numbers = np.arange(union.num) if union.numbers_A is None else union.numbers_A
-        return torch.from_numpy(np.isin(numbers, self.numbers_A)).to(device)
+    def holds(self, union: LocalActive, device: torch.device) -> Tensor:
+        """Which of a larger set's are in this one, bool on the device."""
+        assert isinstance(union, HostActive), "those of one step are of one kind"
+        return torch.from_numpy(np.isin(union.ids, self.ids)).to(device)
 
     def places(self, device: torch.device) -> LocalPlaces:
-        """See :class:`LocalActive`."""
-        return LocalPlaces(None if self.numbers_A is None else torch.from_numpy(self.numbers_A).to(device))
+        """Where chunks of them lie."""
+        return LocalPlaces(None if self.sorted_ids is None else torch.from_numpy(self.sorted_ids).to(device))
 
 
 @dataclass(frozen=True, eq=False)
 class DeviceActive:
-    """Implements :class:`LocalActive` with tensors of the rows' device."""
+    """The same as :class:`HostActive` with tensors of the rows' device."""
 
     num: int
     numbers_A: Tensor | None
@@ -123,7 +95,7 @@ class DeviceActive:
     device: torch.device
 
     def targets(self, numbers_B: Ids) -> DeviceTargets:
-        """See :class:`LocalActive`; copies 8·B bytes to the device."""
+        """See :class:`HostActive`; copies 8·B bytes to the device."""
         numbers = upload(numbers_B, self.device)
         if self.numbers_A is None:
             return DeviceTargets(torch.where((numbers >= 0) & (numbers < self.num), numbers, -1))
@@ -133,21 +105,22 @@ class DeviceActive:
         return DeviceTargets(torch.where(self.numbers_A[found_B] == numbers, found_B, -1))
 
     def offsets(self, numbers_B: Ids, log2_weight: float) -> Tensor:
-        """See :class:`LocalActive`."""
+        """See :class:`HostActive`."""
         offsets = torch.full((self.num + 1,), log2_weight, device=self.device)
         positions_B = self.targets(numbers_B).positions_B  # of other ranks' labels: the last, which is none
         return offsets.index_put_((positions_B,), offsets.new_zeros(()))[:-1]
 
-    def union(self, other: DeviceActive) -> DeviceActive:
-        """See :class:`LocalActive`; waits for the device, which alone knows how many there are."""
+    def union(self, other: LocalActive) -> DeviceActive:
+        """See :class:`HostActive`; waits for the device, which alone knows how many there are."""
+        assert isinstance(other, DeviceActive), "those of one step are of one kind"
         if self.numbers_A is None or other.numbers_A is None or self.numbers_A is other.numbers_A:
             return self if self.numbers_A is None else other
         numbers = torch.unique(torch.cat([self.numbers_A, other.numbers_A]))
         return DeviceActive(len(numbers), numbers, self.device)
 
-    def holds(self, union: DeviceActive, device: torch.device) -> Tensor:
-        """See :class:`LocalActive`."""
-        assert self.numbers_A is not None, "a part of the union"
+    def holds(self, union: LocalActive, device: torch.device) -> Tensor:
+        """See :class:`HostActive`."""
+        assert isinstance(union, DeviceActive) and self.numbers_A is not None, "a part of the union"
         numbers = torch.arange(union.num, device=device) if union.numbers_A is None else union.numbers_A
         if not self.num:
             return torch.zeros_like(numbers, dtype=torch.bool)
@@ -155,6 +128,17 @@ class DeviceActive:
         return self.numbers_A[found] == numbers
 
     def places(self, device: torch.device) -> LocalPlaces:
-        """See :class:`LocalActive`."""
+        """See :class:`HostActive`."""
         del device
         return LocalPlaces(self.numbers_A)
+
+
+LocalActive = HostActive | DeviceActive
+"""The active classes among the rows that are here, in rising order."""
+
+
+def take_offsets(batch: Batch, active: LocalActive, labels_B: Ids, log2_weight: float) -> None:
+    """Let the sampled ones of the active classes, all but those of the labels, weigh more."""
+    if log2_weight:
+        offsets_A = active.offsets(labels_B, log2_weight)
+        batch.offsets_A = offsets_A.to(batch.arithmetic.device, batch.arithmetic.compute)
