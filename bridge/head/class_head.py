@@ -20,7 +20,7 @@ from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
 from geartrain.ams.values.specs import MAX_DIM, Initializer
 from geartrain.bridge.head.autograd_node import HeadCall, head_loss
-from geartrain.bridge.head.backends.backend import HeadSettings, RowBackend
+from geartrain.bridge.head.backends.backend import HeadSettings, LocalRows, RowBackend
 from geartrain.bridge.head.backends.registry import backend_named
 from geartrain.bridge.head.biases import require_no_margin, with_ones
 from geartrain.bridge.head.checks import FIXED_SETTINGS, check_features, check_margin, check_selection, check_wanted_ids
@@ -33,7 +33,7 @@ from geartrain.bridge.head.defaults import (
     linear_initializer,
     margin_optimizer,
 )
-from geartrain.bridge.head.head_state import HeadSize, require_loadable, resume_state, state_of
+from geartrain.bridge.head.head_state import HeadRows, HeadSize, require_loadable, resume_state, state_of
 from geartrain.bridge.head.imprint import features_of, imprint_rows, in_eval_mode
 from geartrain.bridge.head.loss.feature_parts import FeatureParts, parts_loss
 from geartrain.bridge.head.loss.margins.margin import AnyMargin
@@ -184,6 +184,17 @@ class ClassHead(nn.Module):
         return self._backend
 
     @property
+    def _local(self) -> LocalRows:
+        """The rows, if they are here. Raises InvalidArgument for rows in a cluster."""
+        if self._backend.local is None:
+            raise InvalidArgument(
+                f"the rows of {self.name!r} are in a cluster, and none of these processes has them; save the model "
+                "with geartrain.save(model, path), or all tables of the cluster with Cluster.snapshot, which "
+                "Cluster.restore reads"
+            )
+        return self._backend.local
+
+    @property
     def table(self) -> ReadableTable:
         """The rows themselves."""
         return self._backend.table
@@ -201,7 +212,7 @@ class ClassHead(nn.Module):
     @property
     def row_keeper(self) -> RowKeeper:
         """The rows, for :func:`geartrain.save` and :func:`geartrain.load`."""
-        return self._backend.keeper
+        return HeadRows(self._backend)
 
     @property
     def name(self) -> str:
@@ -286,7 +297,8 @@ class ClassHead(nn.Module):
     @property
     def takes_parts(self) -> bool:
         """Whether :meth:`loss_of_parts` can be asked: where several ranks hold the rows."""
-        return self._backend.takes_parts
+        local, peers = self._backend.local, self._backend.peers
+        return local is not None and peers is not None and peers.world_size > 1
 
     @runs_eagerly
     def loss_of_parts(self, parts: FeatureParts, labels: Tensor, weight: Tensor | None = None) -> Tensor:
@@ -297,7 +309,7 @@ class ClassHead(nn.Module):
         """
         training = self.training and torch.is_grad_enabled()
         with torch.inference_mode(False), torch.no_grad():
-            call = self._backend.begin_parts(parts, labels, weight, in_training=self.training, want_rows=training)
+            call = self._local.begin_parts(parts, labels, weight, in_training=self.training, want_rows=training)
         carrier = self.row_update.carrier_on(parts.joined[0].device)
         loss = parts_loss(parts, carrier if training else carrier.detach(), call, self._reduction)
         self._note(call, training)
@@ -385,7 +397,7 @@ class ClassHead(nn.Module):
         InvalidRows, and InvalidArgument for rows that lie on several ranks (save the model, and load it on one).
         """
         peers = self._backend.peers
-        if self._backend.reads_together and peers is not None and peers.world_size > 1:
+        if self.takes_parts and peers is not None:
             raise InvalidArgument(
                 f"the rows of {self.name!r} lie on {peers.world_size} ranks; save the model (geartrain.save), and ask "
                 "for its dominant centers in one process that has loaded it"
@@ -439,7 +451,7 @@ class ClassHead(nn.Module):
         """
         step = self.step if step is None else step
         name = f"step-{step:09}" if name is None else name
-        return self._backend.snapshot(root, name, step=step, values=values or {}, files=files or {})
+        return self._local.snapshot(root, name, step=step, values=values or {}, files=files or {})
 
     def restore(self, path: str | Path) -> Snapshot:
         """Read rows that lie on ranks, with their slots, from a snapshot that any number of ranks or a cluster wrote.
@@ -449,7 +461,7 @@ class ClassHead(nn.Module):
         TableNotFound, SpecMismatch, SyncError where another rank failed (all rows have their initial values then), and
         InvalidArgument for rows in a cluster.
         """
-        return self._backend.restore(path)
+        return self._local.restore(path)
 
     def sharded_rows(self) -> Stateful:
         """Rows that lie on ranks, with their slots and the head's state, for ``torch.distributed.checkpoint``.
@@ -461,7 +473,7 @@ class ClassHead(nn.Module):
         leaves a mixture: load again. Then ``model.load_state_dict``. Raises InvalidArgument for rows in a cluster:
         :func:`geartrain.save` is theirs.
         """
-        return self._backend.sharded_rows(self)
+        return self._local.sharded_rows(self)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         """Neither copy nor pickle: rows are trained in one place."""
@@ -501,7 +513,8 @@ class ClassHead(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ClassHead:
         """Rows that are here go with ``head.to(device)``."""
-        self._backend.move_with(fn)
+        if self._backend.local is not None:
+            self._backend.local.move_with(fn)
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self
 

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
 from geartrain.ams.programs.class_lifecycle import LiveClasses
 from geartrain.ams.values.errors import SpecMismatch
-from geartrain.bridge.head.backends.backend import HeadSettings, RowBackend
+from geartrain.ams.values.specs import TableSpec
+from geartrain.bridge.head.backends.backend import RowBackend
+from geartrain.bridge.rows.keeper import RowKeeper
+from geartrain.bridge.rows.ranks import SyncRanks
+
+if TYPE_CHECKING:
+    from geartrain.ams.client.cluster import Cluster
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +50,8 @@ def state_of(backend: RowBackend, size: HeadSize) -> dict[str, Any]:
 def require_loadable(backend: RowBackend, size: HeadSize, state: Mapping[str, Any]) -> None:
     """Raise SpecMismatch if the state was saved with other rows than are here, and change nothing."""
     _require_same(size, state)
-    backend.require_step(int(state["step"]))
+    if backend.local is not None:
+        backend.local.require_step(int(state["step"]))
     backend.require_rows(state.get("table_rows"))
 
 
@@ -51,7 +59,8 @@ def resume_state(backend: RowBackend, size: HeadSize, state: Mapping[str, Any]) 
     """See ``ClassHead.set_extra_state``."""
     _require_same(size, state)
     step = int(state["step"])
-    backend.require_step(step)
+    if backend.local is not None:
+        backend.local.require_step(step)
     living = LiveClasses(size.num_classes, state.get("retired_runs", []))
     backend.margins.resume(state)
     backend.update.discard()
@@ -61,9 +70,48 @@ def resume_state(backend: RowBackend, size: HeadSize, state: Mapping[str, Any]) 
     backend.select.resume(state.get("graph"), living)
 
 
-def require_same_columns(settings: HeadSettings, state: Mapping[str, Any]) -> None:
-    """Raise SpecMismatch for rows that may be as wide, but whose columns mean something else."""
-    _require_equal({"bias": settings.bias, "sub_centers": settings.sub_centers}, state)
+class HeadRows(RowKeeper):
+    """The rows of a head as saving and loading a model see them."""
+
+    def __init__(self, backend: RowBackend) -> None:
+        self._backend = backend
+        self.cluster = cast("Cluster | None", backend.settings.cluster)
+        self.peers = backend.peers
+
+    def specs(self) -> list[TableSpec]:
+        return [self._backend.table.spec]
+
+    def is_trained(self) -> bool:
+        table: Any = self._backend.table
+        return bool(table.is_written if self._backend.local is not None else max(table.versions()) > 0)
+
+    def go_on(self) -> None:
+        if self._backend.local is None and isinstance(self.peers, SyncRanks):
+            self.peers.begin_anew()
+
+    def require_state(self, state: Mapping[str, Any]) -> None:
+        """Also for rows that may be as wide, but whose columns mean something else."""
+        settings = self._backend.settings
+        _require_equal({"bias": settings.bias, "sub_centers": settings.sub_centers}, state)
+        self._backend.margins.require_resumable(state)
+
+    def graph_to_bytes(self) -> bytes | None:
+        return self._backend.select.graph_to_bytes()
+
+    def graph_from_bytes(self, data: bytes) -> None:
+        self._backend.select.graph_from_bytes(data)
+
+    def snapshot(self, root: Path, name: str) -> None:
+        if self._backend.local is None:
+            super().snapshot(root, name)
+        else:
+            self._backend.local.snapshot(root, name, step=self._backend.update.step, values={}, files={})
+
+    def restore(self, path: Path) -> None:
+        if self._backend.local is None:
+            super().restore(path)
+        else:
+            self._backend.local.restore(path)
 
 
 def _require_same(size: HeadSize, state: Mapping[str, Any]) -> None:

@@ -111,7 +111,8 @@ def import_class_weights(
     before it are written), SyncError if another rank failed. Costs one assign per 8 MiB and shard.
     """
     backend, wanted = head.backend, _Wanted(head.dim, head.sub_centers, _first_living(head))
-    table, peers, own = backend.table, backend.peers, backend.own_classes
+    table, peers = backend.table, backend.peers
+    own = range(head.num_classes) if backend.local is None else backend.local.own_classes
     if peers is None:
         parts = _open_parts(_files(paths), table, wanted, key)
         _assign_all(table, parts, own)
@@ -148,7 +149,7 @@ def write_centers(head: ClassHead, path: str | Path, name: str, dominant: Tensor
         centers = [head.sub_centers] if head.sub_centers > 1 else []
         _write_file(table.spec, file, name, blocks, [head.num_classes, *centers, head.dim], has_biases=head.bias)
 
-    if peers is None or not head.backend.reads_together:
+    if peers is None or head.backend.local is None:
         write(_path(path))
         return Path(path)
     failure: Exception | None = None

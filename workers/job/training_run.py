@@ -92,7 +92,7 @@ class TrainingRun:
         self._settings, backbone = self._build_backbone()
         snapshot = None if self._saved is None else self._saved.snapshot
         self._head = rows.open(recipe, progress.table, len(data.class_names), snapshot)
-        self._together = self._head.backend.reads_together
+        self._together = self._head.backend.local is not None
         self._takes_part = ranks.is_first or self._together
         self._head.select.report_progress(GraphLines(len(data.class_names), self._say))
         self._trainer = Trainer(

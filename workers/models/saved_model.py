@@ -100,7 +100,7 @@ def save_model_of_head(folder: Path, model: Model, head: ClassHead, *, is_first:
     """
     centers = folder.with_name(f".{folder.name}.centers.part.safetensors")
     try:
-        if is_first or head.backend.reads_together:
+        if is_first or head.backend.local is not None:
             write_centers(head, centers, _TENSOR)
         if is_first:
             save_model(folder, model, centers)

@@ -27,7 +27,6 @@ from geartrain.bridge.head.loss.feature_parts import FeatureParts
 from geartrain.bridge.head.loss.margins.head_margin import HeadMargin
 from geartrain.bridge.head.loss.margins.margin import AnyMargin
 from geartrain.bridge.head.memory_plan import MemoryPart, MemoryPlan
-from geartrain.bridge.rows.keeper import RowKeeper
 from geartrain.bridge.rows.pending import PendingUpdate
 from geartrain.bridge.rows.tables import HeadCluster, ReadableTable
 
@@ -117,17 +116,43 @@ class HeadState(Protocol):
         """Go on from it."""
 
 
+class LocalRows(Protocol):
+    """What only rows can do that lie in the processes that train: every rank takes part in whatever is asked."""
+
+    @property
+    def own_classes(self) -> range:
+        """The classes whose rows this process holds."""
+
+    def begin_parts(
+        self, parts: FeatureParts, labels: Tensor, weight: Tensor | None, *, in_training: bool, want_rows: bool
+    ) -> HeadCall:
+        """:meth:`RowBackend.begin` for features that ``parts`` compute; says where their gradients will be."""
+
+    def require_step(self, step: int) -> None:
+        """Raise SpecMismatch if the rows are known to be of another step than a state that is about to be loaded."""
+
+    def move_with(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Follow ``module.to(device)``: ``fn`` is what that does to each tensor."""
+
+    def snapshot(
+        self, root: str | Path, name: str, *, step: int, values: Mapping[str, Any], files: Mapping[str, bytes]
+    ) -> Place:
+        """See ``ClassHead.snapshot``."""
+
+    def restore(self, path: str | Path) -> Snapshot:
+        """See ``ClassHead.restore``."""
+
+    def sharded_rows(self, head: HeadState) -> Stateful:
+        """See ``ClassHead.sharded_rows``."""
+
+
 class RowBackend(Protocol):
-    """The rows of one head and the way they are worked on; ``ROW_BACKENDS`` of ``registry.py`` names them."""
+    """The rows of one head and how they are worked on; ``ROW_BACKENDS`` of ``registry.py`` names them."""
 
     summary: ClassVar[str]
     """In a few words, for error messages."""
     needs_cluster: ClassVar[bool]
     """Whether its rows are in a cluster."""
-    living: LiveClasses
-    """The classes that are not retired; a step is over these."""
-    margins: HeadMargin
-    """The margin, and what it has learned."""
 
     def __init__(self, settings: HeadSettings) -> None:
         """Make the table, or open it. Raises TableExists, SpecMismatch, InvalidArgument."""
@@ -136,9 +161,34 @@ class RowBackend(Protocol):
     def step_memory(cls, plan: MemoryPlan) -> list[MemoryPart]:
         """What such rows take beside the table, by part."""
 
+    # Where the rows are, and who trains them.
+
+    settings: HeadSettings
+
     @property
     def table(self) -> ReadableTable:
         """The rows themselves."""
+
+    @property
+    def peers(self) -> Communicator | None:
+        """The ranks that train the rows together."""
+
+    @property
+    def local(self) -> LocalRows | None:
+        """The rows, if they lie in this process and its peers, all of which read together; None: elsewhere."""
+
+    def identity(self) -> dict[str, Any] | None:
+        """What tells the rows from others (:mod:`~geartrain.bridge.rows.same_rows`), where a state is to name it."""
+
+    def require_rows(self, identity: Mapping[str, Any] | None) -> None:
+        """Raise SpecMismatch unless the rows are those of :meth:`identity`; a state_dict is about to be loaded."""
+
+    # What a step is over, and the step itself.
+
+    living: LiveClasses
+    """The classes that are not retired."""
+    margins: HeadMargin
+    """The margin, and what it has learned."""
 
     @property
     def select(self) -> Selection:
@@ -147,18 +197,6 @@ class RowBackend(Protocol):
     @property
     def update(self) -> PendingUpdate[Any]:
         """Row gradients that wait for the step."""
-
-    @property
-    def peers(self) -> Communicator | None:
-        """The ranks that train the rows together."""
-
-    @property
-    def own_classes(self) -> range:
-        """The classes whose rows this process writes: all, or those that it holds."""
-
-    @property
-    def reads_together(self) -> bool:
-        """Whether every rank takes part in every read of rows."""
 
     def graph_source(self) -> GraphSource:
         """Rows for the graphs of a selection. Every rank asks at once."""
@@ -172,45 +210,5 @@ class RowBackend(Protocol):
         gradients will follow.
         """
 
-    @property
-    def takes_parts(self) -> bool:
-        """Whether features may come part by part, and travel beside what is computed."""
-
-    def require_same_parts(self, settings: Mapping[str, Any]) -> None:
-        """Raise SpecMismatch on every rank unless all of them will divide batches alike, by these JSON values."""
-
-    def begin_parts(
-        self, parts: FeatureParts, labels: Tensor, weight: Tensor | None, *, in_training: bool, want_rows: bool
-    ) -> HeadCall:
-        """:meth:`begin`, where :attr:`takes_parts`; lets ``parts`` compute the features, and says where their gradients
-        will be (:class:`~geartrain.bridge.head.loss.feature_parts.PartGradients`)."""
-
     def predict(self, features: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """Scores [B, k] and ids [B, k] of the best classes."""
-
-    def identity(self) -> dict[str, Any] | None:
-        """What tells the rows from others (:mod:`~geartrain.bridge.rows.same_rows`), where a state is to name it."""
-
-    def require_rows(self, identity: Mapping[str, Any] | None) -> None:
-        """Raise SpecMismatch unless the rows are those of :meth:`identity`; a state_dict is about to be loaded."""
-
-    def require_step(self, step: int) -> None:
-        """Raise SpecMismatch if the rows are known to be of another step than a state that is about to be loaded."""
-
-    def sharded_rows(self, head: HeadState) -> Stateful:
-        """The rows for torch.distributed.checkpoint, if they are here. Raises InvalidArgument for rows in a cluster."""
-
-    @property
-    def keeper(self) -> RowKeeper:
-        """What saving and loading a model do with the rows."""
-
-    def move_with(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """Follow ``module.to(device)``: ``fn`` is what that does to each tensor."""
-
-    def snapshot(
-        self, root: str | Path, name: str, *, step: int, values: Mapping[str, Any], files: Mapping[str, bytes]
-    ) -> Place:
-        """Write the rows, if they are here. Raises InvalidArgument for rows in a cluster."""
-
-    def restore(self, path: str | Path) -> Snapshot:
-        """Read the rows, if they are here. Raises InvalidArgument for rows in a cluster."""

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, cast
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import numpy as np
 import torch
@@ -19,19 +18,17 @@ from torch import Tensor
 from geartrain.ams.programs.class_lifecycle import LiveClasses
 from geartrain.ams.values.errors import GeartrainError, InvalidArgument, InvalidRows
 from geartrain.ams.values.shard_messages import SyncGroup
-from geartrain.ams.values.specs import Ids, TableSpec
+from geartrain.ams.values.specs import Ids
 from geartrain.ams.values.text import quoted
 from geartrain.bridge.head.autograd_node import HeadCall, RowsPass
-from geartrain.bridge.head.backends.backend import HeadSettings, HeadState
+from geartrain.bridge.head.backends.backend import HeadSettings
 from geartrain.bridge.head.biases import with_ones
 from geartrain.bridge.head.checks import check_finite
-from geartrain.bridge.head.head_state import require_same_columns
 from geartrain.bridge.head.loss.margins.head_margin import HeadMargin, JointBatch
 from geartrain.bridge.head.loss.margins.margin import Margin
 from geartrain.bridge.head.loss.samples import CountedSamples
 from geartrain.bridge.head.selection.served_graph import TableGraphs
 from geartrain.bridge.head.sub_centers import largest_cosines
-from geartrain.bridge.rows.keeper import RowKeeper
 from geartrain.bridge.rows.ranks import SyncRanks
 from geartrain.bridge.rows.row_update import RowUpdate
 from geartrain.bridge.rows.same_rows import identity_of, require_same_rows
@@ -39,8 +36,7 @@ from geartrain.bridge.rows.tables import TORCH_DTYPES, HeadTable, as_numpy
 from geartrain.bridge.rows.transfers import upload
 
 if TYPE_CHECKING:
-    from geartrain.ams.client.cluster import Cluster
-    from geartrain.ams.client.table import Table
+    pass
 
 
 class ClusterBackend(ABC):
@@ -48,7 +44,7 @@ class ClusterBackend(ABC):
 
     summary: ClassVar[str]
     needs_cluster: ClassVar = True
-    reads_together = False
+    local = None
     can_change_negatives: ClassVar = True
     """Whether a margin may change the logits of other classes."""
     keeps_logits_bytes = 0
@@ -83,11 +79,6 @@ class ClusterBackend(ABC):
         self._recent_labels: Ids = np.empty(0, np.int64)
         """Of the last batch that trained."""
         self.select = settings.select.bound(self)
-
-    @property
-    def own_classes(self) -> range:
-        """All of them: one process writes for all."""
-        return range(self.living.num_classes)
 
     def graph_source(self) -> TableGraphs:
         """Rows are pulled, or the cluster's graph service reads them."""
@@ -127,16 +118,6 @@ class ClusterBackend(ABC):
             want_rows=want_rows,
             rank_weight=rank_weight,
         )
-
-    takes_parts = False
-    """Features that come part by part are joined in front of the head."""
-
-    def require_same_parts(self, settings: Mapping[str, Any]) -> None:  # noqa: B027
-        """Each rank may divide its batch as it likes."""
-
-    def begin_parts(self, *_: Any, **__: Any) -> NoReturn:
-        """They are not taken."""
-        raise AssertionError("takes_parts is False")
 
     @abstractmethod
     def _pass(
@@ -212,66 +193,7 @@ class ClusterBackend(ABC):
         """One pull of up to 128 rows where the table is another."""
         require_same_rows(self.table, identity)
 
-    def require_step(self, step: int) -> None:  # noqa: B027
-        """Of any step: whoever loads a state has restored the rows."""
-
-    @property
-    def keeper(self) -> RowKeeper:
-        """See :class:`geartrain.bridge.head.backends.backend.RowBackend`."""
-        return _ClusterRows(self, cast("Cluster", self.settings.cluster))
-
-    def move_with(self, fn: Callable[[Tensor], Tensor]) -> None:  # noqa: B027
-        """Rows stay in the cluster."""
-
-    def snapshot(self, *_: Any, **__: Any) -> NoReturn:
-        """InvalidArgument."""
-        raise self._not_here()
-
-    def restore(self, path: str | Path) -> NoReturn:  # noqa: ARG002
-        """InvalidArgument."""
-        raise self._not_here()
-
-    def sharded_rows(self, head: HeadState) -> NoReturn:  # noqa: ARG002
-        """InvalidArgument."""
-        raise InvalidArgument(
-            f"the rows of {self.settings.name!r} are in a cluster, and none of these processes has them; save the "
-            "model with geartrain.save(model, path), or the rows with Cluster.snapshot"
-        )
-
-    def _not_here(self) -> InvalidArgument:
-        return InvalidArgument(
-            f"the rows of {self.settings.name!r} are in a cluster; use Cluster.snapshot and Cluster.restore, which "
-            "take all of its tables"
-        )
-
 
 def _named(setting: object) -> str:
     """Its repr without addresses in memory, which every process has its own of."""
     return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(setting))
-
-
-class _ClusterRows(RowKeeper):
-    def __init__(self, backend: ClusterBackend, cluster: Cluster) -> None:
-        self._backend = backend
-        self.cluster = cluster
-        self.peers = backend.peers
-
-    def specs(self) -> list[TableSpec]:
-        return [self._backend.table.spec]
-
-    def is_trained(self) -> bool:
-        return max(cast("Table", self._backend.table).versions()) > 0
-
-    def go_on(self) -> None:
-        if self._backend.peers is not None:
-            self._backend.peers.begin_anew()
-
-    def require_state(self, state: Mapping[str, Any]) -> None:
-        require_same_columns(self._backend.settings, state)
-        self._backend.margins.require_resumable(state)
-
-    def graph_to_bytes(self) -> bytes | None:
-        return self._backend.select.graph_to_bytes()
-
-    def graph_from_bytes(self, data: bytes) -> None:
-        self._backend.select.graph_from_bytes(data)

@@ -89,7 +89,10 @@ class MicroBatches(nn.Module):
         self.num = integer("num", num, 1)
         self.overlap = boolean("overlap", overlap)
         if self._parted is not None:
-            self._parted.backend.require_same_parts({"num": self.num, "overlap": self.overlap})
+            backend = self._parted.backend
+            assert backend.peers is not None, "parts are for several ranks"
+            what = f"the micro-batches in front of table {backend.table.spec.name!r}"
+            backend.peers.require_equal({"num": self.num, "overlap": self.overlap}, what)
 
     @property
     def _parted(self) -> TakesParts | None:

@@ -15,7 +15,7 @@ from geartrain.workers.recipes.recipe import Recipe
 
 
 class JobRows(Protocol):
-    """The rows of one job. Who reads or snapshots them: ``head.backend.reads_together`` says whether every rank must
+    """The rows of one job. Who reads or snapshots them: ``head.backend.local`` says whether every rank must
     take part, else the first one does so alone.
     """
 

@@ -30,7 +30,6 @@ from geartrain.bridge.head.backends.ranks.predict import top_classes_on_ranks
 from geartrain.bridge.head.backends.ranks.selector import RankSelector
 from geartrain.bridge.head.backends.ranks.update import Agreed, RankStep, named
 from geartrain.bridge.head.config import HeadConfig
-from geartrain.bridge.head.head_state import require_same_columns
 from geartrain.bridge.head.loss.chunk_pass import chunk_rows_on
 from geartrain.bridge.head.loss.feature_parts import FeatureParts
 from geartrain.bridge.head.loss.kept_logits import kept_rows
@@ -42,7 +41,6 @@ from geartrain.bridge.placements.device_rows import DeviceRows
 from geartrain.bridge.placements.device_snapshot import restore_rows, snapshot_rows
 from geartrain.bridge.placements.device_update import DeviceUpdate
 from geartrain.bridge.placements.workspace import Arithmetic
-from geartrain.bridge.rows.keeper import RowKeeper
 
 LOGITS_CACHE_BYTES = 64 << 20
 """Unless the head says another number: rows are not held beside them."""
@@ -59,7 +57,6 @@ class RankBackend:
 
     summary: ClassVar = "rows are here"
     needs_cluster: ClassVar = False
-    reads_together = True
 
     def __init__(self, settings: HeadSettings) -> None:
         """Make the table on every rank of the group (None: all; without torch.distributed this process alone).
@@ -96,6 +93,11 @@ class RankBackend:
         ) + RankSelector.memory(plan)
 
     @property
+    def local(self) -> RankBackend:
+        """Itself."""
+        return self
+
+    @property
     def own_classes(self) -> range:
         """Those of this rank."""
         return range(self.table.first, self.table.stop)
@@ -111,11 +113,6 @@ class RankBackend:
     def require_rows(self, identity: Mapping[str, Any] | None) -> None:
         """Those of the state that lie on this rank."""
         self.table.require_same(identity)
-
-    @property
-    def keeper(self) -> RowKeeper:
-        """See :class:`geartrain.bridge.head.backends.backend.RowBackend`."""
-        return _RankRows(self)
 
     def require_step(self, step: int) -> None:
         """SpecMismatch for rows of another step, unless they were just restored."""
@@ -160,15 +157,6 @@ class RankBackend:
         step = self._step(in_training=in_training, want_rows=want_rows)
         samples, said = step.agree(features, labels, weight)
         return self._call(step.rows(samples, said), samples, said, want_rows=want_rows)
-
-    @property
-    def takes_parts(self) -> bool:
-        """Where there are others to say them to."""
-        return self.table.link.world_size > 1
-
-    def require_same_parts(self, settings: Mapping[str, Any]) -> None:
-        """See ``RowBackend``. Two all-gathers between the hosts."""
-        self.table.link.require_equal(settings, f"the micro-batches in front of table {self.table.spec.name!r}")
 
     def begin_parts(
         self, parts: FeatureParts, labels: Tensor, weight: Tensor | None, *, in_training: bool, want_rows: bool
@@ -217,34 +205,6 @@ class RankBackend:
             centers=self.settings.sub_centers,
             arithmetic=arithmetic,
         )
-
-
-class _RankRows(RowKeeper):
-    def __init__(self, backend: RankBackend) -> None:
-        self._backend = backend
-        self.peers = backend.peers
-
-    def specs(self) -> list[TableSpec]:
-        return [self._backend.table.spec]
-
-    def is_trained(self) -> bool:
-        return self._backend.table.is_written
-
-    def require_state(self, state: Mapping[str, Any]) -> None:
-        require_same_columns(self._backend.settings, state)
-        self._backend.margins.require_resumable(state)
-
-    def graph_to_bytes(self) -> bytes | None:
-        return self._backend.select.graph_to_bytes()
-
-    def graph_from_bytes(self, data: bytes) -> None:
-        self._backend.select.graph_from_bytes(data)
-
-    def snapshot(self, root: Path, name: str) -> None:
-        self._backend.snapshot(root, name, step=self._backend.update.step, values={}, files={})
-
-    def restore(self, path: Path) -> None:
-        self._backend.restore(path)
 
 
 def _open_table(settings: HeadSettings, link: Communicator) -> DeviceRows:

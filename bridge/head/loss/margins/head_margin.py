@@ -94,11 +94,8 @@ class HeadMargin:
         """Go on with the margin of :meth:`state`, and with what it had learned.
 
         Other settings of the same kind are taken over, with a warning. SpecMismatch, and nothing is changed, for a
-        margin of another kind or one whose settings are more than numbers. States that name no ``margin_learned`` are
-        older than this: nothing is compared.
+        margin of another kind or one whose settings are more than numbers.
         """
-        if "margin_learned" not in state:
-            return
         self.set(self._resumed(state))
         self._learned = {
             name: torch.tensor(value, dtype=torch.float64) for name, value in state["margin_learned"].items()
@@ -108,8 +105,7 @@ class HeadMargin:
         """Raise what :meth:`resume` would, and change nothing."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            if "margin_learned" in state:
-                self._resumed(state)
+            self._resumed(state)
 
     def _resumed(self, state: Mapping[str, Any]) -> AnyMargin | None:
         mine, saved = self.margin, state["margin"]

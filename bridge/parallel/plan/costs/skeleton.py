@@ -11,7 +11,6 @@ from torch.utils._pytree import tree_map
 
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.text import quoted
-from geartrain.bridge.head.backends.backend import HeadSettings, RowBackend
 from geartrain.bridge.parallel.plan.costs.head_costs import HeadSkeleton
 from geartrain.bridge.parallel.split.heads import backend_of
 
@@ -26,20 +25,13 @@ def skeleton_of(model: nn.Module) -> nn.Module:
     known: dict[int, Any] = {}
     for module in model.modules():
         if (backend := backend_of(module)) is not None:
-            known[id(module)] = HeadSkeleton(str(module.name), _settings_of(backend))
+            known[id(module)] = HeadSkeleton(str(module.name), None if backend.local is None else backend.settings)
             continue
         for parameter in module.parameters(recurse=False):
             known[id(parameter)] = nn.Parameter(_on_meta(parameter), requires_grad=parameter.requires_grad)
         for buffer in module.buffers(recurse=False):
             known[id(buffer)] = _on_meta(buffer)
     return copy.deepcopy(model, known).train()
-
-
-def _settings_of(backend: RowBackend) -> HeadSettings | None:
-    if backend.needs_cluster:
-        return None
-    settings: HeadSettings = backend.settings  # type: ignore[attr-defined]
-    return settings
 
 
 def without_values(example: Any, batch: int | None) -> tuple[Any, int]:
