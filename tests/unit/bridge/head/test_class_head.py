@@ -14,16 +14,13 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from geartrain.ams.client.factory import local
 from geartrain.ams.kernels.ops import has_bfloat16_class_pass
 from geartrain.ams.programs.selection import FullSoftmax, PartialFC
-from geartrain.ams.values.errors import InvalidArgument, InvalidIds, InvalidRows, NonFinite, SpecMismatch, TableExists
-from geartrain.ams.values.optimizers.registry import SGD, SparseMomentum
+from geartrain.ams.values.errors import InvalidArgument, InvalidIds, InvalidRows, NonFinite
 from geartrain.ams.values.specs import Normal
 from geartrain.bridge.head.class_head import ClassHead
 from geartrain.bridge.head.loss import chunk_pass
-from geartrain.bridge.head.loss.margins.angular import ArcFace, CosFace
-from geartrain.bridge.placements import workspace as workspace_module
+from geartrain.bridge.head.loss.margins.angular import ArcFace
 from geartrain.bridge.rows import native_types
 from geartrain.bridge.rows.optimizer import RowOptimizer
 from tests.support.head_settings import head_settings
@@ -41,23 +38,6 @@ def batch(size: int = 12, num_classes: int = 50, dim: int = 8, seed: int = 0) ->
     generator = torch.Generator().manual_seed(seed)
     features = torch.randn(size, dim, generator=generator, requires_grad=True)
     return features, torch.randint(num_classes, (size,), generator=generator)
-
-
-def test_without_a_margin_it_is_a_linear_layer_with_cross_entropy() -> None:
-    head, table = make_head(select=FullSoftmax(), margin=None, optimizer=SGD(lr=0.5))
-    layer = nn.Linear(8, 50, bias=False)
-    layer.weight.data = torch.from_numpy(table.rows.copy())
-    rows, sgd = RowOptimizer(head), torch.optim.SGD(layer.parameters(), lr=0.5)
-    for step in range(3):
-        features, labels = batch(seed=step)
-        theirs = F.cross_entropy(layer(features), labels)
-        mine = head(features, labels)
-        assert float(mine.detach()) == pytest.approx(float(theirs.detach()), rel=1e-5)
-        for loss, optimizer in ((theirs, sgd), (mine, rows)):
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    np.testing.assert_allclose(table.rows, layer.weight.detach().numpy(), rtol=1e-4, atol=1e-5)
 
 
 def test_labels_and_features_are_left_as_they_were() -> None:
@@ -98,24 +78,6 @@ def test_a_loss_without_gradients_queues_nothing_and_leaves_training_intact(cont
     loss.backward()
     rows.step()
     assert len(table.pushes) == 1
-
-
-def test_features_without_gradient_still_train_the_rows() -> None:
-    head, table = make_head()
-    features, labels = batch()
-    head(features.detach(), labels).backward()
-    RowOptimizer(head).step()
-    assert np.abs(merged_gradient(table)).sum() > 0
-
-
-def test_the_batch_may_change_its_size() -> None:
-    head, table = make_head()
-    rows = RowOptimizer(head)
-    for size in (12, 3, 1, 40):
-        features, labels = batch(size)
-        head(features, labels).backward()
-        rows.step()
-    assert len(table.pushes) == 4
 
 
 def test_a_second_backward_is_refused() -> None:
@@ -163,27 +125,6 @@ def test_predict_refuses_features_that_are_not_finite() -> None:
         head.predict(features)
 
 
-@pytest.mark.parametrize("select", [FullSoftmax(), PartialFC(0.3)])
-def test_bfloat16_autocast_stays_near_float32(select: FullSoftmax | PartialFC, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workspace_module, "product_type", lambda _device, wanted, _compute: wanted)  # as on a GPU
-    exact, exact_table = make_head(select=select, margin=CosFace(scale=16, margin=0.2))
-    rough, rough_table = make_head(select=select, margin=CosFace(scale=16, margin=0.2))
-    features, labels = batch(64)
-    exact(features, labels).backward()
-    assert features.grad is not None
-    expected = features.grad.clone()
-    features.grad = None
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        loss = rough(features.bfloat16().float(), labels)
-    assert loss.dtype == torch.float32
-    loss.backward()
-    for head in (exact, rough):
-        RowOptimizer(head).step()
-    assert float((features.grad - expected).norm() / expected.norm()) < 0.03
-    error = merged_gradient(rough_table) - merged_gradient(exact_table)
-    assert 0 < np.linalg.norm(error) / np.linalg.norm(merged_gradient(exact_table)) < 0.03
-
-
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
 def test_on_a_cpu_without_amx_the_products_of_autocast_are_made_in_float32(
     kind: torch.dtype, monkeypatch: pytest.MonkeyPatch
@@ -217,21 +158,6 @@ def test_with_amx_the_products_of_autocast_are_the_compiled_ones_in_bfloat16(
 def test_on_a_cpu_networks_run_in_bfloat16_only_with_amx(has_amx: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native_types, "has_bfloat16_class_pass", lambda: has_amx)
     assert native_types.has_fast_bfloat16(torch.device("cpu")) == has_amx
-
-
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("streamed", [False, True])
-def test_sixteen_bit_rows_have_the_gradient_of_their_values(dtype: str, streamed: bool) -> None:
-    rows_cache_bytes = 0 if streamed else 1 << 20
-    head, table = make_head(dtype=dtype, rows_cache_bytes=rows_cache_bytes)
-    wide, wide_table = make_head(rows_cache_bytes=rows_cache_bytes)
-    wide_table.rows[:] = table.rows.astype(np.float32)
-    for each in (head, wide):
-        features, labels = batch()
-        each(features, labels).backward()
-        RowOptimizer(each).step()
-    expected = merged_gradient(wide_table)
-    assert np.linalg.norm(merged_gradient(table) - expected) / np.linalg.norm(expected) < 0.01
 
 
 @pytest.mark.parametrize("margin", [None, ArcFace(scale=64)])
@@ -275,25 +201,6 @@ def test_weights_come_in_the_order_asked_for() -> None:
     np.testing.assert_array_equal(head.weights(torch.tensor([7, 3, 7])).numpy(), table.rows[[7, 3, 7]])
     with pytest.raises(InvalidIds, match="50"):
         head.weights(torch.tensor([50]))
-
-
-def test_a_loaded_head_goes_on_at_the_saved_step() -> None:
-    head, table = make_head(select=PartialFC(0.6))
-    rows = RowOptimizer(head)
-    for _ in range(3):
-        head(*batch()).backward()
-        rows.step()
-    resumed, resumed_table = make_head(select=PartialFC(0.6))
-    resumed_table.rows[:] = table.rows
-    resumed.load_state_dict(head.state_dict())
-    assert resumed.step == head.step == 3
-    for each in (head, resumed):
-        each(*batch()).backward()
-        RowOptimizer(each).step()
-    np.testing.assert_array_equal(table.pushes[-1].ids, resumed_table.pushes[-1].ids)
-    assert not np.array_equal(table.pushes[-1].ids, table.pushes[0].ids)
-    with pytest.raises(SpecMismatch, match="num_classes 50"):
-        make_head(num_classes=51)[0].load_state_dict(head.state_dict())
 
 
 def _with(value: float) -> torch.Tensor:
@@ -375,24 +282,3 @@ def test_the_result_does_not_depend_on_the_number_of_threads() -> None:
     assert losses[0] == losses[1] == losses[2]
     np.testing.assert_array_equal(gradients[1], gradients[0])
     np.testing.assert_array_equal(gradients[1], gradients[2])
-
-
-def test_a_head_over_real_shards_learns() -> None:
-    with local(num_shards=2) as cluster:
-        parts: dict[str, Any] = {"margin": CosFace(16, 0.1), "optimizer": SparseMomentum(0.1)}
-        head = ClassHead(cluster, "classes", **head_settings(num_classes=300, dim=16, select=PartialFC(0.3), **parts))
-        with pytest.raises(TableExists):
-            ClassHead(cluster, "classes", num_classes=300, dim=16)
-        rows = RowOptimizer(head)
-        generator = torch.Generator().manual_seed(0)
-        centers = torch.randn(300, 16, generator=generator)
-        losses = []
-        for _ in range(60):
-            labels = torch.randint(300, (64,), generator=generator)
-            loss = head(centers[labels], labels)
-            loss.backward()
-            rows.step()
-            rows.zero_grad()
-            losses.append(float(loss.detach()))
-        assert math.isfinite(losses[-1]) and losses[-1] < 0.7 * losses[0]
-        assert (head.predict(centers, k=1)[1][:, 0] == torch.arange(300)).float().mean() > 0.9

@@ -12,7 +12,6 @@ from geartrain.ams.programs.selection import FullSoftmax, PartialFC
 from geartrain.ams.values.optimizers.registry import SGD
 from geartrain.bridge.head.class_head import ClassHead
 from geartrain.bridge.head.config import HeadConfig
-from geartrain.bridge.head.loss import chunk_pass
 from geartrain.bridge.head.loss.margins.angular import ArcFace, CombinedMargin, CosFace, SphereFace
 from geartrain.bridge.head.loss.margins.margin import Margin
 from geartrain.bridge.rows.optimizer import RowOptimizer
@@ -84,30 +83,6 @@ def check(
     )
 
 
-@pytest.mark.parametrize("chunk_rows", [1, 7, 64, 10_000])
-@pytest.mark.parametrize("holds", [True, False])
-@pytest.mark.parametrize("select", SELECTIONS, ids=lambda select: type(select).__name__)
-@pytest.mark.parametrize("margin", MARGINS, ids=str)
-def test_gradients_equal_those_of_the_plain_formula(
-    margin: Margin | None,
-    select: FullSoftmax | PartialFC,
-    holds: bool,
-    chunk_rows: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(chunk_pass, "chunk_rows_for", lambda *_: chunk_rows)
-    monkeypatch.setattr(chunk_pass.CompiledPass, "chunk_rows", chunk_rows)
-    check(margin, select, 9, 131, 6, holds=holds, keep_bytes=9 * 40 * 8)
-    check(margin, select, 9, 131, 6, holds=holds, keep_bytes=0, dtype=torch.float32, tolerance=2e-5)
-
-
-@pytest.mark.parametrize("kept", [0, 2500, 7000])
-@pytest.mark.parametrize("margin", MARGINS, ids=str)
-def test_gradients_of_many_held_rows_in_float32(margin: Margin | None, kept: int) -> None:
-    select = PartialFC(sample_rate=0.9)  # several parts and pieces, some of whose logits are kept
-    check(margin, select, 9, 7000, 6, holds=True, keep_bytes=9 * kept * 4, dtype=torch.float32, tolerance=5e-5)
-
-
 @settings(deadline=None, max_examples=40)
 @given(
     margin=st.sampled_from(MARGINS),
@@ -131,23 +106,6 @@ def test_gradients_are_right_for_any_shape(
 ) -> None:
     select = PartialFC(sample_rate=rate, corrected=corrected)
     check(margin, select, batch, num_classes, dim, holds=holds, keep_bytes=keep, tolerance=1e-5)
-
-
-@pytest.mark.parametrize("holds", [True, False])
-@pytest.mark.parametrize("margin", MARGINS, ids=str)
-def test_the_feature_gradient_passes_gradcheck(margin: Margin | None, holds: bool) -> None:
-    head = ClassHead(
-        FakeCluster(),
-        "classes",
-        num_classes=20,
-        dim=4,
-        select=FullSoftmax(),
-        margin=margin,
-        config=HeadConfig(rows_cache_bytes=(1 << 40) if holds else 0),
-    ).eval()
-    features = torch.randn(5, 4, dtype=torch.float64, requires_grad=True, generator=torch.Generator().manual_seed(1))
-    labels = torch.tensor([0, 19, 3, 3, 7])
-    assert torch.autograd.gradcheck(lambda x: head(x, labels), (features,), eps=1e-7, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -198,18 +198,6 @@ def test_a_new_class_imprinted_from_examples_is_recognised(cluster: Any, rows: s
         assert head.predict(features, k=1)[1][:, 0].tolist() == (labels + 50).tolist()
 
 
-def test_training_makes_a_new_class_recognised(cluster: Any) -> None:
-    head = make_head(cluster, select=PartialFC(0.3))
-    (new,) = head.add_classes(1).tolist()
-    optimizer, target = RowOptimizer(head), torch.randn(1, DIM)
-    for step in range(40):
-        features, labels = batch_of(head, step)
-        features, labels = torch.cat([features.detach(), target]), torch.cat([labels, torch.tensor([new])])
-        head(features, labels).backward()
-        optimizer.step()
-    assert head.predict(target, k=1)[1].item() == new
-
-
 @pytest.mark.parametrize("rows", ["pull", "hosted"])
 def test_a_snapshot_goes_on_with_the_same_classes(rows: str, tmp_path: Path) -> None:
     def build(cluster: Any, reuse: bool = False) -> ClassHead:
@@ -362,12 +350,6 @@ def test_a_wrong_change_changes_nothing(change: Any, error: type[Exception], mes
         change(head)
     assert head.num_living == 50
     assert torch.equal(head.weights(), before)
-
-
-def test_nothing_changes_for_an_empty_list() -> None:
-    head = make_head(FakeCluster())
-    head.retire_classes(torch.empty(0, dtype=torch.int64))
-    assert head.num_living == 50
 
 
 def test_a_head_of_which_few_live_takes_memory_for_those_alone(cluster: Any) -> None:

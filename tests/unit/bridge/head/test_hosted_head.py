@@ -59,21 +59,6 @@ def same_rows(heads: list[ClassHead]) -> None:
 
 
 @pytest.mark.parametrize("select", SELECTIONS)
-def test_micro_batches_are_summed(select: FullSoftmax | PartialFC) -> None:
-    with local(2) as cluster:
-        heads = both(cluster, select=select)
-        for head in heads:
-            for seed, weight in ((0, 0.5), (1, -0.25), (2, 1.0)):
-                features, labels = batch(6 + seed, seed)
-                (head(features, labels) * weight).backward()
-            RowOptimizer(head).step()
-        same_rows(heads)
-        assert (
-            next(table.writes for table in cluster.status().tables if table.name == "hosted") == 2 * 2
-        )  # assign, step
-
-
-@pytest.mark.parametrize("select", SELECTIONS)
 def test_updates_chunk_by_chunk_equal_one_push(
     select: FullSoftmax | PartialFC, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -99,22 +84,6 @@ def test_clipping_scales_what_is_pushed() -> None:
             rows.step()
         assert norms[1] == pytest.approx(norms[0], rel=1e-4) and norms[0] > 0.01
         same_rows(heads)
-
-
-def test_a_step_that_the_scaler_skips_updates_nothing() -> None:
-    with local(2) as cluster:
-        head = head_of(cluster)
-        rows = RowOptimizer(head)
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
-        before = head.weights()
-        features, labels = batch()
-        for expected_step in (0, 1):  # the first overflows, the second is scaled down
-            rows.zero_grad()
-            scaler.scale(head(features, labels) * 8).backward()
-            scaler.step(rows)
-            scaler.update(2.0 if expected_step == 0 else None)
-            assert head.step == expected_step
-            assert torch.equal(head.weights(), before) == (expected_step == 0)
 
 
 def test_a_feature_gradient_that_leaves_its_type_updates_nothing() -> None:
@@ -167,21 +136,6 @@ def test_a_batch_that_exceeds_a_message_is_computed_in_parts(select: FullSoftmax
         same_rows(heads)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_sixteen_bit_rows(dtype: Any) -> None:
-    with local(2) as cluster:
-        heads = both(cluster, dtype=dtype)
-        losses = []
-        for head in heads:
-            loss = head(*batch())
-            loss.backward()
-            RowOptimizer(head).step()
-            losses.append(float(loss.detach()))
-        assert losses[1] == pytest.approx(losses[0], rel=1e-5)
-        pulled, hosted = (head.weights().float().numpy() for head in heads)
-        np.testing.assert_allclose(hosted, pulled, atol=2e-2)
-
-
 def test_float64_features_get_float64_gradients() -> None:
     with local(1) as cluster:
         heads = both(cluster)
@@ -195,30 +149,6 @@ def test_float64_features_get_float64_gradients() -> None:
             found.append((float(loss.detach()), wide.grad.numpy()))
         assert found[1][0] == pytest.approx(found[0][0], rel=1e-5)
         np.testing.assert_allclose(found[1][1], found[0][1], rtol=1e-3, atol=1e-7)
-
-
-def test_one_class_and_one_sample() -> None:
-    with local(3) as cluster:
-        head = head_of(cluster, num_classes=1, margin=ArcFace(scale=64))
-        features = torch.ones(1, DIM, requires_grad=True)
-        loss = head(features, torch.zeros(1, dtype=torch.int64))
-        loss.backward()
-        RowOptimizer(head).step()
-        assert float(loss.detach()) == 0 and head.step == 1
-
-
-def test_a_selection_without_a_rule_tells_each_shard_its_ids() -> None:
-    with local(3) as cluster:
-        heads = both(cluster, select=KNNSoftmax(active=0.3, k=4, rebuild="epoch", near=1.0))
-        found = []
-        for head in heads:
-            features, labels = batch()
-            loss = head(features, labels)
-            loss.backward()
-            RowOptimizer(head).step()
-            found.append(float(loss.detach()))
-        assert found[1] == pytest.approx(found[0], rel=1e-5)
-        same_rows(heads)
 
 
 def test_an_update_is_of_the_classes_that_the_loss_was_of() -> None:
@@ -249,11 +179,6 @@ def test_shards_without_the_model_say_so() -> None:
         head = head_of(cluster)
         with pytest.raises(InvalidArgument, match="no model 'class_head'"):
             head(*batch())
-
-
-def test_a_place_that_does_not_exist_is_named() -> None:
-    with local(1) as cluster, pytest.raises(InvalidArgument, match=r"'pull'.*'hosted'"):
-        head_of(cluster, "moon")
 
 
 @pytest.mark.parametrize("margin", [CosFace(8), None])

@@ -15,17 +15,17 @@ import geartrain as gt
 from geartrain.ams.graph.building.neighbours import NeighbourTable
 from geartrain.ams.programs.selection import positives_and_sample
 from geartrain.ams.values.errors import InvalidArgument, SpecMismatch
-from geartrain.bridge.head.backends.ranks.active_rows import DeviceActive
+from geartrain.bridge.head.backends.active_rows import DeviceActive
 from geartrain.bridge.head.backends.ranks.selector import RankSelector
 from geartrain.bridge.head.class_head import ClassHead
-from geartrain.bridge.head.loss.margins.angular import CombinedMargin, CosFace
+from geartrain.bridge.head.loss.margins.angular import CosFace
 from geartrain.bridge.head.selection import graph_build, knn_selection
 from geartrain.bridge.head.selection.knn_selection import KNNSelection, KNNSoftmax
 from geartrain.bridge.rows.optimizer import RowOptimizer
 from tests.support.head_settings import head_settings
 from tests.support.plain_graph import plain_build, use_plain_graphs
 from tests.support.rank_processes import run_ranks
-from tests.support.reference import UNIT_SGD, FakeCluster, plain_gradients
+from tests.support.reference import UNIT_SGD, FakeCluster
 
 CLASSES, DIM = 60, 6
 LABELS = np.array([7, 3, 7, 41], np.int64)
@@ -81,14 +81,6 @@ def test_the_labels_nearest_classes_are_active_and_only_then_random_ones() -> No
     np.testing.assert_array_equal(selection(head).select(LABELS[::-1], CLASSES, 0).ids, active.ids)
 
 
-def test_a_small_budget_takes_the_nearest_of_each_label_first() -> None:
-    head = make_head(KNNSoftmax(active=4 / CLASSES, k=5, rebuild="epoch", near=1.0))
-    ids = selection(head).select(np.array([10], np.int64), CLASSES, 0).ids
-    graph = selection(head).graph
-    assert graph is not None
-    assert set(ids.tolist()) == {10, *graph.table.row(10)[:3].tolist()}
-
-
 @pytest.mark.parametrize("near", [0.0, 0.25, 1.0])
 def test_so_many_of_the_negatives_are_near_and_the_others_random_on_every_device(near: float) -> None:
     head = make_head(KNNSoftmax(active=0.5, k=20, near=near))
@@ -120,38 +112,6 @@ def test_the_graph_is_that_of_the_normalised_rows() -> None:
     head.rebuild_graph()
     graph = selection(head).graph
     assert graph is not None and graph.table.row(5)[0] == 9
-
-
-def test_loss_and_gradients_are_those_of_a_softmax_over_the_active_classes() -> None:
-    cluster = FakeCluster()
-    head = make_head(KNNSoftmax(active=0.3, k=4, rebuild="epoch", near=1.0), cluster=cluster)
-    table = cluster.tables["classes"]
-    before = torch.from_numpy(table.rows.copy())
-    features = torch.randn(4, DIM, generator=torch.Generator().manual_seed(1)).requires_grad_()
-    loss = head(features, torch.from_numpy(LABELS))
-    active = selection(head).select(LABELS, CLASSES, 0)
-    margin = CombinedMargin(8, 1, 0, 0.2)
-    positions = torch.from_numpy(active.positions(LABELS))
-    expected, features_gradient, rows_gradient = plain_gradients(features, before[active.ids], positions, margin)
-    loss.backward()
-    RowOptimizer(head).step()
-    torch.testing.assert_close(loss.detach().double(), expected, rtol=1e-5, atol=1e-6)
-    assert features.grad is not None
-    torch.testing.assert_close(features.grad.double(), features_gradient, rtol=1e-4, atol=1e-6)
-    moved = before[active.ids].double() - torch.from_numpy(table.rows)[active.ids].double()
-    torch.testing.assert_close(moved, rows_gradient, rtol=1e-4, atol=1e-5)
-
-
-def test_labels_that_are_more_than_the_budget_enlarge_it() -> None:
-    head = make_head(KNNSoftmax(active=0.02, k=4, rebuild="epoch", near=1.0))
-    labels = np.arange(0, 20, 2, dtype=np.int64)
-    np.testing.assert_array_equal(selection(head).select(labels, CLASSES, 0).ids, labels)
-    assert selection(head).enlarged == 1
-
-
-def test_more_neighbours_than_classes_are_all_of_them() -> None:
-    head = make_head(KNNSoftmax(active=0.5, k=1000, rebuild="epoch", near=1.0))
-    assert selection(head).select(LABELS, CLASSES, 0).num == 30
 
 
 @pytest.mark.parametrize(("classes", "active"), [(1, 0.1), (60, 1.0)])
@@ -532,13 +492,3 @@ def test_ranks_decide_alike_when_a_graph_is_built_whatever_their_clocks_say(tmp_
     np.testing.assert_array_equal(first["seen"], second["seen"])
     assert first["seen"][-1] > 0
     assert first["patience"] == second["patience"] > 1
-
-
-@pytest.mark.parametrize("num_shards", [1, 2])
-def test_an_embedded_run_with_the_same_seed_is_the_same_run(num_shards: int) -> None:
-    def losses() -> list[float]:
-        with gt.local(num_shards) as cluster:
-            head = make_head(KNNSoftmax(active=0.2, k=4, rebuild=3, seed=5, near=1.0), cluster=cluster)
-            return train(head, 8)
-
-    assert losses() == losses()

@@ -123,19 +123,6 @@ def test_every_margin_is_its_papers_formula_in_every_place(margin: Any, place: s
             assert learned == pytest.approx(twin.known, rel=1e-5)
 
 
-@pytest.mark.parametrize("margin", MARGINS, ids=named)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_features_of_16_bits_get_the_gradient_of_what_they_are(margin: Any, dtype: torch.dtype) -> None:
-    head = make_head(None, margin, rows="ranks")
-    features, labels = batch(0, dtype)
-    loss = head(features.requires_grad_(), labels)
-    loss.backward()
-    expected, gradient, _ = twin_step(MarginTwin(margin), features.detach(), labels, head.weights().double(), 0)
-    torch.testing.assert_close(loss.detach().double(), expected, rtol=2e-5, atol=2e-5)
-    assert features.grad is not None and features.grad.dtype == dtype
-    torch.testing.assert_close(features.grad.double(), gradient, rtol=1e-2, atol=1e-3)
-
-
 def test_a_margin_that_changes_negatives_has_no_float16_products() -> None:
     arithmetic = Arithmetic(device=torch.device("cpu"), compute=torch.float32, matmul=torch.float16)
     features, labels = batch(0)
@@ -169,23 +156,6 @@ def test_everything_is_finite_at_the_ends(margin: Any, dtype: torch.dtype) -> No
             assert value is None or (torch.isfinite(value).all() and value.dtype == dtype)
         for value in target_of(margin, norms[:1])(cos[:1], norms[:1]):
             assert value is None or torch.isfinite(value).all()
-
-
-@pytest.mark.parametrize("margin", MARGINS[:5], ids=named)
-def test_the_derivatives_are_those_of_the_values(margin: Any) -> None:
-    norms = torch.tensor([0.5, 1.9, 2.5, 3.0, 3.9, 4.1, 9.0], dtype=torch.float64)
-    cos = torch.linspace(-0.95, 0.95, 7, dtype=torch.float64)
-    target = target_of(margin, norms)
-    at, step = target(cos, norms), 1e-6
-    by_cos = (target(cos + step, norms).logits_B - target(cos - step, norms).logits_B) / (2 * step)
-    torch.testing.assert_close(at.by_cos_B, by_cos, rtol=1e-5, atol=1e-5)
-    low, high = target(cos, norms - step), target(cos, norms + step)
-    by_norm = torch.zeros_like(cos) if at.by_norm_B is None else at.by_norm_B
-    torch.testing.assert_close(by_norm, (high.logits_B - low.logits_B) / (2 * step), rtol=1e-5, atol=1e-5)
-    if at.penalty_B is not None:
-        assert at.penalty_by_norm_B is not None and low.penalty_B is not None and high.penalty_B is not None
-        by_norm = (high.penalty_B - low.penalty_B) / (2 * step)
-        torch.testing.assert_close(at.penalty_by_norm_B, by_norm, rtol=1e-5, atol=1e-5)
 
 
 def test_equal_lengths_and_single_samples_have_the_margin_of_a_usual_image() -> None:

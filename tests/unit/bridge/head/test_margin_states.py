@@ -179,11 +179,3 @@ def test_a_state_of_a_head_with_another_margin_is_refused(saved: Any, other: Any
     assert head.margin == other and head.step == 0
     head.margin = saved
     head.load_state_dict(state)
-
-
-def test_a_state_from_before_margins_were_compared_is_taken() -> None:
-    state = make_head(gt.ArcFace(16, 0.1)).get_extra_state()
-    older = {key: value for key, value in state.items() if key not in ("margin_learned", "margin_settings")}
-    head = make_head(gt.CosFace(16, 0.2))
-    head.set_extra_state(older)
-    assert head.margin == gt.CosFace(16, 0.2)

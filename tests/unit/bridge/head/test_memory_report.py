@@ -85,27 +85,6 @@ def test_the_graph_of_knn_softmax_is_counted_as_large_as_it_is(k: int) -> None:
     assert not [one for one in everything.parts if "graph" in one.name]
 
 
-def test_the_last_step_of_each_row_takes_eight_bytes() -> None:
-    elapsed = gt.SparseMomentum(0.1, untouched="elapsed")
-    shared: dict[str, Any] = {"num_classes": 10_000, "dim": 4}
-    report = gt.memory_report(**head_settings(**shared, optimizer=elapsed))
-    assert {part.name: part.bytes for part in report.parts}["last steps (elapsed)"] == 8 * 10_000
-    with gt.local() as cluster:
-        table = cluster.create_table("t", dim=4, optimizer=elapsed, num_rows=10_000)
-        table.assign(np.arange(10_000), np.zeros((10_000, 4), np.float32))
-        assert cluster.status().tables[0].memory_bytes == report.table_bytes
-
-
-def test_adam_takes_two_slots_and_a_count_of_each_row() -> None:
-    report = gt.memory_report(num_classes=10_000, dim=4, optimizer=gt.Adam(), config=gt.HeadConfig(dtype="bfloat16"))
-    parts = {part.name: part.bytes for part in report.parts if part.standing}
-    assert (parts["slots (moments)"], parts["updates"]) == (10_000 * 2 * 4 * 4, 10_000 * 8)
-    with gt.local() as cluster:
-        table = cluster.create_table("t", dim=4, optimizer=gt.Adam(), num_rows=10_000, dtype="bfloat16")
-        table.push(np.arange(10_000), np.zeros((10_000, 4), np.float32))
-        assert cluster.status().tables[0].memory_bytes == report.table_bytes
-
-
 @pytest.mark.parametrize("rows", ["pull", "hosted", "ranks"])
 @pytest.mark.parametrize("optimizer", [gt.SGD(0.1), gt.SparseMomentum(0.1)])
 def test_the_parts_add_up_to_the_sums(rows: Any, optimizer: Any) -> None:

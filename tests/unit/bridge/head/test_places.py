@@ -22,7 +22,6 @@ from geartrain.ams.client.factory import local
 from geartrain.ams.graph.building.neighbours import NeighbourTable
 from geartrain.ams.kernels.reference.ops import nearest_neighbours
 from geartrain.ams.programs.selection import ActiveClasses, FullSoftmax, PartialFC
-from geartrain.ams.values.errors import SpecMismatch
 from geartrain.ams.values.optimizers.registry import Momentum, SparseMomentum
 from geartrain.ams.values.specs import DTypeName, Normal
 from geartrain.bridge.head.class_head import ClassHead
@@ -267,14 +266,6 @@ def test_rows_on_a_rank_begin_as_those_of_a_cluster(dtype: DTypeName) -> None:
     with local(num_shards=3) as cluster:
         theirs = make_head(cluster, case, "pull", dtype=dtype).weights()
     assert torch.equal(make_head(None, case, "ranks", dtype=dtype).weights(), theirs)
-
-
-def test_rows_on_ranks_refuse_a_state_of_another_step() -> None:
-    head = ClassHead(None, "classes", num_classes=8, dim=4, rows="ranks")
-    head.load_state_dict(head.state_dict())
-    state = {"_extra_state": {**head.get_extra_state(), "step": 3}}
-    with pytest.raises(SpecMismatch, match=r"step 3, these rows that of step 0; .* restore\(\)"):
-        head.load_state_dict(state)
 
 
 @pytest.mark.parametrize("place", ["pull", "hosted", "ranks"])

@@ -12,7 +12,7 @@ from torch import Tensor
 import geartrain as gt
 from geartrain.ams.programs.selection import SamplingCorrection
 from geartrain.ams.values.errors import InvalidArgument
-from geartrain.bridge.head.backends.ranks.active_rows import DeviceActive, HostActive
+from geartrain.bridge.head.backends.active_rows import DeviceActive, HostActive
 from tests.support.head_settings import head_settings
 from tests.support.reference import FakeCluster, merged_gradient, plain_gradients
 
@@ -100,18 +100,3 @@ def test_a_device_finds_what_the_host_finds() -> None:
     expected = torch.tensor([1.5, 0.0, 1.5, 0.0, 1.5])
     for active in (host, device):
         torch.testing.assert_close(active.offsets(labels, 1.5), expected)
-
-
-def test_micro_batches_with_other_labels_are_corrected_each_by_its_own() -> None:
-    def gradient(parts: list[slice], cache_bytes: int) -> np.ndarray:
-        head, cluster = make_head(rows_cache_bytes=cache_bytes)
-        features, labels = batch()
-        for part in parts:
-            head(features[part], labels[part]).backward()
-        gt.RowOptimizer(head).step()
-        return merged_gradient(cluster.tables["classes"])
-
-    first, second = slice(0, 3), slice(3, 7)
-    expected = gradient([first], 1 << 20) + gradient([second], 1 << 20)
-    for cache_bytes in (1 << 20, 0):
-        np.testing.assert_allclose(gradient([first, second], cache_bytes), expected, rtol=0, atol=1e-6)

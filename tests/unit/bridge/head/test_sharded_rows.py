@@ -108,17 +108,6 @@ def test_rows_of_other_settings_are_not_taken(tmp_path: Path) -> None:
     assert wider.head.step == 0
 
 
-def test_a_backbone_without_its_rows_is_refused_when_it_is_loaded(tmp_path: Path) -> None:
-    model = Model(7, gt.SGD(0.5))
-    model.train_rows(range(2), 0, 1)
-    dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path)
-    again = Model(7, gt.SGD(0.5))
-    checkpoint = {"model": again.state_dict()}
-    dcp.load(checkpoint, checkpoint_id=tmp_path)
-    with pytest.raises(SpecMismatch, match="rows='ranks' are in no"):
-        again.load_state_dict(checkpoint["model"])
-
-
 def test_rows_in_a_cluster_name_the_way_they_are_saved() -> None:
     with gt.local() as cluster:
         head = gt.ClassHead(cluster, "classes", num_classes=7, dim=DIM)

@@ -22,7 +22,6 @@ from geartrain.bridge.head.sub_centers import at_centers, nearest_centers
 from geartrain.bridge.placements.workspace import Arithmetic, Scratch, Workspace
 from tests.support.head_settings import head_settings
 from tests.support.margin_twins import MarginTwin
-from tests.support.rank_processes import run_ranks
 from tests.support.reference import sampled_weights
 
 CLASSES, DIM, BATCH = 60, 6, 14
@@ -147,21 +146,6 @@ def test_what_is_at_the_centers_is_the_first_of_the_largest(classes: int, size: 
     assert np.array_equal(spread.sum(1), table.max(1) + 1) and ((spread > 0).sum(1) == 1).all()
 
 
-def test_micro_batches_of_other_classes_make_one_step() -> None:
-    """Each adds to the centers that its own features chose."""
-    select = SELECTIONS["partial"]
-    with gt.local(num_shards=2) as cluster:
-        for number, place in enumerate(PLACES.values()):
-            head = made(cluster, 2, str(number), select=select, **place)
-            rows, moved = centers_of(head), torch.zeros(CLASSES, 2, DIM).double()
-            for step in range(2):
-                features, labels = batch(step)
-                head(features, labels).backward()
-                moved += expected_step(MarginTwin(head.margin), select, features, labels, rows, 0)[2] - rows
-            gt.RowOptimizer(head).step()
-            torch.testing.assert_close(centers_of(head), rows + moved, rtol=1e-4, atol=2e-5)
-
-
 @pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
 @pytest.mark.parametrize(
     ("matmul", "precise"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2), (torch.float16, 5e-3)], ids=str
@@ -207,29 +191,6 @@ def test_the_best_classes_are_those_of_the_nearest_centers(rows: str) -> None:
             torch.testing.assert_close(scores.double(), best.values, rtol=1e-5, atol=1e-6)
             assert torch.equal(ids, best.indices)
         assert head.predict(features[:0], 2)[0].shape == (0, 2)
-
-
-def _train_together(rank: int, ranks: int, folder: Path) -> None:
-    head = made(None, rows="ranks", margin=gt.CurricularFace(12, 0.3), select=SELECTIONS["partial"])
-    mine = {1: [slice(None)], 2: [slice(0, 9), slice(9, None)]}[ranks][rank]
-    optimizer = gt.RowOptimizer(head)
-    for step in range(3):
-        features, labels = batch(step)
-        head(features[mine], labels[mine]).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    weights, (scores, ids) = head.weights(), head.predict(features[mine], 3)
-    save_file({"weights": weights, "scores": scores, "ids": ids}, folder / f"{rank}-of-{ranks}")
-
-
-def test_ranks_that_share_the_classes_train_as_one(tmp_path: Path) -> None:
-    _train_together(0, 1, tmp_path)
-    run_ranks(_train_together, 2, tmp_path)
-    alone, first, second = (load_file(tmp_path / name) for name in ("0-of-1", "0-of-2", "1-of-2"))
-    torch.testing.assert_close(first["weights"], alone["weights"], rtol=1e-4, atol=1e-5)
-    assert torch.equal(first["weights"], second["weights"])
-    torch.testing.assert_close(torch.cat([first["scores"], second["scores"]]), alone["scores"], rtol=1e-4, atol=1e-5)
-    assert torch.equal(torch.cat([first["ids"], second["ids"]]), alone["ids"])
 
 
 # Rows in and out.
