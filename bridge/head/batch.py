@@ -253,3 +253,16 @@ def chunk_rows_for(batch: int, dim: int, device: torch.device) -> int:
 def chunk_bounds(num_rows: int, chunk_rows: int) -> list[tuple[int, int]]:
     """(start, stop) of consecutive chunks that cover ``num_rows``."""
     return [(start, min(start + chunk_rows, num_rows)) for start in range(0, num_rows, chunk_rows)]
+
+
+def with_ones(features_BD: Tensor) -> Tensor:
+    """[B, D + 1]: the features, each followed by a one, which meets the bias of a class: a last column of its row.
+
+    So it is stored, trained, sampled and saved as the row is, wherever rows are.
+    """
+    return torch.cat([features_BD, features_BD.new_ones(len(features_BD), 1)], dim=1)
+
+
+def with_zeros(rows_ND: Tensor, width: int) -> Tensor:
+    """[N, ``width``]: the rows themselves, or with biases of zero where rows have such."""
+    return rows_ND if rows_ND.shape[1] == width else torch.cat([rows_ND, rows_ND.new_zeros(len(rows_ND), 1)], dim=1)

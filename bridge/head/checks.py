@@ -122,6 +122,12 @@ def check_margin(margin: AnyMargin | None, num_classes: int) -> AnyMargin | None
     return scaled
 
 
+def require_no_margin(margin: AnyMargin | None) -> None:
+    """Raise InvalidArgument: a margin is about directions, which a bias is no part of."""
+    if margin is not None:
+        raise InvalidArgument(f"margin is {margin!r} and bias is True; a margin has no biases: leave one of them out")
+
+
 def _takes(method: object, arguments: int) -> bool:
     """Whether it is a method that may be called with so many arguments."""
     try:

@@ -22,8 +22,15 @@ from geartrain.ams.values.specs import MAX_DIM, Initializer
 from geartrain.bridge.head.autograd_node import HeadCall, head_loss
 from geartrain.bridge.head.backends.backend import HeadSettings, LocalRows, RowBackend
 from geartrain.bridge.head.backends.registry import backend_named
-from geartrain.bridge.head.biases import require_no_margin, with_ones
-from geartrain.bridge.head.checks import FIXED_SETTINGS, check_features, check_margin, check_selection, check_wanted_ids
+from geartrain.bridge.head.batch import with_ones
+from geartrain.bridge.head.checks import (
+    FIXED_SETTINGS,
+    check_features,
+    check_margin,
+    check_selection,
+    check_wanted_ids,
+    require_no_margin,
+)
 from geartrain.bridge.head.class_changes import add_classes, retire_classes
 from geartrain.bridge.head.config import HeadConfig, checked_config
 from geartrain.bridge.head.defaults import (

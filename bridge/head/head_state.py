@@ -12,7 +12,6 @@ from geartrain.ams.values.errors import SpecMismatch
 from geartrain.ams.values.specs import TableSpec
 from geartrain.bridge.head.backends.backend import RowBackend
 from geartrain.bridge.rows.keeper import RowKeeper
-from geartrain.bridge.rows.ranks import SyncRanks
 
 if TYPE_CHECKING:
     from geartrain.ams.client.cluster import Cluster
@@ -86,8 +85,8 @@ class HeadRows(RowKeeper):
         return bool(table.is_written if self._backend.local is not None else max(table.versions()) > 0)
 
     def go_on(self) -> None:
-        if self._backend.local is None and isinstance(self.peers, SyncRanks):
-            self.peers.begin_anew()
+        if self._backend.update.ranks is not None:
+            self._backend.update.ranks.begin_anew()
 
     def require_state(self, state: Mapping[str, Any]) -> None:
         """Also for rows that may be as wide, but whose columns mean something else."""

@@ -23,8 +23,7 @@ from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.placement import NUM_BUCKETS
 from geartrain.ams.values.specs import MAX_DIM, Ids, TableSpec
 from geartrain.ams.values.text import quoted
-from geartrain.bridge.head.batch import NORM_FLOOR
-from geartrain.bridge.head.biases import with_zeros
+from geartrain.bridge.head.batch import NORM_FLOOR, with_zeros
 from geartrain.bridge.head.loss.margins.margin import AnyMargin
 from geartrain.bridge.head.loss.samples import LossSettings
 from geartrain.bridge.rows.tables import TORCH_DTYPES, ReadableTable, as_numpy

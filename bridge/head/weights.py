@@ -29,7 +29,7 @@ from geartrain.ams.values.arguments import path_name
 from geartrain.ams.values.errors import InvalidArgument, InvalidRows, NonFinite
 from geartrain.ams.values.specs import TableSpec
 from geartrain.bridge.head.backends.pull.stream import block_rows_for
-from geartrain.bridge.head.biases import with_zeros
+from geartrain.bridge.head.batch import with_zeros
 from geartrain.bridge.head.sub_centers import check_dominant
 from geartrain.bridge.rows.tables import TORCH_DTYPES, ReadableTable, as_numpy
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from geartrain.ams.values.specs import Ids
 from geartrain.ams.values.text import quoted
 from geartrain.bridge.head.autograd_node import HeadCall, RowsPass
 from geartrain.bridge.head.backends.backend import HeadSettings
-from geartrain.bridge.head.biases import with_ones
+from geartrain.bridge.head.batch import with_ones
 from geartrain.bridge.head.checks import check_finite
 from geartrain.bridge.head.loss.margins.head_margin import HeadMargin, JointBatch
 from geartrain.bridge.head.loss.margins.margin import Margin

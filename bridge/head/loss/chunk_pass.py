@@ -65,6 +65,7 @@ class CompiledPass:
     chunk_rows = 3072
     keeps_logits = True
     spreads_operations = False
+    takes_all = True
 
     def __init__(self, batch: Batch, weights_B: Tensor | None = None) -> None:
         """See :func:`pass_for`."""
@@ -81,11 +82,11 @@ class CompiledPass:
 
     def forward(
         self,
-        work: Workspace | None,
+        work: Workspace,
         sums: PartialSums,
         rows_ND: Tensor,
         start: int,
-        kept_KB: Tensor | None,
+        kept_NB: Tensor | None,
         *,
         threads: int = 1,
     ) -> None:
@@ -100,7 +101,7 @@ class CompiledPass:
             shift=_array(sums.shift_PB),
             sum=sums.sum_PB.numpy(),
             weighted=_array(sums.weighted_PBD),
-            kept=_array(kept_KB),
+            kept=_array(kept_NB),
             threads=threads,
             offsets=_array(self._batch.offsets(start, len(rows_ND))),
             row_sum=_array(sums.row_sum_PD),
@@ -109,11 +110,11 @@ class CompiledPass:
 
     def overwrite(
         self,
-        work: Workspace | None,
+        work: Workspace,
         rows_ND: Tensor,
         start: int,
         factor: Tensor,
-        kept_KB: Tensor | None = None,
+        kept_NB: Tensor | None = None,
         *,
         threads: int = 1,
     ) -> Tensor:
@@ -127,7 +128,7 @@ class CompiledPass:
             target_samples=samples,
             log_sum=batch.lse2_B.numpy(),
             target_weight=batch.target_weight_B.numpy(),
-            kept=_array(kept_KB),
+            kept=_array(kept_NB),
             factor=float(factor),
             kept_exponentials=not batch.shifted,
             threads=threads,
@@ -161,6 +162,7 @@ class TensorPass:
     """
 
     spreads_operations = True
+    takes_all = False
 
     def __init__(self, batch: Batch, weights_B: Tensor | None = None) -> None:
         """See :func:`pass_for`."""
@@ -179,8 +181,18 @@ class TensorPass:
         key_BD = batch.features_BD if weights_B is None else batch.features_BD * weights_B.unsqueeze(1)
         self._key_BD = key_BD.to(arithmetic.matmul)
 
-    def forward(self, work: Workspace, sums: PartialSums, rows_ND: Tensor, start: int, kept_NB: Tensor | None) -> None:
+    def forward(
+        self,
+        work: Workspace,
+        sums: PartialSums,
+        rows_ND: Tensor,
+        start: int,
+        kept_NB: Tensor | None,
+        *,
+        threads: int = 1,
+    ) -> None:
         """See :data:`ChunkPass`."""
+        del threads
         unit_SD, _ = self._unit_rows(work, rows_ND.view(-1, self._dim))
         operand_SD = work.narrow("narrow rows", unit_SD)
         logits_SB = work.product("logits", operand_SD, self._query_BD.t())
@@ -218,9 +230,17 @@ class TensorPass:
             weighted_BD.add_(work.product("part", operand_SB.t(), operand_SD), alpha=unlift)
 
     def overwrite(
-        self, work: Workspace, rows_ND: Tensor, start: int, factor: Tensor, kept_NB: Tensor | None = None
+        self,
+        work: Workspace,
+        rows_ND: Tensor,
+        start: int,
+        factor: Tensor,
+        kept_NB: Tensor | None = None,
+        *,
+        threads: int = 1,
     ) -> Tensor:
         """See :data:`ChunkPass`."""
+        del threads
         batch, rows_SD = self._batch, rows_ND.view(-1, self._dim)
         unit_SD, inverse_S = self._unit_rows(work, rows_SD)
         slopes_NB = None
@@ -366,6 +386,7 @@ ChunkPass = CompiledPass | TensorPass
 ``forward`` adds the chunk whose first row is at position ``start`` to one part of the sums, and writes its logits to
 ``kept``. Once the forward pass is finished ``overwrite`` overwrites the rows by their gradient times ``factor`` (0-dim)
 / scale, and returns a sum that is finite only if all of it is (0-dim). ``chunk_rows`` suit it; ``keeps_logits``:
-whether that is faster than making them again; ``spreads_operations``: whether its operations would each take all of
+whether that is faster than making them again; ``takes_all``: whether one call may be of all rows where
+they are, by so many ``threads``; ``spreads_operations``: whether its operations would each take all of
 PyTorch's threads.
 """

@@ -11,7 +11,7 @@ from torch import Tensor
 from geartrain.ams.values.shard_messages import SyncGroup
 from geartrain.bridge.head.backends.active_rows import HostActive
 from geartrain.bridge.head.batch import Batch, chunk_bounds
-from geartrain.bridge.head.loss.chunk_pass import ChunkPass, CompiledPass, chunk_rows_on, parts_for, pass_for
+from geartrain.bridge.head.loss.chunk_pass import ChunkPass, chunk_rows_on, parts_for, pass_for
 from geartrain.bridge.head.loss.chunk_pool import CHUNKS
 from geartrain.bridge.head.loss.kept_logits import KeptLogits, kept_rows
 from geartrain.bridge.head.loss.pending_gradients import HeldGradient
@@ -45,9 +45,8 @@ class HeldRows:
 
     def _take(self, chunk_pass: ChunkPass) -> None:
         self._pass = chunk_pass
-        as_they_are = self._rows_AD.dtype == self.batch.arithmetic.compute
-        self._walk = chunk_pass if as_they_are and isinstance(chunk_pass, CompiledPass) else None
-        """The pass, if it can work on all rows where they are, in one call."""
+        self._in_one_call = chunk_pass.takes_all and self._rows_AD.dtype == self.batch.arithmetic.compute
+        self._work = Workspace(self.batch.arithmetic, Scratch())
 
     @staticmethod
     def memory(plan: MemoryPlan, keep_bytes: int) -> tuple[tuple[int, str], int, int]:
@@ -63,12 +62,13 @@ class HeldRows:
         """Losses [B] and feature gradients [B, D]; logits of up to ``keep_bytes`` are kept for the row gradients."""
         batch, device = self.batch, self.batch.arithmetic.device
         if self._pass.keeps_logits:
-            chunk_rows = self._pass.chunk_rows if self._walk is None else 1
+            chunk_rows = 1 if self._in_one_call else self._pass.chunk_rows
             self._kept.reserve(batch, self._active.num, chunk_rows, keep_bytes)
-        if self._walk is not None:
+        if self._in_one_call:
             num_parts = parts_for(self._active.num, *batch.features_BD.shape)
             softmax = OnlineSoftmax(batch, num_parts, want_gradient=want_gradient)
-            self._walk.forward(None, softmax.sums, self._rows_AD, 0, self._kept.all_KB, threads=CHUNKS.num_threads)
+            kept_KB, threads = self._kept.all_KB, CHUNKS.num_threads
+            self._pass.forward(self._work, softmax.sums, self._rows_AD, 0, kept_KB, threads=threads)
             return CHUNKS.apart(softmax.finish, device)
         softmax = OnlineSoftmax(batch, min(PARTS, len(self._chunks)), want_gradient=want_gradient)
 
@@ -88,10 +88,9 @@ class HeldRows:
         factor, weights_B = batch.row_factors(upstream)
         if weights_B is not None:
             self._take(pass_for(batch, weights_B))
-        if self._walk is not None:
-            checksum = self._walk.overwrite(
-                None, self._rows_AD, 0, factor, self._kept.all_KB, threads=CHUNKS.num_threads
-            )
+        if self._in_one_call:
+            kept_KB, threads = self._kept.all_KB, CHUNKS.num_threads
+            checksum = self._pass.overwrite(self._work, self._rows_AD, 0, factor, kept_KB, threads=threads)
             self._kept.give_back()
             return HeldGradient(self._active, out_AD, self._buffer, self._pool, arithmetic.device, checksum), checksum
 

@@ -28,8 +28,7 @@ from geartrain.ams.values.errors import (
 from geartrain.ams.values.specs import Ids
 from geartrain.bridge.head.backends.ranks.passes import RankGradient, RankRows
 from geartrain.bridge.head.backends.ranks.selector import RankSelector
-from geartrain.bridge.head.batch import Batch
-from geartrain.bridge.head.biases import with_ones
+from geartrain.bridge.head.batch import Batch, with_ones
 from geartrain.bridge.head.checks import check_features, check_finite
 from geartrain.bridge.head.loss.margins.head_margin import HeadMargin, JointBatch
 from geartrain.bridge.head.loss.samples import CountedSamples, LossSettings
