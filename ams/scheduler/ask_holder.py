@@ -24,7 +24,7 @@ def incarnations_at(address: str) -> set[int]:
     hosts = {host}
     with suppress(OSError):  # one that cannot be resolved is asked for by its name: gRPC says what is wrong
         hosts = {str(found[4][0]) for found in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
-    answers = [_incarnation_at(f"[{one}]:{port}" if ":" in one else f"{one}:{port}") for one in hosts]
+    answers = [_incarnation_at(f"[{name}]:{port}" if ":" in name else f"{name}:{port}") for name in hosts]
     return {incarnation for incarnation in answers if incarnation is not None}
 
 

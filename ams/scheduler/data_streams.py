@@ -277,7 +277,7 @@ class StreamLeases:
             self._keep(job, None, fence=incarnation)
             for name in [name for name in self._jobs if job in jobs_of(name)]:
                 changed = self._jobs[name].copy()
-                for worker in [one for one, held in changed.workers.items() if held.incarnation < incarnation]:
+                for worker in [name for name, held in changed.workers.items() if held.incarnation < incarnation]:
                     changed.drop(worker)
                 self._keep(name, changed)
 

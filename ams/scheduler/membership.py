@@ -128,8 +128,8 @@ class Membership:
                 f"{what}: this scheduler was restarted, and shard {unheard[0]} may live on at "
                 f"{self._state.members[unheard[0]].address}; it is free in {max(left, 0.0):.1f} s if it stays silent"
             )
-        one = len(shards) == 1
-        by = f"a living process at {self._state.members[shards[0]].address}" if one else "living processes"
+        is_single = len(shards) == 1
+        by = f"a living process at {self._state.members[shards[0]].address}" if is_single else "living processes"
         return ShardHeld(
             f"{what} by {by}; a dead one's shard is free {self._lease_seconds:g} s after its last sign of life "
             "('geartrain server --wait' waits for it)"

@@ -429,7 +429,7 @@ class Scheduler:
         entries = self._membership.entries()
         incarnations = {entry.shard: entry.incarnation for entry in entries}
         schemas = self._state.schemas
-        whole = [name for name, one in schemas.items() if one.holders == incarnations and not one.is_unsettled]
+        whole = [name for name, schema in schemas.items() if schema.holders == incarnations and not schema.is_unsettled]
         return ClusterView(
             cluster_version=self._state.cluster_version,
             num_shards=self._num_shards,
@@ -441,7 +441,7 @@ class Scheduler:
             incomplete_tables=tuple(
                 name for name in schemas if name not in whole and self._is_incomplete(name, entries)
             ),
-            restoring_tables=tuple(name for name, one in schemas.items() if one.for_restore),
+            restoring_tables=tuple(name for name, schema in schemas.items() if schema.for_restore),
         )
 
     def _is_incomplete(self, name: str, entries: Sequence[ShardEntry]) -> bool:
@@ -451,7 +451,9 @@ class Scheduler:
             return True  # for good, if whoever restores it is gone
         if schema.is_unsettled:
             return name not in self._changing
-        return any(schema.holders.get(one.shard) != one.incarnation for one in entries if one.state != "missing")
+        return any(
+            schema.holders.get(entry.shard) != entry.incarnation for entry in entries if entry.state != "missing"
+        )
 
     def _ready_view(self) -> ClusterView:
         view = self.describe()

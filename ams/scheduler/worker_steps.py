@@ -86,7 +86,7 @@ class WorkerSteps:
             worker.deadline = now + self._lease_seconds
             if done is not None and done > worker.done:
                 worker.done, worker.since = done, now
-            return self._said(job, worker, now)
+            return self._reply(job, worker, now)
 
     def leave(self, who: JobWorker) -> None:
         """Have nobody wait for a worker any more."""
@@ -115,14 +115,16 @@ class WorkerSteps:
         worker = job.workers[who.worker] = _Worker(who.incarnation, begins, now, now, is_early and done is None)
         return worker
 
-    def _said(self, job: _Job, worker: _Worker, now: float) -> StepsDone:
+    def _reply(self, job: _Job, worker: _Worker, now: float) -> StepsDone:
         slowest = job.slowest
-        slow = [SlowWorker(name, one.done, now - one.since) for name, one in job.workers.items() if one.done == slowest]
+        slow = [
+            SlowWorker(name, told.done, now - told.since) for name, told in job.workers.items() if told.done == slowest
+        ]
         return StepsDone(
             done=worker.done,
             slowest=slowest if now >= self._all_known_at or not job.told else 0,
             lease_seconds=self._lease_seconds,
-            slow=tuple(sorted(slow, key=lambda one: -one.seconds)[:_NAMED]),
+            slow=tuple(sorted(slow, key=lambda worker: -worker.seconds)[:_NAMED]),
         )
 
     def _look(self, now: float) -> None:
@@ -135,7 +137,7 @@ class WorkerSteps:
                 for worker in job.workers.values():
                     worker.done, worker.is_guess = max(worker.done, slowest), False
         for name, job in list(self._jobs.items()):
-            job.workers = {worker: one for worker, one in job.workers.items() if one.deadline >= now}
+            job.workers = {worker: state for worker, state in job.workers.items() if state.deadline >= now}
             if not job.workers:
                 del self._jobs[name]
 

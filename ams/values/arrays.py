@@ -48,8 +48,8 @@ def _require_unmasked(value: Any, error: type[GeartrainError], what: str) -> Non
     kind = getattr(sys.modules.get("numpy.ma"), "MaskedArray", None)
     if kind is None:
         return
-    arrays = [one for one in (value if isinstance(value, list | tuple) else [value]) if isinstance(one, kind)]
-    if number := sum(int(np.count_nonzero(np.ma.getmaskarray(one))) for one in arrays):
+    arrays = [array for array in (value if isinstance(value, list | tuple) else [value]) if isinstance(array, kind)]
+    if number := sum(int(np.count_nonzero(np.ma.getmaskarray(array))) for array in arrays):
         found = counted(number, "masked value")
         raise error(f"{what} hold {found}, which stand for nothing; leave them out, or fill them (.filled(0))")
 

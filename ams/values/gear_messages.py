@@ -97,11 +97,11 @@ class GearAccount:
     @property
     def adds_up(self) -> bool:
         """Whether every gradient received is in one of the other places."""
-        others: int = sum(getattr(self, one.name) for one in fields(self) if one.name != "received")
+        others: int = sum(getattr(self, place.name) for place in fields(self) if place.name != "received")
         return self.received == others
 
     def __add__(self, other: GearAccount) -> GearAccount:
-        names = [one.name for one in fields(self)]
+        names = [place.name for place in fields(self)]
         return GearAccount(**{name: getattr(self, name) + getattr(other, name) for name in names})
 
 

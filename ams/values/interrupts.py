@@ -226,8 +226,8 @@ class BufferLease:
         with self._lock:
             self._num_at_it -= 1
             waiting = [] if self._num_at_it else self._waiting
-        for one in waiting:
-            one.release()
+        for waiter in waiting:
+            waiter.release()
 
     def end(self) -> None:
         """End it: nobody begins any more. Does not wait; see :meth:`wait`."""

@@ -264,9 +264,9 @@ def _differences(path: str, mine: Any, theirs: Any) -> Iterator[str]:
     if mine == theirs:
         return
     if is_dataclass(mine) and type(mine) is type(theirs):
-        for one in (one for one in fields(mine) if one.compare):
-            name = f"{path}.{one.name}" if path else one.name
-            yield from _differences(name, getattr(mine, one.name), getattr(theirs, one.name))
+        for known in (known for known in fields(mine) if known.compare):
+            name = f"{path}.{known.name}" if path else known.name
+            yield from _differences(name, getattr(mine, known.name), getattr(theirs, known.name))
     else:
         yield f"{path} is {mine!r}, not {theirs!r}"
 

@@ -72,21 +72,21 @@ def _hashed_list(strings: list[Any], seed: int, shape: tuple[int, ...]) -> npt.N
     kinds = set(map(type, strings))  # a look at every string would take longer than its hash
     for kind in kinds:
         if not issubclass(kind, str | bytes):
-            position = next(at for at, one in enumerate(strings) if type(one) is kind)
+            position = next(at for at, text in enumerate(strings) if type(text) is kind)
             raise _not_text(strings[position], position, shape)
     is_text = {issubclass(kind, str) for kind in kinds}
     try:
         if is_text == {True, False}:
-            strings = [one.encode() if isinstance(one, str) else one for one in strings]
+            strings = [text.encode() if isinstance(text, str) else text for text in strings]
         values = map(str.encode, strings) if is_text == {True} else iter(strings)
         return np.fromiter(map(xxhash.xxh3_64_intdigest, values, repeat(seed)), np.uint64, len(strings))
     except UnicodeEncodeError as exc:
-        position = next(at for at, one in enumerate(strings) if one == exc.object)
+        position = next(at for at, text in enumerate(strings) if text == exc.object)
         raise _not_text(exc.object, position, shape, f" is no text: {exc.reason}") from exc
 
 
 def _not_text(value: object, position: int, shape: tuple[int, ...], why: str = "") -> InvalidIds:
-    place = ", ".join(str(int(one)) for one in np.unravel_index(position, shape))
+    place = ", ".join(str(int(index)) for index in np.unravel_index(position, shape))
     why = why or f" is {quoted(value)}"
     return InvalidIds(
         f"strings[{place}]{why}; it must be a str or bytes: leave it out, or fill it with a word of its own"

@@ -18,7 +18,7 @@ def counted(number: int, noun: str, plural: str | None = None) -> str:
 
 def printable(text: str) -> str:
     """The text with whatever is no letter of a line written out, as ``\\x1b``: terminals would obey it."""
-    return "".join(one if one.isprintable() or one == "\n" else repr(one)[1:-1] for one in text)
+    return "".join(letter if letter.isprintable() or letter == "\n" else repr(letter)[1:-1] for letter in text)
 
 
 def shown_url(url: str) -> str:

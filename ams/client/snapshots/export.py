@@ -6,15 +6,14 @@ A version is a snapshot (:mod:`~geartrain.ams.client.snapshots.snapshot`) of the
 from __future__ import annotations
 
 import logging
-import random
-import time
 from collections.abc import Callable, Iterable, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 from geartrain.ams.client.shard_calls import ShardCalls
 from geartrain.ams.client.snapshots.snapshot import JobContents, PendingSnapshot, begin_snapshot
-from geartrain.ams.storage.export.versions import MAX_VERSION, newest_number, newest_version, version, version_name
+from geartrain.ams.rpc.client.patience import Patience
+from geartrain.ams.storage.export.versions import newest_number, newest_version, version, version_name
 from geartrain.ams.storage.snapshot.folder import Snapshot
 from geartrain.ams.storage.snapshot.store import Place, place
 from geartrain.ams.values.arguments import integer
@@ -75,13 +74,9 @@ def begin_export(
                 "it as one .safetensors file"
             )
     parent = _parent(root, since)
-    deadline = time.monotonic() + calls.config.recovery_timeout_seconds
+    patience = Patience(calls.config.recovery_timeout_seconds)
     while True:
         number = newest_number(root) + 1
-        if number > MAX_VERSION:
-            raise InvalidArgument(
-                f"{root} holds version {number - 1}, the last one that there can be; give a new folder"
-            )
         try:
             pending = begin_snapshot(
                 calls,
@@ -96,9 +91,8 @@ def begin_export(
                 rows_alone=True,
             )
         except Busy as exc:
-            if time.monotonic() >= deadline:
+            if not patience.pause(exc.retry_after_seconds):
                 raise
-            time.sleep(exc.retry_after_seconds * random.uniform(0.5, 1.5))
         else:
             return PendingExport(number, pending)
 
@@ -106,7 +100,7 @@ def begin_export(
 def tables_named(wanted: str | Sequence[str], existing: Iterable[str]) -> list[str]:
     """The tables of these names or patterns (``"ctr/*"``), each once. Raises TableNotFound, InvalidArgument."""
     patterns = [wanted] if isinstance(wanted, str) else list(wanted)
-    if not patterns or not all(isinstance(one, str) for one in patterns):
+    if not patterns or not all(isinstance(pattern, str) for pattern in patterns):
         raise InvalidArgument(f"tables are {quoted(wanted)}; give a name ('ctr/item'), a pattern ('ctr/*') or a list")
     names, found = list(existing), dict[str, None]()
     for pattern in patterns:

@@ -8,7 +8,6 @@ way leaves tables that stay so, until a restore in their place begins anew or so
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -18,6 +17,7 @@ from geartrain.ams.client.scheduler_calls import SchedulerCalls
 from geartrain.ams.client.shard_calls import ShardCalls
 from geartrain.ams.client.snapshots.snapshot import all_of, chosen_tables
 from geartrain.ams.observe import failpoints
+from geartrain.ams.rpc.client.patience import Patience
 from geartrain.ams.storage.snapshot.chain import layers_of
 from geartrain.ams.storage.snapshot.folder import Snapshot, list_snapshots, open_snapshot
 from geartrain.ams.storage.snapshot.manifest import GRAPH
@@ -43,8 +43,6 @@ if TYPE_CHECKING:
     from geartrain.ams.graph.client.calls import GraphCalls
 
 logger = logging.getLogger(__name__)
-
-_PAUSE_SECONDS = 0.2
 
 
 def restore_snapshot(
@@ -142,7 +140,7 @@ def _publish(calls: ShardCalls, scheduler: SchedulerCalls, made: Sequence[TableS
 
     If it refuses they are dropped, unless an attempt before had no answer: others may have them open then.
     """
-    deadline = time.monotonic() + calls.config.recovery_timeout_seconds
+    patience = Patience(calls.config.recovery_timeout_seconds)
     may_be_open = False
     while True:
         try:
@@ -150,13 +148,12 @@ def _publish(calls: ShardCalls, scheduler: SchedulerCalls, made: Sequence[TableS
             return
         except (SchedulerUnavailable, ClusterNotReady, ShardUnavailable) as exc:
             may_be_open |= isinstance(exc, SchedulerUnavailable)
-            if time.monotonic() >= deadline:
+            if not patience.pause():
                 raise
         except (TableNotFound, ShardRestarted):
             if not may_be_open:
                 _drop(scheduler, made)
             raise
-        time.sleep(_PAUSE_SECONDS)
 
 
 def _drop(scheduler: SchedulerCalls, made: Sequence[TableSpec]) -> None:

@@ -21,7 +21,7 @@ def write_one_file(base: Snapshot, spec: TableSpec, path: Path) -> int:
 
     A file that is there is replaced in one step. Raises SnapshotDamaged, OSError.
     """
-    entries = [one for one in base.manifest.files if one.kind == EXPORT and one.table == spec.name]
+    entries = [entry for entry in base.manifest.files if entry.kind == EXPORT and entry.table == spec.name]
     num_rows = sum(entry.num_rows for entry in entries)
     middle, end = 8 * num_rows, (8 + spec.row_bytes) * num_rows
     tensors = {

@@ -27,7 +27,6 @@ from geartrain.ams.values.errors import (
 
 _WHOLE = "-whole"
 _NAME = re.compile(rf"version-([0-9]{{9}})({_WHOLE})?")
-MAX_VERSION = 999_999_999
 
 
 def version_name(number: int) -> str:

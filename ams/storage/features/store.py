@@ -84,12 +84,12 @@ def checked_records(ids: Ids, values: Sequence[bytes], max_record: int | None = 
     ids = checked_ids(ids)
     if len(values) != len(ids):
         raise InvalidArgument(f"{len(values)} values were given for {len(ids)} ids; each id needs one")
-    for one, value in zip(ids, values, strict=True):
+    for row_id, value in zip(ids, values, strict=True):
         if not isinstance(value, bytes):
-            raise InvalidArgument(f"the value of id {one} is {type(value).__name__}; it must be bytes")
+            raise InvalidArgument(f"the value of id {row_id} is {type(value).__name__}; it must be bytes")
         if max_record is not None and len(value) > max_record:
             raise InvalidArgument(
-                f"the value of id {one} has {len(value)} bytes; at most {max_record} fit: raise max_bytes"
+                f"the value of id {row_id} has {len(value)} bytes; at most {max_record} fit: raise max_bytes"
             )
     last = dict(zip(ids.tolist(), values, strict=True))
     if len(last) == len(ids):

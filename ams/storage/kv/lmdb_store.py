@@ -165,8 +165,8 @@ def _sum(key: str, sealed: bytes) -> int:
 
 def _record(revision: int, sums: Mapping[str, int]) -> bytes:
     total = 0
-    for one in sums.values():
-        total ^= one
+    for checksum in sums.values():
+        total ^= checksum
     body = b"".join(number.to_bytes(8, "little") for number in (revision, len(sums), total))
     return body + xxhash.xxh3_64(body).digest()
 

@@ -131,12 +131,12 @@ def _in_blocks(parts: Iterator[Arrays]) -> Iterator[Arrays]:
             continue
         size = sum(array.nbytes for array in part.values())
         if held and held_bytes + size > BLOCK_BYTES:
-            yield {name: np.concatenate([one[name] for one in held]) for name in part}
+            yield {name: np.concatenate([block[name] for block in held]) for name in part}
             held, held_bytes = [], 0
         held.append(part)
         held_bytes += size
     if held:
-        yield {name: np.concatenate([one[name] for one in held]) for name in held[0]}
+        yield {name: np.concatenate([block[name] for block in held]) for name in held[0]}
 
 
 def _copied(staging: Staging, snapshot: Snapshot, entry: FileEntry) -> FileEntry:

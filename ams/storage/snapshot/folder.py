@@ -368,8 +368,8 @@ def list_snapshots(root: str | Path) -> list[Listed]:
             listed.append(Listed(folder, None, exc))
         except SnapshotNotFound:
             continue  # removed in the meantime
-    abandoned = _abandoned([one.snapshot.manifest for one in listed if one.snapshot is not None])
-    return sorted(listed, key=lambda one: _age(one, abandoned), reverse=True)
+    abandoned = _abandoned([found.snapshot.manifest for found in listed if found.snapshot is not None])
+    return sorted(listed, key=lambda found: _age(found, abandoned), reverse=True)
 
 
 def latest(root: str | Path, *, allow_fallback: bool = False) -> Snapshot:
@@ -483,13 +483,13 @@ def _abandoned(manifests: Sequence[Manifest]) -> set[str]:
     """Ids of those whose step a higher incarnation of their writer has gone back before, or that are later than its
     first."""
     found = set()
-    for one in manifests:
+    for manifest in manifests:
         for other in manifests:
-            if one.writer is None or other.writer is None or one.writer.stream != other.writer.stream:
+            if manifest.writer is None or other.writer is None or manifest.writer.stream != other.writer.stream:
                 continue
-            is_later = other.step <= one.step or other.created <= one.created
-            if one.writer.incarnation < other.writer.incarnation and is_later:
-                found.add(one.id)
+            is_later = other.step <= manifest.step or other.created <= manifest.created
+            if manifest.writer.incarnation < other.writer.incarnation and is_later:
+                found.add(manifest.id)
     return found
 
 

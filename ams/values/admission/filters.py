@@ -48,4 +48,4 @@ def best(counters: int, rate: float) -> Best:
             low, high = (middle, high) if rate_of(middle, counters, num_hashes) <= rate else (low, middle)
         return low
 
-    return max((Best(one, fitting(one)) for one in range(1, _MOST_HASHES + 1)), key=lambda found: found.ids_of_block)
+    return max((Best(k, fitting(k)) for k in range(1, _MOST_HASHES + 1)), key=lambda found: found.ids_of_block)

@@ -105,9 +105,9 @@ class _Parser:
                 truth = self._truth(operand, depth)
                 return _Part(lambda rows: np.logical_not(truth(rows)), is_truth=True)
             case ast.BinOp(left=left, op=binary, right=right) if type(binary) in _ARITHMETIC:
-                one, other = self._number(left, depth), self._number(right, depth)
+                first, second = self._number(left, depth), self._number(right, depth)
                 operation = _ARITHMETIC[type(binary)]
-                return _Part(lambda rows: operation(one(rows), other(rows)), is_truth=False)
+                return _Part(lambda rows: operation(first(rows), second(rows)), is_truth=False)
             case ast.Compare(left=left, ops=ops, comparators=rights) if all(type(op) in _COMPARISONS for op in ops):
                 return self._comparison([left, *rights], [_COMPARISONS[type(op)] for op in ops], depth)
             case ast.BoolOp(op=joint, values=values):
@@ -123,7 +123,7 @@ class _Parser:
         def evaluate(rows: Any) -> Any:
             values = [number(rows) for number in numbers]
             pairs = zip(comparisons, values[:-1], values[1:], strict=True)
-            return _joined(np.logical_and, [compare(one, other) for compare, one, other in pairs])
+            return _joined(np.logical_and, [compare(value, following) for compare, value, following in pairs])
 
         return _Part(evaluate, is_truth=True)
 

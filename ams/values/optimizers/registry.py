@@ -47,7 +47,7 @@ OPTIMIZERS: dict[str, type[RowOptimizerSpec]] = {
     for kind in (SGD, Momentum, SparseMomentum, Adam, Adagrad, AdamW, RowWiseAdagrad, RowWiseAdam, RMSProp, FTRL)
 }
 
-SETTINGS = frozenset(one.name for kind in OPTIMIZERS.values() for one in fields(kind))  # type: ignore[arg-type]
+SETTINGS = frozenset(setting.name for kind in OPTIMIZERS.values() for setting in fields(kind))  # type: ignore[arg-type]
 """What their constructors take, of all of them."""
 
 

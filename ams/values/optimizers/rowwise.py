@@ -89,6 +89,6 @@ def mean_square(values: Floats) -> Floats:
     while sums.shape[-1] > 1:
         half = sums.shape[-1] // 2
         sums = sums[..., :half] + sums[..., half:]
-    one = values.dtype.type
-    sums *= one(1) / one(dim)
+    dtype = values.dtype.type
+    sums *= dtype(1) / dtype(dim)
     return sums

@@ -104,11 +104,11 @@ class RowOptimizerSpec(ABC):
 
     def settings(self) -> dict[str, Any]:
         """All that it is made from, by the names and in the types of its constructor."""
-        return {one.name: getattr(self, one.name) for one in fields(self)}  # type: ignore[arg-type]
+        return {setting.name: getattr(self, setting.name) for setting in fields(self)}  # type: ignore[arg-type]
 
     def scalars(self) -> dict[str, float]:
         """All that it is made from, by name; a flag is 0 or 1."""
-        return {one.name: float(getattr(self, one.name)) for one in fields(self)}  # type: ignore[arg-type]
+        return {setting.name: float(getattr(self, setting.name)) for setting in fields(self)}  # type: ignore[arg-type]
 
     @classmethod
     def from_scalars(cls, scalars: Mapping[str, float]) -> Self:
