@@ -53,19 +53,6 @@ def test_a_dead_shard_is_named(served: Callable[..., object]) -> None:
         assert [shard.state for shard in ours.status().shards] == ["up", "lost"]
 
 
-def test_a_failed_write_can_be_sent_again_and_no_shard_applies_it_twice(served: Callable[..., object]) -> None:
-    cluster = served(2)
-    with connect(cluster.address, config=IMPATIENT) as ours:  # type: ignore[attr-defined]
-        table = ours.create_table("t", dim=1, optimizer=SGD(1.0), num_rows=4096)
-        before = table.pull(np.array([0]))
-        write = table.prepare_push(np.array([0, 4095]), np.ones((2, 1), np.float32))
-        cluster.servers[1].stop(0)  # type: ignore[attr-defined]
-        for _ in range(3):
-            with pytest.raises(errors.ShardUnavailable):
-                write.send()
-        np.testing.assert_allclose(table.pull(np.array([0])), before - 1)
-
-
 def test_a_shard_that_came_back_empty_is_not_mistaken_for_the_old_one(served: Callable[..., object]) -> None:
     cluster = served(2)
     with connect(cluster.address, config=PATIENT) as ours:  # type: ignore[attr-defined]
@@ -80,18 +67,6 @@ def test_a_shard_that_came_back_empty_is_not_mistaken_for_the_old_one(served: Ca
             anew.create_table("t", dim=4, optimizer=SGD(1.0), num_rows=4096, reuse=True)
         anew.drop_table("t")
         anew.create_table("t", dim=4, optimizer=SGD(1.0), num_rows=4096).pull(np.arange(4096))
-
-
-def test_a_new_scheduler_does_not_deny_a_table_before_all_shards_have_spoken(served: Callable[..., object]) -> None:
-    cluster = served(2)
-    with connect(cluster.address, config=PATIENT) as ours:  # type: ignore[attr-defined]
-        ours.create_table("t", dim=4, optimizer=SGD(1.0), num_rows=4096)
-        cluster.scheduler.stop(0)  # type: ignore[attr-defined]
-        cluster.servers[1].stop(0)  # type: ignore[attr-defined]
-        cluster.scheduler = SchedulerServer(SchedulerConfig(listen=cluster.address, num_shards=2))  # type: ignore[attr-defined]
-        cluster.scheduler.start()  # type: ignore[attr-defined]
-        with pytest.raises(errors.ClusterNotReady, match=r"table 't' is not known yet: .* of 2 \(.*1\)"):
-            ours.table("t")
 
 
 def test_connecting_waits_for_the_last_shard() -> None:

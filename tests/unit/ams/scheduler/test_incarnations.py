@@ -88,18 +88,6 @@ def test_what_a_shard_has_seen_is_known_once_it_has_registered(monkeypatch: pyte
     assert taken == [201]
 
 
-def test_numbers_kept_by_an_earlier_version_are_passed(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = MemoryStore()
-    streams = StreamLeases(store, 10)
-    streams.fence("job", 7)
-    streams.lease("other", "w", 9, num_streams=1)
-    store.write({"incarnations": None})
-    set_clock(monkeypatch, 1)
-    given = Incarnations(store)
-    StreamLeases(store, 10, incarnations=given)
-    assert given.next() == 10
-
-
 @pytest.mark.parametrize("number", [MOST_GIVEN + 1, 2**63, 2**64 - 1])
 def test_a_number_that_leaves_no_room_is_refused_and_changes_nothing(number: int) -> None:
     store = MemoryStore()

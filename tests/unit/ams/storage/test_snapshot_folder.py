@@ -21,7 +21,6 @@ from geartrain.ams.storage.snapshot.folder import (
 )
 from geartrain.ams.storage.snapshot.manifest import MANIFEST, FileEntry
 from geartrain.ams.storage.snapshot.store import store_of
-from geartrain.ams.values import errors
 from geartrain.ams.values.errors import InvalidArgument, SnapshotDamaged, SnapshotFailed, SnapshotNotFound
 from geartrain.ams.values.placement import even_placement
 
@@ -256,9 +255,3 @@ def test_pruning_removes_stale_staging_folders_and_all_trash(tmp_path: Path, tak
     shutil.copytree(tmp_path / "a", tmp_path / ".trash-x-0")
     assert prune(tmp_path, 1, stale_seconds=60, now=2050.0) == []
     assert {path.name for path in tmp_path.iterdir()} == {"a", Path(fresh.path).name}
-
-
-def test_the_errors_cross_the_wire_by_name() -> None:
-    for kind in (errors.SnapshotDamaged, errors.SnapshotFailed, errors.SnapshotNotFound):
-        assert errors.error_named(kind.__name__) is kind
-        assert issubclass(kind, errors.SnapshotError)
