@@ -6,275 +6,126 @@ imports torch, and a machine that only talks to tables needs neither.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from geartrain import models
-    from geartrain.ams.client.cluster import Cluster
-    from geartrain.ams.client.factory import connect
-    from geartrain.ams.client.snapshots.follower import TableFollower
-    from geartrain.ams.client.table import Table
-    from geartrain.ams.programs.selection import ActiveClasses, FullSoftmax, PartialFC, Selection
-    from geartrain.ams.values import errors
-    from geartrain.ams.values.admission.rules import MinCount, Probability
-    from geartrain.ams.values.config import ClientConfig
-    from geartrain.ams.values.expiry.rules import RowBlock, Rule, SmallerThan, Unseen, expiry_rule
-    from geartrain.ams.values.optimizers.registry import (
-        FTRL,
-        SGD,
-        Adagrad,
-        Adam,
-        AdamW,
-        Momentum,
-        RMSProp,
-        RowWiseAdagrad,
-        RowWiseAdam,
-        SparseMomentum,
-    )
-    from geartrain.ams.values.specs import Constant, Normal, TableSpec, Uniform
-    from geartrain.ams.values.strings import hash_strings
-    from geartrain.bridge.checkpoint.loading import load
-    from geartrain.bridge.checkpoint.saving import save
-    from geartrain.bridge.dense.dense_table import DenseTable, attach
-    from geartrain.bridge.embedding.field import Field
-    from geartrain.bridge.embedding.group import Embedding, EmbeddingGroup
-    from geartrain.bridge.embedding.group_follower import GroupFollower
-    from geartrain.bridge.embedding.levels import LevelLinear, per_level
-    from geartrain.bridge.embedding.modes import SSP
-    from geartrain.bridge.gear.config import SlowGearConfig
-    from geartrain.bridge.gear.slow_gear import SlowGear
-    from geartrain.bridge.head.class_head import ClassHead
-    from geartrain.bridge.head.config import HeadConfig
-    from geartrain.bridge.head.loss.functional import class_center_sample, margin_cross_entropy
-    from geartrain.bridge.head.loss.margins.adaface import AdaFace
-    from geartrain.bridge.head.loss.margins.angular import ArcFace, CombinedMargin, CosFace, SphereFace
-    from geartrain.bridge.head.loss.margins.curricularface import CurricularFace
-    from geartrain.bridge.head.loss.margins.elasticface import ElasticArcFace, ElasticCosFace
-    from geartrain.bridge.head.loss.margins.filtered import FilteredMargin
-    from geartrain.bridge.head.loss.margins.magface import MagFace
-    from geartrain.bridge.head.loss.margins.margin import (
-        AdaptiveMargin,
-        Margin,
-        MarginBatch,
-        NegativesMargin,
-        TargetLogits,
-    )
-    from geartrain.bridge.head.loss.margins.scheduled import ScheduledMargin
-    from geartrain.bridge.head.memory import memory_report
-    from geartrain.bridge.head.selection.knn_selection import KNNSoftmax
-    from geartrain.bridge.head.weights import export_class_weights, import_class_weights
-    from geartrain.bridge.optim.fccs import FCCS
-    from geartrain.bridge.optim.lamb import LAMB
-    from geartrain.bridge.optim.lars import LARS
-    from geartrain.bridge.parallel.mesh import mesh
-    from geartrain.bridge.parallel.overlap.micro_batches import MicroBatches
-    from geartrain.bridge.parallel.overlap.trace import trace_step
-    from geartrain.bridge.parallel.parallelize import parallelize
-    from geartrain.bridge.parallel.plan.auto import auto_plan
-    from geartrain.bridge.parallel.plan.hardware.hardware import Hardware
-    from geartrain.bridge.parallel.scopes import Replicate, Split, replicate, split
-    from geartrain.bridge.parallel.topk.hook import TopKGradients
-    from geartrain.bridge.pipeline.prefetch import prefetch
-    from geartrain.bridge.retrieval.item_tree import ItemTree
-    from geartrain.bridge.retrieval.tdm import TDM
-    from geartrain.bridge.rows.joint import joint
-    from geartrain.bridge.rows.optimizer import RowOptimizer, clip_grad_norm_
-    from geartrain.bridge.rows.state import state_from_bytes, state_to_bytes
-    from geartrain.launch.hosting import local
-    from geartrain.workers.data.streams import StreamReader
-    from geartrain.workers.models.trained_model import TrainedModel, load_model
-    from geartrain.workers.samples.files import CsvSamples, ParquetSamples, TreeSamples
-    from geartrain.workers.samples.kafka.samples import KafkaSamples
-    from geartrain.workers.samples.trees.compress import compress_samples
+if TYPE_CHECKING:  # the one list of public names: "X as X" is how a module gives a name of another on
+    from geartrain import models as models
+    from geartrain.ams.client.cluster import Cluster as Cluster
+    from geartrain.ams.client.factory import connect as connect
+    from geartrain.ams.client.snapshots.follower import TableFollower as TableFollower
+    from geartrain.ams.client.table import Table as Table
+    from geartrain.ams.programs.selection import ActiveClasses as ActiveClasses
+    from geartrain.ams.programs.selection import FullSoftmax as FullSoftmax
+    from geartrain.ams.programs.selection import PartialFC as PartialFC
+    from geartrain.ams.programs.selection import Selection as Selection
+    from geartrain.ams.values import errors as errors
+    from geartrain.ams.values.admission.rules import MinCount as MinCount
+    from geartrain.ams.values.admission.rules import Probability as Probability
+    from geartrain.ams.values.config import ClientConfig as ClientConfig
+    from geartrain.ams.values.expiry.rules import RowBlock as RowBlock
+    from geartrain.ams.values.expiry.rules import Rule as Rule
+    from geartrain.ams.values.expiry.rules import SmallerThan as SmallerThan
+    from geartrain.ams.values.expiry.rules import Unseen as Unseen
+    from geartrain.ams.values.expiry.rules import expiry_rule as expiry_rule
+    from geartrain.ams.values.optimizers.registry import FTRL as FTRL
+    from geartrain.ams.values.optimizers.registry import SGD as SGD
+    from geartrain.ams.values.optimizers.registry import Adagrad as Adagrad
+    from geartrain.ams.values.optimizers.registry import Adam as Adam
+    from geartrain.ams.values.optimizers.registry import AdamW as AdamW
+    from geartrain.ams.values.optimizers.registry import Momentum as Momentum
+    from geartrain.ams.values.optimizers.registry import RMSProp as RMSProp
+    from geartrain.ams.values.optimizers.registry import RowWiseAdagrad as RowWiseAdagrad
+    from geartrain.ams.values.optimizers.registry import RowWiseAdam as RowWiseAdam
+    from geartrain.ams.values.optimizers.registry import SparseMomentum as SparseMomentum
+    from geartrain.ams.values.specs import Constant as Constant
+    from geartrain.ams.values.specs import Normal as Normal
+    from geartrain.ams.values.specs import TableSpec as TableSpec
+    from geartrain.ams.values.specs import Uniform as Uniform
+    from geartrain.ams.values.strings import hash_strings as hash_strings
+    from geartrain.bridge.checkpoint.loading import load as load
+    from geartrain.bridge.checkpoint.saving import save as save
+    from geartrain.bridge.dense.dense_table import DenseTable as DenseTable
+    from geartrain.bridge.dense.dense_table import attach as attach
+    from geartrain.bridge.embedding.field import Field as Field
+    from geartrain.bridge.embedding.group import Embedding as Embedding
+    from geartrain.bridge.embedding.group import EmbeddingGroup as EmbeddingGroup
+    from geartrain.bridge.embedding.group_follower import GroupFollower as GroupFollower
+    from geartrain.bridge.embedding.levels import LevelLinear as LevelLinear
+    from geartrain.bridge.embedding.levels import per_level as per_level
+    from geartrain.bridge.embedding.modes import SSP as SSP
+    from geartrain.bridge.gear.config import SlowGearConfig as SlowGearConfig
+    from geartrain.bridge.gear.slow_gear import SlowGear as SlowGear
+    from geartrain.bridge.head.class_head import ClassHead as ClassHead
+    from geartrain.bridge.head.config import HeadConfig as HeadConfig
+    from geartrain.bridge.head.loss.functional import class_center_sample as class_center_sample
+    from geartrain.bridge.head.loss.functional import margin_cross_entropy as margin_cross_entropy
+    from geartrain.bridge.head.loss.margins.adaface import AdaFace as AdaFace
+    from geartrain.bridge.head.loss.margins.angular import ArcFace as ArcFace
+    from geartrain.bridge.head.loss.margins.angular import CombinedMargin as CombinedMargin
+    from geartrain.bridge.head.loss.margins.angular import CosFace as CosFace
+    from geartrain.bridge.head.loss.margins.angular import SphereFace as SphereFace
+    from geartrain.bridge.head.loss.margins.curricularface import CurricularFace as CurricularFace
+    from geartrain.bridge.head.loss.margins.elasticface import ElasticArcFace as ElasticArcFace
+    from geartrain.bridge.head.loss.margins.elasticface import ElasticCosFace as ElasticCosFace
+    from geartrain.bridge.head.loss.margins.filtered import FilteredMargin as FilteredMargin
+    from geartrain.bridge.head.loss.margins.magface import MagFace as MagFace
+    from geartrain.bridge.head.loss.margins.margin import AdaptiveMargin as AdaptiveMargin
+    from geartrain.bridge.head.loss.margins.margin import Margin as Margin
+    from geartrain.bridge.head.loss.margins.margin import MarginBatch as MarginBatch
+    from geartrain.bridge.head.loss.margins.margin import NegativesMargin as NegativesMargin
+    from geartrain.bridge.head.loss.margins.margin import TargetLogits as TargetLogits
+    from geartrain.bridge.head.loss.margins.scheduled import ScheduledMargin as ScheduledMargin
+    from geartrain.bridge.head.memory import memory_report as memory_report
+    from geartrain.bridge.head.selection.knn_selection import KNNSoftmax as KNNSoftmax
+    from geartrain.bridge.head.weights import export_class_weights as export_class_weights
+    from geartrain.bridge.head.weights import import_class_weights as import_class_weights
+    from geartrain.bridge.optim.fccs import FCCS as FCCS
+    from geartrain.bridge.optim.lamb import LAMB as LAMB
+    from geartrain.bridge.optim.lars import LARS as LARS
+    from geartrain.bridge.parallel.mesh import mesh as mesh
+    from geartrain.bridge.parallel.overlap.micro_batches import MicroBatches as MicroBatches
+    from geartrain.bridge.parallel.overlap.trace import trace_step as trace_step
+    from geartrain.bridge.parallel.parallelize import parallelize as parallelize
+    from geartrain.bridge.parallel.plan.auto import auto_plan as auto_plan
+    from geartrain.bridge.parallel.plan.hardware.hardware import Hardware as Hardware
+    from geartrain.bridge.parallel.scopes import Replicate as Replicate
+    from geartrain.bridge.parallel.scopes import Split as Split
+    from geartrain.bridge.parallel.scopes import replicate as replicate
+    from geartrain.bridge.parallel.scopes import split as split
+    from geartrain.bridge.parallel.topk.hook import TopKGradients as TopKGradients
+    from geartrain.bridge.pipeline.prefetch import prefetch as prefetch
+    from geartrain.bridge.retrieval.item_tree import ItemTree as ItemTree
+    from geartrain.bridge.retrieval.tdm import TDM as TDM
+    from geartrain.bridge.rows.joint import joint as joint
+    from geartrain.bridge.rows.optimizer import RowOptimizer as RowOptimizer
+    from geartrain.bridge.rows.optimizer import clip_grad_norm_ as clip_grad_norm_
+    from geartrain.bridge.rows.state import state_from_bytes as state_from_bytes
+    from geartrain.bridge.rows.state import state_to_bytes as state_to_bytes
+    from geartrain.launch.hosting import local as local
+    from geartrain.workers.data.streams import StreamReader as StreamReader
+    from geartrain.workers.models.trained_model import TrainedModel as TrainedModel
+    from geartrain.workers.models.trained_model import load_model as load_model
+    from geartrain.workers.samples.files import CsvSamples as CsvSamples
+    from geartrain.workers.samples.files import ParquetSamples as ParquetSamples
+    from geartrain.workers.samples.files import TreeSamples as TreeSamples
+    from geartrain.workers.samples.kafka.samples import KafkaSamples as KafkaSamples
+    from geartrain.workers.samples.trees.compress import compress_samples as compress_samples
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "FCCS",
-    "FTRL",
-    "LAMB",
-    "LARS",
-    "SGD",
-    "SSP",
-    "TDM",
-    "ActiveClasses",
-    "AdaFace",
-    "Adagrad",
-    "Adam",
-    "AdamW",
-    "AdaptiveMargin",
-    "ArcFace",
-    "ClassHead",
-    "ClientConfig",
-    "Cluster",
-    "CombinedMargin",
-    "Constant",
-    "CosFace",
-    "CsvSamples",
-    "CurricularFace",
-    "DenseTable",
-    "ElasticArcFace",
-    "ElasticCosFace",
-    "Embedding",
-    "EmbeddingGroup",
-    "Field",
-    "FilteredMargin",
-    "FullSoftmax",
-    "GroupFollower",
-    "Hardware",
-    "HeadConfig",
-    "ItemTree",
-    "KNNSoftmax",
-    "KafkaSamples",
-    "LevelLinear",
-    "MagFace",
-    "Margin",
-    "MarginBatch",
-    "MicroBatches",
-    "MinCount",
-    "Momentum",
-    "NegativesMargin",
-    "Normal",
-    "ParquetSamples",
-    "PartialFC",
-    "Probability",
-    "RMSProp",
-    "Replicate",
-    "RowBlock",
-    "RowOptimizer",
-    "RowWiseAdagrad",
-    "RowWiseAdam",
-    "Rule",
-    "ScheduledMargin",
-    "Selection",
-    "SlowGear",
-    "SlowGearConfig",
-    "SmallerThan",
-    "SparseMomentum",
-    "SphereFace",
-    "Split",
-    "StreamReader",
-    "Table",
-    "TableFollower",
-    "TableSpec",
-    "TargetLogits",
-    "TopKGradients",
-    "TrainedModel",
-    "TreeSamples",
-    "Uniform",
-    "Unseen",
-    "__version__",
-    "attach",
-    "auto_plan",
-    "class_center_sample",
-    "clip_grad_norm_",
-    "compress_samples",
-    "connect",
-    "errors",
-    "expiry_rule",
-    "export_class_weights",
-    "hash_strings",
-    "import_class_weights",
-    "joint",
-    "load",
-    "load_model",
-    "local",
-    "margin_cross_entropy",
-    "memory_report",
-    "mesh",
-    "models",
-    "parallelize",
-    "per_level",
-    "prefetch",
-    "replicate",
-    "save",
-    "split",
-    "state_from_bytes",
-    "state_to_bytes",
-    "trace_step",
-]
 
-_HOMES = {
-    "geartrain.ams.client.table": ("Table",),
-    "geartrain.ams.client.snapshots.follower": ("TableFollower",),
-    "geartrain.ams.client.cluster": ("Cluster",),
-    "geartrain.ams.client.factory": ("connect",),
-    "geartrain.ams.values.admission.rules": ("MinCount", "Probability"),
-    "geartrain.ams.values.expiry.rules": ("RowBlock", "Rule", "SmallerThan", "Unseen", "expiry_rule"),
-    "geartrain.ams.values.config": ("ClientConfig",),
-    "geartrain.ams.values.optimizers.registry": (
-        "SGD",
-        "Adam",
-        "Momentum",
-        "SparseMomentum",
-        "Adagrad",
-        "AdamW",
-        "RowWiseAdagrad",
-        "RowWiseAdam",
-        "RMSProp",
-        "FTRL",
-    ),
-    "geartrain.ams.values.specs": ("Constant", "Normal", "TableSpec", "Uniform"),
-    "geartrain.ams.values.strings": ("hash_strings",),
-    "geartrain.bridge.checkpoint.loading": ("load",),
-    "geartrain.bridge.checkpoint.saving": ("save",),
-    "geartrain.bridge.dense.dense_table": ("DenseTable", "attach"),
-    "geartrain.bridge.embedding.field": ("Field",),
-    "geartrain.bridge.embedding.group": ("Embedding", "EmbeddingGroup"),
-    "geartrain.bridge.embedding.levels": ("LevelLinear", "per_level"),
-    "geartrain.bridge.embedding.group_follower": ("GroupFollower",),
-    "geartrain.bridge.embedding.modes": ("SSP",),
-    "geartrain.bridge.gear.config": ("SlowGearConfig",),
-    "geartrain.bridge.gear.slow_gear": ("SlowGear",),
-    "geartrain.bridge.head.class_head": ("ClassHead",),
-    "geartrain.bridge.head.config": ("HeadConfig",),
-    "geartrain.bridge.head.loss.functional": ("class_center_sample", "margin_cross_entropy"),
-    "geartrain.bridge.head.selection.knn_selection": ("KNNSoftmax",),
-    "geartrain.bridge.head.loss.margins.adaface": ("AdaFace",),
-    "geartrain.bridge.head.loss.margins.angular": ("ArcFace", "CombinedMargin", "CosFace", "SphereFace"),
-    "geartrain.bridge.head.loss.margins.curricularface": ("CurricularFace",),
-    "geartrain.bridge.head.loss.margins.elasticface": ("ElasticArcFace", "ElasticCosFace"),
-    "geartrain.bridge.head.loss.margins.filtered": ("FilteredMargin",),
-    "geartrain.bridge.head.loss.margins.magface": ("MagFace",),
-    "geartrain.bridge.head.loss.margins.margin": (
-        "AdaptiveMargin",
-        "Margin",
-        "MarginBatch",
-        "NegativesMargin",
-        "TargetLogits",
-    ),
-    "geartrain.bridge.head.loss.margins.scheduled": ("ScheduledMargin",),
-    "geartrain.bridge.head.memory": ("memory_report",),
-    "geartrain.ams.programs.selection": ("ActiveClasses", "FullSoftmax", "PartialFC", "Selection"),
-    "geartrain.bridge.head.weights": ("export_class_weights", "import_class_weights"),
-    "geartrain.bridge.optim.fccs": ("FCCS",),
-    "geartrain.bridge.optim.lamb": ("LAMB",),
-    "geartrain.bridge.optim.lars": ("LARS",),
-    "geartrain.bridge.parallel.mesh": ("mesh",),
-    "geartrain.bridge.parallel.parallelize": ("parallelize",),
-    "geartrain.bridge.parallel.plan.auto": ("auto_plan",),
-    "geartrain.bridge.parallel.plan.hardware.hardware": ("Hardware",),
-    "geartrain.bridge.parallel.scopes": ("Replicate", "Split", "replicate", "split"),
-    "geartrain.bridge.parallel.overlap.micro_batches": ("MicroBatches",),
-    "geartrain.bridge.parallel.overlap.trace": ("trace_step",),
-    "geartrain.bridge.parallel.topk.hook": ("TopKGradients",),
-    "geartrain.bridge.pipeline.prefetch": ("prefetch",),
-    "geartrain.bridge.retrieval.item_tree": ("ItemTree",),
-    "geartrain.bridge.retrieval.tdm": ("TDM",),
-    "geartrain.bridge.rows.joint": ("joint",),
-    "geartrain.bridge.rows.optimizer": ("RowOptimizer", "clip_grad_norm_"),
-    "geartrain.bridge.rows.state": ("state_from_bytes", "state_to_bytes"),
-    "geartrain.launch.hosting": ("local",),
-    "geartrain.workers.data.streams": ("StreamReader",),
-    "geartrain.workers.models.trained_model": ("TrainedModel", "load_model"),
-    "geartrain.workers.samples.files": ("CsvSamples", "ParquetSamples", "TreeSamples"),
-    "geartrain.workers.samples.kafka.samples": ("KafkaSamples",),
-    "geartrain.workers.samples.trees.compress": ("compress_samples",),
-}
-_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
+@functools.cache
+def _homes() -> dict[str, str]:
+    """Public name -> its module, as the list above says."""
+    import ast
+
+    tree = ast.parse(Path(__file__).read_text(encoding="utf-8"))
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    return {name.name: str(node.module) for node in imports for name in node.names if name.asname == name.name}
 
 
 def _require_built() -> None:
@@ -295,21 +146,22 @@ _require_built()
 
 
 def __getattr__(name: str) -> object:
-    if name == "errors":
-        return importlib.import_module("geartrain.ams.values.errors")
-    if name == "models":
-        return importlib.import_module("geartrain.models")
-    home = _HOME_OF.get(name)
+    if name == "__all__":
+        return sorted([*_homes(), "__version__"])
+    home = _homes().get(name)
     if home is None:
         import difflib
 
-        close = difflib.get_close_matches(name, __all__, 1)
-        names = f"did you mean {close[0]!r}?" if close else f"its public names are {', '.join(__all__)}"
+        close = difflib.get_close_matches(name, _homes(), 1)
+        names = f"did you mean {close[0]!r}?" if close else f"its public names are {', '.join(sorted(_homes()))}"
         raise AttributeError(f"module 'geartrain' has no attribute {name!r}; {names}")
-    value = getattr(importlib.import_module(home), name)
+    is_module = name in ("errors", "models")
+    value: object = (
+        importlib.import_module(f"{home}.{name}") if is_module else getattr(importlib.import_module(home), name)
+    )
     globals()[name] = value  # found once, then an ordinary attribute
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), "__all__", *_homes()})

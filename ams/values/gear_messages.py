@@ -222,41 +222,6 @@ class GearPort(Protocol):
         """Let go of what it holds; what waits in slow gears of this process is applied first. Idempotent."""
 
 
-class GearHandler(Protocol):
-    """What a slow gear's service asks: it decodes and encodes, this computes. Thread-safe; raises GeartrainErrors."""
-
-    @property
-    def name(self) -> str:
-        """The dense part."""
-
-    @property
-    def dim(self) -> int:
-        """Width of its features."""
-
-    @property
-    def dense_version(self) -> int:
-        """Of the weights held now."""
-
-    def features(self, ids: Ids, freshness: Freshness) -> FeatureReply:
-        """Dense features of distinct ids. Raises NotHolder."""
-
-    def deliver(self, delivery: Delivery, *, wait: bool, sent_to: str) -> Taken:
-        """Take gradients; with ``wait`` apply what they make due. ``sent_to``: the process that was sent them before
-        and may have counted them: another one refuses. Empty: nobody was.
-
-        Raises NotHolder, StaleClient (a lower incarnation of the source).
-        """
-
-    def flush(self) -> None:
-        """See :class:`GearPort`."""
-
-    def describe(self, sources: Sequence[str]) -> GearState:
-        """How it is; the account is that of these sources, of all if there are none."""
-
-    def take_over(self, process: str, accounts: Mapping[str, GearAccount]) -> None:
-        """Answer from now on for what became of the gradients of a slow gear that leaves. Idempotent."""
-
-
 def process_at(address: str, incarnation: int) -> str:
     """Names the process of a slow gear: one that is started again at the same address is another."""
     return f"{address}#{incarnation}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -55,7 +55,7 @@ class SlowGearConfig:
     """Features kept in this process."""
     sample_cache_bytes: int = 256 << 20
     """Decoded samples kept in this process; 0: none."""
-    clock: Callable[[], float] = time.time
+    clock: Callable[[], float] = field(default_factory=lambda: time.time)
     """Unix seconds."""
 
     def __post_init__(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -12,10 +13,12 @@ import torch
 
 from geartrain.ams.client.factory import connect
 from geartrain.ams.gear.client.status import describe_gears
+from geartrain.ams.gear.held_partitions import HeldPartitions, Ticker
 from geartrain.ams.gear.partitions import NUM_PARTITIONS, job_of
-from geartrain.ams.gear.service.held_partitions import HeldPartitions, Ticker
-from geartrain.ams.gear.service.role import GearServer
 from geartrain.ams.rpc.client.gear import GrpcGearCarrier
+from geartrain.ams.rpc.server.binding import bind
+from geartrain.ams.rpc.server.server import GrpcServer
+from geartrain.ams.rpc.services import GEAR
 from geartrain.ams.storage.features.factory import open_store
 from geartrain.ams.values.config import ClientConfig, SlowGearRoleConfig
 from geartrain.ams.values.errors import ConfigError, SpecMismatch
@@ -53,7 +56,8 @@ class SlowGearRole:
         self._device = choose_device(config.device)
         self._dim = config.dim or 1
         self._settings = _settings(config)
-        self._server = GearServer(config)
+        self._server: GrpcServer | None = None
+        self._ended = threading.Event()
         self.end_reason: str | None = None
         """Why it ended by itself, if it did."""
         self._handler: SlowGearHandler | None = None
@@ -74,24 +78,28 @@ class SlowGearRole:
 
     def wait(self, timeout_seconds: float | None = None) -> bool:
         """Block until stopped; False if the time ran out first."""
-        return self._server.wait(timeout_seconds)
+        return self._ended.wait(timeout_seconds)
 
     def stop(self, grace_seconds: float = 5.0) -> None:
         """Apply what waits, hand partitions and account over, and end. Idempotent."""
-        handler, self._handler = self._handler, None
+        (server, self._server), (handler, self._handler) = (self._server, None), (self._handler, None)
         try:
-            self._server.stop(grace_seconds, drain=(lambda: None) if handler is None else handler.drain)
+            if server is not None:
+                if handler is not None:
+                    handler.drain()  # while calls are still answered
+                server.stop(grace_seconds)
         finally:
+            self._ended.set()
             self._opened.close()
 
     def _end(self, reason: str) -> None:
         self.end_reason = reason
-        self._server.end()
+        self._ended.set()
 
     def _start(self) -> str:
         config = self._config
-        bound = self._server.bind()
-        address = config.advertise or bound
+        self._server = GrpcServer(config.listen, config.max_message_bytes, reflection=config.reflection)
+        address = config.advertise or self._server.address
         joined = self._opened.enter_context(connect(config.scheduler, config=self._client))
         incarnation = joined.write_stream.incarnation
         streams = joined.streams(job_of(self.name), worker=address, incarnation=incarnation)
@@ -120,11 +128,14 @@ class SlowGearRole:
             partitions,
             incarnation=incarnation,
             gradients_per_id=config.gradients_per_id,
+            max_message_bytes=config.max_message_bytes,
             holders=streams.holders,
             open_peer=GrpcGearCarrier,
         )
         self._handler = handler
-        self._server.serve(handler)
+        self._server.add(bind(GEAR, handler.by_request))
+        self._server.start()
+        self._server.ready()
         self.partitions = len(partitions.now)
         return address
 

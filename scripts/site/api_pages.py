@@ -114,7 +114,7 @@ def render() -> dict[str, str]:
     names: dict[ApiPage, list[str]] = {page: [] for page in PAGES}
     for name in geartrain.__all__:
         if name not in NOT_ON_THESE_PAGES:
-            names[page_of(geartrain._HOME_OF[name])].append(name)
+            names[page_of(geartrain._homes()[name])].append(name)
     pages = {f"reference/api/{page.name}.md": _page(page, found) for page, found in names.items()}
     pages["reference/api/index.md"] = _index(names)
     return pages

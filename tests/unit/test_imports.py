@@ -67,7 +67,7 @@ ALSO: dict[str, tuple[str, ...]] = {
 # Foreign top-level module -> the files that may import it. Everything else may be imported anywhere.
 GRPC_FILES = (
     *("ams/rpc/*", "ams/server/service.py", "ams/scheduler/service.py"),
-    *("ams/graph/service/role.py", "ams/gear/service/role.py"),
+    "ams/graph/service/role.py",
 )
 HOMES: dict[str, tuple[str, ...]] = {
     "grpc": GRPC_FILES,

@@ -3,37 +3,60 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
-from geartrain.ams.gear.service.held_partitions import HeldPartitions
+import numpy as np
+
+from geartrain.ams.gear.held_partitions import HeldPartitions
 from geartrain.ams.rpc.carrier import AttemptFailed
 from geartrain.ams.rpc.client.gear import GrpcGearCarrier
-from geartrain.ams.values.errors import GeartrainError, GearUnavailable, NotHolder, StaleClient, StateFailed
+from geartrain.ams.rpc.codec.gear import require_distinct
+from geartrain.ams.rpc.ping import PingHandler
+from geartrain.ams.rpc.server.binding import Call, Handlers
+from geartrain.ams.values.errors import (
+    GeartrainError,
+    GearUnavailable,
+    InvalidArgument,
+    InvalidRows,
+    MessageTooLarge,
+    NotHolder,
+    StaleClient,
+    StateFailed,
+)
 from geartrain.ams.values.gear_messages import (
+    AskFeatures,
     Delivery,
+    DescribeGear,
     FeatureReply,
+    FlushGradients,
     Freshness,
     GearAccount,
     GearState,
+    HandOver,
+    PushFeatureGradients,
     Taken,
     family_of,
     process_at,
 )
+from geartrain.ams.values.rpc import Ping
 from geartrain.ams.values.scheduler_messages import StreamHolders
-from geartrain.ams.values.specs import Ids
 from geartrain.bridge.gear.engine import DenseEngine
 
 logger = logging.getLogger(__name__)
 
 _HAND_OVER_SECONDS = 5.0
+_BYTES_BESIDE = 16
+"""Of an id in a reply, beside its vector."""
 
 
 class SlowGearHandler:
-    """Implements ``GearHandler`` of ``ams/values/gear_messages.py`` over an engine of this process. Thread-safe."""
+    """Answers requests by an engine of this process; checks what came over the wire. Thread-safe."""
 
     def __init__(
         self,
@@ -44,6 +67,7 @@ class SlowGearHandler:
         *,
         incarnation: int,
         gradients_per_id: int,
+        max_message_bytes: int,
         holders: Callable[[], StreamHolders],
         open_peer: Callable[[str], GrpcGearCarrier],
     ) -> None:
@@ -64,19 +88,50 @@ class SlowGearHandler:
         self._taking = threading.Lock()
         """So that one which is refused is not being taken behind: it was sent again before that was done."""
         self._delivering = 0
+        self._max_message_bytes = max_message_bytes
+        self.by_request: Handlers = {
+            Ping: PingHandler("slowgear", lambda: incarnation),
+            AskFeatures: self.features,
+            PushFeatureGradients: self._push,
+            FlushGradients: self._flush,
+            DescribeGear: lambda describe, _: self.describe(describe.sources),
+            HandOver: self._take_over,
+        }
 
-    @property
-    def dense_version(self) -> int:
-        """See :class:`GearHandler`."""
-        return self._engine.dense_version
+    def features(self, ask: AskFeatures, _: Call | None = None) -> FeatureReply:
+        """Dense features by id."""
+        self._require_name(ask.name)
+        require_distinct(ask.ids)
+        age = ask.max_age_seconds
+        if age is not None and not age >= 0:
+            raise InvalidArgument(f"max_age_seconds is {age!r}; it must be >= 0")
+        lag = None if ask.max_version_lag is None else min(ask.max_version_lag, 2**62)
+        if (size := len(ask.ids) * (4 * self.dim + _BYTES_BESIDE)) > self._max_message_bytes:
+            raise MessageTooLarge(
+                f"the features of {len(ask.ids)} ids take {size} bytes, the limit is {self._max_message_bytes}; ask "
+                "for fewer at once (lower the client's part_bytes), or raise max_message_bytes on both ends"
+            )
+        self._partitions.require(ask.ids)
+        return self._engine.features(ask.ids, Freshness(age, lag))
 
-    def features(self, ids: Ids, freshness: Freshness) -> FeatureReply:
-        """See :class:`GearHandler`."""
-        self._partitions.require(ids)
-        return self._engine.features(ids, freshness)
+    def _push(self, push: PushFeatureGradients, _: Call) -> Taken:
+        delivery, lr = push.delivery, push.delivery.lr
+        if not len(delivery.ids):
+            delivery = replace(delivery, gradients_KD=np.empty((0, self.dim), np.float32))
+        if (width := delivery.gradients_KD.shape[1]) != self.dim:
+            raise InvalidRows(f"gradients have width {width}, the features have {self.dim}")
+        require_distinct(delivery.ids)
+        if lr is not None and not (math.isfinite(lr) and lr >= 0):
+            raise InvalidArgument(f"lr is {lr!r}; it must be finite and >= 0, or none for the table's own")
+        self._require_name(push.name)
+        return self.deliver(delivery, wait=push.wait, sent_to=push.sent_to)
 
     def deliver(self, delivery: Delivery, *, wait: bool, sent_to: str) -> Taken:
-        """See :class:`GearHandler`."""
+        """Take gradients; with ``wait`` apply what they make due. ``sent_to``: the process that was sent them before
+        and may have counted them: another one refuses. Empty: nobody was.
+
+        Raises NotHolder, StaleClient (a lower incarnation of the source).
+        """
         if sent_to not in ("", self._process):
             raise NotHolder(f"this slow gear is {self._process}; nobody knows whether {sent_to} had taken it")
         with self._counted():
@@ -92,7 +147,7 @@ class SlowGearHandler:
                 raise GearUnavailable(f"slow gear {self._process} takes no gradients any more: {exc}") from exc
         return Taken(
             account=self._account(family_of(delivery.source)),
-            dense_version=self.dense_version,
+            dense_version=self._engine.dense_version,
             process=self._process,
             is_repeat=is_repeat,
         )
@@ -104,11 +159,16 @@ class SlowGearHandler:
             raise StaleClient(f"slow gear {self._process} cannot tell any more what it has counted: {torn!r}")
 
     def flush(self) -> None:
-        """See :class:`GearHandler`."""
+        """Apply every gradient that waits."""
         self._engine.flush()
 
+    def _flush(self, flush: FlushGradients, _: Call) -> int:
+        self._require_name(flush.name)
+        self.flush()
+        return self._engine.dense_version
+
     def describe(self, sources: Sequence[str]) -> GearState:
-        """See :class:`GearHandler`."""
+        """How it is; the account is that of these sources, of all if there are none."""
         families: list[str | None] = [*sorted({family_of(source) for source in sources})] or [None]
         report: dict[str, Any] = {} if self._engine.cache is None else self._engine.cache.report()
         error = self._engine.update_error
@@ -118,7 +178,7 @@ class SlowGearHandler:
             address=self._address,
             process=self._process,
             partitions=tuple(sorted(self._partitions.now)),
-            dense_version=self.dense_version,
+            dense_version=self._engine.dense_version,
             cache_hits=report.get("hits", 0),
             cache_misses=report.get("misses", 0),
             queued_ids=self._engine.queued_ids,
@@ -130,11 +190,18 @@ class SlowGearHandler:
             gradients_per_id=self._gradients_per_id,
         )
 
-    def take_over(self, process: str, accounts: Mapping[str, GearAccount]) -> None:
-        """See :class:`GearHandler`."""
+    def _take_over(self, left: HandOver, _: Call) -> None:
+        """Answer from now on for what became of the gradients of a slow gear that leaves. Idempotent."""
+        self._require_name(left.name)
+        if not left.process:
+            raise InvalidArgument("process is empty; it must be that of the slow gear that leaves")
         with self._changed:
-            self._taken_over[process] = dict(accounts)
-        logger.info("slow gear %s has left and handed its account over", process)
+            self._taken_over[left.process] = dict(left.accounts)
+        logger.info("slow gear %s has left and handed its account over", left.process)
+
+    def _require_name(self, name: str) -> None:
+        if name != self.name:
+            raise InvalidArgument(f"this slow gear serves {self.name!r}, not {name!r}; look for its address again")
 
     def drain(self) -> None:
         """Refuse what is new, apply all that waits, say what became of it, and give the partitions back.

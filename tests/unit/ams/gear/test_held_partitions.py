@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
+from geartrain.ams.gear.held_partitions import HeldPartitions, Ticker
 from geartrain.ams.gear.partitions import NUM_PARTITIONS, job_of, partitions_of
-from geartrain.ams.gear.service.held_partitions import HeldPartitions, Ticker
 from geartrain.ams.scheduler.data_streams import StreamLeases
 from geartrain.ams.storage.kv.store import MemoryStore
 from geartrain.ams.values.errors import NotHolder, SchedulerUnavailable, StaleClient

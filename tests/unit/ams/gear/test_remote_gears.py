@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,12 +11,10 @@ import pytest
 
 from geartrain.ams.gear.client.remote import RemoteGears
 from geartrain.ams.gear.partitions import NUM_PARTITIONS, partitions_of
-from geartrain.ams.gear.service.role import GearService
 from geartrain.ams.rpc.carrier import AttemptFailed, NotSent
 from geartrain.ams.values.config import ClientConfig
-from geartrain.ams.values.errors import GearUnavailable, InvalidArgument, MessageTooLarge, NonFinite, NotHolder
+from geartrain.ams.values.errors import GearUnavailable, InvalidArgument, NonFinite, NotHolder
 from geartrain.ams.values.gear_messages import (
-    AskFeatures,
     Delivery,
     FeatureReply,
     Freshness,
@@ -387,10 +384,3 @@ def test_partitions_that_nobody_held_are_no_repeat_for_who_takes_them() -> None:
     port.deliver(delivery(1))
     port.deliver(delivery(2))
     assert gears.counts() == [2] * len(IDS)
-
-
-def test_more_features_than_a_message_holds_are_refused_before_they_are_computed() -> None:
-    ask = AskFeatures(name="image", ids=np.arange(100))
-    handler: Any = SimpleNamespace(name="image", dim=1 << 20)
-    with pytest.raises(MessageTooLarge, match="features of 100 ids"):
-        GearService(handler, 64 << 20).features(ask, None)  # type: ignore[arg-type]

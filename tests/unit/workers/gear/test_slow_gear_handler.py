@@ -14,8 +14,8 @@ from torch import nn
 
 import geartrain as gt
 from geartrain.ams.rpc.carrier import AttemptFailed
-from geartrain.ams.values.errors import GearUnavailable, NotHolder, StaleClient
-from geartrain.ams.values.gear_messages import Delivery, GearAccount
+from geartrain.ams.values.errors import GearUnavailable, MessageTooLarge, NotHolder, StaleClient
+from geartrain.ams.values.gear_messages import AskFeatures, Delivery, GearAccount, HandOver
 from geartrain.ams.values.scheduler_messages import StreamHolders
 from geartrain.ams.values.specs import Ids
 from geartrain.bridge.gear.batch_state import BatchState
@@ -118,6 +118,7 @@ class Handlers:
             held,  # type: ignore[arg-type]
             incarnation=7,
             gradients_per_id=2,
+            max_message_bytes=4096,
             holders=lambda: StreamHolders(lease_seconds=1.0, holders=self.holders, incarnations={}),
             open_peer=lambda address: Peer(self.taken, address == "dead"),
         )
@@ -150,7 +151,8 @@ def test_it_leaves_when_all_is_applied_and_another_has_its_account(cluster: gt.C
     held = Held()
     handler = handlers.make(engine_on(cluster), held)
     handler.deliver(delivery(1), wait=True, sent_to="")
-    handler.take_over("gone#3", {"fast": GearAccount(received=5, applied=5)})
+    left = HandOver(name="image", process="gone#3", accounts={"fast": GearAccount(received=5, applied=5)})
+    handler.by_request[HandOver](left, None)  # type: ignore[arg-type]
     state = handler.describe(["fast"])
     assert state.account == GearAccount(received=IDS + 5, waiting=IDS, applied=5) and state.taken_over == ("gone#3",)
     assert handler.describe(["slow"]).account == GearAccount()
@@ -226,3 +228,11 @@ def test_one_that_lost_count_sends_fast_gears_elsewhere(
             handler.deliver(delivery(number), wait=False, sent_to="")
     with pytest.raises(StaleClient, match="me#7 cannot tell any more what it has counted"):
         handler.require_whole()
+
+
+def test_more_features_than_a_message_holds_are_refused_before_they_are_computed(
+    cluster: gt.Cluster, handlers: Handlers
+) -> None:
+    handler = handlers.make(engine_on(cluster), Held())
+    with pytest.raises(MessageTooLarge, match="features of 200 ids"):
+        handler.features(AskFeatures(name="image", ids=np.arange(200)))
