@@ -113,7 +113,7 @@ class StreamLeases:
         self._incarnations = Incarnations(store) if incarnations is None else incarnations
         self._store = store
         self._clock = clock
-        self._stops = PauseDetector(lease_seconds / 4, clock)
+        self._stops = PauseDetector(lease_seconds / 4, clock, self._extend_all)
         self._lock = threading.Lock()
         self._jobs: dict[str, _Job] = {}
         self._fences: dict[str, int] = {}
@@ -129,8 +129,7 @@ class StreamLeases:
     def pulse(self) -> None:
         """Note that the scheduler runs. To be called several times a lease, or never."""
         with self._lock:
-            if self._stops.pulse():
-                self._extend_all()
+            self._stops.pulse()
 
     def lease(
         self, job: str, worker: str, incarnation: int, num_streams: int = 64, num_workers: int = 1, data: str = ""
@@ -287,8 +286,7 @@ class StreamLeases:
 
     def _look_at(self, job: str, num_streams: int = 0) -> _Job:
         """Return a copy of the job as it is now, without workers whose time is up; a new one if it is not known."""
-        if self._stops.was_stopped():
-            self._extend_all()
+        self._stops.notice()
         known = self._jobs.get(job)
         if known is None:
             if not job or not 1 <= num_streams <= MAX_STREAMS:

@@ -25,7 +25,7 @@ class Membership:
         self._lease_seconds = lease_seconds
         self._clock = clock
         self._started = clock()
-        self._stops = PauseDetector(lease_seconds / 2, clock)
+        self._stops = PauseDetector(lease_seconds / 2, clock, self._forgive_silence)
         self._pools: Counter[str] = Counter()
         """Shards of each memory pool."""
         self._counted = -math.inf
@@ -33,13 +33,11 @@ class Membership:
 
     def pulse(self) -> None:
         """Note that the scheduler runs."""
-        if self._stops.pulse():
-            self._forgive_silence()
+        self._stops.pulse()
 
     def notice_own_stop(self) -> None:
         """Call nobody lost for the time in which the scheduler itself did not run."""
-        if self._stops.was_stopped():
-            self._forgive_silence()
+        self._stops.notice()
 
     def holder_at(self, address: str, shard: int | None, incarnation: int) -> int | None:
         """Return the incarnation of another process that has the address of one that wants ``shard`` (None: any), and

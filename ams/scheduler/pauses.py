@@ -6,23 +6,23 @@ from collections.abc import Callable
 
 
 class PauseDetector:
-    """Whether the process was stopped for longer than ``longest_seconds``. Notices nothing until pulses begin."""
+    """Calls ``on_pause`` if the process was stopped for longer than ``longest_seconds``. Notices nothing until pulses
+    begin."""
 
-    def __init__(self, longest_seconds: float, clock: Callable[[], float]) -> None:
+    def __init__(self, longest_seconds: float, clock: Callable[[], float], on_pause: Callable[[], None]) -> None:
         self._longest_seconds = longest_seconds
         self._clock = clock
+        self._on_pause = on_pause
         self._ran: float | None = None
 
-    def pulse(self) -> bool:
-        """Note that the process runs, several times in ``longest_seconds``; return :meth:`was_stopped`."""
-        stopped = self.was_stopped()
+    def pulse(self) -> None:
+        """Note that the process runs, several times in ``longest_seconds``, and :meth:`notice`."""
+        self.notice()
         self._ran = self._clock()
-        return stopped
 
-    def was_stopped(self) -> bool:
-        """Return whether it was stopped since the last pulse; True once for each stop."""
+    def notice(self) -> None:
+        """Look whether it was stopped since the last pulse; each stop is told once."""
         now = self._clock()
-        stopped = self._ran is not None and now - self._ran > self._longest_seconds
-        if stopped:
+        if self._ran is not None and now - self._ran > self._longest_seconds:
             self._ran = now
-        return stopped
+            self._on_pause()

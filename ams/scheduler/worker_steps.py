@@ -57,7 +57,7 @@ class WorkerSteps:
     def __init__(self, lease_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._lease_seconds = lease_seconds
         self._clock = clock
-        self._stops = PauseDetector(lease_seconds / 4, clock)
+        self._stops = PauseDetector(lease_seconds / 4, clock, self._extend_all)
         self._lock = threading.Lock()
         self._jobs: dict[str, _Job] = {}
         self._all_known_at = clock() + lease_seconds
@@ -66,8 +66,7 @@ class WorkerSteps:
     def pulse(self) -> None:
         """Note that the scheduler runs. To be called several times a lease, or never."""
         with self._lock:
-            if self._stops.pulse():
-                self._extend_all()
+            self._stops.pulse()
 
     def tell(self, who: JobWorker, done: int | None) -> StepsDone:
         """Note that a worker has ``done`` so many steps (None: it joins), and prolong its lease.
@@ -129,8 +128,7 @@ class WorkerSteps:
 
     def _look(self, now: float) -> None:
         """Drop those whose time is up; once all who live have told, put those that joined meanwhile beside them."""
-        if self._stops.was_stopped():
-            self._extend_all()
+        self._stops.notice()
         if now >= self._all_known_at:
             for job in self._jobs.values():
                 slowest = job.slowest

@@ -6,7 +6,6 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from geartrain.ams.client.cluster import Cluster
-from geartrain.ams.client.factory import connect, local
+from geartrain.ams.client.factory import local
 from geartrain.ams.client.snapshots.follower import FollowedTables, TableFollower
 from geartrain.ams.observe.failpoints import armed
 from geartrain.ams.server.freeze.freezes import Freezes
@@ -28,10 +27,8 @@ from geartrain.ams.storage.snapshot.manifest import FileEntry
 from geartrain.ams.tables.row_table import RowTable
 from geartrain.ams.values import errors
 from geartrain.ams.values.admission.rules import MinCount
-from geartrain.ams.values.config import ClientConfig
 from geartrain.ams.values.expiry.rules import Unseen
 from geartrain.ams.values.optimizers.registry import SGD, Adagrad, Adam, SparseMomentum
-from tests.integration.conftest import ServedCluster
 
 IDS = np.arange(600)
 TABLES = ("dense", "hashed")
@@ -339,31 +336,6 @@ def test_an_export_waits_for_a_snapshot_and_is_ended_by_one(tmp_path: Path) -> N
                 pending.result(60)
         assert [listed.name for listed in list_snapshots(tmp_path / "e")] == ["version-000000001"]
         assert cluster.export("*", tmp_path / "e").result(60) == 2
-
-
-def test_a_shard_that_was_killed_and_restored_gives_no_wrong_version(
-    served: Callable[..., ServedCluster], tmp_path: Path
-) -> None:
-    cluster = served(2)
-    config = ClientConfig(attempt_timeout_seconds=5, recovery_timeout_seconds=20)
-    with connect(cluster.address, config=config) as ours:
-        make(ours, "hashed")
-        write(ours, 0, "hashed", count=300)
-        path = ours.snapshot(tmp_path / "s", "0").result(60)
-        ours.export("hashed", tmp_path / "e").result(60)
-        follower = FollowedTables(tmp_path / "e")
-        write(ours, 1, "hashed")  # lost with the shard
-        remove(ours, 2, "hashed")
-        ours.export("hashed", tmp_path / "e").result(60)
-        follower.refresh()
-    cluster.servers[1].stop(0)
-    cluster.servers[1] = cluster.start_server(1)
-    with connect(cluster.address, config=config) as ours:
-        ours.restore(path, replace=True)
-        write(ours, 2, "hashed")
-        ours.export("hashed", tmp_path / "e").result(60)
-        assert follower.refresh() == 3
-        assert contents(follower, "hashed") == contents(ours, "hashed")
 
 
 @pytest.mark.usefixtures("memory_urls")
