@@ -7,21 +7,26 @@ decay, so that is added to the gradients. Ids are numbered beforehand, since tab
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from rich.console import Console
 from torch import Tensor, nn
 
 import geartrain as gt
 from geartrain.workers.ctr.designs import HISTORY, Design, layout_of
-from geartrain.workers.ctr.loop import CtrTrainer
 from geartrain.workers.ctr.metrics import auc
 from geartrain.workers.ctr.recipe import CtrRecipe
 from geartrain.workers.ctr.samples.click_samples import PADDING, ClickSamples, split
+from geartrain.workers.ctr.trainer import ClickTrainer
 from geartrain.workers.data.streams import JointOrder
+from geartrain.workers.job.options import JobOptions
+from geartrain.workers.job.ranks import JobRanks
 from geartrain.workers.job.state import Progress
+from geartrain.workers.job.trainer import Attempt
 
 _AT_ONCE = 4096
 
@@ -30,28 +35,21 @@ def both_aucs(samples: ClickSamples, recipe: CtrRecipe) -> tuple[float, float]:
     """The AUC on what is held out: ours, and that of plain torch."""
     train, test = split(samples, recipe.split, recipe.seed, history=recipe.history, fresh=recipe.fresh)
     design = Design(recipe, layout_of(samples))
-    return _ours(design, train, test), _torch(design, train, test)
+    return _ours(samples, recipe), _torch(design, train, test)
 
 
-class _Silent:
-    """Stands in for the line and the loggers of a run."""
-
-    def show(self, *_: Any) -> None:
-        pass
-
-    def scalars(self, *_: Any) -> None:
-        pass
-
-
-def _ours(design: Design, train: ClickSamples, test: ClickSamples) -> float:
-    recipe, silent = design.recipe, _Silent()
-    torch.manual_seed(recipe.seed)
+def _ours(samples: ClickSamples, recipe: CtrRecipe) -> float:
     with gt.local() as cluster:
-        fields = design.fields(cluster, "ctr", reuse=False)
-        progress = Progress(step=0, stage_start=0, stage_steps=recipe.steps, table="ctr")
-        trainer = CtrTrainer(design, design.network(), fields, train, progress)
-        trainer.run(stop=lambda: False, due=lambda: False, save=lambda: None, line=silent, events=silent)  # type: ignore[arg-type]
-        return auc(trainer.predict(test), test.clicks)
+        attempt = Attempt(
+            options=JobOptions(job="ctr", out=Path(), recipe=recipe),
+            progress=Progress(step=0, stage_start=0, stage_steps=recipe.steps, table="ctr"),
+            cluster=cluster,
+            ranks=JobRanks(),
+            console=Console(quiet=True),
+        )
+        trainer = ClickTrainer(attempt, ("", samples))
+        trainer.run()
+        return auc(trainer.predict(), trainer.test.clicks)
 
 
 class _Bags(nn.Module):

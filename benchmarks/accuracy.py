@@ -26,15 +26,16 @@ import typer
 from _common import result
 
 from geartrain.launch.bench import Result
-from geartrain.workers.recipes.recipe import Recipe
+from geartrain.workers.job.keys import as_json
+from geartrain.workers.recipes.recipe import GlyphRecipe
 
 FOLDER = Path(".cache") / "accuracy"
 SEEDS = 5
 ALLOWED_POINTS = 0.3
 ARMS = {
-    "full softmax": ("--select", "full"),
-    "KNN 10 %": ("--select", "knn", "--active", "0.1", "--k", "32"),
-    "random 10 %": ("--select", "partial", "--sample-rate", "0.1"),
+    "full softmax": ("select=full",),
+    "KNN 10 %": ("select=knn", "sample_rate=0.1", "neighbours=32"),
+    "random 10 %": ("select=partial", "sample_rate=0.1"),
 }
 """Name -> arguments of the worker; the first one is what the others are compared with."""
 BASE = next(iter(ARMS))
@@ -54,7 +55,7 @@ class Difference:
 
 def results(full: bool = False) -> Iterator[Result]:
     """The cases of ``geartrain bench accuracy``; ``full`` takes twice as many seeds."""
-    reports = run_all(SEEDS * (2 if full else 1), steps=Recipe().steps, classes=None)
+    reports = run_all(SEEDS * (2 if full else 1), steps=GlyphRecipe().steps, classes=None)
     print(table(reports))
     yield from _results(reports)
 
@@ -64,10 +65,10 @@ def run_all(seeds: int, *, steps: int, classes: int | None) -> Reports:
     reports: Reports = {name: [] for name in ARMS}
     for seed in range(seeds):
         for name, selection in ARMS.items():
-            arguments = [*selection, f"--steps={steps}", f"--snapshot-steps={steps}", f"--seed={seed}"]
+            settings = [*selection, f"steps={steps}", f"snapshots.steps={steps}", f"seed={seed}"]
             if classes is not None:
-                arguments.append(f"--classes={classes}")
-            reports[name].append(_report(arguments))
+                settings.append(f"classes={classes}")
+            reports[name].append(_report(settings))
             print(f"{name}, seed {seed}: {_line(reports[name][-1])}", file=sys.stderr, flush=True)
     return reports
 
@@ -119,15 +120,16 @@ def _results(reports: Reports) -> Iterator[Result]:
         yield result(case, ours, BASE, theirs, "s")
 
 
-def _report(arguments: list[str]) -> dict[str, Any]:
-    """What the run with these arguments reported, at any time before or now."""
-    identity = json.dumps([arguments, Recipe().to_json()], sort_keys=True)
+def _report(settings: list[str]) -> dict[str, Any]:
+    """What the run with these keys of the recipe reported, at any time before or now."""
+    identity = json.dumps([settings, as_json(GlyphRecipe())], sort_keys=True)
     folder = FOLDER / hashlib.sha256(identity.encode()).hexdigest()[:16]
     path = folder / "report.json"
     if not path.exists():
         work = FOLDER / f"{folder.name}.running"
         shutil.rmtree(work, ignore_errors=True)  # of a run that was stopped
-        command = [sys.executable, "-m", "geartrain", "worker", "glyphs", f"--out={work}", *arguments]
+        command = [sys.executable, "-m", "geartrain", "worker", "glyphs", f"--out={work}"]
+        command += [f"--set={setting}" for setting in settings]
         subprocess.run(command, check=True, stdout=sys.stderr)
         (work / "arguments.json").write_text(identity, encoding="utf-8")
         for part in ("snapshots", "model", "events"):
@@ -147,7 +149,7 @@ def _graph_seconds(report: dict[str, Any]) -> float:
 
 
 def main(
-    steps: Annotated[int, typer.Option(min=1, help="Updates of a run.")] = Recipe().steps,
+    steps: Annotated[int, typer.Option(min=1, help="Updates of a run.")] = GlyphRecipe().steps,
     classes: Annotated[int | None, typer.Option(help="Only so many characters.")] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Runs of each selection.")] = SEEDS,
 ) -> None:

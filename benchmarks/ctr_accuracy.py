@@ -31,7 +31,7 @@ def results(full: bool = False) -> Iterator[Result]:
 
 def _case(data: str, split: str) -> Result:
     samples = load_samples(data, Path(".cache"), print)
-    recipe = recipe_for(data, "deepfm", split=split)
+    recipe = recipe_for(data, model="deepfm", split=split)
     found = np.array([both_aucs(samples, replace(recipe, seed=seed)) for seed in SEEDS])
     print(f"{data}, {split}: ours and torch's by seed {found.round(4).tolist()}", flush=True)
     ours, theirs = found.mean(0)

@@ -33,9 +33,9 @@ from geartrain.bridge.head.selection.knn_selection import Graph, KNNSelection, K
 from geartrain.bridge.rows.optimizer import RowOptimizer
 from geartrain.launch.bench import Result
 from geartrain.workers.models.backbones import build_backbone
-from geartrain.workers.recipes.jobs import GLYPH_SIZE
 from geartrain.workers.recipes.recipe import Recipe
 
+GLYPH_SIZE = Recipe().look.size
 DIM = 128
 BATCH = 256
 THREADS = 2

@@ -32,8 +32,8 @@ def newest_step(out: Path) -> int:
 
 
 def worker(arguments: argparse.Namespace, out: Path, *more: str) -> subprocess.Popen[bytes]:
-    own = ["--out", str(out), "--classes", str(arguments.classes), "--steps", str(arguments.steps)]
-    own += ["--snapshot-steps", str(SNAPSHOT_STEPS), "--cache", arguments.cache]
+    own = ["--out", str(out), "--set", f"classes={arguments.classes}", "--steps", str(arguments.steps)]
+    own += ["--set", f"snapshots.steps={SNAPSHOT_STEPS}", "--cache", arguments.cache]
     return subprocess.Popen([*GEARTRAIN, "worker", "glyphs", *(more or own), "--scheduler", arguments.scheduler])
 
 

@@ -11,15 +11,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
 from torch.nn.parallel import DistributedDataParallel
 
-from geartrain.workers.job.loop import Trainer
-from geartrain.workers.job.options import JobOptions
-from geartrain.workers.recipes import jobs
-from geartrain.workers.recipes.recipe import Recipe
+from geartrain.workers.classify.trainer import ImageTrainer
+from geartrain.workers.recipes.recipe import ClassifyRecipe
 from tests.faults.test_job_recovery import JOB
-from tests.integration.test_classify_and_predict import LOOK
+from tests.integration.small_job import classify
 
 
 def main(
@@ -29,15 +26,15 @@ def main(
     steps: int,
     dies: str,
     overwrite: bool,
-    recipe: Recipe = JOB,
+    recipe: ClassifyRecipe = JOB,
     resume: bool = False,
 ) -> str:
     """``dies``: RANK:STEP at which that rank dies in its first life, or "never". Returns what it told in its last."""
     torch.set_num_threads(1)
-    whole = Trainer._step
+    whole = ImageTrainer.step
     first_life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
 
-    def step(self: Trainer, number: int) -> torch.Tensor:
+    def step(self: ImageTrainer, number: int) -> torch.Tensor:
         if first_life and dies == f"{os.environ.get('RANK', '0')}:{number}":
             os.kill(os.getpid(), signal.SIGKILL)
         return whole(self, number)
@@ -48,18 +45,9 @@ def main(
         assert not [one for one in gc.get_objects() if type(one) is DistributedDataParallel]
         leave()
 
-    Trainer._step = step  # type: ignore[method-assign]
+    ImageTrainer.step = step  # type: ignore[method-assign]
     dist.destroy_process_group = left
-    options = JobOptions(
-        out=out,
-        recipe=replace(recipe, steps=steps),
-        preprocessing=LOOK,
-        device="cpu",
-        scheduler=scheduler,
-        resume=resume,
-        resume_steps=steps,
-        overwrite=overwrite,
-    )
     told = io.StringIO()
-    jobs.train_folder(options, folder=images, held_out=0.25, console=Console(file=told, width=200))
+    settings = {"scheduler": scheduler, "resume": resume, "resume_steps": steps, "overwrite": overwrite}
+    classify(out, images, replace(recipe, steps=steps), told, **settings)
     return told.getvalue()

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,20 +19,21 @@ from rich.console import Console
 from torch import Tensor
 
 from geartrain.ams.storage.snapshot.folder import list_snapshots
-from geartrain.workers.ctr import job
-from geartrain.workers.ctr.loop import CtrTrainer
-from geartrain.workers.ctr.options import CtrOptions
+from geartrain.workers import jobs
 from geartrain.workers.ctr.recipe import CtrRecipe
+from geartrain.workers.ctr.trainer import ClickTrainer
+from geartrain.workers.job import ranks
+from geartrain.workers.job.options import JobOptions, SnapshotSettings
 from tests.integration.test_up import kill_child, up
 from tests.support.command_line import typed
 from tests.support.movielens_files import write_movielens
 
-RECIPE = CtrRecipe(dim=4, hidden=(8,), batch_size=50, steps=30, save_every=5, row_lr=0.1)
+RECIPE = CtrRecipe(dim=4, hidden=(8,), batch_size=50, steps=30, snapshots=SnapshotSettings(steps=5), row_lr=0.1)
 
 
 def test_a_killed_run_goes_on_from_its_newest_snapshot(tmp_path: Path) -> None:
     films, out = write_movielens(tmp_path / "films"), tmp_path / "run"
-    settings = ["--steps=30", "--batch-size=50", "--dim=4", "--snapshot-steps=5", "--logger=none"]
+    settings = ["--steps=30", "--logger=none", "--set=batch_size=50", "--set=dim=4", "--set=snapshots.steps=5"]
     command = [sys.executable, "-m", "geartrain", "worker", "ctr", "--data", str(films), "--out", str(out), *settings]
     environment = {**os.environ, "GEARTRAIN_FAILPOINTS": "job.save.before=kill@4"}
     killed = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
@@ -45,10 +47,10 @@ def test_a_killed_run_goes_on_from_its_newest_snapshot(tmp_path: Path) -> None:
     assert json.loads((out / "report.json").read_text(encoding="utf-8"))["steps"] == 30
 
 
-def train(out: Path, films: Path, **more: Any) -> tuple[dict[str, Any], str]:
+def train(out: Path, films: Path, recipe: CtrRecipe = RECIPE, **more: Any) -> tuple[dict[str, Any], str]:
     told = io.StringIO()
-    options = CtrOptions(out=out, recipe=RECIPE, data=str(films), loggers=(), **more)
-    result = job.train_clicks(options, Console(file=told, width=200))
+    options = JobOptions(job="ctr", out=out, recipe=recipe, data=str(films), loggers=(), **more)
+    result = jobs.train(options, Console(file=told, width=200))
     assert result.report is not None
     assert (result.finished, result.step) == (True, 30)
     return result.report, told.getvalue()
@@ -65,21 +67,22 @@ def wait_for_snapshot(root: Path, step: int) -> None:
 def test_a_run_that_loses_a_shard_goes_back_and_ends_as_if_nothing_had_happened(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(job.secrets, "randbits", lambda _: 7)  # initial values depend on the tables' names
+    monkeypatch.setattr(ranks.secrets, "randbits", lambda _: 7)  # initial values depend on the tables' names
     films = write_movielens(tmp_path / "films")
+    incremental = replace(RECIPE, snapshots=SnapshotSettings(steps=5, increments=2))
     straight, _ = train(tmp_path / "straight" / "run", films)
-    whole, kills = CtrTrainer._step, [13]
+    whole, kills = ClickTrainer.step, [13]
     with up("--shards=2") as running:
 
-        def step(self: CtrTrainer, number: int) -> Tensor:
+        def step(self: ClickTrainer, number: int) -> Tensor:
             if kills and number == kills[0]:
                 kills.pop()
                 wait_for_snapshot(tmp_path / "broken" / "run" / "snapshots", 10)
                 kill_child(psutil.Process(running.process.pid), "server")
             return whole(self, number)
 
-        monkeypatch.setattr(CtrTrainer, "_step", step)
-        broken, told = train(tmp_path / "broken" / "run", films, scheduler=running.facts["scheduler"], increments=2)
+        monkeypatch.setattr(ClickTrainer, "step", step)
+        broken, told = train(tmp_path / "broken" / "run", films, incremental, scheduler=running.facts["scheduler"])
     assert "Lost a part of the cluster at step 13" in told
     assert "Going on at step 10: 3 steps (" in told, told
     assert broken["held_out"]["auc"] == pytest.approx(straight["held_out"]["auc"], abs=1e-3)

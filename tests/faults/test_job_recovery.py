@@ -14,25 +14,27 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from rich.console import Console
 
 import geartrain as gt
 from geartrain.ams.client.cluster_status import cluster_status
 from geartrain.ams.storage.snapshot.folder import list_snapshots
 from geartrain.ams.values import errors
 from geartrain.ams.values.config import ClientConfig
+from geartrain.workers.classify.report import Evaluation
+from geartrain.workers.classify.trainer import ImageTrainer
 from geartrain.workers.job import job
-from geartrain.workers.job.loop import Trainer
-from geartrain.workers.job.options import JobOptions, JobResult
-from geartrain.workers.job.report import Evaluation
-from geartrain.workers.recipes import jobs
+from geartrain.workers.job.options import JobResult, SnapshotSettings
+from geartrain.workers.recipes.recipe import ClassifyRecipe
 from tests.integration.conftest import ServedCluster
-from tests.integration.test_classify_and_predict import LOOK, RECIPE, SHAPES, assert_same_models, draw, one_thread
+from tests.integration.small_job import classify
+from tests.integration.test_classify_and_predict import RECIPE, SHAPES, assert_same_models, draw, one_thread
 from tests.integration.test_up import kill_child, up
 
 __all__ = ["one_thread"]
 STEPS = 24
-JOB = replace(RECIPE, steps=STEPS, batch_size=4, sample_rate=0.75, save_every=5, row_momentum=0.9)
+JOB = replace(RECIPE, steps=STEPS, batch_size=4, sample_rate=0.75, row_momentum=0.9)
+JOB = replace(JOB, snapshots=SnapshotSettings(steps=5))
+INCREMENTAL = replace(JOB, snapshots=SnapshotSettings(steps=5, increments=3))
 
 
 @pytest.fixture
@@ -44,11 +46,9 @@ def images(tmp_path: Path) -> Path:
     return tmp_path / "images"
 
 
-def train(out: Path, images: Path | None, **changes: Any) -> tuple[JobResult, str]:
+def train(out: Path, images: Path | None, recipe: ClassifyRecipe = JOB, **changes: Any) -> tuple[JobResult, str]:
     told = io.StringIO()
-    options = JobOptions(out=out, recipe=JOB, preprocessing=LOOK, device="cpu", **changes)
-    result = jobs.train_folder(options, folder=images, held_out=0.25, console=Console(file=told, width=200))
-    return result, told.getvalue()
+    return classify(out, images, recipe, told, **changes), told.getvalue()
 
 
 @contextmanager
@@ -68,16 +68,16 @@ def test_a_job_survives_the_death_of_a_role(
     straight, broken = tmp_path / "straight", tmp_path / "broken"
     train(straight, images)
     with up("--shards=2") as running:
-        parent, whole, kills = psutil.Process(running.process.pid), Trainer._step, [13]
+        parent, whole, kills = psutil.Process(running.process.pid), ImageTrainer.step, [13]
 
-        def step(self: Trainer, number: int) -> torch.Tensor:
+        def step(self: ImageTrainer, number: int) -> torch.Tensor:
             if kills and number == kills[0]:
                 kills.pop()
                 kill_child(parent, role)
             return whole(self, number)
 
-        monkeypatch.setattr(Trainer, "_step", step)
-        result, told = train(broken, images, scheduler=running.facts["scheduler"], increments=3)
+        monkeypatch.setattr(ImageTrainer, "step", step)
+        result, told = train(broken, images, INCREMENTAL, scheduler=running.facts["scheduler"])
     parents = [listed.snapshot.manifest.parent for listed in list_snapshots(broken / "snapshots") if listed.snapshot]
     assert any(parents) and not all(parents)
     assert result.finished
@@ -90,9 +90,9 @@ def test_a_job_survives_the_death_of_a_role(
 def test_a_shard_that_is_back_before_the_next_snapshot_is_missed_all_the_same(
     images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole, kills = Trainer._step, [9]
+    whole, kills = ImageTrainer.step, [9]
 
-    def step(self: Trainer, number: int) -> torch.Tensor:
+    def step(self: ImageTrainer, number: int) -> torch.Tensor:
         loss = whole(self, number)
         if kills and number == kills[0]:
             kills.pop()
@@ -102,7 +102,7 @@ def test_a_shard_that_is_back_before_the_next_snapshot_is_missed_all_the_same(
                 pass
         return loss
 
-    monkeypatch.setattr(Trainer, "_step", step)
+    monkeypatch.setattr(ImageTrainer, "step", step)
     # No later model is better, so that what the job does next is a snapshot.
     monkeypatch.setattr(Evaluation, "look", lambda _, step, __: (-float(step), 1))
     with up("--shards=1") as running:
@@ -136,9 +136,9 @@ def test_a_job_that_never_began_goes_back_to_no_earlier_run(
 def test_a_job_that_has_ended_its_training_does_not_train_on(
     images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out, whole, answers, losses = tmp_path / "run", Trainer._step, Evaluation.answers, [7, STEPS]
+    out, whole, answers, losses = tmp_path / "run", ImageTrainer.step, Evaluation.answers, [7, STEPS]
 
-    def step(self: Trainer, number: int) -> torch.Tensor:
+    def step(self: ImageTrainer, number: int) -> torch.Tensor:
         if losses[:1] == [number]:
             losses.pop(0)
             raise errors.ShardRestarted("shard 0 was restarted")
@@ -150,7 +150,7 @@ def test_a_job_that_has_ended_its_training_does_not_train_on(
             raise errors.ShardRestarted("shard 0 was restarted")
         return answers(self, number, model)
 
-    monkeypatch.setattr(Trainer, "_step", step)
+    monkeypatch.setattr(ImageTrainer, "step", step)
     monkeypatch.setattr(Evaluation, "answers", evaluate)
     with served() as scheduler:
         result, told = train(out, images, scheduler=scheduler)
@@ -170,7 +170,7 @@ def test_a_job_that_may_not_go_back_says_what_was_lost(
     def lost(*_: Any) -> torch.Tensor:
         raise errors.ShardRestarted("shard 1 was restarted")
 
-    monkeypatch.setattr(Trainer, "_step", lost)
+    monkeypatch.setattr(ImageTrainer, "step", lost)
     with served() as scheduler, pytest.raises(errors.ShardRestarted):
         train(tmp_path / "run", images, scheduler=scheduler, max_recoveries=2)
 
@@ -178,14 +178,14 @@ def test_a_job_that_may_not_go_back_says_what_was_lost(
 def test_a_worker_whose_job_was_taken_over_neither_trains_on_nor_saves(
     images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = Trainer._step
+    whole = ImageTrainer.step
 
-    def stopped(at: int) -> Callable[[Trainer, int], torch.Tensor]:
-        def step(self: Trainer, number: int) -> torch.Tensor:
+    def stopped(at: int) -> Callable[[ImageTrainer, int], torch.Tensor]:
+        def step(self: ImageTrainer, number: int) -> torch.Tensor:
             loss = whole(self, number)
             if number == at:  # another process resumes the job while this one stands still
                 while not any(
-                    one.name == f"step-{5:09}" for one in list_snapshots(tmp_path / f"run-{at}" / "snapshots")
+                    listed.name == f"step-{5:09}" for listed in list_snapshots(tmp_path / f"run-{at}" / "snapshots")
                 ):
                     time.sleep(0.01)  # it is written beside the steps
                 with gt.connect(scheduler) as successor:
@@ -198,7 +198,7 @@ def test_a_worker_whose_job_was_taken_over_neither_trains_on_nor_saves(
         # 7: the next thing it does is a push. 9: it is a snapshot, which would hold this backbone and the rows of the
         # successor.
         for at, kept in ((7, 5), (9, 5)):
-            monkeypatch.setattr(Trainer, "_step", stopped(at))
+            monkeypatch.setattr(ImageTrainer, "step", stopped(at))
             with pytest.raises(errors.StaleClient, match="another process writes in its place"):
                 train(tmp_path / f"run-{at}", images, scheduler=scheduler)
             newest = list_snapshots(tmp_path / f"run-{at}" / "snapshots")[0]

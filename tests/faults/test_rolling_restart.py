@@ -16,8 +16,8 @@ from geartrain.ams.client.cluster import Cluster
 from geartrain.ams.client.leave_watch import LeaveWatch
 from geartrain.ams.storage.snapshot.folder import list_snapshots
 from geartrain.ams.values.errors import SchedulerUnavailable
+from geartrain.workers.classify.trainer import ImageTrainer
 from geartrain.workers.job import snapshots
-from geartrain.workers.job.loop import Trainer
 from tests.faults.test_job_recovery import STEPS, images, one_thread, train
 from tests.integration.test_classify_and_predict import assert_same_models
 from tests.integration.test_up import up
@@ -32,13 +32,13 @@ def test_a_rolling_restart_of_all_shards_loses_no_step(
     train(straight, images)
     watches: list[LeaveWatch] = []
     steps: list[int] = []
-    watching, whole, ends = Cluster.watch_leaves, Trainer._step, {2: "--shard=0", 12: "--shard=1"}
+    watching, whole, ends = Cluster.watch_leaves, ImageTrainer.step, {2: "--shard=0", 12: "--shard=1"}
 
     def watch(self: Cluster, job: str) -> LeaveWatch | None:
         watches.append(found := watching(self, job))  # type: ignore[arg-type]
         return found
 
-    def step(self: Trainer, number: int) -> torch.Tensor:
+    def step(self: ImageTrainer, number: int) -> torch.Tensor:
         steps.append(number)
         if shard := ends.pop(number, None):
             (server,) = (one for one in psutil.Process(running.process.pid).children() if shard in one.cmdline())
@@ -50,7 +50,7 @@ def test_a_rolling_restart_of_all_shards_loses_no_step(
 
     monkeypatch.setattr(leave_watch, "_TELL_SECONDS", 0.05)
     monkeypatch.setattr(Cluster, "watch_leaves", watch)
-    monkeypatch.setattr(Trainer, "_step", step)
+    monkeypatch.setattr(ImageTrainer, "step", step)
     with up("--shards=2") as running:
         result, told = train(rolled, images, scheduler=running.facts["scheduler"], max_recoveries=0)
         running.process.terminate()
@@ -69,14 +69,14 @@ def test_a_training_goes_on_without_its_snapshots_while_the_scheduler_is_stopped
     images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     watches: list[LeaveWatch] = []
-    watching, whole = Cluster.watch_leaves, Trainer._step
+    watching, whole = Cluster.watch_leaves, ImageTrainer.step
     took: list[float] = []
 
     def watch(self: Cluster, job: str) -> LeaveWatch | None:
         watches.append(found := watching(self, job))  # type: ignore[arg-type]
         return found
 
-    def step(self: Trainer, number: int) -> torch.Tensor:
+    def step(self: ImageTrainer, number: int) -> torch.Tensor:
         if number == 3:
             scheduler.suspend()
             began = time.monotonic()
@@ -96,7 +96,7 @@ def test_a_training_goes_on_without_its_snapshots_while_the_scheduler_is_stopped
     monkeypatch.setattr(snapshots, "SILENT_SECONDS", 1.0)
     monkeypatch.setattr(cluster_module, "SNAPSHOT_SECONDS", 0.5)
     monkeypatch.setattr(Cluster, "watch_leaves", watch)
-    monkeypatch.setattr(Trainer, "_step", step)
+    monkeypatch.setattr(ImageTrainer, "step", step)
     with up("--shards=1") as running:
         scheduler = psutil.Process(running.facts["pids"]["scheduler"])
         connected = [gt.connect(running.facts["scheduler"])]

@@ -20,8 +20,7 @@ STOPPED, LOST_CLUSTER = 3, 4
 _WORKER = """
 from functools import partial
 from geartrain.cli.main import main
-from geartrain.workers.ctr import job
-from geartrain.workers.job import interruption
+from geartrain.workers.job import interruption, job
 
 interruption.PATIENCE_SECONDS = 0.5
 job.ClientConfig = partial(job.ClientConfig, recovery_timeout_seconds={recovery_seconds})
@@ -32,7 +31,7 @@ main()
 @contextmanager
 def worker(out: Path, films: Path, scheduler: str, recovery_seconds: float = 60.0) -> Iterator[subprocess.Popen[str]]:
     arguments = ["worker", "ctr", "--data", str(films), "--out", str(out), "--scheduler", scheduler, "--logger=none"]
-    small = ["--steps=1000000", "--batch-size=20", "--dim=4", "--snapshot-steps=20"]
+    small = ["--steps=1000000", "--set=batch_size=20", "--set=dim=4", "--set=snapshots.steps=20"]
     command = [sys.executable, "-c", _WORKER.format(recovery_seconds=recovery_seconds), *arguments, *small]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         try:

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import io
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
-from rich.console import Console
 from safetensors.torch import load_file
 
-from geartrain.workers.data.bitmaps import Preprocessing
 from geartrain.workers.job.folder import has_snapshot, read_run
-from geartrain.workers.job.options import JobOptions
-from geartrain.workers.recipes import jobs
+from geartrain.workers.job.options import SnapshotSettings
 from tests.faults.children import Child
 from tests.faults.scenarios import Outcome, died_of
+from tests.integration.small_job import GREY, classify
 from tests.integration.test_classify_and_predict import RECIPE, SHAPES, draw
 
 STEPS, SAVE_EVERY = 12, 3
-GREY = Preprocessing(kind="photo", size=32, channels=1)
-"""One channel: the projection is solved 27 times faster."""
 
 
 def train(out: Path, images: Path, seed: int, *, resume: bool = False, overwrite: bool = False) -> None:
@@ -29,12 +24,9 @@ def train(out: Path, images: Path, seed: int, *, resume: bool = False, overwrite
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        recipe = replace(RECIPE, steps=STEPS, batch_size=4, sample_rate=0.75, save_every=SAVE_EVERY, seed=seed)
-        options = JobOptions(
-            out=out, recipe=recipe, preprocessing=GREY, device="cpu", resume=resume, overwrite=overwrite
-        )
-        console = Console(file=io.StringIO())
-        assert jobs.train_folder(options, folder=images, held_out=0.25, console=console).finished
+        recipe = replace(RECIPE, steps=STEPS, batch_size=4, sample_rate=0.75, seed=seed, look=GREY)
+        recipe = replace(recipe, snapshots=SnapshotSettings(steps=SAVE_EVERY))
+        assert classify(out, images, recipe, resume=resume, overwrite=overwrite).finished
     finally:
         torch.set_num_threads(threads)
 

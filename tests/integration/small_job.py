@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,11 +15,14 @@ from PIL import Image
 from rich.console import Console
 from safetensors.torch import load_file
 
+from geartrain.workers import jobs
 from geartrain.workers.data.bitmaps import Preprocessing
 from geartrain.workers.job.interruption import Interruption
-from geartrain.workers.job.options import JobOptions
-from geartrain.workers.recipes import jobs
-from geartrain.workers.recipes.recipe import Recipe
+from geartrain.workers.job.options import JobOptions, JobResult
+from geartrain.workers.recipes.recipe import ClassifyRecipe
+
+GREY = Preprocessing(kind="photo", size=32, channels=1)
+"""One channel: the projection is solved 27 times faster."""
 
 
 def draw_images(folder: Path, classes: int) -> Path:
@@ -34,11 +38,20 @@ def draw_images(folder: Path, classes: int) -> Path:
     return folder
 
 
-def train(out: Path, images: Path, said: io.StringIO, recipe: Recipe, **settings: object) -> None:
-    """Train ``recipe`` on one process; ``settings`` are further fields of JobOptions."""
-    look = Preprocessing(kind="photo", size=32, channels=1)
-    options = JobOptions(out=out, recipe=recipe, preprocessing=look, device="cpu", **settings)  # type: ignore[arg-type]
-    jobs.train_folder(options, folder=images, held_out=0.25, console=Console(file=said, width=200))
+def classify(
+    out: Path, images: Path | None, recipe: ClassifyRecipe, said: io.StringIO | None = None, **settings: Any
+) -> JobResult:
+    """Train ``recipe`` in one process; ``settings`` are further fields of JobOptions."""
+    data = None if images is None else str(images)
+    options = JobOptions(**{"job": "classify", "out": out, "recipe": recipe, "data": data, "device": "cpu", **settings})
+    return jobs.train(options, Console(file=said or io.StringIO(), width=400))
+
+
+def said_by(out: Path, images: Path | None, recipe: ClassifyRecipe, **settings: Any) -> str:
+    """What a training that finishes tells."""
+    said = io.StringIO()
+    assert classify(out, images, recipe, said, **settings).finished
+    return said.getvalue()
 
 
 def stop_after(steps: int) -> Callable[[], object]:

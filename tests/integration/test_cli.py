@@ -103,7 +103,7 @@ def test_wrong_usage_exits_with_2(arguments: list[str]) -> None:
     ("arguments", "named"),
     [
         (["worker", "classify", "--data", "/nope"], "/nope is not a folder"),
-        (["worker", "classify", "--data", ".", "--held-out", "3"], "3.0"),
+        (["worker", "classify", "--data", ".", "--set", "held_out=3"], "3.0"),
         (["worker", "glyphs", "--cache", __file__], __file__),
         (["predict", "/nope", "x.png"], "/nope"),
         (["worker", "classify", "--resume", "/nope"], "--overwrite"),

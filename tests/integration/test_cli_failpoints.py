@@ -31,7 +31,8 @@ def test_the_failpoints_are_listed() -> None:
 @pytest.mark.parametrize("command", [["scheduler"], ["server"], ["up"], ["worker", "glyphs"]], ids=" ".join)
 def test_no_role_starts_with_failpoints_in_production(command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "scheduler.register.before=kill")
-    assert_one_line_error(typed(*command, "--mode=production"), 2, VARIABLE, "mode is production", "unset")
+    monkeypatch.setenv("GEARTRAIN_MODE", "production")
+    assert_one_line_error(typed(*command), 2, VARIABLE, "mode is production", "unset")
 
 
 def test_an_unknown_failpoint_stops_a_role_at_its_start(monkeypatch: pytest.MonkeyPatch) -> None:

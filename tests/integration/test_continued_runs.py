@@ -11,9 +11,9 @@ import pytest
 
 from geartrain.ams.storage.snapshot.folder import list_snapshots
 from geartrain.ams.values.errors import ConfigError
-from geartrain.workers.ctr import job as ctr_job
 from geartrain.workers.job import job
 from geartrain.workers.job.folder import read_run
+from geartrain.workers.job.run import TrainingRun
 from tests.integration.conftest import ServedCluster
 from tests.integration.small_job import draw_images, stop_after
 from tests.integration.test_classify_and_predict import invoke
@@ -23,13 +23,12 @@ from tests.support.movielens_files import write_movielens
 @pytest.fixture
 def ctr(tmp_path: Path) -> list[str]:
     films = write_movielens(tmp_path / "films")
-    settings = ["--steps=30", "--batch-size=50", "--dim=4", "--snapshot-steps=10", "--logger=none"]
+    settings = ["--steps=30", "--logger=none", "--set=batch_size=50", "--set=dim=4", "--set=snapshots.steps=10"]
     return ["worker", "ctr", "--data", str(films), "--out", str(tmp_path / "run"), *settings]
 
 
 def stopped_at(step: int, command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as told:
-        told.setattr(ctr_job, "interruption", stop_after(step))
         told.setattr(job, "interruption", stop_after(step))
         code, said, _ = invoke(*command)
     assert code == 3, said
@@ -47,7 +46,7 @@ def test_the_same_command_again_and_again_begins_goes_on_and_ends(
     assert (code, "has ended at step 30" in said) == (0, True), said
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()} == before
     with pytest.raises(ConfigError, match=r"dim is 8, but the run .* was begun with 4"):
-        invoke(*command, "--dim=8")
+        invoke(*command, "--set=dim=8")
 
 
 def test_a_run_whose_folder_is_lost_goes_on_from_its_snapshots(
@@ -62,11 +61,11 @@ def test_a_run_whose_folder_is_lost_goes_on_from_its_snapshots(
 
 
 def test_a_run_that_died_before_its_first_snapshot_begins_again(ctr: list[str], tmp_path: Path) -> None:
-    def die(_: object) -> None:
+    def die(*_: object) -> None:
         raise RuntimeError("before the first snapshot")
 
     with pytest.MonkeyPatch.context() as broken:
-        broken.setattr(ctr_job.CtrRun, "_begin", die)
+        broken.setattr(TrainingRun, "_begin", die)
         with pytest.raises(RuntimeError, match="before the first snapshot"):
             invoke(*ctr)
     assert (tmp_path / "run" / "run.json").exists()
@@ -86,14 +85,34 @@ def test_what_is_no_run_is_left_alone(ctr: list[str], tmp_path: Path) -> None:
 
 def test_a_classifier_continues_and_keeps_its_learning_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     images = draw_images(tmp_path / "images", 4)
-    command = ["worker", "classify", "--data", str(images), "--out", str(tmp_path / "run"), "--continue", "--lr=0.1"]
-    command += ["--steps=8", "--batch-size=8", "--image-size=32", "--grey", "--device=cpu", "--logger=none"]
+    command = [
+        "worker",
+        "classify",
+        "--data",
+        str(images),
+        "--out",
+        str(tmp_path / "run"),
+        "--continue",
+        "--set=lr=0.1",
+    ]
+    command += [
+        "--steps=8",
+        "--set=batch_size=8",
+        "--set=look.size=32",
+        "--set=look.channels=1",
+        "--device=cpu",
+        "--logger=none",
+    ]
     stopped_at(5, command, monkeypatch)
     code, said, _ = invoke(*command)
     assert (code, "Going on at step 5" in said) == (0, True), said
     code, said, _ = invoke(*command)
     assert (code, "has ended at step 8" in said) == (0, True), said
-    for flag, named in (("--lr=0.2", "lr is 0.2"), ("--image-size=64", "size is 64"), ("--steps=9", "steps is 9")):
+    for flag, named in (
+        ("--set=lr=0.2", "lr is 0.2"),
+        ("--set=look.size=64", "look.size is 64"),
+        ("--steps=9", "steps is 9"),
+    ):
         with pytest.raises(ConfigError, match=f"{named}, but the run"):
             invoke(*command, flag)
 
@@ -101,13 +120,13 @@ def test_a_classifier_continues_and_keeps_its_learning_rate(tmp_path: Path, monk
 def test_a_run_remembers_its_cluster_and_moves_when_it_is_told_to(
     ctr: list[str], tmp_path: Path, served: Callable[..., ServedCluster], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    address, asked, whole = served(1).address, [], ctr_job.connect
+    address, asked, whole = served(1).address, [], job.connect
 
     def connecting(where: str, **settings: Any) -> Any:
         asked.append(where)
         return whole(where, **settings)
 
-    monkeypatch.setattr(ctr_job, "connect", connecting)
+    monkeypatch.setattr(job, "connect", connecting)
     stopped_at(14, [*ctr, "--scheduler", address, "--snapshots", str(tmp_path / "kept")], monkeypatch)
     resume = ["worker", "ctr", "--resume", str(tmp_path / "run"), "--logger=none"]
     stopped_at(3, resume, monkeypatch)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,18 +12,13 @@ import torch
 from geartrain.ams.client.hosted_calls import HostedCalls
 from geartrain.ams.storage.snapshot.folder import list_snapshots
 from geartrain.ams.values.errors import ConfigError
-from geartrain.cli.training.worker import app
-from geartrain.workers.data.bitmaps import Preprocessing
 from geartrain.workers.job import job
-from geartrain.workers.job.options import JobOptions
-from geartrain.workers.job.state import JobState
-from geartrain.workers.recipes import jobs
-from geartrain.workers.recipes.recipe import Recipe
+from geartrain.workers.recipes.recipe import ClassifyRecipe
 from tests.integration.conftest import ServedCluster
-from tests.integration.small_job import draw_images, rows_of, stop_after, train
+from tests.integration.small_job import GREY, classify, draw_images, rows_of, stop_after
 
-RECIPE = Recipe(
-    steps=8, batch_size=8, width=8, dim=8, sample_rate=0.5, save_every=100, warmup_steps=2, row_momentum=0.9
+RECIPE = ClassifyRecipe(
+    steps=8, batch_size=8, width=8, dim=8, sample_rate=0.5, warmup_steps=2, row_momentum=0.9, look=GREY, held_out=0.25
 )
 HOSTED = replace(RECIPE, rows="hosted")
 
@@ -45,7 +39,7 @@ def images(tmp_path: Path) -> Path:
 def saved_rows(run: Path) -> str:
     newest = list_snapshots(run / "snapshots")[0].snapshot
     assert newest is not None
-    return JobState.read(newest).recipe.rows
+    return str(newest.manifest.job["recipe"]["rows"])  # type: ignore[index]
 
 
 def test_a_hosted_job_learns_what_another_learns_and_goes_on_where_it_was_stopped(
@@ -56,56 +50,37 @@ def test_a_hosted_job_learns_what_another_learns_and_goes_on_where_it_was_stoppe
     monkeypatch.setattr(
         HostedCalls, "prepare_update", lambda *args, **kwargs: updates.append(1) or prepare(*args, **kwargs)
     )
-    train(tmp_path / "pulled", images, io.StringIO(), RECIPE)
+    classify(tmp_path / "pulled", images, RECIPE)
     assert not updates
-    train(tmp_path / "whole", images, io.StringIO(), HOSTED)
+    classify(tmp_path / "whole", images, HOSTED)
     assert len(updates) == RECIPE.steps
     torch.testing.assert_close(rows_of(tmp_path / "whole"), rows_of(tmp_path / "pulled"), rtol=1e-3, atol=1e-4)
 
     in_two = tmp_path / "in-two"
     with monkeypatch.context() as told:
         told.setattr(job, "interruption", stop_after(3))
-        train(in_two, images, io.StringIO(), HOSTED)
+        classify(in_two, images, HOSTED)
     assert saved_rows(in_two) == "hosted"
-    train(in_two, images, io.StringIO(), Recipe(), resume=True)
+    classify(in_two, images, RECIPE, resume=True)
     torch.testing.assert_close(rows_of(in_two), rows_of(tmp_path / "whole"), rtol=0, atol=0)
 
 
 def test_a_resumed_job_may_move_its_work(tmp_path: Path, images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    train(tmp_path / "pulled", images, io.StringIO(), RECIPE)
+    classify(tmp_path / "pulled", images, RECIPE)
     served = ServedCluster(2)
     try:
         run = tmp_path / "run"
         with monkeypatch.context() as told:
             told.setattr(job, "interruption", stop_after(3))
-            train(run, images, io.StringIO(), RECIPE, scheduler=served.address)
+            classify(run, images, RECIPE, scheduler=served.address)
         assert saved_rows(run) == "pull"
-        train(run, images, io.StringIO(), Recipe(), scheduler=served.address, resume=True, rows="hosted")
+        classify(run, images, HOSTED, scheduler=served.address, resume=True, stated=("rows",))
     finally:
         served.stop()
     assert saved_rows(run) == "hosted"
     torch.testing.assert_close(rows_of(run), rows_of(tmp_path / "pulled"), rtol=1e-3, atol=1e-4)
 
 
-def test_a_place_that_is_none_is_refused(tmp_path: Path) -> None:
+def test_a_place_that_is_none_is_refused() -> None:
     with pytest.raises(ConfigError, match="rows is 'moon'; it must be one of pull, hosted, ranks"):
-        JobOptions(out=tmp_path, recipe=RECIPE, preprocessing=Preprocessing(), rows="moon")
-    with pytest.raises(ConfigError, match="rows is 'moon'"):
         replace(RECIPE, rows="moon")
-    older = {name: value for name, value in RECIPE.to_json().items() if name != "rows"}
-    assert Recipe.from_json(older) == RECIPE
-
-
-@pytest.mark.parametrize("more", [[], ["--resume", "run"]])
-def test_the_command_line_says_where(images: Path, monkeypatch: pytest.MonkeyPatch, more: list[str]) -> None:
-    from typer.testing import CliRunner
-
-    given: list[JobOptions] = []
-
-    def take(options: JobOptions, **_: object) -> object:
-        given.append(options)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(jobs, "train_folder", take)
-    CliRunner().invoke(app, ["classify", "--data", str(images), "--rows", "hosted", *more])
-    assert [one.rows for one in given] == ["hosted"]

@@ -76,7 +76,8 @@ def test_a_cluster_and_two_ranks_start_from_the_shell_and_end_by_sigterm(tmp_pat
         assert (facts["ready"], facts["name"], facts["partitions"], facts["pid"]) == ("slowgear", "image", 64, gear.pid)
         assert is_serving(str(facts["address"]), 5.0)
         out = tmp_path / "run"
-        small = ["--steps=6", "--batch-size=8", "--image-size=32", "--grey", "--lr=0.1", "--device=cpu", f"--out={out}"]
+        small = ["--steps=6", "--device=cpu", f"--out={out}"]
+        small += [f"--set={key}" for key in ("batch_size=8", "look.size=32", "look.channels=1", "lr=0.1")]
         data = f"--data={images(tmp_path / 'images')}"
         done = run("worker", "classify", data, *small, SCHEDULER=address, NPROC_PER_NODE="2", OMP_NUM_THREADS="1")
         assert done.returncode == 0, done.stderr[-3000:]

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,16 +19,16 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 from geartrain.ams.storage.snapshot.folder import list_snapshots
-from geartrain.workers.data.bitmaps import Preprocessing
-from geartrain.workers.job.options import JobOptions
-from geartrain.workers.recipes import glyphs, jobs
+from geartrain.workers import jobs
+from geartrain.workers.job.options import JobOptions, JobResult
+from geartrain.workers.recipes import glyphs
 from geartrain.workers.recipes.fonts import FACES, FontFile
-from geartrain.workers.recipes.recipe import Recipe
+from geartrain.workers.recipes.recipe import GlyphRecipe
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabdefghijmnqrtuy23456789"
 FIRST_CODE = 0x4E00
 QUIET = Console(file=io.StringIO())
-RECIPE = Recipe(steps=30, batch_size=32, width=8, dim=32, sample_rate=0.5, save_every=10, warmup_steps=5)
+RECIPE = GlyphRecipe(steps=30, batch_size=32, width=8, dim=32, sample_rate=0.5, warmup_steps=5)
 
 
 def make_font(path: Path, slant: float) -> None:
@@ -72,17 +73,18 @@ def small_fonts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(glyphs, "find_fonts", find)
 
 
-def options(out: Path, **changes: object) -> JobOptions:
-    made = JobOptions(out=out, recipe=RECIPE, preprocessing=Preprocessing(), device="cpu")
-    return replace(made, **changes)  # type: ignore[arg-type]
+def train(out: Path, recipe: GlyphRecipe = RECIPE, **changes: Any) -> JobResult:
+    options = JobOptions(job="glyphs", out=out, recipe=recipe, device="cpu", cache=out.parent / "cache", **changes)
+    return jobs.train(options, QUIET)
 
 
 def test_the_quickstart_leaves_a_report_a_model_mistakes_and_events(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    result = jobs.train_glyphs(options(out), cache=tmp_path / "cache", num_classes=None, console=QUIET)
+    result = train(out)
     report = json.loads((out / "report.json").read_text())
     assert result.finished and result.report == report
-    assert list(report) == ["held_out", "train_seconds", "samples_per_second", "phases", "versions", "lr"]
+    expected = {"held_out", "recipe", "steps", "train_seconds", "samples_per_second", "phases", "versions", "lr"}
+    assert set(report) == expected
     assert set(report["held_out"]) == {"WenQuanYi Micro Hei", "IPAex Gothic"}
     for family in report["held_out"].values():
         assert list(family) == ["top1", "top5", "classes", "images"]
@@ -127,9 +129,8 @@ def test_training_sees_no_image_of_a_held_out_family(tmp_path: Path) -> None:
 
 def test_a_finished_run_goes_on_for_more_steps(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    jobs.train_glyphs(options(out), cache=tmp_path / "cache", num_classes=20, console=QUIET)
-    more = options(out, resume=True, resume_steps=7)
-    result = jobs.train_glyphs(more, cache=tmp_path / "cache", num_classes=None, console=QUIET)
+    train(out, replace(RECIPE, classes=20))
+    result = train(out, resume=True, resume_steps=7)
     assert result.step == RECIPE.steps + 7
     assert list_snapshots(out / "snapshots")[0].name == f"step-{RECIPE.steps + 7:09}"
     assert len(json.loads((out / "model" / "classes.json").read_text())) == 20

@@ -9,32 +9,29 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from geartrain.ams.storage.snapshot.folder import latest, list_snapshots
 from geartrain.ams.values.errors import ConfigError
 from geartrain.bridge.rows.state import state_from_bytes
-from geartrain.workers.job import job, loop
-from geartrain.workers.job.options import JobOptions
-from geartrain.workers.recipes import jobs
+from geartrain.workers.job import job, trainer
+from geartrain.workers.job.options import SnapshotSettings
+from geartrain.workers.recipes.recipe import ClassifyRecipe
 from tests.faults.test_elastic import torchrun
 from tests.faults.test_job_recovery import JOB, images
-from tests.integration.small_job import stop_after
-from tests.integration.test_classify_and_predict import LOOK, assert_same_state, one_thread
+from tests.integration.small_job import classify, stop_after
+from tests.integration.test_classify_and_predict import assert_same_state, one_thread
 
 __all__ = ["images", "one_thread"]
 STEPS = 12
-RANKS = replace(JOB, steps=STEPS, rows="ranks", margin="cosface:2,0.2", lr=0.02, row_lr=0.02)
+RANKS = replace(JOB, steps=STEPS, rows="ranks", margin="cosface:2,0.2", lr=0.02)
 """With a loss that stays far from 0."""
 
 
-def train(out: Path, images: Path, *, finishes: bool = True, **changes: Any) -> str:
+def train(out: Path, images: Path, *, finishes: bool = True, recipe: ClassifyRecipe = RANKS, **changes: Any) -> str:
     told = io.StringIO()
-    options = replace(JobOptions(out=out, recipe=RANKS, preprocessing=LOOK, device="cpu"), **changes)
-    result = jobs.train_folder(options, folder=images, held_out=0.25, console=Console(file=told, width=200))
-    assert result.finished == finishes
+    assert classify(out, images, recipe, told, **changes).finished == finishes
     return told.getvalue()
 
 
@@ -47,7 +44,7 @@ def losses(run: Path) -> dict[int, float]:
 def test_two_ranks_that_died_go_on_as_one_with_the_losses_of_a_run_that_never_stopped(
     images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loop, "SHOW_EVERY", 1)
+    monkeypatch.setattr(trainer, "SHOW_EVERY", 1)
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     train(whole, images)
     with pytest.raises(ChildFailedError):
@@ -78,11 +75,11 @@ def test_a_stopped_run_goes_on_to_the_bit_and_its_rows_may_move_to_a_cluster_and
     train(whole, images)
     with monkeypatch.context() as patched:
         patched.setattr(job, "interruption", stop_after(7))
-        assert "Stopped at step 7 and saved" in train(stopped, images, rows="ranks", finishes=False)
+        assert "Stopped at step 7 and saved" in train(stopped, images, finishes=False)
     train(stopped, images, resume=True)
     assert_same_state(whole, stopped)
     for rows in ("pull", "ranks"):
-        train(stopped, images, rows=rows, resume=True, resume_steps=1)
+        train(stopped, images, recipe=replace(RANKS, rows=rows), stated=("rows",), resume=True, resume_steps=1)
     assert latest(stopped / "snapshots").manifest.step == STEPS + 2
 
 
@@ -92,9 +89,9 @@ def test_sparsified_gradients_go_on_from_a_snapshot_on_any_number_of_ranks(image
     torchrun(2, None, images, whole, STEPS, "never", False, sparse)
     torchrun(2, None, images, broken, STEPS, "1:8", False, sparse, restarts=1)
     assert_same_state(whole, broken)
-    state = state_from_bytes(latest(broken / "snapshots").job_files()["gradients.safetensors"])
+    state = state_from_bytes(latest(broken / "snapshots").job_files()["training.safetensors"])["gradients"]
     assert state["steps"] == STEPS
-    assert any(bool(one.any()) for one in state["residual"].values())
+    assert any(bool(residual.any()) for residual in state["residual"].values())
 
     torchrun(4, None, images, broken, 3, "never", False, sparse, True)
     job = latest(broken / "snapshots").manifest.job
@@ -105,6 +102,6 @@ def test_sparsified_gradients_go_on_from_a_snapshot_on_any_number_of_ranks(image
 
 def test_flags_of_a_cluster_are_refused_before_anything_is_written(images: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    with pytest.raises(ConfigError, match=r"--scheduler, --increments are for rows in a cluster.*--rows pull"):
-        train(out, images, scheduler="127.0.0.1:1", increments=2)
+    with pytest.raises(ConfigError, match=r"--scheduler, snapshots\.increments are for rows in a cluster.*--rows pull"):
+        train(out, images, scheduler="127.0.0.1:1", recipe=replace(RANKS, snapshots=SnapshotSettings(increments=2)))
     assert not out.exists()

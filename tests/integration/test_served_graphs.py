@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from rich.console import Console
 
 import geartrain as gt
 from geartrain.ams.graph.service.graphs import Graphs
@@ -33,11 +31,9 @@ from geartrain.bridge.head.selection.knn_selection import KNNSelection
 from geartrain.bridge.head.selection.served_graph import ServedRows
 from geartrain.cli.main import build_app
 from geartrain.launch.graph_role import ConnectedCluster
-from geartrain.workers.data.bitmaps import Preprocessing
-from geartrain.workers.job.options import JobOptions
-from geartrain.workers.recipes import jobs
-from geartrain.workers.recipes.recipe import Recipe
+from geartrain.workers.recipes.recipe import ClassifyRecipe
 from tests.integration.conftest import QUICK, ServedCluster
+from tests.integration.small_job import GREY, said_by
 
 CLASSES, DIM = 120, 6
 
@@ -208,17 +204,22 @@ def test_a_workers_job_uses_the_service(graph_server: tuple[str, str], sources: 
         folder.mkdir(parents=True)
         for copy in range(3):
             Image.fromarray(random.integers(0, 255, (32, 32), np.uint8)).save(folder / f"{copy}.png")
-    recipe = Recipe(
-        steps=3, batch_size=6, width=8, dim=8, select="knn", sample_rate=0.5, neighbours=2, rebuild="2", warmup_steps=1
+    recipe = ClassifyRecipe(
+        steps=3,
+        batch_size=6,
+        width=8,
+        dim=8,
+        select="knn",
+        sample_rate=0.5,
+        neighbours=2,
+        rebuild=2,
+        warmup_steps=1,
+        look=GREY,
+        held_out=0.4,
     )
-    look = Preprocessing(kind="photo", size=32, channels=1)
-    options = JobOptions(
-        out=tmp_path / "run", recipe=recipe, preprocessing=look, device="cpu", scheduler=scheduler, graph=graph
-    )
-    said = io.StringIO()
-    jobs.train_folder(options, folder=tmp_path / "images", held_out=0.4, console=Console(file=said, width=200))
+    said = said_by(tmp_path / "run", tmp_path / "images", recipe, scheduler=scheduler, graph=graph)
     assert sources == [ServedRows] * 2
-    assert said.getvalue().count("Graph of 6 classes built in") == 2
+    assert said.count("Graph of 6 classes built in") == 2
     with gt.connect(scheduler, config=ClientConfig(graph=graph)) as cluster:
         assert cluster.graph.describe().graphs == ()  # it went with the job's table
 

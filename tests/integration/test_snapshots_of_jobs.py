@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,8 @@ from geartrain.ams.observe import failpoints
 from geartrain.ams.storage.snapshot.folder import latest, list_snapshots
 from geartrain.ams.values.errors import ConfigError, SnapshotDamaged, SnapshotFailed
 from geartrain.workers.job.folder import sole_trainer
-from tests.faults.test_job_recovery import images, train
+from geartrain.workers.job.options import SnapshotSettings
+from tests.faults.test_job_recovery import JOB, images, train
 from tests.integration.test_classify_and_predict import assert_same_state, one_thread
 
 __all__ = ["images", "one_thread"]
@@ -18,7 +20,7 @@ __all__ = ["images", "one_thread"]
 
 def test_a_full_disk_costs_a_snapshot_and_not_the_training(images: Path, tmp_path: Path) -> None:
     with failpoints.armed("manifest.write.before=error(ENOSPC)@3"):  # of step 10: after those of 0 and 5
-        result, told = train(tmp_path / "run", images, keep_snapshots=9)
+        result, told = train(tmp_path / "run", images, replace(JOB, snapshots=SnapshotSettings(steps=5, keep=9)))
     assert result.finished
     assert "No snapshot of step 10, training goes on: " in told
     assert "Free space on that disk" in told
@@ -35,7 +37,8 @@ def test_a_job_does_not_begin_where_it_cannot_be_saved(images: Path, tmp_path: P
 
 
 def test_snapshots_come_by_the_clock_too_and_old_ones_go(images: Path, tmp_path: Path) -> None:
-    train(tmp_path / "run", images, snapshot_minutes=1e-9, keep_snapshots=3)
+    often = SnapshotSettings(steps=5, minutes=1e-9, keep=3)
+    train(tmp_path / "run", images, replace(JOB, snapshots=often))
     names = [listed.name for listed in list_snapshots(tmp_path / "run" / "snapshots")]
     assert names == [f"step-{step:09}" for step in (24, 23, 22)]
 

@@ -129,7 +129,7 @@ class Design:
         if (recipe.model == "dssm" or kind.events or kind.images) and not schema.item:
             raise ConfigError(f"{recipe.model} needs fields of the item; name them item and item_…, or take deepfm")
         if (kind.events or kind.images) and not recipe.history:
-            raise ConfigError(f"history is 0, and {recipe.model} needs one; give --history 20, or another model")
+            raise ConfigError(f"history is 0, and {recipe.model} needs one; give --set history=20, or another model")
         if kind.images and layout.image_dim is None:
             raise ConfigError(f"{recipe.model} needs images of the items, and the samples have none; take din")
         self._pooled = bool(recipe.history) and not kind.events and not kind.images

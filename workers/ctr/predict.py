@@ -14,14 +14,14 @@ from geartrain.ams.storage.snapshot.folder import list_snapshots
 from geartrain.ams.values.errors import ColumnMismatch, ConfigError
 from geartrain.workers.atomic import replacing
 from geartrain.workers.ctr.designs import Design, SampleLayout
-from geartrain.workers.ctr.loop import click_probabilities
 from geartrain.workers.ctr.samples.click_samples import ClickSamples, split
 from geartrain.workers.ctr.samples.histories import histories_before
 from geartrain.workers.ctr.samples.parquet import read_parquet
 from geartrain.workers.ctr.samples.sources import load_samples
-from geartrain.workers.ctr.state import FORMAT, newest_state
+from geartrain.workers.ctr.trainer import ClickTrainer, click_probabilities
 from geartrain.workers.data.packages import Say
 from geartrain.workers.job.folder import read_run
+from geartrain.workers.job.state import JobState, newest_snapshot
 
 
 def is_click_run(folder: Path) -> bool:
@@ -30,8 +30,8 @@ def is_click_run(folder: Path) -> bool:
         listed = list_snapshots(read_run(folder).snapshots)
     except ConfigError:
         return False
-    snapshot = next((one.snapshot for one in listed if one.snapshot is not None), None)
-    return snapshot is not None and snapshot.manifest.job.get("format") == FORMAT
+    snapshot = next((entry.snapshot for entry in listed if entry.snapshot is not None), None)
+    return snapshot is not None and snapshot.manifest.job.get("job") == ClickTrainer.job
 
 
 def predict_clicks(run: Path, samples: str, *, cache: Path, say: Say) -> npt.NDArray[np.float64]:
@@ -41,7 +41,8 @@ def predict_clicks(run: Path, samples: str, *, cache: Path, say: Say) -> npt.NDA
     own samples again: what a user did among those it was trained on, before ``time``, or all of it if there is no such
     column. Raises ConfigError, SnapshotDamaged, and SourceError that names a column that is missing.
     """
-    snapshot, state = newest_state(read_run(run).snapshots)
+    snapshot = newest_snapshot(read_run(run).snapshots)
+    state = JobState.read(snapshot, ClickTrainer.job, ClickTrainer.recipe_class)
     design = Design(state.recipe, SampleLayout.from_json(state.data))
     given = _with_fields_of(design, read_parquet(samples, clicks=False), samples)
     if state.recipe.history:
@@ -50,7 +51,7 @@ def predict_clicks(run: Path, samples: str, *, cache: Path, say: Say) -> npt.NDA
         cluster.restore(snapshot.path)
         fields = design.fields(cluster, state.progress.table, reuse=True)
         network = design.network()
-        network.load_state_dict(dict(state.network))
+        network.load_state_dict(state.tensors["network"])
         return click_probabilities(design, network, fields, given)
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 from geartrain.ams.values.errors import ConfigError
 from geartrain.ams.values.text import quoted
 from geartrain.workers.ctr.samples.click_samples import SPLITS
+from geartrain.workers.job.keys import recipe_of
+from geartrain.workers.job.options import SnapshotSettings
 
 MODELS = ("deepfm", "wide_deep", "dssm", "din", "dien", "crossmedia")
 
@@ -41,8 +43,7 @@ class CtrRecipe:
     lr: float = 0.003
     """Peak learning rate of the network, by Adam."""
     seed: int = 0
-    save_every: int = 200
-    """Steps between snapshots."""
+    snapshots: SnapshotSettings = field(default_factory=SnapshotSettings)
 
     def __post_init__(self) -> None:
         """Raises ConfigError that names the value."""
@@ -50,7 +51,7 @@ class CtrRecipe:
             raise ConfigError(f"model is {quoted(self.model)}; it must be one of {', '.join(MODELS)}")
         if self.split not in SPLITS:
             raise ConfigError(f"split is {quoted(self.split)}; it must be one of {', '.join(SPLITS)}")
-        for name, least in {"dim": 2, "history": 0, "batch_size": 1, "steps": 1, "save_every": 1}.items():
+        for name, least in {"dim": 2, "history": 0, "batch_size": 1, "steps": 1}.items():
             if getattr(self, name) < least:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be at least {least}")
         for name in ("lr", "row_lr"):
@@ -65,18 +66,9 @@ class CtrRecipe:
         """What both learning rates are multiplied by at ``step`` (from 0) of a stage of ``steps``: half a cosine."""
         return 0.5 * (1 + math.cos(math.pi * step / steps))
 
-    def to_json(self) -> dict[str, Any]:
-        """As plain values."""
-        return {**asdict(self), "hidden": list(self.hidden)}
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> CtrRecipe:
-        """The recipe that :meth:`to_json` wrote. Raises ConfigError for fields this version does not know."""
-        if unknown := set(values) - {known.name for known in fields(cls)}:
-            raise ConfigError(
-                f"the saved recipe has unknown fields {sorted(unknown)}; was it saved by a newer version?"
-            )
-        return cls(**{**values, "hidden": tuple(values["hidden"])})
+    def stage_steps(self) -> int:
+        """Updates of one stage."""
+        return self.steps
 
 
 _Choice = Mapping[str, object]
@@ -84,7 +76,7 @@ _PRESETS: tuple[tuple[_Choice, Mapping[str, Any]], ...] = (
     ({"model": "din"}, {"history": 100}),
     ({"model": "dien"}, {"history": 20}),
     ({"model": "crossmedia"}, {"history": 10}),
-    # Chosen by --validation, not by what is held out.
+    # Chosen by validation=true, not by what is held out.
     (
         {"data": "movielens", "model": "deepfm", "split": "random"},
         {"dim": 32, "history": 300, "row_weight_decay": 0.0003, "row_lr": 0.005},
@@ -99,13 +91,16 @@ _PRESETS: tuple[tuple[_Choice, Mapping[str, Any]], ...] = (
 """Where all that is named holds, what differs from the recipe; a later one counts before those above it."""
 
 
-def recipe_for(data: str | None, model: str | None, **given: Any) -> CtrRecipe:
-    """The recipe of a model on ``data``, with what is ``given``. Raises ConfigError."""
-    chosen: dict[str, Any] = {"model": CtrRecipe.model if model is None else model}
-    chosen["split"] = given.get("split", "time" if data == "flights" else CtrRecipe.split)
-    known = {**given, **chosen, "data": data}
-    settings: dict[str, Any] = {}
+def usual_for(data: str | None, stated: Mapping[str, Any]) -> dict[str, Any]:
+    """What differs from the recipe's class for a model on ``data``, given what is ``stated``."""
+    usual: dict[str, Any] = {"model": CtrRecipe.model, "split": "time" if data == "flights" else CtrRecipe.split}
+    known = {**usual, **stated, "data": data}
     for where, differs in _PRESETS:
         if all(known.get(name) == value for name, value in where.items()):
-            settings.update(differs)
-    return CtrRecipe(**{**settings, **chosen, **given})
+            usual.update(differs)
+    return usual
+
+
+def recipe_for(data: str | None, **stated: Any) -> CtrRecipe:
+    """The recipe of a model on ``data``, with what is ``stated``. Raises ConfigError."""
+    return recipe_of(CtrRecipe, {**usual_for(data, stated), **stated})

@@ -5,8 +5,7 @@ Legend: B batch, K channels, S side.
 
 from __future__ import annotations
 
-import math
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor
@@ -36,27 +35,6 @@ class Augmentation:
         for name, value in asdict(self).items():
             if not 0 <= value <= 1:
                 raise InvalidArgument(f"{name} is {value!r}; it must lie in [0, 1]")
-
-    def changed(self, text: str) -> Augmentation:
-        """This one with what ``text`` says: ``NAME=SIZE,...``; behind ``none`` nothing but that.
-
-        Raises InvalidArgument.
-        """
-        names = [field.name for field in fields(self)]
-        parts = [part.strip() for part in text.split(",")]
-        sizes = dict.fromkeys(names, 0.0) if parts[0] == "none" else {}
-        for part in parts[1:] if parts[0] == "none" else parts:
-            name, _, size = part.partition("=")
-            try:
-                sizes[name] = float(size)
-            except ValueError:
-                sizes[name] = math.nan
-            if name not in names or math.isnan(sizes[name]):
-                raise InvalidArgument(
-                    f"the augmentation is {text!r}; it must be none, or NAME=SIZE,... of {', '.join(names)}, as in "
-                    "affine=0.1,flip=0.5"
-                )
-        return replace(self, **sizes)
 
     def distort(self, images: Tensor, first: int, joint_batch: int, seed: int, step: int) -> Tensor:
         """Distort images [B, K, S, S] float, which are those from ``first`` on of a joint batch of all ranks.

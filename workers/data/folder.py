@@ -80,7 +80,7 @@ def load_folder(
     else:
         console.print(
             f"The images decoded would take {num_bytes / (1 << 30):,.1f} GiB: they are read batch by batch "
-            "(--image-memory says from when on)",
+            "(image_memory says from when on)",
             highlight=False,
             soft_wrap=True,
         )
@@ -141,7 +141,9 @@ def _read_all(
     bad = sorted(tolerant.found.values())
     if bad and not unreadable.skip:
         more = f"; and {len(bad) - _BAD_FILES_NAMED} more" if len(bad) > _BAD_FILES_NAMED else ""
-        raise InvalidArgument("; ".join(bad[:_BAD_FILES_NAMED]) + more + "; --skip-unreadable trains without them")
+        raise InvalidArgument(
+            "; ".join(bad[:_BAD_FILES_NAMED]) + more + "; --set skip_unreadable=true trains without them"
+        )
     unreadable.found.update(tolerant.found)
     sets: list[Images] = []
     for part in parts:

@@ -125,7 +125,7 @@ class Unreadable:
         text = str(error) if where in str(error) else f"{where}: {error}"
         self.found[where] = text
         if not self.skip:
-            raise InvalidArgument(f"{text}; --skip-unreadable trains without it") from error
+            raise InvalidArgument(f"{text}; --set skip_unreadable=true trains without it") from error
 
 
 def read_bitmap(picture: Picture, preprocessing: Preprocessing, unreadable: Unreadable) -> Bitmap | None:

@@ -1,6 +1,7 @@
 """Whether a folder holds a training run, and how one makes room for the next.
 
 run.json       which job this is, where its snapshots are, who launched it
+recipe.yaml    every key of its recipe; --recipe takes it
 snapshots/     what it goes on from, unless they are elsewhere
 model/         see :mod:`geartrain.workers.models.saved_model`
 events/        TensorBoard; wandb/ and mlruns/ are of the loggers of that name
@@ -16,7 +17,7 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -26,12 +27,13 @@ from geartrain.ams.storage.snapshot.folder import list_snapshots
 from geartrain.ams.storage.snapshot.store import place
 from geartrain.ams.values.errors import ConfigError, SnapshotDamaged
 from geartrain.workers.atomic import previous_folder, write_json
+from geartrain.workers.job.keys import RECIPE_FILE
 
 _FOLDERS = ("model", "events", "wandb", "mlruns", "snapshots")
 _RUN = "run.json"
 HERE = "none"
 """In the place of a scheduler's address: the worker has the rows."""
-_FILES = (_RUN, "sweep.json", "report.json", "mistakes.png", "calibration.png")
+_FILES = (_RUN, RECIPE_FILE, "sweep.json", "report.json", "mistakes.png", "calibration.png")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,11 +114,10 @@ def find_run(out: Path, snapshots: str | None, *, allow_fallback: bool) -> Run |
     if not listed:
         require_new_run(out)
         return None
-    newest = next(
-        (one.snapshot for one in listed if one.snapshot is not None and (allow_fallback or one is listed[0])), None
-    )
-    if newest is None:
+    sound = [entry.snapshot for entry in (listed if allow_fallback else listed[:1]) if entry.snapshot is not None]
+    if not sound:
         raise listed[0].damage or SnapshotDamaged(f"{listed[0].path} is damaged")
+    newest = sound[0]
     saved: dict[str, Any] = newest.manifest.job
     if "progress" not in saved:
         raise ConfigError(f"{newest.path} was not taken by 'geartrain worker'; give another --snapshots")
@@ -152,20 +153,9 @@ def cluster_of(given: str | None, run: Run | None, say: Callable[[str], None]) -
         return None if run is None else run.scheduler
     scheduler = None if given == HERE else given
     if run is not None and scheduler != run.scheduler:
-        before, now = (f"the cluster of {one}" if one else "the worker" for one in (run.scheduler, scheduler))
+        before, now = (f"the cluster of {where}" if where else "the worker" for where in (run.scheduler, scheduler))
         say(f"The rows of the run were in {before}; from now on they are in {now}")
     return scheduler
-
-
-def require_same(stated: Iterable[str], mine: object, saved: object, out: Path) -> None:
-    """Raise ConfigError if what the person has ``stated`` for ``--continue`` is not what the run was begun with."""
-    for name in stated:
-        now, begun = getattr(mine, name), getattr(saved, name)
-        if now != begun:
-            raise ConfigError(
-                f"{name} is {now!r}, but the run in {out} was begun with {begun!r}; give that, or leave it out, or "
-                "start a new run (another --out and --snapshots)"
-            )
 
 
 def require_new_snapshots(root: str) -> None:

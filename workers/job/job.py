@@ -1,4 +1,4 @@
-"""A whole training job: data in, a run folder out, whatever dies on the way. One attempt at it: ``training_run.py``.
+"""A whole training job: data in, a run folder out, whatever dies on the way. One attempt at it: ``run.py``.
 
 A job goes back to its last snapshot *as a whole* when a role of its cluster is lost: by itself if it is one process;
 if it is several, torchrun starts them again and they find the snapshot.
@@ -9,11 +9,11 @@ from __future__ import annotations
 import os
 import platform
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import psutil
 from rich.console import Console
@@ -21,38 +21,104 @@ from rich.console import Console
 from geartrain.ams.client.cluster import Cluster
 from geartrain.ams.client.factory import connect, local
 from geartrain.ams.programs.models import hosted_models
+from geartrain.ams.storage.snapshot.folder import Snapshot
 from geartrain.ams.values.config import ClientConfig
 from geartrain.ams.values.errors import ConfigError
 from geartrain.bridge.head.backends.registry import ROW_BACKENDS
-from geartrain.workers.devices import choose_device
-from geartrain.workers.job.folder import has_snapshot, read_run, require_new_run, sole_trainer
+from geartrain.workers.job.folder import (
+    HERE,
+    Run,
+    cluster_of,
+    find_run,
+    has_snapshot,
+    read_report,
+    read_run,
+    require_folder,
+    require_new_run,
+    require_one_process,
+    sole_trainer,
+)
 from geartrain.workers.job.interruption import Interruption, Stopped, interruption
-from geartrain.workers.job.options import JobData, JobOptions, JobResult
+from geartrain.workers.job.keys import gone_on_with
+from geartrain.workers.job.options import JobOptions, JobResult
 from geartrain.workers.job.ranks import JobRanks, joined_ranks
-from geartrain.workers.job.rows.cluster_rows import JobRowsInCluster
-from geartrain.workers.job.rows.job_rows import JobRows
-from geartrain.workers.job.rows.rank_rows import JobRowsOnRanks
+from geartrain.workers.job.run import TrainingRun
 from geartrain.workers.job.snapshots import LOST, GoBack, Loss
-from geartrain.workers.job.training_run import TrainingRun
+from geartrain.workers.job.state import JobState, Progress, newest_snapshot, snapshot_named
+from geartrain.workers.job.trainer import Attempt, Trainer
 
 _CLOCKS_DIFFER_SECONDS = 5.0
+CHANGEABLE = ("snapshots", "rows", "dtype")
+"""Keys of a recipe that may be others when a run goes on."""
 
 
-def run_job(options: JobOptions, load: Callable[[Console], JobData], console: Console) -> JobResult:
+def run_job(trainer_class: type[Trainer], options: JobOptions, console: Console) -> JobResult:
     """Train, evaluate and save. Under torchrun all ranks call this; the first one writes and speaks.
 
     Raises ConfigError, before anything is written, if ``options.out`` holds a run that was not meant to be replaced.
     """
     started = time.perf_counter()
+    if trainer_class.in_one_process:
+        require_one_process(options.job)
+    require_folder(options.cache, "--cache")
+    options, ended = _with_its_run(trainer_class, options, console)
+    if ended is not None:
+        return ended
+    trainer_class.require(options)
     with ExitStack() as stack:
         # Of ranks only the steps end in good order: torchrun ends those that wait for each other.
         stop = stack.enter_context(interruption()) if "WORLD_SIZE" not in os.environ else None
-        return _run_to_the_end(options, load, console, started, stop)
+        return _run_to_the_end(trainer_class, options, console, started, stop)
+
+
+def _with_its_run(
+    trainer_class: type[Trainer], options: JobOptions, console: Console
+) -> tuple[JobOptions, JobResult | None]:
+    """The options with what is known of the run: whether it goes on (``continues``), its cluster and recipe; and how it
+    ended, if it has and nobody asks for more. Of ranks each comes to the same.
+    """
+
+    def say(line: str) -> None:
+        if int(os.environ.get("RANK", "0")) == 0:
+            console.print(line, highlight=False, soft_wrap=True)
+
+    run = read_run(options.out) if options.resume else None
+    if options.continues:
+        run = find_run(options.out, options.snapshots, allow_fallback=options.allow_fallback)
+        options = replace(options, resume=run is not None, resume_steps=None)
+    if run is not None:
+        snapshot = newest_snapshot(run.snapshots, allow_fallback=options.allow_fallback)
+        options = _with_saved_recipe(options, _read_state(trainer_class, snapshot, run))
+    given = HERE if options.scheduler is None and _on_ranks(options) else options.scheduler
+    options = replace(options, scheduler=cluster_of(given, run, say))
+    if run is None:
+        return options, None
+    report = read_report(options.out) if options.continues and run.ended else None
+    if report is None:
+        return options, None
+    say(f"The run in {options.out} has ended at step {run.stage_end} (to train on: --resume {options.out} --steps N)")
+    return options, JobResult(True, report, run.stage_end)
+
+
+def _read_state(trainer_class: type[Trainer], snapshot: Snapshot, run: Run) -> JobState:
+    """Raises ConfigError if it is another job's: no job goes on with another's rows."""
+    state = JobState.read(snapshot, trainer_class.job, trainer_class.recipe_class)
+    if state.progress.table != run.job:
+        raise ConfigError(
+            f"{snapshot.path} is of job {state.progress.table!r}, not of {run.job!r}, whose folder this is; move it "
+            "away"
+        )
+    return state
+
+
+def _with_saved_recipe(options: JobOptions, state: JobState) -> JobOptions:
+    recipe = gone_on_with(state.recipe, options.recipe, options.stated, CHANGEABLE, options.out)
+    return replace(options, recipe=recipe)
 
 
 def _run_to_the_end(
+    trainer_class: type[Trainer],
     options: JobOptions,
-    load: Callable[[Console], JobData],
     console: Console,
     started: float,
     stop: Interruption | None,
@@ -62,7 +128,7 @@ def _run_to_the_end(
     loss: Loss | None = None
     while True:
         try:
-            return _run_once(options, load, console, started, loss, stop)
+            return _run_once(trainer_class, options, console, started, loss, stop)
         except Stopped:
             if not options.resume:
                 raise
@@ -83,7 +149,7 @@ def _run_to_the_end(
             if loss is None or (recoveries == options.max_recoveries and not is_planned):
                 raise (exc.__cause__ if isinstance(exc, GoBack) and exc.__cause__ else exc) from None
             recoveries += not is_planned
-            options = replace(options, resume=True, overwrite=False)
+            options = replace(options, resume=True, overwrite=False, resume_steps=None)
 
 
 def _stopped(options: JobOptions, console: Console, loss: Loss | None) -> JobResult:
@@ -94,21 +160,21 @@ def _stopped(options: JobOptions, console: Console, loss: Loss | None) -> JobRes
 
 
 def _run_once(
+    trainer_class: type[Trainer],
     options: JobOptions,
-    load: Callable[[Console], JobData],
     console: Console,
     started: float,
     loss: Loss | None,
     stop: Interruption | None,
 ) -> JobResult:
     with joined_ranks(options.device) as ranks:
-        return _run_on(ranks, options, load, console, started, loss, stop)  # its model is gone with its frame
+        return _run_on(ranks, trainer_class, options, console, started, loss, stop)  # its model is gone with its frame
 
 
 def _run_on(
     ranks: JobRanks,
+    trainer_class: type[Trainer],
     options: JobOptions,
-    load: Callable[[Console], JobData],
     console: Console,
     started: float,
     loss: Loss | None,
@@ -116,19 +182,67 @@ def _run_on(
 ) -> JobResult:
     with ExitStack() as stack:
         console = console if ranks.is_first else Console(quiet=True)
-        _require_place(options, ranks)
         is_restart = ranks.any(_is_restart())  # of a machine that took another's place it is the first start
         options = _after_restart(options, ranks, is_restart=is_restart)
+        _require_place(options, ranks)
         if options.scheduler is None and ranks.is_first:
             stack.enter_context(sole_trainer(options.out))  # with a cluster, fences do this
-        data = _load_in_turn(load, ranks, console)
-        job = _job_name(options, ranks)
+        snapshot, state = None, None
+        if options.resume:
+            run = read_run(options.out)
+            # One rank looks for the newest: a snapshot that appears meanwhile must not part them.
+            first = newest_snapshot(run.snapshots, allow_fallback=options.allow_fallback) if ranks.is_first else None
+            name = ranks.gather_json(first.name if first else "")[0]
+            snapshot = first or snapshot_named(run.snapshots, name)
+            state = _read_state(trainer_class, snapshot, run)
+            options = _with_saved_recipe(options, state)
+        data = _load_in_turn(trainer_class, options, state, ranks, console)
+        job = f"{options.out.name or 'run'}-{ranks.new_job_id()}" if state is None else state.progress.table
         again = loss is not None or is_restart
-        rows = stack.enter_context(_opened_rows(options, ranks, job, goes_on=again))
-        run = TrainingRun(job, options, data, rows, ranks, console, launch=launch_name(), again=again, loss=loss)
+        cluster = (
+            stack.enter_context(_open_cluster(options, ranks, job, goes_on=again)) if not _on_ranks(options) else None
+        )
+        if cluster is not None and snapshot is not None and ranks.is_first:
+            # A process of this job that was only stopped must not go on beside it.
+            cluster.fence(job, cluster.write_stream.incarnation)
+            cluster.restore(snapshot.path, replace=True)
+        ranks.barrier("rows restored")  # no rank may look for the tables before they are there
+        attempt = Attempt(
+            options=options,
+            progress=_progress(options, state, job, again=again),
+            snapshot=snapshot,
+            state=state,
+            cluster=cluster,
+            ranks=ranks,
+            console=console,
+        )
+        trainer = trainer_class(attempt, data)  # type: ignore[call-arg]
+        seconds = {"data": time.perf_counter() - started}
+        training = TrainingRun(attempt, trainer, launch=launch_name(), loss=loss, seconds=seconds)
         stop = stop or stack.enter_context(interruption())
-        with stop.in_order(rows.cluster):
-            return run.execute(stop, {"data": time.perf_counter() - started})
+        with stop.in_order(cluster):
+            return training.execute(stop)
+
+
+def _progress(options: JobOptions, state: JobState | None, job: str, *, again: bool) -> Progress:
+    """Where the attempt begins. ``again``: nobody asked for more, this job itself begins once more."""
+    if state is None:
+        return Progress(step=0, stage_start=0, stage_steps=options.recipe.stage_steps(), table=job)
+    run, progress, asked = read_run(options.out), state.progress, options.resume_steps
+    steps = None if asked is None else replace(state.recipe, steps=asked).stage_steps()
+    if not progress.is_complete:
+        if steps not in (None, progress.stage_steps) and not again:
+            raise ConfigError(
+                f"--steps {asked} is for a run that has ended; {options.out} stands at step {progress.step} of "
+                f"{progress.stage_start + progress.stage_steps}. Leave --steps out to train it to its end, and give "
+                "it after"
+            )
+        return progress
+    if run.stage_end > progress.step:  # another stage had begun, and saved nothing yet
+        return replace(progress, stage_start=progress.step, stage_steps=run.stage_end - progress.step)
+    if again or not run.ended:
+        return progress  # the training is done, and only the rest is left to do
+    return replace(progress, stage_start=progress.step, stage_steps=steps or state.recipe.stage_steps())
 
 
 def _is_gone(out: Path, file: Path) -> bool:
@@ -136,13 +250,17 @@ def _is_gone(out: Path, file: Path) -> bool:
 
 
 def _on_ranks(options: JobOptions) -> bool:
-    return not ROW_BACKENDS[options.rows or options.recipe.rows].needs_cluster
+    return not ROW_BACKENDS[getattr(options.recipe, "rows", "pull")].needs_cluster
 
 
 def _require_place(options: JobOptions, ranks: JobRanks) -> None:
     """Raise ConfigError, with the remedy, unless the flags say where the rows of the job are."""
     if _on_ranks(options):
-        clusters = {"--scheduler": options.scheduler, "--graph": options.graph, "--increments": options.increments}
+        clusters = {
+            "--scheduler": options.scheduler,
+            "--graph": options.graph,
+            "snapshots.increments": options.recipe.snapshots.increments,
+        }
         given = [flag for flag, value in clusters.items() if value]
         if given:
             raise ConfigError(
@@ -154,19 +272,6 @@ def _require_place(options: JobOptions, ranks: JobRanks) -> None:
             f"{ranks.world_size} ranks train the same rows: give --rows ranks, and they hold them, or "
             f"--scheduler HOST:PORT of a cluster ('geartrain up' starts one)"
         )
-
-
-@contextmanager
-def _opened_rows(options: JobOptions, ranks: JobRanks, job: str, *, goes_on: bool) -> Iterator[JobRows]:
-    """The place of the job's rows."""
-    if _on_ranks(options):
-        yield JobRowsOnRanks(choose_device(options.device, ranks.local_rank))
-        return
-    with _open_cluster(options, ranks, job, goes_on=goes_on) as cluster:
-        if options.resume and ranks.is_first:
-            # A process of this job that was only stopped must not go on beside it.
-            cluster.fence(job, cluster.write_stream.incarnation)
-        yield JobRowsInCluster(cluster, ranks, cluster.watch_leaves(job) if ranks.is_first else None)
 
 
 def _open_cluster(options: JobOptions, ranks: JobRanks, job: str, *, goes_on: bool) -> Cluster:
@@ -195,18 +300,13 @@ def _client_config(options: JobOptions, *, goes_on: bool) -> ClientConfig:
     return config.model_copy(update={"connect_timeout_seconds": seconds, "refused_timeout_seconds": seconds})
 
 
-def _job_name(options: JobOptions, ranks: JobRanks) -> str:
-    """The job of the run that is gone on with, or a name that no other job has."""
-    if options.resume:
-        return read_run(options.out).job
-    return f"{options.out.name or 'run'}-{ranks.new_job_id()}"
-
-
-def _load_in_turn(load: Callable[[Console], JobData], ranks: JobRanks, console: Console) -> JobData:
+def _load_in_turn(
+    trainer_class: type[Trainer], options: JobOptions, state: JobState | None, ranks: JobRanks, console: Console
+) -> Any:
     """The data; the first rank fills the caches, the others find them filled."""
     if not ranks.is_first:
         ranks.barrier("data loaded")
-    data = load(console)
+    data = trainer_class.load(options, state, console)
     if ranks.is_first:
         ranks.barrier("data loaded")
     return data

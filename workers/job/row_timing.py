@@ -1,12 +1,12 @@
-"""A cluster whose tables keep the time that pulls and pushes take: two numbers of the live line.
+"""The time that a training waits for rows: two numbers of the live line. Pushes are counted where they are made.
 
-With hosted rows the first is the time in which the shards compute, the second that in which they update.
+With hosted rows a pull is the time in which the shards compute.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -87,10 +87,9 @@ class TimedTable:
         """See ``Table.pull_into_async``. Not counted: these pulls run while the head computes."""
         return self._table.pull_into_async(ids, out, required_sync=required_sync)
 
-    def prepare_push(self, ids: Ids, gradients: npt.NDArray[Any], **settings: Any) -> _TimedTableWrite:
+    def prepare_push(self, ids: Ids, gradients: npt.NDArray[Any], **settings: Any) -> TableWrite:
         """See ``Table.prepare_push``."""
-        with self._times.pushing():
-            return _TimedTableWrite(self._table.prepare_push(ids, gradients, **settings), self._times)
+        return self._table.prepare_push(ids, gradients, **settings)
 
     def assign(self, ids: Ids, rows: npt.NDArray[Any]) -> Done:
         """See ``Table.assign``."""
@@ -122,36 +121,5 @@ class _TimedCalls:
         with self._times.pulling():
             return self._calls.compute(operation, inputs, required_sync=required_sync)
 
-    def prepare_update(self, inputs: InputsOfShard, **settings: Any) -> _TimedWrite:
-        return _TimedWrite(self._calls.prepare_update(inputs, **settings), self._times)
-
-
-class _TimedWrite:
-    def __init__(self, write: HeadWrite, times: RowTimes) -> None:
-        self._write = write
-        self._times = times
-
-    def send(self) -> Done:
-        with self._times.pushing():
-            return self._write.send()
-
-    def abandon(self) -> None:
-        self._write.abandon()
-
-
-class _TimedTableWrite(_TimedWrite):
-    def __init__(self, write: TableWrite, times: RowTimes) -> None:
-        super().__init__(write, times)
-        self._table_write = write
-
-    @property
-    def is_sent(self) -> bool:
-        return self._table_write.is_sent
-
-    def announce(self) -> None:
-        self._table_write.announce()
-
-    def send_with(self, others: Sequence[Any]) -> None:
-        plain = [one._table_write if isinstance(one, _TimedTableWrite) else one for one in others]
-        with self._times.pushing():
-            self._table_write.send_with(plain)
+    def prepare_update(self, inputs: InputsOfShard, **settings: Any) -> HeadWrite:
+        return self._calls.prepare_update(inputs, **settings)

@@ -1,6 +1,6 @@
 """The snapshots of one job: when the clock says that one is due, taken while it trains, and the old ones removed.
 
-They are also due after every so many steps: ``loop.py``. How a job goes on from one: ``training_run.py``.
+They are also due after every so many steps: ``trainer.py``. How a job goes on from one: ``run.py``.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Protocol
 
 from geartrain.ams.client.leave_watch import LeaveWatch
 from geartrain.ams.client.snapshots.snapshot import PendingSnapshot, free_name
@@ -25,7 +25,7 @@ from geartrain.ams.values.errors import (
     TableNotFound,
     Unavailable,
 )
-from geartrain.workers.job.state import Progress
+from geartrain.workers.job.state import JobState, Progress
 
 _WORTH_SAYING_SECONDS = 2.0
 SILENT_SECONDS = 4.0
@@ -55,7 +55,7 @@ class GoBack(Exception):
 
 
 @dataclass(frozen=True)
-class Moment:
+class SnapshotMoment:
     """A step at which a snapshot was taken."""
 
     progress: Progress
@@ -63,33 +63,14 @@ class Moment:
     """On the clock."""
 
 
-def stopped_line(step: int, last: Moment | None, go_on: str) -> str:
-    """What a run that a signal ended at ``step`` says: what is saved, and what to type."""
-    if last is None or last.progress.step != step:
-        return f"Stopped at step {step}; saved is step {0 if last is None else last.progress.step}. Go on with: {go_on}"
-    return f"Stopped at step {step} and saved. Go on with: {go_on}"
+class SnapshotTaker(Protocol):
+    """What snapshots the rows of a job: its ``Trainer``."""
 
-
-class StateOfJob(Protocol):
-    """What a job goes on from, as far as its snapshots ask."""
-
-    @property
-    def progress(self) -> Progress:
-        """How far it has come."""
-
-
-State = TypeVar("State", bound=StateOfJob)
-State_contra = TypeVar("State_contra", contravariant=True)
-
-
-class SnapshotTaker(Protocol[State_contra]):
-    """Where the rows of a job are, such as a ``JobRows``."""
-
-    def begin_snapshot(self, root: str, name: str, *, parent: str | None, state: State_contra) -> PendingSnapshot:
+    def begin_snapshot(self, root: str, name: str, *, parent: str | None, state: JobState) -> PendingSnapshot:
         """Hold the rows and ``state`` as the snapshot ``root``/``name``; with a ``parent``, the rows written since."""
 
 
-class JobSnapshots(Generic[State]):
+class JobSnapshots:
     """Takes snapshots of a job's rows with the job's state. Used from one thread of every rank that takes part in it.
 
     One is written at a time, while the training goes on. A snapshot that fails is told and passed over: the training
@@ -98,7 +79,7 @@ class JobSnapshots(Generic[State]):
 
     def __init__(
         self,
-        rows: SnapshotTaker[State],
+        rows: SnapshotTaker,
         root: str,
         *,
         is_first: bool = True,
@@ -128,10 +109,10 @@ class JobSnapshots(Generic[State]):
         self._asked = -math.inf
         """When a leaving shard last asked for one."""
         self._clock = clock
-        self._pending: tuple[PendingSnapshot, str, Moment] | None = None
+        self._pending: tuple[PendingSnapshot, str, SnapshotMoment] | None = None
         self._begun = clock()
         self._failure: GeartrainError | None = None
-        self.last: Moment | None = None
+        self.last: SnapshotMoment | None = None
         """Of the newest whole snapshot that this object took."""
 
     @property
@@ -141,7 +122,7 @@ class JobSnapshots(Generic[State]):
             return True
         return self._every_seconds is not None and self._clock() - self._begun >= self._every_seconds
 
-    def begin(self, state: State) -> None:
+    def begin(self, state: JobState) -> None:
         """Hold this moment, and go on while it is written. Waits for the one before to be whole.
 
         May raise what it means to lose a shard, which may as well show at the next push; not that a disk fails. Raises
@@ -151,7 +132,7 @@ class JobSnapshots(Generic[State]):
         leaving = self._leaving
         if leaving:
             self._asked = self._clock()
-        moment = Moment(state.progress, self._clock())
+        moment = SnapshotMoment(state.progress, self._clock())
         self._begun = moment.seconds
         silent = 0.0 if self._watch is None else self._watch.silent_seconds
         if silent > SILENT_SECONDS:  # to ask it would stop the training for nothing
@@ -169,7 +150,7 @@ class JobSnapshots(Generic[State]):
         if leaving:
             self.settle()
             if self.last is moment:
-                self._make_way(leaving, moment)
+                self._let_leave(leaving, moment)
 
     def settle(self) -> None:
         """Wait until what was begun is whole, or is known to have failed."""
@@ -193,7 +174,7 @@ class JobSnapshots(Generic[State]):
     def _leaving(self) -> tuple[int, ...]:
         return () if self._watch is None else self._watch.leaving
 
-    def _make_way(self, leaving: tuple[int, ...], moment: Moment) -> None:
+    def _let_leave(self, leaving: tuple[int, ...], moment: SnapshotMoment) -> None:
         """Let shards leave, and go on from the snapshot once others have taken their places."""
         assert self._watch is not None
         step, which = moment.progress.step, f"shard {', '.join(map(str, leaving))}"
@@ -209,7 +190,7 @@ class JobSnapshots(Generic[State]):
         except SnapshotError as exc:
             self._say(f"Old snapshots stay for now, training goes on: {exc}")
 
-    def require(self, state: State) -> None:
+    def require(self, state: JobState) -> None:
         """Take one that must succeed. Raises SnapshotFailed."""
         say, self._say = self._say, lambda _: None
         try:
@@ -223,6 +204,6 @@ class JobSnapshots(Generic[State]):
                 "shards: give a folder or URL that they and this worker see alike (--snapshots)"
             )
 
-    def _tell(self, moment: Moment, exc: GeartrainError) -> None:
+    def _tell(self, moment: SnapshotMoment, exc: GeartrainError) -> None:
         self._failure = exc
         self._say(f"No snapshot of step {moment.progress.step}, training goes on: {exc}")

@@ -153,7 +153,8 @@ def build_backbone(name: str, settings: Mapping[str, Any], *, own: str | None = 
     if ":" in name:
         if name != own:
             raise ConfigError(
-                f"the backbone is {name}, code that is not Geartrain's; if you trust it, say so: --backbone {name}"
+                f"the backbone is {name}, code that is not Geartrain's; if you trust it, say so: --backbone {name}, "
+                f"or --set backbone={name} of 'geartrain worker'"
             )
         return build_own(name, **settings)
     if name not in BACKBONES:

@@ -62,7 +62,7 @@ class Model:
     backbone_name: str = "stroke_net"
     """See :func:`geartrain.workers.models.backbones.build_backbone`."""
     training: dict[str, Any] = field(default_factory=dict)
-    """What the run that wrote it says of it, as plain values; see :mod:`geartrain.workers.job.best`."""
+    """What the run that wrote it says of it, as plain values; see :mod:`geartrain.workers.classify.best`."""
 
 
 def save_model(folder: Path, model: Model, centers: Path | None = None) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any, get_args
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from typing import Literal, get_args
 
 import torch
 from torch import nn
@@ -24,6 +24,8 @@ from geartrain.bridge.head.sub_centers import check_sub_centers, require_margin
 from geartrain.bridge.parallel.topk.hook import TopKGradients
 from geartrain.bridge.rows.tables import HeadCluster
 from geartrain.workers.data.augment import Augmentation
+from geartrain.workers.data.bitmaps import Preprocessing
+from geartrain.workers.job.options import SnapshotSettings
 from geartrain.workers.recipes.margins import margin_of
 from geartrain.workers.recipes.optimizers import JOB_OPTIMIZERS
 
@@ -47,9 +49,9 @@ class Recipe:
     """Of backbone and class centers: ``sgd`` (the backbone's with Nesterov momentum) or ``adamw``."""
     lr: float = 0.2
     """Peak learning rate of the backbone."""
-    row_lr: float = 0.2
-    """Peak learning rate of the class centers; without a margin, where they learn by AdamW, 1/200 of it (at a full
-    softmax, else more, as a head's own rate)."""
+    row_lr: float | None = None
+    """Peak learning rate of the class centers; None: as ``lr``. Without a margin, where they learn by AdamW, 1/200 of
+    it (at a full softmax, else more, as a head's own rate)."""
     rate: float = 1.0
     """Multiplies both: what trials found, since a table keeps the rate that it was made with."""
     row_momentum: float = 0.0
@@ -72,7 +74,7 @@ class Recipe:
     """Part of the classes that is active in a step; 1.0 is the full softmax."""
     neighbours: int = 32
     """Kept of each class by ``knn``."""
-    rebuild: str = "epoch"
+    rebuild: str | int = "epoch"
     """When ``knn`` builds its graph anew: ``auto``, ``epoch``, ``background`` or a number of steps."""
     rows: str = "pull"
     """Where the work on the class centers is done: ``pull`` (here; they travel), ``hosted`` (beside them, on the
@@ -87,20 +89,23 @@ class Recipe:
     """Channels of the backbone's trunk; a multiple of 8."""
     seed: int = 0
     """Decides initial weights, order of the images, distortions and sampled classes."""
-    save_every: int = 200
-    """Steps between snapshots."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Of the backbone's products: ``float32``, ``bfloat16`` (autocast), or ``auto``: bfloat16 where it is faster."""
     augmentation: Augmentation = field(default_factory=Augmentation)
     """Distortions of the training images."""
+    look: Preprocessing = field(default_factory=Preprocessing)
+    """How a picture becomes what the backbone sees."""
+    snapshots: SnapshotSettings = field(default_factory=SnapshotSettings)
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch_size", "dim", "save_every", "neighbours"):
+        for name in ("steps", "batch_size", "dim", "neighbours"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be at least 1")
         margin_of(self.margin)
         if self.optimizer not in JOB_OPTIMIZERS:
             raise ConfigError(f"optimizer is {self.optimizer!r}; it must be one of {', '.join(JOB_OPTIMIZERS)}")
         if self.row_momentum and not JOB_OPTIMIZERS[self.optimizer].takes_row_momentum:
-            takers = ", ".join(repr(name) for name, one in JOB_OPTIMIZERS.items() if one.takes_row_momentum)
+            takers = ", ".join(repr(name) for name, known in JOB_OPTIMIZERS.items() if known.takes_row_momentum)
             raise ConfigError(
                 f"row_momentum is {self.row_momentum!r}; it is for the optimizer {takers}, {self.optimizer!r} has its "
                 "own"
@@ -108,14 +113,15 @@ class Recipe:
         if not 0 <= self.sparsity < 1:
             raise ConfigError(f"sparsity is {self.sparsity!r}; it must lie in [0, 1): 0.999 sends one in a thousand")
         if self.sparsity and not JOB_OPTIMIZERS[self.optimizer].is_sparsifiable:
-            takers = ", ".join(repr(name) for name, one in JOB_OPTIMIZERS.items() if one.is_sparsifiable)
+            takers = ", ".join(repr(name) for name, known in JOB_OPTIMIZERS.items() if known.is_sparsifiable)
             raise ConfigError(
                 f"sparsity is {self.sparsity!r}, and gradients that arrive late and summed are not for the optimizer "
-                f"{self.optimizer!r}; give --optimizer {takers}, or leave --sparsity out"
+                f"{self.optimizer!r}; give optimizer={takers}, or leave sparsity out"
             )
         for name in ("lr", "row_lr", "rate", "weight_decay", "warmup_steps"):
-            if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
-                raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be finite and >= 0")
+            value = getattr(self, name)
+            if value is not None and not (math.isfinite(value) and value >= 0):
+                raise ConfigError(f"{name} is {value!r}; it must be finite and >= 0")
         if not 0 <= self.row_momentum < 1:
             raise ConfigError(f"row_momentum is {self.row_momentum!r}; it must lie in [0, 1)")
         if self.row_momentum_untouched not in UNTOUCHED:
@@ -137,9 +143,9 @@ class Recipe:
             raise ConfigError(f"rows is {self.rows!r}; it must be one of {', '.join(PLACES)}")
         if self.select == "knn" and self.sample_rate == 1:
             raise ConfigError(
-                "select is 'knn' and sample_rate is 1, the full softmax; give less of the classes (--active 0.1)"
+                "select is 'knn' and sample_rate is 1, the full softmax; give less of the classes (sample_rate=0.1)"
             )
-        is_steps = self.rebuild.isdecimal() and int(self.rebuild) >= 1
+        is_steps = str(self.rebuild).isdecimal() and int(self.rebuild) >= 1
         if self.rebuild not in ("auto", "epoch", "background") and not is_steps:
             raise ConfigError(
                 f"rebuild is {self.rebuild!r}; it must be 'auto', 'epoch', 'background' or a number of steps"
@@ -154,19 +160,34 @@ class Recipe:
         warmup = min(1.0, (step + 1) / max(1, min(self.warmup_steps, steps // 4)))
         return self.rate * warmup * 0.5 * (1 + math.cos(math.pi * step / steps))
 
-    def to_json(self) -> dict[str, Any]:
-        """As plain values."""
-        return asdict(self)
+    def stage_steps(self) -> int:
+        """Updates of one stage."""
+        return self.steps
 
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Recipe:
-        """The recipe that :meth:`to_json` wrote. Raises ConfigError for fields this version does not know."""
-        unknown = set(values) - {known.name for known in fields(cls)}
-        if unknown:
-            raise ConfigError(
-                f"the saved recipe has unknown fields {sorted(unknown)}; was it saved by a newer version?"
-            )
-        return cls(**{**values, "augmentation": Augmentation(**values["augmentation"])})
+
+@dataclass(frozen=True, kw_only=True)
+class GlyphRecipe(Recipe):
+    """That of ``geartrain worker glyphs``."""
+
+    classes: int | None = None
+    """Only so many characters, evenly spread; None: all."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClassifyRecipe(Recipe):
+    """That of ``geartrain worker classify``: all classes are active, and small batches see them often."""
+
+    sample_rate: float = 1.0
+    batch_size: int = 64
+    steps: int = 300
+    warmup_steps: int = 20
+    look: Preprocessing = field(default_factory=lambda: Preprocessing(kind="photo", size=64, channels=3))
+    held_out: float = 0.2
+    """Part of each class kept for the validation, which chooses the model."""
+    skip_unreadable: bool = False
+    """Leave out images that cannot be read; they are counted and named."""
+    image_memory: int = 2048
+    """MiB of decoded images that are kept in memory; of more, every batch is read when it is wanted."""
 
 
 def selection_of(recipe: Recipe) -> Selection:
@@ -180,11 +201,12 @@ def row_optimizer_of(recipe: Recipe, num_classes: int) -> RowOptimizerSpec:
     Without a margin nothing bounds the rows' lengths, and plain SGD at the rate that cosines want lets them grow
     without end: there it is what a head takes by itself, at a rate as far from its own as ``row_lr`` is from ours.
     """
+    lr = recipe.lr if recipe.row_lr is None else recipe.row_lr
     if margin_of(recipe.margin) is None and JOB_OPTIMIZERS[recipe.optimizer].is_for_cosines and not recipe.row_momentum:
         usual = default_optimizer(selection_of(recipe), num_classes)
-        return replace(usual, lr=usual.lr * recipe.row_lr / Recipe.row_lr)
+        return replace(usual, lr=usual.lr * lr / Recipe.lr)
     return JOB_OPTIMIZERS[recipe.optimizer].of_rows(
-        lr=recipe.row_lr, momentum=recipe.row_momentum, untouched=recipe.row_momentum_untouched
+        lr=lr, momentum=recipe.row_momentum, untouched=recipe.row_momentum_untouched
     )
 
 
@@ -235,13 +257,12 @@ def head_of(
     )
 
 
-def rebuild_of(text: str) -> str | int:
-    """``"200"`` as the number of steps that it is; the words as they are."""
-    return int(text) if text.isdecimal() else text
+def _steps_or_word(rebuild: str | int) -> str | int:
+    return int(rebuild) if str(rebuild).isdecimal() else rebuild
 
 
 SELECTIONS: dict[str, Callable[[Recipe], Selection]] = {
-    "knn": lambda recipe: KNNSoftmax(recipe.sample_rate, recipe.neighbours, rebuild_of(recipe.rebuild)),
+    "knn": lambda recipe: KNNSoftmax(recipe.sample_rate, recipe.neighbours, _steps_or_word(recipe.rebuild)),
     "partial": lambda recipe: PartialFC(recipe.sample_rate),
     "full": lambda _: FullSoftmax(),
 }

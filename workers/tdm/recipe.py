@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass, field
 
 from geartrain.ams.values.errors import ConfigError
 from geartrain.ams.values.text import quoted
 from geartrain.workers.ctr.samples.click_samples import SPLITS
+from geartrain.workers.job.options import SnapshotSettings
 
 CUTS = (10, 50)
 """Recall is measured among so many items."""
@@ -41,6 +41,7 @@ class TdmRecipe:
     lr: float = 0.002
     """Peak learning rate of the network, by Adam."""
     seed: int = 0
+    snapshots: SnapshotSettings = field(default_factory=SnapshotSettings)
 
     def __post_init__(self) -> None:
         """Raises ConfigError that names the value."""
@@ -56,10 +57,12 @@ class TdmRecipe:
         if not 0 <= self.seed < 2**31:
             raise ConfigError(f"seed is {self.seed!r}; it must lie in [0, 2^31)")
 
-    def rate_factor(self, step: int) -> float:
-        """What both learning rates are multiplied by at a step: half a cosine over all trees."""
-        return 0.5 * (1 + math.cos(math.pi * step / (self.steps * (1 + self.rebuilds))))
+    def rate_factor(self, step: int, steps: int) -> float:
+        """What both learning rates are multiplied by at ``step`` (from 0) of a stage of ``steps``: half a cosine over
+        all its trees.
+        """
+        return 0.5 * (1 + math.cos(math.pi * step / steps))
 
-    def to_json(self) -> dict[str, Any]:
-        """As plain values."""
-        return {**asdict(self), "hidden": list(self.hidden)}
+    def stage_steps(self) -> int:
+        """Updates of one stage: with all its trees."""
+        return self.steps * (1 + self.rebuilds)

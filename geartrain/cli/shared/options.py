@@ -22,6 +22,9 @@ OwnBackbone = Annotated[
         help="package.module:function, if the model's backbone is your own code: it is imported then.",
     ),
 ]
+CacheFolder = Annotated[
+    Path, typer.Option("--cache", envvar="GEARTRAIN_CACHE", help="Folder for downloaded fonts and drawn characters.")
+]
 Mode = Annotated[
     str | None,
     typer.Option("--mode", help="development, or production, which refuses failpoints.", show_default="development"),

@@ -11,8 +11,7 @@ import typer
 
 from geartrain.ams.values.errors import ConfigError
 from geartrain.ams.values.text import counted
-from geartrain.cli.shared.options import Json, OwnBackbone
-from geartrain.cli.training import worker_options as option
+from geartrain.cli.shared.options import CacheFolder, Json, OwnBackbone
 
 DEFAULT_K = 5
 
@@ -37,7 +36,7 @@ def predict(
             "--out", help="Of a model of clicks: Parquet file to write, with a column score.", show_default="printed"
         ),
     ] = None,
-    cache: option.Cache = Path(".cache"),
+    cache: CacheFolder = Path(".cache"),
     as_json: Json = False,
 ) -> None:
     """Name images with a saved model; no cluster is needed. Scores are cosines, 1 at best.
@@ -88,12 +87,13 @@ def predict(
 
 
 def _score_clicks(run: Path, samples: list[Path], out: Path | None, cache: Path, as_json: bool) -> None:
-    from geartrain.cli.training.worker_ends import console_of
+    from rich.console import Console
+
     from geartrain.workers.ctr.predict import predict_clicks, write_scores
 
     if len(samples) != 1:
         raise ConfigError(f"{len(samples)} files are given; a model of clicks scores one Parquet file, or one folder")
-    console = console_of(as_json=True)  # stdout is for scores
+    console = Console(stderr=True)  # stdout is for scores
     scores = predict_clicks(run, str(samples[0]), cache=cache, say=lambda line: console.print(line, highlight=False))
     if out is not None:
         write_scores(out, scores)

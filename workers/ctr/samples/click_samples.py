@@ -102,7 +102,7 @@ def split(
     ``fresh`` histories where samples are held out at random.
     """
     if fresh and kind != "time":
-        raise ConfigError("fresh histories would hold outcomes of a random part that are to be told; take --split time")
+        raise ConfigError("fresh histories would hold outcomes of a random part that are to be told; take split=time")
     train, test = _parted(samples, kind, seed, np.arange(len(samples)), samples.held_out_from)
     if validation:
         train, test = _parted(samples, kind, seed + 1, np.sort(train), None)

@@ -14,19 +14,23 @@ from rich.console import Console
 import geartrain as gt
 from geartrain.ams.storage.snapshot.folder import list_snapshots
 from geartrain.ams.values.errors import TrainingDiverged
-from geartrain.workers.ctr import job as ctr_job
+from geartrain.workers import jobs
 from geartrain.workers.ctr.designs import crossed
-from geartrain.workers.ctr.job import train_clicks
 from geartrain.workers.ctr.metrics import auc, calibration, log_loss
-from geartrain.workers.ctr.options import CtrOptions
 from geartrain.workers.ctr.recipe import MODELS, CtrRecipe, recipe_for
 from geartrain.workers.ctr.samples.click_samples import PADDING
+from geartrain.workers.job import job, ranks
+from geartrain.workers.job.options import JobOptions, JobResult, SnapshotSettings
 from tests.integration.small_job import Told
 from tests.support.command_line import typed
 from tests.support.movielens_files import write_movielens
 
 QUIET = Console(quiet=True)
-SMALL: dict[str, Any] = {"dim": 4, "hidden": (8,), "batch_size": 50, "steps": 60, "save_every": 10, "row_lr": 0.1}
+SMALL: dict[str, Any] = {"dim": 4, "hidden": (8,), "batch_size": 50, "steps": 60, "row_lr": 0.1}
+
+
+def of(*settings: str) -> list[str]:
+    return [f"--set={setting}" for setting in settings]
 
 
 @pytest.fixture(scope="module")
@@ -34,15 +38,23 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_movielens(tmp_path_factory.mktemp("films"))
 
 
-def options(out: Path, data: Path, **more: Any) -> CtrOptions:
-    return CtrOptions(out=out, recipe=CtrRecipe(**SMALL, **more), data=str(data), loggers=())
+def train(out: Path, data: Path | None, options: dict[str, Any] | None = None, **recipe: Any) -> JobResult:
+    """Of settings SMALL and those of ``recipe``, with further ``options``."""
+    settings = CtrRecipe(**{"snapshots": SnapshotSettings(steps=10), **SMALL, **recipe})
+    source = None if data is None else str(data)
+    return jobs.train(
+        JobOptions(job="ctr", out=out, recipe=settings, data=source, loggers=(), **(options or {})), QUIET
+    )
+
+
+RESUME = {"resume": True}
 
 
 @pytest.mark.parametrize("model", MODELS)
 def test_a_run_learns_what_users_like(tmp_path: Path, data: Path, model: str) -> None:
     out = tmp_path / "run"
-    small = ["--steps", "120", "--batch-size", "50", "--dim", "4", "--row-lr", "0.1", "--snapshot-steps", "50"]
-    done = typed("worker", "ctr", "--data", str(data), "--model", model, "--split", "time", "--out", str(out), *small)
+    small = ["--steps", "120", *of("batch_size=50", "dim=4", "row_lr=0.1", "snapshots.steps=50")]
+    done = typed("worker", "ctr", "--data", str(data), "--out", str(out), *small, *of(f"model={model}", "split=time"))
     assert done.returncode == 0, done.stderr
     assert "Training" in done.stdout and "Held out: AUC" in done.stdout
     report = json.loads((out / "report.json").read_text(encoding="utf-8"))
@@ -56,48 +68,51 @@ def test_a_run_learns_what_users_like(tmp_path: Path, data: Path, model: str) ->
 def test_a_run_that_was_stopped_ends_as_one_that_was_not(
     tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ctr_job.secrets, "randbits", lambda _: 7)  # initial values depend on the tables' names
-    whole = train_clicks(options(tmp_path / "whole" / "run", data, dropout=0.2), QUIET)
+    monkeypatch.setattr(ranks.secrets, "randbits", lambda _: 7)  # initial values depend on the tables' names
+    whole = train(tmp_path / "whole" / "run", data, dropout=0.2)
 
     steps = iter(range(25))
     with monkeypatch.context() as patch:
-        patch.setattr(ctr_job, "interruption", lambda: nullcontext(Told(lambda: next(steps, None) is None)))
-        stopped = train_clicks(options(tmp_path / "run", data, dropout=0.2), QUIET)
+        patch.setattr(job, "interruption", lambda: nullcontext(Told(lambda: next(steps, None) is None)))
+        stopped = train(tmp_path / "run", data, dropout=0.2)
     assert (stopped.finished, stopped.step) == (False, 25)
-    resumed = CtrOptions(out=tmp_path / "run", recipe=CtrRecipe(), resume=True, loggers=())
-    ended = train_clicks(resumed, QUIET)
+    ended = train(tmp_path / "run", None, RESUME)
     assert (ended.finished, ended.step) == (True, 60)
     assert whole.report is not None and ended.report is not None
     assert ended.report["held_out"] == whole.report["held_out"]
 
-    further = train_clicks(CtrOptions(**{**vars(resumed), "resume_steps": 7}), QUIET)
+    further = train(tmp_path / "run", None, {"resume_steps": 7, **RESUME})
     assert further.step == 67
 
 
 def test_a_run_that_diverges_says_where_and_offers_lower_rates(tmp_path: Path, data: Path) -> None:
-    with pytest.raises(TrainingDiverged, match=r"diverged at step \d+ .* step \d+\. .* --lr 3e\+29 --row-lr 0\.03 "):
-        train_clicks(options(tmp_path / "run", data, lr=1e30), QUIET)
+    with pytest.raises(
+        TrainingDiverged, match=r"diverged at step \d+ .* step \d+\. .* --set lr=3e\+29 --set row_lr=0\.03 "
+    ):
+        train(tmp_path / "run", data, lr=1e30)
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--model", "deepfn"], "model is 'deepfn'; it must be one of deepfm, wide_deep, dssm, din, dien, crossmedia"),
-        (["--split", "user"], "split is 'user'; it must be one of random, time"),
-        (["--dim", "1"], "dim is 1; it must be at least 2"),
-        (["--dropout", "1"], "dropout is 1.0; it must lie in [0, 1)"),
-        (["--row-lr", "nan"], "row_lr is nan; it must be > 0"),
-        (["--row-weight-decay", "-1"], "row_weight_decay is -1.0; it must be >= 0"),
-        (["--model", "din", "--history", "0"], "history is 0, and din needs one"),
-        (["--snapshot-minutes", "0"], "snapshot_minutes is 0.0; it must be > 0"),
+        (of("model=deepfn"), "model is 'deepfn'; it must be one of deepfm, wide_deep, dssm, din, dien, crossmedia"),
+        (of("split=user"), "split is 'user'; it must be one of random, time"),
+        (of("dim=1"), "dim is 1; it must be at least 2"),
+        (of("dropout=1"), "dropout is 1.0; it must lie in [0, 1)"),
+        (of("row_lr=nan"), "row_lr is nan; it must be > 0"),
+        (of("row_weight_decay=-1"), "row_weight_decay is -1.0; it must be >= 0"),
+        (of("model=din", "history=0"), "history is 0, and din needs one"),
+        (of("snapshots.minutes=0"), "snapshots.minutes is 0.0; it must be > 0"),
         (["--allow-fallback"], "give it with --resume RUN"),
         (["--data", "netflix"], "--data is 'netflix'; it must be movielens, flights, a Parquet file"),
-        (["--resume", "nowhere"], "--data cannot change for the run that --resume nowhere goes on with"),
+        (of("dimm=3"), "the recipe has no key 'dimm'; did you mean 'dim'?"),
+        (of("dim"), "--set 'dim' is not KEY=VALUE"),
+        (of("steps=many"), "the recipe has steps = 'many': Input should be a valid integer"),
+        (["--snapshot-steps", "3"], "--snapshot-steps is now --set snapshots.steps=..."),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(tmp_path: Path, data: Path, flags: list[str], message: str) -> None:
-    out = [] if "--resume" in flags else ["--out", str(tmp_path / "run")]
-    done = typed("worker", "ctr", "--data", str(data), *out, *flags)
+    done = typed("worker", "ctr", "--data", str(data), "--out", str(tmp_path / "run"), *flags)
     assert done.returncode == 2
     assert message in done.stderr
     assert not (tmp_path / "run" / "run.json").exists()
@@ -105,57 +120,53 @@ def test_what_cannot_be_is_refused_by_name(tmp_path: Path, data: Path, flags: li
 
 def test_the_run_of_another_worker_or_other_samples_is_not_gone_on_with(tmp_path: Path, data: Path) -> None:
     own = write_movielens(tmp_path / "films")
-    train_clicks(options(tmp_path / "run", own), QUIET)
+    train(tmp_path / "run", own)
     ratings = own / "ml-100k.inter"
     ratings.write_text("\n".join(ratings.read_text(encoding="utf-8").split("\n")[:100]) + "\n", encoding="utf-8")
     with pytest.raises(gt.errors.ConfigError, match="samples"):
-        train_clicks(CtrOptions(out=tmp_path / "run", recipe=CtrRecipe(), resume=True, loggers=()), QUIET)
+        train(tmp_path / "run", None, RESUME)
     with pytest.raises(gt.errors.ConfigError, match="already holds a run"):
-        train_clicks(options(tmp_path / "run", data), QUIET)
+        train(tmp_path / "run", data)
 
 
 def test_a_run_behind_a_damaged_snapshot_goes_on_from_the_one_before(tmp_path: Path, data: Path) -> None:
     out = tmp_path / "run"
-    train_clicks(options(out, data), QUIET)
+    train(out, data)
     newest = max(out.glob("snapshots/step-*"))
     damaged = next(path for path in newest.rglob("*.safetensors"))
     damaged.write_bytes(damaged.read_bytes()[:-1])
-    resumed = CtrOptions(out=out, recipe=CtrRecipe(), resume=True, loggers=())
     with pytest.raises(gt.errors.SnapshotDamaged, match=newest.name):
-        train_clicks(resumed, QUIET)
-    ended = train_clicks(CtrOptions(**{**vars(resumed), "allow_fallback": True}), QUIET)
+        train(out, None, RESUME)
+    ended = train(out, None, {"allow_fallback": True, **RESUME})
     assert (ended.finished, ended.step) == (True, 60)
 
 
 def test_snapshots_may_lie_elsewhere_and_add_to_one_another(tmp_path: Path, data: Path) -> None:
-    more: dict[str, Any] = {"snapshots": str(tmp_path / "kept"), "increments": 2, "keep_snapshots": 3}
-    given = CtrOptions(**{**vars(options(tmp_path / "run", data)), **more})
-    assert train_clicks(given, QUIET).finished
+    kept, increments = {"snapshots": str(tmp_path / "kept")}, SnapshotSettings(steps=10, increments=2, keep=3)
+    assert train(tmp_path / "run", data, kept, snapshots=increments).finished
     parents = [listed.snapshot.manifest.parent for listed in list_snapshots(tmp_path / "kept") if listed.snapshot]
     assert any(parents) and not all(parents)
     assert not (tmp_path / "run" / "snapshots").exists()
-    assert (
-        train_clicks(CtrOptions(out=tmp_path / "run", recipe=CtrRecipe(), resume=True, loggers=()), QUIET).step == 120
-    )
+    assert train(tmp_path / "run", None, RESUME).step == 120
     with pytest.raises(gt.errors.ConfigError, match="kept already holds snapshots"):
-        train_clicks(CtrOptions(**{**vars(given), "out": tmp_path / "other"}), QUIET)
+        train(tmp_path / "other", data, kept)
 
 
 def test_the_option_to_validate_leaves_what_is_held_out_alone(tmp_path: Path, data: Path) -> None:
-    result = train_clicks(options(tmp_path / "run", data, validation=True, split="time"), QUIET)
+    result = train(tmp_path / "run", data, validation=True, split="time")
     assert result.report is not None
     assert result.report["held_out"]["samples"] == 96
 
 
 def test_settings_follow_data_model_and_split_and_what_is_given_counts_before_them() -> None:
-    assert recipe_for("mine.parquet", None) == CtrRecipe()
-    assert recipe_for("flights", "wide_deep").split == "time"
-    assert recipe_for("flights", "wide_deep", split="random").batch_size == 4096
-    assert recipe_for("mine.parquet", "din").history > 0
-    assert recipe_for("movielens", "din", history=7, dim=8) == CtrRecipe(model="din", history=7, dim=8)
-    by_time, at_random = recipe_for("movielens", None, split="time"), recipe_for("movielens", None)
+    assert recipe_for("mine.parquet") == CtrRecipe()
+    assert recipe_for("flights", model="wide_deep").split == "time"
+    assert recipe_for("flights", model="wide_deep", split="random").batch_size == 4096
+    assert recipe_for("mine.parquet", model="din").history > 0
+    assert recipe_for("movielens", model="din", history=7, dim=8) == CtrRecipe(model="din", history=7, dim=8)
+    by_time, at_random = recipe_for("movielens", split="time"), recipe_for("movielens")
     assert by_time.history == 0 < at_random.history
-    assert recipe_for("movielens", None, split="time", fresh=True).history > 0
+    assert recipe_for("movielens", split="time", fresh=True).history > 0
 
 
 def test_auc_is_the_part_of_pairs_in_order_and_ties_are_half() -> None:

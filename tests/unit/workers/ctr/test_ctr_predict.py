@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from geartrain.workers.ctr.job import train_clicks
+from geartrain.workers import jobs
 from geartrain.workers.ctr.metrics import auc, log_loss
-from geartrain.workers.ctr.options import CtrOptions
 from geartrain.workers.ctr.recipe import CtrRecipe
 from geartrain.workers.ctr.samples.click_samples import PADDING, ClickSamples, split
 from geartrain.workers.ctr.samples.movielens import read_movielens
+from geartrain.workers.job.options import JobOptions
 from tests.support.command_line import typed
 from tests.support.movielens_files import write_movielens
 
@@ -46,8 +46,8 @@ def test_a_run_scores_samples_as_it_scored_those_held_out(tmp_path: Path, model:
         split="time",
         history=4 * (model != "wide_deep"),
     )
-    options = CtrOptions(out=tmp_path / "run", recipe=recipe, data=str(films), loggers=())
-    report = train_clicks(options, Console(quiet=True)).report
+    options = JobOptions(job="ctr", out=tmp_path / "run", recipe=recipe, data=str(films), loggers=())
+    report = jobs.train(options, Console(quiet=True)).report
     assert report is not None
     _, test = split(read_movielens(films), "time", 0)
     write_samples(tmp_path / "late.parquet", test)

@@ -112,7 +112,7 @@ def test_a_broken_picture_is_named_or_another_stands_in_for_it(tmp_path: Path) -
         return found.train
 
     strict, tolerant = load(False), load(True)
-    with pytest.raises(InvalidArgument, match=rf"{broken[3].name}.*--skip-unreadable"):
+    with pytest.raises(InvalidArgument, match=rf"{broken[3].name}.*skip_unreadable"):
         strict.take(torch.arange(EACH))
     bitmaps, labels = tolerant.take(torch.arange(EACH))
     assert len(bitmaps) == len(labels) == EACH and set(labels.tolist()) == {0}

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from geartrain.ams.storage.snapshot.folder import new_staging, open_snapshot
 from geartrain.ams.values.errors import ConfigError
 from geartrain.ams.values.placement import even_placement
-from geartrain.workers.ctr.state import CtrState
+from geartrain.workers.ctr.recipe import CtrRecipe
 from geartrain.workers.job.state import JobState
 
 
-@pytest.mark.parametrize(("state", "read"), [(JobState, "1"), (CtrState, "'ctr-1'")])
-def test_the_state_of_another_format_is_refused(state: Any, read: str, tmp_path: Path) -> None:
+def test_the_state_of_another_format_is_refused(tmp_path: Path) -> None:
     path = new_staging(tmp_path, "s").commit(
         step=1, created=0.0, num_shards=1, bucket_shards=even_placement(1), tables=[], files=[], job={"format": 7}
     )
-    with pytest.raises(ConfigError, match=f"state in {path} has format 7; .* reads format {read}. Use the version"):
-        state.read(open_snapshot(path))
+    with pytest.raises(ConfigError, match=f"state in {path} has format 7; .* reads format 1. Use the version"):
+        JobState.read(open_snapshot(path), "ctr", CtrRecipe)

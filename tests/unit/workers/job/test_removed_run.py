@@ -12,6 +12,7 @@ import pytest
 from rich.console import Console
 
 from geartrain.workers.job import job
+from geartrain.workers.job.trainer import Trainer
 
 
 @pytest.mark.parametrize(
@@ -32,5 +33,5 @@ def test_the_folder_is_named_if_it_is_gone(
     monkeypatch.setattr(job, "_run_once", fail)
     options: Any = SimpleNamespace(out=out, resume=False, overwrite=False)
     with pytest.raises(FileNotFoundError) as caught:
-        job.run_job(options, lambda _: None, Console(quiet=True))  # type: ignore[arg-type, return-value]
+        job._run_to_the_end(Trainer, options, Console(quiet=True), 0.0, None)
     assert caught.value.strerror == "No such file" + (f": {out} {said}; start it again" if said else "")

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 import geartrain as gt
+from geartrain.workers import jobs
 from geartrain.workers.ctr.samples.click_samples import ClickSamples, SampleSchema
 from geartrain.workers.ctr.samples.movielens import read_movielens
-from geartrain.workers.tdm.job import first_order, nodes_scored
+from geartrain.workers.job import job, ranks
+from geartrain.workers.job.options import JobOptions, JobResult, SnapshotSettings
 from geartrain.workers.tdm.liked import liked_of, recall
 from geartrain.workers.tdm.recipe import TdmRecipe
+from geartrain.workers.tdm.trainer import first_order, nodes_scored
+from tests.integration.small_job import stop_after
 from tests.support.command_line import typed
 from tests.support.movielens_files import write_movielens
 
@@ -61,12 +67,12 @@ def test_a_search_looks_at_the_children_of_a_beam() -> None:
 
 def test_a_run_finds_what_users_like(tmp_path: Path) -> None:
     films, out = write_movielens(tmp_path / "films"), tmp_path / "run"
-    small = ["--steps=40", "--batch-size=50", "--dim=8", "--beam=50", "--logger=none"]
+    small = ["--steps=40", "--set=batch_size=50", "--set=dim=8", "--set=beam=50", "--logger=none"]
     done = typed("worker", "tdm", "--data", str(films), "--out", str(out), *small)
     assert done.returncode == 0, done.stderr
     assert "Tree 2: recall@10" in done.stdout and "The most popular: recall@10" in done.stdout
     report = json.loads((out / "report.json").read_text(encoding="utf-8"))["held_out"]
-    assert [one["tree"] for one in report["trees"]] == [0, 1]
+    assert [tree["tree"] for tree in report["trees"]] == [0, 1]
     assert report["beams"]["50"]["recall_10"] == report["every item scored"]["recall_10"]  # there are but 20 items
     assert report["every item scored"]["recall_50"] == 1.0
     assert (out / "model").is_dir()
@@ -75,12 +81,33 @@ def test_a_run_finds_what_users_like(tmp_path: Path) -> None:
     assert "already holds a run" in again.stderr
 
 
+def test_a_run_that_was_stopped_ends_as_one_that_was_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks.secrets, "randbits", lambda _: 7)  # initial values depend on the tables' names
+    films = write_movielens(tmp_path / "films")
+
+    def train(out: Path, **more: Any) -> JobResult:
+        settings: dict[str, Any] = {"dim": 8, "batch_size": 50, "steps": 12, "beam": 50, "row_lr": 0.05}
+        recipe = TdmRecipe(**settings, snapshots=SnapshotSettings(steps=5))
+        given = JobOptions(job="tdm", out=out, recipe=recipe, data=str(films), loggers=(), **more)
+        return jobs.train(given, Console(quiet=True))
+
+    whole = train(tmp_path / "whole" / "run").report
+    for steps in (7, 9):  # in the first tree, and in the second
+        with monkeypatch.context() as told:
+            told.setattr(job, "interruption", stop_after(steps))
+            assert not train(tmp_path / "run", resume=steps == 9).finished
+    ended = train(tmp_path / "run", resume=True)
+    assert whole is not None and ended.report is not None
+    assert (ended.step, ended.report["held_out"]) == (24, whole["held_out"])
+    assert train(tmp_path / "run", resume=True, resume_steps=3).step == 24 + 2 * 3
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--beam", "20"], "beam is 20; it must be at least 50"),
-        (["--rebuilds", "-1"], "rebuilds is -1; it must be at least 0"),
-        (["--split", "user"], "split is 'user'"),
+        (["--set", "beam=20"], "beam is 20; it must be at least 50"),
+        (["--set", "rebuilds=-1"], "rebuilds is -1; it must be at least 0"),
+        (["--set", "split=user"], "split is 'user'"),
         (["--data", "nowhere"], "--data is 'nowhere'"),
     ],
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from geartrain.workers.recipes.graph_lines import GraphLines
+from geartrain.workers.classify.graph_lines import GraphLines
 
 
 def test_a_build_after_one_that_was_cancelled_is_timed_from_its_own_beginning() -> None:

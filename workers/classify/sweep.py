@@ -16,25 +16,24 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from geartrain.ams.client.factory import local
 from geartrain.ams.programs.models import hosted_models
 from geartrain.ams.values.errors import NonFinite
 from geartrain.bridge.rows.tables import as_numpy
 from geartrain.workers.atomic import write_json
+from geartrain.workers.classify.trainer import ImageTrainer
 from geartrain.workers.data.images import Images
 from geartrain.workers.devices import images_at_once
-from geartrain.workers.job.loop import Trainer
 from geartrain.workers.job.ranks import JobRanks
-from geartrain.workers.job.report import SWEEP
-from geartrain.workers.job.row_timing import RowTimes
 from geartrain.workers.job.state import Progress
-from geartrain.workers.loggers.protocol import Loggers
 from geartrain.workers.models.evaluate import every_nth
 from geartrain.workers.recipes.recipe import Recipe, head_of
 
 RATES = {"sgd": (0.003, 0.01, 0.03, 0.1, 0.3, 1.0), "adamw": (1e-4, 3e-4, 1e-3, 3e-3)}
+SWEEP = "sweep.json"
+"""The trials of learning rates, in the folder of a run that had any."""
 MOST_CLASSES = 1 << 16
 """Of more, the copies of the rows would take too much of this process's memory and time."""
 MOST_IMAGES = 2000
@@ -55,28 +54,51 @@ def trial_steps(steps: int) -> int:
     return max(1, min(60, steps // 14))
 
 
+def found_rate(
+    trainer: ImageTrainer, validation: Images | None, out: Path, *, stop: Callable[[], bool], say: Callable[[str], None]
+) -> float:
+    """What multiplies the rates of the trainer's recipe from now on: what short trials found best, noted in ``out``."""
+    recipe, num_classes = trainer.recipe, trainer.head.num_classes
+    if validation is None or trainer.ranks.world_size > 1 or num_classes > MOST_CLASSES:
+        why = (
+            "there is no validation"
+            if validation is None
+            else f"{trainer.ranks.world_size} ranks train together"
+            if trainer.ranks.world_size > 1
+            else f"there are more than {MOST_CLASSES:,} classes"
+        )
+        say(f"No trials of learning rates, since {why}: it is {recipe.lr:g}; --set lr=RATE gives another")
+        return recipe.rate
+    trials = find_rate(trainer, trainer.head.weights(), validation, stop=stop, say=say)
+    finite = [trial.loss if math.isfinite(trial.loss) else None for trial in trials]
+    write_json(out / SWEEP, [asdict(trial) | {"loss": loss} for trial, loss in zip(trials, finite, strict=True)])
+    lr = best_rate(trials)
+    if lr is None:
+        say(f"No trial of a learning rate ended well: it stays {recipe.lr:g}")
+        return recipe.rate
+    say(f"Learning rate {lr:g}")
+    return lr / recipe.lr
+
+
 def find_rate(
-    recipe: Recipe,
-    backbone: nn.Module,
+    start: ImageTrainer,
     rows_CD: Tensor,
-    train: Images,
     validation: Images,
     *,
-    device: torch.device,
-    bfloat16: bool,
     stop: Callable[[], bool],
     say: Callable[[str], None],
 ) -> list[Trial]:
-    """Try the rates of :data:`RATES`; the backbone and ``rows_CD`` of a head, from which each begins, stay.
+    """Try the rates of :data:`RATES`; the backbone of ``start`` and ``rows_CD``, from which each begins, stay.
 
     Ends at a rate at which training diverges, and when ``stop`` says so.
     """
+    recipe, device = start.recipe, start.device
     steps, trials = trial_steps(recipe.steps), list[Trial]()
-    say(f"Looking for a learning rate by trials of {steps} steps (--lr RATE needs none)")
+    say(f"Looking for a learning rate by trials of {steps} steps (--set lr=RATE needs none)")
     for lr in RATES[recipe.optimizer]:
         tried = replace(recipe, rate=lr / recipe.lr, steps=steps, rows="pull")
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            loss = _loss_after(tried, backbone, rows_CD, train, validation, device, bfloat16, stop)
+            loss = _loss_after(tried, start, rows_CD, validation, stop)
         if loss is None:
             break
         trials.append(Trial(lr=lr, loss=loss))
@@ -92,56 +114,35 @@ def best_rate(trials: list[Trial]) -> float | None:
     return min(finite, key=lambda trial: trial.loss).lr if finite else None
 
 
-def write_trials(folder: Path, trials: list[Trial]) -> None:
-    """Note them in the run's folder."""
-    finite = [trial.loss if math.isfinite(trial.loss) else None for trial in trials]
-    write_json(folder / SWEEP, [asdict(trial) | {"loss": loss} for trial, loss in zip(trials, finite, strict=True)])
-
-
 def _loss_after(
-    recipe: Recipe,
-    backbone: nn.Module,
-    rows_CD: Tensor,
-    train: Images,
-    validation: Images,
-    device: torch.device,
-    bfloat16: bool,
-    stop: Callable[[], bool],
+    recipe: Recipe, start: ImageTrainer, rows_CD: Tensor, validation: Images, stop: Callable[[], bool]
 ) -> float | None:
     """Loss on the validation after a trial; None if it was stopped."""
     with local(num_shards=1, models=hosted_models()) as cluster:
         head = head_of(recipe, cluster, "trial", len(rows_CD))
         head.table.assign(np.arange(len(rows_CD)), as_numpy(rows_CD.flatten(1)))
-        trainer = Trainer(
-            backbone=copy.deepcopy(backbone),
+        trainer = ImageTrainer(
+            backbone=copy.deepcopy(start.backbone),
             head=head,
             recipe=recipe,
-            images=train,
+            images=start.images,
             progress=Progress(step=0, stage_start=0, stage_steps=recipe.steps, table="trial"),
             ranks=JobRanks(),
-            device=device,
-            row_times=RowTimes(),
-            bfloat16=bfloat16,
+            device=start.device,
+            bfloat16=start.bfloat16,
         )
         try:
-            finished = trainer.run(
-                stop=stop,
-                due=lambda: False,
-                save=lambda: None,
-                look=lambda: None,
-                line=None,
-                events=Loggers(),
-            )
-            return _validation_loss(trainer, every_nth(validation, MOST_IMAGES), device) if finished else None
+            finished = trainer.run(stop=stop)
+            return _validation_loss(trainer, every_nth(validation, MOST_IMAGES)) if finished else None
         except NonFinite:
             return math.inf
 
 
 @torch.no_grad()
-def _validation_loss(trainer: Trainer, images: Images, device: torch.device) -> float:
+def _validation_loss(trainer: ImageTrainer, images: Images) -> float:
     trainer.backbone.eval()
     trainer.head.eval()
     total = 0.0
-    for bitmaps, labels in images.batches(images_at_once(device), device):
+    for bitmaps, labels in images.batches(images_at_once(trainer.device), trainer.device):
         total += float(trainer.head(trainer.backbone(bitmaps).float(), labels)) * len(labels)
     return total / len(images)

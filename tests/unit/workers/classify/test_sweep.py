@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import math
-from pathlib import Path
 
 import pytest
 import torch
 from torch.nn import functional
 
+import geartrain as gt
+from geartrain.workers.classify import sweep
+from geartrain.workers.classify.sweep import Trial, best_rate, find_rate, trial_steps
+from geartrain.workers.classify.trainer import ImageTrainer
 from geartrain.workers.data.images import ImageSet
-from geartrain.workers.job import sweep
-from geartrain.workers.job.sweep import Trial, best_rate, find_rate, trial_steps, write_trials
+from geartrain.workers.job.ranks import JobRanks
+from geartrain.workers.job.state import Progress
 from geartrain.workers.models.backbones import StrokeNet
 from geartrain.workers.models.discriminants import fit_projection
-from geartrain.workers.recipes.recipe import Recipe
+from geartrain.workers.recipes.recipe import Recipe, head_of
 
 CPU = torch.device("cpu")
 
@@ -42,11 +44,18 @@ def trials_of(
     kept = rows.clone()
     recipe = Recipe(steps=112, batch_size=12, dim=8, width=8, sample_rate=1.0, sub_centers=sub_centers)
     asked = iter(range(10**6))
-    state = torch.get_rng_state()
-    found = find_rate(
-        recipe, net, rows, train, validation,
-        device=CPU, bfloat16=False, stop=lambda: next(asked) >= stop_after, say=lambda _: None,
-    )  # fmt: skip
+    with gt.local() as cluster:
+        start = ImageTrainer(
+            backbone=net,
+            head=head_of(recipe, cluster, "job", 3),
+            recipe=recipe,
+            images=train,
+            progress=Progress(step=0, stage_start=0, stage_steps=recipe.steps, table="job"),
+            ranks=JobRanks(),
+            device=CPU,
+        )
+        state = torch.get_rng_state()
+        found = find_rate(start, rows, validation, stop=lambda: next(asked) >= stop_after, say=lambda _: None)
     assert torch.equal(state, torch.get_rng_state()) and torch.equal(rows, kept)
     assert all(torch.equal(now, then) for now, then in zip(net.parameters(), before, strict=True))
     return found
@@ -63,9 +72,7 @@ def test_trials_end_when_the_run_is_told_to_stop(monkeypatch: pytest.MonkeyPatch
     assert [trial.lr for trial in trials] == [1e-3]
 
 
-def test_trials_are_short_and_are_noted(tmp_path: Path) -> None:
+def test_trials_are_short() -> None:
     assert [trial_steps(steps) for steps in (1, 140, 300, 100_000)] == [1, 10, 21, 60]
     assert all(2 * len(rates) * trial_steps(steps) < steps for rates in sweep.RATES.values() for steps in (140, 300))
-    write_trials(tmp_path, [Trial(lr=0.1, loss=0.5), Trial(lr=1.0, loss=math.inf)])
-    assert json.loads((tmp_path / "sweep.json").read_text()) == [{"lr": 0.1, "loss": 0.5}, {"lr": 1.0, "loss": None}]
     assert best_rate([Trial(lr=1.0, loss=math.inf)]) is None

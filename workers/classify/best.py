@@ -20,8 +20,8 @@ LOOKS = 10
 START, TRAINED, IMPRINTED = "start", "trained", "imprinted"
 
 ADVICE = (
-    "Try: more images of each class, a lower --lr, less of --augment, --margin none, a larger --image-size, or, for "
-    "characters and signs, --look ink"
+    "Try: more images of each class, and --set KEY=VALUE with a lower lr, less augmentation, margin=none, a larger "
+    "look.size, or, for characters and signs, look.kind=ink"
 )
 
 

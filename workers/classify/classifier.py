@@ -1,0 +1,335 @@
+"""The two jobs that train a classifier, by their images: ``glyphs`` and ``classify``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import nn
+
+from geartrain.ams.client.snapshots.snapshot import PendingSnapshot
+from geartrain.ams.storage.snapshot.store import Place
+from geartrain.ams.values.errors import ConfigError
+from geartrain.ams.values.text import counted
+from geartrain.bridge.rows.native_types import has_fast_bfloat16
+from geartrain.workers.classify.best import IMPRINTED, LOOKS, START, TRAINED, BestModel
+from geartrain.workers.classify.graph_lines import GraphLines
+from geartrain.workers.classify.report import Evaluation
+from geartrain.workers.classify.sweep import SWEEP, found_rate
+from geartrain.workers.classify.trainer import ImageTrainer
+from geartrain.workers.data.folder import load_folder
+from geartrain.workers.data.images import Images, Unreadable
+from geartrain.workers.devices import choose_device
+from geartrain.workers.job.options import JobOptions
+from geartrain.workers.job.row_timing import TimedCluster
+from geartrain.workers.job.state import JobState
+from geartrain.workers.job.trainer import Attempt, versions
+from geartrain.workers.models.backbones import build_backbone
+from geartrain.workers.models.mistakes import draw_mistakes
+from geartrain.workers.models.networks import require_features
+from geartrain.workers.models.saved_model import Model, load_model, save_model_of_head
+from geartrain.workers.recipes.glyphs import load_glyphs
+from geartrain.workers.recipes.optimizers import JOB_OPTIMIZERS
+from geartrain.workers.recipes.recipe import ClassifyRecipe, GlyphRecipe, head_of
+
+_CLASSES = "classes.json"
+_NAMED = 5
+
+
+@dataclass(frozen=True)
+class LabelledImages:
+    """What a classifier is trained on."""
+
+    class_names: list[str]
+    train: Images
+    held_out: Mapping[str, Images]
+    """Name -> images of a test; training never sees them."""
+    folder: str | None = None
+    """Where a person's own are."""
+    chooses_model: bool = False
+    """Whether the first of ``held_out`` is a validation by which the model that is kept is chosen."""
+    unreadable: Unreadable = field(default_factory=lambda: Unreadable(skip=False))
+    """The pictures that were passed over so far."""
+
+
+class Classifier(ImageTrainer):
+    """Trains, looks at the validation now and then, and keeps the best model."""
+
+    in_one_process = False
+
+    def __init__(self, attempt: Attempt, images: LabelledImages) -> None:
+        options, state, ranks = attempt.options, attempt.state, attempt.ranks
+        recipe = options.recipe
+        names = images.class_names
+        if state is not None and json.loads(state.files[_CLASSES]) != names:
+            raise ConfigError(
+                f"the run knows {counted(len(json.loads(state.files[_CLASSES])), 'class', 'classes')}, the data have "
+                f"others ({len(names)}): bring the old ones back, or start a new run"
+            )
+        self.cluster = attempt.cluster
+        self._attempt = attempt
+        self._labelled = images
+        self._own_backbone = options.own_backbone
+        device = choose_device(options.device, ranks.local_rank)
+        timed = None if attempt.cluster is None else TimedCluster(attempt.cluster)
+        self._settings, backbone = self._build_backbone(recipe, state)
+        reuse = state is not None and timed is not None
+        sync = ranks.world_size > 1 and timed is not None
+        head = head_of(recipe, timed, attempt.progress.table, len(names), reuse=reuse, sync=sync)
+        if timed is None:
+            head.to(device)
+            if attempt.snapshot is not None:
+                head.restore(attempt.snapshot.path)
+        head.select.report_progress(GraphLines(len(names), attempt.say))
+        super().__init__(
+            backbone=backbone,
+            head=head,
+            recipe=recipe,
+            images=images.train,
+            progress=attempt.progress,
+            ranks=ranks,
+            device=device,
+            row_times=None if timed is None else timed.times,
+            bfloat16=recipe.dtype == "bfloat16" or (recipe.dtype == "auto" and has_fast_bfloat16(device)),
+        )
+        # Of the held-out images; another rank that takes part has none of its own to ask about.
+        held_out = images.held_out
+        if not ranks.is_first:
+            held_out = {name: own.subset(slice(0, 0)) for name, own in held_out.items()}
+        self._evaluation = Evaluation(held_out, self, attempt.say)
+        self._best: BestModel | None = None
+        self._was_complete = self.progress.is_complete
+        self._unreadable_told = 0
+
+    def _build_backbone(self, recipe: Any, state: JobState | None) -> tuple[dict[str, Any], nn.Module]:
+        if state is not None:
+            settings = state.data["backbone_settings"]
+            return settings, build_backbone(recipe.backbone, settings, own=self._own_backbone)
+        settings = {"channels": recipe.look.channels, "image_size": recipe.look.size, "dim": recipe.dim}
+        sized = {**settings, "width": recipe.width} if recipe.backbone == "stroke_net" else settings
+        torch.manual_seed(recipe.seed)
+        backbone = build_backbone(recipe.backbone, sized, own=self._own_backbone)
+        require_features(backbone, recipe.backbone, **settings)
+        return sized, backbone
+
+    @property
+    def all_take_part(self) -> bool:
+        """Whether the ranks have the rows."""
+        return self.head.backend.local is not None
+
+    def data(self) -> dict[str, Any]:
+        """Where the images are, and how the backbone was made."""
+        return {"source": self._labelled.folder, "backbone_settings": self._settings}
+
+    def files(self) -> dict[str, bytes]:
+        """The names of the classes, and the graph."""
+        return {**super().files(), _CLASSES: json.dumps(self._labelled.class_names, ensure_ascii=False).encode()}
+
+    def begin_snapshot(self, root: str, name: str, *, parent: str | None, state: JobState) -> PendingSnapshot:
+        """See :class:`Trainer`. Of rows on ranks all ranks write it while the training waits, to one folder."""
+        if self.cluster is not None:
+            return super().begin_snapshot(root, name, parent=parent, state=state)
+        files = state.all_files()
+        path = self.head.snapshot(root, name, step=state.progress.step, values=state.values(), files=files)
+        written: Future[Place] = Future()
+        written.set_result(path)
+        return PendingSnapshot(path, written)
+
+    def restore(self, state: JobState) -> None:
+        """Go on from a state whose rows are in place already."""
+        super().restore(state)
+        self._open_best()
+
+    def _open_best(self) -> None:
+        if self.ranks.is_first and self._labelled.chooses_model:
+            tell = self.ranks.any if self.all_take_part else bool
+            folder, job = self._attempt.options.out / "model", self.progress.table
+            self._best = BestModel(folder, job, self._evaluation.look, self._write_model, tell)
+
+    def start(self, stop: Callable[[], bool]) -> None:
+        """Solve the projection, imprint the class centers, and find a learning rate if none is given."""
+        self._tell_unreadable()
+        classes = counted(len(self._labelled.class_names), "class", "classes")
+        self._attempt.say(f"Training {classes} on {counted(len(self.images), 'image')}")
+        self._open_best()
+        self.initialize()
+        if self._attempt.options.sweep:
+            with self.phases.measured("sweep"):
+                validation = next(iter(self._labelled.held_out.values())) if self._labelled.chooses_model else None
+                out = self._attempt.options.out
+                rate = found_rate(self, validation, out, stop=stop, say=self._attempt.say)
+                self.recipe = replace(self.recipe, rate=rate)
+
+    def begun(self) -> None:
+        """Look at the start."""
+        if not self._labelled.chooses_model:
+            self._evaluation.quick_look()
+        self._consider(START)
+
+    def between(self) -> None:
+        """Look at the validation so many times a stage."""
+        step, steps = self.progress.part
+        if step % max(1, steps // LOOKS) == 0:
+            with self.phases.measured("looks"):
+                self._consider(TRAINED)
+            self._replica.train()
+
+    def trained(self) -> None:
+        """Look at the end, and at what class centers imprinted anew would do."""
+        if not self._was_complete:
+            self._consider(TRAINED)
+            if self.recipe.imprint:
+                self.imprint(self.backbone)
+                self._consider(IMPRINTED)
+        elif self._best is not None and self._best.best is None:  # the model there is lost
+            self._consider(IMPRINTED if self.recipe.imprint else TRAINED)
+
+    def saved(self) -> None:
+        """Without a validation the last model is the one that is written."""
+        if not self._labelled.chooses_model:
+            self._write_model(training={})
+
+    def _consider(self, centers: str) -> None:
+        step = self.progress.step
+        if self._best is not None:
+            self._best.consider(step, centers)
+        elif (self.ranks.is_first or self.all_take_part) and self._labelled.chooses_model:
+            self._evaluation.look(step, centers)
+            if self.ranks.any(False):
+                self._write_model(training={})
+
+    def _write_model(self, *, training: dict[str, Any]) -> None:
+        head = self.head
+        shape = (head.num_classes, *([head.sub_centers] if head.sub_centers > 1 else []), head.dim)
+        model = Model(
+            self.backbone,
+            self._settings,
+            torch.empty(shape, device="meta"),
+            self._labelled.class_names,
+            self.recipe.look,
+            head.margin is not None,
+            self.recipe.backbone,
+            training,
+        )
+        save_model_of_head(self._attempt.options.out / "model", model, head, is_first=self.ranks.is_first)
+
+    def report(self) -> dict[str, Any] | None:
+        """Test the model that is kept, and draw its mistakes."""
+        step, out, best = self.progress.step, self._attempt.options.out, self._best
+        if not self.ranks.is_first:
+            if not self._labelled.chooses_model:
+                self._evaluation.answers(step)
+            return None
+        looked = None if best is None else best.best
+        saved = None if looked is None else load_model(out / "model", backbone=self._own_backbone)
+        answers = self._evaluation.answers(step if looked is None else looked.step, saved)
+        ink, names = self.recipe.look.kind == "ink", self._labelled.class_names
+        draw_mistakes(out / "mistakes.png", answers, self._labelled.train, names, ink=ink)
+        self._tell_unreadable()
+        for line in best.verdict() if best is not None and self.progress.is_complete else []:
+            self._attempt.say(line)
+        unreadable = sorted(self._labelled.unreadable.found)
+        sweep = out / SWEEP
+        return {
+            "held_out": {name: result.summary() for name, result in answers.items()},
+            "versions": versions(self.device, bfloat16=self.bfloat16),
+            "lr": self.rates()["lr"],
+            **({"model": best.training()} if best is not None else {}),
+            **({"sweep": json.loads(sweep.read_text(encoding="utf-8"))} if sweep.exists() else {}),
+            **({"unreadable": unreadable} if unreadable else {}),
+        }
+
+    def conclude(self) -> str:
+        """What the run folder has."""
+        return "Model, report and mistakes"
+
+    def diverged(self) -> str:
+        """The best model before is what is left."""
+        if self._best is None or self._best.best is None:
+            return ""
+        return f"the model in {self._attempt.options.out} is that of step {self._best.best.step}, the best before"
+
+    def rates(self) -> dict[str, float]:
+        """The one of backbone and class centers."""
+        return {"lr": self.recipe.lr * self.recipe.rate}
+
+    def _tell_unreadable(self) -> None:
+        """Name the pictures that were passed over, unless they are named already."""
+        found = sorted(self._labelled.unreadable.found.values())
+        if len(found) > self._unreadable_told:
+            self._unreadable_told = len(found)
+            more = f"; and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
+            left_out = counted(len(found), "unreadable image")
+            self._attempt.say(f"Left out {left_out}: {'; '.join(found[:_NAMED])}{more}")
+
+
+class GlyphTrainer(Classifier):
+    """Trains on characters of the pip-installed fonts; held-out families are the test."""
+
+    job = "glyphs"
+    recipe_class = GlyphRecipe
+
+    @staticmethod
+    def load(options: JobOptions, state: JobState | None, console: Console) -> LabelledImages:
+        """Fetch the fonts and draw them."""
+        del state
+        data = load_glyphs(options.cache, options.recipe.look.size, options.recipe.classes, console)
+        return LabelledImages(data.class_names, data.train, data.held_out)
+
+
+class FolderTrainer(Classifier):
+    """Trains on a person's images (see ``load_folder``); the held-out part of each class chooses the model."""
+
+    job = "classify"
+    recipe_class = ClassifyRecipe
+
+    @classmethod
+    def usual_recipe(cls, data: str | None, stated: Mapping[str, Any]) -> dict[str, Any]:
+        """Rates are the optimizer's; random features are no class centers to begin with; ink is grey."""
+        del data
+        usual: dict[str, Any] = {}
+        if str(stated.get("backbone", "")).startswith(("iresnet", "timm:")):
+            usual["imprint"] = False
+        optimizer = JOB_OPTIMIZERS.get(str(stated.get("optimizer")))
+        if optimizer is not None and optimizer.usual_rate is not None:
+            usual["lr"] = optimizer.usual_rate
+        look = stated.get("look")
+        if isinstance(look, Mapping) and look.get("kind") == "ink":
+            usual["look"] = {"channels": 1}
+        return usual
+
+    @staticmethod
+    def require(options: JobOptions) -> None:
+        """There are images, and what is written is not among them."""
+        if options.data is None and not options.resume:
+            raise ConfigError(
+                "which images? Give --data FOLDER, with one sub-folder of images for each class, or a .tar or .rec file"
+            )
+        if options.data is not None and options.out.resolve().is_relative_to(Path(options.data).resolve()):
+            raise ConfigError(
+                f"--out {options.out} lies in the images' folder {options.data}, where its own folders would be taken "
+                "for classes; give an --out beside it"
+            )
+
+    @staticmethod
+    def load(options: JobOptions, state: JobState | None, console: Console) -> LabelledImages:
+        """Read the images as they were read before: what was left out then has no place in their order."""
+        folder = Path(options.data or (state.data["source"] if state is not None else "")).resolve()
+        recipe: ClassifyRecipe = options.recipe
+        data = load_folder(
+            folder,
+            recipe.look,
+            held_out=recipe.held_out,
+            seed=recipe.seed,
+            console=console,
+            skip_unreadable=recipe.skip_unreadable,
+            memory_bytes=recipe.image_memory << 20,
+        )
+        tests = {"validation": data.validation} if len(data.validation) else {}
+        return LabelledImages(data.class_names, data.train, tests, str(folder), bool(tests), data.unreadable)

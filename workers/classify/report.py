@@ -1,0 +1,68 @@
+"""How a classifier does on images it never saw, while it is trained and at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from geartrain.ams.values.text import counted
+from geartrain.workers.classify.best import IMPRINTED
+from geartrain.workers.classify.trainer import ImageTrainer
+from geartrain.workers.data.images import Images
+from geartrain.workers.models.evaluate import Answers, answer, answer_of_model, every_nth
+from geartrain.workers.models.saved_model import Model
+
+_QUICK_LOOK_IMAGES = 2000
+
+
+class Evaluation:
+    """Asks a model about the held-out images of a job."""
+
+    def __init__(self, held_out: Mapping[str, Images], trainer: ImageTrainer, say: Callable[[str], None]) -> None:
+        self._held_out = held_out
+        self._trainer = trainer
+        self._say = say
+        self._logged: dict[str, int] = {}
+
+    def quick_look(self) -> None:
+        """Accuracy before the first step, on a part of each test."""
+        for name in self._held_out:
+            self._look(name, 0)
+
+    def look(self, step: int, centers: str) -> tuple[float, int]:
+        """Top-1 on a part of the first test, the same at every look, and how many images that is."""
+        result = self._look(next(iter(self._held_out)), step, centers)
+        return result.top1, len(result.images)
+
+    def _look(self, name: str, step: int, centers: str = "") -> Answers:
+        images = self._held_out[name]
+        result = self._answer(every_nth(images, _QUICK_LOOK_IMAGES))
+        if step > self._logged.get(name, -1):  # the centers of one step may be looked at twice
+            self._logged[name] = step
+            self._trainer.events.scalars(f"held_out/{name}", {"top1": result.top1, "top5": result.top5}, step)
+        seen, all_of_them = len(result.images), counted(len(images), "image")
+        part = f"all {all_of_them}" if seen == len(images) else f"{seen:,} of {all_of_them}"
+        when = (
+            f"step {step}" + (", centers imprinted anew" if centers == IMPRINTED else "")
+            if step
+            else ("before the first step")
+        )
+        self._say(f"{when}: {name} top-1 {result.top1:.3f} ({part})")
+        return result
+
+    def answers(self, step: int, model: Model | None = None) -> dict[str, Answers]:
+        """The answers to every test: of the saved ``model``, if one is given."""
+        answers: dict[str, Answers] = {}
+        for name, images in self._held_out.items():
+            answers[name] = self._answer(images, model)
+            summary = answers[name].summary()
+            if model is None:
+                self._trainer.events.scalars(f"held_out/{name}", {k: summary[k] for k in ("top1", "top5")}, step)
+            images_text = counted(summary["images"], "image")
+            self._say(f"{name}: top-1 {summary['top1']:.4f}, top-5 {summary['top5']:.4f}, {images_text}")
+        return answers
+
+    def _answer(self, images: Images, model: Model | None = None) -> Answers:
+        trainer = self._trainer
+        if model is None:
+            return answer(trainer.backbone, trainer.head, images, trainer.device)
+        return answer_of_model(model, images, trainer.device)

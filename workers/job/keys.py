@@ -1,0 +1,125 @@
+"""A recipe as text: a YAML file, ``--set KEY=VALUE`` with dotted keys, and the JSON beside a snapshot; all are checked
+alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, fields, is_dataclass, replace
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, TypeVar, get_type_hints
+
+import yaml
+from pydantic import TypeAdapter, ValidationError
+
+from geartrain.ams.values.config import suggestion
+from geartrain.ams.values.errors import ConfigError, GeartrainError
+from geartrain.ams.values.text import quoted
+from geartrain.workers.atomic import replacing
+
+RECIPE_FILE = "recipe.yaml"
+R = TypeVar("R")
+
+
+def recipe_of(kind: type[R], values: Mapping[str, Any], where: str = "the recipe") -> R:
+    """The recipe of ``values``, nested as its class is, and of that class's defaults. Raises ConfigError naming a key
+    that is unknown, with the one that is meant, or a value that cannot be.
+    """
+    known = list(_keys(kind))
+    for key, _ in flat(values):
+        if key not in known and not any(name.startswith(f"{key}.") for name in known):
+            raise ConfigError(f"{where} has no key {quoted(key)}; {suggestion(key, known)}")
+    try:
+        return TypeAdapter(kind).validate_python(merged(asdict(kind()), values))  # type: ignore[call-overload]
+    except ValidationError as exc:
+        found = exc.errors()[0]
+        error = found.get("ctx", {}).get("error")
+        if isinstance(error, GeartrainError):  # of the class itself
+            raise ConfigError(f"{error}") from exc
+        key = ".".join(str(part) for part in found["loc"])
+        raise ConfigError(f"{where} has {key} = {found['input']!r}: {found['msg']}") from exc
+
+
+def as_json(recipe: Any) -> dict[str, Any]:
+    """The recipe as plain values, which :func:`recipe_of` takes."""
+    values: dict[str, Any] = TypeAdapter(type(recipe)).dump_python(recipe, mode="json")
+    return values
+
+
+def read_recipe(path: Path) -> dict[str, Any]:
+    """The values in a YAML file. Raises ConfigError if there are none."""
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as exc:
+        raise ConfigError(f"the recipe {path} cannot be read: {exc}") from exc
+    if not isinstance(values, dict):
+        raise ConfigError(f"the recipe {path} holds no keys; give lines such as 'steps: 600'")
+    return values
+
+
+def write_recipe(folder: Path, recipe: Any) -> None:
+    """Write all keys of ``recipe`` to ``folder``; ``--recipe`` takes the file."""
+    with replacing(folder / RECIPE_FILE) as temporary:
+        temporary.write_text(yaml.safe_dump(as_json(recipe), sort_keys=False, allow_unicode=True), encoding="utf-8")
+
+
+def with_settings(values: Mapping[str, Any], settings: Sequence[str]) -> dict[str, Any]:
+    """``values`` with those of ``KEY=VALUE`` in the place of theirs; a value is YAML. Raises ConfigError."""
+    changed: dict[str, Any] = {**values}
+    for text in settings:
+        key, sign, value = text.partition("=")
+        if not sign or not key:
+            raise ConfigError(f"--set {quoted(text)} is not KEY=VALUE, such as --set steps=600")
+        try:
+            change: Any = yaml.safe_load(value)
+        except yaml.YAMLError as exc:
+            raise ConfigError(f"--set {quoted(text)}: {exc}") from exc
+        for section in reversed(key.split(".")):
+            change = {section: change}
+        changed = merged(changed, change)
+    return changed
+
+
+def merged(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """``values`` with ``changes`` in the place of theirs, section by section."""
+    result = {**values, **changes}
+    for key, inner in changes.items():
+        if isinstance(inner, Mapping) and isinstance(values.get(key), Mapping):
+            result[key] = merged(values[key], inner)
+    return result
+
+
+def flat(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Dotted keys and what they are."""
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from ((f"{key}.{inner}", of_inner) for inner, of_inner in flat(value))
+        else:
+            yield str(key), value
+
+
+def gone_on_with(saved: R, given: R, stated: Sequence[str], changeable: Sequence[str], out: Path) -> R:
+    """The ``saved`` recipe of the run in ``out`` with those ``stated`` keys of ``given`` that are ``changeable``.
+
+    Raises ConfigError if another is not what the run was begun with.
+    """
+    for key in stated:
+        now, begun = attrgetter(key)(given), attrgetter(key)(saved)
+        section, _, name = key.partition(".")
+        if section in changeable:
+            inner: Any = replace(getattr(saved, section), **{name: now}) if name else now
+            saved = replace(saved, **{section: inner})  # type: ignore[type-var]
+        elif now != begun:
+            raise ConfigError(
+                f"{key} is {now!r}, but the run in {out} was begun with {begun!r}; give that, or leave it out, or "
+                "start a new run (another --out and --snapshots)"
+            )
+    return saved
+
+
+def _keys(kind: Any) -> Iterator[str]:
+    types = get_type_hints(kind)
+    for field in fields(kind):
+        inner = types[field.name]
+        yield from (f"{field.name}.{key}" for key in _keys(inner)) if is_dataclass(inner) else (field.name,)

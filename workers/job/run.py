@@ -1,0 +1,227 @@
+"""One training run of any job, from its first step or its last snapshot to the report."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from geartrain.ams.observe import failpoints
+from geartrain.ams.storage.snapshot.store import place
+from geartrain.ams.values.errors import NonFinite, TrainingDiverged
+from geartrain.ams.values.text import counted
+from geartrain.workers.atomic import write_json
+from geartrain.workers.job.folder import Run, put_aside, read_run, require_new_snapshots, write_run
+from geartrain.workers.job.keys import as_json, write_recipe
+from geartrain.workers.job.live import LiveLine
+from geartrain.workers.job.options import JobResult, SnapshotSettings
+from geartrain.workers.job.snapshots import LOST, GoBack, JobSnapshots, Loss, SnapshotMoment
+from geartrain.workers.job.trainer import Attempt, Trainer, versions
+from geartrain.workers.loggers.registry import open_loggers
+
+
+class TrainingRun:
+    """Trains with a :class:`Trainer`, and sees to the run folder, snapshots, numbers and the report."""
+
+    def __init__(
+        self,
+        attempt: Attempt,
+        trainer: Trainer,
+        *,
+        launch: str | None = None,
+        loss: Loss | None = None,
+        seconds: dict[str, float] | None = None,
+    ) -> None:
+        """``launch`` names the launcher, ``loss`` is what made the job go back, if that was it, and ``seconds`` are
+        those of phases before."""
+        self._attempt = attempt
+        self._options = options = attempt.options
+        self._trainer = trainer
+        self._launch = launch
+        self._loss = loss
+        self._seconds = seconds or {}
+        self._takes_part = attempt.ranks.is_first or trainer.all_take_part
+        settings: SnapshotSettings = trainer.recipe.snapshots
+        watch = attempt.cluster.watch_leaves(trainer.progress.table) if attempt.cluster and self._is_first else None
+        self._snapshots = JobSnapshots(
+            trainer,
+            str(place(options.snapshot_root)) if attempt.state is None else read_run(options.out).snapshots,
+            is_first=self._is_first,
+            keep=settings.keep,
+            increments=settings.increments,
+            every_seconds=None if settings.minutes is None else 60 * settings.minutes,
+            say=attempt.say,
+            watch=watch,
+        )
+
+    @property
+    def _is_first(self) -> bool:
+        return self._attempt.ranks.is_first
+
+    def execute(self, stop: Callable[[], bool]) -> JobResult:
+        """Start or go on, train, and finish. Raises GoBack if a role is lost and there is a snapshot to go back to."""
+        trainer, ranks, say = self._trainer, self._attempt.ranks, self._attempt.say
+        if self._is_first:
+            if self._attempt.state is None:
+                self._claim_folder()
+            self._note_stage(ended=False)
+        step = None if self._attempt.state is None else trainer.progress.step
+        names = self._options.loggers if self._is_first else ()
+        trainer.events = open_loggers(names, self._options.out, trainer.progress.table, step)
+        try:
+            self._begin(stop)
+            try:
+                finished = self._train(stop)
+                if finished:
+                    trainer.trained()
+            except NonFinite as exc:
+                raise self._diverged(exc) from exc
+            self._save(last=True)
+            report = self._report() if self._takes_part and finished else None
+            if report is not None:
+                self._note_stage(ended=True)
+            if not finished:
+                say(self._stopped_line())
+            ranks.barrier("end of the training")  # the other ranks keep their clients until the first is done
+            if self._is_first:
+                self._drop_rows()
+            return JobResult(finished, report, trainer.progress.step)
+        except LOST as exc:
+            if stop() and self._snapshots.last is not None:
+                say(self._stopped_line())
+                return JobResult(False, None, trainer.progress.step)
+            what, _, _ = str(exc).partition("; ")  # without the remedy: this job has its own
+            say(f"Lost a part of the cluster at step {trainer.progress.step}: {what}")
+            if self._snapshots.last is not None:
+                raise GoBack(Loss(trainer.progress.step, time.time())) from exc
+            raise
+        finally:
+            trainer.events.close()
+
+    def _claim_folder(self) -> None:
+        options, out = self._options, self._options.out
+        root = str(place(options.snapshot_root))
+        goes_aside = options.overwrite and root == str((out / "snapshots").absolute())
+        if options.snapshots is not None and not goes_aside:
+            require_new_snapshots(root)
+        if options.overwrite and (aside := put_aside(out)) is not None:
+            self._attempt.say(f"The run that was in {out} is now in {aside}")
+        out.mkdir(parents=True, exist_ok=True)
+        job = self._trainer.progress.table
+        write_run(out, Run(job=job, snapshots=root, launch=self._launch, began=time.time()))
+
+    def _note_stage(self, *, ended: bool) -> None:
+        progress, out = self._trainer.progress, self._options.out
+        end = progress.stage_start + progress.stage_steps
+        write_run(out, replace(read_run(out), stage_end=end, ended=ended, scheduler=self._options.scheduler))
+
+    def _begin(self, stop: Callable[[], bool]) -> None:
+        trainer, state = self._trainer, self._attempt.state
+        if state is None:
+            trainer.start(stop)
+            if self._is_first:
+                write_recipe(self._options.out, trainer.recipe)
+            now = trainer.state(self._options)
+            if self._takes_part:
+                self._snapshots.require(now)  # something to go back to, or to go on from
+                trainer.begun()
+            return
+        trainer.restore(state)
+        if self._is_first:
+            write_recipe(self._options.out, trainer.recipe)
+        self._snapshots.last = SnapshotMoment(state.progress, time.monotonic())
+        step, lost = trainer.progress.step, ""
+        if self._loss is not None and self._attempt.snapshot is not None:
+            seconds = self._loss.unix_seconds - self._attempt.snapshot.manifest.created
+            lost = f": {counted(self._loss.step - step, 'step')} ({seconds:.0f} s) were lost"
+        self._attempt.say(f"Going on at step {step}{lost}")
+
+    def _train(self, stop: Callable[[], bool]) -> bool:
+        """To the end of the stage; False if it was stopped before."""
+        trainer = self._trainer
+        with LiveLine(self._attempt.console, trainer.progress.stage_start + trainer.progress.stage_steps) as line:
+
+            def show(step: int, numbers: dict[str, float]) -> None:
+                trainer.events.scalars("train", numbers, step)
+                if self._is_first:
+                    line.show(step, numbers)
+
+            return trainer.run(
+                stop=stop, due=lambda: self._is_first and self._snapshots.is_due, save=self._save, show=show
+            )
+
+    def _save(self, *, last: bool = False) -> None:
+        """Begin a snapshot, unless there is one of this step; the ``last`` one is waited for."""
+        state = self._trainer.state(self._options)
+        if not self._takes_part:
+            return
+        self._trainer.events.flush()  # what is logged of the steps that the snapshot holds stays as surely as it
+        failpoints.reach("job.save.before")
+        if last:
+            self._snapshots.settle()
+        if self._snapshots.last is None or self._snapshots.last.progress != state.progress:
+            self._snapshots.begin(state)
+            failpoints.reach("job.save.after")
+        if last:
+            self._snapshots.settle()
+            self._trainer.saved()
+
+    def _report(self, **more: Any) -> dict[str, Any] | None:
+        """Test the model and write the report; None on a rank that only takes part in the test."""
+        trainer, out = self._trainer, self._options.out
+        with trainer.phases.measured("evaluation"):
+            found = trainer.report()
+        if found is None:
+            return None
+        seconds = {**self._seconds, **trainer.phases.seconds}
+        report = {
+            "recipe": as_json(trainer.recipe),
+            "steps": trainer.progress.step,
+            "train_seconds": trainer.train_seconds - seconds["evaluation"],
+            "samples_per_second": trainer.samples_per_second,
+            "phases": seconds,
+            "versions": versions(trainer.device),
+            **found,
+            **more,
+        }
+        write_json(out / "report.json", report)
+        self._attempt.say(f"Trained in {report['train_seconds']:.0f} s. {trainer.conclude()} are in {out}")
+        return report
+
+    def _diverged(self, exc: NonFinite) -> TrainingDiverged:
+        """What to raise where values have gone beyond all numbers, once the best model so far has its report."""
+        trainer, last = self._trainer, self._snapshots.last
+        step = trainer.progress.step
+        kept = trainer.diverged()
+        if kept:
+            self._report(diverged_at=step)
+        elif last is not None:
+            kept = f"its newest snapshot is that of step {last.progress.step}"
+        self._attempt.ranks.barrier("report")  # torchrun ends the others with the first to fail: not while it writes
+        what, _, _ = str(exc).partition("; ")  # without the remedy: this is one
+        rates = trainer.rates()
+        lower = " ".join(f"--set {key}={float(f'{rate / 3:.1g}'):g}" for key, rate in rates.items())
+        had = ", ".join(f"{rate:g}" for rate in rates.values())
+        return TrainingDiverged(
+            f"the training diverged at step {step} ({what}){f'; {kept}' if kept else ''}. Start again with a lower "
+            f"rate, such as {lower} (it was {had})"
+        )
+
+    def _drop_rows(self) -> None:
+        """Leave the memory of the shards to others once a snapshot has the rows."""
+        last, cluster = self._snapshots.last, self._attempt.cluster
+        if cluster is None or last is None or last.progress != self._trainer.progress:
+            return
+        try:
+            for name in self._trainer.tables():
+                cluster.drop_table(name)
+        except LOST as exc:
+            self._attempt.say(f"Tables of {self._trainer.progress.table!r} may still be on the cluster: {exc}")
+
+    def _stopped_line(self) -> str:
+        step, last = self._trainer.progress.step, self._snapshots.last
+        go_on = f"Go on with: {self._options.go_on(self._attempt.ranks.launcher)}"
+        if last is None or last.progress.step != step:
+            return f"Stopped at step {step}; saved is step {0 if last is None else last.progress.step}. {go_on}"
+        return f"Stopped at step {step} and saved. {go_on}"

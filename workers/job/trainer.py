@@ -1,0 +1,320 @@
+"""What one kind of job trains; :class:`geartrain.workers.job.run.TrainingRun` does the rest, the same for all.
+
+Everything random is a function of (seed, step), so that a resumed run goes on as if it had never stopped.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+import numpy as np
+import PIL
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from geartrain.ams.client.cluster import Cluster
+from geartrain.ams.client.snapshots.snapshot import PendingSnapshot
+from geartrain.ams.storage.snapshot.folder import Snapshot
+from geartrain.bridge.rows.optimizer import RowOptimizer
+from geartrain.bridge.rows.state import random_state, set_random_state, state_from_bytes, state_to_bytes
+from geartrain.workers.data.streams import JointOrder
+from geartrain.workers.job.options import JobOptions
+from geartrain.workers.job.ranks import JobRanks
+from geartrain.workers.job.row_timing import RowTimes
+from geartrain.workers.job.state import JobState, Progress
+from geartrain.workers.loggers.protocol import Loggers
+
+SHOW_EVERY = 10
+"""Steps between two readings of the loss, which on an accelerator wait for it."""
+
+
+@dataclass
+class Phases:
+    """Seconds of each part of a run, in the order in which they first ended."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def measured(self, name: str) -> Iterator[None]:
+        """Add the time of the block to ``name``, less that of phases measured within it: their sum is the whole."""
+        started, before = time.perf_counter(), sum(self.seconds.values())
+        try:
+            yield
+        finally:
+            within = sum(self.seconds.values()) - before
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started - within
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attempt:
+    """What a trainer is made for: one attempt at a job, from its beginning or a snapshot."""
+
+    options: JobOptions
+    """The recipe among them: of a run that goes on that of its snapshot."""
+    progress: Progress
+    snapshot: Snapshot | None = None
+    """Its rows are in the cluster again."""
+    state: JobState | None = None
+    """That of ``snapshot``."""
+    cluster: Cluster | None
+    """None: the ranks have the rows."""
+    ranks: JobRanks
+    console: Console
+
+    def say(self, line: str) -> None:
+        """Tell the person."""
+        self.console.print(line, highlight=False, soft_wrap=True)
+
+
+class Trainer:
+    """Trains a network and the rows before or behind it on samples in the order of (seed, step)."""
+
+    job: ClassVar[str]
+    """Of ``geartrain worker``."""
+    recipe_class: ClassVar[type]
+    in_one_process: ClassVar[bool] = True
+    """Whether it cannot be trained by several ranks."""
+    cluster: Cluster | None = None
+    """What has its rows; None: the ranks do, or whoever made it needs no snapshots of it."""
+
+    def __init__(
+        self,
+        recipe: Any,
+        num_samples: int,
+        optimizer: torch.optim.Optimizer,
+        rows: RowOptimizer,
+        progress: Progress,
+        *,
+        ranks: JobRanks | None = None,
+        row_times: RowTimes | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        self.recipe = recipe
+        self.progress = progress
+        self.ranks = ranks or JobRanks()
+        self.device = device or torch.device("cpu")
+        self.row_times = row_times or RowTimes()
+        self.phases = Phases()
+        self.samples_per_second = 0.0
+        self.events = Loggers()
+        self.order = JointOrder(num_samples, recipe.batch_size, recipe.seed)
+        self.optimizer = optimizer
+        self.rows = rows
+        self._row_lr = rows.param_groups[0]["lr"]
+
+    @staticmethod
+    def require(options: JobOptions) -> None:
+        """Raise ConfigError, before anything is written, for what can be seen to be wrong."""
+
+    @staticmethod
+    def load(options: JobOptions, state: JobState | None, console: Console) -> Any:
+        """The samples to train on, with which, behind an :class:`Attempt`, the trainer of a job is made."""
+        raise NotImplementedError
+
+    @classmethod
+    def usual_recipe(cls, data: str | None, stated: Mapping[str, Any]) -> dict[str, Any]:
+        """What the recipe is where nothing is said, given what is ``stated``: keys that differ from its class's."""
+        del data, stated
+        return {}
+
+    @property
+    def train_seconds(self) -> float:
+        """Time of all parts so far."""
+        return sum(self.phases.seconds.values())
+
+    @property
+    def all_take_part(self) -> bool:
+        """Whether every rank must take part in reading or snapshotting rows; else the first one does so alone."""
+        return False
+
+    def loss(self, step: int) -> Tensor:
+        """The loss of the batch of ``step``."""
+        raise NotImplementedError
+
+    def modules(self) -> dict[str, Any]:
+        """What has a ``state_dict``, by the name under which snapshots keep it."""
+        raise NotImplementedError
+
+    def data(self) -> dict[str, Any]:
+        """JSON that snapshots keep: what tells the samples from others."""
+        return {}
+
+    def files(self) -> dict[str, bytes]:
+        """What snapshots keep in a format of its own."""
+        return {}
+
+    def tables(self) -> list[str]:
+        """Names of the tables of its rows."""
+        raise NotImplementedError
+
+    def state(self, options: JobOptions) -> JobState:
+        """Everything but the rows, between two steps. Every rank calls this; the first one's is whole."""
+        random = self.ranks.gather_bytes(state_to_bytes(random_state(self.device)))
+        kept = {**self.modules(), "optimizer": self.optimizer}
+        return JobState(
+            job=self.job,
+            recipe=self.recipe,
+            progress=self.progress,
+            cursor=self.order.cursor(self.progress.step),
+            data=self.data(),
+            tensors={
+                **{name: module.state_dict() for name, module in kept.items()},
+                "random": [state_from_bytes(of_rank) for of_rank in random],
+            },
+            files=self.files(),
+            scheduler=options.scheduler,
+        )
+
+    def restore(self, state: JobState) -> None:
+        """Go on from a state whose rows are in place already.
+
+        Ranks that did not exist when it was taken begin with random numbers of their own. Raises ConfigError if the
+        state is that of other samples.
+        """
+        self.order.require(state.cursor, self.progress.step)
+        self.optimizer.load_state_dict(state.tensors["optimizer"])
+        for name, module in self.modules().items():
+            if name in state.tensors:
+                module.load_state_dict(state.tensors[name])
+        random = state.tensors["random"]
+        if self.ranks.rank < len(random):
+            set_random_state(random[self.ranks.rank], self.device)
+        else:
+            mixed = np.random.SeedSequence([self.recipe.seed, self.progress.step, self.ranks.rank])
+            torch.manual_seed(int(mixed.generate_state(1, np.uint64)[0]) >> 1)
+
+    def begin_snapshot(self, root: str, name: str, *, parent: str | None, state: JobState) -> PendingSnapshot:
+        """Hold the rows and ``state`` as the snapshot ``root``/``name``; with a ``parent``, the rows written since."""
+        assert self.cluster is not None
+        return self.cluster.snapshot(
+            root,
+            name,
+            parent=parent,
+            step=state.progress.step,
+            values=state.values(),
+            files=state.all_files(),
+            tables=self.tables(),
+            graphs=False,  # a head's own is among the files
+        )
+
+    def start(self, stop: Callable[[], bool]) -> None:
+        """Before the first step of a new run; what takes long ends when ``stop`` says so."""
+
+    def begun(self) -> None:
+        """There is a snapshot of the start."""
+
+    def between(self) -> None:
+        """Behind every step but the last, and before the snapshot of it; every rank calls it."""
+
+    def trained(self) -> None:
+        """The stage has ended, in this process or, where only the report was missing, in one before."""
+
+    def saved(self) -> None:
+        """The last snapshot of this process is there."""
+
+    def report(self) -> dict[str, Any] | None:
+        """Test what was trained; return what the report says of it, beside the keys of every report.
+
+        None on a rank that only takes part in the test.
+        """
+        return {}
+
+    def conclude(self) -> str:
+        """The line that ends a finished run, behind "Trained in ... s"."""
+        return "Snapshots and report"
+
+    def diverged(self) -> str:
+        """The training met NaN: what is left besides snapshots, if there is something."""
+        return ""
+
+    def rates(self) -> dict[str, float]:
+        """The learning rates that a person may lower, by their keys."""
+        return {"lr": self.recipe.lr}
+
+    def run(
+        self,
+        *,
+        stop: Callable[[], bool] = lambda: False,
+        due: Callable[[], bool] = lambda: False,
+        save: Callable[[], None] = lambda: None,
+        show: Callable[[int, dict[str, float]], None] = lambda step, numbers: None,  # noqa: ARG005
+    ) -> bool:
+        """Train to the end of the stage; return False if ``stop`` ended it before.
+
+        ``save`` runs on every rank, every ``recipe.snapshots.steps`` and after a step before which a rank was ``due``.
+        """
+        before, seconds = self.progress.step, self.train_seconds
+        with self.phases.measured("steps"):
+            finished = self._steps(stop, due, save, show)
+        elapsed = self.train_seconds - seconds
+        self.samples_per_second = (self.progress.step - before) * self.recipe.batch_size / max(elapsed, 1e-9)
+        return finished
+
+    def _steps(
+        self,
+        stop: Callable[[], bool],
+        due: Callable[[], bool],
+        save: Callable[[], None],
+        show: Callable[[int, dict[str, float]], None],
+    ) -> bool:
+        since, window, waited = self.progress.step, time.perf_counter(), replace(self.row_times)
+        while not self.progress.is_complete:
+            is_told, is_due = self.ranks.any_of(stop(), due())
+            if is_told:
+                return False
+            loss = self.step(self.progress.step)
+            self.progress = replace(self.progress, step=self.progress.step + 1)
+            step = self.progress.step
+            if step % SHOW_EVERY == 0 or self.progress.is_complete:
+                steps, now = step - since, time.perf_counter()
+                numbers = {
+                    "loss": float(loss),
+                    "samples_per_second": steps * self.recipe.batch_size / max(time.perf_counter() - window, 1e-9),
+                    "pull_ms": 1e3 * (self.row_times.pull_seconds - waited.pull_seconds) / steps,
+                    "push_ms": 1e3 * (self.row_times.push_seconds - waited.push_seconds) / steps,
+                    "lr": self.optimizer.param_groups[0]["lr"],
+                }
+                show(step, numbers)
+                since, window, waited = step, now, replace(self.row_times)
+            if self.progress.is_complete:
+                break
+            self.between()
+            if is_due or step % self.recipe.snapshots.steps == 0:
+                save()
+        return True
+
+    def step(self, step: int) -> Tensor:
+        """One update; return the loss."""
+        factor = self.recipe.rate_factor(*self.progress.part)
+        self.optimizer.param_groups[0]["lr"] = self.recipe.lr * factor
+        for group in self.rows.param_groups:
+            group["lr"] = self._row_lr * factor
+        loss = self.loss(step)
+        self.optimizer.zero_grad()
+        self.rows.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.optimizer.step()
+        with self.row_times.pushing():
+            self.rows.step()
+        return loss.detach()
+
+
+def versions(device: torch.device, *, bfloat16: bool = False) -> dict[str, str]:
+    """What a figure depends on."""
+    return {
+        "geartrain": importlib.metadata.version("geartrain"),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "pillow": PIL.__version__,
+        "device": str(device),
+        "threads": str(torch.get_num_threads()),
+        "precision": "bfloat16 autocast" if bfloat16 else "float32",
+    }

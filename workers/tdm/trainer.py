@@ -1,0 +1,179 @@
+"""``geartrain worker tdm``: what users liked in, a tree of items and its recall out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from geartrain.ams.values.optimizers.registry import Adam
+from geartrain.ams.values.specs import Ids
+from geartrain.bridge.checkpoint.saving import save
+from geartrain.bridge.embedding.field import Field
+from geartrain.bridge.embedding.group import EmbeddingGroup
+from geartrain.bridge.models.deepfm import DeepFM
+from geartrain.bridge.retrieval.item_tree import ItemTree
+from geartrain.bridge.retrieval.tdm import TDM
+from geartrain.workers.ctr.samples.click_samples import PADDING, ClickSamples
+from geartrain.workers.ctr.trainer import EmbeddingTrainer
+from geartrain.workers.job.state import JobState
+from geartrain.workers.job.trainer import Attempt
+from geartrain.workers.tdm.liked import HISTORY, liked_of, recall
+from geartrain.workers.tdm.recipe import CUTS, TdmRecipe
+
+NODE, NODE_WEIGHT = "node", "node_weight"
+_USERS_AT_ONCE = 256
+
+
+class TreeTrainer(EmbeddingTrainer):
+    """Trains with a tree of items, makes the tree anew by what was learned, and trains on."""
+
+    job = "tdm"
+    recipe_class = TdmRecipe
+
+    def __init__(self, attempt: Attempt, data: tuple[str, ClickSamples]) -> None:
+        source, samples = data
+        recipe: TdmRecipe = attempt.options.recipe
+        self._liked = liked = liked_of(samples, recipe)
+        self._recalls: list[dict[str, Any]] = []
+        torch.manual_seed(recipe.seed)
+        dims = dict.fromkeys((*liked.user_fields, HISTORY, NODE), recipe.dim) | {NODE_WEIGHT: 1}
+        network = DeepFM(dims, recipe.hidden, dropout=recipe.dropout)
+        members = [Field(name, recipe.dim, pooling="mean", padding_id=PADDING) for name in liked.user_fields]
+        members += [
+            Field(NODE, recipe.dim, pooling=None),
+            Field(NODE_WEIGHT, 1, pooling=None),
+            Field(HISTORY, table=NODE, pooling="mean"),
+        ]
+        assert attempt.cluster is not None
+        fields = EmbeddingGroup(
+            attempt.cluster,
+            attempt.progress.table,
+            members,
+            optimizer=Adam(recipe.row_lr, weight_decay=recipe.row_weight_decay),
+            seed=recipe.seed,
+            reuse=attempt.state is not None,
+        )
+        first = ItemTree(first_order(samples, liked.items))
+        self._tdm = TDM(first, fields, network, node=[NODE, NODE_WEIGHT], negatives=recipe.negatives)
+        super().__init__(attempt, source, len(liked.train), network, fields)
+
+    def modules(self) -> dict[str, Any]:
+        """Tree, network and embeddings."""
+        return {"tdm": self._tdm}
+
+    def data(self) -> dict[str, Any]:
+        """Where the samples are, and what the trees so far have found."""
+        return {**super().data(), "recalls": self._recalls}
+
+    def restore(self, state: JobState) -> None:
+        """Go on from a state whose rows are in place already."""
+        super().restore(state)
+        self._recalls = list(state.data["recalls"])
+
+    def start(self, stop: Callable[[], bool]) -> None:
+        """Say what begins."""
+        del stop
+        liked, depth = self._liked, self._tdm.tree.depth
+        counts = f"{len(liked.train):,} clicks on {len(liked.items):,} items"
+        self.attempt.say(f"Training a tree of {depth} levels on {counts}; {len(liked.users):,} users are asked")
+
+    def loss(self, step: int) -> Tensor:
+        """The loss of the batch of ``step``."""
+        train = self._liked.train
+        indices = self.order.indices(step).numpy()
+        items = train.fields[train.schema.item[0]][indices]
+        loss: Tensor = self._tdm(self._liked.ids(train, indices), items)
+        return loss
+
+    def between(self) -> None:
+        """Where a tree's steps are done: measure it, and make the next."""
+        step, steps = self.progress.part
+        if step % (steps // (1 + self.recipe.rebuilds)) == 0:
+            self._measure()
+            self._tdm.rebuild()
+
+    def trained(self) -> None:
+        """Measure the last tree."""
+        self._measure()
+
+    def _measure(self) -> None:
+        """Measure the recall of the present tree, unless that was done before this process began."""
+        step = self.progress.step
+        if self._recalls and self._recalls[-1]["step"] == step:
+            return
+        found = self._recalls_of(self._by_beam(self.recipe.beam))
+        self._recalls.append({"tree": len(self._recalls), "step": step, **found})
+        self.events.scalars("held_out", found, step)
+        self.attempt.say(f"Tree {len(self._recalls)}: {_shown(found)}")
+
+    def _recalls_of(self, lists: Ids) -> dict[str, float]:
+        return {f"recall_{cut}": recall(lists, self._liked, cut) for cut in CUTS}
+
+    def _by_beam(self, beam: int) -> Ids:
+        """The lists [U, beam] of the search, with room for what was seen."""
+        beam = min(beam, len(self._liked.items))
+        lists = [
+            self._tdm.retrieve(self._liked.ids(self._liked.users, part), k=beam, beam=beam)[0].numpy()
+            for part in self._parts()
+        ]
+        return np.concatenate(lists)
+
+    def _by_all(self) -> Ids:
+        """The lists [U, K] by the scores of all items."""
+        items = self._liked.items
+        scores = [self._tdm.scores(self._liked.ids(self._liked.users, part), items) for part in self._parts()]
+        order: Ids = torch.cat(scores).argsort(1, descending=True).numpy()
+        return items[order]
+
+    def _parts(self) -> list[Ids]:
+        everyone = np.arange(len(self._liked.users))
+        return np.split(everyone, range(_USERS_AT_ONCE, len(everyone), _USERS_AT_ONCE))
+
+    def report(self) -> dict[str, Any]:
+        """Compare the search with looking at all items and with the most popular; save the model."""
+        out, liked, recipe = self.attempt.options.out, self._liked, self.recipe
+        popular = np.broadcast_to(liked.popular(), (len(liked.users), len(liked.items)))
+        rivals = {"every item scored": self._by_all(), "the most popular": popular}
+        others = {rival: self._recalls_of(lists) for rival, lists in rivals.items()}
+        for rival, found in others.items():
+            self.attempt.say(f"{rival[0].upper()}{rival[1:]}: {_shown(found)}")
+        narrower = max(max(CUTS), recipe.beam // 2)
+        beams = {
+            beam: {"nodes_scored": nodes_scored(self._tdm.tree, beam), **self._recalls_of(self._by_beam(beam))}
+            for beam in sorted({narrower, recipe.beam})
+        }
+        save(self._tdm, out / "model")
+        for beam, found in beams.items():
+            scored = f"{found['nodes_scored']:,} nodes scored, of {len(liked.items):,} items"
+            self.attempt.say(f"Beam {beam}, {scored}: {_shown(found)}")
+        return {
+            "held_out": {"trees": self._recalls, "beams": beams, "users": len(liked.users), **others},
+            "items": len(liked.items),
+        }
+
+    def conclude(self) -> str:
+        """What the run folder has."""
+        return "Model, snapshots and report"
+
+
+def nodes_scored(tree: ItemTree, beam: int) -> int:
+    """The most nodes that a search looks at: the children of a beam, on each level that has more nodes than it."""
+    sizes = [len(tree.slots_at(level)) for level in range(1, tree.depth + 1)]
+    return sum(min(2 * beam, size) for size in sizes if size > beam) or len(tree.items)
+
+
+def _shown(found: dict[str, Any]) -> str:
+    return ", ".join(f"recall@{cut} {found[f'recall_{cut}']:.4f}" for cut in CUTS)
+
+
+def first_order(samples: ClickSamples, items: Ids) -> Ids:
+    """The items in the order of the other fields that tell of them, so that those of a kind are neighbours."""
+    own, *others = samples.schema.item
+    _, first = np.unique(samples.fields[own], return_index=True)
+    keys = [samples.fields[name][first] for name in reversed(others)]
+    keys = [key if key.ndim == 1 else np.sort(key, 1)[:, -1] for key in keys]
+    return items[np.lexsort(keys)] if keys else items
