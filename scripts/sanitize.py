@@ -23,12 +23,10 @@ TESTS = (
     "tests/unit/ams/tables/test_array_update.py",
     "tests/unit/ams/tables/test_row_table.py",
     "tests/unit/ams/tables/test_row_table_growth.py",
-    # A client and its shards: in the process, by mailboxes, by TCP, by messages.
-    "tests/unit/ams/rpc/test_data_plane.py",
+    # A client and its shards: in the process, by mailboxes, by TCP.
     "tests/unit/ams/client/test_writes.py",
     "tests/integration/test_row_calls.py",
-    "tests/integration/test_shared_rows.py",
-    "tests/integration/test_bulk_rows.py",
+    "tests/integration/test_row_connections.py",
 )
 TEST_SECONDS = 900
 """Of one test: sanitizers take their time."""

@@ -6,10 +6,11 @@ Cost: one request per shard and call, all shards at once; the inputs travel to e
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import cast
 
-from geartrain.ams.client.rows.row_parts import Call, Delivered, RowParts, joint
+from geartrain.ams.client.rows.row_calls import WriteOutcome
 from geartrain.ams.client.shard_calls import Outcome, ShardCalls
-from geartrain.ams.client.writes import Numbers, Pending, Write
+from geartrain.ams.client.writes import Numbers, Write
 from geartrain.ams.values.errors import InternalError
 from geartrain.ams.values.optimizers.spec import NO_SCALARS
 from geartrain.ams.values.scheduler_messages import ClusterView
@@ -95,26 +96,24 @@ class HostedCalls:
         ShardUnavailable, ShardRestarted.
         """
         self.spec.optimizer.for_push(optimizer_scalars)
-        requests: list[tuple[int, Request]] = [
-            (
-                shard,
-                UpdateHosted(
-                    table=self.spec.name,
-                    model=self._model,
-                    inputs=inputs(shard),
-                    lr=lr,
-                    scale=scale,
-                    optimizer_scalars=dict(optimizer_scalars),
-                    group=group,
-                ),
+        requests = [
+            UpdateHosted(
+                table=self.spec.name,
+                model=self._model,
+                inputs=inputs(shard),
+                lr=lr,
+                scale=scale,
+                optimizer_scalars=dict(optimizer_scalars),
+                group=group,
             )
             for shard in range(self.view.num_shards)
         ]
-        return Write(self._numbers(), requests, self._deliver, self._calls.incarnation_of(self.spec))
 
-    def _deliver(self, calls: Pending, context: CallContext) -> Delivered:
-        assert not isinstance(calls, RowParts)
-        return joint(calls, self._outcomes(calls, context))
+        def deliver(shards: Sequence[int], context: CallContext) -> list[WriteOutcome]:
+            return cast("list[WriteOutcome]", self._outcomes([(shard, requests[shard]) for shard in shards], context))
 
-    def _outcomes(self, calls: Sequence[Call], context: CallContext) -> list[Outcome]:
+        incarnation = self._calls.incarnation_of(self.spec)
+        return Write(self._numbers(), range(self.view.num_shards), deliver, self.spec.name, incarnation, group)
+
+    def _outcomes(self, calls: Sequence[tuple[int, Request]], context: CallContext) -> list[Outcome]:
         return self._calls.deliver(calls, context, self._calls.config.hosted_timeout_seconds)

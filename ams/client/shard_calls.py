@@ -5,13 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import threading
-import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from geartrain.ams.client.rows.row_calls import RowAttempt, RowCalls
 from geartrain.ams.rpc.carrier import AttemptFailed, ShardCarrier
@@ -27,16 +26,14 @@ from geartrain.ams.values.errors import (
     StepPending,
     Unavailable,
 )
-from geartrain.ams.values.interrupts import BackgroundFuture, BrokenOff, BufferLease, is_on_main_thread, shielded
+from geartrain.ams.values.interrupts import BackgroundFuture, BrokenOff, BufferLease, shielded
 from geartrain.ams.values.scheduler_messages import ClusterView
-from geartrain.ams.values.shard_messages import Assign, CallContext, Pull, Push, Reply, Request, Thaw
+from geartrain.ams.values.shard_messages import CallContext, Reply, Request, Thaw
 from geartrain.ams.values.specs import TableSpec
 
 Outcome = Reply | BaseException
 logger = logging.getLogger(__name__)
 
-_LEAST_SECONDS = 0.05
-"""To send a call another way whose connection was lost."""
 _FAREWELL_SECONDS = 1.0
 _ASYNC_THREADS = 4
 _num_forks = 0
@@ -125,43 +122,92 @@ class ShardCalls:
         timeout_seconds: float | None = None,
         *,
         recovery_seconds: float | None = None,
-        begun: Sequence[BaseException | None] = (),
-        again: RowAttempt | None = None,
-        patience: CallPatience | None = None,
     ) -> list[Outcome]:
         """Make all calls side by side, each retried while that can help; return replies and errors in order.
 
         An attempt may take ``timeout_seconds``, or the client's ``attempt_timeout_seconds``; a shard that does not
         answer is waited for ``recovery_seconds`` (0: it is asked once), or the client's ``recovery_timeout_seconds``.
-        ``begun`` says what first attempts elsewhere have ended with, of each call; None: it had none. Calls that are
-        made once more go by ``again``, where that leads to the shard. What of ``patience`` earlier calls have left is
-        all that is waited (:meth:`patience`).
 
-        Returns only when no carrier uses the requests' arrays any more. So it is, too, if Ctrl-C breaks it off (but a
-        second one does not wait for that): what is under way is not sent again then, and whether it was done is
-        unknown.
+        If Ctrl-C breaks it off, what is under way is not sent again, and whether it was done is unknown.
         """
         self.require_usable()
-        patience = patience or self.patience(recovery_seconds)  # one for all, or dead shards would add up
-        if not is_on_main_thread():
-            return self._deliver(calls, context, timeout_seconds, patience, begun, again)
-        buffer_leases = []
-        for number, (shard, request) in enumerate(calls := list(calls)):
-            if isinstance(request, Pull | Push | Assign):
-                buffer_leases.append(BufferLease())
-                calls[number] = shard, replace(request, buffer_lease=buffer_leases[-1])
+        patience = self.patience(recovery_seconds)  # one for all, or dead shards would add up
+        seconds = self.config.attempt_timeout_seconds if timeout_seconds is None else timeout_seconds
+
+        def attempt(shard: int, request: Request, alone: bool) -> Future[Reply]:
+            patience.require_a_caller()
+            return self._attempt(shard, request, context=context, seconds=seconds, alone=alone)
+
+        def once(shard: int, request: Request) -> Reply:
+            return attempt(shard, request, True).result()
+
+        def deliver() -> list[Outcome]:
+            later = [partial(once, shard, request) for shard, request in calls]
+            if len(calls) == 1:
+                return self._settle_all([_Attempts(calls[0][0], later[0], later[0])], patience, seconds)
+            begun = [attempt(shard, request, False) for shard, request in calls]
+            attempts = [
+                _Attempts(shard, first.result, again)
+                for (shard, _), first, again in zip(calls, begun, later, strict=True)
+            ]
+            return self._settle_all(attempts, patience, seconds, lambda n: begun[n].done())
+
+        return shielded(deliver, if_broken_off=patience.end)
+
+    def again(
+        self,
+        ended: Sequence[tuple[int, BaseException | None]],
+        attempt: RowAttempt,
+        patience: CallPatience | None = None,
+    ) -> list[Outcome]:
+        """What calls of shards for rows come to whose first attempts have ended so; None: the next one can be made at
+        once. No longer is waited than ``patience`` has left.
+
+        Returns only when nobody uses the caller's arrays any more. So it is, too, if Ctrl-C breaks it off (but a second
+        one does not wait for that).
+        """
+        waits = patience or self.patience()
+        lease, seconds = BufferLease(), self.config.attempt_timeout_seconds
+
+        def once_more(shard: int) -> Reply:
+            waits.require_a_caller()
+            return attempt(shard, lease, seconds)
+
+        attempts = []
+        for shard, error in ended:
+            later = partial(once_more, shard)
+            attempts.append(_Attempts(shard, later if error is None else partial(_raise, error), later))
 
         def break_off() -> None:
-            patience.has_ended = True
-            for buffer_lease in buffer_leases:
-                buffer_lease.end()
-            for buffer_lease in buffer_leases:
-                buffer_lease.wait()
+            waits.end()
+            lease.end()
+            lease.wait()
 
-        return shielded(
-            partial(self._deliver, calls, context, timeout_seconds, patience, begun, again),
-            if_broken_off=break_off,
-        )
+        return shielded(partial(self._settle_all, attempts, waits, seconds), if_broken_off=break_off)
+
+    def _settle_all(
+        self,
+        attempts: Sequence[_Attempts],
+        patience: CallPatience,
+        seconds: float,
+        has_ended: Callable[[int], bool] = lambda _: False,
+    ) -> list[Outcome]:
+        """Bring all calls to their end; meanwhile name shards that do not answer."""
+        settled = 0
+
+        def silent() -> list[Peer]:
+            """Of a retried call the one that is settled: its first attempt has ended."""
+            left = range(settled, len(attempts))
+            return [self.peer(attempts[n].shard) for n in left if n == settled or not has_ended(n)]
+
+        outcomes: list[Outcome] = []
+        with self.naming(silent, seconds + patience.seconds):
+            for settled, calls in enumerate(attempts):  # noqa: B007
+                try:
+                    outcomes.append(self._settle(calls, patience))
+                except GeartrainError as exc:
+                    outcomes.append(exc)
+        return outcomes
 
     def patience(self, recovery_seconds: float | None = None) -> CallPatience:
         """How long calls that belong together wait for shards, all in all; None: the client's
@@ -169,52 +215,6 @@ class ShardCalls:
         """
         seconds = self.config.recovery_timeout_seconds if recovery_seconds is None else recovery_seconds
         return CallPatience(seconds, given_up=self._given_up)
-
-    def _deliver(
-        self,
-        calls: Sequence[tuple[int, Request]],
-        context: CallContext,
-        timeout_seconds: float | None,
-        patience: CallPatience,
-        begun: Sequence[BaseException | None],
-        again: RowAttempt | None,
-    ) -> list[Outcome]:
-        seconds = self._attempt_seconds(timeout_seconds)
-
-        def attempt(shard: int, request: Request, *, alone: bool, seconds: float = seconds) -> Future[Reply]:
-            patience.require_a_caller()
-            return self._attempt(shard, request, context=context, seconds=seconds, alone=alone)
-
-        def once_more(shard: int, request: Request) -> Reply:
-            patience.require_a_caller()
-            deadline = time.monotonic() + seconds
-            if again is not None and isinstance(request, Pull | Push | Assign):
-                reply = again(shard, request.buffer_lease, seconds)
-                if reply is not None:
-                    return reply
-            left = max(deadline - time.monotonic(), _LEAST_SECONDS)
-            return attempt(shard, request, alone=True, seconds=left).result()
-
-        futures: list[Future[Reply]] = []
-        settled = 0
-
-        def silent() -> list[Peer]:
-            """Of a retried call the one that is settled: its first attempt has ended."""
-            waiting = [n for n in range(len(calls)) if n == settled or n >= len(futures) or not futures[n].done()]
-            return [self.peer(calls[n][0]) for n in waiting if n >= settled]
-
-        outcomes: list[Outcome] = []
-        with self.naming(silent, seconds + patience.seconds):
-            for number, (shard, request) in enumerate(calls):
-                error = begun[number] if begun else None
-                alone = len(calls) == 1
-                futures.append(attempt(shard, request, alone=alone) if error is None else _ended_with(error))
-            for settled, ((shard, request), future) in enumerate(zip(calls, futures, strict=True)):  # noqa: B007
-                try:
-                    outcomes.append(self._settle(shard, future, patience, partial(once_more, shard, request)))
-                except GeartrainError as exc:
-                    outcomes.append(exc)
-        return outcomes
 
     def naming_silent_shards(self) -> AbstractContextManager[None]:
         """While the block lasts, in which another role works with all shards for this process, name those that do not
@@ -231,21 +231,10 @@ class ShardCalls:
         """A shard as those are told of it who wait."""
         return Peer(f"shard {shard}", self._view.shards[shard].address)
 
-    def read(
-        self,
-        calls: Sequence[tuple[int, Request]],
-        *,
-        table_incarnation: int = 0,
-        begun: Sequence[BaseException | None] = (),
-        again: RowAttempt | None = None,
-    ) -> list[Reply]:
-        """Make calls that change nothing; raises the first error. ``begun`` and ``again`` are those of :meth:`deliver`.
-
-        With ``table_incarnation`` a shard refuses them (TableNotFound) if it has another table of the name they mean.
-        """
+    def read(self, calls: Sequence[tuple[int, Request]]) -> list[Reply]:
+        """Make calls that change nothing; raises the first error."""
         replies: list[Reply] = []
-        context = CallContext(table_incarnation=table_incarnation)
-        for outcome in self.deliver(calls, context, begun=begun, again=again):
+        for outcome in self.deliver(calls, CallContext()):
             if isinstance(outcome, BaseException):
                 raise outcome
             replies.append(outcome)
@@ -357,12 +346,9 @@ class ShardCalls:
         )
         return self._carriers[shard].submit(fenced, request, seconds, alone=alone)
 
-    def _attempt_seconds(self, timeout_seconds: float | None) -> float:
-        return self.config.attempt_timeout_seconds if timeout_seconds is None else timeout_seconds
-
-    def _settle(self, shard: int, future: Future[Reply], patience: CallPatience, again: Callable[[], Reply]) -> Reply:
+    def _settle(self, attempts: _Attempts, patience: CallPatience) -> Reply:
         has_looked = False
-        ask: Callable[[], Reply] = future.result
+        shard, ask, again = attempts
         while True:
             try:
                 reply = ask()
@@ -433,19 +419,28 @@ class ShardCalls:
         self.rows.set_cluster_version(view.cluster_version)
 
 
-def _ended_with(error: BaseException) -> Future[Reply]:
-    future: Future[Reply] = Future()
-    future.set_exception(error)
-    return future
+class _Attempts(NamedTuple):
+    """Those at one call of a shard: each waits for the reply, or raises."""
+
+    shard: int
+    first: Callable[[], Reply]
+    later: Callable[[], Reply]
+
+
+def _raise(error: BaseException) -> Any:
+    raise error
 
 
 class CallPatience(Patience):
     """The patience of one call, which ends with its caller."""
 
-    has_ended = False
-    """Nobody waits any more: nothing is sent again."""
+    _has_ended = False
+
+    def end(self) -> None:
+        """Nobody waits any more: nothing is sent again."""
+        self._has_ended = True
 
     def require_a_caller(self) -> None:
         """Raise BrokenOff if nobody waits any more."""
-        if self.has_ended:
+        if self._has_ended:
             raise BrokenOff("the caller has gone")

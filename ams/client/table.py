@@ -8,7 +8,7 @@ that both share.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -18,15 +18,10 @@ import numpy as np
 import numpy.typing as npt
 
 from geartrain.ams.client.hosted_calls import HostedCalls
-from geartrain.ams.client.rows.batch import BatchSettings
 from geartrain.ams.client.rows.expire import ExpiredRows, expire_rows
+from geartrain.ams.client.rows.push_options import CHECK_FINITE, CHECK_PRODUCT, PushOptions, table_facts
 from geartrain.ams.client.rows.row_calls import RowCalls
-from geartrain.ams.client.rows.row_futures import Sendable
-from geartrain.ams.client.rows.row_parts import (
-    CHECK_FINITE,
-    CHECK_PRODUCT,
-    facts_of,
-)
+from geartrain.ams.client.rows.row_futures import PreparedCall
 from geartrain.ams.client.rows.write_log import WriteLog
 from geartrain.ams.client.shard_calls import ShardCalls
 from geartrain.ams.client.table_writes import TableWrites, send_once
@@ -35,7 +30,6 @@ from geartrain.ams.kernels._core import ScatteredRows, TableFacts
 from geartrain.ams.values.arrays import ids_array, like
 from geartrain.ams.values.errors import InvalidArgument, TableNotFound
 from geartrain.ams.values.expiry.rules import Expiry
-from geartrain.ams.values.optimizers.spec import NO_SCALARS
 from geartrain.ams.values.placement import NUM_BUCKETS
 from geartrain.ams.values.shard_messages import (
     CallContext,
@@ -66,7 +60,7 @@ class Table:
         self._stream = stream
         self.wire_dtype = checked_wire_dtype(wire_dtype, spec.name, spec.dtype)
         """How pulled rows and pushed gradients travel; None: in the table's type."""
-        self._facts = facts_of(spec, self.wire_dtype)
+        self._facts = table_facts(spec, self.wire_dtype)
         self._dtype = spec.numpy_dtype
         self._writes = TableWrites(spec, self._facts, calls, stream)
 
@@ -105,10 +99,10 @@ class Table:
 
     def pull_async(self, ids: Any) -> Future[Any]:
         """:meth:`pull` in the background: sent at once where the request is small and shards are other processes."""
-        if not self._sends_at_once(ids):
+        if not self._is_sent_at_once(ids):
             return self._calls.background(self.pull, ids)
 
-        def prepared() -> Sendable:
+        def prepared() -> PreparedCall:
             checked = ids_array(ids, self.spec.num_rows)
             out = np.empty((len(checked), self.spec.dim), self._dtype)
             return self._calls.rows.pull_to_begin(self._facts, self.incarnation, checked, out, partial(like, out, ids))
@@ -120,7 +114,7 @@ class Table:
         checked = ids_array(ids, self.spec.num_rows)
         out = np.empty((len(checked), self.spec.dim), self._dtype)
         present = np.zeros(len(checked), np.bool_)
-        self._calls.rows.pull(facts_of(self.spec, None), self.incarnation, checked, out, present=present)
+        self._calls.rows.pull(table_facts(self.spec, None), self.incarnation, checked, out, present=present)
         return present
 
     def version(self) -> int:
@@ -185,10 +179,10 @@ class Table:
         self, ids: Ids, out: npt.NDArray[Any], *, required_sync: SyncGroup | None = None
     ) -> Future[None]:
         """:meth:`pull_into` in the background; ``out`` must be left alone until the future is done."""
-        if not self._sends_at_once(ids):
+        if not self._is_sent_at_once(ids):
             return self._calls.background(self.pull_into, ids, out, required_sync=required_sync)
 
-        def prepared() -> Sendable:
+        def prepared() -> PreparedCall:
             checked = self._checked_pull(ids, out)
             return self._calls.rows.pull_to_begin(
                 self._facts, self.incarnation, checked, out, lambda: None, required_sync=required_sync
@@ -196,81 +190,36 @@ class Table:
 
         return self._calls.rows.begin(prepared)
 
-    def push(
-        self,
-        ids: Any,
-        gradients: Any,
-        *,
-        lr: float | None = None,
-        scale: float = 1.0,
-        optimizer_scalars: Mapping[str, float] = NO_SCALARS,
-        group: SyncGroup | None = None,
-        sequence: int | None = None,
-        **batch: Unpack[BatchSettings],
-    ) -> Done:
+    def push(self, ids: Any, gradients: Any, **options: Unpack[PushOptions]) -> Done:
         """Apply gradients with the table's optimizer, exactly once per shard; gradients of equal ids are summed.
 
-        ``lr`` replaces the table's learning rate, ``optimizer_scalars`` other numbers of its optimizer by name
-        (``{"momentum": 0.85}``; ``beta1`` and ``beta2`` of Adam), ``scale`` multiplies the gradients, ``group`` makes
-        the push one rank's part of a synchronous one. ``sequence`` numbers the push, for example by the step, as the
-        only write of that number to this table: sent again under the same number and stream name, by this process or
-        one started in its place, it changes nothing and answers ``duplicate``; see :meth:`Cluster.acknowledge`.
-        ``occurrences``, ``step``, ``unix_seconds`` and ``pulled_at`` say of the batch what the table's admission and
-        expiry go by: see :class:`~geartrain.ams.client.rows.batch.BatchSettings`. Raises
-        InvalidArgument, InvalidIds, InvalidRows, NonFinite (nothing changed anywhere), StaleClient, SyncError,
-        ShardUnavailable (whether that shard applied it is unknown; see :meth:`prepare_push`).
+        The options are ``lr``, ``scale``, ``optimizer_scalars``, ``group``, ``sequence``, and what the push says of
+        its batch: ``occurrences``, ``step``, ``unix_seconds`` and ``pulled_at``. Each is described at
+        :class:`~geartrain.ams.client.rows.push_options.PushOptions`. Raises InvalidArgument, InvalidIds, InvalidRows,
+        NonFinite (nothing changed anywhere), StaleClient, SyncError, ShardUnavailable (whether that shard applied it is
+        unknown; see :meth:`prepare_push`), DataPortClosed.
         """
-        return send_once(self._push(ids, gradients, sequence, lr, scale, batch, optimizer_scalars, group))
+        return send_once(self._writes.push(ids, gradients, options))
 
-    def _push(
-        self,
-        ids: Any,
-        gradients: Any,
-        sequence: int | None,
-        lr: float | None,
-        scale: float,
-        batch: BatchSettings,
-        scalars: Mapping[str, float] = NO_SCALARS,
-        group: SyncGroup | None = None,
-    ) -> RowWrite:
-        check = self._writes.check_on_send(group)
-        return self._writes.push(
-            ids, gradients, sequence, check, lr=lr, scale=scale, scalars=scalars, group=group, batch=batch
-        )
-
-    def push_async(
-        self,
-        ids: Any,
-        gradients: Any,
-        *,
-        lr: float | None = None,
-        scale: float = 1.0,
-        sequence: int | None = None,
-        **batch: Unpack[BatchSettings],
-    ) -> Future[Done]:
+    def push_async(self, ids: Any, gradients: Any, **options: Unpack[PushOptions]) -> Future[Done]:
         """:meth:`push` in the background; the arrays must be left alone until the future is done.
 
         Waits while ``max_in_flight_writes`` of the client's are on their way.
         """
-        if not self._sends_at_once(ids):
-            return self._calls.background(self.push, ids, gradients, lr=lr, scale=scale, sequence=sequence, **batch)
-        return self._calls.rows.begin(lambda: self._push(ids, gradients, sequence, lr, scale, batch).to_begin())
+        if not self._is_sent_at_once(ids):
+            return self._calls.background(self.push, ids, gradients, **options)
+        return self._calls.rows.begin(lambda: self._writes.push(ids, gradients, options).to_begin())
 
     def prepare_push(
         self,
         ids: Any,
         gradients: Any,
         *,
-        lr: float | None = None,
-        scale: float = 1.0,
-        optimizer_scalars: Mapping[str, float] = NO_SCALARS,
-        group: SyncGroup | None = None,
-        sequence: int | None = None,
         step_goes_on: bool = False,
         known_finite: bool = False,
         checked_on_send: bool = False,
         known_distinct: bool = False,
-        **batch: Unpack[BatchSettings],
+        **options: Unpack[PushOptions],
     ) -> RowWrite:
         """Check a push and number it, but send nothing: the write can be sent again after an error, applied once.
 
@@ -279,37 +228,23 @@ class Table:
         Args:
             ids: [N] of the rows.
             gradients: [N, dim]; those of equal ids are summed. Or rows of several arrays, of ids that rise.
-            lr: Replaces the table's learning rate.
-            scale: Multiplies the gradients.
-            optimizer_scalars: Replace other numbers of the table's optimizer, by name.
-            group: Makes the push one rank's part of a synchronous one.
-            sequence: Numbers it in the stream, see :meth:`push`.
             step_goes_on: More pushes of the same step follow, and rows that none of them has are to move once.
             known_finite: The caller has looked for NaN and infinity; else that is done here, a pass over the gradients.
             checked_on_send: Leave them to be found on the way if they reach no shard all the same: one that has all
                 rows looks for itself, and then sending raises NonFinite.
             known_distinct: No id occurs twice; else they are merged here, a look at each.
-            batch: What the push says of its batch, see :meth:`push`.
+            options: Those of :meth:`push`.
 
         Raises what :meth:`push` does before it sends.
         """
+        check = CHECK_PRODUCT if known_finite else None if checked_on_send else CHECK_FINITE
         return self._writes.push(
-            ids,
-            gradients,
-            sequence,
-            CHECK_PRODUCT if known_finite else self._writes.check_on_send(group) if checked_on_send else CHECK_FINITE,
-            lr=lr,
-            scale=scale,
-            scalars=optimizer_scalars,
-            group=group,
-            step_goes_on=step_goes_on,
-            known_distinct=known_distinct,
-            batch=batch,
+            ids, gradients, options, check=check, step_goes_on=step_goes_on, known_distinct=known_distinct
         )
 
-    def _sends_at_once(self, ids: Any) -> bool:
+    def _is_sent_at_once(self, ids: Any) -> bool:
         # Rows that come are counted as those that go: one thread copies all replies to where they are wanted.
-        return self._calls.rows.sends_at_once((8 + self.spec.row_bytes) * _count(ids))
+        return self._calls.rows.is_sent_at_once((8 + self.spec.row_bytes) * _count(ids))
 
     def assign(self, ids: Any, rows: Any, *, sequence: int | None = None) -> Done:
         """Overwrite rows [N, dim] of the table's dtype; their slots become zero. ids must be distinct. They travel

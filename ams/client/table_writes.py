@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from functools import partial
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, cast
 
 import numpy as np
-import numpy.typing as npt
 
-from geartrain.ams.client.rows.batch import BatchSettings, batch_of
-from geartrain.ams.client.rows.row_parts import CHECK_FINITE, NO_CHECK, Delivered, RowParts, joint
+from geartrain.ams.client.rows.push_options import CHECK_FINITE, NO_CHECK, PushOptions, batch_of, require_known
+from geartrain.ams.client.rows.row_calls import WriteOutcome
 from geartrain.ams.client.shard_calls import ShardCalls
-from geartrain.ams.client.writes import ClientStream, Numbers, Pending, RowWrite, Write
+from geartrain.ams.client.writes import ClientStream, RowWrite, Write
 from geartrain.ams.kernels import ops
-from geartrain.ams.kernels._core import ScatteredRows, TableFacts
+from geartrain.ams.kernels._core import PreparedWrite, ScatteredRows, TableFacts
 from geartrain.ams.values.arguments import real_number
 from geartrain.ams.values.arrays import ids_array, rows_array
 from geartrain.ams.values.errors import InvalidArgument, NonFinite
 from geartrain.ams.values.optimizers.spec import NO_SCALARS
-from geartrain.ams.values.shard_messages import Assign, BatchFacts, CallContext, Done, Push, Remove, SyncGroup
+from geartrain.ams.values.shard_messages import CallContext, Done, Remove, SyncGroup
 from geartrain.ams.values.specs import Ids, TableSpec
 from geartrain.ams.values.text import counted
 
@@ -47,55 +45,42 @@ class TableWrites:
         self,
         ids: Any,
         gradients: Any,
-        sequence: int | None,
-        check: int,
+        options: PushOptions,
         *,
-        lr: float | None,
-        scale: float,
-        scalars: Mapping[str, float],
-        group: SyncGroup | None,
-        batch: BatchSettings,
+        check: int | None = None,
         step_goes_on: bool = False,
         known_distinct: bool = False,
     ) -> RowWrite:
-        """Check a push and cut it; ``check`` is that of :meth:`RowCalls.prepared`. Raises as :meth:`Table.push`."""
+        """Check a push and cut it; ``check`` is that of :meth:`RowCalls.prepared`, or None: of one that is sent at
+        once. Raises as :meth:`Table.push`.
+        """
+        require_known(options)
         checked = ids_array(ids, self._spec.num_rows)
         is_scattered = isinstance(gradients, ScatteredRows)
         rows = gradients if is_scattered else rows_array(gradients, len(checked), self._spec.dim)
+        lr, group = options.get("lr"), options.get("group")
         lr = None if lr is None else real_number("lr", lr)
-        scale = real_number("scale", scale)
+        scale = real_number("scale", options.get("scale", 1.0))
+        scalars = options.get("optimizer_scalars", NO_SCALARS)
         self._spec.optimizer.for_push(scalars)
         if not math.isfinite(scale):
             raise NonFinite(f"scale is {scale!r}; it must be finite (a skipped step pushes nothing)")
-        scalars = dict(scalars)
-        said = batch_of(self._spec, len(checked), batch)
-        numbers = self._stream.numbers(self._spec.name, sequence)  # refused before anything is kept of the rows
-        request = partial(
-            _push,
-            table=self._spec.name,
-            lr=lr,
-            scale=scale,
-            optimizer_scalars=scalars,
-            group=group,
-            step_goes_on=step_goes_on,
-        )
-        parts = self._calls.rows.prepared(
+        prepared = self._calls.rows.prepared(
             self._facts,
             checked,
             rows,
-            check=check,
-            request=request,
+            check=self.check_on_send(group) if check is None else check,
             every_shard=group is not None or self._spec.counts_steps,  # they count ranks, or steps
             is_assign=False,
             lr=lr,
             scale=scale,
-            scalars=scalars,
+            scalars=dict(scalars),
             group=group,
             step_goes_on=step_goes_on,
             are_distinct=known_distinct,
-            batch=said,
+            batch=batch_of(self._spec, len(checked), options),
         )
-        return self._write(parts, numbers, checked)
+        return self._write(prepared, options.get("sequence"), checked, group)
 
     def assign(self, ids: Any, rows: Any, sequence: int | None) -> RowWrite:
         """Check rows [N, dim] that overwrite others, and cut them."""
@@ -104,12 +89,11 @@ class TableWrites:
         num_distinct = ops.num_distinct(checked)
         if num_distinct < len(checked):
             raise _duplicates(checked, len(checked) - num_distinct)
-        parts = self._calls.rows.prepared(
+        prepared = self._calls.rows.prepared(
             self._facts,
             checked,
             values,
             check=CHECK_FINITE,
-            request=partial(_assign, table=self._spec.name),
             is_assign=True,
             lr=None,
             scale=1.0,
@@ -117,7 +101,7 @@ class TableWrites:
             group=None,
             step_goes_on=False,
         )
-        return self._write(parts, self._stream.numbers(self._spec.name, sequence), checked)
+        return self._write(prepared, sequence, checked)
 
     def remove(self, ids: Any, sequence: int | None) -> int:
         """Take rows out, in as many writes as that takes, and return how many went."""
@@ -131,25 +115,28 @@ class TableWrites:
         return sum(self._remove(checked[start : start + most], sequence) for start in range(0, len(checked), most))
 
     def _remove(self, ids: Ids, sequence: int | None) -> int:
-        calls = [
-            (shard, Remove(table=self._spec.name, ids=ids if of_shard is None else ids[of_shard]))
+        requests = {
+            shard: Remove(table=self._spec.name, ids=ids if of_shard is None else ids[of_shard])
             for shard, of_shard in self._calls.rows.routes(self._facts, ids)
-        ]
+        }
+
+        def deliver(shards: Sequence[int], context: CallContext) -> list[WriteOutcome]:
+            return cast("list[WriteOutcome]", self._calls.deliver([(n, requests[n]) for n in shards], context))
+
         numbers = self._stream.numbers(self._spec.name, sequence)
         logged = self._calls.rows.write_log.begin(self._spec.name, ids)
         try:
-            return send_once(Write(numbers, calls, self._deliver, self._incarnation)).created
+            return send_once(Write(numbers, list(requests), deliver, self._spec.name, self._incarnation)).created
         finally:
             if logged is not None:
                 self._calls.rows.write_log.end(logged)
 
-    def _deliver(self, calls: Pending, context: CallContext) -> Delivered:
-        assert not isinstance(calls, RowParts)
-        return joint(calls, self._calls.deliver(calls, context))
-
-    def _write(self, parts: RowParts, numbers: Numbers, ids: Ids) -> RowWrite:
+    def _write(
+        self, prepared: PreparedWrite, sequence: int | None, ids: Ids, group: SyncGroup | None = None
+    ) -> RowWrite:
         # A write means the table there is when it is prepared: half of it may be lost with a table restored since.
-        return RowWrite(numbers, parts, self._calls.rows, self._incarnation, (self._spec.name, ids))
+        numbers = self._stream.numbers(self._spec.name, sequence)
+        return RowWrite(numbers, prepared, self._calls.rows, self._spec.name, self._incarnation, ids, group)
 
 
 def send_once(write: Write) -> Done:
@@ -159,14 +146,6 @@ def send_once(write: Write) -> Done:
     except BaseException:
         write.abandon()
         raise
-
-
-def _push(ids: Ids, gradients: npt.NDArray[Any], batch: BatchFacts | None, **settings: Any) -> Push:
-    return Push(ids=ids, gradients=gradients, batch=batch, **settings)
-
-
-def _assign(ids: Ids, rows: npt.NDArray[Any], _: BatchFacts | None, *, table: str) -> Assign:
-    return Assign(table=table, ids=ids, rows=rows)
 
 
 def _duplicates(ids: Ids, count: int) -> InvalidArgument:

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 from geartrain.ams.rpc.carrier import AttemptFailed, SchedulerCarrier
+from geartrain.ams.rpc.client.patience import Patience
 from geartrain.ams.values.config import ClientConfig
 from geartrain.ams.values.errors import GeartrainError, SchedulerUnavailable, StaleClient, WorkerStalled
 from geartrain.ams.values.scheduler_messages import JobWorker, LeaveSteps, StepsDone, TellSteps
@@ -92,7 +93,7 @@ class JobSteps:
             if waited >= warned:
                 logger.warning("%s", self._waits(most_ahead))
                 warned *= 2
-            _pause(min(pause, seconds - waited))
+            time.sleep(max(0.0, min(pause, seconds - waited)))
             pause = min(max(waited / 8, _SHORTEST_PAUSE), _LONGEST_PAUSE)
             self._tell()
 
@@ -123,17 +124,16 @@ class JobSteps:
 
     def _asked(self, done: int | None, *, once: bool = False) -> StepsDone:
         """What the scheduler answers; asked again for ``recovery_timeout_seconds``, unless ``once``."""
-        start = time.monotonic()
+        patience = Patience(self._config.recovery_timeout_seconds, longest_pause_seconds=_LONGEST_PAUSE)
+        patience.count_from(time.monotonic())
         while True:
             try:
                 return self._scheduler.call(TellSteps(who=self._who, done=done), self._config.attempt_timeout_seconds)
             except AttemptFailed as exc:
-                waited = time.monotonic() - start
-                if once or waited >= self._config.recovery_timeout_seconds:
+                if once or not patience.pause():
                     raise SchedulerUnavailable(
-                        f"{exc}; it knows how far the workers of job {self._who.job!r} are (for {waited:.1f} s)"
+                        f"{exc}; it knows how far the workers of job {self._who.job!r} are (for {patience.seconds:g} s)"
                     ) from None
-            _pause(_LONGEST_PAUSE)
 
 
 class _Renewal:
@@ -162,8 +162,3 @@ class _Renewal:
                 logger.debug("the lease of worker %r was not renewed: %s", self._who.worker, exc)
         with suppress(AttemptFailed, GeartrainError):
             self._scheduler.call(LeaveSteps(who=self._who), _LEAVE_SECONDS)
-
-
-def _pause(seconds: float) -> None:
-    if seconds > 0:
-        time.sleep(seconds)

@@ -15,14 +15,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from geartrain.ams.client.rows.row_calls import RowCalls
-from geartrain.ams.client.rows.row_futures import RowFuture, Sendable
-from geartrain.ams.client.rows.row_parts import Call, Delivered, RowParts, row_parts
-from geartrain.ams.kernels._core import ScatteredRows
+from geartrain.ams.client.rows.row_calls import RowCalls, WriteOutcome
+from geartrain.ams.client.rows.row_futures import PreparedCall, RowFuture
+from geartrain.ams.kernels._core import PreparedWrite, ScatteredRows
 from geartrain.ams.observe import failpoints
 from geartrain.ams.values.arguments import checked_name, integer
 from geartrain.ams.values.errors import Fenced, GeartrainError, InvalidArgument, StepPartlyApplied, Unavailable
-from geartrain.ams.values.shard_messages import WRITE_WINDOW, CallContext, Done, Push, UpdateHosted
+from geartrain.ams.values.shard_messages import WRITE_WINDOW, CallContext, Done, SyncGroup
 from geartrain.ams.values.specs import Ids
 
 logger = logging.getLogger(__name__)
@@ -219,14 +218,8 @@ def _end_all(numbers: Numbers, begun: list[int]) -> None:
         numbers.end(sequence)
 
 
-Pending = RowParts | Sequence[Call]
-"""The calls of a write, one for each shard."""
-Deliver = Callable[[Pending, CallContext], Delivered]
-
-
-def _undone(pending: Pending, calls: list[Call]) -> Pending:
-    """What is to be sent again."""
-    return pending.only([shard for shard, _ in calls]) if calls and isinstance(pending, RowParts) else calls
+Deliver = Callable[[Sequence[int], CallContext], Sequence[WriteOutcome]]
+"""Sends a write to some of its shards; returns what each of them answered."""
 
 
 class Write:
@@ -236,15 +229,26 @@ class Write:
     the write twice. Not thread-safe.
     """
 
-    def __init__(self, numbers: Numbers, calls: Pending, deliver: Deliver, table_incarnation: int) -> None:
+    def __init__(
+        self,
+        numbers: Numbers,
+        shards: Sequence[int],
+        deliver: Deliver,
+        table: str,
+        table_incarnation: int,
+        group: SyncGroup | None = None,
+    ) -> None:
         """``table_incarnation``: the table that is there now is meant, for half of the write may be lost with one that
-        is restored later.
+        is restored later. ``group``: it is one rank's part of a joint step.
         """
         self._numbers = numbers
-        self._num_calls = len(calls)
-        self._pending = calls
+        self._num_shards = len(shards)
+        self._pending = shards
+        """Those that have not answered."""
         self._deliver = deliver
+        self._table = table
         self._table_incarnation = table_incarnation
+        self._group = group
         self._created = 0
         self._duplicate = False
         begun: list[int] = []
@@ -256,7 +260,12 @@ class Write:
     @property
     def is_on_a_shard(self) -> bool:
         """Whether a shard has answered that it has applied its part."""
-        return len(self._pending) < self._num_calls
+        return len(self._pending) < self._num_shards
+
+    @property
+    def is_sent(self) -> bool:
+        """Whether every shard has answered that it has applied its part."""
+        return not self._pending
 
     def send(self) -> Done:
         """Send to every shard that has not answered yet; return the joint reply.
@@ -266,46 +275,46 @@ class Write:
         have applied and one refuses.
         """
         context = self._begin()
-        return self._end(self._deliver(self._pending, context) if len(self._pending) else None)
+        return self._end(self._deliver(self._pending, context) if self._pending else ())
 
     def _begin(self) -> CallContext:
         failpoints.reach("client.send.before")
         return self._numbers.context(self._sequence, self._table_incarnation)
 
-    def _end(self, delivered: Delivered | None) -> Done:
-        """What an attempt has come to; None: nothing was left to send."""
-        if delivered is not None:
-            self._created += delivered.done.created
-            self._duplicate |= delivered.done.duplicate
-            self._pending = _undone(self._pending, [call for call, _ in delivered.failed])
-            if delivered.failed:
-                first_error = self._error_of(delivered.failed)
-                try:
-                    raise first_error
-                finally:
-                    del first_error, delivered  # or the error would hold the arrays, by way of this frame
+    def _end(self, outcomes: Sequence[WriteOutcome]) -> Done:
+        """What an attempt has come to, shard by shard of those that had not answered."""
+        failed: list[tuple[int, BaseException]] = []
+        for shard, outcome in zip(self._pending, outcomes, strict=True):
+            if isinstance(outcome, Done):
+                self._created += outcome.created
+                self._duplicate |= outcome.duplicate
+            else:
+                failed.append((shard, outcome))
+        self._pending = [shard for shard, _ in failed]
+        if failed:
+            first_error = self._error_of(failed)
+            try:
+                raise first_error
+            finally:
+                del first_error, failed, outcomes, outcome  # or the error would hold the arrays, by way of this frame
         failpoints.reach("client.reply.after")
         self._numbers.end(self._sequence)
         return Done(created=self._created, duplicate=self._duplicate)
 
-    def _error_of(self, failed: Sequence[tuple[Call, BaseException]]) -> BaseException:
-        """What to raise for the errors of some calls: the first, unless a step is half applied for good."""
-        for call, error in failed:
+    def _error_of(self, failed: Sequence[tuple[int, BaseException]]) -> BaseException:
+        """What to raise for the errors of some shards: the first, unless a step is half applied for good."""
+        for shard, error in failed:
             if isinstance(error, GeartrainError) and not isinstance(error, Unavailable | Fenced):
-                if self.is_on_a_shard:
-                    return self._partly_applied(call, error)
+                if self.is_on_a_shard and self._group is not None:
+                    return self._partly_applied(shard, error, self._group)
                 break
         return failed[0][1]
 
-    def _partly_applied(self, call: Call, error: GeartrainError) -> GeartrainError:
-        """What it means that a shard refused a call and another applied its own: if all ranks wait for all of it, half
-        of a step."""
-        shard, request = call
-        if not isinstance(request, Push | UpdateHosted) or request.group is None:
-            return error
+    def _partly_applied(self, shard: int, error: GeartrainError, group: SyncGroup) -> GeartrainError:
+        """What it means that a shard refused its part of a joint step and another applied its own: half of a step."""
         partly = StepPartlyApplied(
-            f"step {request.group.sequence} of job {request.group.job!r} was applied to table {request.table!r} by "
-            f"{self._num_calls - len(self._pending)} of {self._num_calls} shards and refused by shard {shard}: "
+            f"step {group.sequence} of job {group.job!r} was applied to table {self._table!r} by "
+            f"{self._num_shards - len(self._pending)} of {self._num_shards} shards and refused by shard {shard}: "
             f"{error}. The table holds half of the step: stop all ranks and go back to their last snapshot"
         )
         partly.__cause__ = error
@@ -321,12 +330,22 @@ class RowWrite(Write):
     """A write of rows. Several of them can be sent together."""
 
     def __init__(
-        self, numbers: Numbers, parts: RowParts, rows: RowCalls, table_incarnation: int, touches: tuple[str, Ids]
+        self,
+        numbers: Numbers,
+        prepared: PreparedWrite,
+        rows: RowCalls,
+        table: str,
+        table_incarnation: int,
+        ids: Ids,
+        group: SyncGroup | None = None,
     ) -> None:
-        """``touches``: the table, and the ids of the rows."""
-        super().__init__(numbers, parts, rows.deliver, table_incarnation)
+        """``ids`` are those of the rows."""
+        # No method of its own: it would hold itself, and its number for as long.
+        deliver: Deliver = lambda shards, context: rows.write([(prepared, shards, context)])[0]  # noqa: E731
+        super().__init__(numbers, prepared.shards, deliver, table, table_incarnation, group)
+        self._prepared = prepared
         self._rows = rows
-        self._touches = touches
+        self._ids = ids
         self._logged: int | None = None
         """Its number in the log of writes."""
 
@@ -335,7 +354,7 @@ class RowWrite(Write):
         if self._logged is not None:
             return
         log = self._rows.write_log
-        self._logged = log.begin(*self._touches)
+        self._logged = log.begin(self._table, self._ids)
         if self._logged is not None:
             weakref.finalize(self, log.end, self._logged).atexit = False
 
@@ -343,8 +362,8 @@ class RowWrite(Write):
         self.announce()
         return super()._begin()
 
-    def _end(self, delivered: Delivered | None) -> Done:
-        done = super()._end(delivered)
+    def _end(self, outcomes: Sequence[WriteOutcome]) -> Done:
+        done = super()._end(outcomes)
         self._is_over()
         return done
 
@@ -353,29 +372,24 @@ class RowWrite(Write):
             self._rows.write_log.end(self._logged)
 
     def abandon(self) -> None:
+        """See :meth:`Write.abandon`."""
         super().abandon()
         self._is_over()
-
-    @property
-    def is_sent(self) -> bool:
-        """Whether every shard has answered that it has applied its part."""
-        return not len(self._pending)
 
     def keep_rows(self) -> None:
         """Copy what is not sent yet: from now on its arrays are the caller's own."""
         if not self.is_sent:
-            row_parts(self._pending).prepared.keep_rows()
+            self._prepared.keep_rows()
 
     def send_and_pull(self, out: ScatteredRows) -> tuple[Done, tuple[int, ...] | None]:
-        """:meth:`send` a push of no group, and read its rows; see :meth:`RowCalls.deliver_and_pull`."""
-        if self.is_sent:
+        """:meth:`send` a push of no group, and read its rows; see :meth:`RowCalls.write_and_pull`."""
+        if self.is_sent or self.is_on_a_shard:
             return self.send(), None
-        delivered, writes = self._rows.deliver_and_pull(row_parts(self._pending), self._begin(), out)
-        return self._end(delivered), writes
+        outcomes, writes = self._rows.write_and_pull(self._prepared, self._begin(), out)
+        return self._end(outcomes), writes
 
-    def to_begin(self) -> Sendable:
+    def to_begin(self) -> PreparedCall:
         """This write, not sent yet, for :meth:`RowCalls.begin`. It is given up where it fails."""
-        parts = row_parts(self._pending)
         failpoints.reach("client.send.before")
         context = CallContext()
 
@@ -383,16 +397,16 @@ class RowWrite(Write):
             nonlocal context
             self.announce()
             context = self._numbers.context(self._sequence, self._table_incarnation)
-            return self._rows.begin_write(parts, context, future)
+            return self._rows.begin_write(self._prepared, context, future)
 
         def finish(reply: Any) -> Done:
             try:
-                return self._end(self._rows.delivered(parts, context, reply))
+                return self._end(self._rows.written(self._prepared, self._pending, context, reply))
             except BaseException:
                 self.abandon()
                 raise
 
-        return Sendable(send, finish, self.abandon)
+        return PreparedCall(send, finish, self.abandon)
 
     def send_with(self, others: Sequence[RowWrite]) -> None:
         """:meth:`send` this one and others: what goes to a shard for the first time, in one request for all of them.
@@ -403,13 +417,13 @@ class RowWrite(Write):
         errors = []
         for rows in dict.fromkeys(write._rows for write in writes):
             together = [write for write in writes if write._rows is rows]
-            delivered = rows.deliver_together([(row_parts(write._pending), write._begin()) for write in together])
-            for write, one in zip(together, delivered, strict=True):
+            replies = rows.write([(write._prepared, write._pending, write._begin()) for write in together])
+            for write, outcomes in zip(together, replies, strict=True):
                 try:
-                    write._end(one)
+                    write._end(outcomes)
                 except GeartrainError as exc:
                     errors.append(exc)
-            del delivered  # see _end
+            del replies, outcomes  # see _end
         if errors:
             try:
                 raise errors[0]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar
 
-from geartrain.ams.kernels._core import DataConnection
+from geartrain.ams.kernels.engine import Engine
 from geartrain.ams.values.rpc import Rpc
 from geartrain.ams.values.shard_messages import CallContext, Reply, Request
 
@@ -35,19 +35,22 @@ class ShardCarrier(Protocol):
     def submit(
         self, context: CallContext, request: Request, timeout_seconds: float | None, *, alone: bool = False
     ) -> Future[Reply]:
-        """Send a request. The arrays of the request stay the caller's and must not change until the future is done.
+        """Send a request that carries no rows: those go by :attr:`engine` or :attr:`data_plane`.
 
         With ``alone`` the caller has nothing to send beside it, so that the carrier may finish it on this thread,
-        before it returns: that saves the changes of thread. The future holds the reply (a pull's rows are then in
-        ``request.out``), the shard's GeartrainError, or AttemptFailed if no reply came within ``timeout_seconds``.
+        before it returns: that saves the changes of thread. The future holds the reply, the
+        shard's GeartrainError, or AttemptFailed if no reply came within ``timeout_seconds``.
         """
 
     @property
-    def row_connection(self) -> DataConnection | None:
-        """A connection for nothing but rows, if there is one now."""
+    def engine(self) -> Engine | None:
+        """What answers requests for rows of a shard of this process, on the caller's own thread."""
 
-    def had_no_answer(self) -> None:
-        """A call over :attr:`row_connection` got none in time."""
+    @property
+    def data_plane(self) -> Any:
+        """The connection for the rows of a shard elsewhere: a :class:`~geartrain.ams.rpc.client.data_plane.DataPlane`;
+        None: it is of this process.
+        """
 
     def close(self) -> None:
         """Release the connection. Idempotent."""

@@ -34,12 +34,8 @@ class LocalCarrier:
         """What answers requests for rows on the caller's own thread."""
         return self._shard.engine
 
-    @property
-    def row_connection(self) -> None:
-        """See :class:`ShardCarrier`. Nothing travels."""
-
-    def had_no_answer(self) -> None:
-        """See :class:`ShardCarrier`."""
+    data_plane = None
+    """See :class:`ShardCarrier`. Nothing travels."""
 
     def submit(
         self,

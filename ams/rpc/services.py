@@ -143,9 +143,9 @@ SHARD = Service(
     _service(shard_pb2, "Shard"),
     messages,
     {
-        Pull: Own(outside_header=("ids", "out", "positions", "present", "buffer_lease"), reply=_AS_IT_IS),
-        Push: Own(outside_header=("ids", "gradients", "buffer_lease")),
-        Assign: Own(outside_header=("ids", "rows", "buffer_lease")),
+        Pull: Own(outside_header=("ids", "out", "positions", "present"), reply=_AS_IT_IS),
+        Push: Own(outside_header=("ids", "gradients")),
+        Assign: Own(outside_header=("ids", "rows")),
         ComputeHosted: Own(outside_header=("inputs",), reply=Codec(hosted.encode_computed, hosted.decode_computed)),
         UpdateHosted: Own(outside_header=("inputs",)),
     },

@@ -32,7 +32,6 @@ from geartrain.ams.values.errors import (
     ShardUnavailable,
     SnapshotFailed,
 )
-from geartrain.ams.values.interrupts import held
 from geartrain.ams.values.shard_messages import (
     FREEZE_LEASE_SECONDS,
     Assign,
@@ -279,11 +278,10 @@ class Shard:
             call.future.set_result(self._answer(call.context, call.request))
 
     def _ask_engine(self, call: QueuedRequest, request: Pull | Push | Assign) -> None:
-        with held(request.buffer_lease):
-            if isinstance(request, Pull):
-                call.future.set_result(row_requests.pull(self.engine, call.context, request, has_turn=True))
-                return
-            done = row_requests.write(self.engine, call.context, request, ids_are_distinct=True, has_turn=True)
+        if isinstance(request, Pull):
+            call.future.set_result(row_requests.pull(self.engine, call.context, request, has_turn=True))
+            return
+        done = row_requests.write(self.engine, call.context, request, ids_are_distinct=True, has_turn=True)
         if isinstance(done, Future):
             pass_on(done, call.future)  # type: ignore[arg-type]
         else:

@@ -353,9 +353,7 @@ class ClientConfig(Section):
     part_bytes: int = Field(default=16 * MIB, ge=64 << 10)
     """Larger payloads travel in parts of this many bytes."""
     shared_memory: bool = True
-    """Rows go to and come from shards on this machine through memory that both share, not over the connection."""
-    bulk_connections: bool = True
-    """Rows of other machines' shards travel over TCP connections of their own, beside gRPC."""
+    """Rows of shards on this machine lie in memory that both share; else they travel by TCP, as to other machines."""
     max_in_flight_writes: int = Field(default=64, ge=1, le=1024)
     """Writes per stream that may be unacknowledged at once."""
     max_message_bytes: MessageBytes = MAX_MESSAGE_BYTES

@@ -15,6 +15,7 @@ GeartrainError
 ├── GraphNotFound (LookupError)      no graph of this table was built, or it was dropped
 ├── Unavailable (ConnectionError)
 │   ├── ShardUnavailable             a shard did not answer within recovery_timeout_seconds
+│   ├── DataPortClosed               a shard answers, and its port for rows does not: names host, port and remedy
 │   ├── SchedulerUnavailable
 │   ├── GraphUnavailable             the graph service did not answer within recovery_timeout_seconds
 │   ├── GearUnavailable              no slow gear answers for some ids within recovery_timeout_seconds
@@ -127,6 +128,10 @@ class Unavailable(GeartrainError, ConnectionError):
 
 class ShardUnavailable(Unavailable):
     """A shard did not answer within ``recovery_timeout_seconds``. The message names it."""
+
+
+class DataPortClosed(Unavailable):
+    """A shard of another machine answers, but nobody gets through to its port for rows. The message names both."""
 
 
 class SchedulerUnavailable(Unavailable):

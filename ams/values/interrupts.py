@@ -214,20 +214,21 @@ class BufferLease:
         self._waiting: list[threading.Lock] = []
         self.has_ended = False
 
-    def take(self) -> None:
-        """Begin. Who may take long looks at :attr:`has_ended`. Raises BrokenOff if it has ended."""
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Have it while the block runs. Who takes long looks at :attr:`has_ended`. Raises BrokenOff if it has ended."""
         with self._lock:
             if self.has_ended:
                 raise BrokenOff("the caller has gone")
             self._num_at_it += 1
-
-    def give_back(self) -> None:
-        """What :meth:`take` began is over."""
-        with self._lock:
-            self._num_at_it -= 1
-            waiting = [] if self._num_at_it else self._waiting
-        for waiter in waiting:
-            waiter.release()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._num_at_it -= 1
+                waiting = [] if self._num_at_it else self._waiting
+            for each in waiting:
+                each.release()
 
     def end(self) -> None:
         """End it: nobody begins any more. Does not wait; see :meth:`wait`."""
@@ -244,16 +245,3 @@ class BufferLease:
             self._waiting.append(over)
         while not over.acquire(timeout=_LOOK_SECONDS):
             pass
-
-
-@contextmanager
-def held(buffer_lease: BufferLease | None) -> Iterator[None]:
-    """Have the lease while the block runs (None: nothing takes it away)."""
-    if buffer_lease is None:
-        yield
-        return
-    buffer_lease.take()
-    try:
-        yield
-    finally:
-        buffer_lease.give_back()

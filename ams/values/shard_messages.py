@@ -13,7 +13,6 @@ import numpy as np
 import numpy.typing as npt
 
 from geartrain.ams.values.expiry.rules import Expiry
-from geartrain.ams.values.interrupts import BufferLease
 from geartrain.ams.values.rpc import Rpc
 from geartrain.ams.values.specs import Ids, TableSpec
 
@@ -217,8 +216,6 @@ class Pull(Rpc[Pulled]):
     """[M]; if given, set to whether the row exists."""
     required_sync: SyncGroup | None = None
     """If given, the shard answers only when exactly the writes before ``required_sync.sequence`` are applied."""
-    buffer_lease: BufferLease | None = None
-    """Needed to write into ``out`` and ``present``; None: nothing takes it away."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -254,8 +251,6 @@ class Push(Rpc[Done]):
     step_goes_on: bool = False
     """More pushes of the same step follow. It matters where a step moves untouched rows too."""
     batch: BatchFacts | None = None
-    buffer_lease: BufferLease | None = None
-    """Needed to read the arrays; None: nothing takes it away."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -267,8 +262,6 @@ class Assign(Rpc[Done]):
     """Distinct."""
     rows: npt.NDArray[Any]
     """[N, D] of the table's dtype."""
-    buffer_lease: BufferLease | None = None
-    """Needed to read the arrays; None: nothing takes it away."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -406,7 +399,7 @@ class UpdateHosted(Rpc[Done]):
 
 @dataclass(frozen=True, kw_only=True)
 class OpenDataPlane(Rpc[DataPlaneOffer]):
-    """Ask for a connection over which pulls, pushes and assigns go: see :mod:`geartrain.ams.rpc.payload.data_plane`."""
+    """Ask for a connection over which pulls, pushes and assigns go: see :mod:`geartrain.ams.rpc.client.data_plane`."""
 
 
 Request = Rpc[Any]

@@ -41,27 +41,19 @@ def large_requests(seed: int, folder: Path) -> None:  # noqa: ARG001
     attack("ring", 1, rounds=100)
 
 
-def proxies(seed: int, folder: Path, *, pushes: int = 120, most_bytes: int = 800_000) -> None:  # noqa: ARG001
-    """Integer pushes through proxies that mistreat connections."""
+def proxies(seed: int, folder: Path, *, pushes: int = 20) -> None:  # noqa: ARG001
+    """Integer pushes through proxies that mistreat the connections for rows, and those of messages."""
     from tests.faults.test_exactly_once import attack
 
-    rows, expected, _ = attack(seed, pushes, most_bytes)
+    rows, expected, _ = attack(seed, pushes)
     np.testing.assert_array_equal(rows, expected)
 
 
 def shared_memory(seed: int, folder: Path, *, pushes: int = 20) -> None:  # noqa: ARG001
     """Integer pushes by way of shared memory, whose connections end and whose shards stop answering meanwhile."""
-    from tests.faults.test_exactly_once import SHARED_BYTES, attack
+    from tests.faults.test_exactly_once import attack
 
-    rows, expected, _ = attack(seed, pushes, SHARED_BYTES, "shared")
-    np.testing.assert_array_equal(rows, expected)
-
-
-def bulk_connections(seed: int, folder: Path, *, pushes: int = 20) -> None:  # noqa: ARG001
-    """Integer pushes whose rows travel over bulk connections, which meet faults as their messages do."""
-    from tests.faults.test_exactly_once import SHARED_BYTES, attack
-
-    rows, expected, _ = attack(seed, pushes, SHARED_BYTES, "bulk")
+    rows, expected, _ = attack(seed, pushes, carrier="shared")
     np.testing.assert_array_equal(rows, expected)
 
 

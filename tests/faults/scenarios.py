@@ -262,7 +262,6 @@ SHARD, CLIENT, SCHEDULER_ROLE, WORKER = "shard", "client", "scheduler", "worker"
 PLACES: dict[str, tuple[str, int]] = {
     "client.send.before": (CLIENT, STEPS),
     "client.reply.after": (CLIENT, STEPS),
-    "shard.parts.before": (SHARD, 6),
     "shard.apply.before": (SHARD, STEPS),
     "shard.apply.after": (SHARD, STEPS),
     "shard.mark.before": (SHARD, STEPS),
@@ -346,15 +345,9 @@ def _goes_on(name: str, seed: int, text: str, root: Path) -> Outcome:
         if PLACES[name][0] == SCHEDULER_ROLE and not name.startswith("table."):
             roles.replace_shard(1)
             roles.replace_shard(0)
-        job = Job(seed, roles.address, root, _config_for(name, HASTY if "sleep" in text else PATIENT))
+        job = Job(seed, roles.address, root, HASTY if "sleep" in text else PATIENT)
         job.run()
     return _outcome(name, seed, text, job, passes.fired[name] == 1)
-
-
-def _config_for(name: str, config: ClientConfig) -> ClientConfig:
-    """Writes travel in parts in messages only."""
-    in_messages = {"shared_memory": False, "bulk_connections": False}
-    return config.model_copy(update=in_messages) if name.startswith("shard.parts.") else config
 
 
 def _shard_dies(name: str, seed: int, text: str, root: Path) -> Outcome:
@@ -363,7 +356,7 @@ def _shard_dies(name: str, seed: int, text: str, root: Path) -> Outcome:
     with served(shards=[1]) as roles:
         shard = Supervised("shard", {**shard_settings(roles.address, 0), "listen": "127.0.0.1:0"}, text)
         try:
-            job = Job(seed, roles.address, root, _config_for(name, PATIENT))
+            job = Job(seed, roles.address, root, PATIENT)
             job.run()
         finally:
             shard.end()

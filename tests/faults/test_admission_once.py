@@ -13,7 +13,7 @@ NUM_IDS, PUSHES = 1500, 30
 
 
 def test_an_id_is_admitted_at_its_nth_occurrence_through_a_faulty_network() -> None:
-    with behind_proxies(2, 11, 1_000_000, "messages") as (cluster, proxies, _):
+    with behind_proxies(2, 11, 50_000, "tcp") as (cluster, proxies, _):
         rule = MinCount(PUSHES // 2, 1 << 20)
         table = cluster.create_table("a", dim=64, optimizer=SGD(1.0), admission=rule, initializer=Constant(0))
         for proxy in proxies:

@@ -16,9 +16,8 @@ import pytest
 
 from geartrain.ams.client.cluster import Cluster
 from geartrain.ams.client.factory import connect
-from geartrain.ams.client.rows.row_calls import RowCalls
 from geartrain.ams.kernels import _core
-from geartrain.ams.rpc.payload import data_plane
+from geartrain.ams.rpc.client import data_plane
 from geartrain.ams.scheduler.service import SchedulerServer
 from geartrain.ams.server.role import ShardServer
 from geartrain.ams.server.shard import Shard
@@ -27,17 +26,17 @@ from geartrain.ams.values.optimizers.registry import SGD
 from geartrain.ams.values.specs import Constant
 from tests.faults import attacks
 from tests.faults.mutations import attack_without
-from tests.faults.proxy import KINDS, REPLY_SHARE, FaultyProxy
+from tests.faults.proxy import FaultyProxy
 from tests.integration.conftest import carriers_of
 
 NUM_ROWS = 4096
 DIM = 16
 PUSHES = int(os.environ.get("GEARTRAIN_PROXY_PUSHES", "500"))
 ATTEMPT_SECONDS = 0.3
-SHARED_BYTES = 50_000
-"""Most bytes of messages before a fault, where rows are not in them."""
-BULK_BYTES = 1_500_000
-"""Most bytes of a bulk connection before a fault."""
+MESSAGE_BYTES = 50_000
+"""Most bytes of messages before a fault: rows are not in them."""
+ROW_BYTES = 1_500_000
+"""Most bytes of a connection for rows before a fault."""
 CONFIG = ClientConfig(
     attempt_timeout_seconds=ATTEMPT_SECONDS,
     recovery_timeout_seconds=120,
@@ -47,20 +46,18 @@ CONFIG = ClientConfig(
 )
 
 
-Way = Literal["messages", "shared", "bulk"]
-"""Which way rows go."""
+Carrier = Literal["shared", "tcp"]
+"""Of rows."""
 
 
 @contextmanager
 def behind_proxies(
-    num_shards: int, seed: int, most_bytes: int, way: Way
+    num_shards: int, seed: int, most_bytes: int, carrier: Carrier
 ) -> Iterator[tuple[Cluster, list[FaultyProxy], list[Shard]]]:
     """A cluster whose shards are reached only through proxies; the way to the scheduler is straight.
 
-    Where memory is ``shared``, calls for rows pass the proxies only while there is no connection. Bulk connections have
-    proxies of their own, one for each shard, which come last.
+    Connections for rows by TCP have proxies of their own, one for each shard, which come last.
     """
-    reply_share = REPLY_SHARE if way == "messages" else 2
     with ExitStack() as stack:
         scheduler = SchedulerServer(SchedulerConfig(listen="127.0.0.1:0", num_shards=num_shards, lease_seconds=60))
         address = scheduler.start()
@@ -71,7 +68,7 @@ def behind_proxies(
                     seed * 1000 + shard,
                     most_bytes=most_bytes,
                     delay_seconds=ATTEMPT_SECONDS,
-                    reply_share=reply_share,
+                    reply_share=2,
                 )
             )
             for shard in range(num_shards)
@@ -86,22 +83,20 @@ def behind_proxies(
             held = server._held[0].shard
             assert held is not None
             shards.append(held)
-            if way == "bulk":
+            if carrier == "tcp":
                 port = server._held[0].service.data_plane.offer().port
                 beside = FaultyProxy(
-                    seed * 1000 + 500 + shard, most_bytes=BULK_BYTES, delay_seconds=ATTEMPT_SECONDS, reply_share=1
+                    seed * 1000 + 500 + shard, most_bytes=ROW_BYTES, delay_seconds=ATTEMPT_SECONDS, reply_share=1
                 )
                 beside.forward_to(f"127.0.0.1:{port}")
                 proxy_ports[port] = int(stack.enter_context(beside).address.rsplit(":", 1)[1])
                 proxies.append(beside)
         patch = stack.enter_context(pytest.MonkeyPatch.context())
-        patch.setattr(data_plane, "FIRST_PAUSE_SECONDS", 0.0)
-        patch.setattr(data_plane, "DISTRUST_SECONDS", 0.0)
         patch.setattr(data_plane, "CONNECT_SECONDS", ATTEMPT_SECONDS)
         patch.setattr(
             data_plane, "connect_tcp", lambda host, port, *rest: _core.connect_tcp(host, proxy_ports[port], *rest)
         )
-        config = CONFIG.model_copy(update={"shared_memory": way == "shared", "bulk_connections": way == "bulk"})
+        config = CONFIG.model_copy(update={"shared_memory": carrier == "shared"})
         with connect(address) as patient:  # the table is not what meets the faults
             patient.create_table("t", dim=DIM, optimizer=SGD(1.0), num_rows=NUM_ROWS, initializer=Constant(0))
         cluster = stack.enter_context(connect(address, config=config))
@@ -109,15 +104,14 @@ def behind_proxies(
 
 
 def attack(
-    seed: int, num_pushes: int, most_bytes: int = 1_000_000, way: Way = "messages"
+    seed: int, num_pushes: int, most_bytes: int = MESSAGE_BYTES, carrier: Carrier = "tcp"
 ) -> tuple[np.ndarray, np.ndarray, Counter[str]]:
     """Push integers from two threads through faulty proxies; return the rows, what they must be, and the faults met.
 
     A connection meets its fault after ``most_bytes`` at most; those of shared memory are ended, and shards stop
-    answering for longer than an attempt. Unless rows are in messages, every push is followed by a pull, which uses the
-    same memory or connection.
+    answering for longer than an attempt. Every push is followed by a pull, which uses the same memory or connection.
     """
-    with behind_proxies(2, seed, most_bytes, way) as (cluster, proxies, shards):
+    with behind_proxies(2, seed, most_bytes, carrier) as (cluster, proxies, shards):
         table = cluster.table("t")
         expected = np.zeros((NUM_ROWS, DIM))
         lock = threading.Lock()
@@ -130,7 +124,7 @@ def attack(
             shard = int(own.integers(len(shards)))
             plane = carriers_of(cluster)[shard].data_plane
             kind = own.choice(["end", "stop", ""], p=[0.2, 0.1, 0.7])
-            if plane is None or plane._connection is None or plane._connection.is_lost or not kind:
+            if plane._connection is None or plane._connection.is_lost or not kind:
                 return
             met[kind] += 1
             if kind == "end":
@@ -151,14 +145,12 @@ def attack(
             own = np.random.default_rng([seed, worker])
             try:
                 for _ in range(num_pushes // 2):
-                    # Now and then more than a part, so that parts of one write meet different faults.
                     ids = np.sort(own.choice(NUM_ROWS, int(own.choice([5, 200, 2500])), replace=False))
                     gradients = own.integers(-3, 4, (len(ids), DIM)).astype(np.float32)
-                    if way == "shared":
+                    if carrier == "shared":
                         disturb(own)
                     table.push(ids, gradients)
-                    if way != "messages":
-                        assert (table.pull(np.arange(NUM_ROWS)) % 1 == 0).all()
+                    assert (table.pull(np.arange(NUM_ROWS)) % 1 == 0).all()
                     with lock:
                         expected[ids] -= gradients
             except BaseException as exc:
@@ -181,34 +173,21 @@ def attack(
 
 
 def test_every_push_is_applied_once_through_a_faulty_network() -> None:
-    rows, expected, met = attack(seed=1, num_pushes=PUSHES)
+    rows, expected, met = attack(seed=1, num_pushes=PUSHES // 10)
     np.testing.assert_array_equal(rows, expected)
-    assert {kind.split()[0] for kind in met} == set(KINDS), met
-    assert {"blackhole up", "blackhole down"} <= set(met), met  # requests vanish, and only their replies do
-    assert sum(met.values()) >= PUSHES / 25, met
+    assert len({kind.split()[0] for kind in met}) >= 4, met
 
 
 def test_every_push_is_applied_once_where_connections_of_shared_memory_end_and_shards_stop_answering() -> None:
     for seed in range(1, 6):
-        rows, expected, met = attack(seed, PUSHES // 10, SHARED_BYTES, "shared")
+        rows, expected, met = attack(seed, PUSHES // 10, carrier="shared")
         np.testing.assert_array_equal(rows, expected)
         if {"end", "stop"} <= set(met):
             return
     raise AssertionError(f"the attack met only {met}")
 
 
-def test_every_push_is_applied_once_where_rows_travel_beside_messages_and_both_meet_faults() -> None:
-    sent: list[int] = []
-    whole = RowCalls._has_a_way
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RowCalls, "_has_a_way", lambda self: whole(self) and not sent.append(1))
-        rows, expected, met = attack(1, PUSHES // 25, SHARED_BYTES, "bulk")
-    assert len(sent) > PUSHES // 25
-    np.testing.assert_array_equal(rows, expected)
-    assert len({kind.split()[0] for kind in met}) >= 4, met
-
-
 @pytest.mark.slow
 def test_the_attack_finds_a_shard_that_forgets_what_it_applied(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="Arrays are not equal"):
-        attack_without("dedup", partial(attacks.proxies, pushes=PUSHES // 4), 1, tmp_path)
+        attack_without("dedup", partial(attacks.proxies, pushes=PUSHES // 8), 1, tmp_path)

@@ -19,7 +19,6 @@ import pytest
 from geartrain.ams.client.cluster import Cluster
 from geartrain.ams.client.cluster_status import cluster_status
 from geartrain.ams.client.factory import connect, local
-from geartrain.ams.rpc.client.shard import GrpcCarrier
 from geartrain.ams.scheduler.scheduler import Scheduler
 from geartrain.ams.scheduler.service import SchedulerServer
 from geartrain.ams.server.role import ShardServer
@@ -29,6 +28,7 @@ from geartrain.ams.values.optimizers.registry import SGD
 from geartrain.ams.values.scheduler_messages import Beat
 from geartrain.ams.values.shard_messages import CallContext, Push
 from geartrain.ams.values.specs import Constant
+from tests.support.message_rows import MessageShard
 from tests.support.role_process import RoleProcess
 
 DEADLINE_SECONDS = 30.0
@@ -85,10 +85,10 @@ def test_a_stopped_server_whose_shard_was_taken_answers_nothing_and_ends(
             return whole(self, shard, incarnation, *told)
 
         monkeypatch.setattr(Scheduler, "heartbeat", heartbeat)
-        zombie = GrpcCarrier(address)
+        zombie = MessageShard(address)
         stack.callback(zombie.close)
         context = CallContext(stream="s", incarnation=1, sequence=1, shard_incarnation=old)
-        late = zombie.submit(context, Push(table="t", ids=IDS, gradients=ONES), DEADLINE_SECONDS)
+        late = zombie.write(context, Push(table="t", ids=IDS, gradients=ONES), DEADLINE_SECONDS)
         process.send_signal(signal.SIGCONT)
         with pytest.raises(errors.ShardUnavailable, match=r"was stopped for .* s and its lease of 1 s ran out"):
             late.result(DEADLINE_SECONDS)

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
-import grpc
 import pytest
 
 from geartrain.ams.client.cluster import Cluster
 from geartrain.ams.client.factory import connect
 from geartrain.ams.programs.models import hosted_models
+from geartrain.ams.rpc.client.data_plane import DataPlane
 from geartrain.ams.rpc.client.shard import GrpcCarrier
-from geartrain.ams.rpc.payload.data_plane import DataPlane
 from geartrain.ams.rpc.server.server import Bound
 from geartrain.ams.scheduler.service import SchedulerServer
 from geartrain.ams.server.role import ShardServer
@@ -65,50 +63,24 @@ def served() -> Iterator[Callable[..., ServedCluster]]:
         yield make
 
 
-@pytest.fixture
-def messages(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Sizes of the requests and replies of pulls and pushes of served shards, as they travel."""
-    sizes: list[int] = []
-
-    def measured(name: str) -> None:
-        whole = getattr(ShardService, name)
-
-        def measuring(self: ShardService, data: bytes, servicer_context: grpc.ServicerContext) -> bytes:
-            reply: bytes = whole(self, data, servicer_context)
-            sizes.extend((len(data), len(reply)))
-            return reply
-
-        monkeypatch.setattr(ShardService, name, measuring)
-
-    for name in ("pull", "push", "assign"):
-        measured(name)
-    return sizes
+over_few_carriers = pytest.mark.parametrize("cluster", ["local-1", "local-3", "tcp-2"], indirect=True)
+"""For tests of what is asked of shards beside their rows: how those travel has no part in that."""
 
 
-over_few_carriers = pytest.mark.parametrize("cluster", ["local-1", "local-3", "grpc-2"], indirect=True)
-"""For tests of what is asked of shards beside their rows: the ways of rows have no part in that."""
-
-
-@pytest.fixture(params=["local-1", "local-3", "grpc-1", "grpc-2", "grpc-2-parts", "bulk-1", "bulk-2", "shared-2"])
+@pytest.fixture(params=["local-1", "local-3", "tcp-1", "tcp-2-parts", "shared-2"])
 def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
-    """A cluster over each carrier.
-
-    "parts" cuts every message above 64 KiB; "bulk" sends all calls for rows over bulk connections, "shared" through
-    shared memory.
-    """
+    """A cluster over each carrier of rows; "parts" cuts every message above 64 KiB."""
     kind, shards, *parts = request.param.split("-")
     if kind == "local":
         with local(int(shards)) as embedded:
             yield embedded
         return
     served = ServedCluster(int(shards))
-    ways = {"shared_memory": kind == "shared", "bulk_connections": kind == "bulk"}
-    config = QUICK.model_copy(update={**ways, **({"part_bytes": 64 << 10} if parts else {})})
+    config = QUICK.model_copy(
+        update={"shared_memory": kind == "shared", "part_bytes": 64 << 10 if parts else QUICK.part_bytes}
+    )
     try:
         with connect(served.address, config=config) as connected:
-            if kind in ("shared", "bulk"):
-                for carrier in carriers_of(connected):
-                    connect_data_plane(carrier)
             yield connected
     finally:
         served.stop()
@@ -131,12 +103,6 @@ def carriers_of(cluster: Cluster) -> list[GrpcCarrier]:
 
 
 def connect_data_plane(carrier: GrpcCarrier) -> DataPlane:
-    """Connect to the data plane of a shard; a connection that is lost is made again by the call that lacks it."""
-    plane = carrier.data_plane
-    assert plane is not None
-    plane._begin = lambda work: work()
-    for _ in range(2):  # a thread may be at it
-        plane._making_since = -math.inf
-        plane.want()
-    assert plane._connection is not None and not plane._connection.is_lost
-    return plane
+    """Connect to the data plane of a shard, before anybody has asked for its rows."""
+    carrier.data_plane.connect()
+    return carrier.data_plane

@@ -7,23 +7,38 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import grpc
 import numpy as np
 import pytest
 
 from geartrain.ams.client.factory import connect
+from geartrain.ams.client.rows import row_calls
+from geartrain.ams.kernels._core import RowsClient
 from geartrain.ams.rpc.client.patience import Patience
+from geartrain.ams.rpc.services import SHARD
 from geartrain.ams.server.parts import PartBuffer
 from geartrain.ams.server.service import ShardService
-from geartrain.ams.server.shard import Shard
 from geartrain.ams.values.config import ClientConfig
 from geartrain.ams.values.errors import Busy, ShardUnavailable
 from geartrain.ams.values.optimizers.registry import SGD
-from geartrain.ams.values.shard_messages import CallContext
+from geartrain.ams.values.shard_messages import CallContext, Done, Push
 from geartrain.ams.values.specs import Constant
-from tests.integration.conftest import carriers_of, connect_data_plane
+from tests.support.message_rows import outcome_of, write_messages
 
 WRITERS, PUSHES, ROWS, DIM = 8, 3, 2000, 16
-CONFIG = ClientConfig(part_bytes=64 << 10, attempt_timeout_seconds=10, recovery_timeout_seconds=60, shared_memory=False)
+CONFIG = ClientConfig(attempt_timeout_seconds=10, recovery_timeout_seconds=60)
+
+
+def pushed(channel: grpc.Channel, context: CallContext, push: Push) -> Done:
+    """Push in parts of 64 KiB, and again while the shard is busy."""
+    send = channel.unary_unary(SHARD[Push].path)
+    while True:
+        begun = [send.future(data, timeout=20) for data in write_messages(push, context, 64 << 10)]
+        outcome = outcome_of(Push, [call.result for call in begun])
+        if not isinstance(outcome, Busy):
+            assert isinstance(outcome, Done), outcome
+            return outcome
+        time.sleep(outcome.retry_after_seconds / 10)
 
 
 def test_more_writers_than_the_buffer_of_parts_has_room_for_are_all_applied_once(served: Callable[..., Any]) -> None:
@@ -48,21 +63,27 @@ def test_more_writers_than_the_buffer_of_parts_has_room_for_are_all_applied_once
     assert service._parts.add(silent, 0, 2, (np.arange(1000), np.zeros((1000, 48), np.float32))) is None
     ids = np.arange(ROWS)
 
+    def push(channel: grpc.Channel, stream: str, sequence: int, value: float) -> None:
+        gradients = np.full((ROWS, DIM), value, np.float32)
+        context = CallContext(stream=stream, incarnation=1, sequence=sequence, oldest_unacknowledged=sequence)
+        pushed(channel, context, Push(table="t", ids=ids, gradients=gradients))
+
     def write(writer: int) -> None:
-        with connect(cluster.address, config=CONFIG) as client:
+        with grpc.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
             for number in range(PUSHES):
-                client.table("t").push(ids, np.full((ROWS, DIM), 1 + writer * PUSHES + number, np.float32))
+                push(channel, f"writer {writer}", number + 1, 1 + writer * PUSHES + number)
 
     with connect(cluster.address) as client:
         table = client.create_table("t", dim=DIM, optimizer=SGD(1.0), initializer=Constant(0.0))
+        address = client.status().shards[0].address
         with ThreadPoolExecutor(WRITERS) as pool:
             list(pool.map(write, range(WRITERS)))
         num_writes = WRITERS * PUSHES
         assert (table.pull(ids) == -num_writes * (num_writes + 1) / 2).all()
-    assert len(refused) >= WRITERS
-    later[0] = 401.0  # what is left are parts that came again, late: they are forgotten
-    with connect(cluster.address, config=CONFIG) as client:
-        client.table("t").push(ids, np.zeros((ROWS, DIM), np.float32))
+        assert len(refused) >= WRITERS
+        later[0] = 401.0  # what is left are parts that came again, late: they are forgotten
+        with grpc.insecure_channel(address) as channel:
+            push(channel, "last", 1, 0.0)
     assert service._parts._bytes == 0
 
 
@@ -77,19 +98,18 @@ def test_a_busy_shard_is_asked_again_when_it_says_and_the_last_word_is_its_own(
     )
     busy = 2
 
-    whole_pull = Shard.pull
+    # What the compiled client is told by a shard that has no room.
+    whole_pull = RowsClient.pull
 
-    def pull(*arguments: Any) -> Any:
-        nonlocal busy
-        busy -= 1
-        if busy >= 0:
-            raise Busy("too many requests wait", 0.25)
-        return whole_pull(*arguments)
+    class BusyClient(RowsClient):
+        def pull(self, *arguments: Any) -> Any:
+            nonlocal busy
+            busy -= 1
+            return [(0, Busy("too many requests wait", 0.25))] if busy >= 0 else whole_pull(self, *arguments)
 
-    in_messages = CONFIG.model_copy(update={"bulk_connections": False})
-    with connect(cluster.address, config=in_messages) as client:
+    monkeypatch.setattr(row_calls, "RowsClient", BusyClient)
+    with connect(cluster.address, config=CONFIG) as client:
         table = client.create_table("t", dim=DIM, optimizer=SGD(1.0), initializer=Constant(0.0))
-        monkeypatch.setattr(Shard, "pull", pull)
         assert (table.pull([1]) == 0).all()
         assert pauses == [0.25, 0.25]
         busy = 1000
@@ -100,14 +120,14 @@ def test_a_busy_shard_is_asked_again_when_it_says_and_the_last_word_is_its_own(
         assert raised.value.retry_after_seconds == 0.25
 
 
-@pytest.mark.parametrize("way", ["messages", "bulk", "shared"])
-def test_a_call_whose_caller_has_gone_before_it_began_is_not_made(served: Callable[..., Any], way: str) -> None:
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_a_call_whose_caller_has_gone_before_it_began_is_not_made(
+    served: Callable[..., Any], shared_memory: bool
+) -> None:
     cluster = served(1)
-    config = CONFIG.model_copy(update={"shared_memory": way == "shared", "bulk_connections": way == "bulk"})
+    config = CONFIG.model_copy(update={"shared_memory": shared_memory})
     hasty = config.model_copy(update={"attempt_timeout_seconds": 0.2, "recovery_timeout_seconds": 0})
     with connect(cluster.address, config=config) as client:
-        if way != "messages":
-            connect_data_plane(carriers_of(client)[0])
         table = client.create_table("t", dim=DIM, optimizer=SGD(1.0), initializer=Constant(0.0))
         turn = cluster.servers[0]._held[0].service.shard.engine.turn
         push = table.prepare_push([7], np.ones((1, DIM), np.float32))

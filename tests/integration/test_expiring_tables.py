@@ -324,7 +324,7 @@ def test_a_field_has_a_rule() -> None:
 
 
 @pytest.mark.parametrize("where", ["pull", "hosted"])
-@pytest.mark.parametrize("cluster", ["local-1", "grpc-1"], indirect=True)
+@pytest.mark.parametrize("cluster", ["local-1", "tcp-1"], indirect=True)
 def test_expiry_begins_without_a_call_that_queues(cluster: Cluster, where: str) -> None:
     rule = Unseen(steps=5, every=10)
     names = ["item", "user"]  # two, which an embedded cluster pushes side by side

@@ -339,7 +339,7 @@ def test_an_export_waits_for_a_snapshot_and_is_ended_by_one(tmp_path: Path) -> N
 
 
 @pytest.mark.usefixtures("memory_urls")
-@pytest.mark.parametrize("cluster", ["local-3", "grpc-2"], indirect=True)
+@pytest.mark.parametrize("cluster", ["local-3", "tcp-2"], indirect=True)
 def test_versions_lie_below_a_url(cluster: Cluster, tmp_path: Path) -> None:
     root = f"memory://bucket{tmp_path}/export"
     make(cluster, "hashed")

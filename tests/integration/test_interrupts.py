@@ -28,17 +28,11 @@ from tests.integration.conftest import carriers_of
 from tests.integration.one_table import DIM, IDS, NUM_ROWS, ONES, Served, connected
 
 CLIENT = Path(__file__).with_name("interrupted_client.py")
-WAYS = {
-    "messages": {"shared_memory": False, "bulk_connections": False},
-    "parts": {"shared_memory": False, "bulk_connections": False, "part_bytes": 128 << 10},
-    "bulk": {"shared_memory": False},
-    "shared": {},
-}
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_client_that_is_interrupted_again_and_again_goes_on(served: Served, way: str) -> None:
-    config = ClientConfig(**WAYS[way])  # type: ignore[arg-type]
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_a_client_that_is_interrupted_again_and_again_goes_on(served: Served, shared_memory: bool) -> None:
+    config = ClientConfig(shared_memory=shared_memory)
     done = subprocess.run(
         [sys.executable, str(CLIENT), served(2).address, config.model_dump_json(), "1"],
         capture_output=True,
@@ -152,9 +146,9 @@ def test_an_interrupted_write_can_be_sent_again_and_counts_once(
 def test_what_waits_for_a_dead_shard_in_vain_is_not_sent_again(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = served(1)
     attempts, ended = 0, threading.Event()
-    whole = ShardCalls._deliver
+    whole = ShardCalls._settle_all
 
-    def deliver(self: ShardCalls, *arguments: object) -> object:
+    def settle_all(self: ShardCalls, *arguments: object) -> object:
         try:
             return whole(self, *arguments)  # type: ignore[arg-type]
         finally:
@@ -174,7 +168,7 @@ def test_what_waits_for_a_dead_shard_in_vain_is_not_sent_again(served: Served, m
         table = ours.table("t")
         cluster.servers[0].stop(0)
         monkeypatch.setattr(carrier, "submit", attempt)
-        monkeypatch.setattr(ShardCalls, "_deliver", deliver)
+        monkeypatch.setattr(ShardCalls, "_settle_all", settle_all)
         with pytest.raises(KeyboardInterrupt):
             table.version()  # a write needs leave to read its arrays, which has ended
         assert ended.wait(10)  # the client would wait 20 s for the shard

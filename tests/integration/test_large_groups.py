@@ -12,13 +12,13 @@ import pytest
 from geartrain.ams.client.factory import connect
 from geartrain.ams.rpc.client.health import is_serving
 from geartrain.ams.rpc.client.patience import Patience
-from geartrain.ams.rpc.client.shard import GrpcCarrier
 from geartrain.ams.values.config import ClientConfig
 from geartrain.ams.values.errors import RankMissing, StepPending
 from geartrain.ams.values.optimizers.registry import SGD
-from geartrain.ams.values.shard_messages import CallContext, Done, Push, Reply, SyncGroup
+from geartrain.ams.values.shard_messages import CallContext, Done, Push, SyncGroup
 from geartrain.ams.values.specs import Constant
 from tests.faults.children import Child, serve
+from tests.support.message_rows import MessageShard
 
 CHANNELS = 4
 DIM = 2
@@ -27,6 +27,8 @@ SYNC_SECONDS = 60.0
 
 class OneShard:
     """A scheduler and a shard, each a process, with a table ``t``."""
+
+    says_that_it_waits = True
 
     def __init__(self, stack: ExitStack, sync_timeout_seconds: float) -> None:
         scheduler = Child(serve, "scheduler", {"listen": "127.0.0.1:0", "num_shards": 1})
@@ -41,17 +43,17 @@ class OneShard:
         self.address = server.receive()
         self.cluster = stack.enter_context(connect(self.scheduler))
         self.table = self.cluster.create_table("t", dim=DIM, optimizer=SGD(1.0), initializer=Constant(0.0))
-        self.carriers = [GrpcCarrier(self.address) for _ in range(CHANNELS)]
+        self.carriers = [MessageShard(self.address) for _ in range(CHANNELS)]
         for carrier in self.carriers:
             stack.callback(carrier.close)
 
-    def push(self, rank: int, world_size: int, sequence: int = 1, seconds: float = 60.0) -> Future[Reply]:
-        """A rank's push of its own row and a common one, by way of the product's client."""
+    def push(self, rank: int, world_size: int, sequence: int = 1, seconds: float = 60.0) -> Future[Done]:
+        """A rank's push of its own row and a common one, in a message."""
         group = SyncGroup(job="j", world_size=world_size, rank=rank, sequence=sequence, sample_count=1)
         gradients = np.full((2, DIM), world_size, np.float32)
         push = Push(table="t", ids=np.array([0, 1 + rank]), gradients=gradients, group=group)
         context = CallContext(stream=f"rank{rank}", sequence=sequence, incarnation=1)
-        return self.carriers[rank % CHANNELS].submit(context, push, seconds)
+        return self.carriers[rank % CHANNELS].write(context, push, seconds, says_that_it_waits=self.says_that_it_waits)
 
 
 @pytest.fixture
@@ -107,10 +109,10 @@ def test_a_rank_that_asks_again_still_learns_that_another_is_missing(one_shard: 
 
 
 def test_callers_that_do_not_say_that_they_wait_leave_threads_to_others(
-    one_shard: Callable[..., OneShard], monkeypatch: pytest.MonkeyPatch
+    one_shard: Callable[..., OneShard],
 ) -> None:
-    monkeypatch.setattr("geartrain.ams.rpc.client.shard._WAITS", ())
     shard, ranks = one_shard(), 150
+    shard.says_that_it_waits = False
     pushed = [shard.push(rank, ranks) for rank in range(ranks - 1)]
     assert is_serving(shard.address, 10)
     while sum(one.done() for one in pushed) < ranks - 1 - 64:

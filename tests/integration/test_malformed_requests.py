@@ -21,7 +21,8 @@ from geartrain.ams.rpc.services import SHARD
 from geartrain.ams.values import errors
 from geartrain.ams.values.config import ClientConfig
 from geartrain.ams.values.optimizers.registry import SGD
-from geartrain.ams.values.shard_messages import HostedInputs
+from geartrain.ams.values.shard_messages import CallContext, HostedInputs, Push
+from tests.support.message_rows import MessageShard, pull_message
 
 MALFORMED = 420
 
@@ -117,13 +118,17 @@ def test_garbage_on_the_port_does_not_disturb_the_shard(served: Callable[..., ob
 
 def test_an_oversize_message_names_the_limit(served: Callable[..., object]) -> None:
     cluster = served(1, max_message_bytes=2 << 20)
-    too_large = ClientConfig(part_bytes=8 << 20, shared_memory=False, bulk_connections=False)
-    with connect(cluster.address, config=too_large) as ours:  # type: ignore[attr-defined]
+    with connect(cluster.address) as ours:  # type: ignore[attr-defined]
         table = ours.create_table("t", dim=256, optimizer=SGD(1.0))
+        ids, address = np.arange(4000), ours.status().shards[0].address
+        push = Push(table="t", ids=ids, gradients=np.ones((4000, 256), np.float32))
+        shard = MessageShard(address)
         with pytest.raises(errors.MessageTooLarge, match="part_bytes"):
-            table.push(np.arange(4000), np.ones((4000, 256), np.float32))
-        with pytest.raises(errors.MessageTooLarge, match="at most"):
-            table.pull(np.arange(4000))
+            shard.write(CallContext(stream="s", sequence=1), push, 20).result(20)
+        shard.close()
+        pull = pull_message("t", ids, np.dtype(np.float32), CallContext())
+        with grpc.insecure_channel(address) as channel, pytest.raises(grpc.RpcError, match="at most"):
+            channel.unary_unary(f"/{SHARD.name}/Pull")(pull, timeout=20)
         assert not table.present(np.arange(1000)).any()
 
 

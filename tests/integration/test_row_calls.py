@@ -13,11 +13,9 @@ import numpy as np
 import pytest
 
 from geartrain.ams.client.cluster import Cluster
-from geartrain.ams.client.rows.row_calls import RowCalls
 from geartrain.ams.client.shard_calls import ShardCalls
 from geartrain.ams.values.errors import ShardUnavailable
 from geartrain.ams.values.optimizers.registry import SGD
-from geartrain.ams.values.shard_messages import Describe
 from geartrain.ams.values.specs import Constant
 from geartrain.launch.hosting import local
 from tests.integration.conftest import carriers_of, connect_data_plane
@@ -28,14 +26,13 @@ from tests.integration.one_table import IDS, NUM_ROWS, ONES, Served, connected
 def again(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many calls each attempt beyond the first had."""
     counts: list[int] = []
-    whole = ShardCalls.deliver
+    whole = ShardCalls.again
 
-    def deliver(self: ShardCalls, calls: Sequence[Any], *arguments: Any, **keywords: Any) -> Any:
-        if not isinstance(calls[0][1], Describe):
-            counts.append(len(calls))
-        return whole(self, calls, *arguments, **keywords)
+    def asked_again(self: ShardCalls, ended: Sequence[Any], *arguments: Any) -> Any:
+        counts.append(len(ended))
+        return whole(self, ended, *arguments)
 
-    monkeypatch.setattr(ShardCalls, "deliver", deliver)
+    monkeypatch.setattr(ShardCalls, "again", asked_again)
     return counts
 
 
@@ -76,7 +73,7 @@ def test_only_the_shard_whose_connection_is_lost_is_asked_again(served: Served, 
             connect_data_plane(carrier)
         use(ours)
         again.clear()
-        connection = carriers_of(ours)[1].row_connection
+        connection = carriers_of(ours)[1].data_plane.connection
         assert connection is not None
         connection.close()
         use(ours)
@@ -88,7 +85,7 @@ def test_a_connection_that_others_made_anew_is_used(served: Served, again: list[
         (carrier,) = carriers_of(ours)
         connect_data_plane(carrier)
         use(ours)
-        connection = carrier.row_connection
+        connection = carrier.data_plane.connection
         assert connection is not None
         connection.close()
         connect_data_plane(carrier)
@@ -102,13 +99,16 @@ def test_a_connection_that_others_made_anew_is_used(served: Served, again: list[
 @pytest.fixture
 def attempts(monkeypatch: pytest.MonkeyPatch) -> threading.Semaphore:
     """Released by each attempt of compiled code at one shard that begins after the first."""
-    begun, whole = threading.Semaphore(0), RowCalls._attempt
+    begun, whole = threading.Semaphore(0), ShardCalls.again
 
-    def attempt(self: RowCalls, *arguments: Any) -> Any:
-        begun.release()
-        return whole(self, *arguments)
+    def asked_again(self: ShardCalls, ended: Any, attempt: Any, *arguments: Any) -> Any:
+        def once_more(*given: Any) -> Any:
+            begun.release()
+            return attempt(*given)
 
-    monkeypatch.setattr(RowCalls, "_attempt", attempt)
+        return whole(self, ended, once_more, *arguments)
+
+    monkeypatch.setattr(ShardCalls, "again", asked_again)
     return begun
 
 
@@ -120,7 +120,7 @@ def hurry(cluster: Cluster) -> None:
 
 
 def test_what_is_asked_again_goes_over_the_connection_and_counts_once(
-    served: Served, messages: list[int], attempts: threading.Semaphore
+    served: Served, attempts: threading.Semaphore
 ) -> None:
     cluster = served(2)
     with connected(cluster) as ours, ThreadPoolExecutor(2) as threads:
@@ -138,7 +138,6 @@ def test_what_is_asked_again_goes_over_the_connection_and_counts_once(
         np.testing.assert_array_equal(rows[:NUM_ROWS], rows[: NUM_ROWS - 1 : -1])
         calls[0].result(20)
         assert (table.pull(twice) == -1).all()
-    assert messages == []
 
 
 def test_ctrl_c_ends_what_is_asked_again(served: Served, attempts: threading.Semaphore) -> None:
@@ -163,9 +162,7 @@ def test_ctrl_c_ends_what_is_asked_again(served: Served, attempts: threading.Sem
         assert (table.pull(IDS) == 0).all() and (out == 777).all()
 
 
-def test_a_write_that_is_sent_again_reaches_the_shards_that_have_not_answered(
-    served: Served, messages: list[int]
-) -> None:
+def test_a_write_that_is_sent_again_reaches_the_shards_that_have_not_answered(served: Served) -> None:
     cluster = served(2)
     with connected(cluster) as ours:
         table = ours.table("t")
@@ -180,4 +177,3 @@ def test_a_write_that_is_sent_again_reaches_the_shards_that_have_not_answered(
         ours._calls.config = patient
         assert write.send().created == NUM_ROWS
         assert (table.pull(IDS) == -1).all()
-    assert messages == []

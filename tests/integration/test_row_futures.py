@@ -133,7 +133,7 @@ def test_calls_whose_connections_are_lost_are_made_again_and_count_once(ours: Cl
     calls: list[Future[Any]] = [table.push_async(FEW, FEW_ONES) for _ in range(20)]
     calls += [table.pull_async(FEW) for _ in range(20)]
     for carrier in carriers_of(ours):
-        connection = carrier.row_connection
+        connection = carrier.data_plane.connection
         assert connection is not None
         connection.close()
     held.let_go()
@@ -161,7 +161,7 @@ PROGRAM = """
 import sys, numpy as np, geartrain as gt
 cluster = gt.connect(sys.argv[1])
 table = cluster.table("t")
-while cluster._calls.rows.sends_at_once(0) is False:
+while cluster._calls.rows.is_sent_at_once(0) is False:
     table.pull(np.arange(100))
 futures = [table.push_async(np.arange(10), np.ones((10, 32), np.float32)) for _ in range(50)]
 assert futures[0].result() is not None

@@ -94,15 +94,3 @@ def test_the_wire_is_of_float32_tables_and_of_known_types() -> None:
             cluster.create_table("t", dim=2, optimizer=gt.SGD(1.0), wire_dtype="int8")  # type: ignore[arg-type]
         with pytest.raises(TableNotFound):
             cluster.table("t")
-
-
-def test_half_the_bytes_travel(cluster: Cluster, messages: list[int]) -> None:
-    table = cluster.create_table("t", dim=128, optimizer=gt.SGD(1.0), num_rows=1_000)
-    ids, gradients = np.arange(1_000), normal(0, 1_000, 128)
-    sizes = []
-    for one in (table, table.with_wire("bfloat16")):
-        messages.clear()
-        one.push(ids, gradients)
-        one.pull(ids)
-        sizes.append(sum(messages))
-    assert sizes == [0, 0] or sizes[1] < 0.55 * sizes[0]

@@ -111,6 +111,10 @@ def _would_wait(client: Client) -> bool:
     return stream._next - stream._oldest() >= stream._window
 
 
+def _deliver(rows: Any, write: Any, shards: Any, context: CallContext) -> Any:
+    return rows.write([(write._prepared, shards, context)])[0]
+
+
 class ClusterMachine(RuleBasedStateMachine):
     """One sequence. The network tells the oracle of every message that reaches a shard, before the shard has it."""
 
@@ -307,8 +311,7 @@ class ClusterMachine(RuleBasedStateMachine):
         taken_over = [one for one in self.pending if one.client is old]
         self.pending = [one for one in self.pending if one.client is not old]
         for one in taken_over:
-            deliver = partial(new.cluster._calls.deliver, table_incarnation=one.opened.incarnation)
-            one.write._numbers, one.write._deliver = new.stream, deliver
+            one.write._numbers, one.write._deliver = new.stream, partial(_deliver, new.cluster._calls.rows, one.write)
             one.client = new
             new.stream._open.add(one.sequence)
         self.clients[position] = new

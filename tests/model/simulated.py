@@ -1,8 +1,8 @@
 """A whole cluster in one process whose network, clock and disk a test steps: no sockets, no waiting, no chance.
 
-Everything between is the product's own: the clients' retries, the gRPC carriers and their encoding, the parts of split
-writes, the shards' threads, the scheduler. A message is bytes, so that it can be lost, answered into the void, arrive
-twice, or arrive long after its sender gave it up.
+Everything between is the product's own: the clients' retries, the encoding of messages, the parts of split writes, the
+shards' threads, the scheduler. Only rows go in messages, as those of clients of other languages do. A message is bytes,
+so that it can be lost, answered into the void, arrive twice, or arrive long after its sender gave it up.
 """
 
 from __future__ import annotations
@@ -11,20 +11,26 @@ import contextlib
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import Any, BinaryIO, Literal
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, BinaryIO, ClassVar, Literal
 
 import grpc
+import numpy as np
 import pytest
 
 from geartrain.ams.client.cluster import Cluster
 from geartrain.ams.client.embedded import LocalScheduler
+from geartrain.ams.client.rows import row_calls
+from geartrain.ams.client.rows.row_calls import RowCalls
 from geartrain.ams.client.snapshots import snapshot as snapshot_module
 from geartrain.ams.client.writes import ClientStream, WriteStream
+from geartrain.ams.kernels._core import PreparedWrite, RowsClient
+from geartrain.ams.rpc.client.data_plane import DataPlane
 from geartrain.ams.rpc.client.patience import Patience
 from geartrain.ams.rpc.client.shard import GrpcCarrier
 from geartrain.ams.rpc.client.silence import SilenceLog
-from geartrain.ams.rpc.status import abort
+from geartrain.ams.rpc.status import abort, error_from
 from geartrain.ams.scheduler.data_streams import StreamLeases
 from geartrain.ams.scheduler.handlers import SchedulerHandlers
 from geartrain.ams.scheduler.scheduler import Scheduler
@@ -37,9 +43,11 @@ from geartrain.ams.storage.kv.store import MemoryStore
 from geartrain.ams.storage.snapshot.roots import SnapshotRoots
 from geartrain.ams.values.config import ClientConfig
 from geartrain.ams.values.errors import GeartrainError
-from geartrain.ams.values.placement import buckets_of_shard
+from geartrain.ams.values.placement import buckets_of_shard, split_by_shard
 from geartrain.ams.values.scheduler_messages import DescribeCluster
+from geartrain.ams.values.shard_messages import Assign, CallContext, Done, Push
 from geartrain.ams.values.specs import TableSpec
+from tests.support.message_rows import outcome_of, pull_message, pulled, spans, write_messages
 
 Fate = Literal["deliver", "lose", "late", "lose reply", "twice", "and again later"]
 FATES: tuple[Fate, ...] = ("deliver", "lose", "late", "lose reply", "twice", "and again later")
@@ -217,6 +225,96 @@ class FaultyDisk:
         return call
 
 
+class MessageRows(RowsClient):
+    """A client's rows in messages, as those of other languages are: so they meet the fates of the network."""
+
+    network: Network
+    writes: ClassVar[dict[int, tuple[PreparedWrite, str, bool]]] = {}
+    """Table, and whether it is an assign, of each that was prepared."""
+
+    def __init__(self, bucket_shards: np.ndarray, num_shards: int) -> None:
+        super().__init__(bucket_shards, num_shards)
+        self._map, self._num_shards = bucket_shards, num_shards
+        self._incarnations: dict[int, int] = {}
+        self._version = 0
+
+    def set_way(self, shard: int, incarnation: int, *_: Any) -> None:
+        self._incarnations[shard] = incarnation
+
+    def set_cluster_version(self, version: int) -> None:
+        self._version = version
+
+    def _meant(self, shard: int, context: CallContext) -> CallContext:
+        return replace(context, shard_incarnation=self._incarnations[shard], cluster_version=self._version)
+
+    def _call(self, shard: int, method: str, data: bytes) -> bytes:
+        return self.network.call(Message(f"s{shard}:1", method, data))
+
+    def pull(  # type: ignore[override]
+        self, table: Any, incarnation: int, ids: np.ndarray, out: np.ndarray, *rest: Any
+    ) -> list[tuple[int, Any]] | None:
+        _, present, _, _, _, *only = rest
+        left: list[tuple[int, Any]] = []
+        for shard, where in split_by_shard(ids, self._map, self._num_shards, dense=table.is_dense):
+            if only and only[0] and shard not in only[0]:
+                continue
+            places = np.arange(len(ids)) if where is None else where
+            context = self._meant(shard, CallContext(table_incarnation=incarnation))
+            try:
+                for start, end in spans(len(places), out.shape[1] * out.itemsize + 8, PART_BYTES):
+                    part = places[start:end]
+                    data = pull_message(table.name, ids[part], out.dtype, context, present=present is not None)
+                    rows, exist = np.empty((len(part), out.shape[1]), out.dtype), np.empty(len(part), np.uint8)
+                    pulled(self._call(shard, "Pull", data), rows, None if present is None else exist)
+                    out[part] = rows
+                    if present is not None:
+                        present[part] = exist
+            except Failure as failure:
+                left.append((shard, _outcome(error_from(failure, "shard"))))
+        return left or None
+
+    def write(self, calls: Any, _: float, __: Any, shards: Any = ()) -> list[Any]:
+        replies = []
+        for prepared, context in calls:
+            _, table, is_assign = self.writes[id(prepared)]
+            outcomes: list[Any] = []
+            for index, shard in enumerate(prepared.shards):
+                if shards and shard not in shards:
+                    continue
+                _, ids, rows, *_ = prepared.part(index)
+                write = (
+                    Assign(table=table, ids=ids, rows=rows) if is_assign else Push(table=table, ids=ids, gradients=rows)
+                )
+                method = type(write).__name__
+                messages = write_messages(write, self._meant(shard, context), PART_BYTES)
+                sent = [_sent(partial(self._call, shard, method, data)) for data in messages]
+                outcomes.append(_outcome(outcome_of(type(write), sent)))
+            all_done = all(isinstance(one, tuple) for one in outcomes)
+            replies.append((sum(n for n, _ in outcomes), any(d for _, d in outcomes)) if all_done else outcomes)
+        return replies
+
+
+def _sent(call: Callable[[], bytes]) -> Callable[[], bytes]:
+    """Make a call now; what is returned gives its reply, or raises."""
+    future: Future[bytes] = Future()
+    try:
+        future.set_result(call())
+    except Failure as failure:
+        future.set_exception(failure)
+    return future.result
+
+
+def _outcome(said: Any) -> Any:
+    """As compiled code says it: False: no reply came."""
+    return (
+        (said.created, said.duplicate)
+        if isinstance(said, Done)
+        else said
+        if isinstance(said, GeartrainError)
+        else False
+    )
+
+
 class SimulatedCluster:
     """A scheduler and shards at the addresses ``s0:1``, ``s1:1``, … of a network. Incarnations count upwards."""
 
@@ -317,4 +415,22 @@ def inject(patch: pytest.MonkeyPatch, network: Network, clock: Clock) -> FaultyD
         return True
 
     patch.setattr(Patience, "pause", pause)
+    send_rows_in_messages(patch, network)
     return FaultyDisk(patch)
+
+
+def send_rows_in_messages(patch: pytest.MonkeyPatch, network: Network) -> None:
+    """Instead of over connections of their own."""
+    whole = RowCalls.prepared
+
+    def prepared(self: RowCalls, table: Any, *arguments: Any, **settings: Any) -> PreparedWrite:
+        made = whole(self, table, *arguments, **settings)
+        MessageRows.writes[id(made)] = made, table.name, settings["is_assign"]
+        return made
+
+    patch.setattr(RowCalls, "prepared", prepared)
+    patch.setattr(MessageRows, "network", network, raising=False)
+    patch.setattr(MessageRows, "writes", {})
+    patch.setattr(row_calls, "RowsClient", MessageRows)
+    patch.setattr(DataPlane, "connect", lambda _: None)
+    patch.setattr(DataPlane, "may_go_on", lambda _, *, is_late: is_late)

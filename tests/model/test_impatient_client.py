@@ -11,7 +11,7 @@ import pytest
 from geartrain.ams.values.errors import ShardRestarted
 from geartrain.ams.values.optimizers.registry import SGD
 from geartrain.ams.values.specs import Constant
-from tests.model.simulated import CONFIG, Client, Clock, Network, SimulatedCluster
+from tests.model.simulated import CONFIG, Client, Clock, Network, SimulatedCluster, send_rows_in_messages
 
 
 def test_without_patience_a_client_goes_on_with_the_shards_that_still_hold_its_rows(
@@ -19,6 +19,7 @@ def test_without_patience_a_client_goes_on_with_the_shards_that_still_hold_its_r
 ) -> None:
     network, numbers = Network(lambda _, answer: answer()), itertools.count(1)
     monkeypatch.setattr(grpc, "insecure_channel", network.channel)
+    send_rows_in_messages(monkeypatch, network)
     cluster = SimulatedCluster(network, Clock(), 2, lambda: next(numbers))
     try:
         client = Client(cluster, "stream", 1).cluster

@@ -23,7 +23,6 @@ LARGEST_ROOM = 14
 
 # Optional mechanism -> who may know it, and the bench that justifies it with the words of its case.
 OPTIONAL: dict[str, tuple[tuple[str, ...], str, str]] = {
-    "geartrain.ams.rpc.payload.data_plane": (("ams/rpc",), "calls_rows.py", "same host"),
     "geartrain.ams.storage.snapshot.chain": (
         ("ams/storage/snapshot", "ams/server", "ams/client", "bridge/placements"),
         "snapshot_dirty.py",
@@ -184,10 +183,10 @@ def test_a_planted_violation_is_found(check: object, planted: Sources) -> None:
 
 def test_a_mechanism_that_leaks_or_loses_its_bench_is_found() -> None:
     sources, benches = product_sources(), bench_sources()
-    leak = {**sources, "workers/job/loop.py": "from geartrain.ams.rpc.payload import data_plane"}
+    leak = {**sources, "workers/job/loop.py": "from geartrain.ams.storage.snapshot import chain"}
     assert len(mechanisms_without_a_reason(leak, benches)) == 1
-    assert mechanisms_without_a_reason(sources, {**benches, "calls_rows.py": ""})
-    gone = {path: source for path, source in sources.items() if path != "ams/rpc/payload/data_plane.py"}
+    assert mechanisms_without_a_reason(sources, {**benches, "snapshot_dirty.py": ""})
+    gone = {path: source for path, source in sources.items() if path != "ams/storage/snapshot/chain.py"}
     assert mechanisms_without_a_reason(gone, benches)
 
 

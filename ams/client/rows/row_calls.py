@@ -3,7 +3,7 @@
 Or only sent so: :mod:`~geartrain.ams.client.rows.row_futures` has the replies brought then.
 
 That is the first attempt. What it does not bring to its end, shard by shard, is left to
-:class:`~geartrain.ams.client.shard_calls.ShardCalls`: whether to ask again, for how long, and by which way.
+:class:`~geartrain.ams.client.shard_calls.ShardCalls`: whether to ask again, and for how long.
 
 Cost: the interpreter lock is given up once a call. A thread that waits holds nothing; on the main thread Ctrl-C ends
 the wait within 0.1 s, and the caller's arrays are its own then.
@@ -12,34 +12,39 @@ the wait within 0.1 s, and the caller's arrays are its own then.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from geartrain.ams.client.rows.row_futures import RowFuture, RowFutures, Sendable
-from geartrain.ams.client.rows.row_parts import Call, Delivered, PartRequest, RowParts, Shards, joint, row_parts
+from geartrain.ams.client.rows.row_futures import PreparedCall, RowFuture, RowFutures
 from geartrain.ams.client.rows.write_log import WriteLog
 from geartrain.ams.kernels import ops
 from geartrain.ams.kernels._core import PreparedWrite, RowsClient, ScatteredRows, TableFacts
 from geartrain.ams.rpc.carrier import AttemptFailed, ShardCarrier
 from geartrain.ams.rpc.client.silence import Peer, SilenceWatch
-from geartrain.ams.rpc.local import LocalCarrier
 from geartrain.ams.values.config import ClientConfig
-from geartrain.ams.values.interrupts import BrokenOff, BufferLease, held, shielded
+from geartrain.ams.values.errors import GeartrainError
+from geartrain.ams.values.interrupts import BrokenOff, BufferLease, shielded
 from geartrain.ams.values.placement import split_by_shard
 from geartrain.ams.values.scheduler_messages import ClusterView
-from geartrain.ams.values.shard_messages import CallContext, Done, Pull, Pulled, Reply, SyncGroup
-from geartrain.ams.values.specs import DTYPES, Ids
+from geartrain.ams.values.shard_messages import CallContext, Done, SyncGroup
+from geartrain.ams.values.specs import Ids
 
-_DTYPES = tuple(DTYPES.values())
 _NO_WATCH: AbstractContextManager[None] = nullcontext()
 _MOST_SENT_BYTES = 256 << 10
 """What a caller that does not wait sends by itself; more is sent from the background."""
-RowAttempt = Callable[[int, BufferLease | None, float], Done | None]
-"""One more attempt at a shard, while the lease lasts, for so many seconds; None: no compiled code leads there.
+_MOST_PULLED_BYTES = 512 << 20
+"""Of one request; more is pulled piece by piece."""
+_AT_ONCE = 16
+"""Shards that are connected to side by side."""
+WriteOutcome = Done | BaseException
+"""What a shard answered to its part of a write, or why it did not."""
+RowAttempt = Callable[[int, BufferLease, float], Done]
+"""One more attempt at a shard, while the lease lasts, for so many seconds.
 
 Raises AttemptFailed, the error of the shard, and BrokenOff.
 """
@@ -64,29 +69,12 @@ class RetriedCalls(Protocol):
     def patience(self) -> Any:
         """How long calls that belong together wait for shards, all in all."""
 
-    def deliver(
-        self,
-        calls: Sequence[Call],
-        context: CallContext,
-        *,
-        begun: Sequence[BaseException | None] = (),
-        again: RowAttempt | None = None,
-        patience: Any = None,
-    ) -> list[Reply | BaseException]:
-        """Make all calls, each retried while that can help, after first attempts that ended as ``begun`` says.
-
-        ``again`` is tried first when a call is made once more. No longer is waited than ``patience`` has left.
+    def again(
+        self, ended: Sequence[tuple[int, BaseException | None]], attempt: RowAttempt, patience: Any = None
+    ) -> Sequence[Any]:
+        """What calls of shards come to, replies or errors, whose first attempts have ended so; None: the next one can
+        be made at once. No longer is waited than ``patience`` has left.
         """
-
-    def read(
-        self,
-        calls: Sequence[Call],
-        *,
-        table_incarnation: int = 0,
-        begun: Sequence[BaseException | None] = (),
-        again: RowAttempt | None = None,
-    ) -> list[Reply]:
-        """Make calls that change nothing; raises the first error."""
 
     def naming(self, silent: Callable[[], Sequence[Peer]], seconds: float) -> AbstractContextManager[None]:
         """While the block lasts, name those of ``silent`` that do not answer."""
@@ -110,10 +98,12 @@ class RowCalls:
         view = calls.view
         self._client = RowsClient(np.ascontiguousarray(view.bucket_shards), view.num_shards)
         self._client.set_cluster_version(view.cluster_version)
-        self._unconnected = {n for n, carrier in enumerate(carriers) if not isinstance(carrier, LocalCarrier)}
-        """Shards that no connection leads to, for now or ever."""
+        self._unconnected = {n for n, carrier in enumerate(carriers) if carrier.engine is None}
+        """Shards that no connection leads to."""
+        self._untried = list(self._unconnected)
+        """Those that none was ever made to."""
         for shard, carrier in enumerate(carriers):
-            if isinstance(carrier, LocalCarrier):
+            if carrier.engine is not None:
                 self._client.set_way(shard, view.shards[shard].incarnation, carrier.engine, None)
         self._futures = RowFutures(self._client, calls.elsewhere, calls.settle, _Watch(calls).look)
         self.write_log = WriteLog()
@@ -141,30 +131,57 @@ class RowCalls:
 
         ``present`` is None for rows of several arrays. Raises the first error of a shard.
         """
-        self._calls.require_usable()
-        undone: list[tuple[int, Any]] | None = None
-        if self._has_a_way():
-            with self._watch() as watch:
-                if isinstance(out, ScatteredRows):
-                    undone = self._client.pull_scattered(
-                        table, table_incarnation, ids, out, required_sync, self._seconds, watch
-                    )
-                else:
-                    bits, code = ops.as_bits(out, "out")
-                    bits_present = None if present is None else present.view(np.uint8)
-                    undone = self._client.pull(
-                        table, table_incarnation, ids, bits, code, bits_present, required_sync, self._seconds, watch
-                    )
-            if self._pulled(table, ids, undone):
-                return
-        if not isinstance(out, ScatteredRows):
-            self._pull_again(table, table_incarnation, ids, out, present, required_sync, undone)
+        if isinstance(out, ScatteredRows):
+            self._prepare()
+            self._pull(
+                table, ids, partial(self._client.pull_scattered, table, table_incarnation, ids, out, required_sync)
+            )
             return
-        rows = np.empty((len(ids), table.dim), np.float32)
-        self._pull_again(table, table_incarnation, ids, rows, None, required_sync, undone)
-        for shard, positions in self.routes(table, ids):
-            if undone is None or any(shard == other for other, _ in undone):
-                out.place(rows, positions)
+        for start, end in _pieces(len(ids), table.dim * out.itemsize):
+            some = None if present is None else present[start:end]
+            read = self._read(table, table_incarnation, ids[start:end], out[start:end], some, required_sync)
+            self._prepare()
+            self._pull(table, ids[start:end], read)
+
+    def _read(
+        self,
+        table: TableFacts,
+        table_incarnation: int,
+        ids: Ids,
+        out: npt.NDArray[Any],
+        present: npt.NDArray[np.bool_] | None,
+        required_sync: SyncGroup | None,
+    ) -> Callable[..., list[tuple[int, Any]] | None]:
+        """A pull without its seconds, its watch and the shards that it asks."""
+        bits, code = ops.as_bits(out, "out")
+        bits_present = None if present is None else present.view(np.uint8)
+        return partial(self._client.pull, table, table_incarnation, ids, bits, code, bits_present, required_sync)
+
+    def _pull(self, table: TableFacts, ids: Ids, read: Callable[..., list[tuple[int, Any]] | None]) -> None:
+        with self._watch() as watch:
+            left = read(self._seconds, watch)
+        self._pull_rest(table, ids, left, read)
+
+    def _pull_rest(
+        self,
+        table: TableFacts,
+        ids: Ids,
+        left: list[tuple[int, Any]] | None,
+        read: Callable[..., list[tuple[int, Any]] | None],
+    ) -> None:
+        """Read the rows that the first attempt has left; None: it has left none."""
+        if self._calls.silence.has_named:
+            self._heard([shard for shard, _ in self.routes(table, ids)], [shard for shard, _ in left or ()])
+        if left is None:
+            return
+
+        def once_more(shard: int, seconds: float, watch: _LeaseWatch) -> Any:
+            undone = read(seconds, watch, (shard,))
+            return (0, False) if undone is None else undone[0][1]
+
+        for outcome in self._again(left, once_more):
+            if isinstance(outcome, BaseException):
+                raise outcome
 
     def pull_together(self, pulls: Sequence[tuple[TableFacts, int, Ids, npt.NDArray[Any]]]) -> list[list[int]]:
         """:meth:`pull` of (table, incarnation, distinct ids, out) each: one request to each shard for all of them.
@@ -172,30 +189,27 @@ class RowCalls:
         Returns of each the writes that every shard had applied to the table; -1: it was not asked, or does not tell.
         Raises the first error of a shard; the rows of the shards that have answered are read then.
         """
-        self._calls.require_usable()
-        if not self._has_a_way():
-            told = [self._pull_again(table, number, ids, out, None, None, None) for table, number, ids, out in pulls]
-            return [[writes.get(shard, -1) for shard in range(self._calls.view.num_shards)] for writes in told]
+        if sum(out.nbytes for *_, out in pulls) > _MOST_PULLED_BYTES:
+            for table, incarnation, ids, out in pulls:
+                self.pull(table, incarnation, ids, out)
+            return [[-1] * self._calls.view.num_shards for _ in pulls]
+        self._prepare()
         requests = [(table, number, ids, *ops.as_bits(out, "out")) for table, number, ids, out in pulls]
         with self._watch() as watch:
             pulled = self._client.pull_together(requests, self._seconds, watch)
-        for (table, number, ids, out), (left, writes) in zip(pulls, pulled, strict=True):
-            if not self._pulled(table, ids, left):
-                for shard, more in self._pull_again(table, number, ids, out, None, None, left).items():
-                    writes[shard] = more
+        for (table, number, ids, out), (left, _) in zip(pulls, pulled, strict=True):
+            self._pull_rest(table, ids, left, self._read(table, number, ids, out, None, None))
         return [writes for _, writes in pulled]
 
-    def sends_at_once(self, num_bytes: int) -> bool:
+    def is_sent_at_once(self, num_bytes: int) -> bool:
         """Whether a request of so many bytes, with those of its reply, is one for :meth:`begin`: it is small, and every
         shard is behind a connection. Shards of this process have nothing sent.
         """
-        if not self._calls.remote or num_bytes > _MOST_SENT_BYTES:
-            return False
-        self._calls.require_usable()
-        return self._has_a_way() and not self._unconnected
+        return self._calls.remote and num_bytes <= _MOST_SENT_BYTES and not self._unconnected
 
-    def begin(self, prepare: Callable[[], Sendable]) -> RowFuture:
+    def begin(self, prepare: Callable[[], PreparedCall]) -> RowFuture:
         """Begin a call whose caller does not wait for it; see :meth:`RowFutures.begin`."""
+        self._calls.require_usable()
         return self._futures.begin(prepare)
 
     def pull_to_begin(
@@ -207,7 +221,7 @@ class RowCalls:
         result: Callable[[], Any],
         *,
         required_sync: SyncGroup | None = None,
-    ) -> Sendable:
+    ) -> PreparedCall:
         """:meth:`pull`, for :meth:`begin`; ``result`` makes what its future holds, once the rows are in ``out``."""
         bits, code = ops.as_bits(out, "out")
 
@@ -216,28 +230,12 @@ class RowCalls:
                 table, table_incarnation, ids, bits, code, required_sync, self._seconds, future
             )
 
-        def finish(undone: list[tuple[int, Any]] | None) -> Any:
-            if not self._pulled(table, ids, undone):
-                self._pull_again(table, table_incarnation, ids, out, None, required_sync, undone)
+        def finish(left: list[tuple[int, Any]] | None) -> Any:
+            read = self._read(table, table_incarnation, ids, out, None, required_sync)
+            self._pull_rest(table, ids, left, read)
             return result()
 
-        return Sendable(send, finish)
-
-    def begin_write(self, parts: RowParts, context: CallContext, future: RowFuture) -> bool:
-        """Send the calls of a write. False: not now; see :class:`Sendable`."""
-        return self._client.begin_write(parts.prepared, context, self._seconds, future)
-
-    def delivered(self, parts: RowParts, context: CallContext, reply: Any, patience: Any = None) -> Delivered:
-        """What the calls of :meth:`begin_write` have come to, once each is retried that has not come to its end."""
-        if isinstance(reply, tuple) and not self._calls.silence.has_named:
-            return Delivered(Done(created=reply[0], duplicate=reply[1]), [])
-        return self._deliver_again(parts, context, reply, patience)
-
-    def _pulled(self, table: TableFacts, ids: Ids, undone: list[tuple[int, Any]] | None) -> bool:
-        """Whether the first attempt has read all rows."""
-        if self._calls.silence.has_named:
-            self._heard([shard for shard, _ in self.routes(table, ids)], [shard for shard, _ in undone or ()])
-        return undone is None
+        return PreparedCall(send, finish)
 
     def prepared(
         self,
@@ -246,57 +244,76 @@ class RowCalls:
         rows: npt.NDArray[Any] | ScatteredRows,
         *,
         check: int,
-        request: PartRequest,
         every_shard: bool = False,
         **settings: Any,
-    ) -> RowParts:
+    ) -> PreparedWrite:
         """Merge equal ids of a push, look at the numbers, round them to the type they travel in, and cut the rows by
-        shard. They stay the caller's.
-
-        ``request`` makes the request of a part, ``settings`` are those of all. Raises NonFinite.
+        shard. They stay the caller's. Raises NonFinite.
         """
         bits, code = (rows, 0) if isinstance(rows, ScatteredRows) else ops.as_bits(rows)
-        prepared = PreparedWrite(self._client, table, ids, bits, code, check=check, every_shard=every_shard, **settings)
-        return RowParts(prepared, request)
+        return PreparedWrite(self._client, table, ids, bits, code, check=check, every_shard=every_shard, **settings)
 
-    def deliver(self, parts: RowParts | Sequence[Call], context: CallContext) -> Delivered:
-        """Make the calls of one write, side by side. See :meth:`RetriedCalls.deliver`."""
-        return self.deliver_together([(row_parts(parts), context)])[0]
-
-    def deliver_together(self, writes: Sequence[tuple[RowParts, CallContext]]) -> list[Delivered]:
-        """Make the calls of several writes: one request to each shard for all that go there for the first time."""
-        self._calls.require_usable()
+    def write(self, writes: Sequence[tuple[PreparedWrite, Sequence[int], CallContext]]) -> list[Sequence[WriteOutcome]]:
+        """Send writes to the shards that are left of each: what goes to a shard for the first time, in one request for
+        all of them. Returns what each of those shards answered.
+        """
+        self._prepare()
         patience = self._calls.patience()
-        if not self._has_a_way():
-            return [self._deliver_again(parts, context, None, patience) for parts, context in writes]
-        fresh = [write for write in writes if write[0].shards is None]
-        replies = iter(self._written(fresh) if fresh else ())
-        delivered = []
-        for parts, context in writes:
-            reply = next(replies) if parts.shards is None else self._written([(parts, context)], parts.shards)[0]
-            delivered.append(self.delivered(parts, context, reply, patience))
-        return delivered
+        whole = [write for write in writes if len(write[1]) == write[0].num_parts]
+        replies = iter(self._first_attempt(whole) if whole else ())
+        outcomes = []
+        for prepared, shards, context in writes:
+            is_whole = len(shards) == prepared.num_parts
+            reply = next(replies) if is_whole else self._first_attempt([(prepared, shards, context)], shards)[0]
+            outcomes.append(self.written(prepared, shards, context, reply, patience))
+        return outcomes
 
-    def deliver_and_pull(
-        self, parts: RowParts, context: CallContext, out: ScatteredRows
-    ) -> tuple[Delivered, tuple[int, ...] | None]:
-        """Make the calls of a push of no group, and read its rows [N, dim] into ``out`` as they are after it, in the
-        same requests.
+    def write_and_pull(
+        self, prepared: PreparedWrite, context: CallContext, out: ScatteredRows
+    ) -> tuple[Sequence[WriteOutcome], tuple[int, ...] | None]:
+        """Send a push of no group to all of its shards, and read its rows [N, dim] into ``out`` as they are after it,
+        in the same requests.
 
         The second result is the writes that each shard with rows had applied to the table by then; None: not all of
         the rows came.
         """
-        self._calls.require_usable()
-        if parts.shards is not None or not self._has_a_way():
-            return self.deliver(parts, context), None
+        self._prepare()
         with self._watch() as watch:
-            reply, writes = self._client.write_and_pull(parts.prepared, context, out, self._seconds, watch)
-        return self.delivered(parts, context, reply), writes
+            reply, writes = self._client.write_and_pull(prepared, context, out, self._seconds, watch)
+        return self.written(prepared, prepared.shards, context, reply), writes
 
-    def _written(self, writes: Sequence[tuple[RowParts, CallContext]], shards: Shards = ()) -> list[Any]:
-        """The replies to first attempts."""
-        calls = [(parts.prepared, context) for parts, context in writes]
+    def begin_write(self, prepared: PreparedWrite, context: CallContext, future: RowFuture) -> bool:
+        """Send a write. False: not now; see :class:`PreparedCall`."""
+        return self._client.begin_write(prepared, context, self._seconds, future)
+
+    def written(
+        self, prepared: PreparedWrite, shards: Sequence[int], context: CallContext, reply: Any, patience: Any = None
+    ) -> Sequence[WriteOutcome]:
+        """What a write has come to on each of ``shards``, once each is asked again that the first attempt, which
+        replied so, did not bring to its end.
+        """
+        if isinstance(reply, tuple):
+            self._heard(shards, ())
+            created, duplicate = reply
+            return [Done(created=0 if n else created, duplicate=duplicate) for n in range(len(shards))]
+        left = [(shard, outcome) for shard, outcome in zip(shards, reply, strict=True) if type(outcome) is not tuple]
+        self._heard(shards, [shard for shard, _ in left])
+
+        def once_more(shard: int, seconds: float, watch: _LeaseWatch) -> Any:
+            (outcome,) = self._client.write([(prepared, context)], seconds, watch, (shard,))
+            return outcome if isinstance(outcome, tuple) else outcome[0]
+
+        settled = iter(self._again(left, once_more, patience))
+        return [
+            Done(created=outcome[0], duplicate=outcome[1]) if isinstance(outcome, tuple) else next(settled)
+            for outcome in reply
+        ]
+
+    def _first_attempt(
+        self, writes: Sequence[tuple[PreparedWrite, Sequence[int], CallContext]], shards: Sequence[int] = ()
+    ) -> list[Any]:
         with self._watch() as watch:
+            calls = [(prepared, context) for prepared, _, context in writes]
             return self._client.write(calls, self._seconds, watch, shards)
 
     def _watch(self) -> AbstractContextManager[_Watch | None]:
@@ -307,117 +324,46 @@ class RowCalls:
     def _seconds(self) -> float:
         return self._calls.config.attempt_timeout_seconds
 
-    def _has_a_way(self) -> bool:
-        """Whether a shard can be reached by compiled code. Looks for connections that there are by now."""
-        if self._unconnected:
-            for shard in tuple(self._unconnected):
-                connection = self._carriers[shard].row_connection
-                if connection is not None:
-                    self._client.set_way(shard, self._calls.view.shards[shard].incarnation, None, connection)
-                    self._unconnected.discard(shard)
-        return len(self._unconnected) < len(self._carriers)
-
-    def _deliver_again(
-        self, parts: RowParts, context: CallContext, reply: list[Any] | tuple[int, bool] | None, patience: Any
-    ) -> Delivered:
-        """Make the calls that the first attempt left undone; None: there was none."""
-        if isinstance(reply, tuple):
-            self._heard(parts.prepared.shards if parts.shards is None else parts.shards, [])
-            return Delivered(Done(created=reply[0], duplicate=reply[1]), [])
-
-        def write(shard: int, seconds: float, watch: _LeaseWatch) -> Any:
-            (one,) = self._client.write([(parts.prepared, context)], seconds, watch, (shard,))
-            return one if isinstance(one, tuple) else one[0]
-
-        calls, once_more = parts.calls(), partial(self._attempt, write)
-        if reply is None:
-            return joint(calls, self._calls.deliver(calls, context, again=once_more, patience=patience))
-        outcomes: list[object] = [
-            Done(created=one[0], duplicate=one[1]) if isinstance(one, tuple) else None for one in reply
-        ]
-        again = [n for n, outcome in enumerate(outcomes) if outcome is None]
-        self._heard([shard for shard, _ in calls], [calls[n][0] for n in again])
-        begun = [self._error(calls[n][0], reply[n]) for n in again]
-        undone = [calls[n] for n in again]
-        settled = self._calls.deliver(undone, context, begun=begun, again=once_more, patience=patience)
-        for n, outcome in zip(again, settled, strict=True):
-            outcomes[n] = outcome
-        return joint(calls, outcomes)
-
-    def _pull_again(
-        self,
-        table: TableFacts,
-        table_incarnation: int,
-        ids: Ids,
-        out: npt.NDArray[Any],
-        present: npt.NDArray[np.bool_] | None,
-        required_sync: SyncGroup | None,
-        undone: list[tuple[int, Any]] | None,
-    ) -> dict[int, int]:
-        """Read the rows of shards that the first attempt left undone; None: there was none.
-
-        Returns the writes that they had applied, of those that tell.
+    def _prepare(self) -> None:
+        """Before a first attempt: connect to shards that no call has tried yet. One that cannot be connected to is left
+        to the calls that need it. Raises Unavailable if no call can be made.
         """
-        distinct, inverse, _ = ops.merge_duplicates(ids) if undone is None else (ids, ids, None)
-        if len(distinct) < len(ids):
-            some = np.empty((len(distinct), out.shape[1]), out.dtype)
-            some_present = None if present is None else np.zeros(len(distinct), np.bool_)
-            writes = self._pull_again(table, table_incarnation, distinct, some, some_present, required_sync, None)
-            np.take(some, inverse, axis=0, out=out)
-            if present is not None and some_present is not None:
-                np.take(some_present, inverse, out=present)
-            return writes
-        errors = {} if undone is None else {shard: self._error(shard, outcome) for shard, outcome in undone}
-        wire = _DTYPES[table.wire_code]
-        arrived = out if wire == out.dtype else np.empty(out.shape, wire)
-        """Where rows of messages are written."""
-        in_place: set[int] = set()
-        """Shards whose rows compiled code has written to ``out``."""
-        calls: list[tuple[int, Pull]] = []
-        for shard, positions in self.routes(table, ids):
-            if undone is None or shard in errors:
-                part = ids if positions is None else ids[positions]
-                options: dict[str, Any] = {"positions": positions, "present": present, "required_sync": required_sync}
-                calls.append((shard, Pull(table=table.name, ids=part, out=arrived, **options)))
-        bits, code = ops.as_bits(out, "out")
-        bits_present = None if present is None else present.view(np.uint8)
+        self._calls.require_usable()
+        if self._untried:
+            untried, self._untried = self._untried, []
+            shielded(partial(self._connect_to_all, untried))
 
-        def read(shard: int, seconds: float, watch: _LeaseWatch) -> Any:
-            left = self._client.pull(
-                table, table_incarnation, ids, bits, code, bits_present, required_sync, seconds, watch, (shard,)
-            )
-            if left is None:
-                in_place.add(shard)
-            return (0, False) if left is None else left[0][1]
+    def _connect_to_all(self, shards: Sequence[int]) -> None:
+        def connect(shard: int) -> None:
+            with suppress(AttemptFailed, GeartrainError):
+                self._connect(shard)
 
-        begun = [errors.get(shard) for shard, _ in calls]
-        again = partial(self._attempt, read)
-        replies = self._calls.read(calls, table_incarnation=table_incarnation, begun=begun, again=again)
-        if arrived is not out:
-            for positions in (call.positions for shard, call in calls if shard not in in_place):
-                where: Any = slice(None) if positions is None else positions
-                out[where] = arrived[where]
-        both = zip(calls, replies, strict=True)
-        return {shard: reply.writes for (shard, _), reply in both if isinstance(reply, Pulled)}
+        with ThreadPoolExecutor(min(_AT_ONCE, len(shards)), thread_name_prefix="geartrain-connect") as pool:
+            list(pool.map(connect, shards))
 
-    def _attempt(
-        self,
-        call: Callable[[int, float, _LeaseWatch], Any],
-        shard: int,
-        buffer_lease: BufferLease | None,
-        seconds: float,
-    ) -> Done | None:
-        """A :data:`RowAttempt`, of which ``call`` brings the outcome."""
-        if self._carriers[shard].row_connection is None or not self._has_a_way() or shard in self._unconnected:
-            return None
-        with held(buffer_lease):
-            outcome = call(shard, seconds, _LeaseWatch(buffer_lease))
-        if isinstance(outcome, tuple):
-            return Done(created=outcome[0], duplicate=outcome[1])
-        error = self._error(shard, outcome)
-        if error is None:
-            return None
-        raise error
+    def _connect(self, shard: int) -> None:
+        """Raises AttemptFailed, DataPortClosed, or what the shard says."""
+        plane = self._carriers[shard].data_plane
+        assert plane is not None
+        self._client.set_way(shard, self._calls.view.shards[shard].incarnation, None, plane.connect())
+        self._unconnected.discard(shard)
+
+    def _again(
+        self, left: Sequence[tuple[int, Any]], attempt: Callable[[int, float, _LeaseWatch], Any], patience: Any = None
+    ) -> Sequence[Any]:
+        """What calls come to whose first attempts have ended so."""
+
+        def once_more(shard: int, buffer_lease: BufferLease, seconds: float) -> Done:
+            if shard in self._unconnected:
+                self._connect(shard)
+            with buffer_lease.held():
+                outcome = attempt(shard, seconds, _LeaseWatch(buffer_lease))
+            if isinstance(outcome, tuple):
+                return Done(created=outcome[0], duplicate=outcome[1])
+            raise self._error(shard, outcome) or AttemptFailed(f"{self._name(shard)}: the connection was lost")
+
+        ended = [(shard, self._error(shard, outcome)) for shard, outcome in left]
+        return self._calls.again(ended, once_more, patience)
 
     def routes(self, table: TableFacts, ids: Ids) -> list[tuple[int, Ids | None]]:
         """Each shard that has some of the ``ids`` [N], and the positions of those (None: all)."""
@@ -425,33 +371,41 @@ class RowCalls:
         return split_by_shard(ids, view.bucket_shards, view.num_shards, dense=table.is_dense)
 
     def _error(self, shard: int, outcome: BaseException | bool | None) -> BaseException | None:
-        """What the first attempt at a shard ended with; None: the same can be sent another way at once."""
+        """What an attempt at a shard ended with; None: it has to be connected to, and can be asked at once then."""
         if isinstance(outcome, BaseException):
             return outcome
-        if outcome is False:
-            self._carriers[shard].had_no_answer()
-        if outcome is None or self._carriers[shard].row_connection is None:  # or another than was used
+        plane = self._carriers[shard].data_plane
+        assert plane is not None
+        is_late = outcome is False
+        if not plane.may_go_on(is_late=is_late) or not is_late:  # or it was made anew for somebody else
             self._unconnected.add(shard)
-        if outcome is None:
-            return None
-        address = self._calls.view.shards[shard].address
-        return AttemptFailed(f"shard at {address} does not answer: no reply in time")
+        return AttemptFailed(f"{self._name(shard)} does not answer: no reply in time") if is_late else None
 
-    def _heard(self, asked: Sequence[int], undone: Sequence[int]) -> None:
-        """Note that all of ``asked`` but those ``undone`` have answered."""
+    def _name(self, shard: int) -> str:
+        return f"shard at {self._calls.view.shards[shard].address}"
+
+    def _heard(self, asked: Sequence[int], left: Sequence[int]) -> None:
+        """Note that all of ``asked`` but those ``left`` have answered."""
         if self._calls.silence.has_named:
-            for shard in set(asked).difference(undone):
+            for shard in set(asked).difference(left):
                 self._calls.silence.heard(self._calls.peer(shard))
+
+
+def _pieces(count: int, row_bytes: int) -> list[tuple[int, int]]:
+    most = max(1, _MOST_PULLED_BYTES // max(row_bytes, 8))
+    if count <= most:
+        return [(0, count)]
+    return [(start, min(start + most, count)) for start in range(0, count, most)]
 
 
 class _LeaseWatch:
     """Told every 0.1 s that an attempt waits; breaks it off when the lease has ended."""
 
-    def __init__(self, buffer_lease: BufferLease | None) -> None:
+    def __init__(self, buffer_lease: BufferLease) -> None:
         self._buffer_lease = buffer_lease
 
     def __call__(self, _: Sequence[int]) -> None:
-        if self._buffer_lease is not None and self._buffer_lease.has_ended:
+        if self._buffer_lease.has_ended:
             raise BrokenOff("the caller has gone")
 
 

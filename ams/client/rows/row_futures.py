@@ -26,7 +26,7 @@ _LOOK_SECONDS = 0.1
 """The thread looks so often for shards that are silent, and whether it is needed still."""
 
 
-class Sendable(NamedTuple):
+class PreparedCall(NamedTuple):
     """A call, checked, and not sent yet. Both hold the caller's arrays."""
 
     send: Callable[[RowFuture], bool]
@@ -42,7 +42,7 @@ class RowFuture(BackgroundFuture):
 
     def __init__(self, futures: RowFutures) -> None:
         super().__init__()
-        self.call: Sendable | None = None
+        self.call: PreparedCall | None = None
         """None: it is settled."""
         self._futures = futures
 
@@ -53,7 +53,7 @@ class RowFuture(BackgroundFuture):
         return self._is_running
 
     def send(self) -> bool:
-        """See :class:`Sendable`."""
+        """See :class:`PreparedCall`."""
         assert self.call is not None
         return self.call.send(self)
 
@@ -111,7 +111,7 @@ class RowFutures:
         self._lock = threading.Lock()
         self._is_closed = False
 
-    def begin(self, prepare: Callable[[], Sendable]) -> RowFuture:
+    def begin(self, prepare: Callable[[], PreparedCall]) -> RowFuture:
         """Return the future of a call, which is sent now, or once others have ended. What ``prepare`` raises is its
         error. Raises Unavailable once closed.
         """

@@ -46,7 +46,6 @@ def dial(
             part_bytes=config.part_bytes,
             max_message_bytes=config.max_message_bytes,
             shared_memory=config.shared_memory,
-            bulk_connections=config.bulk_connections,
             connect_seconds=connect_seconds,
         )
 

@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import logging
-import math
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import replace
 from typing import Any
 
 import grpc
 
-from geartrain.ams.kernels._core import DataConnection
-from geartrain.ams.pb.v1 import shard_pb2
 from geartrain.ams.rpc.carrier import (
     AttemptFailed,
     gather,
 )
 from geartrain.ams.rpc.channel import CONNECT_SECONDS, PING_SECONDS, WAITS_KEY, channel_options
-from geartrain.ams.rpc.codec import framing, hosted
-from geartrain.ams.rpc.codec import specs as codec
-from geartrain.ams.rpc.payload.data_plane import DataPlane
-from geartrain.ams.rpc.payload.inline import Unpack
+from geartrain.ams.rpc.client.data_plane import DataPlane
+from geartrain.ams.rpc.codec import hosted
 from geartrain.ams.rpc.services import SHARD, context_to_pb
 from geartrain.ams.rpc.status import error_from
 from geartrain.ams.values.config import MAX_MESSAGE_BYTES, MIB
@@ -30,17 +24,12 @@ from geartrain.ams.values.errors import (
     GeartrainError,
     InternalError,
 )
-from geartrain.ams.values.interrupts import held
 from geartrain.ams.values.shard_messages import (
-    Assign,
     CallContext,
     ComputeHosted,
     DataPlaneOffer,
     Done,
     OpenDataPlane,
-    Pull,
-    Pulled,
-    Push,
     Reply,
     Request,
     UpdateHosted,
@@ -67,10 +56,12 @@ class _Connection:
 class GrpcCarrier:
     """The way to one shard over gRPC. Requests larger than ``part_bytes`` travel in parts.
 
-    With ``shared_memory`` there is a :attr:`row_connection` to a shard on this machine, by memory that both share; with
-    ``bulk_connections`` to others, by TCP. A request for rows that comes here has it made. A call of gRPC waits
-    ``connect_seconds`` for a connection: few, for who repeats calls, more for who does not.
+    Rows travel by its :attr:`data_plane`. A call of gRPC waits ``connect_seconds`` for a connection: few, for who
+    repeats calls, more for who does not.
     """
+
+    engine = None
+    """See :class:`ShardCarrier`."""
 
     def __init__(
         self,
@@ -78,8 +69,7 @@ class GrpcCarrier:
         *,
         part_bytes: int = 16 * MIB,
         max_message_bytes: int = MAX_MESSAGE_BYTES,
-        shared_memory: bool = False,
-        bulk_connections: bool = False,
+        shared_memory: bool = True,
         connect_seconds: float = CONNECT_SECONDS,
         ping_seconds: float = PING_SECONDS,
     ) -> None:
@@ -89,53 +79,22 @@ class GrpcCarrier:
         self._lock = threading.Lock()
         self._connection = _Connection(address, self._options)
         self._is_closed = False
-        self.data_plane: DataPlane | None = None
-        """The way of rows beside gRPC."""
-        if shared_memory or bulk_connections:
-            self.data_plane = DataPlane(
-                address, self._ask_for_offer, near=shared_memory, far=bulk_connections, tell=self._tell
-            )
-        self._told: str | None = None
-        """What was last logged."""
-
-    @property
-    def row_connection(self) -> DataConnection | None:
-        """See :class:`ShardCarrier`."""
-        return None if self.data_plane is None else self.data_plane.connection
-
-    def had_no_answer(self) -> None:
-        """See :class:`ShardCarrier`."""
-        connection = self.row_connection
-        if self.data_plane is not None and connection is not None:
-            self.data_plane.had_no_answer(connection)
+        self.data_plane = DataPlane(address, self._ask_for_offer, shares_memory=shared_memory)
 
     def submit(
         self, context: CallContext, request: Request, timeout_seconds: float | None, *, alone: bool = False
     ) -> Future[Reply]:
         """See :class:`ShardCarrier`."""
-        match request:
-            case Pull():
-                self._want_data_plane()
-                return self._pull(context, request, timeout_seconds, alone=alone)
-            case Push() | Assign():
-                self._want_data_plane()
-                return self._write(context, request, timeout_seconds, alone=alone)
-            case ComputeHosted() | UpdateHosted():
-                return self._hosted(context, request, timeout_seconds, alone=alone)
-            case _:
-                method = SHARD[type(request)]
-                return self._call(method.name, method.encode(request, context), timeout_seconds, method.reply.decode)
-
-    def _want_data_plane(self) -> None:
-        if self.data_plane is not None:
-            self.data_plane.want()
+        if isinstance(request, ComputeHosted | UpdateHosted):
+            return self._hosted(context, request, timeout_seconds, alone=alone)
+        method = SHARD[type(request)]
+        return self._call(method.name, method.encode(request, context), timeout_seconds, method.reply.decode)
 
     def close(self) -> None:
         """Close the connection; calls under way fail with AttemptFailed."""
         with self._lock:
             self._is_closed = True
-        if self.data_plane is not None:
-            self.data_plane.close()
+        self.data_plane.close()
         self._connection.channel.close()
 
     def _begin(self) -> _Connection:
@@ -230,69 +189,12 @@ class GrpcCarrier:
         ]
         return parts[0] if len(parts) == 1 else _joined(parts)
 
-    def _pull(self, context: CallContext, pull: Pull, timeout_seconds: float | None, *, alone: bool) -> Future[Reply]:
-        dim, dtype = pull.out.shape[1], pull.out.dtype
-
-        def send(start: int, end: int) -> Future[Reply]:
-            header: Any = SHARD[Pull].header.to_message(
-                pull,
-                context=context_to_pb(context),
-                with_present=pull.present is not None,
-                row_dtype=codec.dtype_to_pb(dtype),
-            )
-            data = framing.encode_framed(header, [(14, pull.ids[start:end])])
-            whole = alone and len(spans) == 1
-            return self._call("Pull", data, timeout_seconds, Unpack(pull, start, end), alone=whole)
-
-        spans = self._spans(len(pull.ids), dim * dtype.itemsize + 8)
-        parts = [send(start, end) for start, end in spans]
-        return parts[0] if len(parts) == 1 else _joined(parts)
-
-    def _write(
-        self, context: CallContext, write: Push | Assign, timeout_seconds: float | None, *, alone: bool
-    ) -> Future[Reply]:
-        rows = write.gradients if isinstance(write, Push) else write.rows
-        method = SHARD[type(write)]
-        waits = isinstance(write, Push) and write.group is not None
-
-        def send(index: int, start: int, end: int) -> Future[Reply]:
-            part = write
-            if len(spans) > 1 and isinstance(write, Push) and write.batch is not None:
-                own = None if write.batch.occurrences is None else write.batch.occurrences[start:end]
-                part = replace(write, batch=replace(write.batch, occurrences=own))
-            header: Any = method.header.to_message(part, context=context_to_pb(context))
-            if isinstance(write, Push):
-                header.gradient_dtype = codec.dtype_to_pb(rows.dtype)
-            if len(spans) > 1:
-                header.part.CopyFrom(shard_pb2.Part(index=index, count=len(spans)))
-            with held(write.buffer_lease):
-                data = framing.encode_framed(header, [(14, write.ids[start:end]), (15, rows[start:end])])
-            whole = alone and len(spans) == 1
-            decode = method.reply.decode
-            return self._call(method.name, data, timeout_seconds, decode, alone=whole, waits=waits)
-
-        spans = self._spans(len(write.ids), rows.shape[1] * rows.itemsize + 8)
-        parts = [send(index, start, end) for index, (start, end) in enumerate(spans)]
-        return parts[0] if len(parts) == 1 else _joined(parts)
-
     def _ask_for_offer(self) -> DataPlaneOffer:
         """Ask the shard for a connection of the data plane. Raises its GeartrainError, or AttemptFailed."""
         method = SHARD[OpenDataPlane]
         ask = method.encode(OpenDataPlane())
         reply: Any = self._call(method.name, ask, _OFFER_SECONDS, method.reply.decode, may_retire=False).result()
         return reply  # type: ignore[no-any-return]
-
-    def _tell(self, way: str) -> None:
-        """Log which way rows go, once and when it changes."""
-        if way != self._told:
-            self._told = way
-            logger.info("rows of the shard at %s go %s", self._address, way)
-
-    def _spans(self, num_ids: int, bytes_per_id: int) -> list[tuple[int, int]]:
-        """Cut 0 … num_ids into the fewest runs of at most part_bytes."""
-        per_part = max(1, self._part_bytes // bytes_per_id)
-        count = max(1, math.ceil(num_ids / per_part))
-        return [(num_ids * part // count, num_ids * (part + 1) // count) for part in range(count)]
 
 
 class _Waiting:
@@ -328,9 +230,7 @@ def _joined(parts: list[Future[Reply]]) -> Future[Reply]:
             joint.set_exception(error)
             return
         complete = [one for one in gathered.result() if not (isinstance(one, Done) and one.incomplete)]
-        if complete and isinstance(complete[0], Pulled):
-            joint.set_result(min(complete, key=lambda one: one.writes))
-        elif complete:
+        if complete:
             joint.set_result(complete[-1])
         else:
             joint.set_exception(AttemptFailed("the shard kept all parts of a request and waits for more"))

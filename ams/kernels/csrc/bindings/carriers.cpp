@@ -102,6 +102,8 @@ void bind_carriers(nb::module_& m) {
       PyErr_SetString(lost, exception.what());
     } catch (const Full& exception) {
       PyErr_SetString(full, exception.what());
+    } catch (const Refused& exception) {
+      PyErr_SetString(full, exception.what());
     } catch (const std::system_error& exception) {
       PyErr_SetString(PyExc_OSError, exception.what());
     }
@@ -146,7 +148,9 @@ void bind_carriers(nb::module_& m) {
       .def("close", &Connection::close, nb::call_guard<WithoutInterpreter>())
       .def_prop_ro("is_lost", &Connection::is_lost)
       .def("time_pulls", &time_pulls, nb::arg("table"), nb::arg("ids").noconvert(), nb::arg("dim"), nb::arg("count"));
-  nb::class_<RingConnection, Connection>(m, "RingConnection").def_prop_ro("num_mailboxes", &RingConnection::num_mailboxes);
+  nb::class_<RingConnection, Connection>(m, "RingConnection")
+      .def_prop_ro("num_mailboxes", &RingConnection::num_mailboxes)
+      .def_prop_ro("has_refused", &RingConnection::has_refused);
   nb::class_<Connection::Call>(m, "DataCall")
       .def("room", &room_of, nb::arg("bytes"))
       .def("send", [](Connection::Call& call, double seconds) { call.send(after(seconds), look_for_signals); }, nb::arg("seconds") = 1e8,

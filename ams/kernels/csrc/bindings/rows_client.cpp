@@ -147,7 +147,8 @@ void place_scattered(const ScatteredRows& self, const Matrix& rows, const std::o
 }
 
 std::optional<nb::list> pull_scattered(RowsClient& client, const TableFacts& table, int64_t table_incarnation, const IdArray& ids,
-                          const ScatteredRows& out, nb::handle required_sync, double seconds, nb::handle watch) {
+                          const ScatteredRows& out, nb::handle required_sync, double seconds, nb::handle watch,
+                          const std::vector<int64_t>& shards) {
   require(out.count() == static_cast<int64_t>(ids.size()) && table.dtype == DType::float32 &&
               out.row_bytes() == static_cast<size_t>(table.dim) * sizeof(float),
           "out must be [N, dim] of the table's dtype");
@@ -163,7 +164,7 @@ std::optional<nb::list> pull_scattered(RowsClient& client, const TableFacts& tab
   {
     const WithoutInterpreter release;
     out.gather();  // rows that do not come stay what they are
-    undone = client.pull(table, table_incarnation, request, attempt, {});
+    undone = client.pull(table, table_incarnation, request, attempt, shards);
     out.scatter();
   }
   return python_of(undone);
@@ -367,7 +368,7 @@ void bind_rows_client(nb::module_& m) {
            nb::arg("dtype_code"), nb::arg("present").noconvert().none(), nb::arg("required_sync").none(), nb::arg("seconds"),
            nb::arg("watch").none(), nb::arg("shards") = std::vector<int64_t>())
       .def("pull_scattered", &pull_scattered, nb::arg("table"), nb::arg("table_incarnation"), nb::arg("ids").noconvert(), nb::arg("out"),
-           nb::arg("required_sync").none(), nb::arg("seconds"), nb::arg("watch").none())
+           nb::arg("required_sync").none(), nb::arg("seconds"), nb::arg("watch").none(), nb::arg("shards") = std::vector<int64_t>())
       .def("pull_together", &pull_together, nb::arg("pulls"), nb::arg("seconds"), nb::arg("watch").none())
       .def("write", &write, nb::arg("writes"), nb::arg("seconds"), nb::arg("watch").none(), nb::arg("shards") = std::vector<int64_t>())
       .def("write_and_pull", &write_and_pull, nb::arg("prepared"), nb::arg("context"), nb::arg("out"), nb::arg("seconds"),

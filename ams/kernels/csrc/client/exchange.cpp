@@ -15,7 +15,7 @@
 namespace geartrain {
 namespace {
 
-constexpr std::chrono::milliseconds kLookInterval{100};
+constexpr std::chrono::milliseconds kLookInterval{100}, kFirstPause{1}, kLongestPause{20};
 // Below this, shards of this process are faster one after the other than on threads of their own.
 constexpr size_t kBesideBytes = size_t{1} << 20;
 
@@ -83,6 +83,8 @@ void take(Job& job) {
   }
 }
 
+Fault busy() { return Fault("Busy", "calls of this process take all the room there is to the shard; ask again", 0.1); }
+
 using WrittenRows = std::pair<const PreparedWrite*, const ShardPart*>;
 
 // The rows of a part, one after the other, if need be in `copy`; null: they stay where they are.
@@ -135,10 +137,7 @@ Exchange::Exchange(std::vector<Job>& jobs, const View& view, const Attempt& atte
 void Exchange::run() {
   for (Job& job : jobs_) {
     if (!job.way->connection) continue;
-    try {
-      write(job, true);
-    } catch (const Full&) {
-    }
+    write_once_there_is_room(job);
     send(job);
   }
   perform_here();
@@ -154,9 +153,10 @@ bool Exchange::send(bool may_wait) {
     try {
       write(job, may_wait);
     } catch (const Full&) {
-      if (may_wait) continue;
       for (Job& each : jobs_) each.call.reset();
-      return false;
+      if (!may_wait) return false;
+      for (Job& each : jobs_) each.end(busy());  // nothing was sent
+      return true;
     }
   }
   for (Job& job : jobs_) send(job);
@@ -182,6 +182,23 @@ std::vector<int64_t> Exchange::waiting() const {
   return shards;
 }
 
+// Waits for others to end, and first for the replies to the jobs before it, which hold some of the room.
+void Exchange::write_once_there_is_room(Job& job) {
+  auto next_look = std::chrono::steady_clock::now() + kLookInterval;
+  for (auto pause = kFirstPause;; pause = std::min(2 * pause, kLongestPause)) {
+    try {
+      return write(job, true);
+    } catch (const Full&) {
+    }
+    for (Job& before : jobs_)
+      if (before.call) receive(before, SteadyTime::max(), true);
+    const auto now = std::chrono::steady_clock::now();
+    if (now >= attempt_.deadline || (now >= next_look && attempt_.look && attempt_.look({&job.shard, 1}))) return job.end(busy());
+    if (now >= next_look) next_look = now + kLookInterval;
+    std::this_thread::sleep_for(pause);
+  }
+}
+
 // The frame of a job, as its call. Throws Full.
 void Exchange::write(Job& job, bool may_wait) const {
   try {
@@ -194,6 +211,8 @@ void Exchange::write(Job& job, bool may_wait) const {
     }
   } catch (const Lost&) {
     job.call.reset();
+  } catch (const Refused&) {
+    job.call.reset();
   } catch (const Fault& fault) {
     job.end(fault);
   }
@@ -205,6 +224,7 @@ void Exchange::send(Job& job) const {
   try {
     job.call->send(attempt_.deadline, [this] { return look(); });
   } catch (const Full&) {
+    job.end(Late{});
     job.call.reset();
   } catch (const Lost&) {
     job.call.reset();

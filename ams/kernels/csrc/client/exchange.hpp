@@ -17,7 +17,7 @@
 
 namespace geartrain {
 
-// There is no way to the shard, or no room on it, or it was lost before the reply came: the same call can go another way.
+// There is no connection to the shard, or it refuses such calls, or was lost before the reply came: the same call can go over another.
 struct NoWay {};
 // No reply came in time. Of this and of NoWay it is unknown whether the shard has done it.
 struct Late {};
@@ -82,6 +82,7 @@ class Exchange {
 
  private:
   bool look() const { return attempt_.look && attempt_.look(waiting()); }
+  void write_once_there_is_room(Job& job);
   void write(Job& job, bool may_wait) const;
   void send(Job& job) const;
   bool receive(Job& job, SteadyTime until, bool may_spin);

@@ -12,6 +12,7 @@
 #include <cerrno>
 #include <cstring>
 #include <mutex>
+#include <optional>
 #include <system_error>
 #include <thread>
 #include <utility>
@@ -66,6 +67,7 @@ class Ring : public RingConnection, public std::enable_shared_from_this<Ring> {
   std::unique_ptr<Call> begin(size_t request_bytes, size_t most_reply_bytes, bool may_wait) override;
   bool is_lost() const override { return is_lost_ || generation_ != fork_generation(); }
   size_t num_mailboxes() const override;
+  bool has_refused() const override { return has_refused_; }
   void close() override;
 
   void require_there() const {
@@ -81,7 +83,7 @@ class Ring : public RingConnection, public std::enable_shared_from_this<Ring> {
   std::shared_ptr<Mailbox> take_free(size_t request_bytes, size_t reply_bytes);
   uint32_t make_room(size_t bytes);
   std::shared_ptr<Mailbox> add(size_t request_bytes, size_t reply_bytes, double seconds);
-  bool is_taken(const Notice& sent, Clock::time_point deadline);
+  std::optional<Notice> answered(const Notice& sent, Clock::time_point deadline);
   void drop(uint32_t index) noexcept;
   void notify(const Notice& notice);
 
@@ -89,7 +91,7 @@ class Ring : public RingConnection, public std::enable_shared_from_this<Ring> {
   const uint64_t generation_ = fork_generation();
   OwnedFd socket_;
   SharedMapping requested_, sleep_;
-  std::atomic<bool> is_lost_ = false;
+  std::atomic<bool> is_lost_ = false, has_refused_ = false;
   Spinning spinning_{limits_.spin_seconds};
   mutable std::mutex mutex_;  // guards what follows
   std::array<std::shared_ptr<Mailbox>, kMostMailboxes> mailboxes_;
@@ -245,7 +247,7 @@ uint32_t Ring::make_room(size_t bytes) {
       taken |= uint64_t{1} << one->index;
       if (one->is_free && (largest == nullptr || one->bytes() > largest->bytes())) largest = one.get();
     }
-    if (used + bytes <= limits_.most_pool_bytes && count < std::min(limits_.most_mailboxes, kMostMailboxes)) {
+    if (used + bytes <= std::max(limits_.most_pool_bytes, bytes) && count < std::min(limits_.most_mailboxes, kMostMailboxes)) {
       const auto index = static_cast<uint32_t>(std::countr_one(taken));
       reserved_ |= uint64_t{1} << index;
       reserved_bytes_ += bytes;
@@ -256,9 +258,9 @@ uint32_t Ring::make_room(size_t bytes) {
   }
 }
 
-// A new mailbox that the shard has taken, within so long. Throws Full or Lost.
+// A new mailbox that the shard has taken, within so long. Throws Full, Refused or Lost.
 std::shared_ptr<Mailbox> Ring::add(size_t request_bytes, size_t reply_bytes, double seconds) {
-  if (request_bytes > limits_.most_pool_bytes || reply_bytes > limits_.most_pool_bytes) throw Full("the call is too large to be shared");
+  require_call_fits(request_bytes, reply_bytes);
   request_bytes = roomy(request_bytes);
   reply_bytes = roomy(reply_bytes);
   const size_t bytes = kPageBytes + request_bytes + reply_bytes;
@@ -268,18 +270,21 @@ std::shared_ptr<Mailbox> Ring::add(size_t request_bytes, size_t reply_bytes, dou
     index = make_room(bytes);
   }
   std::shared_ptr<Mailbox> made;
-  const char* reason = "the shard takes no more shared memory";
+  bool is_refused = false;
   try {
     const auto deadline = Clock::now() + duration_of(seconds);
     const std::unique_lock adding(adding_, deadline);
     if (adding) {
       made = std::make_shared<Mailbox>(index, request_bytes, reply_bytes);
       const Notice notice{NoticeKind::added, index, request_bytes, reply_bytes, ++num_added_};
-      if (!send_packet(socket_.get(), &notice, sizeof(notice), made->file.get()) || !is_taken(notice, deadline)) made.reset();
+      const bool is_sent = send_packet(socket_.get(), &notice, sizeof(notice), made->file.get());
+      const std::optional<Notice> answer = is_sent ? answered(notice, deadline) : std::nullopt;
+      is_refused = answer && answer->kind != NoticeKind::added;
+      if (!answer || is_refused) made.reset();
     }
   } catch (const std::system_error&) {
     made.reset();
-    reason = "no memory can be had that may be shared with the shard";
+    is_refused = true;
   } catch (const Lost&) {
     made.reset();
   }
@@ -287,14 +292,16 @@ std::shared_ptr<Mailbox> Ring::add(size_t request_bytes, size_t reply_bytes, dou
   reserved_ &= ~(uint64_t{1} << index);
   reserved_bytes_ -= bytes;
   require_there();
-  if (!made) throw Full(reason);
+  if (is_refused) has_refused_ = true;
+  if (is_refused) throw Refused("no memory can be had that may be shared with the shard");
+  if (!made) throw Full("the shard takes no more shared memory now");
   made->file.close();
   mailboxes_[index] = made;
   return made;
 }
 
-// Waits for the shard's answer. Throws Lost.
-bool Ring::is_taken(const Notice& sent, Clock::time_point deadline) {
+// Waits for the shard's answer to what was sent; none: it did not come in time. Throws Lost.
+std::optional<Notice> Ring::answered(const Notice& sent, Clock::time_point deadline) {
   for (;;) {
     const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now()).count();
     pollfd one{socket_.get(), POLLIN, 0};
@@ -306,15 +313,16 @@ bool Ring::is_taken(const Notice& sent, Clock::time_point deadline) {
       close();
       require_there();
     }
-    if (answer.mailbox == sent.mailbox && answer.number == sent.number) return answer.kind == NoticeKind::added;
+    if (answer.mailbox == sent.mailbox && answer.number == sent.number) return answer;
   }
   notify({NoticeKind::closed, sent.mailbox});  // should it take it later
-  return false;
+  return std::nullopt;
 }
 
 void Ring::give_back(Mailbox& mailbox) {
   mailbox.control()->state.store(MailboxState::free, std::memory_order_relaxed);
   const std::lock_guard lock(mutex_);
+  if (mailbox.bytes() > limits_.most_pool_bytes) return drop(mailbox.index);
   mailbox.is_free = true;
   mailbox.freed_at = Clock::now();
 }

@@ -12,14 +12,16 @@ struct RingLimits {
   double spin_seconds = 50e-6;       // that a caller looks for its reply before it sleeps, where that pays
   double idle_seconds = 60;          // a mailbox that was free for so long is let go of with the next call
   double answer_seconds = 1;         // that a call waits until the shard has taken a new mailbox
-  size_t most_pool_bytes = size_t{256} << 20;  // of all mailboxes together
-  size_t most_mailboxes = 16;
+  size_t most_pool_bytes = size_t{256} << 20;  // of all mailboxes together, unless it is one
+  size_t most_mailboxes = 64;
 };
 
 // Numbers for those who watch: of mailboxes in use or free.
 class RingConnection : public Connection {
  public:
   virtual size_t num_mailboxes() const = 0;
+  // Whether a call was Refused.
+  virtual bool has_refused() const = 0;
 };
 
 // Connects to the shard that listens under `name` in the abstract namespace and has offered `secret`. Throws std::runtime_error (or

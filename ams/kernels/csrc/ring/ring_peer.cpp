@@ -73,10 +73,10 @@ void RingPeer::add(Notice notice, const OwnedFd& fd) {
   try {
     size_t bytes = kPageBytes;
     for (const size_t part : {notice.request_bytes, notice.reply_bytes}) {
-      if (part == 0 || part % kPageBytes != 0 || part > kMostPoolBytes) throw std::runtime_error("its parts have no such sizes");
+      if (part == 0 || part % kPageBytes != 0 || part > kMostMailboxBytes) throw std::runtime_error("its parts have no such sizes");
       bytes += part;
     }
-    if (notice.mailbox >= kMostMailboxes || mailboxes_[notice.mailbox] || bytes > kMostPoolBytes || count_->now >= count_->most)
+    if (notice.mailbox >= kMostMailboxes || mailboxes_[notice.mailbox] || bytes > kMostMailboxBytes || count_->now >= count_->most)
       throw std::runtime_error("there are too many, or too large");
     mailboxes_[notice.mailbox] = std::make_shared<Mailbox>(map_their_file(fd.get(), bytes), notice, count_);
   } catch (const std::exception&) {

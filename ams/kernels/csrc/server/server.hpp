@@ -27,7 +27,7 @@ struct ServerLimits {
   double greeting_seconds = 5;  // to connect and show the secret
   double silence_seconds = 30;  // of a client that neither sends the rest of a frame nor takes its replies
   double spin_seconds = 50e-6;  // that the thread looks for the next request of this machine before it sleeps, where that pays
-  size_t most_frame_bytes = size_t{256} << 20, most_bytes = size_t{2} << 30;  // by TCP: of one frame, and of all under way
+  size_t most_frame_bytes = kMostCallBytes, most_bytes = size_t{2} << 30;  // by TCP: of one frame, and of all under way
   size_t most_received_bytes = size_t{128} << 20;  // by TCP: of large requests that are not done, unless it is one
 };
 

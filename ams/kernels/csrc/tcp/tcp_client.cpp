@@ -116,10 +116,11 @@ class TcpCall : public Connection::Call {
 
 std::unique_ptr<Connection::Call> Tcp::begin(size_t request_bytes, size_t most_reply_bytes, bool) {
   require_there();
-  if (request_bytes > limits_.most_frame_bytes || most_reply_bytes > limits_.most_frame_bytes) throw Full("the call is too large for one frame");
+  require_call_fits(request_bytes, most_reply_bytes, limits_.most_frame_bytes);
   {
     const std::lock_guard lock(mutex_);
-    if (in_flight_bytes_ + request_bytes + most_reply_bytes > limits_.most_in_flight_bytes) throw Full("too much is in flight to the shard");
+    const size_t bytes = request_bytes + most_reply_bytes;
+    if (in_flight_bytes_ + bytes > std::max(limits_.most_in_flight_bytes, bytes)) throw Full("too much is in flight to the shard");
     in_flight_bytes_ += request_bytes + most_reply_bytes;
   }
   try {

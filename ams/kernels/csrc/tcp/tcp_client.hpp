@@ -9,8 +9,8 @@
 namespace geartrain {
 
 struct TcpLimits {
-  size_t most_frame_bytes = size_t{256} << 20;  // of a request, or of its reply; larger calls go another way
-  size_t most_in_flight_bytes = size_t{1} << 30;
+  size_t most_frame_bytes = kMostCallBytes;
+  size_t most_in_flight_bytes = size_t{1} << 30;  // unless it is one call
 };
 
 // Connects to the shard that listens at `host` (a name or an address) and has offered `secret`. Throws std::runtime_error (or its

@@ -12,6 +12,7 @@
 #include <string>
 
 #include "carriers/served_call.hpp"
+#include "carriers/connection.hpp"
 #include "tcp/buffers.hpp"
 #include "tcp/byte_stream.hpp"
 
@@ -21,7 +22,7 @@ namespace geartrain {
 struct FrameMemory {
   std::atomic<size_t> used = 0;
   size_t most = size_t{2} << 30;
-  size_t most_frame = size_t{256} << 20;
+  size_t most_frame = kMostCallBytes;
   // Of the server's thread: large requests that are being received or wait to begin, how many bytes those may have unless it is one,
   // and how many clients wait with theirs for that.
   size_t received = 0, most_received = size_t{128} << 20, num_waiting = 0;

@@ -69,7 +69,7 @@ def test_a_write_that_is_not_over_counts_for_who_reads_after_it_began(monkeypatc
 
         failing = table.prepare_push(ids(7, 8), ONES)
         with monkeypatch.context() as patch:
-            patch.setattr(failing._rows, "deliver_together", broken)
+            patch.setattr(failing._rows, "write", broken)
             with pytest.raises(Broken):
                 failing.send_with([])
         mark = reader.mark()

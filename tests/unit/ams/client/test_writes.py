@@ -8,13 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from geartrain.ams.client import writes
-from geartrain.ams.client.rows.row_parts import Delivered
 from geartrain.ams.client.writes import Write, WriteStream
-from geartrain.ams.values.shard_messages import Done
 
 
 def prepared(stream: WriteStream) -> Write:
-    return Write(stream, [], lambda *_: Delivered(Done(), []), 0)
+    return Write(stream, [], lambda *_: [], "t", 0)
 
 
 def test_a_prepared_write_that_nobody_holds_keeps_no_other_waiting() -> None:

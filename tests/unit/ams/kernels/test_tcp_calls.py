@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from geartrain.ams.kernels import _core
+from geartrain.ams.values.errors import MessageTooLarge
 from tests.support import frame_codec
 from tests.support.frame_calls import ask, begin, expected, flipped, pull, push
 from tests.support.toy_shard import SOON, Shard, until
@@ -36,7 +37,7 @@ def test_a_call_given_up_by_tcp_leaves_the_connection_to_the_others(make: Callab
 def test_calls_that_no_frame_may_hold_are_refused_by_tcp(make: Callable[..., Shard]) -> None:
     ours = make("tcp").connect(most_frame_bytes=1 << 20, most_in_flight_bytes=1 << 20)
     for sizes in ((2 << 20, 64), (64, 2 << 20)):
-        with pytest.raises(_core.ConnectionFull, match="too large"):
+        with pytest.raises(MessageTooLarge, match="pull or push fewer rows"):
             ours.begin(*sizes)
     call = ours.begin(64, 1 << 19)
     with pytest.raises(_core.ConnectionFull, match="in flight"):

@@ -17,7 +17,7 @@ from functools import partial
 import pytest
 
 from geartrain.ams.values import interrupts as module
-from geartrain.ams.values.interrupts import BackgroundFuture, BrokenOff, BufferLease, held, shielded
+from geartrain.ams.values.interrupts import BackgroundFuture, BrokenOff, BufferLease, shielded
 
 
 def interrupt() -> None:
@@ -115,7 +115,7 @@ def test_nobody_touches_arrays_whose_owner_has_gone(other: ThreadPoolExecutor) -
     written = []
 
     def write() -> None:
-        with held(buffer_lease):
+        with buffer_lease.held():
             began.release()
             while not buffer_lease.has_ended:  # a write that waits for something looks
                 go_on.wait(0.001)

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 import geartrain as gt
 from geartrain.ams.client.rows.row_calls import RowCalls
-from geartrain.ams.client.rows.row_parts import Delivered
 from geartrain.ams.client.shard_calls import ShardCalls
 from geartrain.ams.values.errors import NonFinite, ShardUnavailable
 from geartrain.bridge.dense.layout import Layout
@@ -62,31 +61,30 @@ def backward(module: Counting, times: int = 1) -> None:
 
 @pytest.fixture
 def fail_step(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    whole = RowCalls.deliver_together
+    whole = RowCalls.write
 
     def fail(dense: gt.DenseTable, push: int, *, applied: bool) -> None:
         """One shard's answer to the first (buffers) or second (parameters) push of a step is lost, or its request."""
         pushes = 0
 
-        def lossy(rows: RowCalls, writes: Any) -> list[Delivered]:
+        def lossy(rows: RowCalls, writes: Any) -> list[Any]:
             nonlocal pushes
             pushes += 1
             if pushes != push:
                 return whole(rows, writes)
-            [(parts, context)] = writes
-            *others, lost = parts.calls()
+            [(prepared, shards, context)] = writes
+            *others, _ = shards
             assert others
-            sent = parts if applied else parts.only([shard for shard, _ in others])
-            [delivered] = whole(rows, [(sent, context)])
-            assert not delivered.failed
-            return [Delivered(delivered.done, [(lost, ShardUnavailable("lost"))])]
+            [outcomes] = whole(rows, [(prepared, shards if applied else others, context)])
+            assert not any(isinstance(outcome, BaseException) for outcome in outcomes)
+            return [[*outcomes[: len(others)], ShardUnavailable("lost")]]
 
-        def lossy_and_pull(rows: RowCalls, parts: Any, context: Any, _: Any) -> tuple[Delivered, None]:
-            return lossy(rows, [(parts, context)])[0], None
+        def lossy_and_pull(rows: RowCalls, prepared: Any, context: Any, _: Any) -> tuple[Any, None]:
+            return lossy(rows, [(prepared, prepared.shards, context)])[0], None
 
         with monkeypatch.context() as patch:
-            patch.setattr(RowCalls, "deliver_together", lossy)
-            patch.setattr(RowCalls, "deliver_and_pull", lossy_and_pull)
+            patch.setattr(RowCalls, "write", lossy)
+            patch.setattr(RowCalls, "write_and_pull", lossy_and_pull)
             with pytest.raises(ShardUnavailable, match="lost"):
                 dense.step()
 
@@ -192,11 +190,11 @@ def test_a_push_that_is_repeated_has_the_gradients_it_began_with(
         one.grad = torch.ones_like(one)
     if raises:
 
-        def unsent(*_: Any) -> list[Delivered]:
+        def unsent(*_: Any) -> list[Any]:
             raise ShardUnavailable("lost")
 
         with monkeypatch.context() as patch, pytest.raises(ShardUnavailable, match="lost"):
-            patch.setattr(RowCalls, "deliver_together" if push == 1 else "deliver_and_pull", unsent)
+            patch.setattr(RowCalls, "write" if push == 1 else "write_and_pull", unsent)
             dense.step()
     else:
         fail_step(dense, push, applied=False)
@@ -220,28 +218,6 @@ def test_gradients_that_are_not_finite_are_named_wherever_they_are_found(shards:
         layer.bias.grad.fill_(1)
         dense.step()  # with what the gradients are now: nothing is pending
         torch.testing.assert_close(layer.weight.detach(), before - 0.1)
-
-
-@pytest.mark.parametrize("lost", [None, 0, 1])
-def test_rows_that_compiled_code_does_not_bring_come_another_way(
-    cluster: gt.Cluster, monkeypatch: pytest.MonkeyPatch, lost: int | None
-) -> None:
-    (module, dense), (other, others) = attached(cluster), attached(cluster)
-    backward(other)
-    others.step()
-    pull = RowCalls._has_a_way
-
-    def without(rows: RowCalls) -> bool:
-        if lost is None:
-            return False
-        rows._client.set_way(lost, 0, None, None)
-        return pull(rows)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(RowCalls, "_has_a_way", without)
-        assert dense.refresh()
-    assert torch.equal(module.layer.weight, other.layer.weight)
-    assert torch.equal(module.layer.bias, other.layer.bias)
 
 
 def test_a_pull_that_fails_half_way_leaves_buffers_and_what_they_changed_by(

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 import geartrain as gt
 from geartrain.ams.client.rows.row_calls import RowCalls
-from geartrain.ams.client.rows.row_parts import Delivered
 from geartrain.ams.client.shard_calls import ShardCalls
 from geartrain.ams.values.errors import (
     ClusterNotReady,
@@ -370,7 +369,7 @@ def test_a_step_asks_each_shard_once(
         pytest.fail("a step asked again")
 
     with monkeypatch.context() as patch:
-        for room, name in (RowCalls, "pull"), (RowCalls, "deliver_together"), (ShardCalls, "read"):
+        for room, name in (RowCalls, "pull"), (RowCalls, "write"), (ShardCalls, "read"):
             patch.setattr(room, name, asked)
         dense.step()
         dense.step()
@@ -385,27 +384,26 @@ def test_a_push_that_failed_half_way_is_completed_once(cluster: gt.Cluster, monk
     module, reference = Odd(), Odd()
     dense = gt.attach(module, cluster, name="odd", optimizer=gt.Momentum(0.1), dim=DIM)
     train(reference, torch.optim.SGD(reference.parameters(), 0.1, 0.9), range(1))
-    deliver, read, pushed = RowCalls.deliver_together, ShardCalls.read, 0
+    deliver, read, pushed = RowCalls.write, ShardCalls.read, 0
 
-    def lossy(rows: RowCalls, writes: Any) -> list[Delivered]:
+    def lossy(rows: RowCalls, writes: Any) -> list[Any]:
         nonlocal pushed
         delivered = deliver(rows, writes)
         pushed += 1
         if pushed == 2:  # the parameters: they follow the buffers
-            [(parts, _)] = writes
-            return [Delivered(delivered[0].done, [(parts.calls()[-1], ShardUnavailable("the answer was lost"))])]
+            return [[*delivered[0][:-1], ShardUnavailable("the answer was lost")]]
         return delivered
 
     def silent(self: ShardCalls, calls: Any, **keywords: Any) -> Any:
         read(self, calls, **keywords)
         raise ShardUnavailable("lost before the pull")
 
-    def lossy_and_pull(rows: RowCalls, parts: Any, context: Any, _: Any) -> tuple[Delivered, None]:
-        return lossy(rows, [(parts, context)])[0], None
+    def lossy_and_pull(rows: RowCalls, prepared: Any, context: Any, _: Any) -> tuple[Any, None]:
+        return lossy(rows, [(prepared, prepared.shards, context)])[0], None
 
     backward(module, 0)
-    monkeypatch.setattr(RowCalls, "deliver_together", lossy)
-    monkeypatch.setattr(RowCalls, "deliver_and_pull", lossy_and_pull)
+    monkeypatch.setattr(RowCalls, "write", lossy)
+    monkeypatch.setattr(RowCalls, "write_and_pull", lossy_and_pull)
     with pytest.raises(ShardUnavailable, match="the answer was lost"):
         dense.step()
     with monkeypatch.context() as patch, pytest.raises(ShardUnavailable, match="lost before the pull"):

@@ -32,7 +32,6 @@ def rows_of(layout: Layout, rows: _core.ScatteredRows, ids: list[int] | None = N
         "scale": 1.0,
         "scalars": {},
         "group": None,
-        "residuals": None,
         **settings,
     }
     write = _core.PreparedWrite(CLIENT, facts, ids_R, rows, 0, step_goes_on=False, every_shard=True, **told)

@@ -17,10 +17,8 @@ from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, StepLR
 import geartrain as gt
 from geartrain.ams.client.cluster import Cluster
 from geartrain.ams.client.rows.row_calls import RowCalls
-from geartrain.ams.client.rows.row_parts import Delivered
 from geartrain.ams.values.errors import InvalidArgument, NonFinite, ShardUnavailable
 from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
-from geartrain.ams.values.shard_messages import Done
 from tests.support.head_settings import head_settings
 
 CLASSES, INPUTS, DIM, STEPS = 30, 6, 5, 14
@@ -289,17 +287,16 @@ def test_a_step_that_failed_on_its_way_goes_on_and_applies_nothing_twice(
     inputs, labels = batch(0)
     sum(head(backbone(inputs), labels) for head in heads).backward()  # type: ignore[union-attr]
     sends: list[int] = []
-    whole = RowCalls.deliver_together
+    whole = RowCalls.write
 
-    def failing(rows: RowCalls, writes: Any) -> list[Delivered]:
+    def failing(rows: RowCalls, writes: Any) -> list[Any]:
         sends.append(len(writes))
         if len(sends) > 1:
             return whole(rows, writes)
-        (_, (second, _)) = writes
-        refused = [(call, ShardUnavailable("planted")) for call in second.calls()]
-        return [*whole(rows, writes[:1]), Delivered(Done(), refused)]
+        (_, (_, shards, _)) = writes
+        return [*whole(rows, writes[:1]), [ShardUnavailable("planted") for _ in shards]]
 
-    monkeypatch.setattr(RowCalls, "deliver_together", failing)
+    monkeypatch.setattr(RowCalls, "write", failing)
     before = backbone.weight.detach().clone()
     with pytest.raises(ShardUnavailable, match="planted"):
         optimizer.step()

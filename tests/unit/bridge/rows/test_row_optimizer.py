@@ -116,10 +116,8 @@ def two_heads(cluster: Cluster) -> list[ClassHead]:
 
 def test_two_heads_send_one_request_to_each_shard(monkeypatch: pytest.MonkeyPatch) -> None:
     together: list[int] = []
-    whole = RowCalls.deliver_together
-    monkeypatch.setattr(
-        RowCalls, "deliver_together", lambda self, writes: (together.append(len(writes)), whole(self, writes))[1]
-    )
+    whole = RowCalls.write
+    monkeypatch.setattr(RowCalls, "write", lambda self, writes: (together.append(len(writes)), whole(self, writes))[1])
     with local(2) as cluster:
         heads = two_heads(cluster)
         before = [head.table.pull(np.arange(60)) for head in heads]
