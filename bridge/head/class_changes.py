@@ -171,12 +171,12 @@ def _agreed(peers: Communicator | None, prepare: Callable[[], T], summary: Calla
         digest = _digest(np.array(summary(prepared), np.int64).tobytes())
     except Exception as exc:
         failure = exc
-    said = [one for (one,) in peers.exchange([digest])]
+    digests = [of_rank for (of_rank,) in peers.exchange([digest])]
     if failure is not None:
         raise failure
-    if _FAILED in said:
-        raise SyncError(f"rank {said.index(_FAILED)} could not go on with {what}; its error tells why")
-    if len(set(said)) > 1:
+    if _FAILED in digests:
+        raise SyncError(f"rank {digests.index(_FAILED)} could not go on with {what}; its error tells why")
+    if len(set(digests)) > 1:
         raise SpecMismatch(f"the ranks disagree on {what}; give the same on every rank, in the same order")
     assert prepared is not None
     return prepared

@@ -40,7 +40,7 @@ from geartrain.bridge.head.defaults import (
     linear_initializer,
     margin_optimizer,
 )
-from geartrain.bridge.head.head_state import HeadRows, HeadSize, require_loadable, resume_state, state_of
+from geartrain.bridge.head.head_state import HeadRows, require_loadable, resume_state, state_of
 from geartrain.bridge.head.imprint import features_of, imprint_rows, in_eval_mode
 from geartrain.bridge.head.loss.feature_parts import FeatureParts, parts_loss
 from geartrain.bridge.head.loss.margins.margin import AnyMargin
@@ -492,23 +492,13 @@ class ClassHead(nn.Module):
     def get_extra_state(self) -> dict[str, Any]:
         """Table name, size, step, retired classes, settings, and what tells the rows from others; the rows themselves
         are in snapshots. One pull of up to 128 rows from a cluster."""
-        return state_of(self._backend, self._size)
-
-    @property
-    def _size(self) -> HeadSize:
-        return HeadSize(
-            table=self.name,
-            num_classes=self.num_classes,
-            dim=self.dim,
-            bias=self.bias,
-            sub_centers=self.sub_centers,
-        )
+        return state_of(self._backend)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
         """Of a state_dict; raises SpecMismatch if it was saved with other rows than are here, whatever ``strict``."""
         state = state_dict.get(f"{prefix}_extra_state")
         if isinstance(state, Mapping):
-            require_loadable(self._backend, self._size, state)
+            require_loadable(self._backend, state)
         super()._load_from_state_dict(state_dict, prefix, *arguments)
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
@@ -516,7 +506,7 @@ class ClassHead(nn.Module):
 
         Rows in a cluster are not looked at here, as ``load_state_dict`` does: whoever calls this has restored them.
         """
-        resume_state(self._backend, self._size, state)
+        resume_state(self._backend, state)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ClassHead:
         """Rows that are here go with ``head.to(device)``."""

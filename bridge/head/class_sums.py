@@ -63,9 +63,9 @@ class ClassSums:
         batch_sums = np.add.reduceat(features_ND.numpy()[order], starts)  # index_add_ takes ten times as long
         for first in range(0, len(classes), self._capacity):
             part = classes[first : first + self._capacity].tolist()
-            if len(self._places) + sum(one not in self._places for one in part) > self._capacity:
+            if len(self._places) + sum(class_id not in self._places for class_id in part) > self._capacity:
                 self._spill()
-            places = [self._places.setdefault(one, len(self._places)) for one in part]
+            places = [self._places.setdefault(class_id, len(self._places)) for class_id in part]
             self._sums[places] += batch_sums[first : first + len(part)]
 
     def settle(self) -> None:
@@ -86,7 +86,7 @@ class ClassSums:
             with self._on_disk():
                 return torch.from_numpy(self._stored(self._file, ids))
         sums_SD = np.zeros((len(ids), self._dim), np.float32)
-        found = [(at, self._places[one]) for at, one in enumerate(ids.tolist()) if one in self._places]
+        found = [(at, self._places[class_id]) for at, class_id in enumerate(ids.tolist()) if class_id in self._places]
         if found:
             at, places = np.array(found).T
             sums_SD[at] = self._sums[places]

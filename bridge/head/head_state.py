@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -17,26 +16,11 @@ if TYPE_CHECKING:
     from geartrain.ams.client.cluster import Cluster
 
 
-@dataclass(frozen=True, kw_only=True)
-class HeadSize:
-    """What a head and the state that it loads have in common."""
-
-    table: str
-    num_classes: int
-    dim: int
-    bias: bool
-    sub_centers: int
-
-
-def state_of(backend: RowBackend, size: HeadSize) -> dict[str, Any]:
+def state_of(backend: RowBackend) -> dict[str, Any]:
     """See ``ClassHead.get_extra_state``."""
     identity, graph = backend.identity(), backend.select.state()
     return {
-        "table": size.table,
-        "num_classes": size.num_classes,
-        "dim": size.dim,
-        **({"bias": True} if size.bias else {}),
-        **({"sub_centers": size.sub_centers} if size.sub_centers > 1 else {}),
+        **_size_of(backend),
         "step": backend.update.step,
         "select": repr(backend.select),
         **backend.margins.state(),
@@ -46,21 +30,21 @@ def state_of(backend: RowBackend, size: HeadSize) -> dict[str, Any]:
     }
 
 
-def require_loadable(backend: RowBackend, size: HeadSize, state: Mapping[str, Any]) -> None:
+def require_loadable(backend: RowBackend, state: Mapping[str, Any]) -> None:
     """Raise SpecMismatch if the state was saved with other rows than are here, and change nothing."""
-    _require_same(size, state)
+    _require_equal(_size_of(backend), state)
     if backend.local is not None:
         backend.local.require_step(int(state["step"]))
     backend.require_rows(state.get("table_rows"))
 
 
-def resume_state(backend: RowBackend, size: HeadSize, state: Mapping[str, Any]) -> None:
+def resume_state(backend: RowBackend, state: Mapping[str, Any]) -> None:
     """See ``ClassHead.set_extra_state``."""
-    _require_same(size, state)
+    _require_equal(_size_of(backend), state)
     step = int(state["step"])
     if backend.local is not None:
         backend.local.require_step(step)
-    living = LiveClasses(size.num_classes, state.get("retired_runs", []))
+    living = LiveClasses(backend.settings.num_classes, state.get("retired_runs", []))
     backend.margins.resume(state)
     backend.update.discard()
     backend.update.step = step
@@ -113,12 +97,19 @@ class HeadRows(RowKeeper):
             self._backend.local.restore(path)
 
 
-def _require_same(size: HeadSize, state: Mapping[str, Any]) -> None:
-    _require_equal(asdict(size), state)
+def _size_of(backend: RowBackend) -> dict[str, Any]:
+    """What a head and the state that it loads have in common."""
+    own = backend.settings
+    return {
+        "table": own.name,
+        "num_classes": own.num_classes,
+        "dim": own.dim,
+        "bias": own.bias,
+        "sub_centers": own.sub_centers,
+    }
 
 
 def _require_equal(own: Mapping[str, Any], state: Mapping[str, Any]) -> None:
-    state = {"bias": False, "sub_centers": 1, **state}
     for key, mine in own.items():
         if state[key] != mine:
             raise SpecMismatch(

@@ -255,7 +255,7 @@ def _files(paths: str | Path | Sequence[str | Path]) -> list[Path]:
         if not given:
             raise InvalidArgument(f"{folder} has no weight file ({', '.join(SUFFIXES)})")
     if len({path.resolve() for path in given}) < len(given):
-        twice = next(path for path in given if [one.resolve() for one in given].count(path.resolve()) > 1)
+        twice = next(path for path in given if [other.resolve() for other in given].count(path.resolve()) > 1)
         raise InvalidArgument(f"{twice} was given twice; give the file of each rank once, in rank order")
     if not given:
         raise InvalidArgument("no weight file was given; give one, or those of all ranks in their order")

@@ -14,7 +14,16 @@ import torch.distributed as dist
 from geartrain.ams.client.factory import connect
 from tests.integration.conftest import ServedCluster
 from tests.support.rank_processes import run_ranks
-from tests.unit.bridge.head.test_places import RANKS, Array, Case, joined, make_head, reference, train_share
+from tests.unit.bridge.head.test_places import (
+    RANKS,
+    Array,
+    Case,
+    joined,
+    make_head,
+    reference,
+    require_close,
+    train_share,
+)
 
 CASES: list[Case] = [
     ("full", "arcface", "nesterov"),
@@ -49,9 +58,4 @@ def test_ranks_on_served_shards_equal_the_float64_reference(place: str, tmp_path
         truth = reference(case)
         steps = range(len(truth.losses))
         said = [[(float(part[f"{case}/{i}/loss"]), part[f"{case}/{i}/gradient"]) for i in steps] for part in parts]
-        outcome = joined(said, RANKS, parts[0][f"{case}/rows"])
-        for field in ("losses", "gradients", "rows"):
-            mine, theirs = getattr(outcome, field), getattr(truth, field)
-            np.testing.assert_allclose(
-                mine, theirs, rtol=0, atol=3e-4 * np.abs(theirs).max(), err_msg=f"{case} {field}"
-            )
+        require_close(joined(said, RANKS, parts[0][f"{case}/rows"]), truth, case)

@@ -182,8 +182,8 @@ class ClusterBackend(ABC):
             "loss": own.config.loss,
             "sub_centers": own.sub_centers,
         }
-        said = (f"{name} {_named(value)}" for name, value in parts.items())
-        return f"{self.summary}, {', '.join(said)}"
+        texts = (f"{name} {_named(value)}" for name, value in parts.items())
+        return f"{self.summary}, {', '.join(texts)}"
 
     def identity(self) -> dict[str, Any] | None:
         """See :class:`geartrain.bridge.head.backends.backend.RowBackend`."""

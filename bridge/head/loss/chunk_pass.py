@@ -269,7 +269,7 @@ class TensorPass:
             nearest.add_weighted(gradient_SD, batch.features_BD, weight_B, lift_S)
         if self._common_D is not None:
             stood_for_N = self._stood_for(start, unit_SD)
-            factors = [one for one in (stood_for_N, lift_S) if one is not None]
+            factors = [factor_N for factor_N in (stood_for_N, lift_S) if factor_N is not None]
             times_N = torch.stack(factors).prod(0) if factors else torch.ones_like(gradient_SD[:, 0])
             gradient_SD.addr_(times_N, self._common_D)
         if inverse_S is None:

@@ -9,7 +9,7 @@ Legend: B samples of this rank, S of one part that count, D width.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -21,15 +21,8 @@ from geartrain.bridge.head.autograd_node import HeadCall, refuse_second_derivati
 from geartrain.bridge.head.loss.samples import Reduction
 from geartrain.bridge.rows.transfers import upload
 
-
-class PartGradients(Protocol):
-    """The gradients of single losses by the features of this rank, which may still be on their way."""
-
-    def begin(self) -> None:
-        """Let them travel; every rank does in its backward pass. Once."""
-
-    def take(self, part: int) -> Tensor:
-        """Those of one part [S, D or more]. The last part is asked for first. Raises RankLost."""
+if TYPE_CHECKING:
+    from geartrain.bridge.head.backends.ranks.parts import PartedRows
 
 
 class FeatureParts:
@@ -43,7 +36,7 @@ class FeatureParts:
         self._modes = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
         self.joined: list[Tensor] = []
         """Those that count of each part, in the graph."""
-        self.gradients: PartGradients | None = None
+        self.gradients: PartedRows | None = None
         """Where those of the features will be, once the head has seen them; None: nowhere."""
         self.factors: Sequence[Tensor] = ()
         """What each part's are multiplied by, in the backward pass."""

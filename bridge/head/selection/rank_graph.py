@@ -24,9 +24,9 @@ class RankGraphs:
 
     def __init__(self, table: DeviceRows) -> None:
         """Every rank makes it: a new process group."""
-        self._table = table
-        self._link = table.link.apart()
-        self._one_at_a_time = threading.Lock()
+        self.table = table
+        self.link = table.link.apart()
+        self.lock = threading.Lock()
 
     def rows(self, living: LiveClasses, step: int) -> FrozenRows:
         """See :class:`geartrain.bridge.head.backends.backend.GraphSource`."""
@@ -39,22 +39,9 @@ class RankGraphs:
         ``ids`` (None: all), rising and the same on every rank, are the classes that the graph is of; it names them by
         their places in ``ids``.
         """
-        table = self._table
+        table = self.table
         rows_LD = table.current_rows(slice(None) if ids is None else table.local(ids)[1])
         return FrozenRows(self, np.array(rows_LD.detach().float().cpu().numpy(), dtype=np.float32, order="C"))
-
-    def build(
-        self, rows_LD: npt.NDArray[np.float32], k: int, progress: Progress | None, cancelled: Callable[[], bool]
-    ) -> NeighbourTable:
-        """Every rank calls it; the recall is made on the device of the rows. One that was cancelled ends first."""
-        # Only a head that selects by a graph loads the builder.
-        from geartrain.bridge.head.selection.graph_products import TorchProducts
-        from geartrain.bridge.head.selection.rank_ring import build_on_ring
-
-        device = self._table.device
-        products = None if device.type == "cpu" else TorchProducts(device)
-        with self._one_at_a_time:
-            return build_on_ring(self._link, rows_LD, k, products=products, progress=progress, cancelled=cancelled)
 
 
 class FrozenRows:
@@ -66,5 +53,14 @@ class FrozenRows:
         self._graphs, self._rows_LD = graphs, rows_LD
 
     def build(self, k: int, progress: Progress | None, cancelled: Callable[[], bool]) -> NeighbourTable:
-        """The graph of all ranks' rows, on every rank."""
-        return self._graphs.build(self._rows_LD, k, progress, cancelled)
+        """The graph of all ranks' rows, on every rank; recalled on their device. A cancelled one ends first."""
+        # Only a head that selects by a graph loads the builder.
+        from geartrain.bridge.head.selection.graph_products import TorchProducts
+        from geartrain.bridge.head.selection.rank_ring import build_on_ring
+
+        graphs, device = self._graphs, self._graphs.table.device
+        products = None if device.type == "cpu" else TorchProducts(device)
+        with graphs.lock:
+            return build_on_ring(
+                graphs.link, self._rows_LD, k, products=products, progress=progress, cancelled=cancelled
+            )

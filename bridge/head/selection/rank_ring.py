@@ -201,11 +201,11 @@ class _Ring:
 
     def tell(self, *, wants: bool = False, failed: bool = False) -> bool:
         """Whether any rank wants a lap. Raises unless all are well; what this rank has failed by is not for here."""
-        said = self._link.exchange([wants, failed])
-        bad = [rank for rank, (_, failure) in enumerate(said) if failure]
+        of_ranks = self._link.exchange([wants, failed])
+        bad = [rank for rank, (_, failure) in enumerate(of_ranks) if failure]
         if bad and not failed:
             raise _OfAnother(f"rank {bad[0]} failed or was cancelled; its error tells why")
-        return any(wanted for wanted, _ in said)
+        return any(wanted for wanted, _ in of_ranks)
 
     def _pass_on(self) -> None:
         self.tell(wants=True)

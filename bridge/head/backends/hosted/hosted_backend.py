@@ -12,8 +12,8 @@ from geartrain.ams.values.specs import Ids
 from geartrain.bridge.head.autograd_node import RowsPass
 from geartrain.bridge.head.backends.backend import HeadSettings, require_no_wire
 from geartrain.bridge.head.backends.cluster_backend import ClusterBackend
-from geartrain.bridge.head.backends.hosted.hosted_predict import hosted_top_classes
 from geartrain.bridge.head.backends.hosted.hosted_rows import Chosen, RowsOnShards
+from geartrain.bridge.head.backends.predict import top_of_hosted
 from geartrain.bridge.head.checks import check_finite
 from geartrain.bridge.head.loss.margins.margin import Margin
 from geartrain.bridge.head.memory_plan import COMPUTE_BYTES, MemoryPart, MemoryPlan, in_step
@@ -72,4 +72,4 @@ class HostedBackend(ClusterBackend):
         check_finite(features)
         normalised = self.margins.margin is not None
         centers = self.settings.sub_centers
-        return hosted_top_classes(self._calls, features, k, living=self.living, normalised=normalised, centers=centers)
+        return top_of_hosted(self._calls, features, k, living=self.living, normalised=normalised, centers=centers)

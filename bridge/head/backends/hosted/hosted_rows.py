@@ -114,7 +114,7 @@ class RowsOnShards:
         spread_over = 0.0
         wants = {"want_gradient": float(want_gradient), "want_row_sum": float(batch.smoothing > 0)}
         for part in self._parts(wants):
-            inputs = [(one,) for one in part.inputs]
+            inputs = [(of_shard,) for of_shard in part.inputs]
             answers = self._calls.compute(FORWARD, inputs.__getitem__, required_sync=self._required_sync)
             for sums, arrays in zip(softmax.parts, answers, strict=True):
                 _fill(sums, arrays, part.start, part.stop)
@@ -216,7 +216,7 @@ class SummedBatch:
     def of_ranks(self, ranks: SyncRanks) -> list[SummedBatch]:
         """Those of every rank, in rank order. Collective: all-gathers of 4·(D + 3) + 8 bytes a sample."""
         weight_B = np.ones_like(self.lse2_B) if self.weight_B is None else self.weight_B
-        columns = [one[:, None] for one in (self.lse2_B, self.target_weight_B, weight_B)]
+        columns = [values_B[:, None] for values_B in (self.lse2_B, self.target_weight_B, weight_B)]
         packed = np.concatenate([self.features_BD, *columns], axis=1, dtype=np.float32)
         labels = ranks.gather_labels(self.labels_B)
         gathered = []
@@ -308,14 +308,14 @@ class HostedGradient:
 
     def joint_squared_norm(self, ranks: SyncRanks, weight: float) -> float:
         """See :class:`RowGradient`. Every rank's samples go to rank 0, which asks the shards for all of them."""
-        batches = [(one, one.samples().of_ranks(ranks)) for one in self._pending]
-        mine = np.array([[weight * float(one.factor) for one in self._pending]], np.float32)
+        batches = [(batch, batch.samples().of_ranks(ranks)) for batch in self._pending]
+        mine = np.array([[weight * float(batch.factor) for batch in self._pending]], np.float32)
         weights_RM = np.concatenate(ranks.gather_rows(mine))
 
         def ask() -> float:
             inputs = [
-                one.rows.update_inputs(float(weights_RM[rank, number]), samples)
-                for number, (one, of_ranks) in enumerate(batches)
+                batch.rows.update_inputs(float(weights_RM[rank, number]), samples)
+                for number, (batch, of_ranks) in enumerate(batches)
                 for rank, samples in enumerate(of_ranks)
             ]
             return self._squared_norm(inputs)
@@ -326,7 +326,7 @@ class HostedGradient:
         """Nothing is held but the batches."""
 
     def _batches(self) -> list[list[tuple[HostedInputs, ...]]]:
-        return [one.rows.update_inputs(float(one.factor), one.samples()) for one in self._pending]
+        return [batch.rows.update_inputs(float(batch.factor), batch.samples()) for batch in self._pending]
 
     def _inputs(self, batches: list[list[tuple[HostedInputs, ...]]]) -> list[tuple[HostedInputs, ...]]:
         """For each shard, the inputs of all batches; of the empty batch of a rank there are none."""

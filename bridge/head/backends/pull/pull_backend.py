@@ -14,9 +14,9 @@ from geartrain.bridge.head.autograd_node import RowsPass
 from geartrain.bridge.head.backends.active_rows import HostActive, take_offsets
 from geartrain.bridge.head.backends.backend import HeadSettings
 from geartrain.bridge.head.backends.cluster_backend import ClusterBackend
+from geartrain.bridge.head.backends.predict import top_of_pulled
 from geartrain.bridge.head.backends.pull import streamed_rows
 from geartrain.bridge.head.backends.pull.held_rows import HeldRows
-from geartrain.bridge.head.backends.pull.inference import top_classes
 from geartrain.bridge.head.backends.pull.streamed_rows import StreamedRows
 from geartrain.bridge.head.batch import Batch
 from geartrain.bridge.head.checks import check_finite
@@ -107,13 +107,12 @@ class PullBackend(ClusterBackend):
         """See :class:`geartrain.bridge.head.backends.backend.RowBackend`."""
         check_finite(features)
         active = self.living.select(FullSoftmax(), np.empty(0, np.int64), 0)
-        return top_classes(
+        return top_of_pulled(
             self.table,
             active,
             features,
             k,
             normalised=self.margins.margin is not None,
             centers=self.settings.sub_centers,
-            arithmetic=Arithmetic.of(features),
             pool=self._pool,
         )

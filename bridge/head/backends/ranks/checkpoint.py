@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -18,29 +18,8 @@ from geartrain.ams.values.errors import InvalidArgument, SpecMismatch
 from geartrain.ams.values.specs import TableSpec
 
 if TYPE_CHECKING:
-    from geartrain.ams.programs.selection import Selection
     from geartrain.bridge.head.backends.backend import HeadState
-    from geartrain.bridge.placements.device_rows import DeviceRows
-
-
-class RowsOnRanks(Protocol):
-    """What holds the rows: the backend of a head on ranks."""
-
-    process_group: dist.ProcessGroup | None
-
-    @property
-    def table(self) -> DeviceRows:
-        """This rank's part of the rows."""
-
-    @property
-    def select(self) -> Selection:
-        """What may have a graph."""
-
-    def rows_are_of(self, step: int) -> None:
-        """Note that the rows were read, as they were at ``step``."""
-
-    def require_rows(self, identity: Mapping[str, Any] | None) -> None:
-        """Raise SpecMismatch unless the rows are those of ``identity``."""
+    from geartrain.bridge.head.backends.ranks.rank_backend import RankBackend
 
 
 class ShardedRows:
@@ -51,7 +30,7 @@ class ShardedRows:
     KNN softmax.
     """
 
-    def __init__(self, backend: RowsOnRanks, head: HeadState) -> None:
+    def __init__(self, backend: RankBackend, head: HeadState) -> None:
         self._backend = backend
         self._head = head
 
@@ -60,10 +39,10 @@ class ShardedRows:
         table = self._backend.table
         tensors = {"rows": table.rows_LD, "slots": table.slots_LD, "steps": table.steps_L}
         steps = None if table.steps is None else table.steps.state._asdict()
-        said = {"spec": table.spec.to_dict(), "steps": steps, "state": self._head.get_extra_state()}
+        saved = {"spec": table.spec.to_dict(), "steps": steps, "state": self._head.get_extra_state()}
         return {
             **{name: self._sharded(tensor) for name, tensor in tensors.items() if tensor is not None},
-            "head": json.dumps(said),
+            "head": json.dumps(saved),
             "graph": self._backend.select.graph_to_bytes(),
         }
 
@@ -73,20 +52,20 @@ class ShardedRows:
         Raises SpecMismatch if they were saved with other settings: then all rows have their initial values.
         """
         backend, table = self._backend, self._backend.table
-        said = json.loads(state["head"])
-        if (saved := TableSpec.from_dict(said["spec"])) != table.spec:
+        saved = json.loads(state["head"])
+        if (spec := TableSpec.from_dict(saved["spec"])) != table.spec:
             table.write_initial_values()
             raise SpecMismatch(
-                f"table {table.spec.name!r} of the checkpoint differs from this head's: {saved.unlike(table.spec)}. "
+                f"table {table.spec.name!r} of the checkpoint differs from this head's: {spec.unlike(table.spec)}. "
                 "Make the head with the saved settings; its rows have their initial values now"
             )
         if table.steps is not None:
-            table.steps.adopt(TableSteps(**said["steps"]))
-        backend.rows_are_of(int(said["state"]["step"]))
-        backend.require_rows(said["state"]["table_rows"])
+            table.steps.adopt(TableSteps(**saved["steps"]))
+        backend.rows_are_of(int(saved["state"]["step"]))
+        backend.require_rows(saved["state"]["table_rows"])
         if state["graph"] is not None:
             backend.select.graph_from_bytes(state["graph"])
-        self._head.set_extra_state(said["state"])
+        self._head.set_extra_state(saved["state"])
 
     def _sharded(self, local: Tensor) -> Tensor:
         """The tensor [C, …] of which this rank holds ``local`` [L, …]."""
@@ -97,7 +76,7 @@ class ShardedRows:
         from torch.distributed.device_mesh import DeviceMesh
         from torch.distributed.tensor import DTensor, Shard
 
-        group = self._backend.process_group or dist.group.WORLD
+        group = self._backend.settings.config.process_group or dist.group.WORLD
         if group is None:
             raise InvalidArgument("torch.distributed was ended; save and load before destroy_process_group()")
         mesh = DeviceMesh.from_group(group, local.device.type)

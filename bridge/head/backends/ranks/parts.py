@@ -29,10 +29,7 @@ from geartrain.bridge.head.loss.softmax import OnlineSoftmax, own_gradient
 
 
 class PartedRows(RankRows):
-    """The rows of a forward pass over a batch that came in parts; its feature gradients are summed part by part.
-
-    Implements :class:`geartrain.bridge.head.loss.feature_parts.PartGradients`.
-    """
+    """The rows of a forward pass over a batch that came in parts; its feature gradients are summed part by part."""
 
     def __init__(self, sizes: PartSizes, *arguments: Any, overlap: bool) -> None:
         """``arguments`` are those of :class:`RankRows`; without ``overlap`` gradients travel in the forward pass."""
@@ -52,7 +49,7 @@ class PartedRows(RankRows):
         return losses_S, None
 
     def begin(self) -> None:
-        """See :class:`PartGradients`."""
+        """Let the feature gradients travel; every rank does in its backward pass. Once."""
         if self._summed is None:
             assert self._part_BD is not None
             order = reversed(range(self.sizes.num_parts))
@@ -60,7 +57,7 @@ class PartedRows(RankRows):
             self._part_BD = None
 
     def take(self, part: int) -> Tensor:
-        """See :class:`PartGradients`."""
+        """The gradients of single losses by the features of a part [S, D or more]; the last part is asked for first."""
         if part not in self._taken:
             assert self._summed is not None
             self._taken[part] = own_gradient(self.batch, self._summed.take(part), self.sizes.own(part))
@@ -75,7 +72,7 @@ def rows_of_parts(
     If any rank cannot go on, every rank raises: what computing a part raised there, SyncError elsewhere, and otherwise
     what :meth:`RankStep.agree` does.
     """
-    link = step.update.table.link
+    link = step.backend.table.link
     features: Tensor | None = None
     samples: CountedSamples | None = None
     failure: Exception | None = None
@@ -84,7 +81,7 @@ def rows_of_parts(
         features = parts.compute(0)
         step.check_placed(features)
         samples = CountedSamples.of_labels(
-            labels, weight, step.loss, step.living, num=parts.size, like=features.detach()
+            labels, weight, step.backend.settings.config, step.backend.living, num=parts.size, like=features.detach()
         )
         kept = [parts.kept(part, samples.places) for part in range(len(parts.sizes))]
         mine = [size if some is None else len(some) for size, some in zip(parts.sizes, kept, strict=True)]
@@ -111,7 +108,7 @@ def _gathered(step: RankStep, parts: FeatureParts, first_SD: Tensor, places: Ids
 
     A rank that fails goes on with zeros until the others know, which is when they have begun the part behind.
     """
-    link = step.update.table.link
+    link = step.backend.table.link
     gathered = GatheredParts(link, sizes, overlap=parts.overlap)
     gathered.begin(0, step.travelling(first_SD))
     failure: Exception | None = None
@@ -124,10 +121,10 @@ def _gathered(step: RankStep, parts: FeatureParts, first_SD: Tensor, places: Ids
             failure = exc
         if features_SD is None:
             features_SD = first_SD.new_zeros(sizes.of(part)[link.rank], first_SD.shape[1])
-        said = link.start_exchange([failure is None])
+        sound = link.start_exchange([failure is None])
         if before is not None:
-            gathered.require_sound(before.result(), failure, part - 1, said)
-        before = said
+            gathered.require_sound(before.result(), failure, part - 1, sound)
+        before = sound
         gathered.begin(part, step.travelling(features_SD))
     joint_features_BD = gathered.whole()
     if before is not None:
@@ -137,7 +134,9 @@ def _gathered(step: RankStep, parts: FeatureParts, first_SD: Tensor, places: Ids
 
 def _computed(parts: FeatureParts, part: int, places: Ids | None, first_SD: Tensor) -> Tensor:
     features = parts.compute(part)
-    mine, first = (f"{one.dtype}, width {list(one.shape[1:])}, on {one.device}" for one in (features, first_SD))
+    mine, first = (
+        f"{of_part.dtype}, width {list(of_part.shape[1:])}, on {of_part.device}" for of_part in (features, first_SD)
+    )
     if mine != first:
         raise InvalidArgument(
             f"the backbone's features are {mine} in micro-batch {part}, and {first} in the first; they must be alike"

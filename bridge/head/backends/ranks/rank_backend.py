@@ -22,11 +22,11 @@ from geartrain.ams.values.specs import TableSpec
 from geartrain.bridge.collectives.communicator import Communicator
 from geartrain.bridge.head.autograd_node import HeadCall
 from geartrain.bridge.head.backends.backend import HeadSettings, HeadState, require_no_wire
+from geartrain.bridge.head.backends.predict import top_on_ranks
 from geartrain.bridge.head.backends.ranks import passes as rank_rows
 from geartrain.bridge.head.backends.ranks.checkpoint import ShardedRows
 from geartrain.bridge.head.backends.ranks.parts import rows_of_parts
 from geartrain.bridge.head.backends.ranks.passes import RankGradient, RankRows
-from geartrain.bridge.head.backends.ranks.predict import top_classes_on_ranks
 from geartrain.bridge.head.backends.ranks.selector import RankSelector
 from geartrain.bridge.head.backends.ranks.update import Agreed, RankStep, named
 from geartrain.bridge.head.config import HeadConfig
@@ -40,7 +40,6 @@ from geartrain.bridge.head.selection.rank_graph import RankGraphs
 from geartrain.bridge.placements.device_rows import DeviceRows
 from geartrain.bridge.placements.device_snapshot import restore_rows, snapshot_rows
 from geartrain.bridge.placements.device_update import DeviceUpdate
-from geartrain.bridge.placements.workspace import Arithmetic
 
 LOGITS_CACHE_BYTES = 64 << 20
 """Unless the head says another number: rows are not held beside them."""
@@ -154,57 +153,35 @@ class RankBackend:
         self, features: Tensor, labels: Tensor, weight: Tensor | None, *, in_training: bool, want_rows: bool
     ) -> HeadCall:
         """See ``RowBackend``. Raises what :meth:`RankStep.agree` does."""
-        step = self._step(in_training=in_training, want_rows=want_rows)
-        samples, said = step.agree(features, labels, weight)
-        return self._call(step.rows(samples, said), samples, said, want_rows=want_rows)
+        step = RankStep(self, training=want_rows, adapts=in_training)
+        samples, agreed = step.agree(features, labels, weight)
+        return self._call(step.rows(samples, agreed), samples, agreed, want_rows=want_rows)
 
     def begin_parts(
         self, parts: FeatureParts, labels: Tensor, weight: Tensor | None, *, in_training: bool, want_rows: bool
     ) -> HeadCall:
         """See ``RowBackend``. Raises what :meth:`RankStep.agree` does, and what computing a part raises."""
-        step = self._step(in_training=in_training, want_rows=want_rows)
-        samples, said, rows = rows_of_parts(step, parts, labels, weight)
-        return self._call(rows, samples, said, want_rows=want_rows)
+        step = RankStep(self, training=want_rows, adapts=in_training)
+        samples, agreed, rows = rows_of_parts(step, parts, labels, weight)
+        return self._call(rows, samples, agreed, want_rows=want_rows)
 
-    def _step(self, *, in_training: bool, want_rows: bool) -> RankStep:
-        return RankStep(
-            update=self.update,
-            select=self.select,
-            selector=self.selector,
-            living=self.living,
-            margins=self.margins,
-            bias=self.settings.bias,
-            centers=self.settings.sub_centers,
-            loss=self.settings.config,
-            training=want_rows,
-            adapts=in_training,
-        )
-
-    def _call(self, rows: RankRows, samples: CountedSamples, said: Agreed, *, want_rows: bool) -> HeadCall:
+    def _call(self, rows: RankRows, samples: CountedSamples, agreed: Agreed, *, want_rows: bool) -> HeadCall:
         return HeadCall(
             rows,
             self.update,
             samples,
             self._logits_cache_bytes,
             want_rows=want_rows,
-            rank_weight=1.0 if said.take_mean else samples.amount / (sum(said.amounts) or 1.0),
-            takes_mean=said.take_mean,
+            rank_weight=1.0 if agreed.take_mean else samples.amount / (sum(agreed.amounts) or 1.0),
+            takes_mean=agreed.take_mean,
         )
 
     def predict(self, features: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """See ``RowBackend``. Every rank calls it, with its own features [S, D]."""
         normalised = self.margins.margin is not None
         active = self.living.select(FullSoftmax(), np.empty(0, np.int64), 0)
-        arithmetic = Arithmetic.of(features)
-        return top_classes_on_ranks(
-            self.table,
-            active,
-            features,
-            k,
-            normalised=normalised,
-            centers=self.settings.sub_centers,
-            arithmetic=arithmetic,
-        )
+        centers = self.settings.sub_centers
+        return top_on_ranks(self.table, active, features, k, normalised=normalised, centers=centers)
 
 
 def _open_table(settings: HeadSettings, link: Communicator) -> DeviceRows:
@@ -213,7 +190,7 @@ def _open_table(settings: HeadSettings, link: Communicator) -> DeviceRows:
     except GeartrainError as exc:
         link.require_equal({"error": str(exc)}, f"table {settings.name!r}")
         raise
-    said = {
+    settings_of_all = {
         **spec.to_dict(),
         "select": named(settings.select),
         "margin": named(settings.margin),
@@ -221,5 +198,5 @@ def _open_table(settings: HeadSettings, link: Communicator) -> DeviceRows:
         "num_living": settings.num_living,
         "sub_centers": settings.sub_centers,
     }
-    link.require_equal(said, f"table {settings.name!r}")
+    link.require_equal(settings_of_all, f"table {settings.name!r}")
     return DeviceRows(spec, link, link.device)

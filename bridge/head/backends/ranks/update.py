@@ -7,15 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
 import xxhash
 from torch import Tensor
 
-from geartrain.ams.programs.class_lifecycle import LiveClasses
-from geartrain.ams.programs.selection import SamplingCorrection, Selection
+from geartrain.ams.programs.selection import SamplingCorrection
 from geartrain.ams.values.errors import (
     GeartrainError,
     InvalidArgument,
@@ -26,19 +25,20 @@ from geartrain.ams.values.errors import (
     SyncError,
 )
 from geartrain.ams.values.specs import Ids
-from geartrain.bridge.head.backends.ranks.passes import RankGradient, RankRows
-from geartrain.bridge.head.backends.ranks.selector import RankSelector
+from geartrain.bridge.head.backends.ranks.passes import RankRows
 from geartrain.bridge.head.batch import Batch, with_ones
 from geartrain.bridge.head.checks import check_features, check_finite
-from geartrain.bridge.head.loss.margins.head_margin import HeadMargin, JointBatch
-from geartrain.bridge.head.loss.samples import CountedSamples, LossSettings
+from geartrain.bridge.head.loss.margins.head_margin import JointBatch
+from geartrain.bridge.head.loss.samples import CountedSamples
 from geartrain.bridge.head.loss.statistics import LOOKS_EVERY
 from geartrain.bridge.head.sub_centers import largest_cosines
 from geartrain.bridge.placements.device_rows import DeviceRows
-from geartrain.bridge.placements.device_update import DeviceUpdate
 from geartrain.bridge.placements.workspace import Arithmetic
 from geartrain.bridge.rows.ranks import float_bits, float_of
 from geartrain.bridge.rows.transfers import upload
+
+if TYPE_CHECKING:
+    from geartrain.bridge.head.backends.ranks.rank_backend import RankBackend
 
 Rows = TypeVar("Rows", bound=RankRows)
 
@@ -75,19 +75,11 @@ class Agreed:
     """Of a batch that comes part by part: what of each part counts, by rank."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class RankStep:
     """What a rank is asked to do; every rank is asked at once."""
 
-    update: DeviceUpdate[RankGradient]
-    select: Selection
-    selector: RankSelector
-    living: LiveClasses
-    margins: HeadMargin
-    bias: bool
-    centers: int
-    """Of each class."""
-    loss: LossSettings
+    backend: RankBackend
     training: bool
     """Whether row gradients will follow."""
     adapts: bool
@@ -95,14 +87,14 @@ class RankStep:
 
     def rows(self, samples: CountedSamples, agreed: Agreed) -> RankRows:
         """The pass over the rows: all-gathers of the features and of their labels first."""
-        link, sizes = self.update.table.link, agreed.sizes
+        link, sizes = self.backend.table.link, agreed.sizes
         joint_features_BD = link.gather(self.travelling(samples.features_SD), sizes)
         labels_B: Ids = link.gather(torch.from_numpy(samples.labels_S), sizes).numpy()
         return self.rows_over(joint_features_BD, labels_B, agreed, RankRows)
 
     def travelling(self, features_SD: Tensor) -> Tensor:
         """This rank's features as the others see them."""
-        return with_ones(features_SD.detach()) if self.bias else features_SD.detach().contiguous()
+        return with_ones(features_SD.detach()) if self.backend.settings.bias else features_SD.detach().contiguous()
 
     def rows_over(
         self,
@@ -113,31 +105,31 @@ class RankStep:
     ) -> Rows:
         """The pass over the rows, for the features and labels of all ranks; ``make`` has the arguments of RankRows."""
         if self.training:
-            self.select.prepare()
-        table, arithmetic = self.update.table, Arithmetic.of(joint_features_BD)
-        num_active, here = self.selector.choose(labels_B, self.living, self.update.step)
+            self.backend.select.prepare()
+        table, arithmetic = self.backend.table, Arithmetic.of(joint_features_BD)
+        num_active, here = self.backend.selector.choose(labels_B, self.backend.living, self.backend.update.step)
         numbers_B = labels_B - table.first
-        margin = self.margins.of_pass(
+        margin = self.backend.margins.of_pass(
             joint_features_BD,
             labels_B,
             JointBatch(labels=labels_B, first=0, sum=lambda own: own),
-            step=self.update.step,
+            step=self.backend.update.step,
             training=self.adapts,
             target_cos=lambda unit_BD: _target_cos(table, unit_BD, numbers_B),
         )
         correction = (
-            SamplingCorrection.of(labels_B, num_active, self.living.num_living)
-            if self.select.corrects(margin)
+            SamplingCorrection.of(labels_B, num_active, self.backend.living.num_living)
+            if self.backend.select.corrects(margin)
             else None
         )
         stands_for, weight = (
-            (num_active, 0.0) if correction is None else (self.living.num_living, correction.log2_weight)
+            (num_active, 0.0) if correction is None else (self.backend.living.num_living, correction.log2_weight)
         )
-        targets, smoothing = here.targets(numbers_B), self.loss.label_smoothing
+        targets, smoothing = here.targets(numbers_B), self.backend.settings.config.label_smoothing
         batch = Batch.of(joint_features_BD, targets, labels_B, margin, stands_for, arithmetic, smoothing)
-        batch.num_active, batch.centers = num_active, self.centers
+        batch.num_active, batch.centers = num_active, self.backend.settings.sub_centers
         is_alone_on_host = table.link.world_size == 1 and joint_features_BD.device.type == "cpu"
-        batch.looks_for_highest = is_alone_on_host or self.update.step % LOOKS_EVERY == 0
+        batch.looks_for_highest = is_alone_on_host or self.backend.update.step % LOOKS_EVERY == 0
         return make(table, here, batch, numbers_B, agreed.sizes, agreed.want_gradient, weight)
 
     def agree(self, features: Tensor, labels: Tensor, weight: Tensor | None) -> tuple[CountedSamples, Agreed]:
@@ -166,19 +158,19 @@ class RankStep:
 
         ``part_sizes``: what of each part counts, as many on every rank; none where the features come whole.
         """
-        refused = self.update.take_refused()
-        margin = xxhash.xxh3_64_intdigest(named(self.margins.margin).encode()) >> 2
+        refused = self.backend.update.take_refused()
+        margin = xxhash.xxh3_64_intdigest(named(self.backend.margins.margin).encode()) >> 2
         size = 0 if samples is None else len(samples.labels_S)
         amount = 0.0 if samples is None else samples.amount
         reduces = samples is None or samples.reduces
         kind = _DTYPES.index(features.dtype) if isinstance(features, Tensor) and features.dtype in _DTYPES else -1
         wants = isinstance(features, Tensor) and features.requires_grad
-        spec, step = self.update.table.spec, self.update.step
+        spec, step = self.backend.table.spec, self.backend.update.step
         mode = self.training + 2 * self.adapts
-        numbers = [size, failure is None, kind, step, mode, wants, refused, self.living.fingerprint, margin]
-        said = self.update.table.link.exchange([*numbers, float_bits(amount), reduces, *part_sizes])
+        numbers = [size, failure is None, kind, step, mode, wants, refused, self.backend.living.fingerprint, margin]
+        of_ranks = self.backend.table.link.exchange([*numbers, float_bits(amount), reduces, *part_sizes])
         sizes, sound, kinds, steps, modes, gradients, left, classes, margins, amounts, reducing, *parts = (
-            list(column) for column in zip(*said, strict=True)
+            list(column) for column in zip(*of_ranks, strict=True)
         )
         if failure is not None:
             raise failure
@@ -200,7 +192,7 @@ class RankStep:
             )
         if len(set(margins)) > 1:
             raise SpecMismatch(
-                f"the ranks have different margins, here {self.margins.margin}; set the same on every rank"
+                f"the ranks have different margins, here {self.backend.margins.margin}; set the same on every rank"
             )
         found = {
             "dtype of the features": [str(_DTYPES[k]) for k in kinds],
@@ -223,8 +215,10 @@ class RankStep:
 
     def _checked(self, features: Tensor, labels: Tensor, weight: Tensor | None) -> CountedSamples:
         self.check_placed(features)
-        samples = CountedSamples.of(features, labels, weight, self.loss, self.dim, self.living)
-        if len(features) == 0 and self.update.table.link.world_size == 1:
+        samples = CountedSamples.of(
+            features, labels, weight, self.backend.settings.config, self.dim, self.backend.living
+        )
+        if len(features) == 0 and self.backend.table.link.world_size == 1:
             raise InvalidRows("the batch is empty; a mean loss needs at least one sample")
         check_finite(samples.features_SD)
         return samples
@@ -232,14 +226,14 @@ class RankStep:
     @property
     def dim(self) -> int:
         """Width of features."""
-        return self.update.table.spec.dim // self.centers - self.bias
+        return self.backend.settings.dim
 
     def check_placed(self, features: Tensor) -> None:
         """Raise InvalidRows unless these are features, and InvalidArgument where the rows are on another device."""
         check_features(features, self.dim)
-        if features.device != self.update.table.device:
+        if features.device != self.backend.table.device:
             raise InvalidArgument(
-                f"features are on {features.device}, the rows on {self.update.table.device}; move the head there "
+                f"features are on {features.device}, the rows on {self.backend.table.device}; move the head there "
                 f"(head.to({str(features.device)!r})) or the features"
             )
 

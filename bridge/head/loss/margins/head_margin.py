@@ -130,7 +130,7 @@ def _settings(margin: object) -> dict[str, Any] | None:
     """Kind and fields of a dataclass of numbers and texts; None for anything else."""
     if margin is None or isinstance(margin, type) or not is_dataclass(margin):
         return None
-    values = {one.name: getattr(margin, one.name) for one in fields(margin)}
+    values = {field.name: getattr(margin, field.name) for field in fields(margin)}
     if not all(isinstance(value, bool | int | float | str | None) for value in values.values()):
         return None
     return {"kind": type(margin).__name__, **values}

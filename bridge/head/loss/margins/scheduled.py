@@ -92,5 +92,5 @@ class ScheduledMargin:
 
 def _changing(points: Iterable[tuple[int, Any]]) -> list[str]:
     margins = [margin for _, margin in points]
-    names = [one.name for one in fields(margins[0])]
-    return [name for name in names if any(getattr(one, name) != getattr(margins[0], name) for one in margins)]
+    names = [field.name for field in fields(margins[0])]
+    return [name for name in names if any(getattr(margin, name) != getattr(margins[0], name) for margin in margins)]

@@ -163,7 +163,7 @@ def test_on_a_cpu_networks_run_in_bfloat16_only_with_amx(has_amx: bool, monkeypa
 @pytest.mark.parametrize("margin", [None, ArcFace(scale=64)])
 def test_predict_equals_brute_force(margin: ArcFace | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("geartrain.bridge.head.backends.pull.stream.block_rows_for", lambda _: 17)
-    monkeypatch.setattr("geartrain.bridge.head.backends.pull.inference.SAMPLES_AT_ONCE", 5)
+    monkeypatch.setattr("geartrain.bridge.head.backends.predict.SAMPLES_AT_ONCE", 5)
     head, table = make_head(margin=margin)
     features, _ = batch()
     rows = torch.from_numpy(table.rows)

@@ -230,6 +230,13 @@ def joined(said: list[list[tuple[float, Array]]], ranks: int, rows: Array) -> Ou
     return Outcome(np.array(losses), np.array(gradients), rows)
 
 
+def require_close(outcome: Outcome, truth: Outcome, case: Case) -> None:
+    for field in ("losses", "gradients", "rows"):
+        mine, theirs = getattr(outcome, field), getattr(truth, field)
+        np.testing.assert_allclose(mine, theirs, rtol=0, atol=3e-4 * np.abs(theirs).max(), err_msg=f"{case} {field}")
+    assert np.abs(truth.rows).max() > 0
+
+
 PLACES: dict[str, Callable[[list[Case], Path], dict[Case, Outcome]]] = {
     "pull": partial(in_cluster, rows="pull"),
     "hosted": partial(in_cluster, rows="hosted"),
@@ -249,12 +256,7 @@ def test_every_place_of_the_rows_equals_the_float64_reference(
 ) -> None:
     outcomes = PLACES[place](CASES, tmp_path)
     for case in CASES:
-        outcome, truth = outcomes[case], expected[case]
-        for field in ("losses", "gradients", "rows"):
-            mine, theirs = getattr(outcome, field), getattr(truth, field)
-            scale = np.abs(theirs).max()
-            np.testing.assert_allclose(mine, theirs, rtol=0, atol=3e-4 * scale, err_msg=f"{case} {field}")
-        assert np.abs(truth.rows).max() > 0
+        require_close(outcomes[case], expected[case], case)
 
 
 DTYPES: list[DTypeName] = ["float32", "float16", "bfloat16"]
