@@ -91,7 +91,7 @@ if TYPE_CHECKING:  # the one list of public names: "X as X" is how a module give
     from geartrain.bridge.parallel.overlap.trace import trace_step as trace_step
     from geartrain.bridge.parallel.parallelize import parallelize as parallelize
     from geartrain.bridge.parallel.plan.auto import auto_plan as auto_plan
-    from geartrain.bridge.parallel.plan.hardware.hardware import Hardware as Hardware
+    from geartrain.bridge.parallel.plan.hardware import Hardware as Hardware
     from geartrain.bridge.parallel.scopes import Replicate as Replicate
     from geartrain.bridge.parallel.scopes import Split as Split
     from geartrain.bridge.parallel.scopes import replicate as replicate

@@ -27,7 +27,7 @@ from geartrain.bridge.parallel.split.logits import SplitLogits
 from geartrain.bridge.rows.eager import runs_eagerly
 
 if TYPE_CHECKING:
-    from geartrain.bridge.parallel.plan.hardware.hardware import Hardware
+    from geartrain.bridge.parallel.plan.hardware import Hardware
     from geartrain.bridge.parallel.plan.plan import Plan
 
 
@@ -38,15 +38,7 @@ class PlanMaker(Protocol):
         """The model is called with them: a rank's batch."""
 
     def plan(
-        self,
-        scopes: Mapping[str, Scope],
-        loss: LossFunction | None,
-        ranks: int,
-        *,
-        device: torch.device,
-        hardware: Hardware | None,
-        optimizer: Callable[[list[nn.Parameter]], Any] | None,
-        micro_batches: int,
+        self, model: Any, hardware: Hardware | None, optimizer: Callable[[list[nn.Parameter]], Any] | None
     ) -> Plan:
         """Of the batch that was seen; None: hardware measured here, AdamW."""
 
@@ -117,15 +109,7 @@ class ParallelModel(nn.Module):
         """
         if self._plans is None:
             raise InvalidArgument("this model has no plan: gt.parallelize did not make it")
-        return self._plans.plan(
-            self.scopes,
-            self.loss,
-            self.mesh.world_size,
-            device=self.mesh.whole.device,
-            hardware=hardware,
-            optimizer=optimizer,
-            micro_batches=self.micro_batches,
-        )
+        return self._plans.plan(self, hardware, optimizer)
 
     @runs_eagerly
     def forward(self, inputs: Any, labels: Tensor | None = None, **options: Any) -> Any:

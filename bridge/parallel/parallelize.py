@@ -17,7 +17,7 @@ from geartrain.bridge.parallel.global_mean import LossFunction
 from geartrain.bridge.parallel.mesh import Mesh
 from geartrain.bridge.parallel.mixed_optimizers import let_optimizers_mix
 from geartrain.bridge.parallel.parallel_model import ParallelModel
-from geartrain.bridge.parallel.plan.model_plans import ModelPlans
+from geartrain.bridge.parallel.plan.build import ModelPlans
 from geartrain.bridge.parallel.replicated import replicated, require_first_values
 from geartrain.bridge.parallel.scopes import Scope, ScopedModel, marked_scopes, scoped
 from geartrain.bridge.parallel.split.agreement import StepAgreement

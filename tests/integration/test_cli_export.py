@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,7 @@ def test_plan_prints_the_step_of_a_head_beside_those_of_its_rivals(tmp_path: Pat
     assert planned["scopes"] == {"backbone": "Replicate(shard=False)", "head": "Split()"}
     parted = json.loads(invoke("plan", *head, *step, "--micro-batches", "4", "--json").stdout)["step"]
     assert parted["step"]["hidden"] > planned["step"]["hidden"]
-    gt.Hardware.named("v100-25gbit").with_ranks_per_node(16).write(tmp_path / "one-node.yaml")
+    replace(gt.Hardware.named("v100-25gbit"), ranks_per_node=16).write(tmp_path / "one-node.yaml")
     near = json.loads(invoke("plan", *head, *step[:-1], str(tmp_path / "one-node.yaml"), "--json").stdout)["step"]
     assert near["step"]["communication"] < planned["step"]["communication"] / 5
     sparse = json.loads(invoke("plan", *head, *step, "--sparsity", "0.999", "--json").stdout)["step"]

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
+from geartrain.ams.programs.selection import Selection
+from geartrain.ams.values.arguments import integer
 from geartrain.ams.values.errors import InvalidArgument
+from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
 from geartrain.ams.values.text import counted, quoted
+from geartrain.bridge.head.config import HeadConfig
 from geartrain.bridge.parallel.global_mean import LossFunction
 from geartrain.bridge.parallel.mesh import Mesh
-from geartrain.bridge.parallel.plan.build import OptimizerMaker, request_for
-from geartrain.bridge.parallel.plan.costs.head_costs import HeadSkeleton
-from geartrain.bridge.parallel.plan.costs.skeleton import skeleton_of
-from geartrain.bridge.parallel.plan.explanation import bytes_text, seconds_text
-from geartrain.bridge.parallel.plan.hardware.hardware import Hardware
-from geartrain.bridge.parallel.plan.plan import Plan
+from geartrain.bridge.parallel.plan.build import OptimizerMaker, PlanRequest
+from geartrain.bridge.parallel.plan.dry import HeadSkeleton, skeleton_of
+from geartrain.bridge.parallel.plan.hardware import Hardware
+from geartrain.bridge.parallel.plan.plan import Plan, bytes_text, seconds_text
 from geartrain.bridge.parallel.scopes import Replicate, Scope, Split
 
 _MOST_SPLIT = 3
@@ -66,30 +69,127 @@ def auto_plan(
     """
     count = _count_of(ranks)
     hardware = hardware or _measured(count)
-    tried, refused = planned_candidates(model, count, hardware, example, loss=loss, batch=batch, optimizer=optimizer)
+    tried, refused = _planned_candidates(model, count, hardware, example, batch, loss=loss, optimizer=optimizer)
     fitting = {name: plan for name, plan in tried.items() if plan.fits}
-    lines = [plan_line(name, plan) for name, plan in tried.items()] + refused
+    lines = [_line(name, plan) for name, plan in tried.items()] + refused
     if not fitting:
         raise InvalidArgument(
             f"nothing fits into {bytes_text(hardware.memory_bytes)} a rank on {counted(count, 'rank')}: "
             f"{'; '.join(lines)}. Use more ranks, a smaller batch, or an optimizer with less state"
         )
-    chosen = min(fitting, key=lambda name: fitting[name].step.seconds)
-    return replace(fitting[chosen], reasons=(f"chosen: {chosen}, {_why(chosen, fitting, tried)}", *lines))
+    chosen, *others = sorted(fitting, key=lambda name: fitting[name].step.seconds)
+    plan = fitting[chosen]
+    why = "the only one that fits" if len(tried) > 1 else "there is nothing else to try"
+    if others:
+        best = fitting[others[0]]
+        why = (
+            f"the shortest step of those that fit: {seconds_text(plan.step.seconds)}, the next one "
+            f"{seconds_text(best.step.seconds)}; a rank sends {bytes_text(plan.sent_bytes)}, there "
+            f"{bytes_text(best.sent_bytes)}"
+        )
+    return replace(plan, reasons=(f"chosen: {chosen}, {why}", *lines))
 
 
-def planned_candidates(
-    model: nn.Module,
-    ranks: int,
-    hardware: Hardware,
-    example: Any,
+def plan_classifier(
+    backbone: nn.Module,
+    images: Tensor,
     *,
-    loss: LossFunction | None,
-    batch: int | None,
-    optimizer: OptimizerMaker,
+    num_classes: int,
+    dim: int,
+    ranks: int,
+    batch: int,
+    hardware: Hardware,
+    select: Selection,
+    row_optimizer: RowOptimizerSpec,
+    config: HeadConfig,
+    sub_centers: int = 1,
+    micro_batches: int = 1,
     sparsity: float | None = None,
+) -> Plan:
+    """A step of ``backbone`` under DDP and a ``ClassHead`` with ``rows="ranks"``; its ``reasons`` say what rivals take.
+
+    Nothing is allocated. The rivals are those of :func:`auto_plan`: the same backbone and an ``nn.Linear`` with cross
+    entropy, replicated, split and sharded, which look at every class in every step.
+
+    Args:
+        backbone: Gives features [B, D] of images; best on the meta device.
+        images: An example [n, …]; only its shape and dtype count.
+        num_classes: Of the head.
+        dim: Width D of features.
+        ranks: That train together.
+        batch: Samples of a rank.
+        hardware: What to divide by.
+        select: Which classes of the head are active.
+        row_optimizer: Of the head's rows.
+        config: Its other settings.
+        sub_centers: Of each class.
+        micro_batches: Of a step, as in :class:`MicroBatches`; the rivals' are computed at once.
+        sparsity: Of the backbone's gradients, as in :class:`TopKGradients`; of the rivals', too.
+
+    Raises InvalidArgument for a backbone that gives no features [B, D], or that needs values.
+    """
+    num_classes, dim = integer("num_classes", num_classes, 1), integer("dim", dim, 1)
+    _require_features(backbone, images, dim)
+    settings = {
+        "num_classes": num_classes,
+        "dim": dim,
+        "sub_centers": sub_centers,
+        "bias": False,
+        "optimizer": row_optimizer,
+        "select": select,
+        "config": config,
+    }
+    example = (images, torch.zeros(len(images), dtype=torch.int64))
+    ours = PlanRequest.of(
+        _Classifier(backbone, HeadSkeleton("head", settings)),
+        {"backbone": Replicate(), "head": Split()},
+        example,
+        batch,
+        ranks=ranks,
+        hardware=hardware,
+        loss=None,
+        micro_batches=micro_batches,
+        sparsity=sparsity,
+    ).plan()
+    with torch.device("meta"):
+        rival = nn.Sequential(OrderedDict(backbone=backbone, head=nn.Linear(dim, num_classes)))
+    tried, refused = _planned_candidates(
+        rival, ranks, hardware, example, batch, loss=nn.CrossEntropyLoss(), sparsity=sparsity
+    )
+    rivals = [_line(name, plan) for name, plan in tried.items()] + refused
+    return replace(ours, reasons=(_line("ClassHead on the ranks", ours), *(f"nn.Linear, {rival}" for rival in rivals)))
+
+
+class _Classifier(nn.Module):
+    """A head takes labels, and gives the loss."""
+
+    def __init__(self, backbone: nn.Module, head: nn.Module) -> None:
+        super().__init__()
+        self.backbone, self.head = backbone, head
+
+    def forward(self, images: Tensor, labels: Tensor) -> Tensor:
+        loss: Tensor = self.head(self.backbone(images), labels)
+        return loss
+
+
+def _require_features(backbone: nn.Module, images: Tensor, dim: int) -> None:
+    try:
+        with torch.no_grad():
+            found = backbone(images)
+    except (RuntimeError, NotImplementedError, ValueError, TypeError) as exc:
+        raise InvalidArgument(
+            f"{type(backbone).__name__} does not take images {list(images.shape)} without values: {exc}. Give the "
+            "number of channels and the size of images that it is made for"
+        ) from exc
+    shape = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
+    if shape != [len(images), dim]:
+        raise InvalidArgument(f"{type(backbone).__name__} gives {shape} of a batch; it must give features [B, {dim}]")
+
+
+def _planned_candidates(
+    model: nn.Module, ranks: int, hardware: Hardware, example: Any, batch: int | None, **settings: Any
 ) -> tuple[dict[str, Plan], list[str]]:
-    """The plans that :func:`auto_plan` chooses from, by what they are called; a line for each that is not possible.
+    """The plans to choose from, by what they are called; a line for each that is not possible.
 
     Raises InvalidArgument for a model that cannot be planned at all.
     """
@@ -97,17 +197,7 @@ def planned_candidates(
     tried: dict[str, Plan] = {}
     refused: list[str] = []
     for name, scopes in _candidates(skeleton, ranks):
-        request = request_for(
-            skeleton,
-            scopes,
-            ranks,
-            hardware,
-            example,
-            batch=batch,
-            loss=loss,
-            optimizer=optimizer,
-            sparsity=sparsity,
-        )
+        request = PlanRequest.of(skeleton, scopes, example, batch, ranks=ranks, hardware=hardware, **settings)
         try:
             tried[name] = request.plan()
         except InvalidArgument as exc:
@@ -117,19 +207,7 @@ def planned_candidates(
     return tried, refused
 
 
-def _why(chosen: str, fitting: Mapping[str, Plan], tried: Mapping[str, Plan]) -> str:
-    others = [plan for name, plan in fitting.items() if name != chosen]
-    if not others:
-        return "the only one that fits" if len(tried) > 1 else "there is nothing else to try"
-    best, plan = min(others, key=lambda one: one.step.seconds), fitting[chosen]
-    return (
-        f"the shortest step of those that fit: {seconds_text(plan.step.seconds)}, the next one "
-        f"{seconds_text(best.step.seconds)}; a rank sends {bytes_text(plan.sent_bytes)}, there "
-        f"{bytes_text(best.sent_bytes)}"
-    )
-
-
-def plan_line(name: str, plan: Plan) -> str:
+def _line(name: str, plan: Plan) -> str:
     """What matters of a plan, in a line."""
     fits = "" if plan.fits else ", does not fit"
     return (
@@ -159,14 +237,13 @@ def _candidates(model: nn.Module, ranks: int) -> Iterator[tuple[str, dict[str, S
 
 def _splittable(model: nn.Module) -> list[str]:
     """Names of the largest layers that could be split, by size."""
-    sizes = {
-        name: sum(one.numel() for one in module.parameters())
-        for name, module in model.named_modules()
-        if type(module) in (nn.Linear, nn.Embedding)
-    }
-    whole = sum(one.numel() for one in model.parameters())
-    large = [name for name, size in sizes.items() if size >= _LEAST_PART * whole]
-    return sorted(large, key=lambda name: -sizes[name])[:_MOST_SPLIT]
+
+    def size(module: nn.Module) -> int:
+        return sum(parameter.numel() for parameter in module.parameters())
+
+    layers = {name: size(part) for name, part in model.named_modules() if type(part) in (nn.Linear, nn.Embedding)}
+    large = [name for name in layers if layers[name] >= _LEAST_PART * size(model)]
+    return sorted(large, key=layers.__getitem__, reverse=True)[:_MOST_SPLIT]
 
 
 def _with_rest(model: nn.Module, split: Mapping[str, Scope], rest: Replicate) -> dict[str, Scope]:

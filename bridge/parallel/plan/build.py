@@ -1,36 +1,41 @@
-"""From a model and its scopes to a plan: run it dry, count what it does, divide by the hardware's rates."""
+"""From a model and its scopes to a plan: run it dry, count what it does, divide by the hardware's rates.
+
+The rules for what ranks have in common are those of ``torch.nn.parallel.DistributedDataParallel`` and
+``torch.distributed.fsdp.fully_shard``.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from geartrain.ams.values.arguments import integer, real_number
-from geartrain.ams.values.errors import InvalidArgument
+from geartrain.ams.values.errors import GeartrainError, InvalidArgument
 from geartrain.bridge.parallel.global_mean import LossFunction
 from geartrain.bridge.parallel.parallel_model import ParallelModel
-from geartrain.bridge.parallel.plan.costs import replicas
-from geartrain.bridge.parallel.plan.costs.collectives import Collective
-from geartrain.bridge.parallel.plan.costs.dry_model import dry_model
-from geartrain.bridge.parallel.plan.costs.head_costs import HeadSkeleton
-from geartrain.bridge.parallel.plan.costs.skeleton import without_values
-from geartrain.bridge.parallel.plan.costs.trace import REST, Recorded, StepTrace, traced_step, traced_update
-from geartrain.bridge.parallel.plan.hardware.hardware import Hardware
-from geartrain.bridge.parallel.plan.plan import Plan
-from geartrain.bridge.parallel.plan.planned import PlannedCollective, PlannedPart
-from geartrain.bridge.parallel.plan.timeline import expected_steps
+from geartrain.bridge.parallel.plan.dry import HeadSkeleton, dry_model, skeleton_of, without_values
+from geartrain.bridge.parallel.plan.hardware import Hardware
+from geartrain.bridge.parallel.plan.plan import ExpectedStep, Plan, PlannedCollective, PlannedPart
+from geartrain.bridge.parallel.plan.trace import REST, Collective, StepTrace, traced_step, traced_update
 from geartrain.bridge.parallel.scopes import Scope, Split
 from geartrain.bridge.parallel.split.heads import backend_of
 from geartrain.bridge.parallel.split.layer import SplitLayer
+from geartrain.bridge.parallel.topk.exchange import sent_counts
 
 OptimizerMaker = Callable[[list[nn.Parameter]], Any]
 
+_FIRST_BUCKET_BYTES, _BUCKET_BYTES = 1 << 20, 25 << 20
+"""DistributedDataParallel's own: its first bucket is small, so that the network begins soon."""
+_INDEXED_BYTES = 8
+"""Of a gradient value that travels with its place: int32 and float32."""
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+
+@dataclass(kw_only=True, eq=False)
 class PlanRequest:
     """What a plan is made of; :meth:`plan` makes it."""
 
@@ -46,7 +51,7 @@ class PlanRequest:
     batch: int
     """Samples of a rank."""
     loss: LossFunction | None
-    optimizer: OptimizerMaker
+    optimizer: OptimizerMaker = torch.optim.AdamW
     micro_batches: int = 1
     sparsity: float | None = None
 
@@ -57,6 +62,24 @@ class PlanRequest:
         integer("micro_batches", self.micro_batches, 1)
         if self.sparsity is not None and not 0 <= real_number("sparsity", self.sparsity) < 1:
             raise InvalidArgument(f"sparsity is {self.sparsity!r}; it must be in [0, 1), or None: gradients are dense")
+
+    @classmethod
+    def of(
+        cls, model: nn.Module, scopes: Mapping[str, Scope], example: Any, batch: int | None, **fields: Any
+    ) -> PlanRequest:
+        """Of an ``example`` as ``ParallelModel`` is called: (inputs, labels), or inputs where the loss is its own.
+
+        Raises InvalidArgument for an example without tensors, or without labels where a loss needs them.
+        """
+        inputs, samples = without_values(example, batch)
+        labels = None
+        if fields["loss"] is not None:
+            if not isinstance(inputs, tuple | list) or len(inputs) != 2:
+                raise InvalidArgument(
+                    "example must be (inputs, labels), for the loss takes labels; inputs may be a tuple"
+                )
+            inputs, labels = inputs
+        return cls(model=model, scopes=dict(scopes), inputs=inputs, labels=labels, batch=samples, **fields)
 
     def changed(self, *, batch: int | None = None, **fields: Any) -> PlanRequest:
         """The same with another batch, or other fields."""
@@ -71,220 +94,263 @@ class PlanRequest:
         unnamed: dict[str, Scope] = {name: Split() for name in heads if name not in self.scopes}
         if unnamed:  # they have no parameters, so that parallelize takes them without a scope
             return replace(self, scopes={**self.scopes, **unnamed}).plan()
-        trace = StepTrace()
+        trace = StepTrace(self.hardware)
         dry = dry_model(self.model, self.scopes, self.loss, self.ranks, trace)
         parts = [name for name in self.scopes if name]
-        recorded = traced_step(
-            dry.module, parts, lambda: dry(self.inputs, self.labels), (self.inputs, self.labels), trace
+        traced_step(dry.module, parts, lambda: dry(self.inputs, self.labels), (self.inputs, self.labels), trace)
+        return self._planned(dry.module, trace)
+
+    def _planned(self, model: nn.Module, trace: StepTrace) -> Plan:
+        seen = {
+            id(parameter)
+            for name, scope in self.scopes.items()
+            if isinstance(scope, Split)
+            for parameter in model.get_submodule(name).parameters()
+        }
+        found = [pair for recorded in trace.collectives for pair in self._in_micro_batches(*recorded)]
+        parts: list[PlannedPart] = []
+        replicated: dict[str, list[nn.Parameter]] = {}
+        buffers: list[Tensor] = []
+        for name, scope in self.scopes.items():
+            module = model.get_submodule(name)
+            if isinstance(module, HeadSkeleton):
+                parts.append(self._head_part(name, module, trace))
+                continue
+            if isinstance(scope, Split):
+                assert isinstance(module, SplitLayer)
+                own, rows = list(module.parameters()), module.shard.num / max(1, module.shard.num_local)
+                parts.append(self._part(name, "split", trace, own, own, whole=rows))
+                continue
+            own = [parameter for parameter in module.parameters() if id(parameter) not in seen]
+            seen.update(map(id, own))
+            if scope.shard and self.ranks > 1:
+                local = [_shard_of(parameter, self.ranks) for parameter in own]
+                parts.append(self._part(name, "sharded", trace, own, local))
+                found += [(name, collective) for collective in _of_sharded(local, self.ranks)]
+                continue
+            parts.append(self._part(name, "replicated", trace, own, own))
+            replicated[name] = own
+            buffers += module.buffers()
+        averages = list(self._averages([parameter for own in replicated.values() for parameter in own]))
+        where = " + ".join(name or "model" for name, own in replicated.items() if own)
+        if averages:
+            found += [(where, collective) for collective in (*_of_buffers(buffers, self.ranks), *averages)]
+        if "" not in self.scopes:
+            parts.append(self._part("", "", trace, [], []))
+        return Plan(
+            request=self,
+            parts=tuple(parts),
+            collectives=tuple(
+                PlannedCollective(
+                    part="" if part == REST else part,
+                    times=times,
+                    collective=collective,
+                    seconds=times * collective.seconds(self.hardware),
+                )
+                for (part, collective), times in sorted(
+                    Counter(found).items(), key=lambda item: item[0][1].phase == "backward"
+                )
+            ),
+            step=self._expected(parts, found, averages),
         )
-        return _planned(self, dry, recorded)
+
+    def _expected(
+        self, parts: Sequence[PlannedPart], found: Sequence[tuple[str, Collective]], averages: Sequence[Collective]
+    ) -> ExpectedStep:
+        """How long it takes, where what can be hidden is: buckets but the last beside the rest of the backward pass.
+
+        With n micro-batches the features of one travel while the next is computed, and their gradients while the split
+        part works on the next: all but the n-th part of such a collective is hidden.
+        """
+
+        def seconds(collectives: Sequence[Collective]) -> float:
+            return sum(collective.seconds(self.hardware) for collective in collectives)
+
+        replicated = [part for part in parts if part.scope != "split"]
+        hidden = min(seconds(averages[:-1]), sum(part.backward_seconds for part in replicated))
+        if self.micro_batches > 1:
+            for part in parts:
+                own = [one for name, one in found if name == part.name and part.scope == "split" and one.is_of_features]
+                for kind, beside in (
+                    ("all-gather", sum(part.forward_seconds for part in replicated)),
+                    ("reduce-scatter", part.forward_seconds + part.backward_seconds),
+                ):
+                    travelling = min(beside, seconds([one for one in own if one.kind == kind]))
+                    hidden += travelling * (self.micro_batches - 1) / self.micro_batches
+        return ExpectedStep(
+            forward=sum(part.forward_seconds for part in parts),
+            backward=sum(part.backward_seconds for part in parts),
+            update=sum(part.update_seconds for part in parts),
+            communication=seconds([collective for _, collective in found]),
+            hidden=hidden,
+            slowed=(1 - self.hardware.overlap) * hidden,
+        )
+
+    def _averages(self, replicated: Sequence[nn.Parameter]) -> Iterator[Collective]:
+        """Those of the gradients: of each bucket an all-reduce, and with ``sparsity`` an all-gather.
+
+        Of a tensor as many values travel, with their places, as :class:`TopKGradients` sends; small ones are dense.
+        """
+        trained = [parameter for parameter in reversed(replicated) if parameter.requires_grad]
+        for bucket in buckets(trained) if self.ranks > 1 else ():
+            numels = [tensor.numel() for tensor in bucket]
+            sent = sent_counts(numels, self.sparsity, self.ranks) if self.sparsity else numels
+            if kept := sum(k for k, numel in zip(sent, numels, strict=True) if k < numel):
+                size = kept * _INDEXED_BYTES * self.ranks
+                yield Collective(
+                    kind="all-gather", what="largest gradients", phase="backward", bytes=size, ranks=self.ranks
+                )
+            dense = [tensor.nbytes for tensor, k in zip(bucket, sent, strict=True) if k >= tensor.numel()]
+            if dense:
+                yield Collective(
+                    kind="all-reduce", what="gradients", phase="backward", bytes=sum(dense), ranks=self.ranks
+                )
+
+    def _in_micro_batches(self, part: str, collective: Collective) -> list[tuple[str, Collective]]:
+        """Features and their gradients travel once for each; labels and sums of the softmax for all of them at once."""
+        count = self.micro_batches if collective.is_of_features else 1
+        return [(part, replace(collective, bytes=-(-collective.bytes // count)))] * count
+
+    def _part(
+        self,
+        name: str,
+        scope: str,
+        trace: StepTrace,
+        parameters: Sequence[nn.Parameter],
+        local: Sequence[nn.Parameter],
+        *,
+        whole: float = 1.0,
+    ) -> PlannedPart:
+        trained = [parameter for parameter in local if parameter.requires_grad]
+        update, state_bytes = traced_update(trained, self.optimizer, self.hardware)
+        has_buckets = scope == "replicated" and self.ranks > 1
+        gathered = sum(parameter.nbytes for parameter in parameters) if scope == "sharded" else 0
+        return PlannedPart(
+            name=name,
+            scope=scope,
+            num_parameters=round(sum(parameter.numel() for parameter in parameters) * whole),
+            parameter_bytes=sum(parameter.nbytes for parameter in local),
+            gradient_bytes=sum(parameter.nbytes for parameter in trained) * (1 + has_buckets),
+            optimizer_bytes=state_bytes,
+            activation_bytes=trace.kept_bytes(name or REST) + gathered,
+            forward_seconds=trace.seconds[name or REST, "forward"],
+            backward_seconds=trace.seconds[name or REST, "backward"],
+            update_seconds=update,
+        )
+
+    def _head_part(self, name: str, head: HeadSkeleton, trace: StepTrace) -> PlannedPart:
+        report = head.memory(self.batch, self.ranks)
+        held = {part.name: part.bytes for part in report.parts if part.holder == "rank" and part.standing}
+        rows = held.pop("rows")
+        return PlannedPart(
+            name=name,
+            scope="split",
+            num_parameters=report.num_classes * head.width,
+            parameter_bytes=rows,
+            gradient_bytes=0,
+            optimizer_bytes=sum(held.values()),
+            activation_bytes=report.rank_bytes - rows - sum(held.values()),
+            forward_seconds=trace.seconds[name or REST, "forward"],
+            backward_seconds=trace.seconds[name or REST, "backward"],
+            update_seconds=head.update_seconds(self.batch, self.ranks, self.hardware),
+        )
+
+
+class ModelPlans:
+    """Makes plans of one model that is parallelized: of its shapes before that, and of the first batch it saw."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """``model`` before anything of it is replaced or sharded; a copy without values is kept."""
+        self._failure: Exception | None = None
+        self._skeleton = model
+        self._inputs: Any = None
+        try:
+            self._skeleton = skeleton_of(model)
+        except Exception as exc:  # whatever a user's module raises when copied: it trains, and has no plan
+            self._failure, self._skeleton = exc, nn.Module()
+
+    def saw(self, inputs: Any, labels: Any) -> None:
+        """The model is called with them: a rank's batch. The first one counts, unless it is empty."""
+        if self._inputs is None and self._failure is None:
+            try:
+                self._inputs = without_values((inputs, labels), None)
+            except InvalidArgument:
+                return
+
+    def plan(self, model: ParallelModel, hardware: Hardware | None, optimizer: OptimizerMaker | None) -> Plan:
+        """Of the batch that was seen. Raises InvalidArgument before one was, and for a model that has none."""
+        if self._failure is not None:
+            reason = str(self._failure) or type(self._failure).__name__
+            kind = type(self._failure) if isinstance(self._failure, GeartrainError) else InvalidArgument
+            raise kind(f"the model has no plan, for it cannot be copied without its values: {reason}")
+        if self._inputs is None:
+            raise InvalidArgument(
+                "the model has no plan before its first batch in training; call it once, or ask gt.auto_plan with an "
+                "example"
+            )
+        (inputs, labels), samples = self._inputs
+        return PlanRequest(
+            model=self._skeleton,
+            scopes=model.scopes,
+            ranks=model.mesh.world_size,
+            hardware=hardware or Hardware.measure(alone=True, device=model.mesh.whole.device),
+            inputs=inputs,
+            labels=labels,
+            batch=samples,
+            loss=model.loss,
+            optimizer=optimizer or torch.optim.AdamW,
+            micro_batches=model.micro_batches,
+        ).plan()
+
+
+def buckets(parameters: Sequence[Tensor]) -> list[list[Tensor]]:
+    """How gradients that come in this order are averaged together, from the second step on.
+
+    A bucket is closed as soon as it is as large as its limit; each has one dtype.
+    """
+    closed: list[list[Tensor]] = []
+    limits: dict[torch.dtype, int] = {}
+    filling: dict[torch.dtype, list[Tensor]] = {}
+    for parameter in parameters:
+        bucket = filling.setdefault(parameter.dtype, [])
+        bucket.append(parameter)
+        if sum(tensor.nbytes for tensor in bucket) >= limits.get(parameter.dtype, _FIRST_BUCKET_BYTES):
+            closed.append(filling.pop(parameter.dtype))
+            limits[parameter.dtype] = _BUCKET_BYTES
+    return closed + list(filling.values())
 
 
 def _is_head_on_ranks(module: nn.Module) -> bool:
     if isinstance(module, HeadSkeleton):
-        return module.is_on_ranks
+        return module.settings is not None
     backend = backend_of(module)
-    return backend is not None and not backend.needs_cluster
+    return backend is not None and backend.local is not None
 
 
-def request_for(
-    model: nn.Module,
-    scopes: Mapping[str, Scope],
-    ranks: int,
-    hardware: Hardware,
-    example: Any,
-    *,
-    batch: int | None,
-    loss: LossFunction | None,
-    optimizer: OptimizerMaker,
-    micro_batches: int = 1,
-    sparsity: float | None = None,
-) -> PlanRequest:
-    """Of an ``example`` as ``ParallelModel`` is called: (inputs, labels), or inputs where the loss is its own.
-
-    Raises InvalidArgument for an example without tensors, or without labels where a loss needs them.
-    """
-    inputs, samples = without_values(example, batch)
-    labels = None
-    if loss is not None:
-        if not isinstance(inputs, tuple | list) or len(inputs) != 2:
-            raise InvalidArgument("example must be (inputs, labels), for the loss takes labels; inputs may be a tuple")
-        inputs, labels = inputs
-    return PlanRequest(
-        model=model,
-        scopes=dict(scopes),
-        ranks=ranks,
-        hardware=hardware,
-        inputs=inputs,
-        labels=labels,
-        batch=samples,
-        loss=loss,
-        optimizer=optimizer,
-        micro_batches=micro_batches,
-        sparsity=sparsity,
-    )
+def _shard_of(parameter: nn.Parameter, ranks: int) -> nn.Parameter:
+    """The largest shard of a parameter on the meta device: a part of its first dimension."""
+    whole = parameter.shape or (1,)
+    local = torch.empty(-(-whole[0] // ranks), *whole[1:], dtype=parameter.dtype, device="meta")
+    return nn.Parameter(local, requires_grad=parameter.requires_grad)
 
 
-@dataclass(kw_only=True)
-class _Costs:
-    """Of one scope: what its parameters add to what was recorded."""
-
-    part: PlannedPart
-    collectives: list[Collective]
-    replicated: list[nn.Parameter]
-    """Those that are averaged with the other scopes' together."""
-    buffers: list[Any]
-
-
-def _planned(request: PlanRequest, dry: ParallelModel, recorded: Recorded) -> Plan:
-    counted = {
-        id(parameter)
-        for name, scope in request.scopes.items()
-        if isinstance(scope, Split)
-        for parameter in dry.module.get_submodule(name).parameters()
-    }
-    costs = [
-        _costs_of(request, name, scope, dry.module.get_submodule(name), counted, recorded)
-        for name, scope in request.scopes.items()
+def _of_buffers(buffers: Sequence[Tensor], ranks: int) -> list[Collective]:
+    """Buffers, such as running means, are rank 0's in each forward pass: a broadcast of each dtype's together."""
+    sizes: Counter[torch.dtype] = Counter()
+    for buffer in buffers:
+        sizes[buffer.dtype] += buffer.nbytes
+    return [
+        Collective(kind="broadcast", what="buffers", phase="forward", bytes=size, ranks=ranks)
+        for size in sizes.values()
+        if size
     ]
-    found = [pair for one in recorded.collectives for pair in _in_micro_batches(one, request.micro_batches)]
-    found += [(one.part.name, made) for one in costs for made in one.collectives]
-    averages: list[tuple[Sequence[Tensor], Collective]] = []
-    replicated = [parameter for one in costs for parameter in one.replicated]
-    if request.ranks > 1 and any(one.requires_grad for one in replicated):
-        closed = replicas.buckets(replicas.ready_order(replicated))
-        averages = [one for bucket in closed for one in replicas.averages(bucket, request.ranks, request.sparsity)]
-        where = " + ".join(one.part.name or "model" for one in costs if one.replicated)
-        buffers = [buffer for one in costs for buffer in one.buffers]
-        found += [(where, one) for one in replicas.buffer_broadcasts(buffers, request.ranks)]
-        found += [(where, one) for _, one in averages]
-    parts = tuple(one.part for one in costs)
-    if "" not in request.scopes:
-        parts += (_part("", "", request, recorded, [], [], buckets=averages),)
-    else:
-        parts = tuple(_with_buckets(part, request, averages) if not part.name else part for part in parts)
-    overlapped, plain = expected_steps(
-        parts,
-        found,
-        averages,
-        [(one.part, [two for two in one.replicated if two.requires_grad]) for one in costs if one.replicated],
-        request.hardware,
-        request.micro_batches,
-    )
-    return Plan(
-        scopes=request.scopes,
-        hardware=request.hardware,
-        ranks=request.ranks,
-        batch=request.batch,
-        parts=parts,
-        collectives=_counted(found, request.hardware),
-        step=overlapped,
-        step_without_overlap=plain,
-        request=request,
-    )
 
 
-def _counted(found: Sequence[tuple[str, Collective]], hardware: Hardware) -> tuple[PlannedCollective, ...]:
-    """Alike ones together, those of the forward pass first."""
-    counts = Counter(found)
-    return tuple(
-        PlannedCollective(
-            part="" if part == REST else part,
-            times=times,
-            collective=one,
-            seconds=times * one.seconds(hardware),
-        )
-        for (part, one), times in sorted(counts.items(), key=lambda item: item[0][1].phase == "backward")
-    )
-
-
-def _in_micro_batches(one: tuple[str, Collective], number: int) -> list[tuple[str, Collective]]:
-    """Features and their gradients travel once for each; labels and sums of the softmax for all of them at once."""
-    part, collective = one
-    if number == 1 or not collective.is_of_features:
-        return [one]
-    return [(part, replace(collective, bytes=-(-collective.bytes // number)))] * number
-
-
-def _costs_of(
-    request: PlanRequest, name: str, scope: Scope, module: nn.Module, counted: set[int], recorded: Recorded
-) -> _Costs:
-    """Of the scope ``name``; ``counted`` are the ids of parameters that split layers or scopes before it have."""
-    if isinstance(module, HeadSkeleton):
-        return _Costs(part=_head_part(request, name, module, recorded), collectives=[], replicated=[], buffers=[])
-    if isinstance(scope, Split):
-        parameters = list(module.parameters())
-        assert isinstance(module, SplitLayer)
-        rows = module.shard.num / max(1, module.shard.num_local)
-        part = _part(name, "split", request, recorded, parameters, parameters, whole=rows)
-        return _Costs(part=part, collectives=[], replicated=[], buffers=[])
-    parameters = [one for one in module.parameters() if id(one) not in counted]
-    counted.update(map(id, parameters))
-    if scope.shard and request.ranks > 1:
-        local = [replicas.shard_of(one, request.ranks) for one in parameters]
-        part = _part(name, "sharded", request, recorded, parameters, local)
-        collectives = replicas.sharded_collectives(parameters, request.ranks)
-        return _Costs(part=part, collectives=collectives, replicated=[], buffers=[])
-    part = _part(name, "replicated", request, recorded, parameters, parameters)
-    return _Costs(part=part, collectives=[], replicated=parameters, buffers=list(module.buffers()))
-
-
-def _part(
-    name: str,
-    scope: str,
-    request: PlanRequest,
-    recorded: Recorded,
-    parameters: Sequence[nn.Parameter],
-    local: Sequence[nn.Parameter],
-    *,
-    whole: float = 1.0,
-    buckets: Sequence[tuple[Sequence[Tensor], Collective]] = (),
-) -> PlannedPart:
-    hardware, key = request.hardware, name or REST
-    update, state_bytes = traced_update([one for one in local if one.requires_grad], request.optimizer)
-    gradients = sum(one.nbytes for one in local if one.requires_grad)
-    travels = scope == "replicated" and request.ranks > 1
-    gathered = sum(one.nbytes for one in parameters) if scope == "sharded" else 0
-    part = PlannedPart(
-        name=name,
-        scope=scope,
-        num_parameters=round(sum(one.numel() for one in parameters) * whole),
-        parameter_bytes=sum(one.nbytes for one in local),
-        gradient_bytes=gradients * (1 + travels),
-        optimizer_bytes=state_bytes,
-        activation_bytes=recorded.kept_bytes.get(key, 0) + gathered,
-        forward_seconds=recorded.work(key, "forward").seconds(hardware),
-        backward_seconds=recorded.work(key, "backward").seconds(hardware),
-        update_seconds=update.seconds(hardware),
-    )
-    return _with_buckets(part, request, buckets)
-
-
-def _with_buckets(
-    part: PlannedPart, request: PlanRequest, buckets: Sequence[tuple[Sequence[Tensor], Collective]]
-) -> PlannedPart:
-    work = [
-        one
-        for bucket, collective in buckets
-        for one in replicas.bucket_work(bucket, is_sparse=collective.kind == "all-gather")
-    ]
-    seconds = sum(one.seconds(request.hardware) for one in work)
-    return replace(part, backward_seconds=part.backward_seconds + seconds)
-
-
-def _head_part(request: PlanRequest, name: str, head: HeadSkeleton, recorded: Recorded) -> PlannedPart:
-    report, key = head.memory(request.batch, request.ranks), name or REST
-    held = {part.name: part.bytes for part in report.parts if part.holder == "rank" and part.standing}
-    rows = held.pop("rows")
-    return PlannedPart(
-        name=name,
-        scope="split",
-        num_parameters=report.num_classes * head.settings.width,
-        parameter_bytes=rows,
-        gradient_bytes=0,
-        optimizer_bytes=sum(held.values()),
-        activation_bytes=report.rank_bytes - rows - sum(held.values()),
-        forward_seconds=recorded.work(key, "forward").seconds(request.hardware),
-        backward_seconds=recorded.work(key, "backward").seconds(request.hardware),
-        update_seconds=sum(one.seconds(request.hardware) for one in head.update(request.batch, request.ranks)),
-    )
+def _of_sharded(shards: Sequence[nn.Parameter], ranks: int) -> list[Collective]:
+    """Parameters gathered before their forward pass, gradients divided after their backward pass."""
+    gathered = sum(shard.nbytes for shard in shards) * ranks
+    trained = sum(shard.nbytes for shard in shards if shard.requires_grad) * ranks
+    return [
+        Collective(kind="all-gather", what="parameters", phase="forward", bytes=gathered, ranks=ranks),
+        Collective(kind="reduce-scatter", what="gradients", phase="backward", bytes=trained, ranks=ranks),
+    ][: 2 * bool(shards)]

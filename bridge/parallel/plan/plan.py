@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
 from geartrain.ams.values.arguments import integer
+from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.text import counted
-from geartrain.bridge.parallel.plan.explanation import collectives_lines, memory_lines, step_lines
-from geartrain.bridge.parallel.plan.growth import USED, largest_batch
-from geartrain.bridge.parallel.plan.hardware.hardware import Hardware
-from geartrain.bridge.parallel.plan.planned import ExpectedStep, PlannedCollective, PlannedPart
+from geartrain.bridge.parallel.plan.hardware import Hardware
+from geartrain.bridge.parallel.plan.trace import Collective
 from geartrain.bridge.parallel.scopes import Scope
+
+_USED = 0.9
+"""Of a device's memory; the rest is for its libraries, and for what an allocator cannot use."""
+_MOST_SAMPLES = 65_536
+"""Of a rank, that a batch grows to where nothing is said."""
 
 
 class PlanSource(Protocol):
     """What a plan was made of."""
+
+    scopes: Mapping[str, Scope]
+    ranks: int
+    batch: int
+    hardware: Hardware
 
     def changed(self, *, batch: int | None = None, **fields: Any) -> PlanSource:
         """The same with another batch of a rank, or other fields."""
@@ -25,8 +35,85 @@ class PlanSource(Protocol):
         """Make it."""
 
 
-MOST_SAMPLES = 65_536
-"""Of a rank, that a batch grows to where nothing is said."""
+@dataclass(frozen=True, kw_only=True)
+class PlannedPart:
+    """One part of a model, as the fullest rank has it."""
+
+    name: str
+    scope: str
+    """"replicated", "sharded", "split", or "" for what has no parameters."""
+    num_parameters: int
+    """Of the whole part, over all ranks."""
+    parameter_bytes: int
+    """On this rank, as the four below."""
+    gradient_bytes: int
+    """With the buckets that they travel in."""
+    optimizer_bytes: int
+    activation_bytes: int
+    """Kept from the forward to the backward pass; of a split part, its logits and the features of all ranks."""
+    forward_seconds: float
+    backward_seconds: float
+    update_seconds: float
+
+    @property
+    def bytes(self) -> int:
+        """All of it together."""
+        return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes + self.activation_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedCollective:
+    """One collective of a step, or several that are alike."""
+
+    part: str
+    times: int
+    collective: Collective
+    seconds: float
+    """Of all ``times`` of them, nothing beside them."""
+
+    @property
+    def bytes(self) -> int:
+        """Of all of them, counted as :class:`Traffic` does."""
+        return self.times * self.collective.bytes
+
+    @property
+    def sent_bytes(self) -> int:
+        """That one rank sends in all of them."""
+        return self.times * self.collective.sent_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpectedStep:
+    """How long a step is to take, in seconds."""
+
+    forward: float
+    backward: float
+    update: float
+    communication: float
+    """Of all collectives, were there nothing beside them."""
+    hidden: float
+    """That part of it during which the rank computes."""
+    slowed: float
+    """What hidden communication costs the computation beside it."""
+
+    @property
+    def compute(self) -> float:
+        """Forward, backward and update."""
+        return self.forward + self.backward + self.update
+
+    @property
+    def exposed(self) -> float:
+        """Communication during which the rank waits."""
+        return self.communication - self.hidden
+
+    @property
+    def seconds(self) -> float:
+        """The whole step."""
+        return self.compute + self.exposed + self.slowed
+
+    def to_dict(self) -> dict[str, float]:
+        """All of it as plain values."""
+        return {**asdict(self), "compute": self.compute, "exposed": self.exposed, "seconds": self.seconds}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,21 +123,39 @@ class Plan:
     ``print(plan.explain())`` shows it, ``scopes`` go to :func:`parallelize`.
     """
 
-    scopes: Mapping[str, Scope]
-    hardware: Hardware
-    ranks: int
-    batch: int
-    """Samples of a rank."""
+    request: PlanSource
+    """What it was made of."""
     parts: tuple[PlannedPart, ...]
     collectives: tuple[PlannedCollective, ...]
     step: ExpectedStep
     """With buckets sent while the backward pass goes on, and micro-batches if there are some."""
-    step_without_overlap: ExpectedStep
-    """Each collective waited for where it begins."""
-    request: PlanSource
-    """What it was made of."""
     reasons: tuple[str, ...] = ()
     """Why :func:`auto_plan` chose it."""
+
+    @property
+    def scopes(self) -> Mapping[str, Scope]:
+        """What is replicated, and what is split."""
+        return self.request.scopes
+
+    @property
+    def hardware(self) -> Hardware:
+        """That it is for."""
+        return self.request.hardware
+
+    @property
+    def ranks(self) -> int:
+        """That train together."""
+        return self.request.ranks
+
+    @property
+    def batch(self) -> int:
+        """Samples of a rank."""
+        return self.request.batch
+
+    @property
+    def step_without_overlap(self) -> ExpectedStep:
+        """Each collective waited for where it begins."""
+        return replace(self.step, hidden=0.0, slowed=0.0)
 
     @property
     def rank_bytes(self) -> int:
@@ -65,27 +170,12 @@ class Plan:
     @property
     def sent_bytes(self) -> int:
         """That one rank sends in a step."""
-        return sum(one.sent_bytes for one in self.collectives)
+        return sum(planned.sent_bytes for planned in self.collectives)
 
     @property
     def samples_per_second(self) -> float:
         """Of all ranks."""
         return self.ranks * self.batch / self.step.seconds
-
-    def changed(
-        self,
-        *,
-        batch: int | None = None,
-        micro_batches: int | None = None,
-        sparsity: float | None = None,
-        hardware: Hardware | None = None,
-    ) -> Plan:
-        """The same with another batch of a rank, in micro-batches whose features travel beside computation, with
-        gradients of which all but ``sparsity`` are sent, or on other hardware. None leaves a setting as it is.
-        """
-        given = {"micro_batches": micro_batches, "sparsity": sparsity, "hardware": hardware}
-        fields = {name: value for name, value in given.items() if value is not None}
-        return self.request.changed(batch=batch, **fields).plan()
 
     def grow_batch(
         self, global_batch: int | None = None, *, memory_bytes: int | None = None, most: int | None = None
@@ -93,9 +183,8 @@ class Plan:
         """Give the memory that is free to the batch: the largest one of a rank that fits, and what follows from it.
 
         Without ``global_batch`` the batch of all ranks grows with that of a rank, and the learning rate in proportion
-        (Goyal et al. 2017, linear scaling). With it, the batch of all ranks is that, by accumulation over few
-        micro-batches, and the learning rate follows it in the same way. Where no ranks · batch · accumulation is that,
-        it is the next number above that up to twice as many micro-batches as fit give.
+        (Goyal et al. 2017, linear scaling). With it, the batch of all ranks is at least that, by accumulation over as
+        few micro-batches as fit, and the learning rate follows it in the same way.
 
         Args:
             global_batch: Samples of all ranks that one update is to be made of; None: as many as fit at once.
@@ -104,30 +193,29 @@ class Plan:
 
         Raises InvalidArgument if not even one sample fits.
         """
-        limit = int(USED * self.hardware.memory_bytes)
+        limit = int(_USED * self.hardware.memory_bytes)
         if memory_bytes is not None:
             limit = integer("memory_bytes", memory_bytes, 1)
-        most = integer("most", MOST_SAMPLES if most is None else most, 1)
+        most = integer("most", _MOST_SAMPLES if most is None else most, 1)
+        own = most
         if global_batch is not None:
-            integer("global_batch", global_batch, self.ranks)
-            most = min(most, -(-global_batch // self.ranks))
+            own = -(-integer("global_batch", global_batch, self.ranks) // self.ranks)
 
         def bytes_of(batch: int) -> int:
             return self.request.changed(batch=batch).plan().rank_bytes
 
-        largest = largest_batch(bytes_of, first=self.batch, limit=limit, most=most)
-        accumulation = 1
-        if global_batch is not None:
-            own = -(-global_batch // self.ranks)
-            fewest = -(-own // largest)
-            accumulation = min(range(fewest, 2 * fewest + 1), key=lambda count: (-(-own // count) * count, count))
-            largest = -(-own // accumulation)
+        largest = bisect.bisect_right(range(1, min(most, own) + 1), limit, key=bytes_of)
+        if not largest:
+            raise InvalidArgument(
+                f"not one sample of a rank fits into {bytes_text(limit)}: {bytes_text(bytes_of(1))} are needed. Split "
+                "more of the model, or use more ranks"
+            )
+        accumulation = -(-own // largest) if global_batch is not None else 1
+        batch = -(-own // accumulation) if global_batch is not None else largest
         return GrownBatch(
-            plan=self.request.changed(batch=largest).plan(),
-            batch=largest,
+            plan=self.request.changed(batch=batch).plan(),
             accumulation=accumulation,
-            global_batch=self.ranks * largest * accumulation,
-            lr_factor=largest * accumulation / self.batch,
+            lr_factor=batch * accumulation / self.batch,
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -144,8 +232,8 @@ class Plan:
             "step_without_overlap": self.step_without_overlap.to_dict(),
             "parts": [{**asdict(part), "bytes": part.bytes} for part in self.parts],
             "collectives": [
-                {"part": one.part, "times": one.times, "seconds": one.seconds, **asdict(one.collective)}
-                for one in self.collectives
+                {"part": planned.part, "times": planned.times, "seconds": planned.seconds, **asdict(planned.collective)}
+                for planned in self.collectives
             ],
             "hardware": self.hardware.to_dict(),
             "reasons": list(self.reasons),
@@ -153,27 +241,57 @@ class Plan:
 
     def explain(self) -> str:
         """The same in words and tables: memory by part, collectives in their order, the expected step."""
-        nodes = counted(self.hardware.ranks_per_node, "rank")
+        step, memory = self.step, self.hardware.memory_bytes
+        slowed = f" (it slows the computation by {seconds_text(step.slowed)})" if step.slowed else ""
+        parts = [
+            [
+                part.name or ("model" if part.scope else "loss, rest"),
+                part.scope or "-",
+                f"{part.num_parameters:,}",
+                *map(bytes_text, (part.parameter_bytes, part.gradient_bytes, part.optimizer_bytes)),
+                *map(bytes_text, (part.activation_bytes, part.bytes)),
+            ]
+            for part in self.parts
+        ]
+        collectives = [
+            [
+                *(planned.collective.phase, planned.part or "loss, rest", planned.collective.kind),
+                *(planned.collective.what, str(planned.times), bytes_text(planned.collective.bytes)),
+                *(bytes_text(planned.sent_bytes), seconds_text(planned.seconds)),
+            ]
+            for planned in self.collectives
+        ]
+        columns = ["when", "part", "kind", "what", "times", "bytes each", "a rank sends", "alone"]
+        sent = [f"a rank sends {bytes_text(self.sent_bytes)} a step", ""]
         return "\n".join(
             [
-                f"{counted(self.ranks, 'rank')} of {counted(self.batch, 'sample')} each, "
-                f"{self.hardware.name} ({nodes} a node)",
+                f"{counted(self.ranks, 'rank')} of {counted(self.batch, 'sample')} each, {self.hardware.name} "
+                f"({counted(self.hardware.ranks_per_node, 'rank')} a node)",
                 *(f"  {reason}" for reason in self.reasons),
                 "",
-                *memory_lines(self.parts, self.rank_bytes, self.hardware.memory_bytes),
+                "memory of the fullest rank",
+                *_table(
+                    ["part", "scope", "parameters", "weights", "gradients", "optimizer", "activations", "together"],
+                    parts,
+                ),
+                f"together {bytes_text(self.rank_bytes)} of {bytes_text(memory)}"
+                + ("" if self.fits else ": IT DOES NOT FIT"),
                 "",
-                *collectives_lines(self.collectives),
-                *step_lines(self.step, self.step_without_overlap, self.samples_per_second),
+                *(["collectives of a step", *_table(columns, collectives), *sent] if collectives else []),
+                f"expected step {seconds_text(step.seconds)}: forward {seconds_text(step.forward)}, "
+                f"backward {seconds_text(step.backward)}, update {seconds_text(step.update)},",
+                f"  communication {seconds_text(step.communication)}, of which {seconds_text(step.hidden)} "
+                f"hidden{slowed}",
+                f"  without overlap {seconds_text(self.step_without_overlap.seconds)}; "
+                f"{self.samples_per_second:,.0f} samples/s of all ranks",
             ]
         )
 
     def __str__(self) -> str:
         """One line."""
-        return (
-            f"{counted(self.ranks, 'rank')} of {counted(self.batch, 'sample')}: "
-            + ", ".join(f"{name or 'the model'} {scope}" for name, scope in self.scopes.items())
-            + f"; {self.step.seconds * 1e3:.3g} ms a step expected"
-        )
+        scopes = ", ".join(f"{name or 'the model'} {scope}" for name, scope in self.scopes.items())
+        ranks = f"{counted(self.ranks, 'rank')} of {counted(self.batch, 'sample')}"
+        return f"{ranks}: {scopes}; {seconds_text(self.step.seconds)} a step expected"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,21 +300,49 @@ class GrownBatch:
 
     plan: Plan
     """Of a step with it."""
-    batch: int
-    """Samples of a rank at a time."""
     accumulation: int
     """Backward passes before an update."""
-    global_batch: int
-    """Samples of all ranks in an update."""
     lr_factor: float
     """What the learning rate is to be multiplied by: as much as the global batch grows (Goyal et al. 2017; large ones
     need warm-up).
     """
 
     @property
-    def samples_per_second(self) -> float:
-        """Of all ranks; the update and the averaging of gradients once in ``accumulation`` passes."""
-        step = self.plan.step
-        averaged = sum(one.seconds for one in self.plan.collectives if one.collective.what.endswith("gradients"))
-        once = step.update + max(0.0, averaged - step.hidden)
-        return self.global_batch / (self.accumulation * (step.seconds - once) + once)
+    def batch(self) -> int:
+        """Samples of a rank at a time."""
+        return self.plan.batch
+
+    @property
+    def global_batch(self) -> int:
+        """Samples of all ranks in an update."""
+        return self.plan.ranks * self.batch * self.accumulation
+
+
+def _table(head: list[str], rows: list[list[str]]) -> list[str]:
+    """Columns as wide as their contents, the first ones to the left, numbers to the right."""
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    are_texts = [not any(text[:1].isdigit() for text in column) for column in zip(*rows, strict=True)]
+    return [
+        "  "
+        + "  ".join(
+            text.ljust(width) if is_text else text.rjust(width)
+            for is_text, text, width in zip(are_texts, row, widths, strict=True)
+        ).rstrip()
+        for row in (head, *rows)
+    ]
+
+
+def bytes_text(number: float) -> str:
+    """As "1.5 GB", of 10^9 bytes."""
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if number >= size:
+            return f"{number / size:,.1f} {unit}"
+    return f"{number:,.0f} B"
+
+
+def seconds_text(number: float) -> str:
+    """As "1.50 ms"."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if number >= size:
+            return f"{number / size:,.2f} {unit}"
+    return f"{number / 1e-6:,.1f} µs"

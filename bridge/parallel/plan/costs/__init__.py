@@ -1,1 +1,0 @@
-"""What parts of a step cost, each by itself: operations, collectives, replicas, class heads."""

@@ -1,0 +1,258 @@
+"""A model as rank 0 of some ranks has it, without values and without the other ranks: its own code runs, on meta.
+
+Legend: A active classes of all ranks, B samples of all ranks, D width, R ranks.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from geartrain.ams.values.errors import InvalidArgument
+from geartrain.ams.values.text import quoted
+from geartrain.bridge.collectives.communicator import Communicator, Pending, Traffic
+from geartrain.bridge.head.memory import MemoryReport, memory_report
+from geartrain.bridge.parallel.global_mean import LossFunction
+from geartrain.bridge.parallel.mesh import Mesh, MeshGroup
+from geartrain.bridge.parallel.parallel_model import ParallelModel
+from geartrain.bridge.parallel.plan.hardware import Hardware
+from geartrain.bridge.parallel.plan.trace import FEATURE_GRADIENTS, FEATURES, Kind, StepTrace
+from geartrain.bridge.parallel.replicated import Replicas
+from geartrain.bridge.parallel.scopes import Scope, Split, scoped
+from geartrain.bridge.parallel.split.agreement import StepAgreement
+from geartrain.bridge.parallel.split.embedding import SplitEmbedding
+from geartrain.bridge.parallel.split.heads import backend_of
+from geartrain.bridge.parallel.split.layer import SplitLayer
+from geartrain.bridge.parallel.split.linear import SplitLinear
+from geartrain.bridge.parallel.split.shard import RowShard
+
+_EXCHANGED = 11
+"""Integers that the ranks of a class head tell each other before a step; see ``RankStep.agree``."""
+_MEMORY_SETTINGS = ("num_classes", "dim", "sub_centers", "bias", "optimizer", "select", "config")
+"""Of a class head, for ``memory_report``."""
+
+
+class DryLink(Communicator):
+    """Rank 0 of ``world_size`` ranks that all do the same; nothing travels, ``trace`` notes what would.
+
+    The bytes of a collective are those that :class:`Communicator` counts.
+    """
+
+    def __init__(self, world_size: int, trace: StepTrace) -> None:  # no process group: nothing of Communicator's
+        self.world_size, self.rank = world_size, 0
+        self.traffic = Traffic()
+        self._trace = trace
+
+    def start_exchange(self, values: Sequence[int], operation: str = "all-gather") -> Pending[list[list[int]]]:
+        """As if every rank gave the same."""
+        del operation
+        self._note("all-gather", len(values) * 8 * self.world_size, "sizes and checks")
+        return Pending.done([list(values)] * self.world_size)
+
+    def gather_json(self, value: Any) -> list[Any]:
+        """As if every rank gave the same; what is said once, as layers are made, is not counted."""
+        return [value] * self.world_size
+
+    def start_gather(self, tensor: Tensor, sizes: Sequence[int]) -> Pending[Tensor]:
+        """[Σ n_r, …] of nothing."""
+        what = "labels or ids"
+        if tensor.dtype.is_floating_point:
+            what = FEATURES if tensor.ndim > 1 else "numbers of samples"
+        row = tensor[:0].new_empty(1, *tensor.shape[1:])
+        self._note("all-gather", max(sizes) * self.world_size * row.nbytes, what)
+        return Pending.done(tensor.new_empty(sum(sizes), *tensor.shape[1:]))
+
+    def start_sum_to_owners(self, tensor_BD: Tensor, sizes: Sequence[int]) -> Pending[Tensor]:
+        """[n_0, D] of nothing."""
+        rows = max(sizes) * self.world_size
+        self._note("reduce-scatter", rows * tensor_BD[:1].nbytes, FEATURE_GRADIENTS)
+        return Pending.done(tensor_BD.new_empty(sizes[0], *tensor_BD.shape[1:]))
+
+    def all_to_all(self, values: Tensor, leaving: Sequence[int], arriving: Sequence[int]) -> Tensor:
+        """Σ ``arriving`` numbers of nothing."""
+        del leaving
+        self._note("all-to-all", sum(arriving) * values.element_size(), "logits of the own samples")
+        return values.new_empty(sum(arriving))
+
+    def _reduced(self, tensor: Tensor, operation: Any) -> Tensor:
+        del operation
+        self._note("all-reduce", tensor.nbytes, "numbers of the softmax")
+        return tensor.new_empty(tensor.shape)
+
+    def _note(self, kind: Kind, num_bytes: int, what: str) -> None:
+        if self.world_size > 1:
+            self._trace.note_collective(kind, what, num_bytes, self.world_size)
+
+
+class HeadSkeleton(nn.Module):
+    """Stands for a :class:`ClassHead` with ``rows="ranks"``: notes its collectives and work; its loss has no value.
+
+    What it costs is by the formulas that its code follows: compiled code cannot be traced.
+    """
+
+    def __init__(self, name: str, settings: Mapping[str, Any] | None, *, margin: bool = False, sums: int = 2) -> None:
+        """``settings``: arguments of ``memory_report``; None: its rows are in a cluster. ``sums``: of its softmax."""
+        super().__init__()
+        self.name, self.settings, self.has_margin, self.sums = name, settings, margin, sums
+        self.link: DryLink | None = None
+        self.trace: StepTrace | None = None
+
+    def forward(self, features: Tensor, labels: Tensor, weight: Tensor | None = None) -> Tensor:
+        """A loss (0-dim) without value; features [S, D], labels [S]. Raises InvalidArgument with sample weights."""
+        if self.settings is not None and (self.link is None or weight is not None):
+            raise InvalidArgument("a plan counts a class head without sample weights, on ranks; leave the weights out")
+        active = self.memory(len(features), self.link.world_size if self.link else 1).num_active
+        loss: Tensor = _HeadPass.apply(features, labels, self, active)  # type: ignore[no-untyped-call]
+        return loss
+
+    def memory(self, batch: int, ranks: int) -> MemoryReport:
+        """Bytes by part, of ``batch`` samples a rank. Raises InvalidArgument if its rows are in a cluster."""
+        if self.settings is None:
+            raise InvalidArgument(
+                f"class head {self.name!r} has its rows in a cluster, whose costs depend on its shards; make it with "
+                "rows='ranks', or ask geartrain plan for the memory of such a head"
+            )
+        return memory_report(**self.settings, rows="ranks", batch_size=batch, num_ranks=ranks)
+
+    def update_seconds(self, samples: int, ranks: int, hardware: Hardware) -> float:
+        """Of the step: gradients of the active rows, from features and kept logits, and the update of each."""
+        report = self.memory(samples, ranks)
+        rows = -(-report.num_active // ranks)
+        row_bytes = report.table_bytes // report.num_classes
+        return hardware.operation(2 * rows * samples * ranks * self.width, row_bytes * 2 * rows, "float32")
+
+    @property
+    def width(self) -> int:
+        """Of a row."""
+        assert self.settings is not None
+        return int(self.settings["dim"] * self.settings["sub_centers"] + self.settings["bias"])
+
+
+class _HeadPass(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, features_SD: Tensor, labels: Tensor, head: HeadSkeleton, active: int) -> Tensor:
+        assert head.link is not None and head.trace is not None and head.settings is not None
+        ctx.shape, ctx.link = features_SD, head.link
+        samples, ranks = len(features_SD), head.link.world_size
+        sizes = [samples] * ranks
+        head.link.exchange([0] * _EXCHANGED)
+        own_SD = features_SD.new_empty(samples, head.settings["dim"] + head.settings["bias"])
+        joint_BD = head.link.gather(own_SD, sizes)
+        head.link.gather(labels, sizes)
+        width, rows = own_SD.shape[1], -(-active // ranks)
+        for _ in range(1 + features_SD.requires_grad):  # logits, and the features' gradient as they pass
+            head.trace.note(flops=2 * rows * len(joint_BD) * width, num_bytes=rows * width * own_SD.element_size())
+        if not head.has_margin:
+            head.link.max(joint_BD.new_empty(1, len(joint_BD)))
+        head.link.sum(joint_BD.new_empty(head.sums, len(joint_BD), dtype=torch.float64))
+        if features_SD.requires_grad:
+            head.link.sum_to_owners(joint_BD, sizes)
+        return features_SD.new_empty(())
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Any, ...]:
+        ctx.link.gather(upstream.reshape(1), [1] * ctx.link.world_size)
+        return torch.empty_like(ctx.shape), None, None, None
+
+
+def skeleton_of(model: nn.Module) -> nn.Module:
+    """A copy of ``model`` on the meta device; nothing of its parameters and buffers is copied or allocated.
+
+    Class heads, whose rows are no parameters, become :class:`HeadSkeleton`.
+    """
+    known: dict[int, Any] = {}
+    for module in model.modules():
+        if (backend := backend_of(module)) is not None:
+            settings: Any = backend.settings
+            known[id(module)] = HeadSkeleton(
+                str(module.name),
+                None if backend.local is None else {name: getattr(settings, name) for name in _MEMORY_SETTINGS},
+                margin=settings.margin is not None,
+                sums=3 if settings.config.label_smoothing else 2,
+            )
+            continue
+        for parameter in module.parameters(recurse=False):
+            meta = torch.empty_like(parameter, device="meta")
+            known[id(parameter)] = nn.Parameter(meta, requires_grad=parameter.requires_grad)
+        for buffer in module.buffers(recurse=False):
+            known[id(buffer)] = torch.empty_like(buffer, device="meta")
+    return copy.deepcopy(model, known).train()
+
+
+def without_values(example: Any, batch: int | None) -> tuple[Any, int]:
+    """The tensors of ``example`` on the meta device, with ``batch`` samples (None: as many as there are); how many.
+
+    The first dimension of its first tensor counts samples; tensors as long as that become as long as ``batch``. Raises
+    InvalidArgument for an example without a tensor.
+    """
+    first = next((len(leaf) for leaf in tree_leaves(example) if isinstance(leaf, Tensor) and leaf.ndim), 0)
+    if not first:
+        raise InvalidArgument(
+            f"example is {quoted(example)}; it must be a rank's batch as the model takes it, such as (images, labels)"
+        )
+    samples = first if batch is None else batch
+
+    def resized(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        rows = [samples] if value.ndim and len(value) == first else list(value.shape[:1])
+        return torch.empty([*rows, *value.shape[1:]], dtype=value.dtype, device="meta")
+
+    return tree_map(resized, example), samples
+
+
+def dry_model(
+    model: nn.Module, scopes: Mapping[str, Scope], loss: LossFunction | None, ranks: int, trace: StepTrace
+) -> ParallelModel:
+    """``model`` as :func:`parallelize` makes it, as the first of ``ranks``, which has the most rows; on meta.
+
+    Without the averaging of replicated parts: that is not seen in a forward pass. Raises InvalidArgument for scopes
+    that do not fit.
+    """
+    link = DryLink(ranks, trace)
+    group, alone = MeshGroup(tuple(range(ranks)), link, None), MeshGroup((0,), DryLink(1, trace), None)
+    agreement = StepAgreement(link)
+    skeleton = skeleton_of(model)
+    scoped(skeleton, scopes)
+    for name, scope in scopes.items():
+        module = skeleton.get_submodule(name)
+        if isinstance(scope, Split) and isinstance(module, HeadSkeleton):
+            module.link, module.trace = link, trace
+        elif isinstance(scope, Split):
+            if type(module) not in _DRY_LAYERS:
+                raise InvalidArgument(
+                    f"{name!r} is a {type(module).__name__}, which cannot be split: an nn.Linear, an nn.Embedding and "
+                    "a gt.ClassHead with rows='ranks' can be. Name such a layer inside it, or replicate it"
+                )
+            shard = RowShard(next(module.parameters()).shape[0], group)
+            layer = _DRY_LAYERS[type(module)](name, module, shard.num_local, alone, agreement)
+            layer.shard = shard  # a DTensor over ranks that are not there cannot be made: its rows are one rank's
+            if name:
+                skeleton.set_submodule(name, layer)
+            else:
+                skeleton = layer
+    return ParallelModel(skeleton, Mesh(group, (), group), scopes, loss, Replicas(alone, {}, [], set()), agreement)
+
+
+def _linear(name: str, whole: Any, rows: int, group: MeshGroup, agreement: StepAgreement) -> SplitLayer:
+    local = nn.Linear(whole.in_features, rows, whole.bias is not None, device="meta", dtype=whole.weight.dtype)
+    return SplitLinear(name, local, local.weight, local.bias, group, agreement)
+
+
+def _embedding(name: str, whole: Any, rows: int, group: MeshGroup, agreement: StepAgreement) -> SplitLayer:
+    dtype = whole.weight.dtype
+    local = nn.Embedding(rows, whole.embedding_dim, whole.padding_idx, device="meta", dtype=dtype)
+    layer = SplitEmbedding(name, local, local.weight, group, agreement)
+    layer.num_embeddings = whole.num_embeddings
+    return layer
+
+
+_DRY_LAYERS: dict[type[nn.Module], Callable[[str, Any, int, MeshGroup, StepAgreement], SplitLayer]] = {
+    nn.Linear: _linear,
+    nn.Embedding: _embedding,
+}

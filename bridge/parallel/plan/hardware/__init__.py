@@ -1,1 +1,0 @@
-"""What training runs on: rates of devices and links, measured or of published figures."""
