@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -99,7 +100,7 @@ class SplitParts:
         layer = self._layer
         self._gradients.sizes = self._sizes
         local_BL: Tensor = _PartsLinear.apply(  # type: ignore[no-untyped-call]
-            joint_BD, layer.local("weight"), layer.local("bias"), layer.memory, self._gradients, *self._joined
+            joint_BD, layer.local("weight"), layer.local("bias"), self._gradients, *self._joined
         )
         logits = layer.logits(local_BL, [sum(sizes) for sizes in self._sizes.sizes_RP])
         for operation, arguments, options in self._operations[0]:
@@ -208,9 +209,9 @@ class _PartsLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, joint_BD: Tensor, weight_LD: Tensor, bias_L: Tensor | None, memory: Any, gradients: Any, *joined: Any
+        ctx: Any, joint_BD: Tensor, weight_LD: Tensor, bias_L: Tensor | None, gradients: Any, *joined: Any
     ) -> Tensor:
-        ctx.memory, ctx.gradients, ctx.dtype = memory, gradients, weight_LD.dtype
+        ctx.gradients, ctx.dtype = gradients, weight_LD.dtype
         ctx.like = [(features.shape, features.dtype) for features in joined]
         casts = autocast_dtype(joint_BD.device) is not None and joint_BD.dtype.itemsize < weight_LD.dtype.itemsize
         with without_autocast(joint_BD.device):
@@ -218,23 +219,23 @@ class _PartsLinear(torch.autograd.Function):
                 weight_LD = weight_LD.to(joint_BD.dtype)
                 bias_L = None if bias_L is None else bias_L.to(joint_BD.dtype)
             ctx.save_for_backward(joint_BD, weight_LD)
-            local_BL: Tensor = memory.product(joint_BD, weight_LD, bias_L)
+            local_BL: Tensor = F.linear(joint_BD, weight_LD, bias_L)
         return local_BL
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient_BL: Tensor) -> tuple[Any, ...]:
         joint_BD, weight_LD = ctx.saved_tensors
-        _, of_weight, of_bias, _, _, *of_features = ctx.needs_input_grad
+        _, of_weight, of_bias, _, *of_features = ctx.needs_input_grad
         by_weight_LD = by_bias_L = None
         with without_autocast(gradient_BL.device):
             if any(of_features):
                 by_features_BD = gradient_BL @ weight_LD
                 ctx.gradients.begin(by_features_BD.float() if by_features_BD.dtype.itemsize < 4 else by_features_BD)
             if of_weight:
-                by_weight_LD = ctx.memory.gradient_by_weight(gradient_BL, joint_BD).to(ctx.dtype)
+                by_weight_LD = (gradient_BL.t() @ joint_BD).to(ctx.dtype)
             if of_bias:
                 by_bias_L = gradient_BL.sum(0).to(ctx.dtype)
         nothing = gradient_BL.new_zeros(())
         none = (nothing.to(dtype).expand(shape) for shape, dtype in ctx.like)
-        return None, by_weight_LD, by_bias_L, None, None, *none
+        return None, by_weight_LD, by_bias_L, None, *none

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,9 @@ from geartrain.ams.values.arguments import path_name
 from geartrain.ams.values.errors import ConfigError, InvalidArgument
 from geartrain.ams.values.text import counted
 from geartrain.bridge.collectives.communicator import Communicator
-from geartrain.bridge.parallel.overlap.intervals import Interval, common, length
+
+Interval = tuple[float, float]
+"""A range of moments [start, end)."""
 
 _STEP = "geartrain::traced_step"
 _NO_COMPUTATION = ("autograd::", "c10d::", "_c10d", "c10d_functional::", "gloo:", "nccl:", _STEP)
@@ -61,17 +64,18 @@ class RankTimes:
     @property
     def compute_seconds(self) -> float:
         """In which any operation was at work."""
-        return length(self._intervals(False))
+        return _length(self._intervals(False))
 
     @property
     def communication_seconds(self) -> float:
         """In which any collective was under way."""
-        return length(self._intervals(True))
+        return _length(self._intervals(True))
 
     @property
     def hidden_seconds(self) -> float:
         """Of communication, in which an operation was at work, too."""
-        return length(common(self._intervals(True), self._intervals(False)))
+        told, computed = self._intervals(True), self._intervals(False)
+        return _length(told) + _length(computed) - _length([*told, *computed])
 
 
 @dataclass
@@ -119,6 +123,15 @@ class TracedStep:
         collectives = sum(one.is_collective for one in self.ranks[0].ranges) if self.ranks else 0
         about = _line(counted(len(self.ranks), "rank"), self)
         return "\n".join([*lines, f"{about}, {self.hidden_fraction:.0%}; {counted(collectives, 'collective')} a rank"])
+
+
+def _length(intervals: Sequence[Interval]) -> float:
+    """How long they are together, once each."""
+    total, end = 0.0, -math.inf
+    for first, last in sorted(intervals):
+        total += max(0.0, last - max(first, end))
+        end = max(end, last)
+    return total
 
 
 def _line(who: str, times: RankTimes | TracedStep) -> str:
@@ -170,8 +183,13 @@ def trace_step(path: str | Path, process_group: dist.ProcessGroup | None = None)
             if on_device:
                 torch.cuda.synchronize()
     own = _times_of(link.rank, profiler.events() or [])
-    said = link.gather_json(_to_json(own))
-    traced.ranks = [_from_json(rank, one) for rank, one in enumerate(said)] if link.rank == 0 else [own]
+    every = link.gather_json([own.seconds, *map(astuple, own.ranges)])
+    traced.ranks = [own]
+    if link.rank == 0:
+        traced.ranks = [
+            RankTimes(rank, seconds, [TracedRange(*found) for found in ranges])
+            for rank, (seconds, *ranges) in enumerate(every)
+        ]
     if link.rank == 0:
         try:
             target.write_text(json.dumps({"traceEvents": _chrome_events(traced.ranks)}), encoding="utf-8")
@@ -214,17 +232,6 @@ def _is_of_device(event: Any) -> bool:
 def _is_annotation(event: Any) -> bool:
     """A range that somebody named, as the device lived through it: no kernel."""
     return bool(getattr(event, "is_user_annotation", False))
-
-
-def _to_json(times: RankTimes) -> dict[str, Any]:
-    return {
-        "seconds": times.seconds,
-        "ranges": [[one.name, one.start, one.seconds, one.is_collective] for one in times.ranges],
-    }
-
-
-def _from_json(rank: int, said: dict[str, Any]) -> RankTimes:
-    return RankTimes(rank, said["seconds"], [TracedRange(*one) for one in said["ranges"]])
 
 
 def _chrome_events(ranks: Sequence[RankTimes]) -> list[dict[str, Any]]:

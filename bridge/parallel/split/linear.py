@@ -10,38 +10,16 @@ Legend: B samples of all ranks, S of this one, C output features, L of them here
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from geartrain.bridge.parallel.mesh import MeshGroup
 from geartrain.bridge.parallel.split.agreement import StepAgreement
-from geartrain.bridge.parallel.split.kept_memory import KeptMemory
 from geartrain.bridge.parallel.split.layer import SplitLayer, autocast_dtype, check_floating
 from geartrain.bridge.parallel.split.logits import SplitLogits
 from geartrain.bridge.parallel.split.travel import all_samples
-
-
-class LinearMemory(NamedTuple):
-    """What a layer keeps from step to step besides its parameters."""
-
-    logits: KeptMemory
-    gradient: KeptMemory
-
-    def product(self, features_BD: Tensor, weight_LD: Tensor, bias_L: Tensor | None) -> Tensor:
-        """``F.linear`` outside of autograd."""
-        local_BL = self.logits.empty((len(features_BD), len(weight_LD)), weight_LD)
-        if bias_L is None:
-            return torch.mm(features_BD, weight_LD.t(), out=local_BL)
-        return torch.addmm(bias_L, features_BD, weight_LD.t(), out=local_BL)
-
-    def gradient_by_weight(self, gradient_BL: Tensor, features_BD: Tensor) -> Tensor:
-        """[L, D], of the gradient by the logits."""
-        out_LD = self.gradient.empty((gradient_BL.shape[1], features_BD.shape[1]), gradient_BL)
-        return torch.mm(gradient_BL.t(), features_BD, out=out_LD)
 
 
 class FeatureSink(Protocol):
@@ -49,30 +27,6 @@ class FeatureSink(Protocol):
 
     def arrive(self, features_SD: Tensor) -> Any:
         """What the layer returns for them: something that stands for their logits."""
-
-
-class _Linear(torch.autograd.Function):
-    """``F.linear``; logits and the gradient by the weight lie in memory that is used again."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, features_BD: Tensor, weight_LD: Tensor, bias_L: Tensor | None, memory: LinearMemory
-    ) -> Tensor:
-        ctx.save_for_backward(features_BD, weight_LD)
-        ctx.memory = memory
-        return memory.product(features_BD, weight_LD, bias_L)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient_BL: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
-        features_BD, weight_LD = ctx.saved_tensors
-        of_features, of_weight, of_bias, _ = ctx.needs_input_grad
-        by_features_BD = by_weight_LD = None
-        if of_features:
-            by_features_BD = gradient_BL @ weight_LD
-        if of_weight:
-            by_weight_LD = ctx.memory.gradient_by_weight(gradient_BL, features_BD)
-        return by_features_BD, by_weight_LD, gradient_BL.sum(0) if of_bias else None, None
 
 
 class SplitLinear(SplitLayer):
@@ -98,7 +52,6 @@ class SplitLinear(SplitLayer):
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.add_rows("weight", linear.weight, weight_LD)
         self.add_rows("bias", linear.bias, bias_L)
-        self.memory = LinearMemory(KeptMemory(), KeptMemory())
         self.sink: FeatureSink | None = None
         """Where features go while a step is made of micro-batches."""
 
@@ -117,7 +70,7 @@ class SplitLinear(SplitLayer):
         features_BD = all_samples(own_SD, link.start_gather(own_SD, sizes), link, sizes)
         weight_LD = self.local("weight")
         assert weight_LD is not None
-        logits = self.logits(self._product(features_BD, weight_LD, self.local("bias")), sizes)
+        logits = self.logits(F.linear(features_BD, weight_LD, self.local("bias")), sizes)
         self.agreement.collectives_end()
         return logits
 
@@ -133,14 +86,6 @@ class SplitLinear(SplitLayer):
     def logits(self, local_BL: Tensor, sizes: list[int]) -> SplitLogits:
         """What the layer returns, of its own classes' logits of the samples of all ranks."""
         return SplitLogits(local_BL, sizes, self.shard, self.agreement)
-
-    def _product(self, features_BD: Tensor, weight_LD: Tensor, bias_L: Tensor | None) -> Tensor:
-        device = features_BD.device
-        keeps = device.type in ("cpu", "meta") and autocast_dtype(device) is None and torch.is_grad_enabled()
-        if not keeps or features_BD.dtype != weight_LD.dtype:
-            return F.linear(features_BD, weight_LD, bias_L)
-        local_BL: Tensor = _Linear.apply(features_BD, weight_LD, bias_L, self.memory)  # type: ignore[no-untyped-call]
-        return local_BL
 
     def extra_repr(self) -> str:
         """For print()."""

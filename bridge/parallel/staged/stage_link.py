@@ -1,4 +1,4 @@
-"""What senders and owners say to each other in a step, and how long each waits for it.
+"""What senders and owners say to each other in a step.
 
 Every step has two exchanges of a few integers between all hosts: one when the senders have their features, by which the
 owners learn how many come and of what dtype, one when the owners have their answer. Whoever fails before says so there,
@@ -10,9 +10,8 @@ Legend: B samples of all senders, D width.
 from __future__ import annotations
 
 import contextlib
-import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -23,34 +22,6 @@ from geartrain.bridge.parallel.mesh import Mesh
 from geartrain.bridge.parallel.staged.dealing import Parcel, deal
 
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
-
-
-@dataclass
-class StageWaits:
-    """How long this rank did not compute, by the clock of its host; with NCCL only what the host waits for counts."""
-
-    idle_seconds: float = 0.0
-    """Waited for another stage, or another rank of its own, to have computed something."""
-    communication_seconds: float = 0.0
-    """Waited for samples or gradients that were on their way."""
-
-    def clear(self) -> None:
-        """Begin anew."""
-        self.idle_seconds = self.communication_seconds = 0.0
-
-    @contextlib.contextmanager
-    def idle(self) -> Iterator[None]:
-        """Add what goes on inside to ``idle_seconds``."""
-        began = time.perf_counter()
-        yield
-        self.idle_seconds += time.perf_counter() - began
-
-    @contextlib.contextmanager
-    def communication(self) -> Iterator[None]:
-        """Add what goes on inside to ``communication_seconds``."""
-        began = time.perf_counter()
-        yield
-        self.communication_seconds += time.perf_counter() - began
 
 
 @dataclass(frozen=True)
@@ -74,7 +45,6 @@ class StageLink:
     """Senders and owners of one model: the first and the second stage of ``mesh``."""
 
     mesh: Mesh
-    waits: StageWaits = field(default_factory=StageWaits)
 
     @property
     def link(self) -> Communicator:
@@ -108,8 +78,7 @@ class StageLink:
         numbers = [0, 0, 0]
         if features_SD is not None:
             numbers = [len(features_SD), _DTYPES.index(features_SD.dtype), features_SD.requires_grad]
-        with self.waits.idle():
-            said = self.link.exchange([failure is None, asks_for_loss, torch.is_grad_enabled(), *numbers])
+        said = self.link.exchange([failure is None, asks_for_loss, torch.is_grad_enabled(), *numbers])
         if failure is not None:
             raise failure
         sound, purposes, modes, lengths, dtypes, wanted = zip(*said, strict=True)
@@ -142,8 +111,7 @@ class StageLink:
 
         Raises SyncError if an owner gave a ``failure``, which it raises itself.
         """
-        with self.waits.idle():
-            said = self.link.exchange([failure is None, 0 if dtype is None else _DTYPES.index(dtype)])
+        said = self.link.exchange([failure is None, 0 if dtype is None else _DTYPES.index(dtype)])
         if failure is not None:
             raise failure
         sound = [good for good, _ in said]
@@ -154,19 +122,12 @@ class StageLink:
     def give(self, parcels: Sequence[Parcel], *rows: Tensor) -> None:
         """Send the rows of the parcels, of each tensor [S, …], to those at their other ends."""
         cut = [(part.contiguous(), rank) for part, rank in self._cut(parcels, rows)]
-        if cut and rows[0].device.type == "cpu":  # a device is not waited for to tell that it has computed
-            self.link.start_transfers([(torch.zeros(1), rank) for rank in self._others(parcels)], []).result()
-        with self.waits.communication():
-            self.link.start_transfers(cut, []).result()
+        self.link.start_transfers(cut, []).result()
 
     def take(self, parcels: Sequence[Parcel], *rooms: Tensor) -> None:
         """Write what :meth:`give` sends at the other ends to the rows of the parcels in ``rooms`` [S, …]."""
         cut = self._cut(parcels, rooms)
-        if cut and rooms[0].device.type == "cpu":
-            with self.waits.idle():
-                self.link.start_transfers([], [(torch.empty(1), rank) for rank in self._others(parcels)]).result()
-        with self.waits.communication():
-            self.link.start_transfers([], cut).result()
+        self.link.start_transfers([], cut).result()
 
     def _cut(self, parcels: Sequence[Parcel], rows: Sequence[Tensor]) -> list[tuple[Tensor, int]]:
         places = [one.at_sender if self.is_sender else one.at_owner for one in parcels]

@@ -20,7 +20,7 @@ from geartrain.bridge.parallel.split.labels import check_labels
 from geartrain.bridge.parallel.split.linear import SplitLinear
 from geartrain.bridge.parallel.staged.owner import answer
 from geartrain.bridge.parallel.staged.sender import DistantLinear, DistantLogits, ask_for_logits, ask_for_loss
-from geartrain.bridge.parallel.staged.stage_link import StageLink, StageWaits
+from geartrain.bridge.parallel.staged.stage_link import StageLink
 from geartrain.bridge.rows.eager import runs_eagerly
 
 
@@ -44,11 +44,6 @@ class StagedModel(ParallelModel):
         super().__init__(module, mesh, found.scopes, loss, replicas, agreement)
         self._layer = [layer]  # in a list, for it is part of the module, whose names are those of the state
         self._stages = StageLink(mesh)
-
-    @property
-    def waits(self) -> StageWaits:
-        """How long this rank was idle, and how long it waited for what travels; ``clear()`` begins anew."""
-        return self._stages.waits
 
     @property
     def saving_ranks(self) -> NoReturn:

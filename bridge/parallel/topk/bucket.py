@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from geartrain.ams.values.errors import NonFinite
 from geartrain.bridge.collectives.communicator import Communicator, Pending
-from geartrain.bridge.parallel.topk.selection import GradientCompactor
+from geartrain.bridge.parallel.topk.compaction import CompiledCompaction, TensorCompaction
 from geartrain.bridge.parallel.topk.state import GradientState, in_memory_order, taken_out
 
 WELL, NOT_STEPPED, FAILED = 0, -1, -2
@@ -55,17 +55,15 @@ class BucketLayout:
         self.dense = [number for number, (k, numel) in enumerate(zip(ks, self.numels, strict=True)) if k == numel]
         self.sparse = [number for number in range(len(ks)) if number not in set(self.dense)]
         self.ks = [ks[number] for number in self.sparse]
-        self.compactor = GradientCompactor(
-            [self.numels[number] for number in self.sparse],
-            self.ks,
-            names=[self.names[number] for number in self.sparse],
-        )
+        sizes, device = [self.numels[number] for number in self.sparse], parameters[0].device
+        on_host = device.type == "cpu"
+        self.compaction = CompiledCompaction(sizes, self.ks) if on_host else TensorCompaction(sizes, self.ks, device)
         starts = [0, *itertools.accumulate(self.numels)]
         index_type = torch.int32 if starts[-1] < 2**31 else torch.int64
         self.starts_K = torch.cat(
             [torch.zeros(0, dtype=index_type)]
             + [torch.full((k,), starts[n], dtype=index_type) for n, k in zip(self.sparse, self.ks, strict=True)]
-        ).to(parameters[0].device)
+        ).to(device)
         """Where in the bucket the tensor of each selected element begins."""
 
 
@@ -161,7 +159,7 @@ class BucketWork:
         untouched = [(kind[n], kind[n].clone()) for n in unused for kind in (momenta, residuals)]
         if status == WELL:
             try:
-                indices, values = self.layout.compactor.accumulate_and_select(
+                indices, values = self.layout.compaction.take(
                     gradients, momenta, residuals, momentum=update.momentum, nesterov=update.nesterov
                 )
             except NonFinite:

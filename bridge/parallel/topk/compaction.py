@@ -1,13 +1,14 @@
 """Two ways to accumulate gradients and take the largest of what has gathered: compiled for CPUs, in tensor operations.
 
-Both are given what :class:`~geartrain.bridge.parallel.topk.selection.GradientCompactor` has looked through. They differ
-by rounding at most, where a device computes fused multiply-adds.
+Deep gradient compression (Lin 2017, section 3): momentum correction, accumulation of what was not sent, and masking of
+what was. Of each tensor u = momentum · u + scale · g; v = v + u, with ``nesterov`` v = v + scale · g + momentum · u, as
+in ``torch.optim.SGD``. At the selected places u = v = 0. Where magnitudes are equal, the lower index is selected. The
+two differ by rounding at most, where a device computes fused multiply-adds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import ml_dtypes
 import numpy as np
@@ -17,25 +18,6 @@ from torch import Tensor
 from geartrain.ams.kernels.gradients import accumulate_and_take
 from geartrain.ams.values.errors import NonFinite
 from geartrain.bridge.parallel.topk.grouping import GroupedTopK
-
-
-class Compaction(Protocol):
-    """One way, for tensors of given sizes."""
-
-    def take(
-        self,
-        gradients: Sequence[Tensor],
-        velocities: Sequence[Tensor],
-        residuals: Sequence[Tensor],
-        *,
-        momentum: float,
-        scale: float,
-        nesterov: bool,
-    ) -> tuple[Tensor, Tensor]:
-        """Return indices int32 [K] and values float32 [K].
-
-        Raises NonFinite, without a name; velocities and residuals may have been changed then.
-        """
 
 
 class CompiledCompaction:
@@ -52,10 +34,14 @@ class CompiledCompaction:
         residuals: Sequence[Tensor],
         *,
         momentum: float,
-        scale: float,
-        nesterov: bool,
+        scale: float = 1.0,
+        nesterov: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """See :class:`Compaction`."""
+        """The indices int32 [K] within each tensor, rising, one tensor after the other; and what v was there, float32.
+
+        ``gradients`` are float32 or of 16 bits, in C order; ``velocities`` and ``residuals`` float32, changed in place.
+        Raises NonFinite, without a name; velocities and residuals may have been changed then.
+        """
         indices, values = accumulate_and_take(
             [_array(gradient) for gradient in gradients],
             [_array(velocity) for velocity in velocities],
@@ -90,10 +76,10 @@ class TensorCompaction:
         residuals: Sequence[Tensor],
         *,
         momentum: float,
-        scale: float,
-        nesterov: bool,
+        scale: float = 1.0,
+        nesterov: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """See :class:`Compaction`."""
+        """As of :class:`CompiledCompaction`."""
         flat_gradients, flat_velocities, flat_residuals = (
             [tensor.detach().reshape(-1) for tensor in tensors] for tensors in (gradients, velocities, residuals)
         )

@@ -1,7 +1,7 @@
-"""Four ways to select the k largest magnitudes of each of many tensors, of Table 6 of the 100-million-class paper.
+"""Two ways to select the k largest magnitudes of each of many tensors, of Table 6 of the 100-million-class paper.
 
-All but sampling are exact and select the same: where magnitudes are equal, the lower index. Tensors are float32, of any
-shape; indices count in C order.
+They are the rivals of ``grouping.py``. Divide and conquer is exact: where magnitudes are equal, the lower index.
+Tensors are float32, of any shape; indices count in C order.
 """
 
 from __future__ import annotations
@@ -28,11 +28,6 @@ class SelectedElements(NamedTuple):
     """How many of each tensor."""
 
 
-def select_by_loop(tensors: Sequence[Tensor], ks: Sequence[int]) -> SelectedElements:
-    """``torch.topk`` of one tensor after the other. Exact."""
-    return _joined([_largest(tensor.reshape(-1), k) for tensor, k in zip(tensors, ks, strict=True)])
-
-
 def select_by_sampling(tensors: Sequence[Tensor], ks: Sequence[int], *, seed: int = 0) -> SelectedElements:
     """Take what exceeds a threshold found in a sample of 1 % (Lin 2017). Approximate: may select fewer than k.
 
@@ -52,17 +47,6 @@ def select_divided(tensors: Sequence[Tensor], ks: Sequence[int]) -> SelectedElem
         indices, _ = grouping.select(functional.pad(flat, (0, missing)) if missing else flat)
         parts.append((indices, flat[indices]))
     return _joined(parts)
-
-
-def select_grouped(tensors: Sequence[Tensor], ks: Sequence[int]) -> SelectedElements:
-    """Divide and conquer over all tensors at once, those of similar size in one matrix. Exact."""
-    grouping = _grouping(tuple(tensor.numel() for tensor in tensors), tuple(ks), tensors[0].device)
-    buffer = torch.zeros(grouping.buffer_numel, device=tensors[0].device)
-    flat = [tensor.reshape(-1) for tensor, k in zip(tensors, ks, strict=True) if k]
-    views = [view for view, k in zip(grouping.views(buffer), ks, strict=True) if k]
-    torch._foreach_copy_(views, flat)
-    indices, places = grouping.select(buffer)
-    return SelectedElements(indices.to(torch.int32), buffer[places], list(ks))
 
 
 @functools.lru_cache(maxsize=512)

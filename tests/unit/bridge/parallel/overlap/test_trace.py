@@ -14,7 +14,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import geartrain as gt
 from geartrain.ams.values.errors import ConfigError, InvalidArgument, SyncError
-from geartrain.bridge.parallel.overlap.intervals import common, length, union
 from geartrain.bridge.parallel.overlap.trace import RankTimes, TracedRange, TracedStep
 from tests.support.rank_processes import run_ranks
 
@@ -26,11 +25,12 @@ def moments(intervals: list[tuple[float, float]]) -> set[int]:
 
 
 @given(INTERVALS, INTERVALS)
-def test_intervals_are_sets_of_moments(left: list[tuple[float, float]], right: list[tuple[float, float]]) -> None:
-    assert moments(union(left)) == moments(left)
-    assert all(end < start for (_, end), (start, _) in zip(union(left), union(left)[1:], strict=False))
-    assert moments(common(left, right)) == moments(left) & moments(right)
-    assert length(left) == len(moments(left))
+def test_hidden_are_the_moments_of_both(told: list[tuple[float, float]], computed: list[tuple[float, float]]) -> None:
+    lanes = ((told, True), (computed, False))
+    ranges = [TracedRange("x", start, end - start, is_told) for lane, is_told in lanes for start, end in lane]
+    times = RankTimes(0, 30.0, ranges)
+    assert times.communication_seconds == len(moments(told))
+    assert times.hidden_seconds == len(moments(told) & moments(computed))
 
 
 def test_communication_beside_computation_is_hidden() -> None:

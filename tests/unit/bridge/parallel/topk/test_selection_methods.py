@@ -10,10 +10,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from geartrain.ams.kernels.reference.gradients import largest
-from geartrain.bridge.parallel.topk.methods import select_by_loop, select_by_sampling, select_divided, select_grouped
+from geartrain.bridge.parallel.topk.grouping import GroupedTopK
+from geartrain.bridge.parallel.topk.methods import SelectedElements, select_by_sampling, select_divided
 from geartrain.bridge.parallel.topk.selection import counts
 
-EXACT = (select_by_loop, select_divided, select_grouped)
+
+def select_grouped(tensors: list[torch.Tensor], ks: list[int]) -> SelectedElements:
+    grouping = GroupedTopK([tensor.numel() for tensor in tensors], ks, torch.device("cpu"))
+    buffer = torch.zeros(grouping.buffer_numel)
+    torch._foreach_copy_(grouping.views(buffer), tensors)
+    indices, places = grouping.select(buffer)
+    return SelectedElements(indices.to(torch.int32), buffer[places], ks)
+
+
+EXACT = (select_divided, select_grouped)
 few = st.sampled_from([0.0, -0.0, 1.0, -1.0, 2.0, 1e-42, -1e-42, 3e38])
 some_values = st.lists(few | st.floats(-4, 4, width=32), min_size=1, max_size=300)
 
@@ -37,8 +47,8 @@ def test_tensors_of_many_sizes_are_selected_in_at_once() -> None:
     numels = [70_000, 1, 4096, 4097, 69_000, 12, 300_000, 52_500, 640, 640]
     ks = counts(numels, 0.99)
     tensors = [torch.randn(numel, generator=generator).round(decimals=2) for numel in numels]
-    loop, grouped = select_by_loop(tensors, ks), select_grouped(tensors, ks)
-    assert torch.equal(loop.indices, grouped.indices) and torch.equal(loop.values, grouped.values)
+    divided, grouped = select_divided(tensors, ks), select_grouped(tensors, ks)
+    assert torch.equal(divided.indices, grouped.indices) and torch.equal(divided.values, grouped.values)
 
 
 def test_sampling_selects_at_most_k_and_all_of_them_above_its_threshold() -> None:
