@@ -20,15 +20,15 @@ from geartrain.bridge.checkpoint.folder import ModelRecord, SavedRows, model_fol
 from geartrain.bridge.checkpoint.parts import (
     PlainNames,
     group_of,
-    keepers_of,
     on_first,
+    placements_of,
     require_between_steps,
     together,
 )
 from geartrain.bridge.checkpoint.rank_rows import DividedRows, state_like
 from geartrain.bridge.checkpoint.warm_start import CommonParts, adopt_states, common_parts, restore_common
 from geartrain.bridge.collectives.communicator import Communicator
-from geartrain.bridge.rows.keeper import RowKeeper
+from geartrain.bridge.placements.placement import Placement
 from geartrain.bridge.rows.state import StoredApart
 
 logger = logging.getLogger(__name__)
@@ -72,19 +72,19 @@ def load(
         ShardUnavailable, SyncError: A shard was lost, or another rank failed: load again, with ``replace``, for rows
             may have been read already.
     """
-    folder, keepers = model_folder(path), keepers_of(model)
-    group = group_of(model, keepers, state)
+    folder, placements = model_folder(path), placements_of(model)
+    group = group_of(model, placements, state)
     what = f"the model of {folder} was not loaded"
-    loading = _Loading(folder, model, keepers, state or {}, replace=replace, strict=boolean("strict", strict))
+    loading = _Loading(folder, model, placements, state or {}, replace=replace, strict=boolean("strict", strict))
     saved = together(group, loading.read, what)
     if saved.common is not None:
-        restore_common(folder, saved.common, keepers, group, what)
+        restore_common(folder, saved.common, placements, group, what)
     else:
         for rows in saved.record.rows:
-            _restore(folder, rows, keepers, group, what)
+            _restore(folder, rows, placements, group, what)
     together(group, partial(loading.fill, saved), what)
-    for keeper in keepers.values():
-        keeper.go_on()
+    for placement in placements.values():
+        placement.go_on()
     rows_of_ranks = DividedRows(folder, saved.record.pieces)
     for name, one in loading.state.items():
         one.load_state_dict(state_like(one, saved.content["objects"][name], rows_of_ranks))
@@ -105,7 +105,7 @@ class _Loading:
 
     folder: Path
     model: nn.Module
-    keepers: Mapping[str, RowKeeper]
+    placements: Mapping[str, Placement]
     state: Mapping[str, Any]
     replace: bool = field(kw_only=True)
     strict: bool = field(kw_only=True)
@@ -123,19 +123,19 @@ class _Loading:
         if self.strict:
             self._require_same(record, content["model"])
         else:
-            common = common_parts(self.folder, record, content["model"], self.model, self.keepers, self._plain)
+            common = common_parts(self.folder, record, content["model"], self.model, self.placements, self._plain)
         _require_objects(self.folder, content, self.state)
-        _require_replaceable(self.folder, self.keepers, boolean("replace", self.replace))
+        _require_replaceable(self.folder, self.placements, boolean("replace", self.replace))
         return _Saved(record, content, common)
 
     def _require_same(self, record: ModelRecord, tensors: Mapping[str, Any]) -> None:
-        _require_same_modules(self.folder, record, self.keepers)
+        _require_same_modules(self.folder, record, self.placements)
         _require_same_tensors(self.folder, tensors, self.model, self._plain)
-        for name, keeper in self.keepers.items():
+        for name, placement in self.placements.items():
             if isinstance(said := tensors.get(f"{name}._extra_state".removeprefix(".")), Mapping):
-                keeper.require_state(said)
+                placement.require_state(said)
         for rows in record.rows:
-            _require_same_tables(open_rows(self.folder, rows), [self.keepers[name] for name in rows.modules])
+            _require_same_tables(open_rows(self.folder, rows), [self.placements[name] for name in rows.modules])
 
     def fill(self, saved: _Saved) -> None:
         """Give the model its graphs and tensors."""
@@ -144,7 +144,7 @@ class _Loading:
         here = self.model.state_dict(keep_vars=True)
         for name, data in saved.content["graphs"].items():
             if common is None or name in common.unchanged:
-                self.keepers[name].graph_from_bytes(data.numpy().tobytes())
+                self.placements[name].graph_from_bytes(data.numpy().tobytes())
         if common is None:
             self.model.load_state_dict(
                 {name: rows_of_ranks.like(value, tensors[self._plain(name)]) for name, value in here.items()}
@@ -152,39 +152,41 @@ class _Loading:
             return
         found = {name: rows_of_ranks.like(here[name], value) for name, value in common.tensors.items()}
         self.model.load_state_dict(found, strict=False)
-        adopt_states(saved.record, tensors, self.keepers, common)
+        adopt_states(saved.record, tensors, self.placements, common)
         if common.new or common.left_out:
             logger.warning("of the model in %s: %s", self.folder, common)
 
 
 def _restore(
-    folder: Path, rows: SavedRows, keepers: Mapping[str, RowKeeper], group: Communicator | None, what: str
+    folder: Path, rows: SavedRows, placements: Mapping[str, Placement], group: Communicator | None, what: str
 ) -> None:
     """Put the rows of one snapshot where the modules have theirs."""
     path = folder / rows.folder
-    here = [keepers[name] for name in rows.modules]
-    for keeper in here:
-        if keeper.cluster is None:
-            keeper.restore(path)
-    for cluster in {id(keeper.cluster): keeper.cluster for keeper in here if keeper.cluster is not None}.values():
-        tables = [spec.name for keeper in here if keeper.cluster is cluster for spec in keeper.specs()]
+    here = [placements[name] for name in rows.modules]
+    for placement in here:
+        if placement.cluster is None:
+            placement.restore(path)
+    for cluster in {
+        id(placement.cluster): placement.cluster for placement in here if placement.cluster is not None
+    }.values():
+        tables = [spec.name for placement in here if placement.cluster is cluster for spec in placement.specs()]
         on_first(group, partial(cluster.restore, path, tables=tables, replace=True), what)
         if group is not None:
             together(group, partial(cluster.reopen, tables) if group.rank > 0 else lambda: None, what)
 
 
-def _require_replaceable(folder: Path, keepers: Mapping[str, RowKeeper], replace: bool) -> None:
-    for name, keeper in keepers.items():
-        keeper.require_loadable()
-        if not replace and keeper.is_trained():
+def _require_replaceable(folder: Path, placements: Mapping[str, Placement], replace: bool) -> None:
+    for name, placement in placements.items():
+        placement.require_loadable()
+        if not replace and placement.is_trained():
             raise TableExists(
-                f"rows of module {name!r} (table {keeper.specs()[0].name!r}) were trained here since the table was "
+                f"rows of module {name!r} (table {placement.specs()[0].name!r}) were trained here since the table was "
                 f"made, and {folder} holds others; load(..., replace=True) puts those in their place"
             )
 
 
-def _require_same_modules(folder: Path, record: ModelRecord, keepers: Mapping[str, RowKeeper]) -> None:
-    mine = {name: [spec.name for spec in keeper.specs()] for name, keeper in keepers.items()}
+def _require_same_modules(folder: Path, record: ModelRecord, placements: Mapping[str, Placement]) -> None:
+    mine = {name: [spec.name for spec in placement.specs()] for name, placement in placements.items()}
     for name, tables in record.modules.items():
         if name not in mine:
             raise SpecMismatch(
@@ -235,9 +237,9 @@ def _require_objects(folder: Path, content: Mapping[str, Any], state: Mapping[st
             raise InvalidArgument(f"state[{name!r}] is {quoted(one)}; it must have load_state_dict()")
 
 
-def _require_same_tables(snapshot: Snapshot, keepers: list[RowKeeper]) -> None:
+def _require_same_tables(snapshot: Snapshot, placements: list[Placement]) -> None:
     saved = {spec.name: spec for spec in map(TableSpec.from_dict, snapshot.manifest.tables)}
-    for spec in (spec for keeper in keepers for spec in keeper.specs()):
+    for spec in (spec for placement in placements for spec in placement.specs()):
         if (found := saved[spec.name]) == spec:
             continue
         raise SpecMismatch(

@@ -13,8 +13,8 @@ from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.text import quoted
 from geartrain.bridge.checkpoint.rank_rows import is_divided
 from geartrain.bridge.collectives.communicator import Communicator
-from geartrain.bridge.dense.attached import row_keeper_of
-from geartrain.bridge.rows.keeper import RowKeeper
+from geartrain.bridge.dense.attached import placement_of
+from geartrain.bridge.placements.placement import Placement
 
 T = TypeVar("T")
 
@@ -58,21 +58,21 @@ class PlainNames:
         return name
 
 
-def keepers_of(model: nn.Module) -> dict[str, RowKeeper]:
+def placements_of(model: nn.Module) -> dict[str, Placement]:
     """Who keeps rows of the model, by the name of its module, each once.
 
     Raises InvalidArgument for a module that trains rows and does not say where they are.
     """
-    found: dict[str, RowKeeper] = {}
+    found: dict[str, Placement] = {}
     plain = PlainNames(model)
     for name, module in model.named_modules():
-        keeper = getattr(module, "row_keeper", None) or row_keeper_of(module)
-        if keeper is not None:
-            found[plain(name)] = keeper
+        placement = getattr(module, "row_placement", None) or placement_of(module)
+        if placement is not None:
+            found[plain(name)] = placement
         elif hasattr(module, "row_update"):
             raise InvalidArgument(
-                f"module {name!r} ({type(module).__name__}) trains rows and has no row_keeper, so they would not be "
-                "saved: give it one (geartrain.bridge.rows.keeper.RowKeeper)"
+                f"module {name!r} ({type(module).__name__}) trains rows and has no row_placement, so they would not be "
+                "saved: give it one (geartrain.bridge.placements.placement.Placement)"
             )
     return found
 
@@ -94,15 +94,15 @@ def divided_states(state: Mapping[str, Any] | None) -> list[DividedState]:
 
 
 def group_of(
-    model: nn.Module, keepers: dict[str, RowKeeper], state: Mapping[str, Any] | None = None
+    model: nn.Module, placements: dict[str, Placement], state: Mapping[str, Any] | None = None
 ) -> Communicator | None:
     """The ranks that save and load together: those that train rows or parameters together; None: this process alone.
 
     Those of a parallel model (``saving_ranks``), of DTensors, or of what ``state`` has. Every rank calls it.
     """
-    for keeper in keepers.values():
-        if keeper.peers is not None:
-            return keeper.peers
+    for placement in placements.values():
+        if placement.peers is not None:
+            return placement.peers
     parallel: Any = next((one for one in model.modules() if hasattr(type(one), "saving_ranks")), None)
     if parallel is not None:
         ranks: Communicator | None = parallel.saving_ranks

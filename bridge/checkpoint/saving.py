@@ -28,14 +28,14 @@ from geartrain.bridge.checkpoint.parts import (
     PlainNames,
     divided_states,
     group_of,
-    keepers_of,
     on_first,
+    placements_of,
     require_between_steps,
     together,
 )
 from geartrain.bridge.checkpoint.rank_rows import collect_pieces, set_apart, write_rows
 from geartrain.bridge.collectives.communicator import Communicator
-from geartrain.bridge.rows.keeper import RowKeeper
+from geartrain.bridge.placements.placement import Placement
 
 if TYPE_CHECKING:
     from geartrain.ams.client.cluster import Cluster
@@ -75,16 +75,16 @@ def save(model: nn.Module, path: str | Path, *, state: Mapping[str, Any] | None 
         SyncError: Another rank failed.
     """
     folder, plain = model_folder(path), PlainNames(model)
-    keepers = keepers_of(model)
-    group = group_of(model, keepers, state)
+    placements = placements_of(model)
+    group = group_of(model, placements, state)
     what = f"the model was not saved in {folder}"
     model_id = _new_id(group)
 
     def write_own() -> dict[str, Any]:
         require_between_steps(model)
-        for keeper in keepers.values():
-            keeper.settle()
-        graphs = {name: _as_tensor(data) for name, one in keepers.items() if (data := one.graph_to_bytes())}
+        for placement in placements.values():
+            placement.settle()
+        graphs = {name: _as_tensor(data) for name, one in placements.items() if (data := one.graph_to_bytes())}
         content = {
             "model": {plain(name): value for name, value in model.state_dict().items()},
             "graphs": graphs,
@@ -103,12 +103,12 @@ def save(model: nn.Module, path: str | Path, *, state: Mapping[str, Any] | None 
     try:
         # Every rank gathers, for the state of some modules is of all ranks; the first one writes.
         content = together(group, partial(_on_disk, write_own, what), what)
-        for name, keeper in keepers.items():
-            if keeper.cluster is None:
+        for name, placement in placements.items():
+            if placement.cluster is None:
                 saved = _rows_name(model_id, rows)
-                keeper.snapshot(folder, saved)
+                placement.snapshot(folder, saved)
                 rows.append(together(group, partial(_saved_rows, folder, saved, [name]), what))
-        on_first(group, lambda: _write(folder, model_id, keepers, content, rows), what)
+        on_first(group, lambda: _write(folder, model_id, placements, content, rows), what)
     finally:
         if group is None or group.rank == 0:
             sweep(folder)
@@ -116,11 +116,11 @@ def save(model: nn.Module, path: str | Path, *, state: Mapping[str, Any] | None 
 
 
 def _write(
-    folder: Path, model_id: str, keepers: dict[str, RowKeeper], content: dict[str, Any], rows: list[SavedRows]
+    folder: Path, model_id: str, placements: dict[str, Placement], content: dict[str, Any], rows: list[SavedRows]
 ) -> None:
-    for cluster, names in _by_cluster(keepers):
+    for cluster, names in _by_cluster(placements):
         saved = _rows_name(model_id, rows)
-        tables = [spec.name for name in names for spec in keepers[name].specs()]
+        tables = [spec.name for name in names for spec in placements[name].specs()]
         cluster.snapshot(folder, saved, tables=tables, graphs=False).result()
         rows.append(_saved_rows(folder, saved, names))
 
@@ -131,7 +131,7 @@ def _write(
             state_bytes=length,
             state_xxh3_128=checksum,
             rows=rows,
-            modules={name: [spec.name for spec in keeper.specs()] for name, keeper in keepers.items()},
+            modules={name: [spec.name for spec in placement.specs()] for name, placement in placements.items()},
             pieces=collect_pieces(folder, model_id, content),
         )
         publish(folder, record)
@@ -162,12 +162,12 @@ def _new_id(group: Communicator | None) -> str:
     return f"{first:016x}{second:016x}"
 
 
-def _by_cluster(keepers: Mapping[str, RowKeeper]) -> list[tuple[Cluster, list[str]]]:
+def _by_cluster(placements: Mapping[str, Placement]) -> list[tuple[Cluster, list[str]]]:
     """The clusters that hold rows, each with the names of its modules."""
     found: dict[int, tuple[Cluster, list[str]]] = {}
-    for name, keeper in keepers.items():
-        if keeper.cluster is not None:
-            found.setdefault(id(keeper.cluster), (keeper.cluster, []))[1].append(name)
+    for name, placement in placements.items():
+        if placement.cluster is not None:
+            found.setdefault(id(placement.cluster), (placement.cluster, []))[1].append(name)
     return list(found.values())
 
 

@@ -15,7 +15,7 @@ from geartrain.ams.values.specs import TableSpec
 from geartrain.bridge.checkpoint.folder import ModelRecord, open_rows
 from geartrain.bridge.checkpoint.parts import PlainNames, on_first, together
 from geartrain.bridge.collectives.communicator import Communicator
-from geartrain.bridge.rows.keeper import RowKeeper
+from geartrain.bridge.placements.placement import Placement
 from geartrain.bridge.rows.state import StoredApart
 
 _EXTRA_STATE = "_extra_state"
@@ -46,24 +46,26 @@ def common_parts(
     record: ModelRecord,
     saved: Mapping[str, Any],
     model: nn.Module,
-    keepers: Mapping[str, RowKeeper],
+    placements: Mapping[str, Placement],
     plain: PlainNames,
 ) -> CommonParts:
     """Compare a model with the saved one. Raises SpecMismatch for a table of both that differs, and if there is nothing
     that both have; InvalidArgument where rows of the model are not in a cluster.
     """
-    own = {name for name, keeper in keepers.items() if keeper.cluster is None}
+    own = {name for name, placement in placements.items() if placement.cluster is None}
     if own:
         raise InvalidArgument(
             f"the rows of module {min(own)!r} are in this process and its peers; strict=False is for rows in a cluster"
         )
     unchanged = {
-        name for name, keeper in keepers.items() if record.modules.get(name) == [spec.name for spec in keeper.specs()]
+        name
+        for name, placement in placements.items()
+        if record.modules.get(name) == [spec.name for spec in placement.specs()]
     }
     for name in unchanged:
         if isinstance(said := saved.get(_extra_state_of(name)), Mapping):
-            keepers[name].require_state(said)
-    mine = {spec.name: spec for keeper in keepers.values() for spec in keeper.specs()}
+            placements[name].require_state(said)
+    mine = {spec.name: spec for placement in placements.values() for spec in placement.specs()}
     tables: dict[str, list[str]] = {}
     known: dict[str, TableSpec] = {}
     for rows in record.rows:
@@ -77,7 +79,7 @@ def common_parts(
                 "the saved settings, or, to begin it anew, under another name (gt.Field(..., table=)); nothing was "
                 "changed"
             )
-    apart = {_extra_state_of(name) for name in keepers.keys() - unchanged}
+    apart = {_extra_state_of(name) for name in placements.keys() - unchanged}
     tensors, other = _tensors(saved, model, apart, plain)
     new = [f"table {name}" for name in mine if name not in known]
     left_out = [f"table {name}" for name in known if name not in mine]
@@ -95,12 +97,17 @@ def common_parts(
 
 
 def restore_common(
-    folder: Path, common: CommonParts, keepers: Mapping[str, RowKeeper], group: Communicator | None, what: str
+    folder: Path, common: CommonParts, placements: Mapping[str, Placement], group: Communicator | None, what: str
 ) -> None:
     """Put the rows of the tables that both have where the model has its own."""
     for rows, names in common.tables.items():
-        for cluster in {id(keeper.cluster): keeper.cluster for keeper in keepers.values()}.values():
-            own = {spec.name for keeper in keepers.values() if keeper.cluster is cluster for spec in keeper.specs()}
+        for cluster in {id(placement.cluster): placement.cluster for placement in placements.values()}.values():
+            own = {
+                spec.name
+                for placement in placements.values()
+                if placement.cluster is cluster
+                for spec in placement.specs()
+            }
             tables = [name for name in names if name in own]
             if cluster is not None and tables:
                 on_first(group, partial(cluster.restore, folder / rows, tables=tables, replace=True), what)
@@ -109,15 +116,15 @@ def restore_common(
 
 
 def adopt_states(
-    record: ModelRecord, saved: Mapping[str, Any], keepers: Mapping[str, RowKeeper], common: CommonParts
+    record: ModelRecord, saved: Mapping[str, Any], placements: Mapping[str, Placement], common: CommonParts
 ) -> None:
     """Let modules whose tables were in others go on from the states of those."""
-    for name, keeper in keepers.items():
-        own = {spec.name for spec in keeper.specs()}
+    for name, placement in placements.items():
+        own = {spec.name for spec in placement.specs()}
         if name not in common.unchanged:
             sources = [module for module, tables in record.modules.items() if own.intersection(tables)]
             states = [saved.get(_extra_state_of(module)) for module in sources]
-            keeper.adopt_states([state for state in states if isinstance(state, Mapping)])
+            placement.adopt_states([state for state in states if isinstance(state, Mapping)])
 
 
 def _tensors(

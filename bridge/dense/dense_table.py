@@ -50,7 +50,7 @@ class DenseTable(torch.optim.Optimizer):
         self, cluster: Cluster, tensors: ModuleTensors, weights: Store, buffers: Store | None, ranks: SyncRanks | None
     ) -> None:
         """Take the server's values. Use :func:`attach`."""
-        self.row_keeper = DenseRows(self, cluster, [weights] if buffers is None else [weights, buffers], ranks)
+        self.row_placement = DenseRows(self, cluster, [weights] if buffers is None else [weights, buffers], ranks)
         """The tables, for :func:`geartrain.save` and :func:`geartrain.load`."""
         self._versions: tuple[int, ...] = (0,)
         """Writes applied to the parameters by shard, as asked for before they were pulled."""

@@ -12,17 +12,17 @@ from torch import Tensor
 
 from geartrain.ams.kernels.embedding import BadId, Lookup
 from geartrain.ams.values.errors import InvalidArgument
-from geartrain.ams.values.specs import Ids, TableSpec
+from geartrain.ams.values.specs import TableSpec
 from geartrain.bridge.embedding.field import table_specs
-from geartrain.bridge.embedding.group_rows import GroupRows, GroupSettings, TableKeeper, TrainedTables, by_optimizer
+from geartrain.bridge.embedding.group_rows import GroupRows, GroupSettings, TrainedTables, by_optimizer
 from geartrain.bridge.embedding.hosted_bags import HostedLookup
 from geartrain.bridge.embedding.ids import batch_ids, ids_of_batch
 from geartrain.bridge.embedding.lookups import BatchRows, LookupCall, Vectors, pull
 from geartrain.bridge.embedding.modes import SSP, BoundedLead
 from geartrain.bridge.embedding.update import EmbeddingUpdate
 from geartrain.bridge.embedding.vectors import feature_ids, out_of_range, require_no_max_weights, weighted
+from geartrain.bridge.placements.placement import ClusterPlacement
 from geartrain.bridge.rows.ranks import SyncRanks
-from geartrain.bridge.rows.same_rows import identities_of, require_same_rows
 
 if TYPE_CHECKING:
     from geartrain.ams.client.cluster import Cluster
@@ -62,7 +62,7 @@ class ClusterFields(GroupRows):
             places = frozenset(place for place, table in enumerate(tables) if table in hosted)
             own = [made[table] for table in tables]
             update = EmbeddingUpdate(own, hosted=places, ranks=its_ranks, pace=self._lead)
-            self._parts.append(TrainedTables(update, ClusterTables(cluster, update)))
+            self._parts.append(TrainedTables(update, _ClusterTables(cluster, update)))
         self.parts = self._parts
         self._names = [table for tables in order for table in tables]
         self._tables = [made[table] for table in self._names]
@@ -128,30 +128,10 @@ class ClusterFields(GroupRows):
         return [in_order[number] for number in sorted(self._order)]
 
 
-class ClusterTables(TableKeeper):
-    """Those of a cluster."""
-
+class _ClusterTables(ClusterPlacement):
     def __init__(self, cluster: Cluster, update: EmbeddingUpdate) -> None:
-        self.cluster = cluster
-        self.peers = update.ranks
+        super().__init__(cluster, update.tables, update.ranks)
         self._update = update
-
-    def specs(self) -> list[TableSpec]:
-        return [table.spec for table in self._update.tables]
-
-    def is_trained(self) -> bool:
-        return any(max(table.versions()) > 0 for table in self._update.tables)
-
-    def identities(self, recent: Sequence[Ids]) -> list[dict[str, Any]]:
-        return identities_of(self._update.tables, recent)
-
-    def require_same(self, identities: Mapping[str, Any]) -> None:
-        for table in self._update.tables:
-            require_same_rows(table, identities[table.spec.name])
-
-    def go_on(self) -> None:
-        if self._update.ranks is not None:
-            self._update.ranks.begin_anew()
 
     def adopt_states(self, states: Sequence[Mapping[str, Any]]) -> None:
         self._update.go_on_at(max((int(state["step"]) for state in states), default=0))

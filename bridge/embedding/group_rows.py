@@ -18,7 +18,7 @@ from geartrain.ams.values.specs import Ids, TableSpec
 from geartrain.bridge.embedding.field import Field
 from geartrain.bridge.embedding.ids import FieldIds
 from geartrain.bridge.embedding.modes import Mode
-from geartrain.bridge.rows.keeper import RowKeeper
+from geartrain.bridge.placements.placement import Placement
 from geartrain.bridge.rows.pending import PendingUpdate
 from geartrain.bridge.rows.same_rows import LABELS
 
@@ -115,27 +115,15 @@ def by_optimizer(specs: Mapping[str, TableSpec]) -> list[list[str]]:
 U = TypeVar("U", bound=PendingUpdate[Any])
 
 
-class TableKeeper(RowKeeper):
-    """The rows of several tables, as a state_dict knows them again."""
-
-    @abstractmethod
-    def identities(self, recent: Sequence[Ids]) -> list[dict[str, Any]]:
-        """What tells the rows of each table from others, as JSON values; ``recent`` are ids that were trained."""
-
-    @abstractmethod
-    def require_same(self, identities: Mapping[str, Any]) -> None:
-        """Raise SpecMismatch unless the rows are those of the :meth:`identities`, by name of the table."""
-
-
 class TrainedTables(nn.Module, Generic[U]):
     """A :class:`~geartrain.bridge.rows.pending.RowModule` of several tables with one optimizer."""
 
-    def __init__(self, update: U, keeper: TableKeeper) -> None:
+    def __init__(self, update: U, placement: Placement) -> None:
         """Both of the same tables."""
         super().__init__()
         self.row_update = update
-        self.row_keeper = keeper
-        self._specs = keeper.specs()
+        self.row_placement = placement
+        self._specs = placement.specs()
         self._recent: list[Ids] = [np.empty(0, np.int64) for _ in self._specs]
         """Some ids of the last batch, whose rows have certainly moved."""
 
@@ -146,7 +134,7 @@ class TrainedTables(nn.Module, Generic[U]):
     def get_extra_state(self) -> dict[str, Any]:
         """Names, step, and what tells the rows from others, which are in snapshots. One small pull of all tables."""
         self.row_update.flush()
-        rows = self.row_keeper.identities(self._recent)
+        rows = self.row_placement.identities(self._recent)
         named = {spec.name: {"dim": spec.dim, "rows": own} for spec, own in zip(self._specs, rows, strict=True)}
         return {"step": self.row_update.step, "tables": named}
 
@@ -155,7 +143,7 @@ class TrainedTables(nn.Module, Generic[U]):
         state = state_dict.get(f"{prefix}_extra_state")
         if isinstance(state, Mapping):
             self._require_tables(state)
-            self.row_keeper.require_same({name: one["rows"] for name, one in state["tables"].items()})
+            self.row_placement.require_same({name: one["rows"] for name, one in state["tables"].items()})
         super()._load_from_state_dict(state_dict, prefix, *arguments)
 
     def set_extra_state(self, state: Mapping[str, Any]) -> None:

@@ -8,8 +8,7 @@ one number.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -24,10 +23,10 @@ from geartrain.ams.values.errors import (
     StepMismatch,
     SyncError,
 )
-from geartrain.ams.values.specs import Ids, TableSpec
+from geartrain.ams.values.specs import TableSpec
 from geartrain.bridge.collectives.communicator import Communicator
 from geartrain.bridge.embedding.field import Field, table_specs
-from geartrain.bridge.embedding.group_rows import GroupRows, GroupSettings, TableKeeper, TrainedTables, by_optimizer
+from geartrain.bridge.embedding.group_rows import GroupRows, GroupSettings, TrainedTables, by_optimizer
 from geartrain.bridge.embedding.ids import TensorIds, ids_of_batch, tensor_ids
 from geartrain.bridge.embedding.lookups import require_first_derivative
 from geartrain.bridge.embedding.modes import SSP
@@ -41,7 +40,7 @@ from geartrain.bridge.embedding.vectors import (
 )
 from geartrain.bridge.placements.device_lookup import BagGradient, DeviceLookup, FieldBags
 from geartrain.bridge.placements.device_rows import DeviceRows
-from geartrain.bridge.placements.device_snapshot import restore_rows, snapshot_rows
+from geartrain.bridge.placements.device_snapshot import DevicePlacement
 from geartrain.bridge.placements.device_update import DeviceUpdate
 
 
@@ -86,7 +85,7 @@ class RankFields(GroupRows):
         tables = {name: DeviceRows(spec, link, link.device) for name, spec in self.specs.items()}
         order = by_optimizer(self.specs)
         self._updates = [RankTablesUpdate(*(tables[name] for name in names)) for names in order]
-        self.parts = [TrainedTables(update, _RankTables(update)) for update in self._updates]
+        self.parts = [TrainedTables(update, DevicePlacement(update)) for update in self._updates]
         self._names = [name for names in order for name in names]
         self._tables = [tables[name] for name in self._names]
         self.write_logs = []
@@ -291,32 +290,3 @@ class _Vectors(torch.autograd.Function):
         require_first_derivative()
         ctx.call.queue_row_gradients(upstream)
         return (None, *[None] * ctx.num_carriers)
-
-
-class _RankTables(TableKeeper):
-    def __init__(self, update: RankTablesUpdate) -> None:
-        self._update = update
-        self.peers = update.table.link
-
-    def specs(self) -> list[TableSpec]:
-        return [table.spec for table in self._update.tables]
-
-    def is_trained(self) -> bool:
-        return any(table.is_written for table in self._update.tables)
-
-    def identities(self, recent: Sequence[Ids]) -> list[dict[str, Any]]:
-        del recent
-        return [table.identity() for table in self._update.tables]
-
-    def require_same(self, identities: Mapping[str, Any]) -> None:
-        for table in self._update.tables:
-            table.require_same(identities[table.spec.name])
-
-    def snapshot(self, root: Path, name: str) -> None:
-        snapshot_rows(self._update.tables, root, name, step=self._update.step, values={}, files={})
-
-    def restore(self, path: Path) -> None:
-        self._update.go_on_at(restore_rows(self._update.tables, path).manifest.step)
-        self._update.takes_any_step = True
-        for table in self._update.tables:
-            table.is_written = False

@@ -30,8 +30,8 @@ from geartrain.bridge.gear.engine import DenseEngine, as_features
 from geartrain.bridge.gear.factory import open_engine, open_pass, open_remote
 from geartrain.bridge.gear.gear_update import GearGradient, GearUpdate
 from geartrain.bridge.gear.samples import Decode, SampleSource
+from geartrain.bridge.placements.placement import Placement
 from geartrain.bridge.rows.eager import runs_eagerly
-from geartrain.bridge.rows.keeper import RowKeeper
 
 _DEFAULTS = SlowGearConfig()
 _NO_FEATURE = -1
@@ -199,7 +199,7 @@ class SlowGear(nn.Module):
         return self._cache
 
     @property
-    def row_keeper(self) -> RowKeeper:
+    def row_placement(self) -> Placement:
         """The dense table, for :func:`geartrain.save` and :func:`geartrain.load`."""
         return _GearRows(self, self._cluster)
 
@@ -253,7 +253,7 @@ class SlowGear(nn.Module):
         return torch.from_numpy(found.vectors), found.versions
 
 
-class _GearRows(RowKeeper):
+class _GearRows(Placement):
     def __init__(self, gear: SlowGear, cluster: Cluster) -> None:
         self._gear = gear
         self.cluster: Cluster = cluster

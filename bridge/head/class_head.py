@@ -40,15 +40,15 @@ from geartrain.bridge.head.defaults import (
     linear_initializer,
     margin_optimizer,
 )
-from geartrain.bridge.head.head_state import HeadRows, require_loadable, resume_state, state_of
+from geartrain.bridge.head.head_state import head_rows, require_loadable, resume_state, state_of
 from geartrain.bridge.head.imprint import features_of, imprint_rows, in_eval_mode
 from geartrain.bridge.head.loss.feature_parts import FeatureParts, parts_loss
 from geartrain.bridge.head.loss.margins.margin import AnyMargin
 from geartrain.bridge.head.loss.margins.scale import automatic_scale, scale_of
 from geartrain.bridge.head.loss.statistics import LearningWatch, StepStatistics
 from geartrain.bridge.head.sub_centers import check_sub_centers, dominant_centers, require_margin
+from geartrain.bridge.placements.placement import Placement
 from geartrain.bridge.rows.eager import runs_eagerly
-from geartrain.bridge.rows.keeper import RowKeeper
 from geartrain.bridge.rows.pending import PendingUpdate
 from geartrain.bridge.rows.tables import TORCH_DTYPES, HeadCluster, ReadableTable, as_numpy
 
@@ -217,9 +217,9 @@ class ClassHead(nn.Module):
         return self._backend.update
 
     @property
-    def row_keeper(self) -> RowKeeper:
+    def row_placement(self) -> Placement:
         """The rows, for :func:`geartrain.save` and :func:`geartrain.load`."""
-        return HeadRows(self._backend)
+        return head_rows(self._backend)
 
     @property
     def name(self) -> str:

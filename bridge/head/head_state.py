@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from geartrain.ams.programs.class_lifecycle import LiveClasses
 from geartrain.ams.values.errors import SpecMismatch
-from geartrain.ams.values.specs import TableSpec
 from geartrain.bridge.head.backends.backend import RowBackend
-from geartrain.bridge.rows.keeper import RowKeeper
+from geartrain.bridge.placements.device_snapshot import DevicePlacement
+from geartrain.bridge.placements.placement import ClusterPlacement, Placement
 
 if TYPE_CHECKING:
     from geartrain.ams.client.cluster import Cluster
+    from geartrain.ams.client.table import Table
+    from geartrain.bridge.placements.device_update import DeviceUpdate
 
 
 def state_of(backend: RowBackend) -> dict[str, Any]:
@@ -53,48 +54,42 @@ def resume_state(backend: RowBackend, state: Mapping[str, Any]) -> None:
     backend.select.resume(state.get("graph"), living)
 
 
-class HeadRows(RowKeeper):
-    """The rows of a head as saving and loading a model see them."""
+class _HeadRows(Placement):
+    """What loading a head asks beside its rows, wherever they are."""
 
-    def __init__(self, backend: RowBackend) -> None:
-        self._backend = backend
-        self.cluster = cast("Cluster | None", backend.settings.cluster)
-        self.peers = backend.peers
-
-    def specs(self) -> list[TableSpec]:
-        return [self._backend.table.spec]
-
-    def is_trained(self) -> bool:
-        table: Any = self._backend.table
-        return bool(table.is_written if self._backend.local is not None else max(table.versions()) > 0)
-
-    def go_on(self) -> None:
-        if self._backend.update.ranks is not None:
-            self._backend.update.ranks.begin_anew()
+    backend: RowBackend
 
     def require_state(self, state: Mapping[str, Any]) -> None:
         """Also for rows that may be as wide, but whose columns mean something else."""
-        settings = self._backend.settings
+        settings = self.backend.settings
         _require_equal({"bias": settings.bias, "sub_centers": settings.sub_centers}, state)
-        self._backend.margins.require_resumable(state)
+        self.backend.margins.require_resumable(state)
 
     def graph_to_bytes(self) -> bytes | None:
-        return self._backend.select.graph_to_bytes()
+        return self.backend.select.graph_to_bytes()
 
     def graph_from_bytes(self, data: bytes) -> None:
-        self._backend.select.graph_from_bytes(data)
+        self.backend.select.graph_from_bytes(data)
 
-    def snapshot(self, root: Path, name: str) -> None:
-        if self._backend.local is None:
-            super().snapshot(root, name)
-        else:
-            self._backend.local.snapshot(root, name, step=self._backend.update.step, values={}, files={})
 
-    def restore(self, path: Path) -> None:
-        if self._backend.local is None:
-            super().restore(path)
-        else:
-            self._backend.local.restore(path)
+class _RowsInCluster(_HeadRows, ClusterPlacement):
+    """Those of a head."""
+
+
+class _RowsOnDevices(_HeadRows, DevicePlacement):
+    """Those of a head."""
+
+
+def head_rows(backend: RowBackend) -> Placement:
+    """The rows of a head as saving and loading a model see them."""
+    placed: _HeadRows
+    if backend.local is not None:
+        placed = _RowsOnDevices(cast("DeviceUpdate[Any]", backend.update))
+    else:
+        cluster, table = cast("Cluster", backend.settings.cluster), cast("Table", backend.table)
+        placed = _RowsInCluster(cluster, [table], backend.update.ranks)
+    placed.backend = backend
+    return placed
 
 
 def _size_of(backend: RowBackend) -> dict[str, Any]:

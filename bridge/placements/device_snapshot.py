@@ -28,6 +28,8 @@ from geartrain.ams.values.errors import SnapshotError, SnapshotFailed, SpecMisma
 from geartrain.ams.values.placement import BUCKET_ORDER, NUM_BUCKETS, ONE_OWNER, bucket_of
 from geartrain.ams.values.specs import Ids, TableSpec
 from geartrain.bridge.placements.device_rows import DeviceRows, as_tensor
+from geartrain.bridge.placements.device_update import DeviceUpdate
+from geartrain.bridge.placements.placement import Placement
 from geartrain.bridge.rows.tables import as_numpy
 
 
@@ -209,3 +211,31 @@ def _require_fit(table: DeviceRows, entry: FileEntry, snapshot: Snapshot, arrays
     )
     if not fits:
         raise SnapshotError(f"{entry.path} of {snapshot.path} does not hold rows of {spec}")
+
+
+class DevicePlacement(Placement):
+    """Rows on the ranks' devices, which ``update`` trains."""
+
+    def __init__(self, update: DeviceUpdate[Any]) -> None:
+        self._update = update
+        self.peers = update.table.link
+
+    def specs(self) -> list[TableSpec]:
+        return [table.spec for table in self._update.tables]
+
+    def is_trained(self) -> bool:
+        return any(table.is_written for table in self._update.tables)
+
+    def identities(self, recent: Sequence[Ids]) -> list[dict[str, Any]]:
+        del recent
+        return [table.identity() for table in self._update.tables]
+
+    def require_same(self, identities: Mapping[str, Any]) -> None:
+        for table in self._update.tables:
+            table.require_same(identities[table.spec.name])
+
+    def snapshot(self, root: Path, name: str) -> None:
+        snapshot_rows(self._update.tables, root, name, step=self._update.step, values={}, files={})
+
+    def restore(self, path: Path) -> None:
+        self._update.rows_are_of(restore_rows(self._update.tables, path).manifest.step)

@@ -42,6 +42,13 @@ class DeviceUpdate(PendingUpdate[D]):
         """Whether the rows were restored and not changed since, so that a state_dict may say which step they are of."""
         self._refused = [Readback() for _ in tables]
 
+    def rows_are_of(self, step: int) -> None:
+        """The rows were read from elsewhere, and are those of ``step``."""
+        self.go_on_at(step)
+        self.takes_any_step = True
+        for table in self.tables:
+            table.is_written = False
+
     def check_finite(self) -> None:
         """Raise NonFinite if the pending gradients are not finite; on a CPU only."""
         if self.table.device.type == "cpu":

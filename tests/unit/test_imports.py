@@ -35,17 +35,17 @@ BRIDGE_USES = ("client", "values", "kernels", "programs")
 BRIDGE_ROOMS: dict[str, tuple[str, ...]] = {
     "collectives": (),
     "rows": ("collectives",),
-    "dense": ("rows", "collectives"),
+    "dense": ("rows", "placements", "collectives"),
     "embedding": ("rows", "collectives", "placements"),
     "pipeline": ("rows", "embedding"),
     "models": (),
     "retrieval": ("embedding", "models"),
-    "gear": ("rows", "dense"),
+    "gear": ("rows", "placements", "dense"),
     "placements": ("rows", "collectives"),
     "head": ("rows", "collectives", "placements"),
     "parallel": ("rows", "collectives", "placements", "head"),
     "optim": ("collectives",),
-    "checkpoint": ("rows", "collectives", "dense"),
+    "checkpoint": ("rows", "placements", "collectives", "dense"),
 }
 
 # What single files or rooms may use beside that, each for a reason.

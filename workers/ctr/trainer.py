@@ -59,7 +59,7 @@ class EmbeddingTrainer(Trainer):
 
     def tables(self) -> list[str]:
         """Those of the embeddings."""
-        return [spec.name for part in self.fields.trained for spec in part.row_keeper.specs()]
+        return [spec.name for part in self.fields.trained for spec in part.row_placement.specs()]
 
     def rates(self) -> dict[str, float]:
         """Those of network and rows."""

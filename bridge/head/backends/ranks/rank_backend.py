@@ -136,14 +136,12 @@ class RankBackend:
         """See ``ClassHead.restore``."""
         self.update.discard()
         snapshot = restore_rows([self.table], path)
-        self.rows_are_of(snapshot.manifest.step)
+        self.update.rows_are_of(snapshot.manifest.step)
         return snapshot
 
     def rows_are_of(self, step: int) -> None:
         """The rows were read from elsewhere, and are those of ``step``."""
-        self.update.discard()
-        self.update.step, self.update.takes_any_step = step, True
-        self.table.is_written = False
+        self.update.rows_are_of(step)
 
     def sharded_rows(self, head: HeadState) -> ShardedRows:
         """See ``ClassHead.sharded_rows``."""

@@ -428,7 +428,7 @@ def test_a_module_that_does_not_say_where_its_rows_are_is_not_saved(cluster: gt.
             super().__init__()
             self.row_update = update
 
-    with pytest.raises(InvalidArgument, match="has no row_keeper"):
+    with pytest.raises(InvalidArgument, match="has no row_placement"):
         gt.save(nn.Sequential(Own(Model(cluster).head.row_update)), tmp_path / "model")
 
 

@@ -1,4 +1,8 @@
-"""What saving and loading a model ask of whoever keeps rows of it: a head, a slow gear, an attached module."""
+"""Where the trained rows of a module lie, and what saving, loading and a state_dict ask of them.
+
+Every module with rows has one: those in the tables of a cluster (pulled, or hosted: computed with by the shards) have a
+:class:`ClusterPlacement`, those on the ranks' devices a ``DevicePlacement`` (``device_snapshot.py``).
+"""
 
 from __future__ import annotations
 
@@ -8,15 +12,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from geartrain.ams.values.errors import InternalError
-from geartrain.ams.values.specs import TableSpec
+from geartrain.ams.values.specs import Ids, TableSpec
 from geartrain.bridge.collectives.communicator import Communicator
+from geartrain.bridge.rows.ranks import SyncRanks
+from geartrain.bridge.rows.same_rows import identities_of, require_same_rows
 
 if TYPE_CHECKING:
     from geartrain.ams.client.cluster import Cluster
+    from geartrain.ams.client.table import Table
 
 
-class RowKeeper(ABC):
-    """The rows of one module. A module that has some says so by a property ``row_keeper``."""
+class Placement(ABC):
+    """The rows of one module, which says where they are by a property ``row_placement``."""
 
     cluster: Cluster | None = None
     """Where the tables are; None: in this process and its peers, who :meth:`snapshot` and :meth:`restore` them."""
@@ -30,6 +37,14 @@ class RowKeeper(ABC):
     @abstractmethod
     def is_trained(self) -> bool:
         """Whether somebody has written to the tables since they were made: rows that loading would take away."""
+
+    def identities(self, recent: Sequence[Ids]) -> list[dict[str, Any]]:
+        """What tells the rows of each table from others, as JSON values; ``recent`` are ids that were trained."""
+        raise InternalError(f"the rows of {self.specs()} are known by snapshots alone, not by {recent}")
+
+    def require_same(self, identities: Mapping[str, Any]) -> None:
+        """Raise SpecMismatch unless the rows are those of the :meth:`identities`, by name of the table."""
+        raise InternalError(f"the rows of {self.specs()} are known by snapshots alone, not by {identities}")
 
     def require_loadable(self) -> None:  # noqa: B027
         """Raise InvalidArgument if the tables cannot be replaced beneath this module."""
@@ -60,3 +75,32 @@ class RowKeeper(ABC):
     def restore(self, path: Path) -> None:
         """Read rows that are here from a snapshot. Every rank calls it."""
         raise InternalError(f"the rows of {path} belong into a cluster, which restores them")
+
+
+class ClusterPlacement(Placement):
+    """Rows in tables of a cluster; ``peers`` push them together."""
+
+    first_writes = 0
+    """Of a table that nobody has trained."""
+
+    def __init__(self, cluster: Cluster, tables: Sequence[Table], peers: SyncRanks | None) -> None:
+        self.cluster, self.peers = cluster, peers
+        self._tables = tuple(tables)
+        self._ranks = peers
+
+    def specs(self) -> list[TableSpec]:
+        return [table.spec for table in self._tables]
+
+    def is_trained(self) -> bool:
+        return any(max(table.versions()) > self.first_writes for table in self._tables)
+
+    def identities(self, recent: Sequence[Ids]) -> list[dict[str, Any]]:
+        return identities_of(self._tables, recent)
+
+    def require_same(self, identities: Mapping[str, Any]) -> None:
+        for table in self._tables:
+            require_same_rows(table, identities[table.spec.name])
+
+    def go_on(self) -> None:
+        if self._ranks is not None:
+            self._ranks.begin_anew()
