@@ -16,7 +16,7 @@ from gear_data.page_views import PageViews, Views, load_page_views
 from torch import Tensor, nn
 from torch.nn import functional
 
-from geartrain.workers.models.metrics import area_under_curve
+from geartrain.workers.ctr.metrics import auc
 
 CACHE = Path(".cache")
 DIM = 64
@@ -111,7 +111,7 @@ def test_auc(data: PageViews, dense: nn.Module, fast: ViewNet) -> float:
     with torch.no_grad():
         features_ID = torch.cat([dense(part) for part in torch.split(data.pictures, 512)])
         logits = fast(data.test, features_ID[data.test.images])
-    return area_under_curve(logits.numpy(), data.test.labels.numpy())
+    return auc(logits.numpy(), data.test.labels.numpy())
 
 
 def blocks_for(ratio: float, data: PageViews, *, rounds: int = 7) -> tuple[int, float]:

@@ -26,7 +26,7 @@ from torch import nn
 from torch.nn import functional
 
 import geartrain as gt
-from geartrain.workers.models.metrics import area_under_curve
+from geartrain.workers.ctr.metrics import auc
 
 DIM, BATCH, STEPS = 64, 128, 625
 
@@ -118,13 +118,13 @@ def main(arguments: list[str] | None = None) -> float:
         viewer.eval()
         with torch.no_grad():
             logits = viewer(data.test.users, data.test.movies, image(data.test.images))
-        auc = area_under_curve(logits.numpy(), data.test.labels.numpy())
+        found = auc(logits.numpy(), data.test.labels.numpy())
         account, hit_rate = image.account(), image.cache.report()["hit_rate"]
         print(f"{chosen.steps} steps in {seconds:.1f} s; {100 * hit_rate:.0f} % of the features came out of the cache")
         print(f"{account.received:,} gradients delivered, {account.applied:,} applied, {account.waiting:,} waiting")
-        print(f"AUC of {len(data.test):,} test views: {auc:.3f}")
+        print(f"AUC of {len(data.test):,} test views: {found:.3f}")
         image.close()
-    return auc
+    return found
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ import io
 import json
 import os
 import random
-import re
 import shutil
 import signal
 import subprocess
@@ -27,7 +26,7 @@ from typer.testing import CliRunner
 
 from geartrain.ams.storage.snapshot.folder import latest, list_snapshots
 from geartrain.ams.storage.snapshot.manifest import JOB, ROWS
-from geartrain.ams.values.errors import ConfigError, InvalidArgument, ModelDamaged, TrainingDiverged
+from geartrain.ams.values.errors import ConfigError, InvalidArgument, TrainingDiverged
 from geartrain.ams.values.optimizers.sparse_momentum import Untouched
 from geartrain.cli.main import build_app
 from geartrain.workers.data.bitmaps import Preprocessing
@@ -479,14 +478,6 @@ def test_folders_that_are_no_classification_data_are_refused(images: Path, tmp_p
         find_classes(images / "circle" / "0.png")
 
 
-def test_every_bad_image_is_named_at_once(images: Path) -> None:
-    (images / "cross" / "torn.png").write_bytes((images / "cross" / "0.png").read_bytes()[:60])
-    (images / "square" / "text.jpg").write_text("hello")
-    with pytest.raises(InvalidArgument) as caught:
-        load_folder(images, LOOK, held_out=0.2, seed=0, console=QUIET)
-    assert "torn.png" in str(caught.value) and "text.jpg" in str(caught.value)
-
-
 def test_the_split_keeps_every_class_in_training_and_depends_on_the_seed_alone(images: Path) -> None:
     first = load_folder(images, LOOK, held_out=0.25, seed=1, console=QUIET)
     again = load_folder(images, LOOK, held_out=0.25, seed=1, console=QUIET)
@@ -518,16 +509,3 @@ def test_predict_never_gives_fewer_answers_than_asked_for(pictures: Path, model:
         invoke("predict", str(model), good, "-k", "5")
     code, _, err = invoke("predict", str(model), good, "-k", "0")
     assert code == 2 and "Usage: " in err
-
-
-def test_a_model_that_is_not_whole_is_refused(pictures: Path, model: Path, tmp_path: Path) -> None:
-    saved, picture = tmp_path / "model", str(pictures / "circle" / "0.png")
-    shutil.copytree(model / "model", saved)
-    for name in ("config.json", "backbone.safetensors", "centers.safetensors", "classes.json"):
-        whole = (saved / name).read_bytes()
-        at = len(whole) // 2
-        (saved / name).write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
-        with pytest.raises(ModelDamaged, match=re.escape(str(saved / name))):  # the command line exits with 1
-            invoke("predict", str(saved), picture)
-        (saved / name).write_bytes(whole)
-    assert invoke("predict", str(saved), picture)[0] == 0

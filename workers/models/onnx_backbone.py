@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import xxhash
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -32,6 +31,7 @@ from geartrain.ams.storage.snapshot.manifest import seal_json, unseal_json
 from geartrain.ams.values.errors import ConfigError, InvalidArgument, ModelDamaged
 from geartrain.ams.values.text import other_format, quoted
 from geartrain.workers.atomic import complete_folder, replacing_folder, write_json
+from geartrain.workers.models.saved_model import checksum
 
 Inputs = Tensor | tuple[Any, ...] | Mapping[str, Any]
 """What a backbone takes: its only argument; all of them; or all of them by name."""
@@ -136,7 +136,7 @@ def export(
             save_file({name: one.detach().cpu().contiguous() for name, one in tensors.items()}, staging / _CENTERS)
             (staging / _CENTERS).chmod(0o644)  # the library creates it for its owner alone
             write_json(staging / _CLASSES, list(class_names))
-            checksums = {name: _checksum(staging / name) for name in _FILES}
+            checksums = {name: checksum(staging / name) for name in _FILES}
             content = {**config, "format": FORMAT, "kind": KIND, "xxh3_128_of": checksums}
             (staging / _CONFIG).write_bytes(seal_json(content))
     finally:
@@ -194,7 +194,7 @@ def read(folder: Path) -> Exported:
         if config["kind"] != KIND or config["format"] != FORMAT:
             raise ConfigError(f"{folder / _CONFIG} {other_format(config['format'], FORMAT)}, or export the model again")
         for name in _FILES:
-            if _checksum(folder / name) != config["xxh3_128_of"][name]:
+            if checksum(folder / name) != config["xxh3_128_of"][name]:
                 raise ModelDamaged(f"{folder / name} is damaged: its checksum in {_CONFIG} is another; {_REMEDY}")
         tensors = load_file(folder / _CENTERS)
         names = json.loads((folder / _CLASSES).read_text(encoding="utf-8"))
@@ -273,7 +273,3 @@ def _needed(library: str) -> Any:
 
 def _first_line(exc: Exception) -> str:
     return (str(exc).strip().splitlines() or [""])[0]
-
-
-def _checksum(path: Path) -> str:
-    return xxhash.xxh3_128_hexdigest(path.read_bytes())

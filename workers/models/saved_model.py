@@ -88,7 +88,7 @@ def save_model(folder: Path, model: Model, centers: Path | None = None) -> None:
         for tensors in staging.glob("*.safetensors"):
             tensors.chmod(0o644)  # the library creates them for their owner alone; a model is made to be handed on
         write_json(staging / _CLASSES, model.class_names)
-        checksums = {name: _checksum(staging / name) for name in _FILES}
+        checksums = {name: checksum(staging / name) for name in _FILES}
         (staging / _CONFIG).write_bytes(seal_json({**config, "xxh3_128_of": checksums}))
 
 
@@ -171,7 +171,7 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 def _require_checksum(path: Path, expected: str) -> None:
     try:
-        found = _checksum(path)
+        found = checksum(path)
     except FileNotFoundError as exc:
         raise ModelDamaged(f"{path} is missing; {_REMEDY}") from exc
     except OSError as exc:
@@ -180,7 +180,7 @@ def _require_checksum(path: Path, expected: str) -> None:
         raise ModelDamaged(f"{path} is damaged: its content does not match its checksum in {_CONFIG}; {_REMEDY}")
 
 
-def _checksum(path: Path) -> str:
+def checksum(path: Path) -> str:
     """XXH3 (128 bits) of a file, as hexadecimal digits."""
     digest = xxhash.xxh3_128()
     with path.open("rb") as file:

@@ -8,6 +8,8 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from geartrain.workers.samples.columns import whole_array
+
 Mask = npt.NDArray[np.bool_]
 
 
@@ -16,9 +18,7 @@ def changes(column: Any) -> Mask:
 
     Lists differ by length or by any value, floats by any bit. ``column`` is as samples have it.
     """
-    array = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
-    if isinstance(array, pa.ChunkedArray):
-        array = pa.concat_arrays(array.chunks) if array.num_chunks else pa.array([], array.type)
+    array = whole_array(column)
     found = np.ones(len(array), np.bool_)
     if pa.types.is_fixed_size_list(array.type):
         codes = _codes(array.flatten()).reshape(len(array), -1)

@@ -130,9 +130,7 @@ class ColumnPlan:
 
     def _column(self, name: str, column: Any, name_row: NameRow) -> Any:
         wanted = self.types[name]
-        array = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
-        if isinstance(array, pa.ChunkedArray):  # of no chunk, or too large for one
-            array = pa.concat_arrays(array.chunks) if array.num_chunks else pa.array([], array.type)
+        array = whole_array(column)
         if not wanted.is_list:
             return self._values(name, array, lambda place: name_row(place))
         offsets = _offsets(array)
@@ -170,6 +168,14 @@ class ColumnPlan:
             return array.cast(_ITEMS[wanted], safe=not wanted.startswith("float"))
         except pa.ArrowInvalid as exc:
             raise SourceDamaged(f"{name_place(_first_bad(array, wanted))}: column {name!r}: {exc}") from exc
+
+
+def whole_array(column: Any) -> Any:
+    """A column of a table as one array."""
+    array = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
+    if isinstance(array, pa.ChunkedArray):  # of no chunk, or too large for one
+        array = pa.concat_arrays(array.chunks) if array.num_chunks else pa.array([], array.type)
+    return array
 
 
 def _offsets(array: Any) -> Any:

@@ -215,7 +215,7 @@ class ParquetSamples(FileSamples):
             ColumnMismatch: A column is missing, or of another type: names column, file and both types.
             SourceDamaged: A file is cut off.
         """
-        _require_arrow()
+        require_arrow()
         from geartrain.workers.samples.dedup import finisher
         from geartrain.workers.samples.parquet import ParquetRows
 
@@ -274,7 +274,7 @@ class CsvSamples(FileSamples):
             block_bytes: Of lines that are read at once.
             dedup: As there.
         """
-        _require_arrow()
+        require_arrow()
         from geartrain.workers.samples.csv_lines import CsvRows
         from geartrain.workers.samples.dedup import finisher
 
@@ -324,7 +324,7 @@ class TreeSamples(FileSamples):
         drop_last: bool = False,
     ) -> None:
         """Find the files and read their footers; arguments and errors as of :class:`ParquetSamples`."""
-        _require_arrow()
+        require_arrow()
         from geartrain.workers.samples.trees.reading import TreeFiles
 
         source = TreeFiles(where, columns=columns, hash_strings=hash_strings, fill=fill or {})
@@ -332,7 +332,8 @@ class TreeSamples(FileSamples):
         super().__init__(source, batch_size=batch_size, seed=seed, window_rows=window_rows, drop_last=drop_last)
 
 
-def _require_arrow() -> None:
+def require_arrow() -> None:
+    """Raise ConfigError, with the remedy, unless pyarrow can be imported."""
     try:
         importlib.import_module("pyarrow")
     except ImportError as exc:

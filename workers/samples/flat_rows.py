@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from geartrain.workers.samples.batches import SampleBatch, Values
+from geartrain.workers.samples.columns import whole_array
 
 
 class FlatRows:
@@ -49,12 +50,10 @@ class FlatRows:
 
 def tensors_of(table: Any) -> dict[str, Values]:
     """The columns of an Arrow table whose types are those of samples, with nothing missing. Copies them."""
-    return {name: _tensors(table.column(name).combine_chunks()) for name in table.column_names}
+    return {name: _tensors(whole_array(table.column(name))) for name in table.column_names}
 
 
 def _tensors(array: Any) -> Values:
-    if isinstance(array, pa.ChunkedArray):
-        array = pa.concat_arrays(array.chunks) if array.num_chunks else pa.array([], array.type)
     if pa.types.is_large_list(array.type):
         offsets = array.offsets.to_numpy().astype(np.int64)
         return _own(array.flatten()), torch.from_numpy(offsets - offsets[0])

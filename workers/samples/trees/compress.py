@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,8 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from geartrain.ams.values.arguments import boolean, integer, path_name
-from geartrain.ams.values.errors import ConfigError, InvalidArgument
+from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.text import quoted
+from geartrain.workers.samples.files import require_arrow
 
 if TYPE_CHECKING:
     from geartrain.workers.samples.trees.writing import TreeReport
@@ -57,12 +57,7 @@ def compress_samples(
 
     Returns what was written. Raises as :class:`ParquetSamples`, and InvalidArgument for levels that cannot be.
     """
-    try:
-        importlib.import_module("pyarrow")
-    except ImportError as exc:
-        raise ConfigError(
-            f"sample trees need pyarrow, which cannot be imported: {exc}; pip install 'geartrain[data]'"
-        ) from exc
+    require_arrow()
     from geartrain.workers.samples.trees.sorting import sort_keys, sorted_tables
     from geartrain.workers.samples.trees.writing import levels_named, write_trees
 

@@ -120,12 +120,6 @@ def test_a_payload_that_holds_the_magic_comes_back_whole(tmp_path: Path) -> None
         assert np.array_equal(np.asarray(pictures[0].open()), expected)
 
 
-def test_pictures_and_identities_are_told_apart(tmp_path: Path) -> None:
-    write_records(tmp_path / "train.rec", labelled())
-    found = find_pictures(tmp_path / "train.rec")
-    assert {name: len(pictures) for name, pictures in found.items()} == {"0": 4, "1": 4, "2": 4}
-
-
 def damaged(path: Path, what: str) -> str:
     """Damage the records or their index; return what the error must say."""
     offsets = write_records(path, labelled())

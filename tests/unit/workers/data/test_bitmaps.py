@@ -50,14 +50,6 @@ def test_a_sixteen_bit_picture_is_read_at_its_own_range() -> None:
     assert difference(letter(), deep) < 1
 
 
-@pytest.mark.parametrize("channels", [1, 3])
-def test_a_photo_of_sixteen_bits_is_that_of_eight(channels: int, tmp_path: Path) -> None:
-    photo = Preprocessing(kind="photo", size=32, channels=channels)  # type: ignore[arg-type]
-    grey = Image.fromarray(np.linspace(40, 120, 64 * 64).astype(np.uint8).reshape(64, 64))
-    Image.fromarray(np.asarray(grey).astype(np.uint16) * 257).save(tmp_path / "deep.png")
-    np.testing.assert_array_equal(photo.bitmap(open_picture(tmp_path / "deep.png")), photo.bitmap(grey))
-
-
 def test_the_ink_fills_the_bitmap_but_for_a_margin() -> None:
     bitmap = INK.bitmap(letter("H"))[0]
     rows, columns = np.flatnonzero(bitmap.max(1) > 40), np.flatnonzero(bitmap.max(0) > 40)
@@ -76,14 +68,6 @@ def test_a_blank_picture_has_no_ink() -> None:
     assert crop_ink(bright_ink(np.full((20, 20), 250, np.uint8)), 32) is None
     with pytest.raises(InvalidArgument, match="blank"):
         INK.bitmap(Image.new("L", (50, 50), 250))
-
-
-@pytest.mark.parametrize("channels", [1, 3])
-def test_a_photo_is_scaled_as_a_whole(channels: int) -> None:
-    look = Preprocessing(kind="photo", size=64, channels=channels)  # type: ignore[arg-type]
-    bitmap = look.bitmap(Image.new("RGB", (300, 100), (200, 200, 200)))
-    assert bitmap.shape == (channels, 64, 64)
-    assert np.all(bitmap == 200)
 
 
 def test_impossible_preprocessing_is_refused() -> None:

@@ -44,11 +44,6 @@ def test_the_batch_of_a_step_does_not_depend_on_the_steps_before() -> None:
     assert not torch.equal(JointOrder(num_samples=300, batch_size=70, seed=4).indices(8), batches[8])
 
 
-def test_a_batch_may_be_larger_than_the_set() -> None:
-    counts = JointOrder(num_samples=3, batch_size=8, seed=0).indices(0).bincount()
-    assert sorted(counts.tolist()) == [2, 3, 3]
-
-
 @given(st.integers(1, 400), st.integers(1, 50), st.integers(0, 2**31 - 1), st.integers(1, 70))
 @settings(max_examples=50, deadline=None)
 def test_the_joint_order_takes_from_each_stream_in_its_own_order(

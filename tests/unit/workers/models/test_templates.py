@@ -20,7 +20,6 @@ from geartrain.workers.data.bitmaps import Preprocessing
 from geartrain.workers.models import saved_model
 from geartrain.workers.models.saved_model import Model
 from geartrain.workers.models.templates import pair_cosines, read_media, read_template_pairs, verify_templates
-from geartrain.workers.models.verify import true_accept_rates
 
 LOOK = Preprocessing(kind="photo", size=16, channels=3)
 
@@ -112,19 +111,6 @@ def test_millions_of_pairs_take_the_memory_of_some() -> None:
         cosines = pair_cosines(pooled, first, second)
     assert seen.numbers < 200_000
     np.testing.assert_allclose(cosines, (pooled.numpy()[first] * pooled.numpy()[second]).sum(1), rtol=1e-12)
-
-
-def test_rates_down_to_one_in_a_million_are_those_of_a_sorted_list() -> None:
-    random = np.random.default_rng(0)
-    different, same = random.normal(1, 0.2, 1_000_000).clip(0), random.normal(0.3, 0.25, 5000).clip(0)
-    flags = np.arange(len(different) + len(same)) >= len(different)
-    rates = true_accept_rates(np.concatenate([different, same]), flags)
-    assert list(rates) == [1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6]
-    order = np.sort(different)
-    for rate, value in rates.items():
-        assert value == pytest.approx(float((same < order[round(rate * 1_000_000)]).mean()))
-    few = true_accept_rates(np.concatenate([different[:50], same]), np.arange(50 + len(same)) >= 50)
-    assert list(few) == [1e-1]
 
 
 @pytest.mark.parametrize(

@@ -116,17 +116,6 @@ def test_what_prefetch_read_ahead_is_read_by_the_next_loop(tmp_path: Path, seen:
     assert found == expected
 
 
-def test_a_worker_of_one_stream_reads_every_epoch(tmp_path: Path) -> None:
-    count = write_parts(tmp_path, [50])
-    samples = gt.ParquetSamples(tmp_path, columns=["id"], batch_size=33, seed=1, window_rows=20)
-    found: list[int] = []
-    with gt.local() as cluster, samples.shared(cluster, "j", worker="a", epochs=3, num_streams=1) as batches:
-        for batch in batches:
-            found += ids_of([batch])
-            batches.commit(batch)
-    assert sorted(found) == sorted([*range(count)] * 3)
-
-
 def test_a_folder_is_read_below_it_without_what_is_hidden(tmp_path: Path) -> None:
     for name in ("day=1", "_temporary", ".cache"):
         (tmp_path / name).mkdir()
