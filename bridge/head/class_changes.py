@@ -15,7 +15,7 @@ import xxhash
 from torch import Tensor, nn
 
 from geartrain.ams.programs.class_lifecycle import LiveClasses
-from geartrain.ams.values.errors import InvalidArgument, InvalidIds, InvalidRows, NonFinite, SpecMismatch, SyncError
+from geartrain.ams.values.errors import InvalidArgument, InvalidIds, InvalidRows, NonFinite, SpecMismatch
 from geartrain.ams.values.specs import Ids
 from geartrain.bridge.collectives.communicator import Communicator
 from geartrain.bridge.head.backends.backend import RowBackend
@@ -27,8 +27,6 @@ from geartrain.bridge.head.sub_centers import initial_rows, whole_rows
 from geartrain.bridge.rows.tables import TORCH_DTYPES, as_numpy
 
 T = TypeVar("T")
-
-_FAILED = -1
 
 
 def add_classes(
@@ -161,24 +159,13 @@ def _write(backend: RowBackend, num: int, write: Callable[[slice], None]) -> Non
 
 
 def _agreed(peers: Communicator | None, prepare: Callable[[], T], summary: Callable[[T], list[int]], what: str) -> T:
-    """What ``prepare`` makes, once every rank has made it and their summaries are equal: one exchange."""
+    """What ``prepare`` makes, once every rank has made it and their summaries are equal: two exchanges."""
     if peers is None:
         return prepare()
-    failure: Exception | None = None
-    digest, prepared = _FAILED, None
-    try:
-        prepared = prepare()
-        digest = _digest(np.array(summary(prepared), np.int64).tobytes())
-    except Exception as exc:
-        failure = exc
-    digests = [of_rank for (of_rank,) in peers.exchange([digest])]
-    if failure is not None:
-        raise failure
-    if _FAILED in digests:
-        raise SyncError(f"rank {digests.index(_FAILED)} could not go on with {what}; its error tells why")
+    prepared = peers.run_together(prepare, f"{what} could not go on")
+    digests = [of_rank for (of_rank,) in peers.exchange([_digest(np.array(summary(prepared), np.int64).tobytes())])]
     if len(set(digests)) > 1:
         raise SpecMismatch(f"the ranks disagree on {what}; give the same on every rank, in the same order")
-    assert prepared is not None
     return prepared
 
 

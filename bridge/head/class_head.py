@@ -379,11 +379,11 @@ class ClassHead(nn.Module):
         ``loader`` yields (images, labels [N] int64); ``backbone`` runs in eval() without gradients, on its own device,
         and is put back in its mode. Classes without images keep their row; an imprinted row's momentum becomes zero.
         Of several centers a class the mean is the first, and the others get their initial values.
-        ``loader`` is read once. Sums take up to ``memory_bytes``, one byte a class, and 64 MiB while they become rows;
-        those of more classes wait in a file without a name in ``tempfile.gettempdir()`` (``TMPDIR``), 4·dim bytes of
-        disk for each class with images. Rows are assigned when all images were read. ``progress`` is called with the
-        images read so far; without it a bar appears after two seconds. With ranks, every rank gives its own images, and
-        they exchange which classes have any, and the sums of those.
+        ``loader`` is read once. Sums of all classes take up to ``memory_bytes``, one byte a class, and 64 MiB while
+        they become rows; if they need more, they are in a file without a name in ``tempfile.gettempdir()``
+        (``TMPDIR``), 4·dim bytes of disk for each class with images. Rows are assigned when all images were read.
+        ``progress`` is called with the images read so far; without it a bar appears after two seconds. With ranks,
+        every rank gives its own images, and they exchange which classes have any, and the sums of those.
 
         Raises InvalidIds for a label that is no class, NonFinite for a feature that is NaN or infinite and
         InvalidArgument where the file finds no room: no class was changed then.

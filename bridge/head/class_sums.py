@@ -1,4 +1,4 @@
-"""Sums of the features of any number of classes, in bounded memory: what does not fit waits in a file.
+"""Sums of the features of any number of classes, in bounded memory: what does not fit is in a file.
 
 Legend: N features of a batch, D width, C classes, S of them.
 """
@@ -21,28 +21,21 @@ from torch import Tensor
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.specs import Ids
 
-_ENTRY_BYTES = 128
-"""What the place of a class in memory costs beside its sum."""
-_BYTES_AT_ONCE = 8 << 20
-"""Of sums on their way to the file."""
-
 
 class ClassSums:
-    """A float32 sum [D] for each class that has features.
+    """A float32 sum [D] for each class that has features: in memory if ``memory_bytes`` hold all, else in a file.
 
-    ``memory_bytes`` hold the classes met most recently. When they are full they are added to a file, class by class in
-    rising order: one read and one write of 4·D bytes a class, or of several with consecutive numbers. The file takes
-    4·D bytes of disk for each class met, has no name, and ends with this object or its process. It lies in
+    Each class of a batch then costs one read and one write of 4·D bytes, several with consecutive numbers together. The
+    file takes 4·D bytes of disk for each class met, has no name, and ends with this object or its process. It lies in
     ``tempfile.gettempdir()`` (``TMPDIR``). One byte for each of the C classes is kept beside it.
     """
 
     def __init__(self, num_classes: int, dim: int, memory_bytes: int) -> None:
         self._num_classes, self._dim = num_classes, dim
-        self._capacity = max(1, min(num_classes, memory_bytes // (4 * dim + _ENTRY_BYTES)))
-        self._sums: npt.NDArray[np.float32] = np.zeros((self._capacity, dim), np.float32)  # taken when it is touched
-        self._places: dict[int, int] = {}
+        fits = 4 * dim * num_classes <= memory_bytes
+        self._sums: npt.NDArray[np.float32] = np.zeros((num_classes if fits else 0, dim), np.float32)
         self._file: IO[bytes] | None = None
-        self._in_file: npt.NDArray[np.bool_] = np.zeros(num_classes, np.bool_)
+        self._met: npt.NDArray[np.bool_] = np.zeros(num_classes, np.bool_)
 
     def __enter__(self) -> Self:
         return self
@@ -61,56 +54,35 @@ class ClassSums:
         order = np.argsort(labels_N, kind="stable")
         classes, starts = np.unique(labels_N[order], return_index=True)
         batch_sums = np.add.reduceat(features_ND.numpy()[order], starts)  # index_add_ takes ten times as long
-        for first in range(0, len(classes), self._capacity):
-            part = classes[first : first + self._capacity].tolist()
-            if len(self._places) + sum(class_id not in self._places for class_id in part) > self._capacity:
-                self._spill()
-            places = [self._places.setdefault(class_id, len(self._places)) for class_id in part]
-            self._sums[places] += batch_sums[first : first + len(part)]
-
-    def settle(self) -> None:
-        """Write the rest to the file, if there is one, and let go of the memory; nothing is added any more."""
-        if self._file is not None:
-            self._spill()
-            self._sums = np.empty((0, self._dim), np.float32)
+        if len(self._sums):
+            self._sums[classes] += batch_sums
+        else:
+            self._add_in_file(classes, batch_sums)
+        self._met[classes] = True
 
     def met(self, first: int, stop: int) -> npt.NDArray[np.bool_]:
-        """Which of the classes ``first`` … ``stop`` − 1 have features; once settled."""
-        if self._file is None and not self._in_file.any():
-            self._in_file[list(self._places)] = True
-        return self._in_file[first:stop]
+        """Which of the classes ``first`` … ``stop`` − 1 have features."""
+        return self._met[first:stop]
 
     def of(self, ids: Ids) -> Tensor:
-        """Sums [S, D] of rising classes; zeros where there are no features. Once settled."""
-        if self._file is not None:
-            with self._on_disk():
-                return torch.from_numpy(self._stored(self._file, ids))
-        sums_SD = np.zeros((len(ids), self._dim), np.float32)
-        found = [(at, self._places[class_id]) for at, class_id in enumerate(ids.tolist()) if class_id in self._places]
-        if found:
-            at, places = np.array(found).T
-            sums_SD[at] = self._sums[places]
-        return torch.from_numpy(sums_SD)
+        """Sums [S, D] of rising classes; zeros where there are no features."""
+        if len(self._sums):
+            return torch.from_numpy(self._sums[ids])
+        if self._file is None:
+            return torch.zeros(len(ids), self._dim)
+        with self._on_disk():
+            return torch.from_numpy(self._stored(self._file, ids))
 
-    def _spill(self) -> None:
-        all_ids = np.fromiter(self._places, np.int64, len(self._places))
-        order = np.argsort(all_ids)
-        rows_at_once = max(1, _BYTES_AT_ONCE // (4 * self._dim))
+    def _add_in_file(self, ids: Ids, sums_SD: npt.NDArray[np.float32]) -> None:
         with self._on_disk():
             if self._file is None:
                 self._file = tempfile.TemporaryFile(prefix="geartrain-imprint-", buffering=0)  # noqa: SIM115
                 self._file.truncate(self._num_classes * 4 * self._dim)  # holes are zeros, and take no room
-            for first in range(0, len(order), rows_at_once):
-                places = order[first : first + rows_at_once]
-                ids, sums_SD = all_ids[places], self._sums[places]
-                again = self._in_file[ids]
-                sums_SD[again] += self._stored(self._file, ids[again])
-                for piece, offset in self._pieces(ids, sums_SD):
-                    if os.pwrite(self._file.fileno(), piece, offset) < len(piece):
-                        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        self._in_file[all_ids] = True
-        self._sums[: len(all_ids)] = 0
-        self._places.clear()
+            again = self._met[ids]
+            sums_SD[again] += self._stored(self._file, ids[again])
+            for piece, offset in self._pieces(ids, sums_SD):
+                if os.pwrite(self._file.fileno(), piece, offset) < len(piece):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def _stored(self, file: IO[bytes], ids: Ids) -> npt.NDArray[np.float32]:
         sums_SD = np.empty((len(ids), self._dim), np.float32)

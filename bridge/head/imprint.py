@@ -128,7 +128,6 @@ def _read_all(
         sums.add(features_ND, labels_N.numpy())
         images_read += len(labels_N)
         report(images_read)
-    sums.settle()
 
 
 @torch.no_grad()

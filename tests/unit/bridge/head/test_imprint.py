@@ -85,13 +85,11 @@ def test_memory_and_disk_are_those_of_the_classes_that_have_images() -> None:
     with ClassSums(100_000_000, dim, 10 * (4 * dim + 128)) as sums:
         for _ in range(3):
             sums.add(torch.ones(100, dim), classes)
-        sums.settle()
         file = sums._file
         assert file is not None
         assert Path(f"/proc/self/fd/{file.fileno()}").stat().st_blocks * 512 < 2 << 20
         assert bool((sums.of(classes) == 3).all())
         assert not sums.of(classes + 1).any()
-        assert len(sums._sums) == 0
 
 
 @pytest.mark.parametrize("memory_bytes", [A_FEW, 1 << 20])
