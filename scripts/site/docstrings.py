@@ -9,6 +9,8 @@ from typing import Any
 
 import griffe
 
+import geartrain
+
 logger = logging.getLogger("mkdocs.geartrain")
 ROLE = re.compile(r":(?:class|meth|func|attr|mod|data|exc):`~?([^`]+)`")
 FIELD_DEFAULT = re.compile(r"^Field\(default=([^,)]+).*$")
@@ -26,8 +28,8 @@ class Docstrings(griffe.Extension):
         """Look at each public name and at what belongs to it."""
         if pkg.path != "geartrain":
             return
-        for name in pkg.exports or ():
-            member = pkg.members[str(name)]
+        for name in geartrain._homes():
+            member = pkg.members[name]
             found = loader.modules_collection[member.target_path] if isinstance(member, griffe.Alias) else member
             for undocumented in _without_docstring(found):
                 logger.warning(f"{undocumented.path} is public and has no docstring")

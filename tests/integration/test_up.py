@@ -244,20 +244,14 @@ def test_two_clusters_never_share_a_scheduler_port_and_the_second_is_told_of_the
     assert "--scheduler-listen 127.0.0.1:0 picks a free port" in error
 
 
-def test_a_file_can_put_several_shards_in_one_process(tmp_path: Path) -> None:
-    path = tmp_path / "cluster.yaml"
-    path.write_text("scheduler: {num_shards: 4}\nserver: {shards: 2}\n", encoding="utf-8")
-    with up("--file", str(path)) as running:
-        assert sorted(running.facts["pids"]) == ["scheduler", "server 0", "server 1"]
-        assert [shard.shard for shard in cluster_status(running.facts["scheduler"]).shards] == [0, 1, 2, 3]
-
-
 def test_a_server_of_several_shards_comes_back_with_each_where_it_was(tmp_path: Path) -> None:
     path = tmp_path / "cluster.yaml"
     path.write_text("scheduler: {num_shards: 4}\nserver: {shards: 2}\n", encoding="utf-8")
     with up("--file", str(path)) as running:
         config = ClientConfig(attempt_timeout_seconds=5, recovery_timeout_seconds=60)
         before = cluster_status(running.facts["scheduler"])
+        assert sorted(running.facts["pids"]) == ["scheduler", "server 0", "server 1"]
+        assert [shard.shard for shard in before.shards] == [0, 1, 2, 3]
         psutil.Process(running.facts["pids"]["server 1"]).kill()
         assert running.process.stderr is not None
         again = [f"shard {shard} of 4 serves at {before.shards[shard].address}" for shard in (2, 3)]

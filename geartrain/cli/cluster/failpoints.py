@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 from geartrain.ams.observe.failpoints import ACTIONS, FAILPOINTS, VARIABLE
+from geartrain.cli.shared.consoles import print_table
 from geartrain.cli.shared.options import Json
 
 
@@ -22,11 +23,8 @@ def failpoints(as_json: Json = False) -> None:
         ]
         print(json.dumps({"variable": VARIABLE, "actions": ACTIONS, "failpoints": listed}))
         return
-    from rich.table import Table
-
-    from geartrain.cli.shared.consoles import table_console
-
-    table = Table("name", "where", "error")
-    for name, failpoint in FAILPOINTS.items():
-        table.add_row(name, failpoint.where, failpoint.fails_with.__name__ if failpoint.fails_with else "none")
-    table_console().print(table)
+    rows = [
+        (name, failpoint.where, failpoint.fails_with.__name__ if failpoint.fails_with else "none")
+        for name, failpoint in FAILPOINTS.items()
+    ]
+    print_table(("name", "where", "error"), rows)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,12 +15,13 @@ from geartrain.ams.values.config import ClusterConfig
 from geartrain.ams.values.errors import ConfigError, GraphUnavailable
 from geartrain.ams.values.text import counted
 from geartrain.cli.shared import configuration
+from geartrain.cli.shared.consoles import progress_bar
 from geartrain.cli.shared.options import ConfigFile, GraphAddress, Json
 from geartrain.launch.roles import ROLES, Report
 
 if TYPE_CHECKING:
     from geartrain.ams.graph.client.remote import RemoteGraphs
-    from geartrain.ams.values.graph_messages import GraphBuilding, GraphInfo
+    from geartrain.ams.values.graph_messages import GraphInfo
     from geartrain.ams.values.rpc import Pong
 
 app = typer.Typer(help=" ".join(ROLES["graph"].help.partition("\n\n")[0].split()))
@@ -40,8 +41,8 @@ def build(
 
     A build that the service did not live to finish goes on with what it had kept, if the rows are the same.
     """
-    with _service(file, graph) as service, _progress(as_json) as progress:
-        built = service.build(table, k, step=step, progress=progress)
+    with _service(file, graph) as service, progress_bar(f"graph of {table}", quiet=as_json) as show:
+        built = service.build(table, k, step=step, progress=lambda far: show(far.done_pairs, far.total_pairs))
     if as_json:
         print(json.dumps({**dataclasses.asdict(built.graph), "resumed_pairs": built.resumed_pairs}))
         return
@@ -70,7 +71,8 @@ def list_(file: ConfigFile = None, graph: GraphAddress = None, as_json: Json = F
     for info in state.graphs:
         print(graph_line(info))
     for building in state.building:
-        print(f"{building.table}: being built, {_percent(building)} after {building.seconds:.0f} s")
+        done = 100.0 * building.done_pairs / building.total_pairs if building.total_pairs else 0.0
+        print(f"{building.table}: being built, {done:.0f} % after {building.seconds:.0f} s")
     if not state.graphs and not state.building:
         print("there is no graph")
 
@@ -124,34 +126,3 @@ def _service(file: Path | None, address: str | None) -> Iterator[RemoteGraphs]:
         yield service
     finally:
         service.close()
-
-
-@contextmanager
-def _progress(quiet: bool) -> Iterator[Callable[[GraphBuilding], None]]:
-    """One line on stderr: part of the pairs of rows compared, and the time that is left."""
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        Progress,
-        TaskProgressColumn,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-    with Progress(
-        *columns, TextColumn("left"), TimeRemainingColumn(), console=Console(stderr=True), disable=quiet
-    ) as bar:
-        line = bar.add_task("graph", total=None)
-
-        def show(building: GraphBuilding) -> None:
-            total = building.total_pairs or None
-            bar.update(line, description=f"graph of {building.table}", completed=building.done_pairs, total=total)
-
-        yield show
-
-
-def _percent(building: GraphBuilding) -> str:
-    done = 100.0 * building.done_pairs / building.total_pairs if building.total_pairs else 0.0
-    return f"{done:.0f} %"

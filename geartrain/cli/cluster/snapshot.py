@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,13 +11,11 @@ import typer
 
 from geartrain.ams.values.errors import ConfigError
 from geartrain.ams.values.text import counted
-from geartrain.cli.shared import configuration
+from geartrain.cli.shared.clusters import connected
+from geartrain.cli.shared.consoles import progress_bar
 from geartrain.cli.shared.options import ConfigFile, GraphAddress, Json, SchedulerAddress
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from geartrain.ams.client.cluster import Cluster
     from geartrain.ams.storage.snapshot.folder import Listed, Snapshot
     from geartrain.ams.storage.snapshot.store import Place
 
@@ -55,7 +52,7 @@ def create(
 
     Their graphs are in it if the graph service is named.
     """
-    with _connected(file, scheduler, graph) as cluster:
+    with connected(file, scheduler, graph) as cluster:
         path = cluster.snapshot(root, name, step=step, tables=table or None, parent=parent).result()
     from geartrain.ams.storage.snapshot.folder import open_snapshot
 
@@ -94,7 +91,7 @@ def verify(where: Where, as_json: Json = False) -> None:
             assert listed[0].damage is not None
             raise listed[0].damage
         snapshot = listed[0].snapshot
-    with _bar("checking") as progress:
+    with progress_bar("checking") as progress:
         damage = [str(error) for error in snapshot.verify(progress)]
     facts = {**_facts(snapshot), "damage": damage}
     if as_json:
@@ -131,7 +128,7 @@ def restore(
     from geartrain.ams.storage.snapshot.folder import latest
 
     path = where if _is_snapshot(where) else latest(_folder(where), allow_fallback=allow_fallback).path
-    with _connected(file, scheduler, graph) as cluster:
+    with connected(file, scheduler, graph) as cluster:
         facts = _facts(cluster.restore(path, tables=table or None, replace=replace))
     print(json.dumps(facts) if as_json else f"restored {path}: {_summary(facts)}")
 
@@ -188,30 +185,6 @@ def _is_snapshot(path: str) -> bool:
         return MANIFEST in store_of(folder).names(folder)
     except OSError:
         return False
-
-
-@contextmanager
-def _connected(file: Path | None, scheduler: str | None, graph: str | None) -> Iterator[Cluster]:
-    given = configuration.flags("server", scheduler=scheduler) + configuration.flags("client", graph=graph)
-    config = configuration.load(file, given)
-    from geartrain.ams.client.factory import connect  # after the settings are known to be right: it is slower
-
-    with connect(config.server.scheduler, config=config.client) as cluster:
-        yield cluster
-
-
-@contextmanager
-def _bar(what: str) -> Iterator[Callable[[int, int], None]]:
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(what, total=None)
-
-        def show(done: int, total: int) -> None:
-            bar.update(task, completed=done, total=total)
-
-        yield show
 
 
 def _listed(listed: Listed) -> dict[str, Any]:

@@ -16,13 +16,11 @@ from geartrain.ams.values.errors import ConfigError, GeartrainError
 from geartrain.ams.values.rpc import Ping, Pong
 from geartrain.ams.values.text import counted, printable
 from geartrain.cli.cluster.table import why_incomplete
-from geartrain.cli.shared import configuration
+from geartrain.cli.shared.clusters import settings
 from geartrain.cli.shared.options import ConfigFile, GraphAddress, Json, SchedulerAddress
 from geartrain.launch.roles import ROLES, Report, load
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from geartrain.ams.client.cluster_status import ClusterStatus
     from geartrain.ams.values.gear_messages import GearState
 
@@ -37,8 +35,7 @@ def status(
 ) -> None:
     """Show shards, tables and slow gears of a running cluster, and its graphs with --graph, each role with its
     process, its version and since when it is up; exits with 1 if it is not ready."""
-    given = configuration.flags("server", scheduler=scheduler) + configuration.flags("client", graph=graph)
-    config = configuration.load(file, given)
+    config = settings(file, scheduler, graph)
     found = [load(role.report)(config) for role in ROLES.values() if role.report is not None]
     reports: list[Report] = [report for report in found if report is not None]
     pongs = _pongs({address: role for report in reports for address, role in report.addresses.items()})
@@ -167,57 +164,49 @@ def health(
 
 def _print_tables(found: ClusterStatus, address: str, pongs: Mapping[str, Pong]) -> None:
     from geartrain.ams.client.scheduler_calls import remedy_for_absent
-    from geartrain.cli.shared.consoles import table_console
+    from geartrain.cli.shared.consoles import print_table, table_console
 
     console = table_console()
     up = sum(shard.state == "up" for shard in found.shards)
     state = "ready" if found.ready else "not ready"
     shards = f"{up} of {counted(found.num_shards, 'shard')} up"
     console.print(f"{state}: scheduler {address}{age(pongs.get(address))} · {shards}", highlight=False)
-    console.print(_shard_table(found, pongs))
+    told = {shard.address: pongs.get(shard.address) for shard in found.shards}
+    print_table(
+        ("shard", "state", "address", "rows", "memory MiB", "up s", "beat s ago", "pid", "version"),
+        [
+            (
+                str(shard.shard),
+                shard.state,
+                printable(shard.address),
+                f"{shard.rows:,}",
+                f"{shard.memory_bytes / 2**20:.1f}",
+                f"{shard.uptime_seconds:.0f}",
+                "" if shard.state == "missing" else f"{shard.heartbeat_age_seconds:.1f}",
+                *((str(pong.pid), printable(pong.version)) if (pong := told[shard.address]) else ("", "")),
+            )
+            for shard in found.shards
+        ],
+    )
     if not found.ready:
         advice = remedy_for_absent((shard.state for shard in found.shards), address)
         console.print(f"{counted(found.num_shards - up, 'shard')} not up: {advice}", highlight=False, markup=False)
     if found.tables:
-        console.print(_table_table(found))
+        some_went = any(entry.expired or entry.evicted for entry in found.tables)
+        print_table(
+            ("table", "dim", "ids", "rows", "memory MiB", "writes", *(("expired", "evicted") if some_went else ())),
+            [
+                (
+                    entry.name,
+                    str(entry.dim),
+                    "any" if entry.num_rows is None else f"{entry.num_rows:,}",
+                    f"{entry.rows:,}",
+                    f"{entry.memory_bytes / 2**20:.1f}",
+                    f"{entry.writes:,}",
+                    *((f"{entry.expired:,}", f"{entry.evicted:,}") if some_went else ()),
+                )
+                for entry in found.tables
+            ],
+        )
     for name in found.incomplete_tables:
         console.print(f"table {name}: {why_incomplete(found, name)}", highlight=False, markup=False)
-
-
-def _shard_table(found: ClusterStatus, pongs: Mapping[str, Pong]) -> Table:
-    from rich.table import Table
-
-    table = Table("shard", "state", "address", "rows", "memory MiB", "up s", "beat s ago", "pid", "version")
-    table.columns[2].no_wrap = False
-    table.columns[2].overflow = "fold"
-    for shard in found.shards:
-        table.add_row(
-            str(shard.shard),
-            shard.state,
-            printable(shard.address),
-            f"{shard.rows:,}",
-            f"{shard.memory_bytes / 2**20:.1f}",
-            f"{shard.uptime_seconds:.0f}",
-            "" if shard.state == "missing" else f"{shard.heartbeat_age_seconds:.1f}",
-            str(pongs[shard.address].pid) if shard.address in pongs else "",
-            printable(pongs[shard.address].version) if shard.address in pongs else "",
-        )
-    return table
-
-
-def _table_table(found: ClusterStatus) -> Table:
-    from rich.table import Table
-
-    some_went = any(entry.expired or entry.evicted for entry in found.tables)
-    table = Table("table", "dim", "ids", "rows", "memory MiB", "writes", *(["expired", "evicted"] if some_went else []))
-    for entry in found.tables:
-        table.add_row(
-            entry.name,
-            str(entry.dim),
-            "any" if entry.num_rows is None else f"{entry.num_rows:,}",
-            f"{entry.rows:,}",
-            f"{entry.memory_bytes / 2**20:.1f}",
-            f"{entry.writes:,}",
-            *([f"{entry.expired:,}", f"{entry.evicted:,}"] if some_went else []),
-        )
-    return table

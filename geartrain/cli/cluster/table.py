@@ -5,18 +5,19 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from geartrain.ams.values.errors import ConfigError
 from geartrain.ams.values.text import counted
-from geartrain.cli.shared import configuration
+from geartrain.cli.shared.clusters import connected, settings
+from geartrain.cli.shared.consoles import progress_bar
 from geartrain.cli.shared.options import ConfigFile, GraphAddress, Json, SchedulerAddress
 
 if TYPE_CHECKING:
     from geartrain.ams.client.cluster_status import ClusterStatus
-    from geartrain.ams.client.rows.expire import ExpiredRows
 
 _INCOMPLETE = (
     "incomplete: a shard with rows of it was restarted, or its creation or drop was cut off; drop it, or restore a "
@@ -39,7 +40,7 @@ app = typer.Typer(no_args_is_help=True, help="List or drop the tables of a runni
 @app.command(name="list")
 def list_(file: ConfigFile = None, scheduler: SchedulerAddress = None, as_json: Json = False) -> None:
     """List the tables of a cluster. A job drops its own at its end; one that was killed leaves it."""
-    config = configuration.load(file, configuration.flags("server", scheduler=scheduler))
+    config = settings(file, scheduler)
     from geartrain.ams.client.cluster_status import (
         cluster_status,  # after the settings are known to be right: it is slower
     )
@@ -61,7 +62,7 @@ def list_(file: ConfigFile = None, scheduler: SchedulerAddress = None, as_json: 
 
 
 def _say_who_is_absent(status: ClusterStatus) -> None:
-    absent = [f"{one.shard} ({one.state})" for one in status.shards if one.state != "up"]
+    absent = [f"{shard.shard} ({shard.state})" for shard in status.shards if shard.state != "up"]
     if absent:
         print(f"rows and writes of shard {', '.join(absent)} are not counted", file=sys.stderr)
 
@@ -85,29 +86,22 @@ def expire(
     """Remove rows by a rule, now; without one, by the table's own."""
     from geartrain.ams.values.expiry.rules import Rule, SmallerThan, Unseen
 
-    asked = [
-        Unseen(steps=unseen_steps) if unseen_steps is not None else None,
-        Unseen(seconds=unseen_seconds) if unseen_seconds is not None else None,
-        SmallerThan(smaller_than) if smaller_than is not None else None,
-        Rule(rule) if rule is not None else None,
-    ]
-    given = [one for one in asked if one is not None]
+    asked = {"steps": unseen_steps, "seconds": unseen_seconds, "norm": smaller_than, "rule": rule}
+    given = {kind: value for kind, value in asked.items() if value is not None}
     if len(given) > 1:
         raise ConfigError("give one of --unseen-steps, --unseen-seconds, --smaller-than and --rule, or none of them")
-    config = configuration.load(file, configuration.flags("server", scheduler=scheduler))
-    from geartrain.ams.client.factory import connect  # after the settings are known to be right: it is slower
-
-    with connect(config.server.scheduler, config=config.client) as cluster:
+    rules: dict[str, Callable[[Any], Any]] = {
+        "steps": lambda steps: Unseen(steps=steps),
+        "seconds": lambda seconds: Unseen(seconds=seconds),
+        "norm": SmallerThan,
+        "rule": Rule,
+    }
+    chosen = next((rules[kind](value) for kind, value in given.items()), None)
+    with connected(file, scheduler) as cluster:
         table = cluster.table(name)
-        rows = next((one.rows for one in cluster.status().tables if one.name == name), 0)
-
-        def say(far: ExpiredRows) -> None:
-            if sys.stderr.isatty():
-                print(f"\r{far.looked_at:,} of {counted(rows, 'row')}, {far.expired:,} to go", end="", file=sys.stderr)
-
-        found = table.expire(given[0] if given else None, dry_run=dry_run, progress=say)
-        if sys.stderr.isatty():
-            print(file=sys.stderr)
+        rows = next((entry.rows for entry in cluster.status().tables if entry.name == name), 0)
+        with progress_bar(f"rows of {name}", quiet=as_json or not sys.stderr.isatty()) as show:
+            found = table.expire(chosen, dry_run=dry_run, progress=lambda far: show(far.looked_at, rows))
     if as_json:
         print(json.dumps({"table": name, **found._asdict()}))
         return
@@ -127,13 +121,9 @@ def drop(
 
     Their graphs go, too, if the graph service is named; else it drops each once there is another table of its name.
     """
-    given = configuration.flags("server", scheduler=scheduler) + configuration.flags("client", graph=graph)
-    config = configuration.load(file, given)
     if as_json and not yes:
         raise ConfigError("--json asks nothing; confirm with --yes")
-    from geartrain.ams.client.factory import connect  # after the settings are known to be right: it is slower
-
-    with connect(config.server.scheduler, config=config.client) as cluster:
+    with connected(file, scheduler, graph) as cluster:
         status = cluster.status()
         rows = {table.name: table.rows for table in status.tables}
         rows |= dict(zip(status.incomplete_tables, status.incomplete_rows, strict=True))

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from geartrain.cli.shared.consoles import print_table
 from geartrain.cli.shared.options import Json
 
 if TYPE_CHECKING:
@@ -56,13 +57,8 @@ def _list_of(found: Mapping[str, Mapping[str, str]]) -> str:
 
 
 def _print_table(results: Sequence[Result]) -> None:
-    from rich.table import Table
-
-    from geartrain.cli.shared.consoles import table_console
-
-    table = Table("case", "ours", "theirs", "unit", "rival", "ratio", "target")
-    for result in results:
-        table.add_row(
+    rows = [
+        (
             result["case"],
             f"{result['ours']:.4g}",
             f"{result['theirs']:.4g}",
@@ -71,7 +67,9 @@ def _print_table(results: Sequence[Result]) -> None:
             _coloured(result["ratio"], result["target"]),
             "" if result["target"] is None else f"{result['target']:g}",
         )
-    table_console().print(table)
+        for result in results
+    ]
+    print_table(("case", "ours", "theirs", "unit", "rival", "ratio", "target"), rows)
 
 
 def _coloured(ratio: float, target: float | None) -> str:

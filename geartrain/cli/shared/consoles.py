@@ -1,9 +1,11 @@
-"""Where tables are printed."""
+"""Tables on standard output, and how far something is on standard error."""
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 from rich.console import Console
 
@@ -14,3 +16,34 @@ def table_console() -> Console:
     """Standard output; so wide that no cell is broken where it is no terminal, for what reads it then reads lines."""
     breaks_at_window = sys.stdout.isatty() or "COLUMNS" in os.environ
     return Console() if breaks_at_window else Console(width=_PIPED_WIDTH)
+
+
+def print_table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Print a table; a long cell is folded where the window ends."""
+    from rich.table import Table
+
+    table = Table()
+    for header in headers:
+        table.add_column(header, overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    table_console().print(table)
+
+
+@contextmanager
+def progress_bar(what: str, *, quiet: bool = False) -> Iterator[Callable[[int, int], None]]:
+    """A line on stderr; call what it yields with how much is done, and of how much."""
+    from rich.progress import (
+        BarColumn,
+        Progress,
+        TaskProgressColumn,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    left = (TextColumn("left"), TimeRemainingColumn())
+    with Progress(*columns, *left, console=Console(stderr=True), disable=quiet) as bar:
+        line = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(line, completed=done, total=total or None)

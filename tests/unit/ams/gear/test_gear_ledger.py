@@ -45,6 +45,8 @@ def test_what_died_in_memory_is_lost_and_logged(caplog: pytest.LogCaptureFixture
 def test_one_that_only_seemed_to_be_gone_has_lost_nothing() -> None:
     ledger = GearLedger("image")
     ledger.note("a#1", told(10, 4))
+    ledger.settle([], ["a"])  # it does not answer
+    assert ledger.total() == told(10, 4)
     ledger.settle([], [])
     assert ledger.total().lost == 4
     ledger.settle([state("a", 1, told(12, 5))], [])
@@ -52,28 +54,8 @@ def test_one_that_only_seemed_to_be_gone_has_lost_nothing() -> None:
     ledger.settle([], [])
     ledger.note("a#1", told(13, 5))
     assert ledger.total() == told(13, 5)
-
-
-def test_what_is_given_up_is_lost(caplog: pytest.LogCaptureFixture) -> None:
-    ledger = GearLedger("image")
-    ledger.note("a#1", told(10, 4))
-    ledger.give_up("a#1", 3)
-    assert ledger.total() == told(10, 4) + GearAccount(received=3, lost=3) and ledger.total().adds_up
-    assert "slow gear a of 'image' is gone: 3 gradients of a delivery" in caplog.text
-
-
-def test_one_that_does_not_answer_is_not_dead() -> None:
-    ledger = GearLedger("image")
-    ledger.note(process_at("a", 1), told(10, 4))
-    ledger.settle([], ["a"])
-    assert ledger.total() == told(10, 4)
-
-
-def test_what_was_handed_over_is_counted_once() -> None:
-    ledger = GearLedger("image")
-    ledger.note("a#1", told(10, 4))
     ledger.settle([state("b", 1, told(15, 0), taken_over=("a#1",))], [])
-    assert ledger.total() == told(15, 0)
+    assert ledger.total() == told(15, 0)  # of both: it has handed its account over
 
 
 @settings(deadline=None)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from geartrain.ams.graph.building import acceptance, builder
+from geartrain.ams.graph.building import builder
 from geartrain.ams.graph.building.builder import ArrayRows, build_neighbours
 from geartrain.ams.graph.building.neighbours import NeighbourTable
 from geartrain.ams.graph.building.recall import CoreProducts
@@ -90,19 +90,6 @@ def test_copies_of_one_row_are_one_work(monkeypatch: pytest.MonkeyPatch) -> None
     found = build_neighbours(ArrayRows(rows), 40)
     np.testing.assert_array_equal(lists_of(found), reference.nearest_neighbours(rows, 40))
     assert sum(made) == 3
-
-
-def test_progress_ends_when_the_lists_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[tuple[int, int]] = []
-    finish = acceptance.Refiner.finish
-
-    def spy(self: Any, *arguments: Any) -> None:
-        assert all(done < total for done, total in told)
-        finish(self, *arguments)
-
-    monkeypatch.setattr(acceptance.Refiner, "finish", spy)
-    build_neighbours(ArrayRows(random_rows(500, 8)), 4, progress=lambda *numbers: told.append(numbers))
-    assert told[-1][0] == told[-1][1] == 500 * 499 // 2
 
 
 def test_rows_that_are_redone_can_be_cancelled_between_two_blocks(monkeypatch: pytest.MonkeyPatch) -> None:

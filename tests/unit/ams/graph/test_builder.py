@@ -42,7 +42,7 @@ def lists_of(table: NeighbourTable) -> np.ndarray:
 @settings(max_examples=60, deadline=None)
 @given(
     kind=st.sampled_from(["random", "copies", "near", "zeros", "scales", "whole"]),
-    num_rows=st.integers(2, 300),
+    num_rows=st.integers(1, 300),
     dim=st.integers(1, 40),
     k=st.integers(1, 40),
     share=st.sampled_from([0.0, 0.1, 0.3, 0.7, 1.0]),
@@ -87,17 +87,6 @@ def test_rows_that_do_not_fit_are_read_again_and_give_the_same_table() -> None:
     expected = lists_of(build_neighbours(whole, 8))
     np.testing.assert_array_equal(lists_of(build_neighbours(parts, 8, memory_bytes=300_000)), expected)
     assert whole.reads == 2000 and parts.reads > 3 * 2000
-
-
-def test_half_precision_rows_are_taken_too() -> None:
-    rows = rows_of("random", 100, 8, 2).astype(np.float16)
-    found = lists_of(build_neighbours(ArrayRows(rows), 3))
-    np.testing.assert_array_equal(found, reference.nearest_neighbours(rows.astype(np.float32), 3))
-
-
-def test_one_class_has_no_neighbours() -> None:
-    table = build_neighbours(ArrayRows(np.ones((1, 4), np.float32)), 5)
-    assert table.num_classes == 1 and table.row(0).tolist() == []
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])

@@ -1,0 +1,30 @@
+"""The cluster that a command is about: its settings, and a client of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from geartrain.ams.values.config import ClusterConfig
+from geartrain.cli.shared import configuration
+
+if TYPE_CHECKING:
+    from geartrain.ams.client.cluster import Cluster
+
+
+def settings(file: Path | None, scheduler: str | None, graph: str | None = None) -> ClusterConfig:
+    """What the file, the environment and these flags say."""
+    given = configuration.flags("server", scheduler=scheduler) + configuration.flags("client", graph=graph)
+    return configuration.load(file, given)
+
+
+@contextmanager
+def connected(file: Path | None, scheduler: str | None, graph: str | None = None) -> Iterator[Cluster]:
+    """A client of the cluster of :func:`settings`."""
+    config = settings(file, scheduler, graph)
+    from geartrain.ams.client.factory import connect  # after the settings are known to be right: it is slower
+
+    with connect(config.server.scheduler, config=config.client) as cluster:
+        yield cluster
