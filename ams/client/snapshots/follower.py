@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from geartrain.ams.storage.export.versions import newest_version, route_to
+from geartrain.ams.storage.snapshot.chain import Buckets
 from geartrain.ams.storage.snapshot.folder import Snapshot
 from geartrain.ams.storage.snapshot.manifest import EXPORT, REMOVED, FileEntry
 from geartrain.ams.storage.snapshot.store import place
@@ -21,12 +22,10 @@ from geartrain.ams.values.errors import InvalidArgument, SnapshotDamaged, Snapsh
 from geartrain.ams.values.interrupts import shielded
 from geartrain.ams.values.optimizers.registry import SGD
 from geartrain.ams.values.placement import NUM_BUCKETS
-from geartrain.ams.values.specs import Ids, TableSpec
+from geartrain.ams.values.specs import Ids, Rows, TableSpec
 from geartrain.ams.values.text import quoted
 
-Rows = npt.NDArray[Any]
 Arrays = Mapping[str, npt.NDArray[Any]]
-Buckets = npt.NDArray[np.bool_]
 
 _COPIED_ROWS = 65_536
 

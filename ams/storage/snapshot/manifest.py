@@ -57,7 +57,7 @@ _DIGEST = "xxh3_128"
 
 Hex128 = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 Count = Annotated[int, Field(ge=0)]
-Place = Annotated[int, Field(ge=0, lt=NUM_BUCKETS)]
+BucketPlace = Annotated[int, Field(ge=0, lt=NUM_BUCKETS)]
 
 
 class FileEntry(BaseModel):
@@ -81,7 +81,7 @@ class FileEntry(BaseModel):
     """Length of the file."""
     xxh3_128: Hex128
     """Hash of the whole file."""
-    buckets: Annotated[list[Place], Field(min_length=2, max_length=2)] | None = None
+    buckets: Annotated[list[BucketPlace], Field(min_length=2, max_length=2)] | None = None
     """Of rows, the first and last place, in ``BUCKET_ORDER``, of their buckets; None: any that its shard has."""
 
     @model_validator(mode="after")
