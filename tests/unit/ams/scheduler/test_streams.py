@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from geartrain.ams.scheduler import data_streams
 from geartrain.ams.scheduler.data_streams import StreamLeases
 from geartrain.ams.storage.kv.store import MemoryStore
 from geartrain.ams.values.errors import InvalidArgument, StaleClient
@@ -125,22 +124,6 @@ def test_names_of_workers_that_went_do_not_pile_up() -> None:
     with pytest.raises(StaleClient, match="was superseded by 2"):
         job.lease("pod-999", 1)
     assert len(job.commit("stays", by=2).held) == 2
-
-
-def test_a_commit_counts_what_all_workers_hold_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    job = Clocked(num_streams=64, num_workers=32)
-    for number in range(32):
-        job.lease(f"w{number}")
-    looks: list[str] = []
-    whole = data_streams._Job.held_by
-
-    def counted(self: data_streams._Job, worker: str) -> list[int]:
-        looks.append(worker)
-        return whole(self, worker)
-
-    monkeypatch.setattr(data_streams._Job, "held_by", counted)
-    assert len(job.commit("w7").held) == 2
-    assert looks == ["w7"]
 
 
 def test_a_higher_incarnation_takes_the_place_of_a_lower_one() -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -167,23 +165,6 @@ def test_a_block_written_twice_is_the_second_one(tmp_path: Path) -> None:
     write(staging, {"ids": IDS})
     entry = write(staging, {"ids": IDS + 1})
     assert commit(staging, entry).read(entry)["ids"].tolist() == [1, 2, 3, 4, 5]
-
-
-def test_a_block_can_be_written_by_another_process(tmp_path: Path) -> None:
-    staging = new_staging(tmp_path, "a")
-    code = """
-import sys, numpy as np
-from geartrain.ams.storage.snapshot.blocks import write_block
-arrays = {"ids": np.arange(3), "rows": np.ones((3, 2), np.float32)}
-path, snapshot_id = sys.argv[1:]
-entry = write_block(path, snapshot_id=snapshot_id, kind="rows", table="t", shard=0, index=0, arrays=arrays)
-print(entry.model_dump_json())
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", code, staging.path, staging.id], capture_output=True, text=True, timeout=60, check=True
-    )
-    entry = FileEntry.model_validate_json(done.stdout)
-    assert commit(staging, entry).read(entry)["rows"].tolist() == [[1.0, 1.0]] * 3
 
 
 def test_after_abandoning_a_late_writer_is_told_so(tmp_path: Path) -> None:
