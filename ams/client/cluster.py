@@ -75,7 +75,7 @@ class Cluster:
         self._leave_watches: list[LeaveWatch] = []
         self._job_steps: weakref.WeakSet[JobSteps] = weakref.WeakSet()
         if stream.is_named:
-            # Only the marks of numbered writes mean anything to a process that goes on under this name.
+            # Only the dedup state of numbered writes means anything to a process that goes on under this name.
             try:
                 self._fence(stream.name, stream.incarnation, forget=False)
                 self._fence(stream.unnumbered, stream.incarnation, forget=True)
@@ -220,10 +220,10 @@ class Cluster:
         lower incarnation (StaleClient), and the scheduler ends their leases of data streams. Idempotent; one RPC per
         shard and one to the scheduler.
 
-        ``forget`` (for a job that goes back to a snapshot) also drops the marks of their writes and the steps of their
-        sync groups, so that numbers may be used again; without it (a job that goes on) they are kept. A shard that is
-        restarted forgets fences as it forgets rows. Raises StaleClient if a higher incarnation was here before,
-        SchedulerUnavailable, ShardUnavailable (some shards may have been told).
+        ``forget`` (for a job that goes back to a snapshot) also forgets which of their writes were applied and the
+        steps of their sync groups, so that numbers may be used again; without it (a job that goes on) they are kept. A
+        shard that is restarted forgets fences as it forgets rows. Raises StaleClient if a higher incarnation was here
+        before, SchedulerUnavailable, ShardUnavailable (some shards may have been told).
         """
         name, incarnation = checked_name("job", job), checked_incarnation(incarnation)
         self._scheduler.fence_job(name, incarnation)

@@ -19,8 +19,8 @@ from geartrain.ams.observe import failpoints
 from geartrain.ams.programs.hosted import HostedModels
 from geartrain.ams.server import row_requests
 from geartrain.ams.server.expiry import ExpirySchedule
+from geartrain.ams.server.freeze.dedup import clocks_of, held_dedup, steps_of
 from geartrain.ams.server.freeze.freezes import Freezes
-from geartrain.ams.server.freeze.marks import clocks_of, held_marks, steps_of
 from geartrain.ams.server.freeze.restore import Restores
 from geartrain.ams.server.hosting import Hosting, joint_update
 from geartrain.ams.server.single_writer import QueuedRequest, SingleWriter, as_ours, pass_on
@@ -374,8 +374,8 @@ class Shard:
                 )
         rows = {name: table.rows for name, table in tables.items()}
         writes = {name: table.all_writes for name, table in tables.items()}
-        marks = held_marks(self._completed_writes, self._groups, rows, steps_of(rows), writes, clocks_of(rows))
-        return self._freezes.begin(request, rows, marks)
+        dedup = held_dedup(self._completed_writes, self._groups, rows, steps_of(rows), writes, clocks_of(rows))
+        return self._freezes.begin(request, rows, dedup)
 
     def _describe(self) -> ShardState:
         return ShardState(

@@ -42,7 +42,7 @@ class CallContext:
     sequence: int = 0
     """Number of this write in its stream, from 1; 0 for reads."""
     oldest_unacknowledged: int = 0
-    """Writes below this number are acknowledged; the shard forgets their marks."""
+    """Writes below this number are acknowledged; the shard forgets that they were applied."""
     shard_incarnation: int = 0
     """The shard the client means; 0 if it does not mind."""
     cluster_version: int = 0
@@ -317,7 +317,7 @@ class WriteFrozen(Rpc[Written]):
     folder: str
     """A path that means the same folder to client and shard."""
     rows_alone: bool = False
-    """Of an export: write rows without the optimizer's state, and no marks."""
+    """Of an export: write rows without the optimizer's state, and no dedup state."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -335,7 +335,7 @@ class Restore(Rpc[Done]):
 
     folder: str
     tables: tuple[str, ...]
-    """None: only see whether the snapshot's manifests and marks can be read."""
+    """None: only see whether the snapshot's manifests and dedup state can be read."""
     incarnations: tuple[int, ...] = ()
     """Of each table: no other one of its name is written to. None: whichever there are."""
 

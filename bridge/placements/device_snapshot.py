@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from geartrain.ams.server.freeze.marks import ShardMarks, restore_table_steps
-from geartrain.ams.storage.snapshot.blocks import BLOCK_BYTES, write_block, write_job_file, write_marks
+from geartrain.ams.server.freeze.dedup import ShardDedup, restore_table_steps
+from geartrain.ams.storage.snapshot.blocks import BLOCK_BYTES, write_block, write_dedup, write_job_file
 from geartrain.ams.storage.snapshot.chain import layers_of
 from geartrain.ams.storage.snapshot.folder import Snapshot, Staging, new_staging, open_snapshot
-from geartrain.ams.storage.snapshot.manifest import MARKS, ROWS, FileEntry
+from geartrain.ams.storage.snapshot.manifest import DEDUP, ROWS, FileEntry
 from geartrain.ams.storage.snapshot.store import Place, place, within
 from geartrain.ams.tables.row_table import TableSteps
 from geartrain.ams.values.errors import SnapshotError, SnapshotFailed, SpecMismatch, TableNotFound
@@ -68,7 +68,7 @@ def snapshot_rows(
             if link.rank == 0:
                 steps = {table.spec.name: table.steps.state for table in tables if table.steps is not None}
                 if steps:
-                    entries.append(_marks(steps, told[0], told[1]))
+                    entries.append(_dedup(steps, told[0], told[1]))
                 entries += [
                     write_job_file(told[0], snapshot_id=told[1], name=k, data=data) for k, data in files.items()
                 ]
@@ -126,10 +126,10 @@ def _write(table: DeviceRows, folder: str, snapshot_id: str) -> Iterator[FileEnt
         )
 
 
-def _marks(steps: dict[str, TableSteps], folder: str, snapshot_id: str) -> FileEntry:
-    """Write what a shard's marks would say: no writes of anybody's, and the steps, which every rank has counted."""
-    values = ShardMarks(streams={}, groups=[], steps=steps).model_dump(mode="json")
-    return write_marks(folder, snapshot_id=snapshot_id, shard=0, values=values)
+def _dedup(steps: dict[str, TableSteps], folder: str, snapshot_id: str) -> FileEntry:
+    """Write a shard's dedup state: no writes of anybody's, and the steps, which every rank has counted."""
+    values = ShardDedup(streams={}, groups=[], steps=steps).model_dump(mode="json")
+    return write_dedup(folder, snapshot_id=snapshot_id, shard=0, values=values)
 
 
 def _arrays(table: DeviceRows, ids: Ids) -> dict[str, np.ndarray]:
@@ -157,8 +157,8 @@ def restore_rows(tables: Sequence[DeviceRows], path: str | Path) -> Snapshot:
             table.write_initial_values()
             _read(table, snapshot)
             if table.steps is not None:
-                marks = [snapshot.read_marks(entry) for entry in snapshot.manifest.files if entry.kind == MARKS]
-                restore_table_steps(marks, table.spec.name, table.steps.adopt)
+                sources = [snapshot.read_dedup(entry) for entry in snapshot.manifest.files if entry.kind == DEDUP]
+                restore_table_steps(sources, table.spec.name, table.steps.adopt)
         return snapshot
 
     try:

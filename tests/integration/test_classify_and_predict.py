@@ -119,7 +119,7 @@ def assert_same_state(expected: Path, found: Path) -> None:
             assert arrays[0].keys() == arrays[1].keys()
             for name, array in arrays[0].items():
                 assert np.array_equal(array, arrays[1][name]), name
-        elif entries[0].kind == JOB:  # not the marks, which name the writes of each run
+        elif entries[0].kind == JOB:  # not the dedup state, which name the writes of each run
             contents = [snapshot.read_bytes(entry) for snapshot, entry in zip(snapshots, entries, strict=True)]
             assert contents[0] == contents[1], entries[0].path
     cursors = [snapshot.manifest.job["cursor"] for snapshot in snapshots]

@@ -15,7 +15,7 @@ from geartrain.ams.client.cluster import Cluster
 from geartrain.ams.client.factory import local
 from geartrain.ams.client.table import Table
 from geartrain.ams.observe.failpoints import armed
-from geartrain.ams.server.freeze.marks import joint_steps, restore_steps
+from geartrain.ams.server.freeze.dedup import joint_steps, restore_steps
 from geartrain.ams.storage.snapshot.compaction import compact
 from geartrain.ams.storage.snapshot.folder import prune
 from geartrain.ams.tables.compiled_store import ELAPSED_WINDOW
@@ -172,6 +172,6 @@ def test_a_snapshot_that_does_not_know_the_steps_is_refused() -> None:
         joint_steps([steps, TableSteps(2, [0.1, 0.2], (1.0, 0.0))])
     optimizer = SparseMomentum(0.1, untouched="elapsed")
     table = RowTable(TableSpec(name="t", dim=2, optimizer=optimizer), np.arange(4096))
-    for marks in ({}, {"steps": {}}, {"steps": {"t": [5, [-1.0], [1.0, 0.0]]}}, {"steps": {"t": [1, "x", [1, 0]]}}):
+    for source in ({}, {"steps": {}}, {"steps": {"t": [5, [-1.0], [1.0, 0.0]]}}, {"steps": {"t": [1, "x", [1, 0]]}}):
         with pytest.raises(errors.SnapshotDamaged, match="does not say which steps table 't' had made"):
-            restore_steps([marks], {"t": table})
+            restore_steps([source], {"t": table})

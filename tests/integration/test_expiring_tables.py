@@ -20,7 +20,7 @@ from geartrain.ams.client.cluster import Cluster
 from geartrain.ams.client.factory import local
 from geartrain.ams.client.rows import batch
 from geartrain.ams.client.table import Table
-from geartrain.ams.server.freeze.marks import restore_clocks
+from geartrain.ams.server.freeze.dedup import restore_clocks
 from geartrain.ams.server.shard import Shard
 from geartrain.ams.tables.row_table import RowTable
 from geartrain.ams.values import errors

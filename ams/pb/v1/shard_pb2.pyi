@@ -1060,7 +1060,7 @@ class WriteFrozenRequest(_message.Message):
     folder: _builtins.str
     """The snapshot's staging folder."""
     rows_alone: _builtins.bool
-    """Of an export: write rows without the optimizer's state, and no marks."""
+    """Of an export: write rows without the optimizer's state, and no dedup state."""
     @_builtins.property
     def context(self) -> _types_pb2.CallContext: ...
     def __init__(

@@ -124,7 +124,7 @@ class CallContext(_message.Message):
     sequence: _builtins.int
     """Number of this write in its stream, from 1. A retry carries the same number and is applied once."""
     oldest_unacknowledged: _builtins.int
-    """Writes below this number are acknowledged; the shard forgets their marks. 0: none yet."""
+    """Writes below this number are acknowledged; the shard forgets that they were applied. 0: none yet."""
     shard_incarnation: _builtins.int
     """The incarnation of the shard that the caller means; 0 if it does not mind."""
     cluster_version: _builtins.int

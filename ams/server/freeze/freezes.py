@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from geartrain.ams.observe import failpoints
-from geartrain.ams.server.freeze.marks import HeldMarks
-from geartrain.ams.storage.snapshot.blocks import BLOCK_BYTES, plan_blocks, write_block, write_marks
+from geartrain.ams.server.freeze.dedup import HeldDedup
+from geartrain.ams.storage.snapshot.blocks import BLOCK_BYTES, plan_blocks, write_block, write_dedup
 from geartrain.ams.storage.snapshot.manifest import ADMISSION, EXPORT, REMOVED, ROWS, FileEntry
 from geartrain.ams.tables.row_table import RowTable
 from geartrain.ams.tables.stored_rows import StoredRows
@@ -48,14 +48,14 @@ class FrozenTables:
         snapshot_id: str,
         tables: Mapping[str, RowTable],
         *,
-        marks: HeldMarks,
+        dedup: HeldDedup,
         parent_id: str = "",
         export_root: str = "",
     ) -> None:
         self.snapshot_id = snapshot_id
         self.export_root = export_root
         """Of an export its folder."""
-        self._marks = marks
+        self._dedup = dedup
         """JSON values that belong to the moment."""
         since = {name: table.moments.number_of(parent_id) for name, table in tables.items()}
         self.deltas = tuple(name for name, moment in since.items() if moment is not None)
@@ -80,15 +80,15 @@ class FrozenTables:
         return frozenset(self._tables)
 
     def write(self, folder: str, shard: int, *, rows_alone: bool = False) -> tuple[FileEntry, ...]:
-        """Write every held row once, and the marks, synced; may run beside the shard's work.
+        """Write every held row once, and the dedup state, synced; may run beside the shard's work.
 
-        Rows are in blocks of about 8 MiB, each of a range of buckets. ``rows_alone``: without slots, and no marks.
+        Rows are in blocks of about 8 MiB, each of a range of buckets. ``rows_alone``: without slots and dedup state.
         Raises SnapshotFailed if the disk fails, SnapshotSuperseded if the freeze was ended before or meanwhile.
         """
         self._require_frozen()
         entries: list[FileEntry] = []
         if not rows_alone:
-            entries.append(write_marks(folder, snapshot_id=self.snapshot_id, shard=shard, values=self._marks.to_json()))
+            entries.append(write_dedup(folder, snapshot_id=self.snapshot_id, shard=shard, values=self._dedup.to_json()))
         with ThreadPoolExecutor(_WRITERS, thread_name_prefix=f"shard-{shard}-blocks") as pool:
             for name, table in self._tables.items():
                 written = 0
@@ -243,8 +243,8 @@ class Freezes:
         self._renew(request.snapshot_id)
         return True
 
-    def begin(self, request: Freeze, tables: Mapping[str, RowTable], marks: HeldMarks) -> Done:
-        """Hold ``tables`` as they are now, with ``marks``; end other freezes of the same tables, whose
+    def begin(self, request: Freeze, tables: Mapping[str, RowTable], dedup: HeldDedup) -> Done:
+        """Hold ``tables`` as they are now, with ``dedup``; end other freezes of the same tables, whose
         owner is gone or has given them up. For an export those alone that the same one left behind; where there is
         another it is refused (Busy).
         """
@@ -260,7 +260,7 @@ class Freezes:
         self._held[request.snapshot_id] = FrozenTables(
             request.snapshot_id,
             tables,
-            marks=marks,
+            dedup=dedup,
             parent_id=request.parent_id,
             export_root=request.export_root,
         )

@@ -12,12 +12,12 @@ import numpy.typing as npt
 
 from geartrain.ams.kernels.engine import CompletedWrites, SyncGroups, Turn
 from geartrain.ams.observe import failpoints
+from geartrain.ams.server.freeze.dedup import RestoredDedup, restore_clocks, restore_steps, writes_before
 from geartrain.ams.server.freeze.freezes import Freezes
-from geartrain.ams.server.freeze.marks import RestoredMarks, restore_clocks, restore_steps, writes_before
 from geartrain.ams.server.tables import RestoreWork, ShardTable, ShardTables
 from geartrain.ams.storage.snapshot.chain import Layer, is_among, layers_of
 from geartrain.ams.storage.snapshot.folder import Snapshot, open_snapshot
-from geartrain.ams.storage.snapshot.manifest import ADMISSION, MARKS
+from geartrain.ams.storage.snapshot.manifest import ADMISSION, DEDUP
 from geartrain.ams.tables.counted_ids import CountedIds
 from geartrain.ams.tables.row_table import RowTable
 from geartrain.ams.tables.stored_rows import StoredRows
@@ -28,7 +28,7 @@ from geartrain.ams.values.specs import Ids, TableSpec
 
 
 class Restores:
-    """Gives tables of one shard the rows of snapshots, its completed writes and groups what the marks say of them."""
+    """Gives tables of one shard the rows of snapshots, its completed writes and groups what is known of them."""
 
     def __init__(
         self,
@@ -83,12 +83,12 @@ class Restores:
                 self._mark_begun(folder, tables)
 
         num_read = restore_tables(folder, rows, self._owned_buckets, turn, begin)
-        sources = marks_for(folder, self._owned_buckets)
+        sources = dedup_for(folder, self._owned_buckets)
         if not tables:  # asked whether it can be read here
             return Done()
-        marks = RestoredMarks(sources, rows)
+        dedup = RestoredDedup(sources, rows)
         with turn:
-            marks.apply(self._completed_writes, self._groups)
+            dedup.apply(self._completed_writes, self._groups)
             restore_steps(sources, rows)
             restore_clocks(sources, rows)
             for name, table in tables.items():
@@ -230,12 +230,12 @@ def counted_ids(snapshot: Snapshot, table: str) -> Iterator[CountedIds]:
             yield CountedIds(int(arrays["num_pushes"][0]), arrays["ranges"], arrays["counters"], arrays["waiting"])
 
 
-def marks_for(folder: str, owned_buckets: Ids) -> list[dict[str, Any]]:
-    """Return the marks of the shards that wrote rows of these buckets. Raises SnapshotError."""
+def dedup_for(folder: str, owned_buckets: Ids) -> list[dict[str, Any]]:
+    """Return the dedup state of the shards that wrote rows of these buckets. Raises SnapshotError."""
     snapshot = open_snapshot(folder)
     sources = set(snapshot.manifest.bucket_shards[owned_buckets].tolist())
     return [
-        snapshot.read_marks(entry)
+        snapshot.read_dedup(entry)
         for entry in snapshot.manifest.files
-        if entry.kind == MARKS and entry.shard in sources
+        if entry.kind == DEDUP and entry.shard in sources
     ]

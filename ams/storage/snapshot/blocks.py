@@ -1,4 +1,4 @@
-"""The files of a snapshot: blocks of rows (safetensors), marks (JSON) and opaque files of the job. Written by any
+"""The files of a snapshot: blocks of rows (safetensors), dedup state (JSON) and opaque files of the job. Written by any
 process that knows the staging folder's path and the snapshot's id; read back once hash and labels were checked.
 
 Legend: N rows of a block, D width of a row.
@@ -18,7 +18,7 @@ from safetensors import SafetensorError, deserialize
 
 from geartrain.ams.observe import failpoints
 from geartrain.ams.storage.durable import failed
-from geartrain.ams.storage.snapshot.manifest import JOB, MARKS, FileEntry, block_path, in_words, job_path, marks_path
+from geartrain.ams.storage.snapshot.manifest import DEDUP, JOB, FileEntry, block_path, dedup_path, in_words, job_path
 from geartrain.ams.storage.snapshot.store import Place, place, store_of, within
 from geartrain.ams.values.errors import InvalidArgument, SnapshotDamaged
 from geartrain.ams.values.text import counted
@@ -107,26 +107,26 @@ def write_job_file(staging_path: str, *, snapshot_id: str, name: str, data: byte
     return _write(staging_path, snapshot_id, data, path=job_path(name), kind=JOB)
 
 
-def write_marks(staging_path: str, *, snapshot_id: str, shard: int, values: Mapping[str, Any]) -> FileEntry:
-    """Write a shard's marks, JSON values, into a staging folder and sync them. Raises as :func:`write_block`."""
-    labelled = {"snapshot": snapshot_id, "shard": shard, "marks": values}
+def write_dedup(staging_path: str, *, snapshot_id: str, shard: int, values: Mapping[str, Any]) -> FileEntry:
+    """Write a shard's dedup state, JSON values, into a staging folder and sync them. Raises as :func:`write_block`."""
+    labelled = {"snapshot": snapshot_id, "shard": shard, "dedup": values}
     data = json.dumps(labelled, sort_keys=True, allow_nan=False).encode()
-    return _write(staging_path, snapshot_id, data, path=marks_path(shard), kind=MARKS, shard=shard)
+    return _write(staging_path, snapshot_id, data, path=dedup_path(shard), kind=DEDUP, shard=shard)
 
 
-def read_marks(folder: Place, snapshot_id: str, entry: FileEntry) -> tuple[bytes, dict[str, Any]]:
-    """Return the checked bytes of a shard's marks, and their values. Raises SnapshotDamaged."""
+def read_dedup(folder: Place, snapshot_id: str, entry: FileEntry) -> tuple[bytes, dict[str, Any]]:
+    """Return the checked bytes of a shard's dedup state, and their values. Raises SnapshotDamaged."""
     data = read_file(folder, entry)
     try:
         values = json.loads(data)
     except (ValueError, RecursionError) as exc:
         raise damaged(folder, entry, f"it is not JSON ({exc})") from exc
-    is_whole = isinstance(values, dict) and set(values) == {"snapshot", "shard", "marks"}
+    is_whole = isinstance(values, dict) and set(values) == {"snapshot", "shard", "dedup"}
     if not is_whole or (values["snapshot"], values["shard"]) != (snapshot_id, entry.shard):
         raise damaged(folder, entry, f"it does not say that it is of shard {entry.shard} of snapshot {snapshot_id}")
-    if not isinstance(values["marks"], dict):
-        raise damaged(folder, entry, "it holds no marks")
-    return data, values["marks"]
+    if not isinstance(values["dedup"], dict):
+        raise damaged(folder, entry, "it holds no dedup state")
+    return data, values["dedup"]
 
 
 def read_file(folder: Place, entry: FileEntry) -> bytes:
@@ -173,7 +173,7 @@ def damaged(folder: Place, entry: FileEntry, why: str) -> SnapshotDamaged:
     """Return the error that names the file and what it holds."""
     if entry.kind == JOB:
         holds = "state of the job"
-    elif entry.kind == MARKS:
+    elif entry.kind == DEDUP:
         holds = f"what shard {entry.shard} knew of the writes applied"
     else:
         rows = counted(entry.num_rows, "row")

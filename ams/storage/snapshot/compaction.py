@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from geartrain.ams.storage.snapshot.blocks import BLOCK_BYTES, plan_blocks, write_block, write_job_file, write_marks
+from geartrain.ams.storage.snapshot.blocks import BLOCK_BYTES, plan_blocks, write_block, write_dedup, write_job_file
 from geartrain.ams.storage.snapshot.chain import Layer, is_among, layers_of
 from geartrain.ams.storage.snapshot.folder import (
     Snapshot,
@@ -25,7 +25,7 @@ from geartrain.ams.storage.snapshot.folder import (
     new_staging,
     open_snapshot,
 )
-from geartrain.ams.storage.snapshot.manifest import EXPORT, JOB, MARKS, REMOVED, ROW_KINDS, ROWS, FileEntry
+from geartrain.ams.storage.snapshot.manifest import DEDUP, EXPORT, JOB, REMOVED, ROW_KINDS, ROWS, FileEntry
 from geartrain.ams.storage.snapshot.store import Place, place, store_of, within
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.placement import bucket_of, bucket_ranges, buckets_between
@@ -145,9 +145,9 @@ def _copied(staging: Staging, snapshot: Snapshot, entry: FileEntry) -> FileEntry
         name = entry.path.removeprefix(f"{JOB}-")
         return write_job_file(staging.path, snapshot_id=staging.id, name=name, data=snapshot.read_bytes(entry))
     assert entry.shard is not None
-    if entry.kind == MARKS:
-        values = snapshot.read_marks(entry)
-        return write_marks(staging.path, snapshot_id=staging.id, shard=entry.shard, values=values)
+    if entry.kind == DEDUP:
+        values = snapshot.read_dedup(entry)
+        return write_dedup(staging.path, snapshot_id=staging.id, shard=entry.shard, values=values)
     assert entry.table is not None
     return write_block(
         staging.path,

@@ -1,7 +1,7 @@
 """Snapshots in a root, each whole or not there: folders of a local disk, or of a URL (``store.py``).
 
     ROOT/NAME/manifest.json              every file with its hash, read first
-    ROOT/NAME/*.safetensors, …           blocks of rows, marks, state of the job (below a URL in ROOT/NAME/ID/)
+    ROOT/NAME/*.safetensors, …           blocks of rows, dedup state, state of the job (below a URL in ROOT/NAME/ID/)
     ROOT/.staging-NAME-ID/               one being written; takes its name, by a rename, as the last step
     ROOT/.trash-NAME-ID/                 one being removed
 
@@ -25,11 +25,11 @@ from pydantic import ValidationError
 
 from geartrain.ams.observe import failpoints
 from geartrain.ams.storage.durable import failed
-from geartrain.ams.storage.snapshot.blocks import read_block, read_file, read_marks
+from geartrain.ams.storage.snapshot.blocks import read_block, read_dedup, read_file
 from geartrain.ams.storage.snapshot.manifest import (
+    DEDUP,
     JOB,
     MANIFEST,
-    MARKS,
     MAX_MANIFEST_BYTES,
     FileEntry,
     Manifest,
@@ -185,15 +185,15 @@ class Snapshot:
     def read(self, entry: FileEntry) -> dict[str, np.ndarray]:
         """Return the arrays of a block, writable, once its size, hash and labels have been checked.
 
-        Raises SnapshotDamaged naming file, shard, table and rows, and InvalidArgument for marks and files of the job.
+        Raises SnapshotDamaged naming file, shard, table and rows, and InvalidArgument for what is no block.
         """
-        if entry.kind in (JOB, MARKS):
+        if entry.kind in (JOB, DEDUP):
             raise InvalidArgument(f"{entry.path!r} is no block; use read_bytes")
         return read_block(self._files, self.manifest.id, entry)[1]
 
-    def read_marks(self, entry: FileEntry) -> dict[str, Any]:
-        """Return a shard's marks, checked as in :meth:`read`. Raises SnapshotDamaged."""
-        return read_marks(self._files, self.manifest.id, entry)[1]
+    def read_dedup(self, entry: FileEntry) -> dict[str, Any]:
+        """Return a shard's dedup state, checked as in :meth:`read`. Raises SnapshotDamaged."""
+        return read_dedup(self._files, self.manifest.id, entry)[1]
 
     def job_files(self) -> dict[str, bytes]:
         """Return the job's files (``files=`` of ``Cluster.snapshot``) by name, each checked. Raises SnapshotDamaged."""
@@ -204,8 +204,8 @@ class Snapshot:
         """Return the content of any file, checked as in :meth:`read`. Raises SnapshotDamaged."""
         if entry.kind == JOB:
             return read_file(self._files, entry)
-        if entry.kind == MARKS:
-            return read_marks(self._files, self.manifest.id, entry)[0]
+        if entry.kind == DEDUP:
+            return read_dedup(self._files, self.manifest.id, entry)[0]
         return read_block(self._files, self.manifest.id, entry)[0]
 
     def chain(self) -> list[Snapshot]:

@@ -29,15 +29,15 @@ FORMAT: Literal[1] = 1
 MANIFEST = "manifest.json"
 JOB = "job"
 """Kind of the job's files, opaque here."""
-MARKS = "marks"
+DEDUP = "dedup"
 """Kind of the files with what a shard knew of the writes to its rows: JSON values."""
 ROWS = "rows"
 """Kind of row blocks, each of a range of buckets: arrays ids [N], rows [N, D] and, where the optimizer has them, slots
 [N, D] ([N, 2 D] with Adam).
 
-Where untouched rows move, also steps [N]: rows and slots are those of that step, and the marks say which came after it.
+Where untouched rows move, also steps [N]: rows and slots are those of that step; the dedup state says which came after.
 With Adam steps [N] are the numbers of the rows' updates. Of tables that keep them, when each row was last seen, on the
-clock of the marks, and how often: seen_steps, seen_seconds and counts [N].
+clock of the dedup state, and how often: seen_steps, seen_seconds and counts [N].
 """
 EXPORT = "export"
 """Kind of the row blocks of a version of an export: ids [N] and rows [N, D] alone."""
@@ -68,9 +68,9 @@ class FileEntry(BaseModel):
     path: str
     """Name within the snapshot's folder."""
     kind: str
-    """What it holds: ``job`` for bytes that are opaque here, ``marks``, else a kind of block, such as ``rows``."""
+    """What it holds: ``job`` for bytes that are opaque here, ``dedup``, else a kind of block, such as ``rows``."""
     table: str | None
-    """Name of the table; None for the job's files and marks."""
+    """Name of the table; None for the job's files and dedup state."""
     shard: Count | None
     """Shard that wrote it; None for the job's files."""
     index: Count
@@ -91,9 +91,11 @@ class FileEntry(BaseModel):
         if self.kind == JOB:
             if (self.table, self.shard) != (None, None) or self.path != job_path(self.path.removeprefix(f"{JOB}-")):
                 raise ValueError(f"path is {self.path!r}; a file of the job is {JOB}-NAME, without table and shard")
-        elif self.kind == MARKS:
-            if self.table is not None or self.shard is None or self.path != marks_path(self.shard):
-                raise ValueError(f"path is {self.path!r}; the marks of shard {self.shard} have another, and no table")
+        elif self.kind == DEDUP:
+            if self.table is not None or self.shard is None or self.path != dedup_path(self.shard):
+                raise ValueError(
+                    f"path is {self.path!r}; the dedup state of shard {self.shard} has another, and no table"
+                )
         elif self.table is None or self.shard is None:
             raise ValueError(f"{self.path!r} is a block, but its table is {self.table!r} and its shard {self.shard!r}")
         elif self.path != (expected := block_path(self.kind, self.table, self.shard, self.index)):
@@ -186,10 +188,10 @@ class Manifest(BaseModel):
 
 def block_path(kind: str, table: str, shard: int, index: int) -> str:
     """Return the name of a block's file: legible, and different for different tables. Raises InvalidArgument."""
-    if kind in (JOB, MARKS) or not re.fullmatch(r"[a-z][a-z0-9_]{0,31}", kind):
+    if kind in (JOB, DEDUP) or not re.fullmatch(r"[a-z][a-z0-9_]{0,31}", kind):
         raise InvalidArgument(
             f"kind is {kind!r}; it must be 1 to 32 of a-z, 0-9 and _, begin with a letter and not be {JOB!r} or "
-            f"{MARKS!r}"
+            f"{DEDUP!r}"
         )
     for label, value in (("shard", shard), ("index", index)):
         if value < 0:
@@ -208,9 +210,9 @@ def job_path(name: str) -> str:
     return f"{JOB}-{name}"
 
 
-def marks_path(shard: int) -> str:
-    """Return the name of the file that holds a shard's marks."""
-    return f"{MARKS}-{shard:05}.json"
+def dedup_path(shard: int) -> str:
+    """Return the name of the file that holds a shard's dedup state."""
+    return f"{DEDUP}-{shard:05}.json"
 
 
 def encode_manifest(manifest: Manifest) -> bytes:

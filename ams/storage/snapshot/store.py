@@ -32,7 +32,7 @@ import fsspec
 
 from geartrain.ams.observe import failpoints
 from geartrain.ams.storage.durable import PART_PREFIX, create_folders, disk, remove_quietly, sync_folder, write_file
-from geartrain.ams.storage.snapshot.manifest import JOB, MANIFEST, MARKS, SNAPSHOT_NAME
+from geartrain.ams.storage.snapshot.manifest import DEDUP, JOB, MANIFEST, SNAPSHOT_NAME
 from geartrain.ams.values.arguments import path_name
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.text import quoted, shown_url
@@ -248,7 +248,7 @@ class _LocalStore:
         except OSError:
             return True  # listed as damaged, with the reason
         return MANIFEST in names or any(
-            name.startswith((f"{JOB}-", f"{MARKS}-")) or name.endswith(".safetensors") for name in names
+            name.startswith((f"{JOB}-", f"{DEDUP}-")) or name.endswith(".safetensors") for name in names
         )
 
     def _take_back(self, folder: Path) -> None:

@@ -2,7 +2,7 @@
 //
 // The key is (stream, sequence), not the process. A completed write is forgotten when the client says that it has the reply, and
 // when a fence says that the job starts over. Two processes that write as one stream are told apart here, too: the one with the
-// lower incarnation was superseded, and is refused (StaleClient). Snapshots hold what is known here as *marks*: freeze/marks.py.
+// lower incarnation was superseded, and is refused (StaleClient). Snapshots hold what is known here as *dedup state*: freeze/dedup.py.
 #pragma once
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-"""Marks make a retried write apply once."""
+"""Completed writes make a retried one apply once."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from concurrent.futures import Future
 import pytest
 
 from geartrain.ams.kernels.engine import CompletedWrites
-from geartrain.ams.server.freeze.marks import CompletedWrite, StreamWrites
+from geartrain.ams.server.freeze.dedup import CompletedWrite, StreamWrites
 from geartrain.ams.values.errors import InvalidArgument, NonFinite, StaleClient
 from geartrain.ams.values.shard_messages import WRITE_WINDOW, CallContext, Done, Reply
 

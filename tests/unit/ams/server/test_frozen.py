@@ -12,8 +12,8 @@ import pytest
 
 from geartrain.ams.kernels.engine import CompletedWrites, SyncGroups
 from geartrain.ams.server.freeze import freezes
+from geartrain.ams.server.freeze.dedup import held_dedup
 from geartrain.ams.server.freeze.freezes import FrozenTables
-from geartrain.ams.server.freeze.marks import held_marks
 from geartrain.ams.storage.snapshot import blocks
 from geartrain.ams.storage.snapshot.folder import Staging, new_staging
 from geartrain.ams.storage.snapshot.manifest import FileEntry
@@ -33,7 +33,7 @@ def table(monkeypatch: pytest.MonkeyPatch) -> RowTable:
 
 
 def frozen_for(staging: Staging, table: RowTable) -> FrozenTables:
-    return FrozenTables(staging.id, {"t": table}, marks=held_marks(CompletedWrites(), SyncGroups(1.0), ()))
+    return FrozenTables(staging.id, {"t": table}, dedup=held_dedup(CompletedWrites(), SyncGroups(1.0), ()))
 
 
 def test_what_was_ended_before_it_was_written_is_no_empty_snapshot(table: RowTable, tmp_path: Path) -> None:
@@ -108,12 +108,12 @@ def test_writing_holds_three_blocks_in_memory(table: RowTable, tmp_path: Path, m
 
 
 def test_a_moment_that_the_rows_have_forgotten_costs_a_whole_snapshot(table: RowTable) -> None:
-    kept = FrozenTables("a", {"t": table}, marks=held_marks(CompletedWrites(), SyncGroups(1.0), ()))
+    kept = FrozenTables("a", {"t": table}, dedup=held_dedup(CompletedWrites(), SyncGroups(1.0), ()))
     kept.thaw(kept=True)
     table.assign(np.arange(3), np.zeros((3, 4), np.float32))
     number = table.moments.number_of("a")
     assert number is not None
     table._store.forget_moment(number)  # as where no memory was left to join two of them
-    after = FrozenTables("b", {"t": table}, marks=held_marks(CompletedWrites(), SyncGroups(1.0), ()), parent_id="a")
+    after = FrozenTables("b", {"t": table}, dedup=held_dedup(CompletedWrites(), SyncGroups(1.0), ()), parent_id="a")
     assert after.deltas == ()
     assert sum(len(arrays["ids"]) for arrays, _ in after._blocks(table, rows_alone=False)) == 1000

@@ -234,9 +234,9 @@ def test_a_snapshot_goes_on_to_the_same_bits_and_one_without_its_steps_is_damage
         train(one, range(5, 9))
     assert torch.equal(back.weights(), head.weights())
     initial = make_head("ranks").weights()
-    marks = path / "marks-00000.json"
-    marks.write_bytes(marks.read_bytes().replace(b"0.5", b"0.6"))
-    with pytest.raises(SnapshotDamaged, match="marks"):
+    dedup = path / "dedup-00000.json"
+    dedup.write_bytes(dedup.read_bytes().replace(b"0.5", b"0.6"))
+    with pytest.raises(SnapshotDamaged, match="dedup"):
         back.restore(path)
     assert torch.equal(back.weights(), initial)
 

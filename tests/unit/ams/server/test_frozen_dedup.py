@@ -10,17 +10,19 @@ import numpy as np
 import pytest
 
 from geartrain.ams.kernels.engine import CompletedWrites, SyncGroups
-from geartrain.ams.server.freeze.marks import CompletedWrite, RestoredMarks, StreamWrites, held_marks, merged_stream
+from geartrain.ams.server.freeze.dedup import CompletedWrite, RestoredDedup, StreamWrites, held_dedup, merged_stream
 from geartrain.ams.values.errors import SnapshotDamaged, StaleClient, StepMismatch
 from geartrain.ams.values.shard_messages import CallContext, Done, Push, Reply, SyncGroup
 
 
-def apply(marks: CompletedWrites, sequence: int, *, table: str = "t", oldest: int = 1, incarnation: int = 1) -> bool:
+def apply(
+    completed: CompletedWrites, sequence: int, *, table: str = "t", oldest: int = 1, incarnation: int = 1
+) -> bool:
     """Whether the write was new."""
     context = CallContext(stream="s", incarnation=incarnation, sequence=sequence, oldest_unacknowledged=oldest)
     future: Future[Reply] = Future()
-    if marks.admit(context, future):
-        marks.applied(context, Done(created=sequence), table)
+    if completed.admit(context, future):
+        completed.applied(context, Done(created=sequence), table)
         return True
     assert future.result() == Done(created=sequence, duplicate=True)
     return False
@@ -30,16 +32,16 @@ def restored(
     *sources: CompletedWrites, tables: tuple[str, ...] = ("t",), into: CompletedWrites | None = None
 ) -> CompletedWrites:
     target = CompletedWrites() if into is None else into
-    held = [json.loads(json.dumps(held_marks(source, SyncGroups(1.0), tables).to_json())) for source in sources]
-    RestoredMarks(held, tables).apply(target, SyncGroups(1.0))
+    held = [json.loads(json.dumps(held_dedup(source, SyncGroups(1.0), tables).to_json())) for source in sources]
+    RestoredDedup(held, tables).apply(target, SyncGroups(1.0))
     return target
 
 
 def test_a_write_of_the_snapshot_is_a_duplicate_and_a_later_one_is_new() -> None:
-    marks = CompletedWrites()
+    completed = CompletedWrites()
     for sequence, oldest in ((1, 1), (2, 2), (4, 2)):
-        assert apply(marks, sequence, oldest=oldest)
-    copy = restored(marks)
+        assert apply(completed, sequence, oldest=oldest)
+    copy = restored(completed)
     assert [apply(copy, sequence, oldest=2) for sequence in (2, 3, 4, 5)] == [False, True, False, True]
     with pytest.raises(StaleClient, match="acknowledged already"):
         apply(copy, 1)
@@ -58,48 +60,48 @@ def test_the_past_of_a_stream_stays_shut_out() -> None:
 
 
 def test_only_writes_to_the_restored_tables_count() -> None:
-    marks = CompletedWrites()
-    apply(marks, 1, table="t")
-    apply(marks, 2, table="u")
-    assert [apply(restored(marks), sequence) for sequence in (1, 2)] == [False, True]
+    completed = CompletedWrites()
+    apply(completed, 1, table="t")
+    apply(completed, 2, table="u")
+    assert [apply(restored(completed), sequence) for sequence in (1, 2)] == [False, True]
 
 
 def test_streams_that_wrote_to_other_tables_are_in_no_snapshot() -> None:
-    marks = CompletedWrites()
+    completed = CompletedWrites()
     for stream_name, table in (("a", "t"), ("b", "u"), ("c", "t"), ("c", "u")):
         context = CallContext(stream=stream_name, sequence=1 + (table == "u"), oldest_unacknowledged=1)
-        marks.admit(context, Future())
-        marks.applied(context, Done(), table)
-    held = held_marks(marks, SyncGroups(1.0), ["t"]).to_json()
+        completed.admit(context, Future())
+        completed.applied(context, Done(), table)
+    held = held_dedup(completed, SyncGroups(1.0), ["t"]).to_json()
     assert {name: [write[0] for write in done] for name, (_, _, done) in held["streams"].items()} == {
         "a": [1],
         "c": [1],
     }
-    copy = restored(marks)
-    again = held_marks(copy, SyncGroups(1.0), ["t", "u"]).to_json()
+    copy = restored(completed)
+    again = held_dedup(copy, SyncGroups(1.0), ["t", "u"]).to_json()
     assert set(again["streams"]) == {"a", "c"}, "they wrote to it before"
-    marks.dropped("t")
-    assert not held_marks(marks, SyncGroups(1.0), ["t"]).to_json()["streams"]
+    completed.dropped("t")
+    assert not held_dedup(completed, SyncGroups(1.0), ["t"]).to_json()["streams"]
 
 
 def test_marks_are_those_of_the_moment_at_which_they_were_held() -> None:
-    marks = CompletedWrites()
-    apply(marks, 1)
-    held = held_marks(marks, SyncGroups(1.0), ["t"])
-    apply(marks, 2, oldest=2)
-    marks.dropped("t")
+    completed = CompletedWrites()
+    apply(completed, 1)
+    held = held_dedup(completed, SyncGroups(1.0), ["t"])
+    apply(completed, 2, oldest=2)
+    completed.dropped("t")
     assert held.to_json()["streams"] == {"s": (1, 1, [(1, 1, "t")])}
 
 
 def test_holding_marks_takes_little_of_the_shards_turn() -> None:
-    marks = CompletedWrites()
+    completed = CompletedWrites()
     for number in range(100):
         for sequence in range(1, 501):
             context = CallContext(stream=f"job/rank{number}", sequence=sequence, oldest_unacknowledged=1)
-            marks.admit(context, Future())
-            marks.applied(context, Done(), "t")
+            completed.admit(context, Future())
+            completed.applied(context, Done(), "t")
     before = sys.getallocatedblocks()
-    held = held_marks(marks, SyncGroups(1.0), ["t"])
+    held = held_dedup(completed, SyncGroups(1.0), ["t"])
     assert sys.getallocatedblocks() - before < 5_000  # no object of Python for each write: those come after the turn
     found = held.to_json()["streams"]
     assert sum(len(done) for _, _, done in found.values()) == 50_000
@@ -134,17 +136,17 @@ def test_a_sync_group_goes_on_at_its_step() -> None:
         groups.join(CallContext(), push(rank, 7))
     groups.complete(push(0, 7))
     target = SyncGroups(1.0)
-    RestoredMarks([held_marks(CompletedWrites(), groups, ["t"]).to_json()], ["t"]).apply(CompletedWrites(), target)
+    RestoredDedup([held_dedup(CompletedWrites(), groups, ["t"]).to_json()], ["t"]).apply(CompletedWrites(), target)
     assert target.is_applied(push(0, 7)), "a retry of the last step"
     assert not target.is_applied(push(0, 8))
     with pytest.raises(StepMismatch):
         target.is_applied(push(0, 9))
     assert not target.is_applied(push(0, 1, job="another"))  # begins at its own numbering
     nothing = SyncGroups(1.0)
-    RestoredMarks([held_marks(CompletedWrites(), groups, ["u"]).to_json()], ["u"]).apply(CompletedWrites(), nothing)
+    RestoredDedup([held_dedup(CompletedWrites(), groups, ["u"]).to_json()], ["u"]).apply(CompletedWrites(), nothing)
     assert nothing.steps() == []
 
 
 def test_marks_of_another_version_are_a_typed_error() -> None:
     with pytest.raises(SnapshotDamaged, match="not of this version"):
-        RestoredMarks([{"streams": 1}], ["t"])
+        RestoredDedup([{"streams": 1}], ["t"])

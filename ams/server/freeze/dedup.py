@@ -1,6 +1,6 @@
-"""The marks of a shard in a snapshot: which writes its rows hold, and which step each sync group and table is at.
+"""The dedup state of a shard in a snapshot: which writes its rows hold, and which step each sync group and table is at.
 
-A shard reads the marks of every shard that wrote rows for it. With the bucket map unchanged that is one, and what holds
+A shard reads that of every shard that wrote rows for it. With the bucket map unchanged that is one, and what holds
 is exact: a write is known to be applied if, and only if, the restored rows hold it. With another map, that of
 another number of shards, each source holds a part of a write's rows:
 
@@ -60,7 +60,7 @@ class GroupStep(NamedTuple):
     next_sequence: int
 
 
-class ShardMarks(BaseModel):
+class ShardDedup(BaseModel):
     """What one shard knew of the writes to some of its tables."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -75,31 +75,31 @@ class ShardMarks(BaseModel):
     """By table, the largest step and time that pushes said, where there are such."""
 
 
-class HeldMarks:
-    """The marks of one moment. Held in the shard's turn; :meth:`to_json` takes 30 times as long, and may follow it."""
+class HeldDedup:
+    """That of one moment. Held in the shard's turn; :meth:`to_json` takes 30 times as long, and may follow it."""
 
     def __init__(self, streams: HeldStreams, others: dict[str, Any]) -> None:
         self._streams = streams
         self._others = others
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON values, those of a :class:`ShardMarks`. Any thread."""
+        """As JSON values, those of a :class:`ShardDedup`. Any thread."""
         return {"streams": dict(self._streams), **self._others}
 
 
-def held_marks(
+def held_dedup(
     completed_writes: CompletedWrites,
     groups: SyncGroups,
     tables: Collection[str],
     steps: Mapping[str, TableSteps] | None = None,
     writes: Mapping[str, int] | None = None,
     clocks: Mapping[str, TableClock] | None = None,
-) -> HeldMarks:
-    """Return the marks, numbers of writes and clocks of ``tables``, and the steps of those that count them.
+) -> HeldDedup:
+    """Return the dedup state, numbers of writes and clocks of ``tables``, and the steps of those that count them.
 
     A stream that never wrote to one of them is not among them: its numbers are of no concern to who restores these.
     """
-    held = ShardMarks(
+    held = ShardDedup(
         streams={},
         groups=[step for step in map(GroupStep._make, groups.steps()) if step.table in tables],
         steps=dict(steps or {}),
@@ -107,10 +107,10 @@ def held_marks(
         clocks=dict(clocks or {}),
     )
     left_out = {name for name, there in (("steps", steps), ("clocks", clocks)) if not there}
-    return HeldMarks(completed_writes.streams(tables), held.model_dump(mode="json", exclude={"streams", *left_out}))
+    return HeldDedup(completed_writes.streams(tables), held.model_dump(mode="json", exclude={"streams", *left_out}))
 
 
-class RestoredMarks:
+class RestoredDedup:
     """What the source shards knew of ``tables``, merged, for a shard that has their rows. Made before its turn: that
     takes longer than :meth:`apply`.
     """
@@ -118,9 +118,9 @@ class RestoredMarks:
     def __init__(self, sources: Sequence[dict[str, Any]], tables: Collection[str]) -> None:
         """Raises SnapshotDamaged."""
         try:
-            known = [ShardMarks.model_validate(source) for source in sources]
+            known = [ShardDedup.model_validate(source) for source in sources]
         except ValidationError as exc:
-            raise SnapshotDamaged(f"the marks of the snapshot are not of this version of Geartrain: {exc}") from exc
+            raise SnapshotDamaged(f"the dedup state of the snapshot is not of this version: {exc}") from exc
         self._tables = tables
         names = sorted({name for source in known for name in source.streams})
         self._streams = {name: merged_stream([one.streams.get(name) for one in known], tables) for name in names}
@@ -207,7 +207,7 @@ def joint_steps(known: Sequence[TableSteps]) -> TableSteps:
 
 
 def restore_steps(sources: Sequence[Mapping[str, Any]], tables: Mapping[str, RowTable]) -> None:
-    """Let restored tables count on where the shards that wrote their rows were; ``sources`` are those shards' marks.
+    """Let restored tables count on where the shards that wrote their rows were; ``sources`` are those of the shards.
 
     Raises SnapshotDamaged.
     """
