@@ -109,11 +109,6 @@ class Field:
             )
 
     @property
-    def kind(self) -> int:
-        """0: its rows are pulled; 1: pooled by shards; 2: it has features."""
-        return 2 if self.features is not None else int(self.where == "hosted")
-
-    @property
     def table_name(self) -> str:
         """Of the table, without the group's."""
         return self.name if self.table is None else self.table

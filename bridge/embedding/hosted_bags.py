@@ -84,21 +84,19 @@ class HostedLookup:
     def updates(self, upstream: Sequence[Floats | None]) -> dict[int, ShardInputs]:
         """What is to be pushed to each table, of gradients [B, D] of the vectors; None: a feature was not used."""
         updates: dict[int, ShardInputs] = {}
-        scaled = [
-            gradient if gradient is None or factors_B is None else gradient * factors_B[:, None]
-            for gradient, factors_B in zip(upstream, self._factors, strict=True)
-        ]
+        unused = {number for number, gradient in enumerate(upstream) if gradient is None}
+        scaled = {
+            number: gradient if factors_B is None else gradient * factors_B[:, None]
+            for number, (gradient, factors_B) in enumerate(zip(upstream, self._factors, strict=True))
+            if gradient is not None
+        }
         for table, calls in self._calls.items():
-            if any(scaled[number] is not None for number, one in enumerate(self._features) if one.table == table):
-                updates[table] = []
-                for own in self._of_table(table, calls):
-                    its: list[HostedInputs] = []
-                    for number, part in own:
-                        gradient = scaled[number]
-                        if gradient is not None:
-                            vectors = gradient if part.bags is None else gradient[part.bags]
-                            its.append(HostedInputs(arrays={**part.arrays, "vectors": vectors}))
-                    updates[table].append(its)
+            used = {number for number, one in enumerate(self._features) if one.table == table} - unused
+            if used:
+                updates[table] = [
+                    [_update(part, scaled[number]) for number, part in own if number in used]
+                    for own in self._of_table(table, calls)
+                ]
         return updates
 
     def _of_table(self, table: int, calls: HeadCalls) -> list[list[tuple[int, _Part]]]:
@@ -155,6 +153,10 @@ def row_inputs(
             arrays["occurrences"] = occurrences[own].astype(np.int64)
         inputs[shard].append(HostedInputs(arrays=arrays))
     return inputs
+
+
+def _update(part: _Part, gradient: Floats) -> HostedInputs:
+    return HostedInputs(arrays={**part.arrays, "vectors": gradient if part.bags is None else gradient[part.bags]})
 
 
 def _routes(ids: Ids, calls: HeadCalls, table: Table) -> list[tuple[int, Ids | None]]:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from geartrain.ams.values.errors import InvalidArgument, SpecMismatch
 from geartrain.bridge.dense.layout import Layout
 
 SHAPES = st.lists(st.lists(st.integers(0, 4), max_size=3).map(tuple), min_size=1, max_size=6)
@@ -74,11 +72,3 @@ def test_a_layout_names_its_first_and_last_tensors() -> None:
         "layer0.weight [1], layer1.weight [2], layer2.weight [3], …, layer6.weight [7], "
         "layer7.weight [8], layer8.weight [9]"
     )
-
-
-def test_a_tensor_of_another_shape_is_named() -> None:
-    layout = Layout({"mean": (3,)}, 4)
-    with pytest.raises(SpecMismatch, match=r"mean has shape \[4\] now; it was attached as mean \[3\]"):
-        layout.pack([torch.zeros(4)], layout.empty())
-    with pytest.raises(InvalidArgument, match="dim is -1"):
-        Layout({}, -1)

@@ -251,16 +251,6 @@ def test_micro_batches_equal_one_batch_and_zero_grad_drops_them(cluster: gt.Clus
         torch.testing.assert_close(fields.table(name).pull(ids), same.table(name).pull(ids))
 
 
-def test_a_gradient_that_is_not_finite_pushes_nothing(cluster: gt.Cluster) -> None:
-    fields = gt.EmbeddingGroup(cluster, "g", [gt.Field("a", dim=2), gt.Field("b", dim=3)], optimizer=gt.SGD(1.0))
-    rows = gt.RowOptimizer(fields)
-    vectors = fields({"a": torch.tensor([1]), "b": torch.tensor([1])})
-    (vectors["a"].sum() * torch.inf + vectors["b"].sum()).backward()
-    with pytest.raises(gt.errors.NonFinite, match="g/a, g/b"):
-        rows.step()
-    assert not fields.table("b").present(np.array([1])).any()
-
-
 def test_nothing_is_queued_without_gradients_and_none_made_by_looking(cluster: gt.Cluster) -> None:
     one = gt.Embedding(cluster, "t", DIM, optimizer=gt.SGD(1.0))
     with torch.no_grad():

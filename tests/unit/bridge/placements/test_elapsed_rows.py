@@ -24,7 +24,6 @@ from geartrain.bridge.placements.device_rows import DeviceRows, as_tensor
 from geartrain.bridge.placements.elapsed_momentum import ElapsedSteps
 from geartrain.bridge.placements.workspace import Arithmetic, Scratch, Workspace
 from tests.support.head_settings import head_settings
-from tests.support.rank_processes import run_ranks
 
 CLASSES, DIM, BATCH, STEPS = 203, 8, 12, 30
 ELAPSED = SparseMomentum(0.5, 0.9, 1e-3, untouched="elapsed")
@@ -204,21 +203,6 @@ def test_a_sweep_bounds_the_steps_that_are_remembered(dtype: DTypeName, weight_d
     exact.pull(np.arange(51), out)
     ours = torch.cat([table.current_rows(slice(None)) for table in tables])
     assert_alike(ours, as_tensor(out, ours.dtype), dtype)
-
-
-def train_on_two(rank: int, ranks: int, folder: Path) -> None:
-    head = make_head("ranks")
-    train(head, range(STEPS), rank, ranks)
-    weights = head.weights()
-    if rank == 0:
-        torch.save(weights, folder / "weights.pt")
-
-
-def test_two_ranks_train_as_one_does(tmp_path: Path) -> None:
-    run_ranks(train_on_two, 2, tmp_path)
-    alone = make_head("ranks")
-    train(alone, range(STEPS))
-    assert_alike(torch.load(tmp_path / "weights.pt"), alone.weights())
 
 
 def test_a_snapshot_goes_on_to_the_same_bits_and_one_without_its_steps_is_damaged(tmp_path: Path) -> None:

@@ -127,18 +127,6 @@ def test_a_module_of_ones_own_trains_as_parameters_would() -> None:
         torch.testing.assert_close(trained, plain.weight.data, rtol=1e-5, atol=1e-6)
 
 
-def test_grad_scaler_skips_its_steps_too() -> None:
-    with gt.local() as cluster:
-        table = cluster.create_table("vectors", dim=DIM, optimizer=gt.SGD(lr=0.5), num_rows=NUM)
-        before = table.pull(np.arange(NUM))
-        vectors = Vectors(table)
-        rows, scaler = gt.RowOptimizer(vectors), torch.amp.GradScaler("cpu", init_scale=2.0**127)
-        (scaler.scale(vectors(torch.arange(3)).sum()) * 1e10).backward()
-        scaler.step(rows)
-        np.testing.assert_array_equal(table.pull(np.arange(NUM)), before)
-        assert vectors.row_update.step == 0
-
-
 def test_it_trains_beside_a_head() -> None:
     with gt.local() as cluster:
         vectors = Vectors(cluster.create_table("vectors", dim=DIM, optimizer=gt.SGD(lr=0.5), num_rows=NUM))

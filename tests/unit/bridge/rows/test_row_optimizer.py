@@ -43,21 +43,6 @@ def batch(size: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("cache_bytes", [HELD, STREAMED])
-def test_micro_batches_equal_one_big_batch(cache_bytes: int) -> None:
-    features, labels = batch(24)
-    parts, parts_table = make_head(select=FullSoftmax(), rows_cache_bytes=cache_bytes)
-    whole, whole_table = make_head(select=FullSoftmax(), rows_cache_bytes=cache_bytes)
-    for some in (slice(0, 8), slice(8, 16), slice(16, 24)):
-        (parts(features[some], labels[some]) / 3).backward()
-    whole(features, labels).backward()
-    for head in (parts, whole):
-        RowOptimizer(head).step()
-    assert len(parts_table.pushes) == 1
-    expected = merged_gradient(whole_table)
-    np.testing.assert_allclose(merged_gradient(parts_table), expected, rtol=0, atol=1e-6 * np.abs(expected).max())
-
-
-@pytest.mark.parametrize("cache_bytes", [HELD, STREAMED])
 def test_micro_batches_with_other_active_classes_are_summed_by_class(cache_bytes: int) -> None:
     together, together_table = make_head(select=PartialFC(0.2), rows_cache_bytes=cache_bytes)
     total = np.zeros((60, 5))
@@ -96,19 +81,6 @@ def test_micro_batches_with_other_active_classes_on_a_rank_are_summed_by_class()
     torch.testing.assert_close(changes(range(3)), total, rtol=0, atol=1e-5)
 
 
-def test_two_heads_in_one_model_are_pushed_each_to_its_table() -> None:
-    cluster = FakeCluster()
-    first, first_table = make_head(cluster, "first")
-    second, second_table = make_head(cluster, "second", num_classes=70, optimizer=SGD(lr=0.5))
-    rows = RowOptimizer(first, second)
-    features, labels = batch(10)
-    (first(features, labels) + 2 * second(features, labels)).backward()
-    rows.step()
-    assert [len(table.pushes) for table in (first_table, second_table)] == [1, 1]
-    assert [table.pushes[0].lr for table in (first_table, second_table)] == [1.0, 0.5]
-    assert (first.step, second.step) == (1, 1)
-
-
 def two_heads(cluster: Cluster) -> list[ClassHead]:
     settings: dict[str, Any] = {"num_classes": 60, "dim": 5, "optimizer": UNIT_SGD, "margin": CosFace(8, 0.1)}
     return [ClassHead(cluster, name, **head_settings(select=FullSoftmax(), **settings)) for name in ("first", "second")]
@@ -144,44 +116,6 @@ def test_of_two_heads_the_one_that_was_refused_is_still_pending() -> None:
                 rows.step()
             assert [head.row_update.is_pending for head in heads] == [False, True]
             assert heads[0].table.version() == 1 and heads[0].row_update.step == 1
-
-
-def test_a_scheduler_sets_the_rate_of_the_next_push() -> None:
-    head, table = make_head(optimizer=SGD(lr=0.8))
-    rows = RowOptimizer(head)
-    scheduler = torch.optim.lr_scheduler.StepLR(rows, step_size=1, gamma=0.5)
-    for _ in range(3):
-        head(*batch(4)).backward()
-        rows.step()
-        scheduler.step()
-    assert [push.lr for push in table.pushes] == [0.8, 0.4, 0.2]
-    resumed = RowOptimizer(head)
-    resumed.load_state_dict(rows.state_dict())
-    assert resumed.param_groups[0]["lr"] == pytest.approx(0.1)
-
-
-def test_dropped_gradients_are_never_pushed() -> None:
-    head, table = make_head()
-    rows = RowOptimizer(head)
-    head(*batch(4)).backward()
-    rows.zero_grad()
-    rows.step()
-    assert table.pushes == []
-    assert head.step == 0
-
-
-def test_grad_scaler_unscales_the_push() -> None:
-    head, table = make_head()
-    plain, plain_table = make_head()
-    rows, scaler = RowOptimizer(head), torch.amp.GradScaler("cpu", init_scale=1024.0)
-    features, labels = batch(6)
-    scaler.scale(head(features, labels)).backward()
-    scaler.step(rows)
-    scaler.update()
-    plain(features, labels).backward()
-    RowOptimizer(plain).step()
-    assert table.pushes[0].scale == pytest.approx(1 / 1024)
-    np.testing.assert_allclose(merged_gradient(table), merged_gradient(plain_table), rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("cache_bytes", [HELD, STREAMED])
@@ -254,32 +188,6 @@ def _failing_once_after_two(table: FakeTable) -> Any:
         apply(write)
 
     return failing
-
-
-@pytest.mark.parametrize("cache_bytes", [HELD, STREAMED])
-def test_clipping_bounds_the_joint_norm(cache_bytes: int) -> None:
-    cluster = FakeCluster()
-    pairs = [make_head(cluster, name, rows_cache_bytes=cache_bytes) for name in ("a", "b")]
-    rows = RowOptimizer(head for head, _ in pairs)
-    features, labels = batch(6)
-    for head, _ in pairs:
-        head(features, labels).backward()
-    norm = float(rows.clip_grad_norm_(0.1))
-    assert norm > 0.1
-    assert float(rows.clip_grad_norm_(100.0)) == pytest.approx(0.1, rel=1e-4)
-    rows.step()
-    pushed = np.sqrt(sum(np.square(merged_gradient(table)).sum() for _, table in pairs))
-    assert pushed == pytest.approx(0.1, rel=1e-4)
-
-
-def test_a_rate_that_is_not_finite_pushes_nothing() -> None:
-    head, table = make_head()
-    rows = RowOptimizer(head)
-    rows.param_groups[0]["lr"] = float("nan")
-    head(*batch(4)).backward()
-    with pytest.raises(InvalidArgument, match="table 'classes': lr is nan"):
-        rows.step()
-    assert table.pushes == []
 
 
 def test_only_heads_are_trained() -> None:
