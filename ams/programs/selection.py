@@ -258,12 +258,8 @@ class SamplingCorrection:
             return None
         return SamplingCorrection(math.log2((num_living - num_positive) / (num_active - num_positive)), positives)
 
-    def offsets(self, active: ActiveClasses) -> npt.NDArray[np.float32]:
-        """What is added to the logits, to base 2, of the active classes [A], among which are the positives."""
-        return self.offsets_at(active.positions(self.positives), active.num)
-
     def offsets_at(self, positions: Ids, num: int) -> npt.NDArray[np.float32]:
-        """The same [``num``] where the positives are at ``positions``."""
+        """What is added to the logits, to base 2, of ``num`` active classes, whose positives are at ``positions``."""
         offsets = np.full(num, self.log2_weight, np.float32)
         offsets[positions] = 0.0
         return offsets

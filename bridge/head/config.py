@@ -11,11 +11,11 @@ from geartrain.ams.values.arguments import integer
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.specs import DTypeName
 from geartrain.ams.values.text import quoted
-from geartrain.bridge.head.loss.samples import LossSettings, Reduction
+from geartrain.bridge.head.loss.samples import Reduction, check_label_smoothing, check_reduction
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeadConfig(LossSettings):
+class HeadConfig:
     """What a :class:`ClassHead` seldom is given: ``gt.ClassHead(..., config=gt.HeadConfig(dtype="float16"))``."""
 
     reduction: Reduction = "mean"
@@ -47,10 +47,18 @@ class HeadConfig(LossSettings):
 
     def __post_init__(self) -> None:
         """Raise InvalidArgument for a value out of range."""
-        super().__post_init__()
+        check_reduction(self.reduction)
+        check_label_smoothing(self.label_smoothing)
+        if self.ignore_index is not None:
+            integer("ignore_index", self.ignore_index, -(2**63), 2**63 - 1)
         integer("rows_cache_bytes", self.rows_cache_bytes, 0)
         if self.logits_cache_bytes is not None:
             integer("logits_cache_bytes", self.logits_cache_bytes, 0)
+
+    @property
+    def loss(self) -> dict[str, object]:
+        """What decides the loss, as JSON values."""
+        return {name: getattr(self, name) for name in ("reduction", "ignore_index", "label_smoothing")}
 
 
 def checked_config(config: HeadConfig | None, moved: Mapping[str, object], what: str) -> HeadConfig:

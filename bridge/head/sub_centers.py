@@ -24,15 +24,15 @@ from geartrain.ams.values.placement import NUM_BUCKETS
 from geartrain.ams.values.specs import MAX_DIM, Ids, TableSpec
 from geartrain.ams.values.text import quoted
 from geartrain.bridge.head.batch import NORM_FLOOR, with_zeros
+from geartrain.bridge.head.config import HeadConfig
 from geartrain.bridge.head.loss.margins.margin import AnyMargin
-from geartrain.bridge.head.loss.samples import LossSettings
 from geartrain.bridge.rows.tables import TORCH_DTYPES, ReadableTable, as_numpy
 
 _LEAST_DIM = 2
 """A feature of one number has two directions only, and its row would look like one with a bias."""
 
 
-def check_sub_centers(sub_centers: int, dim: int, select: Selection, loss: LossSettings) -> int:
+def check_sub_centers(sub_centers: int, dim: int, select: Selection, loss: HeadConfig) -> int:
     """Return K. Raises InvalidArgument for a number out of range, and for what knows classes of one center only."""
     centers = integer("sub_centers", sub_centers, 1, max(1, min(MOST_SUB_CENTERS, MAX_DIM // dim)))
     if centers == 1:

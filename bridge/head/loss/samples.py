@@ -7,19 +7,22 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any, Literal, cast, get_args
+from typing import TYPE_CHECKING, Literal, cast, get_args
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from geartrain.ams.programs.class_lifecycle import LiveClasses
-from geartrain.ams.values.arguments import integer, real_number
+from geartrain.ams.values.arguments import real_number
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.specs import Ids
 from geartrain.ams.values.text import quoted
 from geartrain.bridge.head.checks import check_features, check_labels
 from geartrain.bridge.rows.transfers import upload
+
+if TYPE_CHECKING:
+    from geartrain.bridge.head.config import HeadConfig
 
 Reduction = Literal["mean", "sum", "none"]
 
@@ -58,26 +61,6 @@ def check_weight(weight: Tensor, batch: int) -> Tensor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LossSettings:
-    """What a head's loss is made with; as the arguments of ``torch.nn.functional.cross_entropy`` of these names."""
-
-    reduction: Reduction = "mean"
-    ignore_index: int | None = -100
-    label_smoothing: float = 0.0
-
-    @property
-    def loss(self) -> dict[str, Any]:
-        """What decides it, as JSON values."""
-        return {name: getattr(self, name) for name in ("reduction", "ignore_index", "label_smoothing")}
-
-    def __post_init__(self) -> None:
-        check_reduction(self.reduction)
-        check_label_smoothing(self.label_smoothing)
-        if self.ignore_index is not None:
-            integer("ignore_index", self.ignore_index, -(2**63), 2**63 - 1)
-
-
-@dataclass(frozen=True, kw_only=True)
 class CountedSamples:
     """The samples of a batch that count: all but the ignored ones."""
 
@@ -103,7 +86,7 @@ class CountedSamples:
         features: Tensor,
         labels: Tensor,
         weight: Tensor | None,
-        settings: LossSettings,
+        settings: HeadConfig,
         dim: int,
         living: LiveClasses,
     ) -> CountedSamples:
@@ -115,7 +98,7 @@ class CountedSamples:
 
     @staticmethod
     def of_labels(
-        labels: Tensor, weight: Tensor | None, settings: LossSettings, living: LiveClasses, *, num: int, like: Tensor
+        labels: Tensor, weight: Tensor | None, settings: HeadConfig, living: LiveClasses, *, num: int, like: Tensor
     ) -> CountedSamples:
         """Check the labels and weights of ``num`` samples, whose features, ``like`` these, come part by part."""
         labels_B = check_labels(labels, num, living.num_classes, settings.ignore_index)

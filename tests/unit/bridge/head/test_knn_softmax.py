@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -492,3 +494,56 @@ def test_ranks_decide_alike_when_a_graph_is_built_whatever_their_clocks_say(tmp_
     np.testing.assert_array_equal(first["seen"], second["seen"])
     assert first["seen"][-1] > 0
     assert first["patience"] == second["patience"] > 1
+
+
+def test_a_build_that_the_training_outran_is_begun_again_by_the_next_one() -> None:
+    head = make_head(KNNSoftmax(active=0.2, k=3, rebuild="background"))
+    select = selection(head)
+    train(head)
+    head.next_epoch()
+    train(head)
+    assert select._pending is not None
+    select.cancel()  # as a job does when it is interrupted, before its last snapshot
+    state, graph = head.get_extra_state(), select.graph_to_bytes()
+    again = make_head(KNNSoftmax(active=0.2, k=3, rebuild="background"))
+    again_select = selection(again)
+    assert graph is not None
+    again_select.graph_from_bytes(graph)
+    again.set_extra_state(state)
+    train(again)
+    assert again_select._pending is not None
+    again_select._pending.result.result(30)
+    train(again)
+    assert again_select.graph is not None and again_select.graph.version == 2
+
+
+def test_a_process_that_ends_in_the_middle_of_a_build_ends_well() -> None:
+    script = """
+import threading, numpy as np
+from geartrain.ams.kernels import neighbours as ops
+from geartrain.ams.values.errors import Cancelled
+from geartrain.bridge.head.selection import graph_build
+from tests.support.plain_graph import plain_build
+from tests.unit.bridge.head.test_knn_softmax import KNNSoftmax, make_head, train
+
+graph_build.build_graph = plain_build
+head = make_head(KNNSoftmax(active=0.2, k=3, rebuild="background"))
+train(head)
+begun = threading.Event()
+
+def build_until_cancelled(rows, k, progress, cancelled):
+    while not cancelled():  # back and forth between compiled code and the interpreter
+        ops.make_unit_rows(np.ones((1000, 100), np.float32), 2)
+        begun.set()
+    raise Cancelled("cancelled")
+
+graph_build.build_graph = build_until_cancelled
+head.next_epoch()
+train(head)
+assert begun.wait(30)
+"""
+    root = Path(__file__).parents[4]
+    ended = subprocess.run(
+        [sys.executable, "-c", script], cwd=root, timeout=120, check=False, capture_output=True, text=True
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")

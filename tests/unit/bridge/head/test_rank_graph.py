@@ -98,23 +98,23 @@ def test_what_ends_one_rank_ends_all(tmp_path: Path) -> None:
 CLASSES, DIM, BATCH = 61, 8, 12
 
 
-def knn_head(rebuild: int | str = "epoch", seed: int = 3) -> tuple[ClassHead, KNNSelection]:
+def knn_head(rebuild: int | str = "epoch", **more: Any) -> tuple[ClassHead, KNNSelection]:
     select = KNNSoftmax(active=0.2, k=3, rebuild=rebuild, near=1.0)
     settings: dict[str, Any] = {"margin": ArcFace(scale=64), "optimizer": SparseMomentum(0.1), "initializer": Normal()}
-    head = ClassHead(
-        None, "faces", **head_settings(num_classes=CLASSES, dim=DIM, select=select, rows="ranks", seed=seed, **settings)
-    )
+    settings |= {"num_classes": CLASSES, "dim": DIM, "rows": "ranks", "seed": 3, **more}
+    head = ClassHead(None, "faces", **head_settings(select=select, **settings))
     assert isinstance(head.select, KNNSelection)
     return head, head.select
 
 
 def train(head: ClassHead, steps: range, rank: int, ranks: int) -> list[float]:
     rows, losses = RowOptimizer(head), []
+    living = torch.from_numpy(np.setdiff1d(np.arange(CLASSES), head.retired.numpy()))
     share = slice(rank * BATCH // ranks, (rank + 1) * BATCH // ranks)
     for step in steps:
         generator = torch.Generator().manual_seed(step)
         features = torch.randn(BATCH, DIM, generator=generator)
-        labels = torch.randint(CLASSES, (BATCH,), generator=generator)
+        labels = living[torch.randint(len(living), (BATCH,), generator=generator)]
         loss = head(features[share], labels[share])
         loss.backward()
         rows.step()
@@ -161,7 +161,7 @@ def test_ranks_build_beside_the_training_from_rows_of_one_moment(tmp_path: Path)
 
 
 def train_leg(rank: int, ranks: int, folder: Path, leg: int, steps: range) -> None:
-    head, select = knn_head(seed=3)
+    head, select = knn_head()
     if leg:
         snapshot = head.restore(folder / f"leg{leg - 1}")
         files = snapshot.job_files()
@@ -182,3 +182,46 @@ def test_a_graph_goes_on_with_its_rows_on_another_number_of_ranks(tmp_path: Path
     head, select = knn_head()
     np.testing.assert_allclose(np.concatenate(resumed), train(head, range(6), 0, 1), rtol=2e-6)
     assert select.graph is not None and select.graph.step == 0
+
+
+# Classes come and go: the graph is of the living ones, whatever the number of ranks.
+
+
+def train_more(head: ClassHead, rank: int, ranks: int) -> list[float]:
+    return train(head, range(head.step, head.step + 3), rank, ranks)
+
+
+def changes(rank: int, ranks: int, folder: Path) -> None:
+    head, select = knn_head(num_living=58)
+    losses = train_more(head, rank, ranks)
+    head.retire_classes(torch.tensor([0, 1, 20, 33, 34]))
+    losses += train_more(head, rank, ranks)
+    assert select.graph is not None
+    assert select.graph.version == 2  # followed, not built anew
+    rows = torch.randn(3, DIM, generator=torch.Generator().manual_seed(9))
+    assert head.add_classes(3, rows=rows).tolist() == [0, 1, 20]
+    losses += train_more(head, rank, ranks)
+    head.rebuild_graph()
+    expected = reference.nearest_neighbours(head.weights(torch.from_numpy(head._backend.living.all_ids)).numpy(), 3)
+    np.testing.assert_array_equal(select.graph.table.neighbours.reshape(-1, 3), expected)
+    graph = select.graph_to_bytes()
+    assert graph is not None
+    losses += train_more(head, rank, ranks)
+    path = head.snapshot(folder, f"{ranks}", files={"head": state_to_bytes(head.state_dict()), "graph": graph})
+    again, selection = knn_head(num_living=58)
+    files = again.restore(path).job_files()
+    selection.graph_from_bytes(files["graph"])
+    again.load_state_dict(state_from_bytes(files["head"]))
+    assert (again.num_living, again.step) == (head.num_living, head.step)
+    assert train_more(again, rank, ranks) == train_more(head, rank, ranks)
+    np.save(folder / f"losses-{ranks}-{rank}.npy", losses)
+
+
+def test_the_graph_of_ranks_follows_classes_that_come_and_go(tmp_path: Path) -> None:
+    assert Communicator().world_size == 1
+    changes(0, 1, tmp_path)
+    alone = np.load(tmp_path / "losses-1-0.npy")
+    for ranks in (2, 3):
+        run_ranks(changes, ranks, tmp_path)
+        joint = sum(np.load(tmp_path / f"losses-{ranks}-{rank}.npy") for rank in range(ranks))
+        np.testing.assert_allclose(joint, alone, rtol=5e-6)
