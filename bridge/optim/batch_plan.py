@@ -5,11 +5,46 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
 
 from geartrain.ams.values.arguments import integer, real_number
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.text import quoted
-from geartrain.bridge.optim.batch_ramp import BatchRamp
+
+_LAST_BITS = 1e-9
+"""By so much a half may fall short: it is a whole one more on every machine, whatever the last bits of its sine."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchRamp:
+    """Micro-batches of the steps from 0 to ``total_steps``, as a function of the step that never falls.
+
+    ``first`` until ``initial_steps``, then first + (last − first) · (1 − cos(π x)) / 2 to the nearest whole one, where
+    x rises from 0 at ``initial_steps`` to 1 at ``total_steps``.
+    """
+
+    first: int
+    last: int
+    initial_steps: int
+    total_steps: int
+
+    def at(self, step: int) -> int:
+        """Micro-batches of ``step``; from ``total_steps`` on those of the last step."""
+        step = min(step, self.total_steps - 1)
+        return int(self._grown(np.array([step]))[0]) if step > self.initial_steps else self.first
+
+    @cached_property
+    def total(self) -> int:
+        """Micro-batches of all steps."""
+        growing = np.arange(self.initial_steps, self.total_steps)
+        return self.first * self.initial_steps + int(self._grown(growing).sum())
+
+    def _grown(self, steps: np.ndarray) -> np.ndarray:
+        part = (steps - self.initial_steps) / (self.total_steps - self.initial_steps)
+        grown = (self.last - self.first) * np.sin(np.pi / 2 * part) ** 2
+        return self.first + np.floor(grown + 0.5 + _LAST_BITS).astype(np.int64)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +69,7 @@ class BatchPlan:
     @property
     def total_samples(self) -> int:
         """Samples of all steps, over all ranks."""
-        return self.ramp.before(self.ramp.total_steps) * self.quantum
+        return self.ramp.total * self.quantum
 
 
 def plan_of_steps(

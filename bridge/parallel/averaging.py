@@ -119,9 +119,7 @@ def _on_bucket(hook, bucket):  # type: ignore[no-untyped-def]  # DDP reads annot
 
 
 def name_lost_ranks(sharded: Any) -> None:
-    """Let what a lost rank ends in a module under ``fully_shard`` be RankLost; an older PyTorch has no way to."""
-    if not hasattr(sharded, "set_custom_reduce_scatter"):
-        return
+    """Let what a lost rank ends in a module under ``fully_shard`` be RankLost."""
     sharded.set_custom_all_gather(_AllGather())
     sharded.set_custom_reduce_scatter(_ReduceScatter())
 

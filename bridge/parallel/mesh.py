@@ -131,20 +131,11 @@ def _checked(stages: Sequence[Sequence[int]] | None, world_size: int) -> tuple[t
             f"stages is {quoted(stages)}; there must be two or more of them, each with a rank. Leave it out "
             "where every rank works on every part"
         )
-    far = sorted({rank for rank in named if not 0 <= rank < world_size})
-    twice = sorted({rank for rank in named if named.count(rank) > 1})
-    missing = sorted({*range(world_size)} - {*named})
-    wrong = [
-        f"{what} {', '.join(map(str, ranks))}"
-        for what, ranks in (
-            (f"there are {world_size} ranks, and none is", far),
-            ("more than one stage, or one twice, has rank", twice),
-            ("no stage has rank", missing),
-        )
-        if ranks
-    ]
-    if wrong:
-        raise InvalidArgument(f"stages is {quoted(stages)}: {'; '.join(wrong)}. Name every rank once")
+    if sorted(named) != list(range(world_size)):
+        missing, far = sorted({*range(world_size)} - {*named}), sorted({*named} - {*range(world_size)})
+        wrong = f"no stage has rank {missing[0]}" if missing else f"rank {max(named, key=named.count)} is there twice"
+        wrong = f"there are {world_size} ranks, and none is {far[0]}" if far else wrong
+        raise InvalidArgument(f"stages is {quoted(stages)}: {wrong}. Name every rank once")
     return lists
 
 

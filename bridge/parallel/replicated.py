@@ -173,10 +173,8 @@ def _shard(name: str, module: nn.Module, group: MeshGroup, seed: int) -> None:
     if not blanks:
         for tensor in [*module.parameters(), *module.buffers()]:
             group.link.take_from_first(tensor)
-    try:
-        from torch.distributed.fsdp import fully_shard
-    except ImportError:  # before PyTorch 2.6
-        from torch.distributed._composable.fsdp import fully_shard  # type: ignore[attr-defined]
+    from torch.distributed.fsdp import fully_shard
+
     fully_shard(module, mesh=group.device_mesh)
     if dist.get_backend(group.process_group) == "gloo":
         name_lost_ranks(module)

@@ -177,19 +177,12 @@ class Plan:
         """Of all ranks."""
         return self.ranks * self.batch / self.step.seconds
 
-    def grow_batch(
-        self, global_batch: int | None = None, *, memory_bytes: int | None = None, most: int | None = None
-    ) -> GrownBatch:
-        """Give the memory that is free to the batch: the largest one of a rank that fits, and what follows from it.
-
-        Without ``global_batch`` the batch of all ranks grows with that of a rank, and the learning rate in proportion
-        (Goyal et al. 2017, linear scaling). With it, the batch of all ranks is at least that, by accumulation over as
-        few micro-batches as fit, and the learning rate follows it in the same way.
+    def grow_batch(self, *, memory_bytes: int | None = None, most: int | None = None) -> GrownBatch:
+        """Give the memory that is free to the batch: the largest one of a rank that fits.
 
         Args:
-            global_batch: Samples of all ranks that one update is to be made of; None: as many as fit at once.
             memory_bytes: Of a rank's device that may be used; None: nine tenths of the hardware's.
-            most: Samples of a rank at a time, whatever would fit. None: 65,536.
+            most: Samples of a rank, whatever would fit. None: 65,536.
 
         Raises InvalidArgument if not even one sample fits.
         """
@@ -197,26 +190,17 @@ class Plan:
         if memory_bytes is not None:
             limit = integer("memory_bytes", memory_bytes, 1)
         most = integer("most", _MOST_SAMPLES if most is None else most, 1)
-        own = most
-        if global_batch is not None:
-            own = -(-integer("global_batch", global_batch, self.ranks) // self.ranks)
 
         def bytes_of(batch: int) -> int:
             return self.request.changed(batch=batch).plan().rank_bytes
 
-        largest = bisect.bisect_right(range(1, min(most, own) + 1), limit, key=bytes_of)
+        largest = bisect.bisect_right(range(1, most + 1), limit, key=bytes_of)
         if not largest:
             raise InvalidArgument(
                 f"not one sample of a rank fits into {bytes_text(limit)}: {bytes_text(bytes_of(1))} are needed. Split "
                 "more of the model, or use more ranks"
             )
-        accumulation = -(-own // largest) if global_batch is not None else 1
-        batch = -(-own // accumulation) if global_batch is not None else largest
-        return GrownBatch(
-            plan=self.request.changed(batch=batch).plan(),
-            accumulation=accumulation,
-            lr_factor=batch * accumulation / self.batch,
-        )
+        return GrownBatch(plan=self.request.changed(batch=largest).plan(), lr_factor=largest / self.batch)
 
     def to_dict(self) -> dict[str, Any]:
         """All of it as plain values."""
@@ -300,22 +284,19 @@ class GrownBatch:
 
     plan: Plan
     """Of a step with it."""
-    accumulation: int
-    """Backward passes before an update."""
     lr_factor: float
-    """What the learning rate is to be multiplied by: as much as the global batch grows (Goyal et al. 2017; large ones
-    need warm-up).
-    """
+    """What the learning rate is to be multiplied by: as much as the batch grows (Goyal et al. 2017, linear scaling;
+    large ones need warm-up)."""
 
     @property
     def batch(self) -> int:
-        """Samples of a rank at a time."""
+        """Samples of a rank."""
         return self.plan.batch
 
     @property
     def global_batch(self) -> int:
-        """Samples of all ranks in an update."""
-        return self.plan.ranks * self.batch * self.accumulation
+        """Samples of all ranks."""
+        return self.plan.ranks * self.batch
 
 
 def _table(head: list[str], rows: list[list[str]]) -> list[str]:

@@ -119,7 +119,7 @@ class GradientExchange:
         said = {**asdict(settings), "parameters": hashlib.sha256(shapes.encode()).hexdigest()[:16]}
         self.link.require_equal(said, "sparsified gradients")
         numels = [parameter.numel() for parameter in parameters.values()]
-        ks = self._counts(settings.sparsity, numels)
+        ks = sent_counts(numels, settings.sparsity, self.link.world_size)
         sparse = {name for name, k, numel in zip(parameters, ks, numels, strict=True) if k < numel}
         self.state = GradientState(parameters, sparse, decays=settings.update.weight_decay > 0)
         try:
@@ -168,9 +168,6 @@ class GradientExchange:
                 "gone: call load_state_dict() on every rank before the next backward()"
             )
 
-    def _counts(self, sparsity: float, numels: list[int]) -> list[int]:
-        return sent_counts(numels, sparsity, self.link.world_size)
-
     def _stepped(self, *_: object) -> None:
         self._awaits_step = False
 
@@ -194,7 +191,8 @@ class GradientExchange:
         if self._settings.clip is None:
             self._begin(self._buckets[-1])
         elif bucket.is_last():
-            self._scale_by(self._clipping(self._settings.clip))
+            factor = self._clipping(self._settings.clip)
+            self._factor = factor if self._factor is None else self._factor * factor
             for one in self._buckets:
                 self._begin(one)
         if bucket.is_last():
@@ -240,9 +238,6 @@ class GradientExchange:
         factor: Tensor = (most / norm).clamp(max=1).nan_to_num(0.0)
         return factor
 
-    def _scale_by(self, factor: Tensor) -> None:
-        self._factor = factor if self._factor is None else self._factor * factor
-
     def _begin(self, bucket: _Bucket) -> None:
         status = NOT_STEPPED if self._awaits_step else WELL
         keep = self._scaler is not None
@@ -269,7 +264,7 @@ class GradientExchange:
         known = self._layouts.get(bucket.index())
         if known is None or known[0] != made_for:
             names = [self._names[id(parameter)] for parameter in parameters]
-            ks = self._counts(sparsity, [parameter.numel() for parameter in parameters])
+            ks = sent_counts([parameter.numel() for parameter in parameters], sparsity, self.link.world_size)
             known = self._layouts[bucket.index()] = made_for, BucketLayout(names, parameters, ks)
         return known[1]
 

@@ -21,7 +21,7 @@ BAD = [
     ([[0, 1, 2]], "two or more"),
     ([[0, 1, 2], []], "each with a rank"),
     ([[0, 1], [True, 2]], "stages name True"),
-    ([[0, 1], [1, 2]], r"more than one stage, or one twice, has rank 1"),
+    ([[0, 1], [1, 2]], r"rank 1 is there twice"),
     ([[0], [1]], r"no stage has rank 2"),
     ([[0, 1], [2, 3]], r"there are 3 ranks, and none is 3"),
 ]

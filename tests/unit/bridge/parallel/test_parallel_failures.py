@@ -29,6 +29,7 @@ from tests.unit.bridge.parallel.test_parallelize import (
     WithWords,
     made,
     own,
+    own_samples,
     samples,
 )
 
@@ -85,8 +86,7 @@ def fail_behind_a_layer(rank: int, ranks: int, folder: Path) -> None:
 def fail_behind_the_head(rank: int, ranks: int, folder: Path) -> None:
     """In the model, where the loss is torch's; in training, and in evaluation behind the last collective."""
     del folder
-    inputs, labels, sizes = samples(ranks)
-    mine, own_labels = own(inputs, sizes, rank), own(labels, sizes, rank)
+    mine, own_labels = own_samples(rank, ranks)
 
     class FailsLate(Classifier):
         fails, looks = False, False
@@ -117,8 +117,7 @@ def fail_behind_the_head(rank: int, ranks: int, folder: Path) -> None:
 def fail_where_nothing_is_split(rank: int, ranks: int, folder: Path) -> None:
     """A model of one's own loss: without the error of one, ranks would average gradients of different steps."""
     del folder
-    inputs, labels, sizes = samples(ranks)
-    mine, own_labels = own(inputs, sizes, rank), own(labels, sizes, rank)
+    mine, own_labels = own_samples(rank, ranks)
 
     class Own(Classifier):
         fails = False
@@ -143,8 +142,7 @@ def fail_where_nothing_is_split(rank: int, ranks: int, folder: Path) -> None:
 
 def fail_between_sharded_parts(rank: int, ranks: int, folder: Path) -> None:
     """Others gather parameters then, and cannot be told: its own error comes out, and they find this rank gone."""
-    inputs, labels, sizes = samples(ranks)
-    mine, own_labels = own(inputs, sizes, rank), own(labels, sizes, rank)
+    mine, own_labels = own_samples(rank, ranks)
     scopes: dict[str, Scope] = {
         "backbone.0": gt.Replicate(shard=True),
         "backbone.2": gt.Replicate(shard=True),
@@ -256,8 +254,7 @@ def go_backward_as_allowed(rank: int, ranks: int, folder: Path) -> None:
 
 
 def die_in_backward(rank: int, ranks: int, folder: Path, scopes: dict[str, Scope]) -> None:
-    inputs, labels, sizes = samples(ranks)
-    mine, own_labels = own(inputs, sizes, rank), own(labels, sizes, rank)
+    mine, own_labels = own_samples(rank, ranks)
     model = made(Classifier)
     parallel = gt.parallelize(model, gt.mesh(), scopes, loss=nn.CrossEntropyLoss())
     parallel(mine, own_labels).backward()

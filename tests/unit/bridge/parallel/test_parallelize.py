@@ -64,6 +64,11 @@ def own(tensor: Tensor, sizes: list[int], rank: int) -> Tensor:
     return torch.split(tensor, sizes)[rank]
 
 
+def own_samples(rank: int, ranks: int) -> tuple[Tensor, Tensor]:
+    inputs, labels, sizes = samples(ranks)
+    return own(inputs, sizes, rank), own(labels, sizes, rank)
+
+
 def whole(tensor: Tensor | None) -> Tensor | None:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # type: ignore[union-attr]
 

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import geartrain as gt
-from geartrain.ams.values.errors import InvalidArgument, InvalidRows, NonFinite, RankLost, SpecMismatch, SyncError
+from geartrain.ams.values.errors import InvalidArgument, InvalidRows, NonFinite, SpecMismatch, SyncError
 from geartrain.bridge.collectives import parts as parts_module
 from geartrain.bridge.collectives.communicator import Pending
 from tests.support.head_settings import head_settings
@@ -272,25 +272,6 @@ def differ_in_need(rank: int, ranks: int, folder: Path) -> None:
 
 def test_ranks_may_differ_in_whose_features_need_gradients_and_heads_may_be_at_rest(tmp_path: Path) -> None:
     run_ranks(differ_in_need, 2, tmp_path)
-
-
-def leave_in_the_second(rank: int, ranks: int, folder: Path) -> None:
-    del ranks, folder
-    step = gt.MicroBatches(Failing(1, leave), head_of(margin=gt.ArcFace(16, 0.2)), NUM)
-    if rank == 0:
-        step.backbone.at = None
-    inputs, labels, _ = batch(0, rank)
-    with pytest.raises(RankLost if rank == 0 else KeyboardInterrupt):
-        step(inputs, labels)
-
-
-def leave(features: Tensor) -> Tensor:
-    del features
-    raise KeyboardInterrupt  # the process ends while the first features travel
-
-
-def test_a_rank_that_is_lost_between_two_micro_batches_is_a_typed_error(tmp_path: Path) -> None:
-    run_ranks(leave_in_the_second, 2, tmp_path)
 
 
 def test_other_heads_see_the_whole_batch_once() -> None:

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 import geartrain as gt
 from geartrain.ams.values.errors import InvalidArgument, InvalidIds, InvalidRows, SpecMismatch, SyncError
-from geartrain.bridge.collectives.communicator import Communicator, Pending
 from tests.support.rank_processes import run_ranks
 from tests.unit.bridge.parallel.test_parallelize import (
     CLASSES,
@@ -83,40 +82,6 @@ def check_autocast(rank: int, ranks: int, folder: Path) -> None:
         assert all(one.grad.dtype == torch.float32 for one in model.parameters())  # type: ignore[union-attr]
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-3)
-
-
-def check_travels_meanwhile(rank: int, ranks: int, folder: Path) -> None:
-    """What was begun before the backbone works on the next micro-batch is asked for after it."""
-    del folder
-    inputs, labels, sizes = samples(ranks)
-    noted: list[str] = []
-
-    class Noted(Classifier):
-        def forward(self, inputs: Tensor) -> Any:
-            noted.append("compute")
-            return super().forward(inputs)
-
-    begin, result = Communicator.start_gather, Pending.result
-
-    def start_gather(self: Any, tensor: Tensor, sizes: Any) -> Any:
-        pending = begin(self, tensor, sizes)
-        if tensor.ndim == 2 and tensor.shape[1] == DIM:
-            noted.append("begin")
-            pending.is_of_features = True  # type: ignore[attr-defined]
-        return pending
-
-    def taken(self: Any) -> Any:
-        if getattr(self, "is_of_features", False):
-            noted.append("take")
-        return result(self)
-
-    Communicator.start_gather, Pending.result = start_gather, taken  # type: ignore[method-assign]
-    try:
-        parallel = gt.parallelize(made(Noted), gt.mesh(), FUSION, loss=nn.CrossEntropyLoss(), micro_batches=3)
-        parallel(own(inputs, sizes, rank), own(labels, sizes, rank)).backward()
-    finally:
-        Communicator.start_gather, Pending.result = begin, result  # type: ignore[method-assign]
-    assert noted == ["compute", "begin", "compute", "begin", "compute", "take", "begin", "take", "take"]
 
 
 class Fails(Classifier):
@@ -194,10 +159,6 @@ def test_a_sample_may_have_several_rows_and_gradients_add_up(tmp_path: Path) -> 
 
 def test_under_autocast_features_travel_in_16_bits(tmp_path: Path) -> None:
     run_ranks(check_autocast, 2, tmp_path)
-
-
-def test_features_travel_while_the_backbone_works_on_the_next(tmp_path: Path) -> None:
-    run_ranks(check_travels_meanwhile, 2, tmp_path)
 
 
 def test_what_fails_on_a_rank_in_a_micro_batch_fails_on_all(tmp_path: Path) -> None:

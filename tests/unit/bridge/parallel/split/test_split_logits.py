@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import geartrain as gt
-from geartrain.ams.values.errors import InvalidArgument, InvalidIds, InvalidRows, RankLost, SyncError
+from geartrain.ams.values.errors import InvalidArgument, InvalidIds, InvalidRows, SyncError
 from tests.support.rank_processes import run_ranks
 
 CLASSES, DIM, BATCH = 9, 5, 4
@@ -155,16 +155,6 @@ def refuse(rank: int, ranks: int, folder: Path) -> None:
         loss.backward()  # type: ignore[no-untyped-call]
 
 
-def lose_a_rank(rank: int, ranks: int, folder: Path) -> None:
-    del ranks, folder
-    inputs, labels = batch()
-    net = gt.parallelize(made(), gt.mesh(), {"0": gt.Replicate(), "1": gt.Split()}, loss=nn.CrossEntropyLoss())
-    if rank == 1:
-        return
-    with pytest.raises(RankLost, match="a rank died"):
-        net(inputs, labels)
-
-
 def count(rank: int, ranks: int, folder: Path) -> None:
     del folder
     inputs, labels = batch(torch.float32)
@@ -225,10 +215,6 @@ def test_a_loss_scaler_skips_a_split_layer_on_all_ranks(tmp_path: Path) -> None:
 
 def test_what_split_logits_cannot_do_is_refused_on_every_rank(tmp_path: Path) -> None:
     run_ranks(refuse, 2, tmp_path)
-
-
-def test_a_rank_that_is_gone_is_a_typed_error(tmp_path: Path) -> None:
-    run_ranks(lose_a_rank, 2, tmp_path)
 
 
 def test_collectives_of_a_step_are_those_that_are_stated(tmp_path: Path) -> None:

@@ -77,7 +77,13 @@ def save_on_ranks(rank: int, ranks: int, folder: Path) -> None:
         torch.save({"model": parts[0].module.state_dict(), "topk": state}, folder / "plain.pt")
     dcp.save({"topk": parts[2]}, checkpoint_id=str(folder / "dcp"))
     assert state["steps"] == 6
-    train(parts, rank, range(6, 9))
+    random = torch.Generator().manual_seed(100 * 6 + rank)
+    parts[1].zero_grad()
+    parts[0](torch.randn(5, 3, 2, 2, generator=random)).square().sum().backward()
+    with pytest.raises(InvalidArgument, match="save after the step"):
+        gt.save(parts[0], folder / "early", state={"topk": parts[2]})
+    parts[1].step()
+    train(parts, rank, range(7, 9))
     torch.save(parts[0].module.state_dict(), folder / f"uninterrupted-{rank}.pt")
 
 

@@ -71,7 +71,7 @@ def fail_on_one_rank(rank: int, ranks: int, folder: Path) -> None:
             def lacks_memory(*_: object, **__: object) -> None:
                 raise MemoryError("no room")
 
-            patch.setattr(bucket.GradientCompactor, "accumulate_and_select", lacks_memory)
+            patch.setattr(bucket.CompiledCompaction, "take", lacks_memory)
         with pytest.raises(MemoryError if rank == 1 else SyncError, match=r"no room|rank 1 failed; its error tells"):
             step_of(parts, 1, rank)
     assert all(torch.equal(one, other) for one, other in zip(before, weights_of(parts), strict=True))
@@ -116,20 +116,6 @@ def test_a_state_that_one_rank_alone_loads_is_refused_on_every_rank(tmp_path: Pa
     run_ranks(load_on_one_rank, 2, tmp_path)
 
 
-def give_momentum_on_one_rank(rank: int, ranks: int, folder: Path) -> None:
-    del ranks, folder
-    parts = made()
-    step_of(parts, 0, rank)
-    if rank == 0:
-        parts[1].param_groups[0]["momentum"] = 0.9
-    with pytest.raises(
-        InvalidArgument if rank == 0 else SyncError, match=r"SGD has momentum=0\.9|rank 0 failed; its error tells why"
-    ):
-        step_of(parts, 1, rank)
-    parts[1].param_groups[0]["momentum"] = 0
-    step_of(parts, 1, rank)
-
-
 def join(rank: int, ranks: int, folder: Path) -> None:
     """Ranks with fewer batches would send zeros, and lose what they keep; with as many, nobody does."""
     del ranks, folder
@@ -145,10 +131,6 @@ def join(rank: int, ranks: int, folder: Path) -> None:
 
 def test_joining_ranks_are_refused(tmp_path: Path) -> None:
     run_ranks(join, 2, tmp_path)
-
-
-def test_a_rank_that_refuses_a_step_tells_the_others(tmp_path: Path) -> None:
-    run_ranks(give_momentum_on_one_rank, 2, tmp_path)
 
 
 class DiesBetweenBuckets(Tensors):
@@ -192,8 +174,9 @@ def give_momentum_later(rank: int, ranks: int, folder: Path) -> None:
     parts = made()
     step_of(parts, 0, rank)
     before = weights_of(parts)
-    parts[1].param_groups[0]["momentum"] = 0.9
-    with pytest.raises(InvalidArgument, match=r"SGD has momentum=0\.9 .*give momentum=0 to the optimizer"):
+    parts[1].param_groups[0]["momentum"] = 0.9 * rank
+    told = r"SGD has momentum=0\.9 .*give momentum=0 to the optimizer" if rank else "rank 1 failed; its error tells why"
+    with pytest.raises(InvalidArgument if rank else SyncError, match=told):
         step_of(parts, 1, rank)
     assert all(torch.equal(one, other) for one, other in zip(before, weights_of(parts), strict=True))
     parts[1].param_groups[0]["momentum"] = 0
