@@ -38,7 +38,7 @@ def drawn(character: str, size: int, angle: int) -> np.ndarray:
     return np.asarray(picture.rotate(angle), np.float32) / 255
 
 
-PICTURES = torch.tensor(np.stack([[drawn(one, *look) for look in LOOKS] for one in CHARACTERS]))  # [36, 6, 16, 16]
+PICTURES = torch.tensor(np.stack([[drawn(item, *look) for look in LOOKS] for item in CHARACTERS]))  # [36, 6, 16, 16]
 
 
 def batch_of(step: int, size: int) -> tuple[Tensor, Tensor]:
@@ -79,13 +79,13 @@ def train(options: argparse.Namespace) -> list[float]:
         model = Classifier()
     model = gt.parallelize(model, mesh, SCOPES[options.scopes], loss=nn.CrossEntropyLoss())
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    here = sum(getattr(one, "_local_tensor", one).numel() for one in model.parameters())
+    here = sum(getattr(item, "_local_tensor", item).numel() for item in model.parameters())
     print(f"rank {mesh.rank} of {mesh.world_size}: {here:,} parameters are here", flush=True)
 
     first = load(options.load, model, optimizer) if options.load else 0
     losses = []
     for step in range(first, first + options.steps):
-        images, labels = (one[mesh.rank :: mesh.world_size].to(mesh.device) for one in batch_of(step, options.batch))
+        images, labels = (item[mesh.rank :: mesh.world_size].to(mesh.device) for item in batch_of(step, options.batch))
         loss = model(images, labels)
         loss.backward()
         optimizer.step()

@@ -49,15 +49,15 @@ def train(cluster: gt.Cluster, steps: int) -> float:
     for step in range(steps):
         mine = batch(1 + step)
         vectors = fields(mine)  # ids may be arrays of JAX, too
-        of_jax = {name: jnp.from_dlpack(one.detach()) for name, one in vectors.items()}
+        of_jax = {name: jnp.from_dlpack(rows_of.detach()) for name, rows_of in vectors.items()}
         _, (dense, sparse) = both_gradients(parameters, of_jax, jnp.from_dlpack(mine["click"]))
-        parameters = jax.tree.map(lambda one, gradient: one - LR * gradient, parameters, dense)
+        parameters = jax.tree.map(lambda rows_of, gradient: rows_of - LR * gradient, parameters, dense)
         torch.autograd.backward(list(vectors.values()), [torch.from_dlpack(sparse[name]) for name in vectors])
         rows.step()
         rows.zero_grad()
     test = batch(0, 4000)
     with torch.no_grad():
-        of_jax = {name: jnp.from_dlpack(one) for name, one in fields(test).items()}
+        of_jax = {name: jnp.from_dlpack(rows_of) for name, rows_of in fields(test).items()}
     return auc(torch.from_dlpack(logits(parameters, of_jax)), test["click"])
 
 
@@ -69,7 +69,7 @@ def by_tables(cluster: gt.Cluster) -> float:
     table = cluster.create_table("by hand", dim=8, optimizer=gt.SGD(0.1))
     ids = jnp.array([3, 14, 15, 3])
     rows = jnp.asarray(table.pull(ids))  # [4, 8]
-    loss, gradients = jax.value_and_grad(lambda one: ((one - 1) ** 2).sum())(rows)
+    loss, gradients = jax.value_and_grad(lambda rows_of: ((rows_of - 1) ** 2).sum())(rows)
     table.push(ids, gradients)
     after = ((jnp.asarray(table.pull(ids)) - 1) ** 2).sum()
     assert after < loss

@@ -15,8 +15,8 @@ BACKEND = "loopback"
 
 def open_address(port: int) -> str | None:
     """An address of this machine at which others reach a listener on ``port``; None if there is none."""
-    for one in chain.from_iterable(psutil.net_if_addrs().values()):
-        if one.family in (socket.AF_INET, socket.AF_INET6) and not ip_address(one.address).is_loopback:
-            with suppress(OSError), socket.create_connection((one.address, port), 1.0):
-                return str(one.address)
+    for found in chain.from_iterable(psutil.net_if_addrs().values()):
+        if found.family in (socket.AF_INET, socket.AF_INET6) and not ip_address(found.address).is_loopback:
+            with suppress(OSError), socket.create_connection((found.address, port), 1.0):
+                return str(found.address)
     return None

@@ -67,7 +67,7 @@ class TDM(nn.Module):
         self.network = network
         self._nodes = [node] if isinstance(node, str) else list(node)
         self.negatives = integer("negatives", negatives, 1)
-        by_name = {one.name: one for one in fields.fields}
+        by_name = {field.name: field for field in fields.fields}
         for name in self._nodes:
             if name not in by_name or by_name[name].pooling is not None:
                 raise InvalidArgument(

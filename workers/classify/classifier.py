@@ -33,7 +33,8 @@ from geartrain.workers.job.trainer import Attempt, versions
 from geartrain.workers.models.backbones import build_backbone
 from geartrain.workers.models.mistakes import draw_mistakes
 from geartrain.workers.models.networks import require_features
-from geartrain.workers.models.saved_model import Model, load_model, save_model_of_head
+from geartrain.workers.models.saved_model import Model, save_model_of_head
+from geartrain.workers.models.trained_model import load_model
 from geartrain.workers.recipes.glyphs import load_glyphs
 from geartrain.workers.recipes.optimizers import JOB_OPTIMIZERS
 from geartrain.workers.recipes.recipe import ClassifyRecipe, GlyphRecipe, head_of

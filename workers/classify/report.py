@@ -9,7 +9,7 @@ from geartrain.workers.classify.best import IMPRINTED
 from geartrain.workers.classify.trainer import ImageTrainer
 from geartrain.workers.data.images import Images
 from geartrain.workers.models.evaluate import Answers, answer, answer_of_model, every_nth
-from geartrain.workers.models.saved_model import Model
+from geartrain.workers.models.trained_model import TrainedModel
 
 _QUICK_LOOK_IMAGES = 2000
 
@@ -49,7 +49,7 @@ class Evaluation:
         self._say(f"{when}: {name} top-1 {result.top1:.3f} ({part})")
         return result
 
-    def answers(self, step: int, model: Model | None = None) -> dict[str, Answers]:
+    def answers(self, step: int, model: TrainedModel | None = None) -> dict[str, Answers]:
         """The answers to every test: of the saved ``model``, if one is given."""
         answers: dict[str, Answers] = {}
         for name, images in self._held_out.items():
@@ -61,7 +61,7 @@ class Evaluation:
             self._say(f"{name}: top-1 {summary['top1']:.4f}, top-5 {summary['top5']:.4f}, {images_text}")
         return answers
 
-    def _answer(self, images: Images, model: Model | None = None) -> Answers:
+    def _answer(self, images: Images, model: TrainedModel | None = None) -> Answers:
         trainer = self._trainer
         if model is None:
             return answer(trainer.backbone, trainer.head, images, trainer.device)

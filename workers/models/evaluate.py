@@ -6,17 +6,16 @@ Legend: N images, D width, k answers.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from geartrain.bridge.head.class_head import ClassHead
-from geartrain.bridge.head.sub_centers import scores_of_classes
 from geartrain.workers.data.images import Images
 from geartrain.workers.devices import images_at_once
-from geartrain.workers.models.saved_model import Model
+from geartrain.workers.models.trained_model import TrainedModel
 
 ANSWERS = 5
 
@@ -72,29 +71,13 @@ def answer(backbone: nn.Module, head: ClassHead, images: Images, device: torch.d
 
 
 @torch.no_grad()
-def answer_of_model(model: Model, images: Images, device: torch.device) -> Answers:
+def answer_of_model(model: TrainedModel, images: Images, device: torch.device) -> Answers:
     """The same of a saved model, whose centers are in memory: a matrix [128, C] of scores at a time."""
-    backbone, centers_CD = model.backbone.to(device), scoring_centers(model).to(device)
+    there = replace(model, backbone=model.backbone.to(device), centers=model.centers.to(device))
     k = min(ANSWERS, len(model.class_names))
     batches = images.batches(images_at_once(device), device)
-    found = [best_classes(model, backbone(bitmaps).float(), centers_CD, k) for bitmaps, _ in batches]
+    found = [there.best(there.backbone(bitmaps).float(), k) for bitmaps, _ in batches]
     return Answers(images, *(torch.cat(part).cpu() for part in zip(*found, strict=True)))
-
-
-def scoring_centers(model: Model) -> Tensor:
-    """The centers [C, D] (of several a class [C, K, D]) as :func:`best_classes` takes them."""
-    return torch.nn.functional.normalize(model.centers, dim=-1) if model.is_cosine else model.centers
-
-
-@torch.no_grad()
-def best_classes(model: Model, features_ND: Tensor, centers_CD: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Scores [N, k] and classes [N, k] that fit each feature best (:func:`scoring_centers`); of equal ones the lower
-    class."""
-    compared_ND = torch.nn.functional.normalize(features_ND, dim=1) if model.is_cosine else features_ND
-    centers_SD = centers_CD.flatten(0, -2)
-    scores_NC = scores_of_classes(compared_ND @ centers_SD.T, len(centers_SD) // len(centers_CD))
-    scores, order = scores_NC.sort(dim=1, descending=True, stable=True)
-    return scores[:, :k], order[:, :k]
 
 
 def every_nth(images: Images, count: int) -> Images:

@@ -82,13 +82,13 @@ class OnnxBackbone(nn.Module):
 
     def forward(self, *inputs: Tensor, **named: Tensor) -> Tensor:
         """Images [N, …] -> features [N, D]. Raises InvalidArgument for images of another shape or type."""
-        names = [one.name for one in self._session.get_inputs()]
+        names = [tensor.name for tensor in self._session.get_inputs()]
         given = {**dict(zip(names, inputs, strict=False)), **named}
         try:
-            arrays = {name: one.detach().cpu().contiguous().numpy() for name, one in given.items()}
+            arrays = {name: tensor.detach().cpu().contiguous().numpy() for name, tensor in given.items()}
             (features,) = self._session.run([_OUTPUT], arrays)
         except Exception as exc:
-            found = ", ".join(f"{name} {one.dtype} {list(one.shape)}" for name, one in given.items())
+            found = ", ".join(f"{name} {tensor.dtype} {list(tensor.shape)}" for name, tensor in given.items())
             raise InvalidArgument(f"onnxruntime refuses {found}; it takes {', '.join(names)}: {exc}") from exc
         return torch.from_numpy(features)
 
@@ -133,7 +133,9 @@ def export(
         with replacing_folder(folder) as staging:
             _write_onnx(backbone, example, staging / _BACKBONE)
             parity = _compared(backbone, OnnxBackbone(staging / _BACKBONE), example)
-            save_file({name: one.detach().cpu().contiguous() for name, one in tensors.items()}, staging / _CENTERS)
+            save_file(
+                {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, staging / _CENTERS
+            )
             (staging / _CENTERS).chmod(0o644)  # the library creates it for its owner alone
             write_json(staging / _CLASSES, list(class_names))
             checksums = {name: checksum(staging / name) for name in _FILES}
@@ -151,22 +153,22 @@ def _batch(backbone: nn.Module, example: Inputs) -> Tensor | dict[str, Tensor]:
     if isinstance(example, tuple | Mapping):
         tensors = dict(_bound(backbone, example).arguments)
     sizes = set()
-    for name, one in tensors.items():
-        if not isinstance(one, Tensor) or one.ndim < 1 or len(one) < 2:
-            found = list(one.shape) if isinstance(one, Tensor) else quoted(one)
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor) or tensor.ndim < 1 or len(tensor) < 2:
+            found = list(tensor.shape) if isinstance(tensor, Tensor) else quoted(tensor)
             raise InvalidArgument(
                 f"example{f'[{name!r}]' if several else ''} is {found}; it must be a tensor of 2 or more images "
                 "[N, ...], or a tuple or dict of such, as the backbone takes them. Texts of several lengths in one "
                 "batch are padded to one: [N, L]"
             )
-        sizes.add(len(one))
+        sizes.add(len(tensor))
     if len(sizes) != 1:
         raise InvalidArgument(f"example has tensors of {sorted(sizes)} images; each must be [N, ...] of one N")
     return tensors if several else tensors[_INPUT]
 
 
 def _each(batch: Tensor | dict[str, Tensor], change: Callable[[Tensor], Tensor]) -> Tensor | dict[str, Tensor]:
-    return change(batch) if isinstance(batch, Tensor) else {name: change(one) for name, one in batch.items()}
+    return change(batch) if isinstance(batch, Tensor) else {name: change(tensor) for name, tensor in batch.items()}
 
 
 def _require_ours(folder: Path) -> None:
@@ -175,7 +177,7 @@ def _require_ours(folder: Path) -> None:
         return
     if not folder.is_dir():
         raise InvalidArgument(f"{folder} is a file; a model is exported to a folder")
-    foreign = [one.name for one in folder.iterdir() if one.name not in (*_FILES, _CONFIG)]
+    foreign = [path.name for path in folder.iterdir() if path.name not in (*_FILES, _CONFIG)]
     if foreign or ((folder / _CONFIG).exists() and not is_exported(folder)):
         found = min(foreign) if foreign else _CONFIG
         raise InvalidArgument(f"{folder} holds other files ({found}); give a folder of its own, or a new name")
@@ -208,8 +210,8 @@ def read(folder: Path) -> Exported:
 def _write_onnx(backbone: nn.Module, example: Tensor | dict[str, Tensor], path: Path) -> None:
     size = torch.export.Dim(_INPUT, min=1)
 
-    def sizes(one: Tensor) -> dict[int, Any]:
-        lengths = range(1, one.ndim) if one.dtype in _IDS else ()
+    def sizes(tensor: Tensor) -> dict[int, Any]:
+        lengths = range(1, tensor.ndim) if tensor.dtype in _IDS else ()
         return {0: size, **dict.fromkeys(lengths, torch.export.Dim.AUTO)}
 
     exporting = logging.getLogger("torch.onnx")
@@ -227,7 +229,7 @@ def _write_onnx(backbone: nn.Module, example: Tensor | dict[str, Tensor], path: 
                 output_names=[_OUTPUT],
                 dynamic_shapes=(sizes(example),)
                 if isinstance(example, Tensor)
-                else {name: sizes(one) for name, one in example.items()},
+                else {name: sizes(tensor) for name, tensor in example.items()},
                 dynamo=True,
                 external_data=False,
                 verbose=False,
@@ -245,7 +247,10 @@ def _write_onnx(backbone: nn.Module, example: Tensor | dict[str, Tensor], path: 
 def _compared(backbone: nn.Module, exported: OnnxBackbone, example: Tensor | dict[str, Tensor]) -> Parity:
     """Compare all of the example, its first image alone, and it twice over. Raises InvalidArgument."""
     largest, num_images = 0.0, 0
-    first, doubled = _each(example, lambda one: one[:1]), _each(example, lambda one: torch.cat([one, one.flip(0)]))
+    first, doubled = (
+        _each(example, lambda tensor: tensor[:1]),
+        _each(example, lambda tensor: torch.cat([tensor, tensor.flip(0)])),
+    )
     for images in (example, first, doubled):
         mine, theirs = run(backbone, images).float().cpu(), run(exported, images).float()
         if mine.shape != theirs.shape:

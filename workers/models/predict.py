@@ -11,11 +11,8 @@ import torch
 
 from geartrain.ams.values.arguments import integer
 from geartrain.ams.values.errors import InvalidArgument
-from geartrain.workers.data.bitmaps import IMAGE_SUFFIXES, open_picture
-from geartrain.workers.models.evaluate import best_classes, scoring_centers
-from geartrain.workers.models.saved_model import Model
-
-_AT_ONCE = 256
+from geartrain.workers.data.bitmaps import IMAGE_SUFFIXES
+from geartrain.workers.models.trained_model import AT_ONCE, TrainedModel
 
 
 @dataclass(frozen=True)
@@ -42,23 +39,17 @@ def image_files(paths: Iterable[Path]) -> list[Path]:
     return files
 
 
-def predict(model: Model, files: list[Path], k: int) -> Iterator[Prediction]:
+def predict(model: TrainedModel, files: list[Path], k: int) -> Iterator[Prediction]:
     """Name each image, in order. A file that cannot be read has an error instead of answers."""
     k = integer("k", k, 1, len(model.class_names))
-    centers_CD = scoring_centers(model)
-    for start in range(0, len(files), _AT_ONCE):
-        bitmaps, errors = {}, {}
-        for path in files[start : start + _AT_ONCE]:
+    for start in range(0, len(files), AT_ONCE):
+        pictures, errors = {}, {}
+        for path in files[start : start + AT_ONCE]:
             try:
-                bitmaps[path] = model.preprocessing.bitmap(open_picture(path))
+                pictures[path] = model.bitmap(path)
             except InvalidArgument as exc:
                 errors[path] = str(exc) if str(path) in str(exc) else f"{path}: {exc}"
-        answers = {}
-        if bitmaps:
-            with torch.no_grad():
-                features_ND = model.backbone(torch.from_numpy(np.stack(list(bitmaps.values()))))
-            scores, classes = best_classes(model, features_ND, centers_CD, k)
-            for path, row, ids in zip(bitmaps, scores.tolist(), classes.tolist(), strict=True):
-                answers[path] = [(model.class_names[label], score) for label, score in zip(ids, row, strict=True)]
-        for path in files[start : start + _AT_ONCE]:
+        bitmaps = torch.from_numpy(np.stack(list(pictures.values()))) if pictures else None
+        answers = {} if bitmaps is None else dict(zip(pictures, model.predict(bitmaps, k), strict=True))
+        for path in files[start : start + AT_ONCE]:
             yield Prediction(path, answers.get(path, []), errors.get(path))

@@ -28,7 +28,6 @@ from geartrain.bridge.head.sub_centers import scores_of_classes
 from geartrain.bridge.rows.tables import TORCH_DTYPES, as_numpy
 from geartrain.workers.data.bitmaps import Preprocessing, open_picture
 from geartrain.workers.models import onnx_backbone
-from geartrain.workers.models.saved_model import Model
 from geartrain.workers.models.saved_model import load_model as load_worker_model
 
 Images = onnx_backbone.Inputs | str | Path | Image.Image | Iterable[str | Path | Image.Image]
@@ -70,7 +69,7 @@ class TrainedModel:
         model that 'geartrain worker' saved, one or several pictures: paths, or PIL images. Works on 256 at a time; what
         a tuple or a dict holds is one batch. Raises InvalidArgument (not a picture, other arguments), InvalidRows.
         """
-        device = next((one.device for one in self.backbone.parameters()), torch.device("cpu"))
+        device = next((item.device for item in self.backbone.parameters()), torch.device("cpu"))
         batches = (_moved(batch, device) for batch in self._batches(images))
         found = [onnx_backbone.run(self.backbone, batch).float().cpu() for batch in batches]
         features_ND = torch.cat(found) if found else torch.empty(0, self.centers.shape[-1])
@@ -90,6 +89,12 @@ class TrainedModel:
         products_NC = features_ND @ self.centers.T
         return products_NC if self.biases is None else products_NC + self.biases
 
+    @torch.no_grad()
+    def best(self, features_ND: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """Scores [N, k] and classes [N, k] that fit each feature best; of equal ones the lower class."""
+        scores, order = self.scores(features_ND).sort(dim=1, descending=True, stable=True)
+        return scores[:, :k], order[:, :k]
+
     def predict(self, images: Images, k: int = 5) -> list[list[tuple[str, float]]]:
         """The ``k`` best classes of each image, by name with their score, best first (all, if there are fewer).
 
@@ -98,8 +103,8 @@ class TrainedModel:
         k = min(integer("k", k, 1), len(self.class_names))
         answers = []
         for features_ND in torch.split(self.embed(images), AT_ONCE):
-            scores, order = self.scores(features_ND).sort(dim=1, descending=True, stable=True)
-            for row, ids in zip(scores[:, :k].tolist(), order[:, :k].tolist(), strict=True):
+            scores, classes = self.best(features_ND, k)
+            for row, ids in zip(scores.tolist(), classes.tolist(), strict=True):
                 answers.append([(self.class_names[label], score) for label, score in zip(ids, row, strict=True)])
         return answers
 
@@ -149,11 +154,13 @@ class TrainedModel:
             )
         pictures = iter([images] if isinstance(images, str | Path | Image.Image) else images)
         while several := list(islice(pictures, AT_ONCE)):
-            yield torch.from_numpy(np.stack([self._bitmap(self.preprocessing, one) for one in several]))
+            yield torch.from_numpy(np.stack([self.bitmap(item) for item in several]))
 
-    @staticmethod
-    def _bitmap(look: Preprocessing, picture: str | Path | Image.Image) -> Any:
-        return look.bitmap(picture if isinstance(picture, Image.Image) else open_picture(Path(picture)))
+    def bitmap(self, picture: str | Path | Image.Image) -> Any:
+        """What the backbone takes of a picture: uint8 [K, S, S]. Raises InvalidArgument for one that is none."""
+        if self.preprocessing is None:
+            raise InvalidArgument(f"{self!r} takes no pictures: how they become tensors was not saved with it")
+        return self.preprocessing.bitmap(picture if isinstance(picture, Image.Image) else open_picture(Path(picture)))
 
 
 def _moved(inputs: Any, device: torch.device) -> Any:
@@ -161,8 +168,8 @@ def _moved(inputs: Any, device: torch.device) -> Any:
     if isinstance(inputs, Tensor):
         return inputs.to(device)
     if isinstance(inputs, Mapping):
-        return {name: _moved(one, device) for name, one in inputs.items()}
-    return tuple(_moved(one, device) for one in inputs) if isinstance(inputs, tuple) else inputs
+        return {name: _moved(item, device) for name, item in inputs.items()}
+    return tuple(_moved(item, device) for item in inputs) if isinstance(inputs, tuple) else inputs
 
 
 def load_model(
@@ -212,26 +219,17 @@ def load_model(
     )
 
 
-def picture_model(path: Path, backbone: str | None = None) -> Model:
+def picture_model(path: Path, backbone: str | None = None) -> TrainedModel:
     """A model of pictures, for ``geartrain predict``. Raises as :func:`load_model`."""
     if (path / MODEL).exists():
         raise InvalidArgument(
             f"{path} was saved by geartrain.save, and how pictures become its tensors was not; predict in Python: "
             "geartrain.load_model(path, backbone=...).predict(tensor)"
         )
-    if not onnx_backbone.is_exported(path):
-        return load_worker_model(path, backbone=backbone)
-    found = _of_exported(path)
-    if found.preprocessing is None:
+    model = load_model(path, backbone=backbone)
+    if model.preprocessing is None:
         raise InvalidArgument(f"{path} takes tensors: predict in Python: geartrain.load_model(path).predict(tensor)")
-    return Model(
-        backbone=found.backbone,
-        backbone_settings={},
-        centers=found.centers,
-        class_names=found.class_names,
-        preprocessing=found.preprocessing,
-        is_cosine=found.is_cosine,
-    )
+    return model
 
 
 def _of_exported(folder: Path) -> TrainedModel:
@@ -259,18 +257,18 @@ def _of_saved(
     state = DividedRows(folder, record.pieces).whole(read_state(folder, record)["model"])
     name, said = _head_of(folder, state, head)
     num_classes = int(said["num_classes"])
-    names = [str(one) for one in (range(num_classes) if class_names is None else class_names)]
+    names = [str(item) for item in (range(num_classes) if class_names is None else class_names)]
     if len(names) != num_classes:
         raise InvalidArgument(f"class_names are {counted(len(names), 'name')}; the head has {num_classes} classes")
     _fill(folder, backbone, state)
-    living = LiveClasses(num_classes, said["retired_runs"]).all_ids
-    rows_CD = _rows(folder, record, name, living)
+    class_ids = LiveClasses(num_classes, said["retired_runs"]).all_ids
+    rows_CD = _rows(folder, record, name, class_ids)
     dim, sub_centers = int(said["dim"]), int(said.get("sub_centers", 1))
     return TrainedModel(
         backbone=backbone.eval(),
         centers=rows_CD.view(-1, sub_centers, dim) if sub_centers > 1 else rows_CD[:, :dim].contiguous(),
         biases=rows_CD[:, dim].contiguous() if said.get("bias") else None,
-        class_names=[names[label] for label in living.tolist()],
+        class_names=[names[label] for label in class_ids.tolist()],
         is_cosine=said["margin"] != repr(None),
         preprocessing=None,
     )

@@ -89,7 +89,7 @@ def type_of(arrow: Any) -> ColumnType | None:
         "bool": types.is_boolean,
         "float64": types.is_float64,
         "float32": types.is_floating,
-        "string": lambda one: types.is_string(one) or types.is_large_string(one) or types.is_binary(one),
+        "string": lambda kind: types.is_string(kind) or types.is_large_string(kind) or types.is_binary(kind),
     }
     kind = next((name for name, test in tests.items() if test(arrow)), None)
     return None if kind is None else ColumnType(kind)

@@ -172,7 +172,7 @@ class CsvRows:
     def _bad_value(self, part: int, content: bytes, types: Mapping[str, Any], exc: Exception) -> SourceDamaged:
         """Find the row of a value that is not of its column's type: the words of the parser do not name it."""
         block = self._blocks[part]
-        for number, line in enumerate(one for one in content.splitlines(keepends=True) if one.strip(b"\r\n")):
+        for number, line in enumerate(text for text in content.splitlines(keepends=True) if text.strip(b"\r\n")):
             for name, kind in types.items():
                 try:
                     csv.read_csv(
@@ -191,7 +191,7 @@ class CsvRows:
         """Of a row of a block, the line; blank ones count."""
         block = self._blocks[part]
         lines = self._content(block).splitlines()
-        line = [number for number, one in enumerate(lines) if one][row]
+        line = [number for number, text in enumerate(lines) if text][row]
         return f"{self._files[block.file].name}, line {block.first_line + line}"
 
     def _split(self, column: Any) -> Any:

@@ -41,7 +41,7 @@ class FlatRows:
 
     def joined(self, others: Sequence[FlatRows]) -> FlatRows:
         """See SampleRows."""
-        return FlatRows(pa.concat_tables([self._table, *(one._table for one in others)])) if others else self
+        return FlatRows(pa.concat_tables([self._table, *(part._table for part in others)])) if others else self
 
     def batch(self, cursors: Mapping[int, tuple[int, int]]) -> SampleBatch:
         """See SampleRows."""

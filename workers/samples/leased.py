@@ -121,7 +121,7 @@ class LeasedSamples(Iterator[SampleBatch]):
         name): the batch will be read again by whoever holds its streams now; going on with the loop leases anew.
         """
         with self._lock:
-            if not any(one is batch for one in self._handed_out):
+            if not any(handed is batch for handed in self._handed_out):
                 if getattr(batch, "is_committed_by", None) is self:
                     return
                 raise StaleClient(
@@ -129,21 +129,21 @@ class LeasedSamples(Iterator[SampleBatch]):
                     "again by whoever holds their streams now"
                 )
             done: list[SampleBatch] = []
-            for one in self._handed_out:
-                done.append(one)
-                if one is batch:
+            for handed in self._handed_out:
+                done.append(handed)
+                if handed is batch:
                     break
             cursors: dict[int, tuple[int, int]] = {}
-            for one in done:
-                cursors.update(one.cursors)
+            for handed in done:
+                cursors.update(handed.cursors)
             if self._renew(cursors) is None:
                 raise StaleClient(
                     "this worker was silent for longer than its lease; what it had read since its last commit is read "
                     "again by whoever holds the streams now. Going on with the loop leases streams anew"
                 )
-            for one in done:
+            for handed in done:
                 self._handed_out.popleft()
-                one.is_committed_by = self
+                handed.is_committed_by = self
             self._has_committed = True
             self._lock.notify_all()
 

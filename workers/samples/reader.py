@@ -75,7 +75,7 @@ class FileBatches:
         """See StreamBatches."""
         self.drop(positions)
         self._positions = dict(
-            sorted({**self._positions, **{at: Position(*one) for at, one in positions.items()}}.items())
+            sorted({**self._positions, **{stream: Position(*at) for stream, at in positions.items()}}.items())
         )
 
     def drop(self, streams: Iterable[int]) -> None:

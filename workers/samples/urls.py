@@ -52,7 +52,7 @@ def find_files(where: Where, suffixes: tuple[str, ...]) -> list[DataFile]:
     Raises SourceNotFound if there is none, InvalidArgument for what is no place.
     """
     places = [where] if isinstance(where, str | Path) or not isinstance(where, Sequence) else list(where)
-    found = [one for place in places for one in _files_of(path_name("the source", place, _KIND), suffixes)]
+    found = [file for place in places for file in _files_of(path_name("the source", place, _KIND), suffixes)]
     if not found:
         raise SourceNotFound("the list of files is empty; give at least one")
     return found

@@ -73,9 +73,9 @@ def liked_of(samples: ClickSamples, recipe: TdmRecipe) -> Liked:
     seen = _by_user(known.fields[user], known.fields[item])
     later = held_out.subset(np.flatnonzero(held_out.clicks > 0))
     wanted = {
-        one: found
-        for one, items in _by_user(later.fields[user], later.fields[item]).items()
-        if (found := items - seen.get(one, set()))
+        person: found
+        for person, items in _by_user(later.fields[user], later.fields[item]).items()
+        if (found := items - seen.get(person, set()))
     }
     if not wanted:
         raise ConfigError("nobody clicked anything new in what is held out; give more samples")
@@ -85,8 +85,8 @@ def liked_of(samples: ClickSamples, recipe: TdmRecipe) -> Liked:
     return Liked(
         train=replace(learnt, histories=histories),
         users=replace(users, histories=_all_before(learnt, users, recipe.history)),
-        seen=[seen.get(one, set()) for one in names],
-        wanted=[wanted[one] for one in names],
+        seen=[seen.get(person, set()) for person in names],
+        wanted=[wanted[person] for person in names],
         items=np.unique(samples.fields[item]),
         user_fields=tuple(name for name in samples.fields if name not in schema.item),
     )

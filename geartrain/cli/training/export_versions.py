@@ -114,7 +114,7 @@ class Exporter:
         newest = newest_version(self._root)
         assert newest is not None
         chain = newest.chain()
-        *deltas, base = (_facts(one)["bytes"] for one in chain)
+        *deltas, base = (_facts(snapshot)["bytes"] for snapshot in chain)
         if sum(deltas) > base or len(deltas) >= _MOST_DELTAS:
             whole, _ = self._compacted()
             print(f"version {whole.manifest.step} was written once more, as a whole one", file=sys.stderr, flush=True)

@@ -56,7 +56,7 @@ def compress(
     typed = [text.partition(":") for text in columns or []]
     if any(kind for _, _, kind in typed) and not all(kind for _, _, kind in typed):
         raise ConfigError("give a type with every --column or with none")
-    wanted = {name: kind for name, _, kind in typed} if any(kind for _, _, kind in typed) else [one[0] for one in typed]
+    wanted = {name: kind for name, _, kind in typed} if any(kind for _, _, kind in typed) else [t[0] for t in typed]
     report = compress_samples(
         source,
         out,

@@ -33,12 +33,12 @@ class SampleSchema:
 
     def to_json(self) -> dict[str, Any]:
         """As plain values."""
-        return {"item": list(self.item), "user": self.user, "crosses": [list(one) for one in self.crosses]}
+        return {"item": list(self.item), "user": self.user, "crosses": [list(cross) for cross in self.crosses]}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> SampleSchema:
         """What :meth:`to_json` returned."""
-        crosses = tuple(tuple(one) for one in values["crosses"])
+        crosses = tuple(tuple(cross) for cross in values["crosses"])
         return cls(item=tuple(values["item"]), user=values["user"], crosses=crosses)
 
 

@@ -95,15 +95,15 @@ def read_movielens(folder: Path) -> ClickSamples:
     user, item = _ids(ratings, rated, "user_id"), _ids(ratings, rated, "item_id")
     user_at = _places(ratings, "user_id", user, users, _ids(users, of_user, "user_id"))
     item_at = _places(ratings, "item_id", item, items, _ids(items, of_item, "item_id"))
-    years = [int(one["release_year"]) if one["release_year"].isdecimal() else PADDING for one in of_item]
+    years = [int(entry["release_year"]) if entry["release_year"].isdecimal() else PADDING for entry in of_item]
     fields = {
         "user": user,
         "item": item,
         "age": _ids(users, of_user, "age")[user_at],
-        "gender": hash_strings([one["gender"] for one in of_user])[user_at],
-        "occupation": hash_strings([one["occupation"] for one in of_user])[user_at],
-        "zip": hash_strings([one["zip_code"][:_ZIP_DIGITS] for one in of_user])[user_at],
-        "genres": _bags([one["class"].split() for one in of_item])[item_at],
+        "gender": hash_strings([entry["gender"] for entry in of_user])[user_at],
+        "occupation": hash_strings([entry["occupation"] for entry in of_user])[user_at],
+        "zip": hash_strings([entry["zip_code"][:_ZIP_DIGITS] for entry in of_user])[user_at],
+        "genres": _bags([entry["class"].split() for entry in of_item])[item_at],
         "year": np.array(years, np.int64)[item_at],
     }
     stars = _numbers(ratings, rated, "rating")
@@ -119,8 +119,8 @@ def read_movielens(folder: Path) -> ClickSamples:
 
 def _posters(ids: Ids, films: Rows) -> ItemImages:
     pixels = [
-        poster(one["class"].split(), int(one["release_year"]) if one["release_year"].isdecimal() else None)
-        for one in films
+        poster(entry["class"].split(), int(entry["release_year"]) if entry["release_year"].isdecimal() else None)
+        for entry in films
     ]
     order = np.argsort(ids)
     return ItemImages(ids[order], np.stack(pixels)[order])
@@ -170,8 +170,8 @@ def _ids(path: Path, rows: Rows, column: str) -> Ids:
 
 def _places(path: Path, column: str, wanted: Ids, source: Path, known: Ids) -> Ids:
     """Where each of ``wanted`` is among ``known``."""
-    place_of: Mapping[int, int] = {one: place for place, one in enumerate(known.tolist())}
-    found = np.array([place_of.get(one, -1) for one in wanted.tolist()], np.int64)
+    place_of: Mapping[int, int] = {entry: place for place, entry in enumerate(known.tolist())}
+    found = np.array([place_of.get(entry, -1) for entry in wanted.tolist()], np.int64)
     if (found < 0).any():
         first = int(np.argmax(found < 0))
         raise ConfigError(f"{path}, line {first + 2}: {column} {wanted[first]} is not in {source}; add it there")

@@ -94,7 +94,7 @@ class JsonMessages:
 
     def table(self, rows: Sequence[Rows]) -> Any:
         """See MessageFormat."""
-        content = b"\n".join(one.content for one in rows)
+        content = b"\n".join(part.content for part in rows)
         table = pyarrow.json.read_json(
             io.BytesIO(content),
             read_options=pyarrow.json.ReadOptions(use_threads=False, block_size=len(content) + 1),
@@ -121,9 +121,9 @@ class ArrowMessages:
     def table(self, rows: Sequence[Rows]) -> Any:
         """See MessageFormat. Raises ColumnMismatch, too."""
         names = list(self._plan.types)
-        for one in rows:
-            self._plan.require_in(one.content.schema, f"the message at offset {one.offset}", "schema")
-        parts = [one.content.select(names).slice(one.first, one.size) for one in rows]
+        for part in rows:
+            self._plan.require_in(part.content.schema, f"the message at offset {part.offset}", "schema")
+        parts = [part.content.select(names).slice(part.first, part.size) for part in rows]
         return pa.concat_tables(parts, promote_options="permissive")
 
 
@@ -158,28 +158,28 @@ class MessageTables:
         """Those that can be read, and what is wrong with the others."""
         good: list[Rows] = []
         bad: list[SourceError] = []
-        for one in rows:
+        for part in rows:
             try:
-                self._require_each([one])
-                good.append(one)
+                self._require_each([part])
+                good.append(part)
             except SourceError as error:
                 bad.append(error)
         return good, bad
 
     def _require_each(self, rows: Sequence[Rows]) -> None:
-        for one in rows:
+        for part in rows:
             try:
-                self._table([one])
+                self._table([part])
             except pa.ArrowException as exc:
-                raise self._damaged(one.partition, one.offset, exc) from exc
+                raise self._damaged(part.partition, part.offset, exc) from exc
 
     def _table(self, rows: Sequence[Rows]) -> Any:
         def name_row(row: int) -> str:
-            for one in rows:
-                if row < one.size:
-                    place = f", row {one.first + row}" if one.total > 1 else ""
-                    return f"{self._name(one.partition, one.offset)}{place}"
-                row -= one.size
+            for part in rows:
+                if row < part.size:
+                    place = f", row {part.first + row}" if part.total > 1 else ""
+                    return f"{self._name(part.partition, part.offset)}{place}"
+                row -= part.size
             return f"topic {self._topic!r}"
 
         return self._plan.apply(self._format.table(rows), name_row)

@@ -84,7 +84,7 @@ class Topic:
         milliseconds = int(moment.timestamp() * 1000)
         asked = [kafka.TopicPartition(self.name, partition, milliseconds) for partition in partitions]
         found = self._answer(consumer, lambda seconds: consumer.offsets_for_times(asked, timeout=seconds))
-        return {one.partition: one.offset for one in found if one.offset >= 0}
+        return {entry.partition: entry.offset for entry in found if entry.offset >= 0}
 
     def bounds(self, consumer: Any, partition: int) -> tuple[int, int]:
         """The first offset that is there, and the next one to be written. Raises BrokerUnavailable."""
@@ -151,7 +151,7 @@ class Topic:
         return "; ".join(list(self._reasons.values())[-_MOST_REASONS:]) or "no answer"
 
     def _addresses(self) -> str:
-        bare = [one for one in map(str.strip, self.brokers.split(",")) if one and not _has_port(one)]
+        bare = [entry for entry in map(str.strip, self.brokers.split(",")) if entry and not _has_port(entry)]
         taken = f"; port 9092 was taken for {', '.join(bare)}, as none was given" if bare else ""
         return self.brokers + taken
 

@@ -56,14 +56,14 @@ class TreeFiles:
         place = files[0].name.rpartition("/")[0]
         plan = planned_columns(columns, pa.schema(fields), place, hash_strings, fill)
         self._plans = {level: _part_of(plan, own[level]) for level in self.levels}
-        for one in self._sets:
-            for level, found in one.items():
+        for file_set in self._sets:
+            for level, found in file_set.items():
                 said_by = "columns" if isinstance(columns, Mapping) else first[level].file.name
                 self._plans[level].require_in(schemas[found.file.name], found.file.name, said_by)
         self._groups = [
             (number, group)
-            for number, one in enumerate(self._sets)
-            for group in range(one[self.levels[-1]].footer.num_row_groups)
+            for number, file_set in enumerate(self._sets)
+            for group in range(file_set[self.levels[-1]].footer.num_row_groups)
         ]
         leaves = [self._sets[number][self.levels[-1]].footer.row_group(group) for number, group in self._groups]
         self.part_rows = [group.num_rows for group in leaves]
@@ -71,7 +71,9 @@ class TreeFiles:
     @property
     def identity(self) -> Any:
         """See SampleSource."""
-        return [[level.file.inner_name, level.footer.num_rows] for one in self._sets for level in one.values()]
+        return [
+            [level.file.inner_name, level.footer.num_rows] for file_set in self._sets for level in file_set.values()
+        ]
 
     def read(self, part: int) -> TreeRows:
         """See SampleSource. Raises SourceDamaged."""
@@ -129,14 +131,14 @@ def _sets(
         match = _NAME.fullmatch(PurePosixPath(file.inner_name).name)
         folder = file.inner_name.rpartition("/")[0]
         found.setdefault(f"{folder}/{match[1] if match else file.inner_name}", {})[level] = _Level(file, footer)
-    for name, one in found.items():
-        missing = [level for level in levels if level not in one]
+    for name, file_set in found.items():
+        missing = [level for level in levels if level not in file_set]
         if missing:
-            some = next(iter(one.values())).file.name
+            some = next(iter(file_set.values())).file.name
             raise SourceDamaged(f"{some} is there, and no file of level {missing[0]!r} beside it ({name.lstrip('/')})")
-        counts = {level: one[level].footer.num_row_groups for level in levels}
+        counts = {level: file_set[level].footer.num_row_groups for level in levels}
         if len(set(counts.values())) > 1:
             raise SourceDamaged(
                 f"the files of {name.lstrip('/')} have {counts} row groups; they do not belong together"
             )
-    return [{level: one[level] for level in levels} for _, one in sorted(found.items())]
+    return [{level: file_set[level] for level in levels} for _, file_set in sorted(found.items())]

@@ -137,7 +137,7 @@ def _write(
 
 
 def _level_tables(group: Any, columns: Mapping[str, Sequence[str]]) -> dict[str, Any]:
-    starts = [np.flatnonzero(one) for one in _starts(group, columns)]
+    starts = [np.flatnonzero(mask) for mask in _starts(group, columns)]
     tables: dict[str, Any] = {}
     for number, (level, own) in enumerate(columns.items()):
         table = group.select(list(own)).take(pa.array(starts[number]))
