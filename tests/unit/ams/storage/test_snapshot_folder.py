@@ -19,7 +19,7 @@ from geartrain.ams.storage.snapshot.folder import (
     open_snapshot,
     prune,
 )
-from geartrain.ams.storage.snapshot.manifest import MANIFEST, FileEntry
+from geartrain.ams.storage.snapshot.manifest import MANIFEST, FileEntry, Writer
 from geartrain.ams.storage.snapshot.store import store_of
 from geartrain.ams.values.errors import InvalidArgument, SnapshotDamaged, SnapshotFailed, SnapshotNotFound
 from geartrain.ams.values.placement import even_placement
@@ -255,3 +255,30 @@ def test_pruning_removes_stale_staging_folders_and_all_trash(tmp_path: Path, tak
     shutil.copytree(tmp_path / "a", tmp_path / ".trash-x-0")
     assert prune(tmp_path, 1, stale_seconds=60, now=2050.0) == []
     assert {path.name for path in tmp_path.iterdir()} == {"a", Path(fresh.path).name}
+
+
+def by(incarnation: int, stream: str = "job/rank0") -> Writer:
+    return Writer(stream=stream, incarnation=incarnation)
+
+
+def test_one_that_was_committed_after_its_successor_began_is_not_the_newest(tmp_path: Path, take: Take) -> None:
+    take(tmp_path, "a", step=10, created=1.0, writer=by(1))
+    take(tmp_path, "b", step=11, created=2.0, writer=by(2))
+    take(tmp_path, "late", step=20, created=3.0, writer=by(1))
+    assert names(tmp_path) == ["b", "a", "late"]
+    assert latest(tmp_path).name == "b"
+    assert prune(tmp_path, 2) == ["late"]
+
+
+def test_one_that_the_job_went_back_behind_is_not_the_newest(tmp_path: Path, take: Take) -> None:
+    take(tmp_path, "a", step=10, created=1.0, writer=by(1))
+    take(tmp_path, "beyond", step=30, created=2.0, writer=by(1))
+    take(tmp_path, "again", step=20, created=3.0, writer=by(2))
+    assert names(tmp_path) == ["again", "a", "beyond"]
+
+
+def test_those_of_other_streams_and_of_nobody_are_sorted_by_step(tmp_path: Path, take: Take) -> None:
+    take(tmp_path, "a", step=30, writer=by(1))
+    take(tmp_path, "b", step=20, writer=by(2, "another/rank0"))
+    take(tmp_path, "c", step=25)
+    assert names(tmp_path) == ["a", "c", "b"]
