@@ -20,6 +20,11 @@ from geartrain.ams.values.scheduler_messages import ClusterView, DescribeCluster
 from geartrain.ams.values.shard_messages import CallContext, Describe, Reply, ShardState
 
 _DESCRIBE_TIMEOUT_SECONDS = 2.0
+_ADDED_UP = (
+    *("rows", "memory_bytes", "writes", "expired", "evicted"),
+    *("refused_ids", "refused_gradients", "refused_occurrences"),
+)
+"""Numbers of a table on each shard."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,15 +198,8 @@ def _joint_status(view: ClusterView, states: dict[int, ShardState], ahead: dict[
                 name=spec.name,
                 dim=spec.dim,
                 num_rows=spec.num_rows,
-                rows=sum(part.rows for part in parts),
-                memory_bytes=sum(part.memory_bytes for part in parts),
-                writes=sum(part.writes for part in parts),
                 staleness=tuple(map(sum, zip_longest(*(part.staleness for part in parts), fillvalue=0))),
-                expired=sum(part.expired for part in parts),
-                evicted=sum(part.evicted for part in parts),
-                refused_ids=sum(part.refused_ids for part in parts),
-                refused_gradients=sum(part.refused_gradients for part in parts),
-                refused_occurrences=sum(part.refused_occurrences for part in parts),
+                **{name: sum(getattr(part, name) for part in parts) for name in _ADDED_UP},
             )
         )
     return ClusterStatus(

@@ -75,7 +75,7 @@ class SchedulerCalls:
             )
         if name not in tables:
             view.require_registered(f"whether there is a table {quoted(name)}")
-            known = [*map(repr, tables), *(f"{one!r} (incomplete)" for one in view.incomplete_tables)]
+            known = [*map(repr, tables), *(f"{table!r} (incomplete)" for table in view.incomplete_tables)]
             raise TableNotFound(f"there is no table {quoted(name)}; tables: {', '.join(known) or 'none'}")
         return tables[name]
 
@@ -183,5 +183,5 @@ def _absent_shards(view: ClusterView) -> str:
     named = ", ".join(
         f"{entry.shard} ({entry.state})" + (f" at {entry.address}" if entry.address else "") for entry in absent
     )
-    one = len(absent) == 1
-    return f"shard{'' if one else 's'} {named} of {view.num_shards} {'is' if one else 'are'}"
+    is_single = len(absent) == 1
+    return f"shard{'' if is_single else 's'} {named} of {view.num_shards} {'is' if is_single else 'are'}"

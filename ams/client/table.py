@@ -283,7 +283,7 @@ class Table:
 
         def ask(calls: list[tuple[int, Request]]) -> list[Reply]:
             outcomes = self._calls.deliver(calls, context)
-            if error := next((one for one in outcomes if isinstance(one, BaseException)), None):
+            if error := next((outcome for outcome in outcomes if isinstance(outcome, BaseException)), None):
                 raise error
             return cast("list[Reply]", outcomes)
 
@@ -308,8 +308,8 @@ def pull_together(pulls: Sequence[tuple[Table, Ids, npt.NDArray[Any]]]) -> list[
         by_calls.setdefault(table._calls.rows, []).append(number)
     writes: list[list[int]] = [[]] * len(pulls)
     for calls, numbers in by_calls.items():
-        for number, one in zip(numbers, calls.pull_together([requests[n] for n in numbers]), strict=True):
-            writes[number] = one
+        for number, of_table in zip(numbers, calls.pull_together([requests[n] for n in numbers]), strict=True):
+            writes[number] = of_table
     return writes
 
 

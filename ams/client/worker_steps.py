@@ -104,7 +104,7 @@ class JobSteps:
             renewal.end()
 
     def _waits(self, most_ahead: int) -> str:
-        slow = [f"{one.worker!r} ({one.done} done, since {one.seconds:.0f} s)" for one in self._known.slow]
+        slow = [f"{them.worker!r} ({them.done} done, since {them.seconds:.0f} s)" for them in self._known.slow]
         return (
             f"worker {self._who.worker!r} of job {self._who.job!r} has done {counted(self.done, 'step')} and may be "
             f"{most_ahead} ahead of the slowest: it waits for {', '.join(slow) or 'those whom the scheduler must hear'}"

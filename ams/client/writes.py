@@ -118,8 +118,8 @@ class WriteStream:
                 waiting, self._waiting = self._waiting, []
             finally:
                 self._lock.release()
-            for one in waiting:
-                one.release()
+            for waiter in waiting:
+                waiter.release()
 
     def _oldest(self) -> int:
         return min(self._open, default=self._next)

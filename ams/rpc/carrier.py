@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar
 
@@ -67,28 +65,3 @@ class SchedulerCarrier(Protocol):
 
     def close(self) -> None:
         """Release the connection. Idempotent."""
-
-
-def gather(futures: Sequence[Future[Any]]) -> Future[list[Any]]:
-    """Return a future of all results in order, done when every one is; it holds the first error if any failed."""
-    joint: Future[list[Any]] = Future()
-    remaining = len(futures)
-    lock = threading.Lock()
-
-    def one_done(_: Future[Any]) -> None:
-        nonlocal remaining
-        with lock:
-            remaining -= 1
-            if remaining:
-                return
-        error = next((e for future in futures if (e := future.exception()) is not None), None)
-        if error is not None:
-            joint.set_exception(error)
-        else:
-            joint.set_result([future.result() for future in futures])
-
-    for future in futures:
-        future.add_done_callback(one_done)
-    if not futures:
-        joint.set_result([])
-    return joint

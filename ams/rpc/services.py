@@ -122,7 +122,8 @@ class Service:
 
 def _rpcs_of(values: ModuleType) -> dict[str, type[Rpc[Any]]]:
     found = vars(values).values()
-    return {one.rpc_name: one for one in found if isinstance(one, type) and issubclass(one, Rpc) and one is not Rpc}
+    kinds = [kind for kind in found if isinstance(kind, type) and issubclass(kind, Rpc) and kind is not Rpc]
+    return {kind.rpc_name: kind for kind in kinds}
 
 
 def context_to_pb(context: CallContext) -> types_pb2.CallContext:

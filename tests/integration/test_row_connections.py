@@ -14,7 +14,6 @@ from dataclasses import replace
 from functools import partial
 
 import grpc
-import ml_dtypes
 import numpy as np
 import pytest
 
@@ -255,27 +254,6 @@ def test_a_call_whose_connection_is_lost_is_made_over_another(ours: Cluster, clu
     assert (table.pull_async(IDS).result(SOON) == table.pull(IDS)).all()
 
 
-def test_calls_side_by_side_do_not_mix(served: Served) -> None:
-    """Each of four threads owns a quarter of the rows: pushes to it, and reads what it pushed."""
-    rounds, quarter = 8, NUM_ROWS // 4
-    cluster = served(2)
-    for shared_memory in (True, False):
-        with connected(cluster, shared_memory=shared_memory) as ours:
-            table = ours.table("t")
-            before = table.pull(IDS)
-
-            def work(thread: int, table: Table = table, before: np.ndarray = before) -> None:
-                ids = np.random.default_rng(thread).permutation(quarter) + quarter * thread
-                gradients = (ids % 7 + 1).astype(np.float32)[:, None] * np.ones((1, DIM), np.float32)
-                for done in range(1, rounds + 1):
-                    table.push(ids, gradients)
-                    np.testing.assert_array_equal(table.pull(ids), before[ids] - done * gradients)
-
-            with ThreadPoolExecutor(4) as threads:
-                list(threads.map(work, range(4)))
-    assert port_of(cluster).num_connections <= 2
-
-
 def test_ranks_meet_and_one_that_waits_long_asks_again(ours: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     told = threading.Semaphore(0)
     begin_anew = Patience.begin_anew
@@ -339,53 +317,6 @@ def test_what_the_shard_refuses_costs_nothing_else(ours: Cluster) -> None:
         table.push(IDS, ONES)
         assert (table.pull(IDS) == -done).all()
     assert plane.num_mailboxes <= 2  # memory of a refused call is used again
-
-
-def test_rows_of_other_kinds_and_into_parts_of_arrays(ours: Cluster) -> None:
-    narrow = ours.create_table(
-        "narrow", dim=DIM, optimizer=SGD(1.0), num_rows=NUM_ROWS, initializer=Constant(0), dtype="bfloat16"
-    )
-    narrow.push(IDS, ONES.astype(ml_dtypes.bfloat16))
-    assert (narrow.pull(IDS) == -1).all()
-    narrow.push(IDS, ONES)
-    assert (narrow.pull(IDS) == -2).all()
-    table = ours.table("t")
-    table.assign(IDS, ONES * IDS[:, None].astype(np.float32))
-    out = np.full((NUM_ROWS + 2, DIM), 77, np.float32)
-    table.pull_into(IDS[::-1].copy(), out[1:-1])
-    np.testing.assert_array_equal(out[1:-1, 0], IDS[::-1])
-    assert (out[[0, -1]] == 77).all()
-
-
-FORK = f"""
-import os, sys
-import numpy as np
-from geartrain.ams.client.factory import connect
-
-with connect(sys.argv[1]) as cluster:
-    table, ids = cluster.table("t"), np.arange({NUM_ROWS})
-    table.push(ids, np.ones(({NUM_ROWS}, {DIM}), np.float32))
-    plane = cluster._calls._carriers[0].data_plane
-    child = os.fork()
-    if child == 0:
-        assert plane._connection.is_lost and plane.num_mailboxes == 0
-        try:
-            table.pull(ids)
-        except Exception as exc:
-            os._exit(0 if "fork" in str(exc) else 2)
-        os._exit(1)
-    assert os.waitpid(child, 0)[1] == 0
-    assert plane.num_mailboxes == 1
-    assert (table.pull(ids) == -1).all()
-print("whole", flush=True)
-os._exit(0)
-"""
-
-
-def test_a_forked_child_does_not_disturb_the_memory_of_its_parent(cluster: ServedCluster) -> None:
-    with connected(cluster):
-        done = subprocess.run([sys.executable, "-c", FORK, cluster.address], capture_output=True, text=True, timeout=60)
-    assert done.stdout == "whole\n", done.stderr
 
 
 def test_a_shard_that_ends_begins_no_call_while_others_finish(

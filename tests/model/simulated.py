@@ -177,10 +177,10 @@ class _Method:
     def __init__(self, network: Network, address: str, name: str) -> None:
         self._network, self._address, self._name = network, address, name
 
-    def __call__(self, data: bytes, timeout: float | None = None) -> bytes:  # noqa: ARG002
+    def __call__(self, data: bytes, timeout: float | None = None, metadata: Any = None) -> bytes:  # noqa: ARG002
         return self._network.call(Message(self._address, self._name, data))
 
-    def future(self, data: bytes, timeout: float | None = None) -> Future[bytes]:
+    def future(self, data: bytes, timeout: float | None = None, metadata: Any = None) -> Future[bytes]:  # noqa: ARG002
         done: Future[bytes] = Future()
         try:
             done.set_result(self(data, timeout))
@@ -238,7 +238,7 @@ class MessageRows(RowsClient):
         self._incarnations: dict[int, int] = {}
         self._version = 0
 
-    def set_way(self, shard: int, incarnation: int, *_: Any) -> None:
+    def set_endpoint(self, shard: int, incarnation: int, *_: Any) -> None:
         self._incarnations[shard] = incarnation
 
     def set_cluster_version(self, version: int) -> None:

@@ -39,6 +39,7 @@ _MOST_SENT_BYTES = 256 << 10
 """What a caller that does not wait sends by itself; more is sent from the background."""
 _MOST_PULLED_BYTES = 512 << 20
 """Of one request; more is pulled piece by piece."""
+_NOTHING_MORE = Done()
 _AT_ONCE = 16
 """Shards that are connected to side by side."""
 WriteOutcome = Done | BaseException
@@ -104,7 +105,7 @@ class RowCalls:
         """Those that none was ever made to."""
         for shard, carrier in enumerate(carriers):
             if carrier.engine is not None:
-                self._client.set_way(shard, view.shards[shard].incarnation, carrier.engine, None)
+                self._client.set_endpoint(shard, view.shards[shard].incarnation, carrier.engine, None)
         self._futures = RowFutures(self._client, calls.elsewhere, calls.settle, _Watch(calls).look)
         self.write_log = WriteLog()
         """Writes of rows of this client."""
@@ -132,16 +133,22 @@ class RowCalls:
         ``present`` is None for rows of several arrays. Raises the first error of a shard.
         """
         if isinstance(out, ScatteredRows):
-            self._prepare()
-            self._pull(
-                table, ids, partial(self._client.pull_scattered, table, table_incarnation, ids, out, required_sync)
-            )
-            return
-        for start, end in _pieces(len(ids), table.dim * out.itemsize):
-            some = None if present is None else present[start:end]
-            read = self._read(table, table_incarnation, ids[start:end], out[start:end], some, required_sync)
-            self._prepare()
-            self._pull(table, ids[start:end], read)
+            scattered = self._client.pull_scattered
+            self._pull(table, ids, partial(scattered, table, table_incarnation, ids, out, required_sync))
+        elif out.nbytes <= _MOST_PULLED_BYTES or len(ids) < 2:
+            self._pull(table, ids, self._read(table, table_incarnation, ids, out, present, required_sync))
+        else:
+            for part in np.array_split(np.arange(len(ids)), -(-out.nbytes // _MOST_PULLED_BYTES)):
+                where = slice(part[0], part[-1] + 1)
+                some = None if present is None else present[where]
+                self.pull(table, table_incarnation, ids[where], out[where], present=some, required_sync=required_sync)
+
+    def _pull(self, table: TableFacts, ids: Ids, read: Callable[..., list[tuple[int, Any]] | None]) -> None:
+        self._prepare()
+        with self._watch() as watch:
+            left = read(self._seconds, watch)
+        if left is not None or self._calls.silence.has_named:
+            self._pull_rest(table, ids, left, read)
 
     def _read(
         self,
@@ -156,11 +163,6 @@ class RowCalls:
         bits, code = ops.as_bits(out, "out")
         bits_present = None if present is None else present.view(np.uint8)
         return partial(self._client.pull, table, table_incarnation, ids, bits, code, bits_present, required_sync)
-
-    def _pull(self, table: TableFacts, ids: Ids, read: Callable[..., list[tuple[int, Any]] | None]) -> None:
-        with self._watch() as watch:
-            left = read(self._seconds, watch)
-        self._pull_rest(table, ids, left, read)
 
     def _pull_rest(
         self,
@@ -259,13 +261,13 @@ class RowCalls:
         """
         self._prepare()
         patience = self._calls.patience()
-        whole = [write for write in writes if len(write[1]) == write[0].num_parts]
+        are_whole = [len(shards) == prepared.num_parts for prepared, shards, _ in writes]
+        whole = [write for write, is_whole in zip(writes, are_whole, strict=True) if is_whole]
         replies = iter(self._first_attempt(whole) if whole else ())
         outcomes = []
-        for prepared, shards, context in writes:
-            is_whole = len(shards) == prepared.num_parts
-            reply = next(replies) if is_whole else self._first_attempt([(prepared, shards, context)], shards)[0]
-            outcomes.append(self.written(prepared, shards, context, reply, patience))
+        for write, is_whole in zip(writes, are_whole, strict=True):
+            reply = next(replies) if is_whole else self._first_attempt([write], write[1])[0]
+            outcomes.append(self.written(*write, reply, patience))
         return outcomes
 
     def write_and_pull(
@@ -294,8 +296,7 @@ class RowCalls:
         """
         if isinstance(reply, tuple):
             self._heard(shards, ())
-            created, duplicate = reply
-            return [Done(created=0 if n else created, duplicate=duplicate) for n in range(len(shards))]
+            return [Done(created=reply[0], duplicate=reply[1]), *[_NOTHING_MORE] * (len(shards) - 1)] if shards else ()
         left = [(shard, outcome) for shard, outcome in zip(shards, reply, strict=True) if type(outcome) is not tuple]
         self._heard(shards, [shard for shard, _ in left])
 
@@ -345,7 +346,7 @@ class RowCalls:
         """Raises AttemptFailed, DataPortClosed, or what the shard says."""
         plane = self._carriers[shard].data_plane
         assert plane is not None
-        self._client.set_way(shard, self._calls.view.shards[shard].incarnation, None, plane.connect())
+        self._client.set_endpoint(shard, self._calls.view.shards[shard].incarnation, None, plane.connect())
         self._unconnected.discard(shard)
 
     def _again(
@@ -389,13 +390,6 @@ class RowCalls:
         if self._calls.silence.has_named:
             for shard in set(asked).difference(left):
                 self._calls.silence.heard(self._calls.peer(shard))
-
-
-def _pieces(count: int, row_bytes: int) -> list[tuple[int, int]]:
-    most = max(1, _MOST_PULLED_BYTES // max(row_bytes, 8))
-    if count <= most:
-        return [(0, count)]
-    return [(start, min(start + most, count)) for start in range(0, count, most)]
 
 
 class _LeaseWatch:

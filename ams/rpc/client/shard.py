@@ -10,20 +10,14 @@ from typing import Any
 
 import grpc
 
-from geartrain.ams.rpc.carrier import (
-    AttemptFailed,
-    gather,
-)
+from geartrain.ams.rpc.carrier import AttemptFailed
 from geartrain.ams.rpc.channel import CONNECT_SECONDS, PING_SECONDS, WAITS_KEY, channel_options
 from geartrain.ams.rpc.client.data_plane import DataPlane
 from geartrain.ams.rpc.codec import hosted
 from geartrain.ams.rpc.services import SHARD, context_to_pb
 from geartrain.ams.rpc.status import error_from
 from geartrain.ams.values.config import MAX_MESSAGE_BYTES, MIB
-from geartrain.ams.values.errors import (
-    GeartrainError,
-    InternalError,
-)
+from geartrain.ams.values.errors import GeartrainError, InternalError
 from geartrain.ams.values.shard_messages import (
     CallContext,
     ComputeHosted,
@@ -132,8 +126,7 @@ class GrpcCarrier:
         future: Future[Reply] = Future()
         connection = self._begin()
         send = connection.methods[method]
-        if waits:
-            send = _Waiting(send)
+        metadata = _WAITS if waits else None
 
         def settle(reply: Callable[[], bytes]) -> None:
             timed_out = False
@@ -161,10 +154,10 @@ class GrpcCarrier:
                 future.set_result(outcome)
 
         if alone:
-            settle(lambda: _unless_closed(send, data, timeout_seconds))
+            settle(lambda: _unless_closed(send, data, timeout_seconds, metadata))
             return future
         try:
-            call = _unless_closed(send.future, data, timeout_seconds)
+            call = _unless_closed(send.future, data, timeout_seconds, metadata)
         except BaseException as exc:
             self._end(connection, timed_out=False)
             if not isinstance(exc, _ChannelClosed):
@@ -184,8 +177,8 @@ class GrpcCarrier:
         whole = alone and len(messages) == 1
         waits = isinstance(request, UpdateHosted) and request.group is not None
         parts = [
-            self._call(method.name, one, timeout_seconds, method.reply.decode, alone=whole, waits=waits)
-            for one in messages
+            self._call(method.name, data, timeout_seconds, method.reply.decode, alone=whole, waits=waits)
+            for data in messages
         ]
         return parts[0] if len(parts) == 1 else _joined(parts)
 
@@ -197,43 +190,38 @@ class GrpcCarrier:
         return reply  # type: ignore[no-any-return]
 
 
-class _Waiting:
-    """A method of a connection for calls that wait for other callers."""
-
-    def __init__(self, method: Any) -> None:
-        self._method = method
-
-    def __call__(self, data: bytes, *, timeout: float | None) -> Any:
-        return self._method(data, timeout=timeout, metadata=_WAITS)
-
-    def future(self, data: bytes, *, timeout: float | None) -> Any:
-        return self._method.future(data, timeout=timeout, metadata=_WAITS)
-
-
 class _ChannelClosed(Exception):
     """The channel was closed before the call."""
 
 
-def _unless_closed(send: Callable[..., Any], data: bytes, timeout_seconds: float | None) -> Any:
+def _unless_closed(send: Callable[..., Any], data: bytes, timeout_seconds: float | None, metadata: Any) -> Any:
     try:
-        return send(data, timeout=timeout_seconds)
+        return send(data, timeout=timeout_seconds, metadata=metadata)
     except ValueError as exc:  # how gRPC says it
         raise _ChannelClosed from exc
 
 
 def _joined(parts: list[Future[Reply]]) -> Future[Reply]:
+    """The reply to a request that travelled in parts: that to the last of them, or the first error."""
     joint: Future[Reply] = Future()
+    left = len(parts)
+    lock = threading.Lock()
 
-    def finished(gathered: Future[list[Any]]) -> None:
-        error = gathered.exception()
-        if error is not None:
-            joint.set_exception(error)
-            return
-        complete = [one for one in gathered.result() if not (isinstance(one, Done) and one.incomplete)]
+    def part_done(_: Future[Reply]) -> None:
+        nonlocal left
+        with lock:
+            left -= 1
+            if left:
+                return
+        error = next((e for part in parts if (e := part.exception()) is not None), None)
+        replies = [part.result() for part in parts] if error is None else []
+        complete = [reply for reply in replies if not (isinstance(reply, Done) and reply.incomplete)]
         if complete:
             joint.set_result(complete[-1])
         else:
-            joint.set_exception(AttemptFailed("the shard kept all parts of a request and waits for more"))
+            lost = AttemptFailed("the shard kept all parts of a request and waits for more")
+            joint.set_exception(error or lost)
 
-    gather(parts).add_done_callback(finished)
+    for part in parts:
+        part.add_done_callback(part_done)
     return joint

@@ -127,18 +127,18 @@ class SilenceWatch(SilenceLog):
     @contextmanager
     def over(self, silent: Callable[[], Sequence[Peer]], wait: str) -> Iterator[None]:
         """While the block lasts, :meth:`ask` those that ``silent`` returns, once it lasts long."""
-        one = _Wait(silent, wait)
-        self._waits[id(one)] = one
-        _lookout.add(one, self)
+        call = _Wait(silent, wait)
+        self._waits[id(call)] = call
+        _lookout.add(call, self)
         try:
             yield
         finally:
-            _lookout.remove(one)
-            del self._waits[id(one)]
+            _lookout.remove(call)
+            del self._waits[id(call)]
 
     def look(self, waits: Sequence[_Wait]) -> None:
         """Ask for those that are due, on a thread of its own, unless it is at that still."""
-        if self._is_asking or not (due := [one for one in waits if one.is_due()]):
+        if self._is_asking or not (due := [call for call in waits if call.is_due()]):
             return
         self._is_asking = True
         try:
@@ -149,13 +149,13 @@ class SilenceWatch(SilenceLog):
 
     def _ask(self, due: Sequence[_Wait]) -> None:
         try:
-            for one in due:
-                self.ask(partial(self._silent, one), one.wait)
+            for call in due:
+                self.ask(partial(self._silent, call), call.wait)
         finally:
             self._is_asking = False
 
-    def _silent(self, one: _Wait) -> Sequence[Peer]:
-        return one.silent() if id(one) in self._waits else ()
+    def _silent(self, call: _Wait) -> Sequence[Peer]:
+        return call.silent() if id(call) in self._waits else ()
 
 
 class _Lookout:
@@ -166,14 +166,14 @@ class _Lookout:
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
 
-    def add(self, one: _Wait, watch: SilenceWatch) -> None:
-        self._waits[id(one)] = one, watch
+    def add(self, call: _Wait, watch: SilenceWatch) -> None:
+        self._waits[id(call)] = call, watch
         thread = self._thread
         if thread is None or not thread.is_alive():  # in a forked child it is not
             self._begin()
 
-    def remove(self, one: _Wait) -> None:
-        self._waits.pop(id(one), None)
+    def remove(self, call: _Wait) -> None:
+        self._waits.pop(id(call), None)
 
     def _begin(self) -> None:
         with self._lock:
@@ -189,8 +189,8 @@ class _Lookout:
         while True:
             time.sleep(ASK_AFTER_SECONDS / _LOOKS)
             of_watch: dict[SilenceWatch, list[_Wait]] = {}
-            for one, watch in list(self._waits.values()):
-                of_watch.setdefault(watch, []).append(one)
+            for call, watch in list(self._waits.values()):
+                of_watch.setdefault(watch, []).append(call)
             for watch, waits in of_watch.items():
                 watch.look(waits)
             if not self._waits:

@@ -26,8 +26,8 @@ def encode_features(reply: FeatureReply) -> bytes:
     header = gear_pb2.FeaturesReply(
         dense_version=reply.dense_version,
         failures=[
-            gear_pb2.FeatureFailure(id=one, error=failure.error, reason=failure.reason)
-            for one, failure in reply.failures.items()
+            gear_pb2.FeatureFailure(id=id_, error=failure.error, reason=failure.reason)
+            for id_, failure in reply.failures.items()
         ],
     )
     stamps = np.concatenate([reply.versions.astype("<i8"), reply.times.astype("<f8").view("<i8")])

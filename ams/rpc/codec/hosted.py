@@ -41,7 +41,7 @@ def in_parts(
 ) -> list[bytes]:
     """Encode a request as one message, or as the parts of one where the data of its inputs exceed ``part_bytes``."""
     header.inputs.extend(map(_inputs_to_pb, inputs))
-    data = _joined(array for one in inputs for array in one.arrays.values())
+    data = _joined(array for batch in inputs for array in batch.arrays.values())
     count = max(1, math.ceil(len(data) / part_bytes))
     if count > 1 and not header.context.stream:
         header.context.stream = uuid.uuid4().hex  # it is no write, which would have a name
@@ -77,16 +77,16 @@ def inputs_from(inputs: Sequence[shard_pb2.HostedInputs], raw: memoryview | None
         raise InvalidArgument(f"{len(inputs)} batches in one request; at most {MAX_BATCHES}. Step more often")
     reader = _Reader(raw)
     decoded = []
-    for one in inputs:
-        if len(one.settings) > MAX_ARRAYS or any(len(name) > MAX_NAME for name in one.settings):
+    for batch in inputs:
+        if len(batch.settings) > MAX_ARRAYS or any(len(name) > MAX_NAME for name in batch.settings):
             raise InvalidArgument(f"a batch has at most {MAX_ARRAYS} settings with names of 1 … {MAX_NAME} characters")
         decoded.append(
             HostedInputs(
-                arrays=reader.arrays(one.arrays),
-                settings=dict(one.settings),
-                seed=one.seed,
-                step=one.step,
-                weight=one.weight if one.HasField("weight") else 1.0,
+                arrays=reader.arrays(batch.arrays),
+                settings=dict(batch.settings),
+                seed=batch.seed,
+                step=batch.step,
+                weight=batch.weight if batch.HasField("weight") else 1.0,
             )
         )
     reader.finish()

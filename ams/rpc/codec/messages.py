@@ -91,8 +91,8 @@ class MessageCodec:
     def to_message(self, value: Any, **given: Any) -> Message:
         """Encode the header. Raises InvalidArgument for a number that the message cannot hold."""
         for name, conversion, _, _ in self._fields:
-            one = getattr(value, name)
-            given[name] = one if conversion.to_pb is None or one is None else conversion.to_pb(one)
+            own = getattr(value, name)
+            given[name] = own if conversion.to_pb is None or own is None else conversion.to_pb(own)
         try:
             return self.message(**given)
         except (ValueError, TypeError) as exc:
@@ -102,8 +102,8 @@ class MessageCodec:
         """Decode a header; ``given`` are the values of the fields beside it."""
         for name, conversion, can_be_absent, is_none_if_absent in self._fields:
             if not can_be_absent or message.HasField(name):
-                one = getattr(message, name)
-                given[name] = one if conversion.from_pb is None else conversion.from_pb(one)
+                own = getattr(message, name)
+                given[name] = own if conversion.from_pb is None else conversion.from_pb(own)
             elif is_none_if_absent:
                 given[name] = None
         return self._kind(**given)
@@ -176,7 +176,7 @@ def _without_none(hint: Any) -> tuple[Any, bool]:
     """The type, and whether None may stand for it."""
     if get_origin(hint) not in (Union, UnionType):
         return hint, False
-    (kind,) = (one for one in get_args(hint) if one is not NoneType)
+    (kind,) = (kind_ for kind_ in get_args(hint) if kind_ is not NoneType)
     return kind, True
 
 
@@ -224,7 +224,7 @@ def _repeated(hint: Any, field: FieldDescriptor) -> _Conversion:
     kind, is_optional = _without_none(hint)
     if is_optional:  # of strings: a repeated field has no gaps
         return _Conversion(
-            lambda values: [one or "" for one in values], lambda values: tuple(one or None for one in values)
+            lambda values: [text or "" for text in values], lambda values: tuple(text or None for text in values)
         )
     to_pb, from_pb = _conversion(kind, field)
     return _Conversion(
@@ -243,17 +243,17 @@ def _mapping(kind: Any, field: Any) -> _Conversion:
         name = other.name
         return _Conversion(
             lambda values: [
-                entry(**{key: one, name: value if to_pb is None else to_pb(value)}) for one, value in values.items()
+                entry(**{key: k, name: value if to_pb is None else to_pb(value)}) for k, value in values.items()
             ],
             lambda entries: {
-                getattr(one, key): getattr(one, name) if from_pb is None else from_pb(getattr(one, name))
-                for one in entries
+                getattr(each, key): getattr(each, name) if from_pb is None else from_pb(getattr(each, name))
+                for each in entries
             },
         )
     codec = MessageCodec(kind, field.message_type, first_field=1)
     return _Conversion(
-        lambda values: [codec.to_message(value, **{key: one}) for one, value in values.items()],
-        lambda entries: {getattr(one, key): codec.from_message(one) for one in entries},
+        lambda values: [codec.to_message(value, **{key: k}) for k, value in values.items()],
+        lambda entries: {getattr(each, key): codec.from_message(each) for each in entries},
     )
 
 

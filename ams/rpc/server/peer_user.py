@@ -40,7 +40,7 @@ def _as_the_kernel_writes(address: str, port: int) -> set[str]:
         packed.append(ipaddress.ip_address(f"::ffff:{address}").packed)
     elif known.ipv4_mapped is not None:
         packed.append(known.ipv4_mapped.packed)
-    return {f"{_words(one)}:{port:04X}" for one in packed}
+    return {f"{_words(form)}:{port:04X}" for form in packed}
 
 
 def _words(packed: bytes) -> str:

@@ -109,7 +109,7 @@ class CallThreads(ThreadPoolExecutor):
     def _begin(self) -> None:
         """Let those read whose turn it is."""
         while self._line and len(self._reading) < MOST_READING:
-            of_peer = Counter(one.peer for one in self._reading)
+            of_peer = Counter(reading.peer for reading in self._reading)
             of_host = Counter(map(_host, of_peer.elements()))
 
             def rank(call: _Call, of_host: Counter[str] = of_host, of_peer: Counter[str] = of_peer) -> tuple[int, ...]:
@@ -154,9 +154,9 @@ class CallThreads(ThreadPoolExecutor):
                 if self._is_over:
                     return
                 now = time.monotonic()
-                begun = sorted((one.began, id(one), one) for one in self._reading if one.began is not None)
-                slow = [one for n, (began, _, one) in enumerate(begun) if now - began > self._patience(n)]
-                self._ended.update(one.peer for one in slow)
+                begun = sorted((call.began, id(call), call) for call in self._reading if call.began is not None)
+                slow = [reading for n, (began, _, reading) in enumerate(begun) if now - began > self._patience(n)]
+                self._ended.update(reading.peer for reading in slow)
                 if not self._line:
                     self._ended.clear()
             for call in slow:

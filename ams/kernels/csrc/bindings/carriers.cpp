@@ -59,37 +59,6 @@ nb::bytes reply_of(Connection::Call& call) {
   return nb::bytes(reply.data(), reply.size());
 }
 
-// Nanoseconds of each of `count` pulls, one after the other, from before the frame is written until its rows are copied.
-std::vector<int64_t> time_pulls(Connection& connection, const std::string& table, const IdArray& ids, int64_t dim, int64_t count) {
-  WithoutInterpreter release;
-  Operation operation;
-  operation.table = table;
-  PullRequest pull;
-  pull.ids = ids.data();
-  pull.count = static_cast<int64_t>(ids.size());
-  pull.dim = dim;
-  operation.request = pull;
-  const std::span<const Operation> operations(&operation, 1);
-  const RequestLayout layout = lay_out_request(operations);
-  const ReplyRows rows[1] = {reply_rows(pull, false)};
-  const size_t most_reply = most_reply_bytes(lay_out_reply(rows));
-  std::vector<char> out(rows[0].rows_bytes);
-  std::vector<int64_t> nanoseconds;
-  for (int64_t i = 0; i < count; ++i) {
-    const auto begin = Clock::now();
-    const auto call = connection.begin(layout.frame_bytes, most_reply);
-    write_request(call->request(), layout, static_cast<uint64_t>(i), 10.0, operations);
-    call->send(after(10), nullptr);
-    if (!call->wait(after(10), nullptr)) throw std::runtime_error("no reply came");
-    const auto frame = call->reply();
-    const std::vector<ParsedReply> replies = parse_reply(frame.data(), frame.size(), static_cast<uint64_t>(i), rows);
-    if (const auto* fault = std::get_if<Fault>(&replies[0].outcome)) throw *fault;
-    std::memcpy(out.data(), replies[0].rows, rows[0].rows_bytes);
-    nanoseconds.push_back(std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - begin).count());
-  }
-  return nanoseconds;
-}
-
 }  // namespace
 
 void bind_carriers(nb::module_& m) {
@@ -146,8 +115,7 @@ void bind_carriers(nb::module_& m) {
            nb::arg("request_bytes"), nb::arg("most_reply_bytes"), nb::call_guard<WithoutInterpreter>(),
            nb::keep_alive<0, 1>())
       .def("close", &Connection::close, nb::call_guard<WithoutInterpreter>())
-      .def_prop_ro("is_lost", &Connection::is_lost)
-      .def("time_pulls", &time_pulls, nb::arg("table"), nb::arg("ids").noconvert(), nb::arg("dim"), nb::arg("count"));
+      .def_prop_ro("is_lost", &Connection::is_lost);
   nb::class_<RingConnection, Connection>(m, "RingConnection")
       .def_prop_ro("num_mailboxes", &RingConnection::num_mailboxes)
       .def_prop_ro("has_refused", &RingConnection::has_refused);

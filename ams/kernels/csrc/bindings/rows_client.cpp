@@ -56,7 +56,7 @@ Attempt attempt_of(double seconds, nb::handle watch) {
           }};
 }
 
-// None: there is no way to the shard; False: no reply came in time; an error: what it answered; (created, duplicate): it is done.
+// None: there is no connection to the shard; False: no reply came in time; an error: what it answered; (created, duplicate): it is done.
 nb::object python_of(const PartOutcome& outcome) {
   if (std::holds_alternative<Late>(outcome)) return nb::bool_(false);
   if (const auto* fault = std::get_if<Fault>(&outcome)) return error_of(*fault);
@@ -361,7 +361,7 @@ void bind_rows_client(nb::module_& m) {
       .def("place", &place_scattered, nb::arg("rows").noconvert(), nb::arg("numbers").noconvert().none());
   nb::class_<RowsClient>(m, "RowsClient")
       .def("__init__", &create_client, nb::arg("bucket_shards").noconvert(), nb::arg("num_shards"))
-      .def("set_way", &RowsClient::set_way, nb::arg("shard"), nb::arg("incarnation"), nb::arg("engine").none(),
+      .def("set_endpoint", &RowsClient::set_endpoint, nb::arg("shard"), nb::arg("incarnation"), nb::arg("engine").none(),
            nb::arg("connection").none(), nb::call_guard<WithoutInterpreter>())
       .def("set_cluster_version", &RowsClient::set_cluster_version, nb::arg("version"), nb::call_guard<WithoutInterpreter>())
       .def("pull", &pull, nb::arg("table"), nb::arg("table_incarnation"), nb::arg("ids").noconvert(), nb::arg("out").noconvert(),

@@ -125,10 +125,10 @@ std::shared_ptr<Settled> begun(Engine& engine, const Operation& operation, const
 
 Exchange::Exchange(std::vector<Job>& jobs, const View& view, const Attempt& attempt) : jobs_(jobs), attempt_(attempt) {
   for (Job& job : jobs_) {
-    job.way = &view.ways[static_cast<size_t>(job.shard)];
+    job.endpoint = &view.endpoints[static_cast<size_t>(job.shard)];
     job.outcomes.resize(job.operations.size());
     for (Operation& operation : job.operations) {
-      operation.context.shard_incarnation = job.way->incarnation;
+      operation.context.shard_incarnation = job.endpoint->incarnation;
       operation.context.cluster_version = view.cluster_version;
     }
   }
@@ -136,7 +136,7 @@ Exchange::Exchange(std::vector<Job>& jobs, const View& view, const Attempt& atte
 
 void Exchange::run() {
   for (Job& job : jobs_) {
-    if (!job.way->connection) continue;
+    if (!job.endpoint->connection) continue;
     write_once_there_is_room(job);
     send(job);
   }
@@ -149,7 +149,7 @@ void Exchange::run() {
 
 bool Exchange::send(bool may_wait) {
   for (Job& job : jobs_) {
-    if (!job.way->connection) continue;
+    if (!job.endpoint->connection) continue;
     try {
       write(job, may_wait);
     } catch (const Full&) {
@@ -167,8 +167,8 @@ bool Exchange::receive_until(SteadyTime until) {
   for (Job& job : jobs_) {
     try {
       if (job.call && !receive(job, until, false)) return false;
-    } catch (const std::exception&) {  // no memory: it can go another way, later
-      job.end(NoWay{});
+    } catch (const std::exception&) {  // no memory: it is made again, later
+      job.end(NotConnected{});
       job.call.reset();
     }
   }
@@ -202,7 +202,7 @@ void Exchange::write_once_there_is_room(Job& job) {
 // The frame of a job, as its call. Throws Full.
 void Exchange::write(Job& job, bool may_wait) const {
   try {
-    job.call.emplace(*job.way->connection, job.operations, attempt_.seconds, may_wait);
+    job.call.emplace(*job.endpoint->connection, job.operations, attempt_.seconds, may_wait);
     for (size_t i = 0; i < job.rows.size(); ++i) {
       if (job.follows_a_write(i)) continue;
       const auto& [prepared, part] = job.rows[i];
@@ -241,7 +241,7 @@ bool Exchange::receive(Job& job, SteadyTime until, bool may_spin) {
       take(job);
     }
   } catch (const Lost&) {
-    job.end(NoWay{});
+    job.end(NotConnected{});
   } catch (const Fault& fault) {
     job.end(fault);
   }
@@ -302,7 +302,7 @@ bool Exchange::pull_beside(Job& job, int64_t threads, const Caller& caller) {
     if (request.required_sync) return false;
     pulls.push_back({&operation.context, &operation.table, &request, &outcomes[i]});
   }
-  job.way->engine->pull_beside(pulls, threads, caller);
+  job.endpoint->engine->pull_beside(pulls, threads, caller);
   for (size_t i = 0; i < outcomes.size(); ++i) {
     if (const auto* fault = std::get_if<Fault>(&outcomes[i])) job.outcomes[i] = *fault;
     else job.outcomes[i] = std::get<Done>(outcomes[i]);
@@ -331,7 +331,7 @@ bool Exchange::push_beside(Job& job, int64_t threads, const Caller& caller) {
     pushes.push_back({&operation.context, &operation.table, std::move(push), [settled](const Outcome& outcome) { settled->set(outcome); }});
     job.settled.push_back(std::move(settled));
   }
-  job.way->engine->push_beside(pushes, threads, caller);
+  job.endpoint->engine->push_beside(pushes, threads, caller);
   return true;
 }
 
@@ -341,7 +341,7 @@ void Exchange::perform(Job& job, int64_t threads, const Caller& caller) {
     const Operation& operation = job.operations[i];
     if (const auto* pull = std::get_if<PullRequest>(&operation.request)) {
       try {
-        job.outcomes[i] = Done{.writes = job.way->engine->pull(operation.context, operation.table, *pull, caller)};
+        job.outcomes[i] = Done{.writes = job.endpoint->engine->pull(operation.context, operation.table, *pull, caller)};
       } catch (const Fault& fault) {
         job.outcomes[i] = fault;
       }
@@ -354,7 +354,7 @@ void Exchange::perform(Job& job, int64_t threads, const Caller& caller) {
 
 // With the pull that follows, if one does.
 void Exchange::write_here(Job& job, size_t at, const Caller& caller) {
-  Engine& engine = *job.way->engine;
+  Engine& engine = *job.endpoint->engine;
   if (!job.follows_a_write(at + 1)) return job.settled.push_back(begun(engine, job.operations[at], job.rows[at], caller, nullptr));
   const Operation& next = job.operations[at + 1];
   const auto& pull = std::get<PullRequest>(next.request);

@@ -18,10 +18,10 @@
 namespace geartrain {
 
 // There is no connection to the shard, or it refuses such calls, or was lost before the reply came: the same call can go over another.
-struct NoWay {};
-// No reply came in time. Of this and of NoWay it is unknown whether the shard has done it.
+struct NotConnected {};
+// No reply came in time. Of this and of NotConnected it is unknown whether the shard has done it.
 struct Late {};
-using PartOutcome = std::variant<NoWay, Late, Fault, Done>;
+using PartOutcome = std::variant<NotConnected, Late, Fault, Done>;
 
 // How long an attempt may take, and who looks after the caller meanwhile.
 struct Attempt {
@@ -33,7 +33,7 @@ struct Attempt {
 };
 
 // How a shard is reached: an engine of this process, a connection, or not at all.
-struct Way {
+struct Endpoint {
   int64_t incarnation = 0;  // which of all that ever held the shard's number is meant
   std::shared_ptr<Engine> engine;
   std::shared_ptr<Connection> connection;
@@ -41,7 +41,7 @@ struct Way {
 
 // The shards of a cluster.
 struct View {
-  std::vector<Way> ways;
+  std::vector<Endpoint> endpoints;
   int64_t cluster_version = 0;
   bool has_connections = false;
 };
@@ -52,7 +52,7 @@ class Settled;
 // What goes to one shard in one call.
 struct Job {
   int64_t shard = 0;
-  const Way* way = nullptr;
+  const Endpoint* endpoint = nullptr;
   std::vector<Operation> operations;
   std::vector<std::pair<const PreparedWrite*, const ShardPart*>> rows;  // of writes; nulls of a pull of what the write before it wrote
   std::vector<PartOutcome> outcomes;
@@ -60,7 +60,7 @@ struct Job {
   std::vector<std::shared_ptr<Settled>> settled;  // of writes to an engine; null of a pull after one
 
   void end(const PartOutcome& outcome) { outcomes.assign(operations.size(), outcome); }
-  bool is_here() const { return way->engine != nullptr; }
+  bool is_here() const { return endpoint->engine != nullptr; }
   // Whether operation i is a pull of what the write before it wrote.
   bool follows_a_write(size_t i) const { return i < rows.size() && rows[i].first == nullptr; }
 };
@@ -72,7 +72,7 @@ class Exchange {
   Exchange(std::vector<Job>& jobs, const View& view, const Attempt& attempt);
   // Makes all calls, and waits for all outcomes.
   void run();
-  // Makes the calls of the shards behind connections; the others are NoWay. False: a connection has no room for one, and nothing was
+  // Makes the calls of the shards behind connections; the others are NotConnected. False: a connection has no room for one, and nothing was
   // sent; only unless `may_wait`.
   bool send(bool may_wait);
   // Whether those have replied, or their time is over. Waits for it until then, asleep.

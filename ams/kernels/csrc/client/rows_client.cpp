@@ -15,7 +15,7 @@ constexpr std::chrono::milliseconds kFirstSlice{1}, kLongestSlice{20};
 
 RowsClient::RowsClient(Placement placement) : placement_(std::move(placement)) {
   auto view = std::make_shared<View>();
-  view->ways.resize(static_cast<size_t>(placement_.num_shards));
+  view->endpoints.resize(static_cast<size_t>(placement_.num_shards));
   view_ = std::move(view);
 }
 
@@ -26,16 +26,16 @@ std::shared_ptr<const View> RowsClient::view() const {
 
 template <class Change>
 void RowsClient::change(const Change& change) {
-  std::shared_ptr<const View> before;  // its ways may end with it, which is not to be under the lock
+  std::shared_ptr<const View> before;  // its endpoints may end with it, which is not to be under the lock
   const std::lock_guard lock(mutex_);
   auto view = std::make_shared<View>(*view_);
   change(*view);
-  view->has_connections = std::ranges::any_of(view->ways, [](const Way& way) { return way.connection != nullptr; });
+  view->has_connections = std::ranges::any_of(view->endpoints, [](const Endpoint& endpoint) { return endpoint.connection != nullptr; });
   before = std::exchange(view_, std::move(view));
 }
 
-void RowsClient::set_way(int64_t shard, int64_t incarnation, std::shared_ptr<Engine> engine, std::shared_ptr<Connection> connection) {
-  change([&](View& view) { view.ways.at(static_cast<size_t>(shard)) = {incarnation, std::move(engine), std::move(connection)}; });
+void RowsClient::set_endpoint(int64_t shard, int64_t incarnation, std::shared_ptr<Engine> engine, std::shared_ptr<Connection> connection) {
+  change([&](View& view) { view.endpoints.at(static_cast<size_t>(shard)) = {incarnation, std::move(engine), std::move(connection)}; });
 }
 
 void RowsClient::set_cluster_version(int64_t version) {

@@ -28,7 +28,7 @@ class RowsClient {
   const Placement& placement() const { return placement_; }
   // How a shard is reached from now on: an engine of this process, a connection, or not at all; and which of all that ever held the
   // shard's number is meant.
-  void set_way(int64_t shard, int64_t incarnation, std::shared_ptr<Engine> engine, std::shared_ptr<Connection> connection);
+  void set_endpoint(int64_t shard, int64_t incarnation, std::shared_ptr<Engine> engine, std::shared_ptr<Connection> connection);
   void set_cluster_version(int64_t version);
 
   // `request` has no positions: out is [count, dim]. Ids that occur twice travel once. The rows of shards that are not asked stay as
@@ -44,7 +44,7 @@ class RowsClient {
   // One write with the rows after it; `writes`: see WriteCall::writes_after.
   std::vector<PartOutcome> write_and_pull(const Write& write, const Attempt& attempt, std::optional<std::vector<int64_t>>& writes);
 
-  // The same, but sent only: next_reply() brings the outcome, with `tag`. Shards of this process are NoWay. All that is given stays as
+  // The same, but sent only: next_reply() brings the outcome, with `tag`. Shards of this process are NotConnected. All that is given stays as
   // it is until then; `attempt.look` is asked until this returns. False: so many are under way that this one has to wait for one of
   // them to end, and nothing was sent.
   bool begin_pull(const TableFacts& table, int64_t table_incarnation, const PullRequest& request, Attempt attempt,

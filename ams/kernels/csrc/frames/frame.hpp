@@ -63,12 +63,8 @@ struct RequestLayout {
 
 // Throws Fault("ProtocolError") for what no frame can hold: no operation or too many, texts beyond 65,535 bytes, a `dim` of 0.
 RequestLayout lay_out_request(std::span<const Operation> operations);
-// Writes everything but arrays, which the caller puts where `layout` says. `frame` has layout.frame_bytes.
-void write_request_headers(char* frame, const RequestLayout& layout, uint64_t number, double seconds,
-                           std::span<const Operation> operations);
-// All of it, arrays from where the requests point.
-void write_request(char* frame, const RequestLayout& layout, uint64_t number, double seconds,
-                   std::span<const Operation> operations);
+// `frame` has layout.frame_bytes. Rows whose pointer is null are put by the caller, where `layout` says.
+void write_request(char* frame, const RequestLayout& layout, uint64_t number, double seconds, std::span<const Operation> operations);
 
 // A frame's first 64 bytes, checked: kind, magic, version, checksum. `data` has them all.
 FrameHeader parse_header(const char* data, FrameKind kind);

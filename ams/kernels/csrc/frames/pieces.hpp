@@ -45,8 +45,9 @@ size_t row_bytes_of(int64_t dim, DType dtype);
 class Writer {
  public:
   explicit Writer(char* at) : at_(at) {}
+  // Null: somebody else writes them.
   void put(const void* data, size_t bytes) {
-    if (bytes != 0) std::memcpy(at_, data, bytes);
+    if (bytes != 0 && data != nullptr) std::memcpy(at_, data, bytes);
     at_ += bytes;
   }
   void zero_to(char* end) {

@@ -277,8 +277,7 @@ RequestLayout lay_out_request(std::span<const Operation> operations) {
   return layout;
 }
 
-void write_request_headers(char* frame, const RequestLayout& layout, uint64_t number, double seconds,
-                           std::span<const Operation> operations) {
+void write_request(char* frame, const RequestLayout& layout, uint64_t number, double seconds, std::span<const Operation> operations) {
   FrameHeader whole;
   whole.kind = FrameKind::request;
   whole.num_operations = static_cast<uint32_t>(operations.size());
@@ -298,18 +297,9 @@ void write_request_headers(char* frame, const RequestLayout& layout, uint64_t nu
     header.check = frame_checksum(checksum_of(number, header), texts, bytes);
     std::memcpy(frame + begin, &header, sizeof(header));
     begin = place.end;
-  }
-}
-
-void write_request(char* frame, const RequestLayout& layout, uint64_t number, double seconds,
-                   std::span<const Operation> operations) {
-  write_request_headers(frame, layout, number, seconds, operations);
-  for (size_t i = 0; i < operations.size(); ++i) {
-    const OperationPlace& place = layout.places[i];
     const auto [ids, rows, occurrences] = arrays_of(operations[i]);
-    const int64_t count = std::visit([](const auto& request) { return request.count; }, operations[i].request);
     Writer writer(frame + place.ids);
-    writer.put(ids, static_cast<size_t>(count) * sizeof(int64_t));
+    writer.put(ids, static_cast<size_t>(header.num_ids) * sizeof(int64_t));
     writer.zero_to(frame + place.rows);
     writer.put(rows, place.rows_bytes);
     writer.zero_to(frame + place.occurrences);

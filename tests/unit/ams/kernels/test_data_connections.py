@@ -3,12 +3,9 @@ lies or gives up."""
 
 from __future__ import annotations
 
-import _thread
-import signal
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -249,22 +246,6 @@ def test_calls_under_way_end_with_the_connection(shard: Shard) -> None:
     shard.handler.release()
     until(lambda: shard.server.num_connections == 1, other)
     until(lambda: shard.server.num_mailboxes == mailboxes(other), other)
-
-
-def test_ctrl_c_ends_the_wait_for_a_reply(shard: Shard) -> None:
-    ours = shard.connect()
-    call, _ = begin(ours, [pull("held", [1])])
-    assert shard.handler.await_held(SOON)
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        threading.Timer(0.05, _thread.interrupt_main).start()
-        with pytest.raises(KeyboardInterrupt):
-            call.wait(SOON)
-    finally:
-        signal.signal(signal.SIGINT, before)
-    del call
-    shard.handler.release()
-    assert ask(ours, pull("rows", [1]))[0]["rows"] == expected([1])
 
 
 SMALL = """

@@ -12,7 +12,7 @@ import sys, threading
 import numpy as np
 import geartrain as gt
 from geartrain.ams.kernels import _core
-from tests.support.frame_calls import begin, dial, pull
+from tests.support.frame_calls import ask, begin, dial, pull
 
 way, work = sys.argv[1:]
 begun = threading.Event()
@@ -30,7 +30,7 @@ def embedded():
 def busy():
     connection = dial(way, *server.offer())
     while True:
-        connection.time_pulls("rows", np.arange(10), 4, 20)
+        ask(connection, pull("rows", range(10), 4))
         begun.set()
 
 

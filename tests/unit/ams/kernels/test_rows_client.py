@@ -37,7 +37,7 @@ class Shards:
         self.connections = [_core.connect_ring(*offer, SOON) for offer in offers]
         self.client = _core.RowsClient(PLACEMENT, NUM_SHARDS)
         for shard, connection in enumerate(self.connections):
-            self.client.set_way(shard, 0, None, connection)
+            self.client.set_endpoint(shard, 0, None, connection)
 
     def pull(self, ids: np.ndarray, name: str = "rows", seconds: float = SOON, **options: Any) -> tuple[Any, ...]:
         out, present = np.full((len(ids), DIM), -1, np.float32), np.full(len(ids), 7, np.uint8)
@@ -148,7 +148,7 @@ def test_writes_of_several_tables_are_one_request_to_each_shard(shards: Shards) 
 def test_rows_come_with_the_push_that_they_follow(shards: Shards, lost: int | None) -> None:
     ids = np.arange(4 * NUM_SHARDS)
     if lost is not None:
-        shards.client.set_way(lost, 0, None, None)
+        shards.client.set_endpoint(lost, 0, None, None)
     first, second = np.full(7, -1, np.float32), np.full(len(ids) * DIM - 7, -1, np.float32)
     write = shards.prepare(ids, np.ones((len(ids), DIM), np.float32))
     out = _core.ScatteredRows((first, second), DIM)
@@ -177,7 +177,7 @@ def test_rows_of_a_push_that_is_refused_do_not_come(shards: Shards) -> None:
 
 def test_what_is_not_done_is_said_shard_by_shard(shards: Shards) -> None:
     ids = np.arange(3 * NUM_SHARDS)
-    shards.client.set_way(0, 0, None, None)
+    shards.client.set_endpoint(0, 0, None, None)
     shards.servers[1].close()
     rows = np.ones((len(ids), DIM), np.float32)
     shards.prepare(ids, rows)
