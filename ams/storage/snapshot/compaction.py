@@ -1,7 +1,7 @@
 """A chain of snapshots merged into one that is whole, so that what it rested on can go.
 
 Cost: the chain is read about once (small blocks, which hold more than a range of buckets of a large table, up to 8
-times; what an earlier format wrote on another number of shards up to once per shard), the new snapshot is written and
+times), the new snapshot is written and
 read once. Memory: two blocks, and 8 bytes (16 for a moment) per row of one table on one shard; the files of the job one
 at a time.
 """
@@ -98,10 +98,8 @@ def _blocks_of(
 ) -> Iterator[tuple[Arrays, tuple[int, int]]]:
     """The rows in buckets ``owned``, each once, in blocks with the range of buckets that their rows are of."""
     entries = [entry for layer in layers for entry in layer.blocks(owned)]
-    # Where a block may hold rows of any bucket, each range would cost one more read of all.
-    are_ranges = all(entry.buckets is not None for entry in entries)
     num_rows, num_bytes = sum(entry.num_rows for entry in entries), sum(entry.bytes for entry in entries)
-    num_ranges = plan_blocks(num_rows, num_bytes // max(1, num_rows))[0] if are_ranges else 1
+    num_ranges = plan_blocks(num_rows, num_bytes // max(1, num_rows))[0]
     for first, last in bucket_ranges(np.flatnonzero(owned), num_ranges):
         for arrays in _in_blocks(_rows_of(layers, owned & buckets_between(first, last), dense=dense)):
             yield arrays, (first, last)
