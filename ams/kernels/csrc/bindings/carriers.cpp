@@ -64,19 +64,10 @@ nb::bytes reply_of(Connection::Call& call) {
 void bind_carriers(nb::module_& m) {
   static PyObject* lost = new_exception(m, "ConnectionLost", PyExc_ConnectionError);
   static PyObject* full = new_exception(m, "ConnectionFull", PyExc_RuntimeError);
-  nb::register_exception_translator([](const std::exception_ptr& error, void*) {
-    try {
-      std::rethrow_exception(error);
-    } catch (const Lost& exception) {
-      PyErr_SetString(lost, exception.what());
-    } catch (const Full& exception) {
-      PyErr_SetString(full, exception.what());
-    } catch (const Refused& exception) {
-      PyErr_SetString(full, exception.what());
-    } catch (const std::system_error& exception) {
-      PyErr_SetString(PyExc_OSError, exception.what());
-    }
-  });
+  translate<Lost, [](const Lost& error) { PyErr_SetString(lost, error.what()); }>();
+  translate<Full, [](const Full& error) { PyErr_SetString(full, error.what()); }>();
+  translate<Refused, [](const Refused& error) { PyErr_SetString(full, error.what()); }>();
+  translate<std::system_error, [](const std::system_error& error) { PyErr_SetString(PyExc_OSError, error.what()); }>();
   nb::class_<Handler>(m, "Handler");
   nb::class_<ServerOfPython>(m, "DataServer")
       .def(

@@ -196,15 +196,4 @@ RankWrite rank_write_of(nb::object update) {
   return write;
 }
 
-void bind_fault(nb::module_&) {
-  nb::register_exception_translator([](const std::exception_ptr& error, void*) {
-    try {
-      std::rethrow_exception(error);
-    } catch (const Fault& fault) {
-      const nb::object raised = error_of(fault);
-      PyErr_SetObject(raised.type().ptr(), raised.ptr());
-    }
-  });
-}
-
 }  // namespace geartrain

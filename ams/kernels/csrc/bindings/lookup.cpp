@@ -200,13 +200,7 @@ void spread_row_bags(const FloatMatrix& vectors, const Places& places, const Pla
 
 void bind_lookup(nb::module_& m) {
   static PyObject* bad_id = new_exception(m, "BadId", PyExc_ValueError);
-  nb::register_exception_translator([](const std::exception_ptr& error, void*) {
-    try {
-      std::rethrow_exception(error);
-    } catch (const BadId& bad) {
-      PyErr_SetObject(bad_id, nb::make_tuple(bad.feature, bad.place).ptr());
-    }
-  });
+  translate<BadId, [](const BadId& bad) { PyErr_SetObject(bad_id, nb::make_tuple(bad.feature, bad.place).ptr()); }>();
   nb::class_<HeldLookup>(m, "Lookup")
       .def("__init__", &create, nb::arg("features"), nb::arg("last_ids"), nb::arg("threads"))
       .def("ids_of", &ids_of, nb::arg("table"))

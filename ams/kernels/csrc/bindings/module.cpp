@@ -1,3 +1,4 @@
+#include "bindings/conversions.hpp"
 #include "bindings/module.hpp"
 
 #include <algorithm>
@@ -19,29 +20,20 @@ using AnyArray = nb::ndarray<nb::ro, nb::c_contig, nb::device::cpu>;
 
 constexpr int64_t kFewIds = 10'000;
 
-void bind_refusal(nb::module_& m) {
-  static PyObject* refused = new_exception(m, "Refused", PyExc_ValueError);
-  nb::register_exception_translator([](const std::exception_ptr& error, void*) {
-    try {
-      std::rethrow_exception(error);
-    } catch (const Refusal& refusal) {
-      PyErr_SetObject(refused, nb::make_tuple(static_cast<int>(refusal.reason), refusal.index).ptr());
-    }
-  });
+void raise(const Fault& fault) {
+  const nb::object error = error_of(fault);
+  PyErr_SetObject(error.type().ptr(), error.ptr());
 }
 
-void bind_memory_budget(nb::module_& m) {
-  nb::register_exception_translator([](const std::exception_ptr& error, void*) {
-    try {
-      std::rethrow_exception(error);
-    } catch (const OverBudget& refused) {
-      PyErr_SetString(nb::module_::import_("geartrain.ams.values.errors").attr("OutOfMemory").ptr(), refused.words().c_str());
-    } catch (const TooManyIds& refused) {
-      PyErr_SetString(nb::module_::import_("geartrain.ams.values.errors").attr("OutOfMemory").ptr(), refused.words().c_str());
-    } catch (const TooManyRows& refused) {
-      PyErr_SetString(nb::module_::import_("geartrain.ams.values.errors").attr("TableFull").ptr(), refused.words().c_str());
-    }
-  });
+void bind_refusals(nb::module_& m) {
+  static PyObject* refused_class = new_exception(m, "Refused", PyExc_ValueError);
+  translate<Refusal, [](const Refusal& refusal) {
+    PyErr_SetObject(refused_class, nb::make_tuple(static_cast<int>(refusal.reason), refusal.index).ptr());
+  }>();
+  translate<Fault, raise>();
+  translate<OverBudget, [](const OverBudget& refused) { raise({"OutOfMemory", refused.words()}); }>();
+  translate<TooManyIds, [](const TooManyIds& refused) { raise({"OutOfMemory", refused.words()}); }>();
+  translate<TooManyRows, [](const TooManyRows& refused) { raise({"TableFull", refused.words()}); }>();
   m.def("reserve_ids", [](int64_t count) { IdIndex().reserve(count); }, nb::arg("count"));
   m.def("set_memory_limit", &set_memory_limit, nb::arg("bytes"));
   m.def("memory_limit", &memory_limit);
@@ -123,9 +115,7 @@ NB_MODULE(_core, m) {
   m.attr("lookahead") = lookahead_name(active_lookahead());
   // A table that a script still holds when the interpreter ends is no leak worth a page of warnings.
   nb::set_leak_warnings(false);
-  bind_refusal(m);
-  bind_memory_budget(m);
-  bind_fault(m);
+  bind_refusals(m);
   bind_carriers(m);
   bind_row_store(m);
   bind_class_pass(m);

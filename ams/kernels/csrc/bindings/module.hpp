@@ -34,6 +34,18 @@ inline PyObject* new_exception(nb::module_& m, const char* name, PyObject* base)
   return made;
 }
 
+// Lets Python be told of exceptions of a class of C++.
+template <class Error, auto tell>
+void translate() {
+  nb::register_exception_translator([](const std::exception_ptr& thrown, void*) {
+    try {
+      std::rethrow_exception(thrown);
+    } catch (const Error& error) {
+      tell(error);
+    }
+  });
+}
+
 inline void require(bool condition, const char* message) {
   if (!condition) throw std::invalid_argument(message);
 }
@@ -105,7 +117,6 @@ class WithInterpreter {
 };
 
 void bind_carriers(nb::module_& m);
-void bind_fault(nb::module_& m);
 void bind_gradients(nb::module_& m);
 void bind_row_store(nb::module_& m);
 void bind_class_pass(nb::module_& m);

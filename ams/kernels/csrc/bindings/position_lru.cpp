@@ -10,36 +10,22 @@
 namespace geartrain {
 namespace {
 
-// No call releases the GIL: each is short, and so it is atomic for the threads of a process.
-
-void create(PositionLru* self, int64_t capacity) {
-  require(capacity >= 1 && capacity <= PositionLru::kMostPositions, "capacity must lie in [1, 2**31 - 2]");
-  new (self) PositionLru(capacity);
-}
-
-void grow(PositionLru& index, int64_t capacity) {
-  require(capacity >= 1 && capacity <= PositionLru::kMostPositions, "capacity must lie in [1, 2**31 - 2]");
-  index.grow(capacity);
-}
+// No call releases the GIL: each is short, and so it is atomic for the threads of a process. Capacities and sizes are checked in
+// kernels/position_lru.py.
 
 void find(PositionLru& index, const IdArray& ids, const IdOutput& positions, bool touch) {
-  require(positions.size() == ids.size(), "positions must be as many as ids");
   index.find(ids.data(), static_cast<int64_t>(ids.size()), positions.data(), touch);
 }
 
 int64_t place(PositionLru& index, const IdArray& ids, const IdOutput& positions) {
-  require(positions.size() == ids.size(), "positions must be as many as ids");
-  require(static_cast<int64_t>(ids.size()) <= index.capacity(), "ids must not be more than there are positions");
   return index.place(ids.data(), static_cast<int64_t>(ids.size()), positions.data());
 }
 
 void remove(PositionLru& index, const IdArray& ids, const IdOutput& positions) {
-  require(positions.size() == ids.size(), "positions must be as many as ids");
   index.remove(ids.data(), static_cast<int64_t>(ids.size()), positions.data());
 }
 
 int64_t oldest(const PositionLru& index, const IdOutput& ids, const IdOutput& positions) {
-  require(positions.size() == ids.size(), "positions must be as many as ids");
   return index.oldest(static_cast<int64_t>(ids.size()), ids.data(), positions.data());
 }
 
@@ -53,7 +39,6 @@ nb::tuple judge_checked(const std::optional<IdArray>& positions, const IdArray& 
                         const Doubles& age_edges, const IdOutput& age_counts, const IdOutput& lag_counts) {
   const size_t count = positions ? positions->size() : versions.size();
   require(versions.size() == times.size(), "versions and times must be as many");
-  require(out_versions.size() == count && out_times.size() == count && hits.size() == count, "an output has the wrong size");
   require(age_counts.size() == age_edges.size() + 1 && lag_counts.size() >= 1, "a histogram has the wrong size");
   require(!max_lag || *max_lag >= 0, "max_lag must be >= 0");
   if (positions)
@@ -72,12 +57,12 @@ nb::tuple judge_checked(const std::optional<IdArray>& positions, const IdArray& 
 
 void bind_position_lru(nb::module_& m) {
   nb::class_<PositionLru>(m, "PositionLru")
-      .def("__init__", &create, nb::arg("capacity"))
+      .def(nb::init<int64_t>(), nb::arg("capacity"))
       .def("find", &find, nb::arg("ids").noconvert(), nb::arg("positions").noconvert(), nb::arg("touch"))
       .def("place", &place, nb::arg("ids").noconvert(), nb::arg("positions").noconvert())
       .def("remove", &remove, nb::arg("ids").noconvert(), nb::arg("positions").noconvert())
       .def("oldest", &oldest, nb::arg("ids").noconvert(), nb::arg("positions").noconvert())
-      .def("grow", &grow, nb::arg("capacity"))
+      .def("grow", &PositionLru::grow, nb::arg("capacity"))
       .def_prop_ro("size", &PositionLru::size)
       .def_prop_ro("capacity", &PositionLru::capacity);
   m.def("judge", &judge_checked, nb::arg("positions").noconvert().none(), nb::arg("versions").noconvert(),

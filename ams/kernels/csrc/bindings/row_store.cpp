@@ -7,8 +7,6 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
-#include <bit>
-#include <cmath>
 #include <cstring>
 #include <optional>
 #include <tuple>
@@ -23,12 +21,9 @@
 namespace geartrain {
 namespace {
 
+// What arrays and numbers must be is checked where tables are given them: tables/row_checks.py, and the specs of tables.
 using Lives = nb::ndarray<uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using ByteArray = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-
-void require_width(const RowStore& store, size_t width) {
-  require(static_cast<int64_t>(width) == store.spec().dim, "rows must be as wide as the table's dim");
-}
 
 // Probability, or min_count, counter_bits, num_hashes, num_ranges and range_blocks of a filter.
 using AdmissionGiven = std::variant<double, std::tuple<uint32_t, int, int, int64_t, int64_t>>;
@@ -37,19 +32,12 @@ AdmissionSpec admission_of(const std::optional<AdmissionGiven>& given) {
   AdmissionSpec spec;
   if (!given) return spec;
   if (const auto* probability = std::get_if<double>(&*given)) {
-    require(*probability > 0 && *probability <= 1, "probability must lie in (0, 1]");
     spec.kind = AdmissionSpec::Kind::probability;
     spec.probability = *probability;
     return spec;
   }
   spec.kind = AdmissionSpec::Kind::min_count;
   std::tie(spec.min_count, spec.counter_bits, spec.num_hashes, spec.num_ranges, spec.range_blocks) = std::get<1>(*given);
-  require(spec.counter_bits == 2 || spec.counter_bits == 4 || spec.counter_bits == 8 || spec.counter_bits == 16, "counters have 2, 4, 8 or 16 bits");
-  require(spec.min_count >= 1 && spec.min_count < uint32_t{1} << spec.counter_bits, "counters must hold min_count");
-  require(spec.num_hashes >= 1 && spec.num_hashes <= 16, "num_hashes must lie in [1, 16]");
-  require(spec.num_ranges >= 1 && spec.num_ranges <= kNumBuckets && std::has_single_bit(static_cast<uint64_t>(spec.num_ranges)),
-          "num_ranges must be a power of two up to 4096");
-  require(spec.range_blocks >= 1 && spec.range_blocks <= int64_t{1} << 32, "range_blocks must lie in [1, 2**32]");
   return spec;
 }
 
@@ -58,18 +46,8 @@ void create(RowStore* self, int64_t dim, int dtype, int slot_dtype, const std::s
             int64_t num_rows, int64_t threads, int64_t window, const std::optional<AdmissionGiven>& admission, bool keeps_lives,
             int64_t max_bytes) {
   require(threads >= 1 && threads <= 64, "threads must lie in [1, 64]");
-  require(dim >= 1 && dim <= 65536, "dim must lie in [1, 65536]");
-  require(dtype >= 0 && dtype < kNumDTypes && slot_dtype >= 0 && slot_dtype < kNumDTypes, "unknown dtype code");
   require(window >= 4, "window must be >= 4");
-  require(static_cast<DType>(slot_dtype) == DType::float32 || optimizer->takes_narrow_slots(),
-          "slots of this optimizer must be float32");
-  require(distribution >= 0 && distribution <= 2, "unknown distribution");
-  require(num_rows == -1 || (num_rows >= 1 && num_rows < int64_t{1} << 62), "num_rows must be -1 or lie in [1, 2**62)");
-  require(max_bytes >= -1 && (max_bytes == -1 || (num_rows == -1 && keeps_lives)), "max_bytes are those of hashed tables that keep lives");
   const std::vector<int64_t> owned(owned_buckets.data(), owned_buckets.data() + owned_buckets.size());
-  for (size_t i = 0; i < owned.size(); ++i)
-    require(owned[i] >= 0 && owned[i] < kNumBuckets && (i == 0 || owned[i - 1] < owned[i]),
-            "owned_buckets must ascend within [0, 4096)");
   const InitialValues initial{static_cast<Distribution>(distribution), first, second, seed, table_hash};
   new (self) RowStore(RowStoreSpec{dim, static_cast<DType>(dtype), static_cast<DType>(slot_dtype), optimizer, initial, owned,
                                    num_rows, threads, window, admission.has_value() || keeps_lives, admission_of(admission),
@@ -78,10 +56,6 @@ void create(RowStore* self, int64_t dim, int dtype, int slot_dtype, const std::s
 
 void pull(const RowStore& store, const IdArray& ids, const MatrixOutput& out, const std::optional<IdArray>& positions,
           const std::optional<Flags>& present) {
-  checked_dtype(out, static_cast<int>(store.spec().dtype));
-  require_width(store, out.shape(1));
-  require(positions ? positions->size() == ids.size() : out.shape(0) >= ids.size(), "positions must be as long as ids");
-  require(!present || present->size() == out.shape(0), "present must be as long as out");
   const RowStore::PullInto into{{static_cast<char*>(out.data()), nullptr, positions ? positions->data() : nullptr},
                                 present ? present->data() : nullptr,
                                 static_cast<int64_t>(out.shape(0)),
@@ -91,40 +65,19 @@ void pull(const RowStore& store, const IdArray& ids, const MatrixOutput& out, co
   store.pull(ids.data(), static_cast<int64_t>(ids.size()), into);
 }
 
-PushStep checked_step(const RowStore& store, const Optimizer& optimizer, float lr, float scale) {
-  const Optimizer& own = *store.spec().optimizer;
-  require(optimizer.num_slots() == own.num_slots() && optimizer.num_row_slots() == own.num_row_slots() &&
-              optimizer.counts_updates() == own.counts_updates() && optimizer.drift().has_value() == own.drift().has_value(),
-          "a push's optimizer must be of the table's kind");
-  require(std::isfinite(lr) && lr >= 0 && std::isfinite(scale), "lr must be finite and >= 0, scale finite, as float32");
-  return {optimizer, {lr, scale}, {}};
-}
-
-using Counts = nb::ndarray<const uint32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-
 int64_t push(RowStore& store, const IdArray& ids, const Matrix& gradients, int dtype_code, const Optimizer& optimizer, float lr,
              float scale, bool ends_step, nb::handle batch) {
-  const DType dtype = checked_dtype(gradients, dtype_code);
-  require_width(store, gradients.shape(1));
-  require(gradients.shape(0) == ids.size(), "gradients must have one row per id");
-  PushStep step = checked_step(store, optimizer, lr, scale);
-  step.batch = batch_of(batch, ids.size());
+  const PushStep step{optimizer, {lr, scale}, batch_of(batch, ids.size())};
   WithoutInterpreter release;
-  return store.push(ids.data(), static_cast<int64_t>(ids.size()), {static_cast<const char*>(gradients.data())}, dtype, step, ends_step);
+  return store.push(ids.data(), static_cast<int64_t>(ids.size()), {static_cast<const char*>(gradients.data())},
+                    static_cast<DType>(dtype_code), step, ends_step);
 }
 
 void check_push(const RowStore& store, const IdArray& ids, const Matrix& gradients, int dtype_code, const Optimizer& optimizer,
                 float lr, float scale) {
-  const DType dtype = checked_dtype(gradients, dtype_code);
-  require_width(store, gradients.shape(1));
-  require(gradients.shape(0) == ids.size(), "gradients must have one row per id");
-  const PushStep step = checked_step(store, optimizer, lr, scale);
   WithoutInterpreter release;
-  store.check_push(ids.data(), static_cast<int64_t>(ids.size()), {static_cast<const char*>(gradients.data())}, dtype, step);
-}
-
-bool cannot_overflow(const RowStore& store, float largest, const Optimizer& optimizer, float lr, float scale) {
-  return store.cannot_overflow(largest, checked_step(store, optimizer, lr, scale));
+  store.check_push(ids.data(), static_cast<int64_t>(ids.size()), {static_cast<const char*>(gradients.data())},
+                   static_cast<DType>(dtype_code), {optimizer, {lr, scale}});
 }
 
 void make_room(RowStore& store, const IdArray& ids) {
@@ -133,32 +86,8 @@ void make_room(RowStore& store, const IdArray& ids) {
 }
 
 int64_t assign(RowStore& store, const IdArray& ids, const Matrix& rows) {
-  checked_dtype(rows, static_cast<int>(store.spec().dtype));
-  require_width(store, rows.shape(1));
-  require(rows.shape(0) == ids.size(), "rows must have one row per id");
   WithoutInterpreter release;
   return store.assign(ids.data(), static_cast<int64_t>(ids.size()), static_cast<const char*>(rows.data()));
-}
-
-struct RowArrays {
-  char* rows;
-  char* slots;
-};
-
-template <class Array>
-RowArrays checked_items(const RowStore& store, size_t count, const Array& rows, const std::optional<Array>& slots) {
-  const bool has_slots = slots.has_value();
-  require(!has_slots || store.spec().slot_dim() > 0, "slots must be given only for tables that have them");
-  checked_dtype(rows, static_cast<int>(store.spec().dtype));
-  require_width(store, rows.shape(1));
-  require(rows.shape(0) == count, "rows must be as many as ids");
-  if (has_slots) {
-    checked_dtype(*slots, static_cast<int>(store.spec().slot_dtype));
-    require(static_cast<int64_t>(slots->shape(1)) == store.spec().slot_dim(), "slots must be as wide as the optimizer's");
-    require(slots->shape(0) == count, "slots must be as many as ids");
-  }
-  return {const_cast<char*>(static_cast<const char*>(rows.data())),
-          has_slots ? const_cast<char*>(static_cast<const char*>(slots->data())) : nullptr};
 }
 
 int64_t remove_rows(RowStore& store, const IdArray& ids) {
@@ -179,16 +108,11 @@ int64_t freeze(RowStore& store, std::optional<int64_t> since) {
   return store.freeze(since);
 }
 
-RowLife* checked_lives(const RowStore& store, size_t count, const std::optional<Lives>& lives) {
-  require(!lives || store.spec().keeps_lives, "lives are those of tables that keep them");
-  require(!lives || (lives->shape(0) == count && lives->shape(1) == sizeof(RowLife)), "lives must be as many as ids, of 16 bytes");
-  return lives ? reinterpret_cast<RowLife*>(lives->data()) : nullptr;
-}
+RowLife* lives_in(const std::optional<Lives>& lives) { return lives ? reinterpret_cast<RowLife*>(lives->data()) : nullptr; }
 
 nb::tuple read_lives(const RowStore& store, int64_t position, const IdOutput& ids, const std::optional<Lives>& lives) {
   require(position >= 0, "position must be >= 0");
-  RowLife* const into = checked_lives(store, ids.size(), lives);
-  require((into != nullptr) == store.spec().keeps_lives, "lives must be given for tables that keep them");
+  RowLife* const into = lives_in(lives);
   int64_t count = 0;
   {
     WithoutInterpreter release;
@@ -201,34 +125,21 @@ nb::tuple as_tuple(const LifeClock& clock) {
   return nb::make_tuple(clock.step, clock.seconds);
 }
 
-// What is written has all that the table has; what is read need not.
-void require_whole(const RowStore& store, size_t count, bool slots_given, size_t steps, bool steps_given) {
-  require(slots_given == (store.spec().slot_dim() > 0), "slots must be given for tables that have them, and only for those");
-  require(steps_given == (store.spec().counts_steps() || store.spec().counts_updates()),
-          "steps must be given for tables that count steps or updates, and only for those");
-  require(!steps_given || steps == count, "steps must be as many as ids");
-}
-
 int64_t read_frozen(RowStore& store, const IdOutput& ids, const MatrixOutput& rows, const std::optional<MatrixOutput>& slots,
                     const std::optional<IdOutput>& steps, const std::optional<ByteArray>& buckets,
                     const std::optional<Lives>& lives) {
-  const RowArrays items = checked_items(store, ids.size(), rows, slots);
-  require(!steps || steps->size() == ids.size(), "steps must be as many as ids");
-  require(!steps || store.spec().counts_steps() || store.spec().counts_updates(), "steps must be given only for tables that count");
   require(!buckets || buckets->size() == kNumBuckets, "buckets must have 4096 elements");
-  RowLife* const each = checked_lives(store, ids.size(), lives);
   WithoutInterpreter release;
-  return store.read_frozen(static_cast<int64_t>(ids.size()), buckets ? buckets->data() : nullptr, ids.data(), items.rows,
-                           items.slots, steps ? steps->data() : nullptr, each);
+  return store.read_frozen(static_cast<int64_t>(ids.size()), buckets ? buckets->data() : nullptr, ids.data(),
+                           static_cast<char*>(rows.data()), slots ? static_cast<char*>(slots->data()) : nullptr,
+                           steps ? steps->data() : nullptr, lives_in(lives));
 }
 
 int64_t restore(RowStore& store, const IdArray& ids, const Matrix& rows, const std::optional<Matrix>& slots,
                 const std::optional<IdArray>& steps, const std::optional<Lives>& lives) {
-  const RowArrays items = checked_items(store, ids.size(), rows, slots);
-  require_whole(store, ids.size(), slots.has_value(), steps ? steps->size() : 0, steps.has_value());
-  const RowLife* const each = checked_lives(store, ids.size(), lives);
   WithoutInterpreter release;
-  return store.restore(ids.data(), static_cast<int64_t>(ids.size()), items.rows, items.slots, steps ? steps->data() : nullptr, each);
+  return store.restore(ids.data(), static_cast<int64_t>(ids.size()), static_cast<const char*>(rows.data()),
+                       slots ? static_cast<const char*>(slots->data()) : nullptr, steps ? steps->data() : nullptr, lives_in(lives));
 }
 
 nb::tuple step_state(const RowStore& store) {
@@ -437,7 +348,11 @@ void bind_row_store(nb::module_& m) {
       .def("refused", &refused)
       .def("check_push", &check_push, nb::arg("ids").noconvert(), nb::arg("gradients").noconvert(), nb::arg("dtype_code"),
            nb::arg("optimizer"), nb::arg("lr"), nb::arg("scale"))
-      .def("cannot_overflow", &cannot_overflow, nb::arg("largest"), nb::arg("optimizer"), nb::arg("lr"), nb::arg("scale"))
+      .def("cannot_overflow",
+           [](const RowStore& store, float largest, const Optimizer& optimizer, float lr, float scale) {
+             return store.cannot_overflow(largest, {optimizer, {lr, scale}});
+           },
+           nb::arg("largest"), nb::arg("optimizer"), nb::arg("lr"), nb::arg("scale"))
       .def("make_room", &make_room, nb::arg("ids").noconvert())
       .def("make_room_to_keep", &RowStore::make_room_to_keep, nb::arg("count"), nb::call_guard<WithoutInterpreter>())
       .def("assign", &assign, nb::arg("ids").noconvert(), nb::arg("rows").noconvert())
