@@ -34,7 +34,7 @@ __all__ = [
     "merge_duplicates",
     "num_distinct",
     "route",
-    "sample_permutation",
+    "sample_ids",
     "select_neighbours",
     "splitmix64",
 ]
@@ -185,10 +185,12 @@ def route(
     return order, counts
 
 
-def sample_permutation(num_ids: int, count: int, seed: int, step: int, first: int = 0) -> Ids:
+def sample_ids(num_ids: int, count: int, seed: int, step: int, first: int = 0) -> Ids:
     """Return places ``first`` … ``first + count - 1`` of the keyed permutation of [0, num_ids) under (seed, step).
 
-    O(count), no state; see :func:`geartrain.ams.kernels.reference.ops.sample_permutation` for the definition.
+    A Feistel network walked until it falls inside the range (Black and Rogaway, "Ciphers with arbitrary finite
+    domains", CT-RSA 2002): O(count), no state, the same wherever it is computed; a larger ``count`` only appends. See
+    :func:`geartrain.ams.kernels.reference.ops.sample_permutation` for the definition.
     ``seed`` and ``step`` count modulo 2**64. Raises :class:`InvalidArgument` unless 0 <= first and
     first + count <= num_ids <= 2**62.
     """

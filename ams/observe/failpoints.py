@@ -10,8 +10,8 @@ sleep(SECONDS)  this thread waits
 pause(PATH)     this thread waits until the file exists
 error           the place fails as it can fail in life; error(ENOSPC) names the errno of one that uses a disk
 
-Where nothing can fail (between rows and their mark), ``error`` is refused. Unarmed, a pass costs one test of an empty
-dict. Never armed in production mode.
+Where nothing can fail (between rows and their mark), ``error`` is refused. Unarmed, a pass costs one look at an empty
+list. Never armed in production mode.
 """
 
 from __future__ import annotations
@@ -143,25 +143,18 @@ class Passes:
             return arming
 
 
-_armed: dict[str, Passes] = {}
-"""Under one key, what is armed now; empty if nothing is. (An empty dict is what costs least to test.)"""
-_NOW = "now"
+_armed: list[Passes] = []
+"""What is armed now; empty if nothing is. (An empty list is what costs least to test.)"""
 _read: set[str] = set()
 """The text that this process took from its environment."""
 
 
 def reach(name: str) -> None:
     """Say that the place called ``name`` is reached. Does nothing unless it is armed."""
-    if _armed:
-        _met(name)
-
-
-def _met(name: str) -> None:
-    passes = _armed.get(_NOW)
-    arming = None if passes is None else passes.meet(name)
-    if arming is not None:
-        logger.warning("failpoint %s: %s", name, arming.text)
-        arming.act()
+    for passes in _armed:
+        if (arming := passes.meet(name)) is not None:
+            logger.warning("failpoint %s: %s", name, arming.text)
+            arming.act()
 
 
 def arm_from_environment(mode: str | None = None, environ: Mapping[str, str] = os.environ) -> None:
@@ -199,23 +192,20 @@ def require_allowed(mode: str | None = None, environ: Mapping[str, str] = os.env
 def armed(text: str) -> Iterator[Passes]:
     """Arm failpoints of this process until the block ends, for tests; yields their counts. Raises ConfigError."""
     passes = Passes(parse(text))
-    before = _armed.get(_NOW)
+    before = list(_armed)
     _arm(passes)
     try:
         yield passes
     finally:
-        _arm(before)
+        _arm(*before)
 
 
-def _arm(passes: Passes | None) -> None:
-    """Let ``passes`` be what is armed in this process, in Python and in the compiled part; None: nothing."""
+def _arm(*passes: Passes) -> None:
+    """Let ``passes`` be what is armed in this process, in Python and in the compiled part."""
     from geartrain.ams.kernels import _core  # arrays and kernels are loaded only where something is armed
 
-    if passes is None:
-        _armed.pop(_NOW, None)
-    else:
-        _armed[_NOW] = passes
-    _core.arm_failpoints(passes is not None)
+    _armed[:] = passes
+    _core.arm_failpoints(bool(passes))
 
 
 def parse(text: str) -> dict[str, Arming]:
@@ -224,29 +214,24 @@ def parse(text: str) -> dict[str, Arming]:
     for item in filter(None, (part.strip() for part in text.split(";"))):
         name, equals, assignment = (part.strip() for part in item.partition("="))
         if name not in FAILPOINTS:
-            raise ConfigError(f"{VARIABLE}: there is no failpoint {name!r}; {_closest(name)}")
+            meant = suggestion(name, FAILPOINTS).replace("the keys here", "there")
+            raise ConfigError(
+                f"{VARIABLE}: there is no failpoint {name!r}; {meant}; 'geartrain failpoints' lists them all"
+            )
         if name in armings:
             raise ConfigError(f"{VARIABLE}: {name!r} is given twice; keep one")
         match = _ASSIGNMENT.fullmatch(assignment)
         if not equals or match is None or match["action"] not in ACTIONS:
             action = match["action"] if match else assignment
+            meant = suggestion(action, ACTIONS).replace("the keys here", "there")
             raise ConfigError(
-                f"{VARIABLE}: {item!r} has no action {action!r}; {_suggested(action, ACTIONS)} "
-                f"(write {name}=kill@2, sleep(0.5), error)"
+                f"{VARIABLE}: {item!r} has no action {action!r}; {meant} (write {name}=kill@2, sleep(0.5), error)"
             )
         nth = None if match["nth"] is None else int(match["nth"])
         if nth == 0:
             raise ConfigError(f"{VARIABLE}: {item!r} has pass 0; passes count from 1")
         armings[name] = Arming(_action(item, name, match["action"], match["argument"]), assignment, nth)
     return armings
-
-
-def _closest(name: str) -> str:
-    return f"{_suggested(name, FAILPOINTS)}; 'geartrain failpoints' lists them all"
-
-
-def _suggested(unknown: str, known: Mapping[str, Failpoint] | tuple[str, ...]) -> str:
-    return suggestion(unknown, known).replace("the keys here", "there")
 
 
 def _action(item: str, name: str, action: str, argument: str | None) -> Callable[[], None]:
@@ -263,7 +248,9 @@ def _action(item: str, name: str, action: str, argument: str | None) -> Callable
     if action == "pause":
         path = Path(argument or "")
         return lambda: _wait_for(path)
-    return {"kill": _kill, "exit": _exit, "stop": _stop}[action]
+    if action == "stop":
+        return lambda: os.kill(os.getpid(), signal.SIGSTOP)
+    return _kill if action == "kill" else lambda: os._exit(EXIT_CODE)
 
 
 def _failure(item: str, name: str, errno_name: str | None) -> Callable[[], None]:
@@ -306,11 +293,3 @@ def _kill() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
     while True:  # the signal may find another thread first: this one does nothing more
         time.sleep(1.0)
-
-
-def _exit() -> None:
-    os._exit(EXIT_CODE)
-
-
-def _stop() -> None:
-    os.kill(os.getpid(), signal.SIGSTOP)

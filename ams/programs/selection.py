@@ -17,7 +17,7 @@ from typing import Any, ClassVar, final
 import numpy as np
 import numpy.typing as npt
 
-from geartrain.ams.kernels.sampling import sample_ids
+from geartrain.ams.kernels.ops import sample_ids
 from geartrain.ams.values.arguments import boolean, integer, real_number
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.specs import Ids

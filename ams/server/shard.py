@@ -14,12 +14,15 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
+from geartrain.ams.kernels import ops
 from geartrain.ams.kernels.engine import CompletedWrites, Engine, Kind, Lease, SyncGroups, Waiter
 from geartrain.ams.observe import failpoints
 from geartrain.ams.programs.hosted import HostedModels
-from geartrain.ams.server import row_requests
 from geartrain.ams.server.expiry import ExpirySchedule
-from geartrain.ams.server.freeze.dedup import clocks_of, held_dedup, steps_of
+from geartrain.ams.server.freeze.dedup import held_dedup
 from geartrain.ams.server.freeze.freezes import Freezes
 from geartrain.ams.server.freeze.restore import Restores
 from geartrain.ams.server.hosting import Hosting, joint_update
@@ -29,6 +32,7 @@ from geartrain.ams.values.errors import (
     GeartrainError,
     InternalError,
     InvalidArgument,
+    InvalidRows,
     ShardUnavailable,
     SnapshotFailed,
 )
@@ -143,11 +147,33 @@ class Shard:
             files=self._files,
         )
 
-    def pull(self, context: CallContext, request: Pull, waiter: Waiter | None = None) -> Pulled:
-        """Read rows on this thread, in its turn. What :meth:`submit` answers with is raised; ShardUnavailable, too, if
-        ``waiter`` leaves before the turn has come.
+    def pull(
+        self, context: CallContext, request: Pull, waiter: Waiter | None = None, *, has_turn: bool = False
+    ) -> Pulled:
+        """Read rows on this thread, in its turn, or in that which it has. What :meth:`submit` answers with is raised;
+        ShardUnavailable, too, if ``waiter`` leaves before the turn has come.
         """
-        return row_requests.pull(self.engine, context, request, waiter)
+        present = request.present
+        if present is not None and (present.dtype != np.bool_ or not present.flags.carray):
+            raise InvalidRows(f"present is {present.dtype} {list(present.shape)}; it must be a writable bool [M]")
+        out, code = _bits(request.out, "out")
+        if not request.out.flags.carray:
+            raise InvalidRows("out must be writable, aligned and C-contiguous; pass a fresh array")
+        writes = self.engine.pull(
+            context.shard_incarnation,
+            context.cluster_version,
+            context.table_incarnation,
+            request.table,
+            ops.checked_ids(request.ids),
+            out,
+            code,
+            None if request.positions is None else ops.checked_ids(request.positions, "positions"),
+            None if present is None else present.view(np.uint8),
+            request.required_sync,
+            waiter,
+            has_turn,
+        )
+        return Pulled(writes=writes)
 
     def write(
         self,
@@ -156,9 +182,36 @@ class Shard:
         waiter: Waiter | None = None,
         *,
         ids_are_distinct: bool = False,
+        has_turn: bool = False,
     ) -> Done | Future[Done]:
-        """:meth:`pull` for a write; a Future if it waits for others. See :func:`row_requests.write`."""
-        return row_requests.write(self.engine, context, request, waiter, ids_are_distinct=ids_are_distinct)
+        """:meth:`pull` for a write. A Future is that of one that waits for other ranks: its arrays are copied.
+
+        Unless ``ids_are_distinct``, equal ids of a push are merged, and those of an assign are refused (InvalidRows).
+        """
+        ids = ops.checked_ids(request.ids)
+        done: Done | Future[Done]
+        if isinstance(request, Assign):
+            bits, code = _bits(request.rows, "rows")
+            done = self.engine.assign(context, request.table, ids, bits, code, ids_are_distinct, waiter, has_turn)
+        else:
+            bits, code = _bits(request.gradients, "gradients")
+            done = self.engine.push(
+                context,
+                request.table,
+                ids,
+                bits,
+                code,
+                request.lr,
+                request.scale,
+                request.optimizer_scalars,
+                request.group,
+                request.step_goes_on,
+                request.batch,
+                ids_are_distinct,
+                waiter,
+                has_turn,
+            )
+        return done
 
     def submit(self, context: CallContext, request: Request) -> Future[Reply]:
         """Queue a request; the future holds its reply or a GeartrainError. Never blocks."""
@@ -279,9 +332,9 @@ class Shard:
 
     def _ask_engine(self, call: QueuedRequest, request: Pull | Push | Assign) -> None:
         if isinstance(request, Pull):
-            call.future.set_result(row_requests.pull(self.engine, call.context, request, has_turn=True))
+            call.future.set_result(self.pull(call.context, request, has_turn=True))
             return
-        done = row_requests.write(self.engine, call.context, request, ids_are_distinct=True, has_turn=True)
+        done = self.write(call.context, request, ids_are_distinct=True, has_turn=True)
         if isinstance(done, Future):
             pass_on(done, call.future)  # type: ignore[arg-type]
         else:
@@ -373,8 +426,7 @@ class Shard:
                     f"table {name!r} is being restored; take the snapshot when all of it is there, or of other tables"
                 )
         rows = {name: table.rows for name, table in tables.items()}
-        writes = {name: table.all_writes for name, table in tables.items()}
-        dedup = held_dedup(self._completed_writes, self._groups, rows, steps_of(rows), writes, clocks_of(rows))
+        dedup = held_dedup(self._completed_writes, self._groups, rows, rows)
         return self._freezes.begin(request, rows, dedup)
 
     def _describe(self) -> ShardState:
@@ -393,3 +445,10 @@ def _check_settings(push: UpdateHosted) -> None:
         raise InvalidArgument(f"lr is {push.lr!r}; it must be finite and >= 0")
     if not math.isfinite(push.scale):
         raise InvalidArgument(f"scale is {push.scale!r}; it must be finite (a skipped step pushes nothing)")
+
+
+def _bits(rows: npt.NDArray[Any], label: str) -> tuple[npt.NDArray[Any], int]:
+    bits, code = ops.as_bits(rows, label)
+    if bits.ndim != 2:
+        raise InvalidRows(f"{label} has shape {list(bits.shape)}; it must be [N, D]")
+    return bits, code

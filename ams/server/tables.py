@@ -47,8 +47,10 @@ class ShardTable:
             rows.served.expiry_step = rows.spec.expiry.every
             if rows.spec.expiry.every_seconds is not None:
                 rows.served.expiry_seconds = 1  # once somebody says what time it is
-        self._is_whole = self._is_public = not for_restore
-        rows.served.is_open = self.is_open
+        self.is_whole = self.is_public = not for_restore
+        """Whether it has all rows of ``restored_from``; and whether others may know it: one that was made to be
+        restored is published once all shards have its rows."""
+        self.note_state()
 
     @property
     def spec(self) -> TableSpec:
@@ -56,52 +58,13 @@ class ShardTable:
         return self.rows.spec
 
     @property
-    def is_whole(self) -> bool:
-        """Whether it has all rows of ``restored_from``."""
-        return self._is_whole
-
-    @is_whole.setter
-    def is_whole(self, is_whole: bool) -> None:
-        self._is_whole = is_whole
-        self.rows.served.is_open = self.is_open
-
-    @property
-    def is_public(self) -> bool:
-        """False: made to be restored, and not published, since other shards may not have its rows yet."""
-        return self._is_public
-
-    @is_public.setter
-    def is_public(self, is_public: bool) -> None:
-        self._is_public = is_public
-        self.rows.served.is_open = self.is_open
-
-    @property
     def is_open(self) -> bool:
         """Whether it may be read and written."""
-        return self._is_whole and self._is_public
+        return self.is_whole and self.is_public
 
-    @property
-    def writes(self) -> int:
-        """Since it was made here."""
-        return self.rows.served.writes
-
-    @writes.setter
-    def writes(self, writes: int) -> None:
-        self.rows.served.writes = writes
-
-    @property
-    def writes_before(self) -> int:
-        """Those that the snapshot holds which it was restored from."""
-        return self.rows.served.writes_before
-
-    @writes_before.setter
-    def writes_before(self, writes: int) -> None:
-        self.rows.served.writes_before = writes
-
-    @property
-    def all_writes(self) -> int:
-        """Those of the snapshot included."""
-        return self.rows.served.all_writes
+    def note_state(self) -> None:
+        """Let the engine know whether it is open."""
+        self.rows.served.is_open = self.is_open
 
 
 class ShardTables:
@@ -187,6 +150,7 @@ class ShardTables:
         if not table.is_whole:
             raise being_restored(name)
         was_public, table.is_public = table.is_public, True
+        table.note_state()
         return Done(duplicate=was_public)
 
     def remove(self, name: str) -> bool:
@@ -203,7 +167,7 @@ class ShardTables:
                 spec=table.spec,
                 rows=table.rows.num_present,
                 memory_bytes=table.rows.memory_bytes,
-                writes=table.all_writes,
+                writes=table.rows.served.all_writes,
                 staleness=tuple(table.rows.served.staleness),
                 expired=table.expired,
                 evicted=table.rows.num_evicted,

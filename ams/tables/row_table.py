@@ -418,7 +418,7 @@ class RowTable:
 
         Returns the number of rows created.
 
-        They do not count as written since any moment. 16-bit rows of older snapshots come without steps, which
+        They do not count as written since any moment. 16-bit rows of an export come without steps, which
         count as 0. Where ``max_bytes`` have no room for all of them, those go, or do not come, that eviction would take
         first. Raises as :meth:`assign`.
         """

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from geartrain.ams.kernels.sampling import sample_ids
+from geartrain.ams.kernels.ops import sample_ids
 from geartrain.ams.tables import array_update as array_update
 from geartrain.ams.tables.compiled_store import table_hash
 from geartrain.ams.tables.row_table import RowTable

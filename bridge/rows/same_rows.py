@@ -10,7 +10,7 @@ import numpy.typing as npt
 import xxhash
 
 from geartrain.ams.client.table import Table, pull_together
-from geartrain.ams.kernels.sampling import sample_ids
+from geartrain.ams.kernels.ops import sample_ids
 from geartrain.ams.values.errors import GeartrainError, SpecMismatch
 from geartrain.ams.values.specs import Ids
 from geartrain.bridge.rows.tables import ReadableTable

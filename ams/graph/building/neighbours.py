@@ -96,7 +96,7 @@ class NeighbourTable:
 
         The distinct labels are always chosen and enlarge the budget if they are more. Then come their neighbours in
         order of rank (rank 0 of every distinct label, labels rising, then rank 1 of every one, …), each class once,
-        until ``budget`` are chosen; then ``ams.kernels.sampling.sample_ids`` of all classes under (seed, step)
+        until ``budget`` are chosen; then ``ams.kernels.ops.sample_ids`` of all classes under (seed, step)
         fills up. From Algorithm 1 of the 100-million-class paper, section 3.2.1; the ranks, so that a cut takes the
         least similar.
 

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
@@ -90,24 +91,22 @@ class HeldDedup:
 def held_dedup(
     completed_writes: CompletedWrites,
     groups: SyncGroups,
-    tables: Collection[str],
-    steps: Mapping[str, TableSteps] | None = None,
-    writes: Mapping[str, int] | None = None,
-    clocks: Mapping[str, TableClock] | None = None,
+    names: Collection[str],
+    tables: Mapping[str, RowTable] = MappingProxyType({}),
 ) -> HeldDedup:
-    """Return the dedup state, numbers of writes and clocks of ``tables``, and the steps of those that count them.
+    """Return the dedup state of tables with these ``names``: with the writes, steps and clocks of ``tables``.
 
     A stream that never wrote to one of them is not among them: its numbers are of no concern to who restores these.
     """
     held = ShardDedup(
         streams={},
-        groups=[step for step in map(GroupStep._make, groups.steps()) if step.table in tables],
-        steps=dict(steps or {}),
-        writes=dict(writes or {}),
-        clocks=dict(clocks or {}),
+        groups=[step for step in map(GroupStep._make, groups.steps()) if step.table in names],
+        steps={name: steps for name, table in tables.items() if (steps := table.steps) is not None},
+        writes={name: table.served.all_writes for name, table in tables.items()},
+        clocks={name: table.clock for name, table in tables.items() if any(table.clock)},
     )
-    left_out = {name for name, there in (("steps", steps), ("clocks", clocks)) if not there}
-    return HeldDedup(completed_writes.streams(tables), held.model_dump(mode="json", exclude={"streams", *left_out}))
+    left_out = {name for name in ("steps", "clocks") if not getattr(held, name)}
+    return HeldDedup(completed_writes.streams(names), held.model_dump(mode="json", exclude={"streams", *left_out}))
 
 
 class RestoredDedup:
@@ -170,11 +169,6 @@ def merged_stream(sources: Sequence[StreamWrites | None], tables: Collection[str
     )
 
 
-def clocks_of(tables: Mapping[str, RowTable]) -> dict[str, TableClock]:
-    """Return the clocks of those tables that pushes said a step or time to."""
-    return {name: table.clock for name, table in tables.items() if any(table.clock)}
-
-
 def restore_clocks(sources: Sequence[Mapping[str, Any]], tables: Mapping[str, RowTable]) -> None:
     """Let restored tables go on from the latest of their sources' clocks; at the present, where that has not come."""
     present = int(time.time())
@@ -183,11 +177,6 @@ def restore_clocks(sources: Sequence[Mapping[str, Any]], tables: Mapping[str, Ro
             if name in tables:
                 seconds = clock.seconds if clock.seconds <= present + SECONDS_AHEAD else present
                 tables[name].advance_clock(clock._replace(seconds=seconds))
-
-
-def steps_of(tables: Mapping[str, RowTable]) -> dict[str, TableSteps]:
-    """Return the steps of those tables that count them."""
-    return {name: steps for name, table in tables.items() if (steps := table.steps) is not None}
 
 
 def joint_steps(known: Sequence[TableSteps]) -> TableSteps:

@@ -10,6 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -87,6 +88,7 @@ class FrozenTables:
         """
         self._require_frozen()
         entries: list[FileEntry] = []
+        write = partial(write_block, folder, snapshot_id=self.snapshot_id, shard=shard)
         if not rows_alone:
             entries.append(write_dedup(folder, snapshot_id=self.snapshot_id, shard=shard, values=self._dedup.to_json()))
         with ThreadPoolExecutor(_WRITERS, thread_name_prefix=f"shard-{shard}-blocks") as pool:
@@ -95,43 +97,26 @@ class FrozenTables:
                 under_way: deque[Future[FileEntry]] = deque()
                 for index, (arrays, buckets) in enumerate(self._blocks(table, rows_alone=rows_alone)):
                     written += len(arrays["ids"])
+                    kind = EXPORT if rows_alone else ROWS
                     under_way.append(
-                        pool.submit(
-                            write_block,
-                            folder,
-                            snapshot_id=self.snapshot_id,
-                            kind=EXPORT if rows_alone else ROWS,
-                            table=name,
-                            shard=shard,
-                            index=index,
-                            arrays=arrays,
-                            buckets=buckets,
-                        )
+                        pool.submit(write, kind=kind, table=name, index=index, arrays=arrays, buckets=buckets)
                     )
                     if len(under_way) > _WRITERS:  # its memory takes the next block
                         entries.append(under_way.popleft().result())
                 entries += [block.result() for block in under_way]
-                entries += self._write_removed(folder, shard, table)
+                entries += self._write_removed(write, table)
                 if not rows_alone:
-                    entries += self._write_admission(folder, shard, table)
+                    entries += self._write_admission(write, table)
                 self._require_frozen()
                 if written != self._num_rows[name]:
                     raise InternalError(f"{written} of {self._num_rows[name]} frozen rows of table {name!r} were read")
         return tuple(entries)
 
-    def _write_removed(self, folder: str, shard: int, table: RowTable) -> Iterator[FileEntry]:
+    def _write_removed(self, write: Callable[..., FileEntry], table: RowTable) -> Iterator[FileEntry]:
         for index, ids in enumerate(table.frozen_removed()):
-            yield write_block(
-                folder,
-                snapshot_id=self.snapshot_id,
-                kind=REMOVED,
-                table=table.spec.name,
-                shard=shard,
-                index=index,
-                arrays={"ids": ids},
-            )
+            yield write(kind=REMOVED, table=table.spec.name, index=index, arrays={"ids": ids})
 
-    def _write_admission(self, folder: str, shard: int, table: RowTable) -> Iterator[FileEntry]:
+    def _write_admission(self, write: Callable[..., FileEntry], table: RowTable) -> Iterator[FileEntry]:
         start = index = 0
         while start >= 0:
             with self._lock:
@@ -148,15 +133,7 @@ class FrozenTables:
                 "waiting": counted.waiting,
                 "num_pushes": np.array([counted.num_pushes], np.int64),
             }
-            yield write_block(
-                folder,
-                snapshot_id=self.snapshot_id,
-                kind=ADMISSION,
-                table=table.spec.name,
-                shard=shard,
-                index=index,
-                arrays=arrays,
-            )
+            yield write(kind=ADMISSION, table=table.spec.name, index=index, arrays=arrays)
             index += 1
 
     def thaw(self, *, kept: bool) -> None:

@@ -65,7 +65,7 @@ class Restores:
         names = frozenset(tables)
         for known in [table.restore for table in tables.values()][:1]:
             is_same = known is not None and (known.folder, known.tables) == (request.folder, names)
-            if is_same and all(table.restore is known and not table.writes for table in tables.values()):
+            if is_same and all(table.restore is known and not table.rows.served.writes for table in tables.values()):
                 assert known is not None
                 if not known.has_failed:
                     return known.reply
@@ -92,8 +92,9 @@ class Restores:
             restore_steps(sources, rows)
             restore_clocks(sources, rows)
             for name, table in tables.items():
-                table.writes_before = writes_before(sources, name)
+                table.rows.served.writes_before = writes_before(sources, name)
                 table.is_whole = True
+                table.note_state()
         return Done(created=num_read)
 
     def _mark_begun(self, folder: str, tables: dict[str, ShardTable]) -> None:
@@ -112,6 +113,7 @@ class Restores:
             self._freezes.end_of_table(name)
             table.rows.moments.forget_all()
             table.restored_from, table.is_whole = folder, False
+            table.note_state()
 
 
 class _TurnUnlessWritten:
@@ -133,7 +135,7 @@ class _TurnUnlessWritten:
         if dropped:
             self._turn.release()
             raise TableNotFound(f"table {dropped[0]!r} was dropped while it was restored; restore it again")
-        written = [name for name, table in self._tables.items() if table.writes]
+        written = [name for name, table in self._tables.items() if table.rows.served.writes]
         if written:
             self._turn.release()
             raise TableExists(

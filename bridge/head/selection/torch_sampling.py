@@ -17,7 +17,7 @@ _LONG = 2**64 - 1
 
 
 def sample_ids_on(device: torch.device, num_ids: int, count: int, seed: int, step: int) -> Tensor:
-    """Return :func:`geartrain.ams.kernels.sampling.sample_ids` as int64 [N] on ``device``.
+    """Return :func:`geartrain.ams.kernels.ops.sample_ids` as int64 [N] on ``device``.
 
     About 100 + bits operations on N + O numbers (the C++ needs O(N) time), and 75·(N + O) bytes meanwhile. The
     arguments are those of that function, and are not checked.

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from geartrain.ams.graph.building.neighbours import NeighbourTable, id_dtype
+from geartrain.ams.kernels.ops import sample_ids
 from geartrain.ams.kernels.reference import ops as reference
-from geartrain.ams.kernels.sampling import sample_ids
 from geartrain.ams.values.errors import InvalidArgument, InvalidIds
 
 

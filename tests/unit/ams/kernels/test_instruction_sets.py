@@ -49,7 +49,7 @@ def digest() -> str:
                 table.pull(ids, out)
                 seen.update(out.tobytes())
                 seen.update(ops.merge_duplicates(ids % 50, gradients)[2].tobytes())
-    seen.update(ops.sample_permutation(10**7 + 3, 5000, 1, 2).tobytes())
+    seen.update(ops.sample_ids(10**7 + 3, 5000, 1, 2).tobytes())
     rows = generator.integers(-2, 3, (700, 21)).astype(np.float32)  # many ties
     seen.update(build_neighbours(ArrayRows(rows), 9).neighbours.tobytes())
     seen.update(gathered_gradients(floats, generator))

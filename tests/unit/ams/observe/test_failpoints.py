@@ -114,7 +114,7 @@ def disarmed() -> Iterator[None]:
 
 @pytest.mark.usefixtures("disarmed")
 def test_the_environment_arms_once_and_warns(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(failpoints, "_armed", {})
+    monkeypatch.setattr(failpoints, "_armed", [])
     monkeypatch.setattr(failpoints, "_read", set())
     environ = {VARIABLE: " thaw.before = sleep(0) ; freeze.before=error@2"}
     with caplog.at_level(logging.WARNING):

@@ -16,7 +16,6 @@ from geartrain.ams.kernels import _core
 from geartrain.ams.kernels._core import exercise_engine
 from geartrain.ams.kernels.engine import Waiter
 from geartrain.ams.programs.hosted import Gradients
-from geartrain.ams.server import row_requests
 from geartrain.ams.server.shard import Shard
 from geartrain.ams.values.errors import (
     InvalidArgument,
@@ -168,7 +167,7 @@ def test_a_closed_shard_refuses_what_comes_and_finishes_what_waited(shard: Shard
         closing.result(10)
         place.wait()
         with pytest.raises(ShardUnavailable, match="shard 0 is shut down"):
-            row_requests.write(shard.engine, second, push, ids_are_distinct=True, has_turn=True)
+            shard.write(second, push, ids_are_distinct=True, has_turn=True)
         place.leave()
 
 

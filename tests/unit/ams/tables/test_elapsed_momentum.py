@@ -186,45 +186,6 @@ def test_a_push_that_would_overflow_a_caught_up_row_is_refused() -> None:
     assert pulled(table).tobytes() == before.tobytes()
 
 
-def copied(table: RowTable, into: RowTable, *, only_touched: bool = False) -> None:
-    steps = table.steps
-    assert steps is not None
-    table.freeze(since=table.latest_moment if only_touched else None)
-    # Writes that come after the moment, also the sweep's, are not in it.
-    table.push(np.array([0, 7]), np.ones((2, DIM), np.float32), ends_step=False)
-    while len((part := table.read_frozen(5)).ids):
-        into.restore(*part)
-    table.thaw(kept=True)
-    into.adopt_steps(steps)
-
-
-@pytest.mark.parametrize("weight_decay", [0.0, 0.03])
-@pytest.mark.parametrize("window", [8, 1000])
-@pytest.mark.parametrize("num_rows", [None, COUNT])
-def test_a_restored_table_goes_on_to_the_same_bits(weight_decay: float, window: int, num_rows: int | None) -> None:
-    first, last = (make(weight_decay, window=window, num_rows=num_rows) for _ in range(2))
-    generator = np.random.default_rng(4)
-
-    def step(*tables: RowTable, ids: Ids) -> None:
-        gradients = generator.standard_normal((len(ids), DIM)).astype(np.float32)
-        for table in tables:
-            table.push(ids, gradients, lr=0.1 + 0.01 * gradients[0, 0] ** 2)
-
-    for number in range(30):
-        step(first, ids=np.array([number % 4, 4 + number % 7]))
-        if number == 12:
-            copied(first, last)
-    copied(first, last, only_touched=True)
-    first.push(np.empty(0, np.int64), np.empty((0, DIM), np.float32))  # ends the step that `copied` began
-    last.push(np.array([0, 7]), np.ones((2, DIM), np.float32))
-    if window == 1000:
-        assert pulled(first).tobytes() == pulled(last).tobytes()
-    for _ in range(20):
-        step(first, last, ids=np.array([1, 20]))
-    compare = np.testing.assert_array_equal if window == 1000 else np.testing.assert_allclose
-    compare(pulled(first), pulled(last), **({} if window == 1000 else {"rtol": 1e-5, "atol": 1e-6}))
-
-
 def test_what_does_not_fit_a_table_that_counts_steps_is_refused() -> None:
     table = make()
     rows = np.zeros((1, DIM), np.float32)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from geartrain.ams.tables.row_table import RowTable
 from geartrain.ams.values.errors import InvalidIds, InvalidRows, NonFinite
-from geartrain.ams.values.optimizers.registry import SGD, RowOptimizerSpec, SparseMomentum
+from geartrain.ams.values.optimizers.registry import RowOptimizerSpec, SparseMomentum
 from geartrain.ams.values.placement import bucket_of
 from geartrain.ams.values.specs import Ids, TableSpec
 
@@ -61,31 +61,6 @@ WRITES = st.lists(st.tuples(IDS, st.booleans(), st.integers(0, 5)), max_size=6)
 
 
 @settings(deadline=None, max_examples=150)
-@given(num_rows=st.sampled_from([None, 200]), before=WRITES, during=WRITES, most=st.integers(1, 40))
-def test_what_is_read_is_what_was_there_when_it_froze(
-    num_rows: int | None, before: list[Any], during: list[Any], most: int
-) -> None:
-    table, twin = make_table(num_rows), make_table(num_rows)
-    for number, (ids, assigns, _) in enumerate(before):
-        for one in (table, twin):
-            write(one, ids, number, assigns=assigns)
-    expected = state_now(twin)
-    assert table.freeze() == len(expected)
-    found: State = {}
-    for number, (ids, assigns, reads) in enumerate(during):
-        for _ in range(reads):
-            ids_read, rows, slots, *_ = table.read_frozen(most)
-            assert slots is not None
-            found.update(zip(ids_read.tolist(), zip(rows.tolist(), slots.tolist(), strict=True), strict=True))
-        for one in (table, twin):
-            write(one, ids, 100 + number, assigns=assigns)
-    found.update(rest_of(table, most))
-    table.thaw(kept=True)
-    assert found == expected
-    assert state_now(table) == state_now(twin), "the freeze changed what was written"
-
-
-@settings(deadline=None, max_examples=150)
 @given(
     num_rows=st.sampled_from([None, 200]),
     rounds=st.lists(st.tuples(WRITES, st.sampled_from(["kept", "given up"]), st.integers(0, 9)), max_size=6),
@@ -121,25 +96,6 @@ def test_a_freeze_since_a_moment_holds_the_rows_written_since_whatever_was_forgo
         table.thaw(kept=False)
 
 
-@pytest.mark.parametrize("num_rows", [None, 200])
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-@pytest.mark.parametrize("optimizer", [SGD(lr=0.5), SparseMomentum(lr=0.5)], ids=["sgd", "momentum"])
-def test_a_restored_table_goes_on_as_the_first_would_have(
-    num_rows: int | None, dtype: Any, optimizer: RowOptimizerSpec
-) -> None:
-    table, twin = (make_table(num_rows, optimizer, dtype=dtype, slot_dtype=dtype) for _ in range(2))
-    write(table, list(range(0, 200, 3)), 1)
-    table.freeze()
-    while len((part := table.read_frozen(11))[0]):
-        twin.restore(*part)
-    table.thaw(kept=True)
-    assert twin.freeze(since=twin.latest_moment) == 0, "restored rows count as written"
-    twin.thaw(kept=True)
-    for one in (table, twin):
-        write(one, list(range(0, 200, 2)), 2)
-    assert state_now(twin) == state_now(table)
-
-
 def test_bad_rows_are_refused_and_nothing_is_restored() -> None:
     table = make_table(200)
     rows = np.ones((2, DIM), np.float32)
@@ -166,21 +122,6 @@ def test_a_table_is_frozen_once_at_a_time() -> None:
     table.thaw(kept=False)
     table.thaw(kept=False)
     assert table.freeze() == 0
-
-
-@settings(deadline=None, max_examples=50)
-@given(num_rows=st.sampled_from([None, 200]), rounds=st.lists(st.tuples(WRITES, st.booleans()), max_size=4))
-def test_one_moment_after_another_shows_its_own_rows(num_rows: int | None, rounds: list[Any]) -> None:
-    table, twin = make_table(num_rows), make_table(num_rows)
-    for number, (during, kept) in enumerate(rounds):
-        expected = state_now(twin)
-        table.freeze()
-        for step, (ids, assigns, _) in enumerate(during):
-            for one in (table, twin):
-                write(one, ids, 10 * number + step, assigns=assigns)
-        assert rest_of(table) == expected
-        table.thaw(kept=kept)
-    assert state_now(table) == state_now(twin)
 
 
 def test_memory_for_copies_serves_the_next_freeze_and_goes_when_it_is_not_needed() -> None:

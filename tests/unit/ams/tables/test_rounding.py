@@ -7,12 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from geartrain.ams.kernels.reference.ops import bucket_of
 from geartrain.ams.kernels.reference.rounding import LATE_ROW, ROW, SLOT, draws, rounded, rounding_key, stored
 from geartrain.ams.tables.compiled_store import table_hash
 from geartrain.ams.tables.row_table import RowTable
 from geartrain.ams.values.errors import InvalidRows, NonFinite
-from geartrain.ams.values.optimizers.registry import SGD, Adam, Momentum, RowOptimizerSpec, SparseMomentum
+from geartrain.ams.values.optimizers.registry import SGD, Momentum, RowOptimizerSpec, SparseMomentum
 from geartrain.ams.values.specs import DTYPES, Constant, DTypeName, TableSpec
 
 HALVES: list[DTypeName] = ["float16", "bfloat16"]
@@ -191,42 +190,7 @@ def test_what_is_assigned_and_what_a_row_begins_with_are_rounded_to_the_nearest(
     assert (pulled(table, np.arange(3)) == nearest).all()
 
 
-@pytest.mark.parametrize("optimizer", [SGD(0.1), SparseMomentum(0.1), Adam(0.01)], ids=repr)
-@pytest.mark.parametrize("dtype", HALVES)
-def test_a_table_split_over_shards_and_restored_elsewhere_has_the_same_bits(
-    dtype: DTypeName, optimizer: RowOptimizerSpec
-) -> None:
-    random, everything = np.random.default_rng(0), np.arange(60)
-    whole = table_of(optimizer, dtype)
-
-    def shards(starts: list[int]) -> list[tuple[RowTable, np.ndarray]]:
-        """Tables of the buckets from each start to the next, and whether an id is theirs."""
-        buckets = bucket_of(everything, dense=False)
-        ranges = zip(starts, [*starts[1:], 4096], strict=True)
-        return [(table_of(optimizer, dtype, owned=np.arange(a, b)), (buckets >= a) & (buckets < b)) for a, b in ranges]
-
-    parts = shards([0, 2000])
-    for step in range(12):
-        ids = random.permutation(60)[: 1 + step]
-        gradients = random.standard_normal((len(ids), 8)).astype(np.float32)
-        whole.push(ids, gradients)
-        for part, owns in parts:
-            if owns[ids].any():  # a shard without ids hears nothing of the push
-                part.push(ids[owns[ids]], gradients[owns[ids]])
-        if step == 5:
-            sources, parts = parts, shards([0, 1000, 3000])
-            for source, _ in sources:
-                source.freeze()
-                kept = source.read_frozen(1000)
-                for part, owns in parts:
-                    mine = owns[kept.ids]
-                    part.restore(*(None if column is None else column[mine] for column in kept))
-    expected = pulled(whole, everything)
-    for part, owns in parts:
-        assert pulled(part, everything[owns]).tobytes() == expected[owns].tobytes()
-
-
-def test_a_snapshot_without_numbers_of_updates_is_restored_and_damaged_numbers_are_refused() -> None:
+def test_rows_without_numbers_of_updates_are_restored_and_damaged_numbers_are_refused() -> None:
     table = table_of(SparseMomentum(0.1), "bfloat16")
     ids, rows = np.arange(2), np.ones((2, 8), DTYPES["bfloat16"])
     table.restore(ids, rows, rows)

@@ -145,7 +145,7 @@ def test_rows_at_the_end_of_a_vast_table_cost_what_rows_cost(num_rows: int, opti
     result = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert result.returncode == 0, result.stderr
     told, resident = map(int, result.stdout.split())
-    assert told < 2**20 and resident < 16 * 2**20
+    assert told < 2**20 and resident < 17 * 2**20  # with pages of the core itself
 
 
 @pytest.mark.exact_memory

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from geartrain.ams.graph.building.neighbours import NeighbourTable
+from geartrain.ams.kernels.ops import sample_ids
 from geartrain.ams.kernels.reference import ops as reference
-from geartrain.ams.kernels.sampling import sample_ids
 from geartrain.ams.programs.class_lifecycle import LiveClasses
 from geartrain.ams.programs.selection import FullSoftmax, PartialFC
 from geartrain.ams.values.optimizers.registry import SparseMomentum
