@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -21,11 +20,10 @@ class _Request(Generic[R]):
     result: R | None = None
     error: BaseException | None = None
     is_done: bool = False
-    leads: bool = False
 
 
 class Coalescer(Generic[R]):
-    """One of the threads that wait leads: it computes for all of them, and the next one leads after it. Thread-safe.
+    """One of the threads that wait has the turn: it computes for all of them. Thread-safe.
 
     ``compute`` (distinct ids [K] -> result) is never called twice at a time; ``part`` cuts the answer to one request
     (positions [n] of its ids in the batch) out of the result.
@@ -45,7 +43,7 @@ class Coalescer(Generic[R]):
         self._max_wait_seconds = max_wait_seconds
         self._changed = threading.Condition()
         self._waiting: list[_Request[R]] = []
-        self._has_leader = False
+        self._turn = threading.Lock()
 
     @property
     def queued_ids(self) -> int:
@@ -56,18 +54,17 @@ class Coalescer(Generic[R]):
     def ask(self, ids: Ids) -> R:
         """Return the result for distinct ``ids`` [n], in their order; raises what ``compute`` raised."""
         request: _Request[R] = _Request(ids)
+        with self._changed:
+            self._waiting.append(request)
+            self._changed.notify_all()
         try:
-            with self._changed:
-                self._waiting.append(request)
-                if not self._has_leader:
-                    self._has_leader = request.leads = True
-                self._changed.notify_all()
-                self._changed.wait_for(lambda: request.is_done or request.leads)
-                batch = [] if request.is_done else self._gathered(request)
-            if batch:
-                self._lead(batch)
+            with self._turn:
+                if not request.is_done:
+                    self._lead(self._gathered(request))
         finally:  # also after Ctrl-C: the others go on
-            self._leave(request)
+            with self._changed:
+                if request in self._waiting:
+                    self._waiting.remove(request)
         if request.error is not None:
             raise request.error
         assert request.result is not None
@@ -78,14 +75,13 @@ class Coalescer(Generic[R]):
 
     def _gathered(self, leader: _Request[R]) -> list[_Request[R]]:
         """Wait for company; return the leader's request and those behind it that fit in one batch with it."""
-        deadline = time.monotonic() + self._max_wait_seconds
-        while (left := deadline - time.monotonic()) > 0 and self._queued() < self._max_ids:
-            self._changed.wait(left)
-        self._waiting.remove(leader)
-        batch, total = [leader], len(leader.ids)
-        while self._waiting and total + len(self._waiting[0].ids) <= self._max_ids:
-            batch.append(self._waiting.pop(0))
-            total += len(batch[-1].ids)
+        with self._changed:
+            self._changed.wait_for(lambda: self._queued() >= self._max_ids, self._max_wait_seconds)
+            self._waiting.remove(leader)
+            batch, total = [leader], len(leader.ids)
+            while self._waiting and total + len(self._waiting[0].ids) <= self._max_ids:
+                batch.append(self._waiting.pop(0))
+                total += len(batch[-1].ids)
         return batch
 
     def _lead(self, batch: list[_Request[R]]) -> None:
@@ -97,23 +93,9 @@ class Coalescer(Generic[R]):
         except BaseException:  # Ctrl-C is for this thread alone: the others are asked again
             with self._changed:
                 self._waiting[:0] = batch[1:]
-                batch = batch[:1]
             raise
-        finally:
-            with self._changed:
-                for request in batch:
-                    request.is_done = True
-
-    def _leave(self, request: _Request[R]) -> None:
-        """Hand the lead on."""
-        with self._changed:
-            if request in self._waiting:
-                self._waiting.remove(request)
-            if request.leads:
-                self._has_leader = bool(self._waiting)
-                if self._waiting:
-                    self._waiting[0].leads = True
-            self._changed.notify_all()
+        for request in batch:
+            request.is_done = True
 
     def _answer(self, batch: list[_Request[R]]) -> None:
         if len(batch) == 1:

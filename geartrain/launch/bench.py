@@ -76,7 +76,8 @@ def run_bench(name: str, folder: Path, *, full: bool = False) -> Iterator[Result
     found = benches(folder)
     chosen = found.get(name) or [file for files in found.values() for file in files if file == name]
     if not chosen:
-        known = "; ".join(f"{one} ({', '.join(files)})" if set(files) != {one} else one for one, files in found.items())
+        shown = {bench: "" if set(files) == {bench} else f" ({', '.join(files)})" for bench, files in found.items()}
+        known = "; ".join(bench + files for bench, files in shown.items())
         raise ConfigError(
             f"there is no bench {name!r} in {str(folder)!r}. There are (with the files of each, which run alone, too): "
             f"{known}. 'geartrain bench' says what each measures"

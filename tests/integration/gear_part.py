@@ -16,8 +16,8 @@ def build() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, DIM))
 
 
-def samples(one: int) -> Tensor | None:
+def samples(number: int) -> Tensor | None:
     """The sample of an id below 48."""
-    if one == DAMAGED:
+    if number == DAMAGED:
         raise OSError("no such file")
-    return SAMPLES[one] if one < IDS else None
+    return SAMPLES[number] if number < IDS else None

@@ -59,22 +59,22 @@ def _nurse(pipe: Connection) -> None:
     pipe.send("ready")
     with contextlib.suppress(EOFError):
         while True:
-            work, one, rest = pipe.recv()
+            work, target, rest = pipe.recv()
             if work is not None:
                 pid = os.fork()
                 if not pid:
                     pipe.close()
-                    _run(work, one, rest)
-                one.close()
+                    _run(work, target, rest)
+                target.close()
                 children.add(pid)
                 pipe.send(pid)
-            elif one and rest < 0:
-                os.kill(one, -rest)
+            elif target and rest < 0:
+                os.kill(target, -rest)
                 pipe.send("sent")
-            elif one:
-                os.kill(one, rest)
-                children.discard(one)
-                pipe.send(os.waitstatus_to_exitcode(os.waitpid(one, 0)[1]))
+            elif target:
+                os.kill(target, rest)
+                children.discard(target)
+                pipe.send(os.waitstatus_to_exitcode(os.waitpid(target, 0)[1]))
             else:
                 break
     for pid in children:
@@ -107,11 +107,11 @@ def build() -> Any:
     return module
 
 
-def samples(one: int) -> Any:
+def samples(target: int) -> Any:
     """One-hot."""
     import torch
 
-    return torch.eye(IDS)[one]
+    return torch.eye(IDS)[target]
 
 
 def slow_gear(pipe: Connection, scheduler: str) -> None:

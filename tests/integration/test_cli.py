@@ -86,8 +86,8 @@ def test_help_lists_every_command() -> None:
 def test_the_help_has_no_line_breaks_but_those_of_the_terminal() -> None:
     root = typer.main.get_command(cli.build_app([]))
     groups = [group for group in root.commands.values() if hasattr(group, "commands")]  # type: ignore[attr-defined]
-    commands = [root, *root.commands.values(), *(one for group in groups for one in group.commands.values())]  # type: ignore[attr-defined]
-    assert [one.name for one in commands if "\n" in (one.help or "").replace("\n\n", "")] == []
+    commands = [root, *root.commands.values(), *(command for group in groups for command in group.commands.values())]  # type: ignore[attr-defined]
+    assert [command.name for command in commands if "\n" in (command.help or "").replace("\n\n", "")] == []
 
 
 def test_the_version_is_printed() -> None:

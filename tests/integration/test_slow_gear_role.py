@@ -93,13 +93,13 @@ def test_two_slow_gears_in_sync_mode_train_as_one_process_would(gears: GearClust
 
 
 def test_ids_are_shared_out_and_go_back_when_one_leaves(gears: GearCluster, capsys: Any) -> None:
-    first, one = gears.start_gear()
-    assert len(state_of(one).partitions) == 64
+    first, address_of_first = gears.start_gear()
+    assert len(state_of(address_of_first).partitions) == 64
     second, two = gears.start_gear()
     with connected(gears) as cluster:
         image = gt.SlowGear(cluster, "image", dim=DIM, gradients_per_id=2)
         rows = gt.RowOptimizer(image)
-        held = [set(state_of(address).partitions) for address in (one, two)]
+        held = [set(state_of(address).partitions) for address in (address_of_first, two)]
         assert len(held[0]) == len(held[1]) == 32 and not held[0] & held[1]
         features = image(torch.arange(IDS))
         torch.testing.assert_close(features.detach(), build()(SAMPLES).detach())
@@ -109,7 +109,7 @@ def test_ids_are_shared_out_and_go_back_when_one_leaves(gears: GearCluster, caps
         assert (account.received, account.waiting, account.lost) == (IDS, IDS, 0)
         build_app(["status"])(["status", "--scheduler", gears.address], standalone_mode=False)
         shown = capsys.readouterr().out
-        assert "slow gears of image" in shown and one in shown and two in shown
+        assert "slow gears of image" in shown and address_of_first in shown and two in shown
         build_app(["status"])(["status", "--scheduler", gears.address, "--json"], standalone_mode=False)
         told = json.loads(capsys.readouterr().out)["slow_gears"]
         assert [gear["account"]["waiting"] for gear in told] == [

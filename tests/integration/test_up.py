@@ -262,7 +262,9 @@ def test_a_server_of_several_shards_comes_back_with_each_where_it_was(tmp_path: 
             after = cluster.status()
             cluster.create_table("t", dim=2, optimizer=gt.SGD(1.0), num_rows=8192).pull(np.arange(8192))
         assert [shard.address for shard in after.shards] == [shard.address for shard in before.shards]
-        changed = [one.incarnation != other.incarnation for one, other in zip(after.shards, before.shards, strict=True)]
+        changed = [
+            shard.incarnation != other.incarnation for shard, other in zip(after.shards, before.shards, strict=True)
+        ]
         assert changed == [False, False, True, True]
         assert running.process.poll() is None
 

@@ -87,11 +87,11 @@ class SampleFolder:
 
     def read(self, ids: Ids) -> list[bytes | None]:
         """The bytes of each file; None: there is none."""
-        return [self._read(int(one)) for one in ids]
+        return [self._read(int(number)) for number in ids]
 
-    def _read(self, one: int) -> bytes | None:
-        plain = self._folder / str(one)
-        found = plain if plain.is_file() else next(iter(sorted(self._folder.glob(f"{one}.*"))), None)
+    def _read(self, number: int) -> bytes | None:
+        plain = self._folder / str(number)
+        found = plain if plain.is_file() else next(iter(sorted(self._folder.glob(f"{number}.*"))), None)
         return None if found is None else found.read_bytes()
 
 
@@ -108,5 +108,5 @@ def optimizer_named(text: str) -> RowOptimizerSpec:
     try:
         return optimizer_of(name, {"lr": float(rate)})
     except (ValueError, InvalidArgument) as exc:
-        known = ", ".join(f"{one}:RATE" for one in OPTIMIZERS)
+        known = ", ".join(f"{rule}:RATE" for rule in OPTIMIZERS)
         raise ConfigError(f"optimizer is {text!r}; it must be one of {known}, as 'adam:0.001'") from exc

@@ -60,7 +60,7 @@ class GearLedger:
                 self._told[state.process] = state.account
                 self._lost.pop(state.process, None)
             live = {state.process for state in states}
-            for process in [one for one in self._told if one not in live and address_of(one) not in unheard]:
+            for process in [known for known in self._told if known not in live and address_of(known) not in unheard]:
                 if process in taken_over:
                     del self._told[process]  # its gradients are in the account of the one that took over
                 else:

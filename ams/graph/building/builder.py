@@ -39,7 +39,7 @@ _BLOCK_ROWS = 8192
 _FEWEST_ROWS = 64
 _BLOCKS_AT_ONCE = 4
 
-Progress = Callable[[int, int], None]
+OnPairs = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,7 +65,7 @@ def build_graph(
     products: BlockProducts | None = None,
     num_threads: int | None = None,
     memory_bytes: int = DEFAULT_MEMORY_BYTES,
-    progress: Progress | None = None,
+    progress: OnPairs | None = None,
     cancelled: Callable[[], bool] = lambda: False,
     resume: Path | None = None,
 ) -> Built:
@@ -175,7 +175,7 @@ def _pairs_of(part_rows: int, num_rows: int) -> int:
 class _Watch:
     """Counts what is done; asks whether to go on."""
 
-    def __init__(self, plan: _Plan, progress: Progress | None, cancelled: Callable[[], bool]) -> None:
+    def __init__(self, plan: _Plan, progress: OnPairs | None, cancelled: Callable[[], bool]) -> None:
         self._done, self._all = 0, plan.pairs()
         self._progress, self._cancelled = progress, cancelled
         self.resumed_pairs = 0

@@ -10,9 +10,9 @@ from geartrain.ams.storage.snapshot.manifest import FileEntry
 from geartrain.ams.values.graph_messages import GraphBuilding, GraphBuilt, GraphInfo, GraphsState
 from geartrain.ams.values.specs import Ids
 
-__all__ = ["GraphCalls", "Progress"]
+__all__ = ["GraphCalls", "OnBuilding"]
 
-Progress = Callable[[GraphBuilding], None]
+OnBuilding = Callable[[GraphBuilding], None]
 """Called a few times a second while a graph is built, on the thread that waits for it."""
 
 
@@ -29,7 +29,7 @@ class GraphCalls(Protocol):
         k: int,
         *,
         step: int = 0,
-        progress: Progress | None = None,
+        progress: OnBuilding | None = None,
         cancelled: Callable[[], bool] = lambda: False,
     ) -> GraphBuilt:
         """Build the exact graph of ``table`` from its rows as they are now, in the service, and wait for it.
@@ -42,7 +42,7 @@ class GraphCalls(Protocol):
             table: Name of a class table.
             k: Neighbours of a class, at least 1; a class has min(k, C - 1).
             step: Training step of the rows; kept with the graph.
-            progress: See :data:`Progress`.
+            progress: See :data:`OnBuilding`.
             cancelled: Asked as often; true ends the build, also for others who wait for it.
 
         Raises:

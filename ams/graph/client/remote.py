@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 from geartrain.ams.graph.building.neighbours import NeighbourTable
-from geartrain.ams.graph.client.calls import Progress
+from geartrain.ams.graph.client.calls import OnBuilding
 from geartrain.ams.rpc.carrier import AttemptFailed
 from geartrain.ams.rpc.client.graph import GrpcGraphCarrier
 from geartrain.ams.rpc.client.patience import Patience
@@ -60,7 +60,7 @@ class RemoteGraphs:
         k: int,
         *,
         step: int = 0,
-        progress: Progress | None = None,
+        progress: OnBuilding | None = None,
         cancelled: Callable[[], bool] = lambda: False,
     ) -> GraphBuilt:
         """See :class:`GraphCalls`."""

@@ -12,7 +12,7 @@ import logging
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from contextlib import AbstractContextManager
@@ -23,8 +23,8 @@ import xxhash
 
 from geartrain.ams.graph.building.builder import DEFAULT_MEMORY_BYTES, Built, build_graph
 from geartrain.ams.graph.building.neighbours import NeighbourTable
-from geartrain.ams.graph.building.table_rows import PulledTable, TableRows
-from geartrain.ams.graph.client.calls import Progress
+from geartrain.ams.graph.building.rows import TableRows
+from geartrain.ams.graph.client.calls import OnBuilding
 from geartrain.ams.graph.service.snapshot_graphs import read_graph, write_graph
 from geartrain.ams.graph.service.store import GraphStore, RowsVersion, graph_sizes
 from geartrain.ams.storage.snapshot.folder import open_snapshot
@@ -49,43 +49,15 @@ PROGRESS_SECONDS = 0.2
 """How often whoever waits for a build is told of it."""
 
 
-class DescribedTable(Protocol):
-    """A table, as the cluster describes it."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def writes(self) -> int: ...
-
-
-class DescribedShard(Protocol):
-    """A shard, as the cluster describes it."""
-
-    @property
-    def num_buckets(self) -> int: ...
-
-
-class ClusterState(Protocol):
-    """A cluster, as it describes itself."""
-
-    @property
-    def shards(self) -> Sequence[DescribedShard]: ...
-    @property
-    def tables(self) -> Sequence[DescribedTable]: ...
-
-
-class TableReader(Protocol):
-    """What opens tables."""
-
-    def table(self, name: str) -> PulledTable:
-        """An existing table. Raises TableNotFound."""
+ClusterState = Any
+"""A :class:`geartrain.ams.client.cluster_status.ClusterStatus`, which lies above."""
 
 
 class RowCluster(Protocol):
     """The cluster whose rows graphs are built from."""
 
-    def reading(self) -> AbstractContextManager[TableReader]:
-        """Open it to read rows for one build. Raises SchedulerUnavailable, ClusterNotReady."""
+    def reading(self) -> AbstractContextManager[Any]:
+        """A client of it, to read rows for one build. Raises SchedulerUnavailable, ClusterNotReady."""
 
     def status(self) -> ClusterState:
         """Describe it, soon or not at all. Raises Unavailable."""
@@ -151,7 +123,7 @@ class Graphs:
         k: int,
         *,
         step: int = 0,
-        progress: Progress | None = None,
+        progress: OnBuilding | None = None,
         cancelled: Callable[[], bool] = lambda: False,
     ) -> GraphBuilt:
         """See :class:`GraphCalls`."""
@@ -478,14 +450,13 @@ class OwnCluster:
         """``cluster`` is a :class:`geartrain.ams.client.cluster.Cluster`."""
         self._cluster = cluster
 
-    def reading(self) -> AbstractContextManager[TableReader]:
+    def reading(self) -> AbstractContextManager[Any]:
         """See :class:`RowCluster`."""
         return contextlib.nullcontext(self._cluster)
 
     def status(self) -> ClusterState:
         """See :class:`RowCluster`."""
-        state: ClusterState = self._cluster.status()
-        return state
+        return self._cluster.status()
 
     def table_incarnations(self) -> Mapping[str, int]:
         """See :class:`RowCluster`."""

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from geartrain.ams.graph.building.neighbours import NeighbourTable
-from geartrain.ams.graph.building.table_rows import TableRows
+from geartrain.ams.graph.building.rows import TableRows
 from geartrain.ams.programs.class_lifecycle import LiveClasses
 from geartrain.ams.programs.selection import ActiveClasses, Ranking, Selection, positives_and_sample
 from geartrain.ams.values.errors import GeartrainError, InvalidArgument, SpecMismatch

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from geartrain.ams.graph.building.neighbours import NeighbourTable
-from geartrain.ams.graph.building.table_rows import TableRows
+from geartrain.ams.graph.building.rows import TableRows
 from geartrain.ams.graph.client.calls import GraphCalls
 from geartrain.ams.programs.class_lifecycle import LiveClasses
 from geartrain.ams.values.errors import SpecMismatch, TableNotFound

@@ -101,7 +101,7 @@ def test_every_extra_that_a_bench_names_is_one_of_the_project() -> None:
     text = (Path(__file__).resolve().parents[3] / "pyproject.toml").read_text(encoding="utf-8")
     extras = tomllib.loads(text)["project"]["optional-dependencies"]
     for module, extra in EXTRAS.items():
-        assert any(one.startswith(module.replace("_", "-")) for one in extras[extra]), module
+        assert any(requirement.startswith(module.replace("_", "-")) for requirement in extras[extra]), module
 
 
 def test_every_bench_of_this_repository_has_the_right_form() -> None:

@@ -78,12 +78,12 @@ def test_it_adds_up_whoever_dies(data: st.DataObject) -> None:
             delivered += count
         else:
             gears[name], numbers[name] = GearAccount(), numbers[name] + 1
-            ledger.settle([state(one, numbers[one], account) for one, account in gears.items()], [])
+            ledger.settle([state(number, numbers[number], account) for number, account in gears.items()], [])
         assert ledger.total().adds_up and ledger.total().received == delivered
 
 
 def test_one_error_stands_for_all_failures() -> None:
-    failures = {one: Failure("SampleNotFound", f"id {one} has no sample") for one in range(5, 20)}
+    failures = {number: Failure("SampleNotFound", f"id {number} has no sample") for number in range(5, 20)}
     error = first_error(failures, "that")
     assert str(error).startswith("id 5 has no sample (and that of 14 more: 6, 7, 8")
     unknown = first_error({1: Failure("SomethingNewer", "id 1 is odd")}, "that")

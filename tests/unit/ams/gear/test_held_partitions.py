@@ -82,7 +82,7 @@ def test_partitions_follow_the_bucket_of_an_id() -> None:
     assert parts.min() == 0 and parts.max() == NUM_PARTITIONS - 1
     assert np.bincount(parts).min() > 100  # about 156 each
     some = [0, 1, 12345, 2**62]
-    assert partitions_of(np.array(some)).tolist() == [(splitmix64(one) >> 52) // 64 for one in some]
+    assert partitions_of(np.array(some)).tolist() == [(splitmix64(number) >> 52) // 64 for number in some]
 
 
 def test_every_partition_is_with_one_gear_as_they_come_and_go() -> None:

@@ -68,7 +68,7 @@ class Gears:
 
     def counts(self) -> list[int]:
         """How often each id was counted."""
-        every = [one for given in self.given.values() for ids in given.values() for one in ids]
+        every = [number for given in self.given.values() for ids in given.values() for number in ids]
         return np.bincount(every, minlength=len(IDS)).tolist()
 
     def carrier(self, address: str, on_wait: Callable[[], None]) -> Any:  # noqa: ARG002
@@ -343,7 +343,7 @@ def test_another_process_at_the_same_address_refuses_what_its_predecessor_may_ha
             gears.incarnations["b"] = 2
 
     plain = gears.process
-    gears.process = lambda one: "b#2" if one == "b" else plain(one)  # type: ignore[method-assign]
+    gears.process = lambda number: "b#2" if number == "b" else plain(number)  # type: ignore[method-assign]
     gears.on_look = on_look
     account = port.deliver(delivery(1))
     assert [sent_to for address, _, sent_to in gears.calls if address == "b"] == ["", "b#1"]

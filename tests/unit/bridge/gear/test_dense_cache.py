@@ -157,11 +157,11 @@ def test_a_hit_is_always_what_was_inserted_last(inserts: list[tuple[list[int], i
     for ids, version in inserts:
         ids = list(dict.fromkeys(ids))
         cache.insert(ids_of(*ids), features(ids, version=version))
-        model |= {one: one + 1000.0 * version for one in ids}
+        model |= {number: number + 1000.0 * version for number in ids}
     found, hit = cache.lookup(ids_of(*looked_up), now=100.0, dense_version=0)
-    for one, is_hit, vector in zip(looked_up, hit.tolist(), found.vectors.tolist(), strict=True):
-        assert not is_hit or vector == [model[one]] * DIM
-    assert len({one for one, is_hit in zip(looked_up, hit, strict=True) if is_hit}) <= 6
+    for number, is_hit, vector in zip(looked_up, hit.tolist(), found.vectors.tolist(), strict=True):
+        assert not is_hit or vector == [model[number]] * DIM
+    assert len({number for number, is_hit in zip(looked_up, hit, strict=True) if is_hit}) <= 6
 
 
 def test_threads_never_see_a_vector_of_another_id() -> None:

@@ -30,16 +30,16 @@ class Counted(nn.Linear):
         return torch.tanh(super().forward(batch))
 
 
-def sample(one: int) -> Tensor | None:
-    if one == 404:
+def sample(number: int) -> Tensor | None:
+    if number == 404:
         return None
-    if one == 500:
+    if number == 500:
         raise ValueError("not an image")
-    if one == 501:
+    if number == 501:
         return torch.zeros(7)
-    if one == 666:
+    if number == 666:
         return torch.full((5,), float("nan"))
-    return IMAGES[one]
+    return IMAGES[number]
 
 
 def engine_of(module: nn.Module, samples: Any = sample, **settings: Any) -> Any:
@@ -83,10 +83,10 @@ def test_ids_without_a_feature_are_named_and_the_others_live() -> None:
     engine, _, _ = engine_of(Counted(), max_batch=3)
     ids = np.array([1, 404, 500, 2, 666, 501, 3])
     reply = engine.features(ids)
-    errors = {one: failure.error for one, failure in reply.failures.items()}
+    errors = {number: failure.error for number, failure in reply.failures.items()}
     assert errors == {404: "SampleNotFound", 500: "SampleDamaged", 501: "SampleDamaged", 666: "NonFinite"}
-    for one, failure in reply.failures.items():
-        assert str(one) in failure.reason
+    for number, failure in reply.failures.items():
+        assert str(number) in failure.reason
     torch.testing.assert_close(reply.vectors_KD[[0, 3, 6]], engine.features(np.array([1, 2, 3])).vectors_KD)
     assert not reply.vectors_KD[[1, 2, 4, 5]].any()
 
@@ -188,9 +188,9 @@ def test_a_module_of_another_width_is_named() -> None:
 def test_samples_are_kept_up_to_a_bound() -> None:
     asked: list[int] = []
 
-    def counting(one: int) -> Tensor:
-        asked.append(one)
-        return IMAGES[one]
+    def counting(number: int) -> Tensor:
+        asked.append(number)
+        return IMAGES[number]
 
     samples = Samples(counting, cache_bytes=3 * IMAGES[0].nbytes)
     for ids in ([1, 2, 3], [1, 2, 3], [4], [2, 3], [1]):
@@ -204,7 +204,7 @@ def test_bytes_need_a_decoder_and_a_store_is_read_at_once() -> None:
 
         def read(self, ids: Any) -> list[bytes | None]:
             self.calls += 1
-            return [None if one == 5 else bytes([one, one]) for one in ids]
+            return [None if number == 5 else bytes([number, number]) for number in ids]
 
     store = Store()
     with pytest.raises(InvalidArgument, match="decode="):
@@ -231,7 +231,7 @@ def test_the_lead_is_handed_on_while_others_wait() -> None:
     with ThreadPoolExecutor(3) as pool:
         first = pool.submit(engine.features, np.array([1]))
         assert started.wait(30)
-        others = [pool.submit(engine.features, np.array([one])) for one in (2, 3)]
+        others = [pool.submit(engine.features, np.array([number])) for number in (2, 3)]
         while engine.queued_ids < 2:
             threading.Event().wait(0.001)
         go.set()

@@ -43,8 +43,8 @@ class Picky(nn.Linear):
         return super().forward(batch)
 
 
-def sample(one: int) -> Tensor:
-    return torch.full((5,), float("nan")) if one == NAN else IMAGES[one]
+def sample(number: int) -> Tensor:
+    return torch.full((5,), float("nan")) if number == NAN else IMAGES[number]
 
 
 def engine_of(module: nn.Module, **settings: Any) -> Any:

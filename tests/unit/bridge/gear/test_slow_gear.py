@@ -167,9 +167,9 @@ def delivered(image: gt.SlowGear, rows: gt.RowOptimizer, ids: list[int], factor:
 def test_features_have_the_shape_of_the_ids_and_a_repeated_id_costs_once(cluster: gt.Cluster) -> None:
     asked: list[int] = []
 
-    def sample(one: int) -> Tensor:
-        asked.append(one)
-        return SAMPLES[one]
+    def sample(number: int) -> Tensor:
+        asked.append(number)
+        return SAMPLES[number]
 
     image = slow_gear(cluster, samples=sample)
     ids = torch.tensor([[3, 1, 3], [1, 1, 0]])
@@ -251,11 +251,11 @@ def test_features_expire_by_the_clock_and_by_dense_updates(cluster: gt.Cluster) 
 def test_ids_without_a_feature_raise_and_the_others_are_kept(cluster: gt.Cluster) -> None:
     asked: list[int] = []
 
-    def sample(one: int) -> Tensor | None:
-        asked.append(one)
-        if one == 99:
+    def sample(number: int) -> Tensor | None:
+        asked.append(number)
+        if number == 99:
             raise OSError("no such file")
-        return SAMPLES[one] if one < IDS else None
+        return SAMPLES[number] if number < IDS else None
 
     image = slow_gear(cluster, samples=sample)
     with pytest.raises(SampleNotFound, match=r"id 50 has no sample .*99") as caught:

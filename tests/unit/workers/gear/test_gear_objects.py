@@ -84,7 +84,10 @@ def test_images_of_a_folder_are_pixels(tmp_path: Path) -> None:
     source, decode = open_samples(f"folder:{tmp_path}", None)
     batch, failures = Samples(source, decode).batch(np.array([7, 70, 71]))
     assert batch is not None and batch.shape == (1, 1, 2, 3) and bool((batch == 1.0).all())
-    assert {one: failure.error for one, failure in failures.items()} == {70: "SampleDamaged", 71: "SampleNotFound"}
+    assert {key: failure.error for key, failure in failures.items()} == {
+        70: "SampleDamaged",
+        71: "SampleNotFound",
+    }
     pixels = decode_image((tmp_path / "8.png").read_bytes())
     assert pixels.shape == (3, 2, 3) and pixels[:, 0, 0].tolist() == pytest.approx([1.0, 0.0, 0.2])
     with pytest.raises(ConfigError, match="/nowhere"):
