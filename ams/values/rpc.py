@@ -36,7 +36,7 @@ class Pong:
     incarnation: int
     """Which process of its shard or slow gear it is; 0: a role that has none, or none yet."""
     pid: int = 0
-    """Of its process, on the machine where that runs; 0: a role of an earlier version does not say."""
+    """Of its process, on the machine where that runs; 0: not said."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -124,7 +124,7 @@ class ShardState:
     cluster_version: int
     uptime_seconds: float
     unix_seconds: float = 0.0
-    """The shard's clock; 0: an older shard, which does not tell."""
+    """The shard's clock; 0: not told."""
     tables: tuple[TableState, ...] = field(default_factory=tuple)
 
 

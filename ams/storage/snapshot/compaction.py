@@ -1,9 +1,8 @@
 """A chain of snapshots merged into one that is whole, so that what it rested on can go.
 
 Cost: the chain is read about once (small blocks, which hold more than a range of buckets of a large table, up to 8
-times), the new snapshot is written and
-read once. Memory: two blocks, and 8 bytes (16 for a moment) per row of one table on one shard; the files of the job one
-at a time.
+times), the new snapshot is written and read once. Memory: two blocks, and 8 bytes (16 for a moment) per row of one
+table on one shard; the files of the job one at a time.
 """
 
 from __future__ import annotations
