@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import fmean, pvariance
 
 import torch
 from torch import Tensor
@@ -75,27 +76,9 @@ def _mean(values: Tensor) -> float:
     return float(values.mean()) if len(values) else math.nan
 
 
-@dataclass
-class _Window:
-    """Means and spreads of what some passes gave."""
-
-    count: int = 0
-    samples: int = 0
-    sums: tuple[float, float] = (0.0, 0.0)
-    squares: tuple[float, float] = (0.0, 0.0)
-
-    def add(self, values: tuple[float, float], samples: int) -> None:
-        self.count += 1
-        self.samples += samples
-        self.sums = (self.sums[0] + values[0], self.sums[1] + values[1])
-        self.squares = (self.squares[0] + values[0] ** 2, self.squares[1] + values[1] ** 2)
-
-    def mean(self, which: int) -> float:
-        return self.sums[which] / max(1, self.count)
-
-    def error(self, which: int) -> float:
-        """Of the mean, squared."""
-        return max(0.0, self.squares[which] / max(1, self.count) - self.mean(which) ** 2) / max(1, self.count - 1)
+def _squared_error(values: Sequence[float]) -> float:
+    """Of their mean."""
+    return pvariance(values) / (len(values) - 1)
 
 
 class LearningWatch:
@@ -110,7 +93,9 @@ class LearningWatch:
     def __init__(self) -> None:
         self._passes = self._next = 0
         self._horizon = 0
-        self._windows = _Window(), _Window()
+        self._windows: tuple[list[tuple[float, float]], list[tuple[float, float]]] = [], []
+        """Mean cosines and accuracies of passes in the first quarter, and in the last."""
+        self._last_samples = 0
         self._on_the_way: tuple[Tensor, torch.cuda.Event, int, int] | None = None
         self.has_ended = False
 
@@ -136,8 +121,7 @@ class LearningWatch:
     def _read(self, means: Tensor, window: int, samples: int) -> None:
         """Add them to a window; those of a device once they are here, without waiting."""
         if means.device.type != "cuda":
-            target, accuracy = means.tolist()
-            self._windows[window].add((target, accuracy), samples)
+            self._add(means, window, samples)
             return
         host = torch.empty(means.shape, dtype=means.dtype, pin_memory=True).copy_(means, non_blocking=True)
         arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -147,27 +131,33 @@ class LearningWatch:
     def _take(self) -> None:
         on_the_way, self._on_the_way = self._on_the_way, None
         if on_the_way is not None and on_the_way[1].query():  # type: ignore[no-untyped-call]
-            target, accuracy = on_the_way[0].tolist()
-            self._windows[on_the_way[2]].add((target, accuracy), on_the_way[3])
+            self._add(on_the_way[0], *on_the_way[2:])
+
+    def _add(self, means: Tensor, window: int, samples: int) -> None:
+        target, accuracy = means.tolist()
+        self._windows[window].append((target, accuracy))
+        self._last_samples += samples * window
 
     def _has_learned(self, num_active: int) -> bool:
         first, last = self._windows
-        if min(first.count, last.count) < 2 or not math.isfinite(sum(last.sums)):
+        if min(len(first), len(last)) < 2 or not math.isfinite(sum(map(sum, last))):
             return True  # nothing is known; what is not finite has errors of its own
-        for which in (0, 1):
-            if last.mean(which) - first.mean(which) > _CLEARLY * math.sqrt(first.error(which) + last.error(which)):
+        for before, after in zip(zip(*first, strict=True), zip(*last, strict=True), strict=True):
+            if fmean(after) - fmean(before) > _CLEARLY * math.sqrt(_squared_error(before) + _squared_error(after)):
                 return True
         if num_active < 2:
             return True
-        chance = 1 / num_active
-        return last.mean(1) > min(3 * chance + _CLEARLY * math.sqrt(chance / last.samples), (1 + chance) / 2)
+        chance, accuracy = 1 / num_active, fmean(passed[1] for passed in last)
+        return accuracy > min(3 * chance + _CLEARLY * math.sqrt(chance / self._last_samples), (1 + chance) / 2)
 
     def _sentence(self, num_active: int, settings: str) -> str:
-        first, last = self._windows
+        (target, accuracy), (last_target, last_accuracy) = (
+            (fmean(passed[0] for passed in window), fmean(passed[1] for passed in window)) for window in self._windows
+        )
         return (
             f"after {self._horizon} training passes the class head {settings} has learned nothing: the mean cosine (or "
-            f"logit) of the targets went from {first.mean(0):.4f} to {last.mean(0):.4f}, the accuracy over "
-            f"{num_active} active classes from {first.mean(1):.4f} to {last.mean(1):.4f}. Try a higher learning rate "
+            f"logit) of the targets went from {target:.4f} to {last_target:.4f}, the accuracy over "
+            f"{num_active} active classes from {accuracy:.4f} to {last_accuracy:.4f}. Try a higher learning rate "
             "of the rows (RowOptimizer's groups), margin=None or a smaller margin (gt.ScheduledMargin begins with "
             "none), and the scale of gt.ArcFace(scale=None); see that the backbone is trained, and that labels belong "
             "to their samples"

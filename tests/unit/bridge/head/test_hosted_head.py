@@ -72,20 +72,6 @@ def test_updates_chunk_by_chunk_equal_one_push(
             same_rows(heads)
 
 
-def test_clipping_scales_what_is_pushed() -> None:
-    with local(2) as cluster:
-        heads = both(cluster)
-        norms = []
-        for head in heads:
-            rows = RowOptimizer(head)
-            for seed in range(2):
-                head(*batch(seed=seed)).backward()
-            norms.append(float(rows.clip_grad_norm_(0.01)))
-            rows.step()
-        assert norms[1] == pytest.approx(norms[0], rel=1e-4) and norms[0] > 0.01
-        same_rows(heads)
-
-
 def test_a_feature_gradient_that_leaves_its_type_updates_nothing() -> None:
     with local(2) as cluster:
         head = head_of(cluster)
@@ -134,21 +120,6 @@ def test_a_batch_that_exceeds_a_message_is_computed_in_parts(select: FullSoftmax
         assert losses[1] == pytest.approx(losses[0], rel=1e-5)
         np.testing.assert_allclose(gradients[1], gradients[0], rtol=1e-3, atol=1e-8)
         same_rows(heads)
-
-
-def test_float64_features_get_float64_gradients() -> None:
-    with local(1) as cluster:
-        heads = both(cluster)
-        found = []
-        for head in heads:
-            features, labels = batch()
-            wide = features.detach().double().requires_grad_()
-            loss = head(wide, labels)
-            loss.backward()
-            assert loss.dtype == torch.float64 and wide.grad is not None
-            found.append((float(loss.detach()), wide.grad.numpy()))
-        assert found[1][0] == pytest.approx(found[0][0], rel=1e-5)
-        np.testing.assert_allclose(found[1][1], found[0][1], rtol=1e-3, atol=1e-7)
 
 
 def test_an_update_is_of_the_classes_that_the_loss_was_of() -> None:
