@@ -45,7 +45,7 @@ def add_classes(
         _require_ready(backend)
         if isinstance(num, bool) or not isinstance(num, int) or num < 1:
             raise InvalidArgument(f"num is {num!r}; it must be an integer >= 1, the number of new classes")
-        ids = backend.living.free_ids(num)
+        ids = backend.live_classes.free_ids(num)
         if examples is not None:
             if backbone is None or rows is not None:
                 raise InvalidArgument("examples need a backbone=, which makes features of them, and no rows=")
@@ -57,7 +57,7 @@ def add_classes(
         values = prepared[1]
         kind = 0 if values is None else 2 if examples is not None else 1
         digest = 0 if kind != 1 or values is None else _digest(as_numpy(values).tobytes())
-        return [num, kind, digest, backend.living.fingerprint]
+        return [num, kind, digest, backend.live_classes.fingerprint]
 
     ids, values = _agreed(backend.peers, prepare, summary, f"the classes to add to {table.spec.name!r}")
     if examples is not None and values is not None:
@@ -71,7 +71,7 @@ def add_classes(
         table.assign(ids[part], rows)
 
     _write(backend, len(ids), write)
-    _follow(backend, backend.living.with_added(ids), ids)
+    _follow(backend, backend.live_classes.with_added(ids), ids)
     return ids
 
 
@@ -81,12 +81,12 @@ def retire_classes(backend: RowBackend, ids: Tensor) -> None:
 
     def prepare() -> tuple[Ids, LiveClasses]:
         _require_ready(backend)
-        return wanted_and_rest(backend.living, ids)
+        return wanted_and_rest(backend.live_classes, ids)
 
     def summary(prepared: tuple[Ids, LiveClasses]) -> list[int]:
-        return [len(prepared[0]), _digest(prepared[0].tobytes()), backend.living.fingerprint]
+        return [len(prepared[0]), _digest(prepared[0].tobytes()), backend.live_classes.fingerprint]
 
-    wanted, living = _agreed(backend.peers, prepare, summary, f"the classes to retire of {table.spec.name!r}")
+    wanted, live_classes = _agreed(backend.peers, prepare, summary, f"the classes to retire of {table.spec.name!r}")
 
     def write(part: slice) -> None:
         rows = np.empty((len(wanted[part]), table.spec.dim), table.spec.numpy_dtype)
@@ -94,25 +94,25 @@ def retire_classes(backend: RowBackend, ids: Tensor) -> None:
         table.assign(wanted[part], rows)  # which makes their momentum zero
 
     _write(backend, len(wanted), write)
-    _follow(backend, living, np.empty(0, np.int64))
+    _follow(backend, live_classes, np.empty(0, np.int64))
 
 
-def _follow(backend: RowBackend, living: LiveClasses, added: Ids) -> None:
-    backend.living = living
+def _follow(backend: RowBackend, live_classes: LiveClasses, added: Ids) -> None:
+    backend.live_classes = live_classes
     backend.update.generation += 1
-    backend.select.follow(living, added)
+    backend.select.follow(live_classes, added)
 
 
-def wanted_and_rest(living: LiveClasses, ids: Tensor) -> tuple[Ids, LiveClasses]:
+def wanted_and_rest(live_classes: LiveClasses, ids: Tensor) -> tuple[Ids, LiveClasses]:
     """Checked ids [N], rising, and the living classes without them. Raises InvalidIds, InvalidArgument."""
     if not isinstance(ids, Tensor) or ids.ndim != 1:
         raise InvalidIds(f"ids are {ids!r:.80}; they must be a torch.int64 tensor [N]")
-    given = check_labels(ids, len(ids), living.num_classes)
-    living.require(check_class_ids(given, living.num_classes, "class id"), "class id")
+    given = check_labels(ids, len(ids), live_classes.num_classes)
+    live_classes.require(check_class_ids(given, live_classes.num_classes, "class id"), "class id")
     wanted, counts = np.unique(given, return_counts=True)
     if len(wanted) != len(given):
         raise InvalidIds(f"class {int(wanted[counts > 1][0])} is there {int(counts.max())} times; name each class once")
-    return wanted, living.without(wanted)
+    return wanted, live_classes.without(wanted)
 
 
 def _require_ready(backend: RowBackend) -> None:

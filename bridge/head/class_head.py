@@ -229,12 +229,12 @@ class ClassHead(nn.Module):
     @property
     def num_living(self) -> int:
         """How many classes live."""
-        return self._backend.living.num_living
+        return self._backend.live_classes.num_living
 
     @property
     def retired(self) -> Tensor:
         """Ids [N] int64 of the classes that do not live, rising: retired, or never added."""
-        return torch.from_numpy(self._backend.living.free_ids(self.num_classes - self.num_living))
+        return torch.from_numpy(self._backend.live_classes.free_ids(self.num_classes - self.num_living))
 
     def add_classes(
         self,
@@ -390,7 +390,7 @@ class ClassHead(nn.Module):
         """
         backend = self._backend
         return imprint_rows(
-            self.table, backend.peers, loader, backbone, memory_bytes, progress, backend.living, self.dim
+            self.table, backend.peers, loader, backbone, memory_bytes, progress, backend.live_classes, self.dim
         )
 
     @torch.no_grad()
@@ -410,7 +410,7 @@ class ClassHead(nn.Module):
                 "for its dominant centers in one process that has loaded it"
             )
         with in_eval_mode(backbone):
-            batches = features_of(loader, backbone, self.dim, self._backend.living)
+            batches = features_of(loader, backbone, self.dim, self._backend.live_classes)
             return dominant_centers(self.table, batches, self.sub_centers)
 
     @torch.no_grad()

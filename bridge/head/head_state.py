@@ -26,7 +26,7 @@ def state_of(backend: RowBackend) -> dict[str, Any]:
         "select": repr(backend.select),
         **backend.margins.state(),
         **({} if identity is None else {"table_rows": identity}),
-        "retired_runs": backend.living.retired_runs.tolist(),
+        "retired_runs": backend.live_classes.retired_runs.tolist(),
         **({} if graph is None else {"graph": graph}),
     }
 
@@ -45,13 +45,13 @@ def resume_state(backend: RowBackend, state: Mapping[str, Any]) -> None:
     step = int(state["step"])
     if backend.local is not None:
         backend.local.require_step(step)
-    living = LiveClasses(backend.settings.num_classes, state.get("retired_runs", []))
+    live_classes = LiveClasses(backend.settings.num_classes, state.get("retired_runs", []))
     backend.margins.resume(state)
     backend.update.discard()
     backend.update.step = step
     backend.update.generation += 1
-    backend.living = living
-    backend.select.resume(state.get("graph"), living)
+    backend.live_classes = live_classes
+    backend.select.resume(state.get("graph"), live_classes)
 
 
 class _HeadRows(Placement):

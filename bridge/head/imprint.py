@@ -49,11 +49,11 @@ def imprint_rows(
     backbone: nn.Module,
     memory_bytes: int,
     progress: Callable[[int], None] | None,
-    living: LiveClasses,
+    live_classes: LiveClasses,
     dim: int,
 ) -> int:
     """See ``ClassHead.imprint``; features have width ``dim``."""
-    num_classes = living.num_classes
+    num_classes = live_classes.num_classes
     imprinted = 0
     with (
         in_eval_mode(backbone),
@@ -61,8 +61,8 @@ def imprint_rows(
         ClassSums(num_classes, dim, memory_bytes) as sums,
     ):
         what = f"the classes of table {table.spec.name!r} were not imprinted"
-        _together(ranks, lambda: _read_all(sums, loader, backbone, dim, living, report), what)
-        shared_D = _shared_direction(_sums_by_ids(sums, ranks, num_classes, dim, what), living)
+        _together(ranks, lambda: _read_all(sums, loader, backbone, dim, live_classes, report), what)
+        shared_D = _shared_direction(_sums_by_ids(sums, ranks, num_classes, dim, what), live_classes)
         for ids, sums_SD in _sums_by_ids(sums, ranks, num_classes, dim, what):
             write = functools.partial(_assign, table, ids, sums_SD, shared_D)
             if ranks is None:
@@ -90,7 +90,7 @@ def _sums_by_ids(
         yield ids, sums_SD if ranks is None else ranks.sum(sums_SD)
 
 
-def _shared_direction(parts: Iterable[tuple[Ids, Tensor]], living: LiveClasses) -> Tensor | None:
+def _shared_direction(parts: Iterable[tuple[Ids, Tensor]], live_classes: LiveClasses) -> Tensor | None:
     """The direction [D] of the mean of unit means, if those of most living classes lie along it; None: they do not.
 
     Of a few classes among others it is theirs rather than everybody's.
@@ -99,7 +99,7 @@ def _shared_direction(parts: Iterable[tuple[Ids, Tensor]], living: LiveClasses) 
     for _, sums_SD in parts:
         units_SD = nn.functional.normalize(sums_SD.double(), eps=NORM_FLOOR)
         num, total_D = num + len(units_SD), total_D + units_SD.sum(0)
-    if num < 2 or 2 * num < living.num_living:
+    if num < 2 or 2 * num < live_classes.num_living:
         return None
     cosine = (float(total_D @ total_D) - num) / (num * (num - 1))
     return nn.functional.normalize(total_D, dim=0) if cosine > _SHARED_COSINE else None
@@ -114,11 +114,11 @@ def _read_all(
     loader: Loader,
     backbone: nn.Module,
     dim: int,
-    living: LiveClasses,
+    live_classes: LiveClasses,
     report: Callable[[int], None],
 ) -> None:
     images_read = 0
-    for features_ND, labels_N in features_of(loader, backbone, dim, living):
+    for features_ND, labels_N in features_of(loader, backbone, dim, live_classes):
         bad_N = ~torch.isfinite(features_ND).all(1)
         if bool(bad_N.any()):
             raise NonFinite(
@@ -140,13 +140,15 @@ def feature_sums(loader: Loader, backbone: nn.Module, num_classes: int, dim: int
     return sums_CD
 
 
-def features_of(loader: Loader, backbone: nn.Module, dim: int, living: LiveClasses) -> Iterator[tuple[Tensor, Tensor]]:
+def features_of(
+    loader: Loader, backbone: nn.Module, dim: int, live_classes: LiveClasses
+) -> Iterator[tuple[Tensor, Tensor]]:
     """Features [N, D] float32 and labels [N], on the host, batch after batch."""
     parameter = next(backbone.parameters(), None)
     for images, labels in loader:
         features = backbone(images if parameter is None else images.to(parameter.device))
         check_features(features, dim)
-        checked = living.require(check_labels(labels, len(features), living.num_classes), "label")
+        checked = live_classes.require(check_labels(labels, len(features), live_classes.num_classes), "label")
         yield features.to("cpu", torch.float32), torch.from_numpy(checked)
 
 

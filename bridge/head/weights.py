@@ -273,8 +273,12 @@ def _by_numbers(path: Path) -> tuple[list[int], str]:
 
 def _first_living(head: ClassHead) -> int | None:
     """N where the living classes are 0 … N − 1 and others may come after them."""
-    living = head.backend.living
-    return living.num_living if living.retired_runs.tolist() == [[living.num_living, living.num_classes]] else None
+    live_classes = head.backend.live_classes
+    return (
+        live_classes.num_living
+        if live_classes.retired_runs.tolist() == [[live_classes.num_living, live_classes.num_classes]]
+        else None
+    )
 
 
 def _open_parts(paths: list[Path], table: ReadableTable, wanted: _Wanted, key: str | None) -> list[_Part]:
@@ -284,11 +288,11 @@ def _open_parts(paths: list[Path], table: ReadableTable, wanted: _Wanted, key: s
     if total not in (spec.num_rows, wanted.num_first):
         centers = "" if wanted.sub_centers == 1 else f"{wanted.sub_centers}, "
         listed = ", ".join(f"{part.path} [{part.num_rows}, {centers}{wanted.dim}]" for part in parts)
-        living = f" ({wanted.num_first:,} of them living)" if wanted.num_first is not None else ""
+        live_classes = f" ({wanted.num_first:,} of them living)" if wanted.num_first is not None else ""
         larger = f", or a larger one with num_living={total}" if total < (spec.num_rows or 0) else ""
         raise InvalidRows(
             f"{listed} {'hold' if len(parts) > 1 else 'holds'} {total:,} classes, table {spec.name!r} has "
-            f"{spec.num_rows:,}{living}; give the files of all ranks, or a head of {total:,} classes{larger}"
+            f"{spec.num_rows:,}{live_classes}; give the files of all ranks, or a head of {total:,} classes{larger}"
         )
     return parts
 

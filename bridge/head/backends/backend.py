@@ -102,7 +102,7 @@ class GraphRows(Protocol):
 class GraphSource(Protocol):
     """Gives the rows of one head for its graphs."""
 
-    def rows(self, living: LiveClasses, step: int) -> GraphRows:
+    def rows(self, live_classes: LiveClasses, step: int) -> GraphRows:
         """Those of the living classes, as they are at ``step``."""
 
 
@@ -185,7 +185,7 @@ class RowBackend(Protocol):
 
     # What a step is over, and the step itself.
 
-    living: LiveClasses
+    live_classes: LiveClasses
     """The classes that are not retired."""
     margins: HeadMargin
     """The margin, and what it has learned."""

@@ -58,7 +58,7 @@ class ClusterBackend(ABC):
                 f"cluster is {quoted(cluster)}; rows in a cluster need one (gt.local(), gt.connect(...)), "
                 "rows='ranks' none"
             )
-        self.living = LiveClasses.first(settings.num_classes, settings.num_living)
+        self.live_classes = LiveClasses.first(settings.num_classes, settings.num_living)
         group = settings.config.process_group
         joined = group is not None or (settings.sync and dist.is_initialized())
         self.peers = ranks = SyncRanks(settings.name, group) if joined else None
@@ -149,7 +149,9 @@ class ClusterBackend(ABC):
         samples: CountedSamples | None = None
         failure: GeartrainError | None = None
         try:
-            samples = CountedSamples.of(features, labels, weight, self.settings.config, self.settings.dim, self.living)
+            samples = CountedSamples.of(
+                features, labels, weight, self.settings.config, self.settings.dim, self.live_classes
+            )
             if ranks is None:
                 check_finite(samples.features_SD)
                 if len(features) == 0:
@@ -165,7 +167,7 @@ class ClusterBackend(ABC):
         parts, amounts = ranks.gather_samples(
             none if samples is None else samples.labels_S,
             failure=failure,
-            classes=self.living.fingerprint,
+            classes=self.live_classes.fingerprint,
             settings=self._said(),
             amount=0.0 if samples is None else samples.amount,
         )

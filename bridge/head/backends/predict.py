@@ -80,7 +80,7 @@ def _top_of_stream(
 
 
 def top_of_hosted(
-    calls: HeadCalls, features: Tensor, k: int, *, living: LiveClasses, normalised: bool, centers: int = 1
+    calls: HeadCalls, features: Tensor, k: int, *, live_classes: LiveClasses, normalised: bool, centers: int = 1
 ) -> Answers:
     """The best living classes, computed in float32; no row travels. On the features' device.
 
@@ -91,7 +91,7 @@ def top_of_hosted(
     width = max(4 * own_BD.shape[1], _BYTES_PER_ANSWER * k)
     at_once = max(1, min(calls.part_bytes // width, MOST_ANSWERS // k))
     settings = {"normalised": float(normalised), "sub_centers": float(centers), "k": float(k)}
-    retired = {} if living.are_all else {"retired_runs": living.retired_runs.ravel()}
+    retired = {} if live_classes.are_all else {"retired_runs": live_classes.retired_runs.ravel()}
     scores, ids = ([part] for part in _nothing(own_BD[:0], Arithmetic.of(own_BD), k))
     for part_BD in torch.split(own_BD, at_once) if len(own_BD) else ():
         inputs = (HostedInputs(arrays={"features": part_BD.numpy(), **retired}, settings=settings),)

@@ -88,20 +88,26 @@ class CountedSamples:
         weight: Tensor | None,
         settings: HeadConfig,
         dim: int,
-        living: LiveClasses,
+        live_classes: LiveClasses,
     ) -> CountedSamples:
         """Check a batch. Raises InvalidRows, InvalidIds and InvalidArgument."""
         check_features(features, dim)
-        samples = CountedSamples.of_labels(labels, weight, settings, living, num=len(features), like=features)
+        samples = CountedSamples.of_labels(labels, weight, settings, live_classes, num=len(features), like=features)
         kept = samples.counted
         return replace(samples, features_SD=features if kept is None else features.detach()[kept])
 
     @staticmethod
     def of_labels(
-        labels: Tensor, weight: Tensor | None, settings: HeadConfig, living: LiveClasses, *, num: int, like: Tensor
+        labels: Tensor,
+        weight: Tensor | None,
+        settings: HeadConfig,
+        live_classes: LiveClasses,
+        *,
+        num: int,
+        like: Tensor,
     ) -> CountedSamples:
         """Check the labels and weights of ``num`` samples, whose features, ``like`` these, come part by part."""
-        labels_B = check_labels(labels, num, living.num_classes, settings.ignore_index)
+        labels_B = check_labels(labels, num, live_classes.num_classes, settings.ignore_index)
         weight_B = None if weight is None else check_weight(weight, num)
         places: Ids | None = None
         if settings.ignore_index is not None and (labels_B == settings.ignore_index).any():
@@ -117,7 +123,7 @@ class CountedSamples:
             divisor = float(weight_B.sum())
         return CountedSamples(
             features_SD=like[:0],
-            labels_S=living.require(labels_B, "label"),
+            labels_S=live_classes.require(labels_B, "label"),
             places=places,
             counted=None if places is None else upload(places, like.device),
             weight_S=None if weight_B is None else upload(weight_B.to(compute).numpy(), like.device),

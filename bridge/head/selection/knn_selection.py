@@ -119,7 +119,7 @@ class KNNSoftmax(Selection):
         """The selection that holds the graph of these rows."""
         update = backend.update
         select = KNNSelection(self, backend.table, backend.peers, lambda: update.step, backend.graph_source())
-        select.living = backend.living
+        select.live_classes = backend.live_classes
         return select
 
 
@@ -153,7 +153,7 @@ class KNNSelection(Selection):
         Every rank makes the same calls in the same order.
         """
         self.settings = settings
-        self.living = LiveClasses(table.spec.num_rows or 0)
+        self.live_classes = LiveClasses(table.spec.num_rows or 0)
         """The classes that the head has; :meth:`follow` changes them."""
         self.graph: Graph | None = None
         """The one in use; None before the first: negatives are random."""
@@ -277,12 +277,12 @@ class KNNSelection(Selection):
         building = self._new_building()
 
         def build() -> NeighbourTable:
-            building.run(self._source.rows(self.living, self._step()), self.settings.k, self.on_progress)
+            building.run(self._source.rows(self.live_classes, self._step()), self.settings.k, self.on_progress)
             return building.result.result()
 
         self._install(built_for_all(self._ranks, build), building.step)
 
-    def follow(self, living: LiveClasses, added: Ids) -> None:
+    def follow(self, live_classes: LiveClasses, added: Ids) -> None:
         """Go on with other living classes, of which ``added`` are new. Every rank calls it; the rows are written.
 
         Retired classes leave every list at once. Each new one gets its nearest classes, and comes first in their lists
@@ -290,16 +290,16 @@ class KNNSelection(Selection):
         new ones a pull of all rows on rank 0, 2·N·C·D operations and 8·N·k bytes to the ranks. Where that pull fails
         the graph is dropped, and the next training step builds another: the classes live already.
         """
-        before, self.living = self.living, living
+        before, self.live_classes = self.live_classes, live_classes
         if self._pending is not None:
             self.cancel()
             self._is_due = True
         graph = self.graph
         if graph is None or graph.classes != before.fingerprint:
             return
-        table = renumbered(graph.table, before, living)
+        table = renumbered(graph.table, before, live_classes)
         if len(added):
-            new = living.numbers(added)
+            new = live_classes.numbers(added)
             try:
                 nearest = self._nearest(new)
             except (GeartrainError, MemoryError) as exc:
@@ -312,10 +312,10 @@ class KNNSelection(Selection):
                 self._lose_graph()
                 return
             table = with_new(table, new, nearest.reshape(len(new), -1))
-        self.graph = Graph(table, graph.version + 1, graph.step, living.fingerprint)
+        self.graph = Graph(table, graph.version + 1, graph.step, live_classes.fingerprint)
 
     def _nearest(self, numbers: Ids) -> Ids:
-        rows, ranks, found = TableRows(self._table, self.living), self._ranks, np.empty(0, np.int64)
+        rows, ranks, found = TableRows(self._table, self.live_classes), self._ranks, np.empty(0, np.int64)
 
         def search() -> Ids:
             return nearest_classes(rows.read_numbers, rows.num_rows, rows.dim, numbers, self.settings.k).ravel()
@@ -328,7 +328,7 @@ class KNNSelection(Selection):
 
     def _drop_graph_of_others(self) -> None:
         """A graph that was given (:meth:`graph_from_bytes`) may be of other living classes."""
-        if self.graph is not None and self.graph.classes != self.living.fingerprint:
+        if self.graph is not None and self.graph.classes != self.live_classes.fingerprint:
             logger.warning(
                 "table %r: graph version %d is of other living classes than the head's; another one is built",
                 self._table.spec.name,
@@ -360,9 +360,9 @@ class KNNSelection(Selection):
             found = {"version": graph.version, "step": graph.step, "classes": graph.classes}
         return {**found, "is_due": is_due, "work": self._work, "patience": self._patience}
 
-    def resume(self, state: Mapping[str, Any] | None, living: LiveClasses) -> None:
+    def resume(self, state: Mapping[str, Any] | None, live_classes: LiveClasses) -> None:
         """Go on with the graph of :meth:`state` if it is here, else log that the next step builds another one."""
-        self.living = living
+        self.live_classes = live_classes
         if state is None:
             return
         self.cancel()
@@ -415,16 +415,16 @@ class KNNSelection(Selection):
             num_classes = int(state.get("num_classes", table.num_classes))
         except (KeyError, TypeError, AttributeError) as exc:
             raise InvalidArgument(f"{len(data)} bytes are not a graph that graph_to_bytes wrote: {exc!r}") from exc
-        if num_classes != self.living.num_classes:
+        if num_classes != self.live_classes.num_classes:
             raise SpecMismatch(
                 f"the saved graph is of {num_classes} classes, table {self._table.spec.name!r} has "
-                f"{self.living.num_classes}; give the one that was saved with it"
+                f"{self.live_classes.num_classes}; give the one that was saved with it"
             )
         self.graph = graph
 
     @property
     def _num_classes(self) -> int:
-        return self.living.num_living
+        return self.live_classes.num_living
 
     @property
     def _affordable_builds(self) -> float:
@@ -459,7 +459,7 @@ class KNNSelection(Selection):
         self._is_due = False
         self._pending = building = self._new_building()
         if self._ranks is None or self._ranks.acts:
-            arguments = (self._source.rows(self.living, self._step()), self.settings.k, self.on_progress)
+            arguments = (self._source.rows(self.live_classes, self._step()), self.settings.k, self.on_progress)
             start_in_background(building.run, arguments, building.cancel, "geartrain-graph")
 
     def _new_building(self) -> Building:
@@ -481,6 +481,6 @@ class KNNSelection(Selection):
 
     def _install(self, table: NeighbourTable, step: int) -> None:
         version = 1 if self.graph is None else self.graph.version + 1
-        self.graph = Graph(table, version, step, self.living.fingerprint)
+        self.graph = Graph(table, version, step, self.live_classes.fingerprint)
         self._is_due = False
         self._work, self._built_at = 0, time.monotonic()

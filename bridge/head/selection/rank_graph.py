@@ -28,10 +28,10 @@ class RankGraphs:
         self.link = table.link.apart()
         self.lock = threading.Lock()
 
-    def rows(self, living: LiveClasses, step: int) -> FrozenRows:
+    def rows(self, live_classes: LiveClasses, step: int) -> FrozenRows:
         """See :class:`geartrain.bridge.head.backends.backend.GraphSource`."""
         del step
-        return self.freeze(None if living.are_all else living.all_ids)
+        return self.freeze(None if live_classes.are_all else live_classes.all_ids)
 
     def freeze(self, ids: Ids | None = None) -> FrozenRows:
         """The rows as they are now: 4·L·D bytes of the host. Waits for the device.

@@ -26,11 +26,11 @@ class TableGraphs:
         """``service``: that of the cluster; None: there is none."""
         self._table, self._service = table, service
 
-    def rows(self, living: LiveClasses, step: int) -> GraphRows:
+    def rows(self, live_classes: LiveClasses, step: int) -> GraphRows:
         """See :class:`GraphSource`."""
-        if self._service is not None and living.are_all:
+        if self._service is not None and live_classes.are_all:
             return ServedRows(self._service, self._table.spec, step)
-        return PulledRows(self._table, living)
+        return PulledRows(self._table, live_classes)
 
 
 class PulledRows(TableRows):

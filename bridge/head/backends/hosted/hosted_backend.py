@@ -62,7 +62,7 @@ class HostedBackend(ClusterBackend):
         required: SyncGroup | None,
     ) -> RowsPass:
         is_corrected = self.select.corrects(margin)
-        chosen = Chosen(self.select, self.living, self.update.step, all_labels, is_corrected)
+        chosen = Chosen(self.select, self.live_classes, self.update.step, all_labels, is_corrected)
         smoothing = self.settings.config.label_smoothing
         centers = self.settings.sub_centers
         return RowsOnShards(self._calls, features, labels_B, margin, chosen, required, smoothing, centers)
@@ -72,4 +72,6 @@ class HostedBackend(ClusterBackend):
         check_finite(features)
         normalised = self.margins.margin is not None
         centers = self.settings.sub_centers
-        return top_of_hosted(self._calls, features, k, living=self.living, normalised=normalised, centers=centers)
+        return top_of_hosted(
+            self._calls, features, k, live_classes=self.live_classes, normalised=normalised, centers=centers
+        )

@@ -45,7 +45,7 @@ class Chosen:
     """The selection of one step, as the shards are told of it."""
 
     select: Selection
-    living: LiveClasses
+    live_classes: LiveClasses
     step: int
     labels: Ids
     """Of all samples of all ranks."""
@@ -55,7 +55,7 @@ class Chosen:
     def inputs(self, calls: HeadCalls, labels_B: Ids) -> tuple[int, dict[str, float], list[dict[str, Any]]]:
         """(seed, settings, the arrays for each shard) for a batch of ``labels_B``: no ids, where a rule gives them."""
         shards = range(calls.view.num_shards)
-        more = {} if self.living.are_all else {"retired_runs": self.living.retired_runs.ravel()}
+        more = {} if self.live_classes.are_all else {"retired_runs": self.live_classes.retired_runs.ravel()}
         rule = self.select.shard_rule(corrected=self.is_corrected)
         if rule is not None:
             if rule.takes_labels and len(self.labels) != len(labels_B):
@@ -75,7 +75,7 @@ class Chosen:
     @cached_property
     def _ids(self) -> Ids:
         """The active classes, chosen once: the graph may be exchanged before the update, which must be of the same."""
-        return self.living.select(self.select, self.labels, self.step).ids
+        return self.live_classes.select(self.select, self.labels, self.step).ids
 
 
 class RowsOnShards:
@@ -95,7 +95,7 @@ class RowsOnShards:
         compute = Arithmetic.of(features).compute
         arithmetic = Arithmetic(device=features.device, compute=compute, matmul=compute)
         unused = Targets(np.zeros(len(labels_B), np.int64))
-        self.batch = Batch.of(features, unused, labels_B, margin, chosen.living.num_living, arithmetic, smoothing)
+        self.batch = Batch.of(features, unused, labels_B, margin, chosen.live_classes.num_living, arithmetic, smoothing)
         self.batch.shifted = True  # a shard that needs no shift answers with 0
         self.batch.shifts_by_highest = False
         self.batch.centers = centers

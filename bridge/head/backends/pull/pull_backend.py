@@ -85,13 +85,13 @@ class PullBackend(ClusterBackend):
         margin: Margin | None,
         required: SyncGroup | None,
     ) -> RowsPass:
-        living, table = self.living, self.step_table
-        chosen = living.select(self.select, all_labels, self.update.step)
+        live_classes, table = self.live_classes, self.step_table
+        chosen = live_classes.select(self.select, all_labels, self.update.step)
         active = HostActive(chosen.num, chosen.sorted_ids)
         is_corrected = self.select.corrects(margin)
-        correction = SamplingCorrection.of(all_labels, active.num, living.num_living) if is_corrected else None
+        correction = SamplingCorrection.of(all_labels, active.num, live_classes.num_living) if is_corrected else None
         stands_for, log2_weight = (
-            (active.num, 0.0) if correction is None else (living.num_living, correction.log2_weight)
+            (active.num, 0.0) if correction is None else (live_classes.num_living, correction.log2_weight)
         )
         targets, smoothing = active.targets(labels_B), self.settings.config.label_smoothing
         batch = Batch.of(features, targets, labels_B, margin, stands_for, Arithmetic.of(features), smoothing)
@@ -99,14 +99,14 @@ class PullBackend(ClusterBackend):
         batch.centers = self.settings.sub_centers
         batch.looks_for_highest = features.device.type == "cpu" or self.update.step % LOOKS_EVERY == 0
         take_offsets(batch, active, all_labels, log2_weight)
-        if self.select.budget(living.num_living) * table.spec.row_bytes <= self.settings.config.rows_cache_bytes:
+        if self.select.budget(live_classes.num_living) * table.spec.row_bytes <= self.settings.config.rows_cache_bytes:
             return HeldRows(table, active, self._pool, batch, required)
         return StreamedRows(table, active, self._pool, batch, labels_B, all_labels, log2_weight, required)
 
     def predict(self, features: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """See :class:`geartrain.bridge.head.backends.backend.RowBackend`."""
         check_finite(features)
-        active = self.living.select(FullSoftmax(), np.empty(0, np.int64), 0)
+        active = self.live_classes.select(FullSoftmax(), np.empty(0, np.int64), 0)
         return top_of_pulled(
             self.table,
             active,

@@ -81,7 +81,12 @@ def rows_of_parts(
         features = parts.compute(0)
         step.check_placed(features)
         samples = CountedSamples.of_labels(
-            labels, weight, step.backend.settings.config, step.backend.living, num=parts.size, like=features.detach()
+            labels,
+            weight,
+            step.backend.settings.config,
+            step.backend.live_classes,
+            num=parts.size,
+            like=features.detach(),
         )
         kept = [parts.kept(part, samples.places) for part in range(len(parts.sizes))]
         mine = [size if some is None else len(some) for size, some in zip(parts.sizes, kept, strict=True)]

@@ -65,7 +65,7 @@ class RankBackend:
         """
         require_no_wire(settings, "the ranks hold them, and features and labels are gathered")
         self._logits_cache_bytes = _kept_bytes(settings.config)
-        self.living = LiveClasses.first(settings.num_classes, settings.num_living)
+        self.live_classes = LiveClasses.first(settings.num_classes, settings.num_living)
         self.table = _open_table(settings, Communicator(settings.config.process_group))
         self.process_group = settings.config.process_group
         self.peers = self.table.link
@@ -177,7 +177,7 @@ class RankBackend:
     def predict(self, features: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """See ``RowBackend``. Every rank calls it, with its own features [S, D]."""
         normalised = self.margins.margin is not None
-        active = self.living.select(FullSoftmax(), np.empty(0, np.int64), 0)
+        active = self.live_classes.select(FullSoftmax(), np.empty(0, np.int64), 0)
         centers = self.settings.sub_centers
         return top_on_ranks(self.table, active, features, k, normalised=normalised, centers=centers)
 

@@ -56,33 +56,33 @@ class RankSelector:
         formula = "40·(B·R·(1 + k) + A) + 75·(A + O)"
         return [graph, *in_step("rank", ("choosing of the active classes", size, formula))]
 
-    def choose(self, labels_B: Ids, living: LiveClasses, step: int) -> tuple[int, HostActive | DeviceActive]:
+    def choose(self, labels_B: Ids, live_classes: LiveClasses, step: int) -> tuple[int, HostActive | DeviceActive]:
         """How many classes are active on all ranks together, and which of them are this rank's.
 
         ``labels_B`` live. On a device with several ranks the host waits for two numbers, and for nothing else there.
         """
         table = self._table
         if not (table.device.type != "cpu" if self.on_device is None else self.on_device):
-            active = living.select(self._select, labels_B, step)
+            active = live_classes.select(self._select, labels_B, step)
             return active.num, HostActive.of(active, table.first, table.stop)
-        labels_P = np.unique(living.numbers(labels_B))
-        ranking = self._select.ranking(len(labels_P), living.num_living)
+        labels_P = np.unique(live_classes.numbers(labels_B))
+        ranking = self._select.ranking(len(labels_P), live_classes.num_living)
         if ranking is None:
-            active = living.select(self._select, labels_B, step)
+            active = live_classes.select(self._select, labels_B, step)
             here = HostActive.of(active, table.first, table.stop)
             numbers_A = None if here.sorted_ids is None else upload(here.sorted_ids, table.device)
             return active.num, DeviceActive(here.num, numbers_A, table.device)
-        budget = max(self._select.budget(living.num_living), len(labels_P))
-        if budget >= living.num_living and living.are_all:
-            return living.num_classes, DeviceActive(table.num_local, None, table.device)
+        budget = max(self._select.budget(live_classes.num_living), len(labels_P))
+        if budget >= live_classes.num_living and live_classes.are_all:
+            return live_classes.num_classes, DeviceActive(table.num_local, None, table.device)
         with self._apart():
-            ids = self._living_ids(living)
-            if budget >= living.num_living:
+            ids = self._living_ids(live_classes)
+            if budget >= live_classes.num_living:
                 active_A = ids.all_L()
             else:
                 chosen_A, lists = upload(labels_P, table.device), self._on_device(ranking)
                 for places in dict.fromkeys((ranking.num_near or budget, budget)):
-                    chosen_A = select_on(chosen_A, lists, living.num_living, places, seed=ranking.seed, step=step)
+                    chosen_A = select_on(chosen_A, lists, live_classes.num_living, places, seed=ranking.seed, step=step)
                     lists = None
                 active_A = ids.of(chosen_A)
             here_A = self._here(active_A)
@@ -109,10 +109,10 @@ class RankSelector:
             self._graph = kept = (graph, TorchGraph.of(graph, self._table.device))
         return kept[1]
 
-    def _living_ids(self, living: LiveClasses) -> LivingIds:
+    def _living_ids(self, live_classes: LiveClasses) -> LivingIds:
         kept = self._living
-        if kept is None or kept.living is not living or kept.device != self._table.device:
-            self._living = kept = LivingIds(living, self._table.device)
+        if kept is None or kept.live_classes is not live_classes or kept.device != self._table.device:
+            self._living = kept = LivingIds(live_classes, self._table.device)
         return kept
 
     @contextlib.contextmanager
@@ -132,19 +132,19 @@ class RankSelector:
 class LivingIds:
     """The ids of living classes, on a device."""
 
-    def __init__(self, living: LiveClasses, device: torch.device) -> None:
-        self.living, self.device = living, device
-        self._jumps, self._before = upload(living.jumps, device), upload(living.retired_before, device)
+    def __init__(self, live_classes: LiveClasses, device: torch.device) -> None:
+        self.live_classes, self.device = live_classes, device
+        self._jumps, self._before = upload(live_classes.jumps, device), upload(live_classes.retired_before, device)
         self._all_L: Tensor | None = None
 
     def of(self, numbers: Tensor) -> Tensor:
         """See :meth:`LiveClasses.ids`."""
-        if self.living.are_all:
+        if self.live_classes.are_all:
             return numbers
         return numbers + self._before[torch.searchsorted(self._jumps, numbers, right=True)]
 
     def all_L(self) -> Tensor:
         """Of all of them; kept, 8·L bytes."""
         if self._all_L is None:
-            self._all_L = upload(self.living.all_ids, self.device)
+            self._all_L = upload(self.live_classes.all_ids, self.device)
         return self._all_L

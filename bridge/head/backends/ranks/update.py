@@ -107,7 +107,7 @@ class RankStep:
         if self.training:
             self.backend.select.prepare()
         table, arithmetic = self.backend.table, Arithmetic.of(joint_features_BD)
-        num_active, here = self.backend.selector.choose(labels_B, self.backend.living, self.backend.update.step)
+        num_active, here = self.backend.selector.choose(labels_B, self.backend.live_classes, self.backend.update.step)
         numbers_B = labels_B - table.first
         margin = self.backend.margins.of_pass(
             joint_features_BD,
@@ -118,12 +118,12 @@ class RankStep:
             target_cos=lambda unit_BD: _target_cos(table, unit_BD, numbers_B),
         )
         correction = (
-            SamplingCorrection.of(labels_B, num_active, self.backend.living.num_living)
+            SamplingCorrection.of(labels_B, num_active, self.backend.live_classes.num_living)
             if self.backend.select.corrects(margin)
             else None
         )
         stands_for, weight = (
-            (num_active, 0.0) if correction is None else (self.backend.living.num_living, correction.log2_weight)
+            (num_active, 0.0) if correction is None else (self.backend.live_classes.num_living, correction.log2_weight)
         )
         targets, smoothing = here.targets(numbers_B), self.backend.settings.config.label_smoothing
         batch = Batch.of(joint_features_BD, targets, labels_B, margin, stands_for, arithmetic, smoothing)
@@ -167,7 +167,17 @@ class RankStep:
         wants = isinstance(features, Tensor) and features.requires_grad
         spec, step = self.backend.table.spec, self.backend.update.step
         mode = self.training + 2 * self.adapts
-        numbers = [size, failure is None, kind, step, mode, wants, refused, self.backend.living.fingerprint, margin]
+        numbers = [
+            size,
+            failure is None,
+            kind,
+            step,
+            mode,
+            wants,
+            refused,
+            self.backend.live_classes.fingerprint,
+            margin,
+        ]
         of_ranks = self.backend.table.link.exchange([*numbers, float_bits(amount), reduces, *part_sizes])
         sizes, sound, kinds, steps, modes, gradients, left, classes, margins, amounts, reducing, *parts = (
             list(column) for column in zip(*of_ranks, strict=True)
@@ -216,7 +226,7 @@ class RankStep:
     def _checked(self, features: Tensor, labels: Tensor, weight: Tensor | None) -> CountedSamples:
         self.check_placed(features)
         samples = CountedSamples.of(
-            features, labels, weight, self.backend.settings.config, self.dim, self.backend.living
+            features, labels, weight, self.backend.settings.config, self.dim, self.backend.live_classes
         )
         if len(features) == 0 and self.backend.table.link.world_size == 1:
             raise InvalidRows("the batch is empty; a mean loss needs at least one sample")

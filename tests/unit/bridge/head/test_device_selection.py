@@ -79,7 +79,7 @@ def knn_of(table: NeighbourTable, budget: float, living: LiveClasses, seed: int)
         None,
         lambda: 0,
     )
-    knn.living = living
+    knn.live_classes = living
     knn._install(table, 0)
     return knn
 

@@ -261,7 +261,7 @@ def test_the_graph_follows_at_once(cluster: Any) -> None:
     assert select.graph is not None
     assert select.graph.version == 3
     labels = np.array([10, 30])
-    active = head._backend.living.select(select, labels, head.step)
+    active = head._backend.live_classes.select(select, labels, head.step)
     assert {*labels.tolist(), *after[10][:1], *after[30][:1]} <= set(active.ids.tolist())
     assert not set(active.ids.tolist()) & set(head.retired.tolist())
     train(head, 1)

@@ -101,7 +101,7 @@ def test_so_many_of_the_negatives_are_near_and_the_others_random_on_every_device
     with_rows = make_head(select.settings, cluster=None, rows="ranks")
     selector = RankSelector(with_rows.backend.table, select)  # type: ignore[arg-type]
     selector.on_device = True
-    num, here = selector.choose(labels_P, select.living, 5)
+    num, here = selector.choose(labels_P, select.live_classes, 5)
     assert isinstance(here, DeviceActive) and here.numbers_A is not None
     assert (num, here.numbers_A.tolist()) == (30, active.ids.tolist())
 

@@ -202,7 +202,9 @@ def changes(rank: int, ranks: int, folder: Path) -> None:
     assert head.add_classes(3, rows=rows).tolist() == [0, 1, 20]
     losses += train_more(head, rank, ranks)
     head.rebuild_graph()
-    expected = reference.nearest_neighbours(head.weights(torch.from_numpy(head._backend.living.all_ids)).numpy(), 3)
+    expected = reference.nearest_neighbours(
+        head.weights(torch.from_numpy(head._backend.live_classes.all_ids)).numpy(), 3
+    )
     np.testing.assert_array_equal(select.graph.table.neighbours.reshape(-1, 3), expected)
     graph = select.graph_to_bytes()
     assert graph is not None
