@@ -144,7 +144,7 @@ SHARD = Service(
     _service(shard_pb2, "Shard"),
     messages,
     {
-        Pull: Own(outside_header=("ids", "out", "positions", "present"), reply=_AS_IT_IS),
+        Pull: Own(outside_header=("ids", "out", "present"), reply=_AS_IT_IS),
         Push: Own(outside_header=("ids", "gradients")),
         Assign: Own(outside_header=("ids", "rows")),
         ComputeHosted: Own(outside_header=("inputs",), reply=Codec(hosted.encode_computed, hosted.decode_computed)),

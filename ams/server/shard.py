@@ -167,7 +167,7 @@ class Shard:
             ops.checked_ids(request.ids),
             out,
             code,
-            None if request.positions is None else ops.checked_ids(request.positions, "positions"),
+            None,
             None if present is None else present.view(np.uint8),
             request.required_sync,
             waiter,

@@ -208,12 +208,9 @@ class Pull(Rpc[Pulled]):
     table: str
     ids: Ids
     out: npt.NDArray[Any]
-    """[M, D] of the table's dtype, or of 16 bits, to which rows of float32 are rounded. M >= N; the carrier writes the
-    row of ``ids[i]`` to ``out[positions[i]]``."""
-    positions: Ids | None = None
-    """[N], or None for 0 … N − 1."""
+    """[N, D] of the table's dtype, or of 16 bits, to which rows of float32 are rounded."""
     present: npt.NDArray[np.bool_] | None = None
-    """[M]; if given, set to whether the row exists."""
+    """[N]; if given, set to whether the row exists."""
     required_sync: SyncGroup | None = None
     """If given, the shard answers only when exactly the writes before ``required_sync.sequence`` are applied."""
 

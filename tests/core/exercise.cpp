@@ -85,10 +85,12 @@ nb::tuple exercise(Engine& engine, const std::string& table, const IdArray& ids,
 
 void bind_frames(nb::module_& m);
 void bind_groups(nb::module_& m);
+void bind_test_connections(nb::module_& m);
 
 void bind_test_helpers(nb::module_& m) {
   bind_frames(m);
   bind_groups(m);
+  bind_test_connections(m);
   // Calls told(kind, table, rows, evicted) of every write that leaves the engine.
   m.def("observe_writes", [](Engine& engine, nb::callable told) {
     engine.observe([held = kept(std::move(told))](const RowChange& change) {

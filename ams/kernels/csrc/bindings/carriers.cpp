@@ -1,10 +1,7 @@
-// The two ends of the data plane in Python: a server over a handler, and connections whose calls can be made step by step.
+// The two ends of the data plane in Python: a server over a handler, and connections to it.
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
-#include <nanobind/stl/unique_ptr.h>
-#include <nanobind/stl/vector.h>
 
-#include "frames/frame.hpp"
 #include "bindings/conversions.hpp"
 #include "bindings/module.hpp"
 #include "ring/ring_client.hpp"
@@ -13,12 +10,6 @@
 
 namespace geartrain {
 namespace {
-
-using Clock = std::chrono::steady_clock;
-
-Clock::time_point after(double seconds) {
-  return Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(std::min(seconds, 1e8)));
-}
 
 // What an operator should know, told to a callable of Python by a thread that has not its lock.
 Greeter::Warn warn_of(const nb::object& tell) {
@@ -43,21 +34,6 @@ class ServerOfPython : public DataServer {
     close();
   }
 };
-
-bool wait_for(Connection::Call& call, double seconds) {
-  WithoutInterpreter release;
-  return call.wait(after(seconds), look_for_signals);
-}
-
-nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>> room_of(Connection::Call& call, size_t bytes) {
-  const size_t shape[1] = {bytes};
-  return nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>(call.request(), 1, shape, nb::find(&call));
-}
-
-nb::bytes reply_of(Connection::Call& call) {
-  const auto reply = call.reply();
-  return nb::bytes(reply.data(), reply.size());
-}
 
 }  // namespace
 
@@ -99,23 +75,11 @@ void bind_carriers(nb::module_& m) {
   m.attr("CALLER_SPIN_SECONDS") = RingLimits().spin_seconds;
   m.attr("SERVER_SPIN_SECONDS") = ServerLimits().spin_seconds;
   nb::class_<Connection>(m, "DataConnection")
-      .def("begin",
-           [](Connection& connection, size_t request_bytes, size_t most_reply_bytes) {
-             return connection.begin(request_bytes, most_reply_bytes);
-           },
-           nb::arg("request_bytes"), nb::arg("most_reply_bytes"), nb::call_guard<WithoutInterpreter>(),
-           nb::keep_alive<0, 1>())
       .def("close", &Connection::close, nb::call_guard<WithoutInterpreter>())
       .def_prop_ro("is_lost", &Connection::is_lost);
   nb::class_<RingConnection, Connection>(m, "RingConnection")
       .def_prop_ro("num_mailboxes", &RingConnection::num_mailboxes)
       .def_prop_ro("has_refused", &RingConnection::has_refused);
-  nb::class_<Connection::Call>(m, "DataCall")
-      .def("room", &room_of, nb::arg("bytes"))
-      .def("send", [](Connection::Call& call, double seconds) { call.send(after(seconds), look_for_signals); }, nb::arg("seconds") = 1e8,
-           nb::call_guard<WithoutInterpreter>())
-      .def("wait", &wait_for, nb::arg("seconds"))
-      .def("reply", &reply_of);
   m.def(
       "connect_tcp",
       [](const std::string& host, uint16_t port, const nb::bytes& secret, double timeout_seconds, size_t most_frame_bytes,

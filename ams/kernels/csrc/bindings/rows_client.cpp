@@ -313,38 +313,6 @@ std::optional<nb::tuple> next_reply(RowsClient& client, double seconds) {
   return nb::make_tuple(tag, std::visit([](const auto& outcome) { return nb::cast(python_of(outcome)); }, reply->outcome));
 }
 
-template <class T>
-nb::object array(T* data, std::vector<size_t> shape, nb::handle owner) {
-  return nb::cast(nb::ndarray<nb::numpy, T>(data, shape.size(), shape.data(), owner), nb::rv_policy::reference);
-}
-
-// A part's ids [N] and rows [N, dim], half types as uint16: its own, or, where all rows are of one shard, those of the write. Then what it
-// says of its batch, or None.
-nb::tuple part_of(nb::handle_t<PreparedWrite> self, size_t index) {
-  const auto& write = nb::cast<const PreparedWrite&>(self);
-  const auto parts = write.parts();
-  if (index >= parts.size()) throw nb::index_error();
-  const ShardPart& part = parts[index];
-  const size_t count = static_cast<size_t>(part.count), dim = static_cast<size_t>(write.dim());
-  nb::object owner = nb::borrow(self);
-  const char* rows = write.rows_of(part);
-  if (rows == nullptr) {
-    std::unique_ptr<char[]> copy(new char[std::max<size_t>(1, count * write.row_bytes())]);
-    write.copy_rows_of(part, copy.get());
-    rows = copy.get();
-    owner = nb::capsule(copy.release(), [](void* bytes) noexcept { delete[] static_cast<char*>(bytes); });
-  }
-  const nb::object bits = write.dtype() == DType::float32
-                              ? array(const_cast<float*>(reinterpret_cast<const float*>(rows)), {count, dim}, owner)
-                              : array(const_cast<uint16_t*>(reinterpret_cast<const uint16_t*>(rows)), {count, dim}, owner);
-  const BatchFacts batch = write.batch_of(part);
-  nb::object said = nb::none();
-  if (batch.occurrences != nullptr || batch.step || batch.unix_seconds || batch.pulled_at)
-    said = nb::make_tuple(batch.occurrences == nullptr ? nb::none() : array(const_cast<uint32_t*>(batch.occurrences), {count}, self), batch.step,
-                          batch.unix_seconds, batch.pulled_at);
-  return nb::make_tuple(part.shard, array(const_cast<int64_t*>(part.ids), {count}, self), bits, static_cast<int>(write.dtype()), said);
-}
-
 }  // namespace
 
 void bind_rows_client(nb::module_& m) {
@@ -392,7 +360,6 @@ void bind_rows_client(nb::module_& m) {
   add_prepare(write, &prepare<ScatteredRows>);
   write
       .def("keep_rows", &PreparedWrite::keep_rows, nb::call_guard<WithoutInterpreter>())
-      .def("part", &part_of, nb::arg("index"))
       .def_prop_ro("num_parts", [](const PreparedWrite& write) { return write.parts().size(); })
       .def_prop_ro("shards", [](const PreparedWrite& write) {
         std::vector<int64_t> shards;
