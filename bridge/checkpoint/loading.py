@@ -16,18 +16,16 @@ from geartrain.ams.values.arguments import boolean
 from geartrain.ams.values.errors import InvalidArgument, SpecMismatch, TableExists
 from geartrain.ams.values.specs import TableSpec
 from geartrain.ams.values.text import quoted
-from geartrain.bridge.checkpoint.folder import ModelRecord, SavedRows, model_folder, open_rows, read_record, read_state
+from geartrain.bridge.checkpoint.folder import ModelRecord, model_folder, open_rows, read_record, read_state
 from geartrain.bridge.checkpoint.parts import (
     PlainNames,
     group_of,
-    on_first,
     placements_of,
     require_between_steps,
     together,
 )
 from geartrain.bridge.checkpoint.rank_rows import DividedRows, state_like
-from geartrain.bridge.checkpoint.warm_start import CommonParts, adopt_states, common_parts, restore_common
-from geartrain.bridge.collectives.communicator import Communicator
+from geartrain.bridge.checkpoint.warm_start import CommonParts, adopt_states, common_parts, restore_tables
 from geartrain.bridge.placements.placement import Placement
 from geartrain.bridge.rows.state import StoredApart
 
@@ -77,11 +75,16 @@ def load(
     what = f"the model of {folder} was not loaded"
     loading = _Loading(folder, model, placements, state or {}, replace=replace, strict=boolean("strict", strict))
     saved = together(group, loading.read, what)
-    if saved.common is not None:
-        restore_common(folder, saved.common, placements, group, what)
-    else:
-        for rows in saved.record.rows:
-            _restore(folder, rows, placements, group, what)
+    for rows in saved.record.rows:
+        here = [placements[name] for name in rows.modules if name in placements]
+        if saved.common is not None:
+            restore_tables(folder / rows.folder, saved.common.tables[rows.folder], placements.values(), group, what)
+            continue
+        for placement in here:
+            if placement.cluster is None:
+                placement.restore(folder / rows.folder)
+        names = [spec.name for placement in here for spec in placement.specs()]
+        restore_tables(folder / rows.folder, names, here, group, what)
     together(group, partial(loading.fill, saved), what)
     for placement in placements.values():
         placement.go_on()
@@ -155,24 +158,6 @@ class _Loading:
         adopt_states(saved.record, tensors, self.placements, common)
         if common.new or common.left_out:
             logger.warning("of the model in %s: %s", self.folder, common)
-
-
-def _restore(
-    folder: Path, rows: SavedRows, placements: Mapping[str, Placement], group: Communicator | None, what: str
-) -> None:
-    """Put the rows of one snapshot where the modules have theirs."""
-    path = folder / rows.folder
-    here = [placements[name] for name in rows.modules]
-    for placement in here:
-        if placement.cluster is None:
-            placement.restore(path)
-    for cluster in {
-        id(placement.cluster): placement.cluster for placement in here if placement.cluster is not None
-    }.values():
-        tables = [spec.name for placement in here if placement.cluster is cluster for spec in placement.specs()]
-        on_first(group, partial(cluster.restore, path, tables=tables, replace=True), what)
-        if group is not None:
-            together(group, partial(cluster.reopen, tables) if group.rank > 0 else lambda: None, what)
 
 
 def _require_replaceable(folder: Path, placements: Mapping[str, Placement], replace: bool) -> None:

@@ -13,7 +13,7 @@ from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.text import quoted
 from geartrain.bridge.checkpoint.rank_rows import is_divided
 from geartrain.bridge.collectives.communicator import Communicator
-from geartrain.bridge.dense.attached import placement_of
+from geartrain.bridge.dense.dense_table import placement_of
 from geartrain.bridge.placements.placement import Placement
 
 T = TypeVar("T")

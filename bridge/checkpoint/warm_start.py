@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
@@ -17,6 +17,9 @@ from geartrain.bridge.checkpoint.parts import PlainNames, on_first, together
 from geartrain.bridge.collectives.communicator import Communicator
 from geartrain.bridge.placements.placement import Placement
 from geartrain.bridge.rows.state import StoredApart
+
+if TYPE_CHECKING:
+    from geartrain.ams.client.cluster import Cluster
 
 _EXTRA_STATE = "_extra_state"
 
@@ -96,23 +99,20 @@ def common_parts(
     )
 
 
-def restore_common(
-    folder: Path, common: CommonParts, placements: Mapping[str, Placement], group: Communicator | None, what: str
+def restore_tables(
+    path: Path, names: Sequence[str], placements: Iterable[Placement], group: Communicator | None, what: str
 ) -> None:
-    """Put the rows of the tables that both have where the model has its own."""
-    for rows, names in common.tables.items():
-        for cluster in {id(placement.cluster): placement.cluster for placement in placements.values()}.values():
-            own = {
-                spec.name
-                for placement in placements.values()
-                if placement.cluster is cluster
-                for spec in placement.specs()
-            }
-            tables = [name for name in names if name in own]
-            if cluster is not None and tables:
-                on_first(group, partial(cluster.restore, folder / rows, tables=tables, replace=True), what)
-                if group is not None:
-                    together(group, partial(cluster.reopen, tables) if group.rank > 0 else lambda: None, what)
+    """Put the rows of the tables ``names`` of one snapshot into the clusters where the modules have theirs."""
+    clusters: dict[int, tuple[Cluster, set[str]]] = {}
+    for placement in placements:
+        if placement.cluster is not None:
+            own = clusters.setdefault(id(placement.cluster), (placement.cluster, set()))[1]
+            own |= {spec.name for spec in placement.specs()}
+    for cluster, own in clusters.values():
+        if tables := [name for name in names if name in own]:
+            on_first(group, partial(cluster.restore, path, tables=tables, replace=True), what)
+            if group is not None:
+                together(group, partial(cluster.reopen, tables) if group.rank > 0 else lambda: None, what)
 
 
 def adopt_states(

@@ -6,7 +6,9 @@ Legend: P values of all trained parameters, B values beside them, D width of a r
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -15,21 +17,21 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from geartrain.ams.client.cluster import Cluster
-from geartrain.ams.client.writes import RowWrite
+from geartrain.ams.client.writes import RowWrite, Write
 from geartrain.ams.values.errors import InvalidArgument, NonFinite, SyncError, TableNotFound
 from geartrain.ams.values.optimizers.registry import Adam, RowOptimizerSpec
 from geartrain.ams.values.shard_messages import Done
 from geartrain.ams.values.specs import DTypeName, checked_wire_dtype
-from geartrain.bridge.dense.attached import DenseRows, note
 from geartrain.bridge.dense.factory import Store, open_stores, width_of
 from geartrain.bridge.dense.host_values import HostValues
 from geartrain.bridge.dense.layout import Layout
 from geartrain.bridge.dense.module_buffers import ModuleBuffers
 from geartrain.bridge.dense.tensors import ModuleTensors
-from geartrain.bridge.dense.update import Update
+from geartrain.bridge.placements.placement import ClusterPlacement, Placement
 from geartrain.bridge.rows.ranks import SyncRanks
 
 Mode = Literal["async", "sync"]
+_attached: weakref.WeakKeyDictionary[nn.Module, weakref.ref[DenseTable]] = weakref.WeakKeyDictionary()
 _DEFAULT_OPTIMIZER = Adam()
 _PUSHES, _SKIPS, _FAILED = range(3)
 
@@ -50,7 +52,7 @@ class DenseTable(torch.optim.Optimizer):
         self, cluster: Cluster, tensors: ModuleTensors, weights: Store, buffers: Store | None, ranks: SyncRanks | None
     ) -> None:
         """Take the server's values. Use :func:`attach`."""
-        self.row_placement = DenseRows(self, cluster, [weights] if buffers is None else [weights, buffers], ranks)
+        self.row_placement = _DenseRows(self, cluster, [weights] if buffers is None else [weights, buffers], ranks)
         """The tables, for :func:`geartrain.save` and :func:`geartrain.load`."""
         self._versions: tuple[int, ...] = (0,)
         """Writes applied to the parameters by shard, as asked for before they were pulled."""
@@ -62,7 +64,7 @@ class DenseTable(torch.optim.Optimizer):
         self._ranks = ranks
         self._gradients = HostValues(weights.layout)
         self._values = HostValues(weights.layout)
-        self._update: Update | None = None
+        self._update: _Push | None = None
         self._pull_is_due = False
         """Whether a step was pushed whose new weights could not be pulled."""
         group = {"params": list(tensors.trained.values()), "lr": weights.table.spec.optimizer.lr, "table": self.name}
@@ -198,7 +200,7 @@ class DenseTable(torch.optim.Optimizer):
             update = self._update = self._agreed(sequence, lr, scale, samples, skips=skips)
         return None if update is None else self._send(update, pulls=pulls)
 
-    def _send(self, update: Update, *, pulls: bool) -> Done:
+    def _send(self, update: _Push, *, pulls: bool) -> Done:
         try:
             if update.buffers is not None and self._buffers is not None:
                 update.buffers.send()
@@ -238,7 +240,7 @@ class DenseTable(torch.optim.Optimizer):
                 table.pull_into(self._weights.ids, rows_RD)
         return done, (incarnation, versions)
 
-    def _agreed(self, sequence: int | None, lr: float, scale: float, samples: int, *, skips: bool) -> Update | None:
+    def _agreed(self, sequence: int | None, lr: float, scale: float, samples: int, *, skips: bool) -> _Push | None:
         """The prepared push, if no rank skips the step. Raises if any rank cannot make its part."""
         if self._ranks is None:
             has_gradient = any(one.grad is not None for one in self._tensors.trained.values())
@@ -265,7 +267,7 @@ class DenseTable(torch.optim.Optimizer):
             )
         return None
 
-    def _prepared(self, sequence: int | None, lr: float, scale: float, samples: int) -> Update:
+    def _prepared(self, sequence: int | None, lr: float, scale: float, samples: int) -> _Push:
         """Check and number the push; nothing travels yet."""
         if self._weights.table.incarnation != self._incarnation:
             raise TableNotFound(
@@ -301,7 +303,7 @@ class DenseTable(torch.optim.Optimizer):
         except BaseException:
             write.abandon()
             raise
-        return Update(sequence, buffers, write)
+        return _Push(sequence, buffers, write)
 
     def _non_finite(self, culprit: str) -> NonFinite:
         return NonFinite(
@@ -401,5 +403,56 @@ def attach(
     dense = DenseTable(
         cluster, tensors, weights if wire_dtype is None else weights.with_wire(wire_dtype), buffers, ranks
     )
-    note(module, dense)
+    _attached[module] = weakref.ref(dense)  # for as long as somebody has both
     return dense
+
+
+def placement_of(module: nn.Module) -> Placement | None:
+    """Where the weights of ``module`` are; None: it is not attached."""
+    noted = _attached.get(module)
+    dense = None if noted is None else noted()
+    return None if dense is None else dense.row_placement
+
+
+class _DenseRows(ClusterPlacement):
+    """The tables of one module, of parameters and of what is not trained."""
+
+    first_writes = 1  # that of the first values
+
+    def __init__(self, dense: DenseTable, cluster: Cluster, stores: list[Store], ranks: SyncRanks | None) -> None:
+        super().__init__(cluster, [store.table for store in stores], ranks)
+        self._dense = dense
+
+    def go_on(self) -> None:
+        """Pull the values; what the module changed before is dropped."""
+        super().go_on()
+        self._dense.refresh()
+
+
+@dataclass
+class _Push:
+    """One push under way: sent again after an error, it reaches only the shards that have not answered."""
+
+    sequence: int | None
+    buffers: Write | None
+    weights: RowWrite
+    is_refused: bool = False
+    """A shard refused it, as it would a repeat."""
+    is_dropped: bool = False
+    """Its gradients were dropped, but some shards have applied it."""
+    is_begun: bool = False
+    """It was sent before, and has gradients of its own since."""
+
+    @property
+    def is_on_a_shard(self) -> bool:
+        return self.weights.is_on_a_shard or (self.buffers is not None and self.buffers.is_on_a_shard)
+
+    def abandon(self) -> None:
+        for write in (self.buffers, self.weights):
+            if write is not None:
+                write.abandon()
+
+    def keep(self) -> None:
+        """Let the gradients be changed: what was not sent is the same when it is sent again."""
+        self.weights.keep_rows()
+        self.is_begun = True

@@ -140,20 +140,11 @@ def batch_ids(given: Any, name: str) -> BatchIds:
     """The ids of one field: integers [B], or [B, L]; a jagged nested tensor; (values, offsets) or (values, offsets,
     weights) with B + 1 offsets; something with values() and lengths(). Raises InvalidIds that names the field.
     """
-    if isinstance(given, Tensor) and given.is_nested:
-        if given.layout is not torch.jagged:
-            raise InvalidIds(
-                f"the ids of field {name!r} are a nested tensor of layout {given.layout}; make it layout=torch.jagged"
-            )
-        if given.lengths() is not None:  # type: ignore[attr-defined]
-            raise InvalidIds(f"the ids of field {name!r} are a nested tensor with holes; make it contiguous()")
-        return _ragged(given.values(), given.offsets(), None, name)  # type: ignore[attr-defined]
-    if _is_several(given) and len(given) in (2, 3):
-        return _ragged(given[0], given[1], given[2] if len(given) == 3 else None, name)
-    if not isinstance(given, Tensor | np.ndarray | Mapping) and _is_jagged(given):
-        weights = getattr(given, "weights_or_none", lambda: None)()
-        return _ragged(given.values(), _offsets_of(given.lengths(), name), weights, name)
-    array = _integers(given, name, "the ids")
+    parts = _parts_of(given, name)
+    if len(parts) > 1:
+        return _ragged(parts[0], parts[1], parts[2], name)
+    values = parts[0]
+    array = _integers(values, name, "the ids")
     if array.ndim == 1:
         return BatchIds(array, 1, is_vector=True)
     if array.ndim == 2 and array.shape[1] > 0:
@@ -163,47 +154,50 @@ def batch_ids(given: Any, name: str) -> BatchIds:
     raise InvalidIds(f"the ids of field {name!r} have shape {list(array.shape)}; they must be [B], [B, L], or jagged")
 
 
+def _parts_of(given: Any, name: str) -> tuple[Any, ...]:
+    """As they were given: ids, and of jagged ones offsets and weights (None: there are none)."""
+    if isinstance(given, Tensor) and given.is_nested:
+        if given.layout is not torch.jagged:
+            raise InvalidIds(
+                f"the ids of field {name!r} are a nested tensor of layout {given.layout}; make it layout=torch.jagged"
+            )
+        if given.lengths() is not None:  # type: ignore[attr-defined]
+            raise InvalidIds(f"the ids of field {name!r} are a nested tensor with holes; make it contiguous()")
+        return given.values(), given.offsets(), None  # type: ignore[attr-defined]
+    if _is_several(given) and len(given) in (2, 3):
+        return given[0], given[1], given[2] if len(given) == 3 else None
+    if not isinstance(given, Tensor | np.ndarray | Mapping) and _is_jagged(given):
+        weights = getattr(given, "weights_or_none", lambda: None)()
+        return given.values(), _offsets_of(given.lengths(), name), weights
+    return (given,)
+
+
 def tensor_ids(given: Any, name: str, device: torch.device) -> TensorIds:
-    """What :func:`batch_ids` makes, on ``device``. Tensors are looked at in tensor operations; whatever else they are,
-    or lack, is for :func:`batch_ids` to take or to name.
+    """What :func:`batch_ids` makes, on ``device``. Tensors of integers are looked at in tensor operations; whatever
+    else they are, or lack, is for :func:`batch_ids` to take or to name.
     """
-    found = _tensors_of(given)
-    if found is not None:
-        values, offsets, weights = found
-        if offsets is None and values.ndim in (1, 2) and (values.ndim == 1 or values.shape[1]):
+    values, *jagged = _parts_of(given, name)
+    offsets: Any = jagged[0] if jagged else None
+    weights: Any = jagged[1] if jagged else None
+    if isinstance(values, Tensor) and values.dtype in _INTEGERS:
+        if not jagged and values.ndim in (1, 2) and values.shape[-1]:
             flat = values.reshape(-1).to(device, torch.int64)
             return TensorIds(flat, values.shape[1] if values.ndim == 2 else 1, is_vector=values.ndim == 1)
-        if offsets is not None and values.ndim == offsets.ndim == 1 and len(offsets):
+        if (
+            isinstance(offsets, Tensor)
+            and offsets.dtype in _INTEGERS
+            and values.ndim == offsets.ndim == 1 <= len(offsets)
+        ):
             values, offsets = values.to(device, torch.int64), offsets.to(device, torch.int64, copy=True)
-            ends = (offsets[0] == 0) & (offsets[-1] == len(values)) & (offsets.diff() >= 0).all()
-            own = None if weights is None else weights.detach().to(device, torch.float32, copy=True)
-            fits = own is None or (own.shape == values.shape and bool(torch.isfinite(own).all()))
-            if bool(ends) and fits:
+            own = weights.detach().to(device, torch.float32, copy=True) if isinstance(weights, Tensor) else weights
+            are_sound = (offsets[0] == 0) & (offsets[-1] == len(values)) & (offsets.diff() >= 0).all()
+            fits = own is None or (isinstance(own, Tensor) and own.shape == values.shape and bool(own.isfinite().all()))
+            if fits and bool(are_sound):
                 return TensorIds(values, offsets, own, weights if own is not None and weights.requires_grad else None)
     host = batch_ids(given, name)
     bags = host.bags if isinstance(host.bags, int) else torch.from_numpy(host.bags).to(device)
     weights = None if host.weights is None else torch.from_numpy(host.weights).to(device)
     return TensorIds(torch.from_numpy(host.values).to(device), bags, weights, host.given_weights, host.is_vector)
-
-
-def _tensors_of(given: Any) -> tuple[Tensor, Tensor | None, Any] | None:
-    """Ids, offsets and weights, of what is tensors of integers; None: of something else."""
-    offsets = weights = None
-    if isinstance(given, Tensor) and given.is_nested and given.layout is torch.jagged:
-        if given.lengths() is not None:  # type: ignore[attr-defined]
-            return None
-        given, offsets = given.values(), given.offsets()
-    elif isinstance(given, tuple | list) and len(given) in (2, 3):
-        given, offsets, weights = (*given, None)[:3]
-    elif not isinstance(given, Tensor | np.ndarray | Mapping) and _is_jagged(given):
-        lengths = given.lengths()
-        weights = getattr(given, "weights_or_none", lambda: None)()
-        given = given.values()
-        offsets = nn.functional.pad(lengths.cumsum(0), (1, 0)) if isinstance(lengths, Tensor) else lengths
-    integers = (given,) if offsets is None else (given, offsets)
-    is_whole = all(isinstance(one, Tensor) and one.dtype in _INTEGERS and not one.is_nested for one in integers)
-    is_weighted = isinstance(weights, Tensor) and not weights.is_complex() and weights.dtype != torch.bool
-    return (given, offsets, weights) if is_whole and (weights is None or is_weighted) else None
 
 
 def _is_several(given: Any) -> bool:
@@ -275,7 +269,10 @@ def _by_key(jagged: Any) -> dict[str, Any]:
     return parts
 
 
-def _offsets_of(lengths: Any, name: str) -> Ids:
+def _offsets_of(lengths: Any, name: str) -> Any:
+    """Offsets of bags of these lengths: a tensor of one, else an array."""
+    if isinstance(lengths, Tensor) and lengths.dtype in _INTEGERS and bool((lengths >= 0).all()):
+        return nn.functional.pad(lengths.cumsum(0), (1, 0))
     counts = _integers(lengths, name, "the lengths")
     if len(counts) and counts.min() < 0:
         row = int(np.flatnonzero(counts < 0)[0])
