@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from geartrain.ams.values.specs import Ids
 from geartrain.bridge.gear.config import SlowGearConfig
 from geartrain.bridge.gear.samples import SHOWN, Samples
 
+R = TypeVar("R")
 _HALF_SCALE = 4096.0
 """What float16 gradients are multiplied by on their way, so that small ones are not lost."""
 
@@ -86,7 +87,6 @@ class DensePass:
 
     def _computed(self, ids: Ids, batch: Tensor) -> tuple[Tensor, dict[int, Failure]]:
         """The features of samples. An exception of the module is raised if it is of every sample alone, too."""
-        error: Exception | None = None
         try:
             with self.lock, torch.no_grad(), self._mode(self._train_mode == "always", keeps_buffers=True):
                 vectors_BD = self._forward(batch, self._autocast)
@@ -95,24 +95,14 @@ class DensePass:
                 return vectors_BD, failed
         except GeartrainError:
             raise
-        except Exception as exc:  # of the user's module, whatever it is
+        except Exception:  # of the user's module, whatever it is
             if len(ids) == 1:
                 raise
-            error = exc
-        halves: list[tuple[Tensor, dict[int, Failure]]] = []
-        num_raised = 0
-        for part in _halves(ids):
-            try:
-                halves.append(self._computed(ids[part], batch[part]))
-            except GeartrainError:
-                raise
-            except Exception as exc:
-                num_raised, error = num_raised + 1, exc
-                nothing_BD = torch.zeros(len(ids[part]), self.dim, device=self.device)
-                halves.append((nothing_BD, _raised(ids[part], exc)))
-        if num_raised == len(halves):
-            assert error is not None
-            raise error
+        halves = _by_halves(
+            ids,
+            lambda part: self._computed(ids[part], batch[part]),
+            lambda part, exc: (torch.zeros(len(part), self.dim, device=self.device), _raised(part, exc)),
+        )
         return torch.cat([vectors for vectors, _ in halves]), halves[0][1] | halves[1][1]
 
     def backward(self, ids: Ids, gradients_KD: Tensor) -> dict[int, Failure]:
@@ -158,20 +148,8 @@ class DensePass:
         return failures | bad | (self._backward_batch(ids[rest], gradients_BD[chosen]) if rest.any() else {})
 
     def _backward_halves(self, ids: Ids, gradients_BD: Tensor) -> dict[int, Failure]:
-        """One of several samples spoils a batch: which? Raises what the module raises of every sample alone."""
-        failures: dict[int, Failure] = {}
-        errors = []
-        for part in _halves(ids):
-            try:
-                failures |= self._backward_batch(ids[part], gradients_BD[part])
-            except GeartrainError:
-                raise
-            except Exception as exc:
-                errors.append(exc)
-                failures |= _raised(ids[part], exc)
-        if len(errors) == 2:
-            raise errors[0]
-        return failures
+        first, second = _by_halves(ids, lambda part: self._backward_batch(ids[part], gradients_BD[part]), _raised)
+        return first | second
 
     def _spoils(self, failed: dict[int, Failure], ids: Ids, in_training: bool) -> bool:
         """Whether one sample may have made all others fail, through the statistics of their batch."""
@@ -271,9 +249,21 @@ def _failures_named(num_samples: int) -> Iterator[None]:
         ) from exc
 
 
-def _halves(ids: Ids) -> tuple[slice, slice]:
+def _by_halves(ids: Ids, work: Callable[[slice], R], failed: Callable[[Ids, Exception], R]) -> list[R]:
+    """One of several samples spoils a batch: which? Raises what the module raises of every sample alone."""
+    results, errors = [], []
     half = len(ids) // 2
-    return slice(None, half), slice(half, None)
+    for part in (slice(None, half), slice(half, None)):
+        try:
+            results.append(work(part))
+        except GeartrainError:
+            raise
+        except Exception as exc:
+            errors.append(exc)
+            results.append(failed(ids[part], exc))
+    if len(errors) == 2:
+        raise errors[0]
+    return results
 
 
 def _raised(ids: Ids, error: Exception) -> dict[int, Failure]:

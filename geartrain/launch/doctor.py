@@ -55,6 +55,10 @@ class Finding:
     """What to do; empty where all is well."""
 
 
+def _judged(check: str, well: bool, found: str, remedy: str, otherwise: State = "warn") -> Finding:
+    return Finding(check, "ok", found) if well else Finding(check, otherwise, found, remedy)
+
+
 def examine(
     config: ClusterConfig,
     folder: Path,
@@ -94,9 +98,8 @@ def check_versions() -> Finding:
             wrong.append(f"{requirement.name} is {installed}, not {requirement.specifier}")
     names = ("geartrain", "torch", "grpcio", "numpy")
     found = ", ".join([f"python {platform.python_version()}", *(f"{name} {_version(name)}" for name in names)])
-    if wrong:
-        return Finding("versions", "fail", f"{found}; {'; '.join(wrong)}", f"{sys.executable} -m pip install geartrain")
-    return Finding("versions", "ok", found)
+    found = "; ".join([found, *wrong])
+    return _judged("versions", not wrong, found, f"{sys.executable} -m pip install geartrain", "fail")
 
 
 def check_core() -> Finding:
@@ -109,10 +112,8 @@ def check_core() -> Finding:
         return Finding("core", "fail", f"the compiled core does not load: {exc}", "build it anew: pip install -e .")
     names = [name for name in ("GEARTRAIN_ISA", "GEARTRAIN_LOOKAHEAD") if os.environ.get(name)]
     found = f"built for {platform.machine()}, uses {uses}"
-    if names:
-        forced = " and ".join(f"{name}={os.environ[name]}" for name in names)
-        return Finding("core", "warn", f"{found}, forced by {forced}", f"unset {' '.join(names)}")
-    return Finding("core", "ok", found)
+    forced = " and ".join(f"{name}={os.environ[name]}" for name in names)
+    return _judged("core", not names, f"{found}, forced by {forced}" if names else found, f"unset {' '.join(names)}")
 
 
 def check_gpu() -> Finding:
@@ -121,11 +122,9 @@ def check_gpu() -> Finding:
     if not devices:
         return Finding("gpu", "ok", "none: workers train on the CPU")
     torch = _version("torch")
-    if torch.endswith("+cpu"):
-        return Finding(
-            "gpu", "warn", f"{', '.join(devices)}, but torch {torch} is a CPU build", "install a CUDA build of torch"
-        )
-    return Finding("gpu", "ok", f"{', '.join(devices)}, torch {torch}")
+    is_cpu = torch.endswith("+cpu")
+    found = f"{', '.join(devices)}, {f'but torch {torch} is a CPU build' if is_cpu else f'torch {torch}'}"
+    return _judged("gpu", not is_cpu, found, "install a CUDA build of torch")
 
 
 def check_port(check: str, listen: str) -> Finding:
@@ -179,11 +178,8 @@ def check_cluster(scheduler: str | None) -> Iterator[Finding]:
         return
     worst = max(ahead, key=lambda shard: abs(ahead[shard]))
     found = f"that of shard {worst} is {abs(ahead[worst]):.3f} s {'ahead of' if ahead[worst] > 0 else 'behind'} ours"
-    if abs(ahead[worst]) > CLOCK_SECONDS:
-        remedy = "run an NTP client on all machines: logs and ages of snapshots mislead (leases do not use this clock)"
-        yield Finding("clock", "warn", found, remedy)
-    else:
-        yield Finding("clock", "ok", found)
+    remedy = "run an NTP client on all machines: logs and ages of snapshots mislead (leases do not use this clock)"
+    yield _judged("clock", abs(ahead[worst]) <= CLOCK_SECONDS, found, remedy)
 
 
 def check_disk(folder: Path, disk_gib: float = DISK_GIB) -> Iterator[Finding]:
@@ -192,7 +188,7 @@ def check_disk(folder: Path, disk_gib: float = DISK_GIB) -> Iterator[Finding]:
     free = psutil.disk_usage(str(existing)).free / _GIB
     found = f"{free:.1f} GiB free in {existing}"
     remedy = f"free space there, or put snapshots elsewhere ({disk_gib:g} GiB are asked for; --disk-gib changes it)"
-    yield Finding("disk", "fail" if free < disk_gib else "ok", found, remedy if free < disk_gib else "")
+    yield _judged("disk", free >= disk_gib, found, remedy, "fail")
     try:
         seconds = sorted(_sync_seconds(existing))
     except OSError as exc:
@@ -200,18 +196,15 @@ def check_disk(folder: Path, disk_gib: float = DISK_GIB) -> Iterator[Finding]:
         return
     median, p99 = statistics.median(seconds), seconds[min(len(seconds) - 1, round(0.99 * len(seconds)))]
     found = f"median {median * 1e3:.2f} ms, p99 {p99 * 1e3:.2f} ms of {len(seconds)} writes of {SYNC_BYTES} bytes"
-    if median > SLOW_SYNC_SECONDS:
-        yield Finding("fsync", "warn", found, "snapshots will take long: use a local disk, or a faster one")
-    else:
-        yield Finding("fsync", "ok", found)
+    remedy = "snapshots will take long: use a local disk, or a faster one"
+    yield _judged("fsync", median <= SLOW_SYNC_SECONDS, found, remedy)
 
 
 def check_open_files() -> Finding:
     """How many files and connections a process may have open."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < OPEN_FILES:
-        return Finding("open files", "warn", f"at most {soft} (hard limit {hard})", f"ulimit -n {min(hard, 65536)}")
-    return Finding("open files", "ok", f"at most {soft}")
+    found = f"at most {soft} (hard limit {hard})"
+    return _judged("open files", soft >= OPEN_FILES, found, f"ulimit -n {min(hard, 65536)}")
 
 
 def check_shared_memory() -> Finding:
@@ -219,10 +212,8 @@ def check_shared_memory() -> Finding:
     if not _SHARED_MEMORY.is_dir():
         return Finding("shared memory", "warn", f"there is no {_SHARED_MEMORY}", "mount a tmpfs there")
     free = psutil.disk_usage(str(_SHARED_MEMORY)).free / 2**20
-    if free < SHARED_MEMORY_MIB:
-        remedy = "DataLoader workers may die of it: docker run --shm-size=1g, or remove old files there"
-        return Finding("shared memory", "warn", f"{free:.0f} MiB free in {_SHARED_MEMORY}", remedy)
-    return Finding("shared memory", "ok", f"{free:.0f} MiB free in {_SHARED_MEMORY}")
+    remedy = "DataLoader workers may die of it: docker run --shm-size=1g, or remove old files there"
+    return _judged("shared memory", free >= SHARED_MEMORY_MIB, f"{free:.0f} MiB free in {_SHARED_MEMORY}", remedy)
 
 
 def check_huge_pages() -> Finding:
@@ -232,10 +223,8 @@ def check_huge_pages() -> Finding:
     except OSError:
         return Finding("huge pages", "ok", "skipped: this system does not tell")
     chosen = text.partition("[")[2].partition("]")[0]
-    if chosen == "never":
-        remedy = f"as root: echo madvise > {_HUGE_PAGES}; random reads of rows are slower without"
-        return Finding("huge pages", "warn", "never", remedy)
-    return Finding("huge pages", "ok", chosen)
+    remedy = f"as root: echo madvise > {_HUGE_PAGES}; random reads of rows are slower without"
+    return _judged("huge pages", chosen != "never", chosen, remedy)
 
 
 def check_machine() -> Finding:
@@ -246,17 +235,14 @@ def check_machine() -> Finding:
     found = f"{counted(cores, 'core')} (load {load:.1f}), {gib}"
     if memory.available < MEMORY_GIB * _GIB:
         return Finding("machine", "warn", found, "end other programs: little memory is left for rows")
-    if load > 2 * cores:
-        return Finding("machine", "warn", found, "others use the cores: figures taken now mean little")
-    return Finding("machine", "ok", found)
+    return _judged("machine", load <= 2 * cores, found, "others use the cores: figures taken now mean little")
 
 
 def check_failpoints(environ: Mapping[str, str]) -> Finding:
     """Whether roles started from here would misbehave on purpose."""
     text = environ.get(VARIABLE)
-    if text:
-        return Finding("failpoints", "warn", f"{VARIABLE}={text}", f"unset {VARIABLE}, unless this is a test")
-    return Finding("failpoints", "ok", "none armed")
+    found = f"{VARIABLE}={text}" if text else "none armed"
+    return _judged("failpoints", not text, found, f"unset {VARIABLE}, unless this is a test")
 
 
 def _version(name: str) -> str:

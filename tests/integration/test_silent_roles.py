@@ -3,7 +3,6 @@ not there."""
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import re
@@ -13,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from geartrain.ams.rpc.client.scheduler import GrpcSchedulerCarrier
 from geartrain.ams.scheduler.service import SchedulerServer
 from geartrain.ams.server.shard import Shard
 from geartrain.ams.values.config import ClientConfig
-from geartrain.ams.values.errors import SchedulerUnavailable, SnapshotFailed, TableNotFound
+from geartrain.ams.values.errors import SchedulerUnavailable, SnapshotFailed
 from geartrain.ams.values.optimizers.registry import SGD
 from geartrain.launch.hosting import local
 from tests.integration.conftest import ServedCluster
@@ -200,34 +199,6 @@ def test_a_command_says_for_which_stopped_shard_it_waits(command: str, roles: Ro
             process.kill()
         assert re.search(rf"shard 1 .*at {roles.shard(1)}.*up to \d+ s", line), line + err
         assert process.returncode == 0, out + err
-
-
-def test_an_unfinished_table_is_told_of_with_the_rows_that_are_left(
-    served: Callable[..., ServedCluster], capsys: pytest.CaptureFixture[str]
-) -> None:
-    from geartrain.cli.main import main
-
-    cluster = served(2)
-    with connect(cluster.address) as ours:
-        table_of(ours).assign(IDS, np.ones((500, 4), np.float32))
-    cluster.servers[1].stop(0)
-    cluster.servers[1] = cluster.start_server(1)
-    address = f"--scheduler={cluster.address}"
-
-    def run(*arguments: str) -> tuple[str, str]:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(sys, "argv", ["geartrain", *arguments, address])
-            with suppress(SystemExit):
-                main()
-        said = capsys.readouterr()
-        return said.out, said.err
-
-    with connect(cluster.address) as ours, pytest.raises(TableNotFound, match=r"tables: 't' \(incomplete\)$"):
-        ours.table("nosuch")
-    assert "tables: 't' (incomplete)" in run("export", "nosuch", "nowhere.safetensors")[1]
-    left = int(re.search(r"t: (\d+) rows, incomplete", run("table", "list")[0]).group(1))  # type: ignore[union-attr]
-    assert 0 < left < 500
-    assert json.loads(run("table", "drop", "t", "--yes", "--json")[0]) == {"dropped": {"t": left}}
 
 
 def test_a_snapshot_of_nothing_is_refused_but_not_one_of_a_jobs_state_alone(tmp_path: Path) -> None:

@@ -28,7 +28,6 @@ from geartrain.ams.values.graph_messages import (
     DescribeGraphs,
     DownloadGraph,
     ForgetGraph,
-    GraphsState,
     RestoreGraphs,
     SelectClasses,
     Selected,
@@ -48,11 +47,11 @@ class GraphService:
         self.by_request: Handlers = {
             Ping: PingHandler("graph"),
             BuildGraph: self._build,
-            CancelBuild: self._cancel,
+            CancelBuild: lambda request, _: graphs.cancel(request.table),
             SelectClasses: self._select,
-            DescribeGraphs: self._describe,
+            DescribeGraphs: lambda *_: graphs.describe(),
             DownloadGraph: self._download,
-            ForgetGraph: self._forget,
+            ForgetGraph: lambda request, _: graphs.forget(request.table),
             WriteGraphs: self._write,
             RestoreGraphs: self._restore,
         }
@@ -77,9 +76,6 @@ class GraphService:
         if self._ended.is_set():
             call.servicer.abort(grpc.StatusCode.UNAVAILABLE, "the graph service is ending")
 
-    def _cancel(self, request: CancelBuild, _: Call) -> bool:
-        return self._graphs.cancel(request.table)
-
     def _select(self, request: SelectClasses, _: Call) -> Selected:
         budget = min(request.budget, 2**63 - 1)
         ids, version = self._graphs.select_by(
@@ -87,15 +83,9 @@ class GraphService:
         )
         return Selected(version=version, ids=ids)
 
-    def _describe(self, _: DescribeGraphs, __: Call) -> GraphsState:
-        return self._graphs.describe()
-
     def _download(self, request: DownloadGraph, _: Call) -> Iterator[bytes]:
         graph, info = self._graphs.load(request.table)
         return download_chunks(info, graph.offsets, graph.neighbours)
-
-    def _forget(self, request: ForgetGraph, _: Call) -> None:
-        self._graphs.forget(request.table)
 
     def _write(self, request: WriteGraphs, call: Call) -> tuple[str, ...]:
         folder = self._roots.resolve(request.folder, call.user)
