@@ -27,7 +27,7 @@ from geartrain.workers.job.options import JobResult, SnapshotSettings
 from geartrain.workers.recipes.recipe import ClassifyRecipe
 from tests.integration.conftest import ServedCluster
 from tests.integration.small_job import classify
-from tests.integration.test_classify_and_predict import RECIPE, SHAPES, assert_same_models, draw, one_thread
+from tests.integration.test_classify_and_predict import RECIPE, assert_same_models, draw_shapes, one_thread
 from tests.integration.test_up import kill_child, up
 
 __all__ = ["one_thread"]
@@ -39,11 +39,7 @@ INCREMENTAL = replace(JOB, snapshots=SnapshotSettings(steps=5, increments=3))
 
 @pytest.fixture
 def images(tmp_path: Path) -> Path:
-    for shape in SHAPES:
-        (tmp_path / "images" / shape).mkdir(parents=True)
-        for seed in range(4):
-            draw(shape, seed).save(tmp_path / "images" / shape / f"{seed}.png")
-    return tmp_path / "images"
+    return draw_shapes(tmp_path / "images", 4)
 
 
 def train(out: Path, images: Path | None, recipe: ClassifyRecipe = JOB, **changes: Any) -> tuple[JobResult, str]:

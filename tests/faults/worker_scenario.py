@@ -14,7 +14,7 @@ from geartrain.workers.job.options import SnapshotSettings
 from tests.faults.children import Child
 from tests.faults.scenarios import Outcome, died_of
 from tests.integration.small_job import GREY, classify
-from tests.integration.test_classify_and_predict import RECIPE, SHAPES, draw
+from tests.integration.test_classify_and_predict import RECIPE, draw_shapes
 
 STEPS, SAVE_EVERY = 12, 3
 
@@ -40,10 +40,7 @@ def work(pipe: Connection, out: str, images: str, seed: int) -> None:
 def worker_dies(seed: int, name: str, text: str, folder: Path) -> Outcome:
     """Kill a training while it saves, resume it, compare."""
     images, broken, straight = folder / "images", folder / "broken", folder / "straight"
-    for shape in SHAPES:
-        (images / shape).mkdir(parents=True)
-        for number in range(4):
-            draw(shape, number).save(images / shape / f"{number}.png")
+    draw_shapes(images, 4)
     child = Child(work, str(broken), str(images), seed, armed=text)
     code = child.exit_code()
     child.end()

@@ -71,10 +71,10 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def draw_shapes(folder: Path) -> Path:
+def draw_shapes(folder: Path, each: int = 12) -> Path:
     for shape in SHAPES:
         (folder / shape).mkdir(parents=True)
-        for seed in range(12):
+        for seed in range(each):
             draw(shape, seed).save(folder / shape / f"{seed}.{'jpg' if seed % 2 else 'png'}")
     return folder
 

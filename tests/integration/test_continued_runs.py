@@ -15,7 +15,7 @@ from geartrain.workers.job import job
 from geartrain.workers.job.folder import read_run
 from geartrain.workers.job.run import TrainingRun
 from tests.integration.conftest import ServedCluster
-from tests.integration.small_job import draw_images, stop_after
+from tests.integration.small_job import stop_after
 from tests.integration.test_classify_and_predict import invoke
 from tests.support.movielens_files import write_movielens
 
@@ -81,40 +81,6 @@ def test_what_is_no_run_is_left_alone(ctr: list[str], tmp_path: Path) -> None:
     for other in (["--resume", str(tmp_path / "run")], ["--overwrite"]):
         with pytest.raises(ConfigError, match="--continue goes on"):
             invoke("worker", "glyphs", "--continue", *other)
-
-
-def test_a_classifier_continues_and_keeps_its_learning_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    images = draw_images(tmp_path / "images", 4)
-    command = [
-        "worker",
-        "classify",
-        "--data",
-        str(images),
-        "--out",
-        str(tmp_path / "run"),
-        "--continue",
-        "--set=lr=0.1",
-    ]
-    command += [
-        "--steps=8",
-        "--set=batch_size=8",
-        "--set=look.size=32",
-        "--set=look.channels=1",
-        "--device=cpu",
-        "--logger=none",
-    ]
-    stopped_at(5, command, monkeypatch)
-    code, said, _ = invoke(*command)
-    assert (code, "Going on at step 5" in said) == (0, True), said
-    code, said, _ = invoke(*command)
-    assert (code, "has ended at step 8" in said) == (0, True), said
-    for flag, named in (
-        ("--set=lr=0.2", "lr is 0.2"),
-        ("--set=look.size=64", "look.size is 64"),
-        ("--steps=9", "steps is 9"),
-    ):
-        with pytest.raises(ConfigError, match=f"{named}, but the run"):
-            invoke(*command, flag)
 
 
 def test_a_run_remembers_its_cluster_and_moves_when_it_is_told_to(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,19 +15,14 @@ from geartrain.workers.job import job
 from geartrain.workers.recipes.recipe import ClassifyRecipe
 from tests.integration.conftest import ServedCluster
 from tests.integration.small_job import GREY, classify, draw_images, rows_of, stop_after
+from tests.integration.test_classify_and_predict import one_thread
+
+__all__ = ["one_thread"]
 
 RECIPE = ClassifyRecipe(
     steps=8, batch_size=8, width=8, dim=8, sample_rate=0.5, warmup_steps=2, row_momentum=0.9, look=GREY, held_out=0.25
 )
 HOSTED = replace(RECIPE, rows="hosted")
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture

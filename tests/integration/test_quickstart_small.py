@@ -5,25 +5,25 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from fontTools.ttLib import TTFont
 from PIL import Image, ImageFont
 from rich.console import Console
 from safetensors.torch import load_file
 
-from geartrain.ams.storage.snapshot.folder import list_snapshots
 from geartrain.workers import jobs
 from geartrain.workers.job.options import JobOptions, JobResult
 from geartrain.workers.recipes import glyphs
 from geartrain.workers.recipes.fonts import FACES, FontFile
 from geartrain.workers.recipes.recipe import GlyphRecipe
+from tests.integration.test_classify_and_predict import one_thread
+
+__all__ = ["one_thread"]
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabdefghijmnqrtuy23456789"
 FIRST_CODE = 0x4E00
@@ -46,15 +46,6 @@ def make_font(path: Path, slant: float) -> None:
         if table.isUnicode():
             table.cmap = {FIRST_CODE + place: letters[ord(letter)] for place, letter in enumerate(LETTERS)}
     font.save(path)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Jobs this small gain nothing from threads, and lose much to waiting for each other on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(autouse=True)
@@ -125,12 +116,3 @@ def test_training_sees_no_image_of_a_held_out_family(tmp_path: Path) -> None:
     for images in data.held_out.values():
         leaked = sum(bytes(bitmap.numpy()) in seen for bitmap in images.bitmaps)
         assert leaked <= 0.1 * len(images)
-
-
-def test_a_finished_run_goes_on_for_more_steps(tmp_path: Path) -> None:
-    out = tmp_path / "run"
-    train(out, replace(RECIPE, classes=20))
-    result = train(out, resume=True, resume_steps=7)
-    assert result.step == RECIPE.steps + 7
-    assert list_snapshots(out / "snapshots")[0].name == f"step-{RECIPE.steps + 7:09}"
-    assert len(json.loads((out / "model" / "classes.json").read_text())) == 20

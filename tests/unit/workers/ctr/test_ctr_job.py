@@ -12,7 +12,6 @@ import pytest
 from rich.console import Console
 
 import geartrain as gt
-from geartrain.ams.storage.snapshot.folder import list_snapshots
 from geartrain.ams.values.errors import TrainingDiverged
 from geartrain.workers import jobs
 from geartrain.workers.ctr.designs import crossed
@@ -127,29 +126,6 @@ def test_the_run_of_another_worker_or_other_samples_is_not_gone_on_with(tmp_path
         train(tmp_path / "run", None, RESUME)
     with pytest.raises(gt.errors.ConfigError, match="already holds a run"):
         train(tmp_path / "run", data)
-
-
-def test_a_run_behind_a_damaged_snapshot_goes_on_from_the_one_before(tmp_path: Path, data: Path) -> None:
-    out = tmp_path / "run"
-    train(out, data)
-    newest = max(out.glob("snapshots/step-*"))
-    damaged = next(path for path in newest.rglob("*.safetensors"))
-    damaged.write_bytes(damaged.read_bytes()[:-1])
-    with pytest.raises(gt.errors.SnapshotDamaged, match=newest.name):
-        train(out, None, RESUME)
-    ended = train(out, None, {"allow_fallback": True, **RESUME})
-    assert (ended.finished, ended.step) == (True, 60)
-
-
-def test_snapshots_may_lie_elsewhere_and_add_to_one_another(tmp_path: Path, data: Path) -> None:
-    kept, increments = {"snapshots": str(tmp_path / "kept")}, SnapshotSettings(steps=10, increments=2, keep=3)
-    assert train(tmp_path / "run", data, kept, snapshots=increments).finished
-    parents = [listed.snapshot.manifest.parent for listed in list_snapshots(tmp_path / "kept") if listed.snapshot]
-    assert any(parents) and not all(parents)
-    assert not (tmp_path / "run" / "snapshots").exists()
-    assert train(tmp_path / "run", None, RESUME).step == 120
-    with pytest.raises(gt.errors.ConfigError, match="kept already holds snapshots"):
-        train(tmp_path / "other", data, kept)
 
 
 def test_the_option_to_validate_leaves_what_is_held_out_alone(tmp_path: Path, data: Path) -> None:

@@ -77,6 +77,11 @@ def test_what_a_classifier_is_follows_what_is_said() -> None:
         ({"sub_centers": 3, "margin": "none"}, "margin is None and sub_centers is 3"),
         ({"sub_centers": 3, "select": "knn"}, "KNNSoftmax.*sub_centers is 3"),
         ({"sub_centers": 0}, "sub_centers is 0"),
+        ({"select": "nearest"}, "select is 'nearest'"),
+        ({"neighbours": 0}, "neighbours is 0"),
+        ({"rebuild": 0}, "rebuild is 0"),
+        ({"rebuild": "often"}, "rebuild is 'often'"),
+        ({"select": "knn", "sample_rate": 1.0}, "sample_rate is 1, the full softmax"),
         *(
             ({"margin": margin}, margin)
             for margin in ("softmax", "none:3", "arcface:", "arcface:a", "arcface:1,2,3", "cosface:-1", "adaface:32,9")
