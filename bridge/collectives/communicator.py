@@ -108,11 +108,11 @@ class Pending(Generic[T]):
 def _differences(first: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
     """Keys whose values differ, those of mappings within by "key['inner']", with both values; None: not there."""
     for key in sorted({*first, *other}):
-        one, two = first.get(key), other.get(key)
-        if isinstance(one, Mapping) and isinstance(two, Mapping):
-            yield from ((f"{key}[{inner!r}]", *values) for inner, *values in _differences(one, two))
-        elif one != two:
-            yield key, one, two
+        ours, theirs = first.get(key), other.get(key)
+        if isinstance(ours, Mapping) and isinstance(theirs, Mapping):
+            yield from ((f"{key}[{inner!r}]", *values) for inner, *values in _differences(ours, theirs))
+        elif ours != theirs:
+            yield key, ours, theirs
 
 
 class Communicator:
@@ -202,11 +202,11 @@ class Communicator:
 
     def require_equal(self, values: Mapping[str, Any], what: str) -> None:
         """Raise SpecMismatch on every rank unless all of them give equal JSON values."""
-        said = self.gather_json(dict(values))
-        for rank, theirs in enumerate(said):
+        answers = self.gather_json(dict(values))
+        for rank, theirs in enumerate(answers):
             unlike = [
                 f"{key} is {first!r} on rank 0, {other!r} on rank {rank}"
-                for key, first, other in _differences(said[0], theirs)
+                for key, first, other in _differences(answers[0], theirs)
             ]
             if unlike:
                 more = f"; and {len(unlike) - _SHOWN} more" if len(unlike) > _SHOWN else ""
@@ -295,7 +295,9 @@ class Communicator:
         what = "exchange between two ranks"
         wires = [tensor.detach().to(self._wire(tensor.device)) for tensor, _ in leaving]
         rooms = [torch.empty_like(tensor, device=self._wire(tensor.device)) for tensor, _ in arriving]
-        rooms = [one if one.device == room.device else room for (one, _), room in zip(arriving, rooms, strict=True)]
+        rooms = [
+            tensor if tensor.device == room.device else room for (tensor, _), room in zip(arriving, rooms, strict=True)
+        ]
         if not wires and not rooms:
             return Pending.done(None)
         group = self._carrier([*wires, *rooms][0])

@@ -80,13 +80,13 @@ class GatheredParts:
         return self._whole
 
     def require_sound(
-        self, said: list[list[int]], failure: Exception | None, part: int, last: Pending[list[list[int]]]
+        self, answers: list[list[int]], failure: Exception | None, part: int, last: Pending[list[list[int]]]
     ) -> None:
-        """Raise on every rank if one ``said`` 0, that it failed in ``part``, when nothing is on its way any more.
+        """Raise on every rank if one ``answers`` 0, that it failed in ``part``, when nothing is on its way any more.
 
         There its ``failure`` is raised, elsewhere SyncError. ``last``: the last exchange that was begun.
         """
-        sound = [good for (good,) in said]
+        sound = [good for (good,) in answers]
         if 0 not in sound:
             return
         last.result()

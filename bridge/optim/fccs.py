@@ -314,9 +314,9 @@ class FCCS:
 
     def _read(self, loader: Iterable[Any], skip: bool) -> Iterator[Any]:
         while True:
-            for one in (loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)):
-                if hasattr(one, "set_epoch"):
-                    one.set_epoch(self._epoch)  # type: ignore[union-attr]
+            for source in (loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)):
+                if hasattr(source, "set_epoch"):
+                    source.set_epoch(self._epoch)  # type: ignore[union-attr]
             seen = self._epoch_samples // self._plan.quantum if skip else 0
             is_new = not self._epoch_samples
             for batch in itertools.islice(loader, seen, None):
@@ -341,10 +341,10 @@ def _together(link: Communicator, check: Callable[[], T]) -> T:
 def _optimizers(given: Any) -> list[Any]:
     """The optimizers of an argument. Raises InvalidArgument."""
     found = list(given) if isinstance(given, list | tuple) else [given]
-    for one in found:
-        if not all("lr" in group for group in getattr(one, "param_groups", [{}])):
+    for hit in found:
+        if not all("lr" in group for group in getattr(hit, "param_groups", [{}])):
             raise InvalidArgument(
-                f"optimizer is {quoted(one)}; it must be an optimizer with an lr in its param_groups, or several"
+                f"optimizer is {quoted(hit)}; it must be an optimizer with an lr in its param_groups, or several"
             )
     if not found:
         raise InvalidArgument("optimizer is empty; give FCCS at least one optimizer")
@@ -356,7 +356,7 @@ def _peaks(lr: float | Sequence[float] | None, groups: list[dict[str, Any]]) -> 
     if lr is None:
         rates = [float(group["lr"]) for group in groups]
     elif isinstance(lr, list | tuple):
-        rates = [real_number("lr", one) for one in lr]
+        rates = [real_number("lr", rate) for rate in lr]
         if len(rates) != len(groups):
             raise InvalidArgument(f"lr has {len(rates)} numbers for {len(groups)} param_groups; give one for each")
     else:

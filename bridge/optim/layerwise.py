@@ -51,7 +51,9 @@ class LayerwiseOptimizer(torch.optim.Optimizer, ABC):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        trained = [(group, [one for one in group["params"] if one.grad is not None]) for group in self.param_groups]
+        trained = [
+            (group, [param for param in group["params"] if param.grad is not None]) for group in self.param_groups
+        ]
         for _, params in trained:
             for param in params:
                 self._require_dense(param.grad)

@@ -32,7 +32,7 @@ class BackwardPasses:
         """Hooks that learn of each gradient stay with the ``parameters``."""
         self._missing: set[int] = set()
         self._is_local = True
-        self._ids = {id(one) for one in parameters}
+        self._ids = {id(parameter) for parameter in parameters}
         for parameter in parameters:
             parameter.register_post_accumulate_grad_hook(self._accumulated)  # type: ignore[no-untyped-call]
 
@@ -44,8 +44,8 @@ class BackwardPasses:
 
     def forward_ends(self, output: Any) -> None:
         """``output`` is what the user may go backward from."""
-        for one in tree_leaves(output):
-            tensor = getattr(one, "local_BL", one)  # of split logits
+        for leaf in tree_leaves(output):
+            tensor = getattr(leaf, "local_BL", leaf)  # of split logits
             if isinstance(tensor, Tensor) and tensor.requires_grad:
                 tensor.register_hook(self._goes_backward)  # type: ignore[no-untyped-call]
 

@@ -67,10 +67,10 @@ def own_sum_of(loss: LossFunction, reduction: str, output: Any, labels: Tensor) 
 
 def _nothing_of(output: Any) -> Tensor:
     """0, as a function of all that a model returned for no samples: a backward pass reaches its parameters."""
-    tensors = [one for one in tree_leaves(output) if isinstance(one, Tensor) and one.dtype.is_floating_point]
-    if not tensors or (torch.is_grad_enabled() and not any(one.requires_grad for one in tensors)):
+    tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.dtype.is_floating_point]
+    if not tensors or (torch.is_grad_enabled() and not any(tensor.requires_grad for tensor in tensors)):
         raise InvalidArgument(
             f"this rank has no samples, and the model returned {quoted(output)} for none, in which nothing has a "
             "gradient. Return tensors, in tuples, lists or dicts, or give every rank a sample"
         )
-    return torch.stack([one.sum() * 0.0 for one in tensors]).sum()
+    return torch.stack([tensor.sum() * 0.0 for tensor in tensors]).sum()

@@ -33,7 +33,9 @@ def _begin(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     from torch.distributed.tensor.experimental import implicit_replication
 
     _end(optimizer)  # of a step that raised
-    if any(len({isinstance(one, DTensor) for one in group["params"]}) > 1 for group in optimizer.param_groups):
+    if any(
+        len({isinstance(parameter, DTensor) for parameter in group["params"]}) > 1 for group in optimizer.param_groups
+    ):
         _steps[optimizer] = contextlib.ExitStack()
         _steps[optimizer].enter_context(implicit_replication())
 

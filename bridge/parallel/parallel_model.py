@@ -199,9 +199,9 @@ class ParallelModel(nn.Module):
         ]
         layer.sink = parts = SplitParts(layer, sizes_of_parts(samples, count), lambda: self.replicas.is_gathered)
         try:
-            for one in batches:
+            for batch in batches:
                 self.replicas.gather_anew()
-                parts.compute(partial(self.output, *one))
+                parts.compute(partial(self.output, *batch))
         finally:
             layer.sink = None
         return parts.logits()
@@ -263,7 +263,7 @@ def _with_labels(inputs: Any, labels: Tensor) -> Any:
 
 def _num_samples(inputs: Any) -> int:
     """Entries of the first tensor among ``inputs``. Raises InvalidArgument."""
-    found = next((one for one in tree_leaves(inputs) if isinstance(one, Tensor) and one.ndim), None)
+    found = next((leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.ndim), None)
     if found is None:
         raise InvalidArgument(f"inputs are {quoted(inputs)}; with micro_batches they hold a tensor [S, …] of samples")
     return len(found)
@@ -286,5 +286,5 @@ def _whole(output: Any) -> Any:
     if not _has_split_logits(output):
         return output
     if isinstance(output, dict):
-        return {name: _whole(one) for name, one in output.items()}
-    return [_whole(one) for one in output] if isinstance(output, list) else tuple(_whole(one) for one in output)
+        return {name: _whole(part) for name, part in output.items()}
+    return [_whole(part) for part in output] if isinstance(output, list) else tuple(_whole(part) for part in output)

@@ -76,15 +76,15 @@ def parallelize(
         raise InvalidArgument(f"mesh is {quoted(mesh)}; it must be what gt.mesh() returns")
     link = mesh.whole.link
     failure: Exception | None = None
-    said: dict[str, Any] = {}
+    description: dict[str, Any] = {}
     try:
         found = _looked_up(model, mesh, scopes, loss, seed)
         _check_micro_batches(micro_batches, found, mesh, loss)
-        said = {**_description(model, found, loss, seed), "micro_batches": micro_batches}
+        description = {**_description(model, found, loss, seed), "micro_batches": micro_batches}
     except Exception as exc:  # of any kind: the others wait for this rank
         failure = exc
     link.fail_together(failure, "gt.parallelize() changed nothing")
-    link.require_equal(said, "gt.parallelize()")
+    link.require_equal(description, "gt.parallelize()")
     if mesh.world_size > 1:
         let_optimizers_mix()
     if mesh.stages:
@@ -154,8 +154,8 @@ def _description(model: nn.Module, found: ScopedModel, loss: LossFunction | None
     return {
         "scopes": {name: repr(scope) for name, scope in found.scopes.items()},
         "parameters": {
-            name: f"{tuple(one.shape)} {one.dtype} {one.device.type} {'trained' if one.requires_grad else 'frozen'}"
-            for name, one in model.named_parameters()
+            name: f"{tuple(part.shape)} {part.dtype} {part.device.type} {'trained' if part.requires_grad else 'frozen'}"
+            for name, part in model.named_parameters()
         },
         "loss": _described(loss),
         "seed": seed,

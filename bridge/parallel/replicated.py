@@ -40,8 +40,8 @@ class Replicas:
         """
         self.sharded = list(sharded)
         self._not_gathered: set[int] = set()
-        for one in self.sharded:
-            one.register_forward_hook(lambda module, _, __: self._not_gathered.discard(id(module)))
+        for module in self.sharded:
+            module.register_forward_hook(lambda module, _, __: self._not_gathered.discard(id(module)))
         self.ddp: DistributedDataParallel | None = None
         self._passes = BackwardPasses([])
         self._hook: AverageHook | None = None
@@ -50,16 +50,18 @@ class Replicas:
         """Of the parameters of ``ddp``, as it numbers them."""
         if group.link.world_size == 1:
             return
-        parameters = [one for one in _distinct(whole.values(), nn.Module.parameters) if id(one) not in split]
+        parameters = [
+            parameter for parameter in _distinct(whole.values(), nn.Module.parameters) if id(parameter) not in split
+        ]
         buffers = _distinct(whole.values(), nn.Module.buffers)
-        names = {id(one): f"{name}.{key}" for name, part in _named(whole) for key, one in _own(part)}
-        self._names = [names[id(one)].removeprefix(".") for one in parameters if one.requires_grad]
+        names = {id(parameter): f"{name}.{key}" for name, part in _named(whole) for key, parameter in _own(part)}
+        self._names = [names[id(parameter)].removeprefix(".") for parameter in parameters if parameter.requires_grad]
         if any(parameter.requires_grad for parameter in parameters):
             holder = _Holder(parameters, buffers)
             self.ddp = DistributedDataParallel(holder, process_group=group.process_group)
-            trained = [one for one in parameters if one.requires_grad]
+            trained = [parameter for parameter in parameters if parameter.requires_grad]
             self._passes = BackwardPasses(trained)
-            if all(one.device.type == "cpu" for one in trained):
+            if all(parameter.device.type == "cpu" for parameter in trained):
                 self._hook = AverageHook(group.process_group)
         else:
             for tensor in [*parameters, *buffers]:
@@ -127,7 +129,9 @@ def replicated(
     # Looked up again: a split layer inside them was replaced.
     parts = {name: (scope, model.get_submodule(name)) for name, (scope, _) in scopes.items()}
     whole = {name: module for name, (scope, module) in parts.items() if not scope.shard}
-    sharded = dict(one for name, (scope, module) in parts.items() if scope.shard for one in called_parts(name, module))
+    sharded = dict(
+        called for name, (scope, module) in parts.items() if scope.shard for called in called_parts(name, module)
+    )
     _materialise(whole, group.device, seed)
     for name, module in sharded.items():
         _shard(name, module, group, seed)
@@ -147,9 +151,9 @@ class _Holder(nn.Module):
         return forward()
 
 
-def _unused(said: str, names: list[str]) -> str:
+def _unused(message: str, names: list[str]) -> str:
     """What DDP says of parameters that a backward pass did not reach, with their names."""
-    listed = re.search(r"did not receive grad for rank \d+: ([\d ]+)", said)
+    listed = re.search(r"did not receive grad for rank \d+: ([\d ]+)", message)
     numbers = [int(number) for number in listed[1].split()] if listed else []
     unused = ", ".join(repr(names[number]) for number in numbers if number < len(names)) or "some"
     return (
@@ -161,7 +165,7 @@ def _unused(said: str, names: list[str]) -> str:
 
 
 def _distinct(modules: Iterable[nn.Module], tensors: Callable[[nn.Module], Iterable[Any]]) -> list[Any]:
-    return list({id(one): one for module in modules for one in tensors(module)}.values())
+    return list({id(tensor): tensor for module in modules for tensor in tensors(module)}.values())
 
 
 def _shard(name: str, module: nn.Module, group: MeshGroup, seed: int) -> None:
@@ -249,12 +253,12 @@ def _reset(name: str, owner: nn.Module, device: torch.device, seed: int) -> None
 def _named(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
     for scope, module in modules.items():
         for name, part in module.named_modules():
-            yield ".".join(one for one in (scope, name) if one), part
+            yield ".".join(part_name for part_name in (scope, name) if part_name), part
 
 
 def _owners(modules: Mapping[str, nn.Module]) -> list[tuple[str, nn.Module]]:
     """The modules that have parameters or buffers of their own on the meta device."""
-    return [(name, part) for name, part in _named(modules) if any(_is_meta(one) for _, one in _own(part))]
+    return [(name, part) for name, part in _named(modules) if any(_is_meta(tensor) for _, tensor in _own(part))]
 
 
 def _own(module: nn.Module) -> list[tuple[str, Tensor]]:
@@ -276,7 +280,7 @@ def require_first_values(scopes: Mapping[str, tuple[Replicate, nn.Module]], spli
                 f"module {name!r} ({type(owner).__name__}) is on the meta device and has no reset_parameters(), so its "
                 f"{_own(owner)[0][0]!r} has no values; give it one, or make the module on a real device"
             )
-        unfilled = [key for key, one in owner.named_buffers(recurse=False) if _is_meta(one)]
+        unfilled = [key for key, buffer in owner.named_buffers(recurse=False) if _is_meta(buffer)]
         if unfilled and has_first_rows(owner):
             raise InvalidArgument(
                 f"buffer {unfilled[0]!r} of {name!r} ({type(owner).__name__}) is on the meta device, and nothing "

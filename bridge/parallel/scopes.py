@@ -138,7 +138,7 @@ def scoped(model: nn.Module, scopes: Mapping[str, Scope]) -> ScopedModel:
                     f"the scope of {name!r} is {quoted(scope)}; it must be gt.Replicate() or gt.Split()"
                 )
     for name in scopes:
-        outer = next((one for one in scopes if one != name and _is_inside(name, one)), None)
+        outer = next((scope for scope in scopes if scope != name and _is_inside(name, scope)), None)
         if outer is not None and not (name in split and outer in replicated and not replicated[outer][0].shard):
             raise InvalidArgument(
                 f"scope {name!r} lies inside scope {outer!r}; only a split part may, inside gt.Replicate() without "
@@ -172,14 +172,14 @@ def _require_all_named(
     kinds: dict[int, set[bool]] = {}
     first_names: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        is_split = any(name == one or _is_inside(name, one) for one in split)
-        if not is_split and not any(_is_inside(name, one) for one in replicated):
+        is_split = any(name == part or _is_inside(name, part) for part in split)
+        if not is_split and not any(_is_inside(name, part) for part in replicated):
             raise InvalidArgument(
                 f"parameter {name!r} is in no scope; name its module: "
                 f'{{"{name.rpartition(".")[0]}": gt.Replicate()}} keeps it whole on every rank'
             )
         kinds.setdefault(id(parameter), set()).add(is_split)
-        scope = next((one for one in replicated if _is_inside(name, one)), None)
+        scope = next((part for part in replicated if _is_inside(name, part)), None)
         if scope is not None and not is_split:
             other, tied = owners.setdefault(id(parameter), (scope, name))
             if other != scope and (replicated[other][0].shard or replicated[scope][0].shard):

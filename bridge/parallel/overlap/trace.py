@@ -59,7 +59,7 @@ class RankTimes:
     ranges: Sequence[TracedRange]
 
     def _intervals(self, collective: bool) -> list[Interval]:
-        return [one.interval for one in self.ranges if one.is_collective == collective]
+        return [found.interval for found in self.ranges if found.is_collective == collective]
 
     @property
     def compute_seconds(self) -> float:
@@ -89,7 +89,7 @@ class TracedStep:
     def _mean(self, what: str) -> float:
         if not self.ranks:
             raise InvalidArgument("the traced step has not ended; ask after the with block of gt.trace_step")
-        return float(sum(getattr(one, what) for one in self.ranks)) / len(self.ranks)
+        return float(sum(getattr(rank, what) for rank in self.ranks)) / len(self.ranks)
 
     @property
     def seconds(self) -> float:
@@ -119,8 +119,8 @@ class TracedStep:
 
     def summary(self) -> str:
         """One line for each rank, and one for all."""
-        lines = [_line(f"rank {one.rank}", one) for one in self.ranks]
-        collectives = sum(one.is_collective for one in self.ranks[0].ranges) if self.ranks else 0
+        lines = [_line(f"rank {rank.rank}", rank) for rank in self.ranks]
+        collectives = sum(found.is_collective for found in self.ranks[0].ranges) if self.ranks else 0
         about = _line(counted(len(self.ranks), "rank"), self)
         return "\n".join([*lines, f"{about}, {self.hidden_fraction:.0%}; {counted(collectives, 'collective')} a rank"])
 
@@ -244,13 +244,13 @@ def _chrome_events(ranks: Sequence[RankTimes]) -> list[dict[str, Any]]:
         events += [
             {
                 "ph": "X",
-                "name": one.name,
-                "cat": "communication" if one.is_collective else "compute",
+                "name": found.name,
+                "cat": "communication" if found.is_collective else "compute",
                 "pid": times.rank,
-                "tid": int(one.is_collective),
-                "ts": one.start * 1e6,
-                "dur": one.seconds * 1e6,
+                "tid": int(found.is_collective),
+                "ts": found.start * 1e6,
+                "dur": found.seconds * 1e6,
             }
-            for one in times.ranges
+            for found in times.ranges
         ]
     return events

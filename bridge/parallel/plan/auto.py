@@ -252,7 +252,7 @@ def _with_rest(model: nn.Module, split: Mapping[str, Scope], rest: Replicate) ->
         return dict(split)
     parts = {name: child for name, child in model.named_children() if next(child.parameters(), None) is not None}
     is_inside = any("." in name for name in split) or any(True for _ in model.parameters(recurse=False))
-    shared = sum(sum(1 for _ in one.parameters()) for one in parts.values()) != sum(1 for _ in model.parameters())
+    shared = sum(sum(1 for _ in part.parameters()) for part in parts.values()) != sum(1 for _ in model.parameters())
     if is_inside or shared or isinstance(model, nn.Linear | nn.Embedding):
         return {"": rest, **split}
     return {name: split.get(name, rest) for name in {**parts, **split}}

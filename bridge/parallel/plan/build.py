@@ -170,12 +170,16 @@ class PlanRequest:
         hidden = min(seconds(averages[:-1]), sum(part.backward_seconds for part in replicated))
         if self.micro_batches > 1:
             for part in parts:
-                own = [one for name, one in found if name == part.name and part.scope == "split" and one.is_of_features]
+                own = [
+                    collective
+                    for name, collective in found
+                    if name == part.name and part.scope == "split" and collective.is_of_features
+                ]
                 for kind, beside in (
                     ("all-gather", sum(part.forward_seconds for part in replicated)),
                     ("reduce-scatter", part.forward_seconds + part.backward_seconds),
                 ):
-                    travelling = min(beside, seconds([one for one in own if one.kind == kind]))
+                    travelling = min(beside, seconds([collective for collective in own if collective.kind == kind]))
                     hidden += travelling * (self.micro_batches - 1) / self.micro_batches
         return ExpectedStep(
             forward=sum(part.forward_seconds for part in parts),

@@ -152,7 +152,7 @@ class Hardware:
             raise InvalidArgument(f"{str(name)!r} cannot be read as a file of a Hardware: {exc}") from exc
         if not isinstance(values, Mapping):
             raise InvalidArgument(f"{str(name)!r} holds no fields of a Hardware, as 'memory_bandwidth: 9.0e+11'")
-        known = {one.name for one in fields(cls)}
+        known = {field.name for field in fields(cls)}
         if unknown := sorted(set(values) - known):
             raise InvalidArgument(
                 f"{str(name)!r}: a Hardware has no field {unknown[0]!r}; its fields are {', '.join(sorted(known))}"

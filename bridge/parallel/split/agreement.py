@@ -81,26 +81,26 @@ class StepAgreement:
 
     def _exchange(self, failure: Exception | None, numbers: list[int]) -> list[int]:
         self._others_ask_next = False
-        said = self._link.exchange([failure is None, *numbers])
+        answers = self._link.exchange([failure is None, *numbers])
         if failure is not None:
             raise failure
-        sound = [good for good, *_ in said]
+        sound = [good for good, *_ in answers]
         if 0 in sound:
             raise SyncError(f"the step was not made: rank {sound.index(0)} failed; its error tells why")
-        first = _compared(said[0])
-        for rank, numbers in enumerate(said):
+        first = _compared(answers[0])
+        for rank, numbers in enumerate(answers):
             theirs = _compared(numbers)
-            unlike = [what for what, one in first.items() if theirs[what] != one]
+            unlike = [what for what, value in first.items() if theirs[what] != value]
             if unlike:
                 raise SpecMismatch(
                     f"rank 0 and rank {rank} disagree on {' and '.join(unlike)} of what they compute. Run the same "
                     "model in the same mode on every rank, with inputs of the same dtype"
                 )
-        return [size for _, size, *_ in said]
+        return [size for _, size, *_ in answers]
 
 
-def _compared(said: list[int]) -> dict[str, int]:
+def _compared(answers: list[int]) -> dict[str, int]:
     """What must be equal on all ranks, by what it is called."""
-    _, _, *numbers, flags = said
+    _, _, *numbers, flags = answers
     whether = {what: flags >> place & 1 for place, what in enumerate(_WHETHER)}
     return {**dict(zip(_WHAT, numbers, strict=True)), **whether}

@@ -31,11 +31,11 @@ def answer(
     batch = stages.begin(failure, None)
     features_TD = torch.empty(batch.num_taken, layer.in_features, dtype=batch.dtype, device=device)
     if not batch.asks_for_loss:
-        stages.take(batch.parcels, features_TD)
-        stages.give(batch.parcels, _tell_outcome(stages, lambda: layer(features_TD).whole().detach()))
+        stages.take(batch.spans, features_TD)
+        stages.give(batch.spans, _tell_outcome(stages, lambda: layer(features_TD).whole().detach()))
         return None
     labels_T = torch.empty(batch.num_taken, dtype=torch.int64, device=device)
-    stages.take(batch.parcels, features_TD, labels_T)
+    stages.take(batch.spans, features_TD, labels_T)
     if batch.wants_gradient:
         anchor = torch.empty(0, requires_grad=True)
         features_TD = _GivenFeatures.apply(features_TD, anchor, stages, batch)  # type: ignore[no-untyped-call]
@@ -61,10 +61,10 @@ class _GivenFeatures(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, features_TD: Tensor, anchor: Tensor, stages: StageLink, batch: StagedBatch) -> Tensor:
         del anchor
-        ctx.stages, ctx.parcels = stages, batch.parcels
+        ctx.stages, ctx.spans = stages, batch.spans
         return features_TD.view_as(features_TD)
 
     @staticmethod
     def backward(ctx: Any, gradient_TD: Tensor) -> tuple[None, None, None, None]:
-        ctx.stages.give(ctx.parcels, gradient_TD)
+        ctx.stages.give(ctx.spans, gradient_TD)
         return None, None, None, None

@@ -77,7 +77,7 @@ class DistantLinear(nn.Module):
 def ask_for_loss(stages: StageLink, features_SD: Tensor, labels_S: Tensor) -> Tensor:
     """The loss over the samples of all senders (0-dim); its backward waits for the gradients [S, D]."""
     batch = stages.begin(None, features_SD, asks_for_loss=True)
-    stages.give(batch.parcels, features_SD.detach(), labels_S.to(features_SD.device))
+    stages.give(batch.spans, features_SD.detach(), labels_S.to(features_SD.device))
     loss = torch.empty((), dtype=stages.answer(None, None), device=features_SD.device)
     owner = stages.owners[stages.senders.index(stages.link.rank) % len(stages.owners)]
     stages.link.start_transfers([], [(loss, owner)]).result()
@@ -93,9 +93,9 @@ def ask_for_logits(stages: StageLink, features_SD: Tensor, num_classes: int) -> 
     """All logits [S, C] of this rank's samples; no graph of autograd leads to them."""
     features_SD = features_SD.detach()
     batch = stages.begin(None, features_SD, asks_for_loss=False)
-    stages.give(batch.parcels, features_SD)
+    stages.give(batch.spans, features_SD)
     logits_SC = features_SD.new_empty(len(features_SD), num_classes, dtype=stages.answer(None, None))
-    stages.take(batch.parcels, logits_SC)
+    stages.take(batch.spans, logits_SC)
     return logits_SC
 
 
@@ -116,5 +116,5 @@ class _DistantLoss(torch.autograd.Function):
             return None, None, None, None, None
         stages: StageLink = ctx.stages
         gradient_SD = torch.empty(ctx.shape, dtype=ctx.dtype, device=ctx.device)
-        stages.take(ctx.batch.parcels, gradient_SD)
+        stages.take(ctx.batch.spans, gradient_SD)
         return gradient_SD.mul_(len(stages.senders) / len(stages.owners)), None, None, None, None

@@ -19,7 +19,7 @@ from torch import Tensor
 from geartrain.ams.values.errors import SpecMismatch, SyncError
 from geartrain.bridge.collectives.communicator import Communicator
 from geartrain.bridge.parallel.mesh import Mesh
-from geartrain.bridge.parallel.staged.dealing import Parcel, deal
+from geartrain.bridge.parallel.staged.dealing import SampleSpan, deal
 
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
@@ -32,7 +32,7 @@ class StagedBatch:
     """Else for logits."""
     dtype: torch.dtype
     """Of the features."""
-    parcels: Sequence[Parcel]
+    spans: Sequence[SampleSpan]
     """Those that this rank sends or takes."""
     num_taken: int
     """Samples that this owner takes."""
@@ -78,26 +78,26 @@ class StageLink:
         numbers = [0, 0, 0]
         if features_SD is not None:
             numbers = [len(features_SD), _DTYPES.index(features_SD.dtype), features_SD.requires_grad]
-        said = self.link.exchange([failure is None, asks_for_loss, torch.is_grad_enabled(), *numbers])
+        answers = self.link.exchange([failure is None, asks_for_loss, torch.is_grad_enabled(), *numbers])
         if failure is not None:
             raise failure
-        sound, purposes, modes, lengths, dtypes, wanted = zip(*said, strict=True)
+        sound, purposes, modes, lengths, dtypes, wanted = zip(*answers, strict=True)
         if 0 in sound:
             raise SyncError(f"the step did not begin: rank {sound.index(0)} failed; its error tells why")
         first = self.senders[0]
         _require_one("whether labels are given", purposes, self.senders)
         _require_one("the dtype of features", dtypes, self.senders)
         if purposes[first]:
-            _require_one("torch.no_grad()", modes, range(len(said)))
+            _require_one("torch.no_grad()", modes, range(len(answers)))
             _require_one("whether features have a gradient", wanted, self.senders)
         sizes = [lengths[rank] for rank in self.senders]
         number = (self.senders if self.is_sender else self.owners).index(self.link.rank)
-        parcels = deal(sizes, len(self.owners))
+        spans = deal(sizes, len(self.owners))
         return StagedBatch(
             asks_for_loss=bool(purposes[first]),
             dtype=_DTYPES[dtypes[first]],
-            parcels=[one for one in parcels if (one.sender if self.is_sender else one.owner) == number],
-            num_taken=sum(one.num for one in parcels if one.owner == number),
+            spans=[span for span in spans if (span.sender if self.is_sender else span.owner) == number],
+            num_taken=sum(span.num for span in spans if span.owner == number),
             wants_gradient=bool(purposes[first] and modes[first] and wanted[first]),
         )
 
@@ -111,34 +111,34 @@ class StageLink:
 
         Raises SyncError if an owner gave a ``failure``, which it raises itself.
         """
-        said = self.link.exchange([failure is None, 0 if dtype is None else _DTYPES.index(dtype)])
+        answers = self.link.exchange([failure is None, 0 if dtype is None else _DTYPES.index(dtype)])
         if failure is not None:
             raise failure
-        sound = [good for good, _ in said]
+        sound = [good for good, _ in answers]
         if 0 in sound:
             raise SyncError(f"the step did not end: rank {sound.index(0)} failed; its error tells why")
-        return _DTYPES[said[self.owners[0]][1]]
+        return _DTYPES[answers[self.owners[0]][1]]
 
-    def give(self, parcels: Sequence[Parcel], *rows: Tensor) -> None:
-        """Send the rows of the parcels, of each tensor [S, …], to those at their other ends."""
-        cut = [(part.contiguous(), rank) for part, rank in self._cut(parcels, rows)]
+    def give(self, spans: Sequence[SampleSpan], *rows: Tensor) -> None:
+        """Send the rows of the spans, of each tensor [S, …], to those at their other ends."""
+        cut = [(part.contiguous(), rank) for part, rank in self._cut(spans, rows)]
         self.link.start_transfers(cut, []).result()
 
-    def take(self, parcels: Sequence[Parcel], *rooms: Tensor) -> None:
-        """Write what :meth:`give` sends at the other ends to the rows of the parcels in ``rooms`` [S, …]."""
-        cut = self._cut(parcels, rooms)
+    def take(self, spans: Sequence[SampleSpan], *rooms: Tensor) -> None:
+        """Write what :meth:`give` sends at the other ends to the rows of the spans in ``rooms`` [S, …]."""
+        cut = self._cut(spans, rooms)
         self.link.start_transfers([], cut).result()
 
-    def _cut(self, parcels: Sequence[Parcel], rows: Sequence[Tensor]) -> list[tuple[Tensor, int]]:
-        places = [one.at_sender if self.is_sender else one.at_owner for one in parcels]
+    def _cut(self, spans: Sequence[SampleSpan], rows: Sequence[Tensor]) -> list[tuple[Tensor, int]]:
+        places = [span.at_sender if self.is_sender else span.at_owner for span in spans]
         return [
-            (tensor[place : place + one.num], rank)
-            for one, place, rank in zip(parcels, places, self._others(parcels), strict=True)
+            (tensor[place : place + span.num], rank)
+            for span, place, rank in zip(spans, places, self._others(spans), strict=True)
             for tensor in rows
         ]
 
-    def _others(self, parcels: Sequence[Parcel]) -> list[int]:
-        return [self.owners[one.owner] if self.is_sender else self.senders[one.sender] for one in parcels]
+    def _others(self, spans: Sequence[SampleSpan]) -> list[int]:
+        return [self.owners[span.owner] if self.is_sender else self.senders[span.sender] for span in spans]
 
 
 def _require_one(what: str, values: Sequence[int], ranks: Sequence[int]) -> None:

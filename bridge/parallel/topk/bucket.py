@@ -51,7 +51,7 @@ class BucketLayout:
     def __init__(self, names: Sequence[str], parameters: Sequence[nn.Parameter], ks: Sequence[int]) -> None:
         """``ks``: how many elements of each tensor are sent; as many as it has where it is sent dense."""
         self.names, self.parameters = list(names), list(parameters)
-        self.numels = [one.numel() for one in parameters]
+        self.numels = [parameter.numel() for parameter in parameters]
         self.dense = [number for number, (k, numel) in enumerate(zip(ks, self.numels, strict=True)) if k == numel]
         self.sparse = [number for number in range(len(ks)) if number not in set(self.dense)]
         self.ks = [ks[number] for number in self.sparse]

@@ -115,9 +115,9 @@ class GradientExchange:
         except InvalidArgument as exc:
             failure = exc
         self.link.fail_together(failure, "gradients are not sparsified")
-        shapes = str([(name, tuple(one.shape), str(one.dtype)) for name, one in parameters.items()])
-        said = {**asdict(settings), "parameters": hashlib.sha256(shapes.encode()).hexdigest()[:16]}
-        self.link.require_equal(said, "sparsified gradients")
+        shapes = str([(name, tuple(parameter.shape), str(parameter.dtype)) for name, parameter in parameters.items()])
+        agreed = {**asdict(settings), "parameters": hashlib.sha256(shapes.encode()).hexdigest()[:16]}
+        self.link.require_equal(agreed, "sparsified gradients")
         numels = [parameter.numel() for parameter in parameters.values()]
         ks = sent_counts(numels, settings.sparsity, self.link.world_size)
         sparse = {name for name, k, numel in zip(parameters, ks, numels, strict=True) if k < numel}
@@ -193,8 +193,8 @@ class GradientExchange:
         elif bucket.is_last():
             factor = self._clipping(self._settings.clip)
             self._factor = factor if self._factor is None else self._factor * factor
-            for one in self._buckets:
-                self._begin(one)
+            for held in self._buckets:
+                self._begin(held)
         if bucket.is_last():
             self._finish()
         return future
@@ -211,11 +211,11 @@ class GradientExchange:
         if self._scaler is not None:
             self._scale = self._scaler.scale(torch.ones((), device=device))
             self._factor = 1 / self._scale
-        said = [failure is None, self._loaded, self.steps]
+        numbers = [failure is None, self._loaded, self.steps]
 
         def ask() -> None:
             try:
-                require_alike(self.link.exchange(said), failure)
+                require_alike(self.link.exchange(numbers), failure)
             except Exception as exc:  # of any kind: DDP is to end its pass before it is raised
                 self._refusal = exc
 
@@ -229,7 +229,7 @@ class GradientExchange:
 
     def _clipping(self, clip: float) -> Tensor:
         """What makes the norm of this rank's gradient at most clip · √R; gradients may be scaled."""
-        norms = torch.stack([_norm_of(one.work.buffer) for one in self._buckets])
+        norms = torch.stack([_norm_of(bucket.work.buffer) for bucket in self._buckets])
         norm = torch.linalg.vector_norm(norms)
         if self._factor is not None:
             norm = norm * self._factor
@@ -287,10 +287,10 @@ class GradientExchange:
 
     def _settle(self, buckets: list[_Bucket]) -> Exception | None:
         """Take what the ranks said into the buckets; return what is wrong, the same on every rank."""
-        begun = [one for one in (self._asked, *(bucket.begun for bucket in buckets)) if one is not None]
+        begun = [task for task in (self._asked, *(bucket.begun for bucket in buckets)) if task is not None]
         wait(begun)
-        for one in begun:
-            one.result()
+        for task in begun:
+            task.result()
         if self._refusal is not None:
             return self._refusal
         troubles = [(bucket.work, rank, status) for bucket in buckets for rank, status in bucket.work.receive()]
@@ -312,7 +312,7 @@ class GradientExchange:
             self._loaded = 0
             self.is_merged, self._awaits_step = self.link.world_size == 1, True
             return None
-        of_state = [one for one in troubles if is_of_state(one[2])]
+        of_state = [trouble for trouble in troubles if is_of_state(trouble[2])]
         if self._scaler is not None and not of_state:
             self.state.put_back()
             for bucket in buckets:

@@ -9,15 +9,15 @@ from torch.autograd import Variable
 from geartrain.ams.values.errors import InvalidArgument, NonFinite, SpecMismatch, SyncError
 
 
-def require_alike(said: list[list[int]], failure: Exception | None) -> None:
-    """Raise, on every rank, what is wrong with what the ranks said at the start of a backward pass."""
+def require_alike(answers: list[list[int]], failure: Exception | None) -> None:
+    """Raise, on every rank, what is wrong with what the ranks answered at the start of a backward pass."""
     if failure is not None:
         raise failure
-    sound, loaded, steps = zip(*said, strict=True)
+    sound, loaded, steps = zip(*answers, strict=True)
     if not all(sound):
         raise not_exchanged(sound.index(0))
     if len({*loaded}) > 1 or len({*steps}) > 1:
-        other = next(rank for rank, one in enumerate(said) if one != said[0])
+        other = next(rank for rank, answer in enumerate(answers) if answer != answers[0])
         raise SpecMismatch(
             f"rank 0 and rank {other} go on from different gradient states, after {steps[0]} and {steps[other]} steps"
             + "".join(f"; rank {rank} alone loaded one" for rank in (0, other) if not loaded[other - rank])

@@ -57,7 +57,7 @@ def _grouping(numels: tuple[int, ...], ks: tuple[int, ...], device: torch.device
 
 def _joined(parts: Sequence[tuple[Tensor, Tensor]]) -> SelectedElements:
     indices, values = zip(*parts, strict=True)
-    return SelectedElements(torch.cat(indices).to(torch.int32), torch.cat(values), [len(one) for one in indices])
+    return SelectedElements(torch.cat(indices).to(torch.int32), torch.cat(values), [len(index) for index in indices])
 
 
 def _largest(flat: Tensor, k: int) -> tuple[Tensor, Tensor]:

@@ -37,7 +37,11 @@ def replicated_part(model: object) -> tuple[DistributedDataParallel, nn.Module]:
 def trained_parameters(model: DistributedDataParallel, named: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters whose gradients DDP exchanges, by the names they have in ``named``."""
     ignored: set[str] = getattr(model, "parameters_to_ignore", set())
-    averaged = {id(one) for name, one in model.module.named_parameters() if one.requires_grad and name not in ignored}
+    averaged = {
+        id(parameter)
+        for name, parameter in model.module.named_parameters()
+        if parameter.requires_grad and name not in ignored
+    }
     return {
         name.replace(_COMPILED, ""): parameter
         for name, parameter in named.named_parameters()
@@ -62,7 +66,7 @@ def require_plain(optimizer: object, parameters: Mapping[str, nn.Parameter]) -> 
     if not isinstance(optimizer, Optimizer):
         raise InvalidArgument(f"optimizer is {quoted(optimizer)}; it must be a torch.optim.Optimizer, such as SGD")
     require_no_momentum(optimizer)
-    trained = {id(one) for group in optimizer.param_groups for one in group["params"]}
+    trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for name, parameter in parameters.items():
         if id(parameter) not in trained:
             raise InvalidArgument(

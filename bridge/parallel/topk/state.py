@@ -29,9 +29,9 @@ class GradientState:
         """``sparse``: names of the parameters with residuals. ``decays``: whether weights decay."""
         self._parameters = dict(parameters)
         self.sparse = set(sparse)
-        self.momentum = {name: _zeros(one) for name, one in parameters.items()}
-        self.residual = {name: _zeros(one) for name, one in parameters.items() if name in sparse}
-        self.decay = {name: _zeros(one) for name in self.residual if decays for one in [parameters[name]]}
+        self.momentum = {name: _zeros(parameter) for name, parameter in parameters.items()}
+        self.residual = {name: _zeros(parameter) for name, parameter in parameters.items() if name in sparse}
+        self.decay = {name: _zeros(parameter) for name in self.residual if decays for parameter in [parameters[name]]}
         self.loaded: set[str] = set()
         """Names whose residual and decay were loaded, and are equal on all ranks until the next step."""
         self._kept: list[tuple[Tensor, Tensor]] = []
@@ -45,7 +45,7 @@ class GradientState:
     def keep(self, names: list[str]) -> None:
         """Note what momentum and residuals of ``names`` are, for :meth:`put_back`."""
         both = [tensors[name] for name in names for tensors in (self.momentum, self.residual)]
-        self._kept += [(one, one.clone()) for one in both]
+        self._kept += [(tensor, tensor.clone()) for tensor in both]
 
     def put_back(self) -> None:
         """Make what was kept valid again."""

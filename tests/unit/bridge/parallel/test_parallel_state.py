@@ -50,7 +50,7 @@ def state_of(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def whole(values: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: one.full_tensor() if hasattr(one, "full_tensor") else one for name, one in values.items()}
+    return {name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in values.items()}
 
 
 def save(rank: int, ranks: int, folder: Path) -> None:
@@ -89,7 +89,7 @@ def clip(rank: int, ranks: int, folder: Path) -> None:
         model, optimizer = prepared(shard=shard)
         step(rank, ranks, model, optimizer)
         assert gt.clip_grad_norm_(model.parameters(), [], 1e-3) == pytest.approx(alone["norm"], rel=1e-5)
-        gradients = [one.grad for one in model.parameters()]
+        gradients = [parameter.grad for parameter in model.parameters()]
         norms = torch.stack([torch.linalg.vector_norm(one) for one in whole(dict(enumerate(gradients))).values()])
         assert float(torch.linalg.vector_norm(norms)) == pytest.approx(1e-3, rel=1e-4)
     # All of its parameters are DTensors.

@@ -178,8 +178,8 @@ def check_compiled(rank: int, ranks: int, folder: Path) -> None:
         model(own(inputs, sizes, rank), own(labels, sizes, rank)).backward()
         plain.zero_grad()
         nn.functional.cross_entropy(plain(inputs), labels).backward()
-        for one, other in zip(plain.parameters(), parallel.parameters(), strict=True):
-            torch.testing.assert_close(whole(other.grad), one.grad)
+        for parameter, other in zip(plain.parameters(), parallel.parameters(), strict=True):
+            torch.testing.assert_close(whole(other.grad), parameter.grad)
 
 
 def check_optimizers(rank: int, ranks: int, folder: Path) -> None:
@@ -201,8 +201,8 @@ def check_optimizers(rank: int, ranks: int, folder: Path) -> None:
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
-        for one, other in zip(plain.parameters(), parallel.parameters(), strict=True):
-            torch.testing.assert_close(whole(other), one)
+        for parameter, other in zip(plain.parameters(), parallel.parameters(), strict=True):
+            torch.testing.assert_close(whole(other), parameter)
     with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):  # outside of a step as ever
         torch._foreach_mul(list(parallel.parameters()), 2.0)
 
@@ -262,10 +262,10 @@ def check_logits(rank: int, ranks: int, folder: Path) -> None:
     logits = parallel(mine)
     (0.3 * cross(logits, own_labels) + 0.7 * cross(logits, own_labels.flip(0))).backward()
     expected = plain(inputs)
-    flipped = torch.cat([one.flip(0) for one in torch.split(labels, sizes)])
+    flipped = torch.cat([label.flip(0) for label in torch.split(labels, sizes)])
     (0.3 * cross(expected, labels) + 0.7 * cross(expected, flipped)).backward()
-    for one, other in zip(plain.parameters(), parallel.parameters(), strict=True):
-        torch.testing.assert_close(whole(other.grad), one.grad)
+    for parameter, other in zip(plain.parameters(), parallel.parameters(), strict=True):
+        torch.testing.assert_close(whole(other.grad), parameter.grad)
     torch.testing.assert_close(logits.whole(), own(expected, sizes, rank))
     logits = parallel(mine)
     cross(logits, own_labels).backward()
@@ -404,8 +404,8 @@ def check_outputs_for_no_samples(rank: int, ranks: int, folder: Path) -> None:
     torch.testing.assert_close(given, expected)
     expected.backward()
     given.backward()
-    for one, other in zip(plain.parameters(), parallel.parameters(), strict=True):
-        torch.testing.assert_close(other.grad, one.grad)
+    for parameter, other in zip(plain.parameters(), parallel.parameters(), strict=True):
+        torch.testing.assert_close(other.grad, parameter.grad)
     parallel.eval()
     with torch.no_grad():
         torch.testing.assert_close(parallel(own(inputs, sizes, rank), own(labels, sizes, rank)), expected)

@@ -62,7 +62,7 @@ def check_tokens_and_settings(rank: int, ranks: int, folder: Path) -> None:
             with parallel.no_sync():
                 parallel(mine, own_labels).backward()
         parallel({"inputs": mine}, own_labels).backward()
-        grads.append([getattr(one.grad, "_local_tensor", one.grad) for one in model.parameters()])
+        grads.append([getattr(parameter.grad, "_local_tensor", parameter.grad) for parameter in model.parameters()])
     for one, other in zip(*grads, strict=True):
         torch.testing.assert_close(one, other)
 
@@ -78,8 +78,10 @@ def check_autocast(rank: int, ranks: int, folder: Path) -> None:
         with torch.autocast("cpu", torch.bfloat16):
             loss = parallel(mine, own_labels)
         loss.backward()
-        found.append([loss, *(getattr(one.grad, "_local_tensor", one.grad) for one in model.parameters())])
-        assert all(one.grad.dtype == torch.float32 for one in model.parameters())  # type: ignore[union-attr]
+        found.append(
+            [loss, *(getattr(parameter.grad, "_local_tensor", parameter.grad) for parameter in model.parameters())]
+        )
+        assert all(parameter.grad.dtype == torch.float32 for parameter in model.parameters())  # type: ignore[union-attr]
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-3)
 

@@ -75,11 +75,11 @@ def traced_ranks(rank: int, ranks: int, folder: Path) -> None:
 def test_lanes_of_all_ranks_are_written(tmp_path: Path) -> None:
     run_ranks(traced_ranks, 2, tmp_path)
     events = json.loads((tmp_path / "step-1.json").read_text())["traceEvents"]
-    lanes = {(one["pid"], one["tid"]): one["args"]["name"] for one in events if one["name"] == "thread_name"}
+    lanes = {(event["pid"], event["tid"]): event["args"]["name"] for event in events if event["name"] == "thread_name"}
     assert lanes == {(0, 0): "compute", (0, 1): "communication", (1, 0): "compute", (1, 1): "communication"}
     for rank in (0, 1):
-        told = {one["name"] for one in events if one["ph"] == "X" and (one["pid"], one["tid"]) == (rank, 1)}
-        done = {one["name"] for one in events if one["ph"] == "X" and (one["pid"], one["tid"]) == (rank, 0)}
+        told = {event["name"] for event in events if event["ph"] == "X" and (event["pid"], event["tid"]) == (rank, 1)}
+        done = {event["name"] for event in events if event["ph"] == "X" and (event["pid"], event["tid"]) == (rank, 0)}
         assert {"gloo:all_gather", "gloo:all_reduce"} <= told  # features, DDP's buckets
         assert {"aten::addmm", "aten::tanh", "geartrain::row_chunks"} <= done
         assert not any(name.startswith(("gloo", "c10d")) for name in done)

@@ -64,17 +64,17 @@ def of_ranks(plan: Plan) -> tuple[Counter[str], Counter[str]]:
     """Calls and bytes by kind of what the ranks say to each other over a Communicator."""
     calls: Counter[str] = Counter()
     sizes: Counter[str] = Counter()
-    for one in plan.collectives:
-        if one.collective.what not in ("gradients", "buffers"):
-            calls[one.collective.kind] += one.times
-            sizes[one.collective.kind] += one.bytes
+    for collective in plan.collectives:
+        if collective.collective.what not in ("gradients", "buffers"):
+            calls[collective.collective.kind] += collective.times
+            sizes[collective.collective.kind] += collective.bytes
     return calls, sizes
 
 
 def averages(plan: Plan) -> list[int]:
     """Bytes of the buckets, the first one last."""
-    found = [one for one in plan.collectives if one.collective.what == "gradients"]
-    return sorted(one.collective.bytes for one in found for _ in range(one.times))
+    found = [collective for collective in plan.collectives if collective.collective.what == "gradients"]
+    return sorted(hit.collective.bytes for hit in found for _ in range(hit.times))
 
 
 def run_and_count(model: nn.Module, scopes: dict[str, Scope], example: Any, loss: Any, ranks: int) -> None:

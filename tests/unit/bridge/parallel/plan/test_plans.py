@@ -72,7 +72,7 @@ def test_sharded_parts_hold_a_part_of_everything_but_what_is_gathered() -> None:
     plan = planned({"backbone": Replicate(shard=True), "head": Replicate(shard=True)})
     head = plan.parts[1]
     assert head.parameter_bytes == head.gradient_bytes == head.optimizer_bytes == 100_000 // 16 * 65 * 4
-    kinds = {one.collective.kind for one in plan.collectives if one.part == "head"}
+    kinds = {collective.collective.kind for collective in plan.collectives if collective.part == "head"}
     assert kinds == {"all-gather", "reduce-scatter"}
 
 
@@ -85,7 +85,7 @@ def test_what_can_be_hidden_is_hidden_and_no_more() -> None:
     assert slow.step.seconds == pytest.approx(slow.step_without_overlap.seconds)  # nothing is won where all share
     split = planned({"backbone": Replicate(), "head": Split()})
     in_parts = split.request.changed(micro_batches=4, hardware=replace(CLUSTER, memory_bandwidth=1e9)).plan()
-    gathers = next(one for one in in_parts.collectives if one.collective.what == "features")
+    gathers = next(collective for collective in in_parts.collectives if collective.collective.what == "features")
     assert (gathers.times, gathers.bytes) == (4, 16 * 16 * 64 * 4)
     assert in_parts.step.hidden > 0
 
@@ -94,8 +94,8 @@ def test_sparse_gradients_send_less() -> None:
     dense = planned({"backbone": Replicate(), "head": Replicate()})
     sparse = dense.request.changed(sparsity=0.999).plan()
     assert sparse.sent_bytes < dense.sent_bytes / 25  # of 16 ranks' largest thousandths, each with its place
-    biases = [one for one in sparse.collectives if one.collective.what == "gradients"]
-    assert sum(one.times * one.collective.bytes for one in biases) == 4 * (512 + 64)  # small ones stay dense
+    biases = [collective for collective in sparse.collectives if collective.collective.what == "gradients"]
+    assert sum(biase.times * biase.collective.bytes for biase in biases) == 4 * (512 + 64)  # small ones stay dense
 
 
 def test_a_parameter_of_two_parts_counts_once() -> None:
@@ -104,7 +104,9 @@ def test_a_parameter_of_two_parts_counts_once() -> None:
     scopes: dict[str, Scope] = {"0": Replicate(), "1": Replicate()}
     plan = request(model, scopes, 4).plan()
     assert [part.num_parameters for part in plan.parts if part.name] == [32 * 32, 0]
-    assert [one.bytes for one in plan.collectives if one.collective.what == "gradients"] == [32 * 32 * 4]
+    assert [collective.bytes for collective in plan.collectives if collective.collective.what == "gradients"] == [
+        32 * 32 * 4
+    ]
 
 
 def test_a_layer_without_elements_can_be_planned() -> None:

@@ -43,9 +43,9 @@ def test_products_are_counted_forward_and_backward_and_what_is_kept_between() ->
 def test_no_value_of_a_model_is_copied() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     skeleton = skeleton_of(model)
-    assert {one.device.type for one in (*skeleton.parameters(), *skeleton.buffers())} == {"meta"}
+    assert {tensor.device.type for tensor in (*skeleton.parameters(), *skeleton.buffers())} == {"meta"}
     assert [name for name, _ in skeleton.named_parameters()] == [name for name, _ in model.named_parameters()]
-    assert {one.device.type for one in model.parameters()} == {"cpu"}
+    assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
 
 
 def test_a_model_that_looks_at_values_is_refused_by_name() -> None:

@@ -70,9 +70,9 @@ def work_on_them(rank: int, ranks: int, folder: Path) -> None:
     (logits.square().sum()).backward()
     plain(inputs).square().sum().backward()
     # The whole of a row is the rank's own affair: the gradients of a mean over ranks.
-    for one in plain.parameters():
-        assert one.grad is not None
-        one.grad /= ranks
+    for parameter in plain.parameters():
+        assert parameter.grad is not None
+        parameter.grad /= ranks
     assert_equal_gradients(model, plain)
 
 
@@ -99,7 +99,7 @@ def check_types(rank: int, ranks: int, folder: Path) -> None:
         net = parallel(half)
         loss = F.cross_entropy(net(inputs[rank::ranks].to(dtype)), labels[rank::ranks])
         loss.backward()  # type: ignore[no-untyped-call]
-        assert {one.grad.dtype for one in half.parameters() if one.grad is not None} == {dtype}
+        assert {parameter.grad.dtype for parameter in half.parameters() if parameter.grad is not None} == {dtype}
 
 
 def scale_losses(rank: int, ranks: int, folder: Path) -> None:
@@ -110,7 +110,7 @@ def scale_losses(rank: int, ranks: int, folder: Path) -> None:
     net = gt.parallelize(model, gt.mesh(), {"0": gt.Replicate(), "1": gt.Split()}, loss=nn.CrossEntropyLoss())
     optimizers = [torch.optim.SGD(part.parameters(), 0.1) for part in model]
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    before = [whole(one).clone() for one in model.parameters()]
+    before = [whole(parameter).clone() for parameter in model.parameters()]
     for is_finite in (False, True):
         loss = net(inputs[rank::ranks], labels[rank::ranks])
         scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
@@ -121,7 +121,9 @@ def scale_losses(rank: int, ranks: int, folder: Path) -> None:
             scaler.step(optimizer)
             optimizer.zero_grad()
         scaler.update()
-        moved = [not torch.equal(whole(one), old) for one, old in zip(model.parameters(), before, strict=True)]
+        moved = [
+            not torch.equal(whole(parameter), old) for parameter, old in zip(model.parameters(), before, strict=True)
+        ]
         assert moved == ([True, True, False, False] if not is_finite else [True] * 4)
 
 

@@ -50,7 +50,7 @@ def test_the_compactor_accumulates_as_deep_gradient_compression_does(compaction:
     for _ in range(5):
         gradients = [random.standard_normal(size).astype(np.float32) for size in sizes]
         indices, values = compactor.take(
-            [torch.from_numpy(one) for one in gradients],
+            [torch.from_numpy(gradient) for gradient in gradients],
             velocities,
             residuals,
             momentum=momentum,

@@ -104,8 +104,8 @@ def load_on_ranks(rank: int, ranks: int, folder: Path) -> None:
     other[2].load_state_dict(plain["topk"])
     train(parts, rank, range(6, 9))
     train(other, rank, range(6, 9))
-    for one, same in zip(other[0].parameters(), parts[0].parameters(), strict=True):
-        assert torch.equal(one, same)
+    for parameter, same in zip(other[0].parameters(), parts[0].parameters(), strict=True):
+        assert torch.equal(parameter, same)
     if ranks == 2:
         expected = torch.load(folder / f"uninterrupted-{rank}.pt")
         for name, tensor in parts[0].module.state_dict().items():
@@ -128,7 +128,7 @@ def send_dense(rank: int, ranks: int, folder: Path) -> None:
     dense = made(sparsity=0, weight_decay=0.0)
     dense[0].module.load_state_dict(parts[0].module.state_dict())
     dense[2].load_state_dict(saved)
-    before = {name: one.detach().clone() for name, one in dense[0].module.named_parameters()}
+    before = {name: parameter.detach().clone() for name, parameter in dense[0].module.named_parameters()}
     momentum = {name: one.clone() for name, one in saved["momentum"].items()}
     residual = {name: one.clone() for name, one in saved["residual"].items()}
     assert residual
@@ -137,8 +137,8 @@ def send_dense(rank: int, ranks: int, folder: Path) -> None:
     plain.load_state_dict(before)
     replica = DistributedDataParallel(plain)
     replica(torch.randn(5, 3, 2, 2, generator=torch.Generator().manual_seed(400 + rank))).square().sum().backward()
-    for name, one in plain.named_parameters():
-        applied = 0.9 * momentum[name] + one.grad + residual.get(name, 0.0)
+    for name, parameter in plain.named_parameters():
+        applied = 0.9 * momentum[name] + parameter.grad + residual.get(name, 0.0)
         torch.testing.assert_close(dense[0].module.get_parameter(name), before[name] - 0.1 * applied)
     dense[2].merge()
     assert not dense[2].state_dict()["residual"]

@@ -22,7 +22,7 @@ from tests.unit.bridge.parallel.topk.test_topk_gradients import LR, SIZE, SPARSI
 
 
 def weights_of(parts: Made) -> list[Tensor]:
-    return [one.detach().clone() for one in parts[0].parameters()]
+    return [parameter.detach().clone() for parameter in parts[0].parameters()]
 
 
 def saved(parts: Made) -> dict[str, Any]:
@@ -184,7 +184,7 @@ def give_momentum_later(rank: int, ranks: int, folder: Path) -> None:
     parts = made(scaler=torch.amp.GradScaler("cpu", enabled=False))
     with pytest.raises(NonFinite, match=r"gradient of parameter 'large' .* on rank 1"):
         step_of(parts, 0, rank, **({"large": torch.full((SIZE,), torch.nan)} if rank == 1 else {}))
-    assert all(bool(torch.isfinite(one).all()) for one in parts[0].parameters())
+    assert all(bool(torch.isfinite(parameter).all()) for parameter in parts[0].parameters())
 
 
 def test_momentum_that_comes_later_and_a_scaler_that_is_off(tmp_path: Path) -> None:

@@ -224,7 +224,7 @@ def overflow(rank: int, ranks: int, folder: Path) -> None:
     for step in range(3):
         scaled_step(step)
         step_of(unscaled, step, rank)
-    before = [*pending(parts), *(one.detach().clone() for one in model.parameters())]
+    before = [*pending(parts), *(parameter.detach().clone() for parameter in model.parameters())]
     scaled_step(3, bad=True)
     assert scaler.get_scale() == 512.0
     assert topk.skipped_steps == 1
@@ -247,7 +247,7 @@ def be_told(rank: int, ranks: int, folder: Path) -> None:
         parts = made()
         step_of(parts, 0, rank)
         changed = {name: torch.full((SIZE if name == "large" else DENSE,), torch.nan)} if rank == 1 else {}
-        weights = [one.detach().clone() for one in parts[0].parameters()]
+        weights = [parameter.detach().clone() for parameter in parts[0].parameters()]
         parts[2].merge()
         saved = {
             key: value if key == "steps" else {name: one.clone() for name, one in value.items()}
@@ -255,7 +255,9 @@ def be_told(rank: int, ranks: int, folder: Path) -> None:
         }
         with pytest.raises(NonFinite, match=f"parameter '{name}' holds NaN or infinity{where};"):
             step_of(parts, 1, rank, **changed)
-        assert all(torch.equal(one, other) for one, other in zip(parts[0].parameters(), weights, strict=True))
+        assert all(
+            torch.equal(parameter, other) for parameter, other in zip(parts[0].parameters(), weights, strict=True)
+        )
         with pytest.raises(InvalidArgument, match=r"call load_state_dict\(\) on every rank"):
             parts[2].merge()
         parts[2].load_state_dict(saved)
