@@ -91,8 +91,8 @@ class Lookup:
         ``keep_maxima``: :meth:`sum_gradients` will ask whose values were the largest.
         """
         bits, codes = [], []
-        for one in rows:
-            own, code = ops.as_bits(one)
+        for table_rows in rows:
+            own, code = ops.as_bits(table_rows)
             bits.append(own)
             codes.append(code)
         self._lookup.pool(bits, codes, list(out), keep_maxima)

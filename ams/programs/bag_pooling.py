@@ -71,8 +71,8 @@ class BagPoolingModel:
 
 
 def _facts(inputs: Sequence[HostedInputs], occurrences: npt.NDArray[np.uint32] | None) -> BatchFacts:
-    steps = [one.settings["worker_step"] for one in inputs if "worker_step" in one.settings]
-    times = [one.settings["unix_seconds"] for one in inputs if "unix_seconds" in one.settings]
+    steps = [batch.settings["worker_step"] for batch in inputs if "worker_step" in batch.settings]
+    times = [batch.settings["unix_seconds"] for batch in inputs if "unix_seconds" in batch.settings]
     if not all(math.isfinite(told) and 0 <= told < 2**63 for told in (*steps, *times)):
         raise InvalidArgument(f"worker_step and unix_seconds of {NAME} are {steps} and {times}; they must be >= 0")
     return BatchFacts(
@@ -82,9 +82,9 @@ def _facts(inputs: Sequence[HostedInputs], occurrences: npt.NDArray[np.uint32] |
     )
 
 
-def _sums(rows: HostedRows, one: HostedInputs) -> Float32:
-    ids = _array(one.arrays, "ids", np.int64, 1)
-    places, counts, weights = _bags(one.arrays)
+def _sums(rows: HostedRows, batch: HostedInputs) -> Float32:
+    ids = _array(batch.arrays, "ids", np.int64, 1)
+    places, counts, weights = _bags(batch.arrays)
     sums = np.empty((len(counts), rows.spec.dim), np.float32)
     try:
         _core.pool_bags(rows.read(ids), places, counts, weights, sums)
@@ -95,8 +95,8 @@ def _sums(rows: HostedRows, one: HostedInputs) -> Float32:
 
 def _joint(rows: HostedRows, inputs: Sequence[HostedInputs]) -> tuple[Ids, Float32, npt.NDArray[np.uint32] | None]:
     """Distinct ids, the sum of their gradients over the inputs and, for a table that asks, the times each was there."""
-    parts = [_row_gradients(rows, one) for one in inputs]
-    counts = [_occurrences(one) for one in inputs] if rows.spec.counts_occurrences else []
+    parts = [_row_gradients(rows, batch) for batch in inputs]
+    counts = [_occurrences(batch) for batch in inputs] if rows.spec.counts_occurrences else []
     if len(parts) == 1 and ops.num_distinct(parts[0][0]) == len(parts[0][0]):
         return (*parts[0], _as_uint32(counts[0]) if counts else None)
     none = np.empty(0, np.int64), np.empty((0, rows.spec.dim), np.float32)
@@ -112,37 +112,37 @@ def _as_uint32(counts: Ids) -> npt.NDArray[np.uint32]:
     return np.minimum(counts, 2**32 - 1).astype(np.uint32, order="C")
 
 
-def _occurrences(one: HostedInputs) -> Ids:
+def _occurrences(batch: HostedInputs) -> Ids:
     """How often each id [U] was in a batch; the inputs are sound."""
-    num_ids = len(one.arrays["ids"])
-    if "gradients" not in one.arrays:
-        return np.bincount(one.arrays["places"], minlength=num_ids).astype(np.int64, copy=False)
-    if "occurrences" not in one.arrays:
+    num_ids = len(batch.arrays["ids"])
+    if "gradients" not in batch.arrays:
+        return np.bincount(batch.arrays["places"], minlength=num_ids).astype(np.int64, copy=False)
+    if "occurrences" not in batch.arrays:
         return np.ones(num_ids, np.int64)
-    occurrences = _array(one.arrays, "occurrences", np.int64, 1)
+    occurrences = _array(batch.arrays, "occurrences", np.int64, 1)
     if len(occurrences) != num_ids:
         raise InvalidRows(f"occurrences of {NAME} are {len(occurrences)}; they must be {num_ids}, as many as ids")
     return occurrences
 
 
-def _row_gradients(rows: HostedRows, one: HostedInputs) -> tuple[Ids, Float32]:
-    ids, width = _array(one.arrays, "ids", np.int64, 1), rows.spec.dim
-    if "gradients" in one.arrays:
-        gradients = _array(one.arrays, "gradients", np.float32, 2)
+def _row_gradients(rows: HostedRows, batch: HostedInputs) -> tuple[Ids, Float32]:
+    ids, width = _array(batch.arrays, "ids", np.int64, 1), rows.spec.dim
+    if "gradients" in batch.arrays:
+        gradients = _array(batch.arrays, "gradients", np.float32, 2)
         if gradients.shape != (len(ids), width):
             raise InvalidRows(
                 f"gradients of table {rows.spec.name!r} have shape {list(gradients.shape)}; they must be "
                 f"[{len(ids)}, {width}]"
             )
     else:
-        places, counts, weights = _bags(one.arrays)
-        vectors = _array(one.arrays, "vectors", np.float32, 2)
+        places, counts, weights = _bags(batch.arrays)
+        vectors = _array(batch.arrays, "vectors", np.float32, 2)
         gradients = np.empty((len(ids), width), np.float32)
         try:
             _core.spread_bags(vectors, places, counts, weights, gradients)
         except ValueError as exc:
             raise InvalidArgument(f"bags of table {rows.spec.name!r}: {exc}") from exc
-    return ids, gradients if one.weight == 1.0 else gradients * np.float32(one.weight)
+    return ids, gradients if batch.weight == 1.0 else gradients * np.float32(batch.weight)
 
 
 def _bags(arrays: Arrays) -> tuple[_Places, _Places, Float32 | None]:

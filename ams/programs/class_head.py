@@ -92,8 +92,8 @@ class ClassHeadModel:
 
     def gradients(self, rows: HostedRows, inputs: Sequence[HostedInputs]) -> Gradients:
         """The row gradients of one step: of all its micro-batches, and of all ranks."""
-        batches = [_Update(rows, one) for one in inputs]
-        active = _union([one.batch.active for one in batches], rows)
+        batches = [_Update(rows, batch) for batch in inputs]
+        active = _union([update.batch.active for update in batches], rows)
 
         def make(chunk: tuple[int, int]) -> Float32:
             ids = active.range(*chunk)
@@ -101,10 +101,10 @@ class ClassHeadModel:
             if len(batches) == 1:
                 return batches[0].overwrite(rows_ND, ids)
             total_ND = np.zeros_like(rows_ND)
-            for one in batches:
-                gradient_ND = one.overwrite(rows_ND.copy(), ids)
-                if one.batch.active.ids is not None and len(one.batch.active.ids) != active.num:
-                    gradient_ND[~one.batch.active.holds(ids)] = 0
+            for update in batches:
+                gradient_ND = update.overwrite(rows_ND.copy(), ids)
+                if update.batch.active.ids is not None and len(update.batch.active.ids) != active.num:
+                    gradient_ND[~update.batch.active.holds(ids)] = 0
                 total_ND += gradient_ND
             return total_ND
 
@@ -113,7 +113,7 @@ class ClassHeadModel:
             ids=lambda chunk: active.range(*chunk),
             make=make,
             num_rows=active.num if batches else 0,
-            largest=math.fsum(one.largest for one in batches),
+            largest=math.fsum(update.largest for update in batches),
         )
 
 

@@ -184,8 +184,8 @@ def joint_update(updates: list[UpdateHosted]) -> UpdateHosted:
                 "all ranks of a step must agree"
             )
     inputs = tuple(
-        replace(one, weight=one.weight * update.scale * (group.sample_count / total if total else 0.0))
+        replace(batch, weight=batch.weight * update.scale * (group.sample_count / total if total else 0.0))
         for update, group in zip(updates, groups, strict=True)
-        for one in update.inputs
+        for batch in update.inputs
     )
     return replace(first, inputs=inputs, scale=1.0, group=None)

@@ -31,7 +31,7 @@ class LeavingShard(Protocol):
 
 def take_leave(scheduler: SchedulerCarrier, held: Iterable[LeavingShard], timeout_seconds: float) -> None:
     """Wait until no job trains that has not saved, at most ``timeout_seconds``; log what the shards take with them."""
-    shards = [(one.shard, one.incarnation) for one in held if one.shard is not None]
+    shards = [(leaving.shard, leaving.incarnation) for leaving in held if leaving.shard is not None]
     leaves = [PrepareLeave(shard=shard.shard, incarnation=incarnation) for shard, incarnation in shards]
     rows = _rows_of([shard for shard, _ in shards])
     if not rows:

@@ -365,10 +365,10 @@ class ShardServer:
         held.lease.revoke(f"{reason}; ask the scheduler again")
         with self._ending:
             self._end_reasons.append(reason)
-            left = [one for one in self._held if one is not held]
+            left = [other for other in self._held if other is not held]
             self._held = left or self._held
         if left:
-            logger.error("%s; this process serves on with %s", reason, ", ".join(str(one.number) for one in left))
+            logger.error("%s; this process serves on with %s", reason, ", ".join(str(other.number) for other in left))
             held.close(0)
             return
         self.end_reason = "; ".join(self._end_reasons)

@@ -306,7 +306,7 @@ class Shard:
 
     def _next_deadline(self) -> float | None:
         deadlines = [self._groups.next_deadline(), self._freezes.next_deadline(), self._expiry.next_deadline()]
-        return min((one for one in deadlines if one is not None), default=None)
+        return min((deadline for deadline in deadlines if deadline is not None), default=None)
 
     def _expire(self) -> None:
         self.engine.expire_groups()

@@ -227,8 +227,8 @@ def _without_frames(error: GeartrainError) -> GeartrainError:
     """The error without the calls it came through: they hold the request and its table, which would outlive a drop
     until the garbage collector finds the circle of error, call and future.
     """
-    one: BaseException | None = error
-    while one is not None:
-        one.__traceback__ = None
-        one = one.__cause__ or one.__context__
+    cause: BaseException | None = error
+    while cause is not None:
+        cause.__traceback__ = None
+        cause = cause.__cause__ or cause.__context__
     return error

@@ -39,7 +39,7 @@ class KnownMoments:
         if parent_id in self._numbers:
             self._added_to.add(parent_id)
         while len(self._numbers) > MOST_MOMENTS:
-            oldest = next((one for one in self._numbers if one in self._added_to), next(iter(self._numbers)))
+            oldest = next((known for known in self._numbers if known in self._added_to), next(iter(self._numbers)))
             self._forget(self._numbers.pop(oldest))
             self._added_to.discard(oldest)
 

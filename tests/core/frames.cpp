@@ -83,7 +83,7 @@ Operation operation_from(const nb::dict& from) {
 
 nb::bytes build_request_frame(uint64_t number, double seconds, const std::vector<nb::dict>& described) {
   std::vector<Operation> operations;
-  for (const nb::dict& one : described) operations.push_back(operation_from(one));
+  for (const nb::dict& described_item : described) operations.push_back(operation_from(described_item));
   const RequestLayout layout = lay_out_request(operations);
   std::string frame(layout.frame_bytes, '\xff');
   write_request(frame.data(), layout, number, seconds, operations);
@@ -158,24 +158,24 @@ nb::tuple parse_request_frame(const nb::bytes& frame) {
 // "retry_after_seconds"} of a refusal, which may come with the "rows" that were asked for.
 nb::bytes build_reply_frame(uint64_t number, const std::vector<nb::dict>& described, size_t room) {
   std::vector<ReplyRows> sizes;
-  for (const nb::dict& one : described)
-    sizes.push_back({item(one, "rows", nb::bytes("")).size(), item(one, "present", nb::bytes("")).size()});
+  for (const nb::dict& described_item : described)
+    sizes.push_back({item(described_item, "rows", nb::bytes("")).size(), item(described_item, "present", nb::bytes("")).size()});
   const ReplyLayout layout = lay_out_reply(sizes);
   std::string frame(room == 0 ? most_reply_bytes(layout) : room, '\0');
   require(frame.size() >= layout.end, "room must hold the rows");
   std::vector<ReplyResult> results;
   for (size_t i = 0; i < described.size(); ++i) {
-    const nb::dict& one = described[i];
-    if (one.contains("error")) {
-      results.push_back({Fault(nb::cast<std::string>(one["error"]), nb::cast<std::string>(one["message"]),
-                               item(one, "retry_after_seconds", 0.0)),
+    const nb::dict& described_item = described[i];
+    if (described_item.contains("error")) {
+      results.push_back({Fault(nb::cast<std::string>(described_item["error"]), nb::cast<std::string>(described_item["message"]),
+                               item(described_item, "retry_after_seconds", 0.0)),
                          {}});
       continue;
     }
-    const nb::bytes rows = item(one, "rows", nb::bytes("")), present = item(one, "present", nb::bytes(""));
+    const nb::bytes rows = item(described_item, "rows", nb::bytes("")), present = item(described_item, "present", nb::bytes(""));
     frame.replace(layout.rows[i], rows.size(), rows.c_str(), rows.size());
     frame.replace(layout.rows[i] + rows.size(), present.size(), present.c_str(), present.size());
-    results.push_back({Done{item<int64_t>(one, "created", 0), item(one, "duplicate", false), item<int64_t>(one, "writes", 0)}, sizes[i]});
+    results.push_back({Done{item<int64_t>(described_item, "created", 0), item(described_item, "duplicate", false), item<int64_t>(described_item, "writes", 0)}, sizes[i]});
   }
   const size_t bytes = write_reply(frame.data(), frame.size(), layout, number, results);
   return nb::bytes(frame.data(), bytes);

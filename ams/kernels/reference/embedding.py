@@ -36,7 +36,7 @@ def pooled(feature: FeatureIds, row_of: dict[int, Doubles], dim: int) -> Doubles
     vectors = np.zeros((len(bounds), dim))
     for bag, (begin, end) in enumerate(bounds):
         if feature.pooling == "max":
-            rows = [row_of[int(one)] for one in feature.ids[begin:end] if one != feature.padding_id]
+            rows = [row_of[int(row_id)] for row_id in feature.ids[begin:end] if row_id != feature.padding_id]
             vectors[bag] = np.max(rows, axis=0) if rows else 0.0
         else:
             for i, share in shares_of(feature, begin, end).items():
@@ -47,13 +47,13 @@ def pooled(feature: FeatureIds, row_of: dict[int, Doubles], dim: int) -> Doubles
 def row_gradients(feature: FeatureIds, row_of: dict[int, Doubles], vectors: Doubles) -> dict[int, Doubles]:
     """The gradient [D] of each row, from those of the vectors [V, D]. Of equal maxima the first id has it."""
     dim = vectors.shape[1]
-    sums: dict[int, Doubles] = {int(one): np.zeros(dim) for one in feature.ids if one != feature.padding_id}
+    sums: dict[int, Doubles] = {int(row_id): np.zeros(dim) for row_id in feature.ids if row_id != feature.padding_id}
     bounds = bounds_of(feature)
     for bag, (begin, end) in enumerate(bounds):
         if feature.pooling == "max":
-            counted = [int(one) for one in feature.ids[begin:end] if one != feature.padding_id]
+            counted = [int(row_id) for row_id in feature.ids[begin:end] if row_id != feature.padding_id]
             if counted:
-                winners = np.argmax([row_of[one] for one in counted], axis=0)
+                winners = np.argmax([row_of[row_id] for row_id in counted], axis=0)
                 for d, winner in enumerate(winners):
                     sums[counted[winner]][d] += vectors[bag, d]
         else:

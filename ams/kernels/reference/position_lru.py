@@ -18,29 +18,29 @@ class ReferencePositionLru:
 
     def find(self, ids: list[int], *, touch: bool) -> list[int]:
         """The positions, or -1."""
-        found = [self.positions.get(one, -1) for one in ids]
+        found = [self.positions.get(row_id, -1) for row_id in ids]
         if touch:
-            for one in ids:
-                if one in self.positions:
-                    self.positions.move_to_end(one)
+            for row_id in ids:
+                if row_id in self.positions:
+                    self.positions.move_to_end(row_id)
         return found
 
     def place(self, ids: list[int]) -> tuple[list[int], int]:
         """The positions, and how many other ids lost theirs."""
         placed, evicted = [], 0
-        for one in ids:
-            if one not in self.positions:
+        for row_id in ids:
+            if row_id not in self.positions:
                 if not self.free:
                     self.free.add(self.positions.popitem(last=False)[1])
                     evicted += 1
-                self.positions[one] = self.free.pop()
-            self.positions.move_to_end(one)
-            placed.append(self.positions[one])
+                self.positions[row_id] = self.free.pop()
+            self.positions.move_to_end(row_id)
+            placed.append(self.positions[row_id])
         return placed, evicted
 
     def remove(self, ids: list[int]) -> list[int]:
         """The positions that became free, or -1."""
-        removed = [self.positions.pop(one, -1) for one in ids]
+        removed = [self.positions.pop(row_id, -1) for row_id in ids]
         self.free |= {position for position in removed if position >= 0}
         return removed
 

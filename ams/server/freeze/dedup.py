@@ -122,7 +122,7 @@ class RestoredDedup:
             raise SnapshotDamaged(f"the dedup state of the snapshot is not of this version: {exc}") from exc
         self._tables = tables
         names = sorted({name for source in known for name in source.streams})
-        self._streams = {name: merged_stream([one.streams.get(name) for one in known], tables) for name in names}
+        self._streams = {name: merged_stream([source.streams.get(name) for source in known], tables) for name in names}
         steps: dict[tuple[str, str], list[GroupStep]] = {}
         for step in (step for source in known for step in source.groups if step.table in tables):
             steps.setdefault((step.table, step.job), []).append(step)

@@ -281,7 +281,7 @@ class Freezes:
     def end_silent(self) -> None:
         """Let go of what nobody has renewed for a whole lease and nobody is writing."""
         now = self._clock()
-        for snapshot_id in [one for one, deadline in self._deadlines.items() if deadline <= now]:
+        for snapshot_id in [held_id for held_id, deadline in self._deadlines.items() if deadline <= now]:
             writing = self._writing.get(snapshot_id)
             if writing is not None and not writing.done():
                 self._renew(snapshot_id)

@@ -69,12 +69,12 @@ Admission::Admission(const AdmissionSpec& spec) : spec_(spec) {
 }
 
 template <class One>
-void Admission::with_bits(const One& one) const {
+void Admission::with_bits(const One& call) const {
   switch (spec_.counter_bits) {
-    case 2: return one(std::integral_constant<int, 2>());
-    case 4: return one(std::integral_constant<int, 4>());
-    case 8: return one(std::integral_constant<int, 8>());
-    default: return one(std::integral_constant<int, 16>());
+    case 2: return call(std::integral_constant<int, 2>());
+    case 4: return call(std::integral_constant<int, 4>());
+    case 8: return call(std::integral_constant<int, 8>());
+    default: return call(std::integral_constant<int, 16>());
   }
 }
 
@@ -98,9 +98,9 @@ Admission::Decision Admission::decide(std::span<const int64_t> ids, std::span<co
   const uint64_t key = splitmix64(spec_.key + static_cast<uint64_t>(num_pushes_));
   for (size_t i = 0; i < ids.size(); ++i) {
     const double all_refuse = std::pow(1 - spec_.probability, static_cast<double>(occurrences[i]));
-    auto& one = decision.candidates_[i];
-    one.block = nullptr;
-    one.is_admitted = uniform(splitmix64(splitmix64(key ^ static_cast<uint64_t>(ids[i])))) >= all_refuse;
+    auto& candidate = decision.candidates_[i];
+    candidate.block = nullptr;
+    candidate.is_admitted = uniform(splitmix64(splitmix64(key ^ static_cast<uint64_t>(ids[i])))) >= all_refuse;
   }
   return decision;
 }
@@ -110,12 +110,12 @@ template <int bits>
 void Admission::find(std::span<const int64_t> ids, Decision& decision) {
   const auto range_blocks = static_cast<uint64_t>(spec_.range_blocks);
   const int slab_shift = std::countr_zero(static_cast<uint64_t>(slab_ranges_));
-  const auto look = [&](Decision::Candidate& one) {
+  const auto look = [&](Decision::Candidate& candidate) {
     uint32_t before = spec_.min_count;
-    Counters<bits>::each(one.places, spec_.num_hashes,
-                         [&](uint32_t place) { before = std::min(before, Counters<bits>::at(one.block, place)); });
-    one.before = before;
-    one.is_admitted = uint64_t{before} + one.occurrences >= spec_.min_count;
+    Counters<bits>::each(candidate.places, spec_.num_hashes,
+                         [&](uint32_t place) { before = std::min(before, Counters<bits>::at(candidate.block, place)); });
+    candidate.before = before;
+    candidate.is_admitted = uint64_t{before} + candidate.occurrences >= spec_.min_count;
   };
   auto& candidates = decision.candidates_;
   for (size_t i = 0; i < ids.size(); ++i) {
@@ -125,11 +125,11 @@ void Admission::find(std::span<const int64_t> ids, Decision& decision) {
     // Not those bits of an id's hash that its bucket and its place in the index are made of.
     const uint64_t hash = splitmix64(splitmix64(static_cast<uint64_t>(ids[i]) ^ spec_.key));
     const uint64_t block = static_cast<uint64_t>(in_slab) * range_blocks + ((hash >> 32) * range_blocks >> 32);
-    auto& one = candidates[i];
-    one.block = reinterpret_cast<uint64_t*>(slab.bytes() + block * kBlockBytes);
-    one.num_waiting = &slab.num_waiting[static_cast<size_t>(in_slab)];
-    one.places = splitmix64(hash);
-    prefetch_bytes(one.block, kBlockBytes);
+    auto& candidate = candidates[i];
+    candidate.block = reinterpret_cast<uint64_t*>(slab.bytes() + block * kBlockBytes);
+    candidate.num_waiting = &slab.num_waiting[static_cast<size_t>(in_slab)];
+    candidate.places = splitmix64(hash);
+    prefetch_bytes(candidate.block, kBlockBytes);
     if (i >= kAhead) look(candidates[i - kAhead]);
   }
   for (size_t i = ids.size() > kAhead ? ids.size() - kAhead : 0; i < ids.size(); ++i) look(candidates[i]);
@@ -137,9 +137,9 @@ void Admission::find(std::span<const int64_t> ids, Decision& decision) {
 
 void Admission::count(const Decision& decision) noexcept {
   if (decision.size() != 0) ++num_pushes_;
-  for (const auto& one : decision.candidates_) {
-    refused_gradients_ += !one.is_admitted;
-    refused_occurrences_ += one.is_admitted ? 0 : one.occurrences;
+  for (const auto& candidate : decision.candidates_) {
+    refused_gradients_ += !candidate.is_admitted;
+    refused_occurrences_ += candidate.is_admitted ? 0 : candidate.occurrences;
   }
   if (spec_.kind == AdmissionSpec::Kind::min_count) with_bits([&](auto bits) { raise<bits()>(decision); });
 }
@@ -147,11 +147,11 @@ void Admission::count(const Decision& decision) noexcept {
 // To what each id's count was before the push and what it brings. That is no lower than its own occurrences, whoever shares its counters.
 template <int bits>
 void Admission::raise(const Decision& decision) noexcept {
-  for (const auto& one : decision.candidates_) {
-    const auto after = static_cast<uint32_t>(std::min<uint64_t>(uint64_t{one.before} + one.occurrences, spec_.min_count));
-    Counters<bits>::each(one.places, spec_.num_hashes, [&](uint32_t place) { Counters<bits>::raise(one.block, place, after); });
-    if (!one.is_admitted) *one.num_waiting += one.before == 0 && after != 0;
-    else if (one.before != 0 && *one.num_waiting > 0) --*one.num_waiting;
+  for (const auto& candidate : decision.candidates_) {
+    const auto after = static_cast<uint32_t>(std::min<uint64_t>(uint64_t{candidate.before} + candidate.occurrences, spec_.min_count));
+    Counters<bits>::each(candidate.places, spec_.num_hashes, [&](uint32_t place) { Counters<bits>::raise(candidate.block, place, after); });
+    if (!candidate.is_admitted) *candidate.num_waiting += candidate.before == 0 && after != 0;
+    else if (candidate.before != 0 && *candidate.num_waiting > 0) --*candidate.num_waiting;
   }
 }
 

@@ -113,7 +113,7 @@ class Admission {
   void raise(const Decision& decision) noexcept;
   // Calls one(std::integral_constant<int, bits>) for the width of the counters.
   template <class One>
-  void with_bits(const One& one) const;
+  void with_bits(const One& call) const;
 
   const AdmissionSpec spec_;
   int64_t slab_ranges_ = 1;

@@ -165,7 +165,7 @@ class PackedClassPass {
                                 scratch + thread * room);
     });
     float check = 0;
-    for (const float one : checks) check += one;
+    for (const float part : checks) check += part;
     return check;
   }
 

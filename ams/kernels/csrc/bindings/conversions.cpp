@@ -44,9 +44,9 @@ int64_t number_of(nb::handle value, nb::handle name) {
 
 // The name of an error's class, or of the nearest one above it that callers know.
 std::string public_name(nb::handle kind) {
-  for (const nb::handle one : kind.attr("__mro__")) {
-    const std::string name = nb::cast<std::string>(one.attr("__name__"));
-    if (errors().attr("error_named")(name).is(one)) return name;
+  for (const nb::handle base : kind.attr("__mro__")) {
+    const std::string name = nb::cast<std::string>(base.attr("__name__"));
+    if (errors().attr("error_named")(name).is(base)) return name;
   }
   return "InternalError";
 }

@@ -96,7 +96,7 @@ nb::object python_of(const std::vector<PartOutcome>& parts) {
     const Done* done = std::get_if<Done>(&part);
     if (done == nullptr) {
       nb::list each;
-      for (const PartOutcome& one : parts) each.append(python_of(one));
+      for (const PartOutcome& item : parts) each.append(python_of(item));
       return each;
     }
     joint.created += done->created;
@@ -122,8 +122,8 @@ void create_scattered(ScatteredRows* self, const nb::tuple& arrays, int64_t dim)
   using Numbers = nb::ndarray<float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
   require(dim >= 1, "dim must be at least 1");
   std::vector<ScatteredRows::Range> ranges;
-  for (const nb::handle one : arrays) {
-    const auto numbers = nb::cast<Numbers>(one, false);
+  for (const nb::handle item : arrays) {
+    const auto numbers = nb::cast<Numbers>(item, false);
     ranges.push_back({reinterpret_cast<char*>(numbers.data()), numbers.nbytes()});
   }
   new (self) ScatteredRows(ranges, static_cast<size_t>(dim) * sizeof(float));
@@ -189,7 +189,7 @@ nb::list pull_together(RowsClient& client, const nb::list& pulls, double seconds
     pulled = client.pull(all, attempt);
   }
   nb::list each;
-  for (const Pulled& one : pulled) each.append(nb::make_tuple(python_of(one.undone), one.writes));
+  for (const Pulled& item : pulled) each.append(nb::make_tuple(python_of(item.undone), item.writes));
   return each;
 }
 

@@ -235,7 +235,7 @@ double Lookup::sum_gradients(std::span<const float* const> vectors, std::span<co
     for (const double lane : lanes) squares[at] += lane;
   });
   double total = 0;
-  for (const double one : squares) total += one;
+  for (const double square : squares) total += square;
   return total;
 }
 

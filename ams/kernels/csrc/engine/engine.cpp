@@ -22,10 +22,10 @@ size_t bytes_of(int64_t count, int64_t dim, DType dtype) {
 }
 
 // Who comes between the blocks of a large request.
-class Interludes final : public Pauses {
+class BlockPauses final : public Pauses {
  public:
   // `turn`: this thread has it; null: it does not.
-  Interludes(Turn* turn, Meanwhile* meanwhile) : turn_(turn), meanwhile_(meanwhile) {}
+  BlockPauses(Turn* turn, Meanwhile* meanwhile) : turn_(turn), meanwhile_(meanwhile) {}
   // Null for a request of so few bytes of rows that it is one block.
   Pauses* of(size_t bytes) { return bytes > kBlockBytes ? this : nullptr; }
 
@@ -66,16 +66,16 @@ int64_t distinct_ids(const int64_t* ids, int64_t count, std::vector<int64_t>& di
 int64_t count_distinct(const AssignRequest& assign, Meanwhile* meanwhile) {
   if (is_rising(assign.ids, assign.count)) return assign.count;
   std::vector<int64_t> distinct, places;
-  Interludes interludes(nullptr, meanwhile);
-  return distinct_ids(assign.ids, assign.count, distinct, places, interludes.of(bytes_of(assign.count, assign.dim, assign.dtype)));
+  BlockPauses between_blocks(nullptr, meanwhile);
+  return distinct_ids(assign.ids, assign.count, distinct, places, between_blocks.of(bytes_of(assign.count, assign.dim, assign.dtype)));
 }
 
 void merge_equal_ids(MergedPush& merged, Meanwhile* meanwhile) {
   PushRequest& push = merged.push;
   if (is_rising(push.ids, push.count)) return;
   std::vector<int64_t> places;
-  Interludes interludes(nullptr, meanwhile);
-  Pauses* const pauses = interludes.of(bytes_of(push.count, push.dim, push.dtype));
+  BlockPauses between_blocks(nullptr, meanwhile);
+  Pauses* const pauses = between_blocks.of(bytes_of(push.count, push.dim, push.dtype));
   const int64_t count = distinct_ids(push.ids, push.count, merged.ids, places, pauses);
   if (count == push.count) return;
   merged.sums.resize(static_cast<size_t>(count * push.dim));
@@ -153,7 +153,7 @@ int64_t Engine::pull(const CallContext& context, const std::string& table, const
     ServedTable& found = find(table);
     found.require_open(context.table_incarnation);
     if (request.required_sync) groups_->require_step(table, *request.required_sync);
-    found.pull(request, Interludes(&turn_, caller.meanwhile).of(bytes));
+    found.pull(request, BlockPauses(&turn_, caller.meanwhile).of(bytes));
     return found.all_writes();
   } catch (const std::exception&) {
     throw fault_in_flight(name_);
@@ -269,12 +269,12 @@ void Engine::push(const CallContext& context, const std::string& table, const Pu
   write(context, table, completion, caller, [&](ServedTable& found) -> std::optional<Done> {
     const PushRequest& push = merged.push;
     if (!push.group) {
-      Interludes interludes(&turn_, caller.meanwhile);
+      BlockPauses between_blocks(&turn_, caller.meanwhile);
       const RowStoreSpec& spec = found.rows().spec();
       const bool fits = after != nullptr && !spec.counts_steps() && after->dtype == spec.dtype && push.count == request.count;
       const RowPlaces<char>* const rows = fits ? &after->rows : nullptr;
       const Done done = leave(found, Kind::push, changed([&] {
-        return found.push(push, interludes.of(bytes_of(push.count, push.dim, push.dtype)), rows);
+        return found.push(push, between_blocks.of(bytes_of(push.count, push.dim, push.dtype)), rows);
       }));
       if (fits) after->writes = found.all_writes();
       is_earlier = found.is_expiry_due() && alarm_.note(kAtOnce);
@@ -286,8 +286,8 @@ void Engine::push(const CallContext& context, const std::string& table, const Pu
     const std::optional<Done> done = join(context, found, Kind::push, part, [&](const Parts& parts) {
       are_hosted(found.name(), parts);  // none is, for this one is not; throws if another is
       const JointPush joint = joint_push(parts, found.rows().spec().counts_occurrences);
-      Interludes interludes(&turn_, caller.meanwhile);
-      const int64_t created = found.push(joint.push, interludes.of(bytes_of(joint.push.count, joint.push.dim, joint.push.dtype)));
+      BlockPauses between_blocks(&turn_, caller.meanwhile);
+      const int64_t created = found.push(joint.push, between_blocks.of(bytes_of(joint.push.count, joint.push.dim, joint.push.dtype)));
       for (const RankWrite* each : parts) found.note_staleness(each->push.batch);
       return created;
     });
@@ -309,11 +309,11 @@ void Engine::pull_beside(std::span<const TablePull> pulls, int64_t threads, cons
   holder.has_left = caller.has_left;
   holder.has_turn = true;
   deal_out(static_cast<int64_t>(pulls.size()), threads, [&](int64_t number, int64_t) {
-    const TablePull& one = pulls[static_cast<size_t>(number)];
+    const TablePull& asked = pulls[static_cast<size_t>(number)];
     try {
-      *one.outcome = Done{.writes = pull(*one.context, *one.table, *one.request, holder)};
+      *asked.outcome = Done{.writes = pull(*asked.context, *asked.table, *asked.request, holder)};
     } catch (const std::exception&) {
-      *one.outcome = fault_in_flight(name_);
+      *asked.outcome = fault_in_flight(name_);
     }
   });
 }
@@ -321,7 +321,7 @@ void Engine::pull_beside(std::span<const TablePull> pulls, int64_t threads, cons
 void Engine::push_beside(std::span<const TablePush> pushes, int64_t threads, const Caller& caller) {
   std::optional<Holding> holding;
   struct Begun {
-    const TablePush* one;
+    const TablePush* asked;
     ServedTable* table;
     Outcome outcome;
   };
@@ -331,27 +331,27 @@ void Engine::push_beside(std::span<const TablePush> pushes, int64_t threads, con
     holding.emplace(*this, caller);
   } catch (const std::exception&) {
     const Fault fault = fault_in_flight(name_);
-    for (const TablePush& one : pushes) one.completion(fault);
+    for (const TablePush& asked : pushes) asked.completion(fault);
     return;
   }
-  for (const TablePush& one : pushes)
-    if (ServedTable* table = admitted(*one.context, *one.table, one.completion))
-      begun.push_back({&one, table, {}});
+  for (const TablePush& asked : pushes)
+    if (ServedTable* table = admitted(*asked.context, *asked.table, asked.completion))
+      begun.push_back({&asked, table, {}});
   deal_out(static_cast<int64_t>(begun.size()), threads, [&](int64_t number, int64_t) {
     Begun& each = begun[static_cast<size_t>(number)];
     try {
-      each.outcome = Done{changed([&] { return each.table->push(each.one->push); }), false};
+      each.outcome = Done{changed([&] { return each.table->push(each.asked->push); }), false};
     } catch (const std::exception&) {
       each.outcome = fault_in_flight(name_);
     }
   });
   bool is_earlier = false;
   for (const Begun& each : begun) {
-    const TablePush& one = *each.one;
+    const TablePush& asked = *each.asked;
     if (each.table->is_expiry_due() && alarm_.note(kAtOnce)) is_earlier = true;
     if (const Done* done = std::get_if<Done>(&each.outcome))
-      completed_writes_->applied(*one.context, leave(*each.table, Kind::push, done->created), *one.table);
-    else completed_writes_->failed(*one.context, std::get<Fault>(each.outcome));
+      completed_writes_->applied(*asked.context, leave(*each.table, Kind::push, done->created), *asked.table);
+    else completed_writes_->failed(*asked.context, std::get<Fault>(each.outcome));
   }
   holding.reset();
   if (is_earlier) alarm_.ring();
@@ -391,8 +391,8 @@ void Engine::assign(const CallContext& context, const std::string& table, const 
       throw Fault("InvalidRows", std::to_string(request.count) + " ids to assign hold " +
                                      std::to_string(request.count - num_distinct) +
                                      (request.count - num_distinct == 1 ? " duplicate" : " duplicates"));
-    Interludes interludes(&turn_, caller.meanwhile);
-    Pauses* const pauses = interludes.of(bytes_of(request.count, request.dim, request.dtype));
+    BlockPauses between_blocks(&turn_, caller.meanwhile);
+    Pauses* const pauses = between_blocks.of(bytes_of(request.count, request.dim, request.dtype));
     return leave(found, Kind::assign, changed([&] { return found.assign(request, pauses); }));
   });
 }

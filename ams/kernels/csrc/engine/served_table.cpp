@@ -60,8 +60,8 @@ const Optimizer& PushOptimizers::of_push(const Scalars& scalars) {
     const auto own = scalars_.find(name);
     if (own == scalars_.end() || name == "lr") {
       std::string known;
-      for (const auto& [one, _] : scalars_)
-        if (one != "lr") known += (known.empty() ? "" : ", ") + one;
+      for (const auto& [known_name, _] : scalars_)
+        if (known_name != "lr") known += (known.empty() ? "" : ", ") + known_name;
       throw Fault("InvalidArgument", name_ + " has no " + quoted(name) + " that a push may carry; it has " + known);
     }
     const auto reason = fixed_.find(name);

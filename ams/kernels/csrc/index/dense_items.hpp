@@ -253,7 +253,7 @@ void DenseItems::put_in_order(Region& region, int64_t num_old, const Copy& copy,
   }
   numbers_bytes_ -= region.numbers->memory_bytes();
   region.numbers.reset();
-  const auto is_gap = [](uint32_t one, uint32_t next) { return next != one + 1; };
+  const auto is_gap = [](uint32_t before, uint32_t next) { return next != before + 1; };
   if (std::ranges::adjacent_find(region.chunks, is_gap) != region.chunks.end()) return;
   region.first_item = item_of(region, 0);
   std::vector<uint32_t>().swap(region.chunks);

@@ -109,9 +109,9 @@ int64_t IdIndex::Table::erase(uint64_t hash, uint64_t tag) {
       do {
         from = next(from);
         const Line& behind = lines()[from];
-        for (int one = 0; one < kEntries && behind.tags[one] != 0 && moved < 0; ++one) {
-          const uint64_t home = place(keyed_hash(static_cast<int64_t>(behind.tags[one] - 1)));
-          if (distance(home, from) >= distance(gap, from)) moved = one;
+        for (int entry = 0; entry < kEntries && behind.tags[entry] != 0 && moved < 0; ++entry) {
+          const uint64_t home = place(keyed_hash(static_cast<int64_t>(behind.tags[entry] - 1)));
+          if (distance(home, from) >= distance(gap, from)) moved = entry;
         }
       } while (moved < 0 && lines()[from].is_full() && from != gap);
       if (moved >= 0) {

@@ -45,7 +45,7 @@ class Moments {
   // Makes room for `count` removals; see RemovedRows::reserve.
   template <class Present>
   void reserve_removals(int64_t count, const Present& present) {
-    for (Known& one : known_) one.removed.reserve(count, present);
+    for (Known& known : known_) known.removed.reserve(count, present);
   }
   // The row of `id` at `position` goes.
   void note_removal(int64_t position, int64_t id) {
@@ -53,9 +53,9 @@ class Moments {
       if (written.has(position)) written.clear(position);
     };
     clear(written_);
-    for (Known& one : known_) {
-      clear(one.written_after);
-      one.removed.note(position, id);
+    for (Known& known : known_) {
+      clear(known.written_after);
+      known.removed.note(position, id);
     }
   }
   // Nobody will ask for what was written since this one any more; without effect if it is not known. Where there is no memory to
@@ -81,7 +81,7 @@ class Moments {
   // Of the sets between moments, and of what was removed.
   int64_t memory_bytes() const {
     int64_t bytes = 0;
-    for (const Known& one : known_) bytes += one.written_after.memory_bytes() + one.removed.memory_bytes();
+    for (const Known& known : known_) bytes += known.written_after.memory_bytes() + known.removed.memory_bytes();
     return bytes;
   }
 
@@ -93,7 +93,7 @@ class Moments {
   };
 
   std::vector<Known>::const_iterator find(int64_t moment) const {
-    return std::find_if(known_.begin(), known_.end(), [&](const Known& one) { return one.number == moment; });
+    return std::find_if(known_.begin(), known_.end(), [&](const Known& known) { return known.number == moment; });
   }
 
   int64_t last_ = 0;

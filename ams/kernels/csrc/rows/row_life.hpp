@@ -33,7 +33,7 @@ struct Candidate {
   int64_t place;  // its position, or of a row that is not there yet -1 - its place in the request
 
   bool operator<(const Candidate& other) const {
-    const auto key = [](const Candidate& one) { return std::tuple(one.life.count, one.life.step, one.life.seconds, one.id); };
+    const auto key = [](const Candidate& candidate) { return std::tuple(candidate.life.count, candidate.life.step, candidate.life.seconds, candidate.id); };
     return key(*this) < key(other);
   }
 };

@@ -70,9 +70,9 @@ void CatchUp::reach_back(int64_t last) {
 
 Elapsed CatchUp::largest() const {
   Elapsed largest{std::fabs(origin_.ww), 0, std::fabs(origin_.vw), 0};
-  for (const Elapsed& one : by_age_)
-    largest = {std::max(largest.ww, std::fabs(one.ww)), std::max(largest.wv, std::fabs(one.wv)),
-               std::max(largest.vw, std::fabs(one.vw)), std::max(largest.vv, std::fabs(one.vv))};
+  for (const Elapsed& elapsed : by_age_)
+    largest = {std::max(largest.ww, std::fabs(elapsed.ww)), std::max(largest.wv, std::fabs(elapsed.wv)),
+               std::max(largest.vw, std::fabs(elapsed.vw)), std::max(largest.vv, std::fabs(elapsed.vv))};
   return largest;
 }
 

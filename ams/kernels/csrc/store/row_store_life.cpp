@@ -103,9 +103,9 @@ std::vector<Candidate> RowStore::first_to_go(int64_t count, const std::vector<in
   first.reserve(std::max(2 * wanted, first.size()) + 1);
   for (int64_t position = 0; (position = directory.next_present(position)) >= 0; ++position) {
     if (stays.has(position)) continue;
-    const Candidate one{life_at(position), directory.id_at(position), position};
-    if (is_cut && !(one < first[wanted - 1])) continue;
-    first.push_back(one);
+    const Candidate candidate{life_at(position), directory.id_at(position), position};
+    if (is_cut && !(candidate < first[wanted - 1])) continue;
+    first.push_back(candidate);
     if (first.size() >= 2 * wanted) cut();
   }
   cut();
@@ -124,7 +124,7 @@ void RowStore::make_way(const Resolved& found) {
   const std::vector<Candidate> leaving = first_to_go(count, found.positions);
   std::vector<int64_t> ids(leaving.size());
   std::ranges::transform(leaving, ids.begin(), &Candidate::id);
-  for (const Candidate& one : leaving) moments_.written().ensure(one.place);
+  for (const Candidate& candidate : leaving) moments_.written().ensure(candidate.place);
   num_evicted_ += remove_rows(ids.data(), static_cast<int64_t>(ids.size()));
 }
 
@@ -136,11 +136,11 @@ std::vector<size_t> RowStore::that_fit(const int64_t* ids, const Resolved& found
   std::vector<uint8_t> fits(found.positions.size(), 1);
   std::vector<int64_t> evicted;
   const int64_t excess = num_rows_there() + static_cast<int64_t>(coming.size()) - most_rows_;
-  for (const Candidate& one : first_to_go(excess, found.positions, std::move(coming))) {
-    if (one.place < 0)
-      fits[static_cast<size_t>(-1 - one.place)] = 0;
+  for (const Candidate& candidate : first_to_go(excess, found.positions, std::move(coming))) {
+    if (candidate.place < 0)
+      fits[static_cast<size_t>(-1 - candidate.place)] = 0;
     else
-      evicted.push_back(one.id);
+      evicted.push_back(candidate.id);
   }
   num_evicted_ += excess - static_cast<int64_t>(evicted.size()) + remove_rows(evicted.data(), static_cast<int64_t>(evicted.size()));
   std::vector<size_t> places;

@@ -249,7 +249,7 @@ void CompletedWrites::note_table(Stream& stream, const std::shared_ptr<const Tab
   const auto place = std::ranges::lower_bound(stream.tables, table);
   if (place != stream.tables.end() && *place == table) return;
   stream.tables.insert(place, table);
-  std::erase_if(stream.tables, [](const auto& one) { return one->is_dropped; });
+  std::erase_if(stream.tables, [](const auto& written) { return written->is_dropped; });
 }
 
 void CompletedWrites::forget_acknowledged(Stream& stream, int64_t oldest_unacknowledged, int64_t incarnation) {

@@ -49,8 +49,8 @@ void require_equal_numbers(const PushRequest& mine, const PushRequest& its) {
   std::vector<std::string> names;
   for (const Numbers* numbers : {&here, &there})
     for (const auto& [name, value] : *numbers) {
-      const std::optional<double>*one = found_in(here, name), *other = found_in(there, name);
-      const bool differ = one == nullptr || other == nullptr || *one != *other;
+      const std::optional<double>*ours = found_in(here, name), *other = found_in(there, name);
+      const bool differ = ours == nullptr || other == nullptr || *ours != *other;
       if (differ && std::find(names.begin(), names.end(), name) == names.end()) names.push_back(name);
     }
   if (!names.empty())
