@@ -19,9 +19,17 @@ from tests.support.torch_twins import TORCH_TWINS
 SPECS = {name: optimizer for name, (optimizer, _) in TORCH_TWINS.items()}
 
 
-def make(optimizer: RowOptimizerSpec, dim: int, dtype: DTypeName = "float32") -> tuple[RowTable, ReferenceTable]:
-    slot_dtype: DTypeName = dtype if optimizer.takes_narrow_slots else "float32"
-    spec = TableSpec(name="t", dim=dim, optimizer=optimizer, dtype=dtype, slot_dtype=slot_dtype, seed=3)
+def make(
+    optimizer: RowOptimizerSpec,
+    dim: int,
+    dtype: DTypeName = "float32",
+    slot_dtype: DTypeName | None = None,
+    num_rows: int | None = None,
+) -> tuple[RowTable, ReferenceTable]:
+    slot_dtype = (slot_dtype or dtype) if optimizer.takes_narrow_slots else "float32"
+    spec = TableSpec(
+        name="t", dim=dim, optimizer=optimizer, dtype=dtype, slot_dtype=slot_dtype, seed=3, num_rows=num_rows
+    )
     reference = ReferenceTable(dim, optimizer, Normal(), 3, table_hash("t"), dtype, slot_dtype)
     return RowTable(spec, np.arange(4096)), reference
 
@@ -48,10 +56,16 @@ def expected_of(table: ReferenceTable, spec: TableSpec) -> dict[int, tuple[bytes
     }
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_rows", [None, 20_000])
+@pytest.mark.parametrize(
+    ("dtype", "slot_dtype"),
+    [("float32", "float32"), ("float16", "float32"), ("bfloat16", "bfloat16"), ("float32", "float16")],
+)
 @pytest.mark.parametrize("name", SPECS)
-def test_rows_slots_and_updates_have_the_bits_of_the_reference(name: str, dtype: DTypeName) -> None:
-    ours, theirs = make(SPECS[name], 37, dtype)
+def test_rows_slots_and_updates_have_the_bits_of_the_reference(
+    name: str, dtype: DTypeName, slot_dtype: DTypeName, num_rows: int | None
+) -> None:
+    ours, theirs = make(SPECS[name], 37, dtype, slot_dtype, num_rows)
     generator = np.random.default_rng(1)
     changes = {
         "weight_decay": lambda step: 0.02 * step,
@@ -67,7 +81,7 @@ def test_rows_slots_and_updates_have_the_bits_of_the_reference(name: str, dtype:
     changing = [one for one in SPECS[name].scalars() if one in changes and one not in SPECS[name].fixed]
     for step in range(6):
         ids = generator.permutation(60)[:40]
-        values = generator.standard_normal((40, 37)).astype(DTYPES["bfloat16" if step % 2 else "float32"])
+        values = generator.standard_normal((40, 37)).astype(list(DTYPES.values())[step % 3])
         lr, scale = 0.3 / (step + 1), 0.7
         scalars = {one: changes[one](step) for one in changing} if step % 2 else {}
         theirs.optimizer = SPECS[name].for_push(scalars)
