@@ -22,7 +22,8 @@ server:
 
 A setting comes from one YAML file, then from the environment, then from a flag; each overrides the one before. The
 setting `server.memory_bytes` is `memory_bytes` in the section `server` of the file, and
-`GEARTRAIN_SERVER__MEMORY_BYTES` in the environment. A mistyped key is an error that suggests the right one.
+`GEARTRAIN_SERVER__MEMORY_BYTES` in the environment; the command of a role has a flag for every key of its section, as
+`geartrain server --memory-bytes`. A mistyped key is an error that suggests the right one.
 
 `geartrain config show` prints the settings in force, as a file with comments. `geartrain config validate FILE`
 says whether a file is right.
