@@ -27,7 +27,7 @@ from geartrain.bridge.checkpoint.parts import (
 from geartrain.bridge.checkpoint.rank_rows import DividedRows, state_like
 from geartrain.bridge.checkpoint.warm_start import CommonParts, adopt_states, common_parts, restore_tables
 from geartrain.bridge.placements.placement import Placement
-from geartrain.bridge.rows.state import StoredApart
+from geartrain.bridge.rows.state import ShardedTensorRef
 
 logger = logging.getLogger(__name__)
 
@@ -135,8 +135,8 @@ class _Loading:
         _require_same_modules(self.folder, record, self.placements)
         _require_same_tensors(self.folder, tensors, self.model, self._plain)
         for name, placement in self.placements.items():
-            if isinstance(said := tensors.get(f"{name}._extra_state".removeprefix(".")), Mapping):
-                placement.require_state(said)
+            if isinstance(extra := tensors.get(f"{name}._extra_state".removeprefix(".")), Mapping):
+                placement.require_state(extra)
         for rows in record.rows:
             _require_same_tables(open_rows(self.folder, rows), [self.placements[name] for name in rows.modules])
 
@@ -203,7 +203,11 @@ def _require_same_tensors(folder: Path, saved: Mapping[str, Any], model: nn.Modu
             raise SpecMismatch(f"{whose} alone has {', '.join(sorted(names)[:5])}. {_REMEDY}")
     for name, value in saved.items():
         here = mine[name]
-        if not isinstance(value, Tensor | StoredApart) or not isinstance(here, Tensor) or nn.parameter.is_lazy(here):
+        if (
+            not isinstance(value, Tensor | ShardedTensorRef)
+            or not isinstance(here, Tensor)
+            or nn.parameter.is_lazy(here)
+        ):
             continue
         if tuple(value.shape) != tuple(here.shape):
             raise SpecMismatch(

@@ -103,11 +103,11 @@ def group_of(
     for placement in placements.values():
         if placement.peers is not None:
             return placement.peers
-    parallel: Any = next((one for one in model.modules() if hasattr(type(one), "saving_ranks")), None)
+    parallel: Any = next((module for module in model.modules() if hasattr(type(module), "saving_ranks")), None)
     if parallel is not None:
         ranks: Communicator | None = parallel.saving_ranks
         return ranks
-    divided: Any = next((one for one in model.parameters() if is_divided(one)), None)
+    divided: Any = next((parameter for parameter in model.parameters() if is_divided(parameter)), None)
     if divided is None or divided.device_mesh.ndim != 1:
         return next((one.saving_ranks for one in divided_states(state)), None)
     mesh = divided.device_mesh

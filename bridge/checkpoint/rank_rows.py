@@ -21,7 +21,7 @@ from torch import Tensor
 from geartrain.ams.storage.durable import create_folders, write_file
 from geartrain.ams.storage.snapshot.manifest import seal_json, unseal_json
 from geartrain.ams.values.errors import InvalidArgument, ModelDamaged, SpecMismatch
-from geartrain.bridge.rows.state import StoredApart
+from geartrain.bridge.rows.state import ShardedTensorRef
 
 PIECE_BYTES = 64 << 20
 
@@ -68,7 +68,7 @@ def set_apart(content: Any) -> tuple[Any, dict[str, _OwnRows]]:
         if rows is None:
             return local
         own[place] = _OwnRows(rows.start, local)
-        return StoredApart(place, tuple(value.shape), str(value.dtype).removeprefix("torch."))
+        return ShardedTensorRef(place, tuple(value.shape), str(value.dtype).removeprefix("torch."))
 
     return walk(content, "state"), own
 
@@ -141,8 +141,8 @@ def collect_pieces(folder: Path, model_id: str, content: Any) -> list[RankFile]:
     return pieces
 
 
-def _aparts(content: Any) -> Iterable[StoredApart]:
-    if isinstance(content, StoredApart):
+def _aparts(content: Any) -> Iterable[ShardedTensorRef]:
+    if isinstance(content, ShardedTensorRef):
         yield content
     elif isinstance(content, Mapping):
         for value in content.values():
@@ -162,7 +162,7 @@ class DividedRows:
 
     def like(self, here: Any, value: Any) -> Any:
         """``value``, a tensor or the mark of one, divided as ``here`` is: on the host a whole one, or own rows."""
-        if not isinstance(value, Tensor | StoredApart):
+        if not isinstance(value, Tensor | ShardedTensorRef):
             return value
         if not is_divided(here):
             return self.whole(value)
@@ -171,7 +171,7 @@ class DividedRows:
             rows = range(value.shape[0])
         from torch.distributed.tensor import DTensor
 
-        own = self._rows(value, rows) if isinstance(value, StoredApart) else value[rows.start : rows.stop]
+        own = self._rows(value, rows) if isinstance(value, ShardedTensorRef) else value[rows.start : rows.stop]
         return DTensor.from_local(
             own.to(here.device).contiguous(),
             here.device_mesh,
@@ -185,7 +185,7 @@ class DividedRows:
         """``content`` with all rows of its tensors, whole."""
         return _mapped(content, lambda apart: self._rows(apart, range(apart.shape[0])))
 
-    def _rows(self, apart: StoredApart, wanted: range) -> Tensor:
+    def _rows(self, apart: ShardedTensorRef, wanted: range) -> Tensor:
         out = torch.empty(len(wanted), *apart.shape[1:], dtype=getattr(torch, apart.dtype))
         for piece in self._pieces:
             first, stop = piece.rows.get(apart.name, (0, 0))
@@ -212,8 +212,8 @@ class DividedRows:
         return self._last[1]
 
 
-def _mapped(content: Any, of_apart: Callable[[StoredApart], Tensor]) -> Any:
-    if isinstance(content, StoredApart):
+def _mapped(content: Any, of_apart: Callable[[ShardedTensorRef], Tensor]) -> Any:
+    if isinstance(content, ShardedTensorRef):
         return of_apart(content)
     if isinstance(content, dict):
         return {key: _mapped(value, of_apart) for key, value in content.items()}
@@ -234,7 +234,7 @@ def state_like(one: Any, state: Any, rows: DividedRows) -> Any:
 
     def placed(number: Any, value: Any) -> Any:
         parameter = parameter_of.get(number)
-        if parameter is not None and isinstance(value, Tensor | StoredApart) and value.shape == parameter.shape:
+        if parameter is not None and isinstance(value, Tensor | ShardedTensorRef) and value.shape == parameter.shape:
             return rows.like(parameter, value)
         return rows.whole(value)
 

@@ -84,7 +84,9 @@ def save(model: nn.Module, path: str | Path, *, state: Mapping[str, Any] | None 
         require_between_steps(model)
         for placement in placements.values():
             placement.settle()
-        graphs = {name: _as_tensor(data) for name, one in placements.items() if (data := one.graph_to_bytes())}
+        graphs = {
+            name: _as_tensor(data) for name, placement in placements.items() if (data := placement.graph_to_bytes())
+        }
         content = {
             "model": {plain(name): value for name, value in model.state_dict().items()},
             "graphs": graphs,

@@ -16,7 +16,7 @@ from geartrain.bridge.checkpoint.folder import ModelRecord, open_rows
 from geartrain.bridge.checkpoint.parts import PlainNames, on_first, together
 from geartrain.bridge.collectives.communicator import Communicator
 from geartrain.bridge.placements.placement import Placement
-from geartrain.bridge.rows.state import StoredApart
+from geartrain.bridge.rows.state import ShardedTensorRef
 
 if TYPE_CHECKING:
     from geartrain.ams.client.cluster import Cluster
@@ -66,8 +66,8 @@ def common_parts(
         if record.modules.get(name) == [spec.name for spec in placement.specs()]
     }
     for name in unchanged:
-        if isinstance(said := saved.get(_extra_state_of(name)), Mapping):
-            placements[name].require_state(said)
+        if isinstance(extra := saved.get(_extra_state_of(name)), Mapping):
+            placements[name].require_state(extra)
     mine = {spec.name: spec for placement in placements.values() for spec in placement.specs()}
     tables: dict[str, list[str]] = {}
     known: dict[str, TableSpec] = {}
@@ -138,7 +138,7 @@ def _tensors(
         if plain(name) not in saved or plain(name) in apart:
             continue
         is_lazy = isinstance(here, Tensor) and nn.parameter.is_lazy(here)
-        if not isinstance(value, Tensor | StoredApart) or not isinstance(here, Tensor) or is_lazy:
+        if not isinstance(value, Tensor | ShardedTensorRef) or not isinstance(here, Tensor) or is_lazy:
             tensors[name] = value
         elif tuple(value.shape) != tuple(here.shape):
             other[name] = f"{list(here.shape)}, saved as {list(value.shape)}"

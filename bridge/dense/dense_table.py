@@ -251,19 +251,19 @@ class DenseTable(torch.optim.Optimizer):
         except Exception as exc:  # of any kind: the others wait for this rank
             failure = exc
         mine = _FAILED if failure is not None else _SKIPS if skips else _PUSHES
-        said: list[int] = []
+        answers: list[int] = []
         try:
-            said = self._ranks.gather_labels(np.array([mine], np.int64)).tolist()
+            answers = self._ranks.gather_labels(np.array([mine], np.int64)).tolist()
         finally:
-            if set(said) != {_PUSHES} and update is not None:
+            if set(answers) != {_PUSHES} and update is not None:
                 update.abandon()
-        if set(said) == {_PUSHES}:
+        if set(answers) == {_PUSHES}:
             return update
         if failure is not None:
             raise failure
-        if _FAILED in said:
+        if _FAILED in answers:
             raise SyncError(
-                f"nothing was pushed to {self.name!r}: rank {said.index(_FAILED)} failed; its error tells why"
+                f"nothing was pushed to {self.name!r}: rank {answers.index(_FAILED)} failed; its error tells why"
             )
         return None
 
@@ -383,7 +383,7 @@ def attach(
     tensors = ModuleTensors(module)
     width = width_of(cluster, name, dim, reuse=reuse)
     trained = Layout({key: one.shape for key, one in tensors.trained.items()}, width)
-    others = Layout({key: one.shape for key, one in tensors.others().items()}, width)
+    others = Layout({key: other.shape for key, other in tensors.others().items()}, width)
     joined = process_group is not None or (mode == "sync" and dist.is_initialized())
     ranks = SyncRanks(name, process_group) if joined else None
 

@@ -25,8 +25,8 @@ class ModuleTensors:
             if nn.parameter.is_lazy(parameter):
                 raise InvalidArgument(f"parameter {name!r} has no shape yet; run the module once, then attach it")
         self._module = module
-        self.trained = {name: one for name, one in parameters.items() if one.requires_grad}
-        self._frozen = {name: one for name, one in parameters.items() if not one.requires_grad}
+        self.trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
+        self._frozen = {name: parameter for name, parameter in parameters.items() if not parameter.requires_grad}
         kept = module.state_dict(keep_vars=True)
         self._buffers = [name for name, _ in module.named_buffers() if name in kept]
         if not self.trained:

@@ -54,7 +54,7 @@ class ClusterFields(GroupRows):
         made = _made_by_all(cluster, self.specs, ranks[0], reuse=settings.reuse)
         self._lead = BoundedLead(cluster, settings.name, mode) if isinstance(mode, SSP) else None
         self.worker_steps = None if self._lead is None else self._lead.steps
-        hosted = {one.table_name for one in with_rows if one.where == "hosted"}
+        hosted = {field.table_name for field in with_rows if field.where == "hosted"}
         self.is_bounded = joined or self._lead is not None
         self.pushes_rows_alone = not hosted and len(with_rows) == len(self._fields)
         self._parts: list[TrainedTables[EmbeddingUpdate]] = []
@@ -69,7 +69,7 @@ class ClusterFields(GroupRows):
         self.write_logs = list(dict.fromkeys(table.write_log for table in self._tables))
         # Those whose rows are pulled come first.
         self._order = sorted(settings.with_rows, key=lambda number: self._fields[number].where == "hosted")
-        self._num_pulled = sum(one.where != "hosted" for one in with_rows)
+        self._num_pulled = sum(field.where != "hosted" for field in with_rows)
 
     def table(self, name: str) -> Table:
         return self._tables[self._names.index(name)]
@@ -79,7 +79,7 @@ class ClusterFields(GroupRows):
             self._lead.join()
 
     def merged(self, batch: Any) -> BatchRows:
-        given = ids_of_batch(batch, [one.name for one in self._fields], batch_ids)
+        given = ids_of_batch(batch, [field.name for field in self._fields], batch_ids)
         for field, ids in zip(self._fields, given, strict=True):
             require_no_max_weights(field, ids)
             if field.where == "hosted" and ids.given_weights is not None:

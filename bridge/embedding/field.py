@@ -100,9 +100,9 @@ class Field:
                 f"features of field {self.name!r} are {quoted(self.features)}; they must be a gt.SlowGear, or a module "
                 "with dim and row_update"
             )
-        said = [name for name in ("table", *_OF_TABLE) if name != "dim" and getattr(self, name) is not None]
-        if said or self.where != "pull" or self.dim not in (None, dim):
-            what = said[0] if said else "where" if self.where != "pull" else "dim"
+        given = [name for name in ("table", *_OF_TABLE) if name != "dim" and getattr(self, name) is not None]
+        if given or self.where != "pull" or self.dim not in (None, dim):
+            what = given[0] if given else "where" if self.where != "pull" else "dim"
             raise InvalidArgument(
                 f"field {self.name!r} has features and {what}={quoted(getattr(self, what))}; its vectors, {dim} wide, "
                 "are in no table"
@@ -115,7 +115,7 @@ class Field:
 
 
 _OF_TABLE = ("dim", "optimizer", "initializer", "num_rows", "dtype", "slot_dtype", "admission", "expiry", "max_bytes")
-assert set(_OF_TABLE) < {one.name for one in fields(Field)}
+assert set(_OF_TABLE) < {field.name for field in fields(Field)}
 
 
 def table_specs(
@@ -126,7 +126,7 @@ def table_specs(
     """
     if not members:
         raise InvalidArgument("a group of embeddings needs at least one field: [gt.Field('user', dim=16)]")
-    known = [one.name for one in members]
+    known = [member.name for member in members]
     twice = sorted({name for name in known if known.count(name) > 1})
     if twice:
         raise InvalidArgument(
@@ -141,25 +141,25 @@ def table_specs(
 
 
 def _spec(table: str, name: str, members: Sequence[Field], optimizer: RowOptimizerSpec | None, seed: int) -> TableSpec:
-    sharing = [one for one in members if one.features is None and one.table_name == table]
-    said: dict[str, object] = {}
+    sharing = [member for member in members if member.features is None and member.table_name == table]
+    given: dict[str, object] = {}
     by: dict[str, str] = {}
     for field in sharing:
         for setting in _OF_TABLE:
             value = getattr(field, setting)
             if value is None:
                 continue
-            if setting in said and said[setting] != value:
+            if setting in given and given[setting] != value:
                 raise InvalidArgument(
                     f"fields {by[setting]!r} and {field.name!r} share table {table!r} and differ in {setting}: "
-                    f"{said[setting]!r} and {value!r}; say it in one of them, or give them tables of their own"
+                    f"{given[setting]!r} and {value!r}; say it in one of them, or give them tables of their own"
                 )
-            said[setting], by[setting] = value, field.name
+            given[setting], by[setting] = value, field.name
     who = ", ".join(repr(one.name) for one in sharing)
-    if "dim" not in said:
+    if "dim" not in given:
         raise InvalidArgument(
             f"no field of table {table!r} ({who}) has a dim; give one: gt.Field({sharing[0].name!r}, dim=16)"
         )
-    said.setdefault("optimizer", DEFAULT_OPTIMIZER if optimizer is None else optimizer)
-    said.setdefault("initializer", Normal())
-    return TableSpec(name=name, seed=seed, **said)  # type: ignore[arg-type]
+    given.setdefault("optimizer", DEFAULT_OPTIMIZER if optimizer is None else optimizer)
+    given.setdefault("initializer", Normal())
+    return TableSpec(name=name, seed=seed, **given)  # type: ignore[arg-type]

@@ -103,7 +103,9 @@ class EmbeddingGroup(nn.Module):
             cluster=cluster,
             name=name,
             fields=self.fields,
-            names={one.table_name: self._full_name(one.table_name) for one in self.fields if one.features is None},
+            names={
+                field.table_name: self._full_name(field.table_name) for field in self.fields if field.features is None
+            },
             optimizer=optimizer,
             seed=seed,
             reuse=reuse,
@@ -132,7 +134,7 @@ class EmbeddingGroup(nn.Module):
         """The table of a field: a :class:`~geartrain.ams.client.table.Table`, for pulls, pushes and assigns of one's
         own; with ``rows="ranks"`` its ``pull`` and ``assign``, which every rank calls. Raises InvalidArgument.
         """
-        names = {one.name: one.table_name for one in self.fields if one.features is None}
+        names = {field.name: field.table_name for field in self.fields if field.features is None}
         if field not in names:
             raise InvalidArgument(
                 f"there is no field {field!r} with a table; those that have one are {', '.join(map(repr, names))}"
@@ -196,7 +198,7 @@ class EmbeddingGroup(nn.Module):
     @runs_eagerly
     def _vectors(self, merged: GivenBatch) -> dict[str, Tensor]:
         device = cast("Tensor", self._place).device
-        names = [one.name for one in self.fields if one.features is None]
+        names = [field.name for field in self.fields if field.features is None]
         vectors = dict(zip(names, self.rows.vectors(merged, device), strict=True))
         own = [(field, ids) for field, ids in zip(self.fields, merged.given, strict=True) if field.features is not None]
         if own:
@@ -219,9 +221,11 @@ class EmbeddingGroup(nn.Module):
 
     def extra_repr(self) -> str:
         """The fields, for print()."""
-        widths: dict[str, Any] = {one.name: one.features.dim for one in self.fields if one.features is not None}
-        widths |= {one.name: self.rows.specs[one.table_name].dim for one in self.fields if one.features is None}
-        return "\n".join([repr(self.name), *(f"{one.name}: {widths[one.name]} × {one.pooling}" for one in self.fields)])
+        widths: dict[str, Any] = {field.name: field.features.dim for field in self.fields if field.features is not None}
+        widths |= {field.name: self.rows.specs[field.table_name].dim for field in self.fields if field.features is None}
+        return "\n".join(
+            [repr(self.name), *(f"{field.name}: {widths[field.name]} × {field.pooling}" for field in self.fields)]
+        )
 
 
 class Embedding(EmbeddingGroup):

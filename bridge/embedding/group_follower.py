@@ -47,7 +47,7 @@ class GroupFollower(nn.Module):
                 raise InvalidArgument(f"a field of {name!r} is {quoted(one)}; it must be a gt.Field('user', dim=16)")
         if not self.fields:
             raise InvalidArgument(f"{name!r} needs at least one field: [gt.Field('user')]")
-        self._tables = list(dict.fromkeys(f"{name}/{one.table_name}" for one in self.fields))
+        self._tables = list(dict.fromkeys(f"{name}/{field.table_name}" for field in self.fields))
         self._followed = FollowedTables(root, self._tables)
         for one in self.fields:
             dim = self._followed.specs[f"{name}/{one.table_name}"].dim
@@ -72,7 +72,7 @@ class GroupFollower(nn.Module):
     @runs_eagerly
     def forward(self, batch: Any) -> dict[str, Tensor]:
         """Look the ids of a batch up. Batch, vectors and errors are those of the group."""
-        given = ids_of_batch(batch, [one.name for one in self.fields], batch_ids)
+        given = ids_of_batch(batch, [field.name for field in self.fields], batch_ids)
         features = [
             feature_ids(self._tables.index(f"{self.name}/{field.table_name}"), field, ids)
             for field, ids in zip(self.fields, given, strict=True)
@@ -88,7 +88,7 @@ class GroupFollower(nn.Module):
             raise out_of_range(self.fields[number], features[number], place, num_rows) from None
         pulled = self._followed.pull_together(dict(zip(self._tables, lookup.ids(), strict=True)))
         rows = [pulled[table] for table in self._tables]
-        out = [np.empty((one.num_vectors, rows[one.table].shape[1]), np.float32) for one in features]
+        out = [np.empty((feature.num_vectors, rows[feature.table].shape[1]), np.float32) for feature in features]
         lookup.pool(rows, out=out, keep_maxima=False)
         device = cast("Tensor", self._place).device
         return {
@@ -98,5 +98,5 @@ class GroupFollower(nn.Module):
 
     def extra_repr(self) -> str:
         """The fields, for print()."""
-        lines = [f"{one.name}: {one.pooling}" for one in self.fields]
+        lines = [f"{field.name}: {field.pooling}" for field in self.fields]
         return "\n".join([f"{self.name!r}, version {self.version} of {str(self._followed.root)!r}", *lines])

@@ -50,9 +50,9 @@ class HostedLookup:
         self._tables = tables
         # Each by itself: what a shard is told of a feature stands alone.
         apart = [feature._replace(table=number) for number, feature in enumerate(features)]
-        self._lookup = lookup = Lookup(apart, [tables[one.table].spec.num_rows for one in features], threads)
-        self._calls = {table: tables[table].hosted(NAME) for table in sorted({one.table for one in features})}
-        self._factors = [_factors(one, lookup.places_of(number)) for number, one in enumerate(features)]
+        self._lookup = lookup = Lookup(apart, [tables[feature.table].spec.num_rows for feature in features], threads)
+        self._calls = {table: tables[table].hosted(NAME) for table in sorted({feature.table for feature in features})}
+        self._factors = [_factors(feature, lookup.places_of(number)) for number, feature in enumerate(features)]
         self._parts = [
             _cut(one, ids, lookup.places_of(number), self._calls[one.table], tables[one.table])
             for number, (one, ids) in enumerate(zip(features, lookup.ids(), strict=True))
@@ -60,12 +60,15 @@ class HostedLookup:
 
     def ids_of(self, table: int) -> Ids:
         """Ids of a table that are looked up here; some of them more than once."""
-        own = [ids for one, ids in zip(self._features, self._lookup.ids(), strict=True) if one.table == table]
+        own = [ids for feature, ids in zip(self._features, self._lookup.ids(), strict=True) if feature.table == table]
         return np.concatenate(own) if own else np.empty(0, np.int64)
 
     def vectors(self) -> list[Floats]:
         """The vectors [B, D] of each feature."""
-        vectors = [np.zeros((one.num_vectors, self._tables[one.table].spec.dim), np.float32) for one in self._features]
+        vectors = [
+            np.zeros((feature.num_vectors, self._tables[feature.table].spec.dim), np.float32)
+            for feature in self._features
+        ]
         for table, calls in self._calls.items():
             asked = self._of_table(table, calls)
             inputs = [(HostedInputs(arrays=_joined([part for _, part in own])),) if own else () for own in asked]
@@ -76,9 +79,9 @@ class HostedLookup:
                     where: Any = slice(None) if part.bags is None else part.bags
                     vectors[number][where] += answer["sums"][first:stop]
                     first = stop
-        for one, factors_B in zip(vectors, self._factors, strict=True):
+        for vector, factors_B in zip(vectors, self._factors, strict=True):
             if factors_B is not None:
-                one *= factors_B[:, None]
+                vector *= factors_B[:, None]
         return vectors
 
     def updates(self, upstream: Sequence[Floats | None]) -> dict[int, ShardInputs]:
@@ -91,7 +94,7 @@ class HostedLookup:
             if gradient is not None
         }
         for table, calls in self._calls.items():
-            used = {number for number, one in enumerate(self._features) if one.table == table} - unused
+            used = {number for number, feature in enumerate(self._features) if feature.table == table} - unused
             if used:
                 updates[table] = [
                     [_update(part, scaled[number]) for number, part in own if number in used]
@@ -101,7 +104,7 @@ class HostedLookup:
 
     def _of_table(self, table: int, calls: HeadCalls) -> list[list[tuple[int, _Part]]]:
         """For each shard the features of a table that have ids there: their numbers and parts."""
-        own = [number for number, one in enumerate(self._features) if one.table == table]
+        own = [number for number, feature in enumerate(self._features) if feature.table == table]
         return [
             [(number, self._parts[number][shard]) for number in own if len(self._parts[number][shard].arrays["places"])]
             for shard in range(calls.view.num_shards)
@@ -116,7 +119,7 @@ class HostedUpdate:
         self._table = table
         if table.spec.asks_for_clock:  # told once: whatever is sent again is the same
             clock = {"worker_step": float(step), "unix_seconds": time.time()}
-            inputs = [[replace(one, settings=clock) for one in its] for its in inputs]
+            inputs = [[replace(it, settings=clock) for it in its] for its in inputs]
         self._inputs = inputs
         self._write = table.hosted(NAME).prepare_update(lambda shard: tuple(inputs[shard]), **settings)
         self._logged: int | None = None
@@ -126,7 +129,7 @@ class HostedUpdate:
         log = self._table.write_log
         if self._logged is None:
             none = np.empty(0, np.int64)
-            ids = np.concatenate([none, *(one.arrays["ids"] for its in self._inputs for one in its)])
+            ids = np.concatenate([none, *(it.arrays["ids"] for its in self._inputs for it in its)])
             self._logged = log.begin(self._table.spec.name, ids)
         self._write.send()
         self._end()

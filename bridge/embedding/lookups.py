@@ -131,15 +131,15 @@ class LookupCall:
         self._lookup = lookup
         self._features = features
         self._rows = rows
-        self._dims = [one.shape[1] for one in rows]
+        self._dims = [row.shape[1] for row in rows]
         self._pulled_at = pulled_at
         self._parts = parts
-        self._moments = [part.row_update.moment for part in parts]
+        self._rows_versions = [part.row_update.rows_version for part in parts]
         self._num_samples = max((one.num_samples for one in given), default=0)
 
     def vectors(self, device: torch.device, *, want_gradient: bool) -> tuple[Tensor, ...]:
         """The vectors [V, D] of each feature, and of each hosted one, float32, on ``device``."""
-        out = [np.empty((one.num_vectors, self._dims[one.table]), np.float32) for one in self._features]
+        out = [np.empty((feature.num_vectors, self._dims[feature.table]), np.float32) for feature in self._features]
         self._lookup.pool(self._rows, out=out, keep_maxima=want_gradient)
         self._rows = ()  # none of them is needed again
         if self._hosted is not None:
@@ -148,8 +148,8 @@ class LookupCall:
 
     def queue_row_gradients(self, upstream: Sequence[Tensor | None]) -> None:
         """Add the gradients of the rows to their updates."""
-        for part, moment in zip(self._parts, self._moments, strict=True):
-            if part.row_update.moment != moment:
+        for part, version in zip(self._parts, self._rows_versions, strict=True):
+            if part.row_update.rows_version != version:
                 raise InvalidArgument(
                     f"rows of {part.row_update.name} were loaded or restored between this forward pass and its "
                     "backward; look the ids up again"
@@ -174,7 +174,7 @@ class LookupCall:
                 mask[places[places >= 0]] = True
         first = 0
         # One number says of all whether they are finite; an optimizer that trains some of them hears it of all.
-        checksum = torch.tensor(squares + sum(_squares_of(one) for one in of_bags if one is not None))
+        checksum = torch.tensor(squares + sum(_squares_of(bag) for bag in of_bags if bag is not None))
         for part in self._parts:
             tables: dict[int, TableGradient] = {}
             for place, table in enumerate(part.row_update.tables):
@@ -207,7 +207,7 @@ def _host(gradient: Tensor) -> Floats:
 
 
 def _squares(tables: dict[int, TableGradient]) -> float:
-    return sum(_squares_of(one.rows) for one in tables.values())
+    return sum(_squares_of(table.rows) for table in tables.values())
 
 
 def _squares_of(rows: Floats) -> float:

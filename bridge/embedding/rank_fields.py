@@ -79,9 +79,11 @@ class RankFields(GroupRows):
         except GeartrainError as exc:
             link.require_equal({"error": str(exc)}, f"embeddings {settings.name!r}")
             raise
-        said = {name: spec.to_dict() for name, spec in self.specs.items()}
-        said |= {f"field {one.name!r}": {"table": one.table_name, "pooling": one.pooling} for one in self._fields}
-        link.require_equal(said, f"embeddings {settings.name!r}")
+        described = {name: spec.to_dict() for name, spec in self.specs.items()}
+        described |= {
+            f"field {field.name!r}": {"table": field.table_name, "pooling": field.pooling} for field in self._fields
+        }
+        link.require_equal(described, f"embeddings {settings.name!r}")
         tables = {name: DeviceRows(spec, link, link.device) for name, spec in self.specs.items()}
         order = by_optimizer(self.specs)
         self._updates = [RankTablesUpdate(*(tables[name] for name in names)) for names in order]
@@ -107,8 +109,8 @@ class RankFields(GroupRows):
 
     def merged(self, batch: Any) -> RankBatch:
         try:
-            names = [one.name for one in self._fields]
-            given = ids_of_batch(batch, names, lambda one, name: tensor_ids(one, name, self._device))
+            names = [field.name for field in self._fields]
+            given = ids_of_batch(batch, names, lambda own, name: tensor_ids(own, name, self._device))
             for field, ids in zip(self._fields, given, strict=True):
                 require_no_max_weights(field, ids)
             for number in self._with_rows:
@@ -136,7 +138,7 @@ class RankFields(GroupRows):
         asked = [
             _Asked(self._names.index(field.table_name), field, ids) for field, ids in zip(fields, given, strict=False)
         ]
-        lookup = DeviceLookup(self._tables, [one.bags for one in asked]) if asked else None
+        lookup = DeviceLookup(self._tables, [own.bags for own in asked]) if asked else None
         samples = given[0].num_samples if given else 0
         agreed, weight = self._agree(merged.failure, samples, lookup, 2 * self._link.world_size * len(fields))
         assert lookup is not None
@@ -146,7 +148,7 @@ class RankFields(GroupRows):
             found = _Vectors.apply(call, *carriers)  # type: ignore[no-untyped-call]
         else:
             found = lookup.vectors(agreed)
-        return [one.finished(vectors).to(device) for one, vectors in zip(asked, found, strict=True)]
+        return [own.finished(vectors).to(device) for own, vectors in zip(asked, found, strict=True)]
 
     def _agree(
         self, failure: GeartrainError | None, samples: int, lookup: DeviceLookup | None, num_counts: int
@@ -158,8 +160,10 @@ class RankFields(GroupRows):
         counts = [0] * num_counts if lookup is None else lookup.counts
         refused, trains = sum(update.take_refused() for update in self._updates), torch.is_grad_enabled()
         step = self._updates[0].step
-        said = self._link.exchange([failure is None, samples, trains, step, refused, *counts])
-        sound, sizes, modes, steps, left = (list(column) for column in zip(*(one[:5] for one in said), strict=True))
+        answers = self._link.exchange([failure is None, samples, trains, step, refused, *counts])
+        sound, sizes, modes, steps, left = (
+            list(column) for column in zip(*(answer[:5] for answer in answers), strict=True)
+        )
         if failure is not None:
             raise failure
         if 0 in sound:
@@ -177,7 +181,7 @@ class RankFields(GroupRows):
                 "their type, or its gradients were not finite; those rows were left as they were. Lower the learning "
                 "rate, or use torch.amp.GradScaler"
             )
-        return [one[5:] for one in said], samples / (sum(sizes) or 1)
+        return [answer[5:] for answer in answers], samples / (sum(sizes) or 1)
 
 
 def _specs(settings: GroupSettings) -> dict[str, TableSpec]:
@@ -257,16 +261,18 @@ class _Call:
     ) -> None:
         self._updates, self.lookup, self.counts = updates, lookup, counts
         self._weight, self._samples = weight, samples
-        self._moments = [update.moment for update in updates]
+        self._rows_versions = [update.rows_version for update in updates]
 
     def queue_row_gradients(self, upstream: Sequence[Tensor | None]) -> None:
         """Add those of all ranks to the updates of the rows that are here."""
-        if [update.moment for update in self._updates] != self._moments:
+        if [update.rows_version for update in self._updates] != self._rows_versions:
             raise InvalidArgument(
                 f"rows of {self._updates[0].name} were loaded or restored between this forward pass and its backward; "
                 "look the ids up again"
             )
-        found = self.lookup.row_gradients([None if one is None else one * self._weight for one in upstream])
+        found = self.lookup.row_gradients(
+            [None if gradient is None else gradient * self._weight for gradient in upstream]
+        )
         squares = sum(rows_UD.double().square().sum() for _, rows_UD in found)
         checksum = self._updates[0].table.link.sum(cast("Tensor", squares))
         first = 0

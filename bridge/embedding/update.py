@@ -16,7 +16,7 @@ from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
 from geartrain.ams.values.specs import Ids
 from geartrain.bridge.embedding.hosted_bags import HostedUpdate, ShardInputs, row_inputs
-from geartrain.bridge.rows.pending import Moment, Pace, PendingUpdate
+from geartrain.bridge.rows.pending import Pace, PendingUpdate, RowsVersion
 from geartrain.bridge.rows.ranks import SyncRanks
 from geartrain.bridge.rows.row_update import PushSettings
 from geartrain.bridge.rows.same_rows import incarnation_of
@@ -148,7 +148,7 @@ class EmbeddingUpdate(PendingUpdate[EmbeddingGradient]):
         return ", ".join(names) if len(names) <= _NAMED else f"{names[0]} … {names[-1]} ({len(names)} tables)"
 
     @property
-    def moment(self) -> Moment:
+    def rows_version(self) -> RowsVersion:
         """See the base class."""
         return self.generation, tuple(map(incarnation_of, self.tables))
 
@@ -248,7 +248,7 @@ class EmbeddingUpdate(PendingUpdate[EmbeddingGradient]):
     def _asked_norm(self, pending: EmbeddingGradient, place: int) -> float:
         inputs = [tuple(its) for its in pending.inputs(place, self.tables[place])]
         answers = self.tables[place].hosted(NAME).compute(SQUARED_NORM, inputs.__getitem__)
-        return float(sum(float(one["squared_norm"][0]) for one in answers))
+        return float(sum(float(answer["squared_norm"][0]) for answer in answers))
 
     def discard(self) -> None:
         """Forget what is pending."""

@@ -59,7 +59,7 @@ def require_no_max_weights(field: Field, ids: FieldIds) -> None:
 
 def distinct_features(fields: Sequence[Field]) -> list[Any]:
     """The modules that fields have their vectors from, each once."""
-    return list({id(one.features): one.features for one in fields if one.features is not None}.values())
+    return list({id(field.features): field.features for field in fields if field.features is not None}.values())
 
 
 def feature_vectors(fields: Sequence[Field], given: Sequence[FieldIds], device: torch.device) -> list[Tensor]:

@@ -12,7 +12,7 @@ from geartrain.ams.values.errors import InvalidArgument
 from geartrain.bridge.head.batch import Batch
 from geartrain.bridge.head.loss.samples import CountedSamples, Reduction
 from geartrain.bridge.head.loss.statistics import StepStatistics
-from geartrain.bridge.rows.pending import Moment, PendingUpdate
+from geartrain.bridge.rows.pending import PendingUpdate, RowsVersion
 
 
 class RowsPass(Protocol):
@@ -52,13 +52,13 @@ class HeadCall:
     """Whether the rows take the derivative by the mean, where there is one; else always those by single samples, as
     another rank has them."""
     used: bool = False
-    moment: Moment = field(init=False)
+    rows_version: RowsVersion = field(init=False)
     statistics: StepStatistics = field(init=False)
     """Once it has run."""
 
     def __post_init__(self) -> None:
         """Remember of which classes and rows the pass is."""
-        self.moment = self.update.moment
+        self.rows_version = self.update.rows_version
 
     def run(self, *, want_gradient: bool) -> tuple[Tensor, Tensor | None]:
         """Mean loss (0-dim) or losses [S] and, if wanted, the feature gradients [S, D] of the losses.
@@ -98,7 +98,7 @@ class HeadCall:
                 "backward ran a second time over the loss of a ClassHead, whose pulled rows now hold their gradient; "
                 "call the head again for another loss (retain_graph does not help)"
             )
-        if self.moment != self.update.moment:
+        if self.rows_version != self.update.rows_version:
             raise InvalidArgument(
                 "classes were added, retired or loaded, or the table was restored, between this forward pass and its "
                 "backward; call the head again"

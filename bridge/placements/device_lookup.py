@@ -51,15 +51,18 @@ class DeviceLookup:
         self._link = tables[0].link
         device = tables[0].device
         ranks, num_fields = self._link.world_size, len(fields)
-        firsts = [0, *accumulate(one.num_vectors for one in fields)]
-        lengths = torch.tensor([len(one.ids_N) for one in fields], device=device)
+        firsts = [0, *accumulate(field.num_vectors for field in fields)]
+        lengths = torch.tensor([len(field.ids_N) for field in fields], device=device)
         field_N = torch.repeat_interleave(torch.arange(num_fields, device=device), lengths)
-        ids_N = torch.cat([one.ids_N for one in fields])
-        vector_N = torch.cat([one.vector_N + first for one, first in zip(fields, firsts, strict=False)])
+        ids_N = torch.cat([field.ids_N for field in fields])
+        vector_N = torch.cat([field.vector_N + first for field, first in zip(fields, firsts, strict=False)])
         weights_N = torch.cat(
-            [torch.ones(len(one.ids_N), device=device) if one.weights_N is None else one.weights_N for one in fields]
+            [
+                torch.ones(len(field.ids_N), device=device) if field.weights_N is None else field.weights_N
+                for field in fields
+            ]
         )
-        shares_F = torch.tensor([tables[one.table].share for one in fields], device=device)
+        shares_F = torch.tensor([tables[field.table].share for field in fields], device=device)
         rank_N = ids_N // shares_F[field_N]
         order_N = torch.argsort(rank_N, stable=True)  # the fields one after the other for each rank
         rank_N, field_N, vector_N = rank_N[order_N], field_N[order_N], vector_N[order_N]
@@ -70,7 +73,7 @@ class DeviceLookup:
         self._leaving_NW = torch.cat([*in_words, weights_N[order_N].view(torch.int32)[:, None]], 1)
         place_N = rank_N * num_fields + field_N  # for each rank, the fields
         place_P = place_N[is_first_N == 1]
-        counts = [torch.bincount(one, minlength=ranks * num_fields) for one in (place_N, place_P)]
+        counts = [torch.bincount(places, minlength=ranks * num_fields) for places in (place_N, place_P)]
         first_P = torch.tensor(firsts, device=device)[place_P % max(1, num_fields)]
         self.counts: list[int] = torch.stack(counts).flatten().tolist()
         """What the ranks exchange: for each rank and field how many ids go there, and how many vectors have them."""
@@ -81,8 +84,8 @@ class DeviceLookup:
         """The vectors [V, D] of each field, float32, from the ``counts`` of every rank. Two all-to-alls."""
         ranks, num_fields = self._link.world_size, len(self._fields)
         mine = slice(self._link.rank * num_fields, (self._link.rank + 1) * num_fields)
-        ids_RF = [one[: ranks * num_fields][mine] for one in counts]
-        self._vectors_RF = [list(one[ranks * num_fields :][mine]) for one in counts]
+        ids_RF = [count[: ranks * num_fields][mine] for count in counts]
+        self._vectors_RF = [list(count[ranks * num_fields :][mine]) for count in counts]
         """How many vectors of each rank and field have rows here."""
         words = [_WORDS * sum(one) for one in ids_RF]
         leaving = [_WORDS * sum(part) for part in _parts(self.counts[: ranks * num_fields], num_fields)]
@@ -116,7 +119,7 @@ class DeviceLookup:
         """
         ranks, num_fields = self._link.world_size, len(self._fields)
         device = self._tables[0].device
-        is_used = torch.tensor([0.0 if one is None else 1.0 for one in upstream], device=device)
+        is_used = torch.tensor([float(gradient is not None) for gradient in upstream], device=device)
         sizes, leaving = self._sizes(), []
         for place, vectors in enumerate(self._vectors_of):
             gradient = upstream[place % num_fields]

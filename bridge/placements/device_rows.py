@@ -156,8 +156,8 @@ class DeviceRows:
 
     def require_same(self, identity: Mapping[str, Any] | None) -> None:
         """Raise SpecMismatch unless those rows of ``identity`` that lie on this rank are as they were. None: any."""
-        said = identity or {}
-        given = dict(zip(said.get("ids", ()), said.get("row_digests", ()), strict=False))
+        known = identity or {}
+        given = dict(zip(known.get("ids", ()), known.get("row_digests", ()), strict=False))
         ids = np.array([row for row in given if self.first <= row < self.stop], np.int64)
         if self._digests(ids - self.first) != [given[row] for row in ids.tolist()]:
             raise other_rows(self.spec.name)

@@ -122,7 +122,7 @@ class JointOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add dense parameters, behind all groups there are. Rows are given at construction: else InvalidArgument."""
-        if any(param_group is one for one in self.param_groups):
+        if any(param_group is group for group in self.param_groups):
             return  # torch's constructor adds those that are there
         params = param_group["params"]
         params = [params] if isinstance(params, torch.Tensor) else list(params)

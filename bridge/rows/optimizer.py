@@ -51,7 +51,7 @@ class RowOptimizer(torch.optim.Optimizer):
             lr = real_number("lr", lr.item() if isinstance(lr, Tensor) else lr)
             groups = [{**group, "lr": lr} for group in groups]
         super().__init__(groups, {})
-        self.defaults = {name: value for name, value in groups[0].items() if all(name in one for one in groups)}
+        self.defaults = {name: value for name, value in groups[0].items() if all(name in group for group in groups)}
         for name in ("params", "table"):
             del self.defaults[name]
         for update in updates:
@@ -233,19 +233,19 @@ def clip_grad_norm_(
     for one in listed:
         if isinstance(one, Clippable):
             dense += one.clippable()
-    carriers = {id(param) for one in optimizers for group in one.param_groups for param in group["params"]}
+    carriers = {id(param) for optimizer in optimizers for group in optimizer.param_groups for param in group["params"]}
     distinct = {id(param): param for param in dense if id(param) not in carriers}
     grads = [param.grad for param in distinct.values() if param.grad is not None]
     with torch.no_grad():
-        norm = math.sqrt(math.fsum([*_squared_norms(grads), *(one.squared_norm() for one in optimizers)]))
+        norm = math.sqrt(math.fsum([*_squared_norms(grads), *(optimizer.squared_norm() for optimizer in optimizers)]))
         if error_if_nonfinite and not math.isfinite(norm):
             raise NonFinite(f"the joint norm of the gradients is {norm}; nothing was scaled")
         factor = norm if math.isnan(norm) else min(1.0, max_norm / (norm + 1e-6)) if norm < math.inf else 0.0
         if factor != 1.0:
             for grad in grads:
                 grad.mul_(factor)
-            for one in optimizers:
-                one.multiply_gradients(factor)
+            for optimizer in optimizers:
+                optimizer.multiply_gradients(factor)
     is_wide = any(grad.dtype == torch.float64 for grad in grads)
     device = grads[0].device if grads else None
     return torch.tensor(norm, dtype=torch.float64 if is_wide else torch.float32, device=device)

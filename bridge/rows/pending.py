@@ -44,7 +44,7 @@ class CollectedGradient(Protocol):
 
 G = TypeVar("G", bound=CollectedGradient)
 
-Moment = tuple[int, object]
+RowsVersion = tuple[int, object]
 """A generation of classes, and which table of its name (or which tables of theirs) it was."""
 _FORGOTTEN_AFTER = 3
 """Backward passes without a RowOptimizer: more than somebody tries by hand."""
@@ -78,8 +78,8 @@ class PendingUpdate(ABC, Generic[G]):
         """The carrier's gradient if nothing had multiplied it."""
         self._is_norm = False
         """Whether that is the norm of what is pending."""
-        self._moment: Moment = (0, 0)
-        """:attr:`moment` of what is pending."""
+        self._rows_version: RowsVersion = (0, 0)
+        """:attr:`rows_version` of what is pending."""
         self.is_optimized = False
         """Whether a RowOptimizer applies what is pending."""
         self._backward_passes = 0
@@ -111,7 +111,7 @@ class PendingUpdate(ABC, Generic[G]):
         return self.table.spec.name
 
     @property
-    def moment(self) -> Moment:
+    def rows_version(self) -> RowsVersion:
         """Of which classes and of which table a forward pass is: its gradients are applied to no others."""
         return self.generation, incarnation_of(self.table)
 
@@ -137,7 +137,7 @@ class PendingUpdate(ABC, Generic[G]):
         if self._pending is None or self.carrier.grad is None:
             self.discard()
             self._pending = gradient
-            self._moment = self.moment
+            self._rows_version = self.rows_version
             factor = torch.ones_like(self.carrier)
         else:
             factor = self._factor() * (self._unchanged * 0 + 1)  # what was not finite stays so
@@ -190,7 +190,7 @@ class PendingUpdate(ABC, Generic[G]):
 
     def require_present(self) -> None:
         """Raise TableNotFound if the table was restored since the forward pass of what is pending."""
-        if self._pending is not None and self._moment[1] != self.moment[1]:
+        if self._pending is not None and self._rows_version[1] != self.rows_version[1]:
             raise TableNotFound(
                 f"the pending gradients are of rows of table {self.name!r} from before it was restored; "
                 "nothing was pushed. Call zero_grad(), and go on with a new forward pass"

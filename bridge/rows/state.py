@@ -24,7 +24,7 @@ _TENSOR, _TUPLE, _PAIRS, _FLOAT, _APART = "$tensor", "$tuple", "$pairs", "$float
 
 
 @dataclass(frozen=True)
-class StoredApart:
+class ShardedTensorRef:
     """What a state has in place of a tensor that lies in other files, as one does of which each rank has some rows."""
 
     name: str
@@ -62,7 +62,7 @@ def _packed(value: Any, place: str, tensors: dict[str, Tensor]) -> Any:
             name = f"{len(tensors):06}"
             tensors[name] = value.detach().cpu().clone().contiguous()
             return {_TENSOR: name}
-        case StoredApart():
+        case ShardedTensorRef():
             return {_APART: [value.name, list(value.shape), value.dtype]}
         case None | bool() | int() | str():
             return value
@@ -102,7 +102,7 @@ def _unpacked(value: Any, tensors: dict[str, Tensor]) -> Any:
             name, shape, dtype = content
             if not isinstance(vars(torch).get(dtype), torch.dtype):
                 raise ValueError(f"{dtype!r} is no dtype of torch")
-            return StoredApart(name, tuple(shape), dtype)
+            return ShardedTensorRef(name, tuple(shape), dtype)
         case "$tuple":
             return tuple(_unpacked(item, tensors) for item in content)
     raise ValueError(f"unknown kind {kind!r}")
