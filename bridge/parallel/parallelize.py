@@ -99,7 +99,10 @@ def parallelize(
             continue
         layer = split_layer(SplitPlace(name, group, agreement, seed), module)
         layer.train(module.training)
-        model = _replaced(model, name, layer)
+        if name:
+            model.set_submodule(name, layer)
+        else:
+            model = layer
         split_parameters.update(id(parameter) for parameter in layer.parameters())
     replicas = replicated(model, found.replicated, group, seed, split_parameters)
     return ParallelModel(model, mesh, found.scopes, loss, replicas, agreement, plans, micro_batches)
@@ -181,12 +184,3 @@ def _setting(value: Any) -> str:
     if isinstance(value, str | int | float | bool | tuple | list | dict | type(None)):
         return repr(value)
     return getattr(value, "__qualname__", type(value).__qualname__)
-
-
-def _replaced(model: nn.Module, name: str, layer: nn.Module) -> nn.Module:
-    """``model`` with ``layer`` in the place ``name``; the layer itself if that is the whole of it."""
-    if not name:
-        return layer
-    parent, _, last = name.rpartition(".")
-    setattr(model.get_submodule(parent), last, layer)
-    return model

@@ -6,7 +6,8 @@ Legend: A active classes of all ranks, B samples of all ranks, D width, R ranks.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,10 +26,8 @@ from geartrain.bridge.parallel.plan.trace import FEATURE_GRADIENTS, FEATURES, Ki
 from geartrain.bridge.parallel.replicated import Replicas
 from geartrain.bridge.parallel.scopes import Scope, Split, scoped
 from geartrain.bridge.parallel.split.agreement import StepAgreement
-from geartrain.bridge.parallel.split.embedding import SplitEmbedding
 from geartrain.bridge.parallel.split.heads import backend_of
-from geartrain.bridge.parallel.split.layer import SplitLayer
-from geartrain.bridge.parallel.split.linear import SplitLinear
+from geartrain.bridge.parallel.split.registry import SplitPlace, check_can_split, split_layer
 from geartrain.bridge.parallel.split.shard import RowShard
 
 _EXCHANGED = 11
@@ -224,13 +223,9 @@ def dry_model(
         if isinstance(scope, Split) and isinstance(module, HeadSkeleton):
             module.link, module.trace = link, trace
         elif isinstance(scope, Split):
-            if type(module) not in _DRY_LAYERS:
-                raise InvalidArgument(
-                    f"{name!r} is a {type(module).__name__}, which cannot be split: an nn.Linear, an nn.Embedding and "
-                    "a gt.ClassHead with rows='ranks' can be. Name such a layer inside it, or replicate it"
-                )
+            check_can_split(name, module, group.ranks)
             shard = RowShard(next(module.parameters()).shape[0], group)
-            layer = _DRY_LAYERS[type(module)](name, module, shard.num_local, alone, agreement)
+            layer = split_layer(_DryPlace(name, alone, agreement, 0, shard), module)
             layer.shard = shard  # a DTensor over ranks that are not there cannot be made: its rows are one rank's
             if name:
                 skeleton.set_submodule(name, layer)
@@ -239,20 +234,12 @@ def dry_model(
     return ParallelModel(skeleton, Mesh(group, (), group), scopes, loss, Replicas(alone, {}, [], set()), agreement)
 
 
-def _linear(name: str, whole: Any, rows: int, group: MeshGroup, agreement: StepAgreement) -> SplitLayer:
-    local = nn.Linear(whole.in_features, rows, whole.bias is not None, device="meta", dtype=whole.weight.dtype)
-    return SplitLinear(name, local, local.weight, local.bias, group, agreement)
+@dataclass(frozen=True)
+class _DryPlace(SplitPlace):
+    """Where a layer would be: rank 0's rows of it are made on the meta device."""
 
+    shard: RowShard
 
-def _embedding(name: str, whole: Any, rows: int, group: MeshGroup, agreement: StepAgreement) -> SplitLayer:
-    dtype = whole.weight.dtype
-    local = nn.Embedding(rows, whole.embedding_dim, whole.padding_idx, device="meta", dtype=dtype)
-    layer = SplitEmbedding(name, local, local.weight, group, agreement)
-    layer.num_embeddings = whole.num_embeddings
-    return layer
-
-
-_DRY_LAYERS: dict[type[nn.Module], Callable[[str, Any, int, MeshGroup, StepAgreement], SplitLayer]] = {
-    nn.Linear: _linear,
-    nn.Embedding: _embedding,
-}
+    def rows(self, module: nn.Module, of: str) -> Tensor | None:
+        parameter = module._parameters[of]
+        return None if parameter is None else parameter.new_empty(self.shard.num_local, *parameter.shape[1:])

@@ -50,9 +50,8 @@ def stage(model: nn.Module, mesh: Mesh, found: ScopedModel, loss: LossFunction, 
         module = _alone(name, layer).train(model.training)
         return StagedModel(module, layer, mesh, found, loss, Replicas(group, {}, [], split_parameters), agreement)
     distant = DistantLinear(name, linear.in_features, linear.out_features)
-    parent, _, last = name.rpartition(".")
     if name:
-        setattr(model.get_submodule(parent), last, distant)
+        model.set_submodule(name, distant)
     else:
         model = distant
     replicas = replicated(model, found.replicated, group, seed, set())
