@@ -15,6 +15,7 @@ import xxhash
 from torch import Tensor, nn
 
 from geartrain.ams.programs.class_lifecycle import LiveClasses
+from geartrain.ams.values.arguments import integer
 from geartrain.ams.values.errors import InvalidArgument, InvalidIds, InvalidRows, NonFinite, SpecMismatch
 from geartrain.ams.values.specs import Ids
 from geartrain.bridge.collectives.communicator import Communicator
@@ -43,9 +44,7 @@ def add_classes(
 
     def prepare() -> tuple[Ids, Tensor | None]:
         _require_ready(backend)
-        if isinstance(num, bool) or not isinstance(num, int) or num < 1:
-            raise InvalidArgument(f"num is {num!r}; it must be an integer >= 1, the number of new classes")
-        ids = backend.live_classes.free_ids(num)
+        ids = backend.live_classes.free_ids(integer("num", num, 1))
         if examples is not None:
             if backbone is None or rows is not None:
                 raise InvalidArgument("examples need a backbone=, which makes features of them, and no rows=")

@@ -180,8 +180,7 @@ def memory_report(
         ("num_ranks", num_ranks, None),
         ("batch_size", batch_size, None),
     ):
-        if not isinstance(value, int) or value < 1 or (most is not None and value > most):
-            raise InvalidArgument(f"{name} is {value!r}; it must be an integer >= 1{f' and <= {most}' if most else ''}")
+        integer(name, value, 1, most)
     centers = integer("sub_centers", sub_centers, 1, MOST_SUB_CENTERS)
     spec = TableSpec(
         name="plan",

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from geartrain.ams.programs.selection import positives_and_sample
+from geartrain.ams.values.arguments import integer
 from geartrain.ams.values.errors import InvalidArgument, InvalidIds, InvalidRows
 from geartrain.bridge.collectives.communicator import Communicator
 from geartrain.bridge.collectives.cross_entropy import LocalLabels, split_cross_entropy
@@ -195,10 +196,8 @@ def class_center_sample(
         InvalidArgument: a number is out of range.
     """
     for name, value, least in (("num_classes", num_classes, 1), ("num_samples", num_samples, 1), ("step", step, 0)):
-        if not isinstance(value, int) or value < least:
-            raise InvalidArgument(f"{name} is {value!r}; it must be an integer >= {least}")
-    if not 0 <= seed < 2**64:
-        raise InvalidArgument(f"seed is {seed!r}; it must lie in [0, 2**64)")
+        integer(name, value, least)
+    integer("seed", seed, 0, 2**64 - 1)
     link = None if group is None else Communicator(group)
     rank = 0 if link is None else link.rank
     device = labels.device if isinstance(labels, Tensor) else torch.device("cpu")

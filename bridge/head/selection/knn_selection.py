@@ -23,6 +23,7 @@ from geartrain.ams.graph.building.neighbours import NeighbourTable
 from geartrain.ams.graph.building.rows import TableRows
 from geartrain.ams.programs.class_lifecycle import LiveClasses
 from geartrain.ams.programs.selection import ActiveClasses, Ranking, Selection, positives_and_sample
+from geartrain.ams.values.arguments import integer
 from geartrain.ams.values.errors import GeartrainError, InvalidArgument, SpecMismatch
 from geartrain.ams.values.specs import Ids
 from geartrain.bridge.collectives.communicator import Communicator
@@ -89,15 +90,13 @@ class KNNSoftmax(Selection):
             raise InvalidArgument(f"active is {self.active!r}; it must lie in (0, 1]")
         if not 0.0 <= self.near <= 1.0:
             raise InvalidArgument(f"near is {self.near!r}; it must lie in [0, 1]")
-        if isinstance(self.k, bool) or not isinstance(self.k, int) or self.k < 1:
-            raise InvalidArgument(f"k is {self.k!r}; it must be an integer >= 1, the neighbours kept of each class")
+        integer("k", self.k, 1)
         is_steps = isinstance(self.rebuild, int) and not isinstance(self.rebuild, bool) and self.rebuild >= 1
         if not is_steps and self.rebuild not in ("auto", "epoch", "background"):
             raise InvalidArgument(
                 f"rebuild is {self.rebuild!r}; it must be 'auto', 'epoch', 'background' or a number >= 1"
             )
-        if not 0 <= self.seed < 2**64:
-            raise InvalidArgument(f"seed is {self.seed!r}; it must lie in [0, 2**64)")
+        integer("seed", self.seed, 0, 2**64 - 1)
 
     def budget(self, num_classes: int) -> int:
         """round(active · num_classes), at least 1."""
