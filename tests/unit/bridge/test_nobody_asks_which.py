@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from geartrain.ams.programs.selection import Selection
+from geartrain.bridge.embedding.registry import GROUP_ROWS
 from geartrain.bridge.head import class_head
 from geartrain.bridge.head.backends.registry import ROW_BACKENDS
 from geartrain.bridge.head.loss import margins
@@ -25,7 +26,7 @@ KINDS = {
         for name, value in vars(importlib.import_module(module.name)).items()
         if isinstance(value, type) and (hasattr(value, "target") or hasattr(value, "begin"))
     ),
-    *(backend.__name__ for backend in ROW_BACKENDS.values()),
+    *(backend.__name__ for backend in (*ROW_BACKENDS.values(), *GROUP_ROWS.values())),
     *(
         "DeviceRows",
         "DeviceUpdate",
