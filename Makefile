@@ -73,8 +73,10 @@ docs: dev links  ## the documentation site in site/, strictly: a broken link or 
 	@echo "site/index.html; with its search: $(BIN)/python -m http.server -d site"
 
 # What asserts how well something learned.
-TRAINING := $(addprefix tests/,$(addprefix integration/test_,classify_and_predict.py click_examples.py knn_job.py hosted_job.py \
-	quickstart_small.py quickstart_signs.py sixteen_bit_heads.py) unit/bridge/head/test_precision.py unit/bridge/head/test_statistics.py \
+TRAINING := $(addprefix tests/,integration/jobs/test_classify_and_predict.py integration/embedding/test_click_examples.py \
+	integration/jobs/test_knn_job.py integration/jobs/test_hosted_job.py \
+	integration/jobs/test_quickstart_small.py integration/jobs/test_quickstart_signs.py \
+	integration/head/test_sixteen_bit_heads.py unit/bridge/head/test_precision.py unit/bridge/head/test_statistics.py \
 	unit/workers/ctr unit/workers/models unit/examples)
 processors: dev links  ## tests that train, as each class of processor that this one can be, with other random numbers, too
 	@set -e; for isa in baseline avx2 avx512 amx; do \

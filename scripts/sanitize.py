@@ -25,8 +25,8 @@ TESTS = (
     "tests/unit/ams/tables/test_row_table_growth.py",
     # A client and its shards: in the process, by mailboxes, by TCP.
     "tests/unit/ams/client/test_writes.py",
-    "tests/integration/test_row_calls.py",
-    "tests/integration/test_row_connections.py",
+    "tests/integration/rows/test_row_calls.py",
+    "tests/integration/rows/test_row_connections.py",
 )
 TEST_SECONDS = 900
 """Of one test: sanitizers take their time."""

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from geartrain.workers.classify.trainer import ImageTrainer
 from geartrain.workers.recipes.recipe import ClassifyRecipe
 from tests.faults.test_job_recovery import JOB
-from tests.integration.small_job import classify
+from tests.integration.jobs.small_job import classify
 
 
 def main(

@@ -302,7 +302,7 @@ PLACES: dict[str, tuple[str, int]] = {
 }
 
 ELSEWHERE = {
-    "graph.part.after": "tests/integration/test_graph_role.py",
+    "graph.part.after": "tests/integration/graph/test_graph_role.py",
     "model.publish.before": "tests/unit/bridge/checkpoint/test_saved_models.py",
 }
 """Failpoints where no row can be lost, and the file that tests them."""

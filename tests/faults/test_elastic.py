@@ -14,8 +14,8 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from geartrain.ams.storage.snapshot.folder import latest
 from tests.faults import elastic_script
 from tests.faults.test_job_recovery import images, train
-from tests.integration.test_classify_and_predict import assert_same_state
-from tests.integration.test_up import up
+from tests.integration.commands.test_up import up
+from tests.integration.jobs.test_classify_and_predict import assert_same_state
 
 __all__ = ["images"]
 STEPS = 12

@@ -25,10 +25,10 @@ from geartrain.workers.classify.trainer import ImageTrainer
 from geartrain.workers.job import job
 from geartrain.workers.job.options import JobResult, SnapshotSettings
 from geartrain.workers.recipes.recipe import ClassifyRecipe
+from tests.integration.commands.test_up import kill_child, up
 from tests.integration.conftest import ServedCluster
-from tests.integration.small_job import classify
-from tests.integration.test_classify_and_predict import RECIPE, assert_same_models, draw_shapes, one_thread
-from tests.integration.test_up import kill_child, up
+from tests.integration.jobs.small_job import classify
+from tests.integration.jobs.test_classify_and_predict import RECIPE, assert_same_models, draw_shapes, one_thread
 
 __all__ = ["one_thread"]
 STEPS = 24

@@ -19,8 +19,8 @@ from geartrain.ams.values.errors import SchedulerUnavailable
 from geartrain.workers.classify.trainer import ImageTrainer
 from geartrain.workers.job import snapshots
 from tests.faults.test_job_recovery import STEPS, images, one_thread, train
-from tests.integration.test_classify_and_predict import assert_same_models
-from tests.integration.test_up import up
+from tests.integration.commands.test_up import up
+from tests.integration.jobs.test_classify_and_predict import assert_same_models
 
 __all__ = ["images", "one_thread"]
 

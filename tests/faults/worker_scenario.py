@@ -13,8 +13,8 @@ from geartrain.workers.job.folder import has_snapshot, read_run
 from geartrain.workers.job.options import SnapshotSettings
 from tests.faults.children import Child
 from tests.faults.scenarios import Outcome, died_of
-from tests.integration.small_job import GREY, classify
-from tests.integration.test_classify_and_predict import RECIPE, draw_shapes
+from tests.integration.jobs.small_job import GREY, classify
+from tests.integration.jobs.test_classify_and_predict import RECIPE, draw_shapes
 
 STEPS, SAVE_EVERY = 12, 3
 

@@ -20,7 +20,7 @@ from geartrain.workers.ctr.recipe import MODELS, CtrRecipe, recipe_for
 from geartrain.workers.ctr.samples.click_samples import PADDING
 from geartrain.workers.job import job, ranks
 from geartrain.workers.job.options import JobOptions, JobResult, SnapshotSettings
-from tests.integration.small_job import Told
+from tests.integration.jobs.small_job import Told
 from tests.support.command_line import typed
 from tests.support.movielens_files import write_movielens
 

@@ -19,7 +19,7 @@ from geartrain.workers.job.options import JobOptions, JobResult, SnapshotSetting
 from geartrain.workers.tdm.liked import liked_of, recall
 from geartrain.workers.tdm.recipe import TdmRecipe
 from geartrain.workers.tdm.trainer import first_order, nodes_scored
-from tests.integration.small_job import stop_after
+from tests.integration.jobs.small_job import stop_after
 from tests.support.command_line import typed
 from tests.support.movielens_files import write_movielens
 

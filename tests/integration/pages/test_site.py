@@ -1,0 +1,156 @@
+"""The documentation site builds strictly, says all there is to say, and shows nothing that is not so."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import itertools
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+from pydantic import BaseModel
+
+import geartrain
+from geartrain.ams.values import errors
+from geartrain.cli.main import COMMANDS, build_app
+from geartrain.cli.shared.configuration import sections
+from tests.support.pages import run
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+DOCS = REPOSITORY / "docs"
+BY_HAND = [path for path in sorted(DOCS.rglob("*.md")) if path.parent.name != "decisions"]
+"""Decisions tell of their own time, in which a file may have had another name."""
+FENCE = re.compile(r"^```(\w+)[^\n]*\n(.*?)^```", flags=re.DOTALL | re.MULTILINE)
+
+
+def build(repository: Path, out: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(out)]
+    return subprocess.run(command, cwd=repository, capture_output=True, text=True, timeout=150, check=False)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    subprocess.run(["make", "-s", "links"], cwd=REPOSITORY, check=True)
+    out = tmp_path_factory.mktemp("site")
+    done = build(REPOSITORY, out)
+    assert done.returncode == 0, done.stderr
+    return out
+
+
+def test_every_public_name_command_setting_error_and_call_has_its_place(site: Path) -> None:
+    api = "".join(page.read_text(encoding="utf-8") for page in (site / "reference" / "api").glob("*.html"))
+    documented = set(geartrain.__all__) - {"__version__", "errors", "models"}
+    documented |= {f"models.{name}" for name in geartrain.models.__all__}
+    assert {name for name in documented if f'id="geartrain.{name}"' not in api} == set()
+
+    cli = (site / "reference" / "cli.html").read_text(encoding="utf-8")
+    assert {name for name in COMMANDS if f'id="geartrain-{name}"' not in cli} == set()
+
+    configuration = (site / "reference" / "configuration.html").read_text(encoding="utf-8")
+    keys = {key for section in sections().values() for key in section.model_fields}
+    assert {key for key in keys if f"<code>{key}</code>" not in configuration} == set()
+
+    tree = (site / "reference" / "errors.html").read_text(encoding="utf-8")
+    names = {name for name, value in vars(errors).items() if isinstance(value, type) and name.isidentifier()}
+    assert {name for name in names if f'id="{errors.__name__}.{name}"' not in tree} == set()
+
+    wire = (site / "reference" / "wire.html").read_text(encoding="utf-8")
+    protos = "".join(path.read_text(encoding="utf-8") for path in (REPOSITORY / "proto").rglob("*.proto"))
+    assert {name for name in re.findall(r"\brpc (\w+)", protos) if f"<code>{name}</code>" not in wire} == set()
+    assert {name for name in re.findall(r"^message (\w+)", protos, re.MULTILINE) if f'id="{name}"' not in wire} == set()
+
+
+def test_what_takes_more_than_eight_arguments_explains_each() -> None:
+    public = [value for name in geartrain.__all__ if callable(value := getattr(geartrain, name))]
+    methods = [m for c in public if inspect.isclass(c) for n, m in vars(c).items() if callable(m) and n[0] != "_"]
+    unexplained = []
+    for value in (*public, *methods):
+        explained = f"{value.__doc__} {value.__init__.__doc__ if inspect.isclass(value) else ''}"
+        is_record = dataclasses.is_dataclass(value) or isinstance(value, type(BaseModel))  # each field has a docstring
+        parameters = [] if is_record else [name for name in inspect.signature(value).parameters if name != "self"]
+        if len(parameters) > 8:
+            unexplained += [f"{value.__qualname__}: {name}" for name in parameters if f" {name}: " not in explained]
+    assert unexplained == []
+
+
+def test_no_page_loads_anything_from_another_host(site: Path) -> None:
+    loads = re.compile(r'<(?:script|img|iframe|source)\b[^>]*\bsrc="(?:https?:)?//|<link\b[^>]*\bhref="(?:https?:)?//')
+    pages = list(site.rglob("*.html"))
+    assert len(pages) > 40
+    assert [page for page in pages if loads.search(page.read_text(encoding="utf-8"))] == []
+    assert not any("mermaid" in page.read_text(encoding="utf-8") for page in pages)  # it would be loaded from one
+
+
+def test_a_broken_link_a_missing_page_and_a_missing_docstring_fail_the_build(tmp_path: Path) -> None:
+    for name in ("docs", "scripts/site", "geartrain", "ams", "bridge", "workers", "proto"):
+        unneeded = shutil.ignore_patterns("__pycache__", "*.so", "*.cpp", "*.hpp")
+        shutil.copytree(REPOSITORY / name, tmp_path / name, symlinks=True, ignore=unneeded)
+    for name in ("mkdocs.yml", "README.md", "CONTRIBUTING.md", "CHANGELOG.md"):
+        shutil.copy(REPOSITORY / name, tmp_path)
+    page = tmp_path / "docs" / "start" / "install.md"
+    page.write_text(page.read_text(encoding="utf-8") + "\n[nowhere](nowhere.md)\n", encoding="utf-8")
+    settings = tmp_path / "mkdocs.yml"
+    settings.write_text(settings.read_text(encoding="utf-8").replace("how-to/transport.md", "how-to/gone.md"), "utf-8")
+    cluster = tmp_path / "geartrain" / "ams" / "client" / "cluster.py"
+    undocumented = re.sub(
+        r'(    def drop_table\(.*?\n)        """.*?"""\n', r"\1", cluster.read_text(encoding="utf-8"), flags=re.DOTALL
+    )
+    cluster.write_text(undocumented, encoding="utf-8")
+    with (tmp_path / "scripts" / "site" / "api_pages.py").open("a", encoding="utf-8") as pages:
+        pages.write("\n_all = render\n\n\ndef render():  # one page of the API: all of them take thrice as long\n")
+        pages.write("    return {name: text for name, text in _all().items() if 'clusters' in name}\n")
+    done = build(tmp_path, tmp_path / "site")
+    assert done.returncode != 0
+    assert "'nowhere.md'" in done.stderr
+    assert "'how-to/gone.md'" in done.stderr
+    assert "Cluster.drop_table is public and has no docstring" in done.stderr
+
+
+def test_the_files_that_pages_name_exist() -> None:
+    path = re.compile(r"`((?:ams|bridge|workers|geartrain|tests|examples|scripts|benchmarks|deploy)/[\w/.-]+\.\w+)")
+    pages = [*BY_HAND, REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md"]
+    named = {(page.name, name) for page in pages for name in path.findall(page.read_text(encoding="utf-8"))}
+    assert {(page, name) for page, name in named if not (REPOSITORY / name).exists()} == set()
+
+
+def test_the_commands_that_pages_show_exist_with_their_options() -> None:
+    root = typer.main.get_command(build_app([]))
+    unknown = []
+    for page in BY_HAND:
+        for language, code in FENCE.findall(page.read_text(encoding="utf-8")):
+            for line in re.findall(r"^[^#\n]*?\bgeartrain ([^#\n]*)", code.replace("\\\n", " "), flags=re.MULTILINE):
+                if language == "sh":
+                    unknown += [f"{page.name}: geartrain {line}: {word}" for word in unknown_words(root, line)]
+    assert unknown == []
+
+
+def unknown_words(command: typer.core.TyperGroup, line: str) -> list[str]:
+    """The words of a command line that name no command and no option."""
+    options, unknown = set(), []
+    words = shlex.shlex(line, posix=True, punctuation_chars=">")  # one in quotes redirects nothing
+    words.whitespace_split = True
+    for word in itertools.takewhile(lambda word: not word.startswith(">"), words):
+        below = getattr(command, "commands", {})
+        options |= {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
+        if word in below:
+            command = below[word]
+        elif word.startswith("-"):
+            unknown += [] if word.partition("=")[0] in options | {"--help"} else [word]
+        elif command.name == "geartrain":
+            unknown.append(word)
+    return unknown
+
+
+@pytest.mark.parametrize("page", ["start/your-loop.md", "how-to/snapshots.md", "explanation/gear.md"])
+def test_the_examples_of_a_page_run_twice_and_each_prints_something(page: str, tmp_path: Path) -> None:
+    blocks = [
+        code for language, code in FENCE.findall((DOCS / page).read_text(encoding="utf-8")) if language == "python"
+    ]
+    printed = [[run(code, tmp_path) for code in blocks] for _ in range(2)]
+    assert [code for code, text in zip(blocks, printed[0], strict=True) if not text] == []
