@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ from hypothesis import strategies as st
 from geartrain.ams.graph.building import acceptance
 from geartrain.ams.graph.building.builder import ArrayRows, build_neighbours
 from geartrain.ams.graph.building.neighbours import NeighbourTable
-from geartrain.ams.graph.building.recall import Candidates, CoreProducts, Recall
+from geartrain.ams.graph.building.recall import CoreProducts
 from geartrain.ams.graph.building.rows import Floats
 from geartrain.ams.kernels.reference import ops as reference
 from geartrain.ams.values.errors import Cancelled, InvalidArgument, InvalidRows, NonFinite
@@ -129,71 +128,20 @@ def test_progress_ends_at_all_pairs_and_a_build_can_be_cancelled() -> None:
         )
 
 
-class CoarseProducts:
-    """Products in multiples of 1/16, by whole matrices: the simplest engine of another precision."""
+class Doubtful(CoreProducts):
+    """Claims to be far less exact than it is."""
 
-    name = "coarse"
+    name = "doubtful"
 
     def __init__(self, spare: int) -> None:
-        self.spare = spare
+        super().__init__(2)
+        self.spare, self.bound = spare, 0.08
 
-    def error_bound(self, dim: int) -> float:
-        return 1 / 32 + dim * 1e-7
+    def error_bound(self, dim: int) -> float:  # noqa: ARG002
+        return self.bound
 
     def keep(self, k: int) -> int:
         return k + self.spare
-
-    def row_bytes(self, keep: int) -> int:
-        return 8 * keep
-
-    def load(self, rows: Floats, first: int) -> tuple[Floats, int]:
-        return rows, first
-
-    def begin(self, first: int, num_rows: int, keep: int) -> Recall:
-        return CoarseRecall(first, num_rows, keep)
-
-
-class CoarseRecall:
-    def __init__(self, first: int, num_rows: int, keep: int) -> None:
-        self.first, self.keep = first, keep
-        self.best: list[list[tuple[float, int]]] = [[] for _ in range(num_rows)]
-        self.floors = np.full(num_rows, -np.inf, np.float32)
-
-    def compare_inside(self, a: tuple[Floats, int], b: tuple[Floats, int]) -> None:
-        self.compare_outside(a, b)
-        if a is not b:
-            self.compare_outside(b, a)
-
-    def compare_outside(self, a: tuple[Floats, int], b: tuple[Floats, int]) -> None:
-        scores = np.rint(a[0] @ b[0].T * 16) / 16
-        for i, row in enumerate(scores.tolist()):
-            at = a[1] + i - self.first
-            self.best[at] += [(score, b[1] + j) for j, score in enumerate(row) if b[1] + j != a[1] + i]
-            self.best[at].sort(reverse=True)
-            if len(self.best[at]) > self.keep:
-                self.floors[at] = self.best[at][self.keep - 1][0]
-                del self.best[at][self.keep :]
-
-    def candidates(self) -> Candidates:
-        counts = np.array([len(best) for best in self.best], np.int32)
-        ids = np.zeros((len(self.best), self.keep), np.int32)
-        for i, best in enumerate(self.best):
-            ids[i, : len(best)] = [class_id for _, class_id in best]
-        return Candidates(ids, counts, self.floors)
-
-    def arrays(self) -> dict[str, np.ndarray]:
-        raise NotImplementedError
-
-    def restore(self, arrays: Mapping[str, np.ndarray]) -> None:
-        raise NotImplementedError
-
-
-@pytest.mark.parametrize("spare", [0, 10, 100])
-@pytest.mark.parametrize("memory", [1 << 30, 250_000])
-def test_an_engine_of_low_precision_gives_the_exact_table(spare: int, memory: int) -> None:
-    rows = rows_of("random", 700, 24, 5)
-    found = build_neighbours(ArrayRows(rows), 6, products=CoarseProducts(spare), memory_bytes=memory)
-    np.testing.assert_array_equal(lists_of(found), reference.nearest_neighbours(rows, 6))
 
 
 def test_only_rows_that_the_recall_leaves_uncertain_are_redone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,7 +154,8 @@ def test_only_rows_that_the_recall_leaves_uncertain_are_redone(monkeypatch: pyte
 
     monkeypatch.setattr(acceptance.Refiner, "_redo_in_float32", spy)
     for spare in (2, 12, 700):
-        build_neighbours(ArrayRows(rows), 6, products=CoarseProducts(spare))
+        found = build_neighbours(ArrayRows(rows), 6, products=Doubtful(spare))
+        np.testing.assert_array_equal(lists_of(found), reference.nearest_neighbours(rows, 6))
     assert redone[0] > redone[1] > redone[2] == 0
 
 
