@@ -370,7 +370,10 @@ class Impostor:
             os.close(descriptors[0])
             greet(connected, self)
 
-    def close(self) -> None:
+    def __enter__(self) -> Impostor:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         self.listener.close()
         self.thread.join()
 
@@ -394,23 +397,16 @@ def greeting(hello: bytes, descriptor: Callable[[], int]) -> Callable[[socket.so
     ],
 )
 def test_who_is_no_shard_is_not_connected_to(greet: Callable[[socket.socket, Impostor], None], says: str) -> None:
-    there = Impostor(greet)
-    try:
-        with pytest.raises(RuntimeError, match=says):
-            _core.connect_ring(there.name, bytes(32), SOON)
-    finally:
-        there.close()
+    with Impostor(greet) as there, pytest.raises(RuntimeError, match=says):
+        _core.connect_ring(there.name, bytes(32), SOON)
 
 
 def test_a_shard_that_does_not_greet_is_not_waited_for() -> None:
     go_on = threading.Event()
-    there = Impostor(lambda *_: (go_on.wait(SOON), None)[1])
-    try:
+    with Impostor(lambda *_: (go_on.wait(SOON), None)[1]) as there, ExitStack() as stack:
+        stack.callback(go_on.set)
         with pytest.raises(RuntimeError, match="does not greet"):
             _core.connect_ring(there.name, bytes(32), 0.05)
-    finally:
-        go_on.set()
-        there.close()
     with pytest.raises(OSError, match="refused"):
         _core.connect_ring(there.name, bytes(32), SOON)
 
@@ -427,8 +423,7 @@ def test_a_reply_is_never_longer_than_its_place(size: int) -> None:
         memory[: CONTROL.size] = CONTROL.pack(REPLY, 0, 0, size)
         connected.recv(64)
 
-    there = Impostor(lie)
-    try:
+    with Impostor(lie) as there:
         ours = _core.connect_ring(there.name, bytes(32), SOON)
         call = ours.begin(len(FRAME), 1000)
         call.send()
@@ -437,8 +432,6 @@ def test_a_reply_is_never_longer_than_its_place(size: int) -> None:
         with pytest.raises(ProtocolError, match=r"shorter than its header|does not begin with"):
             _core.parse_reply_frame(call.reply(), 5, [(16, 0)])
         ours.close()
-    finally:
-        there.close()
 
 
 def test_a_mailbox_that_is_not_taken_in_time_is_not_waited_for() -> None:
@@ -452,15 +445,12 @@ def test_a_mailbox_that_is_not_taken_in_time_is_not_waited_for() -> None:
         connected.send(again)
         connected.recv(64)
 
-    there = Impostor(ignore)
-    try:
+    with Impostor(ignore) as there:
         ours = _core.connect_ring(there.name, bytes(32), SOON, answer_seconds=0.05)
         with pytest.raises(_core.ConnectionFull):
             ours.begin(64, 64)
         assert ours.begin(64, 64) is not None
         ours.close()
-    finally:
-        there.close()
 
 
 def test_a_shard_that_ends_is_seen_to_end_behind_an_answer_that_came_too_late() -> None:
@@ -475,8 +465,8 @@ def test_a_shard_that_ends_is_seen_to_end_behind_an_answer_that_came_too_late() 
         connected.send(late)
         assert begun.wait(SOON)
 
-    there = Impostor(answer_late)
-    try:
+    with Impostor(answer_late) as there, ExitStack() as stack:
+        stack.callback(begun.set)
         ours = _core.connect_ring(there.name, bytes(32), SOON, answer_seconds=0.5)
         call = ours.begin(len(FRAME), 1000)
         with pytest.raises(_core.ConnectionFull):
@@ -485,9 +475,6 @@ def test_a_shard_that_ends_is_seen_to_end_behind_an_answer_that_came_too_late() 
         begun.set()
         with pytest.raises(_core.ConnectionLost):
             call.wait(2.0)
-    finally:
-        begun.set()
-        there.close()
 
 
 def test_callers_do_not_wait_for_new_memory_one_after_the_other() -> None:
@@ -497,8 +484,8 @@ def test_callers_do_not_wait_for_new_memory_one_after_the_other() -> None:
         socket.send_fds(connected, [HELLO], [file_of(PAGE)])
         over.wait(60)
 
-    there = Impostor(ignore)
-    try:
+    with Impostor(ignore) as there, ExitStack() as stack:
+        stack.callback(over.set)
         ours = _core.connect_ring(there.name, bytes(32), SOON, answer_seconds=0.5)
 
         def begin(_: int) -> None:
@@ -510,6 +497,3 @@ def test_callers_do_not_wait_for_new_memory_one_after_the_other() -> None:
             list(threads.map(begin, range(10)))
         assert time.monotonic() - began < 4
         ours.close()
-    finally:
-        over.set()
-        there.close()
