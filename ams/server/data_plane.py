@@ -55,7 +55,12 @@ class DataPlanePort:
                 return _core.DataServer(handler, host=self._host, port=port, warn=logger.warning)
             except (OSError, RuntimeError) as exc:
                 failure = exc
-        logger.warning("rows of other machines' clients travel in messages: %s (%s:%d)", failure, self._host, last)
+        logger.warning(
+            "clients of other machines cannot reach rows here: %s (%s:%d); give a --data-port that is free",
+            failure,
+            self._host,
+            last,
+        )
         return _core.DataServer(handler, warn=logger.warning)
 
     @property

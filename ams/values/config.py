@@ -351,7 +351,7 @@ class ClientConfig(Section):
     snapshot_timeout_seconds: Seconds = 3600.0
     """Bounds the writing, and the reading back, of one shard's part of a snapshot."""
     part_bytes: int = Field(default=16 * MIB, ge=64 << 10)
-    """Larger payloads travel in parts of this many bytes."""
+    """Larger messages, to hosted models and slow gears, travel in parts of this many bytes."""
     shared_memory: bool = True
     """Rows of shards on this machine lie in memory that both share; else they travel by TCP, as to other machines."""
     max_in_flight_writes: int = Field(default=64, ge=1, le=1024)

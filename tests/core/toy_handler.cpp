@@ -13,7 +13,7 @@ void ToyHandler::enter(const std::string& table, const Asker& asker) {
     if (table == "held") changed_.wait(lock, [this] { return is_released_; });
     while (!changed_.wait_for(lock, std::chrono::milliseconds(1), [this] { return is_released_; })) {
       lock.unlock();
-      if (asker.meanwhile != nullptr && asker.meanwhile->is_asked()) asker.meanwhile->serve_pulls(true);
+      if (asker.others != nullptr && asker.others->is_asked()) asker.others->serve_pulls(true);
       lock.lock();
     }
     --num_held_;

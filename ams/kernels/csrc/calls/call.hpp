@@ -130,9 +130,9 @@ struct AssignRequest {
 };
 
 // Who brought a large request, and can serve others between two of its blocks. Of the thread that performs the request.
-class Meanwhile {
+class OtherCallers {
  public:
-  virtual ~Meanwhile() = default;
+  virtual ~OtherCallers() = default;
   // Whether somebody may have asked. Costs little.
   virtual bool is_asked() = 0;
   // Performs pulls that are brief and leaves all else for later. `has_turn`: this thread has the shard's turn.

@@ -15,7 +15,7 @@ using HasLeft = std::function<bool()>;
 // For whom a call is performed, and when.
 struct Asker {
   HasLeft has_left;
-  Meanwhile* meanwhile = nullptr;  // whom else the thread serves between the blocks of a large request
+  OtherCallers* others = nullptr;  // whom else the thread serves between the blocks of a large request
   bool has_turn = false;           // the thread has the shard's turn, for a request of someone else
 };
 

@@ -67,10 +67,10 @@ void ServedCall::prepare() {
   num_due_ = count + 1;  // and one for this thread, so that no outcome answers before all are begun
 }
 
-void ServedCall::perform(const Moment& moment) noexcept {
-  const Asker asker{std::exchange(has_left_, nullptr), moment.meanwhile, moment.has_turn};
+void ServedCall::perform(const ServingTurn& serving) noexcept {
+  const Asker asker{std::exchange(has_left_, nullptr), serving.others, serving.has_turn};
   try {
-    if (moment.looks_first && asker.has_left()) throw Fault("ShardUnavailable", "the caller has gone");
+    if (serving.looks_first && asker.has_left()) throw Fault("ShardUnavailable", "the caller has gone");
     prepare();
   } catch (...) {
     refuse(fault_in_flight("the shard"));

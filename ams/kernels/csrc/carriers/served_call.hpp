@@ -23,11 +23,11 @@ class ReplyPlace {
 };
 
 // When a call is performed.
-struct Moment {
-  Meanwhile* meanwhile = nullptr;  // as in Asker; null: this is between two blocks of another's request
+struct ServingTurn {
+  OtherCallers* others = nullptr;  // as in Asker; null: this is between two blocks of another's request
   bool has_turn = false;           // as in Asker
   bool looks_first = false;        // whether whoever asked has left
-  bool is_between() const { return meanwhile == nullptr; }
+  bool is_between() const { return others == nullptr; }
 };
 
 // Thread-safe. Some operations have their outcome later, on another thread: it lives until then. All memory that an answer takes is
@@ -42,7 +42,7 @@ class ServedCall : public std::enable_shared_from_this<ServedCall> {
   // Whether all that it asks for are pulls, together no larger than a block, and of no step of a group.
   bool is_brief_reading() const;
   // Does what was read, unless whoever asked has left.
-  void perform(const Moment& moment) noexcept;
+  void perform(const ServingTurn& serving) noexcept;
   // Whether outcomes are still due.
   bool is_waiting();
   // Answers now; what has no outcome yet is StepPending.

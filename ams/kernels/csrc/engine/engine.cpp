@@ -25,17 +25,17 @@ size_t bytes_of(int64_t count, int64_t dim, DType dtype) {
 class BlockPauses final : public Pauses {
  public:
   // `turn`: this thread has it; null: it does not.
-  BlockPauses(Turn* turn, Meanwhile* meanwhile) : turn_(turn), meanwhile_(meanwhile) {}
+  BlockPauses(Turn* turn, OtherCallers* others) : turn_(turn), others_(others) {}
   // Null for a request of so few bytes of rows that it is one block.
   Pauses* of(size_t bytes) { return bytes > kBlockBytes ? this : nullptr; }
 
   bool are_wanted() override {
-    if ((turn_ == nullptr || !turn_->has_readers()) && (meanwhile_ == nullptr || !meanwhile_->is_asked())) return false;
+    if ((turn_ == nullptr || !turn_->has_readers()) && (others_ == nullptr || !others_->is_asked())) return false;
     return Clock::now() - began_ >= 2 * paused_;
   }
   void pause() noexcept override {
     const auto began = Clock::now();
-    if (meanwhile_ != nullptr) meanwhile_->serve_pulls(turn_ != nullptr);
+    if (others_ != nullptr) others_->serve_pulls(turn_ != nullptr);
     if (turn_ != nullptr) turn_->let_readers_in();
     paused_ += Clock::now() - began;
   }
@@ -43,7 +43,7 @@ class BlockPauses final : public Pauses {
  private:
   using Clock = std::chrono::steady_clock;
   Turn* const turn_;
-  Meanwhile* const meanwhile_;
+  OtherCallers* const others_;
   const Clock::time_point began_ = Clock::now();
   Clock::duration paused_{0};
 };
@@ -63,18 +63,18 @@ int64_t distinct_ids(const int64_t* ids, int64_t count, std::vector<int64_t>& di
   return merge_ids(ids, count, distinct.data(), places.data(), pauses);
 }
 
-int64_t count_distinct(const AssignRequest& assign, Meanwhile* meanwhile) {
+int64_t count_distinct(const AssignRequest& assign, OtherCallers* others) {
   if (is_rising(assign.ids, assign.count)) return assign.count;
   std::vector<int64_t> distinct, places;
-  BlockPauses between_blocks(nullptr, meanwhile);
+  BlockPauses between_blocks(nullptr, others);
   return distinct_ids(assign.ids, assign.count, distinct, places, between_blocks.of(bytes_of(assign.count, assign.dim, assign.dtype)));
 }
 
-void merge_equal_ids(MergedPush& merged, Meanwhile* meanwhile) {
+void merge_equal_ids(MergedPush& merged, OtherCallers* others) {
   PushRequest& push = merged.push;
   if (is_rising(push.ids, push.count)) return;
   std::vector<int64_t> places;
-  BlockPauses between_blocks(nullptr, meanwhile);
+  BlockPauses between_blocks(nullptr, others);
   Pauses* const pauses = between_blocks.of(bytes_of(push.count, push.dim, push.dtype));
   const int64_t count = distinct_ids(push.ids, push.count, merged.ids, places, pauses);
   if (count == push.count) return;
@@ -153,7 +153,7 @@ int64_t Engine::pull(const CallContext& context, const std::string& table, const
     ServedTable& found = find(table);
     found.require_open(context.table_incarnation);
     if (request.required_sync) groups_->require_step(table, *request.required_sync);
-    found.pull(request, BlockPauses(&turn_, caller.meanwhile).of(bytes));
+    found.pull(request, BlockPauses(&turn_, caller.others).of(bytes));
     return found.all_writes();
   } catch (const std::exception&) {
     throw fault_in_flight(name_);
@@ -261,7 +261,7 @@ void Engine::push(const CallContext& context, const std::string& table, const Pu
   MergedPush merged;
   try {
     merged.push = request;
-    if (!ids_are_distinct) merge_equal_ids(merged, caller.meanwhile);
+    if (!ids_are_distinct) merge_equal_ids(merged, caller.others);
   } catch (const std::exception&) {
     return completion(fault_in_flight(name_));
   }
@@ -269,7 +269,7 @@ void Engine::push(const CallContext& context, const std::string& table, const Pu
   write(context, table, completion, caller, [&](ServedTable& found) -> std::optional<Done> {
     const PushRequest& push = merged.push;
     if (!push.group) {
-      BlockPauses between_blocks(&turn_, caller.meanwhile);
+      BlockPauses between_blocks(&turn_, caller.others);
       const RowStoreSpec& spec = found.rows().spec();
       const bool fits = after != nullptr && !spec.counts_steps() && after->dtype == spec.dtype && push.count == request.count;
       const RowPlaces<char>* const rows = fits ? &after->rows : nullptr;
@@ -286,7 +286,7 @@ void Engine::push(const CallContext& context, const std::string& table, const Pu
     const std::optional<Done> done = join(context, found, Kind::push, part, [&](const Parts& parts) {
       are_hosted(found.name(), parts);  // none is, for this one is not; throws if another is
       const JointPush joint = joint_push(parts, found.rows().spec().counts_occurrences);
-      BlockPauses between_blocks(&turn_, caller.meanwhile);
+      BlockPauses between_blocks(&turn_, caller.others);
       const int64_t created = found.push(joint.push, between_blocks.of(bytes_of(joint.push.count, joint.push.dim, joint.push.dtype)));
       for (const RankWrite* each : parts) found.note_staleness(each->push.batch);
       return created;
@@ -382,7 +382,7 @@ void Engine::assign(const CallContext& context, const std::string& table, const 
                     const Completion& completion, const Caller& caller) {
   int64_t num_distinct = request.count;
   try {
-    if (!ids_are_distinct) num_distinct = count_distinct(request, caller.meanwhile);
+    if (!ids_are_distinct) num_distinct = count_distinct(request, caller.others);
   } catch (const std::exception&) {
     return completion(fault_in_flight(name_));
   }
@@ -391,7 +391,7 @@ void Engine::assign(const CallContext& context, const std::string& table, const 
       throw Fault("InvalidRows", std::to_string(request.count) + " ids to assign hold " +
                                      std::to_string(request.count - num_distinct) +
                                      (request.count - num_distinct == 1 ? " duplicate" : " duplicates"));
-    BlockPauses between_blocks(&turn_, caller.meanwhile);
+    BlockPauses between_blocks(&turn_, caller.others);
     Pauses* const pauses = between_blocks.of(bytes_of(request.count, request.dim, request.dtype));
     return leave(found, Kind::assign, changed([&] { return found.assign(request, pauses); }));
   });

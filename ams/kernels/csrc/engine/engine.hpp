@@ -27,7 +27,7 @@ struct Caller {
   const std::atomic<bool>* has_left = nullptr;  // nothing is begun for one who has
   Turn::Look look;                              // see Turn::Look
   bool has_turn = false;                        // has it already, and keeps it
-  Meanwhile* meanwhile = nullptr;               // whom else the thread serves
+  OtherCallers* others = nullptr;               // whom else the thread serves
 };
 
 // A write that was applied, as it left the engine.

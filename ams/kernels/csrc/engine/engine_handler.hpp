@@ -40,7 +40,7 @@ class EngineHandler final : public Handler {
       return false;
     };
     caller.has_turn = asker.has_turn;
-    caller.meanwhile = asker.meanwhile;
+    caller.others = asker.others;
     return caller;
   }
 

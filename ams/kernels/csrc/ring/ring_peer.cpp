@@ -88,16 +88,16 @@ void RingPeer::add(Notice notice, const OwnedFd& fd) {
   }
 }
 
-bool RingPeer::serve(const std::shared_ptr<Handler>& handler, const Waits& waits, const Moment& moment) {
+bool RingPeer::serve(const std::shared_ptr<Handler>& handler, const Waits& waits, const ServingTurn& serving) {
   const bool was_held = held_ != nullptr;
   std::shared_ptr<ServedCall> call = was_held ? std::move(held_) : next_call(handler);
   if (!call) return !has_gone_;
-  if (moment.is_between() && !call->is_brief_reading()) {
+  if (serving.is_between() && !call->is_brief_reading()) {
     held_ = std::move(call);
     return true;
   }
   is_at_work_ = true;
-  call->perform({moment.meanwhile, moment.has_turn, was_held});
+  call->perform({serving.others, serving.has_turn, was_held});
   is_at_work_ = false;
   if (call->is_waiting()) waits(std::move(call));
   return !has_gone_;

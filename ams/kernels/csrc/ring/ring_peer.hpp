@@ -33,7 +33,7 @@ class RingPeer {
   bool may_be_brief() const { return !is_at_work_ && held_ == nullptr && has_requests(); }
   // Performs one request; `waits` gets a call that has no answer yet. Between blocks one that is not brief is held for later.
   // False: the client is not to be believed.
-  bool serve(const std::shared_ptr<Handler>& handler, const Waits& waits, const Moment& moment);
+  bool serve(const std::shared_ptr<Handler>& handler, const Waits& waits, const ServingTurn& serving);
   // Whether a request of it is being performed, so that it must stay.
   bool is_at_work() const { return is_at_work_; }
   // It has gone, as was seen while it is at work.

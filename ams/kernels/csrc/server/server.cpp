@@ -146,7 +146,7 @@ bool DataServer::serve_requests() {
     bool is_good = true;
     if (one->second->has_requests()) {
       has_served = true;
-      is_good = one->second->serve(handler_, [this](std::shared_ptr<ServedCall> call) { remember(std::move(call)); }, moment_);
+      is_good = one->second->serve(handler_, [this](std::shared_ptr<ServedCall> call) { remember(std::move(call)); }, serving_);
     }
     one = is_good ? std::next(one) : rings_.erase(one);
   }
@@ -205,18 +205,18 @@ bool DataServer::is_asked() {
 
 // Those who ask do so again if there is no memory for them now.
 void DataServer::serve_pulls(bool has_turn) noexcept {
-  const Moment outer = std::exchange(moment_, Moment{.meanwhile = nullptr, .has_turn = has_turn});
+  const ServingTurn outer = std::exchange(serving_, ServingTurn{.others = nullptr, .has_turn = has_turn});
   try {
     for (auto one = rings_.begin(); one != rings_.end();) {
       RingPeer& peer = *one->second;
       const bool is_good = !peer.may_be_brief() ||
-                           peer.serve(handler_, [this](std::shared_ptr<ServedCall> call) { remember(std::move(call)); }, moment_);
+                           peer.serve(handler_, [this](std::shared_ptr<ServedCall> call) { remember(std::move(call)); }, serving_);
       one = is_good ? std::next(one) : rings_.erase(one);
     }
     if (Clock::now() - looked_at_ >= kLookInterval) look_at_sockets(0);
   } catch (const std::exception&) {
   }
-  moment_ = outer;
+  serving_ = outer;
 }
 
 void DataServer::look_at_sockets(int timeout_millis) {
@@ -301,7 +301,7 @@ void DataServer::serve_stream(TcpPeer& peer, uint32_t events) {
   const bool has_waited = peer.waits_for_memory();
   bool is_good = true;
   if ((events & ~static_cast<uint32_t>(EPOLLOUT)) != 0 && (peer.holds_request() || !peer.is_full()))
-    is_good = peer.receive(handler_, [this](std::shared_ptr<ServedCall> call) { remember(std::move(call)); }, moment_);
+    is_good = peer.receive(handler_, [this](std::shared_ptr<ServedCall> call) { remember(std::move(call)); }, serving_);
   if (!is_good || !peer.flush()) {
     if (!peer.is_at_work()) streams_.erase(fd);
     return;

@@ -38,7 +38,7 @@ struct DataPlaneOffer {
 };
 
 // Thread-safe.
-class DataServer : private Meanwhile {
+class DataServer : private OtherCallers {
  public:
   // Listens for clients of this machine, and by TCP at `host` and `port` (0: a free one) unless `host` is empty. Throws
   // std::system_error.
@@ -104,7 +104,7 @@ class DataServer : private Meanwhile {
   std::map<int, Connected<TcpPeer>> streams_;
   bool have_streams_held_ = false;
   std::vector<int> waiting_streams_;  // for memory, in the order in which they came
-  Moment moment_{.meanwhile = this};
+  ServingTurn serving_{.others = this};
   std::vector<std::pair<Clock::time_point, std::shared_ptr<ServedCall>>> waiting_;
   Clock::time_point looked_at_;
   Spinning spinning_{limits_.spin_seconds};

@@ -11,17 +11,17 @@ namespace geartrain {
 
 enum class Find { position, item };
 
-// found[i] = the position, or the item, of ids[i], or -1. Calls meanwhile(begin, end) for bursts of them, which has the time the
+// found[i] = the position, or the item, of ids[i], or -1. Calls between(begin, end) for bursts of them, which has the time the
 // index takes to arrive.
-template <Find what, class Meanwhile>
-void find_all(const Directory& any_directory, const int64_t* ids, int64_t count, int64_t* found, Meanwhile&& meanwhile) {
+template <Find what, class Between>
+void find_all(const Directory& any_directory, const int64_t* ids, int64_t count, int64_t* found, Between&& between) {
   std::visit(
       [&](const auto& directory) {
         for (int64_t i = 0; i < std::min(count, kBurst); ++i) directory.prefetch(ids[i]);
         for (int64_t begin = 0; begin < count; begin += kBurst) {
           const int64_t end = std::min(count, begin + kBurst), next = std::min(count, end + kBurst);
           for (int64_t i = end; i < next; ++i) directory.prefetch(ids[i]);
-          meanwhile(begin, end);
+          between(begin, end);
           for (int64_t i = begin; i < end; ++i) {
             if constexpr (what == Find::item)
               found[i] = directory.find_item(ids[i]);

@@ -147,15 +147,15 @@ bool TcpPeer::flush() {
   }
 }
 
-bool TcpPeer::receive(const std::shared_ptr<Handler>& handler, const Waits& waits, const Moment& moment) {
+bool TcpPeer::receive(const std::shared_ptr<Handler>& handler, const Waits& waits, const ServingTurn& serving) {
   std::array<char, size_t{64} << 10> dropped;
   try {
     if (held_) {
-      if (!moment.is_between()) perform(handler, waits, moment);
+      if (!serving.is_between()) perform(handler, waits, serving);
       return true;
     }
     if (waits_for_memory()) return !stream_.has_ended();
-    const size_t most = moment.is_between() ? kMostReadBetween : kMostTurnBytes;
+    const size_t most = serving.is_between() ? kMostReadBetween : kMostTurnBytes;
     for (size_t turn = 0; turn < most;) {
       size_t received;
       if (header_bytes_ < header_bytes_of_.size()) {
@@ -174,7 +174,7 @@ bool TcpPeer::receive(const std::shared_ptr<Handler>& handler, const Waits& wait
       window_moved_ += received;
       moved_at_ = Clock::now();
       if (header_bytes_ == header_bytes_of_.size() && body_got_ == header_.body_bytes) {
-        perform(handler, waits, moment);
+        perform(handler, waits, serving);
         return true;
       }
     }
@@ -250,7 +250,7 @@ void TcpPeer::take_memory() {
   std::memcpy(frame_.data(), header_bytes_of_.data(), header_bytes_of_.size());
 }
 
-void TcpPeer::perform(const std::shared_ptr<Handler>& handler, const Waits& waits, const Moment& moment) {
+void TcpPeer::perform(const std::shared_ptr<Handler>& handler, const Waits& waits, const ServingTurn& serving) {
   const size_t bytes = frame_bytes();
   const bool was_held = held_ != nullptr;
   header_bytes_ = 0;
@@ -263,11 +263,11 @@ void TcpPeer::perform(const std::shared_ptr<Handler>& handler, const Waits& wait
     if (frame_.data() == nullptr) call->refuse(refusal_);
     else is_wanted = call->read(frame_.data(), bytes);
   }
-  if (is_wanted && moment.is_between() && !call->is_brief_reading()) {
+  if (is_wanted && serving.is_between() && !call->is_brief_reading()) {
     held_ = std::move(call);
   } else {
     is_at_work_ = true;
-    if (is_wanted) call->perform({moment.meanwhile, moment.has_turn, was_held || bytes > kSmallRequest});
+    if (is_wanted) call->perform({serving.others, serving.has_turn, was_held || bytes > kSmallRequest});
     is_at_work_ = false;
     give_back_frame();
     if (call->is_waiting()) waits(std::move(call));

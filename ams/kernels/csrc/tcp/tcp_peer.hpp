@@ -80,7 +80,7 @@ class TcpPeer {
   // Performs the request that it holds, or, unless it waits for memory, reads what has come, and performs one frame if it is there. Between two blocks of another's
   // request it reads little, and holds a request that is not brief: no more are read until that is done. False: the client has gone, or
   // is not to be believed.
-  bool receive(const std::shared_ptr<Handler>& handler, const Waits& waits, const Moment& moment);
+  bool receive(const std::shared_ptr<Handler>& handler, const Waits& waits, const ServingTurn& serving);
   bool holds_request() const { return held_ != nullptr; }
   // Whether its next request is so large that it waits for others to be done, and until when. Nothing of it is read meanwhile.
   bool waits_for_memory() const { return waits_until_.has_value(); }
@@ -115,7 +115,7 @@ class TcpPeer {
   void end_wait();
   void give_back_frame();
   size_t frame_bytes() const { return header_bytes_of_.size() + header_.body_bytes; }
-  void perform(const std::shared_ptr<Handler>& handler, const Waits& waits, const Moment& moment);
+  void perform(const std::shared_ptr<Handler>& handler, const Waits& waits, const ServingTurn& serving);
 
   ByteStream stream_;
   const std::string host_;

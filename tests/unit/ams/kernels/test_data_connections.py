@@ -275,6 +275,6 @@ def test_memory_that_cannot_be_had_costs_nothing(make: Callable[..., Shard]) -> 
 def test_a_write_that_waits_on_keeps_no_memory_of_a_caller_that_was_answered(make: Callable[..., Shard]) -> None:
     shard = make()
     ours, other = shard.connect_ring(), shard.connect_ring()
-    assert ask(ours, push("later", [1]), seconds=0.1)[0]["error"] == "StepPending"
+    assert ask(ours, push("later", [1]), seconds=1.0)[0]["error"] == "StepPending"
     ours.close()
     until(lambda: shard.server.num_mailboxes == mailboxes(other), other)
