@@ -67,7 +67,8 @@ class RunningBestArrays:
 
 def make_unit_rows(rows: Floats, threads: int) -> int:
     """Divide each row [N, D] by its length, in place; zeros stay. Return the first row that is not finite, or -1."""
-    return _core.make_unit_rows(rows, threads=threads)
+    first: int = _core.make_unit_rows(rows, threads=threads)
+    return first
 
 
 def recall_pairs(
