@@ -9,7 +9,7 @@ Legend: B samples of this rank, S of one part that count, D width.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -21,8 +21,15 @@ from geartrain.bridge.head.autograd_node import HeadCall, refuse_second_derivati
 from geartrain.bridge.head.loss.samples import Reduction
 from geartrain.bridge.rows.transfers import upload
 
-if TYPE_CHECKING:
-    from geartrain.bridge.head.backends.ranks.parts import PartedRows
+
+class PartGradients(Protocol):
+    """Where the gradients of the features of each part come from."""
+
+    def begin(self) -> None:
+        """They are wanted."""
+
+    def take(self, part: int) -> Tensor:
+        """Those of one part."""
 
 
 class FeatureParts:
@@ -36,7 +43,7 @@ class FeatureParts:
         self._modes = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
         self.joined: list[Tensor] = []
         """Those that count of each part, in the graph."""
-        self.gradients: PartedRows | None = None
+        self.gradients: PartGradients | None = None
         """Where those of the features will be, once the head has seen them; None: nowhere."""
         self.factors: Sequence[Tensor] = ()
         """What each part's are multiplied by, in the backward pass."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, cast, get_args
+from typing import Literal, Protocol, cast, get_args
 
 import numpy as np
 import torch
@@ -20,9 +20,6 @@ from geartrain.ams.values.specs import Ids
 from geartrain.ams.values.text import quoted
 from geartrain.bridge.head.checks import check_features, check_labels
 from geartrain.bridge.rows.transfers import upload
-
-if TYPE_CHECKING:
-    from geartrain.bridge.head.config import HeadConfig
 
 Reduction = Literal["mean", "sum", "none"]
 
@@ -60,6 +57,18 @@ def check_weight(weight: Tensor, batch: int) -> Tensor:
     return host_B
 
 
+class LossSettings(Protocol):
+    """What the samples of a head ask of its ``HeadConfig``."""
+
+    @property
+    def reduction(self) -> Reduction:
+        """How losses become one."""
+
+    @property
+    def ignore_index(self) -> int | None:
+        """The label of samples that do not count."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class CountedSamples:
     """The samples of a batch that count: all but the ignored ones."""
@@ -86,7 +95,7 @@ class CountedSamples:
         features: Tensor,
         labels: Tensor,
         weight: Tensor | None,
-        settings: HeadConfig,
+        settings: LossSettings,
         dim: int,
         live_classes: LiveClasses,
     ) -> CountedSamples:
@@ -100,7 +109,7 @@ class CountedSamples:
     def of_labels(
         labels: Tensor,
         weight: Tensor | None,
-        settings: HeadConfig,
+        settings: LossSettings,
         live_classes: LiveClasses,
         *,
         num: int,

@@ -19,7 +19,7 @@ from geartrain.ams.values.specs import TableSpec
 
 if TYPE_CHECKING:
     from geartrain.bridge.head.backends.backend import HeadState
-    from geartrain.bridge.head.backends.ranks.rank_backend import RankBackend
+    from geartrain.bridge.head.backends.ranks.update import RankHead
 
 
 class ShardedRows:
@@ -30,7 +30,7 @@ class ShardedRows:
     KNN softmax.
     """
 
-    def __init__(self, backend: RankBackend, head: HeadState) -> None:
+    def __init__(self, backend: RankHead, head: HeadState) -> None:
         self._backend = backend
         self._head = head
 

@@ -5,16 +5,17 @@ Legend: B samples of all ranks, S of this one, D width.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
 import xxhash
 from torch import Tensor
 
-from geartrain.ams.programs.selection import SamplingCorrection
+from geartrain.ams.programs.class_lifecycle import LiveClasses
+from geartrain.ams.programs.selection import SamplingCorrection, Selection
 from geartrain.ams.values.errors import (
     GeartrainError,
     InvalidArgument,
@@ -25,20 +26,20 @@ from geartrain.ams.values.errors import (
     SyncError,
 )
 from geartrain.ams.values.specs import Ids
-from geartrain.bridge.head.backends.ranks.passes import RankRows
+from geartrain.bridge.head.backends.backend import HeadSettings
+from geartrain.bridge.head.backends.ranks.passes import RankGradient, RankRows
+from geartrain.bridge.head.backends.ranks.selector import RankSelector
 from geartrain.bridge.head.batch import Batch, with_ones
 from geartrain.bridge.head.checks import check_features, check_finite
-from geartrain.bridge.head.loss.margins.head_margin import JointBatch
+from geartrain.bridge.head.loss.margins.head_margin import HeadMargin, JointBatch
 from geartrain.bridge.head.loss.samples import CountedSamples
 from geartrain.bridge.head.loss.statistics import LOOKS_EVERY
 from geartrain.bridge.head.sub_centers import largest_cosines
 from geartrain.bridge.placements.device_rows import DeviceRows
+from geartrain.bridge.placements.device_update import DeviceUpdate
 from geartrain.bridge.placements.workspace import Arithmetic
 from geartrain.bridge.rows.ranks import float_bits, float_of
 from geartrain.bridge.rows.transfers import upload
-
-if TYPE_CHECKING:
-    from geartrain.bridge.head.backends.ranks.rank_backend import RankBackend
 
 Rows = TypeVar("Rows", bound=RankRows)
 
@@ -75,11 +76,29 @@ class Agreed:
     """Of a batch that comes part by part: what of each part counts, by rank."""
 
 
+class RankHead(Protocol):
+    """What steps and checkpoints know of a head on ranks: its backend."""
+
+    settings: HeadSettings
+    table: DeviceRows
+    live_classes: LiveClasses
+    update: DeviceUpdate[RankGradient]
+    select: Selection
+    selector: RankSelector
+    margins: HeadMargin
+
+    def rows_are_of(self, step: int) -> None:
+        """The rows were read from elsewhere, and are those of ``step``."""
+
+    def require_rows(self, identity: Mapping[str, Any] | None) -> None:
+        """Raise SpecMismatch unless the rows are those of ``identity``."""
+
+
 @dataclass(frozen=True)
 class RankStep:
     """What a rank is asked to do; every rank is asked at once."""
 
-    backend: RankBackend
+    backend: RankHead
     training: bool
     """Whether row gradients will follow."""
     adapts: bool
