@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from geartrain.ams.client.hosted_calls import HostedCalls
 from geartrain.ams.kernels.embedding import FeatureIds, Lookup
 from geartrain.ams.programs.bag_pooling import NAME, POOL
 from geartrain.ams.values.placement import split_by_shard
 from geartrain.ams.values.shard_messages import HostedInputs
 from geartrain.ams.values.specs import Ids
 from geartrain.bridge.rows.row_update import PushSettings
-from geartrain.bridge.rows.tables import HeadCalls
 
 if TYPE_CHECKING:
     from geartrain.ams.client.table import Table
@@ -102,7 +102,7 @@ class HostedLookup:
                 ]
         return updates
 
-    def _of_table(self, table: int, calls: HeadCalls) -> list[list[tuple[int, _Part]]]:
+    def _of_table(self, table: int, calls: HostedCalls) -> list[list[tuple[int, _Part]]]:
         """For each shard the features of a table that have ids there: their numbers and parts."""
         own = [number for number, feature in enumerate(self._features) if feature.table == table]
         return [
@@ -145,7 +145,7 @@ class HostedUpdate:
 
 
 def row_inputs(
-    ids: Ids, gradients: Floats, occurrences: npt.NDArray[np.uint32] | None, calls: HeadCalls, table: Table
+    ids: Ids, gradients: Floats, occurrences: npt.NDArray[np.uint32] | None, calls: HostedCalls, table: Table
 ) -> ShardInputs:
     """Gradients of rows that were pulled, as an update of the same table takes them beside its bags."""
     inputs: ShardInputs = [[] for _ in range(calls.view.num_shards)]
@@ -162,7 +162,7 @@ def _update(part: _Part, gradient: Floats) -> HostedInputs:
     return HostedInputs(arrays={**part.arrays, "vectors": gradient if part.bags is None else gradient[part.bags]})
 
 
-def _routes(ids: Ids, calls: HeadCalls, table: Table) -> list[tuple[int, Ids | None]]:
+def _routes(ids: Ids, calls: HostedCalls, table: Table) -> list[tuple[int, Ids | None]]:
     view = calls.view
     return split_by_shard(ids, view.bucket_shards, view.num_shards, dense=table.spec.num_rows is not None)
 
@@ -207,7 +207,7 @@ def _factors(feature: FeatureIds, places: npt.NDArray[np.int32]) -> Floats | Non
     return np.divide(1.0, totals, out=np.zeros_like(totals), where=totals != 0).astype(np.float32)
 
 
-def _cut(feature: FeatureIds, ids: Ids, places: npt.NDArray[np.int32], calls: HeadCalls, table: Table) -> list[_Part]:
+def _cut(feature: FeatureIds, ids: Ids, places: npt.NDArray[np.int32], calls: HostedCalls, table: Table) -> list[_Part]:
     """What each shard is told of a feature."""
     num_shards = calls.view.num_shards
     shard_of = np.full(len(ids) + 1, -1, np.int32)  # the last one: of padding, whose place is -1

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Never, NoReturn, SupportsIndex
 import torch
 from torch import Tensor, nn
 
+from geartrain.ams.client.cluster import Cluster
 from geartrain.ams.programs.selection import Selection
 from geartrain.ams.storage.snapshot.folder import Snapshot
 from geartrain.ams.storage.snapshot.store import Place
@@ -50,7 +51,7 @@ from geartrain.bridge.head.sub_centers import check_sub_centers, dominant_center
 from geartrain.bridge.placements.placement import Placement
 from geartrain.bridge.rows.eager import runs_eagerly
 from geartrain.bridge.rows.pending import PendingUpdate
-from geartrain.bridge.rows.tables import TORCH_DTYPES, HeadCluster, ReadableTable, as_numpy
+from geartrain.bridge.rows.tables import TORCH_DTYPES, ReadableTable, as_numpy
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.stateful import Stateful
@@ -71,7 +72,7 @@ class ClassHead(nn.Module):
 
     def __init__(
         self,
-        cluster: HeadCluster | None,
+        cluster: Cluster | None,
         name: str,
         *,
         num_classes: int,

@@ -10,12 +10,13 @@ from typing import Any, Protocol, TypedDict, runtime_checkable
 import numpy.typing as npt
 import torch
 
+from geartrain.ams.client.table import Table
 from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
 from geartrain.ams.values.shard_messages import Done, SyncGroup
 from geartrain.ams.values.specs import Ids
 from geartrain.bridge.rows.pending import CollectedGradient, PendingUpdate
 from geartrain.bridge.rows.ranks import SyncRanks
-from geartrain.bridge.rows.tables import HeadTable, HeadWrite, TableWrite
+from geartrain.bridge.rows.tables import HeadWrite, TableWrite
 
 
 class PushSettings(TypedDict):
@@ -48,9 +49,9 @@ class SinglePush(Protocol):
 class RowUpdate(PendingUpdate[RowGradient]):
     """See the module. ``ranks`` train the rows together; None: this process alone."""
 
-    table: HeadTable
+    table: Table
 
-    def __init__(self, table: HeadTable, ranks: SyncRanks | None) -> None:
+    def __init__(self, table: Table, ranks: SyncRanks | None) -> None:
         super().__init__()
         self.table = table
         self.ranks = ranks
@@ -108,7 +109,7 @@ class PushWriter:
     """The pushes of one step, one after the other, each applied once."""
 
     def __init__(
-        self, table: HeadTable, ranks: SyncRanks | None, optimizer: RowOptimizerSpec, scale: float, samples: int
+        self, table: Table, ranks: SyncRanks | None, optimizer: RowOptimizerSpec, scale: float, samples: int
     ) -> None:
         self._table = table
         self._ranks = ranks

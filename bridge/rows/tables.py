@@ -1,21 +1,20 @@
-"""What a head needs of a table, and numpy views of tensors so that rows reach it without a copy."""
+"""What a head needs of a table, numpy views of tensors so that rows reach it without a copy, and how long is waited."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from typing import Any, Protocol, Self
+from contextlib import contextmanager
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from geartrain.ams.client.hosted_calls import InputsOfShard
-from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
-from geartrain.ams.values.scheduler_messages import ClusterView
-from geartrain.ams.values.shard_messages import Arrays, Done, SyncGroup
-from geartrain.ams.values.specs import DTYPES, DTypeName, Ids, Initializer, TableSpec
+from geartrain.ams.values.shard_messages import Done, SyncGroup
+from geartrain.ams.values.specs import DTYPES, Ids, TableSpec
 
 TORCH_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -63,81 +62,6 @@ class ReadableTable(Protocol):
         """Overwrite rows."""
 
 
-class HeadCalls(Protocol):
-    """The part of ``geartrain.ams.client.hosted_calls.HostedCalls`` that heads use."""
-
-    @property
-    def part_bytes(self) -> int:
-        """What the inputs of one call, and its answer, should not exceed."""
-
-    @property
-    def view(self) -> ClusterView:
-        """The shards, and which buckets are whose."""
-
-    def compute(self, operation: str, inputs: InputsOfShard, *, required_sync: SyncGroup | None = None) -> list[Arrays]:
-        """What the model makes of the inputs on each shard."""
-
-    def prepare_update(
-        self,
-        inputs: InputsOfShard,
-        *,
-        lr: float | None = None,
-        scale: float = 1.0,
-        optimizer_scalars: Mapping[str, float] = ...,
-        group: SyncGroup | None = None,
-    ) -> HeadWrite:
-        """Number an update; nothing travels yet."""
-
-
-class HeadTable(ReadableTable, Protocol):
-    """The part of ``geartrain.ams.client.table.Table`` that heads use."""
-
-    def prepare_push(
-        self,
-        ids: Ids,
-        gradients: npt.NDArray[Any],
-        *,
-        lr: float | None = None,
-        scale: float = 1.0,
-        optimizer_scalars: Mapping[str, float] = ...,
-        group: SyncGroup | None = None,
-        step_goes_on: bool = False,
-        known_finite: bool = False,
-        known_distinct: bool = False,
-    ) -> TableWrite:
-        """Check and number a push of ``scale`` · ``gradients`` [N, D]; nothing travels yet.
-
-        ``lr`` and ``optimizer_scalars`` replace numbers of the table's optimizer.
-        ``step_goes_on``: more pushes of the same step follow. ``known_finite``: none need be looked for.
-        ``known_distinct``: no id occurs twice.
-        """
-
-    def with_wire(self, wire_dtype: DTypeName | None) -> Self:
-        """The same table, whose rows travel so."""
-
-    def hosted(self, model: str) -> HeadCalls:
-        """The way to a hosted model beside the rows."""
-
-
-class HeadCluster(Protocol):
-    """The part of a cluster that heads use."""
-
-    def create_table(
-        self,
-        name: str,
-        *,
-        dim: int,
-        optimizer: RowOptimizerSpec,
-        num_rows: int | None = None,
-        initializer: Initializer = ...,
-        seed: int = 0,
-        dtype: Any = "float32",
-        slot_dtype: Any = "float32",
-        reuse: bool = False,
-    ) -> HeadTable:
-        """Make a table, or open an equal one with ``reuse``."""
-
-
 def as_numpy(tensor: Tensor) -> npt.NDArray[Any]:
     """The same memory as a numpy array; the tensor lies on the host. bfloat16 becomes that of ml_dtypes."""
     tensor = tensor.detach()
@@ -152,3 +76,17 @@ def gradient_view(rows: Tensor) -> Tensor:
     float16 would lose the small gradients of the negatives; bfloat16 has the range of float32.
     """
     return rows.view(torch.bfloat16) if rows.dtype == torch.float16 else rows
+
+
+ROW_SECONDS: dict[str, float] = {"pull": 0.0, "push": 0.0}
+"""Spent by this process waiting for rows. Pulls that run while something else is computed are not counted."""
+
+
+@contextmanager
+def counted_as(name: str) -> Iterator[None]:
+    """Count what happens inside."""
+    started = time.perf_counter()
+    try:
+        yield
+    finally:
+        ROW_SECONDS[name] += time.perf_counter() - started

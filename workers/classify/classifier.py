@@ -27,7 +27,6 @@ from geartrain.workers.data.folder import load_folder
 from geartrain.workers.data.images import Images, Unreadable
 from geartrain.workers.devices import choose_device
 from geartrain.workers.job.options import JobOptions
-from geartrain.workers.job.row_timing import TimedCluster
 from geartrain.workers.job.state import JobState
 from geartrain.workers.job.trainer import Attempt, versions
 from geartrain.workers.models.backbones import build_backbone
@@ -78,12 +77,11 @@ class Classifier(ImageTrainer):
         self._labelled = images
         self._own_backbone = options.own_backbone
         device = choose_device(options.device, ranks.local_rank)
-        timed = None if attempt.cluster is None else TimedCluster(attempt.cluster)
         self._settings, backbone = self._build_backbone(recipe, state)
-        reuse = state is not None and timed is not None
-        sync = ranks.world_size > 1 and timed is not None
-        head = head_of(recipe, timed, attempt.progress.table, len(names), reuse=reuse, sync=sync)
-        if timed is None:
+        reuse = state is not None and attempt.cluster is not None
+        sync = ranks.world_size > 1 and attempt.cluster is not None
+        head = head_of(recipe, attempt.cluster, attempt.progress.table, len(names), reuse=reuse, sync=sync)
+        if attempt.cluster is None:
             head.to(device)
             if attempt.snapshot is not None:
                 head.restore(attempt.snapshot.path)
@@ -96,7 +94,6 @@ class Classifier(ImageTrainer):
             progress=attempt.progress,
             ranks=ranks,
             device=device,
-            row_times=None if timed is None else timed.times,
             bfloat16=recipe.dtype == "bfloat16" or (recipe.dtype == "auto" and has_fast_bfloat16(device)),
         )
         # Of the held-out images; another rank that takes part has none of its own to ask about.

@@ -18,7 +18,6 @@ from geartrain.bridge.rows.optimizer import RowOptimizer
 from geartrain.workers.data.images import Images, ReadAhead
 from geartrain.workers.devices import images_at_once
 from geartrain.workers.job.ranks import JobRanks
-from geartrain.workers.job.row_timing import RowTimes
 from geartrain.workers.job.state import JobState, Progress
 from geartrain.workers.job.trainer import Trainer
 from geartrain.workers.loopback import BACKEND
@@ -45,7 +44,6 @@ class ImageTrainer(Trainer):
         progress: Progress,
         ranks: JobRanks,
         device: torch.device,
-        row_times: RowTimes | None = None,
         bfloat16: bool = False,
     ) -> None:
         """``bfloat16``: the backbone works under autocast; its features come out in float32."""
@@ -62,7 +60,6 @@ class ImageTrainer(Trainer):
             RowOptimizer(head),
             progress,
             ranks=ranks,
-            row_times=row_times,
             device=device,
         )
         self.images = images

@@ -15,6 +15,7 @@ from geartrain.ams.values.text import counted
 from geartrain.bridge.embedding.group import EmbeddingGroup
 from geartrain.bridge.models.click_model import ClickModel
 from geartrain.bridge.rows.optimizer import RowOptimizer
+from geartrain.bridge.rows.tables import counted_as
 from geartrain.workers.ctr.designs import Design, layout_of
 from geartrain.workers.ctr.metrics import draw_calibration, measured
 from geartrain.workers.ctr.recipe import CtrRecipe, usual_for
@@ -114,7 +115,7 @@ class ClickTrainer(EmbeddingTrainer):
     def loss(self, step: int) -> Tensor:
         """The loss of the batch of ``step``."""
         indices = self.order.indices(step).numpy()
-        with self.row_times.pulling():
+        with counted_as("pull"):
             vectors = self.fields(self.design.ids(self._train, indices))
         clicks_B = torch.from_numpy(self._train.clicks[indices])
         loss: Tensor = self.network({**vectors, **self.design.images(self._train, indices)}, clicks_B)

@@ -24,10 +24,10 @@ from geartrain.ams.client.snapshots.snapshot import PendingSnapshot
 from geartrain.ams.storage.snapshot.folder import Snapshot
 from geartrain.bridge.rows.optimizer import RowOptimizer
 from geartrain.bridge.rows.state import random_state, set_random_state, state_from_bytes, state_to_bytes
+from geartrain.bridge.rows.tables import ROW_SECONDS, counted_as
 from geartrain.workers.data.streams import JointOrder
 from geartrain.workers.job.options import JobOptions
 from geartrain.workers.job.ranks import JobRanks
-from geartrain.workers.job.row_timing import RowTimes
 from geartrain.workers.job.state import JobState, Progress
 from geartrain.workers.loggers.protocol import Loggers
 
@@ -93,14 +93,12 @@ class Trainer:
         progress: Progress,
         *,
         ranks: JobRanks | None = None,
-        row_times: RowTimes | None = None,
         device: torch.device | None = None,
     ) -> None:
         self.recipe = recipe
         self.progress = progress
         self.ranks = ranks or JobRanks()
         self.device = device or torch.device("cpu")
-        self.row_times = row_times or RowTimes()
         self.phases = Phases()
         self.samples_per_second = 0.0
         self.events = Loggers()
@@ -264,7 +262,7 @@ class Trainer:
         save: Callable[[], None],
         show: Callable[[int, dict[str, float]], None],
     ) -> bool:
-        since, window, waited = self.progress.step, time.perf_counter(), replace(self.row_times)
+        since, window, waited = self.progress.step, time.perf_counter(), ROW_SECONDS.copy()
         while not self.progress.is_complete:
             is_told, is_due = self.ranks.any_of(stop(), due())
             if is_told:
@@ -277,12 +275,12 @@ class Trainer:
                 numbers = {
                     "loss": float(loss),
                     "samples_per_second": steps * self.recipe.batch_size / max(time.perf_counter() - window, 1e-9),
-                    "pull_ms": 1e3 * (self.row_times.pull_seconds - waited.pull_seconds) / steps,
-                    "push_ms": 1e3 * (self.row_times.push_seconds - waited.push_seconds) / steps,
+                    "pull_ms": 1e3 * (ROW_SECONDS["pull"] - waited["pull"]) / steps,
+                    "push_ms": 1e3 * (ROW_SECONDS["push"] - waited["push"]) / steps,
                     "lr": self.optimizer.param_groups[0]["lr"],
                 }
                 show(step, numbers)
-                since, window, waited = step, now, replace(self.row_times)
+                since, window, waited = step, now, ROW_SECONDS.copy()
             if self.progress.is_complete:
                 break
             self.between()
@@ -301,7 +299,7 @@ class Trainer:
         self.rows.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()
-        with self.row_times.pushing():
+        with counted_as("push"):
             self.rows.step()
         return loss.detach()
 

@@ -10,6 +10,7 @@ from typing import Literal, get_args
 import torch
 from torch import nn
 
+from geartrain.ams.client.cluster import Cluster
 from geartrain.ams.programs.selection import FullSoftmax, PartialFC, Selection
 from geartrain.ams.values.errors import ConfigError
 from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
@@ -22,7 +23,6 @@ from geartrain.bridge.head.defaults import default_optimizer
 from geartrain.bridge.head.selection.knn_selection import KNNSoftmax
 from geartrain.bridge.head.sub_centers import check_sub_centers, require_margin
 from geartrain.bridge.parallel.topk.hook import TopKGradients
-from geartrain.bridge.rows.tables import HeadCluster
 from geartrain.workers.data.augment import Augmentation
 from geartrain.workers.data.bitmaps import Preprocessing
 from geartrain.workers.job.options import SnapshotSettings
@@ -231,7 +231,7 @@ def sparsifier_of(recipe: Recipe) -> TopKGradients | None:
 
 def head_of(
     recipe: Recipe,
-    cluster: HeadCluster | None,
+    cluster: Cluster | None,
     table: str,
     num_classes: int,
     *,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 from torch import Tensor
 
+from geartrain.ams.client.cluster import Cluster
 from geartrain.ams.graph.building.neighbours import NeighbourTable
 from geartrain.ams.programs.class_lifecycle import LiveClasses
 from geartrain.ams.programs.selection import Selection
@@ -28,7 +29,7 @@ from geartrain.bridge.head.loss.margins.head_margin import HeadMargin
 from geartrain.bridge.head.loss.margins.margin import AnyMargin
 from geartrain.bridge.head.memory_plan import MemoryPart, MemoryPlan
 from geartrain.bridge.rows.pending import PendingUpdate
-from geartrain.bridge.rows.tables import HeadCluster, ReadableTable
+from geartrain.bridge.rows.tables import ReadableTable
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.stateful import Stateful
@@ -54,7 +55,7 @@ class HeadSettings:
     margin: AnyMargin | None
     optimizer: RowOptimizerSpec
     initializer: Initializer
-    cluster: HeadCluster | None
+    cluster: Cluster | None
     reuse: bool
     sync: bool
     config: HeadConfig

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from geartrain.ams.client.table import Table
 from geartrain.ams.programs.class_lifecycle import LiveClasses
 from geartrain.ams.values.errors import GeartrainError, InvalidArgument, InvalidRows
 from geartrain.ams.values.shard_messages import SyncGroup
@@ -32,7 +33,7 @@ from geartrain.bridge.head.sub_centers import largest_cosines
 from geartrain.bridge.rows.ranks import SyncRanks
 from geartrain.bridge.rows.row_update import RowUpdate
 from geartrain.bridge.rows.same_rows import identity_of, require_same_rows
-from geartrain.bridge.rows.tables import TORCH_DTYPES, HeadTable, as_numpy
+from geartrain.bridge.rows.tables import TORCH_DTYPES, as_numpy, counted_as
 from geartrain.bridge.rows.transfers import upload
 
 if TYPE_CHECKING:
@@ -63,15 +64,15 @@ class ClusterBackend(ABC):
         joined = group is not None or (settings.sync and dist.is_initialized())
         self.peers = ranks = SyncRanks(settings.name, group) if joined else None
 
-        def create(reuse: bool) -> HeadTable:
+        def create(reuse: bool) -> Table:
             return cluster.create_table(settings.name, **settings.table(), reuse=reuse)
 
         reuse = settings.reuse
-        self.table: HeadTable = (
+        self.table: Table = (
             create(reuse) if ranks is None else ranks.first_then_others(lambda: create(reuse), lambda: create(True))
         )
         wire = settings.config.wire_dtype
-        self.step_table: HeadTable = self.table if wire is None else self.table.with_wire(wire)
+        self.step_table: Table = self.table if wire is None else self.table.with_wire(wire)
         """The same, as its rows travel in a step; what reads rows to keep or to show them asks :attr:`table`."""
         self.update = RowUpdate(self.step_table, ranks)
         self.settings = settings
@@ -134,7 +135,8 @@ class ClusterBackend(ABC):
         """Cosines [B] of unit features and the rows of their classes. Costs a pull of those rows."""
         ids, places = np.unique(labels_B, return_inverse=True)
         rows_ND = torch.empty(len(ids), self.table.spec.dim, dtype=TORCH_DTYPES[self.table.spec.dtype])
-        self.step_table.pull_into(ids, as_numpy(rows_ND), required_sync=required)
+        with counted_as("pull"):
+            self.step_table.pull_into(ids, as_numpy(rows_ND), required_sync=required)
         return largest_cosines(unit_BD, rows_ND.to(unit_BD)[upload(places, unit_BD.device)])
 
     @abstractmethod

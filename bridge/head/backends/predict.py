@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from geartrain.ams.client.hosted_calls import HostedCalls
 from geartrain.ams.programs.class_head import TOP
 from geartrain.ams.programs.class_lifecycle import LiveClasses
 from geartrain.ams.programs.selection import ActiveClasses
@@ -22,7 +23,7 @@ from geartrain.bridge.head.loss.chunk_pool import CHUNKS
 from geartrain.bridge.head.sub_centers import scores_of_classes
 from geartrain.bridge.placements.device_rows import DeviceRows
 from geartrain.bridge.placements.workspace import Arithmetic, BufferPool, Scratch, Workspace
-from geartrain.bridge.rows.tables import HeadCalls, ReadableTable
+from geartrain.bridge.rows.tables import ReadableTable
 
 SAMPLES_AT_ONCE = 1024
 _BYTES_PER_ANSWER = 12
@@ -80,7 +81,7 @@ def _top_of_stream(
 
 
 def top_of_hosted(
-    calls: HeadCalls, features: Tensor, k: int, *, live_classes: LiveClasses, normalised: bool, centers: int = 1
+    calls: HostedCalls, features: Tensor, k: int, *, live_classes: LiveClasses, normalised: bool, centers: int = 1
 ) -> Answers:
     """The best living classes, computed in float32; no row travels. On the features' device.
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from geartrain.ams.client.table import Table
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.specs import Ids
 from geartrain.bridge.head.backends.active_rows import HostActive, LocalActive, take_offsets
@@ -29,7 +30,7 @@ from geartrain.bridge.placements.workspace import Buffer, BufferPool, Scratch, W
 from geartrain.bridge.rows.gradient_carrier import squared_sum
 from geartrain.bridge.rows.ranks import SyncRanks
 from geartrain.bridge.rows.row_update import PushWriter, RowGradient
-from geartrain.bridge.rows.tables import HeadTable, as_numpy, gradient_view
+from geartrain.bridge.rows.tables import as_numpy, gradient_view
 
 _ROWS_PER_SUM = 4096
 _HOST = torch.device("cpu")
@@ -219,7 +220,7 @@ class StreamedGradient(FactoredGradient):
     log-sum-exp.
     """
 
-    def __init__(self, table: HeadTable, pool: BufferPool, factors: Factors) -> None:
+    def __init__(self, table: Table, pool: BufferPool, factors: Factors) -> None:
         super().__init__(factors)
         self._table = table
         self._pool = pool

@@ -21,6 +21,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from geartrain.ams.client.hosted_calls import HostedCalls
 from geartrain.ams.programs.class_head import FORWARD, SQUARED_NORM
 from geartrain.ams.programs.class_lifecycle import LiveClasses
 from geartrain.ams.programs.selection import Selection
@@ -34,7 +35,7 @@ from geartrain.bridge.head.loss.softmax import OnlineSoftmax, PartialSums
 from geartrain.bridge.placements.workspace import Arithmetic
 from geartrain.bridge.rows.ranks import SyncRanks
 from geartrain.bridge.rows.row_update import PushWriter, RowGradient
-from geartrain.bridge.rows.tables import HeadCalls
+from geartrain.bridge.rows.tables import counted_as
 
 _BYTES_PER_NUMBER = 8
 """Of a feature, there and back: float32 to the shard, float32 of the weighted sum."""
@@ -52,7 +53,7 @@ class Chosen:
     is_corrected: bool = False
     """Whether it corrects its logits."""
 
-    def inputs(self, calls: HeadCalls, labels_B: Ids) -> tuple[int, dict[str, float], list[dict[str, Any]]]:
+    def inputs(self, calls: HostedCalls, labels_B: Ids) -> tuple[int, dict[str, float], list[dict[str, Any]]]:
         """(seed, settings, the arrays for each shard) for a batch of ``labels_B``: no ids, where a rule gives them."""
         shards = range(calls.view.num_shards)
         more = {} if self.live_classes.are_all else {"retired_runs": self.live_classes.retired_runs.ravel()}
@@ -83,7 +84,7 @@ class RowsOnShards:
 
     def __init__(
         self,
-        calls: HeadCalls,
+        calls: HostedCalls,
         features: Tensor,
         labels_B: Ids,
         margin: Margin | None,
@@ -115,7 +116,8 @@ class RowsOnShards:
         wants = {"want_gradient": float(want_gradient), "want_row_sum": float(batch.smoothing > 0)}
         for part in self._parts(wants):
             inputs = [(of_shard,) for of_shard in part.inputs]
-            answers = self._calls.compute(FORWARD, inputs.__getitem__, required_sync=self._required_sync)
+            with counted_as("pull"):
+                answers = self._calls.compute(FORWARD, inputs.__getitem__, required_sync=self._required_sync)
             for sums, arrays in zip(softmax.parts, answers, strict=True):
                 _fill(sums, arrays, part.start, part.stop)
                 batch.num_active += int(arrays["num_active"][0]) if part.start == 0 else 0
@@ -271,7 +273,7 @@ class HostedGradient:
     under the old log-sum-exp.
     """
 
-    def __init__(self, calls: HeadCalls, pending: list[_Pending]) -> None:
+    def __init__(self, calls: HostedCalls, pending: list[_Pending]) -> None:
         self._calls = calls
         self._pending = pending
         self._prepared = False
@@ -300,7 +302,8 @@ class HostedGradient:
         return self._squared_norm(self._batches())
 
     def _squared_norm(self, batches: list[list[tuple[HostedInputs, ...]]]) -> float:
-        answers = self._calls.compute(SQUARED_NORM, self._inputs(batches).__getitem__)
+        with counted_as("pull"):
+            answers = self._calls.compute(SQUARED_NORM, self._inputs(batches).__getitem__)
         return float(sum(float(arrays["squared_norm"][0]) for arrays in answers))
 
     squares = None

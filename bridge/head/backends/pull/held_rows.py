@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from geartrain.ams.client.table import Table
 from geartrain.ams.values.shard_messages import SyncGroup
 from geartrain.bridge.head.backends.active_rows import HostActive
 from geartrain.bridge.head.batch import Batch, chunk_bounds
@@ -19,7 +20,7 @@ from geartrain.bridge.head.loss.softmax import OnlineSoftmax
 from geartrain.bridge.head.memory_plan import COMPUTE_BYTES, MemoryPlan
 from geartrain.bridge.placements.workspace import BufferPool, Scratch, Workspace, wait_for_copies
 from geartrain.bridge.rows.gradient_carrier import squared_sum
-from geartrain.bridge.rows.tables import TORCH_DTYPES, HeadTable, as_numpy, gradient_view
+from geartrain.bridge.rows.tables import TORCH_DTYPES, as_numpy, counted_as, gradient_view
 
 PARTS = 8
 """Sums that are kept apart and added in order, whatever the number of threads: the result does not depend on it."""
@@ -29,7 +30,7 @@ class HeldRows:
     """The rows of one forward pass. Costs one pull; memory A·D of the table's type plus the kept logits."""
 
     def __init__(
-        self, table: HeadTable, active: HostActive, pool: BufferPool, batch: Batch, required_sync: SyncGroup | None
+        self, table: Table, active: HostActive, pool: BufferPool, batch: Batch, required_sync: SyncGroup | None
     ) -> None:
         self.batch = batch
         self._active = active
@@ -38,7 +39,8 @@ class HeldRows:
         dtype, device = TORCH_DTYPES[spec.dtype], batch.arithmetic.device
         self._buffer = pool.take(active.num * spec.row_bytes, torch.device("cpu"), pinned=device.type == "cuda")
         self._rows_AD = self._buffer.tensor((active.num, spec.dim), dtype)
-        table.pull_into(active.ids, as_numpy(self._rows_AD), required_sync=required_sync)
+        with counted_as("pull"):
+            table.pull_into(active.ids, as_numpy(self._rows_AD), required_sync=required_sync)
         self._kept = KeptLogits(pool)
         self._take(pass_for(batch))
         self._chunks = chunk_bounds(active.num, self._pass.chunk_rows)

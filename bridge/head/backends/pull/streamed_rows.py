@@ -9,6 +9,7 @@ from threading import Lock
 
 from torch import Tensor
 
+from geartrain.ams.client.table import Table
 from geartrain.ams.values.shard_messages import SyncGroup
 from geartrain.ams.values.specs import Ids
 from geartrain.bridge.head.backends.active_rows import HostActive
@@ -20,7 +21,6 @@ from geartrain.bridge.head.loss.pending_gradients import Factors, StreamedGradie
 from geartrain.bridge.head.loss.softmax import OnlineSoftmax
 from geartrain.bridge.head.memory_plan import MemoryPlan
 from geartrain.bridge.placements.workspace import BufferPool, Scratch, Workspace
-from geartrain.bridge.rows.tables import HeadTable
 
 PARTS = 4
 """Sums that are kept apart and added in order, whatever the number of threads: the result does not depend on it."""
@@ -31,7 +31,7 @@ class StreamedRows:
 
     def __init__(
         self,
-        table: HeadTable,
+        table: Table,
         active: HostActive,
         pool: BufferPool,
         batch: Batch,
