@@ -122,9 +122,11 @@ class StreamLeases:
             if key.startswith(f"{_FENCE}/"):
                 fence = json.loads(value)
                 self._fences[fence["job"]] = fence["incarnation"]
+                self._incarnations.hear(fence["incarnation"])  # it may have come when a shard had said a higher one
             if key.startswith(f"{_KIND}/"):
                 name, job = _from_json(value, clock() + lease_seconds)
                 self._jobs[name] = job
+                self._incarnations.hear(max(job.incarnations.values(), default=0))
 
     def pulse(self) -> None:
         """Note that the scheduler runs. To be called several times a lease, or never."""

@@ -47,6 +47,19 @@ def test_a_restarted_scheduler_goes_on_above_what_it_gave(monkeypatch: pytest.Mo
     assert Incarnations(store).next() > before
 
 
+def test_a_restarted_scheduler_goes_on_above_fences_below_what_a_shard_had_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store = MemoryStore()
+    given, ahead = Incarnations(store), time.time_ns() + HOUR_NS
+    given.hear(ahead + 1)  # which is not kept, for the shard says it again
+    StreamLeases(store, 10, incarnations=given).fence("job", ahead)
+    set_clock(monkeypatch, 1)
+    again = Incarnations(store)
+    StreamLeases(store, 10, incarnations=again)
+    assert again.next() > ahead
+
+
 def test_what_others_chose_is_passed_and_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     store = MemoryStore()
     ahead = time.time_ns() + HOUR_NS
