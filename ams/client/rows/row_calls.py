@@ -11,10 +11,11 @@ the wait within 0.1 s, and the caller's arrays are its own then.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import numpy as np
@@ -42,6 +43,9 @@ _MOST_PULLED_BYTES = 512 << 20
 _NOTHING_MORE = Done()
 _AT_ONCE = 16
 """Shards that are connected to side by side."""
+Refusals = Mapping[int, BaseException]
+"""Of shards that a call has just tried to connect to in vain, why: that was an attempt at them."""
+_NONE_REFUSED: Refusals = MappingProxyType({})
 WriteOutcome = Done | BaseException
 """What a shard answered to its part of a write, or why it did not."""
 RowAttempt = Callable[[int, BufferLease, float], Done]
@@ -144,11 +148,11 @@ class RowCalls:
                 self.pull(table, table_incarnation, ids[where], out[where], present=some, required_sync=required_sync)
 
     def _pull(self, table: TableFacts, ids: Ids, read: Callable[..., list[tuple[int, Any]] | None]) -> None:
-        self._prepare()
+        refused = self._prepare()
         with self._watch() as watch:
             left = read(self._seconds, watch)
         if left is not None or self._calls.silence.has_named:
-            self._pull_rest(table, ids, left, read)
+            self._pull_rest(table, ids, left, read, refused)
 
     def _read(
         self,
@@ -170,6 +174,7 @@ class RowCalls:
         ids: Ids,
         left: list[tuple[int, Any]] | None,
         read: Callable[..., list[tuple[int, Any]] | None],
+        refused: Refusals = _NONE_REFUSED,
     ) -> None:
         """Read the rows that the first attempt has left; None: it has left none."""
         if self._calls.silence.has_named:
@@ -181,7 +186,7 @@ class RowCalls:
             undone = read(seconds, watch, (shard,))
             return (0, False) if undone is None else undone[0][1]
 
-        for outcome in self._again(left, once_more):
+        for outcome in self._again(left, once_more, refused):
             if isinstance(outcome, BaseException):
                 raise outcome
 
@@ -195,12 +200,12 @@ class RowCalls:
             for table, incarnation, ids, out in pulls:
                 self.pull(table, incarnation, ids, out)
             return [[-1] * self._calls.view.num_shards for _ in pulls]
-        self._prepare()
+        refused = self._prepare()
         requests = [(table, number, ids, *ops.as_bits(out, "out")) for table, number, ids, out in pulls]
         with self._watch() as watch:
             pulled = self._client.pull_together(requests, self._seconds, watch)
         for (table, number, ids, out), (left, _) in zip(pulls, pulled, strict=True):
-            self._pull_rest(table, ids, left, self._read(table, number, ids, out, None, None))
+            self._pull_rest(table, ids, left, self._read(table, number, ids, out, None, None), refused)
         return [writes for _, writes in pulled]
 
     def is_sent_at_once(self, num_bytes: int) -> bool:
@@ -259,7 +264,7 @@ class RowCalls:
         """Send writes to the shards that are left of each: what goes to a shard for the first time, in one request for
         all of them. Returns what each of those shards answered.
         """
-        self._prepare()
+        refused = self._prepare()
         patience = self._calls.patience()
         are_whole = [len(shards) == prepared.num_parts for prepared, shards, _ in writes]
         whole = [write for write, is_whole in zip(writes, are_whole, strict=True) if is_whole]
@@ -267,7 +272,7 @@ class RowCalls:
         outcomes = []
         for write, is_whole in zip(writes, are_whole, strict=True):
             reply = next(replies) if is_whole else self._first_attempt([write], write[1])[0]
-            outcomes.append(self.written(*write, reply, patience))
+            outcomes.append(self.written(*write, reply, refused, patience))
         return outcomes
 
     def write_and_pull(
@@ -279,17 +284,23 @@ class RowCalls:
         The second result is the writes that each shard with rows had applied to the table by then; None: not all of
         the rows came.
         """
-        self._prepare()
+        refused = self._prepare()
         with self._watch() as watch:
             reply, writes = self._client.write_and_pull(prepared, context, out, self._seconds, watch)
-        return self.written(prepared, prepared.shards, context, reply), writes
+        return self.written(prepared, prepared.shards, context, reply, refused), writes
 
     def begin_write(self, prepared: PreparedWrite, context: CallContext, future: RowFuture) -> bool:
         """Send a write. False: not now; see :class:`PreparedCall`."""
         return self._client.begin_write(prepared, context, self._seconds, future)
 
     def written(
-        self, prepared: PreparedWrite, shards: Sequence[int], context: CallContext, reply: Any, patience: Any = None
+        self,
+        prepared: PreparedWrite,
+        shards: Sequence[int],
+        context: CallContext,
+        reply: Any,
+        refused: Refusals = _NONE_REFUSED,
+        patience: Any = None,
     ) -> Sequence[WriteOutcome]:
         """What a write has come to on each of ``shards``, once each is asked again that the first attempt, which
         replied so, did not bring to its end.
@@ -304,7 +315,7 @@ class RowCalls:
             (outcome,) = self._client.write([(prepared, context)], seconds, watch, (shard,))
             return outcome if isinstance(outcome, tuple) else outcome[0]
 
-        settled = iter(self._again(left, once_more, patience))
+        settled = iter(self._again(left, once_more, refused, patience))
         return [
             Done(created=outcome[0], duplicate=outcome[1]) if isinstance(outcome, tuple) else next(settled)
             for outcome in reply
@@ -325,45 +336,64 @@ class RowCalls:
     def _seconds(self) -> float:
         return self._calls.config.attempt_timeout_seconds
 
-    def _prepare(self) -> None:
+    @property
+    def _all_seconds(self) -> float:
+        return self._seconds + self._calls.config.recovery_timeout_seconds
+
+    def _prepare(self) -> Refusals:
         """Before a first attempt: connect to shards that no call has tried yet. One that cannot be connected to is left
         to the calls that need it. Raises Unavailable if no call can be made.
         """
         self._calls.require_usable()
-        if self._untried:
-            untried, self._untried = self._untried, []
-            shielded(partial(self._connect_to_all, untried))
+        if not self._untried:
+            return _NONE_REFUSED
+        untried, self._untried = self._untried, []
+        return shielded(partial(self._connect_to_all, untried))
 
-    def _connect_to_all(self, shards: Sequence[int]) -> None:
+    def _connect_to_all(self, shards: Sequence[int]) -> Refusals:
+        waiting, refused = dict.fromkeys(shards), {}
+
         def connect(shard: int) -> None:
-            with suppress(AttemptFailed, GeartrainError):
-                self._connect(shard)
+            try:
+                self._connect(shard, self._seconds)
+            except (AttemptFailed, GeartrainError) as exc:
+                refused[shard] = exc
+            del waiting[shard]
 
-        with ThreadPoolExecutor(min(_AT_ONCE, len(shards)), thread_name_prefix="geartrain-connect") as pool:
+        def silent() -> list[Peer]:
+            return [self._calls.peer(shard) for shard in list(waiting)]
+
+        pool = ThreadPoolExecutor(min(_AT_ONCE, len(shards)), thread_name_prefix="geartrain-connect")
+        with self._calls.naming(silent, self._all_seconds), pool:
             list(pool.map(connect, shards))
+        return refused
 
-    def _connect(self, shard: int) -> None:
+    def _connect(self, shard: int, seconds: float) -> None:
         """Raises AttemptFailed, DataPortClosed, or what the shard says."""
         plane = self._carriers[shard].data_plane
         assert plane is not None
-        self._client.set_endpoint(shard, self._calls.view.shards[shard].incarnation, None, plane.connect())
+        self._client.set_endpoint(shard, self._calls.view.shards[shard].incarnation, None, plane.connect(seconds))
         self._unconnected.discard(shard)
 
     def _again(
-        self, left: Sequence[tuple[int, Any]], attempt: Callable[[int, float, _LeaseWatch], Any], patience: Any = None
+        self,
+        left: Sequence[tuple[int, Any]],
+        attempt: Callable[[int, float, _LeaseWatch], Any],
+        refused: Refusals,
+        patience: Any = None,
     ) -> Sequence[Any]:
         """What calls come to whose first attempts have ended so."""
 
         def once_more(shard: int, buffer_lease: BufferLease, seconds: float) -> Done:
             if shard in self._unconnected:
-                self._connect(shard)
+                self._connect(shard, seconds)
             with buffer_lease.held():
                 outcome = attempt(shard, seconds, _LeaseWatch(buffer_lease))
             if isinstance(outcome, tuple):
                 return Done(created=outcome[0], duplicate=outcome[1])
             raise self._error(shard, outcome) or AttemptFailed(f"{self._name(shard)}: the connection was lost")
 
-        ended = [(shard, self._error(shard, outcome)) for shard, outcome in left]
+        ended = [(shard, self._error(shard, outcome) or refused.get(shard)) for shard, outcome in left]
         return self._calls.again(ended, once_more, patience)
 
     def routes(self, table: TableFacts, ids: Ids) -> list[tuple[int, Ids | None]]:

@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 CONNECT_SECONDS = 5.0
 """To connect and be greeted; a secret that was not used for so long is void."""
+_OFFER_SECONDS = 5.0
+"""A shard says at once how it can be connected to: its threads of gRPC do, which wait for nothing."""
 
 connect_tcp = _core.connect_tcp
 
@@ -32,8 +34,9 @@ connect_tcp = _core.connect_tcp
 class DataPlane:
     """The connection of a client to one shard, for its calls by compiled code. Thread-safe."""
 
-    def __init__(self, address: str, ask: Callable[[], DataPlaneOffer], *, shares_memory: bool = True) -> None:
-        """``ask`` asks the shard for an offer; it raises AttemptFailed if that got lost, or what the shard says.
+    def __init__(self, address: str, ask: Callable[[float], DataPlaneOffer], *, shares_memory: bool = True) -> None:
+        """``ask`` asks the shard for an offer, for so many seconds; it raises AttemptFailed if that got lost, or what
+        the shard says.
 
         ``shares_memory``: with a shard of this machine; False: rows go by TCP there, too.
         """
@@ -57,12 +60,12 @@ class DataPlane:
         connection = self._connection
         return connection.num_mailboxes if isinstance(connection, _core.RingConnection) else 0
 
-    def connect(self) -> _core.DataConnection:
-        """The connection there is, or one that is made now.
+    def connect(self, seconds: float = _OFFER_SECONDS) -> _core.DataConnection:
+        """The connection there is, or one that is made now. The shard is asked for it for ``seconds`` at most.
 
         Raises AttemptFailed, what the shard says, and DataPortClosed: the shard answers, and lets nobody connect.
         """
-        return self.connection or shielded(self._connected)
+        return self.connection or shielded(partial(self._connected, min(seconds, _OFFER_SECONDS)))
 
     def may_go_on(self, *, is_late: bool) -> bool:
         """Whether the connection is good for more calls: one came to no end, for want of time or of the connection."""
@@ -83,10 +86,10 @@ class DataPlane:
         if connection is not None:
             connection.close()
 
-    def _connected(self) -> _core.DataConnection:
+    def _connected(self, seconds: float) -> _core.DataConnection:
         with self._lock:
             if (connection := self.connection) is None:
-                connection = self._connection = self._made()
+                connection = self._connection = self._made(seconds)
                 is_near = isinstance(connection, _core.RingConnection)
                 way = "through shared memory" if is_near else "by TCP"
                 logger.info("rows of the shard at %s go %s", self._address, way)
@@ -94,10 +97,10 @@ class DataPlane:
             connection.close()
         return connection
 
-    def _made(self) -> _core.DataConnection:
+    def _made(self, seconds: float) -> _core.DataConnection:
         if self._is_closed:
             raise NotSent(f"shard at {self._address}: the connection is closed")
-        offer = self._offer()
+        offer = self._offer(seconds)
         if self._shares_memory:
             try:
                 return _core.connect_ring(offer.socket, offer.secret, CONNECT_SECONDS)
@@ -107,7 +110,7 @@ class DataPlane:
         try:
             return connect(offer.port, offer.secret, CONNECT_SECONDS)
         except (OSError, RuntimeError):
-            offer = self._offer()  # one that has died meanwhile makes none
+            offer = self._offer(seconds)  # one that has died meanwhile makes none
         try:
             return connect(offer.port, offer.secret, CONNECT_SECONDS)
         except (OSError, RuntimeError) as exc:
@@ -119,8 +122,8 @@ class DataPlane:
                 "are in use (its log names them); start the server with one that is free: --data-port"
             ) from exc
 
-    def _offer(self) -> DataPlaneOffer:
-        offer = self._ask()
+    def _offer(self, seconds: float) -> DataPlaneOffer:
+        offer = self._ask(seconds)
         if offer.reason:
             raise AttemptFailed(f"shard at {self._address} takes no connection for rows: {offer.reason}")
         return offer

@@ -32,7 +32,6 @@ from geartrain.ams.values.shard_messages import (
 logger = logging.getLogger(__name__)
 
 _WAITS = ((WAITS_KEY, "1"),)
-_OFFER_SECONDS = 5.0
 
 
 class _Connection:
@@ -182,11 +181,11 @@ class GrpcCarrier:
         ]
         return parts[0] if len(parts) == 1 else _joined(parts)
 
-    def _ask_for_offer(self) -> DataPlaneOffer:
+    def _ask_for_offer(self, seconds: float) -> DataPlaneOffer:
         """Ask the shard for a connection of the data plane. Raises its GeartrainError, or AttemptFailed."""
         method = SHARD[OpenDataPlane]
         ask = method.encode(OpenDataPlane())
-        reply: Any = self._call(method.name, ask, _OFFER_SECONDS, method.reply.decode, may_retire=False).result()
+        reply: Any = self._call(method.name, ask, seconds, method.reply.decode, may_retire=False).result()
         return reply  # type: ignore[no-any-return]
 
 

@@ -146,7 +146,7 @@ def test_where_no_memory_can_be_shared_rows_go_by_tcp(served: Served, monkeypatc
 def test_calls_larger_than_the_pool_of_shared_memory_are_made_and_leave_none(cluster: ServedCluster) -> None:
     with connected(cluster) as ours:
         plane = plane_of(ours)
-        offer = plane._ask()
+        offer = plane._ask(SOON)
         plane._connection = _core.connect_ring(offer.socket, offer.secret, SOON, most_pool_bytes=256 << 10)
         ours.table("t").push(IDS, ONES)
         assert plane.num_mailboxes == 0
@@ -156,7 +156,7 @@ def test_calls_larger_than_the_pool_of_shared_memory_are_made_and_leave_none(clu
 
 def test_more_threads_than_a_connection_has_room_for_wait_for_each_other(ours: Cluster) -> None:
     table, plane = ours.table("t"), plane_of(ours)
-    offer = plane._ask()
+    offer = plane._ask(SOON)
     if is_shared(plane):
         plane._connection = _core.connect_ring(offer.socket, offer.secret, SOON, most_mailboxes=2)
     else:

@@ -25,7 +25,7 @@ from geartrain.ams.rpc.client import silence
 from geartrain.ams.rpc.client.scheduler import GrpcSchedulerCarrier
 from geartrain.ams.scheduler.service import SchedulerServer
 from geartrain.ams.values.config import ClientConfig
-from geartrain.ams.values.errors import SchedulerUnavailable, SnapshotFailed
+from geartrain.ams.values.errors import SchedulerUnavailable, ShardUnavailable, SnapshotFailed
 from geartrain.ams.values.optimizers.registry import SGD
 from geartrain.launch.hosting import local
 from tests.integration.conftest import ServedCluster
@@ -91,6 +91,27 @@ class Said(logging.Handler):
 
     def __exit__(self, *_: object) -> None:
         logging.getLogger("geartrain").removeHandler(self)
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("earlier", ["versions", "rows"])
+def test_a_stopped_shard_is_unavailable_once_its_time_is_over_whatever_was_asked_before(
+    roles: Roles, earlier: str
+) -> None:
+    """Also where its connection for rows is not made yet, and where it would have to take more memory."""
+    config = ClientConfig(attempt_timeout_seconds=0.5, recovery_timeout_seconds=2)
+    with connect(roles.address, config=config) as cluster:
+        table = table_of(cluster)
+        table.versions() if earlier == "versions" else table.pull(IDS)
+        with (
+            Said(rf"shard 1 at {roles.shard(1)} does not answer[;,] waiting for it") as said,
+            roles.servers[1].stopped(),
+        ):
+            began = time.monotonic()
+            with pytest.raises(ShardUnavailable, match=r"shard 1 at .* did not answer within 2 s: .*no reply in time"):
+                table.pull(IDS)
+            assert time.monotonic() - began < 8
+        assert said.came.is_set(), said.lines
 
 
 @pytest.mark.usefixtures("quick")

@@ -24,7 +24,8 @@ struct Lost : std::runtime_error {
 
 // The connection has no room for this call until others have ended. Nothing was sent.
 struct Full : std::runtime_error {
-  using std::runtime_error::runtime_error;
+  explicit Full(const char* what, bool shard_is_silent = false) : std::runtime_error(what), is_silent(shard_is_silent) {}
+  bool is_silent;  // the shard was asked for room, and has not answered
 };
 
 // Calls of this size are none for this connection, though it is there: another one may carry them. Nothing was sent.

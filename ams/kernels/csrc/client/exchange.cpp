@@ -83,7 +83,11 @@ void take(Job& job) {
   }
 }
 
-Fault busy() { return Fault("Busy", "calls of this process take all the room there is to the shard; ask again", 0.1); }
+// What a call comes to that had no room in time. A shard that is silent is not one that this process keeps busy.
+PartOutcome outcome_of(const Full& full) {
+  if (full.is_silent) return Late{};
+  return Fault("Busy", "calls of this process take all the room there is to the shard; ask again", 0.1);
+}
 
 using WrittenRows = std::pair<const PreparedWrite*, const ShardPart*>;
 
@@ -152,10 +156,10 @@ bool Exchange::send(bool may_wait) {
     if (!job.endpoint->connection) continue;
     try {
       write(job, may_wait);
-    } catch (const Full&) {
+    } catch (const Full& full) {
       for (Job& each : jobs_) each.call.reset();
       if (!may_wait) return false;
-      for (Job& each : jobs_) each.end(busy());  // nothing was sent
+      for (Job& each : jobs_) each.end(outcome_of(full));  // nothing was sent
       return true;
     }
   }
@@ -186,14 +190,16 @@ std::vector<int64_t> Exchange::waiting() const {
 void Exchange::write_once_there_is_room(Job& job) {
   auto next_look = std::chrono::steady_clock::now() + kLookInterval;
   for (auto pause = kFirstPause;; pause = std::min(2 * pause, kLongestPause)) {
+    PartOutcome outcome;
     try {
       return write(job, true);
-    } catch (const Full&) {
+    } catch (const Full& full) {
+      outcome = outcome_of(full);
     }
     for (Job& before : jobs_)
       if (before.call) receive(before, SteadyTime::max(), true);
     const auto now = std::chrono::steady_clock::now();
-    if (now >= attempt_.deadline || (now >= next_look && attempt_.look && attempt_.look({&job.shard, 1}))) return job.end(busy());
+    if (now >= attempt_.deadline || (now >= next_look && attempt_.look && attempt_.look({&job.shard, 1}))) return job.end(outcome);
     if (now >= next_look) next_look = now + kLookInterval;
     std::this_thread::sleep_for(pause);
   }

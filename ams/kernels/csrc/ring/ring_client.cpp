@@ -294,7 +294,7 @@ std::shared_ptr<Mailbox> Ring::add(size_t request_bytes, size_t reply_bytes, dou
   require_there();
   if (is_refused) has_refused_ = true;
   if (is_refused) throw Refused("no memory can be had that may be shared with the shard");
-  if (!made) throw Full("the shard takes no more shared memory now");
+  if (!made) throw Full("the shard does not say that it takes more shared memory", true);
   made->file.close();
   mailboxes_[index] = made;
   return made;
