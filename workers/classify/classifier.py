@@ -32,8 +32,7 @@ from geartrain.workers.job.trainer import Attempt, versions
 from geartrain.workers.models.backbones import build_backbone
 from geartrain.workers.models.mistakes import draw_mistakes
 from geartrain.workers.models.networks import require_features
-from geartrain.workers.models.saved_model import Model, save_model_of_head
-from geartrain.workers.models.trained_model import load_model
+from geartrain.workers.models.trained_model import TrainedModel, load_model, save_model_of_head
 from geartrain.workers.recipes.glyphs import load_glyphs
 from geartrain.workers.recipes.optimizers import JOB_OPTIMIZERS
 from geartrain.workers.recipes.recipe import ClassifyRecipe, GlyphRecipe, head_of
@@ -205,15 +204,15 @@ class Classifier(ImageTrainer):
     def _write_model(self, *, training: dict[str, Any]) -> None:
         head = self.head
         shape = (head.num_classes, *([head.sub_centers] if head.sub_centers > 1 else []), head.dim)
-        model = Model(
-            self.backbone,
-            self._settings,
-            torch.empty(shape, device="meta"),
-            self._labelled.class_names,
-            self.recipe.look,
-            head.margin is not None,
-            self.recipe.backbone,
-            training,
+        model = TrainedModel(
+            backbone=self.backbone,
+            centers=torch.empty(shape, device="meta"),
+            class_names=self._labelled.class_names,
+            is_cosine=head.margin is not None,
+            preprocessing=self.recipe.look,
+            backbone_name=self.recipe.backbone,
+            backbone_settings=self._settings,
+            training=training,
         )
         save_model_of_head(self._attempt.options.out / "model", model, head, is_first=self.ranks.is_first)
 

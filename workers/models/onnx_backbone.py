@@ -1,11 +1,7 @@
 """A backbone as ONNX: exported with the classes beside it, compared with onnxruntime, and run by it.
 
-    FOLDER/backbone.onnx           images [N, …] -> features [N, D], any N; of a backbone that takes several tensors
-                                   one input for each, called as its forward calls it
-    FOLDER/centers.safetensors     centers [C, D], of several a class [C, K, D], and, where there are some, biases [C],
-                                   float32
-    FOLDER/classes.json            name of each class
-    FOLDER/config.json             kind, how pictures become tensors, checksums (XXH3) of the others
+``backbone.onnx`` in a folder of :mod:`.saved_model`: images [N, …] -> features [N, D], any N; of a backbone that takes
+several tensors one input for each, called as its forward calls it.
 
 Legend: N images, C classes, D width of a feature.
 """
@@ -14,7 +10,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import json
 import logging
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -23,28 +18,29 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from geartrain.ams.storage.snapshot.manifest import seal_json, unseal_json
-from geartrain.ams.values.errors import ConfigError, InvalidArgument, ModelDamaged
-from geartrain.ams.values.text import other_format, quoted
-from geartrain.workers.atomic import complete_folder, replacing_folder, write_json
-from geartrain.workers.models.saved_model import checksum
+from geartrain.ams.values.errors import ConfigError, InvalidArgument
+from geartrain.ams.values.text import quoted
+from geartrain.workers.atomic import replacing_folder
+from geartrain.workers.models.saved_model import (
+    CENTERS,
+    CLASSES,
+    CONFIG,
+    ONNX,
+    is_exported,
+    seal_model,
+    write_tensors,
+)
 
 Inputs = Tensor | tuple[Any, ...] | Mapping[str, Any]
 """What a backbone takes: its only argument; all of them; or all of them by name."""
-FORMAT = 1
 KIND = "onnx"
 TOLERANCE = 1e-3
 """Largest distance of features, of their length: sums in another order are some 1e-6 apart."""
-_BACKBONE, _CENTERS, _CLASSES, _CONFIG = "backbone.onnx", "centers.safetensors", "classes.json", "config.json"
-_FILES = (_BACKBONE, _CENTERS, _CLASSES)
 _INPUT, _OUTPUT = "images", "features"
 _IDS = (torch.int32, torch.int64)
 """Of such a tensor, as of words or letters, other sizes than N differ from batch to batch, too."""
-_REMEDY = "export the model again"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,16 +51,6 @@ class Parity:
     """Compared, in batches of several sizes."""
     largest_distance: float
     """Of two features of an image, as part of their length."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Exported:
-    """What :func:`export` wrote."""
-
-    backbone: OnnxBackbone
-    tensors: dict[str, Tensor]
-    class_names: list[str]
-    config: dict[str, Any]
 
 
 class OnnxBackbone(nn.Module):
@@ -131,16 +117,10 @@ def export(
     backbone.eval()
     try:
         with replacing_folder(folder) as staging:
-            _write_onnx(backbone, example, staging / _BACKBONE)
-            parity = _compared(backbone, OnnxBackbone(staging / _BACKBONE), example)
-            save_file(
-                {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, staging / _CENTERS
-            )
-            (staging / _CENTERS).chmod(0o644)  # the library creates it for its owner alone
-            write_json(staging / _CLASSES, list(class_names))
-            checksums = {name: checksum(staging / name) for name in _FILES}
-            content = {**config, "format": FORMAT, "kind": KIND, "xxh3_128_of": checksums}
-            (staging / _CONFIG).write_bytes(seal_json(content))
+            _write_onnx(backbone, example, staging / ONNX)
+            parity = _compared(backbone, OnnxBackbone(staging / ONNX), example)
+            write_tensors(staging / CENTERS, tensors)
+            seal_model(staging, ONNX, class_names, {**config, "kind": KIND})
     finally:
         backbone.train(was_training)
     return parity
@@ -177,34 +157,10 @@ def _require_ours(folder: Path) -> None:
         return
     if not folder.is_dir():
         raise InvalidArgument(f"{folder} is a file; a model is exported to a folder")
-    foreign = [path.name for path in folder.iterdir() if path.name not in (*_FILES, _CONFIG)]
-    if foreign or ((folder / _CONFIG).exists() and not is_exported(folder)):
-        found = min(foreign) if foreign else _CONFIG
+    foreign = [path.name for path in folder.iterdir() if path.name not in (ONNX, CENTERS, CLASSES, CONFIG)]
+    if foreign or ((folder / CONFIG).exists() and not is_exported(folder)):
+        found = min(foreign) if foreign else CONFIG
         raise InvalidArgument(f"{folder} holds other files ({found}); give a folder of its own, or a new name")
-
-
-def is_exported(folder: Path) -> bool:
-    """Whether :func:`export` wrote it."""
-    return (complete_folder(folder) / _BACKBONE).exists()
-
-
-def read(folder: Path) -> Exported:
-    """Read what :func:`export` wrote. Raises ConfigError, ModelDamaged."""
-    folder = complete_folder(folder)
-    try:
-        config = unseal_json((folder / _CONFIG).read_bytes())
-        if config["kind"] != KIND or config["format"] != FORMAT:
-            raise ConfigError(f"{folder / _CONFIG} {other_format(config['format'], FORMAT)}, or export the model again")
-        for name in _FILES:
-            if checksum(folder / name) != config["xxh3_128_of"][name]:
-                raise ModelDamaged(f"{folder / name} is damaged: its checksum in {_CONFIG} is another; {_REMEDY}")
-        tensors = load_file(folder / _CENTERS)
-        names = json.loads((folder / _CLASSES).read_text(encoding="utf-8"))
-    except (ValueError, KeyError, OSError, SafetensorError) as exc:
-        if isinstance(exc, ConfigError):
-            raise
-        raise ModelDamaged(f"{folder} is damaged: {exc}; {_REMEDY}") from exc
-    return Exported(backbone=OnnxBackbone(folder / _BACKBONE), tensors=tensors, class_names=names, config=config)
 
 
 def _write_onnx(backbone: nn.Module, example: Tensor | dict[str, Tensor], path: Path) -> None:

@@ -48,7 +48,7 @@ def predict(model: TrainedModel, files: list[Path], k: int) -> Iterator[Predicti
             try:
                 pictures[path] = model.bitmap(path)
             except InvalidArgument as exc:
-                errors[path] = str(exc) if str(path) in str(exc) else f"{path}: {exc}"
+                errors[path] = str(exc)
         bitmaps = torch.from_numpy(np.stack(list(pictures.values()))) if pictures else None
         answers = {} if bitmaps is None else dict(zip(pictures, model.predict(bitmaps, k), strict=True))
         for path in files[start : start + AT_ONCE]:

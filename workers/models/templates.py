@@ -20,11 +20,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from geartrain.ams.values.errors import InvalidArgument
-from geartrain.workers.data.bitmaps import open_picture
-from geartrain.workers.models.saved_model import Model
+from geartrain.workers.models.trained_model import AT_ONCE, TrainedModel
 from geartrain.workers.models.verify import require_finite, true_accept_rates, unit_features
 
-_AT_ONCE = 256
 _PAIRS_AT_ONCE = 16_384
 
 
@@ -53,7 +51,9 @@ class Media:
     """[T] ids as the file gives them, rising."""
 
 
-def verify_templates(model: Model, folder: Path, media: Path, pairs: Path, *, mirror: bool) -> TemplateVerification:
+def verify_templates(
+    model: TrainedModel, folder: Path, media: Path, pairs: Path, *, mirror: bool
+) -> TemplateVerification:
     """Embed the pictures of ``media`` in ``folder``, pool them, and judge ``pairs``.
 
     A template's feature is the mean over its media of the mean over each medium's pictures of their unit features,
@@ -64,10 +64,10 @@ def verify_templates(model: Model, folder: Path, media: Path, pairs: Path, *, mi
     first_P, second_P, same_P = read_template_pairs(pairs, found.templates)
     width = model.centers.shape[-1]
     sums_MD = torch.zeros(len(found.template_of_media), width, dtype=torch.float64)
-    for start in range(0, len(found.pictures), _AT_ONCE):
-        names = found.pictures[start : start + _AT_ONCE]
-        unit = unit_features(model, torch.from_numpy(np.stack([_bitmap(model, folder / n) for n in names])), mirror)
-        places = torch.from_numpy(found.media_of_picture[start : start + _AT_ONCE])
+    for start in range(0, len(found.pictures), AT_ONCE):
+        names = found.pictures[start : start + AT_ONCE]
+        unit = unit_features(model, torch.from_numpy(np.stack([model.bitmap(folder / n) for n in names])), mirror)
+        places = torch.from_numpy(found.media_of_picture[start : start + AT_ONCE])
         sums_MD.index_add_(0, places, unit.double())
     counts = np.bincount(found.media_of_picture, minlength=len(sums_MD))
     pooled_TD = pool(sums_MD / torch.from_numpy(counts)[:, None], found.template_of_media, len(found.templates))
@@ -145,10 +145,3 @@ def _read_rows(path: Path, form: str, *, numbers_from: int) -> list[list[str]]:
     if not rows:
         raise InvalidArgument(f"{path} is empty; it must have lines of {form}")
     return rows
-
-
-def _bitmap(model: Model, path: Path) -> npt.NDArray[np.uint8]:
-    try:
-        return model.preprocessing.bitmap(open_picture(path))
-    except InvalidArgument as exc:
-        raise (exc if str(path) in str(exc) else InvalidArgument(f"{path}: {exc}")) from exc

@@ -6,7 +6,7 @@ Legend: N images, C classes, D width of a feature, k answers.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -14,25 +14,32 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional
 
 from geartrain.ams.client.factory import local
 from geartrain.ams.programs.class_lifecycle import LiveClasses
 from geartrain.ams.values.arguments import integer, path_name
-from geartrain.ams.values.errors import InvalidArgument, InvalidRows, SpecMismatch
+from geartrain.ams.values.errors import ConfigError, InvalidArgument, InvalidRows, SpecMismatch
 from geartrain.ams.values.text import counted, quoted
 from geartrain.bridge.checkpoint.folder import MODEL, ModelRecord, read_record, read_state
 from geartrain.bridge.checkpoint.rank_rows import DividedRows
+from geartrain.bridge.head.class_head import ClassHead
 from geartrain.bridge.head.sub_centers import scores_of_classes
+from geartrain.bridge.head.weights import write_centers
 from geartrain.bridge.rows.tables import TORCH_DTYPES, as_numpy
+from geartrain.workers.atomic import replacing_folder
 from geartrain.workers.data.bitmaps import Preprocessing, open_picture
 from geartrain.workers.models import onnx_backbone
-from geartrain.workers.models.saved_model import load_model as load_worker_model
+from geartrain.workers.models.backbones import build_backbone
+from geartrain.workers.models.saved_model import BACKBONE, CENTERS, ONNX, seal_model, unseal_model, write_tensors
 
 Images = onnx_backbone.Inputs | str | Path | Image.Image | Iterable[str | Path | Image.Image]
 AT_ONCE = 256
 _ROWS_AT_ONCE = 65_536
+_CENTERS = "centers"
+"""The tensor in the file of that name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,13 +53,19 @@ class TrainedModel:
     """Images [N, …] -> features [N, D]."""
     centers: Tensor
     """[C, D] float32; [C, K, D] of a head with K ``sub_centers``, of which the best one counts."""
-    biases: Tensor | None
+    biases: Tensor | None = None
     """[C] float32, of a head with ``bias=True``."""
     class_names: list[str]
-    is_cosine: bool
+    is_cosine: bool = True
     """Whether a class's score is the cosine of feature and center, as under a margin, or their product."""
-    preprocessing: Preprocessing | None
+    preprocessing: Preprocessing | None = None
     """How pictures become tensors; None: the model takes tensors alone."""
+    backbone_name: str = "stroke_net"
+    """Of a worker's model, see :func:`geartrain.workers.models.backbones.build_backbone`."""
+    backbone_settings: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of its constructor."""
+    training: dict[str, Any] = field(default_factory=dict)
+    """What the run that wrote it says of it, as plain values; see :mod:`geartrain.workers.classify.best`."""
 
     def __repr__(self) -> str:
         """What it is, without its tensors and names."""
@@ -132,7 +145,7 @@ class TrainedModel:
             Path(path_name("folder", folder, "the name of a folder")),
             self.backbone,
             example,
-            tensors={"centers": self.centers, **({} if self.biases is None else {"biases": self.biases})},
+            tensors={_CENTERS: self.centers, **({} if self.biases is None else {"biases": self.biases})},
             class_names=self.class_names,
             config={
                 "is_cosine": self.is_cosine,
@@ -156,11 +169,18 @@ class TrainedModel:
         while several := list(islice(pictures, AT_ONCE)):
             yield torch.from_numpy(np.stack([self.bitmap(item) for item in several]))
 
-    def bitmap(self, picture: str | Path | Image.Image) -> Any:
-        """What the backbone takes of a picture: uint8 [K, S, S]. Raises InvalidArgument for one that is none."""
+    def bitmap(self, picture: str | Path | Image.Image, where: str = "") -> Any:
+        """What the backbone takes of a picture: uint8 [K, S, S]. Raises InvalidArgument for one that is none, which it
+        names by its path, or as ``where``.
+        """
         if self.preprocessing is None:
             raise InvalidArgument(f"{self!r} takes no pictures: how they become tensors was not saved with it")
-        return self.preprocessing.bitmap(picture if isinstance(picture, Image.Image) else open_picture(Path(picture)))
+        if not isinstance(picture, Image.Image):
+            where, picture = str(picture), open_picture(Path(picture))
+        try:
+            return self.preprocessing.bitmap(picture)
+        except InvalidArgument as exc:
+            raise InvalidArgument(f"{where}: {exc}" if where else str(exc)) from exc
 
 
 def _moved(inputs: Any, device: torch.device) -> Any:
@@ -206,17 +226,7 @@ def load_model(
             f"{folder} is no model of geartrain.save: it has its backbone and names; leave backbone=, head= and "
             "class_names= out"
         )
-    if onnx_backbone.is_exported(folder):
-        return _of_exported(folder)
-    model = load_worker_model(folder, backbone=backbone)
-    return TrainedModel(
-        backbone=model.backbone,
-        centers=model.centers,
-        biases=None,
-        class_names=model.class_names,
-        is_cosine=model.is_cosine,
-        preprocessing=model.preprocessing,
-    )
+    return _of_folder(folder, backbone)
 
 
 def picture_model(path: Path, backbone: str | None = None) -> TrainedModel:
@@ -232,17 +242,71 @@ def picture_model(path: Path, backbone: str | None = None) -> TrainedModel:
     return model
 
 
-def _of_exported(folder: Path) -> TrainedModel:
-    exported = onnx_backbone.read(folder)
-    look = exported.config["preprocessing"]
+def _of_folder(folder: Path, own: str | None) -> TrainedModel:
+    """What a worker or an export wrote. Code of the person's own is imported only if it is named as ``own``."""
+    files = unseal_model(folder)
+    config = files.config
+    name, settings = (made["name"], made["settings"]) if (made := config.get("backbone")) else ("", {})
+    try:
+        if files.is_onnx:
+            network: nn.Module = onnx_backbone.OnnxBackbone(files.folder / ONNX)
+        else:
+            network = build_backbone(name, settings, own=own)
+            network.load_state_dict(load_file(files.folder / BACKBONE))
+    except RuntimeError as exc:
+        raise ConfigError(f"{files.folder} has parameters of another backbone than {name}: {exc}") from exc
+    look = config["preprocessing"]
     return TrainedModel(
-        backbone=exported.backbone,
-        centers=exported.tensors["centers"],
-        biases=exported.tensors.get("biases"),
-        class_names=exported.class_names,
-        is_cosine=exported.config["is_cosine"],
+        backbone=network.eval(),
+        centers=files.tensors[_CENTERS].float(),
+        biases=files.tensors.get("biases"),
+        class_names=files.class_names,
+        is_cosine=config["is_cosine"],
         preprocessing=None if look is None else Preprocessing(**look),
+        backbone_name=name,
+        backbone_settings=settings,
+        training=config.get("training", {}),
     )
+
+
+def save_model(folder: Path, model: TrainedModel, centers: Path | None = None) -> None:
+    """Replace ``folder`` with this model of pictures, whose backbone :func:`load_model` makes by its name.
+
+    Its centers may be on the meta device if they are in the file ``centers``, which becomes part of the folder.
+    """
+    assert model.preprocessing is not None
+    config = {
+        "backbone": {"name": model.backbone_name, "settings": model.backbone_settings},
+        "preprocessing": model.preprocessing.to_json(),
+        "num_classes": len(model.class_names),
+        "dim": model.centers.shape[-1],
+        "is_cosine": model.is_cosine,
+        "training": model.training,
+    }
+    with replacing_folder(folder) as staging:
+        write_tensors(staging / BACKBONE, model.backbone.state_dict())
+        if centers is None:
+            write_tensors(staging / CENTERS, {_CENTERS: model.centers})
+        else:
+            centers.replace(staging / CENTERS)
+        seal_model(staging, BACKBONE, model.class_names, config)
+
+
+def save_model_of_head(folder: Path, model: TrainedModel, head: ClassHead, *, is_first: bool) -> None:
+    """Replace ``folder`` with this model, its centers the rows of ``head``; ``model.centers`` are on the meta device.
+
+    Every rank calls it, the first one writes. Rows travel and are written 8 MiB at a time, so that no rank needs memory
+    for all of them. Raises what :func:`geartrain.bridge.head.weights.export_class_weights` does.
+    """
+    centers = folder.with_name(f".{folder.name}.centers.part.safetensors")
+    try:
+        if is_first or head.backend.local is not None:
+            write_centers(head, centers, _CENTERS)
+        if is_first:
+            save_model(folder, model, centers)
+    finally:
+        if is_first:
+            centers.unlink(missing_ok=True)
 
 
 def _of_saved(
@@ -270,7 +334,6 @@ def _of_saved(
         biases=rows_CD[:, dim].contiguous() if said.get("bias") else None,
         class_names=[names[label] for label in class_ids.tolist()],
         is_cosine=said["margin"] != repr(None),
-        preprocessing=None,
     )
 
 

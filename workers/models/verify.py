@@ -16,13 +16,12 @@ from torch.nn import functional
 
 from geartrain.ams.values.errors import InvalidArgument, NonFinite
 from geartrain.workers.data.pairs import Pairs, read_pairs
-from geartrain.workers.models.saved_model import Model
+from geartrain.workers.models.trained_model import AT_ONCE, TrainedModel
 
 FOLDS = 10
 FALSE_ACCEPT_RATES = (1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6)
 _THRESHOLDS = np.arange(0, 4, 0.01)
 """Of the squared distance of two unit vectors, as InsightFace searches them."""
-_AT_ONCE = 256
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,7 @@ class Verification:
     """False accept rate -> part of the same pairs accepted; only rates that so many different pairs can tell."""
 
 
-def verify_file(model: Model, path: Path, *, mirror: bool) -> Verification:
+def verify_file(model: TrainedModel, path: Path, *, mirror: bool) -> Verification:
     """Verify the pairs of a ``.bin`` file; see :func:`verify` and :func:`embed`. Raises InvalidArgument."""
     pairs = read_pairs(path)
     require_folds(pairs.same, str(path))
@@ -48,30 +47,24 @@ def verify_file(model: Model, path: Path, *, mirror: bool) -> Verification:
 
 
 @torch.no_grad()
-def embed(model: Model, pairs: Pairs, *, mirror: bool) -> Tensor:
+def embed(model: TrainedModel, pairs: Pairs, *, mirror: bool) -> Tensor:
     """Unit features [2·N, D]; with ``mirror`` the sum of those of a picture and its mirror image (InsightFace)."""
     features = []
-    for start in range(0, len(pairs.images), _AT_ONCE):
-        indices = range(start, min(start + _AT_ONCE, len(pairs.images)))
-        bitmaps = torch.from_numpy(np.stack([_bitmap(model, pairs, index) for index in indices]))
+    for start in range(0, len(pairs.images), AT_ONCE):
+        indices = range(start, min(start + AT_ONCE, len(pairs.images)))
+        bitmaps = torch.from_numpy(
+            np.stack([model.bitmap(pairs.picture(index), f"{pairs.path}, picture {index}") for index in indices])
+        )
         features.append(unit_features(model, bitmaps, mirror))
     return torch.cat(features)
 
 
 @torch.no_grad()
-def unit_features(model: Model, bitmaps: Tensor, mirror: bool) -> Tensor:
+def unit_features(model: TrainedModel, bitmaps: Tensor, mirror: bool) -> Tensor:
     """Unit features [B, D] of bitmaps [B, K, S, S]; with ``mirror`` of the sum with the mirror image's."""
     found = model.backbone(bitmaps)
     features = found + model.backbone(bitmaps.flip(3)) if mirror else found
     return functional.normalize(features.float(), dim=1)
-
-
-def _bitmap(model: Model, pairs: Pairs, index: int) -> npt.NDArray[np.uint8]:
-    try:
-        return model.preprocessing.bitmap(pairs.picture(index))
-    except InvalidArgument as exc:
-        where = f"{pairs.path}, picture {index}"
-        raise (exc if where in str(exc) else InvalidArgument(f"{where}: {exc}")) from exc
 
 
 def distances(unit_features: Tensor) -> npt.NDArray[np.float64]:

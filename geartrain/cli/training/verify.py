@@ -50,13 +50,13 @@ def verify(
         raise ConfigError("templates need all of --images, --media and --template-pairs")
     if not pairs and not any(of_templates):
         raise ConfigError("which pairs? Give .bin files, or --images, --media and --template-pairs")
-    from geartrain.workers.models.saved_model import (
-        load_model,  # torch is loaded only after the arguments are known to be right
-    )
+    # torch is loaded only after the arguments are known to be right
     from geartrain.workers.models.templates import verify_templates
+    from geartrain.workers.models.trained_model import picture_model
     from geartrain.workers.models.verify import verify_file
 
-    loaded = load_model(model, backbone=backbone)
+    loaded = picture_model(model, backbone)
+    assert loaded.preprocessing is not None
     wanted = loaded.preprocessing.kind == "photo" if mirror is None else mirror
     results: list[dict[str, Any]] = []
     for path in pairs or []:

@@ -14,12 +14,11 @@ import geartrain as gt
 from geartrain.ams.values.errors import SyncError
 from geartrain.bridge.head import weights
 from geartrain.workers.data.bitmaps import Preprocessing
-from geartrain.workers.models.backbones import build_backbone
-from geartrain.workers.models.saved_model import Model, load_model, save_model_of_head
+from geartrain.workers.models.trained_model import load_model, save_model_of_head
+from tests.support.picture_models import picture_model
 from tests.support.rank_processes import run_ranks
 
 CLASSES, DIM = 70_001, 64
-SETTINGS = {"image_size": 16, "dim": DIM}
 
 
 def refuse(*_: object, **__: object) -> NoReturn:
@@ -41,9 +40,8 @@ def save(rank: int, ranks: int, folder: Path) -> None:
         return plain_sum(tensor)  # type: ignore[no-any-return]
 
     link.sum = counted
-    backbone = build_backbone("stroke_net", SETTINGS)
     centers, names = torch.empty(CLASSES, DIM, device="meta"), list(map(str, range(CLASSES)))
-    model = Model(backbone, SETTINGS, centers, names, Preprocessing(kind="ink", size=16, channels=1))
+    model = picture_model(centers, names, Preprocessing(kind="ink", size=16, channels=1))
     save_model_of_head(folder / "model", model, head, is_first=rank == 0)
     assert sum(gathered) == CLASSES * DIM * 4
     assert max(gathered) <= 8 << 20

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,8 +12,8 @@ import torch
 from geartrain.ams.storage.snapshot.manifest import seal_json, unseal_json
 from geartrain.ams.values.errors import ConfigError, ModelDamaged
 from geartrain.workers.data.bitmaps import Preprocessing
-from geartrain.workers.models.backbones import build_backbone
-from geartrain.workers.models.saved_model import Model, load_model, save_model
+from geartrain.workers.models.trained_model import load_model, save_model
+from tests.support.picture_models import picture_model
 
 FILES = ("backbone.safetensors", "centers.safetensors", "classes.json", "config.json")
 FLIPS = 12
@@ -22,10 +21,9 @@ FLIPS = 12
 
 def saved(folder: Path, seed: int = 0) -> Path:
     torch.manual_seed(seed)
-    settings: dict[str, Any] = {"channels": 3, "image_size": 32, "dim": 16, "width": 8}
     look = Preprocessing(kind="photo", size=32, channels=3)
     names = ["A", "B\u2028", "\N{GREEK SMALL LETTER ALPHA}"]
-    save_model(folder, Model(build_backbone("stroke_net", settings).eval(), settings, torch.randn(3, 16), names, look))
+    save_model(folder, picture_model(torch.randn(3, 16), names, look))
     return folder
 
 

@@ -15,7 +15,7 @@ from geartrain.ams.values.errors import ConfigError
 from geartrain.workers.data.bitmaps import Preprocessing
 from geartrain.workers.models.backbones import build_backbone
 from geartrain.workers.models.networks import require_features
-from geartrain.workers.models.saved_model import Model, load_model, save_model
+from geartrain.workers.models.trained_model import TrainedModel, load_model, save_model
 
 SETTINGS = {"channels": 3, "image_size": 16, "dim": 4}
 OWN = """
@@ -98,7 +98,14 @@ def test_a_saved_model_runs_no_code_that_the_person_has_not_named(own: str, tmp_
     name = f"{own}:build"
     look = Preprocessing(kind="photo", size=16, channels=3)
     network = tried(name).eval()
-    made = Model(network, SETTINGS, torch.eye(2, 4), ["a", "b"], look, backbone_name=name)
+    made = TrainedModel(
+        backbone=network,
+        backbone_settings=SETTINGS,
+        centers=torch.eye(2, 4),
+        class_names=["a", "b"],
+        preprocessing=look,
+        backbone_name=name,
+    )
     save_model(tmp_path / "model", made)
     del sys.modules[own]
     with pytest.raises(ConfigError, match=f"if you trust it, say so: --backbone {name}"):

@@ -17,9 +17,9 @@ from typer.testing import CliRunner
 from geartrain.ams.values.errors import ConfigError, InvalidArgument
 from geartrain.cli.main import build_app
 from geartrain.workers.data.bitmaps import Preprocessing
-from geartrain.workers.models import saved_model
-from geartrain.workers.models.saved_model import Model
+from geartrain.workers.models import trained_model
 from geartrain.workers.models.templates import pair_cosines, read_media, read_template_pairs, verify_templates
+from geartrain.workers.models.trained_model import TrainedModel
 
 LOOK = Preprocessing(kind="photo", size=16, channels=3)
 
@@ -31,8 +31,8 @@ class Colours(nn.Module):
         return bitmaps.float().mean(dim=(2, 3)) - 120
 
 
-def model() -> Model:
-    return Model(Colours(), {}, torch.eye(2, 3), ["a", "b"], LOOK)
+def model() -> TrainedModel:
+    return TrainedModel(backbone=Colours(), centers=torch.eye(2, 3), class_names=["a", "b"], preprocessing=LOOK)
 
 
 def draw(folder: Path) -> tuple[Path, Path, list[tuple[str, int, int]], list[tuple[int, int, int]]]:
@@ -133,7 +133,7 @@ def test_files_that_do_not_fit_are_named_with_their_line(media: str, pairs: str,
 
 def test_the_command_verifies_templates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     media, told, _, _ = draw(tmp_path)
-    monkeypatch.setattr(saved_model, "load_model", lambda *_, **__: model())
+    monkeypatch.setattr(trained_model, "picture_model", lambda *_, **__: model())
     arguments = ["verify", "run", "--images", str(tmp_path), "--media", str(media)]
     refused = CliRunner().invoke(build_app(arguments), arguments)
     assert isinstance(refused.exception, ConfigError) and "need all of" in str(refused.exception)

@@ -20,10 +20,9 @@ from geartrain.ams.values.errors import ConfigError, InvalidArgument, ModelDamag
 from geartrain.cli.main import build_app
 from geartrain.workers.data.bitmaps import Preprocessing
 from geartrain.workers.models import onnx_backbone
-from geartrain.workers.models.backbones import build_backbone
-from geartrain.workers.models.saved_model import Model, save_model
-from geartrain.workers.models.saved_model import load_model as load_worker_model
+from geartrain.workers.models.trained_model import save_model
 from tests.support.head_settings import head_settings
+from tests.support.picture_models import picture_model
 
 CLASSES, DIM = 7, 5
 
@@ -42,10 +41,7 @@ def require_onnx() -> None:
 @pytest.fixture
 def worker_model(tmp_path: Path) -> Path:
     torch.manual_seed(2)
-    settings = {"channels": 1, "image_size": 16, "width": 8, "dim": 16}
-    names = ["a", "b", "漢"]
-    backbone = build_backbone("stroke_net", settings).eval()
-    model = Model(backbone, settings, torch.randn(3, 16), names, Preprocessing(kind="photo", size=16))
+    model = picture_model(torch.randn(3, 16), ["a", "b", "漢"], Preprocessing(kind="photo", size=16))
     save_model(tmp_path / "run" / "model", model)
     return tmp_path / "run"
 
@@ -119,7 +115,7 @@ def test_pictures_are_named_as_the_command_names_them(worker_model: Path, pictur
 
 
 def test_several_centers_of_a_class_are_scored_by_the_nearest(worker_model: Path, pictures: list[Path]) -> None:
-    model = load_worker_model(worker_model)
+    model = gt.load_model(worker_model)
     several = torch.randn(3, 2, 16)
     save_model(worker_model / "model", replace(model, centers=several))
     test_pictures_are_named_as_the_command_names_them(worker_model, pictures)

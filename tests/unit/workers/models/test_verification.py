@@ -21,10 +21,10 @@ from geartrain.ams.values.errors import InvalidArgument, NonFinite
 from geartrain.cli.main import build_app
 from geartrain.workers.data.bitmaps import Preprocessing
 from geartrain.workers.data.pairs import read_pairs, read_plain_pickle
-from geartrain.workers.models.backbones import build_backbone
-from geartrain.workers.models.saved_model import Model, save_model
+from geartrain.workers.models.trained_model import save_model
 from geartrain.workers.models.verify import FALSE_ACCEPT_RATES, true_accept_rates, verify
 from tests.support.face_files import encoded, glyph
+from tests.support.picture_models import picture_model
 
 PLAIN = st.recursive(
     st.binary(max_size=300) | st.integers(-(2**40), 2**40) | st.booleans(),
@@ -178,10 +178,8 @@ def test_features_that_are_not_finite_are_no_measure() -> None:
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     torch.manual_seed(0)
-    settings: dict[str, Any] = {"channels": 3, "image_size": 32, "dim": 16, "width": 8}
     look = Preprocessing(kind="photo", size=32, channels=3)
-    made = Model(build_backbone("stroke_net", settings).eval(), settings, torch.eye(2, 16), ["A", "B"], look)
-    save_model(tmp_path / "model", made)
+    save_model(tmp_path / "model", picture_model(torch.eye(2, 16), ["A", "B"], look))
     return tmp_path / "model"
 
 
