@@ -15,7 +15,7 @@ from geartrain.ams.values.arguments import integer
 from geartrain.ams.values.errors import InvalidArgument, SourceDamaged
 from geartrain.ams.values.text import quoted
 from geartrain.workers.samples.columns import ColumnPlan, Hashed, missing_column, planned_columns, type_named
-from geartrain.workers.samples.flat_rows import FlatRows
+from geartrain.workers.samples.rows import SampleRows
 from geartrain.workers.samples.urls import DataFile, Where, find_files
 
 SUFFIXES = (".csv", ".tsv")
@@ -122,7 +122,7 @@ class CsvRows:
         ]
         return planned_columns(columns, pa.schema(fields), first, hash_strings, fill)
 
-    def read(self, part: int) -> FlatRows:
+    def read(self, part: int) -> SampleRows:
         """See SampleSource. Raises SourceDamaged."""
         types = {name: _parsed_as(kind) for name, kind in self._plan.types.items()}
         table = self._parse(part, list(types), types)
@@ -135,7 +135,8 @@ class CsvRows:
             if kind.is_list:
                 place = table.column_names.index(name)
                 table = table.set_column(place, name, self._split(table.column(name)))
-        return FlatRows(self._plan.apply(table, lambda row: self._name_row(part, row)))
+        samples = self._plan.apply(table, lambda row: self._name_row(part, row))
+        return SampleRows(samples, self.part_rows[part])
 
     def _parse(self, part: int, names: list[str], types: Mapping[str, Any]) -> Any:
         block = self._blocks[part]

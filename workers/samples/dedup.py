@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,9 +19,11 @@ from geartrain.ams.values.specs import Ids
 from geartrain.ams.values.text import quoted
 from geartrain.bridge.embedding.levels import Nodes
 from geartrain.workers.samples.batches import SampleBatch, Values
+from geartrain.workers.samples.rows import tensors_of_column
 
 Groups = Mapping[str, Sequence[str]]
 """The columns of each level."""
+Mask = npt.NDArray[np.bool_]
 _Codes = npt.NDArray[np.uint64]
 
 
@@ -114,21 +117,32 @@ def _row_codes(values: Values) -> _Codes:
     return by_row
 
 
-def _equal_rows(values: Values, others: Ids) -> npt.NDArray[np.bool_]:
+def _equal_rows(values: Values, others: Ids) -> Mask:
     """Of each row, whether it has the values of the row in ``others``."""
     if not isinstance(values, tuple):
         bits = _bits(values)
-        equal: npt.NDArray[np.bool_] = np.asarray(bits == bits[others])
+        equal: Mask = np.asarray(bits == bits[others])
         return equal if equal.ndim == 1 else np.asarray(equal.all(axis=1))
     bits, offsets = _bits(values[0]), values[1].numpy()
     lengths = np.diff(offsets)
-    same: npt.NDArray[np.bool_] = lengths == lengths[others]
+    same: Mask = lengths == lengths[others]
     rows = np.flatnonzero(same & (others != np.arange(len(others))))
     counts = lengths[rows]
     within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
     mine, theirs = (bits[np.repeat(offsets[which], counts) + within] for which in (rows, others[rows]))
     same[np.repeat(rows, counts)[mine != theirs]] = False
     return same
+
+
+def changes(column: Any) -> Mask:
+    """Of each row [N] of an Arrow column whether its value is another than the row's before; of the first one True.
+
+    Lists differ by length or by any value, floats by any bit.
+    """
+    values = tensors_of_column(column)
+    changed: Mask = ~_equal_rows(values, np.maximum(np.arange(len(column)) - 1, 0))
+    changed[:1] = True
+    return changed
 
 
 def _taken(values: Values, rows: Tensor) -> Values:

@@ -325,9 +325,9 @@ class TreeSamples(FileSamples):
     ) -> None:
         """Find the files and read their footers; arguments and errors as of :class:`ParquetSamples`."""
         require_arrow()
-        from geartrain.workers.samples.trees.reading import TreeFiles
+        from geartrain.workers.samples.parquet import ParquetRows
 
-        source = TreeFiles(where, columns=columns, hash_strings=hash_strings, fill=fill or {})
+        source = ParquetRows(where, columns=columns, hash_strings=hash_strings, fill=fill or {}, trees=True)
         self.levels = source.levels
         super().__init__(source, batch_size=batch_size, seed=seed, window_rows=window_rows, drop_last=drop_last)
 

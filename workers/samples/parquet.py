@@ -1,30 +1,37 @@
-"""Row groups of Parquet files as parts of a source."""
+"""Row groups of Parquet files as parts of a source: plain ones, or those of every level of sample trees."""
 
 from __future__ import annotations
 
-import logging
+import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from geartrain.ams.values.errors import SourceDamaged
-from geartrain.workers.samples.columns import Hashed, planned_columns
-from geartrain.workers.samples.flat_rows import FlatRows
+from geartrain.ams.values.specs import Ids
+from geartrain.workers.samples.columns import ColumnPlan, Hashed, planned_columns
+from geartrain.workers.samples.rows import SampleRows
+from geartrain.workers.samples.trees.layout import COUNTS, levels_in
 from geartrain.workers.samples.urls import DataFile, Where, find_files
 
 SUFFIXES = (".parquet", ".pq")
 _FOOTERS_AT_ONCE = 8
-logger = logging.getLogger(__name__)
+_NAME = re.compile(r"(.+)\.[\w-]+\.parquet")
+_PLAIN = ("",)
+"""The levels of files that are no trees."""
 
 
-class _Group(NamedTuple):
-    file: int
-    number: int
-    first_row: int
-    """In its file."""
+class _Level(NamedTuple):
+    """The table of one level in one set of files."""
+
+    file: DataFile
+    footer: Any
 
 
 class ParquetRows:
@@ -37,39 +44,111 @@ class ParquetRows:
         columns: Sequence[str] | Mapping[str, str] | None,
         hash_strings: Hashed,
         fill: Mapping[str, float],
+        trees: bool = False,
     ) -> None:
-        self._files = find_files(where, SUFFIXES)
+        files = find_files(where, SUFFIXES)
         with ThreadPoolExecutor(_FOOTERS_AT_ONCE) as pool:
-            self._footers = list(pool.map(footer_of, self._files))
-        schemas = [footer.schema.to_arrow_schema() for footer in self._footers]
-        first = self._files[0].name
-        self._plan = planned_columns(columns, schemas[0], first, hash_strings, fill)
-        said_by = "columns" if isinstance(columns, Mapping) else first
-        for file, schema in zip(self._files, schemas, strict=True):
-            self._plan.require_in(schema, file.name, said_by)
-        self._groups: list[_Group] = []
-        self.part_rows: list[int] = []
-        for place, footer in enumerate(self._footers):
-            row = 0
-            for number in range(footer.num_row_groups):
-                self._groups.append(_Group(place, number, row))
-                self.part_rows.append(footer.row_group(number).num_rows)
-                row += self.part_rows[-1]
+            footers = list(pool.map(_footer_of, files))
+        schemas = {file.name: footer.schema.to_arrow_schema() for file, footer in zip(files, footers, strict=True)}
+        place = files[0].name
+        self.levels = levels_in(schemas[place], place)[0] if trees else _PLAIN
+        self._sets = (
+            _sets(files, footers, schemas, self.levels)
+            if trees
+            else [{"": _Level(file, footer)} for file, footer in zip(files, footers, strict=True)]
+        )
+        first = {level: schemas[found.file.name] for level, found in self._sets[0].items()}
+        own = {level: [name for name in first[level].names if not trees or name != COUNTS] for level in self.levels}
+        fields = [first[level].field(name) for level in self.levels for name in own[level]]
+        said_by = "columns" if isinstance(columns, Mapping) else place
+        plan = planned_columns(
+            columns, pa.schema(fields), place.rpartition("/")[0] if trees else place, hash_strings, fill
+        )
+        self._plans = {level: _part_of(plan, own[level]) for level in self.levels}
+        for file_set in self._sets:
+            for level, found in file_set.items():
+                self._plans[level].require_in(schemas[found.file.name], found.file.name, said_by)
+        self._groups = [
+            (file_set, group)
+            for file_set in self._sets
+            for group in range(file_set[self.levels[-1]].footer.num_row_groups)
+        ]
+        self.part_rows = [found[self.levels[-1]].footer.row_group(group).num_rows for found, group in self._groups]
 
     @property
     def identity(self) -> Any:
         """See SampleSource."""
-        return [[file.inner_name, footer.num_rows] for file, footer in zip(self._files, self._footers, strict=True)]
+        return [
+            [level.file.inner_name, level.footer.num_rows] for file_set in self._sets for level in file_set.values()
+        ]
 
-    def read(self, part: int) -> FlatRows:
+    def read(self, part: int) -> SampleRows:
         """See SampleSource. Raises SourceDamaged."""
-        group = self._groups[part]
-        file = self._files[group.file]
-        table = read_group(file, self._footers[group.file], group.number, list(self._plan.types))
-        return FlatRows(self._plan.apply(table, lambda row: f"{file.name}, row {group.first_row + row}"))
+        file_set, group = self._groups[part]
+        *outer_levels, last = self.levels
+        outer: dict[str, tuple[Any, Ids]] = {}
+        parents: Ids | None = None
+        """Of each node of the level that is read the row of its parent."""
+        for level in self.levels:
+            found, plan = file_set[level], self._plans[level]
+            names = [*plan.types] if level == last else [*plan.types, COUNTS]
+            table = _read_group(found.file, found.footer, group, names)
+            num_nodes = found.footer.row_group(group).num_rows
+            if parents is not None and len(parents) != num_nodes:
+                raise SourceDamaged(
+                    f"{found.file.name}: row group {group} has {num_nodes} nodes, those of the level before have "
+                    f"{len(parents)} children; the files do not belong together"
+                )
+            if parents is not None:  # what the outer levels have of these nodes
+                outer = {name: (nodes, places[parents]) for name, (nodes, places) in outer.items()}
+            samples = plan.apply(table, partial(_row_name, found, group))
+            if level in outer_levels:
+                outer[level] = samples, np.arange(num_nodes)
+                parents = np.repeat(np.arange(num_nodes), table.column(COUNTS).to_numpy())
+        return SampleRows(samples, num_nodes, outer)
 
 
-def read_group(file: DataFile, footer: Any, group: int, columns: list[str]) -> Any:
+def _row_name(level: _Level, group: int, row: int) -> str:
+    first = sum(level.footer.row_group(before).num_rows for before in range(group))
+    return f"{level.file.name}, row {first + row}"
+
+
+def _part_of(plan: ColumnPlan, columns: Sequence[str]) -> ColumnPlan:
+    return ColumnPlan(
+        {name: plan.types[name] for name in plan.types if name in columns},
+        {name: seed for name, seed in plan.seeds.items() if name in columns},
+        {name: value for name, value in plan.fill.items() if name in columns},
+    )
+
+
+def _sets(
+    files: Sequence[DataFile], footers: Sequence[Any], schemas: Mapping[str, Any], levels: tuple[str, ...]
+) -> list[dict[str, _Level]]:
+    """The files of each set by level. Raises SourceDamaged for one that is not whole."""
+    found: dict[str, dict[str, _Level]] = {}
+    for file, footer in zip(files, footers, strict=True):
+        its_levels, level = levels_in(schemas[file.name], file.name)
+        if its_levels != levels:
+            raise SourceDamaged(
+                f"{file.name} has levels {', '.join(its_levels)}; {files[0].name} has {', '.join(levels)}"
+            )
+        match = _NAME.fullmatch(PurePosixPath(file.inner_name).name)
+        folder = file.inner_name.rpartition("/")[0]
+        found.setdefault(f"{folder}/{match[1] if match else file.inner_name}", {})[level] = _Level(file, footer)
+    for name, file_set in found.items():
+        missing = [level for level in levels if level not in file_set]
+        if missing:
+            some = next(iter(file_set.values())).file.name
+            raise SourceDamaged(f"{some} is there, and no file of level {missing[0]!r} beside it ({name.lstrip('/')})")
+        counts = {level: file_set[level].footer.num_row_groups for level in levels}
+        if len(set(counts.values())) > 1:
+            raise SourceDamaged(
+                f"the files of {name.lstrip('/')} have {counts} row groups; they do not belong together"
+            )
+    return [{level: file_set[level] for level in levels} for _, file_set in sorted(found.items())]
+
+
+def _read_group(file: DataFile, footer: Any, group: int, columns: list[str]) -> Any:
     """A row group as a table. Raises SourceDamaged."""
     try:
         with file.open() as opened:
@@ -80,7 +159,7 @@ def read_group(file: DataFile, footer: Any, group: int, columns: list[str]) -> A
         raise SourceDamaged(f"{file.name}: row group {group} (rows {first} to {last}) cannot be read: {exc}") from exc
 
 
-def footer_of(file: DataFile) -> Any:
+def _footer_of(file: DataFile) -> Any:
     """The footer of a file. Raises SourceDamaged."""
     try:
         with file.open() as opened:

@@ -9,7 +9,8 @@ from typing import Protocol
 from geartrain.workers.data.streams import Position
 from geartrain.workers.samples.batches import SampleBatch
 from geartrain.workers.samples.order import EpochOrder, Window
-from geartrain.workers.samples.source import SampleRows, SampleSource
+from geartrain.workers.samples.rows import SampleRows
+from geartrain.workers.samples.source import SampleSource
 
 _PARTS_KEPT = 2
 """Neighbouring streams and windows share a part."""

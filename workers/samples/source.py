@@ -4,32 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, Self
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
-
-from geartrain.workers.samples.batches import SampleBatch
-
-
-class SampleRows(Protocol):
-    """Some samples in memory."""
-
-    @property
-    def num_rows(self) -> int:
-        """So many."""
-
-    def slice(self, first: int, count: int) -> Self:
-        """At most ``count`` of them from ``first`` on. Copies nothing."""
-
-    def shuffled(self, random: np.random.Generator) -> Self:
-        """All of them in another order, which depends on them and ``random`` alone."""
-
-    def joined(self, others: Sequence[Self]) -> Self:
-        """These, then those of ``others``."""
-
-    def batch(self, cursors: Mapping[int, tuple[int, int]]) -> SampleBatch:
-        """As tensors."""
+if TYPE_CHECKING:
+    from geartrain.workers.samples.rows import SampleRows
 
 
 class SampleSource(Protocol):

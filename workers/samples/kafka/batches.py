@@ -14,9 +14,9 @@ from geartrain.ams.values.errors import BrokerUnavailable, SourceDamaged, Source
 from geartrain.ams.values.text import counted
 from geartrain.workers.data.streams import Position
 from geartrain.workers.samples.batches import SampleBatch
-from geartrain.workers.samples.flat_rows import tensors_of
 from geartrain.workers.samples.kafka.messages import MessageTables, Rows, place_of, position_of
 from geartrain.workers.samples.kafka.topic import Topic
+from geartrain.workers.samples.rows import tensors_of
 
 logger = logging.getLogger(__name__)
 _SLICE_SECONDS = 0.5

@@ -15,8 +15,8 @@ import pyarrow.parquet as pq
 from geartrain.ams.values.errors import ColumnMismatch, InvalidArgument
 from geartrain.ams.values.text import quoted
 from geartrain.workers.atomic import replacing_folder
-from geartrain.workers.samples.changes import Mask, changes
 from geartrain.workers.samples.columns import missing_column
+from geartrain.workers.samples.dedup import Mask, changes
 from geartrain.workers.samples.trees.layout import COUNTS, file_name, with_levels
 
 _GROUPS_OF_PART = 64

@@ -1,0 +1,100 @@
+"""Samples in memory: rows of Arrow tables, and their columns as tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from torch import Tensor
+
+from geartrain.ams.values.specs import Ids
+from geartrain.bridge.embedding.levels import Nodes
+from geartrain.workers.samples.batches import SampleBatch, Values
+from geartrain.workers.samples.columns import whole_array
+
+
+class SampleRows:
+    """Some samples: the rows of a table, and of trees, which share the rows of outer levels, the node of each there."""
+
+    def __init__(self, table: Any, num_rows: int, outer: Mapping[str, tuple[Any, Ids]] | None = None) -> None:
+        """``outer``: of each level but the last its table, and the row [num_rows] of each sample in it; outermost
+        first.
+        """
+        self.table, self.num_rows, self._outer = table, num_rows, outer or {}
+
+    def slice(self, first: int, count: int) -> SampleRows:
+        """At most ``count`` of them from ``first`` on. Copies nothing."""
+        end = min(self.num_rows, first + count)
+        outer = {level: (table, places[first:end]) for level, (table, places) in self._outer.items()}
+        return SampleRows(self.table.slice(first, count), end - first, outer)
+
+    def shuffled(self, random: np.random.Generator) -> SampleRows:
+        """All in another order, which depends on them and ``random`` alone. Trees stay together: they change places."""
+        roots = next((places for _, places in self._outer.values()), np.arange(self.num_rows))
+        starts = np.flatnonzero(np.diff(roots, prepend=-1))
+        lengths = np.diff(np.append(starts, len(roots)))
+        trees = random.permutation(len(starts))
+        starts, lengths = starts[trees], lengths[trees]
+        order = np.repeat(starts - (np.cumsum(lengths) - lengths), lengths) + np.arange(len(roots))
+        outer = {level: (table, places[order]) for level, (table, places) in self._outer.items()}
+        return SampleRows(self.table.combine_chunks().take(pa.array(order)), self.num_rows, outer)
+
+    def joined(self, others: Sequence[SampleRows]) -> SampleRows:
+        """These, then those of ``others``. Tables that several have are there once."""
+        if not others:
+            return self
+        parts = [self, *others]
+        outer = {level: _joined([part._outer[level] for part in parts]) for level in self._outer}
+        table = pa.concat_tables([part.table for part in parts])
+        return SampleRows(table, sum(part.num_rows for part in parts), outer)
+
+    def batch(self, cursors: Mapping[int, tuple[int, int]]) -> SampleBatch:
+        """As tensors."""
+        columns = {}
+        level_of: dict[str, str] = {}
+        nodes: dict[str, Nodes] = {}
+        for level, (table, places) in self._outer.items():
+            kept, index = np.unique(places, return_inverse=True)
+            nodes[level] = Nodes(torch.from_numpy(index.astype(np.int64)), len(kept))
+            columns.update(tensors_of(table.take(pa.array(kept))))
+            level_of.update(dict.fromkeys(table.column_names, level))
+        columns.update(tensors_of(self.table))
+        return SampleBatch(columns, self.num_rows, cursors, level_of, nodes)
+
+
+def _joined(parts: Sequence[tuple[Any, Ids]]) -> tuple[Any, Ids]:
+    first: dict[int, int] = {}
+    tables: list[Any] = []
+    count = 0
+    for table, _ in parts:
+        if id(table) not in first:
+            first[id(table)] = count
+            tables.append(table)
+            count += table.num_rows
+    places = np.concatenate([places + first[id(table)] for table, places in parts])
+    return pa.concat_tables(tables) if len(tables) > 1 else tables[0], places
+
+
+def tensors_of(table: Any) -> dict[str, Values]:
+    """The columns of an Arrow table whose types are those of samples, with nothing missing. Copies them."""
+    return {name: tensors_of_column(table.column(name)) for name in table.column_names}
+
+
+def tensors_of_column(column: Any) -> Values:
+    """One of them; strings come as numbers that are equal where they are."""
+    array = whole_array(column)
+    if pa.types.is_large_list(array.type):
+        offsets = array.offsets.to_numpy().astype(np.int64)
+        return _own(array.flatten()), torch.from_numpy(offsets - offsets[0])
+    if pa.types.is_fixed_size_list(array.type):
+        return _own(array.flatten()).view(len(array), array.type.list_size)
+    return _own(array)
+
+
+def _own(array: Any) -> Tensor:
+    if pa.types.is_string(array.type) or pa.types.is_large_string(array.type):
+        array = array.dictionary_encode().indices.cast(pa.int64())
+    return torch.from_numpy(np.array(array.to_numpy(zero_copy_only=False)))
