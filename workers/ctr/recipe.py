@@ -1,11 +1,11 @@
-"""How a click model is trained: values only."""
+"""How models with embeddings, click models among them, are trained: values only."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from geartrain.ams.values.errors import ConfigError
 from geartrain.ams.values.text import quoted
@@ -17,22 +17,16 @@ MODELS = ("deepfm", "wide_deep", "dssm", "din", "dien", "crossmedia")
 
 
 @dataclass(frozen=True, kw_only=True)
-class CtrRecipe:
-    """Settings of a training, all but where it runs."""
+class EmbeddingRecipe:
+    """Settings of a training of a network with embeddings, all but where it runs."""
 
-    model: str = "deepfm"
     split: str = "random"
-    validation: bool = False
-    """Test on a fifth of the samples to train on, split off in the same way, in the place of what is held out: to
-    choose settings by."""
     dim: int = 16
     """Width of embeddings."""
     hidden: tuple[int, ...] = (64, 32)
     dropout: float = 0.2
     history: int = 0
     """The latest so many events of a sample's user before it; 0: no history."""
-    fresh: bool = False
-    """Histories of samples held out by time go on through what is held out: all that is earlier."""
     batch_size: int = 500
     steps: int = 960
     """Of a stage."""
@@ -44,14 +38,13 @@ class CtrRecipe:
     """Peak learning rate of the network, by Adam."""
     seed: int = 0
     snapshots: SnapshotSettings = field(default_factory=SnapshotSettings)
+    least: ClassVar[Mapping[str, int]] = {"dim": 2, "history": 0, "batch_size": 1, "steps": 1}
 
     def __post_init__(self) -> None:
         """Raises ConfigError that names the value."""
-        if self.model not in MODELS:
-            raise ConfigError(f"model is {quoted(self.model)}; it must be one of {', '.join(MODELS)}")
         if self.split not in SPLITS:
             raise ConfigError(f"split is {quoted(self.split)}; it must be one of {', '.join(SPLITS)}")
-        for name, least in {"dim": 2, "history": 0, "batch_size": 1, "steps": 1}.items():
+        for name, least in self.least.items():
             if getattr(self, name) < least:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be at least {least}")
         for name in ("lr", "row_lr"):
@@ -69,6 +62,24 @@ class CtrRecipe:
     def stage_steps(self) -> int:
         """Updates of one stage."""
         return self.steps
+
+
+@dataclass(frozen=True, kw_only=True)
+class CtrRecipe(EmbeddingRecipe):
+    """That of a click model."""
+
+    model: str = "deepfm"
+    validation: bool = False
+    """Test on a fifth of the samples to train on, split off in the same way, in the place of what is held out: to
+    choose settings by."""
+    fresh: bool = False
+    """Histories of samples held out by time go on through what is held out: all that is earlier."""
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError that names the value."""
+        if self.model not in MODELS:
+            raise ConfigError(f"model is {quoted(self.model)}; it must be one of {', '.join(MODELS)}")
+        super().__post_init__()
 
 
 _Choice = Mapping[str, object]

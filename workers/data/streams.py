@@ -2,7 +2,8 @@
 
 Sample i of N belongs to a stream for good; a stream's order in an epoch is a function of (seed, epoch, stream). Workers
 read whole streams (:class:`StreamReader`), or all of them in turn as one sequence that ranks cut into equal parts
-(:class:`JointOrder`). Either way a cursor says, for each stream, its epoch and how many samples of it are consumed.
+(:class:`JointOrder`). A cursor says of each stream its epoch and how many samples of it are consumed, or, of all in
+turn, how many samples are.
 
 Memory: 8 · N bytes for the assignment and 8 · N for the orders of one epoch.
 """
@@ -10,7 +11,6 @@ Memory: 8 · N bytes for the assignment and 8 · N for the orders of one epoch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
@@ -31,39 +31,6 @@ class Position(NamedTuple):
 
     epoch: int = 0
     consumed: int = 0
-
-
-@dataclass(frozen=True)
-class ReadingPosition:
-    """What was consumed of all streams, and of which data."""
-
-    num_samples: int | None
-    """Samples of the data; None if that is unknown (iterable data)."""
-    seed: int
-    positions: tuple[Position, ...]
-    """One for each stream."""
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain values."""
-        positions = [[at.epoch, at.consumed] for at in self.positions]
-        return {"num_samples": self.num_samples, "seed": self.seed, "positions": positions}
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> ReadingPosition:
-        """What :meth:`to_json` returned. Raises ConfigError."""
-        try:
-            positions = tuple(Position(epoch, consumed) for epoch, consumed in values["positions"])
-            return cls(values["num_samples"], values["seed"], positions)
-        except (KeyError, TypeError, ValueError) as exc:
-            raise ConfigError(f"{dict(values)!r:.200} is not a cursor: {exc!r}") from exc
-
-    @property
-    def consumed(self) -> int:
-        """Samples consumed in all. Raises InvalidArgument if the data have no known size."""
-        if self.num_samples is None:
-            raise InvalidArgument("these data have no known size")
-        sizes = stream_sizes(self.num_samples, len(self.positions))
-        return sum(at.epoch * size + at.consumed for at, size in zip(self.positions, sizes, strict=True))
 
 
 def stream_sizes(num_samples: int, num_streams: int = NUM_STREAMS) -> list[int]:
@@ -87,16 +54,6 @@ class StreamOrder:
         """Indices of the stream's samples in the order of that epoch: int64 [size of the stream]."""
         mine = self._assigned[stream :: self.num_streams]
         return mine[torch.randperm(len(mine), generator=_generator(self.seed, epoch, stream))]
-
-    def require(self, cursor: ReadingPosition) -> None:
-        """Raise ConfigError unless ``cursor`` was made for these data, this seed and this number of streams."""
-        made_for = (cursor.num_samples, cursor.seed, len(cursor.positions))
-        if made_for != (self.num_samples, self.seed, self.num_streams):
-            raise ConfigError(
-                f"the cursor was made for {counted(made_for[0] or 0, 'sample')}, seed {made_for[1]} and {made_for[2]} "
-                f"streams, not for {self.num_samples}, {self.seed} and {self.num_streams}: the data changed since. "
-                "Bring the old ones back, or start a new run"
-            )
 
 
 class JointOrder:
@@ -128,20 +85,24 @@ class JointOrder:
         """The epoch of the first sample of ``step``."""
         return step * self._batch_size // self._streams.num_samples
 
-    def cursor(self, step: int) -> ReadingPosition:
-        """What is consumed when ``step`` steps are done."""
-        streams = self._streams
-        epoch, consumed = divmod(step * self._batch_size, streams.num_samples)
-        positions = stream_sizes(consumed, streams.num_streams)
-        return ReadingPosition(streams.num_samples, streams.seed, tuple(Position(epoch, at) for at in positions))
+    def cursor(self, step: int) -> dict[str, int]:
+        """What ``step`` steps consume, and of which data: the place in each stream follows from it."""
+        streams, consumed = self._streams, step * self._batch_size
+        data = {"num_samples": streams.num_samples, "seed": streams.seed, "num_streams": streams.num_streams}
+        return {**data, "consumed": consumed}
 
-    def require(self, cursor: ReadingPosition, step: int) -> None:
+    def require(self, cursor: Mapping[str, int], step: int) -> None:
         """Raise ConfigError unless ``cursor`` is where these data stand after ``step`` steps."""
-        self._streams.require(cursor)
-        if cursor != self.cursor(step):
+        own = self.cursor(step)
+        if {**cursor, "consumed": own["consumed"]} != own:
             raise ConfigError(
-                f"the cursor has consumed {cursor.consumed} samples, {counted(step, 'step')} of {self._batch_size} "
-                f"consume {step * self._batch_size}: rows, backbone and data do not belong together"
+                f"the cursor was made for {_data(cursor)}, not for {_data(own)}: the data changed since. Bring the old "
+                "ones back, or start a new run"
+            )
+        if cursor != own:
+            raise ConfigError(
+                f"the cursor has consumed {cursor.get('consumed')} samples, {counted(step, 'step')} of "
+                f"{self._batch_size} consume {own['consumed']}: rows, backbone and data do not belong together"
             )
 
     def _sequence(self, epoch: int) -> Tensor:
@@ -151,6 +112,11 @@ class JointOrder:
                 order[stream :: self._streams.num_streams] = self._streams.indices(epoch, stream)
             self._order, self._epoch = order, epoch
         return self._order
+
+
+def _data(cursor: Mapping[str, int]) -> str:
+    samples, seed, streams = (cursor.get(key) for key in ("num_samples", "seed", "num_streams"))
+    return f"{samples} samples, seed {seed} and {streams} streams"
 
 
 class Indexable(Protocol[T_co]):

@@ -16,7 +16,6 @@ from geartrain.ams.storage.snapshot.store import place, within
 from geartrain.ams.values.errors import ConfigError, InvalidArgument, SnapshotDamaged
 from geartrain.ams.values.text import other_format
 from geartrain.bridge.rows.state import state_from_bytes, state_to_bytes
-from geartrain.workers.data.streams import ReadingPosition
 from geartrain.workers.job.keys import as_json, recipe_of
 
 FORMAT = 1
@@ -55,7 +54,8 @@ class JobState:
     """Which kind of job: that of ``geartrain worker``."""
     recipe: Any
     progress: Progress
-    cursor: ReadingPosition
+    cursor: dict[str, int]
+    """See :meth:`geartrain.workers.data.streams.JointOrder.cursor`."""
     data: dict[str, Any]
     """JSON: where the samples came from, and what else the job knows."""
     tensors: dict[str, Any]
@@ -72,7 +72,7 @@ class JobState:
             "job": self.job,
             "recipe": as_json(self.recipe),
             "progress": asdict(self.progress),
-            "cursor": self.cursor.to_json(),
+            "cursor": self.cursor,
             "data": self.data,
             "world_size": len(self.tensors["random"]),
             "scheduler": self.scheduler,
@@ -99,7 +99,7 @@ class JobState:
                 job=job,
                 recipe=recipe_of(recipe_class, values["recipe"], "the saved recipe"),
                 progress=Progress(**values["progress"]),
-                cursor=ReadingPosition.from_json(values["cursor"]),
+                cursor=dict(values["cursor"]),
                 data=values["data"],
                 tensors=state_from_bytes(files.pop(_TENSORS)),
                 files=files,
