@@ -43,22 +43,6 @@ def test_initial_values_do_not_depend_on_the_number_of_shards(cluster: Cluster) 
         np.testing.assert_array_equal(table.pull(np.arange(300)), same.pull(np.arange(300)))
 
 
-@pytest.mark.parametrize("num_rows", [None, 10_000])
-def test_pushes_follow_the_float64_reference(cluster: Cluster, num_rows: int | None) -> None:
-    optimizer = SparseMomentum(lr=0.1, momentum=0.9, weight_decay=0.01)
-    table = cluster.create_table("t", dim=16, optimizer=optimizer, num_rows=num_rows)
-    weights = table.pull(np.arange(10_000)).astype(np.float64)
-    velocity = np.zeros_like(weights)
-    for step in range(5):
-        ids = some_ids(3_000)
-        gradients = rng.normal(size=(3_000, 16)).astype(np.float32)
-        lr = 0.1 / (step + 1)
-        table.push(ids, gradients, lr=lr, scale=0.5)
-        velocity[ids] = 0.9 * velocity[ids] + 0.5 * gradients + 0.01 * weights[ids]
-        weights[ids] -= lr * velocity[ids]
-    np.testing.assert_allclose(table.pull(np.arange(10_000)), weights, rtol=1e-5, atol=1e-5)
-
-
 def test_a_push_carries_numbers_of_the_optimizer(cluster: Cluster) -> None:
     table = cluster.create_table("t", dim=8, optimizer=AdamW(lr=0.1), initializer=Constant(0.5))
     ids, distinct = np.array([7, 3, 7]), np.array([3, 7])

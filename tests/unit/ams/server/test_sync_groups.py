@@ -43,27 +43,11 @@ def pulled(shard: Shard, ids: list[int]) -> list[float]:
     return out[:, 0].tolist()
 
 
-def test_the_ranks_are_weighted_by_samples_and_applied_once_to_the_union(shard: Shard) -> None:
-    first = shard.submit(context(0, 1), push(0, 1, [1, 2], 4.0, samples=3))
-    assert pulled(shard, [1, 2, 3]) == [0, 0, 0]
-    assert not first.done()
-    second = shard.submit(context(1, 1), push(1, 1, [2, 3], 8.0, samples=1))
-    assert first.result(10) == second.result(10) == Done(created=3)
-    assert pulled(shard, [1, 2, 3]) == [-3.0, -5.0, -2.0]
-
-
 @pytest.mark.parametrize("sequence", [0, 2**62 + 1])
 def test_a_step_that_has_no_next_one_is_refused(shard: Shard, sequence: int) -> None:
     with pytest.raises(InvalidArgument, match=rf"sequence {sequence} of job 'j' must lie in \[1, 2\^62\]"):
         shard.submit(context(0, 1), push(0, sequence, [1], 1.0, world_size=1)).result(10)
     assert shard.submit(context(0, 1), push(0, 2**62, [1], 1.0, world_size=1)).result(10).created == 1
-
-
-def test_a_rank_without_ids_still_counts(shard: Shard) -> None:
-    first = shard.submit(context(0, 1), push(0, 1, [], 0.0, samples=0))
-    second = shard.submit(context(1, 1), push(1, 1, [7], 1.0, samples=2))
-    assert first.result(10).created == second.result(10).created == 1
-    assert pulled(shard, [7]) == [-1.0]
 
 
 def test_a_retried_rank_joins_and_a_late_retry_is_a_duplicate(shard: Shard) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,6 +15,7 @@ from geartrain.ams.values.errors import InvalidArgument, InvalidRows, NonFinite
 from geartrain.ams.values.optimizers.registry import Adagrad, RowOptimizerSpec
 from geartrain.ams.values.optimizers.spec import UpdateStep
 from geartrain.ams.values.specs import DTYPES, DTypeName, Normal, TableSpec
+from tests.support.row_tables import contents_of, contents_of_reference, pulled
 from tests.support.torch_twins import TORCH_TWINS
 
 SPECS = {name: optimizer for name, (optimizer, _) in TORCH_TWINS.items()}
@@ -32,28 +34,6 @@ def make(
     )
     reference = ReferenceTable(dim, optimizer, Normal(), 3, table_hash("t"), dtype, slot_dtype)
     return RowTable(spec, np.arange(4096)), reference
-
-
-def state_of(table: RowTable) -> dict[int, tuple[bytes, bytes, int]]:
-    table.freeze()
-    ids, rows, slots, steps, _ = table.read_frozen(10_000)
-    table.thaw(kept=True)
-    width = table.spec.slot_dim
-    slots = np.empty((len(ids), width), np.float32) if slots is None else slots
-    steps = np.zeros(len(ids), np.int64) if steps is None else steps
-    values = zip(ids.tolist(), rows, slots, steps.tolist(), strict=True)
-    return {row_id: (row.tobytes(), slot.tobytes(), t) for row_id, row, slot, t in values}
-
-
-def expected_of(table: ReferenceTable, spec: TableSpec) -> dict[int, tuple[bytes, bytes, int]]:
-    return {
-        row_id: (
-            row.tobytes(),
-            table.slots_of(row_id).tobytes(),
-            table.updates.get(row_id, 0) if spec.counts_updates else 0,
-        )
-        for row_id, row in table.rows.items()
-    }
 
 
 @pytest.mark.parametrize("num_rows", [None, 20_000])
@@ -90,7 +70,7 @@ def test_rows_slots_and_updates_have_the_bits_of_the_reference(
         if step == 3:
             ours.assign(ids[:9], values[:9].astype(DTYPES[dtype]))
             theirs.assign(ids[:9], values[:9].astype(DTYPES[dtype]))
-    assert state_of(ours) == expected_of(theirs, ours.spec)
+    assert contents_of(ours) == contents_of_reference(theirs, ours.spec)
 
 
 @pytest.mark.parametrize("dim", [1, 2, 15, 16, 33])
@@ -102,13 +82,13 @@ def test_rows_of_any_width_have_the_bits_of_the_reference(name: str, dim: int) -
         gradients = generator.standard_normal((20, dim)).astype(np.float32)
         ours.push(ids, gradients, lr=0.1)
         theirs.push(ids, gradients, 0.1)
-    found = state_of(ours)
-    assert found == expected_of(theirs, ours.spec)
+    found = contents_of(ours)
+    assert found == contents_of_reference(theirs, ours.spec)
     assert {len(slots) for _, slots, _ in found.values()} == {ours.spec.slot_bytes}
     again, _ = make(SPECS[name], dim)
     ours.freeze()
     again.restore(*ours.read_frozen(20))
-    assert state_of(again) == found
+    assert contents_of(again) == found
 
 
 @pytest.mark.parametrize("name", SPECS)
@@ -138,34 +118,37 @@ def test_any_sequence_of_calls_equals_the_reference_or_changes_nothing(
             ours.assign(ids, rows)
             theirs.assign(ids, rows)
             continue
-        before = state_of(ours)
+        before = contents_of(ours)
         takes_all = ours.cannot_overflow(float(np.abs(values).max(initial=0)), lr=lr)
         try:
             ours.push(ids, values, lr=lr)
         except NonFinite:
-            assert state_of(ours) == before
+            assert contents_of(ours) == before
             assert not takes_all
         else:
             theirs.push(ids, values, lr)
-    found = state_of(ours)
-    assert found == expected_of(theirs, ours.spec)
+    found = contents_of(ours)
+    assert found == contents_of_reference(theirs, ours.spec)
     assert all(np.isfinite(np.frombuffer(row, DTYPES[dtype]).astype(np.float32)).all() for row, _, _ in found.values())
 
 
 @pytest.mark.parametrize("name", SPECS)
-def test_a_row_moved_by_float32_stays_close_to_one_moved_by_float64(name: str) -> None:
-    optimizer = SPECS[name]
+def test_rows_follow_torch_in_float64_while_the_learning_rate_changes(name: str) -> None:
+    optimizer, of_torch = TORCH_TWINS[name]
     ours, _ = make(optimizer, 16)
     ids, generator = np.arange(10), np.random.default_rng(2)
-    rows = np.empty((10, 16), np.float32)
-    ours.pull(ids, rows)
-    exact, slots = rows.astype(np.float64), np.zeros((10, ours.spec.slot_dim))
-    for step in range(50):
+    exact, slots = pulled(ours, ids).astype(np.float64), np.zeros((10, ours.spec.slot_dim))
+    weights = torch.from_numpy(exact.copy()).requires_grad_()
+    twin = of_torch(weights)
+    for step in range(60):
+        lr = 0.05 * (1 + step % 7) / 7
         gradients = generator.standard_normal((10, 16)).astype(np.float32)
-        ours.push(ids, gradients, lr=0.05, scale=0.5)
-        exact, slots = optimizer.updated(exact, slots, gradients, UpdateStep(0.05, 0.5, step + 1, np.float64))
-    ours.pull(ids, rows)
-    np.testing.assert_allclose(rows, exact, rtol=1e-4, atol=1e-5)
+        ours.push(ids, gradients, lr=lr, scale=0.5)
+        exact, slots = optimizer.updated(exact, slots, gradients, UpdateStep(lr, 0.5, step + 1, np.float64))
+        weights.grad, twin.param_groups[0]["lr"] = torch.from_numpy(gradients).double() * 0.5, lr
+        twin.step()
+    np.testing.assert_allclose(exact, weights.detach().numpy(), rtol=1e-11, atol=1e-12)
+    np.testing.assert_allclose(pulled(ours, ids), exact, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(

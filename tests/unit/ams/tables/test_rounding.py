@@ -13,6 +13,7 @@ from geartrain.ams.tables.row_table import RowTable
 from geartrain.ams.values.errors import InvalidRows, NonFinite
 from geartrain.ams.values.optimizers.registry import SGD, Momentum, RowOptimizerSpec, SparseMomentum
 from geartrain.ams.values.specs import DTYPES, Constant, DTypeName, TableSpec
+from tests.support.row_tables import pulled
 
 HALVES: list[DTypeName] = ["float16", "bfloat16"]
 LARGEST = {"float16": 65504.0, "bfloat16": (2 - 2**-7) * 2.0**127}
@@ -40,12 +41,6 @@ def table_of(
         seed=seed,
     )
     return RowTable(spec, np.arange(4096) if owned is None else owned)
-
-
-def pulled(table: RowTable, ids: np.ndarray) -> np.ndarray:
-    out = np.empty((len(ids), table.spec.dim), table.spec.numpy_dtype)
-    table.pull(ids, out)
-    return out
 
 
 def written(values: np.ndarray, dtype: DTypeName, ids: np.ndarray) -> np.ndarray:

@@ -10,6 +10,7 @@ from geartrain.ams.tables.row_table import RowTable
 from geartrain.ams.values.errors import InvalidArgument, InvalidIds, InvalidRows, NonFinite
 from geartrain.ams.values.optimizers.registry import SGD, Momentum, RowOptimizerSpec, SparseMomentum
 from geartrain.ams.values.specs import DTypeName, TableSpec
+from tests.support.row_tables import pulled
 
 ALL_BUCKETS = np.arange(4096)
 IDS = np.arange(6)
@@ -29,22 +30,16 @@ def make(
     return RowTable(spec, owned)
 
 
-def pulled(table: RowTable, ids: np.ndarray = IDS) -> np.ndarray:
-    out = np.empty((len(ids), 4), table.spec.numpy_dtype)
-    table.pull(ids, out)
-    return out
-
-
 def assert_refused(table: RowTable, error: type[Exception], message: str, ids: Any, rows: Any, **how: Any) -> None:
     """Push, its check and assign must all raise and change nothing, then go on working."""
-    before, present = pulled(table), table.num_present
+    before, present = pulled(table, IDS), table.num_present
     for call in (table.check_push, table.push):
         with pytest.raises(error, match=message):
             call(ids, rows, **how)
     if not how:
         with pytest.raises(error, match=message):
             table.assign(ids, rows)
-    np.testing.assert_array_equal(pulled(table), before)
+    np.testing.assert_array_equal(pulled(table, IDS), before)
     assert table.num_present == present
 
 
@@ -157,16 +152,16 @@ def test_an_update_that_would_overflow_its_storage_is_refused(
     gradients[4] = gradient
     pushes = 0
     while pushes < 10:
-        before = pulled(table)
+        before = pulled(table, IDS)
         try:
             table.push(IDS, gradients, lr=lr)
         except NonFinite as error:
             assert "would carry id 4 (index 4)" in str(error)
             break
         pushes += 1
-        assert np.all(np.isfinite(pulled(table).astype(np.float64)))
+        assert np.all(np.isfinite(pulled(table, IDS).astype(np.float64)))
     assert 1 <= pushes < 10
-    np.testing.assert_array_equal(pulled(table), before)
+    np.testing.assert_array_equal(pulled(table, IDS), before)
     table.push(IDS, ONES * np.float32(1e-3))
 
 

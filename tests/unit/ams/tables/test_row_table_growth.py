@@ -97,12 +97,3 @@ def test_rows_cross_slabs_without_moving() -> None:
     out = np.empty((count, dim), np.float16)
     table.pull(np.arange(count), out)
     np.testing.assert_array_equal(out, np.broadcast_to(np.arange(count, dtype=np.float16)[:, None], out.shape))
-
-
-def test_a_vast_dense_table_uses_memory_only_where_it_was_touched() -> None:
-    table = make(num_rows=10**9, owned=np.arange(1024))
-    bucket_ids = np.array([0, 1023, 4096 * 100_000 + 5, 4096 * 244_000])
-    table.assign(bucket_ids, value_of(bucket_ids))
-    assert_holds(table, bucket_ids)
-    assert table.num_present == 4
-    assert table.memory_bytes < 64 * 2**20

@@ -11,7 +11,8 @@ import torch
 from geartrain.ams.kernels.reference.row_table import ReferenceTable
 from geartrain.ams.tables.compiled_store import table_hash
 from geartrain.ams.tables.row_table import RowTable
-from geartrain.ams.values.errors import InvalidArgument
+from geartrain.ams.values.errors import InvalidArgument, InvalidRows, NonFinite
+from geartrain.ams.values.optimizers.adam import power
 from geartrain.ams.values.optimizers.registry import (
     FTRL,
     Adagrad,
@@ -24,6 +25,8 @@ from geartrain.ams.values.optimizers.registry import (
 )
 from geartrain.ams.values.optimizers.spec import UpdateStep
 from geartrain.ams.values.specs import Constant, Normal, TableSpec
+from tests.support.row_tables import contents_of
+from tests.support.row_tables import pulled as all_columns
 from tests.support.written_optimizers import FollowTheLeader
 
 IDS = np.arange(4)
@@ -35,10 +38,8 @@ def table_of(optimizer: RowOptimizerSpec, start: float = 0.5, dim: int = 1) -> R
     return RowTable(spec, np.arange(4096))
 
 
-def pulled(table: RowTable, ids: np.ndarray = IDS) -> np.ndarray:
-    out = np.empty((len(ids), table.spec.dim), np.float32)
-    table.pull(ids, out)
-    return out[:, 0]
+def pulled(table: RowTable) -> np.ndarray:
+    return all_columns(table, IDS)[:, 0]
 
 
 def gradient(value: float) -> np.ndarray:
@@ -231,3 +232,59 @@ def test_a_row_of_a_row_wise_optimizer_keeps_one_number_for_the_size_of_its_grad
 def test_squares_whose_sum_is_out_of_range_are_refused_though_their_mean_is_not() -> None:
     table = table_of(RowWiseAdagrad(), dim=64)
     assert table.cannot_overflow(2e18) and not table.cannot_overflow(4e18)
+
+
+def adam_table(optimizer: Adam) -> RowTable:
+    return RowTable(TableSpec(name="t", dim=5, optimizer=optimizer, seed=3), np.arange(4096))
+
+
+@pytest.mark.parametrize(
+    ("gradient", "scale"), [(1e21, 1.0), (1e15, 1e6), (3e38, 1.0), (np.inf, 1.0), (np.nan, 1.0)], ids=str
+)
+def test_a_second_moment_beyond_float32_is_refused_and_nothing_changes(gradient: float, scale: float) -> None:
+    table = adam_table(Adam(1e-3))
+    table.push(np.array([1, 2]), np.ones((2, 5), np.float32))
+    before = contents_of(table)
+    gradients = np.ones((3, 5), np.float32)
+    gradients[1, 4] = gradient
+    for call in (table.check_push, table.push):
+        with pytest.raises(NonFinite, match=r"id 2 \(index 1\)"):
+            call(np.array([1, 2, 3]), gradients, scale=scale)
+    assert contents_of(table) == before
+    table.push(np.array([1, 2, 3]), np.full((3, 5), 1e18, np.float32))
+    assert np.isfinite(all_columns(table, np.arange(4))).all()
+
+
+@pytest.mark.parametrize("place", [0, 9])
+def test_restored_moments_count_where_a_push_could_overflow(place: int) -> None:
+    table = adam_table(Adam(1e-3, (0.9, 0.9)))
+    slots = np.zeros((1, 10), np.float32)
+    slots[0, place] = 3.4e38
+    table.restore(np.array([1]), np.ones((1, 5), np.float32), slots, np.array([4]))
+    gradient = np.full((1, 5), 3.2e19 if place else 0.0, np.float32)  # 0.1 g² is 1.02e38
+    assert not table.cannot_overflow(float(gradient.max()))
+    with pytest.raises(NonFinite):
+        table.push(np.array([1]), gradient, lr=1e30)
+    assert contents_of(table)[1] == (np.ones(5, np.float32).tobytes(), slots.tobytes(), 4)
+
+
+def test_state_that_is_not_adams_is_refused() -> None:
+    table = adam_table(Adam(0.1))
+    ids, rows, slots = np.array([1]), np.ones((1, 5), np.float32), np.ones((1, 10), np.float32)
+    with pytest.raises(InvalidRows, match=r"slots of table 't' is \[1, 5\]; it must be \[1, 10\]"):
+        table.restore(ids, rows, slots[:, :5], np.array([1]))
+    with pytest.raises(InvalidRows, match="no steps were given"):
+        table.restore(ids, rows, slots)
+    for second, t in ((-1.0, 1), (1.0, -1), (1.0, 2**60)):
+        slots[0, 9] = second
+        with pytest.raises(InvalidRows, match=r"second moment below 0|number of updates outside"):
+            table.restore(ids, rows, slots, np.array([t]))
+    slots[0, 9] = np.inf
+    with pytest.raises(NonFinite):
+        table.restore(ids, rows, slots, np.array([1]))
+    assert table.num_present == 0
+
+
+@pytest.mark.parametrize("exponent", [0, 1, 2, 3, 1000, 12_345, 2**53])
+def test_a_power_is_right_to_its_last_places(exponent: int) -> None:
+    assert power(0.999, exponent) == pytest.approx(0.999**exponent, rel=1e-11)
