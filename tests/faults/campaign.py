@@ -107,7 +107,7 @@ class Campaign:
     """Runs of faults beside each other until the budget is used up."""
 
     def __init__(self, faults: Sequence[Fault], results: Results, jobs: int, console: Console) -> None:
-        self._faults = [fault for fault in faults if fault.skip is None]
+        self._faults = faults
         self._results, self._jobs, self._console = results, jobs, console
         self._next_seed = {fault.name: results.next_seed(fault.name) for fault in faults}
         self._spent = {fault.name: 0.0 for fault in faults}
@@ -116,9 +116,6 @@ class Campaign:
         self._per_run = {fault.name: 1 for fault in faults}
         self._stop = threading.Event()
         self.failed: list[tuple[Fault, Result]] = []
-        for fault in faults:
-            if fault.skip is not None:
-                console.print(f"{fault.name}: skipped, {fault.skip}")
 
     def run(self, budget_seconds: float) -> None:
         """Use up the budget, with one run at least; on KeyboardInterrupt end what runs and return."""

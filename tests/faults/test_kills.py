@@ -1,4 +1,4 @@
-"""A role of a real cluster is killed at a random moment; the job's own log says what must be there."""
+"""Processes of a real cluster are killed, or stopped and replaced, at random moments; logs say what must be there."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import pytest
 
 from tests.faults.kills import ROLES, Oracle, run_kill
 from tests.faults.pusher import SPEC
+from tests.faults.stops import run_stop
+from tests.faults.two_jobs import DEATHS, run_two_jobs
 
 
 @pytest.mark.parametrize("role", ROLES)
@@ -29,3 +31,11 @@ def test_the_oracle_finds_what_is_lost_or_doubled(tmp_path: Path) -> None:
     for wrong in ([1], [3], [1, 2], [1, 1, 3], [1, 2, 2, 3]):
         with pytest.raises(AssertionError, match="no such sum"):
             oracle.require_nothing_lost_or_doubled(oracle.sum_of(wrong)[ids], ids)
+
+
+def test_a_process_that_goes_on_after_it_was_replaced_loses_and_doubles_nothing(tmp_path: Path) -> None:
+    assert run_stop(2, tmp_path).zombie_refused == 5
+
+
+def test_a_job_does_not_notice_that_another_dies_and_goes_back(tmp_path: Path) -> None:
+    assert run_two_jobs(1, tmp_path) == DEATHS

@@ -8,4 +8,4 @@ from tests.model.threads import run_threads
 
 
 def test_what_clients_do_at_once_adds_up(tmp_path: Path) -> None:
-    run_threads(0, 40, tmp_path)
+    run_threads(0, tmp_path, rounds=40)

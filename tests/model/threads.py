@@ -122,7 +122,7 @@ class Users:
                 cluster.drop_table(name)
 
 
-def run_threads(seed: int, rounds: int, folder: Path) -> None:
+def run_threads(seed: int, folder: Path, *, rounds: int) -> None:
     """Let them work so many rounds, by random numbers of ``seed``. Raises AssertionError if the rows do not add up."""
     served = ServedCluster(2)
     try:
