@@ -12,10 +12,8 @@ from geartrain.ams.client.factory import connect
 from geartrain.ams.programs.models import hosted_models
 from geartrain.ams.rpc.client.data_plane import DataPlane
 from geartrain.ams.rpc.client.shard import GrpcCarrier
-from geartrain.ams.rpc.server.server import Bound
 from geartrain.ams.scheduler.service import SchedulerServer
 from geartrain.ams.server.role import ShardServer
-from geartrain.ams.server.service import ShardService
 from geartrain.ams.values.config import ClientConfig, SchedulerConfig, ServerConfig
 from geartrain.launch.hosting import local
 
@@ -84,17 +82,6 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
             yield connected
     finally:
         served.stop()
-
-
-def without_method(name: str) -> property:
-    """``ShardService.bound`` of a shard of an earlier version, which lacks an RPC."""
-    bound = ShardService.bound.func
-
-    def older(self: ShardService) -> Bound:
-        service, methods, streams = bound(self)
-        return Bound(service, {one: method for one, method in methods.items() if one != name}, streams)
-
-    return property(older)
 
 
 def carriers_of(cluster: Cluster) -> list[GrpcCarrier]:

@@ -304,12 +304,6 @@ def test_rows_are_listed_while_a_table_is_made_anew(tmp_path: Path, monkeypatch:
         assert listed[0] in (before[1], contents(cluster, "hashed")[1])
 
 
-def _written(cluster: Cluster, root: Path) -> Any:
-    pending = cluster.export("hashed", root)
-    pending.result(60)
-    return pending.path
-
-
 def test_an_export_waits_for_a_snapshot_and_is_ended_by_one(tmp_path: Path) -> None:
     with local(2) as cluster:
         make(cluster, "hashed")

@@ -1,12 +1,12 @@
-"""Nobody opens, reads or writes a table before all of its rows are back, whoever dies on the way."""
+"""Nobody opens, reads or writes a table before all of its rows are back, whoever dies or is stopped on the way."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -14,15 +14,20 @@ import pytest
 from geartrain.ams.client.cluster import Cluster
 from geartrain.ams.client.factory import connect
 from geartrain.ams.client.scheduler_calls import SchedulerCalls
+from geartrain.ams.client.snapshots import restore as snapshot_restore
+from geartrain.ams.client.snapshots import snapshot
 from geartrain.ams.client.table import Table
 from geartrain.ams.observe.failpoints import armed
 from geartrain.ams.scheduler.service import SchedulerServer
-from geartrain.ams.storage.snapshot.folder import open_snapshot
+from geartrain.ams.server.freeze import restore
+from geartrain.ams.storage.snapshot.folder import latest, list_snapshots, open_snapshot
 from geartrain.ams.values.config import SchedulerConfig
 from geartrain.ams.values.errors import (
     InternalError,
     SnapshotDamaged,
     SnapshotFailed,
+    SnapshotNotFound,
+    StaleClient,
     TableBeingRestored,
     TableExists,
     TableNotFound,
@@ -112,7 +117,6 @@ def test_what_a_dead_process_was_restoring_is_restored_by_another(
     with connect(address) as ours:
         path = make(ours, tmp_path)
         with connect(address) as dying:
-            from geartrain.ams.client.snapshots import restore as snapshot_restore
 
             def dies(name: str) -> None:
                 if name == place:
@@ -284,3 +288,87 @@ def test_a_publication_that_is_cut_off_opens_none_of_the_tables(
         assert set(cluster.status().incomplete_tables) == {"t", "u"}
         cluster.restore(path)
         assert (rows(cluster) == 1).all()
+
+
+def test_live_rows_stay_until_every_shard_has_found_the_snapshot(
+    served: Callable[..., ServedCluster], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with connect(served(2).address) as cluster:
+        path = make(cluster, tmp_path)
+        cluster.table("t").push(IDS, -ONES)
+
+        def elsewhere(folder: str) -> NoReturn:
+            raise SnapshotNotFound(f"{folder} is not the folder of a snapshot")  # on the machine of the servers
+
+        monkeypatch.setattr(restore, "open_snapshot", elsewhere)
+        with pytest.raises(SnapshotNotFound, match="is not the folder"):
+            cluster.restore(path, replace=True)
+        assert (cluster.table("t").pull(IDS) == 2).all()
+
+
+@pytest.mark.parametrize("stopped_at", ["before the tables are dropped", "before the rows are read"])
+def test_a_stopped_restore_leaves_its_successors_table(
+    served: Callable[..., ServedCluster], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stopped_at: str
+) -> None:
+    address = served(2).address
+    with ExitStack() as stack, connect(address, stream="job/rank0", incarnation=1) as old:
+        path = make(old, tmp_path)
+        successor: list[Cluster] = []
+
+        def overtaken() -> None:
+            monkeypatch.undo()
+            new = stack.enter_context(connect(address, stream="job/rank0", incarnation=2))
+            successor.append(new)
+            new.fence("job", 2)
+            new.restore(path, replace=True)
+            new.table("t").push(IDS, -ONES)
+
+        if stopped_at == "before the rows are read":
+            moment = "restore.create.after"
+            monkeypatch.setattr(
+                snapshot_restore.failpoints, "reach", lambda name: overtaken() if name == moment else None
+            )
+        else:
+            on_all_shards = snapshot_restore.ShardCalls.on_all_shards
+
+            def answered(*args: Any, **keywords: Any) -> Any:
+                outcomes = on_all_shards(*args, **keywords)
+                overtaken()
+                return outcomes
+
+            monkeypatch.setattr(snapshot_restore.ShardCalls, "on_all_shards", answered)
+        with pytest.raises(StaleClient, match="superseded by"):
+            old.restore(path, replace=True)
+        table = successor[0].table("t")
+        assert (table.pull(IDS) == 2).all()
+        for change in (lambda: old.drop_table("t"), lambda: old.create_table("u", dim=2, optimizer=SGD(1.0))):
+            with pytest.raises(StaleClient, match="superseded by"):
+                change()
+        assert (table.pull(IDS) == 2).all()
+
+
+@pytest.mark.parametrize("who_knows", ["the shards", "the scheduler"])
+def test_a_superseded_process_commits_no_snapshot(
+    served: Callable[..., ServedCluster], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, who_knows: str
+) -> None:
+    address, root, go = served(2).address, tmp_path / "snapshots", tmp_path / "go"
+    if who_knows == "the scheduler":
+        monkeypatch.setattr(snapshot._Hold, "_renewed", lambda _: [])
+    else:
+        monkeypatch.setattr(SchedulerCalls, "check_caller", lambda _: None)
+    with connect(address, stream="job/rank0", incarnation=1) as old:
+        old.create_table("t", dim=2, num_rows=64, optimizer=SGD(1.0)).push(IDS, ONES)
+        old.snapshot(root, "first").result(60)
+        with armed(f"block.write.after=pause({go})") as passes:
+            pending = old.snapshot(root, "second", step=1)
+            while not passes.fired["block.write.after"]:
+                assert not pending.done()
+            with connect(address, stream="job/rank0", incarnation=2) as new:
+                new.fence("job", 2)
+                go.touch()
+                with pytest.raises(StaleClient, match="superseded by"):
+                    pending.result(60)
+    assert [one.name for one in list_snapshots(root)] == ["first"]
+    writer = latest(root).manifest.writer
+    assert writer is not None
+    assert (writer.stream, writer.incarnation) == ("job/rank0", 1)

@@ -15,7 +15,6 @@ from geartrain.ams.values.optimizers.registry import SGD
 from geartrain.ams.values.specs import TableSpec
 
 COUNT = 30_000
-MASK = 2**64 - 1
 
 
 def ids_with_hashes(hashes: np.ndarray) -> np.ndarray:

@@ -36,7 +36,6 @@ NOTICE = struct.Struct("<IIQQQ")
 CONTROL = struct.Struct("<IIQQ")
 """State, whether it is awaited, bytes of request and reply."""
 SIZES = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
-FUTURE_WRITE = 0x10
 PUNCH_HOLE = 3
 SOON = 10.0
 

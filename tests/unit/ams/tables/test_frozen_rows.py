@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import psutil
 import pytest
 from hypothesis import given, settings
@@ -15,12 +14,11 @@ from geartrain.ams.tables.row_table import RowTable
 from geartrain.ams.values.errors import InvalidIds, InvalidRows, NonFinite
 from geartrain.ams.values.optimizers.registry import RowOptimizerSpec, SparseMomentum
 from geartrain.ams.values.placement import bucket_of
-from geartrain.ams.values.specs import Ids, TableSpec
+from geartrain.ams.values.specs import TableSpec
 
 DIM = 3
 ALL_BUCKETS = np.arange(4096)
 State = dict[int, tuple[list[float], list[float]]]
-Frozen = tuple[Ids, npt.NDArray[Any], npt.NDArray[Any] | None]
 
 
 def make_table(num_rows: int | None, optimizer: RowOptimizerSpec | None = None, **spec: Any) -> RowTable:
@@ -38,13 +36,6 @@ def rest_of(table: RowTable, most: int = 7) -> State:
         for i, row, slot in zip(ids.tolist(), rows.tolist(), slots.tolist(), strict=True):
             assert i not in state, "a row was read twice"
             state[i] = (row, slot)
-
-
-def state_now(table: RowTable) -> State:
-    table.freeze()
-    state = rest_of(table)
-    table.thaw(kept=True)
-    return state
 
 
 def write(table: RowTable, ids: list[int], seed: int, *, assigns: bool = False) -> None:

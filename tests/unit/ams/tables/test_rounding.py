@@ -17,7 +17,6 @@ from tests.support.row_tables import pulled
 
 HALVES: list[DTypeName] = ["float16", "bfloat16"]
 LARGEST = {"float16": 65504.0, "bfloat16": (2 - 2**-7) * 2.0**127}
-ZERO = Constant(0.0)
 
 
 def table_of(

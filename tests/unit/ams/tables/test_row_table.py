@@ -72,15 +72,6 @@ def test_repeated_ids_of_a_push_corrupt_nothing() -> None:
     assert_same_bits(pulled(table, np.array([4, 8])), theirs.pull(np.array([4, 8])))
 
 
-def test_empty_calls_do_nothing() -> None:
-    for num_rows in (None, 10):
-        table, _ = make(num_rows=num_rows)
-        none, rows = np.empty(0, np.int64), np.empty((0, 5), np.float32)
-        assert table.push(none, rows) == table.assign(none, rows) == 0
-        table.pull(none, rows)
-        assert table.num_present == 0
-
-
 def test_read_only_and_strided_arrays_are_accepted() -> None:
     table, theirs = make()
     ids = np.frombuffer(np.arange(6).tobytes(), np.int64)

@@ -12,7 +12,6 @@ from geartrain.ams.tables.row_table import RowTable
 from geartrain.ams.values.optimizers.registry import SGD
 from geartrain.ams.values.specs import TableSpec
 
-ALL_BUCKETS = np.arange(4096)
 VAST = 2**61
 _MEASURED = """
 import resource, sys

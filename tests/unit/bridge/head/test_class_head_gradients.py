@@ -27,7 +27,6 @@ MARGINS: list[Margin | None] = [
     CombinedMargin(scale=16, m1=2.0, m2=0.3, m3=0.1),
     ArcFace(scale=100, margin=0.5),
 ]
-SELECTIONS = [FullSoftmax(), PartialFC(sample_rate=0.3, seed=5)]
 
 
 def check(
