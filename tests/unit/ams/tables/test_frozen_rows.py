@@ -15,27 +15,15 @@ from geartrain.ams.values.errors import InvalidIds, InvalidRows, NonFinite
 from geartrain.ams.values.optimizers.registry import RowOptimizerSpec, SparseMomentum
 from geartrain.ams.values.placement import bucket_of
 from geartrain.ams.values.specs import TableSpec
+from tests.support.row_tables import rest_of
 
 DIM = 3
 ALL_BUCKETS = np.arange(4096)
-State = dict[int, tuple[list[float], list[float]]]
 
 
 def make_table(num_rows: int | None, optimizer: RowOptimizerSpec | None = None, **spec: Any) -> RowTable:
     optimizer = SparseMomentum(lr=0.5, momentum=0.5) if optimizer is None else optimizer
     return RowTable(TableSpec(name="t", dim=DIM, optimizer=optimizer, num_rows=num_rows, **spec), ALL_BUCKETS)
-
-
-def rest_of(table: RowTable, most: int = 7) -> State:
-    state: State = {}
-    while True:
-        ids, rows, slots, *_ = table.read_frozen(most)
-        if not len(ids):
-            return state
-        slots = np.zeros_like(rows) if slots is None else slots
-        for i, row, slot in zip(ids.tolist(), rows.tolist(), slots.tolist(), strict=True):
-            assert i not in state, "a row was read twice"
-            state[i] = (row, slot)
 
 
 def write(table: RowTable, ids: list[int], seed: int, *, assigns: bool = False) -> None:
@@ -70,7 +58,7 @@ def test_a_freeze_since_a_moment_holds_the_rows_written_since_whatever_was_forgo
         moment = sorted(written)[asked % len(written)] if written else None
         table.freeze(since=moment)
         if moment is not None:
-            assert set(rest_of(table)) == written[moment]
+            assert set(rest_of(table, 7)) == written[moment]
         written[table.latest_moment] = set()
         if end != "kept":
             del written[table.latest_moment]
@@ -83,7 +71,7 @@ def test_a_freeze_since_a_moment_holds_the_rows_written_since_whatever_was_forgo
                     table.freeze(since=first)
     for moment, ids in written.items():
         table.freeze(since=moment)
-        assert set(rest_of(table)) == ids
+        assert set(rest_of(table, 7)) == ids
         table.thaw(kept=False)
 
 
