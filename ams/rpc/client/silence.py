@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 
 logger = logging.getLogger(__name__)
 
@@ -83,27 +82,19 @@ class SilenceLog:
             return
         waiting = silent()
         for peer, has_answered in zip(unnamed, answers, strict=True):
-            if not has_answered and peer in waiting:
-                self._name(peer, wait)
-
-    def _name(self, peer: Peer, wait: str) -> None:
-        if not self.tell(peer):
-            return
-        logger.warning(
-            "%s at %s does not answer; waiting for it %s. Its process may be stopped or its machine out of reach "
-            "('%s')",
-            peer.name,
-            peer.address,
-            wait,
-            peer.status_command,
-        )
+            if not has_answered and peer in waiting and self.tell(peer):
+                logger.warning(
+                    "%s at %s does not answer; waiting for it %s. Its process may be stopped or its machine out of "
+                    "reach ('%s')",
+                    *(peer.name, peer.address, wait, peer.status_command),
+                )
 
 
 class _Wait:
     """A call under way."""
 
-    def __init__(self, silent: Callable[[], Sequence[Peer]], wait: str) -> None:
-        self.silent, self.wait = silent, wait
+    def __init__(self, silent: Callable[[], Sequence[Peer]], wait: str, watch: SilenceWatch) -> None:
+        self.silent, self.wait, self.watch = silent, wait, watch
         self._pause = ASK_AFTER_SECONDS
         self._next = time.monotonic() + self._pause
 
@@ -115,26 +106,37 @@ class _Wait:
         self._next = time.monotonic() + self._pause
         return True
 
+    def still_silent(self) -> Sequence[Peer]:
+        """The peers that it waits for, unless it is over."""
+        return self.silent() if id(self) in _waits else ()
+
+
+_waits: dict[int, _Wait] = {}
+"""The calls under way in this process."""
+_looker: threading.Thread | None = None
+"""Looks at them: there is one while there are calls."""
+_looker_lock = threading.Lock()
+
 
 class SilenceWatch(SilenceLog):
     """Names the silent peers of calls that any threads wait in, from a thread that all watches of a process share."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._waits: dict[int, _Wait] = {}
         self._is_asking = False
 
     @contextmanager
     def over(self, silent: Callable[[], Sequence[Peer]], wait: str) -> Iterator[None]:
         """While the block lasts, :meth:`ask` those that ``silent`` returns, once it lasts long."""
-        call = _Wait(silent, wait)
-        self._waits[id(call)] = call
-        _lookout.add(call, self)
+        call = _Wait(silent, wait, self)
+        _waits[id(call)] = call
+        looker = _looker
+        if looker is None or not looker.is_alive():  # in a forked child it is not
+            _begin_to_look()
         try:
             yield
         finally:
-            _lookout.remove(call)
-            del self._waits[id(call)]
+            _waits.pop(id(call), None)
 
     def look(self, waits: Sequence[_Wait]) -> None:
         """Ask for those that are due, on a thread of its own, unless it is at that still."""
@@ -150,57 +152,37 @@ class SilenceWatch(SilenceLog):
     def _ask(self, due: Sequence[_Wait]) -> None:
         try:
             for call in due:
-                self.ask(partial(self._silent, call), call.wait)
+                self.ask(call.still_silent, call.wait)
         finally:
             self._is_asking = False
 
-    def _silent(self, call: _Wait) -> Sequence[Peer]:
-        return call.silent() if id(call) in self._waits else ()
+
+def _begin_to_look() -> None:
+    global _looker
+    with _looker_lock:
+        if _looker is not None and _looker.is_alive():
+            return
+        _looker = threading.Thread(target=_look, name="geartrain-lookout", daemon=True)
+        try:
+            _looker.start()
+        except RuntimeError as exc:  # as in ask
+            logger.debug("nobody looks after silent roles: %s", exc)
 
 
-class _Lookout:
-    """The calls under way in this process, and the thread that looks at them: there is one while there are calls."""
-
-    def __init__(self) -> None:
-        self._waits: dict[int, tuple[_Wait, SilenceWatch]] = {}
-        self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
-
-    def add(self, call: _Wait, watch: SilenceWatch) -> None:
-        self._waits[id(call)] = call, watch
-        thread = self._thread
-        if thread is None or not thread.is_alive():  # in a forked child it is not
-            self._begin()
-
-    def remove(self, call: _Wait) -> None:
-        self._waits.pop(id(call), None)
-
-    def _begin(self) -> None:
-        with self._lock:
-            if self._thread is not None and self._thread.is_alive():
-                return
-            self._thread = threading.Thread(target=self._look, name="geartrain-lookout", daemon=True)
-            try:
-                self._thread.start()
-            except RuntimeError as exc:  # as in ask
-                logger.debug("nobody looks after silent roles: %s", exc)
-
-    def _look(self) -> None:
-        while True:
-            time.sleep(ASK_AFTER_SECONDS / _LOOKS)
-            of_watch: dict[SilenceWatch, list[_Wait]] = {}
-            for call, watch in list(self._waits.values()):
-                of_watch.setdefault(watch, []).append(call)
-            for watch, waits in of_watch.items():
-                watch.look(waits)
-            if not self._waits:
-                self._thread = None  # the next call begins another
-                if self._waits:  # one that came in between took this thread for alive
-                    self._begin()
-                return
-
-
-_lookout = _Lookout()
+def _look() -> None:
+    global _looker
+    while True:
+        time.sleep(ASK_AFTER_SECONDS / _LOOKS)
+        of_watch: dict[SilenceWatch, list[_Wait]] = {}
+        for call in list(_waits.values()):
+            of_watch.setdefault(call.watch, []).append(call)
+        for watch, waits in of_watch.items():
+            watch.look(waits)
+        if not _waits:
+            _looker = None  # the next call begins another
+            if _waits:  # one that came in between took this thread for alive
+                _begin_to_look()
+            return
 
 
 def _answers(address: str) -> bool:
