@@ -19,11 +19,5 @@ def set_memory_limit(num_bytes: int) -> None:
     _core.set_memory_limit(num_bytes)
 
 
-def memory_limit() -> int:
-    """Bytes that all tables of this process may take."""
-    return _core.memory_limit()
-
-
-def memory_used() -> int:
-    """Bytes that all tables of this process take, of those that the limit bounds."""
-    return _core.memory_used()
+memory_limit, memory_used = _core.memory_limit, _core.memory_used
+"""Bytes that all tables of this process may take; and those that they take, of those that the limit bounds."""

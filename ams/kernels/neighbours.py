@@ -2,6 +2,13 @@
 
 Shapes: M, N rows of two blocks, D width, W candidates a row may have at most, k neighbours. Unit rows are float32
 [., D]. Every function releases the GIL and works on up to ``threads`` threads.
+
+make_unit_rows  divides each row [N, D] by its length, in place, zeros stay; returns the first that is not finite, or -1
+recall_pairs    offers the products of a [M, D] and b [N, D] to the best of both, of a block with itself once
+recall_strays   as recall_pairs for rows a [M, D] of any classes ids_a [M]; b is only looked at
+trim_best       leaves the ``keep`` best of each row
+exact_scores    writes the exact scores [M, W] of each row of a [M, D] and its candidates [M, W] that lie in b
+exact_best      offers the exact scores of all pairs to the k best of each row of a: scores and ids are [M, k]
 """
 
 from __future__ import annotations
@@ -12,6 +19,25 @@ import numpy as np
 import numpy.typing as npt
 
 from geartrain.ams.kernels import _core
+from geartrain.ams.kernels._core import (
+    exact_best,
+    exact_scores,
+    make_unit_rows,
+    recall_pairs,
+    recall_strays,
+    trim_best,
+)
+
+__all__ = [
+    "RunningBestArrays",
+    "exact_best",
+    "exact_scores",
+    "make_unit_rows",
+    "rank_candidates",
+    "recall_pairs",
+    "recall_strays",
+    "trim_best",
+]
 
 Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
@@ -52,79 +78,6 @@ class RunningBestArrays:
         return RunningBestArrays(
             self.scores[at], self.ids[at], self.counts[at], self.floors[at], self.locks[at], self.keep
         )
-
-    def compiled(self) -> _core.RunningBest:
-        """The form that the compiled module takes."""
-        return _core.RunningBest(
-            scores=self.scores,
-            ids=self.ids,
-            counts=self.counts,
-            floors=self.floors,
-            locks=self.locks,
-            keep=self.keep,
-        )
-
-
-def make_unit_rows(rows: Floats, threads: int) -> int:
-    """Divide each row [N, D] by its length, in place; zeros stay. Return the first row that is not finite, or -1."""
-    first: int = _core.make_unit_rows(rows, threads=threads)
-    return first
-
-
-def recall_pairs(
-    a: Floats,
-    first_a: int,
-    best_a: RunningBestArrays,
-    b: Floats,
-    first_b: int,
-    best_b: RunningBestArrays | None,
-    *,
-    threads: int,
-) -> None:
-    """Offer the products of ``a`` [M, D] and ``b`` [N, D] to the best of both; of a block with itself once."""
-    same = first_a == first_b and best_b is not None
-    _core.recall_pairs(
-        a,
-        first_a,
-        best_a.compiled(),
-        b,
-        first_b,
-        None if best_b is None else best_b.compiled(),
-        same=same,
-        threads=threads,
-    )
-
-
-def recall_strays(a: Floats, ids_a: Ids32, best_a: RunningBestArrays, b: Floats, first_b: int, *, threads: int) -> None:
-    """As :func:`recall_pairs` for rows ``a`` [M, D] of any classes ``ids_a`` [M]; ``b`` is only looked at."""
-    _core.recall_strays(a, ids_a, best_a.compiled(), b, first_b, threads=threads)
-
-
-def trim_best(best: RunningBestArrays, *, threads: int) -> None:
-    """Leave the ``keep`` best of each row."""
-    _core.trim_best(best.compiled(), threads=threads)
-
-
-def exact_scores(
-    a: Floats, ids: Ids32, counts: Ids32, b: Floats, first_b: int, scores: Doubles, *, threads: int
-) -> None:
-    """Write the exact scores [M, W] of each row of ``a`` [M, D] and its candidates [M, W] that lie in ``b``."""
-    _core.exact_scores(a, ids, counts, b, first_b, scores, threads=threads)
-
-
-def exact_best(
-    a: Floats,
-    ids_a: Ids32,
-    b: Floats,
-    first_b: int,
-    scores: Doubles,
-    ids: Ids32,
-    counts: Ids32,
-    *,
-    threads: int,
-) -> None:
-    """Offer the exact scores of all pairs to the k best of each row of ``a``: ``scores`` and ``ids`` are [M, k]."""
-    _core.exact_best(a, ids_a, b, first_b, scores, ids, counts, threads=threads)
 
 
 def rank_candidates(

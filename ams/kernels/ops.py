@@ -57,12 +57,10 @@ def lookahead() -> str:
     return _core.lookahead
 
 
-def has_bfloat16_class_pass() -> bool:
-    """Whether products in bfloat16 are faster in :class:`ClassPass` than those in float32: on a CPU with AMX."""
-    return _core.has_bfloat16_class_pass()
+has_bfloat16_class_pass = _core.has_bfloat16_class_pass
+"""Whether products in bfloat16 are faster in :class:`ClassPass` than those in float32: on a CPU with AMX."""
 
 
-@lru_cache
 @lru_cache(maxsize=64)
 def compiled_optimizer(optimizer: RowOptimizerSpec) -> _core.Optimizer:
     """Return the compiled code of an optimizer. Stateless: tables may share it."""

@@ -27,8 +27,14 @@ struct Best {
   }
 };
 
-Best checked_best(const Array<float, 2>& scores, const Array<int32_t, 2>& ids, const Array<int32_t, 1>& counts,
-                  const Array<float, 1>& floors, const Array<uint8_t, 1>& locks, int64_t keep) {
+// RunningBestArrays of ams/kernels/neighbours.py.
+Best best_of(nb::handle arrays) {
+  const auto scores = nb::cast<Array<float, 2>>(arrays.attr("scores"), false);
+  const auto ids = nb::cast<Array<int32_t, 2>>(arrays.attr("ids"), false);
+  const auto counts = nb::cast<Array<int32_t, 1>>(arrays.attr("counts"), false);
+  const auto floors = nb::cast<Array<float, 1>>(arrays.attr("floors"), false);
+  const auto locks = nb::cast<Array<uint8_t, 1>>(arrays.attr("locks"), false);
+  const auto keep = nb::cast<int64_t>(arrays.attr("keep"));
   const size_t rows = scores.shape(0);
   require(ids.shape(0) == rows && ids.shape(1) == scores.shape(1), "ids must be as scores");
   require(counts.size() == rows && floors.size() == rows && locks.size() == rows, "counts, floors, locks must be [rows]");
@@ -45,27 +51,31 @@ UnitRows checked_rows(const Rows& rows, const Ids32* ids, int64_t first) {
   return {rows.data(), count, ids == nullptr ? nullptr : ids->data(), first};
 }
 
-void pairs_checked(const Rows& a, int64_t first_a, const Best* best_a, const Rows& b, int64_t first_b, const Best* best_b,
-                   bool same, int64_t threads) {
+// `given_b` is None: b is only looked at. A block with itself is multiplied once.
+void pairs_checked(const Rows& a, int64_t first_a, nb::handle given_a, const Rows& b, int64_t first_b, nb::handle given_b,
+                   int64_t threads) {
+  const bool same = first_a == first_b && !given_b.is_none();
   require(a.shape(1) == b.shape(1), "both blocks must be as wide");
-  require(best_a == nullptr || best_a->rows() == static_cast<int64_t>(a.shape(0)), "best_a must have the rows of a");
-  require(best_b == nullptr || best_b->rows() == static_cast<int64_t>(b.shape(0)), "best_b must have the rows of b");
   require(!same || (a.data() == b.data() && a.shape(0) == b.shape(0)), "a and b are not the same block");
   const UnitRows rows_a = checked_rows(a, nullptr, first_a), rows_b = checked_rows(b, nullptr, first_b);
-  const RunningBest none{};
-  const RunningBest view_a = best_a == nullptr ? none : best_a->view(), view_b = best_b == nullptr ? none : best_b->view();
+  const Best best_a = best_of(given_a), best_b = given_b.is_none() ? Best{} : best_of(given_b);
+  require(best_a.rows() == static_cast<int64_t>(a.shape(0)), "best_a must have the rows of a");
+  require(given_b.is_none() || best_b.rows() == static_cast<int64_t>(b.shape(0)), "best_b must have the rows of b");
+  const RunningBest view_b = given_b.is_none() ? RunningBest{} : best_b.view();
   WithoutInterpreter release;
-  recall_pairs(rows_a, view_a, rows_b, view_b, static_cast<int64_t>(a.shape(1)), same, threads);
+  recall_pairs(rows_a, best_a.view(), rows_b, view_b, static_cast<int64_t>(a.shape(1)), same, threads);
 }
 
-void strays_checked(const Rows& a, const Ids32& ids_a, const Best& best_a, const Rows& b, int64_t first_b, int64_t threads) {
+void strays_checked(const Rows& a, const Ids32& ids_a, nb::handle given_a, const Rows& b, int64_t first_b, int64_t threads) {
+  const Best best_a = best_of(given_a);
   require(a.shape(1) == b.shape(1) && best_a.rows() == static_cast<int64_t>(a.shape(0)), "shapes differ");
   const UnitRows rows_a = checked_rows(a, &ids_a, 0), rows_b = checked_rows(b, nullptr, first_b);
   WithoutInterpreter release;
   recall_pairs(rows_a, best_a.view(), rows_b, RunningBest{}, static_cast<int64_t>(a.shape(1)), false, threads);
 }
 
-void trim_checked(const Best& best, int64_t threads) {
+void trim_checked(nb::handle given, int64_t threads) {
+  const Best best = best_of(given);
   WithoutInterpreter release;
   trim_best(best.view(), best.rows(), threads);
 }
@@ -145,15 +155,8 @@ void bind_select(nb::module_& m) {
 }  // namespace
 
 void bind_neighbours(nb::module_& m) {
-  nb::class_<Best>(m, "RunningBest")
-      .def("__init__",
-           [](Best* at, const Array<float, 2>& scores, const Array<int32_t, 2>& ids, const Array<int32_t, 1>& counts,
-              const Array<float, 1>& floors, const Array<uint8_t, 1>& locks,
-              int64_t keep) { new (at) Best(checked_best(scores, ids, counts, floors, locks, keep)); },
-           nb::arg("scores").noconvert(), nb::arg("ids").noconvert(), nb::arg("counts").noconvert(),
-           nb::arg("floors").noconvert(), nb::arg("locks").noconvert(), nb::arg("keep"));
-  m.def("recall_pairs", &pairs_checked, nb::arg("a").noconvert(), nb::arg("first_a"), nb::arg("best_a").none(),
-        nb::arg("b").noconvert(), nb::arg("first_b"), nb::arg("best_b").none(), nb::arg("same"), nb::arg("threads"));
+  m.def("recall_pairs", &pairs_checked, nb::arg("a").noconvert(), nb::arg("first_a"), nb::arg("best_a"),
+        nb::arg("b").noconvert(), nb::arg("first_b"), nb::arg("best_b").none(), nb::arg("threads"));
   m.def("recall_strays", &strays_checked, nb::arg("a").noconvert(), nb::arg("ids_a").noconvert(), nb::arg("best_a"),
         nb::arg("b").noconvert(), nb::arg("first_b"), nb::arg("threads"));
   m.def("trim_best", &trim_checked, nb::arg("best"), nb::arg("threads"));
