@@ -167,7 +167,6 @@ class Shard:
             ops.checked_ids(request.ids),
             out,
             code,
-            None,
             None if present is None else present.view(np.uint8),
             request.required_sync,
             waiter,

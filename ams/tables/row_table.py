@@ -26,7 +26,6 @@ from geartrain.ams.values.optimizers.spec import NO_SCALARS
 from geartrain.ams.values.shard_messages import BatchFacts
 from geartrain.ams.values.specs import Ids, TableSpec
 
-_BAD_POSITION = 5
 _MOST_REMOVED = 1 << 20
 
 
@@ -154,34 +153,24 @@ class RowTable:
         except ValueError as exc:
             raise InvalidArgument(f"this is not what table {self.spec.name!r} has counted: {exc}") from exc
 
-    def pull(
-        self,
-        ids: Ids,
-        out: npt.NDArray[Any],
-        positions: Ids | None = None,
-        present: npt.NDArray[np.bool_] | None = None,
-    ) -> None:
-        """Write the row of ``ids[i]`` to ``out[positions[i]]``; a row that is not there yields its initial value.
+    def pull(self, ids: Ids, out: npt.NDArray[Any], present: npt.NDArray[np.bool_] | None = None) -> None:
+        """Write the row of ``ids[i]`` to ``out[i]``; a row that is not there yields its initial value.
 
         Args:
             ids: int64 [N], repeats allowed.
             out: [M, D] of the table's dtype, C-contiguous, M >= N.
-            positions: int64 [N] in [0, M), or None for 0 … N - 1.
-            present: bool [M] or None; set, at the positions written, to whether the row exists.
+            present: bool [M] or None; its first N are set to whether the row exists.
 
         Raises:
             InvalidIds: an id is negative, out of range, or of a bucket that is not owned.
-            InvalidRows: ``out``, ``positions`` or ``present`` do not fit. ``out`` is untouched.
+            InvalidRows: ``out`` or ``present`` do not fit. ``out`` is untouched.
         """
         ids = ops.checked_ids(ids)
         require_rows(self.spec, out, None, "out", self.spec.numpy_dtype)
         if not out.flags.carray:
             raise InvalidRows("out must be writable, aligned and C-contiguous; pass a fresh array")
-        if positions is not None:
-            positions = ops.checked_ids(positions, "positions")
-        if len(ids) != len(positions) if positions is not None else len(ids) > len(out):
-            count = f"{len(positions)} positions" if positions is not None else f"{len(out)} rows of out"
-            raise InvalidRows(f"{count} for {len(ids)} ids; there must be one per id")
+        if len(ids) > len(out):
+            raise InvalidRows(f"{len(out)} rows of out for {len(ids)} ids; there must be one per id")
         if present is not None and (
             present.dtype != np.bool_ or present.shape != (len(out),) or not present.flags.carray
         ):
@@ -190,9 +179,9 @@ class RowTable:
             )
         bits = out if self._code == 0 else out.view(np.uint16)
         try:
-            self._store.pull(ids, bits, positions, None if present is None else present.view(np.uint8))
+            self._store.pull(ids, bits, None if present is None else present.view(np.uint8))
         except ops.Refused as refused:
-            self._refuse(refused, ids if positions is None or refused.args[0] != _BAD_POSITION else positions)
+            self._refuse(refused, ids)
 
     def push(
         self,

@@ -72,13 +72,12 @@ int64_t count_of(size_t count) { return static_cast<int64_t>(count); }
 
 // Returns the writes that the table has had.
 int64_t pull(Engine& engine, int64_t shard_incarnation, int64_t cluster_version, int64_t table_incarnation, const std::string& table,
-          const IdArray& ids, const MatrixOutput& out, int dtype_code, const std::optional<IdArray>& positions,
-          const std::optional<Flags>& present, nb::handle required_sync, const Waiter* waiter, bool has_turn) {
+          const IdArray& ids, const MatrixOutput& out, int dtype_code, const std::optional<Flags>& present,
+          nb::handle required_sync, const Waiter* waiter, bool has_turn) {
   const DType dtype = checked_dtype(out, dtype_code);
-  if (positions ? positions->size() != ids.size() : out.shape(0) < ids.size())
-    throw Fault("InvalidRows", (positions ? std::to_string(positions->size()) + " positions"
-                                          : std::to_string(out.shape(0)) + " rows of out") +
-                                   " for " + std::to_string(ids.size()) + " ids; there must be one per id");
+  if (out.shape(0) < ids.size())
+    throw Fault("InvalidRows", std::to_string(out.shape(0)) + " rows of out for " + std::to_string(ids.size()) +
+                                   " ids; there must be one per id");
   if (present && present->size() != out.shape(0))
     throw Fault("InvalidRows", "present is [" + std::to_string(present->size()) + "]; it must be [" +
                                    std::to_string(out.shape(0)) + "], as many as out has rows");
@@ -93,7 +92,6 @@ int64_t pull(Engine& engine, int64_t shard_incarnation, int64_t cluster_version,
   request.dtype = dtype;
   request.rows = static_cast<char*>(out.data());
   request.present = present ? present->data() : nullptr;
-  request.positions = positions ? positions->data() : nullptr;
   request.size = count_of(out.shape(0));
   if (!required_sync.is_none()) request.required_sync = group_of(required_sync);
   int64_t writes = 0;
@@ -288,8 +286,7 @@ void bind_engine(nb::module_& m) {
       .def("check_fence", &Engine::check_fence, nb::arg("shard_incarnation"), nb::arg("cluster_version"))
       .def("pull", &pull, nb::arg("shard_incarnation"), nb::arg("cluster_version"), nb::arg("table_incarnation"),
            nb::arg("table"), nb::arg("ids").noconvert(), nb::arg("out").noconvert(), nb::arg("dtype_code"),
-           nb::arg("positions").noconvert().none(), nb::arg("present").noconvert().none(),
-           nb::arg("required_sync").none(), nb::arg("waiter").none(), nb::arg("has_turn"))
+           nb::arg("present").noconvert().none(), nb::arg("required_sync").none(), nb::arg("waiter").none(), nb::arg("has_turn"))
       .def("push", &push, nb::arg("context"), nb::arg("table"), nb::arg("ids").noconvert(), nb::arg("gradients").noconvert(),
            nb::arg("dtype_code"), nb::arg("lr").none(), nb::arg("scale"), nb::arg("scalars"), nb::arg("group").none(), nb::arg("step_goes_on"),
            nb::arg("batch").none(), nb::arg("ids_are_distinct"), nb::arg("waiter").none(), nb::arg("has_turn"))

@@ -54,9 +54,8 @@ void create(RowStore* self, int64_t dim, int dtype, int slot_dtype, const std::s
                                    keeps_lives, max_bytes});
 }
 
-void pull(const RowStore& store, const IdArray& ids, const MatrixOutput& out, const std::optional<IdArray>& positions,
-          const std::optional<Flags>& present) {
-  const RowStore::PullInto into{{static_cast<char*>(out.data()), nullptr, positions ? positions->data() : nullptr},
+void pull(const RowStore& store, const IdArray& ids, const MatrixOutput& out, const std::optional<Flags>& present) {
+  const RowStore::PullInto into{{static_cast<char*>(out.data())},
                                 present ? present->data() : nullptr,
                                 static_cast<int64_t>(out.shape(0)),
                                 store.spec().dtype,
@@ -339,8 +338,7 @@ void bind_row_store(nb::module_& m) {
            nb::arg("seed"), nb::arg("table_hash"), nb::arg("owned_buckets").noconvert(), nb::arg("num_rows"),
            nb::arg("threads"), nb::arg("window"), nb::arg("admission") = nb::none(),
            nb::arg("keeps_lives") = false, nb::arg("max_bytes") = -1)
-      .def("pull", &pull, nb::arg("ids").noconvert(), nb::arg("out").noconvert(), nb::arg("positions").noconvert().none(),
-           nb::arg("present").noconvert().none())
+      .def("pull", &pull, nb::arg("ids").noconvert(), nb::arg("out").noconvert(), nb::arg("present").noconvert().none())
       .def("push", &push, nb::arg("ids").noconvert(), nb::arg("gradients").noconvert(), nb::arg("dtype_code"),
            nb::arg("optimizer"), nb::arg("lr"), nb::arg("scale"), nb::arg("ends_step"), nb::arg("batch").none() = nb::none())
       .def("frozen_admission", &frozen_admission, nb::arg("start"), nb::arg("most_bytes"))

@@ -43,10 +43,10 @@ def test_pull_creates_nothing_and_says_what_is_there() -> None:
         table, theirs = make(num_rows=num_rows)
         table.assign(np.array([7, 3]), np.ones((2, 5), np.float32))
         out, present = np.zeros((6, 5), np.float32), np.zeros(6, bool)
-        table.pull(np.array([3, 50, 7, 50]), out, positions=np.array([5, 1, 0, 2]), present=present)
-        assert present.tolist() == [True, False, False, False, False, True]
+        table.pull(np.array([3, 50, 50, 7]), out, present=present)
+        assert present.tolist() == [True, False, False, True, False, False]
         assert_same_bits(out[[1, 2]], theirs.pull(np.array([50, 50])))
-        assert out[[0, 5]].min() == 1 and not out[[3, 4]].any()
+        assert out[[0, 3]].min() == 1 and not out[[4, 5]].any()
         assert table.num_present == 2
 
 

@@ -102,11 +102,6 @@ def test_outputs_that_do_not_fit_are_refused_untouched() -> None:
     with pytest.raises(InvalidRows, match="writable"):
         table.pull(IDS, out)
     out.setflags(write=True)
-    for position in (-1, 6):
-        with pytest.raises(InvalidRows, match=rf"positions\[5\] is {position}"):
-            table.pull(IDS, out, positions=np.array([0, 1, 2, 3, 4, position]))
-    with pytest.raises(InvalidRows, match="5 positions for 6 ids"):
-        table.pull(IDS, out, positions=np.arange(5))
     with pytest.raises(InvalidRows, match="present is"):
         table.pull(IDS, out, present=np.zeros(5, bool))
     assert not out.any()
