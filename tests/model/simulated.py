@@ -432,5 +432,5 @@ def send_rows_in_messages(patch: pytest.MonkeyPatch, network: Network) -> None:
     patch.setattr(MessageRows, "network", network, raising=False)
     patch.setattr(MessageRows, "writes", {})
     patch.setattr(row_calls, "RowsClient", MessageRows)
-    patch.setattr(DataPlane, "connect", lambda _: None)
+    patch.setattr(DataPlane, "connect", lambda *_: None)
     patch.setattr(DataPlane, "may_go_on", lambda _, *, is_late: is_late)
