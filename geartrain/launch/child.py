@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import IO, Any
+from typing import Any
 
 from geartrain.cli.main import ERROR_PREFIX, WRONG_USAGE
 
@@ -43,7 +43,7 @@ class Child:
             on_ready: called once, when it has said that it serves; ``facts`` holds what it said.
             on_exit: called once, when it has exited and its last line was passed on.
 
-        The callbacks run on threads of the child's own.
+        The callbacks run on a thread of the child's own.
         """
         self.name = name
         self.arguments = tuple(arguments)
@@ -59,20 +59,14 @@ class Child:
             [sys.executable, "-P", "-m", "geartrain", *arguments, "--end-with-parent"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
             env=dict(environ),
             start_new_session=True,
             encoding="utf-8",
             errors="replace",
         )
-        readers = [
-            threading.Thread(target=self._read_facts, args=(self._process.stdout,), daemon=True),
-            threading.Thread(target=self._read_log, args=(self._process.stderr,), daemon=True),
-        ]
-        for reader in readers:
-            reader.start()
-        self._watcher = threading.Thread(target=self._watch, args=(readers,), daemon=True)
-        self._watcher.start()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
 
     @property
     def pid(self) -> int:
@@ -111,33 +105,30 @@ class Child:
         except subprocess.TimeoutExpired:
             self._process.kill()
             killed = True
-        self._watcher.join()
+        self._reader.join()
         return killed
 
-    def _read_facts(self, stream: IO[str]) -> None:
-        for line in stream:
-            try:
-                facts = json.loads(line)
-            except json.JSONDecodeError:
-                facts = None
-            if isinstance(facts, dict) and "ready" in facts and self.facts is None:
+    def _read(self) -> None:
+        """Until it has ended: take its ready line, and pass on the others."""
+        process = self._process
+        assert process.stdout is not None and process.stdin is not None
+        for line in process.stdout:
+            self._say_last_words()
+            if self.facts is None and (facts := _ready_facts(line)) is not None:
                 self.facts = facts
                 self._on_ready(self)
-            else:
-                self._pass_on(line)
-
-    def _read_log(self, stream: IO[str]) -> None:
-        for line in stream:
-            self._say_last_words()
+                continue
+            self.tail.append(line.rstrip("\n"))
             if line.startswith(ERROR_PREFIX):  # if it ends with a complaint, whoever started it tells people of that
-                self.tail.append(line.rstrip("\n"))
                 self._last_words = line
             else:
-                self._pass_on(line)
-
-    def _pass_on(self, line: str) -> None:
-        self.tail.append(line.rstrip("\n"))
-        self._show(line)
+                self._show(line)
+        process.wait()
+        process.stdin.close()
+        process.stdout.close()
+        if self.complaint is None:
+            self._say_last_words()
+        self._on_exit(self)
 
     def _say_last_words(self) -> None:
         if self._last_words is not None:
@@ -147,13 +138,10 @@ class Child:
     def _show(self, line: str) -> None:
         self._on_line(f"{self.name} | {line.rstrip()}")
 
-    def _watch(self, readers: Sequence[threading.Thread]) -> None:
-        self._process.wait()
-        for reader in readers:
-            reader.join()
-        for stream in (self._process.stdin, self._process.stdout, self._process.stderr):
-            if stream is not None:
-                stream.close()
-        if self.complaint is None:
-            self._say_last_words()
-        self._on_exit(self)
+
+def _ready_facts(line: str) -> dict[str, Any] | None:
+    try:
+        facts = json.loads(line)
+    except json.JSONDecodeError:
+        return None
+    return facts if isinstance(facts, dict) and "ready" in facts else None

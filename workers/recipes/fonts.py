@@ -78,6 +78,19 @@ def _sans(weight: str, sha256: str, megabytes: float, extra: bool) -> Face:
     )
 
 
+def _simplified(style: str, sha256: str) -> Face:
+    return Face(
+        name=f"noto-{style.lower()}-sc",
+        family=f"Noto {style} SC",
+        role="train",
+        package="pylopdf-fonts-zh-cn",
+        member=f"pylopdf_fonts_zh_cn/Noto{style}SC-Regular.otf",
+        sha256=sha256,
+        megabytes=17.1,
+        system=SystemFont(path=_NOTO / f"Noto{style}CJK-Regular.ttc", index=2, package="fonts-noto-cjk"),
+    )
+
+
 CLASSES_FACE = "noto-sans-cjk-regular"
 """The face whose characters are the classes."""
 
@@ -86,26 +99,8 @@ FACES: tuple[Face, ...] = (
     _sans("Regular", "f57e46120a3dd025ac993801981849622405d1359b32093b1f046490f7885711", 27.4, extra=False),
     _sans("Bold", "977833121efae44b1c2115282724383b3201bdc104064d7bb2c1c92da928aafc", 28.6, extra=False),
     _sans("Black", "203cf8985ba88adbe5e315f931ca61b9f053c5e5f358bf0c91576eb380597ac5", 28.2, extra=True),
-    Face(
-        name="noto-sans-sc",
-        family="Noto Sans SC",
-        role="train",
-        package="pylopdf-fonts-zh-cn",
-        member="pylopdf_fonts_zh_cn/NotoSansSC-Regular.otf",
-        sha256="faa6c9df652116dde789d351359f3d7e5d2285a2b2a1f04a2d7244df706d5ea9",
-        megabytes=17.1,
-        system=SystemFont(path=_NOTO / "NotoSansCJK-Regular.ttc", index=2, package="fonts-noto-cjk"),
-    ),
-    Face(
-        name="noto-serif-sc",
-        family="Noto Serif SC",
-        role="train",
-        package="pylopdf-fonts-zh-cn",
-        member="pylopdf_fonts_zh_cn/NotoSerifSC-Regular.otf",
-        sha256="e8f396decc1f0963a016a989c3d8852e863d1350996f573860a80767c83a1cd3",
-        megabytes=17.1,
-        system=SystemFont(path=_NOTO / "NotoSerifCJK-Regular.ttc", index=2, package="fonts-noto-cjk"),
-    ),
+    _simplified("Sans", "faa6c9df652116dde789d351359f3d7e5d2285a2b2a1f04a2d7244df706d5ea9"),
+    _simplified("Serif", "e8f396decc1f0963a016a989c3d8852e863d1350996f573860a80767c83a1cd3"),
     Face(
         name="wqy-microhei",
         family="WenQuanYi Micro Hei",

@@ -84,9 +84,14 @@ def test_a_class_in_json_is_a_name_or_a_whole_number(value: Any, name: str | Non
         ([("1.json", b'{"label": ' + b"9" * 5000 + b"}")], "tells no class"),
         ([("1.jpg", PICTURE), ("1.cls", b"0")], r"1.jpg at offset \d+ is a second picture of its sample"),
         ([("1.cls", b"0"), ("1.json", b'{"cls": 1}')], r"1.json at offset \d+ tells class '1', another member '0'"),
+        ([], r"a\.tar: sample '1' has a picture and no class; add 1\.cls"),
+        ([("1.json", b'{"name": 3}')], "no class"),
+        ([("1.json", b"{")], r"1\.json at offset \d+ tells no class"),
+        ([("1.cls", b" ")], r"1\.cls at offset \d+ is empty"),
+        ([("1.cls", b"5")], "1 classes.*at least 2"),
     ],
 )
-def test_a_sample_that_contradicts_itself_is_refused(
+def test_a_sample_that_contradicts_itself_or_tells_too_little_is_refused(
     members: list[tuple[str, bytes]], message: str, tmp_path: Path
 ) -> None:
     shard = tmp_path / "a.tar"
@@ -95,14 +100,12 @@ def test_a_sample_that_contradicts_itself_is_refused(
         read_shards([shard])
 
 
-def test_classes_of_any_number_of_digits_are_sorted(tmp_path: Path) -> None:
+@pytest.mark.parametrize("names", [["09", "9", "10", "9" * 5000], ["b", "z"]])
+def test_classes_are_sorted_as_numbers_of_any_length_or_as_names(names: list[str], tmp_path: Path) -> None:
     shard = tmp_path / "a.tar"
-    names = [b"9" * 5000, b"10", b"9", b"09"]
-    write_tar(
-        shard,
-        [one for key, name in enumerate(names) for one in ((f"{key}.png", PICTURE), (f"{key}.cls", name))],
-    )
-    assert list(read_shards([shard])) == ["09", "9", "10", "9" * 5000]
+    written = enumerate(reversed(names))
+    write_tar(shard, [m for key, name in written for m in ((f"{key}.png", PICTURE), (f"{key}.cls", name.encode()))])
+    assert list(read_shards([shard])) == names
 
 
 def header(name: bytes, size: bytes, kind: bytes = b"0") -> bytes:
