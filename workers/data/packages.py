@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import shlex
@@ -12,6 +13,9 @@ import tarfile
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+
+from geartrain.ams.values.errors import ConfigError
+from geartrain.workers.atomic import replacing
 
 Say = Callable[[str], None]
 
@@ -72,3 +76,20 @@ def member_of(archive: Path, ending: str) -> bytes | None:
                 if file is not None:
                     return file.read()
     return None
+
+
+def require_pinned(where: object, content: bytes, sha256: str) -> None:
+    """Raise ConfigError, with the remedy, unless ``content``, found at ``where``, is the pinned one."""
+    found = hashlib.sha256(content).hexdigest()
+    if found != sha256:
+        raise ConfigError(
+            f"{where} has SHA-256 {found}, but it is pinned to {sha256}: the file was damaged or replaced. Remove it "
+            "and run again; does PIP_ARGS point at another index?"
+        )
+
+
+def keep_pinned(path: Path, content: bytes, sha256: str) -> None:
+    """Write the pinned ``content``, all or nothing. Raises ConfigError for any other."""
+    require_pinned(path, content, sha256)
+    with replacing(path) as temporary:
+        temporary.write_bytes(content)

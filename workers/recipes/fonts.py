@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from geartrain.ams.values.errors import ConfigError, InvalidArgument
-from geartrain.workers.atomic import replacing
-from geartrain.workers.data.packages import Say, download_packages, member_of
+from geartrain.ams.values.errors import ConfigError
+from geartrain.workers.data.packages import Say, download_packages, keep_pinned, member_of, require_pinned
 
 REQUIREMENTS = Path(__file__).with_name("fonts.txt")
 
@@ -142,12 +141,6 @@ def find_fonts(cache: Path, faces: Sequence[Face] = FACES, say: Say = print) -> 
     return [_find(folder, face, say) for face in faces]
 
 
-def sha256_of(path: Path) -> str:
-    """SHA-256 of a file, in hexadecimal."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def _cached(folder: Path, face: Face) -> Path:
     return folder / f"{face.name}{Path(face.member).suffix}"
 
@@ -155,17 +148,12 @@ def _cached(folder: Path, face: Face) -> Path:
 def _find(folder: Path, face: Face, say: Say) -> FontFile:
     path = _cached(folder, face)
     if path.exists():
-        found = sha256_of(path)
-        if found != face.sha256:
-            raise ConfigError(
-                f"{path} has SHA-256 {found}, but {face.name} is pinned to {face.sha256}: the file was damaged or "
-                f"replaced. Remove it and run again"
-            )
-        return FontFile(face, path, 0, found)
+        require_pinned(path, path.read_bytes(), face.sha256)
+        return FontFile(face, path, 0, face.sha256)
     system = face.system
     if system is not None and system.path.exists():
         say(f"{face.package} cannot be had; using {system.path} of Debian's {system.package} for {face.family}")
-        return FontFile(face, system.path, system.index, sha256_of(system.path))
+        return FontFile(face, system.path, system.index, hashlib.sha256(system.path.read_bytes()).hexdigest())
     remedy = f", or 'apt-get install {system.package}'" if system is not None else ""
     raise ConfigError(
         f"the font {face.family} ({face.name}) is neither in {folder} nor on this system: pip could not download "
@@ -193,14 +181,6 @@ def _take_out(packages: Path, folder: Path, face: Face) -> None:
     """Copy a face's font out of whichever archive holds it, if one does."""
     for archive in sorted(packages.iterdir()):
         content = member_of(archive, face.member)
-        if content is None:
-            continue
-        found = hashlib.sha256(content).hexdigest()
-        if found != face.sha256:
-            raise InvalidArgument(
-                f"{face.member} in {archive.name} has SHA-256 {found}, but it is pinned to {face.sha256}; "
-                f"nothing was kept. Is PIP_ARGS pointing at another index?"
-            )
-        with replacing(_cached(folder, face)) as temporary:
-            temporary.write_bytes(content)
-        return
+        if content is not None:
+            keep_pinned(_cached(folder, face), content, face.sha256)
+            return

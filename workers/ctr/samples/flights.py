@@ -6,7 +6,6 @@ The flights of January to June 2001 in the United States, by the Bureau of Trans
 
 from __future__ import annotations
 
-import hashlib
 import shutil
 from pathlib import Path
 
@@ -15,9 +14,8 @@ import numpy as np
 from geartrain.ams.values.errors import ConfigError
 from geartrain.ams.values.specs import Ids
 from geartrain.ams.values.strings import hash_strings
-from geartrain.workers.atomic import replacing
 from geartrain.workers.ctr.samples.click_samples import ClickSamples, SampleSchema
-from geartrain.workers.data.packages import Say, download_npm_package, member_of
+from geartrain.workers.data.packages import Say, download_npm_package, keep_pinned, member_of, require_pinned
 
 PACKAGE, VERSION = "vega-datasets", "3.2.1"
 FILE = "flights-3m.parquet"
@@ -46,7 +44,7 @@ def find_flights(cache: Path, say: Say) -> Path:
     path = cache / "flights" / FILE
     if not path.exists():
         _fetch(path, say)
-    _require_pinned(path, path.read_bytes())
+    require_pinned(path, path.read_bytes(), SHA256)
     return path
 
 
@@ -65,18 +63,7 @@ def _fetch(path: Path, say: Say) -> None:
             f"{FILE} is not in {path.parent}, and {reasons[0] if reasons else f'{PACKAGE} does not hold it'}. Check "
             f"the network, or put data/{FILE} of {PACKAGE} {VERSION} there"
         )
-    _require_pinned(path, content)
-    with replacing(path) as temporary:
-        temporary.write_bytes(content)
-
-
-def _require_pinned(path: Path, content: bytes) -> None:
-    found = hashlib.sha256(content).hexdigest()
-    if found != SHA256:
-        raise ConfigError(
-            f"{path} has SHA-256 {found}, but it is pinned to {SHA256}: the file was damaged or replaced. Remove "
-            "it and run again"
-        )
+    keep_pinned(path, content, SHA256)
 
 
 def read_flights(path: Path) -> ClickSamples:

@@ -5,7 +5,6 @@ The files are RecBole's: tab-separated, with ``name:type`` at the head of each c
 
 from __future__ import annotations
 
-import hashlib
 import math
 import shutil
 from collections.abc import Mapping, Sequence
@@ -18,11 +17,10 @@ from geartrain.ams.values.errors import ConfigError
 from geartrain.ams.values.specs import Ids
 from geartrain.ams.values.strings import hash_strings
 from geartrain.ams.values.text import quoted
-from geartrain.workers.atomic import replacing
 from geartrain.workers.ctr.samples.click_samples import PADDING, ClickSamples, SampleSchema
 from geartrain.workers.ctr.samples.images import ItemImages
 from geartrain.workers.ctr.samples.posters import poster
-from geartrain.workers.data.packages import Say, download_packages, member_of
+from geartrain.workers.data.packages import Say, download_packages, keep_pinned, member_of, require_pinned
 
 REQUIREMENTS = Path(__file__).with_name("movielens.txt")
 PACKAGE = "recbole"
@@ -48,7 +46,7 @@ def find_movielens(cache: Path, say: Say) -> Path:
     if not all((folder / name).exists() for name in _SHA256):
         _fetch(folder, say)
     for name, expected in _SHA256.items():
-        _require_pinned(folder / name, (folder / name).read_bytes(), expected)
+        require_pinned(folder / name, (folder / name).read_bytes(), expected)
     return folder
 
 
@@ -66,20 +64,9 @@ def _fetch(folder: Path, say: Say) -> None:
         for name, expected in _SHA256.items():
             found = (member_of(archive, f"/{name}") for archive in sorted(packages.iterdir()))
             content = next((data for data in found if data is not None), b"")
-            _require_pinned(folder / name, content, expected)
-            with replacing(folder / name) as temporary:
-                temporary.write_bytes(content)
+            keep_pinned(folder / name, content, expected)
     finally:
         shutil.rmtree(packages, ignore_errors=True)
-
-
-def _require_pinned(path: Path, content: bytes, expected: str) -> None:
-    found = hashlib.sha256(content).hexdigest()
-    if found != expected:
-        raise ConfigError(
-            f"{path} has SHA-256 {found}, but it is pinned to {expected}: the file was damaged or replaced. Remove it "
-            "and run again"
-        )
 
 
 def read_movielens(folder: Path) -> ClickSamples:
