@@ -37,7 +37,8 @@ _ID = r"[0-9a-f]{32}"
 _OURS = re.compile(
     rf"(?:state|rows|rank)-({_ID})(?:\.safetensors|-\d+|-\d+\.json|-\d+-\d+\.safetensors)|\.(?:staging|trash|part)-.*"
 )
-_REMEDY = "bring the folder back from a copy, or save the model again"
+_AGAIN = "save the model again"
+_REMEDY = f"bring the folder back from a copy, or {_AGAIN}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,21 +142,28 @@ def sweep(folder: Path) -> None:
             path.unlink(missing_ok=True)
 
 
+def read_sealed(path: Path, hint: str, again: str) -> dict[str, Any]:
+    """The content of a model's sealed JSON of :data:`FORMAT`; ``again`` says how the model is written once more.
+
+    Raises ConfigError, with the ``hint`` if it is not there, or in another format; ModelDamaged.
+    """
+    try:
+        content = unseal_json(path.read_bytes())
+    except (FileNotFoundError, NotADirectoryError) as exc:
+        raise ConfigError(f"{path} does not exist; {hint}") from exc
+    except OSError as exc:
+        raise ConfigError(f"{path} cannot be read: {exc}") from exc
+    except ValueError as exc:
+        raise ModelDamaged(f"{path} is damaged: {exc}; bring it back from a copy, or {again}") from exc
+    if content.get("format") != FORMAT:
+        raise ConfigError(f"{path} {other_format(content.get('format'), FORMAT)}, or {again}")
+    return content
+
+
 def read_record(folder: Path) -> ModelRecord:
     """Raises ConfigError if no model was saved there, or in another format; ModelDamaged."""
     path = folder / MODEL
-    try:
-        data = path.read_bytes()
-    except (FileNotFoundError, NotADirectoryError) as exc:
-        raise ConfigError(f"{path} does not exist; is {folder} the folder that geartrain.save wrote?") from exc
-    except OSError as exc:
-        raise ConfigError(f"{path} cannot be read: {exc}") from exc
-    try:
-        content = unseal_json(data)
-    except ValueError as exc:
-        raise ModelDamaged(f"{path} is damaged: {exc}; {_REMEDY}") from exc
-    if content.get("format") != FORMAT:
-        raise ConfigError(f"{path} {other_format(content.get('format'), FORMAT)}, or save the model again")
+    content = read_sealed(path, f"is {folder} the folder that geartrain.save wrote?", _AGAIN)
     try:
         return ModelRecord(
             id=content["id"],

@@ -8,6 +8,8 @@ import sys
 from contextlib import redirect_stderr, redirect_stdout
 
 import pytest
+from click.testing import Result
+from typer.testing import CliRunner
 
 from geartrain.cli import main as cli
 
@@ -23,3 +25,11 @@ def typed(*arguments: str) -> subprocess.CompletedProcess[str]:
         except SystemExit as exited:
             code = exited.code if isinstance(exited.code, int) else int(exited.code is not None)
     return subprocess.CompletedProcess(arguments, code, out.getvalue(), err.getvalue())
+
+
+def invoke(*arguments: str, answer: str | None = None) -> Result:
+    """The same, but that an error is raised as it is; ``answer`` is typed where it asks."""
+    result = CliRunner().invoke(cli.build_app([*arguments]), [*arguments], input=answer)
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result

@@ -23,12 +23,11 @@ import xxhash
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from geartrain.ams.storage.snapshot.manifest import seal_json, unseal_json
+from geartrain.ams.storage.snapshot.manifest import seal_json
 from geartrain.ams.values.errors import ConfigError, ModelDamaged
-from geartrain.ams.values.text import other_format
+from geartrain.bridge.checkpoint.folder import FORMAT, read_sealed
 from geartrain.workers.atomic import complete_folder, write_json
 
-FORMAT = 1
 BACKBONE, ONNX = "backbone.safetensors", "backbone.onnx"
 CONFIG, CENTERS, CLASSES = "config.json", "centers.safetensors", "classes.json"
 _CHUNK_BYTES = 1 << 20
@@ -101,18 +100,7 @@ def _again(folder: Path) -> str:
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
-    path = folder / CONFIG
-    try:
-        config = unseal_json(path.read_bytes())
-    except FileNotFoundError as exc:
-        raise ConfigError(f"{path} does not exist; is {folder} the model folder of a run?") from exc
-    except OSError as exc:
-        raise ConfigError(f"{path} cannot be read: {exc}") from exc
-    except ValueError as exc:
-        raise _damaged(path, f"is damaged: {exc}") from exc
-    if config.get("format") != FORMAT:
-        raise ConfigError(f"{path} {other_format(config.get('format'), FORMAT)}, or {_again(folder)}")
-    return config
+    return read_sealed(folder / CONFIG, f"is {folder} the model folder of a run?", _again(folder))
 
 
 def _require_checksum(path: Path, expected: str | None) -> None:

@@ -11,17 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
-from typer.testing import CliRunner
 
 import geartrain as gt
-from geartrain.cli.main import build_app
-
-
-def invoke(*arguments: str) -> Any:
-    result = CliRunner().invoke(build_app([*arguments]), [*arguments])
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result
+from tests.support.command_line import invoke
 
 
 def test_a_table_of_a_running_cluster_becomes_a_file(served: Callable[..., Any], tmp_path: Path) -> None:

@@ -8,19 +8,15 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
 import geartrain as gt
 from geartrain.ams.values.errors import ConfigError, TableExists, TableNotFound
-from geartrain.cli.main import build_app
 from tests.integration.conftest import ServedCluster
+from tests.support.command_line import invoke
 
 
 def table_command(*arguments: str, answer: str | None = None) -> tuple[int, str, str]:
-    words = ["table", *arguments]
-    result = CliRunner().invoke(build_app(words), words, input=answer)
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
+    result = invoke("table", *arguments, answer=answer)
     return result.exit_code, result.stdout, result.stderr
 
 

@@ -22,13 +22,11 @@ from PIL import Image, ImageDraw
 from rich.console import Console
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from typer.testing import CliRunner
 
 from geartrain.ams.storage.snapshot.folder import latest, list_snapshots
 from geartrain.ams.storage.snapshot.manifest import JOB, ROWS
 from geartrain.ams.values.errors import ConfigError, InvalidArgument, TrainingDiverged
 from geartrain.ams.values.optimizers.sparse_momentum import Untouched
-from geartrain.cli.main import build_app
 from geartrain.workers.data.bitmaps import Preprocessing
 from geartrain.workers.data.folder import find_classes, load_folder
 from geartrain.workers.job import job
@@ -36,6 +34,7 @@ from geartrain.workers.job.keys import read_recipe, recipe_of
 from geartrain.workers.job.options import JobResult
 from geartrain.workers.recipes.recipe import ClassifyRecipe
 from tests.integration.jobs.small_job import classify, said_by, stop_after
+from tests.support import command_line
 
 QUIET = Console(file=io.StringIO())
 SHAPES = ("circle", "cross", "square", "triangle")
@@ -103,9 +102,7 @@ def train(out: Path, images: Path | None, recipe: ClassifyRecipe = RECIPE, **cha
 
 
 def invoke(*arguments: str) -> tuple[int, str, str]:
-    result = CliRunner().invoke(build_app([*arguments]), [*arguments])
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
+    result = command_line.invoke(*arguments)
     return result.exit_code, result.stdout, result.stderr
 
 

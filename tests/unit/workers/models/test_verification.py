@@ -15,14 +15,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from typer.testing import CliRunner
 
 from geartrain.ams.values.errors import InvalidArgument, NonFinite
-from geartrain.cli.main import build_app
 from geartrain.workers.data.bitmaps import Preprocessing
 from geartrain.workers.data.pairs import read_pairs, read_plain_pickle
 from geartrain.workers.models.trained_model import save_model
 from geartrain.workers.models.verify import FALSE_ACCEPT_RATES, true_accept_rates, verify
+from tests.support.command_line import invoke
 from tests.support.face_files import encoded, glyph
 from tests.support.picture_models import picture_model
 
@@ -181,13 +180,6 @@ def model(tmp_path: Path) -> Path:
     look = Preprocessing(kind="photo", size=32, channels=3)
     save_model(tmp_path / "model", picture_model(torch.eye(2, 16), ["A", "B"], look))
     return tmp_path / "model"
-
-
-def invoke(*arguments: str) -> Any:
-    result = CliRunner().invoke(build_app([*arguments]), [*arguments])
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result
 
 
 def test_verify_prints_accuracy_and_true_accepts(model: Path, tmp_path: Path) -> None:
