@@ -17,7 +17,8 @@ from _common import median_seconds, result, threads
 from _redis_server import redis_client, socket_of
 
 from geartrain.ams.storage.features.factory import open_store
-from geartrain.bridge.gear.dense_cache import DenseFeatures, SharedCache, WorkerCache
+from geartrain.ams.values.gear_messages import FeatureReply
+from geartrain.bridge.gear.dense_cache import SharedCache, WorkerCache
 from geartrain.launch.bench import Result
 
 NUM_IDS = 1_000
@@ -95,8 +96,14 @@ def _batches(count: int) -> list[np.ndarray[Any, np.dtype[np.int64]]]:
     return [rng.choice(count, NUM_IDS, replace=False) for _ in range(NUM_BATCHES)]
 
 
-def _features(count: int) -> DenseFeatures:
-    return DenseFeatures(torch.randn(count, DIM).numpy(), np.zeros(count, np.int64), np.full(count, NOW - 1.0))
+def _features(count: int) -> FeatureReply:
+    return FeatureReply(
+        vectors_KD=torch.randn(count, DIM).numpy(),
+        versions=np.zeros(count, np.int64),
+        times=np.full(count, NOW - 1.0),
+        failures={},
+        dense_version=0,
+    )
 
 
 def _timed(ours: Turn, theirs: Turn) -> tuple[float, float]:

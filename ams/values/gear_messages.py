@@ -6,8 +6,8 @@ Legend: D width of a dense feature, K distinct ids.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -51,6 +51,12 @@ class FeatureReply:
     failures: Failures
     dense_version: int
     """Of the weights that the slow gear holds now."""
+
+    def at(self, chosen: npt.NDArray[Any]) -> FeatureReply:
+        """Those features alone; ``chosen`` are their places, or which they are."""
+        return replace(
+            self, vectors_KD=self.vectors_KD[chosen], versions=self.versions[chosen], times=self.times[chosen]
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import math
 import threading
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -27,6 +26,7 @@ from geartrain.ams.kernels.freshness import Judged, judge
 from geartrain.ams.kernels.position_lru import PositionLru, Positions
 from geartrain.ams.storage.features.store import FeatureStore
 from geartrain.ams.values.errors import InvalidArgument
+from geartrain.ams.values.gear_messages import FeatureReply, Features
 from geartrain.ams.values.specs import Ids
 
 Hits = npt.NDArray[np.bool_]
@@ -37,25 +37,13 @@ LAG_EDGES = tuple(2**exponent for exponent in range(25))
 """Dense updates: 0, 1, 2 to 3, 4 to 7, …, and one for 2^24 and more."""
 
 
-@dataclass
-class DenseFeatures:
-    """Dense features of N ids."""
-
-    vectors: npt.NDArray[np.float32]
-    """[N, D]."""
-    versions: npt.NDArray[np.int64]
-    """[N] the dense version each was computed under; -1 where there is none."""
-    times: npt.NDArray[np.float64]
-    """[N] unix seconds when each was computed; -inf where there is none."""
-
-
 class FeatureCache(Protocol):
     """What an engine asks of a cache: :class:`WorkerCache`, :class:`SharedCache`."""
 
-    def lookup(self, ids: Ids, *, now: float, dense_version: int) -> tuple[DenseFeatures, npt.NDArray[np.bool_]]:
-        """The features of ids, and which of them are there."""
+    def lookup(self, ids: Ids, *, now: float, dense_version: int) -> tuple[FeatureReply, Hits]:
+        """The features of ids, and which of them are there; of what is not the version is -1 and the time -inf."""
 
-    def insert(self, ids: Ids, features: DenseFeatures) -> None:
+    def insert(self, ids: Ids, features: FeatureReply) -> None:
         """Keep features."""
 
     def report(self) -> dict[str, Any]:
@@ -138,23 +126,23 @@ class WorkerCache:
         self._evicted = 0
         self._lock = threading.Lock()
 
-    def lookup(self, ids: Ids, *, now: float, dense_version: int) -> tuple[DenseFeatures, Hits]:
+    def lookup(self, ids: Ids, *, now: float, dense_version: int) -> tuple[FeatureReply, Hits]:
         """See :class:`FeatureCache`."""
         with self._lock:
             positions = self._index.find(ids, touch=True)
             positions[positions < 0] = self._index.capacity
             judged = self._counts.judge(positions, self._versions, self._times, now, dense_version)
             vectors = self._vectors.take(positions, axis=0)
-        return DenseFeatures(vectors, judged.versions, judged.times), judged.hits
+        return _found(vectors, judged.versions, judged.times, dense_version), judged.hits
 
-    def insert(self, ids: Ids, features: DenseFeatures) -> None:
+    def insert(self, ids: Ids, features: FeatureReply) -> None:
         """See :class:`FeatureCache`."""
         last = slice(-self._index.capacity, None)
         with self._lock:
             positions, evicted = self._index.place(ids[last])
             self._evicted += evicted
             self._times[positions] = -math.inf  # if what follows fails they are not there, rather than another id's
-            self._vectors[positions] = features.vectors[last]
+            self._vectors[positions] = features.vectors_KD[last]
             self._versions[positions] = features.versions[last]
             self._times[positions] = features.times[last]
 
@@ -199,20 +187,20 @@ class SharedCache:
         self._foreign = 0
         self._lock = threading.Lock()
 
-    def lookup(self, ids: Ids, *, now: float, dense_version: int) -> tuple[DenseFeatures, Hits]:
+    def lookup(self, ids: Ids, *, now: float, dense_version: int) -> tuple[FeatureReply, Hits]:
         """See :class:`FeatureCache`. Raises StoreUnavailable, StateDamaged."""
         records, foreign = self._decoded(self._store.read(ids))
         versions, times = records["version"].copy(), records["time"].copy()
         with self._lock:
             judged = self._counts.judge(None, versions, times, now, dense_version)
             self._foreign += foreign
-        return DenseFeatures(records["vector"].copy(), versions, times), judged.hits
+        return _found(records["vector"].copy(), versions, times, dense_version), judged.hits
 
-    def insert(self, ids: Ids, features: DenseFeatures) -> None:
+    def insert(self, ids: Ids, features: FeatureReply) -> None:
         """See :class:`FeatureCache`. Raises StoreUnavailable, StateFailed."""
         records = np.empty(len(ids), self._record)
         records["version"], records["time"] = features.versions, features.times
-        records["vector"] = features.vectors
+        records["vector"] = features.vectors_KD
         data, size = records.tobytes(), self._record.itemsize
         self._store.write(ids, [data[start : start + size] for start in range(0, len(data), size)])
 
@@ -231,6 +219,12 @@ class SharedCache:
         records = np.repeat(self._absent, len(values))
         records[[value is not None and len(value) == size for value in values]] = found
         return records, len(values) - len(whole) - values.count(None)
+
+
+def _found(
+    vectors: Features, versions: npt.NDArray[np.int64], times: npt.NDArray[np.float64], dense_version: int
+) -> FeatureReply:
+    return FeatureReply(vectors_KD=vectors, versions=versions, times=times, failures={}, dense_version=dense_version)
 
 
 def _checked_dim(dim: int) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -39,7 +39,7 @@ from geartrain.bridge.dense.dense_table import DenseTable
 from geartrain.bridge.gear.batch_state import DueBatch
 from geartrain.bridge.gear.coalescer import Coalescer
 from geartrain.bridge.gear.config import SlowGearConfig
-from geartrain.bridge.gear.dense_cache import DenseFeatures, FeatureCache
+from geartrain.bridge.gear.dense_cache import FeatureCache
 from geartrain.bridge.gear.dense_pass import DensePass
 from geartrain.bridge.gear.gradient_batcher import GradientBatcher
 from geartrain.bridge.gear.update_thread import UpdateThread
@@ -156,15 +156,8 @@ class DenseEngine:
         if freshness.max_version_lag is not None:
             hit = hit & (freshness.max_version_lag >= np.abs(version - found.versions))
         if hit.all():
-            return FeatureReply(
-                vectors_KD=found.vectors,
-                versions=found.versions,
-                times=found.times,
-                failures={},
-                dense_version=self.dense_version,
-            )
-        fresh = self._asked.ask(ids[~hit])
-        return _joined(found, hit, fresh)
+            return found
+        return _joined(found, hit, self._asked.ask(ids[~hit]))
 
     def deliver(self, delivery: Delivery) -> GearAccount:
         """See :class:`GearPort`. Raises InvalidArgument after :meth:`close`: nobody would apply it."""
@@ -290,7 +283,7 @@ class DenseEngine:
     def _keep_recomputed(self, ids: Ids, vectors_BD: Tensor) -> None:
         reply = self._reply(ids, vectors_BD.cpu().numpy(), {})
         for cache in self._caches:
-            cache.insert(ids, as_features(reply, np.ones(len(ids), np.bool_)))
+            cache.insert(ids, reply)
 
     def _refresh(self, *, needed: bool = False) -> None:
         now = self._clock()
@@ -307,7 +300,7 @@ class DenseEngine:
         if self.cache is not None:
             good = without(ids, failures)
             try:
-                self.cache.insert(ids[good], as_features(reply, good))
+                self.cache.insert(ids[good], reply.at(good))
             except (StateError, StoreUnavailable) as exc:
                 logger.warning("features are not kept: %s", exc)
         return reply
@@ -329,29 +322,12 @@ class DenseEngine:
         )
 
 
-def as_features(reply: FeatureReply, chosen: npt.NDArray[np.bool_]) -> DenseFeatures:
-    """Those features of a reply, as caches take them."""
-    return DenseFeatures(vectors=reply.vectors_KD[chosen], versions=reply.versions[chosen], times=reply.times[chosen])
-
-
 def _part_of(reply: FeatureReply, positions: Ids, ids: Ids) -> FeatureReply:
     failed = {number: reply.failures[number] for number in ids.tolist() if number in reply.failures}
-    return FeatureReply(
-        vectors_KD=reply.vectors_KD[positions],
-        versions=reply.versions[positions],
-        times=reply.times[positions],
-        failures=failed,
-        dense_version=reply.dense_version,
-    )
+    return replace(reply.at(positions), failures=failed)
 
 
-def _joined(found: DenseFeatures, hit: npt.NDArray[np.bool_], fresh: FeatureReply) -> FeatureReply:
-    vectors_KD, versions, times = found.vectors.copy(), found.versions.copy(), found.times.copy()
-    vectors_KD[~hit], versions[~hit], times[~hit] = fresh.vectors_KD, fresh.versions, fresh.times
-    return FeatureReply(
-        vectors_KD=vectors_KD,
-        versions=versions,
-        times=times,
-        failures=fresh.failures,
-        dense_version=fresh.dense_version,
-    )
+def _joined(found: FeatureReply, hit: npt.NDArray[np.bool_], fresh: FeatureReply) -> FeatureReply:
+    """``fresh`` where nothing was a hit; what was ``found`` is overwritten."""
+    found.vectors_KD[~hit], found.versions[~hit], found.times[~hit] = fresh.vectors_KD, fresh.versions, fresh.times
+    return replace(found, failures=fresh.failures, dense_version=fresh.dense_version)

@@ -26,7 +26,7 @@ from geartrain.ams.values.specs import Ids, TableSpec
 from geartrain.bridge.dense.factory import BUFFERS_SUFFIX
 from geartrain.bridge.gear.config import HERE, SlowGearConfig
 from geartrain.bridge.gear.dense_cache import WorkerCache
-from geartrain.bridge.gear.engine import DenseEngine, as_features
+from geartrain.bridge.gear.engine import DenseEngine
 from geartrain.bridge.gear.factory import open_engine, open_pass, open_remote
 from geartrain.bridge.gear.gear_update import GearGradient, GearUpdate
 from geartrain.bridge.gear.samples import Decode, SampleSource
@@ -245,12 +245,12 @@ class SlowGear(nn.Module):
             missing = ids[~hit]
             reply = self._port.features(missing)
             good = without(missing, reply.failures)
-            self._cache.insert(missing[good], as_features(reply, good))  # also when some ids have failed
+            self._cache.insert(missing[good], reply.at(good))  # also when some ids have failed
             if reply.failures and self.on_missing == "error":
                 raise first_error(reply.failures, "that")
-            found.vectors[~hit] = reply.vectors_KD
+            found.vectors_KD[~hit] = reply.vectors_KD
             found.versions[~hit] = np.where(good, reply.versions, _NO_FEATURE)
-        return torch.from_numpy(found.vectors), found.versions
+        return torch.from_numpy(found.vectors_KD), found.versions
 
 
 class _GearRows(Placement):

@@ -44,11 +44,6 @@ class UpdateThread:
             self._is_awake = True
             self._changed.notify_all()
 
-    def raise_error(self) -> None:
-        """Raise why updates are not applied, if they are not."""
-        if (error := self._error) is not None:
-            raise error
-
     def wait_until_due(self, most: int, longest_seconds: float = 10.0) -> None:
         """Wait, for so long, while more than ``most`` gradients are due. Raises why, if they are not applied."""
         if self._count_due() <= most:
@@ -56,7 +51,8 @@ class UpdateThread:
         deadline = time.monotonic() + longest_seconds
         with self._changed:
             while not self._is_ended and self._count_due() > most and time.monotonic() < deadline:
-                self.raise_error()
+                if (error := self._error) is not None:
+                    raise error
                 self._changed.wait(self._tick_seconds)
 
     def stop(self) -> None:

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from geartrain.ams.storage.features.factory import open_store
 from geartrain.ams.values.errors import InvalidArgument
+from geartrain.ams.values.gear_messages import FeatureReply
 from geartrain.ams.values.specs import Ids
-from geartrain.bridge.gear.dense_cache import AGE_EDGES, DenseFeatures, SharedCache, WorkerCache
+from geartrain.bridge.gear.dense_cache import AGE_EDGES, SharedCache, WorkerCache
 from tests.redis_child import running_redis
 
 DIM = 4
@@ -50,9 +51,13 @@ def make(request: pytest.FixtureRequest, tmp_path: Any) -> Iterator[Any]:
         store.close()
 
 
-def features(ids: list[int], version: int = 0, time: float = 100.0) -> DenseFeatures:
+def features(ids: list[int], version: int = 0, time: float = 100.0) -> FeatureReply:
     vectors = np.array([[number + 1000.0 * version] * DIM for number in ids], np.float32).reshape(-1, DIM)
-    return DenseFeatures(vectors, np.full(len(ids), version), np.full(len(ids), time))
+    return reply_of(vectors, np.full(len(ids), version), np.full(len(ids), time))
+
+
+def reply_of(vectors: Any, versions: Any, times: Any) -> FeatureReply:
+    return FeatureReply(vectors_KD=vectors, versions=versions, times=times, failures={}, dense_version=0)
 
 
 def ids_of(*ids: int) -> Ids:
@@ -61,7 +66,7 @@ def ids_of(*ids: int) -> Ids:
 
 def hits(cache: Cache, *ids: int, now: float = 100.0, dense_version: int = 0) -> list[bool]:
     found, hit = cache.lookup(ids_of(*ids), now=now, dense_version=dense_version)
-    assert found.vectors.shape == (len(ids), DIM) and found.vectors.dtype == np.float32
+    assert found.vectors_KD.shape == (len(ids), DIM) and found.vectors_KD.dtype == np.float32
     return hit.tolist()
 
 
@@ -76,7 +81,7 @@ def test_what_was_inserted_is_found(make: Any) -> None:
     cache.insert(ids_of(5, 6), features([5, 6], version=3, time=90.0))
     found, hit = cache.lookup(np.array([6, 1, 5, 6]), now=100.0, dense_version=4)
     assert hit.tolist() == [True, False, True, True]
-    assert found.vectors[hit].tolist() == [[3006.0] * DIM, [3005.0] * DIM, [3006.0] * DIM]
+    assert found.vectors_KD[hit].tolist() == [[3006.0] * DIM, [3005.0] * DIM, [3006.0] * DIM]
     assert found.versions.tolist() == [3, -1, 3, 3] and found.times.tolist() == [90.0, -np.inf, 90.0, 90.0]
     assert hits(cache) == []
 
@@ -111,7 +116,7 @@ def test_an_entry_lags(make: Any) -> None:
 def test_the_report_says_why_and_how_old(make: Any) -> None:
     cache = make(expire_seconds=20.0, max_version_lag=3)
     cache.insert(
-        ids_of(1, 2, 3), DenseFeatures(np.ones((3, DIM), np.float32), np.array([9, 5, 9]), np.array([99.0, 99.0, 50.0]))
+        ids_of(1, 2, 3), reply_of(np.ones((3, DIM), np.float32), np.array([9, 5, 9]), np.array([99.0, 99.0, 50.0]))
     )
     hits(cache, 1, 1, 2, 3, 4, now=100.0, dense_version=10)
     report = cache.report()
@@ -139,7 +144,7 @@ def test_a_full_worker_cache_forgets_what_was_used_least_recently() -> None:
 def test_features_of_another_width_are_misses_and_counted() -> None:
     store = open_store("memory")
     SharedCache(store, DIM + 1, expire_seconds=20.0).insert(
-        ids_of(1), DenseFeatures(np.ones((1, DIM + 1), np.float32), np.zeros(1, np.int64), np.full(1, 100.0))
+        ids_of(1), reply_of(np.ones((1, DIM + 1), np.float32), np.zeros(1, np.int64), np.full(1, 100.0))
     )
     cache = SharedCache(store, DIM, expire_seconds=20.0)
     assert hits(cache, 1, 2) == [False, False]
@@ -159,7 +164,7 @@ def test_a_hit_is_always_what_was_inserted_last(inserts: list[tuple[list[int], i
         cache.insert(ids_of(*ids), features(ids, version=version))
         model |= {number: number + 1000.0 * version for number in ids}
     found, hit = cache.lookup(ids_of(*looked_up), now=100.0, dense_version=0)
-    for number, is_hit, vector in zip(looked_up, hit.tolist(), found.vectors.tolist(), strict=True):
+    for number, is_hit, vector in zip(looked_up, hit.tolist(), found.vectors_KD.tolist(), strict=True):
         assert not is_hit or vector == [model[number]] * DIM
     assert len({number for number, is_hit in zip(looked_up, hit, strict=True) if is_hit}) <= 6
 
@@ -174,7 +179,7 @@ def test_threads_never_see_a_vector_of_another_id() -> None:
             ids = rng.permutation(100)[:30]
             cache.insert(ids, features(ids.tolist()))
             found, hit = cache.lookup(ids, now=100.0, dense_version=0)
-            wrong.append(int((found.vectors[:, 0][hit] != ids[hit]).sum()))
+            wrong.append(int((found.vectors_KD[:, 0][hit] != ids[hit]).sum()))
 
     threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
     for thread in threads:
