@@ -1,6 +1,7 @@
 """Two ways to select the k largest magnitudes of each of many tensors, of Table 6 of the 100-million-class paper.
 
-They are the rivals of ``grouping.py``. Divide and conquer is exact: where magnitudes are equal, the lower index.
+They are the rivals of ``bridge/parallel/topk/grouping.py``. Divide and conquer is exact: where magnitudes are equal,
+the lower index is selected.
 Tensors are float32, of any shape; indices count in C order.
 """
 

@@ -17,12 +17,12 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import torch
 from _common import median_seconds, result, threads
+from _topk_rivals import select_by_sampling, select_divided
 from torch import Tensor
 
 from geartrain.ams.kernels.gradients import take_largest
 from geartrain.bridge.parallel.topk.compaction import CompiledCompaction, TensorCompaction
 from geartrain.bridge.parallel.topk.grouping import GroupedTopK
-from geartrain.bridge.parallel.topk.methods import select_by_sampling, select_divided
 from geartrain.bridge.parallel.topk.selection import counts
 from geartrain.launch.bench import Result
 

@@ -25,7 +25,7 @@ from geartrain.bridge.parallel.plan.trace import REST, Collective, StepTrace, tr
 from geartrain.bridge.parallel.scopes import Scope, Split
 from geartrain.bridge.parallel.split.heads import backend_of
 from geartrain.bridge.parallel.split.layer import SplitLayer
-from geartrain.bridge.parallel.topk.exchange import sent_counts
+from geartrain.bridge.parallel.topk.selection import sent_counts
 
 OptimizerMaker = Callable[[list[nn.Parameter]], Any]
 

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.bridge.collectives.communicator import Communicator
@@ -38,12 +39,8 @@ from geartrain.bridge.parallel.topk.requirements import (
     require_types,
     trained_parameters,
 )
-from geartrain.bridge.parallel.topk.selection import counts
+from geartrain.bridge.parallel.topk.selection import sent_counts, sparsity_at
 from geartrain.bridge.parallel.topk.state import GradientState, digest_of
-from geartrain.bridge.parallel.topk.warmup import sparsity_at
-
-SMALL = 4096
-"""Tensors of up to so many elements travel dense: biases and norms, which are few bytes."""
 
 
 @dataclass(frozen=True)
@@ -108,13 +105,11 @@ class GradientExchange:
         self._refusal: Exception | None = None
         """Why the backward pass that is under way exchanges nothing."""
 
-        failure: Exception | None = None
-        try:
+        def check() -> Optimizer:
             require_types(parameters, settings.sparsity)
-            optimizer = require_plain(optimizer, parameters)
-        except InvalidArgument as exc:
-            failure = exc
-        self.link.fail_together(failure, "gradients are not sparsified")
+            return require_plain(optimizer, parameters)
+
+        self._optimizer = self.link.run_together(check, "gradients are not sparsified")
         shapes = str([(name, tuple(parameter.shape), str(parameter.dtype)) for name, parameter in parameters.items()])
         agreed = {**asdict(settings), "parameters": hashlib.sha256(shapes.encode()).hexdigest()[:16]}
         self.link.require_equal(agreed, "sparsified gradients")
@@ -128,8 +123,7 @@ class GradientExchange:
             raise InvalidArgument(
                 f"the model refuses a communication hook ({exc}); attach to a DistributedDataParallel that has none"
             ) from exc
-        optimizer.register_step_post_hook(self._stepped)
-        self._optimizer = optimizer
+        self._optimizer.register_step_post_hook(self._stepped)
 
     def load(self, saved: Mapping[str, Mapping[str, Any]], steps: int) -> None:
         """Go on from a state; raises what ``GradientState.load`` does, and changes nothing then."""
@@ -141,12 +135,7 @@ class GradientExchange:
 
     def merge(self) -> None:
         """Give every rank the mean of all ranks' momentum and residuals; where all have that, change nothing."""
-        failure: InvalidArgument | None = None
-        try:
-            self.require_between_steps()
-        except InvalidArgument as exc:
-            failure = exc
-        self.link.fail_together(failure, "the residuals were not merged")
+        self.link.run_together(self.require_between_steps, "the residuals were not merged")
         if not self.link.agree(self.is_merged):
             self.state.average(self.link)
         self.is_merged = True
@@ -321,12 +310,6 @@ class GradientExchange:
             return None
         work, rank, status = (of_state or troubles)[0]
         return not_finite(work.layout.names[tensor_of(status)], rank, of_state=bool(of_state))
-
-
-def sent_counts(numels: list[int], sparsity: float, ranks: int) -> list[int]:
-    """How many elements of each tensor a rank sends: all where it is small, or better off dense."""
-    found = counts(numels, sparsity, ranks=ranks)
-    return [numel if numel <= SMALL else k for numel, k in zip(numels, found, strict=True)]
 
 
 def _on_bucket(exchange, bucket):  # type: ignore[no-untyped-def]  # DDP reads annotations, as objects

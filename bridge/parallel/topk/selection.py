@@ -1,4 +1,4 @@
-"""How many elements of a gradient travel."""
+"""How many elements of a gradient travel, and how sparse the gradients of a step are."""
 
 from __future__ import annotations
 
@@ -9,28 +9,46 @@ from geartrain.ams.values.errors import InvalidArgument
 
 MOST_ELEMENTS = 2**31 - 1
 """Of a tensor: indices travel as int32."""
+SMALL = 4096
+"""Tensors of up to so many elements travel dense: biases and norms, which are few bytes."""
+_FIRST_KEPT = 0.25
+"""What the first level of the warm-up sends, and by what each level sends less than the one before."""
+
+
+def sent_counts(numels: Sequence[int], sparsity: float, ranks: int) -> list[int]:
+    """How many elements of each tensor a rank sends: all where it is small, or better off dense."""
+    found = counts(numels, sparsity, ranks=ranks)
+    return [numel if numel <= SMALL else k for numel, k in zip(numels, found, strict=True)]
 
 
 def counts(numels: Sequence[int], sparsity: float, *, ranks: int = 2) -> list[int]:
     """How many elements of each tensor to send: ``numel`` where it had better be sent dense.
 
-    k = max(1, ⌈numel · (1 − sparsity)⌉), with ``sparsity`` as it is written: 0.999 leaves one in 1000. A rank receives
-    8 · k bytes (int32 index, float32 value) from each other rank; of a dense all-reduce it receives
+    k = max(1, ⌈numel · (1 − sparsity)⌉), with ``sparsity`` in [0, 1) as it is written: 0.999 leaves one in 1000. A rank
+    receives 8 · k bytes (int32 index, float32 value) from each other rank; of a dense all-reduce it receives
     8 · numel / ranks bytes for each of them. So a tensor is dense where k · max(ranks, 2) >= numel.
 
-    Raises:
-        InvalidArgument: ``sparsity`` is outside [0, 1), a tensor has 2**31 elements or more, or ``ranks`` < 1.
+    Raises InvalidArgument for a tensor of 2**31 elements or more.
     """
-    if not 0 <= sparsity < 1:
-        raise InvalidArgument(f"sparsity is {sparsity}; it must lie in [0, 1): 0.999 sends one element in 1000")
-    if ranks < 1:
-        raise InvalidArgument(f"ranks is {ranks}; it must be at least 1")
     kept = 1 - Fraction(repr(float(sparsity)))
     return [_count(numel, kept, ranks) for numel in numels]
 
 
 def _count(numel: int, kept: Fraction, ranks: int) -> int:
-    if not 0 <= numel <= MOST_ELEMENTS:
+    if numel > MOST_ELEMENTS:
         raise InvalidArgument(f"a tensor has {numel} elements; sparsified ones have at most {MOST_ELEMENTS}")
     k = max(1, -(-numel * kept.numerator // kept.denominator))
     return numel if k * max(ranks, 2) >= numel else k
+
+
+def sparsity_at(step: int, sparsity: float, warmup_steps: int) -> float:
+    """The sparsity of ``step``, from 0 on: 75, 93.75, 98.4, 99.6 % (so many levels as are below ``sparsity``), then it.
+
+    The levels share ``warmup_steps`` evenly (Lin 2017, section 3.3, where each is an epoch).
+    """
+    if step >= warmup_steps:
+        return sparsity
+    levels: list[float] = []
+    while (level := 1 - _FIRST_KEPT ** (len(levels) + 1)) < sparsity:
+        levels.append(level)
+    return levels[step * len(levels) // warmup_steps] if levels else sparsity

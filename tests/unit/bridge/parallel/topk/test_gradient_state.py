@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import geartrain as gt
 from geartrain.ams.values.errors import InvalidArgument, SpecMismatch
-from geartrain.bridge.parallel.topk import exchange
+from geartrain.bridge.parallel.topk import selection
 from tests.support.rank_processes import run_ranks
 from tests.unit.bridge.parallel.topk.test_topk_gradients import LR, step_of
 from tests.unit.bridge.parallel.topk.test_topk_gradients import made as made_tensors
@@ -24,7 +24,7 @@ INPUTS, OUTPUTS = 12, 8
 
 
 def made(**settings: Any) -> Parts:
-    exchange.SMALL = OUTPUTS
+    selection.SMALL = OUTPUTS
     torch.manual_seed(1)
     network = nn.Sequential(nn.Conv2d(3, 4, 2), nn.Flatten(), nn.Linear(4, OUTPUTS))
     network.to(memory_format=torch.channels_last)

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import geartrain as gt
 from geartrain.ams.values.errors import InvalidArgument, NonFinite, RankLost, SpecMismatch, SyncError
-from geartrain.bridge.parallel.topk import bucket, exchange
+from geartrain.bridge.parallel.topk import bucket, selection
 from tests.support.dying import Dies
 from tests.support.rank_processes import run_ranks
 from tests.unit.bridge.parallel.topk.test_topk_gradients import LR, SIZE, SPARSITY, Made, Tensors, made, step_of
@@ -144,7 +144,7 @@ class DiesBetweenBuckets(Tensors):
 def die_between_buckets(rank: int, ranks: int, folder: Path) -> None:
     """One bucket was told of before the rank is killed, the other never."""
     del ranks
-    exchange.SMALL = 3
+    selection.SMALL = 3
     model = DistributedDataParallel(DiesBetweenBuckets(), bucket_cap_mb=1e-5)
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     parts = model, optimizer, gt.TopKGradients(sparsity=SPARSITY).attach(model, optimizer)

@@ -15,9 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import geartrain as gt
 from geartrain.ams.values.errors import InvalidArgument, NonFinite, SpecMismatch, SyncError
-from geartrain.bridge.parallel.topk import exchange
+from geartrain.bridge.parallel.topk import selection
 from geartrain.bridge.parallel.topk.hook import TopKGradients
-from geartrain.bridge.parallel.topk.warmup import sparsity_at
+from geartrain.bridge.parallel.topk.selection import sparsity_at
 from tests.support.rank_processes import run_ranks
 
 SIZE, DENSE, K = 20, 3, 4
@@ -43,7 +43,7 @@ Made = tuple[DistributedDataParallel, torch.optim.Optimizer, TopKGradients]
 def made(
     *, scaler: Any = None, dtype: torch.dtype = torch.float32, ddp: dict[str, Any] | None = None, **settings: Any
 ) -> Made:
-    exchange.SMALL = DENSE
+    selection.SMALL = DENSE
     # One bucket for each parameter, once DDP has made them anew.
     model = DistributedDataParallel(Tensors(dtype), bucket_cap_mb=1e-5, **(ddp or {}))
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
@@ -140,7 +140,7 @@ def leave_out(rank: int, ranks: int, folder: Path) -> None:
         def forward(self, large: Tensor | None, small: Tensor) -> Tensor:
             return (self.small * small).sum() + (0 if large is None else (self.large * large).sum())
 
-    exchange.SMALL = DENSE
+    selection.SMALL = DENSE
     model = DistributedDataParallel(Optional(), find_unused_parameters=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     parts = model, optimizer, TopKGradients(sparsity=SPARSITY).attach(model, optimizer)
