@@ -8,7 +8,7 @@ No rank sees a tensor whole, and whoever reads looks only into files that hold r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import torch
 import xxhash
 from safetensors.torch import load, save
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from geartrain.ams.storage.durable import create_folders, write_file
 from geartrain.ams.storage.snapshot.manifest import seal_json, unseal_json
@@ -127,7 +128,7 @@ def collect_pieces(folder: Path, model_id: str, content: Any) -> list[RankFile]:
     for path in sorted(folder.glob(f"rank-{model_id}-*.json")):
         pieces += [RankFile(**piece) for piece in unseal_json(path.read_bytes())["pieces"]]
         path.unlink()
-    for apart in _aparts(content):
+    for apart in (leaf for leaf in tree_leaves(content) if isinstance(leaf, ShardedTensorRef)):
         done = 0
         for first, stop in sorted(piece.rows[apart.name] for piece in pieces if apart.name in piece.rows):
             if first != done:
@@ -139,17 +140,6 @@ def collect_pieces(folder: Path, model_id: str, content: Any) -> list[RankFile]:
                 f"with the same state=, to a folder that all of them see ({folder})"
             )
     return pieces
-
-
-def _aparts(content: Any) -> Iterable[ShardedTensorRef]:
-    if isinstance(content, ShardedTensorRef):
-        yield content
-    elif isinstance(content, Mapping):
-        for value in content.values():
-            yield from _aparts(value)
-    elif isinstance(content, list | tuple):
-        for value in content:
-            yield from _aparts(value)
 
 
 class DividedRows:
@@ -183,7 +173,7 @@ class DividedRows:
 
     def whole(self, content: Any) -> Any:
         """``content`` with all rows of its tensors, whole."""
-        return _mapped(content, lambda apart: self._rows(apart, range(apart.shape[0])))
+        return tree_map_only(ShardedTensorRef, lambda apart: self._rows(apart, range(apart.shape[0])), content)
 
     def _rows(self, apart: ShardedTensorRef, wanted: range) -> Tensor:
         out = torch.empty(len(wanted), *apart.shape[1:], dtype=getattr(torch, apart.dtype))
@@ -210,16 +200,6 @@ class DividedRows:
                 )
             self._last = (piece.file, load(data))
         return self._last[1]
-
-
-def _mapped(content: Any, of_apart: Callable[[ShardedTensorRef], Tensor]) -> Any:
-    if isinstance(content, ShardedTensorRef):
-        return of_apart(content)
-    if isinstance(content, dict):
-        return {key: _mapped(value, of_apart) for key, value in content.items()}
-    if isinstance(content, list | tuple):
-        return type(content)([_mapped(value, of_apart) for value in content])
-    return content
 
 
 def state_like(one: Any, state: Any, rows: DividedRows) -> Any:

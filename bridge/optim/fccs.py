@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Self, TypeVar
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,7 @@ from geartrain.bridge.collectives.communicator import Communicator
 from geartrain.bridge.optim.batch_plan import plan_of_epochs, plan_of_steps
 from geartrain.bridge.optim.step_batches import StepBatches
 
-T = TypeVar("T")
+_NOT_MADE = "FCCS was not made"
 
 
 class FCCS:
@@ -91,7 +91,7 @@ class FCCS:
                 ranks=link.world_size,
             )
 
-        _together(link, check)
+        link.run_together(check, _NOT_MADE)
         self._micro_batch = self._plan.quantum // link.world_size
         facts = {**self._plan.settings(), "micro_batch": self._micro_batch, "lr": self._peaks}
         link.require_equal({**facts, "total_samples": self.total_samples}, "FCCS")
@@ -129,8 +129,7 @@ class FCCS:
             SpecMismatch: the ranks gave different numbers.
         """
         link = Communicator(process_group)
-        plan = _together(
-            link,
+        plan = link.run_together(
             lambda: plan_of_epochs(
                 epochs=epochs,
                 samples_per_epoch=samples_per_epoch,
@@ -141,6 +140,7 @@ class FCCS:
                 micro_batch=micro_batch,
                 ranks=link.world_size,
             ),
+            _NOT_MADE,
         )
         return cls(optimizer, lr=lr, **plan.settings(), micro_batch=micro_batch, process_group=process_group)
 
@@ -325,17 +325,6 @@ class FCCS:
             if is_new and not self._epoch_samples:
                 raise InvalidArgument("the loader gives no micro-batch; give one that can be iterated again and again")
             self._epoch, self._epoch_samples, skip = self._epoch + 1, 0, True
-
-
-def _together(link: Communicator, check: Callable[[], T]) -> T:
-    """What ``check`` returns. If it raises InvalidArgument on a rank, all ranks raise."""
-    failure, result = None, None
-    try:
-        result = check()
-    except InvalidArgument as exc:
-        failure = exc
-    link.fail_together(failure, "FCCS was not made")
-    return result  # type: ignore[return-value]
 
 
 def _optimizers(given: Any) -> list[Any]:

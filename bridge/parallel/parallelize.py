@@ -75,15 +75,13 @@ def parallelize(
     if not isinstance(mesh, Mesh):
         raise InvalidArgument(f"mesh is {quoted(mesh)}; it must be what gt.mesh() returns")
     link = mesh.whole.link
-    failure: Exception | None = None
-    description: dict[str, Any] = {}
-    try:
+
+    def look_up() -> tuple[ScopedModel, dict[str, Any]]:
         found = _looked_up(model, mesh, scopes, loss, seed)
         _check_micro_batches(micro_batches, found, mesh, loss)
-        description = {**_description(model, found, loss, seed), "micro_batches": micro_batches}
-    except Exception as exc:  # of any kind: the others wait for this rank
-        failure = exc
-    link.fail_together(failure, "gt.parallelize() changed nothing")
+        return found, {**_description(model, found, loss, seed), "micro_batches": micro_batches}
+
+    found, description = link.run_together(look_up, "gt.parallelize() changed nothing")
     link.require_equal(description, "gt.parallelize()")
     if mesh.world_size > 1:
         let_optimizers_mix()
