@@ -9,10 +9,12 @@ Legend: R ranks, P parts, B rows of all ranks and parts, S of one part of this r
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from geartrain.ams.values.errors import SyncError
 from geartrain.bridge.collectives.communicator import Communicator, Pending
@@ -61,6 +63,8 @@ class GatheredParts:
         self._most = MOST_ON_THEIR_WAY if overlap else 0
         self._on_their_way: deque[tuple[int, Pending[Tensor]]] = deque()
         self._whole: Tensor | None = None
+        self._told: tuple[int, Pending[list[list[int]]]] | None = None
+        """The last part in which ranks say whether they failed, and what they say."""
 
     def begin(self, part: int, rows_SD: Tensor) -> None:
         """Let the rows of this rank's part travel; wait for the one before the last. Raises RankLost."""
@@ -72,28 +76,40 @@ class GatheredParts:
         if not self._most:
             self._take()
 
-    def whole(self) -> Tensor:
-        """All rows [B, D], once every part was begun. Raises RankLost."""
-        while self._on_their_way:
-            self._take()
+    def begin_or_fail(self, part: int, rows_SD: Tensor, failure: Exception | None) -> None:
+        """:meth:`begin`, and an exchange of one number: whether this rank has a ``failure``, and gives any rows.
+
+        It is looked at with the next part, or in :meth:`whole`: then every rank raises, that failure there, SyncError
+        elsewhere.
+        """
+        told = self._link.start_exchange([failure is None])
+        self._require_sound(failure, told)
+        self._told = part, told
+        self.begin(part, rows_SD)
+
+    def whole(self, failure: Exception | None = None) -> Tensor:
+        """All rows [B, D], once every part was begun. Raises RankLost, and as :meth:`begin_or_fail`."""
+        self._take_all()
+        self._require_sound(failure, None)
         assert self._whole is not None
         return self._whole
 
-    def require_sound(
-        self, answers: list[list[int]], failure: Exception | None, part: int, last: Pending[list[list[int]]]
-    ) -> None:
-        """Raise on every rank if one ``answers`` 0, that it failed in ``part``, when nothing is on its way any more.
-
-        There its ``failure`` is raised, elsewhere SyncError. ``last``: the last exchange that was begun.
-        """
-        sound = [good for (good,) in answers]
+    def _require_sound(self, failure: Exception | None, last: Pending[list[list[int]]] | None) -> None:
+        """Raise if a rank failed in the part before, when nothing, the ``last`` exchange either, is on its way."""
+        if self._told is None:
+            return
+        part, told = self._told
+        sound = [good for (good,) in told.result()]
         if 0 not in sound:
             return
-        last.result()
-        self.whole()
-        if failure is not None:
-            raise failure
-        raise SyncError(f"rank {sound.index(0)} failed in micro-batch {part}; its error tells why")
+        if last is not None:
+            last.result()
+        self._take_all()
+        raise failure or SyncError(f"rank {sound.index(0)} failed in micro-batch {part}; its error tells why")
+
+    def _take_all(self) -> None:
+        while self._on_their_way:
+            self._take()
 
     def _take(self) -> None:
         part, pending = self._on_their_way.popleft()
@@ -138,3 +154,22 @@ class SummedParts:
         if not self._waiting:
             self._whole_BD = rows[:0]  # its memory is needed no more
         return pending
+
+
+class _Travelled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows_SD: Tensor, take: Callable[[], Tensor]) -> Tensor:
+        ctx.take, ctx.dtype = take, rows_SD.dtype
+        return rows_SD.view_as(rows_SD)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, nothing: Tensor) -> tuple[Tensor, None]:
+        del nothing
+        return ctx.take().to(ctx.dtype), None
+
+
+def with_travelled_gradient(rows_SD: Tensor, take: Callable[[], Tensor]) -> Tensor:
+    """The rows; their gradient is not what comes from behind, but what has travelled: ``take()``."""
+    travelled: Tensor = _Travelled.apply(rows_SD, take)  # type: ignore[no-untyped-call]
+    return travelled

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from geartrain.ams.values.errors import InvalidRows
 from geartrain.ams.values.specs import Ids
+from geartrain.bridge.collectives.parts import with_travelled_gradient
 from geartrain.bridge.head.autograd_node import HeadCall, refuse_second_derivative
 from geartrain.bridge.head.loss.samples import Reduction
 from geartrain.bridge.rows.transfers import upload
@@ -72,7 +73,13 @@ class FeatureParts:
         with torch.inference_mode(inference), torch.set_grad_enabled(gradients):
             if kept is not None:
                 features = features[upload(kept, features.device)]
-            joined: Tensor = _Part.apply(features, self, part)  # type: ignore[no-untyped-call]
+            width = features.shape[1]  # rows with biases have a column more
+
+            def take() -> Tensor:
+                assert self.gradients is not None
+                return self.gradients.take(part)[:, :width] * self.factors[part]
+
+            joined = with_travelled_gradient(features, take)
         self.joined.append(joined)
         return joined
 
@@ -83,23 +90,6 @@ class FeatureParts:
         first = sum(self.sizes[:part])
         low, high = np.searchsorted(places, (first, first + self.sizes[part]))
         return places[low:high] - first
-
-
-class _Part(torch.autograd.Function):
-    """The features of one part; their gradient is not what comes from behind, but what has travelled."""
-
-    @staticmethod
-    def forward(ctx: Any, features_SD: Tensor, parts: FeatureParts, part: int) -> Tensor:
-        ctx.parts, ctx.part = parts, part
-        return features_SD.view_as(features_SD)
-
-    @staticmethod
-    def backward(ctx: Any, shape_SD: Tensor) -> tuple[Tensor, None, None]:
-        parts: FeatureParts = ctx.parts
-        assert parts.gradients is not None
-        width = shape_SD.shape[1]  # rows with biases have a column more
-        gradient_SD = parts.gradients.take(ctx.part)[:, :width] * parts.factors[ctx.part]
-        return gradient_SD.to(shape_SD.dtype), None, None
 
 
 class _PartsLoss(torch.autograd.Function):

@@ -20,9 +20,9 @@ from torch.autograd.function import once_differentiable
 
 from geartrain.ams.values.errors import InvalidArgument, InvalidRows
 from geartrain.ams.values.text import quoted
-from geartrain.bridge.collectives.communicator import Communicator, Pending
+from geartrain.bridge.collectives.communicator import Communicator
 from geartrain.bridge.collectives.cross_entropy import without_autocast
-from geartrain.bridge.collectives.parts import GatheredParts, PartSizes, SummedParts
+from geartrain.bridge.collectives.parts import GatheredParts, PartSizes, SummedParts, with_travelled_gradient
 from geartrain.bridge.parallel.split.layer import autocast_dtype
 from geartrain.bridge.parallel.split.linear import SplitLinear
 from geartrain.bridge.parallel.split.logits import LogitsOperations, SplitLogits
@@ -61,7 +61,6 @@ class SplitParts:
         self._arrived: Tensor | None = None
         self._joined: list[Tensor] = []
         self._operations: list[tuple[Operation, ...]] = []
-        self._told: Pending[list[list[int]]] | None = None
         self._failure: Exception | None = None
 
     def compute(self, run: Callable[[], Any]) -> None:
@@ -83,20 +82,14 @@ class SplitParts:
         own_SD = self._arrived
         if own_SD is None:
             own_SD = self._joined[0].new_zeros(self._sizes.of(part)[self._link.rank], self._layer.in_features)
-        told = self._link.start_exchange([self._failure is None])
-        if self._told is not None:
-            self._gathered.require_sound(self._told.result(), self._failure, part - 1, told)
-        self._told = told
-        self._gathered.begin(part, own_SD.detach())
+        self._gathered.begin_or_fail(part, own_SD.detach(), self._failure)
         self._joined.append(own_SD)
 
     def logits(self) -> SplitLogits:
         """Those of all micro-batches, in the order of the samples. Raises as :meth:`compute`."""
         assert self._gathered is not None
         assert self._sizes is not None
-        assert self._told is not None
-        joint_BD = self._gathered.whole()
-        self._gathered.require_sound(self._told.result(), self._failure, len(self._joined) - 1, self._told)
+        joint_BD = self._gathered.whole(self._failure)
         layer = self._layer
         self._gradients.sizes = self._sizes
         local_BL: Tensor = _PartsLinear.apply(  # type: ignore[no-untyped-call]
@@ -123,7 +116,7 @@ class SplitParts:
             layer.check(features_SD)
             self._check_alike(features_SD, self._sizes.of(part)[self._link.rank])
         own_SD = layer.travelling(features_SD)
-        self._arrived = _Arrived.apply(own_SD, self._gradients, part)  # type: ignore[no-untyped-call]
+        self._arrived = with_travelled_gradient(own_SD, lambda: self._gradients.take(part))
         return PartLogits(torch.Size((len(features_SD), layer.out_features)))
 
     def _agreed(self, features_SD: Tensor) -> PartSizes:
@@ -187,21 +180,6 @@ class _FeatureGradients:
         assert self._summed is not None
         own_SD = self._summed.take(part)
         return own_SD * self._link.world_size if self._link.world_size > 1 else own_SD
-
-
-class _Arrived(torch.autograd.Function):
-    """Features of a micro-batch; their gradient is not what comes from behind, but what has travelled."""
-
-    @staticmethod
-    def forward(ctx: Any, features_SD: Tensor, gradients: _FeatureGradients, part: int) -> Tensor:
-        ctx.gradients, ctx.part, ctx.dtype = gradients, part, features_SD.dtype
-        return features_SD.view_as(features_SD)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, nothing: Tensor) -> tuple[Tensor, None, None]:
-        del nothing
-        return ctx.gradients.take(ctx.part).to(ctx.dtype), None, None
 
 
 class _PartsLinear(torch.autograd.Function):

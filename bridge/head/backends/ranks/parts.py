@@ -18,7 +18,6 @@ from torch import Tensor
 
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.specs import Ids
-from geartrain.bridge.collectives.communicator import Pending
 from geartrain.bridge.collectives.parts import GatheredParts, PartSizes, SummedParts
 from geartrain.bridge.head.backends.ranks.passes import RankRows
 from geartrain.bridge.head.backends.ranks.update import Agreed, RankStep
@@ -117,7 +116,6 @@ def _gathered(step: RankStep, parts: FeatureParts, first_SD: Tensor, places: Ids
     gathered = GatheredParts(link, sizes, overlap=parts.overlap)
     gathered.begin(0, step.travelling(first_SD))
     failure: Exception | None = None
-    before: Pending[list[list[int]]] | None = None
     for part in range(1, sizes.num_parts):
         features_SD: Tensor | None = None
         try:
@@ -126,15 +124,8 @@ def _gathered(step: RankStep, parts: FeatureParts, first_SD: Tensor, places: Ids
             failure = exc
         if features_SD is None:
             features_SD = first_SD.new_zeros(sizes.of(part)[link.rank], first_SD.shape[1])
-        sound = link.start_exchange([failure is None])
-        if before is not None:
-            gathered.require_sound(before.result(), failure, part - 1, sound)
-        before = sound
-        gathered.begin(part, step.travelling(features_SD))
-    joint_features_BD = gathered.whole()
-    if before is not None:
-        gathered.require_sound(before.result(), failure, sizes.num_parts - 1, before)
-    return joint_features_BD
+        gathered.begin_or_fail(part, step.travelling(features_SD), failure)
+    return gathered.whole(failure)
 
 
 def _computed(parts: FeatureParts, part: int, places: Ids | None, first_SD: Tensor) -> Tensor:
