@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -13,6 +14,7 @@ from geartrain.ams.graph.building.neighbours import NeighbourTable
 from geartrain.bridge.collectives.communicator import Communicator
 from geartrain.bridge.head.backends.backend import GraphRows
 
+_SECONDS_TO_END = 30.0
 Progress = Callable[[int, int], None]
 """Called with (done, total) while a graph is built; from a thread of its own in the background."""
 
@@ -38,6 +40,27 @@ class Building:
             self.result.set_exception(exc)
         else:
             self.result.set_result(built)
+
+    def start(self, rows: GraphRows, k: int, progress: Progress | None) -> None:
+        """:meth:`run` beside the training.
+
+        A process that ends meanwhile cancels it and waits for it: a thread that comes back from compiled code to an
+        interpreter that is gone aborts the whole process.
+        """
+
+        def work() -> None:
+            try:
+                self.run(rows, k, progress)
+            finally:
+                atexit.unregister(end)
+
+        def end() -> None:
+            self.cancel()
+            thread.join(_SECONDS_TO_END)
+
+        thread = threading.Thread(target=work, name="geartrain-graph", daemon=True)
+        atexit.register(end)
+        thread.start()
 
     def cancel(self) -> None:
         """End it soon."""

@@ -28,7 +28,6 @@ from geartrain.ams.values.errors import GeartrainError, InvalidArgument, SpecMis
 from geartrain.ams.values.specs import Ids
 from geartrain.bridge.collectives.communicator import Communicator
 from geartrain.bridge.head.backends.backend import GraphSource, RowBackend
-from geartrain.bridge.head.selection.background import start_in_background
 from geartrain.bridge.head.selection.graph_build import Building, Progress, built_for_all
 from geartrain.bridge.head.selection.graph_change import nearest_classes, renumbered, with_new
 from geartrain.bridge.head.selection.served_graph import TableGraphs
@@ -352,12 +351,14 @@ class KNNSelection(Selection):
 
     def state(self) -> dict[str, Any]:
         """Which graph is in use, as JSON values: part of the head's state. The graph itself: :meth:`graph_to_bytes`."""
-        graph = self.graph
+        names = dict(zip(("version", "step", "classes"), self._identity, strict=True))
         is_due = self._is_due or self._pending is not None
-        found = {"version": 0, "step": 0, "classes": 0}
-        if graph is not None:
-            found = {"version": graph.version, "step": graph.step, "classes": graph.classes}
-        return {**found, "is_due": is_due, "work": self._work, "patience": self._patience}
+        return {**names, "is_due": is_due, "work": self._work, "patience": self._patience}
+
+    @property
+    def _identity(self) -> tuple[int, int, int]:
+        """Version, step and living classes of the graph in use; zeros if there is none."""
+        return (self.graph.version, self.graph.step, self.graph.classes) if self.graph else (0, 0, 0)
 
     def resume(self, state: Mapping[str, Any] | None, live_classes: LiveClasses) -> None:
         """Go on with the graph of :meth:`state` if it is here, else log that the next step builds another one."""
@@ -369,9 +370,8 @@ class KNNSelection(Selection):
         self._is_due = bool(state["is_due"])
         self._work, self._patience = int(state.get("work", 0)), int(state.get("patience", 1))
         self._built_at = time.monotonic()
-        found = (self.graph.version, self.graph.step, self.graph.classes) if self.graph else (0, 0, 0)
         saved = (int(state["version"]), int(state["step"]), int(state.get("classes", 0)))
-        if found == saved:
+        if self._identity == saved:
             return
         self.graph = None
         if saved[0]:
@@ -458,8 +458,7 @@ class KNNSelection(Selection):
         self._is_due = False
         self._pending = building = self._new_building()
         if self._ranks is None or self._ranks.acts:
-            arguments = (self._source.rows(self.live_classes, self._step()), self.settings.k, self.on_progress)
-            start_in_background(building.run, arguments, building.cancel, "geartrain-graph")
+            building.start(self._source.rows(self.live_classes, self._step()), self.settings.k, self.on_progress)
 
     def _new_building(self) -> Building:
         after, self._ending = self._ending, None
