@@ -23,8 +23,8 @@ from geartrain.bridge.parallel.plan.hardware import Hardware
 from geartrain.bridge.parallel.plan.plan import ExpectedStep, Plan, PlannedCollective, PlannedPart
 from geartrain.bridge.parallel.plan.trace import REST, Collective, StepTrace, traced_step, traced_update
 from geartrain.bridge.parallel.scopes import Scope, Split
-from geartrain.bridge.parallel.split.heads import backend_of
 from geartrain.bridge.parallel.split.layer import SplitLayer
+from geartrain.bridge.parallel.split.registry import backend_of
 from geartrain.bridge.parallel.topk.selection import sent_counts
 
 OptimizerMaker = Callable[[list[nn.Parameter]], Any]

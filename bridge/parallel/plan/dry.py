@@ -26,8 +26,7 @@ from geartrain.bridge.parallel.plan.trace import FEATURE_GRADIENTS, FEATURES, Ki
 from geartrain.bridge.parallel.replicated import Replicas
 from geartrain.bridge.parallel.scopes import Scope, Split, scoped
 from geartrain.bridge.parallel.split.agreement import StepAgreement
-from geartrain.bridge.parallel.split.heads import backend_of
-from geartrain.bridge.parallel.split.registry import SplitPlace, check_can_split, split_layer
+from geartrain.bridge.parallel.split.registry import SplitPlace, backend_of, check_can_split, split_layer
 from geartrain.bridge.parallel.split.shard import RowShard
 
 _EXCHANGED = 11

@@ -9,6 +9,7 @@ Legend: N ids of all ranks, n of this one, V rows, L of them here, D width.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -31,13 +32,17 @@ class SplitEmbedding(SplitLayer):
     weight: nn.Parameter
 
     def __init__(
-        self, name: str, embedding: nn.Embedding, weight_LD: Tensor, group: MeshGroup, agreement: StepAgreement
+        self,
+        name: str,
+        embedding: nn.Embedding,
+        rows: Mapping[str, Tensor | None],
+        group: MeshGroup,
+        agreement: StepAgreement,
     ) -> None:
-        """``weight_LD`` are this rank's rows of ``embedding``."""
-        super().__init__(name, embedding.num_embeddings, group, agreement)
+        """See :class:`SplitLayer`."""
+        super().__init__(name, embedding, rows, group, agreement)
         self.num_embeddings, self.embedding_dim = embedding.num_embeddings, embedding.embedding_dim
         self.padding_idx = embedding.padding_idx
-        self.add_rows("weight", embedding.weight, weight_LD)
 
     def forward(self, ids: Tensor) -> Tensor:
         """Vectors [..., D] of ids [...], int32 or int64; ids on a device that are no rows give NaN.

@@ -22,19 +22,20 @@ class SplitLayer(nn.Module):
     [num, …] of a layer that is not split.
     """
 
-    def __init__(self, name: str, num: int, group: MeshGroup, agreement: StepAgreement) -> None:
+    def __init__(
+        self, name: str, whole: nn.Module, rows: Mapping[str, Tensor | None], group: MeshGroup, agreement: StepAgreement
+    ) -> None:
+        """``rows`` [num_local, …] of each parameter of ``whole`` are here."""
         super().__init__()
         self.layer_name = name
-        self.shard = RowShard(num, group)
+        self.shard = RowShard(next(whole.parameters()).shape[0], group)
         self.agreement = agreement
         agreement.layers.append(name)
-
-    def add_rows(self, name: str, like: Tensor | None, local: Tensor | None) -> None:
-        """Register the parameter ``name``, of which ``local`` [num_local, …] is here; of ``like`` is the rest."""
-        if like is None or local is None:
-            self.register_parameter(name, None)
-        else:
-            self.register_parameter(name, nn.Parameter(self.shard.as_dtensor(local), requires_grad=like.requires_grad))
+        for of, local in rows.items():
+            like = whole._parameters[of]
+            own = None if like is None or local is None else self.shard.as_dtensor(local)
+            parameter = None if own is None or like is None else nn.Parameter(own, requires_grad=like.requires_grad)
+            self.register_parameter(of, parameter)
 
     def local(self, name: str) -> Tensor | None:
         """The rows [num_local, …] of the parameter ``name`` that are here, in the graph of autograd."""

@@ -10,6 +10,7 @@ Legend: B samples of all ranks, S of this one, C output features, L of them here
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch.nn.functional as F
@@ -42,16 +43,13 @@ class SplitLinear(SplitLayer):
         self,
         name: str,
         linear: nn.Linear,
-        weight_LD: Tensor,
-        bias_L: Tensor | None,
+        rows: Mapping[str, Tensor | None],
         group: MeshGroup,
         agreement: StepAgreement,
     ) -> None:
-        """``weight_LD`` and ``bias_L`` are this rank's rows of those of ``linear``."""
-        super().__init__(name, linear.out_features, group, agreement)
+        """See :class:`SplitLayer`."""
+        super().__init__(name, linear, rows, group, agreement)
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.add_rows("weight", linear.weight, weight_LD)
-        self.add_rows("bias", linear.bias, bias_L)
         self.sink: FeatureSink | None = None
         """Where features go while a step is made of micro-batches."""
 

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from geartrain.ams.values.errors import InvalidArgument
+from geartrain.bridge.head.backends.backend import RowBackend
 from geartrain.bridge.parallel.mesh import MeshGroup
 from geartrain.bridge.parallel.split.agreement import StepAgreement
 from geartrain.bridge.parallel.split.embedding import SplitEmbedding
 from geartrain.bridge.parallel.split.first_values import first_rows
-from geartrain.bridge.parallel.split.heads import backend_of
 from geartrain.bridge.parallel.split.layer import SplitLayer
 from geartrain.bridge.parallel.split.linear import SplitLinear
 from geartrain.bridge.parallel.split.shard import RowShard
@@ -43,18 +43,6 @@ class SplitPlace:
         return self.group.link.deal(parameter.detach(), shard.sizes)
 
 
-def _split_linear(place: SplitPlace, linear: nn.Linear) -> SplitLayer:
-    weight_LD, bias_L = place.rows(linear, "weight"), place.rows(linear, "bias")
-    assert weight_LD is not None
-    return SplitLinear(place.name, linear, weight_LD, bias_L, place.group, place.agreement)
-
-
-def _split_embedding(place: SplitPlace, embedding: nn.Embedding) -> SplitLayer:
-    weight_LD = place.rows(embedding, "weight")
-    assert weight_LD is not None
-    return SplitEmbedding(place.name, embedding, weight_LD, place.group, place.agreement)
-
-
 def _check_embedding(name: str, embedding: nn.Embedding) -> None:
     for setting, remedy in (
         ("max_norm", "clip the rows between steps, or replicate it"),
@@ -65,13 +53,16 @@ def _check_embedding(name: str, embedding: nn.Embedding) -> None:
             raise InvalidArgument(f"{name!r} is an nn.Embedding with {setting}, which cannot be split; {remedy}")
 
 
-_MAKERS: dict[type[nn.Module], Callable[[SplitPlace, Any], SplitLayer]] = {
-    nn.Linear: _split_linear,
-    nn.Embedding: _split_embedding,
-}
+_SPLIT: dict[type[nn.Module], Callable[..., SplitLayer]] = {nn.Linear: SplitLinear, nn.Embedding: SplitEmbedding}
 _CAN_BE = (
     "an nn.Linear (by output features), an nn.Embedding (by rows) and a gt.ClassHead with rows='ranks' can be split"
 )
+
+
+def backend_of(module: nn.Module) -> RowBackend | None:
+    """What keeps the rows of a class head; None for any other module."""
+    backend = getattr(module, "backend", None)
+    return backend if hasattr(module, "row_update") else None
 
 
 def check_can_split(name: str, module: nn.Module, ranks: tuple[int, ...]) -> bool:
@@ -82,7 +73,7 @@ def check_can_split(name: str, module: nn.Module, ranks: tuple[int, ...]) -> boo
     if (backend := backend_of(module)) is not None:
         _check_head(name, backend, ranks)
         return False
-    if type(module) not in _MAKERS:
+    if type(module) not in _SPLIT:
         raise InvalidArgument(
             f"{name!r} is a {type(module).__name__}, which cannot be split: {_CAN_BE}. Name such a layer inside it, or "
             "replicate it"
@@ -115,4 +106,5 @@ def _check_head(name: str, backend: Any, ranks: tuple[int, ...]) -> None:
 
 def split_layer(place: SplitPlace, module: nn.Module) -> SplitLayer:
     """The split layer of a ``module`` that :func:`check_can_split` has looked at. Collective."""
-    return _MAKERS[type(module)](place, module)
+    rows = {of: place.rows(module, of) for of in module._parameters}
+    return _SPLIT[type(module)](place.name, module, rows, place.group, place.agreement)
