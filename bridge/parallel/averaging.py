@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -120,30 +120,21 @@ def _on_bucket(hook, bucket):  # type: ignore[no-untyped-def]  # DDP reads annot
 
 def name_lost_ranks(sharded: Any) -> None:
     """Let what a lost rank ends in a module under ``fully_shard`` be RankLost."""
-    sharded.set_custom_all_gather(_AllGather())
-    sharded.set_custom_reduce_scatter(_ReduceScatter())
+    sharded.set_custom_all_gather(_Named("all-gather", all_gather_tensor))
+    sharded.set_custom_reduce_scatter(_Named("reduce-scatter", reduce_scatter_tensor))
 
 
-class _Memory:
+class _Named:
+    """A collective of FSDP2, in which a lost rank is RankLost."""
+
+    def __init__(self, operation: str, run: Callable[..., dist.Work | None]) -> None:
+        self._operation, self._run = operation, run
+
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
-
-class _AllGather(_Memory):
     def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, **options: Any
     ) -> dist.Work | None:
-        with lost_ranks_named("all-gather", group):
-            work: dist.Work | None = all_gather_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
-            return work
-
-
-class _ReduceScatter(_Memory):
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
-    ) -> dist.Work | None:
-        with lost_ranks_named("reduce-scatter", group):
-            work: dist.Work | None = reduce_scatter_tensor(
-                output_tensor, input_tensor, op=op, group=group, async_op=async_op
-            )
-            return work
+        with lost_ranks_named(self._operation, group):
+            return self._run(output_tensor, input_tensor, group=group, **options)

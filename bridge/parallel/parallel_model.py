@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from geartrain.ams.values.errors import InvalidArgument, SyncError
 from geartrain.ams.values.text import quoted
@@ -175,7 +175,7 @@ class ParallelModel(nn.Module):
         output = self.output(inputs, options)
         if self.loss is None or labels is None:
             if not self.training and _has_split_logits(output):
-                return _whole(output)
+                return tree_map_only(SplitLogits, SplitLogits.whole, output)
             if meets:
                 self._agreement.meet(END)
             return output
@@ -270,21 +270,4 @@ def _num_samples(inputs: Any) -> int:
 
 
 def _has_split_logits(output: Any) -> bool:
-    match output:
-        case tuple() | list():
-            return any(map(_has_split_logits, output))
-        case dict():
-            return any(map(_has_split_logits, output.values()))
-        case _:
-            return isinstance(output, SplitLogits)
-
-
-def _whole(output: Any) -> Any:
-    """What a model returns, with all classes of the own samples."""
-    if isinstance(output, SplitLogits):
-        return output.whole()
-    if not _has_split_logits(output):
-        return output
-    if isinstance(output, dict):
-        return {name: _whole(part) for name, part in output.items()}
-    return [_whole(part) for part in output] if isinstance(output, list) else tuple(_whole(part) for part in output)
+    return any(isinstance(leaf, SplitLogits) for leaf in tree_leaves(output))

@@ -96,7 +96,8 @@ class Prefetch:
         self._stages = tuple(stages)
         self._depth = integer("depth", depth, 1)
         self._staleness = integer("staleness", staleness, 0)
-        self.times = {name: StageTime() for name in ("read", *_names(self._stages), "pull", "hand out", "loop")}
+        names = [f"{n}: {getattr(stage, '__name__', type(stage).__name__)}" for n, stage in enumerate(self._stages, 1)]
+        self.times = {name: StageTime() for name in ("read", *names, "pull", "hand out", "loop")}
         """What each stage has taken, over all runs: "hand out" pulls rows again and pools, "loop" is the body."""
         self.refreshed_rows = 0
         """Rows that were pulled again, over all runs."""
@@ -111,13 +112,6 @@ class Prefetch:
 
     def __len__(self) -> int:
         return len(self._loader)  # type: ignore[arg-type]
-
-
-def _names(stages: Sequence[Stage]) -> list[str]:
-    names = []
-    for number, stage in enumerate(stages, 1):
-        names.append(f"{number}: {getattr(stage, '__name__', type(stage).__name__)}")
-    return names
 
 
 class _Ready(NamedTuple):

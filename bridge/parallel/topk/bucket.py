@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 import torch
@@ -90,6 +91,12 @@ class BucketWork:
         self._gathered: Pending[Tensor] | None = None
         self._summed: Pending[Tensor] | None = None
         self.failure: Exception | None = None
+        self.begun: Future[None] | None = None
+        """:meth:`begin`, where a thread does it."""
+        self.future: torch.futures.Future[Tensor] = torch.futures.Future(
+            devices=[buffer.device] if buffer.is_cuda else None
+        )
+        """What DDP waits for: the buffer, once the optimizer may apply it."""
         self._parts_RW = buffer.new_zeros(0, dtype=torch.int32)
         self._means = buffer[:0]
 

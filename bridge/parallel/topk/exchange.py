@@ -53,15 +53,6 @@ class Settings:
     clip: float | None
 
 
-@dataclass
-class _Bucket:
-    """A bucket between its hook and the end of the backward pass."""
-
-    work: BucketWork
-    future: torch.futures.Future[Tensor]
-    begun: Future[None] | None = None
-
-
 class GradientExchange:
     """The communication hook of one model.
 
@@ -93,7 +84,7 @@ class GradientExchange:
         self.link = Communicator(model.process_group)
         self.link = self.link.apart() if on_host else self.link
         self._thread = ThreadPoolExecutor(1, "geartrain-topk") if on_host else None
-        self._buckets: list[_Bucket] = []
+        self._buckets: list[BucketWork] = []
         self._layouts: dict[int, tuple[tuple[float, list[int]], BucketLayout]] = {}
         self._scale: Tensor | None = None
         self._factor: Tensor | None = None
@@ -167,7 +158,6 @@ class GradientExchange:
         if bucket.index() == 0:
             self._begin_backward(bucket.buffer().device)
         buffer = bucket.buffer()
-        future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else None)
         work = BucketWork(
             self._layout(bucket),
             buffer,
@@ -176,9 +166,9 @@ class GradientExchange:
             update=self._settings.update,
             may_be_unused=self._may_be_unused,
         )
-        self._buckets.append(_Bucket(work, future))
+        self._buckets.append(work)
         if self._settings.clip is None:
-            self._begin(self._buckets[-1])
+            self._begin(work)
         elif bucket.is_last():
             factor = self._clipping(self._settings.clip)
             self._factor = factor if self._factor is None else self._factor * factor
@@ -186,7 +176,7 @@ class GradientExchange:
                 self._begin(held)
         if bucket.is_last():
             self._finish()
-        return future
+        return work.future
 
     def _begin_backward(self, device: torch.device) -> None:
         failure: Exception | None = None
@@ -218,7 +208,7 @@ class GradientExchange:
 
     def _clipping(self, clip: float) -> Tensor:
         """What makes the norm of this rank's gradient at most clip · √R; gradients may be scaled."""
-        norms = torch.stack([_norm_of(bucket.work.buffer) for bucket in self._buckets])
+        norms = torch.stack([_norm_of(bucket.buffer) for bucket in self._buckets])
         norm = torch.linalg.vector_norm(norms)
         if self._factor is not None:
             norm = norm * self._factor
@@ -227,14 +217,14 @@ class GradientExchange:
         factor: Tensor = (most / norm).clamp(max=1).nan_to_num(0.0)
         return factor
 
-    def _begin(self, bucket: _Bucket) -> None:
+    def _begin(self, bucket: BucketWork) -> None:
         status = NOT_STEPPED if self._awaits_step else WELL
         keep = self._scaler is not None
         factor = self._factor
 
         def begin() -> None:
             if self._refusal is None:
-                bucket.work.begin(status, factor, keep=keep)
+                bucket.begin(status, factor, keep=keep)
 
         bucket.begun = self._done_beside(begin)
 
@@ -268,13 +258,13 @@ class GradientExchange:
             self._broken = self._broken or self._refusal is None
             self._refusal = None  # it keeps its caller's frames, and DDP in them
             for bucket in buckets:
-                bucket.work.buffer.zero_()
+                bucket.buffer.zero_()
         for bucket in buckets:
-            bucket.future.set_result(bucket.work.buffer)
+            bucket.future.set_result(bucket.buffer)
         if failure is not None:
             raise_after_backward(failure)
 
-    def _settle(self, buckets: list[_Bucket]) -> Exception | None:
+    def _settle(self, buckets: list[BucketWork]) -> Exception | None:
         """Take what the ranks said into the buckets; return what is wrong, the same on every rank."""
         begun = [task for task in (self._asked, *(bucket.begun for bucket in buckets)) if task is not None]
         wait(begun)
@@ -282,8 +272,8 @@ class GradientExchange:
             task.result()
         if self._refusal is not None:
             return self._refusal
-        troubles = [(bucket.work, rank, status) for bucket in buckets for rank, status in bucket.work.receive()]
-        own = next((bucket.work.failure for bucket in buckets if bucket.work.failure is not None), None)
+        troubles = [(bucket, rank, status) for bucket in buckets for rank, status in bucket.receive()]
+        own = next((bucket.failure for bucket in buckets if bucket.failure is not None), None)
         if own is not None:
             return own
         if failed := [rank for _, rank, status in troubles if status == FAILED and rank is not None]:
@@ -293,9 +283,9 @@ class GradientExchange:
             return not_stepped(early[0] if early else self.link.rank)
         if not troubles:
             for bucket in buckets:
-                bucket.work.apply()
+                bucket.apply()
                 if self._scale is not None:
-                    bucket.work.buffer.mul_(self._scale)
+                    bucket.buffer.mul_(self._scale)
             self.state.let_go()
             self.steps += 1
             self._loaded = 0
@@ -305,7 +295,7 @@ class GradientExchange:
         if self._scaler is not None and not of_state:
             self.state.put_back()
             for bucket in buckets:
-                bucket.work.buffer.fill_(torch.inf)
+                bucket.buffer.fill_(torch.inf)
             self.skipped_steps += 1
             return None
         work, rank, status = (of_state or troubles)[0]
