@@ -107,7 +107,7 @@ class _SplitCrossEntropy(torch.autograd.Function):
         ctx: Any, local_BL: Tensor, labels: LocalLabels, link: Communicator | None, takes_memory: Callable[[], bool]
     ) -> Tensor:
         with without_autocast(local_BL.device):
-            samples = _Samples(local_BL, labels, link)
+            samples = SplitSamples(local_BL, labels, link)
             losses_B, ctx.lse_B = samples.losses(local_BL)
         ctx.samples, ctx.takes_memory = samples, takes_memory
         ctx.save_for_backward(local_BL)
@@ -131,7 +131,7 @@ class _SplitCrossEntropy(torch.autograd.Function):
         return out_BL, None, None, None
 
 
-class _Samples:
+class SplitSamples:
     """The samples of one loss, as this rank sees them."""
 
     def __init__(self, local_BL: Tensor, labels: LocalLabels, link: Communicator | None) -> None:

@@ -15,12 +15,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from geartrain.ams.programs.selection import positives_and_sample
 from geartrain.ams.values.arguments import integer
 from geartrain.ams.values.errors import InvalidArgument, InvalidIds, InvalidRows
 from geartrain.bridge.collectives.communicator import Communicator
-from geartrain.bridge.collectives.cross_entropy import LocalLabels, split_cross_entropy
+from geartrain.bridge.collectives.cross_entropy import LocalLabels, SplitSamples
 from geartrain.bridge.head.checks import check_labels
 from geartrain.bridge.head.loss.margins.angular import CombinedMargin
 from geartrain.bridge.head.loss.margins.scale import scale_of
@@ -94,7 +95,9 @@ def margin_cross_entropy(
     if ignore_index is not None:
         counted_B = labels != ignore_index
         labels, counts_B = labels.where(counted_B, 0), counts_B * counted_B
-    loss_B = _losses(logits, labels - before, margin, smoothing, total, link)
+    loss_B: Tensor = _MarginCrossEntropy.apply(  # type: ignore[no-untyped-call]
+        logits, labels - before, margin, smoothing, total, link
+    )
     loss_B = (loss_B * counts_B).masked_fill(counts_B == 0, 0.0)
     if reduction == "none":
         return loss_B
@@ -118,48 +121,57 @@ def _counts(weight: Tensor | None, logits: Tensor) -> Tensor:
     return weight.to(compute)
 
 
-def _losses(
-    cos_BC: Tensor,
-    places_B: Tensor,
-    margin: CombinedMargin,
-    smoothing: float,
-    num_classes: Tensor,
-    link: Communicator | None,
-) -> Tensor:
-    """Losses [B]; ``places_B`` are labels counted from the first class here."""
-    compute = torch.float64 if cos_BC.dtype == torch.float64 else torch.float32
-    inside_B = (places_B >= 0) & (places_B < cos_BC.shape[1])
-    columns = places_B.clamp(0, cos_BC.shape[1] - 1).unsqueeze(1)
-    cos_B = cos_BC.gather(1, columns).squeeze(1).to(compute)
-    made = margin.target(cos_B.detach())
-    # The value and the derivative are those of the margin, which knows both.
-    target_B = made.logits_B + made.by_cos_B * (cos_B - cos_B.detach())
-    plain_BC = cos_BC.to(compute) * scale_of(margin)
-    mean_B = plain_BC.sum(1) / num_classes if smoothing else None
-    own_B = torch.where(inside_B, target_B, plain_BC.gather(1, columns).squeeze(1))
-    logits_BC = plain_BC.scatter(1, columns, own_B.unsqueeze(1))
-    ones_B = torch.ones_like(target_B)
-    labels = LocalLabels(places_B=places_B, counts_B=ones_B.bool(), weights_B=ones_B)
-    losses_B = split_cross_entropy(logits_BC, labels, link)
-    if mean_B is None:
+class _MarginCrossEntropy(torch.autograd.Function):
+    """Losses [B] of logits [B, C_local]; the labels are counted from the first of these columns.
+
+    One function, for its memory: besides the logits one matrix until the backward pass, two in it. Autograd would
+    copy the matrix for each gather and scatter.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        cos_BC: Tensor,
+        places_B: Tensor,
+        margin: CombinedMargin,
+        smoothing: float,
+        num_classes: Tensor,
+        link: Communicator | None,
+    ) -> Tensor:
+        compute = torch.float64 if cos_BC.dtype == torch.float64 else torch.float32
+        inside_B = (places_B >= 0) & (places_B < cos_BC.shape[1])
+        columns = places_B.clamp(0, cos_BC.shape[1] - 1).unsqueeze(1)
+        target = margin.target(cos_BC.gather(1, columns).squeeze(1).to(compute))
+        logits_BC = cos_BC.to(compute) * scale_of(margin)
+        mean_B = logits_BC.sum(1) / num_classes if smoothing else None
+        own_B = torch.where(inside_B, target.logits_B, logits_BC.gather(1, columns).squeeze(1))
+        logits_BC.scatter_(1, columns, own_B.unsqueeze(1))
+        ones_B = torch.ones_like(own_B)
+        labels = LocalLabels(places_B=places_B, counts_B=ones_B.bool(), weights_B=ones_B)
+        ctx.samples = SplitSamples(logits_BC, labels, link)
+        losses_B, lse_B = ctx.samples.losses(logits_BC)
+        if mean_B is not None:
+            spread_B = torch.where(inside_B, target.logits_B, 0.0) - mean_B
+            losses_B = losses_B + smoothing * (spread_B if link is None else link.sum(spread_B))
+        ctx.save_for_backward(logits_BC, lse_B, columns, inside_B, target.by_cos_B)
+        ctx.scale, ctx.dtype = scale_of(margin), cos_BC.dtype
+        ctx.smoothing, ctx.spread = smoothing, smoothing / num_classes.to(compute) * scale_of(margin)
         return losses_B
-    spread_B = torch.where(inside_B, target_B, 0.0) - mean_B
-    joint_B: Tensor = _SumOverRanks.apply(spread_B, link)  # type: ignore[no-untyped-call]
-    return losses_B + smoothing * joint_B
-
-
-class _SumOverRanks(torch.autograd.Function):
-    """The sum over the ranks, each of which has the same loss: the derivative is that by its own part."""
 
     @staticmethod
-    def forward(ctx: Any, part_B: Tensor, link: Communicator | None) -> Tensor:
-        del ctx
-        return part_B.clone() if link is None else link.sum(part_B)
-
-    @staticmethod
-    def backward(ctx: Any, upstream_B: Tensor) -> tuple[Tensor, None]:
-        del ctx
-        return upstream_B, None
+    @once_differentiable
+    def backward(ctx: Any, upstream_B: Tensor) -> tuple[Tensor, None, None, None, None, None]:
+        logits_BC, lse_B, columns, inside_B, slope_B = ctx.saved_tensors
+        gradient_BC = torch.empty_like(logits_BC)
+        ctx.samples.write_gradient(logits_BC, lse_B, upstream_B, gradient_BC)
+        target_B = (gradient_BC.gather(1, columns).squeeze(1) + ctx.smoothing * upstream_B) * slope_B
+        gradient_BC.mul_(ctx.scale)
+        if ctx.smoothing:
+            spread_B = ctx.spread * upstream_B
+            gradient_BC.sub_(spread_B.unsqueeze(1))
+            target_B = target_B - spread_B
+        own_B = torch.where(inside_B, target_B, gradient_BC.gather(1, columns).squeeze(1))
+        return gradient_BC.scatter_(1, columns, own_B.unsqueeze(1)).to(ctx.dtype), None, None, None, None, None
 
 
 def class_center_sample(

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import geartrain as gt
 from geartrain.ams.values.errors import InvalidArgument, InvalidIds, InvalidRows
@@ -105,6 +107,36 @@ def test_16_bit_logits_are_computed_in_float32() -> None:
     loss.backward()
     assert narrow.grad is not None
     assert narrow.grad.dtype == torch.bfloat16
+
+
+class _Matrices(TorchDispatchMode):
+    """Notes how many matrices of so many numbers that operations have made are alive at once, at most."""
+
+    def __init__(self, numbers: int) -> None:
+        super().__init__()
+        self._numbers = numbers
+        self._seen: list[StorageWeakRef] = []
+        self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and out.numel() >= self._numbers:
+            self._seen.append(StorageWeakRef(out.untyped_storage()))
+            self.most = max(self.most, len({storage.cdata for storage in self._seen if not storage.expired()}))
+        return out
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+def test_memory_is_one_matrix_beside_the_logits_and_two_in_the_backward_pass(smoothing: float) -> None:
+    rows, classes = 64, 20_000  # chunks of a pass are smaller
+    cosines = (torch.rand(rows, classes) * 1.9 - 0.95).requires_grad_()
+    with _Matrices(cosines.numel()) as forward:
+        loss = gt.margin_cross_entropy(cosines, torch.arange(rows), scale=SCALE, label_smoothing=smoothing)
+    with _Matrices(cosines.numel()) as backward:
+        loss.backward()
+    # In the backward pass the logits were made before: what is new is their gradient.
+    assert (forward.most, backward.most) == (1, 1)
 
 
 def test_a_label_that_nobody_could_look_at_poisons_its_sample_alone() -> None:
