@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 import geartrain as gt
 from geartrain.bridge.head.loss.margins.angular import COS_LIMIT
+from tests.support.reference import sampled_weights
 
 
 def margin_batch(norms: Tensor, labels: Tensor, *, step: int = 0, training: bool = True, **more: Any) -> gt.MarginBatch:
@@ -106,3 +107,17 @@ class MarginTwin:
 
 def _at(margin: Any, step: int) -> Any:
     return margin.at(step) if isinstance(margin, gt.ScheduledMargin) else margin
+
+
+def twin_step(
+    twin: MarginTwin, select: Any, features: Tensor, labels: Tensor, rows: Tensor, step: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Loss, feature gradient and rows, [C, D] or [C, K, D], after a step of SGD with a learning rate of 0.5."""
+    active = select.select(labels.numpy(), len(rows), step)
+    ids, targets = torch.from_numpy(active.ids), torch.from_numpy(active.positions(labels.numpy()))
+    x, w = features.double().requires_grad_(), rows.clone().requires_grad_()
+    weights = sampled_weights(select, twin.margin, active.ids, labels, len(rows))
+    loss = twin.loss(x, w[ids], targets, labels, weights, step=step)
+    loss.backward()
+    assert x.grad is not None and w.grad is not None
+    return loss.detach(), x.grad, rows - 0.5 * w.grad

@@ -61,8 +61,7 @@ def saved(net: Net, path: Path) -> None:
     np.savez(path, **{name: one.detach().numpy() for name, one in net.state_dict().items()})
 
 
-def train_a_rank(rank: int, ranks: int, folder: Path, address: str) -> None:
-    del ranks
+def train_a_rank(rank: int, folder: Path, address: str) -> None:
     with gt.connect(address) as cluster:
         net, dense = attached(cluster, rank, "sync")
         train(net, dense, SHARES[rank])
@@ -80,8 +79,7 @@ def test_two_ranks_equal_one_process_with_the_joint_batch(served: Callable[..., 
         np.testing.assert_allclose(first[name], value.numpy(), rtol=2e-4, atol=2e-5, err_msg=name)
 
 
-def train_with_a_bad_rank(rank: int, ranks: int, folder: Path, address: str) -> None:
-    del ranks
+def train_with_a_bad_rank(rank: int, folder: Path, address: str) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
     bad = float("inf") if rank == 1 else 1.0
     with gt.connect(address) as cluster:
@@ -157,8 +155,7 @@ def test_no_worker_waits_for_another(served: Callable[..., Any], tmp_path: Path)
     np.testing.assert_allclose(rows[:6], [-2.0 * 5 * (1 + 2)] * 6, rtol=1e-6)
 
 
-def train_alone(rank: int, ranks: int, folder: Path, address: str) -> None:
-    del ranks, folder
+def train_alone(rank: int, address: str) -> None:
     net = nn.Linear(6, 1, bias=False)
     nn.init.zeros_(net.weight)
     with gt.connect(address) as cluster:

@@ -64,8 +64,7 @@ def all_rows(fields: gt.EmbeddingGroup) -> dict[str, np.ndarray]:
     return {name: fields.table(name).pull(np.arange(ROWS)) for name in ("user", "item", "wide")}
 
 
-def train_a_rank(rank: int, ranks: int, folder: Path, address: str) -> None:
-    del ranks
+def train_a_rank(rank: int, folder: Path, address: str) -> None:
     with gt.connect(address) as cluster:
         fields = group(cluster, mode="sync")
         norm = train(fields, SHARES[rank])

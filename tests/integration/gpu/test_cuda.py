@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import geartrain as gt
-from tests.support.head_settings import head_settings
+from tests.support import heads
 
 pytestmark = pytest.mark.cuda
 
@@ -25,7 +25,7 @@ def trained(device: str, select: gt.FullSoftmax | gt.PartialFC, sub_centers: int
     with gt.local(num_shards=2) as cluster:
         loss: dict[str, Any] = {"select": select, "margin": gt.ArcFace(scale=64), "sub_centers": sub_centers}
         rule: dict[str, Any] = {"optimizer": gt.SparseMomentum(lr=0.1), "initializer": gt.Normal(), "seed": 3}
-        head = gt.ClassHead(cluster, "t", **head_settings(num_classes=CLASSES, dim=DIM, **loss, **rule))
+        head = heads.make_head(cluster, "t", num_classes=CLASSES, dim=DIM, **loss, **rule)
         backbone = nn.Linear(16, DIM, bias=False)
         backbone.weight.data.copy_(weight)
         backbone.to(device)
@@ -54,7 +54,7 @@ def test_predictions_on_a_device_are_those_of_the_cpu() -> None:
     features = torch.randn(8, DIM, generator=torch.Generator().manual_seed(5))
     with gt.local() as cluster:
         settings: dict[str, Any] = {"margin": gt.ArcFace(scale=64), "initializer": gt.Normal(std=1.0)}
-        head = gt.ClassHead(cluster, "t", **head_settings(num_classes=CLASSES, dim=DIM, **settings)).eval()
+        head = heads.make_head(cluster, "t", num_classes=CLASSES, dim=DIM, **settings).eval()
         on_cpu, on_device = head.predict(features, 5), head.predict(features.cuda(), 5)
         for expected, found in zip(on_cpu, on_device, strict=True):
             torch.testing.assert_close(found.cpu(), expected, rtol=1e-3, atol=1e-3)

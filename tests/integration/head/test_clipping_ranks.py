@@ -20,8 +20,8 @@ import geartrain as gt
 from geartrain.ams.client.factory import connect
 from geartrain.ams.values.errors import InvalidArgument, ShardUnavailable, SyncError
 from tests.integration.conftest import ServedCluster
-from tests.support.head_settings import head_settings
-from tests.support.rank_processes import run_ranks
+from tests.support import heads
+from tests.support.rank_processes import on_ranks, run_ranks
 from tests.support.reference import FakeCluster, plain_loss
 
 CLASSES, DIM, LR, MAX_NORM = 30, 5, 0.5, 0.05
@@ -32,20 +32,17 @@ MICRO_BATCHES = 2
 
 
 def make_head(cluster: Any, place: str) -> gt.ClassHead:
-    return gt.ClassHead(
-        None if place == "ranks" else cluster,
+    return heads.make_head(
+        cluster,
         place,
-        **head_settings(
-            num_classes=CLASSES,
-            dim=DIM,
-            select=gt.PartialFC(0.6),
-            margin=MARGIN,
-            optimizer=gt.SGD(LR),
-            initializer=gt.Normal(std=1.0),
-            rows={"held": "pull", "streamed": "pull"}.get(place, place),
-            rows_cache_bytes=0 if place == "streamed" else 1 << 20,
-            **({} if place == "ranks" else {"sync": True}),
-        ),
+        num_classes=CLASSES,
+        dim=DIM,
+        select=gt.PartialFC(0.6),
+        margin=MARGIN,
+        optimizer=gt.SGD(LR),
+        initializer=gt.Normal(std=1.0),
+        sync=place != "ranks",
+        **heads.PLACES[place],
     )
 
 
@@ -59,8 +56,7 @@ def backbone() -> nn.Linear:
     return nn.Linear(DIM, DIM)
 
 
-def train_rank(rank: int, ranks: int, folder: Path, place: str, address: str) -> None:
-    del ranks
+def train_rank(rank: int, folder: Path, place: str, address: str) -> None:
     with connect(address) as cluster:
         head, module = make_head(cluster, place), DistributedDataParallel(backbone())
         rows, scaler = gt.RowOptimizer(head), torch.amp.GradScaler("cpu", init_scale=1000.0)
@@ -121,8 +117,8 @@ def test_two_ranks_clip_what_one_worker_would(place: str, tmp_path: Path) -> Non
             np.testing.assert_allclose(one[f"grad{number}"], parameter.grad, rtol=1e-3, atol=1e-6)
 
 
-def fail_on_one_rank(rank: int, ranks: int, folder: Path) -> None:
-    del ranks, folder
+@on_ranks(2)
+def test_a_rank_that_cannot_read_its_rows_lets_no_other_wait(rank: int) -> None:
     cluster = FakeCluster()
     head = make_head(cluster, "streamed")
     rows = gt.RowOptimizer(head)
@@ -136,7 +132,3 @@ def fail_on_one_rank(rank: int, ranks: int, folder: Path) -> None:
         cluster.tables["streamed"].pull_into_async = fails  # type: ignore[method-assign, assignment]
     with pytest.raises(ShardUnavailable if rank == 1 else SyncError):
         gt.clip_grad_norm_((), rows, MAX_NORM)
-
-
-def test_a_rank_that_cannot_read_its_rows_lets_no_other_wait(tmp_path: Path) -> None:
-    run_ranks(fail_on_one_rank, 2, tmp_path)

@@ -20,7 +20,7 @@ from geartrain.bridge.head.loss.margins.angular import CosFace
 from geartrain.bridge.head.weights import export_rows
 from geartrain.bridge.rows.optimizer import RowOptimizer
 from geartrain.launch.hosting import local
-from tests.support.head_settings import head_settings
+from tests.support import heads
 from tests.support.reference import plain_gradients
 
 CLASSES, DIM, BATCH, STEPS = 3000, 8, 12, 8
@@ -90,18 +90,16 @@ def test_half_rows_follow_it_as_far_as_they_can_tell(dtype: DTypeName) -> None:
 
 
 def make_head(cluster: Any, select: FullSoftmax | PartialFC, **settings: Any) -> ClassHead:
-    return ClassHead(
+    return heads.make_head(
         cluster,
         "classes",
-        **head_settings(
-            num_classes=CLASSES,
-            dim=DIM,
-            select=select,
-            margin=MARGIN,
-            optimizer=OPTIMIZER,
-            initializer=Normal(std=0.3),
-            **settings,
-        ),
+        num_classes=CLASSES,
+        dim=DIM,
+        select=select,
+        margin=MARGIN,
+        optimizer=OPTIMIZER,
+        initializer=Normal(std=0.3),
+        **settings,
     )
 
 

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 import geartrain as gt
 from geartrain.ams.values.errors import InvalidArgument, SpecMismatch, SyncError
 from tests.integration.conftest import ServedCluster
-from tests.support.head_settings import head_settings
+from tests.support import heads
 from tests.support.rank_processes import run_ranks
 from tests.support.reference import UNIT_SGD, plain_logits, sampled_weights
 from tests.unit.bridge.head.test_reductions import BATCH, CLASSES, DIM, MARGINS, SELECTIONS, Question, close
@@ -68,8 +68,7 @@ def joint_row_gradient(question: Question, rows: Tensor) -> Tensor:
     return w.grad
 
 
-def train_rank(rank: int, ranks: int, folder: Path, place: str, address: str | None) -> None:
-    del ranks
+def train_rank(rank: int, folder: Path, place: str, address: str | None) -> None:
     changes: dict[str, Any] = {}
     with nullcontext() if address is None else gt.connect(address) as cluster:
         for number, question in enumerate(JOINT):
@@ -138,18 +137,16 @@ def require_equal_settings(cluster: Any, place: str, rank: int) -> None:
 
 
 def make_head(cluster: Any, place: str, name: str, **more: Any) -> gt.ClassHead:
-    return gt.ClassHead(
+    return heads.make_head(
         cluster,
         name,
-        **head_settings(
-            num_classes=CLASSES,
-            dim=DIM,
-            optimizer=UNIT_SGD,
-            initializer=gt.Normal(std=0.5),
-            rows=place,
-            **({} if place == "ranks" else {"sync": True}),
-            **more,
-        ),
+        num_classes=CLASSES,
+        dim=DIM,
+        optimizer=UNIT_SGD,
+        initializer=gt.Normal(std=0.5),
+        rows=place,
+        sync=place != "ranks",
+        **more,
     )
 
 

@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 import geartrain as gt
 from geartrain.ams.values.errors import InvalidArgument, TableNotFound
-from tests.support.head_settings import head_settings
+from tests.support import heads
 
 CLASSES, DIM, BATCH, STEPS = 60, 16, 32, 12
 
 
-def batch(step: int) -> tuple[Tensor, Tensor]:
-    random = torch.Generator().manual_seed(step)
-    return torch.randn(BATCH, DIM, generator=random), torch.randint(0, CLASSES, (BATCH,), generator=random)
+batch = partial(heads.make_batch, BATCH, CLASSES, DIM)
 
 
 def trained(cluster: gt.Cluster, name: str, **settings: object) -> gt.ClassHead:
-    head = gt.ClassHead(
-        cluster,
-        name,
-        **head_settings(
-            num_classes=CLASSES, dim=DIM, optimizer=gt.SGD(0.5), initializer=gt.Normal(std=0.1), **settings
-        ),
+    head = heads.make_head(
+        cluster, name, num_classes=CLASSES, dim=DIM, optimizer=gt.SGD(0.5), initializer=gt.Normal(std=0.1), **settings
     )  # type: ignore[arg-type]
     rows = gt.RowOptimizer(head)
     for step in range(STEPS):
@@ -69,7 +65,7 @@ def test_only_rows_that_travel_have_a_wire() -> None:
 
 def test_a_plan_of_memory_counts_gradients_on_the_wire() -> None:
     def plan(**wire: object) -> dict[str, int]:
-        report = gt.memory_report(**head_settings(num_classes=100_000, dim=128, select=gt.PartialFC(0.1), **wire))  # type: ignore[arg-type]
+        report = gt.memory_report(**heads.head_settings(num_classes=100_000, dim=128, select=gt.PartialFC(0.1), **wire))  # type: ignore[arg-type]
         return {part.name: part.bytes for part in report.parts}
 
     assert "gradients in 16 bits" not in plan()

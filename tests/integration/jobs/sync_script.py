@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -36,7 +35,7 @@ def main(scheduler: str, out: str) -> None:
         dist.barrier()
 
 
-def as_rank(_rank: int, _ranks: int, _folder: Path, scheduler: str, out: str) -> None:
+def as_rank(scheduler: str, out: str) -> None:
     """For :func:`tests.support.rank_processes.run_ranks`."""
     main(scheduler, out)
 

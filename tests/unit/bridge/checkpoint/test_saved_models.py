@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from geartrain.ams.values.errors import (
 )
 from geartrain.bridge.checkpoint import saving
 from tests.faults.children import Child
-from tests.support.head_settings import head_settings
+from tests.support import heads
 from tests.support.rank_processes import run_ranks
 from tests.unit.bridge.gear.test_slow_gear import DIM as GEAR_DIM
 from tests.unit.bridge.gear.test_slow_gear import SAMPLES, build
@@ -44,15 +44,9 @@ class Model(nn.Module):
         super().__init__()
         torch.manual_seed(1)
         self.backbone = nn.Sequential(nn.Linear(DIM, DIM), nn.BatchNorm1d(DIM))
-        settings = {
-            "num_classes": CLASSES,
-            "dim": DIM,
-            "select": gt.PartialFC(0.5),
-            "margin": gt.CosFace(16, 0.1),
-            "optimizer": gt.SparseMomentum(0.5),
-            **settings,
-        }
-        self.head = gt.ClassHead(cluster, "classes", **head_settings(**settings))
+        rule: dict[str, Any] = {"margin": gt.CosFace(16, 0.1), "optimizer": gt.SparseMomentum(0.5)}
+        settings = {"num_classes": CLASSES, "dim": DIM, "select": gt.PartialFC(0.5), **rule, **settings}
+        self.head = heads.make_head(cluster, **settings)
 
     def forward(self, features: Tensor, labels: Tensor) -> Tensor:
         loss: Tensor = self.head(self.backbone(features), labels)
@@ -92,12 +86,6 @@ def predictions(model: Model) -> Tensor:
         _, classes = model.head.predict(model.backbone(features), 3)
     model.train()
     return classes
-
-
-@pytest.fixture
-def cluster() -> Iterator[gt.Cluster]:
-    with gt.local(num_shards=2) as one:
-        yield one
 
 
 @pytest.fixture
@@ -209,7 +197,7 @@ def save_on_ranks(rank: int, ranks: int, folder: Path) -> None:
     write_losses(trainer, rank, ranks, folder)
 
 
-def save_where_one_rank_sees_no_snapshot(rank: int, ranks: int, folder: Path) -> None:  # noqa: ARG001
+def save_where_one_rank_sees_no_snapshot(rank: int, folder: Path) -> None:
     trainer = Trainer(None, rows="ranks")
     if rank == 1:
         saving.open_snapshot = lambda _: open_snapshot(folder / "nothing")

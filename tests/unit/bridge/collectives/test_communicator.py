@@ -6,7 +6,6 @@ import datetime
 import os
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ import torch.distributed as dist
 
 from geartrain.ams.values.errors import RankLost
 from geartrain.bridge.collectives.communicator import Communicator
-from tests.support.rank_processes import run_ranks
+from tests.support.rank_processes import on_ranks
 
 SIZES = [3, 0, 2]
 
@@ -24,8 +23,8 @@ def rows_of(rank: int) -> torch.Tensor:
     return torch.arange(SIZES[rank] * 4.0).reshape(-1, 4) + 100 * rank
 
 
-def begin_and_take(rank: int, ranks: int, folder: Path) -> None:
-    del folder
+@on_ranks(3)
+def test_collectives_that_were_begun_end_in_any_order_and_are_counted(rank: int, ranks: int) -> None:
     link = Communicator()
     joint = torch.cat([rows_of(other) for other in range(ranks)])
     gathered = link.start_gather(rows_of(rank), SIZES)
@@ -39,9 +38,9 @@ def begin_and_take(rank: int, ranks: int, folder: Path) -> None:
     assert not link.traffic.calls
 
 
-def send_and_fill(rank: int, ranks: int, folder: Path) -> None:
+@on_ranks(3)
+def test_what_one_rank_sends_to_another_arrives_in_order_and_is_counted(rank: int, ranks: int) -> None:
     """Each to the next: two messages that arrive in their order, of 0 and of 2 dimensions."""
-    del folder
     link = Communicator()
     after, before = (rank + 1) % ranks, (rank - 1) % ranks
     rooms = torch.empty(()), torch.empty(2, 3, dtype=torch.int64)
@@ -55,19 +54,15 @@ def send_and_fill(rank: int, ranks: int, folder: Path) -> None:
     assert dict(link.traffic.bytes) == {"send": 4 + 48, "receive": 4 + 48}
 
 
-def stay_silent(rank: int, ranks: int, folder: Path) -> None:
+@on_ranks(2)
+def test_a_group_apart_has_the_time_limit_of_the_group_that_it_is_of(rank: int, ranks: int) -> None:
     """A rank that lives on elsewhere: the others wait as long as their group says."""
-    del folder
     group = dist.new_group(list(range(ranks)), timeout=datetime.timedelta(seconds=1))
     link = Communicator(group).apart()
     if rank == 0:
         with pytest.raises(RankLost, match="did not take part in an all-gather within the time limit"):
             link.gather(torch.ones(1, 1), [1] * ranks)
     dist.barrier()
-
-
-def test_a_group_apart_has_the_time_limit_of_the_group_that_it_is_of(tmp_path: Path) -> None:
-    run_ranks(stay_silent, 2, tmp_path)
 
 
 def collectives_of(link: Communicator) -> dict[str, Callable[[], Any]]:
@@ -89,9 +84,9 @@ def collectives_of(link: Communicator) -> dict[str, Callable[[], Any]]:
     }
 
 
-def die_in_each(rank: int, ranks: int, folder: Path) -> None:
+@on_ranks(3)
+def test_a_rank_that_dies_in_any_collective_is_lost_to_the_others_who_name_it(rank: int, ranks: int) -> None:
     """Each has a group of its own; rank 0 dies while the others wait in the first of them."""
-    del folder
     links = [Communicator(dist.new_group(list(range(ranks)))) for _ in collectives_of(Communicator())]
     if rank == 0:
         time.sleep(0.5)
@@ -103,18 +98,6 @@ def die_in_each(rank: int, ranks: int, folder: Path) -> None:
             for _ in range(3):
                 call()
     os._exit(0)  # the group is not whole
-
-
-def test_collectives_that_were_begun_end_in_any_order_and_are_counted(tmp_path: Path) -> None:
-    run_ranks(begin_and_take, 3, tmp_path)
-
-
-def test_what_one_rank_sends_to_another_arrives_in_order_and_is_counted(tmp_path: Path) -> None:
-    run_ranks(send_and_fill, 3, tmp_path)
-
-
-def test_a_rank_that_dies_in_any_collective_is_lost_to_the_others_who_name_it(tmp_path: Path) -> None:
-    run_ranks(die_in_each, 3, tmp_path)
 
 
 def test_one_rank_says_nothing() -> None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 
 from geartrain.bridge.collectives.communicator import Communicator
 from geartrain.bridge.collectives.parts import GatheredParts, PartSizes, SummedParts
-from tests.support.rank_processes import run_ranks
+from tests.support.rank_processes import on_ranks
 
 SIZES = [[2, 1, 0, 1], [0, 0, 0, 0], [1, 3, 2, 0]]
 
@@ -17,8 +15,8 @@ def rows_of(rank: int) -> torch.Tensor:
     return torch.arange(sum(SIZES[rank]) * 3.0).reshape(-1, 3) + 100 * rank
 
 
-def gather_and_sum(rank: int, ranks: int, folder: Path) -> None:
-    del folder
+@on_ranks(3)
+def test_parts_of_ranks_of_any_size_make_the_whole(rank: int, ranks: int) -> None:
     link = Communicator()
     joint = torch.cat([rows_of(other) for other in range(ranks)])
     mine = torch.split(rows_of(rank), SIZES[rank])
@@ -33,7 +31,3 @@ def gather_and_sum(rank: int, ranks: int, folder: Path) -> None:
         order = (2, 3, 1, 0) if rank else (3, 2, 1, 0)
         for part, rows in zip(order, taken, strict=True):
             assert torch.equal(rows, mine[part] * 6), part
-
-
-def test_parts_of_ranks_of_any_size_make_the_whole(tmp_path: Path) -> None:
-    run_ranks(gather_and_sum, 3, tmp_path)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -41,12 +41,6 @@ class Counting(nn.Module):
 
     def forwards(self) -> set[float]:
         return {*self.count.tolist(), *(2 * self.total).tolist()}
-
-
-@pytest.fixture
-def cluster() -> Iterator[gt.Cluster]:
-    with gt.local(2) as embedded:
-        yield embedded
 
 
 def attached(cluster: gt.Cluster, *, reuse: bool = True) -> tuple[Counting, gt.DenseTable]:

@@ -23,12 +23,6 @@ def network() -> nn.Linear:
 
 
 @pytest.fixture
-def cluster() -> Iterator[gt.Cluster]:
-    with gt.local(num_shards=2) as made:
-        yield made
-
-
-@pytest.fixture
 def image(cluster: gt.Cluster) -> Iterator[gt.SlowGear]:
     """Ordinary back-propagation, step by step."""
     settings: dict[str, Any] = {"expire_seconds": 0, "gradients_per_id": 1, "mode": "sync"}

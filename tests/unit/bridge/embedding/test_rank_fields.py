@@ -170,7 +170,9 @@ def save_and_load(rank: int, ranks: int, folder: Path, steps: range, first: bool
         torch.save(rows, folder / "rows.pt")
 
 
-def test_rows_are_saved_and_loaded_on_other_numbers_of_ranks_and_in_a_cluster(tmp_path: Path) -> None:
+def test_rows_are_saved_and_loaded_on_other_numbers_of_ranks_and_in_a_cluster(
+    cluster: gt.Cluster, tmp_path: Path
+) -> None:
     for ranks, steps in ((2, range(2)), (3, range(2, 4)), (1, range(4, 6))):
         run_ranks(save_and_load, ranks, tmp_path, steps, steps.start == 0)
     whole = group("ranks", OPTIMIZERS[2])
@@ -178,10 +180,9 @@ def test_rows_are_saved_and_loaded_on_other_numbers_of_ranks_and_in_a_cluster(tm
     found = torch.load(tmp_path / "rows.pt")
     for name, wanted in all_rows(whole).items():
         torch.testing.assert_close(found[name], wanted, rtol=1e-4, atol=1e-5)
-    with gt.local(num_shards=2) as cluster:
-        model = nn.ModuleDict({"fields": group("pull", OPTIMIZERS[2], cluster)})
-        gt.load(model, tmp_path / "model")
-        torch.testing.assert_close(all_rows(model["fields"]), found, rtol=0, atol=0)  # type: ignore[arg-type]
+    model = nn.ModuleDict({"fields": group("pull", OPTIMIZERS[2], cluster)})
+    gt.load(model, tmp_path / "model")
+    torch.testing.assert_close(all_rows(model["fields"]), found, rtol=0, atol=0)  # type: ignore[arg-type]
 
 
 def killed_within(number: int) -> Callable[..., Any]:

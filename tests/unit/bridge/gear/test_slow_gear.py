@@ -36,12 +36,6 @@ def build(norm: bool = False) -> nn.Module:
     return nn.Sequential(*layers)
 
 
-@pytest.fixture
-def cluster() -> Iterator[gt.Cluster]:
-    with gt.local(num_shards=2) as made:
-        yield made
-
-
 def batches(steps: int, size: int = 9) -> Iterator[tuple[Tensor, Tensor]]:
     random = torch.Generator().manual_seed(11)
     for _ in range(steps):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,68 +13,66 @@ from torch import nn
 from torch.nn import functional as F
 
 import geartrain as gt
-from tests.support.head_settings import head_settings
+from tests.support import heads
 
 CLASSES, DIM = 40, 6
 PLACES = ["pull", "hosted", "ranks"]
 
 
-def made(cluster: Any, rows: str = "pull", name: str = "h", **settings: Any) -> gt.ClassHead:
-    settings = {"num_classes": CLASSES, "dim": DIM, "bias": True, **settings}
-    return gt.ClassHead(None if rows == "ranks" else cluster, name, **head_settings(rows=rows, **settings))
+made = partial(heads.make_head, num_classes=CLASSES, dim=DIM, bias=True)
 
 
 def linear_of(head: gt.ClassHead) -> nn.Linear:
-    linear = nn.Linear(DIM, CLASSES).double()
+    linear = nn.Linear(DIM, CLASSES, bias=head.bias).double()
     linear.weight.data.copy_(head.weights())
-    linear.bias.data.copy_(head.biases())
+    if head.bias:
+        linear.bias.data.copy_(head.biases())
     return linear
 
 
-def batch(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    features = torch.randn(12, DIM, generator=generator, requires_grad=True)
-    return features, torch.randint(CLASSES // 4, (12,), generator=generator)
+batch = partial(heads.make_batch, 12, CLASSES // 4, DIM)
 
 
 @pytest.mark.parametrize("rows", PLACES)
-def test_it_trains_as_linear_with_a_bias(rows: str) -> None:
-    with gt.local(2) as cluster:
-        head = made(cluster, rows)
-        linear = linear_of(head)
-        assert 0 < float(head.biases().abs().max()) <= DIM**-0.5
-        ours, theirs = gt.RowOptimizer(head), torch.optim.AdamW(linear.parameters(), lr=1e-3)
-        for step in range(20):
-            features, labels = batch(step)
-            reference = features.detach().double().requires_grad_()
-            loss, expected = head(features, labels), F.cross_entropy(linear(reference), labels)
-            assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-5)
-            loss.backward()
-            expected.backward()
-            assert features.grad is not None and reference.grad is not None
-            torch.testing.assert_close(features.grad.double(), reference.grad, rtol=1e-4, atol=1e-6)
-            for optimizer in (ours, theirs):
-                optimizer.step()
-                optimizer.zero_grad()
-        torch.testing.assert_close(head.weights().double(), linear.weight.data, rtol=1e-4, atol=1e-5)
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_head_with_nothing_said_trains_as_linear_under_cross_entropy_and_adamw(
+    cluster: gt.Cluster, rows: str, bias: bool
+) -> None:
+    head = made(cluster, rows=rows, bias=bias)
+    linear = linear_of(head)
+    assert (0 < float(head.biases().abs().max()) <= DIM**-0.5) == bias
+    ours, theirs = gt.RowOptimizer(head), torch.optim.AdamW(linear.parameters(), lr=1e-3)
+    for step in range(20):
+        features, labels = batch(step)
+        reference = features.detach().double().requires_grad_()
+        loss, expected = head(features, labels), F.cross_entropy(linear(reference), labels)
+        assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-5)
+        loss.backward()
+        expected.backward()
+        assert features.grad is not None and reference.grad is not None
+        torch.testing.assert_close(features.grad.double(), reference.grad, rtol=1e-4, atol=1e-6)
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.testing.assert_close(head.weights().double(), linear.weight.data, rtol=1e-4, atol=1e-5)
+    if bias:
         torch.testing.assert_close(head.biases().double(), linear.bias.data, rtol=1e-4, atol=1e-5)
-        features, _ = batch(99)
-        scores, ids = head.predict(features.detach(), k=3)
-        top = linear(features.detach().double()).detach().topk(3)
-        torch.testing.assert_close(scores.double(), top.values, rtol=1e-4, atol=1e-5)
-        assert torch.equal(ids, top.indices)
+    features, _ = batch(99)
+    scores, ids = head.predict(features.detach(), k=3)
+    top = linear(features.detach().double()).detach().topk(3)
+    torch.testing.assert_close(scores.double(), top.values, rtol=1e-4, atol=1e-5)
+    assert torch.equal(ids, top.indices)
 
 
 @pytest.mark.parametrize("rows", PLACES)
-def test_features_of_another_width_are_refused_by_the_width_of_the_head(rows: str) -> None:
-    with gt.local(2) as cluster:
-        head = made(cluster, rows)
-        for width in (DIM - 1, DIM + 1):
-            named = rf"features are \[2, {width}\].*\[B, {DIM}\]"
-            with pytest.raises(gt.errors.InvalidRows, match=named):
-                head(torch.ones(2, width), torch.tensor([0, 1]))
-            with pytest.raises(gt.errors.InvalidRows, match=named):
-                head.predict(torch.ones(2, width))
+def test_features_of_another_width_are_refused_by_the_width_of_the_head(cluster: gt.Cluster, rows: str) -> None:
+    head = made(cluster, rows=rows)
+    for width in (DIM - 1, DIM + 1):
+        named = rf"features are \[2, {width}\].*\[B, {DIM}\]"
+        with pytest.raises(gt.errors.InvalidRows, match=named):
+            head(torch.ones(2, width), torch.tensor([0, 1]))
+        with pytest.raises(gt.errors.InvalidRows, match=named):
+            head.predict(torch.ones(2, width))
 
 
 def test_a_margin_is_refused() -> None:
@@ -100,20 +98,19 @@ def test_a_state_is_of_a_head_with_biases_or_of_one_without() -> None:
 
 
 @pytest.mark.parametrize("rows", PLACES)
-def test_weights_and_biases_go_out_to_a_file_and_come_back(rows: str, tmp_path: Path) -> None:
-    with gt.local(2) as cluster:
-        head, again, bare = (made(cluster, rows, name, seed=seed) for seed, name in enumerate("abc"))
-        path = gt.export_class_weights(head, tmp_path / "w.safetensors")
-        held = load_file(path)
-        assert torch.equal(held["weight"], head.weights()) and torch.equal(held["bias"], head.biases())
-        gt.import_class_weights(again, path)
-        assert torch.equal(again.weights(), head.weights()) and torch.equal(again.biases(), head.biases())
-        torch.save({"fc.weight": held["weight"], "fc.bias": held["bias"] + 1}, tmp_path / "w.pt")
-        gt.import_class_weights(again, tmp_path / "w.pt")
-        assert torch.equal(again.biases(), head.biases() + 1)
-        np.save(tmp_path / "w.npy", held["weight"].numpy())
-        gt.import_class_weights(bare, tmp_path / "w.npy")
-        assert torch.equal(bare.weights(), head.weights()) and not bare.biases().any()
+def test_weights_and_biases_go_out_to_a_file_and_come_back(cluster: gt.Cluster, rows: str, tmp_path: Path) -> None:
+    head, again, bare = (made(cluster, name, rows=rows, seed=seed) for seed, name in enumerate("abc"))
+    path = gt.export_class_weights(head, tmp_path / "w.safetensors")
+    held = load_file(path)
+    assert torch.equal(held["weight"], head.weights()) and torch.equal(held["bias"], head.biases())
+    gt.import_class_weights(again, path)
+    assert torch.equal(again.weights(), head.weights()) and torch.equal(again.biases(), head.biases())
+    torch.save({"fc.weight": held["weight"], "fc.bias": held["bias"] + 1}, tmp_path / "w.pt")
+    gt.import_class_weights(again, tmp_path / "w.pt")
+    assert torch.equal(again.biases(), head.biases() + 1)
+    np.save(tmp_path / "w.npy", held["weight"].numpy())
+    gt.import_class_weights(bare, tmp_path / "w.npy")
+    assert torch.equal(bare.weights(), head.weights()) and not bare.biases().any()
 
 
 def test_new_and_imprinted_classes_have_no_bias_yet() -> None:

@@ -23,21 +23,19 @@ from geartrain.bridge.head.loss import chunk_pass
 from geartrain.bridge.head.loss.margins.angular import ArcFace
 from geartrain.bridge.rows import native_types
 from geartrain.bridge.rows.optimizer import RowOptimizer
-from tests.support.head_settings import head_settings
+from tests.support import heads
 from tests.support.reference import UNIT_SGD, FakeCluster, FakeTable, merged_gradient
 
 
 def make_head(num_classes: int = 50, dim: int = 8, **settings: Any) -> tuple[ClassHead, FakeTable]:
     cluster = FakeCluster()
     defaults = {"select": PartialFC(0.1), "margin": ArcFace(scale=64), "optimizer": UNIT_SGD, "initializer": Normal()}
-    head = ClassHead(cluster, "classes", **head_settings(num_classes=num_classes, dim=dim, **{**defaults, **settings}))
+    head = heads.make_head(cluster, "classes", num_classes=num_classes, dim=dim, **{**defaults, **settings})
     return head, cluster.tables["classes"]
 
 
-def batch(size: int = 12, num_classes: int = 50, dim: int = 8, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    features = torch.randn(size, dim, generator=generator, requires_grad=True)
-    return features, torch.randint(num_classes, (size,), generator=generator)
+def batch(size: int = 12, num_classes: int = 50) -> tuple[torch.Tensor, torch.Tensor]:
+    return heads.make_batch(size, num_classes, 8)
 
 
 def test_labels_and_features_are_left_as_they_were() -> None:

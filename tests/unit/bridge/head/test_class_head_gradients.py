@@ -16,7 +16,7 @@ from geartrain.bridge.head.loss.margins.angular import ArcFace, CombinedMargin, 
 from geartrain.bridge.head.loss.margins.margin import Margin
 from geartrain.bridge.rows.optimizer import RowOptimizer
 from geartrain.launch.hosting import local
-from tests.support.head_settings import head_settings
+from tests.support import heads
 from tests.support.reference import UNIT_SGD, FakeCluster, merged_gradient, plain_gradients, sampled_weights
 
 MARGINS: list[Margin | None] = [
@@ -133,24 +133,21 @@ def test_a_target_far_above_all_other_logits_leaves_them_in_the_loss(dtype: torc
     torch.testing.assert_close(features.grad.double(), gradient, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("place", ["pull", "streamed", "hosted", "ranks"])
+@pytest.mark.parametrize("place", heads.PLACES)
 def test_a_class_of_another_micro_batch_keeps_its_gradient_however_far_above_the_others_it_is(place: str) -> None:
     """Against the active classes of a sample its exponential is infinite, and it is none of them."""
     features, labels = torch.full((2, 1, 1), 300.0), torch.tensor([[0], [1]])
     rows = np.array([[-1.0], [1.0], [0.5]], np.float32)
     with local(num_shards=2) as cluster:
-        head = ClassHead(
-            None if place == "ranks" else cluster,
+        head = heads.make_head(
+            cluster,
             "classes",
-            **head_settings(
-                num_classes=3,
-                dim=1,
-                select=PartialFC(sample_rate=0.01),  # the label alone
-                margin=None,
-                optimizer=SGD(1.0, weight_decay=0.01),  # moves the rows even where the loss does not
-                rows="pull" if place == "streamed" else place,
-                **({} if place in ("hosted", "ranks") else {"rows_cache_bytes": 0 if place == "streamed" else 1 << 20}),
-            ),
+            num_classes=3,
+            dim=1,
+            select=PartialFC(sample_rate=0.01),  # the label alone
+            margin=None,
+            optimizer=SGD(1.0, weight_decay=0.01),  # moves the rows even where the loss does not
+            **heads.PLACES[place],
         )
         head.table.assign(np.arange(3), rows)
         for own, label in zip(features, labels, strict=True):

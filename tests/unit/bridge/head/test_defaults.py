@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import geartrain as gt
 from geartrain.bridge.head.loss.margins.scale import automatic_scale
-from tests.support.head_settings import head_settings
+from tests.support import heads
 from tests.support.reference import FakeCluster
 
 CLASSES, DIM = 40, 6
@@ -21,27 +21,7 @@ PLACES = ["pull", "hosted", "ranks"]
 
 
 def batch(seed: int, classes: int = CLASSES) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(12, DIM, generator=generator), torch.randint(classes, (12,), generator=generator)
-
-
-@pytest.mark.parametrize("rows", PLACES)
-def test_a_head_with_nothing_said_trains_as_linear_under_cross_entropy_and_adamw(rows: str) -> None:
-    with gt.local(2) as cluster:
-        head = gt.ClassHead(None if rows == "ranks" else cluster, "h", num_classes=CLASSES, dim=DIM, rows=rows)
-        linear = nn.Linear(DIM, CLASSES, bias=False).double()
-        linear.weight.data.copy_(head.weights())
-        ours, theirs = gt.RowOptimizer(head), torch.optim.AdamW(linear.parameters(), lr=1e-3)
-        for step in range(20):
-            features, labels = batch(step)
-            loss, expected = head(features, labels), F.cross_entropy(linear(features.double()), labels)
-            assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-5)
-            loss.backward()
-            expected.backward()
-            for optimizer in (ours, theirs):
-                optimizer.step()
-                optimizer.zero_grad()
-        torch.testing.assert_close(head.weights().double(), linear.weight.data, rtol=1e-4, atol=1e-5)
+    return heads.make_batch(12, classes, DIM, seed)
 
 
 def test_rows_begin_as_those_of_linear_do() -> None:
@@ -77,7 +57,7 @@ def test_the_rate_makes_up_for_the_steps_in_which_a_drawn_class_is_not_active(
     settings: dict[str, Any], rate: float
 ) -> None:
     with gt.local(1) as cluster:
-        head = gt.ClassHead(cluster, "h", **head_settings(num_classes=2000, dim=DIM, **settings))
+        head = heads.make_head(cluster, "h", num_classes=2000, dim=DIM, **settings)
         assert gt.RowOptimizer(head).param_groups[0]["lr"] == pytest.approx(rate)
 
 
@@ -98,7 +78,7 @@ def test_the_rate_makes_up_for_the_steps_in_which_a_drawn_class_is_not_active(
 def test_rows_under_a_margin_learn_by_momentum_at_the_rate_of_their_number(
     settings: dict[str, Any], expected: Any
 ) -> None:
-    head = gt.ClassHead(FakeCluster(), "h", **head_settings(dim=DIM, **{"margin": gt.ArcFace(), **settings}))
+    head = heads.make_head(FakeCluster(), "h", dim=DIM, **{"margin": gt.ArcFace(), **settings})
     assert head.table.spec.optimizer == expected
 
 
@@ -125,18 +105,17 @@ def test_labels_of_a_batch_count_as_active_for_the_rate_of_few_classes() -> None
 
 
 @pytest.mark.parametrize("rows", PLACES)
-def test_as_many_classes_are_active_wherever_the_rows_are(rows: str) -> None:
+def test_as_many_classes_are_active_wherever_the_rows_are(cluster: gt.Cluster, rows: str) -> None:
     features, labels = batch(0)
     settings: dict[str, Any] = {"num_classes": CLASSES, "dim": DIM, "select": gt.PartialFC(0.01, min_active=25)}
-    with gt.local(2) as cluster:
-        held = gt.ClassHead(cluster, "h", **head_settings(**settings))
-        head = gt.ClassHead(None if rows == "ranks" else cluster, "again", **head_settings(rows=rows, **settings))
-        head.table.assign(np.arange(CLASSES), held.weights().numpy())
-        assert float(head(features, labels).detach()) == pytest.approx(float(held(features, labels).detach()))
-        held.retire_classes(torch.arange(25, CLASSES))
-        with pytest.raises(gt.errors.InvalidIds):
-            held(features, labels)
-        assert held.select.budget(held.num_living) == held.num_living == 25
+    held = heads.make_head(cluster, "h", **settings)
+    head = heads.make_head(cluster, "again", rows=rows, **settings)
+    head.table.assign(np.arange(CLASSES), held.weights().numpy())
+    assert float(head(features, labels).detach()) == pytest.approx(float(held(features, labels).detach()))
+    held.retire_classes(torch.arange(25, CLASSES))
+    with pytest.raises(gt.errors.InvalidIds):
+        held(features, labels)
+    assert held.select.budget(held.num_living) == held.num_living == 25
 
 
 @pytest.mark.parametrize("margin", [gt.ArcFace(), gt.CosFace(margin=0.1), gt.CombinedMargin(m1=1.2), gt.SphereFace()])

@@ -21,15 +21,14 @@ from geartrain.ams.programs.selection import FullSoftmax, PartialFC
 from geartrain.ams.values.optimizers.registry import SparseMomentum
 from geartrain.ams.values.specs import Normal
 from geartrain.bridge.head.backends.active_rows import DeviceActive, HostActive
-from geartrain.bridge.head.backends.ranks.rank_backend import RankBackend
 from geartrain.bridge.head.backends.ranks.selector import RankSelector
-from geartrain.bridge.head.class_head import ClassHead
 from geartrain.bridge.head.loss.margins.angular import ArcFace
 from geartrain.bridge.head.selection.knn_selection import KNNSelection, KNNSoftmax
 from geartrain.bridge.head.selection.torch_sampling import sample_ids_on
 from geartrain.bridge.head.selection.torch_selection import TorchGraph, select_on
 from geartrain.bridge.placements.device_rows import row_range
 from geartrain.bridge.rows.optimizer import RowOptimizer
+from tests.support import heads
 from tests.support.rank_processes import run_ranks
 
 CPU = torch.device("cpu")
@@ -159,19 +158,15 @@ SELECTIONS = [FullSoftmax(), PartialFC(0.3, seed=4), KNNSoftmax(0.3, k=4, rebuil
 
 def train(select: Any, share: slice, *, on_device: bool) -> tuple[list[float], torch.Tensor]:
     """Losses and rows of some steps, one of them of two micro-batches, classes going meanwhile."""
-    head = ClassHead(
-        None,
-        "t",
+    head = heads.make_head(
+        on_device=on_device,
         num_classes=90,
         dim=8,
         select=select,
         margin=ArcFace(scale=8, margin=0.2),
         optimizer=SparseMomentum(lr=0.5, momentum=0.9),
         initializer=Normal(std=1.0),
-        rows="ranks",
     )
-    assert isinstance(head._backend, RankBackend)
-    head._backend.selector.on_device = on_device
     rows, losses = RowOptimizer(head), []
     for step in range(4):
         generator = torch.Generator().manual_seed(step)

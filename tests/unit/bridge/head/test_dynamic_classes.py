@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +34,8 @@ from geartrain.bridge.placements.device_rows import DeviceRows
 from geartrain.bridge.rows.optimizer import RowOptimizer
 from geartrain.bridge.rows.state import state_from_bytes, state_to_bytes
 from geartrain.launch.hosting import local
-from tests.support.head_settings import head_settings
-from tests.support.rank_processes import run_ranks
+from tests.support import heads
+from tests.support.rank_processes import on_ranks
 from tests.support.reference import FakeCluster, plain_gradients
 
 CLASSES, DIM, BATCH = 60, 6, 9
@@ -43,43 +44,29 @@ OPTIMIZER = SparseMomentum(lr=0.3, momentum=0.9, weight_decay=1e-2)
 PLACES = ["pull", "hosted", "ranks"]
 
 
-@pytest.fixture
-def cluster() -> Iterator[Any]:
-    with local(2) as cluster:
-        yield cluster
-
-
-def make_head(cluster: Any, rows: str = "pull", name: str = "classes", **settings: Any) -> ClassHead:
-    defaults: dict[str, Any] = {"select": FullSoftmax(), "margin": MARGIN, "optimizer": OPTIMIZER, "num_living": 50}
-    return ClassHead(
-        None if rows == "ranks" else cluster,
-        name,
-        **head_settings(
-            num_classes=CLASSES, dim=DIM, initializer=Normal(std=0.3), seed=7, rows=rows, **{**defaults, **settings}
-        ),
-    )
+make_head = partial(
+    heads.make_head,
+    num_classes=CLASSES,
+    dim=DIM,
+    initializer=Normal(std=0.3),
+    seed=7,
+    select=FullSoftmax(),
+    margin=MARGIN,
+    optimizer=OPTIMIZER,
+    num_living=50,
+)
 
 
 def living_ids(head: ClassHead) -> Tensor:
-    return torch.from_numpy(np.setdiff1d(np.arange(CLASSES), head.retired.numpy()))
+    return torch.from_numpy(heads.living_ids(head))
 
 
 def batch_of(head: ClassHead, seed: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    ids = living_ids(head)
-    labels = ids[torch.randint(len(ids), (BATCH,), generator=generator)]
-    return torch.randn(BATCH, DIM, generator=generator, requires_grad=True), labels
+    return heads.living_batch(head, BATCH, seed)
 
 
-def train(head: ClassHead, steps: int) -> list[float]:
-    rows, losses = RowOptimizer(head), []
-    for _ in range(steps):
-        features, labels = batch_of(head, head.step)
-        loss = head(features, labels)
-        loss.backward()
-        rows.step()
-        losses.append(float(loss.detach()))
-    return losses
+def train(head: ClassHead, steps: int, rank: int = 0, ranks: int = 1) -> list[float]:
+    return heads.train(head, range(head.step, head.step + steps), rank, ranks, batch=partial(batch_of, head))
 
 
 class Reference:
@@ -111,7 +98,7 @@ class Reference:
 def test_steps_over_the_living_classes_equal_the_float64_reference(
     cluster: Any, rows: str, select: FullSoftmax | PartialFC
 ) -> None:
-    head = make_head(cluster, rows, select=select)
+    head = make_head(cluster, rows=rows, select=select)
     truth, optimizer = Reference(head, select), RowOptimizer(head)
 
     def steps(count: int) -> None:
@@ -145,7 +132,7 @@ def test_steps_over_the_living_classes_equal_the_float64_reference(
 
 @pytest.mark.parametrize("rows", PLACES)
 def test_a_retired_class_is_refused_as_label_never_predicted_and_still_readable(cluster: Any, rows: str) -> None:
-    head = make_head(cluster, rows)
+    head = make_head(cluster, rows=rows)
     train(head, 2)
     before, gone = head.weights(), torch.tensor([0, 17, 18])
     head.retire_classes(gone)
@@ -171,7 +158,7 @@ def test_a_retired_class_keeps_no_momentum(cluster: Any) -> None:
     head.table.push(torch.tensor([4, 5, 6]), torch.zeros(3, DIM))  # type: ignore[attr-defined]
     assert torch.equal(head.weights(gone), before[gone])
     assert not torch.equal(head.weights(torch.tensor([6])), before[6:7])
-    alone = make_head(None, "ranks")
+    alone = make_head(None)
     train(alone, 2)
     alone.retire_classes(gone)
     assert isinstance(alone.table, DeviceRows)
@@ -182,7 +169,7 @@ def test_a_retired_class_keeps_no_momentum(cluster: Any) -> None:
 
 @pytest.mark.parametrize("rows", PLACES)
 def test_a_new_class_imprinted_from_examples_is_recognised(cluster: Any, rows: str) -> None:
-    head = make_head(cluster, rows)
+    head = make_head(cluster, rows=rows)
     generator = torch.Generator().manual_seed(1)
     middles = nn.functional.normalize(torch.randn(2, DIM, generator=generator)) * 5
     backbone = nn.Linear(DIM, DIM)
@@ -201,7 +188,7 @@ def test_a_new_class_imprinted_from_examples_is_recognised(cluster: Any, rows: s
 @pytest.mark.parametrize("rows", ["pull", "hosted"])
 def test_a_snapshot_goes_on_with_the_same_classes(rows: str, tmp_path: Path) -> None:
     def build(cluster: Any, reuse: bool = False) -> ClassHead:
-        return make_head(cluster, rows, select=KNNSoftmax(active=0.4, k=4, rebuild="epoch", near=1.0), reuse=reuse)
+        return make_head(cluster, rows=rows, select=KNNSoftmax(active=0.4, k=4, rebuild="epoch", near=1.0), reuse=reuse)
 
     with local(2) as cluster:
         head = build(cluster)
@@ -353,8 +340,7 @@ def test_a_wrong_change_changes_nothing(change: Any, error: type[Exception], mes
 
 
 def test_a_head_of_which_few_live_takes_memory_for_those_alone(cluster: Any) -> None:
-    settings: dict[str, Any] = {"dim": 256, "select": PartialFC(0.5)}
-    head = ClassHead(cluster, "large", **head_settings(num_classes=40_000_000, num_living=100, **settings))
+    head = heads.make_head(cluster, "large", num_classes=40_000_000, num_living=100, dim=256, select=PartialFC(0.5))
     features = torch.randn(4, 256, requires_grad=True)
     head(features, torch.tensor([3, 50, 99, 0])).backward()
     RowOptimizer(head).step()
@@ -368,7 +354,7 @@ def test_two_ranks_agree_or_fail_together(tmp_path: Path) -> None:
     np.testing.assert_array_equal(first["rows"], second["rows"])
     np.testing.assert_array_equal(first["retired"], second["retired"])
     np.testing.assert_array_equal(first["graph"], second["graph"])
-    alone = make_head(None, "ranks", select=PartialFC(0.3, seed=5))
+    alone = make_head(None, select=PartialFC(0.3, seed=5))
     expected = _changes(alone, 0, 1)
     np.testing.assert_allclose(first["losses"] + second["losses"], expected, rtol=1e-5)
     np.testing.assert_allclose(first["rows"], alone.weights().numpy(), rtol=1e-4, atol=1e-5)
@@ -376,36 +362,21 @@ def test_two_ranks_agree_or_fail_together(tmp_path: Path) -> None:
 
 def _changes(head: ClassHead, rank: int, ranks: int) -> list[float]:
     """Train, retire, train, add by examples of which each rank has its own, train: this rank's shares of the loss."""
-    rows, losses = RowOptimizer(head), []
-
-    def steps() -> None:
-        for _ in range(2):
-            features, labels = batch_of(head, head.step)
-            share = slice(None) if ranks == 1 else [slice(0, 4), slice(4, None)][rank]
-            loss = head(features.detach()[share], labels[share])
-            loss.backward()
-            rows.step()
-            rows.zero_grad()
-            losses.append(float(loss.detach()) * len(labels[share]) / BATCH)
-
-    steps()
+    losses = train(head, 2, rank, ranks)
     head.retire_classes(torch.tensor([2, 49, 11]))
-    steps()
+    losses += train(head, 2, rank, ranks)
     images, labels = torch.randn(6, DIM, generator=torch.Generator().manual_seed(3)), torch.tensor([0, 1, 2, 0, 1, 2])
     share = slice(rank, None, ranks)
-    assert head.add_classes(3, examples=[(images[share], labels[share])], backbone=nn.Identity()).tolist() == [
-        2,
-        11,
-        49,
-    ]
-    steps()
+    new = head.add_classes(3, examples=[(images[share], labels[share])], backbone=nn.Identity())
+    assert new.tolist() == [2, 11, 49]
+    losses += train(head, 2, rank, ranks)
     return losses
 
 
 def _change_on_a_rank(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
-    pulled, here = make_head(FakeCluster(), "pull", sync=True), make_head(None, "ranks", select=PartialFC(0.3, seed=5))
+    pulled, here = make_head(FakeCluster(), sync=True), make_head(None, select=PartialFC(0.3, seed=5))
     for head in (pulled, here):
         with pytest.raises(SpecMismatch, match="the ranks disagree on the classes to retire of 'classes'"):
             head.retire_classes(torch.tensor([rank]))
@@ -418,7 +389,7 @@ def _change_on_a_rank(rank: int, folder: str) -> None:
     pulled.add_classes(1, rows=torch.ones(1, DIM))
     wrote = (pulled.weights(torch.tensor([2])) == 1).all()  # each has a fake table of its own: rank 0 writes
     assert bool(wrote) == (rank == 0)
-    near = make_head(FakeCluster(), "pull", sync=True, select=KNNSoftmax(active=0.4, k=4, rebuild="epoch", near=1.0))
+    near = make_head(FakeCluster(), sync=True, select=KNNSoftmax(active=0.4, k=4, rebuild="epoch", near=1.0))
     near.rebuild_graph()
     near.retire_classes(torch.tensor([7]))
     near.add_classes(2, rows=near.weights(torch.tensor([10, 30])) + 1e-3)
@@ -436,13 +407,10 @@ def _change_on_a_rank(rank: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
-def test_ranks_refuse_a_retired_label_and_other_classes_together(tmp_path: Path) -> None:
-    run_ranks(_batches_on_a_rank, 2, tmp_path)
-
-
-def _batches_on_a_rank(rank: int, _ranks: int, _folder: Path) -> None:
+@on_ranks(2)
+def test_ranks_refuse_a_retired_label_and_other_classes_together(rank: int) -> None:
     for select in (PartialFC(0.3, seed=5), KNNSoftmax(active=0.4, k=4, rebuild="epoch", near=1.0)):
-        head = make_head(FakeCluster(), "pull", sync=True, select=select)
+        head = make_head(FakeCluster(), sync=True, select=select)
         features, labels = batch_of(head, 0)
         wrong = labels.clone()
         wrong[3] = 55 if rank == 1 else labels[3]  # never added; one rank alone reads it
@@ -466,15 +434,12 @@ def _batches_on_a_rank(rank: int, _ranks: int, _folder: Path) -> None:
             assert head.select.graph.table.num_classes == 49
 
 
-def test_rows_of_new_classes_that_one_rank_cannot_write_are_an_error_on_both(tmp_path: Path) -> None:
-    run_ranks(_write_on_a_rank, 2, tmp_path)
-
-
-def _write_on_a_rank(rank: int, _ranks: int, _folder: Path) -> None:
+@on_ranks(2)
+def test_rows_of_new_classes_that_one_rank_cannot_write_are_an_error_on_both(rank: int) -> None:
     def fail(*_: Any) -> None:
         raise MemoryError("no room")
 
-    head = make_head(None, "ranks")
+    head = make_head(None)
     living, assign = head.num_living, head.table.assign
     if rank == 1:
         head.table.assign = fail  # type: ignore[assignment,method-assign]
@@ -486,13 +451,10 @@ def _write_on_a_rank(rank: int, _ranks: int, _folder: Path) -> None:
     assert head.num_living == living + 1
 
 
-def test_ranks_refuse_to_imprint_a_retired_class_together(tmp_path: Path) -> None:
-    run_ranks(_imprint_on_a_rank, 2, tmp_path)
-
-
-def _imprint_on_a_rank(rank: int, _ranks: int, _folder: Path) -> None:
+@on_ranks(2)
+def test_ranks_refuse_to_imprint_a_retired_class_together(rank: int) -> None:
     for rows in ("pull", "ranks"):
-        head = make_head(FakeCluster(), rows, sync=rows == "pull")
+        head = make_head(FakeCluster(), rows=rows, sync=rows == "pull")
         before, images = head.weights(), torch.eye(DIM)[:2]
         wrong = [(images, torch.tensor([3, 50 if rank == 1 else 4]))]
         with pytest.raises(InvalidIds if rank == 1 else SyncError, match=r"label 50|rank 1 failed"):

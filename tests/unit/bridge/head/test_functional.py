@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ import geartrain as gt
 from geartrain.ams.values.errors import InvalidArgument, InvalidIds, InvalidRows
 from geartrain.bridge.collectives.communicator import Communicator
 from geartrain.bridge.collectives.cross_entropy import LocalLabels, split_cross_entropy
-from tests.support.rank_processes import run_ranks
+from tests.support.rank_processes import on_ranks
 
 MARGINS = {
     "arcface": (1.0, 0.5, 0.0),
@@ -167,8 +166,8 @@ def test_positives_are_all_kept_and_there_are_no_more_classes_than_all(num_sampl
     assert sampled[remapped].tolist() == [900, 5, 17]
 
 
-def compare_with_torch(rank: int, ranks: int, folder: Path) -> None:
-    del folder
+@on_ranks(1, 2, 3)
+def test_classes_on_several_ranks_are_one_layer(rank: int, ranks: int) -> None:
     cosines, labels = batch()
     labels[2] = -100
     bounds = [0, 3, 7, CLASSES] if ranks == 3 else [0, *([3] if ranks == 2 else []), CLASSES]
@@ -211,23 +210,14 @@ def compare_with_torch(rank: int, ranks: int, folder: Path) -> None:
         gt.margin_cross_entropy(own, labels + 1, ignore_index=-99, group=group)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_classes_on_several_ranks_are_one_layer(ranks: int, tmp_path: Path) -> None:
-    run_ranks(compare_with_torch, ranks, tmp_path)
-
-
-def sample_on_a_rank(rank: int, ranks: int, folder: Path) -> None:
-    del folder
+@on_ranks(2)
+def test_classes_of_two_ranks_are_sampled_together(rank: int, ranks: int) -> None:
     labels, width = batch()[1], BOUNDS[rank + 1] - BOUNDS[rank]
     remapped, sampled = gt.class_center_sample(labels, width, 3, seed=1, step=2, group=dist.group.WORLD)
     joint = [None] * ranks
     dist.all_gather_object(joint, sampled + BOUNDS[rank])
     assert torch.cat(joint)[remapped].tolist() == labels.tolist()  # type: ignore[arg-type]
     assert len(sampled) == (3, 4)[rank]  # of the first rank all, of the second four positives
-
-
-def test_classes_of_two_ranks_are_sampled_together(tmp_path: Path) -> None:
-    run_ranks(sample_on_a_rank, 2, tmp_path)
 
 
 @pytest.mark.parametrize(

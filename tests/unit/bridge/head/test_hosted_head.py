@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,32 +23,30 @@ from geartrain.bridge.head.loss.margins.angular import ArcFace, CosFace
 from geartrain.bridge.head.selection.knn_selection import KNNSelection, KNNSoftmax
 from geartrain.bridge.rows.optimizer import RowOptimizer
 from geartrain.launch.hosting import local
-from tests.support.head_settings import head_settings
+from tests.support import heads
 
 CLASSES, DIM = 5000, 8
 SELECTIONS = [FullSoftmax(), PartialFC(0.1)]
 
 
-def head_of(cluster: Cluster, rows: str = "hosted", **settings: Any) -> ClassHead:
-    defaults: dict[str, Any] = {
-        "num_classes": CLASSES,
-        "dim": DIM,
-        "margin": CosFace(8, 0.1),
-        "optimizer": SparseMomentum(1.0, momentum=0.5),
-        "initializer": Normal(std=0.3),
-    }
-    return ClassHead(cluster, rows, **head_settings(rows=rows, **{**defaults, **settings}))
+head_of = partial(
+    heads.make_head,
+    rows="hosted",
+    num_classes=CLASSES,
+    dim=DIM,
+    margin=CosFace(8, 0.1),
+    optimizer=SparseMomentum(1.0, momentum=0.5),
+    initializer=Normal(std=0.3),
+)
 
 
-def batch(size: int = 12, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    features = torch.randn(size, DIM, generator=generator, requires_grad=True)
-    return features, torch.randint(CLASSES, (size,), generator=generator)
+def batch(size: int = 12) -> tuple[torch.Tensor, torch.Tensor]:
+    return heads.make_batch(size, CLASSES, DIM)
 
 
 def both(cluster: Cluster, **settings: Any) -> list[ClassHead]:
     # One seed and one initializer, yet initial values depend on the table's name.
-    heads = [head_of(cluster, place, **settings) for place in ("pull", "hosted")]
+    heads = [head_of(cluster, place, rows=place, **settings) for place in ("pull", "hosted")]
     heads[1].table.assign(np.arange(heads[0].num_classes), heads[0].weights())
     return heads
 
@@ -72,35 +71,33 @@ def test_updates_chunk_by_chunk_equal_one_push(
             same_rows(heads)
 
 
-def test_a_feature_gradient_that_leaves_its_type_updates_nothing() -> None:
-    with local(2) as cluster:
-        head = head_of(cluster)
-        rows, before = RowOptimizer(head), head.weights()
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24)
-        features, labels = batch()
-        narrow = features.detach().half().requires_grad_()
-        scaler.scale(head(narrow, labels)).backward()
-        assert narrow.grad is not None and not torch.isfinite(narrow.grad).all()
-        scaler.step(rows)  # as that of the network is skipped
-        assert head.step == 0 and torch.equal(head.weights(), before)
-        rows.step()  # nothing is left of it
-        assert head.step == 0 and torch.equal(head.weights(), before)
+def test_a_feature_gradient_that_leaves_its_type_updates_nothing(cluster: Any) -> None:
+    head = head_of(cluster)
+    rows, before = RowOptimizer(head), head.weights()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24)
+    features, labels = batch()
+    narrow = features.detach().half().requires_grad_()
+    scaler.scale(head(narrow, labels)).backward()
+    assert narrow.grad is not None and not torch.isfinite(narrow.grad).all()
+    scaler.step(rows)  # as that of the network is skipped
+    assert head.step == 0 and torch.equal(head.weights(), before)
+    rows.step()  # nothing is left of it
+    assert head.step == 0 and torch.equal(head.weights(), before)
 
 
-def test_a_loss_that_is_not_finite_updates_nothing() -> None:
-    with local(2) as cluster:
-        head = head_of(cluster, margin=None, optimizer=SGD(1.0), initializer=Constant(1e3))
-        rows, before = RowOptimizer(head), head.weights()
-        features, labels = batch()
-        head(features * 1e37, labels).backward()
-        with pytest.raises(NonFinite, match="nothing was pushed"):
-            rows.step()
-        assert torch.equal(head.weights(), before)
-        with pytest.raises(NonFinite, match="index 3"):
-            features.data[3, 0] = torch.nan
-            head(features, labels)
-        with pytest.raises(InvalidIds, match=r"label \d+ at index 0 is outside \[0, 5000\)"):
-            head(batch()[0], labels + CLASSES)
+def test_a_loss_that_is_not_finite_updates_nothing(cluster: Any) -> None:
+    head = head_of(cluster, margin=None, optimizer=SGD(1.0), initializer=Constant(1e3))
+    rows, before = RowOptimizer(head), head.weights()
+    features, labels = batch()
+    head(features * 1e37, labels).backward()
+    with pytest.raises(NonFinite, match="nothing was pushed"):
+        rows.step()
+    assert torch.equal(head.weights(), before)
+    with pytest.raises(NonFinite, match="index 3"):
+        features.data[3, 0] = torch.nan
+        head(features, labels)
+    with pytest.raises(InvalidIds, match=r"label \d+ at index 0 is outside \[0, 5000\)"):
+        head(batch()[0], labels + CLASSES)
 
 
 @pytest.mark.parametrize("select", SELECTIONS)
@@ -122,18 +119,17 @@ def test_a_batch_that_exceeds_a_message_is_computed_in_parts(select: FullSoftmax
         same_rows(heads)
 
 
-def test_an_update_is_of_the_classes_that_the_loss_was_of() -> None:
-    with local(2) as cluster:
-        heads = both(cluster, select=KNNSoftmax(active=0.01, k=8, rebuild="epoch", near=1.0))
-        for head in heads:
-            head(*batch()).backward()
-            before = head.weights()
-            moved = torch.from_numpy(np.random.default_rng(1).normal(size=(CLASSES, DIM)).astype(np.float32))
-            head.table.assign(np.arange(CLASSES), moved.numpy())
-            head.rebuild_graph()  # other neighbours now
-            head.table.assign(np.arange(CLASSES), before.numpy())
-            RowOptimizer(head).step()
-        same_rows(heads)
+def test_an_update_is_of_the_classes_that_the_loss_was_of(cluster: Any) -> None:
+    heads = both(cluster, select=KNNSoftmax(active=0.01, k=8, rebuild="epoch", near=1.0))
+    for head in heads:
+        head(*batch()).backward()
+        before = head.weights()
+        moved = torch.from_numpy(np.random.default_rng(1).normal(size=(CLASSES, DIM)).astype(np.float32))
+        head.table.assign(np.arange(CLASSES), moved.numpy())
+        head.rebuild_graph()  # other neighbours now
+        head.table.assign(np.arange(CLASSES), before.numpy())
+        RowOptimizer(head).step()
+    same_rows(heads)
 
 
 def test_a_batch_of_many_labels_is_counted_once() -> None:

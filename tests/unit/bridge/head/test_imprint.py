@@ -18,8 +18,8 @@ from geartrain.ams.values.specs import Normal
 from geartrain.bridge.head.class_head import ClassHead
 from geartrain.bridge.head.class_sums import ClassSums
 from geartrain.bridge.head.loss.margins.angular import ArcFace
-from tests.support.head_settings import head_settings
-from tests.support.rank_processes import run_ranks
+from tests.support import heads
+from tests.support.rank_processes import on_ranks
 from tests.support.reference import FakeCluster, FakeTable
 
 CLASSES, DIM = 500, 8
@@ -30,7 +30,7 @@ A_FEW = 40 * (4 * DIM + 128)
 def make_head(**settings: Any) -> tuple[ClassHead, FakeTable]:
     cluster = FakeCluster()
     defaults = {"margin": ArcFace(scale=64), "optimizer": SparseMomentum(0.1), "initializer": Normal()}
-    head = ClassHead(cluster, "classes", **head_settings(num_classes=CLASSES, dim=DIM, **{**defaults, **settings}))
+    head = heads.make_head(cluster, "classes", num_classes=CLASSES, dim=DIM, **{**defaults, **settings})
     return head, cluster.tables["classes"]
 
 
@@ -137,16 +137,11 @@ def test_features_that_are_all_alike_change_nothing_and_imprint_says_so() -> Non
     np.testing.assert_array_equal(table.rows, before)
 
 
-def test_ranks_imprint_the_classes_that_any_of_them_has(tmp_path: Path) -> None:
-    run_ranks(_imprint_shares, 2, tmp_path)
-
-
-def _imprint_shares(rank: int, _ranks: int, _folder: Path) -> None:
+@on_ranks(2)
+def test_ranks_imprint_the_classes_that_any_of_them_has(rank: int) -> None:
     for rows in ("pull", "ranks"):
         settings: dict[str, Any] = {"num_classes": CLASSES, "dim": DIM, "rows": rows}
-        head = ClassHead(
-            FakeCluster() if rows == "pull" else None, "classes", **head_settings(sync=rows == "pull", **settings)
-        )
+        head = heads.make_head(FakeCluster() if rows == "pull" else None, "classes", sync=rows == "pull", **settings)
         before = head.weights()
         loader = Counted(images(seed=rank, batches=4))
         num = head.imprint(loader, nn.Identity(), memory_bytes=A_FEW if rank else 1 << 20)

@@ -6,6 +6,7 @@ import logging
 import subprocess
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from geartrain.bridge.head.loss.margins.angular import CosFace
 from geartrain.bridge.head.selection import graph_build, knn_selection
 from geartrain.bridge.head.selection.knn_selection import KNNSelection, KNNSoftmax
 from geartrain.bridge.rows.optimizer import RowOptimizer
-from tests.support.head_settings import head_settings
+from tests.support import heads
 from tests.support.plain_graph import plain_build, use_plain_graphs
 from tests.support.rank_processes import run_ranks
 from tests.support.reference import UNIT_SGD, FakeCluster
@@ -38,14 +39,9 @@ def plain_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     use_plain_graphs(monkeypatch)
 
 
-def make_head(select: KNNSoftmax, *, cluster: Any = None, classes: int = CLASSES, **settings: Any) -> ClassHead:
-    return ClassHead(
-        cluster or FakeCluster(),
-        "classes",
-        **head_settings(
-            num_classes=classes, dim=DIM, select=select, margin=CosFace(8, 0.2), optimizer=UNIT_SGD, **settings
-        ),
-    )
+def make_head(select: Any, *, cluster: Any = None, **settings: Any) -> ClassHead:
+    settings = {"num_classes": CLASSES, "dim": DIM, "margin": CosFace(8, 0.2), "optimizer": UNIT_SGD, **settings}
+    return heads.make_head(cluster or FakeCluster(), select=select, **settings)
 
 
 def selection(head: ClassHead) -> KNNSelection:
@@ -59,15 +55,9 @@ def version(head: ClassHead) -> int:
 
 
 def train(head: ClassHead, steps: int = 1) -> list[float]:
-    rows, losses = RowOptimizer(head, lr=0.1), []
-    for _ in range(steps):
-        generator = torch.Generator().manual_seed(head.step)
-        loss = head(torch.randn(4, DIM, generator=generator), torch.randint(CLASSES, (4,), generator=generator))
-        loss.backward()
-        rows.step()
-        rows.zero_grad()
-        losses.append(float(loss.detach()))
-    return losses
+    return heads.train(
+        head, range(head.step, head.step + steps), batch=partial(heads.make_batch, 4, CLASSES, DIM), lr=0.1
+    )
 
 
 def test_the_labels_nearest_classes_are_active_and_only_then_random_ones() -> None:
@@ -118,7 +108,7 @@ def test_the_graph_is_that_of_the_normalised_rows() -> None:
 
 @pytest.mark.parametrize(("classes", "active"), [(1, 0.1), (60, 1.0)])
 def test_a_head_whose_classes_are_all_active_builds_no_graph(classes: int, active: float) -> None:
-    head = make_head(KNNSoftmax(active=active, rebuild="epoch", near=1.0), classes=classes)
+    head = make_head(KNNSoftmax(active=active, rebuild="epoch", near=1.0), num_classes=classes)
     head(torch.randn(2, DIM), torch.zeros(2, dtype=torch.int64)).backward()
     assert version(head) == 0
     assert selection(head).select(np.zeros(1, np.int64), classes, 0).num == classes
@@ -136,9 +126,7 @@ def steps_of_builds(active: float, steps: int) -> list[int]:
 
 
 def labels_of(step: int) -> np.ndarray:
-    generator = torch.Generator().manual_seed(step)
-    torch.randn(4, DIM, generator=generator)
-    return torch.randint(CLASSES, (4,), generator=generator).numpy()
+    return heads.make_batch(4, CLASSES, DIM, step)[1].numpy()
 
 
 def built_at(head: ClassHead) -> int | None:
@@ -380,7 +368,7 @@ def test_a_graph_of_other_classes_is_refused() -> None:
     head.rebuild_graph()
     graph = selection(head).graph_to_bytes()
     assert graph is not None
-    other = make_head(KNNSoftmax(rebuild="epoch", near=1.0), classes=61)
+    other = make_head(KNNSoftmax(rebuild="epoch", near=1.0), num_classes=61)
     with pytest.raises(SpecMismatch, match="60 classes"):
         selection(other).graph_from_bytes(graph)
     with pytest.raises(InvalidArgument, match="graph_to_bytes"):
@@ -416,14 +404,13 @@ def test_impossible_settings_are_refused(settings: dict[str, Any], word: str) ->
 
 
 def test_only_knn_softmax_has_a_graph_to_rebuild() -> None:
-    head = make_head(gt.PartialFC(0.5))  # type: ignore[arg-type]
+    head = make_head(gt.PartialFC(0.5))
     head.next_epoch()
     with pytest.raises(InvalidArgument, match="KNNSoftmax"):
         head.rebuild_graph()
 
 
-def run_rank(rank: int, ranks: int, folder: Path) -> None:
-    del ranks
+def run_rank(rank: int, folder: Path) -> None:
     builds = 0
 
     def counted_build(*arguments: Any) -> NeighbourTable:
@@ -469,8 +456,7 @@ def test_ranks_share_one_graph_that_the_first_one_builds(tmp_path: Path) -> None
     assert second["facts"].tolist() == [2, 3, 0]
 
 
-def run_rank_by_work(rank: int, ranks: int, folder: Path) -> None:
-    del ranks
+def run_rank_by_work(rank: int, folder: Path) -> None:
     graph_build.build_graph = plain_build  # type: ignore[assignment]
     knn_selection.time = slow_builds(5.0 if rank == 0 else 0.0)  # type: ignore[assignment]
     head = make_head(KNNSoftmax(0.5, k=4), cluster=FakeCluster(seed=rank), sync=True)

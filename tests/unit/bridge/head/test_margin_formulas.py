@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,9 @@ from geartrain.bridge.head.loss.chunk_pass import pass_for
 from geartrain.bridge.head.loss.margins.margin import changes_negatives
 from geartrain.bridge.head.loss.margins.scale import automatic_scale
 from geartrain.bridge.placements.workspace import Arithmetic, Scratch, Workspace
-from tests.support.head_settings import head_settings
-from tests.support.margin_twins import MarginTwin, margin_batch
+from tests.support import heads
+from tests.support.margin_twins import MarginTwin, margin_batch, twin_step
 from tests.support.rank_processes import run_ranks
-from tests.support.reference import sampled_weights
 
 CLASSES, DIM, BATCH, STEPS = 80, 6, 14, 4
 SELECT = gt.PartialFC(0.5, seed=3, corrected=True)
@@ -42,12 +42,6 @@ MARGINS: list[Any] = [
         (0, gt.FilteredMargin(gt.CosFace(8, 0.1), above=0.9)), (4, gt.FilteredMargin(gt.CosFace(8, 0.1), above=-0.3))
     ),
 ]
-PLACES: dict[str, dict[str, Any]] = {
-    "held": {"rows": "pull"},
-    "streamed": {"rows": "pull", "rows_cache_bytes": 0},
-    "hosted": {"rows": "hosted"},
-    "ranks": {"rows": "ranks"},
-}
 
 
 def named(margin: Any) -> str:
@@ -56,20 +50,14 @@ def named(margin: Any) -> str:
     return f"{named(margin.points[0][1])}-" if isinstance(margin, gt.ScheduledMargin) else type(margin).__name__
 
 
-def make_head(cluster: gt.Cluster | None, margin: Any, **place: Any) -> gt.ClassHead:
-    return gt.ClassHead(
-        cluster,
-        "classes",
-        **head_settings(
-            num_classes=CLASSES,
-            dim=DIM,
-            margin=margin,
-            select=SELECT,
-            optimizer=gt.SGD(lr=0.5),
-            initializer=gt.Normal(std=0.3),
-            **place,
-        ),
-    )
+make_head = partial(
+    heads.make_head,
+    num_classes=CLASSES,
+    dim=DIM,
+    select=SELECT,
+    optimizer=gt.SGD(lr=0.5),
+    initializer=gt.Normal(std=0.3),
+)
 
 
 def batch(step: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
@@ -81,46 +69,31 @@ def batch(step: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor
     return features.to(dtype), labels
 
 
-def twin_step(
-    twin: MarginTwin, features: Tensor, labels: Tensor, rows: Tensor, step: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss, feature gradient and rows after a step of SGD."""
-    active = SELECT.select(labels.numpy(), CLASSES, step)
-    ids, targets = torch.from_numpy(active.ids), torch.from_numpy(active.positions(labels.numpy()))
-    x, w = features.double().requires_grad_(), rows.clone().requires_grad_()
-    weights = sampled_weights(SELECT, twin.margin, active.ids, labels, CLASSES)
-    loss = twin.loss(x, w[ids], targets, labels, weights, step=step)
-    loss.backward()
-    assert x.grad is not None and w.grad is not None
-    return loss.detach(), x.grad, rows - 0.5 * w.grad
-
-
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", heads.PLACES)
 @pytest.mark.parametrize("margin", MARGINS, ids=named)
-def test_every_margin_is_its_papers_formula_in_every_place(margin: Any, place: str) -> None:
-    with gt.local(num_shards=2) as cluster:
-        if place == "hosted" and changes_negatives(margin):
-            with pytest.raises(InvalidArgument, match=r"Face.*other classes.*rows='pull' or rows='ranks'"):
-                make_head(cluster, margin, rows="hosted")
-            return
-        for dtype in (torch.float32, torch.float64) if place in ("held", "ranks") else (torch.float32,):
-            head = make_head(cluster, margin, **PLACES[place], reuse=dtype == torch.float64)
-            twin, optimizer, rows = MarginTwin(margin), gt.RowOptimizer(head), head.weights().double()
-            for step in range(STEPS):
-                features, labels = batch(step, dtype)
-                loss = head(features.requires_grad_(), labels)
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                expected, gradient, rows = twin_step(twin, features.detach(), labels, rows, step)
-                precise = 1e-7 if dtype == torch.float64 and place == "held" else 2e-5
-                torch.testing.assert_close(loss.detach().double(), expected, rtol=precise, atol=precise)
-                assert features.grad is not None
-                torch.testing.assert_close(features.grad.double(), gradient, rtol=1e-4, atol=2e-5)
-                torch.testing.assert_close(head.weights().double(), rows, rtol=1e-4, atol=2e-5)
-                rows = head.weights().double()
-            learned = head.get_extra_state()["margin_learned"]
-            assert learned == pytest.approx(twin.known, rel=1e-5)
+def test_every_margin_is_its_papers_formula_in_every_place(cluster: gt.Cluster, margin: Any, place: str) -> None:
+    if place == "hosted" and changes_negatives(margin):
+        with pytest.raises(InvalidArgument, match=r"Face.*other classes.*rows='pull' or rows='ranks'"):
+            make_head(cluster, margin=margin, rows="hosted")
+        return
+    for dtype in (torch.float32, torch.float64) if place in ("held", "ranks") else (torch.float32,):
+        head = make_head(cluster, margin=margin, **heads.PLACES[place], reuse=dtype == torch.float64)
+        twin, optimizer, rows = MarginTwin(margin), gt.RowOptimizer(head), head.weights().double()
+        for step in range(STEPS):
+            features, labels = batch(step, dtype)
+            loss = head(features.requires_grad_(), labels)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            expected, gradient, rows = twin_step(twin, SELECT, features.detach(), labels, rows, step)
+            precise = 1e-7 if dtype == torch.float64 and place == "held" else 2e-5
+            torch.testing.assert_close(loss.detach().double(), expected, rtol=precise, atol=precise)
+            assert features.grad is not None
+            torch.testing.assert_close(features.grad.double(), gradient, rtol=1e-4, atol=2e-5)
+            torch.testing.assert_close(head.weights().double(), rows, rtol=1e-4, atol=2e-5)
+            rows = head.weights().double()
+        learned = head.get_extra_state()["margin_learned"]
+        assert learned == pytest.approx(twin.known, rel=1e-5)
 
 
 def test_a_margin_that_changes_negatives_has_no_float16_products() -> None:
@@ -202,26 +175,27 @@ def test_draws_are_normal_and_a_function_of_seed_step_place_and_class() -> None:
 
 
 @pytest.mark.parametrize("place", ["held", "streamed", "ranks"])
-def test_a_sample_whose_other_classes_are_all_filtered_has_no_loss_and_moves_nothing(place: str) -> None:
-    with gt.local(num_shards=2) as cluster:
-        margin = gt.FilteredMargin(gt.ArcFace(scale=64), above=-1.0)
-        head = make_head(None if place == "ranks" else cluster, margin, **PLACES[place])
-        rows, before = gt.RowOptimizer(head), head.weights()
-        features, labels = batch(0)
-        loss = head(features.requires_grad_(), labels)
-        loss.backward()
-        rows.step()
-        assert float(loss.detach()) == 0.0
-        assert features.grad is not None and not features.grad.any()
-        assert torch.equal(head.weights(), before)
-        assert head.stats is not None and head.stats.accuracy < 1.0
+def test_a_sample_whose_other_classes_are_all_filtered_has_no_loss_and_moves_nothing(
+    cluster: gt.Cluster, place: str
+) -> None:
+    margin = gt.FilteredMargin(gt.ArcFace(scale=64), above=-1.0)
+    head = make_head(cluster, margin=margin, **heads.PLACES[place])
+    rows, before = gt.RowOptimizer(head), head.weights()
+    features, labels = batch(0)
+    loss = head(features.requires_grad_(), labels)
+    loss.backward()
+    rows.step()
+    assert float(loss.detach()) == 0.0
+    assert features.grad is not None and not features.grad.any()
+    assert torch.equal(head.weights(), before)
+    assert head.stats is not None and head.stats.accuracy < 1.0
 
 
 @pytest.mark.parametrize("above", [0.3, -1.0])
 def test_the_share_of_smoothed_labels_is_over_filtered_classes_too(above: float) -> None:
     margin = gt.FilteredMargin(gt.CosFace(scale=8, margin=0.2), above)
     settings: dict[str, Any] = {"label_smoothing": 0.1, "optimizer": gt.SGD(1.0), "rows": "ranks"}
-    head = gt.ClassHead(None, "c", **head_settings(num_classes=CLASSES, dim=DIM, margin=margin, **settings))
+    head = heads.make_head(None, "c", num_classes=CLASSES, dim=DIM, margin=margin, **settings)
     features, labels = batch(0, torch.float64)
     optimizer, w, x = gt.RowOptimizer(head), head.weights().double().requires_grad_(), features.clone().requires_grad_()
     loss = head(features.requires_grad_(), labels)
@@ -287,10 +261,10 @@ def test_ranks_have_the_margin_of_the_joint_batch(margin: Any, tmp_path: Path) -
     for place in ("ranks", "pull"):
         twin = MarginTwin(margin)
         with gt.local() as cluster:
-            rows = make_head(cluster, margin).weights().double()
+            rows = make_head(cluster, margin=margin).weights().double()
         for step in range(STEPS):
             features, labels = batch(step)
-            expected, gradient, _ = twin_step(twin, features, labels, rows, 0)
+            expected, gradient, _ = twin_step(twin, SELECT, features, labels, rows, 0)
             found = sum(float(part[f"{place}-loss"][step]) for part in parts)
             assert found == pytest.approx(float(expected), rel=2e-5)
             gradients = np.concatenate([part[f"{place}-gradient-{step}"] for part in parts])
@@ -307,7 +281,7 @@ def _train_rank(rank: int, ranks: int, folder: Path, margin: Any) -> None:
     with gt.local() as cluster:
         for place in ("ranks", "pull"):
             settings = {"sync": True} if place == "pull" else {}
-            head = make_head(None if place == "ranks" else cluster, margin, rows=place, **settings)
+            head = make_head(cluster, margin=margin, rows=place, **settings)
             losses = []
             for step in range(STEPS):
                 features, labels = batch(step)
@@ -330,13 +304,13 @@ def _train_rank(rank: int, ranks: int, folder: Path, margin: Any) -> None:
 @pytest.mark.parametrize("margin", [MARGINS[1], MARGINS[4], MARGINS[7]], ids=named)
 def test_micro_batches_with_other_active_classes_are_summed(margin: Any, place: str) -> None:
     with gt.local() as cluster:
-        head = make_head(None if place == "ranks" else cluster, margin, **PLACES[place])
+        head = make_head(cluster, margin=margin, **heads.PLACES[place])
         twin, optimizer, before = MarginTwin(margin), gt.RowOptimizer(head), head.weights().double()
         change = torch.zeros_like(before)
         for number in range(3):
             features, labels = batch(number)
             (head(features.requires_grad_(), labels) * (number + 1)).backward()
-            _, gradient, after = twin_step(twin, features.detach(), labels, before, 0)
+            _, gradient, after = twin_step(twin, SELECT, features.detach(), labels, before, 0)
             change += (after - before) * (number + 1)
             assert features.grad is not None
             torch.testing.assert_close(features.grad.double(), gradient * (number + 1), rtol=1e-4, atol=2e-5)

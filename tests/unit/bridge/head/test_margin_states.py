@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 import geartrain as gt
 from geartrain.ams.values.errors import InvalidArgument, SpecMismatch
-from tests.support.head_settings import head_settings
+from tests.support import heads
 
 CLASSES, DIM = 20, 4
 
@@ -32,21 +33,11 @@ class Growing:
 
 
 def make_head(margin: Any, cluster: gt.Cluster | None = None, **settings: Any) -> gt.ClassHead:
-    settings = {"rows": "ranks" if cluster is None else "pull", "optimizer": gt.SGD(0.5), **settings}
-    return gt.ClassHead(cluster, "classes", **head_settings(num_classes=CLASSES, dim=DIM, margin=margin, **settings))
+    settings = {"num_classes": CLASSES, "dim": DIM, "optimizer": gt.SGD(0.5), **settings}
+    return heads.make_head(cluster, margin=margin, **settings)
 
 
-def train(head: gt.ClassHead, steps: range) -> list[float]:
-    rows, losses = gt.RowOptimizer(head), []
-    for step in steps:
-        generator = torch.Generator().manual_seed(step)
-        labels = torch.randint(CLASSES, (6,), generator=generator)
-        loss = head(torch.randn(6, DIM, generator=generator), labels)
-        loss.backward()
-        rows.step()
-        rows.zero_grad()
-        losses.append(float(loss.detach()))
-    return losses
+train = partial(heads.train, batch=partial(heads.make_batch, 6, CLASSES, DIM))
 
 
 ADAPTIVE: list[Any] = [

@@ -13,7 +13,7 @@ import pytest
 
 import geartrain as gt
 from geartrain.ams.graph.building.builder import ArrayRows, build_neighbours
-from tests.support.head_settings import head_settings
+from tests.support import heads
 
 GIB = 2**30
 BF16: dict[str, Any] = {"dtype": "bfloat16", "slot_dtype": "bfloat16"}
@@ -42,7 +42,9 @@ QUICK = ("held, cut for two shards", "on ranks, bf16, all active")
 def report_of(case: dict[str, Any]) -> Any:
     settings = {key: value for key, value in case.items() if key != "sample_rate"}
     select = gt.PartialFC(case["sample_rate"]) if case["sample_rate"] < 1 else gt.FullSoftmax()
-    return gt.memory_report(**head_settings(**settings, select=select, optimizer=gt.SparseMomentum(0.1), num_threads=2))
+    return gt.memory_report(
+        **heads.head_settings(**settings, select=select, optimizer=gt.SparseMomentum(0.1), num_threads=2)
+    )
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="resident sizes are read from /proc")
@@ -62,8 +64,8 @@ def test_the_report_is_within_five_percent_of_what_is_measured(name: str) -> Non
 def test_plscs_published_figures_come_out() -> None:
     settings: dict[str, Any] = {"num_classes": 40_000_000, "dim": 512, "rows": "ranks", "num_ranks": 8}
     shared: dict[str, Any] = {**settings, "batch_size": 64, "select": gt.PartialFC(0.1)}
-    sparse = gt.memory_report(**head_settings(**shared, optimizer=gt.SparseMomentum(lr=0.1)))
-    dense = gt.memory_report(**head_settings(**shared, optimizer=gt.Momentum(lr=0.1)))
+    sparse = gt.memory_report(**heads.head_settings(**shared, optimizer=gt.SparseMomentum(lr=0.1)))
+    dense = gt.memory_report(**heads.head_settings(**shared, optimizer=gt.Momentum(lr=0.1)))
     assert sparse.plsc_bytes / 8 / GIB == pytest.approx(20.988, abs=0.02)  # they add rounded figures
     assert dense.plsc_bytes / 8 / GIB == pytest.approx(30.528, abs=0.02)  # they add rounded figures
     assert 1 - sparse.plsc_bytes / dense.plsc_bytes == pytest.approx(0.3125, abs=0.001)
@@ -71,7 +73,7 @@ def test_plscs_published_figures_come_out() -> None:
 
 def test_sixteen_bits_with_momentum_take_two_kibibytes_a_class() -> None:
     settings: dict[str, Any] = {"dtype": "float16", "slot_dtype": "float16", "optimizer": gt.SparseMomentum(lr=0.1)}
-    report = gt.memory_report(**head_settings(num_classes=1_000_000, dim=512, **settings))
+    report = gt.memory_report(**heads.head_settings(num_classes=1_000_000, dim=512, **settings))
     assert 2048 <= report.bytes_per_class <= 2048 * 1.01
 
 
@@ -123,12 +125,14 @@ def test_the_table_for_a_person_names_every_part() -> None:
 def test_settings_that_cannot_be_are_refused(wrong: dict[str, Any], message: str) -> None:
     settings: dict[str, Any] = {"num_classes": 10, "dim": 8, **wrong}
     with pytest.raises(gt.errors.InvalidArgument, match=message):
-        gt.memory_report(**head_settings(**settings))
+        gt.memory_report(**heads.head_settings(**settings))
 
 
 def test_choosing_on_a_device_is_counted_there() -> None:
     def parts(**settings: Any) -> dict[str, int]:
-        report = gt.memory_report(**head_settings(num_classes=40_000, dim=8, device="cuda", rows="ranks", **settings))
+        report = gt.memory_report(
+            **heads.head_settings(num_classes=40_000, dim=8, device="cuda", rows="ranks", **settings)
+        )
         return {part.name: part.bytes for part in report.parts}
 
     with_graph = parts(select=gt.KNNSoftmax(0.1, k=4))

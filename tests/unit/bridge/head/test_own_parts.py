@@ -15,9 +15,8 @@ import geartrain as gt
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.specs import Ids
 from geartrain.bridge.head.backends.pull.pull_backend import PullBackend
-from geartrain.bridge.head.backends.ranks.rank_backend import RankBackend
 from geartrain.bridge.head.backends.registry import ROW_BACKENDS
-from tests.support.head_settings import head_settings
+from tests.support import heads
 
 CLASSES, DIM, BATCH = 60, 5, 12
 PLACES: list[dict[str, Any]] = [
@@ -79,14 +78,7 @@ class Strided(gt.Selection):
 
 def make_head(cluster: Any, place: dict[str, Any], **settings: Any) -> gt.ClassHead:
     settings = {"margin": Steep(), "select": Strided(), **settings, **place}
-    on_device = settings.pop("on_device", None)
-    head = gt.ClassHead(
-        cluster, "own", **head_settings(num_classes=CLASSES, dim=DIM, optimizer=gt.SGD(lr=0.5), **settings)
-    )
-    if on_device:
-        assert isinstance(head.backend, RankBackend)
-        head.backend.selector.on_device = True
-    return head
+    return heads.make_head(cluster, "own", num_classes=CLASSES, dim=DIM, optimizer=gt.SGD(lr=0.5), **settings)
 
 
 def plain_step(
@@ -111,38 +103,37 @@ def plain_step(
 @pytest.mark.parametrize("margin", [Steep(), Whole()], ids=str)
 @pytest.mark.parametrize("place", PLACES, ids=str)
 def test_a_margin_and_a_selection_of_ones_own_train_in_every_place(
-    place: dict[str, Any], margin: Steep | Whole
+    cluster: gt.Cluster, place: dict[str, Any], margin: Steep | Whole
 ) -> None:
     generator = torch.Generator().manual_seed(1)
-    with gt.local(num_shards=2) as cluster:
-        head = make_head(cluster, place, margin=margin)
-        rows = gt.RowOptimizer(head)
-        weight = head.weights().double()
-        retired = torch.tensor([7, 30, 31])
-        for step in range(4):
-            if step == 2:
-                head.retire_classes(retired)
-            living = torch.ones(CLASSES, dtype=torch.bool)
-            living[retired] = step < 2
-            ids = torch.nonzero(living).squeeze(1)
-            labels = ids[torch.randint(len(ids), (BATCH,), generator=generator)]
-            features = torch.randn(BATCH, DIM, generator=generator, requires_grad=True)
-            active = torch.zeros(CLASSES, dtype=torch.bool)
-            active[ids[step % 3 :: 3]] = True
-            active[labels] = True
-            loss = head(features, labels)
-            loss.backward()
-            rows.step()
-            rows.zero_grad()
-            expected, gradient, weight = plain_step(weight, features.detach(), labels, active, margin)
-            torch.testing.assert_close(loss.detach().double(), expected, rtol=1e-5, atol=1e-5)
-            assert features.grad is not None
-            torch.testing.assert_close(features.grad.double(), gradient, rtol=1e-4, atol=1e-5)
-            torch.testing.assert_close(head.weights().double(), weight, rtol=1e-4, atol=1e-5)
-        assert head.predict(torch.randn(2, DIM), k=3)[1].shape == (2, 3)
-        again = make_head(cluster, place, margin=margin, reuse=True) if place["rows"] != "ranks" else head
-        again.load_state_dict(head.state_dict())
-        assert again.step == 4
+    head = make_head(cluster, place, margin=margin)
+    rows = gt.RowOptimizer(head)
+    weight = head.weights().double()
+    retired = torch.tensor([7, 30, 31])
+    for step in range(4):
+        if step == 2:
+            head.retire_classes(retired)
+        living = torch.ones(CLASSES, dtype=torch.bool)
+        living[retired] = step < 2
+        ids = torch.nonzero(living).squeeze(1)
+        labels = ids[torch.randint(len(ids), (BATCH,), generator=generator)]
+        features = torch.randn(BATCH, DIM, generator=generator, requires_grad=True)
+        active = torch.zeros(CLASSES, dtype=torch.bool)
+        active[ids[step % 3 :: 3]] = True
+        active[labels] = True
+        loss = head(features, labels)
+        loss.backward()
+        rows.step()
+        rows.zero_grad()
+        expected, gradient, weight = plain_step(weight, features.detach(), labels, active, margin)
+        torch.testing.assert_close(loss.detach().double(), expected, rtol=1e-5, atol=1e-5)
+        assert features.grad is not None
+        torch.testing.assert_close(features.grad.double(), gradient, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(head.weights().double(), weight, rtol=1e-4, atol=1e-5)
+    assert head.predict(torch.randn(2, DIM), k=3)[1].shape == (2, 3)
+    again = make_head(cluster, place, margin=margin, reuse=True) if place["rows"] != "ranks" else head
+    again.load_state_dict(head.state_dict())
+    assert again.step == 4
 
 
 @pytest.mark.parametrize("place", PLACES, ids=str)

@@ -30,7 +30,7 @@ from geartrain.bridge.head.loss.margins.margin import Margin
 from geartrain.bridge.head.selection.knn_selection import KNNSoftmax
 from geartrain.bridge.rows.optimizer import RowOptimizer
 from geartrain.launch.hosting import local as hosting_cluster
-from tests.support.head_settings import head_settings
+from tests.support import heads
 from tests.support.rank_processes import run_ranks
 from tests.support.reference import plain_gradients, sampled_weights
 
@@ -94,20 +94,18 @@ def share_of(rank: int, ranks: int, step: int) -> slice:
 
 def make_head(cluster: Any, case: Case, rows: str, **settings: Any) -> ClassHead:
     select, margin, optimizer = case
-    return ClassHead(
+    return heads.make_head(
         cluster,
         "-".join(case),
-        **head_settings(
-            num_classes=CLASSES,
-            dim=DIM,
-            select=SELECTIONS[select],
-            margin=MARGINS[margin],
-            optimizer=OPTIMIZERS[optimizer],
-            initializer=INITIAL,
-            seed=7,
-            rows=rows,
-            **settings,
-        ),
+        num_classes=CLASSES,
+        dim=DIM,
+        select=SELECTIONS[select],
+        margin=MARGINS[margin],
+        optimizer=OPTIMIZERS[optimizer],
+        initializer=INITIAL,
+        seed=7,
+        rows=rows,
+        **settings,
     )
 
 

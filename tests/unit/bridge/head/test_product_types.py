@@ -19,7 +19,6 @@ from geartrain.ams.programs.selection import FullSoftmax
 from geartrain.ams.values.optimizers.registry import SGD
 from geartrain.ams.values.specs import Normal
 from geartrain.bridge.head.batch import Batch, Targets
-from geartrain.bridge.head.class_head import ClassHead
 from geartrain.bridge.head.loss import chunk_pass
 from geartrain.bridge.head.loss.chunk_pass import TensorPass, pass_for
 from geartrain.bridge.head.loss.margins.angular import ArcFace, CombinedMargin, CosFace
@@ -28,7 +27,7 @@ from geartrain.bridge.placements import workspace as workspace_module
 from geartrain.bridge.placements.workspace import Arithmetic, Scratch, Workspace
 from geartrain.bridge.rows import native_types
 from geartrain.bridge.rows.optimizer import RowOptimizer
-from tests.support.head_settings import head_settings
+from tests.support import heads
 from tests.support.reference import plain_gradients
 
 ROWS, DIM, BATCH = 4096, 256, 64
@@ -80,19 +79,16 @@ def negative_gradients(features: torch.Tensor, rows: torch.Tensor, labels: torch
 
 def check_negatives(place: str, device: str, count: float, kind: torch.dtype) -> None:
     with local(num_shards=2) as cluster:
-        head = ClassHead(
-            None if place == "ranks" else cluster,
+        head = heads.make_head(
+            cluster,
             "classes",
-            **head_settings(
-                num_classes=ROWS,
-                dim=DIM,
-                select=FullSoftmax(),
-                margin=CosFace(scale=64),
-                optimizer=SGD(lr=LR),
-                rows="ranks" if place == "ranks" else "pull",
-                initializer=Normal(std=1.0),
-                **{"rows_cache_bytes": 0} if place == "streamed" else {},
-            ),
+            num_classes=ROWS,
+            dim=DIM,
+            select=FullSoftmax(),
+            margin=CosFace(scale=64),
+            optimizer=SGD(lr=LR),
+            initializer=Normal(std=1.0),
+            **heads.PLACES[place],
         ).to(device)
         before = head.weights().clone()
         features, labels = sample()
@@ -113,7 +109,7 @@ def check_negatives(place: str, device: str, count: float, kind: torch.dtype) ->
 @pytest.mark.usefixtures("as_on_a_gpu")
 @pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("count", [1e6, 1e7, 1e8])
-@pytest.mark.parametrize("place", ["pull", "streamed", "ranks"])
+@pytest.mark.parametrize("place", ["held", "streamed", "ranks"])
 def test_negatives_keep_their_gradients_among_many_classes(
     place: str, count: float, kind: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -123,7 +119,7 @@ def test_negatives_keep_their_gradients_among_many_classes(
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("place", ["pull", "streamed", "ranks"])
+@pytest.mark.parametrize("place", ["held", "streamed", "ranks"])
 def test_negatives_keep_their_gradients_on_a_device(
     place: str, kind: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -132,7 +128,7 @@ def test_negatives_keep_their_gradients_on_a_device(
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
-@pytest.mark.parametrize("place", ["pull", "streamed", "ranks"])
+@pytest.mark.parametrize("place", ["held", "streamed", "ranks"])
 def test_negatives_keep_their_gradients_in_the_compiled_pass(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As with AMX; without it the same products are made in plain C++."""
     monkeypatch.setattr(chunk_pass, "has_bfloat16_class_pass", lambda: True)
@@ -143,7 +139,7 @@ def test_negatives_keep_their_gradients_in_the_compiled_pass(place: str, monkeyp
 
 def check_features(device: str, kind: torch.dtype, margin: CosFace | ArcFace) -> None:
     settings: dict[str, Any] = {"num_classes": ROWS, "dim": DIM, "select": FullSoftmax(), "rows": "ranks"}
-    head = ClassHead(None, "classes", **head_settings(margin=margin, **settings)).to(device)
+    head = heads.make_head(None, "classes", margin=margin, **settings).to(device)
     features, labels = sample()
     with torch.autocast(device, dtype=kind):
         loss = head(features.to(device), labels.to(device))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,9 @@ from geartrain.bridge.head.selection.graph_products import TorchProducts
 from geartrain.bridge.head.selection.knn_selection import KNNSelection, KNNSoftmax
 from geartrain.bridge.head.selection.rank_graph import RankGraphs
 from geartrain.bridge.head.selection.rank_ring import build_on_ring
-from geartrain.bridge.rows.optimizer import RowOptimizer
 from geartrain.bridge.rows.state import state_from_bytes, state_to_bytes
-from tests.support.head_settings import head_settings
-from tests.support.rank_processes import run_ranks
+from tests.support import heads
+from tests.support.rank_processes import on_ranks, run_ranks
 from tests.unit.bridge.head.test_graph_products import rows_of
 
 SHARES = [[40, 41, 39], [0, 1, 119], [70, 0, 50]]
@@ -68,8 +68,8 @@ def test_the_ring_builds_the_graph_of_the_rows_put_together(ranks: int, tmp_path
             np.testing.assert_array_equal(lists, expected)
 
 
-def fail_on_one(rank: int, ranks: int, folder: Path) -> None:
-    del ranks, folder
+@on_ranks(2)
+def test_what_ends_one_rank_ends_all(rank: int) -> None:
     link, rows = Communicator().apart(), rows_of(60, 8)
     bad = rows.copy()
     bad[45, 3] = np.nan
@@ -91,10 +91,6 @@ def fail_on_one(rank: int, ranks: int, folder: Path) -> None:
     dist.barrier()
 
 
-def test_what_ends_one_rank_ends_all(tmp_path: Path) -> None:
-    run_ranks(fail_on_one, 2, tmp_path)
-
-
 CLASSES, DIM, BATCH = 61, 8, 12
 
 
@@ -102,24 +98,13 @@ def knn_head(rebuild: int | str = "epoch", **more: Any) -> tuple[ClassHead, KNNS
     select = KNNSoftmax(active=0.2, k=3, rebuild=rebuild, near=1.0)
     settings: dict[str, Any] = {"margin": ArcFace(scale=64), "optimizer": SparseMomentum(0.1), "initializer": Normal()}
     settings |= {"num_classes": CLASSES, "dim": DIM, "rows": "ranks", "seed": 3, **more}
-    head = ClassHead(None, "faces", **head_settings(select=select, **settings))
+    head = heads.make_head(None, "faces", select=select, **settings)
     assert isinstance(head.select, KNNSelection)
     return head, head.select
 
 
 def train(head: ClassHead, steps: range, rank: int, ranks: int) -> list[float]:
-    rows, losses = RowOptimizer(head), []
-    living = torch.from_numpy(np.setdiff1d(np.arange(CLASSES), head.retired.numpy()))
-    share = slice(rank * BATCH // ranks, (rank + 1) * BATCH // ranks)
-    for step in steps:
-        generator = torch.Generator().manual_seed(step)
-        features = torch.randn(BATCH, DIM, generator=generator)
-        labels = living[torch.randint(len(living), (BATCH,), generator=generator)]
-        loss = head(features[share], labels[share])
-        loss.backward()
-        rows.step()
-        losses.append(float(loss.detach()) * len(features[share]) / BATCH)
-    return losses
+    return heads.train(head, steps, rank, ranks, batch=partial(heads.living_batch, head, BATCH))
 
 
 def build_in_the_background(rank: int, ranks: int, folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +28,9 @@ from geartrain.ams.values.specs import DTypeName
 from geartrain.bridge.head.class_head import ClassHead
 from geartrain.bridge.head.loss.margins.angular import ArcFace
 from geartrain.bridge.head.weights import export_class_weights, import_class_weights
-from geartrain.bridge.rows.optimizer import RowOptimizer
 from geartrain.bridge.rows.state import state_from_bytes, state_to_bytes
-from tests.support.head_settings import head_settings
-from tests.support.rank_processes import run_ranks
+from tests.support import heads
+from tests.support.rank_processes import on_ranks, run_ranks
 
 CLASSES, DIM, BATCH = 101, 8, 12
 LEGS = [(2, range(4)), (3, range(4, 8)), (1, range(8, 12))]
@@ -42,45 +42,14 @@ ELAPSED = SparseMomentum(lr=0.5, momentum=0.9, weight_decay=1e-3, untouched="ela
 ADAM = Adam(0.05, weight_decay=1e-3)
 
 
-def make_head(
-    rows: str,
-    cluster: Any = None,
-    *,
-    dtype: DTypeName = "float32",
-    optimizer: RowOptimizerSpec = MOMENTUM,
-    **settings: Any,
-) -> ClassHead:
-    return ClassHead(
-        cluster,
-        "faces",
-        **head_settings(
-            num_classes=CLASSES,
-            dim=DIM,
-            select=PartialFC(0.3),
-            margin=ArcFace(16, 0.3),
-            optimizer=optimizer,
-            rows=rows,
-            dtype=dtype,
-            slot_dtype=dtype if optimizer.takes_narrow_slots else "float32",
-            **settings,
-        ),
-    )
+def make_head(rows: str, cluster: Any = None, **settings: Any) -> ClassHead:
+    settings = {"dtype": "float32", "optimizer": MOMENTUM, **settings}
+    slots = settings["dtype"] if settings["optimizer"].takes_narrow_slots else "float32"
+    settings |= {"num_classes": CLASSES, "dim": DIM, "select": PartialFC(0.3), "margin": ArcFace(16, 0.3)}
+    return heads.make_head(cluster, "faces", rows=rows, slot_dtype=slots, **settings)
 
 
-def train(head: ClassHead, steps: range, rank: int = 0, ranks: int = 1) -> list[float]:
-    """Sums of this rank's losses over the joint batch."""
-    optimizer = RowOptimizer(head)
-    losses = []
-    share = slice(rank * BATCH // ranks, (rank + 1) * BATCH // ranks)
-    for step in steps:
-        generator = torch.Generator().manual_seed(step)
-        features = torch.randn(BATCH, DIM, generator=generator)
-        labels = torch.randint(CLASSES, (BATCH,), generator=generator)
-        loss = head(features[share], labels[share])
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss.detach()) * len(features[share]) / BATCH)
-    return losses
+train = partial(heads.train, batch=partial(heads.make_batch, BATCH, CLASSES, DIM))
 
 
 def train_leg(rank: int, ranks: int, folder: Path, leg: int, dtype: DTypeName, optimizer: RowOptimizerSpec) -> None:
@@ -210,8 +179,7 @@ def test_rows_in_a_cluster_have_snapshots_of_their_own(tmp_path: Path) -> None:
         make_head("pull", cluster).snapshot(tmp_path, "s")
 
 
-def fail_on_one_rank(rank: int, ranks: int, folder: Path) -> None:
-    del ranks
+def fail_on_one_rank(rank: int, folder: Path) -> None:
     head = make_head("ranks")
     with pytest.raises(SnapshotError if rank == 0 else SnapshotFailed):
         head.snapshot(folder / "taken", "name", files={})
@@ -231,8 +199,8 @@ def test_a_failure_of_one_rank_is_one_of_all(tmp_path: Path) -> None:
     run_ranks(fail_on_one_rank, 2, tmp_path)
 
 
-def predict_nonsense_on_one_rank(rank: int, ranks: int, folder: Path) -> None:
-    del ranks, folder
+@on_ranks(2)
+def test_features_of_one_rank_that_are_not_finite_strand_no_other(rank: int) -> None:
     head = make_head("ranks")
     features = torch.randn(3, DIM, generator=torch.Generator().manual_seed(rank))
     expected = head.predict(features, 2)
@@ -244,11 +212,8 @@ def predict_nonsense_on_one_rank(rank: int, ranks: int, folder: Path) -> None:
     assert scores[1].isnan().all() == (rank == 1)
 
 
-def test_features_of_one_rank_that_are_not_finite_strand_no_other(tmp_path: Path) -> None:
-    run_ranks(predict_nonsense_on_one_rank, 2, tmp_path)
-
-
-def weights_of_files(rank: int, ranks: int, folder: Path) -> None:
+@on_ranks(2)
+def test_files_of_class_weights_are_read_and_written_by_ranks_together(rank: int, ranks: int, folder: Path) -> None:
     head = make_head("ranks", dtype="float16")
     if rank == 0:  # as partial FC saves them, of another number of ranks
         for part, rows in enumerate(torch.tensor_split(head.weights(torch.arange(CLASSES)) * 2, ranks + 1)):
@@ -274,7 +239,3 @@ def weights_of_files(rank: int, ranks: int, folder: Path) -> None:
     with pytest.raises(InvalidArgument if rank == 1 else SyncError):
         import_class_weights(head, path if rank == 0 else folder / "nowhere.npy")
     assert torch.equal(head.weights(), expected)
-
-
-def test_files_of_class_weights_are_read_and_written_by_ranks_together(tmp_path: Path) -> None:
-    run_ranks(weights_of_files, 2, tmp_path)

@@ -18,7 +18,7 @@ import geartrain as gt
 from geartrain.ams.values.errors import InvalidArgument, InvalidIds
 from geartrain.bridge.head.loss.margins.angular import ArcFace, CosFace
 from geartrain.bridge.head.loss.margins.margin import Margin
-from tests.support.head_settings import head_settings
+from tests.support import heads
 from tests.support.reference import UNIT_SGD, FakeCluster, merged_gradient, plain_logits, sampled_weights
 
 CLASSES, DIM, BATCH = 60, 5, 12
@@ -99,27 +99,20 @@ class Question:
         return losses.detach(), x.grad, torch.zeros_like(w) if w.grad is None else w.grad
 
     def head(self, cluster: Any, place: dict[str, Any], **more: Any) -> gt.ClassHead:
-        place = dict(place)
-        on_device = place.pop("on_device", False)
-        head = gt.ClassHead(
-            None if place["rows"] == "ranks" else cluster,
+        return heads.make_head(
+            cluster,
             f"head{id(self)}",
-            **head_settings(
-                num_classes=CLASSES,
-                dim=DIM,
-                select=self.select,
-                margin=self.margin,
-                reduction=self.reduction,
-                label_smoothing=self.smoothing,
-                optimizer=UNIT_SGD,
-                initializer=gt.Normal(std=0.5),
-                **place,
-                **more,
-            ),
+            num_classes=CLASSES,
+            dim=DIM,
+            select=self.select,
+            margin=self.margin,
+            reduction=self.reduction,
+            label_smoothing=self.smoothing,
+            optimizer=UNIT_SGD,
+            initializer=gt.Normal(std=0.5),
+            **place,
+            **more,
         )
-        if on_device:
-            head.backend.selector.on_device = True
-        return head
 
     def ask(self, head: gt.ClassHead) -> tuple[Tensor, Tensor]:
         """Loss or losses and feature gradient; row gradients are queued."""
@@ -274,7 +267,7 @@ def test_settings_that_are_none_are_refused() -> None:
         ({"label_smoothing": 1.1}, r"1.1; it must lie in \[0, 1\]"),
     ):
         with pytest.raises(InvalidArgument, match=message):
-            gt.ClassHead(FakeCluster(), "head", **head_settings(num_classes=CLASSES, dim=DIM, **settings_))
+            heads.make_head(FakeCluster(), "head", num_classes=CLASSES, dim=DIM, **settings_)
     head = gt.ClassHead(FakeCluster(), "head", num_classes=CLASSES, dim=DIM, config=gt.HeadConfig(ignore_index=None))
     with pytest.raises(InvalidIds, match="label -100 at index 2"):
         head(features, labels.index_fill(0, torch.tensor(2), -100))

@@ -13,7 +13,7 @@ import geartrain as gt
 from geartrain.ams.programs.selection import SamplingCorrection
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.bridge.head.backends.active_rows import DeviceActive, HostActive
-from tests.support.head_settings import head_settings
+from tests.support import heads
 from tests.support.reference import FakeCluster, merged_gradient, plain_gradients
 
 CLASSES, DIM, BATCH, SAMPLES = 1000, 32, 7, 200
@@ -22,7 +22,7 @@ CLASSES, DIM, BATCH, SAMPLES = 1000, 32, 7, 200
 def make_head(**settings: Any) -> tuple[gt.ClassHead, FakeCluster]:
     cluster = FakeCluster(seed=2)
     settings = {"select": gt.PartialFC(0.1), "margin": None, "optimizer": gt.SGD(1.0), **settings}
-    return gt.ClassHead(cluster, "classes", **head_settings(num_classes=CLASSES, dim=DIM, **settings)), cluster
+    return heads.make_head(cluster, "classes", num_classes=CLASSES, dim=DIM, **settings), cluster
 
 
 def batch() -> tuple[Tensor, Tensor]:

@@ -3,45 +3,39 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import geartrain as gt
 from geartrain.ams.values.errors import InvalidArgument, SpecMismatch, TableNotFound
-from tests.support.head_settings import head_settings
+from tests.support import heads
 from tests.unit.bridge.gear.test_slow_gear import DIM as GEAR_DIM
 from tests.unit.bridge.gear.test_slow_gear import SAMPLES, build
 
 CLASSES, DIM = 30, 5
 
 
-@pytest.fixture
-def cluster() -> Iterator[gt.Cluster]:
-    with gt.local(num_shards=2) as one:
-        yield one
+make_head = partial(
+    heads.make_head,
+    num_classes=CLASSES,
+    dim=DIM,
+    select=gt.PartialFC(0.5),
+    margin=gt.ArcFace(scale=64),
+    optimizer=gt.SGD(0.5),
+)
 
 
-def make_head(cluster: gt.Cluster | None, **settings: Any) -> gt.ClassHead:
-    settings = {"select": gt.PartialFC(0.5), "margin": gt.ArcFace(scale=64), "optimizer": gt.SGD(0.5), **settings}
-    return gt.ClassHead(cluster, "classes", **head_settings(num_classes=CLASSES, dim=DIM, **settings))
-
-
-def batch(seed: int = 0) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(6, DIM, generator=generator), torch.randint(CLASSES, (6,), generator=generator)
+batch = partial(heads.make_batch, 6, CLASSES, DIM)
 
 
 def train(head: gt.ClassHead, steps: int = 3) -> None:
-    rows = gt.RowOptimizer(head)
-    for step in range(steps):
-        head(*batch(step)).backward()
-        rows.step()
-        rows.zero_grad()
+    heads.train(head, range(steps), batch=batch)
 
 
 class Model(nn.Module):

@@ -20,9 +20,8 @@ from geartrain.bridge.head.loss.chunk_pass import TensorPass
 from geartrain.bridge.head.loss.softmax import OnlineSoftmax
 from geartrain.bridge.head.sub_centers import at_centers, nearest_centers
 from geartrain.bridge.placements.workspace import Arithmetic, Scratch, Workspace
-from tests.support.head_settings import head_settings
-from tests.support.margin_twins import MarginTwin
-from tests.support.reference import sampled_weights
+from tests.support import heads
+from tests.support.margin_twins import MarginTwin, twin_step
 
 CLASSES, DIM, BATCH = 60, 6, 14
 PLACES: dict[str, dict[str, Any]] = {
@@ -51,9 +50,7 @@ OTHERS: list[Any] = [
 def made(cluster: Any, centers: int = 3, name: str = "h", **more: Any) -> gt.ClassHead:
     wanted: dict[str, Any] = {"num_classes": CLASSES, "dim": DIM, "margin": gt.ArcFace(scale=12, margin=0.3), **more}
     wanted = {"optimizer": gt.SGD(lr=0.5), "initializer": gt.Normal(std=0.3), **wanted}
-    return gt.ClassHead(
-        None if wanted.get("rows") == "ranks" else cluster, name, **head_settings(sub_centers=centers, **wanted)
-    )
+    return heads.make_head(cluster, name, sub_centers=centers, **wanted)
 
 
 def centers_of(head: gt.ClassHead) -> Tensor:
@@ -67,20 +64,6 @@ def batch(step: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor
     return torch.randn(BATCH, DIM, generator=generator, dtype=dtype), labels
 
 
-def expected_step(
-    twin: MarginTwin, select: Any, features: Tensor, labels: Tensor, rows: Tensor, step: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss, feature gradient and rows [C, K, D] after a step of SGD."""
-    active = select.select(labels.numpy(), CLASSES, step)
-    ids, targets = torch.from_numpy(active.ids), torch.from_numpy(active.positions(labels.numpy()))
-    x, w = features.double().requires_grad_(), rows.clone().requires_grad_()
-    weights = sampled_weights(select, twin.margin, active.ids, labels, CLASSES)
-    loss = twin.loss(x, w[ids], targets, labels, weights, step=step)
-    loss.backward()
-    assert x.grad is not None and w.grad is not None
-    return loss.detach(), x.grad, rows - 0.5 * w.grad
-
-
 def check_steps(head: gt.ClassHead, select: Any, dtype: torch.dtype, precise: float = 2e-5) -> None:
     twin, optimizer, rows = MarginTwin(head.margin), gt.RowOptimizer(head), centers_of(head)
     for step in range(2):
@@ -89,7 +72,7 @@ def check_steps(head: gt.ClassHead, select: Any, dtype: torch.dtype, precise: fl
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        expected, gradient, rows = expected_step(twin, select, features.detach(), labels, rows, step)
+        expected, gradient, rows = twin_step(twin, select, features.detach(), labels, rows, step)
         torch.testing.assert_close(loss.detach().double(), expected, rtol=precise, atol=precise)
         assert features.grad is not None
         torch.testing.assert_close(features.grad.double(), gradient, rtol=1e-4, atol=2e-5)
@@ -99,39 +82,36 @@ def check_steps(head: gt.ClassHead, select: Any, dtype: torch.dtype, precise: fl
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("selection", SELECTIONS)
-def test_every_place_has_the_largest_cosine_and_its_gradient(place: str, selection: str) -> None:
-    with gt.local(num_shards=2) as cluster:
-        for centers in (1, 2, 3):
-            for dtype in (torch.float32, torch.float64):  # compiled, and in tensor operations
-                head = made(cluster, centers, f"{centers}-{dtype}", select=SELECTIONS[selection], **PLACES[place])
-                check_steps(head, SELECTIONS[selection], dtype)
+def test_every_place_has_the_largest_cosine_and_its_gradient(cluster: gt.Cluster, place: str, selection: str) -> None:
+    for centers in (1, 2, 3):
+        for dtype in (torch.float32, torch.float64):  # compiled, and in tensor operations
+            head = made(cluster, centers, f"{centers}-{dtype}", select=SELECTIONS[selection], **PLACES[place])
+            check_steps(head, SELECTIONS[selection], dtype)
 
 
 @pytest.mark.parametrize("margin", OTHERS, ids=lambda margin: type(margin).__name__)
 @pytest.mark.parametrize("place", ["held", "not cached", "streamed", "ranks"])
-def test_margins_see_the_cosine_of_the_nearest_center(margin: Any, place: str) -> None:
+def test_margins_see_the_cosine_of_the_nearest_center(cluster: gt.Cluster, margin: Any, place: str) -> None:
     select = SELECTIONS["corrected"]
-    with gt.local(num_shards=2) as cluster:
-        for dtype in (torch.float32, torch.float64):
-            head = made(cluster, 3, str(dtype), margin=margin, select=select, **PLACES[place])
-            check_steps(head, select, dtype, 1e-4)
+    for dtype in (torch.float32, torch.float64):
+        head = made(cluster, 3, str(dtype), margin=margin, select=select, **PLACES[place])
+        check_steps(head, select, dtype, 1e-4)
 
 
 @pytest.mark.parametrize("place", ["held", "not cached", "streamed", "hosted", "ranks"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_of_equal_centers_the_first_one_learns(place: str, dtype: torch.dtype) -> None:
-    with gt.local(num_shards=2) as cluster:
-        head, single = (made(cluster, centers, str(centers), **PLACES[place]) for centers in (3, 1))
-        rows = single.weights().numpy()
-        head.table.assign(np.arange(CLASSES), np.tile(rows, 3))
-        features, labels = batch(0, dtype)
-        losses = [one(features, labels) for one in (head, single)]
-        for one, loss in zip((head, single), losses, strict=True):
-            loss.backward()
-            gt.RowOptimizer(one).step()
-        torch.testing.assert_close(*losses, rtol=1e-6, atol=0)
-        torch.testing.assert_close(head.weights()[:, 0], single.weights(), rtol=1e-5, atol=1e-6)
-        assert np.array_equal(head.weights()[:, 1], rows) and np.array_equal(head.weights()[:, 2], rows)
+def test_of_equal_centers_the_first_one_learns(cluster: gt.Cluster, place: str, dtype: torch.dtype) -> None:
+    head, single = (made(cluster, centers, str(centers), **PLACES[place]) for centers in (3, 1))
+    rows = single.weights().numpy()
+    head.table.assign(np.arange(CLASSES), np.tile(rows, 3))
+    features, labels = batch(0, dtype)
+    losses = [one(features, labels) for one in (head, single)]
+    for one, loss in zip((head, single), losses, strict=True):
+        loss.backward()
+        gt.RowOptimizer(one).step()
+    torch.testing.assert_close(*losses, rtol=1e-6, atol=0)
+    torch.testing.assert_close(head.weights()[:, 0], single.weights(), rtol=1e-5, atol=1e-6)
+    assert np.array_equal(head.weights()[:, 1], rows) and np.array_equal(head.weights()[:, 2], rows)
 
 
 @settings(max_examples=50, deadline=None)
@@ -241,66 +221,63 @@ def test_a_state_is_of_as_many_centers() -> None:
 
 
 @pytest.mark.parametrize("rows", ["pull", "ranks"])
-def test_centers_go_out_to_a_file_and_come_back(rows: str, tmp_path: Path) -> None:
-    with gt.local(num_shards=2) as cluster:
-        head, again, single = (made(cluster, k, name, rows=rows) for k, name in ((3, "a"), (3, "b"), (1, "c")))
-        path = gt.export_class_weights(head, tmp_path / "w.safetensors")
-        assert torch.equal(load_file(path)["weight"], head.weights())
-        gt.import_class_weights(again, path)
-        assert torch.equal(again.weights(), head.weights())
-        with pytest.raises(gt.errors.InvalidRows, match=rf"\[n, {DIM}\]"):
-            gt.import_class_weights(single, path)
-        flat = head.weights().flip(0).reshape(CLASSES * 3, DIM).clone()
-        save_file({"weight": flat}, tmp_path / "flat.safetensors")
-        gt.import_class_weights(again, tmp_path / "flat.safetensors")
-        assert torch.equal(again.weights(), head.weights().flip(0))
-        np.save(tmp_path / "plain.npy", single.weights().numpy())
-        with pytest.raises(gt.errors.InvalidRows, match=rf"\[20, 3, {DIM}\] holds 20 classes"):
-            gt.import_class_weights(again, tmp_path / "plain.npy")
-        torch.save(torch.zeros(61, DIM), tmp_path / "odd.pt")
-        with pytest.raises(gt.errors.InvalidRows, match=rf"\[n, 3, {DIM}\] or \[n · 3, {DIM}\], 3 centers"):
-            gt.import_class_weights(again, tmp_path / "odd.pt")
+def test_centers_go_out_to_a_file_and_come_back(cluster: gt.Cluster, rows: str, tmp_path: Path) -> None:
+    head, again, single = (made(cluster, k, name, rows=rows) for k, name in ((3, "a"), (3, "b"), (1, "c")))
+    path = gt.export_class_weights(head, tmp_path / "w.safetensors")
+    assert torch.equal(load_file(path)["weight"], head.weights())
+    gt.import_class_weights(again, path)
+    assert torch.equal(again.weights(), head.weights())
+    with pytest.raises(gt.errors.InvalidRows, match=rf"\[n, {DIM}\]"):
+        gt.import_class_weights(single, path)
+    flat = head.weights().flip(0).reshape(CLASSES * 3, DIM).clone()
+    save_file({"weight": flat}, tmp_path / "flat.safetensors")
+    gt.import_class_weights(again, tmp_path / "flat.safetensors")
+    assert torch.equal(again.weights(), head.weights().flip(0))
+    np.save(tmp_path / "plain.npy", single.weights().numpy())
+    with pytest.raises(gt.errors.InvalidRows, match=rf"\[20, 3, {DIM}\] holds 20 classes"):
+        gt.import_class_weights(again, tmp_path / "plain.npy")
+    torch.save(torch.zeros(61, DIM), tmp_path / "odd.pt")
+    with pytest.raises(gt.errors.InvalidRows, match=rf"\[n, 3, {DIM}\] or \[n · 3, {DIM}\], 3 centers"):
+        gt.import_class_weights(again, tmp_path / "odd.pt")
 
 
 @pytest.mark.parametrize("rows", ["pull", "ranks"])
-def test_the_dominant_centers_make_a_head_of_one_each(rows: str, tmp_path: Path) -> None:
-    with gt.local(num_shards=2) as cluster:
-        head, single = made(cluster, rows=rows), made(cluster, 1, "one", rows=rows)
-        with torch.no_grad():
-            centers, wanted = head.weights(), torch.arange(CLASSES) % 3
-            wanted[50:] = 0  # of which there are no images
-            labels = torch.arange(50).repeat(3)
-            drawn = torch.cat([wanted[:50], wanted[:50], (wanted[:50] + 1) % 3])  # two of three by the dominant one
-            features = centers[labels, drawn] * 7 + 0.01 * torch.randn(150, DIM)
-        order = torch.randperm(150)
-        loader = [(features[part], labels[part]) for part in order.split(40)]
-        found = head.dominant_centers(loader, nn.Identity())
-        assert torch.equal(found, wanted)
-        gt.import_class_weights(single, gt.export_class_weights(head, tmp_path / "w.safetensors", dominant=found))
-        assert torch.equal(single.weights(), centers[torch.arange(CLASSES), wanted])
-        assert not single.dominant_centers(loader, nn.Identity()).any()
-        for wrong in (found[:5], found + 1, found.float()):
-            with pytest.raises(gt.errors.InvalidArgument, match=r"dominant is torch.*; it must be .* with 0 … 2"):
-                gt.export_class_weights(head, tmp_path / "w.safetensors", dominant=wrong)
+def test_the_dominant_centers_make_a_head_of_one_each(cluster: gt.Cluster, rows: str, tmp_path: Path) -> None:
+    head, single = made(cluster, rows=rows), made(cluster, 1, "one", rows=rows)
+    with torch.no_grad():
+        centers, wanted = head.weights(), torch.arange(CLASSES) % 3
+        wanted[50:] = 0  # of which there are no images
+        labels = torch.arange(50).repeat(3)
+        drawn = torch.cat([wanted[:50], wanted[:50], (wanted[:50] + 1) % 3])  # two of three by the dominant one
+        features = centers[labels, drawn] * 7 + 0.01 * torch.randn(150, DIM)
+    order = torch.randperm(150)
+    loader = [(features[part], labels[part]) for part in order.split(40)]
+    found = head.dominant_centers(loader, nn.Identity())
+    assert torch.equal(found, wanted)
+    gt.import_class_weights(single, gt.export_class_weights(head, tmp_path / "w.safetensors", dominant=found))
+    assert torch.equal(single.weights(), centers[torch.arange(CLASSES), wanted])
+    assert not single.dominant_centers(loader, nn.Identity()).any()
+    for wrong in (found[:5], found + 1, found.float()):
+        with pytest.raises(gt.errors.InvalidArgument, match=r"dominant is torch.*; it must be .* with 0 … 2"):
+            gt.export_class_weights(head, tmp_path / "w.safetensors", dominant=wrong)
 
 
 @pytest.mark.parametrize("rows", ["pull", "ranks"])
-def test_imprinted_and_new_classes_begin_with_one_known_center(rows: str) -> None:
-    with gt.local(num_shards=2) as cluster:
-        head = made(cluster, rows=rows, num_living=50)
-        first = head.weights()
-        pictures, labels = torch.randn(8, DIM), torch.arange(8)
-        assert head.imprint([(pictures, labels)], nn.Identity()) == 8
-        torch.testing.assert_close(head.weights(labels)[:, 0], F.normalize(pictures))
-        assert torch.equal(head.weights(labels)[:, 1:], first[:8, 1:])
-        ids = head.add_classes(2, rows=pictures[:2])
-        assert torch.equal(head.weights(ids)[:, 0], pictures[:2])
-        assert torch.equal(head.weights(ids)[:, 1:], first[ids, 1:])
-        assert torch.equal(head.weights(head.add_classes(1)), first[52:53])
-        whole = torch.randn(2, 3, DIM)
-        assert torch.equal(head.weights(head.add_classes(2, rows=whole)), whole)
-        with pytest.raises(gt.errors.InvalidRows, match=rf"\[1, {DIM}\] or \[1, 3, {DIM}\]"):
-            head.add_classes(1, rows=torch.zeros(1, 3 * DIM))
+def test_imprinted_and_new_classes_begin_with_one_known_center(cluster: gt.Cluster, rows: str) -> None:
+    head = made(cluster, rows=rows, num_living=50)
+    first = head.weights()
+    pictures, labels = torch.randn(8, DIM), torch.arange(8)
+    assert head.imprint([(pictures, labels)], nn.Identity()) == 8
+    torch.testing.assert_close(head.weights(labels)[:, 0], F.normalize(pictures))
+    assert torch.equal(head.weights(labels)[:, 1:], first[:8, 1:])
+    ids = head.add_classes(2, rows=pictures[:2])
+    assert torch.equal(head.weights(ids)[:, 0], pictures[:2])
+    assert torch.equal(head.weights(ids)[:, 1:], first[ids, 1:])
+    assert torch.equal(head.weights(head.add_classes(1)), first[52:53])
+    whole = torch.randn(2, 3, DIM)
+    assert torch.equal(head.weights(head.add_classes(2, rows=whole)), whole)
+    with pytest.raises(gt.errors.InvalidRows, match=rf"\[1, {DIM}\] or \[1, 3, {DIM}\]"):
+        head.add_classes(1, rows=torch.zeros(1, 3 * DIM))
 
 
 def test_each_center_begins_as_that_of_a_class_of_its_own() -> None:

@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +17,9 @@ from safetensors.torch import load_file, save_file
 
 import geartrain as gt
 from geartrain.ams.values.errors import InvalidArgument, InvalidRows, NonFinite
-from tests.support.head_settings import head_settings
+from tests.support import heads
 
 CLASSES, DIM = 23, 8
-
-
-@pytest.fixture
-def cluster() -> Iterator[gt.Cluster]:
-    with gt.local(2) as embedded:
-        yield embedded
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +30,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def head_of(cluster: gt.Cluster, **settings: Any) -> gt.ClassHead:
     defaults = {"num_classes": CLASSES, "dim": DIM, "margin": gt.ArcFace(scale=64), "optimizer": gt.SparseMomentum(0.1)}
-    return gt.ClassHead(cluster, "w", **head_settings(**{**defaults, **settings}))
+    return heads.make_head(cluster, "w", **{**defaults, **settings})
 
 
 def matrix(rows: int = CLASSES, seed: int = 0) -> torch.Tensor:
@@ -104,9 +97,7 @@ def test_momentum_starts_anew_and_training_goes_on(cluster: gt.Cluster, tmp_path
     rows.step()
     gt.import_class_weights(head, written(tmp_path, "npy", weights, 1))
     settings: dict[str, Any] = {"margin": gt.ArcFace(scale=64), "optimizer": gt.SparseMomentum(0.1)}
-    fresh = gt.ClassHead(
-        cluster, "fresh", **head_settings(num_classes=CLASSES, dim=DIM, select=gt.FullSoftmax(), **settings)
-    )
+    fresh = heads.make_head(cluster, "fresh", num_classes=CLASSES, dim=DIM, select=gt.FullSoftmax(), **settings)
     gt.import_class_weights(fresh, tmp_path)
     for each in (head, fresh):
         each(features, labels).backward()
@@ -130,9 +121,7 @@ def test_a_head_is_made_larger_by_importing_its_rows_into_one_of_more_ids(cluste
     assert torch.equal(larger.weights(torch.arange(CLASSES)), old.weights())
     assert larger.add_classes(2).tolist() == [CLASSES, CLASSES + 1]
     for settings in ({}, {"num_living": CLASSES + 1}):
-        other = gt.ClassHead(
-            cluster, f"o{len(settings)}", **head_settings(num_classes=CLASSES + 5, dim=DIM, **settings)
-        )
+        other = heads.make_head(cluster, f"o{len(settings)}", num_classes=CLASSES + 5, dim=DIM, **settings)
         with pytest.raises(InvalidRows, match=rf"or a larger one with num_living={CLASSES}$"):
             gt.import_class_weights(other, path)
 

@@ -49,36 +49,35 @@ def batch_of(step: int) -> tuple[dict[str, Tensor], Tensor]:
     return ids | {f"{name}_bias": ids[name] for name in NAMES}, clicks
 
 
-def test_deepfm_trains_as_one_of_plain_torch() -> None:
+def test_deepfm_trains_as_one_of_plain_torch(cluster: gt.Cluster) -> None:
     dims = dict.fromkeys(NAMES, DIM) | {f"{name}_bias": 1 for name in NAMES}
-    with gt.local(num_shards=2) as cluster:
-        members = [
-            gt.Field(name, dim=dim, pooling="mean" if "genres" in name else "sum", initializer=gt.Normal(std=0.3))
-            for name, dim in dims.items()
-        ]
-        fields = gt.EmbeddingGroup(cluster, "ctr", members, optimizer=gt.Adagrad(0.1))
-        torch.manual_seed(0)
-        ours = gt.models.DeepFM(dims, (8,))
-        before = {name: fields.table(name).pull(torch.arange(ROWS)) for name in dims}
-        theirs = TorchDeepFM(ours, before)
-        optimizer = gt.joint(torch.optim.Adam(ours.parameters(), lr=0.01), fields)
-        embeddings = [*theirs.factors.parameters(), *theirs.weights.parameters()]
-        dense = [*theirs.deep.parameters(), theirs.bias]
-        torch_optimizers = torch.optim.Adagrad(embeddings, lr=0.1), torch.optim.Adam(dense, lr=0.01)
-        for step in range(20):
-            batch, clicks = batch_of(step)
-            logits, expected = ours(fields(batch)), theirs(batch)
-            torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
-            for one in (optimizer, *torch_optimizers):
-                one.zero_grad()
-            for one in (logits, expected):
-                nn.functional.binary_cross_entropy_with_logits(one, clicks).backward()
-            for one in (optimizer, *torch_optimizers):
-                one.step()
-        for name in NAMES:
-            after = fields.table(name).pull(torch.arange(ROWS))
-            torch.testing.assert_close(after, theirs.factors[name].weight.data, rtol=1e-4, atol=1e-4)
-            assert (after - before[name]).abs().max() > 0.1
+    members = [
+        gt.Field(name, dim=dim, pooling="mean" if "genres" in name else "sum", initializer=gt.Normal(std=0.3))
+        for name, dim in dims.items()
+    ]
+    fields = gt.EmbeddingGroup(cluster, "ctr", members, optimizer=gt.Adagrad(0.1))
+    torch.manual_seed(0)
+    ours = gt.models.DeepFM(dims, (8,))
+    before = {name: fields.table(name).pull(torch.arange(ROWS)) for name in dims}
+    theirs = TorchDeepFM(ours, before)
+    optimizer = gt.joint(torch.optim.Adam(ours.parameters(), lr=0.01), fields)
+    embeddings = [*theirs.factors.parameters(), *theirs.weights.parameters()]
+    dense = [*theirs.deep.parameters(), theirs.bias]
+    torch_optimizers = torch.optim.Adagrad(embeddings, lr=0.1), torch.optim.Adam(dense, lr=0.01)
+    for step in range(20):
+        batch, clicks = batch_of(step)
+        logits, expected = ours(fields(batch)), theirs(batch)
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+        for one in (optimizer, *torch_optimizers):
+            one.zero_grad()
+        for one in (logits, expected):
+            nn.functional.binary_cross_entropy_with_logits(one, clicks).backward()
+        for one in (optimizer, *torch_optimizers):
+            one.step()
+    for name in NAMES:
+        after = fields.table(name).pull(torch.arange(ROWS))
+        torch.testing.assert_close(after, theirs.factors[name].weight.data, rtol=1e-4, atol=1e-4)
+        assert (after - before[name]).abs().max() > 0.1
 
 
 def test_wide_and_deep_is_a_linear_model_beside_a_network() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import geartrain as gt
-from tests.support.rank_processes import run_ranks
+from tests.support.rank_processes import on_ranks
 
 Array = npt.NDArray[np.float64]
 STEPS = 4
@@ -197,8 +196,8 @@ def test_a_number_out_of_range_is_named(optimizer: Callable[..., Any], numbers: 
         optimizer([{"params": [nn.Parameter(torch.ones(2))], **numbers}], lr=1.0)
 
 
-def train_parts(rank: int, ranks: int, folder: Path) -> None:
-    del rank, folder
+@on_ranks(2)
+def test_norms_are_those_of_whole_weights_where_ranks_hold_parts(ranks: int) -> None:
     mesh = init_device_mesh("cpu", (ranks,))
     values, grads = draws(SHAPES)
     for optimizer, numbers, twin in KINDS.values():
@@ -218,7 +217,3 @@ def train_parts(rank: int, ranks: int, folder: Path) -> None:
             whole = param.full_tensor() if isinstance(param, DTensor) else param
             expected = twin(value, own, adapted=value.ndim > 1)
             np.testing.assert_allclose(whole.detach().numpy(), expected, rtol=1e-12, atol=1e-14)
-
-
-def test_norms_are_those_of_whole_weights_where_ranks_hold_parts(tmp_path: Path) -> None:
-    run_ranks(train_parts, 2, tmp_path)

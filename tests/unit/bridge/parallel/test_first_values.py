@@ -41,8 +41,7 @@ def made(*, shard: bool, seed: int = 4) -> dict[str, Tensor]:
     return {name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in state.items()}
 
 
-def check_values(rank: int, ranks: int, folder: Path) -> None:
-    del rank, ranks
+def check_values(folder: Path) -> None:
     alone = torch.load(folder / "alone.pt", weights_only=True)
     for shard in (False, True):
         for name, value in made(shard=shard).items():

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import geartrain as gt
 from geartrain.ams.values.errors import InvalidArgument, SpecMismatch
 from geartrain.bridge.collectives.communicator import time_limit
-from tests.support.rank_processes import run_ranks
+from tests.support.rank_processes import on_ranks
 
 BAD = [
     (5, "must be a list of lists of ranks"),
@@ -27,8 +27,8 @@ BAD = [
 ]
 
 
-def check_meshes(rank: int, ranks: int, folder: Path) -> None:
-    del folder
+@on_ranks(3)
+def test_a_mesh_has_the_ranks_that_it_is_given_and_refuses_what_does_not_fit(rank: int, ranks: int) -> None:
     every = gt.mesh()
     assert (every.rank, every.world_size, every.stages, every.own_stage) == (rank, ranks, (), None)
     assert every.stage is every.whole
@@ -46,20 +46,13 @@ def check_meshes(rank: int, ranks: int, folder: Path) -> None:
         gt.mesh(stages=mine)
 
 
-def test_a_mesh_has_the_ranks_that_it_is_given_and_refuses_what_does_not_fit(tmp_path: Path) -> None:
-    run_ranks(check_meshes, 3, tmp_path)
-
-
-def check_limit(rank: int, ranks: int, folder: Path) -> None:
+@on_ranks(2)
+def test_stages_wait_for_a_rank_as_long_as_the_job_does(rank: int, ranks: int, folder: Path) -> None:
     dist.destroy_process_group()
     limit, meeting = timedelta(seconds=77), f"file://{folder}/again"
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=ranks, timeout=limit)
     stage = gt.mesh(stages=[[0], [1]]).stage
     assert time_limit(stage.process_group) == limit
-
-
-def test_stages_wait_for_a_rank_as_long_as_the_job_does(tmp_path: Path) -> None:
-    run_ranks(check_limit, 2, tmp_path)
 
 
 def test_one_process_is_a_mesh_of_one() -> None:

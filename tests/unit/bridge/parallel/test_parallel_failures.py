@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import os
-from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ import geartrain as gt
 from geartrain.ams.values.errors import InvalidArgument, RankLost, SpecMismatch, SyncError
 from geartrain.bridge.parallel.scopes import Scope
 from tests.support.dying import Dies
-from tests.support.rank_processes import run_ranks
+from tests.support.rank_processes import on_ranks, run_ranks
 from tests.unit.bridge.parallel.test_parallelize import (
     DATA_PARALLEL,
     FUSION,
@@ -63,9 +62,9 @@ def told(rank: int) -> Any:
     return pytest.raises(Broken if rank == 0 else SyncError, match=None if rank == 0 else "rank 0 failed")
 
 
-def fail_behind_a_layer(rank: int, ranks: int, folder: Path) -> None:
+@on_ranks(2, 3)
+def test_a_rank_that_fails_behind_a_split_layer_tells_the_others(rank: int, ranks: int) -> None:
     """Behind a split embedding; in and behind what the loss does with the ranks."""
-    del folder
     ids, labels, sizes = samples(ranks, ids=True)
     mine, own_labels = own(ids, sizes, rank), own(labels, sizes, rank)
     model = made(WithWords)
@@ -83,9 +82,9 @@ def fail_behind_a_layer(rank: int, ranks: int, folder: Path) -> None:
     parallel(mine, own_labels).backward()
 
 
-def fail_behind_the_head(rank: int, ranks: int, folder: Path) -> None:
+@on_ranks(2, 3)
+def test_a_rank_that_fails_behind_the_head_tells_the_others(rank: int, ranks: int) -> None:
     """In the model, where the loss is torch's; in training, and in evaluation behind the last collective."""
-    del folder
     mine, own_labels = own_samples(rank, ranks)
 
     class FailsLate(Classifier):
@@ -114,9 +113,9 @@ def fail_behind_the_head(rank: int, ranks: int, folder: Path) -> None:
     parallel(mine, own_labels).backward()
 
 
-def fail_where_nothing_is_split(rank: int, ranks: int, folder: Path) -> None:
+@on_ranks(2)
+def test_a_rank_that_fails_where_nothing_is_split_tells_the_others(rank: int, ranks: int) -> None:
     """A model of one's own loss: without the error of one, ranks would average gradients of different steps."""
-    del folder
     mine, own_labels = own_samples(rank, ranks)
 
     class Own(Classifier):
@@ -170,8 +169,8 @@ def fail_between_sharded_parts(rank: int, ranks: int, folder: Path) -> None:
     os._exit(0)  # the group is not whole
 
 
-def fail_in_a_loss(rank: int, ranks: int, folder: Path) -> None:
-    del folder
+@on_ranks(2, 3)
+def test_a_rank_that_fails_in_a_loss_of_its_own_tells_the_others(rank: int, ranks: int) -> None:
     inputs, labels, sizes = samples(ranks)
     mine, own_labels = own(inputs, sizes, rank), own(labels, sizes, rank)
     model = made(WithOwnLoss)
@@ -198,8 +197,8 @@ def fail_in_a_loss(rank: int, ranks: int, folder: Path) -> None:
     parallel(mine, own_labels).backward()
 
 
-def go_backward_twice(rank: int, ranks: int, folder: Path) -> None:
-    del folder
+@on_ranks(2)
+def test_a_backward_pass_that_nothing_would_average_is_refused(rank: int, ranks: int) -> None:
     inputs, labels, sizes = samples(ranks)
     loss = nn.CrossEntropyLoss()
     plain = made(Classifier)
@@ -224,9 +223,9 @@ def go_backward_twice(rank: int, ranks: int, folder: Path) -> None:
             torch.testing.assert_close(given, plain.backbone[0].weight.grad)
 
 
-def go_backward_as_allowed(rank: int, ranks: int, folder: Path) -> None:
+@on_ranks(2)
+def test_backward_passes_that_are_averaged_are_not_refused(rank: int, ranks: int) -> None:
     """Segments that compute again, losses of different parameters, a penalty of the weights alone."""
-    del folder
     inputs, labels, sizes = samples(ranks)
     mine, own_labels = own(inputs, sizes, rank), own(labels, sizes, rank)
 
@@ -273,40 +272,11 @@ def die_in_backward(rank: int, ranks: int, folder: Path, scopes: dict[str, Scope
     os._exit(0)  # the group is not whole
 
 
-@pytest.fixture(params=[2, 3])
-def ranks(request: pytest.FixtureRequest) -> Iterator[int]:
-    yield request.param
-
-
-def test_a_rank_that_fails_behind_a_split_layer_tells_the_others(ranks: int, tmp_path: Path) -> None:
-    run_ranks(fail_behind_a_layer, ranks, tmp_path)
-
-
-def test_a_rank_that_fails_behind_the_head_tells_the_others(ranks: int, tmp_path: Path) -> None:
-    run_ranks(fail_behind_the_head, ranks, tmp_path)
-
-
-def test_a_rank_that_fails_where_nothing_is_split_tells_the_others(tmp_path: Path) -> None:
-    run_ranks(fail_where_nothing_is_split, 2, tmp_path)
-
-
 @pytest.mark.parametrize("folder", ["whole", "parts"])
 def test_a_rank_that_fails_between_sharded_parts_raises_its_own_error(folder: str, tmp_path: Path) -> None:
     (tmp_path / folder).mkdir()
     run_ranks(fail_between_sharded_parts, 2, tmp_path / folder)
     assert (tmp_path / folder / "told-1").exists()
-
-
-def test_a_rank_that_fails_in_a_loss_of_its_own_tells_the_others(ranks: int, tmp_path: Path) -> None:
-    run_ranks(fail_in_a_loss, ranks, tmp_path)
-
-
-def test_a_backward_pass_that_nothing_would_average_is_refused(tmp_path: Path) -> None:
-    run_ranks(go_backward_twice, 2, tmp_path)
-
-
-def test_backward_passes_that_are_averaged_are_not_refused(tmp_path: Path) -> None:
-    run_ranks(go_backward_as_allowed, 2, tmp_path)
 
 
 @pytest.mark.parametrize("scopes", [DATA_PARALLEL, SHARDED, FUSION], ids=["replicated", "sharded", "split"])

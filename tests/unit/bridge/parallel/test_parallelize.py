@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 import geartrain as gt
 from geartrain.ams.values.errors import InvalidArgument, InvalidIds, SpecMismatch, SyncError
 from geartrain.bridge.parallel.scopes import Scope
-from tests.support.rank_processes import run_ranks
+from tests.support.rank_processes import on_ranks
 
 CLASSES, DIM, INPUTS = 10, 6, 5
 SIZES = {1: [7], 2: [3, 4], 3: [4, 0, 3]}
@@ -110,8 +109,8 @@ def assert_equal_training(
     return parallel
 
 
-def check_scopes(rank: int, ranks: int, folder: Path) -> None:
-    del folder
+@on_ranks(1, 2, 3)
+def test_values_gradients_and_steps_are_those_of_the_model_that_is_not_parallel(rank: int, ranks: int) -> None:
     for scopes in (FUSION, SHARDED, DATA_PARALLEL, INSIDE):
         parallel = assert_equal_training(rank, ranks, made(Classifier), scopes, nn.CrossEntropyLoss())
         assert parallel.state_dict().keys() == Classifier().state_dict().keys()
@@ -125,8 +124,8 @@ def check_scopes(rank: int, ranks: int, folder: Path) -> None:
     assert_equal_training(rank, ranks, marked, None, nn.CrossEntropyLoss())  # type: ignore[arg-type]
 
 
-def check_losses(rank: int, ranks: int, folder: Path) -> None:
-    del folder
+@on_ranks(1, 3)
+def test_every_cross_entropy_is_that_of_torch(rank: int, ranks: int) -> None:
     _, labels, _ = samples(ranks)
     some = labels.clone()
     some[1:3] = 4
@@ -158,8 +157,8 @@ class TwoLosses(nn.Module):
         return fine + 2 * nn.functional.cross_entropy(output["coarse"][0], labels % 7)
 
 
-def check_two_heads(rank: int, ranks: int, folder: Path) -> None:
-    del folder
+@on_ranks(1, 3)
+def test_a_model_may_return_several_logits(rank: int, ranks: int) -> None:
     scopes: dict[str, Scope] = {**FUSION, "other": gt.Split()}
     parallel = assert_equal_training(rank, ranks, made(WithTwoHeads), scopes, TwoLosses())
     inputs, _, sizes = samples(ranks)
@@ -167,8 +166,8 @@ def check_two_heads(rank: int, ranks: int, folder: Path) -> None:
     assert type(parallel(own(inputs, sizes, rank))["coarse"][0]).__name__ == "SplitLogits"
 
 
-def check_compiled(rank: int, ranks: int, folder: Path) -> None:
-    del folder
+@on_ranks(2)
+def test_a_parallel_model_may_be_compiled(rank: int, ranks: int) -> None:
     inputs, labels, sizes = samples(ranks)
     plain = made(Classifier)
     parallel = gt.parallelize(copy.deepcopy(plain), gt.mesh(), FUSION, loss=nn.CrossEntropyLoss())
@@ -182,9 +181,9 @@ def check_compiled(rank: int, ranks: int, folder: Path) -> None:
             torch.testing.assert_close(whole(other.grad), parameter.grad)
 
 
-def check_optimizers(rank: int, ranks: int, folder: Path) -> None:
+@on_ranks(2)
+def test_an_optimizer_may_work_on_split_and_whole_parameters_at_once(rank: int, ranks: int) -> None:
     """Over plain tensors and DTensors, those of CUDA's default: many at once."""
-    del folder
     inputs, labels, sizes = samples(ranks)
     makers: list[Callable[..., torch.optim.Optimizer]] = [
         lambda of: torch.optim.AdamW(of, lr=0.1, foreach=True),
@@ -213,8 +212,8 @@ class WithUnused(Classifier):
         self.unused = nn.Linear(3, 3)
 
 
-def check_unused(rank: int, ranks: int, folder: Path) -> None:
-    del folder
+@on_ranks(2)
+def test_parameters_that_no_loss_depends_on_are_named(rank: int, ranks: int) -> None:
     inputs, labels, sizes = samples(ranks)
     parallel = gt.parallelize(made(WithUnused), gt.mesh(), {"": gt.Replicate()}, loss=nn.CrossEntropyLoss())
     parallel(own(inputs, sizes, rank), own(labels, sizes, rank)).backward()
@@ -235,9 +234,9 @@ class Tied(nn.Module):
         return self.head(self.words(ids))
 
 
-def check_meta(rank: int, ranks: int, folder: Path) -> None:
+@on_ranks(1, 2)
+def test_what_is_one_or_has_values_on_a_model_of_the_meta_device_stays_so() -> None:
     """Parameters that are one stay so, and what has values keeps them."""
-    del rank, ranks, folder
     with torch.device("meta"):
         model = Tied()
     model.head.register_buffer("scale", torch.full((2,), 7.0))
@@ -251,9 +250,9 @@ def check_meta(rank: int, ranks: int, folder: Path) -> None:
         gt.parallelize(blank, gt.mesh(), {"": gt.Replicate()})
 
 
-def check_logits(rank: int, ranks: int, folder: Path) -> None:
+@on_ranks(1, 2)
+def test_split_logits_may_be_used_more_than_once(rank: int, ranks: int) -> None:
     """Two losses of the same logits, and logits that are read beside a loss."""
-    del folder
     inputs, labels, sizes = samples(ranks)
     plain = made(Classifier)
     parallel = gt.parallelize(copy.deepcopy(plain), gt.mesh(), FUSION)
@@ -295,8 +294,8 @@ class ManyTimes(nn.CrossEntropyLoss):
         return 3 * super().forward(inputs, target)
 
 
-def check_lists(rank: int, ranks: int, folder: Path) -> None:
-    del folder
+@on_ranks(2)
+def test_layers_may_be_in_a_list_and_behind_a_split_one(rank: int, ranks: int) -> None:
     for shard in (False, True):
         scopes: dict[str, Scope] = {"layers": gt.Replicate(shard=shard), "wide": gt.Split(), "head": gt.Replicate()}
         for loss in (nn.CrossEntropyLoss(), ManyTimes()):
@@ -318,9 +317,9 @@ class WithFunction(nn.Module):
         return loss
 
 
-def check_disagreement(rank: int, ranks: int, folder: Path) -> None:
+@on_ranks(2)
+def test_ranks_that_call_a_model_in_different_ways_are_told(rank: int, ranks: int) -> None:
     """Ranks that call a model in different ways; a rank that fails where the others do not ask."""
-    del folder
     inputs, labels, sizes = samples(ranks)
     mine, own_labels = own(inputs, sizes, rank), own(labels, sizes, rank)
     parallel = gt.parallelize(made(Classifier), gt.mesh(), FUSION, loss=WithFunction())
@@ -339,9 +338,9 @@ def check_disagreement(rank: int, ranks: int, folder: Path) -> None:
     alone(mine, own_labels).backward()
 
 
-def check_whole_losses(rank: int, ranks: int, folder: Path) -> None:
+@on_ranks(2)
+def test_losses_of_whole_outputs_are_means_over_all_that_counts(rank: int, ranks: int) -> None:
     """Of outputs that no layer has split: images of labels, soft ones, weights beside labels that do not count."""
-    del folder
     torch.manual_seed(7)
     sizes = SIZES[ranks]
     inputs = torch.randn(sum(sizes), 4, 2, 3, dtype=torch.float64)
@@ -364,9 +363,9 @@ def check_whole_losses(rank: int, ranks: int, folder: Path) -> None:
         torch.testing.assert_close(parallel.module.weight.grad, plain.weight.grad)
 
 
-def check_arguments(rank: int, ranks: int, folder: Path) -> None:
+@on_ranks(2)
+def test_several_inputs_and_labels_are_arguments_of_a_model_with_its_own_loss(rank: int, ranks: int) -> None:
     """Of a model that computes its loss: several inputs as a tuple or a dict, and labels behind them."""
-    del folder
     inputs, labels, sizes = samples(ranks)
 
     class Own(Classifier):
@@ -385,9 +384,9 @@ def check_arguments(rank: int, ranks: int, folder: Path) -> None:
         torch.testing.assert_close(given, expected)
 
 
-def check_outputs_for_no_samples(rank: int, ranks: int, folder: Path) -> None:
+@on_ranks(3)
+def test_a_rank_without_samples_takes_part_whatever_a_model_returns(rank: int, ranks: int) -> None:
     """A rank without samples, where a model returns several tensors, gives gradients of 0."""
-    del folder
     inputs, labels, sizes = samples(ranks)
 
     class Both(Classifier):
@@ -411,8 +410,8 @@ def check_outputs_for_no_samples(rank: int, ranks: int, folder: Path) -> None:
         torch.testing.assert_close(parallel(own(inputs, sizes, rank), own(labels, sizes, rank)), expected)
 
 
-def check_failures(rank: int, ranks: int, folder: Path) -> None:
-    del folder
+@on_ranks(2)
+def test_what_one_rank_refuses_is_an_error_on_all(rank: int, ranks: int) -> None:
     inputs, labels, sizes = samples(ranks)
     mine, own_labels = own(inputs, sizes, rank), own(labels, sizes, rank)
     parallel = gt.parallelize(made(Classifier), gt.mesh(), FUSION, loss=nn.CrossEntropyLoss())
@@ -451,67 +450,6 @@ def check_failures(rank: int, ranks: int, folder: Path) -> None:
         gt.parallelize(made(Classifier), gt.mesh(), FUSION, loss=nn.CrossEntropyLoss(label_smoothing=0.1 * (rank + 1)))
     with pytest.raises(SyncError if rank else InvalidArgument, match="rank 0 failed" if rank else "'bckbone'"):
         gt.parallelize(made(Classifier), gt.mesh(), {"bckbone": gt.Replicate()} if rank == 0 else FUSION)
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_values_gradients_and_steps_are_those_of_the_model_that_is_not_parallel(ranks: int, tmp_path: Path) -> None:
-    run_ranks(check_scopes, ranks, tmp_path)
-
-
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_every_cross_entropy_is_that_of_torch(ranks: int, tmp_path: Path) -> None:
-    run_ranks(check_losses, ranks, tmp_path)
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_what_is_one_or_has_values_on_a_model_of_the_meta_device_stays_so(ranks: int, tmp_path: Path) -> None:
-    run_ranks(check_meta, ranks, tmp_path)
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_split_logits_may_be_used_more_than_once(ranks: int, tmp_path: Path) -> None:
-    run_ranks(check_logits, ranks, tmp_path)
-
-
-def test_losses_of_whole_outputs_are_means_over_all_that_counts(tmp_path: Path) -> None:
-    run_ranks(check_whole_losses, 2, tmp_path)
-
-
-def test_several_inputs_and_labels_are_arguments_of_a_model_with_its_own_loss(tmp_path: Path) -> None:
-    run_ranks(check_arguments, 2, tmp_path)
-
-
-def test_a_rank_without_samples_takes_part_whatever_a_model_returns(tmp_path: Path) -> None:
-    run_ranks(check_outputs_for_no_samples, 3, tmp_path)
-
-
-def test_layers_may_be_in_a_list_and_behind_a_split_one(tmp_path: Path) -> None:
-    run_ranks(check_lists, 2, tmp_path)
-
-
-def test_ranks_that_call_a_model_in_different_ways_are_told(tmp_path: Path) -> None:
-    run_ranks(check_disagreement, 2, tmp_path)
-
-
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_a_model_may_return_several_logits(ranks: int, tmp_path: Path) -> None:
-    run_ranks(check_two_heads, ranks, tmp_path)
-
-
-def test_a_parallel_model_may_be_compiled(tmp_path: Path) -> None:
-    run_ranks(check_compiled, 2, tmp_path)
-
-
-def test_an_optimizer_may_work_on_split_and_whole_parameters_at_once(tmp_path: Path) -> None:
-    run_ranks(check_optimizers, 2, tmp_path)
-
-
-def test_parameters_that_no_loss_depends_on_are_named(tmp_path: Path) -> None:
-    run_ranks(check_unused, 2, tmp_path)
-
-
-def test_what_one_rank_refuses_is_an_error_on_all(tmp_path: Path) -> None:
-    run_ranks(check_failures, 2, tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -147,8 +147,7 @@ def test_what_cannot_be_saved_leaves_the_old_model_and_is_an_error_on_all(tmp_pa
         gt.load(Classifier(), tmp_path / "model")
 
 
-def use_fsdp(rank: int, ranks: int, folder: Path) -> None:
-    del rank, ranks
+def use_fsdp(folder: Path) -> None:
     model = Classifier()
     fully_shard(model.backbone[0])
     fully_shard(model)
@@ -181,8 +180,7 @@ class WithHead(nn.Module):
         return self.head(self.backbone(inputs), labels)
 
 
-def save_head(rank: int, ranks: int, folder: Path) -> None:
-    del rank, ranks
+def save_head(folder: Path) -> None:
     model = gt.parallelize(WithHead(), gt.mesh(), {"backbone": gt.Replicate(shard=True), "head": gt.Split()})
     model.module.head.table.assign(np.arange(CLASSES), np.ones((CLASSES, DIM), np.float32))
     gt.save(model, folder / "head")

@@ -23,27 +23,25 @@ from geartrain.bridge.head.selection.rank_graph import RankGraphs
 from geartrain.bridge.placements.device_rows import DeviceRows, as_tensor
 from geartrain.bridge.placements.elapsed_momentum import ElapsedSteps
 from geartrain.bridge.placements.workspace import Arithmetic, Scratch, Workspace
-from tests.support.head_settings import head_settings
+from tests.support import heads
 
 CLASSES, DIM, BATCH, STEPS = 203, 8, 12, 30
 ELAPSED = SparseMomentum(0.5, 0.9, 1e-3, untouched="elapsed")
 
 
 def make_head(rows: str, cluster: Any = None, dtype: DTypeName = "float32", **settings: Any) -> ClassHead:
-    return ClassHead(
+    return heads.make_head(
         cluster,
         "faces",
-        **head_settings(
-            num_classes=CLASSES,
-            dim=DIM,
-            select=gt.PartialFC(0.2),
-            margin=gt.ArcFace(16, 0.3),
-            optimizer=ELAPSED,
-            rows=rows,
-            dtype=dtype,
-            slot_dtype=dtype,
-            **settings,
-        ),
+        num_classes=CLASSES,
+        dim=DIM,
+        select=gt.PartialFC(0.2),
+        margin=gt.ArcFace(16, 0.3),
+        optimizer=ELAPSED,
+        rows=rows,
+        dtype=dtype,
+        slot_dtype=dtype,
+        **settings,
     )
 
 
@@ -66,31 +64,30 @@ def assert_alike(ours: Tensor, theirs: Tensor, dtype: DTypeName = "float32") -> 
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_head_on_ranks_is_one_that_pulls(dtype: DTypeName) -> None:
-    with gt.local(num_shards=2) as cluster:
-        pulled, ours = make_head("pull", cluster, dtype), make_head("ranks", dtype=dtype)
-        initial = ours.weights()
-        for head in (pulled, ours):
-            train(head, range(STEPS), classes=20)
-        assert_alike(ours.weights(), pulled.weights(), dtype)
-        # Weight decay alone has moved even those that no step had: they are in no gradient, only in the steps.
-        assert isinstance(ours.table, DeviceRows) and ours.table.steps_L is not None
-        last = ours.table.steps_L
-        assert bool((last < STEPS).any()) and not torch.equal(ours.weights()[last < STEPS], initial[last < STEPS])
-        features = torch.randn(5, DIM, generator=torch.Generator().manual_seed(99))
-        if dtype == "float32":
-            assert torch.equal(ours.predict(features, 3)[1], pulled.predict(features, 3)[1])
-        frozen = RankGraphs(ours.table).freeze()._rows_LD
-        assert torch.equal(torch.from_numpy(frozen), ours.weights().float())
-        gone = torch.tensor([3, 7, 60])
-        for head in (pulled, ours):
-            head.retire_classes(gone)
-            train(head, range(STEPS, STEPS + 3), classes=3)
-            assert head.add_classes(2).tolist() == [3, 7]
-            train(head, range(STEPS + 3, STEPS + 6), classes=3)
-        assert_alike(ours.weights(), pulled.weights(), dtype)
-        state = ours.state_dict()
-        ours.load_state_dict(state)
+def test_a_head_on_ranks_is_one_that_pulls(cluster: gt.Cluster, dtype: DTypeName) -> None:
+    pulled, ours = make_head("pull", cluster, dtype), make_head("ranks", dtype=dtype)
+    initial = ours.weights()
+    for head in (pulled, ours):
+        train(head, range(STEPS), classes=20)
+    assert_alike(ours.weights(), pulled.weights(), dtype)
+    # Weight decay alone has moved even those that no step had: they are in no gradient, only in the steps.
+    assert isinstance(ours.table, DeviceRows) and ours.table.steps_L is not None
+    last = ours.table.steps_L
+    assert bool((last < STEPS).any()) and not torch.equal(ours.weights()[last < STEPS], initial[last < STEPS])
+    features = torch.randn(5, DIM, generator=torch.Generator().manual_seed(99))
+    if dtype == "float32":
+        assert torch.equal(ours.predict(features, 3)[1], pulled.predict(features, 3)[1])
+    frozen = RankGraphs(ours.table).freeze()._rows_LD
+    assert torch.equal(torch.from_numpy(frozen), ours.weights().float())
+    gone = torch.tensor([3, 7, 60])
+    for head in (pulled, ours):
+        head.retire_classes(gone)
+        train(head, range(STEPS, STEPS + 3), classes=3)
+        assert head.add_classes(2).tolist() == [3, 7]
+        train(head, range(STEPS + 3, STEPS + 6), classes=3)
+    assert_alike(ours.weights(), pulled.weights(), dtype)
+    state = ours.state_dict()
+    ours.load_state_dict(state)
 
 
 @pytest.mark.parametrize("compute", [torch.float32, torch.float64])

@@ -69,27 +69,26 @@ def test_each_level_is_trained_with_the_node_above_the_item_and_others_of_that_l
 
 
 @pytest.mark.parametrize("count", [2, 3, 9, 11, 17, 33, 64])
-def test_a_beam_finds_the_best_where_a_node_is_as_good_as_the_best_below(count: int) -> None:
+def test_a_beam_finds_the_best_where_a_node_is_as_good_as_the_best_below(cluster: gt.Cluster, count: int) -> None:
     rng = np.random.default_rng(count)
     tree = gt.ItemTree(rng.permutation(500)[:count])
     best = rng.normal(size=count).astype(np.float32)  # of each item
-    with gt.local(num_shards=2) as cluster:
-        fields = embedded(cluster)
-        nodes = tree.node_ids(tree.items)
-        for level in range(tree.depth):
-            for node in np.unique(nodes[:, level]):
-                row = np.full((1, 8), best[nodes[:, level] == node].max(), np.float32)
-                fields.table("node").assign(np.array([node]), row)
-        tdm = gt.TDM(tree, fields, NodeOnly())
-        k = min(3, count)
-        expected = tree.items[np.argsort(-best)[:k]]
-        for beam in (k, k + 1, count):
-            items, logits = tdm.retrieve({"user": torch.tensor([4, 5])}, k=k, beam=beam)
-            assert items.tolist() == [expected.tolist()] * 2
-            assert (logits.diff(dim=1) <= 0).all()
-        torch.testing.assert_close(tdm.scores({"user": torch.tensor([4, 5])}, expected), logits)
-        with pytest.raises(gt.errors.InvalidArgument, match="beam is"):
-            tdm.retrieve({"user": torch.tensor([4])}, k=2, beam=1)
+    fields = embedded(cluster)
+    nodes = tree.node_ids(tree.items)
+    for level in range(tree.depth):
+        for node in np.unique(nodes[:, level]):
+            row = np.full((1, 8), best[nodes[:, level] == node].max(), np.float32)
+            fields.table("node").assign(np.array([node]), row)
+    tdm = gt.TDM(tree, fields, NodeOnly())
+    k = min(3, count)
+    expected = tree.items[np.argsort(-best)[:k]]
+    for beam in (k, k + 1, count):
+        items, logits = tdm.retrieve({"user": torch.tensor([4, 5])}, k=k, beam=beam)
+        assert items.tolist() == [expected.tolist()] * 2
+        assert (logits.diff(dim=1) <= 0).all()
+    torch.testing.assert_close(tdm.scores({"user": torch.tensor([4, 5])}, expected), logits)
+    with pytest.raises(gt.errors.InvalidArgument, match="beam is"):
+        tdm.retrieve({"user": torch.tensor([4])}, k=2, beam=1)
 
 
 def test_a_tree_learns_is_made_anew_and_is_saved(tmp_path: Path) -> None:

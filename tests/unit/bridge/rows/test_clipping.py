@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import geartrain as gt
 from geartrain.ams.client.cluster import Cluster
 from geartrain.ams.values.errors import InvalidArgument, NonFinite
-from tests.support.head_settings import head_settings
+from tests.support import heads
 from tests.support.reference import plain_loss
 from tests.unit.bridge.gear.test_slow_gear import DIM as GEAR_DIM
 from tests.unit.bridge.gear.test_slow_gear import SAMPLES, build
@@ -25,27 +24,18 @@ PLACES = ["held", "streamed", "hosted", "ranks"]
 MARGIN = gt.CosFace(8, 0.1)
 
 
-@pytest.fixture
-def cluster() -> Iterator[Cluster]:
-    with gt.local(num_shards=2) as one:
-        yield one
-
-
 def make_head(cluster: Cluster, place: str, name: str = "classes", **settings: Any) -> gt.ClassHead:
-    return gt.ClassHead(
-        None if place == "ranks" else cluster,
+    return heads.make_head(
+        cluster,
         name,
-        **head_settings(
-            num_classes=CLASSES,
-            dim=DIM,
-            select=gt.FullSoftmax(),
-            margin=MARGIN,
-            optimizer=gt.SGD(LR),
-            initializer=gt.Normal(std=1.0),
-            rows={"held": "pull", "streamed": "pull"}.get(place, place),
-            rows_cache_bytes=0 if place == "streamed" else 1 << 20,
-            **settings,
-        ),
+        num_classes=CLASSES,
+        dim=DIM,
+        select=gt.FullSoftmax(),
+        margin=MARGIN,
+        optimizer=gt.SGD(LR),
+        initializer=gt.Normal(std=1.0),
+        **heads.PLACES[place],
+        **settings,
     )
 
 

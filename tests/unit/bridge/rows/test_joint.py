@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +18,7 @@ from geartrain.ams.client.cluster import Cluster
 from geartrain.ams.client.rows.row_calls import RowCalls
 from geartrain.ams.values.errors import InvalidArgument, NonFinite, ShardUnavailable
 from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
-from tests.support.head_settings import head_settings
+from tests.support import heads
 
 CLASSES, INPUTS, DIM, STEPS = 30, 6, 5, 14
 PLACES = ["held", "streamed", "hosted", "ranks"]
@@ -31,26 +30,17 @@ SPECS: list[RowOptimizerSpec] = [
 ]
 
 
-@pytest.fixture
-def cluster() -> Iterator[Cluster]:
-    with gt.local(num_shards=2) as one:
-        yield one
-
-
 def make_head(cluster: Cluster, place: str = "held", name: str = "classes", **settings: Any) -> gt.ClassHead:
     settings = {"optimizer": gt.SGD(LR), "margin": None, **settings}
-    return gt.ClassHead(
-        None if place == "ranks" else cluster,
+    return heads.make_head(
+        cluster,
         name,
-        **head_settings(
-            num_classes=CLASSES,
-            dim=DIM,
-            select=gt.FullSoftmax(),
-            initializer=gt.Normal(std=0.5),
-            rows={"held": "pull", "streamed": "pull"}.get(place, place),
-            rows_cache_bytes=0 if place == "streamed" else 1 << 20,
-            **settings,
-        ),
+        num_classes=CLASSES,
+        dim=DIM,
+        select=gt.FullSoftmax(),
+        initializer=gt.Normal(std=0.5),
+        **heads.PLACES[place],
+        **settings,
     )
 
 

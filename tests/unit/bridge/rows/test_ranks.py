@@ -41,8 +41,7 @@ def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(14, 6, generator=generator), torch.randint(80, (14,), generator=generator)
 
 
-def train_one_rank(rank: int, ranks: int, folder: Path) -> None:
-    del ranks
+def train_one_rank(rank: int, folder: Path) -> None:
     head, table = make_head(sync=True)
     rows, scaler = RowOptimizer(head), torch.amp.GradScaler("cpu", init_scale=4.0)
     start = table.rows.copy()
@@ -100,8 +99,7 @@ def test_two_ranks_push_what_one_worker_would(tmp_path: Path) -> None:
         np.testing.assert_allclose(joint, merged_gradient(table), rtol=0, atol=1e-6 * np.abs(joint).max())
 
 
-def change_with_unequal_losses(rank: int, ranks: int, folder: Path) -> None:
-    del ranks
+def change_with_unequal_losses(rank: int, folder: Path) -> None:
     for name, kept_bytes in (("kept", None), ("made again", 0)):
         head = ClassHead(
             None,

@@ -15,15 +15,15 @@ from geartrain.bridge.head.class_head import ClassHead
 from geartrain.bridge.head.weights import import_class_weights
 from geartrain.bridge.rows import ranks as ranks_module
 from geartrain.bridge.rows.ranks import SyncRanks
-from tests.support.rank_processes import run_ranks
+from tests.support.rank_processes import on_ranks, run_ranks
 from tests.support.reference import UNIT_SGD, FakeCluster
 
 LIMIT_SECONDS = 2.0
 
 
-def work_long(rank: int, num_ranks: int, folder: Path) -> None:
+def work_long(rank: int, folder: Path) -> None:
     ranks_module.TELL_SECONDS = 0.2
-    group = dist.new_group(list(range(num_ranks)), timeout=datetime.timedelta(seconds=LIMIT_SECONDS))
+    group = dist.new_group(list(range(dist.get_world_size())), timeout=datetime.timedelta(seconds=LIMIT_SECONDS))
     ranks = SyncRanks("job", group)
 
     def build() -> str:
@@ -49,8 +49,7 @@ def test_the_others_wait_longer_than_the_limit_of_their_group_and_hear_of_a_fail
     run_ranks(work_long, 3, tmp_path)
 
 
-def import_what_one_does_not_see(rank: int, num_ranks: int, folder: Path) -> None:
-    del num_ranks
+def import_what_one_does_not_see(rank: int, folder: Path) -> None:
     cluster = FakeCluster()
     head = ClassHead(cluster, "classes", num_classes=30, dim=6, optimizer=UNIT_SGD, sync=True)
     rows = cluster.tables["classes"].rows
@@ -68,15 +67,11 @@ def test_weights_that_one_rank_cannot_read_are_imported_by_none(tmp_path: Path) 
     run_ranks(import_what_one_does_not_see, 2, tmp_path)
 
 
-def _agree_in_a_subgroup(rank: int, ranks: int, folder: Path) -> None:
-    del folder
+@on_ranks(3)
+def test_the_first_rank_of_a_subgroup_speaks_for_it(rank: int, ranks: int) -> None:
     group = dist.new_group([1, 2])
     if rank:
         some = SyncRanks("job", group)
         assert some.share(rank) == 1
         assert some.array_from_first(np.array([rank, 7])).tolist() == [1, 7]
     assert SyncRanks("job").world_size == ranks
-
-
-def test_the_first_rank_of_a_subgroup_speaks_for_it(tmp_path: Path) -> None:
-    run_ranks(_agree_in_a_subgroup, 3, tmp_path)

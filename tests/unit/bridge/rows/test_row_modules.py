@@ -84,47 +84,46 @@ def batches() -> list[tuple[Tensor, Tensor]]:
     return [(torch.randint(NUM, (16,), generator=generator), torch.randn(16, generator=generator)) for _ in range(6)]
 
 
-def test_a_module_of_ones_own_trains_as_parameters_would() -> None:
-    with gt.local(num_shards=2) as cluster:
-        table = cluster.create_table("vectors", dim=DIM, optimizer=gt.SGD(lr=0.5), num_rows=NUM)
-        vectors, plain = Vectors(table), nn.Embedding(NUM, DIM)
-        plain.weight.data.copy_(torch.from_numpy(table.pull(np.arange(NUM))))
-        twins = [nn.Linear(DIM, 1), nn.Linear(DIM, 1)]
-        twins[1].load_state_dict(twins[0].state_dict())
+def test_a_module_of_ones_own_trains_as_parameters_would(cluster: gt.Cluster) -> None:
+    table = cluster.create_table("vectors", dim=DIM, optimizer=gt.SGD(lr=0.5), num_rows=NUM)
+    vectors, plain = Vectors(table), nn.Embedding(NUM, DIM)
+    plain.weight.data.copy_(torch.from_numpy(table.pull(np.arange(NUM))))
+    twins = [nn.Linear(DIM, 1), nn.Linear(DIM, 1)]
+    twins[1].load_state_dict(twins[0].state_dict())
 
-        rows, row_sgd = gt.RowOptimizer(vectors), torch.optim.SGD(plain.parameters(), lr=0.5)
-        dense, plain_dense = (torch.optim.SGD(twin.parameters(), lr=0.1) for twin in twins)
-        scaler, plain_scaler = (torch.amp.GradScaler("cpu", init_scale=2.0**10) for _ in range(2))
-        schedulers = [torch.optim.lr_scheduler.StepLR(one, step_size=2, gamma=0.5) for one in (rows, row_sgd)]
+    rows, row_sgd = gt.RowOptimizer(vectors), torch.optim.SGD(plain.parameters(), lr=0.5)
+    dense, plain_dense = (torch.optim.SGD(twin.parameters(), lr=0.1) for twin in twins)
+    scaler, plain_scaler = (torch.amp.GradScaler("cpu", init_scale=2.0**10) for _ in range(2))
+    schedulers = [torch.optim.lr_scheduler.StepLR(one, step_size=2, gamma=0.5) for one in (rows, row_sgd)]
 
-        def step(module: Any, twin: nn.Linear, pair: list[Any], scale: torch.amp.GradScaler, part: Any) -> None:
-            for optimizer in pair:
-                optimizer.zero_grad()
-            for some in (slice(0, 8), slice(8, 16)):  # two micro-batches
-                loss = (twin(module(part[0][some])).squeeze(1) - part[1][some]).square().mean() / 2
-                scale.scale(loss).backward()
-            for optimizer in pair:
-                scale.unscale_(optimizer)
+    def step(module: Any, twin: nn.Linear, pair: list[Any], scale: torch.amp.GradScaler, part: Any) -> None:
+        for optimizer in pair:
+            optimizer.zero_grad()
+        for some in (slice(0, 8), slice(8, 16)):  # two micro-batches
+            loss = (twin(module(part[0][some])).squeeze(1) - part[1][some]).square().mean() / 2
+            scale.scale(loss).backward()
+        for optimizer in pair:
+            scale.unscale_(optimizer)
 
-        for number, part in enumerate(batches()):
-            step(vectors, twins[0], [rows, dense], scaler, part)
-            step(plain, twins[1], [row_sgd, plain_dense], plain_scaler, part)
-            norm = gt.clip_grad_norm_(twins[0].parameters(), rows, max_norm=0.5)
-            expected = nn.utils.clip_grad_norm_([*twins[1].parameters(), *plain.parameters()], max_norm=0.5)
-            torch.testing.assert_close(norm, expected, rtol=1e-5, atol=0)
-            for optimizer in (rows, dense):
-                scaler.step(optimizer)
-            for optimizer in (row_sgd, plain_dense):
-                plain_scaler.step(optimizer)
-            scaler.update()
-            plain_scaler.update()
-            for scheduler in schedulers:
-                scheduler.step()
-            assert vectors.row_update.step == number + 1
-        assert rows.param_groups[0]["lr"] == row_sgd.param_groups[0]["lr"] == 0.0625
-        assert rows.param_groups[0]["table"] == "vectors"
-        trained = torch.from_numpy(table.pull(np.arange(NUM)))
-        torch.testing.assert_close(trained, plain.weight.data, rtol=1e-5, atol=1e-6)
+    for number, part in enumerate(batches()):
+        step(vectors, twins[0], [rows, dense], scaler, part)
+        step(plain, twins[1], [row_sgd, plain_dense], plain_scaler, part)
+        norm = gt.clip_grad_norm_(twins[0].parameters(), rows, max_norm=0.5)
+        expected = nn.utils.clip_grad_norm_([*twins[1].parameters(), *plain.parameters()], max_norm=0.5)
+        torch.testing.assert_close(norm, expected, rtol=1e-5, atol=0)
+        for optimizer in (rows, dense):
+            scaler.step(optimizer)
+        for optimizer in (row_sgd, plain_dense):
+            plain_scaler.step(optimizer)
+        scaler.update()
+        plain_scaler.update()
+        for scheduler in schedulers:
+            scheduler.step()
+        assert vectors.row_update.step == number + 1
+    assert rows.param_groups[0]["lr"] == row_sgd.param_groups[0]["lr"] == 0.0625
+    assert rows.param_groups[0]["table"] == "vectors"
+    trained = torch.from_numpy(table.pull(np.arange(NUM)))
+    torch.testing.assert_close(trained, plain.weight.data, rtol=1e-5, atol=1e-6)
 
 
 def test_it_trains_beside_a_head() -> None:

@@ -21,7 +21,7 @@ from geartrain.bridge.head.class_head import ClassHead
 from geartrain.bridge.head.loss.margins.angular import CosFace
 from geartrain.bridge.placements.device_rows import DeviceRows
 from geartrain.bridge.rows.optimizer import RowOptimizer
-from tests.support.head_settings import head_settings
+from tests.support import heads
 from tests.support.reference import UNIT_SGD, FakeCluster, FakeTable, merged_gradient
 
 HELD, STREAMED = 1 << 30, 0
@@ -33,7 +33,7 @@ def make_head(
     cluster = cluster or FakeCluster()
     parts = {"select": PartialFC(0.1), "margin": CosFace(8, 0.1), "optimizer": UNIT_SGD, "initializer": Normal()}
     defaults = {"num_classes": 60, "dim": 5, **parts}
-    head = ClassHead(cluster, name, **head_settings(**{**defaults, **settings}))
+    head = heads.make_head(cluster, name, **{**defaults, **settings})
     return head, cluster.tables[name]
 
 
@@ -83,7 +83,7 @@ def test_micro_batches_with_other_active_classes_on_a_rank_are_summed_by_class()
 
 def two_heads(cluster: Cluster) -> list[ClassHead]:
     settings: dict[str, Any] = {"num_classes": 60, "dim": 5, "optimizer": UNIT_SGD, "margin": CosFace(8, 0.1)}
-    return [ClassHead(cluster, name, **head_settings(select=FullSoftmax(), **settings)) for name in ("first", "second")]
+    return [heads.make_head(cluster, name, select=FullSoftmax(), **settings) for name in ("first", "second")]
 
 
 def test_two_heads_send_one_request_to_each_shard(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from geartrain.cli.main import build_app
 from geartrain.workers.data.bitmaps import Preprocessing
 from geartrain.workers.models import onnx_backbone
 from geartrain.workers.models.trained_model import save_model
-from tests.support.head_settings import head_settings
+from tests.support import heads
 from tests.support.picture_models import picture_model
 
 CLASSES, DIM = 7, 5
@@ -66,7 +66,7 @@ def saved(folder: Path, **settings: Any) -> tuple[Path, Tensor, Tensor, Tensor]:
     with gt.local(num_shards=2) as cluster:
         model = nn.ModuleDict({"backbone": backbone(1)})
         settings = {"select": gt.FullSoftmax(), "num_classes": CLASSES, "dim": DIM, **settings}
-        model["head"] = head = gt.ClassHead(cluster, "classes", **head_settings(**settings))
+        model["head"] = head = heads.make_head(cluster, "classes", **settings)
         rows = gt.RowOptimizer(head)
         images = torch.randn(6, 4, generator=torch.Generator().manual_seed(3))
         for _ in range(3):

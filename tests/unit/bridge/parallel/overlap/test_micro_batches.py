@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,8 +17,8 @@ import geartrain as gt
 from geartrain.ams.values.errors import InvalidArgument, InvalidRows, NonFinite, SpecMismatch, SyncError
 from geartrain.bridge.collectives import parts as parts_module
 from geartrain.bridge.collectives.communicator import Pending
-from tests.support.head_settings import head_settings
-from tests.support.rank_processes import run_ranks
+from tests.support import heads
+from tests.support.rank_processes import on_ranks
 
 CLASSES, DIM, INPUTS, NUM = 41, 6, 5, 3
 SIZES = [7, 0, 4]
@@ -41,7 +40,7 @@ def backbone(dtype: torch.dtype = torch.float64) -> nn.Sequential:
 
 
 def head_of(**settings: Any) -> gt.ClassHead:
-    return gt.ClassHead(None, "classes", **head_settings(num_classes=CLASSES, dim=DIM, rows="ranks", **settings))
+    return heads.make_head(None, "classes", num_classes=CLASSES, dim=DIM, rows="ranks", **settings)
 
 
 def batch(rank: int, step: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
@@ -77,8 +76,8 @@ class Whole(nn.Module):
         return loss
 
 
-def train_heads(rank: int, ranks: int, folder: Path) -> None:
-    del ranks, folder
+@on_ranks(3)
+def test_loss_gradients_and_rows_are_those_of_the_whole_batch(rank: int) -> None:
     for number, (name, settings) in enumerate(HEADS.items()):
         expected = trained(rank, Whole, **settings)
         for overlap in (True, False)[: 2 - bool(number)]:
@@ -86,10 +85,6 @@ def train_heads(rank: int, ranks: int, folder: Path) -> None:
             for mine, theirs in zip(found[:-1], expected[:-1], strict=True):
                 np.testing.assert_allclose(mine, theirs, rtol=1e-9, atol=1e-9, err_msg=f"{name}, overlap={overlap}")
             np.testing.assert_allclose(found[-1], expected[-1], rtol=0, atol=1e-6, err_msg=name)
-
-
-def test_loss_gradients_and_rows_are_those_of_the_whole_batch(tmp_path: Path) -> None:
-    run_ranks(train_heads, 3, tmp_path)
 
 
 def replicated(net: nn.Sequential) -> nn.Module:
@@ -129,17 +124,13 @@ def gradients(rank: int, wrap: Callable[[nn.Sequential], nn.Module], num: int) -
     return torch.cat([one.detach().reshape(-1) for one in whole]).numpy(), len(reduced)
 
 
-def train_backbones(rank: int, ranks: int, folder: Path) -> None:
-    del ranks, folder
+@on_ranks(2)
+def test_ddp_and_fsdp2_reduce_once_for_all_micro_batches(rank: int) -> None:
     for wrap, buckets in ((replicated, 1), (replicated_layers, 2), (sharded, 0)):
         (found, times), (expected, _) = (gradients(rank, wrap, num) for num in (4, 1))
         np.testing.assert_allclose(found, expected, rtol=0, atol=1e-7, err_msg=wrap.__name__)
         assert times == 3 * buckets, wrap.__name__
     assert gradients(rank, with_batch_norm, 2)[1] == 3  # its buffers are copied once a step
-
-
-def test_ddp_and_fsdp2_reduce_once_for_all_micro_batches(tmp_path: Path) -> None:
-    run_ranks(train_backbones, 2, tmp_path)
 
 
 class Noting(nn.Module):
@@ -157,8 +148,8 @@ class Noting(nn.Module):
         return features
 
 
-def follow_schedule(rank: int, ranks: int, folder: Path) -> None:
-    del ranks, folder
+@on_ranks(2)
+def test_features_and_their_gradients_travel_while_the_backbone_works_two_at_a_time(rank: int) -> None:
     events: list[str] = []
     monkeypatch = pytest.MonkeyPatch()
 
@@ -197,10 +188,6 @@ def follow_schedule(rank: int, ranks: int, folder: Path) -> None:
     ]
 
 
-def test_features_and_their_gradients_travel_while_the_backbone_works_two_at_a_time(tmp_path: Path) -> None:
-    run_ranks(follow_schedule, 2, tmp_path)
-
-
 class Failing(nn.Module):
     """A backbone that fails in one micro-batch."""
 
@@ -218,8 +205,8 @@ def breaks(features: Tensor) -> Tensor:
     raise RuntimeError(f"broke on {len(features)} samples")
 
 
-def fail_in_turn(rank: int, ranks: int, folder: Path) -> None:
-    del ranks, folder
+@on_ranks(2)
+def test_a_failure_in_any_micro_batch_is_raised_on_every_rank(rank: int) -> None:
     head = head_of(margin=gt.ArcFace(16, 0.2))
     rows = gt.RowOptimizer(head)
     inputs, labels, _ = batch(0, rank)
@@ -245,12 +232,8 @@ def fail_in_turn(rank: int, ranks: int, folder: Path) -> None:
         gt.MicroBatches(backbone(), head, NUM)(inputs, labels if rank else labels.float())
 
 
-def test_a_failure_in_any_micro_batch_is_raised_on_every_rank(tmp_path: Path) -> None:
-    run_ranks(fail_in_turn, 2, tmp_path)
-
-
-def differ_in_need(rank: int, ranks: int, folder: Path) -> None:
-    del ranks, folder
+@on_ranks(2)
+def test_ranks_may_differ_in_whose_features_need_gradients_and_heads_may_be_at_rest(rank: int) -> None:
     head, net = head_of(margin=gt.ArcFace(16, 0.2)), backbone()
     step, plain = gt.MicroBatches(net, head, NUM), Whole(net, head)
     inputs, labels, _ = batch(0, 0)
@@ -268,10 +251,6 @@ def differ_in_need(rank: int, ranks: int, folder: Path) -> None:
     torch.testing.assert_close(torch.autograd.grad(loss, net[0].weight), first)
     with torch.inference_mode():
         torch.testing.assert_close(step(inputs, labels), plain(inputs, labels, None))
-
-
-def test_ranks_may_differ_in_whose_features_need_gradients_and_heads_may_be_at_rest(tmp_path: Path) -> None:
-    run_ranks(differ_in_need, 2, tmp_path)
 
 
 def test_other_heads_see_the_whole_batch_once() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 
 import geartrain as gt
 from geartrain.ams.values.errors import InvalidArgument, InvalidIds, InvalidRows, SpecMismatch, SyncError
-from tests.support.rank_processes import run_ranks
+from tests.support.rank_processes import on_ranks
 from tests.unit.bridge.parallel.test_parallelize import (
     CLASSES,
     DIM,
@@ -38,8 +37,8 @@ class OfTokens(Classifier):
         return super().forward(torch.stack([inputs, inputs.flip(1)], 1).flatten(0, 1))
 
 
-def check_training(rank: int, ranks: int, folder: Path) -> None:
-    del folder
+@on_ranks(1, 2, 3)
+def test_training_is_that_of_the_whole_batch(rank: int, ranks: int) -> None:
     _, labels, _ = samples(ranks)
     some = labels.clone()
     some[1:3] = 4
@@ -50,8 +49,8 @@ def check_training(rank: int, ranks: int, folder: Path) -> None:
         assert_equal_training(rank, ranks, made(Scaled), FUSION, loss, some, micro_batches=count)
 
 
-def check_tokens_and_settings(rank: int, ranks: int, folder: Path) -> None:
-    del folder
+@on_ranks(2)
+def test_a_sample_may_have_several_rows_and_gradients_add_up(rank: int, ranks: int) -> None:
     inputs, labels, sizes = samples(ranks)
     mine, own_labels = own(inputs, sizes, rank), own(labels, sizes, rank).repeat_interleave(2)
     grads = []
@@ -67,8 +66,8 @@ def check_tokens_and_settings(rank: int, ranks: int, folder: Path) -> None:
         torch.testing.assert_close(one, other)
 
 
-def check_autocast(rank: int, ranks: int, folder: Path) -> None:
-    del folder
+@on_ranks(2)
+def test_under_autocast_features_travel_in_16_bits(rank: int, ranks: int) -> None:
     inputs, labels, sizes = samples(ranks)
     mine, own_labels = own(inputs, sizes, rank).float(), own(labels, sizes, rank)
     found = []
@@ -113,8 +112,8 @@ class Fails(Classifier):
         return logits * 2 if is_now and self.what == "scales" else logits
 
 
-def check_failures(rank: int, ranks: int, folder: Path) -> None:
-    del folder
+@on_ranks(2)
+def test_what_fails_on_a_rank_in_a_micro_batch_fails_on_all(rank: int, ranks: int) -> None:
     inputs, labels, sizes = samples(ranks)
     mine, own_labels = own(inputs, sizes, rank), own(labels, sizes, rank)
     failures: dict[str, tuple[Any, str]] = {
@@ -148,23 +147,6 @@ def check_failures(rank: int, ranks: int, folder: Path) -> None:
             parallel(given, given_labels) if rank == 0 else parallel(mine, own_labels)
     with pytest.raises(SpecMismatch, match="micro_batches is 1 on rank 0, 2 on rank 1"):
         gt.parallelize(made(Classifier), gt.mesh(), FUSION, loss=nn.CrossEntropyLoss(), micro_batches=rank + 1)
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_training_is_that_of_the_whole_batch(ranks: int, tmp_path: Path) -> None:
-    run_ranks(check_training, ranks, tmp_path)
-
-
-def test_a_sample_may_have_several_rows_and_gradients_add_up(tmp_path: Path) -> None:
-    run_ranks(check_tokens_and_settings, 2, tmp_path)
-
-
-def test_under_autocast_features_travel_in_16_bits(tmp_path: Path) -> None:
-    run_ranks(check_autocast, 2, tmp_path)
-
-
-def test_what_fails_on_a_rank_in_a_micro_batch_fails_on_all(tmp_path: Path) -> None:
-    run_ranks(check_failures, 2, tmp_path)
 
 
 def test_micro_batches_of_what_cannot_come_in_parts_are_refused() -> None:

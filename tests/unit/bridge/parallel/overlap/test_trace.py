@@ -50,8 +50,7 @@ def test_communication_beside_computation_is_hidden() -> None:
     assert trace.summary().splitlines()[-1].endswith("of which hidden 1250.0 ms, 42%; 2 collectives a rank")
 
 
-def traced_ranks(rank: int, ranks: int, folder: Path) -> None:
-    del ranks
+def traced_ranks(rank: int, folder: Path) -> None:
     torch.manual_seed(0)
     net = DistributedDataParallel(nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 16)))
     head = gt.ClassHead(None, "classes", num_classes=50, dim=16, rows="ranks")

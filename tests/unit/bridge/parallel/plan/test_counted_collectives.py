@@ -22,7 +22,7 @@ from geartrain.bridge.parallel.plan.build import PlanRequest
 from geartrain.bridge.parallel.plan.hardware import Hardware
 from geartrain.bridge.parallel.plan.plan import Plan
 from geartrain.bridge.parallel.scopes import Replicate, Scope, Split
-from tests.support.rank_processes import run_ranks
+from tests.support.rank_processes import on_ranks, run_ranks
 
 HARDWARE = Hardware.named("v100-25gbit")
 SAMPLES, CLASSES = 6, 51
@@ -113,8 +113,7 @@ def run_and_count(model: nn.Module, scopes: dict[str, Scope], example: Any, loss
     assert (of_model.parts, of_model.collectives) == (plan.parts, plan.collectives)
 
 
-def classifiers(rank: int, ranks: int, folder: Path) -> None:
-    del rank, folder
+def classifiers(ranks: int) -> None:
     images, labels = torch.randn(SAMPLES, 12), torch.randint(0, CLASSES, (SAMPLES,))
     loss = nn.CrossEntropyLoss()
     for head in (Replicate(), Split()):
@@ -126,8 +125,8 @@ def classifiers(rank: int, ranks: int, folder: Path) -> None:
     )
 
 
-def class_heads(rank: int, ranks: int, folder: Path) -> None:
-    del rank, folder
+@on_ranks(2)
+def test_steps_of_class_heads_send_what_was_planned(ranks: int) -> None:
     images, labels = torch.randn(SAMPLES, 12), torch.randint(0, CLASSES, (SAMPLES,))
     for margin in (None, ArcFace()):
         run_and_count(WithHead(margin), {"backbone": Replicate(), "head": Split()}, (images, labels), None, ranks)
@@ -153,7 +152,3 @@ def test_a_model_that_cannot_be_copied_trains_and_has_no_plan() -> None:
     parallel(torch.randn(SAMPLES, 12), torch.zeros(SAMPLES, dtype=torch.int64)).backward()
     with pytest.raises(InvalidArgument, match="cannot be copied without its values"):
         _ = parallel.plan
-
-
-def test_steps_of_class_heads_send_what_was_planned(tmp_path: Path) -> None:
-    run_ranks(class_heads, 2, tmp_path)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import geartrain as gt
 from geartrain.ams.values.errors import InvalidArgument, InvalidIds, InvalidRows, SyncError
-from tests.support.rank_processes import run_ranks
+from tests.support.rank_processes import on_ranks, run_ranks
 
 CLASSES, DIM, BATCH = 9, 5, 4
 
@@ -44,9 +44,9 @@ def assert_equal_gradients(model: nn.Module, plain: nn.Module, **tolerance: floa
         )
 
 
-def work_on_them(rank: int, ranks: int, folder: Path) -> None:
+@on_ranks(1, 3)
+def test_elementwise_work_and_whole_rows_are_those_of_ordinary_logits(rank: int, ranks: int) -> None:
     """Elementwise work before the loss, and all classes of the own samples, for autograd too."""
-    del folder
     inputs, labels = batch()
     for work in (
         lambda logits: 0.5 * -logits / 2 + 1 - 0.25,
@@ -76,8 +76,8 @@ def work_on_them(rank: int, ranks: int, folder: Path) -> None:
     assert_equal_gradients(model, plain)
 
 
-def check_types(rank: int, ranks: int, folder: Path) -> None:
-    del folder
+@on_ranks(2)
+def test_half_precision_and_autocast_keep_sums_in_32_bits(rank: int, ranks: int) -> None:
     inputs, labels = batch(torch.float32)
     for dtype in (torch.bfloat16, torch.float16):
         model = made(torch.float32)
@@ -102,9 +102,9 @@ def check_types(rank: int, ranks: int, folder: Path) -> None:
         assert {parameter.grad.dtype for parameter in half.parameters() if parameter.grad is not None} == {dtype}
 
 
-def scale_losses(rank: int, ranks: int, folder: Path) -> None:
+@on_ranks(2)
+def test_a_loss_scaler_skips_a_split_layer_on_all_ranks(rank: int, ranks: int) -> None:
     """A gradient that overflows on one rank is skipped on all; the others step alike."""
-    del folder
     inputs, labels = batch(torch.float32)
     model = made(torch.float32)
     net = gt.parallelize(model, gt.mesh(), {"0": gt.Replicate(), "1": gt.Split()}, loss=nn.CrossEntropyLoss())
@@ -127,8 +127,8 @@ def scale_losses(rank: int, ranks: int, folder: Path) -> None:
         assert moved == ([True, True, False, False] if not is_finite else [True] * 4)
 
 
-def refuse(rank: int, ranks: int, folder: Path) -> None:
-    del ranks, folder
+@on_ranks(2)
+def test_what_split_logits_cannot_do_is_refused_on_every_rank(rank: int) -> None:
     inputs, labels = batch()
     net = parallel(made())
     logits = net(inputs)
@@ -172,8 +172,8 @@ def count(rank: int, ranks: int, folder: Path) -> None:
     assert traffic.bytes["reduce-scatter"] == BATCH * DIM * 4
 
 
-def train_beside_a_class_head(rank: int, ranks: int, folder: Path) -> None:
-    del folder
+@on_ranks(2)
+def test_a_class_head_on_ranks_is_taken_as_it_is(rank: int, ranks: int) -> None:
     inputs, labels = batch(torch.float32)
 
     class Classifier(nn.Module):
@@ -202,26 +202,5 @@ def train_beside_a_class_head(rank: int, ranks: int, folder: Path) -> None:
         gt.parallelize(Classifier("pull"), gt.mesh(), {"backbone": gt.Replicate(), "head": gt.Split()})
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_elementwise_work_and_whole_rows_are_those_of_ordinary_logits(ranks: int, tmp_path: Path) -> None:
-    run_ranks(work_on_them, ranks, tmp_path)
-
-
-def test_half_precision_and_autocast_keep_sums_in_32_bits(tmp_path: Path) -> None:
-    run_ranks(check_types, 2, tmp_path)
-
-
-def test_a_loss_scaler_skips_a_split_layer_on_all_ranks(tmp_path: Path) -> None:
-    run_ranks(scale_losses, 2, tmp_path)
-
-
-def test_what_split_logits_cannot_do_is_refused_on_every_rank(tmp_path: Path) -> None:
-    run_ranks(refuse, 2, tmp_path)
-
-
 def test_collectives_of_a_step_are_those_that_are_stated(tmp_path: Path) -> None:
     run_ranks(count, 2, tmp_path)
-
-
-def test_a_class_head_on_ranks_is_taken_as_it_is(tmp_path: Path) -> None:
-    run_ranks(train_beside_a_class_head, 2, tmp_path)

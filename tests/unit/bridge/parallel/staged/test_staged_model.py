@@ -15,7 +15,7 @@ from geartrain.bridge.parallel.mesh import mesh
 from geartrain.bridge.parallel.parallelize import parallelize
 from geartrain.bridge.parallel.scopes import Replicate, Split
 from geartrain.bridge.parallel.staged.staged_model import StagedModel
-from tests.support.rank_processes import run_ranks
+from tests.support.rank_processes import on_ranks, run_ranks
 
 DIM, CLASSES = 5, 11
 SCOPES = {"backbone": Replicate(), "head": Split()}
@@ -61,11 +61,8 @@ def own_samples(model: StagedModel, sizes: list[int], step: int) -> tuple[Any, A
     return batches(sizes, step)[stages[0].index(rank)] if rank in stages[0] else (None, None)
 
 
-def train_as_one(
-    rank: int, ranks: int, folder: Path, stages: list[list[int]], sizes: list[int], is_sharded: bool
-) -> None:
+def train_as_one(rank: int, stages: list[list[int]], sizes: list[int], is_sharded: bool) -> None:
     """Two steps of accumulated batches, then logits, beside the same model in one piece."""
-    del ranks, folder
     scopes = {**SCOPES, "backbone": Replicate(shard=is_sharded)}
     model = parallelize(made(), mesh(stages), scopes, loss=criterion())
     assert isinstance(model, StagedModel)
@@ -119,9 +116,9 @@ def raises(is_culprit: bool, error: type[Exception], said: str, elsewhere: str) 
     return pytest.raises(error, match=said) if is_culprit else pytest.raises(SyncError, match=elsewhere)
 
 
-def make_mistakes(rank: int, ranks: int, folder: Path) -> None:
+@on_ranks(3)
+def test_a_mistake_of_one_rank_is_an_error_on_every_rank(rank: int) -> None:
     """Whoever made the mistake hears of it, the others hear who it was; then a step succeeds."""
-    del ranks, folder
     model = staged()
     inputs, labels = own_samples(model, [2, 3], 0)
     cases: list[tuple[int, type[Exception], Any, Any]] = [
@@ -147,9 +144,9 @@ def make_mistakes(rank: int, ranks: int, folder: Path) -> None:
     model(inputs, labels).backward()
 
 
-def refuse_and_make_models(rank: int, ranks: int, folder: Path) -> None:
+@on_ranks(3)
+def test_what_cannot_be_staged_is_refused_by_name_and_each_stage_makes_its_part(rank: int) -> None:
     """What cannot be; then a model on the meta device, of which no rank makes the other stage's part."""
-    del ranks, folder
     two, loss = mesh([[0], [1, 2]]), nn.CrossEntropyLoss()
     for on, scopes, named in (
         (mesh([[0], [1], [2]]), SCOPES, "3 stages"),
@@ -168,8 +165,7 @@ def refuse_and_make_models(rank: int, ranks: int, folder: Path) -> None:
     assert torch.isfinite(model(torch.ones(2, 4), torch.ones(2).long()) if rank == 0 else model(None, None))
 
 
-def die_before_the_step(rank: int, ranks: int, folder: Path, victim: int) -> None:
-    del ranks, folder
+def die_before_the_step(rank: int, victim: int) -> None:
     model = staged()
     inputs, labels = own_samples(model, [2, 3], 0)
     model(inputs, labels).backward()
@@ -179,8 +175,8 @@ def die_before_the_step(rank: int, ranks: int, folder: Path, victim: int) -> Non
         model(inputs, labels).backward()
 
 
-def die_before_the_backward_pass(rank: int, ranks: int, folder: Path) -> None:
-    del ranks, folder
+@on_ranks(3)
+def test_an_owner_that_dies_before_the_backward_pass_is_a_typed_error(rank: int) -> None:
     model = staged()
     loss = model(*own_samples(model, [2, 3], 0))
     if rank == 2:
@@ -189,18 +185,6 @@ def die_before_the_backward_pass(rank: int, ranks: int, folder: Path) -> None:
         loss.backward()
 
 
-def test_a_mistake_of_one_rank_is_an_error_on_every_rank(tmp_path: Path) -> None:
-    run_ranks(make_mistakes, 3, tmp_path)
-
-
-def test_what_cannot_be_staged_is_refused_by_name_and_each_stage_makes_its_part(tmp_path: Path) -> None:
-    run_ranks(refuse_and_make_models, 3, tmp_path)
-
-
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_rank_that_dies_is_a_typed_error_on_the_others(tmp_path: Path, victim: int) -> None:
     run_ranks(die_before_the_step, 3, tmp_path, victim)
-
-
-def test_an_owner_that_dies_before_the_backward_pass_is_a_typed_error(tmp_path: Path) -> None:
-    run_ranks(die_before_the_backward_pass, 3, tmp_path)

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from geartrain.bridge.parallel.topk.hook import TopKGradients
-from tests.support.rank_processes import run_ranks
+from tests.support.rank_processes import on_ranks
 
 STEPS = 5
 CASES: dict[str, dict[str, Any]] = {
@@ -65,8 +63,8 @@ def trained(rank: int, case: dict[str, Any], sgd: dict[str, Any], topk: TopKGrad
     return [parameter.detach().clone() for parameter in network.parameters()]
 
 
-def compare(rank: int, ranks: int, folder: Path) -> None:
-    del ranks, folder
+@on_ranks(1, 2)
+def test_with_sparsity_0_parameters_are_those_of_sgd_with_momentum(rank: int) -> None:
     for name, case in CASES.items():
         settings = case.get("sgd", {})
         expected = trained(rank, case, {"momentum": 0.9, **settings}, None)
@@ -77,8 +75,3 @@ def compare(rank: int, ranks: int, folder: Path) -> None:
             )
         assert topk.steps == STEPS
         assert set(topk.traffic.calls) <= {"all-reduce", "all-gather"}
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_with_sparsity_0_parameters_are_those_of_sgd_with_momentum(tmp_path: Path, ranks: int) -> None:
-    run_ranks(compare, ranks, tmp_path)

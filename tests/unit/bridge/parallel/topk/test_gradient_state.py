@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import geartrain as gt
 from geartrain.ams.values.errors import InvalidArgument, SpecMismatch
 from geartrain.bridge.parallel.topk import selection
-from tests.support.rank_processes import run_ranks
+from tests.support.rank_processes import on_ranks, run_ranks
 from tests.unit.bridge.parallel.topk.test_topk_gradients import LR, step_of
 from tests.unit.bridge.parallel.topk.test_topk_gradients import made as made_tensors
 
@@ -55,8 +55,7 @@ def waiting(parts: Parts) -> dict[str, torch.Tensor]:
     return found
 
 
-def save_on_ranks(rank: int, ranks: int, folder: Path) -> None:
-    del ranks
+def save_on_ranks(rank: int, folder: Path) -> None:
     parts = made()
     train(parts, rank, range(6))
     before = waiting(parts)
@@ -118,9 +117,9 @@ def test_what_waits_is_saved_and_loads_on_any_number_of_ranks(tmp_path: Path) ->
     run_ranks(load_on_ranks, 3, tmp_path)
 
 
-def send_dense(rank: int, ranks: int, folder: Path) -> None:
+@on_ranks(2)
+def test_a_loaded_residual_of_a_dense_tensor_is_sent_once(rank: int) -> None:
     """A loaded residual of a tensor that travels dense from now on is sent with the next step, once."""
-    del ranks, folder
     parts = made(weight_decay=0.0)
     train(parts, rank, range(4))
     parts[2].merge()
@@ -144,13 +143,9 @@ def send_dense(rank: int, ranks: int, folder: Path) -> None:
     assert not dense[2].state_dict()["residual"]
 
 
-def test_a_loaded_residual_of_a_dense_tensor_is_sent_once(tmp_path: Path) -> None:
-    run_ranks(send_dense, 2, tmp_path)
-
-
-def stop_to_decay(rank: int, ranks: int, folder: Path) -> None:
+@on_ranks(2)
+def test_the_momentum_of_a_decay_that_ended_fades(rank: int) -> None:
     """The momentum that weight decay left fades as that of SGD does, where weights decay no longer."""
-    del ranks, folder
     before = made_tensors(weight_decay=0.5)
     for step in range(3):
         step_of(before, step, rank)
@@ -169,12 +164,8 @@ def stop_to_decay(rank: int, ranks: int, folder: Path) -> None:
     torch.testing.assert_close(ends[0], ends[1] - LR * (0.9 + 0.9**2) * decay)
 
 
-def test_the_momentum_of_a_decay_that_ended_fades(tmp_path: Path) -> None:
-    run_ranks(stop_to_decay, 2, tmp_path)
-
-
-def mismatched(rank: int, ranks: int, folder: Path) -> None:
-    del rank, ranks, folder
+@on_ranks(1)
+def test_a_state_of_other_parameters_is_refused() -> None:
     parts = made()
     state = parts[2].state_dict()
     for kind in ("momentum", "residual"):
@@ -186,7 +177,3 @@ def mismatched(rank: int, ranks: int, folder: Path) -> None:
     with pytest.raises(SpecMismatch, match=r"this model alone has gradients of '0\.bias'"):
         fewer = {name: one for name, one in state["momentum"].items() if name != "0.bias"}
         parts[2].load_state_dict({**state, "momentum": fewer})
-
-
-def test_a_state_of_other_parameters_is_refused(tmp_path: Path) -> None:
-    run_ranks(mismatched, 1, tmp_path)

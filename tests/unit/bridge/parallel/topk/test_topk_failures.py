@@ -17,7 +17,7 @@ import geartrain as gt
 from geartrain.ams.values.errors import InvalidArgument, NonFinite, RankLost, SpecMismatch, SyncError
 from geartrain.bridge.parallel.topk import bucket, selection
 from tests.support.dying import Dies
-from tests.support.rank_processes import run_ranks
+from tests.support.rank_processes import on_ranks, run_ranks
 from tests.unit.bridge.parallel.topk.test_topk_gradients import LR, SIZE, SPARSITY, Made, Tensors, made, step_of
 
 
@@ -30,9 +30,9 @@ def saved(parts: Made) -> dict[str, Any]:
     return copy.deepcopy(parts[2].state_dict())
 
 
-def spoil_residual(rank: int, ranks: int, folder: Path) -> None:
+@on_ranks(2)
+def test_a_residual_that_is_not_finite_is_named_and_a_loaded_state_goes_on(rank: int) -> None:
     """With a GradScaler, too: no scale would make it finite again."""
-    del ranks, folder
     for scaler in (None, torch.amp.GradScaler("cpu", init_scale=2.0)):
         parts = made(scaler=scaler)
         step_of(parts, 0, rank, scale=1.0 if scaler is None else 2.0)
@@ -56,12 +56,8 @@ def spoil_residual(rank: int, ranks: int, folder: Path) -> None:
         assert parts[2].steps == 2
 
 
-def test_a_residual_that_is_not_finite_is_named_and_a_loaded_state_goes_on(tmp_path: Path) -> None:
-    run_ranks(spoil_residual, 2, tmp_path)
-
-
-def fail_on_one_rank(rank: int, ranks: int, folder: Path) -> None:
-    del ranks, folder
+@on_ranks(2)
+def test_a_rank_that_fails_tells_the_others(rank: int) -> None:
     parts = made()
     step_of(parts, 0, rank)
     state, before = saved(parts), weights_of(parts)
@@ -79,13 +75,9 @@ def fail_on_one_rank(rank: int, ranks: int, folder: Path) -> None:
     step_of(parts, 1, rank)
 
 
-def test_a_rank_that_fails_tells_the_others(tmp_path: Path) -> None:
-    run_ranks(fail_on_one_rank, 2, tmp_path)
-
-
-def load_on_one_rank(rank: int, ranks: int, folder: Path) -> None:
+@on_ranks(2)
+def test_a_state_that_one_rank_alone_loads_is_refused_on_every_rank(rank: int) -> None:
     """In the warm-up, where the number of steps decides how much travels; then other values with the same number."""
-    del ranks, folder
     parts = made(sparsity=0.95, warmup_steps=4)
     step_of(parts, 0, rank)
     state = saved(parts)
@@ -112,13 +104,9 @@ def load_on_one_rank(rank: int, ranks: int, folder: Path) -> None:
     assert parts[2].steps == 2
 
 
-def test_a_state_that_one_rank_alone_loads_is_refused_on_every_rank(tmp_path: Path) -> None:
-    run_ranks(load_on_one_rank, 2, tmp_path)
-
-
-def join(rank: int, ranks: int, folder: Path) -> None:
+@on_ranks(2)
+def test_joining_ranks_are_refused(rank: int) -> None:
     """Ranks with fewer batches would send zeros, and lose what they keep; with as many, nobody does."""
-    del ranks, folder
     parts = made()
     with parts[0].join():
         step_of(parts, 0, rank)
@@ -129,10 +117,6 @@ def join(rank: int, ranks: int, folder: Path) -> None:
             step_of(parts, step, rank)
 
 
-def test_joining_ranks_are_refused(tmp_path: Path) -> None:
-    run_ranks(join, 2, tmp_path)
-
-
 class DiesBetweenBuckets(Tensors):
     dies = False
 
@@ -141,9 +125,8 @@ class DiesBetweenBuckets(Tensors):
         return (first * large).sum() + (self.small * small).sum()
 
 
-def die_between_buckets(rank: int, ranks: int, folder: Path) -> None:
+def die_between_buckets(rank: int, folder: Path) -> None:
     """One bucket was told of before the rank is killed, the other never."""
-    del ranks
     selection.SMALL = 3
     model = DistributedDataParallel(DiesBetweenBuckets(), bucket_cap_mb=1e-5)
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
@@ -168,9 +151,9 @@ def test_a_rank_that_dies_between_buckets_is_a_typed_error_on_all_others(tmp_pat
     assert not list(tmp_path.glob("saved/model.json"))
 
 
-def give_momentum_later(rank: int, ranks: int, folder: Path) -> None:
+@on_ranks(2)
+def test_momentum_that_comes_later_and_a_scaler_that_is_off(rank: int) -> None:
     """A scheduler or a loaded state gives the optimizer momentum; a GradScaler that is off skips nothing."""
-    del ranks, folder
     parts = made()
     step_of(parts, 0, rank)
     before = weights_of(parts)
@@ -185,10 +168,6 @@ def give_momentum_later(rank: int, ranks: int, folder: Path) -> None:
     with pytest.raises(NonFinite, match=r"gradient of parameter 'large' .* on rank 1"):
         step_of(parts, 0, rank, **({"large": torch.full((SIZE,), torch.nan)} if rank == 1 else {}))
     assert all(bool(torch.isfinite(parameter).all()) for parameter in parts[0].parameters())
-
-
-def test_momentum_that_comes_later_and_a_scaler_that_is_off(tmp_path: Path) -> None:
-    run_ranks(give_momentum_later, 2, tmp_path)
 
 
 def warm_up(rank: int, ranks: int, folder: Path) -> None:

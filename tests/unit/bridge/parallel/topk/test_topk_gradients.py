@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ from geartrain.ams.values.errors import InvalidArgument, NonFinite, SpecMismatch
 from geartrain.bridge.parallel.topk import selection
 from geartrain.bridge.parallel.topk.hook import TopKGradients
 from geartrain.bridge.parallel.topk.selection import sparsity_at
-from tests.support.rank_processes import run_ranks
+from tests.support.rank_processes import on_ranks
 
 SIZE, DENSE, K = 20, 3, 4
 SPARSITY = 1 - K / SIZE
@@ -91,8 +90,8 @@ class Reference:
         return mean + (own + self.m * self.decay if self.nesterov else self.decay)
 
 
-def follow_reference(rank: int, ranks: int, folder: Path) -> None:
-    del folder
+@on_ranks(2)
+def test_parameters_follow_deep_gradient_compression(rank: int, ranks: int) -> None:
     for nesterov, weight_decay, ddp in (
         (False, 0.0, {}),
         (True, 0.1, {"gradient_as_bucket_view": True}),
@@ -114,12 +113,8 @@ def follow_reference(rank: int, ranks: int, folder: Path) -> None:
         assert calls["all-gather"] >= 12  # and what was said of the settings
 
 
-def test_parameters_follow_deep_gradient_compression(tmp_path: Path) -> None:
-    run_ranks(follow_reference, 2, tmp_path)
-
-
-def train_halves(rank: int, ranks: int, folder: Path) -> None:
-    del ranks, folder
+@on_ranks(2)
+def test_16_bit_parameters_train_with_float32_residuals(rank: int) -> None:
     halves, whole = made(dtype=torch.bfloat16), made()
     for step in range(3):
         step_of(halves, step, rank)
@@ -128,13 +123,9 @@ def train_halves(rank: int, ranks: int, folder: Path) -> None:
     torch.testing.assert_close(halves[0].module.large.float(), whole[0].module.large, rtol=0.05, atol=0.1)
 
 
-def test_16_bit_parameters_train_with_float32_residuals(tmp_path: Path) -> None:
-    run_ranks(train_halves, 2, tmp_path)
-
-
-def leave_out(rank: int, ranks: int, folder: Path) -> None:
+@on_ranks(2)
+def test_an_unused_parameter_keeps_its_residual(rank: int) -> None:
     """A parameter that takes part on no rank keeps what waits for it."""
-    del ranks, folder
 
     class Optional(Tensors):
         def forward(self, large: Tensor | None, small: Tensor) -> Tensor:
@@ -153,12 +144,8 @@ def leave_out(rank: int, ranks: int, folder: Path) -> None:
     assert all(torch.equal(one, other) for one, other in zip(pending(parts), before, strict=True))
 
 
-def test_an_unused_parameter_keeps_its_residual(tmp_path: Path) -> None:
-    run_ranks(leave_out, 2, tmp_path)
-
-
-def clip(rank: int, ranks: int, folder: Path) -> None:
-    del folder
+@on_ranks(2)
+def test_a_rank_clips_the_norm_of_its_whole_gradient(rank: int, ranks: int) -> None:
     clipped, plain = made(clip=2.0), made()
     for step in range(3):
         step_of(clipped, step, rank)
@@ -171,13 +158,9 @@ def clip(rank: int, ranks: int, folder: Path) -> None:
     torch.testing.assert_close(clipped[0].module.small, plain[0].module.small)
 
 
-def test_a_rank_clips_the_norm_of_its_whole_gradient(tmp_path: Path) -> None:
-    run_ranks(clip, 2, tmp_path)
-
-
-def attach_beside_a_split_head(rank: int, ranks: int, folder: Path) -> None:
+@on_ranks(2)
+def test_a_parallel_model_has_its_replicated_part_sparsified(rank: int, ranks: int) -> None:
     """The replicated part of a parallel model, by the model's own names; dense, it trains as the whole does."""
-    del folder
     torch.manual_seed(4)
     plain = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 7))
     inputs, labels = torch.randn(8, 6), torch.randint(7, (8,))
@@ -201,13 +184,9 @@ def attach_beside_a_split_head(rank: int, ranks: int, folder: Path) -> None:
     assert set(topk.state_dict()["momentum"]) == {"0.weight", "0.bias"}
 
 
-def test_a_parallel_model_has_its_replicated_part_sparsified(tmp_path: Path) -> None:
-    run_ranks(attach_beside_a_split_head, 2, tmp_path)
-
-
-def overflow(rank: int, ranks: int, folder: Path) -> None:
+@on_ranks(2)
+def test_a_grad_scaler_skips_the_step_on_every_rank(rank: int) -> None:
     """An overflow on one rank: no rank steps, nothing that waits has changed, and the scale is not in it."""
-    del ranks, folder
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1000)
     parts, unscaled = made(scaler=scaler), made()
     model, optimizer, topk = parts
@@ -237,12 +216,8 @@ def overflow(rank: int, ranks: int, folder: Path) -> None:
     torch.testing.assert_close(pending(parts)[1], pending(unscaled)[1])
 
 
-def test_a_grad_scaler_skips_the_step_on_every_rank(tmp_path: Path) -> None:
-    run_ranks(overflow, 2, tmp_path)
-
-
-def be_told(rank: int, ranks: int, folder: Path) -> None:
-    del ranks, folder
+@on_ranks(2)
+def test_what_is_wrong_on_one_rank_is_raised_on_every_rank(rank: int) -> None:
     for name, where in (("large", " on rank 1"), ("small", "")):
         parts = made()
         step_of(parts, 0, rank)
@@ -277,12 +252,8 @@ def be_told(rank: int, ranks: int, folder: Path) -> None:
         TopKGradients().attach(model, torch.optim.SGD(model.parameters(), lr=LR, momentum=[0, 0.9][rank]))
 
 
-def test_what_is_wrong_on_one_rank_is_raised_on_every_rank(tmp_path: Path) -> None:
-    run_ranks(be_told, 2, tmp_path)
-
-
-def refuse(rank: int, ranks: int, folder: Path) -> None:
-    del rank, ranks, folder
+@on_ranks(1)
+def test_what_cannot_be_sparsified_is_refused() -> None:
     model = DistributedDataParallel(Tensors())
     parameters = list(model.parameters())
     refused: list[tuple[str, Callable[[], Any]]] = [
@@ -308,10 +279,6 @@ def refuse(rank: int, ranks: int, folder: Path) -> None:
         topk.attach(model, torch.optim.SGD(parameters))
     with pytest.raises(InvalidArgument, match="refuses a communication hook"):
         TopKGradients().attach(model, torch.optim.SGD(parameters))
-
-
-def test_what_cannot_be_sparsified_is_refused(tmp_path: Path) -> None:
-    run_ranks(refuse, 1, tmp_path)
 
 
 def test_the_sparsity_rises_in_equal_parts_of_the_warm_up() -> None:
