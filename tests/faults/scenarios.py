@@ -303,9 +303,10 @@ PLACES: dict[str, tuple[str, int]] = {
 
 ELSEWHERE = {
     "graph.part.after": "tests/integration/graph/test_graph_role.py",
+    "shard.parts.before": "tests/integration/head/test_hosted_retries.py",
     "model.publish.before": "tests/unit/bridge/checkpoint/test_saved_models.py",
 }
-"""Failpoints where no row can be lost, and the file that tests them."""
+"""Failpoints that the jobs of this file do not come to, and the file that tests them."""
 
 
 def actions_of(name: str) -> tuple[str, ...]:

@@ -6,8 +6,10 @@ import multiprocessing
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -125,7 +127,7 @@ class Pauses:
 @pytest.fixture
 def pauses(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pauses]:
     made = Pauses()
-    monkeypatch.setattr(worker_steps, "_pause", made)
+    monkeypatch.setattr(worker_steps, "time", SimpleNamespace(monotonic=time.monotonic, sleep=made))
     yield made
     for _ in range(1000):
         made.may_ask.release()
