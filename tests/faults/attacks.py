@@ -41,7 +41,7 @@ def large_requests(seed: int, folder: Path) -> None:  # noqa: ARG001
     attack("ring", 1, rounds=100)
 
 
-def proxies(seed: int, folder: Path, *, pushes: int = 20) -> None:  # noqa: ARG001
+def proxies(seed: int, folder: Path, *, pushes: int = 120) -> None:  # noqa: ARG001
     """Integer pushes through proxies that mistreat the connections for rows, and those of messages."""
     from tests.faults.test_exactly_once import attack
 
