@@ -1,5 +1,6 @@
 #include "optimizers/adam.hpp"
 
+#include <array>
 #include <cmath>
 
 #include "machine/isa.hpp"
@@ -57,7 +58,17 @@ AdamFactors Adam::factors_of(const PushFactors& push, double correction1, double
 }
 
 AdamFactors Adam::factors_of(const PushFactors& push, int64_t t) const {
-  return factors_of(push, 1 - power(beta1_, t), 1 - power(beta2_, t));
+  // Rows of one push have had few numbers of updates, and two powers take longer than the rest of a short row.
+  struct Corrections {
+    double beta1 = 0, beta2 = 0;
+    int64_t t = -1;
+    double first = 0, second = 0;
+  };
+  thread_local std::array<Corrections, 256> recent;
+  Corrections& known = recent[static_cast<size_t>(t) % recent.size()];
+  if (known.t != t || known.beta1 != beta1_ || known.beta2 != beta2_)
+    known = {beta1_, beta2_, t, 1 - power(beta1_, t), 1 - power(beta2_, t)};
+  return factors_of(push, known.first, known.second);
 }
 
 Magnitudes Adam::update(float* row, float* moments, const float* gradient, size_t dim, const PushFactors& push, int64_t t) const {
