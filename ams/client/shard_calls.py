@@ -248,8 +248,10 @@ class ShardCalls:
         """Which table of its name is meant: the one that was opened, or that this process has restored since, if it is
         of an equal spec.
         """
-        restored = self._restored.get(table.name)
-        return table.incarnation if restored != table else max(table.incarnation, restored.incarnation)
+        restored = self._restored.get(table.name) if self._restored else None
+        if restored is None or restored != table:
+            return table.incarnation
+        return max(table.incarnation, restored.incarnation)
 
     def on_all_shards(
         self,

@@ -8,7 +8,7 @@ that both share.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -19,7 +19,13 @@ import numpy.typing as npt
 
 from geartrain.ams.client.hosted_calls import HostedCalls
 from geartrain.ams.client.rows.expire import ExpiredRows, expire_rows
-from geartrain.ams.client.rows.push_options import CHECK_FINITE, CHECK_PRODUCT, PushOptions, table_facts
+from geartrain.ams.client.rows.push_options import (
+    CHECK_FINITE,
+    CHECK_PRODUCT,
+    BatchSettings,
+    PushOptions,
+    table_facts,
+)
 from geartrain.ams.client.rows.row_calls import RowCalls
 from geartrain.ams.client.rows.row_futures import PreparedCall
 from geartrain.ams.client.rows.write_log import WriteLog
@@ -311,6 +317,21 @@ def pull_together(pulls: Sequence[tuple[Table, Ids, npt.NDArray[Any]]]) -> list[
         for number, of_table in zip(numbers, calls.pull_together([requests[n] for n in numbers]), strict=True):
             writes[number] = of_table
     return writes
+
+
+def prepare_together(
+    pushes: Iterable[tuple[Table, Ids, npt.NDArray[np.float32], BatchSettings]], **options: Unpack[PushOptions]
+) -> Iterator[RowWrite]:
+    """:meth:`Table.prepare_push` of tables with one optimizer: what their pushes have in common is looked at once.
+
+    Each is of (table, distinct ids [N] in its range, finite gradients [N, dim], its batch). Raises as prepare_push.
+    """
+    settings: dict[str, Any] | None = None
+    for table, ids, gradients, batch in pushes:
+        if settings is None:
+            settings = table._writes.settings_of(options)
+            settings |= {"check": CHECK_PRODUCT, "step_goes_on": False, "are_distinct": True}
+        yield table._writes.cut(ids, gradients, settings, batch)
 
 
 def _count(ids: Any) -> int:

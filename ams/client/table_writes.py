@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
 
-from geartrain.ams.client.rows.push_options import CHECK_FINITE, NO_CHECK, PushOptions, batch_of, require_known
+from geartrain.ams.client.rows.push_options import (
+    CHECK_FINITE,
+    NO_CHECK,
+    BatchSettings,
+    PushOptions,
+    batch_of,
+    require_known,
+)
 from geartrain.ams.client.rows.row_calls import WriteOutcome
 from geartrain.ams.client.shard_calls import ShardCalls
 from geartrain.ams.client.writes import ClientStream, RowWrite, Write
@@ -31,6 +38,7 @@ class TableWrites:
         self._facts = facts
         self._calls = calls
         self._stream = stream
+        self._counts_steps = spec.counts_steps
 
     @property
     def _incarnation(self) -> int:
@@ -54,33 +62,49 @@ class TableWrites:
         """Check a push and cut it; ``check`` is that of :meth:`RowCalls.prepared`, or None: of one that is sent at
         once. Raises as :meth:`Table.push`.
         """
-        require_known(options)
+        settings = self.settings_of(options)
         checked = ids_array(ids, self._spec.num_rows)
         is_scattered = isinstance(gradients, ScatteredRows)
         rows = gradients if is_scattered else rows_array(gradients, len(checked), self._spec.dim)
-        lr, group = options.get("lr"), options.get("group")
-        lr = None if lr is None else real_number("lr", lr)
+        settings["check"] = self.check_on_send(settings["group"]) if check is None else check
+        settings |= {"step_goes_on": step_goes_on, "are_distinct": known_distinct}
+        return self.cut(checked, rows, settings, options, options.get("sequence"))
+
+    def settings_of(self, options: PushOptions) -> dict[str, Any]:
+        """What pushes with these options say to the compiled code, whatever table of this optimizer they are of."""
+        require_known(options)
+        lr, scalars = options.get("lr"), options.get("optimizer_scalars", NO_SCALARS)
         scale = real_number("scale", options.get("scale", 1.0))
-        scalars = options.get("optimizer_scalars", NO_SCALARS)
         self._spec.optimizer.for_push(scalars)
         if not math.isfinite(scale):
             raise NonFinite(f"scale is {scale!r}; it must be finite (a skipped step pushes nothing)")
+        return {
+            "lr": None if lr is None else real_number("lr", lr),
+            "scale": scale,
+            "scalars": dict(scalars),
+            "group": options.get("group"),
+        }
+
+    def cut(
+        self,
+        ids: Ids,
+        rows: Any,
+        settings: Mapping[str, Any],
+        batch: BatchSettings,
+        sequence: int | None = None,
+    ) -> RowWrite:
+        """Cut and number a push of checked ids and rows."""
+        group = settings["group"]
         prepared = self._calls.rows.prepared(
             self._facts,
-            checked,
+            ids,
             rows,
-            check=self.check_on_send(group) if check is None else check,
-            every_shard=group is not None or self._spec.counts_steps,  # they count ranks, or steps
+            every_shard=group is not None or self._counts_steps,  # they count ranks, or steps
             is_assign=False,
-            lr=lr,
-            scale=scale,
-            scalars=dict(scalars),
-            group=group,
-            step_goes_on=step_goes_on,
-            are_distinct=known_distinct,
-            batch=batch_of(self._spec, len(checked), options),
+            batch=batch_of(self._spec, len(ids), batch),
+            **settings,
         )
-        return self._write(prepared, options.get("sequence"), checked, group)
+        return self._write(prepared, sequence, ids, group)
 
     def assign(self, ids: Any, rows: Any, sequence: int | None) -> RowWrite:
         """Check rows [N, dim] that overwrite others, and cut them."""

@@ -9,10 +9,10 @@ from __future__ import annotations
 import logging
 import threading
 import uuid
-import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 from geartrain.ams.client.rows.row_calls import RowCalls, WriteOutcome
@@ -213,11 +213,6 @@ def checked_incarnation(incarnation: int) -> int:
     return integer("incarnation", incarnation, 1, 2**63 - 1)
 
 
-def _end_all(numbers: Numbers, begun: list[int]) -> None:
-    for sequence in begun:
-        numbers.end(sequence)
-
-
 Deliver = Callable[[Sequence[int], CallContext], Sequence[WriteOutcome]]
 """Sends a write to some of its shards; returns what each of them answered."""
 
@@ -228,6 +223,9 @@ class Write:
     A repeated send reaches only the shards that have not answered, under the same number, so that no shard applies
     the write twice. Not thread-safe.
     """
+
+    _begun: Sequence[int] = ()
+    """Its number, as soon as that is open."""
 
     def __init__(
         self,
@@ -252,10 +250,14 @@ class Write:
         self._created = 0
         self._duplicate = False
         begun: list[int] = []
-        # Nobody can send what nobody holds: else a number would stay open for ever.
-        weakref.finalize(self, _end_all, numbers, begun).atexit = False
+        self._begun = begun
         numbers.begin(begun)
         self._sequence = begun[0]
+
+    def __del__(self) -> None:
+        """Nobody can send what nobody holds: else a number would stay open for ever."""
+        for sequence in self._begun:
+            self._numbers.end(sequence)
 
     @property
     def is_on_a_shard(self) -> bool:
@@ -326,8 +328,17 @@ class Write:
         self._numbers.end(self._sequence)
 
 
+def _deliver_rows(
+    rows: RowCalls, prepared: PreparedWrite, shards: Sequence[int], context: CallContext
+) -> Sequence[WriteOutcome]:
+    return rows.write([(prepared, shards, context)])[0]
+
+
 class RowWrite(Write):
     """A write of rows. Several of them can be sent together."""
+
+    _logged: int | None = None
+    """Its number in the log of writes."""
 
     def __init__(
         self,
@@ -341,13 +352,16 @@ class RowWrite(Write):
     ) -> None:
         """``ids`` are those of the rows."""
         # No method of its own: it would hold itself, and its number for as long.
-        deliver: Deliver = lambda shards, context: rows.write([(prepared, shards, context)])[0]  # noqa: E731
+        deliver = partial(_deliver_rows, rows, prepared)
         super().__init__(numbers, prepared.shards, deliver, table, table_incarnation, group)
         self._prepared = prepared
         self._rows = rows
         self._ids = ids
-        self._logged: int | None = None
-        """Its number in the log of writes."""
+
+    def __del__(self) -> None:
+        """See the base class."""
+        super().__del__()
+        self._is_over()
 
     def announce(self) -> None:
         """Let those who keep rows know that these change from now on. To send it does so, too."""
@@ -355,8 +369,6 @@ class RowWrite(Write):
             return
         log = self._rows.write_log
         self._logged = log.begin(self._table, self._ids)
-        if self._logged is not None:
-            weakref.finalize(self, log.end, self._logged).atexit = False
 
     def _begin(self) -> CallContext:
         self.announce()

@@ -34,11 +34,10 @@ def as_array(value: Any, error: type[GeartrainError], what: str) -> npt.NDArray[
     if value.layout != torch.strided or value.device.type == "meta":
         kind = "a meta tensor" if value.device.type == "meta" else f"a tensor of layout {value.layout}"
         raise error(f"{what} are {kind}; they must be a dense tensor with values")
-    tensor = value.detach().cpu().resolve_conj().resolve_neg()
-    if tensor.dtype == torch.bfloat16:  # numpy has no bfloat16 of its own to receive
-        bits: npt.NDArray[Any] = tensor.contiguous().view(torch.int16).numpy()
+    if value.dtype == torch.bfloat16:  # numpy has no bfloat16 of its own to receive
+        bits: npt.NDArray[Any] = value.detach().contiguous().view(torch.int16).numpy(force=True)
         return bits.view(ml_dtypes.bfloat16)
-    array: npt.NDArray[Any] = tensor.numpy()
+    array: npt.NDArray[Any] = value.numpy(force=True)
     return array
 
 
@@ -56,13 +55,17 @@ def _require_unmasked(value: Any, error: type[GeartrainError], what: str) -> Non
 
 def ids_array(value: Any, num_rows: int | None) -> Ids:
     """Return ``value`` as int64 [N], C-contiguous, checked. Raises InvalidIds naming the offender and the range."""
-    is_plain = type(value) is np.ndarray and value.dtype == _INT64 and value.ndim == 1 and value.flags.carray
-    ids = value if is_plain else _int64_vector(value)
+    ids = value if type(value) is np.ndarray and value.ndim == 1 and is_plain(value) else _int64_vector(value)
     index = ops.first_outside(ids, num_rows)
     if index >= 0:
         limit = 2**63 if num_rows is None else num_rows
         raise InvalidIds(f"id {ids[index]} at index {index} is out of range; ids lie in [0, {limit})")
     return ids
+
+
+def is_plain(array: npt.NDArray[Any]) -> bool:
+    """Whether it is int64, C-contiguous and aligned: as ``np.require`` would make it, which takes longer to ask."""
+    return array.dtype == _INT64 and (flags := array.flags).c_contiguous and flags.aligned
 
 
 def _int64_vector(value: Any) -> Ids:

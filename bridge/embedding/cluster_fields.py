@@ -64,15 +64,16 @@ class ClusterFields(GroupRows):
             update = EmbeddingUpdate(own, hosted=places, ranks=its_ranks, pace=self._lead)
             self._parts.append(TrainedTables(update, _ClusterTables(cluster, update)))
         self.parts = self._parts
-        self._names = [table for tables in order for table in tables]
-        self._tables = [made[table] for table in self._names]
+        names = [table for tables in order for table in tables]
+        self._numbers = {name: number for number, name in enumerate(names)}
+        self._tables = [made[name] for name in names]
         self.write_logs = list(dict.fromkeys(table.write_log for table in self._tables))
         # Those whose rows are pulled come first.
         self._order = sorted(settings.with_rows, key=lambda number: self._fields[number].where == "hosted")
         self._num_pulled = sum(field.where != "hosted" for field in with_rows)
 
     def table(self, name: str) -> Table:
-        return self._tables[self._names.index(name)]
+        return self._tables[self._numbers[name]]
 
     def join(self) -> None:
         if self._lead is not None and torch.is_grad_enabled():
@@ -88,7 +89,7 @@ class ClusterFields(GroupRows):
                     "where they are; detach() the weights, or give the field where='pull'"
                 )
         own = [(self._fields[number], given[number]) for number in self._order]
-        features = [feature_ids(self._names.index(field.table_name), field, ids) for field, ids in own]
+        features = [feature_ids(self._numbers[field.table_name], field, ids) for field, ids in own]
         threads, first = torch.get_num_threads(), 0
         try:
             lookup = Lookup(features[: self._num_pulled], [table.spec.num_rows for table in self._tables], threads)

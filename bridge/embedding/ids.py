@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from geartrain.ams.kernels.embedding import Bags
-from geartrain.ams.values.arrays import as_array
+from geartrain.ams.values.arrays import as_array, is_plain
 from geartrain.ams.values.errors import InvalidArgument, InvalidIds
 from geartrain.ams.values.specs import Ids
 from geartrain.ams.values.text import counted, quoted
@@ -164,9 +164,11 @@ def _parts_of(given: Any, name: str) -> tuple[Any, ...]:
         if given.lengths() is not None:  # type: ignore[attr-defined]
             raise InvalidIds(f"the ids of field {name!r} are a nested tensor with holes; make it contiguous()")
         return given.values(), given.offsets(), None  # type: ignore[attr-defined]
+    if isinstance(given, Tensor):
+        return (given,)
     if _is_several(given) and len(given) in (2, 3):
         return given[0], given[1], given[2] if len(given) == 3 else None
-    if not isinstance(given, Tensor | np.ndarray | Mapping) and _is_jagged(given):
+    if not isinstance(given, np.ndarray | Mapping) and _is_jagged(given):
         weights = getattr(given, "weights_or_none", lambda: None)()
         return given.values(), _offsets_of(given.lengths(), name), weights
     return (given,)
@@ -282,6 +284,8 @@ def _offsets_of(lengths: Any, name: str) -> Any:
 
 def _integers(given: Any, name: str, what: str) -> npt.NDArray[np.int64]:
     array = as_array(given, InvalidIds, f"{what} of field {name!r}")
+    if is_plain(array):
+        return array
     if array.dtype.kind not in "iu" and array.size:
         if array.dtype.kind == "O":
             _refuse_none(given, array, name, what)

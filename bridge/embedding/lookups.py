@@ -163,9 +163,12 @@ class LookupCall:
         ids = self._lookup.ids()
         sums = [np.empty((len(own), dim), np.float32) for own, dim in zip(ids, self._dims, strict=True)]
         squares = self._lookup.sum_gradients(gradients, out=sums)
+        have_gradients: list[list[bool]] = [[] for _ in ids]
+        """Of each table, whether each of its features has one."""
+        for feature, gradient in zip(self._features, gradients, strict=True):
+            have_gradients[feature.table].append(gradient is not None)
         used = [
-            np.zeros(len(own), np.bool_) if any(self._unused(gradients, table)) else None
-            for table, own in enumerate(ids)
+            None if all(each) else np.zeros(len(own), np.bool_) for each, own in zip(have_gradients, ids, strict=True)
         ]
         for place, (feature, gradient) in enumerate(zip(self._features, gradients, strict=True)):
             mask = used[feature.table]
@@ -184,8 +187,8 @@ class LookupCall:
                     counts = self._lookup.occurrences(first + place, [gradient is not None for gradient in gradients])
                 if mask is not None:
                     own, rows, counts = own[mask], rows[mask], None if counts is None else counts[mask]
-                is_step = table.spec.counts_steps and not all(self._unused(gradients, first + place))
-                if len(own) or is_step:  # rows that move at every step do so where a batch has no id, too
+                # Rows that move at every step do so where a batch has no id, too.
+                if len(own) or (table.spec.counts_steps and any(have_gradients[first + place])):
                     tables[place] = TableGradient(own, rows, counts, self._pulled_at[first + place])
             its_tables = range(len(part.row_update.tables))
             bags = {place: updates[first + place] for place in its_tables if first + place in updates}
@@ -194,11 +197,6 @@ class LookupCall:
                 own_squares = squares if len(self._parts) == 1 else _squares(tables)
                 collected = EmbeddingGradient(tables, own_squares, bags)
                 part.row_update.add(collected, checksum, self._num_samples)
-
-    def _unused(self, gradients: Sequence[Floats | None], table: int) -> list[bool]:
-        """Of each feature of a table, whether it has no gradient."""
-        both = zip(self._features, gradients, strict=True)
-        return [gradient is None for feature, gradient in both if feature.table == table]
 
 
 def _host(gradient: Tensor) -> Floats:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from geartrain.ams.client.rows.push_options import BatchSettings
+from geartrain.ams.client.table import Table, prepare_together
 from geartrain.ams.kernels import ops
 from geartrain.ams.programs.bag_pooling import NAME, SQUARED_NORM
 from geartrain.ams.values.errors import InvalidArgument
@@ -21,9 +23,6 @@ from geartrain.bridge.rows.ranks import SyncRanks
 from geartrain.bridge.rows.row_update import PushSettings
 from geartrain.bridge.rows.same_rows import incarnation_of
 from geartrain.bridge.rows.tables import TableWrite
-
-if TYPE_CHECKING:
-    from geartrain.ams.client.table import Table
 
 _NAMED = 3
 
@@ -172,6 +171,7 @@ class EmbeddingUpdate(PendingUpdate[EmbeddingGradient]):
                 "group": None if self.ranks is None else self.ranks.sync_group(self._samples),
             }
             writes: list[TableWrite] = []
+            pushes: list[tuple[Table, Ids, npt.NDArray[np.float32], BatchSettings]] = []
             try:
                 for place, table in enumerate(self.tables):
                     gradient = self._pending.tables.get(place)
@@ -182,18 +182,15 @@ class EmbeddingUpdate(PendingUpdate[EmbeddingGradient]):
                         self._hosted_writes.append(HostedUpdate(table, inputs, self.step, settings))
                         continue
                     gradient = gradient or _none_of(table)  # the others wait for this rank
-                    # Their squares are finite, or check_finite() would have said so; the product is looked at there.
-                    push = table.prepare_push(
-                        gradient.ids,
-                        gradient.rows,
-                        known_finite=True,
-                        known_distinct=True,
-                        occurrences=gradient.occurrences,
-                        step=self.step,
-                        pulled_at=gradient.pulled_at,
-                        **settings,
-                    )
-                    writes.append(push)
+                    batch: BatchSettings = {
+                        "occurrences": gradient.occurrences,
+                        "step": self.step,
+                        "pulled_at": gradient.pulled_at,
+                    }
+                    pushes.append((table, gradient.ids, gradient.rows, batch))
+                # Their squares are finite, or check_finite() would have said so; the product is looked at there.
+                for push in prepare_together(pushes, **settings):
+                    writes.append(push)  # so that those before an error are given up
             except BaseException:
                 self._abandon(writes)
                 raise

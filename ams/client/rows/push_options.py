@@ -56,11 +56,13 @@ class PushOptions(BatchSettings, total=False):
     ``duplicate``; see :meth:`Cluster.acknowledge`."""
 
 
+_OPTIONS = PushOptions.__annotations__.keys() | BatchSettings.__annotations__.keys()
+
+
 def require_known(options: Mapping[str, Any]) -> None:
     """Raise TypeError for a keyword that no push has."""
-    known = PushOptions.__annotations__.keys() | BatchSettings.__annotations__.keys()
-    if unknown := options.keys() - known:
-        raise TypeError(f"a push has no {sorted(unknown)[0]!r}; its options are {', '.join(sorted(known))}")
+    if unknown := options.keys() - _OPTIONS:
+        raise TypeError(f"a push has no {sorted(unknown)[0]!r}; its options are {', '.join(sorted(_OPTIONS))}")
 
 
 def table_facts(spec: TableSpec, wire_dtype: DTypeName | None) -> TableFacts:
@@ -70,13 +72,11 @@ def table_facts(spec: TableSpec, wire_dtype: DTypeName | None) -> TableFacts:
     return TableFacts(spec.name, spec.dim, code, spec.num_rows is not None, wire_code, spec.counts_occurrences)
 
 
-def batch_of(spec: TableSpec, count: int, given: PushOptions) -> Batch | None:
+def batch_of(spec: TableSpec, count: int, given: BatchSettings) -> Batch | None:
     """What a push of ``count`` ids says to a table of ``spec``; None: nothing. Raises InvalidArgument.
 
     Occurrences, step and time travel only where the table's admission or expiry asks for them.
     """
-    if not given.keys() & BatchSettings.__annotations__.keys() and not spec.asks_for_clock:
-        return None
     occurrences = _occurrences(given.get("occurrences"), count)
     step, seconds, pulled_at = given.get("step"), given.get("unix_seconds"), given.get("pulled_at")
     if step is not None:
