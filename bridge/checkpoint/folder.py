@@ -92,7 +92,7 @@ def require_ours(folder: Path) -> None:
         return
     if not folder.is_dir():
         raise InvalidArgument(f"{folder} is a file; a model is saved in a folder")
-    foreign = [one.name for one in folder.iterdir() if one.name != MODEL and not _OURS.fullmatch(one.name)]
+    foreign = [item.name for item in folder.iterdir() if item.name != MODEL and not _OURS.fullmatch(item.name)]
     if foreign:
         raise InvalidArgument(f"{folder} holds other files ({min(foreign)}); give a folder of its own, or a new name")
 

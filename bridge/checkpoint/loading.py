@@ -89,8 +89,8 @@ def load(
     for placement in placements.values():
         placement.go_on()
     rows_of_ranks = DividedRows(folder, saved.record.pieces)
-    for name, one in loading.state.items():
-        one.load_state_dict(state_like(one, saved.content["objects"][name], rows_of_ranks))
+    for name, item in loading.state.items():
+        item.load_state_dict(state_like(item, saved.content["objects"][name], rows_of_ranks))
     values: dict[str, Any] = rows_of_ranks.whole(saved.content["values"])
     return values
 
@@ -216,14 +216,14 @@ def _require_same_tensors(folder: Path, saved: Mapping[str, Any], model: nn.Modu
 
 
 def _require_objects(folder: Path, content: Mapping[str, Any], state: Mapping[str, Any]) -> None:
-    for name, one in state.items():
+    for name, item in state.items():
         if name not in content["objects"]:
             raise InvalidArgument(
                 f"{folder} holds no state of {name!r}; it was saved with state of {sorted(content['objects'])} and the "
                 f"values {sorted(content['values'])}, which load returns"
             )
-        if not hasattr(one, "load_state_dict"):
-            raise InvalidArgument(f"state[{name!r}] is {quoted(one)}; it must have load_state_dict()")
+        if not hasattr(item, "load_state_dict"):
+            raise InvalidArgument(f"state[{name!r}] is {quoted(item)}; it must have load_state_dict()")
 
 
 def _require_same_tables(snapshot: Snapshot, placements: list[Placement]) -> None:

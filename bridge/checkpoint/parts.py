@@ -90,7 +90,7 @@ def require_between_steps(model: nn.Module) -> None:
 
 def divided_states(state: Mapping[str, Any] | None) -> list[DividedState]:
     """Those objects of ``state`` of which each rank has a part."""
-    return [one for one in state.values() if isinstance(one, DividedState)] if isinstance(state, Mapping) else []
+    return [item for item in state.values() if isinstance(item, DividedState)] if isinstance(state, Mapping) else []
 
 
 def group_of(
@@ -109,7 +109,7 @@ def group_of(
         return ranks
     divided: Any = next((parameter for parameter in model.parameters() if is_divided(parameter)), None)
     if divided is None or divided.device_mesh.ndim != 1:
-        return next((one.saving_ranks for one in divided_states(state)), None)
+        return next((item.saving_ranks for item in divided_states(state)), None)
     mesh = divided.device_mesh
     if mesh not in _links:
         _links[mesh] = Communicator(mesh.get_group())

@@ -58,9 +58,9 @@ def set_apart(content: Any) -> tuple[Any, dict[str, _OwnRows]]:
 
     def walk(value: Any, place: str) -> Any:
         if isinstance(value, Mapping):
-            return {key: walk(one, f"{place}[{key!r}]") for key, one in value.items()}
+            return {key: walk(item, f"{place}[{key!r}]") for key, item in value.items()}
         if isinstance(value, list | tuple):
-            walked = [walk(one, f"{place}[{number}]") for number, one in enumerate(value)]
+            walked = [walk(item, f"{place}[{number}]") for number, item in enumerate(value)]
             return walked if isinstance(value, list) else tuple(walked)
         if not is_divided(value):
             return value
@@ -95,15 +95,15 @@ def write_rows(folder: Path, model_id: str, rank: int, own: Mapping[str, _OwnRow
     waiting: dict[str, _OwnRows] = {}
 
     def write() -> None:
-        data = save({name: one.rows.cpu().clone().contiguous() for name, one in waiting.items()})
+        data = save({name: item.rows.cpu().clone().contiguous() for name, item in waiting.items()})
         file = f"rank-{model_id}-{rank}-{len(pieces)}.safetensors"
         write_file(folder / file, data)
-        rows = {name: [one.first, one.first + len(one.rows)] for name, one in waiting.items()}
+        rows = {name: [item.first, item.first + len(item.rows)] for name, item in waiting.items()}
         pieces.append(RankFile(file=file, bytes=len(data), xxh3_128=xxhash.xxh3_128_hexdigest(data), rows=rows))
         waiting.clear()
 
     for name, part in _parts(own):
-        if name in waiting or sum(one.rows.nbytes for one in waiting.values()) + part.rows.nbytes > PIECE_BYTES:
+        if name in waiting or sum(item.rows.nbytes for item in waiting.values()) + part.rows.nbytes > PIECE_BYTES:
             write()
         waiting[name] = part
     if waiting:
@@ -112,10 +112,10 @@ def write_rows(folder: Path, model_id: str, rank: int, own: Mapping[str, _OwnRow
 
 
 def _parts(own: Mapping[str, _OwnRows]) -> Iterable[tuple[str, _OwnRows]]:
-    for name, one in own.items():
-        step = max(1, PIECE_BYTES * len(one.rows) // max(1, one.rows.nbytes))
-        for start in range(0, len(one.rows), step):
-            yield name, _OwnRows(one.first + start, one.rows[start : start + step])
+    for name, item in own.items():
+        step = max(1, PIECE_BYTES * len(item.rows) // max(1, item.rows.nbytes))
+        for start in range(0, len(item.rows), step):
+            yield name, _OwnRows(item.first + start, item.rows[start : start + step])
 
 
 def _index(folder: Path, model_id: str, rank: int) -> Path:

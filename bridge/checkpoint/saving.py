@@ -99,8 +99,8 @@ def save(model: nn.Module, path: str | Path, *, state: Mapping[str, Any] | None 
         return left
 
     together(group, lambda: require_ours(folder), what)
-    for one in divided_states(state):
-        one.merge()
+    for item in divided_states(state):
+        item.merge()
     rows: list[SavedRows] = []
     try:
         # Every rank gathers, for the state of some modules is of all ranks; the first one writes.

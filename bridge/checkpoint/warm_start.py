@@ -40,7 +40,7 @@ class CommonParts:
     """Of the saved one."""
 
     def __str__(self) -> str:
-        new, left_out = (", ".join(one) or "nothing" for one in (self.new, self.left_out))
+        new, left_out = (", ".join(item) or "nothing" for item in (self.new, self.left_out))
         return f"new, and as they were made: {new}; left out: {left_out}"
 
 

@@ -243,7 +243,7 @@ class DenseTable(torch.optim.Optimizer):
     def _agreed(self, sequence: int | None, lr: float, scale: float, samples: int, *, skips: bool) -> _Push | None:
         """The prepared push, if no rank skips the step. Raises if any rank cannot make its part."""
         if self._ranks is None:
-            has_gradient = any(one.grad is not None for one in self._tensors.trained.values())
+            has_gradient = any(item.grad is not None for item in self._tensors.trained.values())
             return self._prepared(sequence, lr, scale, samples) if has_gradient and not skips else None
         update, failure = None, None
         try:
@@ -282,7 +282,7 @@ class DenseTable(torch.optim.Optimizer):
         self._tensors.check()
         weights = self._weights
         group = None if self._ranks is None else self._ranks.sync_group(samples)
-        gradients = self._gradients.now([one.grad for one in self._tensors.trained.values()])
+        gradients = self._gradients.now([item.grad for item in self._tensors.trained.values()])
         try:
             write = weights.table.prepare_push(
                 weights.ids,
@@ -382,7 +382,7 @@ def attach(
     checked_wire_dtype(wire_dtype, name, "float32")  # before there is a table
     tensors = ModuleTensors(module)
     width = width_of(cluster, name, dim, reuse=reuse)
-    trained = Layout({key: one.shape for key, one in tensors.trained.items()}, width)
+    trained = Layout({key: item.shape for key, item in tensors.trained.items()}, width)
     others = Layout({key: other.shape for key, other in tensors.others().items()}, width)
     joined = process_group is not None or (mode == "sync" and dist.is_initialized())
     ranks = SyncRanks(name, process_group) if joined else None

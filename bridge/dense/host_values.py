@@ -29,7 +29,7 @@ class HostValues:
 
     def now(self, tensors: Sequence[Tensor | None]) -> ScatteredRows:
         """Rows of their values; None counts as zeros. They are read from where they lie until the rows are used."""
-        elsewhere = [one for one in zip(self._layout.parts, tensors, strict=True) if not _lies_in_order(one[1])]
+        elsewhere = [item for item in zip(self._layout.parts, tensors, strict=True) if not _lies_in_order(item[1])]
         if elsewhere:
             self._layout.pack_parts(elsewhere, self._own())
         return self._rows(tensors)

@@ -62,7 +62,7 @@ class ModuleBuffers:
         """Give the module the server's values; what it changed since its last push stays on top of them."""
         layout, now = self._store.layout, self._now()
         change_RD = self._packed() - self._base_RD
-        held, base_RD = [torch.empty_like(one) for one in now], layout.empty()
+        held, base_RD = [torch.empty_like(item) for item in now], layout.empty()
         layout.unpack(rows_RD, held)
         layout.pack(held, base_RD)  # as the module's dtypes hold them
         layout.unpack(base_RD + change_RD, now)

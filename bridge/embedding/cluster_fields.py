@@ -168,7 +168,7 @@ def _made(cluster: Cluster, specs: Mapping[str, TableSpec], *, reuse: bool) -> d
             )
     except BaseException:
         if not reuse:  # then all of them are of this call
-            for one in made.values():
-                cluster.drop_table(one.spec.name)
+            for item in made.values():
+                cluster.drop_table(item.spec.name)
         raise
     return made

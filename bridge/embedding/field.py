@@ -73,7 +73,7 @@ class Field:
                 f"the name of a field is {quoted(self.name)}; it must be a string, as gt.Field('user', dim=16)"
             )
         if self.pooling not in POOLINGS:
-            names = ", ".join(repr(one) for one in POOLINGS)
+            names = ", ".join(repr(pooling) for pooling in POOLINGS)
             raise InvalidArgument(
                 f"pooling of field {self.name!r} is {quoted(self.pooling)}; it must be one of {names}"
             )
@@ -155,7 +155,7 @@ def _spec(table: str, name: str, members: Sequence[Field], optimizer: RowOptimiz
                     f"{given[setting]!r} and {value!r}; say it in one of them, or give them tables of their own"
                 )
             given[setting], by[setting] = value, field.name
-    who = ", ".join(repr(one.name) for one in sharing)
+    who = ", ".join(repr(item.name) for item in sharing)
     if "dim" not in given:
         raise InvalidArgument(
             f"no field of table {table!r} ({who}) has a dim; give one: gt.Field({sharing[0].name!r}, dim=16)"

@@ -204,7 +204,7 @@ class EmbeddingGroup(nn.Module):
         if own:
             fields, given = zip(*own, strict=True)
             found = feature_vectors(fields, given, device)
-            vectors |= {field.name: one for field, one in zip(fields, found, strict=True)}
+            vectors |= {field.name: item for field, item in zip(fields, found, strict=True)}
         return vectors
 
     def _apply(self, *arguments: Any, **settings: Any) -> Any:
@@ -301,6 +301,6 @@ class Embedding(EmbeddingGroup):
 
 
 def _require_fields(name: str, fields: Sequence[Field]) -> None:
-    for one in fields:
-        if not isinstance(one, Field):
-            raise InvalidArgument(f"a field of {name!r} is {quoted(one)}; it must be a gt.Field('user', dim=16)")
+    for field in fields:
+        if not isinstance(field, Field):
+            raise InvalidArgument(f"a field of {name!r} is {quoted(field)}; it must be a gt.Field('user', dim=16)")

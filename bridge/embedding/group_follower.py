@@ -42,17 +42,17 @@ class GroupFollower(nn.Module):
         super().__init__()
         self.name = name
         self.fields = tuple(fields)
-        for one in self.fields:
-            if not isinstance(one, Field):
-                raise InvalidArgument(f"a field of {name!r} is {quoted(one)}; it must be a gt.Field('user', dim=16)")
+        for item in self.fields:
+            if not isinstance(item, Field):
+                raise InvalidArgument(f"a field of {name!r} is {quoted(item)}; it must be a gt.Field('user', dim=16)")
         if not self.fields:
             raise InvalidArgument(f"{name!r} needs at least one field: [gt.Field('user')]")
         self._tables = list(dict.fromkeys(f"{name}/{field.table_name}" for field in self.fields))
         self._followed = FollowedTables(root, self._tables)
-        for one in self.fields:
-            dim = self._followed.specs[f"{name}/{one.table_name}"].dim
-            if one.dim not in (None, dim):
-                raise SpecMismatch(f"field {one.name!r} has dim {one.dim}, its table in {root} {dim}; leave it out")
+        for item in self.fields:
+            dim = self._followed.specs[f"{name}/{item.table_name}"].dim
+            if item.dim not in (None, dim):
+                raise SpecMismatch(f"field {item.name!r} has dim {item.dim}, its table in {root} {dim}; leave it out")
         self.register_buffer("_place", torch.empty(0), persistent=False)  # says where the vectors are wanted
 
     @property

@@ -143,7 +143,7 @@ class TrainedTables(nn.Module, Generic[U]):
         state = state_dict.get(f"{prefix}_extra_state")
         if isinstance(state, Mapping):
             self._require_tables(state)
-            self.row_placement.require_same({name: one["rows"] for name, one in state["tables"].items()})
+            self.row_placement.require_same({name: item["rows"] for name, item in state["tables"].items()})
         super()._load_from_state_dict(state_dict, prefix, *arguments)
 
     def set_extra_state(self, state: Mapping[str, Any]) -> None:
@@ -153,7 +153,7 @@ class TrainedTables(nn.Module, Generic[U]):
 
     def _require_tables(self, state: Mapping[str, Any]) -> None:
         mine = {spec.name: spec.dim for spec in self._specs}
-        saved = {name: one["dim"] for name, one in state["tables"].items()}
+        saved = {name: item["dim"] for name, item in state["tables"].items()}
         if mine != saved:
             raise SpecMismatch(
                 f"the saved embeddings have tables and dims {saved}, these {mine}; create them with the saved fields"

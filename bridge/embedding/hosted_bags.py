@@ -54,8 +54,8 @@ class HostedLookup:
         self._calls = {table: tables[table].hosted(NAME) for table in sorted({feature.table for feature in features})}
         self._factors = [_factors(feature, lookup.places_of(number)) for number, feature in enumerate(features)]
         self._parts = [
-            _cut(one, ids, lookup.places_of(number), self._calls[one.table], tables[one.table])
-            for number, (one, ids) in enumerate(zip(features, lookup.ids(), strict=True))
+            _cut(item, ids, lookup.places_of(number), self._calls[item.table], tables[item.table])
+            for number, (item, ids) in enumerate(zip(features, lookup.ids(), strict=True))
         ]
 
     def ids_of(self, table: int) -> Ids:
@@ -180,7 +180,7 @@ def _joined(parts: Sequence[_Part]) -> Mapping[str, npt.NDArray[Any]]:
     if any("weights" in part.arrays for part in parts):
         ones = (np.ones(len(part.arrays["places"]), np.float32) for part in parts)
         joined["weights"] = np.concatenate(
-            [part.arrays.get("weights", one) for part, one in zip(parts, ones, strict=True)]
+            [part.arrays.get("weights", item) for part, item in zip(parts, ones, strict=True)]
         )
     return joined
 

@@ -204,7 +204,7 @@ def tensor_ids(given: Any, name: str, device: torch.device) -> TensorIds:
 
 def _is_several(given: Any) -> bool:
     """Whether it is a tuple, or the list that a torch DataLoader makes of one."""
-    is_list = isinstance(given, list) and all(isinstance(one, Tensor | np.ndarray) for one in given)
+    is_list = isinstance(given, list) and all(isinstance(item, Tensor | np.ndarray) for item in given)
     return is_list or isinstance(given, tuple)
 
 
@@ -300,7 +300,7 @@ def _integers(given: Any, name: str, what: str) -> npt.NDArray[np.int64]:
 def _refuse_none(given: Any, array: npt.NDArray[Any], name: str, what: str) -> None:
     if given is None:
         raise InvalidIds(f"{what} of field {name!r} are None; they must be integers (int64)")
-    place = next((place for place, one in np.ndenumerate(array) if one is None), None)
+    place = next((place for place, item in np.ndenumerate(array) if item is None), None)
     if place is not None:
         where = ", ".join(map(str, place))
         raise InvalidIds(

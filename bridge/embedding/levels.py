@@ -77,7 +77,7 @@ class _Expand(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
         # A bag of samples for each node: many times as fast as adding row by row.
-        order, starts = (one.to(upstream.device) for one in ctx.nodes.by_node)
+        order, starts = (item.to(upstream.device) for item in ctx.nodes.by_node)
         shape = (ctx.nodes.count, *upstream.shape[1:])
         if not upstream.numel():
             return upstream.new_zeros(shape), None

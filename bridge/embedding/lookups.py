@@ -135,7 +135,7 @@ class LookupCall:
         self._pulled_at = pulled_at
         self._parts = parts
         self._rows_versions = [part.row_update.rows_version for part in parts]
-        self._num_samples = max((one.num_samples for one in given), default=0)
+        self._num_samples = max((item.num_samples for item in given), default=0)
 
     def vectors(self, device: torch.device, *, want_gradient: bool) -> tuple[Tensor, ...]:
         """The vectors [V, D] of each feature, and of each hosted one, float32, on ``device``."""
@@ -144,7 +144,7 @@ class LookupCall:
         self._rows = ()  # none of them is needed again
         if self._hosted is not None:
             out += self._hosted.vectors()
-        return tuple(upload(one, device) for one in out)
+        return tuple(upload(item, device) for item in out)
 
     def queue_row_gradients(self, upstream: Sequence[Tensor | None]) -> None:
         """Add the gradients of the rows to their updates."""
@@ -155,7 +155,7 @@ class LookupCall:
                     "backward; look the ids up again"
                 )
             part.row_update.require_no_step()  # of all of them, before any takes something
-        self._add([None if one is None else _host(one) for one in upstream])
+        self._add([None if item is None else _host(item) for item in upstream])
 
     def _add(self, every: Sequence[Floats | None]) -> None:
         gradients, of_bags = every[: len(self._features)], every[len(self._features) :]

@@ -15,6 +15,6 @@ GROUP_ROWS: dict[str, type[GroupRows]] = {"pull": ClusterFields, "ranks": RankFi
 def group_rows_named(rows: str) -> type[GroupRows]:
     """Raises InvalidArgument."""
     if not isinstance(rows, str) or rows not in GROUP_ROWS:
-        known = ", ".join(f"{name!r} ({one.summary})" for name, one in GROUP_ROWS.items())
+        known = ", ".join(f"{name!r} ({row.summary})" for name, row in GROUP_ROWS.items())
         raise InvalidArgument(f"rows is {quoted(rows)}; it must be one of {known}")
     return GROUP_ROWS[rows]

@@ -225,7 +225,7 @@ class EmbeddingUpdate(PendingUpdate[EmbeddingGradient]):
             return super()._squared_norm(pending, factor)
         if ranks is None:
             own = [_wide(table) for place, table in pending.tables.items() if place not in self._hosted]
-            squares = sum(float(np.vdot(one, one)) for one in own)
+            squares = sum(float(np.vdot(item, item)) for item in own)
             return (squares + sum(self._asked_norm(pending, place) for place in self._hosted)) * factor**2
         if self._hosted:
             raise InvalidArgument(

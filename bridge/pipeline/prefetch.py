@@ -247,7 +247,7 @@ def _puller(groups: Sequence[EmbeddingGroup], readers: Mapping[WriteLog, WriteRe
     def pull_rows(batch: Any) -> _Ready:
         pulled = [group.merged(batch) for group in groups]
         marks = {log: reader.mark() for log, reader in readers.items()}
-        pull(one for one in pulled if staleness or not one.is_bounded)  # they would all be pulled again
+        pull(item for item in pulled if staleness or not item.is_bounded)  # they would all be pulled again
         return _Ready(batch, pulled, marks)
 
     return pull_rows

@@ -87,7 +87,7 @@ class DeviceLookup:
         ids_RF = [count[: ranks * num_fields][mine] for count in counts]
         self._vectors_RF = [list(count[ranks * num_fields :][mine]) for count in counts]
         """How many vectors of each rank and field have rows here."""
-        words = [_WORDS * sum(one) for one in ids_RF]
+        words = [_WORDS * sum(item) for item in ids_RF]
         leaving = [_WORDS * sum(part) for part in _parts(self.counts[: ranks * num_fields], num_fields)]
         arrived_NW = self._link.all_to_all(self._leaving_NW.view(-1), leaving, words).view(-1, _WORDS)
         pieces = arrived_NW.split_with_sizes([num for of_rank in ids_RF for num in of_rank])
@@ -98,8 +98,8 @@ class DeviceLookup:
         answers: list[Tensor] = list(pieces)
         for table, asked in self._asked.items():
             sums = asked.sums().split_with_sizes([self._num_at(place) for place in self._places_of(table)])
-            for place, one in zip(self._places_of(table), sums, strict=True):
-                answers[place] = one.flatten()
+            for place, item in zip(self._places_of(table), sums, strict=True):
+                answers[place] = item.flatten()
         arrived = self._exchanged(answers, self._answer_sizes(), self._sizes())
         vectors: list[Tensor] = []
         for number, field in enumerate(self._fields):
@@ -157,7 +157,7 @@ class DeviceLookup:
 
     def _sizes(self) -> list[int]:
         """Numbers of what each rank has of each field's vectors of this rank."""
-        return [len(one) * self._dim_at(place) for place, one in enumerate(self._vectors_of)]
+        return [len(item) * self._dim_at(place) for place, item in enumerate(self._vectors_of)]
 
     def _answer_sizes(self) -> list[int]:
         """Numbers of what this rank has of each rank's vectors, field by field."""
@@ -233,7 +233,7 @@ class BagGradient:
     def __init__(self, tables: Sequence[DeviceRows], found: Sequence[tuple[Tensor, Tensor]]) -> None:
         """``found``: of each table distinct row numbers [U] and their gradients [U, D], float32."""
         self._tables = tables
-        self._found = [[one] for one in found]
+        self._found = [[item] for item in found]
 
     squares = None
     """Those of other ranks are not here."""

@@ -60,7 +60,7 @@ class FactorAlone(Tensor):
         del types
         name = getattr(func, "__name__", "")
         if name != _GRAD_SCALER and name not in _MAY_READ and name not in _MAY_DESCRIBE:
-            tables = [one.table for one in _flat([args, kwargs]) if isinstance(one, cls)]
+            tables = [item.table for item in _flat([args, kwargs]) if isinstance(item, cls)]
             raise not_for_clippers(tables[0] if tables else "", name)
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
@@ -80,7 +80,7 @@ def not_for_clippers(table: str, what: str) -> InvalidArgument:
 
 def _flat(values: Any) -> list[Any]:
     if isinstance(values, list | tuple):
-        return [one for value in values for one in _flat(value)]
+        return [item for value in values for item in _flat(value)]
     return [values]
 
 

@@ -146,11 +146,11 @@ class JointOptimizer(torch.optim.Optimizer):
         if grad_scale is not None:
             self._unscale(1.0 / float(grad_scale))
             self.grad_scale = None  # after an error they are pending as they are now
-        for one in (self._rows, self._dense):
+        for item in (self._rows, self._dense):
             if found_inf is None:
-                one.step()
+                item.step()
             else:
-                _step_unless(found_inf, one)
+                _step_unless(found_inf, item)
         return loss
 
     def _unscale(self, factor: float) -> None:
@@ -177,7 +177,7 @@ class JointOptimizer(torch.optim.Optimizer):
             saved[group.get("table")].append(group)
         for name in tables:
             if len(saved[name]) != tables.count(name):
-                others = ", ".join(repr(one) for one in saved if one is not None and saved[one]) or "none"
+                others = ", ".join(repr(item) for item in saved if item is not None and saved[item]) or "none"
                 raise InvalidArgument(
                     f"the state has {counted(len(saved[name]), 'param_group')} of the rows of table {name!r}, not "
                     f"{tables.count(name)} (of tables: {others}); load it into joint() of the same heads"
@@ -205,7 +205,7 @@ class JointOptimizer(torch.optim.Optimizer):
 
 def _ids_of(groups: Iterable[dict[str, Any]]) -> set[int]:
     """Which parameters groups have."""
-    return {id(one) for group in groups for one in group["params"]}
+    return {id(item) for group in groups for item in group["params"]}
 
 
 def _step_unless(found_inf: torch.Tensor, optimizer: Any) -> None:

@@ -45,7 +45,7 @@ def identities_of(tables: Sequence[Table], recent_ids: Sequence[Ids]) -> list[di
         pull_together(list(zip(tables, looked_at, rows, strict=True)))
     except GeartrainError:
         return [_identity(table) for table in tables]
-    return [_identity(*one) for one in zip(tables, looked_at, rows, strict=True)]
+    return [_identity(*item) for item in zip(tables, looked_at, rows, strict=True)]
 
 
 def _looked_at(table: ReadableTable, recent_labels: Ids) -> Ids:

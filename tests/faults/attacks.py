@@ -147,7 +147,7 @@ class _Deadline:
 
 def _require_whole(root: Path, expected: set[str]) -> None:
     listed = list_snapshots(root)
-    for one in listed:
-        assert one.snapshot is not None, f"{one.name} is listed and is no snapshot: {one.damage}"
-        assert one.snapshot.verify() == [], f"{one.name} is listed and damaged"
-    assert expected <= {one.name for one in listed} <= {"previous", "next"}, f"{expected} are not all there"
+    for item in listed:
+        assert item.snapshot is not None, f"{item.name} is listed and is no snapshot: {item.damage}"
+        assert item.snapshot.verify() == [], f"{item.name} is listed and damaged"
+    assert expected <= {item.name for item in listed} <= {"previous", "next"}, f"{expected} are not all there"

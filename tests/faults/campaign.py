@@ -172,7 +172,7 @@ class Campaign:
         progress.advance(bar, result.units)
         if result.error is not None:
             self.failed.append((fault, result))
-            progress.update(bar, failures=sum(one.name == fault.name for one, _ in self.failed))
+            progress.update(bar, failures=sum(item.name == fault.name for item, _ in self.failed))
             self._console.print(f"{_failure(fault, result)}")
 
 

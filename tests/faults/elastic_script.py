@@ -42,7 +42,7 @@ def main(
     leave = dist.destroy_process_group
 
     def left() -> None:  # what is left of DDP keeps threads, which would abort this process at its end
-        assert not [one for one in gc.get_objects() if type(one) is DistributedDataParallel]
+        assert not [item for item in gc.get_objects() if type(item) is DistributedDataParallel]
         leave()
 
     ImageTrainer.step = step  # type: ignore[method-assign]

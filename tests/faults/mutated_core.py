@@ -125,7 +125,7 @@ def _build(sources: Mapping[str, str], build: Path, core: Path) -> None:
         for file, text in sources.items():
             changed, object_file = Path(folder, Path(file).name), Path(folder, Path(file).name + ".o")
             changed.write_text(text, encoding="utf-8")
-            command = next((one for one in commands if one.endswith(f" -c {SOURCES / file}")), None)
+            command = next((command for command in commands if command.endswith(f" -c {SOURCES / file}")), None)
             if command is None:
                 raise NoBuildFolder(f"{build} was built from other sources than {SOURCES}: 'make dev' builds it anew")
             old_object = re.search(r" -o (\S+) -c ", command)[1]  # type: ignore[index]

@@ -422,10 +422,10 @@ def died_of(text: str, exit_codes: list[int | None]) -> bool:
 def _outcome(name: str, seed: int, text: str, job: Job, fired: bool) -> Outcome:
     listed = list_snapshots(job.root)
     damage = [*job.damage]
-    for one in listed:
-        damage += [str(one.damage)] if one.snapshot is None else map(str, one.snapshot.verify())
+    for item in listed:
+        damage += [str(item.damage)] if item.snapshot is None else map(str, item.snapshot.verify())
     shown = {child.name for child in job.root.iterdir() if not child.name.startswith((".staging-", ".trash-"))}
-    damage += [f"{extra} is no snapshot" for extra in shown - {one.name for one in listed}]
+    damage += [f"{extra} is no snapshot" for extra in shown - {item.name for item in listed}]
     return Outcome(
         name=name,
         seed=seed,

@@ -41,7 +41,7 @@ def test_a_rolling_restart_of_all_shards_loses_no_step(
     def step(self: ImageTrainer, number: int) -> torch.Tensor:
         steps.append(number)
         if shard := ends.pop(number, None):
-            (server,) = (one for one in psutil.Process(running.process.pid).children() if shard in one.cmdline())
+            (server,) = (child for child in psutil.Process(running.process.pid).children() if shard in child.cmdline())
             server.terminate()
             deadline = time.monotonic() + 60
             while not watches[-1].leaving and time.monotonic() < deadline:

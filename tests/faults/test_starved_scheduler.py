@@ -152,9 +152,9 @@ def test_heartbeats_that_waited_for_the_scheduler_cost_no_shard_its_place(
             poll(lambda: passes.fired["scheduler.register.before"] >= 1, "a request holds the thread of heartbeats")
             outlast_a_lease()
             free.touch()
-            for one in stuck:
+            for item in stuck:
                 with pytest.raises(errors.ConfigError, match="shard 0 is held by a living process"):
-                    one.result(DEADLINE_SECONDS)
+                    item.result(DEADLINE_SECONDS)
         assert server.end_reason is None
 
 

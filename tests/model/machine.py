@@ -67,7 +67,7 @@ def script_of(number: int) -> list[Fate]:
 
 def ids_of(number: int) -> list[int]:
     """Return the ids whose bits are set, the even ones last: not in order."""
-    return sorted((one for one in range(NUM_IDS) if number >> one & 1), key=lambda one: (one % 2 == 0, one))
+    return sorted((item for item in range(NUM_IDS) if number >> item & 1), key=lambda one: (one % 2 == 0, one))
 
 
 @dataclass
@@ -201,7 +201,7 @@ class ClusterMachine(RuleBasedStateMachine):
             case "Thaw":
                 shard.thaw(header.snapshot_id)
             case "Restore":
-                content = next((one.content for one in self.taken if str(one.path) == header.folder), None)
+                content = next((item.content for item in self.taken if str(item.path) == header.folder), None)
                 return shard.restore(header.folder, content, tuple(header.tables), tuple(header.incarnations))
         return None
 
@@ -216,7 +216,7 @@ class ClusterMachine(RuleBasedStateMachine):
             shard = self.cluster.shards[number]
             assert {spec.name for spec in shard.specs} == set(oracle.tables)
             for name, table in oracle.tables.items():
-                mine = np.array([one for one in ALL_IDS if shard_of(one, table.spec, oracle.num_shards) == number])
+                mine = np.array([id_ for id_ in ALL_IDS if shard_of(id_, table.spec, oracle.num_shards) == number])
                 if not len(mine):
                     continue
                 found, present = np.empty((len(mine), DIM), np.float32), np.zeros(len(mine), np.bool_)
@@ -224,9 +224,9 @@ class ClusterMachine(RuleBasedStateMachine):
                     shard.run(CallContext(), Pull(table=name, ids=mine, out=found, present=present)).result(10)
                 else:
                     shard._tables.find(name).rows.pull(mine, found, None, present)
-                expected = np.array([(table.rows.get(one) or table.initial())[0] for one in mine.tolist()])
+                expected = np.array([(table.rows.get(item) or table.initial())[0] for item in mine.tolist()])
                 assert np.array_equal(found, expected), f"shard {number}, {name}: {found} is not {expected}"
-                assert present.tolist() == [one in table.rows for one in mine.tolist()]
+                assert present.tolist() == [item in table.rows for item in mine.tolist()]
 
     # Clients that read and write.
 
@@ -289,9 +289,9 @@ class ClusterMachine(RuleBasedStateMachine):
             return
         finally:
             self.network.script.clear()
-        for one, row in zip(ids_of(them), found, strict=True):
-            held = self._held(table, one)
-            assert np.array_equal(row, (held.rows.get(one) or held.initial())[0])
+        for item, row in zip(ids_of(them), found, strict=True):
+            held = self._held(table, item)
+            assert np.array_equal(row, (held.rows.get(item) or held.initial())[0])
 
     @precondition(lambda self: self.network.late)
     @rule(which=small)
@@ -308,16 +308,19 @@ class ClusterMachine(RuleBasedStateMachine):
             return  # its first write could not reach every shard: an old process is refused only where it was heard
         new = Client(self.cluster, old.stream.name, next(self._numbers))
         new.stream._next = old.stream._next
-        taken_over = [one for one in self.pending if one.client is old]
-        self.pending = [one for one in self.pending if one.client is not old]
-        for one in taken_over:
-            one.write._numbers, one.write._deliver = new.stream, partial(_deliver, new.cluster._calls.rows, one.write)
-            one.client = new
-            new.stream._open.add(one.sequence)
+        taken_over = [item for item in self.pending if item.client is old]
+        self.pending = [item for item in self.pending if item.client is not old]
+        for item in taken_over:
+            item.write._numbers, item.write._deliver = (
+                new.stream,
+                partial(_deliver, new.cluster._calls.rows, item.write),
+            )
+            item.client = new
+            new.stream._open.add(item.sequence)
         self.clients[position] = new
         self.zombies.append(old)
-        for one in taken_over:
-            self._send(one, 0)
+        for item in taken_over:
+            self._send(item, 0)
         if _would_wait(new):
             return
         done = self._table(new, "sums").push(ALL_IDS, np.ones((NUM_IDS, DIM), np.float32))
@@ -401,7 +404,7 @@ class ClusterMachine(RuleBasedStateMachine):
         begun.work()
         self.network.script.clear()
         has_died, self.disk.at = self.disk.has_failed and error is Died, None
-        listed = {one.name: one for one in list_snapshots(self.root)}
+        listed = {snapshot.name: snapshot for snapshot in list_snapshots(self.root)}
         try:
             path = begun.snapshot.result(0)
             assert not self.disk.has_failed
@@ -414,13 +417,13 @@ class ClusterMachine(RuleBasedStateMachine):
             assert listed[begun.name].snapshot.verify() == []
             # Of all that was whole when it began: what was being restored is left out.
             whole = {table["name"] for table in listed[begun.name].snapshot.manifest.tables}
-            self.taken.append(Taken(path, {name: one for name, one in begun.content.items() if name in whole}))
+            self.taken.append(Taken(path, {name: item for name, item in begun.content.items() if name in whole}))
 
     @precondition(lambda self: self.begun)
     @rule(which=small)
     def the_coordinator_of_a_snapshot_dies(self, which: int) -> None:
         begun = self.begun.pop(which % len(self.begun))
-        assert begun.name not in {one.name for one in list_snapshots(self.root)}
+        assert begun.name not in {snapshot.name for snapshot in list_snapshots(self.root)}
 
     @precondition(lambda self: self.taken and (self._calm or self._has_lost_rows()))
     @rule(which=small, num_shards=st.integers(1, 4), script=fates)
@@ -516,8 +519,8 @@ class ClusterMachine(RuleBasedStateMachine):
             name: set(rows) for name, (_, rows) in taken.content.items()
         }
         for name, (_, rows) in taken.content.items():
-            for one, (value, slot) in rows.items():
-                held_value, held_slot = found[name][1][one]
+            for item, (value, slot) in rows.items():
+                held_value, held_slot = found[name][1][item]
                 assert np.array_equal(held_value, value)
                 assert np.array_equal(held_slot, slot)
         for spec in SPECS:
@@ -545,9 +548,9 @@ class ClusterMachine(RuleBasedStateMachine):
     def _require_applied(self, client: Client, table: str, them: list[int], sequence: int) -> None:
         """What was acknowledged is applied on every shard that owns some of it."""
         self._calm += 1
-        for one in them:
-            spec = self._held(table, one).spec
-            shard = self.oracle[shard_of(one, spec, self.cluster.num_shards)]
+        for item in them:
+            spec = self._held(table, item).spec
+            shard = self.oracle[shard_of(item, spec, self.cluster.num_shards)]
             assert (client.stream.name, sequence) in shard.applied, "acknowledged, and nowhere"
 
     def _content(self) -> Content:

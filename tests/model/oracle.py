@@ -56,19 +56,19 @@ class OracleTable:
     def push(self, ids: np.ndarray, gradients: np.ndarray) -> None:
         optimizer = self.spec.optimizer
         lr = np.float32(optimizer.lr)
-        for one, gradient in zip(ids.tolist(), gradients, strict=True):
-            value, slot = self.rows.get(one) or self.initial()
+        for item, gradient in zip(ids.tolist(), gradients, strict=True):
+            value, slot = self.rows.get(item) or self.initial()
             if isinstance(optimizer, SGD):
-                self.rows[one] = value - lr * gradient, slot
+                self.rows[item] = value - lr * gradient, slot
             else:
                 assert isinstance(optimizer, Momentum)
                 slot = np.float32(optimizer.momentum) * slot + gradient
-                self.rows[one] = value - lr * slot, slot
+                self.rows[item] = value - lr * slot, slot
         self.is_written = True
 
     def assign(self, ids: np.ndarray, values: np.ndarray) -> None:
-        for one, value in zip(ids.tolist(), values, strict=True):
-            self.rows[one] = value.copy(), np.zeros(self.spec.dim, np.float32)
+        for item, value in zip(ids.tolist(), values, strict=True):
+            self.rows[item] = value.copy(), np.zeros(self.spec.dim, np.float32)
         self.is_written = True
 
 
@@ -149,7 +149,7 @@ class OracleShard:
             return Refused("a table is not there, or is being restored")
         held = [table for name, table in self.tables.items() if (name in names if names else table.is_open)]
         for other, tables in list(self.frozen.items()):
-            if not names or any(one is table for one in tables for table in held):
+            if not names or any(item is table for item in tables for table in held):
                 self.thaw(other)
         self.frozen[snapshot] = held
         return None
@@ -182,9 +182,9 @@ class OracleShard:
         for name in names:
             self.tables[name].restored_from = folder
             spec, rows = content[name]
-            for one, row in rows.items():
-                if shard_of(one, spec, self.num_shards) == self.number:
-                    self.tables[name].rows[one] = copy.deepcopy(row)
+            for item, row in rows.items():
+                if shard_of(item, spec, self.num_shards) == self.number:
+                    self.tables[name].rows[item] = copy.deepcopy(row)
         return None
 
 
@@ -203,6 +203,6 @@ def content_of(shards: list[OracleShard]) -> Content:
     """Return a copy of all rows of those tables that every shard holds."""
     content: Content = {}
     for name in set.intersection(*(set(shard.tables) for shard in shards)):
-        rows = {one: row for shard in shards for one, row in shard.tables[name].rows.items()}
+        rows = {item: row for shard in shards for item, row in shard.tables[name].rows.items()}
         content[name] = shards[0].tables[name].spec, copy.deepcopy(rows)
     return content

@@ -289,7 +289,7 @@ class MessageRows(RowsClient):
                 messages = write_messages(write, self._meant(shard, context), PART_BYTES)
                 sent = [_sent(partial(self._call, shard, method, data)) for data in messages]
                 outcomes.append(_outcome(outcome_of(type(write), sent)))
-            all_done = all(isinstance(one, tuple) for one in outcomes)
+            all_done = all(isinstance(outcome, tuple) for outcome in outcomes)
             replies.append((sum(n for n, _ in outcomes), any(d for _, d in outcomes)) if all_done else outcomes)
         return replies
 

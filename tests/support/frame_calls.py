@@ -55,7 +55,7 @@ def begin(connection: _core.DataConnection, operations: Sequence[Described], sec
     """Send a request; its call and number."""
     number = next(NUMBERS)
     frame = frame_codec.request(number, seconds, operations)
-    room = sum(rows_bytes(one) + len(one["ids"]) + 2048 for one in operations)
+    room = sum(rows_bytes(operation) + len(operation["ids"]) + 2048 for operation in operations)
     call = connection.begin(len(frame), room)
     call.room(len(frame))[:] = np.frombuffer(frame, np.uint8)
     call.send()
@@ -66,7 +66,7 @@ def ask(connection: _core.DataConnection, *operations: Described, seconds: float
     """The results of one call."""
     call, number = begin(connection, operations, seconds)
     assert call.wait(seconds)
-    return frame_codec.parsed_reply(call.reply(), number, [rows_bytes(one) for one in operations])
+    return frame_codec.parsed_reply(call.reply(), number, [rows_bytes(operation) for operation in operations])
 
 
 def expected(ids: Sequence[int], dim: int = 4) -> bytes:

@@ -47,11 +47,11 @@ def header(
 
 def request(number: int, seconds: float, operations: Sequence[Described]) -> bytes:
     frame = bytes(64)
-    for one in operations:
-        frame += operation(number, one)
-        frame = padded(frame + one["ids"], 64)
-        frame = padded(frame + one.get("rows", b""), 64)
-        frame = padded(frame + one.get("occurrences", b""), 64)
+    for item in operations:
+        frame += operation(number, item)
+        frame = padded(frame + item["ids"], 64)
+        frame = padded(frame + item.get("rows", b""), 64)
+        frame = padded(frame + item.get("occurrences", b""), 64)
     first = operations[0]
     whole = header(
         1, len(operations), number, len(frame) - 64, first["shard_incarnation"], first["cluster_version"], seconds
@@ -172,13 +172,13 @@ def reply(number: int, results: Sequence[Described]) -> bytes:
     """Each result: rows and present (bytes), created, duplicate; or error, message, retry_after_seconds."""
     at = 64 + 64 * len(results)
     heads, bodies = b"", b""
-    for one in results:
-        error, message = one.get("error", "").encode(), one.get("message", "").encode()
-        data = error + message if error else one.get("rows", b"") + one.get("present", b"")
-        flags = one.get("duplicate", False) | 2 * bool(one.get("present"))
+    for result in results:
+        error, message = result.get("error", "").encode(), result.get("message", "").encode()
+        data = error + message if error else result.get("rows", b"") + result.get("present", b"")
+        flags = result.get("duplicate", False) | 2 * bool(result.get("present"))
         offset = at + len(bodies)
-        created, wait = one.get("created", 0), one.get("retry_after_seconds", 0.0)
-        fields = (bool(error), flags, len(error), 0, created, wait, offset, len(data), one.get("writes", 0))
+        created, wait = result.get("created", 0), result.get("retry_after_seconds", 0.0)
+        fields = (bool(error), flags, len(error), 0, created, wait, offset, len(data), result.get("writes", 0))
         heads += signed(REPLY.pack(*fields), number)
         bodies = padded(bodies + data, 64)
     return header(2, len(results), number, len(heads) + len(bodies)) + heads + bodies

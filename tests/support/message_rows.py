@@ -74,8 +74,8 @@ def outcome_of(kind: type[Push | Assign], replies: list[Callable[[], bytes]], pe
             outcomes.append(error_from(exc, peer))
         except GeartrainError as exc:
             outcomes.append(exc)
-    errors = [one for one in outcomes if not isinstance(one, Done)]
-    return (errors or [one for one in outcomes if not one.incomplete] or [None])[0]
+    errors = [outcome for outcome in outcomes if not isinstance(outcome, Done)]
+    return (errors or [outcome for outcome in outcomes if not outcome.incomplete] or [None])[0]
 
 
 class MessageShard:

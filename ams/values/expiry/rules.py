@@ -95,7 +95,7 @@ class Expiry(ABC):
 
     def to_json(self) -> dict[str, Any]:
         """What :func:`expiry_from_json` takes."""
-        return {"kind": type(self).__name__, **{name: one for name, one in asdict(self).items() if one is not None}}
+        return {"kind": type(self).__name__, **{name: item for name, item in asdict(self).items() if item is not None}}
 
 
 @dataclass(frozen=True, kw_only=True)

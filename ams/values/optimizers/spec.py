@@ -126,7 +126,9 @@ class RowOptimizerSpec(ABC):
             own, other = getattr(self, name), getattr(optimizer, name)
             require(own == other, f"{name} is {other!r}, the table's is {own!r}, and it cannot change: {reason}")
         own_scalars = self.scalars()
-        return {name: one for name, one in optimizer.scalars().items() if name != "lr" and one != own_scalars[name]}
+        return {
+            name: scalar for name, scalar in optimizer.scalars().items() if name != "lr" and scalar != own_scalars[name]
+        }
 
     def for_push(self, scalars: Mapping[str, float]) -> Self:
         """The optimizer that applies a push which carries ``scalars``; that of the table if there are none.

@@ -156,7 +156,8 @@ class _MarginCrossEntropy(torch.autograd.Function):
         ctx.save_for_backward(logits_BC, lse_B, columns, inside_B, target.by_cos_B)
         ctx.scale, ctx.dtype = scale_of(margin), cos_BC.dtype
         ctx.smoothing, ctx.spread = smoothing, smoothing / num_classes.to(compute) * scale_of(margin)
-        return losses_B
+        joined: Tensor = losses_B
+        return joined
 
     @staticmethod
     @once_differentiable

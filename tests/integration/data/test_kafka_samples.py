@@ -47,8 +47,8 @@ class Mock:
         assert self.producer.flush(20) == 0
 
     def send_ids(self, ids: range) -> None:
-        for one in ids:
-            self.producer.produce("clicks", value=message(one), partition=one % self.partitions)
+        for id_ in ids:
+            self.producer.produce("clicks", value=message(id_), partition=id_ % self.partitions)
         assert self.producer.flush(20) == 0
 
     def samples(self, **settings: Any) -> gt.KafkaSamples:
@@ -69,12 +69,12 @@ def mock() -> Iterator[Callable[[int], Mock]]:
         return made[-1]
 
     yield make
-    for one in made:
-        one.producer.purge()
+    for item in made:
+        item.producer.purge()
 
 
 def ids_of(batches: Any) -> list[int]:
-    return [one for batch in batches for one in batch["id"].tolist()]
+    return [item for batch in batches for item in batch["id"].tolist()]
 
 
 def test_messages_come_in_batches_of_one_size_up_to_now(mock: Callable[..., Mock]) -> None:
@@ -88,7 +88,7 @@ def test_messages_come_in_batches_of_one_size_up_to_now(mock: Callable[..., Mock
     first = batches[0]
     values, offsets = first["list"]
     assert (offsets.diff() == first["id"] % 3).all() and len(values) == offsets[-1]
-    assert first["word"].tolist() == gt.hash_strings([f"w{one}" for one in first["id"].tolist()]).tolist()
+    assert first["word"].tolist() == gt.hash_strings([f"w{item}" for item in first["id"].tolist()]).tolist()
     assert ids_of(broker.samples(batch_size=9, start={0: 248, 1: 275, 2: 275, 3: 275}, until="now")) == [992, 996]
 
 
@@ -98,8 +98,8 @@ def test_a_moment_is_the_first_offset_at_or_after_it() -> None:
 
     class Broker:
         def offsets_for_times(self, times: list[Any], timeout: float) -> list[Any]:
-            assert 0 < timeout <= 7 and [one.offset for one in times] == [int(moment.timestamp() * 1000)] * 2
-            return [kafka.TopicPartition("clicks", one.partition, -1 if one.partition else 5) for one in times]
+            assert 0 < timeout <= 7 and [time.offset for time in times] == [int(moment.timestamp() * 1000)] * 2
+            return [kafka.TopicPartition("clicks", time.partition, -1 if time.partition else 5) for time in times]
 
     assert Topic("clicks", QUICK, 7).offsets_at(Broker(), [0, 1], moment) == {0: 5}
 
@@ -134,8 +134,8 @@ def test_a_broker_that_goes_away_is_waited_for_and_nothing_is_lost(caplog: pytes
         producer = kafka.Producer({"bootstrap.servers": brokers, "log_level": 0})
 
         def send(ids: range) -> None:
-            for one in ids:
-                producer.produce("clicks", value=message(one))
+            for id_ in ids:
+                producer.produce("clicks", value=message(id_))
             assert producer.flush(20) == 0
 
         send(range(100))
@@ -184,9 +184,9 @@ def test_brokers_that_do_not_answer_are_named_with_their_reasons(
     assert f"(no..host,{refused}; port 9092 was taken for no..host, as none was given) answered for 1 s" in text
     assert re.search(rf"{refused}: Connect to \S+ failed: Connection refused[.;]", text)
     assert re.search(r"no\.\.host:9092: Failed to resolve 'no\.\.host:9092': \w+", text)
-    loud = [one.getMessage() for one in caplog.records if one.levelno > logging.DEBUG]
+    loud = [record.getMessage() for record in caplog.records if record.levelno > logging.DEBUG]
     assert len(loud) == 1 and "no broker of topic 't'" in loud[0] and "Connection refused" in loud[0]
-    assert any("FAIL" in one.getMessage() for one in caplog.records if one.levelno == logging.DEBUG)
+    assert any("FAIL" in record.getMessage() for record in caplog.records if record.levelno == logging.DEBUG)
     assert capfd.readouterr().err == ""
 
 

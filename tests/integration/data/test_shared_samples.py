@@ -63,9 +63,9 @@ def start(address: str, data: Path, tmp_path: Path) -> Iterator[Callable[..., Fo
         return running[-1]
 
     yield start
-    for one in running:
-        one.kill()
-        one.join()
+    for item in running:
+        item.kill()
+        item.join()
 
 
 def ended(process: ForkServerProcess) -> int | None:
@@ -105,7 +105,7 @@ def test_killed_workers_and_another_number_of_them_commit_every_sample_once(
             counts.update(rest)  # it died after the commit was acknowledged
         elif log.name == "2-c.log":
             unknown = rest
-    missing = {one: 2 - counts[one] for one in range(COUNT) if counts[one] != 2}
+    missing = {item: 2 - counts[item] for item in range(COUNT) if counts[item] != 2}
     # Of the batch that a kill from outside met, nobody but the scheduler knows: it counts as a whole or not at all.
     assert missing in ({}, dict(Counter(unknown)))
 

@@ -58,7 +58,7 @@ def attached(cluster: gt.Cluster, seed: int, mode: Any) -> tuple[Net, gt.DenseTa
 
 
 def saved(net: Net, path: Path) -> None:
-    np.savez(path, **{name: one.detach().numpy() for name, one in net.state_dict().items()})
+    np.savez(path, **{name: item.detach().numpy() for name, item in net.state_dict().items()})
 
 
 def train_a_rank(rank: int, folder: Path, address: str) -> None:
@@ -130,7 +130,7 @@ def test_a_worker_that_was_started_again_repeats_its_push_without_effect(served:
             gradients(net, number)
             assert not dense.push(number).duplicate
             dense.refresh()
-        after = {name: one.detach().clone() for name, one in net.named_parameters()}
+        after = {name: item.detach().clone() for name, item in net.named_parameters()}
     with gt.connect(address, stream="gear/image", incarnation=2) as cluster:
         net = Net(2)
         dense = gt.attach(net, cluster, **settings, reuse=True)

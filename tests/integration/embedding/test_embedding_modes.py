@@ -79,8 +79,8 @@ def train_a_rank(rank: int, folder: Path, address: str) -> None:
 def reference_rows(name: str, *, clips: bool) -> dict[str, np.ndarray]:
     """One worker with the joint batch, in float64, by torch."""
     with gt.local() as cluster:
-        rows = {key: torch.tensor(one).double() for key, one in all_rows(group(cluster, name)).items()}
-    rows = {name: torch.nn.Parameter(one) for name, one in rows.items()}
+        rows = {key: torch.tensor(row).double() for key, row in all_rows(group(cluster, name)).items()}
+    rows = {name: torch.nn.Parameter(row) for name, row in rows.items()}
     sgd = torch.optim.SGD([rows["user"], rows["item"]], lr=0.5)
     adagrad = torch.optim.Adagrad([rows["wide"]], lr=0.1)
     joint = slice(0, JOINT)
@@ -95,10 +95,10 @@ def reference_rows(name: str, *, clips: bool) -> dict[str, np.ndarray]:
         loss_of(vectors, step, joint).backward()
         if clips:
             torch.nn.utils.clip_grad_norm_(rows.values(), 5.0)
-        for one in (sgd, adagrad):
-            one.step()
-            one.zero_grad()
-    return {name: one.detach().numpy() for name, one in rows.items()}
+        for item in (sgd, adagrad):
+            item.step()
+            item.zero_grad()
+    return {name: row.detach().numpy() for name, row in rows.items()}
 
 
 def test_ranks_that_step_together_equal_one_worker_with_the_joint_batch(
@@ -145,7 +145,7 @@ def test_a_worker_waits_once_it_is_too_far_ahead_and_no_earlier(staleness: int, 
         fast, slow = (
             group(cluster, mode=gt.SSP(staleness, worker=name), reuse=name == "slow") for name in ("fast", "slow")
         )
-        optimizers = [gt.RowOptimizer(one) for one in (fast, slow)]
+        optimizers = [gt.RowOptimizer(item) for item in (fast, slow)]
         assert slow.worker_steps is not None and fast.worker_steps is not None
         slow.worker_steps.join()
         for _ in range(staleness):

@@ -35,7 +35,7 @@ def trained(device: str, *, moves_to: str, scales: bool) -> dict[str, Tensor]:
             scaler.step(dense)
             scaler.update()
         assert dense.version == 1 + STEPS
-        return {name: one.cpu() for name, one in module.state_dict().items()}
+        return {name: item.cpu() for name, item in module.state_dict().items()}
 
 
 @pytest.mark.parametrize("moves_to", ["cuda", "cpu"])

@@ -64,7 +64,7 @@ def train_rank(rank: int, folder: Path, place: str, address: str) -> None:
         for step, shares in enumerate(SHARES):
             has_backbone = step == len(SHARES) - 1
             for number in range(MICRO_BATCHES):
-                features, labels = (one[shares[rank]] for one in batch(step, number))
+                features, labels = (item[shares[rank]] for item in batch(step, number))
                 features = module(features) if has_backbone else features
                 scaler.scale(head(features, labels) / MICRO_BATCHES).backward()
             scaler.unscale_(rows)
@@ -80,7 +80,7 @@ def train_rank(rank: int, folder: Path, place: str, address: str) -> None:
             dist.barrier()  # no rank reads rows before the last update of all
             weights.append(head.weights().numpy())
             dist.barrier()
-        grads = {f"grad{number}": one.grad.numpy() for number, one in enumerate(module.parameters())}
+        grads = {f"grad{number}": parameter.grad.numpy() for number, parameter in enumerate(module.parameters())}
         np.savez(folder / f"rank{rank}.npz", norms=norms, weights=np.stack(weights), **grads)
 
 
@@ -113,8 +113,8 @@ def test_two_ranks_clip_what_one_worker_would(place: str, tmp_path: Path) -> Non
         np.testing.assert_allclose(said[0]["weights"][step + 1], rows.detach(), rtol=1e-4, atol=1e-5)
     for number, parameter in enumerate(module.parameters()):
         assert parameter.grad is not None
-        for one in said:
-            np.testing.assert_allclose(one[f"grad{number}"], parameter.grad, rtol=1e-3, atol=1e-6)
+        for item in said:
+            np.testing.assert_allclose(item[f"grad{number}"], parameter.grad, rtol=1e-3, atol=1e-6)
 
 
 @on_ranks(2)

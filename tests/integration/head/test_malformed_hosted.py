@@ -71,12 +71,12 @@ def test_requests_and_replies_survive_their_encoding(inputs: list[HostedInputs],
     compute = ComputeHosted(table="t", model="m", operation="o", inputs=tuple(inputs))
     update = UpdateHosted(table="t", model="m", inputs=tuple(inputs), lr=0.5, scale=2.0)
     asked = [
-        framing.decode_framed(one, shard_pb2.ComputeHostedRequest)
-        for one in hosted.in_parts(ASK.to_message(compute), compute.inputs, part_bytes)  # type: ignore[arg-type]
+        framing.decode_framed(part, shard_pb2.ComputeHostedRequest)
+        for part in hosted.in_parts(ASK.to_message(compute), compute.inputs, part_bytes)  # type: ignore[arg-type]
     ]
     pieces = [
-        framing.decode_framed(one, shard_pb2.UpdateHostedRequest)
-        for one in hosted.in_parts(TELL.to_message(update), update.inputs, part_bytes)  # type: ignore[arg-type]
+        framing.decode_framed(part, shard_pb2.UpdateHostedRequest)
+        for part in hosted.in_parts(TELL.to_message(update), update.inputs, part_bytes)  # type: ignore[arg-type]
     ]
     assert len(asked) == len(pieces) and len({header.context.stream for header, _ in asked}) == 1
     data = b"".join(bytes(raw.get(15) or b"") for _, raw in pieces)
@@ -87,10 +87,10 @@ def test_requests_and_replies_survive_their_encoding(inputs: list[HostedInputs],
         for mine, its in zip(decoded.inputs, sent.inputs, strict=True):
             assert replace(mine, arrays={}) == replace(its, arrays={})
             require_equal(mine.arrays, its.arrays)
-    for one in inputs:
-        computed = hosted.decode_computed(hosted.encode_computed(Computed(arrays=one.arrays)))
+    for item in inputs:
+        computed = hosted.decode_computed(hosted.encode_computed(Computed(arrays=item.arrays)))
         assert isinstance(computed, Computed)
-        require_equal(computed.arrays, one.arrays)
+        require_equal(computed.arrays, item.arrays)
 
 
 @settings(max_examples=150, deadline=None)
@@ -186,7 +186,7 @@ def cluster_of_two() -> Iterator[Cluster]:
 
 
 @pytest.mark.parametrize(
-    ("case", "is_update"), [(one, False) for one in BAD] + [(one, True) for one in BAD + BAD_UPDATES]
+    ("case", "is_update"), [(item, False) for item in BAD] + [(update, True) for update in BAD + BAD_UPDATES]
 )
 def test_inputs_that_do_not_fit_change_nothing(cluster_of_two: Cluster, case: Any, is_update: bool) -> None:
     arrays, settings_, error, message = case

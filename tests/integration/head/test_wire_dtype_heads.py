@@ -92,15 +92,15 @@ def test_a_dense_module_in_16_bits_follows_the_one_in_float32() -> None:
         total: dict[str, Tensor] = {}
         for step in range(200):
             random = torch.Generator().manual_seed(step)
-            for name, one in module.named_parameters():
-                one.grad = 1e-2 + 1e-4 * torch.rand(one.shape, generator=random)
-                total[name] = total.get(name, torch.zeros(one.shape).double()) + one.grad.bfloat16().double()
+            for name, item in module.named_parameters():
+                item.grad = 1e-2 + 1e-4 * torch.rand(item.shape, generator=random)
+                total[name] = total.get(name, torch.zeros(item.shape).double()) + item.grad.bfloat16().double()
             dense.step()
         moved = (before - table.pull(torch.arange(table.spec.num_rows or 0)).double()).flatten()
-        expected = torch.cat([one.flatten() for one in total.values()])
+        expected = torch.cat([item.flatten() for item in total.values()])
         torch.testing.assert_close(moved[: len(expected)], expected, rtol=0, atol=5e-5)
-        for one in module.parameters():
-            torch.testing.assert_close(one.detach(), one.detach().bfloat16().float(), rtol=0, atol=0)
+        for parameter in module.parameters():
+            torch.testing.assert_close(parameter.detach(), parameter.detach().bfloat16().float(), rtol=0, atol=0)
 
 
 def test_a_wrong_wire_makes_no_table_of_a_module() -> None:

@@ -45,7 +45,7 @@ def save_and_load(rank: int, ranks: int, folder: Path, address: str, elsewhere: 
 def test_ranks_go_on_together_from_a_saved_model(tmp_path: Path) -> None:
     served = [ServedCluster(2), ServedCluster(1)]
     try:
-        run_ranks(save_and_load, 2, tmp_path, *(one.address for one in served))
+        run_ranks(save_and_load, 2, tmp_path, *(item.address for item in served))
     finally:
-        for one in served:
-            one.stop()
+        for item in served:
+            item.stop()

@@ -99,7 +99,7 @@ def test_the_first_head_learns_like_nn_linear_and_is_the_same_after_loading(tmp_
     printed = run(program_of("tutorials/first-head.md"), tmp_path)
     in_cluster = re.findall(r"^\[(.*)\] for ", printed, flags=re.MULTILINE)
     alone = re.findall(r"^\[\((.*)\)\]$", printed, flags=re.MULTILINE)
-    assert [re.findall(r"'\w+'", one) for one in alone] == [re.findall(r"'\w+'", one) for one in in_cluster] != []
+    assert [re.findall(r"'\w+'", item) for item in alone] == [re.findall(r"'\w+'", item) for item in in_cluster] != []
     ends = {name: float(right) for name, right in re.findall(r"^(\S+)  step .* right (\S+)$", printed, re.MULTILINE)}
     assert ends["nn.Linear"] > 0.7, printed
     assert ends["ClassHead"] > ends["nn.Linear"] - 0.05, printed
@@ -131,8 +131,8 @@ def test_a_slow_gear_learns_and_serves_most_features_from_its_cache(tmp_path: Pa
 
 def test_the_tree_of_items_finds_what_users_like(tmp_path: Path) -> None:
     lists = json.loads(run(program_of("tutorials/tdm.md"), tmp_path).splitlines()[-1])
-    assert [len(one) for one in lists] == [5, 5, 5]
-    right = [item % 10 == user for user, one in enumerate(lists) for item in one]
+    assert [len(item) for item in lists] == [5, 5, 5]
+    right = [item % 10 == user for user, entry in enumerate(lists) for item in entry]
     assert sum(right) > 10, lists
 
 

@@ -133,7 +133,7 @@ def test_a_shard_refuses_a_time_that_its_own_clock_has_not_come_to(cluster: Clus
     monkeypatch.undo()
     rows.zero_grad()
     table.push(np.arange(100), np.ones((100, DIM), np.float32))
-    assert [one.rows for one in cluster.status().tables] == [100, 0]
+    assert [table.rows for table in cluster.status().tables] == [100, 0]
 
 
 def test_a_leap_of_the_clock_takes_no_table(caplog: pytest.LogCaptureFixture) -> None:
@@ -343,7 +343,7 @@ def test_expiry_begins_without_a_call_that_queues(cluster: Cluster, where: str) 
     with ThreadPoolExecutor(1) as beside:  # calls of the main thread queue
         beside.submit(train).result()
         deadline = time.monotonic() + 30
-        while any(one.expired < 240 for one in beside.submit(cluster.status).result().tables):
+        while any(table.expired < 240 for table in beside.submit(cluster.status).result().tables):
             assert time.monotonic() < deadline
             time.sleep(0.005)
 

@@ -71,10 +71,10 @@ def test_a_group_of_more_ranks_than_threads_meets_and_the_shard_answers_others_m
         pushed = [shard.push(rank, ranks, sequence) for rank in range(ranks - 1)]
         assert is_serving(shard.address, 10)
         shard.table.push([7_000_000], np.ones((1, DIM), np.float32))
-        assert not any(one.done() for one in pushed)
+        assert not any(item.done() for item in pushed)
         pushed.append(shard.push(ranks - 1, ranks, sequence))
         created = ranks + 1 if sequence == 1 else 0
-        assert [one.result(60) for one in pushed] == [Done(created=created)] * ranks
+        assert [item.result(60) for item in pushed] == [Done(created=created)] * ranks
         rows = shard.table.pull(np.arange(ranks + 1))
         np.testing.assert_allclose(rows[:, 0], [-ranks * sequence] + [-sequence] * ranks, rtol=1e-4)
 
@@ -115,9 +115,9 @@ def test_callers_that_do_not_say_that_they_wait_leave_threads_to_others(
     shard.says_that_it_waits = False
     pushed = [shard.push(rank, ranks) for rank in range(ranks - 1)]
     assert is_serving(shard.address, 10)
-    while sum(one.done() for one in pushed) < ranks - 1 - 64:
-        wait([one for one in pushed if not one.done()], 60, "FIRST_COMPLETED")
-    told = [rank for rank, one in enumerate(pushed) if one.done()]
+    while sum(item.done() for item in pushed) < ranks - 1 - 64:
+        wait([item for item in pushed if not item.done()], 60, "FIRST_COMPLETED")
+    told = [rank for rank, item in enumerate(pushed) if item.done()]
     assert {type(pushed[rank].exception()) for rank in told} == {StepPending}
     pushed.append(shard.push(ranks - 1, ranks))
     waited = [rank for rank in range(ranks - 1) if rank not in told]

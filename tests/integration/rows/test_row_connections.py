@@ -88,7 +88,7 @@ def test_the_log_says_once_how_rows_go(
         assert (ours.table("t").pull(IDS) == -2).all()
         address = ours.status().shards[0].address
     way = "through shared memory" if carrier == "shared memory" else "by TCP"
-    assert [one.getMessage() for one in caplog.records if one.name == data_plane.__name__] == [
+    assert [record.getMessage() for record in caplog.records if record.name == data_plane.__name__] == [
         f"rows of the shard at {address} go {way}"
     ]
 

@@ -61,7 +61,9 @@ def held(ours: Cluster, tmp_path: Path) -> Iterator[Held]:
 
 
 def threads() -> list[str]:
-    return [one.name for one in threading.enumerate() if one.name.startswith(("geartrain-replies", "geartrain-client"))]
+    return [
+        item.name for item in threading.enumerate() if item.name.startswith(("geartrain-replies", "geartrain-client"))
+    ]
 
 
 def test_any_number_of_calls_may_be_under_way_and_one_thread_brings_them(ours: Cluster, held: Held) -> None:
@@ -187,6 +189,6 @@ def test_large_pushes_that_wait_for_a_small_one_do_not_hold_up_its_end(ours: Clu
         one = small.push_async(FEW, FEW_ONES)
         one.add_done_callback(told.append)
         pushes += [one, *(table.push_async(large_ids, gradients) for _ in range(100))]
-    for one in pushes:
-        assert not one.result(60).duplicate
+    for push in pushes:
+        assert not push.result(60).duplicate
     assert table.versions() == (1 + 312,) * 2

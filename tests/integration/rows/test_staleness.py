@@ -17,7 +17,7 @@ GRADIENTS = np.ones((400, 2), np.float32)
 
 
 def staleness_of(cluster: Cluster, table: str) -> tuple[int, ...]:
-    (found,) = (one for one in cluster.status().tables if one.name == table)
+    (found,) = (item for item in cluster.status().tables if item.name == table)
     return found.staleness
 
 

@@ -53,12 +53,12 @@ def test_status_shows_the_version_and_the_age_of_every_role(roles: tuple[GearClu
     told = json.loads(status(*where, "--json"))
     assert told["map_version"] == 1
     version = importlib.metadata.version("geartrain")
-    by_address = {one["address"]: one for one in told["roles"]}
+    by_address = {item["address"]: item for item in told["roles"]}
     shards = {shard["address"]: shard["incarnation"] for shard in told["shards"]}
     expected = {cluster.address: "scheduler", gear: "slowgear", graph: "graph", **dict.fromkeys(shards, "server")}
-    assert {address: one["role"] for address, one in by_address.items()} == expected
-    assert all(one["version"] == version and one["uptime_seconds"] > 0 for one in by_address.values())
-    assert all(one["pid"] == os.getpid() for one in by_address.values())
+    assert {address: item["role"] for address, item in by_address.items()} == expected
+    assert all(item["version"] == version and item["uptime_seconds"] > 0 for item in by_address.values())
+    assert all(item["pid"] == os.getpid() for item in by_address.values())
     assert {address: by_address[address]["incarnation"] for address in shards} == shards
     (told_gear,) = told["slow_gears"]
     assert told_gear["process"] == f"{gear}#{by_address[gear]['incarnation']}"

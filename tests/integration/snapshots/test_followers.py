@@ -164,7 +164,7 @@ def test_no_version_is_wrong_whatever_comes_between(operations: list[tuple[str, 
                 case "damaged":
                     newest_one = newest_version(folder)
                     assert newest_one is not None
-                    if newest_one.manifest.step != max(one.version for one in followers):
+                    if newest_one.manifest.step != max(follower.version for follower in followers):
                         continue
                     (Path(newest_one.path) / "manifest.json").write_text("{}")  # they are past it
                     version = cluster.export("*", folder).result(60)

@@ -159,7 +159,7 @@ def test_who_takes_a_snapshot_renews_what_shards_hold_that_have_written_theirs(
         assert all(shard._tables.find("t").rows.moments.number_of(newest) for shard in shards_of(cluster))
         ours.table("t").push(IDS[:1], ONES[:1])
         third = ours.snapshot(tmp_path / "s", "c", parent="b").result(60)
-        listed = {one.name: one.snapshot for one in list_snapshots(tmp_path / "s")}
+        listed = {snapshot.name: snapshot.snapshot for snapshot in list_snapshots(tmp_path / "s")}
         assert listed["c"] is not None
         assert listed["c"].path == third
         assert set(listed["c"].manifest.deltas) == {"t", "u"}, "a shard had forgotten what it wrote"

@@ -157,7 +157,7 @@ def test_a_role_with_roots_reads_and_writes_only_below_them_and_tells_nothing_of
             role = "server" if "server." in str(error) else "graph"
             said[role].add(str(error).removeprefix(repr(where)))
     for role, texts in said.items():
-        (text,) = {re.sub(r"^.*?(?= is refused)", "", one) for one in texts}  # alike, whatever is there
+        (text,) = {re.sub(r"^.*?(?= is refused)", "", text) for text in texts}  # alike, whatever is there
         assert f"{role}.snapshot_roots" in text and str(root) in text
     assert [path.name for path in (outside / f".staging-a-{ID}").iterdir()] == []
     path = ours.cluster.snapshot(root / "runs", "a").result()

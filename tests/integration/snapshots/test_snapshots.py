@@ -218,7 +218,7 @@ def test_what_is_late_does_not_touch_the_next_table_of_a_name(cluster: Cluster, 
         DropTable(table="t", incarnation=first.incarnation),
     ):
         calls.on_all_shards(late)
-    assert all(isinstance(one, errors.TableExists) for one in calls.on_all_shards(CreateTable(spec=first)))
+    assert all(isinstance(shard, errors.TableExists) for shard in calls.on_all_shards(CreateTable(spec=first)))
     assert not cluster.table("t").present(np.arange(50)).any()
 
 

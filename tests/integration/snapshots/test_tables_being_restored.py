@@ -368,7 +368,7 @@ def test_a_superseded_process_commits_no_snapshot(
                 go.touch()
                 with pytest.raises(StaleClient, match="superseded by"):
                     pending.result(60)
-    assert [one.name for one in list_snapshots(root)] == ["first"]
+    assert [snapshot.name for snapshot in list_snapshots(root)] == ["first"]
     writer = latest(root).manifest.writer
     assert writer is not None
     assert (writer.stream, writer.incarnation) == ("job/rank0", 1)

@@ -74,7 +74,7 @@ class Case:
         if not self.bfloat16:
             return self.logits
         factors = (self.features * np.float32(FACTOR), (self.rows * self.inverse[:, None].astype(np.float32)))
-        query, unit = (one.astype(ml_dtypes.bfloat16).astype(np.float64) for one in factors)
+        query, unit = (factor.astype(ml_dtypes.bfloat16).astype(np.float64) for factor in factors)
         logits: Floats = query @ unit.T
         return logits
 

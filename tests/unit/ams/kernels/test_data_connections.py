@@ -64,8 +64,8 @@ def test_a_secret_opens_one_connection_in_time(make: Callable[..., Shard], way: 
     late = make(way, greeting_seconds=0)
     with pytest.raises((RuntimeError, OSError), match=r"refuses the connection|has ended|reset|[Bb]roken pipe"):
         late.connect()
-    for one in (ours, other):
-        ask(one, pull("rows", [1]))
+    for item in (ours, other):
+        ask(item, pull("rows", [1]))
 
 
 def test_who_says_nothing_is_let_go_of(make: Callable[..., Shard]) -> None:
@@ -192,7 +192,7 @@ def test_an_operation_that_was_damaged_is_refused(shard: Shard, at: int, says: s
     assert call.wait(SOON)
     (reply,) = frame_codec.parsed_reply(call.reply(), 1, [0])
     assert reply["error"] == "ProtocolError" and says in reply["message"]
-    assert all("checksum" in one["message"] for one in _core.parse_reply_frame(call.reply(), 1, [(16, 0), (0, 0)]))
+    assert all("checksum" in item["message"] for item in _core.parse_reply_frame(call.reply(), 1, [(16, 0), (0, 0)]))
     assert shard.handler.num_writes == 0
 
 

@@ -53,7 +53,7 @@ def operations(draw: st.DrawFn, kinds: tuple[str, ...] = ("pull", "push", "assig
 @st.composite
 def requests(draw: st.DrawFn) -> tuple[int, float, list[Described]]:
     fence = {"shard_incarnation": draw(INT64), "cluster_version": draw(INT64)}
-    described = [{**one, **fence} for one in draw(st.lists(operations(), min_size=1, max_size=4))]
+    described = [{**item, **fence} for item in draw(st.lists(operations(), min_size=1, max_size=4))]
     return draw(st.integers(0, 2**64 - 1)), draw(st.floats(0, 1e6)), described
 
 
@@ -78,7 +78,7 @@ def results(draw: st.DrawFn) -> Described:
 
 
 def sizes_of(described: list[Described]) -> list[tuple[int, int]]:
-    return [(len(one.get("rows", b"")), len(one.get("present", b""))) for one in described]
+    return [(len(item.get("rows", b"")), len(item.get("present", b""))) for item in described]
 
 
 @settings(deadline=None)

@@ -32,7 +32,7 @@ def test_entries_are_judged_as_the_specification_says(
     max_version_lag: int | None,
     through_positions: bool,
 ) -> None:
-    versions, times = np.array([one[0] for one in entries]), np.array([one[1] for one in entries])
+    versions, times = np.array([entry[0] for entry in entries]), np.array([entry[1] for entry in entries])
     rules = {
         "now": 10.0,
         "dense_version": dense_version,

@@ -26,7 +26,7 @@ def tensors(draw: st.DrawFn) -> tuple[Floats, int, float]:
 
 
 def expected(values: list[Floats], ks: list[int]) -> np.ndarray:
-    return np.concatenate([reference.largest(one, k) for one, k in zip(values, ks, strict=True)])
+    return np.concatenate([reference.largest(value, k) for value, k in zip(values, ks, strict=True)])
 
 
 @settings(max_examples=150, deadline=None)
@@ -38,7 +38,7 @@ def test_selection_is_exact_whatever_the_estimate(cases: list[tuple[Floats, int,
         indices, taken = take_largest(values, ks, estimates)
         assert indices.tolist() == expected(values, ks).tolist()
         places = np.split(indices, np.cumsum(ks)[:-1])
-        assert taken.tobytes() == b"".join(one[at].tobytes() for one, at in zip(values, places, strict=True))
+        assert taken.tobytes() == b"".join(value[at].tobytes() for value, at in zip(values, places, strict=True))
 
 
 @settings(max_examples=80, deadline=None)
@@ -107,7 +107,7 @@ def test_accumulation_does_not_depend_on_the_number_of_threads() -> None:
         estimates = np.zeros(1, np.float32)
         for _ in range(2):
             taken = accumulate_and_take([gradient], *state, [1200], estimates, momentum=0.9, threads=threads)
-        answers.append(b"".join(one.tobytes() for one in (*taken, state[0][0], state[1][0])))
+        answers.append(b"".join(item.tobytes() for item in (*taken, state[0][0], state[1][0])))
     assert answers[0] == answers[1] == answers[2]
 
 

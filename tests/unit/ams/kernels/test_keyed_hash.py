@@ -104,4 +104,4 @@ print(_core.hash_seed, hash(b"".join(array.tobytes() for array in seen)), table.
     ]
     keys, *seen = zip(*answers, strict=True)
     assert keys[0] != keys[1]
-    assert all(one == other for one, other in seen)
+    assert all(item == other for item, other in seen)

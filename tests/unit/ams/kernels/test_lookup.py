@@ -51,23 +51,23 @@ def test_vectors_and_gradients_are_those_of_the_reference(
     row_of = [
         dict(zip(own.tolist(), table.astype(np.float64), strict=True)) for own, table in zip(ids, rows, strict=True)
     ]
-    expected = [pooled(one, row_of[one.table], dims[one.table]) for one in made]
-    out = [np.full(one.shape, np.nan, np.float32) for one in expected]
+    expected = [pooled(item, row_of[item.table], dims[item.table]) for item in made]
+    out = [np.full(item.shape, np.nan, np.float32) for item in expected]
     lookup.pool(rows, out=out, keep_maxima=True)
     for mine, theirs in zip(out, expected, strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-6)
 
-    upstream = [rng.standard_normal(one.shape).astype(np.float32) if rng.random() < 0.8 else None for one in out]
+    upstream = [rng.standard_normal(item.shape).astype(np.float32) if rng.random() < 0.8 else None for item in out]
     gradients = [np.full((len(own), dim), np.nan, np.float32) for own, dim in zip(ids, dims, strict=True)]
     squares = lookup.sum_gradients(upstream, out=gradients)
-    sums = [{one: np.zeros(dim) for one in own.tolist()} for own, dim in zip(ids, dims, strict=True)]
+    sums = [{item: np.zeros(dim) for item in own.tolist()} for own, dim in zip(ids, dims, strict=True)]
     for feature, vectors in zip(made, upstream, strict=True):
         if vectors is not None:
-            for one, gradient in row_gradients(feature, row_of[feature.table], vectors.astype(np.float64)).items():
-                sums[feature.table][one] += gradient
+            for name, gradient in row_gradients(feature, row_of[feature.table], vectors.astype(np.float64)).items():
+                sums[feature.table][name] += gradient
     for own, mine, theirs in zip(ids, gradients, sums, strict=True):
-        np.testing.assert_allclose(mine, [theirs[one] for one in own.tolist()] or mine, rtol=1e-5, atol=1e-5)
-    assert squares == pytest.approx(sum(float((one.astype(np.float64) ** 2).sum()) for one in gradients))
+        np.testing.assert_allclose(mine, [theirs[item] for item in own.tolist()] or mine, rtol=1e-5, atol=1e-5)
+    assert squares == pytest.approx(sum(float((gradient.astype(np.float64) ** 2).sum()) for gradient in gradients))
     assert all(len(set(own.tolist())) == len(own) for own in ids)
 
 
@@ -79,12 +79,12 @@ def test_many_ids_have_the_same_bits_on_any_number_of_threads() -> None:
         lookup = Lookup(made, [None] * 3, threads)
         ids = lookup.ids()
         rows = [np.sin(own[:, None] * np.arange(1, 17)).astype(np.float32) for own in ids]
-        out = [np.empty((len(one.ids) // int(one.bags), 16), np.float32) for one in made]
+        out = [np.empty((len(item.ids) // int(item.bags), 16), np.float32) for item in made]
         lookup.pool(rows, out=out, keep_maxima=False)
         gradients = [np.empty_like(table) for table in rows]
         squares = lookup.sum_gradients(out, out=gradients)
         results.append([*ids, *out, *gradients, np.array(squares)])
-    assert all(np.array_equal(one, other) for one, other in zip(*results, strict=True))
+    assert all(np.array_equal(item, other) for item, other in zip(*results, strict=True))
 
 
 def test_an_infinite_gradient_shows_in_the_squares() -> None:

@@ -34,9 +34,9 @@ class Both:
         ids, positions = self.ours.oldest(10**6)
         assert ids.tolist() == self.reference.oldest(10**6) and len(self.ours) == len(ids)
         assert len(set(positions.tolist())) == len(positions), "two ids share a position"
-        kept = {one: position for one, position in self.names.items() if one in set(ids.tolist())}
+        kept = {name: position for name, position in self.names.items() if name in set(ids.tolist())}
         now = dict(zip(ids.tolist(), positions.tolist(), strict=True))
-        assert {one: now[one] for one in kept} == kept, "a position changed"
+        assert {item: now[item] for item in kept} == kept, "a position changed"
         self.names = now
 
 
@@ -51,7 +51,7 @@ def test_the_index_does_what_its_specification_says(capacity: int, steps: list[t
         elif name == "place":
             distinct = list(dict.fromkeys(ids))[: both.ours.capacity]
             both.names = {
-                one: position for one, position in both.names.items() if one not in distinct
+                name: position for name, position in both.names.items() if name not in distinct
             }  # may lose it on the way
             positions, evicted = both.ours.place(array(distinct))
             expected, expected_evicted = both.reference.place(distinct)
@@ -60,7 +60,7 @@ def test_the_index_does_what_its_specification_says(capacity: int, steps: list[t
             assert positions.tolist() == both.ours.find(array(distinct), touch=False).tolist()
         elif name == "remove":
             both.compare(both.ours.remove(array(ids)), both.reference.remove(ids))
-            both.names = {one: position for one, position in both.names.items() if one not in ids}
+            both.names = {name: position for name, position in both.names.items() if name not in ids}
         elif name == "oldest":
             assert both.ours.oldest(len(ids))[0].tolist() == both.reference.oldest(len(ids))
         else:

@@ -49,7 +49,7 @@ def test_brief_pulls_of_others_are_answered(shard: Busy) -> None:
         (pulled,) = ask(shard.others[number % 2], pull("rows", [number, 7]))
         assert pulled["rows"] == expected([number, 7])
     several = ask(shard.others[0], pull("rows", [1]), pull("rows", [2]))
-    assert [one["rows"] for one in several] == [expected([1]), expected([2])]
+    assert [item["rows"] for item in several] == [expected([1]), expected([2])]
     assert not shard.is_answered(shard.under_way, 0)
 
 

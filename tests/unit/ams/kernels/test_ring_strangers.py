@@ -325,8 +325,8 @@ def test_ids_that_change_after_they_were_checked_are_not_read_again(engine: Shar
 def test_a_flood_of_packets_holds_up_nobody(engine: Shard, tmp_path: Path) -> None:
     server = _core.DataServer(_core.EngineHandler(engine.engine), host="127.0.0.1")
     flooding, near, far = Stranger(server), dial("ring", *server.offer()), dial("tcp", *server.offer())
-    for one in (near, far):
-        ask(one, pull("t", [1]))
+    for item in (near, far):
+        ask(item, pull("t", [1]))
     with ExitStack() as first, ExitStack() as second:
         is_paused = first.enter_context(paused(tmp_path / "first"))
         calls = [begin(near, [written("near")])]

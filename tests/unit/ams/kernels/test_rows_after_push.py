@@ -54,7 +54,7 @@ def test_rows_are_those_of_a_pull_alone(shard: Shard, way: str, dtype: str, unto
             both = push("t", ids, **write, sequence=sequence), pull("t", ids, DIM, dtype=code)
             replies = ask(connection, *both, sizes=[0, size])
             (alone,) = ask(connection, pull("t", ids, DIM, dtype=code), sizes=[size])
-            assert [one.get("error") for one in replies] == [None, None]
+            assert [reply.get("error") for reply in replies] == [None, None]
             assert replies[1]["rows"] == alone["rows"]
             assert len(alone["rows"]) == size
     finally:

@@ -160,7 +160,7 @@ def test_rows_come_with_the_push_that_they_follow(shards: Shards, lost: int | No
     if lost is None:
         assert (reply, writes) == ((len(ids), False), (1,) * NUM_SHARDS)
     else:
-        assert (reply[lost], writes) == (None, None) and came.sum() == sum(one[0] for one in reply if one)
+        assert (reply[lost], writes) == (None, None) and came.sum() == sum(item[0] for item in reply if item)
     assert [connection.num_mailboxes for connection in shards.connections] == [
         int(n != lost) for n in range(NUM_SHARDS)
     ]

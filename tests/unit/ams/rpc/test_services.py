@@ -173,7 +173,7 @@ def test_every_rpc_of_a_service_has_a_value_and_needs_a_handler(name: str) -> No
     bound = bind(service, handlers, handlers)
     assert {*bound.methods, *bound.streams} == set(described.methods_by_name)
     for kind, method in service.items():
-        lacking = {one: handler for one, handler in handlers.items() if one is not kind}
+        lacking = {name: handler for name, handler in handlers.items() if name is not kind}
         with pytest.raises(TypeError, match=f"{method.path} has no handler"):
             bind(service, lacking, lacking)
 

@@ -64,8 +64,8 @@ class Add:
         return {"sum": rows.read(ids).sum(axis=0, dtype=np.float64) + float(inputs[0].step)}
 
     def gradients(self, rows: HostedRows, inputs: Sequence[HostedInputs]) -> Gradients:
-        value = sum(float(one.arrays["value"][0]) * one.weight for one in inputs)
-        other = {int(one.settings["row"]): one.settings["its"] for one in inputs if "row" in one.settings}
+        value = sum(float(item.arrays["value"][0]) * item.weight for item in inputs)
+        other = {int(item.settings["row"]): item.settings["its"] for item in inputs if "row" in item.settings}
 
         def ids(start: int) -> Ids:
             return rows.owned_ids(start, min(start + CHUNK, rows.num_owned))

@@ -71,9 +71,9 @@ def sums_of(pushes: list[Push], width: int) -> dict[int, npt.NDArray[np.float32]
     for push in pushes:
         assert push.group is not None
         weight = np.float32((push.group.sample_count / total if total else 0.0) * push.scale)
-        for one, gradient in zip(push.ids.tolist(), push.gradients.astype(np.float32) * weight, strict=True):
-            sums[one] = sums[one] + gradient if one in sums else gradient
-    assert all(one.shape == (width,) for one in sums.values())
+        for item, gradient in zip(push.ids.tolist(), push.gradients.astype(np.float32) * weight, strict=True):
+            sums[item] = sums[item] + gradient if item in sums else gradient
+    assert all(item.shape == (width,) for item in sums.values())
     return sums
 
 
@@ -103,7 +103,7 @@ def test_a_joint_push_is_to_the_bit_the_weighted_sum_in_rank_order(shard: Shard,
     sums = sums_of(pushes, width)
     done = [reply.result(10) if isinstance(reply, Future) else reply for reply in replies]
     assert done == [Done(created=len(sums))] * world_size
-    expected = [-np.float32(LR) * sums.get(one, np.zeros(width, np.float32)) for one in all_ids.tolist()]
+    expected = [-np.float32(LR) * sums.get(item, np.zeros(width, np.float32)) for item in all_ids.tolist()]
     np.testing.assert_array_equal(rows_of(shard, f"t{width}", all_ids, width), np.array(expected))
 
 

@@ -101,6 +101,6 @@ def test_what_was_done_across_a_stop_is_not_acknowledged(clocked: Clocked, monke
             service.bound.methods["CreateTable"](request, None)
         with pytest.raises(ShardUnavailable):  # nor is anything done while it is not sure
             whole(CallContext(), DropTable(table="t")).result(10)
-        assert [one.name for one in shard.specs] == ["t"]
+        assert [spec.name for spec in shard.specs] == ["t"]
     finally:
         shard.close()

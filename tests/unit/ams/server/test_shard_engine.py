@@ -105,8 +105,8 @@ def test_what_all_kinds_of_callers_do_at_once_adds_up(shard: Shard) -> None:
         native = pool.submit(
             lambda: exercise_engine(shard.engine, "t", IDS, ONES, rounds, 2, holds_interpreter=False, seconds=60)
         )
-        for one in work:
-            one.result(60)
+        for item in work:
+            item.result(60)
         assert native.result(60) == (2 * rounds, 0)
     assert not mixed
     assert (rows(shard) == -5 * rounds).all()

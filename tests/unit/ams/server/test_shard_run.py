@@ -121,7 +121,7 @@ def test_what_arrives_behind_queued_requests_waits_its_turn(
         until(lambda: shard.engine.turn.num_waiting == 3)
         assert not later.done()
         go_on.set()
-        assert [one.result(timeout=10).created for one in queued] == [8, 0]
+        assert [item.result(timeout=10).created for item in queued] == [8, 0]
         later.result(timeout=10)
         on_its_thread.result(timeout=10)
     for out in outs:
@@ -174,8 +174,8 @@ def test_queued_requests_keep_their_order_while_the_interpreter_is_held_elsewher
                 pass
     finally:
         sys.setswitchinterval(before)
-    for one in queued:
-        assert isinstance(one.result(timeout=10), ShardState)
+    for item in queued:
+        assert isinstance(item.result(timeout=10), ShardState)
 
 
 def test_a_deadline_that_is_over_while_requests_are_queued_holds_up_none_of_them() -> None:
@@ -187,8 +187,8 @@ def test_a_deadline_that_is_over_while_requests_are_queued_holds_up_none_of_them
     with shard.engine.turn:
         queued = [shard.submit(CallContext(), Describe()) for _ in range(2)]
         now = 1e6
-    for one in queued:
-        assert isinstance(one.result(timeout=10), ShardState)
+    for item in queued:
+        assert isinstance(item.result(timeout=10), ShardState)
     with pytest.raises(RankMissing):
         alone.result(timeout=10)
     shard.close()

@@ -14,7 +14,7 @@ from geartrain.ams.storage.features.lmdb_features import LmdbFeatures
 from geartrain.ams.values.errors import StateDamaged
 
 IDS = np.arange(200)
-VALUES = [b"value %d " % one * 20 for one in range(200)]
+VALUES = [b"value %d " % item * 20 for item in range(200)]
 FILE = "features/features.lmdb"
 
 
@@ -65,8 +65,8 @@ def test_keys_that_became_equal_are_counted_once(tmp_path: Path) -> None:
     filled(tmp_path)
     data = bytearray((tmp_path / FILE).read_bytes())
     flipped = 0
-    for one in range(100, 140, 2):
-        key = b"\x08\0" + one.to_bytes(8, "big")  # behind the size of a key in a leaf
+    for item in range(100, 140, 2):
+        key = b"\x08\0" + item.to_bytes(8, "big")  # behind the size of a key in a leaf
         if (at := data.find(key)) >= 0:
             data[at + len(key) - 1] ^= 1
             flipped += 1

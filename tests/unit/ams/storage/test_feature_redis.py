@@ -23,7 +23,7 @@ from tests.redis_child import RedisChild, running_redis
 
 COMPOSE = Path(__file__).resolve().parents[4] / "docker-compose.yml"
 IDS = np.arange(5)
-VALUES = [b"value %d" % one for one in range(5)]
+VALUES = [b"value %d" % item for item in range(5)]
 
 
 @pytest.fixture
@@ -146,8 +146,8 @@ def test_a_server_that_answers_nothing_is_waited_for_once(child: RedisChild, sto
             impatient.read(IDS[:1])
         assert 0.4 < time.monotonic() - start < 5
     assert store.read(IDS) == VALUES, "it is awake again"
-    for one in range(5):
-        assert impatient.read(IDS[one:]) == VALUES[one:], "a late reply is not the next call's"
+    for item in range(5):
+        assert impatient.read(IDS[item:]) == VALUES[item:], "a late reply is not the next call's"
     impatient.close()
 
 

@@ -99,8 +99,8 @@ def test_it_behaves_like_a_dictionary(opened: Open) -> None:
                 model |= records
             else:
                 store.remove(ids)
-                model = {one: value for one, value in model.items() if one not in records}
-            assert store.read(np.arange(10)) == [model.get(one) for one in range(10)]
+                model = {name: value for name, value in model.items() if name not in records}
+            assert store.read(np.arange(10)) == [model.get(item) for item in range(10)]
 
     behaves()
 
@@ -112,9 +112,9 @@ def test_threads_may_share_it(opened: Open) -> None:
     def work(number: int) -> None:
         for turn in range(30):
             ids = np.arange(20, dtype=np.int64) + 10 * number
-            store.write(ids, [b"%d" % one for one in ids])
+            store.write(ids, [b"%d" % id_ for id_ in ids])
             values = store.read(ids)
-            wrong.extend(value for one, value in zip(ids, values, strict=True) if value not in (b"%d" % one, None))
+            wrong.extend(value for id_, value in zip(ids, values, strict=True) if value not in (b"%d" % id_, None))
             store.remove(ids[turn % 20 :])
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]

@@ -96,8 +96,8 @@ def test_an_id_gets_its_row_at_the_push_that_brings_its_nth_occurrence(
         elif what == "thaw" and frozen is not None:
             after = frozen_admission(table)
             assert after is not None
-            for one, other in zip(frozen, after, strict=True):
-                np.testing.assert_array_equal(one, other)  # what was counted meanwhile is not in it
+            for item, other in zip(frozen, after, strict=True):
+                np.testing.assert_array_equal(item, other)  # what was counted meanwhile is not in it
             table.thaw(kept=True)
             frozen = None
         elif what == "move" and frozen is None:
@@ -148,9 +148,9 @@ def test_shards_that_share_out_a_table_anew_forget_no_occurrence() -> None:
         shards: list[RowTable] = []
         for number in (2, 3, 2, 1):
             counted = []
-            for one in shards:
-                one.freeze()
-                state = frozen_admission(one)
+            for item in shards:
+                item.freeze()
+                state = frozen_admission(item)
                 assert state is not None
                 counted.append(state)
             placement = even_placement(number)

@@ -58,12 +58,12 @@ def test_rows_slots_and_updates_have_the_bits_of_the_reference(
         "l1": lambda step: 0.2 / step,
         "l2": lambda step: 0.1 * step,
     }
-    changing = [one for one in SPECS[name].scalars() if one in changes and one not in SPECS[name].fixed]
+    changing = [scalar for scalar in SPECS[name].scalars() if scalar in changes and scalar not in SPECS[name].fixed]
     for step in range(6):
         ids = generator.permutation(60)[:40]
         values = generator.standard_normal((40, 37)).astype(list(DTYPES.values())[step % 3])
         lr, scale = 0.3 / (step + 1), 0.7
-        scalars = {one: changes[one](step) for one in changing} if step % 2 else {}
+        scalars = {item: changes[item](step) for item in changing} if step % 2 else {}
         theirs.optimizer = SPECS[name].for_push(scalars)
         created = ours.push(ids, values, lr=lr, scale=scale, optimizer_scalars=scalars)
         assert created == theirs.push(ids, values, lr, scale)
@@ -153,7 +153,7 @@ def test_rows_follow_torch_in_float64_while_the_learning_rate_changes(name: str)
 
 @pytest.mark.parametrize(
     "optimizer",
-    [Adagrad(), *(one for one in SPECS.values() if any(slot.is_non_negative for slot in one.slots))],
+    [Adagrad(), *(spec for spec in SPECS.values() if any(slot.is_non_negative for slot in spec.slots))],
     ids=str,
 )
 def test_a_slot_that_cannot_be_negative_is_not_restored_so(optimizer: RowOptimizerSpec) -> None:
@@ -165,7 +165,7 @@ def test_a_slot_that_cannot_be_negative_is_not_restored_so(optimizer: RowOptimiz
         table.restore(np.array([3]), np.zeros((1, 2), np.float32), slots, steps)
 
 
-@pytest.mark.parametrize("name", [name for name, one in SPECS.items() if not one.takes_narrow_slots])
+@pytest.mark.parametrize("name", [name for name, spec in SPECS.items() if not spec.takes_narrow_slots])
 def test_slots_that_16_bits_cannot_hold_are_refused(name: str) -> None:
     with pytest.raises(InvalidArgument, match=r"slot_dtype is 'bfloat16'; .* must be 'float32'"):
         TableSpec(name="t", dim=2, optimizer=SPECS[name], slot_dtype="bfloat16")

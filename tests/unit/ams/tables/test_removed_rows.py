@@ -37,8 +37,8 @@ def test_a_row_that_comes_back_begins_anew(num_rows: int | None, dtype: Any) -> 
         table.push(EVERY, gradients)
     assert table.remove(EVERY) == NUM_IDS
     assert table.num_present == 0
-    for one in (table, twin):
-        one.push(EVERY[::-1].copy(), gradients)
+    for item in (table, twin):
+        item.push(EVERY[::-1].copy(), gradients)
     assert np.array_equal(pulled(table, EVERY), pulled(twin, EVERY)), "its slots, or its updates, were there still"
 
 
@@ -52,9 +52,9 @@ def test_rows_that_move_untouched_are_as_never_pushed_once_removed(num_rows: int
         twin.push(EVERY[2:4], some[:2])
     assert table.remove(EVERY[:2]) == 2
     assert np.array_equal(pulled(table, EVERY), pulled(twin, EVERY))
-    for one in (table, twin):
-        one.push(EVERY[:1], some[:1])
-        one.push(EVERY[3:4], some[:1])
+    for item in (table, twin):
+        item.push(EVERY[:1], some[:1])
+        item.push(EVERY[3:4], some[:1])
     assert np.array_equal(pulled(table, EVERY), pulled(twin, EVERY))
 
 

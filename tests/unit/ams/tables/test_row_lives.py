@@ -182,9 +182,9 @@ def test_rows_that_a_freeze_holds_are_read_though_they_were_evicted() -> None:
         parts.append({name: array.copy() for name, array in part.arrays().items()})
     table.thaw(kept=True)
     found = {
-        int(i): (int(one), int(two), int(three))
+        int(i): (int(item), int(two), int(three))
         for part in parts
-        for i, one, two, three in zip(
+        for i, item, two, three in zip(
             part["ids"], part["seen_steps"], part["seen_seconds"], part["counts"], strict=True
         )
     }

@@ -222,8 +222,13 @@ def test_on_rows_of_width_1_row_wise_optimizers_are_what_their_namesakes_are(
 
 def test_a_row_of_a_row_wise_optimizer_keeps_one_number_for_the_size_of_its_gradients() -> None:
     optimizers = (RowWiseAdagrad(), Adagrad(), RowWiseAdam(), AdamW())
-    assert [TableSpec(name="t", dim=64, optimizer=one).slot_bytes for one in optimizers] == [4, 256, 260, 512]
-    tables = [table_of(one, dim=64) for one in optimizers[:2]]
+    assert [TableSpec(name="t", dim=64, optimizer=optimizer).slot_bytes for optimizer in optimizers] == [
+        4,
+        256,
+        260,
+        512,
+    ]
+    tables = [table_of(optimizer, dim=64) for optimizer in optimizers[:2]]
     for table in tables:
         table.push(np.arange(1000), np.ones((1000, 64), np.float32))
     assert tables[1].memory_bytes - tables[0].memory_bytes == 252 * 1000

@@ -56,7 +56,7 @@ def test_an_id_is_the_low_bits_of_xxh3(words: list[str], seed: int, bits: int) -
 
 def test_collisions_are_as_many_as_the_formula_says() -> None:
     number, bits = 200_000, 32
-    ids = gt.hash_strings([f"item/{one}" for one in range(number)], seed=1, bits=bits)
+    ids = gt.hash_strings([f"item/{item}" for item in range(number)], seed=1, bits=bits)
     expected = number * (number - 1) / 2 ** (bits + 1)
     assert abs(number - len(np.unique(ids)) - expected) < 5 * expected**0.5  # 4.7 pairs are expected
 

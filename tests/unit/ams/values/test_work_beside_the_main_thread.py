@@ -126,8 +126,8 @@ def test_nobody_touches_arrays_whose_owner_has_gone(other: ThreadPoolExecutor) -
     buffer_lease.end()
     buffer_lease.wait()
     assert written == [1, 1]  # they were at it: the end has waited for them
-    for one in both:
-        one.result(20)
+    for item in both:
+        item.result(20)
     with pytest.raises(BrokenOff):
         other.submit(write).result(20)
     assert written == [1, 1]

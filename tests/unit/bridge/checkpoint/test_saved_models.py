@@ -71,9 +71,9 @@ class Trainer:
             labels = torch.randint(CLASSES, (BATCH,), generator=generator)
             loss = self.model(features[share], labels[share])
             loss.backward()
-            for one in (self.dense, self.rows):
-                one.step()
-                one.zero_grad()
+            for item in (self.dense, self.rows):
+                item.step()
+                item.zero_grad()
             self.schedule.step()
             losses.append(loss.item())
         return losses
@@ -147,9 +147,9 @@ def test_every_part_of_a_model_comes_back(cluster: gt.Cluster, tmp_path: Path) -
             features = model.middle(model.gear(torch.tensor([1, 2, 3])))
             loss = sum(head(features, torch.tensor([step, 4, 5])) for head in model.heads)
             loss.backward()
-            for one in (rows, dense):
-                one.step()
-                one.zero_grad()
+            for item in (rows, dense):
+                item.step()
+                item.zero_grad()
             losses.append(loss.item())
         return losses
 

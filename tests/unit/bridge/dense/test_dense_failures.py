@@ -135,8 +135,8 @@ def test_ranks_complete_a_step_that_some_shards_have_before_the_next(
         for step, gradient in enumerate(gradients):
             dense.zero_grad()
             backward(module)
-            for one in module.parameters():
-                one.grad = torch.full_like(one, gradient)
+            for parameter in module.parameters():
+                parameter.grad = torch.full_like(parameter, gradient)
             if step == 0:
                 fail_step(dense, push, applied=applied)
             else:
@@ -160,8 +160,8 @@ def test_ranks_may_drop_a_step_that_a_shard_refuses(cluster: gt.Cluster) -> None
         module = Counting()
         dense = gt.attach(module, cluster, name="net", dim=DIM, optimizer=gt.SGD(1.0), mode="sync")
         backward(module)
-        for one in module.parameters():
-            one.grad = torch.full_like(one, 1e30)
+        for parameter in module.parameters():
+            parameter.grad = torch.full_like(parameter, 1e30)
         with pytest.raises(NonFinite):
             dense.push(lr=1e30)
         dense.zero_grad()
@@ -180,8 +180,8 @@ def test_a_push_that_is_repeated_has_the_gradients_it_began_with(
     module, dense = attached(cluster)
     backward(module)
     before = module.layer.weight.detach().clone()
-    for one in module.parameters():
-        one.grad = torch.ones_like(one)
+    for parameter in module.parameters():
+        parameter.grad = torch.ones_like(parameter)
     if raises:
 
         def unsent(*_: Any) -> list[Any]:
@@ -192,9 +192,9 @@ def test_a_push_that_is_repeated_has_the_gradients_it_began_with(
             dense.step()
     else:
         fail_step(dense, push, applied=False)
-    for one in module.parameters():
-        assert one.grad is not None
-        one.grad.fill_(1000)
+    for parameter in module.parameters():
+        assert parameter.grad is not None
+        parameter.grad.fill_(1000)
     dense.step()
     torch.testing.assert_close(module.layer.weight.detach(), before - 0.1)
 
@@ -224,7 +224,7 @@ def test_a_pull_that_fails_half_way_leaves_buffers_and_what_they_changed_by(
     unpack = Layout.unpack
 
     def full(self: Layout, rows_RD: Tensor, tensors: Any) -> None:
-        if any(one is module.count for one in tensors):
+        if any(tensor is module.count for tensor in tensors):
             raise MemoryError
         unpack(self, rows_RD, tensors)
 

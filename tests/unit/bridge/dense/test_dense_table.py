@@ -39,7 +39,7 @@ def batch(step: int, size: int = 8) -> tuple[Tensor, Tensor]:
 
 def backward(module: nn.Module, step: int) -> None:
     parameter = next(module.parameters())
-    inputs, targets = (one.to(parameter.dtype) for one in batch(step))
+    inputs, targets = (item.to(parameter.dtype) for item in batch(step))
     nn.functional.mse_loss(module(inputs), targets).backward()
 
 
@@ -51,7 +51,7 @@ def train(module: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> 
 
 
 def values(module: nn.Module) -> dict[str, np.ndarray]:
-    return {name: one.detach().double().numpy().copy() for name, one in module.state_dict().items()}
+    return {name: item.detach().double().numpy().copy() for name, item in module.state_dict().items()}
 
 
 def assert_close(one: nn.Module, other: nn.Module, rtol: float = 1e-5, atol: float = 1e-6) -> None:
@@ -85,10 +85,10 @@ def test_twenty_steps_equal_torch_in_float64_with_a_learning_rate_schedule(clust
     module, reference = small_net(), small_net().double()
     spec, make = OPTIMIZERS[kind]
     dense, truth = gt.attach(module, cluster, name="net", optimizer=spec, dim=DIM), make(reference.parameters())
-    schedules = [torch.optim.lr_scheduler.CosineAnnealingLR(one, 20) for one in (dense, truth)]
+    schedules = [torch.optim.lr_scheduler.CosineAnnealingLR(item, 20) for item in (dense, truth)]
     for step in range(20):
-        for one, optimizer, schedule in zip((module, reference), (dense, truth), schedules, strict=True):
-            train(one, optimizer, range(step, step + 1))
+        for item, optimizer, schedule in zip((module, reference), (dense, truth), schedules, strict=True):
+            train(item, optimizer, range(step, step + 1))
             schedule.step()
     assert_close(module, reference, 2e-4, 2e-5)
     assert dense.version == 21  # the first values, and twenty steps
@@ -99,11 +99,11 @@ def test_the_rows_are_spread_over_the_shards_and_end_with_zeros(cluster: gt.Clus
     module = small_net()
     dense = gt.attach(module, cluster, name="net", dim=DIM, optimizer=gt.Adam(0.1, weight_decay=0.1))
     train(module, dense, range(2))
-    num_values = sum(one.numel() for one in module.parameters())
+    num_values = sum(parameter.numel() for parameter in module.parameters())
     table = cluster.table("net")
     assert table.spec.num_rows == -(-num_values // DIM)
     flat = table.pull(np.arange(table.spec.num_rows)).reshape(-1)
-    mine = torch.cat([one.detach().reshape(-1) for one in module.parameters()]).numpy()
+    mine = torch.cat([parameter.detach().reshape(-1) for parameter in module.parameters()]).numpy()
     np.testing.assert_array_equal(flat[:num_values], mine)
     assert not flat[num_values:].any() and len(flat) > num_values
     rows = [shard.rows for shard in cluster.status().shards]
@@ -172,14 +172,16 @@ def test_tied_frozen_and_unused_parameters_and_buffers(cluster: gt.Cluster) -> N
     module, reference = Odd(), Odd()
     optimizer = gt.Momentum(0.1, 0.9, weight_decay=0.1)
     dense = gt.attach(module, cluster, name="odd", optimizer=optimizer, dim=DIM)
-    truth = torch.optim.SGD([one for one in reference.parameters() if one.requires_grad], 0.1, 0.9, weight_decay=0.1)
-    num_values = sum(one.numel() for one in (module.embed.weight, module.unused, *module.out.parameters()))
+    truth = torch.optim.SGD(
+        [parameter for parameter in reference.parameters() if parameter.requires_grad], 0.1, 0.9, weight_decay=0.1
+    )
+    num_values = sum(item.numel() for item in (module.embed.weight, module.unused, *module.out.parameters()))
     assert cluster.table("odd").spec.num_rows == -(-num_values // DIM)
     for step in range(5):
-        for one, stepper in ((module, dense), (reference, truth)):
+        for item, stepper in ((module, dense), (reference, truth)):
             stepper.zero_grad()
-            backward(one, step)
-            if one is reference:  # torch leaves a parameter without gradient alone; a dense table takes it as zero
+            backward(item, step)
+            if item is reference:  # torch leaves a parameter without gradient alone; a dense table takes it as zero
                 reference.unused.grad = torch.zeros(5)
             stepper.step()
     assert_close(module, reference)
@@ -273,17 +275,17 @@ def test_a_step_that_grad_scaler_skips_pushes_nothing_and_its_scale_is_taken_out
     truth = torch.optim.SGD(reference.parameters(), 0.1, 0.9)
     scaler, plain = (torch.amp.GradScaler("cpu", init_scale=1024.0) for _ in range(2))
     for step in range(6):
-        for one, stepper, scales in ((module, dense, scaler), (reference, truth, plain)):
+        for item, stepper, scales in ((module, dense, scaler), (reference, truth, plain)):
             stepper.zero_grad()
             inputs, targets = batch(step)
-            loss = nn.functional.mse_loss(one(inputs), targets) * (float("inf") if step == 2 else 1.0)
+            loss = nn.functional.mse_loss(item(inputs), targets) * (float("inf") if step == 2 else 1.0)
             scales.scale(loss).backward()
             if step % 2:
                 scales.unscale_(stepper)
-                nn.utils.clip_grad_norm_(one.parameters(), 0.1)
+                nn.utils.clip_grad_norm_(item.parameters(), 0.1)
             before = dense.version
             scales.step(stepper)
-            if one is module:
+            if item is module:
                 assert dense.version == before + (step != 2)
             scales.update()
     assert scaler.get_scale() == plain.get_scale() == 512.0
@@ -420,7 +422,7 @@ def test_a_push_that_failed_half_way_is_completed_once(cluster: gt.Cluster, monk
 def test_a_module_of_another_layout_is_refused_by_name(cluster: gt.Cluster) -> None:
     gt.attach(small_net(), cluster, name="net", dim=DIM)
     wider = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 10), nn.Tanh(), nn.Linear(10, 3))
-    renamed = nn.ModuleDict({f"layer{i}": one for i, one in enumerate(small_net())})
+    renamed = nn.ModuleDict({f"layer{i}": item for i, item in enumerate(small_net())})
     frozen = small_net()
     frozen[0].bias.requires_grad_(False)
     for module in (wider, renamed, frozen):
@@ -485,8 +487,8 @@ def test_sparse_gradients_are_taken(cluster: gt.Cluster) -> None:
     reference.load_state_dict(module.state_dict())
     dense = gt.attach(module, cluster, name="rows", optimizer=gt.SGD(0.5), dim=4)
     truth = torch.optim.SGD(reference.parameters(), 0.5)
-    for one, stepper in ((module, dense), (reference, truth)):
-        one(torch.tensor([1, 3, 1])).square().sum().backward()
+    for item, stepper in ((module, dense), (reference, truth)):
+        item(torch.tensor([1, 3, 1])).square().sum().backward()
         stepper.step()
     assert_close(module, reference)
 

@@ -49,7 +49,7 @@ def test_rows_are_those_that_packing_makes(shapes: list[tuple[int, ...]], dim: i
     layout = Layout({f"t{i}": shape for i, shape in enumerate(shapes)}, dim)
     tensors = [in_some_order(shape, data.draw(DTYPES), data.draw(st.booleans())) for shape in shapes]
     missing = data.draw(st.sets(st.integers(0, len(shapes) - 1)))
-    given = [None if i in missing else one for i, one in enumerate(tensors)]
+    given = [None if i in missing else tensor for i, tensor in enumerate(tensors)]
     expected = layout.empty()
     layout.pack(given, expected)
     rows = HostValues(layout).now(given)
@@ -62,13 +62,13 @@ def test_rows_are_those_that_packing_makes(shapes: list[tuple[int, ...]], dim: i
 def test_rows_that_come_are_what_unpacking_gives(shapes: list[tuple[int, ...]], dim: int, data: st.DataObject) -> None:
     layout = Layout({f"t{i}": shape for i, shape in enumerate(shapes)}, dim)
     tensors = [in_some_order(shape, data.draw(DTYPES), data.draw(st.booleans())) for shape in shapes]
-    expected = [one.clone() for one in tensors]
+    expected = [tensor.clone() for tensor in tensors]
     values = torch.randn(layout.num_rows, dim)
     layout.unpack(values, expected)
     with HostValues(layout).coming(tensors) as rows:
         rows.place(values.numpy(), None)
-    for one, other in zip(tensors, expected, strict=True):
-        assert torch.equal(one, other)
+    for tensor, other in zip(tensors, expected, strict=True):
+        assert torch.equal(tensor, other)
 
 
 def test_rows_that_do_not_come_stay_what_they_are() -> None:

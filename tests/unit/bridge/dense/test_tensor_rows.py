@@ -21,14 +21,19 @@ def test_what_was_packed_is_unpacked(shapes: list[tuple[int, ...]], dim: int, da
     missing = data.draw(st.sets(st.integers(0, len(shapes) - 1)))
     rows_RD = torch.full((layout.num_rows, dim), 7.0)
     rows_RD.view(-1)[layout.num_values :] = 0
-    layout.pack([None if i in missing else one for i, one in enumerate(tensors)], rows_RD)
-    assert layout.num_values == sum(one.numel() for one in tensors) <= layout.num_rows * dim < layout.num_values + dim
+    layout.pack([None if i in missing else tensor for i, tensor in enumerate(tensors)], rows_RD)
+    assert (
+        layout.num_values
+        == sum(tensor.numel() for tensor in tensors)
+        <= layout.num_rows * dim
+        < layout.num_values + dim
+    )
     assert not rows_RD.view(-1)[layout.num_values :].any()
-    back = [torch.ones_like(one) for one in tensors]
+    back = [torch.ones_like(tensor) for tensor in tensors]
     layout.unpack(rows_RD, back)
-    for i, (one, other) in enumerate(zip(tensors, back, strict=True)):
-        assert other.dtype == one.dtype
-        assert torch.equal(other, torch.zeros_like(one) if i in missing else one)
+    for i, (item, other) in enumerate(zip(tensors, back, strict=True)):
+        assert other.dtype == item.dtype
+        assert torch.equal(other, torch.zeros_like(item) if i in missing else item)
 
 
 def test_tensors_that_do_not_lie_in_order_are_packed_by_their_values() -> None:
@@ -58,7 +63,7 @@ def test_a_fingerprint_tells_names_shapes_and_their_order_apart() -> None:
         {"a": (2, 3), "c": (4,)},
         {"a": (2, 3), "b": (4, 1)},
     ]
-    prints = {Layout(one, 8).fingerprint for one in shapes}
+    prints = {Layout(shape, 8).fingerprint for shape in shapes}
     assert len(prints) == len(shapes) and max(prints) < 2**64
     assert (
         Layout(shapes[0], 8).fingerprint == Layout(shapes[0], 16).fingerprint == 0x00E740749D417902

@@ -240,9 +240,9 @@ def test_micro_batches_equal_one_batch_and_zero_grad_drops_them(cluster: gt.Clus
     fields({"a": first, "b": first})["a"].sum().backward()
     rows.zero_grad()
     for ids in (first, second):
-        sum(one.square().sum() for one in fields({"a": ids, "b": ids}).values()).backward()
+        sum(field.square().sum() for field in fields({"a": ids, "b": ids}).values()).backward()
     both = torch.cat([first, second])
-    sum(one.square().sum() for one in same({"a": both, "b": both}).values()).backward()
+    sum(item.square().sum() for item in same({"a": both, "b": both}).values()).backward()
     assert rows.squared_norm() == pytest.approx(other.squared_norm())
     rows.step()
     other.step()

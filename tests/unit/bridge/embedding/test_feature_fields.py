@@ -95,7 +95,7 @@ def test_features_come_with_a_loop_that_runs_ahead(cluster: gt.Cluster, image: g
     rows = gt.RowOptimizer(fields)
     data = [{"item": torch.tensor([step]), "image": torch.tensor([step])} for step in range(4)]
     for _, vectors in gt.prefetch(data, fields, depth=2, staleness=2):
-        sum(one.sum() for one in vectors.values()).backward()
+        sum(vector.sum() for vector in vectors.values()).backward()
         rows.step()
         rows.zero_grad()
     assert image.account().applied == 4

@@ -40,7 +40,7 @@ def batch_of(seed: int) -> dict[str, Any]:
 def train(group: gt.EmbeddingGroup, seed: int) -> None:
     rows = gt.RowOptimizer(group)
     vectors = group(batch_of(seed))
-    sum((one.values() if one.is_nested else one).square().sum() for one in vectors.values()).backward()
+    sum((vector.values() if vector.is_nested else vector).square().sum() for vector in vectors.values()).backward()
     rows.step()
 
 

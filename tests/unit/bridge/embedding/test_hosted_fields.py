@@ -74,12 +74,12 @@ def test_hosted_fields_train_as_pulled_ones(
                 }
                 vectors = fields(batch)
                 rng = torch.Generator().manual_seed(seed)
-                targets = {name: torch.randn(one.shape, generator=rng) for name, one in sorted(vectors.items())}
+                targets = {name: torch.randn(item.shape, generator=rng) for name, item in sorted(vectors.items())}
                 if fields is both[1]:
                     with torch.no_grad():
-                        for name, one in both[0](batch).items():
-                            torch.testing.assert_close(vectors[name], one, rtol=1e-4, atol=1e-5)
-                sum((vectors[name] * one).sum() for name, one in targets.items()).backward()  # type: ignore[union-attr]
+                        for name, item in both[0](batch).items():
+                            torch.testing.assert_close(vectors[name], item, rtol=1e-4, atol=1e-5)
+                sum((vectors[name] * target).sum() for name, target in targets.items()).backward()  # type: ignore[union-attr]
             norms.append(float(rows.clip_grad_norm_(3.0)))
         assert norms[0] == pytest.approx(norms[1], rel=1e-5)
         for rows in reversed(optimizers):
@@ -104,7 +104,7 @@ def test_a_table_is_told_of_hosted_batches_what_it_asks(cluster: gt.Cluster) -> 
             for micro in range(2):
                 history = bags(10 * step + micro, None, False)
                 vectors = fields({"history": history, "item": torch.arange(6) + step})
-                sum(one.sum() for one in vectors.values()).backward()  # type: ignore[union-attr]
+                sum(vector.sum() for vector in vectors.values()).backward()  # type: ignore[union-attr]
             rows.step()
             rows.zero_grad()
     admitted = [table.present(np.arange(ROWS)) for table in tables]
@@ -131,7 +131,7 @@ def test_a_batch_without_ids_has_vectors_of_zeros(cluster: gt.Cluster, pooling: 
     vectors = fields({"user": [1, 2], "history": none, "item": [[5], [6]], "seen": none})
     for name in ("history", "seen"):
         assert torch.equal(vectors[name].detach(), torch.zeros(2, DIM))
-    sum(one.sum() for one in vectors.values()).backward()  # type: ignore[union-attr]
+    sum(vector.sum() for vector in vectors.values()).backward()  # type: ignore[union-attr]
     rows.step()
     np.testing.assert_array_equal(np.flatnonzero(fields.table("item").present(np.arange(ROWS))), [5, 6])
 
@@ -152,7 +152,7 @@ def test_a_step_that_stopped_goes_on_and_applies_nothing_twice(
     fields = group(cluster, "g", "hosted")
     rows = gt.RowOptimizer(fields)
     batch = {"user": [1], "history": [[1, 2]], "item": [[5]], "seen": [[7]]}
-    sum(one.sum() for one in fields(batch).values()).backward()  # type: ignore[union-attr]
+    sum(field.sum() for field in fields(batch).values()).backward()  # type: ignore[union-attr]
     table = fields.table("item")
     deliver, fails = table._calls.deliver, [True]
 

@@ -35,7 +35,7 @@ def both_batches() -> tuple[dict[str, Any], Leveled]:
         torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)]),
     )
     lists = [values[offsets[n] : offsets[n + 1]] for n in index.tolist()]
-    ends = torch.tensor([0, *np.cumsum([len(one) for one in lists])])
+    ends = torch.tensor([0, *np.cumsum([len(item) for item in lists])])
     plain = {"user": users[index], "user_history": (torch.cat(lists), ends), "item": items}
     return plain, Leveled({"user": users, "user_history": (values, offsets), "item": items}, index)
 
@@ -99,7 +99,7 @@ def test_towers_and_first_layers_are_computed_once_a_node() -> None:
             mixed = first(vectors, batch)
             upstream = torch.linspace(-1, 1, B * 9).view(B, 9)
             (torch.cat([hidden, mixed], 1) * upstream).sum().backward()
-            results.append([hidden, mixed, *(one.grad for one in (*tower.parameters(), *first.parameters()))])
+            results.append([hidden, mixed, *(item.grad for item in (*tower.parameters(), *first.parameters()))])
             if batch is plain:
                 joined = linear(torch.cat([vectors["user"], vectors["item"], vectors["user_history"]], 1))
                 torch.testing.assert_close(mixed, joined)
@@ -143,4 +143,4 @@ def test_a_prefetched_batch_is_given_to_its_samples() -> None:
     with gt.local() as cluster:
         fields = group(cluster, "ctr", "sum")
         ((_, vectors),) = gt.prefetch([leveled], fields)
-        assert {name: len(one) for name, one in vectors.items()} == dict.fromkeys(vectors, B)
+        assert {name: len(vector) for name, vector in vectors.items()} == dict.fromkeys(vectors, B)

@@ -56,7 +56,7 @@ def batch_of(step: int, samples: slice = slice(0, JOINT)) -> dict[str, Any]:
     items = torch.randint(2, (JOINT, 4), generator=rng)
     own = [items[row, : lengths[row]] for row in range(samples.start, samples.stop)]
     offsets = nn.functional.pad(lengths[samples].cumsum(0), (1, 0))
-    weights = torch.cat([torch.arange(1, len(one) + 1) / 2 for one in own])
+    weights = torch.cat([torch.arange(1, len(item) + 1) / 2 for item in own])
     return {
         "user": ids[samples, :2],
         "item": (torch.cat(own), offsets, weights),
@@ -69,7 +69,7 @@ def batch_of(step: int, samples: slice = slice(0, JOINT)) -> dict[str, Any]:
 
 def loss_of(vectors: dict[str, Tensor], step: int, samples: slice = slice(0, JOINT)) -> Tensor:
     rng = torch.Generator().manual_seed(100 + step)
-    used = torch.cat([one.flatten(1) for name, one in vectors.items() if name != "idle"], dim=1)
+    used = torch.cat([vector.flatten(1) for name, vector in vectors.items() if name != "idle"], dim=1)
     targets = torch.randn(JOINT, used.shape[1], generator=rng)[samples]
     return (used - targets).square().sum(1).mean()
 
@@ -114,8 +114,8 @@ def expected_rows(number: int) -> tuple[float, dict[str, Tensor]]:
 def require_equal(number: int, norm: float, rows: dict[str, Tensor]) -> None:
     wanted_norm, wanted = expected_rows(number)
     assert norm == pytest.approx(wanted_norm, rel=1e-4)
-    for name, one in wanted.items():
-        torch.testing.assert_close(rows[name], one, rtol=1e-4, atol=1e-5, msg=lambda text, n=name: f"{n}: {text}")
+    for name, item in wanted.items():
+        torch.testing.assert_close(rows[name], item, rtol=1e-4, atol=1e-5, msg=lambda text, n=name: f"{n}: {text}")
 
 
 @pytest.mark.parametrize("number", range(len(OPTIMIZERS)))
@@ -230,10 +230,10 @@ def test_a_rank_killed_in_any_collective_is_named_on_the_others(number: int, tmp
     context.set_forkserver_preload(PRELOAD)
     meeting = str(tmp_path / "meeting")
     processes = [context.Process(target=lose_a_rank, args=(rank, 2, tmp_path, meeting, number)) for rank in range(2)]
-    for one in processes:
-        one.start()
-    for one in processes:
-        one.join(60)
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
     assert processes[1].exitcode == -signal.SIGKILL
     assert processes[0].exitcode == 0
     assert (tmp_path / "lost-0").exists()

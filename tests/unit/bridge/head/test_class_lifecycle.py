@@ -23,7 +23,7 @@ def mask_of(living: LiveClasses) -> np.ndarray:
 def test_runs_say_what_a_mask_would(num_classes: int, changes: list[list[int]]) -> None:
     living, mask = LiveClasses(num_classes), np.ones(num_classes, np.bool_)
     for turn, change in enumerate(changes):
-        wanted = np.unique([one for one in change if one < num_classes]).astype(np.int64)
+        wanted = np.unique([item for item in change if item < num_classes]).astype(np.int64)
         if turn % 2:
             wanted = wanted[~mask[wanted]]
             living = living.with_added(wanted)

@@ -110,8 +110,8 @@ def test_a_device_chooses_of_living_classes_what_the_host_does_on_every_rank(
             assert isinstance(host, HostActive) and isinstance(device, DeviceActive)
             assert num_host == num_device and host.num == device.num
             everything = torch.arange(stop - first)
-            for one in (host.places(CPU).numbers_A, device.places(CPU).numbers_A):
-                np.testing.assert_array_equal(everything if one is None else one, host_numbers(host))
+            for item in (host.places(CPU).numbers_A, device.places(CPU).numbers_A):
+                np.testing.assert_array_equal(everything if item is None else item, host_numbers(host))
             targets = device.targets(labels - first)
             np.testing.assert_array_equal(targets.positions_B.numpy(), host.positions(labels - first))
             if isinstance(select, KNNSelection):

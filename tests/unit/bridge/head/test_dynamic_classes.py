@@ -141,7 +141,7 @@ def test_a_retired_class_is_refused_as_label_never_predicted_and_still_readable(
     with pytest.raises(InvalidIds, match=r"label 17 at index 1 is a class that does not live.*add_classes"):
         head(torch.randn(2, DIM), torch.tensor([1, 17]))
     scores, found = head.predict(before[gone], k=47)
-    assert all(sorted(one) == living_ids(head).tolist() for one in found.tolist())
+    assert all(sorted(item) == living_ids(head).tolist() for item in found.tolist())
     assert (scores[:, 1:] <= scores[:, :-1]).all()
     with pytest.raises(InvalidArgument, match="k is 48; it must be an integer from 1 to 47"):
         head.predict(before[gone], k=48)
@@ -180,7 +180,7 @@ def test_a_new_class_imprinted_from_examples_is_recognised(cluster: Any, rows: s
     assert backbone.training
     with torch.no_grad():
         features = backbone(examples[0][0])
-        means = torch.stack([features[labels == one].sum(0) for one in (0, 1)])
+        means = torch.stack([features[labels == item].sum(0) for item in (0, 1)])
         torch.testing.assert_close(head.weights(new), nn.functional.normalize(means))
         assert head.predict(features, k=1)[1][:, 0].tolist() == (labels + 50).tolist()
 
@@ -220,7 +220,7 @@ def neighbours_of(head: ClassHead) -> dict[int, list[int]]:
     assert head.select.graph is not None
     ids, table = living_ids(head).tolist(), head.select.graph.table
     assert table.num_classes == len(ids)
-    return {ids[one]: [ids[number] for number in table.row(one).tolist()] for one in range(len(ids))}
+    return {ids[item]: [ids[number] for number in table.row(item).tolist()] for item in range(len(ids))}
 
 
 def test_the_graph_follows_at_once(cluster: Any) -> None:
@@ -231,20 +231,22 @@ def test_the_graph_follows_at_once(cluster: Any) -> None:
     before = neighbours_of(head)
     gone = [3, 4, 40]
     head.retire_classes(torch.tensor(gone))
-    expected = {one: [other for other in near if other not in gone] for one, near in before.items() if one not in gone}
+    expected = {
+        name: [other for other in near if other not in gone] for name, near in before.items() if name not in gone
+    }
     assert neighbours_of(head) == expected
     assert sum(map(len, expected.values())) < 47 * 4
     new = head.add_classes(2, rows=head.weights(torch.tensor([10, 30])) + 1e-3)
     after, rows = neighbours_of(head), nn.functional.normalize(head.weights())
-    for one in new.tolist():
-        cosines = rows @ rows[one]
-        cosines[[one, *head.retired.tolist()]] = -2
-        assert after[one] == cosines.topk(4).indices.tolist()
-        for other in after[one]:
-            assert one in after[other][:2] or other in new
+    for item in new.tolist():
+        cosines = rows @ rows[item]
+        cosines[[item, *head.retired.tolist()]] = -2
+        assert after[item] == cosines.topk(4).indices.tolist()
+        for other in after[item]:
+            assert item in after[other][:2] or other in new
     assert all(len(near) <= 4 and len(set(near)) == len(near) for near in after.values())
-    untouched = set(expected) - {other for one in new.tolist() for other in after[one]} - set(new.tolist())
-    assert all(after[one] == expected[one] for one in untouched)
+    untouched = set(expected) - {other for item in new.tolist() for other in after[item]} - set(new.tolist())
+    assert all(after[item] == expected[item] for item in untouched)
     assert select.graph is not None
     assert select.graph.version == 3
     labels = np.array([10, 30])

@@ -17,7 +17,7 @@ K = 3
 
 def lists_of(table: NeighbourTable, living: LiveClasses) -> dict[int, list[int]]:
     ids = living.all_ids.tolist()
-    return {ids[number]: [ids[one] for one in table.row(number)] for number in range(table.num_classes)}
+    return {ids[number]: [ids[item] for item in table.row(number)] for number in range(table.num_classes)}
 
 
 @st.composite
@@ -48,20 +48,20 @@ def test_lists_change_as_plain_lists_do(
     middle = before.without(np.array(sorted(retired), np.int64))
     table = renumbered(table, before, middle)
     gone = set(retired)
-    plain = {one: [other for other in near if other not in gone] for one, near in plain.items() if one not in gone}
+    plain = {name: [other for other in near if other not in gone] for name, near in plain.items() if name not in gone}
     assert lists_of(table, middle) == plain
     if not new:
         return
     after = middle.with_added(np.array(new, np.int64))
     table = renumbered(table, middle, after)
-    nearest = {one: random.sample([other for other in after.all_ids.tolist() if other != one], K) for one in new}
-    numbers = np.array([after.numbers(np.array(nearest[one])) for one in new])
+    nearest = {item: random.sample([other for other in after.all_ids.tolist() if other != item], K) for item in new}
+    numbers = np.array([after.numbers(np.array(nearest[item])) for item in new])
     table = with_new(table, after.numbers(np.array(new)), numbers)
     for rank in reversed(range(K)):
-        for one in reversed(new):
-            if nearest[one][rank] not in new:
-                plain[nearest[one][rank]].insert(0, one)
-    expected = {one: near[:K] for one, near in plain.items()} | nearest
+        for item in reversed(new):
+            if nearest[item][rank] not in new:
+                plain[nearest[item][rank]].insert(0, item)
+    expected = {name: near[:K] for name, near in plain.items()} | nearest
     assert lists_of(table, after) == expected
 
 

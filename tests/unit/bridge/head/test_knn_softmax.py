@@ -65,7 +65,7 @@ def test_the_labels_nearest_classes_are_active_and_only_then_random_ones() -> No
     active = selection(head).select(LABELS, CLASSES, 0)
     graph = selection(head).graph
     assert graph is not None
-    near = {int(one) for label in LABELS for one in [label, *graph.table.row(label)]}
+    near = {int(item) for label in LABELS for item in [label, *graph.table.row(label)]}
     assert near < set(active.ids.tolist())
     assert active.num == 15
     other = selection(head).select(LABELS, CLASSES, 1)

@@ -81,10 +81,10 @@ def test_sixteen_bits_with_momentum_take_two_kibibytes_a_class() -> None:
 def test_the_graph_of_knn_softmax_is_counted_as_large_as_it_is(k: int) -> None:
     select = gt.KNNSoftmax(active=0.1, k=k)
     graph = build_neighbours(ArrayRows(np.eye(300, 300, dtype=np.float32)), k)
-    (part,) = [one for one in gt.memory_report(num_classes=300, dim=300, select=select).parts if "graph" in one.name]
+    (part,) = [part for part in gt.memory_report(num_classes=300, dim=300, select=select).parts if "graph" in part.name]
     assert (part.holder, part.standing, part.bytes) == ("rank", True, graph.num_bytes)
     everything = gt.memory_report(num_classes=300, dim=300, select=gt.KNNSoftmax(active=1.0, k=k))
-    assert not [one for one in everything.parts if "graph" in one.name]
+    assert not [part for part in everything.parts if "graph" in part.name]
 
 
 @pytest.mark.parametrize("rows", ["pull", "hosted", "ranks"])

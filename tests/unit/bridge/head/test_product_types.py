@@ -64,7 +64,7 @@ def sample() -> tuple[torch.Tensor, torch.Tensor]:
 
 def negative_gradients(features: torch.Tensor, rows: torch.Tensor, labels: torch.Tensor, count: float) -> torch.Tensor:
     """The part of the negatives [A, D], in float64."""
-    x, w = (torch.nn.functional.normalize(one.detach().double()) for one in (features, rows))
+    x, w = (torch.nn.functional.normalize(item.detach().double()) for item in (features, rows))
     cos = x @ w.t()
     margin = CombinedMargin(scale=64.0, m3=0.35)
     logits = 64 * cos

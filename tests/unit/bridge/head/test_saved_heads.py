@@ -84,7 +84,7 @@ def test_a_state_is_not_taken_over_the_rows_of_another_cluster(cluster: gt.Clust
             with pytest.raises(SpecMismatch, match=r"(?s)other rows.*cluster\.restore.*import_class_weights"):
                 other.load_state_dict(state, strict=strict)
             assert other.head.step == 0
-        other.load_state_dict({key: one for key, one in state.items() if "_extra_state" not in key}, strict=False)
+        other.load_state_dict({key: item for key, item in state.items() if "_extra_state" not in key}, strict=False)
 
 
 def test_a_state_is_taken_over_the_same_table_and_over_what_was_restored_or_imported(

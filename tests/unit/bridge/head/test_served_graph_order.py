@@ -46,7 +46,7 @@ class BusyService:
             self._busy.release()
 
     def load(self, _: str) -> tuple[NeighbourTable, Any]:
-        lists = [[(one + 1) % CLASSES] for one in range(CLASSES)]
+        lists = [[(item + 1) % CLASSES] for item in range(CLASSES)]
         return NeighbourTable.of_lists(lists, 2), SimpleNamespace(k=2, num_classes=CLASSES, table_incarnation=0)
 
 

@@ -96,7 +96,7 @@ def train(seed: int, lr: float, passes: int = 110) -> list[str]:
             head(centers[labels] + torch.randn(32, 16), labels).backward()
             rows.step()
             rows.zero_grad()
-    return [str(one.message) for one in caught]
+    return [str(item.message) for item in caught]
 
 
 @pytest.fixture

@@ -105,10 +105,10 @@ def test_of_equal_centers_the_first_one_learns(cluster: gt.Cluster, place: str, 
     rows = single.weights().numpy()
     head.table.assign(np.arange(CLASSES), np.tile(rows, 3))
     features, labels = batch(0, dtype)
-    losses = [one(features, labels) for one in (head, single)]
-    for one, loss in zip((head, single), losses, strict=True):
+    losses = [item(features, labels) for item in (head, single)]
+    for item, loss in zip((head, single), losses, strict=True):
         loss.backward()
-        gt.RowOptimizer(one).step()
+        gt.RowOptimizer(item).step()
     torch.testing.assert_close(*losses, rtol=1e-6, atol=0)
     torch.testing.assert_close(head.weights()[:, 0], single.weights(), rtol=1e-5, atol=1e-6)
     assert np.array_equal(head.weights()[:, 1], rows) and np.array_equal(head.weights()[:, 2], rows)

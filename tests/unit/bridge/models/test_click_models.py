@@ -68,12 +68,12 @@ def test_deepfm_trains_as_one_of_plain_torch(cluster: gt.Cluster) -> None:
         batch, clicks = batch_of(step)
         logits, expected = ours(fields(batch)), theirs(batch)
         torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
-        for one in (optimizer, *torch_optimizers):
-            one.zero_grad()
-        for one in (logits, expected):
-            nn.functional.binary_cross_entropy_with_logits(one, clicks).backward()
-        for one in (optimizer, *torch_optimizers):
-            one.step()
+        for item in (optimizer, *torch_optimizers):
+            item.zero_grad()
+        for item in (logits, expected):
+            nn.functional.binary_cross_entropy_with_logits(item, clicks).backward()
+        for item in (optimizer, *torch_optimizers):
+            item.step()
     for name in NAMES:
         after = fields.table(name).pull(torch.arange(ROWS))
         torch.testing.assert_close(after, theirs.factors[name].weight.data, rtol=1e-4, atol=1e-4)

@@ -22,8 +22,8 @@ def test_the_loss_is_the_log_loss_and_a_softmax_over_other_items() -> None:
         "item": of_item[items],
         "shop": of_shop[items],
     }
-    users = [model.user_tower(one[None])[0] for one in vectors["user"]]
-    wares = [model.item_tower(torch.cat([one, two])[None])[0] for one, two in zip(of_item, of_shop, strict=True)]
+    users = [model.user_tower(vector[None])[0] for vector in vectors["user"]]
+    wares = [model.item_tower(torch.cat([item, two])[None])[0] for item, two in zip(of_item, of_shop, strict=True)]
     scale = model.log_scale.exp()
     cosine = [[scale * torch.cosine_similarity(user, ware, dim=0) for ware in wares] for user in users]
     logits = torch.stack([cosine[row][item] for row, item in enumerate(items)]) + model.bias

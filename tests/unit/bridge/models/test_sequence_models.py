@@ -141,8 +141,8 @@ def test_crossmedia_asks_the_images_of_a_history_in_two_ways() -> None:
             mean = torch.zeros(2, dtype=torch.float64)
             if length:
                 made_of = [model.descriptor(image[None])[0] for image in seen[row]]
-                scores = torch.stack([network(torch.cat([query, one])[None])[0, 0] for one in made_of])
-                mean = sum((share * one for share, one in zip(scores.softmax(0), made_of, strict=True)), mean)
+                scores = torch.stack([network(torch.cat([query, item])[None])[0, 0] for item in made_of])
+                mean = sum((share * item for share, item in zip(scores.softmax(0), made_of, strict=True)), mean)
             pooled.append(mean)
         inputs = torch.cat([vectors["user"][row], item, own, *pooled])
         expected.append(model.bias + vectors["weight"][row, 0] + model.deep(inputs[None])[0, 0])

@@ -37,7 +37,7 @@ def test_a_mesh_has_the_ranks_that_it_is_given_and_refuses_what_does_not_fit(ran
     assert (staged.rank, staged.world_size, staged.stages) == (rank, ranks, ((2, 0), (1,)))
     assert staged.own_stage == int(rank == 1)
     assert staged.stage.ranks == staged.stages[int(rank == 1)]
-    assert staged.stage.link.exchange([rank]) == [[one] for one in sorted(staged.stage.ranks)]
+    assert staged.stage.link.exchange([rank]) == [[rank] for rank in sorted(staged.stage.ranks)]
     for stages, message in BAD:
         with pytest.raises(InvalidArgument, match=message):
             gt.mesh(stages=stages)  # type: ignore[arg-type]

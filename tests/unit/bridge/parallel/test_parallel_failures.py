@@ -241,9 +241,9 @@ def test_backward_passes_that_are_averaged_are_not_refused(rank: int, ranks: int
 
     plain = made(Classifier)
     parallel = gt.parallelize(made(Segments), gt.mesh(), DATA_PARALLEL, loss=nn.CrossEntropyLoss())
-    for one, given in ((plain, inputs), (parallel, mine)):
-        sum(0.5 * weight.square().sum() for weight in one.parameters()).backward()  # type: ignore[union-attr]
-        (F.cross_entropy(one(given), labels) if one is plain else one(given, own_labels)).backward()
+    for item, given in ((plain, inputs), (parallel, mine)):
+        sum(0.5 * weight.square().sum() for weight in item.parameters()).backward()  # type: ignore[union-attr]
+        (F.cross_entropy(item(given), labels) if item is plain else item(given, own_labels)).backward()
     for weight, other in zip(plain.parameters(), parallel.parameters(), strict=True):
         torch.testing.assert_close(other.grad, weight.grad)
     parallel = gt.parallelize(made(Apart), gt.mesh(), DATA_PARALLEL)
@@ -267,7 +267,7 @@ def die_in_backward(rank: int, ranks: int, folder: Path, scopes: dict[str, Scope
         step(parallel)
     del parallel, model
     gc.collect()  # DDP keeps threads of gloo, which would abort this process at its end
-    assert not [one for one in gc.get_objects() if type(one) is nn.parallel.DistributedDataParallel]
+    assert not [item for item in gc.get_objects() if type(item) is nn.parallel.DistributedDataParallel]
     (folder / f"told-{rank}").touch()
     os._exit(0)  # the group is not whole
 

@@ -90,7 +90,7 @@ def clip(rank: int, ranks: int, folder: Path) -> None:
         step(rank, ranks, model, optimizer)
         assert gt.clip_grad_norm_(model.parameters(), [], 1e-3) == pytest.approx(alone["norm"], rel=1e-5)
         gradients = [parameter.grad for parameter in model.parameters()]
-        norms = torch.stack([torch.linalg.vector_norm(one) for one in whole(dict(enumerate(gradients))).values()])
+        norms = torch.stack([torch.linalg.vector_norm(item) for item in whole(dict(enumerate(gradients))).values()])
         assert float(torch.linalg.vector_norm(norms)) == pytest.approx(1e-3, rel=1e-4)
     # All of its parameters are DTensors.
     optimizer.zero_grad()

@@ -88,7 +88,7 @@ def assert_equal_training(
     labels = drawn if labels is None else labels
     plain = copy.deepcopy(model)
     parallel = gt.parallelize(model, gt.mesh(), scopes, loss=loss, micro_batches=micro_batches)
-    optimizers = [torch.optim.SGD(one.parameters(), lr=0.5, momentum=0.9) for one in (plain, parallel)]
+    optimizers = [torch.optim.SGD(item.parameters(), lr=0.5, momentum=0.9) for item in (plain, parallel)]
     for _ in range(2):
         expected = loss(plain(inputs), labels)
         given = parallel(own(inputs, sizes, rank), own(labels, sizes, rank))
@@ -97,12 +97,12 @@ def assert_equal_training(
             optimizer.zero_grad()
         expected.backward()
         given.backward()
-        for (name, one), (_, other) in zip(plain.named_parameters(), model.named_parameters(), strict=True):
-            torch.testing.assert_close(whole(other.grad), one.grad, msg=lambda text, name=name: f"{name}: {text}")
+        for (name, item), (_, other) in zip(plain.named_parameters(), model.named_parameters(), strict=True):
+            torch.testing.assert_close(whole(other.grad), item.grad, msg=lambda text, name=name: f"{name}: {text}")
         for optimizer in optimizers:
             optimizer.step()
-    for (_, one), (_, other) in zip(plain.named_parameters(), model.named_parameters(), strict=True):
-        torch.testing.assert_close(whole(other), one)
+    for (_, item), (_, other) in zip(plain.named_parameters(), model.named_parameters(), strict=True):
+        torch.testing.assert_close(whole(other), item)
     parallel.eval()
     with torch.no_grad():
         torch.testing.assert_close(parallel(own(inputs, sizes, rank)), plain(own(inputs, sizes, rank)))
@@ -193,7 +193,7 @@ def test_an_optimizer_may_work_on_split_and_whole_parameters_at_once(rank: int, 
     for maker in makers:
         plain = made(Classifier)
         parallel = gt.parallelize(copy.deepcopy(plain), gt.mesh(), FUSION, loss=nn.CrossEntropyLoss())
-        optimizers = [maker(one.parameters()) for one in (plain, parallel)]
+        optimizers = [maker(item.parameters()) for item in (plain, parallel)]
         for _ in range(2):
             nn.functional.cross_entropy(plain(inputs), labels).backward()
             parallel(own(inputs, sizes, rank), own(labels, sizes, rank)).backward()
@@ -374,7 +374,7 @@ def test_several_inputs_and_labels_are_arguments_of_a_model_with_its_own_loss(ra
 
     plain = made(Own)
     parallel = gt.parallelize(copy.deepcopy(plain), gt.mesh(), FUSION)
-    left, right, own_labels = (own(one, sizes, rank) for one in (inputs, inputs.flip(1), labels))
+    left, right, own_labels = (own(item, sizes, rank) for item in (inputs, inputs.flip(1), labels))
     expected = plain(inputs, inputs.flip(1), labels)
     for given in (
         parallel((left, right), own_labels),

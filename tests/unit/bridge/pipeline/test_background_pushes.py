@@ -70,7 +70,7 @@ def is_in(frame: Any, code: CodeType) -> bool:
 def cluster() -> Iterator[Cluster]:
     with gt.local(num_shards=2) as made:
         yield made
-    assert [one.name for one in threading.enumerate() if "prefetch" in one.name] == []
+    assert [item.name for item in threading.enumerate() if "prefetch" in item.name] == []
 
 
 @pytest.fixture

@@ -32,7 +32,7 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
 
 
 def assert_no_thread_is_left() -> None:
-    assert [one.name for one in threading.enumerate() if "prefetch" in one.name] == []
+    assert [item.name for item in threading.enumerate() if "prefetch" in item.name] == []
 
 
 def group_of(cluster: Cluster, optimizer: Any, where: Any = "pull") -> gt.EmbeddingGroup:
@@ -102,9 +102,9 @@ def trained(cluster: Cluster, loop: Loop, optimizer: Any, where: Any = "pull") -
         both.step()
         both.zero_grad()
         losses.append(loss.detach())
-    rows = [fields.table(one).pull(torch.arange(ROWS)) for one in ("user", "item", "wide")]
-    for one in ("user", "item", "wide"):
-        cluster.drop_table(f"ctr/{one}")
+    rows = [fields.table(item).pull(torch.arange(ROWS)) for item in ("user", "item", "wide")]
+    for item in ("user", "item", "wide"):
+        cluster.drop_table(f"ctr/{item}")
     return [torch.stack(losses), *rows]
 
 
@@ -118,14 +118,14 @@ def test_a_run_equals_the_plain_loop_bit_by_bit(cluster: Cluster, name: str, whe
 
     def ahead(loader: Iterable[Batch], fields: gt.EmbeddingGroup) -> Iterator[tuple[Batch, Any]]:
         loops.append(gt.prefetch(loader, fields, depth=depth))
-        for step, one in enumerate(loops[0]):
+        for step, loop in enumerate(loops[0]):
             wait_for_pulls(loops[0], step + 1 + depth, STEPS)
-            yield one
+            yield loop
 
     expected = trained(cluster, plain, OPTIMIZERS[name], where)
     found = trained(cluster, ahead, OPTIMIZERS[name], where)
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=0)
+    for item, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(item, other, rtol=0, atol=0)
     assert loops[0].refreshed_rows > 0
     assert loops[0].times["pull"].items == loops[0].times["loop"].items == STEPS
 

@@ -211,8 +211,8 @@ def test_a_snapshot_goes_on_to_the_same_bits_and_one_without_its_steps_is_damage
     back.restore(path)
     assert torch.equal(back.weights(), head.weights())
     back.load_state_dict(head.state_dict())
-    for one in (head, back):
-        train(one, range(5, 9))
+    for item in (head, back):
+        train(item, range(5, 9))
     assert torch.equal(back.weights(), head.weights())
     initial = make_head("ranks").weights()
     dedup = path / "dedup-00000.json"

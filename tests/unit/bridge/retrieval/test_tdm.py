@@ -49,12 +49,12 @@ def test_each_level_is_trained_with_the_node_above_the_item_and_others_of_that_l
         loss = tdm({"user": torch.tensor([1, 2, 3]), "history": history}, torch.tensor([14, 0, 70]))
         vectors, clicks = network.asked[0]
         assert clicks is not None
-        of_all = {one: fields.table("node").pull(np.array([one]))[0].tolist() for one in tree.node_ids(ITEMS).flat}
+        of_all = {item: fields.table("node").pull(np.array([item]))[0].tolist() for item in tree.node_ids(ITEMS).flat}
         asked = vectors["node"].detach().view(3, tree.depth, 4, 8).tolist()
         levels = [set(tree.node_ids(ITEMS)[:, level].tolist()) for level in range(tree.depth)]
         for row, item in enumerate((14, 0, 70)):
             for level, own in enumerate(tree.node_ids([item])[0].tolist()):
-                drawn = [next(one for one, v in of_all.items() if v == node) for node in asked[row][level]]
+                drawn = [next(name for name, v in of_all.items() if v == node) for node in asked[row][level]]
                 assert drawn[0] == own
                 assert own not in drawn[1:] and set(drawn) <= levels[level]
         assert clicks.view(3, tree.depth, 4).sum((0, 1)).tolist() == [3 * tree.depth, 0, 0, 0]

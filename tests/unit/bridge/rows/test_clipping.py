@@ -162,12 +162,12 @@ def test_several_heads_and_a_dense_table_are_clipped_together(cluster: Cluster) 
     twin = copy.deepcopy(trunk).double()
     inputs, labels = batch(5)
     sum(head(trunk(inputs.float()), labels) for head in heads).backward()
-    sum(plain_loss(twin(inputs), one, labels, MARGIN.combined) for one in weights).backward()
+    sum(plain_loss(twin(inputs), weight, labels, MARGIN.combined) for weight in weights).backward()
     norm = gt.clip_grad_norm_((), [*rows, dense], 0.1)
     expected = torch.nn.utils.clip_grad_norm_([*twin.parameters(), *weights], 0.1)
     assert float(norm) == pytest.approx(float(expected), rel=1e-4)
-    for one in [*rows, dense]:
-        one.step()
+    for item in [*rows, dense]:
+        item.step()
     for head, weight in zip(heads, weights, strict=True):
         assert weight.grad is not None
         np.testing.assert_allclose(head.weights(), (weight - LR * weight.grad).detach(), rtol=1e-4, atol=1e-6)

@@ -84,9 +84,9 @@ def test_one_cycle_of_rate_and_momentum_trains_rows_as_torch_trains_a_linear_lay
         inputs, labels = batch(step)
         F.cross_entropy(classes(twin(inputs)), labels).backward()
         head(backbone(inputs), labels).backward()
-        for one in (reference, optimizer):
-            one.step()
-            one.zero_grad()
+        for item in (reference, optimizer):
+            item.step()
+            item.zero_grad()
         for schedule in schedules:
             schedule.step()
         group = optimizer.param_groups[-1]
@@ -145,7 +145,7 @@ def test_a_step_goes_on_from_a_saved_state_of_both(cluster: Cluster) -> None:
     resumed = gt.joint(torch_optimizer(spec, backbone.parameters()), head)
     resumed.load_state_dict(saved)
     assert resumed.param_groups[1]["lr"] == pytest.approx(LR * 0.9**3)
-    assert {float(one["step"]) for one in resumed.state.values()} == {3.0}
+    assert {float(item["step"]) for item in resumed.state.values()} == {3.0}
     other = make_head(cluster, name="other", optimizer=spec)
     with pytest.raises(InvalidArgument, match=r"0 param_groups of the rows of table 'other', not 1 .*'classes'"):
         gt.joint(torch_optimizer(spec, backbone.parameters()), other).load_state_dict(saved)
@@ -210,7 +210,7 @@ def test_an_optimizer_that_unscales_by_itself_does_so_in_joint(cluster: Cluster)
     )
     rows = head.weights().clone().requires_grad_()
     for step, factor in enumerate([float("inf"), 1.0]):
-        inputs, labels = (one.float() if one.is_floating_point() else one for one in batch(step))
+        inputs, labels = (item.float() if item.is_floating_point() else item for item in batch(step))
         (scaler.scale(head(backbone(inputs), labels)) * factor).backward()
         scaler.step(optimizer)
         scaler.update()
@@ -271,10 +271,10 @@ def test_a_step_that_failed_on_its_way_goes_on_and_applies_nothing_twice(
     assert torch.equal(backbone.weight, before)
     optimizer.step()
     assert sends == [2, 1]
-    sum(F.cross_entropy(twin(inputs) @ one.T, labels) for one in weights).backward()  # type: ignore[union-attr]
+    sum(F.cross_entropy(twin(inputs) @ weight.T, labels) for weight in weights).backward()  # type: ignore[union-attr]
     torch.optim.SGD([*twin.parameters(), *weights], LR).step()
-    for head, one in zip(heads, weights, strict=True):
-        torch.testing.assert_close(head.weights().double(), one.detach(), rtol=0, atol=1e-6)
+    for head, weight in zip(heads, weights, strict=True):
+        torch.testing.assert_close(head.weights().double(), weight.detach(), rtol=0, atol=1e-6)
     torch.testing.assert_close(backbone.weight, twin.weight, rtol=0, atol=1e-6)
 
 

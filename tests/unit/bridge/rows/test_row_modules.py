@@ -94,7 +94,7 @@ def test_a_module_of_ones_own_trains_as_parameters_would(cluster: gt.Cluster) ->
     rows, row_sgd = gt.RowOptimizer(vectors), torch.optim.SGD(plain.parameters(), lr=0.5)
     dense, plain_dense = (torch.optim.SGD(twin.parameters(), lr=0.1) for twin in twins)
     scaler, plain_scaler = (torch.amp.GradScaler("cpu", init_scale=2.0**10) for _ in range(2))
-    schedulers = [torch.optim.lr_scheduler.StepLR(one, step_size=2, gamma=0.5) for one in (rows, row_sgd)]
+    schedulers = [torch.optim.lr_scheduler.StepLR(item, step_size=2, gamma=0.5) for item in (rows, row_sgd)]
 
     def step(module: Any, twin: nn.Linear, pair: list[Any], scale: torch.amp.GradScaler, part: Any) -> None:
         for optimizer in pair:

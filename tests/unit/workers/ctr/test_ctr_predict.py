@@ -29,7 +29,7 @@ def write_samples(path: Path, samples: ClickSamples, *without: str) -> None:
         if name not in without:
             has_gaps = ids.ndim == 2 or (ids == PADDING).any()
             bags = ids.reshape(len(ids), -1).tolist()
-            columns[name] = pa.array([[one for one in bag if one != PADDING] for bag in bags] if has_gaps else ids)
+            columns[name] = pa.array([[item for item in bag if item != PADDING] for bag in bags] if has_gaps else ids)
     pq.write_table(pa.table(columns), path)
 
 

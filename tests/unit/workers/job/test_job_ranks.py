@@ -29,8 +29,8 @@ def listening(address: str, monkeypatch: pytest.MonkeyPatch) -> socket.socket:
 
 
 def test_ranks_do_not_train_where_other_machines_reach_their_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    addresses = [one for found in psutil.net_if_addrs().values() for one in found if one.family == socket.AF_INET]
-    if all(one.address.startswith("127.") for one in addresses):
+    addresses = [item for found in psutil.net_if_addrs().values() for item in found if item.family == socket.AF_INET]
+    if all(address.address.startswith("127.") for address in addresses):
         pytest.skip("this machine has no address but loopback")
     with listening("127.0.0.1", monkeypatch), joined_ranks("cpu") as ranks:
         assert ranks.world_size == 1

@@ -29,7 +29,7 @@ CLASSES, DIM = 7, 5
 
 def typed(*arguments: object) -> Result:
     """What a command line gives."""
-    line = [str(one) for one in arguments]
+    line = [str(argument) for argument in arguments]
     return CliRunner().invoke(build_app(line), line)
 
 
@@ -95,7 +95,7 @@ def test_a_saved_model_answers_as_its_head_did(tmp_path: Path, settings: dict[st
     model = gt.load_model(folder, backbone=backbone(9), class_names=[f"class {number}" for number in range(CLASSES)])
     answers = model.predict(images, 3)
     assert [[name for name, _ in row] for row in answers] == [
-        [f"class {one}" for one in row] for row in classes.tolist()
+        [f"class {item}" for item in row] for row in classes.tolist()
     ]
     np.testing.assert_allclose([[score for _, score in row] for row in answers], scores, rtol=1e-4, atol=1e-5)
     assert len(model.class_names) == CLASSES - 1  # one was retired
@@ -106,8 +106,8 @@ def test_a_saved_model_answers_as_its_head_did(tmp_path: Path, settings: dict[st
 def test_pictures_are_named_as_the_command_names_them(worker_model: Path, pictures: list[Path]) -> None:
     model = gt.load_model(worker_model)
     answers = model.predict(pictures, 2)
-    for one in (str(pictures[0]), Image.open(pictures[0])):  # sums of other batches are rounded otherwise
-        torch.testing.assert_close(model.embed(one), model.embed(pictures)[:1])
+    for item in (str(pictures[0]), Image.open(pictures[0])):  # sums of other batches are rounded otherwise
+        torch.testing.assert_close(model.embed(item), model.embed(pictures)[:1])
     done = typed("predict", worker_model, *pictures, "-k", 2)
     assert done.exit_code == 0, done.output
     for row, line in zip(answers, done.output.splitlines(), strict=True):

@@ -36,7 +36,7 @@ def write_parts(folder: Path, sizes: Iterable[int], row_group_size: int = 40) ->
 
 
 def ids_of(batches: Iterable[Any]) -> list[int]:
-    return [int(one) for batch in batches for one in batch["id"]]
+    return [int(item) for batch in batches for item in batch["id"]]
 
 
 def test_batches_have_one_size_across_files_and_the_last_is_kept_or_dropped(tmp_path: Path) -> None:

@@ -36,8 +36,8 @@ def write_clicks(path: Path, count: int = 600, users: int = 30) -> Any:
             "slot": (user * 7 + page) % 5,
             "user": user,
             "age": user % 9 / 2,
-            "history": pa.array([list(range(one, one + one % 4)) for one in user.tolist()], pa.list_(pa.int64())),
-            "city": pa.array([f"city {one % 6}" for one in user.tolist()]),
+            "history": pa.array([list(range(item, item + item % 4)) for item in user.tolist()], pa.list_(pa.int64())),
+            "city": pa.array([f"city {item % 6}" for item in user.tolist()]),
             "id": np.arange(count),
         }
     )
@@ -58,13 +58,13 @@ def samples_of(batches: Any) -> list[dict[str, Any]]:
                 own = values.tolist()
             level = batch.level_of.get(name)
             rows[name] = own if level is None else [own[node] for node in batch.index[level].tolist()]
-        assert {len(one) for one in rows.values()} == {batch.num_samples}
-        found += [dict(zip(rows, one, strict=True)) for one in zip(*rows.values(), strict=True)]
+        assert {len(row) for row in rows.values()} == {batch.num_samples}
+        found += [dict(zip(rows, item, strict=True)) for item in zip(*rows.values(), strict=True)]
     return found
 
 
 def by_id(samples: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
-    found = {one["id"]: one for one in samples}
+    found = {sample["id"]: sample for sample in samples}
     assert len(found) == len(samples)
     return found
 
@@ -93,13 +93,13 @@ def test_trees_hold_the_same_samples(tmp_path: Path, sort: bool, seed: int | Non
     assert trees.levels == tuple(LEVELS) == (*batches[0].nodes, "item")
     assert max(batch.nodes["user"].count for batch in batches) < 12  # trees stay together
     whole = gt.TreeSamples(tmp_path / "trees", columns=["user"], batch_size=600, seed=seed, window_rows=600)
-    users = [one["user"] for one in samples_of(whole)]
+    users = [item["user"] for item in samples_of(whole)]
     assert (users == sorted(users)) == (seed is None)
     moves = np.count_nonzero(np.diff(users))
     assert moves < 30 + 2 * 3  # each user is in one place, but for those that were cut, and parts change places
     assert seed is None or np.count_nonzero(np.diff(users) < 0) > 6
     if seed is None and not sort:
-        assert [one["id"] for one in samples_of(trees)] == list(range(600))
+        assert [item["id"] for item in samples_of(trees)] == list(range(600))
 
 
 @given(
@@ -126,7 +126,7 @@ def test_batches_of_any_size_split_trees_of_any_size(
         return
     expected = sorted(rows, key=lambda row: row[:2]) if sort else rows
     found = samples_of(gt.TreeSamples(folder / "trees", batch_size=batch_size))
-    assert [tuple(one[name] for name in names) for one in found] == expected
+    assert [tuple(item[name] for name in names) for item in found] == expected
 
 
 def test_more_samples_than_memory_are_sorted_by_way_of_files(tmp_path: Path) -> None:
@@ -155,9 +155,9 @@ def train(samples: Any, *, steps: int = 12) -> list[float]:
             rows.step()
             rows.zero_grad()
             with torch.no_grad():
-                for one in dense:
-                    one -= 0.1 * one.grad
-                    one.grad = None
+                for item in dense:
+                    item -= 0.1 * item.grad
+                    item.grad = None
             losses.append(loss.item())
     return losses
 
@@ -190,7 +190,7 @@ def test_workers_share_trees(tmp_path: Path) -> None:
                     if worker == "a" and number == 9:
                         break
     own = by_id(samples_of(found))
-    assert {one: own[one]["user"] for one in own} == dict(enumerate(table.column("user").to_pylist()))
+    assert {item: own[item]["user"] for item in own} == dict(enumerate(table.column("user").to_pylist()))
 
 
 @pytest.mark.parametrize("collide", [False, True])

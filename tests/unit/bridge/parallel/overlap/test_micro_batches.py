@@ -120,8 +120,10 @@ def gradients(rank: int, wrap: Callable[[nn.Sequential], nn.Module], num: int) -
         step(torch.cat([inputs] * 4), torch.cat([labels] * 4)).backward()
         optimizer.step()
         rows.step()
-    whole = [one.full_tensor() if hasattr(one, "full_tensor") else one for one in net.parameters()]
-    return torch.cat([one.detach().reshape(-1) for one in whole]).numpy(), len(reduced)
+    whole = [
+        parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter for parameter in net.parameters()
+    ]
+    return torch.cat([item.detach().reshape(-1) for item in whole]).numpy(), len(reduced)
 
 
 @on_ranks(2)

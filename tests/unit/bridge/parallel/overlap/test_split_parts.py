@@ -62,8 +62,8 @@ def test_a_sample_may_have_several_rows_and_gradients_add_up(rank: int, ranks: i
                 parallel(mine, own_labels).backward()
         parallel({"inputs": mine}, own_labels).backward()
         grads.append([getattr(parameter.grad, "_local_tensor", parameter.grad) for parameter in model.parameters()])
-    for one, other in zip(*grads, strict=True):
-        torch.testing.assert_close(one, other)
+    for item, other in zip(*grads, strict=True):
+        torch.testing.assert_close(item, other)
 
 
 @on_ranks(2)
@@ -81,8 +81,8 @@ def test_under_autocast_features_travel_in_16_bits(rank: int, ranks: int) -> Non
             [loss, *(getattr(parameter.grad, "_local_tensor", parameter.grad) for parameter in model.parameters())]
         )
         assert all(parameter.grad.dtype == torch.float32 for parameter in model.parameters())  # type: ignore[union-attr]
-    for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-3)
+    for item, other in zip(*found, strict=True):
+        torch.testing.assert_close(item, other, rtol=2e-2, atol=2e-3)
 
 
 class Fails(Classifier):

@@ -64,7 +64,7 @@ def traced_ranks(rank: int, folder: Path) -> None:
             rows.step()
     assert 0 <= trace.hidden_seconds <= trace.communication_seconds <= trace.seconds
     assert 0 < trace.compute_seconds <= trace.seconds
-    assert [one.rank for one in trace.ranks] == ([0, 1] if rank == 0 else [1])
+    assert [rank.rank for rank in trace.ranks] == ([0, 1] if rank == 0 else [1])
     assert trace.summary().count("\n") == len(trace.ranks)
     kind, text = (ConfigError, "no-folder") if rank == 0 else (SyncError, "not written")
     with pytest.raises(kind, match=text), gt.trace_step(folder / "no-folder" / "step.json"):

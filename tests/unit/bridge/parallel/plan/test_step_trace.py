@@ -80,4 +80,8 @@ def test_tensors_as_long_as_the_batch_follow_it() -> None:
 def test_buckets_close_when_they_are_full() -> None:
     sizes = [100_000, 200_000, 1, 5_000_000, 2_000_000, 3]  # of float32: the limits are 1 and 25 MiB
     made = buckets([torch.empty(size, device="meta") for size in sizes])
-    assert [[one.numel() for one in bucket] for bucket in made] == [[100_000, 200_000], [1, 5_000_000, 2_000_000], [3]]
+    assert [[item.numel() for item in bucket] for bucket in made] == [
+        [100_000, 200_000],
+        [1, 5_000_000, 2_000_000],
+        [3],
+    ]

@@ -38,9 +38,9 @@ def whole(tensor: Tensor | None) -> Tensor:
 
 
 def assert_equal_gradients(model: nn.Module, plain: nn.Module, **tolerance: float) -> None:
-    for (name, one), (_, other) in zip(plain.named_parameters(), model.named_parameters(), strict=True):
+    for (name, item), (_, other) in zip(plain.named_parameters(), model.named_parameters(), strict=True):
         torch.testing.assert_close(
-            whole(other.grad), whole(one.grad), msg=lambda text, name=name: f"{name}: {text}", **tolerance
+            whole(other.grad), whole(item.grad), msg=lambda text, name=name: f"{name}: {text}", **tolerance
         )
 
 

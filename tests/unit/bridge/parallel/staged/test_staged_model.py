@@ -67,14 +67,14 @@ def train_as_one(rank: int, stages: list[list[int]], sizes: list[int], is_sharde
     model = parallelize(made(), mesh(stages), scopes, loss=criterion())
     assert isinstance(model, StagedModel)
     whole, loss_of = made(), criterion()
-    optimizers = [torch.optim.SGD(one.parameters(), lr=0.5, momentum=0.9) for one in (model, whole)]
+    optimizers = [torch.optim.SGD(item.parameters(), lr=0.5, momentum=0.9) for item in (model, whole)]
     for step in range(2):
         for part in range(2):
             seed = 2 * step + part
             with model.no_sync() if part == 0 else torch.enable_grad():
                 loss = model(*own_samples(model, sizes, seed))
                 (loss / 2).backward()
-            inputs, labels = (torch.cat(one) for one in zip(*batches(sizes, seed), strict=True))
+            inputs, labels = (torch.cat(item) for item in zip(*batches(sizes, seed), strict=True))
             expected = loss_of(whole(inputs), labels)
             (expected / 2).backward()
             torch.testing.assert_close(loss, expected.detach(), check_dtype=False)

@@ -128,8 +128,8 @@ def test_a_loaded_residual_of_a_dense_tensor_is_sent_once(rank: int) -> None:
     dense[0].module.load_state_dict(parts[0].module.state_dict())
     dense[2].load_state_dict(saved)
     before = {name: parameter.detach().clone() for name, parameter in dense[0].module.named_parameters()}
-    momentum = {name: one.clone() for name, one in saved["momentum"].items()}
-    residual = {name: one.clone() for name, one in saved["residual"].items()}
+    momentum = {name: item.clone() for name, item in saved["momentum"].items()}
+    residual = {name: item.clone() for name, item in saved["residual"].items()}
     assert residual
     train(dense, rank, range(4, 5))
     plain = nn.Sequential(nn.Conv2d(3, 4, 2), nn.Flatten(), nn.Linear(4, OUTPUTS))
@@ -154,10 +154,10 @@ def test_the_momentum_of_a_decay_that_ended_fades(rank: int) -> None:
     decay = state["decay"]["large"].clone()
     assert decay.all()
     ends = []
-    for one in (state, {**state, "decay": {}}):
+    for item in (state, {**state, "decay": {}}):
         parts = made_tensors()
         parts[0].module.load_state_dict(weights)
-        parts[2].load_state_dict(one)
+        parts[2].load_state_dict(item)
         for step in range(3, 5):
             step_of(parts, step, rank)
         ends.append(parts[0].module.large.detach())
@@ -175,5 +175,5 @@ def test_a_state_of_other_parameters_is_refused() -> None:
     with pytest.raises(SpecMismatch, match="the saved state alone has gradients of 'more'"):
         parts[2].load_state_dict({**state, "momentum": {**state["momentum"], "more": torch.zeros(1)}})
     with pytest.raises(SpecMismatch, match=r"this model alone has gradients of '0\.bias'"):
-        fewer = {name: one for name, one in state["momentum"].items() if name != "0.bias"}
+        fewer = {name: item for name, item in state["momentum"].items() if name != "0.bias"}
         parts[2].load_state_dict({**state, "momentum": fewer})

@@ -42,7 +42,7 @@ def test_a_residual_that_is_not_finite_is_named_and_a_loaded_state_goes_on(rank:
         before = weights_of(parts)
         with pytest.raises(NonFinite, match=r"momentum or the residual of parameter 'large' .* on rank 1, or would"):
             step_of(parts, 1, rank)
-        assert all(torch.equal(one, other) for one, other in zip(before, weights_of(parts), strict=True))
+        assert all(torch.equal(item, other) for item, other in zip(before, weights_of(parts), strict=True))
         assert parts[2].skipped_steps == 0
         for _ in range(2):
             with pytest.raises(InvalidArgument, match=r"call load_state_dict\(\) on every rank"):
@@ -70,7 +70,7 @@ def test_a_rank_that_fails_tells_the_others(rank: int) -> None:
             patch.setattr(bucket.CompiledCompaction, "take", lacks_memory)
         with pytest.raises(MemoryError if rank == 1 else SyncError, match=r"no room|rank 1 failed; its error tells"):
             step_of(parts, 1, rank)
-    assert all(torch.equal(one, other) for one, other in zip(before, weights_of(parts), strict=True))
+    assert all(torch.equal(item, other) for item, other in zip(before, weights_of(parts), strict=True))
     parts[2].load_state_dict(state)
     step_of(parts, 1, rank)
 
@@ -95,7 +95,7 @@ def test_a_state_that_one_rank_alone_loads_is_refused_on_every_rank(rank: int) -
         parts[2].load_state_dict(other)
     with pytest.raises(SpecMismatch, match=r"after 1 and 1 steps\. Call"):
         step_of(parts, 3, rank)
-    assert all(torch.equal(one, other) for one, other in zip(before, weights_of(parts), strict=True))
+    assert all(torch.equal(item, other) for item, other in zip(before, weights_of(parts), strict=True))
     if rank == 1:  # with a residual of a tensor that is dense, which no other state leaves behind
         parts[2].load_state_dict({**state, "residual": {**state["residual"], "small": torch.ones(3)}})
     parts[2].load_state_dict(state)
@@ -137,7 +137,7 @@ def die_between_buckets(rank: int, folder: Path) -> None:
     model.module.dies = rank == 2
     with pytest.raises(RankLost, match="a rank died"):
         step_of(parts, 2, rank)
-    assert all(torch.equal(one, other) for one, other in zip(before, weights_of(parts), strict=True))
+    assert all(torch.equal(item, other) for item, other in zip(before, weights_of(parts), strict=True))
     with pytest.raises((InvalidArgument, RankLost)):
         gt.save(model, folder / "saved", state={"topk": parts[2]})
     (folder / f"told-{rank}").touch()
@@ -161,7 +161,7 @@ def test_momentum_that_comes_later_and_a_scaler_that_is_off(rank: int) -> None:
     told = r"SGD has momentum=0\.9 .*give momentum=0 to the optimizer" if rank else "rank 1 failed; its error tells why"
     with pytest.raises(InvalidArgument if rank else SyncError, match=told):
         step_of(parts, 1, rank)
-    assert all(torch.equal(one, other) for one, other in zip(before, weights_of(parts), strict=True))
+    assert all(torch.equal(item, other) for item, other in zip(before, weights_of(parts), strict=True))
     parts[1].param_groups[0]["momentum"] = 0
     step_of(parts, 1, rank)
     parts = made(scaler=torch.amp.GradScaler("cpu", enabled=False))

@@ -141,7 +141,7 @@ def test_an_unused_parameter_keeps_its_residual(rank: int) -> None:
     model(None, gradients(1, rank)[1]).backward()
     optimizer.step()
     assert model.module.large.grad is None
-    assert all(torch.equal(one, other) for one, other in zip(pending(parts), before, strict=True))
+    assert all(torch.equal(item, other) for item, other in zip(pending(parts), before, strict=True))
 
 
 @on_ranks(2)
@@ -172,12 +172,12 @@ def test_a_parallel_model_has_its_replicated_part_sparsified(rank: int, ranks: i
     topk = TopKGradients(sparsity=0.0, momentum=0.9).attach(parallel, sparse)
     whole = torch.optim.SGD(plain.parameters(), lr=LR, momentum=0.9)
     for _ in range(3):
-        for one in (sparse, head, whole):
-            one.zero_grad()
+        for item in (sparse, head, whole):
+            item.zero_grad()
         nn.functional.cross_entropy(plain(inputs), labels).backward()
         parallel(inputs[rank::ranks], labels[rank::ranks]).backward()
-        for one in (sparse, head, whole):
-            one.step()
+        for item in (sparse, head, whole):
+            item.step()
     torch.testing.assert_close(parallel.module[0].weight, plain[0].weight)
     torch.testing.assert_close(parallel.module[1].weight.full_tensor(), plain[1].weight)
     topk.merge()
@@ -208,7 +208,7 @@ def test_a_grad_scaler_skips_the_step_on_every_rank(rank: int) -> None:
     assert scaler.get_scale() == 512.0
     assert topk.skipped_steps == 1
     after = [*pending(parts), *model.parameters()]
-    assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+    assert all(torch.equal(item, other) for item, other in zip(before, after, strict=True))
     scaled_step(4)
     step_of(unscaled, 4, rank)
     assert topk.steps == 4
@@ -225,7 +225,7 @@ def test_what_is_wrong_on_one_rank_is_raised_on_every_rank(rank: int) -> None:
         weights = [parameter.detach().clone() for parameter in parts[0].parameters()]
         parts[2].merge()
         saved = {
-            key: value if key == "steps" else {name: one.clone() for name, one in value.items()}
+            key: value if key == "steps" else {name: item.clone() for name, item in value.items()}
             for key, value in parts[2].state_dict().items()
         }
         with pytest.raises(NonFinite, match=f"parameter '{name}' holds NaN or infinity{where};"):

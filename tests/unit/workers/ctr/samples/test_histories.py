@@ -29,9 +29,9 @@ def test_a_history_is_the_latest_earlier_events_of_the_user(rows: list[tuple[int
     events = np.flatnonzero([is_event for *_, is_event in rows])
     histories = histories_before(users, items, outcomes, times, events=events, length=length)
     for sample in range(len(rows)):
-        before = [one for one in events if users[one] == users[sample] and times[one] < times[sample]]
+        before = [event for event in events if users[event] == users[sample] and times[event] < times[sample]]
         before.sort(key=lambda one: times[one])
-        assert history_of(histories, sample) == [(items[one], outcomes[one]) for one in before[-length:]]
+        assert history_of(histories, sample) == [(items[item], outcomes[item]) for item in before[-length:]]
 
 
 def samples_of(number: int) -> ClickSamples:
