@@ -1,4 +1,7 @@
-"""What a carrier is: the way from a client to one shard, or to the scheduler."""
+"""How requests without rows come from a client to one shard, or to the scheduler.
+
+Those of rows are frames, whose carriers are compiled: ``csrc/carriers/connection.hpp``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What the ranks of a job say to each other, over torch.distributed (gloo, NCCL): the only place that asks it.
+"""What the ranks of a job say to each other, over torch.distributed (gloo, NCCL): the only place that asks it,
+but for what DDP and FSDP2 do by themselves (``bridge/parallel/averaging.py``).
 
 Numbers that decide shapes travel between the hosts (gloo), so that nobody waits for a device; tensors travel between
 the devices. One rank, or none of torch.distributed, says nothing. What travels is counted. A collective that a lost
