@@ -50,7 +50,7 @@ GeartrainError
 │   │   └── SnapshotOfOtherFormat    written by another version of Geartrain, in a format that this one does not read
 │   ├── SnapshotRefused              a role does not read or write snapshots there: names its snapshot_roots
 │   ├── SnapshotFailed               one could not be written or removed; older ones are as they were
-│   │   └── SnapshotSuperseded       a newer process of the job is at work: this one's snapshot is not published
+│   │   └── SnapshotSuperseded       another snapshot of its tables was begun, or it was given up: take it again
 │   └── SnapshotNotFound (LookupError)
 ├── StateError                       the scheduler's own state
 │   ├── StateDamaged                 a file or value is changed, cut or gone: names the file and the key
