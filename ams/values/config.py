@@ -345,8 +345,7 @@ class ClientConfig(Section):
     attempt_timeout_seconds: Seconds = 30.0
     """Bounds one call to one shard; a call that fails is tried again."""
     recovery_timeout_seconds: float = Field(default=60.0, ge=0, allow_inf_nan=False)
-    """How long to wait for a shard that does not answer, from its first failure on; 0: do not wait. An attempt that has
-    begun by then is waited for."""
+    """How long to wait for a shard that does not answer, from the first failure on; 0: do not wait."""
     hosted_timeout_seconds: Seconds = 300.0
     """Bounds one call to a hosted model of a shard, which computes over all of the shard's rows."""
     snapshot_timeout_seconds: Seconds = 3600.0

@@ -223,7 +223,7 @@ class ClusterMachine(RuleBasedStateMachine):
                 if table.is_open:
                     shard.run(CallContext(), Pull(table=name, ids=mine, out=found, present=present)).result(10)
                 else:
-                    shard._tables.find(name).rows.pull(mine, found, None, present)
+                    shard._tables.find(name).rows.pull(mine, found, present)
                 expected = np.array([(table.rows.get(item) or table.initial())[0] for item in mine.tolist()])
                 assert np.array_equal(found, expected), f"shard {number}, {name}: {found} is not {expected}"
                 assert present.tolist() == [item in table.rows for item in mine.tolist()]

@@ -38,7 +38,7 @@ def push(table: RowTable, ids: Ids, occurrences: Any = None, value: float = 1.0)
 
 def pulled(table: RowTable, ids: Ids) -> tuple[npt.NDArray[Any], npt.NDArray[np.bool_]]:
     out, present = np.empty((len(ids), table.spec.dim), table.spec.numpy_dtype), np.empty(len(ids), np.bool_)
-    table.pull(ids, out, None, present)
+    table.pull(ids, out, present)
     return out, present
 
 
