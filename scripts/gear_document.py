@@ -52,7 +52,7 @@ def main(
 def tables(kept: Path) -> str:
     """Everything that was measured, in Markdown."""
     parts = [_rows(kept, "throughput", "Each id 50 times"), _rows(kept, "expiry", "500 steps of page views by expiry")]
-    parts += [_equal_time(kept), *(_equal_steps(kept, m) for m in (4, 16)), _company(kept), _killed(kept)]
+    parts += [_equal_time(kept), *(_equal_steps(kept, m) for m in (4, 16))]
     if not any(parts):
         return "\nNot measured yet: `geartrain bench gear`, then this script.\n"
     return "".join((_machine(kept), *parts))
@@ -107,30 +107,6 @@ def _equal_steps(kept: Path, gradients_per_id: int) -> str:
     return (
         f"\n**AUC after {pairs[0][0][1]} steps each**, {len(points)} seeds ({found['setting']}): {means[0]:.2f} "
         f"against {means[1]:.2f}, a difference of {statistics.mean(points):+.2f} ± {error:.2f} points.\n"
-    )
-
-
-def _company(kept: Path) -> str:
-    found = load(kept, "company")
-    if found is None:
-        return ""
-    told = "; ".join(
-        f"`ids_per_update={count}`: {version - 1} dense updates, AUC {100 * auc:.2f}"
-        for count, version, auc in found["rows"]
-    )
-    return f"\n**Few large dense updates against many small ones**, {found['steps']} steps, M={found['M']}: {told}.\n"
-
-
-def _killed(kept: Path) -> str:
-    found = load(kept, "killed")
-    if found is None:
-        return ""
-    account = found["account"]
-    return (
-        f"\n**One of two slow gears killed in mid-run:** {found['steps']} steps in {found['killed_seconds']:.1f} s "
-        f"(undisturbed {found['seconds']:.1f} s; the lease is {found['lease_seconds']:g} s). Of "
-        f"{account['received']:,} gradients delivered {account['applied']:,} were applied and {account['lost']:,} were "
-        "lost with the process, which kept them in memory.\n"
     )
 
 

@@ -96,7 +96,6 @@ class WriteStream:
         self._drain()
 
     def context(self, sequence: int, table_incarnation: int = 0) -> CallContext:
-        """See :class:`Numbers`."""
         self._drain()
         with self._lock:
             oldest = self._oldest()
@@ -359,7 +358,6 @@ class RowWrite(Write):
         self._ids = ids
 
     def __del__(self) -> None:
-        """See the base class."""
         super().__del__()
         self._is_over()
 
@@ -384,7 +382,6 @@ class RowWrite(Write):
             self._rows.write_log.end(self._logged)
 
     def abandon(self) -> None:
-        """See :meth:`Write.abandon`."""
         super().abandon()
         self._is_over()
 

@@ -40,12 +40,10 @@ class ShardRows:
 
     @property
     def spec(self) -> TableSpec:
-        """See :class:`HostedRows`."""
         return self._table.spec
 
     @property
     def num_owned(self) -> int:
-        """See :class:`HostedRows`."""
         num_rows = self.spec.num_rows
         if num_rows is None:
             raise InvalidArgument(
@@ -55,17 +53,14 @@ class ShardRows:
         return whole * len(self._buckets) + int(np.searchsorted(self._buckets, rest))
 
     def owned_ids(self, start: int, stop: int) -> Ids:
-        """See :class:`HostedRows`."""
         turns, places = np.divmod(np.arange(start, stop, dtype=np.int64), max(1, len(self._buckets)))
         ids: Ids = turns * NUM_BUCKETS + self._buckets[places]
         return ids
 
     def owns(self, ids: Ids) -> npt.NDArray[np.bool_]:
-        """See :class:`HostedRows`."""
         return self._is_owned[bucket_of(ids, dense=self.spec.num_rows is not None)]
 
     def read(self, ids: Ids) -> Float32:
-        """See :class:`HostedRows`."""
         out = np.empty((len(ids), self.spec.dim), self.spec.numpy_dtype)
         self._table.pull(ids, out)
         return out.astype(np.float32, copy=False)

@@ -16,10 +16,10 @@ from geartrain.ams.tables.compiled_store import table_hash
 from geartrain.ams.values.optimizers.spec import RowOptimizerSpec
 from geartrain.ams.values.specs import Ids, TableSpec
 
-Rows = npt.NDArray[np.float32]
+Float32Rows = npt.NDArray[np.float32]
 
 
-def gather(rows: Rows, numbers: Ids, out: Rows) -> None:
+def gather(rows: Float32Rows, numbers: Ids, out: Float32Rows) -> None:
     """Copy the rows [L, D] of ``numbers`` [N] to ``out`` [N, D]. Raises ValueError for a number outside [0, L)."""
     _core.gather_rows(rows, numbers, out)
 
@@ -29,7 +29,7 @@ def update(
     rows: npt.NDArray[Any],
     slots: npt.NDArray[Any] | None,
     numbers: Ids | None,
-    gradients: Rows,
+    gradients: Float32Rows,
     *,
     optimizer: RowOptimizerSpec,
     scale: float,
@@ -83,7 +83,7 @@ def read(
     slots: npt.NDArray[Any],
     steps: Ids,
     numbers: Ids | None,
-    out: Rows,
+    out: Float32Rows,
     *,
     catch_up: _core.CatchUp,
 ) -> None:

@@ -119,7 +119,6 @@ class Taken:
     """Of their source."""
     dense_version: int
     process: str
-    """See :class:`GearState`."""
     is_repeat: bool = False
     """It was counted before, and not again."""
 

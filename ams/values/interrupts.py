@@ -146,27 +146,21 @@ class BackgroundFuture(Future[Any]):
             self.set_result(result)
 
     def done(self) -> bool:
-        """See :class:`concurrent.futures.Future`."""
         return self._is_done
 
     def running(self) -> bool:
-        """See :class:`concurrent.futures.Future`."""
         return self._is_running and not self._is_done
 
     def cancelled(self) -> bool:
-        """See :class:`concurrent.futures.Future`."""
         return self._is_done and self._outcome is None
 
     def cancel(self) -> bool:
-        """See :class:`concurrent.futures.Future`."""
         return shielded(super().cancel)
 
     def add_done_callback(self, fn: Callable[[Future[Any]], object]) -> None:
-        """See :class:`concurrent.futures.Future`."""
         shielded(partial(super().add_done_callback, fn))
 
     def result(self, timeout: float | None = None) -> Any:
-        """See :class:`concurrent.futures.Future`."""
         result, error = self._awaited(timeout)
         if error is None:
             return result
@@ -176,7 +170,6 @@ class BackgroundFuture(Future[Any]):
             self = error = None  # type: ignore[assignment]  # or the error would hold itself, by way of this frame
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """See :class:`concurrent.futures.Future`."""
         return self._awaited(timeout)[1]
 
     def _awaited(self, timeout: float | None) -> tuple[Any, BaseException | None]:

@@ -18,7 +18,7 @@ from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
 from geartrain.ams.values.specs import Ids
 from geartrain.bridge.embedding.hosted_bags import HostedUpdate, ShardInputs, row_inputs
-from geartrain.bridge.rows.pending import Pace, PendingUpdate, RowsVersion
+from geartrain.bridge.rows.pending import Pace, PendingUpdate, PulledVersion
 from geartrain.bridge.rows.ranks import SyncRanks
 from geartrain.bridge.rows.row_update import PushSettings
 from geartrain.bridge.rows.same_rows import incarnation_of
@@ -147,8 +147,7 @@ class EmbeddingUpdate(PendingUpdate[EmbeddingGradient]):
         return ", ".join(names) if len(names) <= _NAMED else f"{names[0]} … {names[-1]} ({len(names)} tables)"
 
     @property
-    def rows_version(self) -> RowsVersion:
-        """See the base class."""
+    def rows_version(self) -> PulledVersion:
         return self.generation, tuple(map(incarnation_of, self.tables))
 
     def require_no_step(self) -> None:
@@ -198,7 +197,6 @@ class EmbeddingUpdate(PendingUpdate[EmbeddingGradient]):
         return self._writes
 
     def hand_over(self) -> None:
-        """See the base class."""
         self._writes = None
         super().hand_over()
 

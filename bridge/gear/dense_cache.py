@@ -127,7 +127,6 @@ class WorkerCache:
         self._lock = threading.Lock()
 
     def lookup(self, ids: Ids, *, now: float, dense_version: int) -> tuple[FeatureReply, Hits]:
-        """See :class:`FeatureCache`."""
         with self._lock:
             positions = self._index.find(ids, touch=True)
             positions[positions < 0] = self._index.capacity
@@ -136,7 +135,6 @@ class WorkerCache:
         return _found(vectors, judged.versions, judged.times, dense_version), judged.hits
 
     def insert(self, ids: Ids, features: FeatureReply) -> None:
-        """See :class:`FeatureCache`."""
         last = slice(-self._index.capacity, None)
         with self._lock:
             positions, evicted = self._index.place(ids[last])

@@ -19,14 +19,14 @@ from geartrain.bridge.gear.dense_cache import FeatureCache
 from geartrain.bridge.gear.dense_pass import DensePass
 from geartrain.bridge.gear.engine import DenseEngine, Mode
 from geartrain.bridge.gear.gradient_batcher import GradientBatcher
-from geartrain.bridge.gear.samples import Decode, Samples, SampleSource
+from geartrain.bridge.gear.samples import Decode, DenseSamples, Samples
 
 logger = logging.getLogger(__name__)
 
 
 def open_pass(
     build: Callable[[], nn.Module],
-    samples: SampleSource,
+    samples: DenseSamples,
     decode: Decode | None,
     dim: int,
     config: SlowGearConfig,

@@ -124,7 +124,6 @@ class GearUpdate(PendingUpdate[GearGradient]):
         return {"params": [self.carrier], "lr": spec.optimizer.lr, "table": spec.name}
 
     def optimizer_of(self, group: Mapping[str, Any]) -> RowOptimizerSpec:
-        """See the base class."""
         optimizer = super().optimizer_of(group)
         if changed := self.table.spec.optimizer.scalars_of_push(optimizer):
             raise InvalidArgument(
@@ -157,7 +156,6 @@ class GearUpdate(PendingUpdate[GearGradient]):
         self.discard()
 
     def add(self, gradient: GearGradient, checksum: Tensor, samples: int) -> None:
-        """See :class:`PendingUpdate`."""
         if self._delivery is not None:
             raise InvalidArgument(
                 f"the last delivery to {self.table.spec.name!r} stopped with an error; call step() again, or "

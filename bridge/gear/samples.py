@@ -30,7 +30,7 @@ class SampleStore(Protocol):
         """The bytes of each id; None: there is none."""
 
 
-SampleSource = Callable[[int], Any] | SampleStore | Tensor | Any
+DenseSamples = Callable[[int], Any] | SampleStore | Tensor | Any
 
 
 class Samples:
@@ -41,7 +41,7 @@ class Samples:
     bytes. Up to ``cache_bytes`` of decoded samples are kept, the last used ones; those of a tensor need no cache.
     """
 
-    def __init__(self, source: SampleSource, decode: Decode | None = None, *, cache_bytes: int = 256 << 20) -> None:
+    def __init__(self, source: DenseSamples, decode: Decode | None = None, *, cache_bytes: int = 256 << 20) -> None:
         """Raises InvalidArgument: the source is none of these, or bytes without a ``decode``."""
         self._rows = torch.as_tensor(source) if isinstance(source, Tensor | np.ndarray) else None
         self._store: Any = source if self._rows is None and hasattr(source, "read") else None

@@ -29,7 +29,7 @@ from geartrain.bridge.gear.dense_cache import WorkerCache
 from geartrain.bridge.gear.engine import DenseEngine
 from geartrain.bridge.gear.factory import open_engine, open_pass, open_remote
 from geartrain.bridge.gear.gear_update import GearGradient, GearUpdate
-from geartrain.bridge.gear.samples import Decode, SampleSource
+from geartrain.bridge.gear.samples import Decode, DenseSamples
 from geartrain.bridge.placements.placement import Placement
 from geartrain.bridge.rows.eager import runs_eagerly
 
@@ -63,7 +63,7 @@ class SlowGear(nn.Module):
         on_missing: Literal["error", "zeros"] = "error",
         mode: Literal["async", "sync"] = "async",
         build: Callable[[], nn.Module] | None = None,
-        samples: SampleSource | None = None,
+        samples: DenseSamples | None = None,
         decode: Decode | None = None,
         optimizer: RowOptimizerSpec | None = None,
         reuse: bool = False,

@@ -12,7 +12,7 @@ from geartrain.ams.values.errors import InvalidArgument
 from geartrain.bridge.head.batch import Batch
 from geartrain.bridge.head.loss.samples import CountedSamples, Reduction
 from geartrain.bridge.head.loss.statistics import StepStatistics
-from geartrain.bridge.rows.pending import PendingUpdate, RowsVersion
+from geartrain.bridge.rows.pending import PendingUpdate, PulledVersion
 
 
 class RowsPass(Protocol):
@@ -52,7 +52,7 @@ class HeadCall:
     """Whether the rows take the derivative by the mean, where there is one; else always those by single samples, as
     another rank has them."""
     used: bool = False
-    rows_version: RowsVersion = field(init=False)
+    rows_version: PulledVersion = field(init=False)
     statistics: StepStatistics = field(init=False)
     """Once it has run."""
 

@@ -177,12 +177,12 @@ class HoldsRows(Protocol):
         """That of the rows."""
 
 
-Rows = RowOptimizer | HoldsRows | Clippable
+Clipped = RowOptimizer | HoldsRows | Clippable
 
 
 def clip_grad_norm_(
     parameters: Tensor | Iterable[Tensor],
-    rows: Rows | Iterable[Rows],
+    rows: Clipped | Iterable[Clipped],
     max_norm: float,
     *,
     error_if_nonfinite: bool = False,

@@ -44,7 +44,7 @@ class CollectedGradient(Protocol):
 
 G = TypeVar("G", bound=CollectedGradient)
 
-RowsVersion = tuple[int, object]
+PulledVersion = tuple[int, object]
 """A generation of classes, and which table of its name (or which tables of theirs) it was."""
 _FORGOTTEN_AFTER = 3
 """Backward passes without a RowOptimizer: more than somebody tries by hand."""
@@ -78,7 +78,7 @@ class PendingUpdate(ABC, Generic[G]):
         """The carrier's gradient if nothing had multiplied it."""
         self._is_norm = False
         """Whether that is the norm of what is pending."""
-        self._rows_version: RowsVersion = (0, 0)
+        self._rows_version: PulledVersion = (0, 0)
         """:attr:`rows_version` of what is pending."""
         self.is_optimized = False
         """Whether a RowOptimizer applies what is pending."""
@@ -111,7 +111,7 @@ class PendingUpdate(ABC, Generic[G]):
         return self.table.spec.name
 
     @property
-    def rows_version(self) -> RowsVersion:
+    def rows_version(self) -> PulledVersion:
         """Of which classes and of which table a forward pass is: its gradients are applied to no others."""
         return self.generation, incarnation_of(self.table)
 

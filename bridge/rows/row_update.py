@@ -71,7 +71,6 @@ class RowUpdate(PendingUpdate[RowGradient]):
         self.discard()
 
     def prepare(self, optimizer: RowOptimizerSpec) -> Sequence[TableWrite]:
-        """See the base class."""
         if self.carrier.grad is None or not isinstance(self._pending, SinglePush):
             return ()
         with self._writing(optimizer) as writer:

@@ -28,7 +28,7 @@ from geartrain.ams.values.text import counted
 from geartrain.launch.ports import is_taken, role_at, user_of
 from geartrain.launch.roles import ROLES
 
-State = Literal["ok", "warn", "fail"]
+Verdict = Literal["ok", "warn", "fail"]
 
 DISK_GIB = 10.0
 """Free space asked for by default."""
@@ -49,13 +49,13 @@ class Finding:
     """One line of the report."""
 
     check: str
-    state: State
+    state: Verdict
     found: str
     remedy: str = ""
     """What to do; empty where all is well."""
 
 
-def _judged(check: str, well: bool, found: str, remedy: str, otherwise: State = "warn") -> Finding:
+def _judged(check: str, well: bool, found: str, remedy: str, otherwise: Verdict = "warn") -> Finding:
     return Finding(check, "ok", found) if well else Finding(check, otherwise, found, remedy)
 
 

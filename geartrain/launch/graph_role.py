@@ -36,15 +36,12 @@ class ConnectedCluster:
         """Unanswered until then, time.monotonic()."""
 
     def reading(self) -> Cluster:
-        """See :class:`RowCluster`."""
         return connect(self._scheduler, config=self._config)
 
     def status(self) -> ClusterStatus:
-        """See :class:`RowCluster`."""
         return cluster_status(self._scheduler, config=self._quick)
 
     def table_incarnations(self) -> Mapping[str, int]:
-        """See :class:`RowCluster`."""
         with self._lock:
             if time.monotonic() < self._silent_until:
                 raise SchedulerUnavailable(f"the scheduler at {self._scheduler} did not answer a moment ago")
@@ -58,7 +55,6 @@ class ConnectedCluster:
         return {spec.name: spec.incarnation for spec in view.tables}
 
     def close(self) -> None:
-        """See :class:`RowCluster`."""
         with self._lock:
             if self._carrier is not None:
                 self._carrier.close()

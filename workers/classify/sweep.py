@@ -27,7 +27,7 @@ from geartrain.workers.classify.trainer import ImageTrainer
 from geartrain.workers.data.images import Images
 from geartrain.workers.devices import images_at_once
 from geartrain.workers.job.ranks import JobRanks
-from geartrain.workers.job.state import Progress
+from geartrain.workers.job.state import JobProgress
 from geartrain.workers.models.evaluate import every_nth
 from geartrain.workers.recipes.recipe import Recipe, head_of
 
@@ -126,7 +126,7 @@ def _loss_after(
             head=head,
             recipe=recipe,
             images=start.images,
-            progress=Progress(step=0, stage_start=0, stage_steps=recipe.steps, table="trial"),
+            progress=JobProgress(step=0, stage_start=0, stage_steps=recipe.steps, table="trial"),
             ranks=JobRanks(),
             device=start.device,
             bfloat16=start.bfloat16,

@@ -18,7 +18,7 @@ from geartrain.bridge.rows.optimizer import RowOptimizer
 from geartrain.workers.data.images import Images, ReadAhead
 from geartrain.workers.devices import images_at_once
 from geartrain.workers.job.ranks import JobRanks
-from geartrain.workers.job.state import JobState, Progress
+from geartrain.workers.job.state import JobProgress, JobState
 from geartrain.workers.job.trainer import Trainer
 from geartrain.workers.loopback import BACKEND
 from geartrain.workers.models.backbones import Projected, StrokeNet
@@ -41,7 +41,7 @@ class ImageTrainer(Trainer):
         head: ClassHead,
         recipe: Recipe,
         images: Images,
-        progress: Progress,
+        progress: JobProgress,
         ranks: JobRanks,
         device: torch.device,
         bfloat16: bool = False,

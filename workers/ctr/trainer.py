@@ -108,7 +108,6 @@ class ClickTrainer(EmbeddingTrainer):
         self.attempt.say(f"Training {self.recipe.model} on {counts} ({self.recipe.split})")
 
     def run(self, **settings: Any) -> bool:
-        """See :meth:`Trainer.run`."""
         self.network.train()
         return super().run(**settings)
 

@@ -63,7 +63,6 @@ class ImageSet(Images):
         return len(self.labels)
 
     def take(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """See :meth:`Images.take`."""
         return self.bitmaps[indices], self.labels[indices]
 
     def subset(self, part: slice) -> ImageSet:
@@ -105,7 +104,6 @@ class StreamedImages(Images):
         return bitmaps, self.labels[indices[torch.tensor(kept)]]
 
     def subset(self, part: slice) -> StreamedImages:
-        """See :meth:`Images.subset`."""
         return StreamedImages(self._pictures[part], self.labels[part], self._preprocessing, self._unreadable)
 
     def _read(self, picture: Picture) -> Bitmap | None:
@@ -156,7 +154,6 @@ class ReadAhead:
         self._next: tuple[int, Future[tuple[Tensor, Tensor]]] | None = None
 
     def take(self, number: int) -> tuple[Tensor, Tensor]:
-        """See :meth:`Images.take`."""
         ahead, self._next = self._next, None
         if ahead is not None and ahead[0] == number:
             batch = ahead[1].result()

@@ -17,7 +17,7 @@ from geartrain.ams.storage.features.factory import open_store
 from geartrain.ams.values.errors import ConfigError, InvalidArgument
 from geartrain.ams.values.optimizers.registry import OPTIMIZERS, RowOptimizerSpec, optimizer_of
 from geartrain.ams.values.specs import Ids
-from geartrain.bridge.gear.samples import Decode, SampleSource
+from geartrain.bridge.gear.samples import Decode, DenseSamples
 from geartrain.workers.data.bitmaps import decode_picture
 
 SAMPLES_NAMESPACE = "samples"
@@ -63,7 +63,7 @@ def load_function(place: str, what: str) -> Callable[..., Any]:
     return function
 
 
-def open_samples(place: str, decode: str | None) -> tuple[SampleSource, Decode | None]:
+def open_samples(place: str, decode: str | None) -> tuple[DenseSamples, Decode | None]:
     """Return where samples come from and what makes a tensor of their bytes. Raises ConfigError."""
     decoder = None if decode is None else load_function(decode, "decode")
     if place.startswith("folder:"):

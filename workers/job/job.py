@@ -44,7 +44,7 @@ from geartrain.workers.job.options import JobOptions, JobResult
 from geartrain.workers.job.ranks import JobRanks, joined_ranks
 from geartrain.workers.job.run import TrainingRun
 from geartrain.workers.job.snapshots import LOST, GoBack, Loss
-from geartrain.workers.job.state import JobState, Progress, newest_snapshot, snapshot_named
+from geartrain.workers.job.state import JobProgress, JobState, newest_snapshot, snapshot_named
 from geartrain.workers.job.trainer import Attempt, Trainer
 
 _CLOCKS_DIFFER_SECONDS = 5.0
@@ -224,10 +224,10 @@ def _run_on(
             return training.execute(stop)
 
 
-def _progress(options: JobOptions, state: JobState | None, job: str, *, again: bool) -> Progress:
+def _progress(options: JobOptions, state: JobState | None, job: str, *, again: bool) -> JobProgress:
     """Where the attempt begins. ``again``: nobody asked for more, this job itself begins once more."""
     if state is None:
-        return Progress(step=0, stage_start=0, stage_steps=options.recipe.stage_steps(), table=job)
+        return JobProgress(step=0, stage_start=0, stage_steps=options.recipe.stage_steps(), table=job)
     run, progress, asked = read_run(options.out), state.progress, options.resume_steps
     steps = None if asked is None else replace(state.recipe, steps=asked).stage_steps()
     if not progress.is_complete:

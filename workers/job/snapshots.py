@@ -25,7 +25,7 @@ from geartrain.ams.values.errors import (
     TableNotFound,
     Unavailable,
 )
-from geartrain.workers.job.state import JobState, Progress
+from geartrain.workers.job.state import JobProgress, JobState
 
 _WORTH_SAYING_SECONDS = 2.0
 SILENT_SECONDS = 4.0
@@ -58,7 +58,7 @@ class GoBack(Exception):
 class SnapshotMoment:
     """A step at which a snapshot was taken."""
 
-    progress: Progress
+    progress: JobProgress
     seconds: float
     """On the clock."""
 

@@ -23,7 +23,7 @@ _TENSORS = "training.safetensors"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Progress:
+class JobProgress:
     """How far a training has come."""
 
     step: int
@@ -53,9 +53,8 @@ class JobState:
     job: str
     """Which kind of job: that of ``geartrain worker``."""
     recipe: Any
-    progress: Progress
+    progress: JobProgress
     cursor: dict[str, int]
-    """See :meth:`geartrain.workers.data.streams.JointOrder.cursor`."""
     data: dict[str, Any]
     """JSON: where the samples came from, and what else the job knows."""
     tensors: dict[str, Any]
@@ -98,7 +97,7 @@ class JobState:
             state = cls(
                 job=job,
                 recipe=recipe_of(recipe_class, values["recipe"], "the saved recipe"),
-                progress=Progress(**values["progress"]),
+                progress=JobProgress(**values["progress"]),
                 cursor=dict(values["cursor"]),
                 data=values["data"],
                 tensors=state_from_bytes(files.pop(_TENSORS)),

@@ -28,7 +28,7 @@ from geartrain.bridge.rows.tables import ROW_SECONDS, counted_as
 from geartrain.workers.data.streams import JointOrder
 from geartrain.workers.job.options import JobOptions
 from geartrain.workers.job.ranks import JobRanks
-from geartrain.workers.job.state import JobState, Progress
+from geartrain.workers.job.state import JobProgress, JobState
 from geartrain.workers.loggers.protocol import Loggers
 
 SHOW_EVERY = 10
@@ -58,7 +58,7 @@ class Attempt:
 
     options: JobOptions
     """The recipe among them: of a run that goes on that of its snapshot."""
-    progress: Progress
+    progress: JobProgress
     snapshot: Snapshot | None = None
     """Its rows are in the cluster again."""
     state: JobState | None = None
@@ -90,7 +90,7 @@ class Trainer:
         num_samples: int,
         optimizer: torch.optim.Optimizer,
         rows: RowOptimizer,
-        progress: Progress,
+        progress: JobProgress,
         *,
         ranks: JobRanks | None = None,
         device: torch.device | None = None,

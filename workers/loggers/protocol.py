@@ -30,16 +30,13 @@ class Loggers:
         self._loggers = list(loggers)
 
     def scalars(self, group: str, values: Mapping[str, float], step: int) -> None:
-        """See :meth:`RunLogger.scalars`."""
         for logger in self._loggers:
             logger.scalars(group, values, step)
 
     def flush(self) -> None:
-        """See :meth:`RunLogger.flush`."""
         for logger in self._loggers:
             logger.flush()
 
     def close(self) -> None:
-        """See :meth:`RunLogger.close`."""
         for logger in self._loggers:
             logger.close()

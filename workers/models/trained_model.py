@@ -35,7 +35,7 @@ from geartrain.workers.models import onnx_backbone
 from geartrain.workers.models.backbones import build_backbone
 from geartrain.workers.models.saved_model import BACKBONE, CENTERS, ONNX, seal_model, unseal_model, write_tensors
 
-Images = onnx_backbone.Inputs | str | Path | Image.Image | Iterable[str | Path | Image.Image]
+ImageInputs = onnx_backbone.Inputs | str | Path | Image.Image | Iterable[str | Path | Image.Image]
 AT_ONCE = 256
 _ROWS_AT_ONCE = 65_536
 _CENTERS = "centers"
@@ -74,7 +74,7 @@ class TrainedModel:
         return f"TrainedModel({type(self.backbone).__name__} of {takes}, {classes} classes, dim {width})"
 
     @torch.no_grad()
-    def embed(self, images: Images) -> Tensor:
+    def embed(self, images: ImageInputs) -> Tensor:
         """Features [N, D] float32 of images, on the host.
 
         ``images`` is a tensor as the backbone takes it, [N, …]; a tuple of the arguments of its forward, or a dict of
@@ -108,7 +108,7 @@ class TrainedModel:
         scores, order = self.scores(features_ND).sort(dim=1, descending=True, stable=True)
         return scores[:, :k], order[:, :k]
 
-    def predict(self, images: Images, k: int = 5) -> list[list[tuple[str, float]]]:
+    def predict(self, images: ImageInputs, k: int = 5) -> list[list[tuple[str, float]]]:
         """The ``k`` best classes of each image, by name with their score, best first (all, if there are fewer).
 
         Holds a matrix [256, C] of scores. Raises as :meth:`embed`.
@@ -153,7 +153,7 @@ class TrainedModel:
             },
         )
 
-    def _batches(self, images: Images) -> Iterator[onnx_backbone.Inputs]:
+    def _batches(self, images: ImageInputs) -> Iterator[onnx_backbone.Inputs]:
         if isinstance(images, Tensor):
             yield from torch.split(images, AT_ONCE)
             return

@@ -16,7 +16,7 @@ from geartrain.ams.values.errors import InvalidArgument, SourceDamaged
 from geartrain.ams.values.text import quoted
 from geartrain.workers.samples.columns import ColumnPlan, Hashed, missing_column, planned_columns, type_named
 from geartrain.workers.samples.rows import SampleRows
-from geartrain.workers.samples.urls import DataFile, Where, find_files
+from geartrain.workers.samples.urls import DataFile, Sources, find_files
 
 SUFFIXES = (".csv", ".tsv")
 _GZIP = b"\x1f\x8b"
@@ -40,7 +40,7 @@ class CsvRows:
 
     def __init__(
         self,
-        where: Where,
+        where: Sources,
         *,
         columns: Sequence[str] | Mapping[str, str] | None,
         hash_strings: Hashed,

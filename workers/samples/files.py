@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from geartrain.workers.samples.batches import SampleBatch
     from geartrain.workers.samples.leased import LeasedSamples
     from geartrain.workers.samples.reader import StreamBatches
-    from geartrain.workers.samples.urls import Where
+    from geartrain.workers.samples.urls import Sources
 
 
 class FileSamples:
@@ -179,7 +179,7 @@ class ParquetSamples(FileSamples):
 
     def __init__(
         self,
-        where: Where,
+        where: Sources,
         *,
         batch_size: int,
         columns: Sequence[str] | Mapping[str, str] | None = None,
@@ -242,7 +242,7 @@ class CsvSamples(FileSamples):
 
     def __init__(
         self,
-        where: Where,
+        where: Sources,
         *,
         batch_size: int,
         columns: Sequence[str] | Mapping[str, str] | None = None,
@@ -313,7 +313,7 @@ class TreeSamples(FileSamples):
 
     def __init__(
         self,
-        where: Where,
+        where: Sources,
         *,
         batch_size: int,
         columns: Sequence[str] | Mapping[str, str] | None = None,

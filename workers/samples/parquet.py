@@ -18,7 +18,7 @@ from geartrain.ams.values.specs import Ids
 from geartrain.workers.samples.columns import ColumnPlan, Hashed, planned_columns
 from geartrain.workers.samples.rows import SampleRows
 from geartrain.workers.samples.trees.layout import COUNTS, levels_in
-from geartrain.workers.samples.urls import DataFile, Where, find_files
+from geartrain.workers.samples.urls import DataFile, Sources, find_files
 
 SUFFIXES = (".parquet", ".pq")
 _FOOTERS_AT_ONCE = 8
@@ -39,7 +39,7 @@ class ParquetRows:
 
     def __init__(
         self,
-        where: Where,
+        where: Sources,
         *,
         columns: Sequence[str] | Mapping[str, str] | None,
         hash_strings: Hashed,

@@ -13,7 +13,7 @@ from geartrain.ams.values.arguments import path_name
 from geartrain.ams.values.errors import InvalidArgument, SourceDamaged, SourceNotFound
 from geartrain.ams.values.text import quoted
 
-Where = str | Path | Sequence[str | Path]
+Sources = str | Path | Sequence[str | Path]
 _KIND = "a file, a folder, a pattern with *, a URL, or a list of them"
 
 
@@ -45,7 +45,7 @@ class DataFile:
         )
 
 
-def find_files(where: Where, suffixes: tuple[str, ...]) -> list[DataFile]:
+def find_files(where: Sources, suffixes: tuple[str, ...]) -> list[DataFile]:
     """The files of a source in order of their names. Of a folder, all below it with one of ``suffixes``, but none whose
     name, or whose folder's, begins with ``.`` or ``_``.
 

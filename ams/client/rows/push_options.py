@@ -21,7 +21,7 @@ NO_CHECK, CHECK_PRODUCT, CHECK_FINITE = 0, 1, 2
 """What is looked for in the rows of a write: nothing; that the largest times ``scale`` is finite; that all are, too."""
 _MOST = 2**32 - 1
 
-Batch = tuple[npt.NDArray[np.uint32] | None, int | None, float | None, Sequence[int] | None]
+PushBatch = tuple[npt.NDArray[np.uint32] | None, int | None, float | None, Sequence[int] | None]
 """Occurrences, step, unix seconds and pulled_at of each shard; -1: it is not known."""
 
 
@@ -72,7 +72,7 @@ def table_facts(spec: TableSpec, wire_dtype: DTypeName | None) -> TableFacts:
     return TableFacts(spec.name, spec.dim, code, spec.num_rows is not None, wire_code, spec.counts_occurrences)
 
 
-def batch_of(spec: TableSpec, count: int, given: BatchSettings) -> Batch | None:
+def batch_of(spec: TableSpec, count: int, given: BatchSettings) -> PushBatch | None:
     """What a push of ``count`` ids says to a table of ``spec``; None: nothing. Raises InvalidArgument.
 
     Occurrences, step and time travel only where the table's admission or expiry asks for them.

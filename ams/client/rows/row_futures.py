@@ -53,7 +53,6 @@ class RowFuture(BackgroundFuture):
         return self._is_running
 
     def send(self) -> bool:
-        """See :class:`PreparedCall`."""
         assert self.call is not None
         return self.call.send(self)
 
@@ -77,7 +76,6 @@ class RowFuture(BackgroundFuture):
         return True
 
     def add_done_callback(self, fn: Callable[[Future[Any]], object]) -> None:
-        """See :class:`concurrent.futures.Future`."""
         super().add_done_callback(partial(self._futures.call_back, fn))
 
 

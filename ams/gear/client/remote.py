@@ -45,7 +45,7 @@ from geartrain.ams.values.specs import Ids
 logger = logging.getLogger(__name__)
 
 R = TypeVar("R")
-Pending = Callable[[], R]
+AwaitReply = Callable[[], R]
 _BYTES_BESIDE = 24
 """Of an id in a message, beside its vector."""
 _PASSING = (AttemptFailed, NotHolder, GearUnavailable)
@@ -109,12 +109,10 @@ class RemoteGears:
 
     @property
     def dense_version(self) -> int:
-        """See :class:`GearPort`."""
         with self._lock:
             return max(self._versions.values(), default=0)
 
     def features(self, ids: Ids) -> FeatureReply:
-        """See :class:`GearPort`."""
         vectors_KD = np.zeros((len(ids), self._dim), np.float32)
         versions, times = np.zeros(len(ids), np.int64), np.zeros(len(ids), np.float64)
         failures: dict[int, Failure] = {}
@@ -178,12 +176,11 @@ class RemoteGears:
         return self._ledger.total()
 
     def flush(self) -> None:
-        """See :class:`GearPort`."""
         done: set[str] = set()
         patience = self._patience()
         timeout = self._config.hosted_timeout_seconds
 
-        def flush(carrier: GrpcGearCarrier) -> Pending[int]:
+        def flush(carrier: GrpcGearCarrier) -> AwaitReply[int]:
             return carrier.flush(self._name, timeout)
 
         while left := [address for address in self._addresses() if address not in done]:
@@ -207,7 +204,6 @@ class RemoteGears:
         return self._ledger.total()
 
     def close(self) -> None:
-        """See :class:`GearPort`."""
         with self._lock:
             carriers, self._carriers = self._carriers, {}
         for carrier in carriers.values():
@@ -234,13 +230,13 @@ class RemoteGears:
             self._heard(state.address, state.dense_version)
             self.gradients_per_id = state.gradients_per_id
 
-    def _asked(self, address: str | None, ids: Ids) -> Pending[FeatureReply]:
+    def _asked(self, address: str | None, ids: Ids) -> AwaitReply[FeatureReply]:
         timeout = self._config.hosted_timeout_seconds
         return self._begin(
             address, lambda carrier: carrier.features(self._name, ids, self._dim, self._freshness, timeout)
         )
 
-    def _send(self, delivery: Delivery, part: DeliveryPart) -> Pending[Taken]:
+    def _send(self, delivery: Delivery, part: DeliveryPart) -> AwaitReply[Taken]:
         sent = replace(
             delivery,
             source=part.source,
@@ -291,7 +287,7 @@ class RemoteGears:
     def _process(self, address: str) -> str:
         return process_at(address, self._incarnations.get(address, 0))
 
-    def _begin(self, address: str | None, begin: Callable[[GrpcGearCarrier], Pending[R]]) -> Pending[R]:
+    def _begin(self, address: str | None, begin: Callable[[GrpcGearCarrier], AwaitReply[R]]) -> AwaitReply[R]:
         def nobody() -> R:
             raise NotSent(f"no slow gear of {self._name!r} holds some partitions")
 

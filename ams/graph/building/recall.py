@@ -120,7 +120,6 @@ class CoreProducts:
         return _Block(rows, first)
 
     def begin(self, first: int, num_rows: int, keep: int) -> _CoreRecall:
-        """See :class:`BlockProducts`."""
         return _CoreRecall(first, num_rows, keep, self.num_threads)
 
 

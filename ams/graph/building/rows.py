@@ -53,16 +53,13 @@ class ArrayRows:
 
     @property
     def num_rows(self) -> int:
-        """See :class:`RowSource`."""
         return int(self._rows.shape[0])
 
     @property
     def dim(self) -> int:
-        """See :class:`RowSource`."""
         return int(self._rows.shape[1])
 
     def read(self, start: int, stop: int) -> npt.NDArray[Any]:
-        """See :class:`RowSource`."""
         return self._rows[start:stop]
 
 

@@ -63,7 +63,6 @@ class RemoteGraphs:
         progress: OnBuilding | None = None,
         cancelled: Callable[[], bool] = lambda: False,
     ) -> GraphBuilt:
-        """See :class:`GraphCalls`."""
         if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k < 2**31:
             raise InvalidArgument(f"k is {k!r}; it must be an integer from 1 to 2**31 - 1")
         asked, heard = False, 0.0
@@ -89,11 +88,9 @@ class RemoteGraphs:
         return self._until_answered(unless_cancelled, heard=lambda: heard)
 
     def cancel(self, table: str) -> bool:
-        """See :class:`GraphCalls`."""
         return self._call(CancelBuild(table=table))
 
     def select(self, table: str, labels: Ids, budget: int, *, seed: int, step: int, version: int | None = None) -> Ids:
-        """See :class:`GraphCalls`."""
         if getattr(labels, "dtype", None) != "int64" or labels.ndim != 1:
             raise InvalidIds(f"labels are {labels!r}; they must be an int64 array [B]")
         if not 1 <= budget < 2**63:
@@ -104,11 +101,9 @@ class RemoteGraphs:
         return self._call(select).ids
 
     def describe(self) -> GraphsState:
-        """See :class:`GraphCalls`."""
         return self._call(DescribeGraphs())
 
     def load(self, table: str) -> tuple[NeighbourTable, GraphInfo]:
-        """See :class:`GraphCalls`."""
         info, offsets, neighbours = self._until_answered(lambda: self._carrier.download(table))
         return NeighbourTable(offsets, neighbours, info.k), info
 
@@ -117,13 +112,11 @@ class RemoteGraphs:
         self._call(ForgetGraph(table=table), recovery_seconds=0.0)
 
     def write_snapshot(self, folder: str, snapshot_id: str, tables: Mapping[str, int]) -> list[FileEntry]:
-        """See :class:`GraphCalls`."""
         write = WriteGraphs(snapshot_id=snapshot_id, folder=folder, tables=tables)
         written = self._call(write, self._config.snapshot_timeout_seconds)
         return [FileEntry.model_validate_json(text) for text in written]
 
     def restore_snapshot(self, folder: str, tables: Mapping[str, int]) -> list[str]:
-        """See :class:`GraphCalls`."""
         restore = RestoreGraphs(folder=folder, tables=tuple(tables), incarnations=tuple(tables.values()))
         return list(self._call(restore, self._config.snapshot_timeout_seconds))
 

@@ -126,7 +126,6 @@ class Graphs:
         progress: OnBuilding | None = None,
         cancelled: Callable[[], bool] = lambda: False,
     ) -> GraphBuilt:
-        """See :class:`GraphCalls`."""
         if cancelled():
             raise Cancelled(f"building the graph of table {table!r} was cancelled before it began")
         build = self.begin(table, k, step=step)
@@ -142,7 +141,6 @@ class Graphs:
         return build.result.result()
 
     def cancel(self, table: str) -> bool:
-        """See :class:`GraphCalls`."""
         with self._lock:
             build = self._running.get(table)
         if build is None:
@@ -151,7 +149,6 @@ class Graphs:
         return True
 
     def select(self, table: str, labels: Ids, budget: int, *, seed: int, step: int, version: int | None = None) -> Ids:
-        """See :class:`GraphCalls`."""
         return self.select_by(table, labels, budget, seed=seed, step=step, version=version)[0]
 
     def select_by(
@@ -166,7 +163,6 @@ class Graphs:
         return graph.select(labels, budget, seed=seed, step=step), rows.graph_version
 
     def describe(self) -> GraphsState:
-        """See :class:`GraphCalls`."""
         state, incarnations = self._state(), self._incarnations()
         graphs = []
         for table in sorted({*self._loaded, *(() if self._store is None else self._store.tables())}):
@@ -181,12 +177,10 @@ class Graphs:
         return GraphsState(graphs=tuple(graphs), building=building)
 
     def load(self, table: str) -> tuple[NeighbourTable, GraphInfo]:
-        """See :class:`GraphCalls`."""
         graph, rows = self._find(table)
         return graph, _info(graph, rows)
 
     def forget(self, table: str) -> None:
-        """See :class:`GraphCalls`."""
         self.cancel(table)
         with self._store_lock:
             if self._store is not None:
@@ -194,7 +188,6 @@ class Graphs:
             self._loaded.pop(table, None)
 
     def write_snapshot(self, folder: str, snapshot_id: str, tables: Mapping[str, int]) -> list[FileEntry]:
-        """See :class:`GraphCalls`."""
         entries: list[FileEntry] = []
         for table, num_classes in tables.items():
             with contextlib.suppress(GraphNotFound):
@@ -204,7 +197,6 @@ class Graphs:
         return entries
 
     def restore_snapshot(self, folder: str, tables: Mapping[str, int]) -> list[str]:
-        """See :class:`GraphCalls`."""
         snapshot = open_snapshot(place(folder))
         state = self._state()
         restored = []
@@ -222,7 +214,6 @@ class Graphs:
         return restored
 
     def close(self) -> None:
-        """See :class:`GraphCalls`."""
         with self._lock:
             self._is_closed = True
             running = list(self._running.values())
@@ -451,15 +442,12 @@ class OwnCluster:
         self._cluster = cluster
 
     def reading(self) -> AbstractContextManager[Any]:
-        """See :class:`RowCluster`."""
         return contextlib.nullcontext(self._cluster)
 
     def status(self) -> ClusterState:
-        """See :class:`RowCluster`."""
         return self._cluster.status()
 
     def table_incarnations(self) -> Mapping[str, int]:
-        """See :class:`RowCluster`."""
         found: Mapping[str, int] = self._cluster.table_incarnations()
         return found
 

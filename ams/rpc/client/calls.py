@@ -17,7 +17,7 @@ from geartrain.ams.values.interrupts import shielded
 from geartrain.ams.values.rpc import Rpc
 
 R = TypeVar("R")
-Pending = Callable[[], R]
+AwaitReply = Callable[[], R]
 """A call under way: waits for its reply; may raise the service's GeartrainError, or AttemptFailed."""
 
 
@@ -52,7 +52,7 @@ class GrpcCalls:
         reply: R = method.reply.decode(data)
         return reply
 
-    def begin(self, request: Rpc[R], timeout_seconds: float | None) -> Pending[R]:
+    def begin(self, request: Rpc[R], timeout_seconds: float | None) -> AwaitReply[R]:
         """Send a request; what is returned waits for the reply. Raises NotSent."""
         method = self._service[type(request)]
         reply = self.begin_bytes(method.path, method.encode(request), timeout_seconds)
@@ -71,7 +71,7 @@ class GrpcCalls:
     def waited(self, call: Any, timeout_seconds: float | None) -> None:
         """There is no reply yet."""
 
-    def begin_bytes(self, path: str, data: bytes, timeout_seconds: float | None) -> Pending[bytes]:
+    def begin_bytes(self, path: str, data: bytes, timeout_seconds: float | None) -> AwaitReply[bytes]:
         """:meth:`begin`, from encoded request to encoded reply."""
         method: Any = self._channel.unary_unary(path)
         try:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from geartrain.ams.rpc.channel import CONNECT_SECONDS
-from geartrain.ams.rpc.client.calls import GrpcCalls, Pending
+from geartrain.ams.rpc.client.calls import AwaitReply, GrpcCalls
 from geartrain.ams.rpc.services import GEAR
 from geartrain.ams.values.config import MAX_MESSAGE_BYTES, split_address
 from geartrain.ams.values.errors import InvalidRows
@@ -57,7 +57,7 @@ class GrpcGearCarrier(GrpcCalls):
 
     def features(
         self, name: str, ids: Ids, dim: int, freshness: Freshness, timeout_seconds: float
-    ) -> Pending[FeatureReply]:
+    ) -> AwaitReply[FeatureReply]:
         """Ask for the features of distinct ids. Raises InvalidRows if they come in another number or width."""
         pending = self.begin(
             AskFeatures(
@@ -76,17 +76,17 @@ class GrpcGearCarrier(GrpcCalls):
 
     def deliver(
         self, name: str, delivery: Delivery, *, wait: bool, sent_to: str, timeout_seconds: float
-    ) -> Pending[Taken]:
+    ) -> AwaitReply[Taken]:
         """Hand gradients over."""
         return self.begin(
             PushFeatureGradients(name=name, delivery=delivery, wait=wait, sent_to=sent_to), timeout_seconds
         )
 
-    def flush(self, name: str, timeout_seconds: float) -> Pending[int]:
+    def flush(self, name: str, timeout_seconds: float) -> AwaitReply[int]:
         """Ask it to apply all that waits; the reply is its dense version."""
         return self.begin(FlushGradients(name=name), timeout_seconds)
 
-    def describe(self, sources: Sequence[str], timeout_seconds: float) -> Pending[GearState]:
+    def describe(self, sources: Sequence[str], timeout_seconds: float) -> AwaitReply[GearState]:
         """Ask how it is."""
         return self.begin(DescribeGear(sources=tuple(sources)), timeout_seconds)
 

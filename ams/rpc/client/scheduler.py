@@ -33,7 +33,6 @@ class GrpcSchedulerCarrier(GrpcCalls):
         self._silence = SilenceLog()
 
     def call(self, request: Rpc[R], timeout_seconds: float | None) -> R:
-        """See :class:`SchedulerCarrier`."""
         reply = super().call(request, timeout_seconds)
         if self._silence.has_named:
             self._silence.heard(self._as_peer)

@@ -77,7 +77,6 @@ class GrpcCarrier:
     def submit(
         self, context: CallContext, request: Request, timeout_seconds: float | None, *, alone: bool = False
     ) -> Future[Reply]:
-        """See :class:`ShardCarrier`."""
         if isinstance(request, ComputeHosted | UpdateHosted):
             return self._hosted(context, request, timeout_seconds, alone=alone)
         method = SHARD[type(request)]

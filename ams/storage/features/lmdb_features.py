@@ -65,7 +65,6 @@ class LmdbFeatures:
             raise
 
     def read(self, ids: Ids) -> list[bytes | None]:
-        """See :class:`FeatureStore`."""
         ids = checked_read(ids)
         keys = _keys(ids)
         with self._mutex:
@@ -81,7 +80,6 @@ class LmdbFeatures:
         return [None if value is None else value[_TICK_BYTES:] for value in values]
 
     def write(self, ids: Ids, values: Sequence[bytes]) -> None:
-        """See :class:`FeatureStore`."""
         most = None if self._lru.max_bytes is None else self._lru.max_bytes - _OVERHEAD
         ids, kept = checked_records(checked_read(ids), values, most)
         sizes = np.fromiter(map(len, kept), np.int64, len(kept)) + _OVERHEAD
@@ -94,18 +92,15 @@ class LmdbFeatures:
         self._counters.wrote(len(kept), len(gone))
 
     def remove(self, ids: Ids) -> None:
-        """See :class:`FeatureStore`."""
         ids = checked_read(ids)
         with self._mutex:
             self._commit({}, _keys(self._lru.drop(ids)[0]))
 
     def counts(self) -> StoreCounts:
-        """See :class:`FeatureStore`."""
         with self._mutex:
             return self._counters.counts(len(self._lru), self._lru.total_bytes)
 
     def close(self) -> None:
-        """See :class:`FeatureStore`."""
         with self._mutex:
             if self._environment is not None:
                 self._environment.close()

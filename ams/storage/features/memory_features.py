@@ -30,7 +30,6 @@ class MemoryFeatures:
         self._counters = Counters()
 
     def read(self, ids: Ids) -> list[bytes | None]:
-        """See :class:`FeatureStore`."""
         ids = checked_read(ids)
         with self._lock:
             positions = self._lru.use(ids).tolist()
@@ -39,7 +38,6 @@ class MemoryFeatures:
         return values
 
     def write(self, ids: Ids, values: Sequence[bytes]) -> None:
-        """See :class:`FeatureStore`."""
         ids, kept = checked_records(checked_read(ids), values, self._lru.max_bytes)
         sizes = np.fromiter(map(len, kept), np.int64, len(kept))
         with self._lock:
@@ -53,14 +51,12 @@ class MemoryFeatures:
         self._counters.wrote(len(kept), len(freed))
 
     def remove(self, ids: Ids) -> None:
-        """See :class:`FeatureStore`."""
         ids = checked_read(ids)
         with self._lock:
             for position in self._lru.drop(ids)[1].tolist():
                 self._values[position] = None
 
     def counts(self) -> StoreCounts:
-        """See :class:`FeatureStore`."""
         with self._lock:
             return self._counters.counts(len(self._lru), self._lru.total_bytes)
 

@@ -33,7 +33,7 @@ from geartrain.ams.values.text import shown_url
 _WRITTEN_AT_ONCE = 1000
 _READ_BYTES = 1 << 20
 _PASSWORD_FILE = "password_file"
-Reply = object
+RedisReply = object
 
 
 class RedisFeatures:
@@ -117,7 +117,6 @@ class RedisFeatures:
         return self._counters.counts()
 
     def close(self) -> None:
-        """See :class:`FeatureStore`."""
         self._pool.disconnect()
 
     @property
@@ -136,7 +135,7 @@ class RedisFeatures:
     def _command(self, name: bytes, ids: Ids) -> bytes:
         return b"*%d\r\n" % (1 + len(ids)) + _argument(name) + self._key_arguments(ids).tobytes()
 
-    def _call(self, command: bytes, num_replies: int = 1) -> list[Reply]:
+    def _call(self, command: bytes, num_replies: int = 1) -> list[RedisReply]:
         """Send and await the replies. A connection that breaks meanwhile is made anew once: all commands may repeat."""
         with self._translated():
             connection = self._pool.get_connection()
@@ -176,9 +175,9 @@ def refusal(error: redis.RedisError) -> str:
     return said
 
 
-def _exchange(connection: Any, command: bytes, num_replies: int) -> list[Reply]:
+def _exchange(connection: Any, command: bytes, num_replies: int) -> list[RedisReply]:
     connection.send_packed_command([command])
-    replies: list[Reply] = []
+    replies: list[RedisReply] = []
     refusal: redis.ResponseError | None = None
     for _ in range(num_replies):  # all of them, or the next caller would get the rest
         try:

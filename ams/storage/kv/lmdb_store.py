@@ -46,12 +46,10 @@ class LmdbStore:
             raise
 
     def read_all(self) -> dict[str, bytes]:
-        """See :class:`KeyValueStore`."""
         with self._mutex:
             return dict(self._values)
 
     def write(self, changes: Mapping[str, bytes | None]) -> None:
-        """See :class:`KeyValueStore`."""
         with self._mutex:
             self._write(changes)
 
@@ -76,7 +74,6 @@ class LmdbStore:
         apply_changes(self._values, changes)
 
     def close(self) -> None:
-        """See :class:`KeyValueStore`."""
         if self._environment is not None:
             self._environment.close()
             self._environment = None

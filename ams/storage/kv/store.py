@@ -41,12 +41,10 @@ class MemoryStore:
         self._lock = threading.Lock()
 
     def read_all(self) -> dict[str, bytes]:
-        """See :class:`KeyValueStore`."""
         with self._lock:
             return dict(self._values)
 
     def write(self, changes: Mapping[str, bytes | None]) -> None:
-        """See :class:`KeyValueStore`."""
         with self._lock:
             apply_changes(self._values, changes)
 

@@ -131,11 +131,9 @@ class Unseen(Expiry):
 
     @property
     def goes_by(self) -> Collection[str]:
-        """See :class:`Expiry`."""
         return ("unseen_seconds",) if self.steps is None else ("unseen_steps",)
 
     def expired(self, rows: RowBlock) -> Mask:
-        """See :class:`Expiry`."""
         if self.steps is not None:
             return rows.unseen_steps > self.steps
         assert self.seconds is not None
@@ -157,7 +155,6 @@ class SmallerThan(Expiry):
         object.__setattr__(self, "l2", float(l2))
 
     def expired(self, rows: RowBlock) -> Mask:
-        """See :class:`Expiry`."""
         return rows.norm < self.l2
 
 
@@ -189,7 +186,6 @@ class Rule(Expiry):
 
     @property
     def goes_by(self) -> Collection[str]:
-        """See :class:`Expiry`."""
         both = ("unseen_steps", "unseen_seconds")
         return both if self._is_entry_point else [name for name in both if name in self.rule]
 
@@ -207,7 +203,6 @@ class Rule(Expiry):
         return found
 
     def require_usable(self) -> None:
-        """See :class:`Expiry`."""
         if self._is_entry_point:
             _function(self.rule)
 

@@ -52,7 +52,6 @@ class Adagrad(RowOptimizerSpec):
 
     @property
     def fixed(self) -> Mapping[str, str]:
-        """See the base class."""
         return {
             "lr_decay": "whether a row's updates are counted depends on it",
             "initial_accumulator_value": "the sums of squares so far began at it",
@@ -60,11 +59,9 @@ class Adagrad(RowOptimizerSpec):
 
     @property
     def counts_updates(self) -> bool:
-        """See the base class."""
         return self.lr_decay != 0
 
     def updated(self, row: Floats, slots: Floats, gradient: Floats, push: UpdateStep) -> tuple[Floats, Floats]:
-        """See the base class."""
         dtype = push.dtype
         w, total = row.astype(dtype), slots.astype(dtype)
         step_size = dtype(float(dtype(push.lr)) / (1 + (push.t - 1) * self.lr_decay))

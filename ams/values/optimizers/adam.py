@@ -60,23 +60,19 @@ class Adam(RowOptimizerSpec):
 
     @property
     def counts_updates(self) -> bool:
-        """See the base class."""
         return True
 
     def scalars(self) -> dict[str, float]:
-        """See the base class."""
         beta1, beta2 = map(float, self.betas)
         rest = {"lr": self.lr, "eps": self.eps, "weight_decay": self.weight_decay}
         return {"beta1": beta1, "beta2": beta2, **{name: float(value) for name, value in rest.items()}}
 
     @classmethod
     def from_scalars(cls, scalars: Mapping[str, float]) -> Self:
-        """See the base class."""
         rest = dict(scalars)
         return cls(betas=(rest.pop("beta1", 0.9), rest.pop("beta2", 0.999)), **rest)
 
     def updated(self, row: Floats, slots: Floats, gradient: Floats, push: UpdateStep) -> tuple[Floats, Floats]:
-        """See the base class."""
         dim, dtype = row.shape[-1], push.dtype
         w, m, v = row.astype(dtype), slots[..., :dim].astype(dtype), slots[..., dim:].astype(dtype)
         beta1, beta2 = self.betas

@@ -24,7 +24,6 @@ class AdamW(Adam):
     name: ClassVar[str] = "adamw"
 
     def updated(self, row: Floats, slots: Floats, gradient: Floats, push: UpdateStep) -> tuple[Floats, Floats]:
-        """See the base class."""
         dtype = push.dtype
         kept = dtype(1 - float(dtype(push.lr)) * self.weight_decay)
         return Adam(self.lr, self.betas, self.eps).updated(row.astype(dtype) * kept, slots, gradient, push)

@@ -60,7 +60,6 @@ class FTRL(RowOptimizerSpec):
         require_divisor("beta", self.beta)
 
     def updated(self, row: Floats, slots: Floats, gradient: Floats, push: UpdateStep) -> tuple[Floats, Floats]:
-        """See the base class."""
         dim, dtype = row.shape[-1], push.dtype
         w, held, n = row.astype(dtype), slots[..., :dim].astype(dtype), slots[..., dim:].astype(dtype)
         lr, l1, l2 = dtype(push.lr), dtype(self.l1), dtype(self.l2)

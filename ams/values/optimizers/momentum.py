@@ -43,12 +43,10 @@ class Momentum(RowOptimizerSpec):
 
     @classmethod
     def from_scalars(cls, scalars: Mapping[str, float]) -> Self:
-        """See the base class."""
         rest = dict(scalars)
         return cls(nesterov=flag("nesterov", rest.pop("nesterov", 0)), **rest)
 
     def updated(self, row: Floats, slots: Floats, gradient: Floats, push: UpdateStep) -> tuple[Floats, Floats]:
-        """See the base class."""
         dtype = push.dtype
         w, momentum = row.astype(dtype), dtype(self.momentum)
         direction = gradient.astype(dtype) * dtype(push.scale) + dtype(self.weight_decay) * w

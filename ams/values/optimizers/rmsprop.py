@@ -64,13 +64,11 @@ class RMSProp(RowOptimizerSpec):
 
     @property
     def slots(self) -> tuple[Slot, ...]:  # type: ignore[override]
-        """See the base class."""
         velocity, average = (_VELOCITY,) * (self.momentum != 0), (_AVERAGE,) * self.centered
         return (*velocity, *average, _SQUARE)
 
     @property
     def fixed(self) -> Mapping[str, str]:
-        """See the base class."""
         return {
             "momentum": "whether a row keeps a velocity depends on it",
             "centered": "whether a row keeps its average gradient depends on it",
@@ -78,12 +76,10 @@ class RMSProp(RowOptimizerSpec):
 
     @classmethod
     def from_scalars(cls, scalars: Mapping[str, float]) -> Self:
-        """See the base class."""
         rest = dict(scalars)
         return cls(centered=flag("centered", rest.pop("centered", 0)), **rest)
 
     def updated(self, row: Floats, slots: Floats, gradient: Floats, push: UpdateStep) -> tuple[Floats, Floats]:
-        """See the base class."""
         dtype, w = push.dtype, row.astype(push.dtype)
         state = np.split(slots.astype(dtype), len(self.slots), axis=-1)
         alpha, rest = dtype(self.alpha), dtype(1 - self.alpha)

@@ -32,7 +32,6 @@ class RowWiseAdagrad(Adagrad):
     state: ClassVar[str] = "sum of mean squares"
 
     def updated(self, row: Floats, slots: Floats, gradient: Floats, push: UpdateStep) -> tuple[Floats, Floats]:
-        """See the base class."""
         dtype = push.dtype
         w = row.astype(dtype)
         step_size = dtype(float(dtype(push.lr)) / (1 + (push.t - 1) * self.lr_decay))
@@ -61,7 +60,6 @@ class RowWiseAdam(AdamW):
     )
 
     def updated(self, row: Floats, slots: Floats, gradient: Floats, push: UpdateStep) -> tuple[Floats, Floats]:
-        """See the base class."""
         dim, dtype = row.shape[-1], push.dtype
         w, m, v = row.astype(dtype), slots[..., :dim].astype(dtype), slots[..., dim:].astype(dtype)
         beta1, beta2 = self.betas

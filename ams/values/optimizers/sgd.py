@@ -24,7 +24,6 @@ class SGD(RowOptimizerSpec):
         require_rate("weight_decay", self.weight_decay)
 
     def updated(self, row: Floats, slots: Floats, gradient: Floats, push: UpdateStep) -> tuple[Floats, Floats]:
-        """See the base class."""
         dtype = push.dtype
         w, g = row.astype(dtype), gradient.astype(dtype)
         return w - dtype(push.lr) * (g * dtype(push.scale) + dtype(self.weight_decay) * w), slots

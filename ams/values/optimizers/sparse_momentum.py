@@ -60,7 +60,6 @@ class SparseMomentum(RowOptimizerSpec):
 
     @property
     def fixed(self) -> Mapping[str, str]:
-        """See the base class."""
         fixed = {"untouched": "the table counts its steps, or does not, from its first"}
         if self.untouched == "elapsed":
             reason = "untouched='elapsed' moves rows later, by the numbers of the table, for all the steps they missed"
@@ -69,22 +68,18 @@ class SparseMomentum(RowOptimizerSpec):
 
     @property
     def fixed_scalars(self) -> Mapping[str, str]:
-        """See the base class."""
         return {"elapsed" if name == "untouched" else name: reason for name, reason in self.fixed.items()}
 
     @property
     def drift(self) -> Drift | None:
-        """See the base class."""
         return Drift(self.momentum, self.weight_decay) if self.untouched == "elapsed" else None
 
     def scalars(self) -> dict[str, float]:
-        """See the base class."""
         numbers = {name: float(getattr(self, name)) for name in ("lr", "momentum", "weight_decay")}
         return {**numbers, "elapsed": float(self.untouched == "elapsed")}
 
     @classmethod
     def from_scalars(cls, scalars: Mapping[str, float]) -> Self:
-        """See the base class."""
         rest = dict(scalars)
         return cls(untouched="elapsed" if flag("elapsed", rest.pop("elapsed", 0)) else "freeze", **rest)
 

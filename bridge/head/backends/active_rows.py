@@ -105,7 +105,6 @@ class DeviceActive:
         return DeviceTargets(torch.where(self.numbers_A[found_B] == numbers, found_B, -1))
 
     def offsets(self, numbers_B: Ids, log2_weight: float) -> Tensor:
-        """See :class:`HostActive`."""
         offsets = torch.full((self.num + 1,), log2_weight, device=self.device)
         positions_B = self.targets(numbers_B).positions_B  # of other ranks' labels: the last, which is none
         return offsets.index_put_((positions_B,), offsets.new_zeros(()))[:-1]
@@ -119,7 +118,6 @@ class DeviceActive:
         return DeviceActive(len(numbers), numbers, self.device)
 
     def holds(self, union: LocalActive, device: torch.device) -> Tensor:
-        """See :class:`HostActive`."""
         assert isinstance(union, DeviceActive) and self.numbers_A is not None, "a part of the union"
         numbers = torch.arange(union.num, device=device) if union.numbers_A is None else union.numbers_A
         if not self.num:
@@ -128,7 +126,6 @@ class DeviceActive:
         return self.numbers_A[found] == numbers
 
     def places(self, device: torch.device) -> LocalPlaces:
-        """See :class:`HostActive`."""
         del device
         return LocalPlaces(self.numbers_A)
 

@@ -190,7 +190,6 @@ class ClusterBackend(ABC):
         return f"{self.summary}, {', '.join(texts)}"
 
     def identity(self) -> dict[str, Any] | None:
-        """See :class:`geartrain.bridge.head.backends.backend.RowBackend`."""
         return identity_of(self.table, self._recent_labels)
 
     def require_rows(self, identity: Mapping[str, Any] | None) -> None:

@@ -28,7 +28,7 @@ from geartrain.bridge.rows.tables import ReadableTable
 SAMPLES_AT_ONCE = 1024
 _BYTES_PER_ANSWER = 12
 
-Answers = tuple[Tensor, Tensor]
+TopK = tuple[Tensor, Tensor]
 """Scores [B, k] in the compute dtype, and ids [B, k] int64 of the best classes, best first."""
 
 
@@ -41,7 +41,7 @@ def top_of_pulled(
     normalised: bool,
     centers: int,
     pool: BufferPool,
-) -> Answers:
+) -> TopK:
     """The best of the ``active`` rows, on the features' device. Streams them once for every 1,024 samples."""
     arithmetic = Arithmetic.of(features_BD)
     none = _nothing(features_BD[:0], arithmetic, k)
@@ -59,11 +59,11 @@ def _top_of_stream(
     centers: int,
     arithmetic: Arithmetic,
     pool: BufferPool,
-) -> Answers:
+) -> TopK:
     stream = RowStream(table, active, pool, arithmetic.device)
     chunk_rows = chunk_rows_for(len(query_BD), table.spec.dim, arithmetic.device)
 
-    def top_of_chunk(scratch: Scratch, item: tuple[Block, tuple[int, int]]) -> Answers:
+    def top_of_chunk(scratch: Scratch, item: tuple[Block, tuple[int, int]]) -> TopK:
         block, (low, high) = item
         work = Workspace(arithmetic, scratch)
         rows_ND = work.load_rows(block.rows_ND[low:high], blocking=True)
@@ -82,7 +82,7 @@ def _top_of_stream(
 
 def top_of_hosted(
     calls: HostedCalls, features: Tensor, k: int, *, live_classes: LiveClasses, normalised: bool, centers: int = 1
-) -> Answers:
+) -> TopK:
     """The best living classes, computed in float32; no row travels. On the features' device.
 
     One call to each shard, more where features or answers exceed ``part_bytes``: 4·B·D bytes there and 12·B·k back.
@@ -105,7 +105,7 @@ def top_of_hosted(
 
 def top_on_ranks(
     table: DeviceRows, active: ActiveClasses, features_SD: Tensor, k: int, *, normalised: bool, centers: int
-) -> Answers:
+) -> TopK:
     """The best ``active`` rows of all ranks, for the rank's own samples [S].
 
     Every rank calls it, with any number of samples. Collectives: an exchange of one integer, all-gathers of the
@@ -123,12 +123,12 @@ def top_on_ranks(
 
 def _top_of_device(
     table: DeviceRows, active: HostActive, joint_BD: Tensor, k: int, normalised: bool, centers: int
-) -> Answers:
+) -> TopK:
     """The best of the rows here, filled up to k with scores of −inf."""
     arithmetic, places = Arithmetic.of(joint_BD), active.places(table.device)
     query_BD = _queries(joint_BD, arithmetic, normalised)
 
-    def top_of_chunk(scratch: Scratch, chunk: tuple[int, int]) -> Answers:
+    def top_of_chunk(scratch: Scratch, chunk: tuple[int, int]) -> TopK:
         work = Workspace(arithmetic, scratch)
         place = places.chunk(*chunk)
         rows_ND = table.load(work, place, name="rows")
@@ -149,12 +149,12 @@ def _queries(features_BD: Tensor, arithmetic: Arithmetic, normalised: bool) -> T
     return own_BD
 
 
-def _nothing(query_BD: Tensor, arithmetic: Arithmetic, k: int) -> Answers:
+def _nothing(query_BD: Tensor, arithmetic: Arithmetic, k: int) -> TopK:
     scores = torch.full((len(query_BD), k), -torch.inf, dtype=arithmetic.compute, device=arithmetic.device)
     return scores, torch.zeros_like(scores, dtype=torch.int64)
 
 
-def _top_of_rows(work: Workspace, rows_ND: Tensor, query_BD: Tensor, k: int, normalised: bool, centers: int) -> Answers:
+def _top_of_rows(work: Workspace, rows_ND: Tensor, query_BD: Tensor, k: int, normalised: bool, centers: int) -> TopK:
     """The best of a chunk, which is overwritten: numbers of its rows."""
     unit_SD = rows_ND.view(-1, query_BD.shape[1])
     if normalised:
@@ -164,7 +164,7 @@ def _top_of_rows(work: Workspace, rows_ND: Tensor, query_BD: Tensor, k: int, nor
     return scores, columns
 
 
-def _best_of(found: Sequence[Answers], k: int) -> Answers:
+def _best_of(found: Sequence[TopK], k: int) -> TopK:
     scores, ids = (torch.cat(parts, dim=1) for parts in zip(*found, strict=True))
     best, order = scores.topk(min(k, scores.shape[1]), dim=1)
     return best, ids.gather(1, order)

@@ -15,7 +15,7 @@ from geartrain.bridge.collectives.communicator import Communicator
 from geartrain.bridge.head.backends.backend import GraphRows
 
 _SECONDS_TO_END = 30.0
-Progress = Callable[[int, int], None]
+OnPairs = Callable[[int, int], None]
 """Called with (done, total) while a graph is built; from a thread of its own in the background."""
 
 
@@ -29,7 +29,7 @@ class Building:
         self.result: Future[NeighbourTable] = Future()
         self._cancelled = threading.Event()
 
-    def run(self, rows: GraphRows, k: int, progress: Progress | None) -> None:
+    def run(self, rows: GraphRows, k: int, progress: OnPairs | None) -> None:
         """Build; the result, or why there is none, is in ``result``."""
         after, self._after = self._after, None
         if after is not None and rows.one_at_a_time:
@@ -41,7 +41,7 @@ class Building:
         else:
             self.result.set_result(built)
 
-    def start(self, rows: GraphRows, k: int, progress: Progress | None) -> None:
+    def start(self, rows: GraphRows, k: int, progress: OnPairs | None) -> None:
         """:meth:`run` beside the training.
 
         A process that ends meanwhile cancels it and waits for it: a thread that comes back from compiled code to an
@@ -67,7 +67,7 @@ class Building:
         self._cancelled.set()
 
 
-def build_graph(rows: GraphRows, k: int, progress: Progress | None, cancelled: Callable[[], bool]) -> NeighbourTable:
+def build_graph(rows: GraphRows, k: int, progress: OnPairs | None, cancelled: Callable[[], bool]) -> NeighbourTable:
     """The graph of the rows, built now."""
     return rows.build(k, progress, cancelled)
 

@@ -82,7 +82,6 @@ class TorchProducts:
         return _Block(torch.tensor(rows, device=self.device).to(self._dtype), first)
 
     def begin(self, first: int, num_rows: int, keep: int) -> _TorchRecall:
-        """See :class:`geartrain.ams.graph.building.recall.BlockProducts`."""
         return _TorchRecall(self, first, num_rows, keep)
 
     def scores(self, a_MD: Tensor, b_ND: Tensor) -> Tensor:

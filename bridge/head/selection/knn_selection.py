@@ -28,7 +28,7 @@ from geartrain.ams.values.errors import GeartrainError, InvalidArgument, SpecMis
 from geartrain.ams.values.specs import Ids
 from geartrain.bridge.collectives.communicator import Communicator
 from geartrain.bridge.head.backends.backend import GraphSource, RowBackend
-from geartrain.bridge.head.selection.graph_build import Building, Progress, built_for_all
+from geartrain.bridge.head.selection.graph_build import Building, OnPairs, built_for_all
 from geartrain.bridge.head.selection.graph_change import nearest_classes, renumbered, with_new
 from geartrain.bridge.head.selection.served_graph import TableGraphs
 from geartrain.bridge.rows.state import state_from_bytes, state_to_bytes
@@ -155,7 +155,7 @@ class KNNSelection(Selection):
         """The classes that the head has; :meth:`follow` changes them."""
         self.graph: Graph | None = None
         """The one in use; None before the first: negatives are random."""
-        self.on_progress: Progress | None = None
+        self.on_progress: OnPairs | None = None
         """Called while a graph is built, on every rank that builds."""
         self.enlarged = 0
         """Batches whose labels alone were more than the budget."""
@@ -188,7 +188,6 @@ class KNNSelection(Selection):
     has_graph = True
 
     def budget(self, num_classes: int) -> int:
-        """See :class:`KNNSoftmax`."""
         return self.settings.budget(num_classes)
 
     def select(self, labels: Ids, num_classes: int, step: int) -> ActiveClasses:
@@ -345,8 +344,7 @@ class KNNSelection(Selection):
             self._pending, self._ending = None, self._pending
             self._is_due = True
 
-    def report_progress(self, progress: Progress) -> None:
-        """See :class:`Selection`."""
+    def report_progress(self, progress: OnPairs) -> None:
         self.on_progress = progress
 
     def state(self) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from geartrain.ams.programs.class_lifecycle import LiveClasses
 from geartrain.ams.values.specs import Ids
 from geartrain.bridge.placements.device_rows import DeviceRows
 
-Progress = Callable[[int, int], None]
+OnPairs = Callable[[int, int], None]
 
 
 class RankGraphs:
@@ -29,7 +29,6 @@ class RankGraphs:
         self.lock = threading.Lock()
 
     def rows(self, live_classes: LiveClasses, step: int) -> FrozenRows:
-        """See :class:`geartrain.bridge.head.backends.backend.GraphSource`."""
         del step
         return self.freeze(None if live_classes.are_all else live_classes.all_ids)
 
@@ -52,7 +51,7 @@ class FrozenRows:
     def __init__(self, graphs: RankGraphs, rows_LD: npt.NDArray[np.float32]) -> None:
         self._graphs, self._rows_LD = graphs, rows_LD
 
-    def build(self, k: int, progress: Progress | None, cancelled: Callable[[], bool]) -> NeighbourTable:
+    def build(self, k: int, progress: OnPairs | None, cancelled: Callable[[], bool]) -> NeighbourTable:
         """The graph of all ranks' rows, on every rank; recalled on their device. A cancelled one ends first."""
         # Only a head that selects by a graph loads the builder.
         from geartrain.bridge.head.selection.graph_products import TorchProducts

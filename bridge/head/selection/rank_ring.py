@@ -33,7 +33,7 @@ __all__ = ["build_on_ring"]
 DEFAULT_MEMORY_BYTES = 2 << 30
 _BLOCK_ROWS = 8192
 
-Progress = Callable[[int, int], None]
+OnPairs = Callable[[int, int], None]
 
 
 def build_on_ring(
@@ -44,7 +44,7 @@ def build_on_ring(
     products: BlockProducts | None = None,
     num_threads: int | None = None,
     memory_bytes: int = DEFAULT_MEMORY_BYTES,
-    progress: Progress | None = None,
+    progress: OnPairs | None = None,
     cancelled: Callable[[], bool] = lambda: False,
 ) -> NeighbourTable:
     """Build the table of the k nearest neighbours of every row; every rank calls it with its own rows, in rank order.
@@ -217,7 +217,7 @@ class _Ring:
 class _Watch:
     """Counts what is done; asks whether to go on."""
 
-    def __init__(self, ring: _Ring, progress: Progress | None, cancelled: Callable[[], bool]) -> None:
+    def __init__(self, ring: _Ring, progress: OnPairs | None, cancelled: Callable[[], bool]) -> None:
         self._done, self._all = 0, len(ring.own) * ring.num_rows
         self._progress, self._cancelled = progress, cancelled
 

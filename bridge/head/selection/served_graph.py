@@ -27,7 +27,6 @@ class TableGraphs:
         self._table, self._service = table, service
 
     def rows(self, live_classes: LiveClasses, step: int) -> GraphRows:
-        """See :class:`GraphSource`."""
         if self._service is not None and live_classes.are_all:
             return ServedRows(self._service, self._table.spec, step)
         return PulledRows(self._table, live_classes)
@@ -41,7 +40,6 @@ class PulledRows(TableRows):
     def build(
         self, k: int, progress: Callable[[int, int], None] | None, cancelled: Callable[[], bool]
     ) -> NeighbourTable:
-        """See :class:`GraphRows`."""
         # Only a head that selects by a graph loads the builder.
         from geartrain.ams.graph.building.builder import build_neighbours
 

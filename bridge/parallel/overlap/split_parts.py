@@ -40,7 +40,6 @@ class PartLogits(LogitsOperations):
     def mapped(
         self, operation: Callable[..., Tensor], arguments: tuple[Any, ...], options: dict[str, Any]
     ) -> PartLogits:
-        """See the base class."""
         return PartLogits(self.shape, (*self.operations, (operation, arguments, options)))
 
 

@@ -39,7 +39,6 @@ class SplitEmbedding(SplitLayer):
         group: MeshGroup,
         agreement: StepAgreement,
     ) -> None:
-        """See :class:`SplitLayer`."""
         super().__init__(name, embedding, rows, group, agreement)
         self.num_embeddings, self.embedding_dim = embedding.num_embeddings, embedding.embedding_dim
         self.padding_idx = embedding.padding_idx

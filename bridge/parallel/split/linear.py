@@ -47,7 +47,6 @@ class SplitLinear(SplitLayer):
         group: MeshGroup,
         agreement: StepAgreement,
     ) -> None:
-        """See :class:`SplitLayer`."""
         super().__init__(name, linear, rows, group, agreement)
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.sink: FeatureSink | None = None

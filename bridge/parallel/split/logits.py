@@ -187,7 +187,6 @@ class SplitLogits(LogitsOperations):
     def mapped(
         self, operation: Callable[..., Tensor], arguments: tuple[Any, ...], options: dict[str, Any]
     ) -> SplitLogits:
-        """See the base class."""
         self.memory.use()
         made = operation(self.local_BL, *arguments, **options)
         return SplitLogits(made, self.sizes, self.shard, self.agreement, LogitsMemory(is_own=False))

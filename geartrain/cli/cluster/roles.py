@@ -13,7 +13,7 @@ from pydantic.fields import FieldInfo
 
 from geartrain.ams.observe import failpoints
 from geartrain.cli.shared import configuration
-from geartrain.cli.shared.options import ConfigFile, Mode
+from geartrain.cli.shared.options import ConfigFile, RunMode
 from geartrain.launch import role as life
 from geartrain.launch.logs import log_to_stderr
 from geartrain.launch.ports import require_free
@@ -60,7 +60,11 @@ def run_command(role: Role) -> Callable[..., None]:
 
     parameters: dict[str, tuple[Any, Any]] = {"context": (typer.Context, inspect.Parameter.empty)}
     parameters |= {"file": (ConfigFile, None)} | {key: _flag(key, of) for key, of in role.settings.model_fields.items()}
-    parameters |= {"mode": (Mode, None), "log_level": (LogLevel, "info"), "end_with_parent": (EndWithParent, False)}
+    parameters |= {
+        "mode": (RunMode, None),
+        "log_level": (LogLevel, "info"),
+        "end_with_parent": (EndWithParent, False),
+    }
     give_parameters(run, parameters)
     run.__doc__ = role.help
     return run

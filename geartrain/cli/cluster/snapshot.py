@@ -24,11 +24,13 @@ FAILED = 1
 app = typer.Typer(no_args_is_help=True, help="Take, list, check, restore, compact and remove snapshots of a cluster.")
 
 Root = Annotated[str, typer.Argument(help="Folder or URL with the snapshots; the same for all servers.")]
-Where = Annotated[str, typer.Argument(help="A snapshot, or what holds snapshots (then the newest one): folder or URL.")]
+OfSnapshot = Annotated[
+    str, typer.Argument(help="A snapshot, or what holds snapshots (then the newest one): folder or URL.")
+]
 Fallback = Annotated[
     bool, typer.Option("--allow-fallback", help="If the newest snapshot is damaged, use the newest one that is not.")
 ]
-Tables = Annotated[list[str] | None, typer.Option("--table", help="Only this table; may be given again.")]
+TableOptions = Annotated[list[str] | None, typer.Option("--table", help="Only this table; may be given again.")]
 
 
 @app.command()
@@ -39,7 +41,7 @@ def create(
         typer.Option(help="Name of its folder.", show_default="step-NNNNNNNNN, or -2 … behind it if that is taken"),
     ] = None,
     step: Annotated[int, typer.Option(min=0, help="Step of the job, for the listing's order.")] = 0,
-    table: Tables = None,
+    table: TableOptions = None,
     parent: Annotated[
         str | None, typer.Option(help="Snapshot of the same folder to add to: only rows written since are written.")
     ] = None,
@@ -77,7 +79,7 @@ def list_(root: Root, as_json: Json = False) -> None:
 
 
 @app.command()
-def verify(where: Where, as_json: Json = False) -> None:
+def verify(where: OfSnapshot, as_json: Json = False) -> None:
     """Read every byte of a snapshot and name all damage; exits with 1 if there is any."""
     from geartrain.ams.storage.snapshot.folder import list_snapshots, open_snapshot
 
@@ -106,9 +108,9 @@ def verify(where: Where, as_json: Json = False) -> None:
 
 @app.command()
 def restore(
-    where: Where,
+    where: OfSnapshot,
     allow_fallback: Fallback = False,
-    table: Tables = None,
+    table: TableOptions = None,
     replace: Annotated[
         bool,
         typer.Option(
@@ -135,7 +137,7 @@ def restore(
 
 @app.command()
 def compact(
-    where: Where,
+    where: OfSnapshot,
     new_name: Annotated[
         str | None, typer.Option("--as", help="Name of the new one.", show_default="NAME-whole")
     ] = None,

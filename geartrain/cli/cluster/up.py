@@ -15,7 +15,7 @@ from geartrain.ams.observe import failpoints
 from geartrain.ams.values.text import counted
 from geartrain.cli.cluster.roles import give_parameters
 from geartrain.cli.shared import configuration
-from geartrain.cli.shared.options import ConfigFile, Insecure, Json, Mode
+from geartrain.cli.shared.options import ConfigFile, Insecure, Json, RunMode
 from geartrain.launch.roles import ROLES
 from geartrain.launch.up import ClusterFacts, Launcher
 
@@ -39,7 +39,7 @@ def up(
         Path | None, typer.Option(help="Folder for what shall survive the cluster, by role: FOLDER/scheduler, ...")
     ] = None,
     insecure: Insecure = None,
-    mode: Mode = None,
+    mode: RunMode = None,
     as_json: Json = False,
     **more: Any,
 ) -> None:

@@ -25,7 +25,7 @@ OwnBackbone = Annotated[
 CacheFolder = Annotated[
     Path, typer.Option("--cache", envvar="GEARTRAIN_CACHE", help="Folder for downloaded fonts and drawn characters.")
 ]
-Mode = Annotated[
+RunMode = Annotated[
     str | None,
     typer.Option("--mode", help="development, or production, which refuses failpoints.", show_default="development"),
 ]

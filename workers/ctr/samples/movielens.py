@@ -34,7 +34,7 @@ _SHA256 = {
 _ZIP_DIGITS = 2
 SCHEMA = SampleSchema(item=("item", "genres", "year"), user="user", crosses=(("occupation", "genres"),))
 
-Rows = list[dict[str, str]]
+Lines = list[dict[str, str]]
 
 
 def find_movielens(cache: Path, say: Say) -> Path:
@@ -104,7 +104,7 @@ def read_movielens(folder: Path) -> ClickSamples:
     )
 
 
-def _posters(ids: Ids, films: Rows) -> ItemImages:
+def _posters(ids: Ids, films: Lines) -> ItemImages:
     pixels = [
         poster(entry["class"].split(), int(entry["release_year"]) if entry["release_year"].isdecimal() else None)
         for entry in films
@@ -113,7 +113,7 @@ def _posters(ids: Ids, films: Rows) -> ItemImages:
     return ItemImages(ids[order], np.stack(pixels)[order])
 
 
-def _read(path: Path, columns: Sequence[str]) -> Rows:
+def _read(path: Path, columns: Sequence[str]) -> Lines:
     try:
         text = path.read_text(encoding="utf-8")
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as exc:
@@ -135,7 +135,7 @@ def _read(path: Path, columns: Sequence[str]) -> Rows:
     return rows
 
 
-def _numbers(path: Path, rows: Rows, column: str) -> npt.NDArray[np.float64]:
+def _numbers(path: Path, rows: Lines, column: str) -> npt.NDArray[np.float64]:
     found = []
     for number, row in enumerate(rows, 2):
         try:
@@ -147,7 +147,7 @@ def _numbers(path: Path, rows: Rows, column: str) -> npt.NDArray[np.float64]:
     return np.array(found)
 
 
-def _ids(path: Path, rows: Rows, column: str) -> Ids:
+def _ids(path: Path, rows: Lines, column: str) -> Ids:
     for number, row in enumerate(rows, 2):
         text = row[column]
         if not (text.isascii() and text.isdecimal() and len(text) <= 18):

@@ -14,7 +14,7 @@ from geartrain.ams.values.errors import BrokerUnavailable, SourceDamaged, Source
 from geartrain.ams.values.text import counted
 from geartrain.workers.data.streams import Position
 from geartrain.workers.samples.batches import SampleBatch
-from geartrain.workers.samples.kafka.messages import MessageTables, Rows, place_of, position_of
+from geartrain.workers.samples.kafka.messages import MessageRows, MessageTables, place_of, position_of
 from geartrain.workers.samples.kafka.topic import Topic
 from geartrain.workers.samples.rows import tensors_of
 
@@ -54,7 +54,7 @@ class KafkaBatches:
         self._positions: dict[int, Position] = {}
         self._next: dict[int, int] = {}
         """The offset to ask for, beyond what is :attr:`_pending`."""
-        self._pending: deque[Rows] = deque()
+        self._pending: deque[MessageRows] = deque()
         self._pending_since = self._heard = time.monotonic()
         self._silent_since: float | None = None
         """When the brokers were found to be away."""
@@ -253,7 +253,7 @@ class KafkaBatches:
             logger.warning("passed over: %s", damage)
 
     def _batch(self) -> SampleBatch | None:
-        taken: list[Rows] = []
+        taken: list[MessageRows] = []
         rest = deque(self._pending)
         missing = self._batch_size
         while rest and missing:

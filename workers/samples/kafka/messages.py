@@ -27,7 +27,7 @@ def place_of(position: int) -> tuple[int, int]:
     return divmod(position - 1, MOST_ROWS)
 
 
-class Rows(NamedTuple):
+class MessageRows(NamedTuple):
     """Some rows of one message."""
 
     partition: int
@@ -46,7 +46,7 @@ class Rows(NamedTuple):
         end = self.first + self.size
         return position_of(self.offset + 1) if end == self.total else position_of(self.offset, end)
 
-    def split(self, count: int) -> tuple[Rows, Rows]:
+    def split(self, count: int) -> tuple[MessageRows, MessageRows]:
         """The first ``count`` of them, and the others."""
         others = self._replace(first=self.first + count, size=self.size - count)
         return self._replace(size=count), others
@@ -58,7 +58,7 @@ class MessageFormat(Protocol):
     def rows(self, content: bytes) -> tuple[int, Any]:
         """How many rows a message has, and its content in a form that :meth:`table` takes. Raises ArrowException."""
 
-    def table(self, rows: Sequence[Rows]) -> Any:
+    def table(self, rows: Sequence[MessageRows]) -> Any:
         """The rows as a table, before its columns are looked at. Raises ArrowException."""
 
 
@@ -92,7 +92,7 @@ class JsonMessages:
         """See MessageFormat."""
         return 1, content
 
-    def table(self, rows: Sequence[Rows]) -> Any:
+    def table(self, rows: Sequence[MessageRows]) -> Any:
         """See MessageFormat."""
         content = b"\n".join(part.content for part in rows)
         table = pyarrow.json.read_json(
@@ -118,7 +118,7 @@ class ArrowMessages:
             raise pa.ArrowInvalid(f"it has {table.num_rows} rows; {MOST_ROWS} are the most")
         return table.num_rows, table
 
-    def table(self, rows: Sequence[Rows]) -> Any:
+    def table(self, rows: Sequence[MessageRows]) -> Any:
         """See MessageFormat. Raises ColumnMismatch, too."""
         names = list(self._plan.types)
         for part in rows:
@@ -136,7 +136,7 @@ class MessageTables:
     def __init__(self, topic: str, plan: ColumnPlan, form: MessageFormat) -> None:
         self._topic, self._plan, self._format = topic, plan, form
 
-    def rows(self, partition: int, offset: int, content: bytes | None) -> Rows:
+    def rows(self, partition: int, offset: int, content: bytes | None) -> MessageRows:
         """All rows of a message. Raises SourceDamaged."""
         try:
             if content is None:
@@ -144,9 +144,9 @@ class MessageTables:
             count, parsed = self._format.rows(content)
         except (pa.ArrowException, OSError) as exc:
             raise self._damaged(partition, offset, exc) from exc
-        return Rows(partition, offset, 0, count, count, parsed)
+        return MessageRows(partition, offset, 0, count, count, parsed)
 
-    def table(self, rows: Sequence[Rows]) -> Any:
+    def table(self, rows: Sequence[MessageRows]) -> Any:
         """The samples. Raises SourceError that names the message."""
         try:
             return self._table(rows)
@@ -154,9 +154,9 @@ class MessageTables:
             self._require_each(rows)
             raise
 
-    def sound(self, rows: Sequence[Rows]) -> tuple[list[Rows], list[SourceError]]:
+    def sound(self, rows: Sequence[MessageRows]) -> tuple[list[MessageRows], list[SourceError]]:
         """Those that can be read, and what is wrong with the others."""
-        good: list[Rows] = []
+        good: list[MessageRows] = []
         bad: list[SourceError] = []
         for part in rows:
             try:
@@ -166,14 +166,14 @@ class MessageTables:
                 bad.append(error)
         return good, bad
 
-    def _require_each(self, rows: Sequence[Rows]) -> None:
+    def _require_each(self, rows: Sequence[MessageRows]) -> None:
         for part in rows:
             try:
                 self._table([part])
             except pa.ArrowException as exc:
                 raise self._damaged(part.partition, part.offset, exc) from exc
 
-    def _table(self, rows: Sequence[Rows]) -> Any:
+    def _table(self, rows: Sequence[MessageRows]) -> Any:
         def name_row(row: int) -> str:
             for part in rows:
                 if row < part.size:

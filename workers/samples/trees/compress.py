@@ -16,13 +16,13 @@ from geartrain.workers.samples.files import require_arrow
 
 if TYPE_CHECKING:
     from geartrain.workers.samples.trees.writing import TreeReport
-    from geartrain.workers.samples.urls import Where
+    from geartrain.workers.samples.urls import Sources
 
 CODECS = ("zstd", "snappy", "lz4", "gzip", "brotli", "none")
 
 
 def compress_samples(
-    where: Where,
+    where: Sources,
     out: str | Path,
     levels: Sequence[str] | Mapping[str, Sequence[str]],
     *,
@@ -88,7 +88,7 @@ def _tables(source: Any) -> Iterator[Any]:
         yield source.read(part).table
 
 
-def _source(where: Where, columns: Any, fill: Mapping[str, float], delimiter: str, list_delimiter: str) -> Any:
+def _source(where: Sources, columns: Any, fill: Mapping[str, float], delimiter: str, list_delimiter: str) -> Any:
     from geartrain.workers.samples.csv_lines import SUFFIXES as CSV
     from geartrain.workers.samples.csv_lines import CsvRows
     from geartrain.workers.samples.parquet import SUFFIXES as PARQUET

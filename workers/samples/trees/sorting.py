@@ -13,12 +13,12 @@ import pyarrow as pa
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.strings import hash_strings
 from geartrain.workers.samples.columns import type_of
-from geartrain.workers.samples.trees.writing import Tables
+from geartrain.workers.samples.trees.writing import ReadAll
 
 _MIXER = np.uint64(0x9E3779B97F4A7C15)
 
 
-def sorted_tables(tables: Tables, keys: Sequence[str], num_bytes: int, folder: Path, memory_bytes: int) -> Tables:
+def sorted_tables(tables: ReadAll, keys: Sequence[str], num_bytes: int, folder: Path, memory_bytes: int) -> ReadAll:
     """The samples of ``tables`` by ``keys``; those that are equal by them stay in order.
 
     More than ``memory_bytes`` of the ``num_bytes`` in all are first put into buckets, files in ``folder``, by the first

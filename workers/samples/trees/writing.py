@@ -20,7 +20,7 @@ from geartrain.workers.samples.dedup import Mask, changes
 from geartrain.workers.samples.trees.layout import COUNTS, file_name, with_levels
 
 _GROUPS_OF_PART = 64
-Tables = Callable[[], Iterator[Any]]
+ReadAll = Callable[[], Iterator[Any]]
 """Gives all samples in order, each time anew."""
 
 
@@ -37,7 +37,7 @@ class TreeReport:
 
 
 def write_trees(
-    tables: Tables, out: Path, levels: Mapping[str, Sequence[str]], *, rows_per_group: int, compression: str
+    tables: ReadAll, out: Path, levels: Mapping[str, Sequence[str]], *, rows_per_group: int, compression: str
 ) -> TreeReport:
     """Write the samples of ``tables`` as trees into the new folder ``out``, whole or not at all.
 
@@ -51,7 +51,7 @@ def write_trees(
         return _write(tables, partial, columns, rows_per_group, compression)
 
 
-def _placed(tables: Tables, levels: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
+def _placed(tables: ReadAll, levels: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
     """The columns of each level."""
     names = list(levels)
     rest: dict[str, int] = {}
@@ -109,7 +109,7 @@ def _starts(table: Any, columns: Mapping[str, Sequence[str]]) -> list[Mask]:
 
 
 def _write(
-    tables: Tables, folder: Path, columns: Mapping[str, Sequence[str]], rows_per_group: int, compression: str
+    tables: ReadAll, folder: Path, columns: Mapping[str, Sequence[str]], rows_per_group: int, compression: str
 ) -> TreeReport:
     levels, nodes, num_samples, groups = list(columns), dict.fromkeys(columns, 0), 0, 0
     writers: dict[str, Any] = {}

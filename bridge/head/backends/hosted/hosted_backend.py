@@ -29,7 +29,6 @@ class HostedBackend(ClusterBackend):
     can_change_negatives: ClassVar = False
 
     def __init__(self, settings: HeadSettings) -> None:
-        """See :class:`ClusterBackend`."""
         require_no_wire(settings, "features do")
         super().__init__(settings)
         self._calls = self.table.hosted(class_head.NAME)
@@ -68,7 +67,6 @@ class HostedBackend(ClusterBackend):
         return RowsOnShards(self._calls, features, labels_B, margin, chosen, required, smoothing, centers)
 
     def predict(self, features: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """See :class:`geartrain.bridge.head.backends.backend.RowBackend`."""
         check_finite(features)
         normalised = self.margins.margin is not None
         centers = self.settings.sub_centers

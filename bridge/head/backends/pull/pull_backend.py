@@ -45,7 +45,6 @@ class PullBackend(ClusterBackend):
     summary: ClassVar = "rows travel here"
 
     def __init__(self, settings: HeadSettings) -> None:
-        """See :class:`ClusterBackend`."""
         self.keeps_logits_bytes = _kept_bytes(settings.config)
         self._pool = BufferPool()
         checked_wire_dtype(settings.config.wire_dtype, settings.name, settings.config.dtype)  # before there is a table
@@ -104,7 +103,6 @@ class PullBackend(ClusterBackend):
         return StreamedRows(table, active, self._pool, batch, labels_B, all_labels, log2_weight, required)
 
     def predict(self, features: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """See :class:`geartrain.bridge.head.backends.backend.RowBackend`."""
         check_finite(features)
         active = self.live_classes.select(FullSoftmax(), np.empty(0, np.int64), 0)
         return top_of_pulled(

@@ -138,7 +138,6 @@ class LivingIds:
         self._all_L: Tensor | None = None
 
     def of(self, numbers: Tensor) -> Tensor:
-        """See :meth:`LiveClasses.ids`."""
         if self.live_classes.are_all:
             return numbers
         return numbers + self._before[torch.searchsorted(self._jumps, numbers, right=True)]

@@ -41,7 +41,7 @@ from geartrain.bridge.placements.workspace import Arithmetic
 from geartrain.bridge.rows.ranks import float_bits, float_of
 from geartrain.bridge.rows.transfers import upload
 
-Rows = TypeVar("Rows", bound=RankRows)
+AnyRankRows = TypeVar("AnyRankRows", bound=RankRows)
 
 _MODES = ("eval()", "eval() with gradients", "train() without gradients", "train()")
 """By whether row gradients follow, plus 2 if margins learn of the batch."""
@@ -120,8 +120,8 @@ class RankStep:
         joint_features_BD: Tensor,
         labels_B: Ids,
         agreed: Agreed,
-        make: Callable[..., Rows],
-    ) -> Rows:
+        make: Callable[..., AnyRankRows],
+    ) -> AnyRankRows:
         """The pass over the rows, for the features and labels of all ranks; ``make`` has the arguments of RankRows."""
         if self.training:
             self.backend.select.prepare()

@@ -70,7 +70,6 @@ class QualityMargin:
     quality_B: Tensor
 
     def target(self, cos_B: Tensor, norms_B: Tensor, labels_B: Tensor) -> TargetLogits:
-        """See :class:`~.margin.Margin`."""
         del norms_B, labels_B
         angle_B = self.margin * self.quality_B.to(cos_B.dtype)
         theta_B = torch.acos(cos_B.clamp(-COS_LIMIT, COS_LIMIT)) - angle_B

@@ -96,7 +96,6 @@ class _Special(ABC):
         """The same margin in the general form."""
 
     def target(self, cos_B: Tensor, norms_B: Tensor | None = None, labels_B: Tensor | None = None) -> TargetLogits:
-        """See :meth:`CombinedMargin.target`."""
         return self.combined.target(cos_B, norms_B, labels_B)
 
 

@@ -64,13 +64,11 @@ class CurriculumMargin:
     """ψ(θ + margin)."""
 
     def target(self, cos_B: Tensor, norms_B: Tensor, labels_B: Tensor) -> TargetLogits:
-        """See :class:`~.margin.Margin`."""
         del norms_B, labels_B
         value_B, by_cos_B, _ = turned(cos_B, self.margin)
         return TargetLogits(self.scale * value_B, self.scale * by_cos_B)
 
     def negatives(self, cos_NB: Tensor) -> tuple[Tensor, Tensor]:
-        """See :class:`~.margin.NegativesMargin`."""
         t = self.t.to(cos_NB.dtype)
         is_hard_NB = cos_NB > self.bounds_B.to(cos_NB.dtype)
         logits_NB = self.scale * cos_NB * torch.where(is_hard_NB, t + cos_NB, 1.0)

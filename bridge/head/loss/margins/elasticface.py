@@ -81,7 +81,6 @@ class DrawnArcFace:
     margins_B: Tensor
 
     def target(self, cos_B: Tensor, norms_B: Tensor, labels_B: Tensor) -> TargetLogits:
-        """See :class:`~.margin.Margin`."""
         del norms_B, labels_B
         value_B, by_cos_B, _ = turned(cos_B, self.margins_B.to(cos_B.dtype))
         return TargetLogits(self.scale * value_B, self.scale * by_cos_B)
@@ -95,7 +94,6 @@ class DrawnCosFace:
     margins_B: Tensor
 
     def target(self, cos_B: Tensor, norms_B: Tensor, labels_B: Tensor) -> TargetLogits:
-        """See :class:`~.margin.Margin`."""
         del norms_B, labels_B
         return TargetLogits(self.scale * (cos_B - self.margins_B.to(cos_B.dtype)), torch.full_like(cos_B, self.scale))
 

@@ -72,12 +72,10 @@ class FilteredMargin:
     def target(
         self, cos_B: Tensor, norms_B: Tensor, labels_B: Tensor
     ) -> TargetLogits | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:
-        """See :class:`~.margin.Margin`."""
         margin: Any = self.margin
         return margin.target(cos_B, norms_B, labels_B)  # type: ignore[no-any-return]
 
     def negatives(self, cos_NB: Tensor) -> tuple[Tensor, Tensor]:
-        """See :class:`~.margin.NegativesMargin`."""
         margin: NegativesMargin | Any = self.margin
         is_filtered_NB = cos_NB > self.above
         if changes_negatives(margin):

@@ -52,7 +52,6 @@ class MagFace:
         require("regulariser", self.regulariser, lambda v: 0.0 <= v < math.inf, "finite and >= 0")
 
     def target(self, cos_B: Tensor, norms_B: Tensor, labels_B: Tensor) -> TargetLogits:
-        """See :class:`~.margin.Margin`."""
         del labels_B
         scale = scale_of(self)
         length_B = norms_B.clamp(self.shortest, self.longest)

@@ -134,7 +134,6 @@ class MarginBatch:
     joint_sum: Callable[[Tensor], Tensor]
     """The sum over the ranks."""
     known: dict[str, Tensor]
-    """See :meth:`recall`."""
     learned: dict[str, Tensor] = field(default_factory=dict)
     """See :meth:`learn`."""
 

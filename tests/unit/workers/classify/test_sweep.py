@@ -14,7 +14,7 @@ from geartrain.workers.classify.sweep import Trial, best_rate, find_rate, trial_
 from geartrain.workers.classify.trainer import ImageTrainer
 from geartrain.workers.data.images import ImageSet
 from geartrain.workers.job.ranks import JobRanks
-from geartrain.workers.job.state import Progress
+from geartrain.workers.job.state import JobProgress
 from geartrain.workers.models.backbones import StrokeNet
 from geartrain.workers.models.discriminants import fit_projection
 from geartrain.workers.recipes.recipe import Recipe, head_of
@@ -50,7 +50,7 @@ def trials_of(
             head=head_of(recipe, cluster, "job", 3),
             recipe=recipe,
             images=train,
-            progress=Progress(step=0, stage_start=0, stage_steps=recipe.steps, table="job"),
+            progress=JobProgress(step=0, stage_start=0, stage_steps=recipe.steps, table="job"),
             ranks=JobRanks(),
             device=CPU,
         )

@@ -13,7 +13,7 @@ from geartrain.ams.client.snapshots.snapshot import PendingSnapshot
 from geartrain.ams.values.errors import SnapshotFailed
 from geartrain.workers.job import snapshots as job_snapshots
 from geartrain.workers.job.snapshots import JobSnapshots
-from geartrain.workers.job.state import Progress
+from geartrain.workers.job.state import JobProgress
 
 
 def test_a_snapshot_is_whole_although_the_old_ones_cannot_be_removed(
@@ -29,7 +29,7 @@ def test_a_snapshot_is_whole_although_the_old_ones_cannot_be_removed(
 
     monkeypatch.setattr(job_snapshots, "prune", refuse)
     told: list[str] = []
-    progress = Progress(step=5, stage_start=0, stage_steps=10, table="job")
+    progress = JobProgress(step=5, stage_start=0, stage_steps=10, table="job")
     state: Any = SimpleNamespace(progress=progress, values=dict, files=dict)
     rows: Any = SimpleNamespace(begin_snapshot=snapshot)
     snapshots = JobSnapshots(rows, str(tmp_path), keep=2, say=told.append)
