@@ -143,14 +143,20 @@ class SplitSamples:
         self._places_B = labels.places_B.clamp(0, max(0, num_local - 1))
         self._spread_B = self._counts_B.to(self._sum_dtype) * (labels.smoothing / labels.num_classes)
         """What of a sample goes to each class."""
+        self._kept_B: Tensor | None = None
+        """The shift of each sample's exponentials, where the logits' memory holds those."""
 
-    def losses(self, local_BL: Tensor) -> tuple[Tensor, Tensor]:
-        """The losses [B], and the logarithm of the sum of exponentials [B] over all classes."""
+    def losses(self, local_BL: Tensor, *, keeps_exponentials: bool = False) -> tuple[Tensor, Tensor]:
+        """The losses [B], and the logarithm of the sum of exponentials [B] over all classes.
+
+        ``keeps_exponentials``: write these over the logits, of the type of the losses, for :meth:`write_gradient`.
+        """
         labels = self._labels
         if not len(local_BL):
             return labels.weights_B.clone(), labels.weights_B
-        highest_B, sums_B, weighted_B = self._local_sums(local_BL)
-        others = [self._target_logits(local_BL), self._is_here_B, *([weighted_B] if labels.smoothing else [])]
+        target_B = self._target_logits(local_BL)
+        highest_B, sums_B, weighted_B = self._local_sums(local_BL, in_place=keeps_exponentials)
+        others = [target_B, self._is_here_B, *([weighted_B] if labels.smoothing else [])]
         top_B, (sum_B, target_B, owners_B, *weighted), _ = joint_sums(self._link, highest_B, sums_B, others)
         lse_B = torch.where(torch.isfinite(top_B), top_B, 0.0) + torch.log(sum_B)
         lse_B = torch.where(~self._counts_B | (owners_B > 0), lse_B, torch.nan)
@@ -160,7 +166,7 @@ class SplitSamples:
         return torch.where(self._counts_B, losses_B, 0.0), lse_B
 
     def write_gradient(self, local_BL: Tensor, lse_B: Tensor, upstream_B: Tensor, out_BL: Tensor) -> None:
-        """Write the derivative by the logits to ``out_BL``, which may be their own memory."""
+        """Write the derivative by the logits to ``out_BL``, which may be their own memory, with what that holds now."""
         labels, upstream_B = self._labels, upstream_B.to(self._sum_dtype)
         own_B = (1 - labels.smoothing) * labels.weights_B * upstream_B
         spread_B = self._spread_B * upstream_B
@@ -169,8 +175,12 @@ class SplitSamples:
         for rows in self._chunks(local_BL):
             logits_NL = local_BL[rows].to(self._sum_dtype)
             work_NL = out_BL[rows] if out_BL.dtype == self._sum_dtype else torch.empty_like(logits_NL)
-            torch.sub(logits_NL, lse_B[rows].unsqueeze(1), out=work_NL)
-            work_NL.exp_().mul_(all_B[rows].unsqueeze(1))
+            if self._kept_B is None:
+                torch.sub(logits_NL, lse_B[rows].unsqueeze(1), out=work_NL)
+                work_NL.exp_().mul_(all_B[rows].unsqueeze(1))
+            else:
+                factor_N = torch.exp(self._kept_B[rows] - lse_B[rows]) * all_B[rows]
+                torch.mul(logits_NL, factor_N.unsqueeze(1), out=work_NL)
             if labels.smoothing and labels.weight_L is None:
                 work_NL.sub_(spread_B[rows].unsqueeze(1))
             elif labels.weight_L is not None and labels.smoothing:
@@ -180,7 +190,7 @@ class SplitSamples:
             if work_NL.data_ptr() != out_BL[rows].data_ptr():
                 out_BL[rows] = work_NL
 
-    def _local_sums(self, local_BL: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _local_sums(self, local_BL: Tensor, *, in_place: bool) -> tuple[Tensor, Tensor, Tensor]:
         """Of each sample over the classes here: the largest logit, Σ exp(z − largest), Σ w·z."""
         highest_B = local_BL.new_full(local_BL.shape[:1], -torch.inf, dtype=self._sum_dtype)
         sums_B, weighted_B = torch.zeros_like(highest_B), torch.zeros_like(highest_B)
@@ -191,7 +201,10 @@ class SplitSamples:
             if self._labels.smoothing:
                 weighted_B[chunk] = logits_NL.sum(1) if weight_L is None else logits_NL @ weight_L
             base_N = torch.where(torch.isfinite(most_N), most_N, 0.0)
-            sums_B[chunk] = (logits_NL - base_N.unsqueeze(1)).exp_().sum(1)
+            shifted_NL = torch.sub(logits_NL, base_N.unsqueeze(1), out=logits_NL if in_place else None)
+            sums_B[chunk] = shifted_NL.exp_().sum(1)
+        if in_place:
+            self._kept_B = torch.where(torch.isfinite(highest_B), highest_B, 0.0)
         return highest_B, sums_B, weighted_B
 
     def _target_logits(self, local_BL: Tensor) -> Tensor:

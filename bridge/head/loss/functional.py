@@ -149,7 +149,7 @@ class _MarginCrossEntropy(torch.autograd.Function):
         ones_B = torch.ones_like(own_B)
         labels = LocalLabels(places_B=places_B, counts_B=ones_B.bool(), weights_B=ones_B)
         ctx.samples = SplitSamples(logits_BC, labels, link)
-        losses_B, lse_B = ctx.samples.losses(logits_BC)
+        losses_B, lse_B = ctx.samples.losses(logits_BC, keeps_exponentials=True)
         if mean_B is not None:
             spread_B = torch.where(inside_B, target.logits_B, 0.0) - mean_B
             losses_B = losses_B + smoothing * (spread_B if link is None else link.sum(spread_B))
