@@ -25,7 +25,7 @@ from geartrain.workers.ctr.trainer import ClickTrainer
 from geartrain.workers.data.streams import JointOrder
 from geartrain.workers.job.options import JobOptions
 from geartrain.workers.job.ranks import JobRanks
-from geartrain.workers.job.state import Progress
+from geartrain.workers.job.state import JobProgress
 from geartrain.workers.job.trainer import Attempt
 
 _AT_ONCE = 4096
@@ -42,7 +42,7 @@ def _ours(samples: ClickSamples, recipe: CtrRecipe) -> float:
     with gt.local() as cluster:
         attempt = Attempt(
             options=JobOptions(job="ctr", out=Path(), recipe=recipe),
-            progress=Progress(step=0, stage_start=0, stage_steps=recipe.steps, table="ctr"),
+            progress=JobProgress(step=0, stage_start=0, stage_steps=recipe.steps, table="ctr"),
             cluster=cluster,
             ranks=JobRanks(),
             console=Console(quiet=True),

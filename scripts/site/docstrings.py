@@ -31,6 +31,9 @@ class Docstrings(griffe.Extension):
         for name in geartrain._homes():
             member = pkg.members[name]
             found = loader.modules_collection[member.target_path] if isinstance(member, griffe.Alias) else member
+            found = found.final_target if isinstance(found, griffe.Alias) else found
+            if isinstance(found, griffe.Class):
+                _inherit_docstrings(found)
             for undocumented in _without_docstring(found):
                 logger.warning(f"{undocumented.path} is public and has no docstring")
             if isinstance(found, griffe.Class):
@@ -38,6 +41,14 @@ class Docstrings(griffe.Extension):
             for function in (found, found.members.get("__init__")):
                 if isinstance(function, griffe.Function):
                     _name_defaults(function)
+
+
+def _inherit_docstrings(found: griffe.Class) -> None:
+    """A method without a docstring does what the method that it overrides says."""
+    for name, member in found.members.items():
+        if member.is_function and member.docstring is None:
+            overridden = (base.members[name].docstring for base in found.mro() if name in base.members)
+            member.docstring = next((docstring for docstring in overridden if docstring is not None), None)
 
 
 def _without_docstring(found: griffe.Object | griffe.Alias) -> Iterator[griffe.Object | griffe.Alias]:

@@ -72,10 +72,12 @@ class FilteredMargin:
     def target(
         self, cos_B: Tensor, norms_B: Tensor, labels_B: Tensor
     ) -> TargetLogits | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:
+        """Return the target logits of the margin inside: a sample's own class is never left out."""
         margin: Any = self.margin
         return margin.target(cos_B, norms_B, labels_B)  # type: ignore[no-any-return]
 
     def negatives(self, cos_NB: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the logits [N, B] of N classes for B samples, −∞ above the threshold, and their derivatives."""
         margin: NegativesMargin | Any = self.margin
         is_filtered_NB = cos_NB > self.above
         if changes_negatives(margin):

@@ -52,6 +52,7 @@ class MagFace:
         require("regulariser", self.regulariser, lambda v: 0.0 <= v < math.inf, "finite and >= 0")
 
     def target(self, cos_B: Tensor, norms_B: Tensor, labels_B: Tensor) -> TargetLogits:
+        """Return the target logits [B], their derivatives by ``cos_B`` and by ``norms_B``, and λ · g of each length."""
         del labels_B
         scale = scale_of(self)
         length_B = norms_B.clamp(self.shortest, self.longest)
