@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -21,6 +22,9 @@ import tests.faults  # noqa: F401  (loads the core without what GEARTRAIN_TEST_R
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # Those of numpy spin, too, and cannot be told not to: five times the processor time of a test that multiplies matrices.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+# Where no GPU is, kernels run in Triton's interpreter, which is chosen before Triton is loaded.
+if not Path("/dev/nvidiactl").exists():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # No test is about speed: on a busy machine an example takes as long as it takes.
 settings.register_profile("patient", deadline=None)

@@ -33,17 +33,18 @@ BRIDGE_USES = ("client", "values", "kernels", "programs")
 
 # Inside bridge: which rooms a room may use, beside itself; only parallel training knows the class head.
 BRIDGE_ROOMS: dict[str, tuple[str, ...]] = {
+    "kernels": (),
     "collectives": (),
-    "rows": ("collectives",),
+    "rows": ("collectives", "kernels"),
     "dense": ("rows", "placements", "collectives"),
-    "embedding": ("rows", "collectives", "placements"),
+    "embedding": ("rows", "collectives", "placements", "kernels"),
     "pipeline": ("rows", "embedding"),
     "models": (),
     "retrieval": ("embedding", "models"),
-    "gear": ("rows", "placements", "dense"),
-    "placements": ("rows", "collectives"),
-    "head": ("rows", "collectives", "placements"),
-    "parallel": ("rows", "collectives", "placements", "head"),
+    "gear": ("rows", "placements", "dense", "kernels"),
+    "placements": ("rows", "collectives", "kernels"),
+    "head": ("rows", "collectives", "placements", "kernels"),
+    "parallel": ("rows", "collectives", "placements", "head", "kernels"),
     "optim": ("collectives",),
     "checkpoint": ("rows", "placements", "collectives", "dense"),
 }
@@ -74,6 +75,7 @@ HOMES: dict[str, tuple[str, ...]] = {
     "grpc_health": GRPC_FILES,
     "grpc_reflection": GRPC_FILES,
     "torch": ("bridge/*", "workers/*", "geartrain/*"),
+    "triton": ("bridge/kernels/triton/*",),
     "fsspec": ("ams/storage/snapshot/*", "workers/samples/urls.py"),
     "pyarrow": ("workers/samples/*", "workers/ctr/samples/flights.py", "workers/ctr/predict.py"),
     "confluent_kafka": ("workers/samples/kafka/*",),

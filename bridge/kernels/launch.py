@@ -1,0 +1,83 @@
+"""Where kernels run and how they are started.
+
+On a CUDA device functions of :mod:`geartrain.bridge.kernels` start a Triton kernel; elsewhere, and where Triton is not
+installed, they are the tensor operations of their reference. Tests run the kernels on a CPU, in Triton's interpreter
+(``TRITON_INTERPRET=1`` before Triton is imported), and an observer can stand in the place of the device, to which each
+start says what it costs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one start of a kernel moves and computes: what a model of a device needs."""
+
+    num_bytes: float
+    """Read from and written to the device's memory, each once."""
+    flops: float = 0.0
+    """Of products on matrix units."""
+    dtype: torch.dtype = torch.float32
+    """Of their operands."""
+
+
+Observer = Callable[[Any, Cost], None]
+"""Is told the kernel and its cost instead of the device."""
+
+_observer: Observer | None = None
+_interpreted = False
+# Of the process, not of a thread: autograd works on threads of its own.
+
+
+@cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def runs_kernels(device: torch.device) -> bool:
+    """Whether tensors of this device are worked on by kernels; if not, by the reference."""
+    return (device.type == "cuda" and _has_triton()) or _interpreted
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, cost: Cost, **options: Any) -> None:
+    """Start ``kernel`` (of ``triton.jit``) on the current stream; ``options`` are its constants and ``num_warps``.
+
+    A grid without programs starts nothing.
+    """
+    if 0 in grid:
+        return
+    if _observer is not None:
+        _observer(kernel, cost)
+        return
+    kernel[grid](*args, **options)
+
+
+@contextlib.contextmanager
+def observed(observer: Observer) -> Iterator[None]:
+    """Inside, no kernel runs: ``observer`` is told of each."""
+    global _observer
+    before, _observer = _observer, observer
+    try:
+        yield
+    finally:
+        _observer = before
+
+
+@contextlib.contextmanager
+def interpreted() -> Iterator[None]:
+    """Inside, tensors of the CPU go through the kernels, too: in Triton's interpreter, for tests."""
+    global _interpreted
+    before, _interpreted = _interpreted, True
+    try:
+        yield
+    finally:
+        _interpreted = before

@@ -1,0 +1,1 @@
+"""The kernels themselves, imported only where they run."""
