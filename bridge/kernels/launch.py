@@ -2,8 +2,7 @@
 
 On a CUDA device functions of :mod:`geartrain.bridge.kernels` start a Triton kernel; elsewhere, and where Triton is not
 installed, they are the tensor operations of their reference. Tests run the kernels on a CPU, in Triton's interpreter
-(``TRITON_INTERPRET=1`` before Triton is imported), and an observer can stand in the place of the device, to which each
-start says what it costs.
+(``TRITON_INTERPRET=1`` before Triton is imported). An observer is told of each start and what it costs.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ class Cost:
     """Of their operands."""
 
 
-Observer = Callable[[Any, Cost], None]
-"""Is told the kernel and its cost instead of the device."""
+Observer = Callable[[Any, Cost, Callable[[], None]], None]
+"""Is told the kernel, its cost, and what starts it: a recorder lets it be, a stopwatch starts it between two events."""
 
 _observer: Observer | None = None
 _interpreted = False
@@ -55,15 +54,19 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, cost: Cost, **options
     """
     if 0 in grid:
         return
-    if _observer is not None:
-        _observer(kernel, cost)
-        return
-    kernel[grid](*args, **options)
+
+    def start() -> None:
+        kernel[grid](*args, **options)
+
+    if _observer is None:
+        start()
+    else:
+        _observer(kernel, cost, start)
 
 
 @contextlib.contextmanager
 def observed(observer: Observer) -> Iterator[None]:
-    """Inside, no kernel runs: ``observer`` is told of each."""
+    """Inside, ``observer`` is told of each kernel and starts it, or not."""
     global _observer
     before, _observer = _observer, observer
     try:
