@@ -1,0 +1,111 @@
+"""Makes this process believe in a CUDA device. What it replaces stays replaced: a process of its own records."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from tests.recorder.report import Report
+from tests.recorder.router import CUDA, Functions, PinnedMemory, Router
+
+
+def install(report: Report) -> PinnedMemory:
+    """Stand in for what of torch.cuda and of the project needs memory of a device; for good."""
+    pinned = PinnedMemory()
+
+    class Stream:
+        device, cuda_stream = CUDA, 0
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+        def wait_stream(self, other: Any) -> None: ...
+        def wait_event(self, event: Any) -> None: ...
+        def record_event(self, event: Any = None) -> Any:
+            return event or Event()
+
+        def synchronize(self) -> None:
+            report.wait("stream.synchronize")
+
+        def query(self) -> bool:
+            return True
+
+        def __enter__(self) -> Stream:
+            return self
+
+        def __exit__(self, *args: object) -> None: ...
+
+    class Event:
+        def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+        def record(self, *args: Any) -> None: ...
+        def wait(self, *args: Any) -> None: ...
+        def query(self) -> bool:
+            return True
+
+        def synchronize(self) -> None:
+            report.wait("event.synchronize")
+
+    cuda: Any = torch.cuda
+    cuda.Stream, cuda.Event, cuda.stream = Stream, Event, lambda stream: stream
+    cuda.current_stream = cuda.default_stream = lambda device=None: Stream()  # noqa: ARG005
+    cuda.synchronize = lambda device=None: report.wait("cuda.synchronize")  # noqa: ARG005
+    cuda.is_available = lambda: True
+    cuda.is_current_stream_capturing = lambda: False
+    cuda._lazy_init = lambda: None
+    cuda.current_device = lambda: 0
+    cuda.device_count = lambda: 1
+    cuda.is_bf16_supported = lambda including_emulation=True: True  # noqa: ARG005
+    cuda.get_device_capability = lambda device=None: (9, 0)  # noqa: ARG005
+    cuda.mem_get_info = lambda device=None: (70 << 30, 80 << 30)  # noqa: ARG005
+    tensor: Any = Tensor
+    address = tensor.data_ptr
+    tensor.data_ptr = lambda self: id(self) if isinstance(self, FakeTensor) else address(self)
+    tensor.record_stream = lambda self, stream: None  # noqa: ARG005
+    tensor.pin_memory = lambda self, *args: pinned.copy_of(self)  # noqa: ARG005
+    tensor.is_pinned = lambda self, *args: pinned.holds(self)  # noqa: ARG005
+    _stand_in_for_ours()
+    return pinned
+
+
+def _stand_in_for_ours() -> None:
+    """A fake cannot be another class, nor lie in a tensor of the host; and initial rows are no step."""
+
+    def of(name: str) -> Any:
+        return importlib.import_module(f"geartrain.bridge.{name}")
+
+    of("placements.device_rows").DeviceRows.write_initial_values = lambda rows: None  # noqa: ARG005
+    for module in ("rows.native_types", "head.batch"):
+        of(module).gives_float32_products = lambda device, dtype: True  # noqa: ARG005
+    pending = of("rows.pending")
+    pending.FactorAlone = type("FactorAlone", (), {"of": staticmethod(lambda factor, table: factor)})  # noqa: ARG005
+    pending.PendingUpdate._shown = lambda update: update.carrier.grad
+
+    def carrier_on(update: Any, device: torch.device) -> Tensor:
+        if update.carrier.device.type != device.type:
+            update.carrier = torch.zeros(1, device=device, requires_grad=True)
+            update._unchanged = torch.ones(1, device=device)
+        carrier: Tensor = update.carrier
+        return carrier
+
+    pending.PendingUpdate.carrier_on = carrier_on
+
+
+@contextlib.contextmanager
+def recording(report: Report, pinned: PinnedMemory) -> Iterator[None]:
+    """Inside, tensors made on "cuda" are fakes, and what is done with them is counted."""
+    launches = importlib.import_module("geartrain.bridge.kernels.launch")
+
+    def started(kernel: Any, cost: Any) -> None:
+        function = getattr(kernel, "fn", kernel)
+        name = getattr(function, "__name__", str(kernel))
+        narrow = cost.dtype.itemsize < 4
+        report.count(name, cost.num_bytes, cost.flops, narrow=narrow, ours=True)
+
+    # Backward passes on this thread, too: a place is told by all lines that lead there.
+    one_thread = torch.autograd.set_multithreading_enabled(False)
+    with one_thread, launches.observed(started), Functions(report, pinned), Router(report, pinned):
+        yield

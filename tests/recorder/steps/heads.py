@@ -1,0 +1,95 @@
+"""Steps of class heads."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+import geartrain as gt
+from tests.recorder.dry_ranks import dry_ranks
+from tests.recorder.report import Report
+
+_CONFIG = {item.name for item in dataclasses.fields(gt.HeadConfig)}
+
+
+def _step(
+    head: Any, report: Report, classes: int, batch: int, labels: str, autocast: str, *, clip: bool, seed: Any
+) -> Callable[[], None]:
+    """Features are on the device; labels where ``labels`` says ("cpu" or "cuda")."""
+    rows = gt.RowOptimizer(head)
+
+    def step() -> None:
+        features = torch.empty(batch, head.dim, device="cuda", requires_grad=True)
+        numbers = torch.from_numpy(seed.integers(0, classes, batch))
+        given = numbers if labels == "cpu" else torch.empty(batch, dtype=torch.int64, device="cuda")
+        report.reset()
+        cast = torch.autocast("cuda", getattr(torch, autocast)) if autocast else contextlib.nullcontext()
+        with cast:
+            loss = head(features, given)
+        loss.backward()
+        if clip:
+            gt.clip_grad_norm_([], rows, max_norm=1.0)
+        rows.step()
+        rows.zero_grad()
+
+    return step
+
+
+def _margin(name: str) -> Any:
+    if not name:
+        return None
+    made = getattr(gt, name)
+    try:
+        return made()
+    except TypeError:
+        return made(64, 1.0, 0.3, 0.2) if name == "CombinedMargin" else made(scale=64)
+
+
+@contextlib.contextmanager
+def head(
+    report: Report,
+    classes: int = 5000,
+    dim: int = 64,
+    batch: int = 32,
+    select: float = 1.0,
+    labels: str = "cpu",
+    autocast: str = "",
+    clip: bool = False,
+    ranks: int = 1,
+    margin: str = "ArcFace",
+    cluster: Any = None,
+    rows: str = "ranks",
+    optimizer: str = "SparseMomentum",
+    **options: Any,
+) -> Iterator[Callable[[], None]]:
+    """A class head. ``select`` is the part of the classes that is sampled; ``options`` are ClassHead's and its
+    config's."""
+    config = {key: options.pop(key) for key in list(options) if key in _CONFIG}
+    made = {"SparseMomentum": {"lr": 0.1, "momentum": 0.9}}.get(optimizer, {"lr": 0.1})
+    with dry_ranks(ranks, report):
+        with torch.device("cuda") if cluster is None else contextlib.nullcontext():
+            module = gt.ClassHead(
+                cluster,
+                "classes",
+                num_classes=classes,
+                dim=dim,
+                select=gt.FullSoftmax() if select == 1 else gt.PartialFC(select),
+                margin=_margin(margin),
+                rows=rows,
+                optimizer=getattr(gt, optimizer)(**made),
+                config=gt.HeadConfig(**config),
+                **options,
+            )
+        yield _step(module, report, classes, batch, labels, autocast, clip=clip, seed=np.random.default_rng(0))
+
+
+@contextlib.contextmanager
+def head_in_cluster(report: Report, rows: str = "pull", **options: Any) -> Iterator[Callable[[], None]]:
+    """A class head whose rows are in a cluster of this process with two shards."""
+    with gt.local(num_shards=2) as cluster, head(report, cluster=cluster, rows=rows, **options) as step:
+        yield step

@@ -1,0 +1,60 @@
+"""Budgets of a class head whose rows are on the ranks' devices. Tighten them as steps get cheaper.
+
+``python -m tests.recorder head classes=100_000 dim=512 ...`` shows where launches and waits come from.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.recorder.budgets import Budget, reports_of
+from tests.recorder.report import Report
+
+LARGE: dict[str, Any] = {"classes": 100_000, "dim": 512, "batch": 512}
+NARROW: dict[str, Any] = {"dtype": "bfloat16", "slot_dtype": "bfloat16", "autocast": "bfloat16"}
+PARTIAL: dict[str, Any] = {"select": 0.1}
+ON_DEVICE: dict[str, Any] = {"labels": "cuda"}
+
+BUDGETS = [
+    Budget(410, 1, "head", LARGE),
+    Budget(432, 1, "head", LARGE | {"autocast": "bfloat16"}),
+    Budget(1344, 1, "head", LARGE | NARROW),
+    Budget(741, 1, "head", LARGE | NARROW | PARTIAL),
+    Budget(503, 2, "head", LARGE | PARTIAL | ON_DEVICE),
+    Budget(1504, 10, "head", LARGE | NARROW | ON_DEVICE | {"clip": True}),
+    Budget(498, 2, "head", LARGE | ON_DEVICE | {"optimizer": "AdamW"}),
+    Budget(1363, 1, "head", LARGE | NARROW | {"ranks": 8}),
+    Budget(441, 4, "head", LARGE | NARROW | PARTIAL | ON_DEVICE | {"ranks": 8}),
+]
+reports = reports_of(BUDGETS)
+
+MARGINS = [
+    "ArcFace",
+    "CosFace",
+    "SphereFace",
+    "CombinedMargin",
+    "AdaFace",
+    "MagFace",
+    "CurricularFace",
+    "ElasticArcFace",
+]
+SMOOTH: dict[str, Any] = {"label_smoothing": 0.1}
+COMBINATIONS = [
+    Budget(650, 1, "head", PARTIAL | {"margin": margin, **options})
+    for margins, choices in ((MARGINS, [{}, SMOOTH, {"sub_centers": 3}]), ([""], [{}, SMOOTH, {"bias": True}]))
+    for margin in margins
+    for options in choices
+]
+combined = reports_of(COMBINATIONS)
+
+
+@pytest.mark.parametrize("index", range(len(BUDGETS)), ids=str)
+def test_a_step_stays_within_its_launches_and_waits(reports: list[Report], index: int) -> None:
+    BUDGETS[index].require(reports[index])
+
+
+def test_no_margin_mixes_devices_with_any_option(combined: list[Report]) -> None:
+    for budget, report in zip(COMBINATIONS, combined, strict=True):
+        budget.require(report)
