@@ -1,0 +1,276 @@
+"""The three products of a class head over rows of one rank, and what is done with them while they are in registers.
+
+    exponentials:     E = exp(logit), and their sums
+    feature_gradient: dX = E·Ŵ
+    update_rows:      dW = Eᵀ·X̂ / Σ, back through the normalisation, and the optimizer's step
+
+Of a class with a margin the logit is that of its unit row: |cos| ≤ 1, so that exponentials need no shift. Without a
+margin each tile of 128 classes has a shift of its own for every sample, the largest of its logits. A sample's own class
+is in none of these sums. Between the products lie E, 2 bytes a class and sample (4 where products are in float32), or
+parts of it that are made again: every function takes the range of positions that it is to work on.
+
+E is stored times the inverse length of its row, which both other products want, and without a shift times
+2^(−largest logit / 2), so that neither E nor 1 / Σ leaves the range of bfloat16.
+
+Legend: L rows of this rank, A active ones (positions 0 … A − 1), N of one range, T tiles of 128 positions, B samples,
+D width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from geartrain.ams.programs.class_head import NO_LOGIT
+
+TILE = 128
+"""Classes that have a sum, and a shift, of their own. Ranges begin at its multiples."""
+_NORM_FLOOR = 1e-12
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class HeadPass:
+    """One batch and the rows that it meets: what the three products share."""
+
+    rows_LD: Tensor
+    """float32, bfloat16 or float16."""
+    numbers_A: Tensor | None
+    """int64, rising: the active rows; None: rows 0 … A − 1."""
+    num_active: int
+    """A."""
+    count: Tensor | None
+    """int64 (0-dim) on the device: how many of the A are active, the rest is padding; None: all."""
+    queries_BD: Tensor
+    """Features (of unit length with a margin) times scale · log2 e, in the type of the products."""
+    positions_B: Tensor
+    """int64: where each sample's own class is; −1: not here."""
+    owners_A: Tensor
+    """int32: a sample whose own class it is; −1: none. See :func:`owners`."""
+    log2_weight: float
+    """Added to the logits, to base 2, of classes without an owner."""
+    logit_limit: float | None
+    """scale · log2 e, with a margin: rows count as of unit length; None: as they are."""
+    shifted: bool
+    """Whether exponentials are shifted: always without a margin."""
+    inverse_A: Tensor
+    """float32, written by :func:`exponentials`: 1 / length. Without a margin it is not used."""
+    sums_TB: Tensor
+    """float32, written by :func:`exponentials`: sums of exp2(logit − shift)."""
+    highest_TB: Tensor | None
+    """float32, written by :func:`exponentials`: the largest logits to base 2, which shift; None: not wanted."""
+
+    @staticmethod
+    def of(
+        rows_LD: Tensor,
+        numbers_A: Tensor | None,
+        queries_BD: Tensor,
+        positions_B: Tensor,
+        *,
+        count: Tensor | None = None,
+        log2_weight: float = 0.0,
+        logit_limit: float | None,
+        shifted: bool,
+        wants_highest: bool,
+    ) -> HeadPass:
+        """Take the memory for what :func:`exponentials` writes. ``numbers_A`` None: all rows."""
+        num_active = len(rows_LD) if numbers_A is None else len(numbers_A)
+        num_tiles = -(-num_active // TILE)
+        floats = {"dtype": torch.float32, "device": rows_LD.device}
+        return HeadPass(
+            rows_LD=rows_LD,
+            numbers_A=numbers_A,
+            num_active=num_active,
+            count=count,
+            queries_BD=queries_BD.contiguous(),
+            positions_B=positions_B,
+            owners_A=owners(positions_B, num_active),
+            log2_weight=log2_weight,
+            logit_limit=logit_limit,
+            shifted=shifted,
+            inverse_A=torch.empty(num_active if logit_limit is not None else 0, **floats),
+            sums_TB=torch.empty(num_tiles, len(queries_BD), **floats),
+            highest_TB=torch.empty(num_tiles, len(queries_BD), **floats) if shifted or wants_highest else None,
+        )
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of E: float32 or bfloat16, never float16, which holds no exp(64)."""
+        return torch.float32 if self.queries_BD.dtype == torch.float32 else torch.bfloat16
+
+    @property
+    def middle(self) -> float:
+        """What takes the place of a shift where there is none, to base 2."""
+        return 0.0 if self.shifted or self.logit_limit is None else self.logit_limit / 2
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        """The rows at these positions [N, D] as they are stored, row 0 for padding."""
+        if self.numbers_A is None:
+            return self.rows_LD[start:stop]
+        return self.rows_LD[torch.where(self.is_active(start, stop), self.numbers_A[start:stop], 0)]
+
+    def is_active(self, start: int, stop: int) -> Tensor:
+        """Which positions are no padding, bool [N]."""
+        places_N = torch.arange(start, stop, device=self.rows_LD.device)
+        return places_N < (self.num_active if self.count is None else self.count)
+
+    def tiles(self, start: int, stop: int) -> slice:
+        """Those of a range."""
+        return slice(start // TILE, -(-stop // TILE))
+
+    def shift(self, start: int = 0, stop: int | None = None) -> Tensor | None:
+        """The largest logit to base 2 of each sample [B] among the classes of a range; None: there are no shifts."""
+        if not self.shifted or self.highest_TB is None:
+            return None
+        return self.highest_TB[self.tiles(start, self.num_active if stop is None else stop)].amax(0)
+
+    def sums(self, shift_B: Tensor | None, start: int = 0, stop: int | None = None) -> Tensor:
+        """Σ exp2(logit − shift) of each sample, float64 [B], over the classes of a range."""
+        tiles = self.tiles(start, self.num_active if stop is None else stop)
+        sums_TB = self.sums_TB[tiles]
+        if shift_B is None or self.highest_TB is None:
+            return sums_TB.sum(0, dtype=torch.float64).mul_(2.0**self.middle)
+        return torch.exp2(self.highest_TB[tiles] - shift_B).mul_(sums_TB).sum(0, dtype=torch.float64)
+
+    def own_rows(self) -> Tensor:
+        """The (unit) rows of the samples' own classes, float32 [B, D]; zeros where they are not here."""
+        if self.num_active == 0:
+            return torch.zeros_like(self.queries_BD, dtype=torch.float32)
+        places_B = self.positions_B.clamp(min=0)
+        factor_B = (self.positions_B >= 0).float()
+        if self.logit_limit is not None:
+            factor_B.mul_(self.inverse_A[places_B])
+        rows_B = places_B if self.numbers_A is None else self.numbers_A[places_B]
+        # Not the product alone: what stands in rows of others is nothing to these samples.
+        own_BD = self.rows_LD[rows_B].float().mul_(factor_B.unsqueeze(1))
+        return own_BD.masked_fill_((self.positions_B < 0).unsqueeze(1), 0.0)
+
+
+def owners(positions_B: Tensor, num_active: int) -> Tensor:
+    """A sample of each position, int32 [A]; −1: it is the own class of none. Of several samples it is any."""
+    samples_B = torch.arange(len(positions_B), dtype=torch.int32, device=positions_B.device)
+    owners_A = torch.full((num_active + 1,), -1, dtype=torch.int32, device=positions_B.device)
+    # The last one is that of all whose class is not here.
+    return owners_A.index_put_((positions_B,), samples_B)[:-1]
+
+
+def exponentials(head: HeadPass, out_NB: Tensor, start: int, stop: int) -> None:
+    """Write E [N, B] (``head.dtype``) of positions ``start`` … ``stop`` − 1, their inverse lengths, sums and maxima.
+
+    E is 0 for a sample's own class. Padding may be left as it is.
+    """
+    stored_ND = head.rows(start, stop)
+    logits_NB = stored_ND.to(head.queries_BD.dtype).float() @ head.queries_BD.float().t()
+    inverse_N: Tensor | None = None
+    if head.logit_limit is not None:
+        lengths_N = torch.linalg.vector_norm(stored_ND, dim=1, dtype=torch.float32)
+        inverse_N = lengths_N.clamp_(min=_NORM_FLOOR).reciprocal_()
+        head.inverse_A[start:stop] = inverse_N
+        logits_NB *= inverse_N.unsqueeze(1)
+    places_N = torch.arange(start, stop, device=logits_NB.device).unsqueeze(1)
+    left_out_NB = (places_N == head.positions_B) | ~head.is_active(start, stop).unsqueeze(1)
+    logits_NB.masked_fill_(left_out_NB, NO_LOGIT)
+    tiles = head.tiles(start, stop)
+    if head.highest_TB is not None:
+        head.highest_TB[tiles] = torch.stack([tile.amax(0) for tile in logits_NB.split(TILE)])
+    logits_NB += torch.where(head.owners_A[start:stop] < 0, head.log2_weight, 0.0).unsqueeze(1)
+    logits_NB -= _shifts(head, start, stop)
+    exponentials_NB = logits_NB.exp2_().masked_fill_(left_out_NB, 0.0)
+    head.sums_TB[tiles] = torch.stack([tile.sum(0) for tile in exponentials_NB.split(TILE)])
+    out_NB.copy_(exponentials_NB if inverse_N is None else exponentials_NB * inverse_N.unsqueeze(1))
+
+
+def _shifts(head: HeadPass, start: int, stop: int) -> Tensor | float:
+    """Of each position and sample, [N, B]."""
+    if not head.shifted or head.highest_TB is None:
+        return head.middle
+    return head.highest_TB[head.tiles(start, stop)].repeat_interleave(TILE, 0)[: stop - start]
+
+
+def feature_gradient(head: HeadPass, exponentials_NB: Tensor, start: int, stop: int, shift_B: Tensor | None) -> Tensor:
+    """Σ_a exp2(logit − shift) ŵ_a, float32 [B, D], over the positions of a range, samples' own classes left out.
+
+    ``shift_B`` is nowhere below that of the range; None without shifts.
+    """
+    active_N = head.is_active(start, stop).unsqueeze(1)
+    weights_NB = exponentials_NB.float()
+    if shift_B is not None:
+        weights_NB = weights_NB * torch.exp2(_shifts(head, start, stop) - shift_B)
+    weights_NB = weights_NB.to(exponentials_NB.dtype).float().masked_fill(~active_N, 0.0)
+    keys_ND = head.rows(start, stop).to(exponentials_NB.dtype).float().masked_fill(~active_N, 0.0)
+    return (weights_NB.t() @ keys_ND).mul_(2.0**head.middle)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class SampleTerms:
+    """What the samples bring to the gradients of the rows."""
+
+    keys_BD: Tensor
+    """Features, in the type of E, times their weight; without shifts over Σ, too."""
+    factors_B: Tensor
+    """float32: what ``keys_BD`` were multiplied by."""
+    lse2_B: Tensor
+    """float32: log2 Σ, the own class included."""
+    own_BD: Tensor
+    """float32: what all samples of its own class add to the gradient of that (unit) row."""
+    own_along_B: Tensor
+    """float32: the part of that along the row."""
+    bounds_B: Tensor
+    """float32: no number of any (unit) row's gradient is beyond the sum of these."""
+
+
+def sample_terms(
+    head: HeadPass, features_BD: Tensor, lse2_B: Tensor, own_weight_B: Tensor, weights_B: Tensor | None
+) -> SampleTerms:
+    """Prepare the rows' gradients Σ_b weight_b · (p_ab · feature_b, or own_weight_b · feature_b for the own class).
+
+    ``features_BD`` (of unit length with a margin), ``lse2_B`` and ``own_weight_B`` (dloss/dcos over the scale) are
+    float32; ``weights_B`` of at most 1, None: 1.
+    """
+    weights_B = torch.ones_like(lse2_B) if weights_B is None else weights_B
+    factors_B = weights_B if head.shifted else weights_B * torch.exp2(head.middle - lse2_B)
+    own_weight_B = own_weight_B * weights_B
+    is_same_BB = (head.positions_B.unsqueeze(1) == head.positions_B) & (head.positions_B >= 0)
+    own_BD = torch.where(is_same_BB, own_weight_B, 0.0) @ features_BD
+    return SampleTerms(
+        keys_BD=(features_BD * factors_B.unsqueeze(1)).to(head.dtype),
+        factors_B=factors_B,
+        lse2_B=lse2_B,
+        own_BD=own_BD,
+        own_along_B=(own_BD * head.own_rows()).sum(1),
+        bounds_B=features_BD.abs().amax(1) * (weights_B.abs() + own_weight_B.abs()),
+    )
+
+
+def row_gradients(
+    head: HeadPass, exponentials_NB: Tensor, start: int, stop: int, terms: SampleTerms, factor: Tensor
+) -> Tensor:
+    """``factor`` (0-dim) times the gradients of the stored rows, float32 [N, D]; zeros for padding."""
+    active_N = head.is_active(start, stop).unsqueeze(1)
+    stored_NB = exponentials_NB.float()
+    weights_NB = stored_NB * torch.exp2(_shifts(head, start, stop) - terms.lse2_B) if head.shifted else stored_NB
+    gradient_ND = weights_NB.to(exponentials_NB.dtype).float() @ terms.keys_BD.float()
+    owners_N = head.owners_A[start:stop].long()
+    owned_N, owners_N = owners_N >= 0, owners_N.clamp(min=0)
+    own_ND = torch.where(owned_N.unsqueeze(1), terms.own_BD[owners_N], 0.0)
+    if head.logit_limit is None:
+        return (gradient_ND + own_ND).mul_(factor).masked_fill_(~active_N, 0.0)
+    inverse_N = head.inverse_A[start:stop]
+    # Σ p · cos, where the cosine is what E's logarithm tells: no sum over D.
+    offset_N = torch.where(owned_N, 0.0, head.log2_weight) + torch.log2(inverse_N)
+    logits_NB = torch.log2(stored_NB.clamp(min=torch.finfo(torch.float32).tiny)) - offset_N.unsqueeze(1)
+    logits_NB += _shifts(head, start, stop)
+    along_N = (weights_NB * logits_NB) @ terms.factors_B / (inverse_N * head.logit_limit)
+    along_N += torch.where(owned_N, terms.own_along_B[owners_N], 0.0)
+    gradient_ND.addcmul_(own_ND, inverse_N.unsqueeze(1))
+    gradient_ND.addcmul_(head.rows(start, stop).float(), (along_N * inverse_N.square()).unsqueeze(1), value=-1)
+    return gradient_ND.mul_(factor).masked_fill_(~active_N, 0.0)
+
+
+def squared_norm(
+    head: HeadPass, exponentials_NB: Tensor, start: int, stop: int, terms: SampleTerms, factor: Tensor
+) -> Tensor:
+    """Σ g² over the gradients of a range, float64 (0-dim)."""
+    gradient_ND = row_gradients(head, exponentials_NB, start, stop, terms, factor)
+    return gradient_ND.square_().sum(dtype=torch.float64)

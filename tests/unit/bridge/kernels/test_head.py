@@ -1,0 +1,151 @@
+"""The three products of a class head against float64."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from geartrain.bridge.kernels import head as kernels
+from geartrain.bridge.kernels.head import TILE, HeadPass
+
+LOG2_E = math.log2(math.e)
+
+
+@dataclass
+class Problem:
+    """Rows, some of them active, samples whose classes may lie elsewhere, and float64's answers."""
+
+    rows_LD: Tensor
+    numbers_A: Tensor | None
+    count: int
+    features_BD: Tensor
+    positions_B: Tensor
+    scale: float
+    normalised: bool
+    log2_weight: float
+    own_weight_B: Tensor
+    weights_B: Tensor
+
+    def head(self, dtype: torch.dtype, *, shifted: bool) -> HeadPass:
+        limit = self.scale * LOG2_E
+        count = None if self.numbers_A is None else torch.tensor(self.count)
+        made = HeadPass.of(
+            self.rows_LD,
+            self.numbers_A,
+            (self.features_BD * limit).to(dtype),
+            self.positions_B,
+            count=count,
+            log2_weight=self.log2_weight,
+            logit_limit=limit if self.normalised else None,
+            shifted=shifted,
+            wants_highest=True,
+        )
+        for written in (made.inverse_A, made.sums_TB, made.highest_TB):
+            assert written is not None
+            written.fill_(torch.nan)
+        return made
+
+    def unit(self) -> tuple[Tensor, Tensor]:
+        """(active rows as they count, inverse lengths), float64."""
+        rows = self.rows_LD if self.numbers_A is None else self.rows_LD[self.numbers_A[: self.count]]
+        rows = rows.double()
+        inverse = rows.norm(dim=1).reciprocal() if self.normalised else torch.ones(len(rows), dtype=torch.float64)
+        return rows * inverse.unsqueeze(1), inverse
+
+    def logits(self) -> Tensor:
+        """To base e, [A, B], −∞ for own classes, without weights."""
+        logits = self.unit()[0] @ self.features_BD.double().t() * self.scale
+        own = torch.arange(len(logits)).unsqueeze(1) == self.positions_B
+        return logits.masked_fill(own, -torch.inf)
+
+    def corrected(self) -> Tensor:
+        own = torch.isin(torch.arange(self.count), self.positions_B)
+        return self.logits() + torch.where(own, 0.0, self.log2_weight / LOG2_E).unsqueeze(1)
+
+    def row_gradients(self, lse_B: Tensor) -> Tensor:
+        unit, inverse = self.unit()
+        weights = (self.corrected() - lse_B).exp()
+        own = torch.arange(self.count).unsqueeze(1) == self.positions_B
+        weights = torch.where(own, self.own_weight_B.double(), weights) * self.weights_B.double()
+        gradient = weights @ self.features_BD.double()
+        if self.normalised:
+            gradient = (gradient - (gradient * unit).sum(1, keepdim=True) * unit) * inverse.unsqueeze(1)
+        return gradient
+
+
+def problem(
+    num: int, batch: int, dim: int, *, normalised: bool, dtype: torch.dtype, picked: bool = False, scale: float = 8.0
+) -> Problem:
+    torch.manual_seed(num + dim)
+    rows = torch.randn(num, dim).mul_(0.3).to(dtype)
+    features = torch.nn.functional.normalize(torch.randn(batch, dim))
+    numbers, count = None, num
+    if picked:
+        count = num * 2 // 3
+        numbers = torch.cat([torch.randperm(num)[:count].sort().values, torch.full((5,), 10**9)])
+    positions = torch.randint(0, count, (batch,))
+    positions[: batch // 3] = -1
+    positions[-2:] = positions[-3]  # three samples of one class
+    return Problem(
+        rows_LD=rows,
+        numbers_A=numbers,
+        count=count,
+        features_BD=features,
+        positions_B=positions,
+        scale=scale,
+        normalised=normalised,
+        log2_weight=3.0 if picked else 0.0,
+        own_weight_B=-torch.rand(batch),
+        weights_B=torch.rand(batch) * 2 - 1,
+    )
+
+
+def difference(found: Tensor, expected: Tensor) -> float:
+    return float((found.double() - expected).norm() / expected.norm())
+
+
+CASES = [
+    pytest.param(300, 48, 64, True, False, False, id="margin"),
+    pytest.param(200, 20, 33, True, True, True, id="margin, shifted, picked"),
+    pytest.param(260, 37, 40, False, True, True, id="no margin, picked"),
+]
+
+
+@pytest.mark.parametrize(("num", "batch", "dim", "normalised", "shifted", "picked"), CASES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_products_equal_those_in_float64(
+    num: int, batch: int, dim: int, normalised: bool, shifted: bool, picked: bool, dtype: torch.dtype
+) -> None:
+    check(problem(num, batch, dim, normalised=normalised, dtype=dtype, picked=picked), dtype, shifted=shifted)
+
+
+def check(given: Problem, dtype: torch.dtype, *, shifted: bool) -> None:
+    bound = 1e-5 if dtype == torch.float32 else 1e-2
+    head, logits, corrected = given.head(dtype, shifted=shifted), given.logits(), given.corrected()
+    kept = torch.full((head.num_active, len(given.features_BD)), torch.nan, dtype=head.dtype)
+    ranges = [(0, TILE), (TILE, head.num_active)]
+    for start, stop in ranges:
+        kernels.exponentials(head, kept[start:stop], start, stop)
+    shift = head.shift()
+    assert head.highest_TB is not None
+    assert torch.allclose(head.highest_TB.amax(0).double() / LOG2_E, logits.amax(0), atol=bound * given.scale)
+    log_sums = head.sums(shift).log() + (0.0 if shift is None else shift.double() / LOG2_E)
+    assert torch.allclose(log_sums, corrected.logsumexp(0), atol=bound * given.scale)
+    over_all = 0.0 if shift is None else shift.double() / LOG2_E
+    parts = [kernels.feature_gradient(head, kept[start:stop], start, stop, shift) for start, stop in ranges]
+    assert difference(sum(parts), (corrected - over_all).exp().t() @ given.unit()[0]) < bound  # type: ignore[arg-type]
+    own = torch.where((given.positions_B >= 0).unsqueeze(1), given.unit()[0][given.positions_B], 0.0)
+    assert difference(head.own_rows(), own) < bound
+    lse = corrected.logsumexp(0) + 0.1  # with the own class
+    terms = kernels.sample_terms(head, given.features_BD, (lse * LOG2_E).float(), given.own_weight_B, given.weights_B)
+    expected, factor = given.row_gradients(lse) * 0.7, torch.tensor(0.7)
+    found = torch.cat([kernels.row_gradients(head, kept[a:b], a, b, terms, factor) for a, b in ranges])
+    assert difference(found[: given.count], expected) < bound
+    assert not found[given.count :].any()
+    assert float(found.abs().max()) <= float(terms.bounds_B.sum()) * float(given.unit()[1].max())
+    squares = sum(kernels.squared_norm(head, kept[a:b], a, b, terms, factor) for a, b in ranges)
+    assert math.isclose(float(squares), float(expected.square().sum()), rel_tol=3 * bound)
