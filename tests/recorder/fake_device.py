@@ -67,8 +67,24 @@ def install(report: Report) -> PinnedMemory:
     tensor.record_stream = lambda self, stream: None  # noqa: ARG005
     tensor.pin_memory = lambda self, *args: pinned.copy_of(self)  # noqa: ARG005
     tensor.is_pinned = lambda self, *args: pinned.holds(self)  # noqa: ARG005
+    module: Any = torch.nn.Module
+    module._apply = _apply
     _stand_in_for_ours()
     return pinned
+
+
+def _apply(module: Any, function: Any, recurse: bool = True) -> Any:
+    """``torch.nn.Module._apply``: fakes lie in no tensor of the host, so that parameters are made anew."""
+    for child in module.children() if recurse else ():
+        child._apply(function)
+    for key, parameter in module._parameters.items():
+        with torch.no_grad():
+            moved = None if parameter is None else function(parameter)
+        if moved is not None and moved is not parameter:
+            module._parameters[key] = torch.nn.Parameter(moved, parameter.requires_grad)
+    for key, buffer in module._buffers.items():
+        module._buffers[key] = None if buffer is None else function(buffer)
+    return module
 
 
 def _stand_in_for_ours() -> None:

@@ -32,6 +32,7 @@ def record_here(case: Case, report: Report, pinned: Any, repeats: int = 3) -> No
     from tests.recorder.steps import STEPS
 
     name, options = case
+    report.integers = 1
     report.title = " ".join([name, *(f"{key}={value}" for key, value in options.items())])
     report.reset()
     begun = time.monotonic()

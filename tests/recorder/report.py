@@ -71,6 +71,8 @@ class Report:
     """Bytes copied, by place."""
     collectives: Counter[str] = field(default_factory=Counter)
     """Of dry ranks: "name of the device|host @ place"."""
+    integers: int = 1
+    """What an integer is that the host reads from the device, where it is made up."""
     failure: str = ""
     """What ended the step, if anything did."""
 
@@ -102,8 +104,8 @@ class Report:
 
     def reset(self) -> None:
         """Begin anew: setting up is done."""
-        title = self.title
-        self.__init__(title)
+        title, integers = self.title, self.integers
+        self.__init__(title, integers=integers)
 
     def to_json(self) -> str:
         """For another process."""

@@ -44,6 +44,7 @@ _WITHOUT_KERNEL = frozenset(
 _SIZES_ON_HOST = frozenset(
     [
         "nonzero",
+        "bincount",
         "masked_select",
         "_unique2",
         "unique_dim",
@@ -115,7 +116,7 @@ class Router(TorchDispatchMode):
             return self._on_host(func, args, kwargs)
         if name == "_local_scalar_dense":
             self._report.wait("item")
-            return _scalar(fakes[0])
+            return self._scalar(fakes[0])
         if name == "_to_copy" and wanted == "cpu":
             return self._to_host(fakes[0], kwargs)
         if name == "_to_copy" and wanted == "cuda" and reals:
@@ -142,15 +143,17 @@ class Router(TorchDispatchMode):
         self._report.wait("copy to the host")
         self._report.to_host[our_line()] += _nbytes(source)
         with _disable_current_modes():
-            return torch.full(source.shape, _scalar(source), dtype=kwargs.get("dtype") or source.dtype)
+            return torch.full(source.shape, self._scalar(source), dtype=kwargs.get("dtype") or source.dtype)
 
     def _to_device(self, source: Tensor, kwargs: dict[str, Any]) -> Tensor:
         if not (kwargs.get("non_blocking") and self._pinned.holds(source)):
             self._report.wait("pageable or blocking copy to the device")
         self._report.to_device[our_line()] += _nbytes(source)
         with _disable_current_modes():
-            meta = torch.empty_like(source, dtype=kwargs.get("dtype") or source.dtype, device="meta")
-        return self._on_device(meta)
+            values = source.to(kwargs.get("dtype") or source.dtype, copy=True)
+        moved = self._on_device(values)
+        moved._values = values  # type: ignore[attr-defined]
+        return moved
 
     def _between(self, args: Any, kwargs: dict[str, Any]) -> Tensor:
         """``copy_`` between host and device."""
@@ -162,7 +165,7 @@ class Router(TorchDispatchMode):
         (self._report.to_device if upwards else self._report.to_host)[our_line()] += _nbytes(source)
         if not upwards:
             with _disable_current_modes():
-                target.fill_(_scalar(source) if source.dtype == torch.bool else 0)
+                target.fill_(self._scalar(source) if source.dtype == torch.bool else 0)
         return target
 
     def _mixed(self, func: Any, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -185,14 +188,17 @@ class Router(TorchDispatchMode):
             item.dtype in (torch.bool, torch.uint8) for item in args[1] if isinstance(item, Tensor)
         )
         repeated = name == "repeat_interleave" and kwargs.get("output_size") is None
+        values = getattr(args[0], "_values", None) if repeated else None
         if name not in _SIZES_ON_HOST and not masked and not repeated:
             return None
         self._report.wait(name)
         first: Tensor = args[0]
         if name == "equal":
             return True
-        if name == "nonzero":
-            out: Any = self._empty((first.numel(), first.ndim), torch.int64)
+        if name == "bincount":
+            out: Any = self._empty((max(first.numel(), *args[2:], kwargs.get("minlength", 0)),), torch.int64)
+        elif name == "nonzero":
+            out = self._empty((first.numel(), first.ndim), torch.int64)
         elif name in ("_unique2", "unique_consecutive", "unique_dim"):
             numbers = self._empty((first.numel(),), torch.int64)
             out = self._empty((first.numel(),), first.dtype), numbers, numbers
@@ -202,7 +208,8 @@ class Router(TorchDispatchMode):
         elif name in _SCATTERS:
             out = first
         else:
-            out = self._empty((first.numel(),), torch.int64 if repeated else first.dtype)
+            size = first.numel() if values is None else int(values.sum())
+            out = self._empty((size,), torch.int64 if repeated else first.dtype)
         self._report.count(name, sum(map(_nbytes, [first, *_tensors(out)])), 0, narrow=False)
         return out
 
@@ -213,6 +220,11 @@ class Router(TorchDispatchMode):
     def _on_device(self, like: Tensor) -> Tensor:
         with self._fake:
             return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=CUDA)
+
+    def _scalar(self, source: Tensor) -> Any:
+        if source.dtype == torch.bool:
+            return getattr(source, "_says", True)
+        return 1.0 if source.dtype.is_floating_point else self._report.integers
 
     def _count(self, func: Any, name: str, args: Any, kwargs: Any, out: Any) -> None:
         source = args[0] if args and isinstance(args[0], Tensor) else None
@@ -245,12 +257,6 @@ class Router(TorchDispatchMode):
         self._report.count(name, num_bytes, flops, narrow=narrow)
 
 
-def _scalar(source: Tensor) -> Any:
-    if source.dtype == torch.bool:
-        return getattr(source, "_says", True)
-    return 1.0 if source.dtype.is_floating_point else 1
-
-
 class Functions(TorchFunctionMode):
     """What torch would ask of memory that is not there, before operations are sent anywhere."""
 
@@ -275,7 +281,9 @@ class Functions(TorchFunctionMode):
         if isinstance(tensor, FakeTensor):
             if name == "tolist":
                 self._report.wait("tolist")
-                return torch.ones(tensor.shape, dtype=tensor.dtype).tolist()
+                return torch.full(tensor.shape, self._report.integers, dtype=tensor.dtype).tolist()
+            if name == "numpy" and kwargs.get("force"):
+                return tensor.detach().cpu().numpy()
             if name == "numpy":
                 raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() first")
         return func(*args, **kwargs)

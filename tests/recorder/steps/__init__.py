@@ -4,12 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 
 from tests.recorder.steps.heads import head, head_in_cluster
+from tests.recorder.steps.parallel import split, topk
+from tests.recorder.steps.sparse import dense, embedding, gear
 
 Step = Callable[[], None]
 
 STEPS: dict[str, Callable[..., AbstractContextManager[Step]]] = {
     "head": head,
     "pull": head_in_cluster,
+    "hosted": partial(head_in_cluster, rows="hosted"),
+    "clip": partial(head, clip=True),
+    "ranks": partial(head, ranks=8),
+    "embedding": embedding,
+    "dense": dense,
+    "gear": gear,
+    "split": split,
+    "topk": topk,
 }
