@@ -46,7 +46,7 @@ class HeadCall:
     keep_bytes: int
     want_rows: bool
     """Whether a backward pass queues row gradients."""
-    rank_weight: float = 1.0
+    rank_weight: float | Tensor = 1.0
     """Multiplies the derivatives that the rows take: what this rank weighs beside the others."""
     takes_mean: bool = True
     """Whether the rows take the derivative by the mean, where there is one; else always those by single samples, as
@@ -56,8 +56,12 @@ class HeadCall:
     statistics: StepStatistics = field(init=False)
     """Once it has run."""
 
+    divisor: int | Tensor = field(init=False)
+    """Of the mean: the samples that count, or 1."""
+
     def __post_init__(self) -> None:
         """Remember of which classes and rows the pass is."""
+        self.divisor = self.samples.mean_divisor
         self.rows_version = self.update.rows_version
 
     def run(self, *, want_gradient: bool) -> tuple[Tensor, Tensor | None]:
@@ -75,15 +79,11 @@ class HeadCall:
             targets=batch.target_B,
             highest_others=batch.highest_B,
             num_active=batch.num_active,
+            counts=self.samples.counts_S,
         )
         if not self.want_rows:
             self.rows.discard()
         return loss, gradient_SD
-
-    @property
-    def divisor(self) -> int:
-        """S, or 1 for the empty batch of a rank without samples."""
-        return max(1, len(self.samples.labels_S))
 
     def upstream_of_samples(self, upstream: Tensor) -> Tensor:
         """The derivatives by the losses of single samples [S] from that by what :meth:`run` returned."""
@@ -106,7 +106,7 @@ class HeadCall:
         self.used = True
         if not (self.takes_mean and self.samples.reduces):
             upstream = self.upstream_of_samples(upstream)
-        if self.rank_weight != 1:
+        if isinstance(self.rank_weight, Tensor) or self.rank_weight != 1:
             upstream = upstream * self.rank_weight
         gradient, checksum = self.rows.gradient(upstream)
         # Ranks weigh alike in the push: micro-batches of one step may be divided among them in different ways.

@@ -91,6 +91,11 @@ class Batch:
     """Whether what shifts exponents is the largest logit as the sums have it."""
     num_active: int = 0
     """Active classes of the step."""
+    counts_B: Tensor | None = None
+    """Of labels on a device, compute dtype: 1 where the sample counts, 0 where it is ignored, NaN where its label is of
+    no class; None: all count. The features of those that do not are 0, and so is all that rows learn of them."""
+    num_counted: Tensor | None = None
+    """Sum of these: NaN if there is a wrong label."""
     centers: int = 1
     """K, of each class: rows are [N, K · D]."""
     target_B: Tensor = field(init=False)
@@ -108,17 +113,21 @@ class Batch:
     def of(
         features_BD: Tensor,
         targets: Targets | DeviceTargets,
-        labels_B: Ids,
+        labels_B: Ids | Tensor,
         margin: Margin | None,
         num_rows: int,
         arithmetic: Arithmetic,
         smoothing: float = 0.0,
+        counts_B: Tensor | None = None,
     ) -> Batch:
         """Prepare a batch with these targets; exponentials of up to ``num_rows`` rows are summed, or of so many that
         stand for them. ``smoothing`` of each target is spread over these.
         """
         with torch.inference_mode(False), torch.no_grad():
             own_BD = features_BD.detach().to(arithmetic.compute, copy=True).contiguous()
+            if counts_B is not None:
+                counts_B = counts_B.to(arithmetic.compute)
+                own_BD = own_BD.where((counts_B == 1).unsqueeze(1), 0.0)
             inverse_B = None if margin is None else normalise_(own_BD)
         others = changes_negatives(margin)
         if others and arithmetic.matmul == torch.float16:  # which does not hold exponentials times a derivative
@@ -134,6 +143,8 @@ class Batch:
             shifted=not fits or arithmetic.matmul == torch.float16,
             smoothing=smoothing,
             spread_over=num_rows,
+            counts_B=counts_B,
+            num_counted=None if counts_B is None else counts_B.sum(),
         )
 
     @property
@@ -229,9 +240,9 @@ class Batch:
         return len(self.features_BD)
 
     @property
-    def divisor(self) -> int:
-        """What sums over the batch are divided by: B, or 1 for the empty batch of a rank without samples."""
-        return max(1, self.size)
+    def divisor(self) -> int | Tensor:
+        """What sums over the batch are divided by: those that count, or 1 where there are none."""
+        return max(1, self.size) if self.num_counted is None else self.num_counted.clamp(min=1)
 
     @property
     def scale(self) -> float:

@@ -69,13 +69,18 @@ def check_labels(labels: Tensor, batch: int, num_classes: int, ignore_index: int
 
     ``ignore_index`` is a label of no class that may occur.
     """
+    check_label_type(labels, batch)
+    host: Ids = np.array(labels.detach().cpu().numpy(), dtype=np.int64)
+    return check_class_ids(host, num_classes, "label", ignore_index)
+
+
+def check_label_type(labels: Tensor, batch: int) -> None:
+    """Raise InvalidIds unless they are int64 [B]."""
     if not isinstance(labels, Tensor) or labels.dtype != torch.int64:
         found = labels.dtype if isinstance(labels, Tensor) else type(labels).__name__
         raise InvalidIds(f"labels are {found}; they must be a torch.int64 tensor [B] (labels.long())")
     if labels.shape != (batch,):
         raise InvalidIds(f"labels are {list(labels.shape)}; they must be [{batch}], one per row of the features")
-    host: Ids = np.array(labels.detach().cpu().numpy(), dtype=np.int64)
-    return check_class_ids(host, num_classes, "label", ignore_index)
 
 
 def check_class_ids(ids: Ids, num_classes: int, what: str, but: int | None = None) -> Ids:

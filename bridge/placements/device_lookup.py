@@ -253,10 +253,12 @@ class BagGradient:
         return self._found[place][0]
 
     def squared_norm(self) -> float:
-        """Σ g² over the rows of all ranks: an all-reduce of one number."""
-        link, device = self._tables[0].link, self._tables[0].device
-        local = sum(float(squared_sum(self._joint(place)[1])) for place in range(len(self._tables)))
-        return float(link.sum(torch.tensor(local, dtype=torch.float64, device=device)))
+        return float(self.squares_on_device())
+
+    def squares_on_device(self) -> Tensor:
+        """Σ g² (0-dim, float64) over the rows of all ranks: an all-reduce of one number."""
+        squares = [squared_sum(self._joint(place)[1]) for place in range(len(self._tables))]
+        return self._tables[0].link.sum(torch.stack(squares).sum())
 
     def apply(self, optimizer: RowOptimizerSpec, scale: Tensor) -> None:
         """Update the rows and slots by ``optimizer`` with ``scale`` (0-dim) times the gradient; that ends the step."""

@@ -20,6 +20,10 @@ class DeviceGradient(CollectedGradient, Protocol):
         """Update the rows and slots by ``optimizer`` with ``scale`` (0-dim) times the gradient; that ends the step."""
         ...
 
+    def squares_on_device(self) -> Tensor:
+        """Σ g² over all rows (0-dim, float64), the same on every rank; collective."""
+        ...
+
 
 D = TypeVar("D", bound=DeviceGradient)
 
@@ -28,8 +32,8 @@ class DeviceUpdate(PendingUpdate[D]):
     """The update of one or several tables on this rank's device, which one optimizer trains.
 
     On a CPU a gradient that is not finite is an error of the step, on every rank alike. A device is not looked at: such
-    a step changes no row, and the next call of the module raises NonFinite on every rank. Where untouched rows move,
-    all do as in a step without a gradient.
+    a step changes no row, and a later call of the module, most often the next, raises NonFinite on every rank. Where
+    untouched rows move, all do as in a step without a gradient.
     """
 
     table: DeviceRows
@@ -40,7 +44,7 @@ class DeviceUpdate(PendingUpdate[D]):
         self.table = tables[0]
         self.takes_any_step = False
         """Whether the rows were restored and not changed since, so that a state_dict may say which step they are of."""
-        self._refused = [Readback() for _ in tables]
+        self._refused: list[Readback | None] = [None for _ in tables]
 
     def rows_are_of(self, step: int) -> None:
         """The rows were read from elsewhere, and are those of ``step``."""
@@ -54,26 +58,38 @@ class DeviceUpdate(PendingUpdate[D]):
         if self.table.device.type == "cpu":
             super().check_finite()
 
+    def squares_on_device(self) -> Tensor | None:
+        if self.table.device.type == "cpu":
+            return None
+        if self._pending is None or self.carrier.grad is None:
+            return torch.zeros((), dtype=torch.float64, device=self.table.device)
+        with torch.no_grad():
+            return self._pending.squares_on_device() * self._factor()[0].double().square()
+
     def apply(self, optimizer: RowOptimizerSpec) -> None:
         """Update the rows with what is pending by ``optimizer``, then forget it."""
         if self._pending is None or self.carrier.grad is None:
             return
         with torch.inference_mode(False), torch.no_grad():
             self._pending.apply(optimizer, self._factor()[0])
-        for table, refused in zip(self.tables, self._refused, strict=True):
+        for number, table in enumerate(self.tables):
             table.is_written = True
-            refused.begin(table.refused)
+            if self._refused[number] is None:  # else the one under way is asked first; the device goes on counting
+                self._refused[number] = Readback(table.refused)
         self.step += 1
         self.takes_any_step = False
         self.discard()
 
     def take_refused(self) -> int:
-        """How many rows the updates since the last look left as they were. Waits for the last one, not for what was
-        begun after it.
+        """How many rows the updates that are known of since the last look left as they were. Waits for nothing: what a
+        device has not told yet a later look tells.
         """
         total = 0
-        for table, refused in zip(self.tables, self._refused, strict=True):
-            if count := refused.result():
+        for number, (table, refused) in enumerate(zip(self.tables, self._refused, strict=True)):
+            if refused is None or not refused.is_here:
+                continue
+            self._refused[number] = None
+            if count := int(refused.values()):
                 table.refused.zero_()
             total += count
         return total

@@ -146,7 +146,7 @@ class RowOptimizer(torch.optim.Optimizer):
             if update.background is not None:
                 update.background.drop()
 
-    def multiply_gradients(self, factor: float) -> None:
+    def multiply_gradients(self, factor: float | Tensor) -> None:
         """Multiply the pending row gradients of all modules."""
         for update in self._updates.values():
             update.multiply(factor)
@@ -154,6 +154,11 @@ class RowOptimizer(torch.optim.Optimizer):
     def squared_norm(self) -> float:
         """Σ g² of the pending row gradients of all modules, as the step would apply them; costs: clip_grad_norm_."""
         return math.fsum(update.squared_norm() for update in self._updates.values())
+
+    def squares_on_device(self) -> list[Tensor] | None:
+        """Terms of :meth:`squared_norm` (0-dim, float64) on the devices of the rows; None: a host has some."""
+        found = [update.squares_on_device() for update in self._updates.values()]
+        return None if any(squares is None for squares in found) else [item for item in found if item is not None]
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale the pending row gradients alone; :func:`clip_grad_norm_` clips them with dense parameters."""
@@ -236,10 +241,13 @@ def clip_grad_norm_(
     carriers = {id(param) for optimizer in optimizers for group in optimizer.param_groups for param in group["params"]}
     distinct = {id(param): param for param in dense if id(param) not in carriers}
     grads = [param.grad for param in distinct.values() if param.grad is not None]
+    squares = _on_one_device(grads, optimizers)
     with torch.no_grad():
+        if squares is not None:
+            return _clip_on_device(squares, grads, optimizers, max_norm, error_if_nonfinite)
         norm = math.sqrt(math.fsum([*_squared_norms(grads), *(optimizer.squared_norm() for optimizer in optimizers)]))
-        if error_if_nonfinite and not math.isfinite(norm):
-            raise NonFinite(f"the joint norm of the gradients is {norm}; nothing was scaled")
+        if error_if_nonfinite:
+            _require_finite(norm)
         factor = norm if math.isnan(norm) else min(1.0, max_norm / (norm + 1e-6)) if norm < math.inf else 0.0
         if factor != 1.0:
             for grad in grads:
@@ -249,6 +257,45 @@ def clip_grad_norm_(
     is_wide = any(grad.dtype == torch.float64 for grad in grads)
     device = grads[0].device if grads else None
     return torch.tensor(norm, dtype=torch.float64 if is_wide else torch.float32, device=device)
+
+
+def _require_finite(norm: float) -> None:
+    if not math.isfinite(norm):
+        raise NonFinite(f"the joint norm of the gradients is {norm}; nothing was scaled")
+
+
+def _on_one_device(grads: list[Tensor], optimizers: list[RowOptimizer]) -> list[Tensor] | None:
+    """Σ g² of all rows and all parameters, 0-dim, if they are on one device that is no CPU; else None."""
+    if not optimizers or any(grad.device.type == "cpu" for grad in grads):
+        return None
+    of_rows = [optimizer.squares_on_device() for optimizer in optimizers]
+    squares = [item for of_one in of_rows for item in of_one or ()]
+    if any(of_one is None for of_one in of_rows) or len({item.device for item in (*grads, *squares)}) != 1:
+        return None
+    plain = [grad for grad in grads if not hasattr(grad, "full_tensor")]
+    wide = torch.float64 if any(grad.dtype == torch.float64 for grad in grads) else torch.float32
+    norms = [*torch._foreach_norm(plain, 2, wide)] if plain else []
+    norms += [
+        torch.linalg.vector_norm(grad, dtype=wide).full_tensor()  # type: ignore[attr-defined]
+        for grad in grads
+        if hasattr(grad, "full_tensor")
+    ]
+    return [*squares, torch.stack([norm.double() for norm in norms]).square_().sum()] if norms else squares
+
+
+def _clip_on_device(
+    squares: list[Tensor], grads: list[Tensor], optimizers: list[RowOptimizer], max_norm: float, must_be_finite: bool
+) -> Tensor:
+    """:func:`clip_grad_norm_` where nobody waits for the norm, unless it ``must_be_finite``."""
+    norm = torch.stack(squares).sum().sqrt_()
+    if must_be_finite:
+        _require_finite(float(norm))
+    factor = (max_norm / (norm + 1e-6)).clamp_(max=1.0)  # 0 of an infinite norm, NaN of NaN
+    if grads:
+        torch._foreach_mul_(grads, factor)
+    for optimizer in optimizers:
+        optimizer.multiply_gradients(factor)
+    return norm if any(grad.dtype == torch.float64 for grad in grads) else norm.float()
 
 
 def _squared_norms(grads: list[Tensor]) -> list[float]:

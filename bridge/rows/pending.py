@@ -183,7 +183,7 @@ class PendingUpdate(ABC, Generic[G]):
         are_zero = (self._unchanged == 0) & (grad == 0)  # the norm: then it does not matter by what
         return torch.where(are_zero, torch.ones_like(grad), grad / self._unchanged)
 
-    def multiply(self, factor: float) -> None:
+    def multiply(self, factor: float | Tensor) -> None:
         """Multiply what is pending."""
         if self._pending is not None and (grad := self._shown()) is not None:
             grad.mul_(factor)
@@ -226,6 +226,11 @@ class PendingUpdate(ABC, Generic[G]):
         if not bool(torch.isfinite(grad).all()):
             return math.nan
         return self._squared_norm(self._pending, float(self._factor()))
+
+    def squares_on_device(self) -> Tensor | None:
+        """:meth:`squared_norm` (0-dim, float64) on the device of the rows, for which nobody waits; None: a host has
+        to."""
+        return None
 
     def _squared_norm(self, pending: G, factor: float) -> float:
         """Σ g² of ``factor`` · what is pending."""

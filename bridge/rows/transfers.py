@@ -9,34 +9,38 @@ import torch
 from torch import Tensor
 
 
-def upload(array: npt.NDArray[Any], device: torch.device) -> Tensor:
+def upload(array: npt.NDArray[Any] | Tensor, device: torch.device) -> Tensor:
     """The array as a tensor on ``device``. On a CPU the same memory; to a CUDA device a copy by way of pinned memory,
-    for which the host does not wait.
+    for which the host does not wait. A tensor that is there already is returned as it is.
     """
-    host = torch.from_numpy(array)
+    if isinstance(array, Tensor) and array.device == device:
+        return array
+    host = array if isinstance(array, Tensor) else torch.from_numpy(array)
     if device.type == "cpu":
         return host
     return (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
 
 
 class Readback:
-    """An integer on its way to the host, which waits only for what the device was given before."""
+    """A small tensor on its way to the host, which asks whether it is there and never waits."""
 
-    def __init__(self) -> None:
-        self._number: Tensor | None = None
+    def __init__(self, values: Tensor) -> None:
+        """Ask for ``values``, as the device will have them by what it was given so far."""
+        self._host = values
         self._arrived: torch.cuda.Event | None = None
+        if values.device.type == "cuda":
+            room = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            self._host = room.copy_(values.detach(), non_blocking=True)
+            event = self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(torch.cuda.current_stream(values.device))
 
-    def begin(self, number: Tensor) -> None:
-        """Ask for a number (0-dim); it takes the place of one that was asked for before."""
-        self._number, self._arrived = number, None
-        if number.device.type == "cuda":
-            self._number = torch.empty((), dtype=number.dtype, pin_memory=True).copy_(number, non_blocking=True)
-            self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._arrived.record(torch.cuda.current_stream(number.device))
+    @property
+    def is_here(self) -> bool:
+        """Whether :meth:`values` need not wait."""
+        return self._arrived is None or bool(self._arrived.query())  # type: ignore[no-untyped-call]
 
-    def result(self) -> int:
-        """The number that was asked for since the last time; 0 if none was."""
-        number, self._number = self._number, None
+    def values(self) -> Tensor:
+        """What was asked for, on the host; waits unless it :attr:`is_here`."""
         if self._arrived is not None:
             self._arrived.synchronize()
-        return 0 if number is None else int(number)
+        return self._host

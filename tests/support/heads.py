@@ -29,12 +29,19 @@ def head_settings(**settings: Any) -> dict[str, Any]:
     return {**settings, "config": gt.HeadConfig(**config)} if config else settings
 
 
-def make_head(cluster: Any = None, name: str = "classes", *, on_device: bool = False, **settings: Any) -> gt.ClassHead:
-    """A head of these settings, its config's among them; without a cluster (or beside it, if they say so) on ranks."""
+def make_head(
+    cluster: Any = None, name: str = "classes", *, on_device: bool = False, late: bool = False, **settings: Any
+) -> gt.ClassHead:
+    """A head of these settings, its config's among them; without a cluster (or beside it, if they say so) on ranks.
+
+    ``on_device``: it chooses classes, and ``late``: it checks labels, as where rows are on a GPU.
+    """
     settings.setdefault("rows", "ranks" if cluster is None else "pull")
     head = gt.ClassHead(None if settings["rows"] == "ranks" else cluster, name, **head_settings(**settings))
-    if on_device:  # classes are chosen by tensor operations, as on a GPU
+    if on_device or late:
         head.backend.selector.on_device = True
+    if late:
+        head.backend.checks_late = True
     return head
 
 

@@ -54,12 +54,14 @@ class HostActive(ActiveClasses):
         here = self.sorted_ids[clipped] == labels_B if self.num else np.zeros(len(labels_B), np.bool_)
         return np.where(here, clipped, -1)
 
-    def targets(self, numbers_B: Ids) -> Targets:
+    def targets(self, numbers_B: Ids | Tensor) -> Targets:
         """Where the row of each sample's label is among them; labels of other ranks have numbers outside [0, L)."""
+        assert not isinstance(numbers_B, Tensor), "labels on a device choose there"
         return Targets(self.positions(numbers_B))
 
-    def offsets(self, numbers_B: Ids, log2_weight: float) -> Tensor:
+    def offsets(self, numbers_B: Ids | Tensor, log2_weight: float | Tensor) -> Tensor:
         """[A] float32: 0 for the rows of the labels, ``log2_weight`` for the others."""
+        assert not isinstance(numbers_B, Tensor), "labels on a device choose there"
         positions = self.positions(numbers_B)
         offsets = np.full(self.num, log2_weight, np.float32)
         offsets[positions[positions >= 0]] = 0.0
@@ -94,7 +96,7 @@ class DeviceActive:
     """Row numbers, rising; None: all rows."""
     device: torch.device
 
-    def targets(self, numbers_B: Ids) -> DeviceTargets:
+    def targets(self, numbers_B: Ids | Tensor) -> DeviceTargets:
         """See :class:`HostActive`; copies 8·B bytes to the device."""
         numbers = upload(numbers_B, self.device)
         if self.numbers_A is None:
@@ -104,8 +106,9 @@ class DeviceActive:
         found_B = torch.searchsorted(self.numbers_A, numbers).clamp_(max=self.num - 1)
         return DeviceTargets(torch.where(self.numbers_A[found_B] == numbers, found_B, -1))
 
-    def offsets(self, numbers_B: Ids, log2_weight: float) -> Tensor:
-        offsets = torch.full((self.num + 1,), log2_weight, device=self.device)
+    def offsets(self, numbers_B: Ids | Tensor, log2_weight: float | Tensor) -> Tensor:
+        offsets = torch.empty(self.num + 1, device=self.device)
+        offsets = offsets.copy_(log2_weight) if isinstance(log2_weight, Tensor) else offsets.fill_(log2_weight)
         positions_B = self.targets(numbers_B).positions_B  # of other ranks' labels: the last, which is none
         return offsets.index_put_((positions_B,), offsets.new_zeros(()))[:-1]
 
@@ -134,8 +137,8 @@ LocalActive = HostActive | DeviceActive
 """The active classes among the rows that are here, in rising order."""
 
 
-def take_offsets(batch: Batch, active: LocalActive, labels_B: Ids, log2_weight: float) -> None:
+def take_offsets(batch: Batch, active: LocalActive, labels_B: Ids | Tensor, log2_weight: float | Tensor | None) -> None:
     """Let the sampled ones of the active classes, all but those of the labels, weigh more."""
-    if log2_weight:
+    if isinstance(log2_weight, Tensor) or log2_weight:
         offsets_A = active.offsets(labels_B, log2_weight)
         batch.offsets_A = offsets_A.to(batch.arithmetic.device, batch.arithmetic.compute)

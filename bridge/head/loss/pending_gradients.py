@@ -139,11 +139,11 @@ class Factors:
     batch: Batch
     chunk_pass: ChunkPass
     active: LocalActive
-    labels_B: Ids
+    labels_B: Ids | Tensor
     """Of the batch, as numbers of rows."""
-    positives: Ids
+    positives: Ids | Tensor
     """The labels whose logits are not corrected: those of all ranks."""
-    log2_weight: float
+    log2_weight: float | Tensor | None
     """Added to the logits, to base 2, of the other active classes."""
     factor: Tensor
     """See ``Batch.row_factors``; the samples' weights are in the pass."""

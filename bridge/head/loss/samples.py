@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol, cast, get_args
+from typing import Any, Literal, Protocol, cast, get_args
 
 import numpy as np
 import torch
@@ -18,10 +18,13 @@ from geartrain.ams.values.arguments import real_number
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.specs import Ids
 from geartrain.ams.values.text import quoted
-from geartrain.bridge.head.checks import check_features, check_labels
+from geartrain.bridge.head.checks import check_features, check_label_type, check_labels
 from geartrain.bridge.rows.transfers import upload
 
 Reduction = Literal["mean", "sum", "none"]
+
+BAD_WEIGHT = -(2**63)
+"""The label of a sample on a device whose weight cannot be."""
 
 
 def check_reduction(reduction: object) -> Reduction:
@@ -41,6 +44,17 @@ def check_label_smoothing(label_smoothing: object) -> float:
 
 def check_weight(weight: Tensor, batch: int) -> Tensor:
     """Return what each of ``batch`` samples counts, float64 [B] on the host. Raises InvalidArgument."""
+    check_weight_type(weight, batch)
+    host_B = weight.detach().cpu().double()
+    wrong = torch.nonzero(~((host_B >= 0) & (host_B < math.inf)))
+    if len(wrong):
+        index = int(wrong[0])
+        raise InvalidArgument(f"weight {float(host_B[index])} at index {index} must be finite and >= 0")
+    return host_B
+
+
+def check_weight_type(weight: Tensor, batch: int) -> None:
+    """Raise InvalidArgument unless it is [B] of numbers that want no gradient."""
     if not isinstance(weight, Tensor) or weight.shape != (batch,) or weight.is_complex():
         found = f"{weight.dtype} {list(weight.shape)}" if isinstance(weight, Tensor) else quoted(weight)
         raise InvalidArgument(f"weight is {found}; it must be a tensor [{batch}] of numbers, one per sample")
@@ -49,12 +63,6 @@ def check_weight(weight: Tensor, batch: int) -> Tensor:
             "weight requires a gradient, and the head gives it none; detach() it, or multiply the losses of a head "
             "with reduction='none' by it"
         )
-    host_B = weight.detach().cpu().double()
-    wrong = torch.nonzero(~((host_B >= 0) & (host_B < math.inf)))
-    if len(wrong):
-        index = int(wrong[0])
-        raise InvalidArgument(f"weight {float(host_B[index])} at index {index} must be finite and >= 0")
-    return host_B
 
 
 class LossSettings(Protocol):
@@ -75,7 +83,9 @@ class CountedSamples:
 
     features_SD: Tensor
     """[0, D] where they come part by part."""
-    labels_S: Ids
+    labels_S: Any
+    """int64; on the host an array, and a tensor of the features' device where that checks them: ignored ones among
+    them, which weigh 0."""
     places: Ids | None
     """Their indices [S] among the B; None: all."""
     counted: Tensor | None
@@ -83,12 +93,15 @@ class CountedSamples:
     weight_S: Tensor | None
     """What each counts, in the dtype of the losses, on the features' device; None: 1. For a mean they are divided by a
     power of two, so that neither they nor their sum leave the range of that dtype."""
-    divisor: float
-    """Of a mean: the sum of these."""
-    amount: float
-    """What this rank's loss weighs beside those of others: its samples, or their weights; 1 where it is no mean."""
+    divisor: Any
+    """Of a mean: the sum of these; of labels on a device a tensor (0-dim, float64)."""
+    amount: Any
+    """What this rank's loss weighs beside those of others: its samples, or their weights; 1 where it is no mean.
+    Such a tensor, too."""
     reduces: bool
     """Whether the pass gives the plain mean; else the loss of each sample."""
+    counts_S: Tensor | None = None
+    """Which of them count, on the features' device; None: all."""
 
     @staticmethod
     def of(
@@ -141,6 +154,48 @@ class CountedSamples:
             reduces=is_mean and weight is None,
         )
 
+    @staticmethod
+    def on_device(
+        features: Tensor, labels: Tensor, weight: Tensor | None, settings: LossSettings, *, num: int
+    ) -> CountedSamples:
+        """``num`` samples whose labels are where the features are: nothing of their contents comes to the host.
+
+        Ignored ones stay: they weigh 0. The label of a sample whose weight is negative or not finite becomes
+        :data:`BAD_WEIGHT`, which no class has. Raises InvalidIds and InvalidArgument for types and shapes.
+        """
+        check_label_type(labels, num)
+        labels_S, is_mean = labels.detach(), settings.reduction == "mean"
+        counts_S = None if settings.ignore_index is None else labels_S != settings.ignore_index
+        compute = torch.float64 if features.dtype == torch.float64 else torch.float32
+        amount: float | Tensor = float(num) if counts_S is None else counts_S.sum(dtype=torch.float64)
+        weight_S, divisor = None, amount
+        if weight is not None:
+            check_weight_type(weight, num)
+            weight_S = upload(weight.detach(), labels.device).double()
+            are_good_S = (weight_S >= 0) & (weight_S < math.inf)
+            labels_S = labels_S.where(are_good_S if counts_S is None else are_good_S | ~counts_S, BAD_WEIGHT)
+            weight_S = weight_S.where(are_good_S if counts_S is None else are_good_S & counts_S, 0.0)
+            amount = weight_S.sum()
+            if is_mean and num:  # as on the host: divided by a power of two
+                weight_S = torch.ldexp(weight_S, -torch.frexp(weight_S.amax()).exponent)
+            divisor, weight_S = weight_S.sum(), weight_S.to(compute)
+        return CountedSamples(
+            features_SD=features.detach(),
+            labels_S=labels_S,
+            places=None,
+            counted=None,
+            weight_S=weight_S,
+            divisor=divisor,
+            amount=amount if is_mean else 1.0,
+            reduces=is_mean and weight is None,
+            counts_S=counts_S,
+        )
+
+    @property
+    def mean_divisor(self) -> int | Tensor:
+        """By which the sum of losses becomes their mean: how many count, or 1 where none does."""
+        return max(1, len(self.labels_S)) if self.counts_S is None else self.counts_S.sum().clamp_(min=1)
+
     def reduced(self, losses: Tensor, batch: int, reduction: Reduction) -> Tensor:
         """The loss (0-dim), or the losses [B], of what the pass gave: the plain mean, or the losses [S].
 
@@ -152,4 +207,8 @@ class CountedSamples:
             losses = losses * self.weight_S
         if reduction == "none":
             return losses if self.counted is None else losses.new_zeros(batch).index_copy(0, self.counted, losses)
-        return losses.sum() if reduction == "sum" else losses.sum() / (self.divisor or 1.0)
+        if reduction == "sum":
+            return losses.sum()
+        if isinstance(self.divisor, Tensor):
+            return losses.sum() / torch.where(self.divisor == 0, 1.0, self.divisor).to(losses)
+        return losses.sum() / (self.divisor or 1.0)

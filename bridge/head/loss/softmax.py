@@ -97,15 +97,15 @@ class OnlineSoftmax:
         """Losses of the rank's own samples [S], each one's gradient by its features [S, D]; fill in the batch."""
         losses_S, part_BD = self.finish_part()
         if part_BD is None or self._link is None:
-            return losses_S, None if part_BD is None else own_gradient(self._batch, part_BD, self._own)
-        return losses_S, own_gradient(self._batch, self._link.sum_to_owners(part_BD, self._sizes), self._own)
+            return losses_S, None if part_BD is None else own_gradient(self._batch, part_BD, self.own)
+        return losses_S, own_gradient(self._batch, self._link.sum_to_owners(part_BD, self._sizes), self.own)
 
     def finish_part(self) -> tuple[Tensor, Tensor | None]:
         """:meth:`finish` before the reduce-scatter: what this rank's rows add to every sample's gradient [B, D].
 
         The sum over the ranks is what :func:`own_gradient` takes.
         """
-        batch, own, sums = self._batch, self._own, self.sums
+        batch, own, sums = self._batch, self.own, self.sums
         shift_B, sum_B, weighted_BD = self._joint()
         cos_B = (batch.features_BD * sums.target_rows_BD).sum(1)
         mean_row_D = self._mean_row()  # this rank's part of it
@@ -134,7 +134,8 @@ class OnlineSoftmax:
         return losses_B[own], gradient_BD
 
     @property
-    def _own(self) -> slice:
+    def own(self) -> slice:
+        """Where the samples of this rank are in the batch."""
         if self._link is None:
             return slice(None)
         first = sum(self._sizes[: self._link.rank])

@@ -14,6 +14,8 @@ from statistics import fmean, pvariance
 import torch
 from torch import Tensor
 
+from geartrain.bridge.rows.transfers import Readback
+
 LOOKS_EVERY = 16
 """Steps. So often the largest other logit is looked for where that is a pass of its own, or a collective."""
 _WATCHES_EVERY = 4
@@ -38,6 +40,8 @@ class StepStatistics:
     would cost time: there it is in every 16th step, unless the sums need it anyway."""
     num_active: int
     """Classes that took part."""
+    counts: Tensor | None = None
+    """[S] which samples count, where labels that are ignored are on a device; None: all."""
 
     def __repr__(self) -> str:
         """Its means, for print(): not a number for each sample."""
@@ -48,32 +52,37 @@ class StepStatistics:
     @property
     def loss(self) -> float:
         """Mean loss, whatever the reduction; weights play no part."""
-        return _mean(self.losses)
+        return self._mean(self.losses)
 
     @property
     def target(self) -> float:
         """Mean cosine (logit) of the targets, without the margin."""
-        return _mean(self.targets)
+        return self._mean(self.targets)
 
     @property
     def highest_other(self) -> float | None:
         """Mean of the largest other cosine (logit)."""
-        return None if self.highest_others is None else _mean(self.highest_others)
+        return None if self.highest_others is None else self._mean(self.highest_others)
 
     @property
     def accuracy(self) -> float | None:
         """Part of the samples whose class is the best of the active ones, without the margin."""
         hits = self.hits
-        return None if hits is None else _mean(hits)
+        return None if hits is None else self._mean(hits)
 
     @property
     def hits(self) -> Tensor | None:
         """[S] 1 where the sample's class is the best of the active ones, else 0."""
         return None if self.highest_others is None else (self.targets > self.highest_others).to(self.targets.dtype)
 
+    def mean(self, values_S: Tensor) -> Tensor:
+        """Mean (0-dim) over those that count."""
+        if self.counts is None:
+            return values_S.mean()
+        return values_S.where(self.counts, 0.0).sum() / self.counts.sum()
 
-def _mean(values: Tensor) -> float:
-    return float(values.mean()) if len(values) else math.nan
+    def _mean(self, values_S: Tensor) -> float:
+        return float(self.mean(values_S)) if len(values_S) else math.nan
 
 
 def _squared_error(values: Sequence[float]) -> float:
@@ -96,7 +105,7 @@ class LearningWatch:
         self._windows: tuple[list[tuple[float, float]], list[tuple[float, float]]] = [], []
         """Mean cosines and accuracies of passes in the first quarter, and in the last."""
         self._last_samples = 0
-        self._on_the_way: tuple[Tensor, torch.cuda.Event, int, int] | None = None
+        self._on_the_way: tuple[Readback, int, int] | None = None
         self.has_ended = False
 
     def note(self, seen: StepStatistics, num_living: int, settings: Callable[[], str]) -> None:
@@ -116,22 +125,16 @@ class LearningWatch:
             return
         quarter = 4 * (self._passes - 1) // self._horizon
         if quarter in (0, 3):
-            self._read(torch.stack([seen.targets.mean(), hits.mean()]), quarter // 3, samples)
-
-    def _read(self, means: Tensor, window: int, samples: int) -> None:
-        """Add them to a window; those of a device once they are here, without waiting."""
-        if means.device.type != "cuda":
-            self._add(means, window, samples)
-            return
-        host = torch.empty(means.shape, dtype=means.dtype, pin_memory=True).copy_(means, non_blocking=True)
-        arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        arrived.record(torch.cuda.current_stream(means.device))
-        self._on_the_way = host, arrived, window, samples
+            means = torch.stack([seen.mean(seen.targets), seen.mean(hits)])
+            self._on_the_way = Readback(means), quarter // 3, samples
+            if means.device.type == "cpu":
+                self._take()
 
     def _take(self) -> None:
+        """Add to a window what is here by now; what is not is left out, for nobody waits."""
         on_the_way, self._on_the_way = self._on_the_way, None
-        if on_the_way is not None and on_the_way[1].query():  # type: ignore[no-untyped-call]
-            self._add(on_the_way[0], *on_the_way[2:])
+        if on_the_way is not None and on_the_way[0].is_here:
+            self._add(on_the_way[0].values(), *on_the_way[1:])
 
     def _add(self, means: Tensor, window: int, samples: int) -> None:
         target, accuracy = means.tolist()

@@ -13,7 +13,6 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from geartrain.ams.values.errors import InvalidArgument
@@ -59,7 +58,10 @@ class PartedRows(RankRows):
         """The gradients of single losses by the features of a part [S, D or more]; the last part is asked for first."""
         if part not in self._taken:
             assert self._summed is not None
-            self._taken[part] = own_gradient(self.batch, self._summed.take(part), self.sizes.own(part))
+            own = self.sizes.own(part)
+            self._taken[part] = own_gradient(self.batch, self._summed.take(part), own)
+            if self.batch.counts_B is not None:
+                self._taken[part].masked_fill_((self.batch.counts_B[own] != 1).unsqueeze(1), 0.0)
         return self._taken[part]
 
 
@@ -79,13 +81,11 @@ def rows_of_parts(
     try:
         features = parts.compute(0)
         step.check_placed(features)
-        samples = CountedSamples.of_labels(
-            labels,
-            weight,
-            step.backend.settings.config,
-            step.backend.live_classes,
-            num=parts.size,
-            like=features.detach(),
+        config, like = step.backend.settings.config, features.detach()
+        samples = (
+            CountedSamples.on_device(like[:0], labels, weight, config, num=parts.size)
+            if step.checks_late(labels)
+            else CountedSamples.of_labels(labels, weight, config, step.backend.live_classes, num=parts.size, like=like)
         )
         kept = [parts.kept(part, samples.places) for part in range(len(parts.sizes))]
         mine = [size if some is None else len(some) for size, some in zip(parts.sizes, kept, strict=True)]
@@ -95,10 +95,10 @@ def rows_of_parts(
         failure = exc
     samples, agreed = step.agree_on(features, samples, failure, mine)
     assert features is not None
-    labels_on_their_way = link.start_gather(torch.from_numpy(samples.labels_S), agreed.sizes)
+    labels_on_their_way = step.start_labels(samples, agreed)
     sizes = PartSizes(agreed.part_sizes, link.rank)
     joint_features_BD = _gathered(step, parts, features, samples.places, sizes)
-    labels_B: Ids = labels_on_their_way.result().numpy()
+    labels_B = labels_on_their_way.result()
 
     # Where nobody can know that every rank will go backward, the gradients travel at once.
     overlap = parts.overlap and step.training and agreed.all_want_gradient

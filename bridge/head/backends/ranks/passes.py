@@ -47,10 +47,10 @@ class RankRows:
         table: DeviceRows,
         active: LocalActive,
         batch: Batch,
-        numbers_B: Ids,
+        numbers_B: Ids | Tensor,
         sizes: Sequence[int],
         wants_gradient: bool,
-        log2_weight: float = 0.0,
+        log2_weight: float | Tensor | None = None,
     ) -> None:
         """``active`` are classes of this rank, ``numbers_B`` the labels' row numbers, outside [0, L) of other ranks.
 
@@ -96,6 +96,11 @@ class RankRows:
             spreads = self._pass.spreads_operations
             CHUNKS.map(add_part, range(num_parts), arithmetic.device, spreads_operations=spreads)
         losses_S, gradient_SD = self._finish(softmax)
+        if batch.counts_B is not None:
+            counts_S = batch.counts_B[softmax.own]
+            losses_S = losses_S * counts_S
+            if gradient_SD is not None:
+                gradient_SD.masked_fill_((counts_S != 1).unsqueeze(1), 0.0)
         return losses_S, gradient_SD if want_gradient else None
 
     def _finish(self, softmax: OnlineSoftmax) -> tuple[Tensor, Tensor | None]:
@@ -113,6 +118,8 @@ class RankRows:
         factor, weights_B = batch.row_factors(self._joint_upstream(upstream.detach()))
         chunk_pass = self._pass if weights_B is None else pass_for(batch, weights_B)
         checksum = factor + batch.lse2_B.sum() + batch.target_weight_B.sum()
+        if batch.num_counted is not None:
+            checksum = checksum + batch.num_counted
         factors = Factors(
             batch=batch,
             chunk_pass=chunk_pass,
@@ -174,15 +181,21 @@ class RankGradient(FactoredGradient):
         table.end_step(optimizer.lr)
 
     def squared_norm(self) -> float:
-        """Σ g² over the rows of all ranks: makes the gradient once more. Collective: an all-reduce of one number."""
+        return float(self.squares_on_device())
+
+    def squares_on_device(self) -> Tensor:
+        """Σ g² (0-dim, float64) over the rows of all ranks: makes the gradient once more. Collective: an all-reduce of
+        one number."""
 
         def squares(work: Workspace, index: RowIndex, gradient_ND: Tensor) -> Tensor:
             del work, index
             return squared_sum(gradient_ND)
 
-        parts = self._over_chunks(squares, use_kept=False)
-        local = torch.tensor(math.fsum(float(part) for part in parts), dtype=torch.float64)
-        return float(self._table.link.sum(local.to(self._table.device)))
+        table, parts = self._table, self._over_chunks(squares, use_kept=False)
+        if table.device.type == "cpu":
+            return table.link.sum(torch.tensor(math.fsum(float(part) for part in parts), dtype=torch.float64))
+        nothing = torch.zeros((), dtype=torch.float64, device=table.device)
+        return table.link.sum(torch.stack([nothing, *parts]).sum())
 
     def discard(self) -> None:
         """Let go of the factors."""

@@ -25,6 +25,7 @@ from geartrain.bridge.head.backends.backend import HeadSettings, HeadState, requ
 from geartrain.bridge.head.backends.predict import top_on_ranks
 from geartrain.bridge.head.backends.ranks import passes as rank_rows
 from geartrain.bridge.head.backends.ranks.checkpoint import ShardedRows
+from geartrain.bridge.head.backends.ranks.late_labels import LateLabels
 from geartrain.bridge.head.backends.ranks.parts import rows_of_parts
 from geartrain.bridge.head.backends.ranks.passes import RankGradient, RankRows
 from geartrain.bridge.head.backends.ranks.selector import RankSelector
@@ -72,6 +73,7 @@ class RankBackend:
         self.update: DeviceUpdate[RankGradient] = DeviceUpdate(self.table)
         self.select = settings.select.bound(self)
         self.selector = RankSelector(self.table, self.select)
+        self.late_labels, self.checks_late = LateLabels(settings.config.ignore_index), False
         self.margins = HeadMargin(settings.margin)
         self.settings = settings
 
@@ -170,7 +172,7 @@ class RankBackend:
             samples,
             self._logits_cache_bytes,
             want_rows=want_rows,
-            rank_weight=1.0 if agreed.take_mean else samples.amount / (sum(agreed.amounts) or 1.0),
+            rank_weight=agreed.rank_weight,
             takes_mean=agreed.take_mean,
         )
 

@@ -56,12 +56,16 @@ class RankSelector:
         formula = "40·(B·R·(1 + k) + A) + 75·(A + O)"
         return [graph, *in_step("rank", ("choosing of the active classes", size, formula))]
 
-    def choose(self, labels_B: Ids, live_classes: LiveClasses, step: int) -> tuple[int, HostActive | DeviceActive]:
+    def choose(
+        self, labels_B: Ids | Tensor, live_classes: LiveClasses, step: int
+    ) -> tuple[int, HostActive | DeviceActive]:
         """How many classes are active on all ranks together, and which of them are this rank's.
 
         ``labels_B`` live. On a device with several ranks the host waits for two numbers, and for nothing else there.
         """
         table = self._table
+        if isinstance(labels_B, Tensor):
+            labels_B = labels_B.cpu().numpy()
         if not (table.device.type != "cpu" if self.on_device is None else self.on_device):
             active = live_classes.select(self._select, labels_B, step)
             return active.num, HostActive.of(active, table.first, table.stop)

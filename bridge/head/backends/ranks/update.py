@@ -26,7 +26,9 @@ from geartrain.ams.values.errors import (
     SyncError,
 )
 from geartrain.ams.values.specs import Ids
+from geartrain.bridge.collectives.communicator import Pending
 from geartrain.bridge.head.backends.backend import HeadSettings
+from geartrain.bridge.head.backends.ranks.late_labels import LateLabels
 from geartrain.bridge.head.backends.ranks.passes import RankGradient, RankRows
 from geartrain.bridge.head.backends.ranks.selector import RankSelector
 from geartrain.bridge.head.batch import Batch, with_ones
@@ -68,12 +70,14 @@ class Agreed:
     """Whether any rank's features need theirs."""
     all_want_gradient: bool
     """Whether those of every rank do."""
-    amounts: list[float]
-    """What each rank's loss weighs."""
+    rank_weight: float | Tensor
+    """What this rank's loss weighs, as a part of all; 1 where every rank's is the plain mean."""
     take_mean: bool
     """Whether every rank's loss is the plain mean of its samples."""
     part_sizes: list[list[int]]
     """Of a batch that comes part by part: what of each part counts, by rank."""
+    late: bool
+    """Whether labels of some rank are on its device, and so all are gathered and checked there."""
 
 
 class RankHead(Protocol):
@@ -86,6 +90,9 @@ class RankHead(Protocol):
     select: Selection
     selector: RankSelector
     margins: HeadMargin
+    late_labels: LateLabels
+    checks_late: bool
+    """Whether labels on a CPU are checked as those on a device, by it and not by the host: for tests."""
 
     def rows_are_of(self, step: int) -> None:
         """The rows were read from elsewhere, and are those of ``step``."""
@@ -108,8 +115,14 @@ class RankStep:
         """The pass over the rows: all-gathers of the features and of their labels first."""
         link, sizes = self.backend.table.link, agreed.sizes
         joint_features_BD = link.gather(self.travelling(samples.features_SD), sizes)
-        labels_B: Ids = link.gather(torch.from_numpy(samples.labels_S), sizes).numpy()
-        return self.rows_over(joint_features_BD, labels_B, agreed, RankRows)
+        return self.rows_over(joint_features_BD, self.start_labels(samples, agreed).result(), agreed, RankRows)
+
+    def start_labels(self, samples: CountedSamples, agreed: Agreed) -> Pending[Tensor]:
+        """Begin to gather the labels of all ranks: between the hosts, or the devices where some are there."""
+        labels = samples.labels_S if isinstance(samples.labels_S, Tensor) else torch.from_numpy(samples.labels_S)
+        if agreed.late:
+            labels = upload(labels, self.backend.table.device)
+        return self.backend.table.link.start_gather(labels, agreed.sizes)
 
     def travelling(self, features_SD: Tensor) -> Tensor:
         """This rank's features as the others see them."""
@@ -118,7 +131,7 @@ class RankStep:
     def rows_over(
         self,
         joint_features_BD: Tensor,
-        labels_B: Ids,
+        joint_labels_B: Tensor,
         agreed: Agreed,
         make: Callable[..., AnyRankRows],
     ) -> AnyRankRows:
@@ -126,6 +139,12 @@ class RankStep:
         if self.training:
             self.backend.select.prepare()
         table, arithmetic = self.backend.table, Arithmetic.of(joint_features_BD)
+        labels_B: Ids | Tensor
+        labels_B, counts_B = (
+            self.backend.late_labels.settled(joint_labels_B, self.backend.live_classes, self.backend.update.step)
+            if agreed.late
+            else (joint_labels_B.numpy(), None)
+        )
         num_active, here = self.backend.selector.choose(labels_B, self.backend.live_classes, self.backend.update.step)
         numbers_B = labels_B - table.first
         margin = self.backend.margins.of_pass(
@@ -135,17 +154,13 @@ class RankStep:
             step=self.backend.update.step,
             training=self.adapts,
             target_cos=lambda unit_BD: _target_cos(table, unit_BD, numbers_B),
+            counts_B=counts_B,
         )
-        correction = (
-            SamplingCorrection.of(labels_B, num_active, self.backend.live_classes.num_living)
-            if self.backend.select.corrects(margin)
-            else None
-        )
-        stands_for, weight = (
-            (num_active, 0.0) if correction is None else (self.backend.live_classes.num_living, correction.log2_weight)
-        )
+        num_living = self.backend.live_classes.num_living
+        weight = _log2_weight(labels_B, num_active, num_living) if self.backend.select.corrects(margin) else None
+        stands_for = num_active if weight is None else num_living
         targets, smoothing = here.targets(numbers_B), self.backend.settings.config.label_smoothing
-        batch = Batch.of(joint_features_BD, targets, labels_B, margin, stands_for, arithmetic, smoothing)
+        batch = Batch.of(joint_features_BD, targets, labels_B, margin, stands_for, arithmetic, smoothing, counts_B)
         batch.num_active, batch.centers = num_active, self.backend.settings.sub_centers
         is_alone_on_host = table.link.world_size == 1 and joint_features_BD.device.type == "cpu"
         batch.looks_for_highest = is_alone_on_host or self.backend.update.step % LOOKS_EVERY == 0
@@ -155,8 +170,8 @@ class RankStep:
         """Check this rank's samples and tell the other ranks of them: one exchange.
 
         If any rank cannot go on, every rank raises: InvalidRows, InvalidIds, InvalidArgument and NonFinite for its own
-        input, SyncError for that of another, SpecMismatch, StepMismatch, and NonFinite for rows that the last step
-        could not change.
+        input, SyncError for that of another, SpecMismatch, StepMismatch, and of a step before NonFinite for rows that
+        it could not change, and InvalidIds for labels that were on a device.
         """
         failure: GeartrainError | None = None
         samples: CountedSamples | None = None
@@ -186,6 +201,9 @@ class RankStep:
         wants = isinstance(features, Tensor) and features.requires_grad
         spec, step = self.backend.table.spec, self.backend.update.step
         mode = self.training + 2 * self.adapts
+        is_late = samples is not None and isinstance(samples.labels_S, Tensor)
+        amount_here = 0.0 if isinstance(amount, Tensor) else amount
+        marks = is_late + 2 * isinstance(amount, Tensor) + 4 * self.backend.late_labels.has_bad
         numbers = [
             size,
             failure is None,
@@ -196,9 +214,10 @@ class RankStep:
             refused,
             self.backend.live_classes.fingerprint,
             margin,
+            marks,
         ]
-        of_ranks = self.backend.table.link.exchange([*numbers, float_bits(amount), reduces, *part_sizes])
-        sizes, sound, kinds, steps, modes, gradients, left, classes, margins, amounts, reducing, *parts = (
+        of_ranks = self.backend.table.link.exchange([*numbers, float_bits(amount_here), reduces, *part_sizes])
+        sizes, sound, kinds, steps, modes, gradients, left, classes, margins, marked, amounts, reducing, *parts = (
             list(column) for column in zip(*of_ranks, strict=True)
         )
         if failure is not None:
@@ -207,9 +226,11 @@ class RankStep:
         if 0 in sound:
             what = "failed in its backbone, or with" if part_sizes else "was given"
             raise SyncError(f"rank {sound.index(0)} {what} features or labels that it refused; its error tells why")
+        if any(mark & 4 for mark in marked):
+            raise self.backend.late_labels.take_error()
         if sum(left):
             raise NonFinite(
-                f"the last step would have carried {sum(left)} rows of table {spec.name!r} beyond the range of "
+                f"a step before would have carried {sum(left)} rows of table {spec.name!r} beyond the range of "
                 f"{spec.dtype} rows or {spec.slot_dtype} slots, or its gradients were not finite; those rows were left "
                 "as they were. Lower the learning rate, or use torch.amp.GradScaler"
             )
@@ -233,24 +254,42 @@ class RankStep:
                     f"the ranks differ in the {label}: {values}, in rank order; call the head on every rank in the "
                     "same mode (train() with gradients, or not) and with features of one dtype"
                 )
+        take_mean, known_amounts = all(reducing), [float_of(bits) for bits in amounts]
+        rank_weight: float | Tensor = 1.0
+        if not take_mean and any(mark & 2 for mark in marked):
+            own = amount if isinstance(amount, Tensor) else upload(np.array(amount), self.backend.table.device)
+            total = self.backend.table.link.sum(own)
+            rank_weight = own / total.where(total != 0, 1.0)
+        elif not take_mean:
+            rank_weight = amount_here / (sum(known_amounts) or 1.0)
         return samples, Agreed(
             sizes=sizes,
             want_gradient=any(gradients),
             all_want_gradient=all(gradients),
-            amounts=[float_of(bits) for bits in amounts],
-            take_mean=all(reducing),
+            rank_weight=rank_weight,
+            take_mean=take_mean,
+            late=any(mark & 1 for mark in marked),
             part_sizes=[list(of_rank) for of_rank in zip(*parts, strict=True)],
         )
 
     def _checked(self, features: Tensor, labels: Tensor, weight: Tensor | None) -> CountedSamples:
         self.check_placed(features)
-        samples = CountedSamples.of(
-            features, labels, weight, self.backend.settings.config, self.dim, self.backend.live_classes
-        )
+        config = self.backend.settings.config
+        if self.checks_late(labels):
+            check_features(features, self.dim)
+            samples = CountedSamples.on_device(features, labels, weight, config, num=len(features))
+        else:
+            samples = CountedSamples.of(features, labels, weight, config, self.dim, self.backend.live_classes)
         if len(features) == 0 and self.backend.table.link.world_size == 1:
             raise InvalidRows("the batch is empty; a mean loss needs at least one sample")
         check_finite(samples.features_SD)
         return samples
+
+    def checks_late(self, labels: object) -> bool:
+        """Whether labels stay on the device of the rows, which is no CPU."""
+        if not isinstance(labels, Tensor):
+            return False
+        return (labels.device.type != "cpu" and labels.device == self.backend.table.device) or self.backend.checks_late
 
     @property
     def dim(self) -> int:
@@ -267,8 +306,24 @@ class RankStep:
             )
 
 
-def _target_cos(table: DeviceRows, unit_BD: Tensor, numbers_B: Ids) -> Tensor:
+def _log2_weight(labels_B: Ids | Tensor, num_active: int, num_living: int) -> float | Tensor | None:
+    """That of :class:`SamplingCorrection` (0-dim, float64, for labels on a device); None: nothing was sampled."""
+    if not isinstance(labels_B, Tensor):
+        correction = SamplingCorrection.of(labels_B, num_active, num_living)
+        return None if correction is None else correction.log2_weight
+    if num_active >= num_living or not len(labels_B):
+        return None
+    sorted_B = labels_B.sort().values
+    num_positive = (sorted_B[1:] != sorted_B[:-1]).sum().double() + 1
+    return torch.log2((num_living - num_positive) / (num_active - num_positive)).where(num_positive < num_active, 0.0)
+
+
+def _target_cos(table: DeviceRows, unit_BD: Tensor, numbers_B: Ids | Tensor) -> Tensor:
     """Cosines [B] of unit features and the rows of their classes, which ranks hold: an all-reduce of B numbers."""
+    if isinstance(numbers_B, Tensor):
+        is_here_B = (numbers_B >= 0) & (numbers_B < table.num_local)
+        rows_BD = table.current_rows(numbers_B.clamp(0, max(table.num_local - 1, 0))).to(unit_BD)
+        return table.link.sum(largest_cosines(unit_BD, rows_BD).where(is_here_B, 0.0))
     places = np.flatnonzero((numbers_B >= 0) & (numbers_B < table.num_local))
     here = upload(places, unit_BD.device)
     rows_ND = table.current_rows(upload(numbers_B[places], table.device)).to(unit_BD)

@@ -49,10 +49,12 @@ class AdaFace:
         """The margin for the lengths of this batch. With ranks and rows in a cluster one all-reduce of 16 bytes."""
         mean, std, batches = (batch.recall(name) for name in ("norm_mean", "norm_std", "norm_batches"))
         if batch.training:
-            norms_B, size = batch.norms_B.double(), batch.joint_size
+            norms_B, size = batch.norms_B.double(), batch.num_counted
             of_batch, square = batch.joint_mean(torch.stack([norms_B, norms_B.square()]))
             share = (1.0 / (batches + 1.0)).clamp(min=1.0 - self.momentum)
-            if size > 1:
+            if isinstance(size, Tensor):
+                size = size.clamp(min=2)
+            if isinstance(size, Tensor) or size > 1:
                 variance = (square - of_batch.square()).clamp(min=0.0) * (size / (size - 1))
                 std = std + share * (variance.sqrt() - std)
             mean = mean + share * (of_batch - mean)

@@ -24,7 +24,8 @@ from geartrain.bridge.rows.transfers import upload
 class JointBatch:
     """The samples of all ranks, and where those of this process are among them."""
 
-    labels: Ids
+    labels: Any
+    """int64 [B]: an array, or where the device alone knows them a tensor."""
     first: int
     sum: Callable[[Tensor], Tensor]
     """Over the ranks; collective."""
@@ -51,14 +52,18 @@ class HeadMargin:
     def of_pass(
         self,
         features: Tensor,
-        labels_B: Ids,
+        labels_B: Ids | Tensor,
         joint: JointBatch,
         *,
         step: int,
         training: bool,
         target_cos: Callable[[Tensor], Tensor],
+        counts_B: Tensor | None = None,
     ) -> Margin | None:
-        """The margin of the forward pass over ``features`` [B, D]; ``target_cos`` gives cosines of unit features."""
+        """The margin of the forward pass over ``features`` [B, D]; ``target_cos`` gives cosines of unit features.
+
+        ``counts_B`` is that of ``Batch``.
+        """
         margin: Any = self.margin
         if not hasattr(margin, "begin"):
             return margin  # type: ignore[no-any-return]
@@ -74,6 +79,7 @@ class HeadMargin:
             target_cos=lambda: target_cos(values_BD / norms_B.unsqueeze(1)),
             joint_sum=joint.sum,
             known=self._learned,
+            counts_B=counts_B,
         )
         made: Margin = margin.begin(batch)
         if changes_negatives(made) and not self._takes_negatives:

@@ -136,13 +136,25 @@ class MarginBatch:
     known: dict[str, Tensor]
     learned: dict[str, Tensor] = field(default_factory=dict)
     """See :meth:`learn`."""
+    counts_B: Tensor | None = None
+    """1 where a sample counts, of labels on a device, among which are ignored ones; None: all do."""
 
     def joint_mean(self, values_KB: Tensor) -> Tensor:
         """Means [K] of K numbers of each sample over the joint batch, float64; 0 if that is empty.
 
         With ranks and rows in a cluster one all-reduce of 8·K bytes, in which every rank takes part: only in training.
         """
-        return self.joint_sum(values_KB.double().sum(-1)) / max(1, self.joint_size)
+        values_KB = values_KB.double()
+        if self.counts_B is None:
+            return self.joint_sum(values_KB.sum(-1)) / max(1, self.joint_size)
+        return self.joint_sum(values_KB.where(self.counts_B == 1, 0.0).sum(-1)) / self.num_counted
+
+    @property
+    def num_counted(self) -> int | Tensor:
+        """Samples of the joint batch that count; a tensor of at least 1 where a device alone knows them."""
+        if self.counts_B is None:
+            return self.joint_size
+        return self.joint_sum((self.counts_B == 1).sum().double()).clamp(min=1)
 
     def recall(self, name: str, initial: float = 0.0) -> Tensor:
         """What was learned under this name (0-dim, float64), or ``initial``."""

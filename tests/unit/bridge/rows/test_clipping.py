@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import geartrain as gt
 from geartrain.ams.client.cluster import Cluster
 from geartrain.ams.values.errors import InvalidArgument, NonFinite
+from geartrain.bridge.rows import optimizer
 from tests.support import heads
 from tests.support.reference import plain_loss
 from tests.unit.bridge.gear.test_slow_gear import DIM as GEAR_DIM
@@ -204,6 +205,29 @@ def test_a_norm_whose_squares_float32_cannot_hold_is_unscaled_all_the_same(clust
     assert before > 0
     scaler.unscale_(rows)
     assert head.row_update.squared_norm() == pytest.approx(16 * before)
+
+
+def test_on_a_device_nobody_waits_for_the_norm_and_the_result_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    def clipped(*, on_device: bool) -> tuple[Tensor, Tensor, Tensor]:
+        head, backbone = heads.make_head(num_classes=CLASSES, dim=DIM, margin=MARGIN), nn.Linear(7, DIM)
+        nn.init.constant_(backbone.weight, 0.1), nn.init.zeros_(backbone.bias)
+        rows, (inputs, labels) = gt.RowOptimizer(head), batch(0)
+        head(backbone(inputs.float()), labels).backward()
+        if on_device:
+
+            def squares(grads: list[Tensor], optimizers: list[gt.RowOptimizer]) -> list[Tensor]:
+                del optimizers
+                return [head.row_update._pending.squares_on_device(), *(grad.double().square().sum() for grad in grads)]
+
+            monkeypatch.setattr(optimizer, "_on_one_device", squares)
+        norm = gt.clip_grad_norm_(backbone.parameters(), rows, 0.01)
+        assert backbone.weight.grad is not None
+        rows.step()
+        return norm, backbone.weight.grad, head.weights()
+
+    expected = clipped(on_device=False)
+    for found, wanted in zip(clipped(on_device=True), expected, strict=True):
+        torch.testing.assert_close(found, wanted)
 
 
 def test_features_of_a_slow_gear_are_clipped_by_either(cluster: Cluster) -> None:

@@ -1,0 +1,93 @@
+"""Labels that are on a device: checked there, and told of at a later step, so that no host waits for a backbone.
+
+The step of a bad label changes no row: its loss is NaN, its features get a gradient of zero, and the check sum of its
+row gradients is NaN, as that of features which are not finite. The labels travel to the host meanwhile, 8 bytes each,
+which says at the first call that finds them there what was wrong.
+
+Legend: B samples of all ranks.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from geartrain.ams.programs.class_lifecycle import LiveClasses
+from geartrain.ams.values.errors import InvalidIds
+from geartrain.ams.values.specs import Ids
+from geartrain.bridge.head.checks import check_class_ids
+from geartrain.bridge.head.loss.samples import BAD_WEIGHT
+from geartrain.bridge.rows.transfers import Readback, upload
+
+
+class LateLabels:
+    """The labels of the last steps, until the host has seen them. Not thread-safe."""
+
+    def __init__(self, ignore_index: int | None) -> None:
+        self._ignored = ignore_index
+        self._under_way: deque[tuple[Readback, int, LiveClasses]] = deque()
+        self._living: tuple[LiveClasses, Tensor, Tensor] | None = None
+        """The classes that live, and on a device where each run of retired ones starts and the last one stopped."""
+
+    def settled(self, labels_B: Tensor, live_classes: LiveClasses, step: int) -> tuple[Tensor, Tensor]:
+        """(labels [B] of living classes alone; what each sample counts, float32 [B]: see ``Batch.counts_B``).
+
+        A label that is ignored or wrong becomes one of those that count; of none that does, any living class.
+        """
+        self._under_way.append((Readback(labels_B), step, live_classes))
+        are_good_B = self._live(labels_B, live_classes)
+        if self._ignored is None:
+            counts_B = torch.where(are_good_B, 1.0, torch.nan)
+        else:
+            counts_B = torch.where(labels_B == self._ignored, 0.0, torch.nan).masked_fill_(are_good_B, 1.0)
+        if not len(labels_B):
+            return labels_B, counts_B
+        any_living = int(live_classes.ids(np.zeros(1, np.int64))[0])
+        stand_in = labels_B.where(are_good_B, any_living).amax()
+        return labels_B.where(are_good_B, stand_in), counts_B
+
+    def _live(self, labels_B: Tensor, live_classes: LiveClasses) -> Tensor:
+        are_ids_B = labels_B == labels_B.clamp(0, live_classes.num_classes - 1)
+        if live_classes.are_all:
+            return are_ids_B
+        if self._living is None or self._living[0] is not live_classes or self._living[1].device != labels_B.device:
+            runs = live_classes.retired_runs
+            stops = np.concatenate([[0], runs[:, 1]])
+            starts = np.ascontiguousarray(runs[:, 0])
+            self._living = live_classes, upload(starts, labels_B.device), upload(stops, labels_B.device)
+        _, starts_R, stops_R = self._living
+        return are_ids_B & (labels_B >= stops_R[torch.searchsorted(starts_R, labels_B, right=True)])
+
+    @property
+    def has_bad(self) -> bool:
+        """Whether labels that are here by now were wrong; those before it that were good are forgotten."""
+        while self._under_way and self._under_way[0][0].is_here:
+            if self._error() is not None:
+                return True
+            self._under_way.popleft()
+        return False
+
+    def take_error(self) -> InvalidIds:
+        """What was wrong with the first step that had a bad label; waits for it. Some rank knows that there is one."""
+        while self._under_way:
+            error = self._error()
+            self._under_way.popleft()
+            if error is not None:
+                return error
+        return InvalidIds("another rank found a bad label in a step before; its error tells which")
+
+    def _error(self) -> InvalidIds | None:
+        arrived, step, live_classes = self._under_way[0]
+        labels: Ids = arrived.values().numpy()
+        try:
+            if len(wrong := np.flatnonzero(labels == BAD_WEIGHT)):
+                raise InvalidIds(f"the weight at index {int(wrong[0])} is negative or not finite; give one >= 0")
+            check_class_ids(labels, live_classes.num_classes, "label", self._ignored)
+            counted = labels if self._ignored is None else labels[labels != self._ignored]
+            live_classes.require(counted, "label")
+        except InvalidIds as exc:
+            return InvalidIds(f"step {step}, which has changed no row, was given on its device: {exc}")
+        return None

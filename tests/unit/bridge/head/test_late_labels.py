@@ -1,0 +1,111 @@
+"""Labels on the rows' device: checked there, the same results as of labels on the host, and errors one step late."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import geartrain as gt
+from tests.support.heads import make_batch, make_head
+from tests.support.rank_processes import run_ranks
+
+NUM, DIM, SIZE = 60, 8, 12
+COMMON: dict[str, Any] = {"num_classes": NUM, "dim": DIM, "initializer": gt.Normal(0.1), "optimizer": gt.SGD(0.5)}
+CASES: dict[str, dict[str, Any]] = {
+    "linear": {"margin": None, "select": gt.FullSoftmax()},
+    "linear sampled": {"margin": None, "select": gt.PartialFC(0.4)},
+    "sampled fewer than labels": {"margin": None, "select": gt.PartialFC(0.05)},
+    "margin": {"margin": gt.ArcFace(scale=16), "select": gt.PartialFC(0.4)},
+    "adaptive": {"margin": gt.AdaFace(scale=16), "select": gt.PartialFC(0.4)},
+    "sum": {"margin": gt.CosFace(scale=16), "select": gt.FullSoftmax(), "reduction": "sum"},
+    "none": {"margin": None, "select": gt.FullSoftmax(), "reduction": "none", "label_smoothing": 0.1},
+    "retired": {"margin": None, "select": gt.PartialFC(0.5), "num_living": 50},
+    "ignored, adaptive": {"margin": gt.AdaFace(scale=16), "select": gt.FullSoftmax(), "ignore_index": -100},
+    "ignored": {"margin": gt.ArcFace(scale=16), "select": gt.FullSoftmax(), "ignore_index": -100},
+    "ignored, each": {"margin": None, "select": gt.PartialFC(0.4), "ignore_index": -100, "reduction": "none"},
+}
+
+
+def steps(case: str, *, late: bool, weighted: bool, rank: int = 0, ranks: int = 1) -> dict[str, torch.Tensor]:
+    head = make_head(late=late, on_device=True, **COMMON, **CASES[case])
+    rows, found = gt.RowOptimizer(head), {}
+    for step in range(3):
+        features, labels = make_batch(SIZE, head.num_living, DIM, step)
+        if "ignored" in case:
+            labels[step::4] = -100
+        weight = torch.arange(SIZE).float() if weighted else None
+        share = slice(rank * SIZE // ranks, (rank + 1) * SIZE // ranks)
+        own = features.detach()[share].requires_grad_()
+        loss = head(own, labels[share], None if weight is None else weight[share])
+        loss.sum().backward()
+        rows.step()
+        rows.zero_grad()
+        found |= {f"loss {step}": loss.detach(), f"gradient {step}": own.grad}
+    assert head.stats is not None and (head.stats.counts is not None) == late
+    found["means"] = torch.tensor([head.stats.loss, head.stats.target])
+    return found | {"rows": head.weights()}
+
+
+@pytest.mark.parametrize("weighted", [False, True], ids=["alike", "weighted"])
+@pytest.mark.parametrize("case", CASES)
+def test_results_are_those_of_labels_on_the_host(case: str, weighted: bool) -> None:
+    expected, found = (steps(case, late=late, weighted=weighted) for late in (False, True))
+    for name in expected:
+        torch.testing.assert_close(found[name], expected[name], msg=lambda text, name=name: f"{name}: {text}")
+
+
+def on_two_ranks(rank: int) -> None:
+    for case in ("linear sampled", "margin", "ignored"):
+        for weighted in (False, True):
+            of = {"case": case, "weighted": weighted, "rank": rank, "ranks": 2}
+            expected, found = steps(late=False, **of), steps(late=True, **of)
+            for name in expected:
+                torch.testing.assert_close(found[name], expected[name])
+    head = make_head(late=True, **COMMON)
+    features, labels = make_batch(SIZE, NUM, DIM, rank)
+    if rank == 1:
+        labels[2] = NUM
+    assert torch.isnan(head(features, labels)) == (rank == 1)
+    with pytest.raises(gt.errors.InvalidIds, match=f"label {NUM} at index {SIZE + 2} is outside"):
+        head(*make_batch(SIZE, NUM, DIM))
+    head(*make_batch(SIZE, NUM, DIM))
+
+
+def test_two_ranks_gather_and_check_labels_on_their_devices(tmp_path: Path) -> None:
+    run_ranks(on_two_ranks, 2, tmp_path)
+
+
+@pytest.mark.parametrize("bad", [NUM, -1, 55], ids=["too large", "negative", "retired"])
+def test_a_bad_label_changes_no_row_and_is_named_by_the_next_step(bad: int) -> None:
+    head = make_head(late=True, **COMMON, num_living=50, margin=gt.ArcFace(scale=16))
+    rows, before = gt.RowOptimizer(head), head.weights()
+    head.backend.update.check_finite = lambda: None  # as on a GPU
+    features, labels = make_batch(SIZE, 50, DIM)
+    labels[3] = bad
+    loss = head(features, labels)
+    loss.backward()
+    rows.step()
+    rows.zero_grad()
+    assert torch.isnan(loss)
+    assert features.grad is not None and torch.isfinite(features.grad).all()
+    assert not features.grad[3].any() and features.grad[2].any()
+    torch.testing.assert_close(head.weights(), before, rtol=0, atol=0)
+    with pytest.raises(gt.errors.InvalidIds, match=f"step 0, which has changed no row.*label {bad} at index 3"):
+        head(*make_batch(SIZE, 50, DIM))
+    head.backend.update.take_refused()
+    assert torch.isfinite(head(*make_batch(SIZE, 50, DIM)))
+
+
+@pytest.mark.parametrize("bad", [-1.0, float("nan"), float("inf")])
+def test_a_bad_weight_is_found_alike(bad: float) -> None:
+    head = make_head(late=True, **COMMON)
+    weight = torch.ones(SIZE)
+    weight[5] = bad
+    features, labels = make_batch(SIZE, NUM, DIM)
+    head(features, labels, weight).backward()
+    assert features.grad is not None and torch.isfinite(features.grad).all()
+    with pytest.raises(gt.errors.InvalidIds, match="weight at index 5"):
+        head(*make_batch(SIZE, NUM, DIM))
