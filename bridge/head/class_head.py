@@ -285,12 +285,14 @@ class ClassHead(nn.Module):
 
         ``weight`` [B], finite and >= 0, says how much each sample counts (None: 1): the mean is Σ w·loss / Σ w, as
         ``torch.nn.functional.cross_entropy`` weighs samples by the weights of their classes. Like the labels it is
-        looked at on the host. ``reduction`` may ask for the sum, or the losses [B], instead. Where nothing counts (all
+        looked at on the host, unless the labels are on the device of the rows. ``reduction`` may ask for the sum, or the losses [B], instead. Where nothing counts (all
         weights 0, all labels ignored) the mean is 0, and so are its gradients.
 
         Costs one pull of the active rows. Labels are read, never changed. Raises InvalidRows, InvalidIds,
         InvalidArgument for weights, and NonFinite for features on the CPU, unless ranks train together. Looking would
         stall a GPU, and ranks must fail as one: there the loss is NaN, and ``RowOptimizer.step`` refuses the gradients.
+        Labels on the device of ``rows="ranks"`` are checked there: the loss of a bad one is NaN, its step changes no
+        row, and a later call, most often the next, raises InvalidIds.
         ``torch.compile`` breaks its graph here.
         """
         training = self.training and torch.is_grad_enabled()

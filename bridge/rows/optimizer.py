@@ -276,9 +276,7 @@ def _on_one_device(grads: list[Tensor], optimizers: list[RowOptimizer]) -> list[
     wide = torch.float64 if any(grad.dtype == torch.float64 for grad in grads) else torch.float32
     norms = [*torch._foreach_norm(plain, 2, wide)] if plain else []
     norms += [
-        torch.linalg.vector_norm(grad, dtype=wide).full_tensor()  # type: ignore[attr-defined]
-        for grad in grads
-        if hasattr(grad, "full_tensor")
+        torch.linalg.vector_norm(grad, dtype=wide).full_tensor() for grad in grads if hasattr(grad, "full_tensor")
     ]
     return [*squares, torch.stack([norm.double() for norm in norms]).square_().sum()] if norms else squares
 

@@ -37,10 +37,12 @@ class Readback:
     @property
     def is_here(self) -> bool:
         """Whether :meth:`values` need not wait."""
-        return self._arrived is None or bool(self._arrived.query())  # type: ignore[no-untyped-call]
+        if self._arrived is not None and self._arrived.query():  # type: ignore[no-untyped-call]
+            self._arrived = None
+        return self._arrived is None
 
     def values(self) -> Tensor:
-        """What was asked for, on the host; waits unless it :attr:`is_here`."""
+        """What was asked for, on the host; waits until it :attr:`is_here`."""
         if self._arrived is not None:
             self._arrived.synchronize()
         return self._host

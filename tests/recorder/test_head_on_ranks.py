@@ -18,15 +18,15 @@ PARTIAL: dict[str, Any] = {"select": 0.1}
 ON_DEVICE: dict[str, Any] = {"labels": "cuda"}
 
 BUDGETS = [
-    Budget(410, 1, "head", LARGE),
-    Budget(432, 1, "head", LARGE | {"autocast": "bfloat16"}),
-    Budget(1344, 1, "head", LARGE | NARROW),
-    Budget(741, 1, "head", LARGE | NARROW | PARTIAL),
-    Budget(503, 2, "head", LARGE | PARTIAL | ON_DEVICE),
-    Budget(1504, 10, "head", LARGE | NARROW | ON_DEVICE | {"clip": True}),
-    Budget(498, 2, "head", LARGE | ON_DEVICE | {"optimizer": "AdamW"}),
-    Budget(1363, 1, "head", LARGE | NARROW | {"ranks": 8}),
-    Budget(441, 4, "head", LARGE | NARROW | PARTIAL | ON_DEVICE | {"ranks": 8}),
+    Budget(410, 0, "head", LARGE),
+    Budget(432, 0, "head", LARGE | {"autocast": "bfloat16"}),
+    Budget(1344, 0, "head", LARGE | NARROW),
+    Budget(741, 0, "head", LARGE | NARROW | PARTIAL),
+    Budget(530, 1, "head", LARGE | PARTIAL | ON_DEVICE),
+    Budget(1540, 0, "head", LARGE | NARROW | ON_DEVICE | {"clip": True}),
+    Budget(525, 0, "head", LARGE | ON_DEVICE | {"optimizer": "AdamW"}),
+    Budget(1363, 0, "head", LARGE | NARROW | {"ranks": 8}),
+    Budget(468, 3, "head", LARGE | NARROW | PARTIAL | ON_DEVICE | {"ranks": 8}),
 ]
 reports = reports_of(BUDGETS)
 
@@ -42,7 +42,7 @@ MARGINS = [
 ]
 SMOOTH: dict[str, Any] = {"label_smoothing": 0.1}
 COMBINATIONS = [
-    Budget(650, 1, "head", PARTIAL | {"margin": margin, **options})
+    Budget(650, 0, "head", PARTIAL | {"margin": margin, **options})
     for margins, choices in ((MARGINS, [{}, SMOOTH, {"sub_centers": 3}]), ([""], [{}, SMOOTH, {"bias": True}]))
     for margin in margins
     for options in choices

@@ -65,6 +65,9 @@ class RankSelector:
         """
         table = self._table
         if isinstance(labels_B, Tensor):
+            num = live_classes.num_living
+            if live_classes.are_all and self._select.ranking(0, num) and self._select.budget(num) >= num:
+                return num, DeviceActive(table.num_local, None, table.device)
             labels_B = labels_B.cpu().numpy()
         if not (table.device.type != "cpu" if self.on_device is None else self.on_device):
             active = live_classes.select(self._select, labels_B, step)
