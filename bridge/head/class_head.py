@@ -285,7 +285,8 @@ class ClassHead(nn.Module):
 
         ``weight`` [B], finite and >= 0, says how much each sample counts (None: 1): the mean is Σ w·loss / Σ w, as
         ``torch.nn.functional.cross_entropy`` weighs samples by the weights of their classes. Like the labels it is
-        looked at on the host, unless the labels are on the device of the rows. ``reduction`` may ask for the sum, or the losses [B], instead. Where nothing counts (all
+        looked at on the host, unless the labels are on the device of the rows. ``reduction`` may ask for the sum, or
+        the losses [B], instead. Where nothing counts (all
         weights 0, all labels ignored) the mean is 0, and so are its gradients.
 
         Costs one pull of the active rows. Labels are read, never changed. Raises InvalidRows, InvalidIds,
