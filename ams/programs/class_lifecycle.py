@@ -91,6 +91,12 @@ class LiveClasses:
         """Numbers [N] of living class ids [N]."""
         return ids - self.retired_before[np.searchsorted(self.retired_runs[:, 0], ids, side="right")]
 
+    def num_below(self, class_id: int) -> int:
+        """How many living classes have ids below ``class_id``."""
+        runs = int(np.searchsorted(self.retired_runs[:, 0], class_id))
+        last_stop = int(self.retired_runs[runs - 1, 1]) if runs else 0
+        return class_id - int(self.retired_before[runs]) + max(0, last_stop - class_id)
+
     def holds(self, ids: Ids) -> npt.NDArray[np.bool_]:
         """Which of the class ids [N] live."""
         runs = np.searchsorted(self.retired_runs[:, 0], ids, side="right")

@@ -207,10 +207,10 @@ def memory_report(
     checked_wire_dtype(config.wire_dtype, "plan", config.dtype)
     parts = plan.table() + backend.step_memory(plan)
     if plan.neighbours:
-        size = NeighbourTable.bytes_for(num_classes, plan.neighbours)
-        parts.append(
-            MemoryPart(name="graph of classes", holder="rank", bytes=size, standing=True, formula="4·C·k + 8·C")
-        )
+        is_cut = not backend.needs_cluster
+        size = NeighbourTable.bytes_for(num_classes, plan.neighbours, num_ranks if is_cut else 1)
+        formula = "(4·C·k + 8·C) / R" if is_cut else "4·C·k + 8·C"
+        parts.append(MemoryPart(name="graph of classes", holder="rank", bytes=size, standing=True, formula=formula))
     return MemoryReport(
         num_classes=num_classes,
         dim=dim,

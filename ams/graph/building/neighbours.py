@@ -40,12 +40,17 @@ class NeighbourTable:
     """[E] class ids, best first; the class itself is in no list."""
     k: int
     """Wanted neighbours of a class; each has min(k, C - 1)."""
+    first: int = 0
+    """Class of the first list."""
+    total: int | None = None
+    """C, if the lists are those of some classes only: ``first`` and those after it; None: of all."""
 
     @staticmethod
-    def bytes_for(num_classes: int, k: int) -> int:
-        """Of the graph of so many classes with ``k`` neighbours each."""
-        entries = num_classes * min(k, num_classes - 1)
-        return entries * np.dtype(id_dtype(num_classes)).itemsize + (num_classes + 1) * 8
+    def bytes_for(num_classes: int, k: int, parts: int = 1) -> int:
+        """Of the graph of so many classes with ``k`` neighbours each, or of the largest of so many parts."""
+        num_lists = -(-num_classes // parts)
+        entries = num_lists * min(k, num_classes - 1)
+        return entries * np.dtype(id_dtype(num_classes)).itemsize + (num_lists + 1) * 8
 
     def __post_init__(self) -> None:
         """Check the shapes and ids; O(E). Raises InvalidArgument, InvalidIds."""
@@ -54,10 +59,15 @@ class NeighbourTable:
         _check_vector(self.offsets, "offsets", (np.int64,))
         _check_vector(self.neighbours, "neighbours", (np.int64, np.int32))
         num_ids = len(self.neighbours)
-        if len(self.offsets) < 2 or self.offsets[0] != 0 or self.offsets[-1] != num_ids:
+        least = 2 if self.total is None else 1
+        if len(self.offsets) < least or self.offsets[0] != 0 or self.offsets[-1] != num_ids:
             raise InvalidArgument(
                 f"offsets has {len(self.offsets)} values from {self.offsets[:1]} to {self.offsets[-1:]}; it must have"
-                f" at least 2, from 0 to the number of neighbours {num_ids}"
+                f" at least {least}, from 0 to the number of neighbours {num_ids}"
+            )
+        if not 0 <= self.first <= self.num_classes - self.num_lists:
+            raise InvalidArgument(
+                f"the lists are of classes {self.first} to {self.first + self.num_lists}; there are {self.num_classes}"
             )
         if np.any(self.offsets[1:] < self.offsets[:-1]):
             raise InvalidArgument("offsets falls somewhere; it must rise from 0 to the number of neighbours")
@@ -78,6 +88,11 @@ class NeighbourTable:
     @property
     def num_classes(self) -> int:
         """C."""
+        return self.num_lists if self.total is None else self.total
+
+    @property
+    def num_lists(self) -> int:
+        """C, or how many classes the lists are of."""
         return len(self.offsets) - 1
 
     @property
@@ -87,9 +102,17 @@ class NeighbourTable:
 
     def row(self, class_id: int) -> Ids:
         """The neighbours of one class, int64, best first. Raises InvalidIds."""
-        if not 0 <= class_id < self.num_classes:
-            raise InvalidIds(f"class {class_id} is outside the table; classes lie in [0, {self.num_classes})")
-        return self.neighbours[self.offsets[class_id] : self.offsets[class_id + 1]].astype(np.int64)
+        at = class_id - self.first
+        if not 0 <= at < self.num_lists:
+            stop = self.first + self.num_lists
+            raise InvalidIds(f"class {class_id} is outside the table; classes lie in [{self.first}, {stop})")
+        return self.neighbours[self.offsets[at] : self.offsets[at + 1]].astype(np.int64)
+
+    def part(self, first: int, stop: int) -> NeighbourTable:
+        """The lists of classes ``first`` … ``stop`` - 1 of a whole table, copied."""
+        begin, end = int(self.offsets[first]), int(self.offsets[stop])
+        lists = (self.offsets[first : stop + 1] - begin, self.neighbours[begin:end].copy())
+        return NeighbourTable(*lists, self.k, first, self.num_classes)
 
     def select(self, labels: Ids, budget: int, *, seed: int, step: int) -> Ids:
         """Choose the active classes of a batch: a pure function, the same wherever it is computed.
@@ -110,9 +133,13 @@ class NeighbourTable:
             int64 [max(min(budget, C), distinct labels)], rising.
 
         Raises:
-            InvalidArgument: ``budget`` is below 1.
+            InvalidArgument: ``budget`` is below 1, or the table is a part of one.
             InvalidIds: a label is no int64 or outside [0, C).
         """
+        if self.total is not None:
+            raise InvalidArgument(
+                f"the table has the lists of {self.num_lists} of {self.total} classes; select needs all"
+            )
         return ops.select_neighbours(self.offsets, self.neighbours, labels, budget, seed=seed, step=step)
 
 

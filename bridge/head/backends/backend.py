@@ -28,6 +28,7 @@ from geartrain.bridge.head.loss.feature_parts import FeatureParts
 from geartrain.bridge.head.loss.margins.head_margin import HeadMargin
 from geartrain.bridge.head.loss.margins.margin import AnyMargin
 from geartrain.bridge.head.memory_plan import MemoryPart, MemoryPlan
+from geartrain.bridge.head.selection.graph_parts import GraphParts
 from geartrain.bridge.rows.pending import PendingUpdate
 from geartrain.bridge.rows.tables import ReadableTable
 
@@ -102,6 +103,10 @@ class GraphRows(Protocol):
 
 class GraphSource(Protocol):
     """Gives the rows of one head for its graphs."""
+
+    @property
+    def parts(self) -> GraphParts | None:
+        """Who keeps which lists of a graph; None: each process keeps all."""
 
     def rows(self, live_classes: LiveClasses, step: int) -> GraphRows:
         """Those of the living classes, as they are at ``step``."""

@@ -19,27 +19,33 @@ Floats = npt.NDArray[np.float32]
 BLOCK_BYTES = 8 << 20
 
 
-def renumbered(table: NeighbourTable, before: LiveClasses, after: LiveClasses) -> NeighbourTable:
+def renumbered(
+    table: NeighbourTable, before: LiveClasses, after: LiveClasses, bounds: tuple[int, int] | None = None
+) -> NeighbourTable:
     """The same lists in the numbers of ``after``, without the classes retired since; new ones have empty lists.
 
-    O(E) time, 5 · E bytes beside the table.
+    Of a part of a table too: ``bounds`` are then its classes in the numbers of ``after``. O(C + E) time, 5 · E bytes
+    beside the table.
     """
     stay = after.holds(before.all_ids)
     numbers: Ids = np.where(stay, after.numbers(before.all_ids), -1)
     new_number = numbers.astype(id_dtype(after.num_living))
     moved: npt.NDArray[Any] = new_number[table.neighbours]
     kept = np.append(moved >= 0, False)
-    counts = np.add.reduceat(kept, table.offsets[:-1], dtype=np.int64)
+    counts = np.add.reduceat(kept, table.offsets[:-1], dtype=np.int64)[: table.num_lists]
     counts[np.diff(table.offsets) == 0] = 0
-    lists = np.zeros(after.num_living, np.int64)
-    lists[new_number[stay]] = counts[stay]
+    owners = slice(table.first, table.first + table.num_lists)
+    stay = stay[owners]
+    first, stop = bounds or (0, after.num_living)
+    lists = np.zeros(stop - first, np.int64)
+    lists[new_number[owners][stay] - first] = counts[stay]
     kept[:-1] &= np.repeat(stay, np.diff(table.offsets))  # the lists of retired classes go too
-    return NeighbourTable(_offsets(lists), moved[kept[:-1]], table.k)
+    return NeighbourTable(_offsets(lists), moved[kept[:-1]], table.k, first, bounds and after.num_living)
 
 
 def with_new(table: NeighbourTable, new: Ids, nearest_NK: Ids) -> NeighbourTable:
     """Give the classes ``new`` [N], whose lists are empty, the lists ``nearest_NK``, and put them before the others in
-    the lists of those classes, which lose their last entries above k.
+    the lists of those classes, which lose their last entries above k. A part of a table takes what is of its classes.
 
     Where a new class belongs in the list of another is not known without the scores of the rest: first is where it is
     seen for certain. The next build puts it right. O(E) time.
@@ -49,16 +55,20 @@ def with_new(table: NeighbourTable, new: Ids, nearest_NK: Ids) -> NeighbourTable
     # Column by column, so that of several new classes the nearer comes first.
     owners = np.concatenate([nearest_NK.T[others.T], np.repeat(new, count)])
     entries = np.concatenate([np.tile(new, (count, 1))[others.T], nearest_NK.ravel()])
+    owners = owners - table.first
+    here = (owners >= 0) & (owners < table.num_lists)
+    owners, entries = owners[here], entries[here]
     order = np.argsort(owners, kind="stable")  # an empty list begins where the next one does
     owners, entries = owners[order], entries[order].astype(table.neighbours.dtype)
-    lists = np.diff(table.offsets) + np.bincount(owners, minlength=table.num_classes)
+    lists = np.diff(table.offsets) + np.bincount(owners, minlength=table.num_lists)
     longer = np.insert(table.neighbours, table.offsets[owners], entries)
     offsets = _offsets(lists)
     excess = np.maximum(lists - table.k, 0)
     cut = np.flatnonzero(excess)
     ends = np.repeat(offsets[cut + 1], excess[cut])
     backwards = np.arange(len(ends)) - np.repeat(np.cumsum(excess[cut]) - excess[cut], excess[cut])
-    return NeighbourTable(_offsets(lists - excess), np.delete(longer, ends - 1 - backwards), table.k)
+    shorter = np.delete(longer, ends - 1 - backwards)
+    return NeighbourTable(_offsets(lists - excess), shorter, table.k, table.first, table.total)
 
 
 def nearest_classes(read: Callable[[Ids], Floats], num_classes: int, dim: int, numbers: Ids, k: int) -> Ids:

@@ -1,7 +1,8 @@
 """KNN softmax: the classes most like the labels take part in a step (100-million-class paper, section 3.2).
 
 The graph of nearest class centers is built from the rows as they are then: on rank 0, or by the graph service of the
-cluster if that has one, and sent to all; of rows that lie on ranks, by all of them together. It is used until it is
+cluster if that has one, and sent to all; of rows that lie on ranks, by all of them together, each of which keeps the
+lists of its own classes. It is used until it is
 built anew, and so older than the rows it stands for; ``graph_age`` says by how many updates. By default there is none
 of the first rows, which say nothing of each other: until then the negatives are drawn at random.
 
@@ -13,7 +14,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, final
 
 import numpy as np
@@ -56,10 +57,11 @@ class KNNSoftmax(Selection):
 
     Building costs 2·C²·D operations and one pull of all rows, in 4·C·k bytes beside them; ranks are sent 4·C·k bytes. A
     cluster with a graph service (``client.graph``) builds there, unless classes are retired. With rows on the ranks it
-    costs each of R ranks 2·C²·D / R operations (``rank_ring.py``), and each keeps the whole graph, 4·C·k + 8·C bytes of
-    its host and, if its rows are on a device, as many there, where it selects (``torch_selection.py``). A step costs
-    O(active). With ``"background"`` rows move while they are read: a graph that does not hold all of them in memory is
-    of a mixture of their versions.
+    costs each of R ranks 2·C²·D / R operations (``rank_ring.py``), and each keeps the lists of its own classes,
+    (4·C·k + 8·C) / R bytes of its host and, if its rows are on a device, as many there, where it selects
+    (``torch_selection.py``); a step then sends 4·P·k bytes at most (``graph_parts.py``). A step costs O(active). With
+    ``"background"`` rows move while they are read: a graph that does not hold all of them in memory is of a mixture of
+    their versions.
     """
 
     active: float = 0.1
@@ -126,7 +128,7 @@ class Graph:
     """Neighbours and where they come from."""
 
     table: NeighbourTable
-    """In numbers of the living classes (ids, if none is retired)."""
+    """In numbers of the living classes (ids, if none is retired); with rows on several ranks this rank's part."""
     version: int
     """Counts the graphs of a head from 1; adding or retiring classes changes a graph and counts too."""
     step: int
@@ -161,6 +163,7 @@ class KNNSelection(Selection):
         """Batches whose labels alone were more than the budget."""
         self._table = table
         self._source = TableGraphs(table) if source is None else source
+        self._parts = self._source.parts
         self._ranks = ranks if ranks is not None and ranks.world_size > 1 else None
         self._step = step
         self._is_due = False
@@ -192,15 +195,20 @@ class KNNSelection(Selection):
 
     def select(self, labels: Ids, num_classes: int, step: int) -> ActiveClasses:
         """Active classes for the labels [B] (of all ranks), all in numbers of the living classes. But for "auto" builds
-        the graph if there is none; with ranks, which would have to do so together, that is InvalidArgument."""
+        the graph if there is none; with ranks, which would have to do so together, that is InvalidArgument. Where the
+        graph is cut per rank every rank asks, and those that own the labels answer (``graph_parts.py``)."""
         budget = self.budget(num_classes)
         if budget >= num_classes:
             return ActiveClasses(num_classes)
-        num_labels = len(np.unique(labels))
-        self._note(num_labels, budget)
+        labels_P = np.unique(labels)
+        self._note(len(labels_P), budget)
         if (table := self._table_in_use()) is None:
             return positives_and_sample(labels, num_classes, budget, self.settings.seed, step)
-        ids = table.select(labels, self._num_near(num_labels, budget), seed=self.settings.seed, step=step)
+        num_near = self._num_near(len(labels_P), budget)
+        if self._parts is None:
+            ids = table.select(labels, num_near, seed=self.settings.seed, step=step)
+        else:
+            ids = self._parts.near(table, labels_P, num_near)
         return positives_and_sample(ids, num_classes, budget, self.settings.seed, step)
 
     def _num_near(self, num_labels: int, budget: int) -> int:
@@ -294,7 +302,8 @@ class KNNSelection(Selection):
         graph = self.graph
         if graph is None or graph.classes != before.fingerprint:
             return
-        table = renumbered(graph.table, before, live_classes)
+        bounds = None if self._parts is None or graph.table.total is None else self._parts.bounds(live_classes)
+        table = renumbered(graph.table, before, live_classes, bounds)
         if len(added):
             new = live_classes.numbers(added)
             try:
@@ -324,12 +333,18 @@ class KNNSelection(Selection):
         return nearest
 
     def _drop_graph_of_others(self) -> None:
-        """A graph that was given (:meth:`graph_from_bytes`) may be of other living classes."""
-        if self.graph is not None and self.graph.classes != self.live_classes.fingerprint:
+        """A graph that was given (:meth:`graph_from_bytes`) may be of other living classes, and is cut here."""
+        graph = self.graph
+        if graph is None:
+            return
+        if graph.classes == self.live_classes.fingerprint:
+            if self._parts is not None and graph.table.total is None:
+                self.graph = replace(graph, table=self._parts.cut(graph.table, self.live_classes))
+        else:
             logger.warning(
                 "table %r: graph version %d is of other living classes than the head's; another one is built",
                 self._table.spec.name,
-                self.graph.version,
+                graph.version,
             )
             self._lose_graph()
 
@@ -383,10 +398,15 @@ class KNNSelection(Selection):
             )
 
     def graph_to_bytes(self) -> bytes | None:
-        """The graph in use as the bytes of a safetensors file; None if there is none."""
+        """The graph in use as the bytes of a safetensors file; None if there is none. Where it is cut per rank every
+        rank calls it, and rank 0 has the bytes of the whole, the others none: any number of ranks loads them."""
         if self.graph is None:
             return None
-        table = self.graph.table
+        table: NeighbourTable | None = self.graph.table
+        if self._parts is not None and self.graph.table.total is not None:
+            table = self._parts.whole(self.graph.table)
+        if table is None:
+            return b""
         return state_to_bytes(
             {
                 "offsets": torch.from_numpy(table.offsets),

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from geartrain.ams.graph.building.neighbours import NeighbourTable
 from geartrain.ams.programs.class_lifecycle import LiveClasses
 from geartrain.ams.values.specs import Ids
+from geartrain.bridge.head.selection.graph_parts import GraphParts
 from geartrain.bridge.placements.device_rows import DeviceRows
 
 OnPairs = Callable[[int, int], None]
@@ -26,6 +27,7 @@ class RankGraphs:
         """Every rank makes it: a new process group."""
         self.table = table
         self.link = table.link.apart()
+        self.parts = GraphParts(table.link, table.first, table.stop) if table.link.world_size > 1 else None
         self.lock = threading.Lock()
 
     def rows(self, live_classes: LiveClasses, step: int) -> FrozenRows:
@@ -52,7 +54,7 @@ class FrozenRows:
         self._graphs, self._rows_LD = graphs, rows_LD
 
     def build(self, k: int, progress: OnPairs | None, cancelled: Callable[[], bool]) -> NeighbourTable:
-        """The graph of all ranks' rows, on every rank; recalled on their device. A cancelled one ends first."""
+        """This rank's lists of the graph of all ranks' rows; recalled on their device. A cancelled one ends first."""
         # Only a head that selects by a graph loads the builder.
         from geartrain.bridge.head.selection.graph_products import TorchProducts
         from geartrain.bridge.head.selection.rank_ring import build_on_ring

@@ -6,8 +6,8 @@ candidates, the next ones serve the acceptance test of the graph builder: one fo
 8,192 rows whose recall is redone, one for every 256 that are compared exactly. A rank that is done passes blocks on.
 
 Cost per rank, with C classes, L = C / R of them here, width D, k neighbours: 2·C·L·D operations for the recall; a lap
-sends 4·(C − L)·D bytes, over gloo. Host memory 8·L·D for the two blocks, ``memory_bytes`` for candidates, and 8·C·k as
-the lists of all ranks are put together, of which every rank keeps 4·C·k and 8·C of offsets.
+sends 4·(C − L)·D bytes, over gloo. Host memory 8·L·D for the two blocks, ``memory_bytes`` for candidates, and
+4·L·k + 8·L for the lists.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def build_on_ring(
         cancelled: Asked after each pair of blocks; true on any rank ends the build on all.
 
     Returns:
-        The whole table, on every rank.
+        The lists of this rank's rows: a part of the table, if there are several ranks.
 
     Raises:
         InvalidArgument: k < 1, or more than 2**31 classes.
@@ -95,9 +95,8 @@ def build_on_ring(
     except Exception:  # of any kind: the others wait for this rank
         ring.tell(failed=True)
         raise
-    neighbours = link.gather(torch.from_numpy(lists), sizes).numpy().reshape(-1)
-    offsets = np.arange(ring.num_rows + 1, dtype=np.int64) * lists.shape[1]
-    return NeighbourTable(offsets, neighbours, k)
+    offsets = np.arange(len(lists) + 1, dtype=np.int64) * lists.shape[1]
+    return NeighbourTable(offsets, lists.reshape(-1), k, ring.first, None if link.world_size == 1 else ring.num_rows)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,6 +22,8 @@ from geartrain.bridge.rows.tables import ReadableTable
 class TableGraphs:
     """Implements ``GraphSource`` of ``backend.py``: the service builds, unless classes are retired."""
 
+    parts = None
+
     def __init__(self, table: ReadableTable, service: GraphCalls | None = None) -> None:
         """``service``: that of the cluster; None: there is none."""
         self._table, self._service = table, service

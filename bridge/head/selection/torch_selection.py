@@ -4,46 +4,67 @@ Every shape is a function of numbers that the host has (labels, their lists' lon
 candidates in the order of the specification — labels, then their neighbours rank by rank, then the sample — are sorted
 by class, the first of each class counts, and of these the earliest ``budget`` are chosen.
 
-Legend: C classes, E entries of all lists, P distinct labels, r the longest list, A active classes,
-M = P·(1 + r) + A candidates.
+Legend: C classes, L of them with lists here, E entries of their lists, P distinct labels, r the longest list, A active
+classes, M = P·(1 + r) + A candidates.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from geartrain.ams.graph.building.neighbours import NeighbourTable
+from geartrain.bridge.collectives.communicator import Communicator
 from geartrain.bridge.head.selection.torch_sampling import sample_ids_on
 
 
 @dataclass(frozen=True, eq=False)
 class TorchGraph:
-    """A :class:`NeighbourTable` on a device: 4·E + 8·C bytes there."""
+    """A :class:`NeighbourTable` on a device, or this rank's part of one: 4·E + 8·L bytes there."""
 
     offsets: Tensor
-    """int64 [C + 1]."""
+    """int64 [L + 1]."""
     neighbours: Tensor
     """int32 or int64 [E]."""
     longest: int
-    """Entries of the longest list."""
+    """Entries of the longest list; of a part: k, the same on every rank."""
+    first: int
+    """Class of the first list."""
+    num_classes: int
+    """C."""
+    link: Communicator | None
+    """The ranks that have the other parts; None: it is whole."""
 
     @staticmethod
-    def of(table: NeighbourTable, device: torch.device) -> TorchGraph:
-        """Copy it there, and wait for that: pinned memory of its size would stay pinned."""
-        lengths = table.offsets[1:] - table.offsets[:-1]
-        offsets, neighbours = (torch.from_numpy(part).to(device) for part in (table.offsets, table.neighbours))
-        return TorchGraph(offsets, neighbours, int(lengths.max()))
+    def of(table: NeighbourTable, device: torch.device, link: Communicator | None = None) -> TorchGraph:
+        """Copy it there, and wait for that: pinned memory of its size would stay pinned. ``link`` is asked where it is
+        a part."""
+        is_part = table.total is not None
+        longest = table.k if is_part else int(np.diff(table.offsets).max())
+        # One entry at least, so that a place may be read that is then not taken.
+        filled = table.neighbours if len(table.neighbours) else np.zeros(1, table.neighbours.dtype)
+        offsets, neighbours = (torch.from_numpy(part).to(device) for part in (table.offsets, filled))
+        return TorchGraph(offsets, neighbours, longest, table.first, table.num_classes, link if is_part else None)
 
     def by_rank(self, labels_P: Tensor) -> Tensor:
-        """Neighbours [r·P] of the labels: the first of each, then the second of each, …; C where a list has ended."""
-        num_classes = len(self.offsets) - 1
-        begins_P, ends_P = self.offsets[labels_P], self.offsets[labels_P + 1]
-        places_RP = begins_P + torch.arange(self.longest, device=labels_P.device).unsqueeze(1)
-        found_RP = self.neighbours[places_RP.clamp(max=len(self.neighbours) - 1)].long()
-        return torch.where(places_RP < ends_P, found_RP, num_classes).flatten()
+        """Neighbours [r·P] of the labels: the first of each, then the second of each, …; C where a list has ended.
+
+        A label of C stands for none. Of a part every rank asks for the same labels: one all-reduce of 4·P·k bytes.
+        """
+        at_P = labels_P - self.first
+        here_P = (at_P >= 0) & (at_P < len(self.offsets) - 1)
+        at_P = torch.where(here_P, at_P, 0)
+        ends_P = torch.where(here_P, self.offsets[(at_P + 1).clamp(max=len(self.offsets) - 1)], 0)
+        places_RP = self.offsets[at_P] + torch.arange(self.longest, device=labels_P.device).unsqueeze(1)
+        found_RP = self.neighbours[places_RP.clamp(max=len(self.neighbours) - 1)]
+        if self.link is None:
+            return torch.where(places_RP < ends_P, found_RP.long(), self.num_classes).flatten()
+        # The lists of a label are on one rank: the sum is what that one says.
+        said_RP = self.link.sum(torch.where(places_RP < ends_P, found_RP + 1, 0)).long()
+        return torch.where(said_RP > 0, said_RP - 1, self.num_classes).flatten()
 
 
 def select_on(

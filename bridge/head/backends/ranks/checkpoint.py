@@ -35,15 +35,17 @@ class ShardedRows:
         self._head = head
 
     def state_dict(self) -> dict[str, Any]:
-        """What is saved, and what a load fills. No collective but the first time, when the mesh is made."""
+        """What is saved, and what a load fills. Collectives: the first time the mesh is made, and of a graph of KNN
+        softmax every rank is sent the whole."""
         table = self._backend.table
         tensors = {"rows": table.rows_LD, "slots": table.slots_LD, "steps": table.steps_L}
         steps = None if table.steps is None else table.steps.state._asdict()
+        graph = self._backend.select.graph_to_bytes()
         saved = {"spec": table.spec.to_dict(), "steps": steps, "state": self._head.get_extra_state()}
         return {
             **{name: self._sharded(tensor) for name, tensor in tensors.items() if tensor is not None},
             "head": json.dumps(saved),
-            "graph": self._backend.select.graph_to_bytes(),
+            "graph": None if graph is None else table.link.gather_bytes(graph)[0],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -48,9 +48,9 @@ class RankSelector:
         graph = MemoryPart(
             name="graph of classes, on the device",
             holder="rank",
-            bytes=NeighbourTable.bytes_for(num, k) if k else 0,
+            bytes=NeighbourTable.bytes_for(num, k, plan.ranks) if k else 0,
             standing=True,
-            formula="4·C·k + 8·C",
+            formula="(4·C·k + 8·C) / R",
         )
         size = choice_bytes(num, plan.active, min(num, plan.batch * plan.ranks), k)
         formula = "40·(B·R·(1 + k) + A) + 75·(A + O)"
@@ -113,7 +113,7 @@ class RankSelector:
         kept = self._graph
         if kept is None or kept[0] is not graph or kept[1].offsets.device != self._table.device:
             self._graph = None  # two at a time would be twice its memory
-            self._graph = kept = (graph, TorchGraph.of(graph, self._table.device))
+            self._graph = kept = (graph, TorchGraph.of(graph, self._table.device, self._table.link))
         return kept[1]
 
     def _living_ids(self, live_classes: LiveClasses) -> LivingIds:

@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 
 from geartrain.ams.graph.building.neighbours import NeighbourTable
 from geartrain.ams.programs.class_lifecycle import LiveClasses
+from geartrain.bridge.collectives.communicator import Communicator
 from geartrain.bridge.head.selection.graph_change import nearest_classes, renumbered, with_new
+from geartrain.bridge.head.selection.graph_parts import GraphParts
 
 K = 3
 
@@ -38,6 +40,20 @@ def cases(draw: st.DrawFn) -> tuple[LiveClasses, list[list[int]], list[int], lis
     return living, rows, retired, new
 
 
+def owners_of(num_classes: int) -> list[GraphParts]:
+    """Three ranks, of which one has no class."""
+    bounds = [(0, num_classes // 3), (num_classes // 3, num_classes // 3), (num_classes // 3, num_classes)]
+    return [GraphParts(Communicator(), first, stop) for first, stop in bounds]
+
+
+def require_parts(parts: list[NeighbourTable], table: NeighbourTable, living: LiveClasses) -> None:
+    for part, of in zip(parts, owners_of(living.num_classes), strict=True):
+        expected = of.cut(table, living)
+        assert (part.first, part.total, part.k) == (expected.first, living.num_living, table.k)
+        np.testing.assert_array_equal(part.offsets, expected.offsets)
+        np.testing.assert_array_equal(part.neighbours, expected.neighbours)
+
+
 @given(cases(), st.randoms(use_true_random=False))
 def test_lists_change_as_plain_lists_do(
     case: tuple[LiveClasses, list[list[int]], list[int], list[int]], random: Any
@@ -45,18 +61,25 @@ def test_lists_change_as_plain_lists_do(
     before, rows, retired, new = case
     table = NeighbourTable.of_lists(rows, K)
     plain = lists_of(table, before)
+    owners = owners_of(before.num_classes)
+    parts = [of.cut(table, before) for of in owners]
     middle = before.without(np.array(sorted(retired), np.int64))
     table = renumbered(table, before, middle)
     gone = set(retired)
     plain = {name: [other for other in near if other not in gone] for name, near in plain.items() if name not in gone}
     assert lists_of(table, middle) == plain
+    parts = [renumbered(part, before, middle, of.bounds(middle)) for of, part in zip(owners, parts, strict=True)]
+    require_parts(parts, table, middle)
     if not new:
         return
     after = middle.with_added(np.array(new, np.int64))
     table = renumbered(table, middle, after)
+    parts = [renumbered(part, middle, after, of.bounds(after)) for of, part in zip(owners, parts, strict=True)]
+    require_parts(parts, table, after)
     nearest = {item: random.sample([other for other in after.all_ids.tolist() if other != item], K) for item in new}
     numbers = np.array([after.numbers(np.array(nearest[item])) for item in new])
     table = with_new(table, after.numbers(np.array(new)), numbers)
+    require_parts([with_new(part, after.numbers(np.array(new)), numbers) for part in parts], table, after)
     for rank in reversed(range(K)):
         for item in reversed(new):
             if nearest[item][rank] not in new:

@@ -11,8 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from geartrain.ams.graph.building.neighbours import NeighbourTable
 from geartrain.ams.graph.building.rows import Floats
 from geartrain.ams.kernels.reference import ops as reference
+from geartrain.ams.programs.class_lifecycle import LiveClasses
+from geartrain.ams.programs.selection import positives_and_sample
 from geartrain.ams.values.errors import Cancelled, InvalidArgument, NonFinite, SyncError
 from geartrain.ams.values.optimizers.registry import SparseMomentum
 from geartrain.ams.values.specs import Normal
@@ -20,10 +23,12 @@ from geartrain.bridge.collectives.communicator import Communicator
 from geartrain.bridge.head.class_head import ClassHead
 from geartrain.bridge.head.loss.margins.angular import ArcFace
 from geartrain.bridge.head.selection import rank_ring
+from geartrain.bridge.head.selection.graph_parts import GraphParts
 from geartrain.bridge.head.selection.graph_products import TorchProducts
 from geartrain.bridge.head.selection.knn_selection import KNNSelection, KNNSoftmax
 from geartrain.bridge.head.selection.rank_graph import RankGraphs
 from geartrain.bridge.head.selection.rank_ring import build_on_ring
+from geartrain.bridge.head.selection.torch_selection import TorchGraph
 from geartrain.bridge.rows.state import state_from_bytes, state_to_bytes
 from tests.support import heads
 from tests.support.rank_processes import on_ranks, run_ranks
@@ -51,21 +56,27 @@ def build_graphs(rank: int, ranks: int, folder: Path) -> None:
 
             table = build_on_ring(link, own, 5, products=products, memory_bytes=memory, progress=tell)
             assert not told or told[-1] == (len(own) * 120, len(own) * 120)
-            lists.append(table.neighbours.reshape(120, 5))
-    more = build_on_ring(link, share_of(rows[:3], [1] * ranks if ranks == 3 else [2, 1], rank), 9)
-    assert (more.k, more.neighbours.shape) == (9, (6,))  # a class has at most C - 1
+            assert (table.first, table.num_lists, table.num_classes) == (sum(sizes[:rank]), len(own), 120)
+            whole = GraphParts(link, 0, 0).whole(table)
+            assert (whole is None) == (rank > 0)
+            lists += [] if whole is None else [whole.neighbours.reshape(120, 5)]
+    sizes = [1] * ranks if ranks == 3 else [2, 1]
+    more = build_on_ring(link, share_of(rows[:3], sizes, rank), 9)
+    assert (more.k, len(more.neighbours)) == (9, 2 * sizes[rank])  # a class has at most C - 1
     alone = build_on_ring(link, share_of(rows, [1] + [0] * (ranks - 1), rank), 2)
     assert (alone.num_classes, len(alone.neighbours)) == (1, 0)
-    np.save(folder / f"{ranks}-{rank}.npy", np.stack(lists))
+    if rank == 0:
+        np.save(folder / f"{ranks}.npy", np.stack(lists))
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_the_ring_builds_the_graph_of_the_rows_put_together(ranks: int, tmp_path: Path) -> None:
     run_ranks(build_graphs, ranks, tmp_path)
     expected = reference.nearest_neighbours(rows_of(120, 12), 5)
-    for rank in range(ranks):
-        for lists in np.load(tmp_path / f"{ranks}-{rank}.npy"):
-            np.testing.assert_array_equal(lists, expected)
+    found = np.load(tmp_path / f"{ranks}.npy")
+    assert len(found) == 3 * (len(SHARES) if ranks == 3 else 1)
+    for lists in found:
+        np.testing.assert_array_equal(lists, expected)
 
 
 @on_ranks(2)
@@ -87,7 +98,8 @@ def test_what_ends_one_rank_ends_all(rank: int) -> None:
     with pytest.raises(InvalidArgument, match="k is 0"):
         build_on_ring(link, rows, 0)
     table = build_on_ring(link, share_of(rows, [30, 30], rank), 4)  # the ranks are in step still
-    np.testing.assert_array_equal(table.neighbours.reshape(60, 4), reference.nearest_neighbours(rows, 4))
+    expected = reference.nearest_neighbours(rows, 4)[30 * rank : 30 * rank + 30]
+    np.testing.assert_array_equal(table.neighbours.reshape(30, 4), expected)
     dist.barrier()
 
 
@@ -131,7 +143,8 @@ def build_in_the_background(rank: int, ranks: int, folder: Path) -> None:
     some = np.setdiff1d(np.arange(CLASSES), [0, 7, 30, 31])
     table = select._source.freeze(some).build(3, None, lambda: False)
     nearest = reference.nearest_neighbours(head.weights(torch.from_numpy(some)).numpy(), 3)
-    np.testing.assert_array_equal(table.neighbours.reshape(-1, 3), nearest)
+    first = table.first
+    np.testing.assert_array_equal(table.neighbours.reshape(-1, 3), nearest[first : first + table.num_lists])
     head.eval()
     assert torch.isfinite(head(torch.ones(1, DIM), torch.tensor([rank])))
 
@@ -141,8 +154,9 @@ def test_ranks_build_beside_the_training_from_rows_of_one_moment(tmp_path: Path)
     head, _ = knn_head("background")
     train(head, range(3), 0, 1)
     expected = reference.nearest_neighbours(head.weights().numpy(), 3).reshape(-1)
-    for rank in range(2):
-        np.testing.assert_array_equal(np.load(tmp_path / f"neighbours-{rank}.npy"), expected)
+    parts = [np.load(tmp_path / f"neighbours-{rank}.npy") for rank in range(2)]
+    assert [len(part) for part in parts] == [93, 90]  # each has the lists of its own 31 and 30 classes
+    np.testing.assert_array_equal(np.concatenate(parts), expected)
 
 
 def train_leg(rank: int, ranks: int, folder: Path, leg: int, steps: range) -> None:
@@ -169,6 +183,47 @@ def test_a_graph_goes_on_with_its_rows_on_another_number_of_ranks(tmp_path: Path
     assert select.graph is not None and select.graph.step == 0
 
 
+def select_of_parts(rank: int, ranks: int, folder: Path) -> None:
+    """Lists of any lengths, none among them, a class twice, other living classes."""
+    del folder
+    random, link = np.random.default_rng(7), Communicator()
+    for case in range(40):
+        num = int(random.integers(5, 60))
+        living = LiveClasses(num).without(np.flatnonzero(random.random(num) < 0.3 * (case % 2))[: num - 3])
+        lists = [
+            random.integers(0, living.num_living, random.integers(0, 6)).tolist() for _ in range(living.num_living)
+        ]
+        whole = NeighbourTable.of_lists(lists, 5)
+        bounds = np.sort(random.integers(0, num + 1, ranks - 1)).tolist()
+        parts = GraphParts(link, [0, *bounds][rank], [*bounds, num][rank])
+        part = parts.cut(whole, living)
+        labels = random.integers(0, living.num_living, random.integers(0, 9))
+        distinct = np.unique(labels)
+        most = int(random.integers(1, living.num_living + 1))
+        chosen = whole.select(labels, most, seed=3, step=case)
+        near = parts.near(part, distinct, max(most, len(distinct)))
+        filled = positives_and_sample(near, living.num_living, most, 3, case)
+        np.testing.assert_array_equal(filled.ids, chosen)
+        padded = torch.from_numpy(np.append(distinct, living.num_living))  # as a step of fixed shapes has them
+        by_rank = TorchGraph.of(part, torch.device("cpu"), link).by_rank(padded).view(5, -1)
+        expected = np.full((5, len(padded)), living.num_living)
+        for place, label in enumerate(distinct):
+            expected[: len(lists[label]), place] = lists[label]
+        np.testing.assert_array_equal(by_rank, expected)
+        together = parts.whole(part)
+        if rank == 0:
+            assert together is not None and together.total is None
+            np.testing.assert_array_equal(together.offsets, whole.offsets)
+            np.testing.assert_array_equal(together.neighbours, whole.neighbours)
+    with pytest.raises(InvalidArgument, match="select needs all"):
+        part.select(labels, 3, seed=0, step=0)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_parts_of_a_graph_choose_the_classes_of_the_whole(ranks: int, tmp_path: Path) -> None:
+    run_ranks(select_of_parts, ranks, tmp_path)
+
+
 # Classes come and go: the graph is of the living ones, whatever the number of ranks.
 
 
@@ -190,7 +245,9 @@ def changes(rank: int, ranks: int, folder: Path) -> None:
     expected = reference.nearest_neighbours(
         head.weights(torch.from_numpy(head._backend.live_classes.all_ids)).numpy(), 3
     )
-    np.testing.assert_array_equal(select.graph.table.neighbours.reshape(-1, 3), expected)
+    part = select.graph.table
+    expected = expected[part.first : part.first + part.num_lists]
+    np.testing.assert_array_equal(part.neighbours.reshape(-1, 3), expected)
     graph = select.graph_to_bytes()
     assert graph is not None
     losses += train_more(head, rank, ranks)
