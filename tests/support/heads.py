@@ -30,18 +30,27 @@ def head_settings(**settings: Any) -> dict[str, Any]:
 
 
 def make_head(
-    cluster: Any = None, name: str = "classes", *, on_device: bool = False, late: bool = False, **settings: Any
+    cluster: Any = None,
+    name: str = "classes",
+    *,
+    on_device: bool = False,
+    late: bool = False,
+    fused: bool = False,
+    **settings: Any,
 ) -> gt.ClassHead:
     """A head of these settings, its config's among them; without a cluster (or beside it, if they say so) on ranks.
 
-    ``on_device``: it chooses classes, and ``late``: it checks labels, as where rows are on a GPU.
+    ``on_device``: it chooses classes, ``late``: it checks labels, and ``fused``: it works on rows as on a GPU, the last
+    by the references of kernels.
     """
     settings.setdefault("rows", "ranks" if cluster is None else "pull")
     head = gt.ClassHead(None if settings["rows"] == "ranks" else cluster, name, **head_settings(**settings))
-    if on_device or late:
+    if on_device or late or fused:
         head.backend.selector.on_device = True
     if late:
         head.backend.checks_late = True
+    if fused:
+        head.backend.fuses = True
     return head
 
 

@@ -137,7 +137,8 @@ class Factors:
     """One batch and what its row gradients are multiplied by."""
 
     batch: Batch
-    chunk_pass: ChunkPass
+    chunk_pass: ChunkPass | None
+    """None until it is wanted: where kernels are to make the gradients."""
     active: LocalActive
     labels_B: Ids | Tensor
     """Of the batch, as numbers of rows."""
@@ -177,7 +178,8 @@ class FactoredGradient:
         """The gradients of all batches over the union of their classes, and the pass with the smallest chunks."""
         parts = [BatchPart(factors, self._active) for factors in self._factors]
         return parts, min(
-            (factors.chunk_pass for factors in self._factors), key=lambda chunk_pass: chunk_pass.chunk_rows
+            (factors.chunk_pass for factors in self._factors if factors.chunk_pass is not None),
+            key=lambda chunk_pass: chunk_pass.chunk_rows,
         )
 
 
@@ -195,6 +197,7 @@ class BatchPart:
 
     def overwrite(self, work: Workspace, rows_ND: Tensor, start: int, kept_NB: Tensor | None = None) -> None:
         """Overwrite the rows from position ``start`` on by their gradients."""
+        assert self._factors.chunk_pass is not None
         self._factors.chunk_pass.overwrite(work, rows_ND, start, self._factors.factor, kept_NB)
         if self._absent_U is not None:  # nothing bounds their exponentials: they may be infinite or NaN here
             rows_ND.masked_fill_(self._absent_U[start : start + len(rows_ND)].unsqueeze(1), 0.0)

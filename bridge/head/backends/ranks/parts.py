@@ -29,9 +29,9 @@ from geartrain.bridge.head.loss.softmax import OnlineSoftmax, own_gradient
 class PartedRows(RankRows):
     """The rows of a forward pass over a batch that came in parts; its feature gradients are summed part by part."""
 
-    def __init__(self, sizes: PartSizes, *arguments: Any, overlap: bool) -> None:
+    def __init__(self, sizes: PartSizes, *arguments: Any, overlap: bool, fuses: bool) -> None:
         """``arguments`` are those of :class:`RankRows`; without ``overlap`` gradients travel in the forward pass."""
-        super().__init__(*arguments)
+        super().__init__(*arguments, fuses=fuses)
         self.sizes, self.overlap = sizes, overlap
         self._part_BD: Tensor | None = None
         self._summed: SummedParts | None = None

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 import numpy as np
@@ -21,12 +22,13 @@ from torch import Tensor
 
 from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
 from geartrain.ams.values.specs import Ids
-from geartrain.bridge.head.backends.active_rows import LocalActive, take_offsets
+from geartrain.bridge.head.backends.active_rows import DeviceActive, LocalActive, take_offsets
+from geartrain.bridge.head.backends.ranks.fused import FusedGradient, FusedPass
 from geartrain.bridge.head.batch import Batch, chunk_bounds
-from geartrain.bridge.head.loss.chunk_pass import pass_for
+from geartrain.bridge.head.loss.chunk_pass import ChunkPass, pass_for
 from geartrain.bridge.head.loss.chunk_pool import CHUNKS
 from geartrain.bridge.head.loss.kept_logits import KeptLogits
-from geartrain.bridge.head.loss.pending_gradients import FactoredGradient, Factors, overwrite_by_sum
+from geartrain.bridge.head.loss.pending_gradients import BatchPart, FactoredGradient, Factors, overwrite_by_sum
 from geartrain.bridge.head.loss.softmax import OnlineSoftmax
 from geartrain.bridge.placements.device_rows import DeviceRows, RowIndex
 from geartrain.bridge.placements.workspace import Scratch, Workspace
@@ -51,10 +53,13 @@ class RankRows:
         sizes: Sequence[int],
         wants_gradient: bool,
         log2_weight: float | Tensor | None = None,
+        *,
+        fuses: bool = False,
     ) -> None:
         """``active`` are classes of this rank, ``numbers_B`` the labels' row numbers, outside [0, L) of other ranks.
 
-        ``log2_weight`` is added to the logits, to base 2, of active classes that are none of the labels.
+        ``log2_weight`` is added to the logits, to base 2, of active classes that are none of the labels. ``fuses``:
+        kernels make the passes (:mod:`~.fused`).
         """
         self._table = table
         self._wants_gradient = wants_gradient
@@ -63,19 +68,39 @@ class RankRows:
         self._active = active
         self._numbers_B = numbers_B
         self._log2_weight = log2_weight
+        self._fused: FusedPass | None = None
+        self._kept = KeptLogits(table.pool)
+        if fuses:
+            assert isinstance(active, DeviceActive), "the device's"
+            self._fused = FusedPass(table, active, batch, log2_weight or 0.0)
+            return
         take_offsets(batch, active, numbers_B, log2_weight)
         self._pass = pass_for(batch)
-        self._kept = KeptLogits(table.pool)
 
     def forward(self, *, want_gradient: bool, keep_bytes: int) -> tuple[Tensor, Tensor | None]:
         """Losses of the own samples [S] and feature gradients [S, D]; keeps logits of up to ``keep_bytes``.
 
         Collective: see :class:`OnlineSoftmax`.
         """
+        joint_want = want_gradient or self._wants_gradient  # another rank's features may need theirs
+        softmax = self._sums(joint_want, keep_bytes)
+        losses_S, gradient_SD = self._finish(softmax)
+        if self.batch.counts_B is not None:
+            counts_S = self.batch.counts_B[softmax.own]
+            losses_S = losses_S * counts_S
+            if gradient_SD is not None:
+                gradient_SD.masked_fill_((counts_S != 1).unsqueeze(1), 0.0)
+        return losses_S, gradient_SD if want_gradient else None
+
+    def _sums(self, joint_want: bool, keep_bytes: int) -> OnlineSoftmax:
+        """Those over the rows of this rank."""
         table, batch, arithmetic = self._table, self.batch, self.batch.arithmetic
+        if self._fused is not None:
+            return self._fused.forward(
+                want_gradient=joint_want, keep_bytes=keep_bytes, link=table.link, sizes=self._sizes
+            )
         chunks = chunk_bounds(self._active.num, self._pass.chunk_rows)
         num_parts = max(1, min(PARTS, len(chunks)))
-        joint_want = want_gradient or self._wants_gradient  # another rank's features may need theirs
         softmax = OnlineSoftmax(batch, num_parts, want_gradient=joint_want, link=table.link, sizes=self._sizes)
         if self._pass.keeps_logits:
             self._kept.reserve(batch, self._active.num, self._pass.chunk_rows, keep_bytes)
@@ -95,13 +120,7 @@ class RankRows:
         if chunks:
             spreads = self._pass.spreads_operations
             CHUNKS.map(add_part, range(num_parts), arithmetic.device, spreads_operations=spreads)
-        losses_S, gradient_SD = self._finish(softmax)
-        if batch.counts_B is not None:
-            counts_S = batch.counts_B[softmax.own]
-            losses_S = losses_S * counts_S
-            if gradient_SD is not None:
-                gradient_SD.masked_fill_((counts_S != 1).unsqueeze(1), 0.0)
-        return losses_S, gradient_SD if want_gradient else None
+        return softmax
 
     def _finish(self, softmax: OnlineSoftmax) -> tuple[Tensor, Tensor | None]:
         if self._table.link.world_size > 1:
@@ -116,13 +135,16 @@ class RankRows:
         """
         batch = self.batch
         factor, weights_B = batch.row_factors(self._joint_upstream(upstream.detach()))
-        chunk_pass = self._pass if weights_B is None else pass_for(batch, weights_B)
+        if self._fused is not None:
+            self._fused.take_terms(weights_B)
+        else:
+            self._pass = self._pass if weights_B is None else pass_for(batch, weights_B)
         checksum = factor + batch.lse2_B.sum() + batch.target_weight_B.sum()
         if batch.num_counted is not None:
             checksum = checksum + batch.num_counted
         factors = Factors(
             batch=batch,
-            chunk_pass=chunk_pass,
+            chunk_pass=None if self._fused is not None else self._pass,
             active=self._active,
             labels_B=self._numbers_B,
             positives=self._numbers_B,
@@ -130,7 +152,7 @@ class RankRows:
             factor=factor,
             kept=self._kept,
         )
-        return RankGradient(self._table, factors), checksum
+        return RankGradient(self._table, factors, self._fused, weights_B), checksum
 
     def _joint_upstream(self, upstream: Tensor) -> Tensor:
         """That of the mean over all ranks (0-dim) if it is known to be the same on each, else that of each sample."""
@@ -148,24 +170,50 @@ class RankRows:
     def discard(self) -> None:
         """Let go of what is kept."""
         self._kept.give_back()
+        if self._fused is not None:
+            self._fused.let_go()
 
 
 class RankGradient(FactoredGradient):
     """Row gradients as the factors they are made of, and the kept logits."""
 
-    def __init__(self, table: DeviceRows, factors: Factors) -> None:
+    def __init__(
+        self, table: DeviceRows, factors: Factors, fused: FusedPass | None, weights_B: Tensor | None = None
+    ) -> None:
         super().__init__(factors)
         self._table = table
+        self._weights = [weights_B]
+        self._fused = [] if fused is None else [fused]
+        """Of every batch; none where one of them, or all together, are not for kernels."""
 
     def merge(self, other: RankGradient) -> None:
         """Add the gradient of another micro-batch, which is used up."""
+        sizes = {self._active.num, other._active.num}
         super().merge(other)
+        are_fused = bool(self._fused) and bool(other._fused) and sizes == {self._active.num}
+        self._weights += other._weights
+        self._fused = [*self._fused, *other._fused]
         self._give_back()
+        if not are_fused:
+            self._fused = []
+
+    @property
+    def _fused_gradient(self) -> FusedGradient:
+        return FusedGradient(self._fused, [factors.factor for factors in self._factors])
 
     def _give_back(self) -> None:
+        for fused in self._fused:
+            fused.let_go()
         for factors in self._factors:
             if factors.kept is not None:
                 factors.kept.give_back()
+
+    def _parts(self) -> tuple[list[BatchPart], ChunkPass]:
+        for place, (factors, weights_B) in enumerate(zip(self._factors, self._weights, strict=True)):
+            if factors.chunk_pass is None:
+                take_offsets(factors.batch, factors.active, factors.positives, factors.log2_weight)
+                self._factors[place] = replace(factors, chunk_pass=pass_for(factors.batch, weights_B))
+        return super()._parts()
 
     def apply(self, optimizer: RowOptimizerSpec, scale: Tensor) -> None:
         """Update the rows and slots by ``optimizer`` with ``scale`` (0-dim) times the gradient; that ends the step.
@@ -173,6 +221,10 @@ class RankGradient(FactoredGradient):
         Nothing travels, nobody waits.
         """
         table = self._table
+        if self._fused:
+            self._fused_gradient.update(table, self._active, optimizer, scale)
+            table.end_step(optimizer.lr)
+            return
 
         def update(work: Workspace, index: RowIndex, gradient_ND: Tensor) -> None:
             table.update(work, index, gradient_ND, optimizer, scale)
@@ -191,7 +243,10 @@ class RankGradient(FactoredGradient):
             del work, index
             return squared_sum(gradient_ND)
 
-        table, parts = self._table, self._over_chunks(squares, use_kept=False)
+        table = self._table
+        if self._fused:
+            return table.link.sum(self._fused_gradient.squares())
+        parts = self._over_chunks(squares, use_kept=False)
         if table.device.type == "cpu":
             return table.link.sum(torch.tensor(math.fsum(float(part) for part in parts), dtype=torch.float64))
         nothing = torch.zeros((), dtype=torch.float64, device=table.device)

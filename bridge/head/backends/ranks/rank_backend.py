@@ -74,6 +74,7 @@ class RankBackend:
         self.select = settings.select.bound(self)
         self.selector = RankSelector(self.table, self.select)
         self.late_labels, self.checks_late = LateLabels(settings.config.ignore_index), False
+        self.fuses = False
         self.margins = HeadMargin(settings.margin)
         self.settings = settings
 

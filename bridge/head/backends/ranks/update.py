@@ -28,6 +28,7 @@ from geartrain.ams.values.errors import (
 from geartrain.ams.values.specs import Ids
 from geartrain.bridge.collectives.communicator import Pending
 from geartrain.bridge.head.backends.backend import HeadSettings
+from geartrain.bridge.head.backends.ranks.fused import takes
 from geartrain.bridge.head.backends.ranks.late_labels import LateLabels
 from geartrain.bridge.head.backends.ranks.passes import RankGradient, RankRows
 from geartrain.bridge.head.backends.ranks.selector import RankSelector
@@ -93,6 +94,8 @@ class RankHead(Protocol):
     late_labels: LateLabels
     checks_late: bool
     """Whether labels on a CPU are checked as those on a device, by it and not by the host: for tests."""
+    fuses: bool
+    """Whether rows on a CPU, too, are worked on by the references of kernels: for tests."""
 
     def rows_are_of(self, step: int) -> None:
         """The rows were read from elsewhere, and are those of ``step``."""
@@ -164,7 +167,8 @@ class RankStep:
         batch.num_active, batch.centers = num_active, self.backend.settings.sub_centers
         is_alone_on_host = table.link.world_size == 1 and joint_features_BD.device.type == "cpu"
         batch.looks_for_highest = is_alone_on_host or self.backend.update.step % LOOKS_EVERY == 0
-        return make(table, here, batch, numbers_B, agreed.sizes, agreed.want_gradient, weight)
+        fuses = takes(table, here, batch, always=self.backend.fuses)
+        return make(table, here, batch, numbers_B, agreed.sizes, agreed.want_gradient, weight, fuses=fuses)
 
     def agree(self, features: Tensor, labels: Tensor, weight: Tensor | None) -> tuple[CountedSamples, Agreed]:
         """Check this rank's samples and tell the other ranks of them: one exchange.

@@ -1,0 +1,251 @@
+"""The passes over all active rows of a rank at once, by the kernels of ``kernels/head.py``: some launches a step.
+
+They are for rows on a GPU, and by their references, in tests, for any. What they do not know is left to the chunks of
+``chunk_pass.py``: margins that change the logits of other classes, several centers a class, smoothed labels, rows that
+move untouched, float64, and micro-batches of one update with different active classes.
+
+Exponentials lie between the two passes, 2 bytes a class and sample (4 of products in float32), as far as they fit
+``keep_bytes``; those of the other classes are made twice, range by range.
+
+Legend: A active rows, B samples of all ranks, N rows of a range, D width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from geartrain.ams.programs.class_head import NO_LOGIT
+from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
+from geartrain.bridge.collectives.communicator import Communicator
+from geartrain.bridge.head.backends.active_rows import DeviceActive, LocalActive
+from geartrain.bridge.head.batch import Batch, DeviceTargets
+from geartrain.bridge.head.loss.softmax import OnlineSoftmax, PartialSums
+from geartrain.bridge.kernels.head import (
+    TILE,
+    HeadPass,
+    SampleTerms,
+    exponentials,
+    feature_gradient,
+    row_gradients,
+    sample_terms,
+    squared_norm,
+)
+from geartrain.bridge.placements.device_rows import DeviceRows
+from geartrain.bridge.placements.workspace import Arithmetic, Buffer, Scratch, Workspace
+from geartrain.bridge.rows.gradient_carrier import squared_sum
+
+RANGE_BYTES = 256 << 20
+"""Of exponentials that are made and used at a time where they are not kept."""
+
+
+def takes(table: DeviceRows, active: LocalActive, batch: Batch, *, always: bool) -> bool:
+    """Whether :class:`FusedPass` computes the batch; every rank says the same. ``always``: wherever the rows are."""
+    return (
+        always
+        and isinstance(active, DeviceActive)
+        and isinstance(batch.targets, DeviceTargets)
+        and table.steps is None
+        and batch.arithmetic.compute == torch.float32
+        and batch.negatives_margin is None
+        and batch.centers == 1
+        and batch.smoothing == 0
+        and batch.size > 0
+    )
+
+
+def range_rows(batch_size: int) -> int:
+    """Rows of a range whose exponentials, of 4 bytes at most, are :data:`RANGE_BYTES`: whole tiles."""
+    return max(1, RANGE_BYTES // (4 * max(1, batch_size) * TILE)) * TILE
+
+
+class FusedPass:
+    """Both passes over one batch."""
+
+    def __init__(self, table: DeviceRows, active: DeviceActive, batch: Batch, log2_weight: float | Tensor) -> None:
+        assert isinstance(batch.targets, DeviceTargets), "the device's"
+        self._table, self._batch = table, batch
+        self._head = HeadPass.of(
+            table.rows_LD[: active.num] if active.numbers_A is None else table.rows_LD,
+            active.numbers_A,
+            (batch.features_BD * batch.logit_factor).to(batch.arithmetic.matmul),
+            batch.targets.positions_B,
+            log2_weight=log2_weight,  # type: ignore[arg-type]
+            logit_limit=None if batch.margin is None else batch.logit_factor,
+            shifted=batch.shifted,
+            wants_highest=batch.notes_highest,
+        )
+        self._buffer: Buffer | None = None
+        self._kept_KB: Tensor | None = None
+        """Exponentials of the first positions, once they are made."""
+        self._terms: SampleTerms | None = None
+
+    @property
+    def arithmetic(self) -> Arithmetic:
+        """Of the batch."""
+        return self._batch.arithmetic
+
+    @property
+    def num_active(self) -> int:
+        """A, padding included."""
+        return self._head.num_active
+
+    def forward(
+        self, *, want_gradient: bool, keep_bytes: int, link: Communicator, sizes: Sequence[int]
+    ) -> OnlineSoftmax:
+        """The sums over the rows of this rank; keeps exponentials of up to ``keep_bytes``."""
+        head, batch = self._head, self._batch
+        self._reserve(keep_bytes)
+        shift_B: Tensor | None = None
+        weighted_BD = torch.zeros_like(batch.features_BD) if want_gradient and not self.num_active else None
+        for start, stop, exponentials_NB, is_made in self._ranges(made=False):
+            if not is_made:
+                exponentials(head, exponentials_NB, start, stop)
+            if not want_gradient:
+                continue
+            part_shift_B = head.shift(start, stop)
+            part_BD = feature_gradient(head, exponentials_NB, start, stop, part_shift_B)
+            if weighted_BD is None:
+                shift_B, weighted_BD = part_shift_B, part_BD
+            elif shift_B is None or part_shift_B is None:
+                weighted_BD += part_BD
+            else:
+                joint_B = torch.maximum(shift_B, part_shift_B)
+                weighted_BD.mul_(torch.exp2(shift_B - joint_B).unsqueeze(1))
+                weighted_BD.addcmul_(part_BD, torch.exp2(part_shift_B - joint_B).unsqueeze(1))
+                shift_B = joint_B
+        return _Summed(batch, link, sizes, head, shift_B, weighted_BD)
+
+    def take_terms(self, weights_B: Tensor | None) -> None:
+        """What the samples bring to the rows' gradients, once the sums over all ranks are in the batch; ``weights_B``
+        of at most 1."""
+        batch = self._batch
+        self._terms = sample_terms(self._head, batch.features_BD, batch.lse2_B, batch.target_weight_B, weights_B)
+
+    def ranges(self) -> Iterator[tuple[int, int, Tensor]]:
+        """(start, stop, exponentials) of every range."""
+        for start, stop, exponentials_NB, is_made in self._ranges(made=True):
+            if not is_made:
+                exponentials(self._head, exponentials_NB, start, stop)
+            yield start, stop, exponentials_NB
+
+    def squares(self, exponentials_NB: Tensor, start: int, stop: int, factor: Tensor) -> Tensor:
+        """Σ g² (0-dim, float64) over a range, of the gradient times ``factor``."""
+        assert self._terms is not None
+        return squared_norm(self._head, exponentials_NB, start, stop, self._terms, factor)
+
+    def row_gradients(self, exponentials_NB: Tensor, start: int, stop: int, factor: Tensor) -> Tensor:
+        """[N, D] float32 of a range, times ``factor``."""
+        assert self._terms is not None
+        return row_gradients(self._head, exponentials_NB, start, stop, self._terms, factor)
+
+    def let_go(self) -> None:
+        """Forget what is kept; it is made again where it is wanted."""
+        self._kept_KB = None
+        if self._buffer is not None:
+            self._table.pool.give_back(self._buffer)
+            self._buffer = None
+
+    def _reserve(self, keep_bytes: int) -> None:
+        row_bytes = self._batch.size * self._head.dtype.itemsize
+        num = keep_bytes // row_bytes
+        num = self.num_active if num >= self.num_active else num // TILE * TILE
+        if num > 0:
+            self._buffer = self._table.pool.take(num * row_bytes, self._table.device)
+            self._kept_KB = self._buffer.tensor((num, self._batch.size), self._head.dtype)
+
+    def _ranges(self, *, made: bool) -> Iterator[tuple[int, int, Tensor, bool]]:
+        """(start, stop, memory for exponentials, whether they are there) of those that are kept, and of all others."""
+        first = 0
+        if self._kept_KB is not None:
+            first = len(self._kept_KB)
+            yield 0, first, self._kept_KB, made
+        rows = min(range_rows(self._batch.size), self.num_active - first)
+        if rows <= 0:
+            return
+        buffer = self._table.pool.take(rows * self._batch.size * self._head.dtype.itemsize, self._table.device)
+        for start in range(first, self.num_active, rows):
+            stop = min(start + rows, self.num_active)
+            yield start, stop, buffer.tensor((stop - start, self._batch.size), self._head.dtype), False
+        self._table.pool.give_back(buffer)
+
+
+@dataclass(frozen=True)
+class FusedGradient:
+    """The gradient of all rows over one or several batches with the same active rows."""
+
+    passes: Sequence[FusedPass]
+    factors: Sequence[Tensor]
+    """By which that of each batch is multiplied (0-dim)."""
+
+    def squares(self) -> Tensor:
+        """Σ g² (0-dim, float64) over the rows of this rank."""
+        if len(self.passes) > 1:
+            parts = [squared_sum(gradient_ND) for _, _, gradient_ND in self._sums()]
+        else:
+            (only,), (factor,) = self.passes, self.factors
+            parts = [only.squares(made_NB, start, stop, factor) for start, stop, made_NB in only.ranges()]
+        return torch.stack(parts).sum() if parts else self.factors[0].new_zeros((), dtype=torch.float64)
+
+    def update(self, table: DeviceRows, active: LocalActive, optimizer: RowOptimizerSpec, scale: Tensor) -> None:
+        """Update the rows by ``optimizer`` with ``scale`` (0-dim) times the gradient."""
+        places = active.places(table.device)
+        for start, stop, gradient_ND in self._sums():
+            work = Workspace(self.passes[0].arithmetic, Scratch())
+            table.update(work, places.chunk(start, stop), gradient_ND, optimizer, scale)
+
+    def _sums(self) -> Iterator[tuple[int, int, Tensor]]:
+        """(start, stop, gradients [N, D] float32) of range after range."""
+        for made in zip(*(item.ranges() for item in self.passes), strict=True):
+            total_ND: Tensor | None = None
+            for item, factor, (start, stop, exponentials_NB) in zip(self.passes, self.factors, made, strict=True):
+                gradient_ND = item.row_gradients(exponentials_NB, start, stop, factor)
+                total_ND = gradient_ND if total_ND is None else total_ND.add_(gradient_ND)
+            assert total_ND is not None
+            yield made[0][0], made[0][1], total_ND
+
+
+class _Summed(OnlineSoftmax):
+    """The sums that :class:`FusedPass` has made, to be joined with those of other ranks."""
+
+    def __init__(
+        self,
+        batch: Batch,
+        link: Communicator,
+        sizes: Sequence[int],
+        head: HeadPass,
+        shift_B: Tensor | None,
+        weighted_BD: Tensor | None,
+    ) -> None:
+        self._batch, self._link, self._sizes = batch, link, sizes
+        highest_B: Tensor | None = None
+        if head.num_active:
+            shift_B = head.shift() if shift_B is None else shift_B
+            sum_B = head.sums(shift_B)
+            if head.highest_TB is not None and batch.notes_highest:
+                highest_B = head.highest_TB.amax(0)
+        else:
+            nothing_B = torch.full_like(batch.features_BD[:, 0], NO_LOGIT)
+            shift_B = nothing_B if batch.shifted else None
+            highest_B = nothing_B if batch.notes_highest else None
+            sum_B = torch.zeros_like(nothing_B, dtype=torch.float64)
+        self._found = (
+            torch.zeros_like(batch.features_BD[:, 0]) if shift_B is None else shift_B,
+            sum_B,
+            weighted_BD,
+        )
+        self.sums = PartialSums(
+            target_rows_BD=head.own_rows(),
+            shift_PB=None,
+            sum_PB=sum_B.unsqueeze(0),
+            weighted_PBD=None,
+            row_sum_PD=None,
+            highest_PB=None if highest_B is None else highest_B.unsqueeze(0),
+        )
+        self.parts = [self.sums]
+
+    def _joint(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        return self._found
