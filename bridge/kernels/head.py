@@ -19,15 +19,19 @@ D width.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from geartrain.ams.programs.class_head import NO_LOGIT
+from geartrain.bridge.kernels.launch import Cost, launch, runs_kernels
 
 TILE = 128
 """Classes that have a sum, and a shift, of their own. Ranges begin at its multiples."""
 _NORM_FLOOR = 1e-12
+_PROGRAMS = 132
+"""That make a feature gradient, about: the processors of an H100. No sum depends on the card."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -54,6 +58,8 @@ class HeadPass:
     """scale · log2 e, with a margin: rows count as of unit length; None: as they are."""
     shifted: bool
     """Whether exponentials are shifted: always without a margin."""
+    dtype: torch.dtype
+    """Of E, and of the products with it: float32 or bfloat16; float16 holds no exp(64)."""
     inverse_A: Tensor
     """float32, written by :func:`exponentials`: 1 / length. Without a margin it is not used."""
     sums_TB: Tensor
@@ -77,7 +83,7 @@ class HeadPass:
         """Take the memory for what :func:`exponentials` writes. ``numbers_A`` None: all rows."""
         num_active = len(rows_LD) if numbers_A is None else len(numbers_A)
         num_tiles = -(-num_active // TILE)
-        floats = {"dtype": torch.float32, "device": rows_LD.device}
+        empty = partial(torch.empty, dtype=torch.float32, device=rows_LD.device)
         return HeadPass(
             rows_LD=rows_LD,
             numbers_A=numbers_A,
@@ -89,15 +95,16 @@ class HeadPass:
             log2_weight=log2_weight,
             logit_limit=logit_limit,
             shifted=shifted,
-            inverse_A=torch.empty(num_active if logit_limit is not None else 0, **floats),
-            sums_TB=torch.empty(num_tiles, len(queries_BD), **floats),
-            highest_TB=torch.empty(num_tiles, len(queries_BD), **floats) if shifted or wants_highest else None,
+            dtype=torch.float32 if queries_BD.dtype == torch.float32 else torch.bfloat16,
+            inverse_A=empty(num_active if logit_limit is not None else 0),
+            sums_TB=empty(num_tiles, len(queries_BD)),
+            highest_TB=empty(num_tiles, len(queries_BD)) if shifted or wants_highest else None,
         )
 
     @property
-    def dtype(self) -> torch.dtype:
-        """Of E: float32 or bfloat16, never float16, which holds no exp(64)."""
-        return torch.float32 if self.queries_BD.dtype == torch.float32 else torch.bfloat16
+    def dim(self) -> int:
+        """D."""
+        return self.queries_BD.shape[1]
 
     @property
     def middle(self) -> float:
@@ -160,6 +167,9 @@ def exponentials(head: HeadPass, out_NB: Tensor, start: int, stop: int) -> None:
 
     E is 0 for a sample's own class. Padding may be left as it is.
     """
+    if runs_kernels(head.rows_LD.device):
+        _launch_exponentials(head, out_NB, start, stop)
+        return
     stored_ND = head.rows(start, stop)
     logits_NB = stored_ND.to(head.queries_BD.dtype).float() @ head.queries_BD.float().t()
     inverse_N: Tensor | None = None
@@ -173,12 +183,58 @@ def exponentials(head: HeadPass, out_NB: Tensor, start: int, stop: int) -> None:
     logits_NB.masked_fill_(left_out_NB, NO_LOGIT)
     tiles = head.tiles(start, stop)
     if head.highest_TB is not None:
-        head.highest_TB[tiles] = torch.stack([tile.amax(0) for tile in logits_NB.split(TILE)])
+        head.highest_TB[tiles] = torch.stack([tile.amax(0) for tile in torch.split(logits_NB, TILE)])
     logits_NB += torch.where(head.owners_A[start:stop] < 0, head.log2_weight, 0.0).unsqueeze(1)
     logits_NB -= _shifts(head, start, stop)
     exponentials_NB = logits_NB.exp2_().masked_fill_(left_out_NB, 0.0)
-    head.sums_TB[tiles] = torch.stack([tile.sum(0) for tile in exponentials_NB.split(TILE)])
+    head.sums_TB[tiles] = torch.stack([tile.sum(0) for tile in torch.split(exponentials_NB, TILE)])
     out_NB.copy_(exponentials_NB if inverse_N is None else exponentials_NB * inverse_N.unsqueeze(1))
+
+
+def _launch_exponentials(head: HeadPass, out_NB: Tensor, start: int, stop: int) -> None:
+    from geartrain.bridge.kernels.triton import head as kernels
+
+    is_plain = not head.shifted and head.rows_LD.dtype == head.queries_BD.dtype
+    options = kernels.exponentials_options(head.queries_BD.dtype, plain=is_plain)
+    batch, num_tiles = len(head.queries_BD), -(-(stop - start) // TILE)
+    statistics = 4.0 * num_tiles * batch * (1 + (head.highest_TB is not None))
+    launch(
+        kernels.exponentials,
+        (num_tiles * -(-batch // options["TILE_B"]),),
+        head.rows_LD,
+        head.numbers_A,
+        head.count,
+        head.queries_BD,
+        head.positions_B,
+        head.owners_A if head.log2_weight else None,
+        out_NB,
+        None if head.logit_limit is None else head.inverse_A,
+        head.sums_TB,
+        head.highest_TB,
+        start,
+        stop,
+        batch,
+        head.log2_weight,
+        head.middle,
+        SHIFTED=head.shifted,
+        DIM=head.dim,
+        PRECISION=_precision(),
+        **options,
+        cost=_cost(head, out_NB, head.queries_BD.nbytes + statistics),
+    )
+
+
+def _cost(head: HeadPass, exponentials_NB: Tensor, more_bytes: float) -> Cost:
+    """Of one product over these classes, whose rows are read once."""
+    num = len(exponentials_NB)
+    num_bytes = float(num * (head.dim * head.rows_LD.itemsize + 8)) + exponentials_NB.nbytes
+    flops = 2.0 * exponentials_NB.numel() * head.dim
+    return Cost(num_bytes + more_bytes, flops, exponentials_NB.dtype)
+
+
+def _precision() -> str:
+    """Of products in float32."""
+    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
 
 
 def _shifts(head: HeadPass, start: int, stop: int) -> Tensor | float:
@@ -193,6 +249,8 @@ def feature_gradient(head: HeadPass, exponentials_NB: Tensor, start: int, stop: 
 
     ``shift_B`` is nowhere below that of the range; None without shifts.
     """
+    if runs_kernels(head.rows_LD.device):
+        return _launch_feature_gradient(head, exponentials_NB, start, stop, shift_B)
     active_N = head.is_active(start, stop).unsqueeze(1)
     weights_NB = exponentials_NB.float()
     if shift_B is not None:
@@ -200,6 +258,41 @@ def feature_gradient(head: HeadPass, exponentials_NB: Tensor, start: int, stop: 
     weights_NB = weights_NB.to(exponentials_NB.dtype).float().masked_fill(~active_N, 0.0)
     keys_ND = head.rows(start, stop).to(exponentials_NB.dtype).float().masked_fill(~active_N, 0.0)
     return (weights_NB.t() @ keys_ND).mul_(2.0**head.middle)
+
+
+def _launch_feature_gradient(
+    head: HeadPass, exponentials_NB: Tensor, start: int, stop: int, shift_B: Tensor | None
+) -> Tensor:
+    from geartrain.bridge.kernels.triton import head as kernels
+
+    is_plain = head.numbers_A is None and shift_B is None and head.rows_LD.dtype == exponentials_NB.dtype
+    options = kernels.feature_gradient_options(exponentials_NB.dtype, plain=is_plain)
+    batch = len(head.queries_BD)
+    blocks = -(-batch // options["TILE_B"]) * -(-head.dim // options["TILE_D"])
+    parts = max(1, min(_PROGRAMS // max(1, blocks), (stop - start) // TILE))
+    out_PBD = torch.empty(parts, batch, head.dim, dtype=torch.float32, device=head.rows_LD.device)
+    launch(
+        kernels.feature_gradient,
+        (blocks * parts,),
+        head.rows_LD,
+        head.numbers_A,
+        head.count,
+        exponentials_NB,
+        None if shift_B is None else head.highest_TB,
+        shift_B,
+        out_PBD,
+        start,
+        stop,
+        batch,
+        parts,
+        2.0**head.middle,
+        DIM=head.dim,
+        SUM_TILE=TILE,
+        PRECISION=_precision(),
+        **options,
+        cost=_cost(head, exponentials_NB, out_PBD.nbytes),
+    )
+    return out_PBD.sum(0)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -228,6 +321,8 @@ def sample_terms(
     ``features_BD`` (of unit length with a margin), ``lse2_B`` and ``own_weight_B`` (dloss/dcos over the scale) are
     float32; ``weights_B`` of at most 1, None: 1.
     """
+    if runs_kernels(head.rows_LD.device):
+        return _launch_sample_terms(head, features_BD, lse2_B, own_weight_B, weights_B)
     weights_B = torch.ones_like(lse2_B) if weights_B is None else weights_B
     factors_B = weights_B if head.shifted else weights_B * torch.exp2(head.middle - lse2_B)
     own_weight_B = own_weight_B * weights_B
@@ -241,6 +336,46 @@ def sample_terms(
         own_along_B=(own_BD * head.own_rows()).sum(1),
         bounds_B=features_BD.abs().amax(1) * (weights_B.abs() + own_weight_B.abs()),
     )
+
+
+def _launch_sample_terms(
+    head: HeadPass, features_BD: Tensor, lse2_B: Tensor, own_weight_B: Tensor, weights_B: Tensor | None
+) -> SampleTerms:
+    from geartrain.bridge.kernels.triton import head as kernels
+
+    batch, dim = features_BD.shape
+    terms = SampleTerms(
+        keys_BD=torch.empty_like(features_BD, dtype=head.dtype),
+        factors_B=torch.empty_like(lse2_B),
+        lse2_B=lse2_B,
+        own_BD=torch.empty_like(features_BD),
+        own_along_B=torch.empty_like(lse2_B),
+        bounds_B=torch.empty_like(lse2_B),
+    )
+    launch(
+        kernels.sample_terms,
+        (batch,),
+        head.rows_LD,
+        head.numbers_A,
+        None if head.logit_limit is None else head.inverse_A,
+        head.positions_B,
+        features_BD,
+        lse2_B,
+        own_weight_B,
+        weights_B,
+        terms.keys_BD,
+        terms.factors_B,
+        terms.own_BD,
+        terms.own_along_B,
+        terms.bounds_B,
+        batch,
+        head.middle,
+        SHIFTED=head.shifted,
+        DIM=dim,
+        **kernels.sample_terms_options(dim),
+        cost=Cost(batch * dim * (12.0 + head.dtype.itemsize + head.rows_LD.itemsize)),
+    )
+    return terms
 
 
 def row_gradients(
@@ -272,5 +407,69 @@ def squared_norm(
     head: HeadPass, exponentials_NB: Tensor, start: int, stop: int, terms: SampleTerms, factor: Tensor
 ) -> Tensor:
     """Σ g² over the gradients of a range, float64 (0-dim)."""
+    if runs_kernels(head.rows_LD.device):
+        return _launch_update(head, exponentials_NB, start, stop, terms, factor)
     gradient_ND = row_gradients(head, exponentials_NB, start, stop, terms, factor)
     return gradient_ND.square_().sum(dtype=torch.float64)
+
+
+def _launch_update(
+    head: HeadPass,
+    exponentials_NB: Tensor,
+    start: int,
+    stop: int,
+    terms: SampleTerms,
+    factor: Tensor,
+    slots_LD: Tensor | None = None,
+    refused: Tensor | None = None,
+    calm: float = 0.0,
+    lr: float = 0.0,
+    momentum: float = 0.0,
+    weight_decay: float = 0.0,
+) -> Tensor:
+    from geartrain.bridge.kernels.triton import head as kernels
+
+    options = kernels.update_options(exponentials_NB.dtype)
+    num_programs = -(-(stop - start) // options["TILE_N"])
+    squares = None
+    stored_bytes = 0.0
+    if refused is None:
+        squares = torch.empty(num_programs, dtype=torch.float32, device=factor.device)
+    launch(
+        kernels.update_rows,
+        (num_programs,),
+        head.rows_LD,
+        slots_LD,
+        head.numbers_A,
+        head.count,
+        exponentials_NB,
+        terms.keys_BD,
+        terms.factors_B,
+        terms.lse2_B,
+        head.highest_TB if head.shifted else None,
+        head.owners_A,
+        terms.own_BD,
+        terms.own_along_B,
+        terms.bounds_B,
+        None if head.logit_limit is None else head.inverse_A,
+        factor,
+        refused,
+        squares,
+        start,
+        stop,
+        len(head.queries_BD),
+        head.log2_weight,
+        head.middle,
+        head.logit_limit or 1.0,
+        lr,
+        momentum,
+        weight_decay,
+        calm,
+        SHIFTED=head.shifted,
+        DIM=head.dim,
+        SUM_TILE=TILE,
+        PRECISION=_precision(),
+        **options,
+        cost=_cost(head, exponentials_NB, stored_bytes),
+    )
+    return factor if squares is None else squares.sum(dtype=torch.float64)

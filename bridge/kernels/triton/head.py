@@ -1,0 +1,405 @@
+"""The kernels of ``bridge/kernels/head.py``, whose names they share.
+
+Legend: N active rows of a tile, B samples, K of what a product sums over, D of a row's width.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+_NO_LOGIT = tl.constexpr(-1e37)
+_NORM_FLOOR = tl.constexpr(1e-12)
+_TINY = tl.constexpr(2.0**-126)
+
+
+def exponentials_options(dtype: torch.dtype, *, plain: bool) -> dict[str, Any]:
+    """Tile and warps for products of ``dtype``; plain: of rows in that type, without shifts.
+
+    A tile has 128 rows: each has a sum and a shift of its own.
+    """
+    if dtype == torch.float32:
+        return {"TILE_N": 128, "TILE_B": 64, "TILE_K": 32, "num_warps": 8, "num_stages": 3}
+    # Others spill with 128 x 256, on an A100 or with one of the versions of Triton.
+    return {"TILE_N": 128, "TILE_B": 256 if plain else 128, "TILE_K": 64, "num_warps": 8, "num_stages": 3}
+
+
+@triton.jit
+def exponentials(
+    rows,
+    numbers,
+    count,
+    queries,
+    positions,
+    owners,
+    out,
+    inverse,
+    sums,
+    highest,
+    start,
+    stop,
+    num_samples,
+    log2_weight,
+    middle,
+    SHIFTED: tl.constexpr,
+    DIM: tl.constexpr,
+    TILE_N: tl.constexpr,
+    TILE_B: tl.constexpr,
+    TILE_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """A tile of E, its sums by sample, and of the first samples' programs the rows' inverse lengths."""
+    blocks = tl.cdiv(num_samples, TILE_B)
+    block = tl.program_id(0) % blocks
+    tile = start // TILE_N + tl.program_id(0) // blocks
+    n = tile * TILE_N + tl.arange(0, TILE_N)
+    b = block * TILE_B + tl.arange(0, TILE_B)
+    limit = stop
+    if count is not None:
+        limit = tl.minimum(tl.load(count), stop).to(tl.int32)
+    is_row, is_sample = n < limit, b < num_samples
+    at = n.to(tl.int64)
+    if numbers is not None:
+        at = tl.load(numbers + n, mask=is_row, other=0)
+    row_at, query_at = rows + at[:, None] * DIM, queries + b[:, None] * DIM
+    logits = tl.zeros((TILE_N, TILE_B), tl.float32)
+    squares = tl.zeros((TILE_N,), tl.float32)
+    for first in range(0, DIM, TILE_K):
+        k = first + tl.arange(0, TILE_K)
+        is_row_k, is_query_k = is_row[:, None], is_sample[:, None]
+        if DIM % TILE_K:
+            is_row_k, is_query_k = is_row_k & (k < DIM)[None, :], is_query_k & (k < DIM)[None, :]
+        row = tl.load(row_at + k[None, :], mask=is_row_k, other=0.0)
+        query = tl.load(query_at + k[None, :], mask=is_query_k, other=0.0)
+        if inverse is not None:
+            wide = row.to(tl.float32)
+            squares += tl.sum(wide * wide, 1)
+        logits = tl.dot(row.to(query.dtype), tl.trans(query), logits, input_precision=PRECISION)
+    length = tl.full((TILE_N,), 1.0, tl.float32)
+    if inverse is not None:
+        length = 1.0 / tl.maximum(tl.sqrt(squares), _NORM_FLOOR)
+        logits *= length[:, None]
+        tl.store(inverse + n, length, mask=is_row & (block == 0))
+    position = tl.load(positions + b, mask=is_sample, other=-1).to(tl.int32)
+    counts = is_row[:, None] & (n[:, None] != position[None, :])
+    logits = tl.where(counts, logits, _NO_LOGIT)
+    shift = tl.full((TILE_B,), middle, tl.float32)
+    at_sum = tile.to(tl.int64) * num_samples + b
+    if highest is not None:
+        largest = tl.max(logits, 0)
+        tl.store(highest + at_sum, largest, mask=is_sample)
+        if SHIFTED:
+            shift = largest
+    if owners is not None:
+        logits += tl.where(tl.load(owners + n, mask=is_row, other=0) < 0, log2_weight, 0.0)[:, None]
+    exponential = tl.where(counts, tl.exp2(logits - shift[None, :]), 0.0)
+    tl.store(sums + at_sum, tl.sum(exponential, 0), mask=is_sample)
+    exponential *= length[:, None]
+    out_at = out + (n - start).to(tl.int64)[:, None] * num_samples + b[None, :]
+    tl.store(out_at, exponential.to(out.dtype.element_ty), mask=is_row[:, None] & is_sample[None, :])
+
+
+def feature_gradient_options(dtype: torch.dtype, *, plain: bool) -> dict[str, Any]:
+    """Tile and warps for exponentials of ``dtype``; plain: of all rows, in that type, without shifts."""
+    if dtype == torch.float32:
+        return {"TILE_B": 64, "TILE_D": 128, "TILE_N": 32, "num_warps": 8, "num_stages": 3}
+    return {"TILE_B": 128, "TILE_D": 256 if plain else 128, "TILE_N": 64, "num_warps": 8, "num_stages": 3}
+
+
+@triton.jit
+def feature_gradient(
+    rows,
+    numbers,
+    count,
+    exponentials,
+    highest,
+    shifts,
+    out,
+    start,
+    stop,
+    num_samples,
+    num_parts,
+    lift,
+    DIM: tl.constexpr,
+    SUM_TILE: tl.constexpr,
+    TILE_B: tl.constexpr,
+    TILE_D: tl.constexpr,
+    TILE_N: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """A tile of Eᵀ·W over one part of the classes. Programs of a part are neighbours: they read the same rows."""
+    blocks_d: tl.constexpr = (DIM + TILE_D - 1) // TILE_D
+    tiles = tl.cdiv(num_samples, TILE_B) * blocks_d
+    part, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
+    b = tile // blocks_d * TILE_B + tl.arange(0, TILE_B)
+    d = tile % blocks_d * TILE_D + tl.arange(0, TILE_D)
+    is_sample, is_column = b < num_samples, d < DIM
+    limit = stop
+    if count is not None:
+        limit = tl.minimum(tl.load(count), stop).to(tl.int32)
+    share = tl.cdiv(tl.cdiv(stop - start, TILE_N), num_parts) * TILE_N
+    first = start + part * share
+    gradient = tl.zeros((TILE_B, TILE_D), tl.float32)
+    if shifts is not None:
+        shift = tl.load(shifts + b, mask=is_sample, other=0.0)
+    for at_n in range(first, tl.minimum(first + share, limit), TILE_N):
+        n = at_n + tl.arange(0, TILE_N)
+        is_row = n < limit
+        at = n.to(tl.int64)
+        if numbers is not None:
+            at = tl.load(numbers + n, mask=is_row, other=0)
+        exponential = tl.load(
+            exponentials + (n - start).to(tl.int64)[:, None] * num_samples + b[None, :],
+            mask=is_row[:, None] & is_sample[None, :],
+            other=0.0,
+        )
+        is_value = is_row[:, None]
+        if DIM % TILE_D:
+            is_value &= is_column[None, :]
+        row = tl.load(rows + at[:, None] * DIM + d[None, :], mask=is_value, other=0.0)
+        if shifts is not None:
+            largest = tl.load(
+                highest + tl.cast(at_n // SUM_TILE, tl.int64) * num_samples + b, mask=is_sample, other=0.0
+            )
+            lifted = exponential.to(tl.float32) * tl.exp2(largest - shift)[None, :]
+            exponential = lifted.to(exponential.dtype)
+        gradient = tl.dot(tl.trans(exponential), row.to(exponential.dtype), gradient, input_precision=PRECISION)
+    out_at = out + part.to(tl.int64) * num_samples * DIM + b[:, None] * DIM + d[None, :]
+    tl.store(out_at, gradient * lift, mask=is_sample[:, None] & is_column[None, :])
+
+
+def sample_terms_options(dim: int) -> dict[str, Any]:
+    """Sizes for rows of ``dim``."""
+    width = triton.next_power_of_2(dim)
+    return {"TILE_D": width, "TILE_B": max(1, min(32, 8192 // width)), "num_warps": 4}
+
+
+@triton.jit
+def sample_terms(
+    rows,
+    numbers,
+    inverse,
+    positions,
+    features,
+    log_sums,
+    own_weights,
+    weights,
+    keys,
+    factors,
+    own,
+    own_along,
+    bounds,
+    num_samples,
+    middle,
+    SHIFTED: tl.constexpr,
+    DIM: tl.constexpr,
+    TILE_D: tl.constexpr,
+    TILE_B: tl.constexpr,
+):
+    """A program for each sample. That of a class with several samples is added up in each of theirs, in one order."""
+    sample = tl.program_id(0)
+    d = tl.arange(0, TILE_D)
+    is_column = d < DIM
+    feature = tl.load(features + sample * DIM + d, mask=is_column, other=0.0)
+    weight = 1.0
+    if weights is not None:
+        weight = tl.load(weights + sample)
+    own_weight = tl.load(own_weights + sample) * weight
+    tl.store(bounds + sample, tl.max(tl.abs(feature), 0) * (tl.abs(weight) + tl.abs(own_weight)))
+    factor = weight
+    if not SHIFTED:
+        factor = weight * tl.exp2(middle - tl.load(log_sums + sample))
+    tl.store(factors + sample, factor)
+    tl.store(keys + sample * DIM + d, (feature * factor).to(keys.dtype.element_ty), mask=is_column)
+    position = tl.load(positions + sample)
+    gradient = tl.zeros((TILE_D,), tl.float32)
+    along = 0.0
+    if position >= 0:
+        for first in range(0, num_samples, TILE_B):
+            b = first + tl.arange(0, TILE_B)
+            is_same = tl.load(positions + b, mask=b < num_samples, other=-1) == position
+            if tl.max(is_same.to(tl.int32), 0) > 0:
+                amount = tl.load(own_weights + b, mask=is_same, other=0.0)
+                if weights is not None:
+                    amount *= tl.load(weights + b, mask=is_same, other=0.0)
+                alike = tl.load(
+                    features + b[:, None] * DIM + d[None, :], mask=is_same[:, None] & is_column[None, :], other=0.0
+                )
+                gradient += tl.sum(alike * amount[:, None], 0)
+        at = position
+        if numbers is not None:
+            at = tl.load(numbers + position)
+        row = tl.load(rows + at * DIM + d, mask=is_column, other=0.0).to(tl.float32)
+        along = tl.sum(gradient * row, 0)
+        if inverse is not None:
+            along *= tl.load(inverse + position)
+    tl.store(own + sample * DIM + d, gradient, mask=is_column)
+    tl.store(own_along + sample, along)
+
+
+def update_options(dtype: torch.dtype) -> dict[str, Any]:
+    """Tile and warps for exponentials of ``dtype``."""
+    if dtype == torch.float32:
+        return {"TILE_N": 64, "TILE_D": 64, "TILE_B": 32, "num_warps": 4, "num_stages": 3}
+    return {"TILE_N": 128, "TILE_D": 128, "TILE_B": 64, "num_warps": 8, "num_stages": 3}
+
+
+@triton.jit
+def _momentum(row, slot, gradient, lr, momentum, weight_decay):
+    gradient += weight_decay * row
+    slot = momentum * slot + gradient
+    return row - lr * slot, slot
+
+
+@triton.jit
+def update_rows(
+    rows,
+    slots,
+    numbers,
+    count,
+    exponentials,
+    keys,
+    factors,
+    log_sums,
+    highest,
+    owners,
+    own,
+    own_along,
+    bounds,
+    inverse,
+    factor,
+    refused,
+    squares,
+    start,
+    stop,
+    num_samples,
+    log2_weight,
+    middle,
+    logit_limit,
+    lr,
+    momentum,
+    weight_decay,
+    calm,
+    SHIFTED: tl.constexpr,
+    DIM: tl.constexpr,
+    SUM_TILE: tl.constexpr,
+    TILE_N: tl.constexpr,
+    TILE_D: tl.constexpr,
+    TILE_B: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """A tile of rows from its gradient to its store; a part of its columns after the other.
+
+    A row is stored whole or not at all. Where none of the tile can leave the range of its type, by bounds, parts are
+    stored as they are made; else all are made twice, the first time to look.
+    """
+    n = start + tl.program_id(0) * TILE_N + tl.arange(0, TILE_N)
+    limit = stop
+    if count is not None:
+        limit = tl.minimum(tl.load(count), stop).to(tl.int32)
+    is_row = n < limit
+    at = n.to(tl.int64)
+    if numbers is not None:
+        at = tl.load(numbers + n, mask=is_row, other=0)
+    local = (n - start).to(tl.int64)[:, None] * num_samples
+    tile = tl.cast((start + tl.program_id(0) * TILE_N) // SUM_TILE, tl.int64)
+    owner = tl.load(owners + n, mask=is_row, other=-1)
+    is_owned = owner >= 0
+    times = tl.load(factor)
+    length = tl.full((TILE_N,), 1.0, tl.float32)
+    along = tl.zeros((TILE_N,), tl.float32)
+    bound = 0.0
+    if inverse is not None:
+        length = tl.load(inverse + n, mask=is_row, other=1.0)
+    offset = tl.log2(length) + tl.where(is_owned, 0.0, log2_weight)
+    for first in range(0, num_samples, TILE_B):
+        b = first + tl.arange(0, TILE_B)
+        is_sample = b < num_samples
+        bound += tl.sum(tl.load(bounds + b, mask=is_sample, other=0.0), 0)
+        if inverse is not None:
+            exponential = tl.load(
+                exponentials + local + b[None, :], mask=is_row[:, None] & is_sample[None, :], other=0.0
+            ).to(tl.float32)
+            weight = tl.load(factors + b, mask=is_sample, other=0.0)
+            shift = tl.full((TILE_B,), middle, tl.float32)
+            if SHIFTED:
+                shift = tl.load(highest + tile * num_samples + b, mask=is_sample, other=0.0)
+                weight *= tl.exp2(shift - tl.load(log_sums + b, mask=is_sample, other=0.0))
+            logit = tl.log2(tl.maximum(exponential, _TINY)) - offset[:, None] + shift[None, :]
+            along += tl.sum(exponential * weight[None, :] * logit, 1)
+    if inverse is not None:
+        along = along / (length * logit_limit) + tl.load(own_along + owner, mask=is_owned, other=0.0)
+        along *= length * length
+    # One look is enough where nothing is stored, or where nothing that is stored can be too large.
+    looks = 1
+    if squares is None:
+        largest = tl.abs(times) * 2.0 * bound * length
+        for first in range(0, DIM, TILE_D):
+            d = first + tl.arange(0, TILE_D)
+            is_value = is_row[:, None] & (d < DIM)[None, :]
+            value = tl.load(rows + at[:, None] * DIM + d[None, :], mask=is_value, other=0.0).to(tl.float32)
+            largest = tl.maximum(largest, tl.max(tl.abs(value), 1))
+            value = tl.load(slots + at[:, None] * DIM + d[None, :], mask=is_value, other=0.0).to(tl.float32)
+            largest = tl.maximum(largest, tl.max(tl.abs(value), 1))
+        looks = tl.max(tl.where(is_row & ~(largest <= calm), 2, 1), 0)
+    is_bad = tl.zeros((TILE_N,), tl.int32)
+    square = tl.zeros((TILE_N,), tl.float32)
+    for look in range(looks):
+        for first in range(0, DIM, TILE_D):
+            d = first + tl.arange(0, TILE_D)
+            gradient = tl.zeros((TILE_N, TILE_D), tl.float32)
+            for first_b in range(0, num_samples, TILE_B):
+                b = first_b + tl.arange(0, TILE_B)
+                is_sample = b < num_samples
+                exponential = tl.load(
+                    exponentials + local + b[None, :], mask=is_row[:, None] & is_sample[None, :], other=0.0
+                )
+                is_key = is_sample[:, None]
+                if DIM % TILE_D:
+                    is_key &= (d < DIM)[None, :]
+                key = tl.load(keys + b[:, None] * DIM + d[None, :], mask=is_key, other=0.0)
+                if SHIFTED:
+                    shift = tl.load(highest + tile * num_samples + b, mask=is_sample, other=0.0)
+                    shift -= tl.load(log_sums + b, mask=is_sample, other=0.0)
+                    exponential = (exponential.to(tl.float32) * tl.exp2(shift)[None, :]).to(exponential.dtype)
+                gradient = tl.dot(exponential, key, gradient, input_precision=PRECISION)
+            left, right = tl.split(tl.permute(tl.reshape(gradient, (TILE_N, 2, TILE_D // 2)), (0, 2, 1)))
+            for half in tl.static_range(2):
+                part = left
+                if half == 1:
+                    part = right
+                d = first + half * (TILE_D // 2) + tl.arange(0, TILE_D // 2)
+                is_value = is_row[:, None]
+                if DIM % TILE_D:
+                    is_value &= (d < DIM)[None, :]
+                row_at = rows + at[:, None] * DIM + d[None, :]
+                row = tl.load(row_at, mask=is_value, other=0.0).to(tl.float32)
+                is_own = is_value & is_owned[:, None]
+                part += tl.load(own + owner[:, None] * DIM + d[None, :], mask=is_own, other=0.0) * length[:, None]
+                if inverse is not None:
+                    part -= row * along[:, None]
+                part *= times
+                if squares is not None:
+                    square += tl.sum(tl.where(is_value, part * part, 0.0), 1)
+                else:
+                    slot_at = slots + at[:, None] * DIM + d[None, :]
+                    slot = tl.load(slot_at, mask=is_value, other=0.0).to(tl.float32)
+                    row, slot = _momentum(row, slot, part, lr, momentum, weight_decay)
+                    row_n, slot_n = row.to(rows.dtype.element_ty), slot.to(slots.dtype.element_ty)
+                    if look + 1 < looks:
+                        ok = (tl.abs(row_n.to(tl.float32)) < float("inf")) & (
+                            tl.abs(slot_n.to(tl.float32)) < float("inf")
+                        )
+                        is_bad |= tl.max(tl.where(ok | ~is_value, 0, 1), 1)
+                    else:
+                        tl.store(row_at, row_n, mask=is_value & (is_bad == 0)[:, None])
+                        tl.store(slot_at, slot_n, mask=is_value & (is_bad == 0)[:, None])
+    if squares is not None:
+        tl.store(squares + tl.program_id(0), tl.sum(square, 0))
+    else:
+        num_bad = tl.sum(is_bad, 0)
+        if num_bad > 0:
+            tl.atomic_add(refused, num_bad.to(tl.int64))
