@@ -24,9 +24,9 @@ from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
 from geartrain.ams.values.shard_messages import Done, SyncGroup
 from geartrain.ams.values.specs import Ids, TableSpec
 from geartrain.bridge.collectives.communicator import Communicator
+from geartrain.bridge.kernels.optimizers import RowStep, update_rows
+from geartrain.bridge.kernels.rounding import ROW, SLOT, round_rows, rounding_key
 from geartrain.bridge.placements.elapsed_momentum import RESTING, ElapsedSteps
-from geartrain.bridge.placements.optimizers import RowStep, update_rows
-from geartrain.bridge.placements.rounding import ROW, SLOT, round_rows, rounding_key
 from geartrain.bridge.placements.workspace import BufferPool, Workspace
 from geartrain.bridge.rows.same_rows import OTHERS, other_rows, row_digests
 from geartrain.bridge.rows.tables import TORCH_DTYPES, as_numpy

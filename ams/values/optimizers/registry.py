@@ -1,7 +1,7 @@
 """Every optimizer of rows there is, by name.
 
 A new one is a file beside this one and a line in :data:`OPTIMIZERS`; a file in ``optimizers/`` of the core and a line
-in its ``registry.cpp``; and a function in ``bridge/placements/optimizers.py`` for rows on ranks and a line there.
+in its ``registry.cpp``; and a function in ``bridge/kernels/optimizers.py`` for rows on ranks and a line there.
 """
 
 from __future__ import annotations

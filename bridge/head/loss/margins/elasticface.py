@@ -15,7 +15,7 @@ from geartrain.ams.values.arguments import integer
 from geartrain.bridge.head.loss.margins.angular import turned
 from geartrain.bridge.head.loss.margins.margin import MarginBatch, TargetLogits
 from geartrain.bridge.head.loss.margins.scale import require, require_scale, scale_of
-from geartrain.bridge.rows.philox import WORD, philox_words
+from geartrain.bridge.kernels.philox import WORD, philox_words
 
 _ROUNDS = 10
 

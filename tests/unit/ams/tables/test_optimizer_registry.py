@@ -21,7 +21,7 @@ from geartrain.ams.values.optimizers.registry import (
     optimizer_of,
 )
 from geartrain.ams.values.specs import TableSpec
-from geartrain.bridge.placements.optimizers import TENSOR_OPTIMIZERS
+from geartrain.bridge.kernels.optimizers import TENSOR_OPTIMIZERS
 
 OPTIMIZERS_WITH_SETTINGS: list[RowOptimizerSpec] = [
     SGD(0.1, 0.01),

@@ -28,9 +28,9 @@ from geartrain.ams.values.optimizers.registry import (
     SparseMomentum,
 )
 from geartrain.ams.values.specs import DTypeName, TableSpec
+from geartrain.bridge.kernels.rounding import ROW, SLOT, round_rows, rounding_key
 from geartrain.bridge.placements import device_rows
 from geartrain.bridge.placements.device_rows import DeviceRows
-from geartrain.bridge.placements.rounding import ROW, SLOT, round_rows, rounding_key
 from geartrain.bridge.placements.workspace import Arithmetic, Scratch, Workspace
 from geartrain.bridge.rows.tables import TORCH_DTYPES, as_numpy
 

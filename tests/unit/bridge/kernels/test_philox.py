@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from geartrain.bridge.rows.philox import philox_words
+from geartrain.bridge.kernels.philox import philox_words
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The optimizers of rows on devices, in tensor operations and in the dtype of the operands.
+"""The optimizers of rows on devices, in tensor operations and in the dtype of the operands; for kernels as numbers.
 
 Each computes what its specification in ``ams/values/optimizers`` says. Legend: N rows of a call, D width, S numbers of
 a row's slots. What is one number a row, like the step's t, is [N, 1].
@@ -6,9 +6,10 @@ a row's slots. What is one number a row, like the step's t, is [N, 1].
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -179,3 +180,47 @@ TENSOR_OPTIMIZERS: dict[str, Callable[[Any, RowStep], None]] = {
 def update_rows(optimizer: RowOptimizerSpec, step: RowStep) -> None:
     """Make one update as ``optimizer.updated`` specifies it."""
     TENSOR_OPTIMIZERS[optimizer.name](optimizer, step)
+
+
+class StepNumbers(NamedTuple):
+    """What ``step`` of ``bridge/kernels/triton/row_step.py`` takes; ``kind`` is the name of a constant there."""
+
+    kind: str
+    decay: float
+    a: float = 0.0
+    b: float = 0.0
+    eps: float = 0.0
+
+
+def step_numbers(optimizer: RowOptimizerSpec) -> StepNumbers | None:
+    """The optimizer as kernels take it; None: they do not know it."""
+    made = _STEP_NUMBERS.get(optimizer.name)
+    return None if made is None else made(optimizer)
+
+
+def _momentum_numbers(optimizer: Momentum) -> StepNumbers:
+    kind = "NESTEROV" if getattr(optimizer, "nesterov", False) else "MOMENTUM"
+    return StepNumbers(kind, optimizer.weight_decay, optimizer.momentum)
+
+
+def _adagrad_numbers(optimizer: Adagrad) -> StepNumbers:
+    first = optimizer.initial_accumulator_value
+    return StepNumbers(optimizer.name.upper(), optimizer.weight_decay, optimizer.lr_decay, first, optimizer.eps)
+
+
+def _adam_numbers(optimizer: Adam | AdamW) -> StepNumbers:
+    # Logarithms: 1 - beta loses no digits, and a power is a product.
+    a, b = (math.log(beta) if beta else -1e30 for beta in optimizer.betas)
+    return StepNumbers(optimizer.name.upper(), optimizer.weight_decay, a, b, optimizer.eps)
+
+
+_STEP_NUMBERS: dict[str, Callable[[Any], StepNumbers]] = {
+    "sgd": lambda optimizer: StepNumbers("SGD", optimizer.weight_decay),
+    "momentum": _momentum_numbers,
+    "sparse_momentum": _momentum_numbers,
+    "adagrad": _adagrad_numbers,
+    "rowwise_adagrad": _adagrad_numbers,
+    "adam": _adam_numbers,
+    "adamw": _adam_numbers,
+    "rowwise_adam": _adam_numbers,
+}

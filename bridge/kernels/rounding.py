@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from geartrain.ams.kernels.ops import splitmix64
-from geartrain.bridge.rows.philox import WORD, philox_words
+from geartrain.bridge.kernels.philox import WORD, philox_words
 
 ROW, SLOT = 0, 1
 """What of a row is rounded."""

@@ -1,0 +1,137 @@
+"""What becomes of rows that are in registers: an optimizer's step, and stochastic rounding to what is stored.
+
+Tiles are [N, C] float32: N rows and C of their columns, from a multiple of 8 on. Compiled without fused
+multiply-adds (``enable_fp_fusion=False``) the steps that take no powers give the bits of a shard.
+"""
+
+import triton
+import triton.language as tl
+
+SGD = tl.constexpr(0)
+MOMENTUM = tl.constexpr(1)
+NESTEROV = tl.constexpr(2)
+ADAGRAD = tl.constexpr(3)
+ADAM = tl.constexpr(4)
+ADAMW = tl.constexpr(5)
+ROWWISE_ADAGRAD = tl.constexpr(6)
+ROWWISE_ADAM = tl.constexpr(7)
+"""By the names of ``StepNumbers.kind`` in ``bridge/kernels/optimizers.py``."""
+
+ROW = tl.constexpr(0)
+SLOT = tl.constexpr(1)
+"""What of a row is rounded."""
+
+_ROUNDS = tl.constexpr(7)
+
+
+@triton.jit
+def step(row, slot, second, gradient, t, lr, decay, a, b, eps, dim, KIND: tl.constexpr):
+    """One update; returns row, slot and second slot. What the kind has not may be anything, and is returned as it is.
+
+    row, slot, gradient: [N, C]; second: [N, C], of a kind by rows [N]; t: [N] int64, number of each row's update.
+    Kinds by rows want all columns of a row in the tile, and zero gradients beyond ``dim``. decay, a, b, eps:
+    ``step_numbers`` of ``bridge/kernels/optimizers.py``.
+    """
+    if KIND == SGD:
+        row = row - lr * (gradient + decay * row)
+    elif KIND == MOMENTUM:
+        slot = a * slot + (gradient + decay * row)
+        row = row - lr * slot
+    elif KIND == NESTEROV:
+        direction = gradient + decay * row
+        slot = a * slot + direction
+        row = row - lr * (direction + a * slot)
+    elif KIND == ADAGRAD or KIND == ROWWISE_ADAGRAD:  # noqa: SIM109
+        direction = gradient + decay * row
+        size = (lr.to(tl.float64) / (1 + (t - 1).to(tl.float64) * a)).to(tl.float32)[:, None]
+        if KIND == ADAGRAD:
+            slot = slot + direction * direction
+            row = row - size * tl.div_rn(direction, tl.sqrt_rn(b + slot) + eps)
+        else:
+            second = second + _mean_square(direction, dim)
+            inverse = tl.div_rn(tl.full(second.shape, 1.0, tl.float32), tl.sqrt_rn(b + second) + eps)
+            row = row - size * (direction * inverse[:, None])
+    else:
+        beta1, rest1, correction1 = _moment(a, t)
+        beta2, rest2, correction2 = _moment(b, t)
+        size = (lr.to(tl.float64) / correction1).to(tl.float32)[:, None]
+        inverse_root = (1.0 / tl.sqrt(correction2)).to(tl.float32)
+        direction = gradient
+        if KIND == ADAM:
+            direction = gradient + decay * row
+        else:
+            row = row * (1 - lr * decay)
+        slot = beta1 * slot + rest1 * direction
+        if KIND == ROWWISE_ADAM:
+            second = beta2 * second + rest2 * _mean_square(direction, dim)
+            divisor = tl.sqrt_rn(second) * inverse_root + eps
+            inverse = tl.div_rn(tl.full(second.shape, 1.0, tl.float32), divisor)
+            row = row - size * (slot * inverse[:, None])
+        else:
+            second = beta2 * second + rest2 * direction * direction
+            row = row - size * tl.div_rn(slot, tl.sqrt_rn(second) * inverse_root[:, None] + eps)
+    return row, slot, second
+
+
+@triton.jit
+def _moment(log_beta, t):
+    """beta and 1 − beta (float32), and 1 − beta^t (float64 [N]), from the logarithm of beta."""
+    log = log_beta.to(tl.float64)
+    beta = tl.exp(log)
+    return beta.to(tl.float32), (1 - beta).to(tl.float32), 1 - tl.exp(t.to(tl.float64) * log)
+
+
+@triton.jit
+def _mean_square(direction, dim):
+    return tl.sum(direction * direction, axis=1) / dim
+
+
+@triton.jit
+def draws(key, id, number, column, PART: tl.constexpr, C: tl.constexpr):
+    """16 random bits for each of C columns from ``column`` on, both multiples of 8; int32 [N, C].
+
+    The bits of ``bridge/kernels/rounding.py``. key: 64 bits; id, number: [N] int64.
+    """
+    block = column // 8 + tl.arange(0, C // 8) + (PART << 16)
+    zero = tl.zeros([id.shape[0], C // 8], tl.uint32)
+    c0 = zero + (id & 0xFFFFFFFF).to(tl.uint32)[:, None]
+    c1 = zero + ((id >> 32) & 0xFFFFFFFF).to(tl.uint32)[:, None]
+    c2 = zero + (number & 0xFFFFFFFF).to(tl.uint32)[:, None]
+    c3 = zero + block.to(tl.uint32)[None, :]
+    w0, w1, w2, w3 = tl.philox(key, c0, c1, c2, c3, _ROUNDS)
+    words = tl.join(tl.join(w0, w2), tl.join(w1, w3))  # [N, C / 8, 2, 2]: word 2i + j
+    halves = tl.join(words & 0xFFFF, words >> 16)
+    return tl.reshape(halves, [id.shape[0], C]).to(tl.int32)
+
+
+@triton.jit
+def rounded(value, drawn, dtype: tl.constexpr):
+    """``value`` (float32) as ``dtype``, 16 bits by chance; float32 as it is. For values that ``fits`` allows."""
+    if dtype == tl.float32:
+        stored = value
+    else:
+        bits = value.to(tl.int32, bitcast=True)
+        magnitude = bits & 0x7FFFFFFF
+        if dtype == tl.bfloat16:
+            away = tl.minimum((magnitude + drawn) >> 16, 0x7F7F)
+        else:
+            small = magnitude < 0x38800000
+            subnormal = (tl.where(small, tl.abs(value), 0.0) * 1099511627776.0).to(tl.int32)  # 2^40
+            normal = (magnitude - 0x38000000 + (drawn >> 3)) >> 13
+            away = tl.minimum(tl.where(small, (subnormal + drawn) >> 16, normal), 0x7BFF)
+        code = (away | ((bits >> 16) & 0x8000)).to(tl.int16)
+        stored = code.to(dtype, bitcast=True)
+    return stored
+
+
+@triton.jit
+def fits(value, dtype: tl.constexpr):
+    """Where ``value`` (float32) is finite, and stays so in ``dtype``."""
+    magnitude = value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    if dtype == tl.float32:
+        limit = 0x7F800000
+    elif dtype == tl.float16:
+        limit = 0x477FF000
+    else:
+        limit = 0x7F7F8000
+    return magnitude < limit
