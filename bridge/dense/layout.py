@@ -16,6 +16,7 @@ from torch import Tensor
 
 from geartrain.ams.values.errors import InvalidArgument, SpecMismatch
 from geartrain.ams.values.text import counted
+from geartrain.bridge.rows.transfers import download, upload
 
 _NAMED = 3
 
@@ -100,7 +101,7 @@ class Layout:
             else:
                 behind.setdefault(dense.device, []).append((part, dense))
         for moved in behind.values():
-            host = torch.cat([tensor.reshape(-1).float() for _, tensor in moved]).cpu()
+            host = download(torch.cat([tensor.reshape(-1).float() for _, tensor in moved]))
             sizes = [part.stop - part.start for part, _ in moved]
             for (part, _), values in zip(moved, torch.split(host, sizes), strict=True):
                 flat[part.start : part.stop].copy_(values)
@@ -116,6 +117,6 @@ class Layout:
         on: dict[torch.device, Tensor] = {flat.device: flat}
         for part, tensor in pairs:
             if tensor.device not in on:
-                on[tensor.device] = flat.to(tensor.device)
+                on[tensor.device] = upload(flat, tensor.device)
             values = on[tensor.device][part.start : part.stop].view(part.shape)
             tensor.copy_(values if tensor.is_floating_point() else values.round())

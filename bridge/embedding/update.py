@@ -166,7 +166,7 @@ class EmbeddingUpdate(PendingUpdate[EmbeddingGradient]):
             settings: PushSettings = {
                 "lr": optimizer.lr,
                 "optimizer_scalars": self.table.spec.optimizer.scalars_of_push(optimizer),
-                "scale": float(self._factor()),
+                "scale": self.factor(),
                 "group": None if self.ranks is None else self.ranks.sync_group(self._samples),
             }
             writes: list[TableWrite] = []

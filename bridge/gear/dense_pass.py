@@ -19,6 +19,7 @@ from geartrain.ams.values.gear_messages import Failure, without
 from geartrain.ams.values.specs import Ids
 from geartrain.bridge.gear.config import SlowGearConfig
 from geartrain.bridge.gear.samples import SHOWN, Samples
+from geartrain.bridge.rows.transfers import upload
 
 R = TypeVar("R")
 _HALF_SCALE = 4096.0
@@ -78,11 +79,10 @@ class DensePass:
                     vectors_BD, spoiled = self._computed(part[good], batch)
                 failed |= spoiled
                 positions = start + np.flatnonzero(good)
-                out_KD[torch.from_numpy(positions).to(self.device)] = vectors_BD
+                out_KD[upload(positions, self.device)] = vectors_BD
             failures |= failed
         if failures:
-            bad = torch.from_numpy(np.flatnonzero(~without(ids, failures)))
-            out_KD[bad.to(self.device)] = 0.0
+            out_KD[upload(np.flatnonzero(~without(ids, failures)), self.device)] = 0.0
         return out_KD, failures
 
     def _computed(self, ids: Ids, batch: Tensor) -> tuple[Tensor, dict[int, Failure]]:
@@ -184,7 +184,7 @@ class DensePass:
                 return bad
             parameters = [p for p in self.module.parameters() if p.requires_grad]
             grads = torch.autograd.grad(
-                vectors_BD, parameters, gradients_BD.to(self.device, torch.float32) * scale, allow_unused=True
+                vectors_BD, parameters, upload(gradients_BD, self.device).float() * scale, allow_unused=True
             )
             if self.on_recomputed is not None and self._train_mode != "backward":
                 self.on_recomputed(ids, vectors_BD.detach())
@@ -198,7 +198,7 @@ class DensePass:
         return None
 
     def _forward(self, batch: Tensor, autocast: torch.dtype | None) -> Tensor:
-        batch = batch.to(self.device)
+        batch = upload(batch, self.device)
         context: AbstractContextManager[object] = (
             nullcontext() if autocast is None else torch.autocast(self.device.type, autocast)
         )

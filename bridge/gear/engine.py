@@ -43,6 +43,7 @@ from geartrain.bridge.gear.dense_cache import FeatureCache
 from geartrain.bridge.gear.dense_pass import DensePass
 from geartrain.bridge.gear.gradient_batcher import GradientBatcher
 from geartrain.bridge.gear.update_thread import UpdateThread
+from geartrain.bridge.rows.transfers import download
 
 logger = logging.getLogger(__name__)
 
@@ -281,7 +282,7 @@ class DenseEngine:
             return begun.failures
 
     def _keep_recomputed(self, ids: Ids, vectors_BD: Tensor) -> None:
-        reply = self._reply(ids, vectors_BD.cpu().numpy(), {})
+        reply = self._reply(ids, download(vectors_BD).numpy(), {})
         for cache in self._caches:
             cache.insert(ids, reply)
 
@@ -296,7 +297,7 @@ class DenseEngine:
             self._refresh()
             version = self.dense_version
         vectors_KD, failures = self._pass.features(ids)
-        reply = self._reply(ids, vectors_KD.cpu().numpy(), failures, version)
+        reply = self._reply(ids, download(vectors_KD).numpy(), failures, version)
         if self.cache is not None:
             good = without(ids, failures)
             try:

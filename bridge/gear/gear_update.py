@@ -140,7 +140,7 @@ class GearUpdate(PendingUpdate[GearGradient]):
         if self._pending is None or self.carrier.grad is None:
             return
         if self._delivery is None:
-            gradients_KD = self._pending.gradients_KD * float(self._factor())
+            gradients_KD = self._pending.gradients_KD * self.factor()
             self._delivery = Delivery(
                 source=self._source,
                 incarnation=self._incarnation,

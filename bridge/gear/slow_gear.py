@@ -32,6 +32,7 @@ from geartrain.bridge.gear.gear_update import GearGradient, GearUpdate
 from geartrain.bridge.gear.samples import Decode, DenseSamples
 from geartrain.bridge.placements.placement import Placement
 from geartrain.bridge.rows.eager import runs_eagerly
+from geartrain.bridge.rows.transfers import download, upload
 
 _DEFAULTS = SlowGearConfig()
 _NO_FEATURE = -1
@@ -170,12 +171,11 @@ class SlowGear(nn.Module):
         flat = _checked(ids)
         distinct, places, _ = ops.merge_duplicates(flat)
         vectors_KD, versions = self._features(distinct)
-        vectors_KD = vectors_KD.to(ids.device)
+        vectors_KD = upload(vectors_KD, ids.device)
         if self.training and torch.is_grad_enabled():
-            update = self.row_update
-            carrier = update.carrier_on(ids.device)
-            vectors_KD = _Delivered.apply(carrier, vectors_KD, update, distinct, versions)  # type: ignore[no-untyped-call]
-        return vectors_KD.index_select(0, torch.from_numpy(places).to(ids.device)).reshape(*ids.shape, self.dim)
+            update = self.row_update  # whose carrier stays on the host, where the gradients go
+            vectors_KD = _Delivered.apply(update.carrier, vectors_KD, update, distinct, versions)  # type: ignore[no-untyped-call]
+        return vectors_KD.index_select(0, upload(places, ids.device)).reshape(*ids.shape, self.dim)
 
     @property
     def step(self) -> int:
@@ -293,7 +293,7 @@ class _Delivered(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradients_KD: Tensor) -> Any:
-        gradients_KD = gradients_KD.detach().to("cpu", torch.float32, copy=True)
+        gradients_KD = download(gradients_KD.detach().to(torch.float32, copy=True))
         there = ctx.versions != _NO_FEATURE
         ids, versions = ctx.ids, ctx.versions
         if not there.all():
@@ -322,7 +322,7 @@ def _checked(ids: Tensor) -> Ids:
     if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
         kind = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
         raise InvalidIds(f"ids are {kind}; they must be a tensor of int64, of any shape")
-    flat: Ids = ids.detach().reshape(-1).to("cpu", torch.int64).numpy()
+    flat: Ids = download(ids.detach().reshape(-1).to(torch.int64)).numpy()
     if flat.size and flat.min() < 0:
         raise InvalidIds(f"id {flat.min()} is negative; ids lie in [0, 2**63)")
     return flat

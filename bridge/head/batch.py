@@ -44,11 +44,21 @@ class Targets:
     def __init__(self, positions_B: Ids) -> None:
         self._order = np.argsort(positions_B, kind="stable")
         self._sorted = positions_B[self._order]
+        self._there: Tensor | None = None
 
     def within(self, start: int, stop: int) -> tuple[Ids, Ids]:
         """(samples, rows counted from ``start``), int64, of the targets at positions ``start`` … ``stop`` − 1."""
         low, high = np.searchsorted(self._sorted, (start, stop))
         return self._order[low:high], self._sorted[low:high] - start
+
+    def within_on(self, device: torch.device, start: int, stop: int) -> tuple[Tensor, Tensor] | None:
+        """:meth:`within` on ``device``, where all of them travel to once; None: there are none."""
+        low, high = np.searchsorted(self._sorted, (start, stop))
+        if low == high:
+            return None
+        if self._there is None:
+            self._there = upload(np.stack([self._order, self._sorted]), device)
+        return self._there[0, low:high], self._there[1, low:high] - start
 
 
 @dataclass(frozen=True, eq=False)

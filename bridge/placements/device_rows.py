@@ -397,7 +397,7 @@ def _is_compiled(tensor: Tensor) -> bool:
 def _sums(work: Workspace, values_ND: Tensor) -> Tensor:
     """[N] float32. A CPU sums 16 bits in a copy, which is made in scratch here."""
     if values_ND.device.type == "cpu":
-        values_ND = work.load_rows(values_ND, blocking=True)
+        values_ND = work.load_rows(values_ND)
     return values_ND.sum(1, dtype=torch.float32)
 
 

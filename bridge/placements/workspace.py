@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from geartrain.bridge.rows.native_types import gives_float32_products, product_type
+from geartrain.bridge.rows.transfers import Moment
 
 _FREE_BUFFERS_KEPT = 4
 _SMALL_USES = 64
@@ -18,12 +19,6 @@ def _allocate(num_bytes: int, device: torch.device, *, pinned: bool = False) -> 
     # A tensor born in inference mode could not be written to outside it.
     with torch.inference_mode(False):
         return torch.empty(num_bytes, dtype=torch.uint8, device=device, pin_memory=pinned)
-
-
-def wait_for_copies(device: torch.device) -> None:
-    """Wait until no copy between ``device`` and the host is under way, before host memory serves another purpose."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 class Scratch:
@@ -53,6 +48,7 @@ class Buffer:
 
     def __init__(self, flat: Tensor) -> None:
         self.flat = flat
+        self.busy_until: Moment | None = None
 
     def tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Contiguous tensor of this shape, at the start of the buffer."""
@@ -70,13 +66,17 @@ class BufferPool:
         """Lend a buffer of at least ``num_bytes``; ``pinned`` asks for page-locked host memory."""
         for buffer in self._free:
             flat = buffer.flat
+            if buffer.busy_until is not None and not buffer.busy_until.is_over:
+                continue
             if num_bytes <= len(flat) <= 2 * num_bytes and flat.device == device and flat.is_pinned() == pinned:
                 self._free.remove(buffer)
                 return buffer
         return Buffer(_allocate(num_bytes, device, pinned=pinned))
 
-    def give_back(self, buffer: Buffer) -> None:
-        """Keep the buffer for the next :meth:`take`."""
+    def give_back(self, buffer: Buffer, busy_until: Moment | None = None) -> None:
+        """Keep the buffer for the next :meth:`take`; of the host's, until a device has read or written what it was
+        told to."""
+        buffer.busy_until = busy_until
         self._free.append(buffer)
         del self._free[:-_FREE_BUFFERS_KEPT]
 
@@ -120,12 +120,15 @@ class Workspace:
         narrowed.copy_(tensor)
         return narrowed
 
-    def load_rows(self, rows_ND: Tensor, *, blocking: bool) -> Tensor:
-        """The rows on the device in the compute dtype: themselves if they are so already, else a scratch copy."""
+    def load_rows(self, rows_ND: Tensor) -> Tensor:
+        """The rows on the device in the compute dtype: themselves if they are so already, else a scratch copy.
+
+        Nobody waits for a copy from pinned memory of the host, which is left alone until a :class:`Moment` is over.
+        """
         if rows_ND.device == self.arithmetic.device and rows_ND.dtype == self.arithmetic.compute:
             return rows_ND
         loaded_ND = self.empty("rows", *rows_ND.shape)
-        loaded_ND.copy_(rows_ND, non_blocking=not blocking)
+        loaded_ND.copy_(rows_ND, non_blocking=True)
         return loaded_ND
 
     def product(self, name: str, left: Tensor, right: Tensor) -> Tensor:

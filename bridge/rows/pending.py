@@ -23,6 +23,7 @@ from geartrain.bridge.rows.gradient_carrier import FactorAlone, not_for_clippers
 from geartrain.bridge.rows.ranks import SyncRanks
 from geartrain.bridge.rows.same_rows import incarnation_of
 from geartrain.bridge.rows.tables import ReadableTable, TableWrite
+from geartrain.bridge.rows.transfers import read
 
 
 class CollectedGradient(Protocol):
@@ -76,6 +77,8 @@ class PendingUpdate(ABC, Generic[G]):
         self._samples = 0
         self._unchanged = torch.ones(1)
         """The carrier's gradient if nothing had multiplied it."""
+        self._known_factor: float | None = None
+        """What :meth:`check_finite` read last, if nothing has changed since."""
         self._is_norm = False
         """Whether that is the norm of what is pending."""
         self._rows_version: PulledVersion = (0, 0)
@@ -164,6 +167,7 @@ class PendingUpdate(ABC, Generic[G]):
 
     def _show(self, grad: Tensor | None) -> None:
         """Make ``grad`` [1] the carrier's gradient."""
+        self._known_factor = None
         shows_all = grad is None or self._is_norm
         self.carrier.grad = grad if shows_all or grad is None else FactorAlone.of(grad, self.name)
 
@@ -183,9 +187,14 @@ class PendingUpdate(ABC, Generic[G]):
         are_zero = (self._unchanged == 0) & (grad == 0)  # the norm: then it does not matter by what
         return torch.where(are_zero, torch.ones_like(grad), grad / self._unchanged)
 
+    def factor(self) -> float:
+        """What the pending gradients are multiplied by; :meth:`check_finite` has read it, or the host waits for it."""
+        return read(self._factor())[0] if self._known_factor is None else self._known_factor
+
     def multiply(self, factor: float | Tensor) -> None:
         """Multiply what is pending."""
         if self._pending is not None and (grad := self._shown()) is not None:
+            self._known_factor = None
             grad.mul_(factor)
 
     def require_present(self) -> None:
@@ -199,7 +208,10 @@ class PendingUpdate(ABC, Generic[G]):
     def check_finite(self) -> None:
         """Raise NonFinite if the pending gradients, or what they are multiplied by, are not finite."""
         grad = self._shown()
-        if grad is not None and not bool(torch.isfinite(grad).all()):
+        if grad is None:
+            return
+        finite, self._known_factor = read(torch.isfinite(grad).all(), self._factor())
+        if not finite:
             raise NonFinite(
                 f"the row gradients of table {self.name!r} hold NaN or infinity; nothing was pushed. "
                 "Call zero_grad() to skip this step, lower the learning rate, or use torch.amp.GradScaler with float16"
@@ -223,9 +235,8 @@ class PendingUpdate(ABC, Generic[G]):
         grad = self._shown()
         if self._pending is None or grad is None:
             return 0.0
-        if not bool(torch.isfinite(grad).all()):
-            return math.nan
-        return self._squared_norm(self._pending, float(self._factor()))
+        finite, factor = read(torch.isfinite(grad).all(), self._factor())
+        return self._squared_norm(self._pending, factor) if finite else math.nan
 
     def squares_on_device(self) -> Tensor | None:
         """:meth:`squared_norm` (0-dim, float64) on the device of the rows, for which nobody waits; None: a host has
@@ -252,6 +263,7 @@ class PendingUpdate(ABC, Generic[G]):
         if self._pending is not None:
             self._pending.discard()
         self._pending = None
+        self._known_factor = None
         self._samples = 0
         self._backward_passes = 0
 

@@ -9,6 +9,7 @@ from typing import Any, Protocol, TypedDict, runtime_checkable
 
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from geartrain.ams.client.table import Table
 from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
@@ -81,13 +82,19 @@ class RowUpdate(PendingUpdate[RowGradient]):
     def _writing(self, optimizer: RowOptimizerSpec) -> Iterator[PushWriter]:
         """What makes the pushes of this step."""
         if self._writer is None:
-            self._writer = PushWriter(self.table, self.ranks, optimizer, float(self._factor()), self._samples)
+            self._writer = PushWriter(self.table, self.ranks, optimizer, self.factor(), self._samples)
         try:
             yield self._writer
         except BaseException:
             if not self._writer.begun:  # nothing is numbered: the next step may bring another optimizer and samples
                 self._writer = None
             raise
+
+    def squares_on_device(self) -> Tensor | None:
+        squares = None if self._pending is None or self.ranks is not None else self._pending.squares
+        if squares is None or squares.device.type == "cpu" or self.carrier.grad is None:
+            return None
+        return squares * self._factor()[0].double().square()
 
     def _squared_norm(self, pending: RowGradient, factor: float) -> float:
         if self.ranks is None:

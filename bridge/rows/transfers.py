@@ -2,23 +2,90 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+_ALIGNED = 16
+"""Bytes at whose multiples tensors begin that travel together."""
+
 
 def upload(array: npt.NDArray[Any] | Tensor, device: torch.device) -> Tensor:
     """The array as a tensor on ``device``. On a CPU the same memory; to a CUDA device a copy by way of pinned memory,
     for which the host does not wait. A tensor that is there already is returned as it is.
     """
-    if isinstance(array, Tensor) and array.device == device:
-        return array
     host = array if isinstance(array, Tensor) else torch.from_numpy(array)
+    travels = host.device.type == "cpu" and device.type == "cuda"
+    return (host.pin_memory() if travels else host).to(device, non_blocking=travels)
+
+
+def upload_together(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Tensors of the host on ``device``, for which the host does not wait: one copy by way of pinned memory. On a CPU
+    they themselves.
+    """
     if device.type == "cpu":
-        return host
-    return (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
+        return list(tensors)
+    starts = [0]
+    for tensor in tensors:
+        starts.append(starts[-1] + -(-tensor.nbytes // _ALIGNED) * _ALIGNED)
+    host = torch.empty(starts[-1], dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
+
+    def within(flat: Tensor, start: int, tensor: Tensor) -> Tensor:
+        return flat[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+
+    for tensor, start in zip(tensors, starts, strict=False):
+        within(host, start, tensor).copy_(tensor)
+    there = host.to(device, non_blocking=True)
+    return [within(there, start, tensor) for tensor, start in zip(tensors, starts, strict=False)]
+
+
+def begin_download(tensor: Tensor) -> Tensor:
+    """A copy on the host, which is there when a :class:`Moment` from now on is over. Of a CPU's tensor itself."""
+    tensor = tensor.detach()
+    if tensor.device.type == "cpu":
+        return tensor
+    room = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.device.type == "cuda")
+    return room.copy_(tensor, non_blocking=True)
+
+
+def download(tensor: Tensor) -> Tensor:
+    """The tensor on the host, which waits for it."""
+    host = begin_download(tensor)
+    Moment(tensor.device).wait()
+    return host
+
+
+def read(*numbers: Tensor) -> list[float]:
+    """Tensors of one element on the host, which waits once for all of them."""
+    if numbers[0].device.type != "cpu":
+        numbers = tuple(download(torch.stack([number.detach().reshape(()).double() for number in numbers])))
+    return [float(number) for number in numbers]
+
+
+class Moment:
+    """When all is done that ``device`` was given so far by the current stream. On a CPU it is over at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record(torch.cuda.current_stream(device))
+
+    @property
+    def is_over(self) -> bool:
+        """Whether :meth:`wait` need not wait."""
+        if self._event is not None and self._event.query():  # type: ignore[no-untyped-call]
+            self._event = None
+        return self._event is None
+
+    def wait(self) -> None:
+        """Let the host wait for it."""
+        if not self.is_over and self._event is not None:
+            self._event.synchronize()
+            self._event = None
 
 
 class Readback:
@@ -26,23 +93,15 @@ class Readback:
 
     def __init__(self, values: Tensor) -> None:
         """Ask for ``values``, as the device will have them by what it was given so far."""
-        self._host = values
-        self._arrived: torch.cuda.Event | None = None
-        if values.device.type == "cuda":
-            room = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-            self._host = room.copy_(values.detach(), non_blocking=True)
-            event = self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record(torch.cuda.current_stream(values.device))
+        self._host = begin_download(values)
+        self._arrival = Moment(values.device)
 
     @property
     def is_here(self) -> bool:
         """Whether :meth:`values` need not wait."""
-        if self._arrived is not None and self._arrived.query():  # type: ignore[no-untyped-call]
-            self._arrived = None
-        return self._arrived is None
+        return self._arrival.is_over
 
     def values(self) -> Tensor:
         """What was asked for, on the host; waits until it :attr:`is_here`."""
-        if self._arrived is not None:
-            self._arrived.synchronize()
+        self._arrival.wait()
         return self._host

@@ -73,6 +73,10 @@ class Report:
     """Of dry ranks: "name of the device|host @ place"."""
     integers: int = 1
     """What an integer is that the host reads from the device, where it is made up."""
+    events: int = 0
+    """Recorded so far: the host has waited for those up to ``known``; those up to ``before`` are of earlier steps."""
+    known: int = 0
+    before: int = 0
     failure: str = ""
     """What ended the step, if anything did."""
 
@@ -99,13 +103,14 @@ class Report:
         self.seconds_by_line[line] += seconds
 
     def wait(self, kind: str) -> None:
-        """Note that the host waited."""
+        """Note that the host waited, for all that the device was given."""
         self.waits[f"{kind} @ {our_line(3)}"] += 1
+        self.known = self.events
 
     def reset(self) -> None:
         """Begin anew: setting up is done."""
-        title, integers = self.title, self.integers
-        self.__init__(title, integers=integers)
+        events = self.events
+        self.__init__(self.title, integers=self.integers, events=events, known=self.known, before=events)
 
     def to_json(self) -> str:
         """For another process."""

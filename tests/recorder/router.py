@@ -119,6 +119,9 @@ class Router(TorchDispatchMode):
             return self._scalar(fakes[0])
         if name == "_to_copy" and wanted == "cpu":
             return self._to_host(fakes[0], kwargs)
+        if wanted == "cpu":  # as large as one on the device
+            with _disable_current_modes():
+                return func(*tree_map(_like_on_host, args), **kwargs)
         if name == "_to_copy" and wanted == "cuda" and reals:
             return self._to_device(reals[0], kwargs)
         if name == "copy_" and reals:
@@ -165,7 +168,7 @@ class Router(TorchDispatchMode):
         (self._report.to_device if upwards else self._report.to_host)[our_line()] += _nbytes(source)
         if not upwards:
             with _disable_current_modes():
-                target.fill_(self._scalar(source) if source.dtype == torch.bool else 0)
+                target.fill_(0 if _is_integer(source) else self._scalar(source))
         return target
 
     def _mixed(self, func: Any, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -255,6 +258,14 @@ class Router(TorchDispatchMode):
         operands = [item.dtype for item in ins if item.dtype.is_floating_point]
         narrow = bool(operands) and min(dtype.itemsize for dtype in operands) < 4
         self._report.count(name, num_bytes, flops, narrow=narrow)
+
+
+def _like_on_host(item: Any) -> Any:
+    return torch.empty(item.shape, dtype=item.dtype) if isinstance(item, FakeTensor) else item
+
+
+def _is_integer(tensor: Tensor) -> bool:
+    return not tensor.dtype.is_floating_point and tensor.dtype != torch.bool
 
 
 class Functions(TorchFunctionMode):

@@ -80,11 +80,11 @@ class HostActive(ActiveClasses):
     def holds(self, union: LocalActive, device: torch.device) -> Tensor:
         """Which of a larger set's are in this one, bool on the device."""
         assert isinstance(union, HostActive), "those of one step are of one kind"
-        return torch.from_numpy(np.isin(union.ids, self.ids)).to(device)
+        return upload(np.isin(union.ids, self.ids), device)
 
     def places(self, device: torch.device) -> LocalPlaces:
         """Where chunks of them lie."""
-        return LocalPlaces(None if self.sorted_ids is None else torch.from_numpy(self.sorted_ids).to(device))
+        return LocalPlaces(None if self.sorted_ids is None else upload(self.sorted_ids, device))
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,4 +141,4 @@ def take_offsets(batch: Batch, active: LocalActive, labels_B: Ids | Tensor, log2
     """Let the sampled ones of the active classes, all but those of the labels, weigh more."""
     if isinstance(log2_weight, Tensor) or log2_weight:
         offsets_A = active.offsets(labels_B, log2_weight)
-        batch.offsets_A = offsets_A.to(batch.arithmetic.device, batch.arithmetic.compute)
+        batch.offsets_A = upload(offsets_A, batch.arithmetic.device).to(batch.arithmetic.compute)

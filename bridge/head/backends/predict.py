@@ -66,7 +66,7 @@ def _top_of_stream(
     def top_of_chunk(scratch: Scratch, item: tuple[Block, tuple[int, int]]) -> TopK:
         block, (low, high) = item
         work = Workspace(arithmetic, scratch)
-        rows_ND = work.load_rows(block.rows_ND[low:high], blocking=True)
+        rows_ND = work.load_rows(block.rows_ND[low:high])
         scores, columns = _top_of_rows(work, rows_ND, query_BD, k, normalised, centers)
         return scores, columns + (block.start + low)
 

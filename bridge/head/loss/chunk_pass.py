@@ -332,10 +332,8 @@ class TensorPass:
         if isinstance(targets, DeviceTargets):
             rows_B, here_B = targets.rows(start, num_rows)
             return _Found(torch.arange(self._batch.size, device=device), rows_B, here_B)
-        samples, rows = targets.within(start, start + num_rows)
-        if len(samples) == 0:
-            return None
-        return _Found(torch.from_numpy(samples).to(device), torch.from_numpy(rows).to(device), None)
+        found = targets.within_on(device, start, start + num_rows)
+        return None if found is None else _Found(*found, None)
 
 
 @dataclass(frozen=True, eq=False)

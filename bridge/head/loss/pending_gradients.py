@@ -26,11 +26,12 @@ from geartrain.bridge.head.batch import Batch, chunk_bounds
 from geartrain.bridge.head.loss.chunk_pass import ChunkPass
 from geartrain.bridge.head.loss.chunk_pool import CHUNKS, Running
 from geartrain.bridge.head.loss.kept_logits import KeptLogits
-from geartrain.bridge.placements.workspace import Buffer, BufferPool, Scratch, Workspace, wait_for_copies
+from geartrain.bridge.placements.workspace import Buffer, BufferPool, Scratch, Workspace
 from geartrain.bridge.rows.gradient_carrier import squared_sum
 from geartrain.bridge.rows.ranks import SyncRanks
 from geartrain.bridge.rows.row_update import PushWriter, RowGradient
 from geartrain.bridge.rows.tables import as_numpy, gradient_view
+from geartrain.bridge.rows.transfers import Moment, begin_download
 
 _ROWS_PER_SUM = 4096
 _HOST = torch.device("cpu")
@@ -44,7 +45,7 @@ def _step_stopped(prepared: int, num: int) -> InvalidArgument:
 
 
 class HeldGradient:
-    """Gradients [A, D] of the active classes, in memory."""
+    """Gradients [A, D] of the active classes, in memory; from a device they may still be on their way there."""
 
     def __init__(
         self,
@@ -64,15 +65,17 @@ class HeldGradient:
         self._pool = pool
         self._device = device
         self._prepared = False
-        self._checksum = checksum
+        self._checksum = None if checksum is None else begin_download(checksum)
         self._squares = squares
+        self._arrival = Moment(device)
 
     def merge(self, other: RowGradient) -> None:
         """Add the gradient of another micro-batch, which is used up; memory stays that of the union of classes."""
         assert isinstance(other, HeldGradient), "a head either holds its rows or streams them"
         if self._prepared:
             raise _step_stopped(self._active.num, self._active.num)
-        wait_for_copies(self._device)
+        self._arrival.wait()
+        other._arrival.wait()
         self._squares = None
         self._checksum = None  # a sum may be infinite where its terms are not
         union = self._active.union(other._active)
@@ -97,7 +100,7 @@ class HeldGradient:
     def prepare(self, writer: PushWriter) -> None:
         """Prepare everything as one push, once."""
         if not self._prepared:
-            wait_for_copies(self._device)
+            self._arrival.wait()
             known_finite = self._checksum is not None and bool(torch.isfinite(self._checksum))
             writer.prepare(self._active.ids, as_numpy(self._gradients_AD), known_finite=known_finite)
             self._prepared = True
@@ -111,7 +114,7 @@ class HeldGradient:
     def squares(self) -> Tensor:
         """See :class:`CollectedGradient`; a pass over the gradients unless it is known."""
         if self._squares is None:
-            wait_for_copies(self._device)
+            self._arrival.wait()
             # Spread over PyTorch's threads, what is read once would wait for cores on which other threads still spin.
             self._squares = CHUNKS.apart(partial(squared_sum, self._gradients_AD), _HOST)
         return self._squares
@@ -122,14 +125,13 @@ class HeldGradient:
 
     def joint_squared_norm(self, ranks: SyncRanks, weight: float) -> float:
         """See :class:`RowGradient`. The ranks have the same active classes: an all-reduce of 4·A·D bytes, in parts."""
-        wait_for_copies(self._device)
+        self._arrival.wait()
         parts = torch.split(self._gradients_AD, _ROWS_PER_SUM)
         return math.fsum(float(squared_sum(ranks.sum(part.float() * weight))) for part in parts)
 
     def discard(self) -> None:
         """Give the memory back."""
-        wait_for_copies(self._device)
-        self._pool.give_back(self._buffer)
+        self._pool.give_back(self._buffer, self._arrival)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -290,24 +292,25 @@ class StreamedGradient(FactoredGradient):
         def overwrite(scratch: Scratch, item: tuple[Block, tuple[int, int]]) -> None:
             block, (low, high) = item
             work = Workspace(arithmetic, scratch)
-            rows_ND = work.load_rows(block.rows_ND[low:high], blocking=True)
+            rows_ND = work.load_rows(block.rows_ND[low:high])
             overwrite_by_sum(work, parts, rows_ND, block.start + low)
             out_ND = gradient_view(block.rows_ND[low:high])
             if rows_ND.data_ptr() != out_ND.data_ptr():
-                out_ND.copy_(rows_ND)
+                out_ND.copy_(rows_ND, non_blocking=True)
 
-        before: tuple[Block, Running[None]] | None = None
+        before: tuple[Block, Running[None], Moment] | None = None
         with CHUNKS.session(arithmetic.device, spreads_operations=chunk_pass.spreads_operations) as session:
             for block in stream.blocks(first):
                 chunks = chunk_bounds(len(block.rows_ND), chunk_pass.chunk_rows)
                 running = session.start(overwrite, [(block, bounds) for bounds in chunks])
                 if before is not None:
                     yield _finished(*before)
-                before = block, running
+                before = block, running, Moment(arithmetic.device)
             if before is not None:
                 yield _finished(*before)
 
 
-def _finished(block: Block, running: Running[None]) -> tuple[int, Ids, Tensor]:
+def _finished(block: Block, running: Running[None], arrival: Moment) -> tuple[int, Ids, Tensor]:
     running.wait()
+    arrival.wait()
     return block.stop, block.ids, gradient_view(block.rows_ND)

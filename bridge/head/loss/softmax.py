@@ -22,6 +22,7 @@ from geartrain.ams.programs.class_head import LOG2_E, NO_LOGIT
 from geartrain.bridge.collectives.communicator import Communicator
 from geartrain.bridge.collectives.cross_entropy import joint_sums
 from geartrain.bridge.head.batch import Batch
+from geartrain.bridge.rows.transfers import upload_together
 
 
 @dataclass(eq=False)
@@ -73,17 +74,19 @@ class OnlineSoftmax:
         want_gradient: bool,
         link: Communicator | None = None,
         sizes: Sequence[int] = (),
+        begins_on: torch.device | None = None,
     ) -> None:
+        """``begins_on``: where the sums are until :meth:`move`; None: on the batch's device."""
         self._batch = batch
         self._link, self._sizes = link, sizes
         rows, width = batch.features_BD.shape
-        compute, device = batch.arithmetic.compute, batch.arithmetic.device
+        compute, device = batch.arithmetic.compute, begins_on or batch.arithmetic.device
 
         def per_sample(value: float, dtype: torch.dtype) -> Tensor:
             return torch.full((num_parts, rows), value, dtype=dtype, device=device)
 
         self.sums = PartialSums(
-            target_rows_BD=torch.zeros_like(batch.features_BD),
+            target_rows_BD=torch.zeros_like(batch.features_BD, device=device),
             shift_PB=per_sample(NO_LOGIT, compute) if batch.shifted else None,
             sum_PB=per_sample(0.0, torch.float64),
             weighted_PBD=_zeros(num_parts, rows, width, compute, device) if want_gradient else None,
@@ -92,6 +95,14 @@ class OnlineSoftmax:
         )
         self.parts = [self.sums.part(number) for number in range(num_parts)]
         """The same memory, part by part."""
+
+    def move(self) -> None:
+        """Take the sums to the batch's device, in one copy."""
+        values = vars(self.sums)
+        there = {name: tensor for name, tensor in values.items() if tensor is not None}
+        moved = upload_together(list(there.values()), self._batch.arithmetic.device)
+        self.sums = PartialSums(**(values | dict(zip(there, moved, strict=True))))
+        self.parts = [self.sums.part(number) for number in range(len(self.parts))]
 
     def finish(self) -> tuple[Tensor, Tensor | None]:
         """Losses of the rank's own samples [S], each one's gradient by its features [S, D]; fill in the batch."""

@@ -36,6 +36,7 @@ from geartrain.bridge.placements.workspace import Arithmetic
 from geartrain.bridge.rows.ranks import SyncRanks
 from geartrain.bridge.rows.row_update import PushWriter, RowGradient
 from geartrain.bridge.rows.tables import counted_as
+from geartrain.bridge.rows.transfers import Moment, begin_download, download
 
 _BYTES_PER_NUMBER = 8
 """Of a feature, there and back: float32 to the shard, float32 of the weighted sum."""
@@ -104,14 +105,15 @@ class RowsOnShards:
         self._labels_B = labels_B
         self._chosen = chosen
         self._required_sync = required_sync
-        self._features_BD = np.ascontiguousarray(self.batch.features_BD.float().cpu().numpy())
+        self._features_BD = np.ascontiguousarray(download(self.batch.features_BD.float()).numpy())
         self._feature_dtype = features.dtype
         self._gradient_BD: Tensor | None = None
 
     def forward(self, *, want_gradient: bool, keep_bytes: int) -> tuple[Tensor, Tensor | None]:  # noqa: ARG002
         """Losses [B] and feature gradients [B, D]."""
         batch = self.batch
-        softmax = OnlineSoftmax(batch, self._calls.view.num_shards, want_gradient=want_gradient)
+        num_shards = self._calls.view.num_shards
+        softmax = OnlineSoftmax(batch, num_shards, want_gradient=want_gradient, begins_on=torch.device("cpu"))
         spread_over = 0.0
         wants = {"want_gradient": float(want_gradient), "want_row_sum": float(batch.smoothing > 0)}
         for part in self._parts(wants):
@@ -125,6 +127,7 @@ class RowsOnShards:
                     sums.row_sum_PD[0].copy_(torch.tensor(arrays["row_sum"]))
                     spread_over += float(arrays["row_weight"][0])
         batch.spread_over = spread_over
+        softmax.move()
         losses_B, gradient_BD = softmax.finish()
         self._gradient_BD = gradient_BD
         return losses_B, gradient_BD
@@ -142,14 +145,6 @@ class RowsOnShards:
 
     def discard(self) -> None:
         """Nothing is held."""
-
-    def samples(self, weights_B: Tensor | None) -> SummedBatch:
-        """What an update is made of; ``weights_B`` as ``Batch.row_factors`` gives them."""
-        lse2_B, target_weight_B = (
-            values.float().cpu().numpy() for values in (self.batch.lse2_B, self.batch.target_weight_B)
-        )
-        weight_B = None if weights_B is None else weights_B.float().cpu().numpy()
-        return SummedBatch(self._features_BD, self._labels_B, lse2_B, target_weight_B, weight_B)
 
     def update_inputs(self, weight: float, samples: SummedBatch) -> list[tuple[HostedInputs, ...]]:
         """For each shard, the inputs of this batch's part of an update, or of another rank's in its place."""
@@ -247,23 +242,33 @@ def _fill(sums: PartialSums, arrays: Any, start: int, stop: int) -> None:
     if sums.weighted_PBD is not None:
         sums.weighted_PBD[0, start:stop] = torch.tensor(arrays["weighted"]).to(sums.weighted_PBD)
     samples = torch.tensor(arrays["target_samples"]) + start
-    sums.target_rows_BD[samples.to(sums.target_rows_BD.device)] = torch.tensor(arrays["target_rows"]).to(
-        sums.target_rows_BD
-    )
+    sums.target_rows_BD[samples] = torch.tensor(arrays["target_rows"]).to(sums.target_rows_BD)
 
 
-@dataclass(frozen=True)
 class _Pending:
-    """One batch, and what its row gradients are multiplied by."""
+    """One batch, and what its row gradients are multiplied by; from a device these are on their way."""
 
-    rows: RowsOnShards
-    factor: Tensor
-    weights_B: Tensor | None
-    """The two of ``Batch.row_factors``."""
+    def __init__(self, rows: RowsOnShards, factor: Tensor, weights_B: Tensor | None) -> None:
+        """``factor`` and ``weights_B`` are those of ``Batch.row_factors``."""
+        self.rows = rows
+        batch = rows.batch
+        self._factor = begin_download(factor)
+        numbers = [batch.lse2_B, batch.target_weight_B, *([] if weights_B is None else [weights_B])]
+        self._numbers = [begin_download(values_B.float()) for values_B in numbers]
+        self._arrival = Moment(factor.device)
+
+    @property
+    def factor(self) -> float:
+        """What all are multiplied by."""
+        self._arrival.wait()
+        return float(self._factor)
 
     def samples(self) -> SummedBatch:
         """What the update is made of."""
-        return self.rows.samples(self.weights_B)
+        self._arrival.wait()
+        return SummedBatch(
+            self.rows._features_BD, self.rows._labels_B, *(values_B.numpy() for values_B in self._numbers)
+        )
 
 
 class HostedGradient:
@@ -312,7 +317,7 @@ class HostedGradient:
     def joint_squared_norm(self, ranks: SyncRanks, weight: float) -> float:
         """See :class:`RowGradient`. Every rank's samples go to rank 0, which asks the shards for all of them."""
         batches = [(batch, batch.samples().of_ranks(ranks)) for batch in self._pending]
-        mine = np.array([[weight * float(batch.factor) for batch in self._pending]], np.float32)
+        mine = np.array([[weight * batch.factor for batch in self._pending]], np.float32)
         weights_RM = np.concatenate(ranks.gather_rows(mine))
 
         def ask() -> float:
@@ -329,7 +334,7 @@ class HostedGradient:
         """Nothing is held but the batches."""
 
     def _batches(self) -> list[list[tuple[HostedInputs, ...]]]:
-        return [batch.rows.update_inputs(float(batch.factor), batch.samples()) for batch in self._pending]
+        return [batch.rows.update_inputs(batch.factor, batch.samples()) for batch in self._pending]
 
     def _inputs(self, batches: list[list[tuple[HostedInputs, ...]]]) -> list[tuple[HostedInputs, ...]]:
         """For each shard, the inputs of all batches; of the empty batch of a rank there are none."""

@@ -18,9 +18,10 @@ from geartrain.bridge.head.loss.kept_logits import KeptLogits, kept_rows
 from geartrain.bridge.head.loss.pending_gradients import HeldGradient
 from geartrain.bridge.head.loss.softmax import OnlineSoftmax
 from geartrain.bridge.head.memory_plan import COMPUTE_BYTES, MemoryPlan
-from geartrain.bridge.placements.workspace import BufferPool, Scratch, Workspace, wait_for_copies
+from geartrain.bridge.placements.workspace import BufferPool, Scratch, Workspace
 from geartrain.bridge.rows.gradient_carrier import squared_sum
 from geartrain.bridge.rows.tables import TORCH_DTYPES, as_numpy, counted_as, gradient_view
+from geartrain.bridge.rows.transfers import Moment
 
 PARTS = 8
 """Sums that are kept apart and added in order, whatever the number of threads: the result does not depend on it."""
@@ -77,7 +78,7 @@ class HeldRows:
         def add_part(scratch: Scratch, part: int) -> None:
             work = Workspace(batch.arithmetic, scratch)
             for start, stop in self._chunks[part :: len(softmax.parts)]:
-                rows_ND = work.load_rows(self._rows_AD[start:stop], blocking=False)
+                rows_ND = work.load_rows(self._rows_AD[start:stop])
                 self._pass.forward(work, softmax.parts[part], rows_ND, start, self._kept.chunk(start, stop))
 
         CHUNKS.map(add_part, range(len(softmax.parts)), device, spreads_operations=self._pass.spreads_operations)
@@ -101,7 +102,7 @@ class HeldRows:
         def overwrite(scratch: Scratch, chunk: tuple[int, int]) -> tuple[Tensor, Tensor | None]:
             work = Workspace(arithmetic, scratch)
             start, stop = chunk
-            rows_ND = work.load_rows(self._rows_AD[start:stop], blocking=False)
+            rows_ND = work.load_rows(self._rows_AD[start:stop])
             checksum = self._pass.overwrite(work, rows_ND, start, factor, self._kept.chunk(start, stop))
             squares = squared_sum(rows_ND) if counts_squares else None
             if rows_ND.data_ptr() != out_AD[start:stop].data_ptr():
@@ -120,6 +121,5 @@ class HeldRows:
 
     def discard(self) -> None:
         """Give the memory back when no row gradient is wanted."""
-        wait_for_copies(self.batch.arithmetic.device)
         self._kept.give_back()
-        self._pool.give_back(self._buffer)
+        self._pool.give_back(self._buffer, Moment(self.batch.arithmetic.device))

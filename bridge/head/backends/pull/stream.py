@@ -15,6 +15,7 @@ from geartrain.ams.values.specs import Ids
 from geartrain.bridge.head.batch import chunk_bounds
 from geartrain.bridge.placements.workspace import Buffer, BufferPool
 from geartrain.bridge.rows.tables import TORCH_DTYPES, ReadableTable, as_numpy
+from geartrain.bridge.rows.transfers import Moment
 
 BLOCK_BYTES = 8 << 20
 """Bytes of one pulled block."""
@@ -53,24 +54,32 @@ class RowStream:
         self._table = table
         self._active = active
         self._pool = pool
-        self._pinned = device.type == "cuda"
+        self._device = device
         self._required_sync = required_sync
         self._buffers: list[Buffer] = []
+        self._last_uses: list[Moment] = []
+        """When the device has read and written what was in each buffer."""
         self._block_rows = min(block_rows_for(table.spec.row_bytes), active.num)
 
     def blocks(self, first: int = 0) -> Iterator[Block]:
-        """The blocks from position ``first`` on. When one is asked for, the last but two must be done with."""
+        """The blocks from position ``first`` on. When one is asked for, the last but two must be done with, but for
+        what a device was told to do with them."""
         num_bytes = self._block_rows * self._table.spec.row_bytes
         host = torch.device("cpu")
-        self._buffers = [self._pool.take(num_bytes, host, pinned=self._pinned) for _ in range(NUM_BUFFERS)]
+        self._buffers = [
+            self._pool.take(num_bytes, host, pinned=self._device.type == "cuda") for _ in range(NUM_BUFFERS)
+        ]
+        self._last_uses = [Moment(host)] * NUM_BUFFERS
         ahead = self._begin(self._buffers[0], first)
         turn = 0
         while ahead is not None:
             block, pull = ahead
             pull.result()
-            turn = (turn + 1) % NUM_BUFFERS
+            own, turn = turn, (turn + 1) % NUM_BUFFERS
+            self._last_uses[turn].wait()
             ahead = self._begin(self._buffers[turn], block.stop)
             yield block
+            self._last_uses[own] = Moment(self._device)
 
     def bounds(self) -> list[tuple[int, int]]:
         """Start and stop of all blocks."""
@@ -78,8 +87,8 @@ class RowStream:
 
     def close(self) -> None:
         """Give the memory back. Not after an error: a pull or a push that still uses it may have been left behind."""
-        for buffer in self._buffers:
-            self._pool.give_back(buffer)
+        for buffer, last_use in zip(self._buffers, self._last_uses, strict=True):
+            self._pool.give_back(buffer, last_use)
         self._buffers = []
 
     def _begin(self, buffer: Buffer, start: int) -> tuple[Block, Future[None]] | None:

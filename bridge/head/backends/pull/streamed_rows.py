@@ -67,7 +67,7 @@ class StreamedRows:
             work = Workspace(batch.arithmetic, scratch)
             with turns[part]:  # a part of the next block may begin while this one's is at work; it waits here
                 for low, high in chunk_bounds(len(block.rows_ND), self._pass.chunk_rows)[part::PARTS]:
-                    rows_ND = work.load_rows(block.rows_ND[low:high], blocking=True)
+                    rows_ND = work.load_rows(block.rows_ND[low:high])
                     self._pass.forward(work, softmax.parts[part], rows_ND, block.start + low, None)
 
         with CHUNKS.session(device, spreads_operations=self._pass.spreads_operations) as session:
