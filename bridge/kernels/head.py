@@ -18,6 +18,7 @@ D width.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import partial
 
@@ -25,7 +26,9 @@ import torch
 from torch import Tensor
 
 from geartrain.ams.programs.class_head import NO_LOGIT
+from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
 from geartrain.bridge.kernels.launch import Cost, launch, runs_kernels
+from geartrain.bridge.kernels.optimizers import StepNumbers, step_numbers
 
 TILE = 128
 """Classes that have a sum, and a shift, of their own. Ranges begin at its multiples."""
@@ -52,8 +55,8 @@ class HeadPass:
     """int64: where each sample's own class is; −1: not here."""
     owners_A: Tensor
     """int32: a sample whose own class it is; −1: none. See :func:`owners`."""
-    log2_weight: float
-    """Added to the logits, to base 2, of classes without an owner."""
+    log2_weight: Tensor | None
+    """float32 (0-dim): added to the logits, to base 2, of classes without an owner; None: 0."""
     logit_limit: float | None
     """scale · log2 e, with a margin: rows count as of unit length; None: as they are."""
     shifted: bool
@@ -75,7 +78,7 @@ class HeadPass:
         positions_B: Tensor,
         *,
         count: Tensor | None = None,
-        log2_weight: float = 0.0,
+        log2_weight: float | Tensor = 0.0,
         logit_limit: float | None,
         shifted: bool,
         wants_highest: bool,
@@ -83,6 +86,8 @@ class HeadPass:
         """Take the memory for what :func:`exponentials` writes. ``numbers_A`` None: all rows."""
         num_active = len(rows_LD) if numbers_A is None else len(numbers_A)
         num_tiles = -(-num_active // TILE)
+        if not isinstance(log2_weight, Tensor):
+            log2_weight = rows_LD.new_full((), log2_weight, dtype=torch.float32) if log2_weight else None
         empty = partial(torch.empty, dtype=torch.float32, device=rows_LD.device)
         return HeadPass(
             rows_LD=rows_LD,
@@ -184,11 +189,17 @@ def exponentials(head: HeadPass, out_NB: Tensor, start: int, stop: int) -> None:
     tiles = head.tiles(start, stop)
     if head.highest_TB is not None:
         head.highest_TB[tiles] = torch.stack([tile.amax(0) for tile in torch.split(logits_NB, TILE)])
-    logits_NB += torch.where(head.owners_A[start:stop] < 0, head.log2_weight, 0.0).unsqueeze(1)
+    logits_NB += _weights(head, start, stop).unsqueeze(1)
     logits_NB -= _shifts(head, start, stop)
     exponentials_NB = logits_NB.exp2_().masked_fill_(left_out_NB, 0.0)
     head.sums_TB[tiles] = torch.stack([tile.sum(0) for tile in torch.split(exponentials_NB, TILE)])
     out_NB.copy_(exponentials_NB if inverse_N is None else exponentials_NB * inverse_N.unsqueeze(1))
+
+
+def _weights(head: HeadPass, start: int, stop: int) -> Tensor:
+    """What is added to the logits of each position [N]."""
+    weight = head.inverse_A.new_zeros(()) if head.log2_weight is None else head.log2_weight
+    return torch.where(head.owners_A[start:stop] < 0, weight, 0.0)
 
 
 def _launch_exponentials(head: HeadPass, out_NB: Tensor, start: int, stop: int) -> None:
@@ -206,15 +217,15 @@ def _launch_exponentials(head: HeadPass, out_NB: Tensor, start: int, stop: int) 
         head.count,
         head.queries_BD,
         head.positions_B,
-        head.owners_A if head.log2_weight else None,
+        head.owners_A,
         out_NB,
         None if head.logit_limit is None else head.inverse_A,
         head.sums_TB,
         head.highest_TB,
+        head.log2_weight,
         start,
         stop,
         batch,
-        head.log2_weight,
         head.middle,
         SHIFTED=head.shifted,
         DIM=head.dim,
@@ -393,7 +404,7 @@ def row_gradients(
         return (gradient_ND + own_ND).mul_(factor).masked_fill_(~active_N, 0.0)
     inverse_N = head.inverse_A[start:stop]
     # Σ p · cos, where the cosine is what E's logarithm tells: no sum over D.
-    offset_N = torch.where(owned_N, 0.0, head.log2_weight) + torch.log2(inverse_N)
+    offset_N = _weights(head, start, stop) + torch.log2(inverse_N)
     logits_NB = torch.log2(stored_NB.clamp(min=torch.finfo(torch.float32).tiny)) - offset_N.unsqueeze(1)
     logits_NB += _shifts(head, start, stop)
     along_N = (weights_NB * logits_NB) @ terms.factors_B / (inverse_N * head.logit_limit)
@@ -413,6 +424,51 @@ def squared_norm(
     return gradient_ND.square_().sum(dtype=torch.float64)
 
 
+def takes_update(optimizer: RowOptimizerSpec) -> bool:
+    """Whether :func:`update_rows` makes its steps: not those that take the mean of a row, or move rows at rest."""
+    numbers = step_numbers(optimizer)
+    return numbers is not None and not numbers.kind.startswith("ROWWISE") and optimizer.drift is None
+
+
+def update_rows(
+    head: HeadPass,
+    exponentials_NB: Tensor,
+    start: int,
+    stop: int,
+    terms: SampleTerms,
+    factor: Tensor,
+    optimizer: RowOptimizerSpec,
+    *,
+    slots_LD: Tensor | None,
+    steps_L: Tensor | None,
+    refused: Tensor,
+    key: int,
+    first_id: int,
+) -> None:
+    """One step of ``optimizer`` with ``factor`` (0-dim) times the gradients of a range; only where kernels run.
+
+    What :func:`row_gradients` and an update of its rows do, in one pass. ``slots_LD`` are [L, slots · D], ``steps_L``
+    int64 [L], how often each row was updated (None: not counted). 16 bits are rounded by chance, by ``key`` and by
+    ``first_id`` + number of each row. A row that would leave the range of its type stays as it is, with slots and
+    steps, and is added to ``refused`` (0-dim, int64).
+    """
+    _launch_update(
+        head, exponentials_NB, start, stop, terms, factor, optimizer, slots_LD, steps_L, refused, key, first_id
+    )
+
+
+def _calm(optimizer: RowOptimizerSpec, numbers: StepNumbers, row: torch.dtype, slot: torch.dtype) -> float:
+    """A row whose numbers, slots and gradient are no larger than this stays within the range of its types."""
+    lr, largest_row, largest_slot = optimizer.lr, 0.9 * torch.finfo(row).max, 0.9 * torch.finfo(slot).max
+    direction = 1.0 + numbers.decay  # the gradient with what decays, in these units
+    if numbers.kind in ("SGD", "MOMENTUM", "NESTEROV"):
+        return min(largest_slot, largest_row / (1.0 + lr)) / (2.0 * direction + 1.0)
+    if numbers.kind == "ADAGRAD":
+        return min(largest_slot**0.5 / 2.0, largest_row - lr) / direction
+    step_size = lr / (-math.expm1(numbers.a) * numbers.eps)
+    return min(largest_slot**0.5 / 2.0, largest_row / (1.0 + lr * numbers.decay + step_size)) / direction
+
+
 def _launch_update(
     head: HeadPass,
     exponentials_NB: Tensor,
@@ -420,26 +476,39 @@ def _launch_update(
     stop: int,
     terms: SampleTerms,
     factor: Tensor,
+    optimizer: RowOptimizerSpec | None = None,
     slots_LD: Tensor | None = None,
+    steps_L: Tensor | None = None,
     refused: Tensor | None = None,
-    calm: float = 0.0,
-    lr: float = 0.0,
-    momentum: float = 0.0,
-    weight_decay: float = 0.0,
+    key: int = 0,
+    first_id: int = 0,
 ) -> Tensor:
+    """Without an optimizer the sum of squares, 0-dim."""
     from geartrain.bridge.kernels.triton import head as kernels
+    from geartrain.bridge.kernels.triton import row_step
 
-    options = kernels.update_options(exponentials_NB.dtype)
+    is_light = head.rows_LD.itemsize == 2 and not head.shifted
+    is_light = is_light and (slots_LD is None or (slots_LD.itemsize == 2 and slots_LD.shape[1] == head.dim))
+    options = kernels.update_options(exponentials_NB.dtype, light=is_light)
     num_programs = -(-(stop - start) // options["TILE_N"])
-    squares = None
-    stored_bytes = 0.0
-    if refused is None:
+    squares, lr, calm, stored_bytes, num_slots = None, 0.0, 0.0, 0, 0
+    numbers = StepNumbers("SGD", 0.0) if optimizer is None else step_numbers(optimizer)
+    assert numbers is not None
+    if optimizer is None:
         squares = torch.empty(num_programs, dtype=torch.float32, device=factor.device)
+    else:
+        lr, slot_type = optimizer.lr, head.rows_LD.dtype if slots_LD is None else slots_LD.dtype
+        calm = _calm(optimizer, numbers, head.rows_LD.dtype, slot_type)
+        stored_bytes = head.dim * head.rows_LD.itemsize + (0 if steps_L is None else 16)
+        if slots_LD is not None:
+            num_slots = slots_LD.shape[1] // head.dim
+            stored_bytes += 2 * slots_LD.shape[1] * slots_LD.itemsize
     launch(
         kernels.update_rows,
         (num_programs,),
         head.rows_LD,
         slots_LD,
+        steps_L,
         head.numbers_A,
         head.count,
         exponentials_NB,
@@ -455,21 +524,27 @@ def _launch_update(
         factor,
         refused,
         squares,
+        head.log2_weight,
         start,
         stop,
         len(head.queries_BD),
-        head.log2_weight,
         head.middle,
         head.logit_limit or 1.0,
-        lr,
-        momentum,
-        weight_decay,
+        first_id,
+        key,
         calm,
+        lr,
+        numbers.decay,
+        numbers.a,
+        numbers.b,
+        numbers.eps,
+        KIND=getattr(row_step, numbers.kind).value,
+        SLOTS=num_slots,
         SHIFTED=head.shifted,
         DIM=head.dim,
         SUM_TILE=TILE,
         PRECISION=_precision(),
         **options,
-        cost=_cost(head, exponentials_NB, stored_bytes),
+        cost=_cost(head, exponentials_NB, float(len(exponentials_NB) * stored_bytes)),
     )
     return factor if squares is None else squares.sum(dtype=torch.float64)

@@ -11,6 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
+from geartrain.bridge.kernels.triton.row_step import ROW, SLOT, draws, fits, rounded, step
+
 _NO_LOGIT = tl.constexpr(-1e37)
 _NORM_FLOOR = tl.constexpr(1e-12)
 _TINY = tl.constexpr(2.0**-126)
@@ -39,10 +41,10 @@ def exponentials(
     inverse,
     sums,
     highest,
+    log2_weight,
     start,
     stop,
     num_samples,
-    log2_weight,
     middle,
     SHIFTED: tl.constexpr,
     DIM: tl.constexpr,
@@ -93,8 +95,9 @@ def exponentials(
         tl.store(highest + at_sum, largest, mask=is_sample)
         if SHIFTED:
             shift = largest
-    if owners is not None:
-        logits += tl.where(tl.load(owners + n, mask=is_row, other=0) < 0, log2_weight, 0.0)[:, None]
+    if log2_weight is not None:
+        is_other = tl.load(owners + n, mask=is_row, other=0) < 0
+        logits += tl.where(is_other, tl.load(log2_weight), 0.0)[:, None]
     exponential = tl.where(counts, tl.exp2(logits - shift[None, :]), 0.0)
     tl.store(sums + at_sum, tl.sum(exponential, 0), mask=is_sample)
     exponential *= length[:, None]
@@ -240,24 +243,37 @@ def sample_terms(
     tl.store(own_along + sample, along)
 
 
-def update_options(dtype: torch.dtype) -> dict[str, Any]:
-    """Tile and warps for exponentials of ``dtype``."""
+def update_options(dtype: torch.dtype, *, light: bool) -> dict[str, Any]:
+    """Tile and warps for exponentials of ``dtype``; light: rows and one slot at most of 16 bits, without shifts."""
+    # Without fused multiply-adds the steps have the bits of other places.
+    options = {"num_warps": 8, "num_stages": 3, "enable_fp_fusion": False}
     if dtype == torch.float32:
-        return {"TILE_N": 64, "TILE_D": 64, "TILE_B": 32, "num_warps": 4, "num_stages": 3}
-    return {"TILE_N": 128, "TILE_D": 128, "TILE_B": 64, "num_warps": 8, "num_stages": 3}
+        return {"TILE_N": 64, "TILE_D": 64, "TILE_B": 32, **options, "num_warps": 4}
+    if light:  # two programs a processor: one loads and stores while the other multiplies
+        options["maxnreg"] = 128
+    return {"TILE_N": 64, "TILE_D": 128, "TILE_B": 64, **options}
 
 
 @triton.jit
-def _momentum(row, slot, gradient, lr, momentum, weight_decay):
-    gradient += weight_decay * row
-    slot = momentum * slot + gradient
-    return row - lr * slot, slot
+def _store_rounded(at, value, mask, seed, ids, numbers, column, PART: tl.constexpr, C: tl.constexpr):
+    dtype: tl.constexpr = at.dtype.element_ty
+    if dtype == tl.float32:
+        tl.store(at, value, mask=mask)
+    else:
+        tl.store(at, rounded(value, draws(seed, ids, numbers, column, PART, C), dtype), mask=mask)
+
+
+@triton.jit
+def _halves(tile):
+    """The left and the right half of [N, D]."""
+    return tl.split(tl.permute(tl.reshape(tile, (tile.shape[0], 2, tile.shape[1] // 2)), (0, 2, 1)))
 
 
 @triton.jit
 def update_rows(
     rows,
     slots,
+    steps,
     numbers,
     count,
     exponentials,
@@ -273,16 +289,22 @@ def update_rows(
     factor,
     refused,
     squares,
+    log2_weight,
     start,
     stop,
     num_samples,
-    log2_weight,
     middle,
     logit_limit,
-    lr,
-    momentum,
-    weight_decay,
+    first_id,
+    seed,
     calm,
+    lr,
+    decay,
+    a,
+    b,
+    eps,
+    KIND: tl.constexpr,
+    SLOTS: tl.constexpr,
     SHIFTED: tl.constexpr,
     DIM: tl.constexpr,
     SUM_TILE: tl.constexpr,
@@ -291,9 +313,9 @@ def update_rows(
     TILE_B: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """A tile of rows from its gradient to its store; a part of its columns after the other.
+    """A tile of rows from its gradient to its store, one part of its columns after the other.
 
-    A row is stored whole or not at all. Where none of the tile can leave the range of its type, by bounds, parts are
+    A row is stored whole or not at all. Where bounds tell that none of the tile leaves the range of its type, parts are
     stored as they are made; else all are made twice, the first time to look.
     """
     n = start + tl.program_id(0) * TILE_N + tl.arange(0, TILE_N)
@@ -314,20 +336,21 @@ def update_rows(
     bound = 0.0
     if inverse is not None:
         length = tl.load(inverse + n, mask=is_row, other=1.0)
-    offset = tl.log2(length) + tl.where(is_owned, 0.0, log2_weight)
+    offset = tl.log2(length)
+    if log2_weight is not None:
+        offset += tl.where(is_owned, 0.0, tl.load(log2_weight))
     for first in range(0, num_samples, TILE_B):
-        b = first + tl.arange(0, TILE_B)
-        is_sample = b < num_samples
-        bound += tl.sum(tl.load(bounds + b, mask=is_sample, other=0.0), 0)
+        sample = first + tl.arange(0, TILE_B)
+        is_sample = sample < num_samples
+        bound += tl.sum(tl.load(bounds + sample, mask=is_sample, other=0.0), 0)
         if inverse is not None:
-            exponential = tl.load(
-                exponentials + local + b[None, :], mask=is_row[:, None] & is_sample[None, :], other=0.0
-            ).to(tl.float32)
-            weight = tl.load(factors + b, mask=is_sample, other=0.0)
+            is_value = is_row[:, None] & is_sample[None, :]
+            exponential = tl.load(exponentials + local + sample[None, :], mask=is_value, other=0.0).to(tl.float32)
+            weight = tl.load(factors + sample, mask=is_sample, other=0.0)
             shift = tl.full((TILE_B,), middle, tl.float32)
             if SHIFTED:
-                shift = tl.load(highest + tile * num_samples + b, mask=is_sample, other=0.0)
-                weight *= tl.exp2(shift - tl.load(log_sums + b, mask=is_sample, other=0.0))
+                shift = tl.load(highest + tile * num_samples + sample, mask=is_sample, other=0.0)
+                weight *= tl.exp2(shift - tl.load(log_sums + sample, mask=is_sample, other=0.0))
             logit = tl.log2(tl.maximum(exponential, _TINY)) - offset[:, None] + shift[None, :]
             along += tl.sum(exponential * weight[None, :] * logit, 1)
     if inverse is not None:
@@ -335,15 +358,24 @@ def update_rows(
         along *= length * length
     # One look is enough where nothing is stored, or where nothing that is stored can be too large.
     looks = 1
+    number = tl.zeros((TILE_N,), tl.int64)
     if squares is None:
+        if steps is not None:
+            number = tl.load(steps + at, mask=is_row, other=0) + 1
         largest = tl.abs(times) * 2.0 * bound * length
         for first in range(0, DIM, TILE_D):
             d = first + tl.arange(0, TILE_D)
             is_value = is_row[:, None] & (d < DIM)[None, :]
             value = tl.load(rows + at[:, None] * DIM + d[None, :], mask=is_value, other=0.0).to(tl.float32)
             largest = tl.maximum(largest, tl.max(tl.abs(value), 1))
-            value = tl.load(slots + at[:, None] * DIM + d[None, :], mask=is_value, other=0.0).to(tl.float32)
-            largest = tl.maximum(largest, tl.max(tl.abs(value), 1))
+        if SLOTS > 0:
+            for first in range(0, SLOTS * DIM, TILE_D):
+                d = first + tl.arange(0, TILE_D)
+                is_value = is_row[:, None] & (d < SLOTS * DIM)[None, :]
+                value = tl.load(slots + at[:, None] * (SLOTS * DIM) + d[None, :], mask=is_value, other=0.0).to(
+                    tl.float32
+                )
+                largest = tl.maximum(largest, tl.max(tl.abs(value), 1))
         looks = tl.max(tl.where(is_row & ~(largest <= calm), 2, 1), 0)
     is_bad = tl.zeros((TILE_N,), tl.int32)
     square = tl.zeros((TILE_N,), tl.float32)
@@ -352,26 +384,27 @@ def update_rows(
             d = first + tl.arange(0, TILE_D)
             gradient = tl.zeros((TILE_N, TILE_D), tl.float32)
             for first_b in range(0, num_samples, TILE_B):
-                b = first_b + tl.arange(0, TILE_B)
-                is_sample = b < num_samples
+                sample = first_b + tl.arange(0, TILE_B)
+                is_sample = sample < num_samples
                 exponential = tl.load(
-                    exponentials + local + b[None, :], mask=is_row[:, None] & is_sample[None, :], other=0.0
+                    exponentials + local + sample[None, :], mask=is_row[:, None] & is_sample[None, :], other=0.0
                 )
                 is_key = is_sample[:, None]
                 if DIM % TILE_D:
                     is_key &= (d < DIM)[None, :]
-                key = tl.load(keys + b[:, None] * DIM + d[None, :], mask=is_key, other=0.0)
+                key = tl.load(keys + sample[:, None] * DIM + d[None, :], mask=is_key, other=0.0)
                 if SHIFTED:
-                    shift = tl.load(highest + tile * num_samples + b, mask=is_sample, other=0.0)
-                    shift -= tl.load(log_sums + b, mask=is_sample, other=0.0)
+                    shift = tl.load(highest + tile * num_samples + sample, mask=is_sample, other=0.0)
+                    shift -= tl.load(log_sums + sample, mask=is_sample, other=0.0)
                     exponential = (exponential.to(tl.float32) * tl.exp2(shift)[None, :]).to(exponential.dtype)
                 gradient = tl.dot(exponential, key, gradient, input_precision=PRECISION)
-            left, right = tl.split(tl.permute(tl.reshape(gradient, (TILE_N, 2, TILE_D // 2)), (0, 2, 1)))
-            for half in tl.static_range(2):
-                part = left
-                if half == 1:
-                    part = right
-                d = first + half * (TILE_D // 2) + tl.arange(0, TILE_D // 2)
+            # By quarters: a row, its slots and their random bits take registers beside the gradient.
+            left, right = _halves(gradient)
+            part0, part1 = _halves(left)
+            part2, part3 = _halves(right)
+            for quarter in tl.static_range(4):
+                part = part0 if quarter == 0 else part1 if quarter == 1 else part2 if quarter == 2 else part3
+                d = first + quarter * (TILE_D // 4) + tl.arange(0, TILE_D // 4)
                 is_value = is_row[:, None]
                 if DIM % TILE_D:
                     is_value &= (d < DIM)[None, :]
@@ -385,21 +418,33 @@ def update_rows(
                 if squares is not None:
                     square += tl.sum(tl.where(is_value, part * part, 0.0), 1)
                 else:
-                    slot_at = slots + at[:, None] * DIM + d[None, :]
-                    slot = tl.load(slot_at, mask=is_value, other=0.0).to(tl.float32)
-                    row, slot = _momentum(row, slot, part, lr, momentum, weight_decay)
-                    row_n, slot_n = row.to(rows.dtype.element_ty), slot.to(slots.dtype.element_ty)
+                    slot, second = part, part
+                    if SLOTS > 0:
+                        slot_at = slots + at[:, None] * (SLOTS * DIM) + d[None, :]
+                        slot = tl.load(slot_at, mask=is_value, other=0.0).to(tl.float32)
+                    if SLOTS > 1:
+                        second = tl.load(slot_at + DIM, mask=is_value, other=0.0).to(tl.float32)
+                    row, slot, second = step(row, slot, second, part, number, lr, decay, a, b, eps, DIM, KIND)
                     if look + 1 < looks:
-                        ok = (tl.abs(row_n.to(tl.float32)) < float("inf")) & (
-                            tl.abs(slot_n.to(tl.float32)) < float("inf")
-                        )
-                        is_bad |= tl.max(tl.where(ok | ~is_value, 0, 1), 1)
+                        is_fit = fits(row, rows.dtype.element_ty)
+                        if SLOTS > 0:
+                            is_fit &= fits(slot, slots.dtype.element_ty)
+                        if SLOTS > 1:
+                            is_fit &= fits(second, slots.dtype.element_ty)
+                        is_bad |= tl.max(tl.where(is_fit | ~is_value, 0, 1), 1)
                     else:
-                        tl.store(row_at, row_n, mask=is_value & (is_bad == 0)[:, None])
-                        tl.store(slot_at, slot_n, mask=is_value & (is_bad == 0)[:, None])
+                        is_value &= (is_bad == 0)[:, None]
+                        column, ids = first + quarter * (TILE_D // 4), first_id + at
+                        _store_rounded(row_at, row, is_value, seed, ids, number, column, ROW, TILE_D // 4)
+                        if SLOTS > 0:
+                            _store_rounded(slot_at, slot, is_value, seed, ids, number, column, SLOT, TILE_D // 4)
+                        if SLOTS > 1:
+                            tl.store(slot_at + DIM, second, mask=is_value)
     if squares is not None:
         tl.store(squares + tl.program_id(0), tl.sum(square, 0))
     else:
+        if steps is not None:
+            tl.store(steps + at, number, mask=is_row & (is_bad == 0))
         num_bad = tl.sum(is_bad, 0)
         if num_bad > 0:
             tl.atomic_add(refused, num_bad.to(tl.int64))

@@ -9,9 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from geartrain.ams.values.optimizers.momentum import Momentum
+from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
+from geartrain.ams.values.optimizers.sgd import SGD
+from geartrain.ams.values.optimizers.sparse_momentum import SparseMomentum
 from geartrain.bridge.kernels import head as kernels
 from geartrain.bridge.kernels.head import TILE, HeadPass
 from geartrain.bridge.kernels.launch import interpreted
+from geartrain.bridge.kernels.optimizers import RowStep, update_rows
+from geartrain.bridge.kernels.rounding import round_rows
 
 LOG2_E = math.log2(math.e)
 
@@ -163,3 +169,121 @@ def check(given: Problem, dtype: torch.dtype, *, shifted: bool) -> None:
     assert float(found.abs().max()) <= float(terms.bounds_B.sum()) * float(given.unit()[1].max())
     squares = sum(kernels.squared_norm(head, kept[a:b], a, b, terms, factor) for a, b in ranges)
     assert math.isclose(float(squares), float(expected.square().sum()), rel_tol=3 * bound)
+
+
+OPTIMIZERS = [
+    SGD(0.1, weight_decay=0.01),
+    Momentum(0.1, weight_decay=0.01, nesterov=True),
+    SparseMomentum(0.1),
+]
+
+
+@dataclass
+class Stored:
+    """Rows, slots and steps before an update, and what it makes of them."""
+
+    optimizer: RowOptimizerSpec
+    rows: Tensor
+    slots: Tensor | None
+    steps: Tensor
+    refused: Tensor
+
+    @staticmethod
+    def of(given: Problem, optimizer: RowOptimizerSpec) -> Stored:
+        num, dim = given.rows_LD.shape
+        slots = torch.rand(num, dim * len(optimizer.slots)) * 0.01
+        if optimizer.takes_narrow_slots:
+            slots = slots.to(given.rows_LD.dtype)
+        steps = torch.randint(0, 9, (num,))
+        return Stored(
+            optimizer, given.rows_LD, slots if optimizer.slots else None, steps, torch.zeros((), dtype=torch.int64)
+        )
+
+    def update(self, given: Problem) -> Tensor:
+        """In the kernel; returns the gradients that the reference has [active, D]."""
+        head = given.head(torch.float32, shifted=False)
+        kept = torch.full((head.num_active, len(given.features_BD)), torch.nan)
+        lse = (given.corrected().logsumexp(0) + 0.1).float() * LOG2_E
+        with interpreted():
+            kernels.exponentials(head, kept, 0, head.num_active)
+            terms = kernels.sample_terms(head, given.features_BD, lse, given.own_weight_B, given.weights_B)
+            factor = torch.tensor(0.7)
+            gradient = kernels.row_gradients(head, kept, 0, head.num_active, terms, factor)[: given.count]
+            kernels.update_rows(
+                head,
+                kept,
+                0,
+                head.num_active,
+                terms,
+                factor,
+                self.optimizer,
+                slots_LD=self.slots,
+                steps_L=self.steps,
+                refused=self.refused,
+                key=2**64 - 7,
+                first_id=2**40,
+            )
+        return gradient
+
+
+def difference_of_bits(found: Tensor, expected: Tensor) -> float:
+    """Share of 16-bit numbers that differ, none of them by more than one place."""
+    apart = (found.view(torch.int16).int() - expected.view(torch.int16).int()).abs()
+    assert apart.max() <= 1
+    return float((apart > 0).float().mean())
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda optimizer: optimizer.name)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_update_makes_the_steps_and_the_bits_of_the_reference(optimizer: RowOptimizerSpec, dtype: torch.dtype) -> None:
+    pytest.importorskip("triton")
+    given = problem(90, 20, 40, normalised=True, dtype=dtype, picked=True)
+    numbers = torch.arange(90) if given.numbers_A is None else given.numbers_A[: given.count]
+    stored = Stored.of(given, optimizer)
+    rows, steps = stored.rows[numbers].float(), stored.steps[numbers] + 1
+    slots = None if stored.slots is None else stored.slots[numbers].float()
+    before = [stored.rows.clone(), None if stored.slots is None else stored.slots.clone(), stored.steps.clone()]
+    gradient = stored.update(given)
+    update_rows(optimizer, RowStep(rows, slots, gradient, optimizer.lr, steps))
+    for part, (found, expected) in enumerate([(stored.rows, rows), (stored.slots, slots)]):
+        if found is None or expected is None:
+            continue
+        if found.dtype == torch.float32:
+            assert difference(found[numbers], expected.double()) < 1e-5
+        else:
+            made = round_rows(expected, found.dtype, key=2**64 - 7, ids_N=numbers + 2**40, numbers_N=steps, part=part)
+            assert difference_of_bits(found[numbers], made) < 0.01
+    assert torch.equal(stored.steps[numbers], steps)
+    untouched = torch.ones(90, dtype=torch.bool)
+    untouched[numbers] = False
+    for found, expected in zip((stored.rows, stored.slots, stored.steps), before, strict=True):
+        assert found is None or expected is None or torch.equal(found[untouched], expected[untouched])
+    assert stored.refused == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_a_row_that_would_leave_its_range_stays_whole(dtype: torch.dtype) -> None:
+    pytest.importorskip("triton")
+    given = problem(150, 20, 136, normalised=True, dtype=dtype)
+    stored = Stored.of(given, Momentum(10.0))
+    assert stored.slots is not None
+    stored.slots[7, 135] = torch.finfo(dtype).max  # the last of several parts of its columns
+    before = [tensor[7].clone() for tensor in (stored.rows, stored.slots, stored.steps)]
+    others = stored.slots.clone()
+    stored.update(given)
+    after = [tensor[7] for tensor in (stored.rows, stored.slots, stored.steps)]
+    assert all(map(torch.equal, after, before))
+    assert (stored.slots != others).any(1).sum() == 149
+    assert stored.refused == 1
+
+
+def test_gradients_that_are_no_numbers_change_no_row() -> None:
+    pytest.importorskip("triton")
+    given = problem(150, 20, 33, normalised=False, dtype=torch.float32)
+    given.own_weight_B[:] = torch.nan
+    given.weights_B[:] = torch.inf
+    stored = Stored.of(given, SGD(0.1))
+    before = stored.rows.clone()
+    stored.update(given)
+    assert torch.equal(stored.rows, before)
+    assert stored.refused == 150
