@@ -24,8 +24,9 @@ from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
 from geartrain.ams.values.shard_messages import Done, SyncGroup
 from geartrain.ams.values.specs import Ids, TableSpec
 from geartrain.bridge.collectives.communicator import Communicator
-from geartrain.bridge.kernels.optimizers import RowStep, update_rows
+from geartrain.bridge.kernels import row_update
 from geartrain.bridge.kernels.rounding import ROW, SLOT, round_rows, rounding_key
+from geartrain.bridge.kernels.row_update import RowIndex as RowIndex
 from geartrain.bridge.placements.elapsed_momentum import RESTING, ElapsedSteps
 from geartrain.bridge.placements.workspace import BufferPool, Workspace
 from geartrain.bridge.rows.same_rows import OTHERS, other_rows, row_digests
@@ -37,9 +38,6 @@ _ROUNDING_WIDTHS = 7
 """Chunks of float32 that random bits and what they round take on a device, at most."""
 _ELAPSED_WIDTHS = 8
 """Chunks of float32 that catching up rows and slots takes on a device: four of float64."""
-
-RowIndex = slice | Tensor
-"""Rows of this rank: consecutive ones, or their numbers [N] int64 on the device, distinct."""
 
 
 def row_range(num_rows: int, world_size: int, rank: int) -> tuple[int, int]:
@@ -117,6 +115,18 @@ class DeviceRows:
     def num_local(self) -> int:
         """L."""
         return self.stop - self.first
+
+    @property
+    def stored(self) -> row_update.StoredRows:
+        """As kernels take them."""
+        return row_update.StoredRows(
+            rows_LD=self.rows_LD,
+            slots_LS=self.slots_LD,
+            updates_L=self.steps_L,
+            refused=self.refused,
+            first=self.first,
+            key=self._key,
+        )
 
     def move_to(self, device: torch.device) -> None:
         """Take the rows to another device."""
@@ -278,20 +288,16 @@ class DeviceRows:
         if self.device.type == "cpu" and gradient_ND.dtype == torch.float32:
             self._update_compiled(index, gradient_ND, optimizer, float(scale))
             return
-        gradient_ND.mul_(scale)
-        rows_ND = self._loaded(work, self.rows_LD, index, "updated rows")
-        steps_N = None if self.steps_L is None else self.steps_L[index] + 1
-        slots_ND = None if self.slots_LD is None else self._loaded(work, self.slots_LD, index, "slots")
-        if self.steps is not None:
-            assert slots_ND is not None and steps_N is not None
-            last_N, steps_N = steps_N - 1, torch.full_like(steps_N, self.steps.now + 1)
-            self.steps.update(rows_ND, slots_ND, last_N, gradient_ND, optimizer.lr)
-        else:
-            update_rows(optimizer, RowStep(rows_ND, slots_ND, gradient_ND, optimizer.lr, steps_N))
-        rows_ND = self._as_stored(work, index, steps_N, rows_ND, self.rows_LD, ROW)
-        if slots_ND is not None and self.slots_LD is not None:
-            slots_ND = self._as_stored(work, index, steps_N, slots_ND, self.slots_LD, SLOT)
-        self._store(work, index, rows_ND, slots_ND, steps_N)
+        del work
+        if self.steps is None:
+            row_update.update(self.stored, index, gradient_ND, optimizer, lr=optimizer.lr, scale=scale)
+            return
+        assert self.slots_LD is not None and self.steps_L is not None
+        numbers_N = self._numbers(index)
+        rows_ND, slots_ND = (stored[numbers_N].to(gradient_ND.dtype) for stored in (self.rows_LD, self.slots_LD))
+        last_N = self.steps_L[numbers_N]
+        self.steps.update(rows_ND, slots_ND, last_N, gradient_ND.mul_(scale), optimizer.lr)
+        row_update.store(self.stored, numbers_N, rows_ND, slots_ND, torch.full_like(last_N, self.steps.now + 1))
 
     def end_step(self, lr: float) -> None:
         """One step is over, that of all updates since the last one: where untouched rows move, by ``lr``, they do.
@@ -355,57 +361,10 @@ class DeviceRows:
             with self._counting:
                 self.refused += refused
 
-    def _as_stored(
-        self, work: Workspace, index: RowIndex, steps_N: Tensor | None, values_ND: Tensor, stored_LD: Tensor, part: int
-    ) -> Tensor:
-        """The values in the storage type of ``stored_LD``."""
-        if values_ND.dtype == stored_LD.dtype:
-            return values_ND
-        if stored_LD.dtype == torch.float32 or steps_N is None:
-            name = f"part {part} to store"
-            return work.empty(name, *values_ND.shape, dtype=stored_LD.dtype).copy_(values_ND)
-        ids_N = self._numbers(index) + self.first
-        return round_rows(values_ND, stored_LD.dtype, key=self._key, ids_N=ids_N, numbers_N=steps_N, part=part)
-
-    def _store(
-        self, work: Workspace, index: RowIndex, rows_ND: Tensor, slots_ND: Tensor | None, steps_N: Tensor | None
-    ) -> None:
-        total_N = _sums(work, rows_ND)
-        if slots_ND is not None:
-            total_N += _sums(work, slots_ND)
-        bad_N = ~torch.isfinite(total_N)
-        # To look would make the host wait for a device.
-        if self.device.type != "cpu" or bool(bad_N.any()):
-            self.refused += bad_N.sum()
-            rows_ND = torch.where(bad_N.unsqueeze(1), self.rows_LD[index], rows_ND)
-            if slots_ND is not None and self.slots_LD is not None:
-                slots_ND = torch.where(bad_N.unsqueeze(1), self.slots_LD[index], slots_ND)
-            if steps_N is not None and self.steps_L is not None:
-                steps_N = torch.where(bad_N, self.steps_L[index], steps_N)
-        _put(self.rows_LD, index, rows_ND)
-        if slots_ND is not None and self.slots_LD is not None:
-            _put(self.slots_LD, index, slots_ND)
-        if steps_N is not None and self.steps_L is not None:
-            _put(self.steps_L, index, steps_N)
-
 
 def _is_compiled(tensor: Tensor) -> bool:
     """Whether compiled code reads it; PyTorch does what is on a device, or in 16 bits."""
     return tensor.device.type == "cpu" and tensor.dtype == torch.float32
-
-
-def _sums(work: Workspace, values_ND: Tensor) -> Tensor:
-    """[N] float32. A CPU sums 16 bits in a copy, which is made in scratch here."""
-    if values_ND.device.type == "cpu":
-        values_ND = work.load_rows(values_ND)
-    return values_ND.sum(1, dtype=torch.float32)
-
-
-def _put(stored_LD: Tensor, index: RowIndex, values_ND: Tensor) -> None:
-    if isinstance(index, slice):
-        stored_LD[index] = values_ND
-    else:
-        stored_LD.index_copy_(0, index, values_ND)
 
 
 def _empty(num_rows: int, dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -210,7 +210,10 @@ class PendingUpdate(ABC, Generic[G]):
         grad = self._shown()
         if grad is None:
             return
-        finite, self._known_factor = read(torch.isfinite(grad).all(), self._factor())
+        if grad.device.type == "cpu":
+            finite = bool(torch.isfinite(grad).all())
+        else:
+            finite, self._known_factor = read(torch.isfinite(grad).all(), self._factor())
         if not finite:
             raise NonFinite(
                 f"the row gradients of table {self.name!r} hold NaN or infinity; nothing was pushed. "

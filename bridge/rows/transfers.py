@@ -28,18 +28,23 @@ def upload_together(tensors: Sequence[Tensor], device: torch.device) -> list[Ten
     """
     if device.type == "cpu":
         return list(tensors)
-    starts = [0]
-    for tensor in tensors:
-        starts.append(starts[-1] + -(-tensor.nbytes // _ALIGNED) * _ALIGNED)
-    host = torch.empty(starts[-1], dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
+    host = torch.empty(_packed_bytes(tensors), dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
+    for room, tensor in zip(packed_views(host, tensors), tensors, strict=True):
+        room.copy_(tensor)
+    return packed_views(host.to(device, non_blocking=True), tensors)
 
-    def within(flat: Tensor, start: int, tensor: Tensor) -> Tensor:
-        return flat[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 
-    for tensor, start in zip(tensors, starts, strict=False):
-        within(host, start, tensor).copy_(tensor)
-    there = host.to(device, non_blocking=True)
-    return [within(there, start, tensor) for tensor, start in zip(tensors, starts, strict=False)]
+def _packed_bytes(tensors: Sequence[Tensor]) -> int:
+    return sum(-(-tensor.nbytes // _ALIGNED) * _ALIGNED for tensor in tensors)
+
+
+def packed_views(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """Tensors like these, one behind the other in ``flat`` uint8 with room for them."""
+    views, start = [], 0
+    for tensor in like:
+        views.append(flat[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
+        start += _packed_bytes([tensor])
+    return views
 
 
 def begin_download(tensor: Tensor) -> Tensor:

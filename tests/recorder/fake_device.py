@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from tests.recorder.report import Report
-from tests.recorder.router import CUDA, Functions, PinnedMemory, Router
+from tests.recorder.router import CUDA, DEVICE, Functions, PinnedMemory, Router
 
 
 def install(report: Report) -> PinnedMemory:
@@ -123,11 +123,9 @@ def recording(report: Report, pinned: PinnedMemory) -> Iterator[None]:
     """Inside, tensors made on "cuda" are fakes, and what is done with them is counted."""
     launches = importlib.import_module("geartrain.bridge.kernels.launch")
 
-    def started(kernel: Any, cost: Any) -> None:
+    def started(kernel: Any, cost: Any, start: Any) -> None:  # noqa: ARG001
         function = getattr(kernel, "fn", kernel)
-        name = getattr(function, "__name__", str(kernel))
-        narrow = cost.dtype.itemsize < 4
-        report.count(name, cost.num_bytes, cost.flops, narrow=narrow, ours=True)
+        report.count(getattr(function, "__name__", str(kernel)), cost, DEVICE.seconds(cost), ours=True)
 
     # Backward passes on this thread, too: a place is told by all lines that lead there.
     one_thread = torch.autograd.set_multithreading_enabled(False)

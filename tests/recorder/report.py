@@ -8,14 +8,13 @@ from collections import Counter
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from geartrain.bridge.kernels.launch import Cost
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
-BYTES_PER_SECOND = 3.0e12
-NARROW_FLOPS = 600e12
-WIDE_FLOPS = 45e12
-"""Of an H100, as others have measured: a copy, products in 16 bits, and in float32 without TF32."""
 LAUNCH_SECONDS = 5e-6
 """The host's part of starting a kernel."""
 _SHOWN = 12
@@ -90,13 +89,12 @@ class Report:
         """Modelled milliseconds on the device."""
         return 1e3 * sum(self.seconds.values())
 
-    def count(self, name: str, num_bytes: float, flops: float, *, narrow: bool, ours: bool = False) -> None:
+    def count(self, name: str, cost: Cost, seconds: float, *, ours: bool = False) -> None:
         """Note one launch."""
         line = our_line(1)
-        seconds = max(num_bytes / BYTES_PER_SECOND, flops / (NARROW_FLOPS if narrow else WIDE_FLOPS))
         self.launches += 1
-        self.bytes += num_bytes
-        self.flops += flops
+        self.bytes += cost.num_bytes
+        self.flops += cost.flops
         (self.kernels if ours else self.operations)[name] += 1
         self.lines[line] += 1
         self.seconds[name] += seconds

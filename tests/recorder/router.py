@@ -13,8 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.flop_counter import flop_registry
 
+from geartrain.bridge.kernels.launch import Cost
+from scripts.kernels.model import DEVICES
 from tests.recorder.report import Report, our_line
 
+DEVICE = DEVICES["H100"]
 CUDA = torch.device("cuda", 0)
 
 _WITHOUT_KERNEL = frozenset(
@@ -213,7 +216,8 @@ class Router(TorchDispatchMode):
         else:
             size = first.numel() if values is None else int(values.sum())
             out = self._empty((size,), torch.int64 if repeated else first.dtype)
-        self._report.count(name, sum(map(_nbytes, [first, *_tensors(out)])), 0, narrow=False)
+        cost = Cost(sum(map(_nbytes, [first, *_tensors(out)])))
+        self._report.count(name, cost, DEVICE.seconds(cost))
         return out
 
     def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -256,8 +260,8 @@ class Router(TorchDispatchMode):
         if (formula := flop_registry.get(packet)) is not None:
             flops = formula(*args, **kwargs, out_val=out)
         operands = [item.dtype for item in ins if item.dtype.is_floating_point]
-        narrow = bool(operands) and min(dtype.itemsize for dtype in operands) < 4
-        self._report.count(name, num_bytes, flops, narrow=narrow)
+        cost = Cost(num_bytes, flops, min(operands, key=lambda dtype: dtype.itemsize, default=torch.float32))
+        self._report.count(name, cost, DEVICE.seconds(cost))
 
 
 def _like_on_host(item: Any) -> Any:

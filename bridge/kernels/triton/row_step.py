@@ -43,7 +43,7 @@ def step(row, slot, second, gradient, t, lr, decay, a, b, eps, dim, KIND: tl.con
         row = row - lr * (direction + a * slot)
     elif KIND == ADAGRAD or KIND == ROWWISE_ADAGRAD:  # noqa: SIM109
         direction = gradient + decay * row
-        size = (lr.to(tl.float64) / (1 + (t - 1).to(tl.float64) * a)).to(tl.float32)[:, None]
+        size = (tl.full(t.shape, lr, tl.float64) / (1 + (t - 1).to(tl.float64) * a)).to(tl.float32)[:, None]
         if KIND == ADAGRAD:
             slot = slot + direction * direction
             row = row - size * tl.div_rn(direction, tl.sqrt_rn(b + slot) + eps)
@@ -54,29 +54,29 @@ def step(row, slot, second, gradient, t, lr, decay, a, b, eps, dim, KIND: tl.con
     else:
         beta1, rest1, correction1 = _moment(a, t)
         beta2, rest2, correction2 = _moment(b, t)
-        size = (lr.to(tl.float64) / correction1).to(tl.float32)[:, None]
+        size = (tl.full(t.shape, lr, tl.float64) / correction1).to(tl.float32)[:, None]
         inverse_root = (1.0 / tl.sqrt(correction2)).to(tl.float32)
         direction = gradient
         if KIND == ADAM:
             direction = gradient + decay * row
         else:
             row = row * (1 - lr * decay)
-        slot = beta1 * slot + rest1 * direction
+        slot = beta1[:, None] * slot + rest1[:, None] * direction
         if KIND == ROWWISE_ADAM:
             second = beta2 * second + rest2 * _mean_square(direction, dim)
             divisor = tl.sqrt_rn(second) * inverse_root + eps
             inverse = tl.div_rn(tl.full(second.shape, 1.0, tl.float32), divisor)
             row = row - size * (slot * inverse[:, None])
         else:
-            second = beta2 * second + rest2 * direction * direction
+            second = beta2[:, None] * second + rest2[:, None] * direction * direction
             row = row - size * tl.div_rn(slot, tl.sqrt_rn(second) * inverse_root[:, None] + eps)
     return row, slot, second
 
 
 @triton.jit
 def _moment(log_beta, t):
-    """beta and 1 − beta (float32), and 1 − beta^t (float64 [N]), from the logarithm of beta."""
-    log = log_beta.to(tl.float64)
+    """beta, 1 − beta (float32) and 1 − beta^t (float64), [N], from the logarithm of beta."""
+    log = tl.full(t.shape, log_beta, tl.float64)
     beta = tl.exp(log)
     return beta.to(tl.float32), (1 - beta).to(tl.float32), 1 - tl.exp(t.to(tl.float64) * log)
 

@@ -8,6 +8,7 @@ from functools import partial
 
 from tests.recorder.steps.heads import head, head_in_cluster
 from tests.recorder.steps.parallel import split, topk
+from tests.recorder.steps.probe import probe
 from tests.recorder.steps.sparse import dense, embedding, gear
 
 Step = Callable[[], None]
@@ -23,4 +24,5 @@ STEPS: dict[str, Callable[..., AbstractContextManager[Step]]] = {
     "gear": gear,
     "split": split,
     "topk": topk,
+    "probe": probe,
 }

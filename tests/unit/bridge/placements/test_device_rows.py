@@ -10,7 +10,6 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from geartrain.ams.kernels.reference import rounding as reference_rounding
 from geartrain.ams.tables.row_table import RowTable
@@ -181,30 +180,6 @@ def test_pytorch_rounds_any_value_as_the_reference_does(dtype: DTypeName, dim: i
         )
         # As float32: NaN of bfloat16 does not count as equal to itself.
         np.testing.assert_array_equal(as_numpy(ours).astype(np.float32), theirs.astype(np.float32))
-
-
-class _InputsOfSums(TorchDispatchMode):
-    """Notes of which types the sums are."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.dtypes: list[torch.dtype] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        del types
-        if func is torch.ops.aten.sum.dim_IntList:
-            self.dtypes.append(args[0].dtype)
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_sixteen_bits_are_summed_in_scratch_and_not_in_a_copy_of_pytorchs(dtype: torch.dtype) -> None:
-    work = Workspace(Arithmetic.of(torch.empty(0)), Scratch())
-    values = torch.arange(12, dtype=dtype).view(3, 4)
-    with _InputsOfSums() as noted:
-        sums = device_rows._sums(work, values)
-    assert (sums.dtype, sums.tolist()) == (torch.float32, [6, 22, 38])
-    assert noted.dtypes == [torch.float32]  # of another type it would make a copy of all
 
 
 def test_rows_that_move_leave_no_memory_behind_on_the_old_device() -> None:

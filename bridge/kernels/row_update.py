@@ -1,0 +1,170 @@
+"""The update of rows on a device: decay, optimizer's step, finite test, stochastic rounding and store in one pass.
+
+Legend: L rows of this rank, N of a call, D width, S numbers of a row's slots.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
+from geartrain.bridge.kernels.launch import Cost, launch, runs_kernels
+from geartrain.bridge.kernels.optimizers import RowStep, StepNumbers, step_numbers, update_rows
+from geartrain.bridge.kernels.rounding import ROW, SLOT, round_rows
+
+RowIndex = slice | Tensor
+"""Rows of this rank: consecutive ones, or their numbers [N] int64 on the device, distinct; −1: none, padding."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class StoredRows:
+    """Rows on a device with what is kept of each."""
+
+    rows_LD: Tensor
+    """float32, bfloat16 or float16."""
+    slots_LS: Tensor | None
+    """float32, bfloat16 or float16, one slot after the other; None: the optimizer has none."""
+    updates_L: Tensor | None
+    """int64, how often each row was updated; None: nothing asks for it."""
+    refused: Tensor
+    """int64, 0-dim: rows that no update could change are added to it."""
+    first: int
+    """Id of row 0."""
+    key: int
+    """Of the rounding: ``rounding_key`` of the table."""
+
+    def numbers(self, index: RowIndex) -> Tensor:
+        """Numbers [N] of the rows."""
+        if isinstance(index, Tensor):
+            return index
+        return torch.arange(*index.indices(len(self.rows_LD)), device=self.rows_LD.device)
+
+
+def update(
+    stored: StoredRows,
+    index: RowIndex,
+    gradient_ND: Tensor,
+    optimizer: RowOptimizerSpec,
+    *,
+    lr: float | Tensor,
+    scale: Tensor,
+    num_valid: Tensor | None = None,
+) -> None:
+    """One step of ``optimizer`` with ``scale`` times the gradient, computed in the gradient's dtype.
+
+    A row whose values or slots would leave the range of their storage type stays as it is, with its slots and its
+    count of updates, and is counted in ``refused``.
+
+    Args:
+        stored: The rows, which change.
+        index: Which of them.
+        gradient_ND: float32 or float64, contiguous; it may be overwritten.
+        optimizer: Its learning rate is passed over.
+        lr: A number or, 0-dim float32, on the device.
+        scale: 0-dim, on any device; on the rows' no host waits.
+        num_valid: int64, 0-dim, on the device: what comes after so many rows is padding; None: nothing.
+
+    One kernel for rows of up to 16,384 columns and the optimizers of ``step_numbers``, elsewhere tensor operations.
+    """
+    numbers = step_numbers(optimizer)
+    takes = numbers is not None and gradient_ND.dtype == torch.float32 and gradient_ND.shape[1] <= 16_384
+    if takes and runs_kernels(stored.rows_LD.device):
+        assert numbers is not None
+        _launch(stored, index, gradient_ND, numbers, lr, scale, num_valid)
+        return
+    gradient_ND.mul_(scale)
+    numbers_N = stored.numbers(index)
+    if num_valid is not None:
+        numbers_N = torch.where(torch.arange(len(numbers_N), device=numbers_N.device) < num_valid, numbers_N, -1)
+    at_N = numbers_N.clamp(min=0)
+    rows_ND = stored.rows_LD[at_N].to(gradient_ND.dtype)
+    slots_NS = None if stored.slots_LS is None else stored.slots_LS[at_N].to(gradient_ND.dtype)
+    updates_N = None if stored.updates_L is None else stored.updates_L[at_N] + 1
+    update_rows(optimizer, RowStep(rows_ND, slots_NS, gradient_ND, float(lr), updates_N))
+    store(stored, numbers_N, rows_ND, slots_NS, updates_N)
+
+
+def store(
+    stored: StoredRows, numbers_N: Tensor, rows_ND: Tensor, slots_NS: Tensor | None, updates_N: Tensor | None
+) -> None:
+    """Round the values of rows and slots by chance and store them, with ``updates_N``; refuse as :func:`update` does.
+
+    What is −1 in ``numbers_N`` is passed over. Nothing waits for a device.
+    """
+    at_N = numbers_N.clamp(min=0)
+    keeps_N = numbers_N < 0
+    found = [(stored.rows_LD, rows_ND, ROW)]
+    if stored.slots_LS is not None and slots_NS is not None:
+        found.append((stored.slots_LS, slots_NS, SLOT))
+    changed: list[tuple[Tensor, Tensor]] = []
+    for old, values, part in found:
+        if values.dtype == old.dtype or old.dtype == torch.float32 or updates_N is None:
+            values = values.to(old.dtype)
+        else:
+            ids_N = at_N + stored.first
+            values = round_rows(values, old.dtype, key=stored.key, ids_N=ids_N, numbers_N=updates_N, part=part)
+        keeps_N = keeps_N | ~torch.isfinite(values).all(1)
+        changed.append((old, values))
+    if stored.updates_L is not None and updates_N is not None:
+        changed.append((stored.updates_L, updates_N))
+    stored.refused.add_((keeps_N & (numbers_N >= 0)).sum())
+    for old, values in changed:
+        # Padding stands for row 0 beside which row 0 may be: what is added to it is nothing.
+        kind = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[old.dtype.itemsize]
+        bits, keeps = old.view(kind), keeps_N.view(-1, *[1] * (old.ndim - 1))
+        bits.index_add_(0, at_N, torch.where(keeps, 0, values.contiguous().view(kind) - bits[at_N]))
+
+
+def _launch(
+    stored: StoredRows,
+    index: RowIndex,
+    gradient_ND: Tensor,
+    numbers: StepNumbers,
+    lr: float | Tensor,
+    scale: Tensor,
+    num_valid: Tensor | None,
+) -> None:
+    from geartrain.bridge.kernels.triton import row_step
+    from geartrain.bridge.kernels.triton.row_update import tile
+    from geartrain.bridge.kernels.triton.row_update import update_rows as kernel
+
+    num, dim = gradient_ND.shape
+    options = tile(dim)
+    by_number = isinstance(index, Tensor)
+    start = 0 if isinstance(index, Tensor) else index.indices(len(stored.rows_LD))[0]
+    launch(
+        kernel,
+        (-(-num // options["N"]),),
+        stored.rows_LD,
+        stored.slots_LS,
+        stored.updates_L,
+        stored.refused,
+        gradient_ND,
+        index if by_number else None,
+        num_valid,
+        scale.to(gradient_ND.device, torch.float32, non_blocking=True),
+        lr,
+        start,
+        num,
+        stored.first,
+        stored.key,
+        numbers.decay,
+        numbers.a,
+        numbers.b,
+        numbers.eps,
+        cost=Cost(num * (bytes_per_row(stored) + 4 * dim + 8 * by_number)),
+        D=dim,
+        KIND=getattr(row_step, numbers.kind),
+        LR_ON_DEVICE=isinstance(lr, Tensor),
+        enable_fp_fusion=False,
+        **options,
+    )
+
+
+def bytes_per_row(stored: StoredRows) -> int:
+    """What an update reads and writes of one row."""
+    parts = (stored.rows_LD, stored.slots_LS, stored.updates_L)
+    return 2 * sum(part[:1].nbytes for part in parts if part is not None)

@@ -1,0 +1,137 @@
+"""Rows that have a gradient: decayed, stepped, tested, rounded and stored in one pass over them."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from geartrain.bridge.kernels.triton.row_step import (
+    ADAM,
+    ADAMW,
+    ROW,
+    ROWWISE_ADAGRAD,
+    ROWWISE_ADAM,
+    SGD,
+    SLOT,
+    draws,
+    fits,
+    rounded,
+    step,
+)
+
+
+def tile(dim: int) -> dict[str, int]:
+    """How :func:`update_rows` is started for rows of ``dim``."""
+    width = max(16, triton.next_power_of_2(dim))
+    rows = max(1, 1024 // width)
+    return {"N": rows, "C": width, "num_warps": min(32, max(4, rows * width // 512))}
+
+
+@triton.jit
+def update_rows(
+    rows,  # [L, D]
+    slots,  # [L, S], None
+    updates,  # [L] int64, None
+    refused,  # int64
+    gradient,  # [N, D] float32
+    numbers,  # [N] int64, None: start …
+    num_valid,  # int64, None: all
+    scale,  # float32
+    lr,  # a number, or float32 on the device
+    start,
+    num,
+    first,  # id of row 0
+    key,
+    decay,
+    a,
+    b,
+    eps,
+    D: tl.constexpr,
+    KIND: tl.constexpr,
+    LR_ON_DEVICE: tl.constexpr,
+    N: tl.constexpr,
+    C: tl.constexpr,
+):
+    place = tl.program_id(0) * N + tl.arange(0, N)
+    column = tl.arange(0, C)
+    is_here = place < num
+    if num_valid is not None:
+        is_here &= place < tl.load(num_valid)
+    if numbers is None:
+        number = start + place.to(tl.int64)
+    else:
+        number = tl.load(numbers + place, mask=is_here, other=-1)
+        is_here &= number >= 0
+    mask = is_here[:, None] & (column < D)[None, :]
+    step_size = lr
+    if LR_ON_DEVICE:
+        step_size = tl.load(lr)
+    t = tl.zeros([N], tl.int64) + 1
+    if updates is not None:
+        t += tl.load(updates + number, mask=is_here, other=0)
+    rows += number[:, None] * D + column[None, :]
+    row = tl.load(rows, mask=mask, other=0.0).to(tl.float32)
+    grad = tl.load(gradient + place.to(tl.int64)[:, None] * D + column[None, :], mask=mask, other=0.0)
+    grad *= tl.load(scale).to(tl.float32)
+    slot, second = row, row
+    if KIND == ROWWISE_ADAGRAD:
+        slots += number
+        second = tl.load(slots, mask=is_here, other=0.0).to(tl.float32)
+    elif KIND == ROWWISE_ADAM:
+        seconds = slots + number * (D + 1) + D
+        slots += number[:, None] * (D + 1) + column[None, :]
+        slot = tl.load(slots, mask=mask, other=0.0).to(tl.float32)
+        second = tl.load(seconds, mask=is_here, other=0.0).to(tl.float32)
+    elif KIND == ADAM or KIND == ADAMW:  # noqa: SIM109
+        slots += number[:, None] * (2 * D) + column[None, :]
+        slot = tl.load(slots, mask=mask, other=0.0).to(tl.float32)
+        second = tl.load(slots + D, mask=mask, other=0.0).to(tl.float32)
+    elif KIND != SGD:
+        slots += number[:, None] * D + column[None, :]
+        slot = tl.load(slots, mask=mask, other=0.0).to(tl.float32)
+
+    row, slot, second = step(row, slot, second, grad, t, step_size, decay, a, b, eps, D, KIND)
+
+    bad = _misfits(row, rows.dtype.element_ty)
+    if KIND == ROWWISE_ADAGRAD:
+        bad |= (~fits(second, tl.float32)).to(tl.int32)
+    elif KIND == ROWWISE_ADAM:
+        bad |= _misfits(slot, tl.float32) | (~fits(second, tl.float32)).to(tl.int32)
+    elif KIND == ADAM or KIND == ADAMW:  # noqa: SIM109
+        bad |= _misfits(slot, tl.float32) | _misfits(second, tl.float32)
+    elif KIND != SGD:
+        bad |= _misfits(slot, slots.dtype.element_ty)
+    num_bad = tl.sum(tl.where(is_here, bad, 0)).to(tl.int64)
+    tl.atomic_add(refused, num_bad, mask=num_bad > 0)
+    is_good = is_here & (bad == 0)
+    mask = mask & is_good[:, None]
+
+    id = first + number
+    tl.store(rows, _stored(row, key, id, t, ROW, C, rows.dtype.element_ty), mask=mask)
+    if KIND == ROWWISE_ADAGRAD:
+        tl.store(slots, second, mask=is_good)
+    elif KIND == ROWWISE_ADAM:
+        tl.store(slots, slot, mask=mask)
+        tl.store(seconds, second, mask=is_good)
+    elif KIND == ADAM or KIND == ADAMW:  # noqa: SIM109
+        tl.store(slots, slot, mask=mask)
+        tl.store(slots + D, second, mask=mask)
+    elif KIND != SGD:
+        tl.store(slots, _stored(slot, key, id, t, SLOT, C, slots.dtype.element_ty), mask=mask)
+    if updates is not None:
+        tl.store(updates + number, t, mask=is_good)
+
+
+@triton.jit
+def _misfits(value, dtype: tl.constexpr):
+    """1 for each row some value of which has no finite number in ``dtype``, else 0. Beyond D columns are zero."""
+    return tl.max((~fits(value, dtype)).to(tl.int32), axis=1)
+
+
+@triton.jit
+def _stored(value, key, id, number, PART: tl.constexpr, C: tl.constexpr, dtype: tl.constexpr):
+    if dtype == tl.float32:  # noqa: SIM108
+        result = value
+    else:
+        result = rounded(value, draws(key, id, number, 0, PART, C), dtype)
+    return result
