@@ -45,7 +45,7 @@ RANGE_BYTES = 256 << 20
 def takes(table: DeviceRows, active: LocalActive, batch: Batch, *, always: bool) -> bool:
     """Whether :class:`FusedPass` computes the batch; every rank says the same. ``always``: wherever the rows are."""
     return (
-        always
+        (always or table.device.type == "cuda")
         and isinstance(active, DeviceActive)
         and isinstance(batch.targets, DeviceTargets)
         and table.steps is None
