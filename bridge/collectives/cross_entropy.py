@@ -55,7 +55,7 @@ def joint_sums(
     maximum of ``highest_B`` [B], if that is given. ``shifted``: whether the shifts differ. Two all-reduces (one, where
     there is no maximum to find); None: this process has all classes.
     """
-    if link is None:
+    if link is None or link.world_size == 1:
         return shift_B, [sum_B, *others], highest_B
     maxima = [*([shift_B] if shifted else []), *([] if highest_B is None else [highest_B])]
     joint_maxima = link.max(torch.stack(maxima)) if maxima else None

@@ -18,6 +18,8 @@ from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.specs import Ids
 from geartrain.bridge.head.loss.margins.margin import Margin, NegativesMargin, TargetLogits, changes_negatives
 from geartrain.bridge.head.loss.margins.scale import scale_of
+from geartrain.bridge.kernels.launch import runs_kernels
+from geartrain.bridge.kernels.samples import SettledLabels, prepare_features
 from geartrain.bridge.placements.workspace import Arithmetic
 from geartrain.bridge.rows.transfers import upload
 
@@ -102,10 +104,12 @@ class Batch:
     num_active: int = 0
     """Active classes of the step."""
     counts_B: Tensor | None = None
-    """Of labels on a device, compute dtype: 1 where the sample counts, 0 where it is ignored, NaN where its label is of
+    """Of labels on a device, float32: 1 where the sample counts, 0 where it is ignored, NaN where its label is of
     no class; None: all count. The features of those that do not are 0, and so is all that rows learn of them."""
     num_counted: Tensor | None = None
     """Sum of these: NaN if there is a wrong label."""
+    queries_BD: Tensor | None = None
+    """Features times ``logit_factor`` in the type of products, where a kernel has made them."""
     centers: int = 1
     """K, of each class: rows are [N, K · D]."""
     target_B: Tensor = field(init=False)
@@ -128,17 +132,24 @@ class Batch:
         num_rows: int,
         arithmetic: Arithmetic,
         smoothing: float = 0.0,
-        counts_B: Tensor | None = None,
+        late: SettledLabels | None = None,
     ) -> Batch:
         """Prepare a batch with these targets; exponentials of up to ``num_rows`` rows are summed, or of so many that
         stand for them. ``smoothing`` of each target is spread over these.
         """
         with torch.inference_mode(False), torch.no_grad():
-            own_BD = features_BD.detach().to(arithmetic.compute, copy=True).contiguous()
-            if counts_B is not None:
-                counts_B = counts_B.to(arithmetic.compute)
-                own_BD = own_BD.where((counts_B == 1).unsqueeze(1), 0.0)
-            inverse_B = None if margin is None else normalise_(own_BD)
+            queries_BD: Tensor | None = None
+            counts_B, num_counted = (None, None) if late is None else (late.counts_B, late.num_counted)
+            if runs_kernels(arithmetic.device) and arithmetic.compute == torch.float32:
+                factor = LOG2_E if margin is None else scale_of(margin) * LOG2_E
+                own_BD, inverse_B, queries_BD = prepare_features(
+                    features_BD, counts_B, unit=margin is not None, factor=factor, dtype=arithmetic.matmul
+                )
+            else:
+                own_BD = features_BD.detach().to(arithmetic.compute, copy=True).contiguous()
+                if counts_B is not None:
+                    own_BD = own_BD.where((counts_B == 1).unsqueeze(1), 0.0)
+                inverse_B = None if margin is None else normalise_(own_BD)
         others = changes_negatives(margin)
         if others and arithmetic.matmul == torch.float16:  # which does not hold exponentials times a derivative
             arithmetic = replace(arithmetic, matmul=arithmetic.compute)
@@ -154,7 +165,8 @@ class Batch:
             smoothing=smoothing,
             spread_over=num_rows,
             counts_B=counts_B,
-            num_counted=None if counts_B is None else counts_B.sum(),
+            num_counted=num_counted,
+            queries_BD=queries_BD,
         )
 
     @property

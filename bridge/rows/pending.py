@@ -136,12 +136,12 @@ class PendingUpdate(ABC, Generic[G]):
         """Queue the gradient of one micro-batch over ``samples`` samples; ``checksum`` is finite if the gradient is."""
         if self.ranks is not None:
             checksum = self.ranks.sum(checksum)
-        mark = torch.ones_like(self.carrier) + 0.0 * checksum.to(self.carrier)
+        mark = (checksum.to(self.carrier) * 0.0 + 1.0).reshape(1)
         if self._pending is None or self.carrier.grad is None:
             self.discard()
             self._pending = gradient
             self._rows_version = self.rows_version
-            factor = torch.ones_like(self.carrier)
+            factor: Tensor | None = None
         else:
             factor = self._factor() * (self._unchanged * 0 + 1)  # what was not finite stays so
             self._pending.merge(gradient)
@@ -157,13 +157,13 @@ class PendingUpdate(ABC, Generic[G]):
                 stacklevel=2,
             )
 
-    def _take_norm(self, mark: Tensor, factor: Tensor) -> None:
-        """Show what is pending anew: its norm, or 1, times ``mark`` (1 or NaN) and what it is multiplied by."""
+    def _take_norm(self, mark: Tensor, factor: Tensor | None) -> None:
+        """Show what is pending anew: its norm, or 1, times ``mark`` (1 or NaN) and its ``factor`` (None: 1)."""
         assert self._pending is not None
         squares = None if self.ranks is not None else self._pending.squares
         self._is_norm = squares is not None
         self._unchanged = (mark if squares is None else squares.sqrt().to(mark) * mark).detach()
-        self._show(self._unchanged * factor)
+        self._show(self._unchanged.clone() if factor is None else self._unchanged * factor)
 
     def _show(self, grad: Tensor | None) -> None:
         """Make ``grad`` [1] the carrier's gradient."""
@@ -184,6 +184,8 @@ class PendingUpdate(ABC, Generic[G]):
         """What the pending gradients are multiplied by, [1]."""
         grad = self._shown()
         assert grad is not None
+        if not self._is_norm:
+            return grad / self._unchanged
         are_zero = (self._unchanged == 0) & (grad == 0)  # the norm: then it does not matter by what
         return torch.where(are_zero, torch.ones_like(grad), grad / self._unchanged)
 

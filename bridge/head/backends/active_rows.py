@@ -45,6 +45,11 @@ class HostActive(ActiveClasses):
         low, high = np.searchsorted(active.sorted_ids, (first, stop))
         return HostActive(int(high - low), active.sorted_ids[low:high] - first)
 
+    @property
+    def has_all(self) -> bool:
+        """Whether all rows are active."""
+        return self.sorted_ids is None
+
     def positions(self, labels_B: Ids) -> Ids:
         """Position of each row number [B] among the active; −1 for the rows of other ranks (numbers outside [0, L))."""
         if self.sorted_ids is None:
@@ -96,8 +101,15 @@ class DeviceActive:
     """Row numbers, rising; None: all rows."""
     device: torch.device
 
+    @property
+    def has_all(self) -> bool:
+        """Whether all rows are active."""
+        return self.numbers_A is None
+
     def targets(self, numbers_B: Ids | Tensor) -> DeviceTargets:
         """See :class:`HostActive`; copies 8·B bytes to the device."""
+        if self.numbers_A is None and not isinstance(numbers_B, Tensor):
+            return DeviceTargets(upload(HostActive(self.num).positions(numbers_B), self.device))
         numbers = upload(numbers_B, self.device)
         if self.numbers_A is None:
             return DeviceTargets(torch.where((numbers >= 0) & (numbers < self.num), numbers, -1))

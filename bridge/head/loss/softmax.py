@@ -66,6 +66,9 @@ class OnlineSoftmax:
     and of B where exponents are shifted, and the reduce-scatter of B·D for the feature gradients.
     """
 
+    leaves_out = False
+    """Whether losses and gradients of samples that do not count are so already."""
+
     def __init__(
         self,
         batch: Batch,

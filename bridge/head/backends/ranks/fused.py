@@ -21,8 +21,10 @@ from torch import Tensor
 from geartrain.ams.programs.class_head import NO_LOGIT
 from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
 from geartrain.bridge.collectives.communicator import Communicator
+from geartrain.bridge.collectives.cross_entropy import joint_sums
 from geartrain.bridge.head.backends.active_rows import DeviceActive, LocalActive
 from geartrain.bridge.head.batch import Batch, DeviceTargets
+from geartrain.bridge.head.loss.margins.angular import CombinedMargin
 from geartrain.bridge.head.loss.softmax import OnlineSoftmax, PartialSums
 from geartrain.bridge.kernels.head import (
     TILE,
@@ -34,6 +36,8 @@ from geartrain.bridge.kernels.head import (
     sample_terms,
     squared_norm,
 )
+from geartrain.bridge.kernels.launch import runs_kernels
+from geartrain.bridge.kernels.samples import Losses, TargetAngle, add_own, losses, own_cosines, own_gradient
 from geartrain.bridge.placements.device_rows import DeviceRows
 from geartrain.bridge.placements.workspace import Arithmetic, Buffer, Scratch, Workspace
 from geartrain.bridge.rows.gradient_carrier import squared_sum
@@ -45,7 +49,7 @@ RANGE_BYTES = 256 << 20
 def takes(table: DeviceRows, active: LocalActive, batch: Batch, *, always: bool) -> bool:
     """Whether :class:`FusedPass` computes the batch; every rank says the same. ``always``: wherever the rows are."""
     return (
-        (always or table.device.type == "cuda")
+        (always or runs_kernels(table.device))
         and isinstance(active, DeviceActive)
         and isinstance(batch.targets, DeviceTargets)
         and table.steps is None
@@ -71,7 +75,9 @@ class FusedPass:
         self._head = HeadPass.of(
             table.rows_LD[: active.num] if active.numbers_A is None else table.rows_LD,
             active.numbers_A,
-            (batch.features_BD * batch.logit_factor).to(batch.arithmetic.matmul),
+            (batch.features_BD * batch.logit_factor).to(batch.arithmetic.matmul)
+            if batch.queries_BD is None
+            else batch.queries_BD,
             batch.targets.positions_B,
             log2_weight=log2_weight,  # type: ignore[arg-type]
             logit_limit=None if batch.margin is None else batch.logit_factor,
@@ -237,8 +243,16 @@ class _Summed(OnlineSoftmax):
             sum_B,
             weighted_BD,
         )
+        self._angle = _target_angle(batch)
+        self.leaves_out = self._uses_kernels = runs_kernels(batch.arithmetic.device) and (
+            batch.margin is None or self._angle is not None
+        )
+        if self._uses_kernels:
+            target_rows_BD, self._cos_B = own_cosines(head, batch.features_BD)
+        else:
+            target_rows_BD = head.own_rows()
         self.sums = PartialSums(
-            target_rows_BD=head.own_rows(),
+            target_rows_BD=target_rows_BD,
             shift_PB=None,
             sum_PB=sum_B.unsqueeze(0),
             weighted_PBD=None,
@@ -247,5 +261,52 @@ class _Summed(OnlineSoftmax):
         )
         self.parts = [self.sums]
 
+    def finish(self) -> tuple[Tensor, Tensor | None]:
+        if not self._uses_kernels:
+            return super().finish()
+        batch, own, weighted_BD = self._batch, self.own, self._found[2]
+        made = self._losses()
+        if weighted_BD is None:
+            return made.losses_B[own], None
+        counts_S = None if batch.counts_B is None else batch.counts_B[own]
+        inverse_S = None if batch.inverse_lengths_B is None else batch.inverse_lengths_B[own]
+        added = self.sums.target_rows_BD, made
+        if self._link.world_size > 1:
+            add_own(weighted_BD, *added)
+            weighted_BD, added = self._link.sum_to_owners(weighted_BD, self._sizes), None
+        gradient_SD = own_gradient(weighted_BD, batch.features_BD[own], inverse_S, counts_S, batch.scale, own=added)
+        return made.losses_B[own], gradient_SD
+
+    def finish_part(self) -> tuple[Tensor, Tensor | None]:
+        if not self._uses_kernels:
+            return super().finish_part()
+        made, weighted_BD = self._losses(), self._found[2]
+        if weighted_BD is not None:
+            add_own(weighted_BD, self.sums.target_rows_BD, made)
+        return made.losses_B[self.own], weighted_BD
+
+    def _losses(self) -> Losses:
+        """Those of all samples, from the sums over all ranks; fill in the batch."""
+        batch, (shift_B, sum_B, _) = self._batch, self._found
+        highest_B = None if self.sums.highest_PB is None else self.sums.highest_PB[0]
+        joint_B, (sum_B, cos_B), highest_B = joint_sums(
+            self._link, shift_B, sum_B, [self._cos_B], exp=torch.exp2, shifted=batch.shifted, highest_B=highest_B
+        )
+        if highest_B is None and batch.shift_is_highest:
+            highest_B = joint_B
+        own, cos_B = self.own, cos_B.float()
+        batch.target_B, batch.highest_B = cos_B[own], None if highest_B is None else highest_B[own] / batch.logit_factor
+        made = losses(cos_B, joint_B, sum_B, shift_B, batch.counts_B, self._angle)
+        batch.lse2_B, batch.target_weight_B = made.lse2_B, made.target_weight_B
+        return made
+
     def _joint(self) -> tuple[Tensor, Tensor, Tensor | None]:
         return self._found
+
+
+def _target_angle(batch: Batch) -> TargetAngle | None:
+    """The margin as kernels know it; None: none, or one that they do not know."""
+    combined = getattr(batch.margin, "combined", None)
+    if not isinstance(combined, CombinedMargin) or combined.m1 != 1.0:
+        return None
+    return TargetAngle(batch.scale, combined.m2, combined.m3)

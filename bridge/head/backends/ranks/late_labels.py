@@ -20,6 +20,9 @@ from geartrain.ams.values.errors import InvalidIds
 from geartrain.ams.values.specs import Ids
 from geartrain.bridge.head.checks import check_class_ids
 from geartrain.bridge.head.loss.samples import BAD_WEIGHT
+from geartrain.bridge.kernels.launch import runs_kernels
+from geartrain.bridge.kernels.samples import SettledLabels, settle_labels
+from geartrain.bridge.placements.device_rows import DeviceRows
 from geartrain.bridge.rows.transfers import Readback, upload
 
 
@@ -32,22 +35,24 @@ class LateLabels:
         self._living: tuple[LiveClasses, Tensor, Tensor] | None = None
         """The classes that live, and on a device where each run of retired ones starts and the last one stopped."""
 
-    def settled(self, labels_B: Tensor, live_classes: LiveClasses, step: int) -> tuple[Tensor, Tensor]:
-        """(labels [B] of living classes alone; what each sample counts, float32 [B]: see ``Batch.counts_B``).
+    def settled(self, labels_B: Tensor, live_classes: LiveClasses, step: int, rows: DeviceRows) -> SettledLabels:
+        """Labels of living classes alone, and what each sample counts.
 
         A label that is ignored or wrong becomes one of those that count; of none that does, any living class.
         """
         self._under_way.append((Readback(labels_B), step, live_classes))
+        if runs_kernels(labels_B.device) and live_classes.are_all:
+            return settle_labels(labels_B, live_classes.num_classes, self._ignored, rows.first, rows.num_local)
         are_good_B = self._live(labels_B, live_classes)
         if self._ignored is None:
             counts_B = torch.where(are_good_B, 1.0, torch.nan)
         else:
             counts_B = torch.where(labels_B == self._ignored, 0.0, torch.nan).masked_fill_(are_good_B, 1.0)
-        if not len(labels_B):
-            return labels_B, counts_B
-        any_living = int(live_classes.ids(np.zeros(1, np.int64))[0])
-        stand_in = labels_B.where(are_good_B, any_living).amax()
-        return labels_B.where(are_good_B, stand_in), counts_B
+        if len(labels_B):
+            any_living = int(live_classes.ids(np.zeros(1, np.int64))[0])
+            stand_in = labels_B.where(are_good_B, any_living).amax()
+            labels_B = labels_B.where(are_good_B, stand_in)
+        return SettledLabels(labels_B, counts_B, counts_B.sum(), None)
 
     def _live(self, labels_B: Tensor, live_classes: LiveClasses) -> Tensor:
         are_ids_B = labels_B == labels_B.clamp(0, live_classes.num_classes - 1)

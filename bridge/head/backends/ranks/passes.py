@@ -85,7 +85,7 @@ class RankRows:
         joint_want = want_gradient or self._wants_gradient  # another rank's features may need theirs
         softmax = self._sums(joint_want, keep_bytes)
         losses_S, gradient_SD = self._finish(softmax)
-        if self.batch.counts_B is not None:
+        if self.batch.counts_B is not None and not softmax.leaves_out:
             counts_S = self.batch.counts_B[softmax.own]
             losses_S = losses_S * counts_S
             if gradient_SD is not None:

@@ -32,12 +32,13 @@ from geartrain.bridge.head.backends.ranks.fused import takes
 from geartrain.bridge.head.backends.ranks.late_labels import LateLabels
 from geartrain.bridge.head.backends.ranks.passes import RankGradient, RankRows
 from geartrain.bridge.head.backends.ranks.selector import RankSelector
-from geartrain.bridge.head.batch import Batch, with_ones
+from geartrain.bridge.head.batch import Batch, DeviceTargets, Targets, with_ones
 from geartrain.bridge.head.checks import check_features, check_finite
 from geartrain.bridge.head.loss.margins.head_margin import HeadMargin, JointBatch
 from geartrain.bridge.head.loss.samples import CountedSamples
 from geartrain.bridge.head.loss.statistics import LOOKS_EVERY
 from geartrain.bridge.head.sub_centers import largest_cosines
+from geartrain.bridge.kernels.samples import SettledLabels
 from geartrain.bridge.placements.device_rows import DeviceRows
 from geartrain.bridge.placements.device_update import DeviceUpdate
 from geartrain.bridge.placements.workspace import Arithmetic
@@ -142,12 +143,12 @@ class RankStep:
         if self.training:
             self.backend.select.prepare()
         table, arithmetic = self.backend.table, Arithmetic.of(joint_features_BD)
-        labels_B: Ids | Tensor
-        labels_B, counts_B = (
-            self.backend.late_labels.settled(joint_labels_B, self.backend.live_classes, self.backend.update.step)
-            if agreed.late
-            else (joint_labels_B.numpy(), None)
-        )
+        late: SettledLabels | None = None
+        if agreed.late:
+            late = self.backend.late_labels.settled(
+                joint_labels_B, self.backend.live_classes, self.backend.update.step, table
+            )
+        labels_B: Ids | Tensor = joint_labels_B.numpy() if late is None else late.labels_B
         num_active, here = self.backend.selector.choose(labels_B, self.backend.live_classes, self.backend.update.step)
         numbers_B = labels_B - table.first
         margin = self.backend.margins.of_pass(
@@ -157,13 +158,18 @@ class RankStep:
             step=self.backend.update.step,
             training=self.adapts,
             target_cos=lambda unit_BD: _target_cos(table, unit_BD, numbers_B),
-            counts_B=counts_B,
+            counts_B=None if late is None else late.counts_B,
         )
         num_living = self.backend.live_classes.num_living
         weight = _log2_weight(labels_B, num_active, num_living) if self.backend.select.corrects(margin) else None
         stands_for = num_active if weight is None else num_living
-        targets, smoothing = here.targets(numbers_B), self.backend.settings.config.label_smoothing
-        batch = Batch.of(joint_features_BD, targets, labels_B, margin, stands_for, arithmetic, smoothing, counts_B)
+        smoothing = self.backend.settings.config.label_smoothing
+        targets: Targets | DeviceTargets
+        if late is not None and late.positions_B is not None and here.has_all:
+            targets = DeviceTargets(late.positions_B)
+        else:
+            targets = here.targets(numbers_B)
+        batch = Batch.of(joint_features_BD, targets, labels_B, margin, stands_for, arithmetic, smoothing, late)
         batch.num_active, batch.centers = num_active, self.backend.settings.sub_centers
         is_alone_on_host = table.link.world_size == 1 and joint_features_BD.device.type == "cpu"
         batch.looks_for_highest = is_alone_on_host or self.backend.update.step % LOOKS_EVERY == 0

@@ -11,6 +11,7 @@ from torch import Tensor
 
 import geartrain as gt
 from geartrain.bridge.head.backends.ranks import fused, passes
+from geartrain.bridge.kernels.launch import interpreted
 from tests.support.heads import make_batch, make_head
 from tests.support.rank_processes import run_ranks
 
@@ -33,11 +34,12 @@ CASES: dict[str, dict[str, Any]] = {
 def results(case: str, *, is_fused: bool, rank: int = 0, ranks: int = 1, **more: Any) -> dict[str, Tensor]:
     """Of three steps, each of two micro-batches where ``parts`` says so, and clipped where ``clip`` does."""
     parts, clip = more.pop("parts", 1), more.pop("clip", None)
+    steps = more.pop("steps", 3)
     options = {"select": gt.FullSoftmax()} | COMMON | CASES[case] | more
     head = make_head(on_device=True, fused=is_fused, **options)
     rows, found = gt.RowOptimizer(head), {}
-    for step in range(3):
-        features, labels = make_batch(SIZE, NUM, DIM, step)
+    for step in range(steps):
+        features, labels = make_batch(SIZE, head.num_classes, DIM, step)
         labels[0] = labels[1]
         own, mine = features.detach()[rank::ranks].requires_grad_(), labels[rank::ranks]
         for x, y in zip(own.chunk(parts), mine.chunk(parts), strict=True):
@@ -117,6 +119,20 @@ def test_features_that_are_not_finite_change_no_row() -> None:
     torch.testing.assert_close(head.weights(), before, rtol=0, atol=0)
     with pytest.raises(gt.errors.InvalidIds, match=f"label {NUM} at index 3"):
         head(features, labels)
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["host", "device"])
+@pytest.mark.parametrize("case", ["linear", "margin", "sampled", "trained lengths"])
+def test_kernels_compute_the_same(case: str, late: bool) -> None:
+    small = {"num_classes": 150, "select": CASES[case].get("select", gt.FullSoftmax())}
+    expected = results(case, is_fused=True, steps=1, late=late, **small)
+    with interpreted():
+        found = results(case, is_fused=True, steps=1, late=late, **small)
+    for name, value in expected.items():
+        if "highest" in name and not value:
+            continue
+        gap = float((found[name] - value).abs().max() / value.abs().max().clamp(min=1e-9))
+        assert gap < 3e-5, f"{name} is off by {gap}"
 
 
 def on_two_ranks(rank: int) -> None:

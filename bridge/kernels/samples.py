@@ -1,0 +1,217 @@
+"""What a class head does for each sample beside the products over rows: many small operations, in a few starts.
+
+Their references are the tensor operations of ``head/batch.py``, ``head/loss/softmax.py`` and ``late_labels.py``, which
+go on to compute whatever has no kernel here: ask :func:`~.launch.runs_kernels` first.
+
+Legend: B samples, S of this rank, A active rows, D width.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from geartrain.bridge.kernels.head import HeadPass
+from geartrain.bridge.kernels.launch import Cost, launch
+
+_NO_IGNORED = 2**63 - 1
+
+
+class SettledLabels(NamedTuple):
+    """See :func:`settle_labels`."""
+
+    labels_B: Tensor
+    """int64: those that count, and in the place of each other the largest of these (0 where none counts)."""
+    counts_B: Tensor
+    """float32: 1 where the sample counts, 0 where it is ignored, NaN where its label is of no class."""
+    num_counted: Tensor
+    """float32 (0-dim): the sum of ``counts_B``."""
+    positions_B: Tensor | None
+    """int64: the label's row of this rank; −1: elsewhere, or the sample does not count. None: not looked for."""
+
+
+def settle_labels(labels_B: Tensor, num_classes: int, ignored: int | None, first: int, num_local: int) -> SettledLabels:
+    """Check labels int64 [B] of ``num_classes``, of which this rank has ``num_local`` from ``first`` on."""
+    from geartrain.bridge.kernels.triton import samples as kernels
+
+    floats = {"dtype": torch.float32, "device": labels_B.device}
+    made = SettledLabels(
+        torch.empty_like(labels_B),
+        torch.empty(len(labels_B), **floats),
+        torch.empty((), **floats),
+        torch.empty_like(labels_B),
+    )
+    launch(
+        kernels.settle_labels,
+        (1,),
+        labels_B,
+        *made,
+        len(labels_B),
+        num_classes,
+        _NO_IGNORED if ignored is None else ignored,
+        first,
+        num_local,
+        BLOCK=1024,
+        num_warps=8,
+        cost=Cost(36.0 * len(labels_B)),
+    )
+    return made
+
+
+def prepare_features(
+    features_BD: Tensor, counts_B: Tensor | None, *, unit: bool, factor: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """(features float32 [B, D], ``unit``: of unit length; 1 / lengths [B], or None; ``factor`` · these as ``dtype``).
+
+    Features that do not count become 0.
+    """
+    from geartrain.bridge.kernels.triton import samples as kernels
+
+    batch, dim = features_BD.shape
+    features_BD = features_BD.contiguous()
+    out_BD = torch.empty_like(features_BD, dtype=torch.float32)
+    queries_BD = torch.empty_like(features_BD, dtype=dtype)
+    inverse_B = out_BD.new_empty(batch) if unit else None
+    launch(
+        kernels.prepare_features,
+        (batch,),
+        features_BD,
+        counts_B,
+        out_BD,
+        inverse_B,
+        queries_BD,
+        factor,
+        DIM=dim,
+        **kernels.row_options(dim),
+        cost=Cost(float(features_BD.nbytes + out_BD.nbytes + queries_BD.nbytes)),
+    )
+    return out_BD, inverse_B, queries_BD
+
+
+def own_cosines(head: HeadPass, features_BD: Tensor) -> tuple[Tensor, Tensor]:
+    """(``head.own_rows()`` float32 [B, D], their products with the features [B])."""
+    from geartrain.bridge.kernels.triton import samples as kernels
+
+    out_BD, cos_B = torch.empty_like(features_BD), features_BD.new_empty(len(features_BD))
+    launch(
+        kernels.own_cosines,
+        (len(features_BD),),
+        head.rows_LD,
+        head.numbers_A,
+        None if head.logit_limit is None else head.inverse_A,
+        head.positions_B,
+        features_BD,
+        out_BD,
+        cos_B,
+        DIM=head.dim,
+        **kernels.row_options(head.dim),
+        cost=Cost(float(2 * features_BD.nbytes + features_BD.numel() * head.rows_LD.itemsize)),
+    )
+    return out_BD, cos_B
+
+
+class TargetAngle(NamedTuple):
+    """A margin whose target logit is ``scale`` · (ψ(θ + m2) − m3)."""
+
+    scale: float
+    m2: float
+    m3: float
+
+
+class Losses(NamedTuple):
+    """See :func:`losses`; all float32 [B]."""
+
+    losses_B: Tensor
+    lse2_B: Tensor
+    target_weight_B: Tensor
+    """dloss/dcos of the target, over the scale."""
+    coefficients_B: Tensor
+    """What turns a sum of exp2(logit − this rank's shift) into one of probabilities."""
+
+
+def losses(
+    cos_B: Tensor, joint_B: Tensor, sum_B: Tensor, shift_B: Tensor, counts_B: Tensor | None, margin: TargetAngle | None
+) -> Losses:
+    """Cross entropy from ``sum_B`` = Σ exp2(logit − ``joint_B``) over the other classes of all ranks.
+
+    ``cos_B`` are cosines of the targets (None for a margin: their logits), ``shift_B`` this rank's own shift. Sums may
+    be float64, all else is float32. Losses are multiplied by ``counts_B``.
+    """
+    from geartrain.bridge.kernels.triton import samples as kernels
+
+    made = Losses(*(torch.empty_like(cos_B) for _ in range(4)))
+    scale, m2, m3 = margin or TargetAngle(1.0, 0.0, 0.0)
+    launch(
+        kernels.losses,
+        (-(-len(cos_B) // 128),),
+        cos_B,
+        joint_B,
+        sum_B,
+        shift_B,
+        counts_B,
+        *made,
+        len(cos_B),
+        scale,
+        m2,
+        m3,
+        HAS_MARGIN=margin is not None,
+        BLOCK=128,
+        num_warps=4,
+        cost=Cost(36.0 * len(cos_B)),
+    )
+    return made
+
+
+def add_own(weighted_BD: Tensor, own_BD: Tensor, made: Losses) -> Tensor:
+    """Σ p · ŵ over this rank's rows, in the memory of ``weighted_BD`` = Σ exp2(logit − shift) · ŵ [B, D]."""
+    _finish_gradient(weighted_BD, own_BD, made, None, None, None, 1.0)
+    return weighted_BD
+
+
+def own_gradient(
+    gradient_SD: Tensor,
+    features_SD: Tensor | None,
+    inverse_S: Tensor | None,
+    counts_S: Tensor | None,
+    scale: float,
+    *,
+    own: tuple[Tensor, Losses] | None = None,
+) -> Tensor:
+    """From the gradients by unit features those by features, times ``scale``, in place; 0 where samples do not count.
+
+    ``own``: what :func:`add_own` adds first.
+    """
+    own_SD, made = own or (None, None)
+    _finish_gradient(gradient_SD, own_SD, made, features_SD, inverse_S, counts_S, scale)
+    return gradient_SD
+
+
+def _finish_gradient(
+    gradient_BD: Tensor,
+    own_BD: Tensor | None,
+    made: Losses | None,
+    features_BD: Tensor | None,
+    inverse_B: Tensor | None,
+    counts_B: Tensor | None,
+    scale: float,
+) -> None:
+    from geartrain.bridge.kernels.triton import samples as kernels
+
+    batch, dim = gradient_BD.shape
+    launch(
+        kernels.finish_gradient,
+        (batch,),
+        gradient_BD,
+        own_BD,
+        None if made is None else made.coefficients_B,
+        None if made is None else made.target_weight_B,
+        features_BD,
+        inverse_B,
+        counts_B,
+        scale,
+        DIM=dim,
+        **kernels.row_options(dim),
+        cost=Cost(4.0 * gradient_BD.numel() * (2 + (own_BD is not None) + (inverse_B is not None))),
+    )

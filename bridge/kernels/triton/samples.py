@@ -1,0 +1,154 @@
+"""The kernels of ``bridge/kernels/samples.py``, whose names they share; a program for each sample, or for a block.
+
+Legend: b sample, d columns.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+_NORM_FLOOR = tl.constexpr(1e-12)
+_COS_LIMIT = tl.constexpr(1.0 - 1e-6)
+_LOG2_E = tl.constexpr(1.4426950408889634)
+_NO_LOGIT = tl.constexpr(-1e37)
+
+
+def row_options(dim: int) -> dict[str, Any]:
+    """For one row a program."""
+    return {"WIDTH": max(16, triton.next_power_of_2(dim)), "num_warps": 4 if dim <= 2048 else 8}
+
+
+@triton.jit
+def settle_labels(
+    labels, settled, counts, num_counted, positions, num, num_classes, ignored, first, num_local, BLOCK: tl.constexpr
+):
+    largest = tl.zeros((BLOCK,), tl.int64)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, num, BLOCK):
+        b = start + tl.arange(0, BLOCK)
+        label = tl.load(labels + b, mask=b < num, other=-1)
+        good = (label >= 0) & (label < num_classes) & (label != ignored)
+        largest = tl.maximum(largest, tl.where(good, label, 0))
+        count = tl.where(good, 1.0, tl.where(label == ignored, 0.0, float("nan")))
+        total += tl.where(b < num, count, 0.0)
+    stand_in = tl.max(largest, 0)
+    tl.store(num_counted, tl.sum(total, 0))
+    for start in range(0, num, BLOCK):
+        b = start + tl.arange(0, BLOCK)
+        label = tl.load(labels + b, mask=b < num, other=-1)
+        good = (label >= 0) & (label < num_classes) & (label != ignored)
+        row = label - first
+        is_here = good & (row >= 0) & (row < num_local)
+        tl.store(settled + b, tl.where(good, label, stand_in), mask=b < num)
+        tl.store(counts + b, tl.where(good, 1.0, tl.where(label == ignored, 0.0, float("nan"))), mask=b < num)
+        tl.store(positions + b, tl.where(is_here, row, -1), mask=b < num)
+
+
+@triton.jit
+def prepare_features(features, counts, out, inverse, queries, factor, DIM: tl.constexpr, WIDTH: tl.constexpr):
+    b = tl.program_id(0).to(tl.int64)
+    d = tl.arange(0, WIDTH)
+    inside = d < DIM
+    values = tl.load(features + b * DIM + d, mask=inside, other=0.0).to(tl.float32)
+    if counts is not None:
+        values = tl.where(tl.load(counts + b) == 1.0, values, 0.0)
+    if inverse is not None:
+        factor_b = 1.0 / tl.maximum(tl.sqrt(tl.sum(values * values, 0)), _NORM_FLOOR)
+        tl.store(inverse + b, factor_b)
+        values *= factor_b
+    tl.store(out + b * DIM + d, values, mask=inside)
+    tl.store(queries + b * DIM + d, (values * factor).to(queries.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def own_cosines(rows, numbers, inverse, positions, features, out, cosines, DIM: tl.constexpr, WIDTH: tl.constexpr):
+    b = tl.program_id(0).to(tl.int64)
+    d = tl.arange(0, WIDTH)
+    inside = d < DIM
+    position = tl.load(positions + b)
+    place = tl.maximum(position, 0)
+    row = place
+    if numbers is not None:
+        row = tl.load(numbers + place)
+    values = tl.load(rows + row * DIM + d, mask=inside & (position >= 0), other=0.0).to(tl.float32)
+    if inverse is not None:
+        values *= tl.load(inverse + place, mask=position >= 0, other=0.0)
+    tl.store(out + b * DIM + d, values, mask=inside)
+    feature = tl.load(features + b * DIM + d, mask=inside, other=0.0)
+    tl.store(cosines + b, tl.sum(values * feature, 0))
+
+
+@triton.jit
+def losses(
+    cosines,
+    joint,
+    sums,
+    shifts,
+    counts,
+    out,
+    lse2,
+    target_weights,
+    coefficients,
+    num,
+    scale,
+    m2,
+    m3,
+    HAS_MARGIN: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    b = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = b < num
+    cos = tl.load(cosines + b, mask=inside, other=0.0).to(tl.float32)
+    others = tl.load(sums + b, mask=inside, other=1.0).to(tl.float64)
+    # Where only the target is active the shift is below every logit: the target may lie far below 0.
+    top_others = tl.where(others == 0.0, _NO_LOGIT, tl.load(joint + b, mask=inside, other=0.0))
+    shift = tl.where(others == 0.0, _NO_LOGIT, tl.load(shifts + b, mask=inside, other=0.0))
+    logit = cos
+    by_cos = tl.full((BLOCK,), 1.0, tl.float32)
+    if HAS_MARGIN:
+        # ψ(θ + m2), θ + m2 in [0, 2π): cos up to π and −cos − 2 beyond; by cos θ it grows by |sin(θ + m2)| / sin θ.
+        clamped = tl.minimum(tl.maximum(cos, -_COS_LIMIT), _COS_LIMIT)
+        cos_m, sin_m = tl.cos(m2 + tl.zeros((BLOCK,), tl.float32)), tl.sin(m2 + tl.zeros((BLOCK,), tl.float32))
+        sin = tl.sqrt(1.0 - clamped * clamped)
+        turned = clamped * cos_m - sin * sin_m
+        slope = tl.abs(sin * cos_m + clamped * sin_m) / sin
+        is_angle = m2 != 0.0
+        is_past = is_angle & (clamped < -cos_m)
+        value = tl.where(is_angle, tl.where(is_past, -turned - 2.0, turned), cos)
+        logit = scale * (value - m3)
+        by_cos = scale * tl.where(is_angle, tl.where(cos == clamped, slope, 0.0), 1.0)
+    target2 = logit * _LOG2_E
+    top = tl.maximum(top_others, target2)
+    rest = others * tl.exp2(top_others - top).to(tl.float64)
+    total = rest + tl.exp2(target2 - top).to(tl.float64)
+    lse = (top.to(tl.float64) + tl.log2(total)).to(tl.float32)
+    loss = (lse - target2) / _LOG2_E
+    if counts is not None:
+        loss *= tl.load(counts + b, mask=inside, other=0.0)
+    tl.store(out + b, loss, mask=inside)
+    tl.store(lse2 + b, lse, mask=inside)
+    tl.store(target_weights + b, (-rest / total).to(tl.float32) * by_cos / scale, mask=inside)
+    tl.store(coefficients + b, tl.exp2(shift - lse), mask=inside)
+
+
+@triton.jit
+def finish_gradient(
+    gradient, own, coefficients, own_weights, features, inverse, counts, scale, DIM: tl.constexpr, WIDTH: tl.constexpr
+):
+    b = tl.program_id(0).to(tl.int64)
+    d = tl.arange(0, WIDTH)
+    inside = d < DIM
+    values = tl.load(gradient + b * DIM + d, mask=inside, other=0.0)
+    if own is not None:
+        values *= tl.load(coefficients + b)
+        values += tl.load(own + b * DIM + d, mask=inside, other=0.0) * tl.load(own_weights + b)
+    values *= scale
+    if inverse is not None:
+        feature = tl.load(features + b * DIM + d, mask=inside, other=0.0)
+        values = (values - feature * tl.sum(values * feature, 0)) * tl.load(inverse + b)
+    if counts is not None:
+        values = tl.where(tl.load(counts + b) == 1.0, values, 0.0)
+    tl.store(gradient + b * DIM + d, values, mask=inside)
