@@ -8,6 +8,7 @@ Legend: B samples, S of this rank, A active rows, D width.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -154,7 +155,8 @@ def losses(
         *made,
         len(cos_B),
         scale,
-        m2,
+        math.cos(m2),
+        math.sin(m2),
         m3,
         HAS_MARGIN=margin is not None,
         BLOCK=128,

@@ -18,15 +18,15 @@ PARTIAL: dict[str, Any] = {"select": 0.1}
 ON_DEVICE: dict[str, Any] = {"labels": "cuda"}
 
 BUDGETS = [
-    Budget(410, 0, "head", LARGE),
-    Budget(432, 0, "head", LARGE | {"autocast": "bfloat16"}),
-    Budget(1344, 0, "head", LARGE | NARROW),
-    Budget(741, 0, "head", LARGE | NARROW | PARTIAL),
-    Budget(530, 1, "head", LARGE | PARTIAL | ON_DEVICE),
-    Budget(1540, 0, "head", LARGE | NARROW | ON_DEVICE | {"clip": True}),
-    Budget(525, 0, "head", LARGE | ON_DEVICE | {"optimizer": "AdamW"}),
-    Budget(1363, 0, "head", LARGE | NARROW | {"ranks": 8}),
-    Budget(468, 3, "head", LARGE | NARROW | PARTIAL | ON_DEVICE | {"ranks": 8}),
+    Budget(139, 0, "head", LARGE),
+    Budget(147, 0, "head", LARGE | {"autocast": "bfloat16"}),
+    Budget(603, 0, "head", LARGE | NARROW),
+    Budget(642, 0, "head", LARGE | NARROW | PARTIAL),
+    Budget(418, 1, "head", LARGE | PARTIAL | ON_DEVICE),
+    Budget(633, 0, "head", LARGE | NARROW | ON_DEVICE | {"clip": True}),
+    Budget(193, 0, "head", LARGE | ON_DEVICE | {"optimizer": "AdamW"}),
+    Budget(627, 0, "head", LARGE | NARROW | {"ranks": 8}),
+    Budget(377, 3, "head", LARGE | NARROW | PARTIAL | ON_DEVICE | {"ranks": 8}),
 ]
 reports = reports_of(BUDGETS)
 

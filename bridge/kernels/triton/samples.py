@@ -94,7 +94,8 @@ def losses(
     coefficients,
     num,
     scale,
-    m2,
+    cos_m,
+    sin_m,
     m3,
     HAS_MARGIN: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -109,13 +110,13 @@ def losses(
     logit = cos
     by_cos = tl.full((BLOCK,), 1.0, tl.float32)
     if HAS_MARGIN:
-        # ψ(θ + m2), θ + m2 in [0, 2π): cos up to π and −cos − 2 beyond; by cos θ it grows by |sin(θ + m2)| / sin θ.
+        # cos_m and sin_m are those of m2. ψ(θ + m2), θ + m2 in [0, 2π): cos up to π and −cos − 2 beyond; by cos θ it
+        # grows by |sin(θ + m2)| / sin θ.
         clamped = tl.minimum(tl.maximum(cos, -_COS_LIMIT), _COS_LIMIT)
-        cos_m, sin_m = tl.cos(m2 + tl.zeros((BLOCK,), tl.float32)), tl.sin(m2 + tl.zeros((BLOCK,), tl.float32))
         sin = tl.sqrt(1.0 - clamped * clamped)
         turned = clamped * cos_m - sin * sin_m
         slope = tl.abs(sin * cos_m + clamped * sin_m) / sin
-        is_angle = m2 != 0.0
+        is_angle = sin_m != 0.0
         is_past = is_angle & (clamped < -cos_m)
         value = tl.where(is_angle, tl.where(is_past, -turned - 2.0, turned), cos)
         logit = scale * (value - m3)
