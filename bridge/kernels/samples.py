@@ -37,13 +37,8 @@ def settle_labels(labels_B: Tensor, num_classes: int, ignored: int | None, first
     """Check labels int64 [B] of ``num_classes``, of which this rank has ``num_local`` from ``first`` on."""
     from geartrain.bridge.kernels.triton import samples as kernels
 
-    floats = {"dtype": torch.float32, "device": labels_B.device}
-    made = SettledLabels(
-        torch.empty_like(labels_B),
-        torch.empty(len(labels_B), **floats),
-        torch.empty((), **floats),
-        torch.empty_like(labels_B),
-    )
+    counts_B = torch.empty_like(labels_B, dtype=torch.float32)
+    made = SettledLabels(torch.empty_like(labels_B), counts_B, counts_B.new_empty(()), torch.empty_like(labels_B))
     launch(
         kernels.settle_labels,
         (1,),

@@ -213,7 +213,7 @@ class PendingUpdate(ABC, Generic[G]):
         if grad is None:
             return
         if grad.device.type == "cpu":
-            finite = bool(torch.isfinite(grad).all())
+            finite: float = bool(torch.isfinite(grad).all())
         else:
             finite, self._known_factor = read(torch.isfinite(grad).all(), self._factor())
         if not finite:

@@ -270,9 +270,9 @@ class _Summed(OnlineSoftmax):
             return made.losses_B[own], None
         counts_S = None if batch.counts_B is None else batch.counts_B[own]
         inverse_S = None if batch.inverse_lengths_B is None else batch.inverse_lengths_B[own]
-        added = self.sums.target_rows_BD, made
-        if self._link.world_size > 1:
-            add_own(weighted_BD, *added)
+        added: tuple[Tensor, Losses] | None = (self.sums.target_rows_BD, made)
+        if self._link is not None and self._link.world_size > 1:
+            add_own(weighted_BD, self.sums.target_rows_BD, made)
             weighted_BD, added = self._link.sum_to_owners(weighted_BD, self._sizes), None
         gradient_SD = own_gradient(weighted_BD, batch.features_BD[own], inverse_S, counts_S, batch.scale, own=added)
         return made.losses_B[own], gradient_SD
