@@ -20,6 +20,7 @@ from torch import Tensor
 from geartrain.ams.graph.building.recall import Candidates
 from geartrain.ams.graph.building.rows import Floats
 from geartrain.ams.values.errors import InvalidArgument
+from geartrain.bridge.kernels.nearest import NONE, RunningNearest, ids_of, scores_of
 from geartrain.bridge.rows.native_types import gives_float32_products
 
 __all__ = ["TorchProducts"]
@@ -34,7 +35,9 @@ _SHORTCUTS = {
 """What PyTorch may be allowed to do to sums on CUDA; the bound is that of float32."""
 
 
-class _Block(NamedTuple):
+class Block(NamedTuple):
+    """Rows [N, D] on the device, in the type of the products, of classes ``first`` …"""
+
     rows_ND: Tensor
     first: int
 
@@ -43,7 +46,7 @@ class TorchProducts:
     """Products on ``device`` in ``dtype``, summed in float32.
 
     float16 has the tensor cores' speed and eight times the accuracy of bfloat16, and unit rows fit its range. Device
-    memory: 2·D bytes a row of each block, 8·K a row of the running best, and 4·M·N of scores.
+    memory: 2·D bytes a row of each block, and what ``RunningNearest`` takes.
     """
 
     def __init__(self, device: torch.device | str, dtype: torch.dtype = torch.float16) -> None:
@@ -77,9 +80,9 @@ class TorchProducts:
         """What leaves the device at the end: 8 bytes a candidate."""
         return 8 * keep + 8
 
-    def load(self, rows: Floats, first: int) -> _Block:
+    def load(self, rows: Floats, first: int) -> Block:
         """A copy on the device, in the type of the products."""
-        return _Block(torch.tensor(rows, device=self.device).to(self._dtype), first)
+        return Block(torch.tensor(rows, device=self.device).to(self._dtype), first)
 
     def begin(self, first: int, num_rows: int, keep: int) -> _TorchRecall:
         return _TorchRecall(self, first, num_rows, keep)
@@ -93,50 +96,37 @@ class TorchProducts:
 
 
 class _TorchRecall:
-    """The K best of each row, best first; what is missing has the score −∞."""
+    """The K best of each row; what is missing has the score −∞."""
 
     def __init__(self, engine: TorchProducts, first: int, num_rows: int, keep: int) -> None:
-        self._engine, self._first = engine, first
-        self._scores = torch.full((num_rows, keep), -torch.inf, device=engine.device)
-        self._ids = torch.zeros(num_rows, keep, dtype=torch.int32, device=engine.device)
-        self._left_out = torch.zeros(num_rows, dtype=torch.bool, device=engine.device)
+        self._best = RunningNearest(first, num_rows, keep, engine.device, engine.scores)
+        self._keep = keep
 
-    @torch.no_grad()
-    def compare_inside(self, a: _Block, b: _Block) -> None:
-        scores_MN = self._engine.scores(a.rows_ND, b.rows_ND)
-        if a is b:
-            scores_MN.fill_diagonal_(-torch.inf)
-        self._offer(a, scores_MN, b.first)
+    def compare_inside(self, a: Block, b: Block) -> None:
+        self.compare_outside(a, b)
         if a is not b:
-            self._offer(b, scores_MN.t(), a.first)
+            self.compare_outside(b, a)
 
     @torch.no_grad()
-    def compare_outside(self, a: _Block, b: _Block) -> None:
-        self._offer(a, self._engine.scores(a.rows_ND, b.rows_ND), b.first)
+    def compare_outside(self, a: Block, b: Block) -> None:
+        """Offer the rows of ``b`` to those of ``a``, but to none itself."""
+        self._best.offer(a.first - self._best.first, a.rows_ND, b.rows_ND, b.first)
 
-    def _offer(self, block: _Block, scores_MN: Tensor, first: int) -> None:
-        at = slice(block.first - self._first, block.first - self._first + len(block.rows_ND))
-        keep = self._scores.shape[1]
-        best, columns = scores_MN.topk(min(keep, scores_MN.shape[1]), dim=1)
-        scores = torch.cat([self._scores[at], best], 1)
-        ids = torch.cat([self._ids[at], (columns + first).to(torch.int32)], 1)
-        offered = torch.isfinite(self._scores[at]).sum(1) + torch.isfinite(scores_MN).sum(1)
-        self._left_out[at] |= offered > keep
-        self._scores[at], places = scores.topk(keep, dim=1)
-        self._ids[at] = ids.gather(1, places)
-
+    @torch.no_grad()
     def candidates(self) -> Candidates:
-        counts = torch.isfinite(self._scores).sum(1).to(torch.int32)
-        floors = torch.where(self._left_out, self._scores[:, -1], -torch.inf)
-        return Candidates(self._ids.cpu().numpy(), counts.cpu().numpy(), floors.cpu().numpy())
+        self._best.settle()
+        keys_MK = self._best.best_MK
+        counts = (keys_MK > NONE).sum(1).to(torch.int32)
+        left_out = (self._best.offered_M > self._keep).to(keys_MK.device)
+        floors = torch.where(left_out, scores_of(keys_MK[:, -1]), -torch.inf)
+        return Candidates(ids_of(keys_MK).cpu().numpy(), counts.cpu().numpy(), floors.cpu().numpy())
 
     def arrays(self) -> dict[str, npt.NDArray[Any]]:
-        named = {"scores": self._scores, "ids": self._ids, "left_out": self._left_out}
-        return {name: tensor.cpu().numpy() for name, tensor in named.items()}
+        self._best.settle()
+        return {"keys": self._best.best_MK.cpu().numpy(), "offered": self._best.offered_M.numpy()}
 
     def restore(self, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
-        for tensor, name in ((self._scores, "scores"), (self._ids, "ids"), (self._left_out, "left_out")):
-            tensor.copy_(torch.from_numpy(np.array(arrays[name])))
+        self._best.restore(*(torch.from_numpy(np.array(arrays[name])) for name in ("keys", "offered")))
 
 
 @contextmanager

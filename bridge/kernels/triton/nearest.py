@@ -1,0 +1,58 @@
+"""Products of rows, of which only those leave their tile that are above a row's floor."""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+
+def tiles(dtype: torch.dtype, dim: int) -> dict[str, Any]:
+    """Constants and options of :func:`nearest_hits`."""
+    if dtype == torch.float32:
+        shape = {"tile_m": 64, "tile_n": 64, "tile_k": 32, "piece": 32, "num_warps": 4, "num_stages": 3}
+    else:
+        shape = {"tile_m": 128, "tile_n": 256, "tile_k": 64, "piece": 16, "num_warps": 8, "num_stages": 3}
+    return {**shape, "even": dim % shape["tile_k"] == 0}
+
+
+@triton.jit
+def nearest_hits(
+    rows, others, floors, counts, hits, num_rows, num_others, own, first, width,
+    dim: tl.constexpr, tile_m: tl.constexpr, tile_n: tl.constexpr, tile_k: tl.constexpr, piece: tl.constexpr,
+    even: tl.constexpr,
+):  # fmt: skip
+    """Append to hits [num_rows, width] the keys of products above floors; counts go on beyond ``width``."""
+    tiles_n = tl.cdiv(num_others, tile_n)
+    # Neighbours in the grid share their rows: the others stay in the cache as a whole.
+    m = (tl.program_id(0) // tiles_n) * tile_m + tl.arange(0, tile_m)
+    n0 = (tl.program_id(0) % tiles_n) * tile_n
+    n = n0 + tl.arange(0, tile_n)
+    # What is outside is read within, and not taken below.
+    a = rows + tl.minimum(m, num_rows - 1).to(tl.int64)[:, None] * dim
+    b = others + tl.minimum(n, num_others - 1).to(tl.int64)[None, :] * dim
+    scores = tl.zeros((tile_m, tile_n), tl.float32)
+    for k in range(0, dim, tile_k):
+        at = k + tl.arange(0, tile_k)
+        if even:
+            x, y = tl.load(a + at[None, :]), tl.load(b + at[:, None])
+        else:
+            x = tl.load(a + at[None, :], mask=(at < dim)[None, :], other=0.0)
+            y = tl.load(b + at[:, None], mask=(at < dim)[:, None], other=0.0)
+        scores = tl.dot(x, y, scores, input_precision="ieee")
+    floor = tl.load(floors + m, mask=m < num_rows, other=float("inf"))
+    # Few tiles hold any, and those few columns: only these are looked at again.
+    pieces = scores.reshape(tile_m, tile_n // piece, piece)
+    number = tl.arange(tile_n // piece)
+    found = tl.max((tl.max(pieces, 2) > floor[:, None]).to(tl.int32), 0)
+    word = tl.sum(found << number, 0)
+    for i in range(tile_n // piece):
+        if (word >> i) & 1 == 1:
+            some = tl.sum(tl.where((number == i)[None, :, None], pieces, 0.0), 1)
+            at = n0 + i * piece + tl.arange(0, piece)
+            hit = (some > floor[:, None]) & (at < num_others)[None, :] & ((first + at)[None, :] != (own + m)[:, None])
+            places = tl.atomic_add(counts + m[:, None] + tl.zeros((tile_m, piece), tl.int32), 1, hit, sem="relaxed")
+            bits = (some + 0.0).to(tl.int32, bitcast=True)
+            ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
+            keys = (ordered << 32) | (0x7FFFFFFF - (first + at)).to(tl.int64)[None, :]
+            tl.store(hits + m[:, None].to(tl.int64) * width + places, keys, hit & (places < width))
