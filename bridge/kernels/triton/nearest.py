@@ -43,7 +43,7 @@ def nearest_hits(
     floor = tl.load(floors + m, mask=m < num_rows, other=float("inf"))
     # Few tiles hold any, and those few columns: only these are looked at again.
     pieces = scores.reshape(tile_m, tile_n // piece, piece)
-    number = tl.arange(tile_n // piece)
+    number = tl.arange(0, tile_n // piece)
     found = tl.max((tl.max(pieces, 2) > floor[:, None]).to(tl.int32), 0)
     word = tl.sum(found << number, 0)
     for i in range(tile_n // piece):
