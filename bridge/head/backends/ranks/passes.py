@@ -1,7 +1,7 @@
 """The passes of a class head over rows that lie on the ranks' devices. Rows stay where they are: features come to them.
 
 Per training step and rank, with B samples of R ranks, D width, A active classes (all of them together):
-one exchange of nine integers between the hosts, an all-gather of the labels (8·B bytes) and of the features (their
+one exchange of twelve integers between the hosts, an all-gather of the labels (8·B bytes) and of the features (their
 type · B·D), the all-reduces of ``softmax.py`` (24·B bytes), a reduce-scatter of 4·B·D, and an all-gather of R
 numbers in the backward. Time O(B·D·A / R). Memory beside the rows: O(B·D) and some chunks; a row's gradient is made,
 used and forgotten chunk by chunk at the optimizer's step.

@@ -25,6 +25,7 @@ from geartrain.bridge.head.backends.backend import HeadSettings, HeadState, requ
 from geartrain.bridge.head.backends.predict import top_on_ranks
 from geartrain.bridge.head.backends.ranks import passes as rank_rows
 from geartrain.bridge.head.backends.ranks.checkpoint import ShardedRows
+from geartrain.bridge.head.backends.ranks.fused import RANGE_BYTES
 from geartrain.bridge.head.backends.ranks.late_labels import LateLabels
 from geartrain.bridge.head.backends.ranks.parts import rows_of_parts
 from geartrain.bridge.head.backends.ranks.passes import RankGradient, RankRows
@@ -38,18 +39,24 @@ from geartrain.bridge.head.loss.margins.head_margin import HeadMargin
 from geartrain.bridge.head.loss.samples import CountedSamples
 from geartrain.bridge.head.memory_plan import COMPUTE_BYTES, MemoryPart, MemoryPlan, in_step
 from geartrain.bridge.head.selection.rank_graph import RankGraphs
+from geartrain.bridge.kernels.head import TILE
 from geartrain.bridge.placements.device_rows import DeviceRows
 from geartrain.bridge.placements.device_snapshot import restore_rows, snapshot_rows
 from geartrain.bridge.placements.device_update import DeviceUpdate
 
 LOGITS_CACHE_BYTES = 64 << 20
-"""Unless the head says another number: rows are not held beside them."""
+"""On a CPU, unless the head says another number: rows are not held beside them."""
+DEVICE_CACHE_BYTES = 2 << 30
+"""Elsewhere: what 1 M classes want for 512 samples of products in float32, or 2 M in 16 bits. Without it exponentials
+are made twice, which costs a third more products."""
 _WIDTHS = 9
 """Matrices [B, D] of all ranks beside the sums; measured, as those of ``pull_backend.py``."""
 
 
-def _kept_bytes(config: HeadConfig) -> int:
-    return LOGITS_CACHE_BYTES if config.logits_cache_bytes is None else config.logits_cache_bytes
+def _kept_bytes(config: HeadConfig, device: torch.device) -> int:
+    if config.logits_cache_bytes is not None:
+        return config.logits_cache_bytes
+    return LOGITS_CACHE_BYTES if device.type == "cpu" else DEVICE_CACHE_BYTES
 
 
 class RankBackend:
@@ -65,7 +72,6 @@ class RankBackend:
         the hosts, and for KNN softmax a process group for its builds.
         """
         require_no_wire(settings, "the ranks hold them, and features and labels are gathered")
-        self._logits_cache_bytes = _kept_bytes(settings.config)
         self.live_classes = LiveClasses.first(settings.num_classes, settings.num_living)
         self.table = _open_table(settings, Communicator(settings.config.process_group))
         self.process_group = settings.config.process_group
@@ -84,12 +90,15 @@ class RankBackend:
         joint = plan.batch * plan.ranks
         chunk_rows = chunk_rows_on(plan.device, plan.batch, plan.dim)
         row_bytes = joint * plan.sub_centers * COMPUTE_BYTES
-        keep_bytes = _kept_bytes(plan.config)
-        kept = kept_rows(-(-plan.active // plan.ranks), chunk_rows, row_bytes, keep_bytes) * row_bytes
+        keep_bytes, own = _kept_bytes(plan.config, plan.device), -(-plan.active // plan.ranks)
+        kept = kept_rows(own, chunk_rows, row_bytes, keep_bytes) * row_bytes
+        again = 0 if plan.device.type == "cpu" else min(RANGE_BYTES, max(0, own * row_bytes - kept))
+        tiles = 0 if plan.device.type == "cpu" else -(-own // TILE) * joint * 2 * COMPUTE_BYTES
         copies = DeviceRows.chunk_copies(plan.spec, plan.device, picked=plan.active < plan.num_classes)
         return in_step(
             "rank",
             ("kept logits", kept, "A·B·4, at most logits_cache_bytes"),
+            ("logits made again, and sums of tiles", again + tiles, "256 MiB at most, and A/128·B·8, on a GPU"),
             plan.sampled_ids(),
             *plan.batch_parts(joint, rank_rows.PARTS, chunk_rows, row_copies=copies, others=_WIDTHS),
         ) + RankSelector.memory(plan)
@@ -171,7 +180,7 @@ class RankBackend:
             rows,
             self.update,
             samples,
-            self._logits_cache_bytes,
+            _kept_bytes(self.settings.config, self.table.device),
             want_rows=want_rows,
             rank_weight=agreed.rank_weight,
             takes_mean=agreed.take_mean,
