@@ -21,7 +21,7 @@ def table_hash(name: str) -> int:
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest(), "little")
 
 
-def _distribution(initializer: Initializer) -> tuple[int, float, float, float]:
+def distribution_of(initializer: Initializer) -> tuple[int, float, float, float]:
     """Name the compiled distribution, its two parameters, and a bound of its magnitudes."""
     if isinstance(initializer, Constant):
         return _CONSTANT, initializer.value, 0.0, abs(initializer.value)
@@ -33,7 +33,7 @@ def _distribution(initializer: Initializer) -> tuple[int, float, float, float]:
 
 def row_store(spec: TableSpec, owned_buckets: Ids, threads: int, window: int) -> ops.RowStore:
     """Make the empty store; see :class:`~geartrain.ams.tables.row_table.RowTable`. Raises InvalidArgument."""
-    distribution, first, second, bound = _distribution(spec.initializer)
+    distribution, first, second, bound = distribution_of(spec.initializer)
     largest = _LARGEST[spec.dtype]
     if bound > largest:
         raise InvalidArgument(

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from geartrain.ams.kernels.ops import sample_ids
 from geartrain.ams.tables import array_update as array_update
-from geartrain.ams.tables.compiled_store import table_hash
+from geartrain.ams.tables.compiled_store import distribution_of, table_hash
 from geartrain.ams.tables.row_table import RowTable
 from geartrain.ams.values.errors import NonFinite
 from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
@@ -25,6 +25,7 @@ from geartrain.ams.values.shard_messages import Done, SyncGroup
 from geartrain.ams.values.specs import Ids, TableSpec
 from geartrain.bridge.collectives.communicator import Communicator
 from geartrain.bridge.kernels import row_update
+from geartrain.bridge.kernels.initial_values import write_initial_values
 from geartrain.bridge.kernels.rounding import ROW, SLOT, round_rows, rounding_key
 from geartrain.bridge.kernels.row_update import RowIndex as RowIndex
 from geartrain.bridge.placements.elapsed_momentum import RESTING, ElapsedSteps
@@ -147,6 +148,18 @@ class DeviceRows:
         if self.steps is not None:
             self.steps.reset()
         initial = RowTable(self.spec, np.arange(4096, dtype=np.int64))
+        if self.device.type != "cpu":
+            distribution, first, second, _ = distribution_of(self.spec.initializer)
+            write_initial_values(
+                self.rows_LD,
+                self.first,
+                distribution=distribution,
+                first=first,
+                second=second,
+                seed=self.spec.seed,
+                table_hash=table_hash(self.spec.name),
+            )
+            return
         block = max(1, BLOCK_BYTES // self.spec.row_bytes)
         for start in range(0, self.num_local, block):
             stop = min(start + block, self.num_local)
