@@ -70,8 +70,8 @@ class Ranking:
     seed: int
     neighbours: Any = None
     """The ``NeighbourTable`` that comes before the permutation; None: nothing."""
-    num_near: int | None = None
-    """Labels and neighbours, where the permutation has the other places at least; None: the budget."""
+    near: float = 1.0
+    """Part of the places that labels leave, rounded, which neighbours may have; the permutation has the others."""
 
 
 class Selection(ABC):

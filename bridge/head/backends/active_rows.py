@@ -1,8 +1,9 @@
 """Which of the rows on a rank take part in a step: known to the host, or to the device alone.
 
 On a CPU the host's arrays are searched. On a device the row numbers stay there, and what is done with them has fixed
-shapes, so that the host does not wait; it must wait for one number, how many of the active classes this rank has, where
-several ranks share them, and for another where micro-batches with different classes make one update.
+shapes, so that the host does not wait: where several ranks share the active classes, row numbers are padded, and how
+many are here only the device knows. Tensor operations, which would do the padding's work, too, have it cut off, for
+which the host waits, as it does where micro-batches with different classes make one update.
 
 Legend: B samples of all ranks, L rows on this rank, A active ones of them, D width, N rows of a chunk.
 """
@@ -97,9 +98,19 @@ class DeviceActive:
     """The same as :class:`HostActive` with tensors of the rows' device."""
 
     num: int
+    """Places (A), padding included."""
     numbers_A: Tensor | None
-    """Row numbers, rising; None: all rows."""
+    """Row numbers, rising; None: all rows. Those of padding are of any row, not below the others."""
     device: torch.device
+    count: Tensor | None = None
+    """int64 (0-dim): how many are active, the rest is padding; None: all."""
+
+    def trimmed(self) -> DeviceActive:
+        """The same without padding; waits for the device where there is any."""
+        if self.count is None or self.numbers_A is None:
+            return self
+        num = int(self.count)
+        return DeviceActive(num, self.numbers_A[:num], self.device)
 
     @property
     def has_all(self) -> bool:
@@ -116,7 +127,10 @@ class DeviceActive:
         if not self.num:
             return DeviceTargets(torch.full_like(numbers, -1))
         found_B = torch.searchsorted(self.numbers_A, numbers).clamp_(max=self.num - 1)
-        return DeviceTargets(torch.where(self.numbers_A[found_B] == numbers, found_B, -1))
+        is_here_B = self.numbers_A[found_B] == numbers
+        if self.count is not None:
+            is_here_B &= found_B < self.count
+        return DeviceTargets(torch.where(is_here_B, found_B, -1))
 
     def offsets(self, numbers_B: Ids | Tensor, log2_weight: float | Tensor) -> Tensor:
         offsets = torch.empty(self.num + 1, device=self.device)
@@ -129,7 +143,8 @@ class DeviceActive:
         assert isinstance(other, DeviceActive), "those of one step are of one kind"
         if self.numbers_A is None or other.numbers_A is None or self.numbers_A is other.numbers_A:
             return self if self.numbers_A is None else other
-        numbers = torch.unique(torch.cat([self.numbers_A, other.numbers_A]))
+        parts = [active.trimmed().numbers_A for active in (self, other)]
+        numbers = torch.unique(torch.cat([part for part in parts if part is not None]))
         return DeviceActive(len(numbers), numbers, self.device)
 
     def holds(self, union: LocalActive, device: torch.device) -> Tensor:
@@ -138,7 +153,8 @@ class DeviceActive:
         if not self.num:
             return torch.zeros_like(numbers, dtype=torch.bool)
         found = torch.searchsorted(self.numbers_A, numbers).clamp_(max=self.num - 1)
-        return self.numbers_A[found] == numbers
+        held = self.numbers_A[found] == numbers
+        return held if self.count is None else held & (found < self.count)
 
     def places(self, device: torch.device) -> LocalPlaces:
         del device

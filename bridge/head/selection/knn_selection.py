@@ -221,7 +221,7 @@ class KNNSelection(Selection):
         self._note(num_labels, budget)
         takes_all = max(budget, num_labels) >= num_classes
         table = None if takes_all else self._table_in_use()
-        return Ranking(self.settings.seed, table, None if table is None else self._num_near(num_labels, budget))
+        return Ranking(self.settings.seed, table, self.settings.near)
 
     def _table_in_use(self) -> NeighbourTable | None:
         """What to select by; see :meth:`select`."""

@@ -1,11 +1,12 @@
-"""The active classes of a batch in tensor operations: what ``NeighbourTable.select`` chooses, on the device.
+"""The nearest classes of a batch's labels in tensor operations: what ``NeighbourTable.select`` chooses, on the device,
+before the sampler of ``kernels/sampling.py`` fills up.
 
-Every shape is a function of numbers that the host has (labels, their lists' longest, budget), so that no host waits:
-candidates in the order of the specification — labels, then their neighbours rank by rank, then the sample — are sorted
-by class, the first of each class counts, and of these the earliest ``budget`` are chosen.
+Every shape is a function of numbers that the host has (labels, their lists' longest), so that no host waits: candidates
+in the order of the specification — labels, then their neighbours rank by rank — are sorted by class, the first of each
+class counts, and of these the earliest are chosen.
 
-Legend: C classes, L of them with lists here, E entries of their lists, P distinct labels, r the longest list, A active
-classes, M = P·(1 + r) + A candidates.
+Legend: C classes, L of them with lists here, E entries of their lists, B labels, P distinct ones, r the longest list, A
+active classes, M = B·(1 + r) candidates.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from torch import Tensor
 
 from geartrain.ams.graph.building.neighbours import NeighbourTable
 from geartrain.bridge.collectives.communicator import Communicator
-from geartrain.bridge.head.selection.torch_sampling import sample_ids_on
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,33 +67,26 @@ class TorchGraph:
         return torch.where(said_RP > 0, said_RP - 1, self.num_classes).flatten()
 
 
-def select_on(
-    labels_P: Tensor, graph: TorchGraph | None, num_classes: int, budget: int, *, seed: int, step: int
-) -> Tensor:
-    """The active classes, int64 [A] rising, of which every rank and every device finds the same.
+def near_on(labels_B: Tensor, graph: TorchGraph, near: float, budget: int) -> Tensor:
+    """The labels and their nearest neighbours, int64 [M], in any order; C stands for none.
 
-    ``labels_P`` are distinct and rise; ``budget`` (A) is at least P and below C. Without a graph the sample alone fills
-    up: what :class:`PartialFC` chooses. O(M log M) time; memory meanwhile: :func:`choice_bytes`.
+    Labels come first, then the neighbours rank by rank, each class once: P + round(``near`` · (``budget`` − P)) of
+    them. Labels may repeat; ``budget`` is at least P. O(M log M) time.
     """
-    candidates = [labels_P]
-    if graph is not None and graph.longest and len(labels_P):
-        candidates.append(graph.by_rank(labels_P))
-    # At most as many of the first A sampled ones are chosen already as need no filling.
-    candidates.append(sample_ids_on(labels_P.device, num_classes, budget, seed, step))
-    ids_M, order_M = torch.sort(torch.cat(candidates), stable=True)
-    is_first_M = ids_M < num_classes
+    labels_B = torch.sort(labels_B).values
+    is_new_B = torch.ones_like(labels_B, dtype=torch.bool)
+    is_new_B[1:] = labels_B[1:] != labels_B[:-1]
+    num_labels = is_new_B.sum()
+    num_near = num_labels + torch.round((budget - num_labels).double() * near).long()
+    labels_B = torch.where(is_new_B, labels_B, graph.num_classes)
+    candidates_M = torch.cat([labels_B, graph.by_rank(labels_B)]) if graph.longest and len(labels_B) else labels_B
+    ids_M, order_M = torch.sort(candidates_M, stable=True)
+    is_first_M = ids_M < graph.num_classes
     is_first_M[1:] &= ids_M[1:] != ids_M[:-1]
     in_turn_M = torch.empty_like(is_first_M).scatter_(0, order_M, is_first_M)
-    chosen_M = (in_turn_M & (in_turn_M.cumsum(0) <= budget))[order_M]
-    # What is not chosen goes to a place behind the others.
-    places_M = torch.where(chosen_M, chosen_M.cumsum(0) - 1, budget)
-    return ids_M.new_empty(budget + 1).scatter_(0, places_M, ids_M)[:budget]
+    return torch.where(in_turn_M & (in_turn_M.cumsum(0) <= num_near), candidates_M, graph.num_classes)
 
 
 def choice_bytes(num_classes: int, budget: int, num_labels: int, longest: int) -> int:
-    """About the most that :func:`select_on` takes: 40·M for the candidates and 75·(A + O) for the sample, O < C
-    being what C lacks to a power of two. Measured on a CPU: 0.6 to 1.0 of it.
-    """
-    candidates = num_labels * (1 + longest) + budget
-    outside = (1 << (num_classes - 1).bit_length()) - num_classes
-    return 40 * candidates + 75 * (budget + outside)
+    """About the most that choosing takes: 40·M for candidates of a graph, a bit for each class, and 20·A."""
+    return 40 * num_labels * (1 + longest) + num_classes // 8 + 20 * budget

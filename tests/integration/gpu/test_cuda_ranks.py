@@ -12,7 +12,8 @@ import geartrain as gt
 from geartrain.ams.graph.building.builder import ArrayRows, build_neighbours
 from geartrain.ams.graph.building.neighbours import NeighbourTable
 from geartrain.bridge.head.selection.graph_products import TorchProducts
-from geartrain.bridge.head.selection.torch_selection import TorchGraph, select_on
+from geartrain.bridge.head.selection.torch_selection import TorchGraph, near_on
+from geartrain.bridge.kernels.sampling import filled_by_sample
 from geartrain.bridge.rows.transfers import upload
 
 pytestmark = pytest.mark.cuda
@@ -82,9 +83,10 @@ def test_a_device_chooses_the_classes_that_the_host_chooses(with_graph: bool) ->
     graph = TorchGraph.of(table, device)
     for step, budget in enumerate([BATCH, 200, 2_999]):
         labels = random.integers(0, CLASSES, BATCH)
-        distinct = upload(np.unique(labels), device)
-        found = select_on(distinct, graph, CLASSES, budget, seed=5, step=step)
-        np.testing.assert_array_equal(found.cpu().numpy(), table.select(labels, budget, seed=5, step=step))
+        near = near_on(upload(labels, device), graph, 1.0, budget)
+        found = filled_by_sample(near, CLASSES, budget, 5, step, start=0, stop=CLASSES, room=budget)
+        assert int(found.num) == budget
+        np.testing.assert_array_equal(found.ids_A.cpu().numpy(), table.select(labels, budget, seed=5, step=step))
 
 
 @pytest.mark.parametrize(

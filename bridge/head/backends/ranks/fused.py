@@ -79,6 +79,7 @@ class FusedPass:
             if batch.queries_BD is None
             else batch.queries_BD,
             batch.targets.positions_B,
+            count=active.count,
             log2_weight=log2_weight,  # type: ignore[arg-type]
             logit_limit=None if batch.margin is None else batch.logit_factor,
             shifted=batch.shifted,
@@ -198,10 +199,13 @@ class FusedGradient:
 
     def update(self, table: DeviceRows, active: LocalActive, optimizer: RowOptimizerSpec, scale: Tensor) -> None:
         """Update the rows by ``optimizer`` with ``scale`` (0-dim) times the gradient."""
+        assert isinstance(active, DeviceActive), "the device's"
+        active = active.trimmed()
         places = active.places(table.device)
         for start, stop, gradient_ND in self._sums():
             work = Workspace(self.passes[0].arithmetic, Scratch())
-            table.update(work, places.chunk(start, stop), gradient_ND, optimizer, scale)
+            if start < (stop := min(stop, active.num)):
+                table.update(work, places.chunk(start, stop), gradient_ND[: stop - start], optimizer, scale)
 
     def _sums(self) -> Iterator[tuple[int, int, Tensor]]:
         """(start, stop, gradients [N, D] float32) of range after range."""

@@ -74,6 +74,8 @@ class RankRows:
             assert isinstance(active, DeviceActive), "the device's"
             self._fused = FusedPass(table, active, batch, log2_weight or 0.0)
             return
+        if isinstance(active, DeviceActive):
+            self._active = active = active.trimmed()
         take_offsets(batch, active, numbers_B, log2_weight)
         self._pass = pass_for(batch)
 

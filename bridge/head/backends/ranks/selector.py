@@ -9,6 +9,7 @@ Legend: B labels of all ranks, C classes, L living ones, A active ones.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
 
 import numpy as np
@@ -21,7 +22,8 @@ from geartrain.ams.programs.selection import Ranking, Selection
 from geartrain.ams.values.specs import Ids
 from geartrain.bridge.head.backends.active_rows import DeviceActive, HostActive
 from geartrain.bridge.head.memory_plan import MemoryPart, MemoryPlan, in_step
-from geartrain.bridge.head.selection.torch_selection import TorchGraph, choice_bytes, select_on
+from geartrain.bridge.head.selection.torch_selection import TorchGraph, choice_bytes, near_on
+from geartrain.bridge.kernels.sampling import filled_by_sample, room_for
 from geartrain.bridge.placements.device_rows import DeviceRows
 from geartrain.bridge.rows.transfers import upload
 
@@ -53,7 +55,7 @@ class RankSelector:
             formula="(4·C·k + 8·C) / R",
         )
         size = choice_bytes(num, plan.active, min(num, plan.batch * plan.ranks), k)
-        formula = "40·(B·R·(1 + k) + A) + 75·(A + O)"
+        formula = "40·B·R·(1 + k) + C/8 + 20·A"
         return [graph, *in_step("rank", ("choosing of the active classes", size, formula))]
 
     def choose(
@@ -61,50 +63,49 @@ class RankSelector:
     ) -> tuple[int, HostActive | DeviceActive]:
         """How many classes are active on all ranks together, and which of them are this rank's.
 
-        ``labels_B`` live. On a device with several ranks the host waits for two numbers, and for nothing else there.
+        ``labels_B`` live. On a device, with labels from either side, the host waits for nothing, but if there are more
+        labels on the device than active classes.
         """
-        table = self._table
-        if isinstance(labels_B, Tensor):
-            num = live_classes.num_living
-            if live_classes.are_all and self._select.ranking(0, num) and self._select.budget(num) >= num:
-                return num, DeviceActive(table.num_local, None, table.device)
-            labels_B = labels_B.cpu().numpy()
-        if not (table.device.type != "cpu" if self.on_device is None else self.on_device):
-            active = live_classes.select(self._select, labels_B, step)
-            return active.num, HostActive.of(active, table.first, table.stop)
-        labels_P = np.unique(live_classes.numbers(labels_B))
-        ranking = self._select.ranking(len(labels_P), live_classes.num_living)
+        table, num_living = self._table, live_classes.num_living
+        budget = self._select.budget(num_living)
+        if isinstance(labels_B, Tensor) and len(labels_B) > budget:
+            labels_B = labels_B.cpu().numpy()  # they alone may be more than the budget: the host must know how many
+        numbers: Ids | Tensor = labels_B
+        if not isinstance(labels_B, Tensor):
+            if not (table.device.type != "cpu" if self.on_device is None else self.on_device):
+                active = live_classes.select(self._select, labels_B, step)
+                return active.num, HostActive.of(active, table.first, table.stop)
+            numbers = np.unique(live_classes.numbers(labels_B))
+        ranking = self._select.ranking(len(numbers), num_living)
         if ranking is None:
-            active = live_classes.select(self._select, labels_B, step)
+            on_host = labels_B.cpu().numpy() if isinstance(labels_B, Tensor) else labels_B
+            active = live_classes.select(self._select, on_host, step)
             here = HostActive.of(active, table.first, table.stop)
             numbers_A = None if here.sorted_ids is None else upload(here.sorted_ids, table.device)
             return active.num, DeviceActive(here.num, numbers_A, table.device)
-        budget = max(self._select.budget(live_classes.num_living), len(labels_P))
-        if budget >= live_classes.num_living and live_classes.are_all:
-            return live_classes.num_classes, DeviceActive(table.num_local, None, table.device)
-        with self._apart():
-            ids = self._living_ids(live_classes)
-            if budget >= live_classes.num_living:
-                active_A = ids.all_L()
-            else:
-                chosen_A, lists = upload(labels_P, table.device), self._on_device(ranking)
-                for places in dict.fromkeys((ranking.num_near or budget, budget)):
-                    chosen_A = select_on(chosen_A, lists, live_classes.num_living, places, seed=ranking.seed, step=step)
-                    lists = None
-                active_A = ids.of(chosen_A)
-            here_A = self._here(active_A)
-        if self._stream is not None and here_A.numbers_A is not None:
-            here_A.numbers_A.record_stream(torch.cuda.current_stream(table.device))
-        return len(active_A), here_A
-
-    def _here(self, active_A: Tensor) -> DeviceActive:
-        """Those of them that this rank has. The one wait: for how many they are, unless they must be all."""
-        table = self._table
-        if table.link.world_size == 1:
-            return DeviceActive(len(active_A), active_A, table.device)
-        bounds = upload(np.array([table.first, table.stop]), table.device)
-        low, high = torch.searchsorted(active_A, bounds).tolist()
-        return DeviceActive(high - low, active_A[low:high] - table.first, table.device)
+        budget = max(budget, len(numbers))
+        if budget >= num_living and live_classes.are_all:
+            return num_living, DeviceActive(table.num_local, None, table.device)
+        ids = self._living_ids(live_classes)
+        low, high = live_classes.num_below(table.first), live_classes.num_below(table.stop)
+        if budget >= num_living:
+            return num_living, DeviceActive(high - low, ids.all_L()[low:high] - table.first, table.device)
+        # Labels on a device are made there by what came before.
+        is_apart = not isinstance(numbers, Tensor)
+        with self._apart() if is_apart else contextlib.nullcontext():
+            given = upload(numbers, table.device) if is_apart else ids.numbers(upload(numbers, table.device))
+            most, graph = len(given), self._on_device(ranking)
+            if graph is not None:
+                most = min(budget, most + math.ceil(ranking.near * budget))
+                given = near_on(given, graph, ranking.near, budget)
+            room = room_for(most, budget, num_living, high - low)
+            sample = filled_by_sample(given, num_living, budget, ranking.seed, step, start=low, stop=high, room=room)
+            rows_A = sample.ids_A if live_classes.are_all else ids.of(sample.ids_A + low) - table.first
+        if is_apart and self._stream is not None:
+            for tensor in (rows_A, sample.num):
+                tensor.record_stream(torch.cuda.current_stream(table.device))
+        count = None if high - low == num_living else sample.num
+        return budget, DeviceActive(room, rows_A, table.device, count)
 
     def _on_device(self, ranking: Ranking) -> TorchGraph | None:
         graph: NeighbourTable | None = ranking.neighbours
@@ -142,12 +143,19 @@ class LivingIds:
     def __init__(self, live_classes: LiveClasses, device: torch.device) -> None:
         self.live_classes, self.device = live_classes, device
         self._jumps, self._before = upload(live_classes.jumps, device), upload(live_classes.retired_before, device)
+        self._starts = upload(np.ascontiguousarray(live_classes.retired_runs[:, 0]), device)
         self._all_L: Tensor | None = None
 
     def of(self, numbers: Tensor) -> Tensor:
         if self.live_classes.are_all:
             return numbers
         return numbers + self._before[torch.searchsorted(self._jumps, numbers, right=True)]
+
+    def numbers(self, ids: Tensor) -> Tensor:
+        """See :meth:`LiveClasses.numbers`."""
+        if self.live_classes.are_all:
+            return ids
+        return ids - self._before[torch.searchsorted(self._starts, ids, right=True)]
 
     def all_L(self) -> Tensor:
         """Of all of them; kept, 8·L bytes."""

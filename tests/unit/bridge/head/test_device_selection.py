@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,6 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from geartrain.ams.graph.building.neighbours import NeighbourTable
-from geartrain.ams.kernels.ops import sample_ids
 from geartrain.ams.kernels.reference import ops as reference
 from geartrain.ams.programs.class_lifecycle import LiveClasses
 from geartrain.ams.programs.selection import FullSoftmax, PartialFC
@@ -24,8 +24,8 @@ from geartrain.bridge.head.backends.active_rows import DeviceActive, HostActive
 from geartrain.bridge.head.backends.ranks.selector import RankSelector
 from geartrain.bridge.head.loss.margins.angular import ArcFace
 from geartrain.bridge.head.selection.knn_selection import KNNSelection, KNNSoftmax
-from geartrain.bridge.head.selection.torch_sampling import sample_ids_on
-from geartrain.bridge.head.selection.torch_selection import TorchGraph, select_on
+from geartrain.bridge.head.selection.torch_selection import TorchGraph, near_on
+from geartrain.bridge.kernels.sampling import filled_by_sample
 from geartrain.bridge.placements.device_rows import row_range
 from geartrain.bridge.rows.optimizer import RowOptimizer
 from tests.support import heads
@@ -34,14 +34,6 @@ from tests.support.rank_processes import run_ranks
 CPU = torch.device("cpu")
 SEEDS = st.integers(-(2**63), 2**64 - 1)
 STEPS = st.integers(0, 2**40)
-
-
-@settings(max_examples=60, deadline=None)
-@given(num_ids=st.integers(1, 80) | st.integers(1, 70_000), share=st.floats(0, 1), seed=SEEDS, step=STEPS)
-def test_the_sample_is_that_of_every_process(num_ids: int, share: float, seed: int, step: int) -> None:
-    count = int(num_ids * share)
-    found = sample_ids_on(CPU, num_ids, count, seed, step)
-    np.testing.assert_array_equal(found.numpy(), sample_ids(num_ids, count, seed, step))
 
 
 @st.composite
@@ -64,7 +56,11 @@ def test_the_chosen_classes_are_those_of_the_specification(
     budget = max(wanted, len(distinct))
     if budget >= num_classes:
         return
-    found = select_on(torch.from_numpy(distinct), TorchGraph.of(table, CPU), num_classes, budget, seed=seed, step=step)
+    shuffled, graph = torch.from_numpy(np.roll(labels, 3)), TorchGraph.of(table, CPU)
+    near = near_on(shuffled, graph, 1.0, budget)
+    where: Any = {"start": 0, "stop": num_classes, "room": budget}
+    found, count, _ = filled_by_sample(near, num_classes, budget, seed, step, **where)
+    assert int(count) == budget
     np.testing.assert_array_equal(found.numpy(), table.select(labels, wanted, seed=seed, step=step))
     lists = (table.offsets, table.neighbours)
     np.testing.assert_array_equal(found.numpy(), reference.select_neighbours(*lists, labels, wanted, seed, step))
@@ -108,7 +104,12 @@ def test_a_device_chooses_of_living_classes_what_the_host_does_on_every_rank(
             selector.on_device = True
             num_device, device = selector.choose(labels, living, step)
             assert isinstance(host, HostActive) and isinstance(device, DeviceActive)
-            assert num_host == num_device and host.num == device.num
+            assert num_host == num_device and host.num <= device.num
+            places = torch.from_numpy(labels - first)
+            np.testing.assert_array_equal(device.targets(places).positions_B.numpy(), host.positions(labels - first))
+            selector_of_device_labels(selector, labels, living, step, device)
+            device = device.trimmed()
+            assert host.num == device.num
             everything = torch.arange(stop - first)
             for item in (host.places(CPU).numbers_A, device.places(CPU).numbers_A):
                 np.testing.assert_array_equal(everything if item is None else item, host_numbers(host))
@@ -117,6 +118,22 @@ def test_a_device_chooses_of_living_classes_what_the_host_does_on_every_rank(
             if isinstance(select, KNNSelection):
                 assert select.enlarged == 2 * enlarged
                 select.enlarged = 0
+
+
+def selector_of_device_labels(
+    selector: RankSelector, labels: np.ndarray[Any, Any], living: LiveClasses, step: int, expected: DeviceActive
+) -> None:
+    """That labels on a device choose the same."""
+    enlarged = getattr(selector._select, "enlarged", None)
+    _, found = selector.choose(torch.from_numpy(labels), living, step)
+    if enlarged is not None:
+        selector._select.enlarged = enlarged  # type: ignore[attr-defined]
+    assert isinstance(found, DeviceActive)
+    for item in (found.trimmed(), expected.trimmed()):
+        if item.numbers_A is None or expected.numbers_A is None:
+            assert item.num == expected.trimmed().num
+        else:
+            np.testing.assert_array_equal(item.numbers_A, expected.trimmed().numbers_A)
 
 
 def host_numbers(active: HostActive) -> np.ndarray[Any, Any]:
@@ -139,15 +156,20 @@ def test_nothing_is_asked_of_the_device_between_labels_and_targets() -> None:
     random = np.random.default_rng(0)
     graph = NeighbourTable(np.arange(1001) * 5, random.integers(0, 1000, 5000), 5)
     living = LiveClasses(1010, [[300, 310]])
-    table: Any = SimpleNamespace(device=CPU, link=SimpleNamespace(world_size=1), first=0, stop=1010, num_local=1010)
     labels = random.integers(0, 300, 64)
-    for select in (FullSoftmax(), PartialFC(0.2), knn_of(graph, 0.2, living, 1)):
+    everything = [FullSoftmax(), PartialFC(0.2), knn_of(graph, 0.2, living, 1)]
+    for select, ranks, labels_B in itertools.product(everything, (1, 3), (labels, torch.from_numpy(labels))):
+        first, stop = row_range(1010, ranks, ranks - 1)
+        table: Any = SimpleNamespace(
+            device=CPU, link=SimpleNamespace(world_size=ranks), first=first, stop=stop, num_local=stop - first
+        )
         selector = RankSelector(table, select)
         selector.on_device = True
         with NoAnswers():
-            num, active = selector.choose(labels, living, 3)
-            targets = active.targets(labels)
-        assert isinstance(active, DeviceActive) and num == select.budget(1000) == active.num
+            num, active = selector.choose(labels_B, living, 3)
+            targets = active.targets(labels_B - first)
+        assert isinstance(active, DeviceActive) and num == select.budget(1000)
+        assert (ranks > 1 or active.num == num) and (active.count is None) == (ranks == 1 or num == 1000)
         assert isinstance(targets.positions_B, torch.Tensor)  # type: ignore[union-attr]
     with NoAnswers(), pytest.raises(AssertionError, match="waits for the device"):
         torch.arange(3).sum().item()

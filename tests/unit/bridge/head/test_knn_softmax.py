@@ -87,7 +87,7 @@ def test_so_many_of_the_negatives_are_near_and_the_others_random_on_every_device
 
     labels_P = np.unique(LABELS)
     ranking = select.ranking(3, CLASSES)
-    assert (ranking.neighbours, ranking.num_near) == (table, first)
+    assert (ranking.neighbours, ranking.near) == (table, near)
     with_rows = make_head(select.settings, cluster=None, rows="ranks")
     selector = RankSelector(with_rows.backend.table, select)  # type: ignore[arg-type]
     selector.on_device = True

@@ -1,0 +1,136 @@
+"""A sample without replacement on a device: the keyed permutation walked in registers, and a bitmap of what is chosen.
+
+A bit stands for an id, 32 in a word, so a bitmap of 100 million ids is 12.5 MB and stays in the card's cache.
+"""
+
+import triton
+import triton.language as tl
+
+DRAWN = 256
+"""Ids that a program draws: 4 a thread. A walk goes on until the last of them is inside, so few are better."""
+WORDS = 64
+"""Words of the bitmap that a program looks at."""
+MARKED = 1024
+
+
+@triton.jit
+def _mixed(word):
+    """The 32-bit finaliser of MurmurHash3."""
+    word ^= word >> 16
+    word *= 0x85EBCA6B
+    word ^= word >> 13
+    word *= 0xC2B2AE35
+    return word ^ (word >> 16)
+
+
+@triton.jit
+def _bits_set(word):
+    """How many bits of uint32 words are set."""
+    word -= (word >> 1) & 0x55555555
+    word = (word & 0x33333333) + ((word >> 2) & 0x33333333)
+    return ((((word + (word >> 4)) & 0x0F0F0F0F) * 0x01010101) >> 24).to(tl.int32)
+
+
+@triton.jit
+def _passed(left, right, left_key, right_key, LEFT: tl.constexpr, RIGHT: tl.constexpr):
+    """Two rounds of the network."""
+    left ^= _mixed(right ^ left_key.to(tl.uint32, bitcast=True)) & ((1 << LEFT) - 1)
+    right ^= _mixed(left ^ right_key.to(tl.uint32, bitcast=True)) & ((1 << RIGHT) - 1)
+    return left, right
+
+
+@triton.jit
+def mark(ids, bitmap, num_marked, num_given, num_ids, BLOCK: tl.constexpr):
+    """Set the bits of ids int64 [num_given], those outside [0, num_ids) left out; add how many are new."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    chosen = tl.load(ids + at, mask=at < num_given, other=-1)
+    is_id = (chosen >= 0) & (chosen < num_ids)
+    chosen = tl.where(is_id, chosen, 0).to(tl.int32)
+    bit = tl.full(chosen.shape, 1, tl.int32) << (chosen & 31)
+    before = tl.atomic_or(bitmap + (chosen >> 5), bit, mask=is_id, sem="relaxed")
+    tl.atomic_add(num_marked, tl.sum((is_id & ((before & bit) == 0)).to(tl.int64)), sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["k1", "k2", "k3", "k4", "k5", "k6", "k7", "k8"])
+def draw(
+    bitmap,
+    drawn,
+    num_fresh,
+    count,
+    num_ids,
+    k1,
+    k2,
+    k3,
+    k4,
+    k5,
+    k6,
+    k7,
+    k8,
+    LEFT: tl.constexpr,
+    RIGHT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The first ``count`` ids of the permutation, int32: -1 for those whose bit is set. Count others by program."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    value = at.to(tl.uint32)
+    is_out = at < count
+    while tl.max(is_out.to(tl.int32)) > 0:
+        left, right = value >> RIGHT, value & ((1 << RIGHT) - 1)
+        left, right = _passed(left, right, k1, k2, LEFT, RIGHT)
+        left, right = _passed(left, right, k3, k4, LEFT, RIGHT)
+        left, right = _passed(left, right, k5, k6, LEFT, RIGHT)
+        left, right = _passed(left, right, k7, k8, LEFT, RIGHT)
+        value = tl.where(is_out, (left << RIGHT) | right, value)
+        is_out = is_out & (value >= num_ids.to(tl.uint32))
+    number = value.to(tl.int32)
+    word = tl.load(bitmap + (number >> 5), mask=at < count, other=-1)
+    is_fresh = ((word >> (number & 31)) & 1) == 0
+    tl.store(drawn + at, tl.where(is_fresh, number, -1), mask=at < count)
+    tl.store(num_fresh + tl.program_id(0), tl.sum(is_fresh.to(tl.int64)))
+
+
+@triton.jit
+def take(bitmap, drawn, fresh_ends, num_marked, count, budget, BLOCK: tl.constexpr):
+    """Set the bits of the first ``budget`` - ``num_marked`` of those drawn that are not -1."""
+    program = tl.program_id(0)
+    at = program * BLOCK + tl.arange(0, BLOCK)
+    number = tl.load(drawn + at, mask=at < count, other=-1)
+    is_fresh = (number >= 0).to(tl.int32)
+    place = tl.load(fresh_ends + program) - tl.sum(is_fresh) + tl.cumsum(is_fresh, 0)
+    is_taken = (is_fresh > 0) & (place <= budget - tl.load(num_marked))
+    number = tl.where(is_taken, number, 0)
+    bit = tl.full(number.shape, 1, tl.int32) << (number & 31)
+    tl.atomic_or(bitmap + (number >> 5), bit, mask=is_taken, sem="relaxed")
+
+
+@triton.jit
+def _own_words(bitmap, word, start, stop):
+    """Words (uint32) of the bitmap without the bits of ids outside [start, stop)."""
+    first = word * 32
+    bits = tl.load(bitmap + word, mask=first < stop, other=0).to(tl.uint32, bitcast=True)
+    low, high = tl.maximum(start - first, 0), tl.maximum(first + 32 - stop, 0)
+    every = tl.full(word.shape, 0xFFFFFFFF, tl.uint32)
+    bits &= tl.where(low < 32, every << tl.minimum(low, 31).to(tl.uint32), 0)
+    return bits & tl.where(high < 32, every >> tl.minimum(high, 31).to(tl.uint32), 0)
+
+
+@triton.jit
+def count_words(bitmap, num_set, start, stop, BLOCK: tl.constexpr):
+    """How many bits of [start, stop) are set, by program; the first one begins at the word of ``start``."""
+    word = (start >> 5) + tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(num_set + tl.program_id(0), tl.sum(_bits_set(_own_words(bitmap, word, start, stop))).to(tl.int64))
+
+
+@triton.jit
+def write_ids(bitmap, set_ends, ids, start, stop, capacity, BLOCK: tl.constexpr):
+    """The set bits of [start, stop), counted from ``start``, rising, int64: as many as ``ids`` has room for."""
+    word = (start >> 5) + tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    bits = _own_words(bitmap, word, start, stop)
+    num = _bits_set(bits)
+    before = tl.load(set_ends + tl.program_id(0)) - tl.sum(num) + tl.cumsum(num, 0) - num
+    place = tl.arange(0, 32)[None, :].to(tl.uint32)
+    is_set = ((bits[:, None] >> place) & 1) == 1
+    below = bits[:, None] & ((tl.full(place.shape, 1, tl.uint32) << place) - 1)
+    at = before[:, None] + _bits_set(below)
+    number = word[:, None] * 32 + place.to(tl.int32) - start
+    tl.store(ids + at, number.to(tl.int64), mask=is_set & (at < capacity))
