@@ -27,8 +27,10 @@ from torch import Tensor
 
 from geartrain.ams.programs.class_head import NO_LOGIT
 from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
+from geartrain.bridge.kernels import row_update
 from geartrain.bridge.kernels.launch import Cost, launch, runs_kernels
 from geartrain.bridge.kernels.optimizers import StepNumbers, step_numbers
+from geartrain.bridge.kernels.row_update import StoredRows
 
 TILE = 128
 """Classes that have a sum, and a shift, of their own. Ranges begin at its multiples."""
@@ -86,8 +88,11 @@ class HeadPass:
         """Take the memory for what :func:`exponentials` writes. ``numbers_A`` None: all rows."""
         num_active = len(rows_LD) if numbers_A is None else len(numbers_A)
         num_tiles = -(-num_active // TILE)
-        if not isinstance(log2_weight, Tensor):
-            log2_weight = rows_LD.new_full((), log2_weight, dtype=torch.float32) if log2_weight else None
+        weight: Tensor | None = None
+        if isinstance(log2_weight, Tensor):
+            weight = log2_weight
+        elif log2_weight:
+            weight = torch.full((), log2_weight, dtype=torch.float32, device=rows_LD.device)
         empty = partial(torch.empty, dtype=torch.float32, device=rows_LD.device)
         return HeadPass(
             rows_LD=rows_LD,
@@ -97,7 +102,7 @@ class HeadPass:
             queries_BD=queries_BD.contiguous(),
             positions_B=positions_B,
             owners_A=owners(positions_B, num_active),
-            log2_weight=log2_weight,
+            log2_weight=weight,
             logit_limit=logit_limit,
             shifted=shifted,
             dtype=torch.float32 if queries_BD.dtype == torch.float32 else torch.bfloat16,
@@ -419,15 +424,12 @@ def squared_norm(
 ) -> Tensor:
     """Σ g² over the gradients of a range, float64 (0-dim)."""
     if runs_kernels(head.rows_LD.device):
-        return _launch_update(head, exponentials_NB, start, stop, terms, factor)
+        none = StepNumbers("SGD", 0.0)
+        return _launch_update(head, exponentials_NB, start, stop, terms, factor, none, None, 0.0).sum(
+            dtype=torch.float64
+        )
     gradient_ND = row_gradients(head, exponentials_NB, start, stop, terms, factor)
     return gradient_ND.square_().sum(dtype=torch.float64)
-
-
-def takes_update(optimizer: RowOptimizerSpec) -> bool:
-    """Whether :func:`update_rows` makes its steps: not those that take the mean of a row, or move rows at rest."""
-    numbers = step_numbers(optimizer)
-    return numbers is not None and not numbers.kind.startswith("ROWWISE") and optimizer.drift is None
 
 
 def update_rows(
@@ -438,35 +440,37 @@ def update_rows(
     terms: SampleTerms,
     factor: Tensor,
     optimizer: RowOptimizerSpec,
+    stored: StoredRows,
     *,
-    slots_LD: Tensor | None,
-    steps_L: Tensor | None,
-    refused: Tensor,
-    key: int,
-    first_id: int,
+    lr: float | Tensor,
 ) -> None:
-    """One step of ``optimizer`` with ``factor`` (0-dim) times the gradients of a range; only where kernels run.
+    """One step of ``optimizer`` with ``factor`` (float32, 0-dim) times the gradients of the rows of a range.
 
-    What :func:`row_gradients` and an update of its rows do, in one pass. ``slots_LD`` are [L, slots · D], ``steps_L``
-    int64 [L], how often each row was updated (None: not counted). 16 bits are rounded by chance, by ``key`` and by
-    ``first_id`` + number of each row. A row that would leave the range of its type stays as it is, with slots and
-    steps, and is added to ``refused`` (0-dim, int64).
+    What :func:`row_gradients` and ``row_update.update`` do, in one pass where a kernel knows the optimizer: those by
+    rows, which want the mean of a whole one, are left to the two. ``stored`` are the rows of ``head``; its learning
+    rate is a number or, 0-dim float32, on the device.
     """
-    _launch_update(
-        head, exponentials_NB, start, stop, terms, factor, optimizer, slots_LD, steps_L, refused, key, first_id
-    )
+    numbers = step_numbers(optimizer)
+    if numbers is not None and not numbers.kind.startswith("ROWWISE") and runs_kernels(head.rows_LD.device):
+        _launch_update(head, exponentials_NB, start, stop, terms, factor, numbers, stored, lr)
+        return
+    gradient_ND = row_gradients(head, exponentials_NB, start, stop, terms, factor)
+    index = slice(start, stop) if head.numbers_A is None else head.numbers_A[start:stop]
+    num_valid = None if head.count is None else head.count - start
+    row_update.update(stored, index, gradient_ND, optimizer, lr=lr, scale=torch.ones_like(factor), num_valid=num_valid)
 
 
-def _calm(optimizer: RowOptimizerSpec, numbers: StepNumbers, row: torch.dtype, slot: torch.dtype) -> float:
-    """A row whose numbers, slots and gradient are no larger than this stays within the range of its types."""
-    lr, largest_row, largest_slot = optimizer.lr, 0.9 * torch.finfo(row).max, 0.9 * torch.finfo(slot).max
+def _calm(numbers: StepNumbers, row: torch.dtype, slot: torch.dtype) -> tuple[float, float]:
+    """(limit, what it loses with the learning rate): of a row whose numbers, slots and gradient are no larger than
+    ``limit`` / (1 + ``loss`` · lr) nothing leaves the range of its types.
+    """
+    largest = 0.9 * min(torch.finfo(row).max, torch.finfo(slot).max)
     direction = 1.0 + numbers.decay  # the gradient with what decays, in these units
     if numbers.kind in ("SGD", "MOMENTUM", "NESTEROV"):
-        return min(largest_slot, largest_row / (1.0 + lr)) / (2.0 * direction + 1.0)
-    if numbers.kind == "ADAGRAD":
-        return min(largest_slot**0.5 / 2.0, largest_row - lr) / direction
-    step_size = lr / (-math.expm1(numbers.a) * numbers.eps)
-    return min(largest_slot**0.5 / 2.0, largest_row / (1.0 + lr * numbers.decay + step_size)) / direction
+        return largest / (2.0 * direction + 1.0), 1.0
+    rest = 1.0 if numbers.kind == "ADAGRAD" else -math.expm1(numbers.a)
+    step = numbers.decay + 1.0 / (rest * numbers.eps)
+    return math.sqrt(largest) / (2.0 * direction), step
 
 
 def _launch_update(
@@ -476,39 +480,30 @@ def _launch_update(
     stop: int,
     terms: SampleTerms,
     factor: Tensor,
-    optimizer: RowOptimizerSpec | None = None,
-    slots_LD: Tensor | None = None,
-    steps_L: Tensor | None = None,
-    refused: Tensor | None = None,
-    key: int = 0,
-    first_id: int = 0,
+    numbers: StepNumbers,
+    stored: StoredRows | None,
+    lr: float | Tensor,
 ) -> Tensor:
-    """Without an optimizer the sum of squares, 0-dim."""
+    """``stored`` None: no update; the sums of squares of each program."""
     from geartrain.bridge.kernels.triton import head as kernels
     from geartrain.bridge.kernels.triton import row_step
 
-    is_light = head.rows_LD.itemsize == 2 and not head.shifted
-    is_light = is_light and (slots_LD is None or (slots_LD.itemsize == 2 and slots_LD.shape[1] == head.dim))
-    options = kernels.update_options(exponentials_NB.dtype, light=is_light)
+    device, slots_LS = head.rows_LD.device, None if stored is None else stored.slots_LS
+    slots = head.rows_LD[:0] if slots_LS is None else slots_LS
+    num_slots = 0 if slots_LS is None else slots_LS.shape[1] // head.dim
+    is_light = head.rows_LD.itemsize == slots.itemsize == 2 and num_slots < 2 and not head.shifted
+    is_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    options = kernels.update_options(exponentials_NB.dtype, light=is_light and is_hopper)
     num_programs = -(-(stop - start) // options["TILE_N"])
-    squares, lr, calm, stored_bytes, num_slots = None, 0.0, 0.0, 0, 0
-    numbers = StepNumbers("SGD", 0.0) if optimizer is None else step_numbers(optimizer)
-    assert numbers is not None
-    if optimizer is None:
-        squares = torch.empty(num_programs, dtype=torch.float32, device=factor.device)
-    else:
-        lr, slot_type = optimizer.lr, head.rows_LD.dtype if slots_LD is None else slots_LD.dtype
-        calm = _calm(optimizer, numbers, head.rows_LD.dtype, slot_type)
-        stored_bytes = head.dim * head.rows_LD.itemsize + (0 if steps_L is None else 16)
-        if slots_LD is not None:
-            num_slots = slots_LD.shape[1] // head.dim
-            stored_bytes += 2 * slots_LD.shape[1] * slots_LD.itemsize
+    squares = torch.empty(num_programs if stored is None else 0, dtype=torch.float32, device=device)
+    row_bytes = 0 if stored is None else row_update.bytes_per_row(stored) - head.dim * head.rows_LD.itemsize
+    limit, loss = _calm(numbers, head.rows_LD.dtype, slots.dtype)
     launch(
         kernels.update_rows,
         (num_programs,),
         head.rows_LD,
-        slots_LD,
-        steps_L,
+        slots_LS,
+        None if stored is None else stored.updates_L,
         head.numbers_A,
         head.count,
         exponentials_NB,
@@ -522,22 +517,24 @@ def _launch_update(
         terms.bounds_B,
         None if head.logit_limit is None else head.inverse_A,
         factor,
-        refused,
-        squares,
+        None if stored is None else stored.refused,
+        squares if stored is None else None,
         head.log2_weight,
         start,
         stop,
         len(head.queries_BD),
         head.middle,
         head.logit_limit or 1.0,
-        first_id,
-        key,
-        calm,
+        0 if stored is None else stored.first,
+        0 if stored is None else stored.key,
+        limit,
+        loss,
         lr,
         numbers.decay,
         numbers.a,
         numbers.b,
         numbers.eps,
+        LR_ON_DEVICE=isinstance(lr, Tensor),
         KIND=getattr(row_step, numbers.kind).value,
         SLOTS=num_slots,
         SHIFTED=head.shifted,
@@ -545,6 +542,6 @@ def _launch_update(
         SUM_TILE=TILE,
         PRECISION=_precision(),
         **options,
-        cost=_cost(head, exponentials_NB, float(len(exponentials_NB) * stored_bytes)),
+        cost=_cost(head, exponentials_NB, float(len(exponentials_NB) * row_bytes)),
     )
-    return factor if squares is None else squares.sum(dtype=torch.float64)
+    return squares

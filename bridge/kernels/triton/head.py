@@ -109,7 +109,9 @@ def feature_gradient_options(dtype: torch.dtype, *, plain: bool) -> dict[str, An
     """Tile and warps for exponentials of ``dtype``; plain: of all rows, in that type, without shifts."""
     if dtype == torch.float32:
         return {"TILE_B": 64, "TILE_D": 128, "TILE_N": 32, "num_warps": 8, "num_stages": 3}
-    return {"TILE_B": 128, "TILE_D": 256 if plain else 128, "TILE_N": 64, "num_warps": 8, "num_stages": 3}
+    # Of picked rows the numbers are fetched a stage before.
+    wide = {"TILE_D": 256, "num_stages": 3} if plain else {"TILE_D": 128, "num_stages": 4}
+    return {"TILE_B": 128, "TILE_N": 64, "num_warps": 8, **wide}
 
 
 @triton.jit
@@ -244,7 +246,7 @@ def sample_terms(
 
 
 def update_options(dtype: torch.dtype, *, light: bool) -> dict[str, Any]:
-    """Tile and warps for exponentials of ``dtype``; light: rows and one slot at most of 16 bits, without shifts."""
+    """Tile and warps for exponentials of ``dtype``; light: for Hopper, rows and one slot at most of 16 bits."""
     # Without fused multiply-adds the steps have the bits of other places.
     options = {"num_warps": 8, "num_stages": 3, "enable_fp_fusion": False}
     if dtype == torch.float32:
@@ -273,7 +275,7 @@ def _halves(tile):
 def update_rows(
     rows,
     slots,
-    steps,
+    updates,
     numbers,
     count,
     exponentials,
@@ -297,12 +299,14 @@ def update_rows(
     logit_limit,
     first_id,
     seed,
-    calm,
+    limit,
+    loss,
     lr,
     decay,
     a,
     b,
     eps,
+    LR_ON_DEVICE: tl.constexpr,
     KIND: tl.constexpr,
     SLOTS: tl.constexpr,
     SHIFTED: tl.constexpr,
@@ -319,10 +323,12 @@ def update_rows(
     stored as they are made; else all are made twice, the first time to look.
     """
     n = start + tl.program_id(0) * TILE_N + tl.arange(0, TILE_N)
-    limit = stop
+    end = stop
     if count is not None:
-        limit = tl.minimum(tl.load(count), stop).to(tl.int32)
-    is_row = n < limit
+        end = tl.minimum(tl.load(count), stop).to(tl.int32)
+    is_row = n < end
+    if LR_ON_DEVICE:
+        lr = tl.load(lr)
     at = n.to(tl.int64)
     if numbers is not None:
         at = tl.load(numbers + n, mask=is_row, other=0)
@@ -360,8 +366,8 @@ def update_rows(
     looks = 1
     number = tl.zeros((TILE_N,), tl.int64)
     if squares is None:
-        if steps is not None:
-            number = tl.load(steps + at, mask=is_row, other=0) + 1
+        if updates is not None:
+            number = tl.load(updates + at, mask=is_row, other=0) + 1
         largest = tl.abs(times) * 2.0 * bound * length
         for first in range(0, DIM, TILE_D):
             d = first + tl.arange(0, TILE_D)
@@ -376,6 +382,7 @@ def update_rows(
                     tl.float32
                 )
                 largest = tl.maximum(largest, tl.max(tl.abs(value), 1))
+        calm = limit / (1.0 + loss * lr)
         looks = tl.max(tl.where(is_row & ~(largest <= calm), 2, 1), 0)
     is_bad = tl.zeros((TILE_N,), tl.int32)
     square = tl.zeros((TILE_N,), tl.float32)
@@ -443,8 +450,8 @@ def update_rows(
     if squares is not None:
         tl.store(squares + tl.program_id(0), tl.sum(square, 0))
     else:
-        if steps is not None:
-            tl.store(steps + at, number, mask=is_row & (is_bad == 0))
+        if updates is not None:
+            tl.store(updates + at, number, mask=is_row & (is_bad == 0))
         num_bad = tl.sum(is_bad, 0)
         if num_bad > 0:
             tl.atomic_add(refused, num_bad.to(tl.int64))

@@ -7,25 +7,39 @@ from typing import Any
 
 import torch
 
-from geartrain.bridge.kernels.triton import head
-from scripts.kernels.compile import Case
+from geartrain.bridge.kernels.triton import head, row_step
+from scripts.kernels.compile import CAPABILITIES, Case
 
 _DIM = 512
-_TYPES = {"numbers": "*i64", "positions": "*i64", "owners": "*i32", "count": "*i64", "refused": "*i64", "steps": "*i64"}
-_INTEGERS = ("start", "stop", "num_samples", "num_parts")
-_NUMBERS = ("log2_weight", "middle", "lift", "logit_limit", "lr", "momentum", "weight_decay", "calm")
+_TYPES = {
+    **dict.fromkeys(("numbers", "positions", "count", "refused", "updates"), "*i64"),
+    **dict.fromkeys(("start", "stop", "num_samples", "num_parts"), "i32"),
+    **dict.fromkeys(("middle", "lift", "logit_limit", "limit", "loss", "lr", "decay", "a", "b", "eps"), "fp32"),
+    "owners": "*i32",
+    "first_id": "i64",
+    "seed": "u64",
+}
+_LAUNCHED = ("num_warps", "num_stages", "enable_fp_fusion", "maxnreg")
 _NARROW, _WIDE = "*bf16", "*fp32"
 
 
-def _case(name: str, kernel: str, options: Mapping[str, Any], types: Mapping[str, str], **constants: Any) -> Case:
+def _case(
+    name: str,
+    kernel: str,
+    options: Mapping[str, Any],
+    types: Mapping[str, str],
+    *,
+    capabilities: tuple[int, ...] = CAPABILITIES,
+    **constants: Any,
+) -> Case:
     """Pointers of float32 and those of ``_TYPES`` are not named; what a constant of None stands for is not there."""
     options = dict(options)
-    launched = {key: options.pop(key) for key in ("num_warps", "num_stages") if key in options}
+    launched = {key: options.pop(key) for key in _LAUNCHED if key in options}
     constants |= {"DIM": _DIM} | options
     signature = {}
     for argument in getattr(head, kernel).arg_names:
-        kind = "i32" if argument in _INTEGERS else "fp32" if argument in _NUMBERS else "*fp32"
-        signature[argument] = "constexpr" if argument in constants else types.get(argument, _TYPES.get(argument, kind))
+        kind = types.get(argument, _TYPES.get(argument, "*fp32"))
+        signature[argument] = "constexpr" if argument in constants else kind
     return Case(
         name=f"head {name}",
         module="head",
@@ -33,7 +47,8 @@ def _case(name: str, kernel: str, options: Mapping[str, Any], types: Mapping[str
         signature=signature,
         constants=constants,
         options=launched,
-        odd=("stop", "num_parts"),
+        odd=("stop", "num_parts", "first_id", "seed"),
+        capabilities=capabilities,
     )
 
 
@@ -56,12 +71,33 @@ def _gradient(name: str, rows: str, products: str, *, plain: bool, **constants: 
     return _case(f"feature gradient {name}", "feature_gradient", options, types, **constants)
 
 
+def _update(
+    name: str, rows: str, slots: str, products: str, kind: str, num_slots: int = 1, **constants: Any
+) -> list[Case]:
+    dtype = torch.float32 if products == _WIDE else torch.bfloat16
+    types = {"rows": rows, "slots": slots, "exponentials": products, "keys": products}
+    constants |= {"KIND": getattr(row_step, kind).value, "SLOTS": num_slots, "LR_ON_DEVICE": False, "SUM_TILE": 128}
+    constants |= {"squares": None, "PRECISION": "ieee"}
+    is_light = rows == slots == _NARROW and not constants["SHIFTED"]
+    return [
+        _case(
+            f"update {name}",
+            "update_rows",
+            head.update_options(dtype, light=is_light and capability >= 90),
+            types,
+            capabilities=(capability,),
+            **constants,
+        )
+        for capability in CAPABILITIES
+    ]
+
+
 CASES = [
-    _exponentials("bf16", _NARROW, _NARROW, plain=True, owners=None, **_ALL, **_NO_SHIFT),
+    _exponentials("bf16", _NARROW, _NARROW, plain=True, log2_weight=None, **_ALL, **_NO_SHIFT),
     _exponentials("bf16, picked", _NARROW, _NARROW, plain=True, **_NO_SHIFT),
     _exponentials("bf16, picked, no margin", _NARROW, _NARROW, plain=False, inverse=None, SHIFTED=True),
-    _exponentials("fp32 under bf16", _WIDE, _NARROW, plain=False, owners=None, **_ALL, **_NO_SHIFT),
-    _exponentials("fp32", _WIDE, _WIDE, plain=True, owners=None, **_ALL, **_NO_SHIFT),
+    _exponentials("fp32 under bf16", _WIDE, _NARROW, plain=False, log2_weight=None, **_ALL, **_NO_SHIFT),
+    _exponentials("fp32", _WIDE, _WIDE, plain=True, log2_weight=None, **_ALL, **_NO_SHIFT),
     _gradient("bf16", _NARROW, _NARROW, plain=True, highest=None, shifts=None, **_ALL),
     _gradient("bf16, picked", _NARROW, _NARROW, plain=False, highest=None, shifts=None),
     _gradient("bf16, picked, no margin", _NARROW, _NARROW, plain=False),
@@ -74,4 +110,10 @@ CASES = [
         {"rows": "*bf16", "keys": "*bf16"},
         SHIFTED=False,
     ),
+    *_update("bf16 momentum", _NARROW, _NARROW, _NARROW, "MOMENTUM", log2_weight=None, **_ALL, **_NO_SHIFT),
+    *_update("bf16 momentum, picked", _NARROW, _NARROW, _NARROW, "MOMENTUM", **_NO_SHIFT),
+    *_update("bf16 momentum, picked, no margin", _NARROW, _NARROW, _NARROW, "MOMENTUM", inverse=None, SHIFTED=True),
+    *_update("bf16 AdamW, picked", _NARROW, _WIDE, _NARROW, "ADAMW", 2, **_NO_SHIFT),
+    *_update("fp32 momentum", _WIDE, _WIDE, _WIDE, "MOMENTUM", log2_weight=None, **_ALL, **_NO_SHIFT),
+    *_update("fp32 under bf16, Adagrad", _WIDE, _WIDE, _NARROW, "ADAGRAD", log2_weight=None, **_ALL, **_NO_SHIFT),
 ]

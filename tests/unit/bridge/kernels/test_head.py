@@ -9,6 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from geartrain.ams.values.optimizers.adagrad import Adagrad
+from geartrain.ams.values.optimizers.adam import Adam
+from geartrain.ams.values.optimizers.adamw import AdamW
 from geartrain.ams.values.optimizers.momentum import Momentum
 from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
 from geartrain.ams.values.optimizers.sgd import SGD
@@ -18,6 +21,7 @@ from geartrain.bridge.kernels.head import TILE, HeadPass
 from geartrain.bridge.kernels.launch import interpreted
 from geartrain.bridge.kernels.optimizers import RowStep, update_rows
 from geartrain.bridge.kernels.rounding import round_rows
+from geartrain.bridge.kernels.row_update import StoredRows
 
 LOG2_E = math.log2(math.e)
 
@@ -175,6 +179,9 @@ OPTIMIZERS = [
     SGD(0.1, weight_decay=0.01),
     Momentum(0.1, weight_decay=0.01, nesterov=True),
     SparseMomentum(0.1),
+    Adagrad(0.1, lr_decay=0.01),
+    Adam(0.1),
+    AdamW(0.1, weight_decay=0.1),
 ]
 
 
@@ -217,11 +224,15 @@ class Stored:
                 terms,
                 factor,
                 self.optimizer,
-                slots_LD=self.slots,
-                steps_L=self.steps,
-                refused=self.refused,
-                key=2**64 - 7,
-                first_id=2**40,
+                StoredRows(
+                    rows_LD=self.rows,
+                    slots_LS=self.slots,
+                    updates_L=self.steps,
+                    refused=self.refused,
+                    first=2**40,
+                    key=2**64 - 7,
+                ),
+                lr=self.optimizer.lr,
             )
         return gradient
 
