@@ -137,7 +137,8 @@ class ClusterBackend(ABC):
         rows_ND = torch.empty(len(ids), self.table.spec.dim, dtype=TORCH_DTYPES[self.table.spec.dtype])
         with counted_as("pull"):
             self.step_table.pull_into(ids, as_numpy(rows_ND), required_sync=required)
-        return largest_cosines(unit_BD, rows_ND.to(unit_BD)[upload(places, unit_BD.device)])
+        rows_ND = upload(rows_ND, unit_BD.device).to(unit_BD.dtype)
+        return largest_cosines(unit_BD, rows_ND[upload(places, unit_BD.device)])
 
     @abstractmethod
     def predict(self, features: Tensor, k: int) -> tuple[Tensor, Tensor]:

@@ -31,7 +31,7 @@ def _step(
         cast = torch.autocast("cuda", getattr(torch, autocast)) if autocast else contextlib.nullcontext()
         with cast:
             loss = head(features, given)
-        loss.backward()
+        (loss if loss.ndim == 0 else loss.mean()).backward()
         if clip:
             gt.clip_grad_norm_([], rows, max_norm=1.0)
         rows.step()
