@@ -39,7 +39,7 @@ def _in_repository(filename: str) -> str | None:
     if filename not in _PATHS:
         path = Path(filename).resolve()
         ours = path.is_relative_to(REPOSITORY) and not path.is_relative_to(Path(__file__).parent)
-        ours = ours and ".venv" not in path.parts and not filename.startswith("<")
+        ours = ours and ".venv" not in path.parts and not filename.startswith("<") and path.name != "launch.py"
         _PATHS[filename] = path.relative_to(REPOSITORY).as_posix() if ours else None
     return _PATHS[filename]
 
