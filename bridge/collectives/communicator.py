@@ -248,8 +248,10 @@ class Communicator:
             return Pending.done(tensor)
         most = max(sizes)
         width = math.prod(tensor.shape[1:])
-        wire = torch.zeros(most, width, dtype=tensor.dtype, device=self._wire(tensor.device))
-        wire[: len(tensor)] = tensor.detach().reshape(len(tensor), width)
+        wire = tensor.detach().reshape(len(tensor), width).to(self._wire(tensor.device)).contiguous()
+        if min(sizes) < most:
+            wire, own = wire.new_zeros(most, width), wire
+            wire[: len(own)] = own
         parts = wire.new_empty(self.world_size * most, width)
         device, shape = tensor.device, tensor.shape[1:]
 

@@ -61,7 +61,8 @@ class HeadCall:
 
     def __post_init__(self) -> None:
         """Remember of which classes and rows the pass is."""
-        self.divisor = self.samples.mean_divisor
+        own = self.rows.batch.own_divisor
+        self.divisor = max(1, len(self.samples.labels_S)) if own is None else own
         self.rows_version = self.update.rows_version
 
     def run(self, *, want_gradient: bool) -> tuple[Tensor, Tensor | None]:
@@ -79,7 +80,7 @@ class HeadCall:
             targets=batch.target_B,
             highest_others=batch.highest_B,
             num_active=batch.num_active,
-            counts=self.samples.counts_S,
+            counts=None if batch.counts_B is None else batch.counts_B[batch.own],
         )
         if not self.want_rows:
             self.rows.discard()

@@ -108,6 +108,10 @@ class Batch:
     no class; None: all count. The features of those that do not are 0, and so is all that rows learn of them."""
     num_counted: Tensor | None = None
     """Sum of these: NaN if there is a wrong label."""
+    own: slice = field(default_factory=lambda: slice(None))
+    """Where the samples of this rank are."""
+    own_divisor: Tensor | None = None
+    """How many of these count, or 1, where a device alone knows."""
     queries_BD: Tensor | None = None
     """Features times ``logit_factor`` in the type of products, where a kernel has made them."""
     centers: int = 1
@@ -166,6 +170,7 @@ class Batch:
             spread_over=num_rows,
             counts_B=counts_B,
             num_counted=num_counted,
+            own_divisor=None if late is None else late.own_divisor,
             queries_BD=queries_BD,
         )
 

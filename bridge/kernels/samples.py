@@ -29,16 +29,24 @@ class SettledLabels(NamedTuple):
     """float32: 1 where the sample counts, 0 where it is ignored, NaN where its label is of no class."""
     num_counted: Tensor
     """float32 (0-dim): the sum of ``counts_B``."""
+    own_divisor: Tensor
+    """float32 (0-dim): how many of this rank's samples count, or 1."""
     positions_B: Tensor | None
     """int64: the label's row of this rank; −1: elsewhere, or the sample does not count. None: not looked for."""
 
 
-def settle_labels(labels_B: Tensor, num_classes: int, ignored: int | None, first: int, num_local: int) -> SettledLabels:
-    """Check labels int64 [B] of ``num_classes``, of which this rank has ``num_local`` from ``first`` on."""
+def settle_labels(
+    labels_B: Tensor, num_classes: int, ignored: int | None, first: int, num_local: int, own: slice
+) -> SettledLabels:
+    """Check labels int64 [B] of ``num_classes``, of which this rank has ``num_local`` from ``first`` on.
+
+    ``own``: where this rank's samples are.
+    """
     from geartrain.bridge.kernels.triton import samples as kernels
 
     counts_B = torch.empty_like(labels_B, dtype=torch.float32)
-    made = SettledLabels(torch.empty_like(labels_B), counts_B, counts_B.new_empty(()), torch.empty_like(labels_B))
+    sums = counts_B.new_empty(()), counts_B.new_empty(())
+    made = SettledLabels(torch.empty_like(labels_B), counts_B, *sums, torch.empty_like(labels_B))
     launch(
         kernels.settle_labels,
         (1,),
@@ -49,6 +57,8 @@ def settle_labels(labels_B: Tensor, num_classes: int, ignored: int | None, first
         _NO_IGNORED if ignored is None else ignored,
         first,
         num_local,
+        own.start,
+        own.stop,
         BLOCK=1024,
         num_warps=8,
         cost=Cost(36.0 * len(labels_B)),
@@ -106,6 +116,28 @@ def own_cosines(head: HeadPass, features_BD: Tensor) -> tuple[Tensor, Tensor]:
         cost=Cost(float(2 * features_BD.nbytes + features_BD.numel() * head.rows_LD.itemsize)),
     )
     return out_BD, cos_B
+
+
+def scale_sums(sum_B: Tensor, shift_B: Tensor, top_B: Tensor | None, cos_B: Tensor) -> Tensor:
+    """float64 [2, B] to be summed over ranks: Σ exp2(logit − shift) under ``top_B`` (None: the same), and cosines."""
+    from geartrain.bridge.kernels.triton import samples as kernels
+
+    joint_XB = cos_B.new_empty(2, len(cos_B), dtype=torch.float64)
+    launch(
+        kernels.scale_sums,
+        (-(-len(cos_B) // 128),),
+        sum_B,
+        shift_B,
+        shift_B if top_B is None else top_B,
+        cos_B,
+        joint_XB,
+        len(cos_B),
+        SHIFTED=top_B is not None,
+        BLOCK=128,
+        num_warps=4,
+        cost=Cost(36.0 * len(cos_B)),
+    )
+    return joint_XB
 
 
 class TargetAngle(NamedTuple):

@@ -97,11 +97,9 @@ class CountedSamples:
     """Of a mean: the sum of these; of labels on a device a tensor (0-dim, float64)."""
     amount: Any
     """What this rank's loss weighs beside those of others: its samples, or their weights; 1 where it is no mean.
-    Such a tensor, too."""
+    Of labels on a device maybe a tensor [S], of which it is the sum."""
     reduces: bool
     """Whether the pass gives the plain mean; else the loss of each sample."""
-    counts_S: Tensor | None = None
-    """Which of them count, on the features' device; None: all."""
 
     @staticmethod
     def of(
@@ -165,17 +163,23 @@ class CountedSamples:
         """
         check_label_type(labels, num)
         labels_S, is_mean = labels.detach(), settings.reduction == "mean"
-        counts_S = None if settings.ignore_index is None else labels_S != settings.ignore_index
         compute = torch.float64 if features.dtype == torch.float64 else torch.float32
-        amount: float | Tensor = float(num) if counts_S is None else counts_S.sum(dtype=torch.float64)
+        amount: float | Tensor = 1.0
+        if is_mean:
+            amount = float(num) if settings.ignore_index is None else labels_S != settings.ignore_index
         weight_S, divisor = None, amount
         if weight is not None:
             check_weight_type(weight, num)
             weight_S = upload(weight.detach(), labels.device).double()
             are_good_S = (weight_S >= 0) & (weight_S < math.inf)
-            labels_S = labels_S.where(are_good_S if counts_S is None else are_good_S | ~counts_S, BAD_WEIGHT)
-            weight_S = weight_S.where(are_good_S if counts_S is None else are_good_S & counts_S, 0.0)
-            amount = weight_S.sum()
+            if settings.ignore_index is None:
+                labels_S = labels_S.where(are_good_S, BAD_WEIGHT)
+            else:
+                counts_S = labels_S != settings.ignore_index
+                labels_S = labels_S.where(are_good_S | ~counts_S, BAD_WEIGHT)
+                are_good_S = are_good_S & counts_S
+            weight_S = weight_S.where(are_good_S, 0.0)
+            amount = weight_S if is_mean else amount
             if is_mean and num:  # as on the host: divided by a power of two
                 weight_S = torch.ldexp(weight_S, -torch.frexp(weight_S.amax()).exponent)
             divisor, weight_S = weight_S.sum(), weight_S.to(compute)
@@ -186,15 +190,9 @@ class CountedSamples:
             counted=None,
             weight_S=weight_S,
             divisor=divisor,
-            amount=amount if is_mean else 1.0,
+            amount=amount,
             reduces=is_mean and weight is None,
-            counts_S=counts_S,
         )
-
-    @property
-    def mean_divisor(self) -> int | Tensor:
-        """By which the sum of losses becomes their mean: how many count, or 1 where none does."""
-        return max(1, len(self.labels_S)) if self.counts_S is None else self.counts_S.sum().clamp_(min=1)
 
     def reduced(self, losses: Tensor, batch: int, reduction: Reduction) -> Tensor:
         """The loss (0-dim), or the losses [B], of what the pass gave: the plain mean, or the losses [S].

@@ -41,7 +41,7 @@ class StepStatistics:
     num_active: int
     """Classes that took part."""
     counts: Tensor | None = None
-    """[S] which samples count, where labels that are ignored are on a device; None: all."""
+    """[S] 1 where a sample counts, where labels are on a device; None: all."""
 
     def __repr__(self) -> str:
         """Its means, for print(): not a number for each sample."""
@@ -79,7 +79,8 @@ class StepStatistics:
         """Mean (0-dim) over those that count."""
         if self.counts is None:
             return values_S.mean()
-        return values_S.where(self.counts, 0.0).sum() / self.counts.sum()
+        counts_S = self.counts == 1
+        return values_S.where(counts_S, 0.0).sum() / counts_S.sum()
 
     def _mean(self, values_S: Tensor) -> float:
         return float(self.mean(values_S)) if len(values_S) else math.nan

@@ -23,10 +23,24 @@ def row_options(dim: int) -> dict[str, Any]:
 
 @triton.jit
 def settle_labels(
-    labels, settled, counts, num_counted, positions, num, num_classes, ignored, first, num_local, BLOCK: tl.constexpr
+    labels,
+    settled,
+    counts,
+    num_counted,
+    own_divisor,
+    positions,
+    num,
+    num_classes,
+    ignored,
+    first,
+    num_local,
+    own_start,
+    own_stop,
+    BLOCK: tl.constexpr,
 ):
     largest = tl.zeros((BLOCK,), tl.int64)
     total = tl.zeros((BLOCK,), tl.float32)
+    own = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, num, BLOCK):
         b = start + tl.arange(0, BLOCK)
         label = tl.load(labels + b, mask=b < num, other=-1)
@@ -34,8 +48,10 @@ def settle_labels(
         largest = tl.maximum(largest, tl.where(good, label, 0))
         count = tl.where(good, 1.0, tl.where(label == ignored, 0.0, float("nan")))
         total += tl.where(b < num, count, 0.0)
+        own += tl.where((b >= own_start) & (b < own_stop) & good, 1.0, 0.0)
     stand_in = tl.max(largest, 0)
     tl.store(num_counted, tl.sum(total, 0))
+    tl.store(own_divisor, tl.maximum(tl.sum(own, 0), 1.0))
     for start in range(0, num, BLOCK):
         b = start + tl.arange(0, BLOCK)
         label = tl.load(labels + b, mask=b < num, other=-1)
@@ -133,6 +149,19 @@ def losses(
     tl.store(lse2 + b, lse, mask=inside)
     tl.store(target_weights + b, (-rest / total).to(tl.float32) * by_cos / scale, mask=inside)
     tl.store(coefficients + b, tl.exp2(shift - lse), mask=inside)
+
+
+@triton.jit
+def scale_sums(sums, shifts, tops, cosines, out, num, SHIFTED: tl.constexpr, BLOCK: tl.constexpr):
+    b = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = b < num
+    values = tl.load(sums + b, mask=inside, other=0.0).to(tl.float64)
+    if SHIFTED:
+        top = tl.load(tops + b, mask=inside, other=0.0)
+        base = tl.where(tl.abs(top) < float("inf"), top, 0.0)
+        values *= tl.exp2(tl.load(shifts + b, mask=inside, other=0.0) - base).to(tl.float64)
+    tl.store(out + b, values, mask=inside)
+    tl.store(out + num + b, tl.load(cosines + b, mask=inside, other=0.0).to(tl.float64), mask=inside)
 
 
 @triton.jit

@@ -8,7 +8,7 @@ from geartrain.bridge.kernels.triton import samples
 from scripts.kernels.compile import Case
 
 _TYPES = {"labels": "*i64", "settled": "*i64", "positions": "*i64", "numbers": "*i64", "sums": "*fp64"}
-_INTEGERS = ("num", "num_classes", "first", "num_local")
+_INTEGERS = ("num", "num_classes", "first", "num_local", "own_start", "own_stop")
 _NUMBERS = ("factor", "scale", "cos_m", "sin_m", "m3")
 
 
@@ -31,7 +31,7 @@ def _case(name: str, kernel: str, types: dict[str, str] | None = None, *, num_wa
         signature=signature,
         constants=constants,
         options={"num_warps": num_warps},
-        odd=("ignored", "num", "num_classes", "first", "num_local"),
+        odd=("ignored", *_INTEGERS),
     )
 
 
@@ -40,6 +40,7 @@ CASES = [
     _case("prepare features, bf16", "prepare_features", {"features": "*bf16", "queries": "*bf16"}),
     _case("prepare features, fp32, no margin", "prepare_features", inverse=None, counts=None),
     _case("own cosines, bf16, picked", "own_cosines", {"rows": "*bf16"}),
+    _case("sums for other ranks", "scale_sums", BLOCK=128, SHIFTED=True),
     _case("losses", "losses", BLOCK=128, HAS_MARGIN=True),
     _case("finish gradient", "finish_gradient"),
     _case("finish gradient, of one rank of several", "finish_gradient", own=None, coefficients=None, own_weights=None),

@@ -21,7 +21,6 @@ from torch import Tensor
 from geartrain.ams.programs.class_head import NO_LOGIT
 from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
 from geartrain.bridge.collectives.communicator import Communicator
-from geartrain.bridge.collectives.cross_entropy import joint_sums
 from geartrain.bridge.head.backends.active_rows import DeviceActive, LocalActive
 from geartrain.bridge.head.batch import Batch, DeviceTargets
 from geartrain.bridge.head.loss.margins.angular import CombinedMargin
@@ -37,7 +36,7 @@ from geartrain.bridge.kernels.head import (
     squared_norm,
 )
 from geartrain.bridge.kernels.launch import runs_kernels
-from geartrain.bridge.kernels.samples import Losses, TargetAngle, add_own, losses, own_cosines, own_gradient
+from geartrain.bridge.kernels.samples import Losses, TargetAngle, add_own, losses, own_cosines, own_gradient, scale_sums
 from geartrain.bridge.placements.device_rows import DeviceRows
 from geartrain.bridge.placements.workspace import Arithmetic, Buffer, Scratch, Workspace
 from geartrain.bridge.rows.gradient_carrier import squared_sum
@@ -293,12 +292,18 @@ class _Summed(OnlineSoftmax):
         """Those of all samples, from the sums over all ranks; fill in the batch."""
         batch, (shift_B, sum_B, _) = self._batch, self._found
         highest_B = None if self.sums.highest_PB is None else self.sums.highest_PB[0]
-        joint_B, (sum_B, cos_B), highest_B = joint_sums(
-            self._link, shift_B, sum_B, [self._cos_B], exp=torch.exp2, shifted=batch.shifted, highest_B=highest_B
-        )
+        joint_B, cos_B, link = shift_B, self._cos_B, self._link
+        if link is not None and link.world_size > 1:
+            maxima = [*([shift_B] if batch.shifted else []), *([] if highest_B is None else [highest_B])]
+            if maxima:
+                joint_maxima = link.max(torch.stack(maxima))
+                joint_B = joint_maxima[0] if batch.shifted else shift_B
+                highest_B = None if highest_B is None else joint_maxima[-1]
+            sum_B, joint_cos_B = link.sum(scale_sums(sum_B, shift_B, joint_B if batch.shifted else None, cos_B))
+            cos_B = joint_cos_B.float()
         if highest_B is None and batch.shift_is_highest:
             highest_B = joint_B
-        own, cos_B = self.own, cos_B.float()
+        own = self.own
         batch.target_B, batch.highest_B = cos_B[own], None if highest_B is None else highest_B[own] / batch.logit_factor
         made = losses(cos_B, joint_B, sum_B, shift_B, batch.counts_B, self._angle)
         batch.lse2_B, batch.target_weight_B = made.lse2_B, made.target_weight_B

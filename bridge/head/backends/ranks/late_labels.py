@@ -35,14 +35,16 @@ class LateLabels:
         self._living: tuple[LiveClasses, Tensor, Tensor] | None = None
         """The classes that live, and on a device where each run of retired ones starts and the last one stopped."""
 
-    def settled(self, labels_B: Tensor, live_classes: LiveClasses, step: int, rows: DeviceRows) -> SettledLabels:
+    def settled(
+        self, labels_B: Tensor, live_classes: LiveClasses, step: int, rows: DeviceRows, own: slice
+    ) -> SettledLabels:
         """Labels of living classes alone, and what each sample counts.
 
         A label that is ignored or wrong becomes one of those that count; of none that does, any living class.
         """
         self._under_way.append((Readback(labels_B), step, live_classes))
         if runs_kernels(labels_B.device) and live_classes.are_all:
-            return settle_labels(labels_B, live_classes.num_classes, self._ignored, rows.first, rows.num_local)
+            return settle_labels(labels_B, live_classes.num_classes, self._ignored, rows.first, rows.num_local, own)
         are_good_B = self._live(labels_B, live_classes)
         if self._ignored is None:
             counts_B = torch.where(are_good_B, 1.0, torch.nan)
@@ -52,7 +54,8 @@ class LateLabels:
             any_living = int(live_classes.ids(np.zeros(1, np.int64))[0])
             stand_in = labels_B.where(are_good_B, any_living).amax()
             labels_B = labels_B.where(are_good_B, stand_in)
-        return SettledLabels(labels_B, counts_B, counts_B.sum(), None)
+        own_divisor = are_good_B[own].sum(dtype=torch.float32).clamp_(min=1)
+        return SettledLabels(labels_B, counts_B, counts_B.sum(), own_divisor, None)
 
     def _live(self, labels_B: Tensor, live_classes: LiveClasses) -> Tensor:
         are_ids_B = labels_B == labels_B.clamp(0, live_classes.num_classes - 1)

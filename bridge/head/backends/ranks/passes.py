@@ -141,7 +141,7 @@ class RankRows:
             self._fused.take_terms(weights_B)
         else:
             self._pass = self._pass if weights_B is None else pass_for(batch, weights_B)
-        checksum = factor + batch.lse2_B.sum() + batch.target_weight_B.sum()
+        checksum = factor + torch.dot(batch.lse2_B, batch.target_weight_B)  # 0 · ∞ is NaN, too
         if batch.num_counted is not None:
             checksum = checksum + batch.num_counted
         factors = Factors(

@@ -144,9 +144,11 @@ class RankStep:
             self.backend.select.prepare()
         table, arithmetic = self.backend.table, Arithmetic.of(joint_features_BD)
         late: SettledLabels | None = None
+        first = sum(agreed.sizes[: table.link.rank])
+        own = slice(first, first + agreed.sizes[table.link.rank])
         if agreed.late:
             late = self.backend.late_labels.settled(
-                joint_labels_B, self.backend.live_classes, self.backend.update.step, table
+                joint_labels_B, self.backend.live_classes, self.backend.update.step, table, own
             )
         labels_B: Ids | Tensor = joint_labels_B.numpy() if late is None else late.labels_B
         num_active, here = self.backend.selector.choose(labels_B, self.backend.live_classes, self.backend.update.step)
@@ -170,6 +172,7 @@ class RankStep:
         else:
             targets = here.targets(numbers_B)
         batch = Batch.of(joint_features_BD, targets, labels_B, margin, stands_for, arithmetic, smoothing, late)
+        batch.own = own
         batch.num_active, batch.centers = num_active, self.backend.settings.sub_centers
         is_alone_on_host = table.link.world_size == 1 and joint_features_BD.device.type == "cpu"
         batch.looks_for_highest = is_alone_on_host or self.backend.update.step % LOOKS_EVERY == 0
@@ -267,7 +270,11 @@ class RankStep:
         take_mean, known_amounts = all(reducing), [float_of(bits) for bits in amounts]
         rank_weight: float | Tensor = 1.0
         if not take_mean and any(mark & 2 for mark in marked):
-            own = amount if isinstance(amount, Tensor) else upload(np.array(amount), self.backend.table.device)
+            own = (
+                amount.sum(dtype=torch.float64)
+                if isinstance(amount, Tensor)
+                else upload(np.array(amount), self.backend.table.device)
+            )
             total = self.backend.table.link.sum(own)
             rank_weight = own / total.where(total != 0, 1.0)
         elif not take_mean:
