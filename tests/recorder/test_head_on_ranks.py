@@ -18,15 +18,15 @@ PARTIAL: dict[str, Any] = {"select": 0.1}
 ON_DEVICE: dict[str, Any] = {"labels": "cuda"}
 
 BUDGETS = [
-    Budget(63, 0, "head", LARGE),
-    Budget(67, 0, "head", LARGE | {"autocast": "bfloat16"}),
-    Budget(68, 0, "head", LARGE | NARROW),
-    Budget(393, 0, "head", LARGE | NARROW | PARTIAL),
-    Budget(398, 1, "head", LARGE | PARTIAL | ON_DEVICE),
-    Budget(95, 0, "head", LARGE | NARROW | ON_DEVICE | {"clip": True}),
-    Budget(73, 0, "head", LARGE | ON_DEVICE | {"optimizer": "AdamW"}),
-    Budget(92, 0, "head", LARGE | NARROW | {"ranks": 8}),
-    Budget(377, 3, "head", LARGE | NARROW | PARTIAL | ON_DEVICE | {"ranks": 8}),
+    Budget(28, 0, "head", LARGE),
+    Budget(28, 0, "head", LARGE | {"autocast": "bfloat16"}),
+    Budget(28, 0, "head", LARGE | NARROW),
+    Budget(46, 0, "head", LARGE | NARROW | PARTIAL),
+    Budget(53, 0, "head", LARGE | PARTIAL | ON_DEVICE),
+    Budget(52, 0, "head", LARGE | NARROW | ON_DEVICE | {"clip": True}),
+    Budget(35, 0, "head", LARGE | ON_DEVICE | {"optimizer": "AdamW"}),
+    Budget(38, 0, "head", LARGE | NARROW | {"ranks": 8}),
+    Budget(63, 0, "head", LARGE | NARROW | PARTIAL | ON_DEVICE | {"ranks": 8}),
 ]
 reports = reports_of(BUDGETS)
 

@@ -34,6 +34,7 @@ from geartrain.bridge.kernels.head import (
     row_gradients,
     sample_terms,
     squared_norm,
+    update_rows,
 )
 from geartrain.bridge.kernels.launch import runs_kernels
 from geartrain.bridge.kernels.samples import Losses, TargetAngle, add_own, losses, own_cosines, own_gradient, scale_sums
@@ -148,6 +149,14 @@ class FusedPass:
         assert self._terms is not None
         return row_gradients(self._head, exponentials_NB, start, stop, self._terms, factor)
 
+    def update(self, optimizer: RowOptimizerSpec, factor: Tensor) -> None:
+        """Update the rows by ``optimizer`` with ``factor`` (0-dim) times the gradient."""
+        assert self._terms is not None
+        for start, stop, made_NB in self.ranges():
+            update_rows(
+                self._head, made_NB, start, stop, self._terms, factor, optimizer, self._table.stored, lr=optimizer.lr
+            )
+
     def let_go(self) -> None:
         """Forget what is kept; it is made again where it is wanted."""
         self._kept_KB = None
@@ -198,6 +207,9 @@ class FusedGradient:
 
     def update(self, table: DeviceRows, active: LocalActive, optimizer: RowOptimizerSpec, scale: Tensor) -> None:
         """Update the rows by ``optimizer`` with ``scale`` (0-dim) times the gradient."""
+        if len(self.passes) == 1:
+            self.passes[0].update(optimizer, self.factors[0] * scale)
+            return
         assert isinstance(active, DeviceActive), "the device's"
         active = active.trimmed()
         places = active.places(table.device)
