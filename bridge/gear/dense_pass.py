@@ -19,7 +19,7 @@ from geartrain.ams.values.gear_messages import Failure, without
 from geartrain.ams.values.specs import Ids
 from geartrain.bridge.gear.config import SlowGearConfig
 from geartrain.bridge.gear.samples import SHOWN, Samples
-from geartrain.bridge.rows.transfers import upload
+from geartrain.bridge.rows.transfers import download, upload
 
 R = TypeVar("R")
 _HALF_SCALE = 4096.0
@@ -63,12 +63,12 @@ class DensePass:
         others than those of :meth:`features`."""
 
     def features(self, ids: Ids) -> tuple[Tensor, dict[int, Failure]]:
-        """Compute the features [K, D] float32 of ``ids`` on the device; rows of those that failed are zeros.
+        """Compute the features [K, D] float32 of ``ids`` on the host; rows of those that failed are zeros.
 
         ceil(K / max_batch) forward passes without a graph; more to find out which sample spoils a batch. Raises
         ModuleFailed if all of a batch do, and InvalidArgument if the module makes no [B, D].
         """
-        out_KD = torch.zeros(len(ids), self.dim, device=self.device)
+        out_KD = torch.zeros(len(ids), self.dim, device="cpu")
         failures: dict[int, Failure] = {}
         for start in range(0, len(ids), self.max_batch):
             part = ids[start : start + self.max_batch]
@@ -79,18 +79,18 @@ class DensePass:
                     vectors_BD, spoiled = self._computed(part[good], batch)
                 failed |= spoiled
                 positions = start + np.flatnonzero(good)
-                out_KD[upload(positions, self.device)] = vectors_BD
+                out_KD[torch.from_numpy(positions)] = vectors_BD
             failures |= failed
         if failures:
-            out_KD[upload(np.flatnonzero(~without(ids, failures)), self.device)] = 0.0
+            out_KD[torch.from_numpy(np.flatnonzero(~without(ids, failures)))] = 0.0
         return out_KD, failures
 
     def _computed(self, ids: Ids, batch: Tensor) -> tuple[Tensor, dict[int, Failure]]:
         """The features of samples. An exception of the module is raised if it is of every sample alone, too."""
         try:
             with self.lock, torch.no_grad(), self._mode(self._train_mode == "always", keeps_buffers=True):
-                vectors_BD = self._forward(batch, self._autocast)
-            failed = _non_finite(ids, vectors_BD)
+                vectors_BD = download(self._forward(batch, self._autocast))
+            failed = _non_finite(ids, torch.isfinite(vectors_BD).all(dim=1))
             if len(ids) == 1 or not self._spoils(failed, ids, self._train_mode == "always"):
                 return vectors_BD, failed
         except GeartrainError:
@@ -101,7 +101,7 @@ class DensePass:
         halves = _by_halves(
             ids,
             lambda part: self._computed(ids[part], batch[part]),
-            lambda part, exc: (torch.zeros(len(part), self.dim, device=self.device), _raised(part, exc)),
+            lambda part, exc: (torch.zeros(len(part), self.dim, device="cpu"), _raised(part, exc)),
         )
         return torch.cat([vectors for vectors, _ in halves]), halves[0][1] | halves[1][1]
 
@@ -179,17 +179,20 @@ class DensePass:
         scale = _HALF_SCALE if autocast is torch.float16 else 1.0
         with torch.enable_grad(), self._mode(self._train_mode != "never"):
             vectors_BD = self._forward(batch, autocast)
-            bad = _non_finite(ids, vectors_BD)
-            if bad:
+            finite_B = torch.isfinite(vectors_BD.detach()).all(dim=1)
+            if self.device.type == "cpu" and (bad := _non_finite(ids, finite_B)):  # of a device the host asks once
                 return bad
             parameters = [p for p in self.module.parameters() if p.requires_grad]
             grads = torch.autograd.grad(
                 vectors_BD, parameters, upload(gradients_BD, self.device).float() * scale, allow_unused=True
             )
-            if self.on_recomputed is not None and self._train_mode != "backward":
-                self.on_recomputed(ids, vectors_BD.detach())
-        found = [grad for grad in grads if grad is not None]
-        if found and not bool(torch.stack([torch.isfinite(grad).all() for grad in found]).all()):
+        sound = [torch.isfinite(grad).all().reshape(1) for grad in grads if grad is not None]
+        host = download(torch.cat([finite_B, *sound]))
+        if bad := _non_finite(ids, host[: len(ids)]):
+            return bad
+        if self.on_recomputed is not None and self._train_mode != "backward":
+            self.on_recomputed(ids, vectors_BD.detach())
+        if not bool(host[len(ids) :].all()):
             return {}
         for parameter, grad in zip(parameters, grads, strict=True):
             if grad is not None:
@@ -279,6 +282,5 @@ def _not_finite(ids: Ids, what: str) -> dict[int, Failure]:
     return {number: Failure(NonFinite.__name__, f"the {what} of id {number} {reason}") for number in ids.tolist()}
 
 
-def _non_finite(ids: Ids, vectors_BD: Tensor) -> dict[int, Failure]:
-    finite = torch.isfinite(vectors_BD.detach()).all(dim=1)
-    return {} if bool(finite.all()) else _not_finite(ids[~finite.cpu().numpy()], "dense feature")
+def _non_finite(ids: Ids, finite_B: Tensor) -> dict[int, Failure]:
+    return {} if bool(finite_B.all()) else _not_finite(ids[~finite_B.numpy()], "dense feature")

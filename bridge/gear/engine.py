@@ -297,7 +297,7 @@ class DenseEngine:
             self._refresh()
             version = self.dense_version
         vectors_KD, failures = self._pass.features(ids)
-        reply = self._reply(ids, download(vectors_KD).numpy(), failures, version)
+        reply = self._reply(ids, vectors_KD.numpy(), failures, version)
         if self.cache is not None:
             good = without(ids, failures)
             try:

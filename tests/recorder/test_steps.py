@@ -23,7 +23,7 @@ BUDGETS = [
     Budget(95, 0, "split"),
     Budget(95, 10, "topk"),
     Budget(5, 1, "dense"),
-    Budget(65, 7, "gear"),
+    Budget(55, 5, "gear"),
 ]
 reports = reports_of(BUDGETS)
 
