@@ -17,6 +17,7 @@ from geartrain.ams.values.errors import InvalidArgument, InvalidIds
 from geartrain.ams.values.specs import Ids
 from geartrain.ams.values.text import counted, quoted
 from geartrain.bridge.embedding.levels import Nodes, nodes_of
+from geartrain.bridge.rows.transfers import downloaded
 
 Weights = npt.NDArray[np.float32]
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -80,8 +81,8 @@ I = TypeVar("I", bound=FieldIds)  # noqa: E741
 def ids_of_batch(batch: Any, names: list[str], parse: Callable[[Any, str], I]) -> list[I]:
     """The ids of the fields ``names`` in a batch: a mapping, or something with keys(), values() and lengths().
 
-    ``parse`` makes those of one field: :func:`batch_ids` or :func:`tensor_ids`. Raises InvalidArgument for a batch
-    without one of them, InvalidIds for ids of another kind.
+    ``parse`` makes those of one field: :func:`batch_ids`, for which those on a device are fetched in one copy, or
+    :func:`tensor_ids`. Raises InvalidArgument for a batch without one of them, InvalidIds for ids of another kind.
     """
     if not isinstance(batch, Mapping) and _is_jagged(batch):
         batch = _by_key(batch)
@@ -96,7 +97,13 @@ def ids_of_batch(batch: Any, names: list[str], parse: Callable[[Any, str], I]) -
             f"the batch has no ids of field {missing[0]!r}; it has {', '.join(map(repr, batch)) or 'nothing'}. Give "
             "an empty bag to samples without any"
         )
-    given = [_of_level(parse(batch[name], name), nodes_of(batch, name), name) for name in names]
+    parts = {name: _parts_of(batch[name], name) for name in names}
+    if parse is batch_ids:
+        parts = on_host(parts)
+    given = [
+        _of_level(parse(part if len(part) > 1 else part[0], name), nodes_of(batch, name), name)
+        for name, part in parts.items()
+    ]
     for name, ids in zip(names, given, strict=True):
         if ids.num_samples != given[0].num_samples:
             raise InvalidIds(
@@ -122,10 +129,15 @@ def bags_as_torch(ids: Any, offsets: Any, weights: Any, *, ends: bool, name: str
     """
     if offsets is None and weights is None:
         return ids
+    if isinstance(ids, Tensor) and ids.ndim == 1 and isinstance(offsets, Tensor) and offsets.dtype in _INTEGERS:
+        end = offsets.new_full((0 if ends else 1,), len(ids))
+        return ids, torch.cat([offsets, end]) if offsets.ndim == 1 else offsets, weights
     if offsets is not None:
         bounds = _integers(offsets, name, "the offsets")
         return (ids, bounds if ends else np.append(bounds, len(_integers(ids, name, "the ids"))), weights)
-    array, its_shape = _integers(ids, name, "the ids"), list(getattr(weights, "shape", np.shape(weights)))
+    is_tensor = isinstance(ids, Tensor) and ids.dtype in _INTEGERS
+    array: Any = ids if is_tensor else _integers(ids, name, "the ids")
+    its_shape = list(getattr(weights, "shape", np.shape(weights)))
     if array.ndim not in (1, 2) or list(array.shape) != its_shape:
         raise InvalidArgument(
             f"the weights of field {name!r} have shape {its_shape} and its ids {list(array.shape)}; without offsets "
@@ -174,32 +186,48 @@ def _parts_of(given: Any, name: str) -> tuple[Any, ...]:
     return (given,)
 
 
-def tensor_ids(given: Any, name: str, device: torch.device) -> TensorIds:
-    """What :func:`batch_ids` makes, on ``device``. Tensors of integers are looked at in tensor operations; whatever
-    else they are, or lack, is for :func:`batch_ids` to take or to name.
+def tensor_ids(given: Any, name: str) -> TensorIds:
+    """What :func:`batch_ids` makes, as tensors where they lie. Whatever else they are, or lack, is for
+    :func:`batch_ids` to take or to name; but tensors on a device are not looked at, since the host would wait.
     """
     values, *jagged = _parts_of(given, name)
     offsets: Any = jagged[0] if jagged else None
     weights: Any = jagged[1] if jagged else None
     if isinstance(values, Tensor) and values.dtype in _INTEGERS:
         if not jagged and values.ndim in (1, 2) and values.shape[-1]:
-            flat = values.reshape(-1).to(device, torch.int64)
-            return TensorIds(flat, values.shape[1] if values.ndim == 2 else 1, is_vector=values.ndim == 1)
+            return TensorIds(values.reshape(-1), values.shape[1] if values.ndim == 2 else 1, is_vector=values.ndim == 1)
+        own = weights.detach() if isinstance(weights, Tensor) else weights
         if (
             isinstance(offsets, Tensor)
             and offsets.dtype in _INTEGERS
             and values.ndim == offsets.ndim == 1 <= len(offsets)
+            and (own is None or (isinstance(own, Tensor) and own.shape == values.shape and not own.is_complex()))
+            and (offsets.device.type != "cpu" or _rises(offsets, len(values)))
+            and (own is None or own.device.type != "cpu" or bool(own.isfinite().all()))
         ):
-            values, offsets = values.to(device, torch.int64), offsets.to(device, torch.int64, copy=True)
-            own = weights.detach().to(device, torch.float32, copy=True) if isinstance(weights, Tensor) else weights
-            are_sound = (offsets[0] == 0) & (offsets[-1] == len(values)) & (offsets.diff() >= 0).all()
-            fits = own is None or (isinstance(own, Tensor) and own.shape == values.shape and bool(own.isfinite().all()))
-            if fits and bool(are_sound):
-                return TensorIds(values, offsets, own, weights if own is not None and weights.requires_grad else None)
+            return TensorIds(values, offsets, own, weights if own is not None and weights.requires_grad else None)
     host = batch_ids(given, name)
-    bags = host.bags if isinstance(host.bags, int) else torch.from_numpy(host.bags).to(device)
-    weights = None if host.weights is None else torch.from_numpy(host.weights).to(device)
-    return TensorIds(torch.from_numpy(host.values).to(device), bags, weights, host.given_weights, host.is_vector)
+    bags = host.bags if isinstance(host.bags, int) else torch.from_numpy(host.bags)
+    weights = None if host.weights is None else torch.from_numpy(host.weights)
+    return TensorIds(torch.from_numpy(host.values), bags, weights, host.given_weights, host.is_vector)
+
+
+def _rises(offsets: Tensor, end: int) -> bool:
+    return bool((offsets[0] == 0) & (offsets[-1] == end) & (offsets.diff() >= 0).all())
+
+
+def on_host(parts: dict[str, tuple[Any, ...]]) -> dict[str, tuple[Any, ...]]:
+    """The parts of fields with what lies on a device in host memory: one copy, for which the host waits once. Weights
+    that need a gradient stay.
+    """
+    own = {
+        id(item): item
+        for part in parts.values()
+        for item in part
+        if isinstance(item, Tensor) and item.device.type != "cpu" and not item.requires_grad
+    }
+    host = dict(zip(own, downloaded(list(own.values())), strict=True))
+    return {name: tuple(host.get(id(item), item) for item in part) for name, part in parts.items()}
 
 
 def _is_several(given: Any) -> bool:
@@ -261,19 +289,24 @@ def _by_key(jagged: Any) -> dict[str, Any]:
         raise InvalidIds(f"{len(lengths)} lengths are no multiple of the {len(keys)} keys of the batch")
     bags = len(lengths) // len(keys)
     offsets = _offsets_of(lengths, "/".join(map(str, keys)))
-    if offsets[-1] != len(values):
-        raise InvalidIds(f"the lengths of the batch add up to {offsets[-1]}, and there are {len(values)} ids")
+    firsts = offsets[::bags].tolist() if bags else [0] * (len(keys) + 1)  # of lengths on a device the host waits here
+    if firsts[-1] != len(values):
+        raise InvalidIds(f"the lengths of the batch add up to {firsts[-1]}, and there are {len(values)} ids")
     parts = {}
     for number, key in enumerate(keys):
         own = offsets[number * bags : (number + 1) * bags + 1]
-        begin, end = int(own[0]), int(own[-1])
+        begin, end = firsts[number], firsts[number + 1]
         parts[key] = (values[begin:end], own - begin, None if weights is None else weights[begin:end])
     return parts
 
 
 def _offsets_of(lengths: Any, name: str) -> Any:
     """Offsets of bags of these lengths: a tensor of one, else an array."""
-    if isinstance(lengths, Tensor) and lengths.dtype in _INTEGERS and bool((lengths >= 0).all()):
+    if (
+        isinstance(lengths, Tensor)
+        and lengths.dtype in _INTEGERS
+        and (lengths.device.type != "cpu" or bool((lengths >= 0).all()))
+    ):
         return nn.functional.pad(lengths.cumsum(0), (1, 0))
     counts = _integers(lengths, name, "the lengths")
     if len(counts) and counts.min() < 0:

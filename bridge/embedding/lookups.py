@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +19,7 @@ from geartrain.bridge.embedding.hosted_bags import HostedLookup
 from geartrain.bridge.embedding.ids import BatchIds
 from geartrain.bridge.embedding.update import EmbeddingGradient, EmbeddingUpdate, TableGradient
 from geartrain.bridge.rows.same_rows import incarnation_of
-from geartrain.bridge.rows.transfers import upload
+from geartrain.bridge.rows.transfers import downloaded, upload
 
 if TYPE_CHECKING:
     from geartrain.ams.client.table import Table
@@ -155,7 +155,12 @@ class LookupCall:
                     "backward; look the ids up again"
                 )
             part.row_update.require_no_step()  # of all of them, before any takes something
-        self._add([None if item is None else _host(item) for item in upstream])
+        places = [place for place, item in enumerate(upstream) if item is not None]
+        fetched = downloaded([cast("Tensor", upstream[place]) for place in places])
+        every: list[Floats | None] = [None] * len(upstream)
+        for place, item in zip(places, fetched, strict=True):
+            every[place] = item.to(torch.float32).contiguous().numpy()
+        self._add(every)
 
     def _add(self, every: Sequence[Floats | None]) -> None:
         gradients, of_bags = every[: len(self._features)], every[len(self._features) :]
@@ -197,11 +202,6 @@ class LookupCall:
                 own_squares = squares if len(self._parts) == 1 else _squares(tables)
                 collected = EmbeddingGradient(tables, own_squares, bags)
                 part.row_update.add(collected, checksum, self._num_samples)
-
-
-def _host(gradient: Tensor) -> Floats:
-    host: Floats = gradient.detach().to("cpu", torch.float32).contiguous().numpy()
-    return host
 
 
 def _squares(tables: dict[int, TableGradient]) -> float:

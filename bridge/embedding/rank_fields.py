@@ -8,7 +8,9 @@ one number.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -18,6 +20,7 @@ from geartrain.ams.kernels.embedding import FeatureIds
 from geartrain.ams.values.errors import (
     GeartrainError,
     InvalidArgument,
+    InvalidIds,
     NonFinite,
     SpecMismatch,
     StepMismatch,
@@ -30,18 +33,13 @@ from geartrain.bridge.embedding.group_rows import GroupRows, GroupSettings, Trai
 from geartrain.bridge.embedding.ids import TensorIds, ids_of_batch, tensor_ids
 from geartrain.bridge.embedding.lookups import require_first_derivative
 from geartrain.bridge.embedding.modes import SSP
-from geartrain.bridge.embedding.vectors import (
-    bag_of_each,
-    counted_places,
-    out_of_range,
-    pooled,
-    pooling_factors,
-    require_no_max_weights,
-)
-from geartrain.bridge.placements.device_lookup import BagGradient, DeviceLookup, FieldBags
+from geartrain.bridge.embedding.vectors import out_of_range, pooling_factors, require_no_max_weights
+from geartrain.bridge.kernels.lookup import Entries, FieldShape, index_fields
+from geartrain.bridge.placements.device_lookup import DeviceLookup, RowGradients
 from geartrain.bridge.placements.device_rows import DeviceRows
 from geartrain.bridge.placements.device_snapshot import DevicePlacement
 from geartrain.bridge.placements.device_update import DeviceUpdate
+from geartrain.bridge.rows.transfers import Readback, packed
 
 
 class RankBatch:
@@ -49,14 +47,22 @@ class RankBatch:
 
     tables = ids = ()  # nothing is pulled ahead
 
-    def __init__(self, given: Sequence[TensorIds], failure: GeartrainError | None) -> None:
+    def __init__(
+        self,
+        given: Sequence[TensorIds],
+        asked: Entries | None,
+        status: Tensor | None,
+        failure: GeartrainError | None = None,
+    ) -> None:
         self.given = given
+        self.asked, self.status = asked, status
+        """Of the fields with rows, and what is wrong with their ids (``index_fields``)."""
         self.failure = failure
         self.is_bounded = False
         self.is_pulled = True
 
 
-class RankTablesUpdate(DeviceUpdate[BagGradient]):
+class RankTablesUpdate(DeviceUpdate[RowGradients]):
     """The update of several tables, under the names of all."""
 
     @property
@@ -90,6 +96,9 @@ class RankFields(GroupRows):
         self.parts = [TrainedTables(update, DevicePlacement(update)) for update in self._updates]
         self._names = [name for names in order for name in names]
         self._tables = [tables[name] for name in self._names]
+        self._num_rows = [table.spec.num_rows or 0 for table in self._tables]
+        self._under_way: deque[tuple[Readback, Sequence[TensorIds]]] = deque()
+        """What is wrong with the ids of batches, and these."""
         self.write_logs = []
         self._with_rows = settings.with_rows
 
@@ -109,46 +118,111 @@ class RankFields(GroupRows):
 
     def merged(self, batch: Any) -> RankBatch:
         try:
-            names = [field.name for field in self._fields]
-            given = ids_of_batch(batch, names, lambda own, name: tensor_ids(own, name, self._device))
+            given = ids_of_batch(batch, [field.name for field in self._fields], tensor_ids)
             for field, ids in zip(self._fields, given, strict=True):
                 require_no_max_weights(field, ids)
-            for number in self._with_rows:
-                self._require_in_range(self._fields[number], given[number])
-            return RankBatch(given, None)
+            return self._asked(given)
         except GeartrainError as exc:
-            return RankBatch((), exc)
+            return RankBatch((), None, None, exc)
+
+    def _asked(self, given: list[TensorIds]) -> RankBatch:
+        """The batch on the device: one copy of ids and offsets, and one of weights if there are any."""
+        device, fields = self._device, [self._fields[number] for number in self._with_rows]
+        for number, field in enumerate(self._fields):
+            if field.features is not None:
+                given[number] = replace(given[number], values=given[number].values.to(device))
+        own = [given[number] for number in self._with_rows]
+        shapes = [
+            FieldShape(
+                self._names.index(field.table_name),
+                len(ids.values),
+                len(ids.values) if _is_by_id(field, ids) else ids.num_bags,
+                1 if _is_by_id(field, ids) else ids.bags if isinstance(ids.bags, int) else 0,
+                "sum" if _is_by_id(field, ids) else str(field.pooling),
+                field.padding_id,
+            )
+            for field, ids in zip(fields, own, strict=True)
+        ]
+        jagged = [place for place, ids in enumerate(own) if not isinstance(ids.bags, int)]
+        jagged.sort(key=lambda place: shapes[place].length)  # those that are pooled by offsets first
+        bounds = [cast("Tensor", own[place].bags) for place in jagged]
+        numbers = packed([*(ids.values for ids in own), *bounds], torch.int64, device)
+        parts = numbers.split_with_sizes([*(len(ids.values) for ids in own), *map(len, bounds)])
+        weights_N, weights = None, list[Tensor | None]([None] * len(own))
+        if any(ids.weights is not None for ids in own):
+            ones = [torch.ones(len(ids.values), device=ids.values.device) for ids in own]
+            plain = [one if ids.weights is None else ids.weights for ids, one in zip(own, ones, strict=True)]
+            weights_N = packed(plain, torch.float32, device).to(torch.float32)
+            weights = list(weights_N.split_with_sizes([len(ids.values) for ids in own]))
+            if any(ids.given_weights is not None for ids in own):  # those count later, so that they get a gradient
+                weights_N = torch.cat(
+                    [
+                        torch.ones_like(cast("Tensor", mine)) if ids.given_weights is not None else cast("Tensor", mine)
+                        for ids, mine in zip(own, weights, strict=True)
+                    ]
+                )
+        ends = dict(zip(jagged, parts[len(own) :], strict=True))
+        for place, (number, ids) in enumerate(zip(self._with_rows, own, strict=True)):
+            own_weights = None if ids.weights is None else weights[place]
+            given[number] = replace(ids, values=parts[place], bags=ends.get(place, ids.bags), weights=own_weights)
+        num_ids = sum(len(ids.values) for ids in own)
+        num_bounds = sum(shape.num_vectors + 1 for shape in shapes if not shape.length)
+        offsets = numbers[num_ids : num_ids + num_bounds] if num_bounds else None
+        asked, status = index_fields(shapes, numbers[:num_ids], offsets, weights_N, self._num_rows)
+        if device.type == "cpu" and (wrong := int(status)):
+            raise self._wrong(wrong, given)
+        return RankBatch(given, asked, status)
 
     def pull(self, merged: RankBatch) -> None:
         """Rows are here."""
 
-    def _require_in_range(self, field: Field, ids: TensorIds) -> None:
+    def _wrong(self, status: int, given: Sequence[TensorIds]) -> InvalidIds:
+        """The error for what :func:`index_fields` found."""
+        place, kind = len(self._with_rows) - status // 4, status % 4
+        field, ids = self._fields[self._with_rows[place]], given[self._with_rows[place]]
+        if kind == 2:
+            return InvalidIds(f"the offsets of field {field.name!r} do not rise from 0 to its number of ids")
+        if kind == 3:
+            return InvalidIds(f"the weights of field {field.name!r} are not all finite; weights must be finite")
         num_rows = self.specs[field.table_name].num_rows or 0
         is_bad = (ids.values < 0) | (ids.values >= num_rows)
         if field.padding_id is not None:
             is_bad &= ids.values != field.padding_id
-        if bool(is_bad.any()):
-            bags = ids.bags if isinstance(ids.bags, int) else ids.bags.cpu().numpy()
-            feature = FeatureIds(0, ids.values.cpu().numpy(), bags, None, field.pooling, field.padding_id)
-            raise out_of_range(field, feature, int(is_bad.nonzero()[0]), num_rows)
+        bags = ids.bags if isinstance(ids.bags, int) else ids.bags.cpu().numpy()
+        feature = FeatureIds(0, ids.values.cpu().numpy(), bags, None, field.pooling, field.padding_id)
+        return out_of_range(field, feature, int(is_bad.nonzero()[0]), num_rows)
+
+    def _late_failure(self) -> InvalidIds | None:
+        """What was wrong with the ids of an earlier batch on a device, which did not tell before."""
+        while self._under_way and self._under_way[0][0].is_here:
+            readback, given = self._under_way.popleft()
+            if wrong := int(readback.values()):
+                return self._wrong(wrong, given)
+        return None
 
     def vectors(self, merged: RankBatch, device: torch.device) -> Sequence[Tensor]:
         fields = [self._fields[number] for number in self._with_rows]
-        given = [merged.given[number] for number in self._with_rows] if merged.failure is None else []
-        asked = [
-            _Asked(self._names.index(field.table_name), field, ids) for field, ids in zip(fields, given, strict=False)
-        ]
-        lookup = DeviceLookup(self._tables, [own.bags for own in asked]) if asked else None
+        failure = self._late_failure() or merged.failure
+        lookup, given = None, list[TensorIds]()
+        if failure is None:
+            assert merged.asked is not None and merged.status is not None
+            given = [merged.given[number] for number in self._with_rows]
+            lookup = DeviceLookup(self._tables, merged.asked)
+            if self._device.type != "cpu":
+                self._under_way.append((Readback(merged.status), merged.given))
         samples = given[0].num_samples if given else 0
-        agreed, weight = self._agree(merged.failure, samples, lookup, 2 * self._link.world_size * len(fields))
-        assert lookup is not None
-        call = _Call(self._updates, lookup, agreed, weight, samples)
+        ranks = self._link.world_size
+        agreed, weight = self._agree(failure, samples, lookup, 2 * ranks * len(fields) if ranks > 1 else 0)
+        assert lookup is not None and merged.status is not None
+        call = _Call(self._updates, lookup, merged.status, agreed, weight, samples)
         if torch.is_grad_enabled():
             carriers = [update.carrier_on(self._device) for update in self._updates]
             found = _Vectors.apply(call, *carriers)  # type: ignore[no-untyped-call]
         else:
             found = lookup.vectors(agreed)
-        return [own.finished(vectors).to(device) for own, vectors in zip(asked, found, strict=True)]
+        return [
+            _finished(field, ids, vectors).to(device) for field, ids, vectors in zip(fields, given, found, strict=True)
+        ]
 
     def _agree(
         self, failure: GeartrainError | None, samples: int, lookup: DeviceLookup | None, num_counts: int
@@ -219,33 +293,41 @@ def _specs(settings: GroupSettings) -> dict[str, TableSpec]:
     return specs
 
 
-class _Asked:
-    """What one field asks for, and what is made of the answer.
+def _is_by_id(field: Field, ids: TensorIds) -> bool:
+    """Whether each id has a vector of its own, of which those of bags are made here."""
+    return field.pooling in (None, "max") or ids.given_weights is not None
 
-    Bags are added up where the rows are, unless that would not do: then each distinct id is a bag of its own.
-    """
 
-    def __init__(self, table: int, field: Field, ids: TensorIds) -> None:
-        self._field, self._ids = field, ids
-        self._counted = counted = counted_places(field, ids)
-        values_N = ids.values[counted]
-        self._row_of_N: Tensor | None = None
-        if field.pooling in (None, "max") or ids.given_weights is not None:
-            distinct_U, self._row_of_N = torch.unique(values_N, return_inverse=True)
-            own_U = torch.arange(len(distinct_U), device=distinct_U.device)
-            self.bags = FieldBags(table, distinct_U, own_U, None, len(distinct_U))
-            return
-        self._weights_N = None if ids.weights is None else ids.weights[counted]
-        self.bags = FieldBags(table, values_N, bag_of_each(ids)[counted], self._weights_N, ids.num_bags)
-
-    def finished(self, vectors: Tensor) -> Tensor:
-        """The vectors of the field."""
-        if self._row_of_N is not None:
-            return pooled(self._field, self._ids, vectors[self._row_of_N], self._counted)
-        if self._field.pooling == "sum":
+def _finished(field: Field, ids: TensorIds, vectors: Tensor) -> Tensor:
+    """The vectors of a field, of those that were looked up: of its bags, or of its ids (of padding 0)."""
+    weights = ids.given_weights
+    if not _is_by_id(field, ids) or (field.pooling is None and weights is None):
+        return vectors
+    device, num_ids = vectors.device, len(ids.values)
+    counts_N = None if field.padding_id is None else ids.values != field.padding_id
+    if weights is not None:
+        weights = weights.to(device, torch.float32)
+        vectors = vectors * weights[:, None]
+        if field.pooling is None:
             return vectors
-        bags = self.bags
-        return vectors * pooling_factors(self._field, bags.num_vectors, bags.vector_N, self._weights_N)[:, None]
+    at_N = torch.arange(num_ids, device=device)
+    if isinstance(ids.bags, int):
+        bag_N = at_N // ids.bags
+    else:
+        bag_N = torch.searchsorted(ids.bags[1:], at_N, right=True).clamp(max=max(0, ids.num_bags - 1))
+    none_BD = vectors.new_zeros(ids.num_bags, vectors.shape[1])
+    if field.pooling == "max":
+        if counts_N is None:
+            return none_BD.scatter_reduce(0, bag_N[:, None].expand_as(vectors), vectors, "amax", include_self=False)
+        counted = torch.where(counts_N[:, None], vectors, -torch.inf)
+        most = none_BD.scatter_reduce(0, bag_N[:, None].expand_as(vectors), counted, "amax", include_self=False)
+        return torch.where(most == -torch.inf, 0.0, most)
+    sums_BD = none_BD.index_add(0, bag_N, vectors)
+    if field.pooling == "sum":
+        return sums_BD
+    assert weights is not None
+    weights = weights if counts_N is None else torch.where(counts_N, weights, 0.0)
+    return sums_BD * pooling_factors(field, ids.num_bags, bag_N, weights)[:, None]
 
 
 class _Call:
@@ -255,12 +337,13 @@ class _Call:
         self,
         updates: Sequence[RankTablesUpdate],
         lookup: DeviceLookup,
+        status: Tensor,
         counts: Sequence[Sequence[int]],
         weight: float,
         samples: int,
     ) -> None:
         self._updates, self.lookup, self.counts = updates, lookup, counts
-        self._weight, self._samples = weight, samples
+        self._weight, self._samples, self._status = weight, samples, status
         self._rows_versions = [update.rows_version for update in updates]
 
     def queue_row_gradients(self, upstream: Sequence[Tensor | None]) -> None:
@@ -270,16 +353,16 @@ class _Call:
                 f"rows of {self._updates[0].name} were loaded or restored between this forward pass and its backward; "
                 "look the ids up again"
             )
-        found = self.lookup.row_gradients(
-            [None if gradient is None else gradient * self._weight for gradient in upstream]
+        gradients, checksum = self.lookup.gradients(
+            [update.tables for update in self._updates],
+            upstream,
+            self._weight,
         )
-        squares = sum(rows_UD.double().square().sum() for _, rows_UD in found)
-        checksum = self._updates[0].table.link.sum(cast("Tensor", squares))
-        first = 0
-        for update in self._updates:
-            own = found[first : first + len(update.tables)]
-            first += len(own)
-            update.add(BagGradient(update.tables, own), checksum, self._samples)
+        if self._status.device.type != "cpu":
+            checksum = torch.where(self._status == 0, checksum, torch.nan)  # of ids that cannot be: no row changes
+        checksum = self._updates[0].table.link.sum(checksum)
+        for update, gradient in zip(self._updates, gradients, strict=True):
+            update.add(gradient, checksum, self._samples)
 
 
 class _Vectors(torch.autograd.Function):

@@ -1,8 +1,8 @@
 """Rows on the ranks' devices, looked up by ids: routed to the rank of each row, added up there, and sent back.
 
-Per step, whatever the number of fields: one exchange of counts between the hosts (the caller's), and three
-all-to-alls: 16 bytes for each id; 4 · D bytes for each vector that has ids on another rank, and as many for its
-gradient in the backward pass.
+With one rank nothing is routed. With several, per step, whatever the number of fields: one exchange of counts between
+the hosts (the caller's), and three all-to-alls: 16 bytes for each id; 4 · D bytes for each vector that has ids on
+another rank, and as many for its gradient in the backward pass.
 
 Legend: R ranks, F fields, N ids in all, P pairs of a vector and a rank that has rows of it, D width, V vectors of a
 field, U distinct rows.
@@ -10,14 +10,28 @@ field, U distinct rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
+from geartrain.bridge.kernels.launch import runs_kernels
+from geartrain.bridge.kernels.lookup import (
+    PLACE_BITS,
+    BagPiece,
+    Entries,
+    LocalRows,
+    SortedGradients,
+    VectorGradients,
+    on_device,
+    pool,
+    row_gradients,
+)
+from geartrain.bridge.kernels.optimizers import step_numbers
 from geartrain.bridge.placements.device_rows import DeviceRows
 from geartrain.bridge.placements.workspace import Arithmetic, Scratch, Workspace
 from geartrain.bridge.rows.gradient_carrier import squared_sum
@@ -25,135 +39,166 @@ from geartrain.bridge.rows.gradient_carrier import squared_sum
 T = TypeVar("T")
 
 _WORDS = 4
-"""int32 of an id that travels: the id, whether it is the first of its vector, and its weight."""
-
-
-class FieldBags(NamedTuple):
-    """What is asked of the rows of one field: each vector is Σ w · x over its ids."""
-
-    table: int
-    """Which of the tables."""
-    ids_N: Tensor
-    """int64, all of them rows of the table."""
-    vector_N: Tensor
-    """int64, rising: which vector each id counts in."""
-    weights_N: Tensor | None
-    """float32; None: 1 each."""
-    num_vectors: int
+"""int32 of an id that travels: its key (two), whether it is the first of its vector, and its weight."""
 
 
 class DeviceLookup:
     """The vectors of all fields of one batch. Every rank makes the same calls, with as many fields."""
 
-    def __init__(self, tables: Sequence[DeviceRows], fields: Sequence[FieldBags]) -> None:
+    def __init__(self, tables: Sequence[DeviceRows], asked: Entries) -> None:
         """``tables`` are over the same ranks, on one device, and so are the ids. Nothing travels yet."""
-        self._tables, self._fields = tables, fields
+        self._tables, self._asked = tables, asked
         self._link = tables[0].link
-        device = tables[0].device
-        ranks, num_fields = self._link.world_size, len(fields)
-        firsts = [0, *accumulate(field.num_vectors for field in fields)]
-        lengths = torch.tensor([len(field.ids_N) for field in fields], device=device)
-        field_N = torch.repeat_interleave(torch.arange(num_fields, device=device), lengths)
-        ids_N = torch.cat([field.ids_N for field in fields])
-        vector_N = torch.cat([field.vector_N + first for field, first in zip(fields, firsts, strict=False)])
-        weights_N = torch.cat(
-            [
-                torch.ones(len(field.ids_N), device=device) if field.weights_N is None else field.weights_N
-                for field in fields
-            ]
-        )
-        shares_F = torch.tensor([tables[field.table].share for field in fields], device=device)
-        rank_N = ids_N // shares_F[field_N]
-        order_N = torch.argsort(rank_N, stable=True)  # the fields one after the other for each rank
-        rank_N, field_N, vector_N = rank_N[order_N], field_N[order_N], vector_N[order_N]
-        pair_P, of_pair_N = torch.unique_consecutive(rank_N * firsts[-1] + vector_N, return_inverse=True)
-        is_first_N = torch.ones_like(of_pair_N)
-        is_first_N[1:] = of_pair_N.diff()
-        in_words = [ids_N[order_N].view(torch.int32).view(-1, 2), is_first_N.to(torch.int32)[:, None]]
-        self._leaving_NW = torch.cat([*in_words, weights_N[order_N].view(torch.int32)[:, None]], 1)
-        place_N = rank_N * num_fields + field_N  # for each rank, the fields
-        place_P = place_N[is_first_N == 1]
-        counts = [torch.bincount(places, minlength=ranks * num_fields) for places in (place_N, place_P)]
-        first_P = torch.tensor(firsts, device=device)[place_P % max(1, num_fields)]
-        self.counts: list[int] = torch.stack(counts).flatten().tolist()
+        self._rows = [LocalRows(table.rows_LD, table.first) for table in tables]
+        self.counts: list[int] = []
         """What the ranks exchange: for each rank and field how many ids go there, and how many vectors have them."""
-        self._vectors_of = (pair_P % max(1, firsts[-1]) - first_P).split_with_sizes(self.counts[ranks * num_fields :])
+        self._here = asked
+        """What is asked of the rows of this rank, by all."""
+        if self._link.world_size > 1:
+            self._route()
+
+    def _route(self) -> None:
+        asked, device = self._asked, self._asked.key_N.device
+        ranks, num_fields, num_ids = self._link.world_size, len(asked.pieces), len(asked.key_N)
+        share_T = on_device([*(table.share or 1 for table in self._tables), 1], device)
+        key_N = asked.key_N.to(torch.int64)
+        rank_N = (key_N & ((1 << asked.bits) - 1)) // share_T[key_N >> asked.bits]
+        rank_N = torch.where(key_N < asked.none, rank_N, ranks)  # no rank's
+        order_N = torch.argsort(rank_N, stable=True)  # the fields one after the other for each rank
+        rank_N, key_N, place_N = rank_N[order_N], key_N[order_N], asked.place_N[order_N]
+        field_N = place_N >> PLACE_BITS
+        is_first_N = torch.ones_like(rank_N)
+        is_first_N[1:] = ((rank_N.diff() != 0) | (place_N.diff() != 0)).to(torch.int64)
+        weights_N = torch.ones(num_ids, device=device) if asked.weights_N is None else asked.weights_N[order_N]
+        in_words = [key_N.view(torch.int32).view(-1, 2), is_first_N.to(torch.int32)[:, None]]
+        self._leaving_NW = torch.cat([*in_words, weights_N.view(torch.int32)[:, None]], 1)
+        part_N = rank_N * num_fields + field_N  # for each rank, the fields
+        counts = torch.zeros(2, (ranks + 1) * num_fields, dtype=torch.int64, device=device)
+        counts[0].index_add_(0, part_N, torch.ones_like(part_N))
+        counts[1].index_add_(0, part_N, is_first_N)
+        vector_N = place_N & ((1 << PLACE_BITS) - 1)
+        vector_P = torch.empty_like(vector_N).scatter_(0, is_first_N.cumsum(0) - 1, vector_N)
+        self.counts = counts[:, : ranks * num_fields].flatten().tolist()
+        self._vectors_of = vector_P[: sum(self.counts[ranks * num_fields :])].split_with_sizes(
+            self.counts[ranks * num_fields :]
+        )
         """For each rank and field the vectors that have rows there."""
 
     def vectors(self, counts: Sequence[Sequence[int]]) -> list[Tensor]:
         """The vectors [V, D] of each field, float32, from the ``counts`` of every rank. Two all-to-alls."""
-        ranks, num_fields = self._link.world_size, len(self._fields)
+        if self._link.world_size == 1:
+            return self._pooled()
+        ranks, num_fields = self._link.world_size, len(self._asked.pieces)
         mine = slice(self._link.rank * num_fields, (self._link.rank + 1) * num_fields)
         ids_RF = [count[: ranks * num_fields][mine] for count in counts]
-        self._vectors_RF = [list(count[ranks * num_fields :][mine]) for count in counts]
-        """How many vectors of each rank and field have rows here."""
+        vectors_RF = [list(count[ranks * num_fields :][mine]) for count in counts]
         words = [_WORDS * sum(item) for item in ids_RF]
         leaving = [_WORDS * sum(part) for part in _parts(self.counts[: ranks * num_fields], num_fields)]
-        arrived_NW = self._link.all_to_all(self._leaving_NW.view(-1), leaving, words).view(-1, _WORDS)
-        pieces = arrived_NW.split_with_sizes([num for of_rank in ids_RF for num in of_rank])
-        self._asked = {
-            table: _Asked(rows, [pieces[place] for place in self._places_of(table)])
-            for table, rows in enumerate(self._tables)
-        }
-        answers: list[Tensor] = list(pieces)
-        for table, asked in self._asked.items():
-            sums = asked.sums().split_with_sizes([self._num_at(place) for place in self._places_of(table)])
-            for place, item in zip(self._places_of(table), sums, strict=True):
-                answers[place] = item.flatten()
+        leaving_NW = self._leaving_NW[: sum(leaving) // _WORDS]
+        arrived_NW = self._link.all_to_all(leaving_NW.reshape(-1), leaving, words).view(-1, _WORDS)
+        self._here = self._arrived(arrived_NW, ids_RF, vectors_RF)
+        answers = [sums.flatten() for sums in self._pooled()]
         arrived = self._exchanged(answers, self._answer_sizes(), self._sizes())
         vectors: list[Tensor] = []
-        for number, field in enumerate(self._fields):
-            dim = self._tables[field.table].spec.dim
-            out_VD = arrived[number].new_zeros(field.num_vectors, dim)
+        first_vectors = self._asked.first_vectors
+        for number, piece in enumerate(self._asked.pieces):
+            dim = self._tables[piece.table].spec.dim
+            out_VD = arrived[number].new_zeros(piece.num_vectors, dim)
             for rank in range(ranks):
                 place = rank * num_fields + number
                 out_VD.index_add_(0, self._vectors_of[place], arrived[place].view(-1, dim))
+            if self._asked.factor_V is not None:
+                out_VD *= self._asked.factor_V[first_vectors[number] : first_vectors[number + 1], None]
             vectors.append(out_VD)
         return vectors
 
-    def row_gradients(self, upstream: Sequence[Tensor | None]) -> list[tuple[Tensor, Tensor]]:
-        """Of each table the numbers [U] of rows on this rank and their gradients [U, D], from those of the vectors.
+    def _arrived(
+        self, words_NW: Tensor, ids_RF: Sequence[Sequence[int]], vectors_RF: Sequence[Sequence[int]]
+    ) -> Entries:
+        """What the ranks ask for, of these many ids and vectors for each rank and field."""
+        asked, device = self._asked, words_NW.device
+        tables = [piece.table for piece in asked.pieces]
+        pieces = tuple(
+            BagPiece(table, ids, vectors)
+            for of_rank, own in zip(ids_RF, vectors_RF, strict=True)
+            for table, ids, vectors in zip(tables, of_rank, own, strict=True)
+        )
+        sum_N = words_NW[:, 2].cumsum(0) - 1
+        counts_Q = on_device([piece.num_ids for piece in pieces], device)
+        piece_N = torch.repeat_interleave(torch.arange(len(pieces), device=device), counts_Q, output_size=len(words_NW))
+        firsts = [0, *accumulate(piece.num_vectors for piece in pieces)]
+        place_N = (piece_N << PLACE_BITS) | (sum_N - on_device(firsts, device)[piece_N])
+        return Entries(
+            asked.bits,
+            asked.num_tables,
+            pieces,
+            words_NW[:, :2].contiguous().view(torch.int64).view(-1).to(asked.key_N.dtype),
+            place_N,
+            torch.searchsorted(sum_N, torch.arange(firsts[-1] + 1, device=device)),
+            None if asked.weights_N is None else words_NW[:, 3].contiguous().view(torch.float32),
+        )
 
-        None: a field has none, on this rank; rows that no field with a gradient has asked for are left out. One
-        all-to-all.
+    def _pooled(self) -> list[Tensor]:
+        moves = any(table.steps is not None for table in self._tables)
+        return pool(self._here, self._rows, self._current_rows if moves else None)
+
+    def _current_rows(self, table: int, numbers_U: Tensor) -> Tensor:
+        return self._tables[table].current_rows(numbers_U)
+
+    def here(self, upstream: Sequence[Tensor | None]) -> tuple[Entries, list[Tensor | None]]:
+        """What is asked of the rows of this rank by fields whose vectors have a gradient, and those gradients.
+
+        Rows that no field with a gradient has asked for are left out. With several ranks one all-to-all.
         """
-        ranks, num_fields = self._link.world_size, len(self._fields)
+        if self._link.world_size == 1:
+            if all(gradient is not None for gradient in upstream):
+                return self._here, list(upstream)
+            used = on_device([gradient is not None for gradient in upstream], self._here.key_N.device)
+            return self._here.of(used == 1), list(upstream)
+        ranks, num_fields = self._link.world_size, len(self._asked.pieces)
         device = self._tables[0].device
-        is_used = torch.tensor([float(gradient is not None) for gradient in upstream], device=device)
-        sizes, leaving = self._sizes(), []
+        is_used = on_device([gradient is not None for gradient in upstream], device).to(torch.float32)
+        sizes, leaving, first_vectors = self._sizes(), [], self._asked.first_vectors
+        scaled = list(upstream)
+        for number, gradient in enumerate(upstream):
+            if gradient is not None:
+                own = gradient.detach().to(torch.float32)
+                if self._asked.factor_V is not None:
+                    own = own * self._asked.factor_V[first_vectors[number] : first_vectors[number + 1], None]
+                scaled[number] = own
         for place, vectors in enumerate(self._vectors_of):
-            gradient = upstream[place % num_fields]
+            gradient = scaled[place % num_fields]
             leaving.append(
-                torch.zeros(sizes[place], device=device)
-                if gradient is None
-                else gradient.detach().to(torch.float32)[vectors].flatten()
+                torch.zeros(sizes[place], device=device) if gradient is None else gradient[vectors].flatten()
             )
         flags = [is_used] * ranks
         arrived = self._exchanged(leaving, sizes, self._answer_sizes(), flags)
-        used_RF = torch.stack(flags)
-        is_all = bool((used_RF == 1).all())
-        found: list[tuple[Tensor, Tensor]] = []
-        for table, asked in self._asked.items():
-            dim, places = self._tables[table].spec.dim, self._places_of(table)
-            gradient_SD = torch.cat([arrived[place].view(-1, dim) for place in places])
-            used_S = None
-            if not is_all:
-                nums = torch.tensor([self._num_at(place) for place in places], device=device)
-                used_S = used_RF.flatten()[torch.tensor(places, device=device)].repeat_interleave(nums) == 1
-            found.append(asked.row_gradients(gradient_SD, used_S))
-        return found
+        used_Q = torch.stack(flags).flatten() == 1
+        dims = [self._tables[piece.table].spec.dim for piece in self._here.pieces]
+        return self._here.of(used_Q), [part.view(-1, dim) for part, dim in zip(arrived, dims, strict=True)]
 
-    def _places_of(self, table: int) -> list[int]:
-        """Of the fields of a table, for each rank."""
-        num_fields = len(self._fields)
-        own = [number for number, field in enumerate(self._fields) if field.table == table]
-        return [rank * num_fields + number for rank in range(self._link.world_size) for number in own]
-
-    def _num_at(self, place: int) -> int:
-        return self._vectors_RF[place // len(self._fields)][place % len(self._fields)]
+    def gradients(
+        self, tables: Sequence[Sequence[DeviceRows]], upstream: Sequence[Tensor | None], scale: float
+    ) -> tuple[list[RowGradients], Tensor]:
+        """Of ``scale`` times the vectors' gradients (None: there is none) those of the rows of this rank, for each
+        update of ``tables`` (all of them, in their order); and a number that is finite if they are (0-dim, float64).
+        """
+        entries, own = self.here(upstream)
+        if all(map(_is_fused, self._tables)):
+            given = [gradient.detach() for gradient in own if gradient is not None]
+            checksum = torch.stack(torch._foreach_norm(given)).sum().double()
+            numbers = {id(table): number for number, table in enumerate(self._tables)}
+            shared = _Waiting([VectorGradients(entries, own, scale)])
+            return [
+                UnsummedGradient({numbers[id(table)]: table for table in part}, shared) for part in tables
+            ], checksum
+        found = row_gradients(entries, self._rows, own, scale)
+        checksum = torch.stack([rows_UD.double().square().sum() for _, rows_UD in found]).sum()
+        rest = iter(found)
+        return [BagGradient(part, [next(rest) for _ in part]) for part in tables], checksum
 
     def _dim_at(self, place: int) -> int:
-        return self._tables[self._fields[place % len(self._fields)].table].spec.dim
+        return self._tables[self._asked.pieces[place % len(self._asked.pieces)].table].spec.dim
 
     def _sizes(self) -> list[int]:
         """Numbers of what each rank has of each field's vectors of this rank."""
@@ -161,7 +206,7 @@ class DeviceLookup:
 
     def _answer_sizes(self) -> list[int]:
         """Numbers of what this rank has of each rank's vectors, field by field."""
-        return [self._num_at(place) * self._dim_at(place) for place in range(len(self._vectors_of))]
+        return [piece.num_vectors * self._dim_at(place) for place, piece in enumerate(self._here.pieces)]
 
     def _exchanged(
         self,
@@ -171,7 +216,7 @@ class DeviceLookup:
         flags: list[Tensor] | None = None,
     ) -> list[Tensor]:
         """Send the pieces, those of each field for each rank, and return what arrives; ``flags`` of all fields, too."""
-        num_fields = len(self._fields)
+        num_fields = len(self._asked.pieces)
         more = 0 if flags is None else num_fields
         pieces: list[Tensor] = []
         for rank, own in enumerate(_parts(leaving, num_fields)):
@@ -189,42 +234,6 @@ class DeviceLookup:
 
 def _parts(items: Sequence[T], size: int) -> list[Sequence[T]]:
     return [items[start : start + size] for start in range(0, len(items), size)]
-
-
-class _Asked:
-    """What all ranks ask of the rows of one table on this rank. S: sums that are asked for."""
-
-    def __init__(self, rows: DeviceRows, pieces: Sequence[Tensor]) -> None:
-        words_NW = torch.cat(list(pieces))
-        numbers_N = words_NW[:, :2].contiguous().view(torch.int64).view(-1) - rows.first
-        self._rows = rows
-        self._weights_N = words_NW[:, 3].contiguous().view(torch.float32)
-        self._sum_N = words_NW[:, 2].cumsum(0) - 1
-        self.numbers_U, self._place_N = torch.unique(numbers_N, return_inverse=True)
-
-    def sums(self) -> Tensor:
-        """[S, D]."""
-        rows_UD = self._rows.current_rows(self.numbers_U).float()
-        return _bags(self._place_N, rows_UD, self._sum_N, self._weights_N)
-
-    def row_gradients(self, gradient_SD: Tensor, used_S: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Numbers [U] and gradients [U, D] of the rows, from those of the sums; of all sums, or of those used."""
-        place_N, sum_N, weights_N, numbers_U = self._place_N, self._sum_N, self._weights_N, self.numbers_U
-        if used_S is not None:
-            chosen = used_S[sum_N]
-            kept_U, place_N = torch.unique(place_N[chosen], return_inverse=True)
-            sum_N, weights_N, numbers_U = sum_N[chosen], weights_N[chosen], numbers_U[kept_U]
-        order_N = torch.argsort(place_N, stable=True)  # bags of gradients: many times as fast as adding row by row
-        return numbers_U, _bags(sum_N[order_N], gradient_SD, place_N[order_N], weights_N[order_N])
-
-
-def _bags(index_N: Tensor, values: Tensor, bag_N: Tensor, weights_N: Tensor) -> Tensor:
-    """Σ w · values[index] of each bag; ``bag_N`` rises from 0, and no bag is left out."""
-    num_bags = int(bag_N[-1]) + 1 if len(bag_N) else 0
-    if not num_bags:
-        return values.new_zeros(0, values.shape[1])
-    starts = torch.searchsorted(bag_N, torch.arange(num_bags, device=bag_N.device))
-    return nn.functional.embedding_bag(index_N, values, starts, mode="sum", per_sample_weights=weights_N)
 
 
 class BagGradient:
@@ -272,3 +281,72 @@ class BagGradient:
     def discard(self) -> None:
         """Let go of them."""
         self._found = []
+
+
+def _is_fused(table: DeviceRows) -> bool:
+    """Whether kernels sum the gradients of its rows where they update them."""
+    spec = table.spec
+    numbers = step_numbers(spec.optimizer)
+    # Draws of 16 bits begin at every eighth number of a slot.
+    knows_slots = spec.slot_dtype == "float32" or (spec.slot_dim % spec.dim == 0 and spec.dim % 8 == 0)
+    return runs_kernels(table.device) and numbers is not None and not spec.counts_steps and knows_slots
+
+
+class _Waiting:
+    """The gradients of micro-batches, which the updates of several optimizers may share; sorted once."""
+
+    def __init__(self, parts: Sequence[VectorGradients]) -> None:
+        self.parts = parts
+        self._versions = [_versions(part) for part in parts]
+        self._sorted: SortedGradients | None = None
+
+    def sorted(self) -> SortedGradients:
+        if [_versions(part) for part in self.parts] != self._versions:
+            raise InvalidArgument(
+                "a gradient of the vectors of embeddings was changed in place between its backward pass and the step, "
+                "which reads it there; make a new tensor, or call step() before"
+            )
+        if self._sorted is None:
+            self._sorted = SortedGradients(self.parts)
+        return self._sorted
+
+
+def _versions(part: VectorGradients) -> list[int]:
+    return [-1 if own is None else own._version for own in part.upstream]
+
+
+class UnsummedGradient:
+    """The gradients of vectors on this rank's rows; those of the rows are summed where rows are updated."""
+
+    squares = None
+
+    def __init__(self, tables: Mapping[int, DeviceRows], waiting: _Waiting) -> None:
+        """``tables`` by their numbers in keys."""
+        self._tables, self._waiting = tables, waiting
+
+    def merge(self, other: UnsummedGradient) -> None:
+        """Add the gradient of another micro-batch, which is used up."""
+        self._waiting = _Waiting([*self._waiting.parts, *other._waiting.parts])
+
+    def squared_norm(self) -> float:
+        return float(self.squares_on_device())
+
+    def squares_on_device(self) -> Tensor:
+        """Σ g² (0-dim, float64) over the rows of all ranks: an all-reduce of one number."""
+        rows = {number: table.rows_LD for number, table in self._tables.items()}
+        link = next(iter(self._tables.values())).link
+        return link.sum(self._waiting.sorted().squares(rows))
+
+    def apply(self, optimizer: RowOptimizerSpec, scale: Tensor) -> None:
+        """Update the rows and slots by ``optimizer`` with ``scale`` (0-dim) times the gradient; that ends the step."""
+        tables = {number: table.stored for number, table in self._tables.items()}
+        numbers = step_numbers(optimizer)
+        assert numbers is not None
+        self._waiting.sorted().update(tables, numbers, optimizer.lr, scale)
+
+    def discard(self) -> None:
+        """Let go of them."""
+        self._waiting = _Waiting([])
+
+
+RowGradients = BagGradient | UnsummedGradient

@@ -93,6 +93,38 @@ class Moment:
             self._event = None
 
 
+def downloaded(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors in host memory: those of a device in one copy, for which the host waits."""
+    away = [(place, tensor.detach()) for place, tensor in enumerate(tensors) if tensor.device.type != "cpu"]
+    found = [tensor.detach() for tensor in tensors]
+    away.sort(key=lambda item: -item[1].itemsize)  # so that each begins at a multiple of its size
+    if len({tensor.device for _, tensor in away}) > 1:
+        return [tensor.cpu() for tensor in found]
+    if away:
+        whole = torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for _, tensor in away]).cpu()
+        parts = whole.split_with_sizes([tensor.nbytes for _, tensor in away])
+        for (place, tensor), part in zip(away, parts, strict=True):
+            found[place] = part.view(tensor.dtype).view(tensor.shape)
+    return found
+
+
+def packed(tensors: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The numbers of all tensors, one behind the other, on ``device``: those of the host in one copy by way of pinned
+    memory, for which it does not wait. Of ``dtype``, or where all lie on the device of what they have in common.
+    """
+    flat = [tensor.detach().reshape(-1) for tensor in tensors]
+    host = [tensor for tensor in flat if tensor.device.type == "cpu"]
+    if device.type == "cpu":
+        return torch.cat([tensor.to(device, dtype) for tensor in flat])
+    if host:
+        room = torch.empty(sum(map(len, host)), dtype=dtype, pin_memory=device.type == "cuda")
+        parts = iter(
+            torch.cat(host, out=room).to(device, non_blocking=True).split_with_sizes([len(item) for item in host])
+        )
+        flat = [next(parts) if tensor.device.type == "cpu" else tensor.to(device) for tensor in flat]
+    return torch.cat(flat)
+
+
 class Readback:
     """A small tensor on its way to the host, which asks whether it is there and never waits."""
 

@@ -323,7 +323,7 @@ class Jagged:
     ],
 )
 def test_ids_in_tensors_are_what_they_are_on_the_host(given_ids: Any) -> None:
-    host, found = batch_ids(given_ids, "user"), tensor_ids(given_ids, "user", torch.device("cpu"))
+    host, found = batch_ids(given_ids, "user"), tensor_ids(given_ids, "user")
     assert found.values.tolist() == host.values.tolist()
     assert torch.as_tensor(found.bags).tolist() == torch.as_tensor(host.bags).tolist()
     assert (found.is_vector, found.num_bags) == (host.is_vector, host.num_bags)
@@ -335,4 +335,4 @@ def test_ids_in_tensors_are_what_they_are_on_the_host(given_ids: Any) -> None:
 )
 def test_what_is_wrong_with_tensors_of_ids_is_named(given_ids: Any) -> None:
     with pytest.raises(gt.errors.InvalidIds, match="field 'user'"):
-        tensor_ids(given_ids, "user", torch.device("cpu"))
+        tensor_ids(given_ids, "user")

@@ -1,0 +1,550 @@
+"""Sums of rows for bags of ids, and the gradients of those rows: the ids of many fields and tables in one pass.
+
+An id of a table is one integer, its key: table << bits | id. Keys of ids that count for nothing (padding, ids out of
+range) are ``none``, which is behind all others. So the ids of a whole batch are sorted at once, and no shape depends on
+what the ids are: the host waits for nothing.
+
+Legend: N ids, V vectors, Q pieces (the vectors of one field, for one rank), T tables, D width, U distinct rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses import FakeTensor
+
+from geartrain.bridge.kernels.launch import Cost, launch, runs_kernels
+from geartrain.bridge.kernels.optimizers import StepNumbers
+from geartrain.bridge.kernels.row_update import StoredRows
+
+PLACE_BITS = 40
+_BLOCK = 256
+
+
+class FieldShape(NamedTuple):
+    """What the host knows of the ids of a field."""
+
+    table: int
+    num_ids: int
+    num_vectors: int
+    length: int
+    """Ids of each vector; 0: offsets say."""
+    pooling: str = "sum"
+    """Or "mean", "sqrtn"."""
+    padding_id: int | None = None
+
+
+class BagPiece(NamedTuple):
+    """Ids that lie one behind the other, and the vectors that they are added up to."""
+
+    table: int
+    num_ids: int
+    num_vectors: int
+
+
+class LocalRows(NamedTuple):
+    """The rows of the ids ``first``, ``first`` + 1, … of a table."""
+
+    rows_LD: Tensor
+    first: int
+
+
+@dataclass(frozen=True)
+class Entries:
+    """Which rows are added up to which vectors."""
+
+    bits: int
+    """Of an id in a key."""
+    num_tables: int
+    pieces: tuple[BagPiece, ...]
+    key_N: Tensor
+    """int32 or int64."""
+    place_N: Tensor
+    """int64: piece << 40 | vector in it; rising."""
+    bounds_V: Tensor
+    """int64 [V + 1]: where the ids of each vector begin, and the last ones end."""
+    weights_N: Tensor | None = None
+    """float32; None: 1 each."""
+    factor_V: Tensor | None = None
+    """float32, of each vector; None: 1 each."""
+
+    @property
+    def none(self) -> int:
+        """The key of an id that counts for nothing."""
+        return self.num_tables << self.bits
+
+    @property
+    def first_vectors(self) -> list[int]:
+        """[Q + 1]."""
+        return [0, *accumulate(piece.num_vectors for piece in self.pieces)]
+
+    @property
+    def first_ids(self) -> list[int]:
+        """[Q + 1]."""
+        return [0, *accumulate(piece.num_ids for piece in self.pieces)]
+
+    def of(self, is_used_Q: Tensor) -> Entries:
+        """The same without the ids of pieces that are not used."""
+        counts_Q = on_device([piece.num_ids for piece in self.pieces], self.key_N.device)
+        is_used_N = torch.repeat_interleave(is_used_Q, counts_Q, output_size=len(self.key_N))
+        return dataclasses.replace(self, key_N=torch.where(is_used_N, self.key_N, self.none))
+
+
+def id_bits(num_rows: Sequence[int]) -> int:
+    """Bits of an id in a key, for tables of ``num_rows``."""
+    return max(1, (max(num_rows) - 1).bit_length())
+
+
+def on_device(numbers: Sequence[int], device: torch.device) -> Tensor:
+    """int64, by way of pinned memory: the host does not wait."""
+    host = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
+
+
+def address(tensor: Tensor | None) -> int:
+    """Of its first element on its device; 0 of none, and of a tensor without memory."""
+    return 0 if tensor is None or isinstance(tensor, FakeTensor) else tensor.data_ptr()
+
+
+def index_fields(
+    fields: Sequence[FieldShape],
+    ids_N: Tensor,
+    offsets: Tensor | None,
+    weights_N: Tensor | None,
+    num_rows: Sequence[int],
+) -> tuple[Entries, Tensor]:
+    """The keys and bags of the ids of all fields, and what is wrong with them (0-dim, int64; 0: nothing).
+
+    Args:
+        fields: Shapes of the fields, in the order of their ids.
+        ids_N: Integers, those of the fields one behind the other.
+        offsets: Integers, of each field without a ``length`` its [V + 1], one behind the other; from 0 for each.
+        weights_N: float32, or None.
+        num_rows: Of each table; ids lie below.
+
+    What is wrong is (fields - field) · 4 + 1 for an id out of range, + 2 for offsets that do not rise from 0 to the
+    number of ids, + 3 for a weight that is not finite, of the first such field. The entries are of the sound ids.
+    """
+    device, bits = ids_N.device, id_bits(num_rows)
+    pieces = tuple(BagPiece(field.table, field.num_ids, field.num_vectors) for field in fields)
+    num_vectors = sum(field.num_vectors for field in fields)
+    none = len(num_rows) << bits
+    key_N = torch.empty(len(ids_N), dtype=torch.int32 if none < 2**31 else torch.int64, device=device)
+    place_N = torch.empty(len(ids_N), dtype=torch.int64, device=device)
+    bounds_V = torch.empty(num_vectors + 1, dtype=torch.int64, device=device)
+    has_factors = any(field.pooling != "sum" for field in fields)
+    factor_V = torch.empty(num_vectors, device=device) if has_factors else None
+    status = torch.zeros((), dtype=torch.int64, device=device)
+    found = Entries(bits, len(num_rows), pieces, key_N, place_N, bounds_V, weights_N, factor_V)
+    if not runs_kernels(device):
+        _index_reference(found, fields, ids_N, offsets, num_rows, status)
+        return found, status
+    from geartrain.bridge.kernels.triton import lookup as kernels
+
+    first_ids, first_vectors, at = found.first_ids, found.first_vectors, 0
+    numbers: list[int] = []
+    for place, field in enumerate(fields):
+        flags = (field.padding_id is not None) + {"sum": 0, "mean": 2, "sqrtn": 4}[field.pooling]
+        numbers += [field.table, num_rows[field.table], first_ids[place], field.num_ids, first_vectors[place]]
+        numbers += [field.num_vectors, field.length, at, field.padding_id or 0, flags]
+        at += 0 if field.length else field.num_vectors + 1
+    most = max((max(field.num_ids, field.num_vectors) for field in fields), default=0)
+    if not num_vectors:
+        bounds_V.zero_()
+    launch(
+        kernels.index_fields,
+        (-(-most // _BLOCK), len(fields)),
+        on_device(numbers, device),
+        ids_N,
+        ids_N if offsets is None else offsets,
+        ids_N if weights_N is None else weights_N,
+        key_N,
+        place_N,
+        bounds_V,
+        bounds_V if factor_V is None else factor_V,
+        status,
+        bits,
+        none,
+        cost=Cost(sum(map(_bytes, (ids_N, offsets, weights_N, key_N, place_N, bounds_V, factor_V)))),
+        WEIGHTED=weights_N is not None,
+        FACTORED=has_factors,
+        BLOCK=_BLOCK,
+        num_warps=8,
+    )
+    return found, status
+
+
+def _index_reference(
+    found: Entries,
+    fields: Sequence[FieldShape],
+    ids_N: Tensor,
+    offsets: Tensor | None,
+    num_rows: Sequence[int],
+    status: Tensor,
+) -> None:
+    at, device = 0, ids_N.device
+    for place, field in enumerate(fields):
+        first, stop = found.first_ids[place : place + 2]
+        ids = ids_N[first:stop].to(torch.int64)
+        vectors = torch.arange(field.num_vectors + 1, device=device)
+        number = (len(fields) - place) * 4
+        if field.length:
+            own = vectors * field.length
+        else:
+            assert offsets is not None
+            given = offsets[at : at + field.num_vectors + 1].to(torch.int64)
+            at += field.num_vectors + 1
+            is_off = (given[0] != 0) | (given[-1] != len(ids)) | (given.diff() < 0).any()
+            torch.maximum(status, torch.where(is_off, number + 2, 0), out=status)
+            own = given.clamp(0, len(ids)).cummax(0).values
+        bag_N = torch.searchsorted(own[1:], torch.arange(len(ids), device=device), right=True)
+        bag_N.clamp_(max=max(0, field.num_vectors - 1))
+        is_none = torch.zeros_like(ids, dtype=torch.bool) if field.padding_id is None else ids == field.padding_id
+        is_bad = ((ids < 0) | (ids >= num_rows[field.table])) & ~is_none
+        torch.maximum(status, torch.where(is_bad.any(), number + 1, 0), out=status)
+        weights = None if found.weights_N is None else found.weights_N[first:stop]
+        if weights is not None:
+            torch.maximum(status, torch.where(weights.isfinite().all(), 0, number + 3), out=status)
+        found.key_N[first:stop] = torch.where(is_none | is_bad, found.none, (field.table << found.bits) | ids)
+        found.place_N[first:stop] = (place << PLACE_BITS) | bag_N
+        first_vector = found.first_vectors[place]
+        found.bounds_V[first_vector : first_vector + len(own)] = own + first
+        if found.factor_V is not None:
+            counts = (~is_none).to(torch.float32) if weights is None else torch.where(is_none, 0.0, weights)
+            found.factor_V[first_vector : first_vector + field.num_vectors] = _factors(field, bag_N, counts)
+
+
+def _factors(field: FieldShape, bag_N: Tensor, weights_N: Tensor) -> Tensor:
+    """1 / Σ w or 1 / √Σ w² of each bag; 0 for 0."""
+    if field.pooling == "sum":
+        return weights_N.new_ones(field.num_vectors)
+    squared = weights_N if field.pooling == "mean" else weights_N**2
+    totals = weights_N.new_zeros(field.num_vectors).index_add_(0, bag_N, squared)
+    by = torch.where(totals == 0, 1.0, totals if field.pooling == "mean" else totals.sqrt())
+    return torch.where(totals == 0, 0.0, 1.0 / by)
+
+
+def pool(
+    entries: Entries, tables: Sequence[LocalRows], read: Callable[[int, Tensor], Tensor] | None = None
+) -> list[Tensor]:
+    """factor · Σ w · row over the ids of each vector: of each piece [V, D], float32, summed in float32.
+
+    ``read`` gives rows [U, D] of a table by their numbers [U] from ``first``, where they are not simply those stored.
+    """
+    device = entries.key_N.device
+    if not runs_kernels(device) or read is not None:
+        return _pool_reference(entries, tables, read)
+    from geartrain.bridge.kernels.triton import lookup as kernels
+
+    outs = [torch.empty(item.num_vectors, _dim(tables, item), device=device) for item in entries.pieces]
+    groups: dict[tuple[torch.dtype, int], list[int]] = {}
+    for number, item in enumerate(entries.pieces):
+        rows = tables[item.table].rows_LD
+        groups.setdefault((rows.dtype, rows.shape[1]), []).append(number)
+    first_vectors = entries.first_vectors
+    for (_, dim), members in groups.items():
+        numbers: list[int] = []
+        for number in members:
+            item = entries.pieces[number]
+            numbers += [_shifted(tables[item.table]), first_vectors[number], item.num_vectors, address(outs[number])]
+        like = tables[entries.pieces[members[0]].table].rows_LD
+        tile = kernels.pool_tile(dim)
+        num_ids = sum(entries.pieces[number].num_ids for number in members)
+        num_vectors = sum(entries.pieces[number].num_vectors for number in members)
+        each = dim * like.itemsize + entries.key_N.itemsize + (0 if entries.weights_N is None else 4)
+        most = max(entries.pieces[number].num_vectors for number in members)
+        launch(
+            kernels.pool_rows,
+            (-(-most // tile["BLOCK_V"]), len(members)),
+            on_device(numbers, device),
+            like,
+            entries.key_N,
+            entries.bounds_V,
+            outs[0] if entries.weights_N is None else entries.weights_N,
+            outs[0] if entries.factor_V is None else entries.factor_V,
+            entries.bits,
+            entries.none,
+            cost=Cost(num_ids * each + num_vectors * (4 * dim + 8)),
+            WEIGHTED=entries.weights_N is not None,
+            FACTORED=entries.factor_V is not None,
+            DIM=dim,
+            ALIGNED=dim * like.itemsize % 16 == 0,
+            **tile,
+        )
+    return outs
+
+
+def _dim(tables: Sequence[LocalRows], piece: BagPiece) -> int:
+    return tables[piece.table].rows_LD.shape[1]
+
+
+def _bytes(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.nbytes
+
+
+def _shifted(table: LocalRows) -> int:
+    """Where the row of id 0 would be."""
+    return address(table.rows_LD) - table.first * table.rows_LD.shape[1] * table.rows_LD.itemsize
+
+
+class _Asked:
+    """What all pieces ask of one table, in tensor operations. S: vectors of its pieces."""
+
+    def __init__(self, entries: Entries, table: int, first: int) -> None:
+        own = [number for number, piece in enumerate(entries.pieces) if piece.table == table]
+        ids, vectors = entries.first_ids, entries.first_vectors
+        self.pieces = own
+        self.num_sums = sum(entries.pieces[number].num_vectors for number in own)
+
+        def of(tensor: Tensor) -> Tensor:
+            return torch.cat([tensor[ids[number] : ids[number + 1]] for number in own])
+
+        key_N = of(entries.key_N).to(torch.int64)
+        starts = [0, *accumulate(entries.pieces[number].num_vectors for number in own)]
+        bags = [
+            (entries.place_N[ids[number] : ids[number + 1]] & ((1 << PLACE_BITS) - 1)) + start
+            for number, start in zip(own, starts, strict=False)
+        ]
+        self.sum_N = torch.cat(bags)
+        self.weights_N = key_N.new_ones(len(key_N), dtype=torch.float32)
+        if entries.weights_N is not None:
+            self.weights_N = of(entries.weights_N)
+        self.factor_S = None
+        if entries.factor_V is not None:
+            parts = [entries.factor_V[vectors[number] : vectors[number + 1]] for number in own]
+            self.factor_S = torch.cat(parts)
+        counts_N = key_N < entries.none
+        if not bool(counts_N.all()):
+            key_N, self.sum_N, self.weights_N = key_N[counts_N], self.sum_N[counts_N], self.weights_N[counts_N]
+        numbers_N = (key_N & ((1 << entries.bits) - 1)) - first
+        self.numbers_U, self.place_N = torch.unique(numbers_N, return_inverse=True)
+
+    def sums(self, rows_UD: Tensor) -> Tensor:
+        """[S, D]."""
+        sums = _bags(self.place_N, rows_UD.float(), self.sum_N, self.weights_N, self.num_sums)
+        return sums if self.factor_S is None else sums * self.factor_S[:, None]
+
+    def row_gradients(self, gradient_SD: Tensor) -> Tensor:
+        """[U, D]."""
+        if self.factor_S is not None:
+            gradient_SD = gradient_SD * self.factor_S[:, None]
+        order_N = torch.argsort(self.place_N, stable=True)  # bags of gradients: many times as fast as row by row
+        return _bags(
+            self.sum_N[order_N], gradient_SD, self.place_N[order_N], self.weights_N[order_N], len(self.numbers_U)
+        )
+
+
+def _bags(index_N: Tensor, values: Tensor, bag_N: Tensor, weights_N: Tensor, num_bags: int) -> Tensor:
+    """Σ w · values[index] of each bag; ``bag_N`` rises."""
+    if not num_bags or not len(index_N):
+        return values.new_zeros(num_bags, values.shape[1])
+    starts = torch.searchsorted(bag_N, torch.arange(num_bags, device=bag_N.device))
+    return nn.functional.embedding_bag(index_N, values, starts, mode="sum", per_sample_weights=weights_N)
+
+
+def _pool_reference(
+    entries: Entries, tables: Sequence[LocalRows], read: Callable[[int, Tensor], Tensor] | None
+) -> list[Tensor]:
+    found: dict[int, Tensor] = {}
+    for table in sorted({piece.table for piece in entries.pieces}):
+        asked = _Asked(entries, table, tables[table].first)
+        rows_UD = tables[table].rows_LD[asked.numbers_U] if read is None else read(table, asked.numbers_U)
+        sums = asked.sums(rows_UD).split_with_sizes([entries.pieces[number].num_vectors for number in asked.pieces])
+        found.update(zip(asked.pieces, sums, strict=True))
+    return [found[number] for number in range(len(entries.pieces))]
+
+
+def row_gradients(
+    entries: Entries, tables: Sequence[LocalRows], upstream: Sequence[Tensor | None], scale: float = 1.0
+) -> list[tuple[Tensor, Tensor]]:
+    """Of each table the numbers [U] of the rows that were asked for, from ``first``, and the gradients [U, D] of
+    ``scale`` times those of the pieces' vectors (None: zero); in tensor operations.
+    """
+    found: list[tuple[Tensor, Tensor]] = []
+    for table, rows in enumerate(tables):
+        dim = rows.rows_LD.shape[1]
+        if not any(piece.table == table for piece in entries.pieces):
+            device = rows.rows_LD.device
+            empty = torch.empty(0, dtype=torch.int64, device=device)
+            found.append((empty, torch.empty(0, dim, device=device)))
+            continue
+        asked = _Asked(entries, table, rows.first)
+        parts: list[Tensor] = []
+        for number in asked.pieces:
+            own = upstream[number]
+            shape = (entries.pieces[number].num_vectors, dim)
+            zero = torch.zeros(shape, device=rows.rows_LD.device)
+            parts.append(zero if own is None else own.detach().to(torch.float32).reshape(shape) * scale)
+        found.append((asked.numbers_U, asked.row_gradients(torch.cat(parts))))
+    return found
+
+
+class VectorGradients(NamedTuple):
+    """The gradients of one micro-batch: of the vectors of each piece [V, D], None: zero; and what they count."""
+
+    entries: Entries
+    upstream: Sequence[Tensor | None]
+    scale: float = 1.0
+
+
+def _kind(table: StoredRows) -> tuple[Any, ...]:
+    """One start of a kernel is for tables that are alike in this."""
+    rows, slots = table.rows_LD, table.slots_LS
+    of_slots = (torch.float32, 0) if slots is None else (slots.dtype, slots.shape[1])
+    return rows.dtype, rows.shape[1], *of_slots, table.updates_L is not None
+
+
+class SortedGradients:
+    """What waits for the update of rows by kernels: the gradients of vectors, and which rows they count for, sorted.
+
+    Gradients of rows are summed in registers, where they are used, and in no memory. The sort is the only pass over
+    more than once; the order of a row's sum is that of its ids, and so the same in every run.
+    """
+
+    def __init__(self, parts: Sequence[VectorGradients]) -> None:
+        entries = [part.entries for part in parts]
+        first = self.entries = entries[0]
+        self.pieces = [piece for own in entries for piece in own.pieces]
+        keys, places = [own.key_N for own in entries], [own.place_N for own in entries]
+        self.weights_N, self.factor_V = first.weights_N, first.factor_V
+        if len(parts) > 1:
+            before = [0, *accumulate(len(own.pieces) for own in entries)]
+            places = [own + (shift << PLACE_BITS) for own, shift in zip(places, before, strict=False)]
+            if any(own.weights_N is not None for own in entries):
+                self.weights_N = torch.cat([_or_ones(own.weights_N, len(own.key_N), own) for own in entries])
+            if any(own.factor_V is not None for own in entries):
+                self.factor_V = torch.cat([_or_ones(own.factor_V, len(own.bounds_V) - 1, own) for own in entries])
+        self.place_N = torch.cat(places) if len(parts) > 1 else places[0]
+        self.key_N, self.order_N = torch.sort(torch.cat(keys) if len(parts) > 1 else keys[0], stable=True)
+        self._gradients: list[Tensor | None] = []
+        numbers: list[int] = []
+        self._is_aligned = True
+        first_vector = 0
+        gradients = iter(_in_rows([own for part in parts for own in part.upstream]))
+        for part in parts:
+            (scale,) = struct.unpack("i", struct.pack("f", part.scale))
+            for piece, own in zip(part.entries.pieces, gradients, strict=False):
+                stride = 0 if own is None else own.stride(0)
+                self._is_aligned &= stride % 4 == 0 and address(own) % 16 == 0
+                numbers += [address(own), stride, scale, first_vector]
+                first_vector += piece.num_vectors
+                self._gradients.append(own)
+        self._numbers = on_device(numbers, self.key_N.device)
+
+    def squares(self, tables: Mapping[int, Tensor]) -> Tensor:
+        """Σ g² (0-dim, float64) over the gradients g of the rows [L, D] of these tables, by their numbers."""
+        from geartrain.bridge.kernels.triton import lookup as kernels
+
+        total = torch.zeros((), dtype=torch.float64, device=self.key_N.device)
+        groups: dict[int, list[int]] = {}
+        for number, rows in tables.items():
+            groups.setdefault(rows.shape[1], []).append(number)
+        for dim, members in groups.items():
+            tile = kernels.run_tile(dim)
+            squares = total.new_empty(-(-len(self.key_N) // tile["BLOCK_N"]))
+            self._start(kernels.square_rows, {member: [1] for member in members}, dim, [squares], squares.nbytes)
+            total = total + squares.sum()
+        return total
+
+    def update(self, tables: Mapping[int, StoredRows], step: StepNumbers, lr: float, scale: Tensor) -> None:
+        """One step of these tables' rows by ``scale`` (0-dim) times their gradients, each row once; 16 bits are rounded
+        by chance. A row that would leave its type stays as it is, with its slots, and is counted in ``refused``.
+        """
+        from geartrain.bridge.kernels.triton import lookup as kernels
+        from geartrain.bridge.kernels.triton import row_step
+
+        groups: dict[tuple[Any, ...], list[int]] = {}
+        for number, table in tables.items():
+            groups.setdefault(_kind(table), []).append(number)
+        for members in groups.values():
+            like = tables[members[0]]
+            dim, slots_D = like.rows_LD.shape[1], like.slots_LS
+            parts = [item for item in (like.rows_LD, slots_D, like.updates_L) if item is not None]
+            each = sum(part.itemsize * (part.shape[1] if part.ndim > 1 else 1) for part in parts)
+            numbers: dict[int, Sequence[int]] = {}
+            num_rows = 0
+            for member in members:
+                own = tables[member]
+                rows, slots, steps, first = own.rows_LD, own.slots_LS, own.updates_L, own.first
+                asked = sum(piece.num_ids for piece in self.pieces if piece.table == member)
+                num_rows += min(asked, len(rows))  # at most: where all are different
+                at = [_shifted(LocalRows(rows, first)), 0 if slots is None else _shifted(LocalRows(slots, first))]
+                steps_at = 0 if steps is None else address(steps) - 8 * first
+                numbers[member] = [1, *at, steps_at, address(own.refused), own.key - (own.key >> 63 << 64)]
+            slot_bytes = 0 if slots_D is None else slots_D.shape[1] * slots_D.itemsize
+            constants = {
+                "ROWS_ALIGNED": dim * like.rows_LD.itemsize % 16 == 0 and slot_bytes % 16 == 0,
+                "COUNTS": like.updates_L is not None,
+                "KIND": getattr(row_step, step.kind).value,
+                "SLOTS": 0 if slots_D is None else slots_D.shape[1],
+            }
+            more: list[Any] = [like.rows_LD, scale if slots_D is None else slots_D, scale]
+            more += [lr, step.decay, step.a, step.b, step.eps]
+            self._start(kernels.update_rows, numbers, dim, more, 2 * each * num_rows, **constants)
+
+    def _start(
+        self,
+        kernel: Any,
+        tables: Mapping[int, Sequence[int]],
+        dim: int,
+        more: Sequence[Any],
+        num_bytes: float,
+        **constants: Any,
+    ) -> None:
+        """Start ``kernel`` over all blocks of sorted ids, after the sums of runs that go on beyond their block.
+
+        ``tables`` are 8 numbers of each table that it is for.
+        """
+        from geartrain.bridge.kernels.triton import lookup as kernels
+
+        device, num_ids, tile = self.key_N.device, len(self.key_N), kernels.run_tile(dim)
+        blocks = -(-num_ids // tile["BLOCK_N"])
+        numbers: list[int] = []
+        for table in range(self.entries.num_tables + 1):
+            own = list(tables.get(table, ()))
+            numbers += own + [0] * (8 - len(own))
+        partial = torch.empty(blocks, tile["BLOCK_D"], device=device)
+        common = [self._numbers, on_device(numbers, device), self.key_N, self.order_N, self.place_N]
+        common += [partial if item is None else item for item in (self.weights_N, self.factor_V)]
+        constants |= {
+            "WEIGHTED": self.weights_N is not None,
+            "FACTORED": self.factor_V is not None,
+            "DIM": dim,
+            "ALIGNED": self._is_aligned and dim % 4 == 0,
+            **tile,
+        }
+        opened = {name: value for name, value in constants.items() if name in _OPEN_RUNS}
+        cost = Cost(blocks * 2 * self.key_N.itemsize + partial.nbytes)  # at most: of runs that go on
+        launch(kernels.open_runs, (blocks,), *common, partial, num_ids, self.entries.bits, cost=cost, **opened)
+        each = self.key_N.itemsize + 16 + 4 * (self.weights_N is not None)
+        num_vectors = sum(piece.num_vectors for piece in self.pieces)
+        cost = Cost(num_ids * each + num_vectors * 4 * dim + num_bytes)
+        launch(kernel, (blocks,), *common, partial, *more, num_ids, self.entries.bits, cost=cost, **constants)
+
+
+def _in_rows(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """The gradients in float32, each row's numbers side by side: those that are not are copied together."""
+    found = [None if own is None or not len(own) else own.detach().to(torch.float32) for own in gradients]
+    spread: dict[int, list[int]] = {}
+    for number, own in enumerate(found):
+        if own is not None and own.stride(1) != 1:
+            spread.setdefault(own.shape[1], []).append(number)
+    for members in spread.values():
+        given = [own for number in members if (own := found[number]) is not None]
+        for number, own in zip(members, torch.cat(given).split_with_sizes([len(own) for own in given]), strict=True):
+            found[number] = own
+    return found
+
+
+_OPEN_RUNS = frozenset(["WEIGHTED", "FACTORED", "DIM", "ALIGNED", "BLOCK_N", "BLOCK_D", "num_warps"])
+
+
+def _or_ones(values: Tensor | None, count: int, entries: Entries) -> Tensor:
+    return torch.ones(count, device=entries.key_N.device) if values is None else values
