@@ -42,10 +42,10 @@ MARGINS = [
 ]
 SMOOTH: dict[str, Any] = {"label_smoothing": 0.1}
 COMBINATIONS = [
-    Budget(650, 0, "head", PARTIAL | {"margin": margin, **options})
-    for margins, choices in ((MARGINS, [{}, SMOOTH, {"sub_centers": 3}]), ([""], [{}, SMOOTH, {"bias": True}]))
+    Budget(320, 0, "head", PARTIAL | {"margin": margin, **options})
+    for margins, more in ((MARGINS, {"sub_centers": 3}), ([""], {"bias": True}))
     for margin in margins
-    for options in choices
+    for options in ({}, SMOOTH, ON_DEVICE, more)
 ]
 combined = reports_of(COMBINATIONS)
 

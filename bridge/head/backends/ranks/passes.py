@@ -72,7 +72,7 @@ class RankRows:
         self._kept = KeptLogits(table.pool)
         if fuses:
             assert isinstance(active, DeviceActive), "the device's"
-            self._fused = FusedPass(table, active, batch, log2_weight or 0.0)
+            self._fused = FusedPass(table, active, batch, 0.0 if log2_weight is None else log2_weight)
             return
         if isinstance(active, DeviceActive):
             self._active = active = active.trimmed()
