@@ -167,9 +167,32 @@ class Table:
         checked = self._checked_pull(ids, out)
         self._calls.rows.pull(self._facts, self.incarnation, checked, out, required_sync=required_sync)
 
-    def _checked_pull(self, ids: Ids, out: npt.NDArray[Any] | ScatteredRows) -> Ids:
+    @property
+    def state_width(self) -> int:
+        """Numbers of a row's state, which :func:`pull_together` reads where ``out`` is so wide: the row, its slots, how
+        often it was updated (an int64 in two), and 1 where it exists. 0: it cannot be had, for rows or slots are no
+        float32, or move at steps that do not touch them.
+        """
+        spec = self.spec
+        is_wide = spec.dtype == "float32" and (not spec.has_slots or spec.slot_dtype == "float32")
+        if not is_wide or spec.counts_steps or self.wire_dtype is not None:
+            return 0
+        return spec.dim + spec.slot_dim + 3
+
+    def shards_of(self, ids: Ids) -> list[tuple[int, Ids | None]]:
+        """Each shard that owns some of the ids [N], and the places of those (None: all of them)."""
+        return self._calls.rows.routes(self._facts, ids)
+
+    @property
+    def num_shards(self) -> int:
+        """Of the cluster."""
+        return self._calls.view.num_shards
+
+    def _checked_pull(self, ids: Ids, out: npt.NDArray[Any] | ScatteredRows, *, may_be_states: bool = False) -> Ids:
         checked = ids_array(ids, self.spec.num_rows)
         if isinstance(out, ScatteredRows):
+            return checked
+        if may_be_states and self.state_width and out.shape == (len(checked), self.state_width):
             return checked
         is_array = isinstance(out, np.ndarray)
         if not is_array or out.shape != (len(checked), self.spec.dim) or out.dtype != self._dtype:
@@ -304,13 +327,14 @@ class Table:
 def pull_together(pulls: Sequence[tuple[Table, Ids, npt.NDArray[Any]]]) -> list[list[int]]:
     """:meth:`Table.pull_into` of several tables: (table, distinct ids [N], out [N, dim] of its dtype) each.
 
-    Tables of one cluster are read in one request to each shard. Returns of each the writes that every shard had applied
+    Tables of one cluster are read in one request to each shard. Where ``out`` is [N, ``table.state_width``] it gets the
+    states. Returns of each the writes that every shard had applied
     to the table, what a push takes as ``pulled_at``; -1: it was not asked, or does not tell. Raises as pull_into does.
     """
     by_calls: dict[RowCalls, list[int]] = {}
     requests: list[tuple[TableFacts, int, Ids, npt.NDArray[Any]]] = []
     for number, (table, ids, out) in enumerate(pulls):
-        requests.append((table._facts, table.incarnation, table._checked_pull(ids, out), out))
+        requests.append((table._facts, table.incarnation, table._checked_pull(ids, out, may_be_states=True), out))
         by_calls.setdefault(table._calls.rows, []).append(number)
     writes: list[list[int]] = [[]] * len(pulls)
     for calls, numbers in by_calls.items():

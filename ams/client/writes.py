@@ -361,6 +361,21 @@ class RowWrite(Write):
         super().__del__()
         self._is_over()
 
+    @property
+    def shards(self) -> Sequence[int]:
+        """Those that have a part of it."""
+        return self._prepared.shards
+
+    @property
+    def log_number(self) -> int | None:
+        """Its number in the log of writes, once it was announced and where somebody reads that."""
+        return self._logged
+
+    @property
+    def created(self) -> int:
+        """Rows that it has made on the shards that have answered."""
+        return self._created
+
     def announce(self) -> None:
         """Let those who keep rows know that these change from now on. To send it does so, too."""
         if self._logged is not None:

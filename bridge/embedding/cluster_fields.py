@@ -22,6 +22,7 @@ from geartrain.bridge.embedding.modes import SSP, BoundedLead
 from geartrain.bridge.embedding.update import EmbeddingUpdate
 from geartrain.bridge.embedding.vectors import feature_ids, out_of_range, require_no_max_weights, weighted
 from geartrain.bridge.placements.placement import ClusterPlacement
+from geartrain.bridge.placements.row_cache import RowCache, bytes_of_place, pull_through
 from geartrain.bridge.rows.ranks import SyncRanks
 
 if TYPE_CHECKING:
@@ -51,7 +52,12 @@ class ClusterFields(GroupRows):
             )
         joined = mode == "sync" and (group is not None or dist.is_initialized())
         ranks = [SyncRanks(settings.name, group) if joined else None for _ in order]
+        cache_places = _cache_places(settings, joined, self.specs)
         made = _made_by_all(cluster, self.specs, ranks[0], reuse=settings.reuse)
+        self._caches = {
+            name: RowCache(made[name], places, torch.device("cpu"), by_clock=isinstance(mode, SSP))
+            for name, places in cache_places.items()
+        }
         self._lead = BoundedLead(cluster, settings.name, mode) if isinstance(mode, SSP) else None
         self.worker_steps = None if self._lead is None else self._lead.steps
         hosted = {field.table_name for field in with_rows if field.where == "hosted"}
@@ -61,7 +67,8 @@ class ClusterFields(GroupRows):
         for tables, its_ranks in zip(order, ranks, strict=True):
             places = frozenset(place for place, table in enumerate(tables) if table in hosted)
             own = [made[table] for table in tables]
-            update = EmbeddingUpdate(own, hosted=places, ranks=its_ranks, pace=self._lead)
+            kept = [self._caches.get(table) for table in tables]
+            update = EmbeddingUpdate(own, hosted=places, ranks=its_ranks, pace=self._lead, caches=kept)
             self._parts.append(TrainedTables(update, _ClusterTables(cluster, update)))
         self.parts = self._parts
         names = [table for tables in order for table in tables]
@@ -105,12 +112,29 @@ class ClusterFields(GroupRows):
         )
 
     def pull(self, merged: BatchRows) -> None:
-        pull([merged])
+        lead = self._lead
+        if not self._caches or (lead is not None and not torch.is_grad_enabled()):  # no clock goes on then
+            pull([merged])
+            return
+        caches = [self._caches.get(name) for name in self._numbers]
+        oldest, clock = (None, 0) if lead is None else (lead.oldest, lead.steps.done - lead.steps.ahead)
+        rows = list(zip(merged.tables, merged.ids, merged.rows, strict=True))
+        merged.pulled_at, merged.on_device = pull_through(caches, rows, oldest=oldest, clock=clock)
+        merged.is_pulled = True
+
+    def move_to(self, device: torch.device) -> None:
+        for cache in self._caches.values():
+            cache.move_to(device)
+
+    def cache_report(self) -> dict[str, dict[str, Any]]:
+        return {name: cache.report() for name, cache in self._caches.items()}
 
     def vectors(self, merged: BatchRows, device: torch.device) -> Sequence[Tensor]:
         hosted = merged.hosted
         given = [merged.given[number] for number in self._order]
-        call = LookupCall(merged.lookup, merged.features, given, merged.rows, merged.pulled_at, self._parts, hosted)
+        call = LookupCall(
+            merged.lookup, merged.features, given, merged.rows, merged.pulled_at, self._parts, hosted, merged.on_device
+        )
         found: Sequence[Tensor]
         if torch.is_grad_enabled():
             all_ids = iter(enumerate(merged.ids))
@@ -127,6 +151,31 @@ class ClusterFields(GroupRows):
             for number, ids, vectors in zip(self._order, given, found, strict=True)
         }
         return [in_order[number] for number in sorted(self._order)]
+
+
+def _cache_places(settings: GroupSettings, joined: bool, specs: Mapping[str, TableSpec]) -> dict[str, int]:
+    """How many rows of each table are kept, by :attr:`Field.table_name`. Raises InvalidArgument."""
+    left = settings.device_cache_bytes
+    if not left:
+        return {}
+    what = f"device_cache_bytes of {settings.name!r} is {left:,} and"
+    fields = [settings.fields[number] for number in settings.with_rows]
+    for name, spec in specs.items():
+        if spec.counts_steps:
+            raise InvalidArgument(f"{what} rows of table {name!r} move at steps that do not touch them; leave it out")
+    if joined:
+        raise InvalidArgument(f"{what} ranks step together: no rank knows which rows the others change; leave it out")
+    if any(field.pooling == "max" or field.where == "hosted" for field in fields):
+        raise InvalidArgument(f"{what} a field has pooling 'max' or where='hosted'; put it into a group of its own")
+    need = {name: (spec.num_rows or 2**31 - 2) * bytes_of_place(spec) for name, spec in specs.items()}
+    places: dict[str, int] = {}
+    for name in sorted(need, key=need.__getitem__):  # equal shares; what one does not need is for those behind
+        item = bytes_of_place(specs[name])
+        places[name] = min(left // (len(need) - len(places)), need[name]) // item
+        if not places[name]:
+            raise InvalidArgument(f"{what} a row of table {name!r}, one of {len(need)}, takes {item} bytes; give more")
+        left -= places[name] * item
+    return places
 
 
 class _ClusterTables(ClusterPlacement):

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from geartrain.ams.values.arguments import boolean
+from geartrain.ams.values.arguments import boolean, integer
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
 from geartrain.ams.values.text import quoted
@@ -57,6 +57,7 @@ class EmbeddingGroup(nn.Module):
         process_group: dist.ProcessGroup | None = None,
         per_node: bool = False,
         rows: str = "pull",
+        device_cache_bytes: int = 0,
     ) -> None:
         """Make the tables.
 
@@ -83,6 +84,10 @@ class EmbeddingGroup(nn.Module):
                 (bags), once. Rows move with ``.to(device)``. Cost of a step for N ids on a rank, whatever the number of
                 fields: one exchange of counts between the hosts, three all-to-alls (16·N bytes of ids, 4·D for
                 each bag and rank that has ids of it, and as much for its gradient) and an all-reduce of one number.
+            device_cache_bytes: Memory on the module's device for rows that are looked up again and again: those that
+                are there need not be pulled. Every row is what the shards hold, as without it; under SSP as old as that
+                allows. Not where ranks step together (``mode="sync"``), nor with fields of pooling "max" or
+                ``where="hosted"``. 0: none. See :attr:`cache`.
 
         Raises:
             InvalidArgument: The fields contradict each other, or lack something.
@@ -111,6 +116,7 @@ class EmbeddingGroup(nn.Module):
             reuse=reuse,
             mode=mode,
             process_group=process_group,
+            device_cache_bytes=integer("device_cache_bytes", device_cache_bytes, 0),
         )
         self.rows = group_rows_named(rows)(settings)
         """Where the rows are, and how they are looked up."""
@@ -140,6 +146,14 @@ class EmbeddingGroup(nn.Module):
                 f"there is no field {field!r} with a table; those that have one are {', '.join(map(repr, names))}"
             )
         return self.rows.table(names[field])
+
+    @property
+    def cache(self) -> dict[str, dict[str, Any]]:
+        """Of each table's device cache: ``hits`` and ``misses`` (distinct ids of look-ups), ``hit_rate``, ``entries``,
+        ``capacity``, ``evicted``, ``cleared`` (how often all rows were dropped, for somebody else had written),
+        ``saved_bytes`` (of pulls), ``bytes`` and ``host_bytes``. Empty without ``device_cache_bytes``.
+        """
+        return self.rows.cache_report()
 
     @property
     def worker_steps(self) -> JobSteps | None:
@@ -249,6 +263,7 @@ class Embedding(EmbeddingGroup):
         process_group: dist.ProcessGroup | None = None,
         rows: str = "pull",
         include_last_offset: bool = False,
+        device_cache_bytes: int = 0,
         **settings: Any,
     ) -> None:
         """Make its table. Raises as the group does.
@@ -264,6 +279,7 @@ class Embedding(EmbeddingGroup):
             process_group: The ranks that step together, as there.
             rows: Where the rows are, as there.
             include_last_offset: Whether ``offsets`` of a call end with the number of ids, as of ``nn.EmbeddingBag``.
+            device_cache_bytes: As there.
             settings: Those of a :class:`Field`.
         """
         field = Field(name, dim, **settings)
@@ -278,6 +294,7 @@ class Embedding(EmbeddingGroup):
             mode=mode,
             process_group=process_group,
             rows=rows,
+            device_cache_bytes=device_cache_bytes,
         )
 
     def _full_name(self, table: str) -> str:

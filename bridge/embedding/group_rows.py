@@ -43,6 +43,7 @@ class GroupSettings:
     reuse: bool
     mode: Mode
     process_group: dist.ProcessGroup | None
+    device_cache_bytes: int
 
     @property
     def with_rows(self) -> list[int]:
@@ -102,6 +103,10 @@ class GroupRows(ABC):
 
     def move_to(self, device: torch.device) -> None:  # noqa: B027
         """The module goes to a device."""
+
+    def cache_report(self) -> dict[str, dict[str, Any]]:
+        """Of each table with a cache, what came of it."""
+        return {}
 
 
 def by_optimizer(specs: Mapping[str, TableSpec]) -> list[list[str]]:

@@ -66,6 +66,11 @@ class BoundedLead:
         self._waits = False
         """Whether the wait of a step ended with an error: the next call goes on with it."""
 
+    @property
+    def oldest(self) -> int:
+        """All that was written before this step must be in the rows of the next look-up."""
+        return self.steps.done - self._mode.staleness
+
     def join(self) -> None:
         """Be waited for from now on."""
         self.steps.join()

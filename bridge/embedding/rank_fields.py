@@ -265,6 +265,8 @@ def _specs(settings: GroupSettings) -> dict[str, TableSpec]:
         raise InvalidArgument(
             f"{name!r} has rows='ranks' and a cluster, which holds none of them; give None in its place"
         )
+    if settings.device_cache_bytes:
+        raise InvalidArgument(f"{name!r} has rows='ranks' and device_cache_bytes: its rows are on devices already")
     if isinstance(settings.mode, SSP):
         raise InvalidArgument(
             f"{name!r} has rows='ranks' and mode {settings.mode!r}; ranks step together: leave it out"

@@ -12,12 +12,14 @@ from torch import Tensor
 
 from geartrain.ams.client.rows.push_options import BatchSettings
 from geartrain.ams.client.table import Table, prepare_together
+from geartrain.ams.client.writes import RowWrite
 from geartrain.ams.kernels import ops
 from geartrain.ams.programs.bag_pooling import NAME, SQUARED_NORM
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
 from geartrain.ams.values.specs import Ids
 from geartrain.bridge.embedding.hosted_bags import HostedUpdate, ShardInputs, row_inputs
+from geartrain.bridge.placements.row_cache import RowCache
 from geartrain.bridge.rows.pending import Pace, PendingUpdate, PulledVersion
 from geartrain.bridge.rows.ranks import SyncRanks
 from geartrain.bridge.rows.row_update import PushSettings
@@ -125,9 +127,10 @@ class EmbeddingUpdate(PendingUpdate[EmbeddingGradient]):
         hosted: frozenset[int] = frozenset(),
         ranks: SyncRanks | None = None,
         pace: Pace | None = None,
+        caches: Sequence[RowCache | None] = (),
     ) -> None:
         """The tables have one optimizer; at the places ``hosted`` there are bags that shards pool. ``ranks`` train the
-        tables together; None: this process by itself, at ``pace``.
+        tables together; None: this process by itself, at ``pace``. ``caches`` keep rows of the tables.
         """
         super().__init__()
         self.tables = tuple(tables)
@@ -135,8 +138,11 @@ class EmbeddingUpdate(PendingUpdate[EmbeddingGradient]):
         self.ranks = ranks
         self.pace = pace
         self.table = self.tables[0]
-        self._writes: list[TableWrite] | None = None
+        self._writes: list[RowWrite] | None = None
         """The pushes of a step that has begun."""
+        self._caches = caches or [None] * len(self.tables)
+        self._to_follow: list[tuple[RowCache, TableGradient, RowOptimizerSpec, float, RowWrite]] = []
+        """What the caches make of the pushes once they are applied."""
         self._hosted_writes: list[HostedUpdate] = []
         """Its hosted updates that are not sent yet."""
 
@@ -169,8 +175,9 @@ class EmbeddingUpdate(PendingUpdate[EmbeddingGradient]):
                 "scale": self.factor(),
                 "group": None if self.ranks is None else self.ranks.sync_group(self._samples),
             }
-            writes: list[TableWrite] = []
+            writes: list[RowWrite] = []
             pushes: list[tuple[Table, Ids, npt.NDArray[np.float32], BatchSettings]] = []
+            cached: list[tuple[RowCache, TableGradient] | None] = []
             try:
                 for place, table in enumerate(self.tables):
                     gradient = self._pending.tables.get(place)
@@ -187,6 +194,8 @@ class EmbeddingUpdate(PendingUpdate[EmbeddingGradient]):
                         "pulled_at": gradient.pulled_at,
                     }
                     pushes.append((table, gradient.ids, gradient.rows, batch))
+                    cache = self._caches[place]
+                    cached.append(None if cache is None else (cache, gradient))
                 # Their squares are finite, or check_finite() would have said so; the product is looked at there.
                 for push in prepare_together(pushes, **settings):
                     writes.append(push)  # so that those before an error are given up
@@ -194,6 +203,10 @@ class EmbeddingUpdate(PendingUpdate[EmbeddingGradient]):
                 self._abandon(writes)
                 raise
             self._writes = writes
+            for own, write in zip(cached, writes, strict=True):
+                if own is not None:
+                    own[0].begin_push()
+                    self._to_follow.append((*own, optimizer, settings["scale"], write))
         return self._writes
 
     def hand_over(self) -> None:
@@ -211,6 +224,8 @@ class EmbeddingUpdate(PendingUpdate[EmbeddingGradient]):
             self._hosted_writes[0].send()
             del self._hosted_writes[0]
         self._writes = None
+        for cache, gradient, settings_of_push, scale, write in self._to_follow:
+            cache.pushed(gradient.ids, gradient.rows, settings_of_push, scale, write)
         self.step += 1
         if self.ranks is not None:
             self.ranks.sequence += 1
@@ -248,6 +263,7 @@ class EmbeddingUpdate(PendingUpdate[EmbeddingGradient]):
     def discard(self) -> None:
         """Forget what is pending."""
         writes, self._writes = self._writes, None
+        self._to_follow.clear()
         self._abandon(writes or ())
         super().discard()
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -18,6 +19,7 @@ from geartrain.ams.values.errors import InvalidArgument, InvalidIds
 from geartrain.bridge.embedding.field import Field
 from geartrain.bridge.embedding.ids import BatchIds, FieldIds
 from geartrain.bridge.embedding.levels import jagged_tensor
+from geartrain.bridge.rows.transfers import upload
 
 
 def shaped(field: Field, ids: FieldIds, vectors: Tensor, *, per_node: bool = False) -> Tensor:
@@ -94,6 +96,34 @@ def bag_of_each(ids: FieldIds) -> Tensor:
         return torch.arange(len(values), device=values.device) // ids.bags
     lengths = torch.as_tensor(ids.bags).diff()
     return torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
+
+
+def pooled_on_device(feature: FeatureIds, places_N: npt.NDArray[np.int32], rows_UD: Tensor) -> Tensor:
+    """The vectors [V, D] of a feature, in tensor operations, from the rows of its distinct ids; not by pooling "max".
+
+    ``places_N`` are those of its ids among the rows; -1, padding, means the last row, which is zero.
+    """
+    device = rows_UD.device
+    is_padding = places_N < 0
+    index_N = upload(np.where(is_padding, len(rows_UD) - 1, places_N).astype(np.int64), device)
+    weights_N = None if feature.weights is None else upload(feature.weights, device)
+    if feature.pooling is None:
+        vectors_ND = rows_UD.index_select(0, index_N)
+        return vectors_ND if weights_N is None else vectors_ND * weights_N[:, None]
+    num_bags = feature.num_vectors
+    bounds = feature.bags if not isinstance(feature.bags, int) else np.arange(num_bags + 1) * feature.bags
+    sums_BD = torch.nn.functional.embedding_bag(
+        index_N, rows_UD, upload(bounds, device), mode="sum", per_sample_weights=weights_N, include_last_offset=True
+    )
+    if feature.pooling == "sum":
+        return sums_BD
+    weights = np.where(is_padding, 0.0, 1.0 if feature.weights is None else feature.weights)
+    weights = weights if feature.pooling == "mean" else weights**2
+    bag_N = np.repeat(np.arange(num_bags), np.diff(bounds))
+    totals_B = np.bincount(bag_N, weights, num_bags)
+    totals_B = totals_B if feature.pooling == "mean" else np.sqrt(totals_B)
+    factors_B = np.divide(1.0, totals_B, out=np.zeros(num_bags), where=totals_B != 0).astype(np.float32)
+    return sums_BD * upload(factors_B, device)[:, None]
 
 
 def pooled(field: Field, ids: FieldIds, vectors_ND: Tensor, counted: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from geartrain.ams.values.errors import InvalidArgument
 Reduction = Literal["mean", "sum"]
 StaleRule = Literal["apply", "scale", "drop"]
 TrainMode = Literal["backward", "always", "never"]
-HERE = ("cache_ids", "sample_cache_bytes", "clock")
+HERE = ("cache_ids", "device_cache_bytes", "sample_cache_bytes", "clock")
 """Settings of the process that asks for features; the others are those of the slow gear, wherever it runs."""
 
 
@@ -22,7 +22,7 @@ HERE = ("cache_ids", "sample_cache_bytes", "clock")
 class SlowGearConfig:
     """What ``gt.SlowGear`` takes as ``config=``. Raises InvalidArgument for a value outside its range.
 
-    Slow gears of other processes are told all but ``cache_ids``, ``sample_cache_bytes`` and ``clock`` where they are
+    Slow gears of other processes are told all but :data:`HERE` where they are
     started: ``geartrain slowgear``.
     """
 
@@ -53,6 +53,9 @@ class SlowGearConfig:
     backward passes, so that slow gears which serve one step take its gradients at the weights of its features."""
     cache_ids: int = 65_536
     """Features kept in this process."""
+    device_cache_bytes: int = 0
+    """Keep features on the device of the ids, as many as fit into so many bytes, in the place of ``cache_ids`` in the
+    host's memory: what is there goes no way over the host. 0: on the host."""
     sample_cache_bytes: int = 256 << 20
     """Decoded samples kept in this process; 0: none."""
     clock: Callable[[], float] = field(default_factory=lambda: time.time)
@@ -69,7 +72,14 @@ class SlowGearConfig:
         for name, allowed in choices.items():
             if (value := getattr(self, name)) not in allowed:
                 raise InvalidArgument(f"{name} is {value!r}; it must be one of {', '.join(map(repr, allowed))}")
-        least = {"ids_per_update": 1, "max_batch": 1, "cache_ids": 1, "sample_cache_bytes": 0, "max_gradient_lag": 0}
+        least = {
+            "ids_per_update": 1,
+            "max_batch": 1,
+            "cache_ids": 1,
+            "device_cache_bytes": 0,
+            "sample_cache_bytes": 0,
+            "max_gradient_lag": 0,
+        }
         for name, low in {**least, "flush_seconds": 0, "max_wait_seconds": 0, "refresh_seconds": 0}.items():
             if (value := getattr(self, name)) is not None and not value >= low:
                 raise InvalidArgument(f"{name} is {value!r}; it must be >= {low}")

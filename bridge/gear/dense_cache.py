@@ -21,6 +21,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from geartrain.ams.kernels.freshness import Judged, judge
 from geartrain.ams.kernels.position_lru import PositionLru, Positions
@@ -28,6 +29,7 @@ from geartrain.ams.storage.features.store import FeatureStore
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.gear_messages import FeatureReply, Features
 from geartrain.ams.values.specs import Ids
+from geartrain.bridge.rows.transfers import put, take
 
 Hits = npt.NDArray[np.bool_]
 
@@ -112,14 +114,15 @@ class WorkerCache:
     """The features that this process used last, without a network. Thread-safe.
 
     One array [capacity + 1, D] and stamps by position; the least recently used entry is overwritten. Memory:
-    capacity × (4 D + 80) bytes. A lookup costs a gather of its rows and about 60 ns an id.
+    capacity × (4 D + 80) bytes. A lookup costs a gather of its rows and about 60 ns an id. The vectors may lie on a
+    device (:meth:`vectors`), the stamps never: what is missing is known without asking it.
     """
 
     def __init__(self, capacity: int, dim: int, *, expire_seconds: float, max_version_lag: int | None = None) -> None:
         """Raises InvalidArgument for a value outside its range."""
         self._index = PositionLru(capacity)
         # One row more than positions: what is not there reads it.
-        self._vectors = np.zeros((capacity + 1, _checked_dim(dim)), np.float32)
+        self._vectors = torch.zeros(capacity + 1, _checked_dim(dim))
         self._versions = np.full(capacity + 1, -1, np.int64)
         self._times = np.full(capacity + 1, -math.inf)
         self._counts = FreshnessCounts(expire_seconds, max_version_lag)
@@ -127,12 +130,17 @@ class WorkerCache:
         self._lock = threading.Lock()
 
     def lookup(self, ids: Ids, *, now: float, dense_version: int) -> tuple[FeatureReply, Hits]:
+        vectors, judged = self.vectors(ids, self._vectors.device, now=now, dense_version=dense_version)
+        return _found(vectors.cpu().numpy(), judged.versions, judged.times, dense_version), judged.hits
+
+    def vectors(self, ids: Ids, device: torch.device, *, now: float, dense_version: int) -> tuple[torch.Tensor, Judged]:
+        """:meth:`lookup` with vectors [N, D] on ``device``, where the cache keeps all of them from now on."""
         with self._lock:
             positions = self._index.find(ids, touch=True)
             positions[positions < 0] = self._index.capacity
             judged = self._counts.judge(positions, self._versions, self._times, now, dense_version)
-            vectors = self._vectors.take(positions, axis=0)
-        return _found(vectors, judged.versions, judged.times, dense_version), judged.hits
+            self._vectors = self._vectors.to(device)
+            return take(self._vectors, positions), judged
 
     def insert(self, ids: Ids, features: FeatureReply) -> None:
         last = slice(-self._index.capacity, None)
@@ -140,7 +148,7 @@ class WorkerCache:
             positions, evicted = self._index.place(ids[last])
             self._evicted += evicted
             self._times[positions] = -math.inf  # if what follows fails they are not there, rather than another id's
-            self._vectors[positions] = features.vectors_KD[last]
+            put(self._vectors, positions, features.vectors_KD[last])
             self._versions[positions] = features.versions[last]
             self._times[positions] = features.times[last]
 

@@ -32,7 +32,7 @@ from geartrain.bridge.gear.gear_update import GearGradient, GearUpdate
 from geartrain.bridge.gear.samples import Decode, DenseSamples
 from geartrain.bridge.placements.placement import Placement
 from geartrain.bridge.rows.eager import runs_eagerly
-from geartrain.bridge.rows.transfers import download, upload
+from geartrain.bridge.rows.transfers import download, put, upload
 
 _DEFAULTS = SlowGearConfig()
 _NO_FEATURE = -1
@@ -119,7 +119,9 @@ class SlowGear(nn.Module):
         self.dim = dim
         self.on_missing = on_missing
         self._clock = config.clock
-        self._cache = WorkerCache(config.cache_ids, dim, expire_seconds=expire_seconds, max_version_lag=max_version_lag)
+        self._is_on_device = config.device_cache_bytes > 0
+        cache_ids = max(1, config.device_cache_bytes // (4 * dim)) if self._is_on_device else config.cache_ids
+        self._cache = WorkerCache(cache_ids, dim, expire_seconds=expire_seconds, max_version_lag=max_version_lag)
         self._open: Callable[[bool], DenseEngine] | None = None
         """Makes the slow gear of this process; None: slow gears are elsewhere."""
         self._cluster = cluster
@@ -168,9 +170,8 @@ class SlowGear(nn.Module):
         ``on_missing="zeros"``; GearUnavailable.
         """
         self.row_update.require_present()
-        flat = _checked(ids)
-        distinct, places, _ = ops.merge_duplicates(flat)
-        vectors_KD, versions = self._features(distinct)
+        distinct, places, _ = ops.merge_duplicates(_checked(ids))
+        vectors_KD, versions = self._features(distinct, ids.device if self._is_on_device else torch.device("cpu"))
         vectors_KD = upload(vectors_KD, ids.device)
         if self.training and torch.is_grad_enabled():
             update = self.row_update  # whose carrier stays on the host, where the gradients go
@@ -238,19 +239,20 @@ class SlowGear(nn.Module):
         self.row_update.go_on_with(self.table, engine)
         weakref.finalize(self.row_update, engine.abandon)
 
-    def _features(self, ids: Ids) -> tuple[Tensor, npt.NDArray[np.int64]]:
+    def _features(self, ids: Ids, device: torch.device) -> tuple[Tensor, npt.NDArray[np.int64]]:
         """Vectors [K, D] of distinct ids, and the dense version of each; :data:`_NO_FEATURE` where there is none."""
-        found, hit = self._cache.lookup(ids, now=self._clock(), dense_version=self._port.dense_version)
-        if not hit.all():
-            missing = ids[~hit]
+        version = self._port.dense_version
+        vectors_KD, judged = self._cache.vectors(ids, device, now=self._clock(), dense_version=version)
+        if not judged.hits.all():
+            missing = ids[~judged.hits]
             reply = self._port.features(missing)
             good = without(missing, reply.failures)
             self._cache.insert(missing[good], reply.at(good))  # also when some ids have failed
             if reply.failures and self.on_missing == "error":
                 raise first_error(reply.failures, "that")
-            found.vectors_KD[~hit] = reply.vectors_KD
-            found.versions[~hit] = np.where(good, reply.versions, _NO_FEATURE)
-        return torch.from_numpy(found.vectors_KD), found.versions
+            put(vectors_KD, np.flatnonzero(~judged.hits), reply.vectors_KD)
+            judged.versions[~judged.hits] = np.where(good, reply.versions, _NO_FEATURE)
+        return vectors_KD, judged.versions
 
 
 class _GearRows(Placement):

@@ -177,6 +177,37 @@ TENSOR_OPTIMIZERS: dict[str, Callable[[Any, RowStep], None]] = {
 }
 
 
+def _exact_sgd(optimizer: SGD, rows_ND: Tensor, slots_ND: Tensor | None, gradient_ND: Tensor) -> None:
+    del slots_ND
+    rows_ND.sub_((gradient_ND + optimizer.weight_decay * rows_ND) * optimizer.lr)
+
+
+def _exact_momentum(optimizer: Momentum, rows_ND: Tensor, slots_ND: Tensor | None, gradient_ND: Tensor) -> None:
+    assert slots_ND is not None
+    direction_ND = gradient_ND + optimizer.weight_decay * rows_ND
+    slots_ND.mul_(optimizer.momentum).add_(direction_ND)
+    step_ND = direction_ND + optimizer.momentum * slots_ND if optimizer.nesterov else slots_ND
+    rows_ND.sub_(step_ND * optimizer.lr)
+
+
+def _exact_adagrad(optimizer: Adagrad, rows_ND: Tensor, slots_ND: Tensor | None, gradient_ND: Tensor) -> None:
+    assert slots_ND is not None
+    direction_ND = gradient_ND + optimizer.weight_decay * rows_ND
+    slots_ND.add_(direction_ND * direction_ND)
+    # Of float64, rounded: what torch takes of float32 on a CPU is up to a unit off.
+    root_ND = (slots_ND + optimizer.initial_accumulator_value).double().sqrt_().float().add_(optimizer.eps)
+    rows_ND.sub_(direction_ND / root_ND * optimizer.lr)
+
+
+EXACT_OPTIMIZERS: dict[str, Callable[[Any, Tensor, Tensor | None, Tensor], None]] = {
+    "sgd": _exact_sgd,
+    "momentum": _exact_momentum,
+    "adagrad": _exact_adagrad,
+}
+"""To the bits of a shard, in float32: each operation is rounded by itself, in the order in which the shard has them. Of
+rows [N, D], slots [N, S] and gradients [N, D], which the scale is in; without numbers of updates."""
+
+
 def update_rows(optimizer: RowOptimizerSpec, step: RowStep) -> None:
     """Make one update as ``optimizer.updated`` specifies it."""
     TENSOR_OPTIMIZERS[optimizer.name](optimizer, step)

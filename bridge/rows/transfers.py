@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+
+from geartrain.ams.values.specs import Ids
+from geartrain.bridge.rows.tables import as_numpy
 
 _ALIGNED = 16
 """Bytes at whose multiples tensors begin that travel together."""
@@ -123,6 +127,25 @@ def packed(tensors: Sequence[Tensor], dtype: torch.dtype, device: torch.device) 
         )
         flat = [next(parts) if tensor.device.type == "cpu" else tensor.to(device) for tensor in flat]
     return torch.cat(flat)
+
+
+def put(target_ND: Tensor, places: Ids, rows: npt.NDArray[Any]) -> None:
+    """Overwrite the rows of ``target`` at ``places``, wherever it is."""
+    device = target_ND.device
+    if device.type == "cpu":  # torch would call several threads for it
+        as_numpy(target_ND)[places] = rows
+        return
+    rows = np.require(rows, requirements=["C", "W"])
+    is_plain = target_ND.dtype != torch.bfloat16  # which numpy has not
+    bits = upload(rows if is_plain else rows.view(np.int16), device)
+    target_ND[upload(places, device)] = bits if is_plain else bits.view(torch.bfloat16)
+
+
+def take(source_ND: Tensor, places: Ids) -> Tensor:
+    """The rows of ``source`` at ``places``, on its device."""
+    if source_ND.device.type == "cpu" and source_ND.dtype != torch.bfloat16:
+        return torch.from_numpy(as_numpy(source_ND).take(places, axis=0))
+    return source_ND.index_select(0, upload(places, source_ND.device))
 
 
 class Readback:

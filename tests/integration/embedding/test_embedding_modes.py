@@ -232,3 +232,15 @@ def test_a_worker_that_was_killed_holds_nobody_beyond_its_lease(served: Callable
         for _ in range(3):  # waits for the lease, then for nobody
             one_step(fields, rows)
         assert fields.worker_steps is not None and fields.worker_steps.done == 5
+
+
+def test_kept_rows_are_those_of_the_shards(cluster: gt.Cluster) -> None:
+    fields = gt.Embedding(cluster, "user", 16, optimizer=gt.Adam(0.1), device_cache_bytes=1 << 20)
+    rows, rng = gt.RowOptimizer(fields), torch.Generator().manual_seed(1)
+    for _ in range(8):
+        ids = (torch.rand(1500, generator=rng) ** 2 * 2000).long()
+        vectors = fields(ids)
+        assert torch.equal(vectors, fields.table("user").pull(ids))
+        (vectors * torch.randn(1500, 16, generator=rng)).sum().backward()
+        rows.step()
+    assert fields.cache["user"]["hit_rate"] > 0.6 and fields.cache["user"]["cleared"] == 0

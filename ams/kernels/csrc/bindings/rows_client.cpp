@@ -75,7 +75,7 @@ PullRequest pull_request(const TableFacts& table, const IdArray& ids, const Matr
   request.rows = static_cast<char*>(out.data());
   request.present = present ? present->data() : nullptr;
   request.size = request.count;
-  require(out.shape(0) == ids.size() && request.dim == table.dim && request.dtype == table.dtype, "out must be [N, dim] of the table's dtype");
+  require(out.shape(0) == ids.size() && request.dim >= table.dim && request.dtype == table.dtype, "out must be [N, dim] of the table's dtype");
   require(!present || present->size() == ids.size(), "present must be [N]");
   if (!required_sync.is_none()) request.required_sync = group_of(required_sync);
   return request;

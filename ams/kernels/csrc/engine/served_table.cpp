@@ -131,10 +131,13 @@ void ServedTable::require_wire(const PullRequest& request) const {
 }
 
 void ServedTable::pull(const PullRequest& request, Pauses* pauses) const {
-  require_width("out", request.dim);
+  const bool is_plain = request.dtype == DType::float32 && request.wire_dtype() == DType::float32 && request.present == nullptr;
+  const bool asks_for_states = is_plain && request.dim == rows_->state_width();
+  if (!asks_for_states) require_width("out", request.dim);
   require_wire(request);
   const DType wire = request.wire_dtype();
   try {
+    if (asks_for_states) return rows_->pull_states(request.ids, request.count, request.places());
     rows_->pull(request.ids, request.count, {request.places(), request.present, request.size, request.dtype, wire}, pauses);
   } catch (const Refusal& refusal) {
     const int64_t* values = refusal.reason == Reason::bad_position ? request.positions : request.ids;

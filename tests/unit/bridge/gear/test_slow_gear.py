@@ -242,6 +242,31 @@ def test_features_expire_by_the_clock_and_by_dense_updates(cluster: gt.Cluster) 
     assert not torch.equal(image(torch.tensor([1])).detach(), second)  # two updates behind
 
 
+def kept_by(cluster: gt.Cluster, config: gt.SlowGearConfig) -> gt.SlowGear:
+    given: dict[str, Any] = {"dim": DIM, "build": build, "samples": SAMPLES, "optimizer": gt.SGD(0.1), "mode": "sync"}
+    return gt.SlowGear(cluster, "image", config=config, gradients_per_id=2, **given)
+
+
+@pytest.mark.parametrize("room", [IDS, 3])
+def test_features_kept_on_a_device_are_those_kept_on_the_host(room: int) -> None:
+    found, rates = [], []
+    for config in (gt.SlowGearConfig(cache_ids=room), gt.SlowGearConfig(device_cache_bytes=room * 4 * DIM + 1)):
+        with gt.local() as cluster:
+            image, fast = kept_by(cluster, config), fast_part()
+            rows, losses = gt.RowOptimizer(image), []
+            for ids, targets in batches(12):
+                losses.append(loss_of(fast, image(ids), targets))
+                losses[-1].backward()
+                rows.step()
+                rows.zero_grad()
+            report = image.cache.report()
+            assert report["capacity"] == room and report["bytes"] > 0
+            rates.append(report["hit_rate"])
+            found.append([loss.item() for loss in losses])
+            image.close()
+    assert found[0] == found[1] and rates[0] == rates[1] > 0
+
+
 def test_ids_without_a_feature_raise_and_the_others_are_kept(cluster: gt.Cluster) -> None:
     asked: list[int] = []
 

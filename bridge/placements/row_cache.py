@@ -1,0 +1,366 @@
+"""Hot rows of a table in a cluster, kept on the device of the module that looks them up: a copy of what shards hold.
+
+Which id has which place is known on the host, where ids are merged and where a pull begins and ends anyway: so a device
+is never asked what it lacks. Legend: C places, D width, U distinct ids of a look-up, W numbers of a row's state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from geartrain.ams.client.table import pull_together
+from geartrain.ams.kernels.position_lru import PositionLru
+from geartrain.ams.tables import array_update
+from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
+from geartrain.ams.values.specs import Ids, TableSpec
+from geartrain.bridge.kernels.optimizers import EXACT_OPTIMIZERS
+from geartrain.bridge.rows.same_rows import incarnation_of
+from geartrain.bridge.rows.tables import TORCH_DTYPES, as_numpy
+from geartrain.bridge.rows.transfers import put, take, upload
+
+if TYPE_CHECKING:
+    from geartrain.ams.client.table import Table
+    from geartrain.ams.client.writes import RowWrite
+
+Array = npt.NDArray[Any]
+_LONGEST_REST = 63
+_INDEX_BYTES = 128
+"""Of the host's memory for each place: what is where, and which other ids were seen."""
+_NONE = np.empty(0, np.int64)
+
+
+def bytes_of_place(spec: TableSpec) -> int:
+    """Of memory for each row, with its slots."""
+    return spec.row_bytes + (spec.slot_bytes + spec.step_bytes if spec.dtype == "float32" else 0)
+
+
+@dataclass
+class CacheCounts:
+    """What came of the distinct ids that were looked up."""
+
+    hits: int = 0
+    misses: int = 0
+    evicted: int = 0
+    """Rows that gave way to others."""
+    cleared: int = 0
+    """How often all rows were dropped: somebody else had written to the table, or it was restored."""
+    saved_bytes: int = 0
+    """Of rows that did not travel, less what the states of rows took that were taken in."""
+
+
+class RowCache:
+    """Up to ``capacity`` rows of one table. For one thread.
+
+    A row that is here is used if it is what the shard holds. The shard says with every pull how many writes the table
+    has had there; those of this process are counted, and what they make of a row is computed here, too, by the shard's
+    own formula, from the row's state (slots, updates), which is pulled when a row is taken in. Where the counts are
+    equal, nobody else has written, and the rows here are those of the shard. Where they are not, all rows here are
+    dropped and those of the look-up pulled, and for a while nothing is kept: the more often that comes, the longer.
+
+    With ``oldest`` (:class:`gt.SSP`) it is by the clock instead: a row is used while all that was written before that
+    step is in it.
+
+    Least recently used rows give way; where there is no room, an id is taken in when it is looked up a second time.
+    """
+
+    def __init__(self, table: Table, capacity: int, device: torch.device, *, by_clock: bool = False) -> None:
+        """``by_clock``: :meth:`find` is told ``oldest``."""
+        spec = table.spec
+        self.table = table
+        self.counts = CacheCounts()
+        self._index = PositionLru(capacity)
+        self._seen = PositionLru(capacity)
+        """Ids that were looked up and have no place."""
+        self._width = table.state_width
+        self._rows_CD = torch.zeros(capacity, spec.dim, dtype=TORCH_DTYPES[spec.dtype], device=device)
+        self._slots_CS = torch.zeros(capacity, spec.slot_dim, device=device) if self._width and spec.has_slots else None
+        self._steps_C = np.zeros(capacity, np.int64) if self._width and spec.step_bytes else None
+        self._is_there_C = np.zeros(capacity, np.bool_)
+        self._clock_C = np.zeros(capacity, np.int64)
+        self._incarnation = incarnation_of(table)
+        self._writes = np.full(table.num_shards, -1, np.int64)
+        """The writes that the table has had on each shard; -1: it is not known."""
+        self._is_pushing = False
+        self._rest = self._resting = 0
+        self._reader = table.write_log.reader() if by_clock else None
+        self._own_write: int | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Where the rows are."""
+        return self._rows_CD.device
+
+    @property
+    def runs_on_host(self) -> bool:
+        """Whether compiled code works on the rows; else tensor operations."""
+        return self.device.type == "cpu"
+
+    def move_to(self, device: torch.device) -> None:
+        """Take the rows to another device."""
+        self._rows_CD = self._rows_CD.to(device)
+        self._slots_CS = None if self._slots_CS is None else self._slots_CS.to(device)
+
+    def clear(self) -> None:
+        """Drop all rows; the counts stay."""
+        self._is_pushing = False
+        self._writes[:] = -1
+        if len(self._index):
+            self.counts.cleared += 1
+            self._index.remove(self._index.oldest(len(self._index))[0])
+
+    def report(self) -> dict[str, Any]:
+        """Hits and misses (distinct ids of look-ups), and more; plain numbers, for metrics and JSON."""
+        counts = vars(self.counts)
+        looked_up = self.counts.hits + self.counts.misses
+        return {
+            **counts,
+            "hit_rate": self.counts.hits / max(1, looked_up),
+            "entries": len(self._index),
+            "capacity": self._index.capacity,
+            "bytes": self._index.capacity * bytes_of_place(self.table.spec),
+            "host_bytes": self._index.capacity * (_INDEX_BYTES + 17),
+        }
+
+    def find(self, ids: Ids, *, oldest: int | None, clock: int) -> Found:
+        """What of ``ids`` [U], distinct, is here, and what is to be pulled. ``clock``: the step before which all writes
+        are in what is pulled now; ``oldest``: see the class.
+        """
+        if self._incarnation != incarnation_of(self.table) or self._is_pushing:  # a step stopped half way
+            self._incarnation = incarnation_of(self.table)
+            self.clear()
+        self._drop_written()
+        if self._resting:
+            self._resting -= 1
+            return Found(self, ids, _NONE, _NONE, _NONE, np.arange(len(ids)), _NONE, None, clock)
+        positions = self._index.find(ids, touch=True)
+        is_hit = positions >= 0
+        if oldest is not None:
+            is_hit &= self._clock_C[positions] >= oldest
+        hits, missing = np.flatnonzero(is_hit), np.flatnonzero(~is_hit)
+        is_taken = (positions[missing] >= 0) | (self._seen.find(ids[missing], touch=False) >= 0)
+        is_taken[np.flatnonzero(~is_taken)[: self._index.capacity - len(self._index)]] = True
+        taken, others = missing[is_taken], missing[~is_taken]
+        room = self._index.capacity - len(hits)
+        taken, others = taken[:room], np.concatenate([others, taken[room:]])
+        self._seen.place(ids[others[-self._seen.capacity :]])
+        shards, probes = None, _NONE
+        if oldest is None and len(hits):  # of each shard that hits are of something is asked, for its count
+            asked = {shard for shard, _ in self.table.shards_of(ids[missing])} if len(missing) else set()
+            owners = [(shard, 0 if of is None else int(of[0])) for shard, of in self.table.shards_of(ids[hits])]
+            probes = hits[[first for shard, first in owners if shard not in asked]]
+            shards = np.array([shard for shard, _ in owners])
+        return Found(self, ids, hits, positions[hits], taken, others, probes, shards, clock)
+
+    def _drop_written(self) -> None:
+        """By the clock no count tells of what this process has written otherwise than by a step."""
+        while self._reader is not None and self._reader.entries:
+            number, name, ids = self._reader.entries.popleft()
+            if name == self.table.spec.name and number != self._own_write:
+                self._index.remove(ids)
+
+    def is_current(self, found: Found, writes: npt.NDArray[np.int64]) -> bool:
+        """Whether what was found is what the shards hold, which have had so many ``writes`` (-1: not known)."""
+        if found.shards is None:
+            self._rest = self._rest if len(found.hits) == 0 else 0
+            return True
+        is_known = (writes >= 0) & (self._writes >= 0)
+        if bool((writes[found.shards] >= 0).all()) and bool((writes == self._writes)[is_known].all()):
+            self._rest = 0
+            return True
+        self.clear()
+        self._rest = self._resting = min(2 * self._rest + 1, _LONGEST_REST)
+        return False
+
+    def _keep(self, found: Found) -> None:
+        writes, states = found.writes, found.states
+        known = writes >= 0
+        if self._reader is None and bool((writes != self._writes)[known & (self._writes >= 0)].any()):
+            self.clear()  # of shards that nothing was found of
+        self._writes[known] = writes[known]
+        if not len(found.taken) or not known.any():
+            return
+        positions, evicted = self._index.place(found.ids[found.taken])
+        self.counts.evicted += evicted
+        self._clock_C[positions] = found.clock
+        dim = self.table.spec.dim
+        put(self._rows_CD, positions, states[:, :dim])
+        if not self._width:
+            return
+        if self._slots_CS is not None:
+            put(self._slots_CS, positions, states[:, dim : self._width - 3])
+        if self._steps_C is not None:
+            steps = np.ascontiguousarray(states[:, self._width - 3 : self._width - 1])
+            self._steps_C[positions] = steps.view(np.int64)[:, 0]
+        self._is_there_C[positions] = states[:, self._width - 1] != 0
+
+    def settle(self, found: Found | None, out_UD: Array) -> Tensor | None:
+        """Give the look-up what was found, then take in what was pulled for that; see :func:`pull_through`. Without
+        ``found`` all rows of ``out`` were pulled.
+        """
+        if self.runs_on_host:
+            rows_ND = None
+            if found is not None:
+                out_UD[found.hits] = as_numpy(self._rows_CD)[found.positions]
+        else:
+            pulled = np.arange(len(out_UD)) if found is None else np.concatenate([found.taken, found.others])
+            stored_ND = self._rows_CD.new_zeros(len(out_UD) + 1, self.table.spec.dim)
+            put(stored_ND, pulled, out_UD[pulled])
+            rows_ND = stored_ND.float()
+            if found is not None:
+                rows_ND[upload(found.hits, self.device)] = take(self._rows_CD, found.positions).float()
+        if found is not None:
+            self._keep(found)
+        return rows_ND
+
+    def begin_push(self) -> None:
+        """A step of this process is about to be pushed."""
+        self._is_pushing = True
+
+    def pushed(
+        self, ids: Ids, gradients: npt.NDArray[np.float32], optimizer: RowOptimizerSpec, scale: float, write: RowWrite
+    ) -> None:
+        """Make the rows here what shards hold now that all have applied a push of gradients [U, D] of distinct ids."""
+        makes_way = self.table.spec.max_bytes is not None and write.created > 0  # who knows which rows have gone
+        if not self._is_pushing or makes_way:
+            self.clear()
+            return
+        self._is_pushing = False
+        self._own_write = write.log_number
+        self._writes[[shard for shard in write.shards if self._writes[shard] >= 0]] += 1
+        positions = self._index.find(ids, touch=False)
+        is_here = positions >= 0
+        can_follow = bool(self._width) and (
+            self.runs_on_host or (optimizer.name in EXACT_OPTIMIZERS and self._steps_C is None)
+        )
+        follows = is_here & can_follow
+        if self.table.spec.admission is not None and can_follow:  # whether the shard has made a row it does not say
+            follows &= self._is_there_C[positions]
+        self._index.remove(ids[is_here & ~follows])
+        if follows.any() and self._update(positions[follows], gradients[follows], optimizer, scale):
+            self.clear()
+        self._is_there_C[positions[follows]] = True
+
+    def _update(
+        self, positions: Ids, gradients: npt.NDArray[np.float32], optimizer: RowOptimizerSpec, scale: float
+    ) -> int:
+        """Do to rows what a push does, to its bits; return how many it would have refused."""
+        if self.runs_on_host:
+            return array_update.update(
+                self.table.spec,
+                self._rows_CD.numpy(),
+                None if self._slots_CS is None else self._slots_CS.numpy(),
+                positions,
+                gradients,
+                optimizer=optimizer,
+                scale=scale,
+                steps=self._steps_C,
+            )
+        places = upload(positions, self.device)
+        rows_ND, slots_ND = self._rows_CD[places], None if self._slots_CS is None else self._slots_CS[places]
+        EXACT_OPTIMIZERS[optimizer.name](optimizer, rows_ND, slots_ND, upload(gradients, self.device) * scale)
+        self._rows_CD[places] = rows_ND
+        if slots_ND is not None and self._slots_CS is not None:
+            self._slots_CS[places] = slots_ND
+        return 0
+
+
+@dataclass
+class Found:
+    """What a cache has of the ids of one look-up; places are those among the ids."""
+
+    cache: RowCache
+    ids: Ids
+    hits: Ids
+    positions: Ids
+    """Of the hits in the cache."""
+    taken: Ids
+    """To be pulled with their state, and kept."""
+    others: Ids
+    """To be pulled."""
+    probes: Ids
+    """Hits that are pulled for what their shards say."""
+    shards: Ids | None
+    """Of the hits; None: they are taken as they are."""
+    clock: int
+    states: Array = field(init=False)
+    """[A, W] of what was taken, or [A, D]."""
+    writes: npt.NDArray[np.int64] = field(init=False)
+    """That the table had had on each shard; -1: it is not known."""
+    _rows: Array = field(init=False)
+
+    def pulls(self) -> list[tuple[Table, Ids, Array]]:
+        """What :func:`pull_together` is to read: two entries."""
+        table, spec = self.cache.table, self.cache.table.spec
+        width = table.state_width or spec.dim
+        self.states = np.empty((len(self.taken), width), spec.numpy_dtype)
+        narrow = np.concatenate([self.others, self.probes])
+        self._rows = np.empty((len(narrow), spec.dim), spec.numpy_dtype)
+        return [(table, self.ids[self.taken], self.states), (table, self.ids[narrow], self._rows)]
+
+    def arrived(self, writes: Sequence[Sequence[int]], out_UD: Array) -> tuple[int, ...] | None:
+        """Write the pulled rows to their places of ``out``. Returns the writes that the table had had on each shard
+        when the oldest of all rows were read (-1: not known); None: what was found is outdated, pull all.
+        """
+        one, other = (np.array(each, np.int64) for each in writes)
+        cache = self.cache
+        counts, spec = cache.counts, cache.table.spec
+        self.writes = both = np.where(one < 0, other, one)
+        if bool(((one >= 0) & (other >= 0) & (one != other)).any()):
+            both[:] = -1  # somebody has written in between
+        if not cache.is_current(self, both):
+            counts.misses += len(self.ids)
+            return None
+        out_UD[self.taken] = self.states[:, : spec.dim]
+        out_UD[self.others] = self._rows[: len(self.others)]
+        counts.hits += len(self.hits)
+        counts.misses += len(self.taken) + len(self.others)
+        counts.saved_bytes += (len(self.hits) - len(self.probes)) * (8 + spec.row_bytes) - (
+            self.states.nbytes - len(self.taken) * spec.row_bytes
+        )
+        found_by_clock = self.shards is None and len(self.hits)
+        return tuple((np.full_like(both, -1) if found_by_clock else both).tolist())
+
+
+def pull_through(
+    caches: Sequence[RowCache | None],
+    pulls: Sequence[tuple[Table, Ids, Array]],
+    *,
+    oldest: int | None = None,
+    clock: int = 0,
+) -> tuple[list[tuple[int, ...] | None], list[Tensor | None]]:
+    """:func:`pull_together` of (table, distinct ids [U], out [U, D]) each, with what ``caches`` have of it.
+
+    Returns of each the writes as pull_together does (None: there were no ids), and with a cache on a device other than
+    the host the rows there, [U + 1, D] float32, the last one zero: ``out`` is scratch then. See :meth:`RowCache.find`.
+    """
+    found = [
+        cache.find(ids, oldest=oldest, clock=clock) if cache is not None and len(ids) else None
+        for cache, (_, ids, _) in zip(caches, pulls, strict=True)
+    ]
+    numbers = [number for number, (_, ids, _) in enumerate(pulls) if len(ids)]
+    asked: list[tuple[Table, Ids, Array]] = []
+    for number in numbers:
+        own = found[number]
+        asked += [pulls[number]] if own is None else own.pulls()
+    answers = iter(pull_together(asked))
+    writes: list[tuple[int, ...] | None] = [None] * len(pulls)
+    for number in numbers:
+        own = found[number]
+        writes[number] = (
+            tuple(next(answers)) if own is None else own.arrived([next(answers), next(answers)], pulls[number][2])
+        )
+    outdated = [number for number in numbers if writes[number] is None]
+    for number, again in zip(outdated, pull_together([pulls[number] for number in outdated]), strict=True):
+        writes[number], found[number] = tuple(again), None
+    on_device: list[Tensor | None] = [None] * len(pulls)
+    for number, (cache, (_, _, out)) in enumerate(zip(caches, pulls, strict=True)):
+        if cache is not None:
+            on_device[number] = cache.settle(found[number], out)
+    return writes, on_device

@@ -1,0 +1,306 @@
+"""Embeddings with a device cache against the same ones without: the same vectors and rows, to the bit."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import geartrain as gt
+from geartrain.ams.client.table import pull_together
+from geartrain.ams.client.writes import RowWrite
+from geartrain.ams.values.errors import InvalidArgument, Unavailable
+from geartrain.bridge.placements.row_cache import RowCache
+
+USERS, ITEMS = 80, 30
+ROOMY, TIGHT = 1 << 20, 1200
+
+
+def group(cluster: gt.Cluster, cache: int, **settings: Any) -> gt.EmbeddingGroup:
+    user = {
+        name: settings.pop(name) for name in list(settings) if name in ("dtype", "admission", "expiry", "max_bytes")
+    }
+    fields = [
+        gt.Field("user", dim=6, **user),
+        gt.Field("item", dim=3, pooling="mean", num_rows=ITEMS, padding_id=0),
+        gt.Field("seen", table="item", pooling=None),
+    ]
+    return gt.EmbeddingGroup(cluster, "ctr", fields, device_cache_bytes=cache, **settings)
+
+
+class Script:
+    """Batches and events, the same for equal seeds."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = np.random.default_rng(seed)
+
+    def batch(self) -> dict[str, Any]:
+        lengths = self.rng.integers(0, 4, 12)
+        seen = torch.from_numpy(self.rng.integers(0, ITEMS, int(lengths.sum())))
+        return {
+            "user": torch.from_numpy((self.rng.random(12) ** 3 * USERS).astype(np.int64)),
+            "item": torch.from_numpy(self.rng.integers(0, ITEMS, (12, 2))),
+            "seen": (seen, torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]))),
+        }
+
+    def loss(self, vectors: dict[str, Tensor]) -> Tensor:
+        values = (one.values() if one.is_nested else one for one in vectors.values())
+        return torch.stack(
+            [(one * torch.from_numpy(self.rng.standard_normal(one.shape)).float()).sum() for one in values]
+        ).sum()
+
+
+def plain(vectors: dict[str, Tensor]) -> list[Tensor]:
+    return [(one.values() if one.is_nested else one).detach().clone() for one in vectors.values()]
+
+
+def trained(cache: int, seed: int, events: Any = None, *, shards: int = 2, steps: int = 25, **settings: Any) -> Any:
+    """Vectors of every step, the rows at last, and the report of the cache."""
+    script, found = Script(seed), []
+    with gt.local(num_shards=shards) as cluster:
+        fields = group(cluster, cache, **settings)
+        rows = gt.RowOptimizer(fields)
+        for step in range(steps):
+            vectors = fields(script.batch())
+            found += plain(vectors)
+            script.loss(vectors).backward()
+            if step % 7 == 3:  # two micro-batches
+                script.loss(fields(script.batch())).backward()
+            rows.param_groups[0]["lr"] = 0.1 / (1 + step)
+            if step % 9 != 8:  # else the step is skipped
+                rows.step()
+            rows.zero_grad()
+            with torch.no_grad():
+                found += plain(fields(script.batch()))
+            if events is not None:
+                events(cluster, fields, script, step)
+        found += [
+            torch.from_numpy(np.asarray(fields.table(name).pull(np.arange(ITEMS)), np.float32))
+            for name in ("user", "item")
+        ]
+        return found, fields.cache
+
+
+def assert_equal(one: list[Tensor], other: list[Tensor]) -> None:
+    assert len(one) == len(other)
+    for number, (a, b) in enumerate(zip(one, other, strict=True)):
+        assert torch.equal(a, b), number
+
+
+OPTIMIZERS = [
+    gt.SGD(0.1, weight_decay=0.01),
+    gt.Momentum(0.1, 0.9),
+    gt.Adagrad(0.1),
+    gt.Adam(0.01),
+    gt.RowWiseAdagrad(0.1),
+    gt.FTRL(0.1),
+]
+
+
+@pytest.mark.parametrize("cache", [ROOMY, TIGHT])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda one: one.name)
+def test_training_with_a_cache_equals_training_without(optimizer: Any, cache: int) -> None:
+    without, none = trained(0, 1, optimizer=optimizer)
+    found, report = trained(cache, 1, optimizer=optimizer)
+    assert_equal(found, without)
+    assert none == {}
+    for counts in report.values():
+        assert counts["hits"] > 0 and counts["cleared"] == 0
+        assert counts["entries"] <= counts["capacity"] and counts["bytes"] <= cache
+        assert counts["hit_rate"] == counts["hits"] / (counts["hits"] + counts["misses"])
+    if cache == ROOMY:  # every id is pulled once
+        assert report["user"]["misses"] <= USERS and report["item"]["misses"] <= ITEMS
+        assert report["item"]["saved_bytes"] > 0
+    else:
+        assert report["user"]["evicted"] > 0
+
+
+def assigns(_: gt.Cluster, fields: gt.EmbeddingGroup, script: Script, step: int) -> None:
+    """Writes of this process, and of another client of the same cluster, beside the steps."""
+    ids = script.rng.choice(ITEMS, 5, replace=False)
+    values = script.rng.standard_normal((5, 6)).astype(np.float32)
+    if step % 5 == 1:
+        fields.table("user").assign(ids, values)
+    if step % 5 == 2:
+        fields.table("user").push(ids, values)
+    if step % 5 == 3:
+        fields.table("user").remove(ids)
+    if step % 6 == 2:
+        fields.table("item").push(ids, values[:, :3])
+
+
+def others_train(cluster: gt.Cluster, _: gt.EmbeddingGroup, script: Script, step: int) -> None:
+    """Another worker in mode "async", without a cache."""
+    if step % 4 == 1:
+        other = group(cluster, 0, reuse=True)
+        rows = gt.RowOptimizer(other)
+        script.loss(other(script.batch())).backward()
+        rows.step()
+
+
+def expires(_: gt.Cluster, fields: gt.EmbeddingGroup, __: Script, step: int) -> None:
+    if step % 6 == 4:
+        fields.table("user").expire(gt.Unseen(steps=2))
+
+
+EVENTS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "writes beside the steps": (assigns, {}),
+    "another worker": (others_train, {}),
+    "expiry": (expires, {"expiry": gt.Unseen(steps=2)}),
+    "a table that evicts": (None, {"max_bytes": 12_000}),
+    "admission": (None, {"admission": gt.MinCount(3, max_bytes=1 << 16)}),
+    "rows of 16 bits": (None, {"dtype": "bfloat16"}),
+}
+
+
+@pytest.mark.parametrize("name", EVENTS)
+def test_events_that_change_rows_are_seen(name: str) -> None:
+    events, settings = EVENTS[name]
+    without, _ = trained(0, 2, events, **settings)
+    found, report = trained(ROOMY, 2, events, **settings)
+    assert_equal(found, without)
+    if name == "another worker":
+        assert report["user"]["cleared"] > 0
+    assert report["item"]["hits"] > 0
+
+
+def test_a_restored_table_is_read_again(tmp_path: Path) -> None:
+    with gt.local(num_shards=2) as cluster:
+        fields = group(cluster, ROOMY, optimizer=gt.SGD(1.0))
+        rows = gt.RowOptimizer(fields)
+        batch = Script(3).batch()
+        first = plain(fields(batch))
+        taken = cluster.snapshot(tmp_path).result()
+        for _ in range(2):
+            sum(one.sum() for one in plain_with_gradient(fields, batch)).backward()
+            rows.step()
+            rows.zero_grad()
+        assert not torch.equal(plain(fields(batch))[0], first[0])
+        cluster.restore(taken, replace=True)
+        assert_equal(plain(fields(batch)), first)
+
+
+def plain_with_gradient(fields: gt.EmbeddingGroup, batch: Any) -> list[Tensor]:
+    return [one.values() if one.is_nested else one for one in fields(batch).values()]
+
+
+@pytest.mark.parametrize("then", ["step again", "look up, step again", "give up"])
+def test_a_push_whose_reply_is_lost_leaves_no_wrong_row(then: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was applied, and the caller does not know."""
+    found = {}
+    for cache in (0, ROOMY):
+        with gt.local(num_shards=2) as cluster, monkeypatch.context() as patch:
+            fields = group(cluster, cache, optimizer=gt.Adagrad(0.5))
+            rows = gt.RowOptimizer(fields)
+            batch, script, vectors = Script(4).batch(), Script(5), []
+            for step in range(6):
+                script.loss(fields(batch)).backward()
+                if step == 3:
+                    send = RowWrite.send_with
+
+                    def lose(self: RowWrite, others: Any, send: Any = send) -> None:
+                        send(self, others)
+                        raise Unavailable("the reply was lost")
+
+                    patch.setattr(RowWrite, "send_with", lose)
+                    with pytest.raises(Unavailable):
+                        rows.step()
+                    patch.setattr(RowWrite, "send_with", send)
+                    if then == "look up, step again":
+                        with torch.no_grad():
+                            vectors += plain(fields(batch))
+                    if then == "give up":
+                        rows.zero_grad()
+                        continue
+                rows.step()
+                rows.zero_grad()
+                vectors += plain(fields(batch))
+            found[cache] = vectors
+    assert_equal(found[ROOMY], found[0])
+
+
+@pytest.mark.parametrize("staleness", [0, 3])
+def test_rows_are_as_old_as_ssp_allows_and_no_older(staleness: int) -> None:
+    """Every step of each of two workers adds 1 to a row, so that the row says how many steps are in it."""
+    steps, ids = 30, torch.tensor([7, 8])
+    with gt.local(num_shards=2) as cluster:
+        workers = [
+            gt.Embedding(
+                cluster,
+                "t",
+                1,
+                optimizer=gt.SGD(1.0),
+                initializer=gt.Constant(0.0),
+                mode=gt.SSP(staleness, worker=name),
+                reuse=name == "b",
+                device_cache_bytes=1 << 12,
+            )
+            for name in "ab"
+        ]
+
+        def train(worker: gt.Embedding) -> None:
+            rows = gt.RowOptimizer(worker)
+            for done in range(steps):
+                vectors = worker(ids)
+                assert done + max(0, done - staleness) <= float(vectors[0].detach()) <= 2 * done + staleness + 1
+                (-vectors.sum()).backward()
+                rows.step()
+                rows.zero_grad()
+            worker.worker_steps.leave()  # type: ignore[union-attr]
+
+        for worker in workers:
+            worker.worker_steps.join()  # type: ignore[union-attr]
+        with ThreadPoolExecutor(2) as threads:
+            list(threads.map(train, workers))
+        with torch.no_grad():
+            assert float(workers[0](ids)[0]) == 2 * steps
+        rates = [worker.cache["t"]["hit_rate"] for worker in workers]
+        assert all(rate == 0 for rate in rates) if staleness == 0 else all(rate > 0.3 for rate in rates)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda one: one.name)
+def test_the_path_of_a_device_equals_that_of_the_host(optimizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In tensor operations, here on a CPU: rows to the bit, pooled vectors to rounding."""
+    without, _ = trained(0, 6, optimizer=optimizer, dtype="bfloat16" if optimizer.name == "ftrl" else None)
+    monkeypatch.setattr(RowCache, "runs_on_host", property(lambda _: False))
+    found, report = trained(TIGHT, 6, optimizer=optimizer, dtype="bfloat16" if optimizer.name == "ftrl" else None)
+    for number, (a, b) in enumerate(zip(found, without, strict=True)):
+        if number % 3 == 0 or number >= len(found) - 2:  # users, who are not pooled, and the rows at last
+            assert torch.equal(a, b), number
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    if optimizer.name in ("sgd", "momentum", "adagrad"):
+        assert report["user"]["hits"] > 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"cache": 16}, "give more"),
+        ({"cache": -1}, "device_cache_bytes"),
+        ({"cache": ROOMY, "optimizer": gt.SparseMomentum(0.1, 0.9, untouched="elapsed")}, "move at steps"),
+    ],
+)
+def test_what_cannot_be_cached_is_refused(settings: dict[str, Any], words: str) -> None:
+    with gt.local() as cluster, pytest.raises(InvalidArgument, match=words):
+        group(cluster, settings.pop("cache"), **settings)
+
+
+def test_a_state_is_a_row_with_all_that_a_push_goes_by() -> None:
+    with gt.local(num_shards=2) as cluster:
+        table = cluster.create_table("t", dim=3, optimizer=gt.Adam(0.1))
+        ids = np.arange(6)
+        table.push(ids[:4], np.ones((4, 3), np.float32))
+        table.push(ids[:2], np.ones((2, 3), np.float32))
+        assert table.state_width == 3 + 6 + 3
+        states, rows = np.zeros((6, table.state_width), np.float32), np.zeros((6, 3), np.float32)
+        one, other = pull_together([(table, ids, states), (table, ids, rows)])
+        assert one == other
+        np.testing.assert_array_equal(states[:, :3], rows)
+        np.testing.assert_allclose(states[:4, 3:6], [[0.19] * 3] * 2 + [[0.1] * 3] * 2, rtol=1e-5)
+        assert np.ascontiguousarray(states[:, 9:11]).view(np.int64)[:, 0].tolist() == [2, 2, 1, 1, 0, 0]
+        assert states[:, 11].tolist() == [1, 1, 1, 1, 0, 0]
