@@ -269,22 +269,19 @@ class Communicator:
             )
         return Pending(work, take, "all-gather", self._group)
 
-    def pass_on(self, block_LD: Tensor, room_LD: Tensor, num_expected: int) -> None:
+    def pass_on(self, block_LD: Tensor, room_LD: Tensor, num_expected: int, via: torch.device) -> None:
         """Send ``block_LD`` to the next rank; write the ``num_expected`` rows of the previous one's to ``room_LD``.
 
-        Host tensors of one dtype; both may lie in the same memory: they travel in pieces of 8 MiB, with one of room.
+        Tensors of one dtype, which may lie in the same memory: they travel between the ranks' devices ``via`` (on gloo
+        between the hosts), in pieces of 8 MiB, with one of room.
         """
-        after, before = (self._global_rank(self.rank + step) for step in (1, -1))
+        via = self._wire(via)
         rows = max(1, _PIECE_BYTES // max(1, block_LD.element_size() * block_LD.shape[1]))
-        arriving_ND = room_LD.new_empty(min(rows, num_expected), room_LD.shape[1])
+        arriving_ND = room_LD.new_empty(min(rows, num_expected), room_LD.shape[1], device=via)
         for start in range(0, max(len(block_LD), num_expected), rows):
-            leaving, arriving = block_LD[start : start + rows], arriving_ND[: max(0, num_expected - start)]
-            with self._counted("send", leaving.nbytes):
-                sent = dist.isend(leaving, after, group=self._host_group) if len(leaving) else None
-                if len(arriving):
-                    dist.recv(arriving, before, group=self._host_group)
-                if sent is not None:
-                    sent.wait()
+            leaving, arriving = block_LD[start : start + rows].to(via), arriving_ND[: max(0, num_expected - start)]
+            to_next = [(leaving, self.rank + 1)] if len(leaving) else []
+            self.start_transfers(to_next, [(arriving, self.rank - 1)] if len(arriving) else []).result()
             room_LD[start : start + len(arriving)] = arriving
 
     def start_transfers(

@@ -108,8 +108,8 @@ class GraphSource(Protocol):
     def parts(self) -> GraphParts | None:
         """Who keeps which lists of a graph; None: each process keeps all."""
 
-    def rows(self, live_classes: LiveClasses, step: int) -> GraphRows:
-        """Those of the living classes, as they are at ``step``."""
+    def rows(self, live_classes: LiveClasses, step: int, *, beside_training: bool = False) -> GraphRows:
+        """Those of the living classes, as they are at ``step``; the graph may be built by a thread of its own."""
 
 
 class HeadState(Protocol):

@@ -476,7 +476,8 @@ class KNNSelection(Selection):
         self._is_due = False
         self._pending = building = self._new_building()
         if self._ranks is None or self._ranks.acts:
-            building.start(self._source.rows(self.live_classes, self._step()), self.settings.k, self.on_progress)
+            rows = self._source.rows(self.live_classes, self._step(), beside_training=True)
+            building.start(rows, self.settings.k, self.on_progress)
 
     def _new_building(self) -> Building:
         after, self._ending = self._ending, None

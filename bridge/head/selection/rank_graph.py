@@ -10,10 +10,13 @@ from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import Tensor
 
 from geartrain.ams.graph.building.neighbours import NeighbourTable
 from geartrain.ams.programs.class_lifecycle import LiveClasses
 from geartrain.ams.values.specs import Ids
+from geartrain.bridge.collectives.communicator import Communicator
 from geartrain.bridge.head.selection.graph_parts import GraphParts
 from geartrain.bridge.placements.device_rows import DeviceRows
 
@@ -30,19 +33,22 @@ class RankGraphs:
         self.parts = GraphParts(table.link, table.first, table.stop) if table.link.world_size > 1 else None
         self.lock = threading.Lock()
 
-    def rows(self, live_classes: LiveClasses, step: int) -> FrozenRows:
+    def rows(self, live_classes: LiveClasses, step: int, *, beside_training: bool = False) -> FrozenRows:
         del step
-        return self.freeze(None if live_classes.are_all else live_classes.all_ids)
+        return self.freeze(None if live_classes.are_all else live_classes.all_ids, beside_training=beside_training)
 
-    def freeze(self, ids: Ids | None = None) -> FrozenRows:
-        """The rows as they are now: 4·L·D bytes of the host. Waits for the device.
+    def freeze(self, ids: Ids | None = None, *, beside_training: bool = False) -> FrozenRows:
+        """The rows as they are now: 4·L·D bytes of the host, 2·L·D more if they have 16 bits. Waits for the device.
 
         ``ids`` (None: all), rising and the same on every rank, are the classes that the graph is of; it names them by
         their places in ``ids``.
         """
         table = self.table
-        rows_LD = table.current_rows(slice(None) if ids is None else table.local(ids)[1])
-        return FrozenRows(self, np.array(rows_LD.detach().float().cpu().numpy(), dtype=np.float32, order="C"))
+        rows_LD = table.current_rows(slice(None) if ids is None else table.local(ids)[1]).detach().cpu()
+        raw_LD = None if rows_LD.dtype == torch.float32 else rows_LD
+        rows = np.array(rows_LD.float().numpy(), dtype=np.float32, order="C")
+        # Two NCCL groups at work at once might wait for each other: a thread beside the training uses gloo.
+        return FrozenRows(self, rows, raw_LD, self.link if beside_training else table.link)
 
 
 class FrozenRows:
@@ -50,8 +56,10 @@ class FrozenRows:
 
     one_at_a_time = False
 
-    def __init__(self, graphs: RankGraphs, rows_LD: npt.NDArray[np.float32]) -> None:
-        self._graphs, self._rows_LD = graphs, rows_LD
+    def __init__(
+        self, graphs: RankGraphs, rows_LD: npt.NDArray[np.float32], raw_LD: Tensor | None, carrier: Communicator
+    ) -> None:
+        self._graphs, self._rows_LD, self._raw_LD, self._carrier = graphs, rows_LD, raw_LD, carrier
 
     def build(self, k: int, progress: OnPairs | None, cancelled: Callable[[], bool]) -> NeighbourTable:
         """This rank's lists of the graph of all ranks' rows; recalled on their device. A cancelled one ends first."""
@@ -63,5 +71,12 @@ class FrozenRows:
         products = None if device.type == "cpu" else TorchProducts(device)
         with graphs.lock:
             return build_on_ring(
-                graphs.link, self._rows_LD, k, products=products, progress=progress, cancelled=cancelled
+                graphs.link,
+                self._rows_LD,
+                k,
+                products=products,
+                raw_LD=self._raw_LD,
+                carrier=self._carrier,
+                progress=progress,
+                cancelled=cancelled,
             )

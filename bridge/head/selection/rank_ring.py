@@ -6,8 +6,10 @@ candidates, the next ones serve the acceptance test of the graph builder: one fo
 8,192 rows whose recall is redone, one for every 256 that are compared exactly. A rank that is done passes blocks on.
 
 Cost per rank, with C classes, L = C / R of them here, width D, k neighbours: 2·C·L·D operations for the recall; a lap
-sends 4·(C − L)·D bytes, over gloo. Host memory 8·L·D for the two blocks, ``memory_bytes`` for candidates, and
-4·L·k + 8·L for the lists.
+sends 2·(C − L)·D bytes for the recall of a device, whose products have 16 bits, and for rows of 16 bits; else 4. They
+travel between the devices (NCCL), or the hosts (gloo) beside the training, where two NCCL groups might wait for each
+other. Host memory 8·L·D for the two blocks, ``memory_bytes`` for candidates, and 4·L·k + 8·L for the lists; device
+memory 4·L·D and what ``RunningNearest`` takes for a part.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from geartrain.ams.graph.building.acceptance import Refiner
 from geartrain.ams.graph.building.neighbours import NeighbourTable
@@ -27,11 +30,14 @@ from geartrain.ams.graph.building.rows import Floats
 from geartrain.ams.kernels import neighbours as ops
 from geartrain.ams.values.errors import Cancelled, InvalidArgument, NonFinite, SyncError
 from geartrain.bridge.collectives.communicator import Communicator
+from geartrain.bridge.head.selection.graph_products import Block, TorchProducts
 
 __all__ = ["build_on_ring"]
 
 DEFAULT_MEMORY_BYTES = 2 << 30
 _BLOCK_ROWS = 8192
+_OTHERS = 4
+"""Blocks that the rows of a part meet at a time on a device: about what stays in its cache."""
 
 OnPairs = Callable[[int, int], None]
 
@@ -41,7 +47,9 @@ def build_on_ring(
     rows_LD: Floats,
     k: int,
     *,
-    products: BlockProducts | None = None,
+    products: TorchProducts | None = None,
+    raw_LD: Tensor | None = None,
+    carrier: Communicator | None = None,
     num_threads: int | None = None,
     memory_bytes: int = DEFAULT_MEMORY_BYTES,
     progress: OnPairs | None = None,
@@ -53,7 +61,9 @@ def build_on_ring(
         link: The ranks. No other thread uses it meanwhile.
         rows_LD: float32 [L, D] of this rank, L >= 0; overwritten by unit rows.
         k: Neighbours a class, at least 1, the same on every rank; a class has min(k, C - 1).
-        products: The engine of the recall; None: float32 on ``num_threads`` cores. Any engine gives the same table.
+        products: Makes the recall on its device; None: float32 on ``num_threads`` cores. Both give the same table.
+        raw_LD: The same rows in a type of 16 bits, on the host, if they have one: they travel instead of float32.
+        carrier: Sends rows from device to device; None: ``link``, which tells numbers alone otherwise.
         num_threads: None: this rank's share of the cores of its host.
         memory_bytes: For candidates on this rank; rows that it is too little for are done later, in laps of their own.
         progress: Called as (pairs of rows compared, pairs in all) of this rank.
@@ -76,17 +86,17 @@ def build_on_ring(
         num_threads = max(1, available_cores() // hosts.count(os.uname().nodename))
     if sum(sizes) > 2**31:
         raise InvalidArgument(f"the ranks hold {sum(sizes)} rows; an exact graph is built of at most 2**31")
-    ring = _Ring(link, rows_LD, sizes)
+    ring = _Ring(link, rows_LD, sizes, raw=raw_LD, engine=products, carrier=carrier or link, num_threads=num_threads)
     lists = np.empty((len(rows_LD), min(k, ring.num_rows - 1)), np.int32)
     work = _Work(
         ring=ring,
-        engine=CoreProducts(num_threads) if products is None else products,
+        products=products,
         num_threads=num_threads,
         watch=_Watch(ring, progress, cancelled),
         lists=lists,
     )
     try:
-        ring.prepare(num_threads)
+        ring.prepare()
         if lists.shape[1]:
             work.run(memory_bytes)
         ring.serve()
@@ -102,7 +112,7 @@ def build_on_ring(
 @dataclass(frozen=True, kw_only=True)
 class _Work:
     ring: _Ring
-    engine: BlockProducts
+    products: TorchProducts | None
     num_threads: int
     watch: _Watch
     lists: npt.NDArray[np.int32]
@@ -111,21 +121,36 @@ class _Work:
     def run(self, memory_bytes: int) -> None:
         """Fill the lists, part by part."""
         ring, k = self.ring, self.lists.shape[1]
+        engine: BlockProducts = CoreProducts(self.num_threads) if self.products is None else self.products
         # All of a small table: then nothing is left out, and nothing is to be proved.
-        keep = min(max(self.engine.keep(k), k), ring.num_rows)
-        blocks = memory_bytes // ((self.engine.row_bytes(keep) + 16 * keep) * _BLOCK_ROWS)
+        keep = min(max(engine.keep(k), k), ring.num_rows)
+        blocks = memory_bytes // ((engine.row_bytes(keep) + 16 * keep) * _BLOCK_ROWS)
         part_rows = max(1, blocks) * _BLOCK_ROWS
-        bound = self.engine.error_bound(ring.dim)
+        bound = engine.error_bound(ring.dim)
         for start in range(0, len(ring.own), part_rows):
             rows = ring.own[start : start + part_rows]
-            recall = self.engine.begin(ring.first + start, len(rows), keep)
-            self._recall(recall, ring.first + start, ring.first + start + len(rows))
+            recall = engine.begin(ring.first + start, len(rows), keep)
+            if self.products is None:
+                self._recall(engine, recall, ring.first + start, ring.first + start + len(rows))
+            else:
+                self._recall_on_device(recall, start, len(rows))
             refiner = Refiner(ring, k, num_threads=self.num_threads, check=self.watch.check)
             refiner.finish(rows, ring.first + start, recall.candidates(), bound, self.lists[start : start + len(rows)])
 
-    def _recall(self, recall: Recall, first: int, end: int) -> None:
+    def _recall_on_device(self, recall: Recall, start: int, num_rows: int) -> None:
+        """One lap: all rows of the part meet many others at a time."""
+        ring = self.ring
+        part = Block(ring.rounded[start : start + num_rows], ring.first + start)
+        for first, rows_LD in ring.blocks():
+            for at in range(0, len(rows_LD), _OTHERS * _BLOCK_ROWS):
+                self.watch.check()
+                others_ND = rows_LD[at : at + _OTHERS * _BLOCK_ROWS]
+                recall.compare_outside(part, Block(others_ND, first + at))
+                self.watch.advance(num_rows * len(others_ND))
+
+    def _recall(self, engine: BlockProducts, recall: Recall, first: int, end: int) -> None:
         """One lap: the rows of classes ``first`` … ``end`` − 1 meet every other."""
-        ring, engine = self.ring, self.engine
+        ring = self.ring
         rows = ring.own[first - ring.first : end - ring.first]
         part = [
             (engine.load(rows[at : at + _BLOCK_ROWS], first + at), first + at)
@@ -149,36 +174,53 @@ class _OfAnother(Exception):
     """Another rank has failed."""
 
 
+_ROUNDED, _EXACT = 1, 2
+"""What goes around in a lap: rows as products take them, on the device, or what unit rows are made of."""
+
+
 class _Ring:
     """All rows as the refiner reads them, in laps: the own block, then those of the other ranks as they pass by."""
 
     held = False
 
-    def __init__(self, link: Communicator, own: Floats, sizes: list[int]) -> None:
-        self._link, self.own, self._sizes = link, own, sizes
+    def __init__(
+        self,
+        link: Communicator,
+        own: Floats,
+        sizes: list[int],
+        *,
+        raw: Tensor | None,
+        engine: TorchProducts | None,
+        carrier: Communicator,
+        num_threads: int,
+    ) -> None:
+        self._link, self._carrier, self._threads = link, carrier, num_threads
+        self.own, self._sizes, self._engine = own, sizes, engine
         self._firsts = np.cumsum([0, *sizes]).tolist()
         self.first: int = self._firsts[link.rank]
         self.num_rows, self.dim = sum(sizes), own.shape[1]
-        self._visiting: Floats = own[:0]
-        self._here, self._from = own, link.rank
+        self._exact = torch.from_numpy(own) if raw is None else raw
+        self._visiting = {_EXACT: self._exact[:0]}
+        self._here, self._from = self._exact, link.rank
+        self.rounded = torch.empty(0)
 
-    def prepare(self, num_threads: int) -> None:
-        """Make unit rows of the own ones, and room for a visiting block. Raises NonFinite."""
-        if self._link.world_size > 1:
-            self._visiting = np.empty((max(self._sizes), self.dim), np.float32)
-        if len(self.own) and (bad := ops.make_unit_rows(self.own, num_threads)) >= 0:
+    def prepare(self) -> None:
+        """Make unit rows of the own ones, and room for visiting ones. Raises NonFinite."""
+        room = max(self._sizes) if self._link.world_size > 1 else 0
+        self._visiting[_EXACT] = self._exact.new_empty(room, self.dim)
+        if len(self.own) and (bad := ops.make_unit_rows(self.own, self._threads)) >= 0:
             raise NonFinite(
                 f"the row of class {self.first + bad} holds NaN or infinity; a graph needs finite rows. Restore or "
                 "assign it"
             )
+        if self._engine is not None:
+            self.rounded = self._engine.load(self.own[:0], 0).rows_ND.new_empty(len(self.own), self.dim)
+            self._visiting[_ROUNDED] = self.rounded.new_empty(room, self.dim)
+            self._round_to(self.rounded)
 
     def ranges(self) -> Iterator[tuple[int, int]]:
         """A lap, for which all ranks are asked to pass blocks on."""
-        self.tell(wants=True)
-        self._here, self._from = self.own, self._link.rank
-        yield from self._ranges_here()
-        for _ in range(1, self._link.world_size):
-            self._pass_on()
+        for _ in self._lap(_EXACT):
             yield from self._ranges_here()
 
     def _ranges_here(self) -> Iterator[tuple[int, int]]:
@@ -189,28 +231,57 @@ class _Ring:
     def read(self, start: int, stop: int) -> Floats:
         """Unit rows of the block that is here."""
         first = self._firsts[self._from]
-        return self._here[start - first : stop - first]
+        if self._from == self._link.rank:
+            return self.own[start - first : stop - first]
+        rows_ND = self._here[start - first : stop - first]
+        if rows_ND.dtype == torch.float32:
+            return rows_ND.numpy()  # unit rows travel
+        unit_ND: Floats = rows_ND.float().numpy()
+        ops.make_unit_rows(unit_ND, self._threads)
+        return unit_ND
+
+    def blocks(self) -> Iterator[tuple[int, Tensor]]:
+        """A lap: first class and rows of each rank's block, as products take them."""
+        for _ in self._lap(_ROUNDED):
+            rows_LD = self.rounded if self._from == self._link.rank else self._here
+            if rows_LD.dtype != self.rounded.dtype or rows_LD.device != self.rounded.device:
+                rows_LD = self._round_to(self._visiting[_ROUNDED][: len(rows_LD)])
+            yield self._firsts[self._from], rows_LD
+
+    def _round_to(self, out_LD: Tensor) -> Tensor:
+        assert self._engine is not None
+        first = self._firsts[self._from]
+        for start, stop in self._ranges_here():
+            out_LD[start - first : stop - first] = self._engine.load(self.read(start, stop), start).rows_ND
+        return out_LD
+
+    def _lap(self, wants: int) -> Iterator[None]:
+        """Once for each rank, whose block is here then; if any rank wants them exact, all get them so."""
+        kind = self.tell(wants)
+        if not kind:
+            return
+        self._from, self._here = self._link.rank, self._exact if kind == _EXACT else self.rounded
+        room, via = self._visiting[kind], self._exact.device if self._engine is None else self._engine.device
+        yield
+        for _ in range(1, self._link.world_size):
+            self.tell(kind)
+            expected = self._sizes[self._from - 1]
+            self._carrier.pass_on(self._here, room, expected, via)
+            self._from, self._here = (self._from - 1) % self._link.world_size, room[:expected]
+            yield
 
     def serve(self) -> None:
         """Pass blocks on until no rank wants them any more."""
-        while self.tell():
-            self._here, self._from = self.own, self._link.rank
-            for _ in range(1, self._link.world_size):
-                self._pass_on()
+        while list(self._lap(0)):
+            pass
 
-    def tell(self, *, wants: bool = False, failed: bool = False) -> bool:
-        """Whether any rank wants a lap. Raises unless all are well; what this rank has failed by is not for here."""
+    def tell(self, wants: int = 0, *, failed: bool = False) -> int:
+        """The most that any rank wants. Raises unless all are well; what this rank has failed by is not for here."""
         of_ranks = self._link.exchange([wants, failed])
         bad = [rank for rank, (_, failure) in enumerate(of_ranks) if failure]
         if bad and not failed:
             raise _OfAnother(f"rank {bad[0]} failed or was cancelled; its error tells why")
-        return any(wanted for wanted, _ in of_ranks)
-
-    def _pass_on(self) -> None:
-        self.tell(wants=True)
-        expected = self._sizes[self._from - 1]
-        self._link.pass_on(torch.from_numpy(self._here), torch.from_numpy(self._visiting), expected)
-        self._here, self._from = self._visiting[:expected], (self._from - 1) % self._link.world_size
+        return max(wanted for wanted, _ in of_ranks)
 
 
 class _Watch:

@@ -28,7 +28,8 @@ class TableGraphs:
         """``service``: that of the cluster; None: there is none."""
         self._table, self._service = table, service
 
-    def rows(self, live_classes: LiveClasses, step: int) -> GraphRows:
+    def rows(self, live_classes: LiveClasses, step: int, *, beside_training: bool = False) -> GraphRows:
+        del beside_training
         if self._service is not None and live_classes.are_all:
             return ServedRows(self._service, self._table.spec, step)
         return PulledRows(self._table, live_classes)

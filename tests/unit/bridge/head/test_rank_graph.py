@@ -45,21 +45,42 @@ def share_of(rows: Floats, sizes: list[int], rank: int) -> Floats:
 def build_graphs(rank: int, ranks: int, folder: Path) -> None:
     rank_ring._BLOCK_ROWS = 16  # several blocks a rank
     link, rows = Communicator().apart(), rows_of(120, 12)
-    lists = []
+    lists, sent = [], []
     for sizes in SHARES if ranks == 3 else [[75, 45]]:
-        for products, memory in ((None, 1 << 30), (None, 1), (TorchProducts("cpu"), 1 << 30)):
-            own = share_of(rows, sizes, rank)
+        for products, memory, raw in (
+            (None, 1 << 30, None),
+            (None, 1, None),
+            (TorchProducts("cpu"), 1 << 30, None),
+            (TorchProducts("cpu"), 1, None),  # some ranks recall while others ask for exact rows
+            (TorchProducts("cpu"), 1, torch.bfloat16),
+            (None, 1 << 30, torch.bfloat16),
+        ):
+            own, raw_rows, carrier = share_of(rows, sizes, rank), None, Communicator()
+            if raw is not None:
+                raw_rows = torch.from_numpy(own).to(raw)
+                own = raw_rows.float().numpy()
             told: list[tuple[int, int]] = []
 
             def tell(done: int, total: int, told: list[tuple[int, int]] = told) -> None:
                 told.append((done, total))
 
-            table = build_on_ring(link, own, 5, products=products, memory_bytes=memory, progress=tell)
+            table = build_on_ring(
+                link, own, 5, products=products, raw_LD=raw_rows, carrier=carrier, memory_bytes=memory, progress=tell
+            )
             assert not told or told[-1] == (len(own) * 120, len(own) * 120)
             assert (table.first, table.num_lists, table.num_classes) == (sum(sizes[:rank]), len(own), 120)
             whole = GraphParts(link, 0, 0).whole(table)
             assert (whole is None) == (rank > 0)
             lists += [] if whole is None else [whole.neighbours.reshape(120, 5)]
+    if ranks == 3:
+        bfloats = torch.randn(120, 12, generator=torch.Generator().manual_seed(1))[
+            40 * rank : 40 * rank + 40
+        ].bfloat16()
+        for raw_rows in (None, bfloats):
+            carrier = Communicator()
+            build_on_ring(link, bfloats.float().numpy(), 5, raw_LD=raw_rows, carrier=carrier)
+            sent.append(carrier.traffic.bytes["send"])
+        assert sent[0] == 2 * sent[1] == 2 * 80 * 12 * 4  # a lap of recall, and one of exact scores
     sizes = [1] * ranks if ranks == 3 else [2, 1]
     more = build_on_ring(link, share_of(rows[:3], sizes, rank), 9)
     assert (more.k, len(more.neighbours)) == (9, 2 * sizes[rank])  # a class has at most C - 1
@@ -72,11 +93,13 @@ def build_graphs(rank: int, ranks: int, folder: Path) -> None:
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_the_ring_builds_the_graph_of_the_rows_put_together(ranks: int, tmp_path: Path) -> None:
     run_ranks(build_graphs, ranks, tmp_path)
-    expected = reference.nearest_neighbours(rows_of(120, 12), 5)
+    rows = rows_of(120, 12)
+    expected = reference.nearest_neighbours(rows, 5)
+    expected_of_raw = reference.nearest_neighbours(torch.from_numpy(rows).bfloat16().float().numpy(), 5)
     found = np.load(tmp_path / f"{ranks}.npy")
-    assert len(found) == 3 * (len(SHARES) if ranks == 3 else 1)
-    for lists in found:
-        np.testing.assert_array_equal(lists, expected)
+    assert len(found) == 6 * (len(SHARES) if ranks == 3 else 1)
+    for number, lists in enumerate(found):
+        np.testing.assert_array_equal(lists, expected if number % 6 < 4 else expected_of_raw)
 
 
 @on_ranks(2)
