@@ -35,7 +35,7 @@ _SHORTCUTS = {
 """What PyTorch may be allowed to do to sums on CUDA; the bound is that of float32."""
 
 
-class Block(NamedTuple):
+class DeviceBlock(NamedTuple):
     """Rows [N, D] on the device, in the type of the products, of classes ``first`` …"""
 
     rows_ND: Tensor
@@ -80,9 +80,9 @@ class TorchProducts:
         """What leaves the device at the end: 8 bytes a candidate."""
         return 8 * keep + 8
 
-    def load(self, rows: Floats, first: int) -> Block:
+    def load(self, rows: Floats, first: int) -> DeviceBlock:
         """A copy on the device, in the type of the products."""
-        return Block(torch.tensor(rows, device=self.device).to(self._dtype), first)
+        return DeviceBlock(torch.tensor(rows, device=self.device).to(self._dtype), first)
 
     def begin(self, first: int, num_rows: int, keep: int) -> _TorchRecall:
         return _TorchRecall(self, first, num_rows, keep)
@@ -102,13 +102,13 @@ class _TorchRecall:
         self._best = RunningNearest(first, num_rows, keep, engine.device, engine.scores)
         self._keep = keep
 
-    def compare_inside(self, a: Block, b: Block) -> None:
+    def compare_inside(self, a: DeviceBlock, b: DeviceBlock) -> None:
         self.compare_outside(a, b)
         if a is not b:
             self.compare_outside(b, a)
 
     @torch.no_grad()
-    def compare_outside(self, a: Block, b: Block) -> None:
+    def compare_outside(self, a: DeviceBlock, b: DeviceBlock) -> None:
         """Offer the rows of ``b`` to those of ``a``, but to none itself."""
         self._best.offer(a.first - self._best.first, a.rows_ND, b.rows_ND, b.first)
 

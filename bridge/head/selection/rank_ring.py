@@ -30,7 +30,7 @@ from geartrain.ams.graph.building.rows import Floats
 from geartrain.ams.kernels import neighbours as ops
 from geartrain.ams.values.errors import Cancelled, InvalidArgument, NonFinite, SyncError
 from geartrain.bridge.collectives.communicator import Communicator
-from geartrain.bridge.head.selection.graph_products import Block, TorchProducts
+from geartrain.bridge.head.selection.graph_products import DeviceBlock, TorchProducts
 
 __all__ = ["build_on_ring"]
 
@@ -140,12 +140,12 @@ class _Work:
     def _recall_on_device(self, recall: Recall, start: int, num_rows: int) -> None:
         """One lap: all rows of the part meet many others at a time."""
         ring = self.ring
-        part = Block(ring.rounded[start : start + num_rows], ring.first + start)
+        part = DeviceBlock(ring.rounded[start : start + num_rows], ring.first + start)
         for first, rows_LD in ring.blocks():
             for at in range(0, len(rows_LD), _OTHERS * _BLOCK_ROWS):
                 self.watch.check()
                 others_ND = rows_LD[at : at + _OTHERS * _BLOCK_ROWS]
-                recall.compare_outside(part, Block(others_ND, first + at))
+                recall.compare_outside(part, DeviceBlock(others_ND, first + at))
                 self.watch.advance(num_rows * len(others_ND))
 
     def _recall(self, engine: BlockProducts, recall: Recall, first: int, end: int) -> None:
