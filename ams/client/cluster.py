@@ -27,13 +27,13 @@ from geartrain.ams.storage.snapshot.folder import Snapshot
 from geartrain.ams.values.admission.rules import Admission
 from geartrain.ams.values.arguments import checked_name, integer
 from geartrain.ams.values.config import ClientConfig
-from geartrain.ams.values.errors import GeartrainError, GraphUnavailable, SchedulerUnavailable
+from geartrain.ams.values.errors import GeartrainError, GraphUnavailable, InvalidArgument, SchedulerUnavailable
 from geartrain.ams.values.expiry.rules import Expiry
 from geartrain.ams.values.gear_messages import Freshness
 from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
 from geartrain.ams.values.scheduler_messages import ClusterView, JobWorker
 from geartrain.ams.values.shard_messages import Fence
-from geartrain.ams.values.specs import DTypeName, Initializer, Normal, TableSpec, checked_wire_dtype
+from geartrain.ams.values.specs import DTYPES, DTypeName, Initializer, Normal, TableSpec, checked_wire_dtype
 
 if TYPE_CHECKING:
     from geartrain.ams.gear.client.remote import RemoteGears
@@ -184,6 +184,11 @@ class Cluster:
             expiry=expiry,
             max_bytes=max_bytes,
         )
+        if spec.is_scaled:
+            raise InvalidArgument(
+                f"dtype is {dtype!r} and slot_dtype {slot_dtype!r}: only rows on ranks may have 8 bits (rows='ranks'); "
+                f"rows and slots in a cluster are one of {', '.join(map(repr, DTYPES))}"
+            )
         checked_wire_dtype(wire_dtype, name, dtype)  # before there is a table
         return Table(self._scheduler.create_table(spec, reuse=reuse), self._calls, self._stream, wire_dtype)
 

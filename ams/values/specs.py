@@ -23,12 +23,17 @@ from geartrain.ams.values.optimizers.registry import optimizer_of, require_optim
 from geartrain.ams.values.optimizers.spec import RowOptimizerSpec, require, require_rate
 from geartrain.ams.values.text import quoted
 
-DTypeName = Literal["float32", "float16", "bfloat16"]
+DTypeName = Literal["float32", "float16", "bfloat16", "float8_e4m3fn", "int8"]
 DTYPES: dict[str, np.dtype] = {
     "float32": np.dtype(np.float32),
     "float16": np.dtype(np.float16),
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
 }
+SCALED: dict[str, str] = {"float8_e4m3fn": "bfloat16", "int8": "bfloat16"}
+"""Types of 8 bits that rows (float8_e4m3fn) and slots (int8) on ranks may have, with scales that are powers of two;
+and the type that holds such a value exactly, in which they are read, saved and exported."""
+SCALE_BYTES, SCALED_BLOCK = 2, 128
+"""A scale in bfloat16; a row has one, its slots have one for every so many numbers."""
 MAX_DIM = 65_536
 MAX_NAME_LENGTH = 200
 
@@ -146,8 +151,14 @@ class TableSpec:
                 "are not evicted; leave one of the two out",
             )
         for label, value in (("dtype", self.dtype), ("slot_dtype", self.slot_dtype)):
-            if not isinstance(value, str) or value not in DTYPES:
+            narrow = {"dtype": "float8_e4m3fn", "slot_dtype": "int8"}[label]
+            if not isinstance(value, str) or value not in (*DTYPES, narrow):
                 raise InvalidArgument(f"{label} is {quoted(value)}; it must be {_dtype_named(value)}")
+        require(
+            not (self.is_scaled and self.counts_steps),
+            f"dtype is {self.dtype!r} and slot_dtype {self.slot_dtype!r}: rows of 8 bits do not move at steps that do "
+            "not touch them; use untouched='freeze', or types of 16 bits",
+        )
         require(
             self.optimizer.takes_narrow_slots or self.slot_dtype == "float32",
             f"slot_dtype is {self.slot_dtype!r}; {type(self.optimizer).__name__}'s must be 'float32': 16 bits lose "
@@ -156,8 +167,18 @@ class TableSpec:
 
     @property
     def numpy_dtype(self) -> np.dtype:
-        """Storage type of the rows as a numpy dtype."""
-        return DTYPES[self.dtype]
+        """Type in which rows are read and written: their storage type, or of 8 bits the one that holds them."""
+        return DTYPES[SCALED.get(self.dtype, self.dtype)]
+
+    @property
+    def slot_numpy_dtype(self) -> np.dtype:
+        """That of the slots."""
+        return DTYPES[SCALED.get(self.slot_dtype, self.slot_dtype)]
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether rows or slots have 8 bits, and scales: on ranks alone."""
+        return self.dtype in SCALED or (self.has_slots and self.slot_dtype in SCALED)
 
     @property
     def has_slots(self) -> bool:
@@ -172,6 +193,8 @@ class TableSpec:
     @property
     def slot_bytes(self) -> int:
         """Bytes of one row's slots."""
+        if self.slot_dtype in SCALED:
+            return self.slot_dim + SCALE_BYTES * -(-self.slot_dim // SCALED_BLOCK)
         return self.slot_dim * DTYPES[self.slot_dtype].itemsize
 
     @property
@@ -182,8 +205,9 @@ class TableSpec:
     @property
     def counts_updates(self) -> bool:
         """Whether each row counts its own updates: the optimizer may need the number, and rounding to 16
-        bits draws by it."""
-        return self.optimizer.counts_updates or (self.rounds and not self.counts_steps)
+        bits draws by it (to 8 bits by the number of the step)."""
+        rounds_by_it = self.rounds and not self.counts_steps and not self.is_scaled
+        return self.optimizer.counts_updates or rounds_by_it
 
     @property
     def counts_occurrences(self) -> bool:
@@ -217,8 +241,8 @@ class TableSpec:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one row's values, without slots."""
-        return self.dim * self.numpy_dtype.itemsize
+        """Bytes of one row's values and their scale, without slots."""
+        return self.dim + SCALE_BYTES if self.dtype in SCALED else self.dim * self.numpy_dtype.itemsize
 
     def to_dict(self) -> dict[str, Any]:
         """All that is agreed on as JSON values."""

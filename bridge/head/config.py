@@ -29,9 +29,10 @@ class HeadConfig:
     all living ones (of which the active ones are an estimate). With a margin this part is over the logits without it.
     """
     dtype: DTypeName = "float32"
-    """Storage type of the rows: float32, float16 or bfloat16."""
+    """Storage type of the rows: float32, float16 or bfloat16; with ``rows="ranks"`` also float8_e4m3fn, with a scale a
+    row."""
     slot_dtype: DTypeName = "float32"
-    """That of their slots."""
+    """That of their slots; with ``rows="ranks"`` also int8, with a scale for every 128 numbers."""
     seed: int = 0
     """Of the initializer."""
     process_group: dist.ProcessGroup | None = None

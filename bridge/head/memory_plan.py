@@ -14,7 +14,7 @@ import torch
 
 from geartrain.ams.kernels.full_table import FullDenseTable
 from geartrain.ams.values.placement import buckets_of_shard, even_placement
-from geartrain.ams.values.specs import DTYPES, TableSpec
+from geartrain.ams.values.specs import DTYPES, SCALE_BYTES, SCALED, TableSpec
 from geartrain.bridge.head.config import HeadConfig
 
 Holder = Literal["shard", "rank"]
@@ -81,7 +81,8 @@ class MemoryPlan:
         fullest = max(self._tables_of_shards, key=lambda table: table.memory_bytes, default=None)
         most = -(-self.num_classes // self.ranks) if fullest is None else fullest.rows
         width = "D" if self.sub_centers == 1 else f"{self.sub_centers}·D"
-        parts = [("rows", most * spec.row_bytes, f"n·{width}·{spec.numpy_dtype.itemsize}, n = {most:,}")]
+        wide = f"({width} + {SCALE_BYTES})" if spec.dtype in SCALED else f"{width}·{spec.numpy_dtype.itemsize}"
+        parts = [("rows", most * spec.row_bytes, f"n·{wide}, n = {most:,}")]
         if spec.slot_bytes:
             parts.append((f"slots ({spec.optimizer.state})", most * spec.slot_bytes, f"n·{_slot_formula(spec, width)}"))
         if spec.step_bytes:
@@ -137,6 +138,8 @@ class MemoryPlan:
 
 def _slot_formula(spec: TableSpec, width: str) -> str:
     """Bytes of one row's slots, in terms of the row's ``width``."""
+    if spec.slot_dtype in SCALED:
+        return f"({width} + {spec.slot_bytes - spec.slot_dim})"
     size, num_per_row = DTYPES[spec.slot_dtype].itemsize, sum(slot.per_row for slot in spec.optimizer.slots)
     num_wide = len(spec.optimizer.slots) - num_per_row
     terms = [f"{width}·{num_wide * size}"] * bool(num_wide) + [str(num_per_row * size)] * bool(num_per_row)

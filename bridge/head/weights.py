@@ -42,7 +42,7 @@ EXPORTED_BIASES = "bias"
 """Name of the tensor [C] beside it, if classes have biases."""
 SUFFIXES = (".pt", ".pth", ".safetensors", ".npy")
 _NPY_START = b"\x93NUMPY"
-_SAFETENSORS_DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+_SAFETENSORS_DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "BF16"}
 
 Read = Callable[[int, int], Tensor]
 

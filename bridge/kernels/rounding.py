@@ -43,7 +43,7 @@ def round_rows(
         return values_ND
     nearest_ND = values_ND.to(dtype)
     bits = values_ND.contiguous().view(torch.int32)
-    drawn = _draws(key, ids_N, numbers_N, part, values_ND.shape[1])
+    drawn = draws(key, ids_N, numbers_N, part, values_ND.shape[1])
     magnitude = bits & 0x7FFFFFFF
     if dtype == torch.bfloat16:
         away, largest = (magnitude + drawn) >> 16, 0x7F7F
@@ -58,7 +58,7 @@ def round_rows(
     return torch.where(torch.isfinite(nearest_ND), stored.to(torch.int16).view(dtype), nearest_ND)
 
 
-def _draws(key: int, ids_N: Tensor, numbers_N: Tensor, part: int, dim: int) -> Tensor:
+def draws(key: int, ids_N: Tensor, numbers_N: Tensor, part: int, dim: int) -> Tensor:
     """16 random bits for each column, int32 [N, D]: Philox4x32-7 of (id, number, column / 8 and part) under ``key``."""
     blocks = torch.arange(-(-dim // _COLUMNS), device=ids_N.device) + (part << 16)
     low_N, high_N = (ids_N & WORD).unsqueeze(1), (ids_N >> 32 & WORD).unsqueeze(1)

@@ -13,7 +13,10 @@ from torch import Tensor
 from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
 from geartrain.bridge.kernels.launch import Cost, launch, runs_kernels
 from geartrain.bridge.kernels.optimizers import RowStep, StepNumbers, step_numbers, update_rows
-from geartrain.bridge.kernels.rounding import ROW, SLOT, round_rows
+from geartrain.bridge.kernels.rounding import ROW, SLOT, draws, round_rows
+from geartrain.bridge.kernels.scaled import narrowed, widened
+
+_LARGEST_SCALED = 2.0**126
 
 RowIndex = slice | Tensor
 """Rows of this rank: consecutive ones, or their numbers [N] int64 on the device, distinct; −1: none, padding."""
@@ -24,11 +27,17 @@ class StoredRows:
     """Rows on a device with what is kept of each."""
 
     rows_LD: Tensor
-    """float32, bfloat16 or float16."""
+    """float32, bfloat16, float16 or float8_e4m3fn."""
     slots_LS: Tensor | None
-    """float32, bfloat16 or float16, one slot after the other; None: the optimizer has none."""
+    """float32, bfloat16, float16 or int8, one slot after the other; None: the optimizer has none."""
     updates_L: Tensor | None
     """int64, how often each row was updated; None: nothing asks for it."""
+    row_scales_LK: Tensor | None = None
+    """bfloat16 [L, 1], of rows of 8 bits: see ``scaled.py``."""
+    slot_scales_LK: Tensor | None = None
+    """bfloat16, of slots of 8 bits."""
+    clock: Tensor | None = None
+    """int64, 0-dim, the number of the step: where a type has 8 bits, rounding draws by it."""
     refused: Tensor
     """int64, 0-dim: rows that no update could change are added to it."""
     first: int
@@ -36,11 +45,25 @@ class StoredRows:
     key: int
     """Of the rounding: ``rounding_key`` of the table."""
 
+    def rows(self, index: RowIndex, dtype: torch.dtype) -> Tensor:
+        """A copy of rows [N, D]."""
+        return _read(self.rows_LD, self.row_scales_LK, index, dtype)
+
+    def slots(self, index: RowIndex, dtype: torch.dtype) -> Tensor | None:
+        """A copy of slots [N, S]."""
+        return None if self.slots_LS is None else _read(self.slots_LS, self.slot_scales_LK, index, dtype)
+
     def numbers(self, index: RowIndex) -> Tensor:
         """Numbers [N] of the rows."""
         if isinstance(index, Tensor):
             return index
         return torch.arange(*index.indices(len(self.rows_LD)), device=self.rows_LD.device)
+
+
+def _read(stored: Tensor, scales: Tensor | None, index: RowIndex, dtype: torch.dtype) -> Tensor:
+    if scales is not None:
+        return widened(stored[index], scales[index], dtype)
+    return stored[index].to(dtype, copy=True)
 
 
 def update(
@@ -67,10 +90,12 @@ def update(
         scale: 0-dim, on any device; on the rows' no host waits.
         num_valid: int64, 0-dim, on the device: what comes after so many rows is padding; None: nothing.
 
-    One kernel for rows of up to 16,384 columns and the optimizers of ``step_numbers``, elsewhere tensor operations.
+    One kernel for rows of up to 16,384 columns, 16 or 32 bits and the optimizers of ``step_numbers``; otherwise
+    tensor operations.
     """
     numbers = step_numbers(optimizer)
     takes = numbers is not None and gradient_ND.dtype == torch.float32 and gradient_ND.shape[1] <= 16_384
+    takes = takes and stored.clock is None
     if takes and runs_kernels(stored.rows_LD.device):
         assert numbers is not None
         _launch(stored, index, gradient_ND, numbers, lr, scale, num_valid)
@@ -80,8 +105,7 @@ def update(
     if num_valid is not None:
         numbers_N = torch.where(torch.arange(len(numbers_N), device=numbers_N.device) < num_valid, numbers_N, -1)
     at_N = numbers_N.clamp(min=0)
-    rows_ND = stored.rows_LD[at_N].to(gradient_ND.dtype)
-    slots_NS = None if stored.slots_LS is None else stored.slots_LS[at_N].to(gradient_ND.dtype)
+    rows_ND, slots_NS = stored.rows(at_N, gradient_ND.dtype), stored.slots(at_N, gradient_ND.dtype)
     updates_N = None if stored.updates_L is None else stored.updates_L[at_N] + 1
     update_rows(optimizer, RowStep(rows_ND, slots_NS, gradient_ND, float(lr), updates_N))
     store(stored, numbers_N, rows_ND, slots_NS, updates_N)
@@ -96,17 +120,24 @@ def store(
     """
     at_N = numbers_N.clamp(min=0)
     keeps_N = numbers_N < 0
-    found = [(stored.rows_LD, rows_ND, ROW)]
+    found = [(stored.rows_LD, stored.row_scales_LK, rows_ND, ROW)]
     if stored.slots_LS is not None and slots_NS is not None:
-        found.append((stored.slots_LS, slots_NS, SLOT))
+        found.append((stored.slots_LS, stored.slot_scales_LK, slots_NS, SLOT))
     changed: list[tuple[Tensor, Tensor]] = []
-    for old, values, part in found:
-        if values.dtype == old.dtype or old.dtype == torch.float32 or updates_N is None:
+    drawn_by_N = updates_N if stored.clock is None else stored.clock.expand(len(numbers_N))
+    for old, old_scales, values, part in found:
+        ids_N = at_N + stored.first
+        if old_scales is not None and drawn_by_N is not None:
+            drawn_ND = draws(stored.key, ids_N, drawn_by_N, part, values.shape[1])
+            keeps_N = keeps_N | ~(values.abs() <= _LARGEST_SCALED).all(1)
+            values, scales = narrowed(values, old.dtype, drawn_ND)
+            changed.append((old_scales, scales))
+        elif values.dtype == old.dtype or old.dtype == torch.float32 or drawn_by_N is None:
             values = values.to(old.dtype)
         else:
-            ids_N = at_N + stored.first
-            values = round_rows(values, old.dtype, key=stored.key, ids_N=ids_N, numbers_N=updates_N, part=part)
-        keeps_N = keeps_N | ~torch.isfinite(values).all(1)
+            values = round_rows(values, old.dtype, key=stored.key, ids_N=ids_N, numbers_N=drawn_by_N, part=part)
+        if old_scales is None:
+            keeps_N = keeps_N | ~torch.isfinite(values).all(1)
         changed.append((old, values))
     if stored.updates_L is not None and updates_N is not None:
         changed.append((stored.updates_L, updates_N))
@@ -166,5 +197,5 @@ def _launch(
 
 def bytes_per_row(stored: StoredRows) -> int:
     """What an update reads and writes of one row."""
-    parts = (stored.rows_LD, stored.slots_LS, stored.updates_L)
+    parts = (stored.rows_LD, stored.slots_LS, stored.updates_L, stored.row_scales_LK, stored.slot_scales_LK)
     return 2 * sum(part[:1].nbytes for part in parts if part is not None)

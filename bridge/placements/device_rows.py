@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -22,12 +23,13 @@ from geartrain.ams.tables.row_table import RowTable
 from geartrain.ams.values.errors import NonFinite
 from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
 from geartrain.ams.values.shard_messages import Done, SyncGroup
-from geartrain.ams.values.specs import Ids, TableSpec
+from geartrain.ams.values.specs import SCALED, Ids, TableSpec
 from geartrain.bridge.collectives.communicator import Communicator
 from geartrain.bridge.kernels import row_update
 from geartrain.bridge.kernels.initial_values import write_initial_values
 from geartrain.bridge.kernels.rounding import ROW, SLOT, round_rows, rounding_key
 from geartrain.bridge.kernels.row_update import RowIndex as RowIndex
+from geartrain.bridge.kernels.scaled import LARGEST, narrowed, num_scales
 from geartrain.bridge.placements.elapsed_momentum import RESTING, ElapsedSteps
 from geartrain.bridge.placements.workspace import BufferPool, Workspace
 from geartrain.bridge.rows.same_rows import OTHERS, other_rows, row_digests
@@ -60,12 +62,22 @@ class DeviceRows:
     def __init__(self, spec: TableSpec, link: Communicator, device: torch.device) -> None:
         self.spec = spec
         self.link = link
+        self.row_dtype = TORCH_DTYPES[spec.dtype]
+        """In which rows are read and written: the storage type, or of 8 bits the one that holds them."""
         self.first, self.stop = row_range(spec.num_rows or 0, link.world_size, link.rank)
         with torch.inference_mode(False):
-            self.rows_LD = _empty(self.num_local, spec.dim, TORCH_DTYPES[spec.dtype], device)
-            self.slots_LD = (
-                _empty(self.num_local, spec.slot_dim, TORCH_DTYPES[spec.slot_dtype], device) if spec.has_slots else None
+            self.rows_LD = _empty(self.num_local, spec.dim, _STORED.get(spec.dtype, self.row_dtype), device)
+            slot_dtype = _STORED.get(spec.slot_dtype, TORCH_DTYPES[spec.slot_dtype])
+            self.slots_LD = _empty(self.num_local, spec.slot_dim, slot_dtype, device) if spec.has_slots else None
+            self.row_scales_LK, self.slot_scales_LK = (
+                None
+                if stored is None or stored.dtype not in LARGEST
+                else _empty(self.num_local, num_scales(stored.dtype, stored.shape[1]), torch.bfloat16, device)
+                for stored in (self.rows_LD, self.slots_LD)
             )
+            """Those of 8 bits: see ``kernels/scaled.py``."""
+            self.clock = torch.zeros((), dtype=torch.int64, device=device) if spec.is_scaled else None
+            """How many steps there were since the rows were made or restored, which rounding to 8 bits draws by."""
             self.steps_L = torch.zeros(self.num_local, dtype=torch.int64, device=device) if spec.step_bytes else None
             """How often each row was updated, where that counts: with Adam, and for the rounding of 16 bits. Where
             untouched rows move, the last step of each."""
@@ -127,28 +139,32 @@ class DeviceRows:
             refused=self.refused,
             first=self.first,
             key=self._key,
+            row_scales_LK=self.row_scales_LK,
+            slot_scales_LK=self.slot_scales_LK,
+            clock=self.clock,
         )
 
     def move_to(self, device: torch.device) -> None:
         """Take the rows to another device."""
         self.rows_LD, self.refused = self.rows_LD.to(device), self.refused.to(device)
         self.pool = BufferPool()
-        self.slots_LD = None if self.slots_LD is None else self.slots_LD.to(device)
-        self.steps_L = None if self.steps_L is None else self.steps_L.to(device)
+        for name in ("slots_LD", "steps_L", "row_scales_LK", "slot_scales_LK", "clock"):
+            tensor = getattr(self, name)
+            setattr(self, name, None if tensor is None else tensor.to(device))
         if self.steps is not None:
             self.steps.move_to(device)
 
     def write_initial_values(self) -> None:
         """Overwrite every row by its initial value, the slots and the steps by zero."""
         self.is_written = False
-        if self.slots_LD is not None:
-            self.slots_LD.zero_()
-        if self.steps_L is not None:
-            self.steps_L.zero_()
+        for tensor in (self.slots_LD, self.slot_scales_LK, self.steps_L, self.clock):
+            if tensor is not None:
+                tensor.zero_()
         if self.steps is not None:
             self.steps.reset()
-        initial = RowTable(self.spec, np.arange(4096, dtype=np.int64))
-        if self.device.type != "cpu":
+        read_as: Any = SCALED.get(self.spec.dtype, self.spec.dtype)
+        initial = RowTable(replace(self.spec, dtype=read_as, slot_dtype="float32"), np.arange(4096, dtype=np.int64))
+        if self.device.type != "cpu" and self.row_scales_LK is None:
             distribution, first, second, _ = distribution_of(self.spec.initializer)
             write_initial_values(
                 self.rows_LD,
@@ -165,7 +181,7 @@ class DeviceRows:
             stop = min(start + block, self.num_local)
             out = np.empty((stop - start, self.spec.dim), self.spec.numpy_dtype)
             initial.pull(np.arange(self.first + start, self.first + stop, dtype=np.int64), out)
-            self.rows_LD[start:stop].copy_(as_tensor(out, self.rows_LD.dtype))
+            self._write_rows(slice(start, stop), as_tensor(out, self.row_dtype))
 
     def local(self, ids: Ids) -> tuple[Ids, Tensor]:
         """Which of the ids [N] are here (places among them), and their row numbers on the device."""
@@ -193,7 +209,7 @@ class DeviceRows:
         given = np.asarray(ids, np.int64)
         out = np.empty((len(given), self.spec.dim), self.spec.numpy_dtype)
         self.pull_into(given, out)
-        return as_tensor(out, self.rows_LD.dtype)
+        return as_tensor(out, self.row_dtype)
 
     def pull_into(self, ids: Ids, out: npt.NDArray[Any], *, required_sync: SyncGroup | None = None) -> None:
         """Write the rows of ids [N], the same on every rank, to ``out`` [N, D]: one all-reduce of N · D values.
@@ -202,7 +218,7 @@ class DeviceRows:
         """
         del required_sync
         places, numbers = self.local(ids)
-        found = torch.zeros(len(ids), self.spec.dim, dtype=self.rows_LD.dtype, device=self.device)
+        found = torch.zeros(len(ids), self.spec.dim, dtype=self.row_dtype, device=self.device)
         found[torch.from_numpy(places).to(self.device)] = self.current_rows(numbers)
         # As bytes: each row is on one rank and zero on the others, and gloo cannot add every 16-bit type.
         rows = self.link.sum(found.view(torch.uint8)).view(found.dtype).cpu()
@@ -219,12 +235,12 @@ class DeviceRows:
 
     def assign(self, ids: Ids, rows: npt.NDArray[Any]) -> Done:
         """Overwrite those of the rows [N, D] that are here; their slots become zero."""
-        values = as_tensor(np.ascontiguousarray(rows), self.rows_LD.dtype)
+        values = as_tensor(np.ascontiguousarray(rows), self.row_dtype)
         if not bool(torch.isfinite(values).all()):
             raise NonFinite(f"rows for table {self.spec.name!r} hold NaN or infinity; nothing was changed")
         places, numbers = self.local(ids)
         self.is_written = True
-        self.rows_LD[numbers] = values[torch.from_numpy(places)].to(self.device)
+        self._write_rows(numbers, values[torch.from_numpy(places)])
         if self.slots_LD is not None:
             self.slots_LD[numbers] = 0
         if self.steps_L is not None and self.steps is not None:
@@ -235,11 +251,14 @@ class DeviceRows:
 
     def restore(self, numbers: Tensor, rows_ND: Tensor, slots_ND: Tensor | None, steps_N: Tensor | None) -> None:
         """Overwrite rows, their slots and their steps (None: 0 updates, as older snapshots of 16 bits mean)."""
-        self.rows_LD[numbers] = rows_ND.to(self.device)
+        self._write_rows(numbers, rows_ND)
         if self.slots_LD is not None and slots_ND is not None:
-            self.slots_LD[numbers] = slots_ND.to(self.device)
+            _write(self.slots_LD, self.slot_scales_LK, numbers, slots_ND.to(self.device))
         if self.steps_L is not None:
             self.steps_L[numbers] = 0 if steps_N is None else steps_N.to(self.device)
+
+    def _write_rows(self, index: RowIndex, rows_ND: Tensor) -> None:
+        _write(self.rows_LD, self.row_scales_LK, index, rows_ND.to(self.device))
 
     def reads_in_place(self, dtype: torch.dtype) -> bool:
         """Whether ``rows_LD`` are the rows as they are now, in ``dtype``."""
@@ -248,7 +267,7 @@ class DeviceRows:
     def current_rows(self, index: RowIndex) -> Tensor:
         """A copy of rows [N, D] as they are now, in their storage type: what a shard's pull gives."""
         if self.steps is None or self.slots_LD is None or self.steps_L is None:
-            return self.rows_LD[index].clone() if isinstance(index, slice) else self.rows_LD[index]
+            return self.stored.rows(index, self.row_dtype)
         numbers_N = self._numbers(index)
         out_ND = self.rows_LD.new_empty(len(numbers_N), self.spec.dim)
         block = max(1, BLOCK_BYTES // (8 * self.spec.dim))
@@ -263,6 +282,9 @@ class DeviceRows:
 
     def load(self, work: Workspace, index: RowIndex, *, name: str) -> Tensor:
         """A copy of rows [N, D] as they are now, in the compute dtype, as scratch called ``name``."""
+        if self.row_scales_LK is not None:
+            rows_ND = self.current_rows(index)
+            return work.empty(name, *rows_ND.shape).copy_(rows_ND)
         if self.steps is None:
             return self._loaded(work, self.rows_LD, index, name)
         if self.device.type != "cpu" or work.arithmetic.compute != torch.float32:
@@ -298,7 +320,7 @@ class DeviceRows:
         are rounded by chance, as on a shard. A row that would leave the range of its storage type stays as it is, with
         its slot, and is counted in ``refused``.
         """
-        if self.device.type == "cpu" and gradient_ND.dtype == torch.float32:
+        if self.device.type == "cpu" and gradient_ND.dtype == torch.float32 and not self.spec.is_scaled:
             self._update_compiled(index, gradient_ND, optimizer, float(scale))
             return
         del work
@@ -317,6 +339,8 @@ class DeviceRows:
 
         Every rank calls it, with the same ``lr``. Looks at a few rows for those that nobody has touched for long.
         """
+        if self.clock is not None:
+            self.clock.add_(1)
         if self.steps is None:
             return
         index = self.steps.sweep()
@@ -373,6 +397,17 @@ class DeviceRows:
         if refused:
             with self._counting:
                 self.refused += refused
+
+
+_STORED = {"float8_e4m3fn": torch.float8_e4m3fn, "int8": torch.int8}
+
+
+def _write(stored: Tensor, scales: Tensor | None, index: RowIndex, values_ND: Tensor) -> None:
+    """Overwrite rows, those of 8 bits by the nearest, which of what was read is the same."""
+    if scales is not None:
+        values_ND, scales[index] = narrowed(values_ND, stored.dtype)
+    bits = torch.uint8 if stored.itemsize == 1 else stored.dtype  # not every device indexes in float8
+    stored.view(bits)[index] = values_ND.view(bits)
 
 
 def _is_compiled(tensor: Tensor) -> bool:

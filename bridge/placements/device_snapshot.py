@@ -30,7 +30,7 @@ from geartrain.ams.values.specs import Ids, TableSpec
 from geartrain.bridge.placements.device_rows import DeviceRows, as_tensor
 from geartrain.bridge.placements.device_update import DeviceUpdate
 from geartrain.bridge.placements.placement import Placement
-from geartrain.bridge.rows.tables import as_numpy
+from geartrain.bridge.rows.tables import TORCH_DTYPES, as_numpy
 
 
 def snapshot_rows(
@@ -134,9 +134,9 @@ def _dedup(steps: dict[str, TableSteps], folder: str, snapshot_id: str) -> FileE
 
 def _arrays(table: DeviceRows, ids: Ids) -> dict[str, np.ndarray]:
     numbers = torch.from_numpy(ids - table.first).to(table.device)
-    arrays = {"ids": ids, "rows": as_numpy(table.rows_LD[numbers].cpu())}
-    if table.slots_LD is not None:
-        arrays["slots"] = as_numpy(table.slots_LD[numbers].cpu())
+    arrays = {"ids": ids, "rows": as_numpy(table.stored.rows(numbers, table.row_dtype).cpu())}
+    if (slots := table.stored.slots(numbers, TORCH_DTYPES[table.spec.slot_dtype])) is not None:
+        arrays["slots"] = as_numpy(slots.cpu())
     if table.steps_L is not None:
         arrays["steps"] = as_numpy(table.steps_L[numbers].cpu())
     return arrays
@@ -193,8 +193,10 @@ def _read(table: DeviceRows, snapshot: Snapshot) -> None:
             mine &= ~np.isin(ids, removed_later)
             table.restore(
                 torch.from_numpy(ids[mine] - table.first).to(table.device),
-                as_tensor(rows[mine], table.rows_LD.dtype),
-                None if slots is None or table.slots_LD is None else as_tensor(slots[mine], table.slots_LD.dtype),
+                as_tensor(rows[mine], table.row_dtype),
+                None
+                if slots is None or table.slots_LD is None
+                else as_tensor(slots[mine], TORCH_DTYPES[table.spec.slot_dtype]),
                 None if steps is None else torch.from_numpy(steps[mine]),
             )
 

@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 
 from geartrain.ams.values.shard_messages import Done, SyncGroup
-from geartrain.ams.values.specs import DTYPES, Ids, TableSpec
+from geartrain.ams.values.specs import DTYPES, SCALED, Ids, TableSpec
 
 TORCH_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+TORCH_DTYPES |= {name: TORCH_DTYPES[read_as] for name, read_as in SCALED.items()}
+"""In which rows and slots are read and written."""
 
 
 class HeadWrite(Protocol):

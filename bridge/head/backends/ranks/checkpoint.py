@@ -39,6 +39,7 @@ class ShardedRows:
         softmax every rank is sent the whole."""
         table = self._backend.table
         tensors = {"rows": table.rows_LD, "slots": table.slots_LD, "steps": table.steps_L}
+        tensors |= {"row_scales": table.row_scales_LK, "slot_scales": table.slot_scales_LK}
         steps = None if table.steps is None else table.steps.state._asdict()
         graph = self._backend.select.graph_to_bytes()
         saved = {"spec": table.spec.to_dict(), "steps": steps, "state": self._head.get_extra_state()}

@@ -53,6 +53,7 @@ def takes(table: DeviceRows, active: LocalActive, batch: Batch, *, always: bool)
         and isinstance(active, DeviceActive)
         and isinstance(batch.targets, DeviceTargets)
         and table.steps is None
+        and not table.spec.is_scaled
         and batch.arithmetic.compute == torch.float32
         and batch.negatives_margin is None
         and batch.centers == 1
@@ -80,7 +81,7 @@ class FusedPass:
             else batch.queries_BD,
             batch.targets.positions_B,
             count=active.count,
-            log2_weight=log2_weight,  # type: ignore[arg-type]
+            log2_weight=log2_weight,
             logit_limit=None if batch.margin is None else batch.logit_factor,
             shifted=batch.shifted,
             wants_highest=batch.notes_highest,

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
+import geartrain as gt
 from geartrain.ams.client.factory import local
 from geartrain.ams.programs.selection import PartialFC
 from geartrain.ams.storage.snapshot.folder import open_snapshot
@@ -239,3 +240,29 @@ def test_files_of_class_weights_are_read_and_written_by_ranks_together(rank: int
     with pytest.raises(InvalidArgument if rank == 1 else SyncError):
         import_class_weights(head, path if rank == 0 else folder / "nowhere.npy")
     assert torch.equal(head.weights(), expected)
+
+
+def test_rows_of_eight_bits_come_back_as_they_were(tmp_path: Path) -> None:
+    config = gt.HeadConfig(dtype="float8_e4m3fn", slot_dtype="int8")
+
+    def made() -> gt.ClassHead:
+        optimizer = gt.SparseMomentum(0.1, 0.9)
+        return gt.ClassHead(None, "narrow", num_classes=37, dim=130, optimizer=optimizer, rows="ranks", config=config)
+
+    head, features = made(), torch.randn(8, 130, generator=torch.Generator().manual_seed(0))
+    initial, rows = head.weights(), gt.RowOptimizer(head)
+    for _ in range(3):
+        head(features, torch.arange(8)).backward()
+        rows.step()
+    assert head.weights().dtype == torch.bfloat16 and not torch.equal(head.weights(), initial)
+    again = made()
+    assert torch.equal(again.weights(), initial)
+    again.restore(Path(head.snapshot(tmp_path, "s")))
+    assert torch.equal(again.weights(), head.weights())
+    tables: Any = (head.table, again.table)
+    ours, theirs = (table.stored.slots(slice(None), torch.float32) for table in tables)
+    assert torch.equal(ours, theirs) and (ours != 0).any()
+    exported = load_file(export_class_weights(head, tmp_path / "weights.safetensors"))
+    assert all(torch.equal(part, head.weights()) for part in exported.values())
+    with local() as cluster, pytest.raises(InvalidArgument, match="ranks"):
+        gt.ClassHead(cluster, "narrow", num_classes=37, dim=130, optimizer=gt.SGD(0.1), config=config)

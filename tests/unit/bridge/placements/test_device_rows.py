@@ -13,6 +13,7 @@ import torch
 
 from geartrain.ams.kernels.reference import rounding as reference_rounding
 from geartrain.ams.tables.row_table import RowTable
+from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.optimizers.registry import (
     FTRL,
     SGD,
@@ -192,3 +193,48 @@ def test_rows_that_move_leave_no_memory_behind_on_the_old_device() -> None:
     assert left() is not None
     table.move_to(torch.device("meta"))
     assert left() is None
+
+
+def _narrow_rows(dtype: DTypeName = "float8_e4m3fn", slot_dtype: DTypeName = "int8") -> DeviceRows:
+    spec = TableSpec(
+        name="t", dim=512, num_rows=20, optimizer=SparseMomentum(0.1, 0.9), dtype=dtype, slot_dtype=slot_dtype
+    )
+    return DeviceRows(spec, cast(Any, SimpleNamespace(world_size=1, rank=0)), torch.device("cpu"))
+
+
+def test_rows_of_eight_bits_take_1034_bytes_and_are_trained() -> None:
+    table, wide = _narrow_rows(), _narrow_rows("float32", "float32")
+    spec = table.spec
+    parts = (table.rows_LD, table.slots_LD, table.row_scales_LK, table.slot_scales_LK, table.steps_L)
+    held = sum(part[:1].nbytes for part in parts if part is not None)
+    assert held == spec.row_bytes + spec.slot_bytes + spec.step_bytes == 1034
+    work = Workspace(Arithmetic.of(torch.empty(0)), Scratch())
+    random = torch.Generator().manual_seed(0)
+    for _ in range(30):
+        gradient = torch.randn(20, 512, generator=random) * 1e-3
+        for rows in (table, wide):
+            rows.update(work, slice(0, 20), gradient.clone(), spec.optimizer, torch.tensor(1.0))
+            rows.end_step(0.1)
+    assert table.refused == 0 and table.clock == 30
+    difference = table.current_rows(slice(None)).float() - wide.rows_LD
+    assert difference.abs().mean() < 0.2 * wide.rows_LD.abs().mean()
+    assert difference.mean().abs() < 1e-4
+
+
+def test_rows_of_eight_bits_stay_where_a_gradient_is_not_finite() -> None:
+    table = _narrow_rows()
+    before = table.current_rows(slice(None))
+    gradient = torch.ones(3, 512)
+    gradient[1, 7] = float("nan")
+    work = Workspace(Arithmetic.of(torch.empty(0)), Scratch())
+    table.update(work, torch.tensor([2, 5, 9]), gradient, table.spec.optimizer, torch.tensor(1.0))
+    is_same = (table.current_rows(slice(None)) == before).all(1)
+    assert table.refused == 1 and is_same.sum() == 18 and is_same[5]
+
+
+def test_rows_of_eight_bits_do_not_move_unless_touched() -> None:
+    optimizer = SparseMomentum(0.1, 0.9, untouched="elapsed")
+    with pytest.raises(InvalidArgument, match="freeze"):
+        TableSpec(name="t", dim=4, num_rows=3, optimizer=optimizer, dtype="float8_e4m3fn")
+    with pytest.raises(InvalidArgument, match="slot_dtype"):
+        TableSpec(name="t", dim=4, num_rows=3, optimizer=Adam(0.1), slot_dtype="int8")
