@@ -27,6 +27,7 @@ BUDGETS = [
     Budget(35, 0, "head", LARGE | ON_DEVICE | {"optimizer": "AdamW"}),
     Budget(38, 0, "head", LARGE | NARROW | {"ranks": 8}),
     Budget(63, 0, "head", LARGE | NARROW | PARTIAL | ON_DEVICE | {"ranks": 8}),
+    Budget(116, 0, "head", LARGE | NARROW | PARTIAL | ON_DEVICE | {"ranks": 8, "neighbours": 32}),
 ]
 reports = reports_of(BUDGETS)
 

@@ -11,6 +11,8 @@ import numpy as np
 import torch
 
 import geartrain as gt
+from geartrain.ams.graph.building.neighbours import NeighbourTable
+from geartrain.bridge.head.selection.knn_selection import Graph
 from tests.recorder.dry_ranks import dry_ranks
 from tests.recorder.report import Report
 
@@ -50,6 +52,19 @@ def _margin(name: str) -> Any:
         return made(64, 1.0, 0.3, 0.2) if name == "CombinedMargin" else made(scale=64)
 
 
+def _selection(share: float, neighbours: int) -> Any:
+    if neighbours:
+        return gt.KNNSoftmax(share, k=neighbours, rebuild=10**9, near=1.0)
+    return gt.FullSoftmax() if share == 1 else gt.PartialFC(share)
+
+
+def _graph(classes: int, k: int, ranks: int) -> Graph:
+    """The first rank's part of a graph of any lists."""
+    lists = np.random.default_rng(0).integers(0, classes, classes * k, dtype=np.int32)
+    table = NeighbourTable(np.arange(classes + 1, dtype=np.int64) * k, lists, k)
+    return Graph(table if ranks == 1 else table.part(0, -(-classes // ranks)), version=1, step=0)
+
+
 @contextlib.contextmanager
 def head(
     report: Report,
@@ -65,10 +80,11 @@ def head(
     cluster: Any = None,
     rows: str = "ranks",
     optimizer: str = "SparseMomentum",
+    neighbours: int = 0,
     **options: Any,
 ) -> Iterator[Callable[[], None]]:
-    """A class head. ``select`` is the part of the classes that is sampled; ``options`` are ClassHead's and its
-    config's."""
+    """A class head. ``select`` is the part of the classes that is sampled, after so many ``neighbours`` of the labels
+    by a graph; ``options`` are ClassHead's and its config's."""
     config = {key: options.pop(key) for key in list(options) if key in _CONFIG}
     made = {"SparseMomentum": {"lr": 0.1, "momentum": 0.9}}.get(optimizer, {"lr": 0.1})
     with dry_ranks(ranks, report):
@@ -78,13 +94,15 @@ def head(
                 "classes",
                 num_classes=classes,
                 dim=dim,
-                select=gt.FullSoftmax() if select == 1 else gt.PartialFC(select),
+                select=_selection(select, neighbours),
                 margin=_margin(margin),
                 rows=rows,
                 optimizer=getattr(gt, optimizer)(**made),
                 config=gt.HeadConfig(**config),
                 **options,
             )
+        if neighbours:
+            module.select.graph = _graph(classes, neighbours, ranks)
         yield _step(module, report, classes, batch, labels, autocast, clip=clip, seed=np.random.default_rng(0))
 
 
