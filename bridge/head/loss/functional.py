@@ -26,6 +26,7 @@ from geartrain.bridge.head.checks import check_labels
 from geartrain.bridge.head.loss.margins.angular import CombinedMargin
 from geartrain.bridge.head.loss.margins.scale import scale_of
 from geartrain.bridge.head.loss.samples import Reduction, check_label_smoothing, check_reduction, check_weight
+from geartrain.bridge.kernels.sampling import filled_by_sample, room_for
 
 
 def margin_cross_entropy(
@@ -185,8 +186,9 @@ def class_center_sample(
 ) -> tuple[Tensor, Tensor]:
     """The classes among the labels, filled up with random others to ``num_samples`` (PLSC, section 2.2; partial FC).
 
-    The same for the same arguments, and without a group the same classes as :class:`PartialFC` makes active. Labels
-    are looked at on the host. O(K log K) time, whatever the number of classes. A loss without a margin over them
+    The same for the same arguments on any device, and without a group the same classes as :class:`PartialFC` makes
+    active. O(K log K) time, whatever the number of classes. Of labels on a device that are at most ``num_samples`` the
+    host learns nothing, and waits for nothing. A loss without a margin over them
     is that over all classes, on average, if log((C − P) / (K − P)) is added to the logits of the sampled classes that
     are none of the P distinct labels.
 
@@ -205,7 +207,8 @@ def class_center_sample(
         both on the device of the labels.
 
     Raises:
-        InvalidIds: a label is outside the classes, or the labels are not int64 [B].
+        InvalidIds: a label is outside the classes, or the labels are not int64 [B]. The values are looked at on the CPU
+            only: on another device such a label becomes -1, whose loss is NaN.
         InvalidArgument: a number is out of range.
     """
     for name, value, least in (("num_classes", num_classes, 1), ("num_samples", num_samples, 1), ("step", step, 0)):
@@ -214,6 +217,8 @@ def class_center_sample(
     link = None if group is None else Communicator(group)
     rank = 0 if link is None else link.rank
     device = labels.device if isinstance(labels, Tensor) else torch.device("cpu")
+    if device.type != "cpu":
+        return _sample_on_device(labels, num_classes, num_samples, (seed + rank) % 2**64, step, link)
     before, total = (int(number) for number in _span(num_classes, device, link))
     all_labels = check_labels(labels, len(labels), total)
     own = all_labels[(all_labels >= before) & (all_labels < before + num_classes)] - before
@@ -224,6 +229,31 @@ def class_center_sample(
     positions_B[mine] = active.positions(own) + int(first)
     remapped_B = torch.from_numpy(positions_B).to(device)
     return remapped_B if link is None else link.sum(remapped_B), torch.from_numpy(active.ids).to(device)
+
+
+def _sample_on_device(
+    labels: Tensor, num_classes: int, num_samples: int, seed: int, step: int, link: Communicator | None
+) -> tuple[Tensor, Tensor]:
+    """:func:`class_center_sample` in fixed shapes; two exchanges between the hosts and an all-reduce of 8·B bytes."""
+    if labels.dtype != torch.int64 or labels.ndim != 1:
+        raise InvalidIds(f"labels are {labels.dtype} {list(labels.shape)}; they must be a torch.int64 tensor [B]")
+    own_B = labels - _before(num_classes, link)
+    budget = min(num_samples, num_classes)
+    if budget == num_classes:
+        ids_K = torch.arange(num_classes, device=labels.device)
+    else:
+        room = room_for(len(labels), budget, num_classes, num_classes)
+        sample = filled_by_sample(own_B, num_classes, budget, seed, step, start=0, stop=num_classes, room=room)
+        ids_K = sample.ids_A if room == budget else sample.ids_A[: int(sample.num)]
+    found_B = torch.searchsorted(ids_K, own_B).clamp_(max=len(ids_K) - 1)
+    # One more than the number, so that zero remains for a label that is on no rank.
+    said_B = torch.where(ids_K[found_B] == own_B, found_B + (_before(len(ids_K), link) + 1), 0)
+    return (said_B if link is None else link.sum(said_B)) - 1, ids_K
+
+
+def _before(count: int, link: Communicator | None) -> int:
+    """The sum over the ranks before this one, told between the hosts."""
+    return 0 if link is None else sum(theirs for (theirs,) in link.exchange([count])[: link.rank])
 
 
 def _span(count: int, device: torch.device, link: Communicator | None) -> tuple[Tensor, Tensor]:

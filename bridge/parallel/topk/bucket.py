@@ -18,13 +18,14 @@ from torch import Tensor, nn
 
 from geartrain.ams.values.errors import NonFinite
 from geartrain.bridge.collectives.communicator import Communicator, Pending
-from geartrain.bridge.parallel.topk.compaction import CompiledCompaction, TensorCompaction
+from geartrain.bridge.parallel.topk.compaction import CompiledCompaction, TensorCompaction, finite_of
 from geartrain.bridge.parallel.topk.state import GradientState, in_memory_order, taken_out
 
 WELL, NOT_STEPPED, FAILED = 0, -1, -2
 """What a rank says of itself; n + 1: the gradient of tensor n of the bucket is not finite there."""
 _WITH_STATE = 1 << 30
 """Beside n + 1: with what has gathered, momentum or residual, tensor n is not finite; its gradient is."""
+_NOTHING = 2**31 - 1
 
 
 def is_of_state(status: int) -> bool:
@@ -66,6 +67,10 @@ class BucketLayout:
             + [torch.full((k,), starts[n], dtype=index_type) for n, k in zip(self.sparse, self.ks, strict=True)]
         ).to(device)
         """Where in the bucket the tensor of each selected element begins."""
+        sparse, dense = (torch.tensor(numbers, dtype=torch.int32) + 1 for numbers in (self.sparse, self.dense))
+        self.sparse_codes_2T = torch.stack([sparse, sparse + _WITH_STATE]).to(device)
+        self.dense_codes_T = dense.to(device)
+        """What a rank says if a tensor is not finite."""
 
 
 class BucketWork:
@@ -125,18 +130,18 @@ class BucketWork:
             parts = [segments[number] for number in self.layout.dense]
             self._summed = self._link.start_sum(torch.cat(parts) if self.layout.sparse else self.buffer)
 
-    def receive(self) -> list[tuple[int | None, int]]:
-        """Wait for the other ranks; whose bucket is not well: (rank, status), rank None where it is not known."""
-        found: list[tuple[int | None, int]] = []
+    def receive(self) -> Tensor:
+        """Wait for the other ranks: the status of each, and of the means of the dense tensors: int32 [R + 1]."""
+        num_ranks, found = self._link.world_size, self.buffer.new_zeros(0, dtype=torch.int32)
+        said_R, of_means = found.new_zeros(num_ranks), found.new_zeros(1)
         if self._gathered is not None:
-            self._parts_RW = self._gathered.result().view(self._link.world_size, -1)
-            found += [(rank, status) for rank, status in enumerate(self._parts_RW[:, -1].tolist()) if status != WELL]
+            self._parts_RW = self._gathered.result().view(num_ranks, -1)
+            said_R = self._parts_RW[:, -1]
         if self._summed is not None:
-            self._means = self._summed.result().div_(self._link.world_size)
-            if not torch.isfinite(self._means).all():
-                parts = zip(self.layout.dense, self._dense_means(), strict=True)
-                found.append((None, next(number for number, part in parts if not torch.isfinite(part).all()) + 1))
-        return found
+            self._means = self._summed.result().div_(num_ranks)
+            if self._means.is_cuda or not torch.isfinite(self._means).all():
+                of_means = first_bad(finite_of(self._dense_means()), self.layout.dense_codes_T)
+        return torch.cat([said_R, of_means])
 
     @torch.no_grad()
     def apply(self) -> None:
@@ -164,19 +169,25 @@ class BucketWork:
         update = self._update
         unused = [n for n, gradient in enumerate(gradients) if self._may_be_unused and not gradient.any()]
         untouched = [(kind[n], kind[n].clone()) for n in unused for kind in (momenta, residuals)]
-        if status == WELL:
+        said = indices.new_full((1,), status)
+        if status == WELL and isinstance(self.layout.compaction, TensorCompaction):
+            indices, values, are_finite = self.layout.compaction.start(
+                gradients, momenta, residuals, momentum=update.momentum, nesterov=update.nesterov
+            )
+            said = first_bad(are_finite, self.layout.sparse_codes_2T)
+        elif status == WELL:
             try:
                 indices, values = self.layout.compaction.take(
                     gradients, momenta, residuals, momentum=update.momentum, nesterov=update.nesterov
                 )
             except NonFinite:
-                status = self._what_is_bad(gradients, momenta, residuals)
+                said = indices.new_full((1,), self._what_is_bad(gradients, momenta, residuals))
         for tensor, before in untouched:
             tensor.copy_(before)
         segments = parts_of(values, self.layout.ks)
         for number in unused:
             segments[number].zero_()
-        return torch.cat([values.view(torch.int32), indices, indices.new_full((1,), status)])
+        return torch.cat([values.view(torch.int32), indices, said])
 
     def _what_is_bad(self, gradients: list[Tensor], momenta: list[Tensor], residuals: list[Tensor]) -> int:
         """The status of the first tensor whose gradient is not finite; if all are, of the first that is not with it."""
@@ -248,6 +259,11 @@ class BucketWork:
             decayed = in_memory_order(self.layout.parameters[number]).to(torch.float32) * update.weight_decay
             momentum.mul_(update.momentum).add_(decayed)
             segment.add_(decayed.add_(momentum, alpha=update.momentum) if update.nesterov else momentum)
+
+
+def first_bad(are_finite: Tensor, codes: Tensor) -> Tensor:
+    """The lowest code of what is not finite, int32 [1]; WELL if all is."""
+    return codes.masked_fill(are_finite, _NOTHING).amin().remainder(_NOTHING).view(1)
 
 
 def parts_of(flat: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:

@@ -63,7 +63,7 @@ def _array(tensor: Tensor) -> np.ndarray:
 
 
 class TensorCompaction:
-    """Tensor operations on any device: the state is copied into one buffer, and back. One host sync a call."""
+    """Tensor operations on any device: the state is copied into one buffer, and back."""
 
     def __init__(self, numels: Sequence[int], ks: Sequence[int], device: torch.device) -> None:
         self._device = device
@@ -79,7 +79,26 @@ class TensorCompaction:
         scale: float = 1.0,
         nesterov: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """As of :class:`CompiledCompaction`."""
+        """As of :class:`CompiledCompaction`; the host waits for the device."""
+        indices, values, are_finite = self.start(
+            gradients, velocities, residuals, momentum=momentum, scale=scale, nesterov=nesterov
+        )
+        if not are_finite.all():
+            raise NonFinite("a tensor holds NaN or infinity, or would with what is added to it")
+        return indices, values
+
+    def start(
+        self,
+        gradients: Sequence[Tensor],
+        velocities: Sequence[Tensor],
+        residuals: Sequence[Tensor],
+        *,
+        momentum: float,
+        scale: float = 1.0,
+        nesterov: bool = False,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """:meth:`take` without an error, and whether it raises one, bool [2, T] of T tensors: which gradients are
+        finite, and which are with what has gathered. The host waits for nothing."""
         flat_gradients, flat_velocities, flat_residuals = (
             [tensor.detach().reshape(-1) for tensor in tensors] for tensors in (gradients, velocities, residuals)
         )
@@ -92,11 +111,18 @@ class TensorCompaction:
         gathered.add_(momenta, alpha=momentum if nesterov else 1.0)
         if nesterov:
             torch._foreach_add_(gathered_views, flat_gradients, alpha=scale)
-        if not torch.isfinite(gathered).all():
-            raise NonFinite("a tensor holds NaN or infinity, or would with what is added to it")
+        are_finite = torch.stack([finite_of(flat_gradients), finite_of(gathered_views)])
         indices, places = self._grouping.select(gathered)
         values = gathered[places]
         momenta[places] = gathered[places] = 0
         torch._foreach_copy_(flat_velocities, momentum_views)
         torch._foreach_copy_(flat_residuals, gathered_views)
-        return indices.to(torch.int32), values
+        return indices.to(torch.int32), values, are_finite
+
+
+def finite_of(tensors: Sequence[Tensor]) -> Tensor:
+    """Whether all elements of each of T tensors are finite, bool [T] on their device: their largest magnitude is."""
+    filled = [number for number, tensor in enumerate(tensors) if tensor.numel()]
+    if len(filled) == len(tensors):
+        return torch.isfinite(torch.stack(torch._foreach_norm(list(tensors), torch.inf)))
+    return torch.stack([torch.isfinite(tensor).all() for tensor in tensors])

@@ -272,7 +272,14 @@ class GradientExchange:
             task.result()
         if self._refusal is not None:
             return self._refusal
-        troubles = [(bucket, rank, status) for bucket in buckets for rank, status in bucket.receive()]
+        statuses = torch.stack([bucket.receive() for bucket in buckets]).cpu().tolist()  # the one wait of a pass
+        of_means = self.link.world_size  # who sent what is not finite there is not known
+        troubles = [
+            (bucket, None if rank == of_means else rank, status)
+            for bucket, of_bucket in zip(buckets, statuses, strict=True)
+            for rank, status in enumerate(of_bucket)
+            if status != WELL
+        ]
         own = next((bucket.failure for bucket in buckets if bucket.failure is not None), None)
         if own is not None:
             return own

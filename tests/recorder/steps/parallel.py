@@ -57,7 +57,7 @@ def topk(report: Report, ranks: int = 8, tensors: int = 4, numel: int = 1_600_00
             work.begin(WELL, None, keep=False)
             if work.failure is not None:
                 raise work.failure
-            work.receive()
+            work.receive().cpu()
             work.apply()
 
         yield step

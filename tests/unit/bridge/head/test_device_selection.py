@@ -12,7 +12,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from geartrain.ams.graph.building.neighbours import NeighbourTable
 from geartrain.ams.kernels.reference import ops as reference
@@ -29,6 +28,7 @@ from geartrain.bridge.kernels.sampling import filled_by_sample
 from geartrain.bridge.placements.device_rows import row_range
 from geartrain.bridge.rows.optimizer import RowOptimizer
 from tests.support import heads
+from tests.support.no_answers import NoAnswers
 from tests.support.rank_processes import run_ranks
 
 CPU = torch.device("cpu")
@@ -138,18 +138,6 @@ def selector_of_device_labels(
 
 def host_numbers(active: HostActive) -> np.ndarray[Any, Any]:
     return active.ids
-
-
-class NoAnswers(TorchDispatchMode):
-    """Refuse what a host would wait for a device by, or what has a shape that only the device knows."""
-
-    WAITS = ("_local_scalar_dense", "nonzero", "unique", "masked_select", "is_nonzero", "equal", "_to_copy")
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        converts = name == "_to_copy" and (kwargs or {}).get("device") is None
-        assert converts or not name.startswith(self.WAITS), f"{func} waits for the device"
-        return func(*args, **(kwargs or {}))
 
 
 def test_nothing_is_asked_of_the_device_between_labels_and_targets() -> None:

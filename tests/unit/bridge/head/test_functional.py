@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from typing import Any
 
@@ -16,6 +17,8 @@ import geartrain as gt
 from geartrain.ams.values.errors import InvalidArgument, InvalidIds, InvalidRows
 from geartrain.bridge.collectives.communicator import Communicator
 from geartrain.bridge.collectives.cross_entropy import LocalLabels, split_cross_entropy
+from geartrain.bridge.head.loss import functional
+from tests.support.no_answers import NoAnswers
 from tests.support.rank_processes import on_ranks
 
 MARGINS = {
@@ -166,6 +169,17 @@ def test_positives_are_all_kept_and_there_are_no_more_classes_than_all(num_sampl
     assert sampled[remapped].tolist() == [900, 5, 17]
 
 
+@pytest.mark.parametrize("num_samples", [1, 3, 50, 999, 2000])
+def test_a_device_samples_what_the_host_samples(num_samples: int) -> None:
+    labels = torch.tensor([900, 5, 5, 17])
+    expected = gt.class_center_sample(labels, 1000, num_samples, seed=2**64 - 1, step=8)
+    given = torch.tensor([900, 5, 1000, 5, -1, 17])
+    with NoAnswers() if num_samples >= len(given) else contextlib.nullcontext():
+        remapped, sampled = functional._sample_on_device(given, 1000, num_samples, 2**64 - 1, 8, None)
+    assert sampled.tolist() == expected[1].tolist()
+    assert remapped[[0, 1, 3, 5]].tolist() == expected[0].tolist() and remapped[[2, 4]].tolist() == [-1, -1]
+
+
 @on_ranks(1, 2, 3)
 def test_classes_on_several_ranks_are_one_layer(rank: int, ranks: int) -> None:
     cosines, labels = batch()
@@ -218,6 +232,8 @@ def test_classes_of_two_ranks_are_sampled_together(rank: int, ranks: int) -> Non
     dist.all_gather_object(joint, sampled + BOUNDS[rank])
     assert torch.cat(joint)[remapped].tolist() == labels.tolist()  # type: ignore[arg-type]
     assert len(sampled) == (3, 4)[rank]  # of the first rank all, of the second four positives
+    on_device = functional._sample_on_device(labels, width, 3, 1 + rank, 2, Communicator())
+    assert on_device[0].tolist() == remapped.tolist() and on_device[1].tolist() == sampled.tolist()
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable
@@ -9,12 +10,23 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from geartrain.ams.kernels.reference.gradients import largest
 from geartrain.ams.values.errors import InvalidArgument, NonFinite
+from geartrain.bridge.collectives.communicator import Communicator
+from geartrain.bridge.parallel.topk.bucket import (
+    WELL,
+    BucketLayout,
+    BucketWork,
+    SgdSettings,
+    is_of_state,
+    tensor_of,
+)
 from geartrain.bridge.parallel.topk.compaction import CompiledCompaction, TensorCompaction
 from geartrain.bridge.parallel.topk.selection import counts
+from geartrain.bridge.parallel.topk.state import GradientState
+from tests.support.no_answers import NoAnswers
 
 
 def test_counts_leave_a_tensor_dense_where_packing_saves_nothing() -> None:
@@ -109,3 +121,35 @@ def test_what_is_not_finite_is_refused(compaction: Compaction, role: int, bad: f
         compaction(sizes, [1, 9]).take(*tensors, momentum=0.9)
     with pytest.raises(NonFinite):  # a residual that would exceed float32
         compaction([64], [1]).take(*([torch.full((64,), 3e38)] for _ in range(3)), momentum=0.9)
+
+
+@pytest.mark.parametrize("bad", [None, "gradient", "momentum", "dense"])
+def test_a_device_says_of_its_bucket_what_the_host_does(bad: str | None) -> None:
+    found = []
+    for on_device in (False, True):
+        generator = torch.Generator().manual_seed(3)
+        parameters = {name: nn.Parameter(torch.zeros(size)) for name, size in (("b", 8), ("w", 900), ("v", 500))}
+        layout = BucketLayout(list(parameters), list(parameters.values()), [8, 9, 5])
+        if on_device:
+            layout.compaction = TensorCompaction([900, 500], [9, 5], torch.device("cpu"))
+        state = GradientState(parameters, {"w", "v"}, decays=False)
+        buffer = torch.randn(1408, generator=generator)
+        if bad == "momentum":
+            state.momentum["v"][7] = math.inf
+        elif bad is not None:
+            buffer[3 if bad == "dense" else 1000] = math.nan  # of the last tensor
+        work = BucketWork(
+            layout, buffer, state, Communicator(), update=SgdSettings(0.9, True, 0.0), may_be_unused=False
+        )
+        with NoAnswers() if on_device else contextlib.nullcontext():
+            work.begin(WELL, None, keep=False)
+        assert work.failure is None
+        found.append(work.receive().tolist())
+        if bad is None:
+            work.apply()
+            found[-1] += buffer.tolist()
+    assert found[0] == found[1]
+    if bad == "momentum":
+        assert is_of_state(found[0][0]) and tensor_of(found[0][0]) == 2
+    else:
+        assert found[0][:2] == {None: [WELL, WELL], "gradient": [3, WELL], "dense": [WELL, 1]}[bad]
