@@ -87,8 +87,9 @@ def _launch(
         return (-(-size // block),)
 
     device, bits = given_M.device, (num_ids - 1).bit_length()
-    bitmap = torch.zeros(-(-num_ids // 32), dtype=torch.int32, device=device)
-    num_given = torch.zeros((), dtype=torch.int64, device=device)
+    words = -(-num_ids // 64)
+    memory = torch.zeros(words + 1, dtype=torch.int64, device=device)
+    num_given, bitmap = memory[words], memory[:words].view(torch.int32)
     cost = Cost(num_bytes=8.0 * len(given_M) + 64.0 * len(given_M))  # a line of the cache for each bit
     grid = programs(len(given_M), kernels.MARKED)
     launch(kernels.mark, grid, given_M, bitmap, num_given, len(given_M), num_ids, BLOCK=kernels.MARKED, cost=cost)
@@ -111,7 +112,7 @@ def _launch(
     ends = num_set.cumsum(0)
     cost = Cost(num_bytes=4.0 * words + 8.0 * room)
     launch(kernels.write_ids, grid, bitmap, ends, ids_A, start, stop, room, BLOCK=kernels.WORDS, num_warps=4, cost=cost)
-    return Sample(ids_A, num_set.sum().clamp_(max=room), num_given)
+    return Sample(ids_A, ends[-1].clamp(max=room) if words else num_set.sum(), num_given)
 
 
 def sample_ids_on(device: torch.device, num_ids: int, count: int, seed: int, step: int) -> Tensor:

@@ -23,7 +23,7 @@ BUDGETS = [
     Budget(32, 0, "embedding", {"rows": "ranks"}),
     Budget(32, 0, "embedding", {"rows": "ranks", "ids": "cpu", "optimizer": "Adam"}),
     Budget(95, 0, "split"),
-    Budget(95, 10, "topk"),
+    Budget(103, 1, "topk"),
     Budget(5, 1, "dense"),
     Budget(55, 5, "gear"),
 ]

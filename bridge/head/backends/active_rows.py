@@ -127,10 +127,10 @@ class DeviceActive:
         if not self.num:
             return DeviceTargets(torch.full_like(numbers, -1))
         found_B = torch.searchsorted(self.numbers_A, numbers).clamp_(max=self.num - 1)
-        is_here_B = self.numbers_A[found_B] == numbers
+        is_other_B = self.numbers_A[found_B] != numbers
         if self.count is not None:
-            is_here_B &= found_B < self.count
-        return DeviceTargets(torch.where(is_here_B, found_B, -1))
+            is_other_B |= found_B >= self.count
+        return DeviceTargets(found_B.masked_fill_(is_other_B, -1))
 
     def offsets(self, numbers_B: Ids | Tensor, log2_weight: float | Tensor) -> Tensor:
         offsets = torch.empty(self.num + 1, device=self.device)

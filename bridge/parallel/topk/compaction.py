@@ -124,5 +124,5 @@ def finite_of(tensors: Sequence[Tensor]) -> Tensor:
     """Whether all elements of each of T tensors are finite, bool [T] on their device: their largest magnitude is."""
     filled = [number for number, tensor in enumerate(tensors) if tensor.numel()]
     if len(filled) == len(tensors):
-        return torch.isfinite(torch.stack(torch._foreach_norm(list(tensors), torch.inf)))
+        return torch.stack(torch._foreach_norm(list(tensors), torch.inf)) < torch.inf
     return torch.stack([torch.isfinite(tensor).all() for tensor in tensors])
