@@ -72,6 +72,8 @@ def install(report: Report) -> PinnedMemory:
     tensor: Any = Tensor
     address = tensor.data_ptr
     tensor.data_ptr = lambda self: id(self) if isinstance(self, FakeTensor) else address(self)
+    fake: Any = FakeTensor
+    fake.tolist = lambda self: self.cpu().tolist()
     tensor.record_stream = lambda self, stream: None  # noqa: ARG005
     tensor.pin_memory = lambda self, *args: pinned.copy_of(self)  # noqa: ARG005
     tensor.is_pinned = lambda self, *args: pinned.holds(self)  # noqa: ARG005

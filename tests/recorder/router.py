@@ -294,9 +294,6 @@ class Functions(TorchFunctionMode):
         if tensor is not None and name == "is_pinned":
             return self._pinned.holds(tensor)
         if isinstance(tensor, FakeTensor):
-            if name == "tolist":
-                self._report.wait("tolist")
-                return torch.full(tensor.shape, self._report.integers, dtype=tensor.dtype).tolist()
             if name == "numpy" and kwargs.get("force"):
                 return tensor.detach().cpu().numpy()
             if name == "numpy":
