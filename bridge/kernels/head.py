@@ -35,8 +35,11 @@ from geartrain.bridge.kernels.row_update import StoredRows
 TILE = 128
 """Classes that have a sum, and a shift, of their own. Ranges begin at its multiples."""
 _NORM_FLOOR = 1e-12
-_PROGRAMS = 132
-"""That make a feature gradient, about: the processors of an H100. No sum depends on the card."""
+_UPDATE_TILE = 64
+"""Rows of a program of an update."""
+_NO_STEP = StepNumbers("SGD", 0.0)
+_PROCESSORS = 132
+"""Of an H100: one or two programs for each make a feature gradient, whatever the card, on which no sum depends."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -90,7 +93,7 @@ class HeadPass:
         num_tiles = -(-num_active // TILE)
         weight: Tensor | None = None
         if isinstance(log2_weight, Tensor):
-            weight = log2_weight
+            weight = log2_weight.float()
         elif log2_weight:
             weight = torch.full((), log2_weight, dtype=torch.float32, device=rows_LD.device)
         empty = partial(torch.empty, dtype=torch.float32, device=rows_LD.device)
@@ -210,9 +213,9 @@ def _weights(head: HeadPass, start: int, stop: int) -> Tensor:
 def _launch_exponentials(head: HeadPass, out_NB: Tensor, start: int, stop: int) -> None:
     from geartrain.bridge.kernels.triton import head as kernels
 
-    is_plain = not head.shifted and head.rows_LD.dtype == head.queries_BD.dtype
-    options = kernels.exponentials_options(head.queries_BD.dtype, plain=is_plain)
     batch, num_tiles = len(head.queries_BD), -(-(stop - start) // TILE)
+    is_wide = batch > 128 and not head.shifted and head.rows_LD.dtype == head.queries_BD.dtype
+    options = kernels.exponentials_options(head.queries_BD.dtype, wide=is_wide)
     statistics = 4.0 * num_tiles * batch * (1 + (head.highest_TB is not None))
     launch(
         kernels.exponentials,
@@ -281,11 +284,12 @@ def _launch_feature_gradient(
 ) -> Tensor:
     from geartrain.bridge.kernels.triton import head as kernels
 
-    is_plain = head.numbers_A is None and shift_B is None and head.rows_LD.dtype == exponentials_NB.dtype
-    options = kernels.feature_gradient_options(exponentials_NB.dtype, plain=is_plain)
+    is_plain = shift_B is None and head.rows_LD.dtype == exponentials_NB.dtype
+    options = kernels.feature_gradient_options(exponentials_NB.dtype, plain=is_plain, picked=head.numbers_A is not None)
     batch = len(head.queries_BD)
     blocks = -(-batch // options["TILE_B"]) * -(-head.dim // options["TILE_D"])
-    parts = max(1, min(_PROGRAMS // max(1, blocks), (stop - start) // TILE))
+    programs = _PROCESSORS if options["TILE_D"] == 256 else 2 * _PROCESSORS
+    parts = max(1, min(programs // max(1, blocks), (stop - start) // TILE))
     out_PBD = torch.empty(parts, batch, head.dim, dtype=torch.float32, device=head.rows_LD.device)
     launch(
         kernels.feature_gradient,
@@ -398,6 +402,10 @@ def row_gradients(
     head: HeadPass, exponentials_NB: Tensor, start: int, stop: int, terms: SampleTerms, factor: Tensor
 ) -> Tensor:
     """``factor`` (0-dim) times the gradients of the stored rows, float32 [N, D]; zeros for padding."""
+    if runs_kernels(head.rows_LD.device):
+        out_ND = torch.empty(stop - start, head.dim, dtype=torch.float32, device=factor.device)
+        _launch_update(head, exponentials_NB, start, stop, terms, factor, out_ND=out_ND)
+        return out_ND
     active_N = head.is_active(start, stop).unsqueeze(1)
     stored_NB = exponentials_NB.float()
     weights_NB = stored_NB * torch.exp2(_shifts(head, start, stop) - terms.lse2_B) if head.shifted else stored_NB
@@ -424,10 +432,9 @@ def squared_norm(
 ) -> Tensor:
     """Σ g² over the gradients of a range, float64 (0-dim)."""
     if runs_kernels(head.rows_LD.device):
-        none = StepNumbers("SGD", 0.0)
-        return _launch_update(head, exponentials_NB, start, stop, terms, factor, none, None, 0.0).sum(
-            dtype=torch.float64
-        )
+        squares_P = torch.empty(-(-(stop - start) // _UPDATE_TILE), dtype=torch.float32, device=factor.device)
+        _launch_update(head, exponentials_NB, start, stop, terms, factor, squares_P=squares_P)
+        return squares_P.sum(dtype=torch.float64)
     gradient_ND = row_gradients(head, exponentials_NB, start, stop, terms, factor)
     return gradient_ND.square_().sum(dtype=torch.float64)
 
@@ -480,11 +487,13 @@ def _launch_update(
     stop: int,
     terms: SampleTerms,
     factor: Tensor,
-    numbers: StepNumbers,
-    stored: StoredRows | None,
-    lr: float | Tensor,
-) -> Tensor:
-    """``stored`` None: no update; the sums of squares of each program."""
+    numbers: StepNumbers = _NO_STEP,
+    stored: StoredRows | None = None,
+    lr: float | Tensor = 0.0,
+    squares_P: Tensor | None = None,
+    out_ND: Tensor | None = None,
+) -> None:
+    """Update what is ``stored``, or write each program's sum of squares, or the gradients."""
     from geartrain.bridge.kernels.triton import head as kernels
     from geartrain.bridge.kernels.triton import row_step
 
@@ -494,13 +503,14 @@ def _launch_update(
     is_light = head.rows_LD.itemsize == slots.itemsize == 2 and num_slots < 2 and not head.shifted
     is_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
     options = kernels.update_options(exponentials_NB.dtype, light=is_light and is_hopper)
-    num_programs = -(-(stop - start) // options["TILE_N"])
-    squares = torch.empty(num_programs if stored is None else 0, dtype=torch.float32, device=device)
-    row_bytes = 0 if stored is None else row_update.bytes_per_row(stored) - head.dim * head.rows_LD.itemsize
+    more_bytes = 0.0 if out_ND is None else float(out_ND.nbytes)
+    if stored is not None:
+        row_bytes = row_update.bytes_per_row(stored) - head.dim * head.rows_LD.itemsize  # of which one is counted
+        more_bytes = float((stop - start) * row_bytes)
     limit, loss = _calm(numbers, head.rows_LD.dtype, slots.dtype)
     launch(
         kernels.update_rows,
-        (num_programs,),
+        (-(-(stop - start) // _UPDATE_TILE),),
         head.rows_LD,
         slots_LS,
         None if stored is None else stored.updates_L,
@@ -518,7 +528,8 @@ def _launch_update(
         None if head.logit_limit is None else head.inverse_A,
         factor,
         None if stored is None else stored.refused,
-        squares if stored is None else None,
+        squares_P,
+        out_ND,
         head.log2_weight,
         start,
         stop,
@@ -540,8 +551,8 @@ def _launch_update(
         SHIFTED=head.shifted,
         DIM=head.dim,
         SUM_TILE=TILE,
+        TILE_N=_UPDATE_TILE,
         PRECISION=_precision(),
         **options,
-        cost=_cost(head, exponentials_NB, float(len(exponentials_NB) * row_bytes)),
+        cost=_cost(head, exponentials_NB, more_bytes),
     )
-    return squares

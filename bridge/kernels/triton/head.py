@@ -18,15 +18,15 @@ _NORM_FLOOR = tl.constexpr(1e-12)
 _TINY = tl.constexpr(2.0**-126)
 
 
-def exponentials_options(dtype: torch.dtype, *, plain: bool) -> dict[str, Any]:
-    """Tile and warps for products of ``dtype``; plain: of rows in that type, without shifts.
+def exponentials_options(dtype: torch.dtype, *, wide: bool) -> dict[str, Any]:
+    """Tile and warps for products of ``dtype``; wide: of rows in that type and more than 128 samples, without shifts.
 
     A tile has 128 rows: each has a sum and a shift of its own.
     """
     if dtype == torch.float32:
         return {"TILE_N": 128, "TILE_B": 64, "TILE_K": 32, "num_warps": 8, "num_stages": 3}
     # Others spill with 128 x 256, on an A100 or with one of the versions of Triton.
-    return {"TILE_N": 128, "TILE_B": 256 if plain else 128, "TILE_K": 64, "num_warps": 8, "num_stages": 3}
+    return {"TILE_N": 128, "TILE_B": 256 if wide else 128, "TILE_K": 64, "num_warps": 8, "num_stages": 3}
 
 
 @triton.jit
@@ -105,13 +105,17 @@ def exponentials(
     tl.store(out_at, exponential.to(out.dtype.element_ty), mask=is_row[:, None] & is_sample[None, :])
 
 
-def feature_gradient_options(dtype: torch.dtype, *, plain: bool) -> dict[str, Any]:
-    """Tile and warps for exponentials of ``dtype``; plain: of all rows, in that type, without shifts."""
+def feature_gradient_options(dtype: torch.dtype, *, plain: bool, picked: bool) -> dict[str, Any]:
+    """Tile and warps for exponentials of ``dtype``; plain: of all rows, in that type, without shifts.
+
+    ``picked`` rows are named by numbers, which are fetched some stages before them. But of plain rows two programs fit
+    a processor.
+    """
     if dtype == torch.float32:
-        return {"TILE_B": 64, "TILE_D": 128, "TILE_N": 32, "num_warps": 8, "num_stages": 3}
-    # Of picked rows the numbers are fetched a stage before.
-    wide = {"TILE_D": 256, "num_stages": 3} if plain else {"TILE_D": 128, "num_stages": 4}
-    return {"TILE_B": 128, "TILE_N": 64, "num_warps": 8, **wide}
+        return {"TILE_B": 64, "TILE_D": 128, "TILE_N": 32, "num_warps": 8, "num_stages": 5 if picked else 3}
+    if plain and not picked:
+        return {"TILE_B": 128, "TILE_D": 256, "TILE_N": 64, "num_warps": 8, "num_stages": 3}
+    return {"TILE_B": 128, "TILE_D": 128, "TILE_N": 64, "num_warps": 8, "num_stages": 5 if picked else 3}
 
 
 @triton.jit
@@ -250,10 +254,10 @@ def update_options(dtype: torch.dtype, *, light: bool) -> dict[str, Any]:
     # Without fused multiply-adds the steps have the bits of other places.
     options = {"num_warps": 8, "num_stages": 3, "enable_fp_fusion": False}
     if dtype == torch.float32:
-        return {"TILE_N": 64, "TILE_D": 64, "TILE_B": 32, **options, "num_warps": 4}
+        return {"TILE_D": 64, "TILE_B": 32, **options, "num_warps": 4}
     if light:  # two programs a processor: one loads and stores while the other multiplies
         options["maxnreg"] = 128
-    return {"TILE_N": 64, "TILE_D": 128, "TILE_B": 64, **options}
+    return {"TILE_D": 128, "TILE_B": 64, **options}
 
 
 @triton.jit
@@ -291,6 +295,7 @@ def update_rows(
     factor,
     refused,
     squares,
+    out,
     log2_weight,
     start,
     stop,
@@ -317,7 +322,8 @@ def update_rows(
     TILE_B: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """A tile of rows from its gradient to its store, one part of its columns after the other.
+    """A tile of rows from its gradient to its store, one part of its columns after the other; without ``refused`` to
+    its ``squares`` or to ``out``.
 
     A row is stored whole or not at all. Where bounds tell that none of the tile leaves the range of its type, parts are
     stored as they are made; else all are made twice, the first time to look.
@@ -365,7 +371,7 @@ def update_rows(
     # One look is enough where nothing is stored, or where nothing that is stored can be too large.
     looks = 1
     number = tl.zeros((TILE_N,), tl.int64)
-    if squares is None:
+    if refused is not None:
         if updates is not None:
             number = tl.load(updates + at, mask=is_row, other=0) + 1
         largest = tl.abs(times) * 2.0 * bound * length
@@ -424,6 +430,9 @@ def update_rows(
                 part *= times
                 if squares is not None:
                     square += tl.sum(tl.where(is_value, part * part, 0.0), 1)
+                elif out is not None:
+                    is_value = (n < stop)[:, None] & (d < DIM)[None, :]
+                    tl.store(out + (n - start).to(tl.int64)[:, None] * DIM + d[None, :], part, mask=is_value)
                 else:
                     slot, second = part, part
                     if SLOTS > 0:
@@ -449,7 +458,7 @@ def update_rows(
                             tl.store(slot_at + DIM, second, mask=is_value)
     if squares is not None:
         tl.store(squares + tl.program_id(0), tl.sum(square, 0))
-    else:
+    if refused is not None:
         if updates is not None:
             tl.store(updates + at, number, mask=is_row & (is_bad == 0))
         num_bad = tl.sum(is_bad, 0)

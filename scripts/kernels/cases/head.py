@@ -59,14 +59,14 @@ _NO_SHIFT = {"highest": None, "SHIFTED": False}
 def _exponentials(name: str, rows: str, products: str, *, plain: bool, **constants: Any) -> Case:
     dtype = torch.float32 if products == _WIDE else torch.bfloat16
     types = {"rows": rows, "queries": products, "out": products}
-    options = head.exponentials_options(dtype, plain=plain)
+    options = head.exponentials_options(dtype, wide=plain)
     return _case(f"exponentials {name}", "exponentials", options, types, PRECISION="ieee", **constants)
 
 
 def _gradient(name: str, rows: str, products: str, *, plain: bool, **constants: Any) -> Case:
     dtype = torch.float32 if products == _WIDE else torch.bfloat16
     types = {"rows": rows, "exponentials": products}
-    options = head.feature_gradient_options(dtype, plain=plain)
+    options = head.feature_gradient_options(dtype, plain=plain, picked="numbers" not in constants)
     constants |= {"SUM_TILE": 128, "PRECISION": "ieee"}
     return _case(f"feature gradient {name}", "feature_gradient", options, types, **constants)
 
@@ -76,8 +76,14 @@ def _update(
 ) -> list[Case]:
     dtype = torch.float32 if products == _WIDE else torch.bfloat16
     types = {"rows": rows, "slots": slots, "exponentials": products, "keys": products}
-    constants |= {"KIND": getattr(row_step, kind).value, "SLOTS": num_slots, "LR_ON_DEVICE": False, "SUM_TILE": 128}
-    constants |= {"squares": None, "PRECISION": "ieee"}
+    constants |= {
+        "KIND": getattr(row_step, kind).value,
+        "SLOTS": num_slots,
+        "LR_ON_DEVICE": False,
+        "SUM_TILE": 128,
+        "TILE_N": 64,
+    }
+    constants |= {"squares": None, "out": None, "PRECISION": "ieee"}
     is_light = rows == slots == _NARROW and not constants["SHIFTED"]
     return [
         _case(
@@ -99,7 +105,7 @@ CASES = [
     _exponentials("fp32 under bf16", _WIDE, _NARROW, plain=False, log2_weight=None, **_ALL, **_NO_SHIFT),
     _exponentials("fp32", _WIDE, _WIDE, plain=True, log2_weight=None, **_ALL, **_NO_SHIFT),
     _gradient("bf16", _NARROW, _NARROW, plain=True, highest=None, shifts=None, **_ALL),
-    _gradient("bf16, picked", _NARROW, _NARROW, plain=False, highest=None, shifts=None),
+    _gradient("bf16, picked", _NARROW, _NARROW, plain=True, highest=None, shifts=None),
     _gradient("bf16, picked, no margin", _NARROW, _NARROW, plain=False),
     _gradient("fp32 under bf16", _WIDE, _NARROW, plain=False, highest=None, shifts=None, **_ALL),
     _gradient("fp32", _WIDE, _WIDE, plain=True, highest=None, shifts=None, **_ALL),
