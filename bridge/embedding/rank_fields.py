@@ -1,9 +1,9 @@
 """The rows of a group on the ranks' devices: each table is split by rows over the ranks.
 
 Every rank looks up its own batch: ids travel to the ranks of their rows, which add the rows of each bag up, and one
-vector a bag and rank travels back; gradients go the same way. Cost of a step, whatever the number of fields: one
-exchange between the hosts, three all-to-alls (:mod:`geartrain.bridge.placements.device_lookup`), and an all-reduce of
-one number.
+vector a bag and rank travels back; gradients go the same way. With one rank nothing travels. Cost of a step of several,
+whatever the number of fields: one exchange between the hosts, three all-to-alls
+(:mod:`geartrain.bridge.placements.device_lookup`), and an all-reduce of one number.
 """
 
 from __future__ import annotations

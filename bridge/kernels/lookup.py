@@ -49,7 +49,7 @@ class BagPiece(NamedTuple):
     num_vectors: int
 
 
-class LocalRows(NamedTuple):
+class RowSpan(NamedTuple):
     """The rows of the ids ``first``, ``first`` + 1, … of a table."""
 
     rows_LD: Tensor
@@ -232,7 +232,7 @@ def _factors(field: FieldShape, bag_N: Tensor, weights_N: Tensor) -> Tensor:
 
 
 def pool(
-    entries: Entries, tables: Sequence[LocalRows], read: Callable[[int, Tensor], Tensor] | None = None
+    entries: Entries, tables: Sequence[RowSpan], read: Callable[[int, Tensor], Tensor] | None = None
 ) -> list[Tensor]:
     """factor · Σ w · row over the ids of each vector: of each piece [V, D], float32, summed in float32.
 
@@ -281,7 +281,7 @@ def pool(
     return outs
 
 
-def _dim(tables: Sequence[LocalRows], piece: BagPiece) -> int:
+def _dim(tables: Sequence[RowSpan], piece: BagPiece) -> int:
     return tables[piece.table].rows_LD.shape[1]
 
 
@@ -289,7 +289,7 @@ def _bytes(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.nbytes
 
 
-def _shifted(table: LocalRows) -> int:
+def _shifted(table: RowSpan) -> int:
     """Where the row of id 0 would be."""
     return address(table.rows_LD) - table.first * table.rows_LD.shape[1] * table.rows_LD.itemsize
 
@@ -350,7 +350,7 @@ def _bags(index_N: Tensor, values: Tensor, bag_N: Tensor, weights_N: Tensor, num
 
 
 def _pool_reference(
-    entries: Entries, tables: Sequence[LocalRows], read: Callable[[int, Tensor], Tensor] | None
+    entries: Entries, tables: Sequence[RowSpan], read: Callable[[int, Tensor], Tensor] | None
 ) -> list[Tensor]:
     found: dict[int, Tensor] = {}
     for table in sorted({piece.table for piece in entries.pieces}):
@@ -362,7 +362,7 @@ def _pool_reference(
 
 
 def row_gradients(
-    entries: Entries, tables: Sequence[LocalRows], upstream: Sequence[Tensor | None], scale: float = 1.0
+    entries: Entries, tables: Sequence[RowSpan], upstream: Sequence[Tensor | None], scale: float = 1.0
 ) -> list[tuple[Tensor, Tensor]]:
     """Of each table the numbers [U] of the rows that were asked for, from ``first``, and the gradients [U, D] of
     ``scale`` times those of the pieces' vectors (None: zero); in tensor operations.
@@ -475,7 +475,7 @@ class SortedGradients:
                 rows, slots, steps, first = own.rows_LD, own.slots_LS, own.updates_L, own.first
                 asked = sum(piece.num_ids for piece in self.pieces if piece.table == member)
                 num_rows += min(asked, len(rows))  # at most: where all are different
-                at = [_shifted(LocalRows(rows, first)), 0 if slots is None else _shifted(LocalRows(slots, first))]
+                at = [_shifted(RowSpan(rows, first)), 0 if slots is None else _shifted(RowSpan(slots, first))]
                 steps_at = 0 if steps is None else address(steps) - 8 * first
                 numbers[member] = [1, *at, steps_at, address(own.refused), own.key - (own.key >> 63 << 64)]
             slot_bytes = 0 if slots_D is None else slots_D.shape[1] * slots_D.itemsize

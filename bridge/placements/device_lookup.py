@@ -24,7 +24,7 @@ from geartrain.bridge.kernels.lookup import (
     PLACE_BITS,
     BagPiece,
     Entries,
-    LocalRows,
+    RowSpan,
     SortedGradients,
     VectorGradients,
     on_device,
@@ -35,6 +35,7 @@ from geartrain.bridge.kernels.optimizers import step_numbers
 from geartrain.bridge.placements.device_rows import DeviceRows
 from geartrain.bridge.placements.workspace import Arithmetic, Scratch, Workspace
 from geartrain.bridge.rows.gradient_carrier import squared_sum
+from geartrain.bridge.rows.transfers import download
 
 T = TypeVar("T")
 
@@ -49,7 +50,7 @@ class DeviceLookup:
         """``tables`` are over the same ranks, on one device, and so are the ids. Nothing travels yet."""
         self._tables, self._asked = tables, asked
         self._link = tables[0].link
-        self._rows = [LocalRows(table.rows_LD, table.first) for table in tables]
+        self._rows = [RowSpan(table.rows_LD, table.first) for table in tables]
         self.counts: list[int] = []
         """What the ranks exchange: for each rank and field how many ids go there, and how many vectors have them."""
         self._here = asked
@@ -78,7 +79,7 @@ class DeviceLookup:
         counts[1].index_add_(0, part_N, is_first_N)
         vector_N = place_N & ((1 << PLACE_BITS) - 1)
         vector_P = torch.empty_like(vector_N).scatter_(0, is_first_N.cumsum(0) - 1, vector_N)
-        self.counts = counts[:, : ranks * num_fields].flatten().tolist()
+        self.counts = download(counts[:, : ranks * num_fields].flatten()).tolist()  # of a device the host waits here
         self._vectors_of = vector_P[: sum(self.counts[ranks * num_fields :])].split_with_sizes(
             self.counts[ranks * num_fields :]
         )

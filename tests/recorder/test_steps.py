@@ -21,7 +21,7 @@ BUDGETS = [
     Budget(31, 2, "embedding"),
     Budget(30, 1, "embedding", {"ids": "cpu"}),
     Budget(23, 0, "embedding", {"rows": "ranks"}),
-    Budget(32, 0, "embedding", {"rows": "ranks", "ids": "cpu", "optimizer": "Adam"}),
+    Budget(23, 0, "embedding", {"rows": "ranks", "ids": "cpu", "optimizer": "Adam"}),
     Budget(522, 1, "embedding", {"rows": "ranks", "ranks": 8}),
     Budget(95, 0, "split"),
     Budget(103, 1, "topk"),

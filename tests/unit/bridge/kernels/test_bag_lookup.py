@@ -22,7 +22,7 @@ from geartrain.bridge.kernels.launch import interpreted
 from geartrain.bridge.kernels.lookup import (
     Entries,
     FieldShape,
-    LocalRows,
+    RowSpan,
     SortedGradients,
     VectorGradients,
     index_fields,
@@ -68,8 +68,7 @@ def test_bags_of_all_fields_are_pooled_as_in_tensor_operations(dtype: torch.dtyp
     rng = torch.Generator().manual_seed(dim)
     widths = (dim, 2 * dim, dim)
     tables = [
-        LocalRows(torch.randn(num, wide, generator=rng).to(dtype), 0)
-        for num, wide in zip(NUM_ROWS, widths, strict=True)
+        RowSpan(torch.randn(num, wide, generator=rng).to(dtype), 0) for num, wide in zip(NUM_ROWS, widths, strict=True)
     ]
     made = [index_fields(FIELDS, ids, offsets, weights if weighted else None, NUM_ROWS)]
     with interpreted():
@@ -79,7 +78,7 @@ def test_bags_of_all_fields_are_pooled_as_in_tensor_operations(dtype: torch.dtyp
         wanted, got = (getattr(entries, name) for entries, _ in made)
         torch.testing.assert_close(got, wanted, msg=lambda text, name=name: f"{name}: {text}")
     assert [int(status) for _, status in made] == [0, 0]
-    wide = [LocalRows(table.rows_LD.double(), 0) for table in tables]
+    wide = [RowSpan(table.rows_LD.double(), 0) for table in tables]
     for got, wanted in zip(found, pool(made[0][0], wide), strict=True):
         torch.testing.assert_close(got, wanted, rtol=2e-6, atol=2e-6)
 
@@ -173,7 +172,7 @@ def expected(
     sums = torch.zeros(*table.rows_LD.shape, dtype=torch.float64)
     is_touched = torch.zeros(len(sums), dtype=torch.bool)
     for part in parts:
-        plain = [LocalRows(torch.empty(num, sums.shape[1]), 0) for num in NUM_ROWS]
+        plain = [RowSpan(torch.empty(num, sums.shape[1]), 0) for num in NUM_ROWS]
         used = part.entries.of(torch.tensor([own is not None for own in part.upstream]))
         numbers, gradient = row_gradients(used, plain, part.upstream, part.scale)[index]
         sums.index_add_(0, numbers, gradient.double())
