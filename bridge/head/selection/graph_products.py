@@ -35,6 +35,10 @@ _SHORTCUTS = {
 """What PyTorch may be allowed to do to sums on CUDA; the bound is that of float32."""
 
 
+_SLACK = 1e-8
+"""More than the rounding of exact scores."""
+
+
 class DeviceBlock(NamedTuple):
     """Rows [N, D] on the device, in the type of the products, of classes ``first`` …"""
 
@@ -113,12 +117,21 @@ class _TorchRecall:
         self._best.offer(a.first - self._best.first, a.rows_ND, b.rows_ND, b.first)
 
     @torch.no_grad()
-    def candidates(self) -> Candidates:
+    def candidates(self, k: int | None = None, error_bound: float = 0.0) -> Candidates:
+        """With ``k`` only those that may be among the k best, whose products are off by ``error_bound`` at most."""
         self._best.settle()
         keys_MK = self._best.best_MK
+        scores_MK = scores_of(keys_MK)
         counts = (keys_MK > NONE).sum(1).to(torch.int32)
         left_out = (self._best.offered_M > self._keep).to(keys_MK.device)
-        floors = torch.where(left_out, scores_of(keys_MK[:, -1]), -torch.inf)
+        floors = torch.where(left_out, scores_MK[:, -1], -torch.inf)
+        if k is not None:
+            # At least k exact scores are above the k-th product less one bound; those of products below that less two
+            # are not. They fall, so the first of these is a floor for all.
+            least_M = scores_MK[:, k - 1].double() - 2 * (error_bound + _SLACK)
+            kept = torch.minimum((scores_MK.double() >= least_M.unsqueeze(1)).sum(1), counts).to(torch.int32)
+            next_M = scores_MK.gather(1, kept.long().clamp(max=self._keep - 1).unsqueeze(1)).squeeze(1)
+            floors, counts = torch.where(kept < counts, next_M, floors), kept
         return Candidates(ids_of(keys_MK).cpu().numpy(), counts.cpu().numpy(), floors.cpu().numpy())
 
     def arrays(self) -> dict[str, npt.NDArray[Any]]:

@@ -129,13 +129,16 @@ class _Work:
         bound = engine.error_bound(ring.dim)
         for start in range(0, len(ring.own), part_rows):
             rows = ring.own[start : start + part_rows]
-            recall = engine.begin(ring.first + start, len(rows), keep)
             if self.products is None:
+                recall = engine.begin(ring.first + start, len(rows), keep)
                 self._recall(engine, recall, ring.first + start, ring.first + start + len(rows))
+                found = recall.candidates()
             else:
-                self._recall_on_device(recall, start, len(rows))
+                on_device = self.products.begin(ring.first + start, len(rows), keep)
+                self._recall_on_device(on_device, start, len(rows))
+                found = on_device.candidates(k, bound)
             refiner = Refiner(ring, k, num_threads=self.num_threads, check=self.watch.check)
-            refiner.finish(rows, ring.first + start, recall.candidates(), bound, self.lists[start : start + len(rows)])
+            refiner.finish(rows, ring.first + start, found, bound, self.lists[start : start + len(rows)])
 
     def _recall_on_device(self, recall: Recall, start: int, num_rows: int) -> None:
         """One lap: all rows of the part meet many others at a time."""

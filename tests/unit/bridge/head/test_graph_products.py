@@ -61,6 +61,21 @@ def test_a_recall_goes_on_from_its_saved_state() -> None:
         np.testing.assert_array_equal(mine, theirs)
 
 
+def test_only_what_may_be_near_is_scored_exactly() -> None:
+    engine, rows = TorchProducts("cpu"), np.random.default_rng(0).standard_normal((400, 64)).astype(np.float32)
+    rows /= np.linalg.norm(rows, axis=1, keepdims=True)
+    recall, block = engine.begin(0, 400, 48), engine.load(rows, 0)
+    recall.compare_inside(block, block)
+    everyone, some = recall.candidates(), recall.candidates(8, engine.error_bound(64))
+    assert everyone.counts.tolist() == [48] * 400 and some.counts.min() >= 8 and some.counts.mean() < 10
+    exact = rows.astype(np.float64) @ rows.astype(np.float64).T
+    np.fill_diagonal(exact, -1)
+    for row, (ids, count, floor) in enumerate(zip(some.ids, some.counts, some.floors, strict=True)):
+        best = np.sort(exact[row])[::-1][:8]
+        np.testing.assert_array_equal(np.sort(exact[row, ids[:count]])[::-1][:8], best)
+        assert best[-1] > floor + engine.error_bound(64)  # so no row is redone for it
+
+
 def test_only_half_precision_is_an_engine() -> None:
     with pytest.raises(InvalidArgument, match="float64"):
         TorchProducts("cpu", torch.float64)
