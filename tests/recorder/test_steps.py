@@ -20,6 +20,7 @@ BUDGETS = [
     Budget(139, 3, "hosted", {"select": 0.2, "label_smoothing": 0.1, "clip": True}),
     Budget(31, 2, "embedding"),
     Budget(30, 1, "embedding", {"ids": "cpu"}),
+    Budget(654, 1, "embedding", {"ids": "cpu", "num_rows": 2000, "device_cache_bytes": 2_000_000}),
     Budget(23, 0, "embedding", {"rows": "ranks"}),
     Budget(23, 0, "embedding", {"rows": "ranks", "ids": "cpu", "optimizer": "Adam"}),
     Budget(522, 1, "embedding", {"rows": "ranks", "ranks": 8}),

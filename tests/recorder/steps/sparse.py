@@ -26,16 +26,18 @@ def embedding(
     ranks: int = 1,
     num_rows: int = 100_000,
     optimizer: str = "Adagrad",
+    device_cache_bytes: int = 0,
 ) -> Iterator[Callable[[], None]]:
     """``gt.EmbeddingGroup`` with a table for each of ``fields``; ``ids`` are on "cpu" or "cuda"."""
     names = [f"f{number}" for number in range(fields)]
     on_ranks = rows == "ranks"
     more: dict[str, Any] = {"num_rows": num_rows} if on_ranks else {}
+    settings: dict[str, Any] = {"rows": rows, "device_cache_bytes": device_cache_bytes}
     with contextlib.ExitStack() as stack:
         stack.enter_context(dry_ranks(ranks, report))
         cluster = None if on_ranks else stack.enter_context(gt.local(num_shards=2))
         made = [gt.Field(name, dim=dim, **more) for name in names]
-        module = gt.EmbeddingGroup(cluster, "t", made, optimizer=getattr(gt, optimizer)(0.05), rows=rows).to("cuda")
+        module = gt.EmbeddingGroup(cluster, "t", made, optimizer=getattr(gt, optimizer)(0.05), **settings).to("cuda")
         train = gt.RowOptimizer(module)
         seed = np.random.default_rng(0)
 
