@@ -254,7 +254,7 @@ def update_options(dtype: torch.dtype, *, light: bool) -> dict[str, Any]:
     # Without fused multiply-adds the steps have the bits of other places.
     options = {"num_warps": 8, "num_stages": 3, "enable_fp_fusion": False}
     if dtype == torch.float32:
-        return {"TILE_D": 64, "TILE_B": 32, **options, "num_warps": 4}
+        return {"TILE_D": 64, "TILE_B": 32, **options}
     if light:  # two programs a processor: one loads and stores while the other multiplies
         options["maxnreg"] = 128
     return {"TILE_D": 128, "TILE_B": 64, **options}
