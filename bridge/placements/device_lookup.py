@@ -39,6 +39,8 @@ from geartrain.bridge.rows.transfers import download
 
 T = TypeVar("T")
 
+_PLAIN = {"float32", "bfloat16", "float16"}
+"""Types of rows and slots that kernels of this module read and write."""
 _WORDS = 4
 """int32 of an id that travels: its key (two), whether it is the first of its vector, and its weight."""
 
@@ -140,8 +142,8 @@ class DeviceLookup:
         )
 
     def _pooled(self) -> list[Tensor]:
-        moves = any(table.steps is not None for table in self._tables)
-        return pool(self._here, self._rows, self._current_rows if moves else None)
+        is_plain = all(table.steps is None and table.spec.dtype in _PLAIN for table in self._tables)
+        return pool(self._here, self._rows, None if is_plain else self._current_rows)
 
     def _current_rows(self, table: int, numbers_U: Tensor) -> Tensor:
         return self._tables[table].current_rows(numbers_U)
@@ -290,7 +292,8 @@ def _is_fused(table: DeviceRows) -> bool:
     numbers = step_numbers(spec.optimizer)
     # Draws of 16 bits begin at every eighth number of a slot.
     knows_slots = spec.slot_dtype == "float32" or (spec.slot_dim % spec.dim == 0 and spec.dim % 8 == 0)
-    return runs_kernels(table.device) and numbers is not None and not spec.counts_steps and knows_slots
+    is_plain = {spec.dtype, spec.slot_dtype} <= _PLAIN and not spec.counts_steps
+    return runs_kernels(table.device) and numbers is not None and is_plain and knows_slots
 
 
 class _Waiting:
