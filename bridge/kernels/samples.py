@@ -66,6 +66,39 @@ def settle_labels(
     return made
 
 
+def find_rows(wanted_B: Tensor, numbers_A: Tensor, count: Tensor | None) -> Tensor:
+    """Where each of row numbers int64 [B] is among ``numbers_A``, rising, the first ``count`` of them; −1: nowhere."""
+    from geartrain.bridge.kernels.triton import samples as kernels
+
+    out_B = torch.empty_like(wanted_B)
+    launch(
+        kernels.find_rows,
+        (-(-len(wanted_B) // 128),),
+        wanted_B,
+        numbers_A,
+        count,
+        out_B,
+        len(wanted_B),
+        len(numbers_A),
+        BITS=max(1, len(numbers_A).bit_length()),
+        BLOCK=128,
+        num_warps=4,
+        cost=Cost(16.0 * len(wanted_B) * (1 + len(numbers_A).bit_length())),
+    )
+    return out_B
+
+
+def sampled_weight(labels_B: Tensor, num_active: int, num_living: int) -> Tensor:
+    """``SamplingCorrection.log2_weight`` (0-dim, float32) for labels on a device, of which some may be equal."""
+    from geartrain.bridge.kernels.triton import samples as kernels
+
+    out = torch.empty((), dtype=torch.float32, device=labels_B.device)
+    numbers = len(labels_B), num_active, num_living
+    cost = Cost(16.0 * len(labels_B))
+    launch(kernels.sampled_weight, (1,), labels_B.sort().values, out, *numbers, BLOCK=1024, num_warps=8, cost=cost)
+    return out
+
+
 def prepare_features(
     features_BD: Tensor, counts_B: Tensor | None, *, unit: bool, factor: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor | None, Tensor]:

@@ -21,13 +21,16 @@ BUDGETS = [
     Budget(28, 0, "head", LARGE),
     Budget(28, 0, "head", LARGE | {"autocast": "bfloat16"}),
     Budget(28, 0, "head", LARGE | NARROW),
-    Budget(46, 0, "head", LARGE | NARROW | PARTIAL),
-    Budget(53, 0, "head", LARGE | PARTIAL | ON_DEVICE),
+    Budget(41, 0, "head", LARGE | NARROW | PARTIAL),
+    Budget(48, 0, "head", LARGE | PARTIAL | ON_DEVICE),
     Budget(52, 0, "head", LARGE | NARROW | ON_DEVICE | {"clip": True}),
     Budget(35, 0, "head", LARGE | ON_DEVICE | {"optimizer": "AdamW"}),
     Budget(38, 0, "head", LARGE | NARROW | {"ranks": 8}),
-    Budget(63, 0, "head", LARGE | NARROW | PARTIAL | ON_DEVICE | {"ranks": 8}),
     Budget(116, 0, "head", LARGE | NARROW | PARTIAL | ON_DEVICE | {"ranks": 8, "neighbours": 32}),
+    Budget(56, 0, "head", LARGE | NARROW | PARTIAL | ON_DEVICE | {"ranks": 8}),
+    Budget(53, 0, "head", LARGE | NARROW | PARTIAL | ON_DEVICE | {"margin": ""}),
+    Budget(63, 0, "head", LARGE | NARROW | PARTIAL | ON_DEVICE | {"margin": "", "ranks": 8}),
+    Budget(70, 0, "head", LARGE | PARTIAL | ON_DEVICE | {"margin": "", "clip": True}),
 ]
 reports = reports_of(BUDGETS)
 

@@ -19,6 +19,8 @@ from torch import Tensor
 from geartrain.ams.programs.selection import ActiveClasses
 from geartrain.ams.values.specs import Ids
 from geartrain.bridge.head.batch import Batch, DeviceTargets, Targets
+from geartrain.bridge.kernels.launch import runs_kernels
+from geartrain.bridge.kernels.samples import find_rows
 from geartrain.bridge.placements.device_rows import RowIndex
 from geartrain.bridge.rows.transfers import upload
 
@@ -126,6 +128,8 @@ class DeviceActive:
             return DeviceTargets(torch.where((numbers >= 0) & (numbers < self.num), numbers, -1))
         if not self.num:
             return DeviceTargets(torch.full_like(numbers, -1))
+        if runs_kernels(self.device):
+            return DeviceTargets(find_rows(numbers, self.numbers_A, self.count))
         found_B = torch.searchsorted(self.numbers_A, numbers).clamp_(max=self.num - 1)
         is_other_B = self.numbers_A[found_B] != numbers
         if self.count is not None:

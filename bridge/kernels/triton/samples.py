@@ -64,6 +64,39 @@ def settle_labels(
 
 
 @triton.jit
+def find_rows(wanted, numbers, count, out, num, num_rows, BITS: tl.constexpr, BLOCK: tl.constexpr):
+    """Binary search: the number of rows below the wanted one, bit by bit from the highest."""
+    b = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.load(wanted + b, mask=b < num, other=-1)
+    limit = num_rows
+    if count is not None:
+        limit = tl.load(count).to(tl.int32)
+    found = tl.zeros((BLOCK,), tl.int32)
+    for bit in range(BITS):
+        place = found + (1 << (BITS - 1 - bit))
+        below = tl.load(numbers + place - 1, mask=place <= limit, other=9223372036854775807) < row
+        found = tl.where(below, place, found)
+    is_here = (row >= 0) & (found < limit)
+    is_here = is_here & (tl.load(numbers + found, mask=found < limit, other=-1) == row)
+    tl.store(out + b, tl.where(is_here, found, -1).to(tl.int64), mask=b < num)
+
+
+@triton.jit
+def sampled_weight(labels, out, num, num_active, num_living, BLOCK: tl.constexpr):
+    """``labels`` are sorted: the distinct ones are those that differ from the one before."""
+    total = tl.zeros((BLOCK,), tl.int32)
+    for start in range(0, num, BLOCK):
+        b = start + tl.arange(0, BLOCK)
+        label = tl.load(labels + b, mask=b < num, other=0)
+        before = tl.load(labels + b - 1, mask=(b > 0) & (b < num), other=-1)
+        total += tl.where((b < num) & ((b == 0) | (label != before)), 1, 0)
+    positive = tl.sum(total, 0)
+    left = tl.maximum(num_active - positive, 1).to(tl.float32)
+    weight = tl.log2((num_living - positive).to(tl.float32) / left)
+    tl.store(out, tl.where(positive < num_active, weight, 0.0))
+
+
+@triton.jit
 def prepare_features(features, counts, out, inverse, queries, factor, DIM: tl.constexpr, WIDTH: tl.constexpr):
     b = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, WIDTH)

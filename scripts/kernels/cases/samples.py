@@ -8,7 +8,17 @@ from geartrain.bridge.kernels.triton import samples
 from scripts.kernels.compile import Case
 
 _TYPES = {"labels": "*i64", "settled": "*i64", "positions": "*i64", "numbers": "*i64", "sums": "*fp64"}
-_INTEGERS = ("num", "num_classes", "first", "num_local", "own_start", "own_stop")
+_INTEGERS = (
+    "num",
+    "num_classes",
+    "first",
+    "num_local",
+    "num_active",
+    "num_living",
+    "num_rows",
+    "own_start",
+    "own_stop",
+)
 _NUMBERS = ("factor", "scale", "cos_m", "sin_m", "m3")
 
 
@@ -41,6 +51,8 @@ CASES = [
     _case("prepare features, fp32, no margin", "prepare_features", inverse=None, counts=None),
     _case("own cosines, bf16, picked", "own_cosines", {"rows": "*bf16"}),
     _case("sums for other ranks", "scale_sums", BLOCK=128, SHIFTED=True),
+    _case("find rows", "find_rows", {"wanted": "*i64", "count": "*i64", "out": "*i64"}, BITS=24, BLOCK=128),
+    _case("weight of sampled classes", "sampled_weight", BLOCK=1024, num_warps=8),
     _case("losses", "losses", BLOCK=128, HAS_MARGIN=True),
     _case("finish gradient", "finish_gradient"),
     _case("finish gradient, of one rank of several", "finish_gradient", own=None, coefficients=None, own_weights=None),

@@ -42,7 +42,7 @@ from geartrain.bridge.placements.device_rows import DeviceRows
 from geartrain.bridge.placements.workspace import Arithmetic, Buffer, Scratch, Workspace
 from geartrain.bridge.rows.gradient_carrier import squared_sum
 
-RANGE_BYTES = 256 << 20
+RANGE_BYTES = 2 << 30
 """Of exponentials that are made and used at a time where they are not kept."""
 
 
@@ -62,9 +62,9 @@ def takes(table: DeviceRows, active: LocalActive, batch: Batch, *, always: bool)
     )
 
 
-def range_rows(batch_size: int) -> int:
-    """Rows of a range whose exponentials, of 4 bytes at most, are :data:`RANGE_BYTES`: whole tiles."""
-    return max(1, RANGE_BYTES // (4 * max(1, batch_size) * TILE)) * TILE
+def range_rows(row_bytes: int) -> int:
+    """Rows of a range whose exponentials, so many bytes a row, are :data:`RANGE_BYTES`: whole tiles."""
+    return max(1, RANGE_BYTES // (max(1, row_bytes) * TILE)) * TILE
 
 
 class FusedPass:
@@ -179,10 +179,11 @@ class FusedPass:
         if self._kept_KB is not None:
             first = len(self._kept_KB)
             yield 0, first, self._kept_KB, made
-        rows = min(range_rows(self._batch.size), self.num_active - first)
+        row_bytes = self._batch.size * self._head.dtype.itemsize
+        rows = min(range_rows(row_bytes), self.num_active - first)
         if rows <= 0:
             return
-        buffer = self._table.pool.take(rows * self._batch.size * self._head.dtype.itemsize, self._table.device)
+        buffer = self._table.pool.take(rows * row_bytes, self._table.device)
         for start in range(first, self.num_active, rows):
             stop = min(start + rows, self.num_active)
             yield start, stop, buffer.tensor((stop - start, self._batch.size), self._head.dtype), False

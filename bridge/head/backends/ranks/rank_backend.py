@@ -98,7 +98,7 @@ class RankBackend:
         return in_step(
             "rank",
             ("kept logits", kept, "A·B·4, at most logits_cache_bytes"),
-            ("logits made again, and sums of tiles", again + tiles, "256 MiB at most, and A/128·B·8, on a GPU"),
+            ("logits made again, and sums of tiles", again + tiles, "2 GiB at most, and A/128·B·8, on a GPU"),
             plan.sampled_ids(),
             *plan.batch_parts(joint, rank_rows.PARTS, chunk_rows, row_copies=copies, others=_WIDTHS),
         ) + RankSelector.memory(plan)

@@ -38,7 +38,8 @@ from geartrain.bridge.head.loss.margins.head_margin import HeadMargin, JointBatc
 from geartrain.bridge.head.loss.samples import CountedSamples
 from geartrain.bridge.head.loss.statistics import LOOKS_EVERY
 from geartrain.bridge.head.sub_centers import largest_cosines
-from geartrain.bridge.kernels.samples import SettledLabels
+from geartrain.bridge.kernels.launch import runs_kernels
+from geartrain.bridge.kernels.samples import SettledLabels, sampled_weight
 from geartrain.bridge.placements.device_rows import DeviceRows
 from geartrain.bridge.placements.device_update import DeviceUpdate
 from geartrain.bridge.placements.workspace import Arithmetic
@@ -330,6 +331,8 @@ def _log2_weight(labels_B: Ids | Tensor, num_active: int, num_living: int) -> fl
         return None if correction is None else correction.log2_weight
     if num_active >= num_living or not len(labels_B):
         return None
+    if runs_kernels(labels_B.device):
+        return sampled_weight(labels_B, num_active, num_living)
     sorted_B = labels_B.sort().values
     num_positive = (sorted_B[1:] != sorted_B[:-1]).sum().double() + 1
     return torch.log2((num_living - num_positive) / (num_active - num_positive)).where(num_positive < num_active, 0.0)

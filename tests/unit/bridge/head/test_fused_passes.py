@@ -122,7 +122,7 @@ def test_features_that_are_not_finite_change_no_row() -> None:
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["host", "device"])
-@pytest.mark.parametrize("case", ["linear", "margin", "sampled", "trained lengths"])
+@pytest.mark.parametrize("case", ["linear", "margin", "sampled", "sampled, corrected", "trained lengths"])
 def test_kernels_compute_the_same(case: str, late: bool) -> None:
     small = {"num_classes": 150, "select": CASES[case].get("select", gt.FullSoftmax())}
     expected = results(case, is_fused=True, steps=1, late=late, **small)
