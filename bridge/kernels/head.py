@@ -30,7 +30,7 @@ from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
 from geartrain.bridge.kernels import row_update
 from geartrain.bridge.kernels.launch import Cost, launch, runs_kernels
 from geartrain.bridge.kernels.optimizers import StepNumbers, step_numbers
-from geartrain.bridge.kernels.row_update import StoredRows
+from geartrain.bridge.kernels.row_update import RowArrays
 
 TILE = 128
 """Classes that have a sum, and a shift, of their own. Ranges begin at its multiples."""
@@ -447,7 +447,7 @@ def update_rows(
     terms: SampleTerms,
     factor: Tensor,
     optimizer: RowOptimizerSpec,
-    stored: StoredRows,
+    stored: RowArrays,
     *,
     lr: float | Tensor,
 ) -> None:
@@ -488,7 +488,7 @@ def _launch_update(
     terms: SampleTerms,
     factor: Tensor,
     numbers: StepNumbers = _NO_STEP,
-    stored: StoredRows | None = None,
+    stored: RowArrays | None = None,
     lr: float | Tensor = 0.0,
     squares_P: Tensor | None = None,
     out_ND: Tensor | None = None,

@@ -22,7 +22,7 @@ from torch._subclasses import FakeTensor
 
 from geartrain.bridge.kernels.launch import Cost, launch, runs_kernels
 from geartrain.bridge.kernels.optimizers import StepNumbers
-from geartrain.bridge.kernels.row_update import StoredRows
+from geartrain.bridge.kernels.row_update import RowArrays
 
 PLACE_BITS = 40
 _BLOCK = 256
@@ -394,7 +394,7 @@ class VectorGradients(NamedTuple):
     scale: float = 1.0
 
 
-def _kind(table: StoredRows) -> tuple[Any, ...]:
+def _kind(table: RowArrays) -> tuple[Any, ...]:
     """One start of a kernel is for tables that are alike in this."""
     rows, slots = table.rows_LD, table.slots_LS
     of_slots = (torch.float32, 0) if slots is None else (slots.dtype, slots.shape[1])
@@ -453,7 +453,7 @@ class SortedGradients:
             total = total + squares.sum()
         return total
 
-    def update(self, tables: Mapping[int, StoredRows], step: StepNumbers, lr: float, scale: Tensor) -> None:
+    def update(self, tables: Mapping[int, RowArrays], step: StepNumbers, lr: float, scale: Tensor) -> None:
         """One step of these tables' rows by ``scale`` (0-dim) times their gradients, each row once; 16 bits are rounded
         by chance. A row that would leave its type stays as it is, with its slots, and is counted in ``refused``.
         """

@@ -23,7 +23,7 @@ RowIndex = slice | Tensor
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class StoredRows:
+class RowArrays:
     """Rows on a device with what is kept of each."""
 
     rows_LD: Tensor
@@ -67,7 +67,7 @@ def _read(stored: Tensor, scales: Tensor | None, index: RowIndex, dtype: torch.d
 
 
 def update(
-    stored: StoredRows,
+    stored: RowArrays,
     index: RowIndex,
     gradient_ND: Tensor,
     optimizer: RowOptimizerSpec,
@@ -90,12 +90,11 @@ def update(
         scale: 0-dim, on any device; on the rows' no host waits.
         num_valid: int64, 0-dim, on the device: what comes after so many rows is padding; None: nothing.
 
-    One kernel for rows of up to 16,384 columns, 16 or 32 bits and the optimizers of ``step_numbers``; otherwise
+    One kernel for rows of up to 16,384 columns and the optimizers of ``step_numbers``; otherwise
     tensor operations.
     """
     numbers = step_numbers(optimizer)
     takes = numbers is not None and gradient_ND.dtype == torch.float32 and gradient_ND.shape[1] <= 16_384
-    takes = takes and stored.clock is None
     if takes and runs_kernels(stored.rows_LD.device):
         assert numbers is not None
         _launch(stored, index, gradient_ND, numbers, lr, scale, num_valid)
@@ -112,7 +111,7 @@ def update(
 
 
 def store(
-    stored: StoredRows, numbers_N: Tensor, rows_ND: Tensor, slots_NS: Tensor | None, updates_N: Tensor | None
+    stored: RowArrays, numbers_N: Tensor, rows_ND: Tensor, slots_NS: Tensor | None, updates_N: Tensor | None
 ) -> None:
     """Round the values of rows and slots by chance and store them, with ``updates_N``; refuse as :func:`update` does.
 
@@ -150,7 +149,7 @@ def store(
 
 
 def _launch(
-    stored: StoredRows,
+    stored: RowArrays,
     index: RowIndex,
     gradient_ND: Tensor,
     numbers: StepNumbers,
@@ -163,15 +162,19 @@ def _launch(
     from geartrain.bridge.kernels.triton.row_update import update_rows as kernel
 
     num, dim = gradient_ND.shape
-    options = tile(dim)
+    options = tile(dim, by_block=stored.slot_scales_LK is not None)
+    rows_LD = stored.rows_LD if stored.row_scales_LK is None else stored.rows_LD.view(torch.uint8)
     by_number = isinstance(index, Tensor)
     start = 0 if isinstance(index, Tensor) else index.indices(len(stored.rows_LD))[0]
     launch(
         kernel,
         (-(-num // options["N"]),),
-        stored.rows_LD,
+        rows_LD,
         stored.slots_LS,
         stored.updates_L,
+        stored.row_scales_LK,
+        stored.slot_scales_LK,
+        stored.clock,
         stored.refused,
         gradient_ND,
         index if by_number else None,
@@ -195,7 +198,7 @@ def _launch(
     )
 
 
-def bytes_per_row(stored: StoredRows) -> int:
+def bytes_per_row(stored: RowArrays) -> int:
     """What an update reads and writes of one row."""
     parts = (stored.rows_LD, stored.slots_LS, stored.updates_L, stored.row_scales_LK, stored.slot_scales_LK)
     return 2 * sum(part[:1].nbytes for part in parts if part is not None)

@@ -130,9 +130,9 @@ class DeviceRows:
         return self.stop - self.first
 
     @property
-    def stored(self) -> row_update.StoredRows:
+    def stored(self) -> row_update.RowArrays:
         """As kernels take them."""
-        return row_update.StoredRows(
+        return row_update.RowArrays(
             rows_LD=self.rows_LD,
             slots_LS=self.slots_LD,
             updates_L=self.steps_L,

@@ -135,3 +135,49 @@ def fits(value, dtype: tl.constexpr):
     else:
         limit = 0x7F7F8000
     return magnitude < limit
+
+
+@triton.jit
+def widened(code, dtype: tl.constexpr):
+    """The number, float32; of float8_e4m3fn, held in uint8, and of int8 that which a scale multiplies."""
+    if dtype == tl.uint8:
+        bits = ((code & 0x7F).to(tl.int16) << 7).to(tl.float16, bitcast=True)  # the exponent of float16 is 8 more
+        size = bits.to(tl.float32) * 256.0
+        value = tl.where(code >= 0x80, -size, size)
+    else:
+        value = code.to(tl.float32)
+    return value
+
+
+@triton.jit
+def scale_of(largest, dtype: tl.constexpr):
+    """The power of two for values of up to ``largest``: that of ``bridge/kernels/scaled.py``."""
+    if dtype == tl.uint8:
+        ratio = tl.div_rn(largest, tl.full(largest.shape, 448.0, tl.float32))
+    else:
+        ratio = tl.div_rn(largest, tl.full(largest.shape, 127.0, tl.float32))
+    bits = (ratio.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000
+    return tl.minimum(tl.maximum(bits, 0x0D800000), 0x7E800000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def inverse_of(scale):
+    """1 / a scale, exactly."""
+    return (0x7F000000 - scale.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def narrowed(value, drawn, dtype: tl.constexpr):
+    """Codes of a value that was divided by its scale, rounded by chance."""
+    bits = value.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    size = tl.abs(value)
+    if dtype == tl.uint8:
+        is_small = magnitude < 0x3C800000
+        small = ((tl.where(is_small, size, 0.0) * 33554432.0).to(tl.int32) + drawn) >> 16
+        away = tl.minimum(tl.where(is_small, small, (magnitude - 0x3C000000 + (drawn << 4)) >> 20), 0x7E)
+        code = (away | ((bits >> 24) & 0x80)).to(tl.uint8)
+    else:
+        away = tl.minimum(((size * 65536.0).to(tl.int32) + drawn) >> 16, 127)
+        code = tl.where(value < 0, -away, away).to(tl.int8)
+    return code

@@ -15,23 +15,32 @@ from geartrain.bridge.kernels.triton.row_step import (
     SLOT,
     draws,
     fits,
+    inverse_of,
+    narrowed,
     rounded,
+    scale_of,
     step,
+    widened,
 )
 
 
-def tile(dim: int) -> dict[str, int]:
-    """How :func:`update_rows` is started for rows of ``dim``."""
+def tile(dim: int, *, by_block: bool = False) -> dict[str, int]:
+    """How :func:`update_rows` is started for rows of ``dim``; ``by_block``: slots have scales."""
     width = max(16, triton.next_power_of_2(dim))
+    if by_block:
+        width = max(128, width)
     rows = max(1, 1024 // width)
     return {"N": rows, "C": width, "num_warps": min(32, max(4, rows * width // 512))}
 
 
 @triton.jit
 def update_rows(
-    rows,  # [L, D]
+    rows,  # [L, D], float8_e4m3fn as uint8
     slots,  # [L, S], None
     updates,  # [L] int64, None
+    row_scales,  # [L] bfloat16, None
+    slot_scales,  # [L, K] bfloat16, None
+    clock,  # int64, None: rounding draws by the updates
     refused,  # int64
     gradient,  # [N, D] float32
     numbers,  # [N] int64, None: start …
@@ -51,6 +60,7 @@ def update_rows(
     LR_ON_DEVICE: tl.constexpr,
     N: tl.constexpr,
     C: tl.constexpr,
+    B: tl.constexpr = 128,
 ):
     place = tl.program_id(0) * N + tl.arange(0, N)
     column = tl.arange(0, C)
@@ -70,7 +80,10 @@ def update_rows(
     if updates is not None:
         t += tl.load(updates + number, mask=is_here, other=0)
     rows += number[:, None] * D + column[None, :]
-    row = tl.load(rows, mask=mask, other=0.0).to(tl.float32)
+    row = widened(tl.load(rows, mask=mask, other=0), rows.dtype.element_ty)
+    if row_scales is not None:
+        row_scales += number
+        row *= tl.load(row_scales, mask=is_here, other=1.0).to(tl.float32)[:, None]
     grad = tl.load(gradient + place.to(tl.int64)[:, None] * D + column[None, :], mask=mask, other=0.0)
     grad *= tl.load(scale).to(tl.float32)
     slot, second = row, row
@@ -88,7 +101,13 @@ def update_rows(
         second = tl.load(slots + D, mask=mask, other=0.0).to(tl.float32)
     elif KIND != SGD:
         slots += number[:, None] * D + column[None, :]
-        slot = tl.load(slots, mask=mask, other=0.0).to(tl.float32)
+        slot = widened(tl.load(slots, mask=mask, other=0), slots.dtype.element_ty)
+        if slot_scales is not None:
+            block = tl.arange(0, C // B)
+            scale_mask = is_here[:, None] & (block * B < D)[None, :]
+            slot_scales += number[:, None] * ((D + B - 1) // B) + block[None, :]
+            scales = tl.load(slot_scales, mask=scale_mask, other=1.0).to(tl.float32)
+            slot = tl.reshape(tl.reshape(slot, [N, C // B, B]) * scales[:, :, None], [N, C])
 
     row, slot, second = step(row, slot, second, grad, t, step_size, decay, a, b, eps, D, KIND)
 
@@ -107,7 +126,16 @@ def update_rows(
     mask = mask & is_good[:, None]
 
     id = first + number
-    tl.store(rows, _stored(row, key, id, t, ROW, C, rows.dtype.element_ty), mask=mask)
+    drawn_by = t
+    if clock is not None:
+        drawn_by = tl.zeros([N], tl.int64) + tl.load(clock)
+    if row_scales is not None:
+        scale_N = scale_of(tl.max(tl.abs(row), axis=1), tl.uint8)
+        code = narrowed(row * inverse_of(scale_N)[:, None], draws(key, id, drawn_by, 0, ROW, C), tl.uint8)
+        tl.store(rows, code, mask=mask)
+        tl.store(row_scales, scale_N.to(tl.bfloat16), mask=is_good)
+    else:
+        tl.store(rows, _stored(row, key, id, drawn_by, ROW, C, rows.dtype.element_ty), mask=mask)
     if KIND == ROWWISE_ADAGRAD:
         tl.store(slots, second, mask=is_good)
     elif KIND == ROWWISE_ADAM:
@@ -117,7 +145,14 @@ def update_rows(
         tl.store(slots, slot, mask=mask)
         tl.store(slots + D, second, mask=mask)
     elif KIND != SGD:
-        tl.store(slots, _stored(slot, key, id, t, SLOT, C, slots.dtype.element_ty), mask=mask)
+        if slot_scales is not None:
+            blocks = tl.reshape(slot, [N, C // B, B])
+            scales = scale_of(tl.max(tl.abs(blocks), axis=2), tl.int8)
+            ratio = tl.reshape(blocks * inverse_of(scales)[:, :, None], [N, C])
+            tl.store(slots, narrowed(ratio, draws(key, id, drawn_by, 0, SLOT, C), tl.int8), mask=mask)
+            tl.store(slot_scales, scales.to(tl.bfloat16), mask=scale_mask & is_good[:, None])
+        else:
+            tl.store(slots, _stored(slot, key, id, drawn_by, SLOT, C, slots.dtype.element_ty), mask=mask)
     if updates is not None:
         tl.store(updates + number, t, mask=is_good)
 
@@ -125,7 +160,11 @@ def update_rows(
 @triton.jit
 def _misfits(value, dtype: tl.constexpr):
     """1 for each row some value of which has no finite number in ``dtype``, else 0. Beyond D columns are zero."""
-    return tl.max((~fits(value, dtype)).to(tl.int32), axis=1)
+    if dtype == tl.uint8 or dtype == tl.int8:  # noqa: SIM108
+        is_bad = ~(tl.abs(value) <= 85070591730234615865843651857942052864.0)  # 2^126
+    else:
+        is_bad = ~fits(value, dtype)
+    return tl.max(is_bad.to(tl.int32), axis=1)
 
 
 @triton.jit

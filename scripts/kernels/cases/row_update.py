@@ -9,12 +9,21 @@ from scripts.kernels.compile import Case
 
 _TYPES = {"updates": "*i64", "refused": "*i64", "numbers": "*i64"} | dict.fromkeys(("start", "num", "first"), "i32")
 _TYPES |= {"key": "i64"} | dict.fromkeys(("lr", "decay", "a", "b", "eps"), "fp32")
+_EIGHT = {"rows": "*u8", "slots": "*i8", "row_scales": "*bf16", "slot_scales": "*bf16", "clock": "*i64"}
 
 
 def _update(name: str, dim: int, kind: str, types: dict[str, str], **constants: Any) -> Case:
-    options = row_update.tile(dim)
+    options = row_update.tile(dim, by_block=types.get("slots") == "*i8")
     launched = {"num_warps": options.pop("num_warps"), "enable_fp_fusion": False}
-    constants = {"num_valid": None, "D": dim, "KIND": getattr(row_step, kind).value, "LR_ON_DEVICE": False} | constants
+    scaled = ("row_scales", "slot_scales", "clock")
+    constants = dict.fromkeys(() if "clock" in types else scaled) | constants
+    constants = {
+        "num_valid": None,
+        "B": 128,
+        "D": dim,
+        "KIND": getattr(row_step, kind).value,
+        "LR_ON_DEVICE": False,
+    } | constants
     constants |= options
     signature = {
         argument: "constexpr" if argument in constants else (_TYPES | types).get(argument, "*fp32")
@@ -33,6 +42,7 @@ def _update(name: str, dim: int, kind: str, types: dict[str, str], **constants: 
 
 CASES = [
     _update("bfloat16 momentum", 512, "MOMENTUM", {"rows": "*bf16", "slots": "*bf16"}),
+    _update("8 bits momentum", 512, "MOMENTUM", _EIGHT, updates=None),
     _update("float32 Adam", 512, "ADAM", {}, numbers=None),
     _update("float16 row-wise Adagrad", 64, "ROWWISE_ADAGRAD", {"rows": "*fp16"}),
 ]

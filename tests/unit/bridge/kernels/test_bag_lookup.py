@@ -31,7 +31,7 @@ from geartrain.bridge.kernels.lookup import (
 )
 from geartrain.bridge.kernels.optimizers import RowStep, step_numbers, update_rows
 from geartrain.bridge.kernels.rounding import ROW, SLOT, round_rows
-from geartrain.bridge.kernels.row_update import StoredRows
+from geartrain.bridge.kernels.row_update import RowArrays
 
 pytest.importorskip("triton")
 
@@ -115,8 +115,8 @@ def upstream_of(entries: Entries, dim: int, seed: int) -> list[Tensor | None]:
     return found
 
 
-def stored(rows: Tensor, slots: Tensor | None, updates: Tensor | None, refused: Tensor, key: int) -> StoredRows:
-    return StoredRows(rows_LD=rows, slots_LS=slots, updates_L=updates, refused=refused, first=0, key=key)
+def stored(rows: Tensor, slots: Tensor | None, updates: Tensor | None, refused: Tensor, key: int) -> RowArrays:
+    return RowArrays(rows_LD=rows, slots_LS=slots, updates_L=updates, refused=refused, first=0, key=key)
 
 
 OPTIMIZERS: list[tuple[RowOptimizerSpec, torch.dtype, torch.dtype]] = [
@@ -142,7 +142,7 @@ def test_rows_are_updated_once_by_the_sum_of_their_gradients(number: int) -> Non
         VectorGradients(own := entries_of(seed), upstream_of(own, dim, seed), scale)
         for seed, scale in ((1, 0.5), (2, 1.5))
     ]
-    made: list[StoredRows] = []
+    made: list[RowArrays] = []
     for rows in NUM_ROWS:
         values = torch.randn(rows, dim, generator=rng).to(dtype)
         held = torch.rand(rows, slots, generator=rng).to(slot_dtype) if slots else None
@@ -166,7 +166,7 @@ def test_rows_are_updated_once_by_the_sum_of_their_gradients(number: int) -> Non
 
 
 def expected(
-    table: StoredRows, index: int, parts: list[VectorGradients], optimizer: RowOptimizerSpec
+    table: RowArrays, index: int, parts: list[VectorGradients], optimizer: RowOptimizerSpec
 ) -> tuple[Any, ...]:
     """What float64 makes of it, rounded by the reference; and Σ g²."""
     sums = torch.zeros(*table.rows_LD.shape, dtype=torch.float64)

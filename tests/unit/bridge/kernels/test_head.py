@@ -21,7 +21,7 @@ from geartrain.bridge.kernels.head import TILE, HeadPass
 from geartrain.bridge.kernels.launch import interpreted
 from geartrain.bridge.kernels.optimizers import RowStep, update_rows
 from geartrain.bridge.kernels.rounding import round_rows
-from geartrain.bridge.kernels.row_update import StoredRows
+from geartrain.bridge.kernels.row_update import RowArrays
 
 LOG2_E = math.log2(math.e)
 
@@ -224,7 +224,7 @@ class Stored:
                 terms,
                 factor,
                 self.optimizer,
-                StoredRows(
+                RowArrays(
                     rows_LD=self.rows,
                     slots_LS=self.slots,
                     updates_L=self.steps,

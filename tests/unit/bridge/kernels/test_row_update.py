@@ -29,7 +29,8 @@ from geartrain.ams.values.optimizers.registry import (
 from geartrain.ams.values.specs import DTypeName, TableSpec
 from geartrain.bridge.kernels.launch import Cost, interpreted, observed
 from geartrain.bridge.kernels.rounding import rounding_key
-from geartrain.bridge.kernels.row_update import StoredRows, update
+from geartrain.bridge.kernels.row_update import RowArrays, update
+from geartrain.bridge.kernels.scaled import narrowed
 from geartrain.bridge.rows.tables import TORCH_DTYPES, as_numpy
 
 pytest.importorskip("triton")
@@ -37,11 +38,11 @@ L, FIRST = 40, 7
 WAYS: dict[str, Callable[[], Any]] = {"kernel": interpreted, "tensors": nullcontext}
 
 
-def _stored(optimizer: RowOptimizerSpec, dtype: DTypeName, dim: int) -> tuple[TableSpec, StoredRows]:
+def _stored(optimizer: RowOptimizerSpec, dtype: DTypeName, dim: int) -> tuple[TableSpec, RowArrays]:
     slot_dtype: DTypeName = dtype if optimizer.takes_narrow_slots else "float32"
     spec = TableSpec(name="t", dim=dim, num_rows=L, optimizer=optimizer, dtype=dtype, slot_dtype=slot_dtype, seed=5)
     random = torch.Generator().manual_seed(dim)
-    return spec, StoredRows(
+    return spec, RowArrays(
         rows_LD=torch.randn(L, dim, generator=random).to(TORCH_DTYPES[dtype]),
         slots_LS=torch.zeros(L, spec.slot_dim, dtype=TORCH_DTYPES[slot_dtype]) if spec.has_slots else None,
         updates_L=torch.zeros(L, dtype=torch.int64) if spec.step_bytes else None,
@@ -51,12 +52,12 @@ def _stored(optimizer: RowOptimizerSpec, dtype: DTypeName, dim: int) -> tuple[Ta
     )
 
 
-def _parts(stored: StoredRows) -> list[Tensor]:
+def _parts(stored: RowArrays) -> list[Tensor]:
     return [part for part in (stored.rows_LD, stored.slots_LS, stored.updates_L) if part is not None]
 
 
 def _push_to_shard(
-    spec: TableSpec, stored: StoredRows, numbers: np.ndarray, gradient: Tensor, optimizer: RowOptimizerSpec
+    spec: TableSpec, stored: RowArrays, numbers: np.ndarray, gradient: Tensor, optimizer: RowOptimizerSpec
 ) -> None:
     array_update.update(
         spec,
@@ -135,6 +136,44 @@ def test_a_row_that_would_overflow_stays_and_so_do_those_beyond_the_valid_ones(
     for part, old in zip(_parts(stored), before, strict=True):
         is_same = (part == old).view(L, -1).all(1)
         assert is_same.sum() == L - 2 and not is_same[changed].any()
+
+
+@pytest.mark.parametrize("dim", [5, 128, 300])
+@pytest.mark.parametrize("optimizer", [SGD(0.1), SparseMomentum(0.1, 0.9, 1e-3)], ids=repr)
+def test_eight_bits_are_those_of_the_tensor_operations(optimizer: RowOptimizerSpec, dim: int) -> None:
+    random = torch.Generator().manual_seed(dim)
+    rows, row_scales = narrowed(torch.randn(L, dim, generator=random), torch.float8_e4m3fn)
+    slots, slot_scales = narrowed(torch.randn(L, dim, generator=random), torch.int8)
+    has_slots = bool(optimizer.slots)
+
+    def stored() -> RowArrays:
+        return RowArrays(
+            rows_LD=rows.clone(),
+            slots_LS=slots.clone() if has_slots else None,
+            updates_L=None,
+            refused=torch.zeros((), dtype=torch.int64),
+            first=FIRST,
+            key=5,
+            row_scales_LK=row_scales.clone(),
+            slot_scales_LK=slot_scales.clone() if has_slots else None,
+            clock=torch.tensor(3),
+        )
+
+    ours, theirs, before = stored(), stored(), stored()
+    gradient_ND = torch.randn(30, dim, generator=random)
+    gradient_ND[2, dim - 1] = float("nan")
+    numbers_N = torch.randperm(L, generator=random)[:30]
+    for table, way in ((ours, interpreted), (theirs, nullcontext)):
+        with way():
+            update(table, numbers_N, gradient_ND.clone(), optimizer, lr=0.1, scale=torch.tensor(0.5))
+    assert ours.refused == theirs.refused == 1
+    kind = torch.float32
+    torch.testing.assert_close(ours.rows(slice(None), kind), theirs.rows(slice(None), kind), rtol=0.13, atol=0.02)
+    assert (ours.rows(slice(None), kind) == theirs.rows(slice(None), kind)).float().mean() > 0.99
+    assert torch.equal(ours.rows(numbers_N[2:3], kind), before.rows(numbers_N[2:3], kind))
+    if has_slots:
+        mine, other = ours.slots(slice(None), kind), theirs.slots(slice(None), kind)
+        assert mine is not None and other is not None and (mine == other).float().mean() > 0.99
 
 
 def test_one_start_says_what_it_moves() -> None:
