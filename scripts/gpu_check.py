@@ -108,6 +108,8 @@ def parts(*, dry: bool, ranks: bool) -> list[tuple[str, list[str], int]]:
         ("embeddings", [*measure, "embeddings", *small], 90),
         ("graph", [*measure, "graph", *small], 90),
     ]
+    alone = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
+    listed.append(("collectives", [*alone, "-m", "scripts.kernels.on_device", "head", *small], 60))
     if ranks:
         script = ["-m", "torch.distributed.run", "--rdzv-backend", "static", "--standalone", "--nproc-per-node", "gpu"]
         listed.append(("ranks", [python, *script, "-m", "scripts.kernels.on_device", "head", *small], 150))
@@ -135,7 +137,7 @@ def run_part(command: Sequence[str], seconds: int, environ: dict[str, str]) -> R
 def worst_first(report: Report) -> list[tuple[float, str]]:
     """Kernels and steps by (measured over modelled, what they are)."""
     lines = []
-    for part in ("head", "embeddings"):
+    for part in ("head", "embeddings", "collectives"):
         for case in report.get(part, {}).get("found", {}).get("cases", ()):
             for kernel in case.get("kernels", ()):
                 if kernel["modelled_ms"]:
@@ -185,7 +187,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if given.only is not None and name not in given.only:
             continue
         print(f"== {name}: at most {seconds} s", flush=True)
-        report[name] = run_part(command, seconds, environ)
+        alone = {"GEARTRAIN_COLLECTIVES_OF_ONE": "1"} if name == "collectives" else {}
+        report[name] = run_part(command, seconds, environ | alone)
         path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
         print(
             report[name].get("output", ""), f"   {report[name]['seconds']} s, exit {report[name]['exit']}", flush=True

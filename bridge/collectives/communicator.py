@@ -14,6 +14,7 @@ import contextlib
 import functools
 import json
 import math
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -119,11 +120,12 @@ def _differences(first: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator
 class Communicator:
     """The ranks of ``process_group`` (None: all of them); every rank makes the same calls in the same order.
 
-    Attributes: ``world_size``, ``rank``, ``traffic`` (what this rank took part in).
+    Attributes: ``world_size``, ``rank``, ``traffic`` (what this rank took part in), ``is_alone`` (nothing travels).
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
         self.world_size, self.rank = 1, 0
+        self.is_alone = True
         self.traffic = Traffic()
         self._group = process_group
         self._is_gloo = True
@@ -135,11 +137,13 @@ class Communicator:
         if self.rank < 0:
             raise InvalidArgument("this process is not of process_group; make the head on its ranks only")
         self._is_gloo = str(dist.get_backend(process_group)) == "gloo"
+        # One card holds one rank of NCCL: a rank that is alone makes its collectives if told so, to try them there.
+        self.is_alone = self.world_size == 1 and os.environ.get("GEARTRAIN_COLLECTIVES_OF_ONE") != "1"
 
     @functools.cached_property
     def _host_group(self) -> dist.ProcessGroup | None:
         """The group of the host's tensors, which NCCL does not carry; made where it is first needed."""
-        if self.world_size == 1 or "gloo" in str(dist.get_backend(self._group)):
+        if self.is_alone or "gloo" in str(dist.get_backend(self._group)):
             return self._group
         with lost_ranks_named("beginning of a gloo group", self._group):
             return _gloo_group(dist.get_process_group_ranks(self._group or dist.group.WORLD), self._group)
@@ -149,7 +153,7 @@ class Communicator:
 
         It has the time limit of theirs.
         """
-        if self.world_size == 1:
+        if self.is_alone:
             return self
         members = dist.get_process_group_ranks(self._host_group or dist.group.WORLD)
         return Communicator(_gloo_group(members, self._group))
@@ -157,7 +161,7 @@ class Communicator:
     @property
     def device(self) -> torch.device:
         """Where rows begin: the current CUDA device if the group cannot carry the host's tensors, else the host."""
-        if self.world_size > 1 and not self._is_gloo and torch.cuda.is_available():
+        if not self.is_alone and not self._is_gloo and torch.cuda.is_available():
             return torch.device("cuda", torch.cuda.current_device())
         return torch.empty(0).device
 
@@ -171,7 +175,7 @@ class Communicator:
 
     def start_exchange(self, values: Sequence[int], operation: str = "all-gather") -> Pending[list[list[int]]]:
         """Begin :meth:`exchange`; it goes on beside what is computed until its result is asked for."""
-        if self.world_size == 1:
+        if self.is_alone:
             return Pending.done([list(values)])
         mine = torch.tensor(values, dtype=torch.int64, device=_HOST)
         parts = [torch.empty_like(mine) for _ in range(self.world_size)]
@@ -189,7 +193,7 @@ class Communicator:
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
         """The ``data`` of every rank, in rank order; lengths may differ. Two all-gathers between the hosts."""
-        if self.world_size == 1:
+        if self.is_alone:
             return [data]
         own = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
         sizes = [size for (size,) in self.exchange([len(data)])]
@@ -244,7 +248,7 @@ class Communicator:
 
     def start_gather(self, tensor: Tensor, sizes: Sequence[int]) -> Pending[Tensor]:
         """Begin :meth:`gather`; it goes on beside what is computed until its result is asked for."""
-        if self.world_size == 1:
+        if self.is_alone:
             return Pending.done(tensor)
         most = max(sizes)
         width = math.prod(tensor.shape[1:])
@@ -346,7 +350,7 @@ class Communicator:
     def start_sum(self, tensor: Tensor) -> Pending[Tensor]:
         """Begin to sum a contiguous tensor over the ranks: one all-reduce. It is read and written until the result is
         asked for, and is the result itself where the ranks can reach its memory."""
-        if self.world_size == 1:
+        if self.is_alone:
             return Pending.done(tensor)
         wire = tensor.detach().to(self._wire(tensor.device))
         device = tensor.device
@@ -360,7 +364,7 @@ class Communicator:
 
     def start_sum_to_owners(self, tensor_BD: Tensor, sizes: Sequence[int]) -> Pending[Tensor]:
         """Begin :meth:`sum_to_owners`; ``tensor_BD`` must not be written before its result was asked for."""
-        if self.world_size == 1:
+        if self.is_alone:
             return Pending.done(tensor_BD)
         most, own = max(sizes), sizes[self.rank]
         wire = tensor_BD.to(self._wire(tensor_BD.device))
@@ -386,7 +390,7 @@ class Communicator:
 
         Returns what arrives, ``arriving[r]`` of each rank r in rank order: [Σ arriving, …].
         """
-        if self.world_size == 1:
+        if self.is_alone:
             return values
         wire = values.detach().to(self._wire(values.device)).contiguous()
         parts = wire.new_empty(sum(arriving), *wire.shape[1:])
@@ -403,7 +407,7 @@ class Communicator:
 
     def take_from_first(self, tensor: Tensor) -> None:
         """Overwrite ``tensor`` by rank 0's, of the same shape and dtype: one broadcast."""
-        if self.world_size == 1 or not tensor.numel():
+        if self.is_alone or not tensor.numel():
             return
         wire = tensor.detach().to(self._wire(tensor.device)).contiguous()
         with self._counted("broadcast", wire.nbytes):
@@ -413,7 +417,7 @@ class Communicator:
 
     def deal(self, whole_ND: Tensor, sizes: Sequence[int]) -> Tensor:
         """Rank 0's rows [N, …], of which each rank gets its ``sizes[r]``, one behind the other: point to point."""
-        if self.world_size == 1:
+        if self.is_alone:
             return whole_ND
         parts = torch.split(whole_ND.detach(), list(sizes))
         if self.rank == 0:
@@ -450,7 +454,7 @@ class Communicator:
         return array
 
     def _reduced(self, tensor: Tensor, operation: Any) -> Tensor:
-        if self.world_size == 1:
+        if self.is_alone:
             return tensor
         shared = tensor.detach().to(self._wire(tensor.device), copy=True).contiguous()
         with self._counted("all-reduce", shared.nbytes):

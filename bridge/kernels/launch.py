@@ -56,12 +56,17 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, cost: Cost, **options
         return
 
     def start() -> None:
-        kernel[grid](*args, **options)
+        run(kernel, grid, args, options)
 
     if _observer is None:
         start()
     else:
         _observer(kernel, cost, start)
+
+
+def run(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]) -> None:
+    """What starts a kernel; tests on a machine with a GPU bring the CPU's tensors there first."""
+    kernel[grid](*args, **options)
 
 
 @contextlib.contextmanager

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from geartrain.bridge.kernels import launch
 from geartrain.bridge.kernels.launch import interpreted
 
 
@@ -19,3 +22,26 @@ def kernel_device() -> Iterator[torch.device]:
     pytest.importorskip("triton")
     with interpreted():
         yield torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def kernels_run_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is a GPU, tensors of the CPU go there for each kernel and come back; no interpreter takes part."""
+    if torch.cuda.is_available():
+        monkeypatch.setattr(launch, "run", run_there)
+
+
+def run_there(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]) -> None:
+    """Run a kernel on a GPU over copies of whole storages, so that strides and what tensors share stay."""
+    memory: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+
+    def there(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        _, copy = memory.setdefault(storage.data_ptr(), (storage, storage.cuda()))
+        moved = torch.empty(0, dtype=tensor.dtype, device="cuda")
+        return moved.set_(copy, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+    on_cpu = lambda value: isinstance(value, Tensor) and value.device.type == "cpu"  # noqa: E731
+    kernel[grid](*(there(arg) if on_cpu(arg) else arg for arg in args), **options)
+    for storage, copy in memory.values():
+        storage.copy_(copy)
