@@ -212,7 +212,7 @@ class RankFields(GroupRows):
                 self._under_way.append((Readback(merged.status), merged.given))
         samples = given[0].num_samples if given else 0
         ranks = self._link.world_size
-        agreed, weight = self._agree(failure, samples, lookup, 2 * ranks * len(fields) if ranks > 1 else 0)
+        agreed, weight = self._agree(failure, samples, lookup, 2 * ranks * len(fields) + 1 if ranks > 1 else 0)
         assert lookup is not None and merged.status is not None
         call = _Call(self._updates, lookup, merged.status, agreed, weight, samples)
         if torch.is_grad_enabled():

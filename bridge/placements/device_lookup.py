@@ -54,7 +54,8 @@ class DeviceLookup:
         self._link = tables[0].link
         self._rows = [RowSpan(table.rows_LD, table.first) for table in tables]
         self.counts: list[int] = []
-        """What the ranks exchange: for each rank and field how many ids go there, and how many vectors have them."""
+        """What several ranks exchange: for each rank and field how many ids go there, and how many vectors have them;
+        and whether the ids have weights."""
         self._here = asked
         """What is asked of the rows of this rank, by all."""
         if self._link.world_size > 1:
@@ -82,10 +83,10 @@ class DeviceLookup:
         vector_N = place_N & ((1 << PLACE_BITS) - 1)
         vector_P = torch.empty_like(vector_N).scatter_(0, is_first_N.cumsum(0) - 1, vector_N)
         self.counts = download(counts[:, : ranks * num_fields].flatten()).tolist()  # of a device the host waits here
-        self._vectors_of = vector_P[: sum(self.counts[ranks * num_fields :])].split_with_sizes(
-            self.counts[ranks * num_fields :]
-        )
+        num_vectors = self.counts[ranks * num_fields :]
+        self._vectors_of = vector_P[: sum(num_vectors)].split_with_sizes(num_vectors)
         """For each rank and field the vectors that have rows there."""
+        self.counts.append(int(asked.weights_N is not None))
 
     def vectors(self, counts: Sequence[Sequence[int]]) -> list[Tensor]:
         """The vectors [V, D] of each field, float32, from the ``counts`` of every rank. Two all-to-alls."""
@@ -99,7 +100,7 @@ class DeviceLookup:
         leaving = [_WORDS * sum(part) for part in _parts(self.counts[: ranks * num_fields], num_fields)]
         leaving_NW = self._leaving_NW[: sum(leaving) // _WORDS]
         arrived_NW = self._link.all_to_all(leaving_NW.reshape(-1), leaving, words).view(-1, _WORDS)
-        self._here = self._arrived(arrived_NW, ids_RF, vectors_RF)
+        self._here = self._arrived(arrived_NW, ids_RF, vectors_RF, any(count[-1] for count in counts))
         answers = [sums.flatten() for sums in self._pooled()]
         arrived = self._exchanged(answers, self._answer_sizes(), self._sizes())
         vectors: list[Tensor] = []
@@ -116,7 +117,11 @@ class DeviceLookup:
         return vectors
 
     def _arrived(
-        self, words_NW: Tensor, ids_RF: Sequence[Sequence[int]], vectors_RF: Sequence[Sequence[int]]
+        self,
+        words_NW: Tensor,
+        ids_RF: Sequence[Sequence[int]],
+        vectors_RF: Sequence[Sequence[int]],
+        are_weighted: bool,
     ) -> Entries:
         """What the ranks ask for, of these many ids and vectors for each rank and field."""
         asked, device = self._asked, words_NW.device
@@ -138,7 +143,7 @@ class DeviceLookup:
             words_NW[:, :2].contiguous().view(torch.int64).view(-1).to(asked.key_N.dtype),
             place_N,
             torch.searchsorted(sum_N, torch.arange(firsts[-1] + 1, device=device)),
-            None if asked.weights_N is None else words_NW[:, 3].contiguous().view(torch.float32),
+            words_NW[:, 3].contiguous().view(torch.float32) if are_weighted else None,
         )
 
     def _pooled(self) -> list[Tensor]:

@@ -158,6 +158,24 @@ def test_vectors_and_gradients_are_those_of_an_embedding_bag(data: st.DataObject
         torch.testing.assert_close(weights.grad, own.grad)
 
 
+def weigh_on_one_rank(rank: int, ranks: int, folder: Path) -> None:
+    del ranks, folder
+    table = gt.Embedding(None, "t", 3, num_rows=8, rows="ranks", optimizer=gt.SGD(1.0))
+    before = table.table("t").pull(torch.arange(8))
+    ids, weights = torch.tensor([0, 7]), torch.tensor([2.0, 3.0]) if rank else None
+    factors = torch.ones(2, 1) if weights is None else weights[:, None]
+    found = table(ids, torch.arange(2), weights)
+    torch.testing.assert_close(found, before[ids] * factors)
+    found.sum().backward()
+    gt.RowOptimizer(table).step()
+    # Each rank's samples count half.
+    torch.testing.assert_close((before - table.table("t").pull(torch.arange(8)))[ids, 0], torch.tensor([1.5, 2.0]))
+
+
+def test_ids_have_weights_on_one_rank_and_none_on_another(tmp_path: Path) -> None:
+    run_ranks(weigh_on_one_rank, 2, tmp_path)
+
+
 def save_and_load(rank: int, ranks: int, folder: Path, steps: range, first: bool) -> None:
     model = nn.ModuleDict({"fields": group("ranks", OPTIMIZERS[2])})
     fields: Any = model["fields"]
