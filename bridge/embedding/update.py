@@ -226,6 +226,9 @@ class EmbeddingUpdate(PendingUpdate[EmbeddingGradient]):
         self._writes = None
         for cache, gradient, settings_of_push, scale, write in self._to_follow:
             cache.pushed(gradient.ids, gradient.rows, settings_of_push, scale, write)
+        for own in self._caches:
+            if own is not None:
+                own.drop_written()
         self.step += 1
         if self.ranks is not None:
             self.ranks.sequence += 1

@@ -135,7 +135,7 @@ class RowCache:
         if self._incarnation != incarnation_of(self.table) or self._is_pushing:  # a step stopped half way
             self._incarnation = incarnation_of(self.table)
             self.clear()
-        self._drop_written()
+        self.drop_written()
         if self._resting:
             self._resting -= 1
             return Found(self, ids, _NONE, _NONE, _NONE, np.arange(len(ids)), _NONE, None, clock)
@@ -158,8 +158,10 @@ class RowCache:
             shards = np.array([shard for shard, _ in owners])
         return Found(self, ids, hits, positions[hits], taken, others, probes, shards, clock)
 
-    def _drop_written(self) -> None:
-        """By the clock no count tells of what this process has written otherwise than by a step."""
+    def drop_written(self) -> None:
+        """By the clock no count tells of what this process has written otherwise than by a step. Called at each step,
+        too, for else what the log tells would pile up where nothing is looked up here.
+        """
         while self._reader is not None and self._reader.entries:
             number, name, ids = self._reader.entries.popleft()
             if name == self.table.spec.name and number != self._own_write:

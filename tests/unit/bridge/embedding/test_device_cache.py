@@ -263,6 +263,20 @@ def test_rows_are_as_old_as_ssp_allows_and_no_older(staleness: int) -> None:
         assert all(rate == 0 for rate in rates) if staleness == 0 else all(rate > 0.3 for rate in rates)
 
 
+def test_what_is_told_of_writes_does_not_pile_up() -> None:
+    """A prefetched batch is pulled past the caches."""
+    script = Script(7)
+    with gt.local(num_shards=2) as cluster:
+        fields = group(cluster, ROOMY, mode=gt.SSP(2, worker="a"))
+        rows = gt.RowOptimizer(fields)
+        for _, vectors in gt.prefetch([script.batch() for _ in range(6)], fields):
+            script.loss(vectors).backward()
+            rows.step()
+            rows.zero_grad()
+        own: Any = fields.rows
+        assert [len(cache._reader.entries) for cache in own._caches.values()] == [0, 0]
+
+
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda one: one.name)
 def test_the_path_of_a_device_equals_that_of_the_host(optimizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """In tensor operations, here on a CPU: rows to the bit, pooled vectors to rounding."""
