@@ -77,7 +77,7 @@ class DeviceRows:
             )
             """Those of 8 bits: see ``kernels/scaled.py``."""
             self.clock = torch.zeros((), dtype=torch.int64, device=device) if spec.is_scaled else None
-            """How many steps there were since the rows were made or restored, which rounding to 8 bits draws by."""
+            """How many steps there were since the rows were made, which rounding to 8 bits draws by."""
             self.steps_L = torch.zeros(self.num_local, dtype=torch.int64, device=device) if spec.step_bytes else None
             """How often each row was updated, where that counts: with Adam, and for the rounding of 16 bits. Where
             untouched rows move, the last step of each."""

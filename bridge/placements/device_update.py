@@ -52,6 +52,8 @@ class DeviceUpdate(PendingUpdate[D]):
         self.takes_any_step = True
         for table in self.tables:
             table.is_written = False
+            if table.clock is not None:  # so that rounding draws what it would have drawn
+                table.clock.fill_(step)
 
     def check_finite(self) -> None:
         """Raise NonFinite if the pending gradients are not finite; on a CPU only."""
