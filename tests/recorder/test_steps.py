@@ -24,6 +24,7 @@ BUDGETS = [
     Budget(23, 0, "embedding", {"rows": "ranks"}),
     Budget(23, 0, "embedding", {"rows": "ranks", "ids": "cpu", "optimizer": "Adam"}),
     Budget(522, 1, "embedding", {"rows": "ranks", "ranks": 8}),
+    Budget(27, 0, "hashing"),
     Budget(83, 0, "split"),
     Budget(103, 1, "topk"),
     Budget(5, 1, "dense"),

@@ -9,7 +9,7 @@ from functools import partial
 from tests.recorder.steps.heads import head, head_in_cluster
 from tests.recorder.steps.parallel import split, topk
 from tests.recorder.steps.probe import probe
-from tests.recorder.steps.sparse import dense, embedding, gear
+from tests.recorder.steps.sparse import dense, embedding, gear, hashing
 
 Step = Callable[[], None]
 
@@ -20,6 +20,7 @@ STEPS: dict[str, Callable[..., AbstractContextManager[Step]]] = {
     "clip": partial(head, clip=True),
     "ranks": partial(head, ranks=8),
     "embedding": embedding,
+    "hashing": hashing,
     "dense": dense,
     "gear": gear,
     "split": split,

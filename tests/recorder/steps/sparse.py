@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import geartrain as gt
+from geartrain.bridge.kernels.hashing import HashTable
 from tests.recorder.dry_ranks import dry_ranks
 from tests.recorder.report import Report
 
@@ -55,6 +56,20 @@ def embedding(
             train.zero_grad()
 
         yield step
+
+
+@contextlib.contextmanager
+def hashing(report: Report, num_ids: int = 1_050_000, num_slots: int = 10_000_000) -> Iterator[Callable[[], None]]:
+    """The slots of ``num_ids`` ids, some of them new, in a table that has room for them."""
+    table = HashTable(num_slots, torch.device("cuda"))
+
+    def step() -> None:
+        ids_N = torch.empty(num_ids, dtype=torch.int64, device="cuda")
+        report.reset()
+        table.make_room(num_ids)
+        table.find_or_insert(ids_N)
+
+    yield step
 
 
 @contextlib.contextmanager
