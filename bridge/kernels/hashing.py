@@ -167,7 +167,7 @@ class HashTable:
             self._fill_B,
             len(ids_N),
             len(self._fill_B),
-            cost=Cost(num_bytes=len(ids_N) * (8.0 + 8 + 4 * 32)),
+            cost=Cost(num_bytes=len(ids_N) * (8.0 + 8)),  # as if none were new, as most are not in a step
             BLOCK=kernels.INSERTED,
             num_warps=4,
         )

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 import geartrain as gt
+from geartrain.bridge.kernels.hashing import HashTable
 from geartrain.bridge.kernels.launch import Cost, observed
 from scripts.kernels.model import DEVICES, Device
 
@@ -212,6 +213,7 @@ def waits(card: Card) -> Report:
         case[0]: lambda case=case: _head_step(card, (case[0], min(case[1], 1_000_000), *case[2:])) for case in HEADS
     }
     makes["embeddings"] = lambda: _embedding_step(card, *_embedding_fields(card))[0]
+    makes["hash table"] = lambda: _hash_step(card)[0]
     for name, make in makes.items():
         try:
             step = make()
@@ -290,19 +292,34 @@ def _embedding_step(
     return ours, theirs
 
 
+def _hash_step(card: Card) -> tuple[Callable[[], object], Callable[[], object]]:
+    """(the slots of known ids in a hash table, their places among sorted ones)."""
+    num_held, num_asked = card.size(10_000_000, 2_000), card.size(1_050_000, 200)
+    held = torch.randint(-(2**62), 2**62, (num_held,), device=card.device)
+    table = HashTable(num_held + 2 * num_asked, card.device)
+    for some in held.split(num_asked):
+        table.make_room(len(some))
+        table.find_or_insert(some)
+    asked, ordered = held[torch.randint(num_held, (num_asked,), device=card.device)], held.sort().values
+    return lambda: table.find_or_insert(asked), lambda: torch.searchsorted(ordered, asked)
+
+
 def embeddings(card: Card) -> Report:
-    """Steps of embeddings on ranks beside ``nn.EmbeddingBag(sparse=True)`` and ``torch.optim.SGD``."""
+    """Steps of embeddings on ranks beside ``nn.EmbeddingBag(sparse=True)`` and ``torch.optim.SGD``; a hash table."""
     here, cases = card.rates(), []
-    shapes = {
-        f"{FIELDS} fields, 1 id a bag": (*_embedding_fields(card), 1),
-        "1 field, 1.05 M ids, D = 128": (1, card.size(10_000_000, 1_000), 128, card.size(52_429, 64), 20),
+    bags = "EmbeddingBag(sparse=True), SGD"
+    long = 1, card.size(10_000_000, 1_000), 128, card.size(52_429, 64), 20
+    makes: dict[str, tuple[str, Callable[[], tuple[Callable[[], object], Callable[[], object]]]]] = {
+        f"{FIELDS} fields, 1 id a bag": (bags, lambda: _embedding_step(card, *_embedding_fields(card))),
+        "1 field, 1.05 M ids, D = 128": (bags, lambda: _embedding_step(card, *long)),
+        "hash table, 1.05 M of 10 M ids": ("searchsorted", lambda: _hash_step(card)),
     }
-    for name, shape in shapes.items():
-        line: Report = {"case": name}
+    for name, (rival, make) in makes.items():
+        line: Report = {"case": name, "rival": rival}
         try:
-            ours, theirs = _embedding_step(card, *shape)
+            ours, theirs = make()
             line["ours_ms"], line["theirs_ms"] = 1e3 * card.seconds(ours), 1e3 * card.seconds(theirs)
-            line["rival"], line["ratio"] = "EmbeddingBag(sparse=True), SGD", line["theirs_ms"] / line["ours_ms"]
+            line["ratio"] = line["theirs_ms"] / line["ours_ms"]
             line["kernels"] = card.kernels(ours, here)
             line["modelled_ms"] = sum(kernel["modelled_ms"] for kernel in line["kernels"])
             line["launches"], line["slowest"] = card.launches(ours)
