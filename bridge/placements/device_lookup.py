@@ -304,13 +304,14 @@ def _is_fused(table: DeviceRows) -> bool:
 class _Waiting:
     """The gradients of micro-batches, which the updates of several optimizers may share; sorted once."""
 
-    def __init__(self, parts: Sequence[VectorGradients]) -> None:
+    def __init__(self, parts: Sequence[VectorGradients], versions: Sequence[Sequence[int]] | None = None) -> None:
+        """``versions``: what the gradients were when they came; None: what they are now."""
         self.parts = parts
-        self._versions = [_versions(part) for part in parts]
+        self.versions = [_versions(part) for part in parts] if versions is None else versions
         self._sorted: SortedGradients | None = None
 
     def sorted(self) -> SortedGradients:
-        if [_versions(part) for part in self.parts] != self._versions:
+        if [_versions(part) for part in self.parts] != self.versions:
             raise InvalidArgument(
                 "a gradient of the vectors of embeddings was changed in place between its backward pass and the step, "
                 "which reads it there; make a new tensor, or call step() before"
@@ -335,7 +336,8 @@ class UnsummedGradient:
 
     def merge(self, other: UnsummedGradient) -> None:
         """Add the gradient of another micro-batch, which is used up."""
-        self._waiting = _Waiting([*self._waiting.parts, *other._waiting.parts])
+        mine, theirs = self._waiting, other._waiting
+        self._waiting = _Waiting([*mine.parts, *theirs.parts], [*mine.versions, *theirs.versions])
 
     def squared_norm(self) -> float:
         return float(self.squares_on_device())

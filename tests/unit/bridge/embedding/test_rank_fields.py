@@ -20,6 +20,8 @@ from torch import Tensor, nn
 import geartrain as gt
 from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
 from geartrain.bridge.embedding.ids import batch_ids, tensor_ids
+from geartrain.bridge.kernels.lookup import FieldShape, VectorGradients, index_fields
+from geartrain.bridge.placements.device_lookup import UnsummedGradient, _Waiting
 from tests.support.rank_processes import PRELOAD, run_ranks
 
 ROWS, JOINT, STEPS = 23, 12, 4
@@ -312,6 +314,19 @@ def test_a_run_through_prefetch_is_the_plain_loop() -> None:
             loss_of(vectors, step).backward()
             rows.step()
     torch.testing.assert_close(all_rows(ahead), all_rows(plain), rtol=0, atol=0)
+
+
+def test_a_gradient_that_is_changed_between_micro_batches_is_refused() -> None:
+    """Kernels read it at the step."""
+    entries, _ = index_fields([FieldShape(0, 2, 2, 1)], torch.tensor([0, 1]), None, None, [4])
+    first, second = torch.ones(2, 3), torch.ones(2, 3)
+    pending, other = (
+        UnsummedGradient({}, _Waiting([VectorGradients(entries, [gradient])])) for gradient in (first, second)
+    )
+    first.mul_(2)
+    pending.merge(other)
+    with pytest.raises(gt.errors.InvalidArgument, match="changed in place"):
+        pending.apply(gt.SGD(1.0), torch.ones(()))
 
 
 class Jagged:
