@@ -141,7 +141,10 @@ def index_fields(
     bounds_V = torch.empty(num_vectors + 1, dtype=torch.int64, device=device)
     has_factors = any(field.pooling != "sum" for field in fields)
     factor_V = torch.empty(num_vectors, device=device) if has_factors else None
-    status = torch.zeros((), dtype=torch.int64, device=device)
+    # Where there is no vector no offset says how many ids there are: the host knows.
+    in_no_bag = [place for place, field in enumerate(fields) if field.num_ids > field.num_vectors == 0]
+    number = (len(fields) - in_no_bag[0]) * 4 + 2 if in_no_bag else 0
+    status = torch.full((), number, dtype=torch.int64, device=device)
     found = Entries(bits, len(num_rows), pieces, key_N, place_N, bounds_V, weights_N, factor_V)
     if not runs_kernels(device):
         _index_reference(found, fields, ids_N, offsets, num_rows, status)

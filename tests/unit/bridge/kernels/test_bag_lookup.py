@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+import geartrain as gt
 from geartrain.ams.values.optimizers.registry import (
     SGD,
     Adagrad,
@@ -226,3 +228,19 @@ def test_a_row_that_leaves_its_type_stays_and_is_counted() -> None:
         gradients.update({0: stored(rows, None, steps, refused, 1)}, numbers, 1.0, torch.ones(()))
     assert rows[:, 0].tolist() == [1, 1, 1, 1, 0, 1]
     assert (steps.tolist(), int(refused)) == ([0, 0, 0, 0, 1, 0], 1)
+
+
+def test_ids_without_any_bag_are_found() -> None:
+    for inside in (contextlib.nullcontext, interpreted):
+        with inside():
+            _, status = index_fields([FieldShape(0, 3, 0, 0)], torch.arange(3), torch.zeros(1).long(), None, [4])
+        assert int(status) == 4 + 2
+
+
+def test_a_gradient_whose_square_is_beyond_float32_is_finite() -> None:
+    with interpreted():
+        table = gt.Embedding(None, "t", 2, num_rows=4, rows="ranks", optimizer=gt.SGD(1e-20))
+        before = table.table("t").pull(torch.arange(4))
+        (table(torch.tensor([1])) * 1e20).sum().backward()
+        gt.RowOptimizer(table).step()
+        torch.testing.assert_close(before[1] - table.table("t").pull(torch.tensor([1]))[0], torch.ones(2))
