@@ -85,6 +85,10 @@ class HostActive(ActiveClasses):
         numbers = np.union1d(self.sorted_ids, other.sorted_ids)
         return HostActive(len(numbers), numbers)
 
+    def fills(self, union: LocalActive) -> bool:
+        """Whether it is the whole of a union that it is in."""
+        return self.num == union.num
+
     def holds(self, union: LocalActive, device: torch.device) -> Tensor:
         """Which of a larger set's are in this one, bool on the device."""
         assert isinstance(union, HostActive), "those of one step are of one kind"
@@ -150,6 +154,11 @@ class DeviceActive:
         parts = [active.trimmed().numbers_A for active in (self, other)]
         numbers = torch.unique(torch.cat([part for part in parts if part is not None]))
         return DeviceActive(len(numbers), numbers, self.device)
+
+    def fills(self, union: LocalActive) -> bool:
+        """See :class:`HostActive`; of a set with padding nobody knows without waiting."""
+        assert isinstance(union, DeviceActive), "those of one step are of one kind"
+        return self.num == union.num and (self.count is None or self.numbers_A is union.numbers_A)
 
     def holds(self, union: LocalActive, device: torch.device) -> Tensor:
         assert isinstance(union, DeviceActive) and self.numbers_A is not None, "a part of the union"

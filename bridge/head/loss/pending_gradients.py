@@ -191,7 +191,7 @@ class BatchPart:
     def __init__(self, factors: Factors, union: LocalActive) -> None:
         self._factors = factors
         self._absent_U: Tensor | None = None
-        if union.num == factors.active.num:
+        if factors.active.fills(union):
             return
         factors.batch.targets = union.targets(factors.labels_B)
         take_offsets(factors.batch, union, factors.positives, factors.log2_weight)

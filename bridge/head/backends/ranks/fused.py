@@ -133,9 +133,14 @@ class FusedPass:
         batch = self._batch
         self._terms = sample_terms(self._head, batch.features_BD, batch.lse2_B, batch.target_weight_B, weights_B)
 
-    def ranges(self) -> Iterator[tuple[int, int, Tensor]]:
-        """(start, stop, exponentials) of every range."""
-        for start, stop, exponentials_NB, is_made in self._ranges(made=True):
+    @property
+    def most_rows(self) -> int:
+        """Of a range."""
+        return range_rows(self._row_bytes)
+
+    def ranges(self, most_rows: int | None = None) -> Iterator[tuple[int, int, Tensor]]:
+        """(start, stop, exponentials) of every range; ``most_rows``: of those whose exponentials are not kept."""
+        for start, stop, exponentials_NB, is_made in self._ranges(made=True, most_rows=most_rows):
             if not is_made:
                 exponentials(self._head, exponentials_NB, start, stop)
             yield start, stop, exponentials_NB
@@ -166,24 +171,27 @@ class FusedPass:
             self._buffer = None
 
     def _reserve(self, keep_bytes: int) -> None:
-        row_bytes = self._batch.size * self._head.dtype.itemsize
+        row_bytes = self._row_bytes
         num = keep_bytes // row_bytes
         num = self.num_active if num >= self.num_active else num // TILE * TILE
         if num > 0:
             self._buffer = self._table.pool.take(num * row_bytes, self._table.device)
             self._kept_KB = self._buffer.tensor((num, self._batch.size), self._head.dtype)
 
-    def _ranges(self, *, made: bool) -> Iterator[tuple[int, int, Tensor, bool]]:
+    @property
+    def _row_bytes(self) -> int:
+        return self._batch.size * self._head.dtype.itemsize
+
+    def _ranges(self, *, made: bool, most_rows: int | None = None) -> Iterator[tuple[int, int, Tensor, bool]]:
         """(start, stop, memory for exponentials, whether they are there) of those that are kept, and of all others."""
         first = 0
         if self._kept_KB is not None:
             first = len(self._kept_KB)
             yield 0, first, self._kept_KB, made
-        row_bytes = self._batch.size * self._head.dtype.itemsize
-        rows = min(range_rows(row_bytes), self.num_active - first)
+        rows = min(most_rows or self.most_rows, self.num_active - first)
         if rows <= 0:
             return
-        buffer = self._table.pool.take(rows * row_bytes, self._table.device)
+        buffer = self._table.pool.take(rows * self._row_bytes, self._table.device)
         for start in range(first, self.num_active, rows):
             stop = min(start + rows, self.num_active)
             yield start, stop, buffer.tensor((stop - start, self._batch.size), self._head.dtype), False
@@ -222,7 +230,8 @@ class FusedGradient:
 
     def _sums(self) -> Iterator[tuple[int, int, Tensor]]:
         """(start, stop, gradients [N, D] float32) of range after range."""
-        for made in zip(*(item.ranges() for item in self.passes), strict=True):
+        most_rows = min(item.most_rows for item in self.passes)
+        for made in zip(*(item.ranges(most_rows) for item in self.passes), strict=True):
             total_ND: Tensor | None = None
             for item, factor, (start, stop, exponentials_NB) in zip(self.passes, self.factors, made, strict=True):
                 gradient_ND = item.row_gradients(exponentials_NB, start, stop, factor)

@@ -190,9 +190,9 @@ class RankGradient(FactoredGradient):
 
     def merge(self, other: RankGradient) -> None:
         """Add the gradient of another micro-batch, which is used up."""
-        sizes = {self._active.num, other._active.num}
         super().merge(other)
-        are_fused = bool(self._fused) and bool(other._fused) and sizes == {self._active.num}
+        are_fused = bool(self._fused) and bool(other._fused)
+        are_fused = are_fused and all(factors.active.fills(self._active) for factors in self._factors)
         self._weights += other._weights
         self._fused = [*self._fused, *other._fused]
         self._give_back()

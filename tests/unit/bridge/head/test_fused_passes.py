@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 import geartrain as gt
-from geartrain.bridge.head.backends.ranks import fused, passes
+from geartrain.bridge.head.backends.ranks import fused, passes, selector
 from geartrain.bridge.kernels.launch import interpreted
 from tests.support.heads import make_batch, make_head
 from tests.support.rank_processes import run_ranks
@@ -81,6 +82,11 @@ def test_micro_batches_of_one_active_set_are_summed_and_clipped(case: str, late:
     compare(case, clip=0.01, late=late)
 
 
+@pytest.mark.parametrize("case", ["linear", "nothing kept"])
+def test_micro_batches_of_other_sizes_are_summed_by_the_same_ranges(case: str) -> None:
+    compare(case, parts=3, clip=0.01)
+
+
 def test_micro_batches_with_other_classes_go_to_chunks() -> None:
     head = make_head(fused=True, **COMMON, **CASES["sampled"])
     other = make_head(on_device=True, **COMMON, **CASES["sampled"])
@@ -143,3 +149,48 @@ def on_two_ranks(rank: int) -> None:
 
 def test_two_ranks_compute_the_same(tmp_path: Path) -> None:
     run_ranks(on_two_ranks, 2, tmp_path)
+
+
+def with_padding(rank: int) -> None:
+    """Two micro-batches whose classes together are just as many as there are places for those of one."""
+
+    def trained(room: int, *, is_fused: bool) -> tuple[Tensor, int]:
+        selector.room_for = lambda *_: room
+        head = make_head(on_device=True, fused=is_fused, **COMMON, **CASES["sampled"])
+        rows = gt.RowOptimizer(head)
+        for seed in (2 * rank, 2 * rank + 1):
+            head(*make_batch(SIZE, NUM, DIM, seed)).backward()
+        num = head.row_update._pending._active.num
+        rows.step()
+        return head.weights(), num
+
+    expected, num = trained(NUM // 2, is_fused=False)
+    for is_fused in (False, True):
+        torch.testing.assert_close(trained(num, is_fused=is_fused)[0], expected)
+
+
+def test_padding_is_no_class_of_several_micro_batches(tmp_path: Path) -> None:
+    run_ranks(with_padding, 2, tmp_path)
+
+
+def without_rows(rank: int) -> None:
+    """The last of three ranks has none of four classes, and no samples."""
+    for is_interpreted in (False, True):
+        found = []
+        for is_fused in (False, True):
+            head = make_head(on_device=True, fused=is_fused, **COMMON | {"num_classes": 4}, **CASES["sampled"])
+            rows = gt.RowOptimizer(head)
+            for step in range(2):
+                features, labels = make_batch(4 * (rank < 2), 4, DIM, step)
+                labels %= 2
+                with interpreted() if is_fused and is_interpreted else contextlib.nullcontext():
+                    head(features, labels).backward()
+                    gt.clip_grad_norm_([], rows, 0.1)
+                    rows.step()
+                rows.zero_grad()
+            found.append(head.weights())
+        torch.testing.assert_close(*found)
+
+
+def test_a_rank_without_rows_and_samples_takes_part(tmp_path: Path) -> None:
+    run_ranks(without_rows, 3, tmp_path)
