@@ -330,7 +330,7 @@ class SampleTerms:
     own_along_B: Tensor
     """float32: the part of that along the row."""
     bounds_B: Tensor
-    """float32: no number of any (unit) row's gradient is beyond the sum of these."""
+    """float32: no (unit) row's gradient is longer than the sum of these."""
 
 
 def sample_terms(
@@ -354,7 +354,7 @@ def sample_terms(
         lse2_B=lse2_B,
         own_BD=own_BD,
         own_along_B=(own_BD * head.own_rows()).sum(1),
-        bounds_B=features_BD.abs().amax(1) * (weights_B.abs() + own_weight_B.abs()),
+        bounds_B=torch.linalg.vector_norm(features_BD, dim=1) * (weights_B.abs() + own_weight_B.abs()),
     )
 
 

@@ -217,7 +217,8 @@ def sample_terms(
     if weights is not None:
         weight = tl.load(weights + sample)
     own_weight = tl.load(own_weights + sample) * weight
-    tl.store(bounds + sample, tl.max(tl.abs(feature), 0) * (tl.abs(weight) + tl.abs(own_weight)))
+    length = tl.sqrt(tl.sum(feature * feature, 0))
+    tl.store(bounds + sample, length * (tl.abs(weight) + tl.abs(own_weight)))
     factor = weight
     if not SHIFTED:
         factor = weight * tl.exp2(middle - tl.load(log_sums + sample))
@@ -374,7 +375,10 @@ def update_rows(
     if refused is not None:
         if updates is not None:
             number = tl.load(updates + at, mask=is_row, other=0) + 1
-        largest = tl.abs(times) * 2.0 * bound * length
+        calm = limit / (1.0 + loss * lr)
+        # Not by a maximum with the others, which on a card passes over NaN.
+        is_calm = tl.abs(times) * 2.0 * bound * length <= calm
+        largest = tl.zeros((TILE_N,), tl.float32)
         for first in range(0, DIM, TILE_D):
             d = first + tl.arange(0, TILE_D)
             is_value = is_row[:, None] & (d < DIM)[None, :]
@@ -388,8 +392,7 @@ def update_rows(
                     tl.float32
                 )
                 largest = tl.maximum(largest, tl.max(tl.abs(value), 1))
-        calm = limit / (1.0 + loss * lr)
-        looks = tl.max(tl.where(is_row & ~(largest <= calm), 2, 1), 0)
+        looks = tl.max(tl.where(is_row & ~(is_calm & (largest <= calm)), 2, 1), 0)
     is_bad = tl.zeros((TILE_N,), tl.int32)
     square = tl.zeros((TILE_N,), tl.float32)
     for look in range(looks):

@@ -121,7 +121,7 @@ def own_cosines(rows, numbers, inverse, positions, features, out, cosines, DIM: 
     place = tl.maximum(position, 0)
     row = place
     if numbers is not None:
-        row = tl.load(numbers + place)
+        row = tl.load(numbers + place, mask=position >= 0, other=0)  # a rank may have none
     values = tl.load(rows + row * DIM + d, mask=inside & (position >= 0), other=0.0).to(tl.float32)
     if inverse is not None:
         values *= tl.load(inverse + place, mask=position >= 0, other=0.0)
