@@ -121,7 +121,7 @@ def packed(tensors: Sequence[Tensor], dtype: torch.dtype, device: torch.device) 
     if device.type == "cpu":
         return torch.cat([tensor.to(device, dtype) for tensor in flat])
     if host:
-        room = torch.empty(sum(map(len, host)), dtype=dtype, pin_memory=device.type == "cuda")
+        room = torch.empty(sum(map(len, host)), dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
         parts = iter(
             torch.cat(host, out=room).to(device, non_blocking=True).split_with_sizes([len(item) for item in host])
         )

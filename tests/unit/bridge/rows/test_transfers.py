@@ -8,6 +8,7 @@ from geartrain.bridge.rows.transfers import (
     Moment,
     Readback,
     begin_download,
+    packed,
     packed_views,
     read,
     upload,
@@ -37,3 +38,9 @@ def test_on_a_cpu_nothing_is_copied_and_nobody_waits() -> None:
     moment.wait()
     assert moment.is_over and readback.is_here
     assert read(tensor.sum(), torch.tensor([True])) == [float(tensor.sum()), 1.0]
+
+
+def test_numbers_of_the_host_are_packed_there_whatever_the_default_device() -> None:
+    with torch.device("meta"):
+        found = packed([torch.arange(3, device=CPU), torch.arange(2, device=CPU)], torch.int64, torch.device("meta"))
+    assert (found.device.type, len(found)) == ("meta", 5)
