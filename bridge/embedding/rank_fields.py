@@ -33,7 +33,7 @@ from geartrain.bridge.embedding.group_rows import GroupRows, GroupSettings, Trai
 from geartrain.bridge.embedding.ids import TensorIds, ids_of_batch, tensor_ids
 from geartrain.bridge.embedding.lookups import require_first_derivative
 from geartrain.bridge.embedding.modes import SSP
-from geartrain.bridge.embedding.vectors import out_of_range, pooling_factors, require_no_max_weights
+from geartrain.bridge.embedding.vectors import maxima, out_of_range, pooling_factors, require_no_max_weights
 from geartrain.bridge.kernels.lookup import Entries, FieldShape, index_fields
 from geartrain.bridge.placements.device_lookup import DeviceLookup, RowGradients
 from geartrain.bridge.placements.device_rows import DeviceRows
@@ -317,13 +317,9 @@ def _finished(field: Field, ids: TensorIds, vectors: Tensor) -> Tensor:
         bag_N = at_N // ids.bags
     else:
         bag_N = torch.searchsorted(ids.bags[1:], at_N, right=True).clamp(max=max(0, ids.num_bags - 1))
-    none_BD = vectors.new_zeros(ids.num_bags, vectors.shape[1])
     if field.pooling == "max":
-        if counts_N is None:
-            return none_BD.scatter_reduce(0, bag_N[:, None].expand_as(vectors), vectors, "amax", include_self=False)
-        counted = torch.where(counts_N[:, None], vectors, -torch.inf)
-        most = none_BD.scatter_reduce(0, bag_N[:, None].expand_as(vectors), counted, "amax", include_self=False)
-        return torch.where(most == -torch.inf, 0.0, most)
+        return maxima(vectors, bag_N, ids.num_bags, counts_N)
+    none_BD = vectors.new_zeros(ids.num_bags, vectors.shape[1])
     sums_BD = none_BD.index_add(0, bag_N, vectors)
     if field.pooling == "sum":
         return sums_BD

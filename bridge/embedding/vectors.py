@@ -136,13 +136,29 @@ def pooled(field: Field, ids: FieldIds, vectors_ND: Tensor, counted: Tensor) -> 
     if field.pooling is None:
         return weighted_ND.new_zeros(len(ids.values), vectors_ND.shape[1]).index_copy(0, places, weighted_ND)
     bag_N = bag_of_each(ids)[counted].to(device)
-    none_BD = weighted_ND.new_zeros(ids.num_bags, vectors_ND.shape[1])
     if field.pooling == "max":
-        return none_BD.scatter_reduce(0, bag_N[:, None].expand_as(vectors_ND), vectors_ND, "amax", include_self=False)
+        return maxima(vectors_ND, bag_N, ids.num_bags)
+    none_BD = weighted_ND.new_zeros(ids.num_bags, vectors_ND.shape[1])
     sums_BD = none_BD.index_add(0, bag_N, weighted_ND)
     if field.pooling == "sum":
         return sums_BD
     return sums_BD * pooling_factors(field, ids.num_bags, bag_N, weights_N)[:, None]
+
+
+def maxima(vectors_ND: Tensor, bag_N: Tensor, num_bags: int, counts_N: Tensor | None = None) -> Tensor:
+    """The largest numbers [V, D] of the vectors of each bag, but for those that do not count; 0 of none. The gradient
+    goes to the first of equal ones, as with ``nn.EmbeddingBag``; ``scatter_reduce`` would deal it out, and lose some
+    where the largest number is 0.
+    """
+    num, dim = vectors_ND.shape
+    device, values_ND, index_ND = vectors_ND.device, vectors_ND.detach(), bag_N[:, None].expand(num, dim)
+    if counts_N is not None:
+        values_ND = torch.where(counts_N[:, None], values_ND, -torch.inf)
+    most_BD = values_ND.new_full((num_bags, dim), -torch.inf).scatter_reduce(0, index_ND, values_ND, "amax")
+    is_most_ND = (values_ND == most_BD[bag_N]) & (values_ND > -torch.inf)
+    at_ND = torch.where(is_most_ND, torch.arange(num, dtype=torch.int32, device=device)[:, None], num)
+    first_BD = at_ND.new_full((num_bags, dim), num).scatter_reduce(0, index_ND, at_ND, "amin")
+    return torch.cat([vectors_ND, vectors_ND.new_zeros(1, dim)]).gather(0, first_BD.long())
 
 
 def pooling_factors(field: Field, num_bags: int, bag_N: Tensor, weights_N: Tensor | None) -> Tensor:

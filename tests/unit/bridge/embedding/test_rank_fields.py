@@ -329,6 +329,18 @@ def test_a_gradient_that_is_changed_between_micro_batches_is_refused() -> None:
         pending.apply(gt.SGD(1.0), torch.ones(()))
 
 
+@pytest.mark.parametrize("padding_id", [None, 2])
+def test_of_equal_maxima_the_first_has_the_gradient(padding_id: int | None) -> None:
+    ids, offsets = torch.tensor([3, 1, 2, 2, 5, 1]), torch.tensor([0, 3, 3, 5])
+    settings: Any = {"pooling": "max", "num_rows": 6, "initializer": gt.Constant(0.0), "padding_id": padding_id}
+    table = gt.Embedding(None, "t", 2, rows="ranks", optimizer=gt.SGD(1.0), **settings)
+    twin = nn.EmbeddingBag.from_pretrained(torch.zeros(6, 2), freeze=False, mode="max", padding_idx=padding_id)
+    for module in (table, twin):
+        (module(ids, offsets) * torch.tensor([[1.0], [2.0], [3.0], [4.0]])).sum().backward()
+    gt.RowOptimizer(table).step()
+    assert torch.equal(-table.table("t").pull(torch.arange(6)), twin.weight.grad)
+
+
 class Jagged:
     """As TorchRec's JaggedTensor."""
 
