@@ -284,13 +284,18 @@ def _on_one_device(grads: list[Tensor], optimizers: list[RowOptimizer]) -> list[
 def _clip_on_device(
     squares: list[Tensor], grads: list[Tensor], optimizers: list[RowOptimizer], max_norm: float, must_be_finite: bool
 ) -> Tensor:
-    """:func:`clip_grad_norm_` where nobody waits for the norm, unless it ``must_be_finite``."""
-    norm = torch.stack(squares).sum().sqrt_()
+    """:func:`clip_grad_norm_` where nobody waits for the norm, unless it ``must_be_finite``.
+
+    Rows whose gradient is not finite stay as they are, and are told of later: parameters are clipped without them.
+    """
+    terms = torch.stack(squares)
+    norm = terms.sum().sqrt_()
     if must_be_finite:
         _require_finite(float(norm))
     factor = (max_norm / (norm + 1e-6)).clamp_(max=1.0)  # 0 of an infinite norm, NaN of NaN
     if grads:
-        torch._foreach_mul_(grads, factor)
+        finite_norm = terms.where(terms.isfinite(), 0.0).sum().sqrt_()
+        torch._foreach_mul_(grads, (max_norm / (finite_norm + 1e-6)).clamp_(max=1.0))
     for optimizer in optimizers:
         optimizer.multiply_gradients(factor)
     return norm if any(grad.dtype == torch.float64 for grad in grads) else norm.float()

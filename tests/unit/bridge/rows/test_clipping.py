@@ -230,6 +230,25 @@ def test_on_a_device_nobody_waits_for_the_norm_and_the_result_is_the_same(monkey
         torch.testing.assert_close(found, wanted)
 
 
+def test_a_bad_label_on_a_device_does_not_spoil_the_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    head, backbone = heads.make_head(late=True, num_classes=CLASSES, dim=DIM, margin=MARGIN), nn.Linear(7, DIM)
+    rows, (inputs, labels) = gt.RowOptimizer(head), batch(0)
+    labels[1] = CLASSES
+    head(backbone(inputs.float()), labels).backward()
+    before = [parameter.grad.clone() for parameter in backbone.parameters()]
+
+    def squares(grads: list[Tensor], optimizers: list[gt.RowOptimizer]) -> list[Tensor]:
+        del optimizers
+        return [head.row_update._factor()[0].double(), *(grad.double().square().sum() for grad in grads)]
+
+    monkeypatch.setattr(optimizer, "_on_one_device", squares)
+    assert torch.isnan(gt.clip_grad_norm_(backbone.parameters(), rows, 0.01))
+    norm = float(torch.cat([grad.flatten() for grad in before]).norm())
+    for parameter, grad in zip(backbone.parameters(), before, strict=True):
+        torch.testing.assert_close(parameter.grad, grad * min(1.0, 0.01 / norm))
+    assert torch.isnan(head.row_update._factor())
+
+
 def test_features_of_a_slow_gear_are_clipped_by_either(cluster: Cluster) -> None:
     gear = gt.SlowGear(cluster, "image", dim=GEAR_DIM, build=build, samples=SAMPLES, gradients_per_id=1)
     rows = gt.RowOptimizer(gear)
