@@ -165,11 +165,14 @@ class MarginBatch:
     def learn(self, **values: Tensor) -> None:
         """Keep numbers (0-dim, float64) under their names for the batches to come, in ``state_dict`` and snapshots.
 
-        Only in training, not of an empty joint batch, and only if all of them are finite: else the ones before stay.
+        Only in training, not of an empty joint batch or one with a bad label, and only if all of them are finite: else
+        the ones before stay.
         """
         if not self.training or self.joint_size == 0:
             return
         sound = torch.isfinite(torch.stack(list(values.values()))).all()
+        if self.counts_B is not None:
+            sound = sound & (self.counts_B.sum() > 0)  # NaN is not
         for name, value in values.items():
             self.learned[name] = torch.where(sound, value, self.recall(name))
 

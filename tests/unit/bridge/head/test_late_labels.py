@@ -109,3 +109,18 @@ def test_a_bad_weight_is_found_alike(bad: float) -> None:
     assert features.grad is not None and torch.isfinite(features.grad).all()
     with pytest.raises(gt.errors.InvalidIds, match="weight at index 5"):
         head(*make_batch(SIZE, NUM, DIM))
+
+
+@pytest.mark.parametrize("spoiled", ["a bad label", "nothing counts"])
+def test_a_margin_learns_nothing_of_a_batch_that_rows_learn_nothing_of(spoiled: str) -> None:
+    head = make_head(late=True, **COMMON, margin=gt.AdaFace(scale=16), ignore_index=-100)
+    head(*make_batch(SIZE, NUM, DIM)).backward()
+    before = head.get_extra_state()["margin_learned"]
+    assert before["norm_batches"] == 1
+    features, labels = make_batch(SIZE, NUM, DIM, 1)
+    if spoiled == "a bad label":
+        labels[3] = NUM
+    else:
+        labels[:] = -100
+    head(features, labels)
+    assert head.get_extra_state()["margin_learned"] == before
