@@ -45,6 +45,8 @@ class DeviceUpdate(PendingUpdate[D]):
         self.takes_any_step = False
         """Whether the rows were restored and not changed since, so that a state_dict may say which step they are of."""
         self._refused: list[Readback | None] = [None for _ in tables]
+        self._asks_again = [False for _ in tables]
+        """Whether there were steps since the numbers that are under way were asked for."""
 
     def rows_are_of(self, step: int) -> None:
         """The rows were read from elsewhere, and are those of ``step``."""
@@ -76,8 +78,10 @@ class DeviceUpdate(PendingUpdate[D]):
             self._pending.apply(optimizer, self._factor()[0])
         for number, table in enumerate(self.tables):
             table.is_written = True
-            if self._refused[number] is None:  # else the one under way is asked first; the device goes on counting
+            if self._refused[number] is None:
                 self._refused[number] = Readback(table.refused)
+            else:  # that is asked first; the device goes on counting
+                self._asks_again[number] = True
         self.step += 1
         self.takes_any_step = False
         self.discard()
@@ -92,6 +96,8 @@ class DeviceUpdate(PendingUpdate[D]):
                 continue
             self._refused[number] = None
             if count := int(refused.values()):
-                table.refused.zero_()
+                table.refused.sub_(count)
             total += count
+            if self._asks_again[number]:  # maybe there is no further step that would
+                self._refused[number], self._asks_again[number] = Readback(table.refused), False
         return total

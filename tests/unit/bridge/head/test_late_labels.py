@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import geartrain as gt
+from geartrain.bridge.placements import device_update
 from tests.support.heads import make_batch, make_head
 from tests.support.rank_processes import run_ranks
 
@@ -124,3 +125,30 @@ def test_a_margin_learns_nothing_of_a_batch_that_rows_learn_nothing_of(spoiled: 
         labels[:] = -100
     head(features, labels)
     assert head.get_extra_state()["margin_learned"] == before
+
+
+def test_what_the_last_of_several_steps_under_way_refused_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    class SlowReadback:
+        """What a device tells: later, and as it was when it was asked."""
+
+        is_here = False
+
+        def __init__(self, values: torch.Tensor) -> None:
+            self._values = values.clone()
+
+        def values(self) -> torch.Tensor:
+            return self._values
+
+    monkeypatch.setattr(device_update, "Readback", SlowReadback)
+    head = make_head(**COMMON, margin=None)
+    rows = gt.RowOptimizer(head)
+    head.backend.update.check_finite = lambda: None
+    for factor in (1.0, 1.0, torch.inf):
+        (head(*make_batch(SIZE, NUM, DIM)) * factor).backward()
+        rows.step()
+        rows.zero_grad()
+    SlowReadback.is_here = True
+    head(*make_batch(SIZE, NUM, DIM))  # learns of the first step
+    with pytest.raises(gt.errors.NonFinite, match=f"{NUM} rows"):
+        head.eval()(*make_batch(SIZE, NUM, DIM))
+    assert head.backend.table.refused == 0
