@@ -49,7 +49,9 @@ class LateLabels:
         if self._ignored is None:
             counts_B = torch.where(are_good_B, 1.0, torch.nan)
         else:
-            counts_B = torch.where(labels_B == self._ignored, 0.0, torch.nan).masked_fill_(are_good_B, 1.0)
+            are_ignored_B = labels_B == self._ignored  # it may be a class
+            are_good_B = are_good_B & ~are_ignored_B
+            counts_B = torch.where(are_ignored_B, 0.0, torch.nan).masked_fill_(are_good_B, 1.0)
         if len(labels_B):
             any_living = int(live_classes.ids(np.zeros(1, np.int64))[0])
             stand_in = labels_B.where(are_good_B, any_living).amax()

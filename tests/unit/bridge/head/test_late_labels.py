@@ -26,6 +26,7 @@ CASES: dict[str, dict[str, Any]] = {
     "retired": {"margin": None, "select": gt.PartialFC(0.5), "num_living": 50},
     "ignored, adaptive": {"margin": gt.AdaFace(scale=16), "select": gt.FullSoftmax(), "ignore_index": -100},
     "ignored": {"margin": gt.ArcFace(scale=16), "select": gt.FullSoftmax(), "ignore_index": -100},
+    "a class ignored": {"margin": gt.ArcFace(scale=16), "select": gt.FullSoftmax(), "ignore_index": 7},
     "ignored, each": {"margin": None, "select": gt.PartialFC(0.4), "ignore_index": -100, "reduction": "none"},
 }
 
@@ -36,7 +37,7 @@ def steps(case: str, *, late: bool, weighted: bool, rank: int = 0, ranks: int = 
     for step in range(3):
         features, labels = make_batch(SIZE, head.num_living, DIM, step)
         if "ignored" in case:
-            labels[step::4] = -100
+            labels[step::4] = CASES[case]["ignore_index"]
         weight = torch.arange(SIZE).float() if weighted else None
         share = slice(rank * SIZE // ranks, (rank + 1) * SIZE // ranks)
         own = features.detach()[share].requires_grad_()
