@@ -29,7 +29,7 @@ from geartrain.bridge.parallel.split.agreement import StepAgreement
 from geartrain.bridge.parallel.split.registry import SplitPlace, backend_of, check_can_split, split_layer
 from geartrain.bridge.parallel.split.shard import RowShard
 
-_EXCHANGED = 11
+_EXCHANGED = 12
 """Integers that the ranks of a class head tell each other before a step; see ``RankStep.agree``."""
 _MEMORY_SETTINGS = ("num_classes", "dim", "sub_centers", "bias", "optimizer", "select", "config")
 """Of a class head, for ``memory_report``."""

@@ -23,7 +23,7 @@ from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
 from geartrain.bridge.collectives.communicator import Communicator
 from geartrain.bridge.head.backends.active_rows import DeviceActive, LocalActive
 from geartrain.bridge.head.batch import Batch, DeviceTargets
-from geartrain.bridge.head.loss.margins.angular import CombinedMargin
+from geartrain.bridge.head.loss.margins.angular import added_angles
 from geartrain.bridge.head.loss.softmax import OnlineSoftmax, PartialSums
 from geartrain.bridge.kernels.head import (
     TILE,
@@ -338,7 +338,5 @@ class _Summed(OnlineSoftmax):
 
 def _target_angle(batch: Batch) -> TargetAngle | None:
     """The margin as kernels know it; None: none, or one that they do not know."""
-    combined = getattr(batch.margin, "combined", None)
-    if not isinstance(combined, CombinedMargin) or combined.m1 != 1.0:
-        return None
-    return TargetAngle(batch.scale, combined.m2, combined.m3)
+    angles = added_angles(batch.margin)
+    return None if angles is None else TargetAngle(batch.scale, *angles)

@@ -154,3 +154,15 @@ class SphereFace(_Special):
     def combined(self) -> CombinedMargin:
         """The same margin in the general form."""
         return CombinedMargin(scale=self.scale, m1=self.margin)
+
+
+def added_angles(margin: object) -> tuple[float, float] | None:
+    """(m2, m3) of a margin that is scale · (ψ(θ + m2) − m3), which kernels compute; None: of any other.
+
+    A class of one's own that derives from one of these has another formula.
+    """
+    combined = getattr(margin, "combined", None)
+    formulas = (CombinedMargin.target, _Special.target)
+    if getattr(type(margin), "target", None) not in formulas or combined is None or combined.m1 != 1.0:
+        return None
+    return combined.m2, combined.m3

@@ -12,6 +12,8 @@ from torch import Tensor
 
 import geartrain as gt
 from geartrain.bridge.head.backends.ranks import fused, passes, selector
+from geartrain.bridge.head.loss.margins.angular import added_angles
+from geartrain.bridge.head.loss.margins.margin import TargetLogits
 from geartrain.bridge.kernels.launch import interpreted
 from tests.support.heads import make_batch, make_head
 from tests.support.rank_processes import run_ranks
@@ -194,3 +196,13 @@ def without_rows(rank: int) -> None:
 
 def test_a_rank_without_rows_and_samples_takes_part(tmp_path: Path) -> None:
     run_ranks(without_rows, 3, tmp_path)
+
+
+def test_a_margin_that_derives_from_a_known_one_has_its_own_formula() -> None:
+    class Own(gt.ArcFace):
+        def target(self, cos_B: Tensor, norms_B: Tensor | None = None, labels_B: Tensor | None = None) -> TargetLogits:
+            return TargetLogits(2 * cos_B, torch.full_like(cos_B, 2.0))
+
+    assert added_angles(gt.ArcFace(margin=0.3)) == (0.3, 0.0)
+    assert added_angles(gt.CosFace(margin=0.2)) == (0.0, 0.2)
+    assert added_angles(Own()) is None
