@@ -201,6 +201,7 @@ def test_a_rank_without_rows_and_samples_takes_part(tmp_path: Path) -> None:
 def test_a_margin_that_derives_from_a_known_one_has_its_own_formula() -> None:
     class Own(gt.ArcFace):
         def target(self, cos_B: Tensor, norms_B: Tensor | None = None, labels_B: Tensor | None = None) -> TargetLogits:
+            del norms_B, labels_B
             return TargetLogits(2 * cos_B, torch.full_like(cos_B, 2.0))
 
     assert added_angles(gt.ArcFace(margin=0.3)) == (0.3, 0.0)
