@@ -139,7 +139,9 @@ class WorkerCache:
             positions = self._index.find(ids, touch=True)
             positions[positions < 0] = self._index.capacity
             judged = self._counts.judge(positions, self._versions, self._times, now, dense_version)
-            self._vectors = self._vectors.to(device)
+            if self._vectors.device != device:
+                with torch.inference_mode(False):  # else what trains later could not write there
+                    self._vectors = self._vectors.to(device)
             return take(self._vectors, positions), judged
 
     def insert(self, ids: Ids, features: FeatureReply) -> None:

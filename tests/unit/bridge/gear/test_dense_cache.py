@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -139,6 +140,15 @@ def test_a_full_worker_cache_forgets_what_was_used_least_recently() -> None:
     assert cache.report()["entries"] == 3 and cache.report()["evicted"] == 4
     cache.clear()
     assert hits(cache, 17, 18) == [False, False]
+
+
+def test_a_cache_that_came_to_a_device_in_inference_takes_what_training_inserts() -> None:
+    cache, device = WorkerCache(3, DIM, expire_seconds=20.0), torch.device("meta")
+    with torch.inference_mode():
+        cache.vectors(ids_of(1), device, now=100.0, dense_version=0)
+    cache.insert(ids_of(1, 2), features([1, 2]))
+    vectors, judged = cache.vectors(ids_of(1, 3), device, now=100.0, dense_version=0)
+    assert (vectors.device, judged.hits.tolist()) == (device, [True, False])
 
 
 def test_features_of_another_width_are_misses_and_counted() -> None:
