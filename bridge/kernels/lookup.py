@@ -26,6 +26,8 @@ from geartrain.bridge.kernels.row_update import RowArrays
 
 PLACE_BITS = 40
 _BLOCK = 256
+_PIECES = 65_535
+"""Programs on the second axis of a grid, CUDA's limit: fields times ranks may be more."""
 
 
 class FieldShape(NamedTuple):
@@ -252,7 +254,9 @@ def pool(
         rows = tables[item.table].rows_LD
         groups.setdefault((rows.dtype, rows.shape[1]), []).append(number)
     first_vectors = entries.first_vectors
-    for (_, dim), members in groups.items():
+    starts = [(key, at) for key, own in groups.items() for at in range(0, len(own), _PIECES)]
+    for key, at in starts:
+        dim, members = key[1], groups[key][at : at + _PIECES]
         numbers: list[int] = []
         for number in members:
             item = entries.pieces[number]

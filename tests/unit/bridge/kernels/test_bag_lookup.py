@@ -20,7 +20,8 @@ from geartrain.ams.values.optimizers.registry import (
     RowWiseAdagrad,
     RowWiseAdam,
 )
-from geartrain.bridge.kernels.launch import interpreted
+from geartrain.bridge.kernels import lookup
+from geartrain.bridge.kernels.launch import interpreted, launch
 from geartrain.bridge.kernels.lookup import (
     Entries,
     FieldShape,
@@ -244,3 +245,19 @@ def test_a_gradient_whose_square_is_beyond_float32_is_finite() -> None:
         (table(torch.tensor([1])) * 1e20).sum().backward()
         gt.RowOptimizer(table).step()
         torch.testing.assert_close(before[1] - table.table("t").pull(torch.tensor([1]))[0], torch.ones(2))
+
+
+def test_more_pieces_than_a_grid_takes_are_pooled(monkeypatch: pytest.MonkeyPatch) -> None:
+    entries, tables = entries_of(0), [RowSpan(torch.randn(num, 5), 0) for num in NUM_ROWS]
+    wanted, grids = pool(entries, tables), []
+
+    def noted(kernel: Any, grid: tuple[int, ...], *args: Any, **more: Any) -> None:
+        grids.append(grid)
+        launch(kernel, grid, *args, **more)
+
+    monkeypatch.setattr(lookup, "launch", noted)
+    monkeypatch.setattr(lookup, "_PIECES", 3, raising=False)
+    with interpreted():
+        for found, own in zip(pool(entries, tables), wanted, strict=True):
+            torch.testing.assert_close(found, own, rtol=2e-6, atol=2e-6)
+    assert [grid[1] for grid in grids] == [3, 1]
