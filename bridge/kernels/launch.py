@@ -48,9 +48,8 @@ def runs_kernels(device: torch.device) -> bool:
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, cost: Cost, **options: Any) -> None:
-    """Start ``kernel`` (of ``triton.jit``) on the current stream; ``options`` are its constants and ``num_warps``.
-
-    A grid without programs starts nothing.
+    """Start ``kernel`` (of ``triton.jit``) on the current stream of the device of its tensors, whichever is current;
+    ``options`` are its constants and ``num_warps``. A grid without programs starts nothing.
     """
     if 0 in grid:
         return
@@ -66,7 +65,18 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, cost: Cost, **options
 
 def run(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]) -> None:
     """What starts a kernel; tests on a machine with a GPU bring the CPU's tensors there first."""
-    kernel[grid](*args, **options)
+    with _on_device_of(args):
+        kernel[grid](*args, **options)
+
+
+def _on_device_of(args: tuple[Any, ...]) -> contextlib.AbstractContextManager[object]:
+    """Triton starts on the current device, on which a pointer to another's memory is none."""
+    index = next(
+        (arg.device.index for arg in args if isinstance(arg, torch.Tensor) and arg.device.type == "cuda"), None
+    )
+    if index is None or index == torch.cuda.current_device():
+        return contextlib.nullcontext()
+    return torch.cuda.device(index)
 
 
 @contextlib.contextmanager
