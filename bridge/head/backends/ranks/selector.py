@@ -25,7 +25,7 @@ from geartrain.bridge.head.memory_plan import MemoryPart, MemoryPlan, in_step
 from geartrain.bridge.head.selection.torch_selection import TorchGraph, choice_bytes, near_on
 from geartrain.bridge.kernels.sampling import filled_by_sample, room_for
 from geartrain.bridge.placements.device_rows import DeviceRows
-from geartrain.bridge.rows.transfers import upload
+from geartrain.bridge.rows.transfers import Moment, upload
 
 
 class RankSelector:
@@ -144,6 +144,8 @@ class LivingIds:
         self.live_classes, self.device = live_classes, device
         self._jumps, self._before = upload(live_classes.jumps, device), upload(live_classes.retired_before, device)
         self._starts = upload(np.ascontiguousarray(live_classes.retired_runs[:, 0]), device)
+        if not live_classes.are_all:
+            Moment(device).wait()  # once for these classes: another stream than that of the copies reads them, too
         self._all_L: Tensor | None = None
 
     def of(self, numbers: Tensor) -> Tensor:

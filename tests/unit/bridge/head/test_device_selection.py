@@ -20,7 +20,8 @@ from geartrain.ams.programs.selection import FullSoftmax, PartialFC
 from geartrain.ams.values.optimizers.registry import SparseMomentum
 from geartrain.ams.values.specs import Normal
 from geartrain.bridge.head.backends.active_rows import DeviceActive, HostActive
-from geartrain.bridge.head.backends.ranks.selector import RankSelector
+from geartrain.bridge.head.backends.ranks import selector
+from geartrain.bridge.head.backends.ranks.selector import LivingIds, RankSelector
 from geartrain.bridge.head.loss.margins.angular import ArcFace
 from geartrain.bridge.head.selection.knn_selection import KNNSelection, KNNSoftmax
 from geartrain.bridge.head.selection.torch_selection import TorchGraph, near_on
@@ -219,3 +220,20 @@ def test_a_head_trains_alike_wherever_its_classes_are_chosen(tmp_path: Path) -> 
     run_ranks(train_on_ranks, 2, tmp_path)
     for rank in range(2):
         require_equal(torch.load(tmp_path / f"{rank}.pt"))
+
+
+@pytest.mark.parametrize("num_retired", [0, 3])
+def test_ids_of_living_classes_are_there_before_another_stream_reads_them(
+    num_retired: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[torch.device] = []
+
+    class Told:
+        """Tells of waits."""
+
+        def __init__(self, device: torch.device) -> None:
+            self.wait = lambda: waits.append(device)
+
+    monkeypatch.setattr(selector, "Moment", Told)
+    LivingIds(LiveClasses.first(10, 10 - num_retired), torch.device("cpu"))
+    assert len(waits) == bool(num_retired)
