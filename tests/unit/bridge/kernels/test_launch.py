@@ -28,7 +28,7 @@ def test_a_kernel_is_started_on_the_device_of_its_tensors(
         """Notes which device was made the current one before it is started."""
 
         def __getitem__(self, grid: tuple[int, ...]) -> object:
-            return lambda *args, **options: starts.append(list(found))
+            return lambda *_, **__: starts.append(list(found))
 
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "device", device)
