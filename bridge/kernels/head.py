@@ -12,6 +12,9 @@ parts of it that are made again: every function takes the range of positions tha
 E is stored times the inverse length of its row, which both other products want, and without a shift times
 2^(−largest logit / 2), so that neither E nor 1 / Σ leaves the range of bfloat16.
 
+Of rows of 8 bits the products take codes: the inverse lengths are theirs, in which the rows' scales cancel, and without
+a margin E is stored times the scale. Gradients of the rows are those of their codes over the scale.
+
 Legend: L rows of this rank, A active ones (positions 0 … A − 1), N of one range, T tiles of 128 positions, B samples,
 D width.
 """
@@ -35,9 +38,12 @@ from geartrain.bridge.kernels.row_update import RowArrays
 TILE = 128
 """Classes that have a sum, and a shift, of their own. Ranges begin at its multiples."""
 _NORM_FLOOR = 1e-12
+_SMALLEST_FACTOR = 2.0**-40
+"""By which E is multiplied for a scale: that of a row of zeros would carry it beyond float32."""
 _UPDATE_TILE = 64
 """Rows of a program of an update."""
 _NO_STEP = StepNumbers("SGD", 0.0)
+_OF_ONE_SLOT = ("SGD", "MOMENTUM", "NESTEROV")
 _PROCESSORS = 132
 """Of an H100: one or two programs for each make a feature gradient, whatever the card, on which no sum depends."""
 
@@ -47,7 +53,9 @@ class HeadPass:
     """One batch and the rows that it meets: what the three products share."""
 
     rows_LD: Tensor
-    """float32, bfloat16 or float16."""
+    """float32, bfloat16, float16, or codes of float8_e4m3fn."""
+    scales_LK: Tensor | None
+    """bfloat16 [L, 1], of codes."""
     numbers_A: Tensor | None
     """int64, rising: the active rows; None: rows 0 … A − 1."""
     num_active: int
@@ -69,7 +77,7 @@ class HeadPass:
     dtype: torch.dtype
     """Of E, and of the products with it: float32 or bfloat16; float16 holds no exp(64)."""
     inverse_A: Tensor
-    """float32, written by :func:`exponentials`: 1 / length. Without a margin it is not used."""
+    """float32, written by :func:`exponentials`: 1 / length, of codes their own. Without a margin it is not used."""
     sums_TB: Tensor
     """float32, written by :func:`exponentials`: sums of exp2(logit − shift)."""
     highest_TB: Tensor | None
@@ -87,6 +95,7 @@ class HeadPass:
         logit_limit: float | None,
         shifted: bool,
         wants_highest: bool,
+        scales_LK: Tensor | None = None,
     ) -> HeadPass:
         """Take the memory for what :func:`exponentials` writes. ``numbers_A`` None: all rows."""
         num_active = len(rows_LD) if numbers_A is None else len(numbers_A)
@@ -99,6 +108,7 @@ class HeadPass:
         empty = partial(torch.empty, dtype=torch.float32, device=rows_LD.device)
         return HeadPass(
             rows_LD=rows_LD,
+            scales_LK=scales_LK,
             numbers_A=numbers_A,
             num_active=num_active,
             count=count,
@@ -124,11 +134,24 @@ class HeadPass:
         """What takes the place of a shift where there is none, to base 2."""
         return 0.0 if self.shifted or self.logit_limit is None else self.logit_limit / 2
 
+    @property
+    def bits_LD(self) -> Tensor:
+        """The rows as kernels take them: codes as uint8."""
+        return self.rows_LD if self.scales_LK is None else self.rows_LD.view(torch.uint8)
+
     def rows(self, start: int, stop: int) -> Tensor:
-        """The rows at these positions [N, D] as they are stored, row 0 for padding."""
+        """The rows at these positions [N, D] as they are stored (codes as bfloat16), row 0 for padding."""
+        rows_ND = self.rows_LD[self._index(start, stop)]
+        return rows_ND if self.scales_LK is None else rows_ND.to(torch.bfloat16)
+
+    def scales(self, start: int, stop: int) -> Tensor | None:
+        """Those of the rows at these positions, float32 [N]."""
+        return None if self.scales_LK is None else self.scales_LK[self._index(start, stop), 0].float()
+
+    def _index(self, start: int, stop: int) -> slice | Tensor:
         if self.numbers_A is None:
-            return self.rows_LD[start:stop]
-        return self.rows_LD[torch.where(self.is_active(start, stop), self.numbers_A[start:stop], 0)]
+            return slice(start, stop)
+        return torch.where(self.is_active(start, stop), self.numbers_A[start:stop], 0)
 
     def is_active(self, start: int, stop: int) -> Tensor:
         """Which positions are no padding, bool [N]."""
@@ -162,6 +185,8 @@ class HeadPass:
         if self.logit_limit is not None:
             factor_B.mul_(self.inverse_A[places_B])
         rows_B = places_B if self.numbers_A is None else self.numbers_A[places_B]
+        if self.logit_limit is None and self.scales_LK is not None:
+            factor_B.mul_(self.scales_LK[rows_B, 0])
         # Not the product alone: what stands in rows of others is nothing to these samples.
         own_BD = self.rows_LD[rows_B].float().mul_(factor_B.unsqueeze(1))
         return own_BD.masked_fill_((self.positions_B < 0).unsqueeze(1), 0.0)
@@ -183,14 +208,18 @@ def exponentials(head: HeadPass, out_NB: Tensor, start: int, stop: int) -> None:
     if runs_kernels(head.rows_LD.device):
         _launch_exponentials(head, out_NB, start, stop)
         return
-    stored_ND = head.rows(start, stop)
+    stored_ND, scales_N = head.rows(start, stop), head.scales(start, stop)
     logits_NB = stored_ND.to(head.queries_BD.dtype).float() @ head.queries_BD.float().t()
     inverse_N: Tensor | None = None
     if head.logit_limit is not None:
         lengths_N = torch.linalg.vector_norm(stored_ND, dim=1, dtype=torch.float32)
-        inverse_N = lengths_N.clamp_(min=_NORM_FLOOR).reciprocal_()
+        floor = lengths_N.new_tensor(_NORM_FLOOR) if scales_N is None else _NORM_FLOOR / scales_N
+        inverse_N = torch.maximum(lengths_N, floor).reciprocal_()
         head.inverse_A[start:stop] = inverse_N
         logits_NB *= inverse_N.unsqueeze(1)
+    elif scales_N is not None:
+        logits_NB *= scales_N.unsqueeze(1)
+        inverse_N = scales_N.clamp(min=_SMALLEST_FACTOR)
     places_N = torch.arange(start, stop, device=logits_NB.device).unsqueeze(1)
     left_out_NB = (places_N == head.positions_B) | ~head.is_active(start, stop).unsqueeze(1)
     logits_NB.masked_fill_(left_out_NB, NO_LOGIT)
@@ -215,12 +244,14 @@ def _launch_exponentials(head: HeadPass, out_NB: Tensor, start: int, stop: int) 
 
     batch, num_tiles = len(head.queries_BD), -(-(stop - start) // TILE)
     is_wide = batch > 128 and not head.shifted and head.rows_LD.dtype == head.queries_BD.dtype
-    options = kernels.exponentials_options(head.queries_BD.dtype, wide=is_wide)
+    is_coded = head.shifted and head.scales_LK is not None
+    options = kernels.exponentials_options(head.queries_BD.dtype, wide=is_wide, codes=is_coded)
     statistics = 4.0 * num_tiles * batch * (1 + (head.highest_TB is not None))
     launch(
         kernels.exponentials,
         (num_tiles * -(-batch // options["TILE_B"]),),
-        head.rows_LD,
+        head.bits_LD,
+        head.scales_LK,
         head.numbers_A,
         head.count,
         head.queries_BD,
@@ -243,11 +274,12 @@ def _launch_exponentials(head: HeadPass, out_NB: Tensor, start: int, stop: int) 
     )
 
 
-def _cost(head: HeadPass, exponentials_NB: Tensor, more_bytes: float) -> Cost:
-    """Of one product over these classes, whose rows are read once."""
+def _cost(head: HeadPass, exponentials_NB: Tensor, more_bytes: float, products: int = 1) -> Cost:
+    """Of one product over these classes, or of the same again, whose rows are read once."""
     num = len(exponentials_NB)
-    num_bytes = float(num * (head.dim * head.rows_LD.itemsize + 8)) + exponentials_NB.nbytes
-    flops = 2.0 * exponentials_NB.numel() * head.dim
+    scale_bytes = 0 if head.scales_LK is None else head.scales_LK.itemsize
+    num_bytes = float(num * (head.dim * head.rows_LD.itemsize + scale_bytes + 8)) + exponentials_NB.nbytes
+    flops = 2.0 * products * exponentials_NB.numel() * head.dim
     return Cost(num_bytes + more_bytes, flops, exponentials_NB.dtype)
 
 
@@ -294,7 +326,7 @@ def _launch_feature_gradient(
     launch(
         kernels.feature_gradient,
         (blocks * parts,),
-        head.rows_LD,
+        head.bits_LD,
         head.numbers_A,
         head.count,
         exponentials_NB,
@@ -375,7 +407,7 @@ def _launch_sample_terms(
     launch(
         kernels.sample_terms,
         (batch,),
-        head.rows_LD,
+        head.bits_LD,
         head.numbers_A,
         None if head.logit_limit is None else head.inverse_A,
         head.positions_B,
@@ -413,7 +445,10 @@ def row_gradients(
     owners_N = head.owners_A[start:stop].long()
     owned_N, owners_N = owners_N >= 0, owners_N.clamp(min=0)
     own_ND = torch.where(owned_N.unsqueeze(1), terms.own_BD[owners_N], 0.0)
+    scales_N = head.scales(start, stop)
     if head.logit_limit is None:
+        if scales_N is not None:
+            gradient_ND /= scales_N.clamp(min=_SMALLEST_FACTOR).unsqueeze(1)
         return (gradient_ND + own_ND).mul_(factor).masked_fill_(~active_N, 0.0)
     inverse_N = head.inverse_A[start:stop]
     # Σ p · cos, where the cosine is what E's logarithm tells: no sum over D.
@@ -424,6 +459,8 @@ def row_gradients(
     along_N += torch.where(owned_N, terms.own_along_B[owners_N], 0.0)
     gradient_ND.addcmul_(own_ND, inverse_N.unsqueeze(1))
     gradient_ND.addcmul_(head.rows(start, stop).float(), (along_N * inverse_N.square()).unsqueeze(1), value=-1)
+    if scales_N is not None:
+        gradient_ND /= scales_N.unsqueeze(1)
     return gradient_ND.mul_(factor).masked_fill_(~active_N, 0.0)
 
 
@@ -454,11 +491,14 @@ def update_rows(
     """One step of ``optimizer`` with ``factor`` (float32, 0-dim) times the gradients of the rows of a range.
 
     What :func:`row_gradients` and ``row_update.update`` do, in one pass where a kernel knows the optimizer: those by
-    rows, which want the mean of a whole one, are left to the two. ``stored`` are the rows of ``head``; its learning
-    rate is a number or, 0-dim float32, on the device.
+    rows, which want the mean of a whole one, are left to the two, and with 8 bits all but SGD and momentum. ``stored``
+    are the rows of ``head``; its learning rate is a number or, 0-dim float32, on the device.
     """
     numbers = step_numbers(optimizer)
-    if numbers is not None and not numbers.kind.startswith("ROWWISE") and runs_kernels(head.rows_LD.device):
+    is_known = numbers is not None and (
+        not numbers.kind.startswith("ROWWISE") if stored.clock is None else numbers.kind in _OF_ONE_SLOT
+    )
+    if numbers is not None and is_known and runs_kernels(head.rows_LD.device):
         _launch_update(head, exponentials_NB, start, stop, terms, factor, numbers, stored, lr)
         return
     gradient_ND = row_gradients(head, exponentials_NB, start, stop, terms, factor)
@@ -473,7 +513,7 @@ def _calm(numbers: StepNumbers, row: torch.dtype, slot: torch.dtype) -> tuple[fl
     """
     largest = 0.9 * min(torch.finfo(row).max, torch.finfo(slot).max)
     direction = 1.0 + numbers.decay  # the gradient with what decays, in these units
-    if numbers.kind in ("SGD", "MOMENTUM", "NESTEROV"):
+    if numbers.kind in _OF_ONE_SLOT:
         return largest / (2.0 * direction + 1.0), 1.0
     rest = 1.0 if numbers.kind == "ADAGRAD" else -math.expm1(numbers.a)
     step = numbers.decay + 1.0 / (rest * numbers.eps)
@@ -502,18 +542,23 @@ def _launch_update(
     num_slots = 0 if slots_LS is None else slots_LS.shape[1] // head.dim
     is_light = head.rows_LD.itemsize == slots.itemsize == 2 and num_slots < 2 and not head.shifted
     is_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-    options = kernels.update_options(exponentials_NB.dtype, light=is_light and is_hopper)
+    is_scaled = stored is not None and stored.clock is not None
+    by_block = stored is not None and stored.slot_scales_LK is not None
+    options = kernels.update_options(exponentials_NB.dtype, light=is_light and is_hopper, by_block=by_block)
     more_bytes = 0.0 if out_ND is None else float(out_ND.nbytes)
     if stored is not None:
         row_bytes = row_update.bytes_per_row(stored) - head.dim * head.rows_LD.itemsize  # of which one is counted
         more_bytes = float((stop - start) * row_bytes)
-    limit, loss = _calm(numbers, head.rows_LD.dtype, slots.dtype)
+    limit, loss = (0.0, 0.0) if is_scaled else _calm(numbers, head.rows_LD.dtype, slots.dtype)
     launch(
         kernels.update_rows,
         (-(-(stop - start) // _UPDATE_TILE),),
-        head.rows_LD,
+        head.bits_LD,
         slots_LS,
         None if stored is None else stored.updates_L,
+        head.scales_LK,
+        None if stored is None else stored.slot_scales_LK,
+        None if stored is None else stored.clock,
         head.numbers_A,
         head.count,
         exponentials_NB,
@@ -554,5 +599,5 @@ def _launch_update(
         TILE_N=_UPDATE_TILE,
         PRECISION=_precision(),
         **options,
-        cost=_cost(head, exponentials_NB, more_bytes),
+        cost=_cost(head, exponentials_NB, more_bytes, products=1 + is_scaled),
     )

@@ -137,7 +137,8 @@ def own_cosines(head: HeadPass, features_BD: Tensor) -> tuple[Tensor, Tensor]:
     launch(
         kernels.own_cosines,
         (len(features_BD),),
-        head.rows_LD,
+        head.bits_LD,
+        head.scales_LK if head.logit_limit is None else None,
         head.numbers_A,
         None if head.logit_limit is None else head.inverse_A,
         head.positions_B,

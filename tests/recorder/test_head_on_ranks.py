@@ -14,6 +14,7 @@ from tests.recorder.report import Report
 
 LARGE: dict[str, Any] = {"classes": 100_000, "dim": 512, "batch": 512}
 NARROW: dict[str, Any] = {"dtype": "bfloat16", "slot_dtype": "bfloat16", "autocast": "bfloat16"}
+EIGHT: dict[str, Any] = {"dtype": "float8_e4m3fn", "slot_dtype": "int8", "autocast": "bfloat16"}
 PARTIAL: dict[str, Any] = {"select": 0.1}
 ON_DEVICE: dict[str, Any] = {"labels": "cuda"}
 
@@ -23,6 +24,7 @@ BUDGETS = [
     Budget(28, 0, "head", LARGE | NARROW),
     Budget(41, 0, "head", LARGE | NARROW | PARTIAL),
     Budget(48, 0, "head", LARGE | PARTIAL | ON_DEVICE),
+    Budget(47, 0, "head", LARGE | EIGHT | PARTIAL | ON_DEVICE),
     Budget(52, 0, "head", LARGE | NARROW | ON_DEVICE | {"clip": True}),
     Budget(35, 0, "head", LARGE | ON_DEVICE | {"optimizer": "AdamW"}),
     Budget(38, 0, "head", LARGE | NARROW | {"ranks": 8}),

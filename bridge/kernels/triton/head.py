@@ -11,27 +11,41 @@ import torch
 import triton
 import triton.language as tl
 
-from geartrain.bridge.kernels.triton.row_step import ROW, SLOT, draws, fits, rounded, step
+from geartrain.bridge.kernels.triton.row_step import (
+    ROW,
+    SLOT,
+    draws,
+    fits,
+    inverse_of,
+    narrowed,
+    rounded,
+    scale_of,
+    step,
+    widened,
+)
 
 _NO_LOGIT = tl.constexpr(-1e37)
 _NORM_FLOOR = tl.constexpr(1e-12)
 _TINY = tl.constexpr(2.0**-126)
+_SMALLEST_FACTOR = tl.constexpr(2.0**-40)
 
 
-def exponentials_options(dtype: torch.dtype, *, wide: bool) -> dict[str, Any]:
+def exponentials_options(dtype: torch.dtype, *, wide: bool, codes: bool = False) -> dict[str, Any]:
     """Tile and warps for products of ``dtype``; wide: of rows in that type and more than 128 samples, without shifts.
 
-    A tile has 128 rows: each has a sum and a shift of its own.
+    ``codes``: with shifts, of rows of 8 bits. A tile has 128 rows: each has a sum and a shift of its own.
     """
     if dtype == torch.float32:
         return {"TILE_N": 128, "TILE_B": 64, "TILE_K": 32, "num_warps": 8, "num_stages": 3}
     # Others spill with 128 x 256, on an A100 or with one of the versions of Triton.
-    return {"TILE_N": 128, "TILE_B": 256 if wide else 128, "TILE_K": 64, "num_warps": 8, "num_stages": 3}
+    stages = 2 if codes else 3
+    return {"TILE_N": 128, "TILE_B": 256 if wide else 128, "TILE_K": 64, "num_warps": 8, "num_stages": stages}
 
 
 @triton.jit
 def exponentials(
     rows,
+    scales,
     numbers,
     count,
     queries,
@@ -74,15 +88,24 @@ def exponentials(
         is_row_k, is_query_k = is_row[:, None], is_sample[:, None]
         if DIM % TILE_K:
             is_row_k, is_query_k = is_row_k & (k < DIM)[None, :], is_query_k & (k < DIM)[None, :]
-        row = tl.load(row_at + k[None, :], mask=is_row_k, other=0.0)
+        row = tl.load(row_at + k[None, :], mask=is_row_k, other=0)
         query = tl.load(query_at + k[None, :], mask=is_query_k, other=0.0)
+        if scales is not None:
+            row = widened(row, rows.dtype.element_ty)
         if inverse is not None:
             wide = row.to(tl.float32)
             squares += tl.sum(wide * wide, 1)
         logits = tl.dot(row.to(query.dtype), tl.trans(query), logits, input_precision=PRECISION)
     length = tl.full((TILE_N,), 1.0, tl.float32)
+    floor = _NORM_FLOOR
+    if scales is not None:
+        length = tl.load(scales + at, mask=is_row, other=1.0).to(tl.float32)
+        floor = _NORM_FLOOR * inverse_of(length)
+        if inverse is None:
+            logits *= length[:, None]
+            length = tl.maximum(length, _SMALLEST_FACTOR)
     if inverse is not None:
-        length = 1.0 / tl.maximum(tl.sqrt(squares), _NORM_FLOOR)
+        length = 1.0 / tl.maximum(tl.sqrt(squares), floor)
         logits *= length[:, None]
         tl.store(inverse + n, length, mask=is_row & (block == 0))
     position = tl.load(positions + b, mask=is_sample, other=-1).to(tl.int32)
@@ -168,7 +191,9 @@ def feature_gradient(
         is_value = is_row[:, None]
         if DIM % TILE_D:
             is_value &= is_column[None, :]
-        row = tl.load(rows + at[:, None] * DIM + d[None, :], mask=is_value, other=0.0)
+        row = tl.load(rows + at[:, None] * DIM + d[None, :], mask=is_value, other=0)
+        if rows.dtype.element_ty == tl.uint8:
+            row = widened(row, tl.uint8)
         if shifts is not None:
             largest = tl.load(
                 highest + tl.cast(at_n // SUM_TILE, tl.int64) * num_samples + b, mask=is_sample, other=0.0
@@ -242,7 +267,7 @@ def sample_terms(
         at = position
         if numbers is not None:
             at = tl.load(numbers + position)
-        row = tl.load(rows + at * DIM + d, mask=is_column, other=0.0).to(tl.float32)
+        row = widened(tl.load(rows + at * DIM + d, mask=is_column, other=0), rows.dtype.element_ty)
         along = tl.sum(gradient * row, 0)
         if inverse is not None:
             along *= tl.load(inverse + position)
@@ -250,22 +275,28 @@ def sample_terms(
     tl.store(own_along + sample, along)
 
 
-def update_options(dtype: torch.dtype, *, light: bool) -> dict[str, Any]:
-    """Tile and warps for exponentials of ``dtype``; light: for Hopper, rows and one slot at most of 16 bits."""
+def update_options(dtype: torch.dtype, *, light: bool, by_block: bool = False) -> dict[str, Any]:
+    """Tile and warps for exponentials of ``dtype``; light: for Hopper, rows and one slot at most of 16 bits.
+
+    ``by_block``: the slot has a scale for each 128 numbers, which are a part.
+    """
     # Without fused multiply-adds the steps have the bits of other places.
     options = {"num_warps": 8, "num_stages": 3, "enable_fp_fusion": False}
     if dtype == torch.float32:
-        return {"TILE_D": 64, "TILE_B": 32, **options}
+        return {"TILE_D": 128 if by_block else 64, "TILE_B": 32, **options}
     if light:  # two programs a processor: one loads and stores while the other multiplies
         options["maxnreg"] = 128
     return {"TILE_D": 128, "TILE_B": 64, **options}
 
 
 @triton.jit
-def _store_rounded(at, value, mask, seed, ids, numbers, column, PART: tl.constexpr, C: tl.constexpr):
+def _store_rounded(at, value, scale, mask, seed, ids, numbers, column, PART: tl.constexpr, C: tl.constexpr):
     dtype: tl.constexpr = at.dtype.element_ty
     if dtype == tl.float32:
         tl.store(at, value, mask=mask)
+    elif dtype == tl.uint8 or dtype == tl.int8:
+        ratio = value * inverse_of(scale)[:, None]
+        tl.store(at, narrowed(ratio, draws(seed, ids, numbers, column, PART, C), dtype), mask=mask)
     else:
         tl.store(at, rounded(value, draws(seed, ids, numbers, column, PART, C), dtype), mask=mask)
 
@@ -281,6 +312,9 @@ def update_rows(
     rows,
     slots,
     updates,
+    row_scales,
+    slot_scales,
+    clock,
     numbers,
     count,
     exponentials,
@@ -327,8 +361,12 @@ def update_rows(
     its ``squares`` or to ``out``.
 
     A row is stored whole or not at all. Where bounds tell that none of the tile leaves the range of its type, parts are
-    stored as they are made; else all are made twice, the first time to look.
+    stored as they are made; else all are made twice, the first time to look. So are those of 8 bits: the new scale of a
+    row is known when all of it is. ``length`` and ``along`` are of codes, as E is, and so is the gradient until
+    ``back``.
     """
+    pieces: tl.constexpr = 4 if slot_scales is None else 8
+    width: tl.constexpr = TILE_D // 4
     n = start + tl.program_id(0) * TILE_N + tl.arange(0, TILE_N)
     end = stop
     if count is not None:
@@ -346,6 +384,13 @@ def update_rows(
     times = tl.load(factor)
     length = tl.full((TILE_N,), 1.0, tl.float32)
     along = tl.zeros((TILE_N,), tl.float32)
+    scale, back = length, length
+    if row_scales is not None:
+        scale = tl.load(row_scales + at, mask=is_row, other=1.0).to(tl.float32)
+        back = inverse_of(scale)
+        if inverse is None:
+            length = tl.maximum(scale, _SMALLEST_FACTOR)
+            back = inverse_of(length)
     bound = 0.0
     if inverse is not None:
         length = tl.load(inverse + n, mask=is_row, other=1.0)
@@ -372,9 +417,11 @@ def update_rows(
     # One look is enough where nothing is stored, or where nothing that is stored can be too large.
     looks = 1
     number = tl.zeros((TILE_N,), tl.int64)
-    if refused is not None:
-        if updates is not None:
-            number = tl.load(updates + at, mask=is_row, other=0) + 1
+    if refused is not None and updates is not None:
+        number = tl.load(updates + at, mask=is_row, other=0) + 1
+    if clock is not None:
+        looks = 2
+    elif refused is not None:
         calm = limit / (1.0 + loss * lr)
         # Not by a maximum with the others, which on a card passes over NaN.
         is_calm = tl.abs(times) * 2.0 * bound * length <= calm
@@ -393,9 +440,16 @@ def update_rows(
                 )
                 largest = tl.maximum(largest, tl.max(tl.abs(value), 1))
         looks = tl.max(tl.where(is_row & ~(is_calm & (largest <= calm)), 2, 1), 0)
+    drawn_by = number
+    if clock is not None:
+        drawn_by = tl.zeros((TILE_N,), tl.int64) + tl.load(clock)
+    highest_value = tl.zeros((TILE_N,), tl.float32)
     is_bad = tl.zeros((TILE_N,), tl.int32)
     square = tl.zeros((TILE_N,), tl.float32)
     for look in range(looks):
+        new_scale = highest_value
+        if row_scales is not None:
+            new_scale = scale_of(highest_value, tl.uint8)
         for first in range(0, DIM, TILE_D):
             d = first + tl.arange(0, TILE_D)
             gradient = tl.zeros((TILE_N, TILE_D), tl.float32)
@@ -418,19 +472,28 @@ def update_rows(
             left, right = _halves(gradient)
             part0, part1 = _halves(left)
             part2, part3 = _halves(right)
-            for quarter in tl.static_range(4):
-                part = part0 if quarter == 0 else part1 if quarter == 1 else part2 if quarter == 2 else part3
-                d = first + quarter * (TILE_D // 4) + tl.arange(0, TILE_D // 4)
+            largest_slot = tl.zeros((TILE_N,), tl.float32)
+            slot_scale, old_scale = scale, scale
+            if slot_scales is not None:
+                slot_scale_at = slot_scales + at * ((DIM + TILE_D - 1) // TILE_D) + first // TILE_D
+                old_scale = tl.load(slot_scale_at, mask=is_row, other=1.0).to(tl.float32)
+            # The scale of a block of a slot is known when all of it is: once more from the first quarter on.
+            for piece in tl.static_range(pieces):
+                part = part0 if piece % 4 == 0 else part1 if piece % 4 == 1 else part2 if piece % 4 == 2 else part3
+                d = first + piece % 4 * width + tl.arange(0, width)
                 is_value = is_row[:, None]
                 if DIM % TILE_D:
                     is_value &= (d < DIM)[None, :]
                 row_at = rows + at[:, None] * DIM + d[None, :]
-                row = tl.load(row_at, mask=is_value, other=0.0).to(tl.float32)
+                row = widened(tl.load(row_at, mask=is_value, other=0), rows.dtype.element_ty)
                 is_own = is_value & is_owned[:, None]
                 part += tl.load(own + owner[:, None] * DIM + d[None, :], mask=is_own, other=0.0) * length[:, None]
                 if inverse is not None:
                     part -= row * along[:, None]
                 part *= times
+                if row_scales is not None:
+                    part *= back[:, None]
+                    row *= scale[:, None]
                 if squares is not None:
                     square += tl.sum(tl.where(is_value, part * part, 0.0), 1)
                 elif out is not None:
@@ -440,11 +503,17 @@ def update_rows(
                     slot, second = part, part
                     if SLOTS > 0:
                         slot_at = slots + at[:, None] * (SLOTS * DIM) + d[None, :]
-                        slot = tl.load(slot_at, mask=is_value, other=0.0).to(tl.float32)
+                        slot = widened(tl.load(slot_at, mask=is_value, other=0), slots.dtype.element_ty)
+                    if slot_scales is not None:
+                        slot *= old_scale[:, None]
                     if SLOTS > 1:
                         second = tl.load(slot_at + DIM, mask=is_value, other=0.0).to(tl.float32)
                     row, slot, second = step(row, slot, second, part, number, lr, decay, a, b, eps, DIM, KIND)
-                    if look + 1 < looks:
+                    if piece < pieces - 4:
+                        largest_slot = tl.maximum(largest_slot, tl.max(tl.abs(slot), 1))
+                    elif look + 1 < looks:
+                        if row_scales is not None:
+                            highest_value = tl.maximum(highest_value, tl.max(tl.abs(row), 1))
                         is_fit = fits(row, rows.dtype.element_ty)
                         if SLOTS > 0:
                             is_fit &= fits(slot, slots.dtype.element_ty)
@@ -453,15 +522,25 @@ def update_rows(
                         is_bad |= tl.max(tl.where(is_fit | ~is_value, 0, 1), 1)
                     else:
                         is_value &= (is_bad == 0)[:, None]
-                        column, ids = first + quarter * (TILE_D // 4), first_id + at
-                        _store_rounded(row_at, row, is_value, seed, ids, number, column, ROW, TILE_D // 4)
+                        column, ids = first + piece % 4 * width, first_id + at
+                        _store_rounded(row_at, row, new_scale, is_value, seed, ids, drawn_by, column, ROW, width)
+                        if slot_scales is not None:
+                            slot_scale = scale_of(largest_slot, tl.int8)
                         if SLOTS > 0:
-                            _store_rounded(slot_at, slot, is_value, seed, ids, number, column, SLOT, TILE_D // 4)
+                            _store_rounded(
+                                slot_at, slot, slot_scale, is_value, seed, ids, drawn_by, column, SLOT, width
+                            )
+                        if piece == 7:
+                            tl.debug_barrier()  # every warp has the old one
+                            tl.store(slot_scale_at, slot_scale.to(tl.bfloat16), mask=is_row & (is_bad == 0))
                         if SLOTS > 1:
                             tl.store(slot_at + DIM, second, mask=is_value)
     if squares is not None:
         tl.store(squares + tl.program_id(0), tl.sum(square, 0))
     if refused is not None:
+        if row_scales is not None:
+            new_scale = scale_of(highest_value, tl.uint8)
+            tl.store(row_scales + at, new_scale.to(tl.bfloat16), mask=is_row & (is_bad == 0))
         if updates is not None:
             tl.store(updates + at, number, mask=is_row & (is_bad == 0))
         num_bad = tl.sum(is_bad, 0)

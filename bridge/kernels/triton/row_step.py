@@ -126,12 +126,14 @@ def rounded(value, drawn, dtype: tl.constexpr):
 
 @triton.jit
 def fits(value, dtype: tl.constexpr):
-    """Where ``value`` (float32) is finite, and stays so in ``dtype``."""
+    """Where ``value`` (float32) is finite, and stays so in ``dtype``; of 8 bits with a scale: up to 2^126."""
     magnitude = value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     if dtype == tl.float32:
         limit = 0x7F800000
     elif dtype == tl.float16:
         limit = 0x477FF000
+    elif dtype == tl.uint8 or dtype == tl.int8:
+        limit = 0x7E800001
     else:
         limit = 0x7F7F8000
     return magnitude < limit

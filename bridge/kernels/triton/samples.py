@@ -10,6 +10,8 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from geartrain.bridge.kernels.triton.row_step import widened
+
 _NORM_FLOOR = tl.constexpr(1e-12)
 _COS_LIMIT = tl.constexpr(1.0 - 1e-6)
 _LOG2_E = tl.constexpr(1.4426950408889634)
@@ -113,7 +115,9 @@ def prepare_features(features, counts, out, inverse, queries, factor, DIM: tl.co
 
 
 @triton.jit
-def own_cosines(rows, numbers, inverse, positions, features, out, cosines, DIM: tl.constexpr, WIDTH: tl.constexpr):
+def own_cosines(
+    rows, scales, numbers, inverse, positions, features, out, cosines, DIM: tl.constexpr, WIDTH: tl.constexpr
+):
     b = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, WIDTH)
     inside = d < DIM
@@ -122,7 +126,9 @@ def own_cosines(rows, numbers, inverse, positions, features, out, cosines, DIM: 
     row = place
     if numbers is not None:
         row = tl.load(numbers + place, mask=position >= 0, other=0)  # a rank may have none
-    values = tl.load(rows + row * DIM + d, mask=inside & (position >= 0), other=0.0).to(tl.float32)
+    values = widened(tl.load(rows + row * DIM + d, mask=inside & (position >= 0), other=0), rows.dtype.element_ty)
+    if scales is not None:
+        values *= tl.load(scales + row, mask=position >= 0, other=0.0).to(tl.float32)
     if inverse is not None:
         values *= tl.load(inverse + place, mask=position >= 0, other=0.0)
     tl.store(out + b * DIM + d, values, mask=inside)

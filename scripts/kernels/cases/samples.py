@@ -29,6 +29,8 @@ def _case(name: str, kernel: str, types: dict[str, str] | None = None, *, num_wa
         options = samples.row_options(512)
         num_warps = options.pop("num_warps")
         constants |= {"DIM": 512} | options
+    if "scales" in arguments:
+        constants["scales"] = None
     signature = {}
     for argument in arguments:
         kind = "i64" if argument == "ignored" else "i32" if argument in _INTEGERS else "*fp32"

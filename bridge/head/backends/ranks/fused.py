@@ -53,7 +53,6 @@ def takes(table: DeviceRows, active: LocalActive, batch: Batch, *, always: bool)
         and isinstance(active, DeviceActive)
         and isinstance(batch.targets, DeviceTargets)
         and table.steps is None
-        and not table.spec.is_scaled
         and batch.arithmetic.compute == torch.float32
         and batch.negatives_margin is None
         and batch.centers == 1
@@ -85,6 +84,7 @@ class FusedPass:
             logit_limit=None if batch.margin is None else batch.logit_factor,
             shifted=batch.shifted,
             wants_highest=batch.notes_highest,
+            scales_LK=table.row_scales_LK,
         )
         self._buffer: Buffer | None = None
         self._kept_KB: Tensor | None = None

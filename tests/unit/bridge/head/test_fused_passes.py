@@ -33,6 +33,14 @@ CASES: dict[str, dict[str, Any]] = {
     "16 bits": {"margin": gt.ArcFace(scale=64), "optimizer": gt.SparseMomentum(0.1, 0.9), "dtype": "bfloat16"},
 }
 
+EIGHT_BITS: list[dict[str, Any]] = [
+    {"margin": None, "optimizer": gt.SGD(0.5)},
+    {"margin": None, "optimizer": gt.SGD(0.5), "initializer": gt.Constant(0.0)},
+    {"margin": gt.ArcFace(scale=16), "optimizer": gt.SparseMomentum(0.1, 0.9), "slot_dtype": "int8"},
+    {"margin": gt.CosFace(scale=16), "optimizer": gt.Adagrad(0.1), "select": gt.PartialFC(0.6)},
+    {"margin": None, "optimizer": gt.SparseMomentum(0.1, 0.9), "slot_dtype": "int8", "dtype": "bfloat16"},
+]
+
 
 def results(case: str, *, is_fused: bool, rank: int = 0, ranks: int = 1, **more: Any) -> dict[str, Tensor]:
     """Of three steps, each of two micro-batches where ``parts`` says so, and clipped where ``clip`` does."""
@@ -42,7 +50,7 @@ def results(case: str, *, is_fused: bool, rank: int = 0, ranks: int = 1, **more:
     head = make_head(on_device=True, fused=is_fused, **options)
     rows, found = gt.RowOptimizer(head), {}
     for step in range(steps):
-        features, labels = make_batch(SIZE, head.num_classes, DIM, step)
+        features, labels = make_batch(SIZE, head.num_classes, head.dim, step)
         labels[0] = labels[1]
         own, mine = features.detach()[rank::ranks].requires_grad_(), labels[rank::ranks]
         for x, y in zip(own.chunk(parts), mine.chunk(parts), strict=True):
@@ -75,6 +83,22 @@ def _small_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_losses_gradients_and_rows_are_those_of_chunks(case: str) -> None:
     compare(case, 5e-3 if case == "16 bits" else 2e-5)
+
+
+@pytest.mark.parametrize("is_by_kernels", [False, True], ids=["tensors", "kernels"])
+@pytest.mark.parametrize("options", EIGHT_BITS, ids=str)
+def test_rows_of_eight_bits_are_those_of_chunks(options: dict[str, Any], is_by_kernels: bool) -> None:
+    small = {"num_classes": 150} if is_by_kernels else {}
+    more = {"dtype": "float8_e4m3fn", "steps": 1, "dim": 40} | small | options
+    expected = results("linear", is_fused=False, **more)
+    with interpreted() if is_by_kernels else contextlib.nullcontext():
+        found = results("linear", is_fused=True, **more)
+    rows, others = found.pop("rows"), expected["rows"]
+    # Rounded by the same chance; a gradient's last bit may decide.
+    assert ((rows - others).abs() > 1e-6 * others.abs()).float().mean() < 2e-3
+    for name, value in found.items():
+        if "highest" not in name or expected[name]:
+            torch.testing.assert_close(value, expected[name], rtol=3e-5, atol=3e-5)
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["host", "device"])

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +25,8 @@ from geartrain.bridge.kernels.head import TILE, HeadPass
 from geartrain.bridge.kernels.launch import interpreted
 from geartrain.bridge.kernels.optimizers import RowStep, update_rows
 from geartrain.bridge.kernels.rounding import round_rows
-from geartrain.bridge.kernels.row_update import RowArrays
+from geartrain.bridge.kernels.row_update import RowArrays, update
+from geartrain.bridge.kernels.scaled import narrowed, widened
 
 LOG2_E = math.log2(math.e)
 
@@ -32,6 +36,7 @@ class Problem:
     """Rows, some of them active, samples whose classes may lie elsewhere, and float64's answers."""
 
     rows_LD: Tensor
+    scales_LK: Tensor | None
     numbers_A: Tensor | None
     count: int
     features_BD: Tensor
@@ -55,6 +60,7 @@ class Problem:
             logit_limit=limit if self.normalised else None,
             shifted=shifted,
             wants_highest=True,
+            scales_LK=self.scales_LK,
         )
         for written in (made.inverse_A, made.sums_TB, made.highest_TB):
             assert written is not None
@@ -63,8 +69,8 @@ class Problem:
 
     def unit(self) -> tuple[Tensor, Tensor]:
         """(active rows as they count, inverse lengths), float64."""
-        rows = self.rows_LD if self.numbers_A is None else self.rows_LD[self.numbers_A[: self.count]]
-        rows = rows.double()
+        rows = self.rows_LD if self.scales_LK is None else widened(self.rows_LD, self.scales_LK, torch.float32)
+        rows = (rows if self.numbers_A is None else rows[self.numbers_A[: self.count]]).double()
         inverse = rows.norm(dim=1).reciprocal() if self.normalised else torch.ones(len(rows), dtype=torch.float64)
         return rows * inverse.unsqueeze(1), inverse
 
@@ -93,7 +99,10 @@ def problem(
     num: int, batch: int, dim: int, *, normalised: bool, dtype: torch.dtype, picked: bool = False, scale: float = 8.0
 ) -> Problem:
     torch.manual_seed(num + dim)
-    rows = torch.randn(num, dim).mul_(0.3).to(dtype)
+    rows, scales = torch.randn(num, dim).mul_(0.3), None
+    if dtype == torch.float8_e4m3fn:
+        rows, scales = narrowed(rows * torch.rand(num, 1), dtype)
+    rows = rows.to(dtype)
     features = torch.nn.functional.normalize(torch.randn(batch, dim))
     numbers, count = None, num
     if picked:
@@ -104,6 +113,7 @@ def problem(
     positions[-2:] = positions[-3]  # three samples of one class
     return Problem(
         rows_LD=rows,
+        scales_LK=scales,
         numbers_A=numbers,
         count=count,
         features_BD=features,
@@ -144,6 +154,18 @@ def test_kernels_equal_products_in_float64(
     given = problem(num, batch, dim, normalised=normalised, dtype=dtype, picked=picked, scale=3.0)
     with interpreted():
         check(given, dtype, shifted=shifted)
+
+
+@pytest.mark.parametrize(("num", "batch", "dim", "normalised", "shifted", "picked"), CASES)
+@pytest.mark.parametrize("way", [nullcontext, interpreted], ids=["tensors", "kernels"])
+def test_products_of_eight_bits_equal_those_in_float64(
+    num: int, batch: int, dim: int, normalised: bool, shifted: bool, picked: bool, way: Callable[[], Any]
+) -> None:
+    pytest.importorskip("triton")
+    eight = torch.float8_e4m3fn
+    given = problem(num, batch, dim, normalised=normalised, dtype=eight, picked=picked, scale=3.0)
+    with way():
+        check(given, torch.float32, shifted=shifted)
 
 
 def check(given: Problem, dtype: torch.dtype, *, shifted: bool) -> None:
@@ -323,3 +345,54 @@ def test_a_gradient_along_few_columns_may_be_larger_than_any_feature() -> None:
     assert (gradient.abs().amax(1) * 4_000.0 > torch.finfo(torch.float16).max).all()
     assert torch.equal(stored.rows, before)
     assert stored.refused == 2
+
+
+@pytest.mark.parametrize(("row", "slot"), [("float8", "int8"), ("float8", "float32"), ("bfloat16", "int8")])
+@pytest.mark.parametrize(
+    "optimizer", [SGD(0.1, weight_decay=0.01), Momentum(0.1, nesterov=True), Adagrad(0.1)], ids=str
+)
+def test_eight_bits_are_updated_as_by_the_reference(optimizer: RowOptimizerSpec, row: str, slot: str) -> None:
+    pytest.importorskip("triton")
+    dtype = torch.bfloat16 if row == "bfloat16" else torch.float8_e4m3fn
+    given = problem(90, 20, 150, normalised=True, dtype=dtype, picked=True)
+    assert given.numbers_A is not None
+    slots, slot_scales = torch.rand(90, 150) * 0.01, None
+    if slot == "int8" and optimizer.slots and optimizer.takes_narrow_slots:
+        slots, slot_scales = narrowed(slots, torch.int8)
+    slots[given.numbers_A[5]] = 127 if slots.dtype == torch.int8 else 1e38
+    if slot_scales is not None:
+        slot_scales[given.numbers_A[5], 1] = 2.0**120  # it cannot be stored
+
+    def stored() -> RowArrays:
+        return RowArrays(
+            rows_LD=given.rows_LD.clone(),
+            slots_LS=slots.clone() if optimizer.slots else None,
+            updates_L=None,
+            row_scales_LK=None if given.scales_LK is None else given.scales_LK.clone(),
+            slot_scales_LK=None if slot_scales is None else slot_scales.clone(),
+            clock=torch.tensor(77),
+            refused=torch.zeros((), dtype=torch.int64),
+            first=2**40,
+            key=2**63 - 7,
+        )
+
+    ours, theirs = stored(), stored()
+    head = replace(given.head(torch.float32, shifted=False), rows_LD=ours.rows_LD, scales_LK=ours.row_scales_LK)
+    kept, factor = torch.full((head.num_active, 20), torch.nan), torch.tensor(0.7)
+    lse = (given.corrected().logsumexp(0) + 0.1).float() * LOG2_E
+    with interpreted():
+        kernels.exponentials(head, kept, 0, head.num_active)
+        terms = kernels.sample_terms(head, given.features_BD, lse, given.own_weight_B, given.weights_B)
+        gradient = kernels.row_gradients(head, kept, 0, head.num_active, terms, factor)
+        more = {"lr": optimizer.lr, "optimizer": optimizer}
+        kernels.update_rows(head, kept, 0, head.num_active, terms, factor, stored=ours, **more)
+    update(theirs, given.numbers_A, gradient, scale=torch.tensor(1.0), num_valid=head.count, **more)
+    names = ("rows_LD", "slots_LS", "row_scales_LK", "slot_scales_LK")
+    for name in names:
+        mine, other = getattr(ours, name), getattr(theirs, name)
+        if mine is not None and mine.itemsize > 1:
+            torch.testing.assert_close(mine, other)
+        elif mine is not None:
+            assert torch.equal(mine.view(torch.uint8), other.view(torch.uint8))
+    assert ours.refused == theirs.refused == int(slot_scales is not None)
+    assert not torch.equal(ours.rows_LD.view(torch.uint8), given.rows_LD.view(torch.uint8))
