@@ -27,8 +27,10 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 BUILD = REPOSITORY / "build" / "gpu-check"
 PACKAGES = BUILD / "packages"
 
-NEEDED = ("torch", "triton", "numpy", "ml_dtypes", "pydantic", "yaml", "xxhash", "pytest", "hypothesis", "nanobind")
-NEEDED += ("typer", "rich", "grpc")
+NEEDED = (
+    *("torch", "triton", "numpy", "ml_dtypes", "safetensors", "xxhash", "fsspec", "pydantic", "yaml", "platformdirs"),
+    *("grpc", "grpc_health", "grpc_reflection", "lmdb", "rich", "nanobind", "pytest", "pytest_timeout", "hypothesis"),
+)
 # An editable install of Geartrain would come before what is built here, also in child processes.
 SITECUSTOMIZE = """import sys
 sys.meta_path[:] = [finder for finder in sys.meta_path if type(finder).__name__ != "ScikitBuildRedirectingFinder"]
