@@ -171,11 +171,6 @@ class TableSpec:
         return DTYPES[SCALED.get(self.dtype, self.dtype)]
 
     @property
-    def slot_numpy_dtype(self) -> np.dtype:
-        """That of the slots."""
-        return DTYPES[SCALED.get(self.slot_dtype, self.slot_dtype)]
-
-    @property
     def is_scaled(self) -> bool:
         """Whether rows or slots have 8 bits, and scales: on ranks alone."""
         return self.dtype in SCALED or (self.has_slots and self.slot_dtype in SCALED)
