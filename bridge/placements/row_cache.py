@@ -18,6 +18,7 @@ from torch import Tensor
 from geartrain.ams.client.table import pull_together
 from geartrain.ams.kernels.position_lru import PositionLru
 from geartrain.ams.tables import array_update
+from geartrain.ams.values.errors import InvalidArgument, InvalidRows
 from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
 from geartrain.ams.values.specs import Ids, TableSpec
 from geartrain.bridge.kernels.optimizers import EXACT_OPTIMIZERS
@@ -351,7 +352,15 @@ def pull_through(
     for number in numbers:
         own = found[number]
         asked += [pulls[number]] if own is None else own.pulls()
-    answers = iter(pull_together(asked))
+    try:
+        answers = iter(pull_together(asked))
+    except InvalidRows as exc:
+        if not any(own is not None and own.cache.table.state_width for own in found):
+            raise
+        raise InvalidArgument(
+            f"a shard refused to send rows with their slots, which a device cache keeps: {exc}. Shards of releases "
+            "before it cannot: update them, or leave device_cache_bytes out"
+        ) from exc
     writes: list[tuple[int, ...] | None] = [None] * len(pulls)
     for number in numbers:
         own = found[number]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import geartrain as gt
-from geartrain.ams.client.table import pull_together
+from geartrain.ams.client.table import Table, pull_together
 from geartrain.ams.client.writes import RowWrite
 from geartrain.ams.values.errors import InvalidArgument, Unavailable
 from geartrain.bridge.placements.row_cache import RowCache
@@ -302,6 +302,15 @@ def test_the_path_of_a_device_equals_that_of_the_host(optimizer: Any, monkeypatc
 def test_what_cannot_be_cached_is_refused(settings: dict[str, Any], words: str) -> None:
     with gt.local() as cluster, pytest.raises(InvalidArgument, match=words):
         group(cluster, settings.pop("cache"), **settings)
+
+
+def test_a_shard_that_has_no_states_is_named_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of an earlier release takes the width of a state for a wrong one, as this one does another width."""
+    monkeypatch.setattr(Table, "state_width", property(lambda table: table.spec.dim + 99))
+    with gt.local(num_shards=2) as cluster:
+        fields = group(cluster, ROOMY)
+        with pytest.raises(InvalidArgument, match="update them, or leave device_cache_bytes out"):
+            fields(Script(8).batch())
 
 
 def test_a_state_is_a_row_with_all_that_a_push_goes_by() -> None:
