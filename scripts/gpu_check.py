@@ -68,6 +68,16 @@ def require(modules: tuple[str, ...], programs: tuple[str, ...]) -> None:
         raise SystemExit(f"missing here: {', '.join(missing)}. Install them, or pass their wheels with WHEELS=folder")
 
 
+def require_device() -> None:
+    """Say at once that there is no GPU, before minutes of building."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise SystemExit(
+            f"torch {torch.__version__} sees no CUDA device here; with --dry the parts run small, on a CPU"
+        )
+
+
 def build_core() -> None:
     """Compile the extension into ``ams/kernels``, and give up if that fails: nothing runs without it."""
     tree = BUILD / "cmake"
@@ -180,6 +190,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         environ = dict(os.environ)
     else:
         require(NEEDED, PROGRAMS)
+        require_device()
         environ = environment(given.wheels)
         build_core()
     report: Report = {}

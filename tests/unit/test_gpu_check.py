@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from scripts import gpu_check
 
@@ -39,3 +40,11 @@ def test_a_part_that_fails_or_hangs_stops_nothing(
     assert said.index("4.00  the whole step, 9 launches, 8.00 ms: a step") < said.index("3.00  slow, 2 x")
     assert "FAILED broken: exit code 3" in said
     assert "FAILED endless: exit code 124 (out of time)" in said
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_so_before_it_builds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_check, "require", lambda *_: None)
+    monkeypatch.setattr(gpu_check, "build_core", lambda: pytest.fail("built"))
+    with pytest.raises(SystemExit, match="sees no CUDA device here; with --dry"):
+        gpu_check.main([])
