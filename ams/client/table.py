@@ -192,10 +192,11 @@ class Table:
         checked = ids_array(ids, self.spec.num_rows)
         if isinstance(out, ScatteredRows):
             return checked
-        if may_be_states and self.state_width and out.shape == (len(checked), self.state_width):
-            return checked
         is_array = isinstance(out, np.ndarray)
-        if not is_array or out.shape != (len(checked), self.spec.dim) or out.dtype != self._dtype:
+        fits = is_array and out.shape == (len(checked), self.spec.dim)
+        if is_array and not fits and may_be_states:
+            fits = out.shape == (len(checked), self.state_width or -1)
+        if not fits or out.dtype != self._dtype:
             found = f"{out.dtype} {out.shape}" if is_array else f"a {type(out).__name__}"
             raise InvalidArgument(
                 f"out is {found}; it must be a numpy array of {self._dtype} ({len(checked)}, {self.spec.dim})"

@@ -224,8 +224,10 @@ def on_host(parts: dict[str, tuple[Any, ...]]) -> dict[str, tuple[Any, ...]]:
         id(item): item
         for part in parts.values()
         for item in part
-        if isinstance(item, Tensor) and item.device.type != "cpu" and not item.requires_grad
+        if isinstance(item, Tensor) and not item.is_cpu and not item.requires_grad
     }
+    if not own:
+        return parts
     host = dict(zip(own, downloaded(list(own.values())), strict=True))
     return {name: tuple(host.get(id(item), item) for item in part) for name, part in parts.items()}
 

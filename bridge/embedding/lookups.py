@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -167,12 +167,8 @@ class LookupCall:
                     "backward; look the ids up again"
                 )
             part.row_update.require_no_step()  # of all of them, before any takes something
-        places = [place for place, item in enumerate(upstream) if item is not None]
-        fetched = downloaded([cast("Tensor", upstream[place]) for place in places])
-        every: list[Floats | None] = [None] * len(upstream)
-        for place, item in zip(places, fetched, strict=True):
-            every[place] = item.to(torch.float32).contiguous().numpy()
-        self._add(every)
+        fetched = iter(downloaded([item for item in upstream if item is not None]))
+        self._add([None if item is None else next(fetched).to(torch.float32).contiguous().numpy() for item in upstream])
 
     def _add(self, every: Sequence[Floats | None]) -> None:
         gradients, of_bags = every[: len(self._features)], every[len(self._features) :]
