@@ -21,6 +21,7 @@ def embedding(
     report: Report,
     fields: int = 26,
     batch: int = 1024,
+    bag: int = 1,
     dim: int = 16,
     ids: str = "cuda",
     rows: str = "pull",
@@ -29,7 +30,8 @@ def embedding(
     optimizer: str = "Adagrad",
     device_cache_bytes: int = 0,
 ) -> Iterator[Callable[[], None]]:
-    """``gt.EmbeddingGroup`` with a table for each of ``fields``; ``ids`` are on "cpu" or "cuda"."""
+    """``gt.EmbeddingGroup`` with a table for each of ``fields``, ``bag`` ids a bag; ``ids`` are on "cpu" or "cuda"."""
+    shape = (batch,) if bag == 1 else (batch, bag)
     names = [f"f{number}" for number in range(fields)]
     on_ranks = rows == "ranks"
     more: dict[str, Any] = {"num_rows": num_rows} if on_ranks else {}
@@ -44,8 +46,8 @@ def embedding(
 
         def some() -> Tensor:
             if ids == "cuda":
-                return torch.empty(batch, dtype=torch.int64, device="cuda")
-            return torch.from_numpy(seed.integers(0, num_rows, batch))
+                return torch.empty(shape, dtype=torch.int64, device="cuda")
+            return torch.from_numpy(seed.integers(0, num_rows, shape))
 
         def step() -> None:
             given = {name: some() for name in names}
