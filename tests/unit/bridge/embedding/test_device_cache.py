@@ -224,6 +224,44 @@ def test_a_push_whose_reply_is_lost_leaves_no_wrong_row(then: str, monkeypatch: 
     assert_equal(found[ROOMY], found[0])
 
 
+@pytest.mark.parametrize("looks_up", [False, True])
+def test_a_lost_reply_leaves_no_wrong_row_under_ssp(looks_up: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is counted there: a row that was pulled after the push must not be moved by it once more."""
+    ids, send = torch.tensor([7, 8]), RowWrite.send_with
+
+    def lose(self: RowWrite, others: Any) -> None:
+        send(self, others)
+        raise Unavailable("the reply was lost")
+
+    with gt.local(num_shards=2) as cluster:
+        mode, settings = gt.SSP(3, worker="a"), {"optimizer": gt.SGD(1.0), "initializer": gt.Constant(0.0)}
+        fields = gt.Embedding(cluster, "t", 1, mode=mode, device_cache_bytes=1 << 12, **settings)
+        rows = gt.RowOptimizer(fields)
+        for step in range(4):
+            (-fields(ids).sum()).backward()
+            if step == 1:
+                with monkeypatch.context() as patch:
+                    patch.setattr(RowWrite, "send_with", lose)
+                    with pytest.raises(Unavailable):
+                        rows.step()
+                if looks_up:
+                    fields(ids)
+            rows.step()
+            rows.zero_grad()
+        assert fields(ids).flatten().tolist() == [4, 4]
+        assert fields.cache["t"]["hits"] > 0
+
+
+def test_a_write_that_a_look_up_of_new_ids_tells_of_drops_rows() -> None:
+    """Nothing was found that it could be wrong for."""
+    with gt.local() as cluster:
+        fields = gt.Embedding(cluster, "t", 2, optimizer=gt.SGD(1.0), device_cache_bytes=1 << 12)
+        fields(torch.tensor([1]))
+        fields.table("t").assign(np.array([1]), np.full((1, 2), 9.0, np.float32))
+        fields(torch.tensor([2]))
+        assert fields(torch.tensor([1])).tolist() == [[9.0, 9.0]]
+
+
 @pytest.mark.parametrize("staleness", [0, 3])
 def test_rows_are_as_old_as_ssp_allows_and_no_older(staleness: int) -> None:
     """Every step of each of two workers adds 1 to a row, so that the row says how many steps are in it."""
