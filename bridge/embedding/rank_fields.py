@@ -33,7 +33,7 @@ from geartrain.bridge.embedding.group_rows import GroupRows, GroupSettings, Trai
 from geartrain.bridge.embedding.ids import TensorIds, ids_of_batch, tensor_ids
 from geartrain.bridge.embedding.lookups import require_first_derivative
 from geartrain.bridge.embedding.modes import SSP
-from geartrain.bridge.embedding.vectors import maxima, out_of_range, pooling_factors, require_no_max_weights
+from geartrain.bridge.embedding.vectors import out_of_range, pooled, require_no_max_weights
 from geartrain.bridge.kernels.lookup import Entries, FieldShape, index_fields
 from geartrain.bridge.placements.device_lookup import DeviceLookup, RowGradients
 from geartrain.bridge.placements.device_rows import DeviceRows
@@ -302,30 +302,9 @@ def _is_by_id(field: Field, ids: TensorIds) -> bool:
 
 def _finished(field: Field, ids: TensorIds, vectors: Tensor) -> Tensor:
     """The vectors of a field, of those that were looked up: of its bags, or of its ids (of padding 0)."""
-    weights = ids.given_weights
-    if not _is_by_id(field, ids) or (field.pooling is None and weights is None):
+    if not _is_by_id(field, ids) or (field.pooling is None and ids.given_weights is None):
         return vectors
-    device, num_ids = vectors.device, len(ids.values)
-    counts_N = None if field.padding_id is None else ids.values != field.padding_id
-    if weights is not None:
-        weights = weights.to(device, torch.float32)
-        vectors = vectors * weights[:, None]
-        if field.pooling is None:
-            return vectors
-    at_N = torch.arange(num_ids, device=device)
-    if isinstance(ids.bags, int):
-        bag_N = at_N // ids.bags
-    else:
-        bag_N = torch.searchsorted(ids.bags[1:], at_N, right=True).clamp(max=max(0, ids.num_bags - 1))
-    if field.pooling == "max":
-        return maxima(vectors, bag_N, ids.num_bags, counts_N)
-    none_BD = vectors.new_zeros(ids.num_bags, vectors.shape[1])
-    sums_BD = none_BD.index_add(0, bag_N, vectors)
-    if field.pooling == "sum":
-        return sums_BD
-    assert weights is not None
-    weights = weights if counts_N is None else torch.where(counts_N, weights, 0.0)
-    return sums_BD * pooling_factors(field, ids.num_bags, bag_N, weights)[:, None]
+    return pooled(field, ids, vectors)
 
 
 class _Call:

@@ -75,10 +75,12 @@ def feature_vectors(fields: Sequence[Field], given: Sequence[FieldIds], device: 
         ids = torch.cat([torch.as_tensor(given[number].values)[counted[number]] for number in own]).to(device)
         vectors_ND = features(ids) if len(ids) else torch.zeros(0, features.dim, device=device)
         found.update(zip(own, vectors_ND.split([len(counted[number]) for number in own]), strict=True))
-    return [
-        pooled(field, ids, found[number], counted[number])
-        for number, (field, ids) in enumerate(zip(fields, given, strict=True))
-    ]
+    for number, field in enumerate(fields):
+        if field.padding_id is not None:
+            vectors_ND = found[number]
+            none_ND = vectors_ND.new_zeros(len(given[number].values), vectors_ND.shape[1])
+            found[number] = none_ND.index_copy(0, counted[number].to(device), vectors_ND)
+    return [pooled(field, ids, found[number]) for number, (field, ids) in enumerate(zip(fields, given, strict=True))]
 
 
 def counted_places(field: Field, ids: FieldIds) -> Tensor:
@@ -87,15 +89,6 @@ def counted_places(field: Field, ids: FieldIds) -> Tensor:
     if field.padding_id is None:
         return torch.arange(len(values), device=values.device)
     return (values != field.padding_id).nonzero().squeeze(1)
-
-
-def bag_of_each(ids: FieldIds) -> Tensor:
-    """The bag of each id [N]."""
-    values = torch.as_tensor(ids.values)
-    if isinstance(ids.bags, int):
-        return torch.arange(len(values), device=values.device) // ids.bags
-    lengths = torch.as_tensor(ids.bags).diff()
-    return torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
 
 
 def pooled_on_device(feature: FeatureIds, places_N: npt.NDArray[np.int32], rows_UD: Tensor) -> Tensor:
@@ -126,22 +119,29 @@ def pooled_on_device(feature: FeatureIds, places_N: npt.NDArray[np.int32], rows_
     return sums_BD * upload(factors_B, device)[:, None]
 
 
-def pooled(field: Field, ids: FieldIds, vectors_ND: Tensor, counted: Tensor) -> Tensor:
-    """The vectors of a field, of those of its ids at the places ``counted``."""
-    device, places = vectors_ND.device, counted.to(vectors_ND.device)
-    weights = None if ids.weights is None else torch.as_tensor(ids.weights)
-    weights = ids.given_weights if ids.given_weights is not None else weights
-    weights_N = None if weights is None else weights.to(device, torch.float32)[places]
-    weighted_ND = vectors_ND if weights_N is None else vectors_ND * weights_N[:, None]
+def pooled(field: Field, ids: FieldIds, vectors_ND: Tensor) -> Tensor:
+    """The vectors of a field, of those of its ids; padding's are 0. No host wait if the ids are there, too."""
+    device, num_ids = vectors_ND.device, len(ids.values)
+    weights = ids.weights if ids.given_weights is None else ids.given_weights
+    weights_N = None if weights is None else torch.as_tensor(weights).to(device, torch.float32)
+    if weights_N is not None:
+        vectors_ND = vectors_ND * weights_N[:, None]
     if field.pooling is None:
-        return weighted_ND.new_zeros(len(ids.values), vectors_ND.shape[1]).index_copy(0, places, weighted_ND)
-    bag_N = bag_of_each(ids)[counted].to(device)
+        return vectors_ND
+    at_N = torch.arange(num_ids, device=device)
+    if isinstance(ids.bags, int):
+        bag_N = at_N // ids.bags
+    else:
+        ends_B = torch.as_tensor(ids.bags)[1:].to(device)
+        bag_N = torch.searchsorted(ends_B, at_N, right=True).clamp(max=max(0, ids.num_bags - 1))
+    counts_N = None if field.padding_id is None else (torch.as_tensor(ids.values) != field.padding_id).to(device)
     if field.pooling == "max":
-        return maxima(vectors_ND, bag_N, ids.num_bags)
-    none_BD = weighted_ND.new_zeros(ids.num_bags, vectors_ND.shape[1])
-    sums_BD = none_BD.index_add(0, bag_N, weighted_ND)
+        return maxima(vectors_ND, bag_N, ids.num_bags, counts_N)
+    sums_BD = vectors_ND.new_zeros(ids.num_bags, vectors_ND.shape[1]).index_add(0, bag_N, vectors_ND)
     if field.pooling == "sum":
         return sums_BD
+    weights_N = torch.ones(num_ids, device=device) if weights_N is None else weights_N
+    weights_N = weights_N if counts_N is None else torch.where(counts_N, weights_N, 0.0)
     return sums_BD * pooling_factors(field, ids.num_bags, bag_N, weights_N)[:, None]
 
 
@@ -161,10 +161,9 @@ def maxima(vectors_ND: Tensor, bag_N: Tensor, num_bags: int, counts_N: Tensor | 
     return torch.cat([vectors_ND, vectors_ND.new_zeros(1, dim)]).gather(0, first_BD.long())
 
 
-def pooling_factors(field: Field, num_bags: int, bag_N: Tensor, weights_N: Tensor | None) -> Tensor:
+def pooling_factors(field: Field, num_bags: int, bag_N: Tensor, weights_N: Tensor) -> Tensor:
     """What the sum of each bag is multiplied by under pooling "mean" and "sqrtn" [B]: 1 / Σ w or 1 / √Σ w²; 0 for 0."""
-    ones_N = torch.ones(len(bag_N), device=bag_N.device) if weights_N is None else weights_N
-    totals_B = ones_N.new_zeros(num_bags).index_add(0, bag_N, ones_N if field.pooling == "mean" else ones_N**2)
+    totals_B = weights_N.new_zeros(num_bags).index_add(0, bag_N, weights_N if field.pooling == "mean" else weights_N**2)
     is_none = totals_B == 0
     by_B = torch.where(is_none, 1.0, totals_B)
     return torch.where(is_none, 0.0, 1.0 / (by_B if field.pooling == "mean" else by_B.sqrt()))
@@ -179,7 +178,4 @@ def feature_ids(table: int, field: Field, ids: BatchIds) -> FeatureIds:
 
 def weighted(field: Field, ids: FieldIds, vectors: Tensor) -> Tensor:
     """The vectors of a field, pooled here in tensor operations where the weights need a gradient."""
-    if ids.given_weights is None:
-        return vectors
-    counted = counted_places(field, ids).to(vectors.device)
-    return pooled(field, ids, vectors[counted], counted)
+    return vectors if ids.given_weights is None else pooled(field, ids, vectors)
