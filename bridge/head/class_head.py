@@ -456,8 +456,9 @@ class ClassHead(nn.Module):
         Every rank calls it between two steps and waits; ``root`` is the same folder for all, a URL included. ``step``
         is :attr:`step` and ``name`` ``step-000000042`` unless given; ``values`` (JSON) and ``files`` of rank 0 travel
         with the rows: put ``state_to_bytes(head.state_dict())`` and the backbone there. All rows are written, there are
-        no increments. :meth:`restore` reads it on any number of ranks, and ``Cluster.restore`` into any number of
-        shards. Raises SnapshotFailed on every rank if one of them fails, and InvalidArgument for rows in a cluster:
+        no increments. Warns of bad labels, and of rows that were left as they were, which no call of the head has
+        raised yet. :meth:`restore` reads it on any number of ranks, and ``Cluster.restore`` into any number of shards.
+        Raises SnapshotFailed on every rank if one of them fails, and InvalidArgument for rows in a cluster:
         ``Cluster.snapshot`` is theirs.
         """
         step = self.step if step is None else step
@@ -495,7 +496,8 @@ class ClassHead(nn.Module):
 
     def get_extra_state(self) -> dict[str, Any]:
         """Table name, size, step, retired classes, settings, and what tells the rows from others; the rows themselves
-        are in snapshots. One pull of up to 128 rows from a cluster."""
+        are in snapshots. One pull of up to 128 rows from a cluster. Warns of bad labels, and of rows of this rank
+        that were left as they were, which no call of the head has raised yet."""
         return state_of(self._backend)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:

@@ -86,6 +86,10 @@ class DeviceUpdate(PendingUpdate[D]):
         self.takes_any_step = False
         self.discard()
 
+    def count_refused(self) -> int:
+        """How many rows :meth:`take_refused` has yet to tell of; waits for the device."""
+        return sum(int(table.refused) for table in self.tables)
+
     def take_refused(self) -> int:
         """How many rows the updates that are known of since the last look left as they were. Waits for nothing: what a
         device has not told yet a later look tells.

@@ -82,12 +82,18 @@ class LateLabels:
 
     def take_error(self) -> InvalidIds:
         """What was wrong with the first step that had a bad label; waits for it. Some rank knows that there is one."""
-        while self._under_way:
-            error = self._error()
+        if (error := self.first_error()) is not None:
             self._under_way.popleft()
-            if error is not None:
-                return error
+            return error
         return InvalidIds("another rank found a bad label in a step before; its error tells which")
+
+    def first_error(self) -> InvalidIds | None:
+        """What :meth:`take_error` takes, or None; waits for the labels, which every rank has of all."""
+        while self._under_way:
+            if (error := self._error()) is not None:
+                return error
+            self._under_way.popleft()
+        return None
 
     def _error(self) -> InvalidIds | None:
         arrived, step, live_classes = self._under_way[0]

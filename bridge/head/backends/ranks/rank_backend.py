@@ -5,6 +5,7 @@ Legend: S samples of this rank, k answers.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -30,7 +31,7 @@ from geartrain.bridge.head.backends.ranks.late_labels import LateLabels
 from geartrain.bridge.head.backends.ranks.parts import rows_of_parts
 from geartrain.bridge.head.backends.ranks.passes import RankGradient, RankRows
 from geartrain.bridge.head.backends.ranks.selector import RankSelector
-from geartrain.bridge.head.backends.ranks.update import Agreed, RankStep, named
+from geartrain.bridge.head.backends.ranks.update import Agreed, RankStep, named, refused_rows
 from geartrain.bridge.head.config import HeadConfig
 from geartrain.bridge.head.loss.chunk_pass import chunk_rows_on
 from geartrain.bridge.head.loss.feature_parts import FeatureParts
@@ -119,7 +120,16 @@ class RankBackend:
 
     def identity(self) -> dict[str, Any] | None:
         """Of rows of this rank: to read others would be a collective, and one rank alone may save a state."""
+        self._warn_of_late_errors(self.update.count_refused())
         return self.table.identity()
+
+    def _warn_of_late_errors(self, refused: int) -> None:
+        """Of steps that changed no row, or not these: after the last one there is no call that raises it."""
+        late: GeartrainError | None = self.late_labels.first_error()
+        if late is None and refused:
+            late = refused_rows(self.table.spec, refused)
+        if late is not None:
+            warnings.warn(f"{late}. The next call of the head raises this, too", stacklevel=4)
 
     def require_rows(self, identity: Mapping[str, Any] | None) -> None:
         """Those of the state that lie on this rank."""
@@ -141,7 +151,8 @@ class RankBackend:
     def snapshot(
         self, root: str | Path, name: str, *, step: int, values: Mapping[str, Any], files: Mapping[str, bytes]
     ) -> Place:
-        """See ``ClassHead.snapshot``."""
+        """See ``ClassHead.snapshot``. One exchange between the hosts before it, of rows that were left as they were."""
+        self._warn_of_late_errors(sum(count for (count,) in self.table.link.exchange([self.update.count_refused()])))
         return snapshot_rows([self.table], root, name, step=step, values=values, files=files)
 
     def restore(self, path: str | Path) -> Snapshot:

@@ -25,7 +25,7 @@ from geartrain.ams.values.errors import (
     StepMismatch,
     SyncError,
 )
-from geartrain.ams.values.specs import Ids
+from geartrain.ams.values.specs import Ids, TableSpec
 from geartrain.bridge.collectives.communicator import Pending
 from geartrain.bridge.head.backends.backend import HeadSettings
 from geartrain.bridge.head.backends.ranks.fused import takes
@@ -243,11 +243,7 @@ class RankStep:
         if any(mark & 4 for mark in marked):
             raise self.backend.late_labels.take_error()
         if sum(left):
-            raise NonFinite(
-                f"a step before would have carried {sum(left)} rows of table {spec.name!r} beyond the range of "
-                f"{spec.dtype} rows or {spec.slot_dtype} slots, or its gradients were not finite; those rows were left "
-                "as they were. Lower the learning rate, or use torch.amp.GradScaler"
-            )
+            raise refused_rows(spec, sum(left))
         if len(set(steps)) > 1:
             raise StepMismatch(f"the ranks are at the steps {steps}; load the same state on every rank")
         if len(set(classes)) > 1:
@@ -322,6 +318,15 @@ class RankStep:
                 f"features are on {features.device}, the rows on {self.backend.table.device}; move the head there "
                 f"(head.to({str(features.device)!r})) or the features"
             )
+
+
+def refused_rows(spec: TableSpec, count: int) -> NonFinite:
+    """That so many rows of all ranks were left as they were."""
+    return NonFinite(
+        f"a step before would have carried {count} rows of table {spec.name!r} beyond the range of {spec.dtype} rows "
+        f"or {spec.slot_dtype} slots, or its gradients were not finite; those rows were left as they were. Lower the "
+        "learning rate, or use torch.amp.GradScaler"
+    )
 
 
 def _log2_weight(labels_B: Ids | Tensor, num_active: int, num_living: int) -> float | Tensor | None:

@@ -59,7 +59,7 @@ def test_results_are_those_of_labels_on_the_host(case: str, weighted: bool) -> N
         torch.testing.assert_close(found[name], expected[name], msg=lambda text, name=name: f"{name}: {text}")
 
 
-def on_two_ranks(rank: int) -> None:
+def on_two_ranks(rank: int, folder: Path) -> None:
     for case in ("linear sampled", "margin", "ignored"):
         for weighted in (False, True):
             of = {"case": case, "weighted": weighted, "rank": rank, "ranks": 2}
@@ -71,9 +71,14 @@ def on_two_ranks(rank: int) -> None:
     if rank == 1:
         labels[2] = NUM
     assert torch.isnan(head(features, labels)) == (rank == 1)
+    with pytest.warns(UserWarning, match=f"label {NUM} at index {SIZE + 2} is outside"):
+        head.snapshot(folder, "label")
     with pytest.raises(gt.errors.InvalidIds, match=f"label {NUM} at index {SIZE + 2} is outside"):
         head(*make_batch(SIZE, NUM, DIM))
     head(*make_batch(SIZE, NUM, DIM))
+    head.backend.table.refused.fill_(3 * rank)
+    with pytest.warns(UserWarning, match="carried 3 rows"):
+        head.snapshot(folder, "rows")
 
 
 def test_two_ranks_gather_and_check_labels_on_their_devices(tmp_path: Path) -> None:
@@ -94,6 +99,8 @@ def test_a_bad_label_changes_no_row_and_is_named_by_the_next_step(bad: int) -> N
     assert torch.isnan(loss)
     assert features.grad is not None and torch.isfinite(features.grad).all()
     assert not features.grad[3].any() and features.grad[2].any()
+    with pytest.warns(UserWarning, match=f"label {bad} at index 3"):  # and the error is still raised
+        head.state_dict()
     torch.testing.assert_close(head.weights(), before, rtol=0, atol=0)
     with pytest.raises(gt.errors.InvalidIds, match=f"step 0, which has changed no row.*label {bad} at index 3"):
         head(*make_batch(SIZE, 50, DIM))
@@ -113,6 +120,7 @@ def test_a_bad_weight_is_found_alike(bad: float) -> None:
         head(*make_batch(SIZE, NUM, DIM))
 
 
+@pytest.mark.filterwarnings("ignore:step 0, which has changed no row")
 @pytest.mark.parametrize("spoiled", ["a bad label", "nothing counts"])
 def test_a_margin_learns_nothing_of_a_batch_that_rows_learn_nothing_of(spoiled: str) -> None:
     head = make_head(late=True, **COMMON, margin=gt.AdaFace(scale=16), ignore_index=-100)
@@ -150,6 +158,8 @@ def test_what_the_last_of_several_steps_under_way_refused_is_told(monkeypatch: p
         rows.zero_grad()
     SlowReadback.is_here = True
     head(*make_batch(SIZE, NUM, DIM))  # learns of the first step
+    with pytest.warns(UserWarning, match=f"{NUM} rows"):
+        head.state_dict()
     with pytest.raises(gt.errors.NonFinite, match=f"{NUM} rows"):
         head.eval()(*make_batch(SIZE, NUM, DIM))
     assert head.backend.table.refused == 0
