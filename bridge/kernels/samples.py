@@ -17,8 +17,6 @@ from torch import Tensor
 from geartrain.bridge.kernels.head import HeadPass
 from geartrain.bridge.kernels.launch import Cost, launch
 
-_NO_IGNORED = 2**63 - 1
-
 
 class SettledLabels(NamedTuple):
     """See :func:`settle_labels`."""
@@ -54,7 +52,7 @@ def settle_labels(
         *made,
         len(labels_B),
         num_classes,
-        _NO_IGNORED if ignored is None else ignored,
+        ignored,
         first,
         num_local,
         own.start,

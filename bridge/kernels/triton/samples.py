@@ -24,6 +24,17 @@ def row_options(dim: int) -> dict[str, Any]:
 
 
 @triton.jit
+def _counted(label, num_classes, ignored):
+    """Whether it counts, and the number that says so."""
+    good = (label >= 0) & (label < num_classes)
+    count = tl.where(good, 1.0, float("nan"))
+    if ignored is not None:
+        good = good & (label != ignored)
+        count = tl.where(label == ignored, 0.0, count)
+    return good, count
+
+
+@triton.jit
 def settle_labels(
     labels,
     settled,
@@ -46,9 +57,8 @@ def settle_labels(
     for start in range(0, num, BLOCK):
         b = start + tl.arange(0, BLOCK)
         label = tl.load(labels + b, mask=b < num, other=-1)
-        good = (label >= 0) & (label < num_classes) & (label != ignored)
+        good, count = _counted(label, num_classes, ignored)
         largest = tl.maximum(largest, tl.where(good, label, 0))
-        count = tl.where(good, 1.0, tl.where(label == ignored, 0.0, float("nan")))
         total += tl.where(b < num, count, 0.0)
         own += tl.where((b >= own_start) & (b < own_stop) & good, 1.0, 0.0)
     stand_in = tl.max(largest, 0)
@@ -57,11 +67,11 @@ def settle_labels(
     for start in range(0, num, BLOCK):
         b = start + tl.arange(0, BLOCK)
         label = tl.load(labels + b, mask=b < num, other=-1)
-        good = (label >= 0) & (label < num_classes) & (label != ignored)
+        good, count = _counted(label, num_classes, ignored)
         row = label - first
         is_here = good & (row >= 0) & (row < num_local)
         tl.store(settled + b, tl.where(good, label, stand_in), mask=b < num)
-        tl.store(counts + b, tl.where(good, 1.0, tl.where(label == ignored, 0.0, float("nan"))), mask=b < num)
+        tl.store(counts + b, count, mask=b < num)
         tl.store(positions + b, tl.where(is_here, row, -1), mask=b < num)
 
 
