@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
+from functools import partialmethod
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -25,10 +28,17 @@ def kernel_device() -> Iterator[torch.device]:
 
 
 @pytest.fixture(autouse=True)
-def kernels_run_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where there is a GPU, tensors of the CPU go there for each kernel and come back; no interpreter takes part."""
+def kernels_run_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is a GPU, tensors of the CPU go there for each kernel and come back; no interpreter takes part.
+
+    Else the interpreter's maximum and minimum pass over NaN, as a card's do.
+    """
     if torch.cuda.is_available():
         monkeypatch.setattr(launch, "run", run_there)
+    elif importlib.util.find_spec("triton"):
+        interpreter = importlib.import_module("triton.runtime.interpreter").InterpreterBuilder
+        for name, function in (("create_maxnumf", np.fmax), ("create_minnumf", np.fmin)):
+            monkeypatch.setattr(interpreter, name, partialmethod(interpreter.binary_op, op=function))
 
 
 def run_there(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]) -> None:
