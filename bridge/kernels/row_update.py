@@ -17,6 +17,7 @@ from geartrain.bridge.kernels.rounding import ROW, SLOT, draws, round_rows
 from geartrain.bridge.kernels.scaled import narrowed, widened
 
 _LARGEST_SCALED = 2.0**126
+_MOST_COLUMNS = 16_384
 
 RowIndex = slice | Tensor
 """Rows of this rank: consecutive ones, or their numbers [N] int64 on the device, distinct; −1: none, padding."""
@@ -66,6 +67,11 @@ def _read(stored: Tensor, scales: Tensor | None, index: RowIndex, dtype: torch.d
     return stored[index].to(dtype, copy=True)
 
 
+def is_one_kernel(optimizer: RowOptimizerSpec, dim: int, device: torch.device) -> bool:
+    """Whether rows are updated where they lie, up to 16,384 columns, by optimizers of ``step_numbers``."""
+    return dim <= _MOST_COLUMNS and step_numbers(optimizer) is not None and runs_kernels(device)
+
+
 def update(
     stored: RowArrays,
     index: RowIndex,
@@ -90,13 +96,11 @@ def update(
         scale: 0-dim, on any device; on the rows' no host waits.
         num_valid: int64, 0-dim, on the device: what comes after so many rows is padding; None: nothing.
 
-    One kernel for rows of up to 16,384 columns and the optimizers of ``step_numbers``; otherwise
-    tensor operations.
+    One kernel for float32 where it :func:`is_one_kernel`; otherwise tensor operations.
     """
     numbers = step_numbers(optimizer)
-    takes = numbers is not None and gradient_ND.dtype == torch.float32 and gradient_ND.shape[1] <= 16_384
-    if takes and runs_kernels(stored.rows_LD.device):
-        assert numbers is not None
+    is_float = gradient_ND.dtype == torch.float32
+    if numbers is not None and is_float and is_one_kernel(optimizer, gradient_ND.shape[1], stored.rows_LD.device):
         _launch(stored, index, gradient_ND, numbers, lr, scale, num_valid)
         return
     gradient_ND.mul_(scale)

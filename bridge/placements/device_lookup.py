@@ -33,7 +33,6 @@ from geartrain.bridge.kernels.lookup import (
 )
 from geartrain.bridge.kernels.optimizers import step_numbers
 from geartrain.bridge.placements.device_rows import DeviceRows
-from geartrain.bridge.placements.workspace import Arithmetic, Scratch, Workspace
 from geartrain.bridge.rows.gradient_carrier import squared_sum
 from geartrain.bridge.rows.transfers import download
 
@@ -281,9 +280,8 @@ class BagGradient:
         """Update the rows and slots by ``optimizer`` with ``scale`` (0-dim) times the gradient; that ends the step."""
         for place, table in enumerate(self._tables):
             numbers_U, gradient_UD = self._joint(place)
-            work = Workspace(Arithmetic.of(gradient_UD), Scratch())
             if len(numbers_U):
-                table.update(work, numbers_U, gradient_UD, optimizer, scale.to(table.device))
+                table.update(numbers_U, gradient_UD, optimizer, scale.to(table.device))
             table.end_step(optimizer.lr)
 
     def discard(self) -> None:

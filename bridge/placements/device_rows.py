@@ -99,12 +99,13 @@ class DeviceRows:
     def chunk_copies(spec: TableSpec, device: torch.device, *, picked: bool) -> float:
         """Chunks of float32 that a thread holds in a step, and half a one for what the allocator keeps.
 
-        On a CPU, where compiled code updates rows where they lie: the gradient, and rows of the forward pass that
-        cannot be read in index (some are ``picked``). Elsewhere those of the step too: rows and slots, what 16 bits are
-        rounded with, and what rows are caught up with.
+        By compiled code of a CPU or one kernel, which update rows where they lie: the gradient, and rows of the forward
+        pass that cannot be read in index (some are ``picked``). Elsewhere those of the step too: rows and slots, what
+        16 bits are rounded with, and what rows are caught up with.
         """
         narrow, moves = spec.dtype != "float32", spec.counts_steps
-        if device.type == "cpu":
+        in_place = not moves and row_update.is_one_kernel(spec.optimizer, spec.dim, device)
+        if device.type == "cpu" or in_place:
             return 1.5 + (picked or narrow or moves) + (picked and narrow and not moves)
         narrow_slots = spec.has_slots and spec.slot_dtype != "float32"
         in_step = 2 + spec.has_slots + 0.5 * (narrow + narrow_slots)
@@ -311,9 +312,7 @@ class DeviceRows:
         narrow_ND = work.empty(f"stored {name}", *shape, dtype=stored_LD.dtype)
         return work.empty(name, *shape).copy_(torch.index_select(stored_LD, 0, index, out=narrow_ND))
 
-    def update(
-        self, work: Workspace, index: RowIndex, gradient_ND: Tensor, optimizer: RowOptimizerSpec, scale: Tensor
-    ) -> None:
+    def update(self, index: RowIndex, gradient_ND: Tensor, optimizer: RowOptimizerSpec, scale: Tensor) -> None:
         """One step of ``optimizer`` (the table's, or it with other numbers) with ``scale`` (0-dim) times the gradient.
 
         The gradient is overwritten. The formulas are those of ``ams/values/optimizers``, in the compute dtype; 16 bits
@@ -323,7 +322,6 @@ class DeviceRows:
         if self.device.type == "cpu" and gradient_ND.dtype == torch.float32 and not self.spec.is_scaled:
             self._update_compiled(index, gradient_ND, optimizer, float(scale))
             return
-        del work
         if self.steps is None:
             row_update.update(self.stored, index, gradient_ND, optimizer, lr=optimizer.lr, scale=scale)
             return

@@ -39,7 +39,7 @@ from geartrain.bridge.kernels.head import (
 from geartrain.bridge.kernels.launch import runs_kernels
 from geartrain.bridge.kernels.samples import Losses, TargetAngle, add_own, losses, own_cosines, own_gradient, scale_sums
 from geartrain.bridge.placements.device_rows import DeviceRows
-from geartrain.bridge.placements.workspace import Arithmetic, Buffer, Scratch, Workspace
+from geartrain.bridge.placements.workspace import Buffer
 from geartrain.bridge.rows.gradient_carrier import squared_sum
 
 RANGE_BYTES = 2 << 30
@@ -90,11 +90,6 @@ class FusedPass:
         self._kept_KB: Tensor | None = None
         """Exponentials of the first positions, once they are made."""
         self._terms: SampleTerms | None = None
-
-    @property
-    def arithmetic(self) -> Arithmetic:
-        """Of the batch."""
-        return self._batch.arithmetic
 
     @property
     def num_active(self) -> int:
@@ -224,9 +219,8 @@ class FusedGradient:
         active = active.trimmed()
         places = active.places(table.device)
         for start, stop, gradient_ND in self._sums():
-            work = Workspace(self.passes[0].arithmetic, Scratch())
             if start < (stop := min(stop, active.num)):
-                table.update(work, places.chunk(start, stop), gradient_ND[: stop - start], optimizer, scale)
+                table.update(places.chunk(start, stop), gradient_ND[: stop - start], optimizer, scale)
 
     def _sums(self) -> Iterator[tuple[int, int, Tensor]]:
         """(start, stop, gradients [N, D] float32) of range after range."""

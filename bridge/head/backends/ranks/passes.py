@@ -228,8 +228,8 @@ class RankGradient(FactoredGradient):
             table.end_step(optimizer.lr)
             return
 
-        def update(work: Workspace, index: RowIndex, gradient_ND: Tensor) -> None:
-            table.update(work, index, gradient_ND, optimizer, scale)
+        def update(index: RowIndex, gradient_ND: Tensor) -> None:
+            table.update(index, gradient_ND, optimizer, scale)
 
         self._over_chunks(update, use_kept=True)
         table.end_step(optimizer.lr)
@@ -241,8 +241,8 @@ class RankGradient(FactoredGradient):
         """Σ g² (0-dim, float64) over the rows of all ranks: makes the gradient once more. Collective: an all-reduce of
         one number."""
 
-        def squares(work: Workspace, index: RowIndex, gradient_ND: Tensor) -> Tensor:
-            del work, index
+        def squares(index: RowIndex, gradient_ND: Tensor) -> Tensor:
+            del index
             return squared_sum(gradient_ND)
 
         table = self._table
@@ -259,8 +259,8 @@ class RankGradient(FactoredGradient):
         self._give_back()
         self._factors = []
 
-    def _over_chunks(self, action: Callable[[Workspace, RowIndex, Tensor], T], *, use_kept: bool) -> list[T]:
-        """Results of ``action(work, index, gradient_ND)``, whose tensor is scratch, chunk after chunk."""
+    def _over_chunks(self, action: Callable[[RowIndex, Tensor], T], *, use_kept: bool) -> list[T]:
+        """Results of ``action(index, gradient_ND)``, whose tensor is scratch, chunk after chunk."""
         table, active = self._table, self._active
         arithmetic, kept_logits = self._factors[0].batch.arithmetic, self._factors[0].kept
         parts, chunk_pass = self._parts()
@@ -272,7 +272,7 @@ class RankGradient(FactoredGradient):
             gradient_ND = table.load(work, place, name="gradient")
             kept = kept_logits.chunk(*chunk) if use_kept and kept_logits is not None else None
             overwrite_by_sum(work, parts, gradient_ND, chunk[0], kept)
-            return action(work, place, gradient_ND)
+            return action(place, gradient_ND)
 
         chunks = chunk_bounds(active.num, chunk_pass.chunk_rows)
         if not chunks:

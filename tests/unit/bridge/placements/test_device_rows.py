@@ -28,10 +28,10 @@ from geartrain.ams.values.optimizers.registry import (
     SparseMomentum,
 )
 from geartrain.ams.values.specs import DTypeName, TableSpec
+from geartrain.bridge.kernels import row_update
 from geartrain.bridge.kernels.rounding import ROW, SLOT, round_rows, rounding_key
 from geartrain.bridge.placements import device_rows
 from geartrain.bridge.placements.device_rows import DeviceRows
-from geartrain.bridge.placements.workspace import Arithmetic, Scratch, Workspace
 from geartrain.bridge.rows.tables import TORCH_DTYPES, as_numpy
 
 
@@ -43,6 +43,18 @@ def test_a_rank_may_have_no_class(dtype: DTypeName, rank: int, num_local: int) -
     assert table.rows_LD.shape == (num_local, 5) and table.slots_LD is not None
     table.assign(np.zeros(1, np.int64), np.ones((1, 5), spec.numpy_dtype))
     assert (table.rows_LD == 1).all() and (table.slots_LD == 0).all()
+
+
+def test_copies_are_counted_where_no_kernel_updates_rows_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_update, "runs_kernels", lambda device: device.type == "cuda")
+    for optimizer, are_equal in (
+        (Momentum(0.1), True),
+        (FTRL(0.1), False),
+        (SparseMomentum(0.1, untouched="elapsed"), False),
+    ):
+        spec = TableSpec(name="t", dim=8, num_rows=9, dtype="bfloat16", optimizer=optimizer)
+        cuda, cpu = (DeviceRows.chunk_copies(spec, torch.device(name), picked=True) for name in ("cuda", "cpu"))
+        assert (cuda == cpu) == are_equal and cuda >= cpu
 
 
 OPTIMIZERS = [
@@ -72,11 +84,10 @@ def _shard_and_ranks(optimizer: RowOptimizerSpec, dtype: DTypeName) -> tuple[Row
 def _push(
     ranks: list[DeviceRows], ids: np.ndarray, gradients: np.ndarray, optimizer: RowOptimizerSpec, *, by_number: bool
 ) -> None:
-    work = Workspace(Arithmetic.of(torch.empty(0, dtype=torch.from_numpy(gradients).dtype)), Scratch())
     for rank in ranks:
         places, numbers = rank.local(ids)
         place: Any = numbers if by_number else slice(int(numbers[0]), int(numbers[-1]) + 1)
-        rank.update(work, place, torch.from_numpy(gradients[places]), optimizer, torch.tensor(0.5))
+        rank.update(place, torch.from_numpy(gradients[places]), optimizer, torch.tensor(0.5))
         rank.end_step(optimizer.lr)
 
 
@@ -208,12 +219,11 @@ def test_rows_of_eight_bits_take_1034_bytes_and_are_trained() -> None:
     parts = (table.rows_LD, table.slots_LD, table.row_scales_LK, table.slot_scales_LK, table.steps_L)
     held = sum(part[:1].nbytes for part in parts if part is not None)
     assert held == spec.row_bytes + spec.slot_bytes + spec.step_bytes == 1034
-    work = Workspace(Arithmetic.of(torch.empty(0)), Scratch())
     random = torch.Generator().manual_seed(0)
     for _ in range(30):
         gradient = torch.randn(20, 512, generator=random) * 1e-3
         for rows in (table, wide):
-            rows.update(work, slice(0, 20), gradient.clone(), spec.optimizer, torch.tensor(1.0))
+            rows.update(slice(0, 20), gradient.clone(), spec.optimizer, torch.tensor(1.0))
             rows.end_step(0.1)
     assert table.refused == 0 and table.clock == 30
     difference = table.current_rows(slice(None)).float() - wide.rows_LD
@@ -226,8 +236,7 @@ def test_rows_of_eight_bits_stay_where_a_gradient_is_not_finite() -> None:
     before = table.current_rows(slice(None))
     gradient = torch.ones(3, 512)
     gradient[1, 7] = float("nan")
-    work = Workspace(Arithmetic.of(torch.empty(0)), Scratch())
-    table.update(work, torch.tensor([2, 5, 9]), gradient, table.spec.optimizer, torch.tensor(1.0))
+    table.update(torch.tensor([2, 5, 9]), gradient, table.spec.optimizer, torch.tensor(1.0))
     is_same = (table.current_rows(slice(None)) == before).all(1)
     assert table.refused == 1 and is_same.sum() == 18 and is_same[5]
 

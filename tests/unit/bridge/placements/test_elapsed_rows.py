@@ -107,7 +107,7 @@ def test_rows_equal_those_of_torchs_dense_momentum(compute: torch.dtype) -> None
         torch.testing.assert_close(
             table.load(work, numbers, name="rows").double(), weights.detach()[numbers], rtol=1e-5, atol=1e-5
         )
-        table.update(work, numbers, gradient.to(compute, copy=True), replace(ELAPSED, lr=lr), torch.tensor(1.0))
+        table.update(numbers, gradient.to(compute, copy=True), replace(ELAPSED, lr=lr), torch.tensor(1.0))
         table.end_step(lr)
         reference.step()
     ours = table.current_rows(slice(None)).double()
@@ -130,9 +130,7 @@ def test_what_is_read_has_the_bits_of_a_pull_by_compiled_code_and_by_pytorch(
         ids = np.sort(random.permutation(30)[:5])
         gradients = random.standard_normal((5, 21)).astype(np.float32)
         shard.push(ids, gradients, lr=0.2)
-        table.update(
-            work, torch.from_numpy(ids), torch.from_numpy(gradients), replace(optimizer, lr=0.2), torch.tensor(1.0)
-        )
+        table.update(torch.from_numpy(ids), torch.from_numpy(gradients), replace(optimizer, lr=0.2), torch.tensor(1.0))
         table.end_step(0.2)
     out = np.empty((50, 21), spec.numpy_dtype)
     shard.pull(np.arange(50), out)
@@ -161,9 +159,8 @@ def test_a_step_that_a_snapshot_cut_in_two_gives_the_sum_of_both_gradients(compi
     table.steps.adopt(shard.steps)
     shard.push(ids, gradients, lr=0.1)
     dtype = torch.float32 if compiled else torch.float64
-    work = Workspace(Arithmetic.of(torch.empty(0, dtype=dtype)), Scratch())
     step_optimizer = replace(ELAPSED, lr=0.1)
-    table.update(work, torch.from_numpy(ids), torch.from_numpy(gradients).to(dtype), step_optimizer, torch.tensor(1.0))
+    table.update(torch.from_numpy(ids), torch.from_numpy(gradients).to(dtype), step_optimizer, torch.tensor(1.0))
     table.end_step(0.1)
     out = np.empty((5, 4), np.float32)
     shard.pull(np.arange(5), out)
@@ -181,18 +178,17 @@ def test_a_sweep_bounds_the_steps_that_are_remembered(dtype: DTypeName, weight_d
     for table in tables:
         table.steps = ElapsedSteps(spec, 26, table.device, window=16)
     exact = RowTable(spec, np.arange(4096))
-    work = Workspace(Arithmetic.of(torch.empty(0)), Scratch())
     for step in range(80):
         gradient = np.full((1, 4), 0.01 * (1 + step % 3), np.float32)
         exact.push(np.array([step % 9]), gradient, lr=0.1)
         if step % 9 < tables[0].stop:
-            tables[0].update(work, torch.tensor([step % 9]), torch.from_numpy(gradient), optimizer, torch.tensor(1.0))
+            tables[0].update(torch.tensor([step % 9]), torch.from_numpy(gradient), optimizer, torch.tensor(1.0))
         for table in tables:
             table.end_step(0.1)
         if step == 30:  # nobody touches these again: they come to rest unless they decay
             exact.push(np.array([20, 40]), np.ones((2, 4), np.float32), lr=0.1)
             for table, number in zip(tables, (20, 14), strict=True):
-                table.update(work, torch.tensor([number]), torch.ones(1, 4), optimizer, torch.tensor(1.0))
+                table.update(torch.tensor([number]), torch.ones(1, 4), optimizer, torch.tensor(1.0))
                 table.end_step(0.1)
     states = [table.steps.state for table in tables if table.steps is not None]
     assert states[0] == states[1] and states[0].now == 81 and len(states[0].lrs) <= 2 * 16
