@@ -169,9 +169,10 @@ def test_events_that_change_rows_are_seen(name: str) -> None:
     assert report["item"]["hits"] > 0
 
 
-def test_a_restored_table_is_read_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", ["async", gt.SSP(3, worker="a")], ids=["async", "ssp"])
+def test_a_restored_table_is_read_again(mode: Any, tmp_path: Path) -> None:
     with gt.local(num_shards=2) as cluster:
-        fields = group(cluster, ROOMY, optimizer=gt.SGD(1.0))
+        fields = group(cluster, ROOMY, optimizer=gt.SGD(1.0), mode=mode)
         rows = gt.RowOptimizer(fields)
         batch = Script(3).batch()
         first = plain(fields(batch))
