@@ -263,24 +263,23 @@ def test_a_write_that_a_look_up_of_new_ids_tells_of_drops_rows() -> None:
         assert fields(torch.tensor([1])).tolist() == [[9.0, 9.0]]
 
 
+def two_workers(cluster: gt.Cluster, staleness: int) -> list[gt.Embedding]:
+    settings: Any = {"optimizer": gt.SGD(1.0), "initializer": gt.Constant(0.0), "device_cache_bytes": 1 << 12}
+    workers = [
+        gt.Embedding(cluster, "t", 1, mode=gt.SSP(staleness, worker=name), reuse=name == "b", **settings)
+        for name in "ab"
+    ]
+    for worker in workers:
+        worker.worker_steps.join()  # type: ignore[union-attr]
+    return workers
+
+
 @pytest.mark.parametrize("staleness", [0, 3])
 def test_rows_are_as_old_as_ssp_allows_and_no_older(staleness: int) -> None:
     """Every step of each of two workers adds 1 to a row, so that the row says how many steps are in it."""
     steps, ids = 30, torch.tensor([7, 8])
     with gt.local(num_shards=2) as cluster:
-        workers = [
-            gt.Embedding(
-                cluster,
-                "t",
-                1,
-                optimizer=gt.SGD(1.0),
-                initializer=gt.Constant(0.0),
-                mode=gt.SSP(staleness, worker=name),
-                reuse=name == "b",
-                device_cache_bytes=1 << 12,
-            )
-            for name in "ab"
-        ]
+        workers = two_workers(cluster, staleness)
 
         def train(worker: gt.Embedding) -> None:
             rows = gt.RowOptimizer(worker)
@@ -292,14 +291,25 @@ def test_rows_are_as_old_as_ssp_allows_and_no_older(staleness: int) -> None:
                 rows.zero_grad()
             worker.worker_steps.leave()  # type: ignore[union-attr]
 
-        for worker in workers:
-            worker.worker_steps.join()  # type: ignore[union-attr]
         with ThreadPoolExecutor(2) as threads:
             list(threads.map(train, workers))
         with torch.no_grad():
             assert float(workers[0](ids)[0]) == 2 * steps
-        rates = [worker.cache["t"]["hit_rate"] for worker in workers]
-        assert all(rate == 0 for rate in rates) if staleness == 0 else all(rate > 0.3 for rate in rates)
+        assert staleness > 0 or all(worker.cache["t"]["hits"] == 0 for worker in workers)
+
+
+def test_a_worker_finds_what_ssp_lets_it_keep() -> None:
+    """Both are of one process, so that a push of one drops the rows of the other at once."""
+    with gt.local(num_shards=2) as cluster:
+        workers = two_workers(cluster, 3)
+        optimizers = [gt.RowOptimizer(worker) for worker in workers]
+        for _ in range(10):
+            for worker, rows in zip(workers, optimizers, strict=True):
+                for _ in range(2):  # two steps while the other makes none: the second finds its rows here
+                    worker(torch.tensor([7, 8])).sum().backward()
+                    rows.step()
+                    rows.zero_grad()
+        assert [worker.cache["t"]["hit_rate"] for worker in workers] == [0.5, 0.5]
 
 
 def test_what_is_told_of_writes_does_not_pile_up() -> None:
