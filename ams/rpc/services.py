@@ -99,9 +99,16 @@ class Service:
     """
 
     def __init__(
-        self, descriptor: ServiceDescriptor, values: ModuleType, own: Mapping[type, Own] = MappingProxyType({})
+        self,
+        descriptor: ServiceDescriptor,
+        values: ModuleType,
+        own: Mapping[type, Own] = MappingProxyType({}),
+        *,
+        role: str | None = None,
     ) -> None:
         self.name: str = descriptor.full_name
+        self.role = role
+        """Whose certificate a process shows that serves it; None: any."""
         kinds = _rpcs_of(common) | _rpcs_of(values)
         self._methods = {
             kinds[name]: Method(kinds[name], method, own.get(kinds[name], Own()))
@@ -150,9 +157,10 @@ SHARD = Service(
         ComputeHosted: Own(outside_header=("inputs",), reply=Codec(hosted.encode_computed, hosted.decode_computed)),
         UpdateHosted: Own(outside_header=("inputs",)),
     },
+    role="server",
 )
-SCHEDULER = Service(_service(scheduler_pb2, "Scheduler"), scheduler_messages)
-GRAPH = Service(_service(graph_pb2, "Graph"), graph_messages, {DownloadGraph: Own(reply=_AS_IT_IS)})
+SCHEDULER = Service(_service(scheduler_pb2, "Scheduler"), scheduler_messages, role="scheduler")
+GRAPH = Service(_service(graph_pb2, "Graph"), graph_messages, {DownloadGraph: Own(reply=_AS_IT_IS)}, role="graph")
 GEAR = Service(
     _service(gear_pb2, "Gear"),
     gear_messages,
@@ -160,4 +168,5 @@ GEAR = Service(
         AskFeatures: Own(reply=Codec(gear_codec.encode_features, gear_codec.decode_features)),
         PushFeatureGradients: Own(request=Codec(gear_codec.encode_delivery, gear_codec.decode_delivery)),
     },
+    role="slowgear",
 )

@@ -11,6 +11,7 @@ import grpc
 
 from geartrain.ams.rpc.carrier import AttemptFailed, NobodyThere, NotSent
 from geartrain.ams.values import errors
+from geartrain.ams.values.config import identity
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +27,11 @@ _NO_CONNECTION = ("failed to connect to all addresses", "errors resolving", "dns
 # A part of what gRPC says of an unavailable peer -> in our words.
 _REASONS = {
     "connection refused": "connection refused",
+    "wrong_version_number": "it has no certificate (--insecure), and this process has (security.folder)",
+    "certificate has expired": "its certificate ran out (geartrain certs renew)",
+    "certificate_verify_failed": "its certificate is of an authority that security.folder does not believe",
+    "hostname verification": "its certificate is of another role or cluster than was expected",
+    "ssl handshake failed": "it does not believe the certificate of this process, or has none itself",
     "domain name not found": "the name of the host is not known",
     "name or service not known": "the name of the host is not known",
     "dns resolution failed": "the name of the host cannot be resolved",
@@ -120,7 +126,14 @@ def error_from(call: grpc.RpcError | grpc.Call, peer: str) -> errors.GeartrainEr
         reason = _reason(code, details)
         if kind is NotSent and reason in _NOBODY:
             kind = NobodyThere
+        elif kind is NotSent and identity()[0] is None:
+            reason += " (it may want a certificate, and this process has none: security.folder)"
         return kind(f"{peer} does not answer: {reason}")
+    if code in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
+        return errors.AccessDenied(
+            f"{peer} does this for nobody with the certificate of this process; its log says why. Renew the "
+            "certificate ('geartrain certs renew'), or set security.folder to one with that of a role that may"
+        )
     if code is grpc.StatusCode.UNIMPLEMENTED:
         return errors.ProtocolError(f"{peer} does not speak this protocol: {details}; is it the right role and port?")
     return errors.InternalError(f"{peer}: {code.name}: {details}")

@@ -29,7 +29,7 @@ def incarnations_at(address: str) -> set[int]:
 
 
 def _incarnation_at(address: str) -> int | None:
-    calls = GrpcCalls(SHARD, "shard", address)
+    calls = GrpcCalls(SHARD, "shard", address, any_role=True)
     try:
         return calls.call(Ping(), _ANSWER_SECONDS).incarnation
     except NobodyThere:

@@ -13,6 +13,7 @@ from geartrain.ams.observe import failpoints
 from geartrain.ams.programs.hosted import HostedModels
 from geartrain.ams.rpc.carrier import AttemptFailed
 from geartrain.ams.rpc.client.scheduler import GrpcSchedulerCarrier
+from geartrain.ams.rpc.credentials import Credentials
 from geartrain.ams.rpc.server.server import GrpcServer
 from geartrain.ams.server.leave import take_leave
 from geartrain.ams.server.machine import (
@@ -217,6 +218,7 @@ class ShardServer:
         keep_large_buffers()
         memory_bytes = limit_row_memory(self._config.memory_bytes)
         pool = memory_pool().name
+        first = self._config.shard if self._config.shard is not None else Credentials.mine().first_shard
         host, _ = split_address(self._config.listen)
         host = f"[{host}]" if ":" in host else host
         try:
@@ -224,7 +226,7 @@ class ShardServer:
                 listen = self._config.listen if index == 0 else f"{host}:0"
                 if self._config.ports is not None:
                     listen = f"{host}:{self._config.ports[index]}"
-                wanted = None if self._config.shard is None else self._config.shard + index
+                wanted = None if first is None else first + index
                 held = _HeldShard(self._config, listen, wanted, self._models, self._roots, pool)
                 self._held.append(held)
                 held.server.start()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import ipaddress
 import json
+import os
 import re
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal, Self
@@ -73,6 +74,28 @@ def is_loopback(address: str) -> bool:
         return False
 
 
+FOLDER_VARIABLE = "GEARTRAIN_SECURITY__FOLDER"
+CLIENT = "client"
+CERTIFIED_ROLES = ("scheduler", "server", "graph", "slowgear", CLIENT)
+"""Who has a certificate of its own; all that serve nobody are clients."""
+
+_identity: tuple[str, str] | None = None
+
+
+def identify(folder: str | None, role: str = CLIENT) -> None:
+    """Let this process show others the certificate of ``role`` in ``folder``, from its next connection on.
+
+    None: as the environment says, as it does for a program that was told nothing. A process is one to all others.
+    """
+    global _identity
+    _identity = None if folder is None else (folder, role)
+
+
+def identity() -> tuple[str | None, str]:
+    """Return (folder of certificates, or None: there are none; role) of this process."""
+    return _identity or (os.environ.get(FOLDER_VARIABLE) or None, CLIENT)
+
+
 def suggestion(unknown: str, known: Iterable[str]) -> str:
     """Say which of the ``known`` keys was probably meant, else list them all."""
     known = list(known)
@@ -108,17 +131,22 @@ def _cpu_list(value: object) -> object:
         return (value,)
     if not isinstance(value, str):
         return value
-    cpus: set[int] = set()
+    return numbers_of(value, "cpus", "CPUs", MAX_CPUS)
+
+
+def numbers_of(value: str, name: str, what: str, below: int) -> tuple[int, ...]:
+    """Read ``"0-3,6"`` as (0, 1, 2, 3, 6). Raises ConfigError, with the name of the setting and what it has."""
+    numbers: set[int] = set()
     for part in value.strip("[]").split(","):
         first, dash, last = part.strip().partition("-")
         last = last if dash else first
-        if not (first.isdecimal() and last.isdecimal() and int(first) <= int(last) < MAX_CPUS):
+        if not (first.isdecimal() and last.isdecimal() and int(first) <= int(last) < below):
             raise ConfigError(
-                f"cpus is {value!r}: {part!r} is neither a number nor a range; give CPUs as 0-3 or 0,2,4-7, "
-                f"below {MAX_CPUS}"
+                f"{name} is {value!r}: {part!r} is neither a number nor a range; give {what} as 0-3 or 0,2,4-7, "
+                f"below {below}"
             )
-        cpus.update(range(int(first), int(last) + 1))
-    return tuple(sorted(cpus))
+        numbers.update(range(int(first), int(last) + 1))
+    return tuple(sorted(numbers))
 
 
 def _root_list(value: object) -> object:
@@ -193,11 +221,11 @@ class RoleConfig(Section):
 
     @model_validator(mode="after")
     def _check_network(self) -> Self:
-        if not self.insecure and not is_loopback(self.listen):
+        if not (self.insecure or is_loopback(self.listen) or identity()[0]):
             raise ConfigError(
-                f"listen {self.listen!r} can be reached from other machines, and traffic is neither encrypted nor "
-                "authenticated; listen on 127.0.0.1, or accept the risk on a private network with --insecure "
-                "(insecure: true)"
+                f"listen {self.listen!r} can be reached from other machines, and traffic would be neither encrypted "
+                "nor authenticated; set security.folder to a folder that 'geartrain certs init' fills, listen on "
+                "127.0.0.1, or accept the risk on a private network with --insecure (insecure: true)"
             )
         return self
 
@@ -370,6 +398,13 @@ class ClientConfig(Section):
         return self
 
 
+class SecurityConfig(Section):
+    """Who processes are to each other."""
+
+    folder: str | None = Field(default=None, min_length=1)
+    """Folder of certificates ('geartrain certs init'), under which all calls go; None: none, and only on loopback."""
+
+
 class ClusterConfig(Section):
     """A whole cluster: what one YAML file holds."""
 
@@ -383,6 +418,8 @@ class ClusterConfig(Section):
     """The slow gears of one dense part, if there are any."""
     client: ClientConfig = ClientConfig()
     """Every client."""
+    security: SecurityConfig = SecurityConfig()
+    """All of them."""
     mode: Literal["development", "production"] = "development"
     """In production, failpoints (GEARTRAIN_FAILPOINTS) are refused."""
 

@@ -24,6 +24,7 @@ GeartrainError
 │   ├── Busy                         a role has too much to do: says after how many seconds to ask again
 │   ├── StepPending                  a synchronous push waits for other ranks: clients ask again
 │   └── ClusterNotReady              fewer shards have registered than the cluster needs
+├── AccessDenied (PermissionError)   a role does not do this for the certificate of this process
 ├── Fenced                           the caller or the shard belongs to the past
 │   ├── StaleClient                  a newer incarnation of this client is at work
 │   ├── StaleCluster                 the cluster version moved on
@@ -180,6 +181,10 @@ class StepPending(Unavailable):
 
 class ClusterNotReady(Unavailable):
     """Fewer shards have registered than the cluster needs."""
+
+
+class AccessDenied(GeartrainError, PermissionError):
+    """A role does not do this for the certificate of this process: it ran out, or is not of a role that may."""
 
 
 class Fenced(GeartrainError):

@@ -46,6 +46,7 @@ COMMANDS = {
     "verify": "geartrain.cli.training.verify:verify",
     **dict.fromkeys(ROLES, "geartrain.cli.cluster.roles:command_of"),
     "health": "geartrain.cli.cluster.status:health",
+    "certs": "geartrain.cli.cluster.certs:app",
     "config": "geartrain.cli.machine.config:app",
     "doctor": "geartrain.cli.machine.doctor:doctor",
     "failpoints": "geartrain.cli.cluster.failpoints:failpoints",

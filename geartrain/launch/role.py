@@ -10,7 +10,7 @@ import threading
 import time
 from typing import Protocol
 
-from geartrain.ams.values.config import is_loopback
+from geartrain.ams.values.config import identity, is_loopback
 from geartrain.ams.values.errors import GeartrainError
 
 logger = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ def end_with_parent() -> None:
 
 def warn_if_open(listen: str) -> None:
     """Say that a role can be reached by anybody on the network. (The configuration refuses it unless told.)"""
-    if not is_loopback(listen):
+    if not is_loopback(listen) and identity()[0] is None:
         logger.warning("serving on %s without encryption or authentication: keep it on a private network", listen)
 
 

@@ -10,6 +10,7 @@ import grpc
 
 from geartrain.ams.rpc.carrier import AttemptFailed, NotSent
 from geartrain.ams.rpc.channel import CONNECT_SECONDS, channel_options
+from geartrain.ams.rpc.credentials import Credentials
 from geartrain.ams.rpc.services import Service
 from geartrain.ams.rpc.status import error_from
 from geartrain.ams.values.config import MAX_MESSAGE_BYTES
@@ -25,7 +26,8 @@ class GrpcCalls:
     """The way to one service of the role at an address. Thread-safe.
 
     Every call may raise the role's GeartrainError, or AttemptFailed. One waits ``connect_seconds`` for a connection:
-    few, for who repeats calls, more for who does not. While a reply is waited for, :meth:`waited` is called, after
+    few, for who repeats calls, more for who does not. With ``any_role`` a certificate of any role of the cluster is
+    believed, not only of that which has the service. While a reply is waited for, :meth:`waited` is called, after
     ``pauses[0]`` seconds and then each time after twice as long, up to ``pauses[1]``.
     """
 
@@ -39,11 +41,13 @@ class GrpcCalls:
         *,
         max_message_bytes: int = MAX_MESSAGE_BYTES,
         connect_seconds: float = CONNECT_SECONDS,
+        any_role: bool = False,
     ) -> None:
         self.address = address
         self._service = service
         self._peer = f"{role} at {address}"
-        self._channel = grpc.insecure_channel(address, options=channel_options(max_message_bytes, connect_seconds))
+        options = channel_options(max_message_bytes, connect_seconds)
+        self._channel = Credentials.mine().channel(address, options, None if any_role else service.role)
 
     def call(self, request: Rpc[R], timeout_seconds: float | None) -> R:
         """Return the reply to a request."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import grpc
 from grpc_health.v1 import health_pb2
 
+from geartrain.ams.rpc.credentials import Credentials
+
 
 def is_serving(address: str, timeout_seconds: float = 2.0, service: str = "") -> bool:
     """Return whether the role at ``"host:port"`` answers that it serves, or that ``service`` of it does. One RPC; False
@@ -27,7 +29,7 @@ def answers(address: str, timeout_seconds: float = 2.0) -> bool:
 
 
 def _check(address: str, timeout_seconds: float, service: str = "") -> health_pb2.HealthCheckResponse:
-    with grpc.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
+    with Credentials.mine().channel(address, [("grpc.use_local_subchannel_pool", 1)]) as channel:
         check = channel.unary_unary(
             "/grpc.health.v1.Health/Check",
             request_serializer=health_pb2.HealthCheckRequest.SerializeToString,

@@ -14,6 +14,7 @@ from geartrain.ams.rpc.carrier import AttemptFailed
 from geartrain.ams.rpc.channel import CONNECT_SECONDS, PING_SECONDS, WAITS_KEY, channel_options
 from geartrain.ams.rpc.client.data_plane import DataPlane
 from geartrain.ams.rpc.codec import hosted
+from geartrain.ams.rpc.credentials import Credentials
 from geartrain.ams.rpc.services import SHARD, context_to_pb
 from geartrain.ams.rpc.status import error_from
 from geartrain.ams.values.config import MAX_MESSAGE_BYTES, MIB
@@ -38,7 +39,7 @@ class _Connection:
     """A channel and its calls under way; closed once it is retired and the last of them has ended."""
 
     def __init__(self, address: str, options: list[tuple[str, Any]]) -> None:
-        self.channel = grpc.insecure_channel(address, options=options)
+        self.channel = Credentials.mine().channel(address, options, SHARD.role)
         self.methods: dict[str, Any] = {
             method.name: self.channel.unary_unary(method.path) for _, method in SHARD.items()
         }

@@ -17,6 +17,8 @@ from grpc_reflection.v1alpha import reflection
 
 from geartrain.ams.kernels.engine import Waiter
 from geartrain.ams.rpc.channel import WAITS_KEY, channel_options
+from geartrain.ams.rpc.credentials import Credentials
+from geartrain.ams.rpc.server.access import Access
 from geartrain.ams.rpc.server.threads import CallThreads, message_is_here
 from geartrain.ams.rpc.server.waiting import BeginMethod, WaitingCalls
 from geartrain.ams.rpc.status import abort
@@ -48,11 +50,13 @@ class GrpcServer:
     def __init__(self, listen: str, max_message_bytes: int, *, reflection: bool = False) -> None:
         self.calls = CallThreads(MAX_CONCURRENT_CALLS, "grpc")
         """Runs the methods that have no lane of their own."""
-        self._server = grpc.server(self.calls, options=channel_options(max_message_bytes))
+        mine = Credentials.mine()
+        watch: list[grpc.ServerInterceptor] = [Access(mine.names[0].cluster)] if mine.names else []
+        self._server = grpc.server(self.calls, interceptors=watch, options=channel_options(max_message_bytes))
         self._waiting = WaitingCalls(self.calls)
         host, port = split_address(listen)
         try:
-            bound = self._server.add_insecure_port(listen)
+            bound = mine.open_port(self._server, listen)
         except RuntimeError as exc:
             raise ConfigError(_refusal(listen, host, port)) from exc
         if bound == 0:

@@ -12,8 +12,9 @@ import typer
 from pydantic.fields import FieldInfo
 
 from geartrain.ams.observe import failpoints
+from geartrain.ams.values.config import identify
 from geartrain.cli.shared import configuration
-from geartrain.cli.shared.options import ConfigFile, RunMode
+from geartrain.cli.shared.options import ConfigFile, RunMode, SecurityFolder
 from geartrain.launch import role as life
 from geartrain.launch.logs import log_to_stderr
 from geartrain.launch.ports import require_free
@@ -39,6 +40,7 @@ def run_command(role: Role) -> Callable[..., None]:
         context: typer.Context,
         file: Path | None,
         mode: str | None,
+        security_folder: str | None,
         log_level: str,
         end_with_parent: bool,
         **settings: Any,
@@ -49,7 +51,9 @@ def run_command(role: Role) -> Callable[..., None]:
         if end_with_parent:
             life.end_with_parent()
         given = configuration.flags(role.name, **settings) + configuration.flags(configuration.WHOLE, mode=mode)
+        given += configuration.flags("security", prefix="security-", folder=security_folder)
         whole = configuration.load(file, given)
+        identify(whole.security.folder, role.name)
         failpoints.arm_from_environment(whole.mode)
         config = getattr(whole, role.name)
         if getattr(config, "ports", None) is None:
@@ -62,6 +66,7 @@ def run_command(role: Role) -> Callable[..., None]:
     parameters |= {"file": (ConfigFile, None)} | {key: _flag(key, of) for key, of in role.settings.model_fields.items()}
     parameters |= {
         "mode": (RunMode, None),
+        "security_folder": (SecurityFolder, None),
         "log_level": (LogLevel, "info"),
         "end_with_parent": (EndWithParent, False),
     }

@@ -15,7 +15,7 @@ from geartrain.ams.observe import failpoints
 from geartrain.ams.values.text import counted
 from geartrain.cli.cluster.roles import give_parameters
 from geartrain.cli.shared import configuration
-from geartrain.cli.shared.options import ConfigFile, Insecure, Json, RunMode
+from geartrain.cli.shared.options import ConfigFile, Insecure, Json, RunMode, SecurityFolder
 from geartrain.launch.roles import ROLES
 from geartrain.launch.up import ClusterFacts, Launcher
 
@@ -40,6 +40,7 @@ def up(
     ] = None,
     insecure: Insecure = None,
     mode: RunMode = None,
+    security_folder: SecurityFolder = None,
     as_json: Json = False,
     **more: Any,
 ) -> None:
@@ -59,6 +60,9 @@ def up(
     if shards is not None:
         given.append(configuration.Setting("scheduler", "num_shards", shards, "flag --shards"))
     given += configuration.flags(configuration.WHOLE, mode=mode)
+    given += configuration.flags(
+        "security", prefix="security-", folder=security_folder and str(Path(security_folder).absolute())
+    )
     config = configuration.load(file, given)
     failpoints.require_allowed(config.mode)  # here once, rather than by every child
     with Launcher(config, _print_log_line, wanted) as launcher:

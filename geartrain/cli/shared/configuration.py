@@ -18,7 +18,15 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import ValidationError, create_model
 
-from geartrain.ams.values.config import ClientConfig, ClusterConfig, Section, error_text, suggestion
+from geartrain.ams.values.config import (
+    ClientConfig,
+    ClusterConfig,
+    Section,
+    SecurityConfig,
+    error_text,
+    identify,
+    suggestion,
+)
 from geartrain.ams.values.errors import ConfigError
 from geartrain.ams.values.text import shown_url
 from geartrain.launch.roles import ROLES
@@ -57,8 +65,8 @@ WHOLE_KEYS = ("mode",)
 
 
 def sections() -> dict[str, type[Section]]:
-    """The sections of the configuration by name: one for each role, and that of clients."""
-    return {**{name: role.settings for name, role in ROLES.items()}, "client": ClientConfig}
+    """The sections of the configuration by name: one for each role, that of clients, and that of all of them."""
+    return {**{name: role.settings for name, role in ROLES.items()}, "client": ClientConfig, "security": SecurityConfig}
 
 
 def load(
@@ -79,6 +87,8 @@ def load(
         for setting in source:
             _require_known(setting)
             found[setting.section, setting.key] = setting
+    # Whether it is known says where roles may listen, and holds for every connection of this process.
+    identify(_build("security", SecurityConfig, found).folder)
     built: dict[str, Any] = {name: _build(name, section, found) for name, section in sections().items()}
     more: dict[str, Any] = {name: (type(built[name]), ...) for name in built if name not in ClusterConfig.model_fields}
     kind = create_model("ClusterConfig", __base__=ClusterConfig, **more) if more else ClusterConfig

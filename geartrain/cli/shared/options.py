@@ -14,6 +14,10 @@ Insecure = Annotated[
     bool | None,
     typer.Option("--insecure", help="Allow addresses other machines can reach, without encryption or authentication."),
 ]
+SecurityFolder = Annotated[
+    str | None,
+    typer.Option("--security-folder", help="Folder of certificates (geartrain certs init), under which all calls go."),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON value on stdout, and nothing else there.")]
 OwnBackbone = Annotated[
     str | None,

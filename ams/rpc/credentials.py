@@ -1,0 +1,251 @@
+"""Who a process is to others, and whom it believes: every channel and port of gRPC is opened by its credentials.
+
+A folder has ``ca.pem``, the authorities that are believed (several while one replaces another), and for each role
+``ROLE.pem``: a private key, and a certificate that names cluster, role and number as ``geartrain://CLUSTER/ROLE/N``.
+Both ends show theirs (mutual TLS). A client asks for the name ``ROLE.CLUSTER.geartrain``, so that addresses are in no
+certificate; who serves looks at the caller's role (:mod:`geartrain.ams.rpc.server.access`). Files are read again when
+they change, at most once a second: ports show what is new to who connects next, channels connect anew.
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import logging
+import re
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import grpc
+from cryptography import x509
+from cryptography.hazmat.primitives.serialization import load_pem_private_key
+
+from geartrain.ams.values.config import identity
+from geartrain.ams.values.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+CA_FILE = "ca.pem"
+SCHEME = "geartrain://"
+ANY_NUMBER = "*"
+_NAME = re.compile(rf"{SCHEME}([a-z0-9-]+)/([a-z]+)/(\d+|\*)", re.ASCII)
+_LOOK_SECONDS = 1.0
+
+
+class Name(NamedTuple):
+    """What a certificate says of its holder."""
+
+    cluster: str
+    role: str
+    number: str
+    """Of a shard; ANY_NUMBER: of all."""
+
+    def __str__(self) -> str:
+        return f"{self.role}/{self.number}"
+
+
+def name_in(uri: str) -> Name | None:
+    """Read ``geartrain://CLUSTER/ROLE/N``; None: it is another."""
+    found = _NAME.fullmatch(uri)
+    return Name(*found.groups()) if found else None
+
+
+def host_of(cluster: str, role: str | None) -> str:
+    """The DNS name that a role's certificate has; None: one that all roles have."""
+    return ".".join((*((role,) if role else ()), cluster, "geartrain"))
+
+
+class _Files(NamedTuple):
+    authorities: bytes
+    key: bytes
+    certificate: bytes
+    names: tuple[Name, ...]
+
+
+class Credentials:
+    """Opens the channels and ports of this process: under its certificates, or without if it has none. Thread-safe."""
+
+    def __init__(self, folder: str | None, role: str) -> None:
+        """Read the certificate of ``role`` in ``folder``. Raises ConfigError if it can be shown to nobody."""
+        self._paths = None if folder is None else (Path(folder) / CA_FILE, Path(folder) / f"{role}.pem")
+        self._role = role
+        self._lock = threading.Lock()
+        self._look_at = 0.0
+        self._stamp: object = None
+        self._files: _Files | None = None
+        self._current()
+
+    @staticmethod
+    def mine() -> Credentials:
+        """Those of this process. Raises ConfigError."""
+        return _credentials(*identity())
+
+    @property
+    def names(self) -> tuple[Name, ...]:
+        """What this process is called in its certificate; none: it has no certificate."""
+        files = self._current()
+        return () if files is None else files.names
+
+    @property
+    def first_shard(self) -> int | None:
+        """The first shard that it is to be, if its certificate names some; None: any."""
+        numbers = [int(name.number) for name in self.names if name.role == "server" and name.number != ANY_NUMBER]
+        return min(numbers, default=None)
+
+    def channel(self, address: str, options: Sequence[tuple[str, Any]], role: str | None = None) -> Any:
+        """Open a grpc.Channel to a process of ``role``; None: of any."""
+        return (
+            grpc.insecure_channel(address, options=options)
+            if self._files is None
+            else _Channel(self._current, address, options, role)
+        )
+
+    def open_port(self, server: grpc.Server, listen: str) -> int:
+        """Let ``server`` listen at ``"host:port"``; return the port, 0 if nobody can listen there."""
+        if (files := self._current()) is None:
+            return server.add_insecure_port(listen)
+        shown = files
+
+        def renewed() -> Any:  # None: as before
+            nonlocal shown
+            if (files := self._current()) is shown or files is None:
+                return None
+            shown = files
+            return _shown(files)
+
+        return server.add_secure_port(
+            listen, grpc.dynamic_ssl_server_credentials(_shown(files), renewed, require_client_authentication=True)
+        )
+
+    def _current(self) -> _Files | None:
+        if self._paths is None or time.monotonic() < self._look_at:
+            return self._files
+        with self._lock:
+            self._look_at = time.monotonic() + _LOOK_SECONDS
+            try:
+                stamp = [(stat.st_ino, stat.st_mtime_ns) for stat in (path.stat() for path in self._paths)]
+                if stamp != self._stamp:
+                    self._stamp = stamp
+                    self._files = _read(*self._paths, self._role)
+            except (OSError, ConfigError) as exc:
+                if self._files is None:
+                    if isinstance(exc, FileNotFoundError):
+                        raise ConfigError(_missing(Path(exc.filename), self._role)) from exc
+                    raise
+                logger.warning("goes on with the certificate that it has: %s", exc)
+            return self._files
+
+
+@functools.cache
+def _credentials(folder: str | None, role: str) -> Credentials:
+    return Credentials(folder, role)
+
+
+def _shown(files: _Files) -> grpc.ServerCertificateConfiguration:
+    return grpc.ssl_server_certificate_configuration([(files.key, files.certificate)], files.authorities)
+
+
+def _missing(path: Path, role: str) -> str:
+    if path.name == CA_FILE:
+        return f"security.folder {str(path.parent)!r} has no {CA_FILE}; 'geartrain certs init {path.parent}' makes it"
+    return f"{path} does not exist; 'geartrain certs issue {path.parent} {role}' makes it"
+
+
+def _read(authorities: Path, own: Path, role: str) -> _Files:
+    """Read the files of a role; raises ConfigError for what nobody would believe, and says what to do."""
+    if own.stat().st_mode & 0o077:
+        raise ConfigError(f"{own} has a private key that others of this machine can read: chmod 600 {own}")
+    pem = own.read_bytes()
+    try:
+        load_pem_private_key(pem, None)
+        certificate = x509.load_pem_x509_certificate(pem)
+        x509.load_pem_x509_certificates(authorities.read_bytes())
+    except (ValueError, TypeError) as exc:
+        raise ConfigError(
+            f"{own} or {authorities} is damaged: {exc}; issue it again ('geartrain certs issue')"
+        ) from exc
+    names = names_of(certificate)
+    if role not in {name.role for name in names}:
+        said = ", ".join(map(str, names)) or "nobody"
+        raise ConfigError(f"{own} is the certificate of {said}, not of a {role}; issue one ('geartrain certs issue')")
+    if certificate.not_valid_after_utc < datetime.datetime.now(datetime.UTC):
+        raise ConfigError(
+            f"{own} ran out at {certificate.not_valid_after_utc:%Y-%m-%d %H:%M} UTC; "
+            f"'geartrain certs renew {own.parent}' renews it where the key of the authority is"
+        )
+    return _Files(authorities.read_bytes(), pem, pem, names)
+
+
+def names_of(certificate: x509.Certificate) -> tuple[Name, ...]:
+    """The names that a certificate has."""
+    try:
+        found = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except x509.ExtensionNotFound:
+        return ()
+    uris = found.get_values_for_type(x509.UniformResourceIdentifier)
+    return tuple(name for name in map(name_in, uris) if name is not None)
+
+
+class _Channel:
+    """A grpc.Channel under certificates that change: calls go by a connection under the newest ones."""
+
+    def __init__(self, current: Any, address: str, options: Sequence[tuple[str, Any]], role: str | None) -> None:
+        self._current, self._address, self._options, self._role = current, address, options, role
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self._files: _Files | None = None
+        self.now()
+
+    def now(self) -> grpc.Channel:
+        """The channel for the next call. One that it follows is left to the calls that are under way there."""
+        files = self._current()
+        if files is not self._files:
+            with self._lock:
+                if files is not self._files and not self._is_closed:
+                    name = host_of(files.names[0].cluster, self._role)
+                    options = [*self._options, ("grpc.ssl_target_name_override", name)]
+                    shown = grpc.ssl_channel_credentials(files.authorities, files.key, files.certificate)
+                    self._channel = grpc.secure_channel(self._address, shown, options=options)
+                    self._files = files
+        return self._channel
+
+    def unary_unary(self, path: str, **codecs: Any) -> _Method:
+        return _Method(self, "unary_unary", path, codecs)
+
+    def unary_stream(self, path: str, **codecs: Any) -> _Method:
+        return _Method(self, "unary_stream", path, codecs)
+
+    def close(self) -> None:
+        with self._lock:
+            self._is_closed = True
+        self._channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class _Method:
+    """One RPC of a channel, as its newest connection has it."""
+
+    def __init__(self, channel: _Channel, kind: str, path: str, codecs: dict[str, Any]) -> None:
+        self._channel, self._kind, self._path, self._codecs = channel, kind, path, codecs
+        self._made: tuple[grpc.Channel | None, Any] = None, None
+
+    def _now(self) -> Any:
+        channel, method = self._made
+        if channel is not (newest := self._channel.now()):
+            method = getattr(newest, self._kind)(self._path, **self._codecs)
+            self._made = newest, method
+        return method
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._now()(*args, **kwargs)
+
+    def future(self, *args: Any, **kwargs: Any) -> Any:
+        return self._now().future(*args, **kwargs)

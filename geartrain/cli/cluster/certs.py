@@ -1,0 +1,77 @@
+"""``geartrain certs``: fills the folder of certificates under which the processes of a cluster talk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from geartrain.ams.values.config import CERTIFIED_ROLES
+
+app = typer.Typer(no_args_is_help=True, help="Make, issue and renew the certificates of a cluster (security.folder).")
+
+Folder = Annotated[Path, typer.Argument(help="Folder of certificates.", show_default=False)]
+Days = Annotated[float, typer.Option(min=1e-5, max=3650, help="How long a certificate is good.")]
+Authority = Annotated[
+    Path | None, typer.Option("--ca", help="Folder with the key of the authority (ca.key).", show_default="FOLDER")
+]
+
+
+@app.command()
+def init(
+    folder: Folder,
+    cluster: Annotated[str, typer.Option(help="Name of the cluster, in every certificate.")] = "geartrain",
+    days: Days = 30.0,
+) -> None:
+    """Make a private authority, and a certificate of every role.
+
+    Keep ca.key where you issue; copy the rest to the machines of the cluster: ca.pem, and the ROLE.pem of the roles
+    that run there.
+    """
+    from geartrain.launch.certificates import issue, make_authority
+
+    make_authority(folder, cluster)
+    for role in CERTIFIED_ROLES:
+        issue(folder, folder, [role], days=days)
+    print(f"{folder}: certificates of {', '.join(CERTIFIED_ROLES)}, good for {days:g} days")
+
+
+@app.command(name="issue")
+def issue_(
+    folder: Folder,
+    role: Annotated[str, typer.Argument(help=f"{', '.join(CERTIFIED_ROLES)}.", show_default=False)],
+    shards: Annotated[
+        str | None, typer.Option(help="Of a server, as 0-3 or 0,2: it may be no other shard.", show_default="any")
+    ] = None,
+    authority: Authority = None,
+    days: Days = 30.0,
+) -> None:
+    """Issue ROLE.pem, the key and certificate of one role, into a folder: for one machine, or for another authority.
+
+    The certificate of the authority that --ca names is added to those that the folder believes.
+    """
+    from geartrain.ams.values.config import MAX_SHARDS, numbers_of
+    from geartrain.ams.values.errors import ConfigError
+    from geartrain.launch.certificates import issue
+
+    numbers = numbers_of(shards, "--shards", "shards", MAX_SHARDS) if shards is not None else ()
+    if numbers and role != "server":
+        raise ConfigError(f"--shards is {shards!r}, and only a server has shards; leave it out for a {role}")
+    print(issue(authority or folder, folder, [role], numbers, days))
+
+
+@app.command(name="renew")
+def renew_(
+    folder: Folder,
+    authority: Authority = None,
+    days: Annotated[
+        float | None, typer.Option(min=1e-5, max=3650, help="How long they are good.", show_default="as before")
+    ] = None,
+    all_of_them: Annotated[bool, typer.Option("--all", help="Also those that are good for long.")] = False,
+) -> None:
+    """Issue again what is good for less than a third of its time. Processes that run take it up by themselves."""
+    from geartrain.launch.certificates import renew
+
+    for path, what in renew(authority or folder, folder, days, all_of_them=all_of_them).items():
+        print(f"{path}: {what}")

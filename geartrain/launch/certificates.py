@@ -1,0 +1,184 @@
+"""Makes the folder of ``security.folder``: a private authority, and under it the certificates of the roles."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    load_pem_private_key,
+)
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from geartrain.ams.rpc.credentials import ANY_NUMBER, CA_FILE, SCHEME, Name, host_of, names_of
+from geartrain.ams.values.config import CERTIFIED_ROLES, CLIENT
+from geartrain.ams.values.errors import ConfigError
+
+CA_KEY = "ca.key"
+_AUTHORITY_DAYS = 3650.0
+_CLOCKS_DIFFER = datetime.timedelta(minutes=10)
+"""A certificate is good so long before it is issued."""
+_RENEW_SHARE = 1 / 3
+"""Of its days: one that is good for less is renewed."""
+
+
+def make_authority(folder: Path, cluster: str) -> None:
+    """Make a folder with an authority of its own. Raises ConfigError if there is one, or for a name of no cluster."""
+    if not re.fullmatch(r"[a-z0-9]([a-z0-9-]{0,40}[a-z0-9])?", cluster):
+        raise ConfigError(f"cluster is {cluster!r}; it must be of a-z, 0-9 and -, at most 42 of them, as 'search-2'")
+    if taken := [path for path in (folder / CA_FILE, folder / CA_KEY) if path.exists()]:
+        raise ConfigError(
+            f"{taken[0]} is there already, and what it issued is in use; give another folder, or renew what runs out: "
+            f"'geartrain certs renew {folder}'"
+        )
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = _named(f"{cluster} authority")
+    builder = (
+        _builder(name, name, key.public_key(), _AUTHORITY_DAYS)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(_usage(authority=True), critical=True)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+        .add_extension(
+            x509.SubjectAlternativeName([x509.UniformResourceIdentifier(f"{SCHEME}{cluster}/ca/0")]), critical=False
+        )
+    )
+    _write(folder / CA_KEY, _private(key))
+    _write(folder / CA_FILE, builder.sign(key, SHA256()).public_bytes(Encoding.PEM), mode=0o644)
+
+
+def issue(authority: Path, folder: Path, roles: Iterable[str], numbers: Iterable[int] = (), days: float = 30.0) -> Path:
+    """Write ``ROLE.pem`` (of the first of ``roles``), the key and certificate of a process that is all of them.
+
+    ``numbers`` are the shards that a server may be; none: any. The authority is added to those that ``folder``
+    believes. Raises ConfigError: no such role, or no key of an authority in the folder ``authority``.
+    """
+    roles = tuple(roles)
+    if unknown := [role for role in roles if role not in CERTIFIED_ROLES]:
+        raise ConfigError(f"role is {unknown[0]!r}; it must be one of {', '.join(CERTIFIED_ROLES)}")
+    ca, ca_key = _authority(authority)
+    (of,) = names_of(ca)
+    shards = [str(number) for number in numbers] or [ANY_NUMBER]
+    names = [Name(of.cluster, role, n) for role in roles for n in (shards if role == "server" else ["0"])]
+    uris = [x509.UniformResourceIdentifier(f"{SCHEME}{name.cluster}/{name}") for name in names]
+    serving = [role for role in roles if role != CLIENT]
+    hosts = [x509.DNSName(host_of(of.cluster, role)) for role in ([*serving, None] if serving else [])]
+    uses = [ExtendedKeyUsageOID.CLIENT_AUTH, *([ExtendedKeyUsageOID.SERVER_AUTH] if serving else [])]
+    key = ec.generate_private_key(ec.SECP256R1())
+    certificate = (
+        _builder(_named(str(names[0])), ca.subject, key.public_key(), days)
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(_usage(authority=False), critical=True)
+        .add_extension(x509.ExtendedKeyUsage(uses), critical=False)
+        .add_extension(x509.SubjectAlternativeName([*uris, *hosts]), critical=False)
+        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(ca_key.public_key()), critical=False)
+        .sign(ca_key, SHA256())
+    )
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    believed, own = folder / CA_FILE, ca.public_bytes(Encoding.PEM)
+    others = believed.read_bytes() if believed.exists() else b""
+    if own not in others:
+        _write(believed, others + own, mode=0o644)
+    path = folder / f"{roles[0]}.pem"
+    _write(path, _private(key) + certificate.public_bytes(Encoding.PEM))
+    return path
+
+
+def renew(authority: Path, folder: Path, days: float | None = None, *, all_of_them: bool = False) -> dict[Path, str]:
+    """Issue again, with new keys and as long as before or for ``days``, what is good for less than a third of its time.
+
+    Returns what became of each certificate, in words. Raises ConfigError.
+    """
+    told = {}
+    now = datetime.datetime.now(datetime.UTC)
+    for path in sorted(folder / f"{role}.pem" for role in CERTIFIED_ROLES):
+        if not path.exists():
+            continue
+        try:
+            old = x509.load_pem_x509_certificate(path.read_bytes())
+        except ValueError as exc:
+            raise ConfigError(f"{path} is damaged ({exc}); issue it again ('geartrain certs issue')") from exc
+        until = old.not_valid_after_utc
+        life = until - old.not_valid_before_utc - _CLOCKS_DIFFER
+        if not all_of_them and until - now > life * _RENEW_SHARE:
+            told[path] = f"good until {until:%Y-%m-%d %H:%M} UTC"
+            continue
+        names = names_of(old)
+        roles = sorted({name.role for name in names}, key=lambda role: role != path.stem)
+        numbers = [int(name.number) for name in names if name.role == "server" and name.number != ANY_NUMBER]
+        issue(authority, folder, roles, numbers, days or life.total_seconds() / 86_400)
+        told[path] = "renewed"
+    return told
+
+
+def _authority(folder: Path) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
+    try:
+        key = load_pem_private_key((folder / CA_KEY).read_bytes(), None)
+        certificates = x509.load_pem_x509_certificates((folder / CA_FILE).read_bytes())
+    except FileNotFoundError as exc:
+        raise ConfigError(
+            f"{exc.filename} does not exist: no authority issues certificates here; 'geartrain certs init {folder}' "
+            "makes one, or name the folder of the one that there is"
+        ) from exc
+    except (ValueError, TypeError) as exc:
+        raise ConfigError(f"{folder / CA_KEY} or {folder / CA_FILE} is damaged: {exc}") from exc
+    own = [found for found in certificates if found.public_key() == key.public_key()]
+    if not own or not isinstance(key, ec.EllipticCurvePrivateKey):
+        raise ConfigError(f"{folder / CA_KEY} is not the key of a certificate in {folder / CA_FILE}")
+    return own[0], key
+
+
+def _named(name: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"geartrain {name}")])
+
+
+def _builder(
+    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey, days: float
+) -> x509.CertificateBuilder:
+    now = datetime.datetime.now(datetime.UTC)
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(key)
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - _CLOCKS_DIFFER)
+        .not_valid_after(now + datetime.timedelta(days=days))
+    )
+
+
+def _usage(*, authority: bool) -> x509.KeyUsage:
+    return x509.KeyUsage(
+        digital_signature=not authority,
+        key_cert_sign=authority,
+        crl_sign=authority,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        encipher_only=False,
+        decipher_only=False,
+    )
+
+
+def _private(key: ec.EllipticCurvePrivateKey) -> bytes:
+    return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+
+
+def _write(path: Path, content: bytes, mode: int = 0o600) -> None:
+    """Whoever reads the file sees the old one or the new one, and nobody else a key."""
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    part.replace(path)

@@ -1,0 +1,305 @@
+"""Who may call what: every RPC of every role, by callers that it must refuse and by those that it must not."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from grpc_health.v1 import health_pb2
+
+import geartrain as gt
+from geartrain.ams.graph.service.role import GraphServer
+from geartrain.ams.pb.v1 import gear_pb2, graph_pb2, scheduler_pb2, shard_pb2
+from geartrain.ams.rpc.client.calls import GrpcCalls
+from geartrain.ams.rpc.client.health import is_serving
+from geartrain.ams.rpc.credentials import CA_FILE, Credentials
+from geartrain.ams.rpc.server.access import CALLERS
+from geartrain.ams.rpc.services import SCHEDULER
+from geartrain.ams.values.config import CERTIFIED_ROLES, CLIENT, GraphConfig, identify, identity
+from geartrain.ams.values.errors import AccessDenied, ConfigError
+from geartrain.ams.values.rpc import Ping
+from geartrain.ams.values.scheduler_messages import Heartbeat, LeaveCluster
+from geartrain.launch.certificates import issue, make_authority, renew
+from geartrain.launch.graph_role import ConnectedCluster
+from geartrain.launch.ports import role_at
+from tests.integration.conftest import QUICK
+from tests.integration.gear.gear_cluster import GearCluster, gear_cluster
+from tests.support.command_line import typed
+
+SERVICES = {
+    "scheduler": scheduler_pb2.DESCRIPTOR.services_by_name["Scheduler"],
+    "server": shard_pb2.DESCRIPTOR.services_by_name["Shard"],
+    "graph": graph_pb2.DESCRIPTOR.services_by_name["Graph"],
+    "slowgear": gear_pb2.DESCRIPTOR.services_by_name["Gear"],
+}
+HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"]
+RPCS = [
+    (role, f"/{service.full_name}/{method.name}", method.server_streaming)
+    for role, own in SERVICES.items()
+    for service in (own, HEALTH)
+    for method in service.methods
+]
+REFUSED = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
+SECOND = 1 / 86_400
+
+
+@pytest.fixture(autouse=True)
+def _as_before() -> Iterator[None]:
+    before = identity()
+    yield
+    identify(*before)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Certificates of each role, and in ``all`` one that is every role: that of this process."""
+    folder = tmp_path_factory.mktemp("certificates")
+    make_authority(folder, "test")
+    for role in CERTIFIED_ROLES:
+        issue(folder, folder, [role])
+    issue(folder, folder / "all", [CLIENT, *CERTIFIED_ROLES])
+    issue(folder, folder / "old", [CLIENT], days=-SECOND)
+    for other, cluster in (("foreign", "test"), ("namesake", "other")):
+        make_authority(folder / other, cluster)
+        issue(folder / other, folder / other, [CLIENT])
+    # Another cluster's authority is believed, as if it were the same one: its name is not.
+    issue(folder / "namesake", folder / "all", ["graph"])
+    (folder / "all" / "graph.pem").unlink()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def roles(folder: Path) -> Iterator[tuple[GearCluster, Mapping[str, str]]]:
+    """One process of each role, by its address."""
+    with ExitStack() as stack:
+        stack.callback(identify, None)
+        identify(str(folder / "all"))
+        cluster = stack.enter_context(gear_cluster())
+        _, gear = cluster.start_gear()
+        graph = GraphServer(GraphConfig(listen="127.0.0.1:0"), ConnectedCluster(cluster.address, QUICK))
+        addresses = {"scheduler": cluster.address, "slowgear": gear, "graph": graph.start()}
+        stack.callback(graph.stop, 0)
+        with gt.connect(cluster.address) as connected:
+            addresses["server"] = connected._calls.view.shards[0].address
+        yield cluster, addresses
+
+
+def shown(folder: Path | None, role: str, believed: Path) -> grpc.ChannelCredentials:
+    own = None if folder is None else (folder / f"{role}.pem").read_bytes()
+    return grpc.ssl_channel_credentials((believed / CA_FILE).read_bytes(), own, own)
+
+
+def opened(address: str, role: str, credentials: grpc.ChannelCredentials | None) -> grpc.Channel:
+    options = [("grpc.use_local_subchannel_pool", 1), ("grpc.ssl_target_name_override", f"{role}.test.geartrain")]
+    if credentials is None:
+        return grpc.insecure_channel(address, options)
+    return grpc.secure_channel(address, credentials, options)
+
+
+def outcome(channel: grpc.Channel, path: str, streams: bool) -> grpc.StatusCode:
+    """How an empty request ends."""
+    try:
+        if streams:
+            next(iter(channel.unary_stream(path)(b"", timeout=1)), None)  # type: ignore[call-overload]
+        else:
+            channel.unary_unary(path)(b"", timeout=10)  # type: ignore[call-overload]
+    except grpc.RpcError as exc:
+        assert isinstance(exc, grpc.Call)
+        if exc.code() in REFUSED:
+            assert not exc.details()
+        return exc.code()
+    return grpc.StatusCode.OK
+
+
+def test_every_rpc_is_in_a_list_and_no_list_names_what_is_no_rpc() -> None:
+    reflection = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
+    assert set(CALLERS) == {path for _, path, _ in RPCS} | {reflection}
+    assert all(roles and roles <= set(CERTIFIED_ROLES) for roles in CALLERS.values())
+
+
+@pytest.mark.parametrize("caller", ["plaintext", "no certificate", "expired", "foreign", "namesake"])
+def test_no_rpc_of_any_role_is_open_to(caller: str, roles: tuple[GearCluster, Mapping[str, str]], folder: Path) -> None:
+    wrong = {
+        "plaintext": lambda: None,
+        "no certificate": lambda: shown(None, CLIENT, folder),
+        "expired": lambda: shown(folder / "old", CLIENT, folder),
+        "foreign": lambda: shown(folder / "foreign", CLIENT, folder),
+        "namesake": lambda: shown(folder / "namesake", CLIENT, folder),
+    }[caller]
+    codes = set()
+    with ExitStack() as stack:
+        ways = {role: stack.enter_context(opened(address, role, wrong())) for role, address in roles[1].items()}
+        codes = {outcome(ways[role], path, streams) for role, path, streams in RPCS}
+    known = grpc.StatusCode.UNAUTHENTICATED if caller == "namesake" else grpc.StatusCode.UNAVAILABLE
+    assert codes == {known}
+
+
+@pytest.mark.parametrize("caller", CERTIFIED_ROLES)
+def test_a_role_may_call_what_its_lists_name_and_nothing_else(
+    caller: str, roles: tuple[GearCluster, Mapping[str, str]], folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    wrong = []
+    with ExitStack() as stack:
+        ways = {
+            role: stack.enter_context(opened(address, role, shown(folder, caller, folder)))
+            for role, address in roles[1].items()
+        }
+        for role, path, streams in RPCS:
+            code = outcome(ways[role], path, streams)
+            may = caller in CALLERS[path]
+            if (code in REFUSED) is may or (not may and code is not grpc.StatusCode.PERMISSION_DENIED):
+                wrong.append((path, code))
+            if not may:
+                assert (
+                    f"refused: {caller}/" in caplog.messages[-1] and f": {path} (not its role)" in caplog.messages[-1]
+                )
+    assert not wrong
+
+
+def test_a_client_believes_only_the_role_that_it_asks_for(
+    roles: tuple[GearCluster, Mapping[str, str]], folder: Path
+) -> None:
+    identify(str(folder))
+    with pytest.raises(grpc.RpcError) as caught, opened(roles[1]["graph"], "x", shown(folder, CLIENT, folder)) as way:
+        way.unary_unary("/grpc.health.v1.Health/Check")(b"", timeout=5)  # type: ignore[call-overload]
+    assert "Hostname Verification" in str(caught.value.details())  # type: ignore[attr-defined]
+    pong = role_at(roles[1]["graph"])
+    assert pong is not None and pong.role == "graph"
+    assert all(is_serving(address) for address in roles[1].values())
+
+
+def test_only_server_n_lives_and_leaves_as_shard_n(
+    roles: tuple[GearCluster, Mapping[str, str]], folder: Path, tmp_path: Path
+) -> None:
+    issue(folder, tmp_path, ["server"], [1])
+    identify(str(tmp_path), "server")
+    assert Credentials.mine().first_shard == 1
+    calls = GrpcCalls(SCHEDULER, "scheduler", roles[1]["scheduler"])
+    assert calls.call(Heartbeat(shard=1, incarnation=1), 10.0).replaced
+    for foreign in (Heartbeat(shard=0, incarnation=1), LeaveCluster(shard=0, incarnation=1)):
+        with pytest.raises(AccessDenied, match=r"geartrain certs renew.*security\.folder"):
+            calls.call(foreign, 10.0)
+    calls.close()
+
+
+def test_a_certificate_that_is_renewed_under_a_running_client_costs_it_no_step(folder: Path, tmp_path: Path) -> None:
+    everyone = [CLIENT, *CERTIFIED_ROLES]
+    issue(folder, tmp_path, everyone, days=6 * SECOND)
+    identify(str(tmp_path))
+    ended = threading.Event()
+
+    def renewals() -> None:
+        while not ended.wait(2.0):
+            renew(folder, tmp_path, all_of_them=True)
+
+    renewing = threading.Thread(target=renewals)
+    with gear_cluster() as cluster, gt.connect(cluster.address, config=QUICK) as connected:
+        table = connected.create_table("rows", dim=4, optimizer=gt.SGD(1.0))
+        renewing.start()
+        calls = GrpcCalls(SCHEDULER, "scheduler", cluster.address)
+        until, steps = time.monotonic() + 14, 0
+        try:
+            before = table.pull([7])
+            while time.monotonic() < until:
+                table.push([7], np.ones((1, 4), np.float32))
+                assert calls.call(Ping(), 5.0).role == "scheduler"
+                connected.create_table("rows", dim=4, optimizer=gt.SGD(1.0), reuse=True)
+                steps += 1
+        finally:
+            ended.set()
+            renewing.join()
+            calls.close()
+        assert np.allclose(table.pull([7]), before - steps)
+        # What is renewed no more is refused, by connections that there are, too.
+        old = GrpcCalls(SCHEDULER, "scheduler", cluster.address)
+        assert old.call(Ping(), 5.0)
+        time.sleep(8)
+        with pytest.raises(AccessDenied):
+            old.call(Ping(), 5.0)
+        old.close()
+        renew(folder, tmp_path, days=1, all_of_them=True)
+        time.sleep(1.1)
+        assert np.allclose(table.pull([7]), before - steps)
+
+
+def test_an_authority_is_replaced_without_a_stop(folder: Path, tmp_path: Path) -> None:
+    """The new one is believed before anybody shows a certificate of it."""
+    make_authority(tmp_path / "new", "test")
+    issue(folder, tmp_path / "old", ["scheduler"])
+    assert b"".join([(folder / CA_FILE).read_bytes()]) == (tmp_path / "old" / CA_FILE).read_bytes()
+    issue(tmp_path / "new", tmp_path / "old", [CLIENT])
+    assert (tmp_path / "old" / CA_FILE).read_text().count("BEGIN CERTIFICATE") == 2
+    identify(str(tmp_path / "old"))
+    assert [str(name) for name in Credentials.mine().names] == ["client/0"]
+
+
+def damaged(path: Path) -> None:
+    path.write_text("-----BEGIN CERTIFICATE-----\nA\n-----END CERTIFICATE-----\n")
+    path.chmod(0o600)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda at: (at / CA_FILE).unlink(), "has no ca.pem; 'geartrain certs init"),
+        (lambda at: (at / "client.pem").unlink(), "client.pem does not exist; 'geartrain certs issue .* client'"),
+        (lambda at: (at / "client.pem").chmod(0o640), "chmod 600"),
+        (lambda at: damaged(at / "client.pem"), "is damaged"),
+        (lambda at: (at / "server.pem").rename(at / "client.pem"), r"of server/\*, not of a client"),
+        (lambda at: issue(at, at, [CLIENT], days=-SECOND), "ran out at .*; 'geartrain certs renew"),
+    ],
+)
+def test_what_is_wrong_with_a_folder_is_named_with_its_remedy(spoil: Any, said: str, tmp_path: Path) -> None:
+    done = typed("certs", "init", str(tmp_path), "--cluster=shop")
+    assert done.returncode == 0, done.stderr
+    identify(str(tmp_path))
+    spoil(tmp_path)
+    with pytest.raises(ConfigError, match=said):
+        Credentials.mine()
+
+
+def test_the_commands_make_issue_and_renew(tmp_path: Path) -> None:
+    assert typed("certs", "init", str(tmp_path)).returncode == 0
+    assert {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {
+        **{f"{role}.pem": 0o600 for role in CERTIFIED_ROLES},
+        "ca.key": 0o600,
+        CA_FILE: 0o644,
+    }
+    again = typed("certs", "init", str(tmp_path))
+    assert again.returncode == 2 and "is there already" in again.stderr
+    there = tmp_path / "host"
+    host = typed("certs", "issue", str(there), "server", "--shards=2-3", f"--ca={tmp_path}", "--days=0.001")
+    assert host.stdout == f"{there / 'server.pem'}\n"
+    kept = typed("certs", "renew", str(there), f"--ca={tmp_path}").stdout
+    assert "good until" in kept
+    assert "renewed" in typed("certs", "renew", str(there), f"--ca={tmp_path}", "--all").stdout
+    identify(str(there), "server")
+    assert [str(name) for name in Credentials.mine().names] == ["server/2", "server/3"]
+    for wrong, said in (
+        (("issue", str(there), "client"), "no authority issues certificates here"),
+        (("issue", str(tmp_path), "king"), "role is 'king'; it must be one of scheduler, server"),
+        (("issue", str(tmp_path), "graph", "--shards=1"), "only a server has shards"),
+        (("init", str(tmp_path / "x"), "--cluster=A B"), "cluster is 'A B'"),
+    ):
+        done = typed("certs", *wrong)
+        assert done.returncode == 2 and said in done.stderr
+
+
+def test_a_role_that_others_reach_starts_under_a_folder(tmp_path: Path) -> None:
+    typed("certs", "init", str(tmp_path))
+    file = tmp_path / "cluster.yaml"
+    file.write_text(f"security:\n  folder: {tmp_path}\nscheduler:\n  listen: 0.0.0.0:7000\n")
+    assert typed("config", "validate", str(file)).returncode == 0
+    identify(None)
+    file.write_text("scheduler:\n  listen: 0.0.0.0:7000\n")
+    refused = typed("config", "validate", str(file))
+    assert refused.returncode == 2 and "security.folder" in refused.stderr
