@@ -42,7 +42,7 @@ def status(
     if as_json:
         facts = {key: value for report in reports for key, value in report.facts.items()}
         told = [{"address": address, **dataclasses.asdict(pong)} for address, pong in pongs.items()]
-        print(json.dumps({**facts, "roles": told}))
+        print(json.dumps({**facts, "roles": told, "insecure": _is_insecure()}))
     else:
         for report in reports:
             report.show(pongs)
@@ -51,6 +51,13 @@ def status(
         print(printable(complaint), file=sys.stderr)
     if complaints or not all(report.ready for report in reports):
         raise typer.Exit(1)
+
+
+def _is_insecure() -> bool:
+    """Whether roles were asked without certificates, as those with them answer nobody."""
+    from geartrain.ams.rpc.credentials import Credentials
+
+    return not Credentials.mine().names
 
 
 def _pongs(addresses: Mapping[str, str]) -> dict[str, Pong]:
@@ -169,8 +176,9 @@ def _print_tables(found: ClusterStatus, address: str, pongs: Mapping[str, Pong])
     console = table_console()
     up = sum(shard.state == "up" for shard in found.shards)
     state = "ready" if found.ready else "not ready"
+    insecure = " · insecure: no certificates" if _is_insecure() else ""
     shards = f"{up} of {counted(found.num_shards, 'shard')} up"
-    console.print(f"{state}: scheduler {address}{age(pongs.get(address))} · {shards}", highlight=False)
+    console.print(f"{state}: scheduler {address}{age(pongs.get(address))} · {shards}{insecure}", highlight=False)
     told = {shard.address: pongs.get(shard.address) for shard in found.shards}
     print_table(
         ("shard", "state", "address", "rows", "memory MiB", "up s", "beat s ago", "pid", "version"),

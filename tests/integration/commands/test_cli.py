@@ -169,7 +169,7 @@ def test_single_roles_make_a_cluster() -> None:
             ready = typed("status", "--scheduler", address, "--json")
             assert ready.returncode == 0
             assert [shard["address"] for shard in json.loads(ready.stdout)["shards"]] == server["addresses"]
-            assert "1 of 1 shard up" in typed("status", "--scheduler", address).stdout
+            assert "1 of 1 shard up · insecure" in typed("status", "--scheduler", address).stdout
             for served in (address, *server["addresses"]):
                 health = typed("health", served, "--json")
                 assert (health.returncode, json.loads(health.stdout)["serving"]) == (0, True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 import time
@@ -23,7 +24,7 @@ from geartrain.ams.rpc.client.health import is_serving
 from geartrain.ams.rpc.credentials import CA_FILE, Credentials
 from geartrain.ams.rpc.server.access import CALLERS
 from geartrain.ams.rpc.services import SCHEDULER
-from geartrain.ams.values.config import CERTIFIED_ROLES, CLIENT, GraphConfig, identify, identity
+from geartrain.ams.values.config import CERTIFIED_ROLES, CLIENT, FOLDER_VARIABLE, GraphConfig, identify, identity
 from geartrain.ams.values.errors import AccessDenied, ConfigError
 from geartrain.ams.values.rpc import Ping
 from geartrain.ams.values.scheduler_messages import Heartbeat, LeaveCluster
@@ -175,6 +176,12 @@ def test_a_client_believes_only_the_role_that_it_asks_for(
     pong = role_at(roles[1]["graph"])
     assert pong is not None and pong.role == "graph"
     assert all(is_serving(address) for address in roles[1].values())
+    told = typed("status", f"--scheduler={roles[1]['scheduler']}", "--json")  # names no folder
+    assert told.returncode == 1 and "it may want a certificate" in told.stderr
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(FOLDER_VARIABLE, str(folder))
+        told = typed("status", f"--scheduler={roles[1]['scheduler']}", "--json")
+    assert json.loads(told.stdout)["insecure"] is False
 
 
 def test_only_server_n_lives_and_leaves_as_shard_n(
