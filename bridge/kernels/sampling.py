@@ -5,7 +5,12 @@ in registers and sets a bit for each class; tensor operations, which cannot tell
 pointer doubling: after r rounds everything outside [0, C) points at most 2^r places further along its cycle, and bits
 rounds reach every end.
 
-Legend: C the range, O = 2^bits − C < C numbers outside it, N ids wanted, M given, A places for the chosen ones.
+Where a graph chooses, too, the classes near the labels come first: candidates lie by place, the labels, then the
+nearest neighbour of each, the second ones, and so on. Sorted by class, the first place of each class counts, and of
+these the earliest are chosen.
+
+Legend: C the range, O = 2^bits − C < C numbers outside it, N ids wanted, M given, A places for the chosen ones; B
+labels, P distinct ones, L classes with lists of neighbours here, E their entries, k the longest.
 """
 
 from __future__ import annotations
@@ -113,6 +118,66 @@ def _launch(
     cost = Cost(num_bytes=4.0 * words + 8.0 * room)
     launch(kernels.write_ids, grid, bitmap, ends, ids_A, start, stop, room, BLOCK=kernels.WORDS, num_warps=4, cost=cost)
     return Sample(ids_A, ends[-1].clamp(max=room) if words else num_set.sum(), num_given)
+
+
+def candidates_here(labels_B: Tensor, offsets: Tensor, neighbours: Tensor, longest: int, first: int) -> Tensor:
+    """Of labels whose lists are here, the first of each and its list: [1 + k, B] of class + 1, 0 for none.
+
+    ``labels_B`` (int64) rise and may repeat; one without a list here is none. Lists are entries ``offsets`` [L + 1]
+    (int64) of ``neighbours`` [E] (int32 or int64, E >= 1), of classes ``first`` … ``first + L`` − 1; ``longest`` is k.
+    """
+    num_labels, num_lists = len(labels_B), len(offsets) - 1
+    if not runs_kernels(labels_B.device) or not num_labels or not num_lists:
+        is_new_B = torch.ones_like(labels_B, dtype=torch.bool)
+        is_new_B[1:] = labels_B[1:] != labels_B[:-1]
+        at_B = labels_B - first
+        here_B = is_new_B & (at_B >= 0) & (at_B < num_lists)
+        at_B = torch.where(here_B, at_B, 0)
+        ends_B = torch.where(here_B, offsets[(at_B + 1).clamp(max=num_lists)], 0)
+        places_KB = offsets[at_B] + torch.arange(longest, device=labels_B.device).unsqueeze(1)
+        found_KB = neighbours[places_KB.clamp(max=len(neighbours) - 1)]
+        found_KB = torch.where(places_KB < ends_B, found_KB + 1, 0)
+        own_B = torch.where(here_B, labels_B + 1, 0).to(neighbours.dtype)
+        return torch.cat([own_B.unsqueeze(0), found_KB])
+    from geartrain.bridge.kernels.triton.sampling import LABELS, RANKS, list_candidates
+
+    said_KB = neighbours.new_empty(1 + longest, num_labels)
+    grid = (-(-num_labels // LABELS), max(1, -(-longest // RANKS)))
+    sizes = {"LABELS": LABELS, "RANKS": RANKS, "num_warps": 4}
+    numbers = (num_labels, longest, first, num_lists)
+    cost = Cost(2.0 * said_KB.nbytes + 64.0 * num_labels)  # a line of the cache for each list's offsets
+    launch(list_candidates, grid, labels_B, offsets, neighbours, said_KB, *numbers, cost=cost, **sizes)
+    return said_KB
+
+
+def nearest_first(said_KB: Tensor, num_classes: int, near: float, budget: int) -> Tensor:
+    """The first P + round(``near`` · (``budget`` − P)) different classes, P of them in the first row; int64 [(1 + k) · B].
+
+    ``said_KB`` are classes + 1 as of :func:`candidates_here`, of all ranks together. C at all other places. Halves are
+    rounded to even numbers.
+    """
+    said = said_KB.flatten()
+    ids, order = torch.sort(said, stable=True)
+    num_labels, num = said_KB.shape[1], len(said)
+    if not runs_kernels(said.device) or not num:
+        is_first = ids > 0
+        is_first[1:] &= ids[1:] != ids[:-1]
+        in_turn = torch.empty_like(is_first).scatter_(0, order, is_first)
+        ends = in_turn.cumsum(0)
+        num_distinct = (said[:num_labels] > 0).sum()
+        num_near = num_distinct + torch.round((budget - num_distinct).double() * near).long()
+        return torch.where(in_turn & (ends <= num_near), said.long() - 1, num_classes)
+    from geartrain.bridge.kernels.triton.sampling import PLACES, first_places, take_nearest
+
+    grid = (-(-num // PLACES),)
+    in_turn = torch.empty(num, dtype=torch.int32, device=said.device)
+    cost = Cost(num_bytes=(8.0 + said.element_size() + 32) * num)  # 32 bytes are written for each 4
+    launch(first_places, grid, ids, order, in_turn, num, PLACES=PLACES, num_warps=4, cost=cost)
+    given = torch.empty(num, dtype=torch.int64, device=said.device)
+    args = (said, in_turn, in_turn.cumsum(0), given, num, num_labels, budget, num_classes)
+    cost = Cost(num_bytes=(20.0 + said.element_size()) * num)
+    launch(take_nearest, grid, *args, NEAR=near, PLACES=PLACES, num_warps=4, cost=cost)
+    return given
 
 
 def sample_ids_on(device: torch.device, num_ids: int, count: int, seed: int, step: int) -> Tensor:

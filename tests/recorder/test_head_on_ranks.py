@@ -28,7 +28,7 @@ BUDGETS = [
     Budget(52, 0, "head", LARGE | NARROW | ON_DEVICE | {"clip": True}),
     Budget(35, 0, "head", LARGE | ON_DEVICE | {"optimizer": "AdamW"}),
     Budget(38, 0, "head", LARGE | NARROW | {"ranks": 8}),
-    Budget(116, 0, "head", LARGE | NARROW | PARTIAL | ON_DEVICE | {"ranks": 8, "neighbours": 32}),
+    Budget(60, 0, "head", LARGE | NARROW | PARTIAL | ON_DEVICE | {"ranks": 8, "neighbours": 32}),
     Budget(56, 0, "head", LARGE | NARROW | PARTIAL | ON_DEVICE | {"ranks": 8}),
     Budget(53, 0, "head", LARGE | NARROW | PARTIAL | ON_DEVICE | {"margin": ""}),
     Budget(63, 0, "head", LARGE | NARROW | PARTIAL | ON_DEVICE | {"margin": "", "ranks": 8}),

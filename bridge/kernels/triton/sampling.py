@@ -1,4 +1,4 @@
-"""A sample without replacement on a device: the keyed permutation walked in registers, and a bitmap of what is chosen.
+"""A choice of classes on a device: neighbours of labels, then the keyed permutation, and a bitmap of what is chosen.
 
 A bit stands for an id, 32 in a word, so a bitmap of 100 million ids is 12.5 MB and stays in the card's cache.
 """
@@ -11,6 +11,10 @@ DRAWN = 256
 WORDS = 64
 """Words of the bitmap that a program looks at."""
 MARKED = 1024
+LABELS = 32
+RANKS = 32
+"""Labels, and places of their lists, that a program reads: a list is a line or two of the cache."""
+PLACES = 512
 
 
 @triton.jit
@@ -134,3 +138,53 @@ def write_ids(bitmap, set_ends, ids, start, stop, capacity, BLOCK: tl.constexpr)
     at = before[:, None] + _bits_set(below)
     number = word[:, None] * 32 + place.to(tl.int32) - start
     tl.store(ids + at, number.to(tl.int64), mask=is_set & (at < capacity))
+
+
+@triton.jit
+def list_candidates(
+    labels, offsets, neighbours, said, num_labels, longest, first, num_lists, LABELS: tl.constexpr, RANKS: tl.constexpr
+):
+    """Write 1 + the labels and, rank by rank, their neighbours to said [1 + longest, num_labels]; 0 where none is."""
+    at = tl.program_id(0) * LABELS + tl.arange(0, LABELS)
+    rank = tl.program_id(1) * RANKS + tl.arange(0, RANKS)
+    label = tl.load(labels + at, mask=at < num_labels, other=0)
+    before = tl.load(labels + at - 1, mask=(at > 0) & (at < num_labels), other=-1)
+    here = (at < num_labels) & ((at == 0) | (label != before)) & (label >= first) & (label < first + num_lists)
+    begin = tl.load(offsets + (label - first), mask=here, other=0)
+    end = tl.load(offsets + (label - first) + 1, mask=here, other=0)
+    place = begin[:, None] + rank[None, :]
+    listed = (place < end[:, None]) & (rank < longest)[None, :]
+    found = tl.where(listed, tl.load(neighbours + place, mask=listed, other=0) + 1, 0)
+    target = (1 + rank).to(tl.int64)[None, :] * num_labels + at[:, None]
+    tl.store(said + target, found, mask=(at < num_labels)[:, None] & (rank < longest)[None, :])
+    if tl.program_id(1) == 0:
+        tl.store(said + at, tl.where(here, label + 1, 0).to(said.dtype.element_ty), mask=at < num_labels)
+
+
+@triton.jit
+def first_places(sorted_ids, order, in_turn, num, PLACES: tl.constexpr):
+    """1 at the place, in ``order``, of the first of equal ``sorted_ids`` above 0, else 0."""
+    at = tl.program_id(0) * PLACES + tl.arange(0, PLACES)
+    here = at < num
+    number = tl.load(sorted_ids + at, mask=here, other=0)
+    before = tl.load(sorted_ids + at - 1, mask=here & (at > 0), other=0)
+    place = tl.load(order + at, mask=here, other=0)
+    tl.store(in_turn + place, ((number > 0) & (number != before)).to(tl.int32), mask=here)
+
+
+@triton.jit
+def take_nearest(
+    said, in_turn, ends, given, num, num_labels, budget, num_classes, NEAR: tl.constexpr, PLACES: tl.constexpr
+):
+    """The classes at the first places in turn, as many as labels and a part of the budget; num_classes elsewhere."""
+    at = tl.program_id(0) * PLACES + tl.arange(0, PLACES)
+    here = at < num
+    num_distinct = tl.load(ends + num_labels - 1)
+    share = (budget - num_distinct).to(tl.float64) * tl.full((), NEAR, tl.float64)
+    whole = share.to(tl.int64)  # cuts off; it is at least 0
+    rest = share - whole.to(tl.float64)
+    is_up = (rest > 0.5) | ((rest == 0.5) & ((whole & 1) == 1))
+    num_near = num_distinct + whole + is_up.to(tl.int64)
+    is_taken = (tl.load(in_turn + at, mask=here, other=0) > 0) & (tl.load(ends + at, mask=here, other=0) <= num_near)
+    number = tl.load(said + at, mask=here, other=0).to(tl.int64) - 1
+    tl.store(given + at, tl.where(is_taken, number, num_classes), mask=here)

@@ -12,6 +12,10 @@ _TYPES = {"ids": "*i64", "num_marked": "*i64", "num_fresh": "*i64", "fresh_ends"
     "bitmap": "*i32",
     "drawn": "*i32",
 }
+_TYPES |= dict.fromkeys(("labels", "offsets", "order", "ends", "given"), "*i64")
+_TYPES |= dict.fromkeys(("neighbours", "said", "sorted_ids", "in_turn"), "*i32")
+_SIZES = ("num_given", "num_ids", "count", "budget", "start", "stop", "capacity")
+_SIZES += ("num_labels", "longest", "first", "num_lists", "num", "num_classes")
 _BITS = 24
 
 
@@ -24,7 +28,7 @@ def _case(kernel: str, num_warps: int, **constants: Any) -> Case:
         signature={name: "constexpr" if name in constants else _TYPES.get(name, "i32") for name in names},
         constants=constants,
         options={"num_warps": num_warps},
-        odd=("num_given", "num_ids", "count", "budget", "start", "stop", "capacity", *(f"k{at}" for at in range(1, 9))),
+        odd=(*_SIZES, *(f"k{at}" for at in range(1, 9))),
     )
 
 
@@ -34,4 +38,7 @@ CASES = [
     _case("take", 2, BLOCK=sampling.DRAWN),
     _case("count_words", 2, BLOCK=sampling.WORDS),
     _case("write_ids", 4, BLOCK=sampling.WORDS),
+    _case("list_candidates", 4, LABELS=sampling.LABELS, RANKS=sampling.RANKS),
+    _case("first_places", 4, PLACES=sampling.PLACES),
+    _case("take_nearest", 4, NEAR=0.125, PLACES=sampling.PLACES),
 ]

@@ -228,11 +228,11 @@ def select_of_parts(rank: int, ranks: int, folder: Path) -> None:
         filled = positives_and_sample(near, living.num_living, most, 3, case)
         np.testing.assert_array_equal(filled.ids, chosen)
         padded = torch.from_numpy(np.append(distinct, living.num_living))  # as a step of fixed shapes has them
-        by_rank = TorchGraph.of(part, torch.device("cpu"), link).by_rank(padded).view(5, -1)
-        expected = np.full((5, len(padded)), living.num_living)
+        by_rank = TorchGraph.of(part, torch.device("cpu"), link).candidates(padded)
+        expected = np.full((6, len(padded)), -1)
         for place, label in enumerate(distinct):
-            expected[: len(lists[label]), place] = lists[label]
-        np.testing.assert_array_equal(by_rank, expected)
+            expected[: 1 + len(lists[label]), place] = [label, *lists[label]]
+        np.testing.assert_array_equal(by_rank - 1, expected)
         together = parts.whole(part)
         if rank == 0:
             assert together is not None and together.total is None
