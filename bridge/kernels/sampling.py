@@ -151,7 +151,7 @@ def candidates_here(labels_B: Tensor, offsets: Tensor, neighbours: Tensor, longe
 
 
 def nearest_first(said_KB: Tensor, num_classes: int, near: float, budget: int) -> Tensor:
-    """The first P + round(``near`` · (``budget`` − P)) different classes, P of them in the first row; int64 [(1 + k) · B].
+    """The first P + round(``near`` · (``budget`` − P)) different classes, P in the first row: int64 [(1 + k)·B].
 
     ``said_KB`` are classes + 1 as of :func:`candidates_here`, of all ranks together. C at all other places. Halves are
     rounded to even numbers.

@@ -26,6 +26,9 @@ from geartrain.bridge.rows.native_types import gives_float32_products
 __all__ = ["TorchProducts"]
 
 _UNIT_ROUNDOFF = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
+_SCALE = {torch.float16: 2.0**7, torch.bfloat16: 1.0}
+"""Of unit rows as products take them: small columns stay normal numbers, and products, of 2^14 at most, are finite
+where a device gives them in float16, too."""
 _SMALLEST = {torch.float16: 2.0**-14, torch.bfloat16: 2.0**-126}
 """Least normal number: what is below it may be flushed."""
 _SHORTCUTS = {
@@ -40,7 +43,7 @@ _SLACK = 1e-8
 
 
 class DeviceBlock(NamedTuple):
-    """Rows [N, D] on the device, in the type of the products, of classes ``first`` …"""
+    """Unit rows [N, D] times the scale, on the device, in the type of the products, of classes ``first`` …"""
 
     rows_ND: Tensor
     first: int
@@ -59,17 +62,21 @@ class TorchProducts:
             raise InvalidArgument(f"dtype is {dtype}; products are made in torch.float16 or torch.bfloat16")
         self.device, self._dtype = torch.device(device), dtype
         self._widens = gives_float32_products(self.device, dtype)
-        self.name = f"torch {self.device.type} {str(dtype).removeprefix('torch.')}"
+        self.unit = _SCALE[dtype] ** 2
+        """What products are multiplied by."""
+        self.name = f"torch {self.device.type} {str(dtype).removeprefix('torch.')}, rows x {_SCALE[dtype]:.0f}"
 
     def error_bound(self, dim: int) -> float:
         """Rounding of both factors, of the sum in float32, and of the product where the device gives it in ``dtype``.
 
         With |x| = |y| = 1 rounding x and y by at most u each changes x·y by 2u + u² (Cauchy–Schwarz), and by √D times
-        the least normal number each where that is more; the sum as in ``CoreProducts.error_bound`` (Higham, 3.5).
+        the least normal number, over the scale, each where that is more; the sum as in ``CoreProducts.error_bound``
+        (Higham, 3.5).
         """
         u, root = _UNIT_ROUNDOFF[self._dtype], math.sqrt(dim)
-        factors = 2 * u + u * u + 2 * (1 + u) * root * _SMALLEST[self._dtype]
-        lengths = (1 + u + 2.0**-23 * root + root * _SMALLEST[self._dtype]) ** 2
+        smallest = _SMALLEST[self._dtype] / _SCALE[self._dtype]
+        factors = 2 * u + u * u + 2 * (1 + u) * root * smallest
+        lengths = (1 + u + 2.0**-23 * root + root * smallest) ** 2
         # Twice, for matrix units that cut what they add instead of rounding it.
         total = 2 * (dim + 1) * 2.0**-24
         summing = total / (1 - total) * lengths + dim * 2.0**-120
@@ -85,14 +92,14 @@ class TorchProducts:
         return 8 * keep + 8
 
     def load(self, rows: Floats, first: int) -> DeviceBlock:
-        """A copy on the device, in the type of the products."""
-        return DeviceBlock(torch.tensor(rows, device=self.device).to(self._dtype), first)
+        """A copy on the device, times the scale, in the type of the products."""
+        return DeviceBlock(torch.tensor(rows, device=self.device).mul_(_SCALE[self._dtype]).to(self._dtype), first)
 
     def begin(self, first: int, num_rows: int, keep: int) -> _TorchRecall:
         return _TorchRecall(self, first, num_rows, keep)
 
     def scores(self, a_MD: Tensor, b_ND: Tensor) -> Tensor:
-        """Products [M, N], float32."""
+        """Products [M, N] of rows of two blocks, float32: :attr:`unit` times those of unit rows."""
         with _float32_sums(self._dtype):
             if self._widens:
                 return torch.mm(a_MD, b_ND.t(), out_dtype=torch.float32)
@@ -104,7 +111,7 @@ class _TorchRecall:
 
     def __init__(self, engine: TorchProducts, first: int, num_rows: int, keep: int) -> None:
         self._best = RunningNearest(first, num_rows, keep, engine.device, engine.scores)
-        self._keep = keep
+        self._keep, self._unit = keep, engine.unit
 
     def compare_inside(self, a: DeviceBlock, b: DeviceBlock) -> None:
         self.compare_outside(a, b)
@@ -121,7 +128,7 @@ class _TorchRecall:
         """With ``k`` only those that may be among the k best, whose products are off by ``error_bound`` at most."""
         self._best.settle()
         keys_MK = self._best.best_MK
-        scores_MK = scores_of(keys_MK)
+        scores_MK = scores_of(keys_MK) / self._unit
         counts = (keys_MK > NONE).sum(1).to(torch.int32)
         left_out = (self._best.offered_M > self._keep).to(keys_MK.device)
         floors = torch.where(left_out, scores_MK[:, -1], -torch.inf)

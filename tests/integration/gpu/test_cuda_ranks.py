@@ -29,7 +29,8 @@ def test_products_of_a_device_keep_their_bound_and_give_the_exact_graph(dtype: t
     unit = (rows / np.linalg.norm(rows, axis=1, keepdims=True)).astype(np.float32)
     block = engine.load(unit, 0)
     true = unit.astype(np.float64) @ unit.astype(np.float64).T
-    assert np.abs(engine.scores(block.rows_ND, block.rows_ND).cpu().numpy() - true).max() <= engine.error_bound(DIM)
+    found_scores = engine.scores(block.rows_ND, block.rows_ND).cpu().numpy() / engine.unit
+    assert np.abs(found_scores - true).max() <= engine.error_bound(DIM)
     found, expected = (build_neighbours(ArrayRows(rows), 9, products=products) for products in (engine, None))
     np.testing.assert_array_equal(found.neighbours, expected.neighbours)
 
