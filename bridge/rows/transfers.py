@@ -99,16 +99,24 @@ class Moment:
 
 def downloaded(tensors: Sequence[Tensor]) -> list[Tensor]:
     """The tensors in host memory: those of a device in one copy, for which the host waits."""
-    away = [(place, tensor.detach()) for place, tensor in enumerate(tensors) if tensor.device.type != "cpu"]
     found = [tensor.detach() for tensor in tensors]
-    away.sort(key=lambda item: -item[1].itemsize)  # so that each begins at a multiple of its size
-    if len({tensor.device for _, tensor in away}) > 1:
+    rows = [tensor if tensor.ndim else tensor.reshape(1) for tensor in found]
+    alike: dict[tuple[torch.dtype, torch.Size], list[int]] = {}
+    for place, tensor in enumerate(rows):
+        if tensor.device.type != "cpu":
+            alike.setdefault((tensor.dtype, tensor.shape[1:]), []).append(place)
+    if len({found[place].device for places in alike.values() for place in places}) > 1:
         return [tensor.cpu() for tensor in found]
-    if away:
-        whole = torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for _, tensor in away]).cpu()
-        parts = whole.split_with_sizes([tensor.nbytes for _, tensor in away])
-        for (place, tensor), part in zip(away, parts, strict=True):
-            found[place] = part.view(tensor.dtype).view(tensor.shape)
+    if not alike:
+        return found
+    order = sorted(alike.values(), key=lambda places: -found[places[0]].itemsize)  # each begins at a multiple of that
+    # Views of one tensor, as the parts of a gradient are, are joined as they are: none is copied before.
+    joined = [torch.cat([rows[place] for place in places]) for places in order]
+    parts = [tensor.view(-1).view(torch.uint8) for tensor in joined]
+    whole = (parts[0] if len(parts) == 1 else torch.cat(parts)).cpu()
+    flat = [place for places in order for place in places]
+    for place, part in zip(flat, whole.split_with_sizes([found[place].nbytes for place in flat]), strict=True):
+        found[place] = part.view(found[place].dtype).view(found[place].shape)
     return found
 
 
