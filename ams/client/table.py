@@ -169,15 +169,14 @@ class Table:
 
     @property
     def state_width(self) -> int:
-        """Numbers of a row's state, which :func:`pull_together` reads where ``out`` is so wide: the row, its slots, how
-        often it was updated (an int64 in two), and 1 where it exists. 0: it cannot be had, for rows or slots are no
-        float32, or move at steps that do not touch them.
+        """Numbers of a row's state, which :func:`pull_together` reads where ``out`` is so wide: the bytes of the row,
+        its slots, and an int64: how often it was updated, -1 where it does not exist; then 0 up to a whole number. 0:
+        it cannot be had, for rows move at steps that do not touch them, or travel as another type.
         """
         spec = self.spec
-        is_wide = spec.dtype == "float32" and (not spec.has_slots or spec.slot_dtype == "float32")
-        if not is_wide or spec.counts_steps or self.wire_dtype is not None:
+        if spec.counts_steps or self.wire_dtype is not None:
             return 0
-        return spec.dim + spec.slot_dim + 3
+        return -(-(spec.row_bytes + spec.slot_bytes + 8) // spec.numpy_dtype.itemsize)
 
     def shards_of(self, ids: Ids) -> list[tuple[int, Ids | None]]:
         """Each shard that owns some of the ids [N], and the places of those (None: all of them)."""

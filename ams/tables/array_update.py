@@ -35,6 +35,7 @@ def update(
     scale: float,
     steps: Ids | None = None,
     first_id: int = 0,
+    ids: Ids | None = None,
     catch_up: _core.CatchUp | None = None,
 ) -> int:
     """Make one step of an optimizer; to the bits of a push.
@@ -49,6 +50,7 @@ def update(
         scale: Factor of the gradients.
         steps: [L], the number of each row's updates, or its last step, for a table that counts either; else None.
         first_id: Id of row 0; those of the others follow.
+        ids: [N], of the rows that have a gradient, where they do not follow one another.
         catch_up: Where untouched rows move, the steps that have ended: rows are caught up before their own, which the
             caller ends once all of its rows are updated.
 
@@ -75,6 +77,7 @@ def update(
         lr=optimizer.lr,
         scale=scale,
         catch_up=catch_up,
+        ids=ids,
     )
 
 

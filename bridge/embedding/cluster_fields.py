@@ -22,7 +22,7 @@ from geartrain.bridge.embedding.modes import SSP, BoundedLead
 from geartrain.bridge.embedding.update import EmbeddingUpdate
 from geartrain.bridge.embedding.vectors import feature_ids, out_of_range, require_no_max_weights, weighted
 from geartrain.bridge.placements.placement import ClusterPlacement
-from geartrain.bridge.placements.row_cache import RowCache, bytes_of_place, pull_through
+from geartrain.bridge.placements.row_cache import bytes_of_place, pull_through, row_caches
 from geartrain.bridge.rows.ranks import SyncRanks
 
 if TYPE_CHECKING:
@@ -54,10 +54,7 @@ class ClusterFields(GroupRows):
         ranks = [SyncRanks(settings.name, group) if joined else None for _ in order]
         cache_places = _cache_places(settings, joined, self.specs)
         made = _made_by_all(cluster, self.specs, ranks[0], reuse=settings.reuse)
-        self._caches = {
-            name: RowCache(made[name], places, torch.device("cpu"), by_clock=isinstance(mode, SSP))
-            for name, places in cache_places.items()
-        }
+        self._caches = row_caches(made, cache_places, by_clock=isinstance(mode, SSP))
         self._lead = BoundedLead(cluster, settings.name, mode) if isinstance(mode, SSP) else None
         self.worker_steps = None if self._lead is None else self._lead.steps
         hosted = {field.table_name for field in with_rows if field.where == "hosted"}
@@ -67,7 +64,7 @@ class ClusterFields(GroupRows):
         for tables, its_ranks in zip(order, ranks, strict=True):
             places = frozenset(place for place, table in enumerate(tables) if table in hosted)
             own = [made[table] for table in tables]
-            kept = [self._caches.get(table) for table in tables]
+            kept = [self._caches[table] for table in tables] if self._caches else ()
             update = EmbeddingUpdate(own, hosted=places, ranks=its_ranks, pace=self._lead, caches=kept)
             self._parts.append(TrainedTables(update, _ClusterTables(cluster, update)))
         self.parts = self._parts
@@ -116,7 +113,7 @@ class ClusterFields(GroupRows):
         if not self._caches or (lead is not None and not torch.is_grad_enabled()):  # no clock goes on then
             pull([merged])
             return
-        caches = [self._caches.get(name) for name in self._numbers]
+        caches = [self._caches[name] for name in self._numbers]
         oldest, clock = (None, 0) if lead is None else (lead.oldest, lead.steps.done - lead.steps.ahead)
         rows = list(zip(merged.tables, merged.ids, merged.rows, strict=True))
         merged.pulled_at, merged.on_device = pull_through(caches, rows, oldest=oldest, clock=clock)
@@ -124,7 +121,7 @@ class ClusterFields(GroupRows):
 
     def move_to(self, device: torch.device) -> None:
         for cache in self._caches.values():
-            cache.move_to(device)
+            cache.store.move_to(device)
 
     def cache_report(self) -> dict[str, dict[str, Any]]:
         return {name: cache.report() for name, cache in self._caches.items()}

@@ -59,8 +59,8 @@ class BatchRows:
         self.is_bounded = is_bounded
         self.is_pulled = False
         self._incarnations = [incarnation_of(table) for table in tables]
-        self.on_device: Sequence[Tensor | None] = [None] * len(tables)
-        """Rows [U + 1, D] of tables with a cache on a device, the last one zero; those of ``rows`` are scratch then."""
+        self.on_device: Sequence[Tensor] = ()
+        """Rows [U, D] of all tables, with caches on a device; those of ``rows`` are scratch then."""
 
     def outdated(self, number: int, touched: Sequence[Ids]) -> npt.NDArray[np.intp]:
         """The places of rows of a table that may be others now, after writes of the ids ``touched`` by this process."""
@@ -125,7 +125,7 @@ class LookupCall:
         pulled_at: Sequence[tuple[int, ...] | None],
         parts: Sequence[TrainedTables[EmbeddingUpdate]],
         hosted: HostedLookup | None = None,
-        on_device: Sequence[Tensor | None] = (),
+        on_device: Sequence[Tensor] = (),
     ) -> None:
         """``rows`` [U, D] of each table of the lookup, in the order of the ``parts`` and of the tables in them, and the
         writes that the table had had on each shard then; None: nothing was pulled. ``given`` are the ids of the
@@ -135,7 +135,7 @@ class LookupCall:
         self._lookup = lookup
         self._features = features
         self._rows = rows
-        self._on_device = [rows for rows in on_device if rows is not None]
+        self._on_device = on_device
         self._dims = [row.shape[1] for row in rows]
         self._pulled_at = pulled_at
         self._parts = parts
@@ -145,11 +145,9 @@ class LookupCall:
     def vectors(self, device: torch.device, *, want_gradient: bool) -> tuple[Tensor, ...]:
         """The vectors [V, D] of each feature, and of each hosted one, float32, on ``device``."""
         if self._on_device:
-            found = [
-                pooled_on_device(feature, self._lookup.places_of(place), self._on_device[feature.table])
-                for place, feature in enumerate(self._features)
-            ]
-            self._rows, self._on_device = (), []
+            places = [self._lookup.places_of(place) for place in range(len(self._features))]
+            found = pooled_on_device(self._features, places, self._on_device)
+            self._rows = self._on_device = ()
             return tuple(found)
         out = [np.empty((feature.num_vectors, self._dims[feature.table]), np.float32) for feature in self._features]
         self._lookup.pool(self._rows, out=out, keep_maxima=want_gradient)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -19,7 +20,7 @@ from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
 from geartrain.ams.values.specs import Ids
 from geartrain.bridge.embedding.hosted_bags import HostedUpdate, ShardInputs, row_inputs
-from geartrain.bridge.placements.row_cache import RowCache
+from geartrain.bridge.placements.row_cache import RowCache, push_through
 from geartrain.bridge.rows.pending import Pace, PendingUpdate, PulledVersion
 from geartrain.bridge.rows.ranks import SyncRanks
 from geartrain.bridge.rows.row_update import PushSettings
@@ -100,6 +101,10 @@ class EmbeddingGradient:
         """There is nothing to give back."""
 
 
+def _nothing() -> None:
+    """Where no caches are."""
+
+
 def _none_of(table: Table) -> TableGradient:
     return TableGradient(np.empty(0, np.int64), np.empty((0, table.spec.dim), np.float32))
 
@@ -127,10 +132,10 @@ class EmbeddingUpdate(PendingUpdate[EmbeddingGradient]):
         hosted: frozenset[int] = frozenset(),
         ranks: SyncRanks | None = None,
         pace: Pace | None = None,
-        caches: Sequence[RowCache | None] = (),
+        caches: Sequence[RowCache] = (),
     ) -> None:
         """The tables have one optimizer; at the places ``hosted`` there are bags that shards pool. ``ranks`` train the
-        tables together; None: this process by itself, at ``pace``. ``caches`` keep rows of the tables.
+        tables together; None: this process by itself, at ``pace``. ``caches`` keep rows of all tables, or none.
         """
         super().__init__()
         self.tables = tuple(tables)
@@ -140,8 +145,8 @@ class EmbeddingUpdate(PendingUpdate[EmbeddingGradient]):
         self.table = self.tables[0]
         self._writes: list[RowWrite] | None = None
         """The pushes of a step that has begun."""
-        self._caches = caches or [None] * len(self.tables)
-        self._to_follow: list[tuple[RowCache, TableGradient, RowOptimizerSpec, float, RowWrite]] = []
+        self._caches = caches
+        self._follow: Callable[[], None] = _nothing
         """What the caches make of the pushes once they are applied."""
         self._hosted_writes: list[HostedUpdate] = []
         """Its hosted updates that are not sent yet."""
@@ -176,8 +181,8 @@ class EmbeddingUpdate(PendingUpdate[EmbeddingGradient]):
                 "group": None if self.ranks is None else self.ranks.sync_group(self._samples),
             }
             writes: list[RowWrite] = []
+            pushed: list[int] = []
             pushes: list[tuple[Table, Ids, npt.NDArray[np.float32], BatchSettings]] = []
-            cached: list[tuple[RowCache, TableGradient] | None] = []
             try:
                 for place, table in enumerate(self.tables):
                     gradient = self._pending.tables.get(place)
@@ -194,8 +199,7 @@ class EmbeddingUpdate(PendingUpdate[EmbeddingGradient]):
                         "pulled_at": gradient.pulled_at,
                     }
                     pushes.append((table, gradient.ids, gradient.rows, batch))
-                    cache = self._caches[place]
-                    cached.append(None if cache is None else (cache, gradient))
+                    pushed.append(place)
                 # Their squares are finite, or check_finite() would have said so; the product is looked at there.
                 for push in prepare_together(pushes, **settings):
                     writes.append(push)  # so that those before an error are given up
@@ -203,10 +207,15 @@ class EmbeddingUpdate(PendingUpdate[EmbeddingGradient]):
                 self._abandon(writes)
                 raise
             self._writes = writes
-            for own, write in zip(cached, writes, strict=True):
-                if own is not None:
-                    own[0].begin_push()
-                    self._to_follow.append((*own, optimizer, settings["scale"], write))
+            if self._caches:
+                caches = [self._caches[place] for place in pushed]
+                for cache in caches:
+                    cache.begin_push()
+                own = [
+                    (cache, ids, rows, write)
+                    for cache, (_, ids, rows, _), write in zip(caches, pushes, writes, strict=True)
+                ]
+                self._follow = partial(push_through, own, optimizer, settings["scale"])
         return self._writes
 
     def hand_over(self) -> None:
@@ -224,11 +233,9 @@ class EmbeddingUpdate(PendingUpdate[EmbeddingGradient]):
             self._hosted_writes[0].send()
             del self._hosted_writes[0]
         self._writes = None
-        for cache, gradient, settings_of_push, scale, write in self._to_follow:
-            cache.pushed(gradient.ids, gradient.rows, settings_of_push, scale, write)
-        for own in self._caches:
-            if own is not None:
-                own.drop_written()
+        self._follow()
+        for cache in self._caches:
+            cache.drop_written()
         self.step += 1
         if self.ranks is not None:
             self.ranks.sequence += 1
@@ -266,7 +273,7 @@ class EmbeddingUpdate(PendingUpdate[EmbeddingGradient]):
     def discard(self) -> None:
         """Forget what is pending."""
         writes, self._writes = self._writes, None
-        self._to_follow.clear()
+        self._follow = _nothing
         self._abandon(writes or ())
         super().discard()
 

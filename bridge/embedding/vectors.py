@@ -16,10 +16,12 @@ from torch import Tensor
 
 from geartrain.ams.kernels.embedding import FeatureIds
 from geartrain.ams.values.errors import InvalidArgument, InvalidIds
+from geartrain.ams.values.specs import Ids
 from geartrain.bridge.embedding.field import Field
 from geartrain.bridge.embedding.ids import BatchIds, FieldIds
 from geartrain.bridge.embedding.levels import jagged_tensor
-from geartrain.bridge.rows.transfers import upload
+from geartrain.bridge.kernels.lookup import FieldShape, RowSpan, index_fields, pool
+from geartrain.bridge.rows.transfers import upload_together
 
 
 def shaped(field: Field, ids: FieldIds, vectors: Tensor, *, per_node: bool = False) -> Tensor:
@@ -91,32 +93,29 @@ def counted_places(field: Field, ids: FieldIds) -> Tensor:
     return (values != field.padding_id).nonzero().squeeze(1)
 
 
-def pooled_on_device(feature: FeatureIds, places_N: npt.NDArray[np.int32], rows_UD: Tensor) -> Tensor:
-    """The vectors [V, D] of a feature, in tensor operations, from the rows of its distinct ids; not by pooling "max".
-
-    ``places_N`` are those of its ids among the rows; -1, padding, means the last row, which is zero.
+def pooled_on_device(
+    features: Sequence[FeatureIds], places: Sequence[npt.NDArray[np.int32]], tables: Sequence[Tensor]
+) -> list[Tensor]:
+    """The vectors [V, D] of features, float32, from the rows [U, D] of the distinct ids of each table; not by pooling
+    "max". ``places`` [N] are those of each feature's ids among the rows; -1: padding. Few kernels for all features.
     """
-    device = rows_UD.device
-    is_padding = places_N < 0
-    index_N = upload(np.where(is_padding, len(rows_UD) - 1, places_N).astype(np.int64), device)
-    weights_N = None if feature.weights is None else upload(feature.weights, device)
-    if feature.pooling is None:
-        vectors_ND = rows_UD.index_select(0, index_N)
-        return vectors_ND if weights_N is None else vectors_ND * weights_N[:, None]
-    num_bags = feature.num_vectors
-    bounds = feature.bags if not isinstance(feature.bags, int) else np.arange(num_bags + 1) * feature.bags
-    sums_BD = torch.nn.functional.embedding_bag(
-        index_N, rows_UD, upload(bounds, device), mode="sum", per_sample_weights=weights_N, include_last_offset=True
-    )
-    if feature.pooling == "sum":
-        return sums_BD
-    weights = np.where(is_padding, 0.0, 1.0 if feature.weights is None else feature.weights)
-    weights = weights if feature.pooling == "mean" else weights**2
-    bag_N = np.repeat(np.arange(num_bags), np.diff(bounds))
-    totals_B = np.bincount(bag_N, weights, num_bags)
-    totals_B = totals_B if feature.pooling == "mean" else np.sqrt(totals_B)
-    factors_B = np.divide(1.0, totals_B, out=np.zeros(num_bags), where=totals_B != 0).astype(np.float32)
-    return sums_BD * upload(factors_B, device)[:, None]
+    shapes: list[FieldShape] = []
+    bounds: list[Ids] = []
+    for feature in features:
+        length = 1 if feature.pooling is None else feature.bags if isinstance(feature.bags, int) else 0
+        pooling = feature.pooling or "sum"
+        shapes.append(FieldShape(feature.table, len(feature.ids), feature.num_vectors, length, pooling, -1))
+        if feature.pooling is not None and not isinstance(feature.bags, int):
+            bounds.append(feature.bags)
+    sent = [np.concatenate([*places, *bounds], dtype=np.int64)]
+    if any(feature.weights is not None for feature in features):
+        every = [np.ones(len(f.ids), np.float32) if f.weights is None else f.weights for f in features]
+        sent.append(np.concatenate(every))
+    numbers, *weights = upload_together([torch.from_numpy(array) for array in sent], tables[0].device)
+    num_ids = sum(map(len, places))
+    offsets, weights_N = numbers[num_ids:] if bounds else None, weights[0] if weights else None
+    entries, _ = index_fields(shapes, numbers[:num_ids], offsets, weights_N, [len(rows) for rows in tables])
+    return pool(entries, [RowSpan(rows, 0) for rows in tables])
 
 
 def pooled(field: Field, ids: FieldIds, vectors_ND: Tensor) -> Tensor:

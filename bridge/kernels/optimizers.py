@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -177,35 +179,102 @@ TENSOR_OPTIMIZERS: dict[str, Callable[[Any, RowStep], None]] = {
 }
 
 
-def _exact_sgd(optimizer: SGD, rows_ND: Tensor, slots_ND: Tensor | None, gradient_ND: Tensor) -> None:
-    del slots_ND
-    rows_ND.sub_((gradient_ND + optimizer.weight_decay * rows_ND) * optimizer.lr)
+@dataclass(frozen=True)
+class ExactStep:
+    """One update of distinct rows, float32. Rows and slots are changed in place."""
+
+    rows_ND: Tensor
+    slots_ND: Tensor | None
+    """[N, S]."""
+    gradient_ND: Tensor
+    """Times the scale."""
+    factors_NF: Tensor | None
+    """See :func:`exact_factors`."""
+
+    @property
+    def slots(self) -> Tensor:
+        """[N, S]."""
+        assert self.slots_ND is not None
+        return self.slots_ND
+
+    def decayed(self, weight_decay: float) -> Tensor:
+        """Gradient + ``weight_decay`` · rows."""
+        return self.gradient_ND + weight_decay * self.rows_ND
 
 
-def _exact_momentum(optimizer: Momentum, rows_ND: Tensor, slots_ND: Tensor | None, gradient_ND: Tensor) -> None:
-    assert slots_ND is not None
-    direction_ND = gradient_ND + optimizer.weight_decay * rows_ND
+def _exact_sgd(optimizer: SGD, step: ExactStep) -> None:
+    step.rows_ND.sub_(step.decayed(optimizer.weight_decay) * optimizer.lr)
+
+
+def _exact_momentum(optimizer: Momentum, step: ExactStep) -> None:
+    direction_ND, slots_ND = step.decayed(optimizer.weight_decay), step.slots
     slots_ND.mul_(optimizer.momentum).add_(direction_ND)
     step_ND = direction_ND + optimizer.momentum * slots_ND if optimizer.nesterov else slots_ND
-    rows_ND.sub_(step_ND * optimizer.lr)
+    step.rows_ND.sub_(step_ND * optimizer.lr)
 
 
-def _exact_adagrad(optimizer: Adagrad, rows_ND: Tensor, slots_ND: Tensor | None, gradient_ND: Tensor) -> None:
-    assert slots_ND is not None
-    direction_ND = gradient_ND + optimizer.weight_decay * rows_ND
+def _exact_adagrad(optimizer: Adagrad, step: ExactStep) -> None:
+    direction_ND, slots_ND = step.decayed(optimizer.weight_decay), step.slots
     slots_ND.add_(direction_ND * direction_ND)
-    # Of float64, rounded: what torch takes of float32 on a CPU is up to a unit off.
-    root_ND = (slots_ND + optimizer.initial_accumulator_value).double().sqrt_().float().add_(optimizer.eps)
-    rows_ND.sub_(direction_ND / root_ND * optimizer.lr)
+    root_ND = _exact_root(slots_ND + optimizer.initial_accumulator_value).add_(optimizer.eps)
+    step.rows_ND.sub_(direction_ND / root_ND * (optimizer.lr if step.factors_NF is None else step.factors_NF))
 
 
-EXACT_OPTIMIZERS: dict[str, Callable[[Any, Tensor, Tensor | None, Tensor], None]] = {
+def _exact_adam(optimizer: Adam, step: ExactStep) -> None:
+    _exact_moments(optimizer, step.decayed(optimizer.weight_decay), step)
+
+
+def _exact_adamw(optimizer: AdamW, step: ExactStep) -> None:
+    step.rows_ND.mul_(1 - float(np.float32(optimizer.lr)) * optimizer.weight_decay)
+    _exact_moments(optimizer, step.decayed(0), step)
+
+
+def _exact_moments(optimizer: Adam | AdamW, direction_ND: Tensor, step: ExactStep) -> None:
+    (beta1, beta2), factors_NF = optimizer.betas, step.factors_NF
+    assert factors_NF is not None
+    first_ND, second_ND = step.slots.chunk(2, dim=1)
+    first_ND.mul_(beta1).add_(direction_ND * (1 - beta1))
+    second_ND.mul_(beta2).add_(direction_ND * (1 - beta2) * direction_ND)
+    divisor_ND = _exact_root(second_ND).mul_(factors_NF[:, 1:]).add_(optimizer.eps)
+    step.rows_ND.sub_(first_ND / divisor_ND * factors_NF[:, :1])
+
+
+def _exact_root(values: Tensor) -> Tensor:
+    """Of float64, rounded: what torch takes of float32 on a CPU is up to a unit off."""
+    return values.double().sqrt_().float()
+
+
+EXACT_OPTIMIZERS: dict[str, Callable[[Any, ExactStep], None]] = {
     "sgd": _exact_sgd,
     "momentum": _exact_momentum,
     "adagrad": _exact_adagrad,
+    "adam": _exact_adam,
+    "adamw": _exact_adamw,
 }
-"""To the bits of a shard, in float32: each operation is rounded by itself, in the order in which the shard has them. Of
-rows [N, D], slots [N, S] and gradients [N, D], which the scale is in; without numbers of updates."""
+"""To the bits of a shard: each operation is rounded by itself, in the order in which the shard has them."""
+
+
+def exact_factors(optimizer: RowOptimizerSpec, updates_N: npt.NDArray[np.int64]) -> npt.NDArray[np.float32] | None:
+    """What an :class:`ExactStep` takes of each row's number of updates, from 1, computed on the host as by a shard.
+
+    [N, F] float32; None: nothing.
+    """
+    lr = float(np.float32(optimizer.lr))
+    if isinstance(optimizer, Adam | AdamW):
+        rest1_N, rest2_N = (1 - _powers(beta, updates_N) for beta in optimizer.betas)
+        return np.stack([lr / rest1_N, 1 / np.sqrt(rest2_N)], 1).astype(np.float32)
+    if isinstance(optimizer, Adagrad) and optimizer.counts_updates:
+        return (lr / (1 + (updates_N - 1) * optimizer.lr_decay)).astype(np.float32)[:, None]
+    return None
+
+
+def _powers(base: float, exponents_N: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    """By squaring, from products alone, as shards have them: pow() rounds differently from one machine to the next."""
+    powers_N, left_N = np.ones(len(exponents_N)), exponents_N
+    while left_N.any():
+        powers_N = np.where(left_N & 1, powers_N * base, powers_N)
+        left_N, base = left_N >> 1, base * base
+    return powers_N
 
 
 def update_rows(optimizer: RowOptimizerSpec, step: RowStep) -> None:

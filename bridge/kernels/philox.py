@@ -5,6 +5,8 @@ Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", 2011.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -13,14 +15,14 @@ _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _ADDED = (0x9E3779B9, 0xBB67AE85)
 
 
-def philox_words(key: int, counter: tuple[Tensor, Tensor, Tensor, Tensor], rounds: int) -> Tensor:
+def philox_words(key: int | Tensor, counter: tuple[Tensor, Tensor, Tensor, Tensor], rounds: int) -> Tensor:
     """Four words in [0, 2^32) for each of the counters, int64 [..., 4]; Philox4x32.
 
-    ``key`` has 64 bits; the four parts of a counter are int64 in [0, 2^32), of shapes that broadcast. Words are held in
-    int64: the low 64 bits of a product are the same whatever its sign.
+    ``key`` has 64 bits, or is int64 of each counter; the four parts of a counter are int64 in [0, 2^32), of shapes that
+    broadcast. Words are held in int64: the low 64 bits of a product are the same whatever its sign.
     """
     x0, x1, x2, x3 = counter
-    keys = [key & WORD, key >> 32 & WORD]
+    keys: list[Any] = [key & WORD, key >> 32 & WORD]
     for _ in range(rounds):
         product0, product1 = x0 * _MULTIPLIERS[0], x2 * _MULTIPLIERS[1]
         x0, x1 = (product1 >> 32 & WORD) ^ x1 ^ keys[0], product1 & WORD

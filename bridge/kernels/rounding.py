@@ -24,14 +24,14 @@ def rounding_key(seed: int, table_hash: int) -> int:
 
 
 def round_rows(
-    values_ND: Tensor, dtype: torch.dtype, *, key: int, ids_N: Tensor, numbers_N: Tensor, part: int
+    values_ND: Tensor, dtype: torch.dtype, *, key: int | Tensor, ids_N: Tensor, numbers_N: Tensor, part: int
 ) -> Tensor:
     """Return ``values_ND`` as ``dtype``: 16 bits by chance, float32 as they are.
 
     Args:
         values_ND: float32 or float64, which becomes float32 first.
         dtype: The storage type.
-        key: ``rounding_key`` of the table.
+        key: ``rounding_key`` of the table; or int64 [N, 1], of each row's.
         ids_N: int64, of the rows.
         numbers_N: int64, of each row's update, from 1.
         part: What of a row it is, ROW or SLOT.
@@ -58,7 +58,7 @@ def round_rows(
     return torch.where(torch.isfinite(nearest_ND), stored.to(torch.int16).view(dtype), nearest_ND)
 
 
-def draws(key: int, ids_N: Tensor, numbers_N: Tensor, part: int, dim: int) -> Tensor:
+def draws(key: int | Tensor, ids_N: Tensor, numbers_N: Tensor, part: int, dim: int) -> Tensor:
     """16 random bits for each column, int32 [N, D]: Philox4x32-7 of (id, number, column / 8 and part) under ``key``."""
     blocks = torch.arange(-(-dim // _COLUMNS), device=ids_N.device) + (part << 16)
     low_N, high_N = (ids_N & WORD).unsqueeze(1), (ids_N >> 32 & WORD).unsqueeze(1)

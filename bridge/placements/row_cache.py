@@ -6,25 +6,21 @@ is never asked what it lacks. Legend: C places, D width, U distinct ids of a loo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
 
 from geartrain.ams.client.table import pull_together
 from geartrain.ams.kernels.position_lru import PositionLru
-from geartrain.ams.tables import array_update
 from geartrain.ams.values.errors import InvalidArgument, InvalidRows
 from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
 from geartrain.ams.values.specs import Ids, TableSpec
-from geartrain.bridge.kernels.optimizers import EXACT_OPTIMIZERS
+from geartrain.bridge.placements.cached_rows import CachedPush, CachedRead, CachedRows
 from geartrain.bridge.rows.same_rows import incarnation_of
-from geartrain.bridge.rows.tables import TORCH_DTYPES, as_numpy
-from geartrain.bridge.rows.transfers import put, take, upload
 
 if TYPE_CHECKING:
     from geartrain.ams.client.table import Table
@@ -39,7 +35,7 @@ _NONE = np.empty(0, np.int64)
 
 def bytes_of_place(spec: TableSpec) -> int:
     """Of memory for each row, with its slots."""
-    return spec.row_bytes + (spec.slot_bytes + spec.step_bytes if spec.dtype == "float32" else 0)
+    return spec.row_bytes + spec.slot_bytes + spec.step_bytes
 
 
 @dataclass
@@ -57,7 +53,7 @@ class CacheCounts:
 
 
 class RowCache:
-    """Up to ``capacity`` rows of one table. For one thread.
+    """Which rows of one table have one of ``capacity`` places. For one thread.
 
     A row that is here is used if it is what the shard holds. The shard says with every pull how many writes the table
     has had there; those of this process are counted, and what they make of a row is computed here, too, by the shard's
@@ -71,20 +67,17 @@ class RowCache:
     Least recently used rows give way; where there is no room, an id is taken in when it is looked up a second time.
     """
 
-    def __init__(self, table: Table, capacity: int, device: torch.device, *, by_clock: bool = False) -> None:
-        """``by_clock``: :meth:`find` is told ``oldest``."""
-        spec = table.spec
+    def __init__(
+        self, table: Table, capacity: int, store: CachedRows, first_place: int, *, by_clock: bool = False
+    ) -> None:
+        """The places are those of ``store`` from ``first_place`` on. ``by_clock``: :meth:`find` is told ``oldest``."""
         self.table = table
+        self.store = store
         self.counts = CacheCounts()
+        self._first = first_place
         self._index = PositionLru(capacity)
         self._seen = PositionLru(capacity)
         """Ids that were looked up and have no place."""
-        self._width = table.state_width
-        self._rows_CD = torch.zeros(capacity, spec.dim, dtype=TORCH_DTYPES[spec.dtype], device=device)
-        self._slots_CS = torch.zeros(capacity, spec.slot_dim, device=device) if self._width and spec.has_slots else None
-        self._steps_C = np.zeros(capacity, np.int64) if self._width and spec.step_bytes else None
-        self._is_there_C = np.zeros(capacity, np.bool_)
-        self._clock_C = np.zeros(capacity, np.int64)
         self._incarnation = incarnation_of(table)
         self._writes = np.full(table.num_shards, -1, np.int64)
         """The writes that the table has had on each shard; -1: it is not known."""
@@ -92,21 +85,6 @@ class RowCache:
         self._rest = self._resting = 0
         self._reader = table.write_log.reader() if by_clock else None
         self._own_write: int | None = None
-
-    @property
-    def device(self) -> torch.device:
-        """Where the rows are."""
-        return self._rows_CD.device
-
-    @property
-    def runs_on_host(self) -> bool:
-        """Whether compiled code works on the rows; else tensor operations."""
-        return self.device.type == "cpu"
-
-    def move_to(self, device: torch.device) -> None:
-        """Take the rows to another device."""
-        self._rows_CD = self._rows_CD.to(device)
-        self._slots_CS = None if self._slots_CS is None else self._slots_CS.to(device)
 
     def clear(self) -> None:
         """Drop all rows; the counts stay."""
@@ -143,7 +121,7 @@ class RowCache:
         positions = self._index.find(ids, touch=True)
         is_hit = positions >= 0
         if oldest is not None:
-            is_hit &= self._clock_C[positions] >= oldest
+            is_hit &= self.store.clock_C[self._first + positions] >= oldest
         hits, missing = np.flatnonzero(is_hit), np.flatnonzero(~is_hit)
         is_taken = (positions[missing] >= 0) | (self._seen.find(ids[missing], touch=False) >= 0)
         is_taken[np.flatnonzero(~is_taken)[: self._index.capacity - len(self._index)]] = True
@@ -157,7 +135,7 @@ class RowCache:
             owners = [(shard, 0 if of is None else int(of[0])) for shard, of in self.table.shards_of(ids[hits])]
             probes = hits[[first for shard, first in owners if shard not in asked]]
             shards = np.array([shard for shard, _ in owners])
-        return Found(self, ids, hits, positions[hits], taken, others, probes, shards, clock)
+        return Found(self, ids, hits, self._first + positions[hits], taken, others, probes, shards, clock)
 
     def drop_written(self) -> None:
         """By the clock no count tells of what this process has written otherwise than by a step. Called at each step,
@@ -181,97 +159,51 @@ class RowCache:
         self._rest = self._resting = min(2 * self._rest + 1, _LONGEST_REST)
         return False
 
-    def _keep(self, found: Found) -> None:
-        writes, states = found.writes, found.states
-        known = writes >= 0
+    def settle(self, found: Found | None, out_UD: Array) -> CachedRead:
+        """What a look-up reads here, and what of it is kept. Without ``found`` all rows of ``out`` were pulled."""
+        if found is None:
+            return CachedRead(out_UD, _NONE, _NONE, _NONE, _NONE, None, np.arange(len(out_UD)))
+        writes, known = found.writes, found.writes >= 0
         if self._reader is None and bool((writes != self._writes)[known & (self._writes >= 0)].any()):
             self.clear()  # of shards that nothing was found of
         self._writes[known] = writes[known]
-        if not len(found.taken) or not known.any():
-            return
-        positions, evicted = self._index.place(found.ids[found.taken])
+        hits, taken, others = (found.hits, found.positions), found.taken, found.others
+        if not len(taken) or not known.any():
+            return CachedRead(out_UD, *hits, _NONE, _NONE, None, np.concatenate([taken, others]))
+        places, evicted = self._index.place(found.ids[taken])
         self.counts.evicted += evicted
-        self._clock_C[positions] = found.clock
-        dim = self.table.spec.dim
-        put(self._rows_CD, positions, states[:, :dim])
-        if not self._width:
-            return
-        if self._slots_CS is not None:
-            put(self._slots_CS, positions, states[:, dim : self._width - 3])
-        if self._steps_C is not None:
-            steps = np.ascontiguousarray(states[:, self._width - 3 : self._width - 1])
-            self._steps_C[positions] = steps.view(np.int64)[:, 0]
-        self._is_there_C[positions] = states[:, self._width - 1] != 0
-
-    def settle(self, found: Found | None, out_UD: Array) -> Tensor | None:
-        """Give the look-up what was found, then take in what was pulled for that; see :func:`pull_through`. Without
-        ``found`` all rows of ``out`` were pulled.
-        """
-        if self.runs_on_host:
-            rows_ND = None
-            if found is not None:
-                out_UD[found.hits] = as_numpy(self._rows_CD)[found.positions]
-        else:
-            pulled = np.arange(len(out_UD)) if found is None else np.concatenate([found.taken, found.others])
-            stored_ND = self._rows_CD.new_zeros(len(out_UD) + 1, self.table.spec.dim)
-            put(stored_ND, pulled, out_UD[pulled])
-            rows_ND = stored_ND.float()
-            if found is not None:
-                rows_ND[upload(found.hits, self.device)] = take(self._rows_CD, found.positions).float()
-        if found is not None:
-            self._keep(found)
-        return rows_ND
+        places += self._first
+        self.store.clock_C[places] = found.clock
+        return CachedRead(out_UD, *hits, taken, places, found.states, others)
 
     def begin_push(self) -> None:
         """A step of this process is about to be pushed."""
         self._is_pushing = True
 
-    def pushed(
-        self, ids: Ids, gradients: npt.NDArray[np.float32], optimizer: RowOptimizerSpec, scale: float, write: RowWrite
-    ) -> None:
-        """Make the rows here what shards hold now that all have applied a push of gradients [U, D] of distinct ids."""
+    def pushed(self, push: CachedPush, optimizer: RowOptimizerSpec, write: RowWrite) -> CachedPush | None:
+        """What a push of gradients of distinct ids, which all shards have applied, does to rows here; None: nothing.
+
+        What cannot follow is dropped. ``positions`` of the push are still to be found.
+        """
         makes_way = self.table.spec.max_bytes is not None and write.created > 0  # who knows which rows have gone
         if not self._is_pushing or makes_way:
             self.clear()
-            return
+            return None
         self._is_pushing = False
         self._own_write = write.log_number
         self._writes[[shard for shard in write.shards if self._writes[shard] >= 0]] += 1
-        positions = self._index.find(ids, touch=False)
+        positions = self._index.find(push.ids, touch=False)
         is_here = positions >= 0
-        can_follow = bool(self._width) and (
-            self.runs_on_host or (optimizer.name in EXACT_OPTIMIZERS and self._steps_C is None)
+        positions += self._first
+        follows = is_here & self.store.can_follow(optimizer)
+        if self.table.spec.admission is not None:  # whether the shard has made a row it does not say
+            follows &= self.store.is_there_C[positions]
+        self._index.remove(push.ids[is_here & ~follows])
+        positions = positions[follows]
+        self.store.is_there_C[positions] = True
+        return (
+            CachedPush(push.spec, positions, push.ids[follows], push.gradients_ND[follows]) if len(positions) else None
         )
-        follows = is_here & can_follow
-        if self.table.spec.admission is not None and can_follow:  # whether the shard has made a row it does not say
-            follows &= self._is_there_C[positions]
-        self._index.remove(ids[is_here & ~follows])
-        if follows.any() and self._update(positions[follows], gradients[follows], optimizer, scale):
-            self.clear()
-        self._is_there_C[positions[follows]] = True
-
-    def _update(
-        self, positions: Ids, gradients: npt.NDArray[np.float32], optimizer: RowOptimizerSpec, scale: float
-    ) -> int:
-        """Do to rows what a push does, to its bits; return how many it would have refused."""
-        if self.runs_on_host:
-            return array_update.update(
-                self.table.spec,
-                self._rows_CD.numpy(),
-                None if self._slots_CS is None else self._slots_CS.numpy(),
-                positions,
-                gradients,
-                optimizer=optimizer,
-                scale=scale,
-                steps=self._steps_C,
-            )
-        places = upload(positions, self.device)
-        rows_ND, slots_ND = self._rows_CD[places], None if self._slots_CS is None else self._slots_CS[places]
-        EXACT_OPTIMIZERS[optimizer.name](optimizer, rows_ND, slots_ND, upload(gradients, self.device) * scale)
-        self._rows_CD[places] = rows_ND
-        if slots_ND is not None and self._slots_CS is not None:
-            self._slots_CS[places] = slots_ND
-        return 0
 
 
 @dataclass
@@ -331,47 +263,83 @@ class Found:
         return tuple((np.full_like(both, -1) if found_by_clock else both).tolist())
 
 
+def row_caches(tables: Mapping[str, Table], places: Mapping[str, int], *, by_clock: bool) -> dict[str, RowCache]:
+    """A cache of so many places for each table; of those with equal rows, slots and optimizer in one array."""
+    alike: dict[Any, list[str]] = {}
+    for name in places:
+        spec = tables[name].spec
+        kind = (spec.dim, spec.dtype, spec.slot_dtype, spec.optimizer, tables[name].state_width)
+        alike.setdefault(kind, []).append(name)
+    made: dict[str, RowCache] = {}
+    for names in alike.values():
+        first, table = 0, tables[names[0]]
+        store = CachedRows(table.spec, sum(places[name] for name in names), has_states=table.state_width > 0)
+        for name in names:
+            made[name] = RowCache(tables[name], places[name], store, first, by_clock=by_clock)
+            first += places[name]
+    return made
+
+
+def _by_store(caches: Sequence[RowCache]) -> list[tuple[CachedRows, list[int]]]:
+    numbers: dict[int, list[int]] = {}
+    for number, cache in enumerate(caches):
+        numbers.setdefault(id(cache.store), []).append(number)
+    return [(caches[own[0]].store, own) for own in numbers.values()]
+
+
+def push_through(
+    pushes: Sequence[tuple[RowCache, Ids, npt.NDArray[np.float32], RowWrite]],
+    optimizer: RowOptimizerSpec,
+    scale: float,
+) -> None:
+    """Make the rows here what shards hold now that all have applied pushes of gradients [U, D] of distinct ids [U]."""
+    moved: list[tuple[RowCache, CachedPush]] = []
+    for cache, ids, gradients, write in pushes:
+        push = cache.pushed(CachedPush(cache.table.spec, _NONE, ids, gradients), optimizer, write)
+        moved += [] if push is None else [(cache, push)]
+    for store, numbers in _by_store([cache for cache, _ in moved]):
+        refused = store.update([moved[number][1] for number in numbers], optimizer, scale)
+        for number, is_refused in zip(numbers, refused, strict=True):
+            if is_refused:
+                moved[number][0].clear()
+
+
 def pull_through(
-    caches: Sequence[RowCache | None],
+    caches: Sequence[RowCache],
     pulls: Sequence[tuple[Table, Ids, Array]],
     *,
     oldest: int | None = None,
     clock: int = 0,
-) -> tuple[list[tuple[int, ...] | None], list[Tensor | None]]:
+) -> tuple[list[tuple[int, ...] | None], list[Tensor]]:
     """:func:`pull_together` of (table, distinct ids [U], out [U, D]) each, with what ``caches`` have of it.
 
-    Returns of each the writes as pull_together does (None: there were no ids), and with a cache on a device other than
-    the host the rows there, [U + 1, D] float32, the last one zero: ``out`` is scratch then. See :meth:`RowCache.find`.
+    Returns of each the writes as pull_together does (None: there were no ids), and where the caches are on a device
+    other than the host the rows there, [U, D] of the table's type: ``out`` is scratch then. See :meth:`RowCache.find`.
     """
     found = [
-        cache.find(ids, oldest=oldest, clock=clock) if cache is not None and len(ids) else None
+        cache.find(ids, oldest=oldest, clock=clock) if len(ids) else None
         for cache, (_, ids, _) in zip(caches, pulls, strict=True)
     ]
-    numbers = [number for number, (_, ids, _) in enumerate(pulls) if len(ids)]
-    asked: list[tuple[Table, Ids, Array]] = []
-    for number in numbers:
-        own = found[number]
-        asked += [pulls[number]] if own is None else own.pulls()
+    asked = [pull for own in found if own is not None for pull in own.pulls()]
     try:
         answers = iter(pull_together(asked))
     except InvalidRows as exc:
-        if not any(own is not None and own.cache.table.state_width for own in found):
+        if not any(cache.table.state_width for cache in caches):
             raise
         raise InvalidArgument(
             f"a shard refused to send rows with their slots, which a device cache keeps: {exc}. Shards of releases "
             "before it cannot: update them, or leave device_cache_bytes out"
         ) from exc
-    writes: list[tuple[int, ...] | None] = [None] * len(pulls)
-    for number in numbers:
-        own = found[number]
-        writes[number] = (
-            tuple(next(answers)) if own is None else own.arrived([next(answers), next(answers)], pulls[number][2])
-        )
-    outdated = [number for number in numbers if writes[number] is None]
+    writes: list[tuple[int, ...] | None] = [
+        None if own is None else own.arrived([next(answers), next(answers)], out)
+        for own, (_, _, out) in zip(found, pulls, strict=True)
+    ]
+    outdated = [number for number, own in enumerate(found) if own is not None and writes[number] is None]
     for number, again in zip(outdated, pull_together([pulls[number] for number in outdated]), strict=True):
         writes[number], found[number] = tuple(again), None
-    on_device: list[Tensor | None] = [None] * len(pulls)
-    for number, (cache, (_, _, out)) in enumerate(zip(caches, pulls, strict=True)):
-        if cache is not None:
-            on_device[number] = cache.settle(found[number], out)
-    return writes, on_device
+    on_device: dict[int, Tensor | None] = {}
+    for store, numbers in _by_store(caches):
+        reads = [caches[number].settle(found[number], pulls[number][2]) for number in numbers]
+        on_device.update(zip(numbers, store.read(reads), strict=True))
+    rows = [on_device[number] for number in range(len(pulls))]
+    return writes, [own for own in rows if own is not None]

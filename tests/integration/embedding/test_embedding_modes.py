@@ -234,8 +234,9 @@ def test_a_worker_that_was_killed_holds_nobody_beyond_its_lease(served: Callable
         assert fields.worker_steps is not None and fields.worker_steps.done == 5
 
 
-def test_kept_rows_are_those_of_the_shards(cluster: gt.Cluster) -> None:
-    fields = gt.Embedding(cluster, "user", 16, optimizer=gt.Adam(0.1), device_cache_bytes=1 << 20)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_kept_rows_are_those_of_the_shards(cluster: gt.Cluster, dtype: Any) -> None:
+    fields = gt.Embedding(cluster, "user", 16, optimizer=gt.Adam(0.1), dtype=dtype, device_cache_bytes=1 << 20)
     rows, rng = gt.RowOptimizer(fields), torch.Generator().manual_seed(1)
     for _ in range(8):
         ids = (torch.rand(1500, generator=rng) ** 2 * 2000).long()

@@ -28,6 +28,7 @@ def embedding(
     ranks: int = 1,
     num_rows: int = 100_000,
     optimizer: str = "Adagrad",
+    dtype: str = "float32",
     device_cache_bytes: int = 0,
 ) -> Iterator[Callable[[], None]]:
     """``gt.EmbeddingGroup`` with a table for each of ``fields``, ``bag`` ids a bag; ``ids`` are on "cpu" or "cuda"."""
@@ -35,6 +36,7 @@ def embedding(
     names = [f"f{number}" for number in range(fields)]
     on_ranks = rows == "ranks"
     more: dict[str, Any] = {"num_rows": num_rows} if on_ranks else {}
+    more["dtype"] = dtype
     settings: dict[str, Any] = {"rows": rows, "device_cache_bytes": device_cache_bytes}
     with contextlib.ExitStack() as stack:
         stack.enter_context(dry_ranks(ranks, report))

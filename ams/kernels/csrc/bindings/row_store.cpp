@@ -245,7 +245,7 @@ void gather_checked(const FloatRows& rows, const IdArray& numbers, const FloatRo
 int64_t update_checked(const MatrixOutput& rows, int dtype_code, const std::optional<MatrixOutput>& slots, int slot_dtype_code,
                        const std::optional<IdOutput>& steps, const std::optional<IdArray>& numbers, const FloatRows& gradients,
                        int64_t first_id, uint64_t seed, uint32_t table_hash, const Optimizer& optimizer, float lr, float scale,
-                       const CatchUp* catch_up) {
+                       const CatchUp* catch_up, const std::optional<IdArray>& ids) {
   require((optimizer.num_slots() > 0) == slots.has_value(), "slots must be given for an optimizer that has them, and only for those");
   const DType dtype = checked_dtype(rows, dtype_code);
   const DType slot_dtype = slots ? checked_dtype(*slots, slot_dtype_code) : DType::float32;
@@ -259,11 +259,12 @@ int64_t update_checked(const MatrixOutput& rows, int dtype_code, const std::opti
   require(!steps || steps->size() == rows.shape(0), "steps must be as many as rows");
   const size_t count = numbers ? numbers->size() : rows.shape(0);
   require(gradients.shape(0) == count && gradients.shape(1) == rows.shape(1), "gradients must be [N, D]");
+  require(!ids || ids->size() == count, "ids must be [N]");
   WithoutInterpreter release;
   if (numbers) require_within(*numbers, rows.shape(0));
   const ArrayUpdate given{static_cast<char*>(rows.data()), slots ? static_cast<char*>(slots->data()) : nullptr,
                         steps ? steps->data() : nullptr, static_cast<int64_t>(rows.shape(1)), dtype, slot_dtype,
-                        first_id, rounding_key(seed, table_hash)};
+                        first_id, rounding_key(seed, table_hash), ids ? ids->data() : nullptr};
   return update_rows(given, numbers ? numbers->data() : nullptr, static_cast<int64_t>(count), gradients.data(),
                      {optimizer, {lr, scale}, catch_up});
 }
@@ -278,7 +279,7 @@ void read_checked(const MatrixOutput& rows, int dtype_code, const MatrixOutput& 
   WithoutInterpreter release;
   if (numbers) require_within(*numbers, rows.shape(0));
   const ArrayUpdate given{static_cast<char*>(rows.data()), static_cast<char*>(slots.data()), steps.data(),
-                        static_cast<int64_t>(rows.shape(1)), dtype, slot_dtype, 0, 0};
+                        static_cast<int64_t>(rows.shape(1)), dtype, slot_dtype, 0, 0, nullptr};
   read_rows(given, numbers ? numbers->data() : nullptr, static_cast<int64_t>(count), catch_up, out.data());
 }
 
@@ -382,7 +383,8 @@ void bind_row_store(nb::module_& m) {
   m.def("update_rows", &update_checked, nb::kw_only(), nb::arg("rows").noconvert(), nb::arg("dtype"),
         nb::arg("slots").noconvert().none(), nb::arg("slot_dtype"), nb::arg("steps").noconvert().none(),
         nb::arg("numbers").noconvert().none(), nb::arg("gradients").noconvert(), nb::arg("first_id"), nb::arg("seed"),
-        nb::arg("table_hash"), nb::arg("optimizer"), nb::arg("lr"), nb::arg("scale"), nb::arg("catch_up").none());
+        nb::arg("table_hash"), nb::arg("optimizer"), nb::arg("lr"), nb::arg("scale"), nb::arg("catch_up").none(),
+        nb::arg("ids").noconvert().none());
   m.def("read_rows", &read_checked, nb::kw_only(), nb::arg("rows").noconvert(), nb::arg("dtype"), nb::arg("slots").noconvert(),
         nb::arg("slot_dtype"), nb::arg("steps").noconvert(), nb::arg("numbers").noconvert().none(), nb::arg("catch_up"),
         nb::arg("out").noconvert());

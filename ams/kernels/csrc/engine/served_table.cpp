@@ -131,7 +131,8 @@ void ServedTable::require_wire(const PullRequest& request) const {
 }
 
 void ServedTable::pull(const PullRequest& request, Pauses* pauses) const {
-  const bool is_plain = request.dtype == DType::float32 && request.wire_dtype() == DType::float32 && request.present == nullptr;
+  const DType stored = rows_->spec().dtype;
+  const bool is_plain = request.dtype == stored && request.wire_dtype() == stored && request.present == nullptr;
   const bool asks_for_states = is_plain && request.dim == rows_->state_width();
   if (!asks_for_states) require_width("out", request.dim);
   require_wire(request);

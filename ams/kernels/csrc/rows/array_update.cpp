@@ -99,7 +99,7 @@ int64_t update_rows(const ArrayUpdate& given, const int64_t* numbers, int64_t co
           ++refused;
           return;
         }
-        const int64_t id = given.first_id + static_cast<int64_t>(at);
+        const int64_t id = given.ids != nullptr ? given.ids[i] : given.first_id + static_cast<int64_t>(at);
         const Part row_part = update.is_late ? Part::late_row : Part::row, slot_part = update.is_late ? Part::late_slot : Part::slot;
         store_rounded(given.dtype, row_at, row.data(), width, {given.rounding_key, id, update.number, row_part});
         if (slot_at != nullptr)

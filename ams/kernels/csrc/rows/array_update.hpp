@@ -17,8 +17,9 @@ struct ArrayUpdate {
   int64_t dim;
   DType dtype;
   DType slot_dtype;
-  int64_t first_id;  // of row 0; the next ones follow
+  int64_t first_id;    // of row 0; the next ones follow
   uint64_t rounding_key;
+  const int64_t* ids;  // of the rows of a call, which then do not follow one another; null: see first_id
 };
 
 struct GivenStep {

@@ -82,7 +82,7 @@ class RowStore {
   // Numbers of a row's state: the row, its slots, its number of updates (the bits of an int64 in two), and 1 if it exists, else 0.
   // 0: rows and slots are not both of float32, or untouched rows move, and there is no such thing.
   int64_t state_width() const;
-  // Writes the states [N, state_width()] of float32: what a push would make of each row follows from that. One block for all.
+  // Writes the states [N, state_width()]: what a push would make of each row follows from that. One block for all.
   void pull_states(const int64_t* ids, int64_t count, const RowPlaces<char>& out) const;
   // Returns the number of rows created. Ids without a row that the table does not admit get none: their gradients are dropped, and
   // counted. `ends_step`: where untouched rows move, those that no push of this step had do.

@@ -119,30 +119,29 @@ void RowStore::pull_slice(const int64_t* ids, int64_t first, int64_t last, const
 }
 
 int64_t RowStore::state_width() const {
-  const bool is_wide = spec_.dtype == DType::float32 && (slot_dim_ == 0 || spec_.slot_dtype == DType::float32);
-  return is_wide && !spec_.counts_steps() ? spec_.dim + static_cast<int64_t>(slot_dim_) + 3 : 0;
+  if (spec_.counts_steps()) return 0;
+  const size_t item = item_bytes(spec_.dtype), bytes = row_bytes() + (slots_ ? slot_bytes() : 0) + sizeof(int64_t);
+  return static_cast<int64_t>((bytes + item - 1) / item);
 }
 
 void RowStore::pull_states(const int64_t* ids, int64_t count, const RowPlaces<char>& out) const {
   std::shared_lock lock(mutex_);
   DefaultFloatMode float_mode;
   require_legal(ids, count);
-  const size_t bytes = row_bytes(), slots = slots_ ? slot_bytes() : 0, state = static_cast<size_t>(state_width()) * sizeof(float);
+  const size_t bytes = row_bytes(), slots = slots_ ? slot_bytes() : 0;
+  const size_t state = static_cast<size_t>(state_width()) * item_bytes(spec_.dtype);
   std::vector<float> buffer(static_cast<size_t>(spec_.dim) * 4);
   for (int64_t i = 0; i < count; ++i) {
     const int64_t item = std::visit([&](const auto& directory) { return directory.find_item(ids[i]); }, directory_);
     char* row = out.at(i, state);
-    const int64_t number = number_of(item);
-    const float is_there = item >= 0 ? 1.0f : 0.0f;
-    if (item < 0) {
+    const int64_t number = item < 0 ? -1 : number_of(item);
+    std::memset(row + bytes, 0, state - bytes);
+    if (item < 0)
       write_initial(row, ids[i], buffer.data());
-      std::memset(row + bytes, 0, slots);
-    } else {
+    else
       std::memcpy(row, rows_.at(item), bytes);
-      if (slots_) std::memcpy(row + bytes, slots_->at(item), slots);
-    }
+    if (item >= 0 && slots_) std::memcpy(row + bytes, slots_->at(item), slots);
     std::memcpy(row + bytes + slots, &number, sizeof number);
-    std::memcpy(row + bytes + slots + sizeof number, &is_there, sizeof is_there);
   }
 }
 

@@ -52,6 +52,23 @@ def test_they_move_as_the_rows_of_a_table_do(optimizer: RowOptimizerSpec, all_of
     np.testing.assert_array_equal(out, rows[order])
 
 
+def test_rows_that_lie_anywhere_are_rounded_as_their_ids_say() -> None:
+    spec = TableSpec(name="t", dim=DIM, optimizer=SGD(0.1), dtype="bfloat16", seed=3)
+    table = RowTable(spec, np.arange(ops.NUM_BUCKETS))
+    ids, numbers = np.array([7, 10**11, 3]), np.array([2, 0, 4])
+    rows, steps = np.zeros((5, DIM), spec.numpy_dtype), np.zeros(5, np.int64)
+    table.assign(ids, rows[numbers])
+    for gradients in np.random.default_rng(1).normal(size=(4, 3, DIM)).astype(np.float32):
+        settings = {"optimizer": spec.optimizer, "scale": 0.5, "steps": steps, "ids": ids}
+        assert array_update.update(spec, rows, None, numbers, gradients, **settings) == 0
+        table.push(ids, gradients, lr=0.1, scale=0.5)
+    expected = np.empty((3, DIM), spec.numpy_dtype)
+    table.pull(ids, expected)
+    np.testing.assert_array_equal(rows[numbers], expected)
+    with pytest.raises(ValueError, match="ids must be"):
+        array_update.update(spec, rows, None, numbers, gradients, **{**settings, "ids": ids[:2]})
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf, 3e38])
 def test_a_row_that_would_not_be_finite_stays_as_it_is_and_is_counted(bad: float) -> None:
     spec = TableSpec(name="t", dim=DIM, optimizer=SparseMomentum(10.0), num_rows=LENGTH)
