@@ -22,14 +22,18 @@ class DataPlanePort:
     Listens from the first offer on.
     """
 
-    def __init__(self, shard: Callable[[], Shard], host: str, port: int) -> None:
+    def __init__(self, shard: Callable[[], Shard], host: str, port: int, *, uses_tls: bool = False) -> None:
         """``shard`` may raise a GeartrainError: then nothing is offered.
 
         Clients of other machines connect to ``host`` and ``port``, or one of the next if other shards have that; 0: a
-        free one; no ``host``: there are none.
+        free one; no ``host``: there are none. With ``uses_tls`` they speak TLS, or are refused.
+
+        Raises ConfigError if TLS is wanted and OpenSSL 3 is not there.
         """
+        if uses_tls:
+            _core.load_tls()
         self._shard = shard
-        self._host, self._port = host, port
+        self._host, self._port, self._uses_tls = host, port, uses_tls
         self._lock = threading.Lock()
         self._server: _core.DataServer | None = None
         self._is_closed = False
@@ -45,14 +49,16 @@ class DataPlanePort:
                 socket, secret, port = self._server.offer()
         except (OSError, RuntimeError) as exc:
             return DataPlaneOffer(reason=str(exc))
-        return DataPlaneOffer(socket=socket, secret=secret, port=port)
+        return DataPlaneOffer(socket=socket, secret=secret, port=port, uses_tls=self._uses_tls)
 
     def _listening(self, handler: _core.Handler) -> _core.DataServer:
         last = min(self._port + _PORTS_TRIED - 1, 65_535) if self._port else 0
         failure: Exception | None = None
         for port in range(self._port, last + 1):
             try:
-                return _core.DataServer(handler, host=self._host, port=port, warn=logger.warning)
+                return _core.DataServer(
+                    handler, host=self._host, port=port, uses_tls=self._uses_tls, warn=logger.warning
+                )
             except (OSError, RuntimeError) as exc:
                 failure = exc
         logger.warning(

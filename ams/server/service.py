@@ -82,13 +82,14 @@ class ShardService:
         *,
         host: str = "",
         port: int = 0,
+        uses_tls: bool = False,
     ) -> None:
         self._max_message_bytes = max_message_bytes
         self._roots = SnapshotRoots("server", "127.0.0.1:0", None) if roots is None else roots
         self._parts = PartBuffer()
         self._threads_that_wait = threading.Semaphore(_MOST_WAITING_THREADS)
         self._shard: Shard | None = None
-        self.data_plane = DataPlanePort(lambda: self.shard, host, port)
+        self.data_plane = DataPlanePort(lambda: self.shard, host, port, uses_tls=uses_tls)
         """Connections of clients to this shard for pulls, pushes and assigns."""
 
     def serve(self, shard: Shard) -> None:

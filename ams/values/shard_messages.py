@@ -169,6 +169,8 @@ class DataPlaneOffer:
     """Why there is none; the other fields are empty then."""
     port: int = 0
     """Of the shard's host, for TCP; 0: none."""
+    uses_tls: bool = False
+    """By TCP: encrypted, with the secret as the key."""
 
 
 Reply = Done | Pulled | ShardState | Written | Computed | DataPlaneOffer | Expired

@@ -30,7 +30,7 @@ def dial(way: str, socket: str, secret: bytes, port: int, **limits: Any) -> _cor
     """A connection to an offer of a server of this machine."""
     if way == "ring":
         return _core.connect_ring(socket, secret, 10.0, **limits)
-    return _core.connect_tcp("127.0.0.1", port, secret, 10.0, **limits)
+    return _core.connect_tcp("127.0.0.1", port, secret, 10.0, uses_tls=way == "tls", **limits)
 
 
 def mailboxes(connection: _core.DataConnection) -> int:

@@ -19,7 +19,7 @@ class Shard:
     def __init__(self, way: str = "ring", **limits: Any) -> None:
         self.way = way
         self.handler = _core.ToyHandler()
-        self.server = _core.DataServer(self.handler, host="127.0.0.1", **limits)
+        self.server = _core.DataServer(self.handler, host="127.0.0.1", uses_tls=way == "tls", **limits)
 
     def connect(self, **limits: Any) -> _core.DataConnection:
         return dial(self.way, *self.server.offer(), **limits)

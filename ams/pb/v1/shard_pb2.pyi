@@ -167,6 +167,7 @@ class OpenDataPlaneReply(_message.Message):
     SECRET_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     PORT_FIELD_NUMBER: _builtins.int
+    USES_TLS_FIELD_NUMBER: _builtins.int
     socket: _builtins.str
     """On the shard's own machine: name of a unix socket (SOCK_SEQPACKET) in the abstract namespace."""
     secret: _builtins.bytes
@@ -175,6 +176,8 @@ class OpenDataPlaneReply(_message.Message):
     """Why there is none; the other fields are empty then."""
     port: _builtins.int
     """From elsewhere: port of the shard's host for TCP; 0: none."""
+    uses_tls: _builtins.bool
+    """Whether TLS 1.3 is spoken there, by the secret as an external PSK: its first 16 bytes are the identity, the others the key."""
     def __init__(
         self,
         *,
@@ -182,10 +185,11 @@ class OpenDataPlaneReply(_message.Message):
         secret: _builtins.bytes = ...,
         reason: _builtins.str = ...,
         port: _builtins.int = ...,
+        uses_tls: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["port", b"port", "reason", b"reason", "secret", b"secret", "socket", b"socket"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["port", b"port", "reason", b"reason", "secret", b"secret", "socket", b"socket", "uses_tls", b"uses_tls"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -17,7 +17,7 @@ from functools import partial
 from geartrain.ams.kernels import _core
 from geartrain.ams.rpc.carrier import AttemptFailed, NotSent
 from geartrain.ams.values.config import split_address
-from geartrain.ams.values.errors import DataPortClosed
+from geartrain.ams.values.errors import ConfigError, DataPortClosed
 from geartrain.ams.values.interrupts import shielded
 from geartrain.ams.values.shard_messages import DataPlaneOffer
 
@@ -34,15 +34,24 @@ connect_tcp = _core.connect_tcp
 class DataPlane:
     """The connection of a client to one shard, for its calls by compiled code. Thread-safe."""
 
-    def __init__(self, address: str, ask: Callable[[float], DataPlaneOffer], *, shares_memory: bool = True) -> None:
+    def __init__(
+        self,
+        address: str,
+        ask: Callable[[float], DataPlaneOffer],
+        *,
+        shares_memory: bool = True,
+        needs_tls: bool = False,
+    ) -> None:
         """``ask`` asks the shard for an offer, for so many seconds; it raises AttemptFailed if that got lost, or what
         the shard says.
 
-        ``shares_memory``: with a shard of this machine; False: rows go by TCP there, too.
+        ``shares_memory``: with a shard of this machine; False: rows go by TCP there, too. ``needs_tls``: by TCP, or not
+        at all; a shard that offers it is spoken to so in any case.
         """
         self._address = address
         self._host = split_address(address)[0]
         self._shares_memory = shares_memory
+        self._needs_tls = needs_tls
         self._ask = ask
         self._lock = threading.Lock()
         self._connection: _core.DataConnection | None = None
@@ -63,7 +72,8 @@ class DataPlane:
     def connect(self, seconds: float = _OFFER_SECONDS) -> _core.DataConnection:
         """The connection there is, or one that is made now. The shard is asked for it for ``seconds`` at most.
 
-        Raises AttemptFailed, what the shard says, and DataPortClosed: the shard answers, and lets nobody connect.
+        Raises AttemptFailed, what the shard says, and DataPortClosed: the shard answers, and lets nobody connect. Under
+        TLS also ConfigError: one of the two has no OpenSSL 3, or ``needs_tls`` and the shard does not speak it.
         """
         return self.connection or shielded(partial(self._connected, min(seconds, _OFFER_SECONDS)))
 
@@ -106,13 +116,12 @@ class DataPlane:
                 return _core.connect_ring(offer.socket, offer.secret, CONNECT_SECONDS)
             except (OSError, RuntimeError) as exc:
                 logger.debug("shard at %s shares no memory: %s", self._address, exc)
-        connect = partial(connect_tcp, self._host)
         try:
-            return connect(offer.port, offer.secret, CONNECT_SECONDS)
+            return self._by_tcp(offer)
         except (OSError, RuntimeError):
             offer = self._offer(seconds)  # one that has died meanwhile makes none
         try:
-            return connect(offer.port, offer.secret, CONNECT_SECONDS)
+            return self._by_tcp(offer)
         except (OSError, RuntimeError) as exc:
             raise DataPortClosed(
                 f"the shard at {self._address} answers, but its port for rows, {self._host}:{offer.port}, does not "
@@ -121,6 +130,14 @@ class DataPlane:
                 else f"the shard at {self._address} has no port for rows of other machines' clients: all that it tried "
                 "are in use (its log names them); start the server with one that is free: --data-port"
             ) from exc
+
+    def _by_tcp(self, offer: DataPlaneOffer) -> _core.DataConnection:
+        if self._needs_tls and not offer.uses_tls:
+            raise ConfigError(
+                f"the shard at {self._address} offers rows by TCP in plain text, which this client does not take; "
+                "start its server with TLS, too"
+            )
+        return connect_tcp(self._host, offer.port, offer.secret, CONNECT_SECONDS, uses_tls=offer.uses_tls)
 
     def _offer(self, seconds: float) -> DataPlaneOffer:
         offer = self._ask(seconds)

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
+from functools import partial, partialmethod
 
 import grpc
 import numpy as np
@@ -25,7 +25,9 @@ from geartrain.ams.pb.v1 import shard_pb2
 from geartrain.ams.rpc.client import data_plane
 from geartrain.ams.rpc.client.data_plane import DataPlane
 from geartrain.ams.rpc.client.patience import Patience
+from geartrain.ams.rpc.client.shard import GrpcCarrier
 from geartrain.ams.server.data_plane import DataPlanePort
+from geartrain.ams.server.service import ShardService
 from geartrain.ams.values import errors
 from geartrain.ams.values.optimizers.registry import SGD
 from geartrain.ams.values.shard_messages import DataPlaneOffer, SyncGroup
@@ -44,8 +46,19 @@ def cluster(served: Served) -> ServedCluster:
     return served(1)
 
 
-@pytest.fixture(params=CARRIERS)
-def ours(cluster: ServedCluster, request: pytest.FixtureRequest) -> Iterator[Cluster]:
+@pytest.fixture
+def over_tls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is started from now on speaks it."""
+    monkeypatch.setattr(ShardService, "__init__", partialmethod(ShardService.__init__, uses_tls=True))
+    monkeypatch.setattr(GrpcCarrier, "__init__", partialmethod(GrpcCarrier.__init__, needs_tls=True))
+
+
+@pytest.fixture(params=[*CARRIERS, "TLS"])
+def ours(request: pytest.FixtureRequest) -> Iterator[Cluster]:
+    if request.param == "TLS":
+        request.getfixturevalue("over_tls")
+    cluster = request.getfixturevalue("cluster")
+    assert port_of(cluster).offer().uses_tls is (request.param == "TLS")
     with connected(cluster, shared_memory=request.param == "shared memory") as client:
         yield client
 
@@ -111,7 +124,7 @@ def test_a_closed_data_port_is_named_with_its_remedy(served: Served, monkeypatch
             pytest.raises(errors.DataPortClosed, match=r"has no port for rows .* --data-port"),
         ):
             ours.table("t").pull(IDS)
-    firewall = lambda host, port, secret, seconds: _core.connect_tcp("127.0.0.1", 1, secret, seconds)  # noqa: ARG005, E731
+    firewall = lambda host, port, secret, seconds, **_: _core.connect_tcp("127.0.0.1", 1, secret, seconds)  # noqa: ARG005, E731
     monkeypatch.setattr(data_plane, "connect_tcp", firewall)
     open_cluster = served(1)
     with connected(open_cluster, shared_memory=False) as ours:
@@ -160,7 +173,9 @@ def test_more_threads_than_a_connection_has_room_for_wait_for_each_other(ours: C
     if is_shared(plane):
         plane._connection = _core.connect_ring(offer.socket, offer.secret, SOON, most_mailboxes=2)
     else:
-        plane._connection = _core.connect_tcp("127.0.0.1", offer.port, offer.secret, SOON, most_in_flight_bytes=1)
+        plane._connection = _core.connect_tcp(
+            "127.0.0.1", offer.port, offer.secret, SOON, uses_tls=offer.uses_tls, most_in_flight_bytes=1
+        )
     with ThreadPoolExecutor(8) as threads:
         list(threads.map(lambda _: table.push(IDS, ONES), range(24)))
     assert (table.pull(IDS) == -24).all()

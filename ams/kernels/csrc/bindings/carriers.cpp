@@ -50,12 +50,11 @@ void bind_carriers(nb::module_& m) {
           "__init__",
           [](ServerOfPython* self, std::shared_ptr<Handler> handler, size_t most_mailboxes, size_t most_connections, double greeting_seconds,
              double silence_seconds, double spin_seconds, size_t most_frame_bytes, size_t most_bytes,
-             size_t most_received_bytes, const std::string& host,
-             uint16_t port, const nb::object& warn) {
+             size_t most_received_bytes, bool uses_tls, const std::string& host, uint16_t port, const nb::object& warn) {
             new (self) ServerOfPython(
                 std::move(handler),
                 {most_mailboxes, most_connections, greeting_seconds, silence_seconds, spin_seconds, most_frame_bytes, most_bytes,
-                 most_received_bytes},
+                 most_received_bytes, uses_tls},
                 host, port, warn_of(warn));
           },
           nb::arg("handler"), nb::kw_only(), nb::arg("most_mailboxes") = ServerLimits().most_mailboxes,
@@ -63,7 +62,7 @@ void bind_carriers(nb::module_& m) {
           nb::arg("silence_seconds") = ServerLimits().silence_seconds, nb::arg("spin_seconds") = ServerLimits().spin_seconds,
           nb::arg("most_frame_bytes") = ServerLimits().most_frame_bytes, nb::arg("most_bytes") = ServerLimits().most_bytes,
           nb::arg("most_received_bytes") = ServerLimits().most_received_bytes,
-          nb::arg("host") = "", nb::arg("port") = 0, nb::arg("warn") = nb::none())
+          nb::arg("uses_tls") = false, nb::arg("host") = "", nb::arg("port") = 0, nb::arg("warn") = nb::none())
       .def("offer",
            [](ServerOfPython& server) {
              const DataPlaneOffer offer = server.offer();
@@ -82,14 +81,16 @@ void bind_carriers(nb::module_& m) {
       .def_prop_ro("has_refused", &RingConnection::has_refused);
   m.def(
       "connect_tcp",
-      [](const std::string& host, uint16_t port, const nb::bytes& secret, double timeout_seconds, size_t most_frame_bytes,
-         size_t most_in_flight_bytes) {
+      [](const std::string& host, uint16_t port, const nb::bytes& secret, double timeout_seconds, bool uses_tls,
+         size_t most_frame_bytes, size_t most_in_flight_bytes, size_t most_records) {
         const std::string shown(secret.c_str(), secret.size());
         WithoutInterpreter release;
-        return connect_tcp(host, port, shown, timeout_seconds, {most_frame_bytes, most_in_flight_bytes});
+        return connect_tcp(host, port, shown, timeout_seconds, uses_tls, {most_frame_bytes, most_in_flight_bytes, most_records});
       },
-      nb::arg("host"), nb::arg("port"), nb::arg("secret"), nb::arg("timeout_seconds"), nb::kw_only(),
-      nb::arg("most_frame_bytes") = TcpLimits().most_frame_bytes, nb::arg("most_in_flight_bytes") = TcpLimits().most_in_flight_bytes);
+      nb::arg("host"), nb::arg("port"), nb::arg("secret"), nb::arg("timeout_seconds"), nb::kw_only(), nb::arg("uses_tls") = false,
+      nb::arg("most_frame_bytes") = TcpLimits().most_frame_bytes, nb::arg("most_in_flight_bytes") = TcpLimits().most_in_flight_bytes,
+      nb::arg("most_records") = TcpLimits().most_records);
+  m.def("load_tls", &Tls::load, "Raises ConfigError unless OpenSSL 3 of the system can be loaded.");
   m.def(
       "connect_ring",
       [](const std::string& socket, const nb::bytes& secret, double timeout_seconds, double spin_seconds, double idle_seconds,

@@ -62,8 +62,9 @@ std::thread* begin_thread(const char* name, std::function<void()> work) {
   return thread;
 }
 
-Greeter::Greeter(OwnedFd near, OwnedFd far, double greeting_seconds, Welcome welcome, Warn warn)
+Greeter::Greeter(OwnedFd near, OwnedFd far, double greeting_seconds, bool uses_tls, Welcome welcome, Warn warn)
     : greeting_(std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(greeting_seconds))),
+      uses_tls_(uses_tls),
       welcome_(std::move(welcome)),
       warn_(std::move(warn)),
       near_(std::move(near)),
@@ -71,6 +72,7 @@ Greeter::Greeter(OwnedFd near, OwnedFd far, double greeting_seconds, Welcome wel
       epoll_(epoll_create1(EPOLL_CLOEXEC)),
       wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
   if (!epoll_ || !wake_) fail("epoll or eventfd");
+  if (uses_tls_) Tls::load();
   for (const OwnedFd* one : {&near_, &far_, &wake_})
     if (*one) watch(one->get(), EPOLLIN, EPOLL_CTL_ADD);
   thread_ = begin_thread("geartrain-greet", [this] { run(); });
@@ -195,15 +197,18 @@ void Greeter::greet(int fd) {
     guest.got = static_cast<size_t>(packet.bytes);
     page = std::move(packet.fd);
   } else {
-    const auto received = recv(fd, guest.hello.data() + guest.got, guest.hello.size() - guest.got, 0);
-    if (received > 0) guest.got += static_cast<size_t>(received);
-    if (received > 0 ? guest.got < guest.hello.size() : received < 0 && errno == EAGAIN) return;  // the rest may come
+    if (guest.socket)
+      guest.stream = ByteStream(std::move(guest.socket), uses_tls_ ? Tls::server(fd, [this](auto name) { return offered(name); }) : nullptr);
+    if (!guest.stream.shake_hands()) return;
+    for (size_t received = 1; received != 0 && guest.got < guest.hello.size(); guest.got += received)
+      received = guest.stream.read(guest.hello.data() + guest.got, guest.hello.size() - guest.got);
+    if (guest.got < guest.hello.size()) return;  // the rest may come
   }
   Guest here = std::move(guest);
   guests_.erase(fd);
   if (here.got != here.hello.size() || !is_offered(here.hello.data())) return;
   epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, fd, nullptr);
-  welcome_(std::move(here.socket), here.is_near, std::move(page));
+  welcome_(std::move(here.socket), std::move(page), std::move(here.stream));
 }
 
 bool Greeter::is_offered(const char* hello) {
@@ -214,6 +219,13 @@ bool Greeter::is_offered(const char* hello) {
   const bool is_in_time = offer->second > Clock::now();
   offers_.erase(offer);
   return is_in_time;
+}
+
+// The secret that begins with these bytes, which is good still: as long as nobody has shown all of it.
+std::string Greeter::offered(std::string_view name) {
+  const std::lock_guard lock(mutex_);
+  const auto offer = offers_.lower_bound(std::string(name));
+  return offer != offers_.end() && offer->first.starts_with(name) && offer->second > Clock::now() ? offer->first : std::string();
 }
 
 int Greeter::millis_to_wait() const {

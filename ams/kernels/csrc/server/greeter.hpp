@@ -8,26 +8,28 @@
 #include <map>
 #include <mutex>
 #include <string>
+#include <string_view>
 #include <thread>
 #include <unordered_map>
 
 #include "carriers/forks.hpp"
 #include "carriers/hello.hpp"
+#include "tcp/byte_stream.hpp"
 
 namespace geartrain {
 
 // Thread-safe.
 class Greeter {
  public:
-  // Is given, by the greeter's thread, one that showed a good secret, to be greeted by it; `page`: what came with the secret of one of
-  // this machine. What it throws ends the connection.
-  using Welcome = std::function<void(OwnedFd socket, bool is_near, OwnedFd page)>;
+  // Is given, by the greeter's thread, one that showed a good secret, to be greeted by it: a socket of this machine and the page that
+  // came with the secret, or a stream. What it throws ends the connection.
+  using Welcome = std::function<void(OwnedFd socket, OwnedFd page, ByteStream stream)>;
   // Told by that thread what an operator should know.
   using Warn = std::function<void(const std::string&)>;
 
-  // Takes sockets that listen; `far`: of TCP, or none. Who has connected shows its secret within so many seconds. Throws
-  // std::system_error.
-  Greeter(OwnedFd near, OwnedFd far, double greeting_seconds, Welcome welcome, Warn warn);
+  // Takes sockets that listen; `far`: of TCP, or none. Who has connected shows its secret within so many seconds; by TCP `uses_tls`.
+  // Throws std::system_error, and what Tls::load() does.
+  Greeter(OwnedFd near, OwnedFd far, double greeting_seconds, bool uses_tls, Welcome welcome, Warn warn);
   ~Greeter();
   // A secret that is good for one connection and the greeting's time. Throws std::runtime_error: `most` are taken, `taken` by
   // connections, the others by those who were told theirs.
@@ -43,6 +45,7 @@ class Greeter {
     Clock::time_point until;
     Hello hello;
     size_t got = 0;
+    ByteStream stream = {};  // has the socket, of one by TCP that has said something
   };
 
   void run();
@@ -51,10 +54,12 @@ class Greeter {
   void rest(int error);
   void greet(int fd);
   bool is_offered(const char* hello);
+  std::string offered(std::string_view name);
   void watch(int fd, uint32_t events, int operation);
   int millis_to_wait() const;
 
   const Clock::duration greeting_;
+  const bool uses_tls_;
   const Welcome welcome_;
   const Warn warn_;
   OwnedFd near_, far_, epoll_, wake_;

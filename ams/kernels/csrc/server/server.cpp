@@ -79,8 +79,8 @@ DataServer::DataServer(std::shared_ptr<Handler> handler, ServerLimits limits, co
   if (fcntl(sleep_file_.get(), F_ADD_SEALS, F_SEAL_FUTURE_WRITE | F_SEAL_SEAL) != 0) fail("F_SEAL_FUTURE_WRITE");
   watch(wake_->get());
   greeter_ = std::make_unique<Greeter>(
-      std::move(near), std::move(far), limits_.greeting_seconds,
-      [this](OwnedFd socket, bool is_near, OwnedFd page) { welcome(std::move(socket), is_near, page); }, std::move(warn));
+      std::move(near), std::move(far), limits_.greeting_seconds, limits_.uses_tls,
+      [this](OwnedFd socket, OwnedFd page, ByteStream stream) { welcome(std::move(socket), page, std::move(stream)); }, std::move(warn));
   thread_ = begin_thread("geartrain-data", [this] { run(); });
 }
 
@@ -158,7 +158,9 @@ bool DataServer::serve_held_streams() {
   have_streams_held_ = false;
   std::vector<int> fds;
   for (const auto& [fd, peer] : streams_)
-    if (peer->holds_request()) fds.push_back(fd);
+    if (!peer->is_ready()) continue;
+    else if (peer->is_at_work() || (serving_.is_between() && peer->holds_request())) have_streams_held_ = true;
+    else fds.push_back(fd);
   for (const int fd : fds)
     if (const auto stream = streams_.find(fd); stream != streams_.end()) serve_stream(*stream->second, EPOLLIN);
   return !fds.empty();
@@ -213,7 +215,10 @@ void DataServer::serve_pulls(bool has_turn) noexcept {
                            peer.serve(handler_, [this](std::shared_ptr<ServedCall> call) { remember(std::move(call)); }, serving_);
       one = is_good ? std::next(one) : rings_.erase(one);
     }
-    if (Clock::now() - looked_at_ >= kLookInterval) look_at_sockets(0);
+    if (Clock::now() - looked_at_ >= kLookInterval) {
+      look_at_sockets(0);
+      if (have_streams_held_) serve_held_streams();
+    }
   } catch (const std::exception&) {
   }
   serving_ = outer;
@@ -250,17 +255,16 @@ DataServer::Connected<Peer> DataServer::connected(Arguments&&... arguments) {
 }
 
 // By the greeter's thread: greets one whom it found good, and leaves it to this server's.
-void DataServer::welcome(OwnedFd socket, bool is_near, const OwnedFd& page) {
-  if (is_near && !page) return;
+void DataServer::welcome(OwnedFd socket, const OwnedFd& page, ByteStream stream) {
+  if (socket && !page) return;
   std::array<char, sizeof(FrameHeader)> answer;
   write_header(answer.data(), {.kind = FrameKind::hello});
-  if (is_near) {
+  if (socket) {
     auto peer = connected<RingPeer>(std::move(socket), page, mailboxes_);
     if (!send_packet(peer->fd(), answer.data(), answer.size(), sleep_file_.get())) return;
     const std::lock_guard lock(mutex_);
     new_rings_.push_back(std::move(peer));
   } else {
-    ByteStream stream(std::move(socket));
     auto peer = connected<TcpPeer>(std::move(stream), memory_, wake_);
     if (!peer->greet(answer.data(), answer.size())) return;
     const std::lock_guard lock(mutex_);
@@ -306,7 +310,7 @@ void DataServer::serve_stream(TcpPeer& peer, uint32_t events) {
     if (!peer.is_at_work()) streams_.erase(fd);
     return;
   }
-  have_streams_held_ |= peer.holds_request();
+  have_streams_held_ |= peer.is_ready();
   if (peer.waits_for_memory() && !has_waited) waiting_streams_.push_back(fd);
   epoll_event event{};
   event.events = (peer.is_full() || peer.holds_request() || peer.waits_for_memory() ? 0u : static_cast<uint32_t>(EPOLLIN)) | (peer.has_replies() ? static_cast<uint32_t>(EPOLLOUT) : 0u);

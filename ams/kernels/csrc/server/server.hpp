@@ -29,6 +29,7 @@ struct ServerLimits {
   double spin_seconds = 50e-6;  // that the thread looks for the next request of this machine before it sleeps, where that pays
   size_t most_frame_bytes = kMostCallBytes, most_bytes = size_t{2} << 30;  // by TCP: of one frame, and of all under way
   size_t most_received_bytes = size_t{128} << 20;  // by TCP: of large requests that are not done, unless it is one
+  bool uses_tls = false;                           // by TCP: and nothing else is understood
 };
 
 struct DataPlaneOffer {
@@ -41,7 +42,7 @@ struct DataPlaneOffer {
 class DataServer : private OtherCallers {
  public:
   // Listens for clients of this machine, and by TCP at `host` and `port` (0: a free one) unless `host` is empty. Throws
-  // std::system_error.
+  // std::system_error, and what Tls::load() does.
   // `warn` is told by a thread of the server what an operator should know.
   DataServer(std::shared_ptr<Handler> handler, ServerLimits limits, const std::string& host = "", uint16_t port = 0,
              Greeter::Warn warn = nullptr);
@@ -80,7 +81,7 @@ class DataServer : private OtherCallers {
   void look_at(int fd, uint32_t events);
   template <class Peer, class... Arguments>
   Connected<Peer> connected(Arguments&&... arguments);
-  void welcome(OwnedFd socket, bool is_near, const OwnedFd& page);
+  void welcome(OwnedFd socket, const OwnedFd& page, ByteStream stream);
   void take_arrivals();
   void serve_stream(TcpPeer& peer, uint32_t events);
   void flush_streams();

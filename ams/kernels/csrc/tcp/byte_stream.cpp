@@ -37,7 +37,7 @@ Addresses addresses_of(const char* host, unsigned short port) {
 
 }  // namespace
 
-ByteStream::ByteStream(OwnedFd socket) : socket_(std::move(socket)) {
+ByteStream::ByteStream(OwnedFd socket, std::unique_ptr<Tls> tls) : socket_(std::move(socket)), tls_(std::move(tls)) {
   const int fd = socket_.get();
   fcntl(fd, F_SETFL, fcntl(fd, F_GETFL) | O_NONBLOCK);
   set(fd, IPPROTO_TCP, TCP_NODELAY, 1);
@@ -49,6 +49,7 @@ ByteStream::ByteStream(OwnedFd socket) : socket_(std::move(socket)) {
 }
 
 size_t ByteStream::read(char* to, size_t most_bytes) {
+  if (tls_) return tls_->read(to, most_bytes);
   for (;;) {
     const auto received = recv(fd(), to, most_bytes, 0);
     if (received > 0) return static_cast<size_t>(received);
@@ -59,6 +60,7 @@ size_t ByteStream::read(char* to, size_t most_bytes) {
 }
 
 size_t ByteStream::write(const char* from, size_t bytes) {
+  if (tls_) return tls_->write(from, bytes);
   for (;;) {
     const auto sent = send(fd(), from, bytes, MSG_NOSIGNAL);
     if (sent >= 0) return static_cast<size_t>(sent);
@@ -68,6 +70,7 @@ size_t ByteStream::write(const char* from, size_t bytes) {
 }
 
 bool ByteStream::wait(bool for_writing, int millis) const {
+  if (has_buffered()) return true;
   pollfd one{fd(), static_cast<short>(for_writing ? POLLIN | POLLOUT : POLLIN), 0};
   return poll(&one, 1, millis) > 0 && (one.revents & (POLLIN | POLLERR | POLLHUP)) != 0;
 }

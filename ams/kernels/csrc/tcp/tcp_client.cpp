@@ -282,17 +282,23 @@ void Tcp::read_header() {
 }  // namespace
 
 std::shared_ptr<Connection> connect_tcp(const std::string& host, uint16_t port, const std::string& secret, double timeout_seconds,
-                                        const TcpLimits& limits) {
+                                        bool uses_tls, const TcpLimits& limits) {
   if (port == 0 || secret.size() != kSecretBytes) throw std::runtime_error("a shard told no place and secret for a connection");
   const auto deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(timeout_seconds));
   OwnedFd socket = connect_stream(host.c_str(), port, timeout_seconds);
-  ByteStream stream(std::move(socket));
+  const int fd = socket.get();
+  ByteStream stream(std::move(socket), uses_tls ? Tls::client(fd, secret, limits.most_records) : nullptr);
+  const auto await = [&] {
+    if (Clock::now() >= deadline || !stream.wait(false, static_cast<int>(millis_until(deadline))))
+      throw std::runtime_error("the shard does not greet");
+  };
+  while (!stream.shake_hands()) await();
   Hello hello = hello_with(secret);
   if (stream.write(hello.data(), hello.size()) != hello.size()) throw std::runtime_error("the shard takes nothing");
   for (size_t got = 0; got < sizeof(FrameHeader);) {
     const size_t received = stream.read(hello.data() + got, sizeof(FrameHeader) - got);
     got += received;
-    if (received == 0 && !stream.wait(false, static_cast<int>(millis_until(deadline)))) throw std::runtime_error("the shard does not greet");
+    if (received == 0) await();
   }
   require_greeting(hello.data());
   return std::make_shared<Tcp>(std::move(stream), limits);

@@ -82,6 +82,8 @@ class TcpPeer {
   // is not to be believed.
   bool receive(const std::shared_ptr<Handler>& handler, const Waits& waits, const ServingTurn& serving);
   bool holds_request() const { return held_ != nullptr; }
+  // Whether it is to be served again though its socket may say nothing.
+  bool is_ready() { return holds_request() || (stream_.has_buffered() && !waits_for_memory() && !is_full()); }
   // Whether its next request is so large that it waits for others to be done, and until when. Nothing of it is read meanwhile.
   bool waits_for_memory() const { return waits_until_.has_value(); }
   Clock::time_point waits_until() const { return *waits_until_; }

@@ -25,6 +25,6 @@ def make() -> Iterator[Callable[..., Shard]]:
         shard.server.close()
 
 
-@pytest.fixture(params=["ring", "tcp"])
+@pytest.fixture(params=["ring", "tcp", "tls"])
 def shard(make: Callable[..., Shard], request: pytest.FixtureRequest) -> Shard:
     return make(request.param)

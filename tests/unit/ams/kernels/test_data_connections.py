@@ -48,13 +48,15 @@ def test_nothing_is_acknowledged_by_a_shard_that_may_be_anothers(shard: Shard) -
     assert {reply["error"] for reply in ask(ours, pull("rows", [1]), push("rows", [1]))} == {"ShardUnavailable"}
 
 
-@pytest.mark.parametrize("way", ["ring", "tcp"])
+@pytest.mark.parametrize("way", ["ring", "tcp", "tls"])
 def test_a_secret_opens_one_connection_in_time(make: Callable[..., Shard], way: str) -> None:
     shard = make(way, most_connections=2)
     name, secret, port = shard.server.offer()
     ours = dial(way, name, secret, port)
     for wrong in (secret, bytes(32)):
-        with pytest.raises((RuntimeError, OSError), match=r"refuses the connection|has ended|reset|[Bb]roken pipe"):
+        with pytest.raises(
+            (RuntimeError, OSError), match=r"refuses the connection|has ended|reset|[Bb]roken pipe|alert"
+        ):
             dial(way, name, wrong, port)
     with pytest.raises(RuntimeError, match="no place and secret"):
         dial(way, name, b"short", port)
@@ -62,7 +64,7 @@ def test_a_secret_opens_one_connection_in_time(make: Callable[..., Shard], way: 
     with pytest.raises(RuntimeError, match="2 connections are taken already"):
         shard.server.offer()
     late = make(way, greeting_seconds=0)
-    with pytest.raises((RuntimeError, OSError), match=r"refuses the connection|has ended|reset|[Bb]roken pipe"):
+    with pytest.raises((RuntimeError, OSError), match=r"refuses the connection|has ended|reset|[Bb]roken pipe|alert"):
         late.connect()
     for item in (ours, other):
         ask(item, pull("rows", [1]))

@@ -82,7 +82,7 @@ import sys
 from geartrain.ams.kernels import _core
 
 handler = _core.ToyHandler()
-server = _core.DataServer(handler, host="127.0.0.1")
+server = _core.DataServer(handler, host="127.0.0.1", uses_tls=sys.argv[1] == "tls")
 name, secret, port = server.offer()
 print(name, secret.hex(), port, flush=True)
 while sys.stdin.readline():
@@ -90,10 +90,10 @@ while sys.stdin.readline():
 """
 
 
-@pytest.mark.parametrize("way", ["ring", "tcp"])
+@pytest.mark.parametrize("way", ["ring", "tcp", "tls"])
 @pytest.mark.parametrize("step", ["connected", "begun", "at work", "waiting"])
 def test_a_shard_that_is_killed_ends_the_calls_to_it(step: str, way: str) -> None:
-    with process(SERVER) as child:
+    with process(SERVER, way) as child:
         name, secret, port = said(child).split()
         ours = dial(way, name, bytes.fromhex(secret), int(port))
         ask(ours, pull("rows", [1]))
@@ -121,9 +121,9 @@ def test_a_shard_that_is_killed_ends_the_calls_to_it(step: str, way: str) -> Non
         assert ours.is_lost
 
 
-@pytest.mark.parametrize("way", ["ring", "tcp"])
+@pytest.mark.parametrize("way", ["ring", "tcp", "tls"])
 def test_a_shard_that_is_stopped_is_waited_for_as_long_as_the_caller_wants(way: str) -> None:
-    with process(SERVER) as child:
+    with process(SERVER, way) as child:
         name, secret, port = said(child).split()
         ours = dial(way, name, bytes.fromhex(secret), int(port))
         ask(ours, pull("rows", [1]))

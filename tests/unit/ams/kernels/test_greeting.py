@@ -23,9 +23,9 @@ def handler() -> Iterator[_core.ToyHandler]:
     one.release()
 
 
-@pytest.mark.parametrize("way", ["ring", "tcp"])
+@pytest.mark.parametrize("way", ["ring", "tcp", "tls"])
 def test_a_shard_that_is_at_work_greets_who_comes(handler: _core.ToyHandler, way: str) -> None:
-    server = _core.DataServer(handler, host="127.0.0.1")
+    server = _core.DataServer(handler, host="127.0.0.1", uses_tls=way == "tls")
     held, _ = begin(dial(way, *server.offer()), [pull("held", [1])])
     assert handler.await_held(SOON)
     late = dial(way, *server.offer())
@@ -52,7 +52,8 @@ from geartrain.ams.kernels import _core
 from tests.support.frame_calls import ask, dial, pull
 
 way = sys.argv[1]
-server = _core.DataServer(_core.ToyHandler(), host="127.0.0.1", warn=lambda words: print(words, flush=True))
+warn = lambda words: print(words, flush=True)
+server = _core.DataServer(_core.ToyHandler(), host="127.0.0.1", uses_tls=way == "tls", warn=warn)
 ours = dial(way, *server.offer())
 ask(ours, pull("rows", [1]))
 name, secret, port = server.offer()
@@ -69,7 +70,7 @@ for line in sys.stdin:
 """
 
 
-@pytest.mark.parametrize("way", ["ring", "tcp"])
+@pytest.mark.parametrize("way", ["ring", "tcp", "tls"])
 def test_a_shard_without_descriptors_waits_for_some_and_serves_who_is_there(way: str) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", CROWDED, way], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -81,7 +82,7 @@ def test_a_shard_without_descriptors_waits_for_some_and_serves_who_is_there(way:
                 if way == "ring":
                     _core.connect_ring(name, bytes.fromhex(lost), 0.2)
                 else:
-                    _core.connect_tcp("127.0.0.1", int(port), bytes.fromhex(lost), 0.2)
+                    _core.connect_tcp("127.0.0.1", int(port), bytes.fromhex(lost), 0.2, uses_tls=way == "tls")
             words = child.stdout.readline()
             assert "Too many open files" in words and "raise that (ulimit -n)" in words
             print("work", file=child.stdin, flush=True)

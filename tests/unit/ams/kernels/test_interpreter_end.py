@@ -16,7 +16,7 @@ from tests.support.frame_calls import ask, begin, dial, pull
 
 way, work = sys.argv[1:]
 begun = threading.Event()
-server = _core.DataServer(_core.ToyHandler(), host="127.0.0.1")
+server = _core.DataServer(_core.ToyHandler(), host="127.0.0.1", uses_tls=way == "tls")
 
 
 def embedded():
@@ -48,7 +48,7 @@ sys.exit(3)
 
 
 @pytest.mark.parametrize(
-    ("way", "work"), [("ring", "embedded"), ("ring", "busy"), ("tcp", "busy"), ("ring", "waiting")]
+    ("way", "work"), [("ring", "embedded"), ("ring", "busy"), ("tcp", "busy"), ("tls", "busy"), ("ring", "waiting")]
 )
 def test_a_process_ends_quietly_while_its_threads_call(way: str, work: str) -> None:
     done = subprocess.run([sys.executable, "-c", SCRIPT, way, work], capture_output=True, text=True, timeout=60)

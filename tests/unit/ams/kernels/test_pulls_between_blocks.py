@@ -23,7 +23,7 @@ class Busy:
     def __init__(self, way: str) -> None:
         self.way = way
         self.handler = _core.ToyHandler()
-        self.server = _core.DataServer(self.handler, host="127.0.0.1")
+        self.server = _core.DataServer(self.handler, host="127.0.0.1", uses_tls=way == "tls")
         self.pusher = self.connect()
         self.others = [self.connect() for _ in range(3)]
         self.under_way = begin(self.pusher, [push("long", [1])])[0]
@@ -36,7 +36,7 @@ class Busy:
         return bool(call.wait(seconds))
 
 
-@pytest.fixture(params=["ring", "tcp"])
+@pytest.fixture(params=["ring", "tcp", "tls"])
 def shard(request: pytest.FixtureRequest) -> Iterator[Busy]:
     busy = Busy(request.param)
     yield busy

@@ -37,14 +37,14 @@ def ask(connection: _core.DataConnection, *operations: dict, sizes: list[int]) -
     return frame_codec.parsed_reply(call.reply(), number, sizes)
 
 
-@pytest.mark.parametrize("way", ["ring", "tcp"])
+@pytest.mark.parametrize("way", ["ring", "tcp", "tls"])
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("untouched", ["freeze", "elapsed"])
 def test_rows_are_those_of_a_pull_alone(shard: Shard, way: str, dtype: str, untouched: str) -> None:
     optimizer = SparseMomentum(0.1, momentum=0.9, untouched=untouched)  # type: ignore[arg-type]
     spec = TableSpec(name="t", dim=DIM, optimizer=optimizer, dtype=dtype)  # type: ignore[arg-type]
     shard.submit(CallContext(), CreateTable(spec=spec)).result(10)
-    server = _core.DataServer(_core.EngineHandler(shard.engine), host="127.0.0.1")
+    server = _core.DataServer(_core.EngineHandler(shard.engine), host="127.0.0.1", uses_tls=way == "tls")
     try:
         connection = frame_calls.dial(way, *server.offer())
         code, ids = DTYPE_CODES[DTYPES[dtype]], list(range(0, 800, 2))

@@ -1,0 +1,304 @@
+#include "tcp/tls.hpp"
+
+#include <dlfcn.h>
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <new>
+#include <stdexcept>
+#include <system_error>
+#include <utility>
+
+#include "calls/call.hpp"
+#include "carriers/forks.hpp"
+#include "frames/frame.hpp"
+
+struct ssl_ctx_st;
+struct ssl_method_st;
+struct ssl_session_st;
+struct ssl_cipher_st;
+struct evp_md_st;
+struct bio_st;
+struct bio_method_st;
+
+namespace geartrain {
+namespace {
+
+using UseSession = int (*)(ssl_st*, const evp_md_st*, const unsigned char** name, size_t* name_bytes, ssl_session_st**);
+using FindSession = int (*)(ssl_st*, const unsigned char* name, size_t name_bytes, ssl_session_st**);
+
+// What is used of libssl.so.3 and of libcrypto.so.3, which it brings: the interface of every OpenSSL 3 (its SONAME promises that).
+#define GEARTRAIN_OF_OPENSSL(f)                                                         \
+  f(int, OPENSSL_init_ssl, (uint64_t, const void*))                                     \
+  f(const ssl_method_st*, TLS_method, ())                                               \
+  f(ssl_ctx_st*, SSL_CTX_new, (const ssl_method_st*))                                   \
+  f(long, SSL_CTX_ctrl, (ssl_ctx_st*, int, long, void*))                                \
+  f(uint64_t, SSL_CTX_set_options, (ssl_ctx_st*, uint64_t))                             \
+  f(uint64_t, SSL_CTX_clear_options, (ssl_ctx_st*, uint64_t))                           \
+  f(int, SSL_CTX_set_ciphersuites, (ssl_ctx_st*, const char*))                          \
+  f(int, SSL_CTX_set_num_tickets, (ssl_ctx_st*, size_t))                                \
+  f(void, SSL_CTX_set_default_read_buffer_len, (ssl_ctx_st*, size_t))                   \
+  f(void, SSL_CTX_set_psk_use_session_callback, (ssl_ctx_st*, UseSession))              \
+  f(void, SSL_CTX_set_psk_find_session_callback, (ssl_ctx_st*, FindSession))            \
+  f(ssl_session_st*, SSL_SESSION_new, ())                                               \
+  f(void, SSL_SESSION_free, (ssl_session_st*))                                          \
+  f(int, SSL_SESSION_set1_master_key, (ssl_session_st*, const unsigned char*, size_t))  \
+  f(int, SSL_SESSION_set_cipher, (ssl_session_st*, const ssl_cipher_st*))               \
+  f(int, SSL_SESSION_set_protocol_version, (ssl_session_st*, int))                      \
+  f(const ssl_cipher_st*, SSL_CIPHER_find, (ssl_st*, const unsigned char*))             \
+  f(ssl_st*, SSL_new, (ssl_ctx_st*))                                                    \
+  f(void, SSL_free, (ssl_st*))                                                          \
+  f(int, SSL_set_ex_data, (ssl_st*, int, void*))                                        \
+  f(void*, SSL_get_ex_data, (const ssl_st*, int))                                       \
+  f(void, SSL_set_bio, (ssl_st*, bio_st*, bio_st*))                                     \
+  f(void, SSL_set_verify, (ssl_st*, int, void*))                                        \
+  f(void, SSL_set_accept_state, (ssl_st*))                                              \
+  f(void, SSL_set_connect_state, (ssl_st*))                                             \
+  f(int, SSL_do_handshake, (ssl_st*))                                                   \
+  f(int, SSL_session_reused, (const ssl_st*))                                           \
+  f(int, SSL_read_ex, (ssl_st*, void*, size_t, size_t*))                                \
+  f(int, SSL_write_ex, (ssl_st*, const void*, size_t, size_t*))                         \
+  f(int, SSL_has_pending, (const ssl_st*))                                              \
+  f(int, SSL_key_update, (ssl_st*, int))                                                \
+  f(int, SSL_get_error, (const ssl_st*, int))                                           \
+  f(bio_method_st*, BIO_meth_new, (int, const char*))                                   \
+  f(int, BIO_meth_set_write, (bio_method_st*, int (*)(bio_st*, const char*, int)))      \
+  f(int, BIO_meth_set_read, (bio_method_st*, int (*)(bio_st*, char*, int)))             \
+  f(int, BIO_meth_set_ctrl, (bio_method_st*, long (*)(bio_st*, int, long, void*)))      \
+  f(bio_st*, BIO_new, (const bio_method_st*))                                           \
+  f(void, BIO_set_init, (bio_st*, int))                                                 \
+  f(void, BIO_set_data, (bio_st*, void*))                                               \
+  f(void*, BIO_get_data, (bio_st*))                                                     \
+  f(void, BIO_set_flags, (bio_st*, int))                                                \
+  f(void, BIO_clear_flags, (bio_st*, int))                                              \
+  f(unsigned long, ERR_get_error, ())                                                   \
+  f(const char*, ERR_reason_error_string, (unsigned long))                              \
+  f(void, ERR_clear_error, ())
+
+constexpr uint64_t kNoAtExit = 0x00080000, kAllowNoEcdhe = 1u << 10, kNoTicket = 1u << 14;
+constexpr int kWantRead = 2, kVerifyPeer = 1, kKeyUpdateNotRequested = 0;
+constexpr int kSetReadAhead = 41, kSetSessionCache = 44, kSetGroups = 92, kSetLeastVersion = 123, kSetMostVersion = 124;
+constexpr long kTls13 = 0x0304;
+constexpr int kBioReadAgain = 9, kBioFlags = 15, kBioFlush = 11;
+constexpr size_t kNameBytes = kSecretBytes / 2;
+constexpr size_t kRecordBytes = size_t{16} << 10, kMostRecordBytes = kRecordBytes + 22;  // plain, and as it is sent
+constexpr size_t kReadBufferBytes = size_t{64} << 10, kMostAtOnce = size_t{64} << 10, kMostUnsent = 2 * kMostAtOnce;
+
+struct OpenSsl {
+#define GEARTRAIN_DECLARE(result, name, arguments) result(*name) arguments;
+  GEARTRAIN_OF_OPENSSL(GEARTRAIN_DECLARE)
+  ssl_ctx_st* context;    // these two are kept for ever
+  bio_method_st* socket;  // as OpenSSL's own, but that a connection which has ended raises no SIGPIPE
+
+  OpenSsl();
+};
+
+const OpenSsl& openssl() {
+  static const OpenSsl loaded;
+  return loaded;
+}
+
+ssl_session_st* session_of(ssl_st* ssl, const std::string& secret) {
+  const OpenSsl& o = openssl();
+  constexpr unsigned char kAes128GcmSha256[] = {0x13, 0x01};
+  ssl_session_st* session = o.SSL_SESSION_new();
+  if (session == nullptr) return nullptr;
+  const auto* key = reinterpret_cast<const unsigned char*>(secret.data()) + kNameBytes;
+  if (o.SSL_SESSION_set1_master_key(session, key, kSecretBytes - kNameBytes) == 1 &&
+      o.SSL_SESSION_set_cipher(session, o.SSL_CIPHER_find(ssl, kAes128GcmSha256)) == 1 &&
+      o.SSL_SESSION_set_protocol_version(session, kTls13) == 1)
+    return session;
+  o.SSL_SESSION_free(session);
+  return nullptr;
+}
+
+}  // namespace
+
+// Called by OpenSSL, which knows no exceptions.
+struct TlsCallbacks {
+  static int use_session(ssl_st* ssl, const evp_md_st*, const unsigned char** name, size_t* name_bytes, ssl_session_st** session) noexcept {
+    const auto& tls = *static_cast<const Tls*>(openssl().SSL_get_ex_data(ssl, 0));
+    *name = reinterpret_cast<const unsigned char*>(tls.secret_.data());
+    *name_bytes = kNameBytes;
+    return (*session = session_of(ssl, tls.secret_)) != nullptr;
+  }
+  // 1 without a session: there is none of that name.
+  static int find_session(ssl_st* ssl, const unsigned char* name, size_t name_bytes, ssl_session_st** session) noexcept {
+    *session = nullptr;
+    const auto& tls = *static_cast<const Tls*>(openssl().SSL_get_ex_data(ssl, 0));
+    if (!tls.find_ || name_bytes != kNameBytes) return 1;
+    try {
+      const std::string secret = tls.find_({reinterpret_cast<const char*>(name), name_bytes});
+      return secret.empty() || (*session = session_of(ssl, secret)) != nullptr;
+    } catch (...) {
+      return 0;
+    }
+  }
+  static int write(bio_st* bio, const char* from, int bytes) noexcept {
+    auto& out = static_cast<Tls*>(openssl().BIO_get_data(bio))->out_;
+    try {
+      if (out.size() > kMostUnsent) return -1;  // answers that the other end asks for without end, and does not take
+      out.insert(out.end(), from, from + bytes);
+      return bytes;
+    } catch (...) {
+      return -1;
+    }
+  }
+  static int read(bio_st* bio, char* to, int most_bytes) noexcept {
+    const OpenSsl& o = openssl();
+    o.BIO_clear_flags(bio, kBioFlags);
+    for (;;) {
+      const auto bytes = recv(static_cast<const Tls*>(o.BIO_get_data(bio))->socket_, to, static_cast<size_t>(most_bytes), 0);
+      if (bytes >= 0) return static_cast<int>(bytes);
+      if (errno == EINTR) continue;
+      if (errno == EAGAIN || errno == EWOULDBLOCK) o.BIO_set_flags(bio, kBioReadAgain);
+      return -1;
+    }
+  }
+  static long control(bio_st*, int command, long, void*) noexcept { return command == kBioFlush; }
+};
+
+namespace {
+
+OpenSsl::OpenSsl() {
+  void* library = dlopen("libssl.so.3", RTLD_NOW | RTLD_LOCAL);
+  const auto found = [&](const char* name) {
+    void* address = library == nullptr ? nullptr : dlsym(library, name);
+    if (address != nullptr) return address;
+    const char* why = dlerror();
+    throw Fault("ConfigError", "rows by TCP are to be encrypted, which OpenSSL 3 of the system does, and it cannot be loaded (" +
+                                   std::string(why == nullptr ? name : why) +
+                                   "); install it: 'apt install libssl3' (Debian, Ubuntu), 'dnf install openssl-libs' (Fedora, RHEL)");
+  };
+#define GEARTRAIN_LOAD(result, name, arguments) name = reinterpret_cast<result(*) arguments>(found(#name));
+  GEARTRAIN_OF_OPENSSL(GEARTRAIN_LOAD)
+  // Who ends the process may do so while threads of ours are at work.
+  OPENSSL_init_ssl(kNoAtExit, nullptr);
+  context = SSL_CTX_new(TLS_method());
+  socket = BIO_meth_new(0x0400, "geartrain");  // a source and sink
+  const bool is_good = context != nullptr && socket != nullptr && BIO_meth_set_write(socket, TlsCallbacks::write) == 1 &&
+                       BIO_meth_set_read(socket, TlsCallbacks::read) == 1 && BIO_meth_set_ctrl(socket, TlsCallbacks::control) == 1 &&
+                       SSL_CTX_ctrl(context, kSetLeastVersion, kTls13, nullptr) == 1 &&
+                       SSL_CTX_ctrl(context, kSetMostVersion, kTls13, nullptr) == 1 &&
+                       SSL_CTX_set_ciphersuites(context, "TLS_AES_128_GCM_SHA256") == 1 && SSL_CTX_set_num_tickets(context, 0) == 1;
+  if (!is_good) throw Fault("ConfigError", "OpenSSL of this system cannot do TLS 1.3 with AES-128-GCM: its configuration may forbid that");
+  char groups[] = "X25519:P-256";
+  SSL_CTX_ctrl(context, kSetGroups, 0, groups);  // or what the system prefers
+  SSL_CTX_ctrl(context, kSetSessionCache, 0, nullptr);
+  SSL_CTX_ctrl(context, kSetReadAhead, 1, nullptr);
+  SSL_CTX_set_default_read_buffer_len(context, kReadBufferBytes);
+  SSL_CTX_set_options(context, kNoTicket);
+  SSL_CTX_clear_options(context, kAllowNoEcdhe);
+  SSL_CTX_set_psk_use_session_callback(context, TlsCallbacks::use_session);
+  SSL_CTX_set_psk_find_session_callback(context, TlsCallbacks::find_session);
+}
+
+}  // namespace
+
+void Tls::load() { openssl(); }
+
+std::unique_ptr<Tls> Tls::client(int socket, std::string secret, size_t most_records) {
+  std::unique_ptr<Tls> made(new Tls(socket, std::move(secret), nullptr, most_records));
+  openssl().SSL_set_connect_state(made->ssl_);
+  openssl().SSL_set_verify(made->ssl_, kVerifyPeer, nullptr);  // nobody is believed for a certificate
+  return made;
+}
+
+std::unique_ptr<Tls> Tls::server(int socket, Find find) {
+  std::unique_ptr<Tls> made(new Tls(socket, {}, std::move(find), kMostRecords));
+  openssl().SSL_set_accept_state(made->ssl_);
+  return made;
+}
+
+Tls::Tls(int socket, std::string secret, Find find, size_t most_records)
+    : socket_(socket),
+      secret_(std::move(secret)),
+      find_(std::move(find)),
+      most_records_(most_records),
+      generation_(fork_generation()),
+      ssl_(openssl().SSL_new(openssl().context)) {
+  const OpenSsl& o = openssl();
+  bio_st* bio = ssl_ == nullptr ? nullptr : o.BIO_new(o.socket);
+  if (bio == nullptr || o.SSL_set_ex_data(ssl_, 0, this) != 1) throw std::bad_alloc();
+  o.BIO_set_data(bio, this);
+  o.BIO_set_init(bio, 1);
+  o.SSL_set_bio(ssl_, bio, bio);
+}
+
+// A forked child leaves it: a thread of its parent may have been at work on it.
+Tls::~Tls() {
+  if (generation_ == fork_generation()) openssl().SSL_free(ssl_);
+}
+
+// Of a call of OpenSSL: whether it is done (1), or more has to come for it (0). Throws.
+int Tls::end_of(int done) {
+  const OpenSsl& o = openssl();
+  if (done == 1) return 1;
+  if (o.SSL_get_error(ssl_, done) == kWantRead) return 0;
+  const char* reason = o.ERR_reason_error_string(o.ERR_get_error());
+  o.ERR_clear_error();
+  throw std::runtime_error(reason == nullptr ? "the connection has ended" : std::string("TLS: ") + reason);
+}
+
+void Tls::flush() {
+  while (sent_ < out_.size()) {
+    const auto bytes = send(socket_, out_.data() + sent_, out_.size() - sent_, MSG_NOSIGNAL);
+    if (bytes >= 0) sent_ += static_cast<size_t>(bytes);
+    else if (errno == EAGAIN || errno == EWOULDBLOCK) return;
+    else if (errno != EINTR) throw std::system_error(errno, std::generic_category(), "send");
+  }
+  sent_ = 0;
+  out_.clear();
+}
+
+bool Tls::shake_hands() {
+  const OpenSsl& o = openssl();
+  const std::lock_guard lock(mutex_);
+  o.ERR_clear_error();
+  const int done = o.SSL_do_handshake(ssl_);
+  flush();
+  if (end_of(done) == 0) return false;
+  if (o.SSL_session_reused(ssl_) != 1) throw std::runtime_error("TLS: the other end does not use the secret");
+  has_buffered_ = true;
+  return true;
+}
+
+size_t Tls::read(char* to, size_t most_bytes) {
+  const OpenSsl& o = openssl();
+  const std::lock_guard lock(mutex_);
+  o.ERR_clear_error();
+  size_t bytes = 0;
+  const int done = o.SSL_read_ex(ssl_, to, most_bytes, &bytes);
+  has_buffered_ = done == 1 && o.SSL_has_pending(ssl_) == 1;
+  if (sent_ < out_.size()) flush();  // it asked for an answer
+  end_of(done);
+  return bytes;
+}
+
+size_t Tls::write(const char* from, size_t bytes) {
+  const std::lock_guard lock(mutex_);
+  flush();
+  if (out_.empty() && told_ == taken_) {
+    encrypt(from, std::min(bytes, kMostAtOnce));
+    flush();
+  }
+  const size_t unsent = (out_.size() - sent_ + kMostRecordBytes - 1) / kMostRecordBytes * kRecordBytes;
+  const size_t done = std::max(taken_, told_ + unsent) - unsent;
+  return done - std::exchange(told_, done);
+}
+
+void Tls::encrypt(const char* from, size_t bytes) {
+  const OpenSsl& o = openssl();
+  o.ERR_clear_error();
+  out_.reserve(bytes + (bytes / kRecordBytes + 2) * (kMostRecordBytes - kRecordBytes));
+  taken_ = told_ = 0;
+  while (taken_ < bytes) {
+    size_t taken = 0;
+    end_of(o.SSL_write_ex(ssl_, from + taken_, std::min(bytes - taken_, kRecordBytes), &taken));
+    taken_ += taken;
+    if (++num_records_ % most_records_ == 0) o.SSL_key_update(ssl_, kKeyUpdateNotRequested);
+  }
+}
+
+}  // namespace geartrain
