@@ -41,7 +41,8 @@ class HeadConfig:
     """With ``rows="pull"`` active rows of up to so many bytes are pulled once and held until the step; more are
     streamed twice."""
     logits_cache_bytes: int | None = None
-    """So many bytes of logits are kept instead of computed again; None: 26 MiB, on ranks 64 MiB, on a GPU 2 GiB."""
+    """So many bytes of logits are kept instead of computed again; None: 26 MiB, on ranks 64 MiB, on a GPU 2 GiB (and as
+    many more that each pass takes)."""
     wire_dtype: DTypeName | None = None
     """With ``rows="pull"`` and float32 rows: the type in which rows and gradients of a step travel, ``"bfloat16"`` or
     ``"float16"``, half the bytes. Predictions, graphs and exports read float32."""

@@ -131,7 +131,7 @@ class HeadPass:
 
     @property
     def middle(self) -> float:
-        """What takes the place of a shift where there is none, to base 2."""
+        """What takes the place of a shift where there is none, to base 2: one for all samples and ranges."""
         return 0.0 if self.shifted or self.logit_limit is None else self.logit_limit / 2
 
     @property
@@ -169,11 +169,11 @@ class HeadPass:
         return self.highest_TB[self.tiles(start, self.num_active if stop is None else stop)].amax(0)
 
     def sums(self, shift_B: Tensor | None, start: int = 0, stop: int | None = None) -> Tensor:
-        """Σ exp2(logit − shift) of each sample, float64 [B], over the classes of a range."""
+        """Σ exp2(logit − shift) of each sample, float64 [B], over the classes of a range; None: − :attr:`middle`."""
         tiles = self.tiles(start, self.num_active if stop is None else stop)
         sums_TB = self.sums_TB[tiles]
         if shift_B is None or self.highest_TB is None:
-            return sums_TB.sum(0, dtype=torch.float64).mul_(2.0**self.middle)
+            return sums_TB.sum(0, dtype=torch.float64)
         return torch.exp2(self.highest_TB[tiles] - shift_B).mul_(sums_TB).sum(0, dtype=torch.float64)
 
     def own_rows(self) -> Tensor:
@@ -295,34 +295,52 @@ def _shifts(head: HeadPass, start: int, stop: int) -> Tensor | float:
     return head.highest_TB[head.tiles(start, stop)].repeat_interleave(TILE, 0)[: stop - start]
 
 
-def feature_gradient(head: HeadPass, exponentials_NB: Tensor, start: int, stop: int, shift_B: Tensor | None) -> Tensor:
-    """Σ_a exp2(logit − shift) ŵ_a, float32 [B, D], over the positions of a range, samples' own classes left out.
+def feature_gradient(
+    head: HeadPass,
+    exponentials_NB: Tensor,
+    start: int,
+    stop: int,
+    shift_B: Tensor | None,
+    earlier_PBD: Tensor | None = None,
+) -> Tensor:
+    """Σ_a exp2(logit − shift) ŵ_a over the positions of a range, samples' own classes left out, in parts: float32
+    [P, B, D] whose sum over P it is.
 
-    ``shift_B`` is nowhere below that of the range; None without shifts.
+    ``shift_B`` is nowhere below that of the range; None: ``head.middle`` is. ``earlier_PBD``: what this gave for other
+    ranges, of the same shift; this one is added to it, in its memory.
     """
     if runs_kernels(head.rows_LD.device):
-        return _launch_feature_gradient(head, exponentials_NB, start, stop, shift_B)
+        return _launch_feature_gradient(head, exponentials_NB, start, stop, shift_B, earlier_PBD)
     active_N = head.is_active(start, stop).unsqueeze(1)
     weights_NB = exponentials_NB.float()
     if shift_B is not None:
         weights_NB = weights_NB * torch.exp2(_shifts(head, start, stop) - shift_B)
     weights_NB = weights_NB.to(exponentials_NB.dtype).float().masked_fill(~active_N, 0.0)
     keys_ND = head.rows(start, stop).to(exponentials_NB.dtype).float().masked_fill(~active_N, 0.0)
-    return (weights_NB.t() @ keys_ND).mul_(2.0**head.middle)
+    gradient_PBD = (weights_NB.t() @ keys_ND).unsqueeze(0)
+    return gradient_PBD if earlier_PBD is None else earlier_PBD.add_(gradient_PBD)
 
 
 def _launch_feature_gradient(
-    head: HeadPass, exponentials_NB: Tensor, start: int, stop: int, shift_B: Tensor | None
+    head: HeadPass,
+    exponentials_NB: Tensor,
+    start: int,
+    stop: int,
+    shift_B: Tensor | None,
+    earlier_PBD: Tensor | None,
 ) -> Tensor:
     from geartrain.bridge.kernels.triton import head as kernels
 
-    is_plain = shift_B is None and head.rows_LD.dtype == exponentials_NB.dtype
+    is_whole = stop - start == head.num_active
+    is_plain = is_whole and shift_B is None and head.rows_LD.dtype == exponentials_NB.dtype
     options = kernels.feature_gradient_options(exponentials_NB.dtype, plain=is_plain, picked=head.numbers_A is not None)
     batch = len(head.queries_BD)
     blocks = -(-batch // options["TILE_B"]) * -(-head.dim // options["TILE_D"])
     programs = _PROCESSORS if options["TILE_D"] == 256 else 2 * _PROCESSORS
-    parts = max(1, min(programs // max(1, blocks), (stop - start) // TILE))
-    out_PBD = torch.empty(parts, batch, head.dim, dtype=torch.float32, device=head.rows_LD.device)
+    parts = max(1, min(programs // max(1, blocks), head.num_active // TILE))
+    out_PBD = earlier_PBD
+    if out_PBD is None:
+        out_PBD = torch.empty(parts, batch, head.dim, dtype=torch.float32, device=head.rows_LD.device)
     launch(
         kernels.feature_gradient,
         (blocks * parts,),
@@ -337,14 +355,14 @@ def _launch_feature_gradient(
         stop,
         batch,
         parts,
-        2.0**head.middle,
+        ADDS=earlier_PBD is not None,
         DIM=head.dim,
         SUM_TILE=TILE,
         PRECISION=_precision(),
         **options,
-        cost=_cost(head, exponentials_NB, out_PBD.nbytes),
+        cost=_cost(head, exponentials_NB, out_PBD.nbytes * (1 + (earlier_PBD is not None))),
     )
-    return out_PBD.sum(0)
+    return out_PBD
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

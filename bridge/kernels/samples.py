@@ -150,8 +150,9 @@ def own_cosines(head: HeadPass, features_BD: Tensor) -> tuple[Tensor, Tensor]:
     return out_BD, cos_B
 
 
-def scale_sums(sum_B: Tensor, shift_B: Tensor, top_B: Tensor | None, cos_B: Tensor) -> Tensor:
-    """float64 [2, B] to be summed over ranks: Σ exp2(logit − shift) under ``top_B`` (None: the same), and cosines."""
+def scale_sums(sum_B: Tensor, shift_B: Tensor | None, top_B: Tensor | None, cos_B: Tensor) -> Tensor:
+    """float64 [2, B] to be summed over ranks: Σ exp2(logit − shift) under ``top_B`` (None: all have one shift), and
+    cosines."""
     from geartrain.bridge.kernels.triton import samples as kernels
 
     joint_XB = cos_B.new_empty(2, len(cos_B), dtype=torch.float64)
@@ -160,11 +161,10 @@ def scale_sums(sum_B: Tensor, shift_B: Tensor, top_B: Tensor | None, cos_B: Tens
         (-(-len(cos_B) // 128),),
         sum_B,
         shift_B,
-        shift_B if top_B is None else top_B,
+        top_B,
         cos_B,
         joint_XB,
         len(cos_B),
-        SHIFTED=top_B is not None,
         BLOCK=128,
         num_warps=4,
         cost=Cost(36.0 * len(cos_B)),
@@ -192,12 +192,18 @@ class Losses(NamedTuple):
 
 
 def losses(
-    cos_B: Tensor, joint_B: Tensor, sum_B: Tensor, shift_B: Tensor, counts_B: Tensor | None, margin: TargetAngle | None
+    cos_B: Tensor,
+    sum_B: Tensor,
+    joint_B: Tensor | None,
+    shift_B: Tensor | None,
+    middle: float,
+    counts_B: Tensor | None,
+    margin: TargetAngle | None,
 ) -> Losses:
     """Cross entropy from ``sum_B`` = Σ exp2(logit − ``joint_B``) over the other classes of all ranks.
 
-    ``cos_B`` are cosines of the targets (None for a margin: their logits), ``shift_B`` this rank's own shift. Sums may
-    be float64, all else is float32. Losses are multiplied by ``counts_B``.
+    ``cos_B`` are cosines of the targets (None for a margin: their logits), ``shift_B`` this rank's own shift; of
+    neither: both are ``middle``. Sums may be float64, all else is float32. Losses are multiplied by ``counts_B``.
     """
     from geartrain.bridge.kernels.triton import samples as kernels
 
@@ -207,12 +213,13 @@ def losses(
         kernels.losses,
         (-(-len(cos_B) // 128),),
         cos_B,
-        joint_B,
         sum_B,
+        joint_B,
         shift_B,
         counts_B,
         *made,
         len(cos_B),
+        middle,
         scale,
         math.cos(m2),
         math.sin(m2),
@@ -225,14 +232,14 @@ def losses(
     return made
 
 
-def add_own(weighted_BD: Tensor, own_BD: Tensor, made: Losses) -> Tensor:
-    """Σ p · ŵ over this rank's rows, in the memory of ``weighted_BD`` = Σ exp2(logit − shift) · ŵ [B, D]."""
-    _finish_gradient(weighted_BD, own_BD, made, None, None, None, 1.0)
-    return weighted_BD
+def add_own(weighted_PBD: Tensor, own_BD: Tensor, made: Losses) -> Tensor:
+    """Σ p · ŵ over this rank's rows [B, D], from ``weighted_PBD`` = Σ exp2(logit − shift) · ŵ in parts, in its
+    memory."""
+    return _finish_gradient(weighted_PBD, own_BD, made, None, None, None, 1.0)
 
 
 def own_gradient(
-    gradient_SD: Tensor,
+    gradient_PSD: Tensor,
     features_SD: Tensor | None,
     inverse_S: Tensor | None,
     counts_S: Tensor | None,
@@ -240,39 +247,80 @@ def own_gradient(
     *,
     own: tuple[Tensor, Losses] | None = None,
 ) -> Tensor:
-    """From the gradients by unit features those by features, times ``scale``, in place; 0 where samples do not count.
-
-    ``own``: what :func:`add_own` adds first.
+    """From the gradients by unit features (P parts to be summed) those by features [S, D], times ``scale``, in their
+    memory; 0 where samples do not count. ``own``: what :func:`add_own` adds first.
     """
     own_SD, made = own or (None, None)
-    _finish_gradient(gradient_SD, own_SD, made, features_SD, inverse_S, counts_S, scale)
-    return gradient_SD
+    return _finish_gradient(gradient_PSD, own_SD, made, features_SD, inverse_S, counts_S, scale)
 
 
 def _finish_gradient(
-    gradient_BD: Tensor,
+    gradient_PBD: Tensor,
     own_BD: Tensor | None,
     made: Losses | None,
     features_BD: Tensor | None,
     inverse_B: Tensor | None,
     counts_B: Tensor | None,
     scale: float,
-) -> None:
+) -> Tensor:
     from geartrain.bridge.kernels.triton import samples as kernels
 
-    batch, dim = gradient_BD.shape
+    parts, batch, dim = gradient_PBD.shape
     launch(
         kernels.finish_gradient,
         (batch,),
-        gradient_BD,
+        gradient_PBD,
         own_BD,
         None if made is None else made.coefficients_B,
         None if made is None else made.target_weight_B,
         features_BD,
         inverse_B,
         counts_B,
+        batch,
+        parts,
         scale,
         DIM=dim,
         **kernels.row_options(dim),
-        cost=Cost(4.0 * gradient_BD.numel() * (2 + (own_BD is not None) + (inverse_B is not None))),
+        cost=Cost(4.0 * batch * dim * (1 + parts + (own_BD is not None) + (inverse_B is not None))),
     )
+    return gradient_PBD[0]
+
+
+def row_factors(
+    upstream: Tensor,
+    ends_R: Tensor | None,
+    scale: float,
+    num_counted: Tensor | None,
+    lse2_B: Tensor,
+    target_weight_B: Tensor,
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Of the rows' gradients: factor (0-dim) and weights [B] of at most 1 (None: 1), as ``Batch.row_factors`` has them,
+    and a number that is finite only if they are; float32.
+
+    ``upstream``, times ``scale``: the derivative by the mean loss (0-dim), by each sample's [B], or of ranks [R] by the
+    mean, whose samples end at ``ends_R``. Those by means are divided by ``num_counted``, or 1.
+    """
+    from geartrain.bridge.kernels.triton import samples as kernels
+
+    factor, checksum = lse2_B.new_empty(()), lse2_B.new_empty(())
+    weights_B = torch.empty_like(lse2_B) if upstream.ndim else None
+    launch(
+        kernels.row_factors,
+        (1,),
+        upstream.contiguous(),
+        ends_R,
+        num_counted,
+        lse2_B,
+        target_weight_B,
+        factor,
+        weights_B,
+        checksum,
+        len(lse2_B),
+        0 if ends_R is None else len(ends_R),
+        scale,
+        OF_SAMPLES=upstream.ndim > 0 and ends_R is None,
+        BLOCK=1024,
+        num_warps=8,
+        cost=Cost(20.0 * len(lse2_B)),
+    )
+    return factor, weights_B, checksum

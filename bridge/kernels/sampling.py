@@ -113,11 +113,12 @@ def _launch(
     num_set = torch.empty(grid, dtype=torch.int64, device=device)
     cost = Cost(num_bytes=4.0 * words)
     launch(kernels.count_words, grid, bitmap, num_set, start, stop, BLOCK=kernels.WORDS, num_warps=2, cost=cost)
-    ids_A = torch.full((room,), stop - start - 1, device=device)
-    ends = num_set.cumsum(0)
+    ids_A = torch.empty(room, dtype=torch.int64, device=device)
+    num = torch.empty((), dtype=torch.int64, device=device) if words else num_set.sum()
+    written = bitmap, num_set.cumsum(0), ids_A, num, start, stop, room
     cost = Cost(num_bytes=4.0 * words + 8.0 * room)
-    launch(kernels.write_ids, grid, bitmap, ends, ids_A, start, stop, room, BLOCK=kernels.WORDS, num_warps=4, cost=cost)
-    return Sample(ids_A, ends[-1].clamp(max=room) if words else num_set.sum(), num_given)
+    launch(kernels.write_ids, grid, *written, BLOCK=kernels.WORDS, num_warps=4, cost=cost)
+    return Sample(ids_A, num, num_given)
 
 
 def candidates_here(labels_B: Tensor, offsets: Tensor, neighbours: Tensor, longest: int, first: int) -> Tensor:

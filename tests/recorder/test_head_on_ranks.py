@@ -19,20 +19,21 @@ PARTIAL: dict[str, Any] = {"select": 0.1}
 ON_DEVICE: dict[str, Any] = {"labels": "cuda"}
 
 BUDGETS = [
-    Budget(28, 0, "head", LARGE),
-    Budget(28, 0, "head", LARGE | {"autocast": "bfloat16"}),
-    Budget(28, 0, "head", LARGE | NARROW),
-    Budget(41, 0, "head", LARGE | NARROW | PARTIAL),
-    Budget(48, 0, "head", LARGE | PARTIAL | ON_DEVICE),
-    Budget(47, 0, "head", LARGE | EIGHT | PARTIAL | ON_DEVICE),
-    Budget(52, 0, "head", LARGE | NARROW | ON_DEVICE | {"clip": True}),
-    Budget(35, 0, "head", LARGE | ON_DEVICE | {"optimizer": "AdamW"}),
-    Budget(38, 0, "head", LARGE | NARROW | {"ranks": 8}),
-    Budget(60, 0, "head", LARGE | NARROW | PARTIAL | ON_DEVICE | {"ranks": 8, "neighbours": 32}),
-    Budget(56, 0, "head", LARGE | NARROW | PARTIAL | ON_DEVICE | {"ranks": 8}),
-    Budget(53, 0, "head", LARGE | NARROW | PARTIAL | ON_DEVICE | {"margin": ""}),
-    Budget(63, 0, "head", LARGE | NARROW | PARTIAL | ON_DEVICE | {"margin": "", "ranks": 8}),
-    Budget(70, 0, "head", LARGE | PARTIAL | ON_DEVICE | {"margin": "", "clip": True}),
+    Budget(23, 0, "head", LARGE),
+    Budget(23, 0, "head", LARGE | {"autocast": "bfloat16"}),
+    Budget(23, 0, "head", LARGE | NARROW),
+    Budget(32, 0, "head", LARGE | NARROW | PARTIAL),
+    Budget(33, 0, "head", LARGE | PARTIAL | ON_DEVICE),
+    Budget(34, 0, "head", LARGE | EIGHT | PARTIAL | ON_DEVICE),
+    Budget(42, 0, "head", LARGE | EIGHT | PARTIAL | ON_DEVICE | {"classes": 100_000_000}),
+    Budget(41, 0, "head", LARGE | NARROW | ON_DEVICE | {"clip": True}),
+    Budget(24, 0, "head", LARGE | ON_DEVICE | {"optimizer": "AdamW"}),
+    Budget(26, 0, "head", LARGE | NARROW | {"ranks": 8}),
+    Budget(87, 0, "head", LARGE | NARROW | PARTIAL | ON_DEVICE | {"ranks": 8, "neighbours": 32}),
+    Budget(36, 0, "head", LARGE | NARROW | PARTIAL | ON_DEVICE | {"ranks": 8}),
+    Budget(40, 0, "head", LARGE | NARROW | PARTIAL | ON_DEVICE | {"margin": ""}),
+    Budget(45, 0, "head", LARGE | NARROW | PARTIAL | ON_DEVICE | {"margin": "", "ranks": 8}),
+    Budget(57, 0, "head", LARGE | PARTIAL | ON_DEVICE | {"margin": "", "clip": True}),
 ]
 reports = reports_of(BUDGETS)
 

@@ -6,7 +6,9 @@ Legend: B samples as they are given, S those that count, D width.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, Protocol, cast, get_args
 
 import numpy as np
@@ -97,7 +99,7 @@ class CountedSamples:
     """Of a mean: the sum of these; of labels on a device a tensor (0-dim, float64)."""
     amount: Any
     """What this rank's loss weighs beside those of others: its samples, or their weights; 1 where it is no mean.
-    Of labels on a device maybe a tensor [S], of which it is the sum."""
+    Of labels on a device maybe a function that makes a tensor [S], of which it is the sum."""
     reduces: bool
     """Whether the pass gives the plain mean; else the loss of each sample."""
 
@@ -164,10 +166,11 @@ class CountedSamples:
         check_label_type(labels, num)
         labels_S, is_mean = labels.detach(), settings.reduction == "mean"
         compute = torch.float64 if features.dtype == torch.float64 else torch.float32
-        amount: float | Tensor = 1.0
+        amount: float | Callable[[], Tensor] = 1.0
         if is_mean:
-            amount = float(num) if settings.ignore_index is None else labels_S != settings.ignore_index
-        weight_S, divisor = None, amount
+            amount = float(num) if settings.ignore_index is None else partial(labels_S.ne, settings.ignore_index)
+        weight_S: Tensor | None = None
+        divisor: float | Tensor = 1.0  # of a plain mean the pass knows it
         if weight is not None:
             check_weight_type(weight, num)
             weight_S = upload(weight.detach(), labels.device).double()
@@ -179,7 +182,7 @@ class CountedSamples:
                 labels_S = labels_S.where(are_good_S | ~counts_S, BAD_WEIGHT)
                 are_good_S = are_good_S & counts_S
             weight_S = weight_S.where(are_good_S, 0.0)
-            amount = weight_S if is_mean else amount
+            amount = weight_S.clone if is_mean else amount
             if is_mean and num:  # as on the host: divided by a power of two
                 weight_S = torch.ldexp(weight_S, -torch.frexp(weight_S.amax()).exponent)
             divisor, weight_S = weight_S.sum(), weight_S.to(compute)

@@ -129,7 +129,7 @@ def exponentials(
 
 
 def feature_gradient_options(dtype: torch.dtype, *, plain: bool, picked: bool) -> dict[str, Any]:
-    """Tile and warps for exponentials of ``dtype``; plain: of all rows, in that type, without shifts.
+    """Tile and warps for exponentials of ``dtype``; plain: of all rows in one range, in that type, without shifts.
 
     ``picked`` rows are named by numbers, which are fetched some stages before them. But of plain rows two programs fit
     a processor.
@@ -154,7 +154,7 @@ def feature_gradient(
     stop,
     num_samples,
     num_parts,
-    lift,
+    ADDS: tl.constexpr,
     DIM: tl.constexpr,
     SUM_TILE: tl.constexpr,
     TILE_B: tl.constexpr,
@@ -162,7 +162,9 @@ def feature_gradient(
     TILE_N: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """A tile of Eᵀ·W over one part of the classes. Programs of a part are neighbours: they read the same rows."""
+    """A tile of Eᵀ·W over one part of the classes, added to ``out`` or not. Programs of a part are neighbours: they
+    read the same rows.
+    """
     blocks_d: tl.constexpr = (DIM + TILE_D - 1) // TILE_D
     tiles = tl.cdiv(num_samples, TILE_B) * blocks_d
     part, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
@@ -202,7 +204,11 @@ def feature_gradient(
             exponential = lifted.to(exponential.dtype)
         gradient = tl.dot(tl.trans(exponential), row.to(exponential.dtype), gradient, input_precision=PRECISION)
     out_at = out + part.to(tl.int64) * num_samples * DIM + b[:, None] * DIM + d[None, :]
-    tl.store(out_at, gradient * lift, mask=is_sample[:, None] & is_column[None, :])
+    is_out = is_sample[:, None] & is_column[None, :]
+    if ADDS:  # nobody else adds to it: the atomic operation takes no registers for what is there
+        tl.atomic_add(out_at, gradient, mask=is_out, sem="relaxed")
+    else:
+        tl.store(out_at, gradient, mask=is_out)
 
 
 def sample_terms_options(dim: int) -> dict[str, Any]:

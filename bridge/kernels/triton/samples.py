@@ -16,6 +16,7 @@ _NORM_FLOOR = tl.constexpr(1e-12)
 _COS_LIMIT = tl.constexpr(1.0 - 1e-6)
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _NO_LOGIT = tl.constexpr(-1e37)
+_TINY = tl.constexpr(2.0**-126)
 
 
 def row_options(dim: int) -> dict[str, Any]:
@@ -149,8 +150,8 @@ def own_cosines(
 @triton.jit
 def losses(
     cosines,
-    joint,
     sums,
+    joint,
     shifts,
     counts,
     out,
@@ -158,6 +159,7 @@ def losses(
     target_weights,
     coefficients,
     num,
+    middle,
     scale,
     cos_m,
     sin_m,
@@ -170,8 +172,13 @@ def losses(
     cos = tl.load(cosines + b, mask=inside, other=0.0).to(tl.float32)
     others = tl.load(sums + b, mask=inside, other=1.0).to(tl.float64)
     # Where only the target is active the shift is below every logit: the target may lie far below 0.
-    top_others = tl.where(others == 0.0, _NO_LOGIT, tl.load(joint + b, mask=inside, other=0.0))
-    shift = tl.where(others == 0.0, _NO_LOGIT, tl.load(shifts + b, mask=inside, other=0.0))
+    top_others = tl.full((BLOCK,), middle, tl.float32)
+    shift = top_others
+    if joint is not None:
+        top_others = tl.load(joint + b, mask=inside, other=0.0)
+        shift = tl.load(shifts + b, mask=inside, other=0.0)
+    top_others = tl.where(others == 0.0, _NO_LOGIT, top_others)
+    shift = tl.where(others == 0.0, _NO_LOGIT, shift)
     logit = cos
     by_cos = tl.full((BLOCK,), 1.0, tl.float32)
     if HAS_MARGIN:
@@ -201,11 +208,11 @@ def losses(
 
 
 @triton.jit
-def scale_sums(sums, shifts, tops, cosines, out, num, SHIFTED: tl.constexpr, BLOCK: tl.constexpr):
+def scale_sums(sums, shifts, tops, cosines, out, num, BLOCK: tl.constexpr):
     b = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = b < num
     values = tl.load(sums + b, mask=inside, other=0.0).to(tl.float64)
-    if SHIFTED:
+    if tops is not None:
         top = tl.load(tops + b, mask=inside, other=0.0)
         base = tl.where(tl.abs(top) < float("inf"), top, 0.0)
         values *= tl.exp2(tl.load(shifts + b, mask=inside, other=0.0) - base).to(tl.float64)
@@ -215,12 +222,27 @@ def scale_sums(sums, shifts, tops, cosines, out, num, SHIFTED: tl.constexpr, BLO
 
 @triton.jit
 def finish_gradient(
-    gradient, own, coefficients, own_weights, features, inverse, counts, scale, DIM: tl.constexpr, WIDTH: tl.constexpr
+    gradient,
+    own,
+    coefficients,
+    own_weights,
+    features,
+    inverse,
+    counts,
+    num_samples,
+    num_parts,
+    scale,
+    DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):
+    """What the parts add up to, in the place of the first."""
     b = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, WIDTH)
     inside = d < DIM
     values = tl.load(gradient + b * DIM + d, mask=inside, other=0.0)
+    for part in range(1, num_parts):
+        at = tl.cast(part, tl.int64) * num_samples + b
+        values += tl.load(gradient + at * DIM + d, mask=inside, other=0.0)
     if own is not None:
         values *= tl.load(coefficients + b)
         values += tl.load(own + b * DIM + d, mask=inside, other=0.0) * tl.load(own_weights + b)
@@ -231,3 +253,59 @@ def finish_gradient(
     if counts is not None:
         values = tl.where(tl.load(counts + b) == 1.0, values, 0.0)
     tl.store(gradient + b * DIM + d, values, mask=inside)
+
+
+@triton.jit
+def _upstream_of(upstream, ends, b, num, num_ranks, BLOCK: tl.constexpr):
+    """That of each sample, or of its rank."""
+    at = b
+    if ends is not None:
+        at = tl.zeros((BLOCK,), tl.int32)
+        for rank in range(num_ranks):
+            at += (b >= tl.load(ends + rank)).to(tl.int32)
+    return tl.load(upstream + at, mask=b < num, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def row_factors(
+    upstream,
+    ends,
+    num_counted,
+    lse2,
+    target_weights,
+    made_factor,
+    weights,
+    checksum,
+    num,
+    num_ranks,
+    scale,
+    OF_SAMPLES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program for all samples. A maximum passes over NaN, so what is not finite is added to the factor."""
+    times = scale
+    check = 0.0
+    if num_counted is not None:
+        check = tl.load(num_counted)
+        if not OF_SAMPLES:
+            times = scale / tl.where(check < 1.0, 1.0, check)
+    total = tl.zeros((BLOCK,), tl.float32)
+    largest = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, num, BLOCK):
+        b = start + tl.arange(0, BLOCK)
+        total += tl.load(lse2 + b, mask=b < num, other=0.0) * tl.load(target_weights + b, mask=b < num, other=0.0)
+        if weights is not None:
+            value = _upstream_of(upstream, ends, b, num, num_ranks, BLOCK)
+            largest = tl.maximum(largest, tl.abs(value))
+            total += value * 0.0
+    if weights is None:
+        made = tl.load(upstream).to(tl.float32) * times
+    else:
+        most = tl.max(largest, 0)
+        made = most * times
+        for start in range(0, num, BLOCK):
+            b = start + tl.arange(0, BLOCK)
+            value = _upstream_of(upstream, ends, b, num, num_ranks, BLOCK)
+            tl.store(weights + b, value / tl.maximum(most, _TINY), mask=b < num)
+    tl.store(made_factor, made)
+    tl.store(checksum, made + tl.sum(total, 0) + check)

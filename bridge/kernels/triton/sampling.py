@@ -126,8 +126,11 @@ def count_words(bitmap, num_set, start, stop, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def write_ids(bitmap, set_ends, ids, start, stop, capacity, BLOCK: tl.constexpr):
-    """The set bits of [start, stop), counted from ``start``, rising, int64: as many as ``ids`` has room for."""
+def write_ids(bitmap, set_ends, ids, num_written, start, stop, capacity, BLOCK: tl.constexpr):
+    """The set bits of [start, stop), counted from ``start``, rising, int64: as many as ``ids`` has room for.
+
+    The last id fills the room behind them, of which each program takes a share.
+    """
     word = (start >> 5) + tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     bits = _own_words(bitmap, word, start, stop)
     num = _bits_set(bits)
@@ -138,6 +141,13 @@ def write_ids(bitmap, set_ends, ids, start, stop, capacity, BLOCK: tl.constexpr)
     at = before[:, None] + _bits_set(below)
     number = word[:, None] * 32 + place.to(tl.int32) - start
     tl.store(ids + at, number.to(tl.int64), mask=is_set & (at < capacity))
+    total = tl.minimum(tl.load(set_ends + tl.num_programs(0) - 1), capacity)
+    if tl.program_id(0) == 0:
+        tl.store(num_written, total)
+    for first in range(tl.program_id(0) * BLOCK, capacity, tl.num_programs(0) * BLOCK):
+        room = first + tl.arange(0, BLOCK)
+        is_behind = (room >= total) & (room < capacity)
+        tl.store(ids + room, tl.zeros((BLOCK,), tl.int64) + (stop - start - 1), mask=is_behind)
 
 
 @triton.jit

@@ -15,7 +15,7 @@ _TYPES = {
     **dict.fromkeys(("numbers", "positions", "count", "refused", "updates", "clock"), "*i64"),
     **dict.fromkeys(("scales", "row_scales", "slot_scales"), "*bf16"),
     **dict.fromkeys(("start", "stop", "num_samples", "num_parts"), "i32"),
-    **dict.fromkeys(("middle", "lift", "logit_limit", "limit", "loss", "lr", "decay", "a", "b", "eps"), "fp32"),
+    **dict.fromkeys(("middle", "logit_limit", "limit", "loss", "lr", "decay", "a", "b", "eps"), "fp32"),
     "owners": "*i32",
     "first_id": "i64",
     "seed": "u64",
@@ -72,7 +72,7 @@ def _gradient(name: str, rows: str, products: str, *, plain: bool, **constants: 
     dtype = torch.float32 if products == _WIDE else torch.bfloat16
     types = {"rows": rows, "exponentials": products}
     options = head.feature_gradient_options(dtype, plain=plain, picked="numbers" not in constants)
-    constants |= {"SUM_TILE": 128, "PRECISION": "ieee"}
+    constants |= {"SUM_TILE": 128, "PRECISION": "ieee", "ADDS": not plain or "numbers" not in constants}
     return _case(f"feature gradient {name}", "feature_gradient", options, types, **constants)
 
 

@@ -13,13 +13,16 @@ _INTEGERS = (
     "num_classes",
     "first",
     "num_local",
+    "num_samples",
+    "num_parts",
+    "num_ranks",
     "num_active",
     "num_living",
     "num_rows",
     "own_start",
     "own_stop",
 )
-_NUMBERS = ("factor", "scale", "cos_m", "sin_m", "m3")
+_NUMBERS = ("factor", "scale", "middle", "cos_m", "sin_m", "m3")
 
 
 def _case(name: str, kernel: str, types: dict[str, str] | None = None, *, num_warps: int = 4, **constants: Any) -> Case:
@@ -52,10 +55,11 @@ CASES = [
     _case("prepare features, bf16", "prepare_features", {"features": "*bf16", "queries": "*bf16"}),
     _case("prepare features, fp32, no margin", "prepare_features", inverse=None, counts=None),
     _case("own cosines, bf16, picked", "own_cosines", {"rows": "*bf16"}),
-    _case("sums for other ranks", "scale_sums", BLOCK=128, SHIFTED=True),
+    _case("sums for other ranks", "scale_sums", BLOCK=128),
     _case("find rows", "find_rows", {"wanted": "*i64", "count": "*i64", "out": "*i64"}, BITS=24, BLOCK=128),
     _case("weight of sampled classes", "sampled_weight", BLOCK=1024, num_warps=8),
     _case("losses", "losses", BLOCK=128, HAS_MARGIN=True),
     _case("finish gradient", "finish_gradient"),
+    _case("row factors of ranks", "row_factors", {"ends": "*i64"}, BLOCK=1024, num_warps=8, OF_SAMPLES=False),
     _case("finish gradient, of one rank of several", "finish_gradient", own=None, coefficients=None, own_weights=None),
 ]

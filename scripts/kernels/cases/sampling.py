@@ -9,6 +9,7 @@ from scripts.kernels.compile import Case
 
 _TYPES = {"ids": "*i64", "num_marked": "*i64", "num_fresh": "*i64", "fresh_ends": "*i64", "num_set": "*i64"} | {
     "set_ends": "*i64",
+    "num_written": "*i64",
     "bitmap": "*i32",
     "drawn": "*i32",
 }

@@ -5,7 +5,8 @@ They are for rows on a GPU, and by their references, in tests, for any. What the
 move untouched, float64, and micro-batches of one update with different active classes.
 
 Exponentials lie between the two passes, 2 bytes a class and sample (4 of products in float32), as far as they fit
-``keep_bytes``; those of the other classes are made twice, range by range.
+``keep_bytes`` and :data:`RANGE_BYTES`; those of the other classes are made twice. Each range of classes that fits takes
+two launches forwards and two backwards, or one for that which the pass before has left there.
 
 Legend: A active rows, B samples of all ranks, N rows of a range, D width.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -37,13 +39,22 @@ from geartrain.bridge.kernels.head import (
     update_rows,
 )
 from geartrain.bridge.kernels.launch import runs_kernels
-from geartrain.bridge.kernels.samples import Losses, TargetAngle, add_own, losses, own_cosines, own_gradient, scale_sums
+from geartrain.bridge.kernels.samples import (
+    Losses,
+    TargetAngle,
+    add_own,
+    losses,
+    own_cosines,
+    own_gradient,
+    row_factors,
+    scale_sums,
+)
 from geartrain.bridge.placements.device_rows import DeviceRows
 from geartrain.bridge.placements.workspace import Buffer
 from geartrain.bridge.rows.gradient_carrier import squared_sum
 
 RANGE_BYTES = 2 << 30
-"""Of exponentials that are made and used at a time where they are not kept."""
+"""Of exponentials that are made and used at a time, beside what may be kept."""
 
 
 def takes(table: DeviceRows, active: LocalActive, batch: Batch, *, always: bool) -> bool:
@@ -61,9 +72,17 @@ def takes(table: DeviceRows, active: LocalActive, batch: Batch, *, always: bool)
     )
 
 
-def range_rows(row_bytes: int) -> int:
-    """Rows of a range whose exponentials, so many bytes a row, are :data:`RANGE_BYTES`: whole tiles."""
-    return max(1, RANGE_BYTES // (max(1, row_bytes) * TILE)) * TILE
+def range_rows(row_bytes: int, keep_bytes: int = 0) -> int:
+    """Rows of a range whose exponentials, so many bytes a row, are ``keep_bytes`` and :data:`RANGE_BYTES`: whole
+    tiles."""
+    return max(1, (keep_bytes + RANGE_BYTES) // (max(1, row_bytes) * TILE)) * TILE
+
+
+def _bounds(num: int, most_rows: int) -> list[tuple[int, int]]:
+    """(start, stop) of ranges of at most so many of ``num`` rows, whole tiles: the first is what is left of the others,
+    since the last stays for the next pass."""
+    first = -(-(num % most_rows or most_rows) // TILE) * TILE
+    return list(pairwise([0, *range(first, num, most_rows), num])) if num else []
 
 
 class FusedPass:
@@ -87,8 +106,11 @@ class FusedPass:
             scales_LK=table.row_scales_LK,
         )
         self._buffer: Buffer | None = None
-        self._kept_KB: Tensor | None = None
-        """Exponentials of the first positions, once they are made."""
+        """Kept for exponentials of a range; None: each pass takes some memory."""
+        self._room = 0
+        """Rows of a range that it takes."""
+        self._there: tuple[int, int] | None = None
+        """The range whose exponentials are in it."""
         self._terms: SampleTerms | None = None
 
     @property
@@ -99,28 +121,23 @@ class FusedPass:
     def forward(
         self, *, want_gradient: bool, keep_bytes: int, link: Communicator, sizes: Sequence[int]
     ) -> OnlineSoftmax:
-        """The sums over the rows of this rank; keeps exponentials of up to ``keep_bytes``."""
+        """The sums over the rows of this rank; keeps exponentials of up to ``keep_bytes``, and of a range."""
         head, batch = self._head, self._batch
-        self._reserve(keep_bytes)
+        if keep_bytes:
+            self._room = range_rows(self._row_bytes, keep_bytes)
+            self._buffer = self._take(self._room)
         shift_B: Tensor | None = None
-        weighted_BD = torch.zeros_like(batch.features_BD) if want_gradient and not self.num_active else None
-        for start, stop, exponentials_NB, is_made in self._ranges(made=False):
-            if not is_made:
-                exponentials(head, exponentials_NB, start, stop)
+        weighted_PBD: Tensor | None = None
+        if want_gradient and not self.num_active:
+            weighted_PBD = torch.zeros_like(batch.features_BD).unsqueeze(0)
+        for start, stop, exponentials_NB in self.ranges():
             if not want_gradient:
                 continue
-            part_shift_B = head.shift(start, stop)
-            part_BD = feature_gradient(head, exponentials_NB, start, stop, part_shift_B)
-            if weighted_BD is None:
-                shift_B, weighted_BD = part_shift_B, part_BD
-            elif shift_B is None or part_shift_B is None:
-                weighted_BD += part_BD
-            else:
-                joint_B = torch.maximum(shift_B, part_shift_B)
-                weighted_BD.mul_(torch.exp2(shift_B - joint_B).unsqueeze(1))
-                weighted_BD.addcmul_(part_BD, torch.exp2(part_shift_B - joint_B).unsqueeze(1))
-                shift_B = joint_B
-        return _Summed(batch, link, sizes, head, shift_B, weighted_BD)
+            before_B, shift_B = shift_B, head.shift(0, stop)
+            if weighted_PBD is not None and before_B is not None and shift_B is not None:
+                weighted_PBD.mul_(torch.exp2(before_B - shift_B).unsqueeze(1))
+            weighted_PBD = feature_gradient(head, exponentials_NB, start, stop, shift_B, weighted_PBD)
+        return _Summed(batch, link, sizes, head, shift_B, weighted_PBD)
 
     def take_terms(self, weights_B: Tensor | None) -> None:
         """What the samples bring to the rows' gradients, once the sums over all ranks are in the batch; ``weights_B``
@@ -134,11 +151,30 @@ class FusedPass:
         return range_rows(self._row_bytes)
 
     def ranges(self, most_rows: int | None = None) -> Iterator[tuple[int, int, Tensor]]:
-        """(start, stop, exponentials) of every range; ``most_rows``: of those whose exponentials are not kept."""
-        for start, stop, exponentials_NB, is_made in self._ranges(made=True, most_rows=most_rows):
-            if not is_made:
+        """(start, stop, exponentials) of every range, of at most so many rows: first of that whose are there."""
+        bounds = _bounds(self.num_active, most_rows or self._room or self.most_rows)
+        bounds.sort(key=lambda item: item != self._there)
+        buffer = self._buffer or self._take(most_rows or self.most_rows)
+        for start, stop in bounds:
+            exponentials_NB = buffer.tensor((stop - start, self._batch.size), self._head.dtype)
+            if (start, stop) != self._there:
                 exponentials(self._head, exponentials_NB, start, stop)
+            self._there = None if self._buffer is None else (start, stop)
             yield start, stop, exponentials_NB
+        if self._buffer is None:
+            self._table.pool.give_back(buffer)
+
+    def row_factors(self, upstream: Tensor, ends_R: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
+        """By a kernel: ``batch.row_factors``, and a number that is finite only if the rows' gradients are.
+
+        ``upstream`` is the derivative by the mean loss (0-dim), of each sample [B], or [R] with ``ends_R``: of the mean
+        over all ranks, by rank, and where the samples of each end.
+        """
+        batch = self._batch
+        scale = batch.scale
+        if batch.num_counted is None and (upstream.ndim == 0 or ends_R is not None):
+            scale /= max(1, batch.size)
+        return row_factors(upstream, ends_R, scale, batch.num_counted, batch.lse2_B, batch.target_weight_B)
 
     def squares(self, exponentials_NB: Tensor, start: int, stop: int, factor: Tensor) -> Tensor:
         """Σ g² (0-dim, float64) over a range, of the gradient times ``factor``."""
@@ -160,37 +196,17 @@ class FusedPass:
 
     def let_go(self) -> None:
         """Forget what is kept; it is made again where it is wanted."""
-        self._kept_KB = None
         if self._buffer is not None:
             self._table.pool.give_back(self._buffer)
-            self._buffer = None
+        self._buffer, self._room, self._there = None, 0, None
 
-    def _reserve(self, keep_bytes: int) -> None:
-        row_bytes = self._row_bytes
-        num = keep_bytes // row_bytes
-        num = self.num_active if num >= self.num_active else num // TILE * TILE
-        if num > 0:
-            self._buffer = self._table.pool.take(num * row_bytes, self._table.device)
-            self._kept_KB = self._buffer.tensor((num, self._batch.size), self._head.dtype)
+    def _take(self, num_rows: int) -> Buffer:
+        """Memory for so many of the rows' exponentials."""
+        return self._table.pool.take(min(num_rows, self.num_active) * self._row_bytes, self._table.device)
 
     @property
     def _row_bytes(self) -> int:
         return self._batch.size * self._head.dtype.itemsize
-
-    def _ranges(self, *, made: bool, most_rows: int | None = None) -> Iterator[tuple[int, int, Tensor, bool]]:
-        """(start, stop, memory for exponentials, whether they are there) of those that are kept, and of all others."""
-        first = 0
-        if self._kept_KB is not None:
-            first = len(self._kept_KB)
-            yield 0, first, self._kept_KB, made
-        rows = min(most_rows or self.most_rows, self.num_active - first)
-        if rows <= 0:
-            return
-        buffer = self._table.pool.take(rows * self._row_bytes, self._table.device)
-        for start in range(first, self.num_active, rows):
-            stop = min(start + rows, self.num_active)
-            yield start, stop, buffer.tensor((stop - start, self._batch.size), self._head.dtype), False
-        self._table.pool.give_back(buffer)
 
 
 @dataclass(frozen=True)
@@ -244,9 +260,9 @@ class _Summed(OnlineSoftmax):
         sizes: Sequence[int],
         head: HeadPass,
         shift_B: Tensor | None,
-        weighted_BD: Tensor | None,
+        weighted_PBD: Tensor | None,
     ) -> None:
-        self._batch, self._link, self._sizes = batch, link, sizes
+        self._batch, self._link, self._sizes, self._middle = batch, link, sizes, head.middle
         highest_B: Tensor | None = None
         if head.num_active:
             shift_B = head.shift() if shift_B is None else shift_B
@@ -258,11 +274,7 @@ class _Summed(OnlineSoftmax):
             shift_B = nothing_B if batch.shifted else None
             highest_B = nothing_B if batch.notes_highest else None
             sum_B = torch.zeros_like(nothing_B, dtype=torch.float64)
-        self._found = (
-            torch.zeros_like(batch.features_BD[:, 0]) if shift_B is None else shift_B,
-            sum_B,
-            weighted_BD,
-        )
+        self._found = shift_B, sum_B, weighted_PBD
         self._angle = _target_angle(batch)
         self.leaves_out = self._uses_kernels = runs_kernels(batch.arithmetic.device) and (
             batch.margin is None or self._angle is not None
@@ -284,25 +296,24 @@ class _Summed(OnlineSoftmax):
     def finish(self) -> tuple[Tensor, Tensor | None]:
         if not self._uses_kernels:
             return super().finish()
-        batch, own, weighted_BD = self._batch, self.own, self._found[2]
+        batch, own, weighted_PBD = self._batch, self.own, self._found[2]
         made = self._losses()
-        if weighted_BD is None:
+        if weighted_PBD is None:
             return made.losses_B[own], None
         counts_S = None if batch.counts_B is None else batch.counts_B[own]
         inverse_S = None if batch.inverse_lengths_B is None else batch.inverse_lengths_B[own]
         added: tuple[Tensor, Losses] | None = (self.sums.target_rows_BD, made)
         if self._link is not None and self._link.world_size > 1:
-            add_own(weighted_BD, self.sums.target_rows_BD, made)
-            weighted_BD, added = self._link.sum_to_owners(weighted_BD, self._sizes), None
-        gradient_SD = own_gradient(weighted_BD, batch.features_BD[own], inverse_S, counts_S, batch.scale, own=added)
+            weighted_BD = add_own(weighted_PBD, self.sums.target_rows_BD, made)
+            weighted_PBD, added = self._link.sum_to_owners(weighted_BD, self._sizes).unsqueeze(0), None
+        gradient_SD = own_gradient(weighted_PBD, batch.features_BD[own], inverse_S, counts_S, batch.scale, own=added)
         return made.losses_B[own], gradient_SD
 
     def finish_part(self) -> tuple[Tensor, Tensor | None]:
         if not self._uses_kernels:
             return super().finish_part()
-        made, weighted_BD = self._losses(), self._found[2]
-        if weighted_BD is not None:
-            add_own(weighted_BD, self.sums.target_rows_BD, made)
+        made, weighted_PBD = self._losses(), self._found[2]
+        weighted_BD = None if weighted_PBD is None else add_own(weighted_PBD, self.sums.target_rows_BD, made)
         return made.losses_B[self.own], weighted_BD
 
     def _losses(self) -> Losses:
@@ -311,23 +322,26 @@ class _Summed(OnlineSoftmax):
         highest_B = None if self.sums.highest_PB is None else self.sums.highest_PB[0]
         joint_B, cos_B, link = shift_B, self._cos_B, self._link
         if link is not None and link.world_size > 1:
-            maxima = [*([shift_B] if batch.shifted else []), *([] if highest_B is None else [highest_B])]
+            maxima = [*([] if shift_B is None else [shift_B]), *([] if highest_B is None else [highest_B])]
             if maxima:
                 joint_maxima = link.max(torch.stack(maxima))
-                joint_B = joint_maxima[0] if batch.shifted else shift_B
+                joint_B = None if shift_B is None else joint_maxima[0]
                 highest_B = None if highest_B is None else joint_maxima[-1]
-            sum_B, joint_cos_B = link.sum(scale_sums(sum_B, shift_B, joint_B if batch.shifted else None, cos_B))
+            sum_B, joint_cos_B = link.start_sum(scale_sums(sum_B, shift_B, joint_B, cos_B)).result()
             cos_B = joint_cos_B.float()
         if highest_B is None and batch.shift_is_highest:
             highest_B = joint_B
         own = self.own
         batch.target_B, batch.highest_B = cos_B[own], None if highest_B is None else highest_B[own] / batch.logit_factor
-        made = losses(cos_B, joint_B, sum_B, shift_B, batch.counts_B, self._angle)
+        made = losses(cos_B, sum_B, joint_B, shift_B, self._middle, batch.counts_B, self._angle)
         batch.lse2_B, batch.target_weight_B = made.lse2_B, made.target_weight_B
         return made
 
     def _joint(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        return self._found
+        shift_B, sum_B, weighted_PBD = self._found
+        if shift_B is None:
+            shift_B = torch.full_like(self._batch.features_BD[:, 0], self._middle)
+        return shift_B, sum_B, None if weighted_PBD is None else weighted_PBD.sum(0)
 
 
 def _target_angle(batch: Batch) -> TargetAngle | None:

@@ -30,6 +30,7 @@ from geartrain.bridge.head.loss.chunk_pool import CHUNKS
 from geartrain.bridge.head.loss.kept_logits import KeptLogits
 from geartrain.bridge.head.loss.pending_gradients import BatchPart, FactoredGradient, Factors, overwrite_by_sum
 from geartrain.bridge.head.loss.softmax import OnlineSoftmax
+from geartrain.bridge.kernels.launch import runs_kernels
 from geartrain.bridge.placements.device_rows import DeviceRows, RowIndex
 from geartrain.bridge.placements.workspace import Scratch, Workspace
 from geartrain.bridge.rows.gradient_carrier import squared_sum
@@ -136,14 +137,17 @@ class RankRows:
         Collective: one all-gather of R numbers or, where samples count differently, of B.
         """
         batch = self.batch
-        factor, weights_B = batch.row_factors(self._joint_upstream(upstream.detach()))
+        if self._fused is not None and runs_kernels(self._table.device):
+            factor, weights_B, checksum = self._fused.row_factors(*self._gathered(upstream.detach()))
+        else:
+            factor, weights_B = batch.row_factors(self._joint_upstream(upstream.detach()))
+            checksum = factor + torch.dot(batch.lse2_B, batch.target_weight_B)  # 0 · ∞ is NaN, too
+            if batch.num_counted is not None:
+                checksum = checksum + batch.num_counted
         if self._fused is not None:
             self._fused.take_terms(weights_B)
         else:
             self._pass = self._pass if weights_B is None else pass_for(batch, weights_B)
-        checksum = factor + torch.dot(batch.lse2_B, batch.target_weight_B)  # 0 · ∞ is NaN, too
-        if batch.num_counted is not None:
-            checksum = checksum + batch.num_counted
         factors = Factors(
             batch=batch,
             chunk_pass=None if self._fused is not None else self._pass,
@@ -156,18 +160,25 @@ class RankRows:
         )
         return RankGradient(self._table, factors, self._fused, weights_B), checksum
 
+    def _gathered(self, upstream: Tensor) -> tuple[Tensor, Tensor | None]:
+        """That of all samples [B], or by the mean (0-dim), or that of each rank [R] and where its samples end [R]."""
+        link = self._table.link
+        if upstream.ndim > 0:
+            return link.gather(upstream, self._sizes), None
+        if link.world_size == 1:
+            return upstream, None
+        upstream_R = link.gather(upstream.reshape(1), [1] * link.world_size)
+        return upstream_R, upload(np.cumsum(self._sizes), upstream_R.device)
+
     def _joint_upstream(self, upstream: Tensor) -> Tensor:
         """That of the mean over all ranks (0-dim) if it is known to be the same on each, else that of each sample."""
-        link, batch = self._table.link, self.batch
-        if upstream.ndim > 0:
-            return link.gather(upstream, self._sizes)
-        if link.world_size == 1:
-            return upstream
-        upstream_R = link.gather(upstream.reshape(1), [1] * link.world_size)
-        if upstream_R.device.type == "cpu" and bool((upstream_R == upstream_R[0]).all()):
-            return upstream_R[0]
-        counts_R = upload(np.array(self._sizes), upstream_R.device)
-        return upstream_R.repeat_interleave(counts_R, output_size=batch.size) / batch.divisor
+        joint, ends_R = self._gathered(upstream)
+        if ends_R is None:
+            return joint
+        if joint.device.type == "cpu" and bool((joint == joint[0]).all()):
+            return joint[0]
+        counts_R = ends_R.diff(prepend=ends_R.new_zeros(1))
+        return joint.repeat_interleave(counts_R, output_size=self.batch.size) / self.batch.divisor
 
     def discard(self) -> None:
         """Let go of what is kept."""

@@ -153,7 +153,7 @@ class RankStep:
             )
         labels_B: Ids | Tensor = joint_labels_B.numpy() if late is None else late.labels_B
         num_active, here = self.backend.selector.choose(labels_B, self.backend.live_classes, self.backend.update.step)
-        numbers_B = labels_B - table.first
+        numbers_B = labels_B - table.first if late is None or late.positions_B is None else late.positions_B
         margin = self.backend.margins.of_pass(
             joint_features_BD,
             labels_B,
@@ -216,8 +216,8 @@ class RankStep:
         spec, step = self.backend.table.spec, self.backend.update.step
         mode = self.training + 2 * self.adapts
         is_late = samples is not None and isinstance(samples.labels_S, Tensor)
-        amount_here = 0.0 if isinstance(amount, Tensor) else amount
-        marks = is_late + 2 * isinstance(amount, Tensor) + 4 * self.backend.late_labels.has_bad
+        amount_here = 0.0 if callable(amount) else amount
+        marks = is_late + 2 * callable(amount) + 4 * self.backend.late_labels.has_bad
         numbers = [
             size,
             failure is None,
@@ -268,8 +268,8 @@ class RankStep:
         rank_weight: float | Tensor = 1.0
         if not take_mean and any(mark & 2 for mark in marked):
             own = (
-                amount.sum(dtype=torch.float64)
-                if isinstance(amount, Tensor)
+                amount().sum(dtype=torch.float64)
+                if callable(amount)
                 else upload(np.array(amount), self.backend.table.device)
             )
             total = self.backend.table.link.sum(own)

@@ -179,11 +179,13 @@ def check(given: Problem, dtype: torch.dtype, *, shifted: bool) -> None:
     shift = head.shift()
     assert head.highest_TB is not None
     assert torch.allclose(head.highest_TB.amax(0).double() / LOG2_E, logits.amax(0), atol=bound * given.scale)
-    log_sums = head.sums(shift).log() + (0.0 if shift is None else shift.double() / LOG2_E)
+    over_all = (torch.tensor(head.middle) if shift is None else shift).double() / LOG2_E
+    log_sums = head.sums(shift).log() + over_all
     assert torch.allclose(log_sums, corrected.logsumexp(0), atol=bound * given.scale)
-    over_all = 0.0 if shift is None else shift.double() / LOG2_E
-    parts = [kernels.feature_gradient(head, kept[start:stop], start, stop, shift) for start, stop in ranges]
-    assert difference(sum(parts), (corrected - over_all).exp().t() @ given.unit()[0]) < bound  # type: ignore[arg-type]
+    parts = None
+    for start, stop in ranges:
+        parts = kernels.feature_gradient(head, kept[start:stop], start, stop, shift, parts)
+    assert difference(parts.sum(0), (corrected - over_all).exp().t() @ given.unit()[0]) < bound
     own = torch.where((given.positions_B >= 0).unsqueeze(1), given.unit()[0][given.positions_B], 0.0)
     assert difference(head.own_rows(), own) < bound
     lse = corrected.logsumexp(0) + 0.1  # with the own class

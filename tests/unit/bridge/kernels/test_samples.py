@@ -73,9 +73,8 @@ def test_losses_and_their_slopes_are_those_of_the_margin(margin: tuple[float, fl
     loss_B = torch.logsumexp(torch.stack([others_B.log(), target_B]), 0) - target_B
     loss_B.sum().backward()
     angle = None if margin is None else samples.TargetAngle(scale, *margin)
-    nothing_B = torch.zeros(300)
     with interpreted():
-        made = samples.losses(cos_B.detach().float(), nothing_B, others_B, nothing_B, None, angle)
+        made = samples.losses(cos_B.detach().float(), others_B, None, None, 0.0, None, angle)
     torch.testing.assert_close(made.losses_B.double(), loss_B.detach(), rtol=2e-5, atol=2e-5)
     assert cos_B.grad is not None
     inside = slice(2, -2)  # beside ± 1 sin θ is what rounding leaves of it
@@ -83,3 +82,24 @@ def test_losses_and_their_slopes_are_those_of_the_margin(margin: tuple[float, fl
     torch.testing.assert_close(made.target_weight_B[inside].double(), expected_B, rtol=2e-4, atol=2e-4)
     shares_B = torch.exp2(-made.lse2_B.double())
     torch.testing.assert_close(made.coefficients_B.double()[8:], shares_B[8:], rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("way", ["mean", "samples", "ranks"])
+@pytest.mark.parametrize("size", SIZES)
+def test_factors_of_rows_are_those_of_a_batch(size: int, way: str) -> None:
+    lse2_B, slopes_B = torch.rand(size), -torch.rand(size)
+    ends_R, counted = torch.tensor([size // 3, size // 3, size]), torch.tensor(size - 0.5)
+    upstream = {"mean": torch.tensor(2.5), "samples": torch.randn(size), "ranks": torch.tensor([3.0, 9.0, -4.0])}[way]
+    with interpreted():
+        ends = ends_R if way == "ranks" else None
+        found = samples.row_factors(upstream, ends, 16.0, counted, lse2_B, slopes_B)
+        spoilt = samples.row_factors(upstream * torch.nan, ends, 16.0, counted, lse2_B, slopes_B)
+    by_B = torch.stack([upstream[int((ends_R <= b).sum())] for b in range(size)]) if way == "ranks" else upstream
+    largest = upstream if way == "mean" else by_B.abs().max()
+    divisor = 1.0 if way == "samples" else counted.clamp(min=1)
+    torch.testing.assert_close(found[0], largest * 16.0 / divisor)
+    assert (found[1] is None) == (way == "mean")
+    if found[1] is not None:
+        torch.testing.assert_close(found[1], by_B / largest)
+    torch.testing.assert_close(found[2], found[0] + lse2_B @ slopes_B + counted)
+    assert not spoilt[2].isfinite()
