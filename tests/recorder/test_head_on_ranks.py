@@ -29,7 +29,7 @@ BUDGETS = [
     Budget(41, 0, "head", LARGE | NARROW | ON_DEVICE | {"clip": True}),
     Budget(24, 0, "head", LARGE | ON_DEVICE | {"optimizer": "AdamW"}),
     Budget(26, 0, "head", LARGE | NARROW | {"ranks": 8}),
-    Budget(87, 0, "head", LARGE | NARROW | PARTIAL | ON_DEVICE | {"ranks": 8, "neighbours": 32}),
+    Budget(42, 0, "head", LARGE | NARROW | PARTIAL | ON_DEVICE | {"ranks": 8, "neighbours": 32}),
     Budget(36, 0, "head", LARGE | NARROW | PARTIAL | ON_DEVICE | {"ranks": 8}),
     Budget(40, 0, "head", LARGE | NARROW | PARTIAL | ON_DEVICE | {"margin": ""}),
     Budget(45, 0, "head", LARGE | NARROW | PARTIAL | ON_DEVICE | {"margin": "", "ranks": 8}),
