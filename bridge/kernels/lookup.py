@@ -94,9 +94,9 @@ class Entries:
 
     def of(self, is_used_Q: Tensor) -> Entries:
         """The same without the ids of pieces that are not used."""
-        counts_Q = on_device([piece.num_ids for piece in self.pieces], self.key_N.device)
-        is_used_N = torch.repeat_interleave(is_used_Q, counts_Q, output_size=len(self.key_N))
-        return dataclasses.replace(self, key_N=torch.where(is_used_N, self.key_N, self.none))
+        return dataclasses.replace(
+            self, key_N=torch.where(is_used_Q[self.place_N >> PLACE_BITS], self.key_N, self.none)
+        )
 
 
 def id_bits(num_rows: Sequence[int]) -> int:
@@ -237,18 +237,31 @@ def _factors(field: FieldShape, bag_N: Tensor, weights_N: Tensor) -> Tensor:
 
 
 def pool(
-    entries: Entries, tables: Sequence[RowSpan], read: Callable[[int, Tensor], Tensor] | None = None
+    entries: Entries,
+    tables: Sequence[RowSpan],
+    read: Callable[[int, Tensor], Tensor] | None = None,
+    *,
+    into: Tensor | None = None,
 ) -> list[Tensor]:
     """factor · Σ w · row over the ids of each vector: of each piece [V, D], float32, summed in float32.
 
     ``read`` gives rows [U, D] of a table by their numbers [U] from ``first``, where they are not simply those stored.
+    The pieces lie one behind the other in ``into`` [Σ V · D]; without it each in memory of its own.
     """
     device = entries.key_N.device
     if not runs_kernels(device) or read is not None:
-        return _pool_reference(entries, tables, read)
+        found = _pool_reference(entries, tables, read)
+        if into is not None:
+            torch.cat([own.view(-1) for own in found], out=into)
+        return found
     from geartrain.bridge.kernels.triton import lookup as kernels
 
-    outs = [torch.empty(item.num_vectors, _dim(tables, item), device=device) for item in entries.pieces]
+    shapes = [(item.num_vectors, _dim(tables, item)) for item in entries.pieces]
+    if into is None:
+        outs = [torch.empty(shape, device=device) for shape in shapes]
+    else:
+        parts = into.split_with_sizes([num * dim for num, dim in shapes])
+        outs = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
     groups: dict[tuple[torch.dtype, int], list[int]] = {}
     for number, item in enumerate(entries.pieces):
         rows = tables[item.table].rows_LD
@@ -282,7 +295,7 @@ def pool(
             WEIGHTED=entries.weights_N is not None,
             FACTORED=entries.factor_V is not None,
             DIM=dim,
-            ALIGNED=dim * like.itemsize % 16 == 0,
+            ALIGNED=dim * like.itemsize % 16 == 0 and all(number % 16 == 0 for number in numbers[3::4]),
             **tile,
         )
     return outs
@@ -434,7 +447,7 @@ class SortedGradients:
         numbers: list[int] = []
         self._is_aligned = True
         first_vector = 0
-        gradients = iter(_in_rows([own for part in parts for own in part.upstream]))
+        gradients = iter(in_rows([own for part in parts for own in part.upstream]))
         for part in parts:
             (scale,) = struct.unpack("i", struct.pack("f", part.scale))
             for piece, own in zip(part.entries.pieces, gradients, strict=False):
@@ -536,7 +549,7 @@ class SortedGradients:
         launch(kernel, (blocks,), *common, partial, *more, num_ids, self.entries.bits, cost=cost, **constants)
 
 
-def _in_rows(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+def in_rows(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
     """The gradients in float32, each row's numbers side by side: those that are not are copied together."""
     found = [None if own is None or not len(own) else own.detach().to(torch.float32) for own in gradients]
     spread: dict[int, list[int]] = {}

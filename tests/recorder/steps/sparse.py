@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -12,6 +13,8 @@ from torch import Tensor, nn
 
 import geartrain as gt
 from geartrain.bridge.kernels.hashing import HashTable
+from geartrain.bridge.placements import device_lookup
+from geartrain.bridge.rows.transfers import download
 from tests.recorder.dry_ranks import dry_ranks
 from tests.recorder.report import Report
 
@@ -31,15 +34,25 @@ def embedding(
     dtype: str = "float32",
     device_cache_bytes: int = 0,
 ) -> Iterator[Callable[[], None]]:
-    """``gt.EmbeddingGroup`` with a table for each of ``fields``, ``bag`` ids a bag; ``ids`` are on "cpu" or "cuda"."""
+    """``gt.EmbeddingGroup`` with a table for each of ``fields``, ``bag`` ids a bag; ``ids`` are on "cpu" or "cuda".
+    Every one of ``ranks`` has as many rows of each vector.
+    """
     shape = (batch,) if bag == 1 else (batch, bag)
     names = [f"f{number}" for number in range(fields)]
     on_ranks = rows == "ranks"
     more: dict[str, Any] = {"num_rows": num_rows} if on_ranks else {}
     more["dtype"] = dtype
     settings: dict[str, Any] = {"rows": rows, "device_cache_bytes": device_cache_bytes}
+
+    def starts(starts_Q: Tensor) -> Tensor:
+        num_ids, share = batch * bag / ranks, min(1.0, bag / ranks)
+        host = download(starts_Q)
+        each = torch.tensor([[num_ids], [batch * share]], device="cpu")
+        return host.copy_(torch.arange(host.shape[1], device="cpu") * each)
+
     with contextlib.ExitStack() as stack:
         stack.enter_context(dry_ranks(ranks, report))
+        stack.enter_context(mock.patch.object(device_lookup, "download", starts))
         cluster = None if on_ranks else stack.enter_context(gt.local(num_shards=2))
         made = [gt.Field(name, dim=dim, **more) for name in names]
         module = gt.EmbeddingGroup(cluster, "t", made, optimizer=getattr(gt, optimizer)(0.05), **settings).to("cuda")

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 import geartrain as gt
 from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
 from geartrain.bridge.embedding.ids import batch_ids, tensor_ids
+from geartrain.bridge.kernels.launch import interpreted
 from geartrain.bridge.kernels.lookup import FieldShape, VectorGradients, index_fields
 from geartrain.bridge.placements.device_lookup import UnsummedGradient, _Waiting
 from tests.support.rank_processes import PRELOAD, run_ranks
@@ -135,6 +136,29 @@ def test_rows_on_ranks_train_as_those_of_a_cluster(ranks: int, numbers: list[int
         for other in others:
             torch.testing.assert_close(other, first, rtol=0, atol=0)
         require_equal(number, first.pop("norm"), first)
+
+
+def train_a_rank_by_kernels(rank: int, ranks: int, folder: Path) -> None:
+    with interpreted():
+        fields = group("ranks", OPTIMIZERS[1])
+        rows = gt.RowOptimizer(fields)
+        loss_of(fields(batch_of(0, share_of(rank, ranks))), 0, share_of(rank, ranks)).backward()
+        rows.step()
+    torch.save(all_rows(fields), folder / f"{rank}.pt")
+
+
+def test_kernels_train_rows_on_ranks_as_tensor_operations_do(tmp_path: Path) -> None:
+    """In Triton's interpreter."""
+    pytest.importorskip("triton")
+    run_ranks(train_a_rank_by_kernels, 2, tmp_path)
+    whole = group("ranks", OPTIMIZERS[1])
+    rows = gt.RowOptimizer(whole)
+    loss_of(whole(batch_of(0)), 0).backward()
+    rows.step()
+    for rank in range(2):
+        found = torch.load(tmp_path / f"{rank}.pt")
+        for name, wanted in all_rows(whole).items():
+            torch.testing.assert_close(found[name], wanted, rtol=1e-4, atol=1e-5)
 
 
 @given(data=st.data(), mode=st.sampled_from(["sum", "mean"]), is_weighted=st.booleans())
