@@ -72,7 +72,11 @@ class _HeldShard:
         self.models = models
         self.wanted = wanted
         self.service = ShardService(
-            config.max_message_bytes, roots, host=split_address(config.listen)[0], port=config.data_port
+            config.max_message_bytes,
+            roots,
+            host=split_address(config.listen)[0],
+            port=config.data_port,
+            uses_tls=bool(Credentials.mine().names),
         )
         self.server = GrpcServer(listen, config.max_message_bytes, reflection=config.reflection)
         self.server.add(self.service.bound, waiting=self.service.waiting_methods)

@@ -135,7 +135,7 @@ class DataPlane:
         if self._needs_tls and not offer.uses_tls:
             raise ConfigError(
                 f"the shard at {self._address} offers rows by TCP in plain text, which this client does not take; "
-                "start its server with TLS, too"
+                "start its server with security.folder, too"
             )
         return connect_tcp(self._host, offer.port, offer.secret, CONNECT_SECONDS, uses_tls=offer.uses_tls)
 

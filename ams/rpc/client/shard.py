@@ -64,7 +64,6 @@ class GrpcCarrier:
         part_bytes: int = 16 * MIB,
         max_message_bytes: int = MAX_MESSAGE_BYTES,
         shared_memory: bool = True,
-        needs_tls: bool = False,
         connect_seconds: float = CONNECT_SECONDS,
         ping_seconds: float = PING_SECONDS,
     ) -> None:
@@ -74,6 +73,7 @@ class GrpcCarrier:
         self._lock = threading.Lock()
         self._connection = _Connection(address, self._options)
         self._is_closed = False
+        needs_tls = bool(Credentials.mine().names)
         self.data_plane = DataPlane(address, self._ask_for_offer, shares_memory=shared_memory, needs_tls=needs_tls)
 
     def submit(

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial, partialmethod
+from functools import partial
 
 import grpc
 import numpy as np
@@ -25,13 +25,13 @@ from geartrain.ams.pb.v1 import shard_pb2
 from geartrain.ams.rpc.client import data_plane
 from geartrain.ams.rpc.client.data_plane import DataPlane
 from geartrain.ams.rpc.client.patience import Patience
-from geartrain.ams.rpc.client.shard import GrpcCarrier
 from geartrain.ams.server.data_plane import DataPlanePort
-from geartrain.ams.server.service import ShardService
 from geartrain.ams.values import errors
+from geartrain.ams.values.config import CLIENT, FOLDER_VARIABLE
 from geartrain.ams.values.optimizers.registry import SGD
 from geartrain.ams.values.shard_messages import DataPlaneOffer, SyncGroup
 from geartrain.ams.values.specs import Constant
+from geartrain.launch.certificates import issue, make_authority
 from tests.integration.conftest import ServedCluster, carriers_of, connect_data_plane
 from tests.integration.rows.one_table import DIM, IDS, NUM_ROWS, ONES, Served, connected, stub
 from tests.support import frame_codec
@@ -46,17 +46,15 @@ def cluster(served: Served) -> ServedCluster:
     return served(1)
 
 
-@pytest.fixture
-def over_tls(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever is started from now on speaks it."""
-    monkeypatch.setattr(ShardService, "__init__", partialmethod(ShardService.__init__, uses_tls=True))
-    monkeypatch.setattr(GrpcCarrier, "__init__", partialmethod(GrpcCarrier.__init__, needs_tls=True))
-
-
 @pytest.fixture(params=[*CARRIERS, "TLS"])
-def ours(request: pytest.FixtureRequest) -> Iterator[Cluster]:
+def ours(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Cluster]:
     if request.param == "TLS":
-        request.getfixturevalue("over_tls")
+        folder = tmp_path_factory.mktemp("certificates")
+        make_authority(folder, "test")
+        issue(folder, folder, [CLIENT, "scheduler", "server"])
+        monkeypatch.setenv(FOLDER_VARIABLE, str(folder))
     cluster = request.getfixturevalue("cluster")
     assert port_of(cluster).offer().uses_tls is (request.param == "TLS")
     with connected(cluster, shared_memory=request.param == "shared memory") as client:
@@ -137,6 +135,19 @@ def test_a_closed_data_port_is_named_with_its_remedy(served: Served, monkeypatch
                 call()
     with connected(open_cluster) as ours:  # on the same machine rows need no port
         assert (ours.table("t").pull(IDS) == 0).all()
+
+
+@pytest.mark.parametrize("ours", ["TLS"], indirect=True)
+def test_under_certificates_rows_go_under_tls_or_not_at_all(ours: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours.table("t").push(IDS, ONES)
+    offer = DataPlanePort.offer
+    monkeypatch.setattr(DataPlanePort, "offer", lambda port: replace(offer(port), uses_tls=False))
+    again = DataPlane(plane_of(ours)._address, plane_of(ours)._ask, shares_memory=False, needs_tls=True)
+    with pytest.raises(errors.ConfigError, match="plain text, which this client does not take; start its server with"):
+        again.connect()
+    plain = DataPlane(plane_of(ours)._address, plane_of(ours)._ask, shares_memory=False)
+    with pytest.raises(errors.DataPortClosed):  # who would send the secret in plain text gets nothing for it
+        plain.connect()
 
 
 def test_a_shard_that_takes_no_connection_says_why(cluster: ServedCluster, monkeypatch: pytest.MonkeyPatch) -> None:
