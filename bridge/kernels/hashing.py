@@ -10,9 +10,11 @@ Legend: N ids, C slots, B buckets, E = 128·B entries.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from geartrain.ams.kernels.position_lru import PositionLru
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.bridge.kernels.launch import Cost, launch, runs_kernels
 
@@ -34,6 +36,7 @@ class HashTable:
 
     The same ids in the order of their slots, inserted into another table, have the same slots there: so it is saved.
     On a CUDA device with Triton it takes 15 bytes a slot, and the host waits at most when the table is about to grow.
+    Elsewhere the index is the compiled one of the host, 56 to 72 bytes a slot.
     The hash has no key: whoever chooses ids can put many into a bucket, which costs time and no more.
     """
 
@@ -57,9 +60,7 @@ class HashTable:
     def find(self, ids_N: Tensor) -> Tensor:
         """Slots, int64 [N], of ids, int64 [N]; -1 where an id is unknown or ``NO_ID``."""
         if not runs_kernels(ids_N.device):
-            place_N = torch.searchsorted(self._sorted_C, ids_N).clamp_(max=self.capacity - 1)
-            is_known_N = (self._sorted_C[place_N] == ids_N) & (ids_N != NO_ID)
-            return torch.where(is_known_N, self._order_C[place_N], -1)
+            return torch.from_numpy(self._index.find(ids_N.cpu().numpy(), touch=False)).to(ids_N.device)
         from geartrain.bridge.kernels.triton import hashing as kernels
 
         slots_N = torch.empty_like(ids_N)
@@ -87,6 +88,9 @@ class HashTable:
         slots_N = self.find(ids_N)
         if not len(ids_N):
             return slots_N
+        if not runs_kernels(ids_N.device):
+            self._add(ids_N[(slots_N < 0) & (ids_N != NO_ID)])
+            return self.find(ids_N)
         is_new_N = (slots_N < 0) & (ids_N != NO_ID)
         first_N = _first_places(ids_N, is_new_N)
         is_first_N = is_new_N & (first_N == torch.arange(len(ids_N), device=ids_N.device))
@@ -107,21 +111,43 @@ class HashTable:
                 self._most = int(self._num_read)
         return torch.where(is_new_N, given_N[first_N], slots_N)
 
-    def make_room(self, num_ids: int) -> None:
-        """Grow unless ``num_ids`` new ids surely fit: to twice the capacity, or more if these need it.
+    def _add(self, new_N: Tensor) -> None:
+        """Number unknown ids, which may occur again and again, by the index of the host."""
+        own = new_N.cpu().numpy()
+        distinct = own[np.sort(np.unique(own, return_index=True)[1])]
+        taken = distinct[: self.capacity - self._most]
+        self._index.place(taken)
+        self.ids_C[self._most : self._most + len(taken)] = torch.from_numpy(taken)
+        self._most += len(taken)
+        self.num_ids.fill_(self._most)
+        self.num_refused += len(distinct) - len(taken)
 
-        The host counts with the number of ids after an earlier call and as if all ids since were new.
+    def make_room(self, num_ids: int) -> None:
+        """Grow unless ``num_ids`` new ids surely fit: to twice the capacity, or more if these need it."""
+        self.grow(self.needed(num_ids))
+
+    @property
+    def most(self) -> int:
+        """Ids that may be in the table, for all that the host knows: it counts with their number after an earlier call,
+        and as if all ids since were new. Waits for nothing."""
+        if self._reading is not None and self._reading.query():  # type: ignore[no-untyped-call]
+            self._count()
+        return self._most
+
+    def _count(self) -> None:
+        """What was asked for is here."""
+        self._reading = None
+        self._most = int(self._num_read) + self._since
+
+    def needed(self, num_ids: int) -> int:
+        """Slots that surely take ``num_ids`` new ids: the capacity, or else at least twice as many.
+
+        The host waits for an earlier call where otherwise the table might grow for nothing.
         """
-        if self._reading is not None:
-            is_over = self._reading.query()  # type: ignore[no-untyped-call]
-            if not is_over and self._most + num_ids > self.capacity:
-                self._reading.synchronize()
-                is_over = True
-            if is_over:
-                self._reading = None
-                self._most = int(self._num_read) + self._since
-        if self._most + num_ids > self.capacity:
-            self.grow(max(2 * self.capacity, self._most + num_ids))
+        if self.most + num_ids > self.capacity and self._reading is not None:
+            self._reading.synchronize()  # type: ignore[no-untyped-call]
+            self._count()
+        return self.capacity if self._most + num_ids <= self.capacity else max(2 * self.capacity, self._most + num_ids)
 
     def grow(self, num_slots: int) -> None:
         """Room for ``num_slots`` at least. Ids keep their slots; the index is made anew, in one pass of the device."""
@@ -134,26 +160,25 @@ class HashTable:
         if num_buckets * _SLOTS <= self.capacity:
             return
         device, held_C = self.ids_C.device, self.ids_C
-        self.ids_C = torch.full((num_buckets * _SLOTS,), NO_ID, device=device)
-        self.ids_C[: len(held_C)] = held_C
-        if runs_kernels(device):
-            self._digests_E = torch.zeros(num_buckets * _BUCKET, dtype=torch.uint8, device=device)
-            self._slots_E = torch.empty(num_buckets * _BUCKET, dtype=torch.int32, device=device)
-            self._fill_B = torch.zeros(num_buckets, dtype=torch.int32, device=device)
-            self._insert(held_C, torch.where(held_C == NO_ID, -1, torch.arange(len(held_C), device=device)))
-        else:
-            self._sorted_C, self._order_C = self.ids_C.sort()
+        ids_C = torch.full((num_buckets * _SLOTS,), NO_ID, device=device)
+        ids_C[: len(held_C)] = held_C
+        if not runs_kernels(device):
+            if len(held_C):
+                self._index.grow(len(ids_C))
+            else:
+                self._index = PositionLru(len(ids_C))
+            self.ids_C = ids_C
+            return
+        digests_E = torch.zeros(num_buckets * _BUCKET, dtype=torch.uint8, device=device)
+        slots_E = torch.empty(num_buckets * _BUCKET, dtype=torch.int32, device=device)
+        fill_B = torch.zeros(num_buckets, dtype=torch.int32, device=device)
+        slots_C = torch.where(held_C == NO_ID, -1, torch.arange(len(held_C), device=device))
+        # Only once there is memory for all: where there is not, the table stays as it was.
+        self.ids_C, self._digests_E, self._slots_E, self._fill_B = ids_C, digests_E, slots_E, fill_B
+        self._insert(held_C, slots_C)
 
     def _insert(self, ids_N: Tensor, slots_N: Tensor) -> None:
         """Put ids, all unknown and different, into the index, where their slots are not -1."""
-        if not runs_kernels(ids_N.device):
-            if ids_N.is_cpu and not (slots_N >= 0).any():
-                return
-            padded = torch.cat([self.ids_C, self.ids_C[:1]])
-            padded[torch.where(slots_N >= 0, slots_N, self.capacity)] = ids_N
-            self.ids_C.copy_(padded[:-1])
-            self._sorted_C, self._order_C = self.ids_C.sort()
-            return
         from geartrain.bridge.kernels.triton import hashing as kernels
 
         launch(
@@ -176,12 +201,6 @@ class HashTable:
 def _first_places(ids_N: Tensor, is_new_N: Tensor) -> Tensor:
     """Where each of the ids that are new first occurs among them, int64 [N]; for others any place."""
     num, device = len(ids_N), ids_N.device
-    if not runs_kernels(device):
-        sorted_N, order_N = ids_N.sort(stable=True)
-        is_start_N = torch.ones(num, dtype=torch.bool, device=device)
-        is_start_N[1:] = sorted_N[1:] != sorted_N[:-1]
-        start_N = torch.where(is_start_N, torch.arange(num, device=device), 0).cummax(0).values
-        return torch.empty_like(order_N).scatter_(0, order_N, order_N[start_N])
     from geartrain.bridge.kernels.triton import hashing as kernels
 
     size = 1 << (2 * num - 1).bit_length()
@@ -201,3 +220,23 @@ def _first_places(ids_N: Tensor, is_new_N: Tensor) -> Tensor:
         num_warps=4,
     )
     return first[place_N].clamp_(max=num - 1).to(torch.int64)
+
+
+def owners(ids_N: Tensor, ranks: int) -> Tensor:
+    """Which of ``ranks`` (below 2^31) an id's row is on, int64 [N], the same everywhere: ranks · splitmix64(id) / 2^64.
+
+    By the upper 32 bits of that hash, and so apart from the buckets of an index, which go by another one.
+    """
+    word = ids_N + _GOLDEN  # wraps, as all that follows
+    for shift, factor in ((30, _FIRST), (27, _SECOND)):
+        word = (word ^ _right(word, shift)) * factor
+    return (_right(word ^ _right(word, 31), 32) * ranks) >> 32
+
+
+def _right(word: Tensor, shift: int) -> Tensor:
+    """A shift of unsigned numbers."""
+    return (word >> shift) & ((1 << (64 - shift)) - 1)
+
+
+_GOLDEN, _FIRST, _SECOND = (word - 2**64 for word in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+"""Of Steele, Lea and Flood (OOPSLA 2014), as the core has them."""

@@ -7,8 +7,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from geartrain.ams.kernels import ops
 from geartrain.ams.values.errors import InvalidArgument
-from geartrain.bridge.kernels.hashing import NO_ID, HashTable
+from geartrain.bridge.kernels.hashing import NO_ID, HashTable, owners
 from geartrain.bridge.kernels.launch import interpreted
 
 CPU = torch.device("cpu")
@@ -120,15 +121,26 @@ class LateEvent:
 
 
 def test_the_host_waits_only_where_its_count_is_tight() -> None:
-    table, event = HashTable(192, CPU), LateEvent()
-    for number in range(3):
+    pytest.importorskip("triton")
+    with interpreted():
+        table, event = HashTable(192, CPU), LateEvent()
+        for number in range(3):
+            table.make_room(50)
+            if number == 1:
+                table._reading = event  # type: ignore[assignment]
+            table.find_or_insert(torch.arange(50))
+        assert event.waits == 0 and table.most == 150
         table.make_room(50)
-        if number == 1:
-            table._reading = event  # type: ignore[assignment]
-        table.find_or_insert(torch.arange(50))
-    assert event.waits == 0 and table._most == 150
-    table.make_room(50)
     assert event.waits == 1 and table._reading is None and table.capacity == 384
+
+
+def test_owners_are_even_and_those_of_the_hash_of_the_core() -> None:
+    ids = torch.cat([torch.arange(5000), torch.randint(2**63 - 1, (5000,)), torch.tensor([2**63 - 1, NO_ID])])
+    for ranks in (1, 2, 3, 4096):
+        found = owners(ids, ranks)
+        wanted = [int(word) * ranks >> 64 for word in ops.splitmix64(ids.numpy())]
+        assert found.tolist() == wanted
+    assert owners(ids, 3).bincount().min() > 3100
 
 
 def test_a_table_has_a_limit() -> None:
