@@ -79,8 +79,9 @@ class EmbeddingGroup(nn.Module):
                 vectors stay those of the nodes, [N, D], for ``gt.per_level`` and ``gt.LevelLinear``.
             rows: ``"pull"``: the rows are in the cluster, and those of a batch travel. ``"ranks"``: they are on the
                 devices of the ranks (``process_group``; without torch.distributed this process alone), each table split
-                by its rows; the fields say ``num_rows``, and there is no cluster. Every rank looks up its own batch and
-                goes backward, and all step together: rows change by the mean of the gradients, weighted by samples
+                by its rows, and there is no cluster. Where a field says no ``num_rows``, look-ups that train make rows,
+                and room for them doubles as they come. Every rank looks up its own batch and goes backward, and all
+                step together: rows change by the mean of the gradients, weighted by samples
                 (bags), once. Rows move with ``.to(device)``. Cost of a step for N ids on a rank, whatever the number of
                 fields: one exchange of counts between the hosts, three all-to-alls (16·N bytes of ids, 4·D for
                 each bag and rank that has ids of it, and as much for its gradient) and an all-reduce of one number.
@@ -180,6 +181,7 @@ class EmbeddingGroup(nn.Module):
         Raises:
             InvalidArgument: A field is not in the batch, or weights are no numbers.
             InvalidIds: Ids are no integers, negative or out of range, or offsets fall: names field, row and value.
+            OutOfMemory: On ranks, for new rows; then no row has changed.
             ShardUnavailable, ShardRestarted: see ``Table.pull``.
         """
         merged = self.merged(batch)

@@ -96,7 +96,7 @@ class RankFields(GroupRows):
         self.parts = [TrainedTables(update, DevicePlacement(update)) for update in self._updates]
         self._names = [name for names in order for name in names]
         self._tables = [tables[name] for name in self._names]
-        self._num_rows = [table.spec.num_rows or 0 for table in self._tables]
+        self._num_rows = [table.spec.num_rows for table in self._tables]
         self._under_way: deque[tuple[Readback, Sequence[TensorIds]]] = deque()
         """What is wrong with the ids of batches, and these."""
         self.write_logs = []
@@ -168,7 +168,8 @@ class RankFields(GroupRows):
         num_ids = sum(len(ids.values) for ids in own)
         num_bounds = sum(shape.num_vectors + 1 for shape in shapes if not shape.length)
         offsets = numbers[num_ids : num_ids + num_bounds] if num_bounds else None
-        asked, status = index_fields(shapes, numbers[:num_ids], offsets, weights_N, self._num_rows)
+        ranks = self._link.world_size
+        asked, status = index_fields(shapes, numbers[:num_ids], offsets, weights_N, self._num_rows, ranks)
         if device.type == "cpu" and (wrong := int(status)):
             raise self._wrong(wrong, given)
         return RankBatch(given, asked, status)
@@ -184,8 +185,10 @@ class RankFields(GroupRows):
             return InvalidIds(f"the offsets of field {field.name!r} do not rise from 0 to its number of ids")
         if kind == 3:
             return InvalidIds(f"the weights of field {field.name!r} are not all finite; weights must be finite")
-        num_rows = self.specs[field.table_name].num_rows or 0
-        is_bad = (ids.values < 0) | (ids.values >= num_rows)
+        num_rows = self.specs[field.table_name].num_rows
+        is_bad = ids.values < 0
+        if num_rows is not None:
+            is_bad |= ids.values >= num_rows
         if field.padding_id is not None:
             is_bad &= ids.values != field.padding_id
         bags = ids.bags if isinstance(ids.bags, int) else ids.bags.cpu().numpy()
@@ -207,12 +210,13 @@ class RankFields(GroupRows):
         if failure is None:
             assert merged.asked is not None and merged.status is not None
             given = [merged.given[number] for number in self._with_rows]
-            lookup = DeviceLookup(self._tables, merged.asked)
+            lookup = DeviceLookup(self._tables, merged.asked, makes_rows=torch.is_grad_enabled())
             if self._device.type != "cpu":
                 self._under_way.append((Readback(merged.status), merged.given))
         samples = given[0].num_samples if given else 0
         ranks = self._link.world_size
-        agreed, weight = self._agree(failure, samples, lookup, 2 * ranks * len(fields) + 1 if ranks > 1 else 0)
+        num_counts = 2 * ranks * len(fields) + self._num_rows.count(None) + 1 if ranks > 1 else 0
+        agreed, weight = self._agree(failure, samples, lookup, num_counts)
         assert lookup is not None and merged.status is not None
         call = _Call(self._updates, lookup, merged.status, agreed, weight, samples)
         if torch.is_grad_enabled():
@@ -280,13 +284,13 @@ def _specs(settings: GroupSettings) -> dict[str, TableSpec]:
                 f"field {field.name!r} has where={field.where!r}, and rows='ranks' are pooled on their ranks; "
                 "leave where= out"
             )
-        if spec.num_rows is None:
+        if spec.num_rows is None and (spec.counts_steps or spec.is_scaled):
             raise InvalidArgument(
-                f"table {field.table_name!r} (field {field.name!r}) has no num_rows, and rows='ranks' splits a table "
-                f"by its rows: say how many ids there are, gt.Field({field.name!r}, num_rows=1_000_000). Where that is "
-                "not known, hash ids into a range, or keep the rows in a cluster, whose tables grow (rows='pull')"
+                f"table {field.table_name!r} (field {field.name!r}) has no num_rows, and on ranks tables that grow "
+                "have neither rows that move untouched nor 8 bits: say how many ids there are, "
+                f"gt.Field({field.name!r}, num_rows=1_000_000), or use untouched='freeze', or 16 bits"
             )
-        for setting in ("admission", "expiry"):  # max_bytes goes with no num_rows
+        for setting in ("admission", "expiry", "max_bytes"):
             if getattr(spec, setting) is not None:
                 raise InvalidArgument(
                     f"table {field.table_name!r} (field {field.name!r}) has {setting}, and rows on ranks all stay; "

@@ -31,8 +31,8 @@ class Routed(NamedTuple):
     """Ids sorted by the ranks of their rows."""
 
     words: Tensor
-    """int64: the key; the number of the pair in the low half, the weight's bits in the high one. Ids that count for
-    nothing come last, and do not travel."""
+    """int64: the key, or the id where some have no bound; the number of the pair in the low half, the weight's bits in
+    the high one. Ids that count for nothing come last, and do not travel."""
     pairs_RV: Tensor
     """int32 [1 + R · V]: 0, and how many pairs there are up to each rank and vector."""
     starts_Q: Tensor
@@ -81,7 +81,7 @@ def route(asked: Entries, shares: Sequence[int], num_ranks: int) -> Routed:
         numbers,
         rank_N,
         order_N,
-        asked.key_N,
+        asked.key_N if asked.ids_N is None else asked.ids_N,
         asked.place_N,
         pairs_RV if asked.weights_N is None else asked.weights_N,
         pairs_RV,
@@ -115,7 +115,8 @@ def _route_reference(asked: Entries, share_T: Tensor, first_F: Tensor, num_ranks
     part_N = (rank_N * num_fields + field_N).clamp_(max=num_parts)[order_N]
     weights_N = torch.ones(len(key_N), device=device) if asked.weights_N is None else asked.weights_N
     halves = [pairs_RV[at_N] - 1, weights_N.view(torch.int32)]
-    words = torch.stack([key_N, torch.stack(halves, 1).view(torch.int64).view(-1)], 1)[order_N]
+    sent_N = key_N if asked.ids_N is None else asked.ids_N
+    words = torch.stack([sent_N, torch.stack(halves, 1).view(torch.int64).view(-1)], 1)[order_N]
     parts_Q = torch.arange(num_parts + 1, device=device)
     first_Q = pairs_RV[parts_Q // num_fields * num_vectors + first_F[parts_Q % num_fields]].to(torch.int64)
     return Routed(words, pairs_RV, torch.stack([torch.searchsorted(part_N, parts_Q), first_Q]))

@@ -40,6 +40,9 @@ class HashTable:
     The hash has no key: whoever chooses ids can put many into a bucket, which costs time and no more.
     """
 
+    _index: PositionLru
+    """Of the host, where no kernels run."""
+
     def __init__(self, num_slots: int, device: torch.device) -> None:
         """Room for ``num_slots`` at least."""
         self.ids_C = torch.empty(0, dtype=torch.int64, device=device)
@@ -134,6 +137,11 @@ class HashTable:
             self._count()
         return self._most
 
+    @property
+    def room(self) -> int:
+        """New ids that surely fit."""
+        return self.capacity - self.most
+
     def _count(self) -> None:
         """What was asked for is here."""
         self._reading = None
@@ -145,22 +153,18 @@ class HashTable:
         The host waits for an earlier call where otherwise the table might grow for nothing.
         """
         if self.most + num_ids > self.capacity and self._reading is not None:
-            self._reading.synchronize()  # type: ignore[no-untyped-call]
+            self._reading.synchronize()
             self._count()
-        return self.capacity if self._most + num_ids <= self.capacity else max(2 * self.capacity, self._most + num_ids)
+        wanted = self._most + num_ids
+        return self.capacity if wanted <= self.capacity else _capacity_for(max(2 * self.capacity, wanted))
 
     def grow(self, num_slots: int) -> None:
         """Room for ``num_slots`` at least. Ids keep their slots; the index is made anew, in one pass of the device."""
-        num_buckets = 1 << (max(1, -(-num_slots // _SLOTS)) - 1).bit_length()
-        if num_buckets * _SLOTS > _MOST_SLOTS:
-            raise InvalidArgument(
-                f"a hash table of {num_slots:,} slots is more than the {_MOST_SLOTS:,} that one takes; spread the "
-                "ids over more ranks, or over more tables"
-            )
-        if num_buckets * _SLOTS <= self.capacity:
+        capacity = _capacity_for(num_slots)
+        if capacity <= self.capacity:
             return
-        device, held_C = self.ids_C.device, self.ids_C
-        ids_C = torch.full((num_buckets * _SLOTS,), NO_ID, device=device)
+        num_buckets, device, held_C = capacity // _SLOTS, self.ids_C.device, self.ids_C
+        ids_C = torch.full((capacity,), NO_ID, device=device)
         ids_C[: len(held_C)] = held_C
         if not runs_kernels(device):
             if len(held_C):
@@ -196,6 +200,16 @@ class HashTable:
             BLOCK=kernels.INSERTED,
             num_warps=4,
         )
+
+
+def _capacity_for(num_slots: int) -> int:
+    capacity = _SLOTS << (max(1, -(-num_slots // _SLOTS)) - 1).bit_length()
+    if capacity > _MOST_SLOTS:
+        raise InvalidArgument(
+            f"a hash table of {num_slots:,} slots is more than the {_MOST_SLOTS:,} that one takes; spread the "
+            "ids over more ranks, or over more tables"
+        )
+    return capacity
 
 
 def _first_places(ids_N: Tensor, is_new_N: Tensor) -> Tensor:

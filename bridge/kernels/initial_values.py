@@ -7,6 +7,7 @@ normal distribution from + − · / and a root alone: Wichura's AS 241 (PPND16) 
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Sequence
 
 import numpy as np
@@ -40,41 +41,57 @@ SQRT_HALF_BITS = 0x3FE6A09E667F3BCD
 
 
 def write_initial_values(
-    rows_ND: Tensor, first_id: int, *, distribution: int, first: float, second: float, seed: int, table_hash: int
+    rows_LD: Tensor,
+    first_id: int,
+    *,
+    distribution: int,
+    first: float,
+    second: float,
+    seed: int,
+    table_hash: int,
+    ids_N: Tensor | None = None,
+    numbers_N: Tensor | None = None,
 ) -> None:
-    """Write the first values of rows of consecutive ids, rounded to the nearest of their storage type.
+    """Write the first values of rows, of all in the order of their ids or of some, rounded to the nearest of their
+    storage type.
 
     Args:
-        rows_ND: float32, bfloat16 or float16, contiguous; overwritten.
-        first_id: Of row 0.
+        rows_LD: float32, bfloat16 or float16, contiguous; overwritten.
+        first_id: Of row 0, where all are written.
         distribution: CONSTANT (``first``), UNIFORM on [first, second) or NORMAL (mean and standard deviation).
         first: See there.
         second: See there.
         seed: The table's, 64 bits.
         table_hash: Of its name, 32 bits.
+        ids_N: Of the rows to be written, int64; None: all from ``first_id`` on.
+        numbers_N: Their numbers, int64; -1: not to be written. A row may occur again, with the same id.
 
     One kernel, or tensor operations on blocks of 8 MiB.
     """
-    if distribution == CONSTANT:
-        rows_ND.fill_(first)
+    if distribution == CONSTANT and ids_N is None:
+        rows_LD.fill_(first)
         return
-    num, dim = rows_ND.shape
+    if distribution == CONSTANT:
+        distribution = NORMAL  # without deviation
+    num, dim = len(rows_LD) if ids_N is None else len(ids_N), rows_LD.shape[1]
     below = _largest_below(second, first)
-    if runs_kernels(rows_ND.device):
+    if runs_kernels(rows_LD.device):
         from geartrain.bridge.kernels.triton.initial_values import tile, write_rows
 
         options = tile(dim)
         launch(
             write_rows,
             (-(-num // options["N"]), -(-dim // options["C"])),
-            rows_ND,
-            torch.tensor([first, second], dtype=torch.float64, device=rows_ND.device),
+            rows_LD,
+            ids_N,
+            numbers_N,
+            *struct.unpack("qq", struct.pack("dd", first, second)),  # a kernel takes numbers as float32
             below,
             num,
             first_id,
             seed,
             table_hash,
-            cost=Cost(rows_ND.nbytes),
+            cost=Cost(rows_LD.nbytes if ids_N is None else 16 * num),  # as if none were new, as most are not in a step
             D=dim,
             IS_NORMAL=distribution == NORMAL,
             enable_fp_fusion=False,
@@ -82,19 +99,25 @@ def write_initial_values(
         )
         return
     block = max(1, _BLOCK_NUMBERS // dim)
-    columns = torch.arange(-(-dim // 4), device=rows_ND.device)
-    hash_word = torch.full((), table_hash, device=rows_ND.device)
-    for start in range(0, num, block):
-        ids_N = torch.arange(first_id + start, first_id + min(start + block, num), device=rows_ND.device)
-        low, high = (ids_N & WORD).unsqueeze(1), (ids_N >> 32).unsqueeze(1)
+    columns = torch.arange(-(-dim // 4), device=rows_LD.device)
+    hash_word = torch.full((), table_hash, device=rows_LD.device)
+    rows_N = torch.arange(num, device=rows_LD.device)
+    if ids_N is None:
+        ids_N = rows_N + first_id
+    elif numbers_N is not None:
+        is_meant_N = numbers_N >= 0
+        ids_N, rows_N = ids_N[is_meant_N], numbers_N[is_meant_N]
+    for start in range(0, len(ids_N), block):
+        ids_B = ids_N[start : start + block]
+        low, high = (ids_B & WORD).unsqueeze(1), (ids_B >> 32).unsqueeze(1)
         words = philox_words(seed, (low, high, columns.unsqueeze(0), hash_word), _ROUNDS)
-        words_ND = words.reshape(len(ids_N), -1)[:, :dim].double()
+        words_ND = words.reshape(len(ids_B), -1)[:, :dim].double()
         if distribution == NORMAL:
             values_ND = (inverse_normal(words_ND) * second + first).float()
         else:
             values_ND = (words_ND * 2.0**-32 * (second - first) + first).float()
             values_ND = torch.where(values_ND.double() >= second, below, values_ND)
-        rows_ND[start : start + block] = values_ND
+        rows_LD[rows_N[start : start + block]] = values_ND.to(rows_LD.dtype)
 
 
 def _largest_below(high: float, low: float) -> float:

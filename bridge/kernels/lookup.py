@@ -2,7 +2,8 @@
 
 An id of a table is one integer, its key: table << bits | id. Keys of ids that count for nothing (padding, ids out of
 range) are ``none``, which is behind all others. So the ids of a whole batch are sorted at once, and no shape depends on
-what the ids are: the host waits for nothing.
+what the ids are: the host waits for nothing. Where ids have no bound, the rows' numbers stand for them in keys, once
+they are known on the rank of the rows; before, the rank does.
 
 Legend: N ids, V vectors, Q pieces (the vectors of one field, for one rank), T tables, D width, U distinct rows.
 """
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 
+from geartrain.bridge.kernels.hashing import owners
 from geartrain.bridge.kernels.launch import Cost, launch, runs_kernels
 from geartrain.bridge.kernels.optimizers import StepNumbers
 from geartrain.bridge.kernels.row_update import RowArrays
@@ -76,6 +78,8 @@ class Entries:
     """float32; None: 1 each."""
     factor_V: Tensor | None = None
     """float32, of each vector; None: 1 each."""
+    ids_N: Tensor | None = None
+    """int64, the ids themselves, where those of some table have no bound; else None."""
 
     @property
     def none(self) -> int:
@@ -99,9 +103,13 @@ class Entries:
         )
 
 
-def id_bits(num_rows: Sequence[int]) -> int:
-    """Bits of an id in a key, for tables of ``num_rows``."""
-    return max(1, (max(num_rows) - 1).bit_length())
+NUMBER_BITS = 31
+"""Of a row's number, where ids have no bound."""
+
+
+def id_bits(num_rows: Sequence[int | None]) -> int:
+    """Bits of an id in a key, for tables of ``num_rows``; None: of any."""
+    return max(NUMBER_BITS if rows is None else max(1, (rows - 1).bit_length()) for rows in num_rows)
 
 
 def on_device(numbers: Sequence[int], device: torch.device) -> Tensor:
@@ -120,7 +128,8 @@ def index_fields(
     ids_N: Tensor,
     offsets: Tensor | None,
     weights_N: Tensor | None,
-    num_rows: Sequence[int],
+    num_rows: Sequence[int | None],
+    ranks: int = 1,
 ) -> tuple[Entries, Tensor]:
     """The keys and bags of the ids of all fields, and what is wrong with them (0-dim, int64; 0: nothing).
 
@@ -129,7 +138,8 @@ def index_fields(
         ids_N: Integers, those of the fields one behind the other.
         offsets: Integers, of each field without a ``length`` its [V + 1], one behind the other; from 0 for each.
         weights_N: float32, or None.
-        num_rows: Of each table; ids lie below.
+        num_rows: Of each table; ids lie below. None: any id >= 0.
+        ranks: Over which the rows of tables of any ids are spread.
 
     What is wrong is (fields - field) · 4 + 1 for an id out of range, + 2 for offsets that do not rise from 0 to the
     number of ids, + 3 for a weight that is not finite, of the first such field. The entries are of the sound ids.
@@ -147,9 +157,10 @@ def index_fields(
     in_no_bag = [place for place, field in enumerate(fields) if field.num_ids > field.num_vectors == 0]
     number = (len(fields) - in_no_bag[0]) * 4 + 2 if in_no_bag else 0
     status = torch.full((), number, dtype=torch.int64, device=device)
-    found = Entries(bits, len(num_rows), pieces, key_N, place_N, bounds_V, weights_N, factor_V)
+    raw_N = ids_N.to(torch.int64) if None in num_rows else None
+    found = Entries(bits, len(num_rows), pieces, key_N, place_N, bounds_V, weights_N, factor_V, raw_N)
     if not runs_kernels(device):
-        _index_reference(found, fields, ids_N, offsets, num_rows, status)
+        _index_reference(found, fields, ids_N, offsets, num_rows, ranks, status)
         return found, status
     from geartrain.bridge.kernels.triton import lookup as kernels
 
@@ -157,7 +168,8 @@ def index_fields(
     numbers: list[int] = []
     for place, field in enumerate(fields):
         flags = (field.padding_id is not None) + {"sum": 0, "mean": 2, "sqrtn": 4}[field.pooling]
-        numbers += [field.table, num_rows[field.table], first_ids[place], field.num_ids, first_vectors[place]]
+        flags += 8 * (num_rows[field.table] is None)
+        numbers += [field.table, _last_id(num_rows[field.table]), first_ids[place], field.num_ids, first_vectors[place]]
         numbers += [field.num_vectors, field.length, at, field.padding_id or 0, flags]
         at += 0 if field.length else field.num_vectors + 1
     most = max((max(field.num_ids, field.num_vectors) for field in fields), default=0)
@@ -177,6 +189,7 @@ def index_fields(
         status,
         bits,
         none,
+        ranks,
         cost=Cost(sum(map(_bytes, (ids_N, offsets, weights_N, key_N, place_N, bounds_V, factor_V)))),
         WEIGHTED=weights_N is not None,
         FACTORED=has_factors,
@@ -191,7 +204,8 @@ def _index_reference(
     fields: Sequence[FieldShape],
     ids_N: Tensor,
     offsets: Tensor | None,
-    num_rows: Sequence[int],
+    num_rows: Sequence[int | None],
+    ranks: int,
     status: Tensor,
 ) -> None:
     at, device = 0, ids_N.device
@@ -212,18 +226,23 @@ def _index_reference(
         bag_N = torch.searchsorted(own[1:], torch.arange(len(ids), device=device), right=True)
         bag_N.clamp_(max=max(0, field.num_vectors - 1))
         is_none = torch.zeros_like(ids, dtype=torch.bool) if field.padding_id is None else ids == field.padding_id
-        is_bad = ((ids < 0) | (ids >= num_rows[field.table])) & ~is_none
+        is_bad = ((ids < 0) | (ids > _last_id(num_rows[field.table]))) & ~is_none
         torch.maximum(status, torch.where(is_bad.any(), number + 1, 0), out=status)
         weights = None if found.weights_N is None else found.weights_N[first:stop]
         if weights is not None:
             torch.maximum(status, torch.where(weights.isfinite().all(), 0, number + 3), out=status)
-        found.key_N[first:stop] = torch.where(is_none | is_bad, found.none, (field.table << found.bits) | ids)
+        in_key = ids if num_rows[field.table] is not None else owners(ids, ranks)
+        found.key_N[first:stop] = torch.where(is_none | is_bad, found.none, (field.table << found.bits) | in_key)
         found.place_N[first:stop] = (place << PLACE_BITS) | bag_N
         first_vector = found.first_vectors[place]
         found.bounds_V[first_vector : first_vector + len(own)] = own + first
         if found.factor_V is not None:
             counts = (~is_none).to(torch.float32) if weights is None else torch.where(is_none, 0.0, weights)
             found.factor_V[first_vector : first_vector + field.num_vectors] = _factors(field, bag_N, counts)
+
+
+def _last_id(num_rows: int | None) -> int:
+    return 2**63 - 1 if num_rows is None else num_rows - 1
 
 
 def _factors(field: FieldShape, bag_N: Tensor, weights_N: Tensor) -> Tensor:
@@ -498,6 +517,7 @@ class SortedGradients:
                 at = [_shifted(RowSpan(rows, first)), 0 if slots is None else _shifted(RowSpan(slots, first))]
                 steps_at = 0 if steps is None else address(steps) - 8 * first
                 numbers[member] = [1, *at, steps_at, address(own.refused), own.key - (own.key >> 63 << 64)]
+                numbers[member] = [*numbers[member], address(own.ids_L)]
             slot_bytes = 0 if slots_D is None else slots_D.shape[1] * slots_D.itemsize
             constants = {
                 "ROWS_ALIGNED": dim * like.rows_LD.itemsize % 16 == 0 and slot_bytes % 16 == 0,

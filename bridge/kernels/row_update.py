@@ -45,6 +45,8 @@ class RowArrays:
     """Id of row 0."""
     key: int
     """Of the rounding: ``rounding_key`` of the table."""
+    ids_L: Tensor | None = None
+    """int64, the ids of the rows; None: they follow one another from ``first``."""
 
     def rows(self, index: RowIndex, dtype: torch.dtype) -> Tensor:
         """A copy of rows [N, D]."""
@@ -53,6 +55,10 @@ class RowArrays:
     def slots(self, index: RowIndex, dtype: torch.dtype) -> Tensor | None:
         """A copy of slots [N, S]."""
         return None if self.slots_LS is None else _read(self.slots_LS, self.slot_scales_LK, index, dtype)
+
+    def ids(self, numbers_N: Tensor) -> Tensor:
+        """Ids [N] of rows."""
+        return numbers_N + self.first if self.ids_L is None else self.ids_L[numbers_N]
 
     def numbers(self, index: RowIndex) -> Tensor:
         """Numbers [N] of the rows."""
@@ -129,7 +135,7 @@ def store(
     changed: list[tuple[Tensor, Tensor]] = []
     drawn_by_N = updates_N if stored.clock is None else stored.clock.expand(len(numbers_N))
     for old, old_scales, values, part in found:
-        ids_N = at_N + stored.first
+        ids_N = stored.ids(at_N)
         if old_scales is not None and drawn_by_N is not None:
             drawn_ND = draws(stored.key, ids_N, drawn_by_N, part, values.shape[1])
             keeps_N = keeps_N | ~(values.abs() <= _LARGEST_SCALED).all(1)
@@ -188,6 +194,7 @@ def _launch(
         start,
         num,
         stored.first,
+        stored.ids_L,
         stored.key,
         numbers.decay,
         numbers.a,

@@ -10,6 +10,7 @@ Legend: D width, V vectors of a field, U distinct rows.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import TypeVar
@@ -20,8 +21,10 @@ from torch import Tensor
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
 from geartrain.bridge.kernels.exchange import RankPairs, arrived, route
+from geartrain.bridge.kernels.hashing import NO_ID
 from geartrain.bridge.kernels.launch import runs_kernels
 from geartrain.bridge.kernels.lookup import (
+    PLACE_BITS,
     BagPiece,
     Entries,
     RowSpan,
@@ -45,14 +48,16 @@ _PLAIN = {"float32", "bfloat16", "float16"}
 class DeviceLookup:
     """The vectors of all fields of one batch. Every rank makes the same calls, with as many fields."""
 
-    def __init__(self, tables: Sequence[DeviceRows], asked: Entries) -> None:
-        """``tables`` are over the same ranks, on one device, and so are the ids. Nothing travels yet."""
-        self._tables, self._asked = tables, asked
+    def __init__(self, tables: Sequence[DeviceRows], asked: Entries, *, makes_rows: bool = True) -> None:
+        """``tables`` are over the same ranks, on one device, and so are the ids; ``makes_rows``: for ids that have none
+        yet, where they have no bound. Nothing travels yet."""
+        self._tables, self._asked, self._makes_rows = tables, asked, makes_rows
+        self._growing = [number for number, table in enumerate(tables) if table.ids.table is not None]
         self._link = tables[0].link
-        self._rows = [RowSpan(table.rows_LD, table.first) for table in tables]
+        self._rows: list[RowSpan] = []
         self.counts: list[int] = []
         """What several ranks exchange: for each rank and field how many ids go there, and how many vectors have them;
-        and whether the ids have weights."""
+        for each table without a bound how many new rows it has room for here; and whether the ids have weights."""
         self._here = asked
         """What is asked of the rows of this rank, by all."""
         if self._link.world_size > 1:
@@ -64,7 +69,8 @@ class DeviceLookup:
         starts = download(routed.starts_Q).tolist()  # of a device the host waits here
         counts = [[stop - start for start, stop in pairwise(own)] for own in starts]
         self._words = routed.words[: starts[0][-1]]
-        self.counts = [*counts[0], *counts[1], int(self._asked.weights_N is not None)]
+        rooms = [table.ids.table.room for table in self._tables if table.ids.table is not None]
+        self.counts = [*counts[0], *counts[1], *rooms, int(self._asked.weights_N is not None)]
         self._pairs = RankPairs(
             routed.pairs_RV,
             [counts[1][at : at + num_fields] for at in range(0, len(counts[1]), num_fields)],
@@ -75,10 +81,50 @@ class DeviceLookup:
     def _dim(self, piece: BagPiece) -> int:
         return self._tables[piece.table].spec.dim
 
+    def _make_room(self, counts: Sequence[Sequence[int]]) -> None:
+        """For the rows that the ids of all ranks may make. If there is no memory on some rank, every rank raises."""
+        ranks, num_fields = self._link.world_size, len(self._asked.pieces)
+
+        def arriving(rank: int, table: int) -> int:
+            own = [number for number, piece in enumerate(self._asked.pieces) if piece.table == table]
+            return sum(count[rank * num_fields + number] for count in counts for number in own)
+
+        def grow() -> None:
+            for table in self._growing:
+                self._tables[table].make_room(arriving(self._link.rank, table))
+
+        first_room = 2 * ranks * num_fields
+        if any(
+            arriving(rank, table) > counts[rank][first_room + number]
+            for rank in range(ranks)
+            for number, table in enumerate(self._growing)
+        ):
+            self._link.run_together(grow, "there was no room for new rows of embeddings")
+
+    def _number(self, entries: Entries, ids_N: Tensor) -> Entries:
+        """The same with the numbers of rows in keys; ``ids_N`` are what is asked of the rows of this rank."""
+        sizes = [piece.num_ids for piece in entries.pieces]
+        parts = list(entries.key_N.split_with_sizes(sizes))
+        ids = ids_N.split_with_sizes(sizes)
+        for table in self._growing:
+            own = [number for number, piece in enumerate(entries.pieces) if piece.table == table]
+            if not own:
+                continue
+            is_none_N = torch.cat([parts[number] for number in own]) >= entries.none
+            asked_N = torch.where(is_none_N, NO_ID, torch.cat([ids[number] for number in own]))
+            numbers_N = self._tables[table].numbers_of(asked_N, makes=self._makes_rows)
+            key_N = torch.where(is_none_N, entries.none, (table << entries.bits) | numbers_N)
+            for number, part in zip(own, key_N.split_with_sizes([sizes[number] for number in own]), strict=True):
+                parts[number] = part
+        return dataclasses.replace(entries, key_N=torch.cat(parts), ids_N=None)
+
     def vectors(self, counts: Sequence[Sequence[int]]) -> list[Tensor]:
         """The vectors [V, D] of each field, float32, from the ``counts`` of every rank. Two all-to-alls."""
         if self._link.world_size == 1:
+            if self._asked.ids_N is not None:
+                self._here = self._number(self._asked, self._asked.ids_N)
             return self._pooled()
+        self._make_room(counts)
         num_fields, rank = len(self._asked.pieces), self._link.rank
         num_parts = self._link.world_size * num_fields
         pieces: list[BagPiece] = []
@@ -95,12 +141,20 @@ class DeviceLookup:
         words = self._link.all_to_all(self._words, leaving, arriving)
         are_weighted = any(count[-1] for count in counts)
         self._here = arrived(words, self._asked, pieces, first_pairs, are_weighted=are_weighted)
+        if self._growing:
+            ids_N, device = self._here.key_N, self._here.key_N.device
+            numbers = [*(piece.table for piece in pieces), *(piece.table not in self._growing for piece in pieces)]
+            table_Q, is_in_key_Q = on_device(numbers, device).view(2, -1)
+            piece_N = self._here.place_N >> PLACE_BITS
+            key_N = (table_Q[piece_N] << self._here.bits) | (ids_N * is_in_key_Q[piece_N])
+            self._here = self._number(dataclasses.replace(self._here, key_N=key_N), ids_N)
         self._sizes = [sum(piece.num_vectors * self._dim(piece) for piece in own) for own in _parts(pieces, num_fields)]
         sums = torch.empty(sum(self._sizes), device=words.device)
         self._pooled(sums)
         return self._pairs.join(self._link.all_to_all(sums, self._sizes, self._pairs.sizes), self._asked.factor_V)
 
     def _pooled(self, into: Tensor | None = None) -> list[Tensor]:
+        self._rows = [RowSpan(table.rows_LD, table.first) for table in self._tables]
         is_plain = all(table.steps is None and table.spec.dtype in _PLAIN for table in self._tables)
         return pool(self._here, self._rows, None if is_plain else self._current_rows, into=into)
 

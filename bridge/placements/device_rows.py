@@ -1,10 +1,12 @@
-"""Rows and their slots in the memory of the ranks' devices: consecutive ids on each.
+"""Rows and their slots in the memory of the ranks' devices: consecutive ids on each, or any, by a hash.
 
-Legend: C rows in all, L of them on this rank, D width, N rows of a call. Rows are numbered from the rank's first id.
+Legend: C rows in all, L of them on this rank, D width, N rows of a call. Rows are numbered from the rank's first id, or
+as their ids came (``row_ids.py``).
 """
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Mapping
 from concurrent.futures import Future
@@ -20,17 +22,21 @@ from geartrain.ams.kernels.ops import sample_ids
 from geartrain.ams.tables import array_update as array_update
 from geartrain.ams.tables.compiled_store import distribution_of, table_hash
 from geartrain.ams.tables.row_table import RowTable
-from geartrain.ams.values.errors import NonFinite
+from geartrain.ams.values.errors import InvalidIds, NonFinite, OutOfMemory
 from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
 from geartrain.ams.values.shard_messages import Done, SyncGroup
 from geartrain.ams.values.specs import SCALED, Ids, TableSpec
 from geartrain.bridge.collectives.communicator import Communicator
 from geartrain.bridge.kernels import row_update
+from geartrain.bridge.kernels.hashing import NO_ID
 from geartrain.bridge.kernels.initial_values import write_initial_values
+from geartrain.bridge.kernels.launch import runs_kernels
 from geartrain.bridge.kernels.rounding import ROW, SLOT, round_rows, rounding_key
 from geartrain.bridge.kernels.row_update import RowIndex as RowIndex
 from geartrain.bridge.kernels.scaled import LARGEST, narrowed, num_scales
 from geartrain.bridge.placements.elapsed_momentum import RESTING, ElapsedSteps
+from geartrain.bridge.placements.row_ids import HashedIds, IdRange
+from geartrain.bridge.placements.row_ids import row_range as row_range
 from geartrain.bridge.placements.workspace import BufferPool, Workspace
 from geartrain.bridge.rows.same_rows import OTHERS, other_rows, row_digests
 from geartrain.bridge.rows.tables import TORCH_DTYPES, as_numpy
@@ -43,16 +49,15 @@ _ELAPSED_WIDTHS = 8
 """Chunks of float32 that catching up rows and slots takes on a device: four of float64."""
 
 
-def row_range(num_rows: int, world_size: int, rank: int) -> tuple[int, int]:
-    """First id of a rank and of the next: as ``torch.chunk`` and DTensors cut, ceil(C / ranks) on each, and
-    fewer, if need be none, on the last."""
-    share = -(-num_rows // world_size)
-    first = min(rank * share, num_rows)
-    return first, min(first + share, num_rows)
+_OF_EACH_ROW = ("rows_LD", "slots_LD", "steps_L", "row_scales_LK", "slot_scales_LK")
 
 
 class DeviceRows:
-    """The rows of ids ``first`` … ``stop`` − 1, with their slots, on ``device``.
+    """The rows of ids ``first`` … ``stop`` − 1, or, of a table without ``num_rows``, of those that came and that a hash
+    gives this rank, with their slots, on ``device``.
+
+    Such a table has room for L rows, of which some are free; their slots and steps are zero. It doubles when new ids
+    may not fit: rows keep their numbers, 15 bytes a row more are taken (64 on a host).
 
     Memory: L · D · (bytes of a row's value + bytes of its slots'), and 8 · L with Adam, with 16 bits, and where rows
     move that a step does not touch: those are kept as of their last step. The first values are those of an AMS table of
@@ -64,7 +69,12 @@ class DeviceRows:
         self.link = link
         self.row_dtype = TORCH_DTYPES[spec.dtype]
         """In which rows are read and written: the storage type, or of 8 bits the one that holds them."""
-        self.first, self.stop = row_range(spec.num_rows or 0, link.world_size, link.rank)
+        self.ids = (
+            HashedIds(link.world_size, link.rank, device)
+            if spec.num_rows is None
+            else IdRange(spec.num_rows, link.world_size, link.rank)
+        )
+        """Which ids have rows here."""
         with torch.inference_mode(False):
             self.rows_LD = _empty(self.num_local, spec.dim, _STORED.get(spec.dtype, self.row_dtype), device)
             slot_dtype = _STORED.get(spec.slot_dtype, TORCH_DTYPES[spec.slot_dtype])
@@ -81,8 +91,6 @@ class DeviceRows:
             self.steps_L = torch.zeros(self.num_local, dtype=torch.int64, device=device) if spec.step_bytes else None
             """How often each row was updated, where that counts: with Adam, and for the rounding of 16 bits. Where
             untouched rows move, the last step of each."""
-        self.share = row_range(spec.num_rows or 0, link.world_size, 0)[1]
-        """Rows of each rank, fewer on the last."""
         self.steps = ElapsedSteps(spec, self.share, device) if spec.counts_steps else None
         """Those that untouched rows move in; None where they are frozen."""
         self.refused = torch.zeros((), dtype=torch.int64, device=device)
@@ -126,9 +134,24 @@ class DeviceRows:
         return self.rows_LD.device
 
     @property
+    def first(self) -> int:
+        """The first id here; 0 where any may be here."""
+        return self.ids.first
+
+    @property
+    def stop(self) -> int:
+        """The id after the last one here."""
+        return self.ids.stop
+
+    @property
+    def share(self) -> int:
+        """Rows of each rank, fewer on the last; 1 where any id may be here."""
+        return self.ids.share
+
+    @property
     def num_local(self) -> int:
         """L."""
-        return self.stop - self.first
+        return self.ids.capacity
 
     @property
     def stored(self) -> row_update.RowArrays:
@@ -139,6 +162,7 @@ class DeviceRows:
             updates_L=self.steps_L,
             refused=self.refused,
             first=self.first,
+            ids_L=self.ids.ids_L,
             key=self._key,
             row_scales_LK=self.row_scales_LK,
             slot_scales_LK=self.slot_scales_LK,
@@ -147,63 +171,169 @@ class DeviceRows:
 
     def move_to(self, device: torch.device) -> None:
         """Take the rows to another device."""
-        self.rows_LD, self.refused = self.rows_LD.to(device), self.refused.to(device)
+        self.ids.move_to(device)
+        self.refused = self.refused.to(device)
         self.pool = BufferPool()
-        for name in ("slots_LD", "steps_L", "row_scales_LK", "slot_scales_LK", "clock"):
+        for name in (*_OF_EACH_ROW, "clock"):
             tensor = getattr(self, name)
             setattr(self, name, None if tensor is None else tensor.to(device))
         if self.steps is not None:
             self.steps.move_to(device)
 
+    def make_room(self, num_ids: int) -> None:
+        """Have room for ``num_ids`` new rows, where ids have no bound. Raises OutOfMemory; then nothing has changed."""
+        table = self.ids.table
+        if table is None or (wanted := table.needed(num_ids)) == table.capacity:
+            return
+        grown: dict[str, Tensor] = {}
+        try:
+            with torch.inference_mode(False), torch.no_grad():
+                for name in _OF_EACH_ROW:
+                    if (held := getattr(self, name)) is not None:
+                        shape = held.shape[1:]
+                        new = _empty(wanted, math.prod(shape), held.dtype, held.device).view(wanted, *shape)
+                        new[: len(held)] = held
+                        new[len(held) :] = 0
+                        grown[name] = new
+                table.grow(wanted)
+        except (MemoryError, RuntimeError) as exc:  # torch's are of the latter
+            row_bytes = self.spec.row_bytes + self.spec.slot_bytes + self.spec.step_bytes
+            raise OutOfMemory(
+                f"table {self.spec.name!r} has room for {table.capacity:,} rows on rank {self.link.rank} and would "
+                f"grow to {wanted:,}, {wanted * row_bytes / 2**30:,.1f} GiB beside those that are there: {exc}. "
+                "Nothing has changed; spread the table over more ranks, keep rows and slots in 16 bits, or hash ids "
+                "into a range (num_rows=)"
+            ) from exc
+        for name, tensor in grown.items():
+            setattr(self, name, tensor)
+
+    def numbers_of(self, ids_N: Tensor, *, makes: bool) -> Tensor:
+        """Row numbers [N] of ids on this rank (NO_ID: -1), on the device. The host waits for it when the table grows.
+
+        Where ids have no bound: ``makes`` rows, with their first values, for those that have none; or else writes these
+        values into free rows, where they are until the next call. Raises OutOfMemory; then nothing has changed.
+        """
+        table = self.ids.table
+        if table is None:
+            return ids_N - self.first
+        self.make_room(len(ids_N))
+        with torch.inference_mode(False), torch.no_grad():
+            known = table.num_ids.clone()
+            if makes:
+                numbers_N = table.find_or_insert(ids_N)
+                is_new_N = numbers_N >= known
+            else:
+                numbers_N = table.find(ids_N)
+                is_new_N = (numbers_N < 0) & (ids_N != NO_ID)
+                numbers_N = torch.where(is_new_N, known - 1 + is_new_N.cumsum(0), numbers_N)
+            self._write_first_values(ids_N, torch.where(is_new_N, numbers_N, -1))
+        return numbers_N
+
+    def _write_first_values(self, ids_N: Tensor, numbers_N: Tensor) -> None:
+        """Of these rows (-1: none)."""
+        if self.device.type == "cpu" and not runs_kernels(self.device):
+            places = torch.nonzero(numbers_N >= 0)[:, 0]
+            if len(places):
+                self.rows_LD[numbers_N[places]] = self._first_values(ids_N[places].numpy())
+            return
+        self._start_writing_initial_values(ids_N=ids_N, numbers_N=numbers_N)
+
+    def _first_values(self, ids: Ids) -> Tensor:
+        """Of rows [N, D] that nobody wrote, on the host: those of a shard."""
+        read_as: Any = SCALED.get(self.spec.dtype, self.spec.dtype)
+        table = RowTable(replace(self.spec, dtype=read_as, slot_dtype="float32"), np.arange(4096, dtype=np.int64))
+        out = np.empty((len(ids), self.spec.dim), self.spec.numpy_dtype)
+        table.pull(ids, out)
+        return as_tensor(out, self.row_dtype)
+
+    def _start_writing_initial_values(self, **which: Tensor) -> None:
+        distribution, first, second, _ = distribution_of(self.spec.initializer)
+        write_initial_values(
+            self.rows_LD,
+            self.first,
+            distribution=distribution,
+            first=first,
+            second=second,
+            seed=self.spec.seed,
+            table_hash=table_hash(self.spec.name),
+            **which,
+        )
+
     def write_initial_values(self) -> None:
-        """Overwrite every row by its initial value, the slots and the steps by zero."""
+        """Overwrite every row by its initial value, the slots and the steps by zero; where ids have no bound no row is
+        left."""
         self.is_written = False
+        self.ids.clear()
+        for name in _OF_EACH_ROW if self.ids.table is not None else ():
+            if (held := getattr(self, name)) is not None:
+                setattr(self, name, held[: self.num_local].clone())
         for tensor in (self.slots_LD, self.slot_scales_LK, self.steps_L, self.clock):
             if tensor is not None:
                 tensor.zero_()
         if self.steps is not None:
             self.steps.reset()
-        read_as: Any = SCALED.get(self.spec.dtype, self.spec.dtype)
-        initial = RowTable(replace(self.spec, dtype=read_as, slot_dtype="float32"), np.arange(4096, dtype=np.int64))
+        if self.ids.table is not None:
+            return
         if self.device.type != "cpu" and self.row_scales_LK is None:
-            distribution, first, second, _ = distribution_of(self.spec.initializer)
-            write_initial_values(
-                self.rows_LD,
-                self.first,
-                distribution=distribution,
-                first=first,
-                second=second,
-                seed=self.spec.seed,
-                table_hash=table_hash(self.spec.name),
-            )
+            self._start_writing_initial_values()
             return
         block = max(1, BLOCK_BYTES // self.spec.row_bytes)
         for start in range(0, self.num_local, block):
             stop = min(start + block, self.num_local)
-            out = np.empty((stop - start, self.spec.dim), self.spec.numpy_dtype)
-            initial.pull(np.arange(self.first + start, self.first + stop, dtype=np.int64), out)
-            self._write_rows(slice(start, stop), as_tensor(out, self.row_dtype))
+            ids = np.arange(self.first + start, self.first + stop, dtype=np.int64)
+            self._write_rows(slice(start, stop), self._first_values(ids))
+
+    @property
+    def num_present(self) -> int:
+        """Rows on this rank that are there: where ids have no bound, of those that were trained, assigned or restored.
+        The host waits for the device."""
+        return self.ids.num_rows
+
+    def present_ids(self) -> Ids:
+        """Ids of the :attr:`num_present` rows, in their order, on the host."""
+        return as_numpy(self.stored.ids(torch.arange(self.num_present, device=self.device)).cpu())
+
+    def _places(self, ids: Ids) -> Ids:
+        """Where among the ids [N] those are that are here. Raises InvalidIds for negative ids without a bound."""
+        if self.ids.table is not None and len(ids) and ids.min() < 0:
+            raise InvalidIds(f"ids for table {self.spec.name!r} hold {ids.min()}; ids must be >= 0")
+        return torch.nonzero(self.ids.are_here(torch.from_numpy(ids)))[:, 0].numpy()
 
     def local(self, ids: Ids) -> tuple[Ids, Tensor]:
-        """Which of the ids [N] are here (places among them), and their row numbers on the device."""
-        places = np.flatnonzero((ids >= self.first) & (ids < self.stop)).astype(np.int64)
-        return places, torch.from_numpy(ids[places] - self.first).to(self.device)
+        """Which of the ids [N] are here (places among them), and their row numbers on the device; where ids have no
+        bound they have rows from now on. Raises InvalidIds, OutOfMemory."""
+        places = self._places(ids)
+        return places, self.numbers_of(torch.from_numpy(ids[places]).to(self.device), makes=True)
+
+    def _rows_of(self, ids: Ids) -> Tensor:
+        """Rows [N, D] of ids that are here, on the device, as :meth:`current_rows`; makes none."""
+        given = torch.from_numpy(ids).to(self.device)
+        if self.ids.table is None:
+            return self.current_rows(given - self.first)
+        numbers, rows = self.ids.table.find(given), self._first_values(ids).to(self.device)
+        is_known = numbers >= 0
+        rows[is_known] = self.current_rows(numbers[is_known])
+        return rows
 
     def identity(self) -> dict[str, Any]:
         """What :meth:`require_same` compares, as JSON values: some ids of this rank, and a hash of the row of each."""
-        numbers = sample_ids(self.num_local, min(OTHERS, self.num_local), 0, 0) if self.num_local else np.empty(0, int)
-        return {"incarnation": 0, "ids": (numbers + self.first).tolist(), "row_digests": self._digests(numbers)}
+        num = self.num_present
+        numbers = sample_ids(num, min(OTHERS, num), 0, 0) if num else np.empty(0, np.int64)
+        ids = as_numpy(self.stored.ids(torch.from_numpy(numbers).to(self.device)).cpu())
+        return {"incarnation": 0, "ids": ids.tolist(), "row_digests": self._digests(ids)}
 
     def require_same(self, identity: Mapping[str, Any] | None) -> None:
         """Raise SpecMismatch unless those rows of ``identity`` that lie on this rank are as they were. None: any."""
         known = identity or {}
         given = dict(zip(known.get("ids", ()), known.get("row_digests", ()), strict=False))
-        ids = np.array([row for row in given if self.first <= row < self.stop], np.int64)
-        if self._digests(ids - self.first) != [given[row] for row in ids.tolist()]:
+        ids = np.array(list(given), np.int64)
+        ids = ids[self.ids.are_here(torch.from_numpy(ids)).numpy()]
+        if self._digests(ids) != [given[row] for row in ids.tolist()]:
             raise other_rows(self.spec.name)
 
-    def _digests(self, numbers: Ids) -> list[str]:
-        return row_digests(as_numpy(self.current_rows(torch.from_numpy(numbers).to(self.device)).cpu()))
+    def _digests(self, ids: Ids) -> list[str]:
+        """Of ids that are here."""
+        return row_digests(as_numpy(self._rows_of(ids).cpu()))
 
     def pull(self, ids: Any) -> Tensor:
         """The rows [N, D] of ``ids`` [N], the same on every rank, on the host. Every rank calls it; one all-reduce."""
@@ -218,9 +348,9 @@ class DeviceRows:
         Every rank calls it; with one rank nothing travels.
         """
         del required_sync
-        places, numbers = self.local(ids)
+        places = self._places(ids)
         found = torch.zeros(len(ids), self.spec.dim, dtype=self.row_dtype, device=self.device)
-        found[torch.from_numpy(places).to(self.device)] = self.current_rows(numbers)
+        found[torch.from_numpy(places).to(self.device)] = self._rows_of(ids[places])
         # As bytes: each row is on one rank and zero on the others, and gloo cannot add every 16-bit type.
         rows = self.link.sum(found.view(torch.uint8)).view(found.dtype).cpu()
         out[:] = as_numpy(rows)
@@ -354,7 +484,7 @@ class DeviceRows:
             return
         old_ND, old_slots_ND = self.rows_LD[index], self.slots_LD[index]
         rows_ND, slots_ND = steps.moved(old_ND, old_slots_ND, last_N)
-        ids_N, now_N = self._numbers(index) + self.first, torch.full_like(last_N, steps.now)
+        ids_N, now_N = self.stored.ids(self._numbers(index)), torch.full_like(last_N, steps.now)
         rows_ND = round_rows(rows_ND, old_ND.dtype, key=self._key, ids_N=ids_N, numbers_N=now_N, part=ROW)
         slots_ND = round_rows(slots_ND, old_slots_ND.dtype, key=self._key, ids_N=ids_N, numbers_N=now_N, part=SLOT)
         if not steps.moves_rows_at_rest:
@@ -390,6 +520,7 @@ class DeviceRows:
             scale=scale,
             steps=steps_L,
             first_id=first,
+            ids=None if self.ids.ids_L is None else as_numpy(self.stored.ids(self._numbers(index))),
             catch_up=None if self.steps is None else self.steps.catch_up,
         )
         if refused:

@@ -1,8 +1,8 @@
 """Snapshots of rows that lie on ranks, in the one format of all snapshots.
 
-Ranks hold ranges of ids, not buckets, and write what one shard would: blocks of ranges of buckets. So any number of
-ranks and any cluster restores it, and ranks restore what a cluster wrote. ``root`` must mean the same folder on every
-rank.
+Ranks hold ranges of ids, or those that a hash gives them, not buckets, and write what one shard would: blocks of ranges
+of buckets. So any number of ranks and any cluster restores it, and ranks restore what a cluster wrote. ``root`` must
+mean the same folder on every rank.
 
 Legend: L rows on this rank, N rows of a block.
 """
@@ -59,12 +59,17 @@ def snapshot_rows(
     except Exception as exc:
         failure = exc
     final = None if staging is None else str(within(staging.root, name))
-    told = link.gather_json(None if staging is None else [staging.path, staging.id, final])[0]
+    said = link.gather_json(
+        [None if staging is None else [staging.path, staging.id, final], [_num_blocks(table) for table in tables]]
+    )
+    told = said[0][0]
+    before = [sum(counts[place] for _, counts in said[: link.rank]) for place in range(len(tables))]
     try:
         if told is not None:
             if (here := str(within(place(root), name))) != told[2]:
                 raise SpecMismatch(f"the snapshot is {here} on rank {link.rank}, {told[2]} on rank 0; name one folder")
-            entries = [entry for table in tables for entry in _write(table, told[0], told[1])]
+            parts = [_write(table, told[0], told[1], index) for table, index in zip(tables, before, strict=True)]
+            entries = [entry for part in parts for entry in part]
             if link.rank == 0:
                 steps = {table.spec.name: table.steps.state for table in tables if table.steps is not None}
                 if steps:
@@ -103,15 +108,20 @@ def _commit(
     )
 
 
-def _write(table: DeviceRows, folder: str, snapshot_id: str) -> Iterator[FileEntry]:
-    """Write this rank's rows in the order of their buckets."""
-    spec = table.spec
-    most = max(1, BLOCK_BYTES // (8 + spec.row_bytes + spec.slot_bytes + spec.step_bytes))
-    ids = np.arange(table.first, table.stop, dtype=np.int64)
-    places = BUCKET_ORDER.astype(np.uint16)[bucket_of(ids, dense=True)]
+def _rows_of_a_block(spec: TableSpec) -> int:
+    return max(1, BLOCK_BYTES // (8 + spec.row_bytes + spec.slot_bytes + spec.step_bytes))
+
+
+def _num_blocks(table: DeviceRows) -> int:
+    return -(-table.num_present // _rows_of_a_block(table.spec))
+
+
+def _write(table: DeviceRows, folder: str, snapshot_id: str, first_block: int) -> Iterator[FileEntry]:
+    """Write this rank's rows in the order of their buckets; blocks of the one shard come from every rank."""
+    spec, most = table.spec, _rows_of_a_block(table.spec)
+    ids = table.present_ids()
+    places = BUCKET_ORDER.astype(np.uint16)[bucket_of(ids, dense=spec.num_rows is not None)]
     order = np.argsort(places, kind="stable")
-    rows_of_a_rank = -(-(spec.num_rows or 0) // table.link.world_size)
-    first_block = table.link.rank * -(-rows_of_a_rank // most)  # blocks of the one shard come from every rank
     for block, start in enumerate(range(0, len(ids), most)):
         chosen = order[start : start + most]
         yield write_block(
@@ -121,7 +131,7 @@ def _write(table: DeviceRows, folder: str, snapshot_id: str) -> Iterator[FileEnt
             table=spec.name,
             shard=0,
             index=first_block + block,
-            arrays=_arrays(table, ids[chosen]),
+            arrays=_arrays(table, ids[chosen], chosen),
             buckets=(int(places[chosen[0]]), int(places[chosen[-1]])),
         )
 
@@ -132,8 +142,8 @@ def _dedup(steps: dict[str, TableSteps], folder: str, snapshot_id: str) -> FileE
     return write_dedup(folder, snapshot_id=snapshot_id, shard=0, values=values)
 
 
-def _arrays(table: DeviceRows, ids: Ids) -> dict[str, np.ndarray]:
-    numbers = torch.from_numpy(ids - table.first).to(table.device)
+def _arrays(table: DeviceRows, ids: Ids, own: Ids) -> dict[str, np.ndarray]:
+    numbers = torch.from_numpy(own).to(table.device)
     arrays = {"ids": ids, "rows": as_numpy(table.stored.rows(numbers, table.row_dtype).cpu())}
     if (slots := table.stored.slots(numbers, TORCH_DTYPES[table.spec.slot_dtype])) is not None:
         arrays["slots"] = as_numpy(slots.cpu())
@@ -180,19 +190,19 @@ def _require_spec(table: DeviceRows, snapshot: Snapshot) -> None:
 
 
 def _read(table: DeviceRows, snapshot: Snapshot) -> None:
-    every, none = np.ones(NUM_BUCKETS, np.bool_), np.empty(0, np.int64)
+    every, none, is_dense = np.ones(NUM_BUCKETS, np.bool_), np.empty(0, np.int64), table.spec.num_rows is not None
     layers = layers_of(snapshot.chain(), table.spec.name)
-    removed = [np.concatenate([none, *layer.removed_ids(every, dense=True)]) for layer in layers]
+    removed = [np.concatenate([none, *layer.removed_ids(every, dense=is_dense)]) for layer in layers]
     for number, layer in reversed(list(enumerate(layers))):  # the oldest first: what comes later holds
         removed_later = np.concatenate([none, *removed[:number]])
         for entry in layer.blocks(every):
             arrays = layer.snapshot.read(entry)
             ids, rows, slots, steps = arrays["ids"], arrays["rows"], arrays.get("slots"), arrays.get("steps")
             _require_fit(table, entry, snapshot, arrays)
-            mine = layer.buckets[bucket_of(ids, dense=True)] & (ids >= table.first) & (ids < table.stop)
-            mine &= ~np.isin(ids, removed_later)
+            mine = layer.buckets[bucket_of(ids, dense=is_dense)] & ~np.isin(ids, removed_later)
+            mine[mine] = table.ids.are_here(torch.from_numpy(ids[mine])).numpy()
             table.restore(
-                torch.from_numpy(ids[mine] - table.first).to(table.device),
+                table.local(ids[mine])[1],
                 as_tensor(rows[mine], table.row_dtype),
                 None
                 if slots is None or table.slots_LD is None

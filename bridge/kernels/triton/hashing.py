@@ -92,3 +92,12 @@ def insert(ids_N, slots_N, ids_C, digests, slots, fill, num_ids, num_buckets, BL
         tl.store(slots + bucket * _BUCKET + place, slot.to(tl.int32), mask=is_in)
         is_out = ((is_out > 0) & (place >= _BUCKET)).to(tl.int32)
         bucket = (bucket + 1) & (num_buckets - 1)
+
+
+@triton.jit
+def owner(id, ranks):
+    """``hashing.owners``."""
+    word = id.to(tl.uint64, bitcast=True) + 0x9E3779B97F4A7C15
+    word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9
+    word = (word ^ (word >> 27)) * 0x94D049BB133111EB
+    return (((word ^ (word >> 31)) >> 32).to(tl.int64) * ranks) >> 32

@@ -24,8 +24,11 @@ def tile(dim: int) -> dict[str, int]:
 
 @triton.jit
 def write_rows(
-    rows,  # [N, D]
-    numbers,  # float64: low and high, or mean and standard deviation
+    rows,  # [L, D]
+    ids,  # int64 [N], None: first …
+    numbers,  # int64 [N], of their rows; -1: not to be written; None: 0 …
+    low_bits,  # of float64: of low and high, or mean and standard deviation
+    high_bits,
     below,  # the largest float32 of the interval
     num,
     first,  # id of row 0
@@ -39,7 +42,17 @@ def write_rows(
     place = tl.program_id(0).to(tl.int64) * N + tl.arange(0, N)
     start = tl.program_id(1) * C
     column = start + tl.arange(0, C)
-    id = first + place
+    number = place
+    is_meant = place < num
+    if numbers is not None:
+        number = tl.load(numbers + place, mask=is_meant, other=-1)
+        is_meant = number >= 0
+        if tl.max(number) < 0:
+            return
+    if ids is None:  # noqa: SIM108 (no tensor is a constant)
+        id = first + place
+    else:
+        id = tl.load(ids + place, mask=is_meant, other=0)
     zero = tl.zeros([N, C // 4], tl.uint32)
     c0 = zero + (id & 0xFFFFFFFF).to(tl.uint32)[:, None]
     c1 = zero + ((id >> 32) & 0xFFFFFFFF).to(tl.uint32)[:, None]
@@ -47,15 +60,16 @@ def write_rows(
     c3 = zero + tl.full([1, 1], table_hash, tl.int64).to(tl.uint32)
     w0, w1, w2, w3 = tl.philox(seed, c0, c1, c2, c3, 10)
     word = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), [N, C]).to(tl.float64)
-    low, high = tl.load(numbers), tl.load(numbers + 1)
+    low = tl.full([1, 1], low_bits, tl.int64).to(tl.float64, bitcast=True)
+    high = tl.full([1, 1], high_bits, tl.int64).to(tl.float64, bitcast=True)
     if IS_NORMAL:
         q = (word + 0.5) * 2.3283064365386963e-10 - 0.5
         value = (low + high * _inverse_normal(q)).to(tl.float32)
     else:
         value = (low + (high - low) * (word * 2.3283064365386963e-10)).to(tl.float32)
         value = tl.where(value.to(tl.float64) >= high, below, value)
-    mask = (place < num)[:, None] & (column < D)[None, :]
-    rows += place[:, None] * D + column[None, :]
+    mask = is_meant[:, None] & (column < D)[None, :]
+    rows += number[:, None] * D + column[None, :]
     if rows.dtype.element_ty == tl.bfloat16:  # to the nearest, ties to even; the interpreter's conversion cuts off
         tie = (value.to(tl.int32, bitcast=True) >> 16) & 1
         tl.store(rows, rounded(value, 0x7FFF + tie, tl.bfloat16), mask=mask)

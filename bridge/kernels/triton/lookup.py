@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from geartrain.bridge.kernels.triton.hashing import owner
 from geartrain.bridge.kernels.triton.row_step import (
     ADAM,
     ADAMW,
@@ -40,14 +41,14 @@ def run_tile(dim: int) -> dict[str, int]:
 @triton.jit
 def index_fields(
     fields, ids_N, offsets, weights_N, key_N, place_N, bounds_V, factor_V, status,
-    bits, none,
+    bits, none, ranks,
     WEIGHTED: tl.constexpr, FACTORED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Of every id its key and the vector it counts in; of every vector where its ids begin, and its factor."""
     field = tl.program_id(1).to(tl.int64)
     meta = fields + field * 10
     table = tl.load(meta)
-    num_rows = tl.load(meta + 1)
+    last = tl.load(meta + 1)
     first = tl.load(meta + 2)
     num_ids = tl.load(meta + 3)
     first_vector = tl.load(meta + 4)
@@ -55,12 +56,12 @@ def index_fields(
     length = tl.load(meta + 6)
     offsets_at = offsets + tl.load(meta + 7)
     padding = tl.load(meta + 8)
-    flags = tl.load(meta + 9)  # 1: there is a padding id; 2: mean; 4: sqrtn
+    flags = tl.load(meta + 9)  # 1: there is a padding id; 2: mean; 4: sqrtn; 8: any id, of which the key has the rank
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK).to(tl.int64)
     is_id = at < num_ids
     ids = tl.load(ids_N + first + at, mask=is_id, other=0).to(tl.int64)
     is_padding = (ids == padding) & ((flags & 1) != 0)
-    is_bad = is_id & (is_padding == 0) & ((ids < 0) | (ids >= num_rows))
+    is_bad = is_id & (is_padding == 0) & ((ids < 0) | (ids > last))
     bag = at
     if length > 0:
         bag = at // length
@@ -78,6 +79,8 @@ def index_fields(
             left = left // 2
             steps += 1
         bag = tl.maximum(low - 1, 0)
+    if (flags & 8) != 0:
+        ids = owner(ids, ranks)
     tl.store(key_N + first + at, tl.where(is_bad | is_padding, none, (table << bits) | ids), mask=is_id)
     tl.store(place_N + first + at, (field << 40) | bag, mask=is_id)
     is_vector = at < num_vectors
@@ -336,6 +339,10 @@ def update_rows(
     is_value = is_value & is_good[:, None]
     rounding_key = tl.load(meta + 5, mask=is_last, other=0)[:, None]
     drawn = 0
+    if (tl.float32 != row_type) | (tl.float32 != slot_type):
+        ids_at = tl.load(meta + 6, mask=is_good, other=0)
+        is_apart = is_good & (ids_at != 0)  # the row's number is not its id
+        id = tl.where(is_apart, tl.load((ids_at + id * 8).to(pieces.dtype), mask=is_apart, other=0), id)
     if tl.float32 != row_type:
         drawn = draws(rounding_key, id, number, 0, ROW, BLOCK_D)
     tl.store(rows_at[:, None] + columns[None, :], rounded(rows, drawn, row_type), mask=is_value)

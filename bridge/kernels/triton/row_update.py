@@ -50,6 +50,7 @@ def update_rows(
     start,
     num,
     first,  # id of row 0
+    ids,  # [L] int64, None: first …
     key,
     decay,
     a,
@@ -125,7 +126,10 @@ def update_rows(
     is_good = is_here & (bad == 0)
     mask = mask & is_good[:, None]
 
-    id = first + number
+    if ids is None:  # noqa: SIM108 (no tensor is a constant)
+        id = first + number
+    else:
+        id = tl.load(ids + number, mask=is_good, other=0)
     drawn_by = t
     if clock is not None:
         drawn_by = tl.zeros([N], tl.int64) + tl.load(clock)

@@ -7,7 +7,9 @@ from typing import Any
 from geartrain.bridge.kernels.triton import row_step, row_update
 from scripts.kernels.compile import Case
 
-_TYPES = {"updates": "*i64", "refused": "*i64", "numbers": "*i64"} | dict.fromkeys(("start", "num", "first"), "i32")
+_TYPES = {"updates": "*i64", "refused": "*i64", "numbers": "*i64", "ids": "*i64"} | dict.fromkeys(
+    ("start", "num", "first"), "i32"
+)
 _TYPES |= {"key": "i64"} | dict.fromkeys(("lr", "decay", "a", "b", "eps"), "fp32")
 _EIGHT = {"rows": "*u8", "slots": "*i8", "row_scales": "*bf16", "slot_scales": "*bf16", "clock": "*i64"}
 
@@ -18,6 +20,7 @@ def _update(name: str, dim: int, kind: str, types: dict[str, str], **constants: 
     scaled = ("row_scales", "slot_scales", "clock")
     constants = dict.fromkeys(() if "clock" in types else scaled) | constants
     constants = {
+        "ids": None,
         "num_valid": None,
         "B": 128,
         "D": dim,

@@ -306,7 +306,9 @@ def test_what_one_rank_refuses_no_rank_goes_on_with(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("field", "more", "said"),
     [
-        (gt.Field("user", 3), {}, r"table 'user' \(field 'user'\) has no num_rows.*num_rows=1_000_000"),
+        (gt.Field("user", 3, optimizer=OPTIMIZERS[5]), {}, r"has no num_rows.*num_rows=1_000_000.*'freeze'"),
+        (gt.Field("user", 3, dtype="float8_e4m3fn"), {}, "has no num_rows.* 8 bits"),
+        (gt.Field("user", 3, max_bytes=1 << 20), {}, "has max_bytes"),
         (gt.Field("user", 3, num_rows=5, where="hosted"), {}, "where='hosted'.*leave where= out"),
         (gt.Field("user", 3, num_rows=5, expiry=gt.Unseen(steps=9)), {}, "has expiry"),
         (gt.Field("user", 3, num_rows=5), {"mode": gt.SSP(1)}, "ranks step together"),

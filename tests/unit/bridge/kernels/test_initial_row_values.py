@@ -50,4 +50,19 @@ def test_they_are_those_of_a_shard(
             seed=seed,
             table_hash=table_hash("t"),
         )
-    assert as_numpy(ours).tobytes() == theirs.tobytes()
+        assert as_numpy(ours).tobytes() == theirs.tobytes()
+        some = torch.full((60, dim), float("nan"), dtype=TORCH_DTYPES[dtype])
+        places, numbers = torch.tensor([4, 30, 7, 30, 9]), torch.tensor([50, 2, -1, 2, 0])
+        write_initial_values(
+            some,
+            0,
+            distribution=distribution,
+            first=first,
+            second=second,
+            seed=seed,
+            table_hash=table_hash("t"),
+            ids_N=first_id + places,
+            numbers_N=numbers,
+        )
+    assert torch.equal(some[[50, 2, 0]].view(torch.uint8), ours[[4, 30, 9]].view(torch.uint8))
+    assert some.isnan().all(1).sum() == 57
