@@ -22,6 +22,8 @@ import tests.faults  # noqa: F401  (loads the core without what GEARTRAIN_TEST_R
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # Those of numpy spin, too, and cannot be told not to: five times the processor time of a test that multiplies matrices.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+# Tests speak to roles by plain gRPC, too, whatever certificates this user's clusters have: tests/integration/security.
+os.environ.setdefault("GEARTRAIN_SECURITY__FOLDER", "none")
 # Where no GPU is, kernels run in Triton's interpreter, which is chosen before Triton is loaded.
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")

@@ -17,14 +17,15 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import grpc
-from cryptography import x509
-from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
 from geartrain.ams.values.config import identity
 from geartrain.ams.values.errors import ConfigError
+
+if TYPE_CHECKING:
+    from cryptography.x509 import Certificate
 
 logger = logging.getLogger(__name__)
 
@@ -79,9 +80,9 @@ class Credentials:
         self._current()
 
     @staticmethod
-    def mine() -> Credentials:
-        """Those of this process. Raises ConfigError."""
-        return _credentials(*identity())
+    def mine(address: str) -> Credentials:
+        """Those of this process at an end of ``"host:port"``. Raises ConfigError."""
+        return _credentials(*identity(address))
 
     @property
     def names(self) -> tuple[Name, ...]:
@@ -158,6 +159,10 @@ def _read(authorities: Path, own: Path, role: str) -> _Files:
     """Read the files of a role; raises ConfigError for what nobody would believe, and says what to do."""
     if own.stat().st_mode & 0o077:
         raise ConfigError(f"{own} has a private key that others of this machine can read: chmod 600 {own}")
+    # Not loaded where nobody has certificates.
+    from cryptography import x509
+    from cryptography.hazmat.primitives.serialization import load_pem_private_key
+
     pem = own.read_bytes()
     try:
         load_pem_private_key(pem, None)
@@ -179,8 +184,10 @@ def _read(authorities: Path, own: Path, role: str) -> _Files:
     return _Files(authorities.read_bytes(), pem, pem, names)
 
 
-def names_of(certificate: x509.Certificate) -> tuple[Name, ...]:
+def names_of(certificate: Certificate) -> tuple[Name, ...]:
     """The names that a certificate has."""
+    from cryptography import x509
+
     try:
         found = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     except x509.ExtensionNotFound:

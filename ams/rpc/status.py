@@ -11,7 +11,6 @@ import grpc
 
 from geartrain.ams.rpc.carrier import AttemptFailed, NobodyThere, NotSent
 from geartrain.ams.values import errors
-from geartrain.ams.values.config import identity
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +26,7 @@ _NO_CONNECTION = ("failed to connect to all addresses", "errors resolving", "dns
 # A part of what gRPC says of an unavailable peer -> in our words.
 _REASONS = {
     "connection refused": "connection refused",
-    "wrong_version_number": "it has no certificate (--insecure), and this process has (security.folder)",
+    "wrong_version_number": "it has no certificate (--insecure), and this process has (security.folder: none)",
     "certificate has expired": "its certificate ran out (geartrain certs renew)",
     "certificate_verify_failed": "its certificate is of an authority that security.folder does not believe",
     "hostname verification": "its certificate is of another role or cluster than was expected",
@@ -126,8 +125,8 @@ def error_from(call: grpc.RpcError | grpc.Call, peer: str) -> errors.GeartrainEr
         reason = _reason(code, details)
         if kind is NotSent and reason in _NOBODY:
             kind = NobodyThere
-        elif kind is NotSent and identity()[0] is None:
-            reason += " (it may want a certificate, and this process has none: security.folder)"
+        elif kind is NotSent and "certificate" not in reason:
+            reason += " (it may want a certificate, or another than that of this process: security.folder)"
         return kind(f"{peer} does not answer: {reason}")
     if code in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
         return errors.AccessDenied(

@@ -222,7 +222,9 @@ class ShardServer:
         keep_large_buffers()
         memory_bytes = limit_row_memory(self._config.memory_bytes)
         pool = memory_pool().name
-        first = self._config.shard if self._config.shard is not None else Credentials.mine().first_shard
+        first = (
+            self._config.shard if self._config.shard is not None else Credentials.mine(self._config.listen).first_shard
+        )
         host, _ = split_address(self._config.listen)
         host = f"[{host}]" if ":" in host else host
         try:

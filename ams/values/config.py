@@ -13,8 +13,10 @@ import json
 import os
 import re
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
+import platformdirs
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
@@ -75,6 +77,7 @@ def is_loopback(address: str) -> bool:
 
 
 FOLDER_VARIABLE = "GEARTRAIN_SECURITY__FOLDER"
+NO_FOLDER = "none"
 CLIENT = "client"
 CERTIFIED_ROLES = ("scheduler", "server", "graph", "slowgear", CLIENT)
 """Who has a certificate of its own; all that serve nobody are clients."""
@@ -91,9 +94,25 @@ def identify(folder: str | None, role: str = CLIENT) -> None:
     _identity = None if folder is None else (folder, role)
 
 
-def identity() -> tuple[str | None, str]:
-    """Return (folder of certificates, or None: there are none; role) of this process."""
-    return _identity or (os.environ.get(FOLDER_VARIABLE) or None, CLIENT)
+def is_identified() -> bool:
+    """Whether this process was told which certificates it has, or that it has none."""
+    return bool(_identity or os.environ.get(FOLDER_VARIABLE))
+
+
+def identity(address: str) -> tuple[str | None, str]:
+    """Return (folder of certificates, or None: there are none; role) of this process for the two ends of ``address``.
+
+    On loopback a process that was told of no folder has the private one of its user, once there is one.
+    """
+    folder, role = _identity or (os.environ.get(FOLDER_VARIABLE) or None, CLIENT)
+    if folder is None and is_loopback(address) and private_folder().is_dir():
+        return str(private_folder()), CLIENT
+    return (None if folder == NO_FOLDER else folder), role
+
+
+def private_folder() -> Path:
+    """Where the certificates of clusters of this user on this machine are: in ``client.pem``, good for every role."""
+    return platformdirs.user_data_path("geartrain") / "security"
 
 
 def suggestion(unknown: str, known: Iterable[str]) -> str:
@@ -221,7 +240,7 @@ class RoleConfig(Section):
 
     @model_validator(mode="after")
     def _check_network(self) -> Self:
-        if not (self.insecure or is_loopback(self.listen) or identity()[0]):
+        if not (self.insecure or is_loopback(self.listen) or identity(self.listen)[0]):
             raise ConfigError(
                 f"listen {self.listen!r} can be reached from other machines, and traffic would be neither encrypted "
                 "nor authenticated; set security.folder to a folder that 'geartrain certs init' fills, listen on "
@@ -402,7 +421,7 @@ class SecurityConfig(Section):
     """Who processes are to each other."""
 
     folder: str | None = Field(default=None, min_length=1)
-    """Folder of certificates ('geartrain certs init'), under which all calls go; None: none, and only on loopback."""
+    """Folder of certificates (geartrain certs init) for all calls. None: a private one on loopback; "none": without."""
 
 
 class ClusterConfig(Section):

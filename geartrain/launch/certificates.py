@@ -5,6 +5,8 @@ from __future__ import annotations
 import datetime
 import os
 import re
+import shutil
+import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -20,7 +22,7 @@ from cryptography.hazmat.primitives.serialization import (
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from geartrain.ams.rpc.credentials import ANY_NUMBER, CA_FILE, SCHEME, Name, host_of, names_of
-from geartrain.ams.values.config import CERTIFIED_ROLES, CLIENT
+from geartrain.ams.values.config import CERTIFIED_ROLES, CLIENT, is_identified, private_folder
 from geartrain.ams.values.errors import ConfigError
 
 CA_KEY = "ca.key"
@@ -118,6 +120,29 @@ def renew(authority: Path, folder: Path, days: float | None = None, *, all_of_th
         issue(authority, folder, roles, numbers, days or life.total_seconds() / 86_400)
         told[path] = "renewed"
     return told
+
+
+def make_private_folder() -> None:
+    """Make the certificate of this user's clusters on this machine, unless this process was told which it has, or none.
+
+    Its authority lies beside it: it need not run out. Raises ConfigError if it cannot be written.
+    """
+    folder = private_folder()
+    if is_identified() or folder.is_dir():
+        return
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        made = Path(tempfile.mkdtemp(dir=folder.parent))
+        make_authority(made, "private")
+        issue(made, made, [CLIENT, *CERTIFIED_ROLES[:-1]], days=_AUTHORITY_DAYS - 1)
+        made.rename(folder)  # whole, or another process's
+    except OSError as exc:
+        if not folder.is_dir():
+            raise ConfigError(
+                f"cannot make certificates in {folder}: {exc.strerror or exc}; set security.folder to another folder "
+                "(geartrain certs init), or serve every user of this machine (--insecure)"
+            ) from exc
+        shutil.rmtree(made)
 
 
 def _authority(folder: Path) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:

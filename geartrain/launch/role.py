@@ -61,7 +61,7 @@ def end_with_parent() -> None:
 
 def warn_if_open(listen: str) -> None:
     """Say that a role can be reached by anybody on the network. (The configuration refuses it unless told.)"""
-    if not is_loopback(listen) and identity()[0] is None:
+    if not is_loopback(listen) and identity(listen)[0] is None:
         logger.warning("serving on %s without encryption or authentication: keep it on a private network", listen)
 
 

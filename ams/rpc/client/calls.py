@@ -47,7 +47,7 @@ class GrpcCalls:
         self._service = service
         self._peer = f"{role} at {address}"
         options = channel_options(max_message_bytes, connect_seconds)
-        self._channel = Credentials.mine().channel(address, options, None if any_role else service.role)
+        self._channel = Credentials.mine(address).channel(address, options, None if any_role else service.role)
 
     def call(self, request: Rpc[R], timeout_seconds: float | None) -> R:
         """Return the reply to a request."""

@@ -29,7 +29,7 @@ def answers(address: str, timeout_seconds: float = 2.0) -> bool:
 
 
 def _check(address: str, timeout_seconds: float, service: str = "") -> health_pb2.HealthCheckResponse:
-    with Credentials.mine().channel(address, [("grpc.use_local_subchannel_pool", 1)]) as channel:
+    with Credentials.mine(address).channel(address, [("grpc.use_local_subchannel_pool", 1)]) as channel:
         check = channel.unary_unary(
             "/grpc.health.v1.Health/Check",
             request_serializer=health_pb2.HealthCheckRequest.SerializeToString,

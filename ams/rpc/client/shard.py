@@ -39,7 +39,7 @@ class _Connection:
     """A channel and its calls under way; closed once it is retired and the last of them has ended."""
 
     def __init__(self, address: str, options: list[tuple[str, Any]]) -> None:
-        self.channel = Credentials.mine().channel(address, options, SHARD.role)
+        self.channel = Credentials.mine(address).channel(address, options, SHARD.role)
         self.methods: dict[str, Any] = {
             method.name: self.channel.unary_unary(method.path) for _, method in SHARD.items()
         }

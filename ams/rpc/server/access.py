@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import Any
 
 import grpc
-from cryptography import x509
 
 from geartrain.ams.rpc.credentials import ANY_NUMBER, Name, names_of
 from geartrain.ams.rpc.services import GEAR, GRAPH, SCHEDULER, SHARD
@@ -120,5 +119,7 @@ def _shard_of(path: str, request: bytes) -> str:
 
 @functools.lru_cache(4096)
 def _certificate(pem: bytes) -> tuple[tuple[Name, ...], float]:
+    from cryptography import x509  # not loaded where nobody has certificates
+
     certificate = x509.load_pem_x509_certificate(pem)
     return names_of(certificate), certificate.not_valid_after_utc.timestamp()

@@ -50,7 +50,7 @@ class GrpcServer:
     def __init__(self, listen: str, max_message_bytes: int, *, reflection: bool = False) -> None:
         self.calls = CallThreads(MAX_CONCURRENT_CALLS, "grpc")
         """Runs the methods that have no lane of their own."""
-        mine = Credentials.mine()
+        mine = Credentials.mine(listen)
         watch: list[grpc.ServerInterceptor] = [Access(mine.names[0].cluster)] if mine.names else []
         self._server = grpc.server(self.calls, interceptors=watch, options=channel_options(max_message_bytes))
         self._waiting = WaitingCalls(self.calls)

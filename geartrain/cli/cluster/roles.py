@@ -12,10 +12,11 @@ import typer
 from pydantic.fields import FieldInfo
 
 from geartrain.ams.observe import failpoints
-from geartrain.ams.values.config import identify
+from geartrain.ams.values.config import NO_FOLDER, identify, is_loopback
 from geartrain.cli.shared import configuration
 from geartrain.cli.shared.options import ConfigFile, RunMode, SecurityFolder
 from geartrain.launch import role as life
+from geartrain.launch.certificates import make_private_folder
 from geartrain.launch.logs import log_to_stderr
 from geartrain.launch.ports import require_free
 from geartrain.launch.roles import Role, load
@@ -53,9 +54,11 @@ def run_command(role: Role) -> Callable[..., None]:
         given = configuration.flags(role.name, **settings) + configuration.flags(configuration.WHOLE, mode=mode)
         given += configuration.flags("security", prefix="security-", folder=security_folder)
         whole = configuration.load(file, given)
-        identify(whole.security.folder, role.name)
-        failpoints.arm_from_environment(whole.mode)
         config = getattr(whole, role.name)
+        identify(whole.security.folder or (NO_FOLDER if config.insecure else None), role.name)
+        if is_loopback(config.listen):
+            make_private_folder()
+        failpoints.arm_from_environment(whole.mode)
         if getattr(config, "ports", None) is None:
             require_free(config.listen, "--listen")
         life.warn_if_open(config.listen)

@@ -42,7 +42,7 @@ def status(
     if as_json:
         facts = {key: value for report in reports for key, value in report.facts.items()}
         told = [{"address": address, **dataclasses.asdict(pong)} for address, pong in pongs.items()]
-        print(json.dumps({**facts, "roles": told, "insecure": _is_insecure()}))
+        print(json.dumps({**facts, "roles": told, "insecure": _is_insecure(config.server.scheduler)}))
     else:
         for report in reports:
             report.show(pongs)
@@ -53,11 +53,11 @@ def status(
         raise typer.Exit(1)
 
 
-def _is_insecure() -> bool:
-    """Whether roles were asked without certificates, as those with them answer nobody."""
+def _is_insecure(address: str) -> bool:
+    """Whether a role is asked without certificates, as those with them answer nobody."""
     from geartrain.ams.rpc.credentials import Credentials
 
-    return not Credentials.mine().names
+    return not Credentials.mine(address).names
 
 
 def _pongs(addresses: Mapping[str, str]) -> dict[str, Pong]:
@@ -176,7 +176,7 @@ def _print_tables(found: ClusterStatus, address: str, pongs: Mapping[str, Pong])
     console = table_console()
     up = sum(shard.state == "up" for shard in found.shards)
     state = "ready" if found.ready else "not ready"
-    insecure = " · insecure: no certificates" if _is_insecure() else ""
+    insecure = " · insecure: no certificates" if _is_insecure(address) else ""
     shards = f"{up} of {counted(found.num_shards, 'shard')} up"
     console.print(f"{state}: scheduler {address}{age(pongs.get(address))} · {shards}{insecure}", highlight=False)
     told = {shard.address: pongs.get(shard.address) for shard in found.shards}

@@ -12,10 +12,12 @@ from typing import Annotated, Any
 import typer
 
 from geartrain.ams.observe import failpoints
+from geartrain.ams.values.config import is_loopback
 from geartrain.ams.values.text import counted
 from geartrain.cli.cluster.roles import give_parameters
 from geartrain.cli.shared import configuration
 from geartrain.cli.shared.options import ConfigFile, Insecure, Json, RunMode, SecurityFolder
+from geartrain.launch.certificates import make_private_folder
 from geartrain.launch.roles import ROLES
 from geartrain.launch.up import ClusterFacts, Launcher
 
@@ -64,6 +66,8 @@ def up(
         "security", prefix="security-", folder=security_folder and str(Path(security_folder).absolute())
     )
     config = configuration.load(file, given)
+    if is_loopback(config.scheduler.listen) and not config.scheduler.insecure:
+        make_private_folder()  # once, rather than by every child
     failpoints.require_allowed(config.mode)  # here once, rather than by every child
     with Launcher(config, _print_log_line, wanted) as launcher:
         facts = launcher.start()

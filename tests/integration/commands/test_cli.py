@@ -226,7 +226,8 @@ def test_nobody_is_healthy_where_nobody_listens_and_what_is_no_address_is_a_usag
     assert_one_line_error(typed("health", "nowhere"), 2, "'nowhere'")
 
 
-def test_a_shown_configuration_is_a_valid_file(tmp_path: Path) -> None:
+def test_a_shown_configuration_is_a_valid_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GEARTRAIN_SECURITY__FOLDER", raising=False)
     path = tmp_path / "cluster.yaml"
     path.write_text(typed("config", "show").stdout, encoding="utf-8")
     done = typed("config", "validate", str(path), "--json")

@@ -34,6 +34,7 @@ from geartrain.launch.ports import role_at
 from tests.integration.conftest import QUICK
 from tests.integration.gear.gear_cluster import GearCluster, gear_cluster
 from tests.support.command_line import typed
+from tests.support.role_process import RoleProcess
 
 SERVICES = {
     "scheduler": scheduler_pb2.DESCRIPTOR.services_by_name["Scheduler"],
@@ -54,7 +55,7 @@ SECOND = 1 / 86_400
 
 @pytest.fixture(autouse=True)
 def _as_before() -> Iterator[None]:
-    before = identity()
+    before = identity("127.0.0.1:1")
     yield
     identify(*before)
 
@@ -189,7 +190,7 @@ def test_only_server_n_lives_and_leaves_as_shard_n(
 ) -> None:
     issue(folder, tmp_path, ["server"], [1])
     identify(str(tmp_path), "server")
-    assert Credentials.mine().first_shard == 1
+    assert Credentials.mine("127.0.0.1:1").first_shard == 1
     calls = GrpcCalls(SCHEDULER, "scheduler", roles[1]["scheduler"])
     assert calls.call(Heartbeat(shard=1, incarnation=1), 10.0).replaced
     for foreign in (Heartbeat(shard=0, incarnation=1), LeaveCluster(shard=0, incarnation=1)):
@@ -246,7 +247,7 @@ def test_an_authority_is_replaced_without_a_stop(folder: Path, tmp_path: Path) -
     issue(tmp_path / "new", tmp_path / "old", [CLIENT])
     assert (tmp_path / "old" / CA_FILE).read_text().count("BEGIN CERTIFICATE") == 2
     identify(str(tmp_path / "old"))
-    assert [str(name) for name in Credentials.mine().names] == ["client/0"]
+    assert [str(name) for name in Credentials.mine("127.0.0.1:1").names] == ["client/0"]
 
 
 def damaged(path: Path) -> None:
@@ -271,7 +272,7 @@ def test_what_is_wrong_with_a_folder_is_named_with_its_remedy(spoil: Any, said: 
     identify(str(tmp_path))
     spoil(tmp_path)
     with pytest.raises(ConfigError, match=said):
-        Credentials.mine()
+        Credentials.mine("127.0.0.1:1")
 
 
 def test_the_commands_make_issue_and_renew(tmp_path: Path) -> None:
@@ -290,7 +291,7 @@ def test_the_commands_make_issue_and_renew(tmp_path: Path) -> None:
     assert "good until" in kept
     assert "renewed" in typed("certs", "renew", str(there), f"--ca={tmp_path}", "--all").stdout
     identify(str(there), "server")
-    assert [str(name) for name in Credentials.mine().names] == ["server/2", "server/3"]
+    assert [str(name) for name in Credentials.mine("127.0.0.1:1").names] == ["server/2", "server/3"]
     for wrong, said in (
         (("issue", str(there), "client"), "no authority issues certificates here"),
         (("issue", str(tmp_path), "king"), "role is 'king'; it must be one of scheduler, server"),
@@ -301,7 +302,8 @@ def test_the_commands_make_issue_and_renew(tmp_path: Path) -> None:
         assert done.returncode == 2 and said in done.stderr
 
 
-def test_a_role_that_others_reach_starts_under_a_folder(tmp_path: Path) -> None:
+def test_a_role_that_others_reach_starts_under_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(FOLDER_VARIABLE, raising=False)
     typed("certs", "init", str(tmp_path))
     file = tmp_path / "cluster.yaml"
     file.write_text(f"security:\n  folder: {tmp_path}\nscheduler:\n  listen: 0.0.0.0:7000\n")
@@ -310,3 +312,28 @@ def test_a_role_that_others_reach_starts_under_a_folder(tmp_path: Path) -> None:
     file.write_text("scheduler:\n  listen: 0.0.0.0:7000\n")
     refused = typed("config", "validate", str(file))
     assert refused.returncode == 2 and "security.folder" in refused.stderr
+
+
+def test_on_one_machine_nobody_types_anything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Roles on loopback make a certificate of their user, which clients on loopback look for."""
+    monkeypatch.setenv(FOLDER_VARIABLE, "")
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    identify(None)
+    up = ("up", "--json", "--shards=1", "--scheduler-listen=127.0.0.1:0")
+    with RoleProcess(*up) as cluster, gt.connect(cluster.facts["scheduler"], config=QUICK) as connected:
+        address = cluster.facts["scheduler"]
+        assert connected.create_table("rows", dim=4, optimizer=gt.SGD(1.0)).pull([7]).shape == (1, 4)
+        (own,) = tmp_path.glob("*/security")
+        assert own.stat().st_mode & 0o777 == 0o700 and (own / "client.pem").stat().st_mode & 0o777 == 0o600
+        assert json.loads(typed("status", f"--scheduler={address}", "--json").stdout)["insecure"] is False
+        assert typed("health", address).returncode == 0
+        with opened(address, "scheduler", None) as plain:
+            assert outcome(plain, "/grpc.health.v1.Health/Check", False) is grpc.StatusCode.UNAVAILABLE
+        monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "another user"))
+        assert typed("health", address).returncode == 1
+        cluster.process.terminate()
+        assert cluster.process.wait(20) == 0
+    with RoleProcess("scheduler", "--listen=127.0.0.1:0", "--insecure") as open_role:
+        told = json.loads(typed("status", f"--scheduler={open_role.address}", "--json").stdout)
+        assert told["insecure"] is True
+    assert not (tmp_path / "another user").exists()
