@@ -19,6 +19,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from geartrain.ams.kernels import neighbours as ops
 from geartrain.bridge.kernels.launch import Cost, launch, runs_kernels
 
 Products = Callable[[Tensor, Tensor], Tensor]
@@ -167,3 +168,25 @@ class RunningNearest:
         self.best_MK[rows] = torch.cat([self.best_MK[rows], keys_MN], 1).topk(self._keep, dim=1).values
         if self._hits_MW is not None:
             self._floors_M[rows] = scores_of(self.best_MK[rows, -1])
+
+
+def exact_scores(
+    rows_MD: Tensor, ids_MW: Tensor, counts_M: Tensor, others_ND: Tensor, first: int, scores_MW: Tensor
+) -> None:
+    """Write the products of each row with those of its candidates ``ids_MW`` that are among ``others_ND``, of classes
+    ``first`` …, to ``scores_MW``; the other scores stay. All are contiguous, on a CPU or a device that runs kernels.
+
+    Rows are float32, ids and counts int32, of which the first ``counts_M`` of a row are meant, scores float64: sums in
+    the order of ``csrc/neighbours/neighbour_exact.cpp`` and equal to the bit, as products of two float32 are exact.
+    """
+    (num_rows, width), (num_others, dim) = ids_MW.shape, others_ND.shape
+    if not runs_kernels(rows_MD.device):
+        rows, ids, counts, others = (tensor.numpy() for tensor in (rows_MD, ids_MW, counts_M, others_ND))
+        ops.exact_scores(rows, ids, counts, others, first, scores_MW.numpy(), threads=torch.get_num_threads())
+        return
+    from geartrain.bridge.kernels.triton.nearest import EXACT
+    from geartrain.bridge.kernels.triton.nearest import exact_scores as kernel
+
+    cost = Cost(4.0 * (num_rows * (1 + width + dim) + num_others * dim))  # ids, and each row once
+    args = (rows_MD, ids_MW, counts_M, others_ND, scores_MW, width, first, num_others)
+    launch(kernel, (num_rows,), *args, dim=dim, **EXACT, cost=cost)

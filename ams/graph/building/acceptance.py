@@ -10,6 +10,7 @@ Legend: M rows of a part, C classes, D width, W candidates a row may have, k nei
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +20,7 @@ from geartrain.ams.graph.building.recall import Candidates, CoreProducts
 from geartrain.ams.graph.building.rows import Blocks, Floats
 from geartrain.ams.kernels import neighbours as ops
 
-__all__ = ["Refiner"]
+__all__ = ["ExactScores", "Refiner"]
 
 _STRIP_ROWS = 8192
 _EXACT_ROWS = 256
@@ -30,12 +31,45 @@ Lists = npt.NDArray[np.int32]
 Places = npt.NDArray[np.int64]
 
 
+class ExactScores(Protocol):
+    """Makes the exact scores of unit rows [M, D] with candidates [M, W], to the bit those of ``ops.exact_scores``."""
+
+    def add(self, others: Floats, first: int) -> None:
+        """Unit rows of classes ``first`` …, among which candidates may be."""
+
+    def result(self) -> npt.NDArray[np.float64]:
+        """[M, W], once every class was added."""
+
+
+class _ScoresOfCores:
+    def __init__(self, rows: Floats, found: Candidates, num_threads: int) -> None:
+        self._rows, self._found, self._threads = rows, found, num_threads
+        self._scores = np.zeros(found.ids.shape, np.float64)
+
+    def add(self, others: Floats, first: int) -> None:
+        ids, counts, _ = self._found
+        ops.exact_scores(self._rows, ids, counts, others, first, self._scores, threads=self._threads)
+
+    def result(self) -> npt.NDArray[np.float64]:
+        return self._scores
+
+
 class Refiner:
     """Makes the lists of a part of the rows."""
 
-    def __init__(self, blocks: Blocks, k: int, *, num_threads: int, check: Callable[[], None]) -> None:
-        """``check`` is called now and then and may raise to end the work. 1 <= k < C."""
+    def __init__(
+        self,
+        blocks: Blocks,
+        k: int,
+        *,
+        num_threads: int,
+        check: Callable[[], None],
+        begin_scores: Callable[[Floats, Candidates], ExactScores] | None = None,
+    ) -> None:
+        """``check`` is called now and then and may raise to end the work. 1 <= k < C. ``begin_scores``: who makes exact
+        scores; None: the cores."""
         self._blocks, self._k, self._threads, self._check = blocks, k, num_threads, check
+        self._begin_scores = begin_scores or (lambda rows, found: _ScoresOfCores(rows, found, num_threads))
 
     def finish(self, rows: Floats, first: int, found: Candidates, error_bound: float, lists: Lists) -> None:
         """Write the neighbours of unit rows [M, D] of classes ``first`` … to ``lists`` [M, k]."""
@@ -58,19 +92,12 @@ class Refiner:
         for start in range(0, len(rows), max(strip, 1)):
             at = slice(start, start + strip)
             self._check()
-            scores = np.zeros(found.ids[at].shape, np.float64)
+            some = Candidates(found.ids[at], found.counts[at], found.floors[at])
+            exact = self._begin_scores(rows[at], some)
             for first, others in self._others():
-                ops.exact_scores(
-                    rows[at], found.ids[at], found.counts[at], others, first, scores, threads=self._threads
-                )
+                exact.add(others, first)
             lists[at], certain[at] = ops.rank_candidates(
-                scores,
-                found.ids[at],
-                found.counts[at],
-                found.floors[at],
-                error_bound + _SLACK,
-                self._k,
-                threads=self._threads,
+                exact.result(), *some, error_bound + _SLACK, self._k, threads=self._threads
             )
         return np.flatnonzero(~certain)
 

@@ -8,8 +8,9 @@ Legend: M, N rows of two blocks, D width, K candidates kept for a row.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,11 +18,14 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from geartrain.ams.graph.building.acceptance import ExactScores
 from geartrain.ams.graph.building.recall import Candidates
 from geartrain.ams.graph.building.rows import Floats
 from geartrain.ams.values.errors import InvalidArgument
-from geartrain.bridge.kernels.nearest import NONE, RunningNearest, ids_of, scores_of
+from geartrain.bridge.kernels.launch import runs_kernels
+from geartrain.bridge.kernels.nearest import NONE, RunningNearest, exact_scores, ids_of, scores_of
 from geartrain.bridge.rows.native_types import gives_float32_products
+from geartrain.bridge.rows.transfers import download, upload
 
 __all__ = ["TorchProducts"]
 
@@ -95,6 +99,11 @@ class TorchProducts:
         """A copy on the device, times the scale, in the type of the products."""
         return DeviceBlock(torch.tensor(rows, device=self.device).mul_(_SCALE[self._dtype]).to(self._dtype), first)
 
+    @property
+    def begin_scores(self) -> Callable[[Floats, Candidates], ExactScores] | None:
+        """Who makes exact scores: the device, if it runs kernels; None: the cores."""
+        return partial(_DeviceScores, self.device) if runs_kernels(self.device) else None
+
     def begin(self, first: int, num_rows: int, keep: int) -> _TorchRecall:
         return _TorchRecall(self, first, num_rows, keep)
 
@@ -104,6 +113,24 @@ class TorchProducts:
             if self._widens:
                 return torch.mm(a_MD, b_ND.t(), out_dtype=torch.float32)
             return torch.mm(a_MD, b_ND.t()).float()
+
+
+class _DeviceScores:
+    """Exact scores of rows [M, D] on a device: 4·M·D + 12·M·W bytes there, and the others while they are added."""
+
+    def __init__(self, device: torch.device, rows: Floats, found: Candidates) -> None:
+        self._device = device
+        self._rows_MD, self._ids_MW, self._counts_M = (
+            upload(np.ascontiguousarray(array), device) for array in (rows, found.ids, found.counts)
+        )
+        self._scores_MW = torch.zeros(found.ids.shape, dtype=torch.float64, device=device)
+
+    def add(self, others: Floats, first: int) -> None:
+        others_ND = upload(others, self._device)
+        exact_scores(self._rows_MD, self._ids_MW, self._counts_M, others_ND, first, self._scores_MW)
+
+    def result(self) -> npt.NDArray[np.float64]:
+        return download(self._scores_MW).numpy()
 
 
 class _TorchRecall:

@@ -9,7 +9,8 @@ Cost per rank, with C classes, L = C / R of them here, width D, k neighbours: 2�
 sends 2·(C − L)·D bytes for the recall of a device, whose products have 16 bits, and for rows of 16 bits; else 4. They
 travel between the devices (NCCL), or the hosts (gloo) beside the training, where two NCCL groups might wait for each
 other. Host memory 8·L·D for the two blocks, ``memory_bytes`` for candidates, and 4·L·k + 8·L for the lists; device
-memory 4·L·D and what ``RunningNearest`` takes for a part.
+memory 4·L·D, what ``RunningNearest`` takes for a part, 4·D for each of its rows and of 131,072 others, whose exact
+scores a device that runs kernels makes.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ DEFAULT_MEMORY_BYTES = 2 << 30
 _BLOCK_ROWS = 8192
 _OTHERS = 4
 """Blocks that the rows of a part meet at a time on a device: about what stays in its cache."""
+_UPLOADED = 16
+"""Blocks that come to a device at a time."""
 
 OnPairs = Callable[[int, int], None]
 
@@ -124,7 +127,8 @@ class _Work:
         engine: BlockProducts = CoreProducts(self.num_threads) if self.products is None else self.products
         # All of a small table: then nothing is left out, and nothing is to be proved.
         keep = min(max(engine.keep(k), k), ring.num_rows)
-        blocks = memory_bytes // ((engine.row_bytes(keep) + 16 * keep) * _BLOCK_ROWS)
+        score_bytes = 8 * keep * (2 if self.products is None else 1)  # the cores keep twice as many candidates
+        blocks = memory_bytes // ((engine.row_bytes(keep) + score_bytes) * _BLOCK_ROWS)
         part_rows = max(1, blocks) * _BLOCK_ROWS
         bound = engine.error_bound(ring.dim)
         for start in range(0, len(ring.own), part_rows):
@@ -137,7 +141,8 @@ class _Work:
                 on_device = self.products.begin(ring.first + start, len(rows), keep)
                 self._recall_on_device(on_device, start, len(rows))
                 found = on_device.candidates(k, bound)
-            refiner = Refiner(ring, k, num_threads=self.num_threads, check=self.watch.check)
+            begin_scores = None if self.products is None else self.products.begin_scores
+            refiner = Refiner(ring, k, num_threads=self.num_threads, check=self.watch.check, begin_scores=begin_scores)
             refiner.finish(rows, ring.first + start, found, bound, self.lists[start : start + len(rows)])
 
     def _recall_on_device(self, recall: Recall, start: int, num_rows: int) -> None:
@@ -228,8 +233,9 @@ class _Ring:
 
     def _ranges_here(self) -> Iterator[tuple[int, int]]:
         first, stop = self._firsts[self._from], self._firsts[self._from + 1]
-        for start in range(first, stop, _BLOCK_ROWS):
-            yield start, min(start + _BLOCK_ROWS, stop)
+        rows = _BLOCK_ROWS * (1 if self._engine is None else _UPLOADED)
+        for start in range(first, stop, rows):
+            yield start, min(start + rows, stop)
 
     def read(self, start: int, stop: int) -> Floats:
         """Unit rows of the block that is here."""

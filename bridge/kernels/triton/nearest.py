@@ -1,4 +1,4 @@
-"""Products of rows, of which only those leave their tile that are above a row's floor."""
+"""Products of rows: fast ones, of which only those leave their tile that are above a row's floor, and exact ones."""
 
 from typing import Any
 
@@ -14,6 +14,10 @@ def tiles(dtype: torch.dtype, dim: int) -> dict[str, Any]:
     else:
         shape = {"tile_m": 128, "tile_n": 256, "tile_k": 64, "piece": 16, "num_warps": 8, "num_stages": 3}
     return {**shape, "even": dim % shape["tile_k"] == 0}
+
+
+EXACT: dict[str, Any] = {"candidates": 32, "num_warps": 2}
+"""Constants and options of :func:`exact_scores`."""
 
 
 @triton.jit
@@ -56,3 +60,33 @@ def nearest_hits(
             ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
             keys = (ordered << 32) | (0x7FFFFFFF - (first + at)).to(tl.int64)[None, :]
             tl.store(hits + m[:, None].to(tl.int64) * width + places, keys, hit & (places < width))
+
+
+@triton.jit
+def exact_scores(
+    rows, ids, counts, others, scores, width, first, num_others, dim: tl.constexpr, candidates: tl.constexpr
+):
+    """Scores float64 of a row with those of its candidates that are among the others; the rest stays.
+
+    Column d adds to partial sum d mod 16, and these are added in pairs, as in ``neighbour_exact.cpp``.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    count = tl.load(counts + row)
+    lane = tl.arange(0, 16)
+    for start in range(0, count, candidates):
+        j = start + tl.arange(0, candidates)
+        at = tl.load(ids + row * width + j, mask=j < count, other=0) - first
+        here = (j < count) & (at >= 0) & (at < num_others)
+        if tl.max(here.to(tl.int32), 0) > 0:
+            other = others + at.to(tl.int64)[:, None] * dim
+            sums = tl.zeros((candidates, 16), tl.float64)
+            for d in range(0, dim, 64):
+                for i in tl.static_range(4):
+                    column = d + i * 16 + lane
+                    x = tl.load(rows + row * dim + column, mask=column < dim, other=0.0).to(tl.float64)
+                    y = tl.load(other + column[None, :], mask=here[:, None] & (column < dim)[None, :], other=0.0)
+                    sums += x[None, :] * y.to(tl.float64)
+            sums = tl.sum(sums.reshape(candidates, 2, 8), 1)
+            sums = tl.sum(sums.reshape(candidates, 2, 4), 1)
+            sums = tl.sum(sums.reshape(candidates, 2, 2), 1)
+            tl.store(scores + row * width + j, tl.sum(sums, 1), mask=here)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from geartrain.bridge.kernels.triton.nearest import tiles
+from geartrain.bridge.kernels.triton.nearest import EXACT, tiles
 from scripts.kernels.compile import Case
 
 
@@ -30,4 +30,23 @@ def _case(dim: int) -> Case:
     )
 
 
-CASES = [_case(512), _case(200)]
+def _exact(dim: int) -> Case:
+    constants = {"dim": dim, "candidates": EXACT["candidates"]}
+    return Case(
+        name=f"nearest exact scores D{dim}",
+        module="nearest",
+        kernel="exact_scores",
+        signature={
+            **dict.fromkeys(("rows", "others"), "*fp32"),
+            **dict.fromkeys(("ids", "counts"), "*i32"),
+            "scores": "*fp64",
+            **dict.fromkeys(("width", "first", "num_others"), "i32"),
+            **dict.fromkeys(constants, "constexpr"),
+        },
+        constants=constants,
+        options={"num_warps": EXACT["num_warps"]},
+        odd=("width", "first", "num_others"),
+    )
+
+
+CASES = [_case(512), _case(200), _exact(512), _exact(200)]

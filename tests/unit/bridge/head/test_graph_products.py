@@ -10,7 +10,10 @@ from geartrain.ams.graph.building.builder import ArrayRows, build_neighbours
 from geartrain.ams.graph.building.rows import Floats
 from geartrain.ams.kernels.reference import ops as reference
 from geartrain.ams.values.errors import InvalidArgument
+from geartrain.bridge.collectives.communicator import Communicator
+from geartrain.bridge.head.selection import graph_products, rank_ring
 from geartrain.bridge.head.selection.graph_products import TorchProducts
+from geartrain.bridge.kernels.launch import interpreted
 
 DTYPES = [torch.float16, torch.bfloat16]
 
@@ -59,6 +62,24 @@ def test_small_columns_beside_a_large_one_are_no_subnormal_numbers() -> None:
     assert engine.error_bound(2049) < 2e-3  # of lost columns it is 7e-3
     table = build_neighbours(ArrayRows(rows), 5, products=engine)
     np.testing.assert_array_equal(table.neighbours.reshape(60, 5), reference.nearest_neighbours(rows, 5))
+
+
+@pytest.mark.parametrize("memory", [1 << 30, 1])
+def test_a_device_scores_exactly_what_the_cores_do(memory: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In Triton's interpreter: rows with copies, near copies, zeros, one large column; in parts."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr(rank_ring, "_BLOCK_ROWS", 32)
+    monkeypatch.setattr(rank_ring, "_UPLOADED", 1)
+    monkeypatch.setattr(graph_products, "upload", lambda array, _: torch.tensor(array))  # as memory of a device
+    rows, engine, scored = rows_of(90, 20), TorchProducts("cpu"), []
+    add = graph_products._DeviceScores.add
+    monkeypatch.setattr(
+        graph_products._DeviceScores, "add", lambda self, *block: (scored.append(block[1]), add(self, *block))[1]
+    )
+    with interpreted():
+        table = rank_ring.build_on_ring(Communicator(), rows.copy(), 7, products=engine, memory_bytes=memory)
+    np.testing.assert_array_equal(table.neighbours.reshape(90, 7), reference.nearest_neighbours(rows, 7))
+    assert set(scored) == {0, 32, 64}
 
 
 def test_a_recall_goes_on_from_its_saved_state() -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from geartrain.ams.kernels import neighbours as ops
 from geartrain.bridge.kernels import nearest
 from geartrain.bridge.kernels.nearest import NONE, RunningNearest, ids_of, scores_of, to_keys
 from geartrain.bridge.kernels.triton import nearest as kernels
@@ -89,6 +90,28 @@ def test_of_equal_products_the_lowest_ids_are_kept_when_blocks_rise(kernel_devic
     best.offer(0, rows, others, 0)
     best.settle()
     assert ids_of(best.best_MK).tolist() == [[0, 1, 2, 4, 5], [0, 1, 2, 3, 5]]
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "num_others", "dim", "width"), [(5, 40, 16, 3), (9, 70, 67, 40), (3, 33, 200, 33)]
+)
+def test_exact_scores_are_those_of_the_cores_to_the_bit(
+    num_rows: int, num_others: int, dim: int, width: int, kernel_device: torch.device
+) -> None:
+    """Of candidates that are among the others: the rest stays as it was."""
+    random = np.random.default_rng(dim)
+    rows, others = (random.standard_normal((num, dim)).astype(np.float32) for num in (num_rows, num_others))
+    others[:7] *= 1e-30  # products far below float32's
+    ids = random.integers(0, num_others + 60, (num_rows, width)).astype(np.int32)
+    counts = random.integers(0, width + 1, num_rows).astype(np.int32)
+    counts[0] = width
+    expected = np.full((num_rows, width), np.nan)
+    ops.exact_scores(rows, ids, counts, others, 30, expected, threads=1)
+    given = [torch.from_numpy(array).to(kernel_device) for array in (rows, ids, counts, others)]
+    found = torch.full((num_rows, width), torch.nan, dtype=torch.float64, device=kernel_device)
+    nearest.exact_scores(*given, 30, found)
+    np.testing.assert_array_equal(found.cpu().numpy(), expected)
+    assert np.isfinite(expected).any() and np.isnan(expected).any()
 
 
 def test_keys_rank_as_products_do_and_equal_ones_by_id() -> None:
