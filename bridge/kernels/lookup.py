@@ -28,6 +28,7 @@ from geartrain.bridge.kernels.row_update import RowArrays
 
 PLACE_BITS = 40
 _BLOCK = 256
+_CHECKED = 1024
 _PIECES = 65_535
 """Programs on the second axis of a grid, CUDA's limit: fields times ranks may be more."""
 
@@ -422,6 +423,28 @@ def row_gradients(
             zero = torch.zeros(shape, device=rows.rows_LD.device)
             parts.append(zero if own is None else own.detach().to(torch.float32).reshape(shape) * scale)
         found.append((asked.numbers_U, asked.row_gradients(torch.cat(parts))))
+    return found
+
+
+def checksum(gradients: Sequence[Tensor]) -> Tensor:
+    """A number (0-dim, float64) that is finite if all of these are: float32 [V, D], of any strides."""
+    device = gradients[0].device
+    if not runs_kernels(device):
+        return torch.stack([own.detach().abs().sum(dtype=torch.float64) for own in gradients]).sum()
+    from geartrain.bridge.kernels.triton import lookup as kernels
+
+    found = torch.zeros((), dtype=torch.float64, device=device)
+    numbers = [num for own in gradients for num in (*own.shape, address(own), *own.stride())]
+    most = max(own.numel() for own in gradients)
+    launch(
+        kernels.find_bad_numbers,
+        (-(-most // _CHECKED), len(gradients)),
+        on_device(numbers, device),
+        gradients[0],
+        found,
+        cost=Cost(sum(own.numel() * own.itemsize for own in gradients)),
+        BLOCK=_CHECKED,
+    )
     return found
 
 

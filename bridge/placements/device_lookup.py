@@ -30,6 +30,7 @@ from geartrain.bridge.kernels.lookup import (
     RowSpan,
     SortedGradients,
     VectorGradients,
+    checksum,
     on_device,
     pool,
     row_gradients,
@@ -184,7 +185,11 @@ class DeviceLookup:
         used_Q = torch.cat([own[0] for own in parts]) != 0
         found = [part for own in parts for part in own[2:]]
         dims = [self._dim(piece) for piece in self._here.pieces]
-        return self._here.of(used_Q), [part.view(-1, dim) for part, dim in zip(found, dims, strict=True)], [flat]
+        return (
+            self._here.of(used_Q),
+            [part.view(-1, dim) for part, dim in zip(found, dims, strict=True)],
+            [flat[:, None]],
+        )
 
     def gradients(
         self, tables: Sequence[Sequence[DeviceRows]], upstream: Sequence[Tensor | None], scale: float
@@ -194,18 +199,14 @@ class DeviceLookup:
         """
         entries, own, given = self._upstream_here(upstream)
         if all(map(_is_fused, self._tables)):
-            checksum = (
-                torch.stack(torch._foreach_norm(list(given), 1)).sum().double()
-            )  # of squares less would be too much
+            finite = checksum(given)
             numbers = {id(table): number for number, table in enumerate(self._tables)}
             shared = _Waiting([VectorGradients(entries, own, scale)])
-            return [
-                UnsummedGradient({numbers[id(table)]: table for table in part}, shared) for part in tables
-            ], checksum
+            return [UnsummedGradient({numbers[id(table)]: table for table in part}, shared) for part in tables], finite
         found = row_gradients(entries, self._rows, own, scale)
-        checksum = torch.stack([rows_UD.double().square().sum() for _, rows_UD in found]).sum()
+        finite = torch.stack([rows_UD.double().square().sum() for _, rows_UD in found]).sum()
         rest = iter(found)
-        return [BagGradient(part, [next(rest) for _ in part]) for part in tables], checksum
+        return [BagGradient(part, [next(rest) for _ in part]) for part in tables], finite
 
 
 def _parts(items: Sequence[T], size: int) -> list[Sequence[T]]:

@@ -165,6 +165,23 @@ def pool_rows(
 
 
 @triton.jit
+def find_bad_numbers(tensors, like, found, BLOCK: tl.constexpr):
+    """NaN for any that is not finite in matrices of any strides."""
+    meta = tensors + tl.program_id(1).to(tl.int64) * 5
+    dim = tl.load(meta + 1)
+    start = tl.program_id(0).to(tl.int64) * BLOCK
+    first = start // dim
+    local = (start - first * dim).to(tl.int32) + tl.arange(0, BLOCK)
+    row = first + local // dim.to(tl.int32)
+    column = (local % dim.to(tl.int32)).to(tl.int64)
+    is_value = row < tl.load(meta)
+    at = tl.load(meta + 2).to(like.dtype) + row * tl.load(meta + 3) + column * tl.load(meta + 4)
+    values = tl.load(at, mask=is_value, other=0.0)
+    if tl.max((is_value & (fits(values, tl.float32) == 0)).to(tl.int32), 0) > 0:
+        tl.store(found, float("nan"))
+
+
+@triton.jit
 def _gradients(
     pieces, order_N, place_N, weights_N, factor_V, at, is_entry, columns,
     WEIGHTED: tl.constexpr, FACTORED: tl.constexpr, DIM: tl.constexpr, ALIGNED: tl.constexpr,

@@ -122,6 +122,17 @@ def upstream_of(entries: Entries, dim: int, seed: int) -> list[Tensor | None]:
     return found
 
 
+@pytest.mark.parametrize("bad", [None, torch.inf, -torch.inf, torch.nan])
+def test_what_is_not_finite_in_any_gradient_is_found(bad: float | None) -> None:
+    wide = torch.full((40, 70), 3e38)  # whose sum is not finite in float32
+    parts = [wide[:, :3], wide[:17, 9:40], torch.ones(()).expand(5, 4), wide.t()[60:], torch.empty(0, 8)]
+    if bad is not None:
+        wide[39, 69] = bad
+    assert bool(lookup.checksum(parts).isfinite()) == (bad is None)
+    with interpreted():
+        assert bool(lookup.checksum(parts).isfinite()) == (bad is None)
+
+
 def stored(rows: Tensor, slots: Tensor | None, updates: Tensor | None, refused: Tensor, key: int) -> RowArrays:
     return RowArrays(rows_LD=rows, slots_LS=slots, updates_L=updates, refused=refused, first=0, key=key)
 
