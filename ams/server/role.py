@@ -76,7 +76,7 @@ class _HeldShard:
             roots,
             host=split_address(config.listen)[0],
             port=config.data_port,
-            uses_tls=bool(Credentials.mine().names),
+            uses_tls=bool(Credentials.mine(listen).names),
         )
         self.server = GrpcServer(listen, config.max_message_bytes, reflection=config.reflection)
         self.server.add(self.service.bound, waiting=self.service.waiting_methods)

@@ -73,7 +73,7 @@ class GrpcCarrier:
         self._lock = threading.Lock()
         self._connection = _Connection(address, self._options)
         self._is_closed = False
-        needs_tls = bool(Credentials.mine().names)
+        needs_tls = bool(Credentials.mine(address).names)
         self.data_plane = DataPlane(address, self._ask_for_offer, shares_memory=shared_memory, needs_tls=needs_tls)
 
     def submit(
