@@ -61,7 +61,6 @@ using FindSession = int (*)(ssl_st*, const unsigned char* name, size_t name_byte
   f(int, SSL_write_ex, (ssl_st*, const void*, size_t, size_t*))                         \
   f(int, SSL_has_pending, (const ssl_st*))                                              \
   f(int, SSL_key_update, (ssl_st*, int))                                                \
-  f(int, SSL_get_error, (const ssl_st*, int))                                           \
   f(bio_method_st*, BIO_meth_new, (int, const char*))                                   \
   f(int, BIO_meth_set_write, (bio_method_st*, int (*)(bio_st*, const char*, int)))      \
   f(int, BIO_meth_set_read, (bio_method_st*, int (*)(bio_st*, char*, int)))             \
@@ -72,18 +71,19 @@ using FindSession = int (*)(ssl_st*, const unsigned char* name, size_t name_byte
   f(void*, BIO_get_data, (bio_st*))                                                     \
   f(void, BIO_set_flags, (bio_st*, int))                                                \
   f(void, BIO_clear_flags, (bio_st*, int))                                              \
-  f(unsigned long, ERR_get_error, ())                                                   \
+  f(unsigned long, ERR_peek_last_error, ())                                                  \
   f(const char*, ERR_reason_error_string, (unsigned long))                              \
   f(void, ERR_clear_error, ())
 
 constexpr uint64_t kNoAtExit = 0x00080000, kAllowNoEcdhe = 1u << 10, kNoTicket = 1u << 14;
-constexpr int kWantRead = 2, kVerifyPeer = 1, kKeyUpdateNotRequested = 0;
+constexpr int kVerifyPeer = 1, kKeyUpdateNotRequested = 0;
 constexpr int kSetReadAhead = 41, kSetSessionCache = 44, kSetGroups = 92, kSetLeastVersion = 123, kSetMostVersion = 124;
 constexpr long kTls13 = 0x0304;
 constexpr int kBioReadAgain = 9, kBioFlags = 15, kBioFlush = 11;
 constexpr size_t kNameBytes = kSecretBytes / 2;
 constexpr size_t kRecordBytes = size_t{16} << 10, kMostRecordBytes = kRecordBytes + 22;  // plain, and as it is sent
-constexpr size_t kReadBufferBytes = size_t{64} << 10, kMostAtOnce = size_t{64} << 10, kMostUnsent = 2 * kMostAtOnce;
+constexpr size_t kMostAtOnce = 4 * kRecordBytes, kMostUnsent = 2 * kMostAtOnce;
+constexpr size_t kReadBufferBytes = 4 * kMostRecordBytes + 64;  // what comes at once, and how OpenSSL aligns it
 
 struct OpenSsl {
 #define GEARTRAIN_DECLARE(result, name, arguments) result(*name) arguments;
@@ -147,12 +147,14 @@ struct TlsCallbacks {
   }
   static int read(bio_st* bio, char* to, int most_bytes) noexcept {
     const OpenSsl& o = openssl();
+    Tls& tls = *static_cast<Tls*>(o.BIO_get_data(bio));
     o.BIO_clear_flags(bio, kBioFlags);
     for (;;) {
-      const auto bytes = recv(static_cast<const Tls*>(o.BIO_get_data(bio))->socket_, to, static_cast<size_t>(most_bytes), 0);
+      const auto bytes = recv(tls.socket_, to, static_cast<size_t>(most_bytes), 0);
       if (bytes >= 0) return static_cast<int>(bytes);
       if (errno == EINTR) continue;
-      if (errno == EAGAIN || errno == EWOULDBLOCK) o.BIO_set_flags(bio, kBioReadAgain);
+      tls.is_waiting_ = errno == EAGAIN || errno == EWOULDBLOCK;
+      if (tls.is_waiting_) o.BIO_set_flags(bio, kBioReadAgain);
       return -1;
     }
   }
@@ -231,12 +233,12 @@ Tls::~Tls() {
   if (generation_ == fork_generation()) openssl().SSL_free(ssl_);
 }
 
-// Of a call of OpenSSL: whether it is done (1), or more has to come for it (0). Throws.
-int Tls::end_of(int done) {
+// Of a call of OpenSSL: whether it is done, or more has to come for it. Throws.
+bool Tls::is_done(int result) {
+  const bool is_waiting = std::exchange(is_waiting_, false);
+  if (result == 1 || is_waiting) return result == 1;
   const OpenSsl& o = openssl();
-  if (done == 1) return 1;
-  if (o.SSL_get_error(ssl_, done) == kWantRead) return 0;
-  const char* reason = o.ERR_reason_error_string(o.ERR_get_error());
+  const char* reason = o.ERR_reason_error_string(o.ERR_peek_last_error());
   o.ERR_clear_error();
   throw std::runtime_error(reason == nullptr ? "the connection has ended" : std::string("TLS: ") + reason);
 }
@@ -255,10 +257,9 @@ void Tls::flush() {
 bool Tls::shake_hands() {
   const OpenSsl& o = openssl();
   const std::lock_guard lock(mutex_);
-  o.ERR_clear_error();
-  const int done = o.SSL_do_handshake(ssl_);
+  const int result = o.SSL_do_handshake(ssl_);
   flush();
-  if (end_of(done) == 0) return false;
+  if (!is_done(result)) return false;
   if (o.SSL_session_reused(ssl_) != 1) throw std::runtime_error("TLS: the other end does not use the secret");
   has_buffered_ = true;
   return true;
@@ -267,13 +268,11 @@ bool Tls::shake_hands() {
 size_t Tls::read(char* to, size_t most_bytes) {
   const OpenSsl& o = openssl();
   const std::lock_guard lock(mutex_);
-  o.ERR_clear_error();
   size_t bytes = 0;
-  const int done = o.SSL_read_ex(ssl_, to, most_bytes, &bytes);
-  has_buffered_ = done == 1 && o.SSL_has_pending(ssl_) == 1;
-  if (sent_ < out_.size()) flush();  // it asked for an answer
-  end_of(done);
-  return bytes;
+  const int result = o.SSL_read_ex(ssl_, to, most_bytes, &bytes);
+  has_buffered_ = result == 1 && o.SSL_has_pending(ssl_) == 1;
+  flush();  // it may have asked for an answer
+  return is_done(result) ? bytes : 0;
 }
 
 size_t Tls::write(const char* from, size_t bytes) {
@@ -290,12 +289,11 @@ size_t Tls::write(const char* from, size_t bytes) {
 
 void Tls::encrypt(const char* from, size_t bytes) {
   const OpenSsl& o = openssl();
-  o.ERR_clear_error();
   out_.reserve(bytes + (bytes / kRecordBytes + 2) * (kMostRecordBytes - kRecordBytes));
   taken_ = told_ = 0;
   while (taken_ < bytes) {
     size_t taken = 0;
-    end_of(o.SSL_write_ex(ssl_, from + taken_, std::min(bytes - taken_, kRecordBytes), &taken));
+    is_done(o.SSL_write_ex(ssl_, from + taken_, std::min(bytes - taken_, kRecordBytes), &taken));
     taken_ += taken;
     if (++num_records_ % most_records_ == 0) o.SSL_key_update(ssl_, kKeyUpdateNotRequested);
   }

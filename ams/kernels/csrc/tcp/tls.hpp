@@ -45,7 +45,7 @@ class Tls {
  private:
   friend struct TlsCallbacks;
   Tls(int socket, std::string secret, Find find, size_t most_records);
-  int end_of(int done);
+  bool is_done(int result);
   void encrypt(const char* from, size_t bytes);
   void flush();
 
@@ -56,7 +56,8 @@ class Tls {
   const uint64_t generation_;
   std::mutex mutex_;
   ssl_st* ssl_;
-  size_t num_records_ = 0;  // encrypted
+  bool is_waiting_ = false;  // OpenSSL wanted to read, and nothing had come
+  size_t num_records_ = 0;   // encrypted
   // What is encrypted and to be sent, several records at once: a system call takes longer than a record does. Of the plain bytes that
   // it is of, how many there are, and how many of them write() has said to be written.
   std::vector<char> out_;
