@@ -148,6 +148,14 @@ class Communicator:
         with lost_ranks_named("beginning of a gloo group", self._group):
             return _gloo_group(dist.get_process_group_ranks(self._group or dist.group.WORLD), self._group)
 
+    def require_capturable(self) -> None:
+        """Raise InvalidArgument if what travels goes by way of the host, where no CUDA graph does."""
+        if not self.is_alone and self._is_gloo:
+            raise InvalidArgument(
+                "the ranks talk over gloo, between the hosts, which no CUDA graph holds; begin with "
+                "init_process_group('nccl') to capture a step"
+            )
+
     def apart(self) -> Communicator:
         """The same ranks over a gloo group of their own, for a thread beside the training. Every rank calls it.
 

@@ -48,6 +48,7 @@ from geartrain.bridge.head.loss.margins.margin import AnyMargin
 from geartrain.bridge.head.loss.margins.scale import automatic_scale, scale_of
 from geartrain.bridge.head.loss.statistics import LearningWatch, StepStatistics
 from geartrain.bridge.head.sub_centers import check_sub_centers, dominant_centers, require_margin
+from geartrain.bridge.kernels.launch import is_capturing
 from geartrain.bridge.placements.placement import Placement
 from geartrain.bridge.rows.eager import runs_eagerly
 from geartrain.bridge.rows.pending import PendingUpdate
@@ -328,7 +329,7 @@ class ClassHead(nn.Module):
 
     def _note(self, call: HeadCall, training: bool) -> None:
         self._stats = call.statistics
-        if training and not self._watch.has_ended:
+        if training and not self._watch.has_ended and not is_capturing(call.statistics.losses.device):
             self._watch.note(call.statistics, self.num_living, self._settings_of_learning)
 
     @property

@@ -34,6 +34,7 @@ Observer = Callable[[Any, Cost, Callable[[], None]], None]
 
 _observer: Observer | None = None
 _interpreted = False
+_captures = False
 # Of the process, not of a thread: autograd works on threads of its own.
 
 
@@ -45,6 +46,11 @@ def _has_triton() -> bool:
 def runs_kernels(device: torch.device) -> bool:
     """Whether tensors of this device are worked on by kernels; if not, by the reference."""
     return (device.type == "cuda" and _has_triton()) or _interpreted
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether what this device is given becomes a part of a CUDA graph, to be done at each replay, and not now."""
+    return _captures or (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, cost: Cost, **options: Any) -> None:
@@ -99,3 +105,14 @@ def interpreted() -> Iterator[None]:
         yield
     finally:
         _interpreted = before
+
+
+@contextlib.contextmanager
+def captured() -> Iterator[None]:
+    """Inside, every device :func:`is_capturing`: for tests, where nothing can be captured."""
+    global _captures
+    before, _captures = _captures, True
+    try:
+        yield
+    finally:
+        _captures = before

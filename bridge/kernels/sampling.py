@@ -55,13 +55,14 @@ def room_for(most_given: int, budget: int, num_ids: int, num_here: int) -> int:
 
 
 def filled_by_sample(
-    given_M: Tensor, num_ids: int, budget: int, seed: int, step: int, *, start: int, stop: int, room: int
+    given_M: Tensor, num_ids: int, budget: int, seed: int, step: int | Tensor, *, start: int, stop: int, room: int
 ) -> Sample:
     """The ids given, filled up to ``budget`` with the first others of the permutation of (seed, step).
 
     Those of them in [``start``, ``stop``) come back, the lowest ``room`` (A) if they are more. ``given_M`` (int64) may
     rise or not and name an id twice; what is not in [0, C) counts as none. The same ids as
-    ``ams.programs.selection.positives_and_sample`` on any device. ``budget`` is at most C.
+    ``ams.programs.selection.positives_and_sample`` on any device. ``budget`` is at most C. ``step`` may lie on the
+    device (int64, 0-dim).
 
     A kernel takes C / 8 + 4·budget + 8·A bytes beside, reads them about twice, and walks ``budget`` times, some 200
     operations on integers each; every rank walks all of it, since who is first is known to all walks alone.
@@ -72,7 +73,7 @@ def filled_by_sample(
     is_id_M = (given_M >= 0) & (given_M < num_ids)
     chosen[torch.where(is_id_M, given_M, num_ids)] = True
     num_given = chosen[:num_ids].sum()
-    drawn_N = sample_ids_on(given_M.device, num_ids, budget, seed, step)
+    drawn_N = sample_ids_on(given_M.device, num_ids, budget, seed, int(step))
     is_fresh_N = ~chosen[drawn_N]
     is_taken_N = is_fresh_N & (is_fresh_N.cumsum(0) <= budget - num_given)
     chosen[torch.where(is_taken_N, drawn_N, num_ids)] = True
@@ -84,7 +85,7 @@ def filled_by_sample(
 
 
 def _launch(
-    given_M: Tensor, num_ids: int, budget: int, seed: int, step: int, start: int, stop: int, room: int
+    given_M: Tensor, num_ids: int, budget: int, seed: int, step: int | Tensor, start: int, stop: int, room: int
 ) -> Sample:
     from geartrain.bridge.kernels.triton import sampling as kernels
 
@@ -101,10 +102,12 @@ def _launch(
     drawn_N = torch.empty(budget, dtype=torch.int32, device=device)
     grid = programs(budget, kernels.DRAWN)
     fresh = torch.empty(grid, dtype=torch.int64, device=device)
-    keys = [key - 2**32 if key >= 2**31 else key for key in _round_keys(seed, step)]  # always of one type
+    mixed = _splitmix64(seed & _LONG)
+    given_step = step if isinstance(step, Tensor) else torch.full((), step, dtype=torch.int64, device=device)
+    numbers = budget, num_ids, mixed - 2**64 if mixed >= 2**63 else mixed, given_step
     sizes = {"LEFT": bits // 2, "RIGHT": bits - bits // 2, "BLOCK": kernels.DRAWN, "num_warps": 2}
     cost = Cost(num_bytes=4.0 * budget + 4.0 * len(bitmap))
-    launch(kernels.draw, grid, bitmap, drawn_N, fresh, budget, num_ids, *keys, cost=cost, **sizes)
+    launch(kernels.draw, grid, bitmap, drawn_N, fresh, *numbers, cost=cost, **sizes)
     args = bitmap, drawn_N, fresh.cumsum(0), num_given, budget, budget
     cost = Cost(num_bytes=4.0 * budget + 8.0 * len(bitmap))
     launch(kernels.take, grid, *args, BLOCK=kernels.DRAWN, num_warps=2, cost=cost)

@@ -30,10 +30,11 @@ from geartrain.bridge.collectives.communicator import Communicator
 from geartrain.bridge.kernels import row_update
 from geartrain.bridge.kernels.hashing import NO_ID
 from geartrain.bridge.kernels.initial_values import write_initial_values
-from geartrain.bridge.kernels.launch import runs_kernels
+from geartrain.bridge.kernels.launch import is_capturing, runs_kernels
 from geartrain.bridge.kernels.rounding import ROW, SLOT, round_rows, rounding_key
 from geartrain.bridge.kernels.row_update import RowIndex as RowIndex
 from geartrain.bridge.kernels.scaled import LARGEST, narrowed, num_scales
+from geartrain.bridge.placements.device_number import DeviceNumber
 from geartrain.bridge.placements.elapsed_momentum import RESTING, ElapsedSteps
 from geartrain.bridge.placements.row_ids import HashedIds, IdRange
 from geartrain.bridge.placements.row_ids import row_range as row_range
@@ -97,6 +98,8 @@ class DeviceRows:
         """Rows that an update would have carried beyond their type since the last look; they were left as they were."""
         self.pool = BufferPool()
         """Of memory beside the rows, on their device."""
+        self.lr, self.step = DeviceNumber(torch.float32), DeviceNumber(torch.int64)
+        """Those of an update, for kernels."""
         self.is_written = False
         """Whether rows were changed here since they had their initial values, or were restored."""
         self._key = rounding_key(spec.seed, table_hash(spec.name))
@@ -453,7 +456,8 @@ class DeviceRows:
             self._update_compiled(index, gradient_ND, optimizer, float(scale))
             return
         if self.steps is None:
-            row_update.update(self.stored, index, gradient_ND, optimizer, lr=optimizer.lr, scale=scale)
+            lr = self.lr_of(optimizer) if gradient_ND.dtype == torch.float32 else optimizer.lr
+            row_update.update(self.stored, index, gradient_ND, optimizer, lr=lr, scale=scale)
             return
         assert self.slots_LD is not None and self.steps_L is not None
         numbers_N = self._numbers(index)
@@ -461,6 +465,12 @@ class DeviceRows:
         last_N = self.steps_L[numbers_N]
         self.steps.update(rows_ND, slots_ND, last_N, gradient_ND.mul_(scale), optimizer.lr)
         row_update.store(self.stored, numbers_N, rows_ND, slots_ND, torch.full_like(last_N, self.steps.now + 1))
+
+    def lr_of(self, optimizer: RowOptimizerSpec) -> float | Tensor:
+        """The learning rate as ``row_update.update`` takes it: on the device where its kernel does."""
+        if row_update.is_one_kernel(optimizer, self.spec.dim, self.device) or is_capturing(self.device):
+            return self.lr.on(optimizer.lr, self.device)
+        return optimizer.lr
 
     def end_step(self, lr: float) -> None:
         """One step is over, that of all updates since the last one: where untouched rows move, by ``lr``, they do.

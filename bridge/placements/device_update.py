@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Protocol, TypeVar
+from collections.abc import Callable
+from typing import NamedTuple, Protocol, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
+from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
+from geartrain.bridge.kernels.launch import is_capturing
 from geartrain.bridge.placements.device_rows import DeviceRows
-from geartrain.bridge.rows.pending import CollectedGradient, PendingUpdate
+from geartrain.bridge.rows.pending import CollectedGradient, PendingUpdate, PulledVersion, Replayed
 from geartrain.bridge.rows.transfers import Readback
 
 
@@ -23,6 +27,25 @@ class DeviceGradient(CollectedGradient, Protocol):
     def squares_on_device(self) -> Tensor:
         """Σ g² over all rows (0-dim, float64), the same on every rank; collective."""
         ...
+
+
+class LateErrors(Protocol):
+    """What a module finds out on the device of its steps, and the host after them."""
+
+    def raise_late(self) -> None:
+        """Raise on every rank what is known by now; collective between the hosts."""
+
+    def take_captured(self) -> Callable[[int], None]:
+        """What asks the device after each replay of the step that was captured; it is given its number."""
+
+
+class CapturedStep(NamedTuple):
+    """An update that a CUDA graph makes."""
+
+    optimizer: RowOptimizerSpec
+    """All of whose numbers but the learning rate are in the graph."""
+    rows_version: PulledVersion
+    ask: Callable[[int], None]
 
 
 D = TypeVar("D", bound=DeviceGradient)
@@ -47,6 +70,11 @@ class DeviceUpdate(PendingUpdate[D]):
         self._refused: list[Readback | None] = [None for _ in tables]
         self._asks_again = [False for _ in tables]
         """Whether there were steps since the numbers that are under way were asked for."""
+        self.late: LateErrors | None = None
+        """The module, where its steps may be captured."""
+        self._captured: list[CapturedStep] = []
+        """Of the graphs that were not replayed yet."""
+        self._graphs: WeakKeyDictionary[Replayed, CapturedStep] = WeakKeyDictionary()
 
     def rows_are_of(self, step: int) -> None:
         """The rows were read from elsewhere, and are those of ``step``."""
@@ -74,8 +102,53 @@ class DeviceUpdate(PendingUpdate[D]):
         """Update the rows with what is pending by ``optimizer``, then forget it."""
         if self._pending is None or self.carrier.grad is None:
             return
+        captures = is_capturing(self.table.device)
+        if captures and self.late is None:
+            raise InvalidArgument(
+                f"the step of table {self.name!r} cannot be captured in a CUDA graph; those of class heads can"
+            )
         with torch.inference_mode(False), torch.no_grad():
             self._pending.apply(optimizer, self._factor()[0])
+        if captures and self.late is not None:
+            self._captured.append(CapturedStep(optimizer, self.rows_version, self.late.take_captured()))
+        else:
+            self._count_step()
+        self.discard()
+
+    def before_replay(self, graph: Replayed, optimizer: RowOptimizerSpec) -> None:
+        """Raise what steps before have found out, then let the device have the numbers of the next one."""
+        captured = self._graphs.get(graph)
+        if captured is None:
+            found, self._captured = self._captured, []
+            if len(found) != 1:
+                raise InvalidArgument(
+                    f"{len(found)} steps of table {self.name!r} were captured since the last graph was replayed for "
+                    "the first time; capture one step in each graph, and replay that before you capture another"
+                )
+            captured = self._graphs[graph] = found[0]
+        if captured.rows_version != self.rows_version:
+            raise InvalidArgument(
+                f"classes of table {self.name!r} were added or retired, or its rows restored, since the step was "
+                "captured; capture it anew"
+            )
+        others = [made.settings() | {"lr": 0.0} for made in (captured.optimizer, optimizer)]
+        if others[0] != others[1]:
+            raise InvalidArgument(
+                f"table {self.name!r} is to be trained by {optimizer}, and the step was captured with "
+                f"{captured.optimizer}; only lr may change between replays: capture it anew"
+            )
+        assert self.late is not None
+        self.late.raise_late()
+        for table in self.tables:
+            table.lr.write(optimizer.lr)
+            table.step.write(self.step)
+
+    def after_replay(self, graph: Replayed) -> None:
+        """Count the step."""
+        self._graphs[graph].ask(self.step)
+        self._count_step()
+
+    def _count_step(self) -> None:
         for number, table in enumerate(self.tables):
             table.is_written = True
             if self._refused[number] is None:
@@ -84,7 +157,6 @@ class DeviceUpdate(PendingUpdate[D]):
                 self._asks_again[number] = True
         self.step += 1
         self.takes_any_step = False
-        self.discard()
 
     def count_refused(self) -> int:
         """How many rows :meth:`take_refused` has yet to tell of; waits for the device."""

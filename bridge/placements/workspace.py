@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from geartrain.bridge.kernels.launch import is_capturing
 from geartrain.bridge.rows.native_types import gives_float32_products, product_type
 from geartrain.bridge.rows.transfers import Moment
 
@@ -48,6 +49,8 @@ class Buffer:
 
     def __init__(self, flat: Tensor) -> None:
         self.flat = flat
+        self.is_of_graph = is_capturing(flat.device)
+        """Whether it is a CUDA graph's own: it has memory of its own, to which each replay writes."""
         self.busy_until: Moment | None = None
 
     def tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -64,7 +67,7 @@ class BufferPool:
 
     def take(self, num_bytes: int, device: torch.device, *, pinned: bool = False) -> Buffer:
         """Lend a buffer of at least ``num_bytes``; ``pinned`` asks for page-locked host memory."""
-        for buffer in self._free:
+        for buffer in () if is_capturing(device) else self._free:
             flat = buffer.flat
             if buffer.busy_until is not None and not buffer.busy_until.is_over:
                 continue
@@ -76,6 +79,8 @@ class BufferPool:
     def give_back(self, buffer: Buffer, busy_until: Moment | None = None) -> None:
         """Keep the buffer for the next :meth:`take`; of the host's, until a device has read or written what it was
         told to."""
+        if buffer.is_of_graph:
+            return
         buffer.busy_until = busy_until
         self._free.append(buffer)
         del self._free[:-_FREE_BUFFERS_KEPT]

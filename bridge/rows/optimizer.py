@@ -12,7 +12,7 @@ from torch import Tensor
 from geartrain.ams.values.arguments import real_number
 from geartrain.ams.values.errors import GeartrainError, InvalidArgument, NonFinite
 from geartrain.ams.values.text import quoted
-from geartrain.bridge.rows.pending import PendingUpdate, RowModule, require_row_module
+from geartrain.bridge.rows.pending import PendingUpdate, Replayed, RowModule, require_row_module
 from geartrain.bridge.rows.tables import TableWrite
 
 
@@ -124,6 +124,29 @@ class RowOptimizer(torch.optim.Optimizer):
             raise error
         self._keep_pace()
         return loss
+
+    def replay(self, graph: Replayed) -> None:
+        """Replay a ``torch.cuda.CUDAGraph`` that holds a training step of all modules, :meth:`step` included.
+
+            with torch.cuda.graph(graph):               # after three steps as always, by which kernels are compiled
+                loss = head(backbone(images), labels)
+                loss.backward()
+                optimizer.step(); rows.step()
+            for batch in loader:
+                images.copy_(batch.images); labels.copy_(batch.labels)
+                rows.replay(graph)                      # in the place of graph.replay()
+
+        Learning rates are those of the groups as they are now; what else is in them must be as it was captured. Steps
+        are counted as :meth:`step` does, samples and rounding go on as they would have: the rows are those that steps
+        without a graph would have made. Not for GradScaler. With several ranks every rank calls it, over NCCL; one
+        exchange between the hosts. Raises InvalidArgument (something that the graph holds has changed; see there for
+        what cannot be captured), and as a head's next call would, NonFinite and InvalidIds of steps before.
+        """
+        for group, update in self._group_updates():
+            update.before_replay(graph, update.optimizer_of(group))
+        graph.replay()
+        for update in self._updates.values():
+            update.after_replay(graph)
 
     def _settle(self) -> None:
         """Raise what pushes of earlier steps have failed with."""

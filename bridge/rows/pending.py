@@ -43,6 +43,13 @@ class CollectedGradient(Protocol):
         """Give the memory back."""
 
 
+class Replayed(Protocol):
+    """What of a ``torch.cuda.CUDAGraph`` is asked."""
+
+    def replay(self) -> None:
+        """Let the device do its work once more."""
+
+
 G = TypeVar("G", bound=CollectedGradient)
 
 PulledVersion = tuple[int, object]
@@ -234,6 +241,16 @@ class PendingUpdate(ABC, Generic[G]):
     @abstractmethod
     def apply(self, optimizer: RowOptimizerSpec) -> None:
         """Let ``optimizer``, as :meth:`optimizer_of` made it, apply what is pending; then forget it."""
+
+    def before_replay(self, graph: Replayed, optimizer: RowOptimizerSpec) -> None:  # noqa: ARG002
+        """Make ready for the next step, that of ``graph``, by ``optimizer``. Raises InvalidArgument if it has none."""
+        raise InvalidArgument(
+            f"the rows of table {self.name!r} are trained by no CUDA graph: they are in a cluster, or in a module of "
+            "another kind; steps of ClassHead(rows='ranks') on a GPU can be captured"
+        )
+
+    def after_replay(self, graph: Replayed) -> None:
+        """``graph`` was replayed: count its step."""
 
     def squared_norm(self) -> float:
         """Σ g² of the pending gradients as they would be applied; 0 if there are none, NaN if one is not finite."""

@@ -10,7 +10,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.specs import Ids
+from geartrain.bridge.kernels.launch import is_capturing
 from geartrain.bridge.rows.tables import as_numpy
 
 _ALIGNED = 16
@@ -23,6 +25,11 @@ def upload(array: npt.NDArray[Any] | Tensor, device: torch.device) -> Tensor:
     """
     host = array if isinstance(array, Tensor) else torch.from_numpy(array)
     travels = host.device.type == "cpu" and device.type == "cuda"
+    if travels and is_capturing(device):  # each replay would read memory that is somebody else's by then
+        raise InvalidArgument(
+            f"{host.dtype} {list(host.shape)} of the host would be copied in a CUDA graph; give what a captured step "
+            "reads on the device, in tensors that are written before each replay"
+        )
     return (host.pin_memory() if travels else host).to(device, non_blocking=travels)
 
 

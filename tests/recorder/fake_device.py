@@ -6,18 +6,23 @@ import contextlib
 import importlib
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from tests.recorder.report import Report
-from tests.recorder.router import CUDA, DEVICE, Functions, PinnedMemory, Router
+from tests.recorder.router import CUDA, DEVICE, Functions, PinnedMemory, Router, described
 
 
 def install(report: Report) -> PinnedMemory:
     """Stand in for what of torch.cuda and of the project needs memory of a device; for good."""
     pinned = PinnedMemory()
+
+    def require_no_capture(what: str) -> None:
+        if _of("kernels.launch").is_capturing(CUDA):
+            raise RuntimeError(f"{what}: operation not permitted when stream is capturing")
 
     class Stream:
         device, cuda_stream = CUDA, 0
@@ -45,10 +50,12 @@ def install(report: Report) -> PinnedMemory:
         def __init__(self, *args: Any, **kwargs: Any) -> None: ...
         def wait(self, *args: Any) -> None: ...
         def record(self, *args: Any) -> None:  # noqa: ARG002
+            require_no_capture("event.record")
             report.events += 1
             self.number = report.events
 
         def query(self) -> bool:
+            require_no_capture("event.query")
             return self.number <= max(report.known, report.before)  # those of earlier steps are over
 
         def synchronize(self) -> None:
@@ -97,16 +104,18 @@ def _apply(module: Any, function: Any, recurse: bool = True) -> Any:
     return module
 
 
+def _of(name: str) -> Any:
+    """A module of the bridge."""
+    return importlib.import_module(f"geartrain.bridge.{name}")
+
+
 def _stand_in_for_ours() -> None:
     """A fake cannot be another class, nor lie in a tensor of the host; and initial rows are no step."""
 
-    def of(name: str) -> Any:
-        return importlib.import_module(f"geartrain.bridge.{name}")
-
-    of("placements.device_rows").DeviceRows.write_initial_values = lambda rows: None  # noqa: ARG005
+    _of("placements.device_rows").DeviceRows.write_initial_values = lambda rows: None  # noqa: ARG005
     for module in ("rows.native_types", "head.batch"):
-        of(module).gives_float32_products = lambda device, dtype: True  # noqa: ARG005
-    pending = of("rows.pending")
+        _of(module).gives_float32_products = lambda device, dtype: True  # noqa: ARG005
+    pending = _of("rows.pending")
     pending.FactorAlone = type("FactorAlone", (), {"of": staticmethod(lambda factor, table: factor)})  # noqa: ARG005
     pending.PendingUpdate._shown = lambda update: update.carrier.grad
 
@@ -123,13 +132,18 @@ def _stand_in_for_ours() -> None:
 @contextlib.contextmanager
 def recording(report: Report, pinned: PinnedMemory) -> Iterator[None]:
     """Inside, tensors made on "cuda" are fakes, and what is done with them is counted."""
-    launches = importlib.import_module("geartrain.bridge.kernels.launch")
+    launches = _of("kernels.launch")
 
-    def started(kernel: Any, cost: Any, start: Any) -> None:  # noqa: ARG001
+    def started(kernel: Any, cost: Any, start: Any) -> None:
         function = getattr(kernel, "fn", kernel)
         report.count(getattr(function, "__name__", str(kernel)), cost, DEVICE.seconds(cost), ours=True)
+        start()
+
+    def noted(kernel: Any, grid: Any, args: Any, options: Any) -> None:
+        report.trace.append(f"{getattr(kernel, '__name__', kernel)} {grid} {described(args)} {described(options)}")
 
     # Backward passes on this thread, too: a place is told by all lines that lead there.
     one_thread = torch.autograd.set_multithreading_enabled(False)
-    with one_thread, launches.observed(started), Functions(report, pinned), Router(report, pinned):
+    ours = mock.patch.object(launches, "run", noted)
+    with one_thread, ours, launches.observed(started), Functions(report, pinned), Router(report, pinned):
         yield

@@ -76,6 +76,10 @@ class Report:
     """Recorded so far: the host has waited for those up to ``known``; those up to ``before`` are of earlier steps."""
     known: int = 0
     before: int = 0
+    trace: list[str] = field(default_factory=list)
+    """Each launch with its numbers and the shapes of its tensors."""
+    differences: list[str] = field(default_factory=list)
+    """Of two steps that a CUDA graph would hold, by the launches in which they differ."""
     failure: str = ""
     """What ended the step, if anything did."""
 

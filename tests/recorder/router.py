@@ -94,6 +94,20 @@ def _tensors(tree: Any) -> list[Tensor]:
     return [item for item in tree_flatten(tree)[0] if isinstance(item, Tensor)]
 
 
+def described(tree: Any) -> str:
+    """Its numbers, those of the host's tensors, and the shapes of tensors on the device."""
+
+    def told(item: Any) -> Any:
+        if not isinstance(item, Tensor):
+            return item
+        if isinstance(item, FakeTensor):
+            return f"{item.dtype} {list(item.shape)} {list(item.stride())}"
+        with _disable_current_modes():
+            return f"of the host: {item.tolist()}"
+
+    return str(tree_map(told, tree))
+
+
 def _nbytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
@@ -234,6 +248,7 @@ class Router(TorchDispatchMode):
         return 1.0 if source.dtype.is_floating_point else self._report.integers
 
     def _count(self, func: Any, name: str, args: Any, kwargs: Any, out: Any) -> None:
+        self._report.trace.append(f"{func} {described((args, kwargs, out))}")
         source = args[0] if args and isinstance(args[0], Tensor) else None
         if isinstance(out, Tensor) and out.dtype == torch.bool:
             flipped = name.startswith(("logical_not", "bitwise_not"))

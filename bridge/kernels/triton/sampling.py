@@ -38,8 +38,8 @@ def _bits_set(word):
 @triton.jit
 def _passed(left, right, left_key, right_key, LEFT: tl.constexpr, RIGHT: tl.constexpr):
     """Two rounds of the network."""
-    left ^= _mixed(right ^ left_key.to(tl.uint32, bitcast=True)) & ((1 << LEFT) - 1)
-    right ^= _mixed(left ^ right_key.to(tl.uint32, bitcast=True)) & ((1 << RIGHT) - 1)
+    left ^= _mixed(right ^ left_key) & ((1 << LEFT) - 1)
+    right ^= _mixed(left ^ right_key) & ((1 << RIGHT) - 1)
     return left, right
 
 
@@ -55,26 +55,40 @@ def mark(ids, bitmap, num_marked, num_given, num_ids, BLOCK: tl.constexpr):
     tl.atomic_add(num_marked, tl.sum((is_id & ((before & bit) == 0)).to(tl.int64)), sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["k1", "k2", "k3", "k4", "k5", "k6", "k7", "k8"])
+@triton.jit
+def _splitmix64(word):
+    word += 0x9E3779B97F4A7C15
+    word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9
+    word = (word ^ (word >> 27)) * 0x94D049BB133111EB
+    return word ^ (word >> 31)
+
+
+@triton.jit
+def _key(base, NUMBER: tl.constexpr):
+    """That of a round, from 1 on."""
+    return (_splitmix64(base + NUMBER) >> 32).to(tl.uint32)
+
+
+@triton.jit(do_not_specialize=["seed"])
 def draw(
     bitmap,
     drawn,
     num_fresh,
     count,
     num_ids,
-    k1,
-    k2,
-    k3,
-    k4,
-    k5,
-    k6,
-    k7,
-    k8,
+    seed,
+    step,
     LEFT: tl.constexpr,
     RIGHT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The first ``count`` ids of the permutation, int32: -1 for those whose bit is set. Count others by program."""
+    """The first ``count`` ids of the permutation, int32: -1 for those whose bit is set. Count others by program.
+
+    ``seed`` is splitmix64 of the seed as int64, ``step`` int64 on the device.
+    """
+    base = _splitmix64(seed.to(tl.int64).to(tl.uint64, bitcast=True) ^ tl.load(step).to(tl.uint64, bitcast=True))
+    k1, k2, k3, k4 = _key(base, 1), _key(base, 2), _key(base, 3), _key(base, 4)
+    k5, k6, k7, k8 = _key(base, 5), _key(base, 6), _key(base, 7), _key(base, 8)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     value = at.to(tl.uint32)
     is_out = at < count

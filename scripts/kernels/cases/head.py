@@ -15,7 +15,7 @@ _TYPES = {
     **dict.fromkeys(("numbers", "positions", "count", "refused", "updates", "clock"), "*i64"),
     **dict.fromkeys(("scales", "row_scales", "slot_scales"), "*bf16"),
     **dict.fromkeys(("start", "stop", "num_samples", "num_parts"), "i32"),
-    **dict.fromkeys(("middle", "logit_limit", "limit", "loss", "lr", "decay", "a", "b", "eps"), "fp32"),
+    **dict.fromkeys(("middle", "logit_limit", "limit", "loss", "decay", "a", "b", "eps"), "fp32"),
     "owners": "*i32",
     "first_id": "i64",
     "seed": "u64",
@@ -84,7 +84,7 @@ def _update(
     constants |= {
         "KIND": getattr(row_step, kind).value,
         "SLOTS": num_slots,
-        "LR_ON_DEVICE": False,
+        "LR_ON_DEVICE": True,
         "SUM_TILE": 128,
         "TILE_N": 64,
     }

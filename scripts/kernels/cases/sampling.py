@@ -12,6 +12,8 @@ _TYPES = {"ids": "*i64", "num_marked": "*i64", "num_fresh": "*i64", "fresh_ends"
     "num_written": "*i64",
     "bitmap": "*i32",
     "drawn": "*i32",
+    "seed": "i64",
+    "step": "*i64",
 }
 _TYPES |= dict.fromkeys(("labels", "offsets", "order", "ends", "given"), "*i64")
 _TYPES |= dict.fromkeys(("neighbours", "said", "sorted_ids", "in_turn"), "*i32")
@@ -29,7 +31,7 @@ def _case(kernel: str, num_warps: int, **constants: Any) -> Case:
         signature={name: "constexpr" if name in constants else _TYPES.get(name, "i32") for name in names},
         constants=constants,
         options={"num_warps": num_warps},
-        odd=(*_SIZES, *(f"k{at}" for at in range(1, 9))),
+        odd=(*_SIZES, "seed"),
     )
 
 

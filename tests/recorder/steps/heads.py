@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -13,6 +15,7 @@ import torch
 import geartrain as gt
 from geartrain.ams.graph.building.neighbours import NeighbourTable
 from geartrain.bridge.head.selection.knn_selection import Graph
+from geartrain.bridge.kernels.launch import captured as capturing
 from tests.recorder.dry_ranks import dry_ranks
 from tests.recorder.report import Report
 
@@ -20,24 +23,48 @@ _CONFIG = {item.name for item in dataclasses.fields(gt.HeadConfig)}
 
 
 def _step(
-    head: Any, report: Report, classes: int, batch: int, labels: str, autocast: str, *, clip: bool, seed: Any
+    head: Any,
+    report: Report,
+    classes: int,
+    batch: int,
+    labels: str,
+    autocast: str,
+    *,
+    clip: bool,
+    captured: bool,
+    seed: Any,
 ) -> Callable[[], None]:
-    """Features are on the device; labels where ``labels`` says ("cpu" or "cuda")."""
+    """Features are on the device; labels where ``labels`` says ("cpu" or "cuda").
+
+    ``captured``: from the second one on steps are such as a CUDA graph would hold, each with another learning rate.
+    """
     rows = gt.RowOptimizer(head)
+    traces: list[list[str]] = []
+    made = 0
 
     def step() -> None:
+        nonlocal made
+        if captured and made > 1:
+            traces.append(list(report.trace))
+            rows.param_groups[0]["lr"] *= 0.5
+            rows.replay(mock.Mock())
+        made += 1
         features = torch.empty(batch, head.dim, device="cuda", requires_grad=True)
         numbers = torch.from_numpy(seed.integers(0, classes, batch))
         given = numbers if labels == "cpu" else torch.empty(batch, dtype=torch.int64, device="cuda")
         report.reset()
         cast = torch.autocast("cuda", getattr(torch, autocast)) if autocast else contextlib.nullcontext()
-        with cast:
-            loss = head(features, given)
-        (loss if loss.ndim == 0 else loss.mean()).backward()
-        if clip:
-            gt.clip_grad_norm_([], rows, max_norm=1.0)
-        rows.step()
-        rows.zero_grad()
+        with capturing() if captured and made > 1 else contextlib.nullcontext():
+            with cast:
+                loss = head(features, given)
+            (loss if loss.ndim == 0 else loss.mean()).backward()
+            if clip:
+                gt.clip_grad_norm_([], rows, max_norm=1.0)
+            rows.step()
+            rows.zero_grad()
+        if traces:
+            pairs = itertools.zip_longest(traces[-1], report.trace)
+            report.differences = [f"{before} | {after}" for before, after in pairs if before != after]
 
     return step
 
@@ -75,6 +102,7 @@ def head(
     labels: str = "cpu",
     autocast: str = "",
     clip: bool = False,
+    captured: bool = False,
     ranks: int = 1,
     margin: str = "ArcFace",
     cluster: Any = None,
@@ -103,7 +131,8 @@ def head(
             )
         if neighbours:
             module.select.graph = _graph(classes, neighbours, ranks)
-        yield _step(module, report, classes, batch, labels, autocast, clip=clip, seed=np.random.default_rng(0))
+        random = np.random.default_rng(0)
+        yield _step(module, report, classes, batch, labels, autocast, clip=clip, captured=captured, seed=random)
 
 
 @contextlib.contextmanager

@@ -189,10 +189,9 @@ class FusedPass:
     def update(self, optimizer: RowOptimizerSpec, factor: Tensor) -> None:
         """Update the rows by ``optimizer`` with ``factor`` (0-dim) times the gradient."""
         assert self._terms is not None
+        lr = self._table.lr_of(optimizer)
         for start, stop, made_NB in self.ranges():
-            update_rows(
-                self._head, made_NB, start, stop, self._terms, factor, optimizer, self._table.stored, lr=optimizer.lr
-            )
+            update_rows(self._head, made_NB, start, stop, self._terms, factor, optimizer, self._table.stored, lr=lr)
 
     def let_go(self) -> None:
         """Forget what is kept; it is made again where it is wanted."""

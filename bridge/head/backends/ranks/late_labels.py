@@ -10,6 +10,7 @@ Legend: B samples of all ranks.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -20,7 +21,7 @@ from geartrain.ams.values.errors import InvalidIds
 from geartrain.ams.values.specs import Ids
 from geartrain.bridge.head.checks import check_class_ids
 from geartrain.bridge.head.loss.samples import BAD_WEIGHT
-from geartrain.bridge.kernels.launch import runs_kernels
+from geartrain.bridge.kernels.launch import is_capturing, runs_kernels
 from geartrain.bridge.kernels.samples import SettledLabels, settle_labels
 from geartrain.bridge.placements.device_rows import DeviceRows
 from geartrain.bridge.rows.transfers import Readback, upload
@@ -32,6 +33,8 @@ class LateLabels:
     def __init__(self, ignore_index: int | None) -> None:
         self._ignored = ignore_index
         self._under_way: deque[tuple[Readback, int, LiveClasses]] = deque()
+        self._captured: list[tuple[Tensor, LiveClasses]] = []
+        """Labels that a CUDA graph reads, of the step that is being captured."""
         self._living: tuple[LiveClasses, Tensor, Tensor] | None = None
         """The classes that live, and on a device where each run of retired ones starts and the last one stopped."""
 
@@ -42,7 +45,10 @@ class LateLabels:
 
         A label that is ignored or wrong becomes one of those that count; of none that does, any living class.
         """
-        self._under_way.append((Readback(labels_B), step, live_classes))
+        if is_capturing(labels_B.device):
+            self._captured.append((labels_B, live_classes))
+        else:
+            self._under_way.append((Readback(labels_B), step, live_classes))
         if runs_kernels(labels_B.device) and live_classes.are_all:
             return settle_labels(labels_B, live_classes.num_classes, self._ignored, rows.first, rows.num_local, own)
         are_good_B = self._live(labels_B, live_classes)
@@ -70,6 +76,15 @@ class LateLabels:
             self._living = live_classes, upload(starts, labels_B.device), upload(stops, labels_B.device)
         _, starts_R, stops_R = self._living
         return are_ids_B & (labels_B >= stops_R[torch.searchsorted(starts_R, labels_B, right=True)])
+
+    def take_captured(self) -> Callable[[int], None]:
+        """What is to be called after each replay of the captured step, with its number: it asks for the labels."""
+        captured, self._captured = self._captured, []
+
+        def ask(step: int) -> None:
+            self._under_way.extend((Readback(labels_B), step, live_classes) for labels_B, live_classes in captured)
+
+        return ask
 
     @property
     def has_bad(self) -> bool:

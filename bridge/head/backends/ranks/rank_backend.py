@@ -31,7 +31,7 @@ from geartrain.bridge.head.backends.ranks.late_labels import LateLabels
 from geartrain.bridge.head.backends.ranks.parts import rows_of_parts
 from geartrain.bridge.head.backends.ranks.passes import RankGradient, RankRows
 from geartrain.bridge.head.backends.ranks.selector import RankSelector
-from geartrain.bridge.head.backends.ranks.update import Agreed, RankStep, named, refused_rows
+from geartrain.bridge.head.backends.ranks.update import Agreed, RankStep, named, raise_late, refused_rows
 from geartrain.bridge.head.config import HeadConfig
 from geartrain.bridge.head.loss.chunk_pass import chunk_rows_on
 from geartrain.bridge.head.loss.feature_parts import FeatureParts
@@ -81,6 +81,7 @@ class RankBackend:
         self.select = settings.select.bound(self)
         self.selector = RankSelector(self.table, self.select)
         self.late_labels, self.checks_late = LateLabels(settings.config.ignore_index), False
+        self.update.late = self
         self.fuses = False
         self.margins = HeadMargin(settings.margin)
         self.settings = settings
@@ -142,6 +143,16 @@ class RankBackend:
                 f"the state is that of step {step}, these rows that of step {self.update.step}; rows='ranks' are in no "
                 "state_dict: restore() the snapshot() of that step first"
             )
+
+    def raise_late(self) -> None:
+        """Raise on every rank what steps before have found out: one exchange between the hosts."""
+        found = [self.update.take_refused(), self.late_labels.has_bad, self.update.step]
+        left, bad, steps = zip(*self.table.link.exchange(found), strict=True)
+        raise_late(self, refused=sum(left), has_bad=any(bad), steps=steps)
+
+    def take_captured(self) -> Callable[[int], None]:
+        """See :meth:`LateLabels.take_captured`."""
+        return self.late_labels.take_captured()
 
     def move_with(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Rows go with ``head.to(device)``; they are no buffers, which DDP would make equal on all ranks."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,10 +20,12 @@ from torch import Tensor
 from geartrain.ams.graph.building.neighbours import NeighbourTable
 from geartrain.ams.programs.class_lifecycle import LiveClasses
 from geartrain.ams.programs.selection import Ranking, Selection
+from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.specs import Ids
 from geartrain.bridge.head.backends.active_rows import DeviceActive, HostActive
 from geartrain.bridge.head.memory_plan import MemoryPart, MemoryPlan, in_step
 from geartrain.bridge.head.selection.torch_selection import TorchGraph, choice_bytes, near_on
+from geartrain.bridge.kernels.launch import is_capturing
 from geartrain.bridge.kernels.sampling import filled_by_sample, room_for
 from geartrain.bridge.placements.device_rows import DeviceRows
 from geartrain.bridge.rows.transfers import Moment, upload
@@ -68,6 +71,8 @@ class RankSelector:
         """
         table, num_living = self._table, live_classes.num_living
         budget = self._select.budget(num_living)
+        if is_capturing(table.device):
+            self._require_capturable(labels_B, budget, num_living)
         if isinstance(labels_B, Tensor) and len(labels_B) > budget:
             labels_B = labels_B.cpu().numpy()  # they alone may be more than the budget: the host must know how many
         numbers: Ids | Tensor = labels_B
@@ -99,13 +104,24 @@ class RankSelector:
                 most = min(budget, most + math.ceil(ranking.near * budget))
                 given = near_on(given, graph, ranking.near, budget)
             room = room_for(most, budget, num_living, high - low)
-            sample = filled_by_sample(given, num_living, budget, ranking.seed, step, start=low, stop=high, room=room)
+            # Streams apart know nothing of when the other has read what the one overwrites.
+            at: Any = step if is_apart else table.step.on(step, table.device)
+            sample = filled_by_sample(given, num_living, budget, ranking.seed, at, start=low, stop=high, room=room)
             rows_A = sample.ids_A if live_classes.are_all else ids.of(sample.ids_A + low) - table.first
         if is_apart and self._stream is not None:
             for tensor in (rows_A, sample.num):
                 tensor.record_stream(torch.cuda.current_stream(table.device))
         count = None if high - low == num_living else sample.num
         return budget, DeviceActive(room, rows_A, table.device, count)
+
+    def _require_capturable(self, labels_B: Ids | Tensor, budget: int, num_living: int) -> None:
+        """Raise InvalidArgument unless the choice is the same work in each step, whatever the labels."""
+        if len(labels_B) > budget or self._select.ranking(len(labels_B), num_living) is None:
+            raise InvalidArgument(
+                f"{self._select!r} chooses {budget} classes for {len(labels_B)} labels on the host, as no CUDA graph "
+                "does; capture steps of FullSoftmax() or PartialFC(sample_rate), with at least as many active classes "
+                "as labels"
+            )
 
     def _on_device(self, ranking: Ranking) -> TorchGraph | None:
         graph: NeighbourTable | None = ranking.neighbours

@@ -38,7 +38,7 @@ from geartrain.bridge.head.loss.margins.head_margin import HeadMargin, JointBatc
 from geartrain.bridge.head.loss.samples import CountedSamples
 from geartrain.bridge.head.loss.statistics import LOOKS_EVERY
 from geartrain.bridge.head.sub_centers import largest_cosines
-from geartrain.bridge.kernels.launch import runs_kernels
+from geartrain.bridge.kernels.launch import is_capturing, runs_kernels
 from geartrain.bridge.kernels.samples import SettledLabels, sampled_weight
 from geartrain.bridge.placements.device_rows import DeviceRows
 from geartrain.bridge.placements.device_update import DeviceUpdate
@@ -141,6 +141,9 @@ class RankStep:
         make: Callable[..., AnyRankRows],
     ) -> AnyRankRows:
         """The pass over the rows, for the features and labels of all ranks; ``make`` has the arguments of RankRows."""
+        captures = is_capturing(self.backend.table.device)
+        if captures:
+            self._require_capturable(agreed)
         if self.training:
             self.backend.select.prepare()
         table, arithmetic = self.backend.table, Arithmetic.of(joint_features_BD)
@@ -176,9 +179,33 @@ class RankStep:
         batch.own = own
         batch.num_active, batch.centers = num_active, self.backend.settings.sub_centers
         is_alone_on_host = table.link.world_size == 1 and joint_features_BD.device.type == "cpu"
-        batch.looks_for_highest = is_alone_on_host or self.backend.update.step % LOOKS_EVERY == 0
+        looks = not captures and self.backend.update.step % LOOKS_EVERY == 0
+        batch.looks_for_highest = is_alone_on_host or looks
         fuses = takes(table, here, batch, always=self.backend.fuses)
+        if captures and not fuses:
+            raise InvalidArgument(
+                "this head's step is not made by kernels alone, and so is for no CUDA graph: smoothed labels, several "
+                "centers a class, rows that move untouched, float64 and margins that change the logits of other "
+                "classes are not, nor is anything without Triton"
+            )
         return make(table, here, batch, numbers_B, agreed.sizes, agreed.want_gradient, weight, fuses=fuses)
+
+    def _require_capturable(self, agreed: Agreed) -> None:
+        """Raise InvalidArgument unless all that differs from step to step is on the device."""
+        table, margin = self.backend.table, self.backend.margins.margin
+        if not agreed.late:
+            raise InvalidArgument("labels are on the host, which no CUDA graph reads; give them on the device")
+        if hasattr(margin, "begin"):
+            raise InvalidArgument(
+                f"{margin!r} depends on the step, or on batches before, which a CUDA graph does not; capture steps of "
+                "ArcFace, CosFace, SphereFace, CombinedMargin, MagFace, or without a margin"
+            )
+        if self.backend.select.has_graph:
+            raise InvalidArgument(
+                f"{self.backend.select!r} builds its graph of classes anew, and a CUDA graph would go on with the one "
+                "that it was captured with; capture steps of FullSoftmax() or PartialFC(sample_rate)"
+            )
+        table.link.require_capturable()
 
     def agree(self, features: Tensor, labels: Tensor, weight: Tensor | None) -> tuple[CountedSamples, Agreed]:
         """Check this rank's samples and tell the other ranks of them: one exchange.
@@ -206,18 +233,19 @@ class RankStep:
 
         ``part_sizes``: what of each part counts, as many on every rank; none where the features come whole.
         """
-        refused = self.backend.update.take_refused()
+        captures = is_capturing(self.backend.table.device)  # in which nobody may ask the device for anything
+        refused = 0 if captures else self.backend.update.take_refused()
         margin = xxhash.xxh3_64_intdigest(named(self.backend.margins.margin).encode()) >> 2
         size = 0 if samples is None else len(samples.labels_S)
         amount = 0.0 if samples is None else samples.amount
         reduces = samples is None or samples.reduces
         kind = _DTYPES.index(features.dtype) if isinstance(features, Tensor) and features.dtype in _DTYPES else -1
         wants = isinstance(features, Tensor) and features.requires_grad
-        spec, step = self.backend.table.spec, self.backend.update.step
+        step = self.backend.update.step
         mode = self.training + 2 * self.adapts
         is_late = samples is not None and isinstance(samples.labels_S, Tensor)
         amount_here = 0.0 if callable(amount) else amount
-        marks = is_late + 2 * callable(amount) + 4 * self.backend.late_labels.has_bad
+        marks = is_late + 2 * callable(amount) + 4 * (not captures and self.backend.late_labels.has_bad)
         numbers = [
             size,
             failure is None,
@@ -240,12 +268,7 @@ class RankStep:
         if 0 in sound:
             what = "failed in its backbone, or with" if part_sizes else "was given"
             raise SyncError(f"rank {sound.index(0)} {what} features or labels that it refused; its error tells why")
-        if any(mark & 4 for mark in marked):
-            raise self.backend.late_labels.take_error()
-        if sum(left):
-            raise refused_rows(spec, sum(left))
-        if len(set(steps)) > 1:
-            raise StepMismatch(f"the ranks are at the steps {steps}; load the same state on every rank")
+        raise_late(self.backend, refused=sum(left), has_bad=any(mark & 4 for mark in marked), steps=steps)
         if len(set(classes)) > 1:
             raise SpecMismatch(
                 "the ranks have different living classes; add, retire and load the same ones on every rank"
@@ -318,6 +341,16 @@ class RankStep:
                 f"features are on {features.device}, the rows on {self.backend.table.device}; move the head there "
                 f"(head.to({str(features.device)!r})) or the features"
             )
+
+
+def raise_late(backend: RankHead, *, refused: int, has_bad: bool, steps: Sequence[int]) -> None:
+    """Raise what the ranks have found out of steps before."""
+    if has_bad:
+        raise backend.late_labels.take_error()
+    if refused:
+        raise refused_rows(backend.table.spec, refused)
+    if len(set(steps)) > 1:
+        raise StepMismatch(f"the ranks are at the steps {list(steps)}; load the same state on every rank")
 
 
 def refused_rows(spec: TableSpec, count: int) -> NonFinite:

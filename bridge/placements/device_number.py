@@ -1,0 +1,38 @@
+"""Numbers that change from step to step, and that kernels read on the device: so a CUDA graph may hold a step."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from geartrain.bridge.kernels.launch import is_capturing, runs_kernels
+
+
+class DeviceNumber:
+    """A number of the host and, where kernels run, its copy on their device, written when it changes."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._copy: Tensor | None = None
+        self._value: float | None = None
+        """What the copy is; None: anything."""
+
+    def on(self, value: float, device: torch.device) -> float | Tensor:
+        """``value``, 0-dim on ``device``, or as it is where no kernel reads it. In the memory of the calls before.
+
+        For a CUDA graph that is being captured the copy is left as it is: :meth:`write` before each replay.
+        """
+        if not (runs_kernels(device) or is_capturing(device)):
+            return value
+        if self._copy is None or self._copy.device != device:
+            with torch.inference_mode(False):
+                self._copy, self._value = torch.empty((), dtype=self._dtype, device=device), None
+        if not is_capturing(device):
+            self.write(value)
+        return self._copy
+
+    def write(self, value: float) -> None:
+        """Change the copy, if there is one."""
+        if self._copy is not None and value != self._value:
+            self._copy.fill_(value)
+            self._value = value
