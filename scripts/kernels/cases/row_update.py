@@ -10,7 +10,7 @@ from scripts.kernels.compile import Case
 _TYPES = {"updates": "*i64", "refused": "*i64", "numbers": "*i64", "ids": "*i64"} | dict.fromkeys(
     ("start", "num", "first"), "i32"
 )
-_TYPES |= {"key": "i64"} | dict.fromkeys(("lr", "decay", "a", "b", "eps"), "fp32")
+_TYPES |= {"key": "i64"} | dict.fromkeys(("decay", "a", "b", "eps"), "fp32")
 _EIGHT = {"rows": "*u8", "slots": "*i8", "row_scales": "*bf16", "slot_scales": "*bf16", "clock": "*i64"}
 
 
@@ -25,7 +25,7 @@ def _update(name: str, dim: int, kind: str, types: dict[str, str], **constants: 
         "B": 128,
         "D": dim,
         "KIND": getattr(row_step, kind).value,
-        "LR_ON_DEVICE": False,
+        "LR_ON_DEVICE": True,
     } | constants
     constants |= options
     signature = {
