@@ -14,7 +14,7 @@ import dataclasses
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, islice
 from typing import Any, NamedTuple
 
 import torch
@@ -266,40 +266,44 @@ def pool(
     """factor · Σ w · row over the ids of each vector: of each piece [V, D], float32, summed in float32.
 
     ``read`` gives rows [U, D] of a table by their numbers [U] from ``first``, where they are not simply those stored.
-    The pieces lie one behind the other in ``into`` [Σ V · D]; without it each in memory of its own.
+    With ``into`` [Σ V · D] they are written there, one piece behind the other, and nothing is returned.
     """
     device = entries.key_N.device
     if not runs_kernels(device) or read is not None:
         found = _pool_reference(entries, tables, read)
-        if into is not None:
-            torch.cat([own.view(-1) for own in found], out=into)
-        return found
+        if into is None:
+            return found
+        torch.cat([own.view(-1) for own in found], out=into)
+        return []
     from geartrain.bridge.kernels.triton import lookup as kernels
 
-    shapes = [(item.num_vectors, _dim(tables, item)) for item in entries.pieces]
+    kinds = [(table.rows_LD.dtype, table.rows_LD.shape[1]) for table in tables]
+    shifted = [_shifted(table) for table in tables]
+    # Of several ranks there are many pieces: no tensor for each.
     if into is None:
-        outs = [torch.empty(shape, device=device) for shape in shapes]
+        outs = [torch.empty(item.num_vectors, kinds[item.table][1], device=device) for item in entries.pieces]
+        places = [address(out) for out in outs]
     else:
-        parts = into.split_with_sizes([num * dim for num, dim in shapes])
-        outs = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+        outs, begin = [], address(into)
+        sizes = [4 * item.num_vectors * kinds[item.table][1] for item in entries.pieces]
+        places = [begin + size for size in accumulate(sizes, initial=0)]
+    like_sums = outs[0] if into is None else into
     groups: dict[tuple[torch.dtype, int], list[int]] = {}
     for number, item in enumerate(entries.pieces):
-        rows = tables[item.table].rows_LD
-        groups.setdefault((rows.dtype, rows.shape[1]), []).append(number)
+        groups.setdefault(kinds[item.table], []).append(number)
     first_vectors = entries.first_vectors
     starts = [(key, at) for key, own in groups.items() for at in range(0, len(own), _PIECES)]
     for key, at in starts:
         dim, members = key[1], groups[key][at : at + _PIECES]
+        own = [entries.pieces[number] for number in members]
         numbers: list[int] = []
-        for number in members:
-            item = entries.pieces[number]
-            numbers += [_shifted(tables[item.table]), first_vectors[number], item.num_vectors, address(outs[number])]
-        like = tables[entries.pieces[members[0]].table].rows_LD
+        for number, item in zip(members, own, strict=True):
+            numbers += [shifted[item.table], first_vectors[number], item.num_vectors, places[number]]
+        like = tables[own[0].table].rows_LD
         tile = kernels.pool_tile(dim)
-        num_ids = sum(entries.pieces[number].num_ids for number in members)
-        num_vectors = sum(entries.pieces[number].num_vectors for number in members)
+        num_ids, num_vectors = sum(item.num_ids for item in own), sum(item.num_vectors for item in own)
         each = dim * like.itemsize + entries.key_N.itemsize + (0 if entries.weights_N is None else 4)
-        most = max(entries.pieces[number].num_vectors for number in members)
+        most = max(item.num_vectors for item in own)
         launch(
             kernels.pool_rows,
             (-(-most // tile["BLOCK_V"]), len(members)),
@@ -307,8 +311,8 @@ def pool(
             like,
             entries.key_N,
             entries.bounds_V,
-            outs[0] if entries.weights_N is None else entries.weights_N,
-            outs[0] if entries.factor_V is None else entries.factor_V,
+            like_sums if entries.weights_N is None else entries.weights_N,
+            like_sums if entries.factor_V is None else entries.factor_V,
             entries.bits,
             entries.none,
             cost=Cost(num_ids * each + num_vectors * (4 * dim + 8)),
@@ -319,10 +323,6 @@ def pool(
             **tile,
         )
     return outs
-
-
-def _dim(tables: Sequence[RowSpan], piece: BagPiece) -> int:
-    return tables[piece.table].rows_LD.shape[1]
 
 
 def _bytes(tensor: Tensor | None) -> int:
@@ -454,6 +454,18 @@ class VectorGradients(NamedTuple):
     entries: Entries
     upstream: Sequence[Tensor | None]
     scale: float = 1.0
+    starts: Sequence[tuple[int, int]] | None = None
+    """Where those of each piece begin in ``upstream``, then one matrix [n, 1], and D; None: each is a tensor."""
+
+    def of_pieces(self) -> Sequence[Tensor | None]:
+        """[V, D] of each piece."""
+        if self.starts is None or self.upstream[0] is None:
+            return self.upstream
+        flat, pieces = self.upstream[0], self.entries.pieces
+        return [
+            flat[start : start + piece.num_vectors * dim].view(-1, dim)
+            for piece, (start, dim) in zip(pieces, self.starts, strict=True)
+        ]
 
 
 def _kind(table: RowArrays) -> tuple[Any, ...]:
@@ -492,12 +504,15 @@ class SortedGradients:
         gradients = iter(in_rows([own for part in parts for own in part.upstream]))
         for part in parts:
             (scale,) = struct.unpack("i", struct.pack("f", part.scale))
-            for piece, own in zip(part.entries.pieces, gradients, strict=False):
-                stride = 0 if own is None else own.stride(0)
-                self._is_aligned &= stride % 4 == 0 and address(own) % 16 == 0
-                numbers += [address(own), stride, scale, first_vector]
+            mine = list(islice(gradients, len(part.upstream)))
+            self._gradients += mine
+            at = [(address(own), 0 if own is None else own.stride(0)) for own in mine]
+            if part.starts is not None:
+                at = [(at[0][0] + 4 * start, dim) for start, dim in part.starts]
+            for piece, (where, stride) in zip(part.entries.pieces, at, strict=True):
+                self._is_aligned &= stride % 4 == 0 and where % 16 == 0
+                numbers += [where, stride, scale, first_vector]
                 first_vector += piece.num_vectors
-                self._gradients.append(own)
         self._numbers = on_device(numbers, self.key_N.device)
 
     def squares(self, tables: Mapping[int, Tensor]) -> Tensor:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import TypeVar
 
 import torch
@@ -54,6 +54,7 @@ class DeviceLookup:
         yet, where they have no bound. Nothing travels yet."""
         self._tables, self._asked, self._makes_rows = tables, asked, makes_rows
         self._growing = [number for number, table in enumerate(tables) if table.ids.table is not None]
+        self._dims = [table.spec.dim for table in tables]
         self._link = tables[0].link
         self._rows: list[RowSpan] = []
         self.counts: list[int] = []
@@ -76,11 +77,8 @@ class DeviceLookup:
             routed.pairs_RV,
             [counts[1][at : at + num_fields] for at in range(0, len(counts[1]), num_fields)],
             [piece.num_vectors for piece in self._asked.pieces],
-            [self._dim(piece) for piece in self._asked.pieces],
+            [self._dims[piece.table] for piece in self._asked.pieces],
         )
-
-    def _dim(self, piece: BagPiece) -> int:
-        return self._tables[piece.table].spec.dim
 
     def _make_room(self, counts: Sequence[Sequence[int]]) -> None:
         """For the rows that the ids of all ranks may make. If there is no memory on some rank, every rank raises."""
@@ -149,7 +147,9 @@ class DeviceLookup:
             piece_N = self._here.place_N >> PLACE_BITS
             key_N = (table_Q[piece_N] << self._here.bits) | (ids_N * is_in_key_Q[piece_N])
             self._here = self._number(dataclasses.replace(self._here, key_N=key_N), ids_N)
-        self._sizes = [sum(piece.num_vectors * self._dim(piece) for piece in own) for own in _parts(pieces, num_fields)]
+        self._sizes = [
+            sum(piece.num_vectors * self._dims[piece.table] for piece in own) for own in _parts(pieces, num_fields)
+        ]
         sums = torch.empty(sum(self._sizes), device=words.device)
         self._pooled(sums)
         return self._pairs.join(self._link.all_to_all(sums, self._sizes, self._pairs.sizes), self._asked.factor_V)
@@ -162,34 +162,27 @@ class DeviceLookup:
     def _current_rows(self, table: int, numbers_U: Tensor) -> Tensor:
         return self._tables[table].current_rows(numbers_U)
 
-    def _upstream_here(
-        self, upstream: Sequence[Tensor | None]
-    ) -> tuple[Entries, Sequence[Tensor | None], Sequence[Tensor]]:
-        """What is asked of the rows of this rank by fields whose vectors have a gradient; those gradients; and what
-        they lie in.
+    def _upstream_here(self, upstream: Sequence[Tensor | None], scale: float) -> VectorGradients:
+        """What is asked of the rows of this rank by fields whose vectors have a gradient, and those gradients.
 
         Rows that no field with a gradient has asked for are left out. With several ranks one all-to-all.
         """
         if self._link.world_size == 1:
-            given = [gradient.detach() for gradient in upstream if gradient is not None]
-            if len(given) == len(upstream):
-                return self._here, upstream, given
-            used = on_device([gradient is not None for gradient in upstream], self._here.key_N.device)
-            return self._here.of(used == 1), upstream, given
+            is_used = [gradient is not None for gradient in upstream]
+            if all(is_used):
+                return VectorGradients(self._here, upstream, scale)
+            return VectorGradients(self._here.of(on_device(is_used, self._here.key_N.device) == 1), upstream, scale)
         num_flags, num_fields = self._pairs.num_flags, len(self._asked.pieces)
         leaving, here = ([size + num_flags for size in sizes] for sizes in (self._pairs.sizes, self._sizes))
         flat = self._link.all_to_all(self._pairs.spread(upstream, self._asked.factor_V), leaving, here)
-        sizes = [piece.num_vectors * self._dim(piece) for piece in self._here.pieces]
-        ordered = [size for own in _parts(sizes, num_fields) for size in (num_fields, num_flags - num_fields, *own)]
-        parts = _parts(flat.split_with_sizes(ordered), num_fields + 2)
-        used_Q = torch.cat([own[0] for own in parts]) != 0
-        found = [part for own in parts for part in own[2:]]
-        dims = [self._dim(piece) for piece in self._here.pieces]
-        return (
-            self._here.of(used_Q),
-            [part.view(-1, dim) for part, dim in zip(found, dims, strict=True)],
-            [flat[:, None]],
-        )
+        flags = [flat[at : at + num_fields] for at in accumulate(here[:-1], initial=0)]
+        starts: list[tuple[int, int]] = []
+        at = 0
+        for number, piece in enumerate(self._here.pieces):
+            at += 0 if number % num_fields else num_flags
+            starts.append((at, self._dims[piece.table]))
+            at += piece.num_vectors * self._dims[piece.table]
+        return VectorGradients(self._here.of(torch.cat(flags) != 0), [flat[:, None]], scale, starts)
 
     def gradients(
         self, tables: Sequence[Sequence[DeviceRows]], upstream: Sequence[Tensor | None], scale: float
@@ -197,13 +190,13 @@ class DeviceLookup:
         """Of ``scale`` times the vectors' gradients (None: there is none) those of the rows of this rank, for each
         update of ``tables`` (all of them, in their order); and a number that is finite if they are (0-dim, float64).
         """
-        entries, own, given = self._upstream_here(upstream)
+        here = self._upstream_here(upstream, scale)
         if all(map(_is_fused, self._tables)):
-            finite = checksum(given)
+            finite = checksum([own.detach() for own in here.upstream if own is not None])
             numbers = {id(table): number for number, table in enumerate(self._tables)}
-            shared = _Waiting([VectorGradients(entries, own, scale)])
+            shared = _Waiting([here])
             return [UnsummedGradient({numbers[id(table)]: table for table in part}, shared) for part in tables], finite
-        found = row_gradients(entries, self._rows, own, scale)
+        found = row_gradients(here.entries, self._rows, here.of_pieces(), scale)
         finite = torch.stack([rows_UD.double().square().sum() for _, rows_UD in found]).sum()
         rest = iter(found)
         return [BagGradient(part, [next(rest) for _ in part]) for part in tables], finite
