@@ -8,6 +8,8 @@ from collections.abc import Callable
 
 from geartrain.ams.kernels import _core
 from geartrain.ams.server.shard import Shard
+from geartrain.ams.values.config import is_loopback
+from geartrain.ams.values.errors import ConfigError
 from geartrain.ams.values.shard_messages import DataPlaneOffer
 
 logger = logging.getLogger(__name__)
@@ -28,10 +30,17 @@ class DataPlanePort:
         Clients of other machines connect to ``host`` and ``port``, or one of the next if other shards have that; 0: a
         free one; no ``host``: there are none. With ``uses_tls`` they speak TLS, or are refused.
 
-        Raises ConfigError if TLS is wanted and OpenSSL 3 is not there.
+        Raises ConfigError if TLS is wanted and OpenSSL 3 is not there; on loopback rows go through shared memory alone
+        then.
         """
-        if uses_tls:
-            _core.load_tls()
+        if uses_tls and host:
+            try:
+                _core.load_tls()
+            except ConfigError as exc:
+                if not is_loopback(f"[{host}]:0" if ":" in host else f"{host}:0"):
+                    raise
+                logger.warning("rows go through shared memory alone here: %s", exc)
+                host = ""
         self._shard = shard
         self._host, self._port, self._uses_tls = host, port, uses_tls
         self._lock = threading.Lock()

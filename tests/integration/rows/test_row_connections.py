@@ -26,6 +26,7 @@ from geartrain.ams.rpc.client import data_plane
 from geartrain.ams.rpc.client.data_plane import DataPlane
 from geartrain.ams.rpc.client.patience import Patience
 from geartrain.ams.server.data_plane import DataPlanePort
+from geartrain.ams.server.shard import Shard
 from geartrain.ams.values import errors
 from geartrain.ams.values.config import CLIENT, FOLDER_VARIABLE
 from geartrain.ams.values.optimizers.registry import SGD
@@ -148,6 +149,23 @@ def test_under_certificates_rows_go_under_tls_or_not_at_all(ours: Cluster, monke
     plain = DataPlane(plane_of(ours)._address, plane_of(ours)._ask, shares_memory=False)
     with pytest.raises(errors.DataPortClosed):  # who would send the secret in plain text gets nothing for it
         plain.connect()
+
+
+def test_without_openssl_a_shard_shares_memory_on_loopback_and_starts_nowhere_else(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def missing() -> None:
+        raise errors.ConfigError("install libssl3")
+
+    monkeypatch.setattr(_core, "load_tls", missing)
+    shard = Shard(0, np.arange(4096), incarnation=1)
+    port = DataPlanePort(lambda: shard, "127.0.0.1", 0, uses_tls=True)
+    offer = port.offer()
+    assert offer.socket and offer.port == 0 and "shared memory alone here: install libssl3" in caplog.text
+    port.close()
+    with pytest.raises(errors.ConfigError, match="libssl3"):
+        DataPlanePort(lambda: shard, "10.0.0.1", 0, uses_tls=True)
+    shard.close()
 
 
 def test_a_shard_that_takes_no_connection_says_why(cluster: ServedCluster, monkeypatch: pytest.MonkeyPatch) -> None:
