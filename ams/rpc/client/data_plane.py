@@ -51,7 +51,7 @@ class DataPlane:
         self._address = address
         self._host = split_address(address)[0]
         self._shares_memory = shares_memory
-        self._needs_tls = needs_tls
+        self._needs_tls, self._uses_tls = needs_tls, False
         self._ask = ask
         self._lock = threading.Lock()
         self._connection: _core.DataConnection | None = None
@@ -101,7 +101,7 @@ class DataPlane:
             if (connection := self.connection) is None:
                 connection = self._connection = self._made(seconds)
                 is_near = isinstance(connection, _core.RingConnection)
-                way = "through shared memory" if is_near else "by TCP"
+                way = "through shared memory" if is_near else "by TCP under TLS" if self._uses_tls else "by TCP"
                 logger.info("rows of the shard at %s go %s", self._address, way)
         if self._is_closed:
             connection.close()
@@ -137,6 +137,7 @@ class DataPlane:
                 f"the shard at {self._address} offers rows by TCP in plain text, which this client does not take; "
                 "start its server with security.folder, too"
             )
+        self._uses_tls = offer.uses_tls
         return connect_tcp(self._host, offer.port, offer.secret, CONNECT_SECONDS, uses_tls=offer.uses_tls)
 
     def _offer(self, seconds: float) -> DataPlaneOffer:

@@ -139,8 +139,12 @@ def test_a_closed_data_port_is_named_with_its_remedy(served: Served, monkeypatch
 
 
 @pytest.mark.parametrize("ours", ["TLS"], indirect=True)
-def test_under_certificates_rows_go_under_tls_or_not_at_all(ours: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_under_certificates_rows_go_under_tls_or_not_at_all(
+    ours: Cluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger=data_plane.__name__)
     ours.table("t").push(IDS, ONES)
+    assert "go by TCP under TLS" in caplog.text
     offer = DataPlanePort.offer
     monkeypatch.setattr(DataPlanePort, "offer", lambda port: replace(offer(port), uses_tls=False))
     again = DataPlane(plane_of(ours)._address, plane_of(ours)._ask, shares_memory=False, needs_tls=True)
