@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Starts the graph service, which builds and keeps the neighbour tables of class tables, on this host.
 #
-#   SCHEDULER=10.0.0.1:7000 LISTEN=10.0.0.3:7100 SNAPSHOT_ROOTS=/mnt/snapshots INSECURE=1 \
+#   SCHEDULER=10.0.0.1:7000 LISTEN=10.0.0.3:7100 SNAPSHOT_ROOTS=/mnt/snapshots \
 #     scripts/launch_graph.sh [FLAG...]
 #
 #   SCHEDULER   HOST:PORT of the scheduler (needed)
@@ -10,7 +10,9 @@
 #   SNAPSHOT_ROOTS
 #               folders and URLs, with commas between, below which snapshots are read and written (needed for snapshots
 #               with a LISTEN that other machines reach)
-#   INSECURE    1: allow a LISTEN that other machines reach, without encryption or authentication (0)
+#   INSECURE    1: allow a LISTEN that other machines reach without certificates (0)
+#   GEARTRAIN_SECURITY__FOLDER
+#               folder of certificates ('geartrain certs init')
 #   PYTHON      Python to run (.venv/bin/python of the repository, else python3)
 #
 # Flags are those of 'geartrain graph --help'. SIGTERM ends it.

@@ -1,12 +1,14 @@
 #!/usr/bin/env bash
 # Starts the scheduler of a cluster on this host. One for each cluster.
 #
-#   NUM_SHARDS=4 LISTEN=10.0.0.1:7000 INSECURE=1 scripts/launch_scheduler.sh [FLAG...]
+#   NUM_SHARDS=4 LISTEN=10.0.0.1:7000 scripts/launch_scheduler.sh [FLAG...]
 #
 #   NUM_SHARDS  shards of the cluster (needed)
 #   LISTEN      HOST:PORT to serve on (127.0.0.1:7000)
 #   DATA        folder for its state, so that it comes back knowing what it knew (memory)
-#   INSECURE    1: allow a LISTEN that other machines reach, without encryption or authentication (0)
+#   INSECURE    1: allow a LISTEN that other machines reach without certificates (0)
+#   GEARTRAIN_SECURITY__FOLDER
+#               folder of certificates ('geartrain certs init')
 #   PYTHON      Python to run (.venv/bin/python of the repository, else python3)
 #
 # Flags are those of 'geartrain scheduler --help', and settings also come as GEARTRAIN_SCHEDULER__KEY. One line of JSON

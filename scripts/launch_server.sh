@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Starts a server, which holds one or more shards, on this host. As many as it takes until the cluster has all shards.
 #
-#   SCHEDULER=10.0.0.1:7000 LISTEN=10.0.0.2:7001 SHARDS=2 SNAPSHOT_ROOTS=/mnt/snapshots INSECURE=1 \
+#   SCHEDULER=10.0.0.1:7000 LISTEN=10.0.0.2:7001 SHARDS=2 SNAPSHOT_ROOTS=/mnt/snapshots \
 #     scripts/launch_server.sh [FLAG...]
 #
 #   SCHEDULER   HOST:PORT of the scheduler (needed)
@@ -13,7 +13,9 @@
 #   SNAPSHOT_ROOTS
 #               folders and URLs, with commas between, below which snapshots are read and written (needed for snapshots
 #               with a LISTEN that other machines reach)
-#   INSECURE    1: allow a LISTEN that other machines reach, without encryption or authentication (0)
+#   INSECURE    1: allow a LISTEN that other machines reach without certificates (0)
+#   GEARTRAIN_SECURITY__FOLDER
+#               folder of certificates ('geartrain certs init')
 #   PYTHON      Python to run (.venv/bin/python of the repository, else python3)
 #
 # Flags are those of 'geartrain server --help', and settings also come as GEARTRAIN_SERVER__KEY. One line of JSON on

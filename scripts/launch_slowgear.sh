@@ -2,7 +2,7 @@
 # Starts a slow gear, which serves the dense features of a module by id and trains the module, on this host.
 #
 #   SCHEDULER=10.0.0.1:7000 NAME=image MODULE=mypkg.image:build SAMPLES=folder:/data/images DIM=64 \
-#     LISTEN=10.0.0.4:7200 INSECURE=1 scripts/launch_slowgear.sh [FLAG...]
+#     LISTEN=10.0.0.4:7200 scripts/launch_slowgear.sh [FLAG...]
 #
 #   SCHEDULER   HOST:PORT of the scheduler (needed)
 #   NAME        name of the dense part (needed)
@@ -13,7 +13,9 @@
 #   ADVERTISE   HOST:PORT under which fast gears reach it, if it is another
 #   STORE       where features and waiting gradients are kept: memory, lmdb:PATH or redis://HOST:PORT/0 (memory)
 #   DEVICE      where the module runs (cpu)
-#   INSECURE    1: allow a LISTEN that other machines reach, without encryption or authentication (0)
+#   INSECURE    1: allow a LISTEN that other machines reach without certificates (0)
+#   GEARTRAIN_SECURITY__FOLDER
+#               folder of certificates ('geartrain certs init')
 #   PYTHON      Python to run (.venv/bin/python of the repository, else python3)
 #
 # Flags are those of 'geartrain slowgear --help'. SIGTERM ends it, when it has applied what waits.

@@ -34,6 +34,10 @@ SCHEME = "geartrain://"
 ANY_NUMBER = "*"
 _NAME = re.compile(rf"{SCHEME}([a-z0-9-]+)/([a-z]+)/(\d+|\*)", re.ASCII)
 _LOOK_SECONDS = 1.0
+_WARN_SECONDS = 86_400.0
+"""Between two warnings of a certificate that runs out."""
+_LAST_SHARE = 1 / 6
+"""Of its time: then it is warned of."""
 
 
 class Name(NamedTuple):
@@ -64,6 +68,8 @@ class _Files(NamedTuple):
     key: bytes
     certificate: bytes
     names: tuple[Name, ...]
+    warn_at: float
+    """When little of its time is left, in unix seconds."""
 
 
 class Credentials:
@@ -76,6 +82,7 @@ class Credentials:
         self._lock = threading.Lock()
         self._look_at = 0.0
         self._stamp: object = None
+        self._warned_at = 0.0
         self._files: _Files | None = None
         self._current()
 
@@ -137,6 +144,10 @@ class Credentials:
                         raise ConfigError(_missing(Path(exc.filename), self._role)) from exc
                     raise
                 logger.warning("goes on with the certificate that it has: %s", exc)
+            assert self._files is not None
+            if self._files.warn_at < time.time() > self._warned_at + _WARN_SECONDS:
+                self._warned_at = time.time()
+                logger.warning("%s runs out soon; 'geartrain certs renew' renews it: no restart", self._paths[1])
             return self._files
 
 
@@ -181,7 +192,9 @@ def _read(authorities: Path, own: Path, role: str) -> _Files:
             f"{own} ran out at {certificate.not_valid_after_utc:%Y-%m-%d %H:%M} UTC; "
             f"'geartrain certs renew {own.parent}' renews it where the key of the authority is"
         )
-    return _Files(authorities.read_bytes(), pem, pem, names)
+    life = certificate.not_valid_after_utc - certificate.not_valid_before_utc
+    warn_at = (certificate.not_valid_after_utc - life * _LAST_SHARE).timestamp()
+    return _Files(authorities.read_bytes(), pem, pem, names, warn_at)
 
 
 def names_of(certificate: Certificate) -> tuple[Name, ...]:

@@ -250,6 +250,19 @@ def test_an_authority_is_replaced_without_a_stop(folder: Path, tmp_path: Path) -
     assert [str(name) for name in Credentials.mine("127.0.0.1:1").names] == ["client/0"]
 
 
+def test_a_certificate_that_runs_out_soon_is_warned_of_once(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    issue(folder, tmp_path, [CLIENT], days=60 * SECOND)  # of which ten minutes have passed, for clocks that differ
+    identify(str(tmp_path))
+    assert Credentials.mine("127.0.0.1:1").names
+    time.sleep(1.1)
+    assert Credentials.mine("127.0.0.1:1").names
+    assert [record.message for record in caplog.records] == [
+        f"{tmp_path / 'client.pem'} runs out soon; 'geartrain certs renew' renews it: no restart"
+    ]
+
+
 def damaged(path: Path) -> None:
     path.write_text("-----BEGIN CERTIFICATE-----\nA\n-----END CERTIFICATE-----\n")
     path.chmod(0o600)
