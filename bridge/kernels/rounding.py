@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from geartrain.ams.kernels.ops import splitmix64
+from geartrain.bridge.kernels.launch import Cost, launch, runs_kernels
 from geartrain.bridge.kernels.philox import WORD, philox_words
 
 ROW, SLOT = 0, 1
@@ -31,16 +32,39 @@ def round_rows(
     Args:
         values_ND: float32 or float64, which becomes float32 first.
         dtype: The storage type.
-        key: ``rounding_key`` of the table; or int64 [N, 1], of each row's.
+        key: ``rounding_key`` of the table; or int64 [N], of each row's.
         ids_N: int64, of the rows.
         numbers_N: int64, of each row's update, from 1.
         part: What of a row it is, ROW or SLOT.
 
-    About 90 operations on 64-bit integers, of which there are N · D / 8, and 20 on N · D numbers.
+    One kernel where each row has a key; else about 90 operations on 64-bit integers, of which there are N · D / 8, and
+    20 on N · D numbers.
     """
     values_ND = values_ND.to(torch.float32)
     if dtype == torch.float32:
         return values_ND
+    if isinstance(key, Tensor) and runs_kernels(values_ND.device):
+        from geartrain.bridge.kernels.triton.rounding import round_rows as kernel
+        from geartrain.bridge.kernels.triton.rounding import tile
+
+        (num, dim), options = values_ND.shape, tile(values_ND.shape[1])
+        out_ND = torch.empty_like(values_ND, dtype=dtype)
+        launch(
+            kernel,
+            (-(-num // options["N"]), -(-dim // options["C"])),
+            values_ND,
+            out_ND,
+            ids_N,
+            numbers_N,
+            key,
+            num,
+            cost=Cost(num * (dim * (4 + dtype.itemsize) + 24)),
+            D=dim,
+            PART=part,
+            enable_fp_fusion=False,
+            **options,
+        )
+        return out_ND
     nearest_ND = values_ND.to(dtype)
     bits = values_ND.contiguous().view(torch.int32)
     drawn = draws(key, ids_N, numbers_N, part, values_ND.shape[1])
@@ -62,6 +86,7 @@ def draws(key: int | Tensor, ids_N: Tensor, numbers_N: Tensor, part: int, dim: i
     """16 random bits for each column, int32 [N, D]: Philox4x32-7 of (id, number, column / 8 and part) under ``key``."""
     blocks = torch.arange(-(-dim // _COLUMNS), device=ids_N.device) + (part << 16)
     low_N, high_N = (ids_N & WORD).unsqueeze(1), (ids_N >> 32 & WORD).unsqueeze(1)
+    key = key.unsqueeze(1) if isinstance(key, Tensor) else key
     words = philox_words(key, (low_N, high_N, (numbers_N & WORD).unsqueeze(1), blocks.unsqueeze(0)), _ROUNDS)
     halves = torch.stack([words & 0xFFFF, words >> 16], 3)
     return halves.reshape(len(ids_N), -1)[:, :dim].to(torch.int32)

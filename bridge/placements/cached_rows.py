@@ -189,7 +189,7 @@ class CachedRows:
         EXACT_OPTIMIZERS[optimizer.name](optimizer, step)
         for one, values, part in zip(stored, (rows_ND, *slots_NS), (ROW, SLOT), strict=False):
             if one.dtype != torch.float32:
-                drawn_by = {"key": sent["keys"][:, None], "ids_N": sent["ids"], "numbers_N": sent["updates"]}
+                drawn_by = {"key": sent["keys"], "ids_N": sent["ids"], "numbers_N": sent["updates"]}
                 values = round_rows(values, one.dtype, part=part, **drawn_by)
             one[at] = values
         return [0] * len(pushes)

@@ -11,6 +11,7 @@ import pytest
 from tests.recorder.budgets import Budget, reports_of
 from tests.recorder.report import Report
 
+_CACHE = {"ids": "cpu", "num_rows": 2000, "device_cache_bytes": 2_000_000}
 BUDGETS = [
     Budget(138, 1, "pull"),
     Budget(138, 1, "pull", {"classes": 100_000, "dim": 128, "batch": 256, "select": 0.1}),
@@ -20,7 +21,8 @@ BUDGETS = [
     Budget(123, 3, "hosted", {"select": 0.2, "label_smoothing": 0.1, "clip": True}),
     Budget(5, 2, "embedding"),
     Budget(4, 1, "embedding", {"ids": "cpu"}),
-    Budget(34, 1, "embedding", {"ids": "cpu", "num_rows": 2000, "device_cache_bytes": 2_000_000, "optimizer": "Adam"}),
+    Budget(29, 1, "embedding", _CACHE),
+    Budget(36, 1, "embedding", {**_CACHE, "optimizer": "Adam", "dtype": "bfloat16"}),
     Budget(21, 0, "embedding", {"rows": "ranks"}),
     Budget(21, 0, "embedding", {"rows": "ranks", "ids": "cpu", "optimizer": "Adam"}),
     Budget(36, 1, "embedding", {"rows": "ranks", "ranks": 2}),
