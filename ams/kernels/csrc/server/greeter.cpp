@@ -122,8 +122,8 @@ void Greeter::run() {
         const int fd = events[static_cast<size_t>(i)].data.fd;
         try {
           work(fd);
-        } catch (const std::exception&) {  // nobody whom we know, or no memory for it
-          guests_.erase(fd);
+        } catch (const std::exception& error) {  // nobody whom we know, or no memory for it
+          refuse(fd, error.what());
         }
       }
     };
@@ -187,6 +187,21 @@ void Greeter::rest(int error) {
   if (warn_) warn_(words_of(error));
 }
 
+// Under TLS an operator is told, once a minute: not of those who have gone by themselves, as probes of a port do.
+void Greeter::refuse(int fd, const char* why) noexcept try {
+  const auto guest = guests_.find(fd);
+  if (guest == guests_.end()) return;
+  const ByteStream stream = std::move(guest->second.stream);
+  guests_.erase(guest);
+  if (!uses_tls_ || !warn_ || stream.fd() < 0 || stream.has_ended()) return;
+  ++num_refused_;
+  const auto now = Clock::now();
+  if (told_of_refusal_at_ != Clock::time_point::min() && now - told_of_refusal_at_ < kWarnInterval) return;
+  told_of_refusal_at_ = now;
+  warn_("connections for rows refused: " + std::to_string(std::exchange(num_refused_, 0)) + ", the last from " + stream.address() + ": " + why);
+} catch (const std::exception&) {  // no memory for the words
+}
+
 // Takes a connection, if it shows the secret of an offer.
 void Greeter::greet(int fd) {
   Guest& guest = guests_.at(fd);
@@ -204,9 +219,10 @@ void Greeter::greet(int fd) {
       received = guest.stream.read(guest.hello.data() + guest.got, guest.hello.size() - guest.got);
     if (guest.got < guest.hello.size()) return;  // the rest may come
   }
+  if (guest.got != guest.hello.size() || !is_offered(guest.hello.data()))
+    throw std::runtime_error("it shows no secret of an offer that is good now");
   Guest here = std::move(guest);
   guests_.erase(fd);
-  if (here.got != here.hello.size() || !is_offered(here.hello.data())) return;
   epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, fd, nullptr);
   welcome_(std::move(here.socket), std::move(page), std::move(here.stream));
 }

@@ -52,6 +52,7 @@ class Greeter {
   void accept_guests(const OwnedFd& listener);
   void make_room(bool is_near);
   void rest(int error);
+  void refuse(int fd, const char* why) noexcept;
   void greet(int fd);
   bool is_offered(const char* hello);
   std::string offered(std::string_view name);
@@ -67,6 +68,8 @@ class Greeter {
   std::unordered_map<int, Guest> guests_;
   Clock::time_point rests_until_ = Clock::time_point::min(), warned_at_ = Clock::time_point::min();
   bool is_resting_ = false;
+  Clock::time_point told_of_refusal_at_ = Clock::time_point::min();
+  size_t num_refused_ = 0;  // since then
 
   std::atomic<bool> is_closing_ = false;
   std::mutex mutex_;  // guards what follows

@@ -86,6 +86,15 @@ std::string ByteStream::host() const {
   return IN6_IS_ADDR_V4MAPPED(&its) ? std::string(begin + 12, 4) : std::string(begin, 8);
 }
 
+std::string ByteStream::address() const {
+  sockaddr_storage address{};
+  socklen_t bytes = sizeof(address);
+  char host[NI_MAXHOST] = "";
+  if (getpeername(fd(), reinterpret_cast<sockaddr*>(&address), &bytes) == 0)
+    getnameinfo(reinterpret_cast<sockaddr*>(&address), bytes, host, sizeof(host), nullptr, 0, NI_NUMERICHOST);
+  return host;
+}
+
 bool ByteStream::has_ended() const {
   pollfd one{fd(), POLLRDHUP, 0};
   return poll(&one, 1, 0) > 0;

@@ -30,6 +30,8 @@ class ByteStream {
   bool wait(bool for_writing, int millis) const;
   // What tells the machine of the other end from others: its address, or of one of IPv6 the network's half; empty if it has gone.
   std::string host() const;
+  // For people; empty if it has gone.
+  std::string address() const;
   // Whether the other end has ended it, though there may be more to read.
   bool has_ended() const;
   // Ends it in both directions; the descriptor stays.

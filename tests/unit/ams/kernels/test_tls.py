@@ -146,6 +146,19 @@ def test_a_wrong_key_ends_its_connection_alone_and_the_right_one_opens_one(shard
     assert shard.server.num_connections == 1
 
 
+def test_who_is_refused_is_named_once_a_minute(make: Callable[..., Shard]) -> None:
+    words: list[str] = []
+    shard = make("tls", warn=words.append)
+    name, secret, port = shard.server.offer()
+    for _ in range(3):
+        with REFUSED:
+            dial("tls", name, bytes(32), port)
+        with REFUSED:
+            dial("tcp", name, secret, port)
+    assert works(shard)
+    assert len(words) == 1 and "connections for rows refused: 1, the last from 127.0.0.1: TLS: " in words[0]
+
+
 def test_the_shard_and_the_client_of_plain_text_are_refused(shard: Shard, make: Callable[..., Shard]) -> None:
     name, secret, port = shard.server.offer()
     answer = said_back(port, frame_codec.header(3, 0, 0, 32) + secret, frame_codec.request(1, 0, [pull("rows", [1])]))
