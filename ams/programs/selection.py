@@ -150,8 +150,15 @@ class Selection(ABC):
     def resume(self, state: Mapping[str, Any] | None, living: Any) -> None:  # noqa: B027
         """Go on from :meth:`state` (None: none was saved) with these living classes."""
 
+    def graph_state(self) -> dict[str, Any] | None:
+        """The graph in use, of which each rank has its part; None: no graph is ever used."""
+        return None
+
+    def load_graph(self, state: Mapping[str, Any], own: Callable[[Any, range], Any]) -> None:  # noqa: B027
+        """Use the graph of :meth:`graph_state`; ``own`` gives some rows of its lists. Every rank calls it."""
+
     def graph_to_bytes(self) -> bytes | None:
-        """The graph in use; None: there is none."""
+        """The graph in use, whole; None: there is none."""
         return None
 
     def graph_from_bytes(self, data: bytes) -> None:  # noqa: B027

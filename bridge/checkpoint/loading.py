@@ -145,9 +145,9 @@ class _Loading:
         tensors, common = saved.content["model"], saved.common
         rows_of_ranks = DividedRows(self.folder, saved.record.pieces)
         here = self.model.state_dict(keep_vars=True)
-        for name, data in saved.content["graphs"].items():
+        for name, graph in saved.content["graphs"].items():
             if common is None or name in common.unchanged:
-                self.placements[name].graph_from_bytes(data.numpy().tobytes())
+                self.placements[name].load_graph(graph, rows_of_ranks.some)
         if common is None:
             self.model.load_state_dict(
                 {name: rows_of_ranks.like(value, tensors[self._plain(name)]) for name, value in here.items()}

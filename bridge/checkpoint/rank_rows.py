@@ -1,4 +1,5 @@
-"""Tensors of which each rank has some rows (DTensors of FSDP2 and of split layers), in files that each rank writes.
+"""Tensors of which each rank has some rows (DTensors of FSDP2 and of split layers, cut graphs), in files that each rank
+writes.
 
     PATH/rank-ID-RANK-N.safetensors    rows of some tensors, 64 MiB at most
     PATH/rank-ID-RANK.json             which, until ``model.json`` says it
@@ -22,7 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from geartrain.ams.storage.durable import create_folders, write_file
 from geartrain.ams.storage.snapshot.manifest import seal_json, unseal_json
 from geartrain.ams.values.errors import InvalidArgument, ModelDamaged, SpecMismatch
-from geartrain.bridge.rows.state import ShardedTensorRef
+from geartrain.bridge.rows.state import RowsOfRank, ShardedTensorRef
 
 PIECE_BYTES = 64 << 20
 
@@ -50,7 +51,8 @@ def is_divided(value: Any) -> bool:
 
 
 def set_apart(content: Any) -> tuple[Any, dict[str, _OwnRows]]:
-    """``content`` (nested dicts, lists and tuples) with a mark in place of each DTensor, and this rank's rows of them.
+    """``content`` (nested dicts, lists and tuples) with a mark in place of each DTensor and RowsOfRank, and this rank's
+    rows of them.
 
     No copies, no collectives. Raises InvalidArgument for one that is not divided by rows over one group of ranks.
     """
@@ -62,6 +64,9 @@ def set_apart(content: Any) -> tuple[Any, dict[str, _OwnRows]]:
         if isinstance(value, list | tuple):
             walked = [walk(item, f"{place}[{number}]") for number, item in enumerate(value)]
             return walked if isinstance(value, list) else tuple(walked)
+        if isinstance(value, RowsOfRank):
+            own[place] = _OwnRows(value.first, value.rows)
+            return _mark(place, (value.total, *value.rows.shape[1:]), value.rows.dtype)
         if not is_divided(value):
             return value
         rows = _rows_here(value, place)
@@ -69,9 +74,13 @@ def set_apart(content: Any) -> tuple[Any, dict[str, _OwnRows]]:
         if rows is None:
             return local
         own[place] = _OwnRows(rows.start, local)
-        return ShardedTensorRef(place, tuple(value.shape), str(value.dtype).removeprefix("torch."))
+        return _mark(place, tuple(value.shape), value.dtype)
 
     return walk(content, "state"), own
+
+
+def _mark(place: str, shape: tuple[int, ...], dtype: torch.dtype) -> ShardedTensorRef:
+    return ShardedTensorRef(place, shape, str(dtype).removeprefix("torch."))
 
 
 def _rows_here(tensor: Any, place: str) -> range | None:
@@ -161,15 +170,18 @@ class DividedRows:
             rows = range(value.shape[0])
         from torch.distributed.tensor import DTensor
 
-        own = self._rows(value, rows) if isinstance(value, ShardedTensorRef) else value[rows.start : rows.stop]
         return DTensor.from_local(
-            own.to(here.device).contiguous(),
+            self.some(value, rows).to(here.device).contiguous(),
             here.device_mesh,
             here.placements,
             run_check=False,
             shape=here.shape,
             stride=here.stride(),
         )
+
+    def some(self, value: Tensor | ShardedTensorRef, rows: range) -> Tensor:
+        """Those rows of a tensor, or of one that is marked."""
+        return self._rows(value, rows) if isinstance(value, ShardedTensorRef) else value[rows.start : rows.stop]
 
     def whole(self, content: Any) -> Any:
         """``content`` with all rows of its tensors, whole."""

@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch
 from torch import nn
 
 from geartrain.ams.storage.durable import failed
@@ -58,8 +57,8 @@ def save(model: nn.Module, path: str | Path, *, state: Mapping[str, Any] | None 
     through.
 
     Rows are streamed: 16 MiB for each shard or rank, whatever their number. Of DTensors, in the model and in ``state``,
-    each rank writes the rows that it has, 64 MiB at a time; nothing is gathered. What else is in the ``state_dict`` is
-    held in memory twice.
+    and of the graph of KNN softmax of rows on ranks each rank writes what it has, 64 MiB at a time; nothing is
+    gathered. What else is in the ``state_dict`` is held in memory twice.
 
     Args:
         model: A module; it need not have rows.
@@ -84,9 +83,7 @@ def save(model: nn.Module, path: str | Path, *, state: Mapping[str, Any] | None 
         require_between_steps(model)
         for placement in placements.values():
             placement.settle()
-        graphs = {
-            name: _as_tensor(data) for name, placement in placements.items() if (data := placement.graph_to_bytes())
-        }
+        graphs = {name: graph for name, placement in placements.items() if (graph := placement.graph_state())}
         content = {
             "model": {plain(name): value for name, value in model.state_dict().items()},
             "graphs": graphs,
@@ -171,10 +168,6 @@ def _by_cluster(placements: Mapping[str, Placement]) -> list[tuple[Cluster, list
         if placement.cluster is not None:
             found.setdefault(id(placement.cluster), (placement.cluster, []))[1].append(name)
     return list(found.values())
-
-
-def _as_tensor(data: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def _split(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, cast
+
+from torch import Tensor
 
 from geartrain.ams.programs.class_lifecycle import LiveClasses
 from geartrain.ams.values.errors import SpecMismatch
@@ -65,11 +67,15 @@ class _HeadRows(Placement):
         _require_equal({"bias": settings.bias, "sub_centers": settings.sub_centers}, state)
         self.backend.margins.require_resumable(state)
 
-    def graph_to_bytes(self) -> bytes | None:
-        return self.backend.select.graph_to_bytes()
+    def graph_state(self) -> dict[str, Any] | None:
+        graph = self.backend.select.graph_state()
+        return graph if graph and graph["version"] else None
 
-    def graph_from_bytes(self, data: bytes) -> None:
-        self.backend.select.graph_from_bytes(data)
+    def load_graph(self, state: Any, own: Callable[[Any, range], Tensor]) -> None:
+        if isinstance(state, Tensor):
+            self.backend.select.graph_from_bytes(state.numpy().tobytes())
+        else:
+            self.backend.select.load_graph(state, own)
 
 
 class _RowsInCluster(_HeadRows, ClusterPlacement):

@@ -7,9 +7,11 @@ Every module with rows has one: those in the tables of a cluster (pulled, or hos
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
 
 from geartrain.ams.values.errors import InternalError
 from geartrain.ams.values.specs import Ids, TableSpec
@@ -61,12 +63,13 @@ class Placement(ABC):
     def adopt_states(self, states: Sequence[Mapping[str, Any]]) -> None:  # noqa: B027
         """Some of the tables were given the rows of modules saved with these extra states, others are new."""
 
-    def graph_to_bytes(self) -> bytes | None:
-        """What was made of the rows and is to be used again; None: nothing."""
+    def graph_state(self) -> dict[str, Any] | None:
+        """What was made of the rows and is to be used again, of which each rank has its part; None: nothing."""
         return None
 
-    def graph_from_bytes(self, data: bytes) -> None:  # noqa: B027
-        """Use what :meth:`graph_to_bytes` returned."""
+    def load_graph(self, state: Any, own: Callable[[Any, range], Tensor]) -> None:  # noqa: B027
+        """Use what :meth:`graph_state` returned, or the bytes that were saved before there were parts; ``own`` reads
+        some rows of a tensor in it."""
 
     def snapshot(self, root: Path, name: str) -> None:
         """Write rows that are here as a snapshot. Every rank calls it."""

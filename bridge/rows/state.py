@@ -33,6 +33,15 @@ class ShardedTensorRef:
     """As "float32"."""
 
 
+@dataclass(frozen=True)
+class RowsOfRank:
+    """What this rank has of a tensor [``total``, …] whose rows lie on several: those from ``first`` on."""
+
+    rows: Tensor
+    first: int
+    total: int
+
+
 def state_to_bytes(state: Any) -> bytes:
     """Return ``state`` as the bytes of a safetensors file.
 

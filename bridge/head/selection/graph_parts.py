@@ -2,7 +2,7 @@
 
 A step asks the owners of its labels for their lists, by one all-reduce of what each rank has of them: 4·P·k bytes on a
 device, and on the host, which stops where it has enough, about 4·(labels and neighbours that are active). A rank holds
-4·C·k / R + 8·C / R bytes. Every rank makes the same calls in the same order.
+4·C·k / R + 8·C / R bytes, and saves its lists itself. Every rank makes the same calls in the same order.
 
 Legend: C classes, P distinct labels of all ranks, k neighbours of a class, R ranks, N of them asked for at a time.
 """
@@ -12,10 +12,12 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from geartrain.ams.graph.building.neighbours import NeighbourIds, NeighbourTable
+from geartrain.ams.graph.building.neighbours import NeighbourIds, NeighbourTable, id_dtype
 from geartrain.ams.programs.class_lifecycle import LiveClasses
 from geartrain.ams.values.specs import Ids
 from geartrain.bridge.collectives.communicator import Communicator
+
+_STRIP = 1 << 16
 
 
 class GraphParts:
@@ -48,6 +50,11 @@ class GraphParts:
             asked = stop
         return chosen[:most]
 
+    @property
+    def classes(self) -> range:
+        """Whose lists this rank has, if they live."""
+        return range(self._first, self._stop)
+
     def whole(self, table: NeighbourTable) -> NeighbourTable | None:
         """The table put together on rank 0; None on the others. 4·C·k + 8·C bytes there."""
         link = self.link
@@ -61,6 +68,35 @@ class GraphParts:
         link.start_transfers([], arriving).result()
         lengths, neighbours = (torch.cat(parts).numpy() for parts in zip(own, *rooms, strict=True))
         return NeighbourTable(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64), neighbours, table.k)
+
+
+def lists_by_class(table: NeighbourTable | None, live_classes: LiveClasses, classes: range, k: int) -> NeighbourIds:
+    """The lists of these classes [L, k], by class id, filled up with −1, as they are saved: a range of rows whatever
+    lives. ``table``, of the classes among them that live, has lists of k at most; None: all are empty."""
+    lists_LK = np.full((len(classes), k), -1, id_dtype(live_classes.num_classes))
+    if table is not None:
+        lengths = np.diff(table.offsets)
+        owners = np.flatnonzero(live_classes.holds(np.arange(classes.start, classes.stop)))
+        for start in range(0, len(owners), _STRIP):
+            some = lengths[start : start + _STRIP]
+            entries = table.neighbours[table.offsets[start] : table.offsets[start + len(some)]]
+            filled = np.full((len(some), k), -1, lists_LK.dtype)
+            filled[np.arange(k) < some[:, None]] = entries
+            lists_LK[owners[start : start + _STRIP]] = filled
+    return lists_LK
+
+
+def table_of_lists(
+    lists_LK: NeighbourIds, live_classes: LiveClasses, classes: range, k: int, *, is_part: bool
+) -> NeighbourTable:
+    """The table of which :func:`lists_by_class` made the lists; a part of one, or the whole."""
+    first, stop = (live_classes.num_below(end) for end in (classes.start, classes.stop))
+    listed_LK = lists_LK >= 0
+    lengths = listed_LK.sum(1)[live_classes.holds(np.arange(classes.start, classes.stop))]
+    offsets = np.zeros(stop - first + 1, np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    neighbours: NeighbourIds = lists_LK[listed_LK].astype(id_dtype(live_classes.num_living), copy=False)
+    return NeighbourTable(offsets, neighbours, k, first, live_classes.num_living if is_part else None)
 
 
 def _lists_of(table: NeighbourTable, labels_P: Ids, ranks: range) -> NeighbourIds:

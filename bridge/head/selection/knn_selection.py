@@ -19,6 +19,7 @@ from typing import Any, ClassVar, final
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from geartrain.ams.graph.building.neighbours import NeighbourTable
 from geartrain.ams.graph.building.rows import TableRows
@@ -31,8 +32,9 @@ from geartrain.bridge.collectives.communicator import Communicator
 from geartrain.bridge.head.backends.backend import GraphSource, RowBackend
 from geartrain.bridge.head.selection.graph_build import Building, OnPairs, built_for_all
 from geartrain.bridge.head.selection.graph_change import nearest_classes, renumbered, with_new
+from geartrain.bridge.head.selection.graph_parts import lists_by_class, table_of_lists
 from geartrain.bridge.head.selection.served_graph import TableGraphs
-from geartrain.bridge.rows.state import state_from_bytes, state_to_bytes
+from geartrain.bridge.rows.state import RowsOfRank, state_from_bytes, state_to_bytes
 from geartrain.bridge.rows.tables import ReadableTable
 
 logger = logging.getLogger(__name__)
@@ -397,9 +399,42 @@ class KNNSelection(Selection):
                 self._step(),
             )
 
+    @property
+    def _listed(self) -> range:
+        """The classes whose lists are here, if they live."""
+        return range(self.live_classes.num_classes) if self._parts is None else self._parts.classes
+
+    def graph_state(self) -> dict[str, Any]:
+        """The graph in use (version 0: there is none): JSON values, and ``lists`` [C, k] by class, of which each rank
+        has its part. 4·C·k / R bytes; no rank is sent anything."""
+        self._drop_graph_of_others()
+        num_classes, table = self.live_classes.num_classes, None if self.graph is None else self.graph.table
+        k = self.settings.k if table is None else table.k
+        lists_LK = torch.from_numpy(lists_by_class(table, self.live_classes, self._listed, k))
+        return {
+            "lists": lists_LK if self._parts is None else RowsOfRank(lists_LK, self._listed.start, num_classes),
+            "k": k,
+            **dict(zip(("version", "step", "classes"), self._identity, strict=True)),
+            "num_classes": num_classes,
+            "retired_runs": self.live_classes.retired_runs.tolist(),
+        }
+
+    def load_graph(self, state: Mapping[str, Any], own: Callable[[Any, range], Tensor]) -> None:
+        """Use the graph of :meth:`graph_state`, saved by any number of ranks; ``own`` reads some classes of its lists.
+        Raises SpecMismatch for another C."""
+        self._require_size(int(state["num_classes"]))
+        self.graph = None
+        if not state["version"]:
+            return
+        living, k = LiveClasses(int(state["num_classes"]), state["retired_runs"]), int(state["k"])
+        lists_LK = own(state["lists"], self._listed).numpy()
+        table = table_of_lists(lists_LK, living, self._listed, k, is_part=self._parts is not None)
+        self.graph = Graph(table, int(state["version"]), int(state["step"]), int(state["classes"]))
+
     def graph_to_bytes(self) -> bytes | None:
         """The graph in use as the bytes of a safetensors file; None if there is none. Where it is cut per rank every
-        rank calls it, and rank 0 has the bytes of the whole, the others none: any number of ranks loads them."""
+        rank calls it, and rank 0 has the bytes of the whole, the others none: any number of ranks loads them.
+        ``geartrain.save`` and ``head.sharded_rows()`` save it in parts."""
         if self.graph is None:
             return None
         table: NeighbourTable | None = self.graph.table
@@ -432,12 +467,15 @@ class KNNSelection(Selection):
             num_classes = int(state.get("num_classes", table.num_classes))
         except (KeyError, TypeError, AttributeError) as exc:
             raise InvalidArgument(f"{len(data)} bytes are not a graph that graph_to_bytes wrote: {exc!r}") from exc
+        self._require_size(num_classes)
+        self.graph = graph
+
+    def _require_size(self, num_classes: int) -> None:
         if num_classes != self.live_classes.num_classes:
             raise SpecMismatch(
                 f"the saved graph is of {num_classes} classes, table {self._table.spec.name!r} has "
                 f"{self.live_classes.num_classes}; give the one that was saved with it"
             )
-        self.graph = graph
 
     @property
     def _num_classes(self) -> int:

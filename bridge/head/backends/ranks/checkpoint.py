@@ -16,6 +16,7 @@ from torch import Tensor
 from geartrain.ams.tables.row_table import TableSteps
 from geartrain.ams.values.errors import InvalidArgument, SpecMismatch
 from geartrain.ams.values.specs import TableSpec
+from geartrain.bridge.rows.state import RowsOfRank
 
 if TYPE_CHECKING:
     from geartrain.bridge.head.backends.backend import HeadState
@@ -26,8 +27,8 @@ class ShardedRows:
     """Rows, slots and the state of one head, as ``torch.distributed.checkpoint`` takes them (a ``Stateful``).
 
     ``rows`` [C, D], ``slots`` [C, S] and ``steps`` [C], those that the table has, are DTensors over the ranks in the
-    memory of the table: nothing is copied, and a load writes into the rows. ``head`` is JSON, ``graph`` the graph of
-    KNN softmax.
+    memory of the table: nothing is copied, and a load writes into the rows. ``head`` is JSON. With KNN softmax
+    ``graph`` is, too, and ``graph_lists`` [C, k] are the lists of its graph, a DTensor as well: −1 where there is none.
     """
 
     def __init__(self, backend: RankHead, head: HeadState) -> None:
@@ -35,18 +36,19 @@ class ShardedRows:
         self._head = head
 
     def state_dict(self) -> dict[str, Any]:
-        """What is saved, and what a load fills. Collectives: the first time the mesh is made, and of a graph of KNN
-        softmax every rank is sent the whole."""
+        """What is saved, and what a load fills. Collectives: the first time the mesh is made."""
         table = self._backend.table
         tensors = {"rows": table.rows_LD, "slots": table.slots_LD, "steps": table.steps_L}
         tensors |= {"row_scales": table.row_scales_LK, "slot_scales": table.slot_scales_LK}
         steps = None if table.steps is None else table.steps.state._asdict()
-        graph = self._backend.select.graph_to_bytes()
+        graph = self._backend.select.graph_state()
+        lists = None if graph is None else graph.pop("lists")
+        tensors["graph_lists"] = lists.rows if isinstance(lists, RowsOfRank) else lists
         saved = {"spec": table.spec.to_dict(), "steps": steps, "state": self._head.get_extra_state()}
         return {
             **{name: self._sharded(tensor) for name, tensor in tensors.items() if tensor is not None},
             "head": json.dumps(saved),
-            "graph": None if graph is None else table.link.gather_bytes(graph)[0],
+            "graph": None if graph is None else json.dumps(graph),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -67,7 +69,8 @@ class ShardedRows:
         backend.rows_are_of(int(saved["state"]["step"]))
         backend.require_rows(saved["state"]["table_rows"])
         if state["graph"] is not None:
-            backend.select.graph_from_bytes(state["graph"])
+            graph = {**json.loads(state["graph"]), "lists": state["graph_lists"]}
+            backend.select.load_graph(graph, lambda lists, _: lists.to_local() if hasattr(lists, "to_local") else lists)
         self._head.set_extra_state(saved["state"])
 
     def _sharded(self, local: Tensor) -> Tensor:

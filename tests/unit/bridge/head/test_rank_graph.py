@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 
+import geartrain as gt
 from geartrain.ams.graph.building.neighbours import NeighbourTable
 from geartrain.ams.graph.building.rows import Floats
 from geartrain.ams.kernels.reference import ops as reference
@@ -23,7 +25,7 @@ from geartrain.bridge.collectives.communicator import Communicator
 from geartrain.bridge.head.class_head import ClassHead
 from geartrain.bridge.head.loss.margins.angular import ArcFace
 from geartrain.bridge.head.selection import rank_ring
-from geartrain.bridge.head.selection.graph_parts import GraphParts
+from geartrain.bridge.head.selection.graph_parts import GraphParts, lists_by_class, table_of_lists
 from geartrain.bridge.head.selection.graph_products import TorchProducts
 from geartrain.bridge.head.selection.knn_selection import KNNSelection, KNNSoftmax
 from geartrain.bridge.head.selection.rank_graph import RankGraphs
@@ -245,6 +247,87 @@ def select_of_parts(rank: int, ranks: int, folder: Path) -> None:
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_parts_of_a_graph_choose_the_classes_of_the_whole(ranks: int, tmp_path: Path) -> None:
     run_ranks(select_of_parts, ranks, tmp_path)
+
+
+# A cut graph is saved in parts: no rank has the whole, and any number of ranks loads it.
+
+
+class Faces(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.select = knn_head(num_living=58)
+
+
+def save_in_parts(rank: int, ranks: int, folder: Path) -> None:
+    GraphParts.whole = None  # type: ignore[assignment, method-assign]
+    model, link = Faces(), Communicator()
+    train_more(model.head, rank, ranks)
+    model.head.retire_classes(torch.tensor([20, 33]))
+    graph = model.select.graph
+    assert graph is not None
+    lists = np.concatenate(
+        [np.frombuffer(part, np.int32) for part in link.gather_bytes(graph.table.neighbours.tobytes())]
+    )
+    lengths = [np.frombuffer(part, np.int64) for part in link.gather_bytes(np.diff(graph.table.offsets).tobytes())]
+    if rank == 0:
+        np.save(folder / "lists.npy", lists)
+        np.save(folder / "lengths.npy", np.concatenate(lengths))
+    gt.save(model, folder / "model")
+    dcp.save({"rows": model.head.sharded_rows()}, checkpoint_id=folder / "dcp")
+    np.save(folder / f"losses-{rank}.npy", train_more(model.head, rank, ranks))
+
+
+def load_parts(rank: int, ranks: int, folder: Path) -> None:
+    link = Communicator()
+    for saved in sorted(folder.glob("saved-*")):
+        lists, offsets = np.load(saved / "lists.npy"), np.append(0, np.cumsum(np.load(saved / "lengths.npy")))
+        expected = NeighbourTable(offsets, lists, 3)
+        for kind in ("model", "dcp"):
+            model = Faces()
+            if kind == "model":
+                gt.load(model, saved / "model")
+            else:
+                dcp.load({"rows": model.head.sharded_rows()}, checkpoint_id=saved / "dcp")
+            graph = model.select.graph
+            assert graph is not None and (graph.version, graph.step) == (2, 0)
+            mine = graph.table
+            own = expected if ranks == 1 else expected.part(mine.first, mine.first + mine.num_lists)
+            assert (mine.first, mine.total, mine.k) == (own.first, own.total, 3)
+            np.testing.assert_array_equal(mine.offsets, own.offsets)
+            np.testing.assert_array_equal(mine.neighbours, own.neighbours)
+            if kind == "dcp":
+                continue
+            own_loss = np.sum(train_more(model.head, rank, ranks))
+            joint = link.sum(torch.tensor([own_loss], dtype=torch.float64)).item()
+            before = sum(np.load(path).sum() for path in saved.glob("losses-*.npy"))
+            assert joint == pytest.approx(before, rel=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_graph_saved_in_parts_is_loaded_by_any_number_of_ranks(tmp_path: Path) -> None:
+    for ranks in (1, 2, 3):
+        (tmp_path / f"saved-{ranks}").mkdir()
+        run_ranks(save_in_parts, ranks, tmp_path / f"saved-{ranks}")
+    for ranks in (1, 2, 3):
+        run_ranks(load_parts, ranks, tmp_path)
+
+
+def test_lists_by_class_are_the_table_again_whatever_lives() -> None:
+    random = np.random.default_rng(3)
+    for num in (1, 7, 40):
+        living = LiveClasses(num).without(np.flatnonzero(random.random(num) < 0.3)[: num - 1])
+        own = [random.integers(0, living.num_living, random.integers(0, 5)).tolist() for _ in range(living.num_living)]
+        table = NeighbourTable.of_lists(own, 4)
+        lists = lists_by_class(table, living, range(num), 4)
+        assert lists.shape == (num, 4)
+        for first, stop in ((0, num), (num // 3, num - num // 4), (num, num)):
+            classes = range(first, stop)
+            part = table_of_lists(lists[first:stop], living, classes, 4, is_part=True)
+            expected = table.part(living.num_below(first), living.num_below(stop))
+            np.testing.assert_array_equal(part.offsets, expected.offsets)
+            np.testing.assert_array_equal(part.neighbours, expected.neighbours)
+            assert (part.first, part.total, part.k) == (expected.first, expected.total, 4)
+        assert (lists_by_class(None, living, range(num), 4) == -1).all()
 
 
 # Classes come and go: the graph is of the living ones, whatever the number of ranks.
