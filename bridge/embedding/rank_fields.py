@@ -34,8 +34,8 @@ from geartrain.bridge.embedding.ids import TensorIds, ids_of_batch, tensor_ids
 from geartrain.bridge.embedding.lookups import require_first_derivative
 from geartrain.bridge.embedding.modes import SSP
 from geartrain.bridge.embedding.vectors import out_of_range, pooled, require_no_max_weights
-from geartrain.bridge.kernels.lookup import Entries, FieldShape, index_fields
-from geartrain.bridge.placements.device_lookup import DeviceLookup, RowGradients
+from geartrain.bridge.kernels.lookup import FieldShape, index_fields
+from geartrain.bridge.placements.device_lookup import AskedIds, DeviceLookup, RowGradients
 from geartrain.bridge.placements.device_rows import DeviceRows
 from geartrain.bridge.placements.device_snapshot import DevicePlacement
 from geartrain.bridge.placements.device_update import DeviceUpdate
@@ -50,7 +50,7 @@ class RankBatch:
     def __init__(
         self,
         given: Sequence[TensorIds],
-        asked: Entries | None,
+        asked: AskedIds | None,
         status: Tensor | None,
         failure: GeartrainError | None = None,
     ) -> None:
@@ -169,10 +169,10 @@ class RankFields(GroupRows):
         num_bounds = sum(shape.num_vectors + 1 for shape in shapes if not shape.length)
         offsets = numbers[num_ids : num_ids + num_bounds] if num_bounds else None
         ranks = self._link.world_size
-        asked, status = index_fields(shapes, numbers[:num_ids], offsets, weights_N, self._num_rows, ranks)
+        entries, status = index_fields(shapes, numbers[:num_ids], offsets, weights_N, self._num_rows, ranks)
         if device.type == "cpu" and (wrong := int(status)):
             raise self._wrong(wrong, given)
-        return RankBatch(given, asked, status)
+        return RankBatch(given, AskedIds(self._tables, entries), status)
 
     def pull(self, merged: RankBatch) -> None:
         """Rows are here."""

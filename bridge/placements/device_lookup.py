@@ -38,7 +38,7 @@ from geartrain.bridge.kernels.lookup import (
 from geartrain.bridge.kernels.optimizers import step_numbers
 from geartrain.bridge.placements.device_rows import DeviceRows
 from geartrain.bridge.rows.gradient_carrier import squared_sum
-from geartrain.bridge.rows.transfers import download
+from geartrain.bridge.rows.transfers import Readback
 
 T = TypeVar("T")
 
@@ -46,13 +46,25 @@ _PLAIN = {"float32", "bfloat16", "float16"}
 """Types of rows and slots that kernels of this module read and write."""
 
 
+class AskedIds:
+    """What one batch asks for: with several ranks sorted by the ranks of the rows, and how many ids go where is on its
+    way to the host. Where a batch is made ahead (``gt.prefetch``), nobody waits for that."""
+
+    def __init__(self, tables: Sequence[DeviceRows], entries: Entries) -> None:
+        """``tables`` are over the same ranks, on one device, and so are the ids."""
+        self.entries, ranks = entries, tables[0].link.world_size
+        self.routed, self.starts = None, None
+        if ranks > 1:
+            self.routed = route(entries, [table.share or 1 for table in tables], ranks)
+            self.starts = Readback(self.routed.starts_Q)
+
+
 class DeviceLookup:
     """The vectors of all fields of one batch. Every rank makes the same calls, with as many fields."""
 
-    def __init__(self, tables: Sequence[DeviceRows], asked: Entries, *, makes_rows: bool = True) -> None:
-        """``tables`` are over the same ranks, on one device, and so are the ids; ``makes_rows``: for ids that have none
-        yet, where they have no bound. Nothing travels yet."""
-        self._tables, self._asked, self._makes_rows = tables, asked, makes_rows
+    def __init__(self, tables: Sequence[DeviceRows], asked: AskedIds, *, makes_rows: bool = True) -> None:
+        """``makes_rows``: for ids that have none yet, where they have no bound. Nothing travels yet."""
+        self._tables, self._asked, self._makes_rows = tables, asked.entries, makes_rows
         self._growing = [number for number, table in enumerate(tables) if table.ids.table is not None]
         self._dims = [table.spec.dim for table in tables]
         self._link = tables[0].link
@@ -60,25 +72,18 @@ class DeviceLookup:
         self.counts: list[int] = []
         """What several ranks exchange: for each rank and field how many ids go there, and how many vectors have them;
         for each table without a bound how many new rows it has room for here; and whether the ids have weights."""
-        self._here = asked
+        self._here = self._asked
         """What is asked of the rows of this rank, by all."""
-        if self._link.world_size > 1:
-            self._route()
-
-    def _route(self) -> None:
-        ranks, num_fields = self._link.world_size, len(self._asked.pieces)
-        routed = route(self._asked, [table.share or 1 for table in self._tables], ranks)
-        starts = download(routed.starts_Q).tolist()  # of a device the host waits here
-        counts = [[stop - start for start, stop in pairwise(own)] for own in starts]
-        self._words = routed.words[: starts[0][-1]]
+        if asked.routed is None or asked.starts is None:
+            return
+        pieces, num_fields = self._asked.pieces, len(self._asked.pieces)
+        starts = asked.starts.values().tolist()  # of a device the host waits here, unless it knows
+        ids, pairs = ([stop - start for start, stop in pairwise(own)] for own in starts)
+        self._words = asked.routed.words[: starts[0][-1]]
         rooms = [table.ids.table.room for table in self._tables if table.ids.table is not None]
-        self.counts = [*counts[0], *counts[1], *rooms, int(self._asked.weights_N is not None)]
-        self._pairs = RankPairs(
-            routed.pairs_RV,
-            [counts[1][at : at + num_fields] for at in range(0, len(counts[1]), num_fields)],
-            [piece.num_vectors for piece in self._asked.pieces],
-            [self._dims[piece.table] for piece in self._asked.pieces],
-        )
+        self.counts = [*ids, *pairs, *rooms, int(self._asked.weights_N is not None)]
+        num_vectors, dims = [piece.num_vectors for piece in pieces], [self._dims[piece.table] for piece in pieces]
+        self._pairs = RankPairs(asked.routed.pairs_RV, _parts(pairs, num_fields), num_vectors, dims)
 
     def _make_room(self, counts: Sequence[Sequence[int]]) -> None:
         """For the rows that the ids of all ranks may make. If there is no memory on some rank, every rank raises."""

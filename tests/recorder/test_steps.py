@@ -27,6 +27,7 @@ BUDGETS = [
     Budget(21, 0, "embedding", {"rows": "ranks", "ids": "cpu", "optimizer": "Adam"}),
     Budget(36, 1, "embedding", {"rows": "ranks", "ranks": 2}),
     Budget(36, 1, "embedding", {"rows": "ranks", "ranks": 8, "fields": 60}),
+    Budget(36, 0, "embedding", {"rows": "ranks", "ranks": 8, "is_ahead": True}),
     Budget(27, 0, "hashing"),
     Budget(83, 0, "split"),
     Budget(103, 1, "topk"),

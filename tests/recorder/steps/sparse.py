@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import geartrain as gt
 from geartrain.bridge.kernels.hashing import HashTable
 from geartrain.bridge.placements import device_lookup
-from geartrain.bridge.rows.transfers import download
+from geartrain.bridge.rows.transfers import Readback
 from tests.recorder.dry_ranks import dry_ranks
 from tests.recorder.report import Report
 
@@ -33,9 +33,11 @@ def embedding(
     optimizer: str = "Adagrad",
     dtype: str = "float32",
     device_cache_bytes: int = 0,
+    is_ahead: bool = False,
 ) -> Iterator[Callable[[], None]]:
     """``gt.EmbeddingGroup`` with a table for each of ``fields``, ``bag`` ids a bag; ``ids`` are on "cpu" or "cuda".
-    Every one of ``ranks`` has as many rows of each vector.
+    Every one of ``ranks`` has as many rows of each vector. With ``is_ahead`` a batch is taken apart a step before it is
+    looked up, as ``gt.prefetch`` does.
     """
     shape = (batch,) if bag == 1 else (batch, bag)
     names = [f"f{number}" for number in range(fields)]
@@ -44,15 +46,17 @@ def embedding(
     more["dtype"] = dtype
     settings: dict[str, Any] = {"rows": rows, "device_cache_bytes": device_cache_bytes}
 
-    def starts(starts_Q: Tensor) -> Tensor:
-        num_ids, share = batch * bag / ranks, min(1.0, bag / ranks)
-        host = download(starts_Q)
-        each = torch.tensor([[num_ids], [batch * share]], device="cpu")
-        return host.copy_(torch.arange(host.shape[1], device="cpu") * each)
+    class Starts(Readback):
+        """How many ids go where."""
+
+        def values(self) -> Tensor:
+            host, share = super().values(), min(1.0, bag / ranks)
+            each = torch.tensor([[batch * bag / ranks], [batch * share]], device="cpu")
+            return host.copy_(torch.arange(host.shape[1], device="cpu") * each)
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(dry_ranks(ranks, report))
-        stack.enter_context(mock.patch.object(device_lookup, "download", starts))
+        stack.enter_context(mock.patch.object(device_lookup, "Readback", Starts))
         cluster = None if on_ranks else stack.enter_context(gt.local(num_shards=2))
         made = [gt.Field(name, dim=dim, **more) for name in names]
         module = gt.EmbeddingGroup(cluster, "t", made, optimizer=getattr(gt, optimizer)(0.05), **settings).to("cuda")
@@ -64,10 +68,16 @@ def embedding(
                 return torch.empty(shape, dtype=torch.int64, device="cuda")
             return torch.from_numpy(seed.integers(0, num_rows, shape))
 
+        waiting: list[Any] = []
+
         def step() -> None:
             given = {name: some() for name in names}
             report.reset()
-            vectors = module(given)
+            if is_ahead:
+                waiting.append(module.merged(given))
+            if len(waiting) == 1:  # the first step
+                return
+            vectors = module.vectors_of(waiting.pop(0)) if is_ahead else module(given)
             torch.cat(list(vectors.values()), 1).sum().backward()
             train.step()
             train.zero_grad()

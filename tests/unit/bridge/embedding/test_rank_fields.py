@@ -342,6 +342,23 @@ def test_a_run_through_prefetch_is_the_plain_loop() -> None:
     torch.testing.assert_close(all_rows(ahead), all_rows(plain), rtol=0, atol=0)
 
 
+def train_ahead(rank: int, ranks: int, folder: Path) -> None:
+    plain, ahead = group("ranks"), group("ranks")
+    batches = [batch_of(step, share_of(rank, ranks)) for step in range(3)]
+    for fields, steps in ((plain, ((batch, plain(batch)) for batch in batches)), (ahead, gt.prefetch(batches, ahead))):
+        rows = gt.RowOptimizer(fields)
+        for step, (_, vectors) in enumerate(steps):
+            loss_of(vectors, step, share_of(rank, ranks)).backward()
+            rows.step()
+    torch.testing.assert_close(all_rows(ahead), all_rows(plain), rtol=0, atol=0)
+    (folder / f"ok-{rank}").touch()
+
+
+def test_ranks_run_through_prefetch_as_in_the_plain_loop(tmp_path: Path) -> None:
+    run_ranks(train_ahead, 2, tmp_path)
+    assert (tmp_path / "ok-0").exists() and (tmp_path / "ok-1").exists()
+
+
 def test_a_gradient_that_is_changed_between_micro_batches_is_refused() -> None:
     """Kernels read it at the step."""
     entries, _ = index_fields([FieldShape(0, 2, 2, 1)], torch.tensor([0, 1]), None, None, [4])
