@@ -116,6 +116,7 @@ def parts(*, dry: bool, ranks: bool) -> list[tuple[str, list[str], int]]:
         ),
         ("cuda tests", [*pytest, "-m", "cuda", *cuda_tests()], 150),
         ("waits", [*measure, "waits", *small], 90),
+        ("captured", [*measure, "captured", *small], 60),
         ("head", [*measure, "head", *small], 150),
         ("embeddings", [*measure, "embeddings", *small], 90),
         ("graph", [*measure, "graph", *small], 90),

@@ -136,6 +136,13 @@ HEADS: list[tuple[str, int, float, str, bool, bool]] = [
 
 
 def _head_step(card: Card, case: tuple[str, int, float, str, bool, bool]) -> Callable[[], None]:
+    return _head_training(card, case)[2]
+
+
+def _head_training(
+    card: Card, case: tuple[str, int, float, str, bool, bool]
+) -> tuple[gt.ClassHead, gt.RowOptimizer, Callable[[], None]]:
+    """A head, the optimizer of its rows, and a step of both."""
     name, classes, rate, dtype, autocast, with_margin = case
     del name
     dim, batch = card.size(512, 64), card.size(512, 16)
@@ -164,7 +171,7 @@ def _head_step(card: Card, case: tuple[str, int, float, str, bool, bool]) -> Cal
         rows.zero_grad()
         features.grad = None
 
-    return step
+    return head, rows, step
 
 
 def _rival_step(card: Card, case: tuple[str, int, float, str, bool, bool]) -> Callable[[], object] | None:
@@ -224,6 +231,43 @@ def waits(card: Card) -> Report:
         except Exception as exc:  # the report names it, and the other cases are run
             failures[name] = f"{type(exc).__name__}: {exc}"
     return {"steps": len(makes), "failures": failures}
+
+
+def captured(card: Card) -> Report:
+    """Steps that a CUDA graph replays, each with another learning rate, beside those that the host launches."""
+    failures, cases = {}, []
+    for case in HEADS:
+        case = (case[0], min(case[1], 1_000_000), *case[2:])
+        try:
+            head, rows, step = _head_training(card, case)
+            other, other_rows, other_step = _head_training(card, case)
+            for _ in range(3):  # kernels are compiled
+                step()
+                other_step()
+            graph = _Repeated(step) if card.dry else torch.cuda.CUDAGraph()
+            if isinstance(graph, torch.cuda.CUDAGraph):
+                with torch.cuda.graph(graph):
+                    step()
+            for number in range(5):
+                rows.param_groups[0]["lr"] = other_rows.param_groups[0]["lr"] = 0.1 / (1 + number)
+                graph.replay() if card.dry else rows.replay(graph)
+                other_step()
+            gap = float((head.weights() - other.weights()).abs().max())
+            if gap or head.step != other.step:
+                failures[case[0]] = f"rows differ by {gap}, at the steps {head.step} and {other.step}"
+            replayed = graph.replay if card.dry else lambda rows=rows, graph=graph: rows.replay(graph)
+            times = {"replayed_ms": 1e3 * card.seconds(replayed), "launched_ms": 1e3 * card.seconds(other_step)}
+            cases.append({"case": case[0], **times})
+        except Exception as exc:
+            failures[case[0]] = f"{type(exc).__name__}: {exc}"
+    return {"cases": cases, "failures": failures}
+
+
+class _Repeated:
+    """What stands for a graph where there are none."""
+
+    def __init__(self, step: Callable[[], None]) -> None:
+        self.replay = step
 
 
 def head(card: Card) -> Report:
@@ -352,6 +396,7 @@ def graph(card: Card) -> Report:
 PARTS: dict[str, Callable[[Card], Report]] = {
     "rates": rates,
     "waits": waits,
+    "captured": captured,
     "head": head,
     "embeddings": embeddings,
     "graph": graph,

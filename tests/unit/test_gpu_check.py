@@ -13,7 +13,7 @@ from scripts import gpu_check
 
 
 def test_what_measures_on_a_device_runs_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert gpu_check.main(["--dry", "--out", str(tmp_path), "--only", "waits", "head", "graph"]) == 0
+    assert gpu_check.main(["--dry", "--out", str(tmp_path), "--only", "waits", "captured", "head", "graph"]) == 0
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["waits"]["found"]["steps"] > 6
     assert {case["case"] for case in report["head"]["found"]["cases"]} >= {"1 M full, bf16 rows"}

@@ -109,3 +109,46 @@ def test_no_host_waits_in_a_step(select: gt.KNNSoftmax | gt.PartialFC | gt.FullS
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert features.grad is not None and bool(features.grad.isfinite().all())
+
+
+@pytest.mark.parametrize("optimizer", [gt.SparseMomentum(lr=0.1), gt.AdamW(lr=0.01)], ids=["momentum", "AdamW"])
+def test_a_captured_step_makes_the_rows_of_launched_ones(optimizer: gt.SparseMomentum | gt.AdamW) -> None:
+    features, labels = torch.empty(BATCH, DIM, device="cuda"), torch.empty(BATCH, dtype=torch.int64, device="cuda")
+
+    def trained(graph_from: int) -> tuple[int, torch.Tensor]:
+        head = gt.ClassHead(
+            None,
+            "t",
+            num_classes=CLASSES,
+            dim=DIM,
+            select=gt.PartialFC(0.2),
+            margin=gt.ArcFace(scale=16),
+            optimizer=optimizer,
+            rows="ranks",
+            config=gt.HeadConfig(dtype="bfloat16"),
+        ).to("cuda")
+        rows = gt.RowOptimizer(head)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(rows, 0.9)
+        graph = torch.cuda.CUDAGraph()
+
+        def step() -> None:
+            head(features, labels).backward()
+            rows.step()
+            rows.zero_grad()
+
+        for number in range(8):
+            generator = torch.Generator().manual_seed(number)
+            features.copy_(torch.randn(BATCH, DIM, generator=generator))
+            labels.copy_(torch.randint(CLASSES, (BATCH,), generator=generator))
+            if number == graph_from:
+                with torch.cuda.graph(graph):
+                    step()
+            if number >= graph_from:
+                rows.replay(graph)
+            else:
+                step()
+            schedule.step()
+        return head.step, head.weights()
+
+    (steps, found), (_, expected) = trained(3), trained(8)
+    assert steps == 8 and torch.equal(found, expected)
