@@ -34,15 +34,17 @@ def embedding(
     dtype: str = "float32",
     device_cache_bytes: int = 0,
     is_ahead: bool = False,
+    grows: bool = False,
 ) -> Iterator[Callable[[], None]]:
     """``gt.EmbeddingGroup`` with a table for each of ``fields``, ``bag`` ids a bag; ``ids`` are on "cpu" or "cuda".
     Every one of ``ranks`` has as many rows of each vector. With ``is_ahead`` a batch is taken apart a step before it is
-    looked up, as ``gt.prefetch`` does.
+    looked up, as ``gt.prefetch`` does. With ``grows`` tables on ranks have ids without a bound, and room for
+    ``num_rows``.
     """
     shape = (batch,) if bag == 1 else (batch, bag)
     names = [f"f{number}" for number in range(fields)]
     on_ranks = rows == "ranks"
-    more: dict[str, Any] = {"num_rows": num_rows} if on_ranks else {}
+    more: dict[str, Any] = {"num_rows": num_rows} if on_ranks and not grows else {}
     more["dtype"] = dtype
     settings: dict[str, Any] = {"rows": rows, "device_cache_bytes": device_cache_bytes}
 
@@ -62,6 +64,8 @@ def embedding(
         module = gt.EmbeddingGroup(cluster, "t", made, optimizer=getattr(gt, optimizer)(0.05), **settings).to("cuda")
         train = gt.RowOptimizer(module)
         seed = np.random.default_rng(0)
+        for name in names if grows else ():
+            module.table(name).make_room(num_rows)
 
         def some() -> Tensor:
             if ids == "cuda":
