@@ -10,16 +10,22 @@ Legend: N ids, C slots, B buckets, E = 128·B entries.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from geartrain.ams.kernels.position_lru import PositionLru
 from geartrain.ams.values.errors import InvalidArgument
-from geartrain.bridge.kernels.launch import Cost, launch, runs_kernels
+from geartrain.bridge.kernels.launch import Cost, address, launch, on_device, runs_kernels
 
 NO_ID = -(2**63)
 """Stands for no id: the only int64 that a table does not take."""
+NUMBER_BITS = 31
+"""Of a slot, at most."""
 _BUCKET = 128
 _SLOTS = 96
 """A bucket's share of the slots: three quarters full, a table seldom needs a second bucket, and searches end."""
@@ -49,7 +55,7 @@ class HashTable:
         """The id of each slot; ``NO_ID`` where none was handed out."""
         self.num_ids, self.num_refused = torch.zeros(2, dtype=torch.int64, device=device)
         """int64 (0-dim): slots handed out; new ids that got none, counted again in each call."""
-        self._num_read = torch.zeros((), dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
+        self._num_read = torch.zeros((), dtype=torch.int64, device="cpu")
         self._reading: torch.cuda.Event | None = None
         self._since = 0  # ids of calls after the one whose number is read
         self._most = 0  # ids that may be in the table, for all that the host knows
@@ -64,55 +70,20 @@ class HashTable:
         """Slots, int64 [N], of ids, int64 [N]; -1 where an id is unknown or ``NO_ID``."""
         if not runs_kernels(ids_N.device):
             return torch.from_numpy(self._index.find(ids_N.cpu().numpy(), touch=False)).to(ids_N.device)
-        from geartrain.bridge.kernels.triton import hashing as kernels
-
-        slots_N = torch.empty_like(ids_N)
-        launch(
-            kernels.find,
-            (-(-len(ids_N) // kernels.FOUND),),
-            ids_N,
-            self.ids_C,
-            self._digests_E,
-            self._slots_E,
-            slots_N,
-            len(ids_N),
-            len(self._fill_B),
-            cost=Cost(num_bytes=len(ids_N) * (8.0 + 128 + 32 + 32 + 8)),  # 32: what the device reads at least
-            BLOCK=kernels.FOUND,
-            num_warps=4,
-        )
-        return slots_N
+        key_N, numbers = (ids_N == NO_ID).to(torch.int64), on_device(_numbers(self), ids_N.device)
+        return _find(numbers, 1, ids_N, key_N, 0).clamp_(min=-1)
 
     def find_or_insert(self, ids_N: Tensor) -> Tensor:
         """The same, and each unknown id gets the next slot: -1 if there is none, and ``num_refused`` rises.
 
         None is refused after :meth:`make_room`. The host does not wait.
         """
-        slots_N = self.find(ids_N)
-        if not len(ids_N):
-            return slots_N
         if not runs_kernels(ids_N.device):
-            self._add(ids_N[(slots_N < 0) & (ids_N != NO_ID)])
+            self._add(ids_N[(self.find(ids_N) < 0) & (ids_N != NO_ID)])
             return self.find(ids_N)
-        is_new_N = (slots_N < 0) & (ids_N != NO_ID)
-        first_N = _first_places(ids_N, is_new_N)
-        is_first_N = is_new_N & (first_N == torch.arange(len(ids_N), device=ids_N.device))
-        next_N = self.num_ids + is_first_N.cumsum(0)
-        given_N = torch.where(is_first_N & (next_N <= self.capacity), next_N - 1, -1)
-        self._insert(ids_N, given_N)
-        self.num_ids.copy_(next_N[-1].clamp(max=self.capacity))
-        self.num_refused += (next_N[-1] - self.capacity).clamp(min=0)
-        self._most += len(ids_N)
-        self._since += len(ids_N)
-        if self._reading is None:
-            self._num_read.copy_(self.num_ids, non_blocking=True)
-            self._since = 0
-            if ids_N.is_cuda:
-                self._reading = torch.cuda.Event()  # type: ignore[no-untyped-call]
-                self._reading.record(torch.cuda.current_stream(ids_N.device))
-            else:
-                self._most = int(self._num_read)
-        return torch.where(is_new_N, given_N[first_N], slots_N)
+        key_N = (ids_N == NO_ID).to(torch.int64)
+        pieces = [(0, len(ids_N))]
+        return number_ids([self], ids_N, key_N, torch.zeros_like(ids_N), 0, pieces, makes=True).slots_N.clamp_(min=-1)
 
     def _add(self, new_N: Tensor) -> None:
         """Number unknown ids, which may occur again and again, by the index of the host."""
@@ -176,27 +147,20 @@ class HashTable:
         digests_E = torch.zeros(num_buckets * _BUCKET, dtype=torch.uint8, device=device)
         slots_E = torch.empty(num_buckets * _BUCKET, dtype=torch.int32, device=device)
         fill_B = torch.zeros(num_buckets, dtype=torch.int32, device=device)
-        slots_C = torch.where(held_C == NO_ID, -1, torch.arange(len(held_C), device=device))
-        # Only once there is memory for all: where there is not, the table stays as it was.
-        self.ids_C, self._digests_E, self._slots_E, self._fill_B = ids_C, digests_E, slots_E, fill_B
-        self._insert(held_C, slots_C)
-
-    def _insert(self, ids_N: Tensor, slots_N: Tensor) -> None:
-        """Put ids, all unknown and different, into the index, where their slots are not -1."""
         from geartrain.bridge.kernels.triton import hashing as kernels
 
+        # Only once there is memory for all: where there is not, the table stays as it was.
+        self.ids_C, self._digests_E, self._slots_E, self._fill_B = ids_C, digests_E, slots_E, fill_B
         launch(
-            kernels.insert,
-            (-(-len(ids_N) // kernels.INSERTED),),
-            ids_N,
-            slots_N,
-            self.ids_C,
-            self._digests_E,
-            self._slots_E,
-            self._fill_B,
-            len(ids_N),
-            len(self._fill_B),
-            cost=Cost(num_bytes=len(ids_N) * (8.0 + 8)),  # as if none were new, as most are not in a step
+            kernels.rehash,
+            (-(-len(held_C) // kernels.INSERTED),),
+            ids_C,
+            digests_E,
+            slots_E,
+            fill_B,
+            len(held_C),
+            num_buckets,
+            cost=Cost(num_bytes=len(held_C) * (8.0 + 32 + 32 + 32)),
             BLOCK=kernels.INSERTED,
             num_warps=4,
         )
@@ -212,28 +176,136 @@ def _capacity_for(num_slots: int) -> int:
     return capacity
 
 
-def _first_places(ids_N: Tensor, is_new_N: Tensor) -> Tensor:
-    """Where each of the ids that are new first occurs among them, int64 [N]; for others any place."""
-    num, device = len(ids_N), ids_N.device
+class Numbered(NamedTuple):
+    """What :func:`number_ids` finds."""
+
+    slots_N: Tensor
+    """int64; -2: none is asked for; -1: there was no room."""
+    made_N: Tensor
+    """int64: the same of new ids, where each first occurs; else -1."""
+    key_N: Tensor
+    """int64: keys with slots in them."""
+
+
+def number_ids(
+    tables: Sequence[HashTable | None],
+    ids_N: Tensor,
+    key_N: Tensor,
+    place_N: Tensor,
+    bits: int,
+    pieces: Sequence[tuple[int, int]],
+    *,
+    makes: bool,
+) -> Numbered:
+    """Find or insert the ids of many tables at once, by kernels.
+
+    Args:
+        tables: None: its ids are not asked for.
+        ids_N: int64.
+        key_N: Table << bits, and below what is the same for the same id; of none: len(tables) << bits.
+        place_N: int64: piece << 40, and what you like.
+        bits: Of keys.
+        pieces: Of each the table and how many ids it has; they lie one behind the other.
+        makes: Whether unknown ids are inserted. If not, each of them, also if it occurs again, has a slot that is free,
+            for whatever the caller does before the next call.
+
+    The host does not wait.
+    """
     from geartrain.bridge.kernels.triton import hashing as kernels
 
-    size = 1 << (2 * num - 1).bit_length()
-    first = torch.full((size,), num, dtype=torch.int32, device=device)
-    place_N = torch.empty(num, dtype=torch.int64, device=device)
+    num, num_tables, device = len(ids_N), len(tables), ids_N.device
+    found = Numbered(*(torch.empty(num, dtype=torch.int64, device=device) for _ in range(3)))
+    if not num:
+        return found
+    first_ids = [0, *accumulate(count for _, count in pieces)]
+    offsets, ends, at = [0] * len(pieces), [0], 0
+    for table in range(num_tables):
+        for piece in (piece for piece, (own, _) in enumerate(pieces) if own == table):
+            offsets[piece] = at - first_ids[piece]
+            at += pieces[piece][1]
+        ends.append(at)
+    spans = list(pairwise(ends))
+    numbers = on_device([*_numbers(*tables, spans=spans), *offsets], device)
+    slots_N = _find(numbers, num_tables, ids_N, key_N, bits)
+    grid, common = (-(-num // kernels.INSERTED),), {"MAKES": makes, "BLOCK": kernels.INSERTED, "num_warps": 4}
+    first, claimed_N = slots_N, slots_N  # of no use
+    if makes:
+        size = 1 << (2 * num - 1).bit_length()
+        first = torch.full((size,), num, dtype=torch.int32, device=device)
+        claimed_N = torch.empty(num, dtype=torch.int32, device=device)
+        given = [key_N, ids_N, slots_N, first, claimed_N, num, size]
+        launch(kernels.claim, grid, *given, cost=Cost(num * 28.0 + 4.0 * size), BLOCK=kernels.INSERTED, num_warps=4)
+    flags = torch.empty(num + 1, dtype=torch.int32, device=device)
+    offsets_Q = numbers[8 * (num_tables + 1) :]
+    given = [offsets_Q, place_N, slots_N, first, claimed_N, flags, num]
+    launch(kernels.mark, grid, *given, cost=Cost(num * 20.0), **common)
+    sums = flags.cumsum(0, dtype=torch.int32)
+    like = [torch.empty(0, dtype=dtype, device=device) for dtype in (torch.uint8, torch.int32)]
+    given = [numbers, offsets_Q, key_N, ids_N, place_N, sums, *like, slots_N, found.made_N, num, bits]
+    launch(kernels.insert, grid, *given, cost=Cost(num * 28.0), **common)  # as if none were new, as most are not
+    counts_T = torch.empty(num_tables, dtype=torch.int64, device=device)
+    given = [numbers, key_N, slots_N, first, claimed_N, sums, found.key_N, counts_T, num]
+    given += [bits, num_tables << bits, num_tables]
+    launch(kernels.settle, grid, *given, cost=Cost(num * 24.0), **common)
+    if makes:
+        _count(tables, [end - start for start, end in spans], counts_T)
+    return found._replace(slots_N=slots_N)
+
+
+def _numbers(*tables: HashTable | None, spans: Sequence[tuple[int, int]] | None = None) -> list[int]:
+    """What kernels are told of tables, and of what is behind them: nothing is asked of it."""
+    found: list[int] = []
+    for table, span in zip(tables, spans or [(0, 0)] * len(tables), strict=True):
+        if table is None:
+            found += [0] * 8
+        else:
+            held = (table.ids_C, table._digests_E, table._slots_E, table._fill_B)
+            found += [*map(address, held), len(table._fill_B), address(table.num_ids), *span]
+    return [*found, *[0] * 8]
+
+
+def _find(numbers: Tensor, num_tables: int, ids_N: Tensor, key_N: Tensor, bits: int) -> Tensor:
+    from geartrain.bridge.kernels.triton import hashing as kernels
+
+    num = len(ids_N)
+    found_N = torch.empty_like(ids_N)
+    like = [torch.empty(0, dtype=dtype, device=ids_N.device) for dtype in (torch.uint8, torch.int32)]
     launch(
-        kernels.claim,
-        (-(-num // kernels.INSERTED),),
+        kernels.find,
+        (-(-num // kernels.FOUND),),
+        numbers,
+        key_N,
         ids_N,
-        is_new_N,
-        first,
-        place_N,
+        *like,
+        found_N,
         num,
-        size,
-        cost=Cost(num_bytes=num * (8.0 + 1 + 8) + 4.0 * size),
-        BLOCK=kernels.INSERTED,
+        bits,
+        num_tables << bits,
+        cost=Cost(num_bytes=num * (16.0 + 128 + 32 + 32 + 8)),  # 32: what the device reads at least
+        BLOCK=kernels.FOUND,
         num_warps=4,
     )
-    return first[place_N].clamp_(max=num - 1).to(torch.int64)
+    return found_N
+
+
+def _count(tables: Sequence[HashTable | None], asked: Sequence[int], counts_T: Tensor) -> None:
+    """Have the host know, once the device is there, how many ids the tables have now."""
+    late = [table for table in tables if table is not None and table._reading is None]
+    host, event = torch.empty(0), None
+    if late:
+        host = torch.empty(counts_T.shape, dtype=torch.int64, device="cpu", pin_memory=counts_T.device.type == "cuda")
+        host.copy_(counts_T, non_blocking=True)
+    if late and counts_T.is_cuda:
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(counts_T.device))
+    for number, (table, num) in enumerate(zip(tables, asked, strict=True)):
+        if table is not None:
+            table._most += num
+            table._since += num
+            if table._reading is None:
+                table._reading, table._num_read, table._since = event, host[number], 0
+                if event is None:
+                    table._count()
 
 
 def owners(ids_N: Tensor, ranks: int) -> Tensor:

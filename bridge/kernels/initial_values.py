@@ -9,12 +9,13 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from geartrain.bridge.kernels.launch import Cost, launch, runs_kernels
+from geartrain.bridge.kernels.launch import Cost, address, launch, on_device, runs_kernels
 from geartrain.bridge.kernels.philox import WORD, philox_words
 
 CONSTANT, UNIFORM, NORMAL = range(3)
@@ -40,58 +41,57 @@ LOG_SERIES = tuple(1.0 / odd for odd in range(1, 22, 2))
 SQRT_HALF_BITS = 0x3FE6A09E667F3BCD
 
 
-def write_initial_values(
-    rows_LD: Tensor,
-    first_id: int,
-    *,
-    distribution: int,
-    first: float,
-    second: float,
-    seed: int,
-    table_hash: int,
-    ids_N: Tensor | None = None,
-    numbers_N: Tensor | None = None,
-) -> None:
-    """Write the first values of rows, of all in the order of their ids or of some, rounded to the nearest of their
-    storage type.
+class FirstValues(NamedTuple):
+    """Of what the first values of a table are a function, beside id and column."""
+
+    distribution: int
+    """CONSTANT (``first``), UNIFORM on [first, second) or NORMAL (mean and standard deviation)."""
+    first: float
+    second: float
+    seed: int
+    """The table's, 64 bits."""
+    table_hash: int
+    """Of its name, 32 bits."""
+
+    @property
+    def numbers(self) -> tuple[int, int, float]:
+        """The bits of both parameters as float64, for a kernel takes numbers as float32; and the largest value."""
+        low, high = struct.unpack("qq", struct.pack("dd", self.first, self.second))
+        return low, high, _largest_below(self.second, self.first)
+
+
+def write_initial_values(rows_ND: Tensor, first_id: int, values: FirstValues) -> None:
+    """Write the first values of rows of consecutive ids, rounded to the nearest of their storage type.
 
     Args:
-        rows_LD: float32, bfloat16 or float16, contiguous; overwritten.
-        first_id: Of row 0, where all are written.
-        distribution: CONSTANT (``first``), UNIFORM on [first, second) or NORMAL (mean and standard deviation).
-        first: See there.
-        second: See there.
-        seed: The table's, 64 bits.
-        table_hash: Of its name, 32 bits.
-        ids_N: Of the rows to be written, int64; None: all from ``first_id`` on.
-        numbers_N: Their numbers, int64; -1: not to be written. A row may occur again, with the same id.
+        rows_ND: float32, bfloat16 or float16, contiguous; overwritten.
+        first_id: Of row 0.
+        values: Of the table.
 
     One kernel, or tensor operations on blocks of 8 MiB.
     """
-    if distribution == CONSTANT and ids_N is None:
-        rows_LD.fill_(first)
-        return
+    distribution, first, second, seed, table_hash = values
     if distribution == CONSTANT:
-        distribution = NORMAL  # without deviation
-    num, dim = len(rows_LD) if ids_N is None else len(ids_N), rows_LD.shape[1]
-    below = _largest_below(second, first)
-    if runs_kernels(rows_LD.device):
+        rows_ND.fill_(first)
+        return
+    num, dim = rows_ND.shape
+    low_bits, high_bits, below = values.numbers
+    if runs_kernels(rows_ND.device):
         from geartrain.bridge.kernels.triton.initial_values import tile, write_rows
 
         options = tile(dim)
         launch(
             write_rows,
             (-(-num // options["N"]), -(-dim // options["C"])),
-            rows_LD,
-            ids_N,
-            numbers_N,
-            *struct.unpack("qq", struct.pack("dd", first, second)),  # a kernel takes numbers as float32
+            rows_ND,
+            low_bits,
+            high_bits,
             below,
             num,
             first_id,
             seed,
             table_hash,
-            cost=Cost(rows_LD.nbytes if ids_N is None else 16 * num),  # as if none were new, as most are not in a step
+            cost=Cost(rows_ND.nbytes),
             D=dim,
             IS_NORMAL=distribution == NORMAL,
             enable_fp_fusion=False,
@@ -99,25 +99,68 @@ def write_initial_values(
         )
         return
     block = max(1, _BLOCK_NUMBERS // dim)
-    columns = torch.arange(-(-dim // 4), device=rows_LD.device)
-    hash_word = torch.full((), table_hash, device=rows_LD.device)
-    rows_N = torch.arange(num, device=rows_LD.device)
-    if ids_N is None:
-        ids_N = rows_N + first_id
-    elif numbers_N is not None:
-        is_meant_N = numbers_N >= 0
-        ids_N, rows_N = ids_N[is_meant_N], numbers_N[is_meant_N]
-    for start in range(0, len(ids_N), block):
-        ids_B = ids_N[start : start + block]
-        low, high = (ids_B & WORD).unsqueeze(1), (ids_B >> 32).unsqueeze(1)
+    columns = torch.arange(-(-dim // 4), device=rows_ND.device)
+    hash_word = torch.full((), table_hash, device=rows_ND.device)
+    for start in range(0, num, block):
+        ids_N = torch.arange(first_id + start, first_id + min(start + block, num), device=rows_ND.device)
+        low, high = (ids_N & WORD).unsqueeze(1), (ids_N >> 32).unsqueeze(1)
         words = philox_words(seed, (low, high, columns.unsqueeze(0), hash_word), _ROUNDS)
-        words_ND = words.reshape(len(ids_B), -1)[:, :dim].double()
+        words_ND = words.reshape(len(ids_N), -1)[:, :dim].double()
         if distribution == NORMAL:
             values_ND = (inverse_normal(words_ND) * second + first).float()
         else:
             values_ND = (words_ND * 2.0**-32 * (second - first) + first).float()
             values_ND = torch.where(values_ND.double() >= second, below, values_ND)
-        rows_LD[rows_N[start : start + block]] = values_ND.to(rows_LD.dtype)
+        rows_ND[start : start + block] = values_ND
+
+
+def write_new_rows(
+    tables: Sequence[tuple[Tensor, FirstValues] | None], key_N: Tensor, bits: int, ids_N: Tensor, numbers_N: Tensor
+) -> None:
+    """Write the first values of rows of many tables, by kernels: one for each width and type of rows.
+
+    Args:
+        tables: Rows [L, D] and what their values are of; None: not of this.
+        key_N: int64: table << bits, and what you like.
+        bits: Of keys.
+        ids_N: int64.
+        numbers_N: int64, of the rows; -1: there is none.
+    """
+    from geartrain.bridge.kernels.triton import initial_values as kernels
+
+    groups: dict[tuple[torch.dtype, int, bool, int], list[int]] = {}
+    for number, table in enumerate(tables):
+        if table is not None:  # of a constant it is a normal distribution without deviation
+            rows_LD, values = table
+            kind = rows_LD.dtype, rows_LD.shape[1], values.distribution != UNIFORM, values.seed
+            groups.setdefault(kind, []).append(number)
+    num = len(ids_N)
+    for (dtype, dim, is_normal, seed), members in groups.items():
+        numbers = [0] * (8 * len(tables))
+        for number in members:
+            table = tables[number]
+            assert table is not None
+            low, high, below = table[1].numbers
+            (below_bits,) = struct.unpack("i", struct.pack("f", below))
+            numbers[8 * number : 8 * number + 5] = [address(table[0]), low, high, below_bits, table[1].table_hash]
+        options = kernels.tile(dim)
+        launch(
+            kernels.write_new_rows,
+            (-(-num // options["N"]), -(-dim // options["C"])),
+            on_device(numbers, ids_N.device),
+            torch.empty(0, dtype=dtype, device=ids_N.device),
+            key_N,
+            ids_N,
+            numbers_N,
+            num,
+            bits,
+            seed,
+            cost=Cost(8 * num),  # as if none were new, as most are not in a step
+            D=dim,
+            IS_NORMAL=is_normal,
+            enable_fp_fusion=False,
+            **options,
+        )
 
 
 def _largest_below(high: float, low: float) -> float:

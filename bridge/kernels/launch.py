@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch._subclasses import FakeTensor
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,17 @@ def _on_device_of(args: tuple[Any, ...]) -> contextlib.AbstractContextManager[ob
     if index is None or index == torch.cuda.current_device():
         return contextlib.nullcontext()
     return torch.cuda.device(index)
+
+
+def on_device(numbers: Sequence[int], device: torch.device) -> Tensor:
+    """int64, by way of pinned memory: the host does not wait."""
+    host = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
+
+
+def address(tensor: Tensor | None) -> int:
+    """Of its first element on its device; 0 of none, and of a tensor without memory."""
+    return 0 if tensor is None or isinstance(tensor, FakeTensor) else tensor.data_ptr()
 
 
 @contextlib.contextmanager

@@ -19,10 +19,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses import FakeTensor
 
-from geartrain.bridge.kernels.hashing import owners
+from geartrain.bridge.kernels.hashing import NUMBER_BITS, owners
 from geartrain.bridge.kernels.launch import Cost, launch, runs_kernels
+from geartrain.bridge.kernels.launch import address as address
+from geartrain.bridge.kernels.launch import on_device as on_device
 from geartrain.bridge.kernels.optimizers import StepNumbers
 from geartrain.bridge.kernels.row_update import RowArrays
 
@@ -104,24 +105,9 @@ class Entries:
         )
 
 
-NUMBER_BITS = 31
-"""Of a row's number, where ids have no bound."""
-
-
 def id_bits(num_rows: Sequence[int | None]) -> int:
     """Bits of an id in a key, for tables of ``num_rows``; None: of any."""
     return max(NUMBER_BITS if rows is None else max(1, (rows - 1).bit_length()) for rows in num_rows)
-
-
-def on_device(numbers: Sequence[int], device: torch.device) -> Tensor:
-    """int64, by way of pinned memory: the host does not wait."""
-    host = torch.tensor(numbers, dtype=torch.int64, device="cpu")
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
-
-
-def address(tensor: Tensor | None) -> int:
-    """Of its first element on its device; 0 of none, and of a tensor without memory."""
-    return 0 if tensor is None or isinstance(tensor, FakeTensor) else tensor.data_ptr()
 
 
 def index_fields(

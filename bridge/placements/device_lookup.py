@@ -21,7 +21,6 @@ from torch import Tensor
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
 from geartrain.bridge.kernels.exchange import RankPairs, arrived, route
-from geartrain.bridge.kernels.hashing import NO_ID
 from geartrain.bridge.kernels.launch import runs_kernels
 from geartrain.bridge.kernels.lookup import (
     PLACE_BITS,
@@ -36,7 +35,7 @@ from geartrain.bridge.kernels.lookup import (
     row_gradients,
 )
 from geartrain.bridge.kernels.optimizers import step_numbers
-from geartrain.bridge.placements.device_rows import DeviceRows
+from geartrain.bridge.placements.device_rows import DeviceRows, number_rows
 from geartrain.bridge.rows.gradient_carrier import squared_sum
 from geartrain.bridge.rows.transfers import Readback
 
@@ -107,20 +106,10 @@ class DeviceLookup:
 
     def _number(self, entries: Entries, ids_N: Tensor) -> Entries:
         """The same with the numbers of rows in keys; ``ids_N`` are what is asked of the rows of this rank."""
-        sizes = [piece.num_ids for piece in entries.pieces]
-        parts = list(entries.key_N.split_with_sizes(sizes))
-        ids = ids_N.split_with_sizes(sizes)
-        for table in self._growing:
-            own = [number for number, piece in enumerate(entries.pieces) if piece.table == table]
-            if not own:
-                continue
-            is_none_N = torch.cat([parts[number] for number in own]) >= entries.none
-            asked_N = torch.where(is_none_N, NO_ID, torch.cat([ids[number] for number in own]))
-            numbers_N = self._tables[table].numbers_of(asked_N, makes=self._makes_rows)
-            key_N = torch.where(is_none_N, entries.none, (table << entries.bits) | numbers_N)
-            for number, part in zip(own, key_N.split_with_sizes([sizes[number] for number in own]), strict=True):
-                parts[number] = part
-        return dataclasses.replace(entries, key_N=torch.cat(parts), ids_N=None)
+        pieces = [(piece.table, piece.num_ids) for piece in entries.pieces]
+        given = ids_N, entries.key_N, entries.place_N, entries.bits, pieces
+        key_N = number_rows(self._tables, *given, makes=self._makes_rows)
+        return dataclasses.replace(entries, key_N=key_N, ids_N=None)
 
     def vectors(self, counts: Sequence[Sequence[int]]) -> list[Tensor]:
         """The vectors [V, D] of each field, float32, from the ``counts`` of every rank. Two all-to-alls."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
@@ -28,8 +28,8 @@ from geartrain.ams.values.shard_messages import Done, SyncGroup
 from geartrain.ams.values.specs import SCALED, Ids, TableSpec
 from geartrain.bridge.collectives.communicator import Communicator
 from geartrain.bridge.kernels import row_update
-from geartrain.bridge.kernels.hashing import NO_ID
-from geartrain.bridge.kernels.initial_values import write_initial_values
+from geartrain.bridge.kernels.hashing import NO_ID, NUMBER_BITS, number_ids
+from geartrain.bridge.kernels.initial_values import FirstValues, write_initial_values, write_new_rows
 from geartrain.bridge.kernels.launch import is_capturing, runs_kernels
 from geartrain.bridge.kernels.rounding import ROW, SLOT, round_rows, rounding_key
 from geartrain.bridge.kernels.row_update import RowIndex as RowIndex
@@ -210,37 +210,6 @@ class DeviceRows:
         for name, tensor in grown.items():
             setattr(self, name, tensor)
 
-    def numbers_of(self, ids_N: Tensor, *, makes: bool) -> Tensor:
-        """Row numbers [N] of ids on this rank (NO_ID: -1), on the device. The host waits for it when the table grows.
-
-        Where ids have no bound: ``makes`` rows, with their first values, for those that have none; or else writes these
-        values into free rows, where they are until the next call. Raises OutOfMemory; then nothing has changed.
-        """
-        table = self.ids.table
-        if table is None:
-            return ids_N - self.first
-        self.make_room(len(ids_N))
-        with torch.inference_mode(False), torch.no_grad():
-            known = table.num_ids.clone()
-            if makes:
-                numbers_N = table.find_or_insert(ids_N)
-                is_new_N = numbers_N >= known
-            else:
-                numbers_N = table.find(ids_N)
-                is_new_N = (numbers_N < 0) & (ids_N != NO_ID)
-                numbers_N = torch.where(is_new_N, known - 1 + is_new_N.cumsum(0), numbers_N)
-            self._write_first_values(ids_N, torch.where(is_new_N, numbers_N, -1))
-        return numbers_N
-
-    def _write_first_values(self, ids_N: Tensor, numbers_N: Tensor) -> None:
-        """Of these rows (-1: none)."""
-        if self.device.type == "cpu" and not runs_kernels(self.device):
-            places = torch.nonzero(numbers_N >= 0)[:, 0]
-            if len(places):
-                self.rows_LD[numbers_N[places]] = self._first_values(ids_N[places].numpy())
-            return
-        self._start_writing_initial_values(ids_N=ids_N, numbers_N=numbers_N)
-
     def _first_values(self, ids: Ids) -> Tensor:
         """Of rows [N, D] that nobody wrote, on the host: those of a shard."""
         read_as: Any = SCALED.get(self.spec.dtype, self.spec.dtype)
@@ -249,18 +218,24 @@ class DeviceRows:
         table.pull(ids, out)
         return as_tensor(out, self.row_dtype)
 
-    def _start_writing_initial_values(self, **which: Tensor) -> None:
-        distribution, first, second, _ = distribution_of(self.spec.initializer)
-        write_initial_values(
-            self.rows_LD,
-            self.first,
-            distribution=distribution,
-            first=first,
-            second=second,
-            seed=self.spec.seed,
-            table_hash=table_hash(self.spec.name),
-            **which,
-        )
+    @property
+    def first_values(self) -> FirstValues:
+        """What the first values of its rows are a function of."""
+        return FirstValues(*distribution_of(self.spec.initializer)[:3], self.spec.seed, table_hash(self.spec.name))
+
+    def number(self, ids_N: Tensor, *, makes: bool) -> Tensor:
+        """Row numbers [N] of ids (NO_ID: -1) that have no bound, as of :func:`number_rows`, for which there is room;
+        without kernels."""
+        table = self.ids.table
+        assert table is not None
+        known = int(table.num_ids)
+        numbers_N = table.find_or_insert(ids_N) if makes else table.find(ids_N)
+        is_new_N = numbers_N >= known if makes else (numbers_N < 0) & (ids_N != NO_ID)
+        if not makes:
+            numbers_N = torch.where(is_new_N, known - 1 + is_new_N.cumsum(0), numbers_N)
+        if bool(is_new_N.any()):
+            self._write_rows(numbers_N[is_new_N], self._first_values(ids_N[is_new_N].cpu().numpy()))
+        return numbers_N
 
     def write_initial_values(self) -> None:
         """Overwrite every row by its initial value, the slots and the steps by zero; where ids have no bound no row is
@@ -278,7 +253,7 @@ class DeviceRows:
         if self.ids.table is not None:
             return
         if self.device.type != "cpu" and self.row_scales_LK is None:
-            self._start_writing_initial_values()
+            write_initial_values(self.rows_LD, self.first, self.first_values)
             return
         block = max(1, BLOCK_BYTES // self.spec.row_bytes)
         for start in range(0, self.num_local, block):
@@ -306,7 +281,11 @@ class DeviceRows:
         """Which of the ids [N] are here (places among them), and their row numbers on the device; where ids have no
         bound they have rows from now on. Raises InvalidIds, OutOfMemory."""
         places = self._places(ids)
-        return places, self.numbers_of(torch.from_numpy(ids[places]).to(self.device), makes=True)
+        ids_N = torch.from_numpy(ids[places]).to(self.device)
+        if self.ids.table is None:
+            return places, ids_N - self.first
+        zeros_N, pieces = torch.zeros_like(ids_N), [(0, len(ids_N))]
+        return places, number_rows([self], ids_N, zeros_N, zeros_N, NUMBER_BITS, pieces, makes=True)
 
     def _rows_of(self, ids: Ids) -> Tensor:
         """Rows [N, D] of ids that are here, on the device, as :meth:`current_rows`; makes none."""
@@ -536,6 +515,47 @@ class DeviceRows:
         if refused:
             with self._counting:
                 self.refused += refused
+
+
+def number_rows(
+    tables: Sequence[DeviceRows],
+    ids_N: Tensor,
+    key_N: Tensor,
+    place_N: Tensor,
+    bits: int,
+    pieces: Sequence[tuple[int, int]],
+    *,
+    makes: bool,
+) -> Tensor:
+    """Keys [N] with the numbers of the rows of ids on this rank, where these have no bound; others stay as they are.
+
+    Args:
+        tables: By their numbers in keys.
+        ids_N: int64.
+        key_N: int64: table << bits, and what is the same for the same id; of none: len(tables) << bits.
+        place_N: int64: piece << 40, and what you like.
+        bits: Of keys.
+        pieces: Of each the table and how many ids it has; they lie one behind the other.
+        makes: Whether ids that have no row get one, with its first values. If not, these are written into free rows,
+            where they are until the next call.
+
+    The host waits for the device at most when a table grows. Raises OutOfMemory; then no row has changed.
+    """
+    for number, rows in enumerate(tables):
+        rows.make_room(sum(count for table, count in pieces if table == number))
+    with torch.inference_mode(False), torch.no_grad():
+        if runs_kernels(ids_N.device):
+            hashed = [rows.ids.table for rows in tables]
+            found = number_ids(hashed, ids_N, key_N, place_N, bits, pieces, makes=makes)
+            written = [None if rows.ids.table is None else (rows.rows_LD, rows.first_values) for rows in tables]
+            write_new_rows(written, key_N, bits, ids_N, found.made_N)
+            return found.key_N
+        numbered_N = key_N.clone()
+        for number, rows in enumerate(tables):
+            if rows.ids.table is not None:
+                places_U = torch.nonzero(key_N >> bits == number)[:, 0]
+                numbered_N[places_U] = (number << bits) | rows.number(ids_N[places_U], makes=makes)
+        return numbered_N
 
 
 _STORED = {"float8_e4m3fn": torch.float8_e4m3fn, "int8": torch.int8}

@@ -1,6 +1,9 @@
 """Look-ups and insertions of 64-bit ids in buckets of 128 entries: a digest (1 to 255; 0: none) and a slot each.
 
-Each kernel is over before the next one starts, and only ``insert`` writes: a search sees whole buckets.
+Each kernel is over before the next one starts, and only ``insert`` writes: a search sees whole buckets. A key of an id
+is its table (key >> bits) and something that ids of one table share or that follows from them; of none: ``none``. Of
+each table there are 8 numbers: addresses of ids, digests, slots and fill; buckets, 0: no hash table; the address of how
+many ids it has; and where its flags begin and end.
 """
 
 import triton
@@ -11,6 +14,7 @@ FOUND = 32
 INSERTED = 256
 _NO_ID = tl.constexpr(-(2**63))
 _BUCKET = tl.constexpr(128)
+_SLOTS = tl.constexpr(96)
 
 
 @triton.jit
@@ -28,21 +32,32 @@ def _hash(id):
 def _home(id, num_buckets):
     """The bucket, int64, where an id is first looked for, and its digest, uint8."""
     word = _hash(id)
-    bucket = (word & (num_buckets - 1)).to(tl.int64)
+    bucket = word.to(tl.int64) & (num_buckets - 1)
     return bucket, tl.maximum((word >> 56).to(tl.int32), 1).to(tl.uint8)
 
 
 @triton.jit
-def find(ids_N, ids_C, digests, slots, found_N, num_ids, num_buckets, BLOCK: tl.constexpr):
-    """The slot of each id, int64; -1: unknown."""
+def find(
+    tables, key_N, ids_N, like_digests, like_slots, found_N,
+    num_ids, bits, none,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The slot of each id in its table, int64; -1: unknown; -2: none is asked for."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    id = tl.load(ids_N + at, mask=at < num_ids, other=_NO_ID)
+    key = tl.load(key_N + at, mask=at < num_ids, other=none).to(tl.int64)
+    id = tl.load(ids_N + at, mask=at < num_ids, other=0)
+    meta = tables + (key >> bits) * 8
+    num_buckets = tl.load(meta + 4, mask=key < none, other=0)
+    is_asked = num_buckets > 0
+    ids_C = tl.load(meta, mask=is_asked, other=0).to(tables.dtype)
+    digests = tl.multiple_of(tl.load(meta + 1, mask=is_asked, other=0).to(like_digests.dtype), [128])
+    slots = tl.load(meta + 2, mask=is_asked, other=0).to(like_slots.dtype)
     bucket, digest = _home(id, num_buckets)
     places = tl.arange(0, _BUCKET)[None, :]
     slot = tl.full([BLOCK], -1, tl.int32)
-    is_out = (id != _NO_ID).to(tl.int32)
+    is_out = is_asked.to(tl.int32)
     while tl.max(is_out) > 0:
-        line = tl.load(digests + bucket[:, None] * _BUCKET + places, mask=is_out[:, None] > 0, other=0)
+        line = tl.load(digests[:, None] + bucket[:, None] * _BUCKET + places, mask=is_out[:, None] > 0, other=0)
         is_full = tl.max(tl.where(places == _BUCKET - 1, line, 0).to(tl.int32), 1)
         alike = tl.where(line == digest[:, None], places, _BUCKET)  # digests of 0 are no id's
         place = tl.min(alike, 1)
@@ -55,43 +70,134 @@ def find(ids_N, ids_C, digests, slots, found_N, num_ids, num_buckets, BLOCK: tl.
             place = tl.min(alike, 1)
         is_out = ((is_out > 0) & (slot < 0) & (is_full > 0)).to(tl.int32)
         bucket = (bucket + 1) & (num_buckets - 1)
-    tl.store(found_N + at, slot.to(tl.int64), mask=at < num_ids)
+    tl.store(found_N + at, tl.where(is_asked, slot.to(tl.int64), -2), mask=at < num_ids)
 
 
 @triton.jit
-def claim(ids_N, is_new_N, first, place_N, num_ids, size, BLOCK: tl.constexpr):
-    """A place for each new id in ``first`` (int32 [size], before: ``num_ids``); there, where the id first occurs."""
+def claim(key_N, ids_N, slots_N, first, claimed_N, num_ids, size, BLOCK: tl.constexpr):
+    """A place for each unknown id in ``first`` (int32 [size], before: ``num_ids``); there, where it first occurs."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    key = tl.load(key_N + at, mask=at < num_ids, other=0).to(tl.int64)
     id = tl.load(ids_N + at, mask=at < num_ids, other=0)
-    is_out = tl.load(is_new_N + at, mask=at < num_ids, other=0).to(tl.int32)
-    place = ((_hash(id) >> 20) & (size - 1)).to(tl.int32)
+    is_out = (tl.load(slots_N + at, mask=at < num_ids, other=0) == -1).to(tl.int32)
+    place = (((_hash(id) >> 20).to(tl.int64) + key * 2654435761) & (size - 1)).to(tl.int32)
     while tl.max(is_out) > 0:
         expected = tl.where(is_out > 0, num_ids, -1)  # -1 is nowhere: those that are done change nothing
         held = tl.atomic_cas(first + place, expected, at, sem="relaxed")
         is_held = (is_out > 0) & (held < num_ids)
         is_same = is_held & (tl.load(ids_N + held, mask=is_held, other=0) == id)
+        is_same &= tl.load(key_N + held, mask=is_held, other=0).to(tl.int64) == key
         tl.atomic_min(first + place, at, mask=is_same, sem="relaxed")
         is_out = (is_held & (is_same == 0)).to(tl.int32)
         place = (place + is_out) & (size - 1)
-    tl.store(place_N + at, place.to(tl.int64), mask=at < num_ids)
+    tl.store(claimed_N + at, place, mask=at < num_ids)
 
 
 @triton.jit
-def insert(ids_N, slots_N, ids_C, digests, slots, fill, num_ids, num_buckets, BLOCK: tl.constexpr):
-    """Enter ids, all different and unknown, whose slots are not -1; some bucket is never full."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    id = tl.load(ids_N + at, mask=at < num_ids, other=0)
-    slot = tl.load(slots_N + at, mask=at < num_ids, other=-1)
-    is_out = (slot >= 0).to(tl.int32)
-    tl.store(ids_C + slot, id, mask=is_out > 0)
+def mark(
+    offsets, place_N, slots_N, first, claimed_N, flags,
+    num_ids,
+    MAKES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """flags[1 + n] = 1 for ids that get a new slot, in the order of their tables; flags[0] = 0."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    is_id = at < num_ids
+    is_new = tl.load(slots_N + at, mask=is_id, other=0) == -1
+    if MAKES:
+        place = tl.load(claimed_N + at, mask=is_new, other=0)
+        is_new &= tl.load(first + place, mask=is_new, other=-1) == at
+    piece = tl.load(place_N + at, mask=is_id, other=0) >> 40
+    to = at + tl.load(offsets + piece, mask=is_id, other=0)
+    tl.store(flags + 1 + to, is_new.to(tl.int32), mask=is_id)
+    tl.store(flags + at, 0, mask=at == tl.where(tl.program_id(0) == 0, 0, -1))
+
+
+@triton.jit
+def _enter(id, slot, is_in, digests, slots, fill, num_buckets):
+    """Enter ids, all different and unknown, into an index; some bucket is never full."""
     bucket, digest = _home(id, num_buckets)
+    is_out = is_in.to(tl.int32)
     while tl.max(is_out) > 0:
         place = tl.atomic_add(fill + bucket, 1, mask=is_out > 0, sem="relaxed")
-        is_in = (is_out > 0) & (place < _BUCKET)
-        tl.store(digests + bucket * _BUCKET + place, digest, mask=is_in)
-        tl.store(slots + bucket * _BUCKET + place, slot.to(tl.int32), mask=is_in)
+        fits = (is_out > 0) & (place < _BUCKET)
+        tl.store(digests + bucket * _BUCKET + place, digest, mask=fits)
+        tl.store(slots + bucket * _BUCKET + place, slot.to(tl.int32), mask=fits)
         is_out = ((is_out > 0) & (place >= _BUCKET)).to(tl.int32)
         bucket = (bucket + 1) & (num_buckets - 1)
+
+
+@triton.jit
+def insert(
+    tables, offsets, key_N, ids_N, place_N, sums, like_digests, like_slots, slots_N, made_N,
+    num_ids, bits,
+    MAKES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The next slots of their tables for ids that ``sums`` of flags count, if there are some, into ``made_N`` (-1: no
+    such id) and ``slots_N``; and, as MAKES says, these ids into the tables."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    is_id = at < num_ids
+    piece = tl.load(place_N + at, mask=is_id, other=0) >> 40
+    to = sums + at + tl.load(offsets + piece, mask=is_id, other=0)
+    count = tl.load(to + 1, mask=is_id, other=0)
+    is_new = count > tl.load(to, mask=is_id, other=0)
+    key = tl.load(key_N + at, mask=is_new, other=0).to(tl.int64)
+    meta = tables + (key >> bits) * 8
+    num_buckets = tl.load(meta + 4, mask=is_new, other=1)
+    held = tl.load(tl.load(meta + 5, mask=is_new, other=0).to(tables.dtype), mask=is_new, other=0)
+    before = tl.load(sums + tl.load(meta + 6, mask=is_new, other=0), mask=is_new, other=0)
+    slot = held + (count - before - 1)
+    is_new &= slot < num_buckets * _SLOTS
+    slot = tl.where(is_new, slot, -1)
+    tl.store(made_N + at, slot, mask=is_id)
+    tl.store(slots_N + at, slot, mask=is_new)
+    if MAKES:
+        id = tl.load(ids_N + at, mask=is_new, other=0)
+        tl.store(tl.load(meta, mask=is_new, other=0).to(tables.dtype) + slot, id, mask=is_new)
+        digests = tl.load(meta + 1, mask=is_new, other=0).to(like_digests.dtype)
+        slots = tl.load(meta + 2, mask=is_new, other=0).to(like_slots.dtype)
+        fill = tl.load(meta + 3, mask=is_new, other=0).to(like_slots.dtype)
+        _enter(id, slot, is_new, digests, slots, fill, num_buckets)
+
+
+@triton.jit
+def settle(
+    tables, key_N, slots_N, first, claimed_N, sums, numbered_N, counts_T,
+    num_ids, bits, none, num_tables,
+    MAKES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Keys with slots for ids; those of new ids that occur again; and how many ids the tables have now."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    is_id = at < num_ids
+    key = tl.load(key_N + at, mask=is_id, other=0).to(tl.int64)
+    slot = tl.load(slots_N + at, mask=is_id, other=0)
+    if MAKES:
+        is_again = is_id & (slot == -1)
+        place = tl.load(first + tl.load(claimed_N + at, mask=is_again, other=0), mask=is_again, other=0)
+        slot = tl.where(is_again, tl.load(slots_N + place, mask=is_again, other=-1), slot)
+        tl.store(slots_N + at, slot, mask=is_again)
+    numbered = tl.where(slot < 0, none, ((key >> bits) << bits) | slot)
+    tl.store(numbered_N + at, tl.where(slot == -2, key, numbered), mask=is_id)
+    if MAKES:  # noqa: SIM102 (a constant, and what is not)
+        if tl.program_id(0) == 0:
+            for table in range(num_tables):
+                meta = tables + table * 8
+                num_buckets = tl.load(meta + 4)
+                if num_buckets > 0:
+                    held = tl.load(meta + 5).to(tables.dtype)
+                    new = tl.load(sums + tl.load(meta + 7)) - tl.load(sums + tl.load(meta + 6))
+                    num = tl.load(held) + new
+                    most = num_buckets * _SLOTS
+                    tl.store(held, tl.minimum(num, most))
+                    tl.store(held + 1, tl.load(held + 1) + tl.maximum(num - most, 0))
+                    tl.store(counts_T + table, tl.minimum(num, most))
+
+
+@triton.jit
+def rehash(ids_C, digests, slots, fill, num_ids, num_buckets, BLOCK: tl.constexpr):
+    """Enter the ids of slots 0 to ``num_ids`` - 1 into an index that is empty."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    id = tl.load(ids_C + at, mask=at < num_ids, other=_NO_ID)
+    _enter(id, at, id != _NO_ID, digests, slots, fill, num_buckets)
 
 
 @triton.jit

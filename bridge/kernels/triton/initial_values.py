@@ -25,8 +25,6 @@ def tile(dim: int) -> dict[str, int]:
 @triton.jit
 def write_rows(
     rows,  # [L, D]
-    ids,  # int64 [N], None: first …
-    numbers,  # int64 [N], of their rows; -1: not to be written; None: 0 …
     low_bits,  # of float64: of low and high, or mean and standard deviation
     high_bits,
     below,  # the largest float32 of the interval
@@ -42,39 +40,73 @@ def write_rows(
     place = tl.program_id(0).to(tl.int64) * N + tl.arange(0, N)
     start = tl.program_id(1) * C
     column = start + tl.arange(0, C)
-    number = place
-    is_meant = place < num
-    if numbers is not None:
-        number = tl.load(numbers + place, mask=is_meant, other=-1)
-        is_meant = number >= 0
-        if tl.max(number) < 0:
-            return
-    if ids is None:  # noqa: SIM108 (no tensor is a constant)
-        id = first + place
-    else:
-        id = tl.load(ids + place, mask=is_meant, other=0)
-    zero = tl.zeros([N, C // 4], tl.uint32)
+    zero = tl.zeros([N], tl.int64)
+    low, high = (zero + low_bits).to(tl.float64, bitcast=True), (zero + high_bits).to(tl.float64, bitcast=True)
+    value = _values(first + place, start, low, high, zero.to(tl.float32) + below, seed, zero + table_hash, IS_NORMAL, C)
+    mask = (place < num)[:, None] & (column < D)[None, :]
+    _store(rows + place[:, None] * D + column[None, :], value, mask)
+
+
+@triton.jit
+def write_new_rows(
+    tables,  # of each 8 numbers: address of rows, 0: not meant; what write_rows takes of it
+    like,  # a pointer to numbers of their type
+    key_N,  # int64, table << bits | …
+    ids_N,
+    numbers_N,  # int64, of rows; -1: not to be written
+    num,
+    bits,
+    seed,
+    D: tl.constexpr,
+    IS_NORMAL: tl.constexpr,
+    N: tl.constexpr,
+    C: tl.constexpr,
+):
+    place = tl.program_id(0).to(tl.int64) * N + tl.arange(0, N)
+    number = tl.load(numbers_N + place, mask=place < num, other=-1)
+    if tl.max(number) >= 0:
+        start = tl.program_id(1) * C
+        column = start + tl.arange(0, C)
+        is_new = number >= 0
+        meta = tables + (tl.load(key_N + place, mask=is_new, other=0) >> bits) * 8
+        rows = tl.load(meta, mask=is_new, other=0)
+        is_new &= rows != 0
+        low = tl.load(meta + 1, mask=is_new, other=0).to(tl.float64, bitcast=True)
+        high = tl.load(meta + 2, mask=is_new, other=0).to(tl.float64, bitcast=True)
+        below = tl.load(meta + 3, mask=is_new, other=0).to(tl.int32).to(tl.float32, bitcast=True)
+        table_hash = tl.load(meta + 4, mask=is_new, other=0)
+        id = tl.load(ids_N + place, mask=is_new, other=0)
+        value = _values(id, start, low, high, below, seed, table_hash, IS_NORMAL, C)
+        mask = is_new[:, None] & (column < D)[None, :]
+        _store(rows.to(like.dtype)[:, None] + number[:, None] * D + column[None, :], value, mask)
+
+
+@triton.jit
+def _values(id, start, low, high, below, seed, table_hash, IS_NORMAL: tl.constexpr, C: tl.constexpr):
+    """float32 [N, C], from column ``start`` on."""
+    zero = tl.zeros([id.shape[0], C // 4], tl.uint32)
     c0 = zero + (id & 0xFFFFFFFF).to(tl.uint32)[:, None]
     c1 = zero + ((id >> 32) & 0xFFFFFFFF).to(tl.uint32)[:, None]
     c2 = zero + (start // 4 + tl.arange(0, C // 4)).to(tl.uint32)[None, :]
-    c3 = zero + tl.full([1, 1], table_hash, tl.int64).to(tl.uint32)
+    c3 = zero + table_hash.to(tl.uint32)[:, None]
     w0, w1, w2, w3 = tl.philox(seed, c0, c1, c2, c3, 10)
-    word = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), [N, C]).to(tl.float64)
-    low = tl.full([1, 1], low_bits, tl.int64).to(tl.float64, bitcast=True)
-    high = tl.full([1, 1], high_bits, tl.int64).to(tl.float64, bitcast=True)
+    word = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), [id.shape[0], C]).to(tl.float64)
     if IS_NORMAL:
         q = (word + 0.5) * 2.3283064365386963e-10 - 0.5
-        value = (low + high * _inverse_normal(q)).to(tl.float32)
+        value = (low[:, None] + high[:, None] * _inverse_normal(q)).to(tl.float32)
     else:
-        value = (low + (high - low) * (word * 2.3283064365386963e-10)).to(tl.float32)
-        value = tl.where(value.to(tl.float64) >= high, below, value)
-    mask = is_meant[:, None] & (column < D)[None, :]
-    rows += number[:, None] * D + column[None, :]
-    if rows.dtype.element_ty == tl.bfloat16:  # to the nearest, ties to even; the interpreter's conversion cuts off
+        value = (low[:, None] + (high - low)[:, None] * (word * 2.3283064365386963e-10)).to(tl.float32)
+        value = tl.where(value.to(tl.float64) >= high[:, None], below[:, None], value)
+    return value
+
+
+@triton.jit
+def _store(at, value, mask):
+    if at.dtype.element_ty == tl.bfloat16:  # to the nearest, ties to even; the interpreter's conversion cuts off
         tie = (value.to(tl.int32, bitcast=True) >> 16) & 1
-        tl.store(rows, rounded(value, 0x7FFF + tie, tl.bfloat16), mask=mask)
+        tl.store(at, rounded(value, 0x7FFF + tie, tl.bfloat16), mask=mask)
     else:
-        tl.store(rows, value.to(rows.dtype.element_ty), mask=mask)
+        tl.store(at, value.to(at.dtype.element_ty), mask=mask)
 
 
 @triton.jit

@@ -8,10 +8,11 @@ from geartrain.bridge.kernels.triton import hashing
 from scripts.kernels.compile import Case
 
 _TYPES = {
-    **dict.fromkeys(("ids_N", "ids_C", "slots_N", "found_N", "place_N"), "*i64"),
-    **dict.fromkeys(("slots", "fill", "first"), "*i32"),
-    "digests": "*u8",
-    "is_new_N": "*i1",
+    **dict.fromkeys(("tables", "offsets", "key_N", "ids_N", "place_N", "slots_N", "found_N", "made_N"), "*i64"),
+    **dict.fromkeys(("numbered_N", "counts_T", "ids_C"), "*i64"),
+    **dict.fromkeys(("like_slots", "slots", "fill", "first", "claimed_N", "flags", "sums"), "*i32"),
+    **dict.fromkeys(("like_digests", "digests"), "*u8"),
+    "none": "i64",
 }
 
 
@@ -24,12 +25,15 @@ def _case(kernel: str, **constants: Any) -> Case:
         signature={name: "constexpr" if name in constants else _TYPES.get(name, "i32") for name in names},
         constants=constants,
         options={"num_warps": 4},
-        odd=("num_ids",),
+        odd=("num_ids", "bits", "none", "num_tables"),
     )
 
 
 CASES = [
     _case("find", BLOCK=hashing.FOUND),
     _case("claim", BLOCK=hashing.INSERTED),
-    _case("insert", BLOCK=hashing.INSERTED),
+    _case("mark", MAKES=True, BLOCK=hashing.INSERTED),
+    _case("insert", MAKES=True, BLOCK=hashing.INSERTED),
+    _case("settle", MAKES=True, BLOCK=hashing.INSERTED),
+    _case("rehash", BLOCK=hashing.INSERTED),
 ]

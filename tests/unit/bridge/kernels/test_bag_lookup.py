@@ -21,6 +21,7 @@ from geartrain.ams.values.optimizers.registry import (
     RowWiseAdam,
 )
 from geartrain.bridge.kernels import lookup
+from geartrain.bridge.kernels.hashing import owners
 from geartrain.bridge.kernels.launch import interpreted, launch
 from geartrain.bridge.kernels.lookup import (
     Entries,
@@ -104,6 +105,20 @@ def test_what_is_wrong_is_found_and_left_out(place: int | None, value: Any, kind
         found = index_fields(FIELDS, ids, offsets, weights, NUM_ROWS)
     assert int(found[1]) == int(wanted[1]) == (4 - 1) * 4 + kind  # of the second field
     assert torch.equal(found[0].key_N, wanted[0].key_N)
+
+
+def test_ids_without_a_bound_are_in_keys_by_their_ranks() -> None:
+    ids, offsets, _ = given(0)
+    ids[24:54] = torch.randint(2**63 - 1, (30,))
+    ids[[30, 31]] = torch.tensor([2**63 - 1, -7])
+    rows = [23, 7, None]
+    wanted, status = index_fields(FIELDS, ids, offsets, None, rows, 5)
+    with interpreted():
+        found, kernel_status = index_fields(FIELDS, ids, offsets, None, rows, 5)
+    assert torch.equal(found.key_N, wanted.key_N) and int(kernel_status) == int(status) == 3 * 4 + 1
+    sound = torch.cat([ids[24:31], ids[32:54]])
+    assert (found.key_N[24:54][ids[24:54] >= 0] - (2 << found.bits)).tolist() == owners(sound, 5).tolist()
+    assert found.ids_N is not None and torch.equal(found.ids_N, ids)
 
 
 def entries_of(seed: int, weighted: bool = True) -> Entries:

@@ -14,7 +14,7 @@ from geartrain.ams.tables.compiled_store import distribution_of, table_hash
 from geartrain.ams.tables.row_table import RowTable
 from geartrain.ams.values.optimizers.registry import SGD
 from geartrain.ams.values.specs import Constant, DTypeName, Initializer, Normal, TableSpec, Uniform
-from geartrain.bridge.kernels.initial_values import write_initial_values
+from geartrain.bridge.kernels.initial_values import FirstValues, write_initial_values, write_new_rows
 from geartrain.bridge.kernels.launch import interpreted
 from geartrain.bridge.rows.tables import TORCH_DTYPES, as_numpy
 
@@ -39,30 +39,15 @@ def test_they_are_those_of_a_shard(
     theirs = np.empty((50, dim), spec.numpy_dtype)
     RowTable(spec, np.arange(4096)).pull(np.arange(first_id, first_id + 50), theirs)
     ours = torch.full((50, dim), float("nan"), dtype=TORCH_DTYPES[dtype])
-    distribution, first, second, _ = distribution_of(initializer)
+    values = FirstValues(*distribution_of(initializer)[:3], seed, table_hash("t"))
     with WAYS[way]():
-        write_initial_values(
-            ours,
-            first_id,
-            distribution=distribution,
-            first=first,
-            second=second,
-            seed=seed,
-            table_hash=table_hash("t"),
-        )
-        assert as_numpy(ours).tobytes() == theirs.tobytes()
+        write_initial_values(ours, first_id, values)
+    assert as_numpy(ours).tobytes() == theirs.tobytes()
+    if way == "kernel":
         some = torch.full((60, dim), float("nan"), dtype=TORCH_DTYPES[dtype])
-        places, numbers = torch.tensor([4, 30, 7, 30, 9]), torch.tensor([50, 2, -1, 2, 0])
-        write_initial_values(
-            some,
-            0,
-            distribution=distribution,
-            first=first,
-            second=second,
-            seed=seed,
-            table_hash=table_hash("t"),
-            ids_N=first_id + places,
-            numbers_N=numbers,
-        )
-    assert torch.equal(some[[50, 2, 0]].view(torch.uint8), ours[[4, 30, 9]].view(torch.uint8))
-    assert some.isnan().all(1).sum() == 57
+        places, numbers = torch.tensor([4, 30, 8, 7, 30, 9]), torch.tensor([50, 2, 4, -1, 2, 0])
+        keys = torch.tensor([5, 5, 1, 5, 5, 6])  # of table 1, and one of table 0, which is not meant
+        with interpreted():
+            write_new_rows([None, (some, values)], keys, 2, first_id + places, numbers)
+        assert torch.equal(some[[50, 2, 0]].view(torch.uint8), ours[[4, 30, 9]].view(torch.uint8))
+        assert some.isnan().all(1).sum() == 57
