@@ -26,6 +26,10 @@ class NotSent(AttemptFailed):
     """No connection came about, or none was tried: nobody has seen the request."""
 
 
+class NotBelieved(NotSent):
+    """One end does not believe the certificate of the other, or has none, or wants one."""
+
+
 class NobodyThere(NotSent):
     """The connection was refused, or there is no such host: no process listens at the address."""
 

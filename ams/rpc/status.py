@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import grpc
 
-from geartrain.ams.rpc.carrier import AttemptFailed, NobodyThere, NotSent
+from geartrain.ams.rpc.carrier import AttemptFailed, NobodyThere, NotBelieved, NotSent
 from geartrain.ams.values import errors
 
 logger = logging.getLogger(__name__)
@@ -125,8 +125,10 @@ def error_from(call: grpc.RpcError | grpc.Call, peer: str) -> errors.GeartrainEr
         reason = _reason(code, details)
         if kind is NotSent and reason in _NOBODY:
             kind = NobodyThere
-        elif kind is NotSent and "certificate" not in reason:
-            reason += " (it may want a certificate, or another than that of this process: security.folder)"
+        elif kind is NotSent and reason == "the connection was lost":  # as a server says it that believes nobody
+            kind, reason = NotBelieved, f"{reason}: it may want a certificate, or another than that of this process"
+        elif kind is NotSent and "certificate" in reason:
+            kind = NotBelieved
         return kind(f"{peer} does not answer: {reason}")
     if code in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
         return errors.AccessDenied(
