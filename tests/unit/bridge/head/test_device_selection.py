@@ -26,6 +26,7 @@ from geartrain.bridge.head.loss.margins.angular import ArcFace
 from geartrain.bridge.head.selection.knn_selection import KNNSelection, KNNSoftmax
 from geartrain.bridge.head.selection.torch_selection import TorchGraph, near_on
 from geartrain.bridge.kernels.sampling import filled_by_sample
+from geartrain.bridge.placements.device_number import DeviceNumber
 from geartrain.bridge.placements.device_rows import row_range
 from geartrain.bridge.rows.optimizer import RowOptimizer
 from tests.support import heads
@@ -97,7 +98,12 @@ def test_a_device_chooses_of_living_classes_what_the_host_does_on_every_rank(
         for rank in range(world_size):
             first, stop = row_range(num_classes, world_size, rank)
             table: Any = SimpleNamespace(
-                device=CPU, link=SimpleNamespace(world_size=world_size), first=first, stop=stop, num_local=stop - first
+                device=CPU,
+                link=SimpleNamespace(world_size=world_size),
+                first=first,
+                stop=stop,
+                num_local=stop - first,
+                step=DeviceNumber(torch.int64),
             )
             selector = RankSelector(table, select)
             num_host, host = selector.choose(labels, living, step)
@@ -150,7 +156,12 @@ def test_nothing_is_asked_of_the_device_between_labels_and_targets() -> None:
     for select, ranks, labels_B in itertools.product(everything, (1, 3), (labels, torch.from_numpy(labels))):
         first, stop = row_range(1010, ranks, ranks - 1)
         table: Any = SimpleNamespace(
-            device=CPU, link=SimpleNamespace(world_size=ranks), first=first, stop=stop, num_local=stop - first
+            device=CPU,
+            link=SimpleNamespace(world_size=ranks),
+            first=first,
+            stop=stop,
+            num_local=stop - first,
+            step=DeviceNumber(torch.int64),
         )
         selector = RankSelector(table, select)
         selector.on_device = True
