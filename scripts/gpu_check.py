@@ -125,7 +125,8 @@ def parts(*, dry: bool, ranks: bool) -> list[tuple[str, list[str], int]]:
     listed.append(("collectives", [*alone, "-m", "scripts.kernels.on_device", "head", *small], 60))
     if ranks:
         script = ["-m", "torch.distributed.run", "--rdzv-backend", "static", "--standalone", "--nproc-per-node", "gpu"]
-        listed.append(("ranks", [python, *script, "-m", "scripts.kernels.on_device", "head", *small], 150))
+        for name, part in (("ranks", "head"), ("embeddings on ranks", "embeddings")):
+            listed.append((name, [python, *script, "-m", "scripts.kernels.on_device", part, *small], 150))
     return listed
 
 

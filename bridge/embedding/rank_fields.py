@@ -215,7 +215,7 @@ class RankFields(GroupRows):
                 self._under_way.append((Readback(merged.status), merged.given))
         samples = given[0].num_samples if given else 0
         ranks = self._link.world_size
-        num_counts = 2 * ranks * len(fields) + self._num_rows.count(None) + 1 if ranks > 1 else 0
+        num_counts = 2 * ranks * len(fields) + self._num_rows.count(None) + 1 if not self._link.is_alone else 0
         agreed, weight = self._agree(failure, samples, lookup, num_counts)
         assert lookup is not None and merged.status is not None
         call = _Call(self._updates, lookup, merged.status, agreed, weight, samples)

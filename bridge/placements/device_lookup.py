@@ -51,10 +51,10 @@ class AskedIds:
 
     def __init__(self, tables: Sequence[DeviceRows], entries: Entries) -> None:
         """``tables`` are over the same ranks, on one device, and so are the ids."""
-        self.entries, ranks = entries, tables[0].link.world_size
+        self.entries, link = entries, tables[0].link
         self.routed, self.starts = None, None
-        if ranks > 1:
-            self.routed = route(entries, [table.share or 1 for table in tables], ranks)
+        if not link.is_alone:
+            self.routed = route(entries, [table.share or 1 for table in tables], link.world_size)
             self.starts = Readback(self.routed.starts_Q)
 
 
@@ -113,7 +113,7 @@ class DeviceLookup:
 
     def vectors(self, counts: Sequence[Sequence[int]]) -> list[Tensor]:
         """The vectors [V, D] of each field, float32, from the ``counts`` of every rank. Two all-to-alls."""
-        if self._link.world_size == 1:
+        if self._link.is_alone:
             if self._asked.ids_N is not None:
                 self._here = self._number(self._asked, self._asked.ids_N)
             return self._pooled()
@@ -161,7 +161,7 @@ class DeviceLookup:
 
         Rows that no field with a gradient has asked for are left out. With several ranks one all-to-all.
         """
-        if self._link.world_size == 1:
+        if self._link.is_alone:
             is_used = [gradient is not None for gradient in upstream]
             if all(is_used):
                 return VectorGradients(self._here, upstream, scale)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import geartrain as gt
@@ -44,3 +45,20 @@ def test_embeddings_on_a_device_train_as_on_the_cpu(optimizer: Any, dtype: str) 
     assert losses == pytest.approx(expected_losses, rel=bound)
     for name, found in vectors.items():
         torch.testing.assert_close(found, expected[name], rtol=bound, atol=bound)
+
+
+@pytest.mark.parametrize("optimizer", [gt.Adagrad(0.05), gt.Adam(0.01)], ids=repr)
+def test_embeddings_that_travel_by_nccl_to_the_rank_itself_are_the_same(
+    optimizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that several ranks do, on one card."""
+    expected_losses, expected = trained("cuda", optimizer, "float32")
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        monkeypatch.setenv("GEARTRAIN_COLLECTIVES_OF_ONE", "1")
+        losses, vectors = trained("cuda", optimizer, "float32")
+    finally:
+        dist.destroy_process_group()
+    assert losses == pytest.approx(expected_losses, rel=1e-5)
+    for name, found in vectors.items():
+        torch.testing.assert_close(found, expected[name], rtol=1e-5, atol=1e-6)
