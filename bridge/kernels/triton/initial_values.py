@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from geartrain.bridge.kernels import initial_values as reference
+from geartrain.bridge.kernels import philox as reference
 from geartrain.bridge.kernels.triton.row_step import rounded
 
 _CENTRAL_TOP = tl.constexpr(reference.CENTRAL_TOP)
