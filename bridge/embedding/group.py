@@ -139,7 +139,8 @@ class EmbeddingGroup(nn.Module):
 
     def table(self, field: str) -> Any:
         """The table of a field: a :class:`~geartrain.ams.client.table.Table`, for pulls, pushes and assigns of one's
-        own; with ``rows="ranks"`` its ``pull`` and ``assign``, which every rank calls. Raises InvalidArgument.
+        own; with ``rows="ranks"`` its ``pull`` and ``assign``, which every rank calls, and
+        ``num_present``, its rows on this rank. Raises InvalidArgument.
         """
         names = {field.name: field.table_name for field in self.fields if field.features is None}
         if field not in names:

@@ -303,14 +303,14 @@ def _embedding_fields(card: Card) -> tuple[int, int, int, int]:
 
 
 def _embedding_step(
-    card: Card, fields: int, ids: int, dim: int, samples: int, per_bag: int = 1
+    card: Card, fields: int, ids: int, dim: int, samples: int, per_bag: int = 1, *, grows: bool = False
 ) -> tuple[Callable[[], None], Callable[[], None]]:
     """(our step, that of ``nn.EmbeddingBag`` with sparse gradients and SGD): forward, backward, update."""
     names = [f"f{number}" for number in range(fields)]
     group = gt.EmbeddingGroup(
         None,
         "check",
-        [gt.Field(name, dim=dim, num_rows=ids) for name in names],
+        [gt.Field(name, dim=dim, num_rows=None if grows else ids) for name in names],
         rows="ranks",
         optimizer=gt.SGD(0.1),
     ).to(card.device)
@@ -355,6 +355,7 @@ def embeddings(card: Card) -> Report:
     long = 1, card.size(10_000_000, 1_000), 128, card.size(52_429, 64), 20
     makes: dict[str, tuple[str, Callable[[], tuple[Callable[[], object], Callable[[], object]]]]] = {
         f"{FIELDS} fields, 1 id a bag": (bags, lambda: _embedding_step(card, *_embedding_fields(card))),
+        f"{FIELDS} fields that grow": (bags, lambda: _embedding_step(card, *_embedding_fields(card), grows=True)),
         "1 field, 1.05 M ids, D = 128": (bags, lambda: _embedding_step(card, *long)),
         "hash table, 1.05 M of 10 M ids": ("searchsorted", lambda: _hash_step(card)),
     }

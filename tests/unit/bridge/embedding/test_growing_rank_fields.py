@@ -160,6 +160,18 @@ def test_rows_are_assigned_and_pulled_by_their_ids() -> None:
         rows.pull([4, -3])
 
 
+def test_rows_go_to_another_device_with_their_numbers_and_to_a_snapshot_if_there_are_none(tmp_path: Path) -> None:
+    model = nn.ModuleDict({"t": gt.Embedding(None, "t", 2, rows="ranks", optimizer=gt.Adam(0.1))})
+    rows: Any = model["t"].table("t")  # type: ignore[operator]
+    gt.save(model, tmp_path / "empty")
+    rows.assign(known_ids(9).numpy(), torch.arange(800.0).view(400, 2).numpy())
+    rows.move_to(torch.device("cpu"))
+    assert rows.present_ids().tolist() == known_ids(9).tolist()
+    assert torch.equal(rows.pull(known_ids(9)[[399, 0]]), torch.tensor([[798.0, 799], [0, 1]]))
+    gt.load(model, tmp_path / "empty", replace=True)
+    assert rows.num_present == 0 and rows.num_local == 96 == len(rows.slots_LD)
+
+
 def test_an_id_below_zero_is_refused_and_makes_no_row() -> None:
     table = gt.Embedding(None, "t", 2, rows="ranks")
     with pytest.raises(
