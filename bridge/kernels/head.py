@@ -563,6 +563,7 @@ def _launch_update(
     is_scaled = stored is not None and stored.clock is not None
     by_block = stored is not None and stored.slot_scales_LK is not None
     options = kernels.update_options(exponentials_NB.dtype, light=is_light and is_hopper, by_block=by_block)
+    keeps = is_scaled and head.dim <= 4 * options["TILE_D"]
     more_bytes = 0.0 if out_ND is None else float(out_ND.nbytes)
     if stored is not None:
         row_bytes = row_update.bytes_per_row(stored) - head.dim * head.rows_LD.itemsize  # of which one is counted
@@ -610,6 +611,7 @@ def _launch_update(
         numbers.eps,
         LR_ON_DEVICE=isinstance(lr, Tensor),
         KIND=getattr(row_step, numbers.kind).value,
+        KEEPS=keeps,
         SLOTS=num_slots,
         SHIFTED=head.shifted,
         DIM=head.dim,
@@ -617,5 +619,5 @@ def _launch_update(
         TILE_N=_UPDATE_TILE,
         PRECISION=_precision(),
         **options,
-        cost=_cost(head, exponentials_NB, more_bytes, products=1 + is_scaled),
+        cost=_cost(head, exponentials_NB, more_bytes, products=1 + (is_scaled and not keeps)),
     )

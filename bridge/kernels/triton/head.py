@@ -14,13 +14,11 @@ import triton.language as tl
 from geartrain.bridge.kernels.triton.row_step import (
     ROW,
     SLOT,
-    draws,
     fits,
     inverse_of,
-    narrowed,
-    rounded,
     scale_of,
     step,
+    stored,
     widened,
 )
 
@@ -296,21 +294,48 @@ def update_options(dtype: torch.dtype, *, light: bool, by_block: bool = False) -
 
 
 @triton.jit
-def _store_rounded(at, value, scale, mask, seed, ids, numbers, column, PART: tl.constexpr, C: tl.constexpr):
-    dtype: tl.constexpr = at.dtype.element_ty
-    if dtype == tl.float32:
-        tl.store(at, value, mask=mask)
-    elif dtype == tl.uint8 or dtype == tl.int8:
-        ratio = value * inverse_of(scale)[:, None]
-        tl.store(at, narrowed(ratio, draws(seed, ids, numbers, column, PART, C), dtype), mask=mask)
-    else:
-        tl.store(at, rounded(value, draws(seed, ids, numbers, column, PART, C), dtype), mask=mask)
-
-
-@triton.jit
 def _halves(tile):
     """The left and the right half of [N, D]."""
     return tl.split(tl.permute(tl.reshape(tile, (tile.shape[0], 2, tile.shape[1] // 2)), (0, 2, 1)))
+
+
+@triton.jit
+def _gradients(
+    exponentials,
+    keys,
+    highest,
+    log_sums,
+    is_row,
+    local,
+    tile,
+    first,
+    num_samples,
+    SHIFTED: tl.constexpr,
+    DIM: tl.constexpr,
+    TILE_N: tl.constexpr,
+    TILE_D: tl.constexpr,
+    TILE_B: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Eᵀ·X̂ of a tile of rows and the columns from ``first`` on."""
+    d = first + tl.arange(0, TILE_D)
+    gradient = tl.zeros((TILE_N, TILE_D), tl.float32)
+    for first_b in range(0, num_samples, TILE_B):
+        sample = first_b + tl.arange(0, TILE_B)
+        is_sample = sample < num_samples
+        exponential = tl.load(
+            exponentials + local + sample[None, :], mask=is_row[:, None] & is_sample[None, :], other=0.0
+        )
+        is_key = is_sample[:, None]
+        if DIM % TILE_D:
+            is_key &= (d < DIM)[None, :]
+        key = tl.load(keys + sample[:, None] * DIM + d[None, :], mask=is_key, other=0.0)
+        if SHIFTED:
+            shift = tl.load(highest + tile * num_samples + sample, mask=is_sample, other=0.0)
+            shift -= tl.load(log_sums + sample, mask=is_sample, other=0.0)
+            exponential = (exponential.to(tl.float32) * tl.exp2(shift)[None, :]).to(exponential.dtype)
+        gradient = tl.dot(exponential, key, gradient, input_precision=PRECISION)
+    return gradient
 
 
 @triton.jit
@@ -354,6 +379,7 @@ def update_rows(
     eps,
     LR_ON_DEVICE: tl.constexpr,
     KIND: tl.constexpr,
+    KEEPS: tl.constexpr,
     SLOTS: tl.constexpr,
     SHIFTED: tl.constexpr,
     DIM: tl.constexpr,
@@ -368,8 +394,9 @@ def update_rows(
 
     A row is stored whole or not at all. Where bounds tell that none of the tile leaves the range of its type, parts are
     stored as they are made; else all are made twice, the first time to look. So are those of 8 bits: the new scale of a
-    row is known when all of it is. ``length`` and ``along`` are of codes, as E is, and so is the gradient until
-    ``back``.
+    row is known when all of it is. ``KEEPS``: their gradients, four parts at most, stay in registers meanwhile.
+
+    ``length`` and ``along`` are of codes, as E is, and so is the gradient until ``back``.
     """
     pieces: tl.constexpr = 4 if slot_scales is None else 8
     width: tl.constexpr = TILE_D // 4
@@ -452,28 +479,105 @@ def update_rows(
     highest_value = tl.zeros((TILE_N,), tl.float32)
     is_bad = tl.zeros((TILE_N,), tl.int32)
     square = tl.zeros((TILE_N,), tl.float32)
+    if KEEPS:
+        part_a = _gradients(
+            exponentials,
+            keys,
+            highest,
+            log_sums,
+            is_row,
+            local,
+            tile,
+            0,
+            num_samples,
+            SHIFTED,
+            DIM,
+            TILE_N,
+            TILE_D,
+            TILE_B,
+            PRECISION,
+        )
+        part_b, part_c, part_d = part_a, part_a, part_a
+        if TILE_D < DIM:
+            part_b = _gradients(
+                exponentials,
+                keys,
+                highest,
+                log_sums,
+                is_row,
+                local,
+                tile,
+                TILE_D,
+                num_samples,
+                SHIFTED,
+                DIM,
+                TILE_N,
+                TILE_D,
+                TILE_B,
+                PRECISION,
+            )
+        if 2 * TILE_D < DIM:
+            part_c = _gradients(
+                exponentials,
+                keys,
+                highest,
+                log_sums,
+                is_row,
+                local,
+                tile,
+                2 * TILE_D,
+                num_samples,
+                SHIFTED,
+                DIM,
+                TILE_N,
+                TILE_D,
+                TILE_B,
+                PRECISION,
+            )
+        if 3 * TILE_D < DIM:
+            part_d = _gradients(
+                exponentials,
+                keys,
+                highest,
+                log_sums,
+                is_row,
+                local,
+                tile,
+                3 * TILE_D,
+                num_samples,
+                SHIFTED,
+                DIM,
+                TILE_N,
+                TILE_D,
+                TILE_B,
+                PRECISION,
+            )
     for look in range(looks):
         new_scale = highest_value
         if row_scales is not None:
             new_scale = scale_of(highest_value, tl.uint8)
         for first in range(0, DIM, TILE_D):
-            d = first + tl.arange(0, TILE_D)
-            gradient = tl.zeros((TILE_N, TILE_D), tl.float32)
-            for first_b in range(0, num_samples, TILE_B):
-                sample = first_b + tl.arange(0, TILE_B)
-                is_sample = sample < num_samples
-                exponential = tl.load(
-                    exponentials + local + sample[None, :], mask=is_row[:, None] & is_sample[None, :], other=0.0
+            if KEEPS:
+                gradient = tl.where(first < 2 * TILE_D, tl.where(first < TILE_D, part_a, part_b), part_c)
+                gradient = tl.where(first < 3 * TILE_D, gradient, part_d)
+            else:
+                gradient = _gradients(
+                    exponentials,
+                    keys,
+                    highest,
+                    log_sums,
+                    is_row,
+                    local,
+                    tile,
+                    first,
+                    num_samples,
+                    SHIFTED,
+                    DIM,
+                    TILE_N,
+                    TILE_D,
+                    TILE_B,
+                    PRECISION,
                 )
-                is_key = is_sample[:, None]
-                if DIM % TILE_D:
-                    is_key &= (d < DIM)[None, :]
-                key = tl.load(keys + sample[:, None] * DIM + d[None, :], mask=is_key, other=0.0)
-                if SHIFTED:
-                    shift = tl.load(highest + tile * num_samples + sample, mask=is_sample, other=0.0)
-                    shift -= tl.load(log_sums + sample, mask=is_sample, other=0.0)
-                    exponential = (exponential.to(tl.float32) * tl.exp2(shift)[None, :]).to(exponential.dtype)
-                gradient = tl.dot(exponential, key, gradient, input_precision=PRECISION)
             # By quarters: a row, its slots and their random bits take registers beside the gradient.
             left, right = _halves(gradient)
             part0, part1 = _halves(left)
@@ -529,13 +633,16 @@ def update_rows(
                     else:
                         is_value &= (is_bad == 0)[:, None]
                         column, ids = first + piece % 4 * width, first_id + at
-                        _store_rounded(row_at, row, new_scale, is_value, seed, ids, drawn_by, column, ROW, width)
+                        if row_scales is not None:
+                            row *= inverse_of(new_scale)[:, None]
+                        made = stored(row, seed, ids, drawn_by, column, ROW, width, rows.dtype.element_ty)
+                        tl.store(row_at, made, mask=is_value)
                         if slot_scales is not None:
                             slot_scale = scale_of(largest_slot, tl.int8)
+                            slot *= inverse_of(slot_scale)[:, None]
                         if SLOTS > 0:
-                            _store_rounded(
-                                slot_at, slot, slot_scale, is_value, seed, ids, drawn_by, column, SLOT, width
-                            )
+                            made_slot = stored(slot, seed, ids, drawn_by, column, SLOT, width, slots.dtype.element_ty)
+                            tl.store(slot_at, made_slot, mask=is_value)
                         if piece == 7:
                             tl.debug_barrier()  # every warp has the old one
                             tl.store(slot_scale_at, slot_scale.to(tl.bfloat16), mask=is_row & (is_bad == 0))

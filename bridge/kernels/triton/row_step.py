@@ -183,3 +183,15 @@ def narrowed(value, drawn, dtype: tl.constexpr):
         away = tl.minimum(((size * 65536.0).to(tl.int32) + drawn) >> 16, 127)
         code = tl.where(value < 0, -away, away).to(tl.int8)
     return code
+
+
+@triton.jit
+def stored(value, key, id, number, column, PART: tl.constexpr, C: tl.constexpr, dtype: tl.constexpr):
+    """``value`` as ``dtype``, by chance; of 8 bits codes of what its scale divided. Columns as in :func:`draws`."""
+    if dtype == tl.float32:
+        made = value
+    elif dtype == tl.uint8 or dtype == tl.int8:
+        made = narrowed(value, draws(key, id, number, column, PART, C), dtype)
+    else:
+        made = rounded(value, draws(key, id, number, column, PART, C), dtype)
+    return made

@@ -13,13 +13,11 @@ from geartrain.bridge.kernels.triton.row_step import (
     ROWWISE_ADAM,
     SGD,
     SLOT,
-    draws,
     fits,
     inverse_of,
-    narrowed,
-    rounded,
     scale_of,
     step,
+    stored,
     widened,
 )
 
@@ -135,11 +133,9 @@ def update_rows(
         drawn_by = tl.zeros([N], tl.int64) + tl.load(clock)
     if row_scales is not None:
         scale_N = scale_of(tl.max(tl.abs(row), axis=1), tl.uint8)
-        code = narrowed(row * inverse_of(scale_N)[:, None], draws(key, id, drawn_by, 0, ROW, C), tl.uint8)
-        tl.store(rows, code, mask=mask)
+        row *= inverse_of(scale_N)[:, None]
         tl.store(row_scales, scale_N.to(tl.bfloat16), mask=is_good)
-    else:
-        tl.store(rows, _stored(row, key, id, drawn_by, ROW, C, rows.dtype.element_ty), mask=mask)
+    tl.store(rows, stored(row, key, id, drawn_by, 0, ROW, C, rows.dtype.element_ty), mask=mask)
     if KIND == ROWWISE_ADAGRAD:
         tl.store(slots, second, mask=is_good)
     elif KIND == ROWWISE_ADAM:
@@ -152,11 +148,9 @@ def update_rows(
         if slot_scales is not None:
             blocks = tl.reshape(slot, [N, C // B, B])
             scales = scale_of(tl.max(tl.abs(blocks), axis=2), tl.int8)
-            ratio = tl.reshape(blocks * inverse_of(scales)[:, :, None], [N, C])
-            tl.store(slots, narrowed(ratio, draws(key, id, drawn_by, 0, SLOT, C), tl.int8), mask=mask)
+            slot = tl.reshape(blocks * inverse_of(scales)[:, :, None], [N, C])
             tl.store(slot_scales, scales.to(tl.bfloat16), mask=scale_mask & is_good[:, None])
-        else:
-            tl.store(slots, _stored(slot, key, id, drawn_by, SLOT, C, slots.dtype.element_ty), mask=mask)
+        tl.store(slots, stored(slot, key, id, drawn_by, 0, SLOT, C, slots.dtype.element_ty), mask=mask)
     if updates is not None:
         tl.store(updates + number, t, mask=is_good)
 
@@ -165,12 +159,3 @@ def update_rows(
 def _misfits(value, dtype: tl.constexpr):
     """1 for each row some value of which has no finite number in ``dtype``, else 0. Beyond D columns are zero."""
     return tl.max((~fits(value, dtype)).to(tl.int32), axis=1)
-
-
-@triton.jit
-def _stored(value, key, id, number, PART: tl.constexpr, C: tl.constexpr, dtype: tl.constexpr):
-    if dtype == tl.float32:  # noqa: SIM108
-        result = value
-    else:
-        result = rounded(value, draws(key, id, number, 0, PART, C), dtype)
-    return result

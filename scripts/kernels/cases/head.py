@@ -85,6 +85,7 @@ def _update(
         "KIND": getattr(row_step, kind).value,
         "SLOTS": num_slots,
         "LR_ON_DEVICE": True,
+        "KEEPS": rows == _BITS,
         "SUM_TILE": 128,
         "TILE_N": 64,
     }
@@ -130,6 +131,13 @@ CASES = [
     *_update("bf16 momentum, picked, no margin", _NARROW, _NARROW, _NARROW, "MOMENTUM", inverse=None, SHIFTED=True),
     *_update("8 bits SGD, picked", _BITS, _NARROW, _NARROW, "SGD", 0, **_EIGHT),
     *_update("8 bits momentum, picked", _BITS, "*i8", _NARROW, "MOMENTUM", **_EIGHT),
+    *_update(
+        "8 bits momentum, picked, no margin",
+        *(_BITS, "*i8", _NARROW, "MOMENTUM"),
+        inverse=None,
+        SHIFTED=True,
+        updates=None,
+    ),
     *_update("bf16 AdamW, picked", _NARROW, _WIDE, _NARROW, "ADAMW", 2, **_NO_SHIFT),
     *_update("fp32 momentum", _WIDE, _WIDE, _WIDE, "MOMENTUM", log2_weight=None, **_ALL, **_NO_SHIFT),
     *_update("fp32 under bf16, Adagrad", _WIDE, _WIDE, _NARROW, "ADAGRAD", log2_weight=None, **_ALL, **_NO_SHIFT),
