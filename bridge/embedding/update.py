@@ -232,14 +232,14 @@ class EmbeddingUpdate(PendingUpdate[EmbeddingGradient]):
         while self._hosted_writes:
             self._hosted_writes[0].send()
             del self._hosted_writes[0]
-        self._writes = None
-        self._follow()
-        for cache in self._caches:
-            cache.drop_written()
+        follow, self._writes = self._follow, None
         self.step += 1
         if self.ranks is not None:
             self.ranks.sequence += 1
         self.discard()
+        follow()  # at last: an error takes no push back
+        for cache in self._caches:
+            cache.drop_written()
 
     def _squared_norm(self, pending: EmbeddingGradient, factor: float) -> float:
         """With ranks every row gradient of each travels to all; of hosted tables every shard is asked."""

@@ -6,7 +6,8 @@ is never asked what it lacks. Legend: C places, D width, U distinct ids of a loo
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -287,6 +288,17 @@ def _by_store(caches: Sequence[RowCache]) -> list[tuple[CachedRows, list[int]]]:
     return [(caches[own[0]].store, own) for own in numbers.values()]
 
 
+@contextmanager
+def _whole(caches: Sequence[RowCache]) -> Iterator[None]:
+    """What stops half way, for memory maybe, leaves no rows here that are not those of the shards."""
+    try:
+        yield
+    except BaseException:
+        for cache in caches:
+            cache.clear()
+        raise
+
+
 def push_through(
     pushes: Sequence[tuple[RowCache, Ids, npt.NDArray[np.float32], RowWrite]],
     optimizer: RowOptimizerSpec,
@@ -294,14 +306,15 @@ def push_through(
 ) -> None:
     """Make the rows here what shards hold now that all have applied pushes of gradients [U, D] of distinct ids [U]."""
     moved: list[tuple[RowCache, CachedPush]] = []
-    for cache, ids, gradients, write in pushes:
-        push = cache.pushed(CachedPush(cache.table.spec, _NONE, ids, gradients), optimizer, write)
-        moved += [] if push is None else [(cache, push)]
-    for store, numbers in _by_store([cache for cache, _ in moved]):
-        refused = store.update([moved[number][1] for number in numbers], optimizer, scale)
-        for number, is_refused in zip(numbers, refused, strict=True):
-            if is_refused:
-                moved[number][0].clear()
+    with _whole([cache for cache, *_ in pushes]):
+        for cache, ids, gradients, write in pushes:
+            push = cache.pushed(CachedPush(cache.table.spec, _NONE, ids, gradients), optimizer, write)
+            moved += [] if push is None else [(cache, push)]
+        for store, numbers in _by_store([cache for cache, _ in moved]):
+            refused = store.update([moved[number][1] for number in numbers], optimizer, scale)
+            for number, is_refused in zip(numbers, refused, strict=True):
+                if is_refused:
+                    moved[number][0].clear()
 
 
 def pull_through(
@@ -338,8 +351,9 @@ def pull_through(
     for number, again in zip(outdated, pull_together([pulls[number] for number in outdated]), strict=True):
         writes[number], found[number] = tuple(again), None
     on_device: dict[int, Tensor | None] = {}
-    for store, numbers in _by_store(caches):
-        reads = [caches[number].settle(found[number], pulls[number][2]) for number in numbers]
-        on_device.update(zip(numbers, store.read(reads), strict=True))
+    with _whole(caches):
+        for store, numbers in _by_store(caches):
+            reads = [caches[number].settle(found[number], pulls[number][2]) for number in numbers]
+            on_device.update(zip(numbers, store.read(reads), strict=True))
     rows = [on_device[number] for number in range(len(pulls))]
     return writes, [own for own in rows if own is not None]

@@ -6,6 +6,7 @@ import functools
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -254,6 +255,29 @@ def test_a_push_whose_reply_is_lost_leaves_no_wrong_row(then: str, monkeypatch: 
                 vectors += plain(fields(batch))
             found[cache] = vectors
     assert_equal(found[ROOMY], found[0])
+
+
+@pytest.mark.parametrize("fails", ["update", "read"])
+@pytest.mark.parametrize("mode", ["async", gt.SSP(3, worker="a")], ids=["async", "ssp"])
+def test_a_cache_that_finds_no_memory_has_no_wrong_row_and_pushes_nothing_twice(
+    fails: str, mode: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids, fail = torch.arange(8), Mock(side_effect=MemoryError)
+    settings: Any = {"optimizer": gt.SGD(1.0), "initializer": gt.Constant(0.5), "device_cache_bytes": 1 << 12}
+    with gt.local(num_shards=2) as cluster:
+        fields = gt.Embedding(cluster, "t", 2, mode=mode, **settings)
+        rows = gt.RowOptimizer(fields)
+        for step in range(3):
+            fields(ids[:4]).sum().backward()
+            with monkeypatch.context() as patch:
+                if step == 1:
+                    patch.setattr(CachedRows, fails, fail)
+                    with pytest.raises(MemoryError):
+                        rows.step() if fails == "update" else fields(ids[2:])
+            rows.step()  # of what is still pending
+            rows.zero_grad()
+        wanted = 4 * [[-2.5, -2.5]] + 4 * [[0.5, 0.5]]
+        assert fields.table("t").pull(ids.numpy()).tolist() == fields(ids).tolist() == wanted
 
 
 @pytest.mark.parametrize("looks_up", [False, True])
