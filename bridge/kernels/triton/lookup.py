@@ -332,6 +332,11 @@ def update_rows(
         slots_at = tl.multiple_of(slots_at, [16])
     rows = tl.load(rows_at[:, None] + columns[None, :], mask=is_value, other=0.0).to(tl.float32)
     number = id * 0 + 1
+    drawn_by = id
+    if (tl.float32 != row_type) | (tl.float32 != slot_type):
+        ids_at = tl.load(meta + 6, mask=is_last, other=0)
+        is_apart = is_last & (ids_at != 0)  # the row's number is not its id
+        drawn_by = tl.where(is_apart, tl.load((ids_at + id * 8).to(pieces.dtype), mask=is_apart, other=0), id)
     if COUNTS:
         steps_at = (tl.load(meta + 3, mask=is_last, other=0) + id * 8).to(pieces.dtype)
         number = tl.load(steps_at, mask=is_last, other=0) + 1
@@ -356,20 +361,16 @@ def update_rows(
     is_value = is_value & is_good[:, None]
     rounding_key = tl.load(meta + 5, mask=is_last, other=0)[:, None]
     drawn = 0
-    if (tl.float32 != row_type) | (tl.float32 != slot_type):
-        ids_at = tl.load(meta + 6, mask=is_good, other=0)
-        is_apart = is_good & (ids_at != 0)  # the row's number is not its id
-        id = tl.where(is_apart, tl.load((ids_at + id * 8).to(pieces.dtype), mask=is_apart, other=0), id)
     if tl.float32 != row_type:
-        drawn = draws(rounding_key, id, number, 0, ROW, BLOCK_D)
+        drawn = draws(rounding_key, drawn_by, number, 0, ROW, BLOCK_D)
     tl.store(rows_at[:, None] + columns[None, :], rounded(rows, drawn, row_type), mask=is_value)
     if has_slot:
         if tl.float32 != slot_type:
-            drawn = draws(rounding_key, id, number, 0, SLOT, BLOCK_D)
+            drawn = draws(rounding_key, drawn_by, number, 0, SLOT, BLOCK_D)
         tl.store(slots_at[:, None] + columns[None, :], rounded(slot, drawn, slot_type), mask=is_value)
     if has_second:
         if tl.float32 != slot_type:
-            drawn = draws(rounding_key, id, number, DIM, SLOT, BLOCK_D)
+            drawn = draws(rounding_key, drawn_by, number, DIM, SLOT, BLOCK_D)
         tl.store(slots_at[:, None] + (DIM + columns)[None, :], rounded(second, drawn, slot_type), mask=is_value)
     if by_rows:
         tl.store(slots_at + (SLOTS - 1), second, mask=is_good)
