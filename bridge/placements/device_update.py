@@ -12,6 +12,7 @@ from torch import Tensor
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
 from geartrain.bridge.kernels.launch import is_capturing
+from geartrain.bridge.kernels.optimizers import step_numbers
 from geartrain.bridge.placements.device_rows import DeviceRows
 from geartrain.bridge.rows.pending import CollectedGradient, PendingUpdate, PulledVersion, Replayed
 from geartrain.bridge.rows.transfers import Readback
@@ -103,9 +104,10 @@ class DeviceUpdate(PendingUpdate[D]):
         if self._pending is None or self.carrier.grad is None:
             return
         captures = is_capturing(self.table.device)
-        if captures and self.late is None:
+        if captures and (self.late is None or step_numbers(optimizer) is None):
             raise InvalidArgument(
-                f"the step of table {self.name!r} cannot be captured in a CUDA graph; those of class heads can"
+                f"the step of table {self.name!r} by {optimizer} cannot be captured in a CUDA graph; those of class "
+                "heads by SGD, momentum, Adagrad and Adam can"
             )
         with torch.inference_mode(False), torch.no_grad():
             self._pending.apply(optimizer, self._factor()[0])
@@ -128,8 +130,8 @@ class DeviceUpdate(PendingUpdate[D]):
             captured = self._graphs[graph] = found[0]
         if captured.rows_version != self.rows_version:
             raise InvalidArgument(
-                f"classes of table {self.name!r} were added or retired, or its rows restored, since the step was "
-                "captured; capture it anew"
+                f"classes of table {self.name!r} were added or retired, or its rows restored or moved, since the step "
+                "was captured; capture it anew"
             )
         others = [made.settings() | {"lr": 0.0} for made in (captured.optimizer, optimizer)]
         if others[0] != others[1]:

@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from geartrain.ams.programs.selection import ActiveClasses
+from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.specs import Ids
 from geartrain.bridge.head.batch import Batch, DeviceTargets, Targets
-from geartrain.bridge.kernels.launch import runs_kernels
+from geartrain.bridge.kernels.launch import is_capturing, runs_kernels
 from geartrain.bridge.kernels.samples import find_rows
 from geartrain.bridge.placements.device_rows import RowIndex
 from geartrain.bridge.rows.transfers import upload
@@ -151,6 +152,11 @@ class DeviceActive:
         assert isinstance(other, DeviceActive), "those of one step are of one kind"
         if self.numbers_A is None or other.numbers_A is None or self.numbers_A is other.numbers_A:
             return self if self.numbers_A is None else other
+        if is_capturing(self.device):
+            raise InvalidArgument(
+                "micro-batches of one step have different active classes, of which the host asks how many they are "
+                "together, and so are for no CUDA graph; capture steps of one batch, or of FullSoftmax()"
+            )
         parts = [active.trimmed().numbers_A for active in (self, other)]
         numbers = torch.unique(torch.cat([part for part in parts if part is not None]))
         return DeviceActive(len(numbers), numbers, self.device)

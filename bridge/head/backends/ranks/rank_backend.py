@@ -156,8 +156,10 @@ class RankBackend:
 
     def move_with(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Rows go with ``head.to(device)``; they are no buffers, which DDP would make equal on all ranks."""
+        device = fn(torch.empty(0, device=self.table.device)).device
         self.update.discard()
-        self.table.move_to(fn(torch.empty(0, device=self.table.device)).device)
+        self.update.generation += device != self.table.device  # a CUDA graph writes where the rows were
+        self.table.move_to(device)
 
     def snapshot(
         self, root: str | Path, name: str, *, step: int, values: Mapping[str, Any], files: Mapping[str, bytes]

@@ -138,6 +138,10 @@ def test_what_a_graph_holds_cannot_change() -> None:
     training.head.add_classes(1)
     with pytest.raises(InvalidArgument, match="capture it anew"):
         training.rows.replay(graph)
+    graph = Graph(training.head, training.step)
+    training.head.to("meta")
+    with pytest.raises(InvalidArgument, match="moved"):
+        training.rows.replay(graph)
 
 
 @pytest.mark.parametrize(
@@ -147,13 +151,22 @@ def test_what_a_graph_holds_cannot_change() -> None:
         ({"label_smoothing": 0.1}, "not made by kernels alone"),
         ({"select": gt.PartialFC(0.01)}, "at least as many"),
         ({"select": gt.KNNSoftmax(active=0.4, k=4)}, "graph of classes"),
+        ({"optimizer": gt.RMSProp(0.5)}, "by RMSProp"),
     ],
 )
 def test_what_cannot_be_captured_says_so(settings: dict[str, Any], message: str) -> None:
-    training = Training(optimizer=gt.SGD(0.5), **settings)
+    training = Training(**{"optimizer": gt.SGD(0.5), **settings})
     training.step()
     with pytest.raises(InvalidArgument, match=message), launch.captured():
         training.step()
+
+
+def test_micro_batches_with_classes_of_their_own_are_in_no_graph() -> None:
+    training = Training(optimizer=gt.SGD(0.5), **SAMPLED)
+    with pytest.raises(InvalidArgument, match="micro-batches"), launch.captured():
+        for number in range(2):
+            training.read(number)
+            training.head(training.features, training.labels).backward()
 
 
 def test_labels_of_the_host_and_rows_elsewhere_are_in_no_graph() -> None:
