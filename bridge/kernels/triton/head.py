@@ -480,78 +480,20 @@ def update_rows(
     is_bad = tl.zeros((TILE_N,), tl.int32)
     square = tl.zeros((TILE_N,), tl.float32)
     if KEEPS:
-        part_a = _gradients(
-            exponentials,
-            keys,
-            highest,
-            log_sums,
-            is_row,
-            local,
-            tile,
-            0,
-            num_samples,
-            SHIFTED,
-            DIM,
-            TILE_N,
-            TILE_D,
-            TILE_B,
-            PRECISION,
-        )
-        part_b, part_c, part_d = part_a, part_a, part_a
-        if TILE_D < DIM:
-            part_b = _gradients(
-                exponentials,
-                keys,
-                highest,
-                log_sums,
-                is_row,
-                local,
-                tile,
-                TILE_D,
-                num_samples,
-                SHIFTED,
-                DIM,
-                TILE_N,
-                TILE_D,
-                TILE_B,
-                PRECISION,
-            )
-        if 2 * TILE_D < DIM:
-            part_c = _gradients(
-                exponentials,
-                keys,
-                highest,
-                log_sums,
-                is_row,
-                local,
-                tile,
-                2 * TILE_D,
-                num_samples,
-                SHIFTED,
-                DIM,
-                TILE_N,
-                TILE_D,
-                TILE_B,
-                PRECISION,
-            )
-        if 3 * TILE_D < DIM:
-            part_d = _gradients(
-                exponentials,
-                keys,
-                highest,
-                log_sums,
-                is_row,
-                local,
-                tile,
-                3 * TILE_D,
-                num_samples,
-                SHIFTED,
-                DIM,
-                TILE_N,
-                TILE_D,
-                TILE_B,
-                PRECISION,
-            )
+        for quarter in tl.static_range(4):
+            if quarter * TILE_D < DIM:
+                kept = _gradients(
+                    exponentials, keys, highest, log_sums, is_row, local, tile, quarter * TILE_D, num_samples,
+                    SHIFTED, DIM, TILE_N, TILE_D, TILE_B, PRECISION,
+                )  # fmt: skip
+                if quarter == 0:
+                    part_a, part_b, part_c, part_d = kept, kept, kept, kept
+                elif quarter == 1:
+                    part_b = kept
+                elif quarter == 2:
+                    part_c = kept
+                else:
+                    part_d = kept
     for look in range(looks):
         new_scale = highest_value
         if row_scales is not None:
@@ -562,22 +504,9 @@ def update_rows(
                 gradient = tl.where(first < 3 * TILE_D, gradient, part_d)
             else:
                 gradient = _gradients(
-                    exponentials,
-                    keys,
-                    highest,
-                    log_sums,
-                    is_row,
-                    local,
-                    tile,
-                    first,
-                    num_samples,
-                    SHIFTED,
-                    DIM,
-                    TILE_N,
-                    TILE_D,
-                    TILE_B,
-                    PRECISION,
-                )
+                    exponentials, keys, highest, log_sums, is_row, local, tile, first, num_samples,
+                    SHIFTED, DIM, TILE_N, TILE_D, TILE_B, PRECISION,
+                )  # fmt: skip
             # By quarters: a row, its slots and their random bits take registers beside the gradient.
             left, right = _halves(gradient)
             part0, part1 = _halves(left)
