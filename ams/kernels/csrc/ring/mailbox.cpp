@@ -71,6 +71,12 @@ SharedMapping map_their_file(int fd, size_t bytes) {
   return mapping;
 }
 
+bool is_same_user(int socket) {
+  ucred theirs{};
+  socklen_t bytes = sizeof(theirs);
+  return getsockopt(socket, SOL_SOCKET, SO_PEERCRED, &theirs, &bytes) == 0 && theirs.uid == geteuid();
+}
+
 bool send_packet(int socket, const void* data, size_t bytes, int fd) {
   iovec piece{const_cast<void*>(data), bytes};
   msghdr message{};

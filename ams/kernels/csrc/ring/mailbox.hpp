@@ -57,6 +57,8 @@ OwnedFd make_shared_file(size_t bytes);
 // Maps a file that somebody else has made, and seals it. Throws std::runtime_error if it is not as make_shared_file makes it.
 SharedMapping map_their_file(int fd, size_t bytes);
 
+// Whether the other end of a socket of this machine is this user's.
+bool is_same_user(int socket);
 // Sends or receives one packet with at most one descriptor. Of send: false if it could not be taken now; throws std::system_error.
 // Of receive: bytes, 0 at the end of the connection, -1 if there is none now.
 bool send_packet(int socket, const void* data, size_t bytes, int fd = -1);

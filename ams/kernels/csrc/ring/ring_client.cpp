@@ -373,6 +373,7 @@ std::shared_ptr<RingConnection> connect_ring(const std::string& name, const std:
   setsockopt(socket.get(), SOL_SOCKET, SO_SNDTIMEO, &limit, sizeof(limit));  // connecting ends by it, too
   const auto address_bytes = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size());
   if (connect(socket.get(), reinterpret_cast<sockaddr*>(&address), address_bytes) != 0) fail("no shard listens on this machine");
+  if (!is_same_user(socket.get())) throw std::runtime_error("another user listens there");  // and is not told the secret
   OwnedFd page = make_shared_file(kPageBytes);
   SharedMapping requested(page.get(), kPageBytes, true);
   Hello hello = hello_with(secret);

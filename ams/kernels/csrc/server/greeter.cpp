@@ -7,7 +7,6 @@
 #include <sys/random.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <array>
@@ -26,12 +25,6 @@ constexpr std::chrono::milliseconds kRest{250};    // when no connection can be 
 constexpr std::chrono::minutes kWarnInterval{1};
 
 [[noreturn]] void fail(const char* what) { throw std::system_error(errno, std::generic_category(), what); }
-
-bool is_same_user(int fd) {
-  ucred theirs{};
-  socklen_t bytes = sizeof(theirs);
-  return getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &theirs, &bytes) == 0 && theirs.uid == geteuid();
-}
 
 std::string words_of(int error) {
   std::string words = "no new connection for rows can be taken now: " + std::generic_category().message(error);

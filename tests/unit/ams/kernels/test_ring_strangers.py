@@ -9,6 +9,8 @@ import os
 import secrets
 import socket
 import struct
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -496,3 +498,27 @@ def test_callers_do_not_wait_for_new_memory_one_after_the_other() -> None:
             list(threads.map(begin, range(10)))
         assert time.monotonic() - began < 4
         ours.close()
+
+
+ANOTHER_USER = """
+import os, socket, sys
+os.setgid(65534)
+os.setuid(65534)
+with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+    listener.bind("\\0" + sys.argv[1])
+    listener.listen()
+    print("listens", flush=True)
+    print(listener.accept()[0].recv(4096).hex(), flush=True)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root makes a process of another user")
+def test_another_user_who_listens_by_the_name_of_a_shard_is_told_no_secret() -> None:
+    """The name of a shard of another machine is told to whoever may read it there, and free here."""
+    name, secret = f"geartrain-{secrets.token_hex(16)}", secrets.token_bytes(32)
+    command = [sys.executable, "-I", "-S", "-c", ANOTHER_USER, name]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as them:
+        assert them.stdout is not None and them.stdout.readline() == "listens\n"
+        with pytest.raises(RuntimeError, match="another user"):
+            _core.connect_ring(name, secret, SOON)
+        assert them.stdout.readline() == "\n"
