@@ -287,6 +287,7 @@ void DataServer::take_arrivals() {
     }
     arrivals.clear();
   };
+  for (const auto& one : new_streams_) have_streams_held_ |= one->is_ready();  // it sent its requests with its hello
   take(new_rings_, rings_);
   take(new_streams_, streams_);
 }

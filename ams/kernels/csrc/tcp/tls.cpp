@@ -83,6 +83,7 @@ constexpr int kBioReadAgain = 9, kBioFlags = 15, kBioFlush = 11;
 constexpr size_t kNameBytes = kSecretBytes / 2;
 constexpr size_t kRecordBytes = size_t{16} << 10, kMostRecordBytes = kRecordBytes + 22;  // plain, and as it is sent
 constexpr size_t kMostAtOnce = 4 * kRecordBytes, kMostUnsent = 2 * kMostAtOnce;
+constexpr int kMostReads = 2;
 constexpr size_t kReadBufferBytes = 4 * kMostRecordBytes + 64;  // what comes at once, and how OpenSSL aligns it
 
 struct OpenSsl {
@@ -149,11 +150,11 @@ struct TlsCallbacks {
     const OpenSsl& o = openssl();
     Tls& tls = *static_cast<Tls*>(o.BIO_get_data(bio));
     o.BIO_clear_flags(bio, kBioFlags);
-    for (;;) {
-      const auto bytes = recv(tls.socket_, to, static_cast<size_t>(most_bytes), 0);
+    for (bool is_over = tls.reads_left_-- <= 0;;) {
+      const auto bytes = is_over ? -1 : recv(tls.socket_, to, static_cast<size_t>(most_bytes), 0);
       if (bytes >= 0) return static_cast<int>(bytes);
-      if (errno == EINTR) continue;
-      tls.is_waiting_ = errno == EAGAIN || errno == EWOULDBLOCK;
+      if (!is_over && errno == EINTR) continue;
+      tls.is_waiting_ = is_over || errno == EAGAIN || errno == EWOULDBLOCK;
       if (tls.is_waiting_) o.BIO_set_flags(bio, kBioReadAgain);
       return -1;
     }
@@ -257,6 +258,7 @@ void Tls::flush() {
 bool Tls::shake_hands() {
   const OpenSsl& o = openssl();
   const std::lock_guard lock(mutex_);
+  reads_left_ = kMostReads;
   const int result = o.SSL_do_handshake(ssl_);
   flush();
   if (!is_done(result)) return false;
@@ -269,6 +271,7 @@ size_t Tls::read(char* to, size_t most_bytes) {
   const OpenSsl& o = openssl();
   const std::lock_guard lock(mutex_);
   size_t bytes = 0;
+  reads_left_ = kMostReads;
   const int result = o.SSL_read_ex(ssl_, to, most_bytes, &bytes);
   has_buffered_ = result == 1 && o.SSL_has_pending(ssl_) == 1;
   flush();  // it may have asked for an answer
@@ -293,7 +296,8 @@ void Tls::encrypt(const char* from, size_t bytes) {
   taken_ = told_ = 0;
   while (taken_ < bytes) {
     size_t taken = 0;
-    is_done(o.SSL_write_ex(ssl_, from + taken_, std::min(bytes - taken_, kRecordBytes), &taken));
+    if (!is_done(o.SSL_write_ex(ssl_, from + taken_, std::min(bytes - taken_, kRecordBytes), &taken)))
+      throw std::runtime_error("TLS: the other end has begun a message and does not end it");
     taken_ += taken;
     if (++num_records_ % most_records_ == 0) o.SSL_key_update(ssl_, kKeyUpdateNotRequested);
   }

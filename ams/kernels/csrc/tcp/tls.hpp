@@ -36,7 +36,8 @@ class Tls {
   // To be asked again while false: the other end has more to say. It throws std::runtime_error, as read and write do: the other end
   // does not know the secret, speaks something else, or has gone.
   bool shake_hands();
-  // As those of ByteStream. What was not written is to be given again: some of it may be encrypted already.
+  // As those of ByteStream; 0 may be read though more has come. What was not written is to be given again: some of it may be
+  // encrypted already.
   size_t read(char* to, size_t most_bytes);
   size_t write(const char* from, size_t bytes);
   // Whether there may be more to read though nothing comes.
@@ -57,6 +58,7 @@ class Tls {
   std::mutex mutex_;
   ssl_st* ssl_;
   bool is_waiting_ = false;  // OpenSSL wanted to read, and nothing had come
+  int reads_left_ = 0;       // of the socket in this call, of which OpenSSL sees no end while what comes is for it alone
   size_t num_records_ = 0;   // encrypted
   // What is encrypted and to be sent, several records at once: a system call takes longer than a record does. Of the plain bytes that
   // it is of, how many there are, and how many of them write() has said to be written.

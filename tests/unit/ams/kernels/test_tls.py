@@ -8,6 +8,7 @@ import random
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -19,6 +20,7 @@ import pytest
 from geartrain.ams.kernels import _core
 from tests.support import frame_codec
 from tests.support.frame_calls import ask, begin, dial, expected, pull, push
+from tests.support.tls_client import DATA, HANDSHAKE, KEY_UPDATE, TlsClient
 from tests.support.toy_shard import SOON, Shard, until
 
 REFUSED = pytest.raises((OSError, RuntimeError), match=r"TLS|has ended|reset|[Bb]roken pipe")
@@ -206,6 +208,46 @@ def test_a_changed_byte_ends_the_connection(shard: Shard, of_client: bool) -> No
             ask(ours, push("rows", [1]))
     assert shard.handler.num_writes == (0 if of_client else 1)
     assert works(shard)
+
+
+def test_a_request_in_one_record_with_the_hello_is_answered(shard: Shard) -> None:
+    """The greeter reads it, of which the server's thread is to know."""
+    with TlsClient(shard.server) as them:
+        them.send(DATA, them.hello + frame_codec.request(1, 10.0, [pull("rows", [3])]))
+        assert len(them.socket.recv(86, socket.MSG_WAITALL)) == 86
+        assert them.socket.recv(1)
+
+
+def test_who_breaks_a_message_of_tls_off_ends_its_connection_alone(shard: Shard) -> None:
+    ours = shard.connect()
+    with TlsClient(shard.server) as them:
+        them.send(DATA, them.hello)
+        them.send(DATA, frame_codec.request(1, 10.0, [push("later", [3])]))
+        until(lambda: shard.handler.num_writes == 1, ours)
+        them.send(HANDSHAKE, KEY_UPDATE[:4])
+        ask(ours, pull("rows", [1]))
+        shard.handler.answer_later()
+        assert ask(ours, pull("rows", [1]))[0]["rows"] == expected([1])
+        until(lambda: shard.server.num_connections == 1, ours)
+
+
+def test_who_changes_keys_without_end_keeps_nobody_waiting(shard: Shard) -> None:
+    ours, pulled = shard.connect(), 0
+    with TlsClient(shard.server) as them, ThreadPoolExecutor(2) as threads:
+        them.send(DATA, them.hello)
+        assert len(them.socket.recv(86, socket.MSG_WAITALL)) == 86
+        flood = b"".join(them.key_update() for _ in range(30_000))
+        flood += them.record(DATA, frame_codec.request(1, 10.0, [pull("rows", [3])]))
+        _held = begin(ours, [pull("held", [1])])
+        assert shard.handler.await_held(SOON)
+        threads.submit(them.socket.sendall, flood)
+        time.sleep(0.2)  # as much comes as the system takes
+        answered = threads.submit(them.socket.recv, 1)
+        shard.handler.release()
+        while not answered.done():
+            ask(ours, pull("rows", [1]))
+            pulled += 1
+    assert answered.result() and pulled >= 8  # between messages of TLS alone
 
 
 def test_half_handshakes_are_let_go_of_in_time_and_keep_nobody_away(make: Callable[..., Shard]) -> None:
