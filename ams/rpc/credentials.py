@@ -15,13 +15,14 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import grpc
 
-from geartrain.ams.values.config import identity
+from geartrain.ams.rpc.tokens import token_file
+from geartrain.ams.values.config import CLIENT, identity, token_path
 from geartrain.ams.values.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ SCHEME = "geartrain://"
 ANY_NUMBER = "*"
 _NAME = re.compile(rf"{SCHEME}([a-z0-9-]+)/([a-z]+)/(\d+|\*)", re.ASCII)
 _LOOK_SECONDS = 1.0
+_Metadata = tuple[tuple[str, str], ...]
 _WARN_SECONDS = 86_400.0
 """Between two warnings of a certificate that runs out."""
 _LAST_SHARE = 1 / 6
@@ -75,8 +77,16 @@ class _Files(NamedTuple):
 class Credentials:
     """Opens the channels and ports of this process: under its certificates, or without if it has none. Thread-safe."""
 
-    def __init__(self, folder: str | None, role: str) -> None:
-        """Read the certificate of ``role`` in ``folder``. Raises ConfigError if it can be shown to nobody."""
+    def __init__(self, folder: str | None, role: str, token: str | None = None) -> None:
+        """Read the certificate of ``role`` in ``folder``, and the token in a file. Raises ConfigError if it can be
+        shown to nobody."""
+        if token is not None and folder is None:
+            raise ConfigError(
+                "security.token is set, and security.folder is not: a token goes under TLS alone; name the folder of "
+                "certificates, or unset the token (GEARTRAIN_SECURITY__TOKEN)"
+            )
+        self.folder = folder
+        self._token = None if token is None else token_file(token)
         self._paths = None if folder is None else (Path(folder) / CA_FILE, Path(folder) / f"{role}.pem")
         self._role = role
         self._lock = threading.Lock()
@@ -89,7 +99,8 @@ class Credentials:
     @staticmethod
     def mine(address: str) -> Credentials:
         """Those of this process at an end of ``"host:port"``. Raises ConfigError."""
-        return _credentials(*identity(address))
+        folder, role = identity(address)
+        return _credentials(folder, role, token_path() if role == CLIENT else None)
 
     @property
     def names(self) -> tuple[Name, ...]:
@@ -108,7 +119,7 @@ class Credentials:
         return (
             grpc.insecure_channel(address, options=options)
             if self._files is None
-            else _Channel(self._current, address, options, role)
+            else _Channel(self._current, address, options, role, tuple if self._token is None else self._token.metadata)
         )
 
     def open_port(self, server: grpc.Server, listen: str) -> int:
@@ -152,8 +163,8 @@ class Credentials:
 
 
 @functools.cache
-def _credentials(folder: str | None, role: str) -> Credentials:
-    return Credentials(folder, role)
+def _credentials(folder: str | None, role: str, token: str | None) -> Credentials:
+    return Credentials(folder, role, token)
 
 
 def _shown(files: _Files) -> grpc.ServerCertificateConfiguration:
@@ -212,8 +223,17 @@ def names_of(certificate: Certificate) -> tuple[Name, ...]:
 class _Channel:
     """A grpc.Channel under certificates that change: calls go by a connection under the newest ones."""
 
-    def __init__(self, current: Any, address: str, options: Sequence[tuple[str, Any]], role: str | None) -> None:
+    def __init__(
+        self,
+        current: Any,
+        address: str,
+        options: Sequence[tuple[str, Any]],
+        role: str | None,
+        token: Callable[[], _Metadata],
+    ) -> None:
         self._current, self._address, self._options, self._role = current, address, options, role
+        self.token = token
+        """What every call says of its rights."""
         self._lock = threading.Lock()
         self._is_closed = False
         self._files: _Files | None = None
@@ -264,8 +284,11 @@ class _Method:
             self._made = newest, method
         return method
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._now()(*args, **kwargs)
+    def _with_token(self, metadata: _Metadata | None) -> _Metadata:
+        return (*(metadata or ()), *self._channel.token())
 
-    def future(self, *args: Any, **kwargs: Any) -> Any:
-        return self._now().future(*args, **kwargs)
+    def __call__(self, *args: Any, metadata: _Metadata | None = None, **kwargs: Any) -> Any:
+        return self._now()(*args, metadata=self._with_token(metadata), **kwargs)
+
+    def future(self, *args: Any, metadata: _Metadata | None = None, **kwargs: Any) -> Any:
+        return self._now().future(*args, metadata=self._with_token(metadata), **kwargs)

@@ -15,10 +15,11 @@ from types import MappingProxyType, ModuleType
 from typing import Any, get_args, get_origin
 
 from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
+from google.protobuf.message_factory import GetMessageClass
 
 from geartrain.ams.pb.v1 import gear_pb2, graph_pb2, scheduler_pb2, shard_pb2, types_pb2
+from geartrain.ams.rpc.codec import framing, hosted
 from geartrain.ams.rpc.codec import gear as gear_codec
-from geartrain.ams.rpc.codec import hosted
 from geartrain.ams.rpc.codec.messages import FieldCodec, MessageCodec, is_record
 from geartrain.ams.values import gear_messages, graph_messages, scheduler_messages
 from geartrain.ams.values import rpc as common
@@ -65,6 +66,7 @@ class Method:
         self.takes_bytes = bool(own.outside_header)
         """Whether its handler decodes requests, and encodes replies, itself."""
         self._request = own.request
+        self._message: Any = GetMessageClass(descriptor.input_type)
         self._has_context = "context" in descriptor.input_type.fields_by_name
         if own.request is None:
             self.header = MessageCodec(kind, descriptor.input_type, own.outside_header)
@@ -82,6 +84,12 @@ class Method:
             return self._request.encode(request)
         given = {"context": context_to_pb(context)} if self._has_context else {}
         return self.header.encode(request, **given)
+
+    def header_of(self, data: bytes) -> Any:
+        """The message of a request, without its rows. Raises ProtocolError."""
+        if self.takes_bytes or self._request is not None:
+            return framing.decode_framed(data, self._message)[0]
+        return self.header.split(data)[0]
 
     def decode(self, data: bytes) -> tuple[Any, CallContext]:
         """Decode it: (the request, who calls). Raises ProtocolError, or what the value refuses."""

@@ -132,8 +132,9 @@ def error_from(call: grpc.RpcError | grpc.Call, peer: str) -> errors.GeartrainEr
         return kind(f"{peer} does not answer: {reason}")
     if code in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
         return errors.AccessDenied(
-            f"{peer} does this for nobody with the certificate of this process; its log says why. Renew the "
-            "certificate ('geartrain certs renew'), or set security.folder to one with that of a role that may"
+            f"{peer} does this for nobody with the certificate and token of this process; its log says why. Renew the "
+            "certificate ('geartrain certs renew'), set security.folder to one with that of a role that may, or have a "
+            "token made that gives the right ('geartrain certs token'), and name its file in security.token"
         )
     if code is grpc.StatusCode.UNIMPLEMENTED:
         return errors.ProtocolError(f"{peer} does not speak this protocol: {details}; is it the right role and port?")

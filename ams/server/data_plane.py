@@ -47,15 +47,18 @@ class DataPlanePort:
         self._server: _core.DataServer | None = None
         self._is_closed = False
 
-    def offer(self) -> DataPlaneOffer:
-        """What a client needs for one connection, or why there is none. Raises what ``shard`` raises."""
+    def offer(self, grant: _core.Grant | None = None) -> DataPlaneOffer:
+        """What a client needs for one connection, which may do what ``grant`` says (None: all), or why there is none.
+
+        Raises what ``shard`` raises.
+        """
         try:
             with self._lock:
                 if self._is_closed:
                     return DataPlaneOffer(reason="this shard is ending")
                 if self._server is None:
                     self._server = self._listening(_core.EngineHandler(self._shard().engine))
-                socket, secret, port = self._server.offer()
+                socket, secret, port = self._server.offer(grant)
         except (OSError, RuntimeError) as exc:
             return DataPlaneOffer(reason=str(exc))
         return DataPlaneOffer(socket=socket, secret=secret, port=port, uses_tls=self._uses_tls)

@@ -20,6 +20,7 @@ from geartrain.ams.rpc.channel import WAITS_KEY
 from geartrain.ams.rpc.codec import framing, hosted
 from geartrain.ams.rpc.codec import specs as codec
 from geartrain.ams.rpc.ping import PingHandler
+from geartrain.ams.rpc.server.access import GRANT
 from geartrain.ams.rpc.server.binding import Call, bind
 from geartrain.ams.rpc.server.server import MAX_CONCURRENT_CALLS, Bound, BytesMethod, await_reply, done_here
 from geartrain.ams.rpc.server.waiting import BeginMethod, Begun
@@ -173,7 +174,7 @@ class ShardService:
         return done
 
     def _open_data_plane(self, _: OpenDataPlane, __: Call) -> DataPlaneOffer:
-        return self.data_plane.offer()
+        return self.data_plane.offer(GRANT.get())
 
     def pull(self, data: bytes, servicer_context: grpc.ServicerContext) -> bytes:
         """Read rows."""

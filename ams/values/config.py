@@ -36,6 +36,14 @@ _GRPC_SCHEMES = ("unix", "unix-abstract", "vsock", "dns", "ipv4", "ipv6", "xds",
 """What gRPC reads before a colon as the kind of an address: ``unix:7000`` is a socket in a folder, no host."""
 
 
+TOKEN_PREFIX = "gt1."
+"""How the tokens of jobs begin."""
+_TOKEN_REMEDY = (
+    "others see addresses, arguments and settings: write it into a file of your own (chmod 600), and name that in "
+    "security.token (GEARTRAIN_SECURITY__TOKEN)"
+)
+
+_TOKEN = re.compile(r"gt1\.[A-Za-z0-9_-]{20,}\.[A-Za-z0-9_-]{20,}")
 _HOST = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*|[0-9A-Fa-f:.]+(%[A-Za-z0-9._-]+)?")
 
 
@@ -45,6 +53,8 @@ def split_address(address: str) -> tuple[str, int]:
     Raises:
         ConfigError: it is neither.
     """
+    if isinstance(address, str) and TOKEN_PREFIX in address:  # not to be shown
+        raise ConfigError(f"the address has a token in it; {_TOKEN_REMEDY}")
     if not isinstance(address, str):
         raise ConfigError(f"address is {address!r}; it must be a text of the form 'host:port', as '127.0.0.1:7000'")
     host, colon, port = address.rpartition(":")
@@ -82,16 +92,34 @@ CLIENT = "client"
 CERTIFIED_ROLES = ("scheduler", "server", "graph", "slowgear", CLIENT)
 """Who has a certificate of its own; all that serve nobody are clients."""
 
+TOKEN_VARIABLE = "GEARTRAIN_SECURITY__TOKEN"
+
 _identity: tuple[str, str] | None = None
+_token: str | None = None
 
 
-def identify(folder: str | None, role: str = CLIENT) -> None:
+def identify(folder: str | None, role: str = CLIENT, token: str | None = None) -> None:
     """Let this process show others the certificate of ``role`` in ``folder``, from its next connection on.
 
     None: as the environment says, as it does for a program that was told nothing. A process is one to all others.
+    ``token`` is the file of its token; None: as the environment says.
     """
-    global _identity
+    global _identity, _token
     _identity = None if folder is None else (folder, role)
+    _token = token
+
+
+def token_path() -> str | None:
+    """The file of the token of this process; None: it has none. Raises ConfigError."""
+    return SecurityConfig(token=_token or os.environ.get(TOKEN_VARIABLE) or None).token
+
+
+def require_no_token(arguments: Iterable[str]) -> None:
+    """Raises ConfigError if there is a token among the words of a command, where everybody sees it."""
+    if any(TOKEN_PREFIX in argument and _TOKEN.search(argument) for argument in arguments):
+        raise ConfigError(
+            f"there is a token among the arguments; have another made, revoke this one, and {_TOKEN_REMEDY}"
+        )
 
 
 def is_identified() -> bool:
@@ -178,6 +206,12 @@ def _root_list(value: object) -> object:
         return json.loads(value)
     except ValueError as exc:
         raise ConfigError(f"{value!r} begins like a JSON list and is none: {exc}") from exc
+
+
+def _file_of_token(value: str) -> str:
+    if value.startswith(TOKEN_PREFIX):
+        raise ConfigError(f"this is a token, not its file; {_TOKEN_REMEDY}")
+    return value
 
 
 def _snapshot_root(value: str) -> str:
@@ -422,6 +456,8 @@ class SecurityConfig(Section):
 
     folder: str | None = Field(default=None, min_length=1)
     """Folder of certificates (geartrain certs init) for all calls. None: a private one on loopback; "none": without."""
+    token: Annotated[str, AfterValidator(_file_of_token)] | None = Field(default=None, min_length=1)
+    """File of this program's token (geartrain certs token), where clients need one."""
 
 
 class ClusterConfig(Section):

@@ -16,6 +16,7 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
+from geartrain.ams.values.config import require_no_token
 from geartrain.ams.values.errors import (
     ConfigError,
     GeartrainError,
@@ -128,6 +129,7 @@ def main() -> None:
     # Read when gRPC is loaded. What its core logs comes to the person as an error of ours, once and in words.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     try:
+        require_no_token(sys.argv)
         build_app(sys.argv[1:])()
     except GeartrainError as error:
         print(printable(f"{ERROR_PREFIX}{error}"), file=sys.stderr)  # it may quote what another process said

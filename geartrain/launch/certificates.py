@@ -54,8 +54,8 @@ def make_authority(folder: Path, cluster: str) -> None:
             x509.SubjectAlternativeName([x509.UniformResourceIdentifier(f"{SCHEME}{cluster}/ca/0")]), critical=False
         )
     )
-    _write(folder / CA_KEY, _private(key))
-    _write(folder / CA_FILE, builder.sign(key, SHA256()).public_bytes(Encoding.PEM), mode=0o644)
+    write_file(folder / CA_KEY, _private(key))
+    write_file(folder / CA_FILE, builder.sign(key, SHA256()).public_bytes(Encoding.PEM), mode=0o644)
 
 
 def issue(authority: Path, folder: Path, roles: Iterable[str], numbers: Iterable[int] = (), days: float = 30.0) -> Path:
@@ -89,9 +89,9 @@ def issue(authority: Path, folder: Path, roles: Iterable[str], numbers: Iterable
     believed, own = folder / CA_FILE, ca.public_bytes(Encoding.PEM)
     others = believed.read_bytes() if believed.exists() else b""
     if own not in others:
-        _write(believed, others + own, mode=0o644)
+        write_file(believed, others + own, mode=0o644)
     path = folder / f"{roles[0]}.pem"
-    _write(path, _private(key) + certificate.public_bytes(Encoding.PEM))
+    write_file(path, _private(key) + certificate.public_bytes(Encoding.PEM))
     return path
 
 
@@ -199,7 +199,7 @@ def _private(key: ec.EllipticCurvePrivateKey) -> bytes:
     return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
 
 
-def _write(path: Path, content: bytes, mode: int = 0o600) -> None:
+def write_file(path: Path, content: bytes, mode: int = 0o600) -> None:
     """Whoever reads the file sees the old one or the new one, and nobody else a key."""
     part = path.with_name(f".{path.name}.{os.getpid()}")
     with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:

@@ -5,20 +5,31 @@ What is in no list is refused. A refusal is logged here, and tells its caller no
 
 from __future__ import annotations
 
+import datetime
 import functools
+import json
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextvars import ContextVar
 from typing import Any
 
 import grpc
 
+from geartrain.ams.kernels import _core
 from geartrain.ams.rpc.credentials import ANY_NUMBER, Name, names_of
+from geartrain.ams.rpc.server.rights import ANY, AUDITED_RIGHTS, NO_TOKEN, OPENS_ROWS, RIGHT_OF, Asked, Freezes, asked
 from geartrain.ams.rpc.services import GEAR, GRAPH, SCHEDULER, SHARD
-from geartrain.ams.values.config import CERTIFIED_ROLES
+from geartrain.ams.rpc.tokens import ALL_TABLES, METADATA_KEY, SCHEME, Tokens
+from geartrain.ams.values.config import CERTIFIED_ROLES, CLIENT
 from geartrain.ams.values.errors import GeartrainError
 
 logger = logging.getLogger(__name__)
+auditor = logging.getLogger("geartrain.audit")
+"""One line of JSON for each refused call, and for each that makes, drops, saves or restores tables."""
+
+GRANT: ContextVar[_core.Grant | None] = ContextVar("grant", default=None)
+"""What a connection for rows may do that the call under way opens; None: all."""
 
 _ALL = frozenset(CERTIFIED_ROLES)
 _READERS = frozenset({"client", "slowgear", "graph"})
@@ -69,8 +80,10 @@ _OF_A_SHARD = {method.path: method for _, method in SCHEDULER.items() if CALLERS
 class Access(grpc.ServerInterceptor):
     """Looks at the caller of every call of a server that has certificates, before anything of the call is done."""
 
-    def __init__(self, cluster: str) -> None:
+    def __init__(self, cluster: str, folder: str) -> None:
         self._cluster = cluster
+        self._tokens = _tokens(folder)
+        self._freezes = Freezes()
         self._guarded = functools.cache(self._guard)
 
     def intercept_service(self, continuation: Callable[..., Any], handler_call_details: Any) -> Any:
@@ -85,16 +98,25 @@ class Access(grpc.ServerInterceptor):
 
         @functools.wraps(behaviour)  # its thread pool, too
         def answer(request: Any, context: grpc.ServicerContext, *more: Any) -> Any:
-            code = self._refusal(path, request, context)
+            code, grant = self._looked_at(path, request, context)
             if code is not None:
                 context.abort(code, "")
-            return behaviour(request, context, *more)
+            if grant is None:
+                return behaviour(request, context, *more)
+            before = GRANT.set(grant)
+            try:
+                return behaviour(request, context, *more)
+            finally:
+                GRANT.reset(before)
 
         make = getattr(grpc, f"{arity}_rpc_method_handler")
         return make(answer, handler.request_deserializer, handler.response_serializer)
 
-    def _refusal(self, path: str, request: Any, context: grpc.ServicerContext) -> grpc.StatusCode | None:
-        """How the call ends, if its caller may not make it."""
+    def _looked_at(
+        self, path: str, request: Any, context: grpc.ServicerContext
+    ) -> tuple[grpc.StatusCode | None, _core.Grant | None]:
+        """How the call ends, if its caller may not make it; the rights of the connection for rows that it opens."""
+        is_audited = False
         pem: Any = context.auth_context()["x509_pem_cert"][0]
         certified, until = _certificate(pem)
         names = [name for name in certified if name.cluster == self._cluster]
@@ -104,10 +126,79 @@ class Access(grpc.ServerInterceptor):
             why, code = "not its role", grpc.StatusCode.PERMISSION_DENIED
         elif path in _OF_A_SHARD and not {ANY_NUMBER, _shard_of(path, request)}.intersection(n.number for n in able):
             why, code = "another's shard", grpc.StatusCode.PERMISSION_DENIED
+        elif path in NO_TOKEN:
+            return None, None
         else:
-            return None
-        logger.warning("refused: %s at %s: %s (%s)", ", ".join(map(str, certified)), context.peer(), path, why)
-        return code
+            is_program = all(name.role == CLIENT for name in able)
+            caller = {"caller": ", ".join(map(str, certified)), "peer": context.peer()}
+            refusal, grant = self._by_token(path, request, context, caller, needs=is_program)
+            if refusal is None:
+                return None, grant
+            why, code, is_audited = refusal, grpc.StatusCode.PERMISSION_DENIED, True
+        who = ", ".join(map(str, certified))
+        if not is_audited:
+            audit({"caller": who, "peer": context.peer()}, path, (), why)
+        logger.warning("refused: %s at %s: %s (%s)", who, context.peer(), path, why)
+        return code, None
+
+    def _by_token(
+        self, path: str, request: Any, context: grpc.ServicerContext, caller: dict[str, Any], *, needs: bool
+    ) -> tuple[str | None, _core.Grant | None]:
+        """Why the call is refused, though its certificate allows it; the rights of a connection for rows that it opens.
+
+        Who ``needs`` a token is a program, once there are keys of tokens: what it may do is what its token says.
+        """
+        token, text = None, ""
+        is_wanted = needs and self._tokens.are_wanted
+        if not (is_wanted or RIGHT_OF.get(path) in AUDITED_RIGHTS):
+            what = Asked(ANY, ())
+        else:
+            try:
+                what = asked(path, request, self._freezes)
+            except GeartrainError:  # which its handler says, to who may call it at all
+                what = Asked("admin", (ALL_TABLES,))
+        why = None
+        if is_wanted:
+            text = _shown_token(context)
+            believed = self._tokens.believed(text) if text else "it shows no token"
+            if isinstance(believed, str):
+                why = believed
+            else:
+                token = believed[0]
+                caller |= {"token": token.id, "job": token.job}
+                why = what.lacks(*believed)
+        if why is None and what.freeze:
+            self._freezes.note(what)
+        if why is not None or what.right in AUDITED_RIGHTS:
+            audit(caller, path, what.tables, why)
+        if why is not None or not needs or path != OPENS_ROWS:
+            return why, None
+        return None, self._tokens.give(token, text, caller)
+
+
+def _shown_token(context: grpc.ServicerContext) -> str:
+    metadata: Any = context.invocation_metadata()
+    shown = next((value for key, value in metadata if key == METADATA_KEY), "")
+    return shown.removeprefix(SCHEME) if isinstance(shown, str) and shown.startswith(SCHEME) else ""
+
+
+def audit(caller: dict[str, Any], path: str, tables: Iterable[str], refusal: str | None, **more: Any) -> None:
+    """Write down who asked for what, and whether it was refused, and why."""
+    line = {
+        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds"),
+        **caller,
+        "rpc": path,
+        "tables": list(tables),
+        "allowed": refusal is None,
+        "reason": refusal or "",
+        **more,
+    }
+    auditor.log(logging.INFO if refusal is None else logging.WARNING, "%s", json.dumps(line))
+
+
+@functools.cache
+def _tokens(folder: str) -> Tokens:
+    return Tokens(folder, audit)
 
 
 def _shard_of(path: str, request: bytes) -> str:

@@ -9,7 +9,9 @@ import typer
 
 from geartrain.ams.values.config import CERTIFIED_ROLES
 
-app = typer.Typer(no_args_is_help=True, help="Make, issue and renew the certificates of a cluster (security.folder).")
+app = typer.Typer(
+    no_args_is_help=True, help="Make, issue and renew the certificates and tokens of a cluster (security.folder)."
+)
 
 Folder = Annotated[Path, typer.Argument(help="Folder of certificates.", show_default=False)]
 Days = Annotated[float, typer.Option(min=1e-5, max=3650, help="How long a certificate is good.")]
@@ -75,3 +77,44 @@ def renew_(
 
     for path, what in renew(authority or folder, folder, days, all_of_them=all_of_them).items():
         print(f"{path}: {what}")
+
+
+@app.command()
+def token(
+    job: Annotated[str, typer.Argument(help="Job that it is for, as --job of workers; * for any.", show_default=False)],
+    folder: Folder,
+    allow: Annotated[
+        list[str],
+        typer.Option(
+            help="PATTERN=RIGHT,... of tables, as 'faces/*=read,write'; rights: read, write, create, snapshot, admin. "
+            "Can be repeated: rights add up.",
+            show_default=False,
+        ),
+    ],
+    days: Annotated[float, typer.Option(min=1e-5, max=3650, help="How long it is good.")] = 7.0,
+    out: Annotated[Path | None, typer.Option(help="File to write.", show_default="FOLDER/JOB.token")] = None,
+) -> None:
+    """Write the token of a job: what its programs may do to which tables. They name the file in security.token.
+
+    The first one makes token.key, to be kept where you issue, and token.pub: a role that has token.pub in its folder
+    wants a token of every client from then on.
+    """
+    from geartrain.launch.tokens import make_token
+
+    path, token_id = make_token(folder, job, allow, days, out)
+    print(f"{path}: token {token_id} of {job}, good for {days:g} days")
+
+
+@app.command(name="revoke")
+def revoke_(
+    token_id: Annotated[str, typer.Argument(metavar="ID", help="As 'certs token' printed it.", show_default=False)],
+    folder: Folder,
+) -> None:
+    """Revoke a token: its calls and connections end within a second where roles read this folder.
+
+    Copy the file 'revoked' to the folders of roles on other machines.
+    """
+    from geartrain.launch.tokens import revoke
+
+    revoke(folder, token_id)
+    print(f"{folder / 'revoked'}: {token_id}")

@@ -88,7 +88,8 @@ def load(
             _require_known(setting)
             found[setting.section, setting.key] = setting
     # Whether it is known says where roles may listen, and holds for every connection of this process.
-    identify(_build("security", SecurityConfig, found).folder)
+    security = _build("security", SecurityConfig, found)
+    identify(security.folder, token=security.token)
     built: dict[str, Any] = {name: _build(name, section, found) for name, section in sections().items()}
     more: dict[str, Any] = {name: (type(built[name]), ...) for name in built if name not in ClusterConfig.model_fields}
     kind = create_model("ClusterConfig", __base__=ClusterConfig, **more) if more else ClusterConfig

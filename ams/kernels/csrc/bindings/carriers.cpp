@@ -1,6 +1,8 @@
 // The two ends of the data plane in Python: a server over a handler, and connections to it.
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 
 #include "bindings/conversions.hpp"
 #include "bindings/module.hpp"
@@ -35,6 +37,11 @@ class ServerOfPython : public DataServer {
   }
 };
 
+// Connections have the grant itself, so that no thread of theirs needs the interpreter lock to let go of it.
+struct GrantOfPython {
+  std::shared_ptr<Grant> grant;
+};
+
 }  // namespace
 
 void bind_carriers(nb::module_& m) {
@@ -45,6 +52,25 @@ void bind_carriers(nb::module_& m) {
   translate<Refused, [](const Refused& error) { PyErr_SetString(full, error.what()); }>();
   translate<std::system_error, [](const std::system_error& error) { PyErr_SetString(PyExc_OSError, error.what()); }>();
   nb::class_<Handler>(m, "Handler");
+  nb::class_<GrantOfPython>(m, "Grant")
+      .def(
+          "__init__",
+          [](GrantOfPython* self, std::string job, std::vector<Grant::Rule> rules, double until) {
+            new (self) GrantOfPython{std::make_shared<Grant>(std::move(job), std::move(rules), until)};
+          },
+          nb::arg("job"), nb::arg("rules"), nb::arg("until"))
+      .def("rights", [](const GrantOfPython& self, const std::string& table) { return self.grant->rights(table); }, nb::arg("table"))
+      .def("owns", [](const GrantOfPython& self, const std::string& name) { return self.grant->owns(name); }, nb::arg("name"))
+      .def("end", [](const GrantOfPython& self) { self.grant->end(); })
+      .def("take_refused",
+           [](const GrantOfPython& self) {
+             const auto [kept, count] = self.grant->take_refused();
+             nb::list refusals;
+             for (const auto& [table, rights] : kept) refusals.append(nb::make_tuple(table, rights));
+             return nb::make_tuple(refusals, count);
+           })
+      .def_prop_ro("is_over", [](const GrantOfPython& self) { return self.grant->is_over(); })
+      .def_prop_ro("is_in_use", [](const GrantOfPython& self) { return self.grant.use_count() > 1; });
   nb::class_<ServerOfPython>(m, "DataServer")
       .def(
           "__init__",
@@ -63,11 +89,13 @@ void bind_carriers(nb::module_& m) {
           nb::arg("most_frame_bytes") = ServerLimits().most_frame_bytes, nb::arg("most_bytes") = ServerLimits().most_bytes,
           nb::arg("most_received_bytes") = ServerLimits().most_received_bytes,
           nb::arg("uses_tls") = false, nb::arg("host") = "", nb::arg("port") = 0, nb::arg("warn") = nb::none())
-      .def("offer",
-           [](ServerOfPython& server) {
-             const DataPlaneOffer offer = server.offer();
-             return nb::make_tuple(offer.socket, nb::bytes(offer.secret.data(), offer.secret.size()), offer.port);
-           })
+      .def(
+          "offer",
+          [](ServerOfPython& server, const GrantOfPython* grant) {
+            const DataPlaneOffer offer = server.offer(grant == nullptr ? nullptr : grant->grant);
+            return nb::make_tuple(offer.socket, nb::bytes(offer.secret.data(), offer.secret.size()), offer.port);
+          },
+          nb::arg("grant") = nb::none())
       .def("close", &DataServer::close, nb::call_guard<WithoutInterpreter>())
       .def_prop_ro("num_connections", &DataServer::num_connections)
       .def_prop_ro("num_mailboxes", &DataServer::num_mailboxes);

@@ -32,6 +32,8 @@ class Handler {
                       Completion completion) = 0;
   // Before anything that was done is acknowledged; after a Fault nothing of the frame is.
   virtual void before_reply(bool has_writes) = 0;
+  // Whether the connection that it serves has lost its rights, and is to end.
+  virtual bool is_over() const { return false; }
 };
 
 }  // namespace geartrain

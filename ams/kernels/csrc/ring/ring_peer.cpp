@@ -47,8 +47,8 @@ class RingPeer::MailboxReply : public ReplyPlace {
   const std::shared_ptr<Mailbox> mailbox_;
 };
 
-RingPeer::RingPeer(OwnedFd socket, const OwnedFd& page, std::shared_ptr<MailboxCount> count)
-    : socket_(std::move(socket)), page_(map_their_file(page.get(), kPageBytes)), count_(std::move(count)) {}
+RingPeer::RingPeer(std::shared_ptr<Handler> handler, OwnedFd socket, const OwnedFd& page, std::shared_ptr<MailboxCount> count)
+    : handler_(std::move(handler)), socket_(std::move(socket)), page_(map_their_file(page.get(), kPageBytes)), count_(std::move(count)) {}
 
 bool RingPeer::receive() {
   for (int i = 0; i < kMostPackets; ++i) {
@@ -88,9 +88,9 @@ void RingPeer::add(Notice notice, const OwnedFd& fd) {
   }
 }
 
-bool RingPeer::serve(const std::shared_ptr<Handler>& handler, const Waits& waits, const ServingTurn& serving) {
+bool RingPeer::serve(const Waits& waits, const ServingTurn& serving) {
   const bool was_held = held_ != nullptr;
-  std::shared_ptr<ServedCall> call = was_held ? std::move(held_) : next_call(handler);
+  std::shared_ptr<ServedCall> call = was_held ? std::move(held_) : next_call();
   if (!call) return !has_gone_;
   if (serving.is_between() && !call->is_brief_reading()) {
     held_ = std::move(call);
@@ -104,7 +104,7 @@ bool RingPeer::serve(const std::shared_ptr<Handler>& handler, const Waits& waits
 }
 
 // The call in the mailbox whose turn it is; null: there is none that is still wanted and can be read.
-std::shared_ptr<ServedCall> RingPeer::next_call(const std::shared_ptr<Handler>& handler) {
+std::shared_ptr<ServedCall> RingPeer::next_call() {
   if (page()->requested.load(std::memory_order_relaxed) != 0) pending_ |= page()->requested.exchange(0, std::memory_order_acq_rel);
   if (pending_ == 0) return nullptr;
   const size_t first = static_cast<size_t>(std::countr_zero(std::rotr(pending_, static_cast<int>(next_))));
@@ -119,7 +119,7 @@ std::shared_ptr<ServedCall> RingPeer::next_call(const std::shared_ptr<Handler>& 
   std::shared_ptr<ServedCall> call;
   try {
     if (bytes < sizeof(FrameHeader) || bytes > mailbox->request_bytes) throw std::runtime_error("no frame has that size");
-    call = std::make_shared<ServedCall>(handler, parse_header(mailbox->request, FrameKind::request),
+    call = std::make_shared<ServedCall>(handler_, parse_header(mailbox->request, FrameKind::request),
                                         std::make_unique<MailboxReply>(mailbox), [this, index, mailbox] {
                                           has_gone_ = has_gone_ || !receive();
                                           return has_gone_ || mailboxes_[index] != mailbox;

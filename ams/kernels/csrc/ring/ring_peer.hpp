@@ -22,7 +22,7 @@ class RingPeer {
   using Waits = std::function<void(std::shared_ptr<ServedCall>)>;
 
   // Throws std::runtime_error if `page` is not what a client sends.
-  RingPeer(OwnedFd socket, const OwnedFd& page, std::shared_ptr<MailboxCount> count);
+  RingPeer(std::shared_ptr<Handler> handler, OwnedFd socket, const OwnedFd& page, std::shared_ptr<MailboxCount> count);
   int fd() const { return socket_.get(); }
   // Takes what came over the socket, up to a few packets. False: the client has gone, or is not to be believed.
   bool receive();
@@ -33,9 +33,11 @@ class RingPeer {
   bool may_be_brief() const { return !is_at_work_ && held_ == nullptr && has_requests(); }
   // Performs one request; `waits` gets a call that has no answer yet. Between blocks one that is not brief is held for later.
   // False: the client is not to be believed.
-  bool serve(const std::shared_ptr<Handler>& handler, const Waits& waits, const ServingTurn& serving);
+  bool serve(const Waits& waits, const ServingTurn& serving);
   // Whether a request of it is being performed, so that it must stay.
   bool is_at_work() const { return is_at_work_; }
+  // Whether it may do nothing any more.
+  bool is_over() const { return handler_->is_over(); }
   // It has gone, as was seen while it is at work.
   void go() { has_gone_ = true; }
 
@@ -54,10 +56,11 @@ class RingPeer {
 
   class MailboxReply;
 
-  std::shared_ptr<ServedCall> next_call(const std::shared_ptr<Handler>& handler);
+  std::shared_ptr<ServedCall> next_call();
   RequestedPage* page() const { return reinterpret_cast<RequestedPage*>(page_.data()); }
   void add(Notice notice, const OwnedFd& fd);
 
+  const std::shared_ptr<Handler> handler_;
   OwnedFd socket_;
   SharedMapping page_;
   std::shared_ptr<MailboxCount> count_;

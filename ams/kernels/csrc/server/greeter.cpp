@@ -73,15 +73,15 @@ Greeter::Greeter(OwnedFd near, OwnedFd far, double greeting_seconds, bool uses_t
 
 Greeter::~Greeter() { close(); }
 
-std::string Greeter::offer(size_t taken, size_t most) {
+std::string Greeter::offer(std::shared_ptr<Handler> handler, size_t taken, size_t most) {
   const std::lock_guard lock(mutex_);
   const auto now = Clock::now();
-  std::erase_if(offers_, [&](const auto& one) { return one.second <= now; });
+  std::erase_if(offers_, [&](const auto& one) { return one.second.until <= now; });
   if (taken + offers_.size() >= most)
     throw std::runtime_error(std::to_string(most) + " connections are taken already, the most of this shard");
   std::string secret(kSecretBytes, '\0');
   if (getrandom(secret.data(), secret.size(), 0) != static_cast<ssize_t>(secret.size())) fail("getrandom");
-  offers_[secret] = now + greeting_;
+  offers_[secret] = {now + greeting_, std::move(handler)};
   return secret;
 }
 
@@ -212,29 +212,31 @@ void Greeter::greet(int fd) {
       received = guest.stream.read(guest.hello.data() + guest.got, guest.hello.size() - guest.got);
     if (guest.got < guest.hello.size()) return;  // the rest may come
   }
-  if (guest.got != guest.hello.size() || !is_offered(guest.hello.data()))
+  std::shared_ptr<Handler> handler = guest.got == guest.hello.size() ? take_offer(guest.hello.data()) : nullptr;
+  if (!handler)
     throw std::runtime_error("it shows no secret of an offer that is good now");
   Guest here = std::move(guest);
   guests_.erase(fd);
   epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, fd, nullptr);
-  welcome_(std::move(here.socket), std::move(page), std::move(here.stream));
+  welcome_(std::move(handler), std::move(here.socket), std::move(page), std::move(here.stream));
 }
 
-bool Greeter::is_offered(const char* hello) {
-  if (parse_header(hello, FrameKind::hello).body_bytes != kSecretBytes) return false;
+// What is to serve the one who shows the secret of an offer; null: it is of none that is good now. Nobody else can use it then.
+std::shared_ptr<Handler> Greeter::take_offer(const char* hello) {
+  if (parse_header(hello, FrameKind::hello).body_bytes != kSecretBytes) return nullptr;
   const std::lock_guard lock(mutex_);
   const auto offer = offers_.find(std::string(hello + sizeof(FrameHeader), kSecretBytes));
-  if (offer == offers_.end()) return false;
-  const bool is_in_time = offer->second > Clock::now();
+  if (offer == offers_.end()) return nullptr;
+  const Offer taken = std::move(offer->second);
   offers_.erase(offer);
-  return is_in_time;
+  return taken.until > Clock::now() ? taken.handler : nullptr;
 }
 
 // The secret that begins with these bytes, which is good still: as long as nobody has shown all of it.
 std::string Greeter::offered(std::string_view name) {
   const std::lock_guard lock(mutex_);
   const auto offer = offers_.lower_bound(std::string(name));
-  return offer != offers_.end() && offer->first.starts_with(name) && offer->second > Clock::now() ? offer->first : std::string();
+  return offer != offers_.end() && offer->first.starts_with(name) && offer->second.until > Clock::now() ? offer->first : std::string();
 }
 
 int Greeter::millis_to_wait() const {

@@ -6,12 +6,14 @@
 #include <chrono>
 #include <functional>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <string>
 #include <string_view>
 #include <thread>
 #include <unordered_map>
 
+#include "calls/handler.hpp"
 #include "carriers/forks.hpp"
 #include "carriers/hello.hpp"
 #include "tcp/byte_stream.hpp"
@@ -21,9 +23,9 @@ namespace geartrain {
 // Thread-safe.
 class Greeter {
  public:
-  // Is given, by the greeter's thread, one that showed a good secret, to be greeted by it: a socket of this machine and the page that
+  // Is given, by the greeter's thread, one that showed a good secret, to be greeted by it: what its offer was made for, and a socket of this machine and the page that
   // came with the secret, or a stream. What it throws ends the connection.
-  using Welcome = std::function<void(OwnedFd socket, OwnedFd page, ByteStream stream)>;
+  using Welcome = std::function<void(std::shared_ptr<Handler> handler, OwnedFd socket, OwnedFd page, ByteStream stream)>;
   // Told by that thread what an operator should know.
   using Warn = std::function<void(const std::string&)>;
 
@@ -31,9 +33,9 @@ class Greeter {
   // Throws std::system_error, and what Tls::load() does.
   Greeter(OwnedFd near, OwnedFd far, double greeting_seconds, bool uses_tls, Welcome welcome, Warn warn);
   ~Greeter();
-  // A secret that is good for one connection and the greeting's time. Throws std::runtime_error: `most` are taken, `taken` by
+  // A secret that is good for one connection, which `handler` is to serve, and the greeting's time. Throws std::runtime_error: `most` are taken, `taken` by
   // connections, the others by those who were told theirs.
-  std::string offer(size_t taken, size_t most);
+  std::string offer(std::shared_ptr<Handler> handler, size_t taken, size_t most);
   // Ends the thread, and listens no more. Idempotent.
   void close();
 
@@ -48,13 +50,18 @@ class Greeter {
     ByteStream stream = {};  // has the socket, of one by TCP that has said something
   };
 
+  struct Offer {
+    Clock::time_point until;
+    std::shared_ptr<Handler> handler;
+  };
+
   void run();
   void accept_guests(const OwnedFd& listener);
   void make_room(bool is_near);
   void rest(int error);
   void refuse(int fd, const char* why) noexcept;
   void greet(int fd);
-  bool is_offered(const char* hello);
+  std::shared_ptr<Handler> take_offer(const char* hello);
   std::string offered(std::string_view name);
   void watch(int fd, uint32_t events, int operation);
   int millis_to_wait() const;
@@ -73,7 +80,7 @@ class Greeter {
 
   std::atomic<bool> is_closing_ = false;
   std::mutex mutex_;  // guards what follows
-  std::map<std::string, Clock::time_point> offers_;
+  std::map<std::string, Offer> offers_;
   const uint64_t generation_ = fork_generation();
   std::thread* thread_ = nullptr;  // of a forked child it is not: it is left alone there
 };

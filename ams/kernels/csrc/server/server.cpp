@@ -20,6 +20,7 @@
 #include <utility>
 
 #include "frames/frame.hpp"
+#include "server/granted_handler.hpp"
 
 #ifndef F_SEAL_FUTURE_WRITE
 #define F_SEAL_FUTURE_WRITE 0x0010
@@ -30,6 +31,7 @@ namespace {
 
 constexpr int kListenLine = 64;
 constexpr std::chrono::microseconds kLookInterval{200};  // at sockets, while there are requests
+constexpr std::chrono::milliseconds kGrantInterval{500};   // at whether connections may still do something
 constexpr int kSlowShare = 3;  // of silence_seconds: in which a request comes, or replies are taken, where others want the memory
 constexpr double kPatienceShare = 0.8;                   // of the time that a caller waits; then it is told to ask again
 
@@ -80,15 +82,23 @@ DataServer::DataServer(std::shared_ptr<Handler> handler, ServerLimits limits, co
   watch(wake_->get());
   greeter_ = std::make_unique<Greeter>(
       std::move(near), std::move(far), limits_.greeting_seconds, limits_.uses_tls,
-      [this](OwnedFd socket, OwnedFd page, ByteStream stream) { welcome(std::move(socket), page, std::move(stream)); }, std::move(warn));
+      [this](std::shared_ptr<Handler> handler, OwnedFd socket, OwnedFd page, ByteStream stream) {
+        welcome(std::move(handler), std::move(socket), page, std::move(stream));
+      },
+      std::move(warn));
   thread_ = begin_thread("geartrain-data", [this] { run(); });
 }
 
 DataServer::~DataServer() { close(); }
 
-DataPlaneOffer DataServer::offer() {
+DataPlaneOffer DataServer::offer(std::shared_ptr<Grant> grant) {
   if (is_closing_) throw std::runtime_error("this server is ending");
-  return {name_, greeter_->offer(*num_connections_, limits_.most_connections), port_};
+  std::shared_ptr<Handler> handler = handler_;
+  if (grant) {
+    handler = std::make_shared<GrantedHandler>(handler_, std::move(grant));
+    has_grants_ = true;
+  }
+  return {name_, greeter_->offer(std::move(handler), *num_connections_, limits_.most_connections), port_};
 }
 
 void DataServer::close() {
@@ -146,7 +156,7 @@ bool DataServer::serve_requests() {
     bool is_good = true;
     if (one->second->has_requests()) {
       has_served = true;
-      is_good = one->second->serve(handler_, [this](std::shared_ptr<ServedCall> call) { remember(std::move(call)); }, serving_);
+      is_good = one->second->serve([this](std::shared_ptr<ServedCall> call) { remember(std::move(call)); }, serving_);
     }
     one = is_good ? std::next(one) : rings_.erase(one);
   }
@@ -212,7 +222,7 @@ void DataServer::serve_pulls(bool has_turn) noexcept {
     for (auto one = rings_.begin(); one != rings_.end();) {
       RingPeer& peer = *one->second;
       const bool is_good = !peer.may_be_brief() ||
-                           peer.serve(handler_, [this](std::shared_ptr<ServedCall> call) { remember(std::move(call)); }, serving_);
+                           peer.serve([this](std::shared_ptr<ServedCall> call) { remember(std::move(call)); }, serving_);
       one = is_good ? std::next(one) : rings_.erase(one);
     }
     if (Clock::now() - looked_at_ >= kLookInterval) {
@@ -255,17 +265,17 @@ DataServer::Connected<Peer> DataServer::connected(Arguments&&... arguments) {
 }
 
 // By the greeter's thread: greets one whom it found good, and leaves it to this server's.
-void DataServer::welcome(OwnedFd socket, const OwnedFd& page, ByteStream stream) {
+void DataServer::welcome(std::shared_ptr<Handler> handler, OwnedFd socket, const OwnedFd& page, ByteStream stream) {
   if (socket && !page) return;
   std::array<char, sizeof(FrameHeader)> answer;
   write_header(answer.data(), {.kind = FrameKind::hello});
   if (socket) {
-    auto peer = connected<RingPeer>(std::move(socket), page, mailboxes_);
+    auto peer = connected<RingPeer>(std::move(handler), std::move(socket), page, mailboxes_);
     if (!send_packet(peer->fd(), answer.data(), answer.size(), sleep_file_.get())) return;
     const std::lock_guard lock(mutex_);
     new_rings_.push_back(std::move(peer));
   } else {
-    auto peer = connected<TcpPeer>(std::move(stream), memory_, wake_);
+    auto peer = connected<TcpPeer>(std::move(handler), std::move(stream), memory_, wake_);
     if (!peer->greet(answer.data(), answer.size())) return;
     const std::lock_guard lock(mutex_);
     new_streams_.push_back(std::move(peer));
@@ -306,7 +316,7 @@ void DataServer::serve_stream(TcpPeer& peer, uint32_t events) {
   const bool has_waited = peer.waits_for_memory();
   bool is_good = true;
   if ((events & ~static_cast<uint32_t>(EPOLLOUT)) != 0 && (peer.holds_request() || !peer.is_full()))
-    is_good = peer.receive(handler_, [this](std::shared_ptr<ServedCall> call) { remember(std::move(call)); }, serving_);
+    is_good = peer.receive([this](std::shared_ptr<ServedCall> call) { remember(std::move(call)); }, serving_);
   if (!is_good || !peer.flush()) {
     if (!peer.is_at_work()) streams_.erase(fd);
     return;
@@ -330,7 +340,7 @@ void DataServer::flush_streams() {
 // Whether somebody lacks memory, or soon will.
 bool DataServer::is_memory_wanted() const { return memory_->num_waiting != 0 || memory_->used > memory_->most / 2; }
 
-// Ends connections that are silent, or slow where others want their memory; tells callers whose time is nearly over that others are
+// Ends connections that have lost their rights, are silent, or slow where others want their memory; tells callers whose time is nearly over that others are
 // waited for.
 void DataServer::expire() {
   const auto now = Clock::now();
@@ -341,7 +351,12 @@ void DataServer::expire() {
     TcpPeer& peer = *one.second;
     if (peer.is_at_work()) return false;
     if (!is_wanted || was_away) peer.forgive();
-    return peer.is_silent_since(now - silence) || (is_wanted && peer.is_slow(of_requests, now, patience));
+    return peer.is_over() || peer.is_silent_since(now - silence) || (is_wanted && peer.is_slow(of_requests, now, patience));
+  });
+  std::erase_if(rings_, [](const auto& one) {
+    RingPeer& peer = *one.second;
+    if (peer.is_over() && peer.is_at_work()) peer.go();
+    return peer.is_over() && !peer.is_at_work();
   });
   std::erase_if(waiting_, [&](const auto& one) {
     if (one.first <= now) one.second->answer_now();
@@ -350,8 +365,8 @@ void DataServer::expire() {
 }
 
 int DataServer::millis_to_wait() const {
-  if (waiting_.empty() && streams_.empty()) return -1;
-  auto first = Clock::time_point::max();
+  if (waiting_.empty() && streams_.empty() && !has_grants_) return -1;
+  auto first = has_grants_ ? Clock::now() + kGrantInterval : Clock::time_point::max();
   for (const auto& [until, call] : waiting_) first = std::min(first, until);
   if (!streams_.empty()) {
     const double seconds = is_memory_wanted() ? limits_.silence_seconds / kSlowShare / 20 : limits_.silence_seconds / 2;

@@ -15,6 +15,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "calls/grant.hpp"
 #include "ring/ring_peer.hpp"
 #include "ring/spinning.hpp"
 #include "server/greeter.hpp"
@@ -47,8 +48,8 @@ class DataServer : private OtherCallers {
   DataServer(std::shared_ptr<Handler> handler, ServerLimits limits, const std::string& host = "", uint16_t port = 0,
              Greeter::Warn warn = nullptr);
   ~DataServer() override;
-  // Throws std::runtime_error: closed, or too many connections.
-  DataPlaneOffer offer();
+  // For a connection that may do all, or what `grant` says. Throws std::runtime_error: closed, or too many connections.
+  DataPlaneOffer offer(std::shared_ptr<Grant> grant = nullptr);
   // Ends the threads and all connections. Idempotent.
   void close();
   size_t num_connections() const { return *num_connections_; }
@@ -81,7 +82,7 @@ class DataServer : private OtherCallers {
   void look_at(int fd, uint32_t events);
   template <class Peer, class... Arguments>
   Connected<Peer> connected(Arguments&&... arguments);
-  void welcome(OwnedFd socket, const OwnedFd& page, ByteStream stream);
+  void welcome(std::shared_ptr<Handler> handler, OwnedFd socket, const OwnedFd& page, ByteStream stream);
   void take_arrivals();
   void serve_stream(TcpPeer& peer, uint32_t events);
   void flush_streams();
@@ -112,6 +113,7 @@ class DataServer : private OtherCallers {
 
   const std::shared_ptr<std::atomic<size_t>> num_connections_ = std::make_shared<std::atomic<size_t>>(0);
   std::atomic<bool> is_closing_ = false;
+  std::atomic<bool> has_grants_ = false;  // some connections may end without a word of their sockets
   std::mutex mutex_;  // guards what follows
   std::vector<Connected<RingPeer>> new_rings_;  // greeted
   std::vector<Connected<TcpPeer>> new_streams_;

@@ -147,11 +147,11 @@ bool TcpPeer::flush() {
   }
 }
 
-bool TcpPeer::receive(const std::shared_ptr<Handler>& handler, const Waits& waits, const ServingTurn& serving) {
+bool TcpPeer::receive(const Waits& waits, const ServingTurn& serving) {
   std::array<char, size_t{64} << 10> dropped;
   try {
     if (held_) {
-      if (!serving.is_between()) perform(handler, waits, serving);
+      if (!serving.is_between()) perform(waits, serving);
       return true;
     }
     if (waits_for_memory()) return !stream_.has_ended();
@@ -174,7 +174,7 @@ bool TcpPeer::receive(const std::shared_ptr<Handler>& handler, const Waits& wait
       window_moved_ += received;
       moved_at_ = Clock::now();
       if (header_bytes_ == header_bytes_of_.size() && body_got_ == header_.body_bytes) {
-        perform(handler, waits, serving);
+        perform(waits, serving);
         return true;
       }
     }
@@ -250,13 +250,13 @@ void TcpPeer::take_memory() {
   std::memcpy(frame_.data(), header_bytes_of_.data(), header_bytes_of_.size());
 }
 
-void TcpPeer::perform(const std::shared_ptr<Handler>& handler, const Waits& waits, const ServingTurn& serving) {
+void TcpPeer::perform(const Waits& waits, const ServingTurn& serving) {
   const size_t bytes = frame_bytes();
   const bool was_held = held_ != nullptr;
   header_bytes_ = 0;
   std::shared_ptr<ServedCall> call =
       was_held ? std::move(held_)
-               : std::make_shared<ServedCall>(handler, header_, std::make_unique<OwnReply>(outbox_), [this] { return stream_.has_ended(); });
+               : std::make_shared<ServedCall>(handler_, header_, std::make_unique<OwnReply>(outbox_), [this] { return stream_.has_ended(); });
   bool is_wanted = was_held;
   const Outbox* const outer = std::exchange(about_to_be_flushed, outbox_.get());
   if (!was_held) {

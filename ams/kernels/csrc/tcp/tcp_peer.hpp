@@ -71,8 +71,8 @@ class TcpPeer {
   using Clock = std::chrono::steady_clock;
   using Waits = std::function<void(std::shared_ptr<ServedCall>)>;
 
-  TcpPeer(ByteStream stream, std::shared_ptr<FrameMemory> memory, std::shared_ptr<OwnedFd> wake)
-      : stream_(std::move(stream)), host_(stream_.host()), outbox_(std::make_shared<Outbox>(std::move(memory), std::move(wake))) {}
+  TcpPeer(std::shared_ptr<Handler> handler, ByteStream stream, std::shared_ptr<FrameMemory> memory, std::shared_ptr<OwnedFd> wake)
+      : handler_(std::move(handler)), stream_(std::move(stream)), host_(stream_.host()), outbox_(std::make_shared<Outbox>(std::move(memory), std::move(wake))) {}
   ~TcpPeer();
   int fd() const { return stream_.fd(); }
   // Sends the answer to the hello. Whether it was taken.
@@ -80,7 +80,7 @@ class TcpPeer {
   // Performs the request that it holds, or, unless it waits for memory, reads what has come, and performs one frame if it is there. Between two blocks of another's
   // request it reads little, and holds a request that is not brief: no more are read until that is done. False: the client has gone, or
   // is not to be believed.
-  bool receive(const std::shared_ptr<Handler>& handler, const Waits& waits, const ServingTurn& serving);
+  bool receive(const Waits& waits, const ServingTurn& serving);
   bool holds_request() const { return held_ != nullptr; }
   // Whether it is to be served again though its socket may say nothing.
   bool is_ready() { return holds_request() || (stream_.has_buffered() && !waits_for_memory() && !is_full()); }
@@ -91,6 +91,8 @@ class TcpPeer {
   bool let_in();
   // Whether a request of it is being performed, so that it must stay.
   bool is_at_work() const { return is_at_work_; }
+  // Whether it may do nothing any more.
+  bool is_over() const { return handler_->is_over(); }
   // Sends replies. False: the client has gone.
   bool flush();
   bool has_replies() { return outbox_->is_due(); }
@@ -117,8 +119,9 @@ class TcpPeer {
   void end_wait();
   void give_back_frame();
   size_t frame_bytes() const { return header_bytes_of_.size() + header_.body_bytes; }
-  void perform(const std::shared_ptr<Handler>& handler, const Waits& waits, const ServingTurn& serving);
+  void perform(const Waits& waits, const ServingTurn& serving);
 
+  const std::shared_ptr<Handler> handler_;
   ByteStream stream_;
   const std::string host_;
   const std::shared_ptr<Outbox> outbox_;

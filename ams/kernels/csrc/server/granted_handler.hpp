@@ -1,0 +1,72 @@
+// A shard as a connection sees it that may do what a token says, and nothing else.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <unordered_map>
+#include <utility>
+
+#include "calls/grant.hpp"
+#include "calls/handler.hpp"
+
+namespace geartrain {
+
+// Of one connection: of the thread that performs its requests.
+class GrantedHandler final : public Handler {
+ public:
+  GrantedHandler(std::shared_ptr<Handler> handler, std::shared_ptr<Grant> grant) : handler_(std::move(handler)), grant_(std::move(grant)) {}
+
+  int64_t pull(const CallContext& context, const std::string& table, const PullRequest& request, const Asker& asker) override {
+    require(table, kMayRead);
+    return handler_->pull(context, table, request, asker);
+  }
+  void push(const CallContext& context, const std::string& table, const PushRequest& request, const Asker& asker,
+            Completion completion, RowsAfter* after) override {
+    require(table, kMayWrite);
+    require_own(table, context.stream);
+    if (request.group) require_own(table, request.group->job);
+    if (after != nullptr && !may(table, kMayRead)) after = nullptr;  // the pull that it would spare is refused by itself
+    handler_->push(context, table, request, asker, std::move(completion), after);
+  }
+  void assign(const CallContext& context, const std::string& table, const AssignRequest& request, const Asker& asker,
+              Completion completion) override {
+    require(table, kMayWrite);
+    require_own(table, context.stream);
+    handler_->assign(context, table, request, asker, std::move(completion));
+  }
+  void before_reply(bool has_writes) override { handler_->before_reply(has_writes); }
+  bool is_over() const override { return grant_->is_over(); }
+
+ private:
+  static constexpr size_t kMostKnown = 4096;
+
+  bool may(const std::string& table, uint32_t right) {
+    auto known = known_.find(table);
+    if (known == known_.end()) {
+      if (known_.size() >= kMostKnown) known_.clear();  // names may be anything
+      known = known_.emplace(table, grant_->rights(table)).first;
+    }
+    return (known->second & right) != 0;
+  }
+  void require(const std::string& table, uint32_t right) {
+    if (!may(table, right) || grant_->is_over()) refuse(table, right);
+  }
+  void require_own(const std::string& table, const std::string& name) {
+    if (!name.empty() && !grant_->owns(name)) refuse(table, kMayWrite);
+  }
+  [[noreturn]] void refuse(const std::string& table, uint32_t right) {
+    grant_->refused(table, right);
+    throw Fault("AccessDenied", kRefusal);
+  }
+
+  // Says nothing of what there is.
+  static constexpr const char* kRefusal =
+      "the shard does not do this for the token of this process: it ran out, was revoked, or gives no such right; its log says why. Have "
+      "one made that does ('geartrain certs token'), and name its file in security.token";
+
+  const std::shared_ptr<Handler> handler_;
+  const std::shared_ptr<Grant> grant_;
+  std::unordered_map<std::string, uint32_t> known_;
+};
+
+}  // namespace geartrain

@@ -1,0 +1,144 @@
+"""What each RPC does to which tables, and which right of a token that takes: read off its request, in this one place.
+
+What is in no list takes ``admin`` of all tables. A request that names a job, or a stream of writes, must name the
+token's own.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from geartrain.ams.kernels import _core
+from geartrain.ams.rpc.services import GEAR, GRAPH, SCHEDULER, SHARD, Method
+from geartrain.ams.rpc.tokens import ALL_TABLES, RIGHTS, Token
+
+ANY = "any"
+"""What every good token may."""
+AUDITED_RIGHTS = frozenset({"create", "snapshot", "admin"})
+"""What takes them is noted, though it is allowed."""
+
+# RPCs of each service by the right to their tables.
+_LISTS: dict[str, dict[str, str]] = {
+    SCHEDULER.name: {
+        ANY: """DescribeCluster TakeIncarnation CheckCaller FenceJob TellJob LeaseStreams RenewStreams ReleaseStreams
+            DescribeStreams DescribeHolders RestoreStreams TellSteps LeaveSteps""",
+        "create": "CreateClusterTable DropClusterTable",
+        "snapshot": "PublishClusterTables",
+    },
+    SHARD.name: {
+        ANY: "Describe OpenDataPlane Fence",
+        "read": "Pull ComputeHosted",
+        "write": "Push Assign Remove Expire UpdateHosted",
+        "snapshot": "Freeze WriteFrozen Thaw Restore",
+    },
+    GRAPH.name: {
+        ANY: "DescribeGraphs",
+        "read": "SelectClasses DownloadGraph",
+        "write": "BuildGraph CancelBuild ForgetGraph",
+        "snapshot": "WriteGraphs RestoreGraphs",
+    },
+    GEAR.name: {
+        ANY: "DescribeGear",
+        "read": "Features",
+        "write": "PushFeatureGradients FlushGradients",
+        "admin": "HandOver",
+    },
+}
+RIGHT_OF: dict[str, str] = {
+    f"/{service}/{rpc}": right
+    for service, lists in _LISTS.items()
+    for right, rpcs in lists.items()
+    for rpc in rpcs.split()
+}
+"""Path of an RPC -> the right that a client's token must give to its tables."""
+NO_TOKEN = frozenset(
+    {f"/{service.name}/Ping" for service in (SCHEDULER, SHARD, GRAPH, GEAR)}
+    | {f"/grpc.health.v1.Health/{rpc}" for rpc in ("Check", "List", "Watch")}
+    | {"/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"}
+)
+"""Paths that take none."""
+OPENS_ROWS = f"/{SHARD.name}/OpenDataPlane"
+_METHODS: dict[str, Method] = {
+    method.path: method for service in (SCHEDULER, SHARD, GRAPH, GEAR) for _, method in service.items()
+}
+_TABLES = ("table", "tables", "spec.name", "name")
+"""Fields that name tables; ``name``: the dense part of a slow gear, which is its table's."""
+_JOBS = ("job", "reader.job", "who.job", "caller.stream", "context.stream", "group.job")
+_FREEZE = f"/{SHARD.name}/Freeze"
+_OF_A_FREEZE = (_FREEZE, f"/{SHARD.name}/WriteFrozen", f"/{SHARD.name}/Thaw")
+_MOST_FREEZES = 65_536
+
+
+class Asked(NamedTuple):
+    """What a request asks for."""
+
+    right: str
+    tables: tuple[str, ...]
+    """None: of no table in particular."""
+    jobs: tuple[str, ...] = ()
+    freeze: str = ""
+    """Whose tables these are, too."""
+
+    def lacks(self, token: Token, grant: _core.Grant) -> str | None:
+        """What a token does not give; None: nothing."""
+        if self.right != ANY:
+            bit = RIGHTS.get(self.right, 0)
+            if not self.tables and not any(rights & bit for _, rights in token.rules):
+                return f"no right to {self.right}"
+            for table in self.tables:
+                if not grant.rights(table) & bit:
+                    return f"no right to {self.right} {table!r}"
+        other = next((job for job in self.jobs if not grant.owns(job)), None)
+        return None if other is None else f"{other!r} is of another job than {token.job!r}"
+
+
+class Freezes:
+    """Which tables a shard was asked to freeze under which names: who writes or ends a freeze names those no more."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._tables: dict[str, set[str]] = {}
+
+    def tables(self, freeze: str, more: Iterable[str]) -> tuple[str, ...]:
+        """All of them, those asked for now included."""
+        with self._lock:
+            return tuple(sorted(self._tables.get(freeze, set()).union(more)))
+
+    def note(self, asked: Asked) -> None:
+        """It was allowed."""
+        with self._lock:
+            self._tables[asked.freeze] = {*self._tables.pop(asked.freeze, ()), *asked.tables}
+            if len(self._tables) > _MOST_FREEZES:
+                del self._tables[next(iter(self._tables))]
+
+
+def asked(path: str, request: bytes, freezes: Freezes) -> Asked:
+    """What a request asks for. Raises a GeartrainError for one that nobody can read."""
+    method = _METHODS.get(path)
+    if method is None:
+        return Asked("admin", (ALL_TABLES,))
+    message = method.header_of(request)
+    right = RIGHT_OF.get(path, "admin")
+    jobs = tuple(filter(None, (_at(message, place) for place in _JOBS)))
+    tables = tuple(name for place in _TABLES if right != ANY for name in _names(_at(message, place)))
+    if path in _OF_A_FREEZE:
+        if path == _FREEZE and not tables:
+            tables = (ALL_TABLES,)
+        freeze = message.snapshot_id
+        return Asked(right, freezes.tables(freeze, tables), jobs, freeze if path == _FREEZE else "")
+    return Asked(right, tables, jobs)
+
+
+def _at(message: Any, place: str) -> Any:
+    for name in place.split("."):
+        message = getattr(message, name, None)
+    return message
+
+
+def _names(found: Any) -> Iterable[str]:
+    """The names of tables in a field: of one, or of several, each a text or a message with one."""
+    if found is None:
+        return ()
+    return (found,) if isinstance(found, str) else (one if isinstance(one, str) else one.table for one in found)

@@ -1,0 +1,277 @@
+"""What a program may do to which tables: tokens, signed by a key of the cluster and checked offline by every role.
+
+A token is ``gt1.PAYLOAD.SIGNATURE`` (base64url): a JSON object ``{"id", "job", "tables": [[pattern, [right, ...]],
+...], "until"}`` and the Ed25519 signature of all that stands before the last dot. It is read from a file, and sent with
+each call as ``authorization: Bearer``, under TLS alone. A role that has ``token.pub`` in its folder of certificates,
+one or several public keys, wants one of every client; ``revoked`` beside it has the ids of tokens that are good no
+more.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import functools
+import json
+import logging
+import re
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from geartrain.ams.kernels import _core
+from geartrain.ams.values.config import TOKEN_PREFIX
+from geartrain.ams.values.errors import ConfigError
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+
+logger = logging.getLogger(__name__)
+
+PUBLIC_FILE = "token.pub"
+REVOKED_FILE = "revoked"
+METADATA_KEY = "authorization"
+SCHEME = "Bearer "
+RIGHTS = {"read": 1, "write": 2, "create": 4, "snapshot": 8, "admin": 16}
+"""Bits by name; the first two are known to C++, too."""
+ALL_TABLES = "*"
+_MAX_BYTES = 4096
+"""Of a token: gRPC takes metadata of 8 KiB."""
+_MOST_VERIFIED = 1024
+_LOOK_SECONDS = 0.5
+_OFFER_SECONDS = 10.0
+"""A connection that was to be made is made by then."""
+_PUBLIC_KEY = re.compile(rb"-----BEGIN PUBLIC KEY-----.+?-----END PUBLIC KEY-----\n?", re.DOTALL)
+
+
+class Token(NamedTuple):
+    """Who may do what, until when."""
+
+    id: str
+    job: str
+    """Whose streams and steps it may be; "*": any."""
+    rules: tuple[tuple[str, int], ...]
+    """(pattern of tables, in which * stands for any characters; bits of the rights)."""
+    until: float
+    """Unix seconds."""
+
+    def grant(self) -> _core.Grant:
+        """The same, for C++. Who has the rest of all tables may be any job."""
+        may_all = any(pattern == ALL_TABLES and rights & RIGHTS["admin"] for pattern, rights in self.rules)
+        return _core.Grant(ALL_TABLES if may_all else self.job, list(self.rules), self.until)
+
+
+def signed(token: Token, key: Ed25519PrivateKey) -> str:
+    """The text of a token. Raises ConfigError if it is too long to be sent."""
+    names = [[pattern, [name for name, bit in RIGHTS.items() if rights & bit]] for pattern, rights in token.rules]
+    said = {"id": token.id, "job": token.job, "tables": names, "until": token.until}
+    head = f"{TOKEN_PREFIX}{_encoded(json.dumps(said, separators=(',', ':')).encode())}"
+    text = f"{head}.{_encoded(key.sign(head.encode()))}"
+    if len(text) > _MAX_BYTES:
+        raise ConfigError(f"the token would have {len(text)} bytes, the most is {_MAX_BYTES}; give fewer patterns")
+    return text
+
+
+def _encoded(data: bytes) -> str:
+    return base64.urlsafe_b64encode(data).decode().rstrip("=")
+
+
+def _decoded(text: str) -> bytes:
+    return base64.b64decode(text + "=" * (-len(text) % 4), altchars=b"-_", validate=True)
+
+
+def verified(text: str, keys: tuple[Ed25519PublicKey, ...]) -> Token | None:
+    """The token, if one of the keys has signed it; None: nobody whom we believe has."""
+    from cryptography.exceptions import InvalidSignature
+
+    head, _, signature = text.rpartition(".")
+    if len(text) > _MAX_BYTES or not head.startswith(TOKEN_PREFIX):
+        return None
+    try:
+        sign = _decoded(signature)
+        for key in keys:
+            try:
+                key.verify(sign, head.encode())
+            except InvalidSignature:
+                continue
+            said = json.loads(_decoded(head.removeprefix(TOKEN_PREFIX)))
+            rules = tuple((str(pattern), sum(RIGHTS[name] for name in set(names))) for pattern, names in said["tables"])
+            return Token(str(said["id"]), str(said["job"]), rules, float(said["until"]))
+    except (ValueError, KeyError, TypeError, binascii.Error):  # a newer version's, too: a right that is not known here
+        pass
+    return None
+
+
+def public_keys(pem: bytes) -> tuple[Ed25519PublicKey, ...]:
+    """The keys in ``token.pub``. Raises ValueError if one is none of Ed25519, or there is none."""
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+    from cryptography.hazmat.primitives.serialization import load_pem_public_key
+
+    keys = [load_pem_public_key(found) for found in _PUBLIC_KEY.findall(pem)]
+    if not keys or not all(isinstance(key, Ed25519PublicKey) for key in keys):
+        raise ValueError("it has no keys, or other keys than those of Ed25519")
+    return tuple(keys)  # type: ignore[arg-type]
+
+
+class TokenFile:
+    """The token of this process, read again when its file changes. Thread-safe."""
+
+    def __init__(self, path: str) -> None:
+        """Raises ConfigError: there is none, others can read it, or it is no token."""
+        self._path = Path(path)
+        self._look_at = 0.0
+        self._stamp: object = None
+        self._metadata: tuple[tuple[str, str], ...] = ()
+        self.metadata()
+
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """What a call says."""
+        if time.monotonic() >= self._look_at:
+            self._look_at = time.monotonic() + 2 * _LOOK_SECONDS
+            try:
+                stat = self._path.stat()
+                if (stamp := (stat.st_ino, stat.st_mtime_ns)) != self._stamp:
+                    self._metadata = ((METADATA_KEY, SCHEME + self._read(stat.st_mode)),)
+                    self._stamp = stamp
+            except (OSError, ConfigError) as exc:
+                if not self._metadata:
+                    raise (
+                        exc
+                        if isinstance(exc, ConfigError)
+                        else ConfigError(
+                            f"security.token: cannot read {str(self._path)!r}: {exc.strerror}; 'geartrain certs token' "
+                            "makes one"
+                        )
+                    ) from exc
+                logger.warning("goes on with the token that it has: %s", exc)
+        return self._metadata
+
+    def _read(self, mode: int) -> str:
+        if mode & 0o077:
+            raise ConfigError(f"{self._path} can be read by others of this machine: chmod 600 {self._path}")
+        text = self._path.read_text(encoding="ascii", errors="replace").strip()
+        if not text.startswith(TOKEN_PREFIX) or text.count(".") != 2 or len(text) > _MAX_BYTES:
+            raise ConfigError(f"{self._path} holds no token; 'geartrain certs token' makes one")
+        return text
+
+
+class _Given(NamedTuple):
+    token: Token | None
+    grant: _core.Grant
+    text: str
+    caller: dict[str, Any]
+    at: float
+
+
+class Tokens:
+    """The tokens that a role believes, as its folder of certificates says it. Thread-safe."""
+
+    def __init__(self, folder: str, audit: Callable[..., None]) -> None:
+        """``audit`` is told what connections for rows were refused."""
+        self._folder, self._audit = Path(folder), audit
+        self._lock = threading.Lock()
+        self._look_at = 0.0
+        self._stamp: object = None
+        self._keys: tuple[Ed25519PublicKey, ...] | None = None
+        """None: no tokens are wanted. Empty: nobody is believed."""
+        self._revoked: frozenset[str] = frozenset()
+        self._verified: dict[str, tuple[Token, _core.Grant]] = {}
+        self._given: list[_Given] = []
+        self._watch: threading.Thread | None = None
+        self._look()
+
+    @property
+    def are_wanted(self) -> bool:
+        """Whether clients need one."""
+        self._look()
+        return self._keys is not None
+
+    def believed(self, text: str) -> tuple[Token, _core.Grant] | str:
+        """A token and its rights, or why it is not believed."""
+        self._look()
+        if (known := self._verified.get(text)) is None:
+            token = verified(text, self._keys or ())
+            if token is None:
+                return "no token of this cluster"
+            known = token, token.grant()
+            with self._lock:
+                if len(self._verified) >= _MOST_VERIFIED:
+                    self._verified.clear()
+                self._verified[text] = known
+        if known[0].id in self._revoked:
+            return "its token was revoked"
+        return "its token ran out" if known[1].is_over else known
+
+    def give(self, token: Token | None, text: str, caller: dict[str, Any]) -> _core.Grant:
+        """The rights of a new connection for rows, which end with those of the token; None: all, until tokens are
+        wanted."""
+        rules = ((ALL_TABLES, sum(RIGHTS.values())),)
+        grant = (token or Token("", ALL_TABLES, rules, float("inf"))).grant()
+        with self._lock:
+            self._given.append(_Given(token, grant, text, caller, time.monotonic()))
+            if self._watch is None:
+                self._watch = threading.Thread(target=self._watch_given, name="geartrain-tokens", daemon=True)
+                self._watch.start()
+        return grant
+
+    def _watch_given(self) -> None:
+        """Ends the rights of connections whose token is good no more, and tells what they were refused."""
+        while True:
+            time.sleep(_LOOK_SECONDS)
+            try:
+                self.look_after_given()
+            except Exception:  # it must go on for the others
+                logger.exception("rights of connections for rows could not be looked after")
+
+    def look_after_given(self) -> None:
+        wanted = self.are_wanted
+        with self._lock:
+            given = list(self._given)
+        for token, grant, text, caller, _ in given:
+            if (token is None and wanted) or (token is not None and isinstance(self.believed(text), str)):
+                grant.end()
+            refused, count = grant.take_refused()
+            for table, rights in refused:
+                names = [name for name, bit in RIGHTS.items() if rights & bit]
+                self._audit(caller, "rows", [table], f"no right to {', '.join(names)}", more=count - len(refused))
+        before = time.monotonic() - _OFFER_SECONDS
+        with self._lock:
+            self._given = [one for one in self._given if one.grant.is_in_use or one.at > before]
+
+    def _look(self) -> None:
+        if time.monotonic() < self._look_at:
+            return
+        with self._lock:
+            self._look_at = time.monotonic() + _LOOK_SECONDS
+            try:
+                paths = [self._folder / name for name in (PUBLIC_FILE, REVOKED_FILE)]
+                stamp = [_stamp(path) for path in paths]
+                if stamp == self._stamp:
+                    return
+                keys = None if stamp[0] is None else public_keys(paths[0].read_bytes())
+                revoked = "" if stamp[1] is None else paths[1].read_text(encoding="ascii")
+                if self._keys is not None and keys is None:
+                    logger.warning("%s is there no more: clients need no token now", paths[0])
+            except (OSError, ValueError) as exc:
+                logger.warning("tokens: %s cannot be read, and what is believed stays as it is: %s", self._folder, exc)
+                if self._keys is None:
+                    self._keys = ()  # somebody wants tokens
+                return
+            self._stamp, self._keys, self._revoked = stamp, keys, frozenset(revoked.split())
+            self._verified.clear()
+
+
+def _stamp(path: Path) -> tuple[int, int] | None:
+    try:
+        stat = path.stat()
+    except FileNotFoundError:
+        return None
+    return stat.st_ino, stat.st_mtime_ns
+
+
+@functools.cache
+def token_file(path: str) -> TokenFile:
+    """The one of this process at a path."""
+    return TokenFile(path)

@@ -1,0 +1,424 @@
+"""What a token gives: every RPC and both ways of rows, with tokens that must be refused and those that must not."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+
+import grpc
+import numpy as np
+import pytest
+
+import geartrain as gt
+from geartrain.ams.graph.service.role import GraphServer
+from geartrain.ams.pb.v1 import gear_pb2, graph_pb2, scheduler_pb2, shard_pb2
+from geartrain.ams.rpc.client.calls import GrpcCalls
+from geartrain.ams.rpc.server.access import CALLERS
+from geartrain.ams.rpc.server.rights import NO_TOKEN, RIGHT_OF
+from geartrain.ams.rpc.services import SCHEDULER, SHARD
+from geartrain.ams.values.config import (
+    CERTIFIED_ROLES,
+    CLIENT,
+    FOLDER_VARIABLE,
+    GraphConfig,
+    SecurityConfig,
+    identify,
+    identity,
+)
+from geartrain.ams.values.errors import AccessDenied, ConfigError
+from geartrain.ams.values.scheduler_messages import FenceJob
+from geartrain.ams.values.shard_messages import Freeze, Thaw, WriteFrozen
+from geartrain.launch.certificates import issue, make_authority
+from geartrain.launch.graph_role import ConnectedCluster
+from geartrain.launch.tokens import make_token, revoke
+from tests.integration.conftest import QUICK
+from tests.integration.gear.gear_cluster import gear_cluster
+from tests.support.command_line import typed
+from tests.support.role_process import RoleProcess
+
+ALL = ["*=read,write,create,snapshot,admin"]
+MINE = ["mine/*=read,write,create,snapshot"]
+S1, S2, S3 = ("1" * 32, "2" * 32, "3" * 32)
+REFUSED = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
+_BY_ROLE = {
+    "scheduler": (scheduler_pb2, "Scheduler"),
+    "server": (shard_pb2, "Shard"),
+    "graph": (graph_pb2, "Graph"),
+    "slowgear": (gear_pb2, "Gear"),
+}
+RPCS = [
+    (role, f"/{service.full_name}/{method.name}", method)
+    for role, (file, name) in _BY_ROLE.items()
+    for service in (file.DESCRIPTOR.services_by_name[name],)
+    for method in service.methods
+    if CLIENT in CALLERS[f"/{service.full_name}/{method.name}"]
+]
+GUARDED = [rpc for rpc in RPCS if rpc[1] not in NO_TOKEN]
+Roles = Mapping[str, str]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Certificates, of this process one that is every role but a client, and the tokens of the tests."""
+    folder = tmp_path_factory.mktemp("certificates")
+    make_authority(folder, "test")
+    for role in CERTIFIED_ROLES:
+        issue(folder, folder, [role])
+    make_authority(folder / "other", "test")
+    issue(folder / "other", folder / "other", [CLIENT])
+    make_token(folder, "boss", ALL, 1)
+    make_token(folder, "mine", MINE, 1)
+    make_token(folder, "reader", ["mine/*=read"], 1)
+    make_token(folder, "writer", ["mine/*=write"], 1)
+    make_token(folder, "late", ALL, 1e-9)
+    make_token(folder / "other", "foreign", ALL, 1, folder / "foreign.token")
+    revoke(folder, make_token(folder, "revoked", ALL, 1)[1])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def roles(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Roles]:
+    """One process of each role, by its address."""
+    before = identity("127.0.0.1:1")
+    with ExitStack() as stack:
+        stack.callback(identify, *before)
+        own = tmp_path_factory.mktemp("roles")
+        issue(folder, own, ["scheduler", "server", "graph", "slowgear"])
+        for name in ("token.pub", "revoked"):  # as of another machine
+            (own / name).symlink_to(folder / name)
+        identify(str(own), "scheduler")
+        cluster = stack.enter_context(gear_cluster())
+        _, gear = cluster.start_gear()
+        graph = GraphServer(GraphConfig(listen="127.0.0.1:0"), ConnectedCluster(cluster.address, QUICK))
+        addresses = {"scheduler": cluster.address, "slowgear": gear, "graph": graph.start()}
+        stack.callback(graph.stop, 0)
+        with gt.connect(cluster.address) as connected:
+            addresses["server"] = connected._calls.view.shards[0].address
+        yield addresses
+
+
+@pytest.fixture(scope="module")
+def process(folder: Path) -> Iterator[RoleProcess]:
+    """A cluster of its own processes, with two tables."""
+    before = identity("127.0.0.1:1")
+    up = ("up", "--json", "--shards=1", "--scheduler-listen=127.0.0.1:0")
+    with RoleProcess(*up, **{FOLDER_VARIABLE: str(folder)}) as process:
+        identify(str(folder), CLIENT, str(folder / "boss.token"))
+        with gt.connect(process.facts["scheduler"]) as connected:
+            for name in ("mine/rows", "other/rows"):
+                connected.create_table(name, dim=4, optimizer=gt.SGD(1.0))
+        identify(*before)
+        yield process
+
+
+@pytest.fixture
+def address(process: RoleProcess) -> str:
+    return str(process.facts["scheduler"])
+
+
+@pytest.fixture
+def as_program(folder: Path) -> Iterator[Callable[[str | None], None]]:
+    """Lets this process be a program with a token."""
+    before = identity("127.0.0.1:1")
+    yield lambda name: identify(str(folder), CLIENT, None if name is None else str(folder / f"{name}.token"))
+    identify(*before)
+
+
+def opened(folder: Path, roles: Roles, role: str) -> grpc.Channel:
+    own = (folder / "client.pem").read_bytes()
+    shown = grpc.ssl_channel_credentials((folder / "ca.pem").read_bytes(), own, own)
+    options = [("grpc.use_local_subchannel_pool", 1), ("grpc.ssl_target_name_override", f"{role}.test.geartrain")]
+    return grpc.secure_channel(roles[role], shown, options)
+
+
+def outcome(channel: grpc.Channel, path: str, streams: bool, token: str | None, data: bytes = b"") -> grpc.StatusCode:
+    metadata = () if token is None else (("authorization", f"Bearer {token}"),)
+    try:
+        if streams:
+            next(iter(channel.unary_stream(path)(data, timeout=2, metadata=metadata)), None)  # type: ignore[call-overload]
+        else:
+            channel.unary_unary(path)(data, timeout=10, metadata=metadata)  # type: ignore[call-overload]
+    except grpc.RpcError as exc:
+        assert isinstance(exc, grpc.Call)
+        if exc.code() in REFUSED and not exc.trailing_metadata():
+            assert not exc.details()
+            return grpc.StatusCode.PERMISSION_DENIED
+        return exc.code() if exc.code() not in REFUSED else grpc.StatusCode.ABORTED
+    return grpc.StatusCode.OK
+
+
+def shard_at(address: str) -> str:
+    with gt.connect(address) as connected:
+        return str(connected._calls.view.shards[0].address)
+
+
+def text_of(folder: Path, name: str) -> str:
+    return (folder / f"{name}.token").read_text().strip()
+
+
+def of_table(method: object, table: str) -> bytes:
+    """A request for a table, and nothing else."""
+    message = method.input_type._concrete_class()  # type: ignore[attr-defined]
+    for field in message.DESCRIPTOR.fields_by_name:
+        if field in ("table", "name"):
+            setattr(message, field, table)
+        elif field == "spec":
+            message.spec.name = table
+        elif field == "tables":
+            try:
+                message.tables.append(table)
+            except TypeError:
+                message.tables.add(table=table)
+    return bytes(message.SerializeToString())
+
+
+def test_every_rpc_of_clients_has_its_right() -> None:
+    assert {path for _, path, _ in GUARDED} == set(RIGHT_OF)
+
+
+@pytest.mark.parametrize("name", [None, "foreign", "late", "revoked", "damaged"])
+def test_no_rpc_of_any_role_is_open_to_a_client_with(name: str | None, roles: Roles, folder: Path) -> None:
+    token = (
+        None if name is None else text_of(folder, "boss")[:-4] + "AAAA" if name == "damaged" else text_of(folder, name)
+    )
+    with ExitStack() as stack:
+        ways = {role: stack.enter_context(opened(folder, roles, role)) for role in _BY_ROLE}
+        codes = {path: outcome(ways[role], path, m.server_streaming, token) for role, path, m in GUARDED}
+        assert set(codes.values()) == {grpc.StatusCode.PERMISSION_DENIED}, codes
+        pinged = {outcome(ways[role], path, False, token) for role, path, _ in RPCS if path in NO_TOKEN}
+    assert pinged == {grpc.StatusCode.OK}
+
+
+def test_a_token_gives_its_rights_to_its_tables_and_no_others(roles: Roles, folder: Path) -> None:
+    boss, mine, reader = (text_of(folder, name) for name in ("boss", "mine", "reader"))
+    wrong = []
+    with ExitStack() as stack:
+        ways = {role: stack.enter_context(opened(folder, roles, role)) for role in _BY_ROLE}
+        for role, path, method in GUARDED:
+            streams, right = method.server_streaming, RIGHT_OF[path]
+            own, other = of_table(method, "mine/none"), of_table(method, "other/none")
+            names_tables = own != of_table(method, "")
+            expected = {
+                "boss": (boss, other, True),
+                "own": (mine, own, right != "admin"),
+                "another's": (mine, other, right != "admin" and not names_tables),
+                "less": (reader, own, right in ("any", "read")),
+            }
+            for what, (token, request, may) in expected.items():
+                if right == "create" and may:  # what comes of it the scheduler tells
+                    request = request + b"\xff"
+                    if what != "boss":
+                        continue
+                code = outcome(ways[role], path, streams, token, request)
+                if (code is grpc.StatusCode.PERMISSION_DENIED) is may:
+                    wrong.append((path, what, code))
+    assert not wrong
+
+
+@pytest.mark.parametrize("shared_memory", [True, False], ids=["shared memory", "tcp"])
+def test_rows_are_read_and_written_by_the_rights_of_the_token(
+    shared_memory: bool, address: str, as_program: Callable[[str | None], None]
+) -> None:
+    config = QUICK.model_copy(update={"shared_memory": shared_memory})
+    ones = np.ones((1, 4), np.float32)
+    as_program("boss")
+    with gt.connect(address, config=config) as cluster:
+        before = cluster.table("mine/rows").pull([7])
+        cluster.table("other/rows").pull([7])
+    as_program("reader")
+    with gt.connect(address, config=config) as cluster:
+        table = cluster.table("mine/rows")
+        assert np.array_equal(table.pull([7]), before)
+        for refused in (
+            lambda: table.push([7], ones),
+            lambda: table.assign([7], ones),
+            lambda: table.remove([7]),
+            lambda: cluster.table("other/rows").pull([7]),
+            lambda: cluster.drop_table("mine/rows"),
+            lambda: cluster.create_table("mine/more", dim=4, optimizer=gt.SGD(1.0)),
+        ):
+            with pytest.raises(AccessDenied, match=r"geartrain certs token.*security\.token"):
+                refused()
+        assert np.array_equal(table.pull([7]), before)
+    as_program("writer")
+    with gt.connect(address, config=config) as cluster:
+        table = cluster.table("mine/rows")
+        table.push([7], ones)
+        for refused in (lambda: table.pull([7]), lambda: cluster.table("other/rows").push([7], ones)):
+            with pytest.raises(AccessDenied, match=r"geartrain certs token"):
+                refused()
+    as_program("boss")
+    with gt.connect(address, config=config) as cluster:
+        assert np.allclose(cluster.table("mine/rows").pull([7]), before - 1)
+
+
+@pytest.mark.parametrize("shared_memory", [True, False], ids=["shared memory", "tcp"])
+@pytest.mark.parametrize("how", ["revoked", "ran out"])
+def test_a_connection_for_rows_ends_with_its_token(
+    how: str,
+    shared_memory: bool,
+    address: str,
+    folder: Path,
+    as_program: Callable[[str | None], None],
+) -> None:
+    days = 1.0 if how == "revoked" else 4 / 86_400
+    _, token_id = make_token(folder, "short", MINE, days, folder / f"{how}{shared_memory}.token")
+    began = time.monotonic()
+    as_program(f"{how}{shared_memory}")
+    with gt.connect(address, config=QUICK.model_copy(update={"shared_memory": shared_memory})) as cluster:
+        table = cluster.table("mine/rows")
+        table.pull([1])
+        if how == "revoked":
+            revoke(folder, token_id)
+            began = time.monotonic()
+        with pytest.raises(AccessDenied):
+            while time.monotonic() < began + (3 if how == "revoked" else 6):  # 1 s, and what else the machine does
+                table.pull([1])
+                time.sleep(0.02)
+        with pytest.raises(AccessDenied):
+            table.pull([1])
+
+
+def test_a_freeze_is_written_by_who_may_save_all_its_tables(
+    address: str, as_program: Callable[[str | None], None], tmp_path: Path
+) -> None:
+    as_program("boss")
+    shard = shard_at(address)
+    boss = GrpcCalls(SHARD, "shard", shard)
+    boss.call(Freeze(snapshot_id=S1, tables=("mine/rows", "other/rows")), 10)
+    as_program("mine")
+    mine = GrpcCalls(SHARD, "shard", shard)
+    for request in (
+        WriteFrozen(snapshot_id=S1, folder=str(tmp_path)),
+        Thaw(snapshot_id=S1, kept=False),
+        Freeze(snapshot_id=S2),
+        Freeze(snapshot_id=S1, tables=("mine/rows",)),
+    ):
+        with pytest.raises(AccessDenied):
+            mine.call(request, 10)
+    mine.call(Freeze(snapshot_id=S3, tables=("mine/rows",)), 10)
+    mine.call(Thaw(snapshot_id=S3, kept=False), 10)
+    boss.call(Thaw(snapshot_id=S1, kept=False), 10)
+    boss.close()
+    mine.close()
+
+
+def test_a_token_speaks_for_its_job_alone(address: str, as_program: Callable[[str | None], None]) -> None:
+    as_program("mine")
+    calls = GrpcCalls(SCHEDULER, "scheduler", address)
+    with pytest.raises(AccessDenied):
+        calls.call(FenceJob(job="yours", incarnation=1), 10)
+    calls.call(FenceJob(job="mine/rank0", incarnation=1), 10)
+    calls.close()
+    with pytest.raises(AccessDenied):
+        gt.connect(address, config=QUICK, stream="yours/rank0")
+    with gt.connect(address, config=QUICK, stream="mine/rank0") as cluster:
+        cluster.table("mine/rows").push([1], np.ones((1, 4), np.float32))
+
+
+def test_refused_calls_and_those_that_change_tables_are_audited(
+    folder: Path, as_program: Callable[[str | None], None]
+) -> None:
+    up = ("up", "--json", "--shards=1", "--scheduler-listen=127.0.0.1:0")
+    with RoleProcess(*up, **{FOLDER_VARIABLE: str(folder)}) as process:
+        address = process.facts["scheduler"]
+        as_program("boss")
+        with gt.connect(address, config=QUICK) as cluster:
+            cluster.create_table("mine/rows", dim=4, optimizer=gt.SGD(1.0))
+        as_program("reader")
+        with gt.connect(address, config=QUICK) as cluster:
+            with pytest.raises(AccessDenied):
+                cluster.drop_table("mine/rows")
+            with pytest.raises(AccessDenied):
+                cluster.table("mine/rows").push([1], np.ones((1, 4), np.float32))
+            time.sleep(1.5)
+        process.process.terminate()
+        said = process.process.communicate(timeout=20)[1]
+    lines = [json.loads(line[line.index("{") :]) for line in said.splitlines() if " geartrain.audit: " in line]
+    told = [(line["rpc"].rpartition("/")[2], line["job"], line["tables"], line["allowed"]) for line in lines]
+    assert ("CreateClusterTable", "boss", ["mine/rows"], True) in told
+    assert ("DropClusterTable", "reader", ["mine/rows"], False) in told
+    assert ("rows", "reader", ["mine/rows"], False) in told
+    assert all(line.keys() >= {"time", "caller", "token", "peer", "reason"} for line in lines)
+    assert "gt1." not in said
+
+
+def test_a_program_takes_up_a_new_token_without_a_restart(
+    address: str, folder: Path, as_program: Callable[[str | None], None]
+) -> None:
+    path, _ = make_token(folder, "reader", ["mine/*=read"], 1, folder / "changes.token")
+    as_program("changes")
+    with gt.connect(address, config=QUICK) as cluster:
+        with pytest.raises(AccessDenied):
+            cluster.create_table("mine/changes", dim=4, optimizer=gt.SGD(1.0))
+        make_token(folder, "reader", MINE, 1, path)
+        time.sleep(1.1)
+        cluster.create_table("mine/changes", dim=4, optimizer=gt.SGD(1.0))
+
+
+def test_what_a_role_needs_no_token_gives_no_client_rights(roles: Roles, folder: Path) -> None:
+    """The certificate of a role is no token: a client's call is judged by its own."""
+    with opened(folder, roles, "server") as way:
+        assert outcome(way, f"/{SHARD.name}/OpenDataPlane", False, None) is grpc.StatusCode.PERMISSION_DENIED
+
+
+def test_the_commands_make_and_revoke(tmp_path: Path) -> None:
+    assert typed("certs", "init", str(tmp_path)).returncode == 0
+    done = typed("certs", "token", "ads", str(tmp_path), "--allow=faces/*=read,write", "--allow=*=read", "--days=7")
+    assert done.returncode == 0, done.stderr
+    path = tmp_path / "ads.token"
+    assert done.stdout.startswith(f"{path}: token ")
+    assert path.stat().st_mode & 0o777 == 0o600 and (tmp_path / "token.key").stat().st_mode & 0o777 == 0o600
+    token_id = done.stdout.split()[2]
+    assert typed("certs", "revoke", token_id, str(tmp_path)).returncode == 0
+    assert (tmp_path / "revoked").read_text().split() == [token_id]
+    for wrong, said in (
+        (("token", "ads", str(tmp_path), "--allow=faces=fly"), "--allow is 'faces=fly'"),
+        (("token", "ads", str(tmp_path / "none"), "--allow=*=read"), "does not exist"),
+        (("revoke", "ads", str(tmp_path)), "'ads' is no id of a token"),
+    ):
+        done = typed("certs", *wrong)
+        assert done.returncode == 2 and said in done.stderr
+    text = path.read_text().strip()
+    done = typed("status", f"--scheduler={text}")
+    assert done.returncode == 2 and "security.token" in done.stderr and text[:40] not in done.stderr
+
+
+def test_a_token_is_read_from_a_file_of_ones_own(
+    folder: Path,
+    tmp_path: Path,
+    as_program: Callable[[str | None], None],  # noqa: ARG001
+) -> None:
+    text = text_of(folder, "reader")
+    for wrong in (
+        lambda: SecurityConfig(token=text),
+        lambda: gt.connect(f"{text}@127.0.0.1:7000"),
+        lambda: gt.connect(f"127.0.0.1:7000?token={text}"),
+    ):
+        with pytest.raises(ConfigError, match=r"security\.token") as caught:
+            wrong()
+        assert text[:40] not in str(caught.value)
+    path = tmp_path / "open.token"
+    path.write_text(text)
+    path.chmod(0o644)
+    for place, said in (
+        (path, "chmod 600"),
+        (tmp_path / "none", "geartrain certs token"),
+        (folder / "ca.key", "no token"),
+    ):
+        identify(str(folder), CLIENT, str(place))
+        with pytest.raises(ConfigError, match=said):
+            gt.connect("127.0.0.1:1")
+    identify("none", CLIENT, str(folder / "reader.token"))
+    with pytest.raises(ConfigError, match="TLS alone"):
+        gt.connect("127.0.0.1:1")
+
+
+def test_the_private_folder_of_a_user_has_no_tokens(tmp_path: Path) -> None:
+    make_authority(tmp_path, "private")
+    issue(tmp_path, tmp_path, [CLIENT, *CERTIFIED_ROLES[:-1]])
+    with pytest.raises(ConfigError, match="good for every role"):
+        make_token(tmp_path, "job", ALL, 1)
