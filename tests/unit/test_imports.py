@@ -82,7 +82,7 @@ HOMES: dict[str, tuple[str, ...]] = {
     "lmdb": ("ams/storage/*/lmdb*.py",),
     "redis": ("ams/storage/*/redis*.py",),
     "socket": ("ams/*", "geartrain/*", "workers/loopback.py", "workers/rendezvous.py"),
-    "cryptography": ("ams/rpc/*", "geartrain/launch/certificates.py"),
+    "cryptography": ("ams/rpc/*", "geartrain/launch/certificates.py", "geartrain/launch/tokens.py"),
     "pickle": (),
 }
 

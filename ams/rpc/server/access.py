@@ -18,7 +18,16 @@ import grpc
 
 from geartrain.ams.kernels import _core
 from geartrain.ams.rpc.credentials import ANY_NUMBER, Name, names_of
-from geartrain.ams.rpc.server.rights import ANY, AUDITED_RIGHTS, NO_TOKEN, OPENS_ROWS, RIGHT_OF, Asked, Freezes, asked
+from geartrain.ams.rpc.server.rights import (
+    ANY,
+    AUDITED_RIGHTS,
+    NO_TOKEN,
+    OPENS_ROWS,
+    RIGHT_OF,
+    Asked,
+    AskedFreezes,
+    asked,
+)
 from geartrain.ams.rpc.services import GEAR, GRAPH, SCHEDULER, SHARD
 from geartrain.ams.rpc.tokens import ALL_TABLES, METADATA_KEY, SCHEME, Tokens
 from geartrain.ams.values.config import CERTIFIED_ROLES, CLIENT
@@ -83,7 +92,7 @@ class Access(grpc.ServerInterceptor):
     def __init__(self, cluster: str, folder: str) -> None:
         self._cluster = cluster
         self._tokens = _tokens(folder)
-        self._freezes = Freezes()
+        self._freezes = AskedFreezes()
         self._guarded = functools.cache(self._guard)
 
     def intercept_service(self, continuation: Callable[..., Any], handler_call_details: Any) -> Any:

@@ -94,7 +94,7 @@ class Asked(NamedTuple):
         return None if other is None else f"{other!r} is of another job than {token.job!r}"
 
 
-class Freezes:
+class AskedFreezes:
     """Which tables a shard was asked to freeze under which names: who writes or ends a freeze names those no more."""
 
     def __init__(self) -> None:
@@ -114,7 +114,7 @@ class Freezes:
                 del self._tables[next(iter(self._tables))]
 
 
-def asked(path: str, request: bytes, freezes: Freezes) -> Asked:
+def asked(path: str, request: bytes, freezes: AskedFreezes) -> Asked:
     """What a request asks for. Raises a GeartrainError for one that nobody can read."""
     method = _METHODS.get(path)
     if method is None:
