@@ -46,7 +46,7 @@ CONFIG = ClientConfig(
 )
 
 
-Carrier = Literal["shared", "tcp"]
+Carrier = Literal["shared", "tcp", "tls"]
 """Of rows."""
 
 
@@ -83,8 +83,10 @@ def behind_proxies(
             held = server._held[0].shard
             assert held is not None
             shards.append(held)
-            if carrier == "tcp":
-                port = server._held[0].service.data_plane.offer().port
+            if carrier != "shared":
+                plane = server._held[0].service.data_plane
+                plane._uses_tls = carrier == "tls"
+                port = plane.offer().port
                 beside = FaultyProxy(
                     seed * 1000 + 500 + shard, most_bytes=ROW_BYTES, delay_seconds=ATTEMPT_SECONDS, reply_share=1
                 )
@@ -94,7 +96,9 @@ def behind_proxies(
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         patch.setattr(data_plane, "CONNECT_SECONDS", ATTEMPT_SECONDS)
         patch.setattr(
-            data_plane, "connect_tcp", lambda host, port, *rest: _core.connect_tcp(host, proxy_ports[port], *rest)
+            data_plane,
+            "connect_tcp",
+            lambda host, port, *rest, **more: _core.connect_tcp(host, proxy_ports[port], *rest, **more),
         )
         config = CONFIG.model_copy(update={"shared_memory": carrier == "shared"})
         with connect(address) as patient:  # the table is not what meets the faults
@@ -172,8 +176,9 @@ def attack(
         return table.pull(np.arange(NUM_ROWS)), expected, sum((proxy.counts for proxy in proxies), met)
 
 
-def test_every_push_is_applied_once_through_a_faulty_network() -> None:
-    rows, expected, met = attack(seed=1, num_pushes=PUSHES)
+@pytest.mark.parametrize("carrier", ["tcp", "tls"])
+def test_every_push_is_applied_once_through_a_faulty_network(carrier: Carrier) -> None:
+    rows, expected, met = attack(seed=1, num_pushes=PUSHES, carrier=carrier)
     np.testing.assert_array_equal(rows, expected)
     assert {kind.split()[0] for kind in met} == set(KINDS), met
     assert {"blackhole up", "blackhole down"} <= set(met), met  # requests vanish, and only their replies do
