@@ -241,10 +241,11 @@ class DeviceRows:
         """Overwrite every row by its initial value, the slots and the steps by zero; where ids have no bound no row is
         left."""
         self.is_written = False
-        self.ids.clear()
-        for name in _OF_EACH_ROW if self.ids.table is not None else ():
-            if (held := getattr(self, name)) is not None:
-                setattr(self, name, held[: self.num_local].clone())
+        with torch.inference_mode(False):
+            self.ids.clear()
+            for name in _OF_EACH_ROW if self.ids.table is not None else ():
+                if (held := getattr(self, name)) is not None:
+                    setattr(self, name, held[: self.num_local].clone())
         for tensor in (self.slots_LD, self.slot_scales_LK, self.steps_L, self.clock):
             if tensor is not None:
                 tensor.zero_()

@@ -168,8 +168,13 @@ def test_rows_go_to_another_device_with_their_numbers_and_to_a_snapshot_if_there
     rows.move_to(torch.device("cpu"))
     assert rows.present_ids().tolist() == known_ids(9).tolist()
     assert torch.equal(rows.pull(known_ids(9)[[399, 0]]), torch.tensor([[798.0, 799], [0, 1]]))
+    gt.save(model, tmp_path / "full")
     gt.load(model, tmp_path / "empty", replace=True)
     assert rows.num_present == 0 and rows.num_local == 96 == len(rows.slots_LD)
+    with torch.inference_mode():  # as a server may
+        gt.load(model, tmp_path / "full", replace=True)
+    rows.assign(torch.tensor([1]).numpy(), torch.tensor([[5.0, 6.0]]).numpy())
+    assert rows.num_present == 401 and rows.pull([1, int(known_ids(9)[7])]).tolist() == [[5, 6], [14, 15]]
 
 
 def test_an_id_below_zero_is_refused_and_makes_no_row() -> None:
