@@ -48,6 +48,7 @@ if TYPE_CHECKING:  # the one list of public names: "X as X" is how a module give
     from geartrain.ams.values.strings import hash_strings as hash_strings
     from geartrain.bridge.checkpoint.loading import load as load
     from geartrain.bridge.checkpoint.saving import save as save
+    from geartrain.bridge.collectives.scheduler_store import init_process_group as init_process_group
     from geartrain.bridge.dense.dense_table import DenseTable as DenseTable
     from geartrain.bridge.dense.dense_table import attach as attach
     from geartrain.bridge.embedding.field import Field as Field

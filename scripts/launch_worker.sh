@@ -2,16 +2,17 @@
 # Starts the workers of this host under torchrun: one for each GPU, all of all hosts training in step.
 #
 #   SCHEDULER=10.0.0.1:7000 scripts/launch_worker.sh classify --data FOLDER --out RUN
-#   SCHEDULER=10.0.0.1:7000 NNODES=2 MASTER_ADDR=10.0.0.4 INSECURE=1 scripts/launch_worker.sh train.py ARG...
+#   SCHEDULER=10.0.0.1:7000 NNODES=2 scripts/launch_worker.sh train.py ARG...     # on each of two hosts
 #
 # The arguments are those of 'geartrain worker', or a Python script of yours (it finds SCHEDULER in its environment).
 #
-#   SCHEDULER       HOST:PORT of the scheduler (needed, but for a single worker, whose rows are its own, and for --rows ranks)
+#   SCHEDULER       HOST:PORT of the scheduler, by which hosts meet, too (needed, but for a single worker, whose rows are
+#                   its own, and for --rows ranks on one host)
 #   NPROC_PER_NODE  workers on this host (the GPUs in CUDA_VISIBLE_DEVICES, or that nvidia-smi lists, or 1)
 #   NNODES          hosts, or MIN:MAX for a number that may change (1)
-#   MASTER_ADDR     host on which the workers meet, the same everywhere (needed if NNODES is not 1)
+#   INSECURE        1: let several hosts meet at MASTER_ADDR, although whoever reaches MASTER_PORT then runs code there
+#   MASTER_ADDR     host on which they then meet, the same everywhere
 #   MASTER_PORT     port there (29500)
-#   INSECURE        1: let several hosts meet, although whoever reaches MASTER_PORT then runs code there (refused)
 #   JOB_ID          name of the meeting, the same everywhere and another for each job (geartrain)
 #   MAX_RESTARTS    how often torchrun starts the workers again, from their last snapshot (0)
 #   OMP_NUM_THREADS threads of a worker (the cores of this host shared out)
@@ -44,11 +45,13 @@ esac
 torchrun=(-m torch.distributed.run "--nproc-per-node=$workers" "--max-restarts=${MAX_RESTARTS:-0}")
 if [ "$nodes" = 1 ]; then
   torchrun+=(--rdzv-backend=loopback) # of geartrain: --standalone listens on all addresses, and unpickles what comes
+elif [ "${INSECURE:-0}" = 0 ]; then
+  need_address SCHEDULER "${SCHEDULER:-}" "where $nodes hosts meet, under the certificates of the cluster,"
+  torchrun+=("--nnodes=$nodes" --rdzv-backend=geartrain "--rdzv-endpoint=$SCHEDULER" "--rdzv-id=${JOB_ID:-geartrain}")
 else
   risk="NNODES is $nodes, and torchrun's rendezvous of several hosts runs code that whoever reaches its port sends"
   flags=()
   insecure_flag
-  [ "${#flags[@]}" != 0 ] || die "$risk; accept that on a private network with INSECURE=1, or train on one host"
   printf '%s: %s (INSECURE=1)\n' "$(basename "$0")" "$risk" >&2
   [ -n "${MASTER_ADDR:-}" ] || die "MASTER_ADDR is not set; $nodes hosts need one to meet on, as MASTER_ADDR=10.0.0.4"
   torchrun+=("--nnodes=$nodes" --rdzv-backend=c10d "--rdzv-endpoint=$MASTER_ADDR:${MASTER_PORT:-29500}")

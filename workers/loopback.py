@@ -10,7 +10,9 @@ from itertools import chain
 import psutil
 
 BACKEND = "loopback"
-"""The rendezvous of ``rendezvous.py``, by the name under which pyproject.toml tells torchrun of it."""
+"""The rendezvous of one machine in ``rendezvous.py``, by the name under which pyproject.toml tells torchrun of it."""
+BY_SCHEDULER = "geartrain"
+"""That of several machines."""
 
 
 def open_address(port: int) -> str | None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from geartrain.ams.client.cluster_status import ClusterStatus, describe_cluster
 from geartrain.ams.client.data_streams import DataStreams
+from geartrain.ams.client.jobs.worker_steps import JobSteps, worker_name
 from geartrain.ams.client.leave_watch import LeaveWatch
 from geartrain.ams.client.other_roles import OtherRoles
 from geartrain.ams.client.scheduler_calls import SNAPSHOT_SECONDS, SchedulerCalls
@@ -20,7 +21,6 @@ from geartrain.ams.client.snapshots.export import PendingExport, begin_export
 from geartrain.ams.client.snapshots.restore import restore_snapshot
 from geartrain.ams.client.snapshots.snapshot import JobContents, PendingSnapshot, begin_snapshot, free_name
 from geartrain.ams.client.table import Table
-from geartrain.ams.client.worker_steps import JobSteps, worker_name
 from geartrain.ams.client.writes import ClientStream, checked_incarnation
 from geartrain.ams.rpc.carrier import AttemptFailed, SchedulerCarrier, ShardCarrier
 from geartrain.ams.storage.snapshot.folder import Snapshot
@@ -270,7 +270,7 @@ class Cluster:
 
     def job_steps(self, job: str, *, worker: str | None = None) -> JobSteps:
         """Return the steps of ``worker`` among those of the other workers of ``job``, which it joins with its first
-        :meth:`~geartrain.ams.client.worker_steps.JobSteps.join`.
+        :meth:`~geartrain.ams.client.jobs.worker_steps.JobSteps.join`.
 
         ``worker`` is by default the name of :func:`connect`'s stream, else host and process number; closing the cluster
         leaves the job. Raises InvalidArgument.

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from geartrain.ams.rpc.ping import PingHandler
 from geartrain.ams.scheduler.data_streams import StreamLeases
+from geartrain.ams.scheduler.rendezvous import Rendezvous
 from geartrain.ams.scheduler.running_jobs import RunningJobs
 from geartrain.ams.scheduler.scheduler import Scheduler
 from geartrain.ams.scheduler.worker_steps import WorkerSteps
@@ -29,6 +30,7 @@ from geartrain.ams.values.scheduler_messages import (
     LeaveSteps,
     PrepareLeave,
     PublishClusterTables,
+    ReadRendezvous,
     Register,
     Registration,
     ReleaseStreams,
@@ -39,6 +41,7 @@ from geartrain.ams.values.scheduler_messages import (
     TakeIncarnation,
     TellJob,
     TellSteps,
+    WriteRendezvous,
 )
 from geartrain.ams.values.shard_messages import CallContext
 
@@ -57,6 +60,7 @@ class SchedulerHandlers:
         self._scheduler = scheduler
         self._streams = streams
         self._jobs = RunningJobs()
+        rendezvous = Rendezvous()
         self.by_request: Mapping[type[Rpc[Any]], Callable[[Any, WaitingCaller], Any]] = {
             Ping: PingHandler("scheduler"),
             Register: self._register,
@@ -79,6 +83,8 @@ class SchedulerHandlers:
             RestoreStreams: lambda restore, _: streams.restore(restore.job, restore.incarnation, restore.cursors),
             TellSteps: lambda tell, _: steps.tell(tell.who, tell.done),
             LeaveSteps: lambda leave, _: steps.leave(leave.who),
+            ReadRendezvous: lambda read, _: rendezvous.read(read.job, read.keys),
+            WriteRendezvous: lambda write, _: rendezvous.write(write),
         }
 
     def _register(self, shard: Register, _: WaitingCaller) -> Registration:

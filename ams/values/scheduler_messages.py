@@ -370,3 +370,36 @@ class LeaveSteps(Rpc[None]):
     """Have nobody wait for a worker any more."""
 
     who: JobWorker
+
+
+class RendezvousValue(NamedTuple):
+    """What is under a key."""
+
+    value: bytes | None = None
+    """None: nothing."""
+    version: int = 0
+    """What its writer called it; 0: there is nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadRendezvous(Rpc[tuple[RendezvousValue, ...]]):
+    """Ask for values by which the processes of a job find each other, one for each key."""
+
+    job: str
+    keys: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WriteRendezvous(Rpc[RendezvousValue]):
+    """Set, add to, or remove one. Idempotent. The reply is what there is then: written, if it has this ``version``."""
+
+    job: str
+    key: str
+    version: int
+    """What this write calls what it leaves: random, not 0."""
+    value: bytes | None = None
+    """None: remove it, or ``add``."""
+    expected: int | None = None
+    """Write only if this is its version; 0: only if there is nothing. None: whatever there is."""
+    add: int | None = None
+    """Instead of ``value``: to the decimal number that is there, or to 0."""

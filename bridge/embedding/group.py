@@ -24,7 +24,7 @@ from geartrain.bridge.rows.pending import RowModule
 
 if TYPE_CHECKING:
     from geartrain.ams.client.cluster import Cluster
-    from geartrain.ams.client.worker_steps import JobSteps
+    from geartrain.ams.client.jobs.worker_steps import JobSteps
 
 
 class EmbeddingGroup(nn.Module):

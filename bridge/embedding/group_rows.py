@@ -24,8 +24,8 @@ from geartrain.bridge.rows.same_rows import LABELS
 
 if TYPE_CHECKING:
     from geartrain.ams.client.cluster import Cluster
+    from geartrain.ams.client.jobs.worker_steps import JobSteps
     from geartrain.ams.client.rows.write_log import WriteLog
-    from geartrain.ams.client.worker_steps import JobSteps
 
 
 @dataclass(frozen=True, kw_only=True)

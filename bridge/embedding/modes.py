@@ -11,7 +11,7 @@ from geartrain.ams.values.text import quoted
 
 if TYPE_CHECKING:
     from geartrain.ams.client.cluster import Cluster
-    from geartrain.ams.client.worker_steps import JobSteps
+    from geartrain.ams.client.jobs.worker_steps import JobSteps
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,7 @@ PUBLIC_NAMES = {
     "LAMB",
     "LARS",
     "hash_strings",
+    "init_process_group",
     "Embedding",
     "EmbeddingGroup",
     "prefetch",

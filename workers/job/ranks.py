@@ -13,7 +13,8 @@ import torch.distributed as dist
 
 from geartrain.ams.values.errors import ConfigError
 from geartrain.bridge.collectives.communicator import Communicator
-from geartrain.workers.loopback import BACKEND, open_address
+from geartrain.bridge.collectives.scheduler_store import VARIABLE, init_process_group
+from geartrain.workers.loopback import BACKEND, BY_SCHEDULER, open_address
 
 
 class JobRanks(Communicator):
@@ -65,12 +66,12 @@ def joined_ranks(device: str) -> Iterator[JobRanks]:
     on_cuda = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
     if on_cuda:
         torch.cuda.set_device(local_rank)
-    if local_world_size != world_size and not _accepts_risk():
+    if local_world_size != world_size and VARIABLE not in os.environ and not _accepts_risk():
         raise ConfigError(
-            f"the ranks are on several machines, and {_RISK}; accept that on a private network with INSECURE=1, or "
-            "train on one machine"
+            f"the ranks are on several machines, and {_RISK}; start them with 'torchrun --rdzv-backend {BY_SCHEDULER} "
+            "--rdzv-endpoint SCHEDULER ...', or accept that on a private network with INSECURE=1"
         )
-    dist.init_process_group("nccl" if on_cuda else "gloo")
+    init_process_group("nccl" if on_cuda else "gloo")
     try:
         _require_closed_store()
         yield JobRanks(local_rank, local_world_size)
@@ -84,7 +85,7 @@ _RISK = "torchrun's c10d rendezvous runs code that whoever reaches it sends"
 
 def _require_closed_store() -> None:
     """Raise ConfigError if other machines reach the store where the ranks met, unless the user has accepted that."""
-    port = int(os.environ.get("MASTER_PORT", "0"))
+    port = 0 if VARIABLE in os.environ else int(os.environ.get("MASTER_PORT", "0"))
     address = None if port == 0 or _accepts_risk() else open_address(port)
     if address is not None:
         raise ConfigError(

@@ -55,7 +55,7 @@ _LISTS: dict[str, dict[frozenset[str], str]] = {
         _READERS: "TakeIncarnation",
         _WRITERS: """CreateClusterTable DropClusterTable PublishClusterTables CheckCaller FenceJob TellJob
             LeaseStreams RenewStreams ReleaseStreams DescribeStreams DescribeHolders RestoreStreams""",
-        _CLIENTS: "TellSteps LeaveSteps",
+        _CLIENTS: "TellSteps LeaveSteps ReadRendezvous WriteRendezvous",
     },
     SHARD.name: {
         _ALL: "Ping",

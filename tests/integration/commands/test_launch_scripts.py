@@ -148,6 +148,13 @@ def test_environment_variables_become_flags(echo: str) -> None:
         assert told == ["-P", "-m", "geartrain", role, "--scheduler=a:7000", "--snapshot-roots=/a,s3://b/c"]
 
 
+def test_several_hosts_meet_by_the_scheduler(echo: str) -> None:
+    done = run("worker", "glyphs", PYTHON=echo, SCHEDULER="a:7000", NNODES="1:2", JOB_ID="signs", NPROC_PER_NODE="1")
+    told = done.stdout.split()
+    assert {"--nnodes=1:2", "--rdzv-backend=geartrain", "--rdzv-endpoint=a:7000", "--rdzv-id=signs"} <= set(told)
+    assert not done.stderr
+
+
 def test_several_hosts_meet_at_the_master(echo: str) -> None:
     settings = {"SCHEDULER": "a:7000", "NNODES": "2", "MASTER_ADDR": "m", "MAX_RESTARTS": "3"}
     settings["INSECURE"] = "1"
@@ -175,12 +182,8 @@ def test_several_hosts_meet_at_the_master(echo: str) -> None:
         ("worker", ["glyphs"], {"NPROC_PER_NODE": "2"}, "SCHEDULER is not set"),
         ("worker", ["glyphs"], {"NPROC_PER_NODE": "some"}, "NPROC_PER_NODE is 'some'"),
         ("worker", ["glyphs"], {"NNODES": "2", "SCHEDULER": "a:1", "INSECURE": "1"}, "MASTER_ADDR is not set"),
-        (
-            "worker",
-            ["glyphs"],
-            {"NNODES": "2", "SCHEDULER": "a:1", "MASTER_ADDR": "m"},
-            "runs code that whoever reaches",
-        ),
+        ("worker", ["glyphs", "--rows=ranks"], {"NNODES": "2", "MASTER_ADDR": "m"}, "SCHEDULER is not set"),
+        ("worker", ["glyphs"], {"NNODES": "2", "SCHEDULER": "a:1", "INSECURE": "no"}, "INSECURE is 'no'"),
         ("worker", ["glyphs"], {"NNODES": "2:"}, "NNODES is '2:'"),
         ("worker", ["none.py"], {}, "none.py does not exist"),
         ("worker", ["glyphs"], {"PYTHON": "/no/python"}, "PYTHON is '/no/python'"),

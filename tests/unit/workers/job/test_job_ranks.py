@@ -45,5 +45,6 @@ def test_ranks_do_not_train_where_other_machines_reach_their_store(monkeypatch: 
 def test_ranks_of_several_machines_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": 0, "WORLD_SIZE": 4, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 2}.items():
         monkeypatch.setenv(name, str(value))
-    with pytest.raises(ConfigError, match=r"several machines.*INSECURE=1"), joined_ranks("cpu"):
+    said = r"several machines.*--rdzv-backend geartrain --rdzv-endpoint SCHEDULER.*INSECURE=1"
+    with pytest.raises(ConfigError, match=said), joined_ranks("cpu"):
         pass

@@ -1,0 +1,104 @@
+"""The store by which ranks of several machines find each other, kept by the scheduler: behind its certificates, where
+torch's own TCPStore believes whoever reaches its port.
+
+``torchrun --rdzv-backend geartrain`` (``workers/rendezvous.py``) tells ranks of it by an environment variable.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from geartrain.ams.client.jobs.rendezvous import RendezvousValues
+
+VARIABLE = "GEARTRAIN_RANKS_STORE"
+"""``HOST:PORT/NAME``: the scheduler, and the name of the store there, another for each start of the ranks."""
+
+
+_store: Store | None = None
+"""torch.distributed keeps what is C++ of it, and would find the Python part gone."""
+
+
+class SchedulerStore(Store):  # type: ignore[misc]  # its type is Any
+    """A store of torch.distributed. Thread-safe. Each call is one to the scheduler, those that wait are more.
+
+    Raises torch's DistStoreError where a wait takes too long, SchedulerUnavailable.
+    """
+
+    def __init__(self, values: RendezvousValues) -> None:
+        super().__init__()
+        self.values = values
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self.values.write(key, _bytes(value))
+
+    def get(self, key: str) -> bytes:
+        return self.multi_get([key])[0]
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        return list(self._awaited(keys, self.timeout))
+
+    def add(self, key: str, value: int) -> int:
+        return int(self.values.write(key, add=value)[0].value or b"0")
+
+    def check(self, keys: list[str]) -> bool:
+        return all(found.value is not None for found in self.values.read(keys))
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        self._awaited(keys, timeout or self.timeout)
+
+    def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
+        expected, desired = _bytes(expected_value), _bytes(desired_value)
+        while True:
+            (found,) = self.values.read([key])
+            if (found.value or b"") != expected:
+                return expected if found.value is None else found.value
+            now, was_written = self.values.write(key, desired, expected=found.version)
+            if was_written:
+                return now.value or b""
+
+    def delete_key(self, key: str) -> bool:
+        (found,) = self.values.read([key])
+        self.values.write(key)
+        return found.value is not None
+
+    deleteKey = delete_key  # noqa: N815  # by this name C++ asks for it
+
+    def _awaited(self, keys: Sequence[str], timeout: timedelta) -> tuple[bytes, ...]:
+        values = self.values.wait(keys, timeout.total_seconds())
+        if values is None:
+            raise dist.DistStoreError(f"waited for {timeout} in vain for {', '.join(keys)}: is a rank missing?")
+        return values
+
+
+def init_process_group(backend: str | None = None, *, timeout: timedelta | None = None) -> None:
+    """Join the ranks that torchrun started, as ``torch.distributed.init_process_group(backend)`` does.
+
+    Under ``torchrun --rdzv-backend geartrain`` they find each other by the scheduler, under the certificates of the
+    cluster (``security.folder``), and rank 0 opens no port for it. Under any other rendezvous it is the same as
+    torch's. What ranks then say to each other is encrypted by neither gloo nor NCCL.
+
+    Args:
+        backend: ``"gloo"``, ``"nccl"``, or what else torch has.
+        timeout: How long ranks wait for one another; None: torch's own.
+
+    Raises:
+        SchedulerUnavailable: Nobody answers there.
+        AccessDenied: The scheduler does not know this process by its certificate.
+    """
+    scheduler, _, name = os.environ.get(VARIABLE, "").partition("/")
+    if not name:
+        dist.init_process_group(backend, timeout=timeout)
+        return
+    rank, world_size = (int(os.environ[key]) for key in ("RANK", "WORLD_SIZE"))
+    global _store
+    store = _store = SchedulerStore(RendezvousValues(scheduler, name))
+    dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world_size)
+
+
+def _bytes(value: str | bytes) -> bytes:
+    return value.encode() if isinstance(value, str) else bytes(value)

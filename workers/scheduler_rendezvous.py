@@ -1,0 +1,176 @@
+"""``torchrun --rdzv-backend geartrain --rdzv-endpoint SCHEDULER``: ranks of several machines meet by the scheduler.
+
+The protocol is torch's for elastic jobs, and so are the numbers of machines, by their addresses: a machine that stays
+keeps its place. But the state of torch's own rendezvous is a pickle behind a port for all: whoever reaches it runs
+code. Here it is JSON at the scheduler, which asks for a certificate of the cluster, and so is the store of the agents;
+no agent opens a port. Ranks have a store there, too: ``bridge/collectives/scheduler_store.py``.
+
+torchrun imports this module by its entry point, while it sets itself up; nobody else does.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import astuple
+from datetime import datetime, timedelta
+from typing import Any
+
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousConnectionError,
+    RendezvousHandlerCreator,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStateError,
+)
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+    DynamicRendezvousHandler,
+    RendezvousSettings,
+    RendezvousTimeout,
+    _BackendRendezvousStateHolder,
+    _NodeDesc,
+    _RendezvousState,
+)
+
+from geartrain.ams.client.jobs.rendezvous import RendezvousValues
+from geartrain.ams.values.errors import GeartrainError
+from geartrain.bridge.collectives.scheduler_store import VARIABLE, SchedulerStore
+from geartrain.workers.loopback import BY_SCHEDULER
+
+logger = logging.getLogger(__name__)
+
+_STATE = "rendezvous"
+
+
+class ByScheduler(DynamicRendezvousHandler):
+    """The rendezvous of one agent among those of its job."""
+
+    def __init__(self, parameters: RendezvousParameters) -> None:
+        """Raise ConfigError: the endpoint is no address, or the folder of certificates is not as it must be."""
+        names = ("join", "last_call", "close", "heartbeat")
+        timeouts = {name: parameters.get_as_int(f"{name}_timeout") for name in names}
+        settings = RendezvousSettings(
+            parameters.run_id,
+            parameters.min_nodes,
+            parameters.max_nodes,
+            RendezvousTimeout(**{name: timedelta(seconds=of) for name, of in timeouts.items() if of is not None}),
+            timedelta(seconds=parameters.get_as_int("keep_alive_interval", 5) or 5),
+            parameters.get_as_int("keep_alive_max_attempt", 3) or 3,
+        )
+        # torch would open a store of its own for the ranks, on all addresses.
+        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        self._scheduler = parameters.endpoint
+        values = RendezvousValues(parameters.endpoint, parameters.run_id)
+        self._shared = SharedState(values, settings)
+        node = self._node_desc_generator.generate(parameters.local_addr)
+        super().__init__(node, settings, BY_SCHEDULER, SchedulerStore(values), self._shared)
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Meet the other agents; name a store for this start of the ranks, which inherit the variable."""
+        meeting = super().next_rendezvous()
+        if meeting.rank == 0:
+            meeting.store.set("ranks", secrets.token_hex(8))
+        name = f"{self.get_run_id()}/{meeting.store.get('ranks').decode()}"
+        self._shared.keep(RendezvousValues(self._scheduler, name))
+        os.environ[VARIABLE] = f"{self._scheduler}/{name}"
+        return meeting
+
+    def num_nodes_waiting(self) -> int:
+        """How many agents wait to join; ranks train on while the scheduler does not say."""
+        try:
+            return super().num_nodes_waiting()
+        except RendezvousConnectionError as exc:
+            logger.warning("whether more machines wait to join is unknown: %s", exc)
+            return 0
+
+
+class SharedState(_BackendRendezvousStateHolder):
+    """What all agents know of their rendezvous, as JSON at the scheduler. Of one handler, under its locks."""
+
+    def __init__(self, values: RendezvousValues, settings: RendezvousSettings) -> None:
+        super().__init__(None, settings)  # type: ignore[arg-type]  # only sync would ask it
+        self._values = values
+        self._ranks: RendezvousValues | None = None
+        self._version = 0
+        self._known: bytes | None = None
+        self._ended_version: int | None = None
+        """Of the state that an earlier torchrun of this id left."""
+
+    def keep(self, ranks: RendezvousValues) -> None:
+        """Let the scheduler keep these values for as long as the state is asked for, and no earlier ones."""
+        if self._ranks is not None:
+            self._ranks.close()
+        self._ranks = ranks
+
+    def sync(self) -> bool | None:
+        """Write the state if it was changed here, else read it: whether it was written."""
+        if not self._dirty and 0 <= time.monotonic() - self._last_sync_time < self._cache_duration:
+            return None
+        try:
+            was_dirty = self._dirty
+            if was_dirty:
+                found, was_written = self._values.write(_STATE, _encoded(self._state), expected=self._version)
+            else:
+                (found,), was_written = self._values.read([_STATE]), False
+            if found.value is None and self._known is not None:  # the scheduler was restarted
+                found, _ = self._values.write(_STATE, self._known, expected=0)
+            if self._ranks is not None:
+                self._ranks.read([_STATE])
+        except GeartrainError as exc:
+            raise RendezvousConnectionError(str(exc)) from exc
+        state = None if found.value is None else _decoded(found.value)
+        if state is not None and state.closed and self._known is None:
+            self._ended_version = found.version
+        if state is None or found.version == self._ended_version:
+            state = _RendezvousState()
+            state.round = secrets.randbits(40)  # by which keys of an earlier torchrun are others
+        else:
+            self._known = found.value
+        self._state, self._version = state, found.version
+        self._dirty, self._last_sync_time = False, time.monotonic()
+        self._sanitize()
+        return was_written if was_dirty else None
+
+
+def _encoded(state: _RendezvousState) -> bytes:
+    said = {
+        "round": state.round,
+        "complete": state.complete,
+        "deadline": None if state.deadline is None else state.deadline.isoformat(),
+        "closed": state.closed,
+        "participants": [[astuple(node), rank] for node, rank in state.participants.items()],
+        "wait_list": [astuple(node) for node in state.wait_list],
+        "redundancy_list": [astuple(node) for node in state.redundancy_list],
+        "last_heartbeats": [[astuple(node), at.isoformat()] for node, at in state.last_heartbeats.items()],
+    }
+    return json.dumps(said).encode()
+
+
+def _decoded(said: bytes) -> _RendezvousState:
+    """Raises RendezvousStateError."""
+    state = _RendezvousState()
+    try:
+        read = json.loads(said)
+        state.round, state.complete, state.closed = int(read["round"]), bool(read["complete"]), bool(read["closed"])
+        state.deadline = None if read["deadline"] is None else datetime.fromisoformat(read["deadline"])
+        state.participants = {_node(node): int(rank) for node, rank in read["participants"]}
+        state.wait_list = set(map(_node, read["wait_list"]))
+        state.redundancy_list = set(map(_node, read["redundancy_list"]))
+        state.last_heartbeats = {_node(node): datetime.fromisoformat(at) for node, at in read["last_heartbeats"]}
+    except (ValueError, TypeError, KeyError) as exc:
+        raise RendezvousStateError(f"the state of the rendezvous is damaged: {exc!r}") from exc
+    return state
+
+
+def _node(said: Sequence[Any]) -> _NodeDesc:
+    address, pid, local_id = said
+    return _NodeDesc(str(address), int(pid), int(local_id))
+
+
+def handler() -> RendezvousHandlerCreator:
+    """What torchrun asks this module for, by the entry point of its group ``torchrun.handlers``."""
+    return ByScheduler
