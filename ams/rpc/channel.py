@@ -22,6 +22,9 @@ def seconds_to_connect(attempt_seconds: float) -> float:
     return min(CONNECT_SECONDS, attempt_seconds / 2)
 
 
+HANDSHAKE_SECONDS = 10.0
+"""How long a server leaves a connection open that has not shown who it is. (Who calls gives up long before.)"""
+
 PING_SECONDS = 30.0
 """How often a connection without traffic is asked whether it lives, while a call waits for its reply."""
 
@@ -39,6 +42,7 @@ def channel_options(
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.min_reconnect_backoff_ms", round(connect_seconds * 1000)),  # which is also what bounds an attempt
         ("grpc.max_reconnect_backoff_ms", 2000),
+        ("grpc.server_handshake_timeout_ms", round(HANDSHAKE_SECONDS * 1000)),
         ("grpc.keepalive_time_ms", round(ping_seconds * 1000)),
         ("grpc.keepalive_timeout_ms", 10_000),
         ("grpc.http2.max_pings_without_data", 0),

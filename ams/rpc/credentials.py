@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 import grpc
 
 from geartrain.ams.rpc.tokens import token_file
-from geartrain.ams.values.config import CLIENT, identity, token_path
+from geartrain.ams.values.config import CLIENT, identity, private_folder, token_path
 from geartrain.ams.values.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -93,6 +93,7 @@ class Credentials:
         self._look_at = 0.0
         self._stamp: object = None
         self._warned_at = 0.0
+        self._complaint = ""
         self._files: _Files | None = None
         self._current()
 
@@ -145,7 +146,8 @@ class Credentials:
         with self._lock:
             self._look_at = time.monotonic() + _LOOK_SECONDS
             try:
-                stamp = [(stat.st_ino, stat.st_mtime_ns) for stat in (path.stat() for path in self._paths)]
+                # Of the change, as chmod is one.
+                stamp = [(stat.st_ino, stat.st_ctime_ns) for stat in (path.stat() for path in self._paths)]
                 if stamp != self._stamp:
                     self._stamp = stamp
                     self._files = _read(*self._paths, self._role)
@@ -154,7 +156,9 @@ class Credentials:
                     if isinstance(exc, FileNotFoundError):
                         raise ConfigError(_missing(Path(exc.filename), self._role)) from exc
                     raise
-                logger.warning("goes on with the certificate that it has: %s", exc)
+                if self._complaint != (complaint := str(exc)):
+                    self._complaint = complaint
+                    logger.warning("goes on with the certificate that it has: %s", complaint)
             assert self._files is not None
             if self._files.warn_at < time.time() > self._warned_at + _WARN_SECONDS:
                 self._warned_at = time.time()
@@ -172,6 +176,8 @@ def _shown(files: _Files) -> grpc.ServerCertificateConfiguration:
 
 
 def _missing(path: Path, role: str) -> str:
+    if path.parent == private_folder():
+        return f"{path} does not exist; remove {path.parent}, and the next 'geartrain up' makes it anew"
     if path.name == CA_FILE:
         return f"security.folder {str(path.parent)!r} has no {CA_FILE}; 'geartrain certs init {path.parent}' makes it"
     return f"{path} does not exist; 'geartrain certs issue {path.parent} {role}' makes it"
@@ -187,25 +193,50 @@ def _read(authorities: Path, own: Path, role: str) -> _Files:
 
     pem = own.read_bytes()
     try:
-        load_pem_private_key(pem, None)
-        certificate = x509.load_pem_x509_certificate(pem)
-        x509.load_pem_x509_certificates(authorities.read_bytes())
+        key = load_pem_private_key(pem, None)
+        certificate, *more = x509.load_pem_x509_certificates(pem)
+        believed = authorities.read_bytes()
+        issuers = x509.load_pem_x509_certificates(believed)
     except (ValueError, TypeError) as exc:
         raise ConfigError(
             f"{own} or {authorities} is damaged: {exc}; issue it again ('geartrain certs issue')"
         ) from exc
+    # Of files that are copied one after the other nothing is shown before they fit.
+    if key.public_key() != certificate.public_key():
+        raise ConfigError(f"{own} has the key of another certificate; issue it again ('geartrain certs issue')")
+    if not any(_issued(issuer, [certificate, *more][-1]) for issuer in issuers):
+        raise ConfigError(
+            f"{own} is of an authority that is not in {authorities}; copy the {CA_FILE} from where it was issued, or "
+            "issue it again ('geartrain certs issue')"
+        )
     names = names_of(certificate)
     if role not in {name.role for name in names}:
         said = ", ".join(map(str, names)) or "nobody"
         raise ConfigError(f"{own} is the certificate of {said}, not of a {role}; issue one ('geartrain certs issue')")
-    if certificate.not_valid_after_utc < datetime.datetime.now(datetime.UTC):
+    now = datetime.datetime.now(datetime.UTC)
+    if certificate.not_valid_before_utc > now:
+        raise ConfigError(
+            f"{own} is good from {certificate.not_valid_before_utc:%Y-%m-%d %H:%M} UTC on, and here it is "
+            f"{now:%Y-%m-%d %H:%M}; set the clock of this machine, or of the one that issued it"
+        )
+    if certificate.not_valid_after_utc < now:
         raise ConfigError(
             f"{own} ran out at {certificate.not_valid_after_utc:%Y-%m-%d %H:%M} UTC; "
             f"'geartrain certs renew {own.parent}' renews it where the key of the authority is"
         )
     life = certificate.not_valid_after_utc - certificate.not_valid_before_utc
     warn_at = (certificate.not_valid_after_utc - life * _LAST_SHARE).timestamp()
-    return _Files(authorities.read_bytes(), pem, pem, names, warn_at)
+    return _Files(believed, pem, pem, names, warn_at)
+
+
+def _issued(authority: Certificate, certificate: Certificate) -> bool:
+    from cryptography.exceptions import InvalidSignature
+
+    try:
+        certificate.verify_directly_issued_by(authority)
+    except (ValueError, TypeError, InvalidSignature):
+        return False
+    return True
 
 
 def names_of(certificate: Certificate) -> tuple[Name, ...]:

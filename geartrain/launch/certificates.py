@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import os
 import re
-import shutil
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -62,7 +61,8 @@ def issue(authority: Path, folder: Path, roles: Iterable[str], numbers: Iterable
     """Write ``ROLE.pem`` (of the first of ``roles``), the key and certificate of a process that is all of them.
 
     ``numbers`` are the shards that a server may be; none: any. The authority is added to those that ``folder``
-    believes. Raises ConfigError: no such role, or no key of an authority in the folder ``authority``.
+    believes. Raises ConfigError: no such role, no key of an authority in the folder ``authority``, or of another
+    cluster.
     """
     roles = tuple(roles)
     if unknown := [role for role in roles if role not in CERTIFIED_ROLES]:
@@ -88,6 +88,13 @@ def issue(authority: Path, folder: Path, roles: Iterable[str], numbers: Iterable
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     believed, own = folder / CA_FILE, ca.public_bytes(Encoding.PEM)
     others = believed.read_bytes() if believed.exists() else b""
+    for other in x509.load_pem_x509_certificates(others) if others else ():
+        if foreign := [name for name in names_of(other) if name.cluster != of.cluster]:
+            raise ConfigError(
+                f"{believed} is of cluster {foreign[0].cluster!r}, and the authority in {authority} of {of.cluster!r}: "
+                f"nobody there would believe it; make one of that name ('geartrain certs init --cluster "
+                f"{foreign[0].cluster}')"
+            )
     if own not in others:
         write_file(believed, others + own, mode=0o644)
     path = folder / f"{roles[0]}.pem"
@@ -132,17 +139,17 @@ def make_private_folder() -> None:
         return
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        made = Path(tempfile.mkdtemp(dir=folder.parent))
-        make_authority(made, "private")
-        issue(made, made, [CLIENT, *CERTIFIED_ROLES[:-1]], days=_AUTHORITY_DAYS - 1)
-        made.rename(folder)  # whole, or another process's
+        with tempfile.TemporaryDirectory(dir=folder.parent) as whole:
+            made = Path(whole) / folder.name
+            make_authority(made, "private")
+            issue(made, made, [CLIENT, *CERTIFIED_ROLES[:-1]], days=_AUTHORITY_DAYS - 1)
+            made.rename(folder)  # whole, or another process's
     except OSError as exc:
         if not folder.is_dir():
             raise ConfigError(
                 f"cannot make certificates in {folder}: {exc.strerror or exc}; set security.folder to another folder "
                 "(geartrain certs init), or serve every user of this machine (--insecure)"
             ) from exc
-        shutil.rmtree(made)
 
 
 def _authority(folder: Path) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
@@ -201,9 +208,10 @@ def _private(key: ec.EllipticCurvePrivateKey) -> bytes:
 
 def write_file(path: Path, content: bytes, mode: int = 0o600) -> None:
     """Whoever reads the file sees the old one or the new one, and nobody else a key."""
-    part = path.with_name(f".{path.name}.{os.getpid()}")
-    with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+    handle, part = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    with os.fdopen(handle, "wb") as file:
+        os.fchmod(handle, mode)
         file.write(content)
         file.flush()
-        os.fsync(file.fileno())
-    part.replace(path)
+        os.fsync(handle)
+    Path(part).replace(path)

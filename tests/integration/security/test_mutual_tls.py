@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +22,29 @@ from grpc_health.v1 import health_pb2
 import geartrain as gt
 from geartrain.ams.graph.service.role import GraphServer
 from geartrain.ams.pb.v1 import gear_pb2, graph_pb2, scheduler_pb2, shard_pb2
+from geartrain.ams.rpc import channel, credentials
 from geartrain.ams.rpc.client.calls import GrpcCalls
 from geartrain.ams.rpc.client.health import is_serving
 from geartrain.ams.rpc.credentials import CA_FILE, Credentials
 from geartrain.ams.rpc.server.access import CALLERS
+from geartrain.ams.rpc.server.server import GrpcServer
 from geartrain.ams.rpc.services import SCHEDULER
-from geartrain.ams.values.config import CERTIFIED_ROLES, CLIENT, FOLDER_VARIABLE, GraphConfig, identify, identity
+from geartrain.ams.values.config import (
+    CERTIFIED_ROLES,
+    CLIENT,
+    FOLDER_VARIABLE,
+    NO_FOLDER,
+    GraphConfig,
+    identify,
+    identity,
+    private_folder,
+    split_address,
+)
 from geartrain.ams.values.errors import AccessDenied, ConfigError
 from geartrain.ams.values.rpc import Ping
 from geartrain.ams.values.scheduler_messages import Heartbeat, LeaveCluster
-from geartrain.launch.certificates import issue, make_authority, renew
+from geartrain.launch import certificates
+from geartrain.launch.certificates import issue, make_authority, make_private_folder, renew
 from geartrain.launch.graph_role import ConnectedCluster
 from geartrain.launch.ports import role_at
 from tests.integration.conftest import QUICK
@@ -73,8 +89,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         make_authority(folder / other, cluster)
         issue(folder / other, folder / other, [CLIENT])
     # Another cluster's authority is believed, as if it were the same one: its name is not.
-    issue(folder / "namesake", folder / "all", ["graph"])
-    (folder / "all" / "graph.pem").unlink()
+    with (folder / "all" / CA_FILE).open("ab") as believed:
+        believed.write((folder / "namesake" / CA_FILE).read_bytes())
     return folder
 
 
@@ -165,6 +181,32 @@ def test_a_role_may_call_what_its_lists_name_and_nothing_else(
                     f"refused: {caller}/" in caplog.messages[-1] and f": {path} (not its role)" in caplog.messages[-1]
                 )
     assert not wrong
+
+
+def test_an_rpc_in_no_list_is_refused_to_every_role(
+    roles: tuple[GearCluster, Mapping[str, str]], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = "/geartrain.ams.v1.Scheduler/Ping"
+    monkeypatch.delitem(CALLERS, path)
+    for caller in CERTIFIED_ROLES:
+        with opened(roles[1]["scheduler"], "scheduler", shown(folder, caller, folder)) as way:
+            assert outcome(way, path, False) is grpc.StatusCode.PERMISSION_DENIED
+
+
+@pytest.mark.parametrize("certified", [True, False])
+def test_who_does_not_show_who_it_is_is_not_left_connected(
+    certified: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(channel, "HANDSHAKE_SECONDS", 0.5)
+    identify(str(folder / "all") if certified else NO_FOLDER)
+    server = GrpcServer("127.0.0.1:0", 1 << 20)
+    server.start()
+    try:
+        with socket.create_connection(split_address(server.address), timeout=10) as silent:
+            while silent.recv(1 << 16):  # what a server says first in plain text
+                pass
+    finally:
+        server.stop(0)
 
 
 def test_a_client_believes_only_the_role_that_it_asks_for(
@@ -268,6 +310,23 @@ def damaged(path: Path) -> None:
     path.chmod(0o600)
 
 
+def of_tomorrow(at: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(certificates, "_CLOCKS_DIFFER", -timedelta(days=1))
+        issue(at, at, [CLIENT])
+
+
+def with_key_of(at: Path, other: str) -> None:
+    begin = "-----BEGIN CERTIFICATE"
+    key, own = (at / other).read_text().partition(begin)[0], (at / "client.pem").read_text().partition(begin)
+    (at / "client.pem").write_text(key + begin + own[2])
+
+
+def of_another_authority(at: Path) -> None:
+    make_authority(at / "new", "shop")
+    issue(at / "new", at / "new", [CLIENT]).replace(at / "client.pem")
+
+
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [
@@ -277,6 +336,9 @@ def damaged(path: Path) -> None:
         (lambda at: damaged(at / "client.pem"), "is damaged"),
         (lambda at: (at / "server.pem").rename(at / "client.pem"), r"of server/\*, not of a client"),
         (lambda at: issue(at, at, [CLIENT], days=-SECOND), "ran out at .*; 'geartrain certs renew"),
+        (lambda at: of_tomorrow(at), "is good from .*; set the clock"),
+        (lambda at: with_key_of(at, "graph.pem"), "has the key of another certificate"),
+        (lambda at: of_another_authority(at), "is of an authority that is not in .*ca.pem"),
     ],
 )
 def test_what_is_wrong_with_a_folder_is_named_with_its_remedy(spoil: Any, said: str, tmp_path: Path) -> None:
@@ -285,6 +347,71 @@ def test_what_is_wrong_with_a_folder_is_named_with_its_remedy(spoil: Any, said: 
     identify(str(tmp_path))
     spoil(tmp_path)
     with pytest.raises(ConfigError, match=said):
+        Credentials.mine("127.0.0.1:1")
+
+
+def test_of_files_that_are_copied_one_by_one_nothing_is_shown_before_they_fit(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(credentials, "_LOOK_SECONDS", 0.0)
+    own = issue(folder, tmp_path, [CLIENT])
+    mine = Credentials(str(tmp_path), CLIENT)
+
+    def shows() -> bytes:
+        assert mine.names
+        files = mine._current()
+        assert files is not None
+        return files.certificate
+
+    before = shows()
+    of_another_authority(tmp_path)
+    assert shows() == before
+    believed = (tmp_path / CA_FILE).read_bytes()
+    (tmp_path / CA_FILE).write_bytes(believed + (tmp_path / "new" / CA_FILE).read_bytes())
+    assert shows() == own.read_bytes() != before
+    before = shows()
+    # Copied by hand: others can read it, until that is mended.
+    own.write_bytes(issue(folder, tmp_path / "next", [CLIENT]).read_bytes())
+    own.chmod(0o644)
+    assert shows() == shows() == before
+    own.chmod(0o600)
+    assert shows() == own.read_bytes() != before
+    own.rename(tmp_path / "away")
+    assert shows() == shows() == (tmp_path / "away").read_bytes()
+    told = [record.message for record in caplog.records]
+    assert len(told) == 3 and all("goes on with the certificate that it has" in line for line in told)
+
+
+def test_an_authority_of_another_cluster_is_not_believed_beside_the_own_one(folder: Path, tmp_path: Path) -> None:
+    make_authority(tmp_path / "new", "shop")
+    issue(folder, tmp_path, [CLIENT])
+    before = (tmp_path / "client.pem").read_bytes()
+    with pytest.raises(ConfigError, match=r"is of cluster 'test', .* of 'shop'.*--cluster test"):
+        issue(tmp_path / "new", tmp_path, [CLIENT])
+    assert (tmp_path / "client.pem").read_bytes() == before
+
+
+def test_what_a_killed_process_left_is_in_nobodys_way(tmp_path: Path) -> None:
+    make_authority(tmp_path, "test")
+    (tmp_path / f".client.pem.{os.getpid()}").touch()  # in containers all have the same number
+    assert issue(tmp_path, tmp_path, [CLIENT]).stat().st_mode & 0o777 == 0o600
+
+
+def test_a_private_folder_that_cannot_be_made_leaves_no_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(FOLDER_VARIABLE, "")
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    identify(None)
+    private_folder().parent.mkdir()
+    private_folder().touch()
+    with pytest.raises(ConfigError, match="cannot make certificates in"):
+        make_private_folder()
+    assert [path.name for path in private_folder().parent.iterdir()] == ["security"]
+    private_folder().unlink()
+    make_private_folder()
+    assert [path.name for path in private_folder().parent.iterdir()] == ["security"]
+    assert private_folder().stat().st_mode & 0o777 == 0o700
+    (private_folder() / "client.pem").unlink()
+    with pytest.raises(ConfigError, match=r"remove .*security, and the next 'geartrain up' makes it anew"):
         Credentials.mine("127.0.0.1:1")
 
 
