@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import resource
 import signal
 import threading
 import time
@@ -57,6 +58,12 @@ def end_with_parent() -> None:
         os._exit(1)  # nobody is left who would kill a process that cannot stop
 
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+
+
+def raise_open_files() -> None:
+    """Let this process have as many connections as the system allows: strangers shall not use up what others need."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def warn_if_open(listen: str) -> None:

@@ -62,6 +62,7 @@ def run_command(role: Role) -> Callable[..., None]:
         if getattr(config, "ports", None) is None:
             require_free(config.listen, "--listen")
         life.warn_if_open(config.listen)
+        life.raise_open_files()
         service, facts = role.start(whole)  # after the settings are known to be right: what it loads is slow
         life.serve(role.name, service, **facts)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import resource
 import socket
 import threading
 import time
@@ -23,6 +24,7 @@ import geartrain as gt
 from geartrain.ams.graph.service.role import GraphServer
 from geartrain.ams.pb.v1 import gear_pb2, graph_pb2, scheduler_pb2, shard_pb2
 from geartrain.ams.rpc import channel, credentials
+from geartrain.ams.rpc.carrier import NotBelieved
 from geartrain.ams.rpc.client.calls import GrpcCalls
 from geartrain.ams.rpc.client.health import is_serving
 from geartrain.ams.rpc.credentials import CA_FILE, Credentials
@@ -212,7 +214,15 @@ def test_who_does_not_show_who_it_is_is_not_left_connected(
 def test_a_client_believes_only_the_role_that_it_asks_for(
     roles: tuple[GearCluster, Mapping[str, str]], folder: Path
 ) -> None:
+    identify(str(folder), "graph")
+    server = GrpcServer("127.0.0.1:0", 1 << 20)
+    server.start()
     identify(str(folder))
+    calls = GrpcCalls(SCHEDULER, "scheduler", server.address)
+    with pytest.raises(NotBelieved, match="of another role or cluster"):
+        calls.call(Ping(), 5.0)
+    calls.close()
+    server.stop(0)
     with pytest.raises(grpc.RpcError) as caught, opened(roles[1]["graph"], "x", shown(folder, CLIENT, folder)) as way:
         way.unary_unary("/grpc.health.v1.Health/Check")(b"", timeout=5)  # type: ignore[call-overload]
     assert "Hostname Verification" in str(caught.value.details())  # type: ignore[attr-defined]
@@ -409,6 +419,7 @@ def test_a_private_folder_that_cannot_be_made_leaves_no_key(tmp_path: Path, monk
     private_folder().unlink()
     make_private_folder()
     assert [path.name for path in private_folder().parent.iterdir()] == ["security"]
+    assert identity("127.0.0.1:7000")[0] and identity("10.0.0.1:7000")[0] is None
     assert private_folder().stat().st_mode & 0o777 == 0o700
     (private_folder() / "client.pem").unlink()
     with pytest.raises(ConfigError, match=r"remove .*security, and the next 'geartrain up' makes it anew"):
@@ -477,3 +488,17 @@ def test_on_one_machine_nobody_types_anything(tmp_path: Path, monkeypatch: pytes
         told = json.loads(typed("status", f"--scheduler={open_role.address}", "--json").stdout)
         assert told["insecure"] is True
     assert not (tmp_path / "another user").exists()
+
+
+def test_silent_strangers_by_the_thousand_keep_nobody_out(folder: Path) -> None:
+    """More than a process may have open by default."""
+    given = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, given)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (1024, given[1]))
+        role = stack.enter_context(RoleProcess("scheduler", "--listen=127.0.0.1:0", f"--security-folder={folder}"))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (given[1], given[1]))
+        identify(str(folder))
+        for _ in range(1500):
+            stack.enter_context(socket.create_connection(split_address(role.address), timeout=10))
+        assert is_serving(role.address, 5.0)
