@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import grpc
 import numpy as np
@@ -81,9 +82,9 @@ def impatient(cluster: Cluster) -> None:
     )
 
 
-def elsewhere(self: DataPlanePort, offer=DataPlanePort.offer) -> DataPlaneOffer:  # type: ignore[no-untyped-def]
+def elsewhere(*given: Any, offer: Any = DataPlanePort.offer) -> DataPlaneOffer:
     """What a shard of another machine offers."""
-    made = offer(self)
+    made = offer(*given)
     return DataPlaneOffer(socket="of-another-machine", secret=made.secret, port=made.port)
 
 
@@ -146,7 +147,7 @@ def test_under_certificates_rows_go_under_tls_or_not_at_all(
     ours.table("t").push(IDS, ONES)
     assert "go by TCP under TLS" in caplog.text
     offer = DataPlanePort.offer
-    monkeypatch.setattr(DataPlanePort, "offer", lambda port: replace(offer(port), uses_tls=False))
+    monkeypatch.setattr(DataPlanePort, "offer", lambda *given: replace(offer(*given), uses_tls=False))
     again = DataPlane(plane_of(ours)._address, plane_of(ours)._ask, shares_memory=False, needs_tls=True)
     with pytest.raises(errors.ConfigError, match="plain text, which this client does not take; start its server with"):
         again.connect()
@@ -175,7 +176,7 @@ def test_without_openssl_a_shard_shares_memory_on_loopback_and_starts_nowhere_el
 def test_a_shard_that_takes_no_connection_says_why(cluster: ServedCluster, monkeypatch: pytest.MonkeyPatch) -> None:
     with connected(cluster) as ours:
         impatient(ours)
-        monkeypatch.setattr(DataPlanePort, "offer", lambda _: DataPlaneOffer(reason="there are too many"))
+        monkeypatch.setattr(DataPlanePort, "offer", lambda *_: DataPlaneOffer(reason="there are too many"))
         with pytest.raises(errors.ShardUnavailable, match="takes no connection for rows: there are too many"):
             ours.table("t").pull(IDS)
 
