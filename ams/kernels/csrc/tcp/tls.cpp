@@ -244,15 +244,17 @@ bool Tls::is_done(int result) {
   throw std::runtime_error(reason == nullptr ? "the connection has ended" : std::string("TLS: ") + reason);
 }
 
-void Tls::flush() {
+// An error number, or 0. Who reads may leave it to the next call: what has come before is good.
+int Tls::flush() {
   while (sent_ < out_.size()) {
     const auto bytes = send(socket_, out_.data() + sent_, out_.size() - sent_, MSG_NOSIGNAL);
     if (bytes >= 0) sent_ += static_cast<size_t>(bytes);
-    else if (errno == EAGAIN || errno == EWOULDBLOCK) return;
-    else if (errno != EINTR) throw std::system_error(errno, std::generic_category(), "send");
+    else if (errno == EAGAIN || errno == EWOULDBLOCK) return 0;
+    else if (errno != EINTR) return errno;
   }
   sent_ = 0;
   out_.clear();
+  return 0;
 }
 
 bool Tls::shake_hands() {
@@ -280,7 +282,7 @@ size_t Tls::read(char* to, size_t most_bytes) {
 
 size_t Tls::write(const char* from, size_t bytes) {
   const std::lock_guard lock(mutex_);
-  flush();
+  if (const int error = flush()) throw std::system_error(error, std::generic_category(), "send");
   if (out_.empty() && told_ == taken_) {
     encrypt(from, std::min(bytes, kMostAtOnce));
     flush();

@@ -48,7 +48,7 @@ class Tls {
   Tls(int socket, std::string secret, Find find, size_t most_records);
   bool is_done(int result);
   void encrypt(const char* from, size_t bytes);
-  void flush();
+  int flush();
 
   const int socket_;
   const std::string secret_;  // of a client

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -284,6 +286,35 @@ def test_damaged_handshakes_harm_nobody(shard: Shard) -> None:
 def test_a_shard_that_stalls_in_the_handshake_is_waited_for_as_long_as_was_said() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener, pytest.raises(RuntimeError, match="does not greet"):
         _core.connect_tcp("127.0.0.1", listener.getsockname()[1], bytes(32), 0.05, uses_tls=True)
+
+
+CALLER = """
+import ctypes, sys
+from geartrain.ams.kernels import _core
+try:
+    _core.connect_tcp("127.0.0.1", int(sys.argv[1]), bytes(32), 20.0, uses_tls=True)
+except RuntimeError as error:
+    print(error)
+print(ctypes.CDLL("libcrypto.so.3").ERR_peek_error())
+"""
+
+
+def test_who_is_told_nonsense_by_one_who_has_gone_says_so_and_leaves_no_error_to_others() -> None:
+    """Those of a thread are in one queue: Python's own connections under TLS would fail for what is left there."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        command = [sys.executable, "-c", CALLER, str(listener.getsockname()[1])]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as caller:
+            there, _ = listener.accept()
+            with there:
+                there.recv(1 << 16)
+                caller.send_signal(signal.SIGSTOP)
+                os.waitpid(caller.pid, os.WUNTRACED)
+                there.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                there.sendall(b"\x16\3\3\0\5hello")
+                time.sleep(0.1)
+            time.sleep(0.1)  # what the system sends for us arrives before the caller goes on
+            caller.send_signal(signal.SIGCONT)
+            assert caller.communicate(timeout=60)[0] == "TLS: unexpected message\n0\n"
 
 
 def test_without_openssl_the_error_names_it(tmp_path: Path) -> None:
