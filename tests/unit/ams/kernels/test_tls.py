@@ -114,6 +114,16 @@ def test_large_rows_are_exact_both_ways_with_keys_that_change(shard: Shard) -> N
             list(threads.map(work, range(3)))
 
 
+def test_keys_change_after_so_many_records(shard: Shard) -> None:
+    name, secret, port = shard.server.offer()
+    with Relay(port) as relay:
+        ours = dial("tls", name, secret, relay.port, most_records=3)
+        for _ in range(4):  # and the hello: five records
+            ask(ours, pull("rows", [1]))
+        assert relay.seen.count(b"\x17\3\3\0\x16") == 1  # as long as a KeyUpdate is, and no other
+        until(lambda: relay.seen.count(b"\x17\3\3\0\x16") == 2, ours)
+
+
 def test_requests_that_come_together_are_all_answered(shard: Shard) -> None:
     """One record may hold several, of which the socket says nothing once it was read."""
     ours = shard.connect()
