@@ -232,39 +232,22 @@ def losses(
     return made
 
 
-def add_own(weighted_PBD: Tensor, own_BD: Tensor, made: Losses) -> Tensor:
-    """Σ p · ŵ over this rank's rows [B, D], from ``weighted_PBD`` = Σ exp2(logit − shift) · ŵ in parts, in its
-    memory."""
-    return _finish_gradient(weighted_PBD, own_BD, made, None, None, None, 1.0)
-
-
-def own_gradient(
-    gradient_PSD: Tensor,
-    features_SD: Tensor | None,
-    inverse_S: Tensor | None,
-    counts_S: Tensor | None,
-    scale: float,
-    *,
-    own: tuple[Tensor, Losses] | None = None,
-) -> Tensor:
-    """From the gradients by unit features (P parts to be summed) those by features [S, D], times ``scale``, in their
-    memory; 0 where samples do not count. ``own``: what :func:`add_own` adds first.
-    """
-    own_SD, made = own or (None, None)
-    return _finish_gradient(gradient_PSD, own_SD, made, features_SD, inverse_S, counts_S, scale)
-
-
-def _finish_gradient(
+def finish_gradient(
     gradient_PBD: Tensor,
-    own_BD: Tensor | None,
-    made: Losses | None,
-    features_BD: Tensor | None,
-    inverse_B: Tensor | None,
-    counts_B: Tensor | None,
-    scale: float,
+    own: tuple[Tensor, Losses] | None,
+    features_BD: Tensor | None = None,
+    inverse_B: Tensor | None = None,
+    counts_B: Tensor | None = None,
+    scale: float = 1.0,
 ) -> Tensor:
+    """What P parts add up to [B, D], in their memory; times ``scale``.
+
+    ``own`` (classes' rows [B, D]): the parts are Σ exp2(logit − shift) · ŵ of the others, and become Σ p · ŵ of all.
+    ``inverse_B``: from gradients by unit features make those by features. 0 where samples do not count.
+    """
     from geartrain.bridge.kernels.triton import samples as kernels
 
+    own_BD, made = own or (None, None)
     parts, batch, dim = gradient_PBD.shape
     launch(
         kernels.finish_gradient,

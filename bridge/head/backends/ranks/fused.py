@@ -42,10 +42,9 @@ from geartrain.bridge.kernels.launch import runs_kernels
 from geartrain.bridge.kernels.samples import (
     Losses,
     TargetAngle,
-    add_own,
+    finish_gradient,
     losses,
     own_cosines,
-    own_gradient,
     row_factors,
     scale_sums,
 )
@@ -303,16 +302,17 @@ class _Summed(OnlineSoftmax):
         inverse_S = None if batch.inverse_lengths_B is None else batch.inverse_lengths_B[own]
         added: tuple[Tensor, Losses] | None = (self.sums.target_rows_BD, made)
         if self._link is not None and self._link.world_size > 1:
-            weighted_BD = add_own(weighted_PBD, self.sums.target_rows_BD, made)
+            weighted_BD = finish_gradient(weighted_PBD, added)
             weighted_PBD, added = self._link.sum_to_owners(weighted_BD, self._sizes).unsqueeze(0), None
-        gradient_SD = own_gradient(weighted_PBD, batch.features_BD[own], inverse_S, counts_S, batch.scale, own=added)
+        features_SD = batch.features_BD[own]
+        gradient_SD = finish_gradient(weighted_PBD, added, features_SD, inverse_S, counts_S, batch.scale)
         return made.losses_B[own], gradient_SD
 
     def finish_part(self) -> tuple[Tensor, Tensor | None]:
         if not self._uses_kernels:
             return super().finish_part()
         made, weighted_PBD = self._losses(), self._found[2]
-        weighted_BD = None if weighted_PBD is None else add_own(weighted_PBD, self.sums.target_rows_BD, made)
+        weighted_BD = None if weighted_PBD is None else finish_gradient(weighted_PBD, (self.sums.target_rows_BD, made))
         return made.losses_B[self.own], weighted_BD
 
     def _losses(self) -> Losses:
