@@ -15,6 +15,7 @@ import geartrain as gt
 from geartrain.ams.values.errors import InvalidArgument, InvalidIds
 from geartrain.bridge.head.backends.ranks import late_labels
 from geartrain.bridge.kernels import launch
+from geartrain.bridge.placements.workspace import BufferPool
 from geartrain.bridge.rows.transfers import Readback
 from tests.support.heads import make_batch, make_head
 from tests.support.rank_processes import run_ranks
@@ -195,6 +196,16 @@ def replays_of_ranks(rank: int, ranks: int) -> None:
 
 def test_several_ranks_replay_together(tmp_path: Path) -> None:
     run_ranks(replays_of_ranks, 2, tmp_path)
+
+
+def test_a_captured_step_shares_no_buffer_with_others() -> None:
+    pool, device = BufferPool(), torch.device("cpu")
+    pool.give_back(other := pool.take(8, device))
+    with launch.captured():
+        own = pool.take(8, device)
+        pool.give_back(own)
+    assert own is not other and pool.take(8, device) is other
+    assert pool.take(8, device) is not own
 
 
 def test_a_replay_is_a_step_for_schedulers() -> None:
