@@ -42,29 +42,11 @@ def exponentials_options(dtype: torch.dtype, *, wide: bool, codes: bool = False)
 
 @triton.jit
 def exponentials(
-    rows,
-    scales,
-    numbers,
-    count,
-    queries,
-    positions,
-    owners,
-    out,
-    inverse,
-    sums,
-    highest,
-    log2_weight,
-    start,
-    stop,
-    num_samples,
-    middle,
-    SHIFTED: tl.constexpr,
-    DIM: tl.constexpr,
-    TILE_N: tl.constexpr,
-    TILE_B: tl.constexpr,
-    TILE_K: tl.constexpr,
+    rows, scales, numbers, count, queries, positions, owners, out, inverse, sums, highest, log2_weight, start, stop,
+    num_samples, middle,
+    SHIFTED: tl.constexpr, DIM: tl.constexpr, TILE_N: tl.constexpr, TILE_B: tl.constexpr, TILE_K: tl.constexpr,
     PRECISION: tl.constexpr,
-):
+):  # fmt: skip
     """A tile of E, its sums by sample, and of the first samples' programs the rows' inverse lengths."""
     blocks = tl.cdiv(num_samples, TILE_B)
     block = tl.program_id(0) % blocks
@@ -141,25 +123,10 @@ def feature_gradient_options(dtype: torch.dtype, *, plain: bool, picked: bool) -
 
 @triton.jit
 def feature_gradient(
-    rows,
-    numbers,
-    count,
-    exponentials,
-    highest,
-    shifts,
-    out,
-    start,
-    stop,
-    num_samples,
-    num_parts,
-    ADDS: tl.constexpr,
-    DIM: tl.constexpr,
-    SUM_TILE: tl.constexpr,
-    TILE_B: tl.constexpr,
-    TILE_D: tl.constexpr,
-    TILE_N: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    rows, numbers, count, exponentials, highest, shifts, out, start, stop, num_samples, num_parts,
+    ADDS: tl.constexpr, DIM: tl.constexpr, SUM_TILE: tl.constexpr, TILE_B: tl.constexpr, TILE_D: tl.constexpr,
+    TILE_N: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """A tile of Eᵀ·W over one part of the classes, added to ``out`` or not. Programs of a part are neighbours: they
     read the same rows.
     """
@@ -217,26 +184,10 @@ def sample_terms_options(dim: int) -> dict[str, Any]:
 
 @triton.jit
 def sample_terms(
-    rows,
-    numbers,
-    inverse,
-    positions,
-    features,
-    log_sums,
-    own_weights,
-    weights,
-    keys,
-    factors,
-    own,
-    own_along,
-    bounds,
-    num_samples,
-    middle,
-    SHIFTED: tl.constexpr,
-    DIM: tl.constexpr,
-    TILE_D: tl.constexpr,
-    TILE_B: tl.constexpr,
-):
+    rows, numbers, inverse, positions, features, log_sums, own_weights, weights, keys, factors, own, own_along,
+    bounds, num_samples, middle,
+    SHIFTED: tl.constexpr, DIM: tl.constexpr, TILE_D: tl.constexpr, TILE_B: tl.constexpr,
+):  # fmt: skip
     """A program for each sample. That of a class with several samples is added up in each of theirs, in one order."""
     sample = tl.program_id(0)
     d = tl.arange(0, TILE_D)
@@ -301,22 +252,10 @@ def _halves(tile):
 
 @triton.jit
 def _gradients(
-    exponentials,
-    keys,
-    highest,
-    log_sums,
-    is_row,
-    local,
-    tile,
-    first,
-    num_samples,
-    SHIFTED: tl.constexpr,
-    DIM: tl.constexpr,
-    TILE_N: tl.constexpr,
-    TILE_D: tl.constexpr,
-    TILE_B: tl.constexpr,
+    exponentials, keys, highest, log_sums, is_row, local, tile, first, num_samples,
+    SHIFTED: tl.constexpr, DIM: tl.constexpr, TILE_N: tl.constexpr, TILE_D: tl.constexpr, TILE_B: tl.constexpr,
     PRECISION: tl.constexpr,
-):
+):  # fmt: skip
     """Eᵀ·X̂ of a tile of rows and the columns from ``first`` on."""
     d = first + tl.arange(0, TILE_D)
     gradient = tl.zeros((TILE_N, TILE_D), tl.float32)
@@ -340,55 +279,13 @@ def _gradients(
 
 @triton.jit
 def update_rows(
-    rows,
-    slots,
-    updates,
-    row_scales,
-    slot_scales,
-    clock,
-    numbers,
-    count,
-    exponentials,
-    keys,
-    factors,
-    log_sums,
-    highest,
-    owners,
-    own,
-    own_along,
-    bounds,
-    inverse,
-    factor,
-    refused,
-    squares,
-    out,
-    log2_weight,
-    start,
-    stop,
-    num_samples,
-    middle,
-    logit_limit,
-    first_id,
-    seed,
-    limit,
-    loss,
-    lr,
-    decay,
-    a,
-    b,
-    eps,
-    LR_ON_DEVICE: tl.constexpr,
-    KIND: tl.constexpr,
-    KEEPS: tl.constexpr,
-    SLOTS: tl.constexpr,
-    SHIFTED: tl.constexpr,
-    DIM: tl.constexpr,
-    SUM_TILE: tl.constexpr,
-    TILE_N: tl.constexpr,
-    TILE_D: tl.constexpr,
-    TILE_B: tl.constexpr,
+    rows, slots, updates, row_scales, slot_scales, clock, numbers, count, exponentials, keys, factors, log_sums,
+    highest, owners, own, own_along, bounds, inverse, factor, refused, squares, out, log2_weight, start, stop,
+    num_samples, middle, logit_limit, first_id, seed, limit, loss, lr, decay, a, b, eps,
+    LR_ON_DEVICE: tl.constexpr, KIND: tl.constexpr, KEEPS: tl.constexpr, SLOTS: tl.constexpr, SHIFTED: tl.constexpr,
+    DIM: tl.constexpr, SUM_TILE: tl.constexpr, TILE_N: tl.constexpr, TILE_D: tl.constexpr, TILE_B: tl.constexpr,
     PRECISION: tl.constexpr,
-):
+):  # fmt: skip
     """A tile of rows from its gradient to its store, one part of its columns after the other; without ``refused`` to
     its ``squares`` or to ``out``.
 

@@ -37,21 +37,10 @@ def _counted(label, num_classes, ignored):
 
 @triton.jit
 def settle_labels(
-    labels,
-    settled,
-    counts,
-    num_counted,
-    own_divisor,
-    positions,
-    num,
-    num_classes,
-    ignored,
-    first,
-    num_local,
-    own_start,
-    own_stop,
+    labels, settled, counts, num_counted, own_divisor, positions, num, num_classes, ignored, first, num_local,
+    own_start, own_stop,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     largest = tl.zeros((BLOCK,), tl.int64)
     total = tl.zeros((BLOCK,), tl.float32)
     own = tl.zeros((BLOCK,), tl.float32)
@@ -149,24 +138,10 @@ def own_cosines(
 
 @triton.jit
 def losses(
-    cosines,
-    sums,
-    joint,
-    shifts,
-    counts,
-    out,
-    lse2,
-    target_weights,
-    coefficients,
-    num,
-    middle,
-    scale,
-    cos_m,
-    sin_m,
+    cosines, sums, joint, shifts, counts, out, lse2, target_weights, coefficients, num, middle, scale, cos_m, sin_m,
     m3,
-    HAS_MARGIN: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    HAS_MARGIN: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     b = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = b < num
     cos = tl.load(cosines + b, mask=inside, other=0.0).to(tl.float32)
@@ -222,19 +197,9 @@ def scale_sums(sums, shifts, tops, cosines, out, num, BLOCK: tl.constexpr):
 
 @triton.jit
 def finish_gradient(
-    gradient,
-    own,
-    coefficients,
-    own_weights,
-    features,
-    inverse,
-    counts,
-    num_samples,
-    num_parts,
-    scale,
-    DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
+    gradient, own, coefficients, own_weights, features, inverse, counts, num_samples, num_parts, scale,
+    DIM: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
     """What the parts add up to, in the place of the first."""
     b = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, WIDTH)
@@ -268,20 +233,9 @@ def _upstream_of(upstream, ends, b, num, num_ranks, BLOCK: tl.constexpr):
 
 @triton.jit
 def row_factors(
-    upstream,
-    ends,
-    num_counted,
-    lse2,
-    target_weights,
-    made_factor,
-    weights,
-    checksum,
-    num,
-    num_ranks,
-    scale,
-    OF_SAMPLES: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    upstream, ends, num_counted, lse2, target_weights, made_factor, weights, checksum, num, num_ranks, scale,
+    OF_SAMPLES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """One program for all samples. A maximum passes over NaN, so what is not finite is added to the factor."""
     times = scale
     check = 0.0

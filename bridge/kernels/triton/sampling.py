@@ -71,17 +71,9 @@ def _key(base, NUMBER: tl.constexpr):
 
 @triton.jit(do_not_specialize=["seed"])
 def draw(
-    bitmap,
-    drawn,
-    num_fresh,
-    count,
-    num_ids,
-    seed,
-    step,
-    LEFT: tl.constexpr,
-    RIGHT: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    bitmap, drawn, num_fresh, count, num_ids, seed, step,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """The first ``count`` ids of the permutation, int32: -1 for those whose bit is set. Count others by program.
 
     ``seed`` is splitmix64 of the seed as int64, ``step`` int64 on the device.

@@ -103,3 +103,17 @@ def test_factors_of_rows_are_those_of_a_batch(size: int, way: str) -> None:
         torch.testing.assert_close(found[1], by_B / largest)
     torch.testing.assert_close(found[2], found[0] + lse2_B @ slopes_B + counted)
     assert not spoilt[2].isfinite()
+
+
+@pytest.mark.parametrize("has_own", [False, True])
+def test_parts_of_a_gradient_are_added_up(has_own: bool) -> None:
+    """As many as a large head has of them on a GPU."""
+    torch.manual_seed(0)
+    parts_PBD, rows_BD, numbers_XB = torch.randn(5, 7, 20), torch.randn(7, 20), torch.rand(4, 7)
+    own = (rows_BD, samples.Losses(*numbers_XB)) if has_own else None
+    expected_BD = parts_PBD.double().sum(0)
+    if has_own:
+        expected_BD = expected_BD * numbers_XB[3].unsqueeze(1) + rows_BD * numbers_XB[2].unsqueeze(1)
+    with interpreted():
+        found_BD = samples.finish_gradient(parts_PBD.clone(), own, scale=3.0)
+    assert torch.allclose(found_BD.double(), 3 * expected_BD, rtol=1e-5, atol=1e-5)
