@@ -65,7 +65,9 @@ _METHODS: dict[str, Method] = {
 }
 _TABLES = ("table", "tables", "spec.name", "name")
 """Fields that name tables; ``name``: the dense part of a slow gear, which is its table's."""
-_JOBS = ("job", "reader.job", "who.job", "caller.stream", "context.stream", "group.job")
+_JOBS = ("job", "reader.job", "who.job")
+_STREAMS = ("caller.stream", "context.stream", "group.job")
+"""Which may be of nobody."""
 _FREEZE = f"/{SHARD.name}/Freeze"
 _OF_A_FREEZE = (_FREEZE, f"/{SHARD.name}/WriteFrozen", f"/{SHARD.name}/Thaw")
 _MOST_FREEZES = 65_536
@@ -121,7 +123,10 @@ def asked(path: str, request: bytes, freezes: AskedFreezes) -> Asked:
         return Asked("admin", (ALL_TABLES,))
     message = method.header_of(request)
     right = RIGHT_OF.get(path, "admin")
-    jobs = tuple(filter(None, (_at(message, place) for place in _JOBS)))
+    jobs = (
+        *(job for place in _JOBS if (job := _at(message, place)) is not None),
+        *filter(None, (_at(message, place) for place in _STREAMS)),
+    )
     tables = tuple(name for place in _TABLES if right != ANY for name in _names(_at(message, place)))
     if path in _OF_A_FREEZE:
         if path == _FREEZE and not tables:

@@ -159,12 +159,20 @@ def text_of(folder: Path, name: str) -> str:
     return (folder / f"{name}.token").read_text().strip()
 
 
-def of_table(method: object, table: str) -> bytes:
-    """A request for a table, and nothing else."""
+def of_table(method: object, table: str, job: str) -> bytes:
+    """A request for a table, of a job, and nothing else."""
     message = method.input_type._concrete_class()  # type: ignore[attr-defined]
     for field in message.DESCRIPTOR.fields_by_name:
         if field in ("table", "name"):
             setattr(message, field, table)
+        elif field == "job":
+            message.job = job
+        elif field in ("reader", "who"):
+            getattr(message, field).job = job
+        elif field == "caller":
+            message.caller.stream = f"{job}/rank0"
+        elif field == "context":
+            message.context.stream = job
         elif field == "spec":
             message.spec.name = table
         elif field == "tables":
@@ -199,13 +207,15 @@ def test_a_token_gives_its_rights_to_its_tables_and_no_others(roles: Roles, fold
         ways = {role: stack.enter_context(opened(folder, roles, role)) for role in _BY_ROLE}
         for role, path, method in GUARDED:
             streams, right = method.server_streaming, RIGHT_OF[path]
-            own, other = of_table(method, "mine/none"), of_table(method, "other/none")
-            names_tables = own != of_table(method, "")
+            own, other = of_table(method, "mine/none", "mine"), of_table(method, "other/none", "mine")
+            foreign, least = of_table(method, "mine/none", "yours"), of_table(method, "mine/none", "reader")
+            names_tables = own != other
             expected = {
                 "boss": (boss, other, True),
                 "own": (mine, own, right != "admin"),
                 "another's": (mine, other, right != "admin" and not names_tables),
-                "less": (reader, own, right in ("any", "read")),
+                "another job's": (mine, foreign, right != "admin" and own == foreign),
+                "less": (reader, least, right in ("any", "read")),
             }
             for what, (token, request, may) in expected.items():
                 if right == "create" and may:  # what comes of it the scheduler tells
@@ -311,6 +321,8 @@ def test_a_token_speaks_for_its_job_alone(address: str, as_program: Callable[[st
     calls = GrpcCalls(SCHEDULER, "scheduler", address)
     with pytest.raises(AccessDenied):
         calls.call(FenceJob(job="yours", incarnation=1), 10)
+    with pytest.raises(AccessDenied):
+        calls.call(FenceJob(job="", incarnation=1), 10)
     calls.call(FenceJob(job="mine/rank0", incarnation=1), 10)
     calls.close()
     with pytest.raises(AccessDenied):
@@ -357,6 +369,29 @@ def test_a_program_takes_up_a_new_token_without_a_restart(
         make_token(folder, "reader", MINE, 1, path)
         time.sleep(1.1)
         cluster.create_table("mine/changes", dim=4, optimizer=gt.SGD(1.0))
+
+
+@pytest.mark.parametrize("shared_memory", [True, False], ids=["shared memory", "tcp"])
+def test_a_token_that_is_made_anew_before_it_runs_out_costs_no_step(
+    shared_memory: bool, address: str, folder: Path, as_program: Callable[[str | None], None]
+) -> None:
+    name = f"renewed{shared_memory}"
+    path = folder / f"{name}.token"
+    make_token(folder, "renewed", MINE, 3 / 86_400, path)
+    as_program(name)
+    with gt.connect(address, config=QUICK.model_copy(update={"shared_memory": shared_memory})) as cluster:
+        table = cluster.table("mine/rows")
+        before, steps = table.pull([9]), 0
+        until = renew_at = time.monotonic() + 1
+        until += 6
+        while time.monotonic() < until:
+            if time.monotonic() > renew_at:
+                make_token(folder, "renewed", MINE, 3 / 86_400, path)
+                renew_at += 1
+            table.push([9], np.ones((1, 4), np.float32))
+            steps += 1
+            time.sleep(0.002)
+        assert np.allclose(table.pull([9]), before - steps)
 
 
 def test_what_a_role_needs_no_token_gives_no_client_rights(roles: Roles, folder: Path) -> None:

@@ -49,7 +49,9 @@ class GrantedHandler final : public Handler {
     return (known->second & right) != 0;
   }
   void require(const std::string& table, uint32_t right) {
-    if (!may(table, right) || grant_->is_over()) refuse(table, right);
+    // The caller asks again, by a connection under the token that it has by then; this one is closed soon.
+    if (grant_->is_over()) throw Fault("ShardUnavailable", "the token of this connection ran out or was revoked; connect anew");
+    if (!may(table, right)) refuse(table, right);
   }
   void require_own(const std::string& table, const std::string& name) {
     if (!name.empty() && !grant_->owns(name)) refuse(table, kMayWrite);
@@ -61,8 +63,8 @@ class GrantedHandler final : public Handler {
 
   // Says nothing of what there is.
   static constexpr const char* kRefusal =
-      "the shard does not do this for the token of this process: it ran out, was revoked, or gives no such right; its log says why. Have "
-      "one made that does ('geartrain certs token'), and name its file in security.token";
+      "the shard does not do this for the token of this process, which gives no such right; its log says more. Have one made that does "
+      "('geartrain certs token'), and name its file in security.token";
 
   const std::shared_ptr<Handler> handler_;
   const std::shared_ptr<Grant> grant_;
