@@ -6,8 +6,9 @@ token's own.
 
 from __future__ import annotations
 
+import operator
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from geartrain.ams.kernels import _core
@@ -60,13 +61,20 @@ NO_TOKEN = frozenset(
 )
 """Paths that take none."""
 OPENS_ROWS = f"/{SHARD.name}/OpenDataPlane"
+
+
+def _places(*names: str) -> tuple[tuple[str, Callable[[Any], Any]], ...]:
+    """Fields of messages: (the field, what reads it or what is in it)."""
+    return tuple((name.partition(".")[0], operator.attrgetter(name)) for name in names)
+
+
 _METHODS: dict[str, Method] = {
     method.path: method for service in (SCHEDULER, SHARD, GRAPH, GEAR) for _, method in service.items()
 }
-_TABLES = ("table", "tables", "spec.name", "name")
+_TABLES = _places("table", "tables", "spec.name", "name")
 """Fields that name tables; ``name``: the dense part of a slow gear, which is its table's."""
-_JOBS = ("job", "reader.job", "who.job")
-_STREAMS = ("caller.stream", "context.stream", "group.job")
+_JOBS = _places("job", "reader.job", "who.job")
+_STREAMS = _places("caller.stream", "context.stream", "group.job")
 """Which may be of nobody."""
 _FREEZE = f"/{SHARD.name}/Freeze"
 _OF_A_FREEZE = (_FREEZE, f"/{SHARD.name}/WriteFrozen", f"/{SHARD.name}/Thaw")
@@ -123,27 +131,18 @@ def asked(path: str, request: bytes, freezes: AskedFreezes) -> Asked:
         return Asked("admin", (ALL_TABLES,))
     message = method.header_of(request)
     right = RIGHT_OF.get(path, "admin")
-    jobs = (
-        *(job for place in _JOBS if (job := _at(message, place)) is not None),
-        *filter(None, (_at(message, place) for place in _STREAMS)),
-    )
-    tables = tuple(name for place in _TABLES if right != ANY for name in _names(_at(message, place)))
+    has = message.DESCRIPTOR.fields_by_name
+    jobs = [get(message) for first, get in _JOBS if first in has]
+    jobs += filter(None, (get(message) for first, get in _STREAMS if first in has))
+    tables = () if right == ANY else tuple(n for first, get in _TABLES if first in has for n in _names(get(message)))
     if path in _OF_A_FREEZE:
         if path == _FREEZE and not tables:
             tables = (ALL_TABLES,)
         freeze = message.snapshot_id
-        return Asked(right, freezes.tables(freeze, tables), jobs, freeze if path == _FREEZE else "")
-    return Asked(right, tables, jobs)
-
-
-def _at(message: Any, place: str) -> Any:
-    for name in place.split("."):
-        message = getattr(message, name, None)
-    return message
+        return Asked(right, freezes.tables(freeze, tables), tuple(jobs), freeze if path == _FREEZE else "")
+    return Asked(right, tables, tuple(jobs))
 
 
 def _names(found: Any) -> Iterable[str]:
     """The names of tables in a field: of one, or of several, each a text or a message with one."""
-    if found is None:
-        return ()
     return (found,) if isinstance(found, str) else (one if isinstance(one, str) else one.table for one in found)
