@@ -184,7 +184,8 @@ class ClusterNotReady(Unavailable):
 
 
 class AccessDenied(GeartrainError, PermissionError):
-    """A role does not do this for the certificate of this process: it ran out, or is not of a role that may."""
+    """A role does not do this for the certificate of this process, which ran out or is of another role, or for its
+    token, which is missing, ran out, was revoked, or does not give the right."""
 
 
 class Fenced(GeartrainError):

@@ -24,7 +24,8 @@ AUDITED_RIGHTS = frozenset({"create", "snapshot", "admin"})
 _LISTS: dict[str, dict[str, str]] = {
     SCHEDULER.name: {
         ANY: """DescribeCluster TakeIncarnation CheckCaller FenceJob TellJob LeaseStreams RenewStreams ReleaseStreams
-            DescribeStreams DescribeHolders RestoreStreams TellSteps LeaveSteps""",
+            DescribeStreams DescribeHolders RestoreStreams TellSteps LeaveSteps ReadRendezvous
+            WriteRendezvous""",
         "create": "CreateClusterTable DropClusterTable",
         "snapshot": "PublishClusterTables",
     },

@@ -400,6 +400,16 @@ def test_what_a_role_needs_no_token_gives_no_client_rights(roles: Roles, folder:
         assert outcome(way, f"/{SHARD.name}/OpenDataPlane", False, None) is grpc.StatusCode.PERMISSION_DENIED
 
 
+def test_a_foreign_stub_sends_its_token_as_call_credentials(roles: Roles, folder: Path) -> None:
+    own = (folder / "client.pem").read_bytes()
+    tls = grpc.ssl_channel_credentials((folder / "ca.pem").read_bytes(), own, own)
+    for name, code in (("reader", grpc.StatusCode.OK), ("revoked", grpc.StatusCode.PERMISSION_DENIED)):
+        both = grpc.composite_channel_credentials(tls, grpc.access_token_call_credentials(text_of(folder, name)))
+        options = [("grpc.ssl_target_name_override", "server.test.geartrain")]
+        with grpc.secure_channel(roles["server"], both, options) as channel:
+            assert outcome(channel, f"/{SHARD.name}/Describe", False, None) is code
+
+
 def test_the_commands_make_and_revoke(tmp_path: Path) -> None:
     assert typed("certs", "init", str(tmp_path)).returncode == 0
     done = typed("certs", "token", "ads", str(tmp_path), "--allow=faces/*=read,write", "--allow=*=read", "--days=7")
