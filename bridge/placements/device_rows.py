@@ -228,13 +228,17 @@ class DeviceRows:
         without kernels."""
         table = self.ids.table
         assert table is not None
-        known = int(table.num_ids)
-        numbers_N = table.find_or_insert(ids_N) if makes else table.find(ids_N)
-        is_new_N = numbers_N >= known if makes else (numbers_N < 0) & (ids_N != NO_ID)
-        if not makes:
-            numbers_N = torch.where(is_new_N, known - 1 + is_new_N.cumsum(0), numbers_N)
-        if bool(is_new_N.any()):
-            self._write_rows(numbers_N[is_new_N], self._first_values(ids_N[is_new_N].cpu().numpy()))
+        numbers_N = table.find(ids_N)
+        is_new_N = (numbers_N < 0) & (ids_N != NO_ID)
+        if not bool(is_new_N.any()):
+            return numbers_N
+        # Before the ids have rows: there may be no memory for these.
+        first_ND = self._first_values(ids_N[is_new_N].cpu().numpy())
+        if makes:
+            numbers_N = table.find_or_insert(ids_N)
+        else:
+            numbers_N = torch.where(is_new_N, int(table.num_ids) - 1 + is_new_N.cumsum(0), numbers_N)
+        self._write_rows(numbers_N[is_new_N], first_ND)
         return numbers_N
 
     def write_initial_values(self) -> None:

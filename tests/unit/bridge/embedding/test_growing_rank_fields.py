@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -243,6 +244,17 @@ def refuse(num_slots: int) -> None:
 def test_a_table_that_finds_no_memory_stays_as_it_was_on_every_rank(tmp_path: Path) -> None:
     run_ranks(lack_memory, 2, tmp_path)
     assert (tmp_path / "ok-0").exists() and (tmp_path / "ok-1").exists()
+
+
+def test_rows_whose_first_values_find_no_memory_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    table, ids = gt.Embedding(None, "t", 2, rows="ranks"), known_ids(0)
+    rows = table.table("t")
+    first = rows.pull(ids)
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr(type(rows), "_first_values", Mock(side_effect=MemoryError))
+        table(ids)
+    assert rows.num_present == 0
+    assert torch.equal(table(ids).detach(), first)
 
 
 @pytest.mark.parametrize("number", [1, 2])
