@@ -14,7 +14,7 @@ CAPTURED: dict[str, Any] = LARGE | {"labels": "cuda", "captured": True}
 AUTOCAST: dict[str, Any] = {"autocast": "bfloat16"}
 
 BUDGETS = [
-    Budget(36, 0, "head", CAPTURED | types | select | {"optimizer": optimizer})
+    Budget(36 if select else 27, 0, "head", CAPTURED | types | select | {"optimizer": optimizer})
     for types, optimizers in (
         ({}, ("SGD", "SparseMomentum", "AdamW")),
         (AUTOCAST, ("SparseMomentum",)),
@@ -26,9 +26,9 @@ BUDGETS = [
     for optimizer in optimizers
     for select in ({}, PARTIAL)
 ] + [
-    Budget(55, 0, "head", CAPTURED | NARROW | PARTIAL | {"clip": True}),
-    Budget(50, 0, "head", CAPTURED | NARROW | PARTIAL | {"margin": "", "ignore_index": -1}),
-    Budget(40, 0, "head", CAPTURED | NARROW | PARTIAL | {"ranks": 8}),
+    Budget(50, 0, "head", CAPTURED | NARROW | PARTIAL | {"clip": True}),
+    Budget(40, 0, "head", CAPTURED | NARROW | PARTIAL | {"margin": "", "ignore_index": -1}),
+    Budget(37, 0, "head", CAPTURED | NARROW | PARTIAL | {"ranks": 8}),
 ]
 reports = reports_of(BUDGETS)
 

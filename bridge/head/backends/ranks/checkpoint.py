@@ -29,6 +29,7 @@ class ShardedRows:
     ``rows`` [C, D], ``slots`` [C, S] and ``steps`` [C], those that the table has, are DTensors over the ranks in the
     memory of the table: nothing is copied, and a load writes into the rows. ``head`` is JSON. With KNN softmax
     ``graph`` is, too, and ``graph_lists`` [C, k] are the lists of its graph, a DTensor as well: −1 where there is none.
+    torch refuses to load them with another ``k`` than they were saved with.
     """
 
     def __init__(self, backend: RankHead, head: HeadState) -> None:
