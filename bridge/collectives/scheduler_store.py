@@ -23,11 +23,13 @@ _store: Store | None = None
 """torch.distributed keeps what is C++ of it, and would find the Python part gone."""
 
 
-class SchedulerStore(Store):  # type: ignore[misc]  # its type is Any
+class SchedulerStore(Store):
     """A store of torch.distributed. Thread-safe. Each call is one to the scheduler, those that wait are more.
 
     Raises torch's DistStoreError where a wait takes too long, SchedulerUnavailable.
     """
+
+    timeout: timedelta  # torch's
 
     def __init__(self, values: RendezvousValues) -> None:
         super().__init__()

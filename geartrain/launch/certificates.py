@@ -17,6 +17,7 @@ from cryptography.hazmat.primitives.serialization import (
     NoEncryption,
     PrivateFormat,
     load_pem_private_key,
+    pkcs12,
 )
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
@@ -26,6 +27,9 @@ from geartrain.ams.values.errors import ConfigError
 
 CA_KEY = "ca.key"
 _AUTHORITY_DAYS = 3650.0
+_SHORTEST_PASSPHRASE = 12
+_KDF_ROUNDS = 600_000
+"""Of PBKDF2 with SHA-256: what a guess of a passphrase costs, some 0.2 s of a core."""
 _CLOCKS_DIFFER = datetime.timedelta(minutes=10)
 """A certificate is good so long before it is issued."""
 _RENEW_SHARE = 1 / 3
@@ -57,6 +61,49 @@ def make_authority(folder: Path, cluster: str) -> None:
     write_file(folder / CA_FILE, builder.sign(key, SHA256()).public_bytes(Encoding.PEM), mode=0o644)
 
 
+def back_up_authority(folder: Path, backup: Path, passphrase: str) -> None:
+    """Write key and certificate of a folder's authority to a file (PKCS #12, AES-256), which whoever knows the
+    passphrase can read. Raises ConfigError: no authority, a short passphrase, or the file is there already.
+    """
+    if len(passphrase) < _SHORTEST_PASSPHRASE:
+        raise ConfigError(
+            f"the passphrase has {len(passphrase)} characters; it must have {_SHORTEST_PASSPHRASE}: who finds it out "
+            "is everybody in the cluster"
+        )
+    ca, key = _authority(folder)
+    if backup.exists():
+        raise ConfigError(f"{backup} is there already; give another file, or remove it")
+    encryption = (
+        PrivateFormat.PKCS12.encryption_builder()
+        .kdf_rounds(_KDF_ROUNDS)
+        .key_cert_algorithm(pkcs12.PBES.PBESv2SHA256AndAES256CBC)
+        .hmac_hash(SHA256())
+        .build(passphrase.encode())
+    )
+    backup.parent.mkdir(parents=True, exist_ok=True)
+    write_file(backup, pkcs12.serialize_key_and_certificates(b"geartrain", key, ca, None, encryption))
+
+
+def restore_authority(backup: Path, folder: Path, passphrase: str) -> None:
+    """Write ``ca.key`` of a backup into a folder, and its certificate beside those that are believed there.
+
+    Raises ConfigError: another passphrase, a damaged or absent file, or the folder has a key already.
+    """
+    path = folder / CA_KEY
+    if path.exists():
+        raise ConfigError(f"{path} is there already; give another folder, or remove it")
+    try:
+        key, ca, _ = pkcs12.load_key_and_certificates(backup.read_bytes(), passphrase.encode())
+    except OSError as exc:
+        raise ConfigError(f"cannot read {backup}: {exc.strerror or exc}") from exc
+    except ValueError as exc:
+        raise ConfigError(f"{backup} is no backup, is damaged, or has another passphrase: {exc}") from exc
+    if ca is None or not isinstance(key, ec.EllipticCurvePrivateKey):
+        raise ConfigError(f"{backup} has no key and certificate of an authority; 'geartrain certs backup' makes one")
+    _believe(folder, ca)
+    write_file(path, _private(key))
+
+
 def issue(authority: Path, folder: Path, roles: Iterable[str], numbers: Iterable[int] = (), days: float = 30.0) -> Path:
     """Write ``ROLE.pem`` (of the first of ``roles``), the key and certificate of a process that is all of them.
 
@@ -85,18 +132,7 @@ def issue(authority: Path, folder: Path, roles: Iterable[str], numbers: Iterable
         .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(ca_key.public_key()), critical=False)
         .sign(ca_key, SHA256())
     )
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    believed, own = folder / CA_FILE, ca.public_bytes(Encoding.PEM)
-    others = believed.read_bytes() if believed.exists() else b""
-    for other in x509.load_pem_x509_certificates(others) if others else ():
-        if foreign := [name for name in names_of(other) if name.cluster != of.cluster]:
-            raise ConfigError(
-                f"{believed} is of cluster {foreign[0].cluster!r}, and the authority in {authority} of {of.cluster!r}: "
-                f"nobody there would believe it; make one of that name ('geartrain certs init --cluster "
-                f"{foreign[0].cluster}')"
-            )
-    if own not in others:
-        write_file(believed, others + own, mode=0o644)
+    _believe(folder, ca)
     path = folder / f"{roles[0]}.pem"
     write_file(path, _private(key) + certificate.public_bytes(Encoding.PEM))
     return path
@@ -167,6 +203,22 @@ def _authority(folder: Path) -> tuple[x509.Certificate, ec.EllipticCurvePrivateK
     if not own or not isinstance(key, ec.EllipticCurvePrivateKey):
         raise ConfigError(f"{folder / CA_KEY} is not the key of a certificate in {folder / CA_FILE}")
     return own[0], key
+
+
+def _believe(folder: Path, ca: x509.Certificate) -> None:
+    """Add an authority to those that a folder believes. Raises ConfigError if those are of another cluster."""
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    believed, own = folder / CA_FILE, ca.public_bytes(Encoding.PEM)
+    others = believed.read_bytes() if believed.exists() else b""
+    (of,) = names_of(ca)
+    for other in x509.load_pem_x509_certificates(others) if others else ():
+        if foreign := [name for name in names_of(other) if name.cluster != of.cluster]:
+            raise ConfigError(
+                f"{believed} is of cluster {foreign[0].cluster!r}, and the authority of {of.cluster!r}: nobody there "
+                f"would believe it; make one of that name ('geartrain certs init --cluster {foreign[0].cluster}')"
+            )
+    if own not in others:
+        write_file(believed, others + own, mode=0o644)
 
 
 def _named(name: str) -> x509.Name:

@@ -118,3 +118,45 @@ def revoke_(
 
     revoke(folder, token_id)
     print(f"{folder / 'revoked'}: {token_id}")
+
+
+Passphrase = Annotated[
+    Path | None, typer.Option("--passphrase-file", help="File with the passphrase.", show_default="asked for")
+]
+
+
+@app.command()
+def backup(
+    folder: Folder,
+    file: Annotated[Path, typer.Argument(help="File to write.", show_default=False)],
+    passphrase_file: Passphrase = None,
+) -> None:
+    """Copy the key of the authority (ca.key) to a file that only who knows the passphrase can read (PKCS #12)."""
+    from geartrain.launch.certificates import back_up_authority
+
+    back_up_authority(folder, file, _passphrase(passphrase_file, again=True))
+    print(f"{file}: the key of the authority in {folder}, encrypted")
+
+
+@app.command()
+def restore(
+    file: Annotated[Path, typer.Argument(help="What 'certs backup' wrote.", show_default=False)],
+    folder: Folder,
+    passphrase_file: Passphrase = None,
+) -> None:
+    """Write the key of an authority back from its backup, to issue and renew with it in this folder."""
+    from geartrain.launch.certificates import restore_authority
+
+    restore_authority(file, folder, _passphrase(passphrase_file, again=False))
+    print(f"{folder / 'ca.key'}: restored")
+
+
+def _passphrase(file: Path | None, *, again: bool) -> str:
+    from geartrain.ams.values.errors import ConfigError
+
+    if file is None:
+        return str(typer.prompt("Passphrase", hide_input=True, confirmation_prompt=again, err=True))
+    try:
+        return file.read_text().rstrip("\r\n")
+    except (OSError, UnicodeDecodeError) as exc:
+        raise ConfigError(f"cannot read the passphrase in {file}: {exc}") from exc
