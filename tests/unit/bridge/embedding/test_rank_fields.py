@@ -31,7 +31,7 @@ FIELDS = [
     gt.Field("item", dim=4, pooling="mean", num_rows=2),  # fewer rows than ranks
     gt.Field("seen", table="user", pooling="sqrtn", padding_id=-1),
     gt.Field("last", table="item", pooling=None),
-    gt.Field("best", dim=2, pooling="max", num_rows=ROWS, optimizer=gt.SGD(0.5)),
+    gt.Field("best", dim=2, pooling="max", num_rows=ROWS, optimizer=gt.SGD(0.5, weight_decay=0.1)),
     gt.Field("idle", table="best"),
 ]
 OPTIMIZERS = [
