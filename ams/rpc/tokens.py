@@ -51,7 +51,7 @@ class Token(NamedTuple):
 
     id: str
     job: str
-    """Whose streams and steps it may be; "*": any."""
+    """Whose streams and steps it may be, a pattern as those of tables."""
     rules: tuple[tuple[str, int], ...]
     """(pattern of tables, in which * stands for any characters; bits of the rights)."""
     until: float

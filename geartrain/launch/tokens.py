@@ -33,7 +33,9 @@ def make_token(folder: Path, job: str, allow: Iterable[str], days: float, out: P
     ConfigError.
     """
     if not job.isprintable() or job != job.strip() or not 1 <= len(job) <= 200:
-        raise ConfigError(f"job is {job!r}; it must be a text of 1 to 200 printable characters, or * for any job")
+        raise ConfigError(
+            f"job is {job!r}; it must be a text of 1 to 200 printable characters, in which * stands for any"
+        )
     if not (rules := tuple(map(_rule, allow))):
         raise ConfigError("the token gives no rights; say some, as --allow 'faces/*=read,write'")
     _require_programs(folder)

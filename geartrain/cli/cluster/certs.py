@@ -81,7 +81,9 @@ def renew_(
 
 @app.command()
 def token(
-    job: Annotated[str, typer.Argument(help="Job that it is for, as --job of workers; * for any.", show_default=False)],
+    job: Annotated[
+        str, typer.Argument(help="Job that it is for; * in it stands for any characters.", show_default=False)
+    ],
     folder: Folder,
     allow: Annotated[
         list[str],

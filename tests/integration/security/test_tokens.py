@@ -23,6 +23,7 @@ from geartrain.ams.values.config import (
     CERTIFIED_ROLES,
     CLIENT,
     FOLDER_VARIABLE,
+    TOKEN_VARIABLE,
     GraphConfig,
     SecurityConfig,
     identify,
@@ -37,6 +38,7 @@ from geartrain.launch.tokens import make_token, revoke
 from tests.integration.conftest import QUICK
 from tests.integration.gear.gear_cluster import gear_cluster
 from tests.support.command_line import typed
+from tests.support.movielens_files import write_movielens
 from tests.support.role_process import RoleProcess
 
 ALL = ["*=read,write,create,snapshot,admin"]
@@ -316,6 +318,27 @@ def test_a_freeze_is_written_by_who_may_save_all_its_tables(
     mine.close()
 
 
+def test_own_tables_are_saved_and_restored(
+    address: str, as_program: Callable[[str | None], None], tmp_path: Path
+) -> None:
+    as_program("mine")
+    with gt.connect(address, config=QUICK) as cluster:
+        table = cluster.create_table("mine/kept", dim=4, optimizer=gt.SGD(1.0))
+        table.assign([3], np.ones((1, 4), np.float32))
+        saved = cluster.snapshot(tmp_path, tables=["mine/kept"]).result()
+        table.assign([3], np.zeros((1, 4), np.float32))
+        cluster.restore(saved, replace=True)
+        assert cluster.table("mine/kept").pull([3]).sum() == 4
+        with pytest.raises(AccessDenied):
+            cluster.snapshot(tmp_path).result()
+    as_program("boss")
+    with gt.connect(address, config=QUICK) as cluster:
+        whole = cluster.snapshot(tmp_path, tables=["mine/kept", "other/rows"]).result()
+    as_program("mine")
+    with gt.connect(address, config=QUICK) as cluster, pytest.raises(AccessDenied):
+        cluster.restore(whole, tables=["other/rows"], replace=True)
+
+
 def test_a_token_speaks_for_its_job_alone(address: str, as_program: Callable[[str | None], None]) -> None:
     as_program("mine")
     calls = GrpcCalls(SCHEDULER, "scheduler", address)
@@ -392,6 +415,21 @@ def test_a_token_that_is_made_anew_before_it_runs_out_costs_no_step(
             steps += 1
             time.sleep(0.002)
         assert np.allclose(table.pull([9]), before - steps)
+
+
+def test_a_worker_trains_and_saves_with_the_token_of_its_own_tables(
+    address: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_token(folder, "run-*", ["run-*=read,write,create,snapshot"], 1, folder / "run.token")
+    monkeypatch.setenv(FOLDER_VARIABLE, str(folder))
+    films = write_movielens(tmp_path / "films")
+    settings = ["--logger=none", "--set=batch_size=50", "--set=dim=4", "--set=snapshots.steps=10"]
+    train = ["worker", "ctr", f"--data={films}", f"--out={tmp_path / 'run'}", f"--scheduler={address}", *settings]
+    for name, code in (("mine", 1), ("run", 0)):
+        monkeypatch.setenv(TOKEN_VARIABLE, str(folder / f"{name}.token"))
+        done = typed(*train, "--continue", "--steps=20", f"--snapshots={tmp_path / 'kept'}")
+        assert done.returncode == code, done.stderr
+        assert ("certs token" in done.stderr) is (code != 0)
 
 
 def test_what_a_role_needs_no_token_gives_no_client_rights(roles: Roles, folder: Path) -> None:

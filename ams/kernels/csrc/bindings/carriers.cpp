@@ -55,8 +55,8 @@ void bind_carriers(nb::module_& m) {
   nb::class_<GrantOfPython>(m, "Grant")
       .def(
           "__init__",
-          [](GrantOfPython* self, std::string job, std::vector<Grant::Rule> rules, double until) {
-            new (self) GrantOfPython{std::make_shared<Grant>(std::move(job), std::move(rules), until)};
+          [](GrantOfPython* self, const std::string& job, std::vector<Grant::Rule> rules, double until) {
+            new (self) GrantOfPython{std::make_shared<Grant>(job, std::move(rules), until)};
           },
           nb::arg("job"), nb::arg("rules"), nb::arg("until"))
       .def("rights", [](const GrantOfPython& self, const std::string& table) { return self.grant->rights(table); }, nb::arg("table"))

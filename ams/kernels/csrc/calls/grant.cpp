@@ -37,7 +37,7 @@ uint32_t Grant::rights(std::string_view table) const {
 
 bool Grant::owns(std::string_view name) const {
   const bool is_unnamed = name.size() == kUnnamedSize && name.find_first_not_of("0123456789abcdef") == std::string_view::npos;
-  return is_unnamed || job_ == "*" || (name.starts_with(job_) && (name.size() == job_.size() || name[job_.size()] == '/'));
+  return is_unnamed || matches(job_, name) || matches(of_job_, name);
 }
 
 bool Grant::is_over() const {

@@ -24,8 +24,8 @@ class Grant {
     uint32_t rights;
   };
 
-  // `job`: whose streams of writes it may be; "*": any. Good until a time in unix seconds.
-  Grant(std::string job, std::vector<Rule> rules, double until) : job_(std::move(job)), rules_(std::move(rules)), until_(until) {}
+  // `job`: whose streams of writes it may be, a pattern, too. Good until a time in unix seconds.
+  Grant(const std::string& job, std::vector<Rule> rules, double until) : job_(job), of_job_(job + "/*"), rules_(std::move(rules)), until_(until) {}
   // To a table, by all rules together.
   uint32_t rights(std::string_view table) const;
   // Whether a job, or a stream of writes, is that of the job (JOB or JOB/...), or of no job.
@@ -39,7 +39,7 @@ class Grant {
   std::pair<std::vector<Refusal>, size_t> take_refused();
 
  private:
-  const std::string job_;
+  const std::string job_, of_job_;
   const std::vector<Rule> rules_;
   const double until_;
   std::atomic<bool> has_ended_ = false;

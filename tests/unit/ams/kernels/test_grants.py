@@ -75,6 +75,16 @@ def test_writes_are_of_streams_of_the_job_or_of_none(server: _core.DataServer, w
     assert {pushed(stream) for stream in ("jobs", "you/rank0", "jo")} == {"AccessDenied"}
 
 
+def test_the_name_of_a_job_is_a_pattern_too() -> None:
+    for job, own, foreign in (
+        ("ads", ["ads", "ads/rank0"], ["ads-1", "adsx", "x/ads", ""]),
+        ("ads-*", ["ads-1", "ads-1/rank0"], ["ads", "ads/rank0"]),
+        ("*", ["ads", "x/y", ""], []),
+    ):
+        grant = _core.Grant(job, [], FOREVER)
+        assert all(map(grant.owns, own)) and not any(map(grant.owns, foreign))
+
+
 @WAYS
 @pytest.mark.parametrize("how", ["ended", "ran out"])
 def test_a_connection_ends_with_its_grant_though_it_says_nothing(server: _core.DataServer, way: str, how: str) -> None:
