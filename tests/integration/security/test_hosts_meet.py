@@ -78,9 +78,9 @@ def test_two_machines_meet_under_certificates_and_again_after_a_rank_was_killed(
         assert told, log
         rank, machine, starts, gradient, agree = json.loads(told)[str(number)]
         # Its rank and number are those of its address; gradients are of both ranks.
-        assert (rank, machine, gradient, agree) == (number, number, 1.0, True), log
-        # The other counts a start of its own only if its rank failed before it heard that one joins again.
-        assert starts == 1 or (starts == 0 and number != breaks), log
+        assert (rank, machine, gradient, agree) == (number, number, 1.0, True), (told, log)
+        # A machine that hears of the others first does not count its start, and one may be started once more.
+        assert starts >= (number == breaks), (starts, log)
 
 
 def test_who_has_no_certificate_of_a_worker_meets_nobody(scheduler: str, tmp_path: Path) -> None:
