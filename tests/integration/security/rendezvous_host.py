@@ -25,6 +25,7 @@ def rank(breaks: int) -> tuple[int, int, int, float, bool]:
     """Train one step of a linear layer with the other ranks."""
     starts = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     init_process_group("gloo")
+    dist.barrier()  # the others are connected, too
     if starts == 0 and dist.get_rank() == breaks:
         os.kill(os.getpid(), signal.SIGKILL)
     torch.manual_seed(0)
