@@ -51,7 +51,7 @@ def main(scheduler: str, job: str, address: str, hosts: str, breaks: str) -> Non
         min_nodes=int(hosts),
         max_nodes=int(hosts),
         nproc_per_node=1,
-        max_restarts=2,
+        max_restarts=8,  # a rank that meets another that leaves counts, too
         rdzv_backend="geartrain",
         rdzv_endpoint=scheduler,
         rdzv_configs={"timeout": 60},
