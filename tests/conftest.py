@@ -46,6 +46,15 @@ def removed_mechanisms() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
+def nobodys_certificate() -> Iterator[None]:
+    """Take back who a command that ran in this process said that it is: see :func:`identify`."""
+    yield
+    from geartrain.ams.values.config import identify  # not before the lines above
+
+    identify(None)
+
+
+@pytest.fixture(autouse=True)
 def logs_as_before() -> Iterator[None]:
     """Take back what a command that ran in this process did to the root logger, for the tests after it."""
     root = logging.getLogger()

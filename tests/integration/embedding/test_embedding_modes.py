@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import geartrain as gt
-from geartrain.ams.client import worker_steps
+from geartrain.ams.client.jobs import worker_steps
 from geartrain.ams.scheduler.service import SchedulerServer
 from geartrain.ams.values.config import SchedulerConfig
 from tests.support.rank_processes import run_ranks
