@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +13,7 @@ import pytest
 import geartrain as gt
 from geartrain.ams.client.jobs.rendezvous import RendezvousValues
 from geartrain.ams.rpc.credentials import CA_FILE
-from geartrain.ams.values.config import FOLDER_VARIABLE, ClientConfig, identify, identity
+from geartrain.ams.values.config import FOLDER_VARIABLE, ClientConfig, identify
 from geartrain.ams.values.errors import SchedulerUnavailable
 from tests.integration.conftest import QUICK
 from tests.support.command_line import invoke, typed
@@ -24,13 +23,6 @@ ONCE = ClientConfig(recovery_timeout_seconds=0.0)
 ROLES = ("scheduler", "server", "client")
 LOOK_SECONDS = 1.5
 """Processes look at their files each second."""
-
-
-@pytest.fixture(autouse=True)
-def _as_before() -> Iterator[None]:
-    before = identity("127.0.0.1:1")
-    yield
-    identify(*before)
 
 
 def done(*arguments: str) -> str:

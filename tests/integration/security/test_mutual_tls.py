@@ -71,13 +71,6 @@ REFUSED = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
 SECOND = 1 / 86_400
 
 
-@pytest.fixture(autouse=True)
-def _as_before() -> Iterator[None]:
-    before = identity("127.0.0.1:1")
-    yield
-    identify(*before)
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Certificates of each role, and in ``all`` one that is every role: that of this process."""
