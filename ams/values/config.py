@@ -135,7 +135,7 @@ def identity(address: str) -> tuple[str | None, str]:
     folder, role = _identity or (os.environ.get(FOLDER_VARIABLE) or None, CLIENT)
     if folder is None and is_loopback(address) and private_folder().is_dir():
         return str(private_folder()), CLIENT
-    return (None if folder == NO_FOLDER else folder), role
+    return (None if folder is None or folder == NO_FOLDER else str(Path(folder).expanduser())), role
 
 
 def private_folder() -> Path:

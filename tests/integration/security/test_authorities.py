@@ -13,7 +13,7 @@ import pytest
 import geartrain as gt
 from geartrain.ams.client.jobs.rendezvous import RendezvousValues
 from geartrain.ams.rpc.credentials import CA_FILE
-from geartrain.ams.values.config import FOLDER_VARIABLE, ClientConfig, identify
+from geartrain.ams.values.config import CLIENT, FOLDER_VARIABLE, ClientConfig, identify, identity
 from geartrain.ams.values.errors import SchedulerUnavailable
 from tests.integration.conftest import QUICK
 from tests.support.command_line import invoke, typed
@@ -148,3 +148,9 @@ def test_a_lost_authority_is_replaced_under_a_training_that_loses_no_step(tmp_pa
         with pytest.raises(SchedulerUnavailable):
             stranger.read(["key"])
         stranger.close()
+
+
+def test_a_folder_may_be_named_by_the_home_of_its_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv(FOLDER_VARIABLE, "~/certificates")
+    assert identity("10.0.0.1:7000") == (str(tmp_path / "certificates"), CLIENT)
