@@ -26,6 +26,9 @@ from geartrain.ams.values.config import CLIENT, identity, private_folder, token_
 from geartrain.ams.values.errors import ConfigError
 
 if TYPE_CHECKING:
+    import socket
+    import ssl
+
     from cryptography.x509 import Certificate
 
 logger = logging.getLogger(__name__)
@@ -95,6 +98,7 @@ class Credentials:
         self._warned_at = 0.0
         self._complaint = ""
         self._files: _Files | None = None
+        self._accepts: tuple[_Files, ssl.SSLContext] | None = None
         self._current()
 
     @staticmethod
@@ -108,6 +112,11 @@ class Credentials:
         """What this process is called in its certificate; none: it has no certificate."""
         files = self._current()
         return () if files is None else files.names
+
+    @property
+    def cluster(self) -> str:
+        """The name of the cluster in its certificate; "local": it has none."""
+        return self.names[0].cluster if self.names else "local"
 
     @property
     def first_shard(self) -> int | None:
@@ -139,6 +148,30 @@ class Credentials:
         return server.add_secure_port(
             listen, grpc.dynamic_ssl_server_credentials(_shown(files), renewed, require_client_authentication=True)
         )
+
+    def accept(self, connection: socket.socket) -> socket.socket:
+        """Take a caller of a port that is not gRPC's: it shows a certificate of this cluster, as there (mutual TLS).
+
+        Raises OSError: it shows none, or another's. Without certificates everybody is taken.
+        """
+        if (files := self._current()) is None:
+            return connection
+        import ssl
+
+        if self._accepts is None or self._accepts[0] is not files:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.verify_mode = ssl.CERT_REQUIRED
+            context.load_verify_locations(cadata=files.authorities.decode())
+            assert self._paths is not None
+            context.load_cert_chain(self._paths[1])
+            self._accepts = files, context
+        secure = self._accepts[1].wrap_socket(connection, server_side=True)
+        said: Any = (secure.getpeercert() or {}).get("subjectAltName", ())
+        names = [name_in(text) for kind, text in said if kind == "URI"]
+        if not any(name is not None and name.cluster == self.cluster for name in names):
+            secure.close()
+            raise ConnectionRefusedError(f"its certificate is of another cluster than {self.cluster!r}")
+        return secure
 
     def _current(self) -> _Files | None:
         if self._paths is None or time.monotonic() < self._look_at:

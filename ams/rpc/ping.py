@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import functools
-import importlib.metadata
 import os
 import time
 from collections.abc import Callable
 
-from geartrain.ams.values.rpc import Ping, Pong
+from geartrain.ams.values.rpc import Ping, Pong, version
 
 
 class PingHandler:
@@ -23,16 +21,8 @@ class PingHandler:
         """Answer a ping."""
         return Pong(
             role=self._role,
-            version=_version(),
+            version=version(),
             uptime_seconds=time.monotonic() - self._began,
             incarnation=self._incarnation(),
             pid=os.getpid(),
         )
-
-
-@functools.cache
-def _version() -> str:
-    try:
-        return importlib.metadata.version("geartrain")
-    except importlib.metadata.PackageNotFoundError:  # run from its folder, without being installed
-        return "unknown"

@@ -271,16 +271,25 @@ class RoleConfig(Section):
     """Tell whoever asks which services and messages there are (gRPC reflection), as grpcurl does."""
     max_message_bytes: MessageBytes = MAX_MESSAGE_BYTES
     """Largest message accepted, in bytes."""
+    metrics: ListenAddress | None = None
+    """Address to tell Prometheus on what the process counts; port 0 picks a free one. None: it is told nowhere."""
 
     @model_validator(mode="after")
     def _check_network(self) -> Self:
-        if not (self.insecure or is_loopback(self.listen) or identity(self.listen)[0]):
-            raise ConfigError(
-                f"listen {self.listen!r} can be reached from other machines, and traffic would be neither encrypted "
-                "nor authenticated; set security.folder to a folder that 'geartrain certs init' fills, listen on "
-                "127.0.0.1, or accept the risk on a private network with --insecure (insecure: true)"
-            )
+        for key in ("listen", "metrics"):
+            if (address := getattr(self, key)) is not None:
+                require_private(key, address, self.insecure)
         return self
+
+
+def require_private(key: str, address: str, insecure: bool) -> None:
+    """Raises ConfigError if strangers could reach ``address``, the setting ``key``, which was not wished."""
+    if not (insecure or is_loopback(address) or identity(address)[0]):
+        raise ConfigError(
+            f"{key} {address!r} can be reached from other machines, and traffic would be neither encrypted "
+            "nor authenticated; set security.folder to a folder that 'geartrain certs init' fills, listen on "
+            "127.0.0.1, or accept the risk on a private network with --insecure (insecure: true)"
+        )
 
 
 class SchedulerConfig(RoleConfig):

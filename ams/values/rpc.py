@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.metadata
 from dataclasses import dataclass
 from typing import ClassVar, Generic, TypeVar
 
@@ -42,3 +44,12 @@ class Pong:
 @dataclass(frozen=True, kw_only=True)
 class Ping(Rpc[Pong]):
     """Ask a role who it is. It answers though it has not joined a cluster, or holds nothing any more."""
+
+
+@functools.cache
+def version() -> str:
+    """Of the package that is installed."""
+    try:
+        return importlib.metadata.version("geartrain")
+    except importlib.metadata.PackageNotFoundError:  # run from its folder
+        return "unknown"

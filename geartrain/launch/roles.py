@@ -7,7 +7,8 @@ another's libraries.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ from geartrain.ams.values.config import (
 from geartrain.ams.values.rpc import Pong
 
 if TYPE_CHECKING:
+    from geartrain.ams.observe.metrics import Metric
     from geartrain.ams.rpc.services import Service
     from geartrain.launch.role import RunningRole
 
@@ -106,6 +108,32 @@ def _start_slowgear(config: ClusterConfig) -> Started:
     service = SlowGearRole(config.slowgear, config.client)
     address = service.start()
     return service, {"address": address, "name": service.name, "partitions": service.partitions}
+
+
+@contextmanager
+def started(role: Role, config: ClusterConfig) -> Iterator[Started]:
+    """Start a role, and first the port of its counters, if it is to have one (``metrics`` of what it says then).
+
+    Whoever leaves has stopped the role. Raises what starting raises.
+    """
+    address = getattr(config, role.name).metrics
+    services: list[RunningRole] = []
+
+    def collect() -> Iterable[Metric]:  # none, while it starts
+        for service in services:
+            yield from getattr(service, "metrics", tuple)()
+
+    with ExitStack() as opened:
+        told = {}
+        if address is not None:
+            from geartrain.ams.observe.metrics import serve_metrics
+            from geartrain.ams.rpc.credentials import Credentials
+
+            port = opened.enter_context(serve_metrics(address, collect, role.name, Credentials.mine(address)))
+            told = {"metrics": port.address}
+        service, facts = role.start(config)
+        services.append(service)
+        yield service, facts | told
 
 
 ROLES: dict[str, Role] = {

@@ -19,7 +19,7 @@ from geartrain.launch import role as life
 from geartrain.launch.certificates import make_private_folder
 from geartrain.launch.logs import log_to_stderr
 from geartrain.launch.ports import require_free
-from geartrain.launch.roles import Role, load
+from geartrain.launch.roles import Role, load, started
 
 LogLevel = Annotated[str, typer.Option(help="debug, info, warning or error; logs go to stderr.")]
 EndWithParent = Annotated[bool, typer.Option("--end-with-parent", hidden=True, help="End when stdin closes.")]
@@ -56,15 +56,18 @@ def run_command(role: Role) -> Callable[..., None]:
         whole = configuration.load(file, given)
         config = getattr(whole, role.name)
         identify(whole.security.folder or (NO_FOLDER if config.insecure else None), role.name)
-        if is_loopback(config.listen):
+        if is_loopback(config.listen) or (config.metrics is not None and is_loopback(config.metrics)):
             make_private_folder()
         failpoints.arm_from_environment(whole.mode)
         if getattr(config, "ports", None) is None:
             require_free(config.listen, "--listen")
+        if config.metrics is not None:
+            require_free(config.metrics, "--metrics")
+            life.warn_if_open(config.metrics)
         life.warn_if_open(config.listen)
         life.raise_open_files()
-        service, facts = role.start(whole)  # after the settings are known to be right: what it loads is slow
-        life.serve(role.name, service, **facts)
+        with started(role, whole) as (service, facts):  # when the settings are known to be right: what it loads is slow
+            life.serve(role.name, service, **facts)
 
     parameters: dict[str, tuple[Any, Any]] = {"context": (typer.Context, inspect.Parameter.empty)}
     parameters |= {"file": (ConfigFile, None)} | {key: _flag(key, of) for key, of in role.settings.model_fields.items()}

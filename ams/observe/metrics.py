@@ -1,0 +1,194 @@
+"""What a process counts, for Prometheus: a port of its own that answers with all counters, as text.
+
+Whoever counts yields :class:`Metric` values and knows no library. They are read at each scrape, on a thread of the
+port: nothing is counted for it that is not counted anyway.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import socket
+import socketserver
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, Self
+
+from geartrain.ams.values.config import split_address
+from geartrain.ams.values.errors import ConfigError
+from geartrain.ams.values.rpc import version
+
+if TYPE_CHECKING:
+    import prometheus_client.core as library
+
+logger = logging.getLogger(__name__)
+
+PREFIX = "geartrain_"
+_MAX_SCRAPES = 8
+"""At once; more are turned away."""
+_SCRAPE_SECONDS = 10.0
+"""For a handshake, for a request, and for taking what was asked for."""
+
+
+class Buckets(NamedTuple):
+    """A value of a histogram."""
+
+    bounds: Sequence[float]
+    """Rising, in the unit of the metric."""
+    counts: Sequence[float]
+    """How many were between each bound and the one before; one more than bounds, of what is above them all."""
+    total: float
+    """The sum of all."""
+
+
+class Metric(NamedTuple):
+    """One family of counters. Of several with one name the samples are put together."""
+
+    name: str
+    """With its unit, and ``_total`` of a counter; without PREFIX."""
+    kind: Literal["counter", "gauge", "histogram"]
+    help: str
+    labels: Sequence[str] = ()
+    """The label ``cluster`` is on every sample anyway."""
+    samples: Iterable[tuple[Sequence[object], float | Buckets]] = ()
+    """(values of the labels, value)."""
+
+
+class Port(Protocol):
+    """Who may scrape: geartrain.ams.rpc.credentials.Credentials."""
+
+    @property
+    def cluster(self) -> str:
+        """What the cluster is called."""
+
+    def accept(self, connection: socket.socket) -> socket.socket:
+        """Return the connection once its other end has shown who it is. Raises OSError: nobody of this cluster."""
+
+
+def serve_metrics(address: str, collect: Callable[[], Iterable[Metric]], role: str, port: Port) -> MetricsServer:
+    """Serve what ``collect`` returns at ``"host:port"``, to whom ``port`` lets in, until it is closed.
+
+    Raises ConfigError: prometheus_client is not installed, or nobody can listen there.
+    """
+    try:
+        from prometheus_client import CollectorRegistry, MetricsHandler, ProcessCollector
+    except ImportError as exc:
+        raise ConfigError(f"metrics {address!r} needs prometheus_client; pip install 'geartrain[metrics]'") from exc
+
+    class Collector:
+        _process = ProcessCollector(registry=None)
+        _lock = threading.Lock()
+
+        def collect(self) -> Iterator[library.Metric]:
+            """Collect all, for one scrape after the other."""
+            with self._lock:
+                yield from _labelled(self._process.collect(), port.cluster)
+                yield from _families([_build_info(role), *collect()], port.cluster)
+
+    registry = CollectorRegistry()
+    registry.register(Collector())
+    handler: Any = MetricsHandler.factory(registry)
+    handler.timeout = _SCRAPE_SECONDS
+    try:
+        return MetricsServer(address, handler, port)
+    except OSError as exc:
+        raise ConfigError(
+            f"cannot serve metrics at {address!r}: {(exc.strerror or str(exc)).lower()}; choose an address of this "
+            "machine and a port that is free (0 picks one)"
+        ) from exc
+
+
+def _build_info(role: str) -> Metric:
+    return Metric("build_info", "gauge", "Always 1; says what runs.", ("role", "version"), [((role, version()), 1)])
+
+
+def _families(metrics: Iterable[Metric], cluster: str) -> Iterator[library.Metric]:
+    from prometheus_client import core
+
+    kinds = {
+        "counter": core.CounterMetricFamily,
+        "gauge": core.GaugeMetricFamily,
+        "histogram": core.HistogramMetricFamily,
+    }
+    found: dict[str, Any] = {}
+    for metric in metrics:
+        family = found.get(metric.name)
+        if family is None:
+            family = kinds[metric.kind](PREFIX + metric.name, metric.help, labels=["cluster", *metric.labels])
+            found[metric.name] = family
+        for values, value in metric.samples:
+            labels = [cluster, *map(str, values)]
+            if isinstance(value, Buckets):
+                bounds = [*map(str, map(float, value.bounds)), "+Inf"]
+                cumulative = itertools.accumulate(value.counts)
+                family.add_metric(labels, list(zip(bounds, cumulative, strict=True)), value.total)
+            else:
+                family.add_metric(labels, value)
+    yield from found.values()
+
+
+def _labelled(families: Iterable[library.Metric], cluster: str) -> Iterator[library.Metric]:
+    for family in families:
+        family.samples = [sample._replace(labels={"cluster": cluster, **sample.labels}) for sample in family.samples]
+        yield family
+
+
+class MetricsServer(socketserver.ThreadingTCPServer):
+    """A port that answers scrapes, on threads of its own, from its making until it is closed. A context manager."""
+
+    allow_reuse_address = True
+    daemon_threads = True
+
+    def __init__(self, address: str, handler: Any, port: Port) -> None:
+        host, number = split_address(address)
+        family, *_, bind_to = socket.getaddrinfo(host, number, type=socket.SOCK_STREAM)[0]
+        self.address_family = family
+        self._port = port
+        self._free = threading.BoundedSemaphore(_MAX_SCRAPES)
+        super().__init__(bind_to[:2], handler)  # type: ignore[arg-type]
+        bound = self.socket.getsockname()[1]
+        self.address = f"[{host}]:{bound}" if ":" in host else f"{host}:{bound}"
+        """host:port that it listens at."""
+        self._thread = threading.Thread(target=self.serve_forever, name="metrics", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Let go of the port."""
+        self.shutdown()
+        self._thread.join()
+        self.server_close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Begin to answer on a thread, if there are not too many."""
+        if self._free.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Answer, on its thread."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
+
+    def finish_request(self, request: Any, client_address: Any) -> None:
+        """Answer who may ask."""
+        request.settimeout(_SCRAPE_SECONDS)
+        with self._port.accept(request) as connection:
+            super().finish_request(connection, client_address)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ARG002
+        """Say why a scrape failed: in the log, briefly if it was for the other end."""
+        error = sys.exc_info()[1]
+        if isinstance(error, OSError):
+            logger.debug("metrics: %s: %s", client_address[0], error)
+        else:
+            logger.error("metrics could not be collected", exc_info=error)
