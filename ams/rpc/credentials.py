@@ -113,6 +113,12 @@ class Credentials:
         files = self._current()
         return () if files is None else files.names
 
+    def believes(self, certificate: bytes, chain: bytes = b"") -> bool:
+        """Whether what another showed (PEM, with what stands between it and an authority) is of one that is believed
+        still: connections may be older than ``ca.pem``."""
+        files = self._current()
+        return files is not None and _is_believed(files.authorities, certificate, chain)
+
     @property
     def cluster(self) -> str:
         """The name of the cluster in its certificate; "local": it has none."""
@@ -270,6 +276,20 @@ def _issued(authority: Certificate, certificate: Certificate) -> bool:
     except (ValueError, TypeError, InvalidSignature):
         return False
     return True
+
+
+@functools.lru_cache(4096)
+def _is_believed(authorities: bytes, certificate: bytes, chain: bytes) -> bool:
+    from cryptography import x509
+
+    believed = x509.load_pem_x509_certificates(authorities)
+    between = x509.load_pem_x509_certificates(chain) if chain else []
+    above: Certificate | None = x509.load_pem_x509_certificate(certificate)
+    while above is not None and not any(_issued(authority, above) for authority in believed):
+        below = above
+        between = [other for other in between if other != below]
+        above = next((other for other in between if _issued(other, below)), None)
+    return above is not None
 
 
 def names_of(certificate: Certificate) -> tuple[Name, ...]:

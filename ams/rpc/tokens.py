@@ -57,10 +57,10 @@ class Token(NamedTuple):
     until: float
     """Unix seconds."""
 
-    def grant(self) -> _core.Grant:
-        """The same, for C++. Who has the rest of all tables may be any job."""
+    def grant(self, until: float = float("inf")) -> _core.Grant:
+        """The same, for C++, and not beyond a time. Who has the rest of all tables may be any job."""
         may_all = any(pattern == ALL_TABLES and rights & RIGHTS["admin"] for pattern, rights in self.rules)
-        return _core.Grant(ALL_TABLES if may_all else self.job, list(self.rules), self.until)
+        return _core.Grant(ALL_TABLES if may_all else self.job, list(self.rules), min(self.until, until))
 
 
 def signed(token: Token, key: Ed25519PrivateKey) -> str:
@@ -158,9 +158,8 @@ class TokenFile:
 
 
 class _Given(NamedTuple):
-    token: Token | None
     grant: _core.Grant
-    text: str
+    is_good: Callable[[], bool]
     caller: dict[str, Any]
     at: float
 
@@ -204,20 +203,16 @@ class Tokens:
             return "its token was revoked"
         return "its token ran out" if known[1].is_over else known
 
-    def give(self, token: Token | None, text: str, caller: dict[str, Any]) -> _core.Grant:
-        """The rights of a new connection for rows, which end with those of the token; None: all, until tokens are
-        wanted."""
-        rules = ((ALL_TABLES, sum(RIGHTS.values())),)
-        grant = (token or Token("", ALL_TABLES, rules, float("inf"))).grant()
+    def watch(self, grant: _core.Grant, is_good: Callable[[], bool], caller: dict[str, Any]) -> None:
+        """End the rights of a new connection for rows once they are good no more."""
         with self._lock:
-            self._given.append(_Given(token, grant, text, caller, time.monotonic()))
+            self._given.append(_Given(grant, is_good, caller, time.monotonic()))
             if self._watch is None:
                 self._watch = threading.Thread(target=self._watch_given, name="geartrain-tokens", daemon=True)
                 self._watch.start()
-        return grant
 
     def _watch_given(self) -> None:
-        """Ends the rights of connections whose token is good no more, and tells what they were refused."""
+        """Ends the rights of connections that are good no more, and tells what they were refused."""
         while True:
             time.sleep(_LOOK_SECONDS)
             try:
@@ -226,11 +221,10 @@ class Tokens:
                 logger.exception("rights of connections for rows could not be looked after")
 
     def look_after_given(self) -> None:
-        wanted = self.are_wanted
         with self._lock:
             given = list(self._given)
-        for token, grant, text, caller, _ in given:
-            if (token is None and wanted) or (token is not None and isinstance(self.believed(text), str)):
+        for grant, is_good, caller, _ in given:
+            if not is_good():
                 grant.end()
             refused, count = grant.take_refused()
             for table, rights in refused:

@@ -17,7 +17,7 @@ from typing import Any
 import grpc
 
 from geartrain.ams.kernels import _core
-from geartrain.ams.rpc.credentials import ANY_NUMBER, Name, names_of
+from geartrain.ams.rpc.credentials import ANY_NUMBER, Credentials, Name, names_of
 from geartrain.ams.rpc.server.rights import (
     ANY,
     AUDITED_RIGHTS,
@@ -29,7 +29,7 @@ from geartrain.ams.rpc.server.rights import (
     asked,
 )
 from geartrain.ams.rpc.services import GEAR, GRAPH, SCHEDULER, SHARD
-from geartrain.ams.rpc.tokens import ALL_TABLES, METADATA_KEY, RIGHTS, SCHEME, Tokens
+from geartrain.ams.rpc.tokens import ALL_TABLES, METADATA_KEY, RIGHTS, SCHEME, Token, Tokens
 from geartrain.ams.values.config import CERTIFIED_ROLES, CLIENT
 from geartrain.ams.values.errors import GeartrainError
 
@@ -82,6 +82,9 @@ CALLERS: dict[str, frozenset[str]] = {
     for rpc in rpcs.split()
 }
 """Path of an RPC -> the roles that may call it."""
+_MAY_READ, _MAY_ALL = (
+    Token("", ALL_TABLES, ((ALL_TABLES, rights),), float("inf")) for rights in (RIGHTS["read"], sum(RIGHTS.values()))
+)
 _OF_A_SHARD = {method.path: method for _, method in SCHEDULER.items() if CALLERS[method.path] == _SHARDS}
 """Only ``server/N`` registers, lives and leaves as shard N."""
 
@@ -89,8 +92,8 @@ _OF_A_SHARD = {method.path: method for _, method in SCHEDULER.items() if CALLERS
 class Access(grpc.ServerInterceptor):
     """Looks at the caller of every call of a server that has certificates, before anything of the call is done."""
 
-    def __init__(self, cluster: str, folder: str) -> None:
-        self._cluster = cluster
+    def __init__(self, mine: Credentials, folder: str) -> None:
+        self._mine, self._cluster = mine, mine.names[0].cluster
         self._tokens = _tokens(folder)
         self._freezes = AskedFreezes()
         self._guarded = functools.cache(self._guard)
@@ -126,11 +129,14 @@ class Access(grpc.ServerInterceptor):
     ) -> tuple[grpc.StatusCode | None, _core.Grant | None]:
         """How the call ends, if its caller may not make it; the rights of the connection for rows that it opens."""
         is_audited = False
-        pem: Any = context.auth_context()["x509_pem_cert"][0]
+        shown: Any = context.auth_context()
+        pem, chain = shown["x509_pem_cert"][0], shown.get("x509_pem_cert_chain", (b"",))[0]
         certified, until = _certificate(pem)
         names = [name for name in certified if name.cluster == self._cluster]
         if time.time() >= until or not names:
             why, code = "its certificate ran out, or is of another cluster", grpc.StatusCode.UNAUTHENTICATED
+        elif not self._mine.believes(pem, chain):
+            why, code = "its certificate is of an authority that is believed no more", grpc.StatusCode.UNAUTHENTICATED
         elif not (able := [name for name in names if name.role in CALLERS.get(path, ())]):
             why, code = "not its role", grpc.StatusCode.PERMISSION_DENIED
         elif path in _OF_A_SHARD and not {ANY_NUMBER, _shard_of(path, request)}.intersection(n.number for n in able):
@@ -140,12 +146,23 @@ class Access(grpc.ServerInterceptor):
         else:
             is_program = all(name.role == CLIENT for name in able)
             caller = {"caller": ", ".join(map(str, certified)), "peer": context.peer()}
-            refusal, grant = self._by_token(path, request, context, caller, needs=is_program)
-            if refusal is None:
-                if path == OPENS_ROWS and not any(name.role in _WRITERS for name in able):
-                    grant = _core.Grant(ALL_TABLES, [(ALL_TABLES, RIGHTS["read"])], float("inf"))
+            text = _shown_token(context) if is_program and self._tokens.are_wanted else ""
+            token = self._by_token(path, request, text, caller, needs=is_program)
+            if not isinstance(token, str):
+                if path != OPENS_ROWS:
+                    return None, None
+                grant = (token or (_MAY_ALL if any(n.role in _WRITERS for n in able) else _MAY_READ)).grant(until)
+
+                def is_good() -> bool:
+                    if not self._mine.believes(pem, chain):
+                        return False
+                    if token is None:
+                        return not (is_program and self._tokens.are_wanted)
+                    return not isinstance(self._tokens.believed(text), str)
+
+                self._tokens.watch(grant, is_good, caller)
                 return None, grant
-            why, code, is_audited = refusal, grpc.StatusCode.PERMISSION_DENIED, True
+            why, code, is_audited = token, grpc.StatusCode.PERMISSION_DENIED, True
         who = ", ".join(map(str, certified))
         if not is_audited:
             audit({"caller": who, "peer": context.peer()}, path, (), why)
@@ -153,13 +170,13 @@ class Access(grpc.ServerInterceptor):
         return code, None
 
     def _by_token(
-        self, path: str, request: Any, context: grpc.ServicerContext, caller: dict[str, Any], *, needs: bool
-    ) -> tuple[str | None, _core.Grant | None]:
-        """Why the call is refused, though its certificate allows it; the rights of a connection for rows that it opens.
+        self, path: str, request: Any, text: str, caller: dict[str, Any], *, needs: bool
+    ) -> Token | str | None:
+        """The token that the call goes by (None: it goes by its certificate alone), or why it is refused.
 
         Who ``needs`` a token is a program, once there are keys of tokens: what it may do is what its token says.
         """
-        token, text = None, ""
+        token = None
         is_wanted = needs and self._tokens.are_wanted
         if not (is_wanted or RIGHT_OF.get(path) in AUDITED_RIGHTS):
             what = Asked(ANY, ())
@@ -170,7 +187,6 @@ class Access(grpc.ServerInterceptor):
                 what = Asked("admin", (ALL_TABLES,))
         why = None
         if is_wanted:
-            text = _shown_token(context)
             believed = self._tokens.believed(text) if text else "it shows no token"
             if isinstance(believed, str):
                 why = believed
@@ -182,9 +198,7 @@ class Access(grpc.ServerInterceptor):
             self._freezes.note(what)
         if why is not None or what.right in AUDITED_RIGHTS:
             audit(caller, path, what.tables, why)
-        if why is not None or not needs or path != OPENS_ROWS:
-            return why, None
-        return None, self._tokens.give(token, text, caller)
+        return token if why is None else why
 
 
 def _shown_token(context: grpc.ServicerContext) -> str:

@@ -51,9 +51,7 @@ class GrpcServer:
         self.calls = CallThreads(MAX_CONCURRENT_CALLS, "grpc")
         """Runs the methods that have no lane of their own."""
         mine = Credentials.mine(listen)
-        watch: list[grpc.ServerInterceptor] = (
-            [Access(mine.names[0].cluster, mine.folder)] if mine.names and mine.folder else []
-        )
+        watch: list[grpc.ServerInterceptor] = [Access(mine, mine.folder)] if mine.names and mine.folder else []
         self._server = grpc.server(self.calls, interceptors=watch, options=channel_options(max_message_bytes))
         self._waiting = WaitingCalls(self.calls)
         host, port = split_address(listen)

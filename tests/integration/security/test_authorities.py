@@ -5,7 +5,9 @@ from __future__ import annotations
 import shutil
 import threading
 import time
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +16,7 @@ import geartrain as gt
 from geartrain.ams.client.jobs.rendezvous import RendezvousValues
 from geartrain.ams.rpc.credentials import CA_FILE
 from geartrain.ams.values.config import CLIENT, FOLDER_VARIABLE, ClientConfig, identify, identity
-from geartrain.ams.values.errors import SchedulerUnavailable
+from geartrain.ams.values.errors import AccessDenied, SchedulerUnavailable
 from tests.integration.conftest import QUICK
 from tests.support.command_line import invoke, typed
 from tests.support.role_process import RoleProcess
@@ -98,14 +100,24 @@ def test_a_lost_authority_is_replaced_under_a_training_that_loses_no_step(tmp_pa
     def role(kind: str, *arguments: str) -> RoleProcess:
         return RoleProcess(kind, "--listen=127.0.0.1:0", *arguments, **{FOLDER_VARIABLE: str(hosts[kind])})
 
-    identify(str(hosts["client"]))
     ended = threading.Event()
     with role("scheduler", "--num-shards=1") as scheduler, role("server", f"--scheduler={scheduler.address}"):
-        with gt.connect(scheduler.address, config=QUICK) as cluster:
+        with ExitStack() as stack:
+            identify(str(hosts["client"]))
+            cluster = stack.enter_context(gt.connect(scheduler.address, config=QUICK))
             table = cluster.create_table("rows", dim=4, optimizer=gt.SGD(1.0))
             before, steps = table.pull([7]), 0
             failures: list[Exception] = []
             values = RendezvousValues(scheduler.address, "job", ONCE)
+            identify(str(tmp_path / "thief"))
+            stolen: list[Any] = [RendezvousValues(scheduler.address, "job", ONCE)]
+            stolen[0].read(["key"])
+            for shared_memory in (True, False):
+                config = QUICK.model_copy(update={"shared_memory": shared_memory})
+                thief = stack.enter_context(gt.connect(scheduler.address, config=config))
+                thief.table("rows").pull([7])
+                stolen.append(thief.table("rows"))
+            identify(str(hosts["client"]))
 
             def train() -> None:
                 nonlocal steps
@@ -140,6 +152,13 @@ def test_a_lost_authority_is_replaced_under_a_training_that_loses_no_step(tmp_pa
             assert values.read(["steps"])[0].value == b"%d" % steps
             values.close()
             assert np.allclose(table.pull([7]), before - steps)
+            # Who connected while the lost authority was believed is not served on.
+            for rows in stolen[1:]:
+                with pytest.raises(AccessDenied):
+                    rows.pull([7])
+            with pytest.raises(AccessDenied):
+                stolen[0].read(["key"])
+            stolen[0].close()
         # What the lost authority issued is believed no more.
         with (tmp_path / "thief" / CA_FILE).open("ab") as file:  # who believes the new one itself
             file.write((new / CA_FILE).read_bytes())

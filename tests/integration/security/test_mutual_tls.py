@@ -69,6 +69,8 @@ RPCS = [
 ]
 REFUSED = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
 SECOND = 1 / 86_400
+IDS = range(16)
+"""Of both shards."""
 
 
 @pytest.fixture(scope="module")
@@ -153,6 +155,34 @@ def test_no_rpc_of_any_role_is_open_to(caller: str, roles: tuple[GearCluster, Ma
         codes = {outcome(ways[role], path, streams) for role, path, streams in RPCS}
     known = grpc.StatusCode.UNAUTHENTICATED if caller == "namesake" else grpc.StatusCode.UNAVAILABLE
     assert codes == {known}
+
+
+@pytest.mark.parametrize("how", ["ran out", "is of an authority that is believed no more"])
+def test_no_rpc_of_any_role_is_open_by_an_old_connection_whose_certificate(
+    how: str, roles: tuple[GearCluster, Mapping[str, str]], folder: Path, tmp_path: Path
+) -> None:
+    believed = folder / "all" / CA_FILE
+    before, until = believed.read_bytes(), time.time() + 6
+    with ExitStack() as stack:
+        stack.callback(believed.write_bytes, before)
+        if how == "ran out":
+            issue(folder, tmp_path, [CLIENT], days=6 * SECOND)
+        else:
+            make_authority(tmp_path, "test")
+            issue(tmp_path, tmp_path, [CLIENT])
+            believed.write_bytes(before + (tmp_path / CA_FILE).read_bytes())
+        time.sleep(1.1)  # for roles to look
+        ways = {
+            role: stack.enter_context(opened(address, role, shown(tmp_path, CLIENT, folder)))
+            for role, address in roles[1].items()
+        }
+        for role, way in ways.items():
+            assert outcome(way, f"/{SERVICES[role].full_name}/Ping", False) is grpc.StatusCode.OK
+        if how != "ran out":
+            believed.write_bytes(before)
+        time.sleep(until - time.time() if how == "ran out" else 1.1)
+        codes = {outcome(ways[role], path, streams) for role, path, streams in RPCS}
+    assert codes == {grpc.StatusCode.UNAUTHENTICATED}
 
 
 @pytest.mark.parametrize("caller", CERTIFIED_ROLES)
@@ -265,22 +295,32 @@ def test_a_certificate_that_is_renewed_under_a_running_client_costs_it_no_step(f
     everyone = [CLIENT, *CERTIFIED_ROLES]
     issue(folder, tmp_path, everyone, days=6 * SECOND)
     identify(str(tmp_path))
-    ended = threading.Event()
+    ended, ones = threading.Event(), np.ones((len(IDS), 4), np.float32)
 
     def renewals() -> None:
         while not ended.wait(2.0):
             renew(folder, tmp_path, all_of_them=True)
 
     renewing = threading.Thread(target=renewals)
-    with gear_cluster() as cluster, gt.connect(cluster.address, config=QUICK) as connected:
+    by_tcp = QUICK.model_copy(update={"shared_memory": False})
+    with (
+        gear_cluster() as cluster,
+        gt.connect(cluster.address, config=QUICK) as connected,
+        gt.connect(cluster.address, config=by_tcp) as far,
+    ):
         table = connected.create_table("rows", dim=4, optimizer=gt.SGD(1.0))
+        other = far.table("rows")
         renewing.start()
         calls = GrpcCalls(SCHEDULER, "scheduler", cluster.address)
         until, steps = time.monotonic() + 14, 0
         try:
-            before = table.pull([7])
+            before = other.pull(IDS)
+            table.pull(IDS)
+            planes = [way._calls._carriers[shard].data_plane for way in (connected, far) for shard in (0, 1)]
+            opened = [plane.connection for plane in planes]
             while time.monotonic() < until:
-                table.push([7], np.ones((1, 4), np.float32))
+                table.push(IDS, ones)
+                other.push(IDS, ones)
                 assert calls.call(Ping(), 5.0).role == "scheduler"
                 connected.create_table("rows", dim=4, optimizer=gt.SGD(1.0), reuse=True)
                 steps += 1
@@ -288,7 +328,8 @@ def test_a_certificate_that_is_renewed_under_a_running_client_costs_it_no_step(f
             ended.set()
             renewing.join()
             calls.close()
-        assert np.allclose(table.pull([7]), before - steps)
+        assert np.allclose(table.pull(IDS), before - 2 * steps)
+        assert all(plane.connection is not was for plane, was in zip(planes, opened, strict=True))
         # What is renewed no more is refused, by connections that there are, too.
         old = GrpcCalls(SCHEDULER, "scheduler", cluster.address)
         assert old.call(Ping(), 5.0)
@@ -296,9 +337,13 @@ def test_a_certificate_that_is_renewed_under_a_running_client_costs_it_no_step(f
         with pytest.raises(AccessDenied):
             old.call(Ping(), 5.0)
         old.close()
+        for rows in (table, other):
+            with pytest.raises(AccessDenied):
+                rows.pull(IDS)
         renew(folder, tmp_path, days=1, all_of_them=True)
         time.sleep(1.1)
-        assert np.allclose(table.pull([7]), before - steps)
+        for rows in (table, other):
+            assert np.allclose(rows.pull(IDS), before - 2 * steps)
 
 
 def test_an_authority_is_replaced_without_a_stop(folder: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-// What a connection may do: the rights of its opener's token.
+// What a connection may do: the rights of its opener's certificate and token, and until when.
 #pragma once
 
 #include <atomic>

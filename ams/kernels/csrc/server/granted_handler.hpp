@@ -1,4 +1,4 @@
-// A shard as a connection sees it that may do what a token says, and nothing else.
+// A shard as a connection sees it that may do what its opener may, and nothing else.
 #pragma once
 
 #include <memory>
@@ -49,8 +49,8 @@ class GrantedHandler final : public Handler {
     return (known->second & right) != 0;
   }
   void require(const std::string& table, uint32_t right) {
-    // The caller asks again, by a connection under the token that it has by then; this one is closed soon.
-    if (grant_->is_over()) throw Fault("ShardUnavailable", "the token of this connection ran out or was revoked; connect anew");
+    // The caller asks again, by a connection under the token and certificate that it has by then; this one is closed soon.
+    if (grant_->is_over()) throw Fault("ShardUnavailable", "the token or certificate of this connection is good no more; connect anew");
     if (!may(table, right)) refuse(table, right);
   }
   void require_own(const std::string& table, const std::string& name) {
