@@ -9,7 +9,7 @@ trap '"${compose[@]}" --profile worker --profile gear down -v' EXIT
 
 "${compose[@]}" up -d
 for _ in $(seq 60); do
-  if "${compose[@]}" exec -T scheduler geartrain status --scheduler 127.0.0.1:7000; then ready=1 && break; fi
+  if "${compose[@]}" exec -T scheduler geartrain health 127.0.0.1:7000 --service ready; then ready=1 && break; fi
   sleep 1
 done
 [ "${ready:-}" ] || { echo "the cluster is not ready after a minute" >&2; exit 1; }
@@ -19,6 +19,11 @@ if "${compose[@]}" --profile gear pull redis; then
 else
   echo "the image of the Redis service is not to be had here: slow and fast gears were not tried" >&2
 fi
-"${compose[@]}" exec -T scheduler geartrain snapshot create /snapshots --scheduler 127.0.0.1:7000
-"${compose[@]}" exec -T scheduler geartrain snapshot restore /snapshots --replace --scheduler 127.0.0.1:7000
-"${compose[@]}" exec -T scheduler geartrain status --scheduler 127.0.0.1:7000 --json
+for pair in scheduler:scheduler shard-0:server shard-1:server graph:graph; do
+  keys=$("${compose[@]}" exec -T "${pair%:*}" sh -c 'cd /certs && echo *' | tr -d '\r')
+  [ "$keys" = "ca.pem ${pair#*:}.pem" ] || { echo "${pair%:*} has other keys than its own: $keys" >&2; exit 1; }
+done
+cli() { "${compose[@]}" --profile cli run --rm -T cli "$@"; }
+cli snapshot create /snapshots
+cli snapshot restore /snapshots --replace
+cli status --json

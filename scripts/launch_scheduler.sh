@@ -8,7 +8,7 @@
 #   DATA        folder for its state, so that it comes back knowing what it knew (memory)
 #   INSECURE    1: allow a LISTEN that other machines reach without certificates (0)
 #   GEARTRAIN_SECURITY__FOLDER
-#               folder of certificates ('geartrain certs init')
+#               this machine's folder of certificates ('geartrain certs issue')
 #   PYTHON      Python to run (.venv/bin/python of the repository, else python3)
 #
 # Flags are those of 'geartrain scheduler --help', and settings also come as GEARTRAIN_SCHEDULER__KEY. One line of JSON

@@ -15,7 +15,7 @@
 #   DEVICE      where the module runs (cpu)
 #   INSECURE    1: allow a LISTEN that other machines reach without certificates (0)
 #   GEARTRAIN_SECURITY__FOLDER
-#               folder of certificates ('geartrain certs init')
+#               this machine's folder of certificates ('geartrain certs issue')
 #   PYTHON      Python to run (.venv/bin/python of the repository, else python3)
 #
 # Flags are those of 'geartrain slowgear --help'. SIGTERM ends it, when it has applied what waits.

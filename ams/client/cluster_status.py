@@ -11,8 +11,8 @@ from itertools import zip_longest
 import numpy as np
 
 from geartrain.ams.gear.client.status import describe_gears
-from geartrain.ams.rpc.carrier import AttemptFailed, SchedulerCarrier, ShardCarrier
-from geartrain.ams.rpc.client.dial import dial, remedy
+from geartrain.ams.rpc.carrier import AttemptFailed, SchedulerCarrier, ShardCarrier, remedy
+from geartrain.ams.rpc.client.dial import dial
 from geartrain.ams.values.config import ClientConfig
 from geartrain.ams.values.errors import GeartrainError, SchedulerUnavailable
 from geartrain.ams.values.gear_messages import GearState

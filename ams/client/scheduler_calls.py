@@ -11,8 +11,7 @@ from typing import TypeVar
 
 from geartrain.ams.client.shard_calls import ShardCalls
 from geartrain.ams.client.writes import ClientStream
-from geartrain.ams.rpc.carrier import AttemptFailed, NobodyThere, SchedulerCarrier
-from geartrain.ams.rpc.client.dial import remedy
+from geartrain.ams.rpc.carrier import AttemptFailed, NobodyThere, SchedulerCarrier, remedy
 from geartrain.ams.values.config import ClientConfig
 from geartrain.ams.values.errors import (
     ClusterNotReady,

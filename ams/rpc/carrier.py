@@ -34,6 +34,19 @@ class NobodyThere(NotSent):
     """The connection was refused, or there is no such host: no process listens at the address."""
 
 
+_START = "start a cluster with 'geartrain up', or correct the address"
+_CERTIFY = "give both ends certificates of one authority that have not run out (security.folder, 'geartrain certs')"
+_LOOK = (
+    "nothing refuses the connection: its process may be stopped or overloaded (let it go on, or end it and start it "
+    "again), or a firewall may keep the two apart"
+)
+
+
+def remedy(exc: AttemptFailed) -> str:
+    """What to do about a role that was asked in vain."""
+    return _START if isinstance(exc, NobodyThere) else _CERTIFY if isinstance(exc, NotBelieved) else _LOOK
+
+
 class ShardCarrier(Protocol):
     """The way to one shard. Thread-safe."""
 

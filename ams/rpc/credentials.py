@@ -218,8 +218,11 @@ def _missing(path: Path, role: str) -> str:
     if path.parent == private_folder():
         return f"{path} does not exist; remove {path.parent}, and the next 'geartrain up' makes it anew"
     if path.name == CA_FILE:
-        return f"security.folder {str(path.parent)!r} has no {CA_FILE}; 'geartrain certs init {path.parent}' makes it"
-    return f"{path} does not exist; 'geartrain certs issue {path.parent} {role}' makes it"
+        return (
+            f"security.folder {str(path.parent)!r} has no {CA_FILE}; copy the folder that 'geartrain certs issue' made "
+            f"for this machine, or make the first one of a cluster: 'geartrain certs init {path.parent}'"
+        )
+    return f"{path} does not exist; 'geartrain certs issue {path.parent} {role} --ca ...' makes it where ca.key is"
 
 
 def _read(authorities: Path, own: Path, role: str) -> _Files:
@@ -261,7 +264,7 @@ def _read(authorities: Path, own: Path, role: str) -> _Files:
     if certificate.not_valid_after_utc < now:
         raise ConfigError(
             f"{own} ran out at {certificate.not_valid_after_utc:%Y-%m-%d %H:%M} UTC; "
-            f"'geartrain certs renew {own.parent}' renews it where the key of the authority is"
+            f"'geartrain certs renew {own.parent} --ca ...' renews it where ca.key is"
         )
     life = certificate.not_valid_after_utc - certificate.not_valid_before_utc
     warn_at = (certificate.not_valid_after_utc - life * _LAST_SHARE).timestamp()

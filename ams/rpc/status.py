@@ -11,6 +11,7 @@ import grpc
 
 from geartrain.ams.rpc.carrier import AttemptFailed, NobodyThere, NotBelieved, NotSent
 from geartrain.ams.values import errors
+from geartrain.ams.values.config import token_path
 
 logger = logging.getLogger(__name__)
 
@@ -131,10 +132,16 @@ def error_from(call: grpc.RpcError | grpc.Call, peer: str) -> errors.GeartrainEr
             kind = NotBelieved
         return kind(f"{peer} does not answer: {reason}")
     if code in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
+        if code is grpc.StatusCode.PERMISSION_DENIED and (token := token_path()) is not None:
+            return errors.AccessDenied(
+                f"{peer} does not do this for the token of this process, {token}: it ran out, was revoked, is of "
+                "another job, or gives no such right, as the log there says. Have one made that does ('geartrain certs "
+                "token') and write it to that file (security.token): it is taken up within a second"
+            )
         return errors.AccessDenied(
-            f"{peer} does this for nobody with the certificate and token of this process; its log says why. Renew the "
-            "certificate ('geartrain certs renew'), set security.folder to one with that of a role that may, or have a "
-            "token made that gives the right ('geartrain certs token'), and name its file in security.token"
+            f"{peer} does this for nobody with the certificate of this process and no token; its log says why. Renew "
+            "the certificate ('geartrain certs renew'), set security.folder to one with that of a role that may, or "
+            "have a token made that gives the right ('geartrain certs token'), and name its file in security.token"
         )
     if code is grpc.StatusCode.UNIMPLEMENTED:
         return errors.ProtocolError(f"{peer} does not speak this protocol: {details}; is it the right role and port?")

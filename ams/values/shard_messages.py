@@ -163,7 +163,7 @@ class DataPlaneOffer:
 
     socket: str = ""
     """Name in the abstract namespace of the shard's machine."""
-    secret: bytes = b""
+    secret: bytes = field(default=b"", repr=False)
     """To be shown first, good for one connection."""
     reason: str = ""
     """Why there is none; the other fields are empty then."""

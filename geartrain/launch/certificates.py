@@ -22,6 +22,7 @@ from cryptography.hazmat.primitives.serialization import (
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from geartrain.ams.rpc.credentials import ANY_NUMBER, CA_FILE, SCHEME, Name, host_of, names_of
+from geartrain.ams.rpc.tokens import PUBLIC_FILE, REVOKED_FILE
 from geartrain.ams.values.config import CERTIFIED_ROLES, CLIENT, is_identified, private_folder
 from geartrain.ams.values.errors import ConfigError
 
@@ -70,7 +71,7 @@ def back_up_authority(folder: Path, backup: Path, passphrase: str) -> None:
             f"the passphrase has {len(passphrase)} characters; it must have {_SHORTEST_PASSPHRASE}: who finds it out "
             "is everybody in the cluster"
         )
-    ca, key = _authority(folder)
+    (ca, *_), key = _authority(folder)
     if backup.exists():
         raise ConfigError(f"{backup} is there already; give another file, or remove it")
     encryption = (
@@ -100,21 +101,21 @@ def restore_authority(backup: Path, folder: Path, passphrase: str) -> None:
         raise ConfigError(f"{backup} is no backup, is damaged, or has another passphrase: {exc}") from exc
     if ca is None or not isinstance(key, ec.EllipticCurvePrivateKey):
         raise ConfigError(f"{backup} has no key and certificate of an authority; 'geartrain certs backup' makes one")
-    _believe(folder, ca)
+    _believe(folder, [ca])
     write_file(path, _private(key))
 
 
 def issue(authority: Path, folder: Path, roles: Iterable[str], numbers: Iterable[int] = (), days: float = 30.0) -> Path:
     """Write ``ROLE.pem`` (of the first of ``roles``), the key and certificate of a process that is all of them.
 
-    ``numbers`` are the shards that a server may be; none: any. The authority is added to those that ``folder``
-    believes. Raises ConfigError: no such role, no key of an authority in the folder ``authority``, or of another
-    cluster.
+    ``numbers`` are the shards that a server may be; none: any. What others need to believe comes with it: see
+    ``_hand_over``. Raises ConfigError: no such role, no key of an authority in the folder ``authority``, or of
+    another cluster.
     """
     roles = tuple(roles)
     if unknown := [role for role in roles if role not in CERTIFIED_ROLES]:
         raise ConfigError(f"role is {unknown[0]!r}; it must be one of {', '.join(CERTIFIED_ROLES)}")
-    ca, ca_key = _authority(authority)
+    (ca, *_), ca_key = _authority(authority)
     (of,) = names_of(ca)
     shards = [str(number) for number in numbers] or [ANY_NUMBER]
     names = [Name(of.cluster, role, n) for role in roles for n in (shards if role == "server" else ["0"])]
@@ -132,8 +133,8 @@ def issue(authority: Path, folder: Path, roles: Iterable[str], numbers: Iterable
         .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(ca_key.public_key()), critical=False)
         .sign(ca_key, SHA256())
     )
-    _believe(folder, ca)
     path = folder / f"{roles[0]}.pem"
+    _hand_over(authority, folder, serving=bool(serving))
     write_file(path, _private(key) + certificate.public_bytes(Encoding.PEM))
     return path
 
@@ -145,9 +146,11 @@ def renew(authority: Path, folder: Path, days: float | None = None, *, all_of_th
     """
     told = {}
     now = datetime.datetime.now(datetime.UTC)
-    for path in sorted(folder / f"{role}.pem" for role in CERTIFIED_ROLES):
-        if not path.exists():
-            continue
+    paths = sorted(path for role in CERTIFIED_ROLES if (path := folder / f"{role}.pem").exists())
+    if not paths:
+        raise ConfigError(f"{folder} has no certificates; 'geartrain certs issue {folder} ROLE --ca ...' makes them")
+    _hand_over(authority, folder, serving=any(path.stem != CLIENT for path in paths))
+    for path in paths:
         try:
             old = x509.load_pem_x509_certificate(path.read_bytes())
         except ValueError as exc:
@@ -188,37 +191,57 @@ def make_private_folder() -> None:
             ) from exc
 
 
-def _authority(folder: Path) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
+def _hand_over(authority: Path, folder: Path, *, serving: bool) -> None:
+    """Let a folder believe whom that of the authority believes; of tokens, too, if who has it is serving."""
+    _believe(folder, _authority(authority)[0])
+    if not serving or folder.resolve() == authority.resolve():
+        return
+    if (keys := authority / PUBLIC_FILE).exists():
+        write_file(folder / PUBLIC_FILE, keys.read_bytes(), mode=0o644)
+    if (new := authority / REVOKED_FILE).exists():
+        old = folder / REVOKED_FILE
+        ids = {
+            *new.read_text(encoding="ascii").split(),
+            *(old.read_text(encoding="ascii").split() if old.exists() else ()),
+        }
+        write_file(old, "".join(f"{found}\n" for found in sorted(ids)).encode(), mode=0o644)
+
+
+def _authority(folder: Path) -> tuple[list[x509.Certificate], ec.EllipticCurvePrivateKey]:
+    """The certificates that a folder believes, that of its own key first; the key. Raises ConfigError."""
     try:
         key = load_pem_private_key((folder / CA_KEY).read_bytes(), None)
         certificates = x509.load_pem_x509_certificates((folder / CA_FILE).read_bytes())
     except FileNotFoundError as exc:
         raise ConfigError(
             f"{exc.filename} does not exist: no authority issues certificates here; 'geartrain certs init {folder}' "
-            "makes one, or name the folder of the one that there is"
+            "makes one, or name the folder of the one that there is (--ca)"
         ) from exc
     except (ValueError, TypeError) as exc:
         raise ConfigError(f"{folder / CA_KEY} or {folder / CA_FILE} is damaged: {exc}") from exc
-    own = [found for found in certificates if found.public_key() == key.public_key()]
-    if not own or not isinstance(key, ec.EllipticCurvePrivateKey):
+    certificates.sort(key=lambda found: found.public_key() != key.public_key())
+    if certificates[0].public_key() != key.public_key() or not isinstance(key, ec.EllipticCurvePrivateKey):
         raise ConfigError(f"{folder / CA_KEY} is not the key of a certificate in {folder / CA_FILE}")
-    return own[0], key
+    return certificates, key
 
 
-def _believe(folder: Path, ca: x509.Certificate) -> None:
-    """Add an authority to those that a folder believes. Raises ConfigError if those are of another cluster."""
+def _believe(folder: Path, authorities: list[x509.Certificate]) -> None:
+    """Add authorities to those that a folder believes. Raises ConfigError if those are of another cluster."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    believed, own = folder / CA_FILE, ca.public_bytes(Encoding.PEM)
-    others = believed.read_bytes() if believed.exists() else b""
-    (of,) = names_of(ca)
-    for other in x509.load_pem_x509_certificates(others) if others else ():
-        if foreign := [name for name in names_of(other) if name.cluster != of.cluster]:
+    path = folder / CA_FILE
+    before = believed = path.read_bytes() if path.exists() else b""
+    of = {name.cluster for ca in authorities for name in names_of(ca)}
+    for other in x509.load_pem_x509_certificates(before) if before else ():
+        if foreign := {name.cluster for name in names_of(other)} - of:
             raise ConfigError(
-                f"{believed} is of cluster {foreign[0].cluster!r}, and the authority of {of.cluster!r}: nobody there "
-                f"would believe it; make one of that name ('geartrain certs init --cluster {foreign[0].cluster}')"
+                f"{path} is of cluster {min(foreign)!r}, and the authority of {min(of)!r}: nobody there would believe "
+                f"it; make one of that name ('geartrain certs init --cluster {min(foreign)}')"
             )
-    if own not in others:
-        write_file(believed, others + own, mode=0o644)
+    for ca in authorities:
+        if (own := ca.public_bytes(Encoding.PEM)) not in believed:
+            believed += own
+    if believed != before:
+        write_file(path, believed, mode=0o644)
 
 
 def _named(name: str) -> x509.Name:

@@ -7,6 +7,7 @@ import os
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
+from shlex import quote
 
 import torch
 import torch.distributed as dist
@@ -32,7 +33,15 @@ class JobRanks(Communicator):
         """What stands before ``geartrain`` in a command that starts as many; on each machine, if there are several."""
         if self.world_size == 1:
             return ""
-        meeting = f"--rdzv-backend {BACKEND} " if self.local_world_size == self.world_size else ""
+        scheduler, _, store = os.environ.get(VARIABLE, "").partition("/")
+        if store:
+            job, _, _ = store.rpartition("/")
+            nodes = -(-self.world_size // self.local_world_size)
+            meeting = (
+                f"--rdzv-backend {BY_SCHEDULER} --rdzv-endpoint {scheduler} --rdzv-id {quote(job)} --nnodes {nodes} "
+            )
+        else:
+            meeting = f"--rdzv-backend {BACKEND} " if self.local_world_size == self.world_size else ""
         return f"torchrun {meeting}--nproc-per-node {self.local_world_size} -m "
 
     @property

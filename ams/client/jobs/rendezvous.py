@@ -7,8 +7,8 @@ import time
 from collections.abc import Sequence
 from typing import TypeVar
 
-from geartrain.ams.rpc.carrier import AttemptFailed
-from geartrain.ams.rpc.client.dial import dial, remedy
+from geartrain.ams.rpc.carrier import AttemptFailed, remedy
+from geartrain.ams.rpc.client.dial import dial
 from geartrain.ams.rpc.client.patience import Patience
 from geartrain.ams.values.config import ClientConfig
 from geartrain.ams.values.errors import SchedulerUnavailable

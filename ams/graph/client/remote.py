@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from geartrain.ams.graph.building.neighbours import NeighbourTable
 from geartrain.ams.graph.client.calls import OnBuilding
-from geartrain.ams.rpc.carrier import AttemptFailed
+from geartrain.ams.rpc.carrier import AttemptFailed, NotBelieved, remedy
 from geartrain.ams.rpc.client.graph import GrpcGraphCarrier
 from geartrain.ams.rpc.client.patience import Patience
 from geartrain.ams.storage.snapshot.manifest import FileEntry
@@ -145,4 +145,5 @@ class RemoteGraphs:
                 if patience.is_fresh:
                     logger.warning("%s; trying again for up to %g s. Else %s", exc, wait, self._remedy)
                 if not patience.pause():
-                    raise GraphUnavailable(f"{exc} (for {wait:g} s); {self._remedy}") from None
+                    what = remedy(exc) if isinstance(exc, NotBelieved) else self._remedy
+                    raise GraphUnavailable(f"{exc} (for {wait:g} s); {what}") from None

@@ -4,21 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from geartrain.ams.rpc.carrier import AttemptFailed, NobodyThere, NotBelieved, SchedulerCarrier, ShardCarrier
+from geartrain.ams.rpc.carrier import SchedulerCarrier, ShardCarrier
 from geartrain.ams.values.config import ClientConfig, split_address
 from geartrain.ams.values.errors import ConfigError
-
-_START = "start a cluster with 'geartrain up', or correct the address"
-_CERTIFY = "give both ends certificates of one authority that have not run out (security.folder, 'geartrain certs')"
-_LOOK = (
-    "nothing refuses the connection: its process may be stopped or overloaded (let it go on, or end it and start it "
-    "again), or a firewall may keep the two apart"
-)
-
-
-def remedy(exc: AttemptFailed) -> str:
-    """What to do about a scheduler that was asked in vain."""
-    return _START if isinstance(exc, NobodyThere) else _CERTIFY if isinstance(exc, NotBelieved) else _LOOK
 
 
 def dial(

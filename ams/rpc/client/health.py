@@ -5,17 +5,37 @@ from __future__ import annotations
 import grpc
 from grpc_health.v1 import health_pb2
 
+from geartrain.ams.rpc.carrier import AttemptFailed, NotBelieved, remedy
 from geartrain.ams.rpc.credentials import Credentials
+from geartrain.ams.rpc.status import error_from
+from geartrain.ams.values.config import identity
 
 
 def is_serving(address: str, timeout_seconds: float = 2.0, service: str = "") -> bool:
     """Return whether the role at ``"host:port"`` answers that it serves, or that ``service`` of it does. One RPC; False
     if nobody answers in time, or there is no such service.
     """
+    return not why_not_serving(address, timeout_seconds, service)
+
+
+def why_not_serving(address: str, timeout_seconds: float = 2.0, service: str = "") -> str:
+    """As :func:`is_serving`, but in words: why not, and what to do; empty: it serves."""
     try:
-        return bool(_check(address, timeout_seconds, service).status == health_pb2.HealthCheckResponse.SERVING)
-    except grpc.RpcError:
-        return False
+        status = _check(address, timeout_seconds, service).status
+    except grpc.RpcError as exc:
+        assert isinstance(exc, grpc.Call)
+        if exc.code() is grpc.StatusCode.NOT_FOUND:
+            return f"{address} has no service {service!r}; ask a scheduler for it"
+        failure = error_from(exc, address)
+        shown = ""
+        if isinstance(failure, NotBelieved):
+            folder, role = identity(address)
+            shown = f"; this process shows {f'{folder}/{role}.pem' if folder else 'none: it has no security.folder'}"
+        return f"{failure}{shown}{f'; {remedy(failure)}' if isinstance(failure, AttemptFailed) else ''}"
+    if status == health_pb2.HealthCheckResponse.SERVING:
+        return ""
+    what = f"{service!r} is not so yet" if service else "it does not serve yet, or is ending"
+    return f"{address} answers: {what}; its log and 'geartrain status' say more"
 
 
 def answers(address: str, timeout_seconds: float = 2.0) -> bool:

@@ -28,8 +28,7 @@ def init(
 ) -> None:
     """Make a private authority, and a certificate of every role.
 
-    Keep ca.key where you issue; copy the rest to the machines of the cluster: ca.pem, and the ROLE.pem of the roles
-    that run there.
+    It stays where you issue. 'certs issue' makes the folder of each other machine.
     """
     from geartrain.launch.certificates import issue, make_authority
 
@@ -42,41 +41,55 @@ def init(
 @app.command(name="issue")
 def issue_(
     folder: Folder,
-    role: Annotated[str, typer.Argument(help=f"{', '.join(CERTIFIED_ROLES)}.", show_default=False)],
+    roles: Annotated[
+        str,
+        typer.Argument(
+            help=f"Of {', '.join(CERTIFIED_ROLES)}, with commas between.", metavar="ROLES", show_default=False
+        ),
+    ],
     shards: Annotated[
         str | None, typer.Option(help="Of a server, as 0-3 or 0,2: it may be no other shard.", show_default="any")
     ] = None,
     authority: Authority = None,
     days: Days = 30.0,
 ) -> None:
-    """Issue ROLE.pem, the key and certificate of one role, into a folder: for one machine, or for another authority.
+    """Issue the folder of one machine or container: ca.pem, the key and certificate (ROLE.pem) of each role there, and
+    token.pub and revoked for roles other than client. No key of the authority is in it.
 
-    The certificate of the authority that --ca names is added to those that the folder believes.
+    What the folder has already stays; it believes whom the authority's folder believes, too.
     """
     from geartrain.ams.values.config import MAX_SHARDS, numbers_of
     from geartrain.ams.values.errors import ConfigError
     from geartrain.launch.certificates import issue
 
     numbers = numbers_of(shards, "--shards", "shards", MAX_SHARDS) if shards is not None else ()
-    if numbers and role != "server":
-        raise ConfigError(f"--shards is {shards!r}, and only a server has shards; leave it out for a {role}")
-    print(issue(authority or folder, folder, [role], numbers, days))
+    wanted = roles.split(",")
+    if numbers and "server" not in wanted:
+        raise ConfigError(f"--shards is {shards!r}, and only a server has shards; leave it out for a {roles}")
+    if unknown := [role for role in wanted if role not in CERTIFIED_ROLES]:
+        raise ConfigError(f"role is {unknown[0]!r}; it must be one of {', '.join(CERTIFIED_ROLES)}")
+    for role in wanted:
+        print(issue(authority or folder, folder, [role], numbers, days))
 
 
 @app.command(name="renew")
 def renew_(
-    folder: Folder,
+    folders: Annotated[list[Path], typer.Argument(help="Folders of certificates.", show_default=False)],
     authority: Authority = None,
     days: Annotated[
         float | None, typer.Option(min=1e-5, max=3650, help="How long they are good.", show_default="as before")
     ] = None,
     all_of_them: Annotated[bool, typer.Option("--all", help="Also those that are good for long.")] = False,
 ) -> None:
-    """Issue again what is good for less than a third of its time. Processes that run take it up by themselves."""
+    """Issue again what is good for less than a third of its time, and bring ca.pem, token.pub and revoked up to date.
+
+    Processes that run take it up by themselves.
+    """
     from geartrain.launch.certificates import renew
 
-    for path, what in renew(authority or folder, folder, days, all_of_them=all_of_them).items():
-        print(f"{path}: {what}")
+    for folder in folders:
+        for path, what in renew(authority or folder, folder, days, all_of_them=all_of_them).items():
+            print(f"{path}: {what}")
 
 
 @app.command()

@@ -7,11 +7,12 @@ import dataclasses
 import json
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from geartrain.ams.values.config import ClusterConfig, split_address
+from geartrain.ams.values.config import CERTIFIED_ROLES, ClusterConfig, identify, identity, split_address
 from geartrain.ams.values.errors import ConfigError, GeartrainError
 from geartrain.ams.values.rpc import Ping, Pong
 from geartrain.ams.values.text import counted, printable
@@ -150,22 +151,27 @@ def health(
     timeout_seconds: Annotated[float, typer.Option(min=0, help="How long to wait for an answer.")] = 2.0,
     as_json: Json = False,
 ) -> None:
-    """Ask one role whether it serves (gRPC health protocol); exits with 1 if it does not.
+    """Ask one role whether it serves (gRPC health protocol); exits with 1 if it does not, and says why on stderr.
 
     A scheduler serves while shards are absent. With --service it is asked for more: "shards" (all are up), "complete"
     (no table has lost rows), "restored" (none is being restored), "ready" (all of these). Servers know "restored" and
     "ready".
     """
-    from geartrain.ams.rpc.client.health import is_serving
+    from geartrain.ams.rpc.client.health import why_not_serving
 
     split_address(address)
     if service not in ("", "ready", "shards", "complete", "restored"):
         raise ConfigError(f"--service is {service!r}; it must be ready, shards, complete or restored")
-    serving = is_serving(address, timeout_seconds, service)
-    facts = {"address": address, "serving": serving} | ({"service": service} if service else {})
+    folder, role = identity(address)
+    # Where a role runs there may be its certificate alone, with which it may ask itself.
+    if folder is not None and not (Path(folder) / f"{role}.pem").exists():
+        identify(folder, next((found for found in CERTIFIED_ROLES if (Path(folder) / f"{found}.pem").exists()), role))
+    reason = why_not_serving(address, timeout_seconds, service)
+    facts = {"address": address, "serving": not reason} | ({"service": service} if service else {})
     what = f"{address}{f' ({service})' if service else ''}"
-    print(json.dumps(facts) if as_json else f"{what}: {'serving' if serving else 'not serving'}")
-    if not serving:
+    print(json.dumps(facts | {"reason": reason}) if as_json else f"{what}: {'not ' if reason else ''}serving")
+    if reason:
+        print(printable(reason), file=sys.stderr)
         raise typer.Exit(1)
 
 

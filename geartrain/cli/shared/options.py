@@ -16,7 +16,7 @@ Insecure = Annotated[
 ]
 SecurityFolder = Annotated[
     str | None,
-    typer.Option("--security-folder", help="Folder of certificates (geartrain certs init), under which all calls go."),
+    typer.Option("--security-folder", help="Folder of certificates (geartrain certs), under which all calls go."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON value on stdout, and nothing else there.")]
 OwnBackbone = Annotated[

@@ -82,6 +82,10 @@ def impatient(cluster: Cluster) -> None:
     )
 
 
+def test_a_secret_is_in_no_log_of_an_offer() -> None:
+    assert "hidden" not in repr(DataPlaneOffer(socket="here", secret=b"hidden"))
+
+
 def elsewhere(*given: Any, offer: Any = DataPlanePort.offer) -> DataPlaneOffer:
     """What a shard of another machine offers."""
     made = offer(*given)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import resource
 import socket
 import threading
@@ -49,6 +50,7 @@ from geartrain.launch import certificates
 from geartrain.launch.certificates import issue, make_authority, make_private_folder, renew
 from geartrain.launch.graph_role import ConnectedCluster
 from geartrain.launch.ports import role_at
+from geartrain.launch.tokens import make_token
 from tests.integration.conftest import QUICK
 from tests.integration.gear.gear_cluster import GearCluster, gear_cluster
 from tests.support.command_line import typed
@@ -506,6 +508,60 @@ def test_the_commands_make_issue_and_renew(tmp_path: Path) -> None:
     ):
         done = typed("certs", *wrong)
         assert done.returncode == 2 and said in done.stderr
+
+
+def test_one_command_makes_what_one_machine_needs_and_renewal_keeps_it_so(tmp_path: Path) -> None:
+    ca, host, worker = (str(tmp_path / name) for name in ("ca", "host", "worker"))
+    assert typed("certs", "init", ca).returncode == 0
+    done = typed("certs", "issue", host, "server,graph", "--shards=2-3", f"--ca={ca}")
+    assert done.stdout.split() == [f"{host}/server.pem", f"{host}/graph.pem"]
+    assert typed("certs", "issue", worker, "client", f"--ca={ca}").returncode == 0
+    names = {folder: sorted(path.name for path in Path(folder).iterdir()) for folder in (host, worker)}
+    assert names == {host: [CA_FILE, "graph.pem", "server.pem"], worker: [CA_FILE, "client.pem"]}
+    ids = [make_token(Path(ca), "ads", ["*=read"], 1)[1] for _ in range(2)]
+    for folder, token_id in zip((ca, host), ids, strict=True):
+        assert typed("certs", "revoke", token_id, folder).returncode == 0
+    make_authority(tmp_path / "next", "geartrain")
+    issue(tmp_path / "next", tmp_path / "ca", [CLIENT])
+    assert typed("certs", "renew", host, worker, f"--ca={ca}").returncode == 0
+    assert {path.name for path in Path(host).iterdir()} == {*names[host], "token.pub", "revoked"}
+    assert sorted(path.name for path in Path(worker).iterdir()) == names[worker]
+    assert sorted((Path(host) / "revoked").read_text().split()) == sorted(ids)
+    for folder in (host, worker):
+        assert (Path(folder) / CA_FILE).read_bytes() == (tmp_path / "ca" / CA_FILE).read_bytes()
+        assert b"PRIVATE KEY" not in b"".join(path.read_bytes() for path in Path(folder).glob("token*"))
+    for wrong, said in (
+        (("issue", host, "server,king", f"--ca={ca}"), "role is 'king'"),
+        (("issue", host, "graph,client", "--shards=1", f"--ca={ca}"), "only a server has shards"),
+        (("renew", str(tmp_path / "nowhere"), f"--ca={ca}"), "nowhere has no certificates"),
+    ):
+        done = typed("certs", *wrong)
+        assert done.returncode == 2 and said in done.stderr
+    assert not (tmp_path / "nowhere").exists()
+
+
+def test_health_says_which_certificate_is_wrong(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_authority(tmp_path, "test")
+    issue(tmp_path, tmp_path, [CLIENT])
+    own = tmp_path / "own"
+    issue(folder, own, ["scheduler"])
+    with RoleProcess("scheduler", "--listen=127.0.0.1:0", f"--security-folder={own}") as role:
+        for shown, said in (
+            (
+                str(tmp_path),
+                f"that security.folder does not believe; this process shows {tmp_path}/client.pem; give both",
+            ),
+            (NO_FOLDER, "it may want a certificate.*shows none: it has no security.folder; give both"),
+        ):
+            monkeypatch.setenv(FOLDER_VARIABLE, shown)
+            identify(None)
+            told = typed("health", role.address)
+            assert told.returncode == 1 and re.search(said, told.stderr), told.stderr
+        monkeypatch.setenv(FOLDER_VARIABLE, str(own))
+        identify(None)  # a probe beside the role has its certificate alone
+        assert typed("health", role.address).returncode == 0
+        told = typed("health", role.address, "--service=shards", "--json")
+        assert told.returncode == 1 and "'shards' is not so yet" in json.loads(told.stdout)["reason"]
 
 
 def test_a_role_that_others_reach_starts_under_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import geartrain as gt
+from geartrain.ams.graph.client.remote import RemoteGraphs
 from geartrain.ams.graph.service.role import GraphServer
 from geartrain.ams.pb.v1 import gear_pb2, graph_pb2, scheduler_pb2, shard_pb2
 from geartrain.ams.rpc.client.calls import GrpcCalls
@@ -89,8 +90,8 @@ def roles(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ro
         stack.callback(identify, *before)
         own = tmp_path_factory.mktemp("roles")
         issue(folder, own, ["scheduler", "server", "graph", "slowgear"])
-        for name in ("token.pub", "revoked"):  # as of another machine
-            (own / name).symlink_to(folder / name)
+        (own / "revoked").unlink()
+        (own / "revoked").symlink_to(folder / "revoked")
         identify(str(own), "scheduler")
         cluster = stack.enter_context(gear_cluster())
         _, gear = cluster.start_gear()
@@ -265,6 +266,21 @@ def test_rows_are_read_and_written_by_the_rights_of_the_token(
     as_program("boss")
     with gt.connect(address, config=config) as cluster:
         assert np.allclose(cluster.table("mine/rows").pull([7]), before - 1)
+
+
+def test_who_lacks_a_right_hears_of_the_token_that_it_has(
+    roles: Roles, folder: Path, as_program: Callable[[str | None], None]
+) -> None:
+    as_program("reader")
+    graph = RemoteGraphs(roles["graph"], QUICK)
+    with pytest.raises(AccessDenied, match=rf"{folder}/reader\.token: .* gives no such right"):
+        graph.build("mine/rows", 4)
+    as_program(None)
+    stranger = RemoteGraphs(roles["graph"], QUICK)
+    with pytest.raises(AccessDenied, match=r"and no token.*name its file in security\.token"):
+        stranger.build("mine/rows", 4)
+    graph.close()
+    stranger.close()
 
 
 @pytest.mark.parametrize("shared_memory", [True, False], ids=["shared memory", "tcp"])

@@ -8,6 +8,7 @@ import psutil
 import pytest
 
 from geartrain.ams.values.errors import ConfigError
+from geartrain.bridge.collectives.scheduler_store import VARIABLE
 from geartrain.workers.job.ranks import JobRanks, joined_ranks
 
 
@@ -18,6 +19,14 @@ def test_a_command_to_go_on_starts_as_many_processes_on_each_machine() -> None:
     assert ranks.launcher == "torchrun --nproc-per-node 2 -m "
     ranks.world_size = 2
     assert ranks.launcher == "torchrun --rdzv-backend loopback --nproc-per-node 2 -m "
+
+
+def test_a_command_to_go_on_lets_the_machines_meet_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "10.0.0.1:7000/ads/3/0a1b2c3d4e5f6071")
+    ranks = JobRanks(local_world_size=2)
+    ranks.world_size = 8
+    by_scheduler = "--rdzv-backend geartrain --rdzv-endpoint 10.0.0.1:7000 --rdzv-id ads/3 --nnodes 4"
+    assert ranks.launcher == f"torchrun {by_scheduler} --nproc-per-node 2 -m "
 
 
 def listening(address: str, monkeypatch: pytest.MonkeyPatch) -> socket.socket:
