@@ -219,10 +219,10 @@ def _missing(path: Path, role: str) -> str:
         return f"{path} does not exist; remove {path.parent}, and the next 'geartrain up' makes it anew"
     if path.name == CA_FILE:
         return (
-            f"security.folder {str(path.parent)!r} has no {CA_FILE}; copy the folder that 'geartrain certs issue' made "
-            f"for this machine, or make the first one of a cluster: 'geartrain certs init {path.parent}'"
+            f"security.folder {str(path.parent)!r} has no {CA_FILE}; 'geartrain certs init {path.parent}' makes a "
+            "cluster's first, and 'geartrain certs issue', where that is, the folder of another machine"
         )
-    return f"{path} does not exist; 'geartrain certs issue {path.parent} {role} --ca ...' makes it where ca.key is"
+    return f"{path} does not exist; 'geartrain certs issue {path.parent} {role}' makes it where ca.key is (--ca)"
 
 
 def _read(authorities: Path, own: Path, role: str) -> _Files:
