@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
+import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -12,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from geartrain.ams.client.cluster_status import ClusterStatus, describe_cluster
 from geartrain.ams.client.data_streams import DataStreams
+from geartrain.ams.client.event_teller import EventTeller
 from geartrain.ams.client.jobs.worker_steps import JobSteps, worker_name
 from geartrain.ams.client.leave_watch import LeaveWatch
 from geartrain.ams.client.other_roles import OtherRoles
@@ -31,7 +34,7 @@ from geartrain.ams.values.errors import GeartrainError, GraphUnavailable, Invali
 from geartrain.ams.values.expiry.rules import Expiry
 from geartrain.ams.values.gear_messages import Freshness
 from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
-from geartrain.ams.values.scheduler_messages import ClusterView, JobWorker
+from geartrain.ams.values.scheduler_messages import ClusterEvent, ClusterView, JobWorker
 from geartrain.ams.values.shard_messages import Fence
 from geartrain.ams.values.specs import DTYPES, DTypeName, Initializer, Normal, TableSpec, checked_wire_dtype
 
@@ -40,6 +43,9 @@ if TYPE_CHECKING:
     from geartrain.ams.graph.client.calls import GraphCalls
 
 logger = logging.getLogger(__name__)
+
+_LONGEST_TOLD = 500
+"""Characters of a text that the scheduler keeps."""
 
 
 class LaterWrites(Protocol):
@@ -74,6 +80,7 @@ class Cluster:
         self._later_writes: weakref.WeakSet[LaterWrites] = weakref.WeakSet()
         self._leave_watches: list[LeaveWatch] = []
         self._job_steps: weakref.WeakSet[JobSteps] = weakref.WeakSet()
+        self._events = EventTeller(scheduler)
         if stream.is_named:
             # Only the dedup state of numbered writes means anything to a process that goes on under this name.
             try:
@@ -343,18 +350,61 @@ class Cluster:
         """
         self._finish_writes()
         job = JobContents(step=integer("step", step, 0), values=values or {}, files=files or {})
-        return begin_snapshot(
-            self._calls,
-            lambda: self._scheduler.describe(SNAPSHOT_SECONDS),
-            root,
-            free_name(root, job.step) if name is None else name,
-            job,
-            tables=tables,
-            parent=parent,
-            caller=self._stream.caller,
-            check_caller=self._scheduler.check_caller,
-            graphs=self._roles.graphs_of_tables if graphs else None,
+        name = free_name(root, job.step) if name is None else name
+        began = time.monotonic()
+        try:
+            pending = begin_snapshot(
+                self._calls,
+                lambda: self._scheduler.describe(SNAPSHOT_SECONDS),
+                root,
+                name,
+                job,
+                tables=tables,
+                parent=parent,
+                caller=self._stream.caller,
+                check_caller=self._scheduler.check_caller,
+                graphs=self._roles.graphs_of_tables if graphs else None,
+            )
+        except GeartrainError as exc:
+            self._tell_snapshot(name, tables, job.step, began, exc)
+            raise
+        hold, where = time.monotonic() - began, str(pending.path)
+        pending.when_done(lambda error: self._tell_snapshot(where, tables, job.step, began, error, hold))
+        return pending
+
+    def _tell_snapshot(
+        self,
+        where: str,
+        tables: Sequence[str] | None,
+        step: int,
+        began: float,
+        error: BaseException | None,
+        hold_seconds: float = 0.0,
+    ) -> None:
+        """Tell the scheduler that a snapshot is whole, or why there is none (unless the caller alone is to blame)."""
+        if isinstance(error, InvalidArgument):
+            return
+        seconds = time.monotonic() - began
+        said = f"snapshot of step {step:,} is whole after {seconds:.1f} s: {where}"
+        self._tell(
+            ClusterEvent(
+                kind="snapshot" if error is None else "snapshot_failed",
+                text=said if error is None else f"no snapshot of step {step:,}: {error}",
+                tables=tuple(tables or ()),
+                step=step,
+                snapshot=where,
+                seconds=seconds,
+                hold_seconds=hold_seconds,
+                reason="" if error is None else type(error).__name__,
+            )
         )
+
+    def _tell(self, event: ClusterEvent) -> None:
+        """Tell the scheduler an event of this client's job, if it has one: of its stream ``job/rank0``, for example."""
+        if self._calls.remote:
+            job = self._stream.name.rpartition("/")[0] or self._stream.name if self._stream.is_named else ""
+            short = {field: getattr(event, field)[:_LONGEST_TOLD] for field in ("text", "snapshot")}
+            self._events.tell(dataclasses.replace(event, job=job, **short))
 
     def export(self, tables: str | Sequence[str], root: str | Path, *, since: int | None = None) -> PendingExport:
         """Begin to write tables as they are now, as the next version in the folder or URL ``root``, for those who
@@ -398,7 +448,8 @@ class Cluster:
         SchedulerUnavailable. Graphs come back, once the tables are open, to where :attr:`graph` keeps them, if it was
         used or is a service.
         """
-        return restore_snapshot(
+        began = time.monotonic()
+        restored = restore_snapshot(
             self._calls,
             path,
             self._scheduler,
@@ -407,6 +458,18 @@ class Cluster:
             caller=self._stream.caller,
             graphs=self._roles.graphs_to_restore,
         )
+        seconds, step = time.monotonic() - began, restored.manifest.step
+        self._tell(
+            ClusterEvent(
+                kind="restore",
+                text=f"restored in {seconds:.1f} s from {restored.path}, which is of step {step:,}",
+                tables=tuple(tables or (str(spec["name"]) for spec in restored.manifest.tables)),
+                step=step,
+                snapshot=str(restored.path),
+                seconds=seconds,
+            )
+        )
+        return restored
 
     def reopen(self, names: Sequence[str]) -> None:
         """Go on with tables that another process has restored, as the process that did: what is open of them with equal
@@ -448,6 +511,7 @@ class Cluster:
             self.give_up()
             raise
         finally:
+            self._events.close()
             self._scheduler.carrier.close()
             self._close()
 

@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+from geartrain.ams.observe.event_log import EventLog
 from geartrain.ams.rpc.ping import PingHandler
 from geartrain.ams.scheduler.data_streams import StreamLeases
 from geartrain.ams.scheduler.rendezvous import Rendezvous
 from geartrain.ams.scheduler.running_jobs import RunningJobs
 from geartrain.ams.scheduler.scheduler import Scheduler
 from geartrain.ams.scheduler.worker_steps import WorkerSteps
+from geartrain.ams.values.arguments import checked_name
 from geartrain.ams.values.config import split_address
-from geartrain.ams.values.errors import ConfigError, ProtocolError
+from geartrain.ams.values.errors import ConfigError, InvalidArgument, ProtocolError
 from geartrain.ams.values.rpc import Ping, Rpc
 from geartrain.ams.values.scheduler_messages import (
+    TOLD_KINDS,
     Beat,
     CheckCaller,
     CreateClusterTable,
@@ -30,6 +33,7 @@ from geartrain.ams.values.scheduler_messages import (
     LeaveSteps,
     PrepareLeave,
     PublishClusterTables,
+    ReadEvents,
     ReadRendezvous,
     Register,
     Registration,
@@ -39,11 +43,16 @@ from geartrain.ams.values.scheduler_messages import (
     StreamLease,
     StreamRenewal,
     TakeIncarnation,
+    TellEvent,
     TellJob,
     TellSteps,
     WriteRendezvous,
 )
 from geartrain.ams.values.shard_messages import CallContext
+from geartrain.ams.values.text import quoted
+
+_LONGEST_TOLD = 1_000
+"""Characters of a text of an event that a client tells."""
 
 
 class WaitingCaller(Protocol):
@@ -56,9 +65,12 @@ class WaitingCaller(Protocol):
 class SchedulerHandlers:
     """Answers requests: a handler for each type of them."""
 
-    def __init__(self, scheduler: Scheduler, streams: StreamLeases, steps: WorkerSteps) -> None:
+    def __init__(
+        self, scheduler: Scheduler, streams: StreamLeases, steps: WorkerSteps, events: EventLog | None = None
+    ) -> None:
         self._scheduler = scheduler
         self._streams = streams
+        self._events = events = EventLog() if events is None else events
         self._jobs = RunningJobs()
         rendezvous = Rendezvous()
         self.by_request: Mapping[type[Rpc[Any]], Callable[[Any, WaitingCaller], Any]] = {
@@ -84,6 +96,8 @@ class SchedulerHandlers:
             TellSteps: lambda tell, _: steps.tell(tell.who, tell.done),
             LeaveSteps: lambda leave, _: steps.leave(leave.who),
             ReadRendezvous: lambda read, _: rendezvous.read(read.job, read.keys),
+            TellEvent: self._tell_event,
+            ReadEvents: lambda read, _: events.since(read.since),
             WriteRendezvous: lambda write, _: rendezvous.write(write),
         }
 
@@ -114,6 +128,16 @@ class SchedulerHandlers:
     def _tell_job(self, tell: TellJob, _: WaitingCaller) -> tuple[int, ...]:
         self._jobs.tell(tell.job, tell.incarnation, done=tell.done)
         return self._scheduler.leaving_shards()
+
+    def _tell_event(self, tell: TellEvent, _: WaitingCaller) -> None:
+        told = tell.event
+        if told.kind not in TOLD_KINDS:
+            raise InvalidArgument(f"the kind of an event is {quoted(told.kind)}; clients tell {', '.join(TOLD_KINDS)}")
+        if max(map(len, (told.text, told.snapshot, told.reason))) > _LONGEST_TOLD:
+            raise InvalidArgument(f"an event has a text of more than {_LONGEST_TOLD} characters; tell it in fewer")
+        if told.job:
+            checked_name("job", told.job)
+        self._events.note(told, key=tell.key)
 
     def _create_table(self, create: CreateClusterTable, call: WaitingCaller) -> int:
         made = self._scheduler.create_table(

@@ -6,10 +6,11 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 
+from geartrain.ams.observe.event_log import MOST_KEPT, EventLog
 from geartrain.ams.scheduler.pauses import PauseDetector
 from geartrain.ams.scheduler.state import Member, State
 from geartrain.ams.values.errors import ClusterNotReady, InvalidArgument, ShardHeld
-from geartrain.ams.values.scheduler_messages import ShardCondition, ShardEntry
+from geartrain.ams.values.scheduler_messages import ClusterEvent, ShardCondition, ShardEntry
 from geartrain.ams.values.text import counted
 
 _SILENT_BEATS = 3
@@ -45,7 +46,7 @@ class Membership:
         """
         for number in range(self._num_shards) if shard is None else (shard,):
             member = self._state.members.get(number)
-            if member is not None and member.address == address and not self._is_free(number, incarnation):
+            if member is not None and member.address == address and not self.is_free(number, incarnation):
                 return member.incarnation
         return None
 
@@ -70,7 +71,7 @@ class Membership:
         """How many shards that may live lie in a memory pool, as counted within a second; 0 if that has no name."""
         if self._clock() - self._counted > _COUNT_SECONDS:  # not at every heartbeat of thousands
             members = self._state.members
-            self._pools = Counter(members[shard].memory_pool for shard in members if not self._is_free(shard, 0))
+            self._pools = Counter(members[shard].memory_pool for shard in members if not self.is_free(shard, 0))
             self._counted = self._clock()
         return self._pools[memory_pool] if memory_pool else 0
 
@@ -98,7 +99,7 @@ class Membership:
         # After a restart of the scheduler a newcomer may be given the number of a shard that still holds its rows.
         if has_past and self._is_empty_newcomer(shard):
             return shard
-        if not self._is_free(shard, incarnation, gone):
+        if not self.is_free(shard, incarnation, gone):
             raise self._held_error(f"shard {shard} is held", (shard,))
         return shard
 
@@ -113,7 +114,7 @@ class Membership:
         same = [s for s in shards if s in self._state.members and self._state.members[s].address == address]
         candidates: list[int] = [*same, *(s for s in shards if s not in self._state.members), *shards]
         for shard in candidates:
-            if self._is_free(shard, incarnation, gone):
+            if self.is_free(shard, incarnation, gone):
                 return shard
         raise self._held_error(f"this cluster has {counted(self._num_shards, 'shard')}, all held", shards)
 
@@ -133,7 +134,8 @@ class Membership:
             "('geartrain server --wait' waits for it)"
         )
 
-    def _is_free(self, shard: int, incarnation: int, gone: int | None = None) -> bool:
+    def is_free(self, shard: int, incarnation: int, gone: int | None = None) -> bool:
+        """Whether a process may have a shard without taking it from one that may live; ``gone`` has ended."""
         member = self._state.members.get(shard)
         if member is None or member.left or member.incarnation in (incarnation, gone):
             return True
@@ -146,3 +148,82 @@ class Membership:
         if age > patience or not member.is_heard:
             return "silent"
         return "leaving" if member.is_leaving else "up"
+
+
+class ShardEvents:
+    """Notes in the log whatever becomes of shards. Not thread-safe."""
+
+    def __init__(self, log: EventLog) -> None:
+        self._log = log
+        self._heard_late: set[int] = set()
+        """Incarnations that were noted to live although another process has their shard."""
+        self.restarts: Counter[int] = Counter()
+        """How often a new process took the place of one that had ended, or seemed to."""
+        self.takeovers: Counter[int] = Counter()
+        """How often another process took the place of one that lived."""
+        self._lost: set[int] = set()
+        """Shards that were noted to be lost, or to have left."""
+        for event in log.since(0, MOST_KEPT).events:
+            self._remember(event)
+
+    def look(self, entries: Sequence[ShardEntry]) -> None:
+        """Note those that were lost since the last time."""
+        for entry in entries:
+            if entry.state == "lost" and entry.shard not in self._lost:
+                said = f"no heartbeat for {entry.heartbeat_age_seconds:.1f} s"
+                self._note_lost(entry.shard, entry, said, seconds=entry.heartbeat_age_seconds)
+
+    def joined(self, shard: int, member: Member, previous: Member | None, *, lived: bool) -> None:
+        """A process was given a shard; ``lived``: the one before may live."""
+        if previous is None:
+            self._note("joined", shard, member, f"shard {shard} joined: it is at {member.address}")
+        elif previous.incarnation == member.incarnation:
+            self.heard(shard, member, 0.0)
+        elif lived:
+            self._heard_late.add(previous.incarnation)
+            self.takeovers[shard] += 1
+            said = f"another process took shard {shard} from one at {previous.address}, which may live"
+            self._note("takeover", shard, member, f"{said}: it is at {member.address} now")
+        else:
+            if shard not in self._lost:
+                self._note_lost(shard, previous, "its process has ended")
+            self.restarts[shard] += 1
+            said = f"shard {shard} is up again at {member.address}, in a new process without the rows it had"
+            self._note("back", shard, member, said)
+
+    def heard(self, shard: int, member: Member, silent_seconds: float) -> None:
+        """Its process gave a sign of life."""
+        if shard in self._lost:
+            silent = f", silent for {silent_seconds:.1f} s" if silent_seconds else ""
+            said = f"shard {shard} is heard again at {member.address}: the same process{silent}, with its rows"
+            self._note("back", shard, member, said, seconds=silent_seconds)
+
+    def heard_late(self, shard: int, member: Member, incarnation: int) -> None:
+        """A process gave a sign of life whose shard ``member`` has."""
+        if incarnation not in self._heard_late:
+            self._heard_late.add(incarnation)
+            self.takeovers[shard] += 1
+            said = f"a process that had shard {shard} lives, which another one at {member.address} has taken over"
+            self._note("takeover", shard, member, f"{said}; it was told to stop")
+
+    def leaves(self, shard: int, member: Member) -> None:
+        """It was told to end, and waits for the snapshots of jobs."""
+        self._note("leaving", shard, member, f"shard {shard} at {member.address} is to end: jobs take a snapshot first")
+
+    def left(self, shard: int, member: Member) -> None:
+        """It ended in good order."""
+        self._note("left", shard, member, f"shard {shard} at {member.address} ended in good order, with its rows")
+
+    def _note_lost(self, shard: int, who: Member | ShardEntry, why: str, seconds: float = 0.0) -> None:
+        self._note("lost", shard, who, f"shard {shard} at {who.address} is lost: {why}", seconds=seconds)
+
+    def _note(self, kind: str, shard: int, who: Member | ShardEntry, text: str, seconds: float = 0.0) -> None:
+        event = ClusterEvent(kind=kind, text=text, shard=shard, incarnation=who.incarnation, seconds=seconds)
+        self._log.note(event)
+        self._remember(event)
+
+    def _remember(self, event: ClusterEvent) -> None:
+        if event.shard is not None and event.kind in ("lost", "left"):
+            self._lost.add(event.shard)
+        elif event.shard is not None and event.kind != "leaving":
+            self._lost.discard(event.shard)

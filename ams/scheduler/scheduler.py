@@ -15,9 +15,10 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from geartrain.ams.observe import failpoints
+from geartrain.ams.observe.event_log import EventLog
 from geartrain.ams.rpc.carrier import AttemptFailed, ShardCarrier
 from geartrain.ams.scheduler.incarnations import MOST_GIVEN, Incarnations
-from geartrain.ams.scheduler.membership import Membership
+from geartrain.ams.scheduler.membership import Membership, ShardEvents
 from geartrain.ams.scheduler.state import Member, Schema, State
 from geartrain.ams.scheduler.tell_shards import tell_shards
 from geartrain.ams.storage.kv.store import KeyValueStore, MemoryStore
@@ -35,10 +36,12 @@ from geartrain.ams.values.errors import (
     being_restored,
 )
 from geartrain.ams.values.placement import MAX_SHARDS, BucketMap
-from geartrain.ams.values.scheduler_messages import Beat, ClusterView, Registration, ShardEntry
+from geartrain.ams.values.scheduler_messages import Beat, ClusterEvent, ClusterView, Registration, ShardEntry
 from geartrain.ams.values.shard_messages import CreateTable, DropTable, PublishTable
 from geartrain.ams.values.specs import TableSpec
 from geartrain.ams.values.text import counted
+
+_NAMED = 8
 
 
 class Scheduler:
@@ -54,10 +57,12 @@ class Scheduler:
         clock: Callable[[], float] = time.monotonic,
         incarnations: Incarnations | None = None,
         incarnations_at: Callable[[str], Collection[int]] = lambda _: (0,),
+        events: EventLog | None = None,
     ) -> None:
         """Go on from what ``store`` holds (None: nothing, and nothing is kept); number tables by ``incarnations``,
         which data streams share (None: those of the store). ``incarnations_at`` asks who answers at an address (by
-        default the one that registers), and raises AttemptFailed if that is not to be known.
+        default the one that registers), and raises AttemptFailed if that is not to be known. What becomes of
+        shards and tables is noted in ``events``.
 
         Raises ConfigError (another number of shards, a newer format), StateDamaged.
         """
@@ -77,6 +82,12 @@ class Scheduler:
         for schema in self._state.schemas.values():
             self._incarnations.hear(schema.spec.incarnation)
         self._membership = Membership(self._state, num_shards, lease_seconds, clock)
+        self.events = EventLog() if events is None else events
+        """What became of shards and tables."""
+        self.shard_events = ShardEvents(self.events)
+        knows = f"knows {counted(len(self._state.members), 'shard')} and {counted(len(self._state.schemas), 'table')}"
+        begun = f"the scheduler of {counted(num_shards, 'shard')} began; from before it {knows}"
+        self.events.note(ClusterEvent(kind="scheduler", text=begun))
         self._lock = threading.Lock()
         self._schema_change = threading.Lock()
         self._changing: tuple[str, ...] = ()
@@ -88,6 +99,7 @@ class Scheduler:
         """
         with self._lock:
             self._membership.pulse()
+            self.shard_events.look(self._membership.entries())
 
     def register(
         self,
@@ -119,6 +131,7 @@ class Scheduler:
             self._membership.notice_own_stop()
             chosen = self._membership.choose(shard, address, incarnation, has_past=cluster_version > 0, gone=gone)
             previous = self._state.members.get(chosen)
+            lived = not self._membership.is_free(chosen, incarnation, gone)
             version = max(self._state.cluster_version, cluster_version)
             if previous is not None and previous.incarnation != incarnation:
                 failpoints.reach("scheduler.version.before")
@@ -137,6 +150,7 @@ class Scheduler:
             )
             if previous is not None and previous.incarnation != incarnation:
                 failpoints.reach("scheduler.version.after")
+            self.shard_events.joined(chosen, member, previous, lived=lived)
             return Registration(
                 shard=chosen,
                 num_shards=self._num_shards,
@@ -228,11 +242,14 @@ class Scheduler:
             if member is None:
                 return Beat(cluster_version=version, unknown=True)
             if member.incarnation != incarnation:
+                self.shard_events.heard_late(shard, member, incarnation)
                 return Beat(cluster_version=version, replaced=True)
             if member.left:
                 self._state.keep(members={shard: dataclasses.replace(member, left=False)})
                 member = self._state.members[shard]
-            member.last_heartbeat = self._clock()
+            now = self._clock()
+            self.shard_events.heard(shard, member, now - member.last_heartbeat)
+            member.last_heartbeat = now
             member.is_heard = True
             member.memory_pool = memory_pool
             return Beat(
@@ -247,13 +264,15 @@ class Scheduler:
             member = self._state.members.get(shard)
             if member is not None and member.incarnation == incarnation:
                 self._state.keep(members={shard: dataclasses.replace(member, left=True)})
+                self.shard_events.left(shard, member)
 
     def prepare_leave(self, shard: int, incarnation: int) -> None:
         """Note that a shard wants to leave: the cluster is not ready from now on, until another takes its place."""
         with self._lock:
             member = self._state.members.get(shard)
-            if member is not None and member.incarnation == incarnation:
+            if member is not None and member.incarnation == incarnation and not member.is_leaving:
                 member.is_leaving = True
+                self.shard_events.leaves(shard, member)
 
     def leaving_shards(self) -> tuple[int, ...]:
         """Those that want to leave, and have not yet."""
@@ -339,6 +358,8 @@ class Scheduler:
                 raise
             holders = {entry.shard: entry.incarnation for entry in view.shards}
             self._keep_schema(spec.name, Schema(spec, holders, is_unsettled=for_restore, for_restore=for_restore))
+            if not for_restore:
+                self._note_tables("made", spec)
             return spec
 
     def _existing(self, spec: TableSpec, require_current: Callable[[], None]) -> TableSpec | None:
@@ -382,6 +403,8 @@ class Scheduler:
             failpoints.reach("table.publish.after")
             with self._lock:
                 self._state.keep(schemas=published)
+            if published:
+                self._note_tables("opened with restored rows", *(schema.spec for schema in published.values()))
 
     def drop_table(
         self, name: str, *, incarnation: int = 0, require_current: Callable[[], None] = lambda: None
@@ -404,6 +427,7 @@ class Scheduler:
             tell_shards(self._open_carrier, view.shards, drop)
             if existing is not None:
                 self._keep_schema(name, None)
+                self._note_tables("dropped", existing.spec)
 
     @staticmethod
     def _drop_of(existing: Schema, view: ClusterView) -> DropTable:
@@ -424,6 +448,13 @@ class Scheduler:
     def _keep_schema(self, name: str, schema: Schema | None) -> None:
         with self._lock:
             self._state.keep(schemas={name: schema})
+
+    def _note_tables(self, what: str, *specs: TableSpec) -> None:
+        names = tuple(spec.name for spec in specs)
+        number = specs[0].incarnation if len(specs) == 1 else 0
+        said = f"{'table' if len(names) == 1 else 'tables'} {', '.join(names[:_NAMED])} {what}"
+        said += f" (and {len(names) - _NAMED} more)" if len(names) > _NAMED else ""
+        self.events.note(ClusterEvent(kind="schema", text=said, tables=names, incarnation=number))
 
     def _view(self) -> ClusterView:
         entries = self._membership.entries()

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
+from geartrain.ams.observe.event_log import EventLog
 from geartrain.ams.rpc.client.shard import GrpcCarrier
 from geartrain.ams.rpc.server.binding import bind
 from geartrain.ams.rpc.server.server import GrpcServer
@@ -43,6 +44,7 @@ class SchedulerServer:
         self._membership = CallThreads(_MEMBERSHIP_THREADS, "membership")
         self._tables = CallThreads(_TABLE_THREADS, "tables")
         self._store: KeyValueStore | None = None
+        self._events = EventLog()
         self._stopping = threading.Event()
         self._ended = threading.Event()
         self.end_reason: str | None = None
@@ -58,6 +60,7 @@ class SchedulerServer:
             from geartrain.ams.storage.kv.lmdb_store import LmdbStore
 
             self._store = LmdbStore(self._config.data)
+            self._events = EventLog(self._config.data)  # once the folder is held alone
         try:
             return self._start()
         except BaseException:
@@ -78,12 +81,13 @@ class SchedulerServer:
             store=store,
             incarnations=incarnations,
             incarnations_at=incarnations_at,
+            events=self._events,
         )
         self._server = GrpcServer(
             self._config.listen, self._config.max_message_bytes, reflection=self._config.reflection
         )
         self._server.add(
-            bind(SCHEDULER, SchedulerHandlers(scheduler, streams, steps).by_request),
+            bind(SCHEDULER, SchedulerHandlers(scheduler, streams, steps, self._events).by_request),
             lanes=dict.fromkeys(_MEMBERSHIP, self._membership) | dict.fromkeys(_TABLES, self._tables),
         )
         server = self._server
@@ -126,6 +130,7 @@ class SchedulerServer:
             lane.close()
             lane.shutdown(wait=False)
         self._ended.set()
+        self._events.close()
         if self._store is not None:
             self._store.close()
             self._store = None

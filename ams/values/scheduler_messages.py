@@ -403,3 +403,62 @@ class WriteRendezvous(Rpc[RendezvousValue]):
     """Write only if this is its version; 0: only if there is nothing. None: whatever there is."""
     add: int | None = None
     """Instead of ``value``: to the decimal number that is there, or to 0."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterEvent:
+    """What happened in the cluster. What it is not about has its default."""
+
+    kind: str
+    text: str
+    """One sentence."""
+    number: int = 0
+    """Counts the events of the scheduler's log, from 1; 0: not noted yet."""
+    unix_seconds: float = 0.0
+    """When the scheduler noted it."""
+    shard: int | None = None
+    job: str = ""
+    tables: tuple[str, ...] = ()
+    incarnation: int = 0
+    """Of the shard's or the job's process."""
+    step: int | None = None
+    snapshot: str = ""
+    """Folder or URL."""
+    seconds: float = 0.0
+    """How long it took, or lasted."""
+    hold_seconds: float = 0.0
+    """Of these: for so long training stood still."""
+    steps_lost: int = 0
+    """That a job had done and does again."""
+    reason: str = ""
+    """Type of the error."""
+
+
+TOLD_KINDS = ("snapshot", "snapshot_failed", "restore")
+"""Of events that clients tell; the scheduler sees the others by itself."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EventPage:
+    """Some events, the oldest first."""
+
+    events: tuple[ClusterEvent, ...]
+    last: int
+    """Number of the newest of all; 0: none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TellEvent(Rpc[None]):
+    """Say what this client has done. Idempotent. Raises InvalidArgument for a kind that clients do not tell."""
+
+    event: ClusterEvent
+    key: int
+    """Random; the same when it is told again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadEvents(Rpc[EventPage]):
+    """Ask for the events behind ``since``, as many as go into a reply."""
+
+    since: int = 0
+    """Number of an event."""

@@ -40,6 +40,7 @@ COMMANDS = {
     "quickstart": "geartrain.cli.training.quickstart:quickstart",
     "up": "geartrain.cli.cluster.up:command",
     "status": "geartrain.cli.cluster.status:status",
+    "events": "geartrain.cli.cluster.events:events",
     "worker": "geartrain.cli.training.worker:app",
     "table": "geartrain.cli.cluster.table:app",
     "snapshot": "geartrain.cli.cluster.snapshot:app",

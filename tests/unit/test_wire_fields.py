@@ -20,8 +20,9 @@ its header, where they are known by their numbers."""
 READ_BY_NOBODY_BUT_USERS = {
     *("built_unix_seconds", "map_version"),
     *("refused_ids", "refused_occurrences", "refused_gradients"),
+    *("hold_seconds", "steps_lost"),
 }
-"""Printed, with all of their message, by ``geartrain graph list --json`` and ``geartrain status --json``."""
+"""Printed, with all of their message, by ``graph list``, ``status`` and ``events`` of ``geartrain`` with ``--json``."""
 WRITTEN_BY_NOBODY_BUT_FOREIGN_CLIENTS = {"with_present", "row_dtype", "gradient_dtype"}
 """Of messages of rows: our client's rows go in frames. ``tests/support/message_rows.py`` writes them."""
 REPLIES_OF_ONE_FIELD = {

@@ -90,6 +90,15 @@ class PendingSnapshot:
         """
         return self._work.result(timeout_seconds)
 
+    def when_done(self, then: Callable[[BaseException | None], None]) -> None:
+        """Call ``then`` once it is whole, or has failed with an error."""
+
+        def end(work: Future[Place]) -> None:
+            if not work.cancelled():
+                then(work.exception())
+
+        self._work.add_done_callback(end)
+
 
 @dataclass
 class _Hold:

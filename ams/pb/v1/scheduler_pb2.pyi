@@ -1427,3 +1427,165 @@ class WriteRendezvousReply(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__value) -> _WhichOneofReturnType__value | None: ...
 
 Global___WriteRendezvousReply: _TypeAlias = WriteRendezvousReply  # noqa: Y015
+
+@_typing.final
+class ClusterEvent(_message.Message):
+    """What happened in the cluster. Kinds are listed in docs/how-to/watch.md; a reader passes over those that it does not know."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    UNIX_SECONDS_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    SHARD_FIELD_NUMBER: _builtins.int
+    JOB_FIELD_NUMBER: _builtins.int
+    TABLES_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    SNAPSHOT_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    HOLD_SECONDS_FIELD_NUMBER: _builtins.int
+    STEPS_LOST_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    """Counts the events of the scheduler's log, from 1. With the next: set by the scheduler."""
+    unix_seconds: _builtins.float
+    """Since 1970, when the scheduler noted it."""
+    kind: _builtins.str
+    text: _builtins.str
+    """One sentence."""
+    shard: _builtins.int
+    """What it is about, as far as it is about such."""
+    job: _builtins.str
+    incarnation: _builtins.int
+    """Of the shard's or the job's process."""
+    step: _builtins.int
+    """Of the job."""
+    snapshot: _builtins.str
+    """Folder or URL."""
+    seconds: _builtins.float
+    """How long it took, or lasted."""
+    hold_seconds: _builtins.float
+    """Of seconds: for so long training stood still."""
+    steps_lost: _builtins.int
+    """That a job had done and does again."""
+    reason: _builtins.str
+    """Type of the error."""
+    @_builtins.property
+    def tables(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        unix_seconds: _builtins.float = ...,
+        kind: _builtins.str = ...,
+        text: _builtins.str = ...,
+        shard: _builtins.int | None = ...,
+        job: _builtins.str = ...,
+        tables: _abc.Iterable[_builtins.str] | None = ...,
+        incarnation: _builtins.int = ...,
+        step: _builtins.int | None = ...,
+        snapshot: _builtins.str = ...,
+        seconds: _builtins.float = ...,
+        hold_seconds: _builtins.float = ...,
+        steps_lost: _builtins.int = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_shard", b"_shard", "_step", b"_step", "shard", b"shard", "step", b"step"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_shard", b"_shard", "_step", b"_step", "hold_seconds", b"hold_seconds", "incarnation", b"incarnation", "job", b"job", "kind", b"kind", "number", b"number", "reason", b"reason", "seconds", b"seconds", "shard", b"shard", "snapshot", b"snapshot", "step", b"step", "steps_lost", b"steps_lost", "tables", b"tables", "text", b"text", "unix_seconds", b"unix_seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__shard: _TypeAlias = _typing.Literal["shard"]  # noqa: Y015
+    _WhichOneofArgType__shard: _TypeAlias = _typing.Literal["_shard", b"_shard"]  # noqa: Y015
+    _WhichOneofReturnType__step: _TypeAlias = _typing.Literal["step"]  # noqa: Y015
+    _WhichOneofArgType__step: _TypeAlias = _typing.Literal["_step", b"_step"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__shard) -> _WhichOneofReturnType__shard | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__step) -> _WhichOneofReturnType__step | None: ...
+
+Global___ClusterEvent: _TypeAlias = ClusterEvent  # noqa: Y015
+
+@_typing.final
+class TellEventRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EVENT_FIELD_NUMBER: _builtins.int
+    KEY_FIELD_NUMBER: _builtins.int
+    key: _builtins.int
+    """Random; the same when it is told again."""
+    @_builtins.property
+    def event(self) -> Global___ClusterEvent: ...
+    def __init__(
+        self,
+        *,
+        event: Global___ClusterEvent | None = ...,
+        key: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "key", b"key"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TellEventRequest: _TypeAlias = TellEventRequest  # noqa: Y015
+
+@_typing.final
+class TellEventReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TellEventReply: _TypeAlias = TellEventReply  # noqa: Y015
+
+@_typing.final
+class ReadEventsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SINCE_FIELD_NUMBER: _builtins.int
+    since: _builtins.int
+    """Number of the last event that is known; 0: none."""
+    def __init__(
+        self,
+        *,
+        since: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["since", b"since"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReadEventsRequest: _TypeAlias = ReadEventsRequest  # noqa: Y015
+
+@_typing.final
+class ReadEventsReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EVENTS_FIELD_NUMBER: _builtins.int
+    LAST_FIELD_NUMBER: _builtins.int
+    last: _builtins.int
+    """Number of the newest event of all. Lower than that of the request: the scheduler was restarted without a memory."""
+    @_builtins.property
+    def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___ClusterEvent]: ...
+    def __init__(
+        self,
+        *,
+        events: _abc.Iterable[Global___ClusterEvent] | None = ...,
+        last: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["events", b"events", "last", b"last"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReadEventsReply: _TypeAlias = ReadEventsReply  # noqa: Y015

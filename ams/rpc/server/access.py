@@ -54,8 +54,8 @@ _LISTS: dict[str, dict[frozenset[str], str]] = {
         _SHARDS: "Register Heartbeat Leave PrepareLeave",
         _READERS: "TakeIncarnation",
         _WRITERS: """CreateClusterTable DropClusterTable PublishClusterTables CheckCaller FenceJob TellJob
-            LeaseStreams RenewStreams ReleaseStreams DescribeStreams DescribeHolders RestoreStreams""",
-        _CLIENTS: "TellSteps LeaveSteps ReadRendezvous WriteRendezvous",
+            LeaseStreams RenewStreams ReleaseStreams DescribeStreams DescribeHolders RestoreStreams TellEvent""",
+        _CLIENTS: "TellSteps LeaveSteps ReadRendezvous WriteRendezvous ReadEvents",
     },
     SHARD.name: {
         _ALL: "Ping",

@@ -26,8 +26,9 @@ _LISTS: dict[str, dict[str, str]] = {
         ANY: """DescribeCluster TakeIncarnation CheckCaller FenceJob TellJob LeaseStreams RenewStreams ReleaseStreams
             DescribeStreams DescribeHolders RestoreStreams TellSteps LeaveSteps ReadRendezvous
             WriteRendezvous""",
+        "read": "ReadEvents",
         "create": "CreateClusterTable DropClusterTable",
-        "snapshot": "PublishClusterTables",
+        "snapshot": "PublishClusterTables TellEvent",
     },
     SHARD.name: {
         ANY: "Describe OpenDataPlane Fence",
@@ -72,10 +73,10 @@ def _places(*names: str) -> tuple[tuple[str, Callable[[Any], Any]], ...]:
 _METHODS: dict[str, Method] = {
     method.path: method for service in (SCHEDULER, SHARD, GRAPH, GEAR) for _, method in service.items()
 }
-_TABLES = _places("table", "tables", "spec.name", "name")
+_TABLES = _places("table", "tables", "spec.name", "name", "event.tables")
 """Fields that name tables; ``name``: the dense part of a slow gear, which is its table's."""
 _JOBS = _places("job", "reader.job", "who.job")
-_STREAMS = _places("caller.stream", "context.stream", "group.job")
+_STREAMS = _places("caller.stream", "context.stream", "group.job", "event.job")
 """Which may be of nobody."""
 _FREEZE = f"/{SHARD.name}/Freeze"
 _OF_A_FREEZE = (_FREEZE, f"/{SHARD.name}/WriteFrozen", f"/{SHARD.name}/Thaw")

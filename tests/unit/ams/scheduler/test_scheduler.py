@@ -398,3 +398,78 @@ def test_a_shard_that_holds_its_rows_by_another_map_is_refused(held: BucketMap |
     assert cluster.scheduler.describe().cluster_version == before.cluster_version
     given = cluster.scheduler.register("host:0", 0, 100).bucket_map  # of one that begins nobody asks
     assert given.is_as(cluster.scheduler.register("host:0", 0, 100, cluster_version=1, bucket_map=given).bucket_map)
+
+
+def kinds(cluster: FakeCluster) -> list[tuple[str, int | None]]:
+    """Of the events after the scheduler's first, with the shard of each."""
+    return [(event.kind, event.shard) for event in cluster.scheduler.events.since(1).events]
+
+
+def test_a_shard_that_is_lost_and_comes_back_is_noted_in_this_order() -> None:
+    cluster = FakeCluster()
+    cluster.register_both()
+    cluster.now = 9.0
+    cluster.scheduler.heartbeat(0, 100)
+    cluster.scheduler.pulse()
+    cluster.now = 11.0
+    cluster.scheduler.heartbeat(0, 100)
+    cluster.scheduler.pulse()
+    cluster.scheduler.pulse()
+    assert kinds(cluster) == [("joined", 0), ("joined", 1), ("lost", 1)]
+    cluster.scheduler.register("host:9", 1, incarnation=201)
+    cluster.scheduler.register("host:9", 1, incarnation=201)
+    assert kinds(cluster)[3:] == [("back", 1)]
+    assert cluster.scheduler.shard_events.restarts == {1: 1}
+    assert cluster.scheduler.shard_events.takeovers == {}
+
+
+def test_a_silent_shard_that_is_heard_again_is_back_with_its_rows() -> None:
+    cluster = FakeCluster()
+    cluster.register_both()
+    cluster.now = 8.0
+    cluster.scheduler.heartbeat(0, 100)
+    cluster.scheduler.pulse()
+    cluster.now = 12.0
+    cluster.scheduler.pulse()
+    cluster.scheduler.heartbeat(1, 101)
+    assert kinds(cluster)[2:] == [("lost", 1), ("back", 1)]
+    assert "with its rows" in cluster.scheduler.events.since(0).events[-1].text
+    assert cluster.scheduler.shard_events.restarts == {}
+
+
+def test_a_process_that_lives_on_without_its_shard_is_a_takeover_and_noted_once() -> None:
+    cluster = FakeCluster()
+    cluster.register_both()
+    cluster.now = 11.0
+    cluster.scheduler.register("host:9", 1, incarnation=201)
+    for _ in range(3):
+        assert cluster.scheduler.heartbeat(1, 101).replaced
+    assert kinds(cluster)[2:] == [("lost", 1), ("back", 1), ("takeover", 1)]
+    assert cluster.scheduler.shard_events.takeovers == {1: 1}
+
+
+def test_a_shard_that_ends_in_good_order_is_not_lost() -> None:
+    cluster = FakeCluster()
+    cluster.register_both()
+    cluster.scheduler.prepare_leave(1, 101)
+    cluster.scheduler.prepare_leave(1, 101)
+    cluster.scheduler.leave(1, 101)
+    cluster.scheduler.pulse()
+    cluster.now = 30.0
+    cluster.scheduler.heartbeat(0, 100)
+    cluster.scheduler.pulse()
+    assert kinds(cluster)[2:] == [("leaving", 1), ("left", 1)]
+
+
+def test_tables_are_noted_when_they_are_made_opened_and_dropped() -> None:
+    cluster = FakeCluster()
+    cluster.register_both()
+    cluster.scheduler.create_table(SPEC)
+    cluster.scheduler.create_table(SPEC, reuse=True)
+    restored = cluster.scheduler.create_table(SPEC, for_restore=True, replace=True)
+    cluster.scheduler.publish_tables({"t": restored.incarnation})
+    cluster.scheduler.publish_tables({"t": restored.incarnation})
+    cluster.scheduler.drop_table("t")
+    cluster.scheduler.drop_table("t")
+    said = [event.text for event in cluster.scheduler.events.since(3).events]
+    assert said == ["table t made", "table t opened with restored rows", "table t dropped"]

@@ -1,0 +1,75 @@
+"""What a client has done with a cluster, told to the scheduler for its events."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+from collections import deque
+
+from geartrain.ams.rpc.carrier import AttemptFailed, SchedulerCarrier
+from geartrain.ams.values.errors import GeartrainError
+from geartrain.ams.values.scheduler_messages import ClusterEvent, TellEvent
+
+logger = logging.getLogger(__name__)
+
+_ANSWER_SECONDS = 2.0
+_PAUSE_SECONDS = 0.5
+_TOLD_FOR_SECONDS = 60.0
+"""After so long nobody need hear of it any more."""
+_LAST_SECONDS = 1.0
+"""For what is untold when the client ends."""
+_MOST_WAITING = 100
+
+
+class EventTeller:
+    """Tells events, each until it was heard once. Waits for nothing, and fails nothing. Thread-safe.
+
+    Cost: one RPC an event, from a thread that begins with the first and ends with the last.
+    """
+
+    def __init__(self, scheduler: SchedulerCarrier) -> None:
+        self._scheduler = scheduler
+        self._lock = threading.Lock()
+        self._waiting: deque[tuple[TellEvent, float]] = deque(maxlen=_MOST_WAITING)
+        self._thread: threading.Thread | None = None
+        self._ended = threading.Event()
+
+    def tell(self, event: ClusterEvent) -> None:
+        """Soon."""
+        if self._ended.is_set():
+            return
+        with self._lock:
+            self._waiting.append((TellEvent(event=event, key=secrets.randbits(63)), time.monotonic()))
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="geartrain-events", daemon=True)
+                self._thread.start()
+
+    def close(self) -> None:
+        """Wait a moment for what was not told yet, and tell nothing from then on. Idempotent."""
+        thread = self._thread
+        if thread is not None:
+            thread.join(_LAST_SECONDS)
+        self._ended.set()
+
+    def _run(self) -> None:
+        while not self._ended.is_set():
+            with self._lock:
+                if not self._waiting:
+                    self._thread = None
+                    return
+                tell, since = self._waiting.popleft()
+            while not self._told(tell) and time.monotonic() - since < _TOLD_FOR_SECONDS:
+                if self._ended.wait(_PAUSE_SECONDS):
+                    return
+
+    def _told(self, tell: TellEvent) -> bool:
+        """Whether there is no use in telling it again."""
+        try:
+            self._scheduler.call(tell, _ANSWER_SECONDS)
+        except AttemptFailed:
+            return False
+        except GeartrainError as exc:  # a scheduler of an earlier version, or a token without the right
+            logger.debug("%r was not noted by the scheduler: %s", tell.event.text, exc)
+        return True

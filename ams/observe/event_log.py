@@ -1,0 +1,144 @@
+"""What happened in a cluster: the newest events in memory, and in a file that outlives the process.
+
+The file has one JSON object a line. When it is full it becomes the older one of two. A last line that a crash tore is
+dropped; a disk that fails costs the lines, never what they tell of.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import threading
+import time
+from bisect import bisect_right
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, fields, replace
+from datetime import UTC, datetime
+from itertools import islice
+from pathlib import Path
+from typing import IO, Any
+
+from geartrain.ams.values.scheduler_messages import ClusterEvent, EventPage
+
+logger = logging.getLogger(__name__)
+
+FILE, OLDER = "events.jsonl", "events.1.jsonl"
+FILE_BYTES = 4 << 20
+MOST_KEPT = 10_000
+_MOST_READ = 1_000
+_KEYS_KEPT = 1_000
+_LONGEST_TEXT = 1_000
+_DEFAULTS = {field.name: field.default for field in fields(ClusterEvent)}
+
+
+def as_json(event: ClusterEvent) -> dict[str, Any]:
+    """The fields of an event that say something, with its time as people write it (UTC)."""
+    told = {name: value for name, value in asdict(event).items() if value != _DEFAULTS[name]}
+    moment = datetime.fromtimestamp(told.pop("unix_seconds", 0.0), UTC)
+    number = told.pop("number", 0)
+    return {"number": number, "time": moment.isoformat(timespec="milliseconds").replace("+00:00", "Z"), **told}
+
+
+def _from_json(line: bytes) -> ClusterEvent | None:
+    """None: this is no event."""
+    try:
+        told = json.loads(line)
+        moment = datetime.fromisoformat(told.pop("time")).timestamp()
+        known: dict[str, Any] = {name: value for name, value in told.items() if name in _DEFAULTS}
+        return ClusterEvent(**{**known, "tables": tuple(known.get("tables", ())), "unix_seconds": moment})
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return None
+
+
+class EventLog:
+    """Numbers events, keeps the newest :data:`MOST_KEPT`, and writes them down. Thread-safe."""
+
+    def __init__(
+        self, folder: str | Path | None = None, *, file_bytes: int = FILE_BYTES, clock: Callable[[], float] = time.time
+    ) -> None:
+        """Go on from the events in ``folder`` (None: none, and nothing is written)."""
+        self._folder = None if folder is None else Path(folder)
+        self._file_bytes = file_bytes
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._file: IO[bytes] | None = None
+        self._is_failing = False
+        self._keys: deque[int] = deque(maxlen=_KEYS_KEPT)
+        self._kept: deque[ClusterEvent] = deque(maxlen=MOST_KEPT)
+        self.counts: Counter[str] = Counter()
+        """Events of each kind that this process noted."""
+        if self._folder is not None:
+            for path in (self._folder / OLDER, self._folder / FILE):
+                self._kept.extend(_events_in(path))
+        self._last = self._kept[-1].number if self._kept else 0
+
+    def note(self, event: ClusterEvent, *, key: int = 0) -> ClusterEvent | None:
+        """Keep an event with its number and time; return it. None: that of this ``key`` (0: it has none) is there."""
+        with self._lock:
+            if key and key in self._keys:
+                return None
+            self._keys.append(key)
+            self._last += 1
+            event = replace(event, number=self._last, unix_seconds=self._clock(), text=event.text[:_LONGEST_TEXT])
+            self._kept.append(event)
+            self.counts[event.kind] += 1
+            if self._folder is not None:
+                self._write(self._folder, json.dumps(as_json(event), ensure_ascii=False).encode() + b"\n")
+            return event
+
+    def since(self, number: int, most: int = _MOST_READ) -> EventPage:
+        """Those behind an event, the oldest first, at most so many."""
+        with self._lock:
+            first = bisect_right(self._kept, number, key=lambda event: event.number)
+            return EventPage(events=tuple(islice(self._kept, first, first + most)), last=self._last)
+
+    def _write(self, folder: Path, line: bytes) -> None:
+        path = folder / FILE
+        try:
+            if self._file is not None and self._file.tell() + len(line) > self._file_bytes:
+                self.close()
+                path.replace(folder / OLDER)
+            if self._file is None:
+                _whole_lines(path)  # or the line would be part of one that is torn
+                self._file = path.open("ab", buffering=0)
+            if self._file.write(line) != len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self._is_failing = False
+        except OSError as exc:
+            if not self._is_failing:
+                logger.warning("events are in memory alone for now: %s: %s", path, exc.strerror)
+            self._is_failing = True
+            self.close()
+
+    def close(self) -> None:
+        """Until the next event. Idempotent."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def _whole_lines(path: Path) -> bytes:
+    """What is in the file, less a torn last line, which is cut off. Raises OSError."""
+    if not path.exists():
+        return b""
+    with path.open("r+b") as file:
+        data = file.read()
+        whole = data.rfind(b"\n") + 1
+        file.truncate(whole)
+    return data[:whole]
+
+
+def _events_in(path: Path) -> Iterator[ClusterEvent]:
+    """Those of a file. What is no event is passed over."""
+    try:
+        lines = _whole_lines(path).splitlines()
+    except OSError as exc:
+        logger.warning("events of %s are not known: %s", path, exc.strerror)
+        return
+    found = [event for line in lines if (event := _from_json(line)) is not None]
+    if len(found) < len(lines):
+        logger.warning("%s: %d lines are no events; they are passed over", path, len(lines) - len(found))
+    yield from found

@@ -1,0 +1,110 @@
+"""``geartrain events``: what happened in a cluster, as its scheduler noted it."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from datetime import datetime
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from geartrain.ams.values.text import printable
+from geartrain.cli.shared.clusters import settings
+from geartrain.cli.shared.options import ConfigFile, SchedulerAddress
+
+if TYPE_CHECKING:
+    from geartrain.ams.rpc.carrier import SchedulerCarrier
+    from geartrain.ams.values.scheduler_messages import ClusterEvent, EventPage
+
+_ASK_SECONDS = 0.5
+_ANSWER_SECONDS = 5.0
+_SHOWN = 50
+_NEWEST = 2**62
+
+
+def events(
+    file: ConfigFile = None,
+    scheduler: SchedulerAddress = None,
+    follow: Annotated[bool, typer.Option("--follow", help="Go on with events as they come, until Ctrl-C.")] = False,
+    since: Annotated[
+        int | None,
+        typer.Option(
+            min=0, help="Number of an event: print those behind it; 0: all.", show_default=f"the last {_SHOWN}"
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a line.")] = False,
+) -> None:
+    """Print what happened in a cluster: shards lost and back, tables made and dropped, snapshots, restores, jobs.
+
+    The scheduler keeps the newest 10,000, with a data folder (scheduler.data) also while it is restarted: the file
+    events.jsonl there. --follow survives its restart.
+    """
+    config = settings(file, scheduler)
+    from geartrain.ams.observe.event_log import as_json as fields_of
+    from geartrain.ams.rpc.carrier import AttemptFailed
+    from geartrain.ams.rpc.client.dial import dial, remedy
+    from geartrain.ams.values.errors import SchedulerUnavailable
+
+    carrier, _ = dial(config.server.scheduler, config.client, once=True)
+    try:
+        since = max(0, _page(carrier, _NEWEST).last - _SHOWN) if since is None else since
+        for event in _followed(carrier, since) if follow else _all_since(carrier, since):
+            print(json.dumps(fields_of(event)) if as_json else line_of(event), flush=True)
+    except AttemptFailed as exc:
+        raise SchedulerUnavailable(f"{exc}; {remedy(exc)}") from None
+    except KeyboardInterrupt:
+        pass
+    finally:
+        carrier.close()
+
+
+def line_of(event: ClusterEvent) -> str:
+    """An event for people, at their own time of day."""
+    moment = datetime.fromtimestamp(event.unix_seconds).astimezone().isoformat(sep=" ", timespec="milliseconds")
+    job = f" [{event.job}]" if event.job else ""
+    return printable(f"{event.number:>6} {moment[:23]} {event.kind:<15}{job} {event.text}")
+
+
+def _page(carrier: SchedulerCarrier, since: int) -> EventPage:
+    from geartrain.ams.values.scheduler_messages import ReadEvents
+
+    return carrier.call(ReadEvents(since=since), _ANSWER_SECONDS)
+
+
+def _all_since(carrier: SchedulerCarrier, since: int) -> Iterator[ClusterEvent]:
+    """All that there are by now, and no later ones."""
+    last = None
+    while page := _page(carrier, since):
+        last = page.last if last is None else last
+        yield from (event for event in page.events if event.number <= last)
+        if not page.events or page.events[-1].number >= last:
+            return
+        since = page.events[-1].number
+
+
+def _followed(carrier: SchedulerCarrier, since: int) -> Iterator[ClusterEvent]:
+    """All from then on; a scheduler that is away for a while is waited for once it has answered."""
+    from geartrain.ams.rpc.carrier import AttemptFailed
+
+    is_silent = False
+    while True:
+        try:
+            page = _page(carrier, since)
+        except AttemptFailed as exc:
+            if not is_silent:
+                print(f"{printable(str(exc))}; waiting until it does", file=sys.stderr)
+            is_silent = True
+            time.sleep(_ASK_SECONDS)
+            continue
+        is_silent = False
+        if page.last < since:
+            print("the scheduler was restarted without a memory: its events begin anew", file=sys.stderr)
+            since = 0
+            continue
+        yield from page.events
+        since = page.events[-1].number if page.events else since
+        if not page.events:
+            time.sleep(_ASK_SECONDS)
