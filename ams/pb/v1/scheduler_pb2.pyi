@@ -1430,7 +1430,7 @@ Global___WriteRendezvousReply: _TypeAlias = WriteRendezvousReply  # noqa: Y015
 
 @_typing.final
 class ClusterEvent(_message.Message):
-    """What happened in the cluster. Kinds are listed in docs/how-to/watch.md; a reader passes over those that it does not know."""
+    """What happened in the cluster. Kinds are listed in docs/how-to/events.md; a reader passes over those that it does not know."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
