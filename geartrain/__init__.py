@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # the one list of public names: "X as X" is how a module gives a name of another on
     from geartrain import models as models
+    from geartrain import ops as ops
+    from geartrain import ray as ray
     from geartrain.ams.client.cluster import Cluster as Cluster
     from geartrain.ams.client.factory import connect as connect
     from geartrain.ams.client.snapshots.follower import TableFollower as TableFollower
@@ -156,7 +158,7 @@ def __getattr__(name: str) -> object:
         close = difflib.get_close_matches(name, _homes(), 1)
         names = f"did you mean {close[0]!r}?" if close else f"its public names are {', '.join(sorted(_homes()))}"
         raise AttributeError(f"module 'geartrain' has no attribute {name!r}; {names}")
-    is_module = name in ("errors", "models")
+    is_module = name in ("errors", "models", "ops", "ray")
     value: object = (
         importlib.import_module(f"{home}.{name}") if is_module else getattr(importlib.import_module(home), name)
     )

@@ -47,7 +47,7 @@ class Report:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Role:
+class RoleKind:
     """A kind of process of a cluster. Texts ``module:name`` are imported when they are needed."""
 
     name: str
@@ -111,7 +111,7 @@ def _start_slowgear(config: ClusterConfig) -> Started:
 
 
 @contextmanager
-def started(role: Role, config: ClusterConfig) -> Iterator[Started]:
+def started(role: RoleKind, config: ClusterConfig) -> Iterator[Started]:
     """Start a role, and first the port of its counters, if it is to have one (``metrics`` of what it says then).
 
     Whoever leaves has stopped the role. Raises what starting raises.
@@ -136,10 +136,10 @@ def started(role: Role, config: ClusterConfig) -> Iterator[Started]:
         yield service, facts | told
 
 
-ROLES: dict[str, Role] = {
+ROLES: dict[str, RoleKind] = {
     role.name: role
     for role in (
-        Role(
+        RoleKind(
             name="scheduler",
             title="scheduler",
             settings=SchedulerConfig,
@@ -150,7 +150,7 @@ ROLES: dict[str, Role] = {
 Prints one line of JSON when it serves: {"ready": "scheduler", "address": ..., "num_shards": ..., "pid": ...}.""",
             report="geartrain.cli.cluster.status:report_of_cluster",
         ),
-        Role(
+        RoleKind(
             name="server",
             title="server",
             settings=ServerConfig,
@@ -160,7 +160,7 @@ Prints one line of JSON when it serves: {"ready": "scheduler", "address": ..., "
 
 Prints one line of JSON when it has joined the cluster: {"ready": "server", "addresses": [...], "pid": ...}.""",
         ),
-        Role(
+        RoleKind(
             name="graph",
             title="graph service",
             settings=GraphConfig,
@@ -174,7 +174,7 @@ Prints one line of JSON when it serves: {"ready": "graph", "address": ..., "pid"
             in_up=True,
             report="geartrain.cli.cluster.graph:report_of_graphs",
         ),
-        Role(
+        RoleKind(
             name="slowgear",
             title="slow gear",
             settings=SlowGearRoleConfig,

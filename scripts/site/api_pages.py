@@ -68,6 +68,12 @@ PAGES = (
         ),
     ),
     ApiPage(
+        "operations",
+        "Roles in a program, clusters on Ray",
+        (),
+        ("geartrain.ops.Role", "geartrain.ray.cluster", "geartrain.ray.RayCluster"),
+    ),
+    ApiPage(
         "samples",
         "Samples",
         ("geartrain.workers.samples",),
@@ -100,8 +106,8 @@ PAGES = (
     ApiPage("gears", "Dense modules and slow gears", ("geartrain.bridge.dense", "geartrain.bridge.gear")),
     ApiPage("state", "State and data", ("geartrain",)),
 )
-NOT_ON_THESE_PAGES = {"errors", "models", "__version__"}
-"""The errors have a page of their own, the models are listed one by one; the version is a text."""
+NOT_ON_THESE_PAGES = {"errors", "models", "ops", "ray", "__version__"}
+"""The errors have a page of their own, what is in the other modules is listed one by one; the version is a text."""
 
 
 def page_of(home: str) -> ApiPage:

@@ -14,12 +14,8 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from geartrain.ams.graph.service.role import GraphServer
 from geartrain.ams.observe import failpoints
-from geartrain.ams.scheduler.service import SchedulerServer
-from geartrain.ams.server.role import ShardServer
-from geartrain.ams.values.config import ClientConfig, GraphConfig, SchedulerConfig, ServerConfig
-from geartrain.launch.graph_role import ConnectedCluster
+from geartrain.ops import Role
 
 START_TIMEOUT_SECONDS = 60.0
 _CONTEXT = multiprocessing.get_context("forkserver")
@@ -69,14 +65,7 @@ def _run(pipe: Connection, armed: str, work: Callable[..., Any], *arguments: Any
 
 def serve(pipe: Connection, role: str, settings: dict[str, Any]) -> None:
     """Serve a role until the other end of the pipe is closed; says the address."""
-    if role == "scheduler":
-        pipe.send(SchedulerServer(SchedulerConfig(**settings)).start())
-    elif role == "graph":
-        config = GraphConfig(**settings)
-        graphs = GraphServer(config, ConnectedCluster(config.scheduler, ClientConfig()))
-        pipe.send(graphs.start())
-    else:
-        pipe.send(ShardServer(ServerConfig(**settings)).start()[0])
+    pipe.send(Role(role, **settings).address)
     with contextlib.suppress(EOFError, OSError):
         pipe.recv()
     os._exit(0)

@@ -355,7 +355,7 @@ def _shard_dies(name: str, seed: int, text: str, root: Path) -> Outcome:
     from tests.faults.children import Supervised
 
     with served(shards=[1]) as roles:
-        shard = Supervised("shard", {**shard_settings(roles.address, 0), "listen": "127.0.0.1:0"}, text)
+        shard = Supervised("server", {**shard_settings(roles.address, 0), "listen": "127.0.0.1:0"}, text)
         try:
             job = Job(seed, roles.address, root, PATIENT)
             job.run()

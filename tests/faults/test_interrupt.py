@@ -47,7 +47,7 @@ with gt.local(2) as cluster:
 @pytest.fixture
 def roles() -> Iterator[tuple[Served, Child]]:
     served = Served(2, None)
-    shard = Child(serve, "shard", {**shard_settings(served.address, 0), "listen": "127.0.0.1:0"})
+    shard = Child(serve, "server", {**shard_settings(served.address, 0), "listen": "127.0.0.1:0"})
     try:
         shard.receive()
         served.start_shard(1)

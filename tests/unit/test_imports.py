@@ -84,6 +84,7 @@ HOMES: dict[str, tuple[str, ...]] = {
     "redis": ("ams/storage/*/redis*.py",),
     "socket": ("ams/*", "geartrain/*", "workers/loopback.py", "workers/rendezvous.py"),
     "cryptography": ("ams/rpc/*", "geartrain/launch/certificates.py", "geartrain/launch/tokens.py"),
+    "ray": ("geartrain/ray/*",),
     "pickle": (),
 }
 

@@ -12,20 +12,18 @@ import typer
 from pydantic.fields import FieldInfo
 
 from geartrain.ams.observe import failpoints
-from geartrain.ams.values.config import NO_FOLDER, identify, is_loopback
 from geartrain.cli.shared import configuration
 from geartrain.cli.shared.options import ConfigFile, RunMode, SecurityFolder
 from geartrain.launch import role as life
-from geartrain.launch.certificates import make_private_folder
 from geartrain.launch.logs import log_to_stderr
-from geartrain.launch.ports import require_free
-from geartrain.launch.roles import Role, load, started
+from geartrain.launch.roles import RoleKind, load
+from geartrain.ops import Role
 
 LogLevel = Annotated[str, typer.Option(help="debug, info, warning or error; logs go to stderr.")]
 EndWithParent = Annotated[bool, typer.Option("--end-with-parent", hidden=True, help="End when stdin closes.")]
 
 
-def command_of(role: Role) -> Callable[..., None] | typer.Typer:
+def command_of(role: RoleKind) -> Callable[..., None] | typer.Typer:
     """The command of a role, or the group of it and what is asked of one that runs."""
     if role.commands is None:
         return run_command(role)
@@ -34,7 +32,7 @@ def command_of(role: Role) -> Callable[..., None] | typer.Typer:
     return app
 
 
-def run_command(role: Role) -> Callable[..., None]:
+def run_command(role: RoleKind) -> Callable[..., None]:
     """A function for typer that runs ``role`` until it is told to end."""
 
     def run(
@@ -54,20 +52,10 @@ def run_command(role: Role) -> Callable[..., None]:
         given = configuration.flags(role.name, **settings) + configuration.flags(configuration.WHOLE, mode=mode)
         given += configuration.flags("security", prefix="security-", folder=security_folder)
         whole = configuration.load(file, given)
-        config = getattr(whole, role.name)
-        identify(whole.security.folder or (NO_FOLDER if config.insecure else None), role.name)
-        if is_loopback(config.listen) or (config.metrics is not None and is_loopback(config.metrics)):
-            make_private_folder()
         failpoints.arm_from_environment(whole.mode)
-        if getattr(config, "ports", None) is None:
-            require_free(config.listen, "--listen")
-        if config.metrics is not None:
-            require_free(config.metrics, "--metrics")
-            life.warn_if_open(config.metrics)
-        life.warn_if_open(config.listen)
         life.raise_open_files()
-        with started(role, whole) as (service, facts):  # when the settings are known to be right: what it loads is slow
-            life.serve(role.name, service, **facts)
+        with Role(role.name, whole) as serving:
+            life.serve(role.name, serving.service, **serving.facts)
 
     parameters: dict[str, tuple[Any, Any]] = {"context": (typer.Context, inspect.Parameter.empty)}
     parameters |= {"file": (ConfigFile, None)} | {key: _flag(key, of) for key, of in role.settings.model_fields.items()}

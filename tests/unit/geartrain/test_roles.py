@@ -22,7 +22,7 @@ from geartrain.ams.values.config import ClusterConfig, RoleConfig, SchedulerConf
 from geartrain.ams.values.rpc import Pong
 from geartrain.launch import role as life
 from geartrain.launch import up
-from geartrain.launch.roles import ROLES, Report, Role, Started
+from geartrain.launch.roles import ROLES, Report, RoleKind, Started
 from tests.support.command_line import typed
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -69,7 +69,7 @@ def report_of_toy(config: Any) -> Report:
 @pytest.fixture
 def toy(monkeypatch: pytest.MonkeyPatch) -> Iterator[ToyServer]:
     """A toy that serves, of a role that nothing knows but the registry."""
-    role = Role(
+    role = RoleKind(
         name="toy",
         title="toy",
         settings=ToyConfig,

@@ -1,0 +1,85 @@
+"""Roles inside a program: what ``geartrain ROLE`` runs, but without signals: for Ray, notebooks and tests."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any, Self
+
+from geartrain.ams.values.config import NO_FOLDER, ClusterConfig, identify, is_loopback, suggestion
+from geartrain.ams.values.errors import ConfigError
+from geartrain.cli.shared import configuration
+from geartrain.launch.certificates import make_private_folder
+from geartrain.launch.ports import require_free
+from geartrain.launch.role import STOP_GRACE_SECONDS, warn_if_open
+from geartrain.launch.roles import ROLES, started
+
+__all__ = ["Role"]
+
+
+class Role:
+    """A scheduler, a server or another role in this process, which serves until it is closed.
+
+        with gt.ops.Role("scheduler", listen="127.0.0.1:0", num_shards=1) as scheduler:
+            with gt.ops.Role("server", scheduler=scheduler.address), gt.connect(scheduler.address) as cluster:
+                ...
+
+    A context manager: leaving it closes it. Thread-safe. To others a process is one: under ``security.folder`` it
+    shows the certificate of the role that it started last, also as a client.
+    """
+
+    def __init__(self, name: str, config: ClusterConfig | None = None, **settings: Any) -> None:
+        """Start it; it serves when this returns.
+
+        Args:
+            name: of its command: ``"scheduler"``, ``"server"``, ``"graph"`` or ``"slowgear"``.
+            config: of the whole cluster; None: as the environment says (``GEARTRAIN_SERVER__LISTEN`` and so on).
+            settings: in place of those of its section there, as ``listen="127.0.0.1:0"``.
+
+        Raises:
+            ConfigError: There is no such role or setting, or it cannot be; its port is in use; its certificate is
+                missing.
+            SchedulerUnavailable: The scheduler of a server did not answer for 60 s.
+        """
+        if name not in ROLES:
+            raise ConfigError(f"there is no role {name!r}; {suggestion(name, ROLES)}")
+        config = config or configuration.load()
+        section = getattr(config, name)
+        without = NO_FOLDER if settings.get("insecure", section.insecure) else None
+        identify(config.security.folder or without, name)
+        section = type(section)(**{**section.model_dump(exclude_unset=True), **settings})
+        ports = {"--listen": section.listen} | ({"--metrics": section.metrics} if section.metrics else {})
+        if any(map(is_loopback, ports.values())):
+            make_private_folder()
+        for flag, address in ports.items():
+            if flag == "--metrics" or getattr(section, "ports", None) is None:
+                require_free(address, flag)
+            warn_if_open(address)
+        self.name = name
+        """Of its command."""
+        self._opened = ExitStack()
+        whole = config.model_copy(update={name: section})
+        self.service, self.facts = self._opened.enter_context(started(ROLES[name], whole))
+
+    @property
+    def address(self) -> str:
+        """host:port of it; of a server with several shards that of the first."""
+        return str(self.facts["address"] if "address" in self.facts else self.facts["addresses"][0])
+
+    def wait(self) -> str:
+        """Block until it has ended by itself, or was closed; return why (``""``: it was closed)."""
+        self.service.wait()
+        return self.service.end_reason or ""
+
+    def close(self, grace_seconds: float = STOP_GRACE_SECONDS) -> None:
+        """End; calls under way have ``grace_seconds``. Idempotent.
+
+        A server waits for snapshots of running jobs first (``server.leave_timeout_seconds``), unless that is 0.
+        """
+        self.service.stop(grace_seconds)
+        self._opened.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
