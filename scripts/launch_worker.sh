@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Starts the workers of this host under torchrun: one for each GPU, all of all hosts training in step.
+# Starts the workers of this host, several under torchrun: one for each GPU, all of all hosts training in step.
 #
 #   SCHEDULER=10.0.0.1:7000 scripts/launch_worker.sh classify --data FOLDER --out RUN
 #   SCHEDULER=10.0.0.1:7000 NNODES=2 scripts/launch_worker.sh train.py ARG...     # on each of two hosts
@@ -79,4 +79,6 @@ case "$1" in
 esac
 flags=()
 flag scheduler "${SCHEDULER:-}"
+# A single worker needs no torchrun, whose exit code is 1 whatever happened.
+[ "$nodes:$workers:${MAX_RESTARTS:-0}" != 1:1:0 ] || exec "$PYTHON" -m geartrain worker "$@" "${flags[@]}"
 exec "$PYTHON" "${torchrun[@]}" -m geartrain worker "$@" "${flags[@]}"

@@ -98,6 +98,12 @@ FAILPOINTS: Mapping[str, Failpoint] = {
     "table.publish.before": Failpoint("restored tables are to be opened, no shard has been told", InternalError),
     "table.publish.after": Failpoint("every shard has opened restored tables, the scheduler has not", InternalError),
     "graph.part.after": Failpoint("a part of a graph is built and kept, the next one not begun", InternalError),
+    "job.torch.before": Failpoint("a worker has read its flags, and has not loaded torch"),
+    "job.data.before": Failpoint("a worker is about to load its data"),
+    "job.connect.before": Failpoint("a worker has its data, and no cluster"),
+    "job.restore.before": Failpoint("a worker has its cluster, and none of the rows of its snapshot are back"),
+    "job.step.before": Failpoint("a worker is about to do a step"),
+    "job.report.before": Failpoint("a worker has trained and saved, and has not tested its model"),
     "job.save.before": Failpoint("a worker is about to save its job", OSError),
     "job.save.after": Failpoint("a worker has saved its job and not gone on", OSError),
 }

@@ -108,6 +108,10 @@ class ShardHeld(ConfigError):
     """A living process holds the shard that a server wants, or living ones hold all of them."""
 
 
+class RunHeld(ConfigError):
+    """Another process trains in the run folder."""
+
+
 class TableExists(GeartrainError):
     """The table name is in use and ``reuse=True`` was not given."""
 

@@ -2,7 +2,8 @@
 
 A command's module is imported only when it is the one typed, so that roles start fast and never load torch.
 Exit codes: 0 done, 1 failed at run time, 2 wrong usage: arguments, input or configuration that cannot be right; of a
-training 3 stopped by a signal and saved, 4 its cluster is lost.
+training 3 stopped by a signal and saved, 4 its cluster is lost or another process has the run, 130 stopped with nothing
+saved.
 """
 
 from __future__ import annotations
@@ -22,16 +23,18 @@ from geartrain.ams.values.errors import (
     GeartrainError,
     InvalidArgument,
     NonFinite,
+    RunHeld,
     ShardRestarted,
     SourceError,
     StaleCluster,
+    TrainingDiverged,
     Unavailable,
 )
 from geartrain.ams.values.text import printable
 from geartrain.launch.roles import ROLES, load
 
 Command = TypeVar("Command", bound=Callable[..., Any])
-FAILED, WRONG_USAGE, LOST_CLUSTER = 1, 2, 4
+FAILED, WRONG_USAGE, TRY_LATER = 1, 2, 4
 ERROR_PREFIX = "error: "
 """Begins the line on stderr with which a command fails."""
 
@@ -134,8 +137,8 @@ def main() -> None:
         build_app(sys.argv[1:])()
     except GeartrainError as error:
         print(printable(f"{ERROR_PREFIX}{error}"), file=sys.stderr)  # it may quote what another process said
-        is_lost = sys.argv[1:2] == ["worker"] and isinstance(error, ShardRestarted | StaleCluster | Unavailable)
-        sys.exit(LOST_CLUSTER if is_lost else exit_code(error))
+        passes = isinstance(error, ShardRestarted | StaleCluster | Unavailable | RunHeld)
+        sys.exit(TRY_LATER if passes and sys.argv[1:2] == ["worker"] else exit_code(error))
     except OSError as error:
         if error.filename is not None:
             print(f"{ERROR_PREFIX}{os.fsdecode(error.filename)}: {error.strerror}", file=sys.stderr)
@@ -147,6 +150,7 @@ def main() -> None:
 
 
 def exit_code(error: GeartrainError) -> int:
-    """2 for what the person gave, 1 for what happened. (Values that diverge in a training are not given.)"""
+    """2 for what the person gave, 1 for what happened: rows that are NaN are not given, a rate that diverges is."""
     given = isinstance(error, ConfigError | InvalidArgument | SourceError) and not isinstance(error, NonFinite)
+    given |= isinstance(error, TrainingDiverged)
     return WRONG_USAGE if given else FAILED

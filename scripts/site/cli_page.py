@@ -18,8 +18,8 @@ geartrain status             # in another
 ```
 
 Every command has `--help`; those that print data have `--json`. Exit codes: 0 done, 1 failed at run time, 2 wrong
-arguments, input or configuration, 3 a training that SIGTERM or Ctrl-C ended, and that was saved,
-4 one that lost its cluster. Options that are settings, too, override those of the [configuration](configuration.md).
+arguments, input or configuration; of a training 3 a signal ended it and it is saved, 4 its cluster is lost, 130 nothing
+is saved. Options that are settings, too, override those of the [configuration](configuration.md).
 """
 
 

@@ -305,6 +305,10 @@ ELSEWHERE = {
     "graph.part.after": "tests/integration/graph/test_graph_role.py",
     "shard.parts.before": "tests/integration/head/test_hosted_retries.py",
     "model.publish.before": "tests/unit/bridge/checkpoint/test_saved_models.py",
+    **dict.fromkeys(
+        (f"job.{part}.before" for part in ("torch", "data", "connect", "restore", "step", "report")),
+        "tests/faults/test_sigterm_of_workers.py",
+    ),
 }
 """Failpoints that the jobs of this file do not come to, and the file that tests them."""
 

@@ -25,7 +25,7 @@ from typing import Any
 
 from geartrain.ams.storage.snapshot.folder import list_snapshots
 from geartrain.ams.storage.snapshot.store import place
-from geartrain.ams.values.errors import ConfigError, SnapshotDamaged
+from geartrain.ams.values.errors import ConfigError, RunHeld, SnapshotDamaged
 from geartrain.workers.atomic import previous_folder, write_json
 from geartrain.workers.job.keys import RECIPE_FILE
 
@@ -181,7 +181,7 @@ def require_one_process(job: str) -> None:
 def sole_trainer(folder: Path) -> Iterator[None]:
     """Hold the run folder against other processes of this machine, making it if it is not there.
 
-    Raises ConfigError if one holds it, or if it cannot be made.
+    Raises RunHeld if one holds it, ConfigError if it cannot be made.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -194,7 +194,7 @@ def sole_trainer(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as exc:
-            raise ConfigError(
+            raise RunHeld(
                 f"another process trains in {folder}, or was stopped in the middle of it; end that one, or give "
                 "another --out"
             ) from exc

@@ -1,19 +1,35 @@
-"""Ctrl-C and SIGTERM as a wish to stop: in good order where there is something to save, and at once elsewhere."""
+"""Ctrl-C and SIGTERM as a wish to stop: in good order where there is something to save, and at once elsewhere.
+
+Python runs what a signal asks for between two instructions of the main thread, which may be deep in torch, NCCL or a
+disk for minutes. So a thread of its own hears of each signal, too, and ends the process when its time is up: whoever
+asked (Kubernetes, Slurm, docker) would kill it without a word.
+"""
 
 from __future__ import annotations
 
-import _thread
+import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Protocol
 
+STOPPED = 3
+"""Exit code of a training that a signal ended, and that has a snapshot to go on from."""
+NOTHING_SAVED = 130
+"""Exit code of one that has none, or had not looked yet."""
+GRACE_SECONDS = 10.0
+"""Between a signal and the kill, as docker has it. A second before, who could not save says why, and ends."""
 PATIENCE_SECONDS = 5.0
 """A shard that does not answer is waited for so much longer once a signal came."""
+UNWIND_SECONDS = 3.0
+"""Where there is nothing to save, for whatever the main thread is in."""
+_ONE_WISH_SECONDS = 1.0
+"""A terminal signals a worker and torchrun, which passes it on: that is no second signal."""
 _LOOK_SECONDS = 0.1
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Stopped(KeyboardInterrupt):
@@ -35,12 +51,21 @@ class Interruption:
     """Whether a signal has asked to stop; :func:`interruption` listens for it."""
 
     def __init__(self) -> None:
-        self._asked = self._is_in_order = False
+        self._asked: float | None = None
+        self._is_in_order = False
         self._awaited: Awaited | None = None
+        self._has_ended = threading.Event()
+        self.grace_seconds = GRACE_SECONDS
+        self.doing = "started"
+        """What the process was doing, behind "Stopped while it"."""
+        self.is_saving: Callable[[], bool] = lambda: False
+        """Whether a snapshot is being written, which is waited for however long that takes."""
+        self.saved: Callable[[], str | None] = lambda: None
+        """What is saved and how to go on, as a sentence; None: nothing."""
 
     def __call__(self) -> bool:
         """Whether one has."""
-        return self._asked
+        return self._asked is not None
 
     @contextmanager
     def in_order(self, awaited: Awaited | None = None) -> Iterator[None]:
@@ -53,43 +78,112 @@ class Interruption:
         finally:
             self._is_in_order, self._awaited = False, None
 
+    @contextmanager
+    def at_once(self, doing: str) -> Iterator[None]:
+        """A part of :meth:`in_order` with nothing to save: Stopped is raised, also for a signal that came before."""
+        self._is_in_order, self.doing = False, doing
+        try:
+            if self():
+                raise Stopped
+            yield
+        finally:
+            self._is_in_order = True
+
+    @property
+    def why(self) -> str:
+        """Where the signal found the process, and what is saved."""
+        saved = self.saved() or "nothing is saved yet; the same command begins it again"
+        return f"Stopped while it {self.doing}: {saved}"
+
+    @property
+    def exit_code(self) -> int:
+        """Of a process that is stopped now."""
+        return NOTHING_SAVED if self.saved() is None else STOPPED
+
     def ask(self) -> None:
         """A signal came. Raises Stopped outside of :meth:`in_order`."""
-        self._asked = True
+        if self._asked is None:
+            self._asked = time.monotonic()
         if not self._is_in_order:
             raise Stopped
-        # Not threading.Thread: the main thread may hold locks that its start takes.
-        _thread.start_new_thread(self._end_waits, ())
 
-    def _end_waits(self) -> None:
-        time.sleep(PATIENCE_SECONDS)
-        while (awaited := self._awaited) is not None:
-            if awaited.waits_for_shard:
+    def end(self) -> None:
+        """The process need not end any more: nobody listens for signals."""
+        self._has_ended.set()
+
+    def watch(self, signals: int) -> None:
+        """Wait for a signal, of which a byte in the pipe ``signals`` tells, and see to it that this process ends."""
+        while (came := os.read(signals, 1)) and came[0] not in _SIGNALS:
+            pass  # of somebody else
+        self._asked = asked = time.monotonic()
+        told = False
+        while not self._has_ended.wait(_LOOK_SECONDS):
+            seconds, awaited = time.monotonic() - asked, self._awaited
+            if (
+                self._is_in_order
+                and awaited is not None
+                and seconds > min(PATIENCE_SECONDS, self.grace_seconds / 2)
+                and awaited.waits_for_shard
+            ):
                 awaited.give_up()
-                return
-            time.sleep(_LOOK_SECONDS)
+                self._awaited = None
+            grace = self.grace_seconds - 1
+            if self._is_in_order and seconds > grace and self.is_saving():
+                if not told:
+                    _tell("A snapshot is still being written: give this worker more time before you kill it")
+                told = True
+            elif seconds > (grace if self._is_in_order else min(grace, UNWIND_SECONDS)):
+                _tell(f"{self.why} (it took longer than {seconds:.0f} s to stop there)")
+                os._exit(self.exit_code)
+
+
+_current: Interruption | None = None
 
 
 @contextmanager
 def interruption() -> Iterator[Interruption]:
-    """Yield what knows whether a signal has asked to stop; a second signal stops at once. Outside the main thread none
-    comes.
+    """Yield what knows whether a signal has asked to stop; a second signal stops at once. Within such a block it is the
+    same one again. Outside the main thread no signal comes.
     """
-    asked = Interruption()
-    if threading.current_thread() is not threading.main_thread():
+    global _current
+    asked = _current or Interruption()
+    if _current is not None or threading.current_thread() is not threading.main_thread():
         yield asked
         return
-    previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    previous = {int(number): signal.getsignal(number) for number in _SIGNALS}
+    heard = 0.0
 
     def ask(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
-        for known, handler in previous.items():
-            signal.signal(known, handler)
-        asked.ask()
+        nonlocal heard
+        if heard and time.monotonic() - heard > _ONE_WISH_SECONDS:
+            signal.signal(number, previous[number])
+            os.kill(os.getpid(), number)
+        elif not heard:
+            heard = time.monotonic()
+            asked.ask()
 
+    reads, writes = os.pipe()
+    os.set_blocking(writes, False)
+    before = signal.set_wakeup_fd(writes, warn_on_full_buffer=False)
+    watch = threading.Thread(target=asked.watch, args=(reads,), name="interruption-watch", daemon=True)
+    watch.start()
     for number in previous:
         signal.signal(number, ask)
+    _current = asked
     try:
         yield asked
     finally:
+        _current = None
         for number, handler in previous.items():
             signal.signal(number, handler)
+        signal.set_wakeup_fd(before)
+        asked.end()
+        os.close(writes)
+        watch.join()
+        os.close(reads)
+
+
+def _tell(line: str) -> None:
+    """Write past whatever holds the streams of this process."""
+    with suppress(OSError):
+        os.write(2, f"{line}\n".encode())

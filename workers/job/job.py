@@ -20,6 +20,7 @@ from rich.console import Console
 
 from geartrain.ams.client.cluster import Cluster
 from geartrain.ams.client.factory import connect, local
+from geartrain.ams.observe import failpoints
 from geartrain.ams.programs.models import hosted_models
 from geartrain.ams.storage.snapshot.folder import Snapshot
 from geartrain.ams.values.config import ClientConfig
@@ -61,13 +62,11 @@ def run_job(trainer_class: type[Trainer], options: JobOptions, console: Console)
     if trainer_class.in_one_process:
         require_one_process(options.job)
     require_folder(options.cache, "--cache")
-    options, ended = _with_its_run(trainer_class, options, console)
-    if ended is not None:
-        return ended
-    trainer_class.require(options)
-    with ExitStack() as stack:
-        # Of ranks only the steps end in good order: torchrun ends those that wait for each other.
-        stop = stack.enter_context(interruption()) if "WORLD_SIZE" not in os.environ else None
+    with interruption() as stop:
+        options, ended = _with_its_run(trainer_class, options, console)
+        if ended is not None:
+            return ended
+        trainer_class.require(options)
         return _run_to_the_end(trainer_class, options, console, started, stop)
 
 
@@ -121,18 +120,21 @@ def _run_to_the_end(
     options: JobOptions,
     console: Console,
     started: float,
-    stop: Interruption | None,
+    stop: Interruption,
 ) -> JobResult:
     """Attempt it until it has ended, or cannot go on."""
     recoveries = 0
     loss: Loss | None = None
+    is_alone = "WORLD_SIZE" not in os.environ
     while True:
+        if options.resume:
+            stop.saved = partial("it goes on from its newest snapshot. Go on with: {}".format, options.go_on())
         try:
             return _run_once(trainer_class, options, console, started, loss, stop)
         except Stopped:
-            if not options.resume:
+            if stop.saved() is None:
                 raise
-            return _stopped(options, console, loss)
+            return _stopped(stop, console, loss)
         except FileNotFoundError as exc:
             if exc.filename is None or not _is_gone(options.out, Path(os.fsdecode(exc.filename))):
                 raise
@@ -141,10 +143,10 @@ def _run_to_the_end(
         except (GoBack, *LOST) as exc:
             # Once there is something to go back to, a role that is not back yet is worth another attempt too. Under
             # torchrun the ranks come back together: torchrun starts them again.
-            if isinstance(exc, GoBack) and stop is not None:
+            if isinstance(exc, GoBack) and is_alone:
                 loss = exc.loss
-            if loss is not None and stop is not None and stop():
-                return _stopped(options, console, loss)
+            if loss is not None and stop():
+                return _stopped(stop, console, loss)
             is_planned = isinstance(exc, GoBack) and exc.is_planned
             if loss is None or (recoveries == options.max_recoveries and not is_planned):
                 raise (exc.__cause__ if isinstance(exc, GoBack) and exc.__cause__ else exc) from None
@@ -152,10 +154,9 @@ def _run_to_the_end(
             options = replace(options, resume=True, overwrite=False, resume_steps=None)
 
 
-def _stopped(options: JobOptions, console: Console, loss: Loss | None) -> JobResult:
-    """A signal came between two attempts: what is saved is what the earlier one has saved."""
-    said = f"Stopped before it went on from its newest snapshot. Go on with: {options.go_on()}"
-    console.print(said, highlight=False, soft_wrap=True)
+def _stopped(stop: Interruption, console: Console, loss: Loss | None) -> JobResult:
+    """A signal came where nothing more could be saved: what is saved is what an earlier attempt has saved."""
+    console.print(stop.why, highlight=False, soft_wrap=True)
     return JobResult(False, None, 0 if loss is None else loss.step)
 
 
@@ -165,8 +166,9 @@ def _run_once(
     console: Console,
     started: float,
     loss: Loss | None,
-    stop: Interruption | None,
+    stop: Interruption,
 ) -> JobResult:
+    stop.doing = "waited for the other ranks"
     with joined_ranks(options.device) as ranks:
         return _run_on(ranks, trainer_class, options, console, started, loss, stop)  # its model is gone with its frame
 
@@ -178,15 +180,15 @@ def _run_on(
     console: Console,
     started: float,
     loss: Loss | None,
-    stop: Interruption | None,
+    stop: Interruption,
 ) -> JobResult:
     with ExitStack() as stack:
         console = console if ranks.is_first else Console(quiet=True)
         is_restart = ranks.any(_is_restart())  # of a machine that took another's place it is the first start
         options = _after_restart(options, ranks, is_restart=is_restart)
         _require_place(options, ranks)
-        if options.scheduler is None and ranks.is_first:
-            stack.enter_context(sole_trainer(options.out))  # with a cluster, fences do this
+        if ranks.is_first and (options.scheduler is None or not options.resume):
+            stack.enter_context(sole_trainer(options.out))  # a run that goes on in a cluster is fenced there
         snapshot, state = None, None
         if options.resume:
             run = read_run(options.out)
@@ -196,7 +198,10 @@ def _run_on(
             snapshot = first or snapshot_named(run.snapshots, name)
             state = _read_state(trainer_class, snapshot, run)
             options = _with_saved_recipe(options, state)
+        stop.doing = "loaded its data"
         data = _load_in_turn(trainer_class, options, state, ranks, console)
+        stop.doing = "opened its cluster"
+        failpoints.reach("job.connect.before")
         job = f"{options.out.name or 'run'}-{ranks.new_job_id()}" if state is None else state.progress.table
         again = loss is not None or is_restart
         cluster = (
@@ -204,8 +209,11 @@ def _run_on(
         )
         if cluster is not None and snapshot is not None and ranks.is_first:
             # A process of this job that was only stopped must not go on beside it.
+            stop.doing = "restored its rows"
             cluster.fence(job, cluster.write_stream.incarnation)
+            failpoints.reach("job.restore.before")
             cluster.restore(snapshot.path, replace=True)
+        stop.doing = "waited for the other ranks"
         ranks.barrier("rows restored")  # no rank may look for the tables before they are there
         attempt = Attempt(
             options=options,
@@ -219,7 +227,6 @@ def _run_on(
         trainer = trainer_class(attempt, data)  # type: ignore[call-arg]
         seconds = {"data": time.perf_counter() - started}
         training = TrainingRun(attempt, trainer, launch=launch_name(), loss=loss, seconds=seconds)
-        stop = stop or stack.enter_context(interruption())
         with stop.in_order(cluster):
             return training.execute(stop)
 
@@ -306,6 +313,7 @@ def _load_in_turn(
     """The data; the first rank fills the caches, the others find them filled."""
     if not ranks.is_first:
         ranks.barrier("data loaded")
+    failpoints.reach("job.data.before")
     data = trainer_class.load(options, state, console)
     if ranks.is_first:
         ranks.barrier("data loaded")

@@ -13,6 +13,7 @@ from geartrain.ams.values.errors import NonFinite, TrainingDiverged
 from geartrain.ams.values.text import counted
 from geartrain.workers.atomic import write_json
 from geartrain.workers.job.folder import Run, put_aside, read_run, require_new_snapshots, write_run
+from geartrain.workers.job.interruption import Interruption, Stopped
 from geartrain.workers.job.keys import as_json, write_recipe
 from geartrain.workers.job.live import LiveLine
 from geartrain.workers.job.options import JobResult, SnapshotSettings
@@ -59,9 +60,11 @@ class TrainingRun:
     def _is_first(self) -> bool:
         return self._attempt.ranks.is_first
 
-    def execute(self, stop: Callable[[], bool]) -> JobResult:
+    def execute(self, stop: Interruption) -> JobResult:
         """Start or go on, train, and finish. Raises GoBack if a role is lost and there is a snapshot to go back to."""
         trainer, ranks, say = self._trainer, self._attempt.ranks, self._attempt.say
+        self._stop = stop
+        stop.is_saving = lambda: self._snapshots.is_writing
         if self._is_first:
             if self._attempt.state is None:
                 self._claim_folder()
@@ -71,14 +74,25 @@ class TrainingRun:
         trainer.events = open_loggers(names, self._options.out, trainer.progress.table, step)
         try:
             self._begin(stop)
+            stop.saved = self._saved
             try:
+                stop.doing = "did a step"
                 finished = self._train(stop)
                 if finished:
+                    stop.doing = "looked at what it had trained"
                     trainer.trained()
             except NonFinite as exc:
                 raise self._diverged(exc) from exc
             self._save(last=True)
-            report = self._report() if self._takes_part and finished else None
+            report = None
+            if finished:
+                try:
+                    with stop.at_once("tested the model"):
+                        failpoints.reach("job.report.before")
+                        report = self._report() if self._takes_part else None
+                except Stopped:
+                    finished = False
+            stop.doing = "waited for the other ranks"
             if report is not None:
                 self._note_stage(ended=True)
             if not finished:
@@ -118,6 +132,7 @@ class TrainingRun:
 
     def _begin(self, stop: Callable[[], bool]) -> None:
         trainer, state = self._trainer, self._attempt.state
+        self._stop.doing = "prepared its first step" if state is None else "went back to its snapshot"
         if state is None:
             trainer.start(stop)
             if self._is_first:
@@ -165,6 +180,7 @@ class TrainingRun:
             failpoints.reach("job.save.after")
         if last:
             self._snapshots.settle()
+            self._stop.doing = "wrote the model"
             self._trainer.saved()
 
     def _report(self, **more: Any) -> dict[str, Any] | None:
@@ -219,9 +235,16 @@ class TrainingRun:
         except LOST as exc:
             self._attempt.say(f"Tables of {self._trainer.progress.table!r} may still be on the cluster: {exc}")
 
+    @property
+    def _go_on(self) -> str:
+        return f"Go on with: {self._options.go_on(self._attempt.ranks.launcher)}"
+
+    def _saved(self) -> str | None:
+        last = self._snapshots.saved
+        return None if last is None else f"saved is step {last.progress.step}. {self._go_on}"
+
     def _stopped_line(self) -> str:
         step, last = self._trainer.progress.step, self._snapshots.last
-        go_on = f"Go on with: {self._options.go_on(self._attempt.ranks.launcher)}"
         if last is None or last.progress.step != step:
-            return f"Stopped at step {step}; saved is step {0 if last is None else last.progress.step}. {go_on}"
-        return f"Stopped at step {step} and saved. {go_on}"
+            return f"Stopped at step {step}; saved is step {0 if last is None else last.progress.step}. {self._go_on}"
+        return f"Stopped at step {step} and saved. {self._go_on}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -112,8 +113,25 @@ class JobSnapshots:
         self._pending: tuple[PendingSnapshot, str, SnapshotMoment] | None = None
         self._begun = clock()
         self._failure: GeartrainError | None = None
+        self._begins = False
         self.last: SnapshotMoment | None = None
         """Of the newest whole snapshot that this object took."""
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether one is under way. From any thread."""
+        pending = self._pending
+        return self._begins or (pending is not None and not pending[0].done())
+
+    @property
+    def saved(self) -> SnapshotMoment | None:
+        """Of the newest whole snapshot, waited for or not. From any thread."""
+        pending = self._pending
+        if pending is not None and pending[0].done():
+            with suppress(GeartrainError):
+                pending[0].result()
+                return pending[2]
+        return self.last
 
     @property
     def is_due(self) -> bool:
@@ -129,6 +147,19 @@ class JobSnapshots:
         GoBack once it is whole if a shard wants to leave: what would be trained from here on would go with it.
         """
         self.settle()
+        self._begins = True
+        try:
+            leaving = self._begin(state)
+        finally:
+            self._begins = False
+        if leaving:
+            moment = self._pending[2] if self._pending is not None else None
+            self.settle()
+            if moment is not None and self.last is moment:
+                self._let_leave(leaving, moment)
+
+    def _begin(self, state: JobState) -> tuple[int, ...]:
+        """The shards that want to leave, for which it was begun."""
         leaving = self._leaving
         if leaving:
             self._asked = self._clock()
@@ -137,7 +168,7 @@ class JobSnapshots:
         silent = 0.0 if self._watch is None else self._watch.silent_seconds
         if silent > SILENT_SECONDS:  # to ask it would stop the training for nothing
             self._tell(moment, SchedulerUnavailable(f"the scheduler has not answered for {silent:.0f} s"))
-            return
+            return ()
         try:
             name = free_name(self._root, state.progress.step)  # taken, if it went back behind a damaged one
             parent = self._chain[-1] if 0 < len(self._chain) <= self._increments else None
@@ -145,21 +176,21 @@ class JobSnapshots:
         except (SnapshotError, TableNotFound, SchedulerUnavailable) as exc:
             # Not found: a shard was restarted since the last push. The next push says so, and the job goes back.
             self._tell(moment, exc)
-            return
+            return ()
         self._pending = pending, name, moment
-        if leaving:
-            self.settle()
-            if self.last is moment:
-                self._let_leave(leaving, moment)
+        return leaving
 
     def settle(self) -> None:
         """Wait until what was begun is whole, or is known to have failed."""
         if self._pending is None:
             return
-        (pending, name, moment), self._pending = self._pending, None
+        pending, name, moment = self._pending
         started = self._clock()
         try:
-            pending.result()
+            try:
+                pending.result()
+            finally:
+                self._pending = None
         except SnapshotError as exc:
             self._tell(moment, exc)
         else:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from geartrain.ams.client.cluster import Cluster
 from geartrain.ams.client.snapshots.snapshot import PendingSnapshot
+from geartrain.ams.observe import failpoints
 from geartrain.ams.storage.snapshot.folder import Snapshot
 from geartrain.bridge.rows.optimizer import RowOptimizer
 from geartrain.bridge.rows.state import random_state, set_random_state, state_from_bytes, state_to_bytes
@@ -267,6 +268,7 @@ class Trainer:
             is_told, is_due = self.ranks.any_of(stop(), due())
             if is_told:
                 return False
+            failpoints.reach("job.step.before")
             loss = self.step(self.progress.step)
             self.progress = replace(self.progress, step=self.progress.step + 1)
             step = self.progress.step

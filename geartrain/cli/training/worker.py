@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import inspect
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,13 +17,11 @@ from geartrain.ams.observe import failpoints
 from geartrain.ams.values.errors import ConfigError
 from geartrain.cli.shared import configuration
 from geartrain.cli.shared.options import CacheFolder, Json
+from geartrain.workers.job.interruption import GRACE_SECONDS, NOTHING_SAVED, STOPPED, Stopped, interruption
 
 # Read by OpenMP when torch is loaded. Threads that spin while they wait slow a training on a shared machine down by
 # three to six times (measured: 357 against 2,160 images/s beside two other jobs).
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-
-STOPPED = 3
-"""Exit code of a training that a signal ended: saved."""
 
 app = typer.Typer(
     no_args_is_help=True, help="Train a model whose rows are on the model server: class centers or embeddings."
@@ -207,6 +207,16 @@ def train(
             show_default="tensorboard",
         ),
     ] = None,
+    grace: Annotated[
+        float,
+        typer.Option(
+            "--grace",
+            min=2,
+            metavar="SECONDS",
+            help="How long whoever stops this worker by SIGTERM waits before killing it. A second before that a worker "
+            "that could not save ends, and says why; only a snapshot under way is waited for.",
+        ),
+    ] = GRACE_SECONDS,
     device: Annotated[str, typer.Option("--device", help="auto, cpu, cuda, cuda:1 ...")] = "auto",
     cache: CacheFolder = Path(".cache"),
     as_json: Json = False,
@@ -230,42 +240,61 @@ def train(
         raise ConfigError(
             "--allow-fallback chooses among the snapshots of a run; give it with --resume RUN or --continue"
         )
-    from rich.console import Console
+    ended: list[int] = []
+    atexit.register(_end_at_once, ended)  # the last thing: what torch registers comes before
+    with interruption() as stop:
+        stop.doing, stop.grace_seconds = "loaded torch", grace
+        try:
+            failpoints.reach("job.torch.before")
+            from rich.console import Console
 
-    from geartrain.workers import jobs  # loads torch
-    from geartrain.workers.job.keys import flat, read_recipe, with_settings
-    from geartrain.workers.job.options import JobOptions
+            from geartrain.workers import jobs  # loads torch
+            from geartrain.workers.job.keys import flat, read_recipe, with_settings
+            from geartrain.workers.job.options import JobOptions
 
-    own = with_settings({}, settings or [])
-    stated = with_settings({} if recipe is None else read_recipe(recipe), settings or [])
-    stated |= {} if rows is None else {"rows": rows}
-    if resume is None and steps is not None:
-        stated["steps"] = steps
-    options = JobOptions(
-        job=job,
-        out=resume or out or Path("runs") / job,
-        recipe=jobs.recipe_for(job, data, stated),
-        stated=tuple(key for key, _ in flat(stated)),
-        sweep=job == "classify" and not {"lr", "rate"} & {*stated},
-        own_backbone=own.get("backbone"),
-        data=data,
-        cache=cache,
-        resume=resume is not None,
-        continues=continues,
-        resume_steps=steps,
-        overwrite=overwrite,
-        allow_fallback=allow_fallback,
-        snapshots=snapshots,
-        scheduler=scheduler,
-        graph=graph if scheduler is None else config.client.graph,
-        device=device,
-        loggers=("tensorboard",) if logger is None else () if logger == ["none"] else tuple(logger),
-    )
-    result = jobs.train(options, Console(stderr=as_json))  # stdout is for JSON
+            own = with_settings({}, settings or [])
+            stated = with_settings({} if recipe is None else read_recipe(recipe), settings or [])
+            stated |= {} if rows is None else {"rows": rows}
+            if resume is None and steps is not None:
+                stated["steps"] = steps
+            options = JobOptions(
+                job=job,
+                out=resume or out or Path("runs") / job,
+                recipe=jobs.recipe_for(job, data, stated),
+                stated=tuple(key for key, _ in flat(stated)),
+                sweep=job == "classify" and not {"lr", "rate"} & {*stated},
+                own_backbone=own.get("backbone"),
+                data=data,
+                cache=cache,
+                resume=resume is not None,
+                continues=continues,
+                resume_steps=steps,
+                overwrite=overwrite,
+                allow_fallback=allow_fallback,
+                snapshots=snapshots,
+                scheduler=scheduler,
+                graph=graph if scheduler is None else config.client.graph,
+                device=device,
+                loggers=("tensorboard",) if logger is None else () if logger == ["none"] else tuple(logger),
+            )
+            result = jobs.train(options, Console(stderr=as_json))  # stdout is for JSON
+        except Stopped:
+            print(stop.why, file=sys.stderr)
+            ended.append(NOTHING_SAVED)
+            raise typer.Exit(NOTHING_SAVED) from None
     if as_json and result.report is not None:
         print(json.dumps(result.report))
     if not result.finished:
+        ended.append(STOPPED)
         raise typer.Exit(STOPPED)
+
+
+def _end_at_once(ended: list[int]) -> None:
+    """Spare a process that was stopped what the interpreter does for seconds to give back torch's memory."""
+    if ended:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(ended[0])
 
 
 def _add(job: str, text: str, without: set[str]) -> None:

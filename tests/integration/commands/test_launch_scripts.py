@@ -112,6 +112,13 @@ def test_a_script_of_ones_own_runs_under_torchrun(tmp_path: Path) -> None:
     assert done.stdout.split() == ["-m", *torchrun, str(script), "--lr=1", "[::1]:1", str(threads)], done.stderr
 
 
+def test_a_single_worker_runs_without_torchrun_so_that_its_exit_code_is_the_scripts(echo: str) -> None:
+    done = run("worker", "ctr", "--continue", PYTHON=echo, SCHEDULER="a:7000", NPROC_PER_NODE="1")
+    assert done.stdout.split() == ["-m", "geartrain", "worker", "ctr", "--continue", "--scheduler=a:7000"], done.stderr
+    again = run("worker", "ctr", PYTHON=echo, SCHEDULER="a:7000", NPROC_PER_NODE="1", MAX_RESTARTS="3")
+    assert "--max-restarts=3" in again.stdout, again.stderr
+
+
 LISTENERS = """
 import os, psutil, torch, torch.distributed as dist
 dist.init_process_group("gloo")

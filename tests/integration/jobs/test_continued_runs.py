@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,10 @@ from typing import Any
 import pytest
 
 from geartrain.ams.storage.snapshot.folder import list_snapshots
-from geartrain.ams.values.errors import ConfigError
+from geartrain.ams.values.errors import ConfigError, NonFinite, RunHeld, TrainingDiverged
+from geartrain.cli.main import exit_code, main
 from geartrain.workers.job import job
-from geartrain.workers.job.folder import read_run
+from geartrain.workers.job.folder import read_run, sole_trainer
 from geartrain.workers.job.run import TrainingRun
 from tests.integration.conftest import ServedCluster
 from tests.integration.jobs.small_job import stop_after
@@ -72,6 +74,24 @@ def test_a_run_that_died_before_its_first_snapshot_begins_again(ctr: list[str], 
     assert not list_snapshots(tmp_path / "run" / "snapshots")
     code, said, _ = invoke(*ctr, "--continue")
     assert code == 0, said
+
+
+def test_of_two_that_begin_a_run_at_once_one_does_and_the_other_is_to_come_later(
+    ctr: list[str], tmp_path: Path, served: Callable[..., ServedCluster], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began = [*ctr, "--continue", "--scheduler", served(1).address]
+    with sole_trainer(tmp_path / "run"):
+        with pytest.raises(RunHeld, match="another process trains in"):
+            invoke(*began)
+        monkeypatch.setattr(sys, "argv", ["geartrain", *began])
+        with pytest.raises(SystemExit) as ended:
+            main()
+    assert ended.value.code == 4
+    assert not (tmp_path / "run" / "run.json").exists()
+
+
+def test_a_rate_that_diverges_is_not_worth_the_same_command_again() -> None:
+    assert [exit_code(kind("x")) for kind in (TrainingDiverged, NonFinite)] == [2, 1]
 
 
 def test_what_is_no_run_is_left_alone(ctr: list[str], tmp_path: Path) -> None:
