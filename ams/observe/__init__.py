@@ -1,1 +1,1 @@
-"""What tests and people see of a running process: failpoints, events, and what is counted."""
+"""What tests and people see of a running process: failpoints, events, traces, and what is counted."""

@@ -59,6 +59,10 @@ _idle: list[_Jobs] = []
 """Of each thread that waits for a job. As many as were ever at work at once: one, unless calls were broken off."""
 
 
+carry: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
+"""What makes work that another thread does know of what it is a part of; None: nobody asks (see ams/observe/traces)."""
+
+
 def is_on_main_thread() -> bool:
     """Whether KeyboardInterrupt can be raised here."""
     return threading.get_ident() == threading.main_thread().ident
@@ -74,7 +78,7 @@ def shielded(work: Callable[[], R], *, if_broken_off: Callable[[], object] | Non
     jobs = _thread_with_nothing_to_do()
     if jobs is None:
         return work()
-    job = _Job(work)
+    job = _Job(work if carry is None else carry(work))
     try:
         jobs.put(job)  # type: ignore[arg-type]
         while not job.is_undone.acquire(timeout=_LOOK_SECONDS):

@@ -80,6 +80,7 @@ HOMES: dict[str, tuple[str, ...]] = {
     "pyarrow": ("workers/samples/*", "workers/ctr/samples/flights.py", "workers/ctr/predict.py"),
     "confluent_kafka": ("workers/samples/kafka/*",),
     "lmdb": ("ams/storage/*/lmdb*.py",),
+    "opentelemetry": ("ams/observe/traces.py",),
     "prometheus_client": ("ams/observe/metrics.py",),
     "redis": ("ams/storage/*/redis*.py",),
     "socket": ("ams/*", "geartrain/*", "workers/loopback.py", "workers/rendezvous.py"),

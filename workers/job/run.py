@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from geartrain.ams.observe import failpoints
+from geartrain.ams.observe import failpoints, traces
 from geartrain.ams.storage.snapshot.store import place
 from geartrain.ams.values.errors import NonFinite, TrainingDiverged
 from geartrain.ams.values.text import counted
@@ -176,7 +176,8 @@ class TrainingRun:
         if last:
             self._snapshots.settle()
         if self._snapshots.last is None or self._snapshots.last.progress != state.progress:
-            self._snapshots.begin(state)
+            with traces.span("snapshot", step=state.progress.step):
+                self._snapshots.begin(state)
             failpoints.reach("job.save.after")
         if last:
             self._snapshots.settle()

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from geartrain.ams.client.cluster import Cluster
 from geartrain.ams.client.snapshots.snapshot import PendingSnapshot
-from geartrain.ams.observe import failpoints
+from geartrain.ams.observe import failpoints, traces
 from geartrain.ams.storage.snapshot.folder import Snapshot
 from geartrain.bridge.rows.optimizer import RowOptimizer
 from geartrain.bridge.rows.state import random_state, set_random_state, state_from_bytes, state_to_bytes
@@ -269,7 +269,8 @@ class Trainer:
             if is_told:
                 return False
             failpoints.reach("job.step.before")
-            loss = self.step(self.progress.step)
+            with traces.span("step", step=self.progress.step):
+                loss = self.step(self.progress.step)
             self.progress = replace(self.progress, step=self.progress.step + 1)
             step = self.progress.step
             if step % SHOW_EVERY == 0 or self.progress.is_complete:

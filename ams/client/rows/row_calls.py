@@ -25,6 +25,7 @@ from geartrain.ams.client.rows.row_futures import PreparedCall, RowFuture, RowFu
 from geartrain.ams.client.rows.write_log import WriteLog
 from geartrain.ams.kernels import ops
 from geartrain.ams.kernels._core import PreparedWrite, RowsClient, ScatteredRows, TableFacts
+from geartrain.ams.observe import traces
 from geartrain.ams.rpc.carrier import AttemptFailed, ShardCarrier
 from geartrain.ams.rpc.client.silence import Peer, SilenceWatch
 from geartrain.ams.values.config import ClientConfig
@@ -94,6 +95,10 @@ class RetriedCalls(Protocol):
         """A shard as those are told of it who wait."""
 
 
+def _describe_pull(table: TableFacts, _: int, ids: Ids, *__: object) -> dict[str, str | int]:
+    return {"table": table.name, "rows": len(ids)}
+
+
 class RowCalls:
     """See the module. Thread-safe."""
 
@@ -103,6 +108,14 @@ class RowCalls:
         view = calls.view
         self._client = RowsClient(np.ascontiguousarray(view.bucket_shards), view.num_shards)
         self._client.set_cluster_version(view.cluster_version)
+        self._traced = traces.traced(
+            self._client,
+            pull=_describe_pull,
+            pull_scattered=_describe_pull,
+            pull_together=lambda pulls, *_: {"rows": sum(len(ids) for _, _, ids, *_ in pulls)},
+            write=lambda *_: {},
+            write_and_pull=lambda *_: {},
+        )
         self._unconnected = {n for n, carrier in enumerate(carriers) if carrier.engine is None}
         """Shards that no connection leads to."""
         self._untried = list(self._unconnected)
@@ -137,7 +150,7 @@ class RowCalls:
         ``present`` is None for rows of several arrays. Raises the first error of a shard.
         """
         if isinstance(out, ScatteredRows):
-            scattered = self._client.pull_scattered
+            scattered = self._traced.pull_scattered
             self._pull(table, ids, partial(scattered, table, table_incarnation, ids, out, required_sync))
         elif out.nbytes <= _MOST_PULLED_BYTES or len(ids) < 2:
             self._pull(table, ids, self._read(table, table_incarnation, ids, out, present, required_sync))
@@ -166,7 +179,7 @@ class RowCalls:
         """A pull without its seconds, its watch and the shards that it asks."""
         bits, code = ops.as_bits(out, "out")
         bits_present = None if present is None else present.view(np.uint8)
-        return partial(self._client.pull, table, table_incarnation, ids, bits, code, bits_present, required_sync)
+        return partial(self._traced.pull, table, table_incarnation, ids, bits, code, bits_present, required_sync)
 
     def _pull_rest(
         self,
@@ -203,7 +216,7 @@ class RowCalls:
         refused = self._prepare()
         requests = [(table, number, ids, *ops.as_bits(out, "out")) for table, number, ids, out in pulls]
         with self._watch() as watch:
-            pulled = self._client.pull_together(requests, self._seconds, watch)
+            pulled = self._traced.pull_together(requests, self._seconds, watch)
         for (table, number, ids, out), (left, _) in zip(pulls, pulled, strict=True):
             self._pull_rest(table, ids, left, self._read(table, number, ids, out, None, None), refused)
         return [writes for _, writes in pulled]
@@ -286,7 +299,7 @@ class RowCalls:
         """
         refused = self._prepare()
         with self._watch() as watch:
-            reply, writes = self._client.write_and_pull(prepared, context, out, self._seconds, watch)
+            reply, writes = self._traced.write_and_pull(prepared, context, out, self._seconds, watch)
         return self.written(prepared, prepared.shards, context, reply, refused), writes
 
     def begin_write(self, prepared: PreparedWrite, context: CallContext, future: RowFuture) -> bool:
@@ -326,7 +339,7 @@ class RowCalls:
     ) -> list[Any]:
         with self._watch() as watch:
             calls = [(prepared, context) for prepared, _, context in writes]
-            return self._client.write(calls, self._seconds, watch, shards)
+            return self._traced.write(calls, self._seconds, watch, shards)
 
     def _watch(self) -> AbstractContextManager[_Watch | None]:
         """For as long as a first attempt lasts; nobody is silent in this process."""

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Union, get_args, get_origin
 import typer
 from pydantic.fields import FieldInfo
 
-from geartrain.ams.observe import failpoints
+from geartrain.ams.observe import failpoints, traces
 from geartrain.cli.shared import configuration
 from geartrain.cli.shared.options import ConfigFile, RunMode, SecurityFolder
 from geartrain.launch import role as life
@@ -53,6 +53,7 @@ def run_command(role: RoleKind) -> Callable[..., None]:
         given += configuration.flags("security", prefix="security-", folder=security_folder)
         whole = configuration.load(file, given)
         failpoints.arm_from_environment(whole.mode)
+        traces.start(role.name)
         life.raise_open_files()
         with Role(role.name, whole) as serving:
             life.serve(role.name, serving.service, **serving.facts)

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from geartrain.ams.observe import failpoints
+from geartrain.ams.observe import failpoints, traces
 from geartrain.ams.values.errors import ConfigError
 from geartrain.cli.shared import configuration
 from geartrain.cli.shared.options import CacheFolder, Json
@@ -224,6 +224,7 @@ def train(
     """Train: the options of every job."""
     config = configuration.load(None, configuration.flags("client", graph=graph))
     failpoints.arm_from_environment(config.mode)
+    traces.start("worker")
     goes_on = continues or resume is not None
     if resume is not None and (out is not None or snapshots is not None):
         raise ConfigError(
