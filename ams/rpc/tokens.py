@@ -4,7 +4,7 @@ A token is ``gt1.PAYLOAD.SIGNATURE`` (base64url): a JSON object ``{"id", "job", 
 ...], "until"}`` and the Ed25519 signature of all that stands before the last dot. It is read from a file, and sent with
 each call as ``authorization: Bearer``, under TLS alone. A role that has ``token.pub`` in its folder of certificates,
 one or several public keys, wants one of every client; ``revoked`` beside it has the ids of tokens that are good no
-more.
+more, and so has that of the scheduler's folder, which tells the other roles.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import base64
 import binascii
 import functools
+import hashlib
 import json
 import logging
 import re
@@ -24,6 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from geartrain.ams.kernels import _core
 from geartrain.ams.values.config import TOKEN_PREFIX
 from geartrain.ams.values.errors import ConfigError
+from geartrain.ams.values.scheduler_messages import Revoked
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
@@ -175,7 +177,12 @@ class Tokens:
         self._stamp: object = None
         self._keys: tuple[Ed25519PublicKey, ...] | None = None
         """None: no tokens are wanted. Empty: nobody is believed."""
-        self._revoked: frozenset[str] = frozenset()
+        self._listed: frozenset[str] = frozenset()
+        """The ids in the folder's own file."""
+        self._told: frozenset[str] = frozenset()
+        """Those that the scheduler has told, while this process lives."""
+        self.heard = ""
+        """The digest of what it told last."""
         self._verified: dict[str, tuple[Token, _core.Grant]] = {}
         self._given: list[_Given] = []
         self._watch: threading.Thread | None = None
@@ -186,6 +193,19 @@ class Tokens:
         """Whether clients need one."""
         self._look()
         return self._keys is not None
+
+    @property
+    def revoked(self) -> Revoked:
+        """What the folder says is believed no more."""
+        self._look()
+        ids = tuple(sorted(self._listed))
+        return Revoked(digest=hashlib.sha256("\n".join(ids).encode()).hexdigest()[:16] if ids else "", ids=ids)
+
+    def hear(self, revoked: Revoked) -> None:
+        """Believe no more what the scheduler does not: for good, if it is lost or has lost its file, too."""
+        with self._lock:
+            self._told |= set(revoked.ids)
+            self.heard = revoked.digest
 
     def believed(self, text: str) -> tuple[Token, _core.Grant] | str:
         """A token and its rights, or why it is not believed."""
@@ -199,7 +219,7 @@ class Tokens:
                 if len(self._verified) >= _MOST_VERIFIED:
                     self._verified.clear()
                 self._verified[text] = known
-        if known[0].id in self._revoked:
+        if known[0].id in self._listed or known[0].id in self._told:
             return "its token was revoked"
         return "its token ran out" if known[1].is_over else known
 
@@ -253,7 +273,7 @@ class Tokens:
                 if self._keys is None:
                     self._keys = ()  # somebody wants tokens
                 return
-            self._stamp, self._keys, self._revoked = stamp, keys, frozenset(revoked.split())
+            self._stamp, self._keys, self._listed = stamp, keys, frozenset(revoked.split())
             self._verified.clear()
 
 

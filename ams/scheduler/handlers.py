@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -35,11 +36,13 @@ from geartrain.ams.values.scheduler_messages import (
     PublishClusterTables,
     ReadEvents,
     ReadRendezvous,
+    ReadRevoked,
     Register,
     Registration,
     ReleaseStreams,
     RenewStreams,
     RestoreStreams,
+    Revoked,
     StreamLease,
     StreamRenewal,
     TakeIncarnation,
@@ -66,9 +69,16 @@ class SchedulerHandlers:
     """Answers requests: a handler for each type of them."""
 
     def __init__(
-        self, scheduler: Scheduler, streams: StreamLeases, steps: WorkerSteps, events: EventLog | None = None
+        self,
+        scheduler: Scheduler,
+        streams: StreamLeases,
+        steps: WorkerSteps,
+        events: EventLog | None = None,
+        revoked: Callable[[], Revoked] = Revoked,
     ) -> None:
+        """``revoked`` says which tokens are believed no more."""
         self._scheduler = scheduler
+        self._revoked = revoked
         self._streams = streams
         self._events = events = EventLog() if events is None else events
         self._jobs = RunningJobs()
@@ -77,6 +87,7 @@ class SchedulerHandlers:
             Ping: PingHandler("scheduler"),
             Register: self._register,
             Heartbeat: self._heartbeat,
+            ReadRevoked: self._read_revoked,
             LeaveCluster: lambda leave, _: scheduler.leave(leave.shard, leave.incarnation),
             PrepareLeave: self._prepare_leave,
             TellJob: self._tell_job,
@@ -106,7 +117,7 @@ class SchedulerHandlers:
             raise ConfigError(f"address {shard.address!r} has port 0, where nobody can be reached")
         # First: once all shards have registered, incarnations are given out above what they have seen.
         self._scheduler.hear_incarnation(shard.highest_incarnation)
-        return self._scheduler.register(
+        registration = self._scheduler.register(
             shard.address,
             shard.shard,
             shard.incarnation,
@@ -116,10 +127,16 @@ class SchedulerHandlers:
             restoring_tables=shard.restoring_tables,
             bucket_map=shard.bucket_map,
         )
+        return dataclasses.replace(registration, revoked=self._revoked().digest)
 
     def _heartbeat(self, beat: Heartbeat, _: WaitingCaller) -> Beat:
         self._scheduler.hear_incarnation(beat.highest_incarnation)
-        return self._scheduler.heartbeat(beat.shard, beat.incarnation, beat.memory_pool)
+        heard = self._scheduler.heartbeat(beat.shard, beat.incarnation, beat.memory_pool)
+        return dataclasses.replace(heard, revoked=self._revoked().digest)
+
+    def _read_revoked(self, read: ReadRevoked, _: WaitingCaller) -> Revoked:
+        revoked = self._revoked()
+        return dataclasses.replace(revoked, ids=()) if read.known == revoked.digest else revoked
 
     def _prepare_leave(self, leave: PrepareLeave, _: WaitingCaller) -> JobsToAsk:
         self._scheduler.prepare_leave(leave.shard, leave.incarnation)

@@ -20,6 +20,7 @@ from geartrain.ams.scheduler.scheduler import Scheduler
 from geartrain.ams.scheduler.worker_steps import WorkerSteps
 from geartrain.ams.storage.kv.store import KeyValueStore, MemoryStore
 from geartrain.ams.values.config import SchedulerConfig
+from geartrain.ams.values.scheduler_messages import Revoked
 
 _PULSES_PER_LEASE = 10
 
@@ -86,8 +87,10 @@ class SchedulerServer:
         self._server = GrpcServer(
             self._config.listen, self._config.max_message_bytes, reflection=self._config.reflection
         )
+        tokens = self._server.tokens
+        revoked = Revoked if tokens is None else lambda: tokens.revoked
         self._server.add(
-            bind(SCHEDULER, SchedulerHandlers(scheduler, streams, steps, self._events).by_request),
+            bind(SCHEDULER, SchedulerHandlers(scheduler, streams, steps, self._events, revoked).by_request),
             lanes=dict.fromkeys(_MEMBERSHIP, self._membership) | dict.fromkeys(_TABLES, self._tables),
         )
         server = self._server

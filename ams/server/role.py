@@ -37,7 +37,7 @@ from geartrain.ams.values.errors import (
 )
 from geartrain.ams.values.expiry.rules import import_rules
 from geartrain.ams.values.placement import BucketMap, buckets_of_shard
-from geartrain.ams.values.scheduler_messages import Heartbeat, LeaveCluster, Register
+from geartrain.ams.values.scheduler_messages import Heartbeat, LeaveCluster, ReadRevoked, Register
 from geartrain.ams.values.text import counted
 
 logger = logging.getLogger(__name__)
@@ -114,7 +114,9 @@ class _HeldShard:
             known.cluster_version = reply.cluster_version
             known.hear_incarnation(reply.highest_incarnation)
             self._confirm(began)
+            self._hear_revoked(scheduler, reply.revoked)
             return
+        self._hear_revoked(scheduler, reply.revoked)  # before it serves
         self.bucket_map = reply.bucket_map
         self.lease = Lease(reply.shard, reply.lease_seconds)
         self.shard = Shard(
@@ -166,6 +168,7 @@ class _HeldShard:
             self.shard.hear_incarnation(reply.highest_incarnation)
             self._confirm(began)
             self.pool_shards = reply.pool_shards
+            self._hear_revoked(scheduler, reply.revoked)
         return True
 
     def close(self, grace_seconds: float) -> None:
@@ -174,6 +177,11 @@ class _HeldShard:
         self.server.stop(grace_seconds)
         if self.shard is not None:
             self.shard.close()
+
+    def _hear_revoked(self, scheduler: GrpcSchedulerCarrier, digest: str) -> None:
+        tokens = self.server.tokens
+        if tokens is not None and digest not in ("", tokens.heard):
+            tokens.hear(scheduler.call(ReadRevoked(known=tokens.heard), _CALL_TIMEOUT_SECONDS))
 
     def _confirm(self, began: float) -> None:
         assert self.lease is not None

@@ -115,6 +115,8 @@ class Registration:
     """By which it is to hold its rows."""
     highest_incarnation: int = 0
     """That the scheduler has given out or heard of."""
+    revoked: str = ""
+    """The digest of :class:`Revoked` as it is now."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,6 +156,8 @@ class Beat:
     """Living shards in the memory pool that the heartbeat named; 0: it named none."""
     highest_incarnation: int = 0
     """As in :class:`Registration`."""
+    revoked: str = ""
+    """As in :class:`Registration`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,6 +170,24 @@ class Heartbeat(Rpc[Beat]):
     """As in :class:`Register`."""
     memory_pool: str = ""
     """A name of the memory (of a machine, or a container) that its process shares with others; empty: not said."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Revoked:
+    """The ids of tokens that are believed no more."""
+
+    digest: str = ""
+    """Of the ids; empty: there are none."""
+    ids: tuple[str, ...] = ()
+    """None, if who asked for them knows them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadRevoked(Rpc[Revoked]):
+    """A role asks which tokens the scheduler believes no more."""
+
+    known: str = ""
+    """The digest of those that it was told last."""
 
 
 @dataclass(frozen=True, kw_only=True)

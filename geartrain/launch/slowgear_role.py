@@ -16,6 +16,7 @@ from geartrain.ams.gear.client.status import describe_gears
 from geartrain.ams.gear.held_partitions import HeldPartitions, Ticker
 from geartrain.ams.gear.partitions import NUM_PARTITIONS, job_of
 from geartrain.ams.rpc.client.gear import GrpcGearCarrier
+from geartrain.ams.rpc.client.revoked import RevokedWatch
 from geartrain.ams.rpc.server.binding import bind
 from geartrain.ams.rpc.server.server import GrpcServer
 from geartrain.ams.rpc.services import GEAR
@@ -101,6 +102,7 @@ class SlowGearRole:
         self._server = GrpcServer(config.listen, config.max_message_bytes, reflection=config.reflection)
         address = config.advertise or self._server.address
         joined = self._opened.enter_context(connect(config.scheduler, config=self._client))
+        self._opened.callback(RevokedWatch(self._server.tokens, config.scheduler).close)
         incarnation = joined.write_stream.incarnation
         streams = joined.streams(job_of(self.name), worker=address, incarnation=incarnation)
         self._compare_widths(streams.holders)

@@ -14,6 +14,7 @@ import grpc
 from geartrain.ams.graph.service.graphs import PROGRESS_SECONDS, Graphs, RowCluster
 from geartrain.ams.graph.service.store import GraphStore
 from geartrain.ams.rpc.client.graph import download_chunks
+from geartrain.ams.rpc.client.revoked import RevokedWatch
 from geartrain.ams.rpc.ping import PingHandler
 from geartrain.ams.rpc.server.binding import Call, Handlers, bind
 from geartrain.ams.rpc.server.server import GrpcServer
@@ -112,6 +113,7 @@ class GraphServer:
         self._cluster = cluster
         self._roots = SnapshotRoots("graph", config.listen, config.snapshot_roots)
         self._server: GrpcServer | None = None
+        self._revoked: RevokedWatch | None = None
         self._service: GraphService | None = None
         self._graphs: Graphs | None = None
         self._folder_lock: int | None = None
@@ -144,6 +146,7 @@ class GraphServer:
         self._service = GraphService(self._graphs, self._roots)
         self._server = GrpcServer(config.listen, config.max_message_bytes, reflection=config.reflection)
         self._server.add(bind(GRAPH, self._service.by_request))
+        self._revoked = RevokedWatch(self._server.tokens, config.scheduler)
         self._server.start()
         self._server.ready()
         return self._server.address
@@ -160,11 +163,13 @@ class GraphServer:
         if self._server is not None:
             server = self._server
             steps.append(lambda: server.stop(grace_seconds))
+        if self._revoked is not None:
+            steps.append(self._revoked.close)
         if self._graphs is not None:
             steps.append(self._graphs.close)
         if self._folder_lock is not None:
             steps.append(functools.partial(os.close, self._folder_lock))
-        self._service = self._server = self._graphs = self._folder_lock = None
+        self._service = self._server = self._revoked = self._graphs = self._folder_lock = None
         for step in steps:
             step()
         self._ended.set()

@@ -92,6 +92,7 @@ class RegisterReply(_message.Message):
     LEASE_SECONDS_FIELD_NUMBER: _builtins.int
     BUCKET_MAP_FIELD_NUMBER: _builtins.int
     HIGHEST_INCARNATION_FIELD_NUMBER: _builtins.int
+    REVOKED_FIELD_NUMBER: _builtins.int
     shard: _builtins.int
     num_shards: _builtins.int
     cluster_version: _builtins.int
@@ -99,6 +100,8 @@ class RegisterReply(_message.Message):
     """A shard that sends no heartbeat for this long counts as lost."""
     highest_incarnation: _builtins.int
     """The highest incarnation that the scheduler has given out or heard of: shards take none that is far beyond it."""
+    revoked: _builtins.str
+    """The digest of ReadRevokedReply as it is now."""
     @_builtins.property
     def bucket_map(self) -> Global___BucketMap:
         """Which buckets it owns."""
@@ -112,10 +115,11 @@ class RegisterReply(_message.Message):
         lease_seconds: _builtins.float = ...,
         bucket_map: Global___BucketMap | None = ...,
         highest_incarnation: _builtins.int = ...,
+        revoked: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["bucket_map", b"bucket_map"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket_map", b"bucket_map", "cluster_version", b"cluster_version", "highest_incarnation", b"highest_incarnation", "lease_seconds", b"lease_seconds", "num_shards", b"num_shards", "shard", b"shard"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket_map", b"bucket_map", "cluster_version", b"cluster_version", "highest_incarnation", b"highest_incarnation", "lease_seconds", b"lease_seconds", "num_shards", b"num_shards", "revoked", b"revoked", "shard", b"shard"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -186,6 +190,7 @@ class HeartbeatReply(_message.Message):
     CLUSTER_VERSION_FIELD_NUMBER: _builtins.int
     POOL_SHARDS_FIELD_NUMBER: _builtins.int
     HIGHEST_INCARNATION_FIELD_NUMBER: _builtins.int
+    REVOKED_FIELD_NUMBER: _builtins.int
     unknown: _builtins.bool
     """The scheduler does not know this shard (any more): register again."""
     replaced: _builtins.bool
@@ -195,6 +200,8 @@ class HeartbeatReply(_message.Message):
     """Living shards in the memory pool that the request named. 0: it named none."""
     highest_incarnation: _builtins.int
     """As in RegisterReply."""
+    revoked: _builtins.str
+    """As in RegisterReply."""
     def __init__(
         self,
         *,
@@ -203,14 +210,61 @@ class HeartbeatReply(_message.Message):
         cluster_version: _builtins.int = ...,
         pool_shards: _builtins.int = ...,
         highest_incarnation: _builtins.int = ...,
+        revoked: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster_version", b"cluster_version", "highest_incarnation", b"highest_incarnation", "pool_shards", b"pool_shards", "replaced", b"replaced", "unknown", b"unknown"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster_version", b"cluster_version", "highest_incarnation", b"highest_incarnation", "pool_shards", b"pool_shards", "replaced", b"replaced", "revoked", b"revoked", "unknown", b"unknown"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___HeartbeatReply: _TypeAlias = HeartbeatReply  # noqa: Y015
+
+@_typing.final
+class ReadRevokedRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KNOWN_FIELD_NUMBER: _builtins.int
+    known: _builtins.str
+    """The digest of the ids that the caller was told last; empty: of none."""
+    def __init__(
+        self,
+        *,
+        known: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["known", b"known"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReadRevokedRequest: _TypeAlias = ReadRevokedRequest  # noqa: Y015
+
+@_typing.final
+class ReadRevokedReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DIGEST_FIELD_NUMBER: _builtins.int
+    IDS_FIELD_NUMBER: _builtins.int
+    digest: _builtins.str
+    """Of the ids; empty: there are none."""
+    @_builtins.property
+    def ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """None, if the caller knows them."""
+
+    def __init__(
+        self,
+        *,
+        digest: _builtins.str = ...,
+        ids: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "ids", b"ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReadRevokedReply: _TypeAlias = ReadRevokedReply  # noqa: Y015
 
 @_typing.final
 class LeaveRequest(_message.Message):

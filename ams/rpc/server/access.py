@@ -44,6 +44,7 @@ _ALL = frozenset(CERTIFIED_ROLES)
 _READERS = frozenset({"client", "slowgear", "graph"})
 _WRITERS = frozenset({"client", "slowgear"})
 _SHARDS = frozenset({"server"})
+_TOKEN_READERS = frozenset({"server", "graph", "slowgear"})
 _SCHEDULER = frozenset({"scheduler"})
 _CLIENTS = frozenset({"client"})
 
@@ -52,6 +53,7 @@ _LISTS: dict[str, dict[frozenset[str], str]] = {
     SCHEDULER.name: {
         _ALL: "Ping DescribeCluster",
         _SHARDS: "Register Heartbeat Leave PrepareLeave",
+        _TOKEN_READERS: "ReadRevoked",
         _READERS: "TakeIncarnation",
         _WRITERS: """CreateClusterTable DropClusterTable PublishClusterTables CheckCaller FenceJob TellJob
             LeaseStreams RenewStreams ReleaseStreams DescribeStreams DescribeHolders RestoreStreams TellEvent""",
@@ -94,7 +96,7 @@ class Access(grpc.ServerInterceptor):
 
     def __init__(self, mine: Credentials, folder: str) -> None:
         self._mine, self._cluster = mine, mine.names[0].cluster
-        self._tokens = _tokens(folder)
+        self.tokens = _tokens(folder)
         self._freezes = AskedFreezes()
         self._guarded = functools.cache(self._guard)
 
@@ -146,7 +148,7 @@ class Access(grpc.ServerInterceptor):
         else:
             is_program = all(name.role == CLIENT for name in able)
             caller = {"caller": ", ".join(map(str, certified)), "peer": context.peer()}
-            text = _shown_token(context) if is_program and self._tokens.are_wanted else ""
+            text = _shown_token(context) if is_program and self.tokens.are_wanted else ""
             token = self._by_token(path, request, text, caller, needs=is_program)
             if not isinstance(token, str):
                 if path != OPENS_ROWS:
@@ -157,10 +159,10 @@ class Access(grpc.ServerInterceptor):
                     if not self._mine.believes(pem, chain):
                         return False
                     if token is None:
-                        return not (is_program and self._tokens.are_wanted)
-                    return not isinstance(self._tokens.believed(text), str)
+                        return not (is_program and self.tokens.are_wanted)
+                    return not isinstance(self.tokens.believed(text), str)
 
-                self._tokens.watch(grant, is_good, caller)
+                self.tokens.watch(grant, is_good, caller)
                 return None, grant
             why, code, is_audited = token, grpc.StatusCode.PERMISSION_DENIED, True
         who = ", ".join(map(str, certified))
@@ -177,7 +179,7 @@ class Access(grpc.ServerInterceptor):
         Who ``needs`` a token is a program, once there are keys of tokens: what it may do is what its token says.
         """
         token = None
-        is_wanted = needs and self._tokens.are_wanted
+        is_wanted = needs and self.tokens.are_wanted
         if not (is_wanted or RIGHT_OF.get(path) in AUDITED_RIGHTS):
             what = Asked(ANY, ())
         else:
@@ -187,7 +189,7 @@ class Access(grpc.ServerInterceptor):
                 what = Asked("admin", (ALL_TABLES,))
         why = None
         if is_wanted:
-            believed = self._tokens.believed(text) if text else "it shows no token"
+            believed = self.tokens.believed(text) if text else "it shows no token"
             if isinstance(believed, str):
                 why = believed
             else:

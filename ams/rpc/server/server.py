@@ -51,7 +51,10 @@ class GrpcServer:
         self.calls = CallThreads(MAX_CONCURRENT_CALLS, "grpc")
         """Runs the methods that have no lane of their own."""
         mine = Credentials.mine(listen)
-        watch: list[grpc.ServerInterceptor] = [Access(mine, mine.folder)] if mine.names and mine.folder else []
+        access = Access(mine, mine.folder) if mine.names and mine.folder else None
+        self.tokens = None if access is None else access.tokens
+        """Those that it believes; None: it has no certificates, and wants none."""
+        watch: list[grpc.ServerInterceptor] = [] if access is None else [access]
         self._server = grpc.server(self.calls, interceptors=watch, options=channel_options(max_message_bytes))
         self._waiting = WaitingCalls(self.calls)
         host, port = split_address(listen)

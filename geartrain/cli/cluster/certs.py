@@ -125,10 +125,7 @@ def revoke_(
     token_id: Annotated[str, typer.Argument(metavar="ID", help="As 'certs token' printed it.", show_default=False)],
     folder: Folder,
 ) -> None:
-    """Revoke a token: its calls and connections end within a second where roles read this folder.
-
-    Copy the file 'revoked' to the folders of roles on other machines.
-    """
+    """Revoke a token: its calls and connections end within seconds, on all roles if this is the scheduler's folder."""
     from geartrain.launch.tokens import revoke
 
     revoke(folder, token_id)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
@@ -61,6 +62,7 @@ RPCS = [
 ]
 GUARDED = [rpc for rpc in RPCS if rpc[1] not in NO_TOKEN]
 Roles = Mapping[str, str]
+PART = {"module": "build", "samples": "samples"}
 
 
 @pytest.fixture(scope="module")
@@ -308,6 +310,73 @@ def test_a_connection_for_rows_ends_with_its_token(
                 time.sleep(0.02)
         with pytest.raises(AccessDenied):
             table.pull([1])
+
+
+def test_a_token_that_is_revoked_at_the_scheduler_is_believed_nowhere(
+    folder: Path, tmp_path: Path, as_program: Callable[[str | None], None]
+) -> None:
+    """Each role has a folder of its own, as on a machine of its own."""
+    revoked, token_id = make_token(folder, "mine", MINE, 1, folder / "caught.token")
+    text = revoked.read_text().strip()
+    for role in _BY_ROLE:
+        issue(folder, tmp_path / role, [role])
+        shutil.copy(folder / "token.pub", tmp_path / role)
+    part = ("--name=image", "--dim=4", *(f"--{w}=tests.integration.gear.gear_part:{n}" for w, n in PART.items()))
+
+    def started(role: str, *more: str) -> RoleProcess:
+        return RoleProcess(role, "--listen=127.0.0.1:0", *more, **{FOLDER_VARIABLE: str(tmp_path / role)})
+
+    def codes(addresses: Mapping[str, str], token: str) -> set[grpc.StatusCode]:
+        """Of each RPC of clients at each role."""
+        with ExitStack() as ways:
+            by_role = {role: ways.enter_context(opened(folder, addresses, role)) for role in addresses}
+            asked = [(by_role[role], path, method) for role, path, method in GUARDED if role in by_role]
+            return {outcome(way, path, method.server_streaming, token) for way, path, method in asked}
+
+    with ExitStack() as stack:
+        scheduler = stack.enter_context(started("scheduler", "--num-shards=1"))
+        to = f"--scheduler={scheduler.address}"
+        server = stack.enter_context(started("server", to))
+        others = {
+            role: stack.enter_context(started(role, to, *more)) for role, more in (("graph", ()), ("slowgear", part))
+        }
+        roles = {
+            role: process.address for role, process in (others | {"scheduler": scheduler, "server": server}).items()
+        }
+        as_program("boss")
+        boss = stack.enter_context(gt.connect(scheduler.address, config=QUICK))
+        boss.create_table("mine/rows", dim=4, optimizer=gt.SGD(1.0))
+        as_program("caught")
+        connected = [
+            stack.enter_context(gt.connect(scheduler.address, config=QUICK.model_copy(update={"shared_memory": near})))
+            for near in (True, False)
+        ]
+        tables = [cluster.table("mine/rows") for cluster in connected]
+        for table in tables:
+            table.pull([1])
+        for role, address in roles.items():
+            assert grpc.StatusCode.PERMISSION_DENIED not in codes({role: address}, text_of(folder, "boss")), role
+        revoke(tmp_path / "scheduler", token_id)
+        until = time.monotonic() + 10  # 2 s, and what else the machine does
+        for table in tables:
+            with pytest.raises(AccessDenied):
+                while time.monotonic() < until:
+                    table.pull([1])
+                    time.sleep(0.02)
+        while codes(roles, text) != {grpc.StatusCode.PERMISSION_DENIED}:
+            assert time.monotonic() < until
+        boss.table("mine/rows").pull([1])
+        # Who begins now knows it before it serves.
+        server.process.terminate()
+        assert server.process.wait(20) == 0
+        again = stack.enter_context(started("server", to))
+        assert codes({"server": again.address}, text) == {grpc.StatusCode.PERMISSION_DENIED}
+        # And nobody forgets it with the scheduler.
+        scheduler.process.kill()
+        scheduler.process.wait(20)
+        time.sleep(2)
+        left = {"server": again.address, "graph": roles["graph"], "slowgear": roles["slowgear"]}
+        assert codes(left, text) == {grpc.StatusCode.PERMISSION_DENIED}
 
 
 def test_a_freeze_is_written_by_who_may_save_all_its_tables(
