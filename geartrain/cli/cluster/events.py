@@ -16,7 +16,7 @@ from geartrain.cli.shared.clusters import settings
 from geartrain.cli.shared.options import ConfigFile, SchedulerAddress
 
 if TYPE_CHECKING:
-    from geartrain.ams.rpc.carrier import SchedulerCarrier, remedy
+    from geartrain.ams.rpc.carrier import SchedulerCarrier
     from geartrain.ams.values.scheduler_messages import ClusterEvent, EventPage
 
 _ASK_SECONDS = 0.5
@@ -44,7 +44,7 @@ def events(
     """
     config = settings(file, scheduler)
     from geartrain.ams.observe.event_log import as_json as fields_of
-    from geartrain.ams.rpc.carrier import AttemptFailed
+    from geartrain.ams.rpc.carrier import AttemptFailed, remedy
     from geartrain.ams.rpc.client.dial import dial
     from geartrain.ams.values.errors import SchedulerUnavailable
 
