@@ -34,7 +34,7 @@ from geartrain.ams.values.errors import GeartrainError, GraphUnavailable, Invali
 from geartrain.ams.values.expiry.rules import Expiry
 from geartrain.ams.values.gear_messages import Freshness
 from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
-from geartrain.ams.values.scheduler_messages import ClusterEvent, ClusterView, JobWorker
+from geartrain.ams.values.scheduler_messages import ClusterEvent, ClusterView, JobReport, JobWorker
 from geartrain.ams.values.shard_messages import Fence
 from geartrain.ams.values.specs import DTYPES, DTypeName, Initializer, Normal, TableSpec, checked_wire_dtype
 
@@ -290,14 +290,15 @@ class Cluster:
         self._job_steps.add(steps)
         return steps
 
-    def watch_leaves(self, job: str) -> LeaveWatch | None:
+    def watch_leaves(self, job: str, report: Callable[[], JobReport] = JobReport) -> LeaveWatch | None:
         """Say from now on that ``job`` trains, and hear which shards want to leave; None: they end with this process.
 
-        A server that is told to end waits until such jobs have taken a snapshot and are done.
+        A server that is told to end waits until such jobs have taken a snapshot and are done. ``report`` is called
+        about once a second, from another thread: what ``geartrain status`` says of the job.
         """
         if not self._calls.remote:
             return None
-        watch = LeaveWatch(self._scheduler.carrier, checked_name("job", job), self._stream.incarnation)
+        watch = LeaveWatch(self._scheduler.carrier, checked_name("job", job), self._stream.incarnation, report)
         self._leave_watches.append(watch)
         return watch
 

@@ -16,7 +16,14 @@ from geartrain.ams.rpc.client.dial import dial
 from geartrain.ams.values.config import ClientConfig
 from geartrain.ams.values.errors import GeartrainError, SchedulerUnavailable
 from geartrain.ams.values.gear_messages import GearState
-from geartrain.ams.values.scheduler_messages import ClusterView, DescribeCluster, DescribeHolders, ShardCondition
+from geartrain.ams.values.scheduler_messages import (
+    ClusterView,
+    DescribeCluster,
+    DescribeHolders,
+    DescribeJobs,
+    JobEntry,
+    ShardCondition,
+)
 from geartrain.ams.values.shard_messages import CallContext, Describe, Reply, ShardState
 
 _DESCRIBE_TIMEOUT_SECONDS = 2.0
@@ -37,6 +44,8 @@ class ShardStatus:
     incarnation: int
     rows: int
     memory_bytes: int
+    writes: int
+    """Of its tables, as in :class:`TableStatus`."""
     uptime_seconds: float
     heartbeat_age_seconds: float
     clock_ahead_seconds: float | None = None
@@ -104,6 +113,18 @@ def cluster_status(address: str, *, config: ClientConfig | None = None) -> Clust
     scheduler, open_carrier = dial(address, config, once=True)
     try:
         return describe_cluster(scheduler, open_carrier, config.connect_timeout_seconds)
+    except AttemptFailed as exc:
+        raise SchedulerUnavailable(f"{exc}; {remedy(exc)}") from None
+    finally:
+        scheduler.close()
+
+
+def scheduler_jobs(address: str, *, config: ClientConfig | None = None) -> tuple[JobEntry, ...]:
+    """Return the jobs that the scheduler at ``address`` knows. Raises SchedulerUnavailable, AccessDenied."""
+    config = config or ClientConfig()
+    scheduler, _ = dial(address, config, once=True)
+    try:
+        return scheduler.call(DescribeJobs(), config.connect_timeout_seconds)
     except AttemptFailed as exc:
         raise SchedulerUnavailable(f"{exc}; {remedy(exc)}") from None
     finally:
@@ -183,6 +204,7 @@ def _joint_status(view: ClusterView, states: dict[int, ShardState], ahead: dict[
                 incarnation=entry.incarnation,
                 rows=sum(table.rows for table in tables),
                 memory_bytes=sum(table.memory_bytes for table in tables),
+                writes=sum(table.writes for table in tables),
                 uptime_seconds=0.0 if state is None else state.uptime_seconds,
                 heartbeat_age_seconds=entry.heartbeat_age_seconds,
                 clock_ahead_seconds=ahead.get(entry.shard),

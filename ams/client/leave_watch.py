@@ -1,6 +1,6 @@
-"""A job's ear at the scheduler: which shards want to leave, so that it takes a snapshot first.
+"""A job's ear and mouth at the scheduler: which shards want to leave, so that it takes a snapshot first; how far it is.
 
-Cost: one RPC of some 50 bytes each way to the scheduler a second, from a thread of its own.
+Cost: one RPC of some 100 bytes each way to the scheduler a second, from a thread of its own.
 """
 
 from __future__ import annotations
@@ -8,11 +8,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 
 from geartrain.ams.rpc.carrier import AttemptFailed, SchedulerCarrier
 from geartrain.ams.values.errors import GeartrainError
-from geartrain.ams.values.scheduler_messages import TellJob
+from geartrain.ams.values.scheduler_messages import JobCondition, JobReport, TellJob
 
 logger = logging.getLogger(__name__)
 
@@ -23,8 +25,11 @@ _ANSWER_SECONDS = 2.0
 class LeaveWatch:
     """Says that a job trains until it is :meth:`done`. Thread-safe."""
 
-    def __init__(self, scheduler: SchedulerCarrier, job: str, incarnation: int) -> None:
-        self._scheduler, self._job, self._incarnation = scheduler, job, incarnation
+    def __init__(
+        self, scheduler: SchedulerCarrier, job: str, incarnation: int, report: Callable[[], JobReport] = JobReport
+    ) -> None:
+        """``report`` says how far the job is, from another thread."""
+        self._scheduler, self._job, self._incarnation, self._report = scheduler, job, incarnation, report
         self._ended = threading.Event()
         self._silent_since: float | None = None
         self.leaving: tuple[int, ...] = ()
@@ -39,14 +44,22 @@ class LeaveWatch:
         since = self._silent_since
         return 0.0 if since is None else time.monotonic() - since
 
-    def done(self) -> None:
-        """Say that the job needs its rows no more: it has ended, or a snapshot has them. Idempotent."""
+    def done(self, state: JobCondition | None = None) -> None:
+        """Say that the job needs its rows no more: it has ended, or a snapshot has them. Idempotent.
+
+        ``state`` is what it does now; None: as it reports, and it has ended if it says that it trains.
+        """
         if self._ended.is_set():
             return
         self._ended.set()
         self._thread.join()  # first: a word under way that it trains would be heard as that it trains again
         with suppress(AttemptFailed, GeartrainError):  # it is forgotten soon
-            self._scheduler.call(TellJob(job=self._job, incarnation=self._incarnation, done=True), _ANSWER_SECONDS)
+            report = self._report()
+            said = "ended" if report.state in ("training", "saving") else report.state
+            report = replace(report, state=state or said)
+            self._scheduler.call(
+                TellJob(job=self._job, incarnation=self._incarnation, done=True, report=report), _ANSWER_SECONDS
+            )
 
     def _tell_again_and_again(self) -> None:
         while not self._ended.wait(_TELL_SECONDS) and self._tell():
@@ -56,7 +69,8 @@ class LeaveWatch:
         """Once; return whether there is a use in doing it again."""
         began = time.monotonic()
         try:
-            self.leaving = self._scheduler.call(TellJob(job=self._job, incarnation=self._incarnation), _ANSWER_SECONDS)
+            tell = TellJob(job=self._job, incarnation=self._incarnation, report=self._report())
+            self.leaving = self._scheduler.call(tell, _ANSWER_SECONDS)
             self._silent_since = None
         except AttemptFailed:
             self._silent_since = self._silent_since or began

@@ -24,6 +24,7 @@ from geartrain.ams.values.scheduler_messages import (
     CreateClusterTable,
     DescribeCluster,
     DescribeHolders,
+    DescribeJobs,
     DescribeStreams,
     DropClusterTable,
     FenceJob,
@@ -81,7 +82,7 @@ class SchedulerHandlers:
         self._revoked = revoked
         self._streams = streams
         self._events = events = EventLog() if events is None else events
-        self._jobs = RunningJobs()
+        self.jobs = RunningJobs(events=events)
         rendezvous = Rendezvous()
         self.by_request: Mapping[type[Rpc[Any]], Callable[[Any, WaitingCaller], Any]] = {
             Ping: PingHandler("scheduler"),
@@ -91,6 +92,7 @@ class SchedulerHandlers:
             LeaveCluster: lambda leave, _: scheduler.leave(leave.shard, leave.incarnation),
             PrepareLeave: self._prepare_leave,
             TellJob: self._tell_job,
+            DescribeJobs: lambda _, __: self.jobs.entries(),
             DescribeCluster: lambda _, __: scheduler.describe(),
             CreateClusterTable: self._create_table,
             DropClusterTable: self._drop_table,
@@ -140,10 +142,10 @@ class SchedulerHandlers:
 
     def _prepare_leave(self, leave: PrepareLeave, _: WaitingCaller) -> JobsToAsk:
         self._scheduler.prepare_leave(leave.shard, leave.incarnation)
-        return self._jobs.to_ask(was_restarted=self._scheduler.was_restarted)
+        return self.jobs.to_ask(was_restarted=self._scheduler.was_restarted)
 
     def _tell_job(self, tell: TellJob, _: WaitingCaller) -> tuple[int, ...]:
-        self._jobs.tell(tell.job, tell.incarnation, done=tell.done)
+        self.jobs.tell(checked_name("job", tell.job), tell.incarnation, done=tell.done, report=tell.report)
         return self._scheduler.leaving_shards()
 
     def _tell_event(self, tell: TellEvent, _: WaitingCaller) -> None:
@@ -154,7 +156,8 @@ class SchedulerHandlers:
             raise InvalidArgument(f"an event has a text of more than {_LONGEST_TOLD} characters; tell it in fewer")
         if told.job:
             checked_name("job", told.job)
-        self._events.note(told, key=tell.key)
+        if (noted := self._events.note(told, key=tell.key)) is not None:
+            self.jobs.hear(noted)
 
     def _create_table(self, create: CreateClusterTable, call: WaitingCaller) -> int:
         made = self._scheduler.create_table(

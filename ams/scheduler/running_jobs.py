@@ -1,55 +1,192 @@
-"""Which jobs train now: whoever wants to end a shard waits until they have taken a snapshot."""
+"""Which jobs train now, and how far they are: as they say about once a second, and as the events tell.
+
+Whoever wants to end a shard waits until they have taken a snapshot. What is counted of a job (snapshots, recoveries)
+is counted from the events, those of an earlier scheduler included. Memory: some kilobytes a job, of 1,000 at most.
+"""
 
 from __future__ import annotations
 
+import math
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 
-from geartrain.ams.values.scheduler_messages import JobsToAsk
+from geartrain.ams.observe.event_log import MOST_KEPT, EventLog
+from geartrain.ams.scheduler.pauses import PauseDetector
+from geartrain.ams.values.scheduler_messages import ClusterEvent, JobCondition, JobEntry, JobReport, JobsToAsk
+from geartrain.ams.values.text import counted
 
 _SILENT_SECONDS = 6.0
 """A job that says nothing for so long is not waited for."""
+_RECOVERING_SECONDS = 120.0
+"""One that goes back to its snapshot says nothing meanwhile: for so long it is not called silent."""
 _HEARD_FROM_ALL_SECONDS = 3.0
 """After so long a scheduler that was restarted has heard from every job."""
+_MOST_JOBS = 1_000
+_KEPT_SECONDS: dict[JobCondition, float] = {"ended": 3.6e3, "stopped": 3.6e3, "failed": 86.4e3, "silent": 86.4e3}
+UNDER_WAY = frozenset[JobCondition]({"training", "saving", "recovering", "waiting"})
+_KINDS: dict[str, JobCondition] = {
+    **dict.fromkeys(("job_began", "job_back", "recovery"), "training"),
+    "job_ended": "ended",
+    "job_stopped": "stopped",
+    "job_failed": "failed",
+    "job_silent": "silent",
+}
+"""What a job does behind an event."""
+
+
+@dataclass
+class _Job:
+    incarnation: int
+    heard: float
+    report: JobReport = field(default_factory=JobReport)
+    stepped: float = -math.inf
+    """When its step last rose."""
+    trains: bool = False
+    """It said so itself, and not that it is done."""
+    saved: float = -math.inf
+    """When it said that it needs its rows no more."""
+    snapshot_step: int | None = None
+    snapshot_at: float = 0.0
+    """Unix time."""
+    snapshot_failures: Counter[str] = field(default_factory=Counter)
+    recoveries: int = 0
+    steps_lost: int = 0
 
 
 class RunningJobs:
-    """The jobs that say so, about once a second, until they have saved what they are asked to. Thread-safe."""
+    """The jobs that say so until they have saved what they are asked to, and what became of others. Thread-safe."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic, events: EventLog | None = None) -> None:
+        self._events = EventLog() if events is None else events
         self._clock = clock
         self._began = clock()
+        self._stops = PauseDetector(_SILENT_SECONDS / 2, clock, self._extend_all)
         self._lock = threading.Lock()
-        self._heard: dict[str, tuple[int, float]] = {}
-        """Incarnation of each, and when it was heard last."""
-        self._saved: dict[str, float] = {}
-        """When jobs said that they need their rows no more."""
+        self._jobs: dict[str, _Job] = {}
+        for event in self._events.since(0, MOST_KEPT).events:
+            self._hear(event)
+        self._extend_all()  # they may live, unheard as long as there was no scheduler
 
-    def tell(self, job: str, incarnation: int, *, done: bool) -> None:
+    def pulse(self) -> None:
+        """Note that the scheduler runs, and who is silent. To be called several times in 6 s, or never."""
+        with self._lock:
+            self._stops.pulse()
+            now = self._clock()
+            for name, job in list(self._jobs.items()):
+                state, silent = job.report.state, now - job.heard
+                if silent > _KEPT_SECONDS.get(state, math.inf):
+                    del self._jobs[name]
+                elif state in UNDER_WAY and silent > (_SILENT_SECONDS if job.trains else _RECOVERING_SECONDS):
+                    said = (
+                        f"nothing was heard of the job for {silent:.0f} s; it was {state} at step {job.report.step:,}"
+                    )
+                    self._note("job_silent", name, job, said, step=job.report.step)
+
+    def tell(self, job: str, incarnation: int, *, done: bool, report: JobReport | None = None) -> None:
         """Note that a job trains, or that it is ``done``: it has ended, or saved and waits. Past ones are ignored."""
+        report = report or JobReport(state="ended" if done else "training")
         with self._lock:
             now = self._clock()
-            if self._heard.get(job, (0, 0.0))[0] > incarnation:
+            known = self._jobs.get(job)
+            if known is not None and known.incarnation > incarnation:
                 return
-            if done:
-                if self._heard.pop(job, None) is not None:
-                    self._saved[job] = now
-            else:
-                if job not in self._heard:
-                    self._forget(now)
-                self._saved.pop(job, None)
-                self._heard[job] = incarnation, now
+            if known is None or known.incarnation < incarnation:
+                known = self._begins(job, incarnation, report, known, now)
+            elif known.report.state == "silent":
+                said = f"the job is heard again: it is at step {report.step:,}"
+                self._note("job_back", job, known, said, step=report.step)
+            if report.step > known.report.step:
+                known.stepped = now
+            known.heard, before, known.report = now, known.report.state, report
+            if done and known.trains:
+                known.saved = now
+            known.trains = not done
+            if report.state != before and report.state in ("ended", "stopped", "failed"):
+                said = f"the job {report.state} at step {report.step:,}"
+                self._note(f"job_{report.state}", job, known, said, step=report.step)
+
+    def hear(self, event: ClusterEvent) -> None:
+        """Note what an event says of a job."""
+        with self._lock:
+            self._hear(event)
 
     def to_ask(self, *, was_restarted: bool) -> JobsToAsk:
         """Those that train, and those that trained a moment ago. ``was_restarted``: jobs may live unheard."""
         with self._lock:
             now = self._clock()
-            self._forget(now)
-            is_sure = not was_restarted or now - self._began > _HEARD_FROM_ALL_SECONDS
-            return JobsToAsk(is_sure=is_sure, waiting=tuple(self._heard), saved=tuple(self._saved))
+            recent = now - _SILENT_SECONDS
+            return JobsToAsk(
+                is_sure=not was_restarted or now - self._began > _HEARD_FROM_ALL_SECONDS,
+                waiting=tuple(name for name, job in self._jobs.items() if job.trains and job.heard > recent),
+                saved=tuple(name for name, job in self._jobs.items() if not job.trains and job.saved > recent),
+            )
 
-    def _forget(self, now: float) -> None:
-        recent = now - _SILENT_SECONDS
-        self._heard = {job: heard for job, heard in self._heard.items() if heard[1] > recent}
-        self._saved = {job: at for job, at in self._saved.items() if at > recent}
+    def entries(self) -> tuple[JobEntry, ...]:
+        """All of them, those under way first."""
+        with self._lock:
+            now, unix = self._clock(), time.time()
+            found = [
+                JobEntry(
+                    job=name,
+                    report=job.report,
+                    heard_seconds_ago=max(0.0, now - job.heard),
+                    step_seconds_ago=max(0.0, now - max(job.stepped, self._began)),
+                    snapshot_step=job.snapshot_step,
+                    snapshot_seconds_ago=None if job.snapshot_step is None else max(0.0, unix - job.snapshot_at),
+                    snapshot_failures=dict(job.snapshot_failures),
+                    recoveries=job.recoveries,
+                    steps_lost=job.steps_lost,
+                )
+                for name, job in self._jobs.items()
+            ]
+        return tuple(sorted(found, key=lambda entry: (entry.report.state not in UNDER_WAY, entry.heard_seconds_ago)))
+
+    def _begins(self, name: str, incarnation: int, report: JobReport, known: _Job | None, now: float) -> _Job:
+        """A process of the job came that was not there: it begins, goes on, or went back because something was lost."""
+        step = report.step
+        job = self._jobs[name] = replace(known, incarnation=incarnation) if known else _Job(incarnation, now)
+        job.stepped = now
+        if len(self._jobs) > _MOST_JOBS:
+            del self._jobs[min(self._jobs, key=lambda other: (self._jobs[other].trains, self._jobs[other].heard))]
+        state = None if known is None else known.report.state
+        is_lost = state == "silent" or (state in UNDER_WAY and state != "waiting")
+        lost_at = report.lost_at_step if state != "waiting" else None
+        if lost_at is None and known is not None and is_lost:
+            lost_at = known.report.step
+        of = f" of {report.last_step:,}" if report.last_step else ""
+        if lost_at is None:
+            self._note("job_began", name, job, f"the job trains from step {step:,}{of}", step=step)
+        else:
+            lost = max(0, lost_at - step)
+            said = f"the job went back to step {step:,}{of} when a process was lost: {counted(lost, 'step')} lost"
+            self._note("recovery", name, job, said, step=step, steps_lost=lost)
+        return job
+
+    def _note(self, kind: str, name: str, job: _Job, text: str, *, step: int, steps_lost: int = 0) -> None:
+        event = ClusterEvent(kind=kind, text=text, job=name, incarnation=job.incarnation, step=step)
+        self._hear(self._events.note(replace(event, steps_lost=steps_lost)) or event)
+
+    def _hear(self, event: ClusterEvent) -> None:
+        job = self._jobs.get(event.job)
+        if job is None:
+            if event.kind not in _KINDS or not event.job:
+                return
+            job = self._jobs[event.job] = _Job(event.incarnation, self._clock())
+        if event.kind in _KINDS:
+            job.incarnation = max(job.incarnation, event.incarnation)
+            job.report = replace(job.report, state=_KINDS[event.kind], step=event.step or 0)
+        if event.kind == "recovery":
+            job.recoveries += 1
+            job.steps_lost += event.steps_lost
+        elif event.kind == "snapshot":
+            job.snapshot_step, job.snapshot_at = event.step, event.unix_seconds
+        elif event.kind == "snapshot_failed":
+            job.snapshot_failures[event.reason] += 1
+
+    def _extend_all(self) -> None:
+        """Nobody could be heard meanwhile."""
+        for job in self._jobs.values():
+            job.heard = max(job.heard, self._clock())

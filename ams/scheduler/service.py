@@ -89,8 +89,9 @@ class SchedulerServer:
         )
         tokens = self._server.tokens
         revoked = Revoked if tokens is None else lambda: tokens.revoked
+        handlers = SchedulerHandlers(scheduler, streams, steps, self._events, revoked)
         self._server.add(
-            bind(SCHEDULER, SchedulerHandlers(scheduler, streams, steps, self._events, revoked).by_request),
+            bind(SCHEDULER, handlers.by_request),
             lanes=dict.fromkeys(_MEMBERSHIP, self._membership) | dict.fromkeys(_TABLES, self._tables),
         )
         server = self._server
@@ -103,7 +104,8 @@ class SchedulerServer:
         server.ready()
         # Each in the queue of the calls that it speaks for: if these wait, so does the pulse.
         calls = self._server.calls
-        pulses = {scheduler.pulse: self._membership, streams.pulse: calls, steps.pulse: calls, tell_readiness: calls}
+        pulses = dict.fromkeys((streams.pulse, steps.pulse, handlers.jobs.pulse, tell_readiness), calls)
+        pulses[scheduler.pulse] = self._membership
         self._pulse = threading.Thread(target=self._run_pulse, args=(pulses,), name="pulse", daemon=True)
         self._pulse.start()
         return self._server.address

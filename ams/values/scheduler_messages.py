@@ -218,6 +218,54 @@ class PrepareLeave(Rpc[JobsToAsk]):
     incarnation: int
 
 
+JobCondition = Literal["training", "saving", "recovering", "waiting", "ended", "stopped", "failed", "silent"]
+"""Trains; the same while a snapshot is written; goes back to its last snapshot; has saved for a shard that leaves, and
+waits for what takes its place; ended; ended by a signal in good order; failed; is not heard (the scheduler says)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobReport:
+    """What a job says of itself."""
+
+    state: JobCondition = "training"
+    step: int = 0
+    """Steps that it has done."""
+    last_step: int = 0
+    """Steps at its end; 0: not said."""
+    steps_per_second: float = 0.0
+    loss: float | None = None
+    """The newest that is known."""
+    snapshot_every_seconds: float = 0.0
+    """Between two snapshots, about; 0: not said."""
+    lost_at_step: int | None = None
+    """It went back to a snapshot in this process, and had done so many steps before."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobEntry:
+    """What the scheduler knows of one job."""
+
+    job: str
+    report: JobReport
+    """The last one; its state as the scheduler sees it."""
+    heard_seconds_ago: float
+    step_seconds_ago: float
+    """Since its step last rose."""
+    snapshot_step: int | None = None
+    """Of its newest whole snapshot; None: none was heard of."""
+    snapshot_seconds_ago: float | None = None
+    snapshot_failures: Mapping[str, int]
+    """How often no snapshot came, by type of the error."""
+    recoveries: int = 0
+    steps_lost: int = 0
+    """By all of these."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DescribeJobs(Rpc[tuple[JobEntry, ...]]):
+    """Ask for the jobs that have told, those under way first."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class TellJob(Rpc[tuple[int, ...]]):
     """A job trains, and hears which shards want to leave."""
@@ -227,6 +275,8 @@ class TellJob(Rpc[tuple[int, ...]]):
     """A higher one takes the place of a lower one."""
     done: bool = False
     """It trains no more: it has ended, or taken its snapshot and waits for the shards that follow."""
+    report: JobReport | None = None
+    """None: not said."""
 
 
 @dataclass(frozen=True, kw_only=True)

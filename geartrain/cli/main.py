@@ -44,6 +44,7 @@ COMMANDS = {
     "up": "geartrain.cli.cluster.up:command",
     "status": "geartrain.cli.cluster.status:status",
     "events": "geartrain.cli.cluster.events:events",
+    "top": "geartrain.cli.cluster.top:top",
     "worker": "geartrain.cli.training.worker:app",
     "table": "geartrain.cli.cluster.table:app",
     "snapshot": "geartrain.cli.cluster.snapshot:app",

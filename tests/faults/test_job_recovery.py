@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -29,6 +30,7 @@ from tests.integration.commands.test_up import kill_child, up
 from tests.integration.conftest import ServedCluster
 from tests.integration.jobs.small_job import classify
 from tests.integration.jobs.test_classify_and_predict import RECIPE, assert_same_models, draw_shapes, one_thread
+from tests.support.command_line import typed
 
 __all__ = ["one_thread"]
 STEPS = 24
@@ -57,6 +59,19 @@ def served() -> Iterator[str]:
         cluster.stop()
 
 
+def assert_noted(scheduler: str, told: str) -> None:
+    """The scheduler knows what became of a job of which a server was killed, and which ``told`` the same to people."""
+    (known,) = json.loads(typed("status", "--json", f"--scheduler={scheduler}").stdout)["jobs"]
+    assert (known["state"], known["step"], known["snapshot_step"]) == ("ended", STEPS, STEPS)
+    assert known["recoveries"] == 1
+    assert f": {known['steps_lost']} steps (" in told
+    said = typed("events", "--json", "--since=0", f"--scheduler={scheduler}").stdout
+    kinds = [kind for line in said.splitlines() if (kind := json.loads(line)["kind"]) != "schema"]
+    assert kinds[kinds.index("lost") :][:4] == ["lost", "back", "restore", "recovery"]
+    assert kinds.count("snapshot") >= 3
+    assert kinds[-1] == "job_ended"
+
+
 @pytest.mark.parametrize("role", ["server", "scheduler"])
 def test_a_job_survives_the_death_of_a_role(
     role: str, images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -74,6 +89,8 @@ def test_a_job_survives_the_death_of_a_role(
 
         monkeypatch.setattr(ImageTrainer, "step", step)
         result, told = train(broken, images, INCREMENTAL, scheduler=running.facts["scheduler"])
+        if role == "server":
+            assert_noted(running.facts["scheduler"], told)
     parents = [listed.snapshot.manifest.parent for listed in list_snapshots(broken / "snapshots") if listed.snapshot]
     assert any(parents) and not all(parents)
     assert result.finished

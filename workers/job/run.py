@@ -10,6 +10,7 @@ from typing import Any
 from geartrain.ams.observe import failpoints, traces
 from geartrain.ams.storage.snapshot.store import place
 from geartrain.ams.values.errors import NonFinite, TrainingDiverged
+from geartrain.ams.values.scheduler_messages import JobCondition, JobReport
 from geartrain.ams.values.text import counted
 from geartrain.workers.atomic import write_json
 from geartrain.workers.job.folder import Run, put_aside, read_run, require_new_snapshots, write_run
@@ -44,7 +45,11 @@ class TrainingRun:
         self._seconds = seconds or {}
         self._takes_part = attempt.ranks.is_first or trainer.all_take_part
         settings: SnapshotSettings = trainer.recipe.snapshots
-        watch = attempt.cluster.watch_leaves(trainer.progress.table) if attempt.cluster and self._is_first else None
+        self._state: JobCondition = "training"
+        self._numbers: dict[str, float] = {}
+        """The newest that were shown."""
+        cluster = attempt.cluster if self._is_first else None
+        watch = None if cluster is None else cluster.watch_leaves(trainer.progress.table, self._told)
         self._snapshots = JobSnapshots(
             trainer,
             str(place(options.snapshot_root)) if attempt.state is None else read_run(options.out).snapshots,
@@ -54,6 +59,24 @@ class TrainingRun:
             every_seconds=None if settings.minutes is None else 60 * settings.minutes,
             say=attempt.say,
             watch=watch,
+        )
+
+    def _told(self) -> JobReport:
+        """What the scheduler is told, from another thread."""
+        trainer, settings = self._trainer, self._trainer.recipe.snapshots
+        progress, state = trainer.progress, self._state
+        rate = self._numbers.get("samples_per_second", 0.0) / trainer.recipe.batch_size
+        pauses = [60 * settings.minutes] if settings.minutes is not None else []
+        pauses += [settings.steps / rate] if rate else []
+        snapshots: JobSnapshots | None = getattr(self, "_snapshots", None)  # it is told once before there are any
+        return JobReport(
+            state="saving" if state == "training" and snapshots is not None and snapshots.is_writing else state,
+            step=progress.step,
+            last_step=progress.stage_start + progress.stage_steps,
+            steps_per_second=rate,
+            loss=self._numbers.get("loss"),
+            snapshot_every_seconds=min(pauses, default=0.0),
+            lost_at_step=None if self._loss is None else self._loss.step,
         )
 
     @property
@@ -95,6 +118,7 @@ class TrainingRun:
             stop.doing = "waited for the other ranks"
             if report is not None:
                 self._note_stage(ended=True)
+            self._state = "ended" if finished else "stopped"
             if not finished:
                 say(self._stopped_line())
             ranks.barrier("end of the training")  # the other ranks keep their clients until the first is done
@@ -103,12 +127,20 @@ class TrainingRun:
             return JobResult(finished, report, trainer.progress.step)
         except LOST as exc:
             if stop() and self._snapshots.last is not None:
+                self._state = "stopped"
                 say(self._stopped_line())
                 return JobResult(False, None, trainer.progress.step)
             what, _, _ = str(exc).partition("; ")  # without the remedy: this job has its own
             say(f"Lost a part of the cluster at step {trainer.progress.step}: {what}")
             if self._snapshots.last is not None:
+                self._state = "recovering"
                 raise GoBack(Loss(trainer.progress.step, time.time())) from exc
+            self._state = "failed"
+            raise
+        except GoBack:
+            raise
+        except BaseException as exc:
+            self._state = "stopped" if isinstance(exc, KeyboardInterrupt) else "failed"
             raise
         finally:
             trainer.events.close()
@@ -158,6 +190,7 @@ class TrainingRun:
         with LiveLine(self._attempt.console, trainer.progress.stage_start + trainer.progress.stage_steps) as line:
 
             def show(step: int, numbers: dict[str, float]) -> None:
+                self._numbers = numbers
                 trainer.events.scalars("train", numbers, step)
                 if self._is_first:
                     line.show(step, numbers)

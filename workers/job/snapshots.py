@@ -210,7 +210,7 @@ class JobSnapshots:
         assert self._watch is not None
         step, which = moment.progress.step, f"shard {', '.join(map(str, leaving))}"
         self._say(f"Step {step} is saved, since {which} is to end; waiting for what takes its place")
-        self._watch.done()
+        self._watch.done("waiting")
         raise GoBack(Loss(step, time.time()), is_planned=True) from ShardUnavailable(
             f"{which} was told to end, and step {step} is saved; start the job again once another has taken its place"
         )

@@ -20,6 +20,45 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _JobCondition:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _JobConditionEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_JobCondition.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    JOB_CONDITION_UNSPECIFIED: _JobCondition.ValueType  # 0
+    JOB_CONDITION_TRAINING: _JobCondition.ValueType  # 1
+    JOB_CONDITION_SAVING: _JobCondition.ValueType  # 2
+    """Training, while a snapshot is written."""
+    JOB_CONDITION_RECOVERING: _JobCondition.ValueType  # 3
+    """It lost a role of its cluster, and goes back to its last snapshot."""
+    JOB_CONDITION_WAITING: _JobCondition.ValueType  # 4
+    """It has saved, for a shard that leaves, and waits for what takes its place."""
+    JOB_CONDITION_ENDED: _JobCondition.ValueType  # 5
+    JOB_CONDITION_STOPPED: _JobCondition.ValueType  # 6
+    """By a signal, in good order."""
+    JOB_CONDITION_FAILED: _JobCondition.ValueType  # 7
+    JOB_CONDITION_SILENT: _JobCondition.ValueType  # 8
+    """Nothing was heard of it for a while. Said by the scheduler alone."""
+
+class JobCondition(_JobCondition, metaclass=_JobConditionEnumTypeWrapper): ...
+
+JOB_CONDITION_UNSPECIFIED: JobCondition.ValueType  # 0
+JOB_CONDITION_TRAINING: JobCondition.ValueType  # 1
+JOB_CONDITION_SAVING: JobCondition.ValueType  # 2
+"""Training, while a snapshot is written."""
+JOB_CONDITION_RECOVERING: JobCondition.ValueType  # 3
+"""It lost a role of its cluster, and goes back to its last snapshot."""
+JOB_CONDITION_WAITING: JobCondition.ValueType  # 4
+"""It has saved, for a shard that leaves, and waits for what takes its place."""
+JOB_CONDITION_ENDED: JobCondition.ValueType  # 5
+JOB_CONDITION_STOPPED: JobCondition.ValueType  # 6
+"""By a signal, in good order."""
+JOB_CONDITION_FAILED: JobCondition.ValueType  # 7
+JOB_CONDITION_SILENT: JobCondition.ValueType  # 8
+"""Nothing was heard of it for a while. Said by the scheduler alone."""
+Global___JobCondition: _TypeAlias = JobCondition  # noqa: Y015
+
 @_typing.final
 class RegisterRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
@@ -364,21 +403,27 @@ class TellJobRequest(_message.Message):
     JOB_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
     DONE_FIELD_NUMBER: _builtins.int
+    REPORT_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     incarnation: _builtins.int
     """A higher one takes the place of a lower one."""
     done: _builtins.bool
     """It trains no more: it has ended, or taken its snapshot and waits for the shards that follow."""
+    @_builtins.property
+    def report(self) -> Global___JobReport:
+        """Absent: not said."""
+
     def __init__(
         self,
         *,
         job: _builtins.str = ...,
         incarnation: _builtins.int = ...,
         done: _builtins.bool = ...,
+        report: Global___JobReport | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["report", b"report"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "incarnation", b"incarnation", "job", b"job"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "incarnation", b"incarnation", "job", b"job", "report", b"report"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -405,6 +450,173 @@ class TellJobReply(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TellJobReply: _TypeAlias = TellJobReply  # noqa: Y015
+
+@_typing.final
+class JobReport(_message.Message):
+    """What a job says of itself."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STATE_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    LAST_STEP_FIELD_NUMBER: _builtins.int
+    STEPS_PER_SECOND_FIELD_NUMBER: _builtins.int
+    LOSS_FIELD_NUMBER: _builtins.int
+    SNAPSHOT_EVERY_SECONDS_FIELD_NUMBER: _builtins.int
+    LOST_AT_STEP_FIELD_NUMBER: _builtins.int
+    state: Global___JobCondition.ValueType
+    step: _builtins.int
+    """Steps that it has done."""
+    last_step: _builtins.int
+    """Steps at its end. 0: not said."""
+    steps_per_second: _builtins.float
+    loss: _builtins.float
+    """The newest that is known."""
+    snapshot_every_seconds: _builtins.float
+    """Between two snapshots, about. 0: not said."""
+    lost_at_step: _builtins.int
+    """It went back to a snapshot in this process, and had done so many steps before."""
+    def __init__(
+        self,
+        *,
+        state: Global___JobCondition.ValueType = ...,
+        step: _builtins.int = ...,
+        last_step: _builtins.int = ...,
+        steps_per_second: _builtins.float = ...,
+        loss: _builtins.float | None = ...,
+        snapshot_every_seconds: _builtins.float = ...,
+        lost_at_step: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "_lost_at_step", b"_lost_at_step", "loss", b"loss", "lost_at_step", b"lost_at_step"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "_lost_at_step", b"_lost_at_step", "last_step", b"last_step", "loss", b"loss", "lost_at_step", b"lost_at_step", "snapshot_every_seconds", b"snapshot_every_seconds", "state", b"state", "step", b"step", "steps_per_second", b"steps_per_second"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__loss: _TypeAlias = _typing.Literal["loss"]  # noqa: Y015
+    _WhichOneofArgType__loss: _TypeAlias = _typing.Literal["_loss", b"_loss"]  # noqa: Y015
+    _WhichOneofReturnType__lost_at_step: _TypeAlias = _typing.Literal["lost_at_step"]  # noqa: Y015
+    _WhichOneofArgType__lost_at_step: _TypeAlias = _typing.Literal["_lost_at_step", b"_lost_at_step"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__loss) -> _WhichOneofReturnType__loss | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__lost_at_step) -> _WhichOneofReturnType__lost_at_step | None: ...
+
+Global___JobReport: _TypeAlias = JobReport  # noqa: Y015
+
+@_typing.final
+class DescribeJobsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DescribeJobsRequest: _TypeAlias = DescribeJobsRequest  # noqa: Y015
+
+@_typing.final
+class DescribeJobsReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOBS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def jobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___JobEntry]: ...
+    def __init__(
+        self,
+        *,
+        jobs: _abc.Iterable[Global___JobEntry] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["jobs", b"jobs"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DescribeJobsReply: _TypeAlias = DescribeJobsReply  # noqa: Y015
+
+@_typing.final
+class JobEntry(_message.Message):
+    """What the scheduler knows of one job."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class SnapshotFailuresEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    JOB_FIELD_NUMBER: _builtins.int
+    REPORT_FIELD_NUMBER: _builtins.int
+    HEARD_SECONDS_AGO_FIELD_NUMBER: _builtins.int
+    STEP_SECONDS_AGO_FIELD_NUMBER: _builtins.int
+    SNAPSHOT_STEP_FIELD_NUMBER: _builtins.int
+    SNAPSHOT_SECONDS_AGO_FIELD_NUMBER: _builtins.int
+    SNAPSHOT_FAILURES_FIELD_NUMBER: _builtins.int
+    RECOVERIES_FIELD_NUMBER: _builtins.int
+    STEPS_LOST_FIELD_NUMBER: _builtins.int
+    job: _builtins.str
+    heard_seconds_ago: _builtins.float
+    step_seconds_ago: _builtins.float
+    """Since its step last rose."""
+    snapshot_step: _builtins.int
+    """Of its newest whole snapshot; absent: none was heard of."""
+    snapshot_seconds_ago: _builtins.float
+    recoveries: _builtins.int
+    steps_lost: _builtins.int
+    """By all of these."""
+    @_builtins.property
+    def report(self) -> Global___JobReport:
+        """The last one; its state as the scheduler sees it."""
+
+    @_builtins.property
+    def snapshot_failures(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """Of which no snapshot came, by type of the error."""
+
+    def __init__(
+        self,
+        *,
+        job: _builtins.str = ...,
+        report: Global___JobReport | None = ...,
+        heard_seconds_ago: _builtins.float = ...,
+        step_seconds_ago: _builtins.float = ...,
+        snapshot_step: _builtins.int | None = ...,
+        snapshot_seconds_ago: _builtins.float | None = ...,
+        snapshot_failures: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        recoveries: _builtins.int = ...,
+        steps_lost: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_snapshot_seconds_ago", b"_snapshot_seconds_ago", "_snapshot_step", b"_snapshot_step", "report", b"report", "snapshot_seconds_ago", b"snapshot_seconds_ago", "snapshot_step", b"snapshot_step"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_snapshot_seconds_ago", b"_snapshot_seconds_ago", "_snapshot_step", b"_snapshot_step", "heard_seconds_ago", b"heard_seconds_ago", "job", b"job", "recoveries", b"recoveries", "report", b"report", "snapshot_failures", b"snapshot_failures", "snapshot_seconds_ago", b"snapshot_seconds_ago", "snapshot_step", b"snapshot_step", "step_seconds_ago", b"step_seconds_ago", "steps_lost", b"steps_lost"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__snapshot_seconds_ago: _TypeAlias = _typing.Literal["snapshot_seconds_ago"]  # noqa: Y015
+    _WhichOneofArgType__snapshot_seconds_ago: _TypeAlias = _typing.Literal["_snapshot_seconds_ago", b"_snapshot_seconds_ago"]  # noqa: Y015
+    _WhichOneofReturnType__snapshot_step: _TypeAlias = _typing.Literal["snapshot_step"]  # noqa: Y015
+    _WhichOneofArgType__snapshot_step: _TypeAlias = _typing.Literal["_snapshot_step", b"_snapshot_step"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__snapshot_seconds_ago) -> _WhichOneofReturnType__snapshot_seconds_ago | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__snapshot_step) -> _WhichOneofReturnType__snapshot_step | None: ...
+
+Global___JobEntry: _TypeAlias = JobEntry  # noqa: Y015
 
 @_typing.final
 class DescribeClusterRequest(_message.Message):

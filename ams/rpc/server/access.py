@@ -57,7 +57,7 @@ _LISTS: dict[str, dict[frozenset[str], str]] = {
         _READERS: "TakeIncarnation",
         _WRITERS: """CreateClusterTable DropClusterTable PublishClusterTables CheckCaller FenceJob TellJob
             LeaseStreams RenewStreams ReleaseStreams DescribeStreams DescribeHolders RestoreStreams TellEvent""",
-        _CLIENTS: "TellSteps LeaveSteps ReadRendezvous WriteRendezvous ReadEvents",
+        _CLIENTS: "TellSteps LeaveSteps ReadRendezvous WriteRendezvous ReadEvents DescribeJobs",
     },
     SHARD.name: {
         _ALL: "Ping",

@@ -26,7 +26,7 @@ _LISTS: dict[str, dict[str, str]] = {
         ANY: """DescribeCluster TakeIncarnation CheckCaller FenceJob TellJob LeaseStreams RenewStreams ReleaseStreams
             DescribeStreams DescribeHolders RestoreStreams TellSteps LeaveSteps ReadRendezvous
             WriteRendezvous""",
-        "read": "ReadEvents",
+        "read": "ReadEvents DescribeJobs",
         "create": "CreateClusterTable DropClusterTable",
         "snapshot": "PublishClusterTables TellEvent",
     },

@@ -17,6 +17,7 @@ from geartrain.cli.shared.options import ConfigFile, SchedulerAddress
 
 if TYPE_CHECKING:
     from geartrain.ams.rpc.carrier import SchedulerCarrier
+    from geartrain.ams.values.config import ClusterConfig
     from geartrain.ams.values.scheduler_messages import ClusterEvent, EventPage
 
 _ASK_SECONDS = 0.5
@@ -50,7 +51,7 @@ def events(
 
     carrier, _ = dial(config.server.scheduler, config.client, once=True)
     try:
-        since = max(0, _page(carrier, _NEWEST).last - _SHOWN) if since is None else since
+        since = _since_the_last(carrier, _SHOWN) if since is None else since
         for event in _followed(carrier, since) if follow else _all_since(carrier, since):
             print(json.dumps(fields_of(event)) if as_json else line_of(event), flush=True)
     except AttemptFailed as exc:
@@ -59,6 +60,25 @@ def events(
         pass
     finally:
         carrier.close()
+
+
+def newest_events(config: ClusterConfig, number: int) -> list[ClusterEvent]:
+    """So many. Raises SchedulerUnavailable, AccessDenied."""
+    from geartrain.ams.rpc.carrier import AttemptFailed
+    from geartrain.ams.rpc.client.dial import dial
+    from geartrain.ams.values.errors import SchedulerUnavailable
+
+    carrier, _ = dial(config.server.scheduler, config.client, once=True)
+    try:
+        return list(_all_since(carrier, _since_the_last(carrier, number)))
+    except AttemptFailed as exc:
+        raise SchedulerUnavailable(str(exc)) from None
+    finally:
+        carrier.close()
+
+
+def _since_the_last(carrier: SchedulerCarrier, number: int) -> int:
+    return max(0, _page(carrier, _NEWEST).last - number)
 
 
 def line_of(event: ClusterEvent) -> str:

@@ -6,24 +6,26 @@ import contextlib
 import dataclasses
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from geartrain.ams.values.config import CERTIFIED_ROLES, ClusterConfig, identify, identity, split_address
-from geartrain.ams.values.errors import ConfigError, GeartrainError
+from geartrain.ams.values.errors import AccessDenied, ConfigError, GeartrainError
 from geartrain.ams.values.rpc import Ping, Pong
 from geartrain.ams.values.text import counted, printable
 from geartrain.cli.cluster.table import why_incomplete
 from geartrain.cli.shared.clusters import settings
+from geartrain.cli.shared.consoles import print_table, table_console
 from geartrain.cli.shared.options import ConfigFile, GraphAddress, Json, SchedulerAddress
 from geartrain.launch.roles import ROLES, Report, load
 
 if TYPE_CHECKING:
     from geartrain.ams.client.cluster_status import ClusterStatus
     from geartrain.ams.values.gear_messages import GearState
+    from geartrain.ams.values.scheduler_messages import JobEntry
 
 _PING_SECONDS = 2.0
 
@@ -34,7 +36,7 @@ def status(
     graph: GraphAddress = None,
     as_json: Json = False,
 ) -> None:
-    """Show shards, tables and slow gears of a running cluster, and its graphs with --graph, each role with its
+    """Show shards, tables, jobs and slow gears of a running cluster, and its graphs with --graph, each role with its
     process, its version and since when it is up; exits with 1 if it is not ready."""
     config = settings(file, scheduler, graph)
     found = [load(role.report)(config) for role in ROLES.values() if role.report is not None]
@@ -85,17 +87,53 @@ def age(pong: Pong | None) -> str:
 
 def report_of_cluster(config: ClusterConfig) -> Report:
     """The scheduler, its servers and tables."""
-    from geartrain.ams.client.cluster_status import cluster_status
+    from geartrain.ams.client.cluster_status import cluster_status, scheduler_jobs
 
     address = config.server.scheduler
     found = cluster_status(address, config=config.client)
+    jobs: tuple[JobEntry, ...] = ()
+    with contextlib.suppress(AccessDenied):  # a token that may not read
+        jobs = scheduler_jobs(address, config=config.client)
+
+    def show(pongs: Mapping[str, Pong]) -> None:
+        _print_tables(found, address, pongs)
+        if jobs:
+            print_table(*job_rows(jobs))
+
     addresses = {shard.address: "server" for shard in found.shards if shard.address} | {address: "scheduler"}
     return Report(
         addresses=addresses,
-        facts=dataclasses.asdict(found),
-        show=lambda pongs: _print_tables(found, address, pongs),
+        facts=dataclasses.asdict(found) | {"jobs": [_job_facts(job) for job in jobs]},
+        show=show,
         ready=found.ready,
     )
+
+
+def _job_facts(job: JobEntry) -> dict[str, Any]:
+    facts = dataclasses.asdict(job)
+    return {"job": facts.pop("job"), **facts.pop("report"), **facts}
+
+
+def job_rows(jobs: Sequence[JobEntry]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Headers and rows of a table of jobs."""
+    headers = ("job", "state", "step", "steps/s", "loss", "step s ago", "snapshot of", "s ago", "every s", "failed")
+    return (*headers, "recoveries", "steps lost"), [
+        (
+            printable(job.job),
+            job.report.state,
+            f"{job.report.step:,}" + (f" of {job.report.last_step:,}" if job.report.last_step else ""),
+            f"{job.report.steps_per_second:.1f}",
+            "" if job.report.loss is None else f"{job.report.loss:.4f}",
+            f"{job.step_seconds_ago:.0f}",
+            "none" if job.snapshot_step is None else f"{job.snapshot_step:,}",
+            "" if job.snapshot_seconds_ago is None else f"{job.snapshot_seconds_ago:.0f}",
+            f"{job.report.snapshot_every_seconds:.0f}" if job.report.snapshot_every_seconds else "",
+            ", ".join(f"{number} {printable(reason)}" for reason, number in job.snapshot_failures.items()),
+            str(job.recoveries),
+            f"{job.steps_lost:,}",
+        )
+        for job in jobs
+    ]
 
 
 def report_of_gears(config: ClusterConfig) -> Report:
@@ -177,7 +215,6 @@ def health(
 
 def _print_tables(found: ClusterStatus, address: str, pongs: Mapping[str, Pong]) -> None:
     from geartrain.ams.client.scheduler_calls import remedy_for_absent
-    from geartrain.cli.shared.consoles import print_table, table_console
 
     console = table_console()
     up = sum(shard.state == "up" for shard in found.shards)

@@ -6,8 +6,12 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from rich.console import Console
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 _PIPED_WIDTH = 400
 
@@ -18,8 +22,8 @@ def table_console() -> Console:
     return Console() if breaks_at_window else Console(width=_PIPED_WIDTH)
 
 
-def print_table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Print a table; a long cell is folded where the window ends."""
+def table_of(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    """A table, of which a long cell is folded where the window ends."""
     from rich.table import Table
 
     table = Table()
@@ -27,7 +31,12 @@ def print_table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
         table.add_column(header, overflow="fold")
     for row in rows:
         table.add_row(*row)
-    table_console().print(table)
+    return table
+
+
+def print_table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Print a table."""
+    table_console().print(table_of(headers, rows))
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from geartrain.ams.rpc.client.dial import dial
 from geartrain.ams.values.config import ClientConfig
 from geartrain.ams.values.errors import InvalidArgument, SnapshotFailed
 from geartrain.ams.values.optimizers.registry import SGD
-from geartrain.ams.values.scheduler_messages import ClusterEvent, TellEvent
+from geartrain.ams.values.scheduler_messages import ClusterEvent, JobReport, TellEvent
 from tests.support.command_line import typed
 from tests.support.role_process import RoleProcess
 
@@ -132,3 +132,19 @@ def test_clients_tell_only_what_clients_do() -> None:
         carrier.call(TellEvent(event=ClusterEvent(kind="snapshot", text="whole", job="a"), key=2), 10)
         carrier.close()
         assert [event["kind"] for event in events_of(scheduler.address)] == ["scheduler", "snapshot"]
+
+
+def test_top_prints_shards_jobs_and_events_once_where_there_is_no_terminal() -> None:
+    with (
+        RoleProcess("scheduler", "--listen=127.0.0.1:0") as scheduler,
+        RoleProcess("server", f"--scheduler={scheduler.address}"),
+        connect(scheduler.address, config=PATIENT, stream="clicks/rank0") as cluster,
+    ):
+        watch = cluster.watch_leaves("clicks", lambda: JobReport(step=1_234, last_step=5_000, loss=0.25))
+        said = typed("top", f"--scheduler={scheduler.address}").stdout
+        assert watch is not None
+        watch.done()
+        kept = json.loads(typed("status", "--json", f"--scheduler={scheduler.address}").stdout)["jobs"]
+    for part in ("1 of 1 shards up", "clicks", "training", "1,234 of 5,000", "0.2500", "shard 0 joined"):
+        assert part in said, said
+    assert [(job["job"], job["state"], job["step"]) for job in kept] == [("clicks", "ended", 1_234)]

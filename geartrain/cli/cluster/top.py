@@ -1,0 +1,113 @@
+"""``geartrain top``: shards, jobs and the last events of a cluster, again and again."""
+
+from __future__ import annotations
+
+import select
+import sys
+import termios
+import time
+import tty
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any
+
+from geartrain.ams.values.errors import GeartrainError
+from geartrain.ams.values.text import printable
+from geartrain.cli.shared.clusters import settings
+from geartrain.cli.shared.options import ConfigFile, SchedulerAddress
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from geartrain.ams.client.cluster_status import ClusterStatus
+    from geartrain.ams.values.config import ClusterConfig
+
+_ASK_SECONDS = 1.0
+_SHOWN_EVENTS = 10
+
+
+def top(file: ConfigFile = None, scheduler: SchedulerAddress = None) -> None:
+    """Show shards with what they hold and write, jobs, and the last events, anew each second until q or Ctrl-C.
+
+    Where it is no terminal it is printed once.
+    """
+    config = settings(file, scheduler)
+    from rich.live import Live
+
+    from geartrain.cli.shared.consoles import table_console
+
+    console = table_console()
+    view = _View(config)
+    shown = view.now()
+    if not console.is_terminal:
+        console.print(shown)
+        return
+    screen = Live(shown, console=console, screen=True, auto_refresh=False)
+    with suppress(KeyboardInterrupt), _single_keys(), screen as live:
+        while not _asked_to_end():
+            try:
+                live.update(view.now(), refresh=True)
+            except GeartrainError as exc:  # it may come back
+                live.update(printable(f"{exc}; asked again until it answers (q ends)"), refresh=True)
+
+
+class _View:
+    """What is shown, with how much was written since the last time."""
+
+    def __init__(self, config: ClusterConfig) -> None:
+        self._config = config
+        self._before: tuple[float, dict[int, int]] = (0.0, {})
+
+    def now(self) -> RenderableType:
+        from rich.console import Group
+        from rich.text import Text
+
+        from geartrain.ams.client.cluster_status import cluster_status, scheduler_jobs
+        from geartrain.cli.cluster.events import line_of, newest_events
+        from geartrain.cli.cluster.status import job_rows
+        from geartrain.cli.shared.consoles import table_of
+
+        address, client = self._config.server.scheduler, self._config.client
+        found = cluster_status(address, config=client)
+        up = sum(shard.state == "up" for shard in found.shards)
+        parts: list[Any] = [f"{address}: {up} of {found.num_shards} shards up, cluster version {found.cluster_version}"]
+        headers = ("shard", "state", "address", "rows", "memory MiB", "writes/s", "beat s ago")
+        parts.append(table_of(headers, self._shards(found)))
+        if jobs := scheduler_jobs(address, config=client):
+            parts.append(table_of(*job_rows(jobs)))
+        newest = newest_events(self._config, _SHOWN_EVENTS)
+        parts += [Text(line_of(event), no_wrap=True, overflow="ellipsis") for event in newest]
+        return Group(*parts)
+
+    def _shards(self, found: ClusterStatus) -> Iterator[tuple[str, ...]]:
+        now, (at, before) = time.monotonic(), self._before
+        self._before = now, {shard.shard: shard.writes for shard in found.shards}
+        for shard in found.shards:
+            rate = (shard.writes - before[shard.shard]) / (now - at) if shard.shard in before else 0.0
+            age = "" if shard.state == "missing" else f"{shard.heartbeat_age_seconds:.1f}"
+            memory = f"{shard.memory_bytes / 2**20:.1f}"
+            where, rows = printable(shard.address), f"{shard.rows:,}"
+            yield str(shard.shard), shard.state, where, rows, memory, f"{max(0.0, rate):,.0f}", age
+
+
+@contextmanager
+def _single_keys() -> Iterator[None]:
+    """Keys come as they are typed, and are not shown."""
+    if not sys.stdin.isatty():
+        yield
+        return
+    before = termios.tcgetattr(sys.stdin)
+    tty.setcbreak(sys.stdin)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
+
+
+def _asked_to_end() -> bool:
+    """Wait for the next time; True: q was typed meanwhile."""
+    if not sys.stdin.isatty():
+        time.sleep(_ASK_SECONDS)
+        return False
+    typed, _, _ = select.select([sys.stdin], [], [], _ASK_SECONDS)
+    return bool(typed) and sys.stdin.read(1) in ("q", "Q", "")
