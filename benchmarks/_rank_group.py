@@ -122,8 +122,8 @@ def rank_group(
     with ExitStack() as ends:
         namespaces, addresses = [], ["127.0.0.1"] * num_ranks
         if bits_per_second is not None:
-            namespaces = _linked_namespaces(ends, num_ranks, bits_per_second)
-            addresses = [_address(rank) for rank in range(num_ranks)]
+            namespaces = linked_namespaces(ends, num_ranks, bits_per_second)
+            addresses = [address_of(rank) for rank in range(num_ranks)]
         environ = {
             **os.environ,
             "OMP_NUM_THREADS": str(threads),
@@ -134,7 +134,7 @@ def rank_group(
         environ |= {"GLOO_SOCKET_IFNAME": INTERFACE if namespaces else "lo", "TORCHELASTIC_USE_AGENT_STORE": "True"}
         ranks = []
         for rank in range(num_ranks):
-            prefix = [*_inside(namespaces[rank])] if namespaces else []
+            prefix = [*inside(namespaces[rank])] if namespaces else []
             own = {**environ, "RANK": str(rank), "LOCAL_RANK": str(rank)}
             ranks.append(ends.enter_context(_process([*prefix, sys.executable, __file__], own)))
         (port,) = _replies(ranks[:1])
@@ -157,8 +157,8 @@ def why_no_links() -> str:
     return f"network namespaces need root and a kernel with tbf: {said}" if done.returncode else ""
 
 
-def _linked_namespaces(ends: ExitStack, num_ranks: int, bits_per_second: float) -> list[int]:
-    """Ids of processes, each alone in a namespace whose interface leads to a bridge that all of them share."""
+def linked_namespaces(ends: ExitStack, num_ranks: int, bits_per_second: float) -> list[int]:
+    """Ids of processes, each alone in a namespace whose interface, at :func:`address_of`, leads to one bridge."""
     hub, *spokes = [ends.enter_context(_namespace()) for _ in range(num_ranks + 1)]
     _run_inside(hub, "ip link add bridge type bridge", "ip link set bridge up")
     limit = f"root tbf rate {round(bits_per_second)}bit burst {BURST_BYTES} latency {QUEUE_MILLISECONDS}ms"
@@ -173,7 +173,7 @@ def _linked_namespaces(ends: ExitStack, num_ranks: int, bits_per_second: float) 
         _run_inside(
             spoke,
             "ip link set lo up",
-            f"ip address add {_address(rank)}/16 dev {INTERFACE}",
+            f"ip address add {address_of(rank)}/16 dev {INTERFACE}",
             f"ip link set {INTERFACE} up",
             f"tc qdisc add dev {INTERFACE} {limit}",
         )
@@ -208,16 +208,18 @@ def _process(command: list[str], environ: dict[str, str]) -> Iterator[subprocess
             process.kill()
 
 
-def _inside(process: int) -> list[str]:
+def inside(process: int) -> list[str]:
+    """What a command begins with that is to run in the namespace of a process."""
     return ["nsenter", f"--target={process}", "--net"]
 
 
 def _run_inside(process: int, *commands: str) -> None:
     for command in commands:
-        subprocess.run([*_inside(process), *command.split()], check=True)
+        subprocess.run([*inside(process), *command.split()], check=True)
 
 
-def _address(rank: int) -> str:
+def address_of(rank: int) -> str:
+    """The host of a rank, or of another process in a namespace of its own."""
     return f"10.201.{rank // 250}.{rank % 250 + 1}"
 
 

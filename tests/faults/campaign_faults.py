@@ -10,6 +10,7 @@ from tests.faults import attacks, mutations
 from tests.faults.kills import ROLES, run_kill
 from tests.faults.scenarios import PLACES, run_scenario
 from tests.faults.stops import run_stop
+from tests.faults.strangers import strangers
 from tests.faults.two_jobs import run_two_jobs
 from tests.model.threads import run_threads
 
@@ -93,5 +94,6 @@ def all_faults() -> list[Fault]:
             timeout_seconds=600,
         ),
         Fault(name="threads", unit="rounds", target=5_000, share=0.1, run=counted(run_threads, rounds=200)),
+        Fault(name="strangers", unit="attacks", target=1_000_000, share=0.1, run=strangers, timeout_seconds=600),
         Fault(name="suite", unit="mutations", target=len(mutations.REMOVALS), share=0.05, run=suite),
     ]

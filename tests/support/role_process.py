@@ -9,25 +9,28 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Self
 
 
 class RoleProcess:
     """A role that has said that it is ready; a context that kills it. Its errors are kept for :meth:`communicate`."""
 
-    def __init__(self, *arguments: str, **environment: str) -> None:
-        """``arguments`` as typed after ``geartrain``; ``environment`` is added to that of this process."""
+    def __init__(self, *arguments: str, errors: Path | None = None, **environment: str) -> None:
+        """``arguments`` as typed after ``geartrain``; ``environment`` is added to that of this process. One that says
+        much says it to a file, ``errors``.
+        """
         self.process = subprocess.Popen(
             [sys.executable, "-m", "geartrain", *arguments],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stderr=subprocess.PIPE if errors is None else errors.open("a"),
             text=True,
             env={**os.environ, **environment},
         )
-        assert self.process.stdout is not None and self.process.stderr is not None
+        assert self.process.stdout is not None
         line = self.process.stdout.readline()
-        assert line, self.process.stderr.read()
+        assert line, errors.read_text() if errors else self.process.communicate()[1]
         self.facts: dict[str, Any] = json.loads(line)
 
     @property
