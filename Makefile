@@ -10,6 +10,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEV_STAMP := $(VENV)/.installed-dev
 EXAMPLES_STAMP := $(VENV)/.installed-examples
+KUBE_STAMP := $(VENV)/.installed-kube
 BUILD_FILES := $(wildcard ams/kernels/csrc/*/*) CMakeLists.txt pyproject.toml constraints.txt
 NAMES := ams bridge workers
 SOURCES := ams bridge workers geartrain scripts benchmarks examples tests
@@ -19,7 +20,7 @@ PIP := PIP_CONSTRAINT=$(CURDIR)/constraints.txt PIP_BUILD_CONSTRAINT=$(CURDIR)/c
 	PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip
 PIP_INSTALL := $(PIP) install $(PIP_ARGS)
 
-.PHONY: help quickstart install wheel wheel-check dev test processors sanitize docs campaign lint format size proto bench examples-check gpu-check kernels compose-check links clean
+.PHONY: help quickstart install wheel wheel-check dev test processors sanitize docs campaign lint format size proto bench examples-check gpu-check kernels compose-check kube-check manifests links clean
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
@@ -57,6 +58,10 @@ $(DEV_STAMP): $(BUILD_FILES) | $(BIN)/python
 
 $(EXAMPLES_STAMP): $(STAMP)
 	$(PIP_INSTALL) -e '.[examples]'
+	@touch $@
+
+$(KUBE_STAMP): $(DEV_STAMP)
+	$(PIP_INSTALL) -e '.[dev,kube,s3]'
 	@touch $@
 
 links:  ## git-ignored links that show ams/, bridge/, workers/ under their import names (for mypy and editors)
@@ -125,6 +130,13 @@ kernels: dev  ## kernels compiled for GPUs that are not here, beside scripts/ker
 
 compose-check:  ## docker-compose.yml for real: up, healthy, a training against it, down (COMPOSE="docker compose")
 	scripts/compose_check.sh
+
+kube-check: links $(KUBE_STAMP)  ## the manifests of Kubernetes against its schemas, and their pods run in network namespaces (root; helm, if it is there)
+	$(BIN)/python -m pytest --slow tests/integration/kubernetes $(PYTEST_ARGS)
+
+manifests:  ## deploy/kubernetes/*.yaml, rendered anew from the chart by helm
+	helm template geartrain deploy/helm/geartrain > deploy/kubernetes/cluster.yaml
+	helm template geartrain deploy/helm/geartrain -f deploy/kubernetes/everything.values.yaml > deploy/kubernetes/everything.yaml
 
 clean:  ## what was built; .venv, caches of rendered data and runs/ stay
 	rm -rf build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import grpc
 
-from geartrain.ams.rpc.tokens import token_file
+from geartrain.ams.rpc.tokens import others_may_read, token_file
 from geartrain.ams.values.config import CLIENT, identity, private_folder, token_path
 from geartrain.ams.values.errors import ConfigError
 
@@ -227,7 +227,7 @@ def _missing(path: Path, role: str) -> str:
 
 def _read(authorities: Path, own: Path, role: str) -> _Files:
     """Read the files of a role; raises ConfigError for what nobody would believe, and says what to do."""
-    if own.stat().st_mode & 0o077:
+    if others_may_read(own.stat()):
         raise ConfigError(f"{own} has a private key that others of this machine can read: chmod 600 {own}")
     # Not loaded where nobody has certificates.
     from cryptography import x509

@@ -15,6 +15,7 @@ import functools
 import hashlib
 import json
 import logging
+import os
 import re
 import threading
 import time
@@ -117,6 +118,15 @@ def public_keys(pem: bytes) -> tuple[Ed25519PublicKey, ...]:
     return tuple(keys)  # type: ignore[arg-type]
 
 
+def others_may_read(found: os.stat_result) -> bool:
+    """Whether users beside this one may read a file.
+
+    Kubernetes mounts a Secret as files of root that a group may read; who is not root and reads them is that group.
+    """
+    group = 0o040 if found.st_uid == 0 != os.geteuid() else 0
+    return bool(found.st_mode & 0o077 & ~group)
+
+
 class TokenFile:
     """The token of this process, read again when its file changes. Thread-safe."""
 
@@ -135,7 +145,7 @@ class TokenFile:
             try:
                 stat = self._path.stat()
                 if (stamp := (stat.st_ino, stat.st_mtime_ns)) != self._stamp:
-                    self._metadata = ((METADATA_KEY, SCHEME + self._read(stat.st_mode)),)
+                    self._metadata = ((METADATA_KEY, SCHEME + self._read(stat)),)
                     self._stamp = stamp
             except (OSError, ConfigError) as exc:
                 if not self._metadata:
@@ -150,8 +160,8 @@ class TokenFile:
                 logger.warning("goes on with the token that it has: %s", exc)
         return self._metadata
 
-    def _read(self, mode: int) -> str:
-        if mode & 0o077:
+    def _read(self, stat: os.stat_result) -> str:
+        if others_may_read(stat):
             raise ConfigError(f"{self._path} can be read by others of this machine: chmod 600 {self._path}")
         text = self._path.read_text(encoding="ascii", errors="replace").strip()
         if not text.startswith(TOKEN_PREFIX) or text.count(".") != 2 or len(text) > _MAX_BYTES:

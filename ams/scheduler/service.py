@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -22,7 +24,10 @@ from geartrain.ams.storage.kv.store import KeyValueStore, MemoryStore
 from geartrain.ams.values.config import SchedulerConfig
 from geartrain.ams.values.scheduler_messages import Revoked
 
+logger = logging.getLogger(__name__)
+
 _PULSES_PER_LEASE = 10
+_LOOK_SECONDS = 0.1
 
 # A change of tables waits for shards and for other changes, for minutes if it must. Heartbeats that waited behind such
 # calls would cost living shards their place.
@@ -46,6 +51,7 @@ class SchedulerServer:
         self._tables = CallThreads(_TABLE_THREADS, "tables")
         self._store: KeyValueStore | None = None
         self._events = EventLog()
+        self._scheduler: Scheduler | None = None
         self._stopping = threading.Event()
         self._ended = threading.Event()
         self.end_reason: str | None = None
@@ -73,7 +79,7 @@ class SchedulerServer:
         incarnations = Incarnations(store)
         streams = StreamLeases(store, self._config.stream_lease_seconds, incarnations=incarnations)
         steps = WorkerSteps(self._config.stream_lease_seconds)
-        scheduler = Scheduler(
+        scheduler = self._scheduler = Scheduler(
             self._config.num_shards,
             lambda address: GrpcCarrier(
                 address, max_message_bytes=self._config.max_message_bytes, connect_seconds=_CONNECT_SECONDS
@@ -123,7 +129,16 @@ class SchedulerServer:
         return self._ended.wait(timeout_seconds)
 
     def stop(self, grace_seconds: float = 5.0) -> None:
-        """Finish the calls under way and end. Idempotent."""
+        """Finish the calls under way and end. Idempotent.
+
+        Unless ``grace_seconds`` is 0, servers that end are waited for first: jobs save by it before they do.
+        """
+        if grace_seconds > 0 and self._scheduler is not None:
+            if leaving := self._scheduler.leaving_shards():
+                logger.info("waits for shards that are about to end: %s", ", ".join(map(str, leaving)))
+            while self._scheduler.leaving_shards():
+                time.sleep(_LOOK_SECONDS)
+        self._scheduler = None
         self._stopping.set()  # before the threads that pulses run on end
         if self._pulse is not None:
             self._pulse.join()

@@ -109,6 +109,16 @@ def identify(folder: str | None, role: str = CLIENT, token: str | None = None) -
     _token = token
 
 
+def identify_as_role(address: str) -> None:
+    """Let this process be a role whose certificate its folder has, where that has none of a client.
+
+    For what a role may ask, too: whether others serve, and of whom the cluster is made.
+    """
+    folder, role = identity(address)
+    if folder is not None and not (Path(folder) / f"{role}.pem").exists():
+        identify(folder, next((found for found in CERTIFIED_ROLES if (Path(folder) / f"{found}.pem").exists()), role))
+
+
 def token_path() -> str | None:
     """The file of the token of this process; None: it has none. Raises ConfigError."""
     return SecurityConfig(token=_token or os.environ.get(TOKEN_VARIABLE) or None).token

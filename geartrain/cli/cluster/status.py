@@ -7,12 +7,11 @@ import dataclasses
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from geartrain.ams.values.config import CERTIFIED_ROLES, ClusterConfig, identify, identity, split_address
+from geartrain.ams.values.config import ClusterConfig, identify_as_role, split_address
 from geartrain.ams.values.errors import AccessDenied, ConfigError, GeartrainError
 from geartrain.ams.values.rpc import Ping, Pong
 from geartrain.ams.values.text import counted, printable
@@ -39,6 +38,7 @@ def status(
     """Show shards, tables, jobs and slow gears of a running cluster, and its graphs with --graph, each role with its
     process, its version and since when it is up; exits with 1 if it is not ready."""
     config = settings(file, scheduler, graph)
+    identify_as_role(config.server.scheduler)
     found = [load(role.report)(config) for role in ROLES.values() if role.report is not None]
     reports: list[Report] = [report for report in found if report is not None]
     pongs = _pongs({address: role for report in reports for address, role in report.addresses.items()})
@@ -200,10 +200,7 @@ def health(
     split_address(address)
     if service not in ("", "ready", "shards", "complete", "restored"):
         raise ConfigError(f"--service is {service!r}; it must be ready, shards, complete or restored")
-    folder, role = identity(address)
-    # Where a role runs there may be its certificate alone, with which it may ask itself.
-    if folder is not None and not (Path(folder) / f"{role}.pem").exists():
-        identify(folder, next((found for found in CERTIFIED_ROLES if (Path(folder) / f"{found}.pem").exists()), role))
+    identify_as_role(address)
     reason = why_not_serving(address, timeout_seconds, service)
     facts = {"address": address, "serving": not reason} | ({"service": service} if service else {})
     what = f"{address}{f' ({service})' if service else ''}"

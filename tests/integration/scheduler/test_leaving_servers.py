@@ -55,3 +55,21 @@ def test_a_server_that_no_job_uses_ends_at_once_and_says_what_goes_with_it(
     cluster.servers[0].stop(5.0)
     why = "What is in no snapshot" if has_scheduler else "Jobs were not asked for a snapshot (scheduler at"
     assert f"shard 0 ends with its rows: 't' (7 rows). {why}" in caplog.text
+
+
+def test_a_scheduler_that_ends_with_its_servers_waits_for_them(
+    served: Callable[..., ServedCluster], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("geartrain.ams.client.leave_watch._TELL_SECONDS", 0.02)
+    cluster = served(1, leave_timeout_seconds=3.0)
+    with connect(cluster.address, stream="slow/rank0") as ours:
+        ours.create_table("t", dim=1, optimizer=SGD(1.0)).push(np.arange(7), np.ones((7, 1), np.float32))
+        watch = ours.watch_leaves("slow")
+        assert watch is not None
+        ending = threading.Thread(target=cluster.servers[0].stop, args=(5.0,))
+        ending.start()
+        while not watch.leaving:
+            assert ending.is_alive()
+        cluster.scheduler.stop(5.0)
+        ending.join()
+    assert "Not saved within 3 s: slow" in caplog.text

@@ -576,6 +576,18 @@ def test_a_role_that_others_reach_starts_under_a_folder(tmp_path: Path, monkeypa
     assert refused.returncode == 2 and "security.folder" in refused.stderr
 
 
+def test_health_is_asked_with_the_certificate_of_a_role_where_there_is_no_other(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    issue(folder, tmp_path, ["scheduler"])
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
+    identify(None)
+    with RoleProcess("scheduler", "--listen=127.0.0.1:0") as role:
+        assert typed("health", role.address).returncode == 0
+        status = json.loads(typed("status", f"--scheduler={role.address}", "--json").stdout)
+        assert [shard["state"] for shard in status["shards"]] == ["missing"]
+
+
 def test_on_one_machine_nobody_types_anything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Roles on loopback make a certificate of their user, which clients on loopback look for."""
     monkeypatch.setenv(FOLDER_VARIABLE, "")
