@@ -20,6 +20,7 @@ from dataclasses import astuple
 from datetime import datetime, timedelta
 from typing import Any
 
+import torch
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousConnectionError,
     RendezvousHandlerCreator,
@@ -27,19 +28,26 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousParameters,
     RendezvousStateError,
 )
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
-    DynamicRendezvousHandler,
-    RendezvousSettings,
-    RendezvousTimeout,
-    _BackendRendezvousStateHolder,
-    _NodeDesc,
-    _RendezvousState,
-)
 
 from geartrain.ams.client.jobs.rendezvous import RendezvousValues
 from geartrain.ams.values.errors import GeartrainError
-from geartrain.bridge.collectives.scheduler_store import VARIABLE, SchedulerStore
+from geartrain.bridge.collectives.scheduler_store import VARIABLE, SchedulerStore, ranks_key
 from geartrain.workers.loopback import BY_SCHEDULER
+
+try:
+    from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+        DynamicRendezvousHandler,
+        RendezvousSettings,
+        RendezvousTimeout,
+        _BackendRendezvousStateHolder,
+        _NodeDesc,
+        _RendezvousState,
+    )
+except ImportError as exc:  # part of it is private
+    raise ImportError(
+        f"torch {torch.__version__} has another rendezvous than those that 'torchrun --rdzv-backend geartrain' was "
+        f"tried with (torch 2.10 to 2.13; {exc}); install one of these, or let ranks of one machine meet by 'loopback'"
+    ) from exc
 
 logger = logging.getLogger(__name__)
 
@@ -66,17 +74,24 @@ class ByScheduler(DynamicRendezvousHandler):
         self._scheduler = parameters.endpoint
         values = RendezvousValues(parameters.endpoint, parameters.run_id)
         self._shared = SharedState(values, settings)
+        self._job_store = SchedulerStore(values)
         node = self._node_desc_generator.generate(parameters.local_addr)
-        super().__init__(node, settings, BY_SCHEDULER, SchedulerStore(values), self._shared)
+        super().__init__(node, settings, BY_SCHEDULER, self._job_store, self._shared)
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Meet the other agents; name a store for this start of the ranks, which inherit the variable."""
+        """Meet the other agents; name a store for this start of the ranks.
+
+        They find it by MASTER_PORT, which each start gives them: what forkserver starts has the variables of its first.
+        """
+        os.environ[VARIABLE] = f"{self._scheduler}/{self.get_run_id()}"
         meeting = super().next_rendezvous()
         if meeting.rank == 0:
-            meeting.store.set("ranks", secrets.token_hex(8))
+            assert meeting.bootstrap_store_info is not None
+            name = secrets.token_hex(8)
+            self._job_store.set(ranks_key(meeting.bootstrap_store_info.master_port), name)
+            meeting.store.set("ranks", name)
         name = f"{self.get_run_id()}/{meeting.store.get('ranks').decode()}"
         self._shared.keep(RendezvousValues(self._scheduler, name))
-        os.environ[VARIABLE] = f"{self._scheduler}/{name}"
         return meeting
 
     def num_nodes_waiting(self) -> int:

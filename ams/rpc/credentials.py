@@ -138,14 +138,18 @@ class Credentials:
             else _Channel(self._current, address, options, role, tuple if self._token is None else self._token.metadata)
         )
 
-    def open_port(self, server: grpc.Server, listen: str) -> int:
-        """Let ``server`` listen at ``"host:port"``; return the port, 0 if nobody can listen there."""
+    def open_port(self, server: grpc.Server, listen: str, begun: Callable[[], None] = lambda: None) -> int:
+        """Let ``server`` listen at ``"host:port"``; return the port, 0 if nobody can listen there.
+
+        ``begun`` is called as each handshake begins.
+        """
         if (files := self._current()) is None:
             return server.add_insecure_port(listen)
         shown = files
 
         def renewed() -> Any:  # None: as before
             nonlocal shown
+            begun()
             if (files := self._current()) is shown or files is None:
                 return None
             shown = files

@@ -16,7 +16,12 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from geartrain.ams.client.jobs.rendezvous import RendezvousValues
 
 VARIABLE = "GEARTRAIN_RANKS_STORE"
-"""``HOST:PORT/NAME``: the scheduler, and the name of the store there, another for each start of the ranks."""
+"""``HOST:PORT/JOB``: the scheduler, and the job of ``--rdzv-id``."""
+
+
+def ranks_key(master_port: int | str) -> str:
+    """Where the name of the store of one start of the ranks is, among the values of the job."""
+    return f"ranks/{master_port}"
 
 
 _store: Store | None = None
@@ -92,11 +97,14 @@ def init_process_group(backend: str | None = None, *, timeout: timedelta | None 
         SchedulerUnavailable: Nobody answers there.
         AccessDenied: The scheduler does not know this process by its certificate.
     """
-    scheduler, _, name = os.environ.get(VARIABLE, "").partition("/")
-    if not name:
+    scheduler, _, job = os.environ.get(VARIABLE, "").partition("/")
+    if not job:
         dist.init_process_group(backend, timeout=timeout)
         return
     rank, world_size = (int(os.environ[key]) for key in ("RANK", "WORLD_SIZE"))
+    job_store = SchedulerStore(RendezvousValues(scheduler, job))
+    name = f"{job}/{job_store.get(ranks_key(os.environ['MASTER_PORT'])).decode()}"
+    job_store.values.close()
     global _store
     store = _store = SchedulerStore(RendezvousValues(scheduler, name))
     dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world_size)

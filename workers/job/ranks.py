@@ -33,9 +33,8 @@ class JobRanks(Communicator):
         """What stands before ``geartrain`` in a command that starts as many; on each machine, if there are several."""
         if self.world_size == 1:
             return ""
-        scheduler, _, store = os.environ.get(VARIABLE, "").partition("/")
-        if store:
-            job, _, _ = store.rpartition("/")
+        scheduler, _, job = os.environ.get(VARIABLE, "").partition("/")
+        if job:
             nodes = -(-self.world_size // self.local_world_size)
             meeting = (
                 f"--rdzv-backend {BY_SCHEDULER} --rdzv-endpoint {scheduler} --rdzv-id {quote(job)} --nnodes {nodes} "

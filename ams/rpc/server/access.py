@@ -28,6 +28,7 @@ from geartrain.ams.rpc.server.rights import (
     AskedFreezes,
     asked,
 )
+from geartrain.ams.rpc.server.strangers import Strangers
 from geartrain.ams.rpc.services import GEAR, GRAPH, SCHEDULER, SHARD
 from geartrain.ams.rpc.tokens import ALL_TABLES, METADATA_KEY, RIGHTS, SCHEME, Token, Tokens
 from geartrain.ams.values.config import CERTIFIED_ROLES, CLIENT
@@ -96,8 +97,9 @@ _OF_A_SHARD = {method.path: method for _, method in SCHEDULER.items() if CALLERS
 class Access(grpc.ServerInterceptor):
     """Looks at the caller of every call of a server that has certificates, before anything of the call is done."""
 
-    def __init__(self, mine: Credentials, folder: str) -> None:
+    def __init__(self, mine: Credentials, folder: str, strangers: Strangers) -> None:
         self._mine, self._cluster = mine, mine.names[0].cluster
+        self._strangers = strangers
         self.tokens = _tokens(folder)
         self._freezes = AskedFreezes()
         self._guarded = functools.cache(self._guard)
@@ -133,6 +135,7 @@ class Access(grpc.ServerInterceptor):
     ) -> tuple[grpc.StatusCode | None, _core.Grant | None]:
         """How the call ends, if its caller may not make it; the rights of the connection for rows that it opens."""
         is_audited = False
+        self._strangers.called(context.peer())
         shown: Any = context.auth_context()
         pem, chain = shown["x509_pem_cert"][0], shown.get("x509_pem_cert_chain", (b"",))[0]
         certified, until = _certificate(pem)

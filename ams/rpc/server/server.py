@@ -19,6 +19,7 @@ from geartrain.ams.kernels.engine import Waiter
 from geartrain.ams.rpc.channel import WAITS_KEY, channel_options
 from geartrain.ams.rpc.credentials import Credentials
 from geartrain.ams.rpc.server.access import Access
+from geartrain.ams.rpc.server.strangers import Strangers
 from geartrain.ams.rpc.server.threads import CallThreads, message_is_here
 from geartrain.ams.rpc.server.waiting import BeginMethod, WaitingCalls
 from geartrain.ams.rpc.status import abort
@@ -51,7 +52,8 @@ class GrpcServer:
         self.calls = CallThreads(MAX_CONCURRENT_CALLS, "grpc")
         """Runs the methods that have no lane of their own."""
         mine = Credentials.mine(listen)
-        access = Access(mine, mine.folder) if mine.names and mine.folder else None
+        strangers = Strangers()
+        access = Access(mine, mine.folder, strangers) if mine.names and mine.folder else None
         self.tokens = None if access is None else access.tokens
         """Those that it believes; None: it has no certificates, and wants none."""
         watch: list[grpc.ServerInterceptor] = [] if access is None else [access]
@@ -59,7 +61,7 @@ class GrpcServer:
         self._waiting = WaitingCalls(self.calls)
         host, port = split_address(listen)
         try:
-            bound = mine.open_port(self._server, listen)
+            strangers.port = bound = mine.open_port(self._server, listen, strangers.begun)
         except RuntimeError as exc:
             raise ConfigError(_refusal(listen, host, port)) from exc
         if bound == 0:

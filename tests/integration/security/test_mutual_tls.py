@@ -29,6 +29,7 @@ from geartrain.ams.rpc.carrier import NotBelieved
 from geartrain.ams.rpc.client.calls import GrpcCalls
 from geartrain.ams.rpc.client.health import is_serving
 from geartrain.ams.rpc.credentials import CA_FILE, Credentials
+from geartrain.ams.rpc.server import strangers
 from geartrain.ams.rpc.server.access import CALLERS
 from geartrain.ams.rpc.server.server import GrpcServer
 from geartrain.ams.rpc.services import SCHEDULER
@@ -234,6 +235,43 @@ def test_who_does_not_show_who_it_is_is_not_left_connected(
                 pass
     finally:
         server.stop(0)
+
+
+def test_who_connects_and_makes_no_call_is_in_the_log_once_a_minute(
+    folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(strangers, "_LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(strangers, "_GONE_SECONDS", 0.2)
+    told = threading.Event()
+    monkeypatch.setattr(caplog.handler, "emit", lambda record, emit=caplog.handler.emit: (emit(record), told.set()))
+    caplog.set_level(logging.WARNING, strangers.__name__)
+    identify(str(folder), "scheduler")
+    server = GrpcServer("127.0.0.1:0", 1 << 20)
+    server.start()
+    server.ready()
+    try:
+        for _ in range(2):  # the second stranger is told of in the next minute
+            assert is_serving(server.address)
+            with opened(server.address, "scheduler", None) as plain:
+                assert outcome(plain, "/grpc.health.v1.Health/Check", False) is grpc.StatusCode.UNAVAILABLE
+            assert told.wait(20)
+        (record,) = caplog.records
+        assert re.search(
+            r"refused: connections to port \d+ from 127\.0\.0\.1 \(\d seen\) ended without", record.message
+        )
+    finally:
+        server.stop(0)
+
+
+def test_connections_are_named_as_grpc_names_them() -> None:
+    for family, host, name in (
+        (socket.AF_INET, "127.0.0.1", "ipv4:127.0.0.1"),
+        (socket.AF_INET6, "::1", "ipv6:%5B::1%5D"),
+    ):
+        with socket.create_server((host, 0), family=family) as listener:
+            port = listener.getsockname()[1]
+            with socket.create_connection((host, port)) as there:
+                assert strangers._connected(port) == {f"{name}:{there.getsockname()[1]}"}
 
 
 def test_a_client_believes_only_the_role_that_it_asks_for(

@@ -22,7 +22,7 @@ def test_a_command_to_go_on_starts_as_many_processes_on_each_machine() -> None:
 
 
 def test_a_command_to_go_on_lets_the_machines_meet_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIABLE, "10.0.0.1:7000/ads/3/0a1b2c3d4e5f6071")
+    monkeypatch.setenv(VARIABLE, "10.0.0.1:7000/ads/3")
     ranks = JobRanks(local_world_size=2)
     ranks.world_size = 8
     by_scheduler = "--rdzv-backend geartrain --rdzv-endpoint 10.0.0.1:7000 --rdzv-id ads/3 --nnodes 4"

@@ -1,0 +1,103 @@
+"""Who connects to a port under certificates and makes no call. gRPC tells nobody of a handshake that fails: so it is
+looked at who is connected whenever one begins, and told who has gone without a call."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+_LOOK_SECONDS = 1.0
+"""Between two looks, which cost some microseconds for each connection of the machine."""
+_GONE_SECONDS = 10.0
+"""What gRPC gives a handshake."""
+_WARN_SECONDS = 60.0
+_MOST_NAMED = 5
+_ESTABLISHED, _CLOSE_WAIT = "01", "08"
+
+
+class Strangers:
+    """Those of one port. Thread-safe."""
+
+    def __init__(self) -> None:
+        self.port = 0
+        """Once it is known."""
+        self._lock = threading.Lock()
+        self._look_at = self._warn_at = 0.0
+        self._seen: set[str] = set()
+        self._called: set[str] = set()
+        self._gone: Counter[str] = Counter()
+        self._timer: threading.Timer | None = None
+
+    def begun(self) -> None:
+        """A handshake begins; whose is not known."""
+        if (now := time.monotonic()) < self._look_at:
+            return
+        with self._lock:
+            self._look_at = now + _LOOK_SECONDS
+            self._look()
+            if self._timer is None:
+                self._tell_later()
+
+    def called(self, peer: str) -> None:
+        """A connection has got so far, as gRPC names its other end."""
+        self._called.add(peer)
+
+    def _look(self) -> None:
+        there = _connected(self.port)
+        called = self._called.copy()
+        for peer in self._seen - there - called:
+            self._gone[peer.partition(":")[2].rpartition(":")[0]] += 1
+        self._seen = there - called
+        self._called -= called - there
+
+    def _tell_later(self) -> None:
+        self._timer = threading.Timer(max(_GONE_SECONDS, self._warn_at - time.monotonic()), self._tell)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def _tell(self) -> None:
+        with self._lock:
+            self._look()
+            self._timer = None
+            if self._seen:
+                self._tell_later()
+            if not self._gone:
+                return
+            self._warn_at = time.monotonic() + _WARN_SECONDS
+            gone, self._gone = self._gone, Counter()
+        named = ", ".join(f"{host} ({count} seen)" for host, count in gone.most_common(_MOST_NAMED))
+        more = f" and {len(gone) - _MOST_NAMED} more" if len(gone) > _MOST_NAMED else ""
+        logger.warning(
+            "refused: connections to port %d from %s%s ended without a call: a process there shows no certificate, one "
+            "that ran out or is of another authority, or does not believe that of this role ('geartrain health' tells)",
+            self.port,
+            named,
+            more,
+        )
+
+
+def _connected(port: int) -> set[str]:
+    """The other ends of connections to a port of this machine, as gRPC names them; none where nobody can tell."""
+    found = set()
+    for table, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
+        try:
+            lines = Path(f"/proc/self/net/{table}").read_text(encoding="ascii").splitlines()[1:]
+        except OSError:
+            continue
+        for line in lines:
+            _, local, remote, state, *_ = line.split()
+            if state not in (_ESTABLISHED, _CLOSE_WAIT) or int(local.rpartition(":")[2], 16) != port:
+                continue
+            address, _, remote_port = remote.partition(":")
+            words = (bytes.fromhex(address[at : at + 8])[::-1] for at in range(0, len(address), 8))
+            host = socket.inet_ntop(family, b"".join(words))
+            if family == socket.AF_INET6:
+                host = host.removeprefix("::ffff:") if "." in host else f"%5B{host}%5D"
+            found.add(f"ipv{6 if '%' in host else 4}:{host}:{int(remote_port, 16)}")
+    return found
