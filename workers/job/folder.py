@@ -79,6 +79,11 @@ def read_run(folder: Path) -> Run:
         raise ConfigError(f"{path} cannot be read: {exc}") from exc
 
 
+def has_run(folder: Path) -> bool:
+    """Whether ``folder`` holds one, begun or ended."""
+    return (folder / _RUN).exists()
+
+
 def has_snapshot(run: Run) -> bool:
     """Whether there is something to go on from."""
     return bool(list_snapshots(run.snapshots))
@@ -89,7 +94,7 @@ def require_new_run(folder: Path) -> None:
     require_folder(folder, "--out")
     if not any((folder / name).exists() for name in (*_FOLDERS, *_FILES)):
         return
-    can_go_on = (folder / _RUN).exists() and has_snapshot(read_run(folder))
+    can_go_on = has_run(folder) and has_snapshot(read_run(folder))
     go_on = f"go on with it (--resume {folder}), " if can_go_on else ""
     raise ConfigError(
         f"{folder} already holds a run{'' if can_go_on else ' that took no snapshot'}; "
@@ -105,7 +110,7 @@ def find_run(out: Path, snapshots: str | None, *, allow_fallback: bool) -> Run |
     """
     require_folder(out, "--out")
     root = str(place(snapshots or out / "snapshots"))
-    if (out / _RUN).exists():
+    if has_run(out):
         run = read_run(out)
         if snapshots is not None and root != run.snapshots:
             raise ConfigError(f"the snapshots of the run in {out} are in {run.snapshots}, not in {root}; leave it out")

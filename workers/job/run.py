@@ -13,7 +13,15 @@ from geartrain.ams.values.errors import NonFinite, TrainingDiverged
 from geartrain.ams.values.scheduler_messages import JobCondition, JobReport
 from geartrain.ams.values.text import counted
 from geartrain.workers.atomic import write_json
-from geartrain.workers.job.folder import Run, put_aside, read_run, require_new_snapshots, write_run
+from geartrain.workers.job.folder import (
+    Run,
+    has_run,
+    has_snapshot,
+    put_aside,
+    read_run,
+    require_new_snapshots,
+    write_run,
+)
 from geartrain.workers.job.interruption import Interruption, Stopped
 from geartrain.workers.job.keys import as_json, write_recipe
 from geartrain.workers.job.live import LiveLine
@@ -153,9 +161,20 @@ class TrainingRun:
             require_new_snapshots(root)
         if options.overwrite and (aside := put_aside(out)) is not None:
             self._attempt.say(f"The run that was in {out} is now in {aside}")
+        self._drop_leftovers()
         out.mkdir(parents=True, exist_ok=True)
         job = self._trainer.progress.table
         write_run(out, Run(job=job, snapshots=root, launch=self._launch, began=time.time()))
+
+    def _drop_leftovers(self) -> None:
+        """Free the shards of the tables of a run of this folder that died before its first snapshot."""
+        cluster, out = self._attempt.cluster, self._options.out
+        if cluster is None or not self._options.continues or not has_run(out):
+            return
+        died = read_run(out)
+        for name in () if has_snapshot(died) else cluster.table_incarnations():
+            if name == died.job or name.startswith(f"{died.job}/"):
+                cluster.drop_table(name)
 
     def _note_stage(self, *, ended: bool) -> None:
         progress, out = self._trainer.progress, self._options.out

@@ -174,8 +174,10 @@ class JobSnapshots:
             parent = self._chain[-1] if 0 < len(self._chain) <= self._increments else None
             pending = self._rows.begin_snapshot(self._root, name, parent=parent, state=state)
         except (SnapshotError, TableNotFound, SchedulerUnavailable) as exc:
-            # Not found: a shard was restarted since the last push. The next push says so, and the job goes back.
-            self._tell(moment, exc)
+            # Not found: a shard was restarted since the last push, which the next push says, and the job goes back; or
+            # the scheduler was, and not every shard has told it of its tables.
+            lost = "a role was restarted, and the scheduler does not know the tables of this job (any more, or yet)"
+            self._tell(moment, SnapshotFailed(lost) if isinstance(exc, TableNotFound) else exc)
             return ()
         self._pending = pending, name, moment
         return leaving

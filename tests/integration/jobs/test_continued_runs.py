@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+import geartrain as gt
 from geartrain.ams.storage.snapshot.folder import list_snapshots
 from geartrain.ams.values.errors import ConfigError, NonFinite, RunHeld, TrainingDiverged
 from geartrain.cli.main import exit_code, main
@@ -62,7 +63,11 @@ def test_a_run_whose_folder_is_lost_goes_on_from_its_snapshots(
     assert (tmp_path / "run" / "report.json").exists()
 
 
-def test_a_run_that_died_before_its_first_snapshot_begins_again(ctr: list[str], tmp_path: Path) -> None:
+def test_a_run_that_died_before_its_first_snapshot_begins_again(
+    ctr: list[str], tmp_path: Path, served: Callable[..., ServedCluster]
+) -> None:
+    ctr += ["--scheduler", served(1).address]
+
     def die(*_: object) -> None:
         raise RuntimeError("before the first snapshot")
 
@@ -72,8 +77,11 @@ def test_a_run_that_died_before_its_first_snapshot_begins_again(ctr: list[str], 
             invoke(*ctr)
     assert (tmp_path / "run" / "run.json").exists()
     assert not list_snapshots(tmp_path / "run" / "snapshots")
-    code, said, _ = invoke(*ctr, "--continue")
-    assert code == 0, said
+    with gt.connect(ctr[-1]) as cluster:
+        assert cluster.table_incarnations()
+        code, said, _ = invoke(*ctr, "--continue")
+        assert code == 0, said
+        assert not cluster.table_incarnations()  # nor those of the one that died
 
 
 def test_of_two_that_begin_a_run_at_once_one_does_and_the_other_is_to_come_later(
