@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, Self
 
-from geartrain.ams.values.config import split_address
+from geartrain.ams.values.config import join_address, split_address
 from geartrain.ams.values.errors import ConfigError
 from geartrain.ams.values.rpc import version
 
@@ -147,8 +147,7 @@ class MetricsServer(socketserver.ThreadingTCPServer):
         self._port = port
         self._free = threading.BoundedSemaphore(_MAX_SCRAPES)
         super().__init__(bind_to[:2], handler)  # type: ignore[arg-type]
-        bound = self.socket.getsockname()[1]
-        self.address = f"[{host}]:{bound}" if ":" in host else f"{host}:{bound}"
+        self.address = join_address(host, self.socket.getsockname()[1])
         """host:port that it listens at."""
         self._thread = threading.Thread(target=self.serve_forever, name="metrics", daemon=True)
         self._thread.start()
@@ -189,6 +188,6 @@ class MetricsServer(socketserver.ThreadingTCPServer):
         """Say why a scrape failed: in the log, briefly if it was for the other end."""
         error = sys.exc_info()[1]
         if isinstance(error, OSError):
-            logger.debug("metrics: %s: %s", client_address[0], error)
+            logger.info("nobody was told metrics at %s: %s", client_address[0], error)
         else:
             logger.error("metrics could not be collected", exc_info=error)

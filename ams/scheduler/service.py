@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
+from geartrain.ams.observe.call_counts import call_metrics
 from geartrain.ams.observe.event_log import EventLog
+from geartrain.ams.observe.metrics import Metric
 from geartrain.ams.rpc.client.shard import GrpcCarrier
 from geartrain.ams.rpc.server.binding import bind
 from geartrain.ams.rpc.server.server import GrpcServer
@@ -123,6 +125,11 @@ class SchedulerServer:
             for pulse, queue in pulses.items():
                 if pulse not in last or last[pulse].done():
                     last[pulse] = queue.submit(pulse)
+
+    def metrics(self) -> Iterator[Metric]:
+        """What it counts."""
+        if (server := self._server) is not None:
+            yield from call_metrics(((), counted) for counted in server.counts.read())
 
     def wait(self, timeout_seconds: float | None = None) -> bool:
         """Block until stopped; False if the time ran out first."""

@@ -6,10 +6,12 @@ import logging
 import socket
 import threading
 import time
+from collections.abc import Iterator
 from types import MappingProxyType
 
 from geartrain.ams.kernels.engine import Lease, boot_seconds
 from geartrain.ams.observe import failpoints
+from geartrain.ams.observe.metrics import Metric
 from geartrain.ams.programs.hosted import HostedModels
 from geartrain.ams.rpc.carrier import AttemptFailed
 from geartrain.ams.rpc.client.scheduler import GrpcSchedulerCarrier
@@ -23,6 +25,7 @@ from geartrain.ams.server.machine import (
     memory_pool,
     threads_per_shard,
 )
+from geartrain.ams.server.metrics import ServedShard, server_metrics
 from geartrain.ams.server.service import ShardService
 from geartrain.ams.server.shard import Shard, new_incarnation
 from geartrain.ams.storage.snapshot.roots import SnapshotRoots
@@ -267,6 +270,16 @@ class ShardServer:
     def shards(self) -> list[int]:
         """The numbers of the shards held."""
         return [held.shard.shard for held in self._held if held.shard is not None]
+
+    def metrics(self) -> Iterator[Metric]:
+        """What its shards count."""
+        return server_metrics(
+            [
+                ServedShard(held.shard, held.server.counts, held.service.data_plane.num_connections)
+                for held in list(self._held)
+                if held.shard is not None
+            ]
+        )
 
     def wait(self, timeout_seconds: float | None = None) -> bool:
         """Block until the server has ended by itself or was stopped; False if the time ran out first."""

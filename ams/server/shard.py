@@ -57,6 +57,7 @@ from geartrain.ams.values.shard_messages import (
     Request,
     Restore,
     ShardState,
+    TableState,
     Thaw,
     UpdateHosted,
     WriteFrozen,
@@ -278,6 +279,11 @@ class Shard:
     def held_snapshots(self) -> tuple[str, ...]:
         """The ids of the snapshots that it holds a moment for. Any thread."""
         return self._freezes.snapshots
+
+    def counted_tables(self) -> list[tuple[TableState, int, dict[str, int]]]:
+        """See :meth:`ShardTables.counted`. Any thread that may wait for the turn."""
+        with self.engine.turn:
+            return self._tables.counted()
 
     def close(self) -> None:
         """Finish the requests that are queued, refuse those that come later, end the thread. Idempotent."""

@@ -178,6 +178,14 @@ class ShardTables:
             for table in self._tables.values()
         )
 
+    def counted(self) -> list[tuple[TableState, int, dict[str, int]]]:
+        """Every table as it is now, how many rows pushes and assigns made in it here, and its bytes by part."""
+        tables = self._tables.values()
+        return [
+            (state, table.rows.served.created, table.rows.memory_parts)
+            for state, table in zip(self.states(), tables, strict=True)
+        ]
+
     def not_found(self, name: str) -> GeartrainError:
         """The error for a name that has no table."""
         error: GeartrainError = self._engine.not_found(name)

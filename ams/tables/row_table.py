@@ -116,8 +116,16 @@ class RowTable:
         Of a dense table at most twice what its rows take, and 8 bytes for each of its ids. With the filter of its
         admission.
         """
+        return sum(self.memory_parts.values())
+
+    @property
+    def memory_parts(self) -> dict[str, int]:
+        """:attr:`memory_bytes` by what they are for: rows, their slots and lives, the index of ids, what snapshots hold
+        and know, and admission."""
         counted = self._store.refused()
-        return self._store.memory_bytes + (0 if counted is None else counted[3])
+        rows, slots, index, snapshots = self._store.memory_parts()
+        admission = 0 if counted is None else counted[3]
+        return {"rows": rows, "slots": slots, "index": index, "snapshots": snapshots, "admission": admission}
 
     @property
     def refused(self) -> Refused:

@@ -75,6 +75,11 @@ def split_address(address: str) -> tuple[str, int]:
     return host, int(port)
 
 
+def join_address(host: str, port: int) -> str:
+    """What :func:`split_address` splits."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def is_loopback(address: str) -> bool:
     """Return whether only this machine can reach ``"host:port"``."""
     host, _ = split_address(address)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import fields
 
@@ -15,6 +15,8 @@ from geartrain.ams.client.factory import connect
 from geartrain.ams.gear.client.status import describe_gears
 from geartrain.ams.gear.held_partitions import HeldPartitions, Ticker
 from geartrain.ams.gear.partitions import NUM_PARTITIONS, job_of
+from geartrain.ams.observe.call_counts import call_metrics
+from geartrain.ams.observe.metrics import Metric
 from geartrain.ams.rpc.client.gear import GrpcGearCarrier
 from geartrain.ams.rpc.client.revoked import RevokedWatch
 from geartrain.ams.rpc.server.binding import bind
@@ -76,6 +78,12 @@ class SlowGearRole:
         except BaseException:
             self.stop(0)
             raise
+
+    def metrics(self) -> Iterator[Metric]:
+        """What it and its port count."""
+        if (handler := self._handler) is not None and (server := self._server) is not None:
+            yield from handler.metrics()
+            yield from call_metrics(((), counted) for counted in server.counts.read())
 
     def wait(self, timeout_seconds: float | None = None) -> bool:
         """Block until stopped; False if the time ran out first."""

@@ -11,12 +11,12 @@ import queue
 import signal
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
 
 from geartrain.ams.observe import failpoints
-from geartrain.ams.values.config import ClusterConfig, split_address
+from geartrain.ams.values.config import ClusterConfig, join_address, split_address
 from geartrain.ams.values.errors import ConfigError, GeartrainError
 from geartrain.cli.shared import configuration
 from geartrain.launch.child import Child
@@ -60,6 +60,8 @@ class ClusterFacts:
     """Process id by role name."""
     more: dict[str, str]
     """host:port of every other role that was started, by its name."""
+    metrics: dict[str, str] = field(default_factory=dict)
+    """host:port where each role tells what it counts, by its name; of those that do."""
 
 
 class Launcher:
@@ -136,7 +138,10 @@ class Launcher:
         if told is None:
             return None
         more = {name: str(facts["address"]) for name, facts in zip(names, told, strict=True)}
-        return ClusterFacts(scheduler, shards, {child.name: child.pid for child in self._children}, more)
+        pids = {child.name: child.pid for child in self._children}
+        said = {child.name: child.facts for child in self._children if child.facts is not None}
+        metrics = {name: str(facts["metrics"]) for name, facts in said.items() if "metrics" in facts}
+        return ClusterFacts(scheduler, shards, pids, more, metrics)
 
     def wait(self, *, restart: bool = True) -> None:
         """Serve until told to end by SIGTERM or SIGINT; with ``restart`` start roles that die again where they were.
@@ -168,14 +173,16 @@ class Launcher:
     def _arguments_again(self, dead: Child) -> list[str]:
         """What the role was started with, but the ports that it had: others know it by them."""
         facts = self._facts[dead.name]
+        again = {}
+        if "metrics" in facts:
+            again["--metrics"] = str(facts["metrics"])
         if dead.name in self._listen:
             host, port = split_address(self._listen[dead.name])[0], split_address(str(facts["address"]))[1]
-            host = f"[{host}]" if ":" in host else host
-            return [*_without("--listen", dead.arguments), f"--listen={host}:{port}"]
-        if self._server.advertise is not None:
-            return list(dead.arguments)
-        ports = ",".join(str(split_address(str(address))[1]) for address in facts["addresses"])
-        return [*_without("--ports", dead.arguments), f"--ports={ports}"]
+            again["--listen"] = join_address(host, port)
+        elif self._server.advertise is None:
+            again["--ports"] = ",".join(str(split_address(str(address))[1]) for address in facts["addresses"])
+        kept = [argument for argument in dead.arguments if argument.partition("=")[0] not in again]
+        return [*kept, *(f"{flag}={value}" for flag, value in again.items())]
 
     def _spawn(self, name: str, *arguments: str) -> Child:
         child = self._child(name, arguments)
@@ -193,14 +200,13 @@ class Launcher:
         )
 
     def _spawn_server(self, index: int, scheduler: str) -> Child:
-        host, port = split_address(self._server.listen)
-        host = f"[{host}]" if ":" in host else host
+        places = {"--listen": self._server.listen, "--metrics": self._server.metrics}
         return self._spawn(
             f"server {index}",
             "server",
             f"--scheduler={scheduler}",
             f"--shard={index * self._server.shards}",
-            f"--listen={host}:{port + index if port else 0}",
+            *(f"{flag}={next_address(first, index)}" for flag, first in places.items() if first is not None),
         )
 
     def _await_ready(self, children: Sequence[Child], deadline: float) -> list[dict[str, Any]] | None:
@@ -233,8 +239,10 @@ class Launcher:
                 self._on_line(f"{child.name} | did not end within {seconds:g} s: killed")
 
 
-def _without(flag: str, arguments: Sequence[str]) -> list[str]:
-    return [argument for argument in arguments if not argument.startswith(f"{flag}=")]
+def next_address(first: str, index: int) -> str:
+    """``first`` with a port so much higher; port 0 stays: any free one."""
+    host, port = split_address(first)
+    return join_address(host, port and port + index)
 
 
 def _failure(child: Child, what: str) -> ChildFailed:

@@ -21,7 +21,7 @@ ROOMS_BELOW: dict[str, tuple[str, ...]] = {
     "storage": ("values", "kernels", "observe"),
     "tables": ("values", "kernels"),
     "programs": ("values", "kernels"),
-    "rpc": ("values", "kernels", "pb"),
+    "rpc": ("values", "kernels", "observe", "pb"),
     "server": ("values", "kernels", "observe", "storage", "tables", "programs", "rpc", "pb"),
     "scheduler": ("values", "kernels", "observe", "storage", "rpc", "pb"),
     "graph": ("values", "kernels", "observe", "storage", "rpc", "pb"),

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from geartrain.ams.gear.held_partitions import HeldPartitions
+from geartrain.ams.observe.metrics import Metric
 from geartrain.ams.rpc.carrier import AttemptFailed
 from geartrain.ams.rpc.client.gear import GrpcGearCarrier
 from geartrain.ams.rpc.codec.gear import require_distinct
@@ -189,6 +190,35 @@ class SlowGearHandler:
             taken_over=tuple(sorted(self._taken_over)),
             gradients_per_id=self._gradients_per_id,
         )
+
+    def metrics(self) -> Iterator[Metric]:
+        """What :meth:`describe` says, in numbers."""
+        state = self.describe(())
+        of = state.account
+        waiting = {"batch": of.waiting, "backward": of.due}
+        ended = {
+            "applied": of.applied,
+            "stale": of.dropped_stale,
+            "failed": of.dropped_failed,
+            "non_finite": of.non_finite,
+            "lost": of.lost,
+        }
+        hits, misses = "Features that were in the store.", "Features that were computed."
+        yield Metric("cache_hits_total", "counter", hits, ("cache",), [((self.name,), state.cache_hits)])
+        yield Metric("cache_misses_total", "counter", misses, ("cache",), [((self.name,), state.cache_misses)])
+        due, became = "Gradients that wait for others, or for their pass.", "Gradients, by what became of them."
+        yield Metric("gear_gradients_waiting", "gauge", due, ("gear", "for"), self._by(waiting))
+        yield Metric("gear_gradients_total", "counter", became, ("gear", "outcome"), self._by(ended))
+        for name, text, number in (
+            ("gear_queued_ids", "Ids whose features wait to be computed.", state.queued_ids),
+            ("gear_partitions", "Partitions of ids that it holds.", len(state.partitions)),
+            ("gear_dense_version", "Updates that its module has had.", state.dense_version),
+            ("gear_failing", "1 if it does not apply what is due; its log says why.", int(bool(state.error))),
+        ):
+            yield Metric(name, "gauge", text, ("gear",), [((self.name,), number)])
+
+    def _by(self, values: Mapping[str, int]) -> list[tuple[tuple[str, str], int]]:
+        return [((self.name, key), value) for key, value in values.items()]
 
     def _take_over(self, left: HandOver, _: Call) -> None:
         """Answer from now on for what became of the gradients of a slow gear that leaves. Idempotent."""

@@ -12,6 +12,7 @@ import logging
 import shutil
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
@@ -27,6 +28,8 @@ from geartrain.ams.graph.building.rows import TableRows
 from geartrain.ams.graph.client.calls import OnBuilding
 from geartrain.ams.graph.service.snapshot_graphs import read_graph, write_graph
 from geartrain.ams.graph.service.store import GraphStore, RowsVersion, graph_sizes
+from geartrain.ams.observe.call_counts import WELL
+from geartrain.ams.observe.metrics import Metric
 from geartrain.ams.storage.snapshot.folder import open_snapshot
 from geartrain.ams.storage.snapshot.manifest import FileEntry
 from geartrain.ams.storage.snapshot.store import place
@@ -93,6 +96,8 @@ class Graphs:
         self._turn = threading.Lock()
         self._loaded: dict[str, tuple[NeighbourTable, RowsVersion]] = {}
         self._running: dict[str, Build] = {}
+        self._ended: Counter[tuple[str, str]] = Counter()
+        """How many builds have ended, by their table and how."""
         self._is_closed = False
 
     def begin(self, table: str, k: int, *, step: int = 0) -> Build:
@@ -176,6 +181,26 @@ class Graphs:
             building = tuple(build.state() for build in self._running.values())
         return GraphsState(graphs=tuple(graphs), building=building)
 
+    def metrics(self) -> Iterator[Metric]:
+        """What is counted of builds, and of the graphs that are in memory."""
+        with self._lock:
+            ended, building = dict(self._ended), [build.state() for build in self._running.values()]
+        graphs = [_info(*loaded) for loaded in list(self._loaded.values())]
+        yield Metric("graph_builds_total", "counter", "Builds, by how they ended.", ("table", "code"), ended.items())
+        pairs = [
+            ((build.table, kind), number)
+            for build in building
+            for kind, number in (("done", build.done_pairs), ("all", build.total_pairs))
+        ]
+        yield Metric("graph_build_pairs", "gauge", "Pairs of rows of a build under way.", ("table", "of"), pairs)
+        for name, text, field in (
+            ("graph_version", "Counts the graphs of a table.", "version"),
+            ("graph_built_timestamp_seconds", "When its graph was built.", "built_unix_seconds"),
+            ("graph_classes", "Classes in its graph.", "num_classes"),
+            ("graph_bytes", "Memory of its graph.", "whole_bytes"),
+        ):
+            yield Metric(name, "gauge", text, ("table",), [((info.table,), getattr(info, field)) for info in graphs])
+
     def load(self, table: str) -> tuple[NeighbourTable, GraphInfo]:
         graph, rows = self._find(table)
         return graph, _info(graph, rows)
@@ -236,6 +261,7 @@ class Graphs:
         with self._lock:
             if self._running.get(build.table) is build:
                 del self._running[build.table]
+            self._ended[build.table, type(outcome).__name__ if isinstance(outcome, BaseException) else WELL] += 1
         if isinstance(outcome, BaseException):
             logger.warning("table %r: the graph was not built: %s", build.table, outcome)
             build.result.set_exception(outcome)

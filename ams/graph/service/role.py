@@ -13,6 +13,8 @@ import grpc
 
 from geartrain.ams.graph.service.graphs import PROGRESS_SECONDS, Graphs, RowCluster
 from geartrain.ams.graph.service.store import GraphStore
+from geartrain.ams.observe.call_counts import call_metrics
+from geartrain.ams.observe.metrics import Metric
 from geartrain.ams.rpc.client.graph import download_chunks
 from geartrain.ams.rpc.client.revoked import RevokedWatch
 from geartrain.ams.rpc.ping import PingHandler
@@ -150,6 +152,12 @@ class GraphServer:
         self._server.start()
         self._server.ready()
         return self._server.address
+
+    def metrics(self) -> Iterator[Metric]:
+        """What its graphs and its port count."""
+        if (graphs := self._graphs) is not None and (server := self._server) is not None:
+            yield from graphs.metrics()
+            yield from call_metrics(((), counted) for counted in server.counts.read())
 
     def wait(self, timeout_seconds: float | None = None) -> bool:
         """Block until stopped; False if the time ran out first."""

@@ -17,6 +17,7 @@ from typing import Any
 import grpc
 
 from geartrain.ams.kernels import _core
+from geartrain.ams.observe.call_counts import CallCounts
 from geartrain.ams.rpc.credentials import ANY_NUMBER, Credentials, Name, names_of
 from geartrain.ams.rpc.server.rights import (
     ANY,
@@ -32,7 +33,7 @@ from geartrain.ams.rpc.server.strangers import Strangers
 from geartrain.ams.rpc.services import GEAR, GRAPH, SCHEDULER, SHARD
 from geartrain.ams.rpc.tokens import ALL_TABLES, METADATA_KEY, RIGHTS, SCHEME, Token, Tokens
 from geartrain.ams.values.config import CERTIFIED_ROLES, CLIENT
-from geartrain.ams.values.errors import GeartrainError
+from geartrain.ams.values.errors import AccessDenied, GeartrainError
 
 logger = logging.getLogger(__name__)
 auditor = logging.getLogger("geartrain.audit")
@@ -97,9 +98,10 @@ _OF_A_SHARD = {method.path: method for _, method in SCHEDULER.items() if CALLERS
 class Access(grpc.ServerInterceptor):
     """Looks at the caller of every call of a server that has certificates, before anything of the call is done."""
 
-    def __init__(self, mine: Credentials, folder: str, strangers: Strangers) -> None:
+    def __init__(self, mine: Credentials, folder: str, strangers: Strangers, counts: CallCounts) -> None:
+        """What is refused is counted in ``counts``, as all else is where it is answered."""
         self._mine, self._cluster = mine, mine.names[0].cluster
-        self._strangers = strangers
+        self._strangers, self._counts = strangers, counts
         self.tokens = _tokens(folder)
         self._freezes = AskedFreezes()
         self._guarded = functools.cache(self._guard)
@@ -118,6 +120,7 @@ class Access(grpc.ServerInterceptor):
         def answer(request: Any, context: grpc.ServicerContext, *more: Any) -> Any:
             code, grant = self._looked_at(path, request, context)
             if code is not None:
+                self._counts.add(path.rpartition("/")[2], AccessDenied.__name__, 0.0, 0, 0)
                 context.abort(code, "")
             if grant is None:
                 return behaviour(request, context, *more)

@@ -6,8 +6,10 @@ import errno
 import functools
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
@@ -16,6 +18,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from geartrain.ams.kernels.engine import Waiter
+from geartrain.ams.observe.call_counts import ENDED_EARLY, WELL, CallCounts
 from geartrain.ams.rpc.channel import WAITS_KEY, channel_options
 from geartrain.ams.rpc.credentials import Credentials
 from geartrain.ams.rpc.server.access import Access
@@ -23,7 +26,7 @@ from geartrain.ams.rpc.server.strangers import Strangers
 from geartrain.ams.rpc.server.threads import CallThreads, message_is_here
 from geartrain.ams.rpc.server.waiting import BeginMethod, WaitingCalls
 from geartrain.ams.rpc.status import abort
-from geartrain.ams.values.config import split_address
+from geartrain.ams.values.config import join_address, split_address
 from geartrain.ams.values.errors import ConfigError, GeartrainError, InternalError, ShardUnavailable
 
 R = TypeVar("R")
@@ -52,13 +55,15 @@ class GrpcServer:
         self.calls = CallThreads(MAX_CONCURRENT_CALLS, "grpc")
         """Runs the methods that have no lane of their own."""
         mine = Credentials.mine(listen)
+        self.counts = CallCounts()
+        """Of the calls of its services."""
         strangers = Strangers()
-        access = Access(mine, mine.folder, strangers) if mine.names and mine.folder else None
+        access = Access(mine, mine.folder, strangers, self.counts) if mine.names and mine.folder else None
         self.tokens = None if access is None else access.tokens
         """Those that it believes; None: it has no certificates, and wants none."""
         watch: list[grpc.ServerInterceptor] = [] if access is None else [access]
         self._server = grpc.server(self.calls, interceptors=watch, options=channel_options(max_message_bytes))
-        self._waiting = WaitingCalls(self.calls)
+        self._waiting = WaitingCalls(self.calls, self.counts)
         host, port = split_address(listen)
         try:
             strangers.port = bound = mine.open_port(self._server, listen, strangers.begun)
@@ -66,7 +71,7 @@ class GrpcServer:
             raise ConfigError(_refusal(listen, host, port)) from exc
         if bound == 0:
             raise ConfigError(_refusal(listen, host, port))
-        self.address = f"[{host}]:{bound}" if ":" in host else f"{host}:{bound}"
+        self.address = join_address(host, bound)
         self._health = health.HealthServicer()
         self._health_lane = CallThreads(_HEALTH_THREADS, "grpc-health")
         # A server whose threads all wait is busy, not dead.
@@ -86,20 +91,58 @@ class GrpcServer:
         """
         service, methods, streams = bound
         handlers: dict[str, Any] = {
-            name: grpc.unary_unary_rpc_method_handler(_on_lane(_typed(method), lanes.get(name)))
+            name: grpc.unary_unary_rpc_method_handler(_on_lane(self._typed(name, method), lanes.get(name)))
             for name, method in methods.items()
         }
         handlers |= {
-            name: grpc.unary_stream_rpc_method_handler(_typed_stream(stream)) for name, stream in streams.items()
+            name: grpc.unary_stream_rpc_method_handler(self._typed_stream(name, stream))
+            for name, stream in streams.items()
         }
         # The first one that knows a call serves it.
         waiting_handlers = _WhereCallersWait(
-            service, {name: self._waiting.handler(begin) for name, begin in waiting.items()}
+            service, {name: self._waiting.handler(name, begin) for name, begin in waiting.items()}
         )
         whole = grpc.method_handlers_generic_handler(service, handlers)
         self._server.add_generic_rpc_handlers((waiting_handlers, whole) if waiting else (whole,))
         self._services.append(service)
         self._health.set(service, health_pb2.HealthCheckResponse.NOT_SERVING)
+
+    def _typed(self, name: str, method: BytesMethod) -> BytesMethod:
+        def answer(data: bytes, servicer_context: grpc.ServicerContext) -> bytes:
+            with self._answering(name, data, servicer_context) as sent:
+                reply = method(data, servicer_context)
+                sent.append(len(reply))
+                return reply
+
+        return answer
+
+    def _typed_stream(self, name: str, stream: BytesStream) -> BytesStream:
+        def answer(data: bytes, servicer_context: grpc.ServicerContext) -> Iterator[bytes]:
+            with self._answering(name, data, servicer_context) as sent:
+                for reply in stream(data, servicer_context):
+                    sent.append(len(reply))
+                    yield reply
+
+        return answer
+
+    @contextmanager
+    def _answering(self, name: str, data: bytes, servicer_context: grpc.ServicerContext) -> Iterator[list[int]]:
+        """Counts a call, which notes the bytes that it sends, and lets its caller know the error that it ends with."""
+        message_is_here()
+        began = time.perf_counter()
+        code = ENDED_EARLY
+        sent: list[int] = []
+        try:
+            yield sent
+            code = WELL
+        except GeartrainError as error:
+            code = type(error).__name__
+            abort(servicer_context, error)
+        except MemoryError as error:
+            code = InternalError.__name__
+            abort(servicer_context, InternalError(f"out of memory: {error}"))
+        finally:
+            self.counts.add(name, code, time.perf_counter() - began, len(data), sum(sent))
 
     def start(self) -> None:
         """Accept calls. Health says NOT_SERVING until :meth:`ready`."""
@@ -198,30 +241,4 @@ def _on_lane(method: Callable[..., Any], lane: ThreadPoolExecutor | None) -> Cal
         return method(request, servicer_context)
 
     answer.experimental_thread_pool = lane  # type: ignore[attr-defined]
-    return answer
-
-
-def _typed(method: BytesMethod) -> BytesMethod:
-    def answer(data: bytes, servicer_context: grpc.ServicerContext) -> bytes:
-        message_is_here()
-        try:
-            return method(data, servicer_context)
-        except GeartrainError as error:
-            abort(servicer_context, error)
-        except MemoryError as error:
-            abort(servicer_context, InternalError(f"out of memory: {error}"))
-
-    return answer
-
-
-def _typed_stream(stream: BytesStream) -> BytesStream:
-    def answer(data: bytes, servicer_context: grpc.ServicerContext) -> Iterator[bytes]:
-        message_is_here()
-        try:
-            yield from stream(data, servicer_context)
-        except GeartrainError as error:
-            abort(servicer_context, error)
-        except MemoryError as error:
-            abort(servicer_context, InternalError(f"out of memory: {error}"))
-
     return answer

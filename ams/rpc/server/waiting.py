@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import grpc
 
+from geartrain.ams.observe.call_counts import WELL, CallCounts
 from geartrain.ams.rpc.server.threads import message_is_here
 from geartrain.ams.rpc.status import status_of
 from geartrain.ams.values.errors import GeartrainError, InternalError, StepPending
@@ -50,21 +51,27 @@ Send = Callable[[bytes | None], None]
 class WaitingCalls:
     """The calls of one server that wait without a thread. Thread-safe."""
 
-    def __init__(self, pool: ThreadPoolExecutor) -> None:
+    def __init__(self, pool: ThreadPoolExecutor, counts: CallCounts) -> None:
         """Replies are sent by ``pool``: who has them ready must not wait for the network."""
         self._pool = pool
+        self._counts = counts
         self._changed = threading.Condition()
         self._waiting: dict[_Call, float] = {}
         """Until when, of those that are to be told before their deadline."""
         self._thread: threading.Thread | None = None
         self._is_closed = False
 
-    def handler(self, begin: BeginMethod) -> grpc.RpcMethodHandler[Any, Any]:
+    def handler(self, name: str, begin: BeginMethod) -> grpc.RpcMethodHandler[Any, Any]:
         """Return what serves a method that ``begin`` begins."""
 
         def answer(data: bytes, servicer_context: grpc.ServicerContext, send: Send) -> None:
             message_is_here()
-            call = _Call(servicer_context, send)
+            began = time.perf_counter()
+
+            def count(code: str, bytes_out: int) -> None:
+                self._counts.add(name, code, time.perf_counter() - began, len(data), bytes_out)
+
+            call = _Call(servicer_context, send, count)
             try:
                 begun = begin(data, servicer_context)
             except GeartrainError as error:
@@ -144,9 +151,10 @@ class WaitingCalls:
 class _Call:
     """A call that is answered once."""
 
-    def __init__(self, servicer_context: grpc.ServicerContext, send: Send) -> None:
+    def __init__(self, servicer_context: grpc.ServicerContext, send: Send, count: Callable[[str, int], None]) -> None:
         self.servicer_context = servicer_context
         self._send = send
+        self._count = count
         self._first = threading.Lock()
 
     def finish(self, begun: Begun) -> None:
@@ -164,6 +172,7 @@ class _Call:
             if self._first.acquire(blocking=False):
                 self._send(data)
                 self._send(None)
+                self._count(WELL, len(data))
 
     def fail(self, error: GeartrainError) -> None:
         """End it with an error."""
@@ -174,3 +183,4 @@ class _Call:
         self.servicer_context.set_code(status.code)
         self.servicer_context.set_details(status.details)
         self._send(None)
+        self._count(type(error).__name__, 0)

@@ -19,7 +19,7 @@ from geartrain.cli.shared import configuration
 from geartrain.cli.shared.options import ConfigFile, Insecure, Json, RunMode, SecurityFolder
 from geartrain.launch.certificates import make_private_folder
 from geartrain.launch.roles import ROLES
-from geartrain.launch.up import ClusterFacts, Launcher
+from geartrain.launch.up import ClusterFacts, Launcher, next_address
 
 
 def up(
@@ -33,6 +33,10 @@ def up(
     data_port: Annotated[
         int | None,
         typer.Option("--data-port", help="Port for rows of the first shard; each further one takes the next."),
+    ] = None,
+    metrics: Annotated[
+        str | None,
+        typer.Option(help="host:port where the scheduler tells Prometheus what it counts; each further role the next."),
     ] = None,
     restart: Annotated[
         bool, typer.Option("--restart/--no-restart", help="Start a role that dies again, or end the cluster.")
@@ -66,6 +70,11 @@ def up(
         "security", prefix="security-", folder=security_folder and str(Path(security_folder).absolute())
     )
     config = configuration.load(file, given)
+    if metrics is not None:
+        firsts = {"scheduler": 0, "server": 1} | {name: 1 + config.num_servers + i for i, name in enumerate(wanted)}
+        for name, first in firsts.items():
+            given += configuration.flags(name, metrics=next_address(metrics, first))
+        config = configuration.load(file, given)
     if is_loopback(config.scheduler.listen) and not config.scheduler.insecure:
         make_private_folder()  # once, rather than by every child
     failpoints.require_allowed(config.mode)  # here once, rather than by every child
@@ -81,6 +90,7 @@ def up(
                 "shards": facts.shards,
                 "pids": facts.pids,
                 **more,
+                "metrics": facts.metrics,
             }
             print(json.dumps(told), flush=True)
         else:
@@ -119,7 +129,8 @@ def _ready_line(facts: ClusterFacts) -> str:
     scheduler = pids.pop("scheduler")
     more = [f" · {ROLES[name].title} {address} (pid {pids.pop(name)})" for name, address in facts.more.items()]
     shards = f"{counted(len(facts.shards), 'shard')} (pid {', '.join(map(str, pids.values()))})"
-    return f"ready: scheduler {facts.scheduler} (pid {scheduler}) · {shards}{''.join(more)}"
+    metrics = f" · metrics at {', '.join(facts.metrics.values())}" if facts.metrics else ""
+    return f"ready: scheduler {facts.scheduler} (pid {scheduler}) · {shards}{''.join(more)}{metrics}"
 
 
 def _print_log_line(line: str) -> None:

@@ -224,6 +224,22 @@ void update_jointly(Engine& engine, nb::handle context, nb::object update, nb::o
                         });
 }
 
+// [(carrier, RPC, how many took at most each bound, seconds, bytes in, bytes out, {fault: how many})]
+nb::list call_counts(Engine& engine) {
+  constexpr const char* kCarriers[] = {"ring", "tcp"};
+  constexpr const char* kKinds[] = {"Pull", "Push", "Assign", "Several", "Unread"};
+  nb::list all;
+  for (const CallCounters::Counted& each : engine.counters().read()) {
+    nb::list by_seconds;
+    for (const int64_t count : each.by_seconds) by_seconds.append(count);
+    nb::dict faults;
+    for (const auto& [name, count] : each.faults) faults[name.c_str()] = count;
+    all.append(nb::make_tuple(kCarriers[static_cast<size_t>(each.carrier)], kKinds[static_cast<size_t>(each.kind)], by_seconds,
+                              each.seconds, each.bytes_in, each.bytes_out, faults));
+  }
+  return all;
+}
+
 // Never away: one thread may have several places, and waits for them in their order.
 void wait(Turn::Place& place) {
   const WithoutInterpreter release;
@@ -259,6 +275,7 @@ void bind_engine(nb::module_& m) {
       .def_rw("torn", &ServedTable::torn)
       .def_rw("writes", &ServedTable::writes)
       .def_rw("writes_before", &ServedTable::writes_before)
+      .def_ro("created", &ServedTable::created)
       .def_rw("expiry_step", &ServedTable::expiry_step)
       .def_rw("expiry_seconds", &ServedTable::expiry_seconds)
       .def_prop_ro("is_expiry_due", &ServedTable::is_expiry_due)
@@ -283,6 +300,8 @@ void bind_engine(nb::module_& m) {
       .def_prop_rw(
           "cluster_version", [](Engine& engine) { return engine.cluster_version().load(); },
           [](Engine& engine, int64_t version) { engine.cluster_version() = version; })
+      .def("call_counts", &call_counts)
+      .def_prop_ro("busy_seconds", [](Engine& engine) { return engine.counters().busy_seconds(); })
       .def("check_fence", &Engine::check_fence, nb::arg("shard_incarnation"), nb::arg("cluster_version"))
       .def("pull", &pull, nb::arg("shard_incarnation"), nb::arg("cluster_version"), nb::arg("table_incarnation"),
            nb::arg("table"), nb::arg("ids").noconvert(), nb::arg("out").noconvert(), nb::arg("dtype_code"),
@@ -311,6 +330,10 @@ void bind_engine(nb::module_& m) {
       .def("remove_table", &Engine::remove_table, nb::arg("name"))
       .def("not_found", [](const Engine& engine, const std::string& name) { return any_of(error_of(engine.not_found(name))); },
            nb::arg("name"));
+  nb::list bounds;
+  for (double bound = CallCounters::kFirstBoundSeconds; nb::len(bounds) < CallCounters::kNumBounds; bound *= CallCounters::kGrowth)
+    bounds.append(bound);
+  m.attr("CALL_SECONDS_BOUNDS") = bounds;
   nb::class_<EngineHandler, Handler>(m, "EngineHandler").def(nb::init<std::shared_ptr<Engine>>(), nb::arg("engine"));
   nb::class_<Turn::Place>(m, "Place").def("wait", &wait).def("leave", &Turn::Place::leave);
   nb::class_<Turn>(m, "Turn")

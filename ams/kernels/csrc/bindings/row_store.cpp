@@ -377,7 +377,12 @@ void bind_row_store(nb::module_& m) {
       .def("step_state", &step_state)
       .def("adopt_steps", &adopt_steps, nb::arg("now"), nb::arg("lrs"), nb::arg("origin_ww"), nb::arg("origin_vw"))
       .def_prop_ro("num_present", &RowStore::num_present)
-      .def_prop_ro("memory_bytes", &RowStore::memory_bytes);
+      .def_prop_ro("memory_bytes", &RowStore::memory_bytes)
+      .def("memory_parts",
+           [](const RowStore& store) {
+             const RowStore::MemoryParts parts = store.memory_parts();
+             return nb::make_tuple(parts.rows, parts.slots, parts.index, parts.snapshots);
+           });
   bind_steps(m);
   m.def("gather_rows", &gather_checked, nb::arg("rows").noconvert(), nb::arg("numbers").noconvert(), nb::arg("out").noconvert());
   m.def("update_rows", &update_checked, nb::kw_only(), nb::arg("rows").noconvert(), nb::arg("dtype"),

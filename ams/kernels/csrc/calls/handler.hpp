@@ -5,6 +5,7 @@
 #include <string>
 
 #include "calls/call.hpp"
+#include "calls/call_counters.hpp"
 
 namespace geartrain {
 
@@ -34,6 +35,8 @@ class Handler {
   virtual void before_reply(bool has_writes) = 0;
   // Whether the connection that it serves has lost its rights, and is to end.
   virtual bool is_over() const { return false; }
+  // Where its calls are counted; null: nowhere.
+  virtual CallCounters* counters() { return nullptr; }
 };
 
 }  // namespace geartrain

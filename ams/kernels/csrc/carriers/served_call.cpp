@@ -25,7 +25,7 @@ const Fault& pending() {
 
 ServedCall::ServedCall(std::shared_ptr<Handler> handler, const FrameHeader& header, std::unique_ptr<ReplyPlace> place,
                        HasLeft has_left)
-    : handler_(std::move(handler)), header_(header), place_(std::move(place)), has_left_(std::move(has_left)) {
+    : handler_(std::move(handler)), header_(header), carrier_(place->carrier()), place_(std::move(place)), has_left_(std::move(has_left)) {
   unknown_outcome();  // made while there is memory for it
   pending();
 }
@@ -34,6 +34,10 @@ bool ServedCall::read(const char* frame, size_t bytes) noexcept {
   try {
     request_ = parse_request(frame, bytes);
     if (request_.header.check != header_.check) throw Fault("ProtocolError", "the frame was changed while it was read");
+    const auto& operations = request_.operations;
+    const size_t asked = operations.front().request.index();
+    const bool is_alike = std::ranges::all_of(operations, [&](const Operation& operation) { return operation.request.index() == asked; });
+    kind_ = is_alike ? static_cast<CallKind>(asked) : CallKind::several;
     return true;
   } catch (...) {
     refuse(fault_in_flight("the shard"));
@@ -67,14 +71,14 @@ void ServedCall::prepare() {
   num_due_ = count + 1;  // and one for this thread, so that no outcome answers before all are begun
 }
 
-void ServedCall::perform(const ServingTurn& serving) noexcept {
+bool ServedCall::perform(const ServingTurn& serving) noexcept {
   const Asker asker{std::exchange(has_left_, nullptr), serving.others, serving.has_turn};
   try {
     if (serving.looks_first && asker.has_left()) throw Fault("ShardUnavailable", "the caller has gone");
     prepare();
   } catch (...) {
     refuse(fault_in_flight("the shard"));
-    return;
+    return false;
   }
   for (size_t i = 0; i < request_.operations.size(); ++i) {
     try {
@@ -89,7 +93,11 @@ void ServedCall::perform(const ServingTurn& serving) noexcept {
       lose(i);
     }
   }
-  settled();
+  const bool is_answered = settled();
+  const auto took = Clock::now() - began_;
+  if (CallCounters* counters = handler_->counters()) counters->add_busy(serving.is_between() ? Clock::duration() : took);
+  if (is_answered) count(took);
+  return !is_answered;
 }
 
 // The pull that an operation is, with the place of its rows; null: it is none.
@@ -143,7 +151,7 @@ void ServedCall::settle(size_t index, const Outcome& outcome) noexcept {
       is_lost_ = true;
     }
   }
-  settled();
+  if (settled()) count(Clock::now() - began_);
 }
 
 void ServedCall::lose(size_t index) noexcept {
@@ -153,17 +161,18 @@ void ServedCall::lose(size_t index) noexcept {
     is_due_[index] = false;
     is_lost_ = true;
   }
-  settled();
+  if (settled()) count(Clock::now() - began_);
 }
 
-// One is due less. Answers if none is.
-void ServedCall::settled() noexcept {
+// One is due less. Answers if none is, and returns whether it did.
+bool ServedCall::settled() noexcept {
   {
     const std::lock_guard lock(mutex_);
-    if (is_answered_ || --num_due_ != 0) return;
+    if (is_answered_ || --num_due_ != 0) return false;
     is_answered_ = true;
   }
   write_answer();
+  return true;
 }
 
 bool ServedCall::is_waiting() {
@@ -185,34 +194,55 @@ void ServedCall::answer_now() noexcept {
     }
   }
   write_answer();
+  count(Clock::now() - began_);
 }
 
 void ServedCall::refuse(const Fault& fault) noexcept {
   is_answered_ = true;
   try {
     if (room_.size() < kLeastRefusalBytes) room_ = place_->room(kLeastRefusalBytes, kMostRefusalBytes);
-    place_->answer(write_refusal(room_.data(), room_.size(), header_.number, 1, fault));
+    reply_bytes_ = write_refusal(room_.data(), room_.size(), header_.number, 1, fault);
+    place_->answer(reply_bytes_);
   } catch (...) {  // no room for a sentence
   }
   place_.reset();
+  count_fault(fault);
+  count(Clock::now() - began_);
 }
 
 // By whoever has set is_answered_, without the mutex: it may wait for the interpreter lock (armed failpoints), whose holder may wait
 // for the mutex.
 void ServedCall::write_answer() noexcept {
   const auto refuse_all = [this](const Fault& fault) {
-    place_->answer(write_refusal(room_.data(), room_.size(), header_.number, results_.size(), fault));
+    reply_bytes_ = write_refusal(room_.data(), room_.size(), header_.number, results_.size(), fault);
+    place_->answer(reply_bytes_);
+    count_fault(fault);
   };
   try {
     handler_->before_reply(has_writes_);
     if (is_lost_) refuse_all(unknown_outcome());
-    else place_->answer(write_reply(room_.data(), room_.size(), layout_, header_.number, results_));
+    else {
+      reply_bytes_ = write_reply(room_.data(), room_.size(), layout_, header_.number, results_);
+      place_->answer(reply_bytes_);
+      const auto refused = std::ranges::find_if(results_, [](const ReplyResult& result) { return std::holds_alternative<Fault>(result.outcome); });
+      if (refused != results_.end()) count_fault(std::get<Fault>(refused->outcome));
+    }
   } catch (const Fault& fault) {
     refuse_all(fault);
   } catch (...) {
     refuse_all(unknown_outcome());
   }
   place_.reset();
+}
+
+// Once, by whoever answered.
+void ServedCall::count(Clock::duration took) noexcept {
+  if (CallCounters* counters = handler_->counters())
+    counters->add(carrier_, kind_, took, sizeof(FrameHeader) + header_.body_bytes, reply_bytes_);
+}
+
+void ServedCall::count_fault(const Fault& fault) noexcept {
+  if (CallCounters* counters = handler_->counters()) counters->add_fault(carrier_, kind_, fault.name);
 }
 
 }  // namespace geartrain

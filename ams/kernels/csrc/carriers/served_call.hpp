@@ -1,6 +1,7 @@
 // One frame at a shard: its operations, done in order, and its reply, written where the carrier wants it.
 #pragma once
 
+#include <chrono>
 #include <memory>
 #include <mutex>
 #include <span>
@@ -20,6 +21,7 @@ class ReplyPlace {
   virtual std::span<char> room(size_t least_bytes, size_t most_bytes) = 0;
   // Once: the reply is there, in the room's first bytes. What is destroyed without it tells the caller, if it can, that none comes.
   virtual void answer(size_t bytes) noexcept = 0;
+  virtual Carrier carrier() const = 0;
 };
 
 // When a call is performed.
@@ -41,9 +43,8 @@ class ServedCall : public std::enable_shared_from_this<ServedCall> {
   bool read(const char* frame, size_t bytes) noexcept;
   // Whether all that it asks for are pulls, together no larger than a block, and of no step of a group.
   bool is_brief_reading() const;
-  // Does what was read, unless whoever asked has left.
-  void perform(const ServingTurn& serving) noexcept;
-  // Whether outcomes are still due.
+  // Does what was read, unless whoever asked has left. Returns whether outcomes are still due.
+  bool perform(const ServingTurn& serving) noexcept;
   bool is_waiting();
   // Answers now; what has no outcome yet is StepPending.
   void answer_now() noexcept;
@@ -52,17 +53,25 @@ class ServedCall : public std::enable_shared_from_this<ServedCall> {
   double seconds() const { return header_.seconds; }
 
  private:
+  using Clock = std::chrono::steady_clock;
+
   void prepare();
   void perform_one(size_t index, const Asker& asker);
   PullRequest* pull_of(size_t index);
   bool pulls_what_was_pushed(size_t index);
   void settle(size_t index, const Outcome& outcome) noexcept;
   void lose(size_t index) noexcept;
-  void settled() noexcept;
+  bool settled() noexcept;
   void write_answer() noexcept;
+  void count(Clock::duration took) noexcept;
+  void count_fault(const Fault& fault) noexcept;
 
   const std::shared_ptr<Handler> handler_;
   const FrameHeader header_;
+  const Clock::time_point began_ = Clock::now();
+  const Carrier carrier_;
+  CallKind kind_ = CallKind::unread;
+  size_t reply_bytes_ = 0;
   std::unique_ptr<ReplyPlace> place_;
   HasLeft has_left_;  // until perform() returns
   std::span<char> room_;

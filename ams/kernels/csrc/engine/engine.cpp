@@ -216,6 +216,7 @@ int64_t Engine::changed(const Change& change) {
 // The one exit of writes: whatever changed rows of a table passes here, once, in the order in which it was applied.
 Done Engine::leave(ServedTable& table, Kind kind, int64_t rows) {
   ++table.writes;
+  if (kind == Kind::push || kind == Kind::assign) table.created += rows;
   if (observer_) {
     const int64_t evicted = table.rows().num_evicted();
     observer_({kind, table.name(), rows, evicted - std::exchange(table.evicted, evicted)});

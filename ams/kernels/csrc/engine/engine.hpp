@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "calls/call.hpp"
+#include "calls/call_counters.hpp"
 #include "engine/alarm.hpp"
 #include "engine/served_table.hpp"
 #include "engine/turn.hpp"
@@ -50,6 +51,8 @@ class Engine {
   // Of the deadlines of groups, rung when one waits that did not before.
   Alarm& alarm() { return alarm_; }
   std::atomic<int64_t>& cluster_version() { return cluster_version_; }
+  // Of calls that its carriers brought.
+  CallCounters& counters() { return counters_; }
 
   // Throws the Faults ShardUnavailable: the shard may belong to another process; ShardRestarted, StaleCluster: another past than
   // this shard's is meant.
@@ -150,6 +153,7 @@ class Engine {
   const std::shared_ptr<SyncGroups> groups_;
   Turn turn_;
   Alarm alarm_;
+  CallCounters counters_;
   std::function<void(const RowChange&)> observer_;
   std::vector<std::shared_ptr<ServedTable>> tables_;  // as they were made
   std::unordered_map<std::string, ServedTable*> tables_by_name_;

@@ -31,6 +31,7 @@ class EngineHandler final : public Handler {
     if (has_writes) failpoint("shard.reply.before");
     engine_->check_lease();
   }
+  CallCounters* counters() override { return &engine_->counters(); }
 
  private:
   static Caller caller_of(const Asker& asker) {

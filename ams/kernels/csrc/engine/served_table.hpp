@@ -73,6 +73,7 @@ class ServedTable {
   int64_t writes = 0;         // since it was made here
   int64_t writes_before = 0;  // those of the snapshot that it was restored from
   int64_t evicted = 0;        // rows, when the last write left
+  int64_t created = 0;        // rows, by pushes and assigns since it was made here
   int64_t all_writes() const { return writes_before + writes; }
 
   // What the clock that pushes move on must come to for somebody to look for rows that are to go.

@@ -42,6 +42,7 @@ class RingPeer::MailboxReply : public ReplyPlace {
     return {mailbox_->reply, mailbox_->reply_bytes};
   }
   void answer(size_t bytes) noexcept override { mailbox_->answer(bytes); }
+  Carrier carrier() const override { return Carrier::ring; }
 
  private:
   const std::shared_ptr<Mailbox> mailbox_;
@@ -97,9 +98,9 @@ bool RingPeer::serve(const Waits& waits, const ServingTurn& serving) {
     return true;
   }
   is_at_work_ = true;
-  call->perform({serving.others, serving.has_turn, was_held});
+  const bool is_waiting = call->perform({serving.others, serving.has_turn, was_held});
   is_at_work_ = false;
-  if (call->is_waiting()) waits(std::move(call));
+  if (is_waiting) waits(std::move(call));
   return !has_gone_;
 }
 

@@ -36,6 +36,7 @@ class GrantedHandler final : public Handler {
   }
   void before_reply(bool has_writes) override { handler_->before_reply(has_writes); }
   bool is_over() const override { return grant_->is_over(); }
+  CallCounters* counters() override { return handler_->counters(); }
 
  private:
   static constexpr size_t kMostKnown = 4096;

@@ -66,14 +66,21 @@ int64_t RowStore::num_present() const {
 }
 
 int64_t RowStore::memory_bytes() const {
+  const MemoryParts parts = memory_parts();
+  return parts.rows + parts.slots + parts.index + parts.snapshots;
+}
+
+RowStore::MemoryParts RowStore::memory_parts() const {
   std::shared_lock lock(mutex_);
   const auto* hashed = std::get_if<HashedDirectory>(&directory_);
   const int64_t items = hashed != nullptr ? hashed->end() : items_->num_items();
   // What a freeze copied aside, and the memory it leaves to the next one, are not small beside the rows.
   const int64_t aside = frozen_ ? std::max(room_items_, frozen_->num_aside()) : room_items_;
-  return (items + aside) * static_cast<int64_t>(row_bytes() + slot_bytes() + step_bytes() + life_bytes()) +
-         (frozen_ && frozen_->num_aside() > 0 ? frozen_->index_bytes() : 0) + moments_.memory_bytes() +
-         std::visit([](const auto& directory) { return directory.memory_bytes(); }, directory_);
+  const auto of_a_row = static_cast<int64_t>(row_bytes()), beside_it = static_cast<int64_t>(slot_bytes() + step_bytes() + life_bytes());
+  return {.rows = items * of_a_row,
+          .slots = items * beside_it,
+          .index = std::visit([](const auto& directory) { return directory.memory_bytes(); }, directory_),
+          .snapshots = aside * (of_a_row + beside_it) + (frozen_ && frozen_->num_aside() > 0 ? frozen_->index_bytes() : 0) + moments_.memory_bytes()};
 }
 
 void RowStore::require_legal(const int64_t* ids, int64_t count) const {

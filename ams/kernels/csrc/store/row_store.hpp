@@ -153,6 +153,11 @@ class RowStore {
 
   int64_t num_present() const;
   int64_t memory_bytes() const;
+  // What that is made of: rows, slots and lives, the index of ids, and what snapshots hold and know.
+  struct MemoryParts {
+    int64_t rows, slots, index, snapshots;
+  };
+  MemoryParts memory_parts() const;
   const RowStoreSpec& spec() const { return spec_; }
   size_t row_bytes() const { return static_cast<size_t>(rows_.item_bytes()); }
 

@@ -40,6 +40,7 @@ class OwnReply : public ReplyPlace {
     is_answered_ = true;
     outbox_->add(reply_);
   }
+  Carrier carrier() const override { return Carrier::tcp; }
 
  private:
   const std::shared_ptr<Outbox> outbox_;
@@ -267,10 +268,10 @@ void TcpPeer::perform(const Waits& waits, const ServingTurn& serving) {
     held_ = std::move(call);
   } else {
     is_at_work_ = true;
-    if (is_wanted) call->perform({serving.others, serving.has_turn, was_held || bytes > kSmallRequest});
+    const bool is_waiting = is_wanted && call->perform({serving.others, serving.has_turn, was_held || bytes > kSmallRequest});
     is_at_work_ = false;
     give_back_frame();
-    if (call->is_waiting()) waits(std::move(call));
+    if (is_waiting) waits(std::move(call));
   }
   about_to_be_flushed = outer;
 }

@@ -1,0 +1,97 @@
+// What a shard counts of the calls for rows that it answers: how many, how long they took, of how many bytes.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <mutex>
+#include <string>
+#include <tuple>
+#include <vector>
+
+namespace geartrain {
+
+enum class Carrier : uint8_t { ring, tcp };
+// What a frame asks for: several things at once, or nothing that can be read.
+enum class CallKind : uint8_t { pull, push, assign, several, unread };
+
+// Thread-safe. A call that ends well passes no lock.
+class CallCounters {
+ public:
+  using Duration = std::chrono::steady_clock::duration;
+  // Of calls: those that took at most 10 us, 40 us, ... 10 s, and longer ones.
+  static constexpr size_t kNumBounds = 11;
+  static constexpr double kFirstBoundSeconds = 10e-6;
+  static constexpr int kGrowth = 4;
+
+  struct Counted {
+    Carrier carrier;
+    CallKind kind;
+    std::array<int64_t, kNumBounds + 1> by_seconds;
+    double seconds;
+    int64_t bytes_in, bytes_out;
+    std::map<std::string, int64_t> faults;  // by name; all others ended well
+  };
+
+  void add(Carrier carrier, CallKind kind, Duration took, size_t bytes_in, size_t bytes_out) noexcept {
+    Cell& cell = cells_[index_of(carrier, kind)];
+    size_t bucket = 0;
+    for (int64_t bound = kFirstBound; bucket < kNumBounds && nanos_of(took) > bound; bound *= kGrowth) ++bucket;
+    add_to(cell.by_seconds[bucket], 1);
+    add_to(cell.nanos, nanos_of(took));
+    add_to(cell.bytes_in, static_cast<int64_t>(bytes_in));
+    add_to(cell.bytes_out, static_cast<int64_t>(bytes_out));
+  }
+  // Of a call that is added, too: it ended so.
+  void add_fault(Carrier carrier, CallKind kind, const std::string& name) noexcept {
+    try {
+      const std::lock_guard lock(mutex_);
+      ++faults_[{index_of(carrier, kind), name}];
+    } catch (...) {  // no memory for its name
+    }
+  }
+  // That a thread has worked on calls.
+  void add_busy(Duration worked) noexcept { add_to(busy_nanos_, nanos_of(worked)); }
+
+  // Those kinds that there were.
+  std::vector<Counted> read() const {
+    std::vector<Counted> all;
+    for (size_t i = 0; i < cells_.size(); ++i) {
+      const Cell& cell = cells_[i];
+      Counted counted{static_cast<Carrier>(i / kNumKinds), static_cast<CallKind>(i % kNumKinds), {}, seconds_of(cell.nanos), cell.bytes_in, cell.bytes_out, {}};
+      std::copy(cell.by_seconds.begin(), cell.by_seconds.end(), counted.by_seconds.begin());
+      if (std::all_of(counted.by_seconds.begin(), counted.by_seconds.end(), [](int64_t count) { return count == 0; })) continue;
+      const std::lock_guard lock(mutex_);
+      for (const auto& [key, count] : faults_)
+        if (key.first == i) counted.faults.emplace(key.second, count);
+      all.push_back(std::move(counted));
+    }
+    return all;
+  }
+  double busy_seconds() const { return seconds_of(busy_nanos_); }
+
+ private:
+  using Count = std::atomic<int64_t>;
+  struct Cell {
+    std::array<Count, kNumBounds + 1> by_seconds{};
+    Count nanos{0}, bytes_in{0}, bytes_out{0};
+  };
+  static constexpr size_t kNumCarriers = 2, kNumKinds = 5;
+  static constexpr int64_t kFirstBound = static_cast<int64_t>(kFirstBoundSeconds * 1e9);
+
+  static size_t index_of(Carrier carrier, CallKind kind) { return static_cast<size_t>(carrier) * kNumKinds + static_cast<size_t>(kind); }
+  static void add_to(Count& count, int64_t more) { count.fetch_add(more, std::memory_order_relaxed); }
+  static int64_t nanos_of(Duration duration) { return std::chrono::duration_cast<std::chrono::nanoseconds>(duration).count(); }
+  static double seconds_of(int64_t nanos) { return static_cast<double>(nanos) * 1e-9; }
+
+  std::array<Cell, kNumCarriers * kNumKinds> cells_;
+  Count busy_nanos_{0};
+  mutable std::mutex mutex_;
+  std::map<std::pair<size_t, std::string>, int64_t> faults_;
+};
+
+}  // namespace geartrain

@@ -1,0 +1,63 @@
+"""What a server counts: of its shards, their calls and their tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from geartrain.ams.kernels.memory import memory_limit
+from geartrain.ams.observe.call_counts import CallCounts, Counted, call_metrics
+from geartrain.ams.observe.metrics import Metric
+from geartrain.ams.server.shard import Shard
+
+
+class ServedShard(NamedTuple):
+    """A shard of this process, and what its port knows."""
+
+    shard: Shard
+    grpc: CallCounts
+    num_connections: int
+
+
+def server_metrics(served: Sequence[ServedShard]) -> Iterator[Metric]:
+    """What these shards have counted until now. Waits for the turn of each."""
+    calls = [
+        ((of.shard.shard,), counted)
+        for of in served
+        for counted in (*of.grpc.read(), *(Counted(*each) for each in of.shard.engine.call_counts()))
+    ]
+    yield from call_metrics(calls, ("shard",))
+    for of in served:
+        yield from _of_shard(of)
+        yield from _of_tables(of.shard)
+    limit = "Most that all tables of the process may take together."
+    yield Metric("table_memory_limit_bytes", "gauge", limit, samples=[((), memory_limit())])
+
+
+def _of_shard(of: ServedShard) -> Iterator[Metric]:
+    engine, labels, values = of.shard.engine, ("shard",), (of.shard.shard,)
+    waiting, held = engine.turn.num_waiting, len(of.shard.held_snapshots)
+    busy = "Time in which the thread for rows worked on calls."
+    yield Metric("queue_length", "gauge", "Calls that wait for the shard's turn.", labels, [(values, waiting)])
+    yield Metric("busy_seconds_total", "counter", busy, labels, [(values, engine.busy_seconds)])
+    yield Metric("connections", "gauge", "Connections of clients for rows.", labels, [(values, of.num_connections)])
+    yield Metric("snapshots_held", "gauge", "Snapshots that a moment of it is held for.", labels, [(values, held)])
+
+
+def _of_tables(shard: Shard) -> Iterator[Metric]:
+    labels = ("table", "shard")
+    for state, created, parts in shard.counted_tables():
+        values = (state.spec.name, shard.shard)
+        sizes = [((*values, part), size) for part, size in parts.items()]
+        yield Metric("table_rows", "gauge", "Rows that there are.", labels, [(values, state.rows)])
+        yield Metric("table_bytes", "gauge", "Memory, by what it is for.", (*labels, "part"), sizes)
+        for name, text, value in (
+            ("table_writes_total", "Pushes, assigns and removals, with those before a restore.", state.writes),
+            ("rows_admitted_total", "Rows that pushes and assigns made.", created),
+            ("rows_expired_total", "Rows that went by a rule.", state.expired),
+            ("rows_evicted_total", "Rows that went because others needed their room.", state.evicted),
+        ):
+            yield Metric(name, "counter", text, labels, [(values, value)])
+        dropped = "Ids of pushes whose gradients were dropped: those that were not admitted."
+        of_admission = [((*values, "not_admitted"), state.refused_gradients)]
+        yield Metric("ids_dropped_total", "counter", dropped, (*labels, "reason"), of_admission)
