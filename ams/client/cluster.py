@@ -62,7 +62,7 @@ class Cluster:
         self,
         scheduler: SchedulerCarrier,
         view: ClusterView,
-        open_carrier: Callable[[str], ShardCarrier],
+        open_carrier: Callable[[str, int], ShardCarrier],
         config: ClientConfig,
         *,
         stream: ClientStream,

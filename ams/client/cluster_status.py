@@ -150,7 +150,7 @@ def slow_gear_status(address: str, *, config: ClientConfig | None = None) -> tup
 
 
 def describe_cluster(
-    scheduler: SchedulerCarrier, open_carrier: Callable[[str], ShardCarrier], timeout_seconds: float = 10.0
+    scheduler: SchedulerCarrier, open_carrier: Callable[[str, int], ShardCarrier], timeout_seconds: float = 10.0
 ) -> ClusterStatus:
     """Ask the scheduler, then every shard that is up, once. May raise AttemptFailed of the scheduler."""
     view = scheduler.call(DescribeCluster(), timeout_seconds)
@@ -161,7 +161,9 @@ def describe_cluster(
         return lambda _: answered.setdefault(shard, time.time())
 
     carriers = {
-        entry.shard: open_carrier(entry.address) for entry in view.shards if entry.state not in ("lost", "missing")
+        entry.shard: open_carrier(entry.address, entry.shard)
+        for entry in view.shards
+        if entry.state not in ("lost", "missing")
     }
     try:
         asked = {

@@ -65,7 +65,7 @@ class EmbeddedCluster:
         streams = StreamLeases(store, _STREAM_LEASE_SECONDS, incarnations=incarnations)
         self.scheduler = LocalScheduler(SchedulerHandlers(scheduler, streams, WorkerSteps(_STREAM_LEASE_SECONDS)))
 
-    def open_carrier(self, address: str) -> LocalCarrier:
+    def open_carrier(self, address: str, _: int) -> LocalCarrier:
         """Return the way to the shard at ``address``."""
         return LocalCarrier(self._shards[address])
 

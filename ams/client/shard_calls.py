@@ -56,7 +56,7 @@ class ShardCalls:
     def __init__(
         self,
         view: ClusterView,
-        open_carrier: Callable[[str], ShardCarrier],
+        open_carrier: Callable[[str, int], ShardCarrier],
         refresh: Callable[[], ClusterView],
         config: ClientConfig,
         *,
@@ -67,7 +67,7 @@ class ShardCalls:
         self.config = config
         self._view = view
         self._refresh = refresh
-        self._carriers = [open_carrier(entry.address) for entry in view.shards]
+        self._carriers = [open_carrier(entry.address, entry.shard) for entry in view.shards]
         self._executor: ThreadPoolExecutor | None = None
         self._settling: ThreadPoolExecutor | None = None
         self._is_closing = self._closed = False

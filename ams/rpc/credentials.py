@@ -2,9 +2,10 @@
 
 A folder has ``ca.pem``, the authorities that are believed (several while one replaces another), and for each role
 ``ROLE.pem``: a private key, and a certificate that names cluster, role and number as ``geartrain://CLUSTER/ROLE/N``.
-Both ends show theirs (mutual TLS). A client asks for the name ``ROLE.CLUSTER.geartrain``, so that addresses are in no
-certificate; who serves looks at the caller's role (:mod:`geartrain.ams.rpc.server.access`). Files are read again when
-they change, at most once a second: ports show what is new to who connects next, channels connect anew.
+Both ends show theirs (mutual TLS). A client asks for the name ``ROLE.CLUSTER.geartrain``, or that of a shard,
+``N.server.CLUSTER.geartrain``, so that addresses are in no certificate; who serves looks at the caller's role
+(:mod:`geartrain.ams.rpc.server.access`). Files are read again when they change, at most once a second: ports show what
+is new to who connects next, channels connect anew.
 """
 
 from __future__ import annotations
@@ -63,9 +64,9 @@ def name_in(uri: str) -> Name | None:
     return Name(*found.groups()) if found else None
 
 
-def host_of(cluster: str, role: str | None) -> str:
-    """The DNS name that a role's certificate has; None: one that all roles have."""
-    return ".".join((*((role,) if role else ()), cluster, "geartrain"))
+def host_of(cluster: str, role: str | None, number: str | None = None) -> str:
+    """The DNS name that a role's certificate has, or that of one shard's; no role: one that all roles have."""
+    return ".".join((*filter(None, (number, role)), cluster, "geartrain"))
 
 
 class _Files(NamedTuple):
@@ -130,12 +131,16 @@ class Credentials:
         numbers = [int(name.number) for name in self.names if name.role == "server" and name.number != ANY_NUMBER]
         return min(numbers, default=None)
 
-    def channel(self, address: str, options: Sequence[tuple[str, Any]], role: str | None = None) -> Any:
-        """Open a grpc.Channel to a process of ``role``; None: of any."""
+    def channel(
+        self, address: str, options: Sequence[tuple[str, Any]], role: str | None = None, shard: int | None = None
+    ) -> Any:
+        """Open a grpc.Channel to a process of ``role``, or to one that may be ``shard``; None: of any."""
         return (
             grpc.insecure_channel(address, options=options)
             if self._files is None
-            else _Channel(self._current, address, options, role, tuple if self._token is None else self._token.metadata)
+            else _Channel(
+                self._current, address, options, role, shard, tuple if self._token is None else self._token.metadata
+            )
         )
 
     def open_port(self, server: grpc.Server, listen: str, begun: Callable[[], None] = lambda: None) -> int:
@@ -320,9 +325,11 @@ class _Channel:
         address: str,
         options: Sequence[tuple[str, Any]],
         role: str | None,
+        shard: int | None,
         token: Callable[[], _Metadata],
     ) -> None:
-        self._current, self._address, self._options, self._role = current, address, options, role
+        self._current, self._address, self._options = current, address, options
+        self._role, self._shard = role, shard
         self.token = token
         """What every call says of its rights."""
         self._lock = threading.Lock()
@@ -336,7 +343,10 @@ class _Channel:
         if files is not self._files:
             with self._lock:
                 if files is not self._files and not self._is_closed:
-                    name = host_of(files.names[0].cluster, self._role)
+                    cluster = files.names[0].cluster
+                    # Who is any shard itself, as by the certificate of one machine, could serve in its place.
+                    is_any = self._shard is None or Name(cluster, "server", ANY_NUMBER) in files.names
+                    name = host_of(cluster, self._role, None if is_any else str(self._shard))
                     options = [*self._options, ("grpc.ssl_target_name_override", name)]
                     shown = grpc.ssl_channel_credentials(files.authorities, files.key, files.certificate)
                     self._channel = grpc.secure_channel(self._address, shown, options=options)

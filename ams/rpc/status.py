@@ -30,7 +30,7 @@ _REASONS = {
     "wrong_version_number": "it has no certificate (--insecure), and this process has (security.folder: none)",
     "certificate has expired": "its certificate ran out (geartrain certs renew)",
     "certificate_verify_failed": "its certificate is of an authority that security.folder does not believe",
-    "hostname verification": "its certificate is of another role or cluster than was expected",
+    "hostname verification": "its certificate is of another role, shard or cluster than was expected",
     "ssl handshake failed": "it does not believe the certificate of this process, or has none itself",
     "domain name not found": "the name of the host is not known",
     "name or service not known": "the name of the host is not known",

@@ -50,7 +50,7 @@ class Scheduler:
     def __init__(
         self,
         num_shards: int,
-        open_carrier: Callable[[str], ShardCarrier],
+        open_carrier: Callable[[str, int], ShardCarrier],
         *,
         lease_seconds: float = 10.0,
         store: KeyValueStore | None = None,

@@ -83,8 +83,8 @@ class SchedulerServer:
         steps = WorkerSteps(self._config.stream_lease_seconds)
         scheduler = self._scheduler = Scheduler(
             self._config.num_shards,
-            lambda address: GrpcCarrier(
-                address, max_message_bytes=self._config.max_message_bytes, connect_seconds=_CONNECT_SECONDS
+            lambda address, shard: GrpcCarrier(
+                address, shard, max_message_bytes=self._config.max_message_bytes, connect_seconds=_CONNECT_SECONDS
             ),
             lease_seconds=self._config.lease_seconds,
             store=store,

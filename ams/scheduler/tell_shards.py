@@ -16,7 +16,7 @@ _PAUSE_SECONDS = 0.2
 
 
 def tell_shards(
-    open_carrier: Callable[[str], ShardCarrier],
+    open_carrier: Callable[[str, int], ShardCarrier],
     shards: Sequence[ShardEntry],
     request: Request,
     *,
@@ -30,7 +30,7 @@ def tell_shards(
     """
     deadline = time.monotonic() + (0.0 if best_effort else _PATIENCE_SECONDS)
     failures: dict[int, GeartrainError | AttemptFailed] = {}
-    carriers = {entry.shard: open_carrier(entry.address) for entry in shards}
+    carriers = {entry.shard: open_carrier(entry.address, entry.shard) for entry in shards}
     try:
         pending = list(shards)
         while pending:

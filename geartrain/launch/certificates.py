@@ -121,7 +121,8 @@ def issue(authority: Path, folder: Path, roles: Iterable[str], numbers: Iterable
     names = [Name(of.cluster, role, n) for role in roles for n in (shards if role == "server" else ["0"])]
     uris = [x509.UniformResourceIdentifier(f"{SCHEME}{name.cluster}/{name}") for name in names]
     serving = [role for role in roles if role != CLIENT]
-    hosts = [x509.DNSName(host_of(of.cluster, role)) for role in ([*serving, None] if serving else [])]
+    hosts = [host_of(*name) for name in names if name.role == "server"]  # *.server.CLUSTER: of any
+    hosts += [host_of(of.cluster, role) for role in ([*serving, None] if serving else [])]
     uses = [ExtendedKeyUsageOID.CLIENT_AUTH, *([ExtendedKeyUsageOID.SERVER_AUTH] if serving else [])]
     key = ec.generate_private_key(ec.SECP256R1())
     certificate = (
@@ -129,7 +130,7 @@ def issue(authority: Path, folder: Path, roles: Iterable[str], numbers: Iterable
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(_usage(authority=False), critical=True)
         .add_extension(x509.ExtendedKeyUsage(uses), critical=False)
-        .add_extension(x509.SubjectAlternativeName([*uris, *hosts]), critical=False)
+        .add_extension(x509.SubjectAlternativeName([*uris, *map(x509.DNSName, hosts)]), critical=False)
         .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(ca_key.public_key()), critical=False)
         .sign(ca_key, SHA256())
     )

@@ -328,7 +328,7 @@ class SimulatedCluster:
             self.start(number)
 
     @staticmethod
-    def open_carrier(address: str) -> GrpcCarrier:
+    def open_carrier(address: str, _: int) -> GrpcCarrier:
         return GrpcCarrier(address, part_bytes=PART_BYTES)
 
     def start(self, number: int) -> Shard:

@@ -11,7 +11,7 @@ from geartrain.ams.values.errors import ConfigError
 
 def dial(
     address: str, config: ClientConfig, *, once: bool = False
-) -> tuple[SchedulerCarrier, Callable[[str], ShardCarrier]]:
+) -> tuple[SchedulerCarrier, Callable[[str, int], ShardCarrier]]:
     """Return a carrier to the scheduler at ``address`` ("host:port"), and what opens one to a shard. Nothing is sent.
 
     With ``once``, calls will not be repeated: they wait for a connection for ``connect_timeout_seconds``.
@@ -28,10 +28,11 @@ def dial(
     attempt_seconds = config.attempt_timeout_seconds
     connect_seconds = config.connect_timeout_seconds if once else seconds_to_connect(attempt_seconds)
 
-    def open_carrier(shard_address: str) -> ShardCarrier:
+    def open_carrier(shard_address: str, shard: int) -> ShardCarrier:
         split_address(shard_address)  # it was told by another process
         return GrpcCarrier(
             shard_address,
+            shard,
             part_bytes=config.part_bytes,
             max_message_bytes=config.max_message_bytes,
             shared_memory=config.shared_memory,

@@ -38,8 +38,8 @@ _WAITS = ((WAITS_KEY, "1"),)
 class _Connection:
     """A channel and its calls under way; closed once it is retired and the last of them has ended."""
 
-    def __init__(self, address: str, options: list[tuple[str, Any]]) -> None:
-        self.channel = Credentials.mine(address).channel(address, options, SHARD.role)
+    def __init__(self, address: str, options: list[tuple[str, Any]], shard: int | None) -> None:
+        self.channel = Credentials.mine(address).channel(address, options, SHARD.role, shard)
         self.methods: dict[str, Any] = {
             method.name: self.channel.unary_unary(method.path) for _, method in SHARD.items()
         }
@@ -50,6 +50,7 @@ class _Connection:
 class GrpcCarrier:
     """The way to one shard over gRPC. Requests larger than ``part_bytes`` travel in parts.
 
+    Only who has the certificate of that ``shard``, or of any, is believed; None: every server is.
     Rows travel by its :attr:`data_plane`. A call of gRPC waits ``connect_seconds`` for a connection: few, for who
     repeats calls, more for who does not.
     """
@@ -60,6 +61,7 @@ class GrpcCarrier:
     def __init__(
         self,
         address: str,
+        shard: int | None = None,
         *,
         part_bytes: int = 16 * MIB,
         max_message_bytes: int = MAX_MESSAGE_BYTES,
@@ -71,7 +73,8 @@ class GrpcCarrier:
         self._part_bytes = part_bytes
         self._options = channel_options(max_message_bytes, connect_seconds, ping_seconds)
         self._lock = threading.Lock()
-        self._connection = _Connection(address, self._options)
+        self._shard = shard
+        self._connection = _Connection(address, self._options, shard)
         self._is_closed = False
         needs_tls = bool(Credentials.mine(address).names)
         self.data_plane = DataPlane(address, self._ask_for_offer, shares_memory=shared_memory, needs_tls=needs_tls)
@@ -102,7 +105,7 @@ class GrpcCarrier:
             connection.calls -= 1
             if timed_out and connection is self._connection and not self._is_closed:
                 connection.is_retired = True
-                self._connection = _Connection(self._address, self._options)
+                self._connection = _Connection(self._address, self._options, self._shard)
             is_unused = connection.is_retired and connection.calls == 0
         if is_unused:
             connection.channel.close()

@@ -28,6 +28,7 @@ from geartrain.ams.rpc import channel, credentials
 from geartrain.ams.rpc.carrier import NotBelieved
 from geartrain.ams.rpc.client.calls import GrpcCalls
 from geartrain.ams.rpc.client.health import is_serving
+from geartrain.ams.rpc.client.shard import GrpcCarrier
 from geartrain.ams.rpc.credentials import CA_FILE, Credentials
 from geartrain.ams.rpc.server import strangers
 from geartrain.ams.rpc.server.access import CALLERS
@@ -44,9 +45,10 @@ from geartrain.ams.values.config import (
     private_folder,
     split_address,
 )
-from geartrain.ams.values.errors import AccessDenied, ConfigError
+from geartrain.ams.values.errors import AccessDenied, ConfigError, ShardUnavailable
 from geartrain.ams.values.rpc import Ping
 from geartrain.ams.values.scheduler_messages import Heartbeat, LeaveCluster
+from geartrain.ams.values.shard_messages import Describe
 from geartrain.launch import certificates
 from geartrain.launch.certificates import issue, make_authority, make_private_folder, renew
 from geartrain.launch.graph_role import ConnectedCluster
@@ -282,7 +284,7 @@ def test_a_client_believes_only_the_role_that_it_asks_for(
     server.start()
     identify(str(folder))
     calls = GrpcCalls(SCHEDULER, "scheduler", server.address)
-    with pytest.raises(NotBelieved, match="of another role or cluster"):
+    with pytest.raises(NotBelieved, match="of another role, shard or cluster"):
         calls.call(Ping(), 5.0)
     calls.close()
     server.stop(0)
@@ -329,6 +331,40 @@ def test_only_server_n_lives_and_leaves_as_shard_n(
         with pytest.raises(AccessDenied, match=r"geartrain certs renew.*security\.folder"):
             calls.call(foreign, 10.0)
     calls.close()
+
+
+def test_who_has_the_certificate_of_one_shard_serves_in_no_others_place(folder: Path, tmp_path: Path) -> None:
+    def started(role: str, at: Path, *more: str) -> RoleProcess:
+        return RoleProcess(role, "--listen=127.0.0.1:0", *more, **{FOLDER_VARIABLE: str(at)})
+
+    for shard in (0, 1):
+        issue(folder, tmp_path / str(shard), ["server"], [shard])
+    identify(str(folder))
+    with ExitStack() as stack:
+        scheduler = stack.enter_context(started("scheduler", folder, "--num-shards=2"))
+        to = f"--scheduler={scheduler.address}"
+        second = stack.enter_context(started("server", tmp_path / "1", to)).address
+        stack.enter_context(started("server", tmp_path / "0", to, f"--advertise={second}"))  # who took it over
+        said = "its certificate is of another role, shard or cluster"
+        config = QUICK.model_copy(update={"recovery_timeout_seconds": 0.0})
+        with gt.connect(scheduler.address, config=config) as connected:
+            with pytest.raises(ShardUnavailable, match=f"shard 0 .*{said}"):
+                connected.create_table("rows", dim=4, optimizer=gt.SGD(1.0))  # as the scheduler tells
+            with pytest.raises(ShardUnavailable, match=f"shard 0 .*{said}"):
+                connected._calls.read([(0, Describe())])
+            assert connected._calls.read([(1, Describe())])
+        mine = Credentials.mine(second)
+        for shard, codes in ((0, {grpc.StatusCode.UNAVAILABLE}), (1, {grpc.StatusCode.OK})):
+            with mine.channel(second, channel.channel_options(1 << 20), "server", shard) as way:
+                paths = [path for role, path, _ in RPCS if role == "server" and (shard == 0 or path.endswith("Ping"))]
+                assert {outcome(way, path, path.endswith("Watch")) for path in paths} == codes
+        for shared_memory in (True, False):
+            wrong, right = (GrpcCarrier(second, shard, shared_memory=shared_memory) for shard in (0, 1))
+            assert right.data_plane.connect()
+            with pytest.raises(NotBelieved, match=said):
+                wrong.data_plane.connect()
+            for carrier in (wrong, right):
+                carrier.close()
 
 
 def test_a_certificate_that_is_renewed_under_a_running_client_costs_it_no_step(folder: Path, tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ class FakeCluster:
             raise self.answers
         return self.answers
 
-    def open_carrier(self, address: str) -> FakeCarrier:
+    def open_carrier(self, address: str, _: int) -> FakeCarrier:
         return FakeCarrier(self, address)
 
     def register_both(self) -> None:
