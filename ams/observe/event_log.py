@@ -113,6 +113,11 @@ class EventLog:
             self._is_failing = True
             self.close()
 
+    def newest(self, kind: str) -> ClusterEvent | None:
+        """The last one of a kind that is kept."""
+        with self._lock:
+            return next((event for event in reversed(self._kept) if event.kind == kind), None)
+
     def close(self) -> None:
         """Until the next event. Idempotent."""
         if self._file is not None:

@@ -133,7 +133,9 @@ class SchedulerHandlers:
 
     def _heartbeat(self, beat: Heartbeat, _: WaitingCaller) -> Beat:
         self._scheduler.hear_incarnation(beat.highest_incarnation)
-        heard = self._scheduler.heartbeat(beat.shard, beat.incarnation, beat.memory_pool)
+        heard = self._scheduler.heartbeat(
+            beat.shard, beat.incarnation, beat.memory_pool, unix_seconds=beat.unix_seconds, build=beat.version
+        )
         return dataclasses.replace(heard, revoked=self._revoked().digest)
 
     def _read_revoked(self, read: ReadRevoked, _: WaitingCaller) -> Revoked:

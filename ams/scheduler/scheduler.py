@@ -42,6 +42,7 @@ from geartrain.ams.values.specs import TableSpec
 from geartrain.ams.values.text import counted
 
 _NAMED = 8
+_LONGEST_VERSION = 50
 
 
 class Scheduler:
@@ -234,8 +235,10 @@ class Scheduler:
                 changed[spec.name] = dataclasses.replace(schema, holders=schema.holders | {shard: incarnation})
         return changed
 
-    def heartbeat(self, shard: int, incarnation: int, memory_pool: str = "") -> Beat:
-        """Note that a shard lives, and in which memory pool."""
+    def heartbeat(
+        self, shard: int, incarnation: int, memory_pool: str = "", *, unix_seconds: float = 0.0, build: str = ""
+    ) -> Beat:
+        """Note that a shard lives, in which memory pool, and its clock and version of Geartrain."""
         with self._lock:
             version = self._state.cluster_version
             member = self._state.members.get(shard)
@@ -251,7 +254,8 @@ class Scheduler:
             self.shard_events.heard(shard, member, now - member.last_heartbeat)
             member.last_heartbeat = now
             member.is_heard = True
-            member.memory_pool = memory_pool
+            member.memory_pool, member.version = memory_pool, build[:_LONGEST_VERSION]
+            member.clock_ahead_seconds = unix_seconds - time.time() if unix_seconds else 0.0
             return Beat(
                 pool_shards=self._membership.living_in(memory_pool),
                 cluster_version=version,
@@ -265,6 +269,11 @@ class Scheduler:
             if member is not None and member.incarnation == incarnation:
                 self._state.keep(members={shard: dataclasses.replace(member, left=True)})
                 self.shard_events.left(shard, member)
+
+    def members(self) -> dict[int, Member]:
+        """Who holds which shard."""
+        with self._lock:
+            return dict(self._state.members)
 
     def prepare_leave(self, shard: int, incarnation: int) -> None:
         """Note that a shard wants to leave: the cluster is not ready from now on, until another takes its place."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 
 from geartrain.ams.observe.call_counts import call_metrics
 from geartrain.ams.observe.event_log import EventLog
@@ -20,6 +21,7 @@ from geartrain.ams.scheduler.ask_holder import incarnations_at
 from geartrain.ams.scheduler.data_streams import StreamLeases
 from geartrain.ams.scheduler.handlers import SchedulerHandlers
 from geartrain.ams.scheduler.incarnations import Incarnations
+from geartrain.ams.scheduler.metrics import scheduler_metrics
 from geartrain.ams.scheduler.scheduler import Scheduler
 from geartrain.ams.scheduler.worker_steps import WorkerSteps
 from geartrain.ams.storage.kv.store import KeyValueStore, MemoryStore
@@ -54,6 +56,7 @@ class SchedulerServer:
         self._store: KeyValueStore | None = None
         self._events = EventLog()
         self._scheduler: Scheduler | None = None
+        self._counted: Callable[[], Iterable[Metric]] = tuple
         self._stopping = threading.Event()
         self._ended = threading.Event()
         self.end_reason: str | None = None
@@ -102,6 +105,7 @@ class SchedulerServer:
             bind(SCHEDULER, handlers.by_request),
             lanes=dict.fromkeys(_MEMBERSHIP, self._membership) | dict.fromkeys(_TABLES, self._tables),
         )
+        self._counted = partial(scheduler_metrics, scheduler, handlers.jobs)
         server = self._server
 
         def tell_readiness() -> None:
@@ -128,6 +132,7 @@ class SchedulerServer:
 
     def metrics(self) -> Iterator[Metric]:
         """What it counts."""
+        yield from self._counted()
         if (server := self._server) is not None:
             yield from call_metrics(((), counted) for counted in server.counts.read())
 

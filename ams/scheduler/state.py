@@ -41,6 +41,10 @@ class Member:
     """Has given a sign of life to this scheduler process."""
     memory_pool: str = ""
     """In which its rows lie; empty: not known."""
+    clock_ahead_seconds: float = 0.0
+    """Of the scheduler's, less the way of a heartbeat."""
+    version: str = ""
+    """Of Geartrain; empty: not known."""
     is_leaving: bool = False
     """Was told to end, and waits for the snapshots of running jobs."""
 

@@ -40,6 +40,7 @@ from geartrain.ams.values.errors import (
 )
 from geartrain.ams.values.expiry.rules import import_rules
 from geartrain.ams.values.placement import BucketMap, buckets_of_shard
+from geartrain.ams.values.rpc import version
 from geartrain.ams.values.scheduler_messages import Heartbeat, LeaveCluster, ReadRevoked, Register
 from geartrain.ams.values.text import counted
 
@@ -158,6 +159,8 @@ class _HeldShard:
             incarnation=self.incarnation,
             highest_incarnation=self.shard.highest_incarnation,
             memory_pool=self.memory_pool,
+            unix_seconds=time.time(),
+            version=version(),
         )
         reply = scheduler.call(alive, _CALL_TIMEOUT_SECONDS)
         failpoints.reach("lease.heartbeat.after")

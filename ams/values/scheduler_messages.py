@@ -170,6 +170,10 @@ class Heartbeat(Rpc[Beat]):
     """As in :class:`Register`."""
     memory_pool: str = ""
     """A name of the memory (of a machine, or a container) that its process shares with others; empty: not said."""
+    unix_seconds: float = 0.0
+    """Its clock; 0: not said."""
+    version: str = ""
+    """Of Geartrain; empty: not said."""
 
 
 @dataclass(frozen=True, kw_only=True)

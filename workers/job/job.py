@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import platform
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -41,6 +42,7 @@ from geartrain.workers.job.folder import (
 )
 from geartrain.workers.job.interruption import Interruption, Stopped, interruption
 from geartrain.workers.job.keys import gone_on_with
+from geartrain.workers.job.metrics import told_at
 from geartrain.workers.job.options import JobOptions, JobResult
 from geartrain.workers.job.ranks import JobRanks, joined_ranks
 from geartrain.workers.job.run import TrainingRun
@@ -62,8 +64,14 @@ def run_job(trainer_class: type[Trainer], options: JobOptions, console: Console)
     if trainer_class.in_one_process:
         require_one_process(options.job)
     require_folder(options.cache, "--cache")
-    with interruption() as stop:
-        options, ended = _with_its_run(trainer_class, options, console)
+    is_first = os.environ.get("RANK", "0") == "0"
+
+    def say(line: str) -> None:
+        if is_first:
+            console.print(line, highlight=False, soft_wrap=True)
+
+    with interruption() as stop, told_at(options.metrics if is_first else None, say):
+        options, ended = _with_its_run(trainer_class, options, say)
         if ended is not None:
             return ended
         trainer_class.require(options)
@@ -71,16 +79,11 @@ def run_job(trainer_class: type[Trainer], options: JobOptions, console: Console)
 
 
 def _with_its_run(
-    trainer_class: type[Trainer], options: JobOptions, console: Console
+    trainer_class: type[Trainer], options: JobOptions, say: Callable[[str], None]
 ) -> tuple[JobOptions, JobResult | None]:
     """The options with what is known of the run: whether it goes on (``continues``), its cluster and recipe; and how it
     ended, if it has and nobody asks for more. Of ranks each comes to the same.
     """
-
-    def say(line: str) -> None:
-        if int(os.environ.get("RANK", "0")) == 0:
-            console.print(line, highlight=False, soft_wrap=True)
-
     run = read_run(options.out) if options.resume else None
     if options.continues:
         run = find_run(options.out, options.snapshots, allow_fallback=options.allow_fallback)

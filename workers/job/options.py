@@ -75,6 +75,8 @@ class JobOptions:
     sweep: bool = False
     """Whether a new classifier finds its learning rate by short trials; else the recipe's is taken."""
     device: str = "auto"
+    metrics: str | None = None
+    """host:port at which the first rank tells Prometheus what the job counts; None: nobody is told."""
     loggers: tuple[str, ...] = ("tensorboard",)
     """Where its numbers are logged; see :mod:`geartrain.workers.loggers`."""
 

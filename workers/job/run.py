@@ -25,6 +25,7 @@ from geartrain.workers.job.folder import (
 from geartrain.workers.job.interruption import Interruption, Stopped
 from geartrain.workers.job.keys import as_json, write_recipe
 from geartrain.workers.job.live import LiveLine
+from geartrain.workers.job.metrics import COUNTERS
 from geartrain.workers.job.options import JobResult, SnapshotSettings
 from geartrain.workers.job.snapshots import LOST, GoBack, JobSnapshots, Loss, SnapshotMoment
 from geartrain.workers.job.trainer import Attempt, Trainer, versions
@@ -53,6 +54,7 @@ class TrainingRun:
         self._seconds = seconds or {}
         self._takes_part = attempt.ranks.is_first or trainer.all_take_part
         settings: SnapshotSettings = trainer.recipe.snapshots
+        COUNTERS.job = trainer.progress.table
         self._state: JobCondition = "training"
         self._numbers: dict[str, float] = {}
         """The newest that were shown."""
@@ -209,7 +211,7 @@ class TrainingRun:
         with LiveLine(self._attempt.console, trainer.progress.stage_start + trainer.progress.stage_steps) as line:
 
             def show(step: int, numbers: dict[str, float]) -> None:
-                self._numbers = numbers
+                self._numbers, COUNTERS.loss = numbers, numbers["loss"]
                 trainer.events.scalars("train", numbers, step)
                 if self._is_first:
                     line.show(step, numbers)

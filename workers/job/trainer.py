@@ -27,6 +27,7 @@ from geartrain.bridge.rows.optimizer import RowOptimizer
 from geartrain.bridge.rows.state import random_state, set_random_state, state_from_bytes, state_to_bytes
 from geartrain.bridge.rows.tables import ROW_SECONDS, counted_as
 from geartrain.workers.data.streams import JointOrder
+from geartrain.workers.job.metrics import COUNTERS
 from geartrain.workers.job.options import JobOptions
 from geartrain.workers.job.ranks import JobRanks
 from geartrain.workers.job.state import JobProgress, JobState
@@ -269,8 +270,11 @@ class Trainer:
             if is_told:
                 return False
             failpoints.reach("job.step.before")
+            began, pulled, pushed = time.perf_counter(), ROW_SECONDS["pull"], ROW_SECONDS["push"]
             with traces.span("step", step=self.progress.step):
                 loss = self.step(self.progress.step)
+            pulled, pushed = ROW_SECONDS["pull"] - pulled, ROW_SECONDS["push"] - pushed
+            COUNTERS.step_done(time.perf_counter() - began, pulled, pushed, self.recipe.batch_size)
             self.progress = replace(self.progress, step=self.progress.step + 1)
             step = self.progress.step
             if step % SHOW_EVERY == 0 or self.progress.is_complete:

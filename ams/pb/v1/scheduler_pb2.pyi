@@ -198,12 +198,18 @@ class HeartbeatRequest(_message.Message):
     INCARNATION_FIELD_NUMBER: _builtins.int
     HIGHEST_INCARNATION_FIELD_NUMBER: _builtins.int
     MEMORY_POOL_FIELD_NUMBER: _builtins.int
+    UNIX_SECONDS_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
     shard: _builtins.int
     incarnation: _builtins.int
     highest_incarnation: _builtins.int
     """As in RegisterRequest."""
     memory_pool: _builtins.str
     """A name of the memory (of a machine, or a container) that its process shares with others. Empty: not said."""
+    unix_seconds: _builtins.float
+    """Its clock, since 1970. 0: not said."""
+    version: _builtins.str
+    """Of Geartrain. Empty: not said."""
     def __init__(
         self,
         *,
@@ -211,10 +217,12 @@ class HeartbeatRequest(_message.Message):
         incarnation: _builtins.int = ...,
         highest_incarnation: _builtins.int = ...,
         memory_pool: _builtins.str = ...,
+        unix_seconds: _builtins.float = ...,
+        version: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["highest_incarnation", b"highest_incarnation", "incarnation", b"incarnation", "memory_pool", b"memory_pool", "shard", b"shard"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["highest_incarnation", b"highest_incarnation", "incarnation", b"incarnation", "memory_pool", b"memory_pool", "shard", b"shard", "unix_seconds", b"unix_seconds", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

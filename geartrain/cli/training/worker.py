@@ -207,6 +207,15 @@ def train(
             show_default="tensorboard",
         ),
     ] = None,
+    metrics: Annotated[
+        str | None,
+        typer.Option(
+            "--metrics",
+            help="host:port to tell Prometheus on what the job counts; of ranks the first one does. Port 0 picks a "
+            "free one.",
+            show_default="nowhere",
+        ),
+    ] = None,
     grace: Annotated[
         float,
         typer.Option(
@@ -276,6 +285,7 @@ def train(
                 scheduler=scheduler,
                 graph=graph if scheduler is None else config.client.graph,
                 device=device,
+                metrics=metrics,
                 loggers=("tensorboard",) if logger is None else () if logger == ["none"] else tuple(logger),
             )
             result = jobs.train(options, Console(stderr=as_json))  # stdout is for JSON

@@ -148,3 +148,24 @@ def test_top_prints_shards_jobs_and_events_once_where_there_is_no_terminal() -> 
     for part in ("1 of 1 shards up", "clicks", "training", "1,234 of 5,000", "0.2500", "shard 0 joined"):
         assert part in said, said
     assert [(job["job"], job["state"], job["step"]) for job in kept] == [("clicks", "ended", 1_234)]
+
+
+def test_prometheus_is_told_of_jobs_and_snapshots(tmp_path: Path) -> None:
+    pytest.importorskip("prometheus_client")
+    from tests.support.scrapes import scrape
+
+    with (
+        RoleProcess("scheduler", "--listen=127.0.0.1:0", "--metrics=127.0.0.1:0") as scheduler,
+        RoleProcess("server", f"--scheduler={scheduler.address}", "--heartbeat-seconds=0.1"),
+        connect(scheduler.address, config=PATIENT, stream="clicks/rank0") as cluster,
+    ):
+        cluster.watch_leaves("clicks", lambda: JobReport(step=1_234, snapshot_every_seconds=60))
+        cluster.create_table("t", dim=2, optimizer=SGD(1.0))
+        cluster.snapshot(tmp_path, step=5).result()
+        while not (told := scrape(scheduler.facts["metrics"])).values("geartrain_events_total", kind="snapshot"):
+            pass
+    assert told.value("geartrain_job_last_step", job="clicks") == 1_234
+    assert told.value("geartrain_snapshot_interval_seconds", job="clicks") == 60
+    assert told.value("geartrain_snapshot_last_success_timestamp_seconds", job="clicks") > 1.7e9
+    assert told.value("geartrain_shard_up", shard=0) == 1
+    assert abs(told.value("geartrain_clock_offset_seconds", role="server")) < 60

@@ -1,0 +1,80 @@
+"""What the scheduler counts, for Prometheus: read from membership, jobs and events at each scrape."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from geartrain.ams.observe.metrics import Metric
+from geartrain.ams.scheduler.running_jobs import UNDER_WAY, RunningJobs
+from geartrain.ams.scheduler.scheduler import Scheduler
+
+
+def scheduler_metrics(scheduler: Scheduler, jobs: RunningJobs) -> Iterator[Metric]:
+    """Everything, as it is now. Thread-safe."""
+    yield from _of_shards(scheduler)
+    yield from _of_jobs(jobs)
+    events = scheduler.events
+    counts = events.counts.copy()
+    yield Metric("events_total", "counter", "Events of each kind since the scheduler began.", ("kind",), _by(counts))
+    restores = counts["restore"]
+    yield Metric("restores_total", "counter", "Restores of snapshots since the scheduler began.", (), [((), restores)])
+    if (newest := events.newest("snapshot")) is not None:
+        hold = newest.hold_seconds
+        phases = {"hold": hold, "write": newest.seconds - hold}
+        what = "Of the newest snapshot: until every shard held its moment (writes stand still), and until it was whole."
+        yield Metric("snapshot_seconds", "gauge", what, ("phase",), _by(phases))
+
+
+def _of_shards(scheduler: Scheduler) -> Iterator[Metric]:
+    view, members = scheduler.describe(), scheduler.members()
+    shards, seen = view.shards, [entry for entry in view.shards if entry.state != "missing"]
+    noted = scheduler.shard_events
+    yield Metric("shards_expected", "gauge", "Shards of the cluster.", (), [((), view.num_shards)])
+    yield Metric("cluster_version", "gauge", "Rises when a shard comes back empty.", (), [((), view.cluster_version)])
+    up = {entry.shard: int(entry.state in ("up", "leaving")) for entry in shards}
+    yield Metric("shard_up", "gauge", "1: heartbeats arrive.", ("shard",), _by(up))
+    ages = {entry.shard: entry.heartbeat_age_seconds for entry in seen}
+    yield Metric("shard_heartbeat_age_seconds", "gauge", "Since its last heartbeat.", ("shard",), _by(ages))
+    restarts = {entry.shard: noted.restarts[entry.shard] for entry in shards}
+    what = "How often a new process took the place of one that had ended, or seemed to."
+    yield Metric("shard_restarts_total", "counter", what, ("shard",), _by(restarts))
+    takeovers = {entry.shard: noted.takeovers[entry.shard] for entry in shards}
+    what = "How often another process took the place of one that lived."
+    yield Metric("shard_takeovers_total", "counter", what, ("shard",), _by(takeovers))
+    told = {shard: member for shard, member in members.items() if member.version}
+    what = "How far a member's clock is ahead of the scheduler's, less the way of a heartbeat."
+    offsets = [(("server", shard, member.address), member.clock_ahead_seconds) for shard, member in told.items()]
+    yield Metric("clock_offset_seconds", "gauge", what, ("role", "number", "address"), offsets)
+    versions = [(("server", shard, member.version), 1) for shard, member in told.items()]
+    yield Metric("member_info", "gauge", "Always 1; says what runs where.", ("role", "number", "version"), versions)
+
+
+def _of_jobs(jobs: RunningJobs) -> Iterator[Metric]:
+    """What is a time or an interval, of jobs that are under way, or should be; the rest of ended ones, too."""
+    now, entries = time.time(), jobs.entries()
+    going = [entry for entry in entries if entry.report.state in UNDER_WAY or entry.report.state == "silent"]
+    job = ("job",)
+    steps = {entry.job: entry.report.step for entry in entries}
+    yield Metric("job_last_step", "gauge", "Steps that the job has done.", job, _by(steps))
+    recoveries = {entry.job: entry.recoveries for entry in entries}
+    yield Metric("job_recoveries_total", "counter", "How often it went back to a snapshot.", job, _by(recoveries))
+    lost = {entry.job: entry.steps_lost for entry in entries}
+    yield Metric("job_steps_lost_total", "counter", "Steps that it had done and did again.", job, _by(lost))
+    failures = [((e.job, reason), number) for e in entries for reason, number in e.snapshot_failures.items()]
+    what = "Snapshots that did not come, by type of the error."
+    yield Metric("snapshot_failures_total", "counter", what, ("job", "reason"), failures)
+    stepped = {entry.job: now - entry.step_seconds_ago for entry in going}
+    what = "When its step last rose, since 1970."
+    yield Metric("job_last_step_timestamp_seconds", "gauge", what, job, _by(stepped))
+    saved = {e.job: now - e.snapshot_seconds_ago for e in going if e.snapshot_seconds_ago is not None}
+    what = "When its newest snapshot was whole, since 1970."
+    yield Metric("snapshot_last_success_timestamp_seconds", "gauge", what, job, _by(saved))
+    every = {e.job: e.report.snapshot_every_seconds for e in going if e.report.snapshot_every_seconds}
+    yield Metric("snapshot_interval_seconds", "gauge", "Between two snapshots, about.", job, _by(every))
+
+
+def _by(values: Mapping[Any, float]) -> list[tuple[tuple[object], float]]:
+    """Samples with one label."""
+    return [((label,), value) for label, value in values.items()]

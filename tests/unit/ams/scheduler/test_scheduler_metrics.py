@@ -1,0 +1,68 @@
+"""What the scheduler tells Prometheus of shards and jobs."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from geartrain.ams.observe.metrics import Metric
+from geartrain.ams.scheduler.metrics import scheduler_metrics
+from geartrain.ams.scheduler.running_jobs import RunningJobs
+from geartrain.ams.values.scheduler_messages import ClusterEvent, JobReport
+from tests.unit.ams.scheduler.test_scheduler import FakeCluster
+
+
+def told(cluster: FakeCluster, jobs: RunningJobs) -> dict[str, dict[tuple[object, ...], object]]:
+    found: list[Metric] = list(scheduler_metrics(cluster.scheduler, jobs))
+    return {metric.name: {tuple(labels): value for labels, value in metric.samples} for metric in found}
+
+
+def test_shards_and_their_fates_are_told() -> None:
+    cluster = FakeCluster()
+    jobs = RunningJobs(lambda: cluster.now, cluster.scheduler.events)
+    assert told(cluster, jobs)["shard_up"] == {(0,): 0, (1,): 0}
+    cluster.register_both()
+    cluster.scheduler.heartbeat(0, 100, unix_seconds=time.time() + 60, build="9.9")
+    cluster.now = 11.0
+    cluster.scheduler.heartbeat(0, 100, unix_seconds=time.time() + 60, build="9.9")
+    cluster.scheduler.pulse()
+    found = told(cluster, jobs)
+    assert found["shards_expected"] == {(): 2}
+    assert found["shard_up"] == {(0,): 1, (1,): 0}
+    assert found["shard_heartbeat_age_seconds"] == {(0,): 0, (1,): 11}
+    assert found["member_info"] == {("server", 0, "9.9"): 1}
+    assert found["clock_offset_seconds"] == {("server", 0, "host:0"): pytest.approx(60, abs=5)}
+    cluster.scheduler.register("host:9", 1, incarnation=201)
+    cluster.scheduler.heartbeat(1, 101)
+    found = told(cluster, jobs)
+    assert found["shard_restarts_total"] == found["shard_takeovers_total"] == {(0,): 0, (1,): 1}
+    assert found["events_total"] == {("scheduler",): 1, ("joined",): 2, ("lost",): 1, ("back",): 1, ("takeover",): 1}
+
+
+def test_jobs_are_told_and_what_could_alarm_only_while_they_are_under_way() -> None:
+    cluster = FakeCluster()
+    log = cluster.scheduler.events
+    jobs = RunningJobs(lambda: cluster.now, log)
+    jobs.tell("j", 1, done=False, report=JobReport(step=50, snapshot_every_seconds=30.0))
+    jobs.tell("j", 2, done=False, report=JobReport(step=40, snapshot_every_seconds=30.0))
+    for event in (
+        ClusterEvent(kind="snapshot", text="whole", job="j", step=45, seconds=3.0, hold_seconds=0.5),
+        ClusterEvent(kind="snapshot_failed", text="none", job="j", step=46, reason="SnapshotFailed"),
+        ClusterEvent(kind="restore", text="restored"),
+    ):
+        jobs.hear(log.note(event) or event)
+    found, now = told(cluster, jobs), time.time()
+    assert found["job_last_step"] == {("j",): 40}
+    assert found["job_recoveries_total"] == {("j",): 1}
+    assert found["job_steps_lost_total"] == {("j",): 10}
+    assert found["snapshot_failures_total"] == {("j", "SnapshotFailed"): 1}
+    assert found["snapshot_interval_seconds"] == {("j",): 30}
+    assert found["snapshot_seconds"] == {("hold",): 0.5, ("write",): 2.5}
+    assert found["restores_total"] == {(): 1}
+    assert found["snapshot_last_success_timestamp_seconds"] == {("j",): pytest.approx(now, abs=20)}
+    assert found["job_last_step_timestamp_seconds"] == {("j",): pytest.approx(now, abs=20)}
+    jobs.tell("j", 2, done=True, report=JobReport(state="ended", step=60))
+    found = told(cluster, jobs)
+    assert found["job_last_step"] == {("j",): 60}
+    assert found["snapshot_last_success_timestamp_seconds"] == found["job_last_step_timestamp_seconds"] == {}

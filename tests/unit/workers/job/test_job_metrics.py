@@ -1,0 +1,62 @@
+"""What a worker tells Prometheus of its job."""
+
+from __future__ import annotations
+
+import io
+import re
+from pathlib import Path
+
+import pytest
+from torch import Tensor
+
+from geartrain.ams.observe.metrics import Buckets
+from geartrain.ams.values.errors import ConfigError
+from geartrain.workers.job.metrics import BOUNDS, JobCounters, told_at
+from geartrain.workers.job.options import SnapshotSettings
+from geartrain.workers.recipes.recipe import ClassifyRecipe
+from tests.integration.jobs.small_job import GREY, classify, draw_images
+
+
+def test_steps_are_counted_by_their_parts() -> None:
+    counters = JobCounters()
+    assert list(counters.metrics()) == []
+    counters.job = "j"
+    counters.step_done(1.0, 0.25, 0.004, 16)
+    counters.step_done(100.0, 0.0, 0.0, 16)
+    found = {metric.name: {tuple(labels): value for labels, value in metric.samples} for metric in counters.metrics()}
+    assert found["job_steps_total"] == {("j",): 2}
+    assert found["job_samples_total"] == {("j",): 32}
+    pull, compute = found["job_step_seconds"]["j", "pull"], found["job_step_seconds"]["j", "compute"]
+    assert isinstance(pull, Buckets) and isinstance(compute, Buckets)
+    assert (pull.total, pull.counts[BOUNDS.index(0.25)], sum(pull.counts)) == (0.25, 1, 2)
+    assert (compute.counts[BOUNDS.index(1.0)], compute.counts[-1]) == (1, 1)  # the last is of what is above all bounds
+
+
+def test_a_port_that_strangers_reach_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GEARTRAIN_SECURITY__FOLDER", "none")
+    with pytest.raises(ConfigError, match=r"--metrics '0.0.0.0:0' can be reached"), told_at("0.0.0.0:0", print):
+        pass
+
+
+def test_a_job_tells_its_steps_while_it_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("prometheus_client")
+    from geartrain.workers.classify.trainer import ImageTrainer
+    from tests.support.scrapes import scrape
+
+    said = io.StringIO()
+    told, whole = [], ImageTrainer.step
+
+    def step(self: ImageTrainer, number: int) -> Tensor:
+        if number == 19:
+            (address,) = re.findall(r"told at (\S+)", said.getvalue())
+            told.append((self.progress.table, scrape(address)))
+        return whole(self, number)
+
+    monkeypatch.setattr(ImageTrainer, "step", step)
+    recipe = ClassifyRecipe(steps=20, batch_size=4, lr=0.1, look=GREY, snapshots=SnapshotSettings(steps=5))
+    classify(tmp_path / "run", draw_images(tmp_path / "images", 3), recipe, said, metrics="127.0.0.1:0")
+    ((job, found),) = told
+    assert found.value("geartrain_job_steps_total", job=job) >= 19
+    assert found.values("geartrain_job_loss", job=job)
+    for phase in ("pull", "push", "compute"):
+        assert found.value("geartrain_job_step_seconds_sum", job=job, phase=phase) > 0
