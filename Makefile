@@ -20,7 +20,7 @@ PIP := PIP_CONSTRAINT=$(CURDIR)/constraints.txt PIP_BUILD_CONSTRAINT=$(CURDIR)/c
 	PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip
 PIP_INSTALL := $(PIP) install $(PIP_ARGS)
 
-.PHONY: help quickstart install wheel wheel-check dev test processors sanitize docs campaign lint format size proto bench examples-check gpu-check kernels compose-check kube-check manifests links clean
+.PHONY: help quickstart install wheel wheel-check dev test processors sanitize docs campaign lint format size proto bench examples-check gpu-check kernels compose-check kube-check manifests watch-check links clean
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
@@ -137,6 +137,9 @@ kube-check: links $(KUBE_STAMP)  ## the manifests of Kubernetes against its sche
 manifests:  ## deploy/kubernetes/*.yaml, rendered anew from the chart by helm
 	helm template geartrain deploy/helm/geartrain > deploy/kubernetes/cluster.yaml
 	helm template geartrain deploy/helm/geartrain -f deploy/kubernetes/everything.values.yaml > deploy/kubernetes/everything.yaml
+
+watch-check: links  ## Prometheus, its alerts and the dashboard for real, beside a cluster that trains and is broken (Debian: apt-get install prometheus)
+	$(BIN)/python -m scripts.watch_check
 
 clean:  ## what was built; .venv, caches of rendered data and runs/ stay
 	rm -rf build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
