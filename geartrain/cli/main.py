@@ -65,9 +65,9 @@ COMMANDS = {
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        from geartrain import __version__
+        from geartrain.ams.values.rpc import version
 
-        print(f"geartrain {__version__}")
+        print(f"geartrain {version()}")
         raise typer.Exit
 
 
