@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import traceback
+import urllib.request
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -100,6 +101,29 @@ def test_a_graph_service_comes_with_the_cluster_and_comes_back_where_it_was() ->
             assert cluster.graph.build("t", 3).graph.version == 1
             kill_child(psutil.Process(running.process.pid), "graph")
             assert cluster.graph.build("t", 3).graph.version == 1  # it kept nothing, and answers again
+
+
+def test_each_role_tells_prometheus_at_an_address_that_it_keeps() -> None:
+    pytest.importorskip("prometheus_client", reason="needs pip install 'geartrain[metrics]'")
+
+    def told(address: str) -> tuple[str, ...]:
+        """The role that answers there, once it does."""
+        while True:
+            try:
+                text = urllib.request.urlopen(f"http://{address}/metrics", timeout=20).read().decode()
+            except OSError:  # it is being started
+                continue
+            return tuple(re.findall(r'^geartrain_build_info{.*role="(\w+)"', text, re.MULTILINE))
+
+    with up("--metrics=127.0.0.1:0", "--shards=2", "--graph", "--graph-listen=127.0.0.1:0") as running:
+        metrics = running.facts["metrics"]
+        assert list(metrics) == ["scheduler", "server 0", "server 1", "graph"]
+        assert len(set(metrics.values())) == 4
+        assert [told(address) for address in metrics.values()] == [(name.split()[0],) for name in metrics]
+        dead = psutil.Process(running.facts["pids"]["server 1"])
+        dead.kill()
+        dead.wait()
+        assert told(metrics["server 1"]) == ("server",)
 
 
 def test_the_ready_line_for_people_counts_the_shards_and_names_the_processes() -> None:
