@@ -122,8 +122,9 @@ def issue(authority: Path, folder: Path, roles: Iterable[str], numbers: Iterable
     uris = [x509.UniformResourceIdentifier(f"{SCHEME}{name.cluster}/{name}") for name in names]
     serving = [role for role in roles if role != CLIENT]
     hosts = [host_of(*name) for name in names if name.role == "server"]  # *.server.CLUSTER: of any
-    hosts += [host_of(of.cluster, role) for role in ([*serving, None] if serving else [])]
-    uses = [ExtendedKeyUsageOID.CLIENT_AUTH, *([ExtendedKeyUsageOID.SERVER_AUTH] if serving else [])]
+    # Nobody asks for a client, but who scrapes a worker's counters.
+    hosts += [host_of(of.cluster, role) for role in ([*roles, None] if serving else roles)]
+    uses = [ExtendedKeyUsageOID.CLIENT_AUTH, ExtendedKeyUsageOID.SERVER_AUTH]
     key = ec.generate_private_key(ec.SECP256R1())
     certificate = (
         _builder(_named(str(names[0])), ca.subject, key.public_key(), days)

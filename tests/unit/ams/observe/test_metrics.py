@@ -104,6 +104,15 @@ def test_only_the_cluster_may_ask_where_there_are_certificates(
             scrape(port.address, caller(folder), "search.geartrain")
 
 
+def test_a_client_serves_counters_under_its_own_name_and_no_other(folder: Path) -> None:
+    with serve_metrics("127.0.0.1:0", lambda: METRICS, "worker", Credentials(str(folder), "client")) as port:
+        found = scrape(port.address, caller(folder), "client.search.geartrain")
+        assert found.value("geartrain_build_info", role="worker", cluster="search") == 1
+        for name in ("search.geartrain", "server.search.geartrain"):
+            with pytest.raises(ssl.SSLCertVerificationError):
+                scrape(port.address, caller(folder), name)
+
+
 def test_renewed_certificates_are_shown(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("geartrain.ams.rpc.credentials._LOOK_SECONDS", 0.0)
 
