@@ -63,7 +63,7 @@ def issue_(
     from geartrain.launch.certificates import issue
 
     numbers = numbers_of(shards, "--shards", "shards", MAX_SHARDS) if shards is not None else ()
-    wanted = roles.split(",")
+    wanted = [role.strip() for role in roles.split(",")]
     if numbers and "server" not in wanted:
         raise ConfigError(f"--shards is {shards!r}, and only a server has shards; leave it out for a {roles}")
     if unknown := [role for role in wanted if role not in CERTIFIED_ROLES]:

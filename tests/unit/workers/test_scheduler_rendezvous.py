@@ -19,6 +19,7 @@ from geartrain.ams.client.jobs.rendezvous import RendezvousValues
 from geartrain.ams.scheduler.rendezvous import Rendezvous
 from geartrain.ams.values.config import ClientConfig
 from geartrain.ams.values.scheduler_messages import ReadRendezvous
+from geartrain.bridge.collectives import scheduler_store
 from geartrain.bridge.collectives.scheduler_store import SchedulerStore
 from geartrain.workers import scheduler_rendezvous
 from geartrain.workers.scheduler_rendezvous import SharedState
@@ -117,3 +118,27 @@ def test_torchs_store_is_kept_by_the_scheduler() -> None:
     store.wait(["count"], timedelta(seconds=1))
     with pytest.raises(dist.DistStoreError, match=r"waited for .* in vain for ranks/key"):
         store.wait(["key"], timedelta(milliseconds=20))
+
+
+def test_ranks_that_were_started_again_find_the_store_of_their_start_whatever_variables_they_inherited(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Children of a forkserver have the variables of its first start, and those that torch gives to each start."""
+    rendezvous = Rendezvous()
+    joined: list[str] = []
+
+    def of(_: str, job: str) -> Values:
+        values = Values(rendezvous)
+        values._job, values.close = job, lambda: None  # type: ignore[method-assign]
+        return values
+
+    monkeypatch.setattr(scheduler_store, "RendezvousValues", of)
+    monkeypatch.setattr(scheduler_store, "_store", None)
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, store, **__: joined.append(store.values._job))
+    monkeypatch.setenv(scheduler_store.VARIABLE, "10.0.0.1:7000/ads/3")
+    for number, port in enumerate((29501, 29502)):
+        SchedulerStore(of("", "ads/3")).set(scheduler_store.ranks_key(port), f"start {number}")
+        for name, value in {"MASTER_PORT": port, "RANK": 0, "WORLD_SIZE": 2}.items():
+            monkeypatch.setenv(name, str(value))
+        scheduler_store.init_process_group("gloo")
+    assert joined == ["ads/3/start 0", "ads/3/start 1"]
