@@ -20,7 +20,7 @@ PIP := PIP_CONSTRAINT=$(CURDIR)/constraints.txt PIP_BUILD_CONSTRAINT=$(CURDIR)/c
 	PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip
 PIP_INSTALL := $(PIP) install $(PIP_ARGS)
 
-.PHONY: help quickstart install wheel wheel-check dev test processors sanitize docs campaign lint format size proto bench examples-check gpu-check kernels compose-check kube-check manifests watch-check links clean
+.PHONY: help quickstart install wheel wheel-check dev test processors sanitize docs campaign lint format size proto bench examples-check ray-check gpu-check kernels compose-check kube-check manifests watch-check links clean
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
@@ -121,6 +121,9 @@ bench: dev  ## every bench, ours against its rivals
 
 examples-check: $(EXAMPLES_STAMP)  ## the examples that need no cluster or data, with the frameworks they train under
 	@set -e; for example in examples/replace_your_linear.py examples/train_with_*.py; do echo "== $$example"; $(BIN)/python $$example; done
+
+ray-check: $(EXAMPLES_STAMP)  ## clusters on Ray: actors of each kind killed, a drained node, the tutorial (some minutes)
+	$(BIN)/python -m pytest --slow tests/integration/on_ray
 
 gpu-check: links  ## ten minutes on a GPU host, without a network: build, CUDA tests, kernels and steps beside their model (WHEELS=folder, OUT=folder)
 	$(firstword $(wildcard $(BIN)/python) $(PYTHON)) scripts/gpu_check.py $(if $(WHEELS),--wheels $(WHEELS)) $(if $(OUT),--out $(OUT))

@@ -67,17 +67,26 @@ class ClusterFacts:
 class Launcher:
     """The processes of one cluster. A context manager: leaving it ends them all. Use it from the main thread."""
 
-    def __init__(self, config: ClusterConfig, on_line: Callable[[str], None], more: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        config: ClusterConfig,
+        on_line: Callable[[str], None],
+        more: Sequence[str] = (),
+        *,
+        restart: bool = True,
+    ) -> None:
         """Take the settings.
 
         Args:
             config: of the whole cluster; each server is told its shards, and its own port if one is given.
             on_line: gets every log line of every child, from threads of their own.
             more: roles to start when all shards serve; those that may are ``in_up`` in the registry.
+            restart: roles that die, where they were.
 
         Raises:
             ConfigError: the shards cannot be divided among the servers, or several servers would share an address.
         """
+        self._restarts_roles = restart
         self._num_servers = config.num_servers
         if config.server.advertise is not None and self._num_servers > 1:
             raise ConfigError(
@@ -143,15 +152,16 @@ class Launcher:
         metrics = {name: str(facts["metrics"]) for name, facts in said.items() if "metrics" in facts}
         return ClusterFacts(scheduler, shards, pids, more, metrics)
 
-    def wait(self, *, restart: bool = True) -> None:
-        """Serve until told to end by SIGTERM or SIGINT; with ``restart`` start roles that die again where they were.
+    def wait(self) -> None:
+        """Serve until told to end by SIGTERM or SIGINT.
 
         Raises:
-            ChildFailed: a role died without ``restart``, or for the MAX_RESTARTS + 1st time in RESTART_WINDOW_SECONDS.
+            ChildFailed: a role died that is not to be restarted, or for the MAX_RESTARTS + 1st time in
+                RESTART_WINDOW_SECONDS.
         """
         while not isinstance(event := self._events.get(), signal.Signals):
             if isinstance(event, Exited):
-                if not restart:
+                if not self._restarts_roles:
                     raise _failure(event.child, f"ended by itself ({event.child.exit_text})")
                 self._restart(event.child)
 

@@ -63,6 +63,10 @@ class RoleActor:
             raise type(self._error)(f"{self._title} on {socket.gethostname()}: {self._error}")
         return {**self._role.facts, "pid": os.getpid()}
 
+    def node(self) -> str:
+        """The number of Ray for the node where it is."""
+        return str(ray.get_runtime_context().get_node_id())
+
     def close(self) -> None:
         """End the role in good order."""
         self._closing = True

@@ -164,7 +164,8 @@ class RayCluster:
                 failures += 1
                 if isinstance(cause, _ERRORS_OF_ARGUMENTS) or 0 <= max_failures < failures:
                     raise cause from exc
-                logger.warning("the workers are started again (%d so far): %s", failures, cause)
+                reason = str(cause).partition("\n")[0]  # Ray goes on for lines about what may have killed it
+                logger.warning("the workers are started again (%d so far): %s", failures, reason)
             finally:
                 for worker in workers:
                     ray.kill(worker)

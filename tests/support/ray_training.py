@@ -59,3 +59,12 @@ def await_gate(folder: Path, step: int) -> None:
     part.rename(folder / f"at-{step}")
     while not (folder / f"go-{step}").exists():
         time.sleep(0.02)
+
+
+def await_file(path: Path, seconds: float) -> float:
+    """Wait for it; return when it was there."""
+    deadline = time.monotonic() + seconds
+    while not path.exists():
+        assert time.monotonic() < deadline, f"no {path.name} after {seconds:g} s"
+        time.sleep(0.02)
+    return time.monotonic()

@@ -12,7 +12,8 @@ from typing import Annotated, Any
 import typer
 
 from geartrain.ams.observe import failpoints
-from geartrain.ams.values.config import is_loopback
+from geartrain.ams.values.config import ClusterConfig, is_loopback
+from geartrain.ams.values.errors import ConfigError
 from geartrain.ams.values.text import counted
 from geartrain.cli.cluster.roles import give_parameters
 from geartrain.cli.shared import configuration
@@ -44,16 +45,31 @@ def up(
     data: Annotated[
         Path | None, typer.Option(help="Folder for what shall survive the cluster, by role: FOLDER/scheduler, ...")
     ] = None,
+    on: Annotated[
+        str, typer.Option("--on", help="machine: as processes of this machine; ray: as actors on the nodes of Ray.")
+    ] = "machine",
+    address: Annotated[
+        str | None,
+        typer.Option(
+            "--address",
+            help="With --on ray: of Ray, as 10.0.0.1:6379.",
+            show_default="RAY_ADDRESS; a Ray of this machine, started if none runs",
+        ),
+    ] = None,
     insecure: Insecure = None,
     mode: RunMode = None,
     security_folder: SecurityFolder = None,
     as_json: Json = False,
     **more: Any,
 ) -> None:
-    """Start a scheduler and its servers as processes of this machine, and end them on Ctrl-C or SIGTERM.
+    """Start a scheduler and its servers as processes of this machine, or on Ray, and end them on Ctrl-C or SIGTERM.
 
     Prints one line when every shard serves; the roles' logs go to stderr with their names before them.
     """
+    if on not in ("machine", "ray"):
+        raise ConfigError(f"--on is {on!r}; it is machine or ray")
+    if address is not None and on != "ray":
+        raise ConfigError(f"--address {address} is of Ray; give --on ray, too, or leave it out")
     wanted = [name for name in _optional() if more[name] or more[f"{name}_listen"] is not None]
     listens = {"scheduler": scheduler_listen, **{name: more[f"{name}_listen"] for name in wanted}}
     given = configuration.flags("server", insecure=insecure, data_port=data_port)
@@ -78,7 +94,7 @@ def up(
     if is_loopback(config.scheduler.listen) and not config.scheduler.insecure:
         make_private_folder()  # once, rather than by every child
     failpoints.require_allowed(config.mode)  # here once, rather than by every child
-    with Launcher(config, _print_log_line, wanted) as launcher:
+    with _launcher(config, on, address, wanted, restart) as launcher:
         facts = launcher.start()
         if facts is None:
             return
@@ -95,7 +111,19 @@ def up(
             print(json.dumps(told), flush=True)
         else:
             print(_ready_line(facts), flush=True)
-        launcher.wait(restart=restart)
+        launcher.wait()
+    kept = ["snapshots", *filter(None, (getattr(getattr(config, name), "data", None) for name in listens))]
+    _print_log_line(f"ended; kept: {', '.join(kept)}")
+
+
+def _launcher(config: ClusterConfig, on: str, address: str | None, more: list[str], restart: bool) -> Any:
+    if on == "machine":
+        return Launcher(config, _print_log_line, more, restart=restart)
+    try:
+        from geartrain.ray.up import RayLauncher
+    except ModuleNotFoundError as exc:
+        raise ConfigError(f"--on ray needs Ray, which cannot be imported: {exc}; pip install 'geartrain[ray]'") from exc
+    return RayLauncher(config, address, more, restart=restart)
 
 
 def _optional() -> list[str]:

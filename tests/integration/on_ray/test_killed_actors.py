@@ -11,21 +11,12 @@ from pathlib import Path
 import pytest
 
 import geartrain as gt
-from tests.support.ray_training import train
+from tests.support.ray_training import await_file, train
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_nodes"), pytest.mark.timeout(600)]
 MOST_SECONDS_LOST = 60
 GATES = {7: "server 0", 13: "server 1", 22: "scheduler", 28: "worker", 36: "nobody"}
 """The step after which each is killed; the last shows that the one before is overcome."""
-
-
-def await_file(path: Path, seconds: float) -> float:
-    """Wait for it; return when it was there."""
-    deadline = time.monotonic() + seconds
-    while not path.exists():
-        assert time.monotonic() < deadline, f"no {path.name} after {seconds:g} s"
-        time.sleep(0.02)
-    return time.monotonic()
 
 
 def test_a_run_whose_processes_are_all_killed_once_ends_with_the_same_loss(tmp_path: Path) -> None:

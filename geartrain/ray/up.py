@@ -1,0 +1,73 @@
+"""``geartrain up --on ray``: a cluster on Ray, from ready to ended."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Sequence
+from typing import Any, Self
+
+import ray
+
+from geartrain.ams.values.config import ClusterConfig, split_address
+from geartrain.ams.values.errors import ConfigError
+from geartrain.launch.up import ClusterFacts
+from geartrain.ray.launch import RayCluster, cluster
+
+_LOOK_SECONDS = 1.0
+
+
+class RayLauncher:
+    """What :class:`geartrain.launch.up.Launcher` is on one machine; used alike, from the main thread."""
+
+    def __init__(self, config: ClusterConfig, address: str | None, more: Sequence[str], *, restart: bool) -> None:
+        """Take the settings; ``address`` is of Ray: None: as ``RAY_ADDRESS`` says, or one that runs on this machine,
+        else one is started for as long as this cluster lives."""
+        self._config = config
+        self._address = address or os.environ.get("RAY_ADDRESS")
+        self._more = more
+        self._restart = restart
+        self._cluster: RayCluster | None = None
+
+    def __enter__(self) -> Self:
+        """Raises ConfigError if there is no Ray at the address."""
+        quiet = {"logging_level": "WARNING"}
+        try:
+            ray.init(self._address or "auto", **quiet)
+        except (ConnectionError, ValueError) as exc:
+            if self._address is not None:
+                raise ConfigError(f"cannot join Ray at {self._address}: {exc}") from exc
+            os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # what we start tells nobody of itself
+            servers = max(os.cpu_count() or 1, self._config.num_servers)  # which share the processors, as under 'up'
+            ray.init(num_cpus=servers, include_dashboard=False, **quiet)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.default_int_handler)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):  # whoever asks again waits for nobody's snapshot
+            signal.signal(number, lambda *_: os._exit(1))  # and Ray ends the actors of a program that is gone
+        if self._cluster is not None:
+            self._cluster.close()
+        ray.shutdown()
+
+    def start(self) -> ClusterFacts | None:
+        """Start every role; return once all shards serve, or with None if told to end meanwhile. Raises as
+        :func:`cluster`."""
+        settings: dict[str, Any] = {"port": split_address(self._config.scheduler.listen)[1], "more": self._more}
+        try:
+            self._cluster = cluster(config=self._config, max_restarts=-1 if self._restart else 0, **settings)
+        except KeyboardInterrupt:
+            return None
+        return self._cluster.facts
+
+    def wait(self) -> None:
+        """Serve until told to end by SIGTERM or SIGINT. Raises ClusterNotReady if an actor has died for good."""
+        assert self._cluster is not None
+        try:
+            while True:
+                self._cluster.check()
+                time.sleep(_LOOK_SECONDS)
+        except KeyboardInterrupt:
+            return
