@@ -16,13 +16,14 @@ if TYPE_CHECKING:
     from geartrain.bridge.parallel.plan.plan import Plan
 
 _STEP = "The expected step"
+_TABLE = "A hashed table"
 _DTYPE = "float32, float16 or bfloat16."
 _OPTIMIZERS = ", ".join(OPTIMIZERS)
 
 
 def plan(
-    classes: Annotated[int, typer.Option("--classes", help="Number of classes.")],
-    dim: Annotated[int, typer.Option("--dim", help="Width of features and class centers.")],
+    dim: Annotated[int, typer.Option("--dim", help="Width of rows: of features and class centers, or embeddings.")],
+    classes: Annotated[int | None, typer.Option("--classes", help="Number of classes.")] = None,
     sub_centers: Annotated[int, typer.Option("--sub-centers", help="Centers of a class.")] = 1,
     rows: Annotated[str, typer.Option("--rows", help="Where the rows are: pull, hosted or ranks.")] = "pull",
     dtype: Annotated[str, typer.Option("--dtype", help=f"Storage type of the rows: {_DTYPE}")] = "float32",
@@ -48,7 +49,9 @@ def plan(
         typer.Option("--k", min=1, help="Neighbours of a class: KNN softmax.", show_default="none: partial FC"),
     ] = None,
     batch_size: Annotated[int, typer.Option("--batch-size", help="Samples of a rank.")] = 128,
-    shards: Annotated[int, typer.Option("--shards", help="Shards of the cluster.")] = 1,
+    shards: Annotated[
+        int | None, typer.Option("--shards", help="Shards of the cluster.", show_default="1, or one on each of --hosts")
+    ] = None,
     ranks: Annotated[int, typer.Option("--ranks", help="Ranks that train together.")] = 1,
     device: Annotated[str, typer.Option("--device", help="Of the features: cpu or cuda.")] = "cpu",
     hardware: Annotated[
@@ -78,14 +81,40 @@ def plan(
         float | None,
         typer.Option("--sparsity", help="As gt.TopKGradients.", show_default="dense", rich_help_panel=_STEP),
     ] = None,
+    ids: Annotated[
+        float | None, typer.Option("--ids", help="Ids of a hashed table, as 1e9.", rich_help_panel=_TABLE)
+    ] = None,
+    hosts: Annotated[int, typer.Option("--hosts", help="Hosts of its shards.", rich_help_panel=_TABLE)] = 1,
+    memory: Annotated[str, typer.Option("--memory", help="Of a host, as 64GB.", rich_help_panel=_TABLE)] = "64GB",
+    seen: Annotated[
+        bool,
+        typer.Option("--seen", help="Rows know when they were seen (max_bytes, gt.Unseen).", rich_help_panel=_TABLE),
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Print the memory of a class head by part, for each shard and rank, before anything is started.
+
+    With --ids that of a hashed table of embeddings, and whether its hosts have it: geartrain plan --ids 1e9 --dim 16
+    --hosts 4 --memory 64GB
 
     With --hardware also what a step of a backbone and the head with --rows ranks holds, sends and takes, beside
     nn.Linear replicated, split and sharded: geartrain plan --classes 1000000 --dim 512 --rows ranks --ranks 16
     --hardware h200
     """
+    if (ids is None) == (classes is None):
+        raise ConfigError("give --classes for a class head, or --ids for a hashed table")
+    if ids is not None:
+        from geartrain.ams.values.expiry.rules import Unseen
+        from geartrain.ams.values.specs import TableSpec
+        from geartrain.cli.training.plan_table import print_table_plan
+
+        names = {True: "momentum", False: "sgd", None: "adam" if adam else "adagrad"}
+        types = {"dtype": dtype, "slot_dtype": slot_dtype or "float32"}
+        of_rows = optimizer_of(optimizer or names[momentum], {"lr": 0.1})
+        expiry = Unseen(steps=1) if seen else None
+        spec = TableSpec(name="table", dim=dim, optimizer=of_rows, expiry=expiry, **cast(Any, types))
+        print_table_plan(spec, int(ids), hosts, hosts if shards is None else shards, memory, as_json)
+        return
     from geartrain.ams.programs.selection import PartialFC
     from geartrain.bridge.head.config import HeadConfig  # loads torch
     from geartrain.bridge.head.defaults import DEFAULT_OPTIMIZER, DEFAULT_SELECT
@@ -104,7 +133,7 @@ def plan(
         rows=cast(Any, rows),
         optimizer=row_optimizer,
         batch_size=batch_size,
-        num_shards=shards,
+        num_shards=shards or 1,
         num_ranks=ranks,
         device=device,
     )

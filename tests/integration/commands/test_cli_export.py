@@ -33,6 +33,24 @@ def test_a_table_of_a_running_cluster_becomes_a_file(served: Callable[..., Any],
         invoke("export", "v", str(out), "--scheduler", address)
 
 
+def test_plan_says_whether_a_hashed_table_fits_its_hosts() -> None:
+    sizes = ["--ids", "1e9", "--dim", "16", "--memory", "64GB"]
+    said = invoke("plan", *sizes, "--hosts", "4").stdout
+    assert "1,000,000,000 ids of width 16, float32, adagrad; 4 shards on 4 hosts" in said
+    assert "slots         14.90 GiB    64.0 bytes a row" in said
+    assert ": fits; 1,289," in said
+    assert "does not fit" in (said := invoke("plan", *sizes, "--hosts", "2").stdout) and "it takes --hosts 4" in said
+    told = json.loads(invoke("plan", *sizes, "--hosts", "4", "--shards", "8", "--json").stdout)
+    assert told["fits"] and told["shards"] == 8 and told["hosts_needed"] == 4
+    for wrong, why in (
+        (["--dim", "16"], "give --classes"),
+        ([*sizes, "--hosts", "4", "--shards", "2"], "--shards is 2"),
+        ([*sizes[:4], "--memory", "64XB"], "--memory is '64XB'"),
+    ):
+        with pytest.raises(gt.errors.ConfigError, match=why):
+            invoke("plan", *wrong)
+
+
 def test_plan_prints_the_memory_of_a_head() -> None:
     sizes = ["--classes", "1000000", "--dim", "512"]
     settings = [*sizes, "--dtype", "float16", "--slot-dtype", "float16"]

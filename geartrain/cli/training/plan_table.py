@@ -1,0 +1,95 @@
+"""``geartrain plan --ids``: does a hashed table fit the hosts?"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict
+from typing import Any
+
+from pydantic import ByteSize, TypeAdapter, ValidationError
+
+from geartrain.ams.server.machine import default_row_memory
+from geartrain.ams.tables.planned_memory import MOST_IDS, PlannedRows, planned_rows
+from geartrain.ams.values.errors import ConfigError
+from geartrain.ams.values.placement import MAX_SHARDS
+from geartrain.ams.values.specs import TableSpec
+from geartrain.ams.values.text import counted
+
+_PARTS = {
+    "rows": "their values",
+    "slots": "the optimizer's",
+    "counters": "of updates",
+    "lives": "when seen, and how often",
+    "index": "where each id is",
+    "growth": "of the index, not yet given back",
+    "admission": "ids that wait",
+}
+
+
+def print_table_plan(spec: TableSpec, ids: int, hosts: int, shards: int, memory: str, as_json: bool) -> None:
+    """Print what a table of ``ids`` rows takes on each shard and host, and whether that fits.
+
+    Raises ConfigError for numbers that cannot be.
+    """
+    host_bytes = _bytes(memory)
+    if not 1 <= hosts <= shards <= MAX_SHARDS:
+        raise ConfigError(f"--shards is {shards} and --hosts {hosts}; a host has a shard or more, up to {MAX_SHARDS}")
+    here, room = -(-shards // hosts), default_row_memory(host_bytes)
+
+    def peak(number: int, on: int) -> float:
+        if number > MOST_IDS * on * here:
+            return math.inf
+        return here * planned_rows(spec, number, on * here).peak
+
+    planned = planned_rows(spec, ids, hosts * here)
+    fewest = next((count for count in range(1, MAX_SHARDS // here + 1) if peak(ids, count) <= room), None)
+    most, too_many = 0, 1
+    while peak(too_many, hosts) <= room:
+        most, too_many = too_many, 2 * too_many
+    while too_many - most > 1:
+        middle = (most + too_many) // 2
+        most, too_many = (middle, too_many) if peak(middle, hosts) <= room else (most, middle)
+    facts: dict[str, Any] = {
+        "ids": ids,
+        "shards": hosts * here,
+        "hosts": hosts,
+        "shard_bytes": asdict(planned) | {"total": planned.total},
+        "host_bytes": here * planned.peak,
+        "host_room_bytes": room,
+        "fits": here * planned.peak <= room,
+        "hosts_needed": fewest,
+        "most_ids": most,
+    }
+    print(json.dumps(facts) if as_json else _text(spec, planned, facts))
+
+
+def _text(spec: TableSpec, planned: PlannedRows, facts: dict[str, Any]) -> str:
+    a_shard = facts["ids"] / facts["shards"]
+    lines = [
+        f"{facts['ids']:,} ids of width {spec.dim}, {spec.dtype}, {spec.optimizer.name}; "
+        f"{counted(facts['shards'], 'shard')} on {counted(facts['hosts'], 'host')}",
+        "",
+    ]
+    for name, what in _PARTS.items():
+        if part := getattr(planned, name):
+            lines.append(f"shard  {name:<9}  {part / 2**30:8.2f} GiB  {part / a_shard:6.1f} bytes a row  {what}")
+    lines += [
+        f"shard  {'together':<9}  {planned.total / 2**30:8.2f} GiB  {planned.total / a_shard:6.1f} bytes a row",
+        f"shard  {'at most':<9}  {planned.peak / 2**30:8.2f} GiB  on the way there, while its index grows",
+        "",
+        f"host   {facts['host_bytes'] / 2**30:.2f} GiB of {facts['host_room_bytes'] / 2**30:.2f} GiB that rows may "
+        f"take there: {'fits' if facts['fits'] else 'does not fit'}; {facts['most_ids']:,} ids would fit",
+    ]
+    if not facts["fits"]:
+        needed = "no number of hosts is enough" if facts["hosts_needed"] is None else f"--hosts {facts['hosts_needed']}"
+        lines.append(f"       it takes {needed}, or rows of 16 bits, or an optimizer with fewer slots")
+    lines.append("Not counted: rows that a snapshot copies because they are written meanwhile; other tables.")
+    return "\n".join(lines)
+
+
+def _bytes(memory: str) -> int:
+    try:
+        return int(TypeAdapter(ByteSize).validate_python(memory))
+    except ValidationError as exc:
+        raise ConfigError(f"--memory is {memory!r}; it must be a number of bytes, as 64GB or 60GiB") from exc
