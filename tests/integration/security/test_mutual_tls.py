@@ -404,7 +404,10 @@ def test_a_certificate_that_is_renewed_under_a_running_client_costs_it_no_step(f
             calls.close()
         assert np.allclose(table.pull(IDS), before - 2 * steps)
         assert all(plane.connection is not was for plane, was in zip(planes, opened, strict=True))
-        # What is renewed no more is refused, by connections that there are, too.
+        # What is renewed no more is refused, by connections that there are, too: those under the last certificates.
+        time.sleep(1.1)
+        for way in (connected, far):
+            way._calls.read([(shard, Describe()) for shard in (0, 1)])
         old = GrpcCalls(SCHEDULER, "scheduler", cluster.address)
         assert old.call(Ping(), 5.0)
         time.sleep(8)
