@@ -29,6 +29,7 @@ from geartrain.ams.values.graph_messages import DownloadGraph
 from geartrain.ams.values.rpc import Rpc
 from geartrain.ams.values.shard_messages import Assign, CallContext, ComputeHosted, Pull, Push, UpdateHosted
 
+_SMALL_BYTES = 16 << 10
 _NOBODY = CallContext()
 _CONTEXT = MessageCodec(CallContext, types_pb2.CallContext.DESCRIPTOR)
 
@@ -67,7 +68,9 @@ class Method:
         """Whether its handler decodes requests, and encodes replies, itself."""
         self._request = own.request
         self._message: Any = GetMessageClass(descriptor.input_type)
-        self._has_context = "context" in descriptor.input_type.fields_by_name
+        self.fields = frozenset(descriptor.input_type.fields_by_name)
+        """Of the message of a request."""
+        self._has_context = "context" in self.fields
         if own.request is None:
             self.header = MessageCodec(kind, descriptor.input_type, own.outside_header)
             """Of requests."""
@@ -86,7 +89,9 @@ class Method:
         return self.header.encode(request, **given)
 
     def header_of(self, data: bytes) -> Any:
-        """The message of a request, without its rows. Raises ProtocolError."""
+        """The message of a request; of a large one without its rows. Raises ProtocolError."""
+        if len(data) <= _SMALL_BYTES:  # to copy it is faster than to take it apart
+            return framing.parse(data, self._message)
         if self.takes_bytes or self._request is not None:
             return framing.decode_framed(data, self._message)[0]
         return self.header.split(data)[0]

@@ -70,9 +70,6 @@ def _places(*names: str) -> tuple[tuple[str, Callable[[Any], Any]], ...]:
     return tuple((name.partition(".")[0], operator.attrgetter(name)) for name in names)
 
 
-_METHODS: dict[str, Method] = {
-    method.path: method for service in (SCHEDULER, SHARD, GRAPH, GEAR) for _, method in service.items()
-}
 _TABLES = _places("table", "tables", "spec.name", "name", "event.tables")
 """Fields that name tables; ``name``: the dense part of a slow gear, which is its table's."""
 _JOBS = _places("job", "reader.job", "who.job")
@@ -126,23 +123,43 @@ class AskedFreezes:
                 del self._tables[next(iter(self._tables))]
 
 
+class _Reader(NamedTuple):
+    """Where the requests of an RPC say what they ask for: what reads each field off its message."""
+
+    header_of: Callable[[bytes], Any]
+    right: str
+    tables: tuple[Callable[[Any], Any], ...]
+    jobs: tuple[Callable[[Any], Any], ...]
+    streams: tuple[Callable[[Any], Any], ...]
+
+
+def _reader(method: Method) -> _Reader:
+    right = RIGHT_OF.get(method.path, "admin")
+    has = method.fields
+    places = [tuple(get for first, get in found if first in has) for found in (_TABLES, _JOBS, _STREAMS)]
+    return _Reader(method.header_of, right, () if right == ANY else places[0], *places[1:])
+
+
+_READERS = {
+    method.path: _reader(method) for service in (SCHEDULER, SHARD, GRAPH, GEAR) for _, method in service.items()
+}
+
+
 def asked(path: str, request: bytes, freezes: AskedFreezes) -> Asked:
     """What a request asks for. Raises a GeartrainError for one that nobody can read."""
-    method = _METHODS.get(path)
-    if method is None:
+    reader = _READERS.get(path)
+    if reader is None:
         return Asked("admin", (ALL_TABLES,))
-    message = method.header_of(request)
-    right = RIGHT_OF.get(path, "admin")
-    has = message.DESCRIPTOR.fields_by_name
-    jobs = [get(message) for first, get in _JOBS if first in has]
-    jobs += filter(None, (get(message) for first, get in _STREAMS if first in has))
-    tables = () if right == ANY else tuple(n for first, get in _TABLES if first in has for n in _names(get(message)))
+    message = reader.header_of(request)
+    jobs = [get(message) for get in reader.jobs]
+    jobs += filter(None, (get(message) for get in reader.streams))
+    tables = tuple(name for get in reader.tables for name in _names(get(message)))
     if path in _OF_A_FREEZE:
         if path == _FREEZE and not tables:
             tables = (ALL_TABLES,)
         freeze = message.snapshot_id
-        return Asked(right, freezes.tables(freeze, tables), tuple(jobs), freeze if path == _FREEZE else "")
-    return Asked(right, tables, tuple(jobs))
+        return Asked(reader.right, freezes.tables(freeze, tables), tuple(jobs), freeze if path == _FREEZE else "")
+    return Asked(reader.right, tables, tuple(jobs))
 
 
 def _names(found: Any) -> Iterable[str]:
