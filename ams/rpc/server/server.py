@@ -22,6 +22,7 @@ from geartrain.ams.observe.call_counts import ENDED_EARLY, WELL, CallCounts
 from geartrain.ams.rpc.channel import WAITS_KEY, channel_options
 from geartrain.ams.rpc.credentials import Credentials
 from geartrain.ams.rpc.server.access import Access
+from geartrain.ams.rpc.server.memory import watch_memory
 from geartrain.ams.rpc.server.strangers import Strangers
 from geartrain.ams.rpc.server.threads import CallThreads, message_is_here
 from geartrain.ams.rpc.server.waiting import BeginMethod, WaitingCalls
@@ -150,6 +151,7 @@ class GrpcServer:
             names = (*self._services, health.SERVICE_NAME, reflection.SERVICE_NAME)
             reflection.enable_server_reflection(names, self._server)
         self._health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
+        watch_memory()
         self._server.start()
 
     def ready(self) -> None:
