@@ -76,13 +76,15 @@ using FindSession = int (*)(ssl_st*, const unsigned char* name, size_t name_byte
   f(void, ERR_clear_error, ())
 
 constexpr uint64_t kNoAtExit = 0x00080000, kAllowNoEcdhe = 1u << 10, kNoTicket = 1u << 14;
+constexpr long kReleaseBuffers = 0x10;
 constexpr int kVerifyPeer = 1, kKeyUpdateNotRequested = 0;
-constexpr int kSetReadAhead = 41, kSetSessionCache = 44, kSetGroups = 92, kSetLeastVersion = 123, kSetMostVersion = 124;
+constexpr int kSetMode = 33, kSetReadAhead = 41, kSetSessionCache = 44, kSetGroups = 92, kSetLeastVersion = 123, kSetMostVersion = 124;
 constexpr long kTls13 = 0x0304;
 constexpr int kBioReadAgain = 9, kBioFlags = 15, kBioFlush = 11;
 constexpr size_t kNameBytes = kSecretBytes / 2;
 constexpr size_t kRecordBytes = size_t{16} << 10, kMostRecordBytes = kRecordBytes + 22;  // plain, and as it is sent
 constexpr size_t kMostAtOnce = 4 * kRecordBytes, kMostUnsent = 2 * kMostAtOnce;
+constexpr size_t kMostKept = 2 * kRecordBytes;  // of what was sent, for the next
 constexpr int kMostReads = 2;
 constexpr size_t kReadBufferBytes = 4 * kMostRecordBytes + 64;  // what comes at once, and how OpenSSL aligns it
 
@@ -190,6 +192,7 @@ OpenSsl::OpenSsl() {
   SSL_CTX_ctrl(context, kSetGroups, 0, groups);  // or what the system prefers
   SSL_CTX_ctrl(context, kSetSessionCache, 0, nullptr);
   SSL_CTX_ctrl(context, kSetReadAhead, 1, nullptr);
+  SSL_CTX_ctrl(context, kSetMode, kReleaseBuffers, nullptr);  // most connections are idle most of the time
   SSL_CTX_set_default_read_buffer_len(context, kReadBufferBytes);
   SSL_CTX_set_options(context, kNoTicket);
   SSL_CTX_clear_options(context, kAllowNoEcdhe);
@@ -253,6 +256,7 @@ int Tls::flush() {
     else if (errno != EINTR) return errno;
   }
   sent_ = 0;
+  if (out_.capacity() > kMostKept) out_ = {};
   out_.clear();
   return 0;
 }
