@@ -20,11 +20,11 @@ def scheduler_metrics(scheduler: Scheduler, jobs: RunningJobs) -> Iterator[Metri
     yield Metric("events_total", "counter", "Events of each kind since the scheduler began.", ("kind",), _by(counts))
     restores = counts["restore"]
     yield Metric("restores_total", "counter", "Restores of snapshots since the scheduler began.", (), [((), restores)])
-    if (newest := events.newest("snapshot")) is not None:
-        hold = newest.hold_seconds
-        phases = {"hold": hold, "write": newest.seconds - hold}
-        what = "Of the newest snapshot: until every shard held its moment (writes stand still), and until it was whole."
-        yield Metric("snapshot_seconds", "gauge", what, ("phase",), _by(phases))
+    newest = events.newest("snapshot")
+    hold = 0.0 if newest is None else newest.hold_seconds
+    phases = {} if newest is None else {"hold": hold, "write": newest.seconds - hold}
+    what = "Of the newest snapshot: until every shard held its moment (writes stand still), and until it was whole."
+    yield Metric("snapshot_seconds", "gauge", what, ("phase",), _by(phases))
 
 
 def _of_shards(scheduler: Scheduler) -> Iterator[Metric]:
