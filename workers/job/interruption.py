@@ -115,25 +115,22 @@ class Interruption:
         """Wait for a signal, of which a byte in the pipe ``signals`` tells, and see to it that this process ends."""
         while (came := os.read(signals, 1)) and came[0] not in _SIGNALS:
             pass  # of somebody else
-        self._asked = asked = time.monotonic()
-        told = False
+        self._asked = asked = since = time.monotonic()
+        told, was_in_order = False, self._is_in_order
         while not self._has_ended.wait(_LOOK_SECONDS):
-            seconds, awaited = time.monotonic() - asked, self._awaited
-            if (
-                self._is_in_order
-                and awaited is not None
-                and seconds > min(PATIENCE_SECONDS, self.grace_seconds / 2)
-                and awaited.waits_for_shard
-            ):
+            now, in_order, awaited = time.monotonic(), self._is_in_order, self._awaited
+            patience = min(PATIENCE_SECONDS, self.grace_seconds / 2)
+            if in_order and awaited is not None and now - asked > patience and awaited.waits_for_shard:
                 awaited.give_up()
                 self._awaited = None
-            grace = self.grace_seconds - 1
-            if self._is_in_order and seconds > grace and self.is_saving():
-                if not told:
-                    _tell("A snapshot is still being written: give this worker more time before you kill it")
+            is_saving = in_order and self.is_saving()
+            if is_saving and not told and now - asked > self.grace_seconds - 1:
+                _tell("A snapshot is still being written: give this worker more time before you kill it")
                 told = True
-            elif seconds > (grace if self._is_in_order else min(grace, UNWIND_SECONDS)):
-                _tell(f"{self.why} (it took longer than {seconds:.0f} s to stop there)")
+            if is_saving or in_order is not was_in_order:  # what comes then has its time, too
+                since, was_in_order = now, in_order
+            if now - since > (self.grace_seconds - 1 if in_order else min(self.grace_seconds - 1, UNWIND_SECONDS)):
+                _tell(f"{self.why} (it took longer than {now - asked:.0f} s to stop there)")
                 os._exit(self.exit_code)
 
 
