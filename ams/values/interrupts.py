@@ -78,7 +78,8 @@ def shielded(work: Callable[[], R], *, if_broken_off: Callable[[], object] | Non
     jobs = _thread_with_nothing_to_do()
     if jobs is None:
         return work()
-    job = _Job(work if carry is None else carry(work))
+    carried: Callable[[], R] = work if carry is None else carry(work)
+    job = _Job(carried)
     try:
         jobs.put(job)  # type: ignore[arg-type]
         while not job.is_undone.acquire(timeout=_LOOK_SECONDS):
