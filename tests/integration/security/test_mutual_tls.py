@@ -375,7 +375,8 @@ def test_a_certificate_that_is_renewed_under_a_running_client_costs_it_no_step(f
         while not ended.wait(2.0):
             renew(folder, tmp_path, all_of_them=True)
 
-    renewing = threading.Thread(target=renewals)
+    renewing = threading.Thread(target=renewals, daemon=True)
+    renewing.start()  # before the cluster, which may take seconds
     by_tcp = QUICK.model_copy(update={"shared_memory": False})
     with (
         gear_cluster() as cluster,
@@ -384,7 +385,6 @@ def test_a_certificate_that_is_renewed_under_a_running_client_costs_it_no_step(f
     ):
         table = connected.create_table("rows", dim=4, optimizer=gt.SGD(1.0))
         other = far.table("rows")
-        renewing.start()
         calls = GrpcCalls(SCHEDULER, "scheduler", cluster.address)
         until, steps = time.monotonic() + 14, 0
         try:
