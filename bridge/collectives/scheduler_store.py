@@ -102,9 +102,11 @@ def init_process_group(backend: str | None = None, *, timeout: timedelta | None 
         dist.init_process_group(backend, timeout=timeout)
         return
     rank, world_size = (int(os.environ[key]) for key in ("RANK", "WORLD_SIZE"))
-    job_store = SchedulerStore(RendezvousValues(scheduler, job))
-    name = f"{job}/{job_store.get(ranks_key(os.environ['MASTER_PORT'])).decode()}"
-    job_store.values.close()
+    name = job
+    if (port := os.environ.get("MASTER_PORT")) is not None:  # of torchrun; on Ray each start is a job of its own
+        job_store = SchedulerStore(RendezvousValues(scheduler, job))
+        name = f"{job}/{job_store.get(ranks_key(port)).decode()}"
+        job_store.values.close()
     global _store
     store = _store = SchedulerStore(RendezvousValues(scheduler, name))
     dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world_size)

@@ -87,6 +87,7 @@ class WorkerActor:
         """Be one rank of those that ``environ`` tells of."""
         log_to_stderr("info")
         self._rank = rank
+        os.environ.pop("MASTER_PORT", None)  # of a torchrun that this Ray may be under
         os.environ.update(environ)
 
     def __repr__(self) -> str:
