@@ -47,6 +47,8 @@ def why_not() -> str:
     """Why pods cannot be run here; "" if they can."""
     if os.geteuid() != 0:
         return "pods need root, for namespaces"
+    if missing := [name for name in ("ip", "nsenter", "setpriv") if shutil.which(name) is None]:
+        return f"pods need {', '.join(missing)} (iproute2, util-linux)"
     tried = subprocess.run(["unshare", "--net", "--mount", "--uts", "true"], capture_output=True, text=True)
     return tried.stderr.strip()
 
@@ -240,6 +242,7 @@ class Pods:
         self._next = itertools.count(2)
         self._network = f"gt{os.getpid()}"
         self._attached: set[str] = set()
+        self._others: dict[str, str] = {}
         self.pods: dict[str, Pod] = {}
         for found in documents:
             spec, name = found.get("spec", {}), found["metadata"]["name"]
@@ -293,7 +296,7 @@ class Pods:
                     if pod.index == 0:
                         names += [pod.service, f"{pod.service}.{self.namespace}.svc"]
                 lines.append(f"{pod.address} {' '.join(names)}")
-        self._others = getattr(self, "_others", {}) | others
+        self._others |= others
         lines += [f"{address} {name.replace('_', '-')}" for name, address in self._others.items()]
         (self.state / "hosts").write_text("\n".join(lines) + "\n")  # the same file: pods have it mounted
 

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from geartrain.launch.certificates import issue, make_authority
+from tests.integration.jobs.test_classify_and_predict import draw_shapes
 from tests.integration.kubernetes.conftest import manifest
+from tests.support.command_line import invoke
 from tests.support.pods import Pod, Pods, why_not
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=f"no pods here: {why_not()}")
@@ -18,12 +24,18 @@ SCHEDULER, SERVERS = "geartrain-scheduler-0", ("geartrain-server-0", "geartrain-
 
 
 @pytest.fixture
-def pods(certificates: dict[str, dict[str, bytes]], tmp_path: Path) -> Iterator[Pods]:
-    """Scheduler and servers, ready."""
-    for folder in (tmp_path, *tmp_path.parents):  # pods are another user's
-        if folder.stat().st_uid == 0 and not folder.stat().st_mode & 1:
+def state(tmp_path: Path) -> Path:
+    """Where pods keep what they have; they are another user's."""
+    for folder in (tmp_path, *tmp_path.parents):
+        if not folder.stat().st_mode & 1:
             folder.chmod(0o711)
-    with Pods(manifest("cluster"), certificates, tmp_path) as cluster:
+    return tmp_path
+
+
+@pytest.fixture
+def pods(certificates: dict[str, dict[str, bytes]], state: Path) -> Iterator[Pods]:
+    """Scheduler and servers, ready."""
+    with Pods(manifest("cluster"), certificates, state) as cluster:
         for name in (SCHEDULER, *SERVERS):
             cluster.pods[name].start()
         for name in (SCHEDULER, *SERVERS):
@@ -60,3 +72,73 @@ def test_a_shard_comes_back_under_its_name_at_another_address(pods: Pods) -> Non
     assert [shard["address"] for shard in now["shards"]] == [shard["address"] for shard in before["shards"]]
     assert now["shards"][1]["incarnation"] > before["shards"][1]["incarnation"]
     assert ended([pods.pods[name] for name in (SCHEDULER, *SERVERS)]) == [0, 0, 0]
+
+
+RECIPE = b"""
+{steps: 120, batch_size: 4, width: 8, dim: 16, warmup_steps: 5, held_out: 0.25, sample_rate: 0.75,
+ snapshots: {steps: 10}}
+"""
+
+
+@contextmanager
+def object_store(pods: Pods) -> Iterator[Path]:
+    """What speaks like S3 at ``object-store:9000``, with a bucket; the log of its requests."""
+    address, namespace = pods.attach()
+    pods.publish(object_store=address)
+    into = ["nsenter", f"--net=/run/netns/{namespace}", sys.executable]
+    with (pods.state / "object-store.log").open("w") as log:
+        serving = subprocess.Popen([*into, "-m", "moto.server", "-H", "0.0.0.0", "-p", "9000"], stdout=log, stderr=log)
+    try:
+        make = (
+            "import s3fs; s3fs.S3FileSystem(endpoint_url='http://127.0.0.1:9000', key='us', secret='s').mkdir('models')"
+        )
+        soon(lambda: subprocess.run([*into, "-c", make], capture_output=True).returncode == 0)
+        yield Path(log.name)
+    finally:
+        serving.kill()
+        serving.wait()
+
+
+def soon(condition: Callable[[], bool], seconds: float = 240) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_a_training_of_two_pods_goes_on_after_an_uninstall_and_a_lost_shard(state: Path) -> None:
+    pytest.importorskip("moto", reason="the extra [kube] has a stand-in for S3")
+    pytest.importorskip("s3fs", reason="the extra [s3] has it")
+    make_authority(state / "ca", "shop")
+    invoke("certs", "token", "photos*", str(state / "ca"), "--allow", "photos*=read,write,create,snapshot")
+    secrets = {
+        "photos-token": {"token": next((state / "ca").glob("*.token")).read_bytes()},
+        "object-store": {"AWS_ACCESS_KEY_ID": b"us", "AWS_SECRET_ACCESS_KEY": b"s"},
+        "recipe": {"recipe.yaml": RECIPE},
+    }
+    for role in ("scheduler", "server", "client"):
+        issue(state / "ca", state / role, [role])
+        secrets[f"geartrain-{role}"] = {path.name: path.read_bytes() for path in (state / role).iterdir()}
+    draw_shapes(state / "claim-photos", 4)
+    with Pods(manifest("everything"), secrets, state) as cluster, object_store(cluster) as requests:
+        roles = [cluster.pods[name] for name in (SCHEDULER, *SERVERS)]
+        workers = [pod for name, pod in cluster.pods.items() if "photos" in name]
+        for pod in (*roles, *workers):  # in no order: workers wait
+            pod.start()
+        soon(lambda: "step-000000020/" in requests.read_text())
+        assert ended([*roles, *workers])[: len(roles)] == [0, 0, 0]
+        assert "Saved first: photos-" in (told := roles[1].told()), told
+        for pod in (*roles, *workers):
+            pod.start()
+        soon(lambda: "Going on at step" in workers[0].told())
+        already = workers[0].told().count("Going on at step")
+        steps = requests.read_text().count("PUT /models/runs/photos/")
+        soon(lambda: requests.read_text().count("PUT /models/runs/photos/") > steps + 5)
+        roles[2].remove()  # with its network
+        roles[2].start()
+        for pod in workers:
+            assert pod.process is not None
+            assert pod.process.wait(300) == 0, pod.told()
+        assert workers[0].told().count("Going on at step") > already
