@@ -113,7 +113,7 @@ def plan(
         of_rows = optimizer_of(optimizer or names[momentum], {"lr": 0.1})
         expiry = Unseen(steps=1) if seen else None
         spec = TableSpec(name="table", dim=dim, optimizer=of_rows, expiry=expiry, **cast(Any, types))
-        print_table_plan(spec, int(ids), hosts, hosts if shards is None else shards, memory, as_json)
+        print_table_plan(spec, ids, hosts, hosts if shards is None else shards, memory, as_json)
         return
     from geartrain.ams.programs.selection import PartialFC
     from geartrain.bridge.head.config import HeadConfig  # loads torch

@@ -27,37 +27,38 @@ _PARTS = {
 }
 
 
-def print_table_plan(spec: TableSpec, ids: int, hosts: int, shards: int, memory: str, as_json: bool) -> None:
-    """Print what a table of ``ids`` rows takes on each shard and host, and whether that fits.
+def print_table_plan(spec: TableSpec, ids: float, hosts: int, shards: int, memory: str, as_json: bool) -> None:
+    """Print what a table of ``ids`` rows takes on the fullest shard and host, and whether that fits.
 
     Raises ConfigError for numbers that cannot be.
     """
     host_bytes = _bytes(memory)
+    if not 1 <= ids <= MOST_IDS * MAX_SHARDS:
+        raise ConfigError(f"--ids is {ids:g}; it must be from 1 to {MOST_IDS * MAX_SHARDS:,}, what all shards can hold")
+    ids = int(ids)
     if not 1 <= hosts <= shards <= MAX_SHARDS:
         raise ConfigError(f"--shards is {shards} and --hosts {hosts}; a host has a shard or more, up to {MAX_SHARDS}")
-    here, room = -(-shards // hosts), default_row_memory(host_bytes)
+    here, room = -(-shards // hosts), default_row_memory(host_bytes)  # shards of the host that has most
 
-    def peak(number: int, on: int) -> float:
-        if number > MOST_IDS * on * here:
-            return math.inf
-        return here * planned_rows(spec, number, on * here).peak
+    def peak(number: int, of: int) -> float:
+        return here * planned_rows(spec, number, of).peak if number <= MOST_IDS * of else math.inf
 
-    planned = planned_rows(spec, ids, hosts * here)
-    fewest = next((count for count in range(1, MAX_SHARDS // here + 1) if peak(ids, count) <= room), None)
+    planned = planned_rows(spec, ids, shards)
+    fewest = next((count for count in range(1, MAX_SHARDS // here + 1) if peak(ids, count * here) <= room), None)
     most, too_many = 0, 1
-    while peak(too_many, hosts) <= room:
+    while peak(too_many, shards) <= room:
         most, too_many = too_many, 2 * too_many
     while too_many - most > 1:
         middle = (most + too_many) // 2
-        most, too_many = (middle, too_many) if peak(middle, hosts) <= room else (most, middle)
+        most, too_many = (middle, too_many) if peak(middle, shards) <= room else (most, middle)
     facts: dict[str, Any] = {
         "ids": ids,
-        "shards": hosts * here,
+        "shards": shards,
         "hosts": hosts,
         "shard_bytes": asdict(planned) | {"total": planned.total},
         "host_bytes": here * planned.peak,
         "host_room_bytes": room,
-        "fits": here * planned.peak <= room,
+        "fits": peak(ids, shards) <= room,
         "hosts_needed": fewest,
         "most_ids": most,
     }
@@ -82,7 +83,8 @@ def _text(spec: TableSpec, planned: PlannedRows, facts: dict[str, Any]) -> str:
         f"take there: {'fits' if facts['fits'] else 'does not fit'}; {facts['most_ids']:,} ids would fit",
     ]
     if not facts["fits"]:
-        needed = "no number of hosts is enough" if facts["hosts_needed"] is None else f"--hosts {facts['hosts_needed']}"
+        hosts, here = facts["hosts_needed"], -(-facts["shards"] // facts["hosts"])
+        needed = "more memory in a host" if hosts is None else f"--hosts {hosts} --shards {hosts * here}"
         lines.append(f"       it takes {needed}, or rows of 16 bits, or an optimizer with fewer slots")
     lines.append("Not counted: rows that a snapshot copies because they are written meanwhile; other tables.")
     return "\n".join(lines)

@@ -42,10 +42,13 @@ def test_plan_says_whether_a_hashed_table_fits_its_hosts() -> None:
     assert "does not fit" in (said := invoke("plan", *sizes, "--hosts", "2").stdout) and "it takes --hosts 4" in said
     told = json.loads(invoke("plan", *sizes, "--hosts", "4", "--shards", "8", "--json").stdout)
     assert told["fits"] and told["shards"] == 8 and told["hosts_needed"] == 4
+    uneven = json.loads(invoke("plan", *sizes, "--hosts", "4", "--shards", "6", "--json").stdout)
+    assert uneven["host_bytes"] > 4 / 3 * 0.95 * told["host_bytes"]  # two of six, not two of eight
     for wrong, why in (
         (["--dim", "16"], "give --classes"),
         ([*sizes, "--hosts", "4", "--shards", "2"], "--shards is 2"),
         ([*sizes[:4], "--memory", "64XB"], "--memory is '64XB'"),
+        *((["--dim", "16", "--ids", number], f"--ids is {number}") for number in ("0", "-5", "inf", "nan")),
     ):
         with pytest.raises(gt.errors.ConfigError, match=why):
             invoke("plan", *wrong)
