@@ -17,7 +17,7 @@ from geartrain.launch.certificates import issue, make_authority
 from tests.integration.jobs.test_classify_and_predict import draw_shapes
 from tests.integration.kubernetes.conftest import manifest
 from tests.support.command_line import invoke
-from tests.support.pods import Pod, Pods, why_not
+from tests.support.pods import REPOSITORY, Pod, Pods, why_not
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=f"no pods here: {why_not()}")
 SCHEDULER, SERVERS = "geartrain-scheduler-0", ("geartrain-server-0", "geartrain-server-1")
@@ -142,3 +142,18 @@ def test_a_training_of_two_pods_goes_on_after_an_uninstall_and_a_lost_shard(stat
             assert pod.process is not None
             assert pod.process.wait(300) == 0, pod.told()
         assert workers[0].told().count("Going on at step") > already
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_every_role_gets_ready_and_ends_in_order(certificates: dict[str, dict[str, bytes]], state: Path) -> None:
+    """With metrics, a graph service, and slow gears of a module that is mounted."""
+    module = REPOSITORY / "examples" / "train_with_slow_gears.py"
+    mounted = {"object-store": {}, "modules": {module.name: module.read_bytes()}}
+    with Pods(manifest("everything"), certificates | mounted, state) as cluster:
+        roles = [pod for name, pod in cluster.pods.items() if "photos" not in name]
+        for pod in roles:
+            pod.start()
+        for pod in roles:
+            pod.await_ready(240)
+        assert ended(roles) == [0] * len(roles)
