@@ -73,7 +73,8 @@ def run_job(trainer_class: type[Trainer], options: JobOptions, console: Console)
     with interruption() as stop, told_at(options.metrics if is_first else None, say):
         options, ended = _with_its_run(trainer_class, options, say)
         if ended is not None:
-            return ended
+            with joined_ranks(options.device) as ranks:  # others may wait there
+                return _agreed(options, ranks, ended) or ended
         trainer_class.require(options)
         return _run_to_the_end(trainer_class, options, console, started, stop)
 
@@ -82,7 +83,7 @@ def _with_its_run(
     trainer_class: type[Trainer], options: JobOptions, say: Callable[[str], None]
 ) -> tuple[JobOptions, JobResult | None]:
     """The options with what is known of the run: whether it goes on (``continues``), its cluster and recipe; and how it
-    ended, if it has and nobody asks for more. Of ranks each comes to the same.
+    ended, if it has and nobody asks for more. Ranks that see one folder come to the same: see :func:`_agreed`.
     """
     run = read_run(options.out) if options.resume else None
     if options.continues:
@@ -100,6 +101,22 @@ def _with_its_run(
         return options, None
     say(f"The run in {options.out} has ended at step {run.stage_end} (to train on: --resume {options.out} --steps N)")
     return options, JobResult(True, report, run.stage_end)
+
+
+def _agreed(options: JobOptions, ranks: JobRanks, ended: JobResult | None) -> JobResult | None:
+    """How the run ended, if a rank knows that it has. Raises ConfigError if some ranks found a run and others did not:
+    each looks in the folder of that name on its own machine.
+    """
+    found = ranks.gather_json([options.resume, None if ended is None else ended.step])
+    if steps := [step for _, step in found if step is not None]:
+        return ended or JobResult(True, None, steps[0])
+    without = [rank for rank, (goes_on, _) in enumerate(found) if not goes_on]
+    if options.continues and 0 < len(without) < len(found):
+        raise ConfigError(
+            f"rank {', '.join(map(str, without))} finds no run in {options.out}, and others do; give a --snapshots, or "
+            "an --out, that all machines see alike"
+        )
+    return None
 
 
 def _read_state(trainer_class: type[Trainer], snapshot: Snapshot, run: Run) -> JobState:
@@ -187,6 +204,8 @@ def _run_on(
 ) -> JobResult:
     with ExitStack() as stack:
         console = console if ranks.is_first else Console(quiet=True)
+        if loss is None and (ended := _agreed(options, ranks, None)) is not None:
+            return ended
         is_restart = ranks.any(_is_restart())  # of a machine that took another's place it is the first start
         options = _after_restart(options, ranks, is_restart=is_restart)
         _require_place(options, ranks)

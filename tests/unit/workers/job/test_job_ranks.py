@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import socket
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from geartrain.ams.values.errors import ConfigError
 from geartrain.bridge.collectives.scheduler_store import VARIABLE
+from geartrain.workers.job.job import _agreed
+from geartrain.workers.job.options import JobOptions, JobResult
 from geartrain.workers.job.ranks import JobRanks, joined_ranks
 
 
@@ -57,3 +62,26 @@ def test_ranks_of_several_machines_are_refused(monkeypatch: pytest.MonkeyPatch) 
     said = r"several machines.*--rdzv-backend geartrain --rdzv-endpoint SCHEDULER.*INSECURE=1"
     with pytest.raises(ConfigError, match=said), joined_ranks("cpu"):
         pass
+
+
+class Told(JobRanks):
+    """The first of several ranks, of which it is known what the others say."""
+
+    def __init__(self, *others: object) -> None:
+        super().__init__()
+        self._others = others
+
+    def gather_json(self, value: Any) -> list[Any]:
+        return [value, *self._others]
+
+
+def test_ranks_with_folders_of_their_own_agree_on_the_run_or_end(tmp_path: Path) -> None:
+    # Else some train and others restore or are done, and all wait for each other in other collectives.
+    begins = JobOptions(job="ctr", out=tmp_path, recipe=None, continues=True)
+    goes_on = replace(begins, resume=True)
+    assert _agreed(begins, Told([False, None]), None) is None
+    assert _agreed(goes_on, Told([True, None]), None) is None
+    for options, other in ((begins, [True, None]), (goes_on, [False, None])):
+        with pytest.raises(ConfigError, match=r"rank \d finds no run in .* --snapshots, or an --out, that all"):
+            _agreed(options, Told(other), None)
+    assert _agreed(begins, Told([True, 30]), None) == JobResult(True, None, 30)
