@@ -1,7 +1,8 @@
 """What happened in a cluster: the newest events in memory, and in a file that outlives the process.
 
 The file has one JSON object a line. When it is full it becomes the older one of two. A last line that a crash tore is
-dropped; a disk that fails costs the lines, never what they tell of.
+dropped. A thread writes what is noted: whoever notes waits for no disk, heartbeats least. One that fails or hangs costs
+lines, never what they tell of; what is still in memory is written when it works again.
 """
 
 from __future__ import annotations
@@ -31,6 +32,9 @@ MOST_KEPT = 10_000
 _MOST_READ = 1_000
 _KEYS_KEPT = 1_000
 _LONGEST_TEXT = 1_000
+_MOST_TABLES = 100
+_LAST_SECONDS = 2.0
+"""For what is not written when a log is closed: a disk that hangs keeps no process from ending."""
 _DEFAULTS = {field.name: field.default for field in fields(ClusterEvent)}
 
 
@@ -64,8 +68,10 @@ class EventLog:
         self._file_bytes = file_bytes
         self._clock = clock
         self._lock = threading.Lock()
+        self._has_news = threading.Condition(self._lock)
         self._file: IO[bytes] | None = None
-        self._is_failing = False
+        """Of the thread that writes."""
+        self._is_failing = self._is_closed = False
         self._keys: deque[int] = deque(maxlen=_KEYS_KEPT)
         self._kept: deque[ClusterEvent] = deque(maxlen=MOST_KEPT)
         self.counts: Counter[str] = Counter()
@@ -74,19 +80,26 @@ class EventLog:
             for path in (self._folder / OLDER, self._folder / FILE):
                 self._kept.extend(_events_in(path))
         self._last = self._kept[-1].number if self._kept else 0
+        self._writer: threading.Thread | None = None
+        if self._folder is not None:
+            self._writer = threading.Thread(
+                target=self._run, args=(self._folder, self._last), name="geartrain-event-log", daemon=True
+            )
+            self._writer.start()
 
     def note(self, event: ClusterEvent, *, key: int = 0) -> ClusterEvent | None:
         """Keep an event with its number and time; return it. None: that of this ``key`` (0: it has none) is there."""
         with self._lock:
-            if key and key in self._keys:
-                return None
-            self._keys.append(key)
+            if key:
+                if key in self._keys:
+                    return None
+                self._keys.append(key)
             self._last += 1
-            event = replace(event, number=self._last, unix_seconds=self._clock(), text=event.text[:_LONGEST_TEXT])
+            now, text, tables = self._clock(), event.text[:_LONGEST_TEXT], event.tables[:_MOST_TABLES]
+            event = replace(event, number=self._last, unix_seconds=now, text=text, tables=tables)
             self._kept.append(event)
             self.counts[event.kind] += 1
-            if self._folder is not None:
-                self._write(self._folder, json.dumps(as_json(event), ensure_ascii=False).encode() + b"\n")
+            self._has_news.notify()
             return event
 
     def since(self, number: int, most: int = _MOST_READ) -> EventPage:
@@ -95,11 +108,38 @@ class EventLog:
             first = bisect_right(self._kept, number, key=lambda event: event.number)
             return EventPage(events=tuple(islice(self._kept, first, first + most)), last=self._last)
 
-    def _write(self, folder: Path, line: bytes) -> None:
+    def newest(self, kind: str) -> ClusterEvent | None:
+        """The last one of a kind that is kept."""
+        with self._lock:
+            return next((event for event in reversed(self._kept) if event.kind == kind), None)
+
+    def close(self) -> None:
+        """Write what is not written yet, if the disk does within two seconds, and nothing from then on. Idempotent."""
+        with self._lock:
+            self._is_closed = True
+            self._has_news.notify()
+        if self._writer is not None:
+            self._writer.join(_LAST_SECONDS)
+
+    def _run(self, folder: Path, written: int) -> None:
+        """Write what is noted behind event ``written``; what fails again when the next one comes."""
+        seen, is_closed = written, False
+        while not is_closed:
+            with self._lock:
+                while self._last == seen and not self._is_closed:
+                    self._has_news.wait()
+                seen, is_closed = self._last, self._is_closed
+            for event in self.since(written, MOST_KEPT).events:
+                if not self._write(folder, json.dumps(as_json(event), ensure_ascii=False).encode() + b"\n"):
+                    break
+                written = event.number
+        self._close_file()
+
+    def _write(self, folder: Path, line: bytes) -> bool:
         path = folder / FILE
         try:
             if self._file is not None and self._file.tell() + len(line) > self._file_bytes:
-                self.close()
+                self._close_file()
                 path.replace(folder / OLDER)
             if self._file is None:
                 _whole_lines(path)  # or the line would be part of one that is torn
@@ -111,15 +151,10 @@ class EventLog:
             if not self._is_failing:
                 logger.warning("events are in memory alone for now: %s: %s", path, exc.strerror)
             self._is_failing = True
-            self.close()
+            self._close_file()
+        return not self._is_failing
 
-    def newest(self, kind: str) -> ClusterEvent | None:
-        """The last one of a kind that is kept."""
-        with self._lock:
-            return next((event for event in reversed(self._kept) if event.kind == kind), None)
-
-    def close(self) -> None:
-        """Until the next event. Idempotent."""
+    def _close_file(self) -> None:
         if self._file is not None:
             self._file.close()
             self._file = None
