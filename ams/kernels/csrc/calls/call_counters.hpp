@@ -37,7 +37,14 @@ class CallCounters {
     std::map<std::string, int64_t> faults;  // by name; all others ended well
   };
 
-  void add(Carrier carrier, CallKind kind, Duration took, size_t bytes_in, size_t bytes_out) noexcept {
+  // `fault`: the name of what it ended with; null: it ended well.
+  void add(Carrier carrier, CallKind kind, Duration took, size_t bytes_in, size_t bytes_out, const std::string* fault) noexcept {
+    // With its fault in one go: a reader between the two would see another call that ended well, and later see it go.
+    std::unique_lock lock(mutex_, std::defer_lock);
+    if (fault != nullptr) {
+      lock.lock();
+      add_fault(index_of(carrier, kind), *fault);
+    }
     Cell& cell = cells_[index_of(carrier, kind)];
     size_t bucket = 0;
     for (int64_t bound = kFirstBound; bucket < kNumBounds && nanos_of(took) > bound; bound *= kGrowth) ++bucket;
@@ -46,26 +53,18 @@ class CallCounters {
     add_to(cell.bytes_in, static_cast<int64_t>(bytes_in));
     add_to(cell.bytes_out, static_cast<int64_t>(bytes_out));
   }
-  // Of a call that is added, too: it ended so.
-  void add_fault(Carrier carrier, CallKind kind, const std::string& name) noexcept {
-    try {
-      const std::lock_guard lock(mutex_);
-      ++faults_[{index_of(carrier, kind), name}];
-    } catch (...) {  // no memory for its name
-    }
-  }
   // That a thread has worked on calls.
   void add_busy(Duration worked) noexcept { add_to(busy_nanos_, nanos_of(worked)); }
 
   // Those kinds that there were.
   std::vector<Counted> read() const {
     std::vector<Counted> all;
+    const std::lock_guard lock(mutex_);
     for (size_t i = 0; i < cells_.size(); ++i) {
       const Cell& cell = cells_[i];
       Counted counted{static_cast<Carrier>(i / kNumKinds), static_cast<CallKind>(i % kNumKinds), {}, seconds_of(cell.nanos), cell.bytes_in, cell.bytes_out, {}};
       std::copy(cell.by_seconds.begin(), cell.by_seconds.end(), counted.by_seconds.begin());
       if (std::all_of(counted.by_seconds.begin(), counted.by_seconds.end(), [](int64_t count) { return count == 0; })) continue;
-      const std::lock_guard lock(mutex_);
       for (const auto& [key, count] : faults_)
         if (key.first == i) counted.faults.emplace(key.second, count);
       all.push_back(std::move(counted));
@@ -83,6 +82,12 @@ class CallCounters {
   static constexpr size_t kNumCarriers = 2, kNumKinds = 5;
   static constexpr int64_t kFirstBound = static_cast<int64_t>(kFirstBoundSeconds * 1e9);
 
+  void add_fault(size_t cell, const std::string& name) noexcept {
+    try {
+      ++faults_[{cell, name}];
+    } catch (...) {  // no memory for its name
+    }
+  }
   static size_t index_of(Carrier carrier, CallKind kind) { return static_cast<size_t>(carrier) * kNumKinds + static_cast<size_t>(kind); }
   static void add_to(Count& count, int64_t more) { count.fetch_add(more, std::memory_order_relaxed); }
   static int64_t nanos_of(Duration duration) { return std::chrono::duration_cast<std::chrono::nanoseconds>(duration).count(); }

@@ -206,7 +206,7 @@ void ServedCall::refuse(const Fault& fault) noexcept {
   } catch (...) {  // no room for a sentence
   }
   place_.reset();
-  count_fault(fault);
+  note_fault(fault);
   count(Clock::now() - began_);
 }
 
@@ -216,7 +216,7 @@ void ServedCall::write_answer() noexcept {
   const auto refuse_all = [this](const Fault& fault) {
     reply_bytes_ = write_refusal(room_.data(), room_.size(), header_.number, results_.size(), fault);
     place_->answer(reply_bytes_);
-    count_fault(fault);
+    note_fault(fault);
   };
   try {
     handler_->before_reply(has_writes_);
@@ -225,7 +225,7 @@ void ServedCall::write_answer() noexcept {
       reply_bytes_ = write_reply(room_.data(), room_.size(), layout_, header_.number, results_);
       place_->answer(reply_bytes_);
       const auto refused = std::ranges::find_if(results_, [](const ReplyResult& result) { return std::holds_alternative<Fault>(result.outcome); });
-      if (refused != results_.end()) count_fault(std::get<Fault>(refused->outcome));
+      if (refused != results_.end()) note_fault(std::get<Fault>(refused->outcome));
     }
   } catch (const Fault& fault) {
     refuse_all(fault);
@@ -238,11 +238,14 @@ void ServedCall::write_answer() noexcept {
 // Once, by whoever answered.
 void ServedCall::count(Clock::duration took) noexcept {
   if (CallCounters* counters = handler_->counters())
-    counters->add(carrier_, kind_, took, sizeof(FrameHeader) + header_.body_bytes, reply_bytes_);
+    counters->add(carrier_, kind_, took, sizeof(FrameHeader) + header_.body_bytes, reply_bytes_, ended_with_ ? &*ended_with_ : nullptr);
 }
 
-void ServedCall::count_fault(const Fault& fault) noexcept {
-  if (CallCounters* counters = handler_->counters()) counters->add_fault(carrier_, kind_, fault.name);
+void ServedCall::note_fault(const Fault& fault) noexcept {
+  try {
+    ended_with_ = fault.name;
+  } catch (...) {  // no memory for its name
+  }
 }
 
 }  // namespace geartrain

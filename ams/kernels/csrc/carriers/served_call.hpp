@@ -4,7 +4,9 @@
 #include <chrono>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "calls/handler.hpp"
@@ -64,7 +66,7 @@ class ServedCall : public std::enable_shared_from_this<ServedCall> {
   bool settled() noexcept;
   void write_answer() noexcept;
   void count(Clock::duration took) noexcept;
-  void count_fault(const Fault& fault) noexcept;
+  void note_fault(const Fault& fault) noexcept;
 
   const std::shared_ptr<Handler> handler_;
   const FrameHeader header_;
@@ -85,6 +87,7 @@ class ServedCall : public std::enable_shared_from_this<ServedCall> {
   size_t num_due_ = 0;
   bool has_writes_ = false, is_answered_ = false;
   bool is_lost_ = false;  // an outcome is not known here
+  std::optional<std::string> ended_with_;  // the name of a fault; none: it ended well
 };
 
 }  // namespace geartrain
