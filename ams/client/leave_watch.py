@@ -32,6 +32,7 @@ class LeaveWatch:
         self._scheduler, self._job, self._incarnation, self._report = scheduler, job, incarnation, report
         self._ended = threading.Event()
         self._silent_since: float | None = None
+        self._is_dumb = False
         self.leaving: tuple[int, ...] = ()
         """The shards that want to leave, as last heard."""
         self._tell()  # before anything is trained: a shard that is told to end next knows whom to wait for
@@ -54,7 +55,7 @@ class LeaveWatch:
         self._ended.set()
         self._thread.join()  # first: a word under way that it trains would be heard as that it trains again
         with suppress(AttemptFailed, GeartrainError):  # it is forgotten soon
-            report = self._report()
+            report = self._said() or JobReport()
             said = "ended" if report.state in ("training", "saving") else report.state
             report = replace(report, state=state or said)
             self._scheduler.call(
@@ -69,7 +70,7 @@ class LeaveWatch:
         """Once; return whether there is a use in doing it again."""
         began = time.monotonic()
         try:
-            tell = TellJob(job=self._job, incarnation=self._incarnation, report=self._report())
+            tell = TellJob(job=self._job, incarnation=self._incarnation, report=self._said())
             self.leaving = self._scheduler.call(tell, _ANSWER_SECONDS)
             self._silent_since = None
         except AttemptFailed:
@@ -78,3 +79,13 @@ class LeaveWatch:
             logger.warning("the scheduler does not tell job %r which shards leave: %s", self._job, exc)
             return False
         return True
+
+    def _said(self) -> JobReport | None:
+        """What the job reports; None: its own code fails. It trains all the same, and shards are to wait for it."""
+        try:
+            return self._report()
+        except Exception as exc:
+            if not self._is_dumb:
+                logger.warning("job %r does not report how far it is: %r", self._job, exc)
+            self._is_dumb = True
+            return None

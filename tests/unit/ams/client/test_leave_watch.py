@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from geartrain.ams.client.leave_watch import LeaveWatch
+from geartrain.ams.values.scheduler_messages import JobReport
 
 SECONDS = 60.0
 LATER = 0.2
@@ -44,3 +45,16 @@ def test_that_a_job_is_done_is_its_last_word(monkeypatch: pytest.MonkeyPatch) ->
     watch.done()
     assert scheduler.heard[-1]
     assert scheduler.heard.count(True) == 1
+
+
+def test_a_report_that_fails_keeps_nobody_from_hearing_that_the_job_trains(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("geartrain.ams.client.leave_watch._TELL_SECONDS", 0.01)
+    scheduler = Scheduler()
+    watch = LeaveWatch(scheduler, "j", 1, lambda: JobReport(step=1 // 0))  # type: ignore[arg-type]
+    scheduler.is_asked.clear()
+    assert scheduler.is_asked.wait(SECONDS)
+    watch.done()
+    assert scheduler.heard[-1]
+    assert caplog.text.count("does not report how far it is: ZeroDivisionError") == 1
