@@ -31,6 +31,10 @@ _SCRAPE_SECONDS = 10.0
 """For a handshake, for a request, and for taking what was asked for."""
 
 
+ADDRESSES: list[str] = []
+"""host:port of each that this process serves now."""
+
+
 class Buckets(NamedTuple):
     """A value of a histogram."""
 
@@ -149,11 +153,13 @@ class MetricsServer(socketserver.ThreadingTCPServer):
         super().__init__(bind_to[:2], handler)  # type: ignore[arg-type]
         self.address = join_address(host, self.socket.getsockname()[1])
         """host:port that it listens at."""
+        ADDRESSES.append(self.address)
         self._thread = threading.Thread(target=self.serve_forever, name="metrics", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """Let go of the port."""
+        ADDRESSES.remove(self.address)
         self.shutdown()
         self._thread.join()
         self.server_close()

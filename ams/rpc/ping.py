@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable
 
+from geartrain.ams.observe.metrics import ADDRESSES
 from geartrain.ams.values.rpc import Ping, Pong, version
 
 
@@ -25,4 +26,5 @@ class PingHandler:
             uptime_seconds=time.monotonic() - self._began,
             incarnation=self._incarnation(),
             pid=os.getpid(),
+            metrics=", ".join(ADDRESSES),
         )

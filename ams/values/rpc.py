@@ -39,6 +39,8 @@ class Pong:
     """Which process of its shard or slow gear it is; 0: a role that has none, or none yet."""
     pid: int = 0
     """Of its process, on the machine where that runs; 0: not said."""
+    metrics: str = ""
+    """Where its process tells Prometheus what it counts, as "host:port" that it listens at; empty: nowhere."""
 
 
 @dataclass(frozen=True, kw_only=True)

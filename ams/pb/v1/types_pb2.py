@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fgeartrain/ams/pb/v1/types.proto\x12\x10geartrain.ams.v1\"\r\n\x0bPingRequest\"d\n\tPingReply\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x16\n\x0euptime_seconds\x18\x03 \x01(\x01\x12\x13\n\x0bincarnation\x18\x04 \x01(\x04\x12\x0b\n\x03pid\x18\x05 \x01(\x04\"\xb2\x01\n\x0b\x43\x61llContext\x12\x0e\n\x06stream\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x10\n\x08sequence\x18\x03 \x01(\x04\x12\x1d\n\x15oldest_unacknowledged\x18\x04 \x01(\x04\x12\x19\n\x11shard_incarnation\x18\x05 \x01(\x04\x12\x17\n\x0f\x63luster_version\x18\x06 \x01(\x04\x12\x19\n\x11table_incarnation\x18\x07 \x01(\x04\"b\n\tSyncGroup\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x12\n\nworld_size\x18\x02 \x01(\r\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x10\n\x08sequence\x18\x04 \x01(\x04\x12\x14\n\x0csample_count\x18\x05 \x01(\x04\"\x84\x01\n\tOptimizer\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x39\n\x07scalars\x18\x02 \x03(\x0b\x32(.geartrain.ams.v1.Optimizer.ScalarsEntry\x1a.\n\x0cScalarsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\x19\n\x08\x43onstant\x12\r\n\x05value\x18\x01 \x01(\x01\"$\n\x07Uniform\x12\x0b\n\x03low\x18\x01 \x01(\x01\x12\x0c\n\x04high\x18\x02 \x01(\x01\"#\n\x06Normal\x12\x0c\n\x04mean\x18\x01 \x01(\x01\x12\x0b\n\x03std\x18\x02 \x01(\x01\"\x18\n\x0bProbability\x12\t\n\x01p\x18\x01 \x01(\x01\"E\n\x08MinCount\x12\t\n\x01n\x18\x01 \x01(\r\x12\x11\n\tmax_bytes\x18\x02 \x01(\x04\x12\x1b\n\x13\x66\x61lse_positive_rate\x18\x03 \x01(\x01\"\x99\x01\n\x06\x45xpiry\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\r\n\x05\x65very\x18\x02 \x01(\x04\x12\x12\n\x05steps\x18\x03 \x01(\x04H\x00\x88\x01\x01\x12\x14\n\x07seconds\x18\x04 \x01(\x01H\x01\x88\x01\x01\x12\x0f\n\x02l2\x18\x05 \x01(\x01H\x02\x88\x01\x01\x12\x11\n\x04rule\x18\x06 \x01(\tH\x03\x88\x01\x01\x42\x08\n\x06_stepsB\n\n\x08_secondsB\x05\n\x03_l2B\x07\n\x05_rule\"\x8d\x05\n\tTableSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0b\n\x03\x64im\x18\x02 \x01(\r\x12\x15\n\x08num_rows\x18\x03 \x01(\x04H\x02\x88\x01\x01\x12\x0c\n\x04seed\x18\x04 \x01(\x04\x12&\n\x05\x64type\x18\x05 \x01(\x0e\x32\x17.geartrain.ams.v1.DType\x12+\n\nslot_dtype\x18\x06 \x01(\x0e\x32\x17.geartrain.ams.v1.DType\x12.\n\toptimizer\x18\x0f \x01(\x0b\x32\x1b.geartrain.ams.v1.Optimizer\x12.\n\x08\x63onstant\x18\n \x01(\x0b\x32\x1a.geartrain.ams.v1.ConstantH\x00\x12,\n\x07uniform\x18\x0b \x01(\x0b\x32\x19.geartrain.ams.v1.UniformH\x00\x12*\n\x06normal\x18\x0c \x01(\x0b\x32\x18.geartrain.ams.v1.NormalH\x00\x12(\n\x06\x65xpiry\x18\x12 \x01(\x0b\x32\x18.geartrain.ams.v1.Expiry\x12\x16\n\tmax_bytes\x18\x13 \x01(\x04H\x03\x88\x01\x01\x12\x13\n\x0bincarnation\x18\x0e \x01(\x04\x12\x34\n\x0bprobability\x18\x10 \x01(\x0b\x32\x1d.geartrain.ams.v1.ProbabilityH\x01\x12/\n\tmin_count\x18\x11 \x01(\x0b\x32\x1a.geartrain.ams.v1.MinCountH\x01\x42\r\n\x0binitializerB\x0b\n\tadmissionB\x0b\n\t_num_rowsB\x0c\n\n_max_bytesJ\x04\x08\x07\x10\x08J\x04\x08\x08\x10\tJ\x04\x08\t\x10\nJ\x04\x08\r\x10\x0eR\x03sgdR\x08momentumR\x0fsparse_momentumR\x04\x61\x64\x61m*X\n\x05\x44Type\x12\x15\n\x11\x44TYPE_UNSPECIFIED\x10\x00\x12\x11\n\rDTYPE_FLOAT32\x10\x01\x12\x11\n\rDTYPE_FLOAT16\x10\x02\x12\x12\n\x0e\x44TYPE_BFLOAT16\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fgeartrain/ams/pb/v1/types.proto\x12\x10geartrain.ams.v1\"\r\n\x0bPingRequest\"u\n\tPingReply\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x16\n\x0euptime_seconds\x18\x03 \x01(\x01\x12\x13\n\x0bincarnation\x18\x04 \x01(\x04\x12\x0b\n\x03pid\x18\x05 \x01(\x04\x12\x0f\n\x07metrics\x18\x06 \x01(\t\"\xb2\x01\n\x0b\x43\x61llContext\x12\x0e\n\x06stream\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x10\n\x08sequence\x18\x03 \x01(\x04\x12\x1d\n\x15oldest_unacknowledged\x18\x04 \x01(\x04\x12\x19\n\x11shard_incarnation\x18\x05 \x01(\x04\x12\x17\n\x0f\x63luster_version\x18\x06 \x01(\x04\x12\x19\n\x11table_incarnation\x18\x07 \x01(\x04\"b\n\tSyncGroup\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x12\n\nworld_size\x18\x02 \x01(\r\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x10\n\x08sequence\x18\x04 \x01(\x04\x12\x14\n\x0csample_count\x18\x05 \x01(\x04\"\x84\x01\n\tOptimizer\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x39\n\x07scalars\x18\x02 \x03(\x0b\x32(.geartrain.ams.v1.Optimizer.ScalarsEntry\x1a.\n\x0cScalarsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\x19\n\x08\x43onstant\x12\r\n\x05value\x18\x01 \x01(\x01\"$\n\x07Uniform\x12\x0b\n\x03low\x18\x01 \x01(\x01\x12\x0c\n\x04high\x18\x02 \x01(\x01\"#\n\x06Normal\x12\x0c\n\x04mean\x18\x01 \x01(\x01\x12\x0b\n\x03std\x18\x02 \x01(\x01\"\x18\n\x0bProbability\x12\t\n\x01p\x18\x01 \x01(\x01\"E\n\x08MinCount\x12\t\n\x01n\x18\x01 \x01(\r\x12\x11\n\tmax_bytes\x18\x02 \x01(\x04\x12\x1b\n\x13\x66\x61lse_positive_rate\x18\x03 \x01(\x01\"\x99\x01\n\x06\x45xpiry\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\r\n\x05\x65very\x18\x02 \x01(\x04\x12\x12\n\x05steps\x18\x03 \x01(\x04H\x00\x88\x01\x01\x12\x14\n\x07seconds\x18\x04 \x01(\x01H\x01\x88\x01\x01\x12\x0f\n\x02l2\x18\x05 \x01(\x01H\x02\x88\x01\x01\x12\x11\n\x04rule\x18\x06 \x01(\tH\x03\x88\x01\x01\x42\x08\n\x06_stepsB\n\n\x08_secondsB\x05\n\x03_l2B\x07\n\x05_rule\"\x8d\x05\n\tTableSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0b\n\x03\x64im\x18\x02 \x01(\r\x12\x15\n\x08num_rows\x18\x03 \x01(\x04H\x02\x88\x01\x01\x12\x0c\n\x04seed\x18\x04 \x01(\x04\x12&\n\x05\x64type\x18\x05 \x01(\x0e\x32\x17.geartrain.ams.v1.DType\x12+\n\nslot_dtype\x18\x06 \x01(\x0e\x32\x17.geartrain.ams.v1.DType\x12.\n\toptimizer\x18\x0f \x01(\x0b\x32\x1b.geartrain.ams.v1.Optimizer\x12.\n\x08\x63onstant\x18\n \x01(\x0b\x32\x1a.geartrain.ams.v1.ConstantH\x00\x12,\n\x07uniform\x18\x0b \x01(\x0b\x32\x19.geartrain.ams.v1.UniformH\x00\x12*\n\x06normal\x18\x0c \x01(\x0b\x32\x18.geartrain.ams.v1.NormalH\x00\x12(\n\x06\x65xpiry\x18\x12 \x01(\x0b\x32\x18.geartrain.ams.v1.Expiry\x12\x16\n\tmax_bytes\x18\x13 \x01(\x04H\x03\x88\x01\x01\x12\x13\n\x0bincarnation\x18\x0e \x01(\x04\x12\x34\n\x0bprobability\x18\x10 \x01(\x0b\x32\x1d.geartrain.ams.v1.ProbabilityH\x01\x12/\n\tmin_count\x18\x11 \x01(\x0b\x32\x1a.geartrain.ams.v1.MinCountH\x01\x42\r\n\x0binitializerB\x0b\n\tadmissionB\x0b\n\t_num_rowsB\x0c\n\n_max_bytesJ\x04\x08\x07\x10\x08J\x04\x08\x08\x10\tJ\x04\x08\t\x10\nJ\x04\x08\r\x10\x0eR\x03sgdR\x08momentumR\x0fsparse_momentumR\x04\x61\x64\x61m*X\n\x05\x44Type\x12\x15\n\x11\x44TYPE_UNSPECIFIED\x10\x00\x12\x11\n\rDTYPE_FLOAT32\x10\x01\x12\x11\n\rDTYPE_FLOAT16\x10\x02\x12\x12\n\x0e\x44TYPE_BFLOAT16\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,32 +33,32 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_OPTIMIZER_SCALARSENTRY']._loaded_options = None
   _globals['_OPTIMIZER_SCALARSENTRY']._serialized_options = b'8\001'
-  _globals['_DTYPE']._serialized_start=1597
-  _globals['_DTYPE']._serialized_end=1685
+  _globals['_DTYPE']._serialized_start=1614
+  _globals['_DTYPE']._serialized_end=1702
   _globals['_PINGREQUEST']._serialized_start=53
   _globals['_PINGREQUEST']._serialized_end=66
   _globals['_PINGREPLY']._serialized_start=68
-  _globals['_PINGREPLY']._serialized_end=168
-  _globals['_CALLCONTEXT']._serialized_start=171
-  _globals['_CALLCONTEXT']._serialized_end=349
-  _globals['_SYNCGROUP']._serialized_start=351
-  _globals['_SYNCGROUP']._serialized_end=449
-  _globals['_OPTIMIZER']._serialized_start=452
-  _globals['_OPTIMIZER']._serialized_end=584
-  _globals['_OPTIMIZER_SCALARSENTRY']._serialized_start=538
-  _globals['_OPTIMIZER_SCALARSENTRY']._serialized_end=584
-  _globals['_CONSTANT']._serialized_start=586
-  _globals['_CONSTANT']._serialized_end=611
-  _globals['_UNIFORM']._serialized_start=613
-  _globals['_UNIFORM']._serialized_end=649
-  _globals['_NORMAL']._serialized_start=651
-  _globals['_NORMAL']._serialized_end=686
-  _globals['_PROBABILITY']._serialized_start=688
-  _globals['_PROBABILITY']._serialized_end=712
-  _globals['_MINCOUNT']._serialized_start=714
-  _globals['_MINCOUNT']._serialized_end=783
-  _globals['_EXPIRY']._serialized_start=786
-  _globals['_EXPIRY']._serialized_end=939
-  _globals['_TABLESPEC']._serialized_start=942
-  _globals['_TABLESPEC']._serialized_end=1595
+  _globals['_PINGREPLY']._serialized_end=185
+  _globals['_CALLCONTEXT']._serialized_start=188
+  _globals['_CALLCONTEXT']._serialized_end=366
+  _globals['_SYNCGROUP']._serialized_start=368
+  _globals['_SYNCGROUP']._serialized_end=466
+  _globals['_OPTIMIZER']._serialized_start=469
+  _globals['_OPTIMIZER']._serialized_end=601
+  _globals['_OPTIMIZER_SCALARSENTRY']._serialized_start=555
+  _globals['_OPTIMIZER_SCALARSENTRY']._serialized_end=601
+  _globals['_CONSTANT']._serialized_start=603
+  _globals['_CONSTANT']._serialized_end=628
+  _globals['_UNIFORM']._serialized_start=630
+  _globals['_UNIFORM']._serialized_end=666
+  _globals['_NORMAL']._serialized_start=668
+  _globals['_NORMAL']._serialized_end=703
+  _globals['_PROBABILITY']._serialized_start=705
+  _globals['_PROBABILITY']._serialized_end=729
+  _globals['_MINCOUNT']._serialized_start=731
+  _globals['_MINCOUNT']._serialized_end=800
+  _globals['_EXPIRY']._serialized_start=803
+  _globals['_EXPIRY']._serialized_end=956
+  _globals['_TABLESPEC']._serialized_start=959
+  _globals['_TABLESPEC']._serialized_end=1612
 # @@protoc_insertion_point(module_scope)

@@ -77,6 +77,7 @@ class PingReply(_message.Message):
     UPTIME_SECONDS_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
     PID_FIELD_NUMBER: _builtins.int
+    METRICS_FIELD_NUMBER: _builtins.int
     role: _builtins.str
     """As its command is called: scheduler, server, graph or slowgear."""
     version: _builtins.str
@@ -87,6 +88,8 @@ class PingReply(_message.Message):
     """Which process of its shard or slow gear it is. 0: a role that has none, or none yet."""
     pid: _builtins.int
     """Of the process, on the machine where it runs. 0: a role of an earlier version."""
+    metrics: _builtins.str
+    """Where its process tells Prometheus what it counts, as "host:port" that it listens at. Empty: nowhere."""
     def __init__(
         self,
         *,
@@ -95,10 +98,11 @@ class PingReply(_message.Message):
         uptime_seconds: _builtins.float = ...,
         incarnation: _builtins.int = ...,
         pid: _builtins.int = ...,
+        metrics: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "pid", b"pid", "role", b"role", "uptime_seconds", b"uptime_seconds", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "metrics", b"metrics", "pid", b"pid", "role", b"role", "uptime_seconds", b"uptime_seconds", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

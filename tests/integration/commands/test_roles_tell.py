@@ -15,6 +15,7 @@ pytest.importorskip("prometheus_client", reason="needs pip install 'geartrain[me
 
 import geartrain as gt
 from geartrain.ams.values.config import ClientConfig
+from geartrain.launch.ports import role_at
 from tests.support.role_process import RoleProcess
 from tests.support.scrapes import Scrape, scrape
 
@@ -84,6 +85,13 @@ def test_a_server_tells_its_rows_and_how_calls_for_them_went(roles: Roles) -> No
     parts = {part: found.value("geartrain_table_bytes", table="rows", part=part) for part in ("rows", "slots", "index")}
     assert parts["slots"] > parts["rows"] >= 6 * 16 and parts["index"] > 0
     assert sum(parts.values()) < found.value("geartrain_table_memory_limit_bytes")
+
+
+@pytest.mark.parametrize("role", ["scheduler", "server", "graph", "slowgear"])
+def test_a_role_says_where_it_is_scraped(roles: Roles, role: str) -> None:
+    facts = getattr(roles, role).facts
+    pong = role_at(facts["addresses"][0] if role == "server" else facts["address"])
+    assert pong is not None and pong.metrics == facts["metrics"]
 
 
 @pytest.mark.parametrize("role", ["scheduler", "server", "graph", "slowgear"])
