@@ -154,7 +154,7 @@ class SchedulerHandlers:
         told = tell.event
         if told.kind not in TOLD_KINDS:
             raise InvalidArgument(f"the kind of an event is {quoted(told.kind)}; clients tell {', '.join(TOLD_KINDS)}")
-        if max(map(len, (told.text, told.snapshot, told.reason))) > _LONGEST_TOLD:
+        if max(map(len, (told.text, told.snapshot, told.reason, *told.tables))) > _LONGEST_TOLD:
             raise InvalidArgument(f"an event has a text of more than {_LONGEST_TOLD} characters; tell it in fewer")
         if told.job:
             checked_name("job", told.job)

@@ -21,10 +21,9 @@ def scheduler_metrics(scheduler: Scheduler, jobs: RunningJobs) -> Iterator[Metri
     restores = counts["restore"]
     yield Metric("restores_total", "counter", "Restores of snapshots since the scheduler began.", (), [((), restores)])
     newest = events.newest("snapshot")
-    hold = 0.0 if newest is None else newest.hold_seconds
-    phases = {} if newest is None else {"hold": hold, "write": newest.seconds - hold}
+    phases = newest and {"hold": newest.hold_seconds, "write": newest.seconds - newest.hold_seconds}
     what = "Of the newest snapshot: until every shard held its moment (writes stand still), and until it was whole."
-    yield Metric("snapshot_seconds", "gauge", what, ("phase",), _by(phases))
+    yield Metric("snapshot_seconds", "gauge", what, ("phase",), _by(phases or {}))
 
 
 def _of_shards(scheduler: Scheduler) -> Iterator[Metric]:
@@ -68,8 +67,12 @@ def _of_jobs(jobs: RunningJobs) -> Iterator[Metric]:
     stepped = {entry.job: now - entry.step_seconds_ago for entry in going}
     what = "When its step last rose, since 1970."
     yield Metric("job_last_step_timestamp_seconds", "gauge", what, job, _by(stepped))
-    saved = {e.job: now - e.snapshot_seconds_ago for e in going if e.snapshot_seconds_ago is not None}
-    what = "When its newest snapshot was whole, since 1970."
+    # A job that never gets one must alarm, too; and one that begins again must not, before there could be one.
+    saved = {}
+    for entry in going:
+        ago = entry.snapshot_seconds_ago
+        saved[entry.job] = now - (entry.began_seconds_ago if ago is None else min(ago, entry.began_seconds_ago))
+    what = "When its newest snapshot was whole, or, if that is later, when its process began; since 1970."
     yield Metric("snapshot_last_success_timestamp_seconds", "gauge", what, job, _by(saved))
     every = {e.job: e.report.snapshot_every_seconds for e in going if e.report.snapshot_every_seconds}
     yield Metric("snapshot_interval_seconds", "gauge", "Between two snapshots, about.", job, _by(every))

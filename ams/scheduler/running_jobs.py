@@ -25,6 +25,8 @@ _RECOVERING_SECONDS = 120.0
 _HEARD_FROM_ALL_SECONDS = 3.0
 """After so long a scheduler that was restarted has heard from every job."""
 _MOST_JOBS = 1_000
+_MOST_REASONS = 20
+"""Clients say why there is no snapshot, and each reason is a series for Prometheus."""
 _KEPT_SECONDS: dict[JobCondition, float] = {"ended": 3.6e3, "stopped": 3.6e3, "failed": 86.4e3, "silent": 86.4e3}
 UNDER_WAY = frozenset[JobCondition]({"training", "saving", "recovering", "waiting"})
 _KINDS: dict[str, JobCondition] = {
@@ -41,6 +43,8 @@ _KINDS: dict[str, JobCondition] = {
 class _Job:
     incarnation: int
     heard: float
+    began: float = field(default_factory=time.time)
+    """Unix time, of its process."""
     report: JobReport = field(default_factory=JobReport)
     stepped: float = -math.inf
     """When its step last rose."""
@@ -134,6 +138,7 @@ class RunningJobs:
                     report=job.report,
                     heard_seconds_ago=max(0.0, now - job.heard),
                     step_seconds_ago=max(0.0, now - max(job.stepped, self._began)),
+                    began_seconds_ago=max(0.0, unix - job.began),
                     snapshot_step=job.snapshot_step,
                     snapshot_seconds_ago=None if job.snapshot_step is None else max(0.0, unix - job.snapshot_at),
                     snapshot_failures=dict(job.snapshot_failures),
@@ -178,13 +183,16 @@ class RunningJobs:
         if event.kind in _KINDS:
             job.incarnation = max(job.incarnation, event.incarnation)
             job.report = replace(job.report, state=_KINDS[event.kind], step=event.step or 0)
+        if event.kind in ("job_began", "recovery"):
+            job.began = event.unix_seconds
         if event.kind == "recovery":
             job.recoveries += 1
             job.steps_lost += event.steps_lost
         elif event.kind == "snapshot":
             job.snapshot_step, job.snapshot_at = event.step, event.unix_seconds
         elif event.kind == "snapshot_failed":
-            job.snapshot_failures[event.reason] += 1
+            is_told = event.reason in job.snapshot_failures or len(job.snapshot_failures) < _MOST_REASONS
+            job.snapshot_failures[event.reason if is_told else "Other"] += 1
 
     def _extend_all(self) -> None:
         """Nobody could be heard meanwhile."""

@@ -255,6 +255,8 @@ class JobEntry:
     heard_seconds_ago: float
     step_seconds_ago: float
     """Since its step last rose."""
+    began_seconds_ago: float = 0.0
+    """Since its process was first heard of."""
     snapshot_step: int | None = None
     """Of its newest whole snapshot; None: none was heard of."""
     snapshot_seconds_ago: float | None = None

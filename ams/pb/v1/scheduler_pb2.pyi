@@ -580,6 +580,7 @@ class JobEntry(_message.Message):
     SNAPSHOT_FAILURES_FIELD_NUMBER: _builtins.int
     RECOVERIES_FIELD_NUMBER: _builtins.int
     STEPS_LOST_FIELD_NUMBER: _builtins.int
+    BEGAN_SECONDS_AGO_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     heard_seconds_ago: _builtins.float
     step_seconds_ago: _builtins.float
@@ -590,6 +591,8 @@ class JobEntry(_message.Message):
     recoveries: _builtins.int
     steps_lost: _builtins.int
     """By all of these."""
+    began_seconds_ago: _builtins.float
+    """Since its process was first heard of."""
     @_builtins.property
     def report(self) -> Global___JobReport:
         """The last one; its state as the scheduler sees it."""
@@ -610,10 +613,11 @@ class JobEntry(_message.Message):
         snapshot_failures: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         recoveries: _builtins.int = ...,
         steps_lost: _builtins.int = ...,
+        began_seconds_ago: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_snapshot_seconds_ago", b"_snapshot_seconds_ago", "_snapshot_step", b"_snapshot_step", "report", b"report", "snapshot_seconds_ago", b"snapshot_seconds_ago", "snapshot_step", b"snapshot_step"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_snapshot_seconds_ago", b"_snapshot_seconds_ago", "_snapshot_step", b"_snapshot_step", "heard_seconds_ago", b"heard_seconds_ago", "job", b"job", "recoveries", b"recoveries", "report", b"report", "snapshot_failures", b"snapshot_failures", "snapshot_seconds_ago", b"snapshot_seconds_ago", "snapshot_step", b"snapshot_step", "step_seconds_ago", b"step_seconds_ago", "steps_lost", b"steps_lost"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_snapshot_seconds_ago", b"_snapshot_seconds_ago", "_snapshot_step", b"_snapshot_step", "began_seconds_ago", b"began_seconds_ago", "heard_seconds_ago", b"heard_seconds_ago", "job", b"job", "recoveries", b"recoveries", "report", b"report", "snapshot_failures", b"snapshot_failures", "snapshot_seconds_ago", b"snapshot_seconds_ago", "snapshot_step", b"snapshot_step", "step_seconds_ago", b"step_seconds_ago", "steps_lost", b"steps_lost"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__snapshot_seconds_ago: _TypeAlias = _typing.Literal["snapshot_seconds_ago"]  # noqa: Y015
     _WhichOneofArgType__snapshot_seconds_ago: _TypeAlias = _typing.Literal["_snapshot_seconds_ago", b"_snapshot_seconds_ago"]  # noqa: Y015

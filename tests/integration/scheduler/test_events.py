@@ -162,7 +162,10 @@ def test_prometheus_is_told_of_jobs_and_snapshots(tmp_path: Path) -> None:
         cluster.watch_leaves("clicks", lambda: JobReport(step=1_234, snapshot_every_seconds=60))
         cluster.create_table("t", dim=2, optimizer=SGD(1.0))
         cluster.snapshot(tmp_path, step=5).result()
-        while not (told := scrape(scheduler.facts["metrics"])).values("geartrain_events_total", kind="snapshot"):
+        while not (  # a heartbeat tells a clock
+            (told := scrape(scheduler.facts["metrics"])).values("geartrain_events_total", kind="snapshot")
+            and told.values("geartrain_clock_offset_seconds")
+        ):
             pass
     assert told.value("geartrain_job_last_step", job="clicks") == 1_234
     assert told.value("geartrain_snapshot_interval_seconds", job="clicks") == 60

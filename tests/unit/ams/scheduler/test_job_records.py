@@ -99,6 +99,7 @@ def test_a_restarted_scheduler_knows_from_its_events_what_became_of_jobs(tmp_pat
         ClusterEvent(kind="snapshot_failed", text="none", job="j", step=9, reason="SnapshotFailed"),
     ):
         before.jobs.hear(before.log.note(event) or event)
+    before.log.close()
     after = Watched(tmp_path)
     entry = after.entry
     assert (entry.recoveries, entry.steps_lost, entry.snapshot_step) == (1, 5, 5)
@@ -109,6 +110,15 @@ def test_a_restarted_scheduler_knows_from_its_events_what_became_of_jobs(tmp_pat
     assert after.kinds == before.kinds
     after.tell(1, 7)
     assert after.entry.report.step == 30
+
+
+def test_reasons_that_clients_tell_are_bounded() -> None:
+    watched = Watched()
+    watched.tell(1, 10)
+    for number in range(500):
+        watched.jobs.hear(ClusterEvent(kind="snapshot_failed", text="none", job="j", reason=f"R{number}"))
+    failures = watched.entry.snapshot_failures
+    assert (len(failures), failures["R0"], failures["Other"]) == (21, 1, 480)
 
 
 def test_jobs_are_bounded(monkeypatch) -> None:  # type: ignore[no-untyped-def]

@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from geartrain.ams.observe.event_log import EventLog
 from geartrain.ams.observe.metrics import Metric
 from geartrain.ams.scheduler.metrics import scheduler_metrics
 from geartrain.ams.scheduler.running_jobs import RunningJobs
@@ -66,3 +67,24 @@ def test_jobs_are_told_and_what_could_alarm_only_while_they_are_under_way() -> N
     found = told(cluster, jobs)
     assert found["job_last_step"] == {("j",): 60}
     assert found["snapshot_last_success_timestamp_seconds"] == found["job_last_step_timestamp_seconds"] == {}
+
+
+def test_the_age_of_a_snapshot_counts_from_when_its_job_began_at_most() -> None:
+    """So that one that never gets a snapshot alarms, and one that goes on with an old one does not."""
+    cluster, unix = FakeCluster(), 1_000.0
+    log = EventLog(clock=lambda: unix)
+    jobs = RunningJobs(lambda: cluster.now, log)
+
+    def age(job: str) -> object:
+        saved = told(cluster, jobs)["snapshot_last_success_timestamp_seconds"][(job,)]
+        return pytest.approx(time.time() - saved, abs=5)  # type: ignore[operator]
+
+    jobs.tell("old", 1, done=False)
+    saved = log.note(ClusterEvent(kind="snapshot", text="whole", job="old", step=1))
+    assert saved is not None
+    jobs.hear(saved)
+    jobs.tell("old", 1, done=True)
+    unix = time.time() - 100
+    jobs.tell("old", 2, done=False)
+    jobs.tell("none", 3, done=False)
+    assert age("old") == age("none") == 100
