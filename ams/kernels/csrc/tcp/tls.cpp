@@ -256,8 +256,8 @@ int Tls::flush() {
     else if (errno != EINTR) return errno;
   }
   sent_ = 0;
-  if (out_.capacity() > kMostKept) out_ = {};
   out_.clear();
+  if (out_.capacity() > kMostKept) out_.shrink_to_fit();
   return 0;
 }
 

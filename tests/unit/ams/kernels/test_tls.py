@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import random
 import signal
@@ -20,6 +21,7 @@ from typing import Any
 import pytest
 
 from geartrain.ams.kernels import _core
+from geartrain.ams.rpc.server.memory import _Allocated
 from tests.support import frame_codec
 from tests.support.frame_calls import ask, begin, dial, expected, pull, push
 from tests.support.tls_client import DATA, HANDSHAKE, KEY_UPDATE, TlsClient
@@ -146,6 +148,21 @@ def test_many_connections(shard: Shard) -> None:
     for one in ours:
         one.close()
     until(lambda: shard.server.num_connections == 1, shard.connect())
+
+
+def test_a_connection_over_which_nothing_goes_keeps_no_buffers_of_tls(shard: Shard) -> None:
+    library = ctypes.CDLL(None)
+    library.mallinfo2.restype = _Allocated
+    ours = [shard.connect() for _ in range(40)]
+    for one in ours:
+        ask(one, pull("rows", [1], 256))
+    before = library.mallinfo2().uordblks
+    for one in ours:
+        for _ in range(2):
+            ask(one, pull("rows", range(60), 256))
+            ask(one, push("rows", range(60), 256))
+    # Its client keeps room for the reply of 60 KiB; both ends kept as much once more of what they had sent.
+    assert (library.mallinfo2().uordblks - before) / len(ours) < 128 << 10
 
 
 def test_a_wrong_key_ends_its_connection_alone_and_the_right_one_opens_one(shard: Shard) -> None:
