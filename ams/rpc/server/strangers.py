@@ -4,6 +4,7 @@ looked at who is connected whenever one begins, and told who has gone without a 
 from __future__ import annotations
 
 import logging
+import re
 import socket
 import threading
 import time
@@ -12,13 +13,12 @@ from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
-_LOOK_SECONDS = 1.0
-"""Between two looks, which cost some microseconds for each connection of the machine."""
+_LOOK_SECONDS, _LOOK_SHARE = 1.0, 0.02
+"""Between two looks, and what of the time they may take: some microseconds for each connection of the machine."""
 _GONE_SECONDS = 10.0
 """What gRPC gives a handshake."""
 _WARN_SECONDS = 60.0
 _MOST_NAMED = 5
-_ESTABLISHED, _CLOSE_WAIT = "01", "08"
 
 
 class Strangers:
@@ -36,25 +36,27 @@ class Strangers:
 
     def begun(self) -> None:
         """A handshake begins; whose is not known."""
-        if (now := time.monotonic()) < self._look_at:
+        if time.monotonic() < self._look_at or not self._lock.acquire(blocking=False):
             return
-        with self._lock:
-            self._look_at = now + _LOOK_SECONDS
+        try:
             self._look()
             if self._timer is None:
                 self._tell_later()
+        finally:
+            self._lock.release()
 
     def called(self, peer: str) -> None:
         """A connection has got so far, as gRPC names its other end."""
         self._called.add(peer)
 
     def _look(self) -> None:
-        there = _connected(self.port)
-        called = self._called.copy()
+        began = time.monotonic()
+        before, there, called = self._called.copy(), _connected(self.port), self._called.copy()
         for peer in self._seen - there - called:
             self._gone[peer.partition(":")[2].rpartition(":")[0]] += 1
         self._seen = there - called
-        self._called -= called - there
+        self._called -= before - there
+        self._look_at = (now := time.monotonic()) + max(_LOOK_SECONDS, (now - began) / _LOOK_SHARE)
 
     def _tell_later(self) -> None:
         self._timer = threading.Timer(max(_GONE_SECONDS, self._warn_at - time.monotonic()), self._tell)
@@ -85,16 +87,13 @@ class Strangers:
 def _connected(port: int) -> set[str]:
     """The other ends of connections to a port of this machine, as gRPC names them; none where nobody can tell."""
     found = set()
+    its = re.compile(rf": [0-9A-F]+:{port:04X} ([0-9A-F]+):([0-9A-F]+) 0[18] ")  # established, or let go of there
     for table, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
         try:
-            lines = Path(f"/proc/self/net/{table}").read_text(encoding="ascii").splitlines()[1:]
+            text = Path(f"/proc/self/net/{table}").read_text(encoding="ascii")
         except OSError:
             continue
-        for line in lines:
-            _, local, remote, state, *_ = line.split()
-            if state not in (_ESTABLISHED, _CLOSE_WAIT) or int(local.rpartition(":")[2], 16) != port:
-                continue
-            address, _, remote_port = remote.partition(":")
+        for address, remote_port in its.findall(text):
             words = (bytes.fromhex(address[at : at + 8])[::-1] for at in range(0, len(address), 8))
             host = socket.inet_ntop(family, b"".join(words))
             if family == socket.AF_INET6:
