@@ -188,7 +188,7 @@ class Tokens:
         self._keys: tuple[Ed25519PublicKey, ...] | None = None
         """None: no tokens are wanted. Empty: nobody is believed."""
         self._listed: frozenset[str] = frozenset()
-        """The ids in the folder's own file."""
+        """The ids in the folder's own file, and those that were there."""
         self._told: frozenset[str] = frozenset()
         """Those that the scheduler has told, while this process lives."""
         self.heard = ""
@@ -274,16 +274,16 @@ class Tokens:
                 stamp = [_stamp(path) for path in paths]
                 if stamp == self._stamp:
                     return
-                keys = None if stamp[0] is None else public_keys(paths[0].read_bytes())
+                keys = self._keys if stamp[0] is None else public_keys(paths[0].read_bytes())
                 revoked = "" if stamp[1] is None else paths[1].read_text(encoding="ascii")
-                if self._keys is not None and keys is None:
-                    logger.warning("%s is there no more: clients need no token now", paths[0])
+                if stamp[0] is None and keys is not None:  # a folder may be copied in any order
+                    logger.warning("%s is there no more: its keys hold until this role is restarted", paths[0])
             except (OSError, ValueError) as exc:
                 logger.warning("tokens: %s cannot be read, and what is believed stays as it is: %s", self._folder, exc)
                 if self._keys is None:
                     self._keys = ()  # somebody wants tokens
                 return
-            self._stamp, self._keys, self._listed = stamp, keys, frozenset(revoked.split())
+            self._stamp, self._keys, self._listed = stamp, keys, self._listed.union(revoked.split())
             self._verified.clear()
 
 
