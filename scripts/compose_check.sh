@@ -23,7 +23,7 @@ for pair in scheduler:scheduler shard-0:server shard-1:server graph:graph; do
   keys=$("${compose[@]}" exec -T "${pair%:*}" sh -c 'cd /certs && echo *' | tr -d '\r')
   [ "$keys" = "ca.pem ${pair#*:}.pem" ] || { echo "${pair%:*} has other keys than its own: $keys" >&2; exit 1; }
 done
-cli() { "${compose[@]}" --profile cli run --rm -T cli "$@"; }
-cli snapshot create /snapshots
-cli snapshot restore /snapshots --replace
-cli status --json
+"${compose[@]}" --profile cli run --rm -T --entrypoint sh cli -ec '
+  geartrain snapshot create /snapshots
+  geartrain snapshot restore /snapshots --replace
+  geartrain status --json'
