@@ -81,11 +81,13 @@ def _since_the_last(carrier: SchedulerCarrier, number: int) -> int:
     return max(0, _page(carrier, _NEWEST).last - number)
 
 
-def line_of(event: ClusterEvent) -> str:
-    """An event for people, at their own time of day."""
+def line_of(event: ClusterEvent, *, is_brief: bool = False) -> str:
+    """An event for people, at their own time of day; brief: without its number and day."""
     moment = datetime.fromtimestamp(event.unix_seconds).astimezone().isoformat(sep=" ", timespec="milliseconds")
     job = f" [{event.job}]" if event.job else ""
-    return printable(f"{event.number:>6} {moment[:23]} {event.kind:<15}{job} {event.text}")
+    when = moment[11:19] if is_brief else f"{event.number:>6} {moment[:23]}"
+    line = printable(f"{when} {event.kind:<15}{job} {event.text}")
+    return line.replace("\n", " ")  # or a client's text could look like events
 
 
 def _page(carrier: SchedulerCarrier, since: int) -> EventPage:

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -97,8 +97,8 @@ def report_of_cluster(config: ClusterConfig) -> Report:
 
     def show(pongs: Mapping[str, Pong]) -> None:
         _print_tables(found, address, pongs)
-        if jobs:
-            print_table(*job_rows(jobs))
+        for job in jobs:
+            print("\n".join(job_lines(job)))
 
     addresses = {shard.address: "server" for shard in found.shards if shard.address} | {address: "scheduler"}
     return Report(
@@ -114,26 +114,21 @@ def _job_facts(job: JobEntry) -> dict[str, Any]:
     return {"job": facts.pop("job"), **facts.pop("report"), **facts}
 
 
-def job_rows(jobs: Sequence[JobEntry]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Headers and rows of a table of jobs."""
-    headers = ("job", "state", "step", "steps/s", "loss", "step s ago", "snapshot of", "s ago", "every s", "failed")
-    return (*headers, "recoveries", "steps lost"), [
-        (
-            printable(job.job),
-            job.report.state,
-            f"{job.report.step:,}" + (f" of {job.report.last_step:,}" if job.report.last_step else ""),
-            f"{job.report.steps_per_second:.1f}",
-            "" if job.report.loss is None else f"{job.report.loss:.4f}",
-            f"{job.step_seconds_ago:.0f}",
-            "none" if job.snapshot_step is None else f"{job.snapshot_step:,}",
-            "" if job.snapshot_seconds_ago is None else f"{job.snapshot_seconds_ago:.0f}",
-            f"{job.report.snapshot_every_seconds:.0f}" if job.report.snapshot_every_seconds else "",
-            ", ".join(f"{number} {printable(reason)}" for reason, number in job.snapshot_failures.items()),
-            str(job.recoveries),
-            f"{job.steps_lost:,}",
-        )
-        for job in jobs
-    ]
+def job_lines(job: JobEntry) -> Iterator[str]:
+    """How a job is, in lines that a terminal has room for."""
+    report = job.report
+    step = f"step {report.step:,}" + (f" of {report.last_step:,}" if report.last_step else "")
+    loss = "" if report.loss is None else f", loss {report.loss:.4f}"
+    now = f"{report.state}, {step}, {job.step_seconds_ago:.0f} s ago, {report.steps_per_second:.1f}/s{loss}"
+    yield printable(f"{job.job}: {now}")
+    saved = "no snapshot"
+    if job.snapshot_step is not None and job.snapshot_seconds_ago is not None:
+        saved = f"snapshot of step {job.snapshot_step:,}, {job.snapshot_seconds_ago:.0f} s ago"
+    every = f", every {report.snapshot_every_seconds:.0f} s" if report.snapshot_every_seconds else ""
+    failed = ", ".join(f"{number} {reason}" for reason, number in job.snapshot_failures.items())
+    yield printable(f"  {saved}{every}" + (f"; failed: {failed}" if failed else ""))
+    if job.recoveries:
+        yield f"  went back {counted(job.recoveries, 'time')}, {counted(job.steps_lost, 'step')} lost"
 
 
 def report_of_gears(config: ClusterConfig) -> Report:

@@ -27,7 +27,7 @@ _SHOWN_EVENTS = 10
 
 
 def top(file: ConfigFile = None, scheduler: SchedulerAddress = None) -> None:
-    """Show shards with what they hold and write, jobs, and the last events, anew each second until q or Ctrl-C.
+    """Show jobs, the last events, and shards with what they hold and write, anew each second until q or Ctrl-C.
 
     Where it is no terminal it is printed once.
     """
@@ -64,7 +64,7 @@ class _View:
 
         from geartrain.ams.client.cluster_status import cluster_status, scheduler_jobs
         from geartrain.cli.cluster.events import line_of, newest_events
-        from geartrain.cli.cluster.status import job_rows
+        from geartrain.cli.cluster.status import job_lines
         from geartrain.cli.shared.consoles import table_of
 
         address, client = self._config.server.scheduler, self._config.client
@@ -72,17 +72,16 @@ class _View:
         up = sum(shard.state == "up" for shard in found.shards)
         parts: list[Any] = [f"{address}: {up} of {found.num_shards} shards up, cluster version {found.cluster_version}"]
         headers = ("shard", "state", "address", "rows", "memory MiB", "writes/s", "beat s ago")
-        parts.append(table_of(headers, self._shards(found)))
-        if jobs := scheduler_jobs(address, config=client):
-            parts.append(table_of(*job_rows(jobs)))
-        newest = newest_events(self._config, _SHOWN_EVENTS)
-        parts += [Text(line_of(event), no_wrap=True, overflow="ellipsis") for event in newest]
+        lines = [line for job in scheduler_jobs(address, config=client) for line in job_lines(job)]
+        lines += [line_of(event, is_brief=True) for event in newest_events(self._config, _SHOWN_EVENTS)]
+        parts += [Text(line, no_wrap=True, overflow="ellipsis") for line in lines]
+        parts.append(table_of(headers, self._shards(found)))  # last: of a hundred it shows those that are not up
         return Group(*parts)
 
     def _shards(self, found: ClusterStatus) -> Iterator[tuple[str, ...]]:
         now, (at, before) = time.monotonic(), self._before
         self._before = now, {shard.shard: shard.writes for shard in found.shards}
-        for shard in found.shards:
+        for shard in sorted(found.shards, key=lambda shard: shard.state == "up"):
             rate = (shard.writes - before[shard.shard]) / (now - at) if shard.shard in before else 0.0
             age = "" if shard.state == "missing" else f"{shard.heartbeat_age_seconds:.1f}"
             memory = f"{shard.memory_bytes / 2**20:.1f}"

@@ -145,7 +145,7 @@ def test_top_prints_shards_jobs_and_events_once_where_there_is_no_terminal() -> 
         assert watch is not None
         watch.done()
         kept = json.loads(typed("status", "--json", f"--scheduler={scheduler.address}").stdout)["jobs"]
-    for part in ("1 of 1 shards up", "clicks", "training", "1,234 of 5,000", "0.2500", "shard 0 joined"):
+    for part in ("1 of 1 shards up", "clicks: training, step 1,234 of 5,000", "0.2500", "shard 0 joined"):
         assert part in said, said
     assert [(job["job"], job["state"], job["step"]) for job in kept] == [("clicks", "ended", 1_234)]
 

@@ -1,0 +1,32 @@
+"""Jobs and events as commands print them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from geartrain.ams.values.scheduler_messages import ClusterEvent, JobEntry, JobReport
+from geartrain.cli.cluster.events import line_of
+from geartrain.cli.cluster.status import job_lines
+
+
+def test_a_job_has_room_on_a_terminal_and_no_text_looks_like_two_events() -> None:
+    report = JobReport(state="recovering", step=12_345, last_step=20_000, steps_per_second=9.4, loss=0.8412)
+    entry = JobEntry(
+        job="run-029e5708",
+        report=replace(report, snapshot_every_seconds=11.0),
+        heard_seconds_ago=1.0,
+        step_seconds_ago=0.0,
+        snapshot_step=12_300,
+        snapshot_seconds_ago=49.0,
+        snapshot_failures={"SnapshotFailed": 2},
+        recoveries=2,
+        steps_lost=114,
+    )
+    lines = list(job_lines(entry))
+    assert lines == [
+        "run-029e5708: recovering, step 12,345 of 20,000, 0 s ago, 9.4/s, loss 0.8412",
+        "  snapshot of step 12,300, 49 s ago, every 11 s; failed: 2 SnapshotFailed",
+        "  went back 2 times, 114 steps lost",
+    ]
+    assert max(map(len, lines)) <= 80
+    assert "\n" not in line_of(ClusterEvent(kind="snapshot", text="whole\n     9 2026-01-01 lost  shard 0"))
