@@ -82,7 +82,9 @@ def test_a_pod_is_told_what_its_role_understands(
     container = container_of(workload)
     names = {port["name"]: port["containerPort"] for port in container.get("ports", ())}
     if workload["kind"] == "Job":
-        assert "--continue" in container["command"]
+        grace = workload["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
+        assert {"--continue", f"--grace={grace}"} <= {*container["command"]}
+        assert {"name": "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "value": str(grace)} in container["env"]
         return
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
     program, role = container["command"]

@@ -108,6 +108,7 @@ containers:
       {{- if eq .role "worker" }}
       - {name: SCHEDULER, value: "{{ include "geartrain.scheduler" .chart }}"}
       - {name: SNAPSHOTS, value: {{ .snapshots | quote }}}
+      - {name: TORCH_ELASTIC_SHUTDOWN_TIMEOUT, value: "{{ .grace }}"} # else torchrun kills ranks that save after 30 s
       {{- if .values.token }}
       - {name: GEARTRAIN_SECURITY__TOKEN, value: /token/token}
       {{- end }}
