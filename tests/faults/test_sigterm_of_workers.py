@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+import geartrain as gt
 from geartrain.ams.observe.failpoints import VARIABLE
 from geartrain.ams.storage.snapshot.folder import list_snapshots
 from tests.faults.test_stops_while_waiting import read_until, rest_of
@@ -130,3 +131,17 @@ def test_of_ranks_of_which_one_waits_in_compiled_code_for_the_other(tmp_path: Pa
         said = stopped(process)
     assert "Stopped while it loaded its data: nothing is saved yet" in said, said
     assert process.returncode == 1 and signal.SIGKILL.name not in said, said
+
+
+def test_of_ranks_of_which_one_saves_and_none_ends_its_step(tmp_path: Path) -> None:
+    torchrun = ["torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=loopback", "-m", "geartrain"]
+    armed = f"job.step.before=pause({tmp_path / 'never'})@3"
+    with (
+        gt.ops.Role("scheduler", listen="127.0.0.1:0", num_shards=1) as scheduler,
+        gt.ops.Role("server", listen="127.0.0.1:0", scheduler=scheduler.address),
+        command([*torchrun, *classify(tmp_path, f"--scheduler={scheduler.address}", "--grace=3")], armed) as process,
+    ):
+        read_until(process, "failpoint job.step.before")
+        said = stopped(process)
+    assert "Stopped while it did a step: saved is step 0. Go on with: torchrun" in said, said
+    assert "Stopped while it did a step: what is saved, the first rank says. Go on with: torchrun" in said, said

@@ -296,6 +296,8 @@ class TrainingRun:
 
     def _saved(self) -> str | None:
         last = self._snapshots.saved
+        if not self._takes_part:  # and only begins to train once there is one
+            return f"what is saved, the first rank says. {self._go_on}"
         return None if last is None else f"saved is step {last.progress.step}. {self._go_on}"
 
     def _stopped_line(self) -> str:
