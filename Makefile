@@ -10,6 +10,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEV_STAMP := $(VENV)/.installed-dev
 EXAMPLES_STAMP := $(VENV)/.installed-examples
+PAGE_STAMP := $(VENV)/.installed-page
 KUBE_STAMP := $(VENV)/.installed-kube
 BUILD_FILES := $(wildcard ams/kernels/csrc/*/*) CMakeLists.txt pyproject.toml constraints.txt
 NAMES := ams bridge workers
@@ -20,7 +21,7 @@ PIP := PIP_CONSTRAINT=$(CURDIR)/constraints.txt PIP_BUILD_CONSTRAINT=$(CURDIR)/c
 	PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip
 PIP_INSTALL := $(PIP) install $(PIP_ARGS)
 
-.PHONY: help quickstart install wheel wheel-check dev test processors sanitize docs campaign lint format size proto bench examples-check ray-check gpu-check kernels compose-check kube-check manifests watch-check links clean
+.PHONY: help quickstart install wheel wheel-check dev test processors sanitize docs campaign lint format size proto bench examples-check ray-check gpu-check kernels compose-check kube-check manifests watch-check page-check links clean
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
@@ -62,6 +63,10 @@ $(EXAMPLES_STAMP): $(STAMP)
 
 $(KUBE_STAMP): $(DEV_STAMP)
 	$(PIP_INSTALL) -e '.[dev,kube,s3]'
+	@touch $@
+
+$(PAGE_STAMP): $(DEV_STAMP)
+	$(PIP_INSTALL) -e '.[dev,page]'
 	@touch $@
 
 links:  ## git-ignored links that show ams/, bridge/, workers/ under their import names (for mypy and editors)
@@ -143,6 +148,9 @@ manifests:  ## deploy/kubernetes/*.yaml, rendered anew from the chart by helm
 
 watch-check: links  ## Prometheus, its alerts and the dashboard for real, beside a cluster that trains and is broken (Debian: apt-get install prometheus)
 	$(BIN)/python -m scripts.watch_check
+
+page-check: links $(PAGE_STAMP)  ## the dashboard in headless Chromium (Debian: apt-get install chromium); PAGE_OUT=FOLDER keeps pictures
+	$(BIN)/python -m pytest --slow -rs tests/integration/watch/test_dashboard_in_a_browser.py $(PYTEST_ARGS)
 
 clean:  ## what was built; .venv, caches of rendered data and runs/ stay
 	rm -rf build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -45,6 +45,7 @@ COMMANDS = {
     "status": "geartrain.cli.cluster.status:status",
     "events": "geartrain.cli.cluster.events:events",
     "top": "geartrain.cli.cluster.top:top",
+    "dashboard": "geartrain.cli.cluster.dashboard:dashboard",
     "worker": "geartrain.cli.training.worker:app",
     "table": "geartrain.cli.cluster.table:app",
     "snapshot": "geartrain.cli.cluster.snapshot:app",

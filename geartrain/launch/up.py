@@ -27,7 +27,7 @@ START_TIMEOUT_SECONDS = 60.0
 MAX_RESTARTS = 5
 """Restarts of one role within RESTART_WINDOW_SECONDS; one more, and the cluster ends."""
 RESTART_WINDOW_SECONDS = 600.0
-_SCHEDULER = "scheduler"
+_SCHEDULER, _DASHBOARD = "scheduler", "dashboard"
 
 
 class ChildFailed(GeartrainError):
@@ -62,6 +62,8 @@ class ClusterFacts:
     """host:port of every other role that was started, by its name."""
     metrics: dict[str, str] = field(default_factory=dict)
     """host:port where each role tells what it counts, by its name; of those that do."""
+    dashboard: str | None = None
+    """The link that opens the page, if there is one."""
 
 
 class Launcher:
@@ -74,6 +76,7 @@ class Launcher:
         more: Sequence[str] = (),
         *,
         restart: bool = True,
+        dashboard: str | None = None,
     ) -> None:
         """Take the settings.
 
@@ -82,6 +85,7 @@ class Launcher:
             on_line: gets every log line of every child, from threads of their own.
             more: roles to start when all shards serve; those that may are ``in_up`` in the registry.
             restart: roles that die, where they were.
+            dashboard: host:port of a page that shows the cluster; None: there is none. One that dies ends nothing.
 
         Raises:
             ConfigError: the shards cannot be divided among the servers, or several servers would share an address.
@@ -100,6 +104,7 @@ class Launcher:
             )
         self._server = config.server
         self._listen = {name: str(getattr(config, name).listen) for name in (_SCHEDULER, *more)}
+        self._dashboard = dashboard
         self._on_line = on_line
         self._environ = configuration.to_environment(config)
         self._events: queue.SimpleQueue[Ready | Exited | signal.Signals] = queue.SimpleQueue()
@@ -132,6 +137,8 @@ class Launcher:
         """
         for name, listen in self._listen.items():
             require_free(listen, f"--{name}-listen")
+        if self._dashboard is not None:
+            require_free(self._dashboard, "--dashboard-listen")
         deadline = time.monotonic() + START_TIMEOUT_SECONDS
         told = self._await_ready([self._spawn(_SCHEDULER, "scheduler")], deadline)
         if told is None:
@@ -147,10 +154,18 @@ class Launcher:
         if told is None:
             return None
         more = {name: str(facts["address"]) for name, facts in zip(names, told, strict=True)}
+        page = None
+        if self._dashboard is not None:
+            places = {"scheduler": scheduler, "listen": self._dashboard, "graph": more.get("graph")}
+            flags = [f"--{flag}={address}" for flag, address in places.items() if address is not None]
+            told = self._await_ready([self._spawn(_DASHBOARD, _DASHBOARD, *flags)], deadline)
+            if told is None:
+                return None
+            page = str(told[0]["url"])
         pids = {child.name: child.pid for child in self._children}
         said = {child.name: child.facts for child in self._children if child.facts is not None}
         metrics = {name: str(facts["metrics"]) for name, facts in said.items() if "metrics" in facts}
-        return ClusterFacts(scheduler, shards, pids, more, metrics)
+        return ClusterFacts(scheduler, shards, pids, more, metrics, page)
 
     def wait(self) -> None:
         """Serve until told to end by SIGTERM or SIGINT.
@@ -161,6 +176,10 @@ class Launcher:
         """
         while not isinstance(event := self._events.get(), signal.Signals):
             if isinstance(event, Exited):
+                if event.child.name == _DASHBOARD:
+                    what = f"ended by itself ({event.child.exit_text}); 'geartrain dashboard' shows another page"
+                    self._on_line(f"{_DASHBOARD} | {what}")
+                    continue
                 if not self._restarts_roles:
                     raise _failure(event.child, f"ended by itself ({event.child.exit_text})")
                 self._restart(event.child)

@@ -86,6 +86,8 @@ HOMES: dict[str, tuple[str, ...]] = {
     "socket": ("ams/*", "geartrain/*", "workers/loopback.py", "workers/rendezvous.py"),
     "cryptography": ("ams/rpc/*", "geartrain/launch/certificates.py", "geartrain/launch/tokens.py"),
     "ray": ("geartrain/ray/*",),
+    "starlette": ("geartrain/watch/*",),
+    "uvicorn": ("geartrain/watch/*",),
     "pickle": (),
 }
 

@@ -17,7 +17,6 @@ from geartrain.cli.shared.options import ConfigFile, SchedulerAddress
 
 if TYPE_CHECKING:
     from geartrain.ams.rpc.carrier import SchedulerCarrier
-    from geartrain.ams.values.config import ClusterConfig
     from geartrain.ams.values.scheduler_messages import ClusterEvent, EventPage
 
 _ASK_SECONDS = 0.5
@@ -58,21 +57,6 @@ def events(
         raise SchedulerUnavailable(f"{exc}; {remedy(exc)}") from None
     except KeyboardInterrupt:
         pass
-    finally:
-        carrier.close()
-
-
-def newest_events(config: ClusterConfig, number: int) -> list[ClusterEvent]:
-    """So many. Raises SchedulerUnavailable, AccessDenied."""
-    from geartrain.ams.rpc.carrier import AttemptFailed
-    from geartrain.ams.rpc.client.dial import dial
-    from geartrain.ams.values.errors import SchedulerUnavailable
-
-    carrier, _ = dial(config.server.scheduler, config.client, once=True)
-    try:
-        return list(_all_since(carrier, _since_the_last(carrier, number)))
-    except AttemptFailed as exc:
-        raise SchedulerUnavailable(str(exc)) from None
     finally:
         carrier.close()
 

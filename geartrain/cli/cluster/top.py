@@ -7,6 +7,7 @@ import sys
 import termios
 import time
 import tty
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
@@ -19,8 +20,9 @@ from geartrain.cli.shared.options import ConfigFile, SchedulerAddress
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from geartrain.ams.client.cluster_status import ClusterStatus
     from geartrain.ams.values.config import ClusterConfig
+    from geartrain.ams.values.scheduler_messages import ClusterEvent
+    from geartrain.watch.looks import ClusterLook
 
 _ASK_SECONDS = 1.0
 _SHOWN_EVENTS = 10
@@ -55,38 +57,40 @@ class _View:
     """What is shown, with how much was written since the last time."""
 
     def __init__(self, config: ClusterConfig) -> None:
-        self._config = config
-        self._before: tuple[float, dict[int, int]] = (0.0, {})
+        from geartrain.watch.looks import ClusterWatch
+
+        self._watch = ClusterWatch(config, _SHOWN_EVENTS)
+        self._newest: deque[ClusterEvent] = deque(maxlen=_SHOWN_EVENTS)
 
     def now(self) -> RenderableType:
         from rich.console import Group
         from rich.text import Text
 
-        from geartrain.ams.client.cluster_status import cluster_status, scheduler_jobs
-        from geartrain.cli.cluster.events import line_of, newest_events
+        from geartrain.cli.cluster.events import line_of
         from geartrain.cli.cluster.status import job_lines
         from geartrain.cli.shared.consoles import table_of
 
-        address, client = self._config.server.scheduler, self._config.client
-        found = cluster_status(address, config=client)
+        look = self._watch.look()
+        found = look.status
+        self._newest.extend(look.events)
         up = sum(shard.state == "up" for shard in found.shards)
-        parts: list[Any] = [f"{address}: {up} of {found.num_shards} shards up, cluster version {found.cluster_version}"]
+        summary = f"{up} of {found.num_shards} shards up, cluster version {found.cluster_version}"
+        parts: list[Any] = [f"{self._watch.address}: {summary}"]
         headers = ("shard", "state", "address", "rows", "memory MiB", "writes/s", "beat s ago")
-        lines = [line for job in scheduler_jobs(address, config=client) for line in job_lines(job)]
-        lines += [line_of(event, is_brief=True) for event in newest_events(self._config, _SHOWN_EVENTS)]
+        lines = [line for job in look.jobs for line in job_lines(job)]
+        lines += [line_of(event, is_brief=True) for event in self._newest]
         parts += [Text(line, no_wrap=True, overflow="ellipsis") for line in lines]
-        parts.append(table_of(headers, self._shards(found)))  # last: of a hundred it shows those that are not up
+        parts.append(table_of(headers, _shard_rows(look)))  # last: of a hundred it shows those that are not up
         return Group(*parts)
 
-    def _shards(self, found: ClusterStatus) -> Iterator[tuple[str, ...]]:
-        now, (at, before) = time.monotonic(), self._before
-        self._before = now, {shard.shard: shard.writes for shard in found.shards}
-        for shard in sorted(found.shards, key=lambda shard: shard.state == "up"):
-            rate = (shard.writes - before[shard.shard]) / (now - at) if shard.shard in before else 0.0
-            age = "" if shard.state == "missing" else f"{shard.heartbeat_age_seconds:.1f}"
-            memory = f"{shard.memory_bytes / 2**20:.1f}"
-            where, rows = printable(shard.address), f"{shard.rows:,}"
-            yield str(shard.shard), shard.state, where, rows, memory, f"{max(0.0, rate):,.0f}", age
+
+def _shard_rows(look: ClusterLook) -> Iterator[tuple[str, ...]]:
+    for shard in sorted(look.status.shards, key=lambda shard: shard.state == "up"):
+        rate = look.writes_per_second.get(shard.shard, 0.0)
+        age = "" if shard.state == "missing" else f"{shard.heartbeat_age_seconds:.1f}"
+        memory = f"{shard.memory_bytes / 2**20:.1f}"
+        where, rows = printable(shard.address), f"{shard.rows:,}"
+        yield str(shard.shard), shard.state, where, rows, memory, f"{rate:,.0f}", age
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from geartrain.ams.observe import failpoints
 from geartrain.ams.values.config import ClusterConfig, is_loopback
 from geartrain.ams.values.errors import ConfigError
 from geartrain.ams.values.text import counted
+from geartrain.cli.cluster.dashboard import DEFAULT_LISTEN
 from geartrain.cli.cluster.roles import give_parameters
 from geartrain.cli.shared import configuration
 from geartrain.cli.shared.options import ConfigFile, Insecure, Json, RunMode, SecurityFolder
@@ -45,6 +46,13 @@ def up(
     data: Annotated[
         Path | None, typer.Option(help="Folder for what shall survive the cluster, by role: FOLDER/scheduler, ...")
     ] = None,
+    dashboard: Annotated[
+        bool, typer.Option("--dashboard", help="Show the cluster in a browser, too; the ready line has the link.")
+    ] = False,
+    dashboard_listen: Annotated[
+        str | None,
+        typer.Option("--dashboard-listen", help="host:port of that page.", show_default=DEFAULT_LISTEN),
+    ] = None,
     on: Annotated[
         str, typer.Option("--on", help="machine: as processes of this machine; ray: as actors on the nodes of Ray.")
     ] = "machine",
@@ -70,6 +78,10 @@ def up(
         raise ConfigError(f"--on is {on!r}; it is machine or ray")
     if address is not None and on != "ray":
         raise ConfigError(f"--address {address} is of Ray; give --on ray, too, or leave it out")
+    if dashboard_listen is None and dashboard:
+        dashboard_listen = DEFAULT_LISTEN
+    if dashboard_listen is not None and on == "ray":
+        raise ConfigError("--dashboard is for --on machine; beside Ray, 'geartrain dashboard --scheduler ...' shows it")
     wanted = [name for name in _optional() if more[name] or more[f"{name}_listen"] is not None]
     listens = {"scheduler": scheduler_listen, **{name: more[f"{name}_listen"] for name in wanted}}
     given = configuration.flags("server", insecure=insecure, data_port=data_port)
@@ -94,7 +106,7 @@ def up(
     if is_loopback(config.scheduler.listen) and not config.scheduler.insecure:
         make_private_folder()  # once, rather than by every child
     failpoints.require_allowed(config.mode)  # here once, rather than by every child
-    with _launcher(config, on, address, wanted, restart) as launcher:
+    with _launcher(config, on, address, wanted, restart, dashboard_listen) as launcher:
         facts = launcher.start()
         if facts is None:
             return
@@ -107,6 +119,7 @@ def up(
                 "pids": facts.pids,
                 **more,
                 "metrics": facts.metrics,
+                "dashboard": facts.dashboard,
             }
             print(json.dumps(told), flush=True)
         else:
@@ -116,9 +129,11 @@ def up(
     _print_log_line(f"ended; kept: {', '.join(kept)}")
 
 
-def _launcher(config: ClusterConfig, on: str, address: str | None, more: list[str], restart: bool) -> Any:
+def _launcher(
+    config: ClusterConfig, on: str, address: str | None, more: list[str], restart: bool, dashboard: str | None
+) -> Any:
     if on == "machine":
-        return Launcher(config, _print_log_line, more, restart=restart)
+        return Launcher(config, _print_log_line, more, restart=restart, dashboard=dashboard)
     try:
         from geartrain.ray.up import RayLauncher
     except ModuleNotFoundError as exc:
@@ -156,9 +171,11 @@ def _ready_line(facts: ClusterFacts) -> str:
     pids = dict(facts.pids)
     scheduler = pids.pop("scheduler")
     more = [f" · {ROLES[name].title} {address} (pid {pids.pop(name)})" for name, address in facts.more.items()]
+    pids.pop("dashboard", None)
     shards = f"{counted(len(facts.shards), 'shard')} (pid {', '.join(map(str, pids.values()))})"
     metrics = f" · metrics at {', '.join(facts.metrics.values())}" if facts.metrics else ""
-    return f"ready: scheduler {facts.scheduler} (pid {scheduler}) · {shards}{''.join(more)}{metrics}"
+    page = f" · dashboard {facts.dashboard}" if facts.dashboard else ""
+    return f"ready: scheduler {facts.scheduler} (pid {scheduler}) · {shards}{''.join(more)}{metrics}{page}"
 
 
 def _print_log_line(line: str) -> None:

@@ -1,0 +1,39 @@
+"""``geartrain dashboard``: a page that shows a running cluster."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from geartrain.cli.cluster.roles import EndWithParent, LogLevel
+from geartrain.cli.shared.clusters import settings
+from geartrain.cli.shared.options import ConfigFile, GraphAddress, SchedulerAddress
+
+DEFAULT_LISTEN = "127.0.0.1:7080"
+
+
+def dashboard(
+    file: ConfigFile = None,
+    scheduler: SchedulerAddress = None,
+    graph: GraphAddress = None,
+    listen: Annotated[str, typer.Option(help="host:port of the page; port 0 picks a free one.")] = DEFAULT_LISTEN,
+    log_level: LogLevel = "info",
+    end_with_parent: EndWithParent = False,
+) -> None:
+    """Show a running cluster in a browser: shards, tables, jobs with their losses, snapshots, events as they come.
+
+    Prints one line of JSON when it serves; its "url" opens the page in one browser, once. The log has a link for the
+    next one.
+    """
+    from geartrain.launch import role as life
+    from geartrain.launch.logs import log_to_stderr
+
+    log_to_stderr(log_level)
+    if end_with_parent:
+        life.end_with_parent()
+    config = settings(file, scheduler, graph)
+    from geartrain.watch.page import Dashboard
+
+    page = Dashboard(config, listen)
+    life.serve("dashboard", page, address=page.address, url=page.url)

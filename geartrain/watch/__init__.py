@@ -1,0 +1,1 @@
+"""What a running cluster is asked again and again, and the page that shows it."""

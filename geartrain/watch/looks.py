@@ -1,0 +1,100 @@
+"""How a cluster is, asked again and again over connections that stay open: for ``geartrain top`` and the page."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, NamedTuple
+
+from geartrain.ams.client.cluster_status import ClusterStatus, describe_cluster
+from geartrain.ams.rpc.carrier import AttemptFailed, SchedulerCarrier, ShardCarrier, remedy
+from geartrain.ams.rpc.client.dial import dial
+from geartrain.ams.values.config import ClusterConfig
+from geartrain.ams.values.errors import SchedulerUnavailable
+from geartrain.ams.values.scheduler_messages import ClusterEvent, DescribeJobs, EventPage, JobEntry, ReadEvents
+
+_ANSWER_SECONDS = 2.0
+_NEWEST = 2**62
+
+
+class ClusterLook(NamedTuple):
+    """What there was at one look."""
+
+    status: ClusterStatus
+    writes_per_second: dict[int, float]
+    """By shard: since the look before, of those that it saw, too."""
+    jobs: tuple[JobEntry, ...]
+    events: list[ClusterEvent]
+    """New ones, the oldest first."""
+
+
+class ClusterWatch:
+    """Looks at a cluster. Not thread-safe."""
+
+    def __init__(self, config: ClusterConfig, most_events: int) -> None:
+        """``most_events``: of those that the first look finds."""
+        self.address = config.server.scheduler
+        self.config = config.client.model_copy(update={"connect_timeout_seconds": _ANSWER_SECONDS})
+        self._most_events = most_events
+        self._scheduler: SchedulerCarrier | None = None
+        self._shards: dict[tuple[str, int], ShardCarrier] = {}
+        self._since: int | None = None
+        self._before: tuple[float, dict[tuple[int, int], int]] = (0.0, {})
+
+    def look(self) -> ClusterLook:
+        """Ask scheduler and shards once. Raises SchedulerUnavailable, AccessDenied; another look tries anew."""
+        if self._scheduler is None:
+            self._scheduler, self._dial_shard = dial(self.address, self.config, once=True)
+        try:
+            status = describe_cluster(self._scheduler, self._open, _ANSWER_SECONDS)
+            jobs = self._scheduler.call(DescribeJobs(), _ANSWER_SECONDS)
+            events = self._events(self._scheduler)
+        except AttemptFailed as exc:
+            self.close()
+            raise SchedulerUnavailable(f"{exc}; {remedy(exc)}") from None
+        up = {(shard.address, shard.shard) for shard in status.shards if shard.state in ("up", "leaving")}
+        for key in self._shards.keys() - up:  # a connection that failed waits before it tries again; a new one does not
+            self._shards.pop(key).close()
+        now, (at, before) = time.monotonic(), self._before
+        counts = {(shard.shard, shard.incarnation): shard.writes for shard in status.shards}
+        self._before = now, counts
+        rates = {key[0]: max(0, counts[key] - before[key]) / (now - at) for key in counts.keys() & before.keys()}
+        return ClusterLook(status, rates, jobs, events)
+
+    def close(self) -> None:
+        """Hang up."""
+        for carrier in self._shards.values():
+            carrier.close()
+        self._shards.clear()
+        if self._scheduler is not None:
+            self._scheduler.close()
+            self._scheduler = None
+
+    def _open(self, address: str, shard: int) -> Any:
+        if (address, shard) not in self._shards:
+            self._shards[address, shard] = self._dial_shard(address, shard)
+        return _KeptOpen(self._shards[address, shard])
+
+    def _events(self, scheduler: SchedulerCarrier) -> list[ClusterEvent]:
+        page: EventPage = scheduler.call(ReadEvents(since=_NEWEST), _ANSWER_SECONDS)
+        if self._since is None:
+            self._since = max(0, page.last - self._most_events)
+        elif page.last < self._since:  # it was restarted without a memory
+            self._since = 0
+        found: list[ClusterEvent] = []
+        while self._since < page.last:
+            more = scheduler.call(ReadEvents(since=self._since), _ANSWER_SECONDS).events
+            if not more:
+                break
+            found += more
+            self._since = more[-1].number
+        return found
+
+
+class _KeptOpen:
+    """A carrier that whoever borrows it does not close."""
+
+    def __init__(self, carrier: ShardCarrier) -> None:
+        self.submit = carrier.submit
+
+    def close(self) -> None:
+        pass

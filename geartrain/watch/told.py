@@ -1,0 +1,207 @@
+"""What open pages are told: how the cluster was at the last look, curves, and what happened."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from geartrain.ams.client.cluster_status import slow_gear_status
+from geartrain.ams.graph.client.remote import RemoteGraphs
+from geartrain.ams.observe.event_log import as_json
+from geartrain.ams.storage.snapshot.folder import open_snapshot
+from geartrain.ams.values.config import ClusterConfig
+from geartrain.ams.values.errors import GeartrainError
+from geartrain.ams.values.text import counted
+from geartrain.watch.looks import ClusterLook, ClusterWatch
+
+logger = logging.getLogger(__name__)
+
+_LOOK_SECONDS, _IDLE_SECONDS = 1.0, 5.0
+"""Between two looks: while a page is open, and while none is (curves go on)."""
+_SLOW_LOOKS = 5
+"""Gears and graphs are asked at each so many-th look."""
+_MOST_POINTS, _MOST_EVENTS, _MOST_SNAPSHOTS, _MOST_CURVES = 900, 300, 20, 500
+_FIRST_EVENTS = 10_000
+"""Looked through at first, for snapshots."""
+
+
+class Told:
+    """Looks at a cluster and keeps what pages are told. Used by one event loop."""
+
+    def __init__(self, config: ClusterConfig) -> None:
+        self._config = config
+        self._watch = ClusterWatch(config, _FIRST_EVENTS)
+        self._state: dict[str, Any] = {"scheduler": self._watch.address, "error": "not asked yet"}
+        self._at = 0.0
+        """When it was last told anew, in unix seconds."""
+        self._curves: dict[str, deque[tuple[float, float]]] = {}
+        self._rows: dict[str, int] = {}
+        self._events: deque[dict[str, Any]] = deque(maxlen=_MOST_EVENTS)
+        self._last = 0
+        """Number of the last event: our own, as a scheduler may begin anew."""
+        self._snapshots: dict[str, dict[str, Any]] = {}
+        self._verifying: asyncio.Task[None] | None = None
+        self._news, self._opened = asyncio.Event(), asyncio.Event()
+        self.pages = 0
+        """That are open."""
+
+    @contextlib.contextmanager
+    def open_page(self) -> Iterator[None]:
+        """A page is open for so long."""
+        self.pages += 1
+        self._opened.set()
+        try:
+            yield
+        finally:
+            self.pages -= 1
+
+    async def go_on(self) -> None:
+        """Look again and again, until cancelled."""
+        for number in itertools.count():
+            try:
+                look = await asyncio.to_thread(self._watch.look)
+                if number % _SLOW_LOOKS == 0 or self._state["error"]:
+                    self._state |= await asyncio.to_thread(_gears_and_graphs, self._config)
+                self._take(look)
+            except GeartrainError as exc:  # it may come back
+                self._state["error"] = f"{exc}; asked again until it answers"
+            except Exception:
+                logger.exception("a look failed")
+                self._state["error"] = "a look failed; the log of the dashboard says why"
+            self._tell()
+            self._opened.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._opened.wait(), _LOOK_SECONDS if self.pages else _IDLE_SECONDS)
+
+    async def changed(self, at: float) -> None:
+        """Wait for what is newer than ``at``, or a second."""
+        if self._at <= at:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._news.wait(), _LOOK_SECONDS)
+
+    def message(self, seen: int, at: float) -> tuple[dict[str, Any], int, float]:
+        """What a page is told that knows events up to number ``seen`` and curves up to ``at``; both of these now."""
+        message = {
+            **self._state,
+            "now": time.time(),
+            "first": not at,
+            "curves": {name: [point for point in points if point[0] > at] for name, points in self._curves.items()},
+            "events": [event for event in self._events if event["n"] > seen],
+            "snapshots": list(reversed(self._snapshots.values())),
+        }
+        return message, self._last, self._at
+
+    def begin_to_verify(self, path: object) -> str:
+        """Read a snapshot that events tell of; return why not."""
+        if not isinstance(path, str) or path not in self._snapshots:
+            return "no event tells of this snapshot"
+        if self._verifying is not None and not self._verifying.done():
+            return "another snapshot is being read"
+        self._verifying = asyncio.create_task(self._verify(self._snapshots[path]))
+        return ""
+
+    async def _verify(self, snapshot: dict[str, Any]) -> None:
+        def progress(done: int, total: int) -> None:
+            snapshot["verified"] = f"reading, {100 * done / max(total, 1):.0f} %"
+
+        try:
+            progress(0, 1)
+            self._tell()
+            found = await asyncio.to_thread(lambda: open_snapshot(snapshot["path"]).verify(progress))
+            faults = f"{counted(len(found), 'fault')}: {found[0]}" if found else ""
+            snapshot["verified"] = faults or "sound: every byte was read"
+        except (GeartrainError, OSError) as exc:
+            snapshot["verified"] = f"not read: {exc}"
+        except Exception as exc:
+            logger.exception("a snapshot was not verified")
+            snapshot["verified"] = f"not read: {type(exc).__name__}"
+        self._tell()
+
+    def _tell(self) -> None:
+        self._at = time.time()
+        self._news.set()
+        self._news = asyncio.Event()
+
+    def _take(self, look: ClusterLook) -> None:
+        now, status = time.time(), look.status
+        writes = sum(look.writes_per_second.values())
+        self._state |= {
+            "error": "",
+            "ready": status.ready,
+            "cluster_version": status.cluster_version,
+            "writes_per_second": writes,
+            "rows": sum(shard.rows for shard in status.shards),
+            "memory_bytes": sum(shard.memory_bytes for shard in status.shards),
+            "shards": [
+                asdict(shard) | {"writes_per_second": look.writes_per_second.get(shard.shard, 0.0)}
+                for shard in status.shards
+            ],
+            "tables": [asdict(table) | {"staleness": _staleness(table.staleness)} for table in status.tables],
+            "incomplete_tables": status.incomplete_tables,
+            "jobs": [
+                {**asdict(job.report), **asdict(job), "report": None, "loss": _finite(job.report.loss)}
+                for job in look.jobs
+            ],
+        }
+        points: dict[str, float | None] = {
+            "writes": writes,
+            **{f"rows {table.name}": table.rows for table in status.tables},
+        }
+        points |= {f"loss {job.job}": _finite(job.report.loss) for job in look.jobs if job.report.state == "training"}
+        for name, value in points.items():
+            if value is not None:
+                self._curves.setdefault(name, deque(maxlen=_MOST_POINTS)).append((now, value))
+        while len(self._curves) > _MOST_CURVES:
+            del self._curves[min(self._curves, key=lambda name: self._curves[name][-1][0])]
+        for event in look.events:
+            self._last += 1
+            self._events.append(as_json(event) | {"n": self._last})
+            if event.kind == "snapshot":
+                self._snapshots.pop(event.snapshot, None)
+                self._snapshots[event.snapshot] = {
+                    "path": event.snapshot,
+                    "job": event.job,
+                    "step": event.step,
+                    "seconds": event.seconds,
+                    "unix_seconds": event.unix_seconds,
+                    "verified": "",
+                }
+        for path in list(self._snapshots)[:-_MOST_SNAPSHOTS]:
+            del self._snapshots[path]
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
+def _staleness(counts: Sequence[int]) -> str:
+    """In words: up to how many writes behind half of the pushes are, and all but one of a hundred."""
+    if not sum(counts):
+        return ""
+    reached = [total / sum(counts) for total in itertools.accumulate(counts)]
+    half, most = (2 ** next(i for i, part in enumerate(reached) if part >= share) - 1 for share in (0.5, 0.99))
+    return f"half ≤ {half:,}, 99 % ≤ {most:,}" if most else "none"
+
+
+def _gears_and_graphs(config: ClusterConfig) -> dict[str, Any]:
+    quick = config.client.model_copy(update={"connect_timeout_seconds": 2.0, "recovery_timeout_seconds": 0.0})
+    gears, complaints = slow_gear_status(config.server.scheduler, config=quick)
+    told: dict[str, Any] = {"gears": [asdict(gear) for gear in gears], "graphs": [], "building": []}
+    if quick.graph is not None:
+        service = RemoteGraphs(quick.graph, quick)
+        try:
+            found = asdict(service.describe())
+            told |= {"graphs": found["graphs"], "building": found["building"]}
+        except GeartrainError as exc:
+            complaints.append(str(exc))
+        finally:
+            service.close()
+    return told | {"complaints": complaints}
