@@ -130,7 +130,9 @@ class EventLog:
                     self._has_news.wait()
                 seen, is_closed = self._last, self._is_closed
             for event in self.since(written, MOST_KEPT).events:
-                if not self._write(folder, json.dumps(as_json(event), ensure_ascii=False).encode() + b"\n"):
+                if not self._write(
+                    folder, json.dumps(as_json(event), ensure_ascii=False).encode(errors="replace") + b"\n"
+                ):
                     break
                 written = event.number
         self._close_file()

@@ -10,6 +10,9 @@ from geartrain.ams.observe.call_counts import CallCounts, Counted, call_metrics
 from geartrain.ams.observe.metrics import Metric
 from geartrain.ams.server.shard import Shard
 
+_TURN_SECONDS = 1.0
+"""For the turn of a shard: one that hangs is to be seen by its queue. Prometheus gives up after ten."""
+
 
 class ServedShard(NamedTuple):
     """A shard of this process, and what its port knows."""
@@ -20,7 +23,7 @@ class ServedShard(NamedTuple):
 
 
 def server_metrics(served: Sequence[ServedShard]) -> Iterator[Metric]:
-    """What these shards have counted until now. Waits for the turn of each."""
+    """What these shards have counted until now; of one whose turn does not come, all but its tables."""
     calls = [
         ((of.shard.shard,), counted)
         for of in served
@@ -46,7 +49,7 @@ def _of_shard(of: ServedShard) -> Iterator[Metric]:
 
 def _of_tables(shard: Shard) -> Iterator[Metric]:
     labels = ("table", "shard")
-    for state, created, parts in shard.counted_tables():
+    for state, created, parts in shard.counted_tables(_TURN_SECONDS):
         values = (state.spec.name, shard.shard)
         sizes = [((*values, part), size) for part, size in parts.items()]
         yield Metric("table_rows", "gauge", "Rows that there are.", labels, [(values, state.rows)])

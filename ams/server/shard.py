@@ -280,10 +280,15 @@ class Shard:
         """The ids of the snapshots that it holds a moment for. Any thread."""
         return self._freezes.snapshots
 
-    def counted_tables(self) -> list[tuple[TableState, int, dict[str, int]]]:
-        """See :meth:`ShardTables.counted`. Any thread that may wait for the turn."""
-        with self.engine.turn:
+    def counted_tables(self, seconds: float) -> list[tuple[TableState, int, dict[str, int]]]:
+        """See :meth:`ShardTables.counted`; nothing, if the turn does not come in so many seconds. Any thread."""
+        turn = self.engine.turn
+        if not turn.acquire_within(seconds):
+            return []
+        try:
             return self._tables.counted()
+        finally:
+            turn.release()
 
     def close(self) -> None:
         """Finish the requests that are queued, refuse those that come later, end the thread. Idempotent."""

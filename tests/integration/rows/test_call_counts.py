@@ -41,3 +41,20 @@ def test_calls_that_ended_well_are_never_fewer_than_before(served: Served) -> No
         asking.join()
         assert fell is None
         assert sum(counts()[0][6].values()) == 10_000
+
+
+def test_a_scrape_waits_a_moment_for_a_shard_that_hangs(served: Served) -> None:
+    cluster = served(1)
+    server = cluster.servers[0]
+    shard = server._held[0].shard
+    assert shard is not None
+    with connected(cluster):
+        assert "table_rows" in {metric.name for metric in server.metrics()}
+        shard.engine.turn.acquire()
+        try:
+            names = {metric.name for metric in server.metrics()}
+        finally:
+            shard.engine.turn.release()
+        assert "table_rows" not in names
+        assert names >= {"queue_length", "calls_total", "table_memory_limit_bytes"}
+        assert "table_rows" in {metric.name for metric in server.metrics()}

@@ -255,6 +255,18 @@ void acquire(Turn& turn) {
   place.keep();
 }
 
+// False: the turn did not come in time.
+bool acquire_within(Turn& turn, double seconds) {
+  const auto until = std::chrono::steady_clock::now() + std::chrono::duration<double>(seconds);
+  Turn::Place place(turn);
+  {
+    const WithoutInterpreter release;
+    if (!place.wait([until] { return std::chrono::steady_clock::now() >= until; })) return false;
+  }
+  place.keep();
+  return true;
+}
+
 void exit(Turn& turn, nb::handle, nb::handle, nb::handle) { turn.release(); }
 
 }  // namespace
@@ -340,6 +352,7 @@ void bind_engine(nb::module_& m) {
       .def(nb::init<>())
       .def("try_acquire", &Turn::try_acquire)
       .def("acquire", &acquire)
+      .def("acquire_within", &acquire_within, nb::arg("seconds"))
       .def("release", &Turn::release)
       .def_prop_ro("num_waiting", &Turn::num_waiting)
       .def("__enter__", &acquire)
