@@ -121,9 +121,10 @@ def issue(authority: Path, folder: Path, roles: Iterable[str], numbers: Iterable
     names = [Name(of.cluster, role, n) for role in roles for n in (shards if role == "server" else ["0"])]
     uris = [x509.UniformResourceIdentifier(f"{SCHEME}{name.cluster}/{name}") for name in names]
     serving = [role for role in roles if role != CLIENT]
-    hosts = [host_of(*name) for name in names if name.role == "server"]  # *.server.CLUSTER: of any
     # Nobody asks for a client, but who scrapes a worker's counters.
-    hosts += [host_of(of.cluster, role) for role in ([*roles, None] if serving else roles)]
+    hosts = [host_of(of.cluster, role) for role in ([*roles, None] if serving else roles)]
+    # *.server.CLUSTER: of any. Last: gRPC complains of what begins so when it looks for CLUSTER.geartrain.
+    hosts += [host_of(*name) for name in names if name.role == "server"]
     uses = [ExtendedKeyUsageOID.CLIENT_AUTH, ExtendedKeyUsageOID.SERVER_AUTH]
     key = ec.generate_private_key(ec.SECP256R1())
     certificate = (

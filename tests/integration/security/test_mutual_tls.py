@@ -271,6 +271,20 @@ def test_who_connects_and_makes_no_call_is_in_the_log_once_a_minute(
         server.stop(0)
 
 
+def test_grpc_complains_of_no_certificate_when_any_role_may_answer(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    identify(str(folder / "all"))
+    server = GrpcServer("127.0.0.1:0", 1 << 20)
+    server.start()
+    server.ready()
+    try:
+        assert is_serving(server.address)
+    finally:
+        server.stop(0)
+    assert "subdomain" not in capfd.readouterr().err
+
+
 def test_connections_are_named_as_grpc_names_them() -> None:
     for family, host, name in (
         (socket.AF_INET, "127.0.0.1", "ipv4:127.0.0.1"),
