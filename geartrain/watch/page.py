@@ -177,12 +177,13 @@ class Dashboard:
         return StreamingResponse(self._stream(), media_type="text/event-stream", headers={"Cache-Control": "no-store"})
 
     async def _stream(self) -> AsyncIterator[str]:
-        told, seen, at = self._told, 0, 0.0
+        told, seen, at, is_new = self._told, 0, 0.0, True
         with told.open_page():
             while not self._server.should_exit:
-                message, seen, at = told.message(seen, at)
-                yield f"data: {json.dumps(message)}\n\n"
-                await told.changed(at)
+                if is_new:
+                    message, seen, at = told.message(seen, at)
+                    yield f"data: {json.dumps(message)}\n\n"
+                is_new = await told.is_newer(at)
 
     async def _verify(self, request: Request) -> Response:
         try:

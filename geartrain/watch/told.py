@@ -81,11 +81,12 @@ class Told:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._opened.wait(), _LOOK_SECONDS if self.pages else _IDLE_SECONDS)
 
-    async def changed(self, at: float) -> None:
-        """Wait for what is newer than ``at``, or a second."""
+    async def is_newer(self, at: float) -> bool:
+        """Wait for what is newer than ``at``, for a second at most; return whether there is some."""
         if self._at <= at:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._news.wait(), _LOOK_SECONDS)
+        return self._at > at
 
     def message(self, seen: int, at: float) -> tuple[dict[str, Any], int, float]:
         """What a page is told that knows events up to number ``seen`` and curves up to ``at``; both of these now."""
