@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PREFIX = "geartrain_"
-_MAX_SCRAPES = 8
-"""At once; more are turned away."""
+_MAX_SCRAPES = 64
+"""At once, and with those who connect and say nothing; more are turned away."""
 _SCRAPE_SECONDS = 10.0
 """For a handshake, for a request, and for taking what was asked for."""
 

@@ -6,6 +6,7 @@ import http.client
 import socket
 import ssl
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ pytest.importorskip("prometheus_client", reason="needs pip install 'geartrain[me
 
 from geartrain.ams.observe.metrics import Buckets, Metric, serve_metrics
 from geartrain.ams.rpc.credentials import Credentials
+from geartrain.ams.values.config import split_address
 from geartrain.ams.values.errors import ConfigError
 from geartrain.launch.certificates import issue, make_authority, renew
 from tests.support.scrapes import scrape
@@ -53,6 +55,13 @@ def test_counters_are_read_at_each_scrape_and_a_failure_ends_that_scrape_alone()
             scrape(port.address)
         counted = iter([3.0])
         assert scrape(port.address).value("geartrain_steps") == 3
+
+
+def test_some_who_connect_and_say_nothing_keep_no_scrape_out() -> None:
+    with serve_metrics("127.0.0.1:0", lambda: METRICS, "server", OPEN) as port, ExitStack() as stack:
+        for _ in range(40):
+            stack.enter_context(socket.create_connection(split_address(port.address)))
+        assert scrape(port.address).value("geartrain_rows") == 2.5
 
 
 def test_an_address_that_is_taken_is_refused_in_words() -> None:
