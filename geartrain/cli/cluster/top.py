@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import select
 import sys
 import termios
@@ -112,5 +113,7 @@ def _asked_to_end() -> bool:
     if not sys.stdin.isatty():
         time.sleep(_ASK_SECONDS)
         return False
-    typed, _, _ = select.select([sys.stdin], [], [], _ASK_SECONDS)
-    return bool(typed) and sys.stdin.read(1) in ("q", "Q", "")
+    if not select.select([sys.stdin], [], [], _ASK_SECONDS)[0]:
+        return False
+    typed = os.read(sys.stdin.fileno(), 64)
+    return not typed or b"q" in typed.lower()
