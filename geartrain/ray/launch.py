@@ -26,7 +26,7 @@ from geartrain.ams.values.config import (
 from geartrain.ams.values.errors import ClusterNotReady, ConfigError, InvalidArgument, SourceError
 from geartrain.cli.shared import configuration
 from geartrain.launch.role import KILL_AFTER_SECONDS
-from geartrain.launch.up import ClusterFacts
+from geartrain.launch.up import ClusterFacts, next_address
 from geartrain.ray.actors import RoleActor, WorkerActor, free_address
 
 logger = logging.getLogger(__name__)
@@ -234,6 +234,8 @@ class RayCluster:
         for index in range(len(self._shards)):
             place = PlacementGroupSchedulingStrategy(self._groups[0], placement_group_bundle_index=index)
             held = {"scheduler": self.address, "shard": index * self._config.server.shards, "wait": True}
+            if self._config.server.metrics is not None:  # several may be on one node
+                held["metrics"] = next_address(self._config.server.metrics, index)
             self._begin(f"server {index}", "server", first and first + index, held, place, self._shards[index])
         for name in more:
             own = ray.get(find.remote(self._host, split_address(getattr(self._config, name).listen)[1]))
@@ -252,11 +254,14 @@ class RayCluster:
             raise ClusterNotReady(f"not ready in time: {', '.join(late)}; their log lines say why") from exc
         except RayTaskError as exc:
             raise exc.cause from exc
+        except RayActorError as exc:
+            raise ClusterNotReady(f"an actor ended before it served (is geartrain on every node?): {exc}") from exc
         self.facts = ClusterFacts(
             self.address,
             tuple(address for facts in told.values() for address in facts.get("addresses", ())),
             {name: facts["pid"] for name, facts in told.items()},
             {name: told[name]["address"] for name in more},
+            {name: facts["metrics"] for name, facts in told.items() if "metrics" in facts},
         )
 
     def _begin(

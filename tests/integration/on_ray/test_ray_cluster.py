@@ -162,11 +162,12 @@ def test_a_training_goes_on_when_a_node_is_drained_and_roles_end_with_its_daemon
 def test_up_on_ray_is_ready_and_leaves_nothing(ray_nodes: Any, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "geartrain", "up", "--on=ray", f"--address={ray_nodes.address}", "--json"]
     command += ["--scheduler-listen=127.0.0.1:0", f"--data={tmp_path}", "--graph-listen=127.0.0.1:0"]
+    command += ["--metrics=127.0.0.1:0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
             told = json.loads(process.stdout.readline())
-            assert set(told["pids"]) == {"scheduler", "server 0", "graph"}
+            assert set(told["pids"]) == set(told["metrics"]) == {"scheduler", "server 0", "graph"}
             with gt.connect(told["scheduler"]) as connected:
                 assert connected.num_shards == 1
             process.send_signal(signal.SIGTERM)
