@@ -16,6 +16,7 @@ from geartrain.ams.values.errors import ConfigError, NonFinite, RunHeld, Trainin
 from geartrain.cli.main import exit_code, main
 from geartrain.workers.job import job
 from geartrain.workers.job.folder import read_run, sole_trainer
+from geartrain.workers.job.ranks import JobRanks
 from geartrain.workers.job.run import TrainingRun
 from tests.integration.conftest import ServedCluster
 from tests.integration.jobs.small_job import stop_after
@@ -61,6 +62,23 @@ def test_a_run_whose_folder_is_lost_goes_on_from_its_snapshots(
     code, said, _ = invoke(*command)
     assert (code, "Going on at step 14" in said) == (0, True), said
     assert (tmp_path / "run" / "report.json").exists()
+
+
+def test_ranks_hear_of_a_run_that_has_ended_on_another_machine(
+    ctr: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[Any] = []
+
+    def gather(_: JobRanks, value: Any) -> list[Any]:
+        told.append(value)
+        return [value, [True, 30]]
+
+    assert invoke(*ctr, "--continue")[0] == 0
+    monkeypatch.setattr(JobRanks, "gather_json", gather)
+    for out in ("run", "lost"):
+        assert invoke(*ctr, "--continue", "--out", str(tmp_path / out))[0] == 0
+    assert told == [[True, 30], [False, None]]
+    assert not (tmp_path / "lost").exists()
 
 
 def test_a_run_that_died_before_its_first_snapshot_begins_again(
