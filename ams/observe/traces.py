@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import copy_context
@@ -24,6 +25,7 @@ from geartrain.ams.values.rpc import version
 
 VARIABLE = "OTEL_TRACES_EXPORTER"
 T = TypeVar("T")
+_FLUSH_SECONDS = 1.0
 _NOTHING: AbstractContextManager[Any] = nullcontext()
 _tracer: Any = None
 
@@ -54,6 +56,17 @@ def traced(calls: T, **methods: Callable[..., Mapping[str, str | int]]) -> T:
         return in_span
 
     return SimpleNamespace(**{name: of(name, describe) for name, describe in methods.items()})  # type: ignore[return-value]
+
+
+def flush() -> None:
+    """Send what is not sent yet, for a second at most: a collector that does not answer keeps nobody."""
+    if _tracer is None:
+        return
+    from opentelemetry import trace
+
+    flushing = threading.Thread(target=trace.get_tracer_provider().force_flush, daemon=True)
+    flushing.start()
+    flushing.join(_FLUSH_SECONDS)
 
 
 def start(role: str, environ: Mapping[str, str] = os.environ) -> None:

@@ -296,6 +296,7 @@ def train(
     if as_json and result.report is not None:
         print(json.dumps(result.report))
     if not result.finished:
+        traces.flush()
         ended.append(STOPPED)
         raise typer.Exit(STOPPED)
 

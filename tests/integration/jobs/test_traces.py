@@ -51,6 +51,25 @@ def test_a_step_and_a_snapshot_are_traces_that_go_on_in_the_roles(
         assert wanted in said and "/Freeze" in said, said[-3000:]
 
 
+def test_a_worker_that_is_stopped_sends_its_last_spans(tmp_path: Path) -> None:
+    pytest.importorskip("opentelemetry.instrumentation.grpc", reason="needs the extra [traces]")
+    films = write_movielens(tmp_path / "films")
+    settings = ["--steps=100000", "--set=batch_size=50", "--set=dim=4", "--logger=none"]
+    where = ["--data", str(films), "--out", str(tmp_path / "run")]
+    command = [sys.executable, "-m", "geartrain", "worker", "ctr", *where, *settings]
+    environ = {**os.environ, traces.VARIABLE: "console", "OTEL_BSP_SCHEDULE_DELAY": "600000"}
+    with subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert any(line.startswith("step 10/") for line in process.stdout)
+            process.terminate()
+            errors = process.communicate(timeout=60)[1]
+        finally:
+            process.kill()
+    assert process.returncode == 3, errors[-3000:]
+    assert [span for span in spans_of(errors) if span["name"] == "geartrain snapshot"]
+
+
 def test_traces_that_cannot_be_are_refused_and_off_they_are_nothing() -> None:
     with pytest.raises(ConfigError, match="OTEL_TRACES_EXPORTER is 'zipkin'; use otlp, console or none"):
         traces.start("worker", {traces.VARIABLE: "zipkin"})
