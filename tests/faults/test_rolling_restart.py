@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -34,8 +35,8 @@ def test_a_rolling_restart_of_all_shards_loses_no_step(
     steps: list[int] = []
     watching, whole, ends = Cluster.watch_leaves, ImageTrainer.step, {2: "--shard=0", 12: "--shard=1"}
 
-    def watch(self: Cluster, job: str) -> LeaveWatch | None:
-        watches.append(found := watching(self, job))  # type: ignore[arg-type]
+    def watch(self: Cluster, job: str, *told: Any) -> LeaveWatch | None:
+        watches.append(found := watching(self, job, *told))  # type: ignore[arg-type]
         return found
 
     def step(self: ImageTrainer, number: int) -> torch.Tensor:
@@ -72,8 +73,8 @@ def test_a_training_goes_on_without_its_snapshots_while_the_scheduler_is_stopped
     watching, whole = Cluster.watch_leaves, ImageTrainer.step
     took: list[float] = []
 
-    def watch(self: Cluster, job: str) -> LeaveWatch | None:
-        watches.append(found := watching(self, job))  # type: ignore[arg-type]
+    def watch(self: Cluster, job: str, *told: Any) -> LeaveWatch | None:
+        watches.append(found := watching(self, job, *told))  # type: ignore[arg-type]
         return found
 
     def step(self: ImageTrainer, number: int) -> torch.Tensor:

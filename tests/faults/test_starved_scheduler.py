@@ -8,6 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import grpc
 import numpy as np
@@ -65,9 +66,9 @@ def heard(monkeypatch: pytest.MonkeyPatch) -> Heard:
     heard = Heard()
     heartbeat, create = Scheduler.heartbeat, Scheduler.create_table
 
-    def noted_heartbeat(self: Scheduler, shard: int, incarnation: int, memory_pool: str = "") -> Beat:
+    def noted_heartbeat(self: Scheduler, shard: int, incarnation: int, *told: Any, **more: Any) -> Beat:
         heard.beats.append(incarnation)
-        return heartbeat(self, shard, incarnation, memory_pool)
+        return heartbeat(self, shard, incarnation, *told, **more)
 
     def noted_create(self: Scheduler, spec, **arguments):  # type: ignore[no-untyped-def]
         heard.changes.append(spec.name)

@@ -79,10 +79,10 @@ def test_a_stopped_server_whose_shard_was_taken_answers_nothing_and_ends(
         stack.callback(successor.stop, 0)
         refused, whole = threading.Event(), Scheduler.heartbeat
 
-        def heartbeat(self: Scheduler, shard: int, incarnation: int, *told: Any) -> Beat:
+        def heartbeat(self: Scheduler, shard: int, incarnation: int, *told: Any, **more: Any) -> Beat:
             if incarnation == old:  # answered only after the request below
                 refused.wait(DEADLINE_SECONDS)
-            return whole(self, shard, incarnation, *told)
+            return whole(self, shard, incarnation, *told, **more)
 
         monkeypatch.setattr(Scheduler, "heartbeat", heartbeat)
         zombie = MessageShard(address)

@@ -34,10 +34,10 @@ for from in /*; do
   elif [ "$from" = /tmp ] || [ ! -d "$from" ]; then :
   else mkdir "$at"; [ {closed} ] || mount --rbind "$from" "$at"; fi
 done
-for path in {needed}; do [ -e {root}$path ] || {{ mkdir -p {root}$path; mount --bind $path {root}$path; }}; done
 for file in hosts passwd resolv.conf; do mount --bind {state}/$file {root}/etc/$file; done
 mkdir -p {root}/dev/shm && mount -t tmpfs -o size=64m,mode=1777 tmpfs {root}/dev/shm
 {mounts}
+for path in {needed}; do [ -e {root}$path ] || {{ mkdir -p {root}$path; mount --bind $path {root}$path; }}; done
 for at in "" {top}; do mount -o remount,bind,ro {root}$at; done
 exec chroot {root} {as_user} {command}
 """

@@ -154,6 +154,8 @@ class TrainingRun:
             raise
         finally:
             trainer.events.close()
+            said = stop.saved()
+            stop.saved, stop.is_saving = (lambda: said), (lambda: False)  # the model is gone with this object
 
     def _claim_folder(self) -> None:
         options, out = self._options, self._options.out

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from typing import Any
 
 import grpc
 import numpy as np
@@ -89,10 +90,10 @@ def test_a_shard_that_was_taken_over_ends_alone(
         before = ours.status().shards
         whole = Scheduler.heartbeat
 
-        def heartbeat(self: Scheduler, shard: int, incarnation: int, memory_pool: str) -> Beat:
+        def heartbeat(self: Scheduler, shard: int, incarnation: int, *told: Any, **more: Any) -> Beat:
             if shard == 0 and incarnation == first:
                 return Beat(cluster_version=1, replaced=True)
-            return whole(self, shard, incarnation, memory_pool)
+            return whole(self, shard, incarnation, *told, **more)
 
         first, second = (shard.incarnation for shard in before)
         monkeypatch.setattr(Scheduler, "heartbeat", heartbeat)
@@ -111,7 +112,7 @@ def test_a_shard_that_was_taken_over_ends_alone(
 
 
 def test_a_server_ends_with_its_last_shard_and_says_why(both: ShardServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Scheduler, "heartbeat", lambda *_: Beat(cluster_version=1, replaced=True))
+    monkeypatch.setattr(Scheduler, "heartbeat", lambda *_, **__: Beat(cluster_version=1, replaced=True))
     assert both.wait(DEADLINE_SECONDS)
     assert both.end_reason is not None
     for shard in (0, 1):
