@@ -91,7 +91,7 @@ class Pod:
             root=folder / "root",
             state=self._cluster.state,
             closed=" -o ".join([f'"$from" = {top}' for top in tops] or ["1 = 2"]),
-            needed=" ".join(map(str, _NEEDED)),
+            needed=" ".join(map(str, sorted(_NEEDED))),  # a folder before what is in it
             mounts="\n".join(mounts),
             top=" ".join(
                 f"/{path.name}"
