@@ -8,6 +8,7 @@ the first worker of a job tells, so 1,000 workers are ten jobs of 100; 1,000 job
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -18,7 +19,7 @@ import psutil
 from _common import result
 
 from geartrain.ams.rpc.client.scheduler import GrpcSchedulerCarrier
-from geartrain.ams.values.config import NO_FOLDER, identify
+from geartrain.ams.values.config import FOLDER_VARIABLE, NO_FOLDER, identify
 from geartrain.ams.values.scheduler_messages import (
     DescribeCluster,
     DescribeJobs,
@@ -48,7 +49,9 @@ def results(full: bool = False) -> Iterator[Result]:
 
 def _percent_of_a_core(*, jobs: int, watched: bool, seconds: int) -> float:
     command = ["scheduler", "--listen=127.0.0.1:0", f"--num-shards={SHARDS}", "--metrics=127.0.0.1:0"]
-    with subprocess.Popen([sys.executable, "-m", "geartrain", *command], stdout=subprocess.PIPE, text=True) as process:
+    without = os.environ | {FOLDER_VARIABLE: NO_FOLDER}
+    command = [sys.executable, "-m", "geartrain", *command]
+    with subprocess.Popen(command, env=without, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
             facts = json.loads(process.stdout.readline())
