@@ -404,7 +404,8 @@ class Cluster:
         """Tell the scheduler an event of this client's job, if it has one: of its stream ``job/rank0``, for example."""
         if self._calls.remote:
             job = self._stream.name.rpartition("/")[0] or self._stream.name if self._stream.is_named else ""
-            short = {field: getattr(event, field)[:_LONGEST_TOLD] for field in ("text", "snapshot")}
+            texts = {field: getattr(event, field)[:_LONGEST_TOLD] for field in ("text", "snapshot")}
+            short = {field: text.encode(errors="replace").decode() for field, text in texts.items()}  # of a path
             self._events.tell(dataclasses.replace(event, job=job, **short))
 
     def export(self, tables: str | Sequence[str], root: str | Path, *, since: int | None = None) -> PendingExport:
