@@ -107,7 +107,8 @@ def _followed(carrier: SchedulerCarrier, since: int) -> Iterator[ClusterEvent]:
             continue
         is_silent = False
         if page.last < since:
-            print("the scheduler was restarted without a memory: its events begin anew", file=sys.stderr)
+            said = f"the scheduler has {page.last} events and none behind {since}"
+            print(f"{said}: it was restarted without its memory, if it had so many; from the first on", file=sys.stderr)
             since = 0
             continue
         yield from page.events
