@@ -14,6 +14,7 @@ COPY CMakeLists.txt README.md LICENSE ./
 COPY ams ams
 COPY bridge bridge
 COPY workers workers
+COPY serving serving
 COPY geartrain geartrain
 RUN PIP_CONSTRAINT=/source/constraints.txt /opt/geartrain/bin/pip install --no-cache-dir --no-deps .
 

@@ -13,8 +13,8 @@ EXAMPLES_STAMP := $(VENV)/.installed-examples
 PAGE_STAMP := $(VENV)/.installed-page
 KUBE_STAMP := $(VENV)/.installed-kube
 BUILD_FILES := $(wildcard ams/kernels/csrc/*/*) CMakeLists.txt pyproject.toml constraints.txt
-NAMES := ams bridge workers
-SOURCES := ams bridge workers geartrain scripts benchmarks examples tests
+NAMES := ams bridge workers serving
+SOURCES := ams bridge workers serving geartrain scripts benchmarks examples tests
 # By environment, so that pip's build environments follow the constraints too, in old and new pips alike. Not quiet: what
 # takes minutes shows what it does.
 PIP := PIP_CONSTRAINT=$(CURDIR)/constraints.txt PIP_BUILD_CONSTRAINT=$(CURDIR)/constraints.txt \
@@ -69,7 +69,7 @@ $(PAGE_STAMP): $(DEV_STAMP)
 	$(PIP_INSTALL) -e '.[dev,page]'
 	@touch $@
 
-links:  ## git-ignored links that show ams/, bridge/, workers/ under their import names (for mypy and editors)
+links:  ## git-ignored links that show ams/, bridge/, workers/, serving/ under their import names (for mypy and editors)
 	@for name in $(NAMES); do ln -sfn ../$$name geartrain/$$name; done
 
 # Compiled modules are kept, also where the environment says that they are not: a run starts hundreds of processes.
@@ -154,4 +154,4 @@ page-check: links $(PAGE_STAMP)  ## the dashboard in headless Chromium (Debian: 
 
 clean:  ## what was built; .venv, caches of rendered data and runs/ stay
 	rm -rf build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find ams bridge workers geartrain tests scripts benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +
+	find ams bridge workers serving geartrain tests scripts benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -23,7 +23,7 @@ DECISIONS = "decisions"
 ROOMS_ENDING = """The folders are top-level. In Python they are `geartrain.ams`, `geartrain.bridge`,
 `geartrain.workers`; `make links` shows editors and mypy the same names
 ([why](../decisions/0001-import-names-by-mapped-folders.md)). Imports point one way,
-`geartrain → workers → bridge → ams`: `tests/unit/test_imports.py` says who may import what, and enforces it.
+`geartrain → serving → workers → bridge → ams`: `tests/unit/test_imports.py` says who may import what, and enforces it.
 """
 
 
@@ -85,7 +85,7 @@ def _rooms() -> str:
         "| Folder | What is in it |",
         "|---|---|",
     ]
-    for top in ("ams", "bridge", "workers", "geartrain"):
+    for top in ("ams", "bridge", "workers", "serving", "geartrain"):
         for path in sorted((REPOSITORY / top).rglob("__init__.py")):
             folder = path.parent.relative_to(REPOSITORY).as_posix()
             docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))

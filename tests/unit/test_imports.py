@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-FOLDERS = ("ams", "bridge", "workers", "geartrain")  # from the bottom layer to the top
+FOLDERS = ("ams", "bridge", "workers", "serving", "geartrain")  # from the bottom layer to the top
 
 # Inside ams: which rooms (folders below ams/) a room may use, beside itself.
 ROOMS_BELOW: dict[str, tuple[str, ...]] = {
@@ -69,6 +69,7 @@ ALSO: dict[str, tuple[str, ...]] = {
 GRPC_FILES = (
     *("ams/rpc/*", "ams/server/service.py", "ams/scheduler/service.py"),
     "ams/graph/service/role.py",
+    "serving/kserve/*",
 )
 HOMES: dict[str, tuple[str, ...]] = {
     "grpc": GRPC_FILES,
@@ -83,11 +84,14 @@ HOMES: dict[str, tuple[str, ...]] = {
     "opentelemetry": ("ams/observe/traces.py",),
     "prometheus_client": ("ams/observe/metrics.py",),
     "redis": ("ams/storage/*/redis*.py",),
-    "socket": ("ams/*", "geartrain/*", "workers/loopback.py", "workers/rendezvous.py"),
+    "socket": ("ams/*", "geartrain/*", "serving/*", "workers/loopback.py", "workers/rendezvous.py"),
     "cryptography": ("ams/rpc/*", "geartrain/launch/certificates.py", "geartrain/launch/tokens.py"),
     "ray": ("geartrain/ray/*",),
-    "starlette": ("geartrain/watch/*",),
-    "uvicorn": ("geartrain/watch/*",),
+    "starlette": ("geartrain/watch/*", "serving/http/*"),
+    "uvicorn": ("geartrain/watch/*", "serving/http/*"),
+    "fastapi": ("serving/http/*",),
+    "faiss": ("serving/index/*",),
+    "onnxruntime": ("workers/models/*", "serving/models/*"),
     "pickle": (),
 }
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-FOLDERS = ("ams", "bridge", "workers", "geartrain")
+FOLDERS = ("ams", "bridge", "workers", "serving", "geartrain")
 LARGEST_ROOM = 14
 """Files of a folder beside its ``__init__.py``."""
 

@@ -88,7 +88,7 @@ def test_no_page_loads_anything_from_another_host(site: Path) -> None:
 
 
 def test_a_broken_link_a_missing_page_and_a_missing_docstring_fail_the_build(tmp_path: Path) -> None:
-    for name in ("docs", "scripts/site", "geartrain", "ams", "bridge", "workers", "proto"):
+    for name in ("docs", "scripts/site", "geartrain", "ams", "bridge", "workers", "serving", "proto"):
         unneeded = shutil.ignore_patterns("__pycache__", "*.so", "*.cpp", "*.hpp")
         shutil.copytree(REPOSITORY / name, tmp_path / name, symlinks=True, ignore=unneeded)
     for name in ("mkdocs.yml", "README.md", "CONTRIBUTING.md", "CHANGELOG.md"):

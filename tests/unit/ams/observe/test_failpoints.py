@@ -23,7 +23,7 @@ REPOSITORY = Path(__file__).resolve().parents[4]
 
 def reached_in_the_product() -> Counter[str]:
     found: Counter[str] = Counter()
-    for folder in ("ams", "bridge", "workers", "geartrain/cli"):
+    for folder in ("ams", "bridge", "workers", "serving", "geartrain/cli"):
         for path in (REPOSITORY / folder).rglob("*.py"):
             found.update(re.findall(r'failpoints\.reach\("([^"]+)"\)', path.read_text(encoding="utf-8")))
         for path in (REPOSITORY / folder).rglob("csrc/**/*.cpp"):

@@ -1,0 +1,1 @@
+"""The HTTP service: routes, limits, OpenAPI, the page to try a model."""

@@ -1,0 +1,1 @@
+"""The gRPC service: the inference protocol v2 of KServe."""

@@ -1,0 +1,1 @@
+"""What can be loaded and asked, one kind of model a file."""

@@ -1,0 +1,25 @@
+"""The kinds of models that can be served, and how one is loaded from its folder."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from geartrain.ams.values.errors import ConfigError
+
+if TYPE_CHECKING:
+    from geartrain.serving.answers import Servable
+
+KINDS: dict[str, str] = {}
+"""``kind`` of config.json -> ``module:class``, whose ``load(folder, config)`` makes the Servable."""
+
+
+def load_kind(kind: str, folder: Path, config: dict[str, object]) -> Servable:
+    """Load a model of a kind. Raises ConfigError for one that this version does not know, and as the kind does."""
+    place = KINDS.get(kind)
+    if place is None:
+        raise ConfigError(f"{folder} is a model of kind {kind!r}; this version serves {', '.join(KINDS) or 'none'}")
+    module, _, name = place.partition(":")
+    servable: Servable = getattr(importlib.import_module(module), name).load(folder, config)
+    return servable
